@@ -1,0 +1,153 @@
+"""`zerokl init`: a small base model for a task, warm-started until it solves some of the training prompts.
+
+The sanity test of "Defeating the training-inference mismatch via FP16" (arXiv:2510.26788) in small: supervised steps on
+correct answers until a sampled completion is right on TARGET of the training problems, and a list of the problems that
+some of SOLVABLE_SAMPLES samples solved. On such problems a sound trainer must reach a training reward near 1.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..kernels.logprob import Distribution
+from ..kernels.philox import Stream, permutation, uniform_range
+from ..model.checkpoint import write_checkpoint
+from ..model.config import ModelConfig
+from ..model.decoder import Decoder
+from ..model.scoring import logprobs, pack
+from ..model.weights import Layout
+from .config import OptimizerConfig
+from .evaluate import evaluate
+from .learner import Learner
+from .loop import micro_batches, virtual_shards
+from .native import NativeSampler
+from .report import Display
+from .rollout import Keys
+from .tasks import load_task
+from .tasks.base import Problem
+from .text import Text, character_tokenizer
+
+SOLVABLE_FILE = "solvable.json"
+# Share of training problems a sampled completion solves at which the warm start ends.
+TARGET = 0.45
+# Samples that decide whether a problem is solvable at least sometimes.
+SOLVABLE_SAMPLES = 16
+_MAX_STEPS, _CHECK_EVERY, _BATCH, _SHARDS = 3000, 10, 64, 4
+_OPTIMIZER = OptimizerConfig(lr=2e-3, warmup_steps=20, schedule="linear", min_lr_ratio=0.1, weight_decay=0.0)
+
+PRESETS: dict[str, dict[str, int]] = {
+    # 1.3 million parameters
+    "tiny": dict(hidden_size=160, intermediate_size=448, num_hidden_layers=4, num_attention_heads=5, num_key_value_heads=1, head_dim=32),
+    # 2.9 million parameters
+    "small": dict(hidden_size=224, intermediate_size=640, num_hidden_layers=5, num_attention_heads=7, num_key_value_heads=1, head_dim=32),
+}
+
+
+def initialise(out: Path, task_name: str, options: Mapping[str, Any], preset: str = "tiny", seed: int = 0) -> dict[str, Any]:
+    """Write a base model for a task to the folder `out`. Returns what solvable.json holds.
+
+    Raises ValueError for an unknown task or preset, a task without known completions, or an `out` that exists.
+    """
+    if preset not in PRESETS:
+        raise ValueError(f"init: preset {preset} is not known; choose {', '.join(PRESETS)}")
+    if out.exists():
+        raise ValueError(f"init: {out} already exists; nothing was overwritten")
+    task = load_task(task_name, options)
+    problems = list(task.problems("train"))
+    wrong = next((p for p in problems if task.reward(p, p.answer) != 1.0), None)
+    if wrong is not None or task.chat:
+        raise ValueError(f"init: task {task_name} has answers that are no completions; init needs add, sort, countdown or a task like them")
+    tokenizer = character_tokenizer()
+    decoder = _random_decoder(preset, len(tokenizer), seed)
+    scratch = out.with_name(f".{out.name}.tokenizer")
+    tokenizer.save_pretrained(scratch)
+    try:
+        text = Text(scratch, decoder.config.vocab_size)
+        accuracy, steps, sampler = _warm_start(decoder, text, problems, task.reward, seed)
+        found = _solvable(sampler, text, problems, task.reward, seed)
+        report = {
+            "task": task_name, "options": dict(options), "preset": preset, "seed": seed, "accuracy": accuracy, "steps": steps,
+            "samples": SOLVABLE_SAMPLES, "problems": found,
+        }  # fmt: skip
+        extra = {SOLVABLE_FILE: json.dumps(report) + "\n"}
+        write_checkpoint(out, decoder.layout, decoder.flat.detach(), companions=scratch, extra=extra)
+    finally:
+        for file in scratch.iterdir():
+            file.unlink()
+        scratch.rmdir()
+    return report
+
+
+def _random_decoder(preset: str, vocab_size: int, seed: int) -> Decoder:
+    """A Qwen3 with matrices uniform in +-sqrt(3) * 0.02 * sqrt(512 / width), norms 1, from counter-based numbers."""
+    raw = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": vocab_size, **PRESETS[preset],
+        "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "tie_word_embeddings": True, "hidden_act": "silu",
+        "attention_bias": False, "attention_dropout": 0.0, "use_sliding_window": False, "pad_token_id": 0, "eos_token_id": 1,
+        "bos_token_id": None,
+    }  # fmt: skip
+    config = ModelConfig.from_dict(raw)
+    layout = Layout(config)
+    flat = torch.zeros(layout.numel)
+    for i, (name, view) in enumerate(layout.views(flat).items()):
+        if view.dim() == 1:
+            view.fill_(1.0)
+            continue
+        fan_in = config.hidden_size if name == "embed" else view.shape[1]
+        scale = (3.0 / fan_in) ** 0.5 * (0.5 if name.endswith((".o", ".down")) else 1.0)
+        u = uniform_range(view.numel(), seed, Stream.WEIGHTS, word=i)
+        view.copy_(torch.from_numpy((2.0 * u - 1.0) * scale).view(view.shape))
+    return Decoder(config, flat, layout)
+
+
+def _warm_start(decoder: Decoder, text: Text, problems: Sequence[Problem], reward, seed: int):
+    """Supervised steps on correct answers until TARGET is reached. Returns accuracy, steps and a sampler of the model."""
+    eos = min(text.stop_ids)
+    pairs = [(text.encode(p.prompt, chat=False), [*text.encode(p.answer, chat=False), eos]) for p in problems]
+    learner = Learner(decoder, decoder.flat.detach(), _OPTIMIZER, _SHARDS, _MAX_STEPS)
+    sampler = NativeSampler(decoder)
+    probe = problems[: min(len(problems), 256)]
+    longest = max(len(c) for _, c in pairs)
+    display, accuracy = Display(100, "init"), 0.0
+    try:
+        for step in range(1, _MAX_STEPS + 1):
+            _supervised_step(decoder, learner, _examples(pairs, seed, step))
+            if step % _CHECK_EVERY:
+                continue
+            keys = Keys(seed, step, Stream.WARM_START)
+            ids = [pairs[p.id][0] for p in probe]
+            accuracy = evaluate(sampler, text, probe, ids, reward, Distribution(), 1, longest, keys).mean_reward
+            display.step(f"step {step}  solves {accuracy:.2f} of the training prompts, until {TARGET}", done=min(100, int(100 * accuracy / TARGET)))
+            if accuracy >= TARGET:
+                return accuracy, step, sampler
+    finally:
+        display.close()
+    raise ValueError(f"init: after {_MAX_STEPS} supervised steps the model solves {accuracy:.2f} of the training prompts, not {TARGET}; make the task easier")
+
+
+def _examples(pairs: Sequence[tuple[list[int], list[int]]], seed: int, step: int) -> list[tuple[list[int], list[int]]]:
+    order = permutation(len(pairs), seed, Stream.WARM_START, word=step * _BATCH // len(pairs))
+    return [pairs[order[(step * _BATCH + i) % len(pairs)]] for i in range(min(_BATCH, len(pairs)))]
+
+
+def _supervised_step(decoder: Decoder, learner: Learner, pairs: Sequence[tuple[list[int], list[int]]]) -> None:
+    tokens = sum(len(c) for _, c in pairs)
+    for shard in virtual_shards(len(pairs), _SHARDS):
+        for mb in micro_batches(shard, len(pairs)):
+            logp, _ = logprobs(decoder, pack([pairs[i] for i in mb]), Distribution())
+            (-logp.sum() / tokens).backward()
+        learner.close_shard(empty=not shard)
+    learner.update()
+
+
+def _solvable(sampler: NativeSampler, text: Text, problems: Sequence[Problem], reward, seed: int) -> list[int]:
+    """Ids of the problems that at least one of SOLVABLE_SAMPLES samples solves."""
+    ids = text.encode_problems(problems, chat=False)
+    longest = max(len(text.encode(p.answer, chat=False)) for p in problems) + 1
+    result = evaluate(sampler, text, problems, ids, reward, Distribution(), SOLVABLE_SAMPLES, longest, Keys(seed, 0, Stream.WARM_START))
+    return [problems[i].id for i in np.flatnonzero(result.rewards.max(axis=1) == 1.0)]

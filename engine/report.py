@@ -1,0 +1,124 @@
+"""What a run leaves in its folder: metrics, rollouts, TensorBoard, a plot and a summary; and the progress display."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from .loop import StepRecord
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+class RunFolder:
+    """The files of a run. Raises ValueError when the folder already holds one: nothing is ever overwritten."""
+
+    def __init__(self, path: Path, config_toml: str):
+        self.path = path
+        taken = [n for n in ("config.toml", "metrics.jsonl", "checkpoints", "summary.json") if (path / n).exists()]
+        if taken:
+            raise ValueError(f"run: {path} already holds a run ({taken[0]}); choose another --run-dir")
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.toml").write_text(config_toml)
+        self._metrics = open(path / "metrics.jsonl", "a")
+        self._rollouts = open(path / "rollouts.jsonl", "a")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._board = SummaryWriter(str(path / "tensorboard"))
+
+    def record(self, record: StepRecord, extra: dict[str, float]) -> None:
+        """Append a finished step."""
+        metrics = record.metrics | extra
+        self._metrics.write(json.dumps(metrics) + "\n")
+        self._metrics.flush()
+        for name, value in metrics.items():
+            if name != "step":
+                self._board.add_scalar(name, value, int(metrics["step"]))
+        P, G = record.rewards.shape
+        for p in range(P):
+            for g in range(G):
+                self._rollouts.write(json.dumps(rollout_line(record, p, g, G)) + "\n")
+        self._rollouts.flush()
+
+    def close(self) -> None:
+        """Close the files."""
+        self._metrics.close()
+        self._rollouts.close()
+        self._board.close()
+
+
+def rollout_line(record: StepRecord, p: int, g: int, G: int) -> dict[str, Any]:
+    """One line of rollouts.jsonl."""
+    r = record.rollouts[p * G + g]
+    return {
+        "step": record.metrics["step"],
+        "prompt": p,
+        "sample": g,
+        "problem": record.problems[p].id,
+        "prompt_text": record.problems[p].prompt,
+        "text": record.texts[p][g],
+        "reward": float(record.rewards[p, g]),
+        "advantage": float(record.advantages[p, g]),
+        "finish": r.finish,
+        "weight_version": r.weight_version,
+        "prompt_ids": list(r.prompt_ids),
+        "completion_ids": list(r.completion_ids),
+        "logprobs": [float(x) for x in r.logprobs],
+    }
+
+
+class Display:
+    """Progress on a terminal as a live bar, elsewhere as one line every few steps."""
+
+    def __init__(self, total: int, what: str):
+        self._total, self._done, self._what = total, 0, what
+        self._live: Live | None = None
+        if console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[text]}"))
+            self._progress = Progress(*columns, console=console)
+            self._task = self._progress.add_task(what, total=total, text="")
+            self._live = Live(self._progress, console=console, refresh_per_second=4)
+            self._live.start()
+
+    def step(self, text: str, done: int | None = None) -> None:
+        """One step is done; `text` says how it went."""
+        self._done = self._done + 1 if done is None else done
+        if self._live is not None:
+            self._progress.update(self._task, completed=self._done, text=text)
+        elif self._done % max(1, self._total // 20) == 0 or self._done in (1, self._total):
+            console.print(f"{self._what} {self._done}/{self._total}  {text}")
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._live is not None:
+            self._live.stop()
+
+
+def plot_reward(metrics: list[dict[str, float]], path: Path) -> None:
+    """Reward, held-out accuracy and mismatch by step, as a picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    steps = [m["step"] for m in metrics]
+    figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(7, 5), height_ratios=[3, 1], layout="constrained")
+    above.plot(steps, [m["reward/mean"] for m in metrics], label="training reward")
+    held = [(m["step"], m["eval/accuracy"]) for m in metrics if "eval/accuracy" in m]
+    if held:
+        above.plot(*zip(*held, strict=True), "o-", label="held-out accuracy")
+    above.set_ylabel("reward")
+    above.set_ylim(bottom=min(0.0, *(m["reward/mean"] for m in metrics)))
+    above.grid(alpha=0.3)
+    above.legend(loc="lower right")
+    below.plot(steps, [m["mismatch/max_abs"] for m in metrics], color="tab:red")
+    below.set_ylabel("max |Δlogp|\ntrainer − sampler")
+    below.set_xlabel("step")
+    below.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

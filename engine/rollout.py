@@ -1,0 +1,67 @@
+"""What a sampler is asked for and what it returns. Token ids from end to end; nothing is detokenised in between."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from ..kernels.logprob import Distribution
+from ..kernels.philox import Stream, uniform
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn."""
+
+    distribution: Distribution
+    samples: int  # completions of each prompt
+    max_tokens: int  # completion tokens at most, the stop token included
+    stop_ids: frozenset[int]  # a completion ends with the first of these; it is part of the completion and trained on
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What the random numbers of one `generate` call are keyed by, beside prompt, sample and position."""
+
+    seed: int
+    step: int
+    stream: Stream = Stream.SAMPLE
+
+    def uniforms(self, prompts: Sequence[int], samples: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+        """One uniform number for each (prompt, sample, position), [n] fp64."""
+        n = len(prompts)
+        counter = np.empty((n, 4), np.uint64)
+        counter[:, 0], counter[:, 1], counter[:, 2], counter[:, 3] = positions, samples, prompts, self.step
+        return uniform(counter, self.seed, self.stream)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One completion. prompt and sample are its place in the step, [P, G]."""
+
+    prompt: int
+    sample: int
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]  # never empty: ends with a stop id, or was cut at max_tokens
+    logprobs: np.ndarray  # [C] fp32, log-probability of each token under the distribution it was drawn from
+    finish: str  # "stop" or "length"
+    weight_version: int
+
+    @property
+    def pair(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(prompt_ids, completion_ids)."""
+        return self.prompt_ids, self.completion_ids
+
+
+class Sampler(Protocol):
+    """The interface of every sampler."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, keys: Keys) -> list[Rollout]:
+        """P prompts x G samples, in canonical order: prompt by prompt, sample by sample."""
+        ...
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Sample from these weights (zerokl's names) from now on; rollouts carry `version`."""
+        ...

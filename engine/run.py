@@ -1,0 +1,166 @@
+"""A whole training run: from a configuration to a run folder."""
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..model.checkpoint import DTYPES, load_decoder, resolve_model, write_checkpoint
+from ..model.config import ModelConfig
+from ..model.decoder import Decoder
+from ..model.weights import Layout, fingerprint
+from .config import Config, to_toml
+from .initialise import SOLVABLE_FILE, initialise
+from .learner import Learner
+from .loop import StepRecord, TrainState, held_out, train_step
+from .monitor import MismatchError
+from .native import NativeSampler
+from .report import Display, RunFolder, console, plot_reward
+from .tasks import load_reward, load_task
+from .tasks.base import Problem, Task
+from .text import Text
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended; summary.json."""
+
+    fingerprint: str
+    steps: int
+    tokens: int
+    tokens_unequal: int
+    mismatch_max_abs: float
+    reward_first: float
+    reward_last: float
+    reward_last5: float
+    held_out_accuracy: float | None
+    seconds: float
+
+
+def train(config: Config, run_dir: str | Path) -> Summary:
+    """Run `config` into the folder `run_dir`. The one entry point of training, for the command line and from Python.
+
+    Raises ValueError for bad input, MismatchError when exact and a bit differs, OSError when a file cannot be written.
+    """
+    began, path = time.perf_counter(), Path(run_dir)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    task = load_task(config.task.name, config.task.options)
+    folder = RunFolder(path, to_toml(config))
+    model = _base_model(config, path)
+    state = make_state(config, model, task)
+    held = task.problems("held_out")[: config.evaluation.problems] if config.evaluation.every else []
+    held_ids = state.text.encode_problems(held, task.chat)
+    display, history = Display(config.steps, "train"), []
+    try:
+        for _ in range(config.steps):
+            record = _guarded_step(state, path)
+            extra = {}
+            last = state.step == config.steps
+            if held and (last or state.step % config.evaluation.every == 0):
+                extra["eval/accuracy"] = held_out(state, held, held_ids).mean_reward
+            folder.record(record, extra)
+            history.append(record.metrics | extra)
+            display.step(_line(history[-1]))
+            if last or (config.checkpoint.every and state.step % config.checkpoint.every == 0):
+                target = path / "checkpoints" / f"step-{state.step:06d}"
+                write_checkpoint(target, state.policy.layout, state.learner.master, companions=model)
+    finally:
+        display.close()
+        folder.close()
+    summary = _summarise(state, history, time.perf_counter() - began)
+    (path / "summary.json").write_text(json.dumps(vars(summary), indent=2) + "\n")
+    plot_reward(history, path / "reward.png")
+    return summary
+
+
+def make_state(config: Config, model: Path, task: Task) -> TrainState:
+    """Load a model folder and set up everything a step needs. Raises ValueError."""
+    model_config = ModelConfig.from_file(model)
+    text = Text(model, model_config.vocab_size)
+    problems = training_problems(task, config, model)
+    prompt_ids = text.encode_problems(problems, task.chat)
+    _check_prompts(prompt_ids, problems, config, model_config)
+    decoder = load_decoder(model, torch.float32)
+    master = decoder.flat.detach()
+    dtype = DTYPES[config.dtype]
+    policy = decoder if dtype == torch.float32 else Decoder(model_config, master.to(dtype), decoder.layout)
+    updates = config.steps * config.updates_per_rollout
+    learner = Learner(policy, master, config.optimizer, config.virtual_shards, updates)
+    native = config.native
+    sampler = NativeSampler(policy, native.max_concurrency, native.max_batch_tokens, native.cache_bytes)
+    return TrainState(config, policy, learner, sampler, text, load_reward(task, config.task.reward), problems, prompt_ids)
+
+
+def training_problems(task: Task, config: Config, model: Path) -> list[Problem]:
+    """The task's training problems, without those `zerokl init` never saw solved. Raises ValueError when none are left."""
+    problems = list(task.problems("train"))
+    path = model / SOLVABLE_FILE
+    if config.task.only_solvable and path.exists():
+        found = json.loads(path.read_text())
+        if found["task"] == config.task.name and found["options"] == config.task.options:
+            keep = set(found["problems"])
+            problems = [p for p in problems if p.id in keep]
+    if not problems:
+        raise ValueError(f"task {config.task.name}: has no training problems")
+    return problems
+
+
+def _check_prompts(prompt_ids: list[list[int]], problems: list[Problem], config: Config, model: ModelConfig) -> None:
+    for ids, problem in zip(prompt_ids, problems, strict=True):
+        if len(ids) + config.sampling.max_tokens > model.max_positions:
+            raise ValueError(
+                f"task: the prompt of problem {problem.id} has {len(ids)} tokens; with sampling.max_tokens ({config.sampling.max_tokens}) "
+                f"that is more than the model's context ({model.max_positions}); shorten it or lower sampling.max_tokens"
+            )
+
+
+def _base_model(config: Config, path: Path) -> Path:
+    """The model folder; `init:PRESET` makes one in the run folder."""
+    if config.model.startswith("init:"):
+        initialise(path / "base", config.task.name, config.task.options, config.model.removeprefix("init:"), config.seed)
+        return path / "base"
+    return resolve_model(config.model)
+
+
+def _guarded_step(state: TrainState, path: Path) -> StepRecord:
+    """A step that, when bits differ, saves what is needed to look into it: the report and the very weights."""
+    try:
+        return train_step(state)
+    except MismatchError as error:
+        target = path / "mismatch"
+        report = json.dumps(error.report | {"config": state.config.model_dump()}, indent=2) + "\n"
+        layout: Layout = state.policy.layout
+        write_checkpoint(target, layout, state.policy.flat.detach(), extra={"mismatch.json": report})
+        console.print(f"saved {target}: weights, rollouts and both sides' logprobs; `zerokl verify --case {target}` scores them again")
+        raise
+
+
+def _line(m: dict[str, float]) -> str:
+    held = f"  held-out {m['eval/accuracy']:.3f}" if "eval/accuracy" in m else ""
+    return (
+        f"reward {m['reward/mean']:.3f}  entropy {m['entropy']:.3f}  grad {m['grad_norm']:.3g}  "
+        f"mismatch {m['mismatch/max_abs']:.3g} (equal {m['mismatch/frac_equal']:.4f})  "
+        f"{m['time/sample_s'] + m['time/train_s']:.2f} s{held}"
+    )
+
+
+def _summarise(state: TrainState, history: list[dict[str, float]], seconds: float) -> Summary:
+    tokens = int(sum(m["tokens"] for m in history))
+    unequal = sum(round(m["tokens"] * (1 - m["mismatch/frac_equal"])) for m in history)
+    last = [m["reward/mean"] for m in history[-5:]]
+    evaluations = [m["eval/accuracy"] for m in history if "eval/accuracy" in m]
+    return Summary(
+        fingerprint=fingerprint(state.policy.layout, state.learner.master),
+        steps=len(history),
+        tokens=tokens,
+        tokens_unequal=unequal,
+        mismatch_max_abs=max(m["mismatch/max_abs"] for m in history),
+        reward_first=history[0]["reward/mean"],
+        reward_last=history[-1]["reward/mean"],
+        reward_last5=sum(last) / len(last),
+        held_out_accuracy=evaluations[-1] if evaluations else None,
+        seconds=seconds,
+    )

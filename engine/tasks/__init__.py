@@ -1,0 +1,66 @@
+"""Tasks by name: add, sort, countdown, jsonl, or a user's own as `module:object`."""
+
+import importlib
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .add import Add
+from .base import Problem, Task
+from .countdown import Countdown
+from .jsonl import Jsonl
+from .sort import Sort
+
+TASKS: dict[str, Callable[..., Task]] = {"add": Add, "sort": Sort, "countdown": Countdown, "jsonl": Jsonl}
+Reward = Callable[[Problem, str], float]
+
+
+def load_task(name: str, options: Mapping[str, Any]) -> Task:
+    """Make the task `name` with its options. Raises ValueError for an unknown name or option, or a bad user object."""
+    factory = TASKS.get(name) or (load_object(name, "task") if ":" in name else None)
+    if factory is None:
+        raise ValueError(f"task: {name} is not known; choose {', '.join(TASKS)} or your own as module:object")
+    try:
+        task = factory(**options)
+    except TypeError as error:
+        raise ValueError(f"task {name}: {error}") from None
+    if not isinstance(task, Task):
+        raise ValueError(f"task {name}: {name} must make an object with `chat`, `problems(split)` and `reward(problem, completion)`")
+    return task
+
+
+def load_reward(task: Task, name: str) -> Reward:
+    """The task's own reward, or the user's function `module:object`."""
+    return load_object(name, "reward") if name else task.reward
+
+
+def load_object(name: str, what: str) -> Any:
+    """Import `module:object`; the working directory counts as importable. Raises ValueError when it is not there."""
+    module, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{what}: {name} cannot be imported as module:object ({error})") from None
+
+
+def rewards(reward: Reward, problems: Sequence[Problem], completions: Sequence[Sequence[str]]) -> np.ndarray:
+    """Reward of each completion, [P, G] fp64. Raises ValueError naming prompt and sample when one fails or is not finite."""
+    table = np.empty((len(problems), len(completions[0])), np.float64)
+    for p, (problem, group) in enumerate(zip(problems, completions, strict=True)):
+        for g, text in enumerate(group):
+            try:
+                value = float(reward(problem, text))
+            except Exception as error:
+                raise ValueError(
+                    f"reward: raised {type(error).__name__} ({error}) for prompt {problem.id} ({problem.prompt!r}), sample {g} ({text!r})"
+                ) from error
+            if not math.isfinite(value):
+                raise ValueError(f"reward: is {value} for prompt {problem.id} ({problem.prompt!r}), sample {g} ({text!r})")
+            table[p, g] = value
+    return table

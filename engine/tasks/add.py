@@ -1,0 +1,28 @@
+"""Addition: "12+7=" -> "19"."""
+
+import numpy as np
+
+from ...kernels.philox import Stream, permutation
+from .base import Problem, split_problems
+
+
+class Add:
+    """All pairs of numbers 0 .. max_value in a random order; train and held_out are disjoint parts of it."""
+
+    chat = False
+
+    def __init__(self, max_value: int = 99, train: int = 512, held_out: int = 256, seed: int = 0):
+        if max_value < 1:
+            raise ValueError(f"task add: max_value ({max_value}) must be at least 1")
+        side = max_value + 1
+        order = permutation(side * side, seed, Stream.PROBLEMS)[: train + held_out]
+        pairs = [(f"{a}+{b}=", str(a + b)) for a, b in zip(*(x.tolist() for x in np.divmod(order, side)), strict=True)]
+        self._splits = split_problems(pairs, train, held_out, "add")
+
+    def problems(self, split: str) -> list[Problem]:
+        """See Task."""
+        return self._splits[split]
+
+    def reward(self, problem: Problem, completion: str) -> float:
+        """1.0 for the exact sum, else 0.0."""
+        return float(completion == problem.answer)

@@ -1,0 +1,63 @@
+"""Problems from a file of {"prompt": ..., "answer": ...} lines, with math-verify as the reward."""
+
+import json
+from pathlib import Path
+
+from ...kernels.philox import Stream, permutation
+from .base import Problem, split_problems
+
+
+class Jsonl:
+    """Reads `file`. `held_out_file` gives the held-out split, or `held_out` lines are drawn from `file`.
+
+    Raises ValueError for a missing or empty file and for a malformed line, naming its number.
+    """
+
+    chat = True
+
+    def __init__(self, file: str = "", held_out_file: str = "", held_out: int = 0, seed: int = 0):
+        pairs = read_pairs(file)
+        if held_out_file:
+            others = read_pairs(held_out_file)
+            self._splits = split_problems(pairs, len(pairs), 0, "jsonl")
+            self._splits["held_out"] = split_problems(others, len(others), 0, "jsonl")["train"]
+        else:
+            shuffled = [pairs[i] for i in permutation(len(pairs), seed, Stream.PROBLEMS)]
+            self._splits = split_problems(shuffled, len(pairs) - held_out, held_out, "jsonl")
+
+    def problems(self, split: str) -> list[Problem]:
+        """See Task."""
+        return self._splits[split]
+
+    def reward(self, problem: Problem, completion: str) -> float:
+        """1.0 when math-verify finds the completion's last answer equal to the problem's, else 0.0."""
+        from math_verify import parse, verify
+
+        gold = parse(f"${problem.answer}$")
+        if not gold:
+            raise ValueError(f"math-verify cannot read the answer {problem.answer!r} of problem {problem.id}")
+        return float(verify(gold, parse(completion)))
+
+
+def read_pairs(file: str) -> list[tuple[str, str]]:
+    """(prompt, answer) of each line. Raises ValueError naming the file and line that is wrong."""
+    if not file:
+        raise ValueError('task jsonl: needs a file; set task.options = { file = "problems.jsonl" }')
+    try:
+        lines = Path(file).read_text().split("\n")  # not splitlines: it also cuts at U+2028, which JSON allows
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"task jsonl: {file} cannot be read ({error})") from None
+    pairs = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"task jsonl: {file} line {number} is not JSON ({error})") from None
+        if not isinstance(record, dict) or not isinstance(record.get("prompt"), str) or "answer" not in record:
+            raise ValueError(f'task jsonl: {file} line {number} must be an object with "prompt" (a string) and "answer"')
+        pairs.append((record["prompt"], str(record["answer"])))
+    if not pairs:
+        raise ValueError(f"task jsonl: {file} holds no problems")
+    return pairs

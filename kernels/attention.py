@@ -1,0 +1,179 @@
+"""Causal grouped-query attention: variable-length prefill, chunked prefill and decode with one arithmetic.
+
+    s_ij = scale q_i . k_j   (j <= i)      p_ij = exp(s_ij - lse_i)      o_i = sum_j p_ij v_j
+    delta_i = do_i . o_i     ds_ij = p_ij (do_i . v_j - delta_i)
+    dq_i = scale sum_j ds_ij k_j     dk_j = scale sum_i ds_ij q_i     dv_j = sum_i p_ij do_i
+
+Online softmax over key tiles of KEY_TILE in ascending order (Milakov & Gimelshein, 2018, arXiv:1805.02867;
+FlashAttention, arXiv:2205.14135). A fully masked tile is an exact no-op: the maximum stays, exp(0) = 1, and zeros add.
+
+q, o [T, Hq, D]; k, v [T, Hkv, D]; lse [T, Hq] in fp32; key tiles [tiles, 2, KEY_TILE, D] (0: keys, 1: values).
+Roundings: everything in fp32 from the inputs as they are; o, dq, dk, dv once each.
+Order: a row of o depends on its own q, k and v only, and every matrix product has one fixed shape (attention_plan.py).
+The backward runs over whole sequences, QUERY_CHUNK positions at a time; its shapes depend on the sequence's length only.
+"""
+
+import numpy as np
+import torch
+
+from .attention_plan import KEY_TILE, ROWS, AttentionPlan, packed_tables, plan_attention
+from .grad import accumulate_dtype, check_dtype
+
+# Positions of one step of the backward: bounds its score matrix for long sequences; a constant, as it orders dk and dv.
+QUERY_CHUNK = 128
+# Elements of a score matrix in the backward. Bounds memory only: it decides how many sequences go in one call.
+SCORE_ELEMENTS = 1 << 22
+
+
+def attention_ref(q: torch.Tensor, tiles: torch.Tensor, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Forward only. q [T, Hq, D], tiles [tiles, 2, KEY_TILE, D]. Returns o like q, and lse [T, Hq] in fp32."""
+    T, H, D = q.shape
+    acc_dtype = accumulate_dtype(q.dtype)
+    rows = q.reshape(T * H, D).index_select(0, plan.rows).to(acc_dtype).view(-1, ROWS, D)
+    m = l = acc = None
+    for j, (ids, hidden) in enumerate(zip(plan.tiles, plan.hidden, strict=True)):
+        c = ids.shape[0]
+        kv = tiles.index_select(0, ids).to(acc_dtype)
+        s = torch.bmm(rows[:c], kv[:, 0].transpose(1, 2)).mul_(scale)
+        if hidden is not None:
+            s.masked_fill_(hidden, float("-inf"))
+        top = s.amax(-1, keepdim=True)
+        if j == 0:  # position 0 is visible to every row, so no maximum is -inf from here on
+            m = top
+            p = s.sub_(m).exp_()
+            l, acc = p.sum(-1, keepdim=True), torch.bmm(p, kv[:, 1])
+            continue
+        new = torch.maximum(m[:c], top)
+        p = s.sub_(new).exp_()
+        alpha = m[:c].sub(new).exp_()
+        l[:c] = l[:c] * alpha + p.sum(-1, keepdim=True)
+        acc[:c] = acc[:c] * alpha + torch.bmm(p, kv[:, 1])
+        m[:c] = new
+    o = (acc / l).to(q.dtype).view(-1, D).index_select(0, plan.inverse).view(T, H, D)
+    lse = (m + torch.log(l)).view(-1).index_select(0, plan.inverse).view(T, H)
+    return o, lse
+
+
+def gather_tiles(k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Key tiles of packed keys and values. k, v [T, Hkv, D], rows [blocks, KEY_TILE] -> [blocks * Hkv, 2, KEY_TILE, D]."""
+    kv = torch.stack([k, v], dim=1)[rows]  # [blocks, KEY_TILE, 2, Hkv, D]
+    return kv.permute(0, 3, 2, 1, 4).reshape(-1, 2, KEY_TILE, k.shape[-1])
+
+
+def _bwd_group(q, k, v, do, lse, delta, lengths, scale):
+    """Gradients of sequences padded to one length. q, do [S, Hkv, L * G, D], k, v [S, Hkv, L, D], lse, delta [S, Hkv, L * G, 1]."""
+    S, Hkv, LG, D = q.shape
+    L = k.shape[2]
+    G = LG // L
+    q, do, lse, delta = (t.reshape(S * Hkv, LG, -1) for t in (q, do, lse, delta))
+    k, v = k.reshape(S * Hkv, L, D), v.reshape(S * Hkv, L, D)
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    length = lengths.repeat_interleave(Hkv).view(-1, 1, 1)
+    for a in range(0, L, QUERY_CHUNK):
+        b = min(a + QUERY_CHUNK, L)
+        at = slice(a * G, b * G)
+        position = torch.arange(a, b).repeat_interleave(G).view(1, -1, 1)
+        hidden = (torch.arange(b) > position) | (position >= length)  # keys after the query, and rows past the end
+        p = torch.bmm(q[:, at], k[:, :b].transpose(1, 2)).mul_(scale).sub_(lse[:, at]).exp_().masked_fill_(hidden, 0.0)
+        ds = torch.bmm(do[:, at], v[:, :b].transpose(1, 2)).sub_(delta[:, at]).mul_(p).masked_fill_(hidden, 0.0).mul_(scale)
+        dv[:, :b] += torch.bmm(p.transpose(1, 2), do[:, at])
+        dk[:, :b] += torch.bmm(ds.transpose(1, 2), q[:, at])
+        dq[:, at] = torch.bmm(ds, k[:, :b])
+    return dq.view(S, Hkv, LG, D), dk.view(S, Hkv, L, D), dv.view(S, Hkv, L, D)
+
+
+def attention_bwd_ref(do, q, k, v, o, lse, plan: AttentionPlan, scale: float):
+    """dq, dk, dv of packed self-attention. do, q, o [T, Hq, D], k, v [T, Hkv, D], lse [T, Hq]."""
+    T, H, D = q.shape
+    Hkv = k.shape[1]
+    G = H // Hkv
+    acc_dtype = lse.dtype
+    delta = (do.to(acc_dtype) * o.to(acc_dtype)).sum(-1)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    lengths = np.asarray(plan.query_lengths)
+    padded = -(-lengths // KEY_TILE) * KEY_TILE
+    for L in np.unique(padded):
+        L = int(L)
+        members = np.flatnonzero(padded == L)
+        at_once = max(1, SCORE_ELEMENTS // (H * min(L, QUERY_CHUNK) * L))
+        for i in range(0, len(members), at_once):
+            group = members[i : i + at_once]
+            own = lengths[group]
+            rows = plan.starts[group][:, None] + np.minimum(np.arange(L), own[:, None] - 1)  # [S, L], pad rows repeat the last
+            rows_t = torch.from_numpy(rows)
+
+            def heads_first(x, heads, rows_t=rows_t, L=L):  # [T, Hkv * heads, ...] -> [S, Hkv, L * heads, ...]
+                x = x[rows_t].to(acc_dtype).view(len(rows_t), L, Hkv, heads, -1)
+                return x.permute(0, 2, 1, 3, 4).reshape(len(rows_t), Hkv, L * heads, -1)
+
+            grads = _bwd_group(
+                heads_first(q, G), heads_first(k, 1), heads_first(v, 1), heads_first(do, G), heads_first(lse, G),
+                heads_first(delta, G), torch.from_numpy(own), scale,
+            )  # fmt: skip
+            keep = torch.from_numpy(np.arange(L) < own[:, None])
+            for out, grad, heads in zip((dq, dk, dv), grads, (G, 1, 1), strict=True):
+                grad = grad.view(len(rows), Hkv, L, heads, D).transpose(1, 2).reshape(len(rows), L, Hkv * heads, D)
+                out[rows_t[keep]] = grad[keep].to(out.dtype)
+    return dq, dk, dv
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, varlen, scale):
+        o, lse = attention_ref(q, gather_tiles(k, v, varlen.rows), varlen.plan, scale)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.plan, ctx.scale = varlen.plan, scale
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        return *attention_bwd_ref(do, *ctx.saved_tensors, ctx.plan, ctx.scale), None, None
+
+
+class Varlen:
+    """Packed whole sequences: the plan of `attention` for training, built once and used by every layer.
+
+    lengths [S]: tokens of each sequence, all positive. Raises ValueError otherwise.
+    """
+
+    def __init__(self, lengths, heads: int, kv_heads: int):
+        if not len(lengths) or min(lengths) < 1:
+            raise ValueError(f"attention: lengths ({list(lengths)}) must be positive, one a sequence")
+        if heads % kv_heads:
+            raise ValueError(f"attention: heads ({heads}) must be a multiple of kv_heads ({kv_heads})")
+        tables, rows = packed_tables(lengths)
+        self.rows = torch.from_numpy(rows)
+        self.plan = plan_attention(lengths, [0] * len(lengths), tables, heads, kv_heads)
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, varlen: Varlen, scale: float) -> torch.Tensor:
+    """Causal self-attention of packed sequences. q [T, Hq, D], k, v [T, Hkv, D] -> [T, Hq, D]. Raises ValueError."""
+    check_dtype("attention", q=q, k=k, v=v)
+    T, D = sum(varlen.plan.query_lengths), q.shape[-1]
+    if q.shape != (T, varlen.plan.heads, D) or k.shape != (T, varlen.plan.kv_heads, D) or v.shape != k.shape:
+        raise ValueError(
+            f"attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} must be [{T}, {varlen.plan.heads}, D], "
+            f"[{T}, {varlen.plan.kv_heads}, D] twice, as planned"
+        )
+    check_head_dim(D)
+    if not torch.is_grad_enabled():
+        return attention_ref(q, gather_tiles(k, v, varlen.rows), varlen.plan, scale)[0]
+    return _Attention.apply(q, k, v, varlen, scale)
+
+
+def attention_cached(q: torch.Tensor, tiles: torch.Tensor, plan: AttentionPlan, scale: float) -> torch.Tensor:
+    """Attention of new tokens against a cache that already holds their keys and values; forward only.
+
+    q [T, Hq, D], tiles [tiles, 2, KEY_TILE, D] -> [T, Hq, D]. The bits are those of `attention`. Raises ValueError.
+    """
+    check_dtype("attention_cached", q=q, tiles=tiles)
+    check_head_dim(q.shape[-1])
+    if tiles.shape[1:] != (2, KEY_TILE, q.shape[-1]):
+        raise ValueError(f"attention_cached: tiles {tuple(tiles.shape)} must be [tiles, 2, {KEY_TILE}, {q.shape[-1]}]")
+    return attention_ref(q, tiles, plan, scale)[0]
+
+
+def check_head_dim(D: int) -> None:
+    """Raise ValueError unless matrix products of width D are row-invariant (see order.ALIGN)."""
+    if D % 16:
+        raise ValueError(f"attention: head_dim ({D}) must be a multiple of 16")

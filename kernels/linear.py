@@ -1,0 +1,60 @@
+"""Linear projection.
+
+    y = x w^T + b          dx = dy w          dw = dy^T x          db = sum_t dy
+
+x [T, K], w [N, K], b [N], y [T, N].
+Roundings: y once, from an fp32 sum (the bias is added to the rounded product and rounded again, as a matrix product
+followed by an addition); dx once; dw and db not at all where the weight has an fp32 `main_grad` (see grad.py).
+Order: order.py. A row of y or dx depends on its own row of x or dy only.
+"""
+
+import torch
+
+from .grad import check_dtype, grad_buffer, returned_grad
+from .order import Blocks, add_columns, add_outer, matmul_rows, one_sequence
+
+
+def linear_ref(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
+    """Forward only, on any leading shape already flattened to [T, K]."""
+    y = matmul_rows(x, w.t())
+    return y if b is None else y + b
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, b, blocks):
+        # Held on ctx and not in save_for_backward: the backward needs the tensor object itself for its main_grad.
+        ctx.save_for_backward(x)
+        ctx.w, ctx.b, ctx.blocks = w, b, blocks
+        return linear_ref(x, w, b)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        w, b, dw, db = ctx.w, ctx.b, None, None
+        dx = matmul_rows(dy, w) if ctx.needs_input_grad[0] else None
+        if ctx.needs_input_grad[1]:
+            acc = grad_buffer(w)
+            add_outer(acc, dy, x, ctx.blocks)
+            dw = returned_grad(w, acc)
+        if b is not None and ctx.needs_input_grad[2]:
+            acc = grad_buffer(b)
+            add_columns(acc, dy, ctx.blocks)
+            db = returned_grad(b, acc)
+        return dx, dw, db, None
+
+
+def linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None, blocks: Blocks | None = None) -> torch.Tensor:
+    """y = x w^T + b. x [T, K], w [N, K], b [N] -> [T, N].
+
+    `blocks` are the token blocks (order.token_blocks) in whose order the weight gradient is summed; all rows as one
+    sequence by default. Raises ValueError on a shape or dtype that does not fit.
+    """
+    check_dtype("linear", x=x, w=w, **({} if b is None else {"b": b}))
+    if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1]:
+        raise ValueError(f"linear: x {tuple(x.shape)} must be [T, K] and w {tuple(w.shape)} [N, K] with the same K")
+    if b is not None and b.shape != (w.shape[0],):
+        raise ValueError(f"linear: b {tuple(b.shape)} must be [{w.shape[0]}], the rows of w")
+    if not torch.is_grad_enabled():
+        return linear_ref(x, w, b)
+    return _Linear.apply(x, w, b, one_sequence(x, blocks))

@@ -1,0 +1,142 @@
+"""The order of every sum: row tiles, token blocks and fixed trees. All kernels take their constants from here.
+
+Two facts about CPU matrix libraries shape this file (measured with torch 2.13, MKL 2024.2 and oneDNN 3.12):
+
+- A row of `x @ w` changes its bits with the number of rows in the call, because another number of rows selects another
+  micro-kernel. So `matmul_rows` cuts the rows into tiles of one fixed size and calls one fixed shape for each.
+- With a width that is not a multiple of 16 the edge of the last vector is summed in another order, and where that edge
+  lies depends on the number of threads. So widths are padded with zeros to a multiple of 16 first.
+
+Every other sum is written with operations that IEEE 754 rounds exactly (+ - * / sqrt), with `torch.exp`, or with a sum
+along the last axis of a contiguous row: these give the same bits wherever an element lies in a tensor. Operations that
+torch computes differently in the vector body and in the scalar tail (silu, sigmoid, addcmul, lerp, `add(alpha=)`) are
+not used anywhere in zerokl.
+
+Shapes: T rows (tokens), K reduced width, N output width.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+# Rows of one matrix product. fp32 reaches its peak rate at 32 rows; bf16 needs 64 to amortise oneDNN's packing.
+ROW_TILE = {torch.float64: 32, torch.float32: 32, torch.bfloat16: 64}
+# Tokens of one partial weight gradient: long enough to be compute-bound, short enough that a sum of them stays accurate.
+TOKEN_BLOCK = 128
+# Widths are padded to this many elements, so that no vector is ever cut (see above).
+ALIGN = 16
+# Elements of one partial sum along a row.
+SUM_TILE = 4096
+
+Blocks = Sequence[tuple[int, int]]
+
+
+def token_blocks(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Rows [start, end) of the token blocks of packed sequences, in canonical order.
+
+    A block never holds tokens of two sequences, so a sequence's contribution to a weight gradient is the same whatever
+    it is packed with.
+    """
+    blocks, start = [], 0
+    for length in lengths:
+        end = start + length
+        blocks += [(s, min(s + TOKEN_BLOCK, end)) for s in range(start, end, TOKEN_BLOCK)]
+        start = end
+    return blocks
+
+
+def one_sequence(x: torch.Tensor, blocks: Blocks | None) -> Blocks:
+    """`blocks`, or the blocks of all rows of x taken as one sequence."""
+    return token_blocks([x.shape[0]]) if blocks is None else blocks
+
+
+def matmul_rows(x_TK: torch.Tensor, w_KN: torch.Tensor) -> torch.Tensor:
+    """x @ w with each row's bits independent of the other rows, of T and of the number of threads.
+
+    Sums in fp32 (fp64 for fp64 inputs) and rounds once to the dtype of x. `w_KN` may have any strides.
+    """
+    dtype = x_TK.dtype
+    if dtype == torch.float16:  # products of two fp16 numbers are exact in fp32, whose matrix product is 3x faster here
+        return matmul_rows(x_TK.float(), w_KN.float()).to(dtype)
+    T, N = x_TK.shape[0], w_KN.shape[1]
+    x, w = _pad_width(x_TK), _pad_both(w_KN)
+    tile = ROW_TILE[dtype]
+    full = T - T % tile
+    y = x.new_empty(T, w.shape[1])
+    if full:
+        _tiles_into(y[:full], x[:full], w, tile)
+    if full < T:
+        tail = x.new_zeros(tile, x.shape[1])
+        tail[: T - full] = x[full:]
+        y_tail = x.new_empty(tile, w.shape[1])
+        _tiles_into(y_tail, tail, w, tile)
+        y[full:] = y_tail[: T - full]
+    return y if y.shape[1] == N else y[:, :N].contiguous()
+
+
+def _tiles_into(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor, tile: int) -> None:
+    n = x.shape[0] // tile
+    if x.dtype == torch.bfloat16:  # a batched product over an expanded bf16 weight copies the weight: 25x slower
+        for i in range(0, x.shape[0], tile):
+            torch.mm(x[i : i + tile], w, out=y[i : i + tile])
+    else:
+        torch.bmm(x.view(n, tile, -1), w.expand(n, -1, -1), out=y.view(n, tile, -1))
+
+
+def add_outer(acc_NK: torch.Tensor, dy_TN: torch.Tensor, x_TK: torch.Tensor, blocks: Blocks) -> None:
+    """acc += dy^T x, block by block in the order given, in fp32 (fp64 for fp64): the sum of a weight gradient."""
+    dy, x = _pad_width(dy_TN.to(acc_NK.dtype)), _pad_width(x_TK.to(acc_NK.dtype))
+    aligned = acc_NK.is_contiguous() and acc_NK.shape == (dy.shape[1], x.shape[1])
+    acc = acc_NK if aligned else F.pad(acc_NK, (0, x.shape[1] - acc_NK.shape[1], 0, dy.shape[1] - acc_NK.shape[0]))
+    for start, end in blocks:
+        torch.addmm(acc, dy[start:end].t(), x[start:end], out=acc)
+    if not aligned:
+        acc_NK.copy_(acc[: acc_NK.shape[0], : acc_NK.shape[1]])
+
+
+def add_columns(acc_N: torch.Tensor, dy_TN: torch.Tensor, blocks: Blocks) -> None:
+    """acc += the column sums of each block, in the order given: the gradient of a bias or of a norm's weight."""
+    N = dy_TN.shape[1]
+    dy = _pad_width(dy_TN.to(acc_N.dtype))
+    ones = dy.new_ones(ALIGN, TOKEN_BLOCK)  # a product with 1.0 is exact, so the matrix product is a plain sum
+    for start, end in blocks:
+        acc_N += torch.mm(ones[:, : end - start], dy[start:end])[0, :N]
+
+
+def sum_row(x_TN: torch.Tensor) -> torch.Tensor:
+    """Sum along the last axis in an order that depends on N only. [T, N] -> [T]."""
+    T, N = x_TN.shape
+    if N <= SUM_TILE:  # torch splits a single row over threads only above 32,768 elements
+        return x_TN.sum(-1)
+    tiles = F.pad(x_TN, (0, -N % SUM_TILE)).view(-1, SUM_TILE).sum(-1)
+    return tiles.view(T, -1).sum(-1)
+
+
+def tree_sum(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Sum over `dim` by halving: a binary tree whose shape depends on the length of that axis only."""
+    while (n := x.shape[dim]) > 1:
+        half = (n + 1) // 2
+        low, high = x.narrow(dim, 0, half), x.narrow(dim, half, n - half)
+        if n % 2:
+            low = torch.cat([low.narrow(dim, 0, half - 1) + high, low.narrow(dim, half - 1, 1)], dim)
+        else:
+            low = low + high
+        x = low
+    return x.squeeze(dim)
+
+
+def _pad_width(x: torch.Tensor) -> torch.Tensor:
+    """Contiguous, 64-byte aligned, last axis a multiple of ALIGN."""
+    pad = -x.shape[-1] % ALIGN
+    if pad:
+        return F.pad(x, (0, pad))
+    return x.contiguous() if x.data_ptr() % 64 == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+def _pad_both(w: torch.Tensor) -> torch.Tensor:
+    """Both axes a multiple of ALIGN; strides are kept where nothing is padded, so a transposed view costs nothing."""
+    pad_k, pad_n = -w.shape[0] % ALIGN, -w.shape[1] % ALIGN
+    if pad_k or pad_n:
+        return F.pad(w, (0, pad_n, 0, pad_k))
+    return w if w.data_ptr() % 64 == 0 else w.clone()

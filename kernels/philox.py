@@ -1,0 +1,63 @@
+"""Counter-based random numbers: Philox 4x32-10 (Salmon et al., SC'11, "Parallel random numbers: as easy as 1, 2, 3").
+
+A number is a function of (seed, stream, counter) and of nothing else: no generator is kept, none is advanced. What is
+drawn for one token can therefore not depend on what is drawn beside it, before it or on how many workers draw.
+Integer arithmetic only, on the host; the same on every machine.
+"""
+
+from enum import IntEnum
+
+import numpy as np
+
+
+class Stream(IntEnum):
+    """What a number is drawn for; the second key word, so that no two uses share a number."""
+
+    SAMPLE = 0  # a token of a training rollout: counter (position, sample, prompt, step)
+    EVALUATE = 1  # a token of an evaluation rollout
+    ORDER = 2  # the order of the training problems
+    WEIGHTS = 3  # initial weights
+    PROBLEMS = 4  # problems a task generates
+    WARM_START = 5  # the order of the supervised examples of `zerokl init`
+    VERIFY = 6  # inputs of the law's checks
+
+
+_MASK = np.uint64(0xFFFFFFFF)
+_M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_SHIFT = np.uint64(32)
+
+
+def philox(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
+    """Ten rounds of Philox 4x32. counter [n, 4] and the result [n, 4] are 32-bit words held in uint64."""
+    c0, c1, c2, c3 = (np.ascontiguousarray(c) for c in np.asarray(counter, np.uint64).T)
+    k0, k1 = key
+    for _ in range(10):
+        p0, p1 = _M0 * c0, _M1 * c2
+        c0, c1, c2, c3 = (p1 >> _SHIFT) ^ c1 ^ np.uint64(k0), p1 & _MASK, (p0 >> _SHIFT) ^ c3 ^ np.uint64(k1), p0 & _MASK
+        k0, k1 = (k0 + _W0) & 0xFFFFFFFF, (k1 + _W1) & 0xFFFFFFFF
+    return np.stack([c0, c1, c2, c3], axis=1)
+
+
+def uniform(counter: np.ndarray, seed: int, stream: Stream) -> np.ndarray:
+    """One uniform number in [0, 1) with 53 random bits for each counter. counter [n, 4] of 32-bit words -> [n] fp64.
+
+    Raises ValueError for a seed outside 0 .. 2^32 - 1.
+    """
+    if not 0 <= seed < 1 << 32:
+        raise ValueError(f"seed ({seed}) must lie in 0 .. 2^32 - 1")
+    words = philox(counter, (seed, int(stream)))
+    bits = (words[:, 0] >> np.uint64(5)) * np.uint64(1 << 26) + (words[:, 1] >> np.uint64(6))
+    return bits.astype(np.float64) * 2.0**-53
+
+
+def uniform_range(n: int, seed: int, stream: Stream, word: int = 0, start: int = 0) -> np.ndarray:
+    """n uniform numbers with counters (start + i, word): a reproducible array. -> [n] fp64."""
+    i = np.arange(start, start + n, dtype=np.uint64)
+    counter = np.stack([i & _MASK, i >> _SHIFT, np.full(n, word & 0xFFFFFFFF, np.uint64), np.full(n, word >> 32, np.uint64)], axis=1)
+    return uniform(counter, seed, stream)
+
+
+def permutation(n: int, seed: int, stream: Stream, word: int = 0) -> np.ndarray:
+    """A random order of 0 .. n - 1, by sorting one number each. -> [n] int64."""
+    return np.argsort(uniform_range(n, seed, stream, word), kind="stable")

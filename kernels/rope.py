@@ -1,0 +1,92 @@
+"""Rotary position embedding (Su et al., 2021, arXiv:2104.09864), half-split ("neox") layout.
+
+    y1 = x1 cos - x2 sin,    y2 = x2 cos + x1 sin          x1, x2: first and second half of a head
+    dx1 = dy1 cos + dy2 sin, dx2 = dy2 cos - dy1 sin
+
+x [T, H, D]; cos, sin [T, D/2], rows of a table in the model's dtype (as vLLM and transformers keep it).
+Roundings: products and sums in fp32, y and dx once.
+"""
+
+import math
+
+import torch
+
+from .grad import accumulate_dtype, check_dtype
+
+# torch runs elementwise operations of up to 32,768 elements in one piece; sin and cos may differ between pieces.
+_TABLE_ELEMENTS = 32768
+
+
+def rope_ref(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Forward only; with -sin it is the backward."""
+    acc = accumulate_dtype(x.dtype)
+    x1, x2 = x.to(acc).chunk(2, dim=-1)
+    c, s = cos.to(acc).unsqueeze(1), sin.to(acc).unsqueeze(1)
+    return torch.cat([x1 * c - x2 * s, x2 * c + x1 * s], dim=-1).to(x.dtype)
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return rope_ref(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, dy):
+        cos, sin = ctx.saved_tensors
+        return rope_ref(dy, cos, -sin), None, None
+
+
+def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate each head by its position. x [T, H, D], cos and sin [T, D/2] -> [T, H, D].
+
+    Raises ValueError on a bad shape or dtype.
+    """
+    check_dtype("rope", x=x, cos=cos, sin=sin)
+    half = (x.shape[0], x.shape[-1] // 2)
+    if x.dim() != 3 or x.shape[-1] % 2 or cos.shape != half or sin.shape != half:
+        raise ValueError(
+            f"rope: x {tuple(x.shape)} must be [T, H, D] with even D, cos {tuple(cos.shape)} and sin {tuple(sin.shape)} [T, D/2]"
+        )
+    return _Rope.apply(x, cos, sin) if torch.is_grad_enabled() else rope_ref(x, cos, sin)
+
+
+def rope_frequencies(head_dim: int, theta: float) -> list[float]:
+    """The inverse frequencies theta^(-2 i / D), radians per position, for i in 0 .. D/2 - 1, in fp64."""
+    return [theta ** (-2.0 * i / head_dim) for i in range(head_dim // 2)]
+
+
+def llama3_frequencies(
+    frequencies: list[float], factor: float, low_freq_factor: float, high_freq_factor: float, original_positions: int
+) -> list[float]:
+    """Llama 3.1's frequency scaling (meta-llama `apply_scaling`; transformers `_compute_llama3_parameters`).
+
+    Wavelengths longer than original_positions / low_freq_factor are stretched by `factor`, those shorter than
+    original_positions / high_freq_factor are kept, the ones between are interpolated linearly.
+    """
+    scaled = []
+    for f in frequencies:
+        wavelength = 2.0 * math.pi / f
+        if wavelength > original_positions / low_freq_factor:
+            scaled.append(f / factor)
+        elif wavelength < original_positions / high_freq_factor:
+            scaled.append(f)
+        else:
+            smooth = (original_positions / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor)
+            scaled.append((1.0 - smooth) * f / factor + smooth * f)
+    return scaled
+
+
+def rope_table(frequencies: list[float], positions: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of position * frequency, [positions, D/2], computed in fp64 and rounded once to `dtype`.
+
+    Computed in pieces of one fixed size, so that the bits do not depend on the number of threads.
+    """
+    f = torch.tensor(frequencies, dtype=torch.float64)
+    rows = max(1, _TABLE_ELEMENTS // len(frequencies))
+    cos, sin = [], []
+    for start in range(0, positions, rows):
+        angle = torch.arange(start, start + rows, dtype=torch.float64).unsqueeze(1) * f
+        cos.append(torch.cos(angle).to(dtype))
+        sin.append(torch.sin(angle).to(dtype))
+    return torch.cat(cos)[:positions].contiguous(), torch.cat(sin)[:positions].contiguous()

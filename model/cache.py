@@ -1,0 +1,89 @@
+"""The sampler's key-value cache: blocks of KEY_TILE positions, reference-counted so that samples share their prompt."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ..kernels.attention import attention_cached
+from ..kernels.attention_plan import KEY_TILE, AttentionPlan, plan_attention
+from .config import ModelConfig
+
+
+class BlockCache:
+    """Keys and values of all layers, [layers, blocks * Hkv, 2, KEY_TILE, D] in the compute dtype."""
+
+    def __init__(self, config: ModelConfig, blocks: int, dtype: torch.dtype):
+        self.config, self.blocks = config, blocks
+        self.data = torch.zeros(config.layers, blocks * config.kv_heads, 2, KEY_TILE, config.head_dim, dtype=dtype)
+        # The same memory as [layers, block, offset, 2, Hkv, D]: what a write of new tokens indexes.
+        self._by_token = self.data.view(config.layers, blocks, config.kv_heads, 2, KEY_TILE, config.head_dim).permute(0, 1, 4, 3, 2, 5)
+        self._free = list(range(blocks - 1, -1, -1))
+        self._uses = [0] * blocks
+
+    @staticmethod
+    def bytes_per_block(config: ModelConfig, dtype: torch.dtype) -> int:
+        """Memory of one block over all layers."""
+        return config.layers * config.kv_heads * 2 * KEY_TILE * config.head_dim * dtype.itemsize
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that nobody holds."""
+        return len(self._free)
+
+    def allocate(self, n: int) -> list[int]:
+        """n blocks, zeroed: a masked key of weight 0.0 must not meet a NaN that an earlier owner left."""
+        blocks = [self._free.pop() for _ in range(n)]
+        for b in blocks:
+            self._uses[b] = 1
+        if blocks:
+            self.data.view(self.config.layers, self.blocks, -1)[:, blocks] = 0
+        return blocks
+
+    def share(self, blocks: Sequence[int]) -> list[int]:
+        """One more owner for each block."""
+        for b in blocks:
+            self._uses[b] += 1
+        return list(blocks)
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy a block over all layers (the partly filled last block of a prompt, once for each sample)."""
+        by_block = self.data.view(self.config.layers, self.blocks, -1)
+        by_block[:, target] = by_block[:, source]
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One owner fewer for each block; a block without owners is free."""
+        for b in blocks:
+            self._uses[b] -= 1
+            if not self._uses[b]:
+                self._free.append(b)
+
+
+class CachedContext:
+    """New tokens of several sequences against the cache: positions, where to write, and the attention plan.
+
+    lengths [S]: new tokens of each sequence; contexts [S]: tokens already in the cache; block_lists: each sequence's
+    blocks, long enough for both.
+    """
+
+    blocks = None  # no weight gradient is ever taken here
+
+    def __init__(self, cache: BlockCache, lengths: Sequence[int], contexts: Sequence[int], block_lists: Sequence[Sequence[int]]):
+        config = cache.config
+        length, context = np.asarray(lengths, np.int64), np.asarray(contexts, np.int64)
+        tables = np.zeros((len(block_lists), max(len(b) for b in block_lists)), np.int64)
+        for row, blocks in zip(tables, block_lists, strict=True):
+            row[: len(blocks)] = blocks
+        seq = np.repeat(np.arange(len(length)), length)
+        within = np.arange(len(seq)) - np.repeat(np.cumsum(length) - length, length)
+        position = context[seq] + within
+        self.positions = torch.from_numpy(position)
+        self._block = torch.from_numpy(tables[seq, position // KEY_TILE])
+        self._offset = torch.from_numpy(position % KEY_TILE)
+        self._cache = cache
+        self.plan: AttentionPlan = plan_attention(lengths, contexts, tables, config.heads, config.kv_heads)
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        """Write k and v [T, Hkv, D] to the cache, then attend from q [T, Hq, D]."""
+        self._cache._by_token[layer].index_put_((self._block, self._offset), torch.stack([k, v], dim=1))
+        return attention_cached(q, self._cache.data[layer], self.plan, scale)

@@ -1,0 +1,164 @@
+"""Hugging Face checkpoints: reading (single and sharded safetensors, local folder or hub name) and writing.
+
+What is written opens with transformers.AutoModelForCausalLM and vLLM. A checkpoint appears under its name only when it is
+whole: it is written to a temporary folder beside it, synced, and renamed.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from .config import ModelConfig
+from .decoder import Decoder
+from .weights import Layout
+
+# Everything beside the weights that a checkpoint carries over from the model it came from.
+_COMPANIONS = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "tokenizer.model", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+_SHARD_BYTES = 5 << 30
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_model(name: str) -> Path:
+    """The local folder of a model: `name` itself, or a snapshot of the hub's repository of that name.
+
+    Raises ValueError when it is neither.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise ValueError(f"model: {name} is no folder, and no hub name (owner/name) either")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.safetensors.index.json", "config.json", *_COMPANIONS]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"model: {name} is no local folder and could not be had from the hub ({reason})") from None
+
+
+def read_weights(folder: Path, layout: Layout) -> torch.Tensor:
+    """All weights as one flat fp32 tensor (every supported file dtype is exact in fp32), [layout.numel].
+
+    Raises ValueError naming the file or tensor that is missing, corrupt, left over or of another shape.
+    """
+    flat = torch.zeros(layout.numel, dtype=torch.float32)
+    wanted = layout.checkpoint_views(flat)
+    for file, names in _files(folder).items():
+        try:
+            with safe_open(folder / file, framework="pt") as tensors:
+                for name in names if names is not None else tensors.keys():
+                    _place(tensors.get_tensor(name), name, wanted, layout, folder / file)
+        except FileNotFoundError:
+            raise ValueError(f"model: {folder / file} is missing, though {folder}'s index names it") from None
+        except SafetensorError as error:
+            raise ValueError(f"model: {folder / file} is corrupt or incomplete ({error})") from None
+    if wanted:
+        raise ValueError(f"model: {folder} lacks {len(wanted)} weights, the first being {next(iter(wanted))}")
+    return flat
+
+
+def _files(folder: Path) -> dict[str, list[str] | None]:
+    """File name -> names of the tensors to read from it (None: all)."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            weight_map = json.loads(index.read_text())["weight_map"]
+        except (json.JSONDecodeError, KeyError, UnicodeDecodeError):
+            raise ValueError(f"model: {index} is not a valid index of safetensors shards") from None
+        files: dict[str, list[str] | None] = {}
+        for name, file in weight_map.items():
+            files.setdefault(file, []).append(name)  # type: ignore[union-attr]
+        return files
+    if not (folder / "model.safetensors").exists():
+        raise ValueError(f"model: {folder} holds no model.safetensors (pickled weights are not read: loading them can run code)")
+    return {"model.safetensors": None}
+
+
+def _place(tensor: torch.Tensor, name: str, wanted: dict[str, torch.Tensor], layout: Layout, path: Path) -> None:
+    if name == "lm_head.weight" and layout.config.tied:
+        return  # the embedding is stored under its own name as well
+    target = wanted.pop(name, None)
+    if target is None:
+        raise ValueError(f"model: {path} holds {name}, which a {layout.config.architecture} of this config has no place for")
+    if tensor.shape != target.shape:
+        raise ValueError(f"model: {path}: {name} has shape {tuple(tensor.shape)}, config.json asks for {tuple(target.shape)}")
+    if tensor.dtype not in DTYPES.values():
+        raise ValueError(f"model: {path}: {name} has dtype {tensor.dtype}, which is not supported; use unquantised weights")
+    target.copy_(tensor)
+
+
+def load_decoder(folder: str | Path, dtype: torch.dtype) -> Decoder:
+    """A decoder with the checkpoint's weights rounded once to `dtype`. Raises ValueError (see read_weights)."""
+    folder = Path(folder)
+    config = ModelConfig.from_file(folder)
+    layout = Layout(config)
+    return Decoder(config, read_weights(folder, layout).to(dtype), layout)
+
+
+def write_checkpoint(
+    target: Path,
+    layout: Layout,
+    flat: torch.Tensor,
+    companions: Path | None = None,
+    extra: Mapping[str, str] | None = None,
+    shard_bytes: int = _SHARD_BYTES,
+) -> None:
+    """Write `flat` [layout.numel] as a checkpoint folder `target`, in flat's dtype.
+
+    companions: folder whose tokenizer and chat files are copied. extra: further files, name -> text.
+    Raises FileExistsError when `target` exists, OSError when it cannot be written; then nothing is left behind.
+    """
+    if target.exists():
+        raise FileExistsError(f"checkpoint: {target} already exists; nothing was overwritten")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    try:
+        temporary.mkdir()
+        _write_tensors(temporary, layout.checkpoint_views(flat), shard_bytes)
+        config = {k: v for k, v in layout.config.raw.items() if k != "torch_dtype"} | {"dtype": str(flat.dtype).split(".")[1]}
+        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        for name in _COMPANIONS:
+            if companions is not None and (companions / name).exists():
+                shutil.copyfile(companions / name, temporary / name)
+        for name, text in (extra or {}).items():
+            (temporary / name).write_text(text)
+        for file in temporary.iterdir():
+            with open(file, "rb") as handle:
+                os.fsync(handle.fileno())
+        temporary.rename(target)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise OSError(f"checkpoint: {target} could not be written ({error}); nothing of it was kept") from None
+
+
+def _write_tensors(folder: Path, views: dict[str, torch.Tensor], shard_bytes: int) -> None:
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name, view in views.items():
+        if shards[-1] and size + view.nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = view.detach().contiguous()
+        size += view.nbytes
+    if len(shards) == 1:
+        save_file(shards[0], folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    weight_map = {}
+    for i, shard in enumerate(shards, 1):
+        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
+    total = sum(view.nbytes for view in views.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

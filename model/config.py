@@ -1,0 +1,138 @@
+"""The architecture of a supported checkpoint, read from config.json; what is not supported is refused by name."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..kernels.rope import llama3_frequencies, rope_frequencies
+
+ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
+_ROPE_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Static dimensions of a decoder. Widths in elements, positions in tokens."""
+
+    architecture: str  # a key of ARCHITECTURES
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    max_positions: int
+    eps: float
+    rope_theta: float
+    rope_llama3: dict[str, float] | None
+    tied: bool  # the head shares the embedding's weight
+    qkv_bias: bool
+    o_bias: bool
+    qk_norm: bool  # RMSNorm over each query and key head (Qwen3)
+    raw: dict[str, Any] = dataclasses.field(repr=False, compare=False)  # config.json as read
+
+    @property
+    def frequencies(self) -> list[float]:
+        """Inverse RoPE frequencies, radians per position, [head_dim / 2]."""
+        base = rope_frequencies(self.head_dim, self.rope_theta)
+        if self.rope_llama3 is None:
+            return base
+        r = self.rope_llama3
+        return llama3_frequencies(
+            base, r["factor"], r["low_freq_factor"], r["high_freq_factor"], int(r["original_max_position_embeddings"])
+        )
+
+    @classmethod
+    def from_file(cls, folder: str | Path) -> "ModelConfig":
+        """Read folder/config.json. Raises ValueError when it is missing, is not JSON or names something unsupported."""
+        path = Path(folder) / "config.json"
+        try:
+            raw = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise ValueError(f"model: {folder} holds no config.json; give a Hugging Face model folder or hub name") from None
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(f"model: {path} is not valid JSON ({error})") from None
+        return cls.from_dict(raw, str(path))
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any], source: str = "config") -> "ModelConfig":
+        """Build from the fields of config.json. Raises ValueError naming the field that is missing or unsupported."""
+        names = raw.get("architectures") or ["(none)"]
+        name = names[0]
+        if name not in ARCHITECTURES:
+            raise ValueError(f"model: {source}: architecture {name} is not supported; supported are {', '.join(ARCHITECTURES)}")
+        family = ARCHITECTURES[name]
+        _refuse(raw, source, family)
+        theta, llama3 = _rope(raw, source)
+        try:
+            heads = int(raw["num_attention_heads"])
+            config = cls(
+                architecture=name,
+                vocab_size=int(raw["vocab_size"]),
+                hidden_size=int(raw["hidden_size"]),
+                intermediate_size=int(raw["intermediate_size"]),
+                layers=int(raw["num_hidden_layers"]),
+                heads=heads,
+                kv_heads=int(raw.get("num_key_value_heads") or heads),
+                head_dim=int(raw.get("head_dim") or (128 if family == "qwen3" else int(raw["hidden_size"]) // heads)),
+                max_positions=int(raw["max_position_embeddings"]),
+                eps=float(raw["rms_norm_eps"]),
+                rope_theta=theta,
+                rope_llama3=llama3,
+                tied=bool(raw.get("tie_word_embeddings", False)),
+                qkv_bias=family == "qwen2" or bool(raw.get("attention_bias", False)),
+                o_bias=family != "qwen2" and bool(raw.get("attention_bias", False)),
+                qk_norm=family == "qwen3",
+                raw=raw,
+            )
+        except KeyError as error:
+            raise ValueError(f"model: {source} lacks the field {error.args[0]}") from None
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"model: {source} has a field of the wrong type ({error})") from None
+        if config.heads % config.kv_heads:
+            raise ValueError(
+                f"model: {source}: num_attention_heads ({config.heads}) must be a multiple of num_key_value_heads ({config.kv_heads})"
+            )
+        if config.head_dim % 16:
+            raise ValueError(f"model: {source}: head_dim ({config.head_dim}) must be a multiple of 16")
+        return config
+
+
+def _refuse(raw: dict[str, Any], source: str, family: str) -> None:
+    """Raise ValueError for a field whose value changes the computation in a way the kernels do not know."""
+
+    def no(field: str, value: object, remedy: str) -> None:
+        raise ValueError(f"model: {source}: {field} = {value!r} is not supported; {remedy}")
+
+    if raw.get("quantization_config"):
+        no("quantization_config", raw["quantization_config"].get("quant_method", "?"), "use unquantised weights")
+    if raw.get("hidden_act", "silu") != "silu":
+        no("hidden_act", raw["hidden_act"], "only silu is")
+    if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or []):
+        no("sliding window attention", raw.get("sliding_window"), "only full attention is")
+    if raw.get("mlp_bias"):
+        no("mlp_bias", True, "only MLPs without bias are")
+    if raw.get("pretraining_tp", 1) not in (1, None):
+        no("pretraining_tp", raw["pretraining_tp"], "only 1 is")
+    if raw.get("partial_rotary_factor", 1.0) not in (1.0, None):
+        no("partial_rotary_factor", raw["partial_rotary_factor"], "only 1.0 is")
+    if raw.get("attention_dropout"):
+        no("attention_dropout", raw["attention_dropout"], "the policy that is trained must be the one that was sampled: set it to 0")
+
+
+def _rope(raw: dict[str, Any], source: str) -> tuple[float, dict[str, float] | None]:
+    """RoPE theta and llama3 scaling. transformers 5 writes `rope_parameters`, earlier ones rope_theta and rope_scaling."""
+    rope = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise ValueError(f"model: {source}: rope_type = {kind!r} is not supported; supported are default and llama3")
+    missing = [k for k in _ROPE_LLAMA3 if k not in rope]
+    if missing:
+        raise ValueError(f"model: {source}: rope_type llama3 lacks {', '.join(missing)}")
+    return theta, {k: float(rope[k]) for k in _ROPE_LLAMA3}

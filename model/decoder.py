@@ -1,0 +1,91 @@
+"""The decoder: one forward for training, prefill, chunked prefill and decode.
+
+    x = embed(ids);  per layer: x += attention(norm(x)); x += mlp(norm(x));  h = norm(x);  logits = h head^T
+
+Shapes: T tokens of packed sequences, D hidden size, Hq query heads, Hkv key-value heads.
+What differs between training and sampling is the context only: how attention finds its keys (PackedContext here,
+CachedContext in cache.py). Everything else works on rows.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from ..kernels.attention import Varlen, attention
+from ..kernels.embedding import embedding
+from ..kernels.linear import linear
+from ..kernels.order import Blocks, token_blocks
+from ..kernels.rms_norm import add_rms_norm, rms_norm
+from ..kernels.rope import rope, rope_table
+from ..kernels.silu_mul import silu_mul
+from .config import ModelConfig
+from .weights import Layout
+
+
+class Context(Protocol):
+    """How the tokens of one forward relate: positions [T], token blocks, and attention."""
+
+    positions: torch.Tensor
+    blocks: Blocks | None
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        """Causal attention of q [T, Hq, D] over this context's keys, k and v [T, Hkv, D] being the new ones."""
+        ...
+
+
+class PackedContext:
+    """Whole sequences, packed one after another. lengths [S] in tokens."""
+
+    def __init__(self, lengths: Sequence[int], config: ModelConfig):
+        self.positions = torch.from_numpy(np.concatenate([np.arange(n) for n in lengths]))
+        self.blocks = token_blocks(lengths)
+        self._varlen = Varlen(lengths, config.heads, config.kv_heads)
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        """See Context."""
+        return attention(q, k, v, self._varlen, scale)
+
+
+class Decoder:
+    """Weights in one dtype, and the forward over them. `flat` [layout.numel] holds the weights in the compute dtype."""
+
+    def __init__(self, config: ModelConfig, flat: torch.Tensor, layout: Layout | None = None):
+        self.config, self.flat = config, flat
+        self.layout = layout or Layout(config)
+        self.w = {name: view.requires_grad_() for name, view in self.layout.views(flat.detach()).items()}
+        # With tied embeddings the head is a second tensor over the same memory, so that its gradient has its own buffer:
+        # summed into one, the order of the two uses would depend on the micro-batch size.
+        self.head = self.w["embed"].detach().requires_grad_() if config.tied else self.w["head"]
+        self._cos, self._sin = rope_table(config.frequencies, config.max_positions, flat.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The compute dtype."""
+        return self.flat.dtype
+
+    def hidden(self, ids: torch.Tensor, context: Context) -> torch.Tensor:
+        """The final norm's output, [T, D], for ids [T]."""
+        c, w, blocks = self.config, self.w, context.blocks
+        cos, sin = self._cos[context.positions], self._sin[context.positions]
+        residual = embedding(ids, w["embed"])
+        x = rms_norm(residual, w["layers.0.input_norm"], c.eps, blocks)
+        for i in range(c.layers):
+            at = f"layers.{i}."
+            x = self._attention(i, x, cos, sin, context)
+            x, residual = add_rms_norm(x, residual, w[at + "post_norm"], c.eps, blocks)
+            x = linear(silu_mul(linear(x, w[at + "gate_up"], None, blocks)), w[at + "down"], None, blocks)
+            following = w[f"layers.{i + 1}.input_norm"] if i + 1 < c.layers else w["norm"]
+            x, residual = add_rms_norm(x, residual, following, c.eps, blocks)
+        return x
+
+    def _attention(self, i: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: Context) -> torch.Tensor:
+        c, w, at, blocks = self.config, self.w, f"layers.{i}.", context.blocks
+        qkv = linear(x, w[at + "qkv"], w.get(at + "qkv_bias"), blocks).view(x.shape[0], -1, c.head_dim)
+        q, k, v = qkv.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
+        if c.qk_norm:
+            q, k = rms_norm(q, w[at + "q_norm"], c.eps, blocks), rms_norm(k, w[at + "k_norm"], c.eps, blocks)
+        q, k = rope(q, cos, sin), rope(k, cos, sin)
+        o = context.attend(i, q, k, v, c.head_dim**-0.5)
+        return linear(o.reshape(x.shape[0], -1), w[at + "o"], w.get(at + "o_bias"), blocks)
