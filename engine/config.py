@@ -30,8 +30,8 @@ class TaskConfig(_Section):
     """Arguments of the task, e.g. { max_value = 99, train = 512, held_out = 256 } for add."""
     reward: str = ""
     """Your own reward as module:function(problem, completion) -> float; empty is the task's own."""
-    only_solvable: bool = True
-    """Train on the problems `zerokl init` found solvable at least sometimes, where the model folder names them."""
+    perfectible_only: bool = True
+    """Train on the problems `zerokl init` found solved sometimes but not always, where the model folder names them."""
 
 
 class SamplingConfig(_Section):
@@ -146,7 +146,9 @@ class Config(_Section):
         if self.virtual_shards & (self.virtual_shards - 1):
             raise ValueError(f"virtual_shards ({self.virtual_shards}) must be a power of two")
         if self.samples == 1 and self.loss.resolve().advantage != "batch":
-            raise ValueError('samples (1) must be at least 2: the advantage compares samples of one prompt (or set loss.advantage = "batch")')
+            raise ValueError(
+                'samples (1) must be at least 2: the advantage compares samples of one prompt (or set loss.advantage = "batch")'
+            )
         if self.prompts * self.samples < 2:
             raise ValueError("prompts x samples must be at least 2")
         return self
@@ -219,9 +221,7 @@ def _known_or_error(key: str, known: Mapping[str, Any]) -> None:
     if key in known or key.startswith("task.options."):
         return
     by_last = {k.rsplit(".", 1)[-1]: k for k in known}
-    near = difflib.get_close_matches(key, known, 1) or [
-        by_last[m] for m in difflib.get_close_matches(key.rsplit(".", 1)[-1], by_last, 1)
-    ]
+    near = difflib.get_close_matches(key, known, 1) or [by_last[m] for m in difflib.get_close_matches(key.rsplit(".", 1)[-1], by_last, 1)]
     hint = f"; did you mean {near[0]}?" if near else f"; keys are {', '.join(k for k in known if '.' not in k)}"
     raise ValueError(f"config: unknown key {key}{hint}")
 

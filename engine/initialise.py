@@ -1,8 +1,8 @@
 """`zerokl init`: a small base model for a task, warm-started until it solves some of the training prompts.
 
 The sanity test of "Defeating the training-inference mismatch via FP16" (arXiv:2510.26788) in small: supervised steps on
-correct answers until a sampled completion is right on TARGET of the training problems, and a list of the problems that
-some of SOLVABLE_SAMPLES samples solved. On such problems a sound trainer must reach a training reward near 1.
+correct answers until a sampled completion is right on TARGET of the training problems, and a list of problems that are
+solved sometimes but not always. On such a set a sound trainer must reach a training reward near 1.
 """
 
 import json
@@ -31,11 +31,12 @@ from .tasks import load_task
 from .tasks.base import Problem
 from .text import Text, character_tokenizer
 
-SOLVABLE_FILE = "solvable.json"
+PERFECTIBLE_FILE = "perfectible.json"
 # Share of training problems a sampled completion solves at which the warm start ends.
 TARGET = 0.45
-# Samples that decide whether a problem is solvable at least sometimes.
-SOLVABLE_SAMPLES = 16
+# The perfectible set: its size at most, and the share of SET_SAMPLES samples that solve each of its problems (the paper's
+# bounds).
+SET_SIZE, SET_SAMPLES, SOLVED = 256, 16, (0.2, 0.8)
 _MAX_STEPS, _CHECK_EVERY, _BATCH, _SHARDS = 3000, 10, 64, 4
 _OPTIMIZER = OptimizerConfig(lr=2e-3, warmup_steps=20, schedule="linear", min_lr_ratio=0.1, weight_decay=0.0)
 
@@ -48,7 +49,7 @@ PRESETS: dict[str, dict[str, int]] = {
 
 
 def initialise(out: Path, task_name: str, options: Mapping[str, Any], preset: str = "tiny", seed: int = 0) -> dict[str, Any]:
-    """Write a base model for a task to the folder `out`. Returns what solvable.json holds.
+    """Write a base model for a task to the folder `out`. Returns what perfectible.json holds.
 
     Raises ValueError for an unknown task or preset, a task without known completions, or an `out` that exists.
     """
@@ -62,18 +63,18 @@ def initialise(out: Path, task_name: str, options: Mapping[str, Any], preset: st
     if wrong is not None or task.chat:
         raise ValueError(f"init: task {task_name} has answers that are no completions; init needs add, sort, countdown or a task like them")
     tokenizer = character_tokenizer()
-    decoder = _random_decoder(preset, len(tokenizer), seed)
+    decoder = random_decoder(preset, len(tokenizer), seed)
     scratch = out.with_name(f".{out.name}.tokenizer")
     tokenizer.save_pretrained(scratch)
     try:
         text = Text(scratch, decoder.config.vocab_size)
         accuracy, steps, sampler = _warm_start(decoder, text, problems, task.reward, seed)
-        found = _solvable(sampler, text, problems, task.reward, seed)
+        found = _perfectible(sampler, text, problems, task.reward, seed)
         report = {
             "task": task_name, "options": dict(options), "preset": preset, "seed": seed, "accuracy": accuracy, "steps": steps,
-            "samples": SOLVABLE_SAMPLES, "problems": found,
+            "samples": SET_SAMPLES, "problems": found,
         }  # fmt: skip
-        extra = {SOLVABLE_FILE: json.dumps(report) + "\n"}
+        extra = {PERFECTIBLE_FILE: json.dumps(report) + "\n"}
         write_checkpoint(out, decoder.layout, decoder.flat.detach(), companions=scratch, extra=extra)
     finally:
         for file in scratch.iterdir():
@@ -82,7 +83,19 @@ def initialise(out: Path, task_name: str, options: Mapping[str, Any], preset: st
     return report
 
 
-def _random_decoder(preset: str, vocab_size: int, seed: int) -> Decoder:
+def perfectible_set(model: Path) -> dict[str, Any] | None:
+    """What `initialise` left in a model folder, or None. Raises ValueError when it is not readable."""
+    path = model / PERFECTIBLE_FILE
+    if not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_text())
+        return {"task": str(found["task"]), "options": dict(found["options"]), "problems": list(found["problems"])}
+    except (OSError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"model: {path} is not readable ({error})") from None
+
+
+def random_decoder(preset: str, vocab_size: int, seed: int) -> Decoder:
     """A Qwen3 with matrices uniform in +-sqrt(3) * 0.02 * sqrt(512 / width), norms 1, from counter-based numbers."""
     raw = {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": vocab_size, **PRESETS[preset],
@@ -122,12 +135,18 @@ def _warm_start(decoder: Decoder, text: Text, problems: Sequence[Problem], rewar
             keys = Keys(seed, step, Stream.WARM_START)
             ids = [pairs[p.id][0] for p in probe]
             accuracy = evaluate(sampler, text, probe, ids, reward, Distribution(), 1, longest, keys).mean_reward
-            display.step(f"step {step}  solves {accuracy:.2f} of the training prompts, until {TARGET}", done=min(100, int(100 * accuracy / TARGET)))
+            display.step(
+                f"step {step}  solves {accuracy:.2f} of the training prompts, until {TARGET}",
+                done=min(100, int(100 * accuracy / TARGET)),
+            )
             if accuracy >= TARGET:
                 return accuracy, step, sampler
     finally:
         display.close()
-    raise ValueError(f"init: after {_MAX_STEPS} supervised steps the model solves {accuracy:.2f} of the training prompts, not {TARGET}; make the task easier")
+    raise ValueError(
+        f"init: after {_MAX_STEPS} supervised steps the model solves {accuracy:.2f} of the training prompts, "
+        f"not {TARGET}; make the task easier"
+    )
 
 
 def _examples(pairs: Sequence[tuple[list[int], list[int]]], seed: int, step: int) -> list[tuple[list[int], list[int]]]:
@@ -145,9 +164,15 @@ def _supervised_step(decoder: Decoder, learner: Learner, pairs: Sequence[tuple[l
     learner.update()
 
 
-def _solvable(sampler: NativeSampler, text: Text, problems: Sequence[Problem], reward, seed: int) -> list[int]:
-    """Ids of the problems that at least one of SOLVABLE_SAMPLES samples solves."""
-    ids = text.encode_problems(problems, chat=False)
+def _perfectible(sampler: NativeSampler, text: Text, problems: Sequence[Problem], reward, seed: int) -> list[int]:
+    """Ids of up to SET_SIZE problems that a share within SOLVED of SET_SAMPLES samples solves, in order."""
     longest = max(len(text.encode(p.answer, chat=False)) for p in problems) + 1
-    result = evaluate(sampler, text, problems, ids, reward, Distribution(), SOLVABLE_SAMPLES, longest, Keys(seed, 0, Stream.WARM_START))
-    return [problems[i].id for i in np.flatnonzero(result.rewards.max(axis=1) == 1.0)]
+    keys, found = Keys(seed, 0, Stream.WARM_START), []
+    for start in range(0, len(problems), SET_SIZE):
+        some = problems[start : start + SET_SIZE]
+        ids = text.encode_problems(some, chat=False)
+        rates = evaluate(sampler, text, some, ids, reward, Distribution(), SET_SAMPLES, longest, keys).rewards.mean(axis=1)
+        found += [some[i].id for i in np.flatnonzero((rates >= SOLVED[0]) & (rates <= SOLVED[1]))]
+        if len(found) >= SET_SIZE:
+            break
+    return found[:SET_SIZE]

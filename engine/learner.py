@@ -91,6 +91,10 @@ class Learner:
         self._tree.push(self._leaf)
         self._leaf.zero_()
 
+    def take_gradient(self) -> torch.Tensor:
+        """The sum of all shards, [layout.numel] fp32; valid until the next shard is closed."""
+        return self._tree.take()
+
     def learning_rate(self) -> float:
         """The rate of the next update."""
         c, done = self.cfg, self.updates
@@ -108,7 +112,7 @@ class Learner:
 
         Raises FloatingPointError when the gradient is not finite; weights and state are then as before.
         """
-        grad = self._tree.take()
+        grad = self.take_gradient()
         norm = self._norm(grad)
         if not math.isfinite(norm):
             raise FloatingPointError(f"the gradient of {self._first_not_finite(grad)} is not finite at update {self.updates}")

@@ -160,5 +160,13 @@ def held_out(state: TrainState, problems: Sequence[Problem], prompt_ids: Sequenc
     distribution = cfg.sampling.distribution._replace(temperature=cfg.evaluation.temperature)
     keys = Keys(cfg.seed, state.step, Stream.EVALUATE)
     return evaluate(
-        state.sampler, state.text, problems, prompt_ids, state.reward, distribution, cfg.evaluation.samples, cfg.sampling.max_tokens, keys
+        state.sampler,
+        state.text,
+        problems,
+        prompt_ids,
+        state.reward,
+        distribution,
+        cfg.evaluation.samples,
+        cfg.sampling.max_tokens,
+        keys,
     )

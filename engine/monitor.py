@@ -39,7 +39,8 @@ class Monitor:
         for r in rollouts:
             if r.weight_version != self.version:
                 raise ValueError(
-                    f"rollout of prompt {r.prompt}, sample {r.sample} has weight version {r.weight_version}; the trainer is at {self.version}"
+                    f"rollout of prompt {r.prompt}, sample {r.sample} has weight version {r.weight_version}; "
+                    f"the trainer is at {self.version}"
                 )
         sampler = np.concatenate([r.logprobs for r in rollouts])
         trainer = logp.detach().cpu()

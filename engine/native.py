@@ -55,7 +55,12 @@ class NativeSampler:
     """
 
     def __init__(
-        self, decoder: Decoder, max_concurrency: int = 64, max_batch_tokens: int = 1024, cache_bytes: int = 4 << 30, version: int = 0
+        self,
+        decoder: Decoder,
+        max_concurrency: int = 64,
+        max_batch_tokens: int = 1024,
+        cache_bytes: int = 4 << 30,
+        version: int = 0,
     ):
         for name, value in (("max_concurrency", max_concurrency), ("max_batch_tokens", max_batch_tokens)):
             if value < 1:

@@ -2,13 +2,16 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
+from ..verify.invariance import Check
 from .loop import StepRecord
 
 console = Console(highlight=False, soft_wrap=True)
@@ -78,7 +81,13 @@ class Display:
         self._total, self._done, self._what = total, 0, what
         self._live: Live | None = None
         if console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[text]}"))
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[text]}"),
+            )
             self._progress = Progress(*columns, console=console)
             self._task = self._progress.add_task(what, total=total, text="")
             self._live = Live(self._progress, console=console, refresh_per_second=4)
@@ -97,6 +106,14 @@ class Display:
         """Leave the terminal as it was."""
         if self._live is not None:
             self._live.stop()
+
+
+def check_table(checks: Sequence[Check]) -> Table:
+    """The table of `zerokl verify`."""
+    table = Table("check", "dtype", "comparisons", "unequal")
+    for c in checks:
+        table.add_row(c.name, c.dtype, f"{c.comparisons:,}", f"{c.unequal:,}", style=None if c.holds else "bold red")
+    return table
 
 
 def plot_reward(metrics: list[dict[str, float]], path: Path) -> None:

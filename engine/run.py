@@ -12,7 +12,7 @@ from ..model.config import ModelConfig
 from ..model.decoder import Decoder
 from ..model.weights import Layout, fingerprint
 from .config import Config, to_toml
-from .initialise import SOLVABLE_FILE, initialise
+from .initialise import initialise, perfectible_set
 from .learner import Learner
 from .loop import StepRecord, TrainState, held_out, train_step
 from .monitor import MismatchError
@@ -97,12 +97,10 @@ def make_state(config: Config, model: Path, task: Task) -> TrainState:
 def training_problems(task: Task, config: Config, model: Path) -> list[Problem]:
     """The task's training problems, without those `zerokl init` never saw solved. Raises ValueError when none are left."""
     problems = list(task.problems("train"))
-    path = model / SOLVABLE_FILE
-    if config.task.only_solvable and path.exists():
-        found = json.loads(path.read_text())
-        if found["task"] == config.task.name and found["options"] == config.task.options:
-            keep = set(found["problems"])
-            problems = [p for p in problems if p.id in keep]
+    found = perfectible_set(model) if config.task.perfectible_only else None
+    if found and (found["task"], found["options"]) == (config.task.name, config.task.options):
+        keep = set(found["problems"])
+        problems = [p for p in problems if p.id in keep]
     if not problems:
         raise ValueError(f"task {config.task.name}: has no training problems")
     return problems

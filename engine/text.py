@@ -18,6 +18,8 @@ class Text:
     def __init__(self, folder: Path, vocab_size: int):
         """Raises ValueError when the folder has no usable tokenizer or it has more entries than the vocabulary."""
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        if not any((folder / name).exists() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
+            raise ValueError(f"model: {folder} holds no tokenizer (tokenizer.json, vocab.json or tokenizer.model)")
         from transformers import AutoTokenizer
 
         try:
@@ -66,12 +68,12 @@ class Text:
         return [self.encode(p.prompt, chat) for p in problems]
 
 
-def character_tokenizer() -> Any:
-    """A character-level tokenizer of 64 entries, as a transformers PreTrainedTokenizerFast."""
+def character_tokenizer(characters: str = _CHARACTERS) -> Any:
+    """A tokenizer of one token a character and three special ones (64 by default), as a transformers PreTrainedTokenizerFast."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocab = {token: i for i, token in enumerate((*_SPECIAL, *_CHARACTERS))}
+    vocab = {token: i for i, token in enumerate((*_SPECIAL, *characters))}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(""), "isolated")
     tokenizer.decoder = decoders.Fuse()

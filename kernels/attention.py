@@ -1,6 +1,6 @@
 """Causal grouped-query attention: variable-length prefill, chunked prefill and decode with one arithmetic.
 
-    s_ij = scale q_i . k_j   (j <= i)      p_ij = exp(s_ij - lse_i)      o_i = sum_j p_ij v_j
+    s_ij = (scale q_i) . k_j   (j <= i)      p_ij = exp(s_ij - lse_i)      o_i = sum_j p_ij v_j
     delta_i = do_i . o_i     ds_ij = p_ij (do_i . v_j - delta_i)
     dq_i = scale sum_j ds_ij k_j     dk_j = scale sum_i ds_ij q_i     dv_j = sum_i p_ij do_i
 
@@ -16,11 +16,14 @@ The backward runs over whole sequences, QUERY_CHUNK positions at a time; its sha
 import numpy as np
 import torch
 
-from .attention_plan import KEY_TILE, ROWS, AttentionPlan, packed_tables, plan_attention
+from .attention_plan import KEY_TILE, AttentionPlan, packed_tables, plan_attention
 from .grad import accumulate_dtype, check_dtype
 
-# Positions of one step of the backward: bounds its score matrix for long sequences; a constant, as it orders dk and dv.
-QUERY_CHUNK = 128
+# Positions of one step of the backward: bounds its score matrix and skips most keys after the queries. A constant, as it
+# orders dk and dv.
+QUERY_CHUNK = 32
+# The backward pads sequences to a multiple of this; see order.ALIGN.
+PAD = 16
 # Elements of a score matrix in the backward. Bounds memory only: it decides how many sequences go in one call.
 SCORE_ELEMENTS = 1 << 22
 
@@ -29,12 +32,13 @@ def attention_ref(q: torch.Tensor, tiles: torch.Tensor, plan: AttentionPlan, sca
     """Forward only. q [T, Hq, D], tiles [tiles, 2, KEY_TILE, D]. Returns o like q, and lse [T, Hq] in fp32."""
     T, H, D = q.shape
     acc_dtype = accumulate_dtype(q.dtype)
-    rows = q.reshape(T * H, D).index_select(0, plan.rows).to(acc_dtype).view(-1, ROWS, D)
+    rows = q.reshape(T * H, D).index_select(0, plan.rows).to(acc_dtype).view(-1, plan.tile_rows, D)
+    rows *= scale
     m = l = acc = None
     for j, (ids, hidden) in enumerate(zip(plan.tiles, plan.hidden, strict=True)):
         c = ids.shape[0]
         kv = tiles.index_select(0, ids).to(acc_dtype)
-        s = torch.bmm(rows[:c], kv[:, 0].transpose(1, 2)).mul_(scale)
+        s = torch.bmm(rows[:c], kv[:, 0].transpose(1, 2))
         if hidden is not None:
             s.masked_fill_(hidden, float("-inf"))
         top = s.amax(-1, keepdim=True)
@@ -43,12 +47,13 @@ def attention_ref(q: torch.Tensor, tiles: torch.Tensor, plan: AttentionPlan, sca
             p = s.sub_(m).exp_()
             l, acc = p.sum(-1, keepdim=True), torch.bmm(p, kv[:, 1])
             continue
-        new = torch.maximum(m[:c], top)
-        p = s.sub_(new).exp_()
-        alpha = m[:c].sub(new).exp_()
-        l[:c] = l[:c] * alpha + p.sum(-1, keepdim=True)
-        acc[:c] = acc[:c] * alpha + torch.bmm(p, kv[:, 1])
-        m[:c] = new
+        old, l_c, acc_c = m[:c], l[:c], acc[:c]
+        top = torch.maximum(old, top, out=top)
+        p = s.sub_(top).exp_()
+        alpha = old.sub(top).exp_()
+        l_c.mul_(alpha).add_(p.sum(-1, keepdim=True))
+        acc_c.mul_(alpha).add_(torch.bmm(p, kv[:, 1]))
+        old.copy_(top)
     o = (acc / l).to(q.dtype).view(-1, D).index_select(0, plan.inverse).view(T, H, D)
     lse = (m + torch.log(l)).view(-1).index_select(0, plan.inverse).view(T, H)
     return o, lse
@@ -60,60 +65,58 @@ def gather_tiles(k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> torch.
     return kv.permute(0, 3, 2, 1, 4).reshape(-1, 2, KEY_TILE, k.shape[-1])
 
 
-def _bwd_group(q, k, v, do, lse, delta, lengths, scale):
-    """Gradients of sequences padded to one length. q, do [S, Hkv, L * G, D], k, v [S, Hkv, L, D], lse, delta [S, Hkv, L * G, 1]."""
-    S, Hkv, LG, D = q.shape
-    L = k.shape[2]
-    G = LG // L
-    q, do, lse, delta = (t.reshape(S * Hkv, LG, -1) for t in (q, do, lse, delta))
-    k, v = k.reshape(S * Hkv, L, D), v.reshape(S * Hkv, L, D)
+def _bwd_group(q, k, v, do, lse, delta, scale):
+    """Gradients of sequences padded to one length L. q, do [S * Hkv, L * G, D], k, v [S * Hkv, L, D], lse, delta [S * Hkv, L * G, 1].
+
+    Rows past a sequence's end have lse = inf, so that their p is 0.
+    """
+    L = k.shape[1]
+    G = q.shape[1] // L
+    q = q * scale
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    length = lengths.repeat_interleave(Hkv).view(-1, 1, 1)
     for a in range(0, L, QUERY_CHUNK):
         b = min(a + QUERY_CHUNK, L)
         at = slice(a * G, b * G)
-        position = torch.arange(a, b).repeat_interleave(G).view(1, -1, 1)
-        hidden = (torch.arange(b) > position) | (position >= length)  # keys after the query, and rows past the end
-        p = torch.bmm(q[:, at], k[:, :b].transpose(1, 2)).mul_(scale).sub_(lse[:, at]).exp_().masked_fill_(hidden, 0.0)
-        ds = torch.bmm(do[:, at], v[:, :b].transpose(1, 2)).sub_(delta[:, at]).mul_(p).masked_fill_(hidden, 0.0).mul_(scale)
+        later = torch.arange(b) > torch.arange(a, b).repeat_interleave(G).unsqueeze(1)  # keys after the query
+        p = torch.bmm(q[:, at], k[:, :b].transpose(1, 2)).sub_(lse[:, at]).exp_().masked_fill_(later, 0.0)
+        ds = torch.bmm(do[:, at], v[:, :b].transpose(1, 2)).sub_(delta[:, at]).mul_(p)
         dv[:, :b] += torch.bmm(p.transpose(1, 2), do[:, at])
         dk[:, :b] += torch.bmm(ds.transpose(1, 2), q[:, at])
-        dq[:, at] = torch.bmm(ds, k[:, :b])
-    return dq.view(S, Hkv, LG, D), dk.view(S, Hkv, L, D), dv.view(S, Hkv, L, D)
+        torch.bmm(ds, k[:, :b], out=dq[:, at])
+    return dq.mul_(scale), dk, dv
 
 
 def attention_bwd_ref(do, q, k, v, o, lse, plan: AttentionPlan, scale: float):
     """dq, dk, dv of packed self-attention. do, q, o [T, Hq, D], k, v [T, Hkv, D], lse [T, Hq]."""
-    T, H, D = q.shape
+    _, H, D = q.shape
     Hkv = k.shape[1]
     G = H // Hkv
     acc_dtype = lse.dtype
     delta = (do.to(acc_dtype) * o.to(acc_dtype)).sum(-1)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     lengths = np.asarray(plan.query_lengths)
-    padded = -(-lengths // KEY_TILE) * KEY_TILE
+    padded = -(-lengths // PAD) * PAD
     for L in np.unique(padded):
         L = int(L)
         members = np.flatnonzero(padded == L)
         at_once = max(1, SCORE_ELEMENTS // (H * min(L, QUERY_CHUNK) * L))
         for i in range(0, len(members), at_once):
             group = members[i : i + at_once]
-            own = lengths[group]
-            rows = plan.starts[group][:, None] + np.minimum(np.arange(L), own[:, None] - 1)  # [S, L], pad rows repeat the last
-            rows_t = torch.from_numpy(rows)
+            inside = torch.from_numpy(np.arange(L) < lengths[group][:, None])  # [S, L]
+            rows = torch.from_numpy(plan.starts[group][:, None] + np.minimum(np.arange(L), lengths[group][:, None] - 1))
 
-            def heads_first(x, heads, rows_t=rows_t, L=L):  # [T, Hkv * heads, ...] -> [S, Hkv, L * heads, ...]
-                x = x[rows_t].to(acc_dtype).view(len(rows_t), L, Hkv, heads, -1)
-                return x.permute(0, 2, 1, 3, 4).reshape(len(rows_t), Hkv, L * heads, -1)
+            def heads_first(x, heads, rows=rows, L=L):  # [T, Hkv * heads, ...] -> [S * Hkv, L * heads, ...]
+                x = x[rows].to(acc_dtype).view(len(rows), L, Hkv, heads, -1)
+                return x.permute(0, 2, 1, 3, 4).reshape(len(rows) * Hkv, L * heads, -1)
 
+            lse_rows = heads_first(lse, G)
+            lse_rows.view(len(rows), Hkv, L, G).masked_fill_(~inside[:, None, :, None], float("inf"))
             grads = _bwd_group(
-                heads_first(q, G), heads_first(k, 1), heads_first(v, 1), heads_first(do, G), heads_first(lse, G),
-                heads_first(delta, G), torch.from_numpy(own), scale,
-            )  # fmt: skip
-            keep = torch.from_numpy(np.arange(L) < own[:, None])
+                heads_first(q, G), heads_first(k, 1), heads_first(v, 1), heads_first(do, G), lse_rows, heads_first(delta, G), scale
+            )
             for out, grad, heads in zip((dq, dk, dv), grads, (G, 1, 1), strict=True):
                 grad = grad.view(len(rows), Hkv, L, heads, D).transpose(1, 2).reshape(len(rows), L, Hkv * heads, D)
-                out[rows_t[keep]] = grad[keep].to(out.dtype)
+                out[rows[inside]] = grad[inside].to(out.dtype)
     return dq, dk, dv
 
 

@@ -2,8 +2,8 @@
 
 The kernel (attention.py) knows two kinds of tiles only:
 
-- a query tile: ROWS rows of one (sequence, key-value head), row = position * group + head within the group, so that a
-  decoding token brings all its `group` query heads to one tile;
+- a query tile: R rows of one (sequence, key-value head), row = position * group + head within the group, so that a
+  decoding token brings all its `group` query heads to one tile, and R = `group` rounded up to ROW_UNIT wastes little;
 - a key tile: KEY_TILE consecutive positions of one (sequence, key-value head), its keys and its values side by side.
 
 The plan lists the query tiles in descending order of the number of key tiles they need. Key tile j is then needed by a
@@ -20,8 +20,9 @@ from functools import cached_property
 import numpy as np
 import torch
 
-# Rows of a query tile. 16 rows run the small matrix products at 90% of the rate of 32, and decoding wastes fewer.
-ROWS = 16
+# Rows of a query tile are a multiple of this. Large tiles share the gathered keys among more rows (prefill), small ones favour
+# decoding, which brings only `group` rows; 8 was best for both together of 4, 8 and 16.
+ROW_UNIT = 8
 # Keys of one step of the online softmax. A constant: it fixes the order of the softmax's sums.
 KEY_TILE = 32
 
@@ -32,10 +33,11 @@ class AttentionPlan:
 
     heads: int
     kv_heads: int
-    rows: torch.Tensor  # [n * ROWS] int64, rows of q.view(T * Hq, D); unused rows repeat a valid one
-    inverse: torch.Tensor  # [T * Hq] int64, where each row of q lies among the n * ROWS tile rows
+    tile_rows: int  # R
+    rows: torch.Tensor  # [n * R] int64, rows of q.view(T * Hq, D); unused rows repeat a valid one
+    inverse: torch.Tensor  # [T * Hq] int64, where each row of q lies among the n * R tile rows
     tiles: list[torch.Tensor]  # per step j: [c_j] int64, the key tile of each query tile that needs step j
-    hidden: list[torch.Tensor | None]  # per step j: [c_j, ROWS, KEY_TILE] bool, True where the key is masked
+    hidden: list[torch.Tensor | None]  # per step j: [c_j, R, KEY_TILE] bool, True where the key is masked
     query_lengths: tuple[int, ...]  # tokens of each sequence in q
 
     @cached_property
@@ -58,12 +60,13 @@ def plan_attention(
     that the key tile of head h is id * Hkv + h.
     """
     group = heads // kv_heads
+    R = -(-group // ROW_UNIT) * ROW_UNIT
     q_len, context = np.asarray(query_lengths, np.int64), np.asarray(contexts, np.int64)
     start = np.concatenate([[0], np.cumsum(q_len)[:-1]])
-    per_seq = -(-q_len * group // ROWS)  # query tiles of one key-value head
+    per_seq = -(-q_len * group // R)  # query tiles of one key-value head
     seq = np.repeat(np.arange(len(q_len)), per_seq)
     within = np.arange(len(seq)) - np.repeat(np.cumsum(per_seq) - per_seq, per_seq)
-    flat = within[:, None] * ROWS + np.arange(ROWS)  # row of the tile -> position * group + head in group
+    flat = within[:, None] * R + np.arange(R)  # row of the tile -> position * group + head in group
     valid = flat < (q_len[seq] * group)[:, None]
     flat = np.minimum(flat, (q_len[seq] * group - 1)[:, None])
     position = context[seq][:, None] + flat // group
@@ -74,9 +77,9 @@ def plan_attention(
     n = len(seq)
     h = np.arange(kv_heads)
     token = start[seq][:, None] + flat // group
-    row = token[:, None, :] * heads + h[None, :, None] * group + (flat % group)[:, None, :]  # [n, Hkv, ROWS]
+    row = token[:, None, :] * heads + h[None, :, None] * group + (flat % group)[:, None, :]  # [n, Hkv, R]
     inverse = np.empty(int(q_len.sum()) * heads, np.int64)
-    slots = np.arange(n * kv_heads * ROWS).reshape(n, kv_heads, ROWS)
+    slots = np.arange(n * kv_heads * R).reshape(n, kv_heads, R)
     used = np.broadcast_to(valid[:, None, :], row.shape)
     inverse[row[used]] = slots[used]
 
@@ -94,7 +97,7 @@ def plan_attention(
             mask = np.repeat(mask, kv_heads, axis=0)
             hidden.append(torch.from_numpy(mask))
     return AttentionPlan(
-        heads, kv_heads, torch.from_numpy(row.reshape(-1)), torch.from_numpy(inverse), tiles, hidden, tuple(int(x) for x in q_len)
+        heads, kv_heads, R, torch.from_numpy(row.reshape(-1)), torch.from_numpy(inverse), tiles, hidden, tuple(int(x) for x in q_len)
     )
 
 

@@ -34,7 +34,7 @@ def embedding(ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """Rows of w. ids [T] int64, w [V, D] -> [T, D]. Raises ValueError for an id outside 0..V-1."""
     if ids.dtype != torch.int64 or ids.dim() != 1:
         raise ValueError(f"embedding: ids must be a one-dimensional int64 tensor, got {ids.dtype} {tuple(ids.shape)}")
-    if ids.numel() and not (0 <= int(ids.min()) and int(ids.max()) < w.shape[0]):
+    if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < w.shape[0]):
         raise ValueError(
             f"embedding: ids must lie in 0..{w.shape[0] - 1}, got {int(ids.min())}..{int(ids.max())}; "
             "the tokenizer does not fit the model's vocabulary"

@@ -157,9 +157,7 @@ def linear_logprob(
     check_dtype("linear_logprob", h=h, w=w)
     dist = (dist or Distribution()).check()
     if h.dim() != 2 or w.dim() != 2 or h.shape[1] != w.shape[1] or ids.shape != h.shape[:1]:
-        raise ValueError(
-            f"linear_logprob: h {tuple(h.shape)}, w {tuple(w.shape)}, ids {tuple(ids.shape)} must be [T, D], [V, D], [T]"
-        )
+        raise ValueError(f"linear_logprob: h {tuple(h.shape)}, w {tuple(w.shape)}, ids {tuple(ids.shape)} must be [T, D], [V, D], [T]")
     if not torch.is_grad_enabled():
         return linear_logprob_ref(h, w, ids, dist)
     return _LinearLogprob.apply(h, w, ids, dist, one_sequence(h, blocks))

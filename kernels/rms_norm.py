@@ -21,8 +21,8 @@ def rms_norm_ref(x: torch.Tensor, w: torch.Tensor, eps: float) -> tuple[torch.Te
     """Forward only, x [T, D]. Returns y [T, D] and r [T, 1]."""
     xf = x.to(accumulate_dtype(x.dtype))
     # 1 / sqrt and not rsqrt: both are rounded exactly, rsqrt is approximate and differs between vector widths.
-    r = torch.reciprocal(torch.sqrt(sum_row(xf * xf) / x.shape[1] + eps)).unsqueeze(1)
-    return (xf * r * w.to(xf.dtype)).to(x.dtype), r
+    r = sum_row(xf * xf).div_(x.shape[1]).add_(eps).sqrt_().reciprocal_().unsqueeze(1)
+    return (xf * r).mul_(w.to(xf.dtype)).to(x.dtype), r
 
 
 def _rms_norm_bwd(dy, x, r, w, blocks, heads):
@@ -30,10 +30,10 @@ def _rms_norm_bwd(dy, x, r, w, blocks, heads):
     acc_dtype = r.dtype
     dyf, xh = dy.to(acc_dtype), x.to(acc_dtype) * r
     dyw = dyf * w.to(acc_dtype)
-    dx = (dyw - xh * (sum_row(dyw * xh) / x.shape[1]).unsqueeze(1)) * r
     acc = grad_buffer(w)
     dw = (dyf * xh).view(-1, heads, x.shape[1])
     add_columns(acc, tree_sum(dw, 1), blocks)
+    dx = dyw.sub_(xh.mul_(sum_row(dyw * xh).div_(x.shape[1]).unsqueeze(1))).mul_(r)
     return dx, returned_grad(w, acc)
 
 

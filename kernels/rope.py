@@ -22,7 +22,7 @@ def rope_ref(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     acc = accumulate_dtype(x.dtype)
     x1, x2 = x.to(acc).chunk(2, dim=-1)
     c, s = cos.to(acc).unsqueeze(1), sin.to(acc).unsqueeze(1)
-    return torch.cat([x1 * c - x2 * s, x2 * c + x1 * s], dim=-1).to(x.dtype)
+    return torch.cat([(x1 * c).sub_(x2 * s), (x2 * c).add_(x1 * s)], dim=-1).to(x.dtype)
 
 
 class _Rope(torch.autograd.Function):

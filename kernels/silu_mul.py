@@ -18,7 +18,7 @@ def silu_mul_ref(gu: torch.Tensor) -> torch.Tensor:
     acc = accumulate_dtype(gu.dtype)
     g, u = gu.chunk(2, dim=1)
     gf = g.to(acc)
-    silu = (gf / (torch.exp(-gf) + 1.0)).to(gu.dtype)
+    silu = (gf / torch.exp(-gf).add_(1.0)).to(gu.dtype)
     return silu * u
 
 
@@ -34,12 +34,13 @@ class _SiluMul(torch.autograd.Function):
         acc = accumulate_dtype(gu.dtype)
         g, u = (t.to(acc) for t in gu.chunk(2, dim=1))
         dyf = dy.to(acc)
-        s = torch.reciprocal(torch.exp(-g) + 1.0)
-        silu = (g * s).to(gu.dtype).to(acc)  # rounded as the forward rounded it
+        s = torch.exp(-g).add_(1.0).reciprocal_()
+        silu = g * s
+        slope = (1.0 - s).mul_(silu).add_(s)  # s (1 + g (1 - s))
         dgu = torch.empty_like(gu)
         dg, du = dgu.chunk(2, dim=1)
-        dg.copy_(dyf * u * s * (g * (1.0 - s) + 1.0))
-        du.copy_(dyf * silu)
+        dg.copy_(slope.mul_(u).mul_(dyf))
+        du.copy_(silu.to(gu.dtype).to(acc).mul_(dyf))  # silu rounded as the forward rounded it
         return dgu
 
 

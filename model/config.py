@@ -120,7 +120,11 @@ def _refuse(raw: dict[str, Any], source: str, family: str) -> None:
     if raw.get("partial_rotary_factor", 1.0) not in (1.0, None):
         no("partial_rotary_factor", raw["partial_rotary_factor"], "only 1.0 is")
     if raw.get("attention_dropout"):
-        no("attention_dropout", raw["attention_dropout"], "the policy that is trained must be the one that was sampled: set it to 0")
+        no(
+            "attention_dropout",
+            raw["attention_dropout"],
+            "the policy that is trained must be the one that was sampled: set it to 0",
+        )
 
 
 def _rope(raw: dict[str, Any], source: str) -> tuple[float, dict[str, float] | None]:

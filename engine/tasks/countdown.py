@@ -13,9 +13,7 @@ class Countdown:
 
     chat = False
 
-    def __init__(
-        self, numbers: int = 3, max_number: int = 9, max_target: int = 99, train: int = 512, held_out: int = 256, seed: int = 0
-    ):
+    def __init__(self, numbers: int = 3, max_number: int = 9, max_target: int = 99, train: int = 512, held_out: int = 256, seed: int = 0):
         if numbers < 2 or max_number < 1 or max_target < 0:
             raise ValueError(f"task countdown: numbers ({numbers}), max_number ({max_number}), max_target ({max_target}) are too small")
         n = 4 * (train + held_out)  # room for duplicates and for targets out of range

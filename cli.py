@@ -1,0 +1,248 @@
+"""The command line: init, train, sample, eval, verify. Bad input is one line on stderr and exit code 2."""
+
+import difflib
+import os
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Union
+
+import tyro
+from tyro.conf import OmitSubcommandPrefixes, Positional, arg, subcommand
+
+
+@dataclass(frozen=True)
+class Init:
+    """Make a small base model for a task, warm-started until it solves 30 to 60% of the training prompts.
+
+    Options of the task follow as --task.options.NAME VALUE.
+    """
+
+    out: Positional[str]
+    """Folder to write; must not exist."""
+    task: str = "add"
+    """add, sort, countdown, or your own as module:object."""
+    preset: str = "tiny"
+    """Size of the model: tiny or small."""
+    seed: int = 0
+    """Seed of the weights and of the order of the examples."""
+
+    def run(self, overrides: dict[str, str]) -> int:
+        """Run the subcommand; returns the exit code."""
+        from .engine.config import load_config
+        from .engine.initialise import initialise
+        from .engine.report import console
+
+        config = load_config(None, None, {"task.name": self.task, **overrides})
+        report = initialise(Path(self.out), config.task.name, config.task.options, self.preset, self.seed)
+        console.print(
+            f"{self.out}: solves {report['accuracy']:.2f} of the training prompts after {report['steps']} supervised steps; "
+            f"{len(report['problems'])} problems are solvable at least sometimes"
+        )
+        return 0
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train by exact on-policy reinforcement learning. Any key of the configuration can follow as --section.key VALUE."""
+
+    config: Positional[str | None] = None
+    """TOML file."""
+    preset: str | None = None
+    """A configuration that comes with zerokl, instead of a file."""
+    run_dir: str = ""
+    """Folder of the run; must not hold one."""
+
+    def run(self, overrides: dict[str, str]) -> int:
+        """Run the subcommand; returns the exit code."""
+        from .engine.config import load_config
+        from .engine.monitor import MismatchError
+        from .engine.report import console
+        from .engine.run import train
+
+        if not self.run_dir:
+            raise ValueError("train: --run-dir is missing; name the folder of the run")
+        config = load_config(self.config, self.preset, overrides)
+        try:
+            s = train(config, self.run_dir)
+        except MismatchError as error:
+            print(f"zerokl: {error}", file=sys.stderr)
+            return 1
+        held = "" if s.held_out_accuracy is None else f"\nheld-out accuracy {s.held_out_accuracy:.3f}"
+        console.print(f"reward {s.reward_first:.3f} -> {s.reward_last:.3f} (last 5 steps {s.reward_last5:.3f}){held}")
+        verdict = f"mismatch {s.mismatch_max_abs} over {s.tokens} tokens"
+        console.print(verdict if not s.tokens_unequal else f"{verdict}, {s.tokens_unequal} of them unequal")
+        console.print(f"plot {Path(self.run_dir) / 'reward.png'}\nfingerprint {s.fingerprint}")
+        return 0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Sample completions of a prompt."""
+
+    model: Positional[str]
+    """Model folder or hub name."""
+    prompt: str
+    """Text of the prompt."""
+    n: Annotated[int, arg(aliases=["-n"])] = 1
+    """Number of completions."""
+    temperature: float = 1.0
+    """Temperature; 0 is greedy."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the most likely tokens that reach this probability."""
+    max_tokens: int = 64
+    """Completion tokens at most."""
+    seed: int = 0
+    """Seed of the draw."""
+    dtype: str = "float32"
+    """float32, bfloat16 or float16."""
+    chat: bool = False
+    """Put the prompt through the tokenizer's chat template."""
+
+    def run(self, overrides: dict[str, str]) -> int:
+        """Run the subcommand; returns the exit code."""
+        from .engine.policy import load_policy
+        from .engine.report import console
+
+        policy = load_policy(self.model, self.dtype)
+        rollouts = policy.sample(
+            [self.prompt], n=self.n, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, max_tokens=self.max_tokens,
+            seed=self.seed, chat=self.chat,
+        )  # fmt: skip
+        for r in rollouts:
+            console.print(f"{policy.text.decode(r.completion_ids)!r}  logprob {float(r.logprobs.sum()):.4f}  {r.finish}", markup=False)
+        return 0
+
+
+@dataclass(frozen=True)
+class Eval:
+    """Measure a model on a task. Options of the task follow as --task.options.NAME VALUE."""
+
+    model: Positional[str]
+    """Model folder or hub name."""
+    task: str = "add"
+    """add, sort, countdown, jsonl, or your own as module:object."""
+    split: str = "held_out"
+    """held_out or train."""
+    problems: int = 256
+    """Problems at most."""
+    samples: int = 1
+    """Completions of each problem."""
+    temperature: float = 0.0
+    """Temperature; 0 is greedy."""
+    max_tokens: int = 32
+    """Completion tokens at most."""
+    seed: int = 0
+    """Seed of the draws."""
+    dtype: str = "float32"
+    """float32, bfloat16 or float16."""
+
+    def run(self, overrides: dict[str, str]) -> int:
+        """Run the subcommand; returns the exit code."""
+        from .engine.config import load_config
+        from .engine.policy import load_policy
+        from .engine.report import console
+
+        config = load_config(None, None, {"task.name": self.task, **overrides})
+        policy = load_policy(self.model, self.dtype)
+        result = policy.evaluate(
+            config.task, split=self.split, problems=self.problems, samples=self.samples, temperature=self.temperature,
+            max_tokens=self.max_tokens, seed=self.seed,
+        )  # fmt: skip
+        P, G = result.rewards.shape
+        console.print(f"{self.task} {self.split}: mean reward {result.mean_reward:.4f} over {P} problems x {G} samples")
+        return 0
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Run the law's checks on this machine: what must not change a bit is changed, and every bit is compared."""
+
+    model: Positional[str | None] = None
+    """Model folder or hub name; without it a tiny random model is checked."""
+    dtype: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    """Compute dtypes to check."""
+    sequences: int = 12
+    """Random sequences to compare."""
+    longest: int = 80
+    """Tokens of the longest one."""
+    seed: int = 0
+    """Seed of the sequences."""
+    case: str = ""
+    """Instead: score the rollouts of a saved mismatch (RUN/mismatch) again."""
+
+    def run(self, overrides: dict[str, str]) -> int:
+        """Run the subcommand; returns the exit code."""
+        from .engine.law import check_case
+        from .engine.policy import verify
+        from .engine.report import check_table, console
+
+        checks = check_case(Path(self.case)) if self.case else verify(self.model, self.dtype, self.sequences, self.longest, self.seed)
+        console.print(check_table(checks))
+        return 0 if all(c.holds for c in checks) else 1
+
+
+_COMMANDS = {"init": Init, "train": Train, "sample": Sample, "eval": Eval, "verify": Verify}
+
+
+def _take_overrides(words: list[str], command: type) -> tuple[list[str], dict[str, str]]:
+    """Split a command's words into its own options and --key value (or --key=value) pairs of the configuration.
+
+    Raises ValueError for a key without a value.
+    """
+    own = {f.name for f in fields(command)} | {"help"}
+    kept, overrides, i = [], {}, 0
+    while i < len(words):
+        key, equals, value = words[i].partition("=")
+        name = key[2:].replace("-", "_")
+        if not key.startswith("--") or name in own:
+            kept.append(words[i])
+        elif equals:
+            overrides[name] = value
+        elif i + 1 < len(words) and not words[i + 1].startswith("--"):
+            i += 1
+            overrides[name] = words[i]
+        else:
+            raise ValueError(f"{key} lacks a value")
+        i += 1
+    return kept, overrides
+
+
+def _check_options(name: str, overrides: dict[str, str]) -> None:
+    """Raise ValueError for an option that a command without configuration does not have."""
+    for key in overrides:
+        near = difflib.get_close_matches(key, [f.name for f in fields(_COMMANDS[name])], 1)
+        hint = f"did you mean --{near[0].replace('_', '-')}?" if near else f"see zerokl {name} --help"
+        raise ValueError(f"{name}: unknown option --{key.replace('_', '-')}; {hint}")
+
+
+def _parse(argv: list[str]) -> tuple[Any, dict[str, str]]:
+    """The command with its options, and configuration overrides. Raises ValueError; exits with 2 where tyro does."""
+    name, overrides = (argv[0] if argv else ""), {}
+    if name and not name.startswith("-"):
+        if name not in _COMMANDS:
+            near = difflib.get_close_matches(name, _COMMANDS, 1)
+            raise ValueError(f"unknown command {name}; " + (f"did you mean {near[0]}?" if near else f"choose {', '.join(_COMMANDS)}"))
+        rest, overrides = _take_overrides(argv[1:], _COMMANDS[name])
+        argv = [name, *rest]
+        if name in ("sample", "verify"):
+            _check_options(name, overrides)
+    kinds = Union[tuple(Annotated[kind, subcommand(name)] for name, kind in _COMMANDS.items())]  # noqa: UP007
+    return tyro.cli(kinds, prog="zerokl", args=argv, config=(OmitSubcommandPrefixes,), description=__doc__), overrides
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the console script. ZEROKL_TRACEBACK=1 shows where an error comes from."""
+    try:
+        command, overrides = _parse(sys.argv[1:] if argv is None else argv)
+        return command.run(overrides)
+    except (ValueError, OSError, FloatingPointError) as error:
+        if os.environ.get("ZEROKL_TRACEBACK"):
+            raise
+        print(f"zerokl: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("zerokl: interrupted", file=sys.stderr)
+        return 130

@@ -1,0 +1,215 @@
+"""`zerokl verify`: the law's checks on this machine, for one model in each dtype.
+
+Every check computes the same tokens' log-probabilities (or gradients, or samples) in two ways that the law says must not
+matter, and compares bits. Shapes: S sequences; C completion tokens.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..kernels.attention_plan import KEY_TILE
+from ..kernels.logprob import Distribution, linear_logprob
+from ..kernels.philox import Stream, permutation, uniform_range
+from ..model.cache import BlockCache, CachedContext
+from ..model.checkpoint import DTYPES, load_decoder
+from ..model.decoder import Decoder
+from ..model.scoring import logprobs, pack
+from ..verify.invariance import Check
+from .config import OptimizerConfig
+from .initialise import random_decoder
+from .learner import Learner
+from .loop import micro_batches, virtual_shards
+from .native import NativeSampler
+from .rollout import Keys, Sampling
+
+Pair = tuple[list[int], list[int]]
+_DISTRIBUTIONS = (Distribution(), Distribution(0.7), Distribution(1.0, 0, 0.9), Distribution(0.9, 20, 0.95))
+
+
+def check_law(model: Path | None, dtypes: Sequence[str], sequences: int = 12, longest: int = 80, seed: int = 0) -> Iterator[Check]:
+    """Run every check in every dtype. `model` None makes a tiny random one. Yields each finished line."""
+    for name in dtypes:
+        decoder = _decoder(model, DTYPES[name], seed)
+        length = min(longest, decoder.config.max_positions)
+        pairs = random_pairs(sequences, length, decoder.config.vocab_size, seed)
+        for check in (_composition, _order, _padding, _chunked, _decode, _threads):
+            yield check(decoder, pairs, name, seed)
+        yield _concurrency(decoder, pairs, name, seed)
+        yield _micro_batch(decoder, pairs, name)
+
+
+def _decoder(model: Path | None, dtype: torch.dtype, seed: int) -> Decoder:
+    if model is not None:
+        return load_decoder(model, dtype)
+    decoder = random_decoder("tiny", 64, seed)
+    return Decoder(decoder.config, decoder.flat.detach().to(dtype), decoder.layout)
+
+
+def random_pairs(n: int, longest: int, vocab: int, seed: int) -> list[Pair]:
+    """n (prompt, completion) pairs of random tokens and random lengths, 2 .. longest tokens in all."""
+    u = uniform_range(2 * n, seed, Stream.VERIFY, word=1).reshape(n, 2)
+    pairs = []
+    for i, (a, b) in enumerate(u):
+        total = 2 + int(a * (longest - 1))
+        prompt = 1 + int(b * (total - 1))
+        ids = (uniform_range(total, seed, Stream.VERIFY, word=2 + i) * vocab).astype(np.int64).tolist()
+        pairs.append((ids[:prompt], ids[prompt:]))
+    return pairs
+
+
+@torch.no_grad()
+def _score(decoder: Decoder, pairs: Sequence[Pair], dist: Distribution) -> list[torch.Tensor]:
+    """logp of each pair's completion, scored together."""
+    batch = pack(pairs)
+    return list(logprobs(decoder, batch, dist)[0].split(batch.completion_lengths))
+
+
+def _compare_all(check: Check, left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> None:
+    for a, b in zip(left, right, strict=True):
+        check.compare(a, b)
+
+
+def _composition(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> Check:
+    check = Check("batch composition", dtype)
+    for dist in _DISTRIBUTIONS:
+        _compare_all(check, _score(decoder, pairs, dist), [_score(decoder, [pair], dist)[0] for pair in pairs])
+    return check
+
+
+def _order(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> Check:
+    check = Check("order in the batch", dtype)
+    together = _score(decoder, pairs, Distribution())
+    for draw in range(3):
+        order = permutation(len(pairs), seed, Stream.VERIFY, word=1000 + draw)
+        shuffled = _score(decoder, [pairs[i] for i in order], Distribution())
+        _compare_all(check, [together[i] for i in order], shuffled)
+    return check
+
+
+def _padding(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> Check:
+    """Tokens appended to a sequence must not reach back."""
+    check = Check("padding", dtype)
+    together = _score(decoder, pairs, Distribution())
+    limit = decoder.config.max_positions
+    for extra in (1, 15, 33):
+        padded = [(p, [*c, *[0] * min(extra, limit - len(p) - len(c))]) for p, c in pairs]
+        _compare_all(check, together, [a[: len(c)] for a, (_, c) in zip(_score(decoder, padded, Distribution()), pairs, strict=True)])
+    return check
+
+
+def _chunked(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> Check:
+    check = Check("chunked prefill", dtype)
+    for dist in _DISTRIBUTIONS:
+        together = _score(decoder, pairs, dist)
+        for chunk in (7, 32):
+            _compare_all(check, together, cached_scores(decoder, pairs, dist, chunk))
+    return check
+
+
+def _decode(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> Check:
+    check = Check("decode against prefill", dtype)
+    for dist in _DISTRIBUTIONS:
+        _compare_all(check, _score(decoder, pairs, dist), cached_scores(decoder, pairs, dist, 1))
+    return check
+
+
+def _threads(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> Check:
+    check, before = Check("threads", dtype), torch.get_num_threads()
+    together = _score(decoder, pairs, Distribution())
+    try:
+        for threads in (1, 2, 3, 4):
+            torch.set_num_threads(threads)
+            _compare_all(check, together, _score(decoder, pairs, Distribution()))
+    finally:
+        torch.set_num_threads(before)
+    return check
+
+
+def _concurrency(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> Check:
+    """Sampled tokens and their logprobs, whatever is sampled beside them; and the trainer's logprobs of them."""
+    check = Check("sampler concurrency", dtype)
+    room = decoder.config.max_positions
+    for dist in _DISTRIBUTIONS:
+        sampling = Sampling(dist, 3, min(24, room - max(len(p) for p, _ in pairs)), frozenset({0}))
+        prompts, keys = [p for p, _ in pairs[:4]], Keys(seed, 0, Stream.VERIFY)
+        base = NativeSampler(decoder, 64).generate(prompts, sampling, keys)
+        for concurrency, tokens in ((1, 1024), (5, 9)):
+            other = NativeSampler(decoder, concurrency, tokens).generate(prompts, sampling, keys)
+            for a, b in zip(base, other, strict=True):
+                n = max(len(a.completion_ids), len(b.completion_ids))
+                ids = [torch.tensor([*r.completion_ids, *[-1] * (n - len(r.completion_ids))]) for r in (a, b)]
+                check.compare(*ids)
+                if a.completion_ids == b.completion_ids:
+                    check.compare(torch.from_numpy(a.logprobs), torch.from_numpy(b.logprobs))
+        scored = _score(decoder, [(list(r.prompt_ids), list(r.completion_ids)) for r in base], dist)
+        _compare_all(check, [torch.from_numpy(r.logprobs) for r in base], scored)
+    return check
+
+
+def _micro_batch(decoder: Decoder, pairs: Sequence[Pair], dtype: str) -> Check:
+    """The gradient of all weights for micro-batches of 1, 3 and all sequences."""
+    check = Check("micro-batch size", dtype)
+    learner = Learner(decoder, decoder.flat.detach().float(), OptimizerConfig(), shards=2, total_updates=1)
+
+    def gradient(size: int) -> torch.Tensor:
+        for shard in virtual_shards(len(pairs), 2):
+            for mb in micro_batches(shard, size):
+                logp, _ = logprobs(decoder, pack([pairs[i] for i in mb]), Distribution())
+                logp.sum().backward()
+            learner.close_shard(empty=not shard)
+        return learner.take_gradient().clone()
+
+    base = gradient(len(pairs))
+    for size in (1, 3):
+        check.compare(base, gradient(size))
+    return check
+
+
+@torch.no_grad()
+def cached_scores(decoder: Decoder, pairs: Sequence[Pair], dist: Distribution, chunk: int) -> list[torch.Tensor]:
+    """logp of each pair's completion, the tokens read through the cache `chunk` at a time (1: decoding)."""
+    inputs = [[*p, *c[:-1]] for p, c in pairs]
+    need = [-(-len(ids) // KEY_TILE) for ids in inputs]
+    cache = BlockCache(decoder.config, sum(need), decoder.dtype)
+    blocks = [cache.allocate(n) for n in need]
+    hidden: list[list[torch.Tensor]] = [[] for _ in pairs]
+    for start in range(0, max(map(len, inputs)), chunk):
+        active = [i for i, ids in enumerate(inputs) if len(ids) > start]
+        pieces = [inputs[i][start : start + chunk] for i in active]
+        context = CachedContext(cache, [len(x) for x in pieces], [start] * len(active), [blocks[i] for i in active])
+        rows = decoder.hidden(torch.tensor([token for piece in pieces for token in piece]), context)
+        for i, own in zip(active, rows.split([len(x) for x in pieces]), strict=True):
+            hidden[i].append(own)
+    scores = []
+    for (_, completion), rows in zip(pairs, hidden, strict=True):
+        h = torch.cat(rows)[-len(completion) :]
+        scores.append(linear_logprob(h, decoder.head, torch.tensor(completion), dist)[0])
+    return scores
+
+
+def check_case(case: Path) -> list[Check]:
+    """Score the rollouts of a saved mismatch again, alone and together, against what sampler and trainer had reported."""
+    try:
+        report = json.loads((case / "mismatch.json").read_text())
+        dtype, rollouts, sampling = report["config"]["dtype"], report["rollouts"], report["config"]["sampling"]
+    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"verify: {case} holds no readable mismatch.json ({error})") from None
+    decoder = load_decoder(case, DTYPES[dtype])
+    dist = Distribution(sampling["temperature"], sampling["top_k"], sampling["top_p"])
+    pairs = [(r["prompt_ids"], r["completion_ids"]) for r in rollouts]
+    ways = {
+        "together": _score(decoder, pairs, dist),
+        "alone": [_score(decoder, [p], dist)[0] for p in pairs],
+        "decoded": cached_scores(decoder, pairs, dist, 1),
+    }
+    checks = []
+    for side in ("sampler", "trainer"):
+        logged = [torch.tensor(r[f"{side}_logprobs"], dtype=torch.float32) for r in rollouts]
+        for way, scores in ways.items():
+            checks.append(Check(f"{side}'s logprobs, scored again {way}", dtype))
+            _compare_all(checks[-1], logged, scores)
+    return checks

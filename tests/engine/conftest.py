@@ -1,0 +1,122 @@
+"""A model of 80,000 random weights, a task with a reward that such a model can earn, and short runs of both."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+# A barrier of two threads on one busy core spins until the other is scheduled: 28 s instead of 0.5 s for a run. Read when torch loads.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import pytest
+import torch
+from zerokl.engine import initialise
+from zerokl.engine.config import Config, load_config
+from zerokl.engine.native import NativeSampler
+from zerokl.engine.text import character_tokenizer
+from zerokl.model.checkpoint import load_decoder, write_checkpoint
+from zerokl.model.decoder import Decoder
+
+WIDTHS = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+
+# Random weights never add up two numbers; they do write letters and digits, so some samples of a group are better than others.
+TOY = '''
+def letters(problem, completion):
+    """Share of letters among 8 characters; any completion but an empty one can be beaten."""
+    return sum(c.isalpha() for c in completion) / 8
+
+
+def constant(problem, completion):
+    """Of no use: all samples are equally good."""
+    return 0.1
+
+
+def nothing(problem, completion):
+    return float("nan")
+
+
+def broken(problem, completion):
+    raise RuntimeError("two\\nlines")
+
+
+class Digits:
+    """A task of the user's own."""
+
+    chat = False
+
+    def __init__(self, n=5, held_out=0):
+        from zerokl.engine.tasks.base import Problem
+
+        self.splits = {"train": [Problem(i, f"{i}=", str(i)) for i in range(n)], "held_out": []}
+
+    def problems(self, split):
+        return self.splits[split]
+
+    def reward(self, problem, completion):
+        return float(completion == problem.answer)
+
+
+class Riddles(Digits):
+    """Its answers earn nothing."""
+
+    def reward(self, problem, completion):
+        return 0.0
+'''
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _toy_module(tmp_path_factory: pytest.TempPathFactory):
+    """The module `toy`, importable as a user's own would be."""
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "toy.py").write_text(TOY)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    """A run sets the number of threads of the process; every test starts from the same."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint folder of random weights with the character tokenizer, as `zerokl init` would write it."""
+    root = tmp_path_factory.mktemp("model")
+    tokenizer = character_tokenizer()
+    tokenizer.save_pretrained(root / "tokenizer")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(initialise.PRESETS, "test", WIDTHS)
+        decoder = initialise.random_decoder("test", len(tokenizer), 0)
+    write_checkpoint(root / "model", decoder.layout, decoder.flat.detach(), companions=root / "tokenizer")
+    return root / "model"
+
+
+@pytest.fixture(scope="session", params=["float32", "bfloat16"])
+def decoder(request: pytest.FixtureRequest, model: Path) -> Decoder:
+    """The model in each compute dtype. Tests must not change its weights."""
+    return load_decoder(model, getattr(torch, request.param))
+
+
+@pytest.fixture(scope="session")
+def sampler(decoder: Decoder) -> NativeSampler:
+    return NativeSampler(decoder)
+
+
+@pytest.fixture(scope="session")
+def config(model: Path) -> Callable[..., Config]:
+    """config(**overrides): a run of three steps, 3 prompts x 3 samples x 8 tokens. Dots are written as two underscores."""
+    base = {
+        "model": str(model), "steps": "3", "prompts": "3", "samples": "3", "sampling.max_tokens": "8", "virtual_shards": "4",
+        "optimizer.lr": "1e-2", "evaluation.every": "0", "task.reward": "toy:letters",
+        "task.options": "{ max_value = 9, train = 20, held_out = 10 }",
+    }  # fmt: skip
+    return lambda **overrides: load_config(None, None, base | {k.replace("__", "."): str(v) for k, v in overrides.items()})
+
+
+@pytest.fixture(scope="session")
+def read_jsonl() -> Callable[[Path], list[dict]]:
+    return lambda path: [json.loads(line) for line in path.read_text().splitlines()]

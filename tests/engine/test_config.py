@@ -1,0 +1,137 @@
+"""The configuration: every key is checked, and what is written is read back the same."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from zerokl.engine.config import Config, _keys, load_config, preset_names, to_toml
+
+OPTION = st.recursive(
+    st.one_of(
+        st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False), st.text(st.characters(exclude_categories=["Cs"]))
+    ),
+    lambda inner: st.lists(inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def _read(tmp_path_factory, text: str) -> Config:
+    path = tmp_path_factory.mktemp("config") / "config.toml"
+    path.write_text(text, encoding="utf-8", newline="")
+    return load_config(str(path), None, {})
+
+
+@given(
+    options=st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), OPTION, max_size=4),
+    lr=st.floats(0, 1),
+    model=st.text("aé/.\"\\'#\n😀"),
+)
+def test_toml_round_trip(tmp_path_factory, options, lr, model):
+    config = Config.model_validate({"model": model, "task": {"options": options}, "optimizer": {"lr": lr}})
+    assert _read(tmp_path_factory, to_toml(config)) == config.model_copy(update={"loss": config.loss.resolve()})
+
+
+@pytest.mark.parametrize("options", [{"inner": {"a": 1}}, {"a.b": 1}, {"a b": 1}, {"list": [{"a": 1}]}])
+def test_toml_round_trip_of_unusual_options(tmp_path_factory, options):
+    config = Config.model_validate({"task": {"options": options}})
+    assert _read(tmp_path_factory, to_toml(config)).task.options == options
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_presets_are_valid(preset):
+    assert load_config(None, preset, {}).steps >= 1
+
+
+def test_every_field_has_its_line_of_meaning():
+    """The line under a field, as DESIGN.md asks; pydantic does not read it, so the source is searched."""
+    import inspect
+
+    from zerokl.engine import config, loss
+
+    for module, name in [(config, n) for n in vars(config)] + [(loss, "LossConfig")]:
+        cls = getattr(module, name)
+        if not inspect.isclass(cls) or cls.__module__ != module.__name__ or name == "_Section":
+            continue
+        source = inspect.getsource(cls)
+        for field in cls.model_fields:
+            if field not in ("task", "sampling", "native", "loss", "optimizer", "evaluation", "checkpoint"):
+                assert f"    {field}: " in source
+                rest = source.split(f"    {field}: ", 1)[1].split("\n", 1)[1]
+                assert rest.lstrip().startswith('"""'), f"{name}.{field}"
+
+
+def test_overrides_win_over_the_file(tmp_path):
+    (tmp_path / "c.toml").write_text("steps = 7\n[optimizer]\nlr = 0.5\nbeta1 = 0.5\n")
+    config = load_config(str(tmp_path / "c.toml"), None, {"optimizer.lr": "3e-4", "exact": "false", "model": "7"})
+    assert (config.steps, config.optimizer.lr, config.optimizer.beta1, config.exact, config.model) == (7, 3e-4, 0.5, False, "7")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("9", 9), ("0.5", 0.5), ("true", True), ("a.jsonl", "a.jsonl"), ('"9"', "9"), ("[1, 2]", [1, 2])]
+)
+def test_task_options_on_the_command_line_have_the_type_they_look_like(text, value):
+    assert load_config(None, None, {"task.options.x": text}).task.options == {"x": value}
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("stepz", "steps"), ("sample", "samples"), ("optimizer.lrr", "optimizer.lr"), ("optimiser.lr", "optimizer.lr"),
+        ("lr", "optimizer.lr"),
+        ("temperature", "sampling.temperature"), ("sampling.temprature", "sampling.temperature"), ("max_tokens", "sampling.max_tokens"),
+        ("loss.clip_hi", "loss.clip_high"), ("native.max_concurency", "native.max_concurrency"), ("task.optoins", "task.options"),
+    ],
+)  # fmt: skip
+def test_an_unknown_key_names_the_nearest(tmp_path, key, nearest):
+    with pytest.raises(ValueError, match=f"unknown key {key}; did you mean {nearest}\\?"):
+        load_config(None, None, {key: "1"})
+    (tmp_path / "c.toml").write_text(f"{key} = 1\n")
+    with pytest.raises(ValueError, match=f"unknown key .*did you mean {nearest.split('.')[0]}"):
+        load_config(str(tmp_path / "c.toml"), None, {})
+
+
+def test_every_key_mistyped_by_one_letter_is_refused():
+    for key, _ in _keys(Config):
+        with pytest.raises(ValueError, match=f"unknown key {key}q"):
+            load_config(None, None, {f"{key}q": "1"})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("steps", "many"), ("steps", "0"), ("steps", "1.5"), ("steps", ""), ("exact", "perhaps"), ("dtype", "float8"), ("seed", "-1"),
+        ("seed", str(2**32)), ("virtual_shards", "3"), ("samples", "1"), ("sampling.temperature", "0"), ("sampling.temperature", "nan"),
+        ("sampling.top_p", "0"), ("sampling.top_p", "1.1"), ("sampling.top_k", "-1"), ("optimizer.lr", "inf"), ("loss.preset", "ppo"),
+        ("loss.clip_low", "2"), ("sampler", "magic"), ("sampling", "3"), ("task", "add"), ("task.options", "max"),
+    ],
+)  # fmt: skip
+def test_a_bad_value_is_refused_by_key(key, value):
+    with pytest.raises(ValueError, match=key.split(".")[-1]) as caught:
+        load_config(None, None, {key: value})
+    assert str(caught.value).startswith("config: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "key"), [("task = 'add'\n", "task.name"), ("sampling = 3\n", "sampling.top_k"), ("task = 'add'\n", "task.options.x")]
+)
+def test_an_override_inside_what_is_no_section_is_refused(tmp_path, file, key):
+    (tmp_path / "c.toml").write_text(file)
+    with pytest.raises(ValueError, match="config: "):
+        load_config(str(tmp_path / "c.toml"), None, {key: "1"})
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path):
+    (tmp_path / "bad.toml").write_text("x = = 1")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    for file, message in (
+        ("none.toml", "cannot be read"),
+        ("bad.toml", "is not valid TOML"),
+        ("binary.toml", "is not valid TOML"),
+        (".", "cannot be read"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_config(str(tmp_path / file), None, {})
+    with pytest.raises(ValueError, match="not both"):
+        load_config("a.toml", "demo", {})
+    with pytest.raises(ValueError, match=r"preset dem is not known; choose .*demo"):
+        load_config(None, "dem", {})

@@ -1,0 +1,43 @@
+"""The final weights of a run depend on its seed and settings of the mathematics, not on how the work is cut up."""
+
+import pytest
+from zerokl.engine.run import train
+
+# Each changes only how the same work is done.
+FREE = [
+    {"micro_batch": 1},
+    {"micro_batch": 3},
+    {"micro_batch": 64},
+    {"native__max_concurrency": 1},
+    {"native__max_concurrency": 7, "native__max_batch_tokens": 5},
+    {"threads": 1},
+    {"threads": 2},
+]
+# Each changes a number that is added, or the order of a sum. An order shows in fp32; the others in either dtype.
+BINDING = [{"seed": 1}, {"virtual_shards": 1}, {"optimizer__lr": 2e-2}, {"sampling__temperature": 0.7}]
+
+
+def _name(overrides: dict) -> str:
+    return " ".join(f"{k}={v}" for k, v in overrides.items())
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def base(config, dtype: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    summary = train(config(dtype=dtype), tmp_path_factory.mktemp("runs") / "base")
+    assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
+    return summary.fingerprint
+
+
+@pytest.mark.parametrize("overrides", FREE, ids=_name)
+def test_fingerprint_does_not_depend_on_how_the_work_is_cut(config, dtype, base, tmp_path, overrides):
+    assert train(config(dtype=dtype, **overrides), tmp_path / "run").fingerprint == base
+
+
+@pytest.mark.parametrize("overrides", BINDING, ids=_name)
+def test_control_fingerprint_depends_on_seed_and_order(config, dtype, base, tmp_path, overrides):
+    assert train(config(dtype=dtype, **overrides), tmp_path / "run").fingerprint != base

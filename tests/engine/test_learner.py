@@ -1,0 +1,166 @@
+"""The learner: shards summed by a fixed tree, and AdamW on fp32 master weights, against torch.optim.AdamW in fp64."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from zerokl.engine.config import OptimizerConfig
+from zerokl.engine.learner import GradientTree, Learner
+from zerokl.model.checkpoint import load_decoder
+from zerokl.model.decoder import Decoder
+
+HALF_ULP = 2.0**-24  # relative error of one fp32 rounding
+
+
+def _learner(model, dtype: torch.dtype = torch.float32, shards: int = 1, updates: int = 8, **optimizer: object) -> tuple[Decoder, Learner]:
+    master = load_decoder(model, torch.float32)
+    policy = master if dtype == torch.float32 else load_decoder(model, dtype)
+    return policy, Learner(policy, master.flat.detach(), OptimizerConfig(**optimizer), shards, updates)
+
+
+def _gradients(decoder: Decoder, n: int) -> list[dict[str, torch.Tensor]]:
+    """n gradients of each weight, of norms from 0.05 to 50 so that some are clipped at 1."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [0.05 * 1000 ** (i / max(1, n - 1)) / math.sqrt(decoder.layout.numel) for i in range(n)]
+    return [{name: size * torch.randn(w.shape, generator=generator) for name, w in decoder.w.items()} for size in sizes]
+
+
+def _update(decoder: Decoder, learner: Learner, gradient: dict[str, torch.Tensor]) -> dict[str, float]:
+    for name, g in gradient.items():
+        decoder.w[name].main_grad.add_(g)
+    learner.close_shard()
+    return learner.update()
+
+
+def _norm(gradient: dict[str, torch.Tensor]) -> float:
+    return math.sqrt(math.fsum(float((g.double() ** 2).sum()) for g in gradient.values()))
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+def test_weights_are_those_of_adamw_in_fp64(model, weight_decay, max_grad_norm):
+    cfg = OptimizerConfig(
+        lr=3e-3, schedule="cosine", warmup_steps=2, min_lr_ratio=0.1, weight_decay=weight_decay, max_grad_norm=max_grad_norm
+    )
+    decoder, learner = _learner(model, **cfg.model_dump())
+    oracle = {name: w.detach().double().clone() for name, w in decoder.w.items()}
+    groups = [{"params": [w], "weight_decay": weight_decay if w.dim() > 1 else 0.0} for w in oracle.values()]
+    adamw = torch.optim.AdamW(groups, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps)
+    slack = {name: torch.zeros_like(w) for name, w in oracle.items()}
+    size = {name: torch.zeros_like(w) for name, w in oracle.items()}  # the first moment without cancellation
+    clipped = 0
+    for t, gradient in enumerate(_gradients(decoder, 8), 1):
+        rate = cfg.lr * t / 2 if t <= 2 else cfg.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (t - 3) / 6)))
+        norm = _norm(gradient)
+        scale = max_grad_norm / norm if 0 < max_grad_norm < norm else 1.0
+        clipped += scale != 1.0
+        metrics = _update(decoder, learner, gradient)
+        assert metrics == pytest.approx({"grad_norm": norm, "lr": rate}, rel=1e-9)
+        for group, (name, w) in zip(adamw.param_groups, oracle.items(), strict=True):
+            group["lr"], w.grad = rate, gradient[name].double() * scale
+        adamw.step()
+        for name, w in oracle.items():
+            size[name] = cfg.beta1 * size[name] + (1 - cfg.beta1) * gradient[name].double().abs() * scale
+            v = adamw.state[w]["exp_avg_sq"]
+            step = rate * size[name] / (1 - cfg.beta1**t) / ((v / (1 - cfg.beta2**t)).sqrt() + cfg.eps)
+            # A step has about 20 roundings and 4 more for each update its moments remember. Three more are relative to the weight:
+            # of the factor of the decay, of the decayed weight and of the result.
+            slack[name] += (20 + 4 * t) * HALF_ULP * step + 3 * HALF_ULP * (w.abs() + step)
+            assert ((decoder.w[name].detach().double() - w).abs() <= slack[name]).all(), name
+    assert clipped == (4 if max_grad_norm else 0)
+
+
+def test_weight_decay_shrinks_matrices_only(model):
+    decoder, learner = _learner(model, lr=0.5, weight_decay=0.25)
+    before = {name: w.detach().clone() for name, w in decoder.w.items()}
+    _update(decoder, learner, {name: torch.zeros_like(w) for name, w in before.items()})
+    for name, w in decoder.w.items():
+        assert torch.equal(w, before[name] * (1 - 0.5 * 0.25) if w.dim() > 1 else before[name]), name
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.8, 0.6, 0.4]),
+        ("cosine", [0.5, 1.0, *(0.2 + 0.4 * (1 + math.cos(math.pi * k / 4)) for k in range(4))]),
+    ],
+)
+def test_learning_rate_rises_then_follows_the_schedule(model, schedule, expected):
+    _, learner = _learner(model, updates=6, lr=1.0, schedule=schedule, warmup_steps=2, min_lr_ratio=0.2)
+    for learner.updates, rate in enumerate(expected):
+        assert learner.learning_rate() == pytest.approx(rate)
+
+
+def test_low_precision_weights_are_the_master_weights_rounded_once(model):
+    decoder, learner = _learner(model, torch.bfloat16, lr=1e-2)
+    for gradient in _gradients(decoder, 2):
+        _update(decoder, learner, gradient)
+    assert torch.equal(decoder.flat, learner.master.bfloat16())
+    assert not torch.equal(learner.master, learner.master.bfloat16().float()), "the master weights must keep what bf16 cannot"
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_is_refused_by_name_and_changes_nothing(model, bad):
+    decoder, learner = _learner(model)
+    clean, twin = _learner(model)
+    good, other = _gradients(decoder, 2)
+    _update(decoder, learner, good)
+    before = decoder.flat.detach().clone()
+    poisoned = {name: g.clone() for name, g in other.items()}
+    poisoned["layers.1.down"][3, 5] = bad
+    with pytest.raises(FloatingPointError, match=r"model\.layers\.1\.mlp\.down_proj\.weight is not finite at update 1"):
+        _update(decoder, learner, poisoned)
+    assert torch.equal(decoder.flat, before)
+    for gradient in (good, other):
+        _update(clean, twin, gradient)
+    _update(decoder, learner, other)
+    assert torch.equal(decoder.flat, clean.flat), "moments and count of updates must be as before the refusal"
+
+
+@settings(deadline=None)
+@given(log2=st.integers(0, 5), data=st.data())
+def test_shards_are_added_by_one_perfect_binary_tree(log2, data):
+    n = 1 << log2
+    empty = data.draw(st.lists(st.booleans(), min_size=n, max_size=n))
+    generator = torch.Generator().manual_seed(n)
+    leaves = [None if e else torch.randn(16, generator=generator) for e in empty]
+
+    def add(level: list) -> torch.Tensor | None:
+        while len(level) > 1:
+            level = [b if a is None else a if b is None else a + b for a, b in zip(level[::2], level[1::2], strict=True)]
+        return level[0]
+
+    tree, buffer = GradientTree(n, 16), torch.empty(16)
+    for _ in range(2):  # the tree is empty after `take`
+        for leaf in leaves:
+            tree.push(None if leaf is None else buffer.copy_(leaf))  # the leaf's memory is used again at once
+        root = add(leaves)
+        assert torch.equal(tree.take(), torch.zeros(16) if root is None else root)
+
+
+def test_control_the_order_of_the_shards_matters():
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(64, generator=generator) for _ in range(8)]
+    tree = GradientTree(8, 64)
+    for leaf in leaves:
+        tree.push(leaf)
+    assert not torch.equal(tree.take(), sum(leaves))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_close_shard_starts_the_next_from_zero(model, tied):
+    decoder, learner = _learner(model, shards=2)
+    assert decoder.config.tied
+    ones = {name: torch.ones_like(w) for name, w in decoder.w.items()}
+    for _ in range(2):
+        for name, g in ones.items():
+            decoder.w[name].main_grad.add_(g)
+        if tied:
+            decoder.head.main_grad.add_(1.0)
+        learner.close_shard()
+    total = decoder.layout.views(learner.take_gradient())
+    for name in ones:
+        assert (total[name] == (4.0 if tied and name == "embed" else 2.0)).all(), name

@@ -1,0 +1,206 @@
+"""The native sampler: a completion depends on its own prompt, the weights and its own key, and on nothing beside it."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from zerokl.engine.native import NativeSampler, _Generation
+from zerokl.engine.rollout import Keys, Rollout, Sampling
+from zerokl.kernels.attention_plan import KEY_TILE
+from zerokl.kernels.logprob import Distribution
+from zerokl.kernels.order import matmul_rows
+from zerokl.model.cache import BlockCache
+from zerokl.model.decoder import Decoder, PackedContext
+from zerokl.model.scoring import logprobs, pack
+
+VOCAB, CONTEXT = 64, 512
+STOP = frozenset(range(6))  # of 64 about equally likely tokens: completions of very different lengths
+DISTRIBUTIONS = [Distribution(), Distribution(0.7), Distribution(1.0, 0, 0.9), Distribution(1.3, 7, 1.0), Distribution(0.0)]
+# Lengths on both sides of a cache block and over several.
+PROMPT = st.integers(1, 2 * KEY_TILE + 3).flatmap(lambda n: st.lists(st.integers(0, VOCAB - 1), min_size=n, max_size=n))
+
+
+def sampling(
+    distribution: Distribution = DISTRIBUTIONS[0], samples: int = 3, max_tokens: int = 20, stop: frozenset[int] = STOP
+) -> Sampling:
+    return Sampling(distribution, samples, max_tokens, stop)
+
+
+def bits(rollouts: list[Rollout]) -> list[tuple]:
+    return [(r.prompt, r.sample, r.prompt_ids, r.completion_ids, r.logprobs.tobytes(), r.finish) for r in rollouts]
+
+
+def tokens(rollouts: list[Rollout]) -> list[tuple[int, ...]]:
+    return [r.completion_ids for r in rollouts]
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    prompts=st.lists(PROMPT, min_size=1, max_size=4),
+    distribution=st.sampled_from(DISTRIBUTIONS),
+    concurrency=st.integers(1, 14),
+    batch_tokens=st.integers(1, 100),
+)
+def test_concurrency_and_chunks_do_not_change_a_bit(decoder, sampler, prompts, distribution, concurrency, batch_tokens):
+    other = NativeSampler(decoder, concurrency, batch_tokens)
+    keys, how = Keys(3, 5), sampling(distribution)
+    assert bits(other.generate(prompts, how, keys)) == bits(sampler.generate(prompts, how, keys))
+
+
+@settings(deadline=None, max_examples=15)
+@given(prompt=PROMPT, place=st.integers(0, 2), beside=st.lists(PROMPT, min_size=2, max_size=4), samples=st.integers(2, 5))
+def test_prompts_and_samples_beside_it_do_not_change_a_bit(sampler, prompt, place, beside, samples):
+    alone = sampler.generate([*[[1]] * place, prompt], sampling(samples=1), Keys(0, 0))[-1]
+    crowd = sampler.generate(
+        [*beside[:place], *[[2]] * (place - len(beside[:place])), prompt, *beside], sampling(samples=samples), Keys(0, 0)
+    )
+    assert bits([crowd[place * samples]]) == bits([alone])
+
+
+@settings(deadline=None, max_examples=15)
+@given(prompts=st.lists(PROMPT, min_size=1, max_size=3), distribution=st.sampled_from(DISTRIBUTIONS))
+def test_the_trainers_logprobs_are_the_samplers(decoder, sampler, prompts, distribution):
+    rollouts = sampler.generate(prompts, sampling(distribution), Keys(0, 0))
+    with torch.no_grad():
+        logp, _ = logprobs(decoder, pack([r.pair for r in rollouts]), distribution)
+    assert logp.numpy().tobytes() == np.concatenate([r.logprobs for r in rollouts]).tobytes()
+
+
+def test_rollouts_come_prompt_by_prompt_and_sample_by_sample(sampler):
+    rollouts = sampler.generate([[9, 8], [7]], sampling(), Keys(0, 0))
+    assert [(r.prompt, r.sample, r.prompt_ids) for r in rollouts] == [(p, g, ids) for p, ids in ((0, (9, 8)), (1, (7,))) for g in range(3)]
+    assert sampler.generate([], sampling(), Keys(0, 0)) == []
+
+
+def test_every_part_of_the_key_matters(sampler):
+    prompts, how = [[9, 9, 9], [9, 9, 9]], sampling(samples=4, stop=frozenset())
+    base = tokens(sampler.generate(prompts, how, Keys(0, 0)))
+    assert len(set(base)) == 8, "samples of a group, and groups of one text, must differ"
+    assert tokens(sampler.generate(prompts, how, Keys(0, 0))) == base
+    for other in (Keys(1, 0), Keys(0, 1)):
+        assert not set(base) & set(tokens(sampler.generate(prompts, how, other)))
+
+
+def test_first_tokens_follow_the_distribution(decoder, sampler):
+    prompt, n, dist = [9, 30, 12], 4000, Distribution(0.2)
+    drawn = [ids[0] for ids in tokens(sampler.generate([prompt], sampling(dist, n, 1), Keys(0, 0)))]
+    with torch.no_grad():
+        logp, _ = logprobs(decoder, pack([(prompt, [v]) for v in range(VOCAB)]), dist)
+    expected = n * logp.double().exp().numpy()
+    chi2 = (((np.bincount(drawn, minlength=VOCAB) - expected) ** 2) / expected).sum()
+    assert chi2 < 103.4  # 99.9% of the chi-squared distribution with 63 degrees of freedom
+
+
+def test_a_completion_ends_with_its_first_stop_token_or_at_the_limit(sampler):
+    rollouts = sampler.generate([[9, 8, 7]], sampling(samples=40, max_tokens=8), Keys(0, 0))
+    assert {r.finish for r in rollouts} == {"stop", "length"}
+    for r in rollouts:
+        assert len(r.logprobs) == len(r.completion_ids)
+        assert not STOP & set(r.completion_ids[:-1])
+        if r.finish == "stop":
+            assert r.completion_ids[-1] in STOP
+        else:
+            assert len(r.completion_ids) == 8
+            assert r.completion_ids[-1] not in STOP
+
+
+def test_stop_ids_and_limit_only_cut(sampler):
+    whole = sampler.generate([[9, 8, 7]], sampling(samples=20, max_tokens=12, stop=frozenset()), Keys(0, 0))
+    cut = sampler.generate([[9, 8, 7]], sampling(samples=20, max_tokens=5), Keys(0, 0))
+    for long, short in zip(whole, cut, strict=True):
+        n = len(short.completion_ids)
+        assert long.completion_ids[:n] == short.completion_ids
+        assert long.logprobs[:n].tobytes() == short.logprobs.tobytes()
+
+
+def test_greedy_takes_the_most_likely_token_each_time(decoder, sampler):
+    prompt = [9, 8, 7]
+    a, b = sampler.generate([prompt], sampling(Distribution(0.0), 2, 10, frozenset()), Keys(0, 0))
+    assert a.completion_ids == b.completion_ids
+    ids = list(prompt)
+    with torch.no_grad():
+        for token in a.completion_ids:
+            hidden = decoder.hidden(torch.tensor(ids), PackedContext([len(ids)], decoder.config))
+            assert token == int(matmul_rows(hidden[-1:], decoder.head.t()).argmax())
+            ids.append(token)
+
+
+def test_top_k_and_top_p_keep_to_the_likely_tokens(decoder, sampler):
+    prompt = [9, 8, 7]
+    with torch.no_grad():
+        logp, _ = logprobs(decoder, pack([(prompt, [v]) for v in range(VOCAB)]), Distribution(0.2))
+    likely = logp.sort(descending=True).values
+    for dist, kept in (
+        (Distribution(0.2, 5), int((logp >= likely[4]).sum())),  # every logit not below the fifth, ties included
+        (Distribution(0.2, 0, 0.3), 1 + int((likely.double().exp().cumsum(0) < 0.3).sum())),
+    ):
+        drawn = {ids[0] for ids in tokens(sampler.generate([prompt], sampling(dist, 300, 1), Keys(0, 0)))}
+        assert len(drawn) == kept
+        assert logp[list(drawn)].min() >= likely[kept - 1]
+
+
+def _bytes_for_one(decoder, prompt: int, max_tokens: int) -> int:
+    """Cache of a prompt that is read and one sample of it."""
+    blocks = -(-prompt // KEY_TILE) + -(-(prompt + max_tokens) // KEY_TILE)
+    return blocks * BlockCache.bytes_per_block(decoder.config, decoder.dtype)
+
+
+def test_a_small_cache_lowers_concurrency_and_changes_no_bit(decoder, sampler):
+    prompts, how, keys = [[9] * 20, [8] * 5], sampling(), Keys(0, 0)
+    size = _bytes_for_one(decoder, 20, how.max_tokens)
+    for n in (1, 2):
+        small = NativeSampler(decoder, cache_bytes=(n + 1) * size - 1)
+        assert _Generation(small, prompts, how, keys).concurrency == n
+        assert bits(small.generate(prompts, how, keys)) == bits(sampler.generate(prompts, how, keys))
+    with pytest.raises(ValueError, match=f"cache_bytes \\({size - 1}\\) cannot hold one sample of 40 tokens"):
+        NativeSampler(decoder, cache_bytes=size - 1).generate(prompts, how, keys)
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    prompts=st.lists(PROMPT, min_size=1, max_size=4), samples=st.integers(1, 5), concurrency=st.integers(1, 9), tokens=st.integers(1, 40)
+)
+def test_every_cache_block_is_free_at_the_end(decoder, prompts, samples, concurrency, tokens):
+    generation = _Generation(NativeSampler(decoder, concurrency, tokens), prompts, sampling(samples=samples, max_tokens=9), Keys(0, 0))
+    with torch.no_grad():
+        generation.run()
+    assert generation.cache.free_blocks == generation.cache.blocks > 0
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([[9], []], "prompt 1 is empty"),
+        ([[9] * (CONTEXT - 19)], f"prompt 0 has {CONTEXT - 19} tokens, with max_tokens \\(20\\) more than the context \\({CONTEXT}\\)"),
+        ([[9], [VOCAB]], f"prompt 1 has token id {VOCAB}, outside the model's vocabulary of {VOCAB}"),
+        ([[-1]], "prompt 0 has token id -1"),
+    ],
+)
+def test_bad_prompts_are_refused_by_number(sampler, prompts, message):
+    with pytest.raises(ValueError, match=message):
+        sampler.generate(prompts, sampling(), Keys(0, 0))
+
+
+def test_a_prompt_may_fill_the_context(sampler):
+    rollout = sampler.generate([[9] * (CONTEXT - 20)], sampling(samples=1, stop=frozenset()), Keys(0, 0))[0]
+    assert len(rollout.completion_ids) == 20
+
+
+@pytest.mark.parametrize(
+    "how", [dict(max_tokens=0), dict(samples=0), dict(distribution=Distribution(-1.0)), dict(distribution=Distribution(1.0, 0, 0.0))]
+)
+def test_settings_out_of_range_are_refused(sampler, how):
+    with pytest.raises(ValueError, match="must"):
+        sampler.generate([[9]], sampling(**how), Keys(0, 0))
+
+
+def test_new_weights_give_new_tokens_and_their_version(decoder):
+    own = Decoder(decoder.config, decoder.flat.detach().clone(), decoder.layout)
+    sampler, how = NativeSampler(own), sampling(stop=frozenset())
+    before = sampler.generate([[9]], how, Keys(0, 0))
+    sampler.load_weights({name: -w for name, w in decoder.w.items()}, 7)
+    after = sampler.generate([[9]], how, Keys(0, 0))
+    assert {r.weight_version for r in before} == {0}
+    assert {r.weight_version for r in after} == {7}
+    assert tokens(before) != tokens(after)

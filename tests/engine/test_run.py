@@ -1,0 +1,167 @@
+"""What a run leaves behind, and what its numbers mean."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from zerokl.engine.config import load_config
+from zerokl.engine.loss import PRESETS
+from zerokl.engine.run import train
+from zerokl.model.checkpoint import load_decoder, write_checkpoint
+from zerokl.model.config import ModelConfig
+from zerokl.model.weights import Layout, fingerprint
+
+KEYS = {
+    "mismatch/k1", "mismatch/k2", "mismatch/k3", "mismatch/max_abs", "mismatch/frac_equal", "mismatch/ratio_p1", "mismatch/ratio_p50",
+    "mismatch/ratio_p99", "mismatch/ratio_min", "mismatch/ratio_max", "mismatch/ess", "mismatch/chi2", "mismatch/sequence_ratio_min",
+    "mismatch/sequence_ratio_max", "step", "reward/mean", "reward/std", "loss", "grad_norm", "entropy", "response_len/mean", "tokens",
+    "time/sample_s", "time/train_s",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def four(config):
+    return config(steps=4, evaluation__every=2, checkpoint__every=2, optimizer__schedule="linear")
+
+
+@pytest.fixture(scope="module")
+def run(four, tmp_path_factory: pytest.TempPathFactory):
+    path = tmp_path_factory.mktemp("runs") / "run"
+    return path, train(four, path)
+
+
+def test_a_run_folder_holds_everything(run):
+    path, _ = run
+    found = {p.name for p in path.iterdir()}
+    assert found == {"config.toml", "metrics.jsonl", "rollouts.jsonl", "checkpoints", "tensorboard", "reward.png", "summary.json"}
+    assert (path / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(p.name for p in (path / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
+
+
+def test_metrics_have_one_object_a_step_with_every_key(run, read_jsonl):
+    lines = read_jsonl(run[0] / "metrics.jsonl")
+    assert [m["step"] for m in lines] == [0, 1, 2, 3]
+    for m in lines:
+        assert m.keys() >= KEYS
+        assert all(math.isfinite(v) for v in m.values())
+        assert m["mismatch/max_abs"] == m["mismatch/k1"] == m["mismatch/k2"] == m["mismatch/k3"] == m["mismatch/chi2"] == 0.0
+        assert m["mismatch/frac_equal"] == m["mismatch/ess"] == m["mismatch/ratio_min"] == m["mismatch/sequence_ratio_max"] == 1.0
+        assert 0 < m["entropy"] <= math.log(64)
+        assert m["time/sample_s"] > 0 < m["time/train_s"]
+    assert [m["step"] for m in lines if "eval/accuracy" in m] == [1, 3]
+    assert len({m["loss"] for m in lines}) > 1 < len({m["grad_norm"] for m in lines})
+
+
+def test_metrics_sum_up_the_rollouts(run, read_jsonl):
+    rollouts = read_jsonl(run[0] / "rollouts.jsonl")
+    for m in read_jsonl(run[0] / "metrics.jsonl"):
+        own = [r for r in rollouts if r["step"] == m["step"]]
+        assert [(r["prompt"], r["sample"]) for r in own] == [(p, g) for p in range(3) for g in range(3)]
+        n, rewards = len(own), [r["reward"] for r in own]
+        assert rewards == [sum(c.isalpha() for c in r["text"]) / 8 for r in own]
+        assert m["reward/mean"] == pytest.approx(sum(rewards) / n)
+        assert m["reward/std"] == pytest.approx(math.sqrt(sum((r - sum(rewards) / n) ** 2 for r in rewards) / n))
+        lengths = [len(r["completion_ids"]) for r in own]
+        assert (m["tokens"], m["response_len/mean"]) == (sum(lengths), sum(lengths) / n)
+        assert [len(r["logprobs"]) for r in own] == lengths
+        assert m["completions/cut"] == sum(r["finish"] == "length" for r in own)
+        assert m["completions/empty"] == sum(r["text"] == "" for r in own)
+        assert {r["weight_version"] for r in own} == {m["step"]}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_logged_loss_is_that_of_the_logged_rollouts(config, read_jsonl, tmp_path, preset):
+    train(config(steps=1, loss__preset=preset), tmp_path / "run")
+    own, (m,) = read_jsonl(tmp_path / "run" / "rollouts.jsonl"), read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    lengths = [len(r["completion_ids"]) for r in own]
+    share = {"grpo": [1 / (9 * n) for n in lengths], "dapo": [1 / sum(lengths)] * 9}.get(preset, [1 / (9 * 8)] * 9)
+    terms = [-w * n * r["advantage"] for w, n, r in zip(share, lengths, own, strict=True)]
+    # Three fp32 roundings of each token's term: advantage, weight, product.
+    assert m["loss"] == pytest.approx(sum(terms), abs=3 * 2**-24 * sum(map(abs, terms)))
+    for p in range(3):
+        assert sum(r["advantage"] for r in own[3 * p : 3 * p + 3]) == pytest.approx(0, abs=1e-12)
+
+
+def test_tensorboard_has_every_metric_of_every_step(run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(run[0] / "tensorboard"))
+    board.Reload()
+    assert KEYS - {"step"} <= set(board.Tags()["scalars"])
+    assert [e.step for e in board.Scalars("mismatch/k1")] == [0, 1, 2, 3]
+
+
+def test_summary_totals_the_metrics(run, read_jsonl):
+    path, summary = run
+    lines = read_jsonl(path / "metrics.jsonl")
+    assert json.loads((path / "summary.json").read_text()) == vars(summary)
+    assert (summary.steps, summary.tokens) == (4, sum(m["tokens"] for m in lines))
+    assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
+    assert (summary.reward_first, summary.reward_last) == (lines[0]["reward/mean"], lines[-1]["reward/mean"])
+    assert summary.held_out_accuracy == lines[-1]["eval/accuracy"]
+
+
+def test_config_toml_is_the_same_configuration_and_gives_the_same_run(run, four, tmp_path):
+    path, summary = run
+    again = load_config(str(path / "config.toml"), None, {})
+    assert again == four.model_copy(update={"loss": four.loss.resolve()})
+    assert train(again, tmp_path / "again").fingerprint == summary.fingerprint
+    assert (tmp_path / "again" / "config.toml").read_text() == (path / "config.toml").read_text()
+
+
+def test_transformers_opens_the_checkpoint_and_finds_the_fingerprinted_weights(run):
+    path, summary = run
+    folder = path / "checkpoints" / "step-000004"
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
+    layout = Layout(ModelConfig.from_file(folder))
+    flat = torch.zeros(layout.numel)
+    for name, view in layout.checkpoint_views(flat).items():
+        view.copy_(theirs[name])
+    assert fingerprint(layout, flat) == summary.fingerprint
+    assert AutoTokenizer.from_pretrained(folder).encode("1+2=") == [4, 39, 5, 43]
+
+
+def test_checkpoints_on_the_way_are_the_weights_of_that_step(config, four, run, tmp_path):
+    (tmp_path / "a").mkdir()
+    bare = four.model_copy(update={"evaluation": four.evaluation.model_copy(update={"every": 0})})
+    assert train(bare, tmp_path / "a" / "run").fingerprint == run[1].fingerprint, "evaluating must not change the training"
+    for step in ("step-000002", "step-000004"):
+        theirs = (tmp_path / "a" / "run" / "checkpoints" / step / "model.safetensors").read_bytes()
+        assert (run[0] / "checkpoints" / step / "model.safetensors").read_bytes() == theirs
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sampling", [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 9, "temperature": 1.3}])
+def test_mismatch_is_zero_under_any_distribution(config, tmp_path, dtype, sampling):
+    summary = train(config(dtype=dtype, **{f"sampling__{k}": v for k, v in sampling.items()}), tmp_path / "run")
+    assert (summary.mismatch_max_abs, summary.tokens_unequal) == (0.0, 0)
+    assert summary.tokens > 3 * 9
+
+
+def test_training_raises_the_reward(config, tmp_path):
+    summary = train(config(steps=25, prompts=8, samples=8, optimizer__lr="1e-3"), tmp_path / "run")
+    assert summary.reward_last5 > summary.reward_first + 0.1
+
+
+def test_special_groups_and_completions_are_counted(config, read_jsonl, model, tmp_path):
+    """A reward nobody earns makes all groups equal; a model that only writes the stop token writes empty completions."""
+    silent = load_decoder(model, torch.float32)
+    with torch.no_grad():
+        silent.w["norm"].zero_()  # every logit 0: one completion in 64 is empty
+    write_checkpoint(tmp_path / "flat", silent.layout, silent.flat.detach(), companions=model)
+    train(config(model=tmp_path / "flat", steps=1, prompts=20, samples=32, task__reward="", sampling__max_tokens=2), tmp_path / "run")
+    (m,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    own = read_jsonl(tmp_path / "run" / "rollouts.jsonl")
+    empty = [r for r in own if r["completion_ids"] == [1]]
+    assert 0 < len(empty) <= m["completions/empty"] == sum(r["text"] == "" for r in own)
+    assert m["completions/cut"] == sum(1 not in r["completion_ids"] for r in own) > 0
+    groups = [[r["reward"] for r in own if r["prompt"] == p] for p in range(20)]
+    assert m["groups/all_equal"] == sum(len(set(g)) == 1 for g in groups) > 0
+
+
+def test_a_step_of_all_equal_groups_changes_no_weight(config, model, tmp_path):
+    base = load_decoder(model, torch.float32)
+    summary = train(config(steps=1, task__reward="toy:constant"), tmp_path / "run")
+    assert summary.fingerprint == fingerprint(base.layout, base.flat.detach())

@@ -1,0 +1,240 @@
+"""Tasks: problems are reproducible and disjoint, right answers earn 1 and near misses 0."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from zerokl.engine.initialise import initialise
+from zerokl.engine.tasks import TASKS, load_reward, load_task, rewards
+from zerokl.engine.tasks.base import Problem
+
+OWN = ["add", "sort", "countdown"]
+GSM8K = Path("/work/shared/data/gsm8k.jsonl")
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_splits_are_disjoint_of_the_size_asked_for_and_without_duplicates(name):
+    task = load_task(name, {"train": 300, "held_out": 100})
+    train, held_out = task.problems("train"), task.problems("held_out")
+    assert (len(train), len(held_out)) == (300, 100)
+    assert len({p.prompt for p in [*train, *held_out]}) == 400
+    assert [p.id for p in train] == list(range(300))
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_problems_are_a_function_of_the_seed(name):
+    make = lambda seed: load_task(name, {"seed": seed}).problems("train")  # noqa: E731
+    assert make(3) == make(3) != make(4)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_every_answer_earns_one_and_near_misses_nothing(name):
+    task = load_task(name, {})
+    for p in task.problems("train"):
+        assert task.reward(p, p.answer) == 1.0
+        for miss in ("", p.answer + "0", p.answer[:-1], "0" + p.answer, p.answer + p.answer, p.prompt):
+            assert task.reward(p, miss) == 0.0, (p, miss)
+
+
+@pytest.mark.parametrize("name", OWN)
+@given(completion=st.one_of(st.text(), st.text("0123456789+-*/()., =>", max_size=120)))
+def test_any_completion_has_a_reward_of_zero_or_one(name, completion):
+    task = load_task(name, {"train": 8, "held_out": 0})
+    assert task.reward(task.problems("train")[0], completion) in (0.0, 1.0)
+
+
+@given(a=st.integers(0, 99), b=st.integers(0, 99), guess=st.integers(0, 200))
+def test_add_rewards_the_sum_only(a, b, guess):
+    assert load_task("add", {"train": 1, "held_out": 0}).reward(Problem(0, f"{a}+{b}=", str(a + b)), str(guess)) == float(guess == a + b)
+
+
+def test_add_covers_every_pair_once():
+    task = load_task("add", {"max_value": 9, "train": 60, "held_out": 40})
+    assert {p.prompt for s in ("train", "held_out") for p in task.problems(s)} == {f"{a}+{b}=" for a in range(10) for b in range(10)}
+
+
+@pytest.mark.parametrize("expression", ["3*2+7", "7+2*3", "7+(3*2)", "(2*(3))+7", "7 + 3 * 2", "7+3/(1/2)"])
+def test_countdown_accepts_any_expression_of_the_right_value(expression):
+    numbers = "1,2,3,7" if "1" in expression else "2,3,7"
+    assert load_task("countdown", {}).reward(Problem(0, f"{numbers}:13=", ""), expression) == 1.0
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "13", "6+7", "3*2+7+0", "3+3+7", "2*3+7*1", "3*2+7=13", "32-12-7", "7+2*3+3-3",  # other numbers
+        "3*7-2", "2+3+7", "7-2*3", "3/(7-7)", "7/0",  # other values
+        "(3*2+7", "3*2+7)", "3**2+7", "2**3+7", "9**9**9**9", "7<<3", "3 if 2 else 7", "13if 3*2*7 else 0",
+        "__import__('os')", "print(3*2+7)", "[3*2+7]", "(lambda: 13)()", "'3*2+7'", "3.0*2+7", "3j*2+7", "7+3*2,", "7;3*2", "True*3*2+7",
+        "0x3*2+7", "0b11*2+7", "3*2+0o7", "3*2+7#", "3*2+7 # thirteen", "３*2+7", "(" * 60 + "7" + ")" * 60,
+    ],
+)  # fmt: skip
+def test_countdown_refuses_wrong_numbers_wrong_values_and_code(expression):
+    assert load_task("countdown", {}).reward(Problem(0, "2,3,7:13=", "3*2+7"), expression) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("addd", {}, "addd is not known; choose add, sort, countdown, jsonl"),
+        ("add", {"max": 9}, "unexpected keyword argument 'max'"),
+        ("add", {"max_value": 9, "train": 101, "held_out": 0}, "has 100 problems, fewer than train \\+ held_out \\(101 \\+ 0\\)"),
+        ("add", {"max_value": 0}, "max_value \\(0\\)"),
+        ("add", {"train": 0}, "train \\(0\\) must be at least 1"),
+        ("sort", {"min_digits": 4, "max_digits": 3}, "min_digits \\(4\\)"),
+        ("countdown", {"numbers": 1}, "numbers \\(1\\)"),
+        ("jsonl", {}, "needs a file"),
+        ("no_such_module:Task", {}, "no_such_module:Task cannot be imported"),
+        ("toy:Missing", {}, "toy:Missing cannot be imported"),
+        ("builtins:dict", {}, "must make an object with `chat`"),
+        ("math:pi", {}, "math:pi"),
+    ],
+)
+def test_a_bad_task_is_refused(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        load_task(name, options)
+
+
+def test_a_task_of_the_users_own_is_named_as_module_object():
+    task = load_task("toy:Digits", {"n": 3})
+    assert [p.prompt for p in task.problems("train")] == ["0=", "1=", "2="]
+    assert load_reward(task, "")(task.problems("train")[2], "2") == 1.0
+    assert load_reward(task, "toy:letters")(task.problems("train")[2], "ab") == 0.25
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_not_finite_is_refused_by_prompt_and_sample(bad):
+    problems = [Problem(7, "1+1=", "2"), Problem(8, "1+2=", "3")]
+    with pytest.raises(ValueError, match=r"reward: is -?(nan|inf) for prompt 8 \('1\+2='\), sample 1 \('x'\)"):
+        rewards(lambda p, text: bad if (p.id, text) == (8, "x") else 1.0, problems, [["a", "b"], ["c", "x"]])
+
+
+@pytest.mark.parametrize("value", [None, "high", [1.0], 1j])
+def test_a_reward_that_is_no_number_is_refused(value):
+    with pytest.raises(ValueError, match=r"reward: raised .* for prompt 0"):
+        rewards(lambda p, text: value, [Problem(0, "1=", "1")], [["a", "b"]])
+
+
+def test_a_reward_that_raises_is_named_with_its_cause():
+    with pytest.raises(ValueError, match=r"reward: raised ZeroDivisionError .* for prompt 0 \('1='\), sample 0") as caught:
+        rewards(lambda p, text: 1 / 0, [Problem(0, "1=", "1")], [["a"]])
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def _write(path: Path, *lines: str) -> str:
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return str(path)
+
+
+GOOD = json.dumps({"prompt": "1+1", "answer": "2"})
+
+
+def test_jsonl_reads_prompts_and_answers_of_any_type(tmp_path):
+    file = _write(
+        tmp_path / "a.jsonl", '{"prompt": "q\u2028r\u0085é", "answer": 3}', "", '{"prompt": "s", "answer": "\\\\frac12", "id": 9}'
+    )
+    problems = load_task("jsonl", {"file": file}).problems("train")
+    assert sorted((p.prompt, p.answer) for p in problems) == [("q\u2028r\u0085é", "3"), ("s", "\\frac12")]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['{"prompt": "x"', "[1, 2]", '"text"', "7", '{"prompt": "x"}', '{"answer": "x"}', '{"prompt": 3, "answer": "x"}',
+     '{"prompt": null, "answer": 1}',
+     '{"prompt": "x", "answer": null}', "[" * 100_000, '{"prompt": "x", "answer": ' + "9" * 5000 + "}"],
+    ids=lambda line: line[:30],
+)  # fmt: skip
+def test_jsonl_names_the_line_that_is_malformed(tmp_path, line):
+    file = _write(tmp_path / "a.jsonl", GOOD, "", line, GOOD)
+    with pytest.raises(ValueError, match=r"a\.jsonl line 3 "):
+        load_task("jsonl", {"file": file})
+
+
+@pytest.mark.parametrize("content", ["", "\n \n"])
+def test_jsonl_refuses_an_empty_file(tmp_path, content):
+    with pytest.raises(ValueError, match=r"a\.jsonl holds no problems"):
+        load_task("jsonl", {"file": _write(tmp_path / "a.jsonl", content)})
+
+
+def test_jsonl_refuses_a_file_that_is_missing_or_no_text(tmp_path):
+    (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe{}")
+    for name in ("a.jsonl", "b.jsonl", "."):
+        with pytest.raises(ValueError, match=f"{name} cannot be read"):
+            load_task("jsonl", {"file": str(tmp_path / name)})
+
+
+def test_jsonl_is_read_as_utf8_whatever_the_locale(tmp_path):
+    file = _write(tmp_path / "a.jsonl", '{"prompt": "né", "answer": 1}')
+    code = f"from zerokl.engine.tasks import load_task; print(ascii(load_task('jsonl', {{'file': {file!r}}}).problems('train')[0].prompt))"
+    plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}  # the locale's encoding is ASCII
+    done = subprocess.run([sys.executable, "-c", code], env=plain, capture_output=True, text=True)
+    assert done.stdout == "'n\\xe9'\n", done.stderr
+
+
+def test_jsonl_holds_out_lines_or_a_file(tmp_path):
+    lines = [json.dumps({"prompt": f"q{i}", "answer": i}) for i in range(10)]
+    one, two = _write(tmp_path / "a.jsonl", *lines), _write(tmp_path / "b.jsonl", *lines[:2])
+    task = load_task("jsonl", {"file": one, "held_out": 3})
+    assert (len(task.problems("train")), len(task.problems("held_out"))) == (7, 3)
+    assert {p.prompt for s in ("train", "held_out") for p in task.problems(s)} == {f"q{i}" for i in range(10)}
+    assert len(load_task("jsonl", {"file": one, "held_out_file": two}).problems("held_out")) == 2
+    with pytest.raises(ValueError, match="train"):
+        load_task("jsonl", {"file": one, "held_out": 10})
+
+
+@pytest.mark.parametrize(
+    ("answer", "completion", "reward"),
+    [
+        ("72", "So it is \\boxed{72}.", 1.0),
+        ("72", "She sold 72 clips.", 1.0),
+        ("72", "first 71, then \\boxed{72}", 1.0),
+        ("\\frac{1}{2}", "\\boxed{0.5}", 1.0),
+        ("1,000", "\\boxed{1000}", 1.0),
+        ("72", "\\boxed{73}", 0.0),
+        ("72", "\\boxed{}", 0.0),
+        ("72", "", 0.0),
+        ("72", "I do not know", 0.0),
+    ],
+)
+def test_jsonl_rewards_what_math_verify_finds_equal(tmp_path, answer, completion, reward):
+    task = load_task("jsonl", {"file": _write(tmp_path / "a.jsonl", GOOD)})
+    assert task.reward(Problem(0, "q", answer), completion) == reward
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason="gsm8k.jsonl is not here")
+def test_gsm8k_answers_are_read_and_rewarded():
+    task = load_task("jsonl", {"file": str(GSM8K), "held_out": 100})
+    assert len(task.problems("train")) > 1000
+    for p in task.problems("held_out"):
+        assert task.reward(p, f"The answer is \\boxed{{{p.answer}}}.") == 1.0
+        assert task.reward(p, f"\\boxed{{{p.answer}1}}") == 0.0
+
+
+def test_every_task_of_the_table_is_tested_here():
+    assert {*OWN, "jsonl"} == set(TASKS)
+
+
+def test_init_stops_when_it_solves_some_and_says_which(tmp_path):
+    options = {"n": 40}
+    report = initialise(tmp_path / "m", "toy:Digits", options, "tiny", 0)
+    assert 0.3 <= report["accuracy"] <= 0.8
+    assert report["options"] == options
+    assert set(report["problems"]) <= set(range(40))
+    assert report in [json.loads(p.read_text()) for p in (tmp_path / "m").glob("*.json")]
+    assert {p.name for p in tmp_path.iterdir()} == {"m"}, "nothing temporary is left"
+    with pytest.raises(ValueError, match="already exists"):
+        initialise(tmp_path / "m", "toy:Digits", options, "tiny", 0)
+
+
+@pytest.mark.parametrize("name", ["jsonl", "toy:Riddles"])
+def test_init_refuses_a_task_whose_answers_are_no_completions(tmp_path, name):
+    options = {"file": _write(tmp_path / "a.jsonl", GOOD)} if name == "jsonl" else {}
+    with pytest.raises(ValueError, match="answers that are no completions"):
+        initialise(tmp_path / "m", name, options, "tiny", 0)
+    assert not (tmp_path / "m").exists()

@@ -1,0 +1,209 @@
+"""Attention of whole sequences, of chunks and of single tokens against a cache of shuffled blocks: one result, to the bit."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from zerokl.kernels import attention as attention_module
+from zerokl.kernels import attention_plan
+from zerokl.kernels.attention import Varlen, attention, attention_cached
+from zerokl.kernels.attention_plan import plan_attention
+
+from tests.helpers import DTYPES, property_settings, randn, threads, total_unequal
+
+
+class Case(NamedTuple):
+    """Packed sequences. q [T, Hq, D], k and v [T, Hkv, D]."""
+
+    lengths: list[int]
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+    @property
+    def scale(self) -> float:
+        return self.q.shape[-1] ** -0.5
+
+    def varlen(self) -> Varlen:
+        return Varlen(self.lengths, self.q.shape[1], self.k.shape[1])
+
+    def spans(self) -> list[slice]:
+        ends = np.cumsum(self.lengths).tolist()
+        return [slice(end - length, end) for end, length in zip(ends, self.lengths, strict=True)]
+
+    def sequence(self, s: int) -> "Case":
+        at = self.spans()[s]
+        return Case([self.lengths[s]], self.q[at], self.k[at], self.v[at])
+
+    def with_others_nan(self, s: int) -> "Case":
+        """All sequences but one hold NaN."""
+        tensors = [torch.full_like(x, float("nan")) for x in self[1:]]
+        at = self.spans()[s]
+        for new, old in zip(tensors, self[1:], strict=True):
+            new[at] = old[at]
+        return Case(self.lengths, *tensors)
+
+
+def make_case(lengths: list[int], group: int, kv_heads: int, D: int, dtype: torch.dtype, seed: int) -> Case:
+    T = sum(lengths)
+    heads = [group * kv_heads, kv_heads, kv_heads]
+    return Case(lengths, *(randn(seed + i, T, h, D, dtype=dtype, scale=1.5) for i, h in enumerate(heads)))
+
+
+def whole(case: Case) -> torch.Tensor:
+    with torch.no_grad():
+        return attention(case.q, case.k, case.v, case.varlen(), case.scale)
+
+
+def cached(case: Case, chunk: Callable[[np.random.Generator], int], seed: int) -> torch.Tensor:
+    """The sequences read chunk by chunk, in calls of random composition and order, from blocks scattered over the cache.
+
+    A block starts as zeros when a sequence takes it; every other block holds NaN.
+    """
+    rng = np.random.default_rng(seed)
+    tile, kv_heads, D = attention_plan.KEY_TILE, case.k.shape[1], case.k.shape[2]
+    need = [-(-length // tile) for length in case.lengths]
+    ids = rng.permutation(sum(need) + 3)
+    tables = np.full((len(need), max(need)), ids[-1])
+    for row, own in zip(tables, np.split(ids[: sum(need)], np.cumsum(need)[:-1]), strict=True):
+        row[: len(own)] = own
+    tiles = torch.full((len(ids), kv_heads, 2, tile, D), float("nan"), dtype=case.q.dtype)
+    tiles[ids[: sum(need)]] = 0
+    start, done = [at.start for at in case.spans()], [0] * len(need)
+    o = torch.full_like(case.q, float("nan"))
+    while active := [s for s in rng.permutation(len(need)) if done[s] < case.lengths[s]]:
+        now = active[: rng.integers(1, len(active) + 1)]
+        new = [min(chunk(rng), case.lengths[s] - done[s]) for s in now]
+        rows = np.concatenate([start[s] + done[s] + np.arange(n) for s, n in zip(now, new, strict=True)])
+        position = np.concatenate([done[s] + np.arange(n) for s, n in zip(now, new, strict=True)])
+        block = tables[np.repeat(now, new), position // tile]
+        for part, x in enumerate((case.k, case.v)):
+            tiles[block, :, part, position % tile] = x[rows]
+        plan = plan_attention(new, [done[s] for s in now], tables[now], case.q.shape[1], kv_heads)
+        o[rows] = attention_cached(case.q[rows], tiles.view(-1, 2, tile, D), plan, case.scale)
+        for s, n in zip(now, new, strict=True):
+            done[s] += n
+    return o
+
+
+def gradients(case: Case, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    leaves = [x.detach().clone().requires_grad_() for x in case[1:]]
+    return torch.autograd.grad(attention(*leaves, case.varlen(), case.scale), leaves, dy)
+
+
+CHUNKS = {
+    "one by one": lambda rng: 1,
+    "short": lambda rng: int(rng.integers(1, 12)),
+    "long": lambda rng: int(rng.integers(20, 120)),
+    "all at once": lambda rng: 10_000,
+}
+cases = st.fixed_dictionaries({
+    "lengths": st.lists(st.integers(1, 200), min_size=1, max_size=4),
+    "group": st.sampled_from([1, 2, 4, 7, 8]),
+    "kv_heads": st.integers(1, 3),
+    "D": st.sampled_from([16, 32, 48, 64, 80, 96, 112, 128]),
+    "seed": st.integers(0, 10_000),
+})  # fmt: skip
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+
+
+@dtypes
+@pytest.mark.parametrize("chunk", CHUNKS)
+@property_settings(10)
+@given(drawn=cases)
+def test_prefill_chunks_and_decode_are_one_result(dtype, chunk, drawn):
+    case = make_case(**drawn, dtype=dtype)
+    assert total_unequal([whole(case)], [cached(case, CHUNKS[chunk], drawn["seed"])]) == 0
+
+
+@dtypes
+@pytest.mark.parametrize("group", [1, 2, 4, 7, 8])
+def test_every_group_size_decodes_as_it_was_prefilled(dtype, group):
+    case = make_case([1, 31, 32, 33, 65], group, 2, 64, dtype, seed=group)
+    assert total_unequal([whole(case)], [cached(case, CHUNKS["one by one"], group)]) == 0
+
+
+@dtypes
+@property_settings(15)
+@given(drawn=cases, pick=st.integers(0, 3))
+def test_sequence_is_independent_of_what_it_is_packed_with(dtype, drawn, pick):
+    case = make_case(**drawn, dtype=dtype)
+    s = pick % len(case.lengths)
+    at, poisoned = case.spans()[s], case.with_others_nan(s)
+    dy = randn(drawn["seed"] + 9, *case.q.shape, dtype=dtype)
+    alone = case.sequence(s)
+    assert total_unequal([whole(alone)], [whole(case)[at]]) == 0
+    assert total_unequal([whole(alone)], [whole(poisoned)[at]]) == 0
+    assert total_unequal([whole(alone)], [cached(poisoned, CHUNKS["long"], drawn["seed"])[at]]) == 0
+    expected = gradients(alone, dy[at])
+    assert total_unequal(expected, [g[at] for g in gradients(case, dy)]) == 0
+    assert total_unequal(expected, [g[at] for g in gradients(poisoned, dy)]) == 0
+
+
+@dtypes
+def test_earlier_positions_do_not_see_later_ones(dtype):
+    case = make_case([150], 2, 2, 32, dtype, seed=0)
+    for length in (1, 31, 32, 33, 100):
+        assert total_unequal([whole(Case([length], *(x[:length] for x in case[1:])))], [whole(case)[:length]]) == 0
+
+
+@dtypes
+def test_result_is_independent_of_the_number_of_threads(dtype):
+    case = make_case([5, 200, 131, 64], 7, 2, 64, dtype, seed=1)
+    dy = randn(2, *case.q.shape, dtype=dtype)
+
+    def run(n: int) -> tuple[torch.Tensor, ...]:
+        with threads(n):
+            return whole(case), *gradients(case, dy)
+
+    one = run(1)
+    assert total_unequal(one, run(2)) == 0
+    assert total_unequal(one, run(4)) == 0
+
+
+def test_memory_bound_of_the_backward_decides_no_bit(monkeypatch):
+    case = make_case([40, 50, 60, 33, 64], 2, 2, 32, torch.float32, seed=3)
+    dy = randn(4, *case.q.shape)
+    together = gradients(case, dy)
+    monkeypatch.setattr(attention_module, "SCORE_ELEMENTS", 1)
+    assert total_unequal(together, gradients(case, dy)) == 0
+
+
+@dtypes
+def test_control_another_key_tile_is_found(dtype, monkeypatch):
+    case = make_case([700, 800], 2, 2, 64, dtype, seed=5)  # so many elements that bf16's rounding does not hide all differences
+    before = whole(case)
+    for module in (attention_plan, attention_module):
+        monkeypatch.setattr(module, "KEY_TILE", 16)
+    after = cached(case, CHUNKS["long"], 0)
+    assert total_unequal([whole(case)], [after]) == 0  # the narrower tile is consistent with itself
+    assert total_unequal([before], [after]) > 0
+
+
+def test_control_another_query_chunk_of_the_backward_is_found(monkeypatch):
+    case = make_case([200], 2, 2, 64, torch.float32, seed=6)
+    dy = randn(7, *case.q.shape)
+    before = gradients(case, dy)
+    monkeypatch.setattr(attention_module, "QUERY_CHUNK", 64)
+    assert total_unequal(before, gradients(case, dy)) > 0
+
+
+def _qkv(T: int = 5, heads: int = 4, kv_heads: int = 2, D: int = 16) -> list[torch.Tensor]:
+    return [torch.zeros(T, h, D) for h in (heads, kv_heads, kv_heads)]
+
+
+def test_refusals_name_what_is_wrong():
+    with pytest.raises(ValueError, match=r"lengths \(\[3, 0\]\) must be positive"):
+        Varlen([3, 0], 4, 2)
+    with pytest.raises(ValueError, match=r"heads \(5\) must be a multiple of kv_heads \(2\)"):
+        Varlen([3], 5, 2)
+    with pytest.raises(ValueError, match=r"q \(6, 4, 16\).*\[5, 4, D\]"):
+        attention(*_qkv(T=6), Varlen([5], 4, 2), 1.0)
+    with pytest.raises(ValueError, match=r"head_dim \(24\) must be a multiple of 16"):
+        attention(*_qkv(D=24), Varlen([5], 4, 2), 1.0)
+    with pytest.raises(ValueError, match=r"tiles \(3, 2, 16, 16\) must be \[tiles, 2, 32, 16\]"):
+        attention_cached(_qkv()[0], torch.zeros(3, 2, 16, 16), Varlen([5], 4, 2).plan, 1.0)

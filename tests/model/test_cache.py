@@ -1,0 +1,90 @@
+"""The sampler's cache: what a block held before never matters, and the whole decoder reads it with the trainer's bits."""
+
+import pytest
+import torch
+from zerokl.kernels.attention_plan import KEY_TILE
+from zerokl.model.cache import BlockCache, CachedContext
+from zerokl.model.checkpoint import load_decoder
+from zerokl.model.decoder import Decoder, PackedContext
+
+from tests.helpers import DTYPES, randint, total_unequal
+from tests.model.checkpoints import FAMILIES, save_random
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {family: save_random(family, tmp_path_factory.mktemp(family)) for family in FAMILIES}
+
+
+@torch.no_grad()
+def read(decoder: Decoder, cache: BlockCache, sequences: list[torch.Tensor], blocks: list[list[int]], chunk: int, start: int = 0):
+    """The hidden states of sequences [start:], read `chunk` tokens at a time from blocks that hold what is before."""
+    rows: list[list[torch.Tensor]] = [[] for _ in sequences]
+    for a in range(start, max(map(len, sequences)), chunk):
+        active = [s for s, ids in enumerate(sequences) if len(ids) > a]
+        pieces = [sequences[s][a : a + chunk] for s in active]
+        lengths = [len(p) for p in pieces]
+        hidden = decoder.hidden(torch.cat(pieces), CachedContext(cache, lengths, [a] * len(active), [blocks[s] for s in active]))
+        for s, own in zip(active, hidden.split(lengths), strict=True):
+            rows[s].append(own)
+    return [torch.cat(r) for r in rows]
+
+
+@torch.no_grad()
+def whole(decoder: Decoder, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
+    lengths = [len(ids) for ids in sequences]
+    return list(decoder.hidden(torch.cat(sequences), PackedContext(lengths, decoder.config)).split(lengths))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decoder_on_the_cache_has_the_bits_of_whole_sequences(folders, family, dtype):
+    decoder = load_decoder(folders[family], dtype)
+    sequences = [randint(s, 128, n) for s, n in enumerate((70, 1, 33, 64))]
+    expected = whole(decoder, sequences)
+    for chunk in (1, 7, 100):
+        cache = BlockCache(decoder.config, 10, dtype)
+        cache.data.fill_(float("nan"))  # what earlier owners may have left
+        cache._free.reverse()
+        blocks = [cache.allocate(-(-len(ids) // KEY_TILE)) for ids in sequences]
+        assert total_unequal(expected, read(decoder, cache, sequences, blocks, chunk)) == 0
+
+
+def test_control_a_wrong_block_is_found(folders):
+    decoder = load_decoder(folders["qwen3"], torch.float32)
+    sequences = [randint(s, 128, 70) for s in range(2)]
+    cache = BlockCache(decoder.config, 6, torch.float32)
+    blocks = [cache.allocate(3), cache.allocate(3)]
+    blocks[1][0] = blocks[0][0]
+    assert total_unequal(whole(decoder, sequences), read(decoder, cache, sequences, blocks, 7)) > 0
+
+
+def test_samples_share_the_full_blocks_of_a_prompt_and_copy_the_last(folders):
+    decoder = load_decoder(folders["qwen2"], torch.float32)
+    prompt = randint(0, 128, 40)
+    sequences = [torch.cat([prompt, randint(s, 128, 20)]) for s in (1, 2)]
+    cache = BlockCache(decoder.config, 3, torch.float32)
+    first = cache.allocate(2)
+    read(decoder, cache, [prompt], [first], chunk=40)
+    second = [*cache.share(first[:1]), *cache.allocate(1)]
+    cache.copy(first[1], second[1])
+    rows = read(decoder, cache, sequences, [first, second], chunk=1, start=40)
+    assert total_unequal([r[40:] for r in whole(decoder, sequences)], rows) == 0
+
+
+def test_block_is_free_when_its_last_owner_releases_it(folders):
+    cache = BlockCache(load_decoder(folders["llama"], torch.float32).config, 4, torch.bfloat16)
+    blocks = cache.allocate(3)
+    assert cache.free_blocks == 1
+    cache.share(blocks[:1])
+    cache.release(blocks)
+    assert cache.free_blocks == 3
+    cache.release(blocks[:1])
+    assert cache.free_blocks == 4
+    with pytest.raises(IndexError):
+        cache.allocate(5)
+
+
+def test_bytes_per_block_is_the_memory_of_a_block(folders):
+    config = load_decoder(folders["llama"], torch.float32).config
+    assert BlockCache(config, 7, torch.bfloat16).data.nbytes == 7 * BlockCache.bytes_per_block(config, torch.bfloat16)

@@ -1,0 +1,132 @@
+"""Checkpoints go to transformers and back with equal bits, and appear whole or not at all."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from zerokl.model import checkpoint
+from zerokl.model.checkpoint import load_decoder, resolve_model, write_checkpoint
+from zerokl.model.weights import FLAT_TILE, Layout, fingerprint
+
+from tests.helpers import total_unequal
+from tests.model.checkpoints import FAMILIES, save_random
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("shard_bytes", [1 << 30, 50_000], ids=["single", "sharded"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_written_checkpoint_opens_in_transformers_with_equal_bits(family, shard_bytes, dtype, tmp_path):
+    decoder = load_decoder(save_random(family, tmp_path / "source"), dtype)
+    target = tmp_path / "deep" / "target"
+    write_checkpoint(target, decoder.layout, decoder.flat, shard_bytes=shard_bytes)
+    assert (target / "model.safetensors.index.json").exists() == (shard_bytes < 1 << 30)
+    model = AutoModelForCausalLM.from_pretrained(target)
+    assert model.dtype == dtype
+    parameters = dict(model.named_parameters())
+    views = decoder.layout.checkpoint_views(decoder.flat)
+    assert parameters.keys() == views.keys()
+    assert total_unequal([views[name] for name in parameters], list(parameters.values())) == 0
+    again = load_decoder(target, dtype)
+    assert again.config == decoder.config
+    assert total_unequal([again.flat], [decoder.flat]) == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_single_and_sharded_checkpoints_of_transformers_load_alike(family, tmp_path):
+    single = load_decoder(save_random(family, tmp_path / "single"), torch.float32)
+    sharded = load_decoder(save_random(family, tmp_path / "sharded", shard="100KB"), torch.float32)
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
+    assert total_unequal([single.flat], [sharded.flat]) == 0
+    assert fingerprint(single.layout, single.flat) == fingerprint(sharded.layout, sharded.flat)
+
+
+def test_transformers_continues_training(tmp_path):
+    decoder = load_decoder(save_random("qwen3", tmp_path / "source"), torch.float32)
+    write_checkpoint(tmp_path / "target", decoder.layout, decoder.flat)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    before = [p.detach().clone() for p in model.parameters()]
+    ids = torch.arange(1, 30).unsqueeze(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    first = model(ids, labels=ids).loss
+    first.backward()
+    optimizer.step()
+    assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert model(ids, labels=ids).loss < first
+
+
+def test_tied_head_stored_under_its_own_name_is_accepted(tmp_path):
+    folder = save_random("qwen3", tmp_path)
+    expected = load_decoder(folder, torch.float32).flat
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    checkpoint.save_file(tensors, folder / "model.safetensors")
+    assert total_unequal([load_decoder(folder, torch.float32).flat], [expected]) == 0
+
+
+def test_weights_are_rounded_once_and_padding_is_zero(tmp_path):
+    folder = save_random("qwen2", tmp_path)
+    full, half = load_decoder(folder, torch.float32), load_decoder(folder, torch.bfloat16)
+    assert total_unequal([full.flat.bfloat16()], [half.flat]) == 0
+    used = torch.zeros(full.layout.numel, dtype=torch.int64)
+    for view in full.layout.checkpoint_views(used).values():
+        view += 1
+    assert used.max() == 1  # no two weights overlap
+    assert (full.flat[used == 0] == 0).all()
+    assert full.layout.numel % FLAT_TILE == 0
+
+
+def test_fingerprint_changes_with_one_bit(tmp_path):
+    decoder = load_decoder(save_random("llama", tmp_path), torch.float32)
+    changed = decoder.flat.clone()
+    changed.view(torch.int32)[5] ^= 1
+    assert fingerprint(decoder.layout, changed) != fingerprint(decoder.layout, decoder.flat)
+
+
+def test_companions_and_extra_files_are_written(tmp_path):
+    source = save_random("llama", tmp_path / "source")
+    (source / "tokenizer.json").write_text("{}")
+    (source / "private.txt").write_text("not ours to copy")
+    decoder = load_decoder(source, torch.float32)
+    write_checkpoint(tmp_path / "target", decoder.layout, decoder.flat, companions=source, extra={"step.json": "7"})
+    assert (tmp_path / "target" / "tokenizer.json").read_text() == "{}"
+    assert (tmp_path / "target" / "step.json").read_text() == "7"
+    assert not (tmp_path / "target" / "private.txt").exists()
+    assert json.loads((tmp_path / "target" / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_existing_target_is_left_alone(tmp_path):
+    decoder = load_decoder(save_random("llama", tmp_path / "source"), torch.float32)
+    before = (tmp_path / "source" / "config.json").read_bytes()
+    with pytest.raises(FileExistsError, match="already exists"):
+        write_checkpoint(tmp_path / "source", decoder.layout, decoder.flat)
+    assert (tmp_path / "source" / "config.json").read_bytes() == before
+
+
+def test_nothing_is_left_of_a_checkpoint_that_could_not_be_written(tmp_path, monkeypatch):
+    decoder = load_decoder(save_random("llama", tmp_path / "source"), torch.float32)
+
+    def full_disk(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full_disk)
+    with pytest.raises(OSError, match=r"could not be written.*No space left"):
+        write_checkpoint(tmp_path / "target", decoder.layout, decoder.flat)
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+def test_layout_names_are_those_of_transformers(tmp_path):
+    for family in FAMILIES:
+        decoder = load_decoder(save_random(family, tmp_path / family), torch.float32)
+        stored = {name: tuple(t.shape) for name, t in load_file(tmp_path / family / "model.safetensors").items()}
+        layout = Layout(decoder.config)
+        assert {name: tuple(v.shape) for name, v in layout.checkpoint_views(torch.empty(layout.numel)).items()} == stored
+
+
+def test_resolve_model_takes_a_folder_and_refuses_what_is_neither_folder_nor_hub_name(tmp_path):
+    assert resolve_model(str(tmp_path)) == tmp_path
+    for name in (str(tmp_path / "missing"), "./missing", "noslash"):
+        with pytest.raises(ValueError, match="is no folder, and no hub name"):
+            resolve_model(name)

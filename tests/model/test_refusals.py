@@ -1,0 +1,150 @@
+"""What the decoder cannot compute, or a folder that is not whole, is refused by name."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from zerokl.kernels.logprob import Distribution
+from zerokl.model.checkpoint import load_decoder
+from zerokl.model.config import ModelConfig
+from zerokl.model.scoring import logprobs, pack
+
+from tests.model.checkpoints import save_random
+
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+}
+
+
+def test_control_the_config_without_changes_is_accepted():
+    assert ModelConfig.from_dict(QWEN2).qkv_bias
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported"),
+        ({"architectures": None}, r"architecture \(none\) is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type = 'yarn' is not supported"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear' is not supported"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "llama3 lacks low_freq_factor"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        ({"use_sliding_window": True, "sliding_window": 4096}, "sliding window attention = 4096 is not supported"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding window attention"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config = 'fp8' is not supported"),
+        ({"mlp_bias": True}, "mlp_bias = True is not supported"),
+        ({"attention_dropout": 0.1}, "attention_dropout = 0.1 is not supported"),
+        ({"pretraining_tp": 2}, "pretraining_tp = 2 is not supported"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
+        ({"num_attention_heads": 3, "head_dim": 16}, r"num_attention_heads \(3\) must be a multiple of num_key_value_heads \(2\)"),
+        ({"head_dim": 24}, r"head_dim \(24\) must be a multiple of 16"),
+        ({"vocab_size": "many"}, "field of the wrong type"),
+        ({"rope_theta": "many"}, "field of the wrong type"),
+        *[({name: None}, rf"lacks the field {name}") for name in QWEN2 if name not in ("architectures", "num_key_value_heads")],
+    ],
+)
+def test_unsupported_config_is_refused(change, message):
+    """A change to None removes the field."""
+    raw = {name: value for name, value in (QWEN2 | change).items() if value is not None}
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_dict(raw)
+
+
+def _edit(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return damage
+
+
+def _set(name: str, tensor: torch.Tensor) -> Callable[[Path], None]:
+    return _edit(lambda tensors: tensors.update({name: tensor}))
+
+
+def _truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+SINGLE = {
+    "no config": (lambda f: (f / "config.json").unlink(), "holds no config.json"),
+    "config is not JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is not valid JSON"),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "config.json"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no model.safetensors"),
+    "corrupt": (lambda f: (f / "model.safetensors").write_bytes(b"not tensors" * 50), "model.safetensors is corrupt"),
+    "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "model.safetensors is corrupt"),
+    "truncated": (_truncate, "model.safetensors is corrupt or incomplete"),
+    "tensor missing": (_edit(lambda tensors: tensors.pop("model.norm.weight")), "lacks 1 weights, the first being model.norm.weight"),
+    "tensor left over": (_set("model.layers.2.extra", torch.zeros(3)), "holds model.layers.2.extra"),
+    "wrong shape": (_set("model.norm.weight", torch.zeros(65)), r"model.norm.weight has shape \(65,\), config.json asks for \(64,\)"),
+    "wrong dtype": (_set("model.norm.weight", torch.zeros(64, dtype=torch.int8)), "dtype torch.int8, which is not supported"),
+}
+
+
+@pytest.mark.parametrize("case", SINGLE)
+def test_damaged_folder_is_refused(case, tmp_path):
+    damage, message = SINGLE[case]
+    folder = save_random("qwen2", tmp_path)
+    load_decoder(folder, torch.float32)
+    damage(folder)
+    with pytest.raises(ValueError, match=message):
+        load_decoder(folder, torch.float32)
+
+
+def _index(folder: Path) -> Path:
+    return folder / "model.safetensors.index.json"
+
+
+def _name_twice(folder: Path) -> None:
+    """The index claims a tensor for a shard that does not hold it."""
+    index = json.loads(_index(folder).read_text())
+    files = sorted(set(index["weight_map"].values()))
+    name = next(n for n, file in index["weight_map"].items() if file == files[0])
+    index["weight_map"][name] = files[-1]
+    _index(folder).write_text(json.dumps(index))
+
+
+SHARDED = {
+    "shard missing": (lambda f: sorted(f.glob("*.safetensors"))[1].unlink(), r"model-00002-of-\d+.safetensors is missing"),
+    "shard corrupt": (lambda f: sorted(f.glob("*.safetensors"))[1].write_bytes(b"x" * 99), r"model-00002-of-\d+.safetensors is corrupt"),
+    "index is not JSON": (lambda f: _index(f).write_text("{"), "index.json is not a valid index"),
+    "index without a map": (lambda f: _index(f).write_text("{}"), "index.json is not a valid index"),
+    "index is a list": (lambda f: _index(f).write_text("[]"), "index.json is not a valid index"),
+    "map is a list": (lambda f: _index(f).write_text('{"weight_map": []}'), "index.json is not a valid index"),
+    "tensor in another shard": (_name_twice, "safetensors is corrupt or incomplete"),
+}
+
+
+@pytest.mark.parametrize("case", SHARDED)
+def test_damaged_shards_are_refused(case, tmp_path):
+    damage, message = SHARDED[case]
+    folder = save_random("qwen2", tmp_path, shard="100KB")
+    load_decoder(folder, torch.float32)
+    damage(folder)
+    with pytest.raises(ValueError, match=message):
+        load_decoder(folder, torch.float32)
+
+
+@pytest.mark.parametrize("pair", [([], [1]), ([1], [])])
+def test_sequence_without_prompt_or_completion_is_refused(pair):
+    with pytest.raises(ValueError, match=r"sequence 1 has \d prompt and \d completion tokens"):
+        pack([([1], [2]), pair])
+
+
+def test_sequence_longer_than_the_context_is_refused(tmp_path):
+    decoder = load_decoder(save_random("llama", tmp_path), torch.float32)
+    with pytest.raises(ValueError, match=r"sequence of 513 tokens is longer than the context \(512\)"):
+        logprobs(decoder, pack([([1], [2] * 513)]), Distribution())

@@ -1,0 +1,86 @@
+"""The whole decoder against transformers: log-probabilities, a loss, every gradient; judged by fp64."""
+
+import pytest
+import torch
+from zerokl.kernels.logprob import Distribution
+from zerokl.model.checkpoint import load_decoder
+from zerokl.model.config import ModelConfig
+from zerokl.model.scoring import logprobs, pack
+
+from tests.helpers import assert_at_most_twice_the_error, randn
+from tests.model.checkpoints import FAMILIES, Pairs, judge, logprobs_and_gradients, plain, save_random, sequence_losses
+
+PAIRS: Pairs = [
+    ([1, 2, 3], [4, 5, 6, 7]),
+    (list(range(1, 40)), list(range(20, 60))),
+    ([3], [9]),
+    ([9] * 20, [8, 7, 6] * 5),
+    ([100, 50], list(range(127, 90, -2))),
+]
+DY = randn(0, sum(len(c) for _, c in PAIRS))
+# Errors of all these models are judged together: those of a single one are noisy.
+SEEDS = range(8)
+
+
+def zerokl_results(folder, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """As transformers' `logprobs_and_gradients`, all sequences packed, the gradients taken from `main_grad`."""
+    decoder = load_decoder(folder, dtype)
+    flat = torch.zeros(decoder.layout.numel, dtype=torch.promote_types(dtype, torch.float32))
+    views = decoder.layout.views(flat)
+    for name, weight in decoder.w.items():
+        weight.main_grad = views[name]
+    if decoder.config.tied:
+        decoder.head.main_grad = torch.zeros_like(views["embed"])
+    logp, _ = logprobs(decoder, pack(PAIRS), Distribution())
+    losses = sequence_losses(logp, PAIRS, DY)
+    losses.sum().backward()
+    if decoder.config.tied:
+        views["embed"] += decoder.head.main_grad
+    return {"logp": logp.detach(), "losses": losses.detach(), **decoder.layout.checkpoint_views(flat)}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def judged(request, tmp_path_factory):
+    """Folders of one family, one a seed, and the judge's results."""
+    folders = [save_random(request.param, tmp_path_factory.mktemp(request.param), seed, "200KB") for seed in SEEDS]
+    return folders, [logprobs_and_gradients(judge(folder), PAIRS, DY) for folder in folders]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_error_is_at_most_twice_that_of_transformers(judged, dtype):
+    folders, exact = judged
+    ours = [zerokl_results(folder, dtype) for folder in folders]
+    theirs = [logprobs_and_gradients(plain(folder, dtype), PAIRS, DY) for folder in folders]
+    assert ours[0].keys() == theirs[0].keys() == exact[0].keys()
+    for name in exact[0]:
+        assert_at_most_twice_the_error(*(torch.stack([r[name] for r in runs]) for runs in (ours, theirs, exact)), name)
+
+
+def test_fp64_decoder_and_judge_are_one_function(judged):
+    """2^20 times nearer to the judge than fp32 is: nothing but rounding separates the two."""
+    for folder, exact in zip(*judged, strict=True):
+        ours, single = zerokl_results(folder, torch.float64), zerokl_results(folder, torch.float32)
+        for name, value in exact.items():
+            assert (ours[name] - value).norm() * 2**20 < (single[name].double() - value).norm(), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rope_frequencies_are_those_of_transformers(family, tmp_path):
+    folder = save_random(family, tmp_path)
+    ours = torch.tensor(ModelConfig.from_file(folder).frequencies, dtype=torch.float64)
+    theirs = plain(folder, torch.float32).model.rotary_emb.inv_freq.double()
+    assert ((ours - theirs).abs() <= 4 * 2.0**-24 * theirs).all()  # theirs are a few fp32 operations
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_control_a_wrong_weight_is_found(judged, dtype):
+    """One norm's weight 2% larger exceeds the allowed error."""
+    folders, exact = judged
+    model = plain(folders[0], dtype)
+    allowed = logprobs_and_gradients(model, PAIRS, DY)["logp"]
+    decoder = load_decoder(folders[0], dtype)
+    with torch.no_grad():
+        decoder.w["norm"] *= 1.02
+        logp = logprobs(decoder, pack(PAIRS), Distribution())[0]
+    with pytest.raises(AssertionError, match="logp"):
+        assert_at_most_twice_the_error(logp, allowed, exact[0]["logp"], "logp")

@@ -1,0 +1,115 @@
+"""The mismatch metrics against a slow independent implementation; missing data fails."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from zerokl.verify.mismatch import mismatch_metrics
+
+from tests.helpers import property_settings
+
+
+def percentile(values: list[float], q: float) -> float:
+    """Linear interpolation between order statistics."""
+    ordered, at = sorted(values), (len(values) - 1) * q / 100
+    low = math.floor(at)
+    high = min(low + 1, len(values) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def slow_metrics(trainer: np.ndarray, sampler: np.ndarray, lengths: list[int]) -> dict[str, float]:
+    d = [float(t) - float(s) for t, s in zip(trainer, sampler, strict=True)]
+    r = [math.exp(x) for x in d]
+    n, sequences, start = len(d), [], 0
+    for length in lengths:
+        sequences.append(math.exp(sum(d[start : start + length])))
+        start += length
+    return {
+        "k1": -sum(d) / n,
+        "k2": sum(x * x for x in d) / n / 2,
+        "k3": sum(x - 1 - y for x, y in zip(r, d, strict=True)) / n,
+        "max_abs": max(map(abs, d)),
+        "frac_equal": sum(t.tobytes() == s.tobytes() for t, s in zip(trainer, sampler, strict=True)) / n,
+        "ratio_min": min(r),
+        "ratio_p1": percentile(r, 1),
+        "ratio_p50": percentile(r, 50),
+        "ratio_p99": percentile(r, 99),
+        "ratio_max": max(r),
+        "ess": sum(r) ** 2 / (n * sum(x * x for x in r)),
+        "chi2": sum(x * x for x in r) / n - 1,
+        "sequence_ratio_min": min(sequences),
+        "sequence_ratio_max": max(sequences),
+    }
+
+
+def _logprobs(lengths: list[int], noise: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    sampler = -rng.exponential(2.0, sum(lengths)).astype(np.float32)
+    moved = rng.random(len(sampler)) < 0.7
+    return np.where(moved, sampler + noise * rng.standard_normal(len(sampler)), sampler).astype(np.float32), sampler
+
+
+@property_settings(60)
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=6), noise=st.sampled_from([1e-6, 0.01, 0.5]), seed=st.integers(0, 1000))
+def test_metrics_equal_a_slow_independent_implementation(lengths, noise, seed):
+    trainer, sampler = _logprobs(lengths, noise, seed)
+    metrics = mismatch_metrics(trainer, sampler, lengths, prefix="")
+    expected = slow_metrics(trainer, sampler, lengths)
+    assert metrics.keys() == expected.keys()
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value, rel=1e-9, abs=1e-14), name  # fp64 sums in another order
+
+
+def test_equal_bits_give_exact_zeros_and_ones():
+    _, sampler = _logprobs([5, 9], 0.0, 0)
+    metrics = mismatch_metrics(sampler.copy(), sampler, [5, 9])
+    zeros = {"k1", "k2", "k3", "max_abs", "chi2"}
+    assert metrics == {name: 0.0 if name.removeprefix("mismatch/") in zeros else 1.0 for name in metrics}
+    assert math.copysign(1.0, metrics["mismatch/k1"]) == 1.0
+
+
+def test_metrics_do_not_depend_on_the_order_of_the_tokens():
+    trainer, sampler = _logprobs([200], 0.1, 1)
+    order = np.random.default_rng(2).permutation(200)
+    assert mismatch_metrics(trainer, sampler, [200]).items() >= {
+        item for item in mismatch_metrics(trainer[order], sampler[order], [200]).items() if "sequence" not in item[0]
+    }
+
+
+def test_one_unequal_bit_is_seen():
+    _, sampler = _logprobs([50], 0.0, 3)
+    trainer = sampler.copy()
+    trainer[17] = np.nextafter(trainer[17], np.float32(0))
+    metrics = mismatch_metrics(trainer, sampler, [50], prefix="")
+    assert metrics["frac_equal"] == 49 / 50
+    assert metrics["max_abs"] == abs(float(trainer[17]) - float(sampler[17]))
+    assert metrics["k3"] > 0
+
+
+def test_negative_zero_is_not_equal_to_zero():
+    metrics = mismatch_metrics(np.array([-0.0], np.float32), np.array([0.0], np.float32), [1], prefix="")
+    assert metrics["frac_equal"] == 0.0
+    assert metrics["max_abs"] == 0.0
+
+
+def test_token_impossible_for_both_is_equal_and_for_one_is_infinite():
+    impossible, possible = np.array([-np.inf, -1.0], np.float32), np.array([-2.0, -1.0], np.float32)
+    assert mismatch_metrics(impossible, impossible.copy(), [2], prefix="")["k3"] == 0.0
+    assert mismatch_metrics(impossible, possible, [2], prefix="")["k1"] == math.inf
+
+
+@pytest.mark.parametrize(
+    ("trainer", "sampler", "lengths", "message"),
+    [
+        ([-1.0, math.nan], [-1.0, -1.0], [2], "trainer logprob of token 1 is NaN"),
+        ([-1.0, -1.0], [math.nan, -1.0], [2], "sampler logprob of token 0 is NaN"),
+        ([-1.0], [-1.0, -1.0], [2], r"trainer \(1,\), sampler \(2,\) must be \[2\]"),
+        ([-1.0, -1.0], [-1.0, -1.0], [1], r"must be \[1\]"),
+        ([], [], [], "not 0"),
+    ],
+)
+def test_missing_data_is_refused(trainer, sampler, lengths, message):
+    with pytest.raises(ValueError, match=message):
+        mismatch_metrics(np.array(trainer, np.float32), np.array(sampler, np.float32), lengths)

@@ -1,0 +1,27 @@
+"""The harness of the law's checks: named comparisons, counted element by element, and the verdict."""
+
+from dataclasses import dataclass
+
+import torch
+
+from .bitwise import count_unequal
+
+
+@dataclass
+class Check:
+    """One line of the table: how many elements were compared under one dtype, and how many had unequal bits."""
+
+    name: str
+    dtype: str
+    comparisons: int = 0
+    unequal: int = 0
+
+    def compare(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Count the elements of a and b. Raises ValueError when shape or dtype differ."""
+        self.comparisons += a.numel()
+        self.unequal += count_unequal(a, b)
+
+    @property
+    def holds(self) -> bool:
+        """Something was compared and nothing was unequal."""
+        return self.comparisons > 0 and self.unequal == 0
