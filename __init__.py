@@ -4,7 +4,7 @@ policy = zerokl.load_policy("models/add")              # a Hugging Face folder o
 rollouts = policy.sample(["12+7="], n=4)               # token ids and the logprobs they were drawn with
 scores = policy.score([r.pair for r in rollouts])      # the trainer's logprobs: the same bits
 summary = zerokl.train(zerokl.load_config(None, "demo", {}), "runs/demo")
-checks = zerokl.verify("models/add")                   # the law's checks on this machine
+checks = zerokl.check_law("models/add")                  # the law's checks on this machine
 """
 
 from importlib import import_module
@@ -16,9 +16,10 @@ _NAMES = {
     "Policy": "engine.policy",
     "load_policy": "engine.policy",
     "Rollout": "engine.rollout",
+    "NativeSampler": "engine.native",
     "train": "engine.run",
     "initialise": "engine.initialise",
-    "verify": "engine.policy",
+    "check_law": "engine.policy",
     "mismatch_metrics": "verify.mismatch",
     "MismatchError": "engine.monitor",
 }

@@ -1,7 +1,10 @@
 """The command line: init, train, sample, eval, verify. Bad input is one line on stderr and exit code 2."""
 
+import contextlib
 import difflib
+import io
 import os
+import re
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -37,7 +40,7 @@ class Init:
         report = initialise(Path(self.out), config.task.name, config.task.options, self.preset, self.seed)
         console.print(
             f"{self.out}: solves {report['accuracy']:.2f} of the training prompts after {report['steps']} supervised steps; "
-            f"{len(report['problems'])} problems are solvable at least sometimes"
+            f"{len(report['problems'])} of them, solved sometimes but not always, are its perfectible set"
         )
         return 0
 
@@ -176,10 +179,10 @@ class Verify:
     def run(self, overrides: dict[str, str]) -> int:
         """Run the subcommand; returns the exit code."""
         from .engine.law import check_case
-        from .engine.policy import verify
+        from .engine.policy import check_law
         from .engine.report import check_table, console
 
-        checks = check_case(Path(self.case)) if self.case else verify(self.model, self.dtype, self.sequences, self.longest, self.seed)
+        checks = check_case(Path(self.case)) if self.case else check_law(self.model, self.dtype, self.sequences, self.longest, self.seed)
         console.print(check_table(checks))
         return 0 if all(c.holds for c in checks) else 1
 
@@ -230,7 +233,14 @@ def _parse(argv: list[str]) -> tuple[Any, dict[str, str]]:
         if name in ("sample", "verify"):
             _check_options(name, overrides)
     kinds = Union[tuple(Annotated[kind, subcommand(name)] for name, kind in _COMMANDS.items())]  # noqa: UP007
-    return tyro.cli(kinds, prog="zerokl", args=argv, config=(OmitSubcommandPrefixes,), description=__doc__), overrides
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(kinds, prog="zerokl", args=argv, config=(OmitSubcommandPrefixes,), description=__doc__), overrides
+    except SystemExit as ended:
+        if not ended.code:
+            raise
+        raise ValueError(re.sub("[\u2500-\u257f]|-{3,}", " ", said.getvalue())) from None
 
 
 def main(argv: list[str] | None = None) -> int:

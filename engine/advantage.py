@@ -31,6 +31,8 @@ def advantages(rewards: np.ndarray, kind: str) -> np.ndarray:
     """A [P, G] from rewards [P, G]. `kind`: mean, std, leave_one_out or batch."""
     if kind == "batch":
         every = rewards.reshape(-1).tolist()
+        if all_equal(every):
+            return np.zeros_like(rewards)
         return (rewards - _mean(every)) / (_std(every) + _EPS)
     rows = []
     for group in rewards.tolist():

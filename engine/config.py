@@ -5,6 +5,7 @@ Every field is followed by a line that gives its meaning and unit.
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
@@ -169,7 +170,9 @@ def load_config(file: str | None, preset: str | None, overrides: Mapping[str, st
         target = values
         for part in path:
             target = target.setdefault(part, {})
-        target[last] = _value(text, known.get(key, str))
+            if not isinstance(target, dict):
+                raise ValueError(f"config: {key}: {part} is {target!r}, not a section")
+        target[last] = _value(text, known.get(key, Any))
     for key in _flatten(values):
         _known_or_error(key, known)
     try:
@@ -194,7 +197,7 @@ def _read(file: str | None, preset: str | None) -> dict[str, Any]:
             if preset not in preset_names():
                 raise ValueError(f"config: preset {preset} is not known; choose {', '.join(preset_names())}")
             return tomllib.loads(resources.files("zerokl.engine.presets").joinpath(f"{preset}.toml").read_text())
-        return tomllib.loads(Path(str(file)).read_text())
+        return tomllib.loads(Path(str(file)).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"config: {file} cannot be read ({error.strerror})") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -243,8 +246,8 @@ def to_toml(config: Config) -> str:
 
     def table(values: Mapping[str, Any], path: Sequence[str]) -> None:
         if path:
-            lines.append(f"\n[{'.'.join(path)}]")
-        lines.extend(f"{k} = {_toml(v)}" for k, v in values.items() if not isinstance(v, Mapping) and v is not None)
+            lines.append(f"\n[{'.'.join(map(_toml_key, path))}]")
+        lines.extend(f"{_toml_key(k)} = {_toml(v)}" for k, v in values.items() if not isinstance(v, Mapping) and v is not None)
         for k, v in values.items():
             if isinstance(v, Mapping):
                 table(v, [*path, k])
@@ -253,12 +256,20 @@ def to_toml(config: Config) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch("[A-Za-z0-9_-]+", key) else _toml(key)
+
+
 def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_toml_key(k)} = {_toml(v)}" for k, v in value.items()) + " }"
     if isinstance(value, list):
         return "[" + ", ".join(_toml(v) for v in value) + "]"
     if isinstance(value, float):
         return repr(value)
-    return json.dumps(value)  # strings, booleans and integers are written alike in JSON and TOML
+    return json.dumps(value, ensure_ascii=False).replace(
+        "\x7f", "\\u007f"
+    )  # strings, booleans and integers are written alike in JSON and TOML
 
 
 __all__ = ["PRESETS", "Config", "load_config", "preset_names", "to_toml"]

@@ -90,7 +90,7 @@ def perfectible_set(model: Path) -> dict[str, Any] | None:
         return None
     try:
         found = json.loads(path.read_text())
-        return {"task": str(found["task"]), "options": dict(found["options"]), "problems": list(found["problems"])}
+        return found | {"task": str(found["task"]), "options": dict(found["options"]), "problems": list(found["problems"])}
     except (OSError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"model: {path} is not readable ({error})") from None
 

@@ -30,7 +30,7 @@ Pair = tuple[list[int], list[int]]
 _DISTRIBUTIONS = (Distribution(), Distribution(0.7), Distribution(1.0, 0, 0.9), Distribution(0.9, 20, 0.95))
 
 
-def check_law(model: Path | None, dtypes: Sequence[str], sequences: int = 12, longest: int = 80, seed: int = 0) -> Iterator[Check]:
+def run_checks(model: Path | None, dtypes: Sequence[str], sequences: int = 12, longest: int = 80, seed: int = 0) -> Iterator[Check]:
     """Run every check in every dtype. `model` None makes a tiny random one. Yields each finished line."""
     for name in dtypes:
         decoder = _decoder(model, DTYPES[name], seed)

@@ -15,7 +15,7 @@ from ..verify.invariance import Check
 from .config import TaskConfig
 from .evaluate import Evaluation, evaluate
 from .initialise import perfectible_set
-from .law import check_law
+from .law import run_checks
 from .native import NativeSampler
 from .rollout import Keys, Rollout, Sampling
 from .tasks import load_reward, load_task
@@ -79,7 +79,7 @@ def load_policy(model: str, dtype: str = "float32") -> Policy:
     return Policy(resolve_model(model), DTYPES[dtype])
 
 
-def verify(
+def check_law(
     model: str | None = None, dtypes: Sequence[str] = tuple(DTYPES), sequences: int = 12, longest: int = 80, seed: int = 0
 ) -> list[Check]:
     """The law's checks for a model, or a tiny random one: a line each with `comparisons` and `unequal`. Raises ValueError."""
@@ -87,4 +87,4 @@ def verify(
         if dtype not in DTYPES:
             raise ValueError(f"dtype ({dtype}) must be one of {', '.join(DTYPES)}")
     folder = None if model is None else resolve_model(model)
-    return list(check_law(folder, dtypes, sequences, longest, seed))
+    return list(run_checks(folder, dtypes, sequences, longest, seed))

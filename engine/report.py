@@ -17,14 +17,19 @@ from .loop import StepRecord
 console = Console(highlight=False, soft_wrap=True)
 
 
+def refuse_taken(path: Path) -> None:
+    """Raise ValueError when the folder already holds a run."""
+    taken = [n for n in ("config.toml", "metrics.jsonl", "rollouts.jsonl", "checkpoints", "summary.json") if (path / n).exists()]
+    if taken:
+        raise ValueError(f"run: {path} already holds a run ({taken[0]}); choose another --run-dir")
+
+
 class RunFolder:
     """The files of a run. Raises ValueError when the folder already holds one: nothing is ever overwritten."""
 
     def __init__(self, path: Path, config_toml: str):
         self.path = path
-        taken = [n for n in ("config.toml", "metrics.jsonl", "checkpoints", "summary.json") if (path / n).exists()]
-        if taken:
-            raise ValueError(f"run: {path} already holds a run ({taken[0]}); choose another --run-dir")
+        refuse_taken(path)
         path.mkdir(parents=True, exist_ok=True)
         (path / "config.toml").write_text(config_toml)
         self._metrics = open(path / "metrics.jsonl", "a")

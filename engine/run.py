@@ -17,7 +17,7 @@ from .learner import Learner
 from .loop import StepRecord, TrainState, held_out, train_step
 from .monitor import MismatchError
 from .native import NativeSampler
-from .report import Display, RunFolder, console, plot_reward
+from .report import Display, RunFolder, console, plot_reward, refuse_taken
 from .tasks import load_reward, load_task
 from .tasks.base import Problem, Task
 from .text import Text
@@ -47,12 +47,15 @@ def train(config: Config, run_dir: str | Path) -> Summary:
     began, path = time.perf_counter(), Path(run_dir)
     if config.threads:
         torch.set_num_threads(config.threads)
+    refuse_taken(path)
     task = load_task(config.task.name, config.task.options)
-    folder = RunFolder(path, to_toml(config))
+    load_reward(task, config.task.reward)  # a name that cannot be imported is found before the warm start
     model = _base_model(config, path)
     state = make_state(config, model, task)
     held = task.problems("held_out")[: config.evaluation.problems] if config.evaluation.every else []
     held_ids = state.text.encode_problems(held, task.chat)
+    _check_prompts(held_ids, held, config, state.policy.config)
+    folder = RunFolder(path, to_toml(config))
     display, history = Display(config.steps, "train"), []
     try:
         for _ in range(config.steps):
@@ -118,8 +121,12 @@ def _check_prompts(prompt_ids: list[list[int]], problems: list[Problem], config:
 def _base_model(config: Config, path: Path) -> Path:
     """The model folder; `init:PRESET` makes one in the run folder."""
     if config.model.startswith("init:"):
-        initialise(path / "base", config.task.name, config.task.options, config.model.removeprefix("init:"), config.seed)
-        return path / "base"
+        base, preset = path / "base", config.model.removeprefix("init:")
+        wanted = {"task": config.task.name, "options": config.task.options, "preset": preset, "seed": config.seed}
+        found = perfectible_set(base)  # of a run that stopped before its first step: the same model, made once
+        if not found or any(found[k] != v for k, v in wanted.items()):
+            initialise(base, config.task.name, config.task.options, preset, config.seed)
+        return base
     return resolve_model(config.model)
 
 

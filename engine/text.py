@@ -38,7 +38,10 @@ class Text:
         ids = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
         path = folder / "generation_config.json"
         if path.exists():
-            more = json.loads(path.read_text()).get("eos_token_id")
+            try:
+                more = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            except (ValueError, AttributeError) as error:
+                raise ValueError(f"model: {path} is not a JSON object ({error})") from None
             ids += more if isinstance(more, list) else [] if more is None else [more]
         return ids
 

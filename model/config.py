@@ -55,6 +55,8 @@ class ModelConfig:
             raise ValueError(f"model: {folder} holds no config.json; give a Hugging Face model folder or hub name") from None
         except (UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ValueError(f"model: {path} is not valid JSON ({error})") from None
+        if not isinstance(raw, dict):
+            raise ValueError(f"model: {path} must hold a JSON object")
         return cls.from_dict(raw, str(path))
 
     @classmethod

@@ -373,4 +373,4 @@ def test_the_example_of_the_package_runs(model_source, tmp_path, monkeypatch):
     overrides = {"model": str(model_source), "steps": "1", "prompts": "2", "evaluation.every": "0"}
     summary = zerokl.train(zerokl.load_config(None, "demo", overrides), "runs/demo")
     assert summary.mismatch_max_abs == 0.0
-    assert all(c.holds for c in zerokl.verify(str(model_source), ["float32"], sequences=2, longest=20))
+    assert all(c.holds for c in zerokl.check_law(str(model_source), ["float32"], sequences=2, longest=20))

@@ -1,7 +1,6 @@
 """Tasks by name: add, sort, countdown, jsonl, or a user's own as `module:object`."""
 
 import importlib
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,9 @@ from .countdown import Countdown
 from .jsonl import Jsonl
 from .sort import Sort
 
+# Rewards beyond this overflow the fp32 loss and the sums of squares of the advantages.
+_LARGEST = 1e18
+
 TASKS: dict[str, Callable[..., Task]] = {"add": Add, "sort": Sort, "countdown": Countdown, "jsonl": Jsonl}
 Reward = Callable[[Problem, str], float]
 
@@ -26,8 +28,10 @@ def load_task(name: str, options: Mapping[str, Any]) -> Task:
         raise ValueError(f"task: {name} is not known; choose {', '.join(TASKS)} or your own as module:object")
     try:
         task = factory(**options)
-    except TypeError as error:
-        raise ValueError(f"task {name}: {error}") from None
+    except (ValueError, OSError):
+        raise
+    except Exception as error:  # the user's factory may raise anything
+        raise ValueError(f"task {name}: {error}") from error
     if not isinstance(task, Task):
         raise ValueError(f"task {name}: {name} must make an object with `chat`, `problems(split)` and `reward(problem, completion)`")
     return task
@@ -45,8 +49,8 @@ def load_object(name: str, what: str) -> Any:
         sys.path.append(os.getcwd())
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{what}: {name} cannot be imported as module:object ({error})") from None
+    except Exception as error:  # the user's module may raise anything
+        raise ValueError(f"{what}: {name} cannot be imported as module:object ({type(error).__name__}: {error})") from error
 
 
 def rewards(reward: Reward, problems: Sequence[Problem], completions: Sequence[Sequence[str]]) -> np.ndarray:
@@ -60,7 +64,7 @@ def rewards(reward: Reward, problems: Sequence[Problem], completions: Sequence[S
                 raise ValueError(
                     f"reward: raised {type(error).__name__} ({error}) for prompt {problem.id} ({problem.prompt!r}), sample {g} ({text!r})"
                 ) from error
-            if not math.isfinite(value):
+            if not abs(value) <= _LARGEST:
                 raise ValueError(f"reward: is {value} for prompt {problem.id} ({problem.prompt!r}), sample {g} ({text!r})")
             table[p, g] = value
     return table

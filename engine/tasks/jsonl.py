@@ -44,7 +44,7 @@ def read_pairs(file: str) -> list[tuple[str, str]]:
     if not file:
         raise ValueError('task jsonl: needs a file; set task.options = { file = "problems.jsonl" }')
     try:
-        lines = Path(file).read_text().split("\n")  # not splitlines: it also cuts at U+2028, which JSON allows
+        lines = Path(file).read_text(encoding="utf-8").split("\n")  # not splitlines: it also cuts at U+2028, which JSON allows
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"task jsonl: {file} cannot be read ({error})") from None
     pairs = []
@@ -53,9 +53,9 @@ def read_pairs(file: str) -> list[tuple[str, str]]:
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"task jsonl: {file} line {number} is not JSON ({error})") from None
-        if not isinstance(record, dict) or not isinstance(record.get("prompt"), str) or "answer" not in record:
+        if not isinstance(record, dict) or not isinstance(record.get("prompt"), str) or record.get("answer") is None:
             raise ValueError(f'task jsonl: {file} line {number} must be an object with "prompt" (a string) and "answer"')
         pairs.append((record["prompt"], str(record["answer"])))
     if not pairs:
