@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 RUN    ?= runs/demo
 
 # TORCH: what pip is given for torch, e.g. TORCH='torch==2.13.0 --index-url ...' for another build.
-.PHONY: help demo test test-slow lint bench clean
+.PHONY: help demo test test-slow lint package bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -36,6 +36,16 @@ test-slow: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# sdist and wheel, and the wheel in an environment of its own (which borrows the installed dependencies).
+package: $(STAMP)
+	rm -rf dist build
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	rm -rf build
+	$(BIN)/python -m venv --clear --system-site-packages build/wheel-venv
+	build/wheel-venv/bin/python -m pip install -q --no-deps --force-reinstall dist/*.whl
+	cd build && PYTHONPATH=$$(../$(BIN)/python -c "import site; print(site.getsitepackages()[0])") wheel-venv/bin/python -c \
+	  "import zerokl, zerokl.engine.config as c; assert 'build' in zerokl.__file__, zerokl.__file__; print(c.preset_names())"
 
 bench: $(STAMP) .venv-trl/.installed
 	$(BIN)/python benchmarks/bench_step.py --trl-python .venv-trl/bin/python

@@ -61,20 +61,22 @@ def scaled_logits(logits: torch.Tensor, dist: Distribution) -> torch.Tensor:
     return z.masked_fill(torch.zeros_like(drop).scatter_(1, index, drop), float("-inf"))
 
 
-def log_sum_exp(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """lse [T] and exp(z - max) [T, V]."""
-    top = z.amax(dim=1)
-    e = torch.exp(z - top.unsqueeze(1))
-    return top + torch.log(sum_row(e)), e
+def log_sum_exp(z: torch.Tensor) -> torch.Tensor:
+    """lse of each row. z [T, V] -> [T]."""
+    top = z.amax(dim=1, keepdim=True)
+    return (top + torch.log(sum_row(torch.exp(z - top))).unsqueeze(1)).squeeze(1)
 
 
 def token_logprobs(z: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """logp and entropy of each row. z [T, V] from `scaled_logits`, ids [T] -> [T], [T] in fp32."""
-    lse, e = log_sum_exp(z)
-    logp = z.gather(1, ids.unsqueeze(1)).squeeze(1) - lse
+    top = z.amax(dim=1, keepdim=True)
+    shifted = z - top
+    e = torch.exp(shifted)
     total = sum_row(e)
-    mean_z = sum_row(torch.where(e > 0, e * z, torch.zeros_like(z))) / total
-    return logp, lse - mean_z
+    log_total = torch.log(total)
+    logp = z.gather(1, ids.unsqueeze(1)).squeeze(1) - (top.squeeze(1) + log_total)
+    mean = sum_row(torch.where(e > 0, e * shifted, torch.zeros_like(e))) / total
+    return logp, log_total - mean
 
 
 def draw(z: torch.Tensor, u: torch.Tensor, greedy: bool = False) -> torch.Tensor:
@@ -135,8 +137,7 @@ class _LinearLogprob(torch.autograd.Function):
         for chunk in _chunks_of_blocks(ctx.blocks, chunk_rows(w.shape[0])):
             a, b = chunk[0][0], chunk[-1][1]
             z = scaled_logits(matmul_rows(h[a:b], w.t()), dist)
-            lse, _ = log_sum_exp(z)
-            dz = torch.exp(z - lse.unsqueeze(1)).neg_()
+            dz = torch.exp(z - log_sum_exp(z).unsqueeze(1)).neg_()
             dz.scatter_add_(1, ids[a:b].unsqueeze(1), torch.ones_like(dz[:, :1]))
             dz *= dlogp[a:b].unsqueeze(1)
             if dist.temperature not in (0.0, 1.0):

@@ -96,12 +96,17 @@ def add_outer(acc_NK: torch.Tensor, dy_TN: torch.Tensor, x_TK: torch.Tensor, blo
 
 
 def add_columns(acc_N: torch.Tensor, dy_TN: torch.Tensor, blocks: Blocks) -> None:
-    """acc += the column sums of each block, in the order given: the gradient of a bias or of a norm's weight."""
-    N = dy_TN.shape[1]
-    dy = _pad_width(dy_TN.to(acc_N.dtype))
-    ones = dy.new_ones(ALIGN, TOKEN_BLOCK)  # a product with 1.0 is exact, so the matrix product is a plain sum
-    for start, end in blocks:
-        acc_N += torch.mm(ones[:, : end - start], dy[start:end])[0, :N]
+    """acc += the column sums of each block, in the order given: the gradient of a bias or of a norm's weight.
+
+    A block's rows are summed by a binary tree over its rows padded with zeros to a power of two. More zeros change no bit,
+    so all blocks are padded to one length and their trees run together.
+    """
+    longest = max(end - start for start, end in blocks)
+    rows = dy_TN.new_zeros(len(blocks), 1 << (longest - 1).bit_length(), dy_TN.shape[1], dtype=acc_N.dtype)
+    for block, (start, end) in zip(rows, blocks, strict=True):
+        block[: end - start] = dy_TN[start:end]
+    for column_sums in tree_sum(rows, 1):
+        acc_N += column_sums
 
 
 def sum_row(x_TN: torch.Tensor) -> torch.Tensor:

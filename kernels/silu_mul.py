@@ -40,7 +40,7 @@ class _SiluMul(torch.autograd.Function):
         dgu = torch.empty_like(gu)
         dg, du = dgu.chunk(2, dim=1)
         dg.copy_(slope.mul_(u).mul_(dyf))
-        du.copy_(silu.to(gu.dtype).to(acc).mul_(dyf))  # silu rounded as the forward rounded it
+        du.copy_(silu.to(gu.dtype).to(acc).mul_(dyf))  # silu rounded to the dtype, as in the forward
         return dgu
 
 

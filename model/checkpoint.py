@@ -73,13 +73,10 @@ def _files(folder: Path) -> dict[str, list[str] | None]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
-            weight_map = json.loads(index.read_text())["weight_map"]
-        except (json.JSONDecodeError, KeyError, UnicodeDecodeError):
+            by_name = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"].items())
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(f"model: {index} is not a valid index of safetensors shards") from None
-        files: dict[str, list[str] | None] = {}
-        for name, file in weight_map.items():
-            files.setdefault(file, []).append(name)  # type: ignore[union-attr]
-        return files
+        return {file: [name for name, where in by_name.items() if where == file] for file in dict.fromkeys(by_name.values())}
     if not (folder / "model.safetensors").exists():
         raise ValueError(f"model: {folder} holds no model.safetensors (pickled weights are not read: loading them can run code)")
     return {"model.safetensors": None}

@@ -62,14 +62,14 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, raw: dict[str, Any], source: str = "config") -> "ModelConfig":
         """Build from the fields of config.json. Raises ValueError naming the field that is missing or unsupported."""
-        names = raw.get("architectures") or ["(none)"]
-        name = names[0]
+        names = raw.get("architectures")
+        name = names[0] if isinstance(names, list) and names else names or "(none)"
         if name not in ARCHITECTURES:
             raise ValueError(f"model: {source}: architecture {name} is not supported; supported are {', '.join(ARCHITECTURES)}")
         family = ARCHITECTURES[name]
-        _refuse(raw, source, family)
-        theta, llama3 = _rope(raw, source)
         try:
+            _refuse(raw, source)
+            theta, llama3 = _rope(raw, source)
             heads = int(raw["num_attention_heads"])
             config = cls(
                 architecture=name,
@@ -92,8 +92,13 @@ class ModelConfig:
             )
         except KeyError as error:
             raise ValueError(f"model: {source} lacks the field {error.args[0]}") from None
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"model: {source} has a field of the wrong type ({error})") from None
+        except _UnsupportedError:
+            raise
+        except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+            raise ValueError(f"model: {source} has a field of the wrong type or value ({error})") from None
+        for field in ("vocab_size", "hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "head_dim", "max_positions"):
+            if getattr(config, field) < 1:
+                raise ValueError(f"model: {source}: {field} ({getattr(config, field)}) must be positive")
         if config.heads % config.kv_heads:
             raise ValueError(
                 f"model: {source}: num_attention_heads ({config.heads}) must be a multiple of num_key_value_heads ({config.kv_heads})"
@@ -103,11 +108,15 @@ class ModelConfig:
         return config
 
 
-def _refuse(raw: dict[str, Any], source: str, family: str) -> None:
+class _UnsupportedError(ValueError):
+    """A field names something the kernels do not know; the message is complete."""
+
+
+def _refuse(raw: dict[str, Any], source: str) -> None:
     """Raise ValueError for a field whose value changes the computation in a way the kernels do not know."""
 
     def no(field: str, value: object, remedy: str) -> None:
-        raise ValueError(f"model: {source}: {field} = {value!r} is not supported; {remedy}")
+        raise _UnsupportedError(f"model: {source}: {field} = {value!r} is not supported; {remedy}")
 
     if raw.get("quantization_config"):
         no("quantization_config", raw["quantization_config"].get("quant_method", "?"), "use unquantised weights")
@@ -115,6 +124,8 @@ def _refuse(raw: dict[str, Any], source: str, family: str) -> None:
         no("hidden_act", raw["hidden_act"], "only silu is")
     if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or []):
         no("sliding window attention", raw.get("sliding_window"), "only full attention is")
+    if set(raw.get("layer_types") or []) - {"full_attention"}:
+        no("layer_types", sorted(set(raw["layer_types"])), "only full_attention is")
     if raw.get("mlp_bias"):
         no("mlp_bias", True, "only MLPs without bias are")
     if raw.get("pretraining_tp", 1) not in (1, None):
@@ -134,11 +145,13 @@ def _rope(raw: dict[str, Any], source: str) -> tuple[float, dict[str, float] | N
     rope = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
     kind = rope.get("rope_type") or rope.get("type") or "default"
     theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    if rope.get("partial_rotary_factor", 1.0) not in (1.0, None):
+        raise _UnsupportedError(f"model: {source}: partial_rotary_factor = {rope['partial_rotary_factor']!r} is not supported; only 1.0 is")
     if kind == "default":
         return theta, None
     if kind != "llama3":
-        raise ValueError(f"model: {source}: rope_type = {kind!r} is not supported; supported are default and llama3")
+        raise _UnsupportedError(f"model: {source}: rope_type = {kind!r} is not supported; supported are default and llama3")
     missing = [k for k in _ROPE_LLAMA3 if k not in rope]
     if missing:
-        raise ValueError(f"model: {source}: rope_type llama3 lacks {', '.join(missing)}")
+        raise _UnsupportedError(f"model: {source}: rope_type llama3 lacks {', '.join(missing)}")
     return theta, {k: float(rope[k]) for k in _ROPE_LLAMA3}
