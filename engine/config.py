@@ -132,6 +132,8 @@ class Config(_Section):
     """Stop at the first token whose trainer logprob is not bit for bit its sampler logprob."""
     threads: int = Field(0, ge=0)
     """CPU threads; 0 leaves torch's choice. Changes no bit."""
+    workers: int = Field(0, ge=0)
+    """Virtual shards trained side by side, each on its share of the threads; 0 chooses by model size. Changes no bit."""
     sampler: Literal["native"] = "native"
     """Which engine draws the completions."""
     task: TaskConfig = TaskConfig()

@@ -23,20 +23,21 @@ from ..model.weights import Layout
 from .config import OptimizerConfig
 from .evaluate import evaluate
 from .learner import Learner
-from .loop import micro_batches, virtual_shards
+from .loop import virtual_shards
 from .native import NativeSampler
 from .report import Display
 from .rollout import Keys
 from .tasks import load_task
 from .tasks.base import Problem
 from .text import Text, character_tokenizer
+from .workers import Workers, automatic
 
 PERFECTIBLE_FILE = "perfectible.json"
 # Share of training problems a sampled completion solves at which the warm start ends.
 TARGET = 0.45
 # The perfectible set: its size at most, and the share of SET_SAMPLES samples that solve each of its problems (the paper's
 # bounds).
-SET_SIZE, SET_SAMPLES, SOLVED = 256, 16, (0.2, 0.8)
+SET_SIZE, SET_SAMPLES, SOLVED = 128, 16, (0.2, 0.8)
 _MAX_STEPS, _CHECK_EVERY, _BATCH, _SHARDS = 3000, 10, 64, 4
 _OPTIMIZER = OptimizerConfig(lr=2e-3, warmup_steps=20, schedule="linear", min_lr_ratio=0.1, weight_decay=0.0)
 
@@ -122,14 +123,15 @@ def _warm_start(decoder: Decoder, text: Text, problems: Sequence[Problem], rewar
     """Supervised steps on correct answers until TARGET is reached. Returns accuracy, steps and a sampler of the model."""
     eos = min(text.stop_ids)
     pairs = [(text.encode(p.prompt, chat=False), [*text.encode(p.answer, chat=False), eos]) for p in problems]
-    learner = Learner(decoder, decoder.flat.detach(), _OPTIMIZER, _SHARDS, _MAX_STEPS)
+    workers = Workers(automatic(decoder.layout.numel))
+    learner = Learner(decoder, decoder.flat.detach(), _OPTIMIZER, _SHARDS, _MAX_STEPS, lanes=workers.n)
     sampler = NativeSampler(decoder)
     probe = problems[: min(len(problems), 256)]
     longest = max(len(c) for _, c in pairs)
     display, accuracy = Display(100, "init"), 0.0
     try:
         for step in range(1, _MAX_STEPS + 1):
-            _supervised_step(decoder, learner, _examples(pairs, seed, step))
+            _supervised_step(learner, _examples(pairs, seed, step), workers)
             if step % _CHECK_EVERY:
                 continue
             keys = Keys(seed, step, Stream.WARM_START)
@@ -154,13 +156,15 @@ def _examples(pairs: Sequence[tuple[list[int], list[int]]], seed: int, step: int
     return [pairs[order[(step * _BATCH + i) % len(pairs)]] for i in range(min(_BATCH, len(pairs)))]
 
 
-def _supervised_step(decoder: Decoder, learner: Learner, pairs: Sequence[tuple[list[int], list[int]]]) -> None:
+def _supervised_step(learner: Learner, pairs: Sequence[tuple[list[int], list[int]]], workers: Workers) -> None:
     tokens = sum(len(c) for _, c in pairs)
-    for shard in virtual_shards(len(pairs), _SHARDS):
-        for mb in micro_batches(shard, len(pairs)):
-            logp, _ = logprobs(decoder, pack([pairs[i] for i in mb]), Distribution())
+
+    def shard_gradient(decoder: Decoder, shard: range) -> None:
+        if shard:
+            logp, _ = logprobs(decoder, pack([pairs[i] for i in shard]), Distribution())
             (-logp.sum() / tokens).backward()
-        learner.close_shard(empty=not shard)
+
+    learner.sum_shards(list(virtual_shards(len(pairs), _SHARDS)), shard_gradient, workers)
     learner.update()
 
 

@@ -5,12 +5,18 @@ temporaries small; it uses + - * / sqrt only, which round exactly, so slices and
 """
 
 import math
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
 from ..model.decoder import Decoder
 from ..model.weights import FLAT_TILE, Layout
 from .config import OptimizerConfig
+from .workers import Workers
+
+X = TypeVar("X", bound=Sequence)
+Y = TypeVar("Y")
 
 # Elements of one slice of an elementwise pass; a multiple of FLAT_TILE. Bounds temporaries to a few MiB.
 SLICE = 256 * FLAT_TILE
@@ -57,39 +63,66 @@ class GradientTree:
         return root
 
 
-class Learner:
-    """Owns the master weights, the optimizer state and the gradients of a decoder.
+class Lane:
+    """One shard's gradient in the making: a decoder to run the backward through and the buffers it adds to."""
 
-    `master` [layout.numel] fp32. With an fp32 decoder the compute weights are the master weights themselves.
-    """
-
-    def __init__(self, decoder: Decoder, master: torch.Tensor, cfg: OptimizerConfig, shards: int, total_updates: int):
-        self.decoder, self.master, self.cfg, self.total_updates = decoder, master, cfg, total_updates
-        self.layout: Layout = decoder.layout
-        self.updates = 0
-        self._m, self._v = torch.zeros_like(master), torch.zeros_like(master)
-        self._tree = GradientTree(shards, self.layout.numel)
-        self._leaf = torch.zeros(self.layout.numel)
-        views = self.layout.views(self._leaf)
+    def __init__(self, decoder: Decoder):
+        self.decoder = decoder
+        self.leaf = torch.zeros(decoder.layout.numel)
+        views = decoder.layout.views(self.leaf)
         for name, weight in decoder.w.items():
             weight.main_grad = views[name]
         # The head of tied embeddings has a buffer of its own (see Decoder); it joins the embedding's at a shard's end.
         self._tied = torch.zeros(decoder.head.shape) if decoder.config.tied else None
         if self._tied is not None:
             decoder.head.main_grad = self._tied
-        self._embed_grad = views["embed"]
+        self._embed = views["embed"]
+
+    def finish(self) -> torch.Tensor:
+        """The shard's gradient, once its backward passes are done."""
+        if self._tied is not None:
+            self._embed += self._tied
+            self._tied.zero_()
+        return self.leaf
+
+
+class Learner:
+    """Owns the master weights, the optimizer state and the gradients of a decoder.
+
+    `master` [layout.numel] fp32. With an fp32 decoder the compute weights are the master weights themselves. Each of the
+    `lanes` holds a gradient, so that as many shards can be in the making at once.
+    """
+
+    def __init__(self, decoder: Decoder, master: torch.Tensor, cfg: OptimizerConfig, shards: int, total_updates: int, lanes: int = 1):
+        self.decoder, self.master, self.cfg, self.total_updates = decoder, master, cfg, total_updates
+        self.layout: Layout = decoder.layout
+        self.updates = 0
+        self._m, self._v = torch.zeros_like(master), torch.zeros_like(master)
+        self._tree = GradientTree(shards, self.layout.numel)
+        self.lanes = [Lane(decoder if i == 0 else decoder.twin()) for i in range(lanes)]
         self._decay = [(e.offset, e.offset + e.numel) for e in self.layout.entries.values() if len(e.shape) > 1]
 
-    def close_shard(self, empty: bool = False) -> None:
-        """The backward passes of one virtual shard are done: hand its gradient to the tree and start from zero."""
+    def close_shard(self, lane: int = 0, empty: bool = False) -> None:
+        """The backward passes of the next virtual shard are done, in that lane: hand its gradient to the tree."""
         if empty:
             self._tree.push(None)
             return
-        if self._tied is not None:
-            self._embed_grad += self._tied
-            self._tied.zero_()
-        self._tree.push(self._leaf)
-        self._leaf.zero_()
+        leaf = self.lanes[lane].finish()
+        self._tree.push(leaf)
+        leaf.zero_()
+
+    def sum_shards(self, shards: Sequence[X], work: Callable[[Decoder, X], Y], workers: Workers) -> list[Y]:
+        """work(decoder, shard) for each shard, a lane each, as many at once as there are workers; then `close_shard` in order.
+
+        Returns the results in order. An empty shard has no gradient, but a place in the tree.
+        """
+        results, rounds = [], min(workers.n, len(self.lanes))
+        for start in range(0, len(shards), rounds):
+            some = list(enumerate(shards[start : start + rounds]))
+            results += workers.map(lambda item: work(self.lanes[item[0]].decoder, item[1]), some)
+            for lane, shard in some:
+                self.close_shard(lane, empty=not len(shard))
+        return results
 
     def take_gradient(self) -> torch.Tensor:
         """The sum of all shards, [layout.numel] fp32; valid until the next shard is closed."""

@@ -6,7 +6,7 @@ Shapes: P prompts, G samples of each, sequences in canonical order (prompt by pr
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from .rollout import Keys, Rollout, Sampler, Sampling
 from .tasks import Reward, rewards
 from .tasks.base import Problem
 from .text import Text
+from .workers import Workers
 
 
 @dataclass
@@ -38,6 +39,7 @@ class TrainState:
     reward: Reward
     problems: Sequence[Problem]  # training problems
     prompt_ids: Sequence[Sequence[int]]  # of the training problems
+    workers: Workers = field(default_factory=Workers)
     step: int = 0
     version: int = 0  # of the weights: the number of optimizer updates so far
 
@@ -70,53 +72,67 @@ def train_step(state: TrainState) -> StepRecord:
     weights = sequence_weights([len(x.completion_ids) for x in rollouts], loss_cfg.normaliser, cfg.sampling.max_tokens)
     monitor = Monitor(state.step, cfg.exact, state.version)
     for update in range(cfg.updates_per_rollout):
-        first, token_losses, token_entropies, newer = update == 0, [], [], []
-        for shard in virtual_shards(len(rollouts), cfg.virtual_shards):
-            for mb in micro_batches(shard, cfg.micro_batch):
-                batch = [rollouts[i] for i in mb]
-                a, w = A.reshape(-1)[mb], np.array(weights)[mb]
-                logp, losses, entropy = micro_batch_gradient(state, batch, a, w, monitor if first else None)
-                token_losses += losses
-                token_entropies += entropy
-                newer.append(logp)
-            state.learner.close_shard(empty=not shard)
-        metrics = {"loss": math.fsum(token_losses), "entropy": math.fsum(token_entropies) / len(token_entropies)}
-        if first:
-            metrics |= monitor.metrics()
-            summary = metrics
+        shards = list(virtual_shards(len(rollouts), cfg.virtual_shards))
+        done = state.learner.sum_shards(shards, lambda policy, s: shard_gradient(cfg, policy, s, rollouts, A, weights), state.workers)
+        parts = [micro_batch for shard in done for micro_batch in shard]
+        if update == 0:
+            for part in parts:
+                monitor.compare(part.logp, part.rollouts)  # 0.0 everywhere, or stop and show where
+            metrics = monitor.metrics() | step_losses(parts)
         else:
-            summary |= monitor.staleness(newer)
-        summary |= state.learner.update()  # clipping, AdamW, fp32 master weights
+            metrics |= monitor.staleness([part.logp for part in parts])
+        metrics |= state.learner.update()  # clipping, AdamW, fp32 master weights
         state.version += 1
     state.sampler.load_weights(state.policy.w, state.version)
-    summary |= rollout_metrics(rollouts, texts, r) | {"tokens": monitor.tokens}
-    summary |= {"time/sample_s": sampled - began, "time/train_s": time.perf_counter() - sampled}
-    record = StepRecord({"step": state.step} | summary, rollouts, problems, texts, r, A)
+    metrics |= rollout_metrics(rollouts, texts, r) | {"tokens": monitor.tokens}
+    metrics |= {"time/sample_s": sampled - began, "time/train_s": time.perf_counter() - sampled}
+    record = StepRecord({"step": state.step} | metrics, rollouts, problems, texts, r, A)
     state.step += 1
     return record
 
 
-def micro_batch_gradient(
-    state: TrainState, batch: Sequence[Rollout], A: np.ndarray, weights: np.ndarray, monitor: Monitor | None
-) -> tuple[torch.Tensor, list[float], list[float]]:
-    """Forward, comparison and backward of some sequences. A, weights [sequences].
+@dataclass(frozen=True)
+class MicroBatch:
+    """What a micro-batch leaves behind: the trainer's logp [C], and weighted loss and entropy of each token."""
 
-    Returns the trainer's logp [C], and weighted loss and entropy of each token.
+    rollouts: list[Rollout]
+    logp: torch.Tensor
+    losses: list[float]
+    entropies: list[float]
+
+
+def shard_gradient(
+    cfg: Config, policy: Decoder, shard: range, rollouts: Sequence[Rollout], A: np.ndarray, weights: Sequence[float]
+) -> list[MicroBatch]:
+    """Forward and backward of a virtual shard's sequences, in micro-batches. A [P, G], weights [P G]."""
+    done = []
+    for mb in micro_batches(shard, cfg.micro_batch):
+        done.append(micro_batch_gradient(cfg, policy, [rollouts[i] for i in mb], A.reshape(-1)[mb], np.array(weights)[mb]))
+    return done
+
+
+def micro_batch_gradient(cfg: Config, policy: Decoder, batch: list[Rollout], A: np.ndarray, weights: np.ndarray) -> MicroBatch:
+    """Forward and backward of some sequences. A, weights [sequences].
+
     Sequences without advantage have a gradient of exactly zero: a micro-batch of such only is compared, not differentiated.
     """
     packed = pack([r.pair for r in batch])
     lengths = torch.tensor(packed.completion_lengths)
     with torch.set_grad_enabled(bool(A.any())):
-        logp, entropy = logprobs(state.policy, packed, state.config.sampling.distribution)
-        if monitor is not None:
-            monitor.compare(logp, batch)  # 0.0 everywhere, or stop and show where
+        logp, entropy = logprobs(policy, packed, cfg.sampling.distribution)
         old = torch.from_numpy(np.concatenate([r.logprobs for r in batch]))
         per_token = torch.from_numpy(A).float().repeat_interleave(lengths)
-        loss = policy_loss(logp, old, per_token, state.config.loss.resolve())
+        loss = policy_loss(logp, old, per_token, cfg.loss.resolve())
         loss = loss * torch.from_numpy(weights).float().repeat_interleave(lengths)
         if loss.requires_grad:
             loss.sum().backward()
-    return logp.detach(), loss.detach().tolist(), entropy.tolist()
+    return MicroBatch(batch, logp.detach(), loss.detach().tolist(), entropy.tolist())
+
+
+def step_losses(parts: Sequence[MicroBatch]) -> dict[str, float]:
+    """Loss and mean entropy of a step, by correctly rounded sums over its tokens."""
+    entropies = [e for part in parts for e in part.entropies]
+    return {"loss": math.fsum(x for part in parts for x in part.losses), "entropy": math.fsum(entropies) / len(entropies)}
 
 
 def virtual_shards(n: int, shards: int) -> Iterator[range]:

@@ -21,6 +21,7 @@ from .report import Display, RunFolder, console, plot_reward, refuse_taken
 from .tasks import load_reward, load_task
 from .tasks.base import Problem, Task
 from .text import Text
+from .workers import Workers, automatic
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,11 @@ def make_state(config: Config, model: Path, task: Task) -> TrainState:
     dtype = DTYPES[config.dtype]
     policy = decoder if dtype == torch.float32 else Decoder(model_config, master.to(dtype), decoder.layout)
     updates = config.steps * config.updates_per_rollout
-    learner = Learner(policy, master, config.optimizer, config.virtual_shards, updates)
+    workers = Workers(config.workers or automatic(policy.layout.numel))
+    learner = Learner(policy, master, config.optimizer, config.virtual_shards, updates, lanes=workers.n)
     native = config.native
     sampler = NativeSampler(policy, native.max_concurrency, native.max_batch_tokens, native.cache_bytes)
-    return TrainState(config, policy, learner, sampler, text, load_reward(task, config.task.reward), problems, prompt_ids)
+    return TrainState(config, policy, learner, sampler, text, load_reward(task, config.task.reward), problems, prompt_ids, workers)
 
 
 def training_problems(task: Task, config: Config, model: Path) -> list[Problem]:

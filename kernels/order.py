@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 
 # Rows of one matrix product. fp32 reaches its peak rate at 32 rows; bf16 needs 64 to amortise oneDNN's packing.
-ROW_TILE = {torch.float64: 32, torch.float32: 32, torch.bfloat16: 64}
+# fp16 runs as fp32 (see matmul_rows).
+ROW_TILE = {torch.float64: 32, torch.float32: 32, torch.float16: 32, torch.bfloat16: 64}
 # Tokens of one partial weight gradient: long enough to be compute-bound, short enough that a sum of them stays accurate.
 TOKEN_BLOCK = 128
 # Widths are padded to this many elements, so that no vector is ever cut (see above).
@@ -51,6 +52,11 @@ def one_sequence(x: torch.Tensor, blocks: Blocks | None) -> Blocks:
     return token_blocks([x.shape[0]]) if blocks is None else blocks
 
 
+def row_tile(dtype: torch.dtype) -> int:
+    """Rows of one matrix product."""
+    return ROW_TILE[dtype]
+
+
 def matmul_rows(x_TK: torch.Tensor, w_KN: torch.Tensor) -> torch.Tensor:
     """x @ w with each row's bits independent of the other rows, of T and of the number of threads.
 
@@ -61,7 +67,7 @@ def matmul_rows(x_TK: torch.Tensor, w_KN: torch.Tensor) -> torch.Tensor:
         return matmul_rows(x_TK.float(), w_KN.float()).to(dtype)
     T, N = x_TK.shape[0], w_KN.shape[1]
     x, w = _pad_width(x_TK), _pad_both(w_KN)
-    tile = ROW_TILE[dtype]
+    tile = row_tile(dtype)
     full = T - T % tile
     y = x.new_empty(T, w.shape[1])
     if full:

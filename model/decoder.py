@@ -7,6 +7,7 @@ What differs between training and sampling is the context only: how attention fi
 CachedContext in cache.py). Everything else works on rows.
 """
 
+import copy
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -17,7 +18,7 @@ from ..kernels.attention import Varlen, attention
 from ..kernels.embedding import embedding
 from ..kernels.linear import linear
 from ..kernels.order import Blocks, token_blocks
-from ..kernels.rms_norm import add_rms_norm, rms_norm
+from ..kernels.rms_norm import add_rms_norm, qk_norm, rms_norm
 from ..kernels.rope import rope, rope_table
 from ..kernels.silu_mul import silu_mul
 from .config import ModelConfig
@@ -36,12 +37,16 @@ class Context(Protocol):
 
 
 class PackedContext:
-    """Whole sequences, packed one after another. lengths [S] in tokens."""
+    """Whole sequences, packed one after another. lengths [S] in tokens, summing to T.
 
-    def __init__(self, lengths: Sequence[int], config: ModelConfig):
-        self.positions = torch.from_numpy(np.concatenate([np.arange(n) for n in lengths]))
+    After them may come `filler` rows that nobody reads: one more sequence, in no token block, that no gradient reaches.
+    """
+
+    def __init__(self, lengths: Sequence[int], config: ModelConfig, filler: int = 0):
+        filled = [*lengths, filler] if filler else list(lengths)
+        self.positions = torch.from_numpy(np.concatenate([np.arange(n) for n in filled]))
         self.blocks = token_blocks(lengths)
-        self._varlen = Varlen(lengths, config.heads, config.kv_heads)
+        self._varlen = Varlen(filled, config.heads, config.kv_heads)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         """See Context."""
@@ -54,11 +59,20 @@ class Decoder:
     def __init__(self, config: ModelConfig, flat: torch.Tensor, layout: Layout | None = None):
         self.config, self.flat = config, flat
         self.layout = layout or Layout(config)
-        self.w = {name: view.requires_grad_() for name, view in self.layout.views(flat.detach()).items()}
+        self._cos, self._sin = rope_table(config.frequencies, config.max_positions, flat.dtype)
+        self._bind()
+
+    def _bind(self) -> None:
+        self.w = {name: view.requires_grad_() for name, view in self.layout.views(self.flat.detach()).items()}
         # With tied embeddings the head is a second tensor over the same memory, so that its gradient has its own buffer:
         # summed into one, the order of the two uses would depend on the micro-batch size.
-        self.head = self.w["embed"].detach().requires_grad_() if config.tied else self.w["head"]
-        self._cos, self._sin = rope_table(config.frequencies, config.max_positions, flat.dtype)
+        self.head = self.w["embed"].detach().requires_grad_() if self.config.tied else self.w["head"]
+
+    def twin(self) -> "Decoder":
+        """The same weights in the same memory, with gradient buffers of its own: for another thread's backward."""
+        twin = copy.copy(self)
+        twin._bind()
+        return twin
 
     @property
     def dtype(self) -> torch.dtype:
@@ -83,9 +97,9 @@ class Decoder:
     def _attention(self, i: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: Context) -> torch.Tensor:
         c, w, at, blocks = self.config, self.w, f"layers.{i}.", context.blocks
         qkv = linear(x, w[at + "qkv"], w.get(at + "qkv_bias"), blocks).view(x.shape[0], -1, c.head_dim)
-        q, k, v = qkv.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
+        qk, v = qkv.split([c.heads + c.kv_heads, c.kv_heads], dim=1)
         if c.qk_norm:
-            q, k = rms_norm(q, w[at + "q_norm"], c.eps, blocks), rms_norm(k, w[at + "k_norm"], c.eps, blocks)
-        q, k = rope(q, cos, sin), rope(k, cos, sin)
+            qk = qk_norm(qk, w[at + "q_norm"], w[at + "k_norm"], c.heads, c.eps, blocks)
+        q, k = rope(qk, cos, sin).split([c.heads, c.kv_heads], dim=1)
         o = context.attend(i, q, k, v, c.head_dim**-0.5)
         return linear(o.reshape(x.shape[0], -1), w[at + "o"], w.get(at + "o_bias"), blocks)

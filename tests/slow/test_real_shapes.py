@@ -1,0 +1,68 @@
+"""Real head counts and a vocabulary of 151,936: load, sample and train one exact step within 20 GiB.
+
+The checkpoint is written by transformers with random weights; each case runs in a process of its own, whose peak memory
+the operating system reports.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+_VOCAB = 151_936
+_SHAPES = {
+    "qwen3-0.6b": (
+        "Qwen3",
+        dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128),
+    ),
+    "qwen2.5-0.5b": (
+        "Qwen2",
+        dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2),
+    ),
+}
+_STEP = """
+import json, resource, sys
+from zerokl.engine.config import load_config
+from zerokl.engine.run import train
+model, run, dtype = sys.argv[1:]
+words = {"model": model, "dtype": dtype, "steps": "1", "prompts": "2", "samples": "2", "micro_batch": "1", "virtual_shards": "2",
+         "sampling.max_tokens": "4", "evaluation.every": "0", "task.reward": "length_reward:reward"}
+summary = train(load_config(None, None, words), run)
+print(json.dumps({"unequal": summary.tokens_unequal, "tokens": summary.tokens,
+                  "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}))
+"""
+
+
+def _write_model(folder: Path, family: str, shape: dict) -> None:
+    import torch
+    import transformers
+    from zerokl.engine.text import character_tokenizer
+
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=_VOCAB, tie_word_embeddings=True, max_position_embeddings=4096, eos_token_id=1, pad_token_id=0, **shape
+    )
+    torch.manual_seed(0)
+    getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16).save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+
+
+@pytest.fixture(scope="module", params=_SHAPES)
+def model(request, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    _write_model(folder, *_SHAPES[request.param])
+    (folder / "length_reward.py").write_text("def reward(problem, completion):\n    return float(sum(map(ord, completion)) % 7)\n")
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_exact_step_within_20_gib(model, tmp_path, dtype):
+    words = [sys.executable, "-c", _STEP, str(model), str(tmp_path / "run"), dtype]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=model)
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["unequal"] == 0
+    assert report["tokens"] >= 4
+    assert report["peak_gib"] < 20, report
