@@ -40,7 +40,7 @@ class Init:
         report = initialise(Path(self.out), config.task.name, config.task.options, self.preset, self.seed)
         console.print(
             f"{self.out}: solves {report['accuracy']:.2f} of the training prompts after {report['steps']} supervised steps; "
-            f"{len(report['problems'])} of them, solved sometimes but not always, are its perfectible set"
+            f"{len(report['prompts'])} of them, solved sometimes but not always, are its perfectible set"
         )
         return 0
 

@@ -76,25 +76,17 @@ def zerokl_side(model: str, dtype: str, steps: int, warmup: int, threads: int) -
     return {"step_s": step_s[warmup:], "sample_s": sample_s[warmup:]}
 
 
-def trl_side(python: str, model: str, dtype: str, steps: int, warmup: int, threads: int, scratch: Path) -> dict:
+def trl_side(args: argparse.Namespace, model: str, dtype: str, mode: str, scratch: Path) -> dict:
     """Time TRL's step in its own environment."""
     out = scratch / "trl.json"
-    words = [
-        "--model",
-        model,
-        "--dtype",
-        dtype,
-        "--steps",
-        str(steps),
-        "--warmup",
-        str(warmup),
-        "--threads",
-        str(threads),
-        "--out",
-        str(out),
-    ]
-    subprocess.run([python, str(HERE / "trl_step.py"), *words], check=True, capture_output=True)
+    words = ["--model", model, "--dtype", dtype, "--bf16-mode", mode, "--out", str(out), *shared_words(args)]
+    subprocess.run([args.trl_python, str(HERE / "trl_step.py"), *words], check=True, capture_output=True)
     return json.loads(out.read_text())
+
+
+def shared_words(args: argparse.Namespace) -> list[str]:
+    """Options that both sides are given."""
+    return ["--steps", str(args.steps), "--warmup", str(args.warmup), "--threads", str(args.threads)]
 
 
 def linear_rates(threads: int) -> list[dict]:
@@ -157,16 +149,21 @@ def main() -> None:
 
 
 def compare(args: argparse.Namespace, model: str, dtype: str, scratch: Path) -> dict:
-    """Alternate the sides; medians of the rounds' medians, and ratios round by round."""
+    """Alternate the sides; medians of the rounds' medians, and ratios round by round.
+
+    bf16 meets two TRLs: "autocast" keeps fp32 master weights as zerokl does; "pure" has bf16 weights and optimizer state.
+    """
     rounds = []
     for _ in range(args.rounds):
-        words = ["--side", f"{dtype}:{model}", "--steps", str(args.steps), "--warmup", str(args.warmup), "--threads", str(args.threads)]
-        own = json.loads(subprocess.run([sys.executable, __file__, *words], check=True, capture_output=True, text=True).stdout)
-        row = {"zerokl_step_s": statistics.median(own["step_s"]), "zerokl_sample_s": statistics.median(own["sample_s"])}
-        if args.trl_python:
-            other = trl_side(args.trl_python, model, dtype, args.steps, args.warmup, args.threads, scratch)
-            row |= {"trl_step_s": statistics.median(other["step_s"]), "generate_s": statistics.median(other["generate_alone_s"])}
-            row |= {"step_ratio": row["zerokl_step_s"] / row["trl_step_s"], "sample_ratio": row["zerokl_sample_s"] / row["generate_s"]}
+        words = [sys.executable, __file__, "--side", f"{dtype}:{model}", *shared_words(args)]
+        own = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+        step_s, sample_s = statistics.median(own["step_s"]), statistics.median(own["sample_s"])
+        row = {"zerokl_step_s": step_s, "zerokl_sample_s": sample_s}
+        for mode in () if not args.trl_python else ("autocast", "pure") if dtype == "bfloat16" else ("pure",):
+            other = trl_side(args, model, dtype, mode, scratch)
+            name = f"trl_{mode}" if dtype == "bfloat16" else "trl"
+            trl_s, generate_s = statistics.median(other["step_s"]), statistics.median(other["generate_alone_s"])
+            row |= {f"{name}_step_s": trl_s, f"step_ratio_{name}": step_s / trl_s, f"sample_ratio_{name}": sample_s / generate_s}
             row |= {k: other[k] for k in ("trl", "transformers", "torch")}
         rounds.append(row)
     middle = {k: statistics.median(r[k] for r in rounds) for k, v in rounds[0].items() if isinstance(v, float)}

@@ -32,7 +32,7 @@ class TaskConfig(_Section):
     reward: str = ""
     """Your own reward as module:function(problem, completion) -> float; empty is the task's own."""
     perfectible_only: bool = True
-    """Train on the problems `zerokl init` found solved sometimes but not always, where the model folder names them."""
+    """Train on the task's problems that `zerokl init` found solved sometimes but not always, where the model folder names any."""
 
 
 class SamplingConfig(_Section):

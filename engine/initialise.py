@@ -73,7 +73,7 @@ def initialise(out: Path, task_name: str, options: Mapping[str, Any], preset: st
         found = _perfectible(sampler, text, problems, task.reward, seed)
         report = {
             "task": task_name, "options": dict(options), "preset": preset, "seed": seed, "accuracy": accuracy, "steps": steps,
-            "samples": SET_SAMPLES, "problems": found,
+            "samples": SET_SAMPLES, "prompts": found,
         }  # fmt: skip
         extra = {PERFECTIBLE_FILE: json.dumps(report) + "\n"}
         write_checkpoint(out, decoder.layout, decoder.flat.detach(), companions=scratch, extra=extra)
@@ -91,7 +91,7 @@ def perfectible_set(model: Path) -> dict[str, Any] | None:
         return None
     try:
         found = json.loads(path.read_text())
-        return found | {"task": str(found["task"]), "options": dict(found["options"]), "problems": list(found["problems"])}
+        return found | {"task": str(found["task"]), "options": dict(found["options"]), "prompts": list(found["prompts"])}
     except (OSError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"model: {path} is not readable ({error})") from None
 
@@ -168,15 +168,15 @@ def _supervised_step(learner: Learner, pairs: Sequence[tuple[list[int], list[int
     learner.update()
 
 
-def _perfectible(sampler: NativeSampler, text: Text, problems: Sequence[Problem], reward, seed: int) -> list[int]:
-    """Ids of up to SET_SIZE problems that a share within SOLVED of SET_SAMPLES samples solves, in order."""
+def _perfectible(sampler: NativeSampler, text: Text, problems: Sequence[Problem], reward, seed: int) -> list[str]:
+    """Prompts of up to SET_SIZE problems that a share within SOLVED of SET_SAMPLES samples solves, in order."""
     longest = max(len(text.encode(p.answer, chat=False)) for p in problems) + 1
     keys, found = Keys(seed, 0, Stream.WARM_START), []
     for start in range(0, len(problems), SET_SIZE):
         some = problems[start : start + SET_SIZE]
         ids = text.encode_problems(some, chat=False)
         rates = evaluate(sampler, text, some, ids, reward, Distribution(), SET_SAMPLES, longest, keys).rewards.mean(axis=1)
-        found += [some[i].id for i in np.flatnonzero((rates >= SOLVED[0]) & (rates <= SOLVED[1]))]
+        found += [some[i].prompt for i in np.flatnonzero((rates >= SOLVED[0]) & (rates <= SOLVED[1]))]
         if len(found) >= SET_SIZE:
             break
     return found[:SET_SIZE]

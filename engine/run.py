@@ -100,12 +100,14 @@ def make_state(config: Config, model: Path, task: Task) -> TrainState:
 
 
 def training_problems(task: Task, config: Config, model: Path) -> list[Problem]:
-    """The task's training problems, without those `zerokl init` never saw solved. Raises ValueError when none are left."""
+    """The task's training problems: those of the model's perfectible set, if it has one with any of them. Raises ValueError."""
     problems = list(task.problems("train"))
     found = perfectible_set(model) if config.task.perfectible_only else None
-    if found and (found["task"], found["options"]) == (config.task.name, config.task.options):
-        keep = set(found["problems"])
-        problems = [p for p in problems if p.id in keep]
+    if found and found["task"] == config.task.name:
+        prompts = set(found["prompts"])
+        kept = [p for p in problems if p.prompt in prompts]
+        problems = kept or problems
+        console.print(f"{len(problems)} training problems" + (f", the part of them in {model}'s perfectible set" if kept else ""))
     if not problems:
         raise ValueError(f"task {config.task.name}: has no training problems")
     return problems
