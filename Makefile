@@ -58,4 +58,4 @@ bench: $(STAMP) .venv-trl/.installed
 	touch $@
 
 clean:
-	rm -rf build dist *.egg-info runs
+	rm -rf build dist *.egg-info

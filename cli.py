@@ -36,6 +36,7 @@ class Init:
         from .engine.initialise import initialise
         from .engine.report import console
 
+        _only_task_keys("init", overrides)
         config = load_config(None, None, {"task.name": self.task, **overrides})
         report = initialise(Path(self.out), config.task.name, config.task.options, self.preset, self.seed)
         console.print(
@@ -115,7 +116,7 @@ class Sample:
             seed=self.seed, chat=self.chat,
         )  # fmt: skip
         for r in rollouts:
-            console.print(f"{policy.text.decode(r.completion_ids)!r}  logprob {float(r.logprobs.sum()):.4f}  {r.finish}", markup=False)
+            console.print(f"{policy.text.decode(r.completion_ids)!r}  logprob {float(r.logprobs.sum()):.4f}  {r.finish}")
         return 0
 
 
@@ -148,6 +149,7 @@ class Eval:
         from .engine.policy import load_policy
         from .engine.report import console
 
+        _only_task_keys("eval", overrides)
         config = load_config(None, None, {"task.name": self.task, **overrides})
         policy = load_policy(self.model, self.dtype)
         result = policy.evaluate(
@@ -211,6 +213,11 @@ def _take_overrides(words: list[str], command: type) -> tuple[list[str], dict[st
             raise ValueError(f"{key} lacks a value")
         i += 1
     return kept, overrides
+
+
+def _only_task_keys(name: str, overrides: dict[str, str]) -> None:
+    """Raise ValueError for a key that has no meaning outside a training run."""
+    _check_options(name, {key: value for key, value in overrides.items() if not key.startswith("task.")})
 
 
 def _check_options(name: str, overrides: dict[str, str]) -> None:

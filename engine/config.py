@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..kernels.logprob import Distribution
-from .loss import PRESETS, LossConfig
+from .loss import LossConfig
 
 
 class _Section(BaseModel):
@@ -97,7 +97,7 @@ class EvaluationConfig(_Section):
     samples: int = Field(1, ge=1)
     """Completions of each problem."""
     temperature: float = Field(0.0, ge=0)
-    """Temperature; 0 is greedy."""
+    """Temperature; 0 is greedy. top_k and top_p are those of sampling."""
 
 
 class CheckpointConfig(_Section):
@@ -123,11 +123,11 @@ class Config(_Section):
     samples: int = Field(8, ge=1)
     """Completions of each prompt (G)."""
     micro_batch: int = Field(16, ge=1)
-    """Sequences of one forward and backward. Bounds memory; changes no bit."""
+    """Sequences of one forward and backward of each worker. Bounds memory; changes no bit."""
     virtual_shards: int = Field(8, ge=1)
     """Parts into which a step's sequences are cut; a power of two. The order of the gradient's sum."""
     updates_per_rollout: int = Field(1, ge=1)
-    """Optimizer updates on each step's rollouts."""
+    """Optimizer updates on each step's rollouts. loss and entropy are those of the first, grad_norm and lr of the last."""
     exact: bool = True
     """Stop at the first token whose trainer logprob is not bit for bit its sampler logprob."""
     threads: int = Field(0, ge=0)
@@ -272,6 +272,3 @@ def _toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace(
         "\x7f", "\\u007f"
     )  # strings, booleans and integers are written alike in JSON and TOML
-
-
-__all__ = ["PRESETS", "Config", "load_config", "preset_names", "to_toml"]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..kernels.logprob import Distribution
-from ..kernels.philox import Stream, permutation, uniform_range
+from ..kernels.philox import Stream, uniform_range
 from ..model.checkpoint import write_checkpoint
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
@@ -23,7 +23,7 @@ from ..model.weights import Layout
 from .config import OptimizerConfig
 from .evaluate import evaluate
 from .learner import Learner
-from .loop import virtual_shards
+from .loop import step_problems, virtual_shards
 from .native import NativeSampler
 from .report import Display
 from .rollout import Keys
@@ -33,12 +33,15 @@ from .text import Text, character_tokenizer
 from .workers import Workers, automatic
 
 PERFECTIBLE_FILE = "perfectible.json"
+TASK_FILE = "task.json"  # in the checkpoints of a run
 # Share of training problems a sampled completion solves at which the warm start ends.
 TARGET = 0.45
 # The perfectible set: its size at most, and the share of SET_SAMPLES samples that solve each of its problems (the paper's
 # bounds).
 SET_SIZE, SET_SAMPLES, SOLVED = 128, 16, (0.2, 0.8)
-_MAX_STEPS, _CHECK_EVERY, _BATCH, _SHARDS = 3000, 10, 64, 4
+_MAX_STEPS, _BATCH, _SHARDS = 3000, 64, 4
+# Steps between checks; more often once learning is under way, so that the end is not overshot.
+_CHECK_EVERY, _CHECK_OFTEN = 10, 2
 _OPTIMIZER = OptimizerConfig(lr=2e-3, warmup_steps=20, schedule="linear", min_lr_ratio=0.1, weight_decay=0.0)
 
 PRESETS: dict[str, dict[str, int]] = {
@@ -86,13 +89,24 @@ def initialise(out: Path, task_name: str, options: Mapping[str, Any], preset: st
 
 def perfectible_set(model: Path) -> dict[str, Any] | None:
     """What `initialise` left in a model folder, or None. Raises ValueError when it is not readable."""
-    path = model / PERFECTIBLE_FILE
+    found = _read_task(model / PERFECTIBLE_FILE)
+    if found is not None and not isinstance(found.get("prompts"), list):
+        raise ValueError(f"model: {model / PERFECTIBLE_FILE} holds no list of prompts")
+    return found
+
+
+def task_of(model: Path) -> dict[str, Any] | None:
+    """The task a model folder was trained or initialised on, with its options, or None. Raises ValueError when not readable."""
+    return _read_task(model / TASK_FILE) or _read_task(model / PERFECTIBLE_FILE)
+
+
+def _read_task(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        found = json.loads(path.read_text())
-        return found | {"task": str(found["task"]), "options": dict(found["options"]), "prompts": list(found["prompts"])}
-    except (OSError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return found | {"task": str(found["task"]), "options": dict(found["options"])}
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"model: {path} is not readable ({error})") from None
 
 
@@ -123,7 +137,7 @@ def _warm_start(decoder: Decoder, text: Text, problems: Sequence[Problem], rewar
     """Supervised steps on correct answers until TARGET is reached. Returns accuracy, steps and a sampler of the model."""
     eos = min(text.stop_ids)
     pairs = [(text.encode(p.prompt, chat=False), [*text.encode(p.answer, chat=False), eos]) for p in problems]
-    workers = Workers(automatic(decoder.layout.numel))
+    workers = Workers(min(_SHARDS, automatic(decoder.layout.numel)))
     learner = Learner(decoder, decoder.flat.detach(), _OPTIMIZER, _SHARDS, _MAX_STEPS, lanes=workers.n)
     sampler = NativeSampler(decoder)
     probe = problems[: min(len(problems), 256)]
@@ -131,10 +145,11 @@ def _warm_start(decoder: Decoder, text: Text, problems: Sequence[Problem], rewar
     display, accuracy = Display(100, "init"), 0.0
     try:
         for step in range(1, _MAX_STEPS + 1):
-            _supervised_step(learner, _examples(pairs, seed, step), workers)
-            if step % _CHECK_EVERY:
+            chosen = step_problems(len(pairs), min(_BATCH, len(pairs)), seed, step, Stream.WARM_START)
+            _supervised_step(learner, [pairs[i] for i in chosen], workers)
+            if step % (_CHECK_EVERY if accuracy < TARGET / 3 else _CHECK_OFTEN):
                 continue
-            keys = Keys(seed, step, Stream.WARM_START)
+            keys = Keys(seed, step, Stream.WARM_START_PROBE)
             ids = [pairs[p.id][0] for p in probe]
             accuracy = evaluate(sampler, text, probe, ids, reward, Distribution(), 1, longest, keys).mean_reward
             display.step(
@@ -149,11 +164,6 @@ def _warm_start(decoder: Decoder, text: Text, problems: Sequence[Problem], rewar
         f"init: after {_MAX_STEPS} supervised steps the model solves {accuracy:.2f} of the training prompts, "
         f"not {TARGET}; make the task easier"
     )
-
-
-def _examples(pairs: Sequence[tuple[list[int], list[int]]], seed: int, step: int) -> list[tuple[list[int], list[int]]]:
-    order = permutation(len(pairs), seed, Stream.WARM_START, word=step * _BATCH // len(pairs))
-    return [pairs[order[(step * _BATCH + i) % len(pairs)]] for i in range(min(_BATCH, len(pairs)))]
 
 
 def _supervised_step(learner: Learner, pairs: Sequence[tuple[list[int], list[int]]], workers: Workers) -> None:
@@ -171,10 +181,11 @@ def _supervised_step(learner: Learner, pairs: Sequence[tuple[list[int], list[int
 def _perfectible(sampler: NativeSampler, text: Text, problems: Sequence[Problem], reward, seed: int) -> list[str]:
     """Prompts of up to SET_SIZE problems that a share within SOLVED of SET_SAMPLES samples solves, in order."""
     longest = max(len(text.encode(p.answer, chat=False)) for p in problems) + 1
-    keys, found = Keys(seed, 0, Stream.WARM_START), []
+    found: list[str] = []
     for start in range(0, len(problems), SET_SIZE):
         some = problems[start : start + SET_SIZE]
         ids = text.encode_problems(some, chat=False)
+        keys = Keys(seed, start // SET_SIZE, Stream.PERFECTIBLE)
         rates = evaluate(sampler, text, some, ids, reward, Distribution(), SET_SAMPLES, longest, keys).rewards.mean(axis=1)
         found += [some[i].prompt for i in np.flatnonzero((rates >= SOLVED[0]) & (rates <= SOLVED[1]))]
         if len(found) >= SET_SIZE:

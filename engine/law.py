@@ -25,21 +25,22 @@ from .learner import Learner
 from .loop import micro_batches, virtual_shards
 from .native import NativeSampler
 from .rollout import Keys, Sampling
+from .workers import Workers
 
 Pair = tuple[list[int], list[int]]
 _DISTRIBUTIONS = (Distribution(), Distribution(0.7), Distribution(1.0, 0, 0.9), Distribution(0.9, 20, 0.95))
 
 
 def run_checks(model: Path | None, dtypes: Sequence[str], sequences: int = 12, longest: int = 80, seed: int = 0) -> Iterator[Check]:
-    """Run every check in every dtype. `model` None makes a tiny random one. Yields each finished line."""
+    """Run every check in every dtype. `model` None makes a tiny random one. Yields each finished line. Raises ValueError."""
+    if sequences < 1 or longest < 2:
+        raise ValueError(f"verify: sequences ({sequences}) must be at least 1 and longest ({longest}) at least 2 tokens")
     for name in dtypes:
         decoder = _decoder(model, DTYPES[name], seed)
         length = min(longest, decoder.config.max_positions)
         pairs = random_pairs(sequences, length, decoder.config.vocab_size, seed)
-        for check in (_composition, _order, _padding, _chunked, _decode, _threads):
+        for check in (_composition, _order, _padding, _chunked, _decode, _threads, _concurrency, _micro_batch, _gradient_threads):
             yield check(decoder, pairs, name, seed)
-        yield _concurrency(decoder, pairs, name, seed)
-        yield _micro_batch(decoder, pairs, name)
 
 
 def _decoder(model: Path | None, dtype: torch.dtype, seed: int) -> Decoder:
@@ -135,7 +136,7 @@ def _concurrency(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int)
     room = decoder.config.max_positions
     for dist in _DISTRIBUTIONS:
         sampling = Sampling(dist, 3, min(24, room - max(len(p) for p, _ in pairs)), frozenset({0}))
-        prompts, keys = [p for p, _ in pairs[:4]], Keys(seed, 0, Stream.VERIFY)
+        prompts, keys = [p for p, _ in pairs[:4]], Keys(seed, 0, Stream.VERIFY_SAMPLE)
         base = NativeSampler(decoder, 64).generate(prompts, sampling, keys)
         for concurrency, tokens in ((1, 1024), (5, 9)):
             other = NativeSampler(decoder, concurrency, tokens).generate(prompts, sampling, keys)
@@ -150,22 +151,35 @@ def _concurrency(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int)
     return check
 
 
-def _micro_batch(decoder: Decoder, pairs: Sequence[Pair], dtype: str) -> Check:
-    """The gradient of all weights for micro-batches of 1, 3 and all sequences."""
-    check = Check("micro-batch size", dtype)
-    learner = Learner(decoder, decoder.flat.detach().float(), OptimizerConfig(), shards=2, total_updates=1)
+def _gradient(decoder: Decoder, pairs: Sequence[Pair], micro_batch: int, workers: int) -> torch.Tensor:
+    """The sum of the pairs' logprobs, differentiated by all weights: four virtual shards, [layout.numel] fp32."""
+    learner = Learner(decoder, decoder.flat.detach().float(), OptimizerConfig(), shards=4, total_updates=1, lanes=workers)
 
-    def gradient(size: int) -> torch.Tensor:
-        for shard in virtual_shards(len(pairs), 2):
-            for mb in micro_batches(shard, size):
-                logp, _ = logprobs(decoder, pack([pairs[i] for i in mb]), Distribution())
-                logp.sum().backward()
-            learner.close_shard(empty=not shard)
-        return learner.take_gradient().clone()
+    def shard_gradient(twin: Decoder, shard: range) -> None:
+        for mb in micro_batches(shard, micro_batch):
+            logprobs(twin, pack([pairs[i] for i in mb]), Distribution())[0].sum().backward()
 
-    base = gradient(len(pairs))
-    for size in (1, 3):
-        check.compare(base, gradient(size))
+    learner.sum_shards(list(virtual_shards(len(pairs), 4)), shard_gradient, Workers(workers))
+    return learner.take_gradient()
+
+
+def _micro_batch(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> Check:
+    check = Check("gradient: micro-batch size", dtype)
+    base = _gradient(decoder, pairs, len(pairs), 1)
+    for size in (1, 2):
+        check.compare(base, _gradient(decoder, pairs, size, 1))
+    return check
+
+
+def _gradient_threads(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> Check:
+    check, before = Check("gradient: threads and workers", dtype), torch.get_num_threads()
+    base = _gradient(decoder, pairs, 2, 1)
+    try:
+        for threads, workers in ((1, 1), (2, 1), (4, 1), (2, 2), (4, 3)):
+            torch.set_num_threads(threads)
+            check.compare(base, _gradient(decoder, pairs, 2, workers))
+    finally:
+        torch.set_num_threads(before)
     return check
 
 
@@ -192,24 +206,30 @@ def cached_scores(decoder: Decoder, pairs: Sequence[Pair], dist: Distribution, c
 
 
 def check_case(case: Path) -> list[Check]:
-    """Score the rollouts of a saved mismatch again, alone and together, against what sampler and trainer had reported."""
+    """Score the rollouts of a saved mismatch again, alone and together, against what sampler and trainer had reported.
+
+    Raises ValueError when the folder holds no such case.
+    """
     try:
-        report = json.loads((case / "mismatch.json").read_text())
-        dtype, rollouts, sampling = report["config"]["dtype"], report["rollouts"], report["config"]["sampling"]
-    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        report = json.loads((case / "mismatch.json").read_text(encoding="utf-8"))
+        name, sampling = report["config"]["dtype"], report["config"]["sampling"]
+        dist = Distribution(sampling["temperature"], sampling["top_k"], sampling["top_p"])
+        pairs = [(list(r["prompt_ids"]), list(r["completion_ids"])) for r in report["rollouts"]]
+        logged = {
+            side: [torch.tensor(r[f"{side}_logprobs"], dtype=torch.float32) for r in report["rollouts"]] for side in ("sampler", "trainer")
+        }
+        dtype = DTYPES[name]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"verify: {case} holds no readable mismatch.json ({error})") from None
-    decoder = load_decoder(case, DTYPES[dtype])
-    dist = Distribution(sampling["temperature"], sampling["top_k"], sampling["top_p"])
-    pairs = [(r["prompt_ids"], r["completion_ids"]) for r in rollouts]
+    decoder = load_decoder(case, dtype)
     ways = {
         "together": _score(decoder, pairs, dist),
         "alone": [_score(decoder, [p], dist)[0] for p in pairs],
         "decoded": cached_scores(decoder, pairs, dist, 1),
     }
     checks = []
-    for side in ("sampler", "trainer"):
-        logged = [torch.tensor(r[f"{side}_logprobs"], dtype=torch.float32) for r in rollouts]
+    for side, values in logged.items():
         for way, scores in ways.items():
-            checks.append(Check(f"{side}'s logprobs, scored again {way}", dtype))
-            _compare_all(checks[-1], logged, scores)
+            checks.append(Check(f"{side}'s logprobs, scored again {way}", name))
+            _compare_all(checks[-1], values, scores)
     return checks

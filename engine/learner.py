@@ -114,11 +114,12 @@ class Learner:
     def sum_shards(self, shards: Sequence[X], work: Callable[[Decoder, X], Y], workers: Workers) -> list[Y]:
         """work(decoder, shard) for each shard, a lane each, as many at once as there are workers; then `close_shard` in order.
 
-        Returns the results in order. An empty shard has no gradient, but a place in the tree.
+        Returns the results in order. An empty shard has no gradient, but a place in the tree. After an exception in `work` the
+        gradient is incomplete, and the learner must not be used again.
         """
-        results, rounds = [], min(workers.n, len(self.lanes))
-        for start in range(0, len(shards), rounds):
-            some = list(enumerate(shards[start : start + rounds]))
+        results, at_once = [], min(workers.n, len(self.lanes))
+        for start in range(0, len(shards), at_once):
+            some = list(enumerate(shards[start : start + at_once]))
             results += workers.map(lambda item: work(self.lanes[item[0]].decoder, item[1]), some)
             for lane, shard in some:
                 self.close_shard(lane, empty=not len(shard))

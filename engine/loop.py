@@ -147,10 +147,10 @@ def micro_batches(shard: range, size: int) -> Iterator[list[int]]:
         yield list(range(a, min(a + size, shard.stop)))
 
 
-def step_problems(n: int, prompts: int, seed: int, step: int) -> list[int]:
+def step_problems(n: int, prompts: int, seed: int, step: int, stream: Stream = Stream.ORDER) -> list[int]:
     """The step's problems: the data set in a new random order each epoch, cut into steps without a remainder lost."""
     place = range(step * prompts, (step + 1) * prompts)
-    orders = {epoch: permutation(n, seed, Stream.ORDER, epoch) for epoch in {p // n for p in place}}
+    orders = {epoch: permutation(n, seed, stream, epoch) for epoch in {p // n for p in place}}
     return [int(orders[p // n][p % n]) for p in place]
 
 

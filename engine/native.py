@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..kernels.attention_plan import KEY_TILE
-from ..kernels.logprob import draw, scaled_logits, token_logprobs
+from ..kernels.logprob import chunk_rows, draw, scaled_logits, token_logprobs
 from ..kernels.order import matmul_rows
 from ..model.cache import BlockCache, CachedContext
 from ..model.decoder import Decoder
@@ -41,6 +41,15 @@ class _Sample:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: str = ""
+
+    def append(self, token: int, logprob: float, sampling: Sampling) -> None:
+        """Take a drawn token; sets `finish` when it was the last."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if token in sampling.stop_ids:
+            self.finish = "stop"
+        elif len(self.tokens) == sampling.max_tokens:
+            self.finish = "length"
 
 
 def _blocks_for(tokens: int) -> int:
@@ -93,8 +102,9 @@ class NativeSampler:
                     f"prompt {i} has {len(ids)} tokens, with max_tokens ({sampling.max_tokens}) more than the context ({limit}); "
                     "shorten it or lower max_tokens"
                 )
-            if not 0 <= min(ids) <= max(ids) < vocab:
-                raise ValueError(f"prompt {i} has token id {max(ids)}, outside the model's vocabulary of {vocab}")
+            wrong = next((t for t in ids if not 0 <= t < vocab), None)
+            if wrong is not None:
+                raise ValueError(f"prompt {i} has token id {wrong}, outside the model's vocabulary of {vocab}")
         if sampling.max_tokens < 1 or sampling.samples < 1:
             raise ValueError(f"max_tokens ({sampling.max_tokens}) and samples ({sampling.samples}) must be at least 1")
 
@@ -203,19 +213,28 @@ class _Generation:
         if not samples:
             return
         dist = self.sampling.distribution
-        z = scaled_logits(matmul_rows(hidden, self.decoder.head.t()), dist)
-        u = self.keys.uniforms([s.prompt.index for s in samples], [s.index for s in samples], [len(s.tokens) for s in samples])
-        ids = draw(z, torch.from_numpy(u), greedy=dist.temperature == 0.0)
-        logp, _ = token_logprobs(z, ids)
-        for s, token, lp in zip(samples, ids.tolist(), logp.tolist(), strict=True):
-            s.tokens.append(token)
-            s.logprobs.append(lp)
-            if token in self.sampling.stop_ids:
-                s.finish = "stop"
-            elif len(s.tokens) == self.sampling.max_tokens:
-                s.finish = "length"
+        rows = chunk_rows(self.decoder.config.vocab_size)
+        for a in range(0, len(samples), rows):
+            some = samples[a : a + rows]
+            z = scaled_logits(matmul_rows(hidden[a : a + rows], self.decoder.head.t()), dist)
+            self._check_finite(z, some)
+            u = self.keys.uniforms([s.prompt.index for s in some], [s.index for s in some], [len(s.tokens) for s in some])
+            ids = draw(z, torch.from_numpy(u), greedy=dist.temperature == 0.0)
+            logp, _ = token_logprobs(z, ids)
+            for s, token, lp in zip(some, ids.tolist(), logp.tolist(), strict=True):
+                s.append(token, lp, self.sampling)
         for s in [s for s in self.running if s.finish]:
             self._end(s)
+
+    def _check_finite(self, z: torch.Tensor, samples: list[_Sample]) -> None:
+        """Raise FloatingPointError where a row has no distribution to draw from."""
+        bad = (~torch.isfinite(z.amax(dim=1))).nonzero()
+        if len(bad):
+            s = samples[int(bad[0])]
+            raise FloatingPointError(
+                f"sampler: the logits of prompt {s.prompt.index}, sample {s.index}, position {len(s.tokens)} are not finite; "
+                f"the weights (version {self.sampler.version}) are damaged or overflow in {self.decoder.dtype}"
+            )
 
     def _end(self, s: _Sample) -> None:
         self.running.remove(s)

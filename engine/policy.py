@@ -14,7 +14,7 @@ from ..model.scoring import logprobs, pack
 from ..verify.invariance import Check
 from .config import TaskConfig
 from .evaluate import Evaluation, evaluate
-from .initialise import perfectible_set
+from .initialise import task_of
 from .law import run_checks
 from .native import NativeSampler
 from .rollout import Keys, Rollout, Sampling
@@ -56,9 +56,9 @@ class Policy:
         self, task: TaskConfig, split: str = "held_out", problems: int = 256, samples: int = 1, temperature: float = 0.0,
         max_tokens: int = 32, seed: int = 0,
     ) -> Evaluation:  # fmt: skip
-        """Rewards [P, G] on a split of a task. A model made by `zerokl init` for the task brings its options along."""
+        """Rewards [P, G] on a split of a task. A model made by `zerokl init` or trained on the task brings its options along."""
         options = dict(task.options)
-        if not options and (found := perfectible_set(self.folder)) and found["task"] == task.name:
+        if not options and (found := task_of(self.folder)) and found["task"] == task.name:
             options = found["options"]
         made = load_task(task.name, options)
         if split not in ("train", "held_out"):

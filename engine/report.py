@@ -1,6 +1,7 @@
 """What a run leaves in its folder: metrics, rollouts, TensorBoard, a plot and a summary; and the progress display."""
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from rich.table import Table
 from ..verify.invariance import Check
 from .loop import StepRecord
 
-console = Console(highlight=False, soft_wrap=True)
+console = Console(highlight=False, markup=False, soft_wrap=True)
 
 
 def refuse_taken(path: Path) -> None:
@@ -41,7 +42,8 @@ class RunFolder:
     def record(self, record: StepRecord, extra: dict[str, float]) -> None:
         """Append a finished step."""
         metrics = record.metrics | extra
-        self._metrics.write(json.dumps(metrics) + "\n")
+        finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}  # JSON has no infinity
+        self._metrics.write(json.dumps(finite) + "\n")
         self._metrics.flush()
         for name, value in metrics.items():
             if name != "step":

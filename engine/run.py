@@ -12,7 +12,7 @@ from ..model.config import ModelConfig
 from ..model.decoder import Decoder
 from ..model.weights import Layout, fingerprint
 from .config import Config, to_toml
-from .initialise import initialise, perfectible_set
+from .initialise import TASK_FILE, initialise, perfectible_set
 from .learner import Learner
 from .loop import StepRecord, TrainState, held_out, train_step
 from .monitor import MismatchError
@@ -61,16 +61,17 @@ def train(config: Config, run_dir: str | Path) -> Summary:
     try:
         for _ in range(config.steps):
             record = _guarded_step(state, path)
-            extra = {}
+            evaluated = {}
             last = state.step == config.steps
             if held and (last or state.step % config.evaluation.every == 0):
-                extra["eval/accuracy"] = held_out(state, held, held_ids).mean_reward
-            folder.record(record, extra)
-            history.append(record.metrics | extra)
+                evaluated["eval/accuracy"] = held_out(state, held, held_ids).mean_reward
+            folder.record(record, evaluated)
+            history.append(record.metrics | evaluated)
             display.step(_line(history[-1]))
             if last or (config.checkpoint.every and state.step % config.checkpoint.every == 0):
                 target = path / "checkpoints" / f"step-{state.step:06d}"
-                write_checkpoint(target, state.policy.layout, state.learner.master, companions=model)
+                extra = {TASK_FILE: json.dumps({"task": config.task.name, "options": config.task.options}) + "\n"}
+                write_checkpoint(target, state.policy.layout, state.learner.master, companions=model, extra=extra)
     finally:
         display.close()
         folder.close()
@@ -92,7 +93,7 @@ def make_state(config: Config, model: Path, task: Task) -> TrainState:
     dtype = DTYPES[config.dtype]
     policy = decoder if dtype == torch.float32 else Decoder(model_config, master.to(dtype), decoder.layout)
     updates = config.steps * config.updates_per_rollout
-    workers = Workers(config.workers or automatic(policy.layout.numel))
+    workers = Workers(min(config.virtual_shards, config.workers or automatic(policy.layout.numel)))
     learner = Learner(policy, master, config.optimizer, config.virtual_shards, updates, lanes=workers.n)
     native = config.native
     sampler = NativeSampler(policy, native.max_concurrency, native.max_batch_tokens, native.cache_bytes)
@@ -106,8 +107,13 @@ def training_problems(task: Task, config: Config, model: Path) -> list[Problem]:
     if found and found["task"] == config.task.name:
         prompts = set(found["prompts"])
         kept = [p for p in problems if p.prompt in prompts]
-        problems = kept or problems
-        console.print(f"{len(problems)} training problems" + (f", the part of them in {model}'s perfectible set" if kept else ""))
+        if not kept:
+            raise ValueError(
+                f"task {config.task.name}: none of its training problems (options {config.task.options}) is in the perfectible set "
+                f"of {model} (options {found['options']}); give the same task.options, or set task.perfectible_only = false"
+            )
+        problems = kept
+        console.print(f"{len(problems)} training problems, the part of them in {model}'s perfectible set")
     if not problems:
         raise ValueError(f"task {config.task.name}: has no training problems")
     return problems

@@ -24,7 +24,7 @@ class Text:
 
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        except (OSError, ValueError, KeyError, TypeError, json.JSONDecodeError) as error:
+        except Exception as error:  # the tokenizers library raises bare Exception for a file it cannot read
             raise ValueError(f"model: {folder} has no usable tokenizer ({str(error).strip().splitlines()[0]})") from None
         highest = max(self.tokenizer.get_vocab().values(), default=-1)
         if highest >= vocab_size:

@@ -6,7 +6,8 @@ whose operations are each spread over all cores, as long as the operations are s
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from threading import Barrier
 from typing import TypeVar
 
 import torch
@@ -28,20 +29,23 @@ class Workers:
 
     def __init__(self, n: int = 1):
         self.n = n
-        self._threads = torch.get_num_threads()
-        self._pool = ThreadPoolExecutor(n, initializer=self._enter) if n > 1 else None
+        self._pool = ThreadPoolExecutor(n) if n > 1 else None
+        if self._pool is not None:
+            threads, started = torch.get_num_threads(), Barrier(n)
+            list(self._pool.map(lambda _: self._enter(max(1, threads // n), started), range(n)))
+            torch.set_num_threads(threads)  # _enter also changed what threads that torch has not met yet would start with
 
-    def _enter(self) -> None:
-        torch.set_num_threads(max(1, self._threads // self.n))  # of this worker's thread only, but see `map`
+    @staticmethod
+    def _enter(threads: int, started: Barrier) -> None:
+        """Give this worker its share of the CPU threads; all workers start before any goes on."""
+        torch.get_num_threads()  # makes torch meet this thread, so that it does not take the default later
+        torch.set_num_threads(threads)
+        started.wait()
 
     def map(self, work: Callable[[X], Y], items: Sequence[X]) -> list[Y]:
         """work(item) for each, results in order; the first exception in that order is raised."""
         if self._pool is None or len(items) < 2:
             return [work(item) for item in items]
         futures = [self._pool.submit(work, item) for item in items]
-        try:
-            return [f.result() for f in futures]
-        finally:
-            for f in futures:
-                f.cancel()
-            torch.set_num_threads(self._threads)  # what a thread that torch has not met yet would start with
+        wait(futures)
+        return [f.result() for f in futures]

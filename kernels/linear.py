@@ -15,7 +15,7 @@ from .order import Blocks, add_columns, add_outer, matmul_rows, one_sequence
 
 
 def linear_ref(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
-    """Forward only, on any leading shape already flattened to [T, K]."""
+    """Forward only. x [T, K], w [N, K], b [N] -> [T, N]."""
     y = matmul_rows(x, w.t())
     return y if b is None else y + b
 

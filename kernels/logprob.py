@@ -1,7 +1,7 @@
 """Log-probability of a token under the distribution it is drawn from. The sampler and the trainer both call this file.
 
     z = logits / temperature,  z_v = -inf outside the kept set (top-k, then top-p)
-    logp = z_id - lse,  lse = log sum_v exp(z_v),  entropy = lse - sum_v p_v z_v,  p = exp(z - lse)
+    logp = z_id - lse,  lse = log sum_v exp(z_v),  entropy = lse - sum_v p_v z_v,  p = exp(z - lse)    (all relative to max z)
     dz_v = dlogp (1[v = id] - p_v),   dlogits = dz / temperature;   dh = dlogits w,   dw = dlogits^T h
 
 The kept set counts as constant in the gradient. Top-k keeps every logit not below the k-th largest; top-p keeps the
@@ -61,20 +61,18 @@ def scaled_logits(logits: torch.Tensor, dist: Distribution) -> torch.Tensor:
     return z.masked_fill(torch.zeros_like(drop).scatter_(1, index, drop), float("-inf"))
 
 
-def log_sum_exp(z: torch.Tensor) -> torch.Tensor:
-    """lse of each row. z [T, V] -> [T]."""
-    top = z.amax(dim=1, keepdim=True)
-    return (top + torch.log(sum_row(torch.exp(z - top))).unsqueeze(1)).squeeze(1)
+def softmax_parts(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """z - max [T, V], its exp [T, V], and the sum of that along the row [T]."""
+    shifted = z - z.amax(dim=1, keepdim=True)
+    e = torch.exp(shifted)
+    return shifted, e, sum_row(e)
 
 
 def token_logprobs(z: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """logp and entropy of each row. z [T, V] from `scaled_logits`, ids [T] -> [T], [T] in fp32."""
-    top = z.amax(dim=1, keepdim=True)
-    shifted = z - top
-    e = torch.exp(shifted)
-    total = sum_row(e)
+    shifted, e, total = softmax_parts(z)
     log_total = torch.log(total)
-    logp = z.gather(1, ids.unsqueeze(1)).squeeze(1) - (top.squeeze(1) + log_total)
+    logp = shifted.gather(1, ids.unsqueeze(1)).squeeze(1) - log_total
     mean = sum_row(torch.where(e > 0, e * shifted, torch.zeros_like(e))) / total
     return logp, log_total - mean
 
@@ -94,8 +92,8 @@ def draw(z: torch.Tensor, u: torch.Tensor, greedy: bool = False) -> torch.Tensor
 
 
 def chunk_rows(V: int) -> int:
-    """Rows of logits held at once, at least 16."""
-    return max(16, CHUNK_BYTES // (4 * V))
+    """Rows of logits held at once: whole tiles of matrix products."""
+    return max(64, CHUNK_BYTES // (4 * V) // 64 * 64)
 
 
 def linear_logprob_ref(h, w, ids, dist: Distribution) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,7 +135,8 @@ class _LinearLogprob(torch.autograd.Function):
         for chunk in _chunks_of_blocks(ctx.blocks, chunk_rows(w.shape[0])):
             a, b = chunk[0][0], chunk[-1][1]
             z = scaled_logits(matmul_rows(h[a:b], w.t()), dist)
-            dz = torch.exp(z - log_sum_exp(z).unsqueeze(1)).neg_()
+            _, e, total = softmax_parts(z)
+            dz = e.div_(total.unsqueeze(1)).neg_()
             dz.scatter_add_(1, ids[a:b].unsqueeze(1), torch.ones_like(dz[:, :1]))
             dz *= dlogp[a:b].unsqueeze(1)
             if dist.temperature not in (0.0, 1.0):

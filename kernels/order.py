@@ -7,8 +7,9 @@ Two facts about CPU matrix libraries shape this file (measured with torch 2.13, 
 - With a width that is not a multiple of 16 the edge of the last vector is summed in another order, and where that edge
   lies depends on the number of threads. So widths are padded with zeros to a multiple of 16 first.
 
-Every other sum is written with operations that IEEE 754 rounds exactly (+ - * / sqrt), with `torch.exp`, or with a sum
-along the last axis of a contiguous row: these give the same bits wherever an element lies in a tensor. Operations that
+Everything else is written with operations that IEEE 754 rounds exactly (+ - * / sqrt), with `torch.exp` and `torch.log` in
+fp32, with a sum along the last axis of a contiguous row, or with operations that walk a row element after element (cumsum,
+index_add_): these give the same bits wherever an element lies in a tensor. Operations that
 torch computes differently in the vector body and in the scalar tail (silu, sigmoid, addcmul, lerp, `add(alpha=)`) are
 not used anywhere in zerokl.
 

@@ -20,6 +20,9 @@ class Stream(IntEnum):
     PROBLEMS = 4  # problems a task generates
     WARM_START = 5  # the order of the supervised examples of `zerokl init`
     VERIFY = 6  # inputs of the law's checks
+    WARM_START_PROBE = 7  # a token of the warm start's accuracy checks
+    PERFECTIBLE = 8  # a token of the samples that choose the perfectible set
+    VERIFY_SAMPLE = 9  # a token of the law's checks of the sampler
 
 
 _MASK = np.uint64(0xFFFFFFFF)
@@ -51,9 +54,9 @@ def uniform(counter: np.ndarray, seed: int, stream: Stream) -> np.ndarray:
     return bits.astype(np.float64) * 2.0**-53
 
 
-def uniform_range(n: int, seed: int, stream: Stream, word: int = 0, start: int = 0) -> np.ndarray:
-    """n uniform numbers with counters (start + i, word): a reproducible array. -> [n] fp64."""
-    i = np.arange(start, start + n, dtype=np.uint64)
+def uniform_range(n: int, seed: int, stream: Stream, word: int = 0) -> np.ndarray:
+    """n uniform numbers with counters (i, word): a reproducible array. -> [n] fp64."""
+    i = np.arange(n, dtype=np.uint64)
     counter = np.stack([i & _MASK, i >> _SHIFT, np.full(n, word & 0xFFFFFFFF, np.uint64), np.full(n, word >> 32, np.uint64)], axis=1)
     return uniform(counter, seed, stream)
 

@@ -44,7 +44,7 @@ class PackedContext:
 
     def __init__(self, lengths: Sequence[int], config: ModelConfig, filler: int = 0):
         filled = [*lengths, filler] if filler else list(lengths)
-        self.positions = torch.from_numpy(np.concatenate([np.arange(n) for n in filled]))
+        self.positions = torch.from_numpy(np.concatenate([*map(np.arange, lengths), np.zeros(filler, np.int64)]))
         self.blocks = token_blocks(lengths)
         self._varlen = Varlen(filled, config.heads, config.kv_heads)
 

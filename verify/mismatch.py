@@ -17,7 +17,11 @@ _PERCENTILES = {"ratio_p1": 1, "ratio_p50": 50, "ratio_p99": 99}
 
 
 def _mean(x: np.ndarray) -> float:
-    return math.fsum(x.tolist()) / len(x)
+    try:
+        return math.fsum(x.tolist()) / len(x)
+    except (OverflowError, ValueError):  # a sum beyond fp64, or infinities of both signs
+        with np.errstate(over="ignore", invalid="ignore"):
+            return float(x.mean())
 
 
 def mismatch_metrics(trainer: np.ndarray, sampler: np.ndarray, lengths: Sequence[int], prefix: str = "mismatch/") -> dict[str, float]:
@@ -36,7 +40,7 @@ def mismatch_metrics(trainer: np.ndarray, sampler: np.ndarray, lengths: Sequence
         r = np.exp(d)
         sums = np.add.reduceat(d, np.concatenate([[0], np.cumsum(lengths)[:-1]]))
         sequence_ratio = np.exp(sums)
-    square = _mean(r * r)
+        square = _mean(r * r)
     metrics = {
         "k1": _mean(-d) + 0.0,  # + 0.0 turns -0.0 into 0.0
         "k2": _mean(d * d / 2),
@@ -46,7 +50,7 @@ def mismatch_metrics(trainer: np.ndarray, sampler: np.ndarray, lengths: Sequence
         "ratio_min": float(r.min()),
         **{name: float(np.percentile(r, q)) for name, q in _PERCENTILES.items()},
         "ratio_max": float(r.max()),
-        "ess": _mean(r) ** 2 / square if square > 0 else 0.0,
+        "ess": _mean(r) * _mean(r) / square if square > 0 else 0.0,
         "chi2": square - 1.0,
         "sequence_ratio_min": float(sequence_ratio.min()),
         "sequence_ratio_max": float(sequence_ratio.max()),
