@@ -35,7 +35,7 @@ from .workers import Workers, automatic
 PERFECTIBLE_FILE = "perfectible.json"
 TASK_FILE = "task.json"  # in the checkpoints of a run
 # Share of training problems a sampled completion solves at which the warm start ends.
-TARGET = 0.45
+TARGET = 0.5
 # The perfectible set: its size at most, and the share of SET_SAMPLES samples that solve each of its problems (the paper's
 # bounds).
 SET_SIZE, SET_SAMPLES, SOLVED = 128, 16, (0.2, 0.8)
@@ -45,9 +45,9 @@ _CHECK_EVERY, _CHECK_OFTEN = 10, 2
 _OPTIMIZER = OptimizerConfig(lr=2e-3, warmup_steps=20, schedule="linear", min_lr_ratio=0.1, weight_decay=0.0)
 
 PRESETS: dict[str, dict[str, int]] = {
-    # 1.3 million parameters
+    # 1.1 million parameters
     "tiny": dict(hidden_size=160, intermediate_size=448, num_hidden_layers=4, num_attention_heads=5, num_key_value_heads=1, head_dim=32),
-    # 2.9 million parameters
+    # 2.7 million parameters
     "small": dict(hidden_size=224, intermediate_size=640, num_hidden_layers=5, num_attention_heads=7, num_key_value_heads=1, head_dim=32),
 }
 
