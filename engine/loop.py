@@ -69,7 +69,7 @@ def train_step(state: TrainState) -> StepRecord:
     loss_cfg = cfg.loss.resolve()
     r = rewards(state.reward, problems, texts)  # [P, G]
     A = advantages(r, loss_cfg.advantage)  # [P, G]
-    weights = sequence_weights([len(x.completion_ids) for x in rollouts], loss_cfg.normaliser, cfg.sampling.max_tokens)
+    weights = np.array(sequence_weights([len(x.completion_ids) for x in rollouts], loss_cfg.normaliser, cfg.sampling.max_tokens))
     monitor = Monitor(state.step, cfg.exact, state.version)
     for update in range(cfg.updates_per_rollout):
         shards = list(virtual_shards(len(rollouts), cfg.virtual_shards))
@@ -102,12 +102,12 @@ class MicroBatch:
 
 
 def shard_gradient(
-    cfg: Config, policy: Decoder, shard: range, rollouts: Sequence[Rollout], A: np.ndarray, weights: Sequence[float]
+    cfg: Config, policy: Decoder, shard: range, rollouts: Sequence[Rollout], A: np.ndarray, weights: np.ndarray
 ) -> list[MicroBatch]:
     """Forward and backward of a virtual shard's sequences, in micro-batches. A [P, G], weights [P G]."""
     done = []
     for mb in micro_batches(shard, cfg.micro_batch):
-        done.append(micro_batch_gradient(cfg, policy, [rollouts[i] for i in mb], A.reshape(-1)[mb], np.array(weights)[mb]))
+        done.append(micro_batch_gradient(cfg, policy, [rollouts[i] for i in mb], A.reshape(-1)[mb], weights[mb]))
     return done
 
 

@@ -18,12 +18,11 @@ import torch
 
 from .attention_plan import KEY_TILE, AttentionPlan, packed_tables, plan_attention
 from .grad import accumulate_dtype, check_dtype
+from .order import ALIGN
 
 # Positions of one step of the backward: bounds its score matrix and skips most keys after the queries. A constant, as it
 # orders dk and dv.
 QUERY_CHUNK = 32
-# The backward pads sequences to a multiple of this; see order.ALIGN.
-PAD = 16
 # Elements of a score matrix in the backward. Bounds memory only: it decides how many sequences go in one call.
 SCORE_ELEMENTS = 1 << 22
 
@@ -95,7 +94,7 @@ def attention_bwd_ref(do, q, k, v, o, lse, plan: AttentionPlan, scale: float):
     delta = (do.to(acc_dtype) * o.to(acc_dtype)).sum(-1)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     lengths = np.asarray(plan.query_lengths)
-    padded = -(-lengths // PAD) * PAD
+    padded = -(-lengths // ALIGN) * ALIGN
     for L in np.unique(padded):
         L = int(L)
         members = np.flatnonzero(padded == L)
@@ -178,5 +177,5 @@ def attention_cached(q: torch.Tensor, tiles: torch.Tensor, plan: AttentionPlan, 
 
 def check_head_dim(D: int) -> None:
     """Raise ValueError unless matrix products of width D are row-invariant (see order.ALIGN)."""
-    if D % 16:
-        raise ValueError(f"attention: head_dim ({D}) must be a multiple of 16")
+    if D % ALIGN:
+        raise ValueError(f"attention: head_dim ({D}) must be a multiple of {ALIGN}")

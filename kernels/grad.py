@@ -12,8 +12,7 @@ def grad_buffer(weight: torch.Tensor) -> torch.Tensor:
     """The fp32 (fp64 for fp64 weights) tensor to add this weight's gradient to."""
     buffer = getattr(weight, "main_grad", None)
     if buffer is None:
-        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        return torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+        return torch.zeros(weight.shape, dtype=accumulate_dtype(weight.dtype), device=weight.device)
     return buffer
 
 

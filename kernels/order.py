@@ -53,11 +53,6 @@ def one_sequence(x: torch.Tensor, blocks: Blocks | None) -> Blocks:
     return token_blocks([x.shape[0]]) if blocks is None else blocks
 
 
-def row_tile(dtype: torch.dtype) -> int:
-    """Rows of one matrix product."""
-    return ROW_TILE[dtype]
-
-
 def matmul_rows(x_TK: torch.Tensor, w_KN: torch.Tensor) -> torch.Tensor:
     """x @ w with each row's bits independent of the other rows, of T and of the number of threads.
 
@@ -68,7 +63,7 @@ def matmul_rows(x_TK: torch.Tensor, w_KN: torch.Tensor) -> torch.Tensor:
         return matmul_rows(x_TK.float(), w_KN.float()).to(dtype)
     T, N = x_TK.shape[0], w_KN.shape[1]
     x, w = _pad_width(x_TK), _pad_both(w_KN)
-    tile = row_tile(dtype)
+    tile = ROW_TILE[dtype]
     full = T - T % tile
     y = x.new_empty(T, w.shape[1])
     if full:
