@@ -123,7 +123,7 @@ class Config(_Section):
     samples: int = Field(8, ge=1)
     """Completions of each prompt (G)."""
     micro_batch: int = Field(16, ge=1)
-    """Sequences of one forward and backward of each worker. Bounds memory; changes no bit."""
+    """Sequences of one forward and backward, in each worker. Bounds memory; changes no bit."""
     virtual_shards: int = Field(8, ge=1)
     """Parts into which a step's sequences are cut; a power of two. The order of the gradient's sum."""
     updates_per_rollout: int = Field(1, ge=1)
@@ -133,7 +133,8 @@ class Config(_Section):
     threads: int = Field(0, ge=0)
     """CPU threads; 0 leaves torch's choice. Changes no bit."""
     workers: int = Field(0, ge=0)
-    """Virtual shards trained side by side, each on its share of the threads; 0 chooses by model size. Changes no bit."""
+    """Processes that sample and train side by side, each on its share of the threads, rounded down to a power of two; 0 chooses by
+    model size. Changes no bit."""
     sampler: Literal["native"] = "native"
     """Which engine draws the completions."""
     task: TaskConfig = TaskConfig()

@@ -7,6 +7,7 @@ solved sometimes but not always. On such a set a sound trainer must reach a trai
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,14 @@ from ..model.weights import Layout
 from .config import OptimizerConfig
 from .evaluate import evaluate
 from .learner import Learner
-from .loop import step_problems, virtual_shards
-from .native import NativeSampler
+from .loop import step_problems
 from .report import Display
-from .rollout import Keys
-from .tasks import load_task
+from .rollout import Keys, Sampler
+from .shard import virtual_shards
+from .tasks import Reward, load_task
 from .tasks.base import Problem
 from .text import Text, character_tokenizer
-from .workers import Workers, automatic
+from .workers import ParallelSampler, Workers, automatic
 
 PERFECTIBLE_FILE = "perfectible.json"
 TASK_FILE = "task.json"  # in the checkpoints of a run
@@ -72,8 +73,9 @@ def initialise(out: Path, task_name: str, options: Mapping[str, Any], preset: st
     tokenizer.save_pretrained(scratch)
     try:
         text = Text(scratch, decoder.config.vocab_size)
-        accuracy, steps, sampler = _warm_start(decoder, text, problems, task.reward, seed)
-        found = _perfectible(sampler, text, problems, task.reward, seed)
+        with Workers(decoder, _SHARDS, automatic(decoder.layout.numel)) as workers:
+            accuracy, steps = _warm_start(decoder, workers, text, problems, task.reward, seed)
+            found = _perfectible(ParallelSampler(workers), text, problems, task.reward, seed)
         report = {
             "task": task_name, "options": dict(options), "preset": preset, "seed": seed, "accuracy": accuracy, "steps": steps,
             "samples": SET_SAMPLES, "prompts": found,
@@ -133,20 +135,22 @@ def random_decoder(preset: str, vocab_size: int, seed: int) -> Decoder:
     return Decoder(config, flat, layout)
 
 
-def _warm_start(decoder: Decoder, text: Text, problems: Sequence[Problem], reward, seed: int):
-    """Supervised steps on correct answers until TARGET is reached. Returns accuracy, steps and a sampler of the model."""
+def _warm_start(
+    decoder: Decoder, workers: Workers, text: Text, problems: Sequence[Problem], reward: Reward, seed: int
+) -> tuple[float, int]:
+    """Supervised steps on correct answers until TARGET is reached. Returns accuracy and steps."""
     eos = min(text.stop_ids)
     pairs = [(text.encode(p.prompt, chat=False), [*text.encode(p.answer, chat=False), eos]) for p in problems]
-    workers = Workers(min(_SHARDS, automatic(decoder.layout.numel)))
-    learner = Learner(decoder, decoder.flat.detach(), _OPTIMIZER, _SHARDS, _MAX_STEPS, lanes=workers.n)
-    sampler = NativeSampler(decoder)
+    learner, sampler = Learner(decoder, decoder.flat.detach(), _OPTIMIZER, _MAX_STEPS), ParallelSampler(workers)
     probe = problems[: min(len(problems), 256)]
     longest = max(len(c) for _, c in pairs)
     display, accuracy = Display(100, "init"), 0.0
     try:
         for step in range(1, _MAX_STEPS + 1):
             chosen = step_problems(len(pairs), min(_BATCH, len(pairs)), seed, step, Stream.WARM_START)
-            _supervised_step(learner, [pairs[i] for i in chosen], workers)
+            batch = [pairs[i] for i in chosen]
+            work = partial(_shard_gradient, tokens=sum(len(c) for _, c in batch))
+            learner.update(workers.sum_shards(work, [shard or None for shard in virtual_shards(batch, _SHARDS)])[1])
             if step % (_CHECK_EVERY if accuracy < TARGET / 3 else _CHECK_OFTEN):
                 continue
             keys = Keys(seed, step, Stream.WARM_START_PROBE)
@@ -157,7 +161,7 @@ def _warm_start(decoder: Decoder, text: Text, problems: Sequence[Problem], rewar
                 done=min(100, int(100 * accuracy / TARGET)),
             )
             if accuracy >= TARGET:
-                return accuracy, step, sampler
+                return accuracy, step
     finally:
         display.close()
     raise ValueError(
@@ -166,19 +170,13 @@ def _warm_start(decoder: Decoder, text: Text, problems: Sequence[Problem], rewar
     )
 
 
-def _supervised_step(learner: Learner, pairs: Sequence[tuple[list[int], list[int]]], workers: Workers) -> None:
-    tokens = sum(len(c) for _, c in pairs)
-
-    def shard_gradient(decoder: Decoder, shard: range) -> None:
-        if shard:
-            logp, _ = logprobs(decoder, pack([pairs[i] for i in shard]), Distribution())
-            (-logp.sum() / tokens).backward()
-
-    learner.sum_shards(list(virtual_shards(len(pairs), _SHARDS)), shard_gradient, workers)
-    learner.update()
+def _shard_gradient(decoder: Decoder, shard: Sequence[tuple[list[int], list[int]]], tokens: int) -> None:
+    """The gradient of the mean cross-entropy over `tokens` completion tokens."""
+    logp, _ = logprobs(decoder, pack(shard), Distribution())
+    (-logp.sum() / tokens).backward()
 
 
-def _perfectible(sampler: NativeSampler, text: Text, problems: Sequence[Problem], reward, seed: int) -> list[str]:
+def _perfectible(sampler: Sampler, text: Text, problems: Sequence[Problem], reward, seed: int) -> list[str]:
     """Prompts of up to SET_SIZE problems that a share within SOLVED of SET_SAMPLES samples solves, in order."""
     longest = max(len(text.encode(p.answer, chat=False)) for p in problems) + 1
     found: list[str] = []

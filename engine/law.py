@@ -6,6 +6,7 @@ matter, and compares bits. Shapes: S sequences; C completion tokens.
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +20,11 @@ from ..model.checkpoint import DTYPES, load_decoder
 from ..model.decoder import Decoder
 from ..model.scoring import logprobs, pack
 from ..verify.invariance import Check
-from .config import OptimizerConfig
 from .initialise import random_decoder
-from .learner import Learner
-from .loop import micro_batches, virtual_shards
 from .native import NativeSampler
 from .rollout import Keys, Sampling
-from .workers import Workers
+from .shard import micro_batches, virtual_shards
+from .workers import Workers, cpu_threads, suits
 
 Pair = tuple[list[int], list[int]]
 _DISTRIBUTIONS = (Distribution(), Distribution(0.7), Distribution(1.0, 0, 0.9), Distribution(0.9, 20, 0.95))
@@ -119,14 +118,11 @@ def _decode(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> C
 
 
 def _threads(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> Check:
-    check, before = Check("threads", dtype), torch.get_num_threads()
+    check = Check("threads", dtype)
     together = _score(decoder, pairs, Distribution())
-    try:
-        for threads in (1, 2, 3, 4):
-            torch.set_num_threads(threads)
+    for threads in (1, 2, 3, 4):
+        with cpu_threads(threads):
             _compare_all(check, together, _score(decoder, pairs, Distribution()))
-    finally:
-        torch.set_num_threads(before)
     return check
 
 
@@ -151,35 +147,37 @@ def _concurrency(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int)
     return check
 
 
-def _gradient(decoder: Decoder, pairs: Sequence[Pair], micro_batch: int, workers: int) -> torch.Tensor:
-    """The sum of the pairs' logprobs, differentiated by all weights: four virtual shards, [layout.numel] fp32."""
-    learner = Learner(decoder, decoder.flat.detach().float(), OptimizerConfig(), shards=4, total_updates=1, lanes=workers)
+_SHARDS = 4
 
-    def shard_gradient(twin: Decoder, shard: range) -> None:
-        for mb in micro_batches(shard, micro_batch):
-            logprobs(twin, pack([pairs[i] for i in mb]), Distribution())[0].sum().backward()
 
-    learner.sum_shards(list(virtual_shards(len(pairs), 4)), shard_gradient, Workers(workers))
-    return learner.take_gradient()
+def _shard_gradient(decoder: Decoder, pairs: Sequence[Pair], micro_batch: int) -> None:
+    for at in micro_batches(len(pairs), micro_batch):
+        logprobs(decoder, pack(pairs[at]), Distribution())[0].sum().backward()
+
+
+def _gradient(workers: Workers, pairs: Sequence[Pair], micro_batch: int) -> torch.Tensor:
+    """The sum of the pairs' logprobs, differentiated by all weights: virtual shards, [layout.numel] fp32."""
+    shards = [shard or None for shard in virtual_shards(pairs, _SHARDS)]
+    gradient = workers.sum_shards(partial(_shard_gradient, micro_batch=micro_batch), shards)[1]
+    assert gradient is not None, "there are pairs"
+    return gradient.clone()
 
 
 def _micro_batch(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> Check:
-    check = Check("gradient: micro-batch size", dtype)
-    base = _gradient(decoder, pairs, len(pairs), 1)
+    check, workers = Check("gradient: micro-batch size", dtype), Workers(decoder, _SHARDS)
+    base = _gradient(workers, pairs, len(pairs))
     for size in (1, 2):
-        check.compare(base, _gradient(decoder, pairs, size, 1))
+        check.compare(base, _gradient(workers, pairs, size))
     return check
 
 
 def _gradient_threads(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> Check:
-    check, before = Check("gradient: threads and workers", dtype), torch.get_num_threads()
-    base = _gradient(decoder, pairs, 2, 1)
-    try:
-        for threads, workers in ((1, 1), (2, 1), (4, 1), (2, 2), (4, 3)):
-            torch.set_num_threads(threads)
-            check.compare(base, _gradient(decoder, pairs, 2, workers))
-    finally:
-        torch.set_num_threads(before)
+    check = Check("gradient: threads and workers", dtype)
+    base = _gradient(Workers(decoder, _SHARDS), pairs, 2)
+    ways = [(1, 1), (2, 1), (4, 1)] + [(2, 2), (4, 4)] * suits(decoder.layout.numel)
+    for threads, n in ways:
+        with cpu_threads(threads), Workers(decoder, _SHARDS, n) as workers:
+            check.compare(base, _gradient(workers, pairs, 2))
     return check
 
 

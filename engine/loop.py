@@ -5,22 +5,23 @@ Shapes: P prompts, G samples of each, sequences in canonical order (prompt by pr
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from ..kernels.philox import Stream, permutation
 from ..model.decoder import Decoder
-from ..model.scoring import logprobs, pack
 from .advantage import advantages, all_equal
 from .config import Config
 from .evaluate import Evaluation, evaluate, group_texts
 from .learner import Learner
-from .loss import policy_loss, sequence_weights
+from .loss import sequence_weights
 from .monitor import Monitor
 from .rollout import Keys, Rollout, Sampler, Sampling
+from .shard import Scored, cut_shards, shard_gradient
 from .tasks import Reward, rewards
 from .tasks.base import Problem
 from .text import Text
@@ -35,11 +36,11 @@ class TrainState:
     policy: Decoder
     learner: Learner
     sampler: Sampler
+    workers: Workers
     text: Text
     reward: Reward
     problems: Sequence[Problem]  # training problems
     prompt_ids: Sequence[Sequence[int]]  # of the training problems
-    workers: Workers = field(default_factory=Workers)
     step: int = 0
     version: int = 0  # of the weights: the number of optimizer updates so far
 
@@ -70,18 +71,19 @@ def train_step(state: TrainState) -> StepRecord:
     r = rewards(state.reward, problems, texts)  # [P, G]
     A = advantages(r, loss_cfg.advantage)  # [P, G]
     weights = np.array(sequence_weights([len(x.completion_ids) for x in rollouts], loss_cfg.normaliser, cfg.sampling.max_tokens))
+    shards = cut_shards(rollouts, A, weights, cfg.virtual_shards)
+    work = partial(shard_gradient, distribution=sampling.distribution, loss=loss_cfg, micro_batch=cfg.micro_batch)
     monitor = Monitor(state.step, cfg.exact, state.version)
     for update in range(cfg.updates_per_rollout):
-        shards = list(virtual_shards(len(rollouts), cfg.virtual_shards))
-        done = state.learner.sum_shards(shards, lambda policy, s: shard_gradient(cfg, policy, s, rollouts, A, weights), state.workers)
-        parts = [micro_batch for shard in done for micro_batch in shard]
+        done, gradient = state.workers.sum_shards(work, shards)
+        parts = [micro_batch for shard in done if shard for micro_batch in shard]
+        logp = torch.cat([part.logp for part in parts])
         if update == 0:
-            for part in parts:
-                monitor.compare(part.logp, part.rollouts)  # 0.0 everywhere, or stop and show where
+            monitor.compare(logp, rollouts)  # 0.0 everywhere, or stop and show where
             metrics = monitor.metrics() | step_losses(parts)
         else:
-            metrics |= monitor.staleness([part.logp for part in parts])
-        metrics |= state.learner.update()  # clipping, AdamW, fp32 master weights
+            metrics |= monitor.staleness(logp)
+        metrics |= state.learner.update(gradient)  # clipping, AdamW, fp32 master weights
         state.version += 1
     state.sampler.load_weights(state.policy.w, state.version)
     metrics |= rollout_metrics(rollouts, texts, r) | {"tokens": monitor.tokens}
@@ -91,60 +93,10 @@ def train_step(state: TrainState) -> StepRecord:
     return record
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """What a micro-batch leaves behind: the trainer's logp [C], and weighted loss and entropy of each token."""
-
-    rollouts: list[Rollout]
-    logp: torch.Tensor
-    losses: list[float]
-    entropies: list[float]
-
-
-def shard_gradient(
-    cfg: Config, policy: Decoder, shard: range, rollouts: Sequence[Rollout], A: np.ndarray, weights: np.ndarray
-) -> list[MicroBatch]:
-    """Forward and backward of a virtual shard's sequences, in micro-batches. A [P, G], weights [P G]."""
-    done = []
-    for mb in micro_batches(shard, cfg.micro_batch):
-        done.append(micro_batch_gradient(cfg, policy, [rollouts[i] for i in mb], A.reshape(-1)[mb], weights[mb]))
-    return done
-
-
-def micro_batch_gradient(cfg: Config, policy: Decoder, batch: list[Rollout], A: np.ndarray, weights: np.ndarray) -> MicroBatch:
-    """Forward and backward of some sequences. A, weights [sequences].
-
-    Sequences without advantage have a gradient of exactly zero: a micro-batch of such only is compared, not differentiated.
-    """
-    packed = pack([r.pair for r in batch])
-    lengths = torch.tensor(packed.completion_lengths)
-    with torch.set_grad_enabled(bool(A.any())):
-        logp, entropy = logprobs(policy, packed, cfg.sampling.distribution)
-        old = torch.from_numpy(np.concatenate([r.logprobs for r in batch]))
-        per_token = torch.from_numpy(A).float().repeat_interleave(lengths)
-        loss = policy_loss(logp, old, per_token, cfg.loss.resolve())
-        loss = loss * torch.from_numpy(weights).float().repeat_interleave(lengths)
-        if loss.requires_grad:
-            loss.sum().backward()
-    return MicroBatch(batch, logp.detach(), loss.detach().tolist(), entropy.tolist())
-
-
-def step_losses(parts: Sequence[MicroBatch]) -> dict[str, float]:
+def step_losses(parts: Sequence[Scored]) -> dict[str, float]:
     """Loss and mean entropy of a step, by correctly rounded sums over its tokens."""
     entropies = [e for part in parts for e in part.entropies]
     return {"loss": math.fsum(x for part in parts for x in part.losses), "entropy": math.fsum(entropies) / len(entropies)}
-
-
-def virtual_shards(n: int, shards: int) -> Iterator[range]:
-    """Sequences 0 .. n - 1 cut into `shards` consecutive parts of nearly one size; some are empty when n is small."""
-    for s in range(shards):
-        yield range(s * n // shards, (s + 1) * n // shards)
-
-
-def micro_batches(shard: range, size: int) -> Iterator[list[int]]:
-    """Consecutive sequences of a shard, `size` at a time."""
-    for a in range(shard.start, shard.stop, size):
-        yield list(range(a, min(a + size, shard.stop)))
 
 
 def step_problems(n: int, prompts: int, seed: int, step: int, stream: Stream = Stream.ORDER) -> list[int]:

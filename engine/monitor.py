@@ -93,7 +93,7 @@ class Monitor:
         """The step's mismatch metrics."""
         return mismatch_metrics(np.concatenate(self._trainer), np.concatenate(self._sampler), self._lengths)
 
-    def staleness(self, logps: Sequence[torch.Tensor]) -> dict[str, float]:
-        """The same of newer trainer logprobs (later updates on the same rollouts) against the first ones."""
-        newer = np.concatenate([x.detach().cpu().numpy() for x in logps])
+    def staleness(self, logp: torch.Tensor) -> dict[str, float]:
+        """The same of newer trainer logprobs [C] (later updates on the same rollouts) against the first ones."""
+        newer = logp.detach().cpu().numpy()
         return mismatch_metrics(newer, np.concatenate(self._trainer), self._lengths, prefix="staleness/")

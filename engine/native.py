@@ -18,6 +18,9 @@ from ..model.cache import BlockCache, CachedContext
 from ..model.decoder import Decoder
 from .rollout import Keys, Rollout, Sampling
 
+# Positions whose random numbers are made at once.
+_AHEAD = 32
+
 
 @dataclass
 class _Prompt:
@@ -41,6 +44,7 @@ class _Sample:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: str = ""
+    uniforms: np.ndarray | None = None  # of the _AHEAD positions that begin at a multiple of it
 
     def append(self, token: int, logprob: float, sampling: Sampling) -> None:
         """Take a drawn token; sets `finish` when it was the last."""
@@ -88,11 +92,12 @@ class NativeSampler:
     @torch.no_grad()
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, keys: Keys) -> list[Rollout]:
         """See Sampler. Raises ValueError for an empty prompt, one that is too long, or a cache that holds no sample."""
-        sampling.distribution.check()
-        self._check(prompts, sampling)
+        self.check(prompts, sampling)
         return _Generation(self, prompts, sampling, keys).run()
 
-    def _check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+    def check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+        """Raise ValueError for what `generate` cannot draw from."""
+        sampling.distribution.check()
         limit, vocab = self.decoder.config.max_positions, self.decoder.config.vocab_size
         for i, ids in enumerate(prompts):
             if not len(ids):
@@ -143,7 +148,8 @@ class _Generation:
             self._open_prompts()
             decoding, reading = self._forward()
             self._draw(*self._start_samples(decoding, reading))
-        return [self.done[p, s] for p in range(len(self.prompts)) for s in range(self.sampling.samples)]
+        first = self.keys.first_prompt
+        return [self.done[first + p, s] for p in range(len(self.prompts)) for s in range(self.sampling.samples)]
 
     def _open_prompts(self) -> None:
         """Begin to read prompts as far as their samples will find a place."""
@@ -151,7 +157,7 @@ class _Generation:
         places = self.concurrency - len(self.running) - sum(G - p.started for p in self.open)
         while places > 0 and self.next_prompt < len(self.prompts):
             ids = self.prompts[self.next_prompt]
-            self.open.append(_Prompt(self.next_prompt, ids, self.cache.allocate(_blocks_for(len(ids)))))
+            self.open.append(_Prompt(self.keys.first_prompt + self.next_prompt, ids, self.cache.allocate(_blocks_for(len(ids)))))
             self.next_prompt += 1
             places -= G
 
@@ -218,13 +224,24 @@ class _Generation:
             some = samples[a : a + rows]
             z = scaled_logits(matmul_rows(hidden[a : a + rows], self.decoder.head.t()), dist)
             self._check_finite(z, some)
-            u = self.keys.uniforms([s.prompt.index for s in some], [s.index for s in some], [len(s.tokens) for s in some])
-            ids = draw(z, torch.from_numpy(u), greedy=dist.temperature == 0.0)
+            ids = draw(z, torch.from_numpy(self._uniforms(some)), greedy=dist.temperature == 0.0)
             logp, _ = token_logprobs(z, ids)
             for s, token, lp in zip(some, ids.tolist(), logp.tolist(), strict=True):
                 s.append(token, lp, self.sampling)
         for s in [s for s in self.running if s.finish]:
             self._end(s)
+
+    def _uniforms(self, samples: list[_Sample]) -> np.ndarray:
+        """The uniform number of each sample's next position, [n] fp64; made _AHEAD positions at a time."""
+        dry = [s for s in samples if len(s.tokens) % _AHEAD == 0]
+        if dry:
+            prompts, indices, starts = (
+                np.repeat(x, _AHEAD) for x in zip(*((s.prompt.index, s.index, len(s.tokens)) for s in dry), strict=True)
+            )
+            table = self.keys.uniforms(prompts, indices, starts + np.tile(np.arange(_AHEAD), len(dry)))
+            for s, row in zip(dry, table.reshape(-1, _AHEAD), strict=True):
+                s.uniforms = row
+        return np.array([s.uniforms[len(s.tokens) % _AHEAD] for s in samples])
 
     def _check_finite(self, z: torch.Tensor, samples: list[_Sample]) -> None:
         """Raise FloatingPointError where a row has no distribution to draw from."""

@@ -28,6 +28,7 @@ class Keys:
     seed: int
     step: int
     stream: Stream = Stream.SAMPLE
+    first_prompt: int = 0  # place in the step of the call's first prompt, for a call that draws a part of a step
 
     def uniforms(self, prompts: Sequence[int], samples: Sequence[int], positions: Sequence[int]) -> np.ndarray:
         """One uniform number for each (prompt, sample, position), [n] fp64."""

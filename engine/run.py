@@ -16,12 +16,11 @@ from .initialise import TASK_FILE, initialise, perfectible_set
 from .learner import Learner
 from .loop import StepRecord, TrainState, held_out, train_step
 from .monitor import MismatchError
-from .native import NativeSampler
 from .report import Display, RunFolder, console, plot_reward, refuse_taken
 from .tasks import load_reward, load_task
 from .tasks.base import Problem, Task
 from .text import Text
-from .workers import Workers, automatic
+from .workers import ParallelSampler, SamplerLimits, Workers, automatic
 
 
 @dataclass(frozen=True)
@@ -75,6 +74,7 @@ def train(config: Config, run_dir: str | Path) -> Summary:
     finally:
         display.close()
         folder.close()
+        state.workers.close()
     summary = _summarise(state, history, time.perf_counter() - began)
     (path / "summary.json").write_text(json.dumps(vars(summary), indent=2) + "\n")
     plot_reward(history, path / "reward.png")
@@ -93,11 +93,11 @@ def make_state(config: Config, model: Path, task: Task) -> TrainState:
     dtype = DTYPES[config.dtype]
     policy = decoder if dtype == torch.float32 else Decoder(model_config, master.to(dtype), decoder.layout)
     updates = config.steps * config.updates_per_rollout
-    workers = Workers(min(config.virtual_shards, config.workers or automatic(policy.layout.numel)))
-    learner = Learner(policy, master, config.optimizer, config.virtual_shards, updates, lanes=workers.n)
-    native = config.native
-    sampler = NativeSampler(policy, native.max_concurrency, native.max_batch_tokens, native.cache_bytes)
-    return TrainState(config, policy, learner, sampler, text, load_reward(task, config.task.reward), problems, prompt_ids, workers)
+    limits = SamplerLimits(**config.native.model_dump())
+    workers = Workers(policy, config.virtual_shards, config.workers or automatic(policy.layout.numel), limits)
+    learner = Learner(policy, policy.flat.detach() if dtype == torch.float32 else master, config.optimizer, updates)
+    sampler = ParallelSampler(workers)
+    return TrainState(config, policy, learner, sampler, workers, text, load_reward(task, config.task.reward), problems, prompt_ids)
 
 
 def training_problems(task: Task, config: Config, model: Path) -> list[Problem]:

@@ -1,16 +1,35 @@
-"""Threads that compute virtual shards side by side.
+"""Processes that sample and train side by side on one CPU machine.
 
-A shard's gradient depends on no other shard. On a CPU, W threads with 1/W of the cores each waste less than one thread
-whose operations are each spread over all cores, as long as the operations are small. How many there are decides no bit.
-(Sampling gains nothing from it: its operations are so short that the threads wait for the interpreter's lock.)
+A token and a shard's gradient depend on nothing that is computed beside them. On a CPU, W processes with 1/W of the cores
+each waste less than one process whose operations are each spread over all cores, as long as the operations are small:
+threads of one process would wait for the interpreter's lock at every operation. How many there are decides no bit.
+
+The weights lie in memory that all of them share, and so do the gradients they return. Worker 0 is the caller's process;
+the others wait for (function, argument), and end when the caller does.
 """
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from threading import Barrier
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from typing import TypeVar
 
 import torch
+
+from ..model.config import ModelConfig
+from ..model.decoder import Decoder
+from ..model.weights import Layout
+from .gradient import ShardSum, add_roots
+from .native import NativeSampler
+from .rollout import Keys, Rollout, Sampling
+from .shard import virtual_shards
 
 X = TypeVar("X")
 Y = TypeVar("Y")
@@ -19,33 +38,246 @@ Y = TypeVar("Y")
 _LARGE = 50_000_000
 
 
+def suits(parameters: int) -> bool:
+    """Whether more than one worker is of use for a model of that many parameters, and possible (Linux only)."""
+    return parameters <= _LARGE and hasattr(os, "memfd_create")
+
+
 def automatic(parameters: int) -> int:
     """Workers for a model of that many parameters on this machine."""
-    return 1 if parameters > _LARGE else torch.get_num_threads()
+    return torch.get_num_threads() if suits(parameters) else 1
+
+
+@dataclass(frozen=True)
+class SamplerLimits:
+    """Of all workers together; see NativeSampler."""
+
+    max_concurrency: int = 64
+    max_batch_tokens: int = 1024
+    cache_bytes: int = 4 << 30
+
+    def share(self, n: int) -> "SamplerLimits":
+        """What each of n workers may use."""
+        return SamplerLimits(-(-self.max_concurrency // n), -(-self.max_batch_tokens // n), self.cache_bytes // n)
+
+
+@contextmanager
+def cpu_threads(n: int) -> Iterator[None]:
+    """torch runs its CPU operations on n threads inside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Host:
+    """What one worker computes with. Its gradient is made when first asked for: sampling needs none."""
+
+    def __init__(self, decoder: Decoder, shards: int, limits: SamplerLimits):
+        self.decoder, self._shards = decoder, shards
+        self.sampler = NativeSampler(decoder, limits.max_concurrency, limits.max_batch_tokens, limits.cache_bytes)
+        self._gradient: ShardSum | None = None
+        self.root: torch.Tensor | None = None  # where the others read this worker's gradient; worker 0 needs none
+
+    @property
+    def gradient(self) -> ShardSum:
+        """The sum of this worker's shards."""
+        if self._gradient is None:
+            self._gradient = ShardSum(self.decoder, self._shards)
+        return self._gradient
 
 
 class Workers:
-    """`n` threads over the CPU threads torch has now; with n = 1 everything runs in the caller's thread."""
+    """`n` workers over the CPU threads torch has now, rounded down to a power of two that divides `shards`.
 
-    def __init__(self, n: int = 1):
-        self.n = n
-        self._pool = ThreadPoolExecutor(n) if n > 1 else None
-        if self._pool is not None:
-            threads, started = torch.get_num_threads(), Barrier(n)
-            list(self._pool.map(lambda _: self._enter(max(1, threads // n), started), range(n)))
-            torch.set_num_threads(threads)  # _enter also changed what threads that torch has not met yet would start with
+    With more than one, the decoder's weights move to shared memory. Raises RuntimeError when a worker has died.
+    """
 
-    @staticmethod
-    def _enter(threads: int, started: Barrier) -> None:
-        """Give this worker its share of the CPU threads; all workers start before any goes on."""
-        torch.get_num_threads()  # makes torch meet this thread, so that it does not take the default later
+    def __init__(self, decoder: Decoder, shards: int, n: int = 1, limits: SamplerLimits = SamplerLimits()):
+        self.n = 1 << (min(n, shards).bit_length() - 1)
+        self._own_threads = max(1, torch.get_num_threads() // self.n)
+        self._others: list[_Process] = []
+        if self.n > 1:
+            flat, fd = _shared(decoder.layout.numel, decoder.dtype)
+            decoder.move_to(flat)
+            head = (decoder.config, decoder.dtype, shards // self.n, limits.share(self.n), self._own_threads)
+            self._others = [_Process(i, fd, head, decoder.layout.numel) for i in range(1, self.n)]
+            os.close(fd)
+        self.host = Host(decoder, shards // self.n, limits.share(self.n))
+
+    def map(self, work: Callable[[Host, X], Y], items: Sequence[X]) -> list[Y]:
+        """work(host, item) for each item, at most n of them, a worker each; results in order. The first exception in order is raised.
+
+        With n > 1, `work` must be a function of a module and items and results must be picklable.
+        """
+        assert len(items) <= self.n, f"{len(items)} items for {self.n} workers"
+        for other, item in zip(self._others, items[1:], strict=False):
+            other.send((work, item))
+        with cpu_threads(self._own_threads):
+            results = [_attempt(work, self.host, items[0])]
+        results += [other.receive() for other, _ in zip(self._others, items[1:], strict=False)]
+        for result in results:
+            if isinstance(result, _Failure):
+                raise result.error
+        return results
+
+    def sum_shards(self, work: Callable[[Decoder, X], Y], shards: Sequence[X | None]) -> tuple[list[Y | None], torch.Tensor | None]:
+        """work(decoder, shard) for each virtual shard, and the sum of their gradients [numel], valid until the next call.
+
+        None is a shard without sequences; the sum is None if all are. After an exception the gradient is incomplete, and
+        these workers must not be used again.
+        """
+        each = len(shards) // self.n
+        done = self.map(_sum_part, [(work, shards[i * each : (i + 1) * each]) for i in range(self.n)])
+        others = [other.root if has_root else None for other, (_, has_root) in zip(self._others, done[1:], strict=True)]
+        gradient = add_roots([self.host.gradient.tree.take(), *others])
+        return [result for results, _ in done for result in results], gradient
+
+    def close(self) -> None:
+        """End the other processes."""
+        for other in self._others:
+            other.close()
+        self._others = []
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _sum_part(host: Host, part: tuple[Callable, Sequence]) -> tuple[list, bool]:
+    work, shards = part
+    results = [host.gradient.add(work, shard) for shard in shards]
+    if host.root is None:
+        return results, True  # worker 0, whose tree is at hand
+    root = host.gradient.tree.take()
+    if root is not None:
+        host.root.copy_(root)
+    return results, root is not None
+
+
+class ParallelSampler:
+    """The native sampler of every worker, each for a part of the prompts; the weights are the ones the workers share."""
+
+    def __init__(self, workers: Workers, version: int = 0):
+        self.workers, self.version = workers, version
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """See Sampler."""
+        self.workers.host.sampler.load_weights(weights, version)
+        self.version = version
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, keys: Keys) -> list[Rollout]:
+        """See Sampler, NativeSampler.generate."""
+        self.workers.host.sampler.check(prompts, sampling)
+        parts, first = [], keys.first_prompt
+        for some in virtual_shards(prompts, max(1, min(self.workers.n, len(prompts)))):
+            parts.append((list(some), sampling, replace(keys, first_prompt=first), self.version))
+            first += len(some)
+        return [rollout for part in self.workers.map(_generate, parts) for rollout in part]
+
+
+def _generate(host: Host, part: tuple[Sequence[Sequence[int]], Sampling, Keys, int]) -> list[Rollout]:
+    prompts, sampling, keys, host.sampler.version = part
+    return host.sampler.generate(prompts, sampling, keys)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An exception on its way to the caller."""
+
+    error: BaseException
+
+
+def _attempt(work: Callable[[Host, X], Y], host: Host, item: X) -> Y | _Failure:
+    try:
+        return work(host, item)
+    except Exception as error:
+        return _Failure(error)
+
+
+def _shared(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+    """A tensor in memory that other processes can map, and its file descriptor. The memory goes when the last process does."""
+    fd = os.memfd_create("zerokl")
+    os.ftruncate(fd, numel * dtype.itemsize)
+    return _mapped(fd, numel, dtype), fd
+
+
+def _mapped(fd: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=numel, dtype=dtype)
+
+
+class _Process:
+    """Another worker, from the caller's side."""
+
+    def __init__(self, index: int, weights_fd: int, head: tuple, numel: int):
+        self.index = index
+        self.root, root_fd = _shared(numel, torch.float32)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            fds = (theirs.fileno(), weights_fd, root_fd)
+            # A process of its own and not a fork (OpenMP does not survive one) nor multiprocessing's (it runs the caller's script again).
+            code = f"from zerokl.engine.workers import serve; serve{fds}"
+            path = os.pathsep.join(os.path.abspath(p) for p in sys.path)
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", code], pass_fds=fds, env=os.environ | {"PYTHONPATH": path}, stdin=subprocess.DEVNULL
+            )
+        os.close(root_fd)
+        self._connection = Connection(ours.detach())
+        self.send(head)
+
+    def send(self, message: object) -> None:
+        try:
+            self._connection.send_bytes(pickle.dumps(message))
+        except BrokenPipeError:
+            raise self._died() from None
+
+    def receive(self) -> object:
+        try:
+            return pickle.loads(self._connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            raise self._died() from None
+
+    def _died(self) -> RuntimeError:
+        code = self._process.wait()
+        reason = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        hint = "; this is how Linux ends a process when memory runs out" if code == -signal.SIGKILL else ""
+        return RuntimeError(f"worker {self.index} (process {self._process.pid}) {reason}{hint}; with workers = 1 there is no other process")
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.wait()
+
+
+def serve(connection_fd: int, weights_fd: int, root_fd: int) -> None:
+    """The life of another worker: answer until the caller closes the connection."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the caller decides what it means
+    connection = Connection(connection_fd)
+    try:
+        config: ModelConfig
+        config, dtype, shards, limits, threads = pickle.loads(connection.recv_bytes())
         torch.set_num_threads(threads)
-        started.wait()
+        layout = Layout(config)
+        decoder = Decoder(config, _mapped(weights_fd, layout.numel, dtype), layout)
+        host = Host(decoder, shards, limits)
+        host.root = _mapped(root_fd, layout.numel, torch.float32)
+        while True:
+            work, item = pickle.loads(connection.recv_bytes())
+            connection.send_bytes(_pickled(_attempt(work, host, item)))
+    except (EOFError, ConnectionResetError, BrokenPipeError):
+        pass  # the caller has gone: nobody waits for an answer
 
-    def map(self, work: Callable[[X], Y], items: Sequence[X]) -> list[Y]:
-        """work(item) for each, results in order; the first exception in that order is raised."""
-        if self._pool is None or len(items) < 2:
-            return [work(item) for item in items]
-        futures = [self._pool.submit(work, item) for item in items]
-        wait(futures)
-        return [f.result() for f in futures]
+
+def _pickled(result: object) -> bytes:
+    """Plain pickle: multiprocessing's own would hand tensors over as file descriptors."""
+    if isinstance(result, _Failure):
+        where = "in another worker:\n" + "".join(traceback.format_exception(result.error))
+        result.error.add_note(where)
+        try:
+            pickle.loads(pickle.dumps(result))
+        except Exception:
+            result = _Failure(RuntimeError(where))
+    return pickle.dumps(result)

@@ -27,40 +27,49 @@ QUERY_CHUNK = 32
 SCORE_ELEMENTS = 1 << 22
 
 
-def attention_ref(q: torch.Tensor, tiles: torch.Tensor, plan: AttentionPlan, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Forward only. q [T, Hq, D], tiles [tiles, 2, KEY_TILE, D]. Returns o like q, and lse [T, Hq] in fp32."""
+def attention_ref(
+    q: torch.Tensor, tiles: torch.Tensor, plan: AttentionPlan, scale: float, want_lse: bool = True
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Forward only. q [T, Hq, D], tiles [tiles, 2, KEY_TILE, D]. Returns o like q, and lse [T, Hq] in fp32 where it is wanted."""
     T, H, D = q.shape
     acc_dtype = accumulate_dtype(q.dtype)
     rows = q.reshape(T * H, D).index_select(0, plan.rows).to(acc_dtype).view(-1, plan.tile_rows, D)
     rows *= scale
-    m = l = acc = None
-    for j, (ids, hidden) in enumerate(zip(plan.tiles, plan.hidden, strict=True)):
-        c = ids.shape[0]
-        kv = tiles.index_select(0, ids).to(acc_dtype)
-        s = torch.bmm(rows[:c], kv[:, 0].transpose(1, 2))
-        if hidden is not None:
-            s.masked_fill_(hidden, float("-inf"))
-        top = s.amax(-1, keepdim=True)
-        if j == 0:  # position 0 is visible to every row, so no maximum is -inf from here on
-            m = top
-            p = s.sub_(m).exp_()
-            l, acc = p.sum(-1, keepdim=True), torch.bmm(p, kv[:, 1])
-            continue
-        old, l_c, acc_c = m[:c], l[:c], acc[:c]
-        top = torch.maximum(old, top, out=top)
-        p = s.sub_(top).exp_()
-        alpha = old.sub(top).exp_()
-        l_c.mul_(alpha).add_(p.sum(-1, keepdim=True))
-        acc_c.mul_(alpha).add_(torch.bmm(p, kv[:, 1]))
-        old.copy_(top)
-    o = (acc / l).to(q.dtype).view(-1, D).index_select(0, plan.inverse).view(T, H, D)
-    lse = (m + torch.log(l)).view(-1).index_select(0, plan.inverse).view(T, H)
-    return o, lse
+    o = torch.empty_like(rows)
+    lse = rows.new_empty(*rows.shape[:2], 1)
+    for g in plan.groups:
+        at = slice(g.start, g.start + g.bias.shape[0])
+        m, l, acc = _group_ref(rows[at], tiles.index_select(0, g.tiles).to(acc_dtype), g.bias)
+        torch.div(acc, l, out=o[at])
+        if want_lse:
+            torch.add(m, l.log_(), out=lse[at])
+    o = o.to(q.dtype).view(-1, D).index_select(0, plan.inverse).view(T, H, D)
+    return o, lse.view(-1).index_select(0, plan.inverse).view(T, H) if want_lse else None
+
+
+def _group_ref(q: torch.Tensor, kv: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """m, l [c, R, 1] and the unnormalised output [c, R, D]. q [c, R, D] scaled, kv [c * J, 2, KEY_TILE, D], bias [c, M, R, KEY_TILE]."""
+    c, R, D = q.shape
+    kv = kv.view(c, -1, 2, KEY_TILE, D)
+    J = kv.shape[1]
+    k = kv.view(c * J, 2, KEY_TILE, D)[:, 0].transpose(1, 2)
+    s = torch.bmm(q.unsqueeze(1).expand(c, J, R, D).reshape(c * J, R, D), k).view(c, J, R, KEY_TILE)
+    s[:, J - bias.shape[1] :] += bias
+    m = s.amax(-1, keepdim=True).amax(1)
+    p = s.sub_(m.unsqueeze(1)).exp_()
+    l = p.sum(-1, keepdim=True).cumsum(1)[:, -1]
+    acc = torch.zeros_like(q)  # begun with +0.0, so that adding a hidden tile's zeros never turns a -0.0 around
+    for j in range(J):
+        acc.baddbmm_(p[:, j], kv[:, j, 1])
+    return m, l, acc
 
 
 def gather_tiles(k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Key tiles of packed keys and values. k, v [T, Hkv, D], rows [blocks, KEY_TILE] -> [blocks * Hkv, 2, KEY_TILE, D]."""
-    kv = torch.stack([k, v], dim=1)[rows]  # [blocks, KEY_TILE, 2, Hkv, D]
+    """Key tiles of packed keys and values, in fp32, as each is read many times.
+
+    k, v [T, Hkv, D], rows [blocks, KEY_TILE] -> [blocks * Hkv, 2, KEY_TILE, D].
+    """
+    kv = torch.stack([k, v], dim=1).to(accumulate_dtype(k.dtype))[rows]  # [blocks, KEY_TILE, 2, Hkv, D]
     return kv.permute(0, 3, 2, 1, 4).reshape(-1, 2, KEY_TILE, k.shape[-1])
 
 
@@ -159,7 +168,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, varlen: Varlen,
         )
     check_head_dim(D)
     if not torch.is_grad_enabled():
-        return attention_ref(q, gather_tiles(k, v, varlen.rows), varlen.plan, scale)[0]
+        return attention_ref(q, gather_tiles(k, v, varlen.rows), varlen.plan, scale, want_lse=False)[0]
     return _Attention.apply(q, k, v, varlen, scale)
 
 
@@ -172,7 +181,7 @@ def attention_cached(q: torch.Tensor, tiles: torch.Tensor, plan: AttentionPlan, 
     check_head_dim(q.shape[-1])
     if tiles.shape[1:] != (2, KEY_TILE, q.shape[-1]):
         raise ValueError(f"attention_cached: tiles {tuple(tiles.shape)} must be [tiles, 2, {KEY_TILE}, {q.shape[-1]}]")
-    return attention_ref(q, tiles, plan, scale)[0]
+    return attention_ref(q, tiles, plan, scale, want_lse=False)[0]
 
 
 def check_head_dim(D: int) -> None:

@@ -6,9 +6,9 @@ The kernel (attention.py) knows two kinds of tiles only:
   decoding token brings all its `group` query heads to one tile, and R = `group` rounded up to ROW_UNIT wastes little;
 - a key tile: KEY_TILE consecutive positions of one (sequence, key-value head), its keys and its values side by side.
 
-The plan lists the query tiles in descending order of the number of key tiles they need. Key tile j is then needed by a
-prefix of that list, and the kernel works on prefixes: no work for keys that nobody sees, for any mix of prefill,
-chunked prefill and decode. Where a row lies in the plan never changes its arithmetic.
+Query tiles are listed in descending order of the number of key tiles they need, and cut into groups of nearly one need: the
+kernel works through a group at once. Where a row lies in the plan never changes its arithmetic, and key tiles that a row
+does not need are exact no-ops, so neither does what shares a group with it.
 
 Shapes: S sequences, Hq query heads, Hkv key-value heads, group = Hq / Hkv, n query tiles.
 """
@@ -27,6 +27,19 @@ ROW_UNIT = 8
 KEY_TILE = 32
 
 
+# Key tiles that one group gathers, at most (the query tiles of one place may need more). Bounds memory only.
+GROUP_TILES = 1024
+
+
+@dataclass(frozen=True)
+class Group:
+    """c query tiles that are computed together, with J key tiles each."""
+
+    start: int  # place of its first query tile among the plan's n
+    tiles: torch.Tensor  # [c * J] int64, key tiles, those of one query tile side by side
+    bias: torch.Tensor  # [c, M, R, KEY_TILE] fp32, -inf where a key of the last M key tiles is hidden, else 0
+
+
 @dataclass(frozen=True)
 class AttentionPlan:
     """Index tensors of one attention call. Built by `plan_attention`."""
@@ -36,8 +49,7 @@ class AttentionPlan:
     tile_rows: int  # R
     rows: torch.Tensor  # [n * R] int64, rows of q.view(T * Hq, D); unused rows repeat a valid one
     inverse: torch.Tensor  # [T * Hq] int64, where each row of q lies among the n * R tile rows
-    tiles: list[torch.Tensor]  # per step j: [c_j] int64, the key tile of each query tile that needs step j
-    hidden: list[torch.Tensor | None]  # per step j: [c_j, R, KEY_TILE] bool, True where the key is masked
+    groups: list[Group]
     query_lengths: tuple[int, ...]  # tokens of each sequence in q
 
     @cached_property
@@ -62,43 +74,50 @@ def plan_attention(
     group = heads // kv_heads
     R = -(-group // ROW_UNIT) * ROW_UNIT
     q_len, context = np.asarray(query_lengths, np.int64), np.asarray(contexts, np.int64)
-    start = np.concatenate([[0], np.cumsum(q_len)[:-1]])
+    start = np.cumsum(q_len) - q_len
     per_seq = -(-q_len * group // R)  # query tiles of one key-value head
     seq = np.repeat(np.arange(len(q_len)), per_seq)
     within = np.arange(len(seq)) - np.repeat(np.cumsum(per_seq) - per_seq, per_seq)
     flat = within[:, None] * R + np.arange(R)  # row of the tile -> position * group + head in group
-    valid = flat < (q_len[seq] * group)[:, None]
-    flat = np.minimum(flat, (q_len[seq] * group - 1)[:, None])
-    position = context[seq][:, None] + flat // group
-    need = position[:, -1] // KEY_TILE + 1
+    last = (q_len[seq] * group - 1)[:, None]
+    need = (context[seq] + np.minimum(flat[:, -1], last[:, 0]) // group) // KEY_TILE + 1
     by_need = np.argsort(-need, kind="stable")
-    seq, flat, valid, position, need = (a[by_need] for a in (seq, flat, valid, position, need))
+    seq, flat, last, need = seq[by_need], flat[by_need], last[by_need], need[by_need]
+    valid, flat = flat <= last, np.minimum(flat, last)
+    step = flat // group
+    position = context[seq][:, None] + step
 
-    n = len(seq)
     h = np.arange(kv_heads)
-    token = start[seq][:, None] + flat // group
-    row = token[:, None, :] * heads + h[None, :, None] * group + (flat % group)[:, None, :]  # [n, Hkv, R]
+    in_q = (start[seq][:, None] + step) * heads + flat % group
+    row = in_q[:, None, :] + (h * group)[:, None]  # [query tiles of one head, Hkv, R]
     inverse = np.empty(int(q_len.sum()) * heads, np.int64)
-    slots = np.arange(n * kv_heads * R).reshape(n, kv_heads, R)
     used = np.broadcast_to(valid[:, None, :], row.shape)
-    inverse[row[used]] = slots[used]
+    inverse[row[used]] = np.flatnonzero(used)
 
-    tiles, hidden = [], []
-    keys = np.arange(KEY_TILE)
-    for j in range(int(need[0]) if n else 0):
-        c = int(np.searchsorted(-need, -j))  # need is descending: how many tiles have need > j
-        ids = tables[seq[:c], j]
-        tiles.append(torch.from_numpy((ids[:, None] * kv_heads + h).reshape(-1)))
-        first = position[:c, 0]
-        if (first >= j * KEY_TILE + KEY_TILE - 1).all():
-            hidden.append(None)
-        else:
-            mask = position[:c, :, None] < j * KEY_TILE + keys
-            mask = np.repeat(mask, kv_heads, axis=0)
-            hidden.append(torch.from_numpy(mask))
+    groups = []
+    for a, b in _group_bounds(need, kv_heads):
+        J = int(need[a])
+        ids = tables[seq[a:b, None], np.minimum(np.arange(J), need[a:b, None] - 1)]  # beyond its need: a tile of its own again
+        tiles = (ids[:, None, :] * kv_heads + h[:, None]).reshape(-1)
+        keys = np.arange(int(position[a:b, 0].min()) // KEY_TILE * KEY_TILE, J * KEY_TILE).reshape(-1, 1, KEY_TILE)
+        hidden = position[a:b, None, :, None] < keys  # [query tiles of one head, M, R, KEY_TILE]
+        bias = np.repeat(np.where(hidden, np.float32(-np.inf), np.float32(0)), kv_heads, axis=0)
+        groups.append(Group(a * kv_heads, torch.from_numpy(tiles), torch.from_numpy(bias)))
     return AttentionPlan(
-        heads, kv_heads, R, torch.from_numpy(row.reshape(-1)), torch.from_numpy(inverse), tiles, hidden, tuple(int(x) for x in q_len)
+        heads, kv_heads, R, torch.from_numpy(row.reshape(-1)), torch.from_numpy(inverse), groups, tuple(int(x) for x in q_len)
     )
+
+
+def _group_bounds(need: np.ndarray, kv_heads: int) -> list[tuple[int, int]]:
+    """Cut query tiles, sorted by descending need, into groups [a, b) that waste at most a quarter of their key tiles."""
+    bounds, a = [], 0
+    while a < len(need):
+        J = int(need[a])
+        fit = max(1, GROUP_TILES // (J * kv_heads))
+        b = min(a + fit, int(np.searchsorted(-need, -(J - J // 4), side="right")))
+        bounds.append((a, b))
+        a = b
+    return bounds
 
 
 def packed_tables(lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

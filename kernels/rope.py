@@ -3,7 +3,8 @@
     y1 = x1 cos - x2 sin,    y2 = x2 cos + x1 sin          x1, x2: first and second half of a head
     dx1 = dy1 cos + dy2 sin, dx2 = dy2 cos - dy1 sin
 
-x [T, H, D]; cos, sin [T, D/2], rows of a table in the model's dtype (as vLLM and transformers keep it).
+x [T, H, D]; cos, sin [T, D/2], rows of a table rounded to the model's dtype (as vLLM and transformers keep it), in that dtype or
+already converted to fp32.
 Roundings: products and sums in fp32, y and dx once.
 """
 
@@ -42,7 +43,7 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
 
     Raises ValueError on a bad shape or dtype.
     """
-    check_dtype("rope", x=x, cos=cos, sin=sin)
+    check_dtype("rope", x=x, **({} if cos.dtype == sin.dtype == accumulate_dtype(x.dtype) else {"cos": cos, "sin": sin}))
     half = (x.shape[0], x.shape[-1] // 2)
     if x.dim() != 3 or x.shape[-1] % 2 or cos.shape != half or sin.shape != half:
         raise ValueError(

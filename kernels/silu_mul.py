@@ -8,18 +8,46 @@ Roundings: silu(g) once, then the product once (as vLLM's silu_and_mul and trans
 silu is g / (1 + exp(-g)) in fp32: torch's own silu gives other bits in the scalar tail than in the vector body.
 """
 
+from collections.abc import Iterator
+
 import torch
 
 from .grad import accumulate_dtype, check_dtype
+
+# Elements of one pass: its temporaries stay in a core's cache. Bounds memory only.
+_PASS_ELEMENTS = 1 << 16
 
 
 def silu_mul_ref(gu: torch.Tensor) -> torch.Tensor:
     """Forward only."""
     acc = accumulate_dtype(gu.dtype)
-    g, u = gu.chunk(2, dim=1)
-    gf = g.to(acc)
-    silu = (gf / torch.exp(-gf).add_(1.0)).to(gu.dtype)
-    return silu * u
+    y = gu.new_empty(gu.shape[0], gu.shape[1] // 2)
+    for at in _passes(gu):
+        g, u = gu[at].chunk(2, dim=1)
+        gf = g.to(acc)
+        torch.mul((gf / torch.exp(-gf).add_(1.0)).to(gu.dtype), u, out=y[at])
+    return y
+
+
+def silu_mul_bwd_ref(dy: torch.Tensor, gu: torch.Tensor) -> torch.Tensor:
+    """dgu [T, 2 I]."""
+    acc = accumulate_dtype(gu.dtype)
+    dgu = torch.empty_like(gu)
+    for at in _passes(gu):
+        g, u = (t.to(acc) for t in gu[at].chunk(2, dim=1))
+        dyf = dy[at].to(acc)
+        s = torch.exp(-g).add_(1.0).reciprocal_()
+        silu = g * s
+        slope = (1.0 - s).mul_(silu).add_(s)  # s (1 + g (1 - s))
+        dg, du = dgu[at].chunk(2, dim=1)
+        dg.copy_(slope.mul_(u).mul_(dyf))
+        du.copy_(silu.to(gu.dtype).to(acc).mul_(dyf))  # silu rounded to the dtype, as in the forward
+    return dgu
+
+
+def _passes(gu: torch.Tensor) -> Iterator[slice]:
+    rows = max(1, 2 * _PASS_ELEMENTS // gu.shape[1])
+    return (slice(a, a + rows) for a in range(0, gu.shape[0], rows))
 
 
 class _SiluMul(torch.autograd.Function):
@@ -30,18 +58,7 @@ class _SiluMul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        (gu,) = ctx.saved_tensors
-        acc = accumulate_dtype(gu.dtype)
-        g, u = (t.to(acc) for t in gu.chunk(2, dim=1))
-        dyf = dy.to(acc)
-        s = torch.exp(-g).add_(1.0).reciprocal_()
-        silu = g * s
-        slope = (1.0 - s).mul_(silu).add_(s)  # s (1 + g (1 - s))
-        dgu = torch.empty_like(gu)
-        dg, du = dgu.chunk(2, dim=1)
-        dg.copy_(slope.mul_(u).mul_(dyf))
-        du.copy_(silu.to(gu.dtype).to(acc).mul_(dyf))  # silu rounded to the dtype, as in the forward
-        return dgu
+        return silu_mul_bwd_ref(dy, *ctx.saved_tensors)
 
 
 def silu_mul(gu: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,6 @@ What differs between training and sampling is the context only: how attention fi
 CachedContext in cache.py). Everything else works on rows.
 """
 
-import copy
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -16,6 +15,7 @@ import torch
 
 from ..kernels.attention import Varlen, attention
 from ..kernels.embedding import embedding
+from ..kernels.grad import accumulate_dtype
 from ..kernels.linear import linear
 from ..kernels.order import Blocks, token_blocks
 from ..kernels.rms_norm import add_rms_norm, qk_norm, rms_norm
@@ -59,7 +59,8 @@ class Decoder:
     def __init__(self, config: ModelConfig, flat: torch.Tensor, layout: Layout | None = None):
         self.config, self.flat = config, flat
         self.layout = layout or Layout(config)
-        self._cos, self._sin = rope_table(config.frequencies, config.max_positions, flat.dtype)
+        table = rope_table(config.frequencies, config.max_positions, flat.dtype)
+        self._cos, self._sin = (t.to(accumulate_dtype(flat.dtype)) for t in table)
         self._bind()
 
     def _bind(self) -> None:
@@ -68,11 +69,10 @@ class Decoder:
         # summed into one, the order of the two uses would depend on the micro-batch size.
         self.head = self.w["embed"].detach().requires_grad_() if self.config.tied else self.w["head"]
 
-    def twin(self) -> "Decoder":
-        """The same weights in the same memory, with gradient buffers of its own: for another thread's backward."""
-        twin = copy.copy(self)
-        twin._bind()
-        return twin
+    def move_to(self, flat: torch.Tensor) -> None:
+        """Copy the weights to `flat` [layout.numel] and use those from now on. Views taken before are of the old memory."""
+        self.flat = flat.copy_(self.flat.detach())
+        self._bind()
 
     @property
     def dtype(self) -> torch.dtype:

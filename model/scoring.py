@@ -50,6 +50,6 @@ def logprobs(decoder: Decoder, batch: PackedBatch, dist: Distribution) -> tuple[
     longest = max(batch.lengths)
     if longest > decoder.config.max_positions:
         raise ValueError(f"logprobs: a sequence of {longest} tokens is longer than the context ({decoder.config.max_positions})")
-    filler = -len(batch.ids) % ROW_TILE[decoder.dtype]  # whole row tiles: every matrix product is spared a partial one
+    filler = -len(batch.ids) % ROW_TILE  # whole row tiles: every matrix product is spared a partial one
     hidden = decoder.hidden(F.pad(batch.ids, (0, filler)), PackedContext(batch.lengths, decoder.config, filler))
     return linear_logprob(hidden[batch.rows], decoder.head, batch.targets, dist, token_blocks(batch.completion_lengths))

@@ -13,8 +13,8 @@ import pytest
 import zerokl
 from zerokl.cli import main
 from zerokl.engine import initialise, run
-from zerokl.engine.native import NativeSampler
 from zerokl.engine.text import character_tokenizer
+from zerokl.engine.workers import ParallelSampler
 from zerokl.model.checkpoint import write_checkpoint
 
 WIDTHS = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
@@ -282,13 +282,13 @@ def test_a_run_that_was_refused_can_be_started_again_in_the_same_folder(training
 
 
 def test_a_mismatch_is_one_line_and_exit_code_1(training, monkeypatch, capsys):
-    class Planted(NativeSampler):
+    class Planted(ParallelSampler):
         def generate(self, prompts, sampling, keys):
             rollouts = super().generate(prompts, sampling, keys)
             rollouts[1].logprobs[0] += 1
             return rollouts
 
-    monkeypatch.setattr(run, "NativeSampler", Planted)
+    monkeypatch.setattr(run, "ParallelSampler", Planted)
     assert main(training()) == 1
     error = capsys.readouterr().err
     assert error.startswith("zerokl: mismatch at step 0, prompt 0, sample 1, position 0")

@@ -111,7 +111,7 @@ def config(model: Path) -> Callable[..., Config]:
     """config(**overrides): a run of three steps, 3 prompts x 3 samples x 8 tokens. Dots are written as two underscores."""
     base = {
         "model": str(model), "steps": "3", "prompts": "3", "samples": "3", "sampling.max_tokens": "8", "virtual_shards": "4",
-        "optimizer.lr": "1e-2", "evaluation.every": "0", "task.reward": "toy:letters",
+        "optimizer.lr": "1e-2", "evaluation.every": "0", "task.reward": "toy:letters", "workers": "1",
         "task.options": "{ max_value = 9, train = 20, held_out = 10 }",
     }  # fmt: skip
     return lambda **overrides: load_config(None, None, base | {k.replace("__", "."): str(v) for k, v in overrides.items()})

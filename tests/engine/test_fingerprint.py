@@ -12,8 +12,8 @@ FREE = [
     {"native__max_concurrency": 7, "native__max_batch_tokens": 5},
     {"threads": 1},
     {"threads": 2},
-    {"workers": 1},
-    {"workers": 3},
+    {"workers": 2},
+    {"workers": 4},
 ]
 # Each changes a number that is added, or the order of a sum. An order shows in fp32; the others in either dtype.
 BINDING = [{"seed": 1}, {"virtual_shards": 1}, {"optimizer__lr": 2e-2}, {"sampling__temperature": 0.7}]

@@ -7,17 +7,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from zerokl.engine.config import OptimizerConfig
-from zerokl.engine.learner import GradientTree, Learner
+from zerokl.engine.gradient import GradientTree, ShardSum
+from zerokl.engine.learner import Learner
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.decoder import Decoder
 
 HALF_ULP = 2.0**-24  # relative error of one fp32 rounding
 
 
-def _learner(model, dtype: torch.dtype = torch.float32, shards: int = 1, updates: int = 8, **optimizer: object) -> tuple[Decoder, Learner]:
+def _learner(model, dtype: torch.dtype = torch.float32, updates: int = 8, **optimizer: object) -> tuple[Decoder, Learner]:
     master = load_decoder(model, torch.float32)
     policy = master if dtype == torch.float32 else load_decoder(model, dtype)
-    return policy, Learner(policy, master.flat.detach(), OptimizerConfig(**optimizer), shards, updates)
+    return policy, Learner(policy, master.flat.detach(), OptimizerConfig(**optimizer), updates)
 
 
 def _gradients(decoder: Decoder, n: int) -> list[dict[str, torch.Tensor]]:
@@ -28,10 +29,10 @@ def _gradients(decoder: Decoder, n: int) -> list[dict[str, torch.Tensor]]:
 
 
 def _update(decoder: Decoder, learner: Learner, gradient: dict[str, torch.Tensor]) -> dict[str, float]:
-    for name, g in gradient.items():
-        decoder.w[name].main_grad.add_(g)
-    learner.close_shard()
-    return learner.update()
+    flat = torch.zeros(decoder.layout.numel)
+    for name, view in decoder.layout.views(flat).items():
+        view.copy_(gradient[name])
+    return learner.update(flat)
 
 
 def _norm(gradient: dict[str, torch.Tensor]) -> float:
@@ -138,7 +139,8 @@ def test_shards_are_added_by_one_perfect_binary_tree(log2, data):
         for leaf in leaves:
             tree.push(None if leaf is None else buffer.copy_(leaf))  # the leaf's memory is used again at once
         root = add(leaves)
-        assert torch.equal(tree.take(), torch.zeros(16) if root is None else root)
+        taken = tree.take()
+        assert taken is root is None or torch.equal(taken, root)
 
 
 def test_control_the_order_of_the_shards_matters():
@@ -151,16 +153,26 @@ def test_control_the_order_of_the_shards_matters():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_close_shard_starts_the_next_from_zero(model, tied):
-    decoder, learner = _learner(model, shards=2)
+def test_a_shard_starts_from_zero_and_an_empty_one_adds_nothing(model, tied):
+    decoder = load_decoder(model, torch.float32)
     assert decoder.config.tied
-    ones = {name: torch.ones_like(w) for name, w in decoder.w.items()}
-    for _ in range(2):
-        for name, g in ones.items():
-            decoder.w[name].main_grad.add_(g)
+    sums = ShardSum(decoder, 4)
+
+    def add_ones(decoder: Decoder, head: float) -> str:
+        for w in decoder.w.values():
+            w.main_grad.add_(1.0)
         if tied:
-            decoder.head.main_grad.add_(1.0)
-        learner.close_shard()
-    total = decoder.layout.views(learner.take_gradient())
-    for name in ones:
-        assert (total[name] == (4.0 if tied and name == "embed" else 2.0)).all(), name
+            decoder.head.main_grad.add_(head)
+        return "done"
+
+    assert [sums.add(add_ones, shard) for shard in (1.0, None, 1.0, None)] == ["done", None, "done", None]
+    total = decoder.layout.views(sums.tree.take())
+    for name, sum_of_shards in total.items():
+        assert (sum_of_shards == (4.0 if tied and name == "embed" else 2.0)).all(), name
+
+
+def test_no_gradient_leaves_the_weights(model):
+    decoder, learner = _learner(model)
+    before = decoder.flat.detach().clone()
+    assert learner.update(None)["grad_norm"] == 0.0
+    assert torch.equal(decoder.flat, before)

@@ -11,8 +11,8 @@ import torch
 from zerokl.cli import main
 from zerokl.engine import run as run_module
 from zerokl.engine.monitor import MismatchError
-from zerokl.engine.native import NativeSampler
 from zerokl.engine.run import train
+from zerokl.engine.workers import ParallelSampler
 from zerokl.kernels.philox import Stream
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.weights import fingerprint
@@ -26,7 +26,7 @@ class Plant:
         self.step, index, part = draw.randrange(3), draw.randrange(9), draw.random()
         plant = self
 
-        class Planted(NativeSampler):
+        class Planted(ParallelSampler):
             def generate(self, prompts, sampling, keys):
                 rollouts = super().generate(prompts, sampling, keys)
                 if (keys.stream, keys.step) == (Stream.SAMPLE, plant.step):
@@ -40,7 +40,7 @@ class Plant:
                     plant.false = plant.rollout.logprobs[plant.position].item()
                 return rollouts
 
-        monkeypatch.setattr(run_module, "NativeSampler", Planted)
+        monkeypatch.setattr(run_module, "ParallelSampler", Planted)
 
 
 def _weights(folder) -> str:
@@ -89,14 +89,14 @@ def test_verify_case_blames_the_side_that_does_not_reproduce(config, monkeypatch
 
 
 def test_the_first_of_several_is_named_and_all_are_counted(config, monkeypatch, tmp_path):
-    class Planted(NativeSampler):
+    class Planted(ParallelSampler):
         def generate(self, prompts, sampling, keys):
             rollouts = super().generate(prompts, sampling, keys)
             for r in rollouts[5:]:
                 r.logprobs.view(np.int32)[-1] ^= 1
             return rollouts
 
-    monkeypatch.setattr(run_module, "NativeSampler", Planted)
+    monkeypatch.setattr(run_module, "ParallelSampler", Planted)
     with pytest.raises(MismatchError, match=r"step 0, prompt 1, sample 2, position \d+ .* 4 of \d+ tokens"):
         train(config(virtual_shards=1, micro_batch=64), tmp_path / "run")
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from zerokl.engine.learner import GradientTree
+from zerokl.engine.gradient import GradientTree, add_roots
 
 from tests.helpers import randn, total_unequal
 
@@ -21,7 +21,7 @@ def pairwise(leaves: list[Leaf]) -> Leaf:
     return left + right
 
 
-def tree_sum(tree: GradientTree, leaves: list[Leaf]) -> torch.Tensor:
+def tree_sum(tree: GradientTree, leaves: list[Leaf]) -> Leaf:
     """Every leaf is pushed from the same buffer, as the learner does."""
     buffer = torch.empty(tree.numel)
     for leaf in leaves:
@@ -40,14 +40,22 @@ def test_shape_of_the_tree(shards, empty):
     tree = GradientTree(shards, 999)
     for seed in range(12):  # one tree, used for many steps: no buffer of an earlier step shows through
         leaves = _leaves(shards, empty, 100 * seed)
-        expected = pairwise(leaves)
-        expected = torch.zeros(999) if expected is None else expected
-        assert total_unequal([tree_sum(tree, leaves)], [expected]) == 0
+        expected, root = pairwise(leaves), tree_sum(tree, leaves)
+        assert root is expected is None or total_unequal([root], [expected]) == 0
 
 
-def test_no_shards_with_sequences_sum_to_zero():
-    tree = GradientTree(4, 5)
-    assert tree_sum(tree, [None] * 4).tolist() == [0.0] * 5
+@pytest.mark.parametrize("empty", [0.0, 0.3, 0.7])
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_subtrees_of_several_workers_have_the_root_of_one_tree(parts, empty):
+    leaves = _leaves(8, empty, 7)
+    each = 8 // parts
+    roots = [tree_sum(GradientTree(each, 999), leaves[i : i + each]) for i in range(0, 8, each)]
+    root, expected = add_roots(roots), pairwise(leaves)
+    assert root is expected is None or total_unequal([root], [expected]) == 0
+
+
+def test_no_shards_with_sequences_have_no_sum():
+    assert tree_sum(GradientTree(4, 5), [None] * 4) is None
 
 
 def test_it_holds_log2_of_the_shards_partial_sums():

@@ -1,0 +1,120 @@
+"""Other processes: the same bits whoever computes, their exceptions and their deaths."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from zerokl.engine.native import NativeSampler
+from zerokl.engine.rollout import Keys, Sampling
+from zerokl.engine.workers import Host, ParallelSampler, SamplerLimits, Workers, _Failure, _pickled
+from zerokl.kernels.logprob import Distribution
+from zerokl.model.checkpoint import load_decoder
+from zerokl.model.decoder import Decoder
+
+PROMPTS = [(5, 6, 7), (8,), (9, 10, 11, 12), (5,), (6, 6)]
+SAMPLING = Sampling(Distribution(0.8), 3, 12, frozenset({1}))
+
+
+def _process_id(host: Host, item: object) -> int:
+    return os.getpid()
+
+
+def _raise(host: Host, item: str) -> None:
+    if item:
+        raise FloatingPointError(item)
+
+
+def _die(host: Host, item: bool) -> None:
+    if item:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _ones(decoder: Decoder, factor: float) -> float:
+    for w in decoder.w.values():
+        w.main_grad.add_(factor)
+    return factor
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
+def workers(request: pytest.FixtureRequest, model):
+    with Workers(load_decoder(model, request.param), 4, 2, SamplerLimits(max_concurrency=4)) as workers:
+        yield workers
+
+
+def test_each_item_has_a_process_of_its_own(workers):
+    own, other = workers.map(_process_id, [None, None])
+    assert (own, other != own) == (os.getpid(), True)
+    assert workers.map(_process_id, [None]) == [own]
+
+
+def test_tokens_and_logprobs_are_those_of_one_sampler(workers):
+    decoder = workers.host.decoder
+    alone = NativeSampler(decoder, version=3).generate(PROMPTS, SAMPLING, Keys(1, 2))
+    sampler = ParallelSampler(workers, version=3)
+    for prompts in (PROMPTS, PROMPTS[:1]):
+        together = sampler.generate(prompts, SAMPLING, Keys(1, 2))
+        for a, b in zip(alone, together, strict=False):
+            assert (a.prompt, a.sample, a.completion_ids, a.weight_version) == (b.prompt, b.sample, b.completion_ids, b.weight_version)
+            assert a.logprobs.tobytes() == b.logprobs.tobytes()
+        assert len(together) == 3 * len(prompts)
+
+
+def test_a_change_of_the_weights_reaches_the_others(workers):
+    decoder, sampler = workers.host.decoder, ParallelSampler(workers)
+    before = sampler.generate(PROMPTS, SAMPLING, Keys(1, 2))
+    saved = decoder.flat.detach().clone()
+    try:
+        decoder.flat.mul_(1.25)
+        after = sampler.generate(PROMPTS, SAMPLING, Keys(1, 2))
+        expected = NativeSampler(decoder).generate(PROMPTS, SAMPLING, Keys(1, 2))
+    finally:
+        decoder.flat.copy_(saved)
+    assert [r.completion_ids for r in after] == [r.completion_ids for r in expected] != [r.completion_ids for r in before]
+
+
+def test_gradients_come_back_and_empty_shards_have_none(workers):
+    assert workers.sum_shards(_ones, [None] * 4) == ([None] * 4, None)
+    for shards in ([1.0, None, 2.0, 4.0], [1.0, 2.0, None, None], [None, None, 8.0, 1.0]):
+        results, gradient = workers.sum_shards(_ones, shards)
+        assert results == shards
+        views = workers.host.decoder.layout.views(gradient)
+        assert all((view == sum(x or 0.0 for x in shards)).all() for view in views.values())
+
+
+@pytest.mark.parametrize("items", [["first", ""], ["", "second"], ["first", "second"]])
+def test_the_first_exception_is_raised_and_the_workers_go_on(workers, items):
+    with pytest.raises(FloatingPointError, match=next(filter(None, items))):
+        workers.map(_raise, items)
+    assert len(workers.map(_process_id, [None, None])) == 2
+
+
+def test_an_exception_that_does_not_survive_pickle_is_told_as_text():
+    class LocalError(Exception):
+        pass
+
+    assert b"LocalError" in _pickled(_Failure(LocalError("reason")))
+
+
+def test_a_worker_that_dies_is_named(model):
+    workers = Workers(load_decoder(model, torch.float32), 4, 2)
+    with pytest.raises(RuntimeError, match=r"worker 1 \(process \d+\) was killed by SIGKILL.*memory.*workers = 1"):
+        workers.map(_die, [False, True])
+    workers.close()
+
+
+def test_other_processes_end_with_close(model):
+    workers = Workers(load_decoder(model, torch.float32), 4, 4)
+    ids = workers.map(_process_id, [None] * 4)[1:]
+    workers.close()
+    deadline = time.monotonic() + 10
+    while any(os.path.exists(f"/proc/{i}") for i in ids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("asked", "shards", "n"), [(1, 8, 1), (3, 8, 2), (5, 2, 2), (2, 1, 1)])
+def test_their_number_is_a_power_of_two_that_divides_the_shards(model, asked, shards, n):
+    with Workers(load_decoder(model, torch.float32), shards, asked) as workers:
+        assert workers.n == n
