@@ -22,6 +22,7 @@ setup(
         "zerokl.engine",
         "zerokl.engine.tasks",
         "zerokl.engine.presets",
+        "zerokl.engine.vllm",
     ],
     package_data={"zerokl.engine.presets": ["*.toml"]},
     cmdclass={"build_py": _WithoutSetup},

@@ -92,26 +92,26 @@ class NativeSampler:
     @torch.no_grad()
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, keys: Keys) -> list[Rollout]:
         """See Sampler. Raises ValueError for an empty prompt, one that is too long, or a cache that holds no sample."""
-        self.check(prompts, sampling)
+        check_prompts(prompts, sampling, self.decoder.config.max_positions, self.decoder.config.vocab_size)
         return _Generation(self, prompts, sampling, keys).run()
 
-    def check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        """Raise ValueError for what `generate` cannot draw from."""
-        sampling.distribution.check()
-        limit, vocab = self.decoder.config.max_positions, self.decoder.config.vocab_size
-        for i, ids in enumerate(prompts):
-            if not len(ids):
-                raise ValueError(f"prompt {i} is empty; a completion needs at least one token before it")
-            if len(ids) + sampling.max_tokens > limit:
-                raise ValueError(
-                    f"prompt {i} has {len(ids)} tokens, with max_tokens ({sampling.max_tokens}) more than the context ({limit}); "
-                    "shorten it or lower max_tokens"
-                )
-            wrong = next((t for t in ids if not 0 <= t < vocab), None)
-            if wrong is not None:
-                raise ValueError(f"prompt {i} has token id {wrong}, outside the model's vocabulary of {vocab}")
-        if sampling.max_tokens < 1 or sampling.samples < 1:
-            raise ValueError(f"max_tokens ({sampling.max_tokens}) and samples ({sampling.samples}) must be at least 1")
+
+def check_prompts(prompts: Sequence[Sequence[int]], sampling: Sampling, limit: int, vocab: int) -> None:
+    """Raise ValueError for what no sampler can draw from; `limit` is the context in tokens."""
+    sampling.distribution.check()
+    for i, ids in enumerate(prompts):
+        if not len(ids):
+            raise ValueError(f"prompt {i} is empty; a completion needs at least one token before it")
+        if len(ids) + sampling.max_tokens > limit:
+            raise ValueError(
+                f"prompt {i} has {len(ids)} tokens, with max_tokens ({sampling.max_tokens}) more than the context ({limit}); "
+                "shorten it or lower max_tokens"
+            )
+        wrong = next((t for t in ids if not 0 <= t < vocab), None)
+        if wrong is not None:
+            raise ValueError(f"prompt {i} has token id {wrong}, outside the model's vocabulary of {vocab}")
+    if sampling.max_tokens < 1 or sampling.samples < 1:
+        raise ValueError(f"max_tokens ({sampling.max_tokens}) and samples ({sampling.samples}) must be at least 1")
 
 
 class _Generation:

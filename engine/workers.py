@@ -27,9 +27,10 @@ from ..model.config import ModelConfig
 from ..model.decoder import Decoder
 from ..model.weights import Layout
 from .gradient import ShardSum, add_roots
-from .native import NativeSampler
+from .native import NativeSampler, check_prompts
 from .rollout import Keys, Rollout, Sampling
 from .shard import virtual_shards
+from .shared import SharedTensor, map_tensor
 
 X = TypeVar("X")
 Y = TypeVar("Y")
@@ -100,11 +101,10 @@ class Workers:
         self._own_threads = max(1, torch.get_num_threads() // self.n)
         self._others: list[_Process] = []
         if self.n > 1:
-            flat, fd = _shared(decoder.layout.numel, decoder.dtype)
-            decoder.move_to(flat)
-            head = (decoder.config, decoder.dtype, shards // self.n, limits.share(self.n), self._own_threads)
-            self._others = [_Process(i, fd, head, decoder.layout.numel) for i in range(1, self.n)]
-            os.close(fd)
+            self._weights = SharedTensor(decoder.layout.numel, decoder.dtype)
+            decoder.move_to(self._weights.tensor)
+            head = (decoder.config, decoder.dtype, self._weights.path, shards // self.n, limits.share(self.n), self._own_threads)
+            self._others = [_Process(i, head, decoder.layout.numel) for i in range(1, self.n)]
         self.host = Host(decoder, shards // self.n, limits.share(self.n))
 
     def map(self, work: Callable[[Host, X], Y], items: Sequence[X]) -> list[Y]:
@@ -172,7 +172,8 @@ class ParallelSampler:
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, keys: Keys) -> list[Rollout]:
         """See Sampler, NativeSampler.generate."""
-        self.workers.host.sampler.check(prompts, sampling)
+        config = self.workers.host.decoder.config
+        check_prompts(prompts, sampling, config.max_positions, config.vocab_size)
         parts, first = [], keys.first_prompt
         for some in virtual_shards(prompts, max(1, min(self.workers.n, len(prompts)))):
             parts.append((list(some), sampling, replace(keys, first_prompt=first), self.version))
@@ -199,35 +200,26 @@ def _attempt(work: Callable[[Host, X], Y], host: Host, item: X) -> Y | _Failure:
         return _Failure(error)
 
 
-def _shared(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
-    """A tensor in memory that other processes can map, and its file descriptor. The memory goes when the last process does."""
-    fd = os.memfd_create("zerokl")
-    os.ftruncate(fd, numel * dtype.itemsize)
-    return _mapped(fd, numel, dtype), fd
-
-
-def _mapped(fd: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=numel, dtype=dtype)
-
-
 class _Process:
     """Another worker, from the caller's side."""
 
-    def __init__(self, index: int, weights_fd: int, head: tuple, numel: int):
+    def __init__(self, index: int, head: tuple, numel: int):
         self.index = index
-        self.root, root_fd = _shared(numel, torch.float32)
+        shared = SharedTensor(numel, torch.float32)
+        self._shared, self.root = shared, shared.tensor
         ours, theirs = socket.socketpair()
         with theirs:
-            fds = (theirs.fileno(), weights_fd, root_fd)
             # A process of its own and not a fork (OpenMP does not survive one) nor multiprocessing's (it runs the caller's script again).
-            code = f"from zerokl.engine.workers import serve; serve{fds}"
+            code = f"from zerokl.engine.workers import serve; serve({theirs.fileno()})"
             path = os.pathsep.join(os.path.abspath(p) for p in sys.path)
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", code], pass_fds=fds, env=os.environ | {"PYTHONPATH": path}, stdin=subprocess.DEVNULL
+                [sys.executable, "-P", "-c", code],
+                pass_fds=[theirs.fileno()],
+                env=os.environ | {"PYTHONPATH": path},
+                stdin=subprocess.DEVNULL,
             )
-        os.close(root_fd)
         self._connection = Connection(ours.detach())
-        self.send(head)
+        self.send((shared.path, *head))
 
     def send(self, message: object) -> None:
         try:
@@ -252,18 +244,18 @@ class _Process:
         self._process.wait()
 
 
-def serve(connection_fd: int, weights_fd: int, root_fd: int) -> None:
+def serve(connection_fd: int) -> None:
     """The life of another worker: answer until the caller closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the caller decides what it means
     connection = Connection(connection_fd)
     try:
         config: ModelConfig
-        config, dtype, shards, limits, threads = pickle.loads(connection.recv_bytes())
+        root, config, dtype, weights, shards, limits, threads = pickle.loads(connection.recv_bytes())
         torch.set_num_threads(threads)
         layout = Layout(config)
-        decoder = Decoder(config, _mapped(weights_fd, layout.numel, dtype), layout)
+        decoder = Decoder(config, map_tensor(weights, layout.numel, dtype), layout)
         host = Host(decoder, shards, limits)
-        host.root = _mapped(root_fd, layout.numel, torch.float32)
+        host.root = map_tensor(root, layout.numel, torch.float32)
         while True:
             work, item = pickle.loads(connection.recv_bytes())
             connection.send_bytes(_pickled(_attempt(work, host, item)))

