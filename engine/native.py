@@ -16,10 +16,7 @@ from ..kernels.logprob import chunk_rows, draw, scaled_logits, token_logprobs
 from ..kernels.order import matmul_rows
 from ..model.cache import BlockCache, CachedContext
 from ..model.decoder import Decoder
-from .rollout import Keys, Rollout, Sampling
-
-# Positions whose random numbers are made at once.
-_AHEAD = 32
+from .rollout import Keys, Rollout, Sampling, Uniforms
 
 
 @dataclass
@@ -41,10 +38,10 @@ class _Sample:
     prompt: _Prompt
     index: int
     blocks: list[int]
+    uniforms: Uniforms
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: str = ""
-    uniforms: np.ndarray | None = None  # of the _AHEAD positions that begin at a multiple of it
 
     def append(self, token: int, logprob: float, sampling: Sampling) -> None:
         """Take a drawn token; sets `finish` when it was the last."""
@@ -88,6 +85,9 @@ class NativeSampler:
                 if mine.data_ptr() != weights[name].data_ptr():
                     mine.copy_(weights[name])
         self.version = version
+
+    def close(self) -> None:
+        """Nothing runs outside this process."""
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, keys: Keys) -> list[Rollout]:
@@ -196,7 +196,7 @@ class _Generation:
         rows, samples = ([] if decoding is None else [decoding]), list(self.running)
         for p in list(self.open):
             while p.last is not None and p.started < self.sampling.samples and len(self.running) < self.concurrency:
-                sample = _Sample(p, p.started, self._fork(p))
+                sample = _Sample(p, p.started, self._fork(p), Uniforms(self.keys, p.index, p.started))
                 p.started += 1
                 self.running.append(sample)
                 samples.append(sample)
@@ -224,24 +224,13 @@ class _Generation:
             some = samples[a : a + rows]
             z = scaled_logits(matmul_rows(hidden[a : a + rows], self.decoder.head.t()), dist)
             self._check_finite(z, some)
-            ids = draw(z, torch.from_numpy(self._uniforms(some)), greedy=dist.temperature == 0.0)
+            u = torch.tensor([s.uniforms.at(len(s.tokens)) for s in some], dtype=torch.float64)
+            ids = draw(z, u, greedy=dist.temperature == 0.0)
             logp, _ = token_logprobs(z, ids)
             for s, token, lp in zip(some, ids.tolist(), logp.tolist(), strict=True):
                 s.append(token, lp, self.sampling)
         for s in [s for s in self.running if s.finish]:
             self._end(s)
-
-    def _uniforms(self, samples: list[_Sample]) -> np.ndarray:
-        """The uniform number of each sample's next position, [n] fp64; made _AHEAD positions at a time."""
-        dry = [s for s in samples if len(s.tokens) % _AHEAD == 0]
-        if dry:
-            prompts, indices, starts = (
-                np.repeat(x, _AHEAD) for x in zip(*((s.prompt.index, s.index, len(s.tokens)) for s in dry), strict=True)
-            )
-            table = self.keys.uniforms(prompts, indices, starts + np.tile(np.arange(_AHEAD), len(dry)))
-            for s, row in zip(dry, table.reshape(-1, _AHEAD), strict=True):
-                s.uniforms = row
-        return np.array([s.uniforms[len(s.tokens) % _AHEAD] for s in samples])
 
     def _check_finite(self, z: torch.Tensor, samples: list[_Sample]) -> None:
         """Raise FloatingPointError where a row has no distribution to draw from."""

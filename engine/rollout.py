@@ -38,6 +38,26 @@ class Keys:
         return uniform(counter, self.seed, self.stream)
 
 
+# Positions whose numbers are made at once.
+_AHEAD = 64
+
+
+class Uniforms:
+    """The uniform numbers of one completion's positions, fp64."""
+
+    def __init__(self, keys: Keys, prompt: int, sample: int):
+        self._keys, self._prompt, self._sample = keys, prompt, sample
+        self._start, self._numbers = -_AHEAD, np.empty(0)
+
+    def at(self, position: int) -> float:
+        """The number that draws the token at `position`."""
+        start = position - position % _AHEAD
+        if start != self._start:
+            places = range(start, start + _AHEAD)
+            self._start, self._numbers = start, self._keys.uniforms([self._prompt] * _AHEAD, [self._sample] * _AHEAD, places)
+        return self._numbers[position - start]
+
+
 @dataclass(frozen=True)
 class Rollout:
     """One completion. prompt and sample are its place in the step, [P, G]."""
@@ -65,4 +85,8 @@ class Sampler(Protocol):
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Sample from these weights (zerokl's names) from now on; rollouts carry `version`."""
+        ...
+
+    def close(self) -> None:
+        """End what runs outside this process."""
         ...

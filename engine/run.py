@@ -20,6 +20,7 @@ from .report import Display, RunFolder, console, plot_reward, refuse_taken
 from .tasks import load_reward, load_task
 from .tasks.base import Problem, Task
 from .text import Text
+from .vllm.sampler import VllmSampler, check_engine_arguments, require_vllm
 from .workers import ParallelSampler, SamplerLimits, Workers, automatic
 
 
@@ -48,6 +49,9 @@ def train(config: Config, run_dir: str | Path) -> Summary:
     if config.threads:
         torch.set_num_threads(config.threads)
     refuse_taken(path)
+    if config.sampler == "vllm":  # said before the warm start
+        require_vllm()
+        check_engine_arguments(config.vllm.engine)
     task = load_task(config.task.name, config.task.options)
     load_reward(task, config.task.reward)  # a name that cannot be imported is found before the warm start
     model = _base_model(config, path)
@@ -74,6 +78,7 @@ def train(config: Config, run_dir: str | Path) -> Summary:
     finally:
         display.close()
         folder.close()
+        state.sampler.close()
         state.workers.close()
     summary = _summarise(state, history, time.perf_counter() - began)
     (path / "summary.json").write_text(json.dumps(vars(summary), indent=2) + "\n")
@@ -93,10 +98,11 @@ def make_state(config: Config, model: Path, task: Task) -> TrainState:
     dtype = DTYPES[config.dtype]
     policy = decoder if dtype == torch.float32 else Decoder(model_config, master.to(dtype), decoder.layout)
     updates = config.steps * config.updates_per_rollout
-    limits = SamplerLimits(**config.native.model_dump())
-    workers = Workers(policy, config.virtual_shards, config.workers or automatic(policy.layout.numel), limits)
+    vllm, here = config.sampler == "vllm", config.sampler == "vllm" and not config.vllm.multiprocess
+    n = config.workers or (1 if here else automatic(policy.layout.numel))  # vLLM keeps the threads of its process to itself
+    workers = Workers(policy, config.virtual_shards, n, SamplerLimits(**config.native.model_dump()), share=vllm)
     learner = Learner(policy, policy.flat.detach() if dtype == torch.float32 else master, config.optimizer, updates)
-    sampler = ParallelSampler(workers)
+    sampler = VllmSampler(model, model_config, workers.weights, config.vllm) if vllm else ParallelSampler(workers)
     return TrainState(config, policy, learner, sampler, workers, text, load_reward(task, config.task.reward), problems, prompt_ids)
 
 

@@ -66,6 +66,9 @@ class SamplerLimits:
 def cpu_threads(n: int) -> Iterator[None]:
     """torch runs its CPU operations on n threads inside."""
     before = torch.get_num_threads()
+    if n == before:  # vLLM in this process lets nobody set it, and warns
+        yield
+        return
     torch.set_num_threads(n)
     try:
         yield
@@ -93,17 +96,18 @@ class Host:
 class Workers:
     """`n` workers over the CPU threads torch has now, rounded down to a power of two that divides `shards`.
 
-    With more than one, the decoder's weights move to shared memory. Raises RuntimeError when a worker has died.
+    With more than one, or with `share`, the decoder's weights move to shared memory (`weights`). Raises RuntimeError when a worker
+    has died.
     """
 
-    def __init__(self, decoder: Decoder, shards: int, n: int = 1, limits: SamplerLimits = SamplerLimits()):
+    def __init__(self, decoder: Decoder, shards: int, n: int = 1, limits: SamplerLimits = SamplerLimits(), share: bool = False):
         self.n = 1 << (min(n, shards).bit_length() - 1)
         self._own_threads = max(1, torch.get_num_threads() // self.n)
         self._others: list[_Process] = []
-        if self.n > 1:
-            self._weights = SharedTensor(decoder.layout.numel, decoder.dtype)
-            decoder.move_to(self._weights.tensor)
-            head = (decoder.config, decoder.dtype, self._weights.path, shards // self.n, limits.share(self.n), self._own_threads)
+        self.weights = SharedTensor(decoder.layout.numel, decoder.dtype) if self.n > 1 or share else None
+        if self.weights is not None:
+            decoder.move_to(self.weights.tensor)
+            head = (decoder.config, decoder.dtype, self.weights.path, shards // self.n, limits.share(self.n), self._own_threads)
             self._others = [_Process(i, head, decoder.layout.numel) for i in range(1, self.n)]
         self.host = Host(decoder, shards // self.n, limits.share(self.n))
 
@@ -169,6 +173,9 @@ class ParallelSampler:
         """See Sampler."""
         self.workers.host.sampler.load_weights(weights, version)
         self.version = version
+
+    def close(self) -> None:
+        """The workers are closed by their owner."""
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, keys: Keys) -> list[Rollout]:
         """See Sampler, NativeSampler.generate."""

@@ -6,7 +6,7 @@ inside a block is the backend's own affair: vLLM only moves, zeroes and shares w
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -28,8 +28,8 @@ class ZeroklAttentionBackend(AttentionBackend):
     """Given to each vLLM `Attention` layer by our model."""
 
     forward_includes_kv_cache_update = True
-    supported_dtypes = [torch.float32, torch.bfloat16, torch.float16]
-    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16"]
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
 
     @staticmethod
     def get_name() -> str:
@@ -123,7 +123,7 @@ class ZeroklAttentionImpl(AttentionImpl[ZeroklMetadata]):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """query, output [T, Hq, D], key, value [T, Hkv, D], kv_cache [blocks, Hkv, block_size, 2 D]."""
-        assert output_scale is None and output_block_scale is None, "a quantised output is refused at start (sampler.py)"
+        assert output_scale is output_block_scale is None, "a quantised model is refused at start (sampler.py)"
         if attn_metadata is None:  # vLLM measures memory with a forward that has no requests
             return output.zero_()
         T = len(attn_metadata.block)

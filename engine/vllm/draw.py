@@ -8,14 +8,13 @@ log-probability. vLLM's sampler picks that token, and with logprobs_mode = "proc
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from ...kernels.logprob import Distribution, chunk_rows, draw, scaled_logits, token_logprobs
 from ...kernels.philox import Stream
-from ..rollout import Keys
+from ..rollout import Keys, Uniforms
 
 EXTRA = "zerokl"  # the key of our arguments in SamplingParams.extra_args
 
@@ -31,9 +30,9 @@ class _Request:
     """A row of the batch. `output` is vLLM's own list of the request's tokens so far."""
 
     distribution: Distribution
-    keys: Keys
     prompt: int
     sample: int
+    uniforms: Uniforms
     output: list[int]
 
 
@@ -62,7 +61,8 @@ class KeyedDraw(LogitsProcessor):
         for index, params, _, output in batch_update.added:
             given = params.extra_args[EXTRA]
             seed, step, stream, prompt, sample = given["key"]
-            self._rows[index] = _Request(Distribution(*given["distribution"]), Keys(seed, step, Stream(stream)), prompt, sample, output)
+            uniforms = Uniforms(Keys(seed, step, Stream(stream)), prompt, sample)
+            self._rows[index] = _Request(Distribution(*given["distribution"]), prompt, sample, uniforms, output)
         for a, b, direction in batch_update.moved:
             first, second = self._rows.pop(a, None), self._rows.pop(b, None)
             if first is not None:
@@ -83,23 +83,15 @@ class KeyedDraw(LogitsProcessor):
 
     def _draw(self, logits: torch.Tensor, rows: list[int], distribution: Distribution) -> None:
         z = scaled_logits(logits[rows], distribution)
-        ids = draw(z, torch.from_numpy(self._uniforms(rows)), greedy=distribution.temperature == 0.0)
+        requests = [self._rows[row] for row in rows]
+        u = torch.tensor([r.uniforms.at(len(r.output)) for r in requests], dtype=torch.float64)
+        ids = draw(z, u, greedy=distribution.temperature == 0.0)
         logp, _ = token_logprobs(z, ids)
         bad = (~torch.isfinite(logp)).nonzero()
         if len(bad):
-            r = self._rows[rows[int(bad[0])]]
+            r = requests[int(bad[0])]
             raise FloatingPointError(
                 f"sampler: the logits of prompt {r.prompt}, sample {r.sample}, position {len(r.output)} are not finite"
             )
         logits[rows] = float("-inf")
         logits[rows, ids] = logp
-
-    def _uniforms(self, rows: list[int]) -> np.ndarray:
-        """One number for each row, [n] fp64; the rows of one call share seed, step and stream."""
-        requests = [self._rows[row] for row in rows]
-        numbers = np.empty(len(rows))
-        for keys in {r.keys for r in requests}:
-            at = [i for i, r in enumerate(requests) if r.keys == keys]
-            own = [requests[i] for i in at]
-            numbers[at] = keys.uniforms([r.prompt for r in own], [r.sample for r in own], [len(r.output) for r in own])
-        return numbers

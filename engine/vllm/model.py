@@ -28,7 +28,7 @@ class _VllmContext:
 
 
 class ZeroklForCausalLM(torch.nn.Module):
-    """Reads the same checkpoints as the trainer; its weights are one flat tensor that `use` can replace by the trainer's own."""
+    """Reads the same checkpoints as the trainer; `use` replaces its weights by the trainer's own memory."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
         super().__init__()
@@ -44,7 +44,8 @@ class ZeroklForCausalLM(torch.nn.Module):
             )
             for i in range(c.layers)
         )  # fmt: skip
-        self.version: int | None = None  # of the trainer's weights; None while they are the checkpoint's
+        for layer in self.attention:
+            layer.use_direct_call = True  # the other way is an opaque operation for the compiler, which is off
 
     def use(self, flat: torch.Tensor) -> None:
         """Compute with these weights [layout.numel] from now on, in their own memory."""

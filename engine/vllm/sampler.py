@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ...model.config import ModelConfig
+from ..config import VllmConfig
 from ..native import check_prompts
 from ..rollout import Keys, Rollout, Sampling
 from ..shared import SharedTensor
@@ -44,6 +45,14 @@ REFUSED = {
     "enforce_eager": "compiled kernels round differently",
     "compilation_config": "compiled kernels round differently",
     "model": "it is the run's model",
+    "max_model_len": "set vllm.context",
+    "max_num_seqs": "set vllm.max_concurrency",
+    "max_num_batched_tokens": "set vllm.max_batch_tokens",
+    "block_size": "set vllm.block_tokens",
+    "enable_chunked_prefill": "set vllm.chunked_prefill",
+    "enable_prefix_caching": "set vllm.prefix_caching",
+    "kv_cache_memory_bytes": "set vllm.cache_bytes",
+    "skip_tokenizer_init": "prompts are token ids",
     "weight_transfer_config": "weights go through shared memory",
 }
 
@@ -71,22 +80,15 @@ def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
 class VllmSampler:
     """A vLLM engine over the trainer's weights, in this process or in one of its own.
 
-    model: checkpoint folder. weights [numel]: the trainer's, in the compute dtype, in shared memory. arguments: of vllm.LLM, as vLLM
-    names them. Raises ValueError for a vLLM that is not supported or an argument that is refused.
+    model: checkpoint folder. weights [numel]: the trainer's, in the compute dtype, in shared memory. Raises ValueError for a vLLM
+    that is not supported or an argument that is refused.
     """
 
-    def __init__(
-        self,
-        model: Path,
-        weights: SharedTensor,
-        config: ModelConfig,
-        arguments: Mapping[str, Any],
-        multiprocess: bool = False,
-        version: int = 0,
-    ):
+    def __init__(self, model: Path, config: ModelConfig, weights: SharedTensor, cfg: VllmConfig, version: int = 0):
         require_vllm()
-        check_engine_arguments(arguments)
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(multiprocess))
+        check_engine_arguments(cfg.engine)
+        self.vocab, self.context = config.vocab_size, min(config.max_positions, cfg.context or 4096)
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(cfg.multiprocess))
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         # vLLM counts ranks of tokens with a compiled function, for seconds at the first call; the result is not used here.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -96,12 +98,14 @@ class VllmSampler:
         from .plugin import ARCHITECTURE, WEIGHT_TRANSFER, register
 
         register()
-        self.config = config
         self.llm = LLM(
-            model=str(model), dtype=str(weights.tensor.dtype).removeprefix("torch."), max_model_len=config.max_positions, enforce_eager=True,
-            skip_tokenizer_init=True, logprobs_mode="processed_logits", logits_processors=["zerokl.engine.vllm.draw:KeyedDraw"],
-            hf_overrides={"architectures": [ARCHITECTURE]}, weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER),
-            async_scheduling=False, disable_log_stats=True, **arguments,
+            model=str(model), dtype=str(weights.tensor.dtype).removeprefix("torch."), hf_overrides={"architectures": [ARCHITECTURE]},
+            enforce_eager=True, async_scheduling=False, skip_tokenizer_init=True,
+            logprobs_mode="processed_logits", logits_processors=["zerokl.engine.vllm.draw:KeyedDraw"],
+            weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER), max_model_len=self.context,
+            max_num_seqs=cfg.max_concurrency, max_num_batched_tokens=cfg.max_batch_tokens, block_size=cfg.block_tokens,
+            enable_chunked_prefill=cfg.chunked_prefill, enable_prefix_caching=cfg.prefix_caching,
+            kv_cache_memory_bytes=cfg.cache_bytes, **({"disable_log_stats": True} | cfg.engine),
         )  # fmt: skip
         self.llm.init_weight_transfer_engine({"init_info": {"path": weights.path}})
         self.load_weights({}, version)
@@ -109,7 +113,7 @@ class VllmSampler:
     def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """See Sampler. The weights are those in the shared memory; what vLLM has cached of older ones is dropped."""
         self.llm.start_weight_update()
-        self.llm.update_weights({"update_info": {"version": version}})
+        self.llm.update_weights({"update_info": {}})
         self.llm.finish_weight_update(weight_version=str(version))
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vllm: the prefix cache could not be reset after a weight update; a request is still running")
@@ -122,7 +126,7 @@ class VllmSampler:
 
         from .draw import request_arguments
 
-        check_prompts(prompts, sampling, self.config.max_positions, self.config.vocab_size)
+        check_prompts(prompts, sampling, self.context, self.vocab)
         places = [(p, s) for p in range(len(prompts)) for s in range(sampling.samples)]
         params = [
             SamplingParams(

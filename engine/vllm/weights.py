@@ -19,9 +19,7 @@ class SharedInit(WeightTransferInitInfo):
 
 @dataclass
 class SharedUpdate(WeightTransferUpdateInfo):
-    """The weights have changed."""
-
-    version: int
+    """The weights have changed. Which version they are now, `finish_weight_update` tells the engine."""
 
 
 class SharedWeightsEngine(WeightTransferEngine[SharedInit, SharedUpdate]):
@@ -44,7 +42,6 @@ class SharedWeightsEngine(WeightTransferEngine[SharedInit, SharedUpdate]):
         """Take the weights as they now are."""
         if self.device.type != "cpu":
             self.model.decoder.flat.copy_(self._shared)
-        self.model.version = update_info.version
 
     def finish_weight_update(self) -> None:
         """Nothing to finish: the caller resets the caches."""

@@ -1,0 +1,55 @@
+"""`zerokl train --sampler vllm`: a whole run's weights are those of the native sampler."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.vllm
+
+RUN = [
+    "--steps",
+    "30",
+    "--prompts",
+    "8",
+    "--samples",
+    "4",
+    "--sampling.max_tokens",
+    "6",
+    "--evaluation.every",
+    "10",
+    "--optimizer.lr",
+    "3e-4",
+]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("base") / "model"
+    _zerokl("init", str(out), "--task", "add")
+    return out
+
+
+def _zerokl(*words: str) -> subprocess.CompletedProcess:
+    done = subprocess.run([str(Path(sys.executable).with_name("zerokl")), *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done
+
+
+def _fingerprint(base: Path, run: Path, *words: str) -> str:
+    _zerokl("train", "--preset", "demo", "--run-dir", str(run), "--model", str(base), *RUN, *words)
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["tokens_unequal"], summary["mismatch_max_abs"]) == (0, 0.0)
+    assert summary["steps"] == 30
+    return summary["fingerprint"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fingerprint_is_that_of_the_native_sampler(base, tmp_path, dtype):
+    native = _fingerprint(base, tmp_path / "native", "--dtype", dtype)
+    assert _fingerprint(base, tmp_path / "vllm", "--dtype", dtype, "--sampler", "vllm") == native
+    assert _fingerprint(base, tmp_path / "apart", "--dtype", dtype, "--sampler", "vllm", "--vllm.multiprocess", "true") == native
+    other = _fingerprint(base, tmp_path / "other", "--dtype", dtype, "--sampler", "vllm", "--seed", "1")
+    assert other != native, "the seed must matter"
