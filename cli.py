@@ -1,4 +1,4 @@
-"""The command line: init, train, sample, eval, verify. Bad input is one line on stderr and exit code 2."""
+"""The command line: init, train, sample, eval, verify, audit. Bad input is one line on stderr and exit code 2."""
 
 import contextlib
 import difflib
@@ -189,7 +189,71 @@ class Verify:
         return 0 if all(c.holds for c in checks) else 1
 
 
-_COMMANDS = {"init": Init, "train": Train, "sample": Sample, "eval": Eval, "verify": Verify}
+@dataclass(frozen=True)
+class Audit:
+    """Measure how far a sampler and a trainer are apart, and name the operation at which they part.
+
+    Exit code 0 when every log-probability is equal (or within the tolerances given), 1 when not.
+    """
+
+    model: Positional[str]
+    """Model folder or hub name."""
+    sampler: str = "native"
+    """native, hf or hf-eager (transformers generate), vllm (stock), vllm-zerokl, or a JSONL file of logged rollouts."""
+    trainer: str = "zerokl"
+    """zerokl, hf (sdpa attention), hf-eager, or vllm (prompt logprobs)."""
+    dtype: str = "bfloat16"
+    """Compute dtype: float32, bfloat16 or float16."""
+    sampler_dtype: str = ""
+    """Compute dtype of the sampler, where it is another."""
+    prompts: str = ""
+    """Text file with one prompt a line; without it, sums such as 3+14=."""
+    n: Annotated[int, arg(aliases=["-n"])] = 64
+    """Completions to compare."""
+    max_tokens: int = 256
+    """Tokens of a completion at most."""
+    temperature: float = 1.0
+    """Temperature; 0 is greedy."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the most likely tokens that reach this probability."""
+    seed: int = 0
+    """Seed of the draw."""
+    out: str = ""
+    """Folder for audit.json and audit.html; must not hold an audit."""
+    max_k3: float | None = None
+    """Tolerance: k3 at most this, in nats a token."""
+    max_abs: float | None = None
+    """Tolerance: no log-probability differs by more."""
+
+    def run(self, overrides: dict[str, str]) -> int:
+        """Run the subcommand; returns the exit code."""
+        from .engine.audit.audit import AuditConfig, audit, write_json
+        from .engine.audit.page import summary_table, verdict, write_page
+        from .engine.report import console
+        from .kernels.logprob import Distribution
+
+        if not self.out:
+            raise ValueError("audit: --out is missing; name the folder of the report")
+        out = Path(self.out)
+        if (out / "audit.json").exists():
+            raise ValueError(f"audit: {out} already holds an audit; choose another --out")
+        done = audit(
+            AuditConfig(
+                self.model, self.sampler, self.trainer, self.dtype, self.sampler_dtype, self.prompts, self.n, self.max_tokens,
+                Distribution(self.temperature, self.top_k, self.top_p), self.seed,
+            )
+        )  # fmt: skip
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(done.report, out / "audit.json")
+        write_page(done.report, out / "audit.html")
+        console.print(summary_table(done.report))
+        console.print(f"{verdict(done.report)}\nreport {out / 'audit.html'}")
+        return 0 if done.within(self.max_k3, self.max_abs) else 1
+
+
+_COMMANDS = {"init": Init, "train": Train, "sample": Sample, "eval": Eval, "verify": Verify, "audit": Audit}
 
 
 def _take_overrides(words: list[str], command: type) -> tuple[list[str], dict[str, str]]:
@@ -237,7 +301,7 @@ def _parse(argv: list[str]) -> tuple[Any, dict[str, str]]:
             raise ValueError(f"unknown command {name}; " + (f"did you mean {near[0]}?" if near else f"choose {', '.join(_COMMANDS)}"))
         rest, overrides = _take_overrides(argv[1:], _COMMANDS[name])
         argv = [name, *rest]
-        if name in ("sample", "verify"):
+        if name in ("sample", "verify", "audit"):
             _check_options(name, overrides)
     kinds = Union[tuple(Annotated[kind, subcommand(name)] for name, kind in _COMMANDS.items())]  # noqa: UP007
     said = io.StringIO()

@@ -23,6 +23,7 @@ setup(
         "zerokl.engine.tasks",
         "zerokl.engine.presets",
         "zerokl.engine.vllm",
+        "zerokl.engine.audit",
     ],
     package_data={"zerokl.engine.presets": ["*.toml"]},
     cmdclass={"build_py": _WithoutSetup},

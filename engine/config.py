@@ -182,6 +182,10 @@ class Config(_Section):
         return self
 
 
+# Sections whose keys are not ours.
+_FREE = ("task.options", "vllm.engine")
+
+
 def load_config(file: str | None, preset: str | None, overrides: Mapping[str, str]) -> Config:
     """A TOML file or a preset, then dotted overrides such as {"optimizer.lr": "3e-4"}.
 
@@ -243,12 +247,12 @@ def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for name, value in values.items():
         yield prefix + name
-        if isinstance(value, Mapping) and prefix + name != "task.options":
+        if isinstance(value, Mapping) and prefix + name not in _FREE:
             yield from _flatten(value, f"{prefix}{name}.")
 
 
 def _known_or_error(key: str, known: Mapping[str, Any]) -> None:
-    if key in known or key.startswith("task.options."):
+    if key in known or key.startswith(tuple(f"{free}." for free in _FREE)):
         return
     by_last = {k.rsplit(".", 1)[-1]: k for k in known}
     near = difflib.get_close_matches(key, known, 1) or [by_last[m] for m in difflib.get_close_matches(key.rsplit(".", 1)[-1], by_last, 1)]

@@ -96,8 +96,8 @@ class Host:
 class Workers:
     """`n` workers over the CPU threads torch has now, rounded down to a power of two that divides `shards`.
 
-    With more than one, or with `share`, the decoder's weights move to shared memory (`weights`). Raises RuntimeError when a worker
-    has died.
+    With more than one, or with `share`, the decoder's weights move to shared memory (`weights`). Raises ChildProcessError when a
+    worker has died.
     """
 
     def __init__(self, decoder: Decoder, shards: int, n: int = 1, limits: SamplerLimits = SamplerLimits(), share: bool = False):
@@ -240,11 +240,13 @@ class _Process:
         except (EOFError, ConnectionResetError):
             raise self._died() from None
 
-    def _died(self) -> RuntimeError:
+    def _died(self) -> ChildProcessError:
         code = self._process.wait()
         reason = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         hint = "; this is how Linux ends a process when memory runs out" if code == -signal.SIGKILL else ""
-        return RuntimeError(f"worker {self.index} (process {self._process.pid}) {reason}{hint}; with workers = 1 there is no other process")
+        return ChildProcessError(
+            f"worker {self.index} (process {self._process.pid}) {reason}{hint}; with workers = 1 there is no other process"
+        )
 
     def close(self) -> None:
         self._connection.close()

@@ -7,7 +7,7 @@ What differs between training and sampling is the context only: how attention fi
 CachedContext in cache.py). Everything else works on rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -23,6 +23,13 @@ from ..kernels.rope import rope, rope_table
 from ..kernels.silu_mul import silu_mul
 from .config import ModelConfig
 from .weights import Layout
+
+# Called with the name and the output of each operation: engine/audit/names.py. Fused ones are qkv, qk_norm, rope and gate_up.
+Tap = Callable[[str, torch.Tensor], None]
+
+
+def _ignore(name: str, x: torch.Tensor) -> None:
+    """The tap of a forward that nobody listens to."""
 
 
 class Context(Protocol):
@@ -79,27 +86,45 @@ class Decoder:
         """The compute dtype."""
         return self.flat.dtype
 
-    def hidden(self, ids: torch.Tensor, context: Context) -> torch.Tensor:
-        """The final norm's output, [T, D], for ids [T]."""
+    def hidden(self, ids: torch.Tensor, context: Context, tap: Tap = _ignore) -> torch.Tensor:
+        """The final norm's output, [T, D], for ids [T]. `tap` is given the output of every operation, under its name."""
         c, w, blocks = self.config, self.w, context.blocks
         cos, sin = self._cos[context.positions], self._sin[context.positions]
         residual = embedding(ids, w["embed"])
+        tap("embed", residual)
         x = rms_norm(residual, w["layers.0.input_norm"], c.eps, blocks)
+        tap("layers.0.input_norm", x)
         for i in range(c.layers):
             at = f"layers.{i}."
-            x = self._attention(i, x, cos, sin, context)
+            x = self._attention(i, x, cos, sin, context, tap)
             x, residual = add_rms_norm(x, residual, w[at + "post_norm"], c.eps, blocks)
-            x = linear(silu_mul(linear(x, w[at + "gate_up"], None, blocks)), w[at + "down"], None, blocks)
-            following = w[f"layers.{i + 1}.input_norm"] if i + 1 < c.layers else w["norm"]
-            x, residual = add_rms_norm(x, residual, following, c.eps, blocks)
+            tap(at + "attention_residual", residual)
+            tap(at + "post_norm", x)
+            x = linear(x, w[at + "gate_up"], None, blocks)
+            tap(at + "gate_up", x)
+            x = silu_mul(x)
+            tap(at + "silu_mul", x)
+            x = linear(x, w[at + "down"], None, blocks)
+            tap(at + "down_proj", x)
+            following = f"layers.{i + 1}.input_norm" if i + 1 < c.layers else "norm"
+            x, residual = add_rms_norm(x, residual, w[following], c.eps, blocks)
+            tap(at + "mlp_residual", residual)
+            tap(following, x)
         return x
 
-    def _attention(self, i: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: Context) -> torch.Tensor:
+    def _attention(self, i: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: Context, tap: Tap) -> torch.Tensor:
         c, w, at, blocks = self.config, self.w, f"layers.{i}.", context.blocks
         qkv = linear(x, w[at + "qkv"], w.get(at + "qkv_bias"), blocks).view(x.shape[0], -1, c.head_dim)
+        tap(at + "qkv", qkv)
         qk, v = qkv.split([c.heads + c.kv_heads, c.kv_heads], dim=1)
         if c.qk_norm:
             qk = qk_norm(qk, w[at + "q_norm"], w[at + "k_norm"], c.heads, c.eps, blocks)
-        q, k = rope(qk, cos, sin).split([c.heads, c.kv_heads], dim=1)
+            tap(at + "qk_norm", qk)
+        qk = rope(qk, cos, sin)
+        tap(at + "rope", qk)
+        q, k = qk.split([c.heads, c.kv_heads], dim=1)
         o = context.attend(i, q, k, v, c.head_dim**-0.5)
-        return linear(o.reshape(x.shape[0], -1), w[at + "o"], w.get(at + "o_bias"), blocks)
+        tap(at + "attention", o)
+        o = linear(o.reshape(x.shape[0], -1), w[at + "o"], w.get(at + "o_bias"), blocks)
+        tap(at + "o_proj", o)
+        return o

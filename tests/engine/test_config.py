@@ -53,7 +53,7 @@ def test_every_field_has_its_line_of_meaning():
             continue
         source = inspect.getsource(cls)
         for field in cls.model_fields:
-            if field not in ("task", "sampling", "native", "loss", "optimizer", "evaluation", "checkpoint"):
+            if field not in ("task", "sampling", "native", "vllm", "loss", "optimizer", "evaluation", "checkpoint"):
                 assert f"    {field}: " in source
                 rest = source.split(f"    {field}: ", 1)[1].split("\n", 1)[1]
                 assert rest.lstrip().startswith('"""'), f"{name}.{field}"

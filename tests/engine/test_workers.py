@@ -99,7 +99,7 @@ def test_an_exception_that_does_not_survive_pickle_is_told_as_text():
 
 def test_a_worker_that_dies_is_named(model):
     workers = Workers(load_decoder(model, torch.float32), 4, 2)
-    with pytest.raises(RuntimeError, match=r"worker 1 \(process \d+\) was killed by SIGKILL.*memory.*workers = 1"):
+    with pytest.raises(ChildProcessError, match=r"worker 1 \(process \d+\) was killed by SIGKILL.*memory.*workers = 1"):
         workers.map(_die, [False, True])
     workers.close()
 

@@ -12,13 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from zerokl.engine.initialise import random_decoder
 from zerokl.engine.native import NativeSampler
 from zerokl.engine.rollout import Keys, Rollout, Sampling
-from zerokl.engine.text import character_tokenizer
 from zerokl.kernels.logprob import Distribution
 from zerokl.kernels.philox import Stream, uniform_range
-from zerokl.model.checkpoint import load_decoder, write_checkpoint
+from zerokl.model.checkpoint import load_decoder
 from zerokl.model.scoring import logprobs, pack
 
 pytestmark = pytest.mark.vllm
@@ -37,17 +35,6 @@ CACHES = {
     "no prefix cache, chunked": {"chunked_prefill": True, "max_batch_tokens": 96, "prefix_caching": False},
     "no prefix cache, blocks of 128": {"chunked_prefill": False, "prefix_caching": False, "block_tokens": 128},
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("model")
-    tokenizer = character_tokenizer()
-    tokenizer.save_pretrained(root / "tokenizer")
-    decoder = random_decoder("tiny", len(tokenizer), 0)
-    decoder.flat.mul_(3.0)  # sharper than at initialisation: tokens that depend on their context
-    write_checkpoint(root / "model", decoder.layout, decoder.flat.detach(), companions=root / "tokenizer")
-    return root / "model"
 
 
 def _prompts(n: int = 8) -> list[list[int]]:

@@ -1,0 +1,189 @@
+"""The audit: draw or read rollouts, score them again, compare, trace one sequence through both engines, and say what was found."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...kernels.logprob import Distribution
+from ...model.checkpoint import DTYPES, resolve_model
+from ...model.config import ModelConfig
+from ...verify.trace import OpDifference, compare_traces, first_divergence
+from ..rollout import Rollout, Sampling
+from ..text import Text
+from .engines import Engine, Pair, ZeroklEngine
+from .hf import HfEngine
+from .logs import read_log
+from .measure import measure, worst_tokens
+from .stock import VllmEngine, VllmZeroklEngine
+
+SAMPLERS = ("native", "hf", "hf-eager", "vllm", "vllm-zerokl")
+TRAINERS = ("zerokl", "hf", "hf-eager", "vllm")
+# Sequences that each engine's own invariance is measured on: they are scored one by one and token by token.
+_OWN = 8
+
+
+@dataclass(frozen=True)
+class AuditConfig:
+    """What to compare. `sampler` is one of SAMPLERS or the path of a log (logs.py); `trainer` one of TRAINERS."""
+
+    model: str
+    sampler: str = "native"
+    trainer: str = "zerokl"
+    dtype: str = "bfloat16"
+    sampler_dtype: str = ""  # of the sampler, where it is another
+    prompts: str = ""  # a text file, one prompt a line
+    n: int = 64
+    max_tokens: int = 256
+    distribution: Distribution = field(default_factory=Distribution)
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What was found. `report` is what audit.json holds."""
+
+    report: dict[str, Any]
+
+    @property
+    def equal(self) -> bool:
+        """Every token's logprob has the same bits on both sides."""
+        return self.report["frac_equal"] == 1.0
+
+    def within(self, max_k3: float | None, max_abs: float | None) -> bool:
+        """Equal, or inside the tolerances given."""
+        if max_k3 is None and max_abs is None:
+            return self.equal
+        r = self.report
+        return (max_k3 is None or abs(r["k3"]["value"]) <= max_k3) and (max_abs is None or r["max_abs"] <= max_abs)
+
+
+def audit(cfg: AuditConfig) -> Audit:
+    """Run an audit. Raises ValueError for bad input."""
+    folder = resolve_model(cfg.model)
+    model = ModelConfig.from_file(folder)
+    sampler_dtype, dtype = _dtype(cfg.sampler_dtype or cfg.dtype), _dtype(cfg.dtype)
+    if cfg.trainer == "vllm" and cfg.sampler in ("vllm", "vllm-zerokl"):
+        raise ValueError(
+            f"audit: sampler {cfg.sampler} and trainer vllm are two vLLM engines, and a process holds one; audit each against zerokl"
+        )
+    trainer = _engine(cfg.trainer, TRAINERS, "trainer", folder, dtype)
+    text = Text(folder, model.vocab_size)
+    if cfg.sampler in SAMPLERS:
+        sampler: Engine | None = _engine(cfg.sampler, SAMPLERS, "sampler", folder, sampler_dtype)
+        rollouts = _draw(cfg, sampler, text, model)
+    elif Path(cfg.sampler).is_file():
+        sampler, rollouts = None, read_log(Path(cfg.sampler), model.vocab_size, cfg.n)
+    else:
+        raise ValueError(f"audit: sampler {cfg.sampler} is no file; choose {', '.join(SAMPLERS)}, or name a log of rollouts")
+    scored = _score(trainer, rollouts)
+    drawn = [r.logprobs for r, _ in rollouts]
+    report = {
+        "model": str(folder), "sampler": sampler.name if sampler else cfg.sampler, "trainer": trainer.name, "dtype": cfg.dtype,
+        "sampler_dtype": cfg.sampler_dtype or cfg.dtype, "torch": torch.__version__, **measure(scored, drawn),
+        "worst": [_with_text(w, rollouts, text) for w in worst_tokens(scored, drawn)],
+        "own_invariance": {e.name: _own_invariance(e, rollouts) for e in dict.fromkeys([trainer, *([sampler] if sampler else [])])},
+    }  # fmt: skip
+    if sampler is not None:
+        differences = _traced(sampler, trainer, rollouts)
+        first = first_divergence(differences)
+        report |= {"operations": [asdict(d) for d in differences], "first_divergence": asdict(first) if first else None}
+    return Audit(report)
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise ValueError(f"audit: dtype {name} is not known; choose {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _engine(name: str, known: Sequence[str], side: str, folder: Path, dtype: torch.dtype) -> Engine:
+    if name not in known:
+        raise ValueError(f"audit: {side} {name} is not known; choose {', '.join(known)}")
+    if name in ("native", "zerokl"):
+        return ZeroklEngine(folder, dtype)
+    if name == "vllm":
+        return VllmEngine(folder, dtype, ModelConfig.from_file(folder).max_positions)
+    if name == "vllm-zerokl":
+        return VllmZeroklEngine(folder, dtype)
+    return HfEngine(folder, dtype, "eager" if name == "hf-eager" else "sdpa")
+
+
+def _draw(cfg: AuditConfig, sampler: Engine, text: Text, model: ModelConfig) -> list[tuple[Rollout, Distribution]]:
+    prompts = [text.encode(p, chat=False) for p in _prompt_texts(cfg)]
+    room = model.max_positions - max(map(len, prompts))
+    if room < 1:
+        raise ValueError(f"audit: a prompt of {model.max_positions - room} tokens leaves no room in the context ({model.max_positions})")
+    sampling = Sampling(cfg.distribution.check(), 1, min(cfg.max_tokens, room), text.stop_ids)
+    return [(r, cfg.distribution) for r in sampler.generate([prompts[i % len(prompts)] for i in range(cfg.n)], sampling, cfg.seed)]
+
+
+def _prompt_texts(cfg: AuditConfig) -> list[str]:
+    if not cfg.prompts:
+        return [f"{a}+{b}=" for a in range(1, 9) for b in range(11, 19)]
+    try:
+        texts = [line for line in Path(cfg.prompts).read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"audit: {cfg.prompts} cannot be read ({error})") from None
+    if not texts:
+        raise ValueError(f"audit: {cfg.prompts} holds no prompt")
+    return texts
+
+
+def _score(engine: Engine, rollouts: Sequence[tuple[Rollout, Distribution]]) -> list[np.ndarray]:
+    """The engine's logprobs of each rollout; those of one distribution are scored together."""
+    scored: dict[int, np.ndarray] = {}
+    for dist in dict.fromkeys(d for _, d in rollouts):
+        at = [i for i, (_, d) in enumerate(rollouts) if d == dist]
+        scored |= zip(at, engine.score([rollouts[i][0].pair for i in at], dist), strict=True)
+    return [scored[i] for i in range(len(rollouts))]
+
+
+def _own_invariance(engine: Engine, rollouts: Sequence[tuple[Rollout, Distribution]]) -> dict[str, Any]:
+    """How an engine's logprobs of the first sequences depend on what they are scored with, and on reading them token by token."""
+    dist = rollouts[0][1]
+    if isinstance(engine, VllmEngine) and dist != Distribution():
+        return {}  # it scores its own distribution only
+    pairs: list[Pair] = [r.pair for r, d in rollouts if d == dist][:_OWN]
+    together = np.concatenate(engine.score(pairs, dist))
+    others = {"solo against batched": engine.score(pairs, dist, together=False)}
+    if (decoded := engine.decode(pairs, dist)) is not None:
+        others["decode against prefill"] = decoded
+    return {
+        way: {
+            "tokens": len(together),
+            "unequal": int((together.view(np.int32) != np.concatenate(x).view(np.int32)).sum()),
+            "max_abs": float(np.abs(together.astype(np.float64) - np.concatenate(x)).max()),
+        }
+        for way, x in others.items()
+    }
+
+
+def _traced(sampler: Engine, trainer: Engine, rollouts: Sequence[tuple[Rollout, Distribution]]) -> list[OpDifference]:
+    """Both engines' operations on the sequence whose logprobs both compute in one forward."""
+    rollout, dist = rollouts[0]
+    return compare_traces(sampler.trace(rollout.pair, dist), trainer.trace(rollout.pair, dist))
+
+
+def _with_text(worst: dict[str, Any], rollouts: Sequence[tuple[Rollout, Distribution]], text: Text) -> dict[str, Any]:
+    r, position = rollouts[worst["sequence"]][0], worst["position"]
+    before = text.decode([*r.prompt_ids, *r.completion_ids[:position]])[-60:]
+    return worst | {"token": r.completion_ids[position], "text": text.decode(r.completion_ids[position : position + 1]), "before": before}
+
+
+def write_json(report: dict[str, Any], path: Path) -> None:
+    """The report as JSON, which has no infinities: they become null."""
+
+    def finite(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {k: finite(v) for k, v in x.items()}
+        if isinstance(x, list):
+            return [finite(v) for v in x]
+        return None if isinstance(x, float) and not math.isfinite(x) else x
+
+    path.write_text(json.dumps(finite(report), indent=1) + "\n")

@@ -1,0 +1,101 @@
+"""The engines an audit compares, and our own. Each draws, scores and traces; a log-probability is that of the distribution drawn from.
+
+Shapes: C completion tokens, T tokens of one sequence, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from ...kernels.logprob import Distribution, linear_logprob
+from ...kernels.order import matmul_rows
+from ...model.checkpoint import load_decoder
+from ...model.decoder import Decoder, PackedContext
+from ...model.scoring import logprobs, pack
+from ...verify.trace import Trace
+from ..law import cached_scores
+from ..native import NativeSampler
+from ..rollout import Keys, Rollout, Sampling
+from .names import operations
+
+Pair = tuple[Sequence[int], Sequence[int]]  # prompt and completion
+
+# Sequences of one forward when an engine scores many together.
+TOGETHER = 16
+
+
+class Engine(Protocol):
+    """What an audit asks of an engine."""
+
+    name: str
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[Rollout]:
+        """One completion of each prompt, with its tokens' logprobs."""
+        ...
+
+    def score(self, pairs: Sequence[Pair], dist: Distribution, together: bool = True) -> list[np.ndarray]:
+        """logprobs [C] fp32 of each completion, from forwards over several sequences or over one each."""
+        ...
+
+    def decode(self, pairs: Sequence[Pair], dist: Distribution) -> list[np.ndarray] | None:
+        """The same, token by token through the engine's cache; None where the engine offers no way."""
+        ...
+
+    def trace(self, pair: Pair, dist: Distribution) -> Trace:
+        """The output of every operation of the forward over one sequence (names.py)."""
+        ...
+
+
+class ZeroklEngine:
+    """Our decoder, in one dtype."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype):
+        self.decoder, self.name = load_decoder(folder, dtype), "zerokl"
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[Rollout]:
+        """See Engine."""
+        return NativeSampler(self.decoder).generate(prompts, sampling, Keys(seed, 0))
+
+    @torch.no_grad()
+    def score(self, pairs: Sequence[Pair], dist: Distribution, together: bool = True) -> list[np.ndarray]:
+        """See Engine."""
+        done, size = [], TOGETHER if together else 1
+        for a in range(0, len(pairs), size):
+            batch = pack(pairs[a : a + size])
+            logp, _ = logprobs(self.decoder, batch, dist)
+            done += [x.numpy() for x in logp.split(batch.completion_lengths)]
+        return done
+
+    def decode(self, pairs: Sequence[Pair], dist: Distribution) -> list[np.ndarray]:
+        """See Engine."""
+        return [x.numpy() for x in cached_scores(self.decoder, [(list(p), list(c)) for p, c in pairs], dist, 1)]
+
+    @torch.no_grad()
+    def trace(self, pair: Pair, dist: Distribution) -> Trace:
+        """See Engine."""
+        return trace_decoder(self.decoder, pair, dist)
+
+
+def trace_decoder(decoder: Decoder, pair: Pair, dist: Distribution) -> Trace:
+    """The trace of our decoder; projections that it fuses are split."""
+    batch, c, found = pack([pair]), decoder.config, {}
+
+    def tap(name: str, x: torch.Tensor) -> None:
+        at, _, op = name.rpartition(".")
+        at = f"{at}." if at else ""
+        flat = x.reshape(x.shape[0], -1)
+        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        splits = {
+            "qkv": (("q_proj", "k_proj", "v_proj"), (q, kv, kv)), "qk_norm": (("q_norm", "k_norm"), (q, kv)),
+            "rope": (("q_rope", "k_rope"), (q, kv)), "gate_up": (("gate_proj", "up_proj"), (flat.shape[1] // 2,) * 2),
+        }  # fmt: skip
+        names, widths = splits.get(op, ((op,), (flat.shape[1],)))
+        found.update({at + n: part.clone() for n, part in zip(names, flat.split(widths, dim=1), strict=True)})
+
+    hidden = decoder.hidden(batch.ids, PackedContext(batch.lengths, c), tap)
+    tap("logits", matmul_rows(hidden, decoder.head.t()))
+    tap("logprob", linear_logprob(hidden[batch.rows], decoder.head, batch.targets, dist)[0])
+    return {name: found[name] for name in operations(c.layers) if name in found}

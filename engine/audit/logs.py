@@ -1,0 +1,63 @@
+"""Logged rollouts of any framework: JSON lines.
+
+    {"prompt_ids": [..], "completion_ids": [..], "logprobs": [..], "temperature": 1.0, "top_p": 1.0, "top_k": 0, "weight_version": 0}
+
+logprobs are the sampler's, one for each completion token, under the distribution it was drawn from. top_p, top_k and weight_version
+may be missing.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...kernels.logprob import Distribution
+from ..rollout import Rollout
+
+
+def read_log(path: Path, vocab: int, limit: int = 0) -> list[tuple[Rollout, Distribution]]:
+    """The rollouts of a log, the first `limit` of them (0: all). Raises ValueError naming the line that is malformed."""
+    found = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"audit: {path} cannot be read ({error})") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            found.append(_parse(json.loads(line), len(found), vocab))
+        except (ValueError, TypeError, KeyError) as error:
+            reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else error
+            raise ValueError(f"audit: {path}, line {number}: {reason}") from None
+        if len(found) == limit:
+            break
+    if not found:
+        raise ValueError(f"audit: {path} holds no rollout")
+    return found
+
+
+def _parse(row: Any, index: int, vocab: int) -> tuple[Rollout, Distribution]:
+    if not isinstance(row, dict):
+        raise ValueError("is no JSON object")
+    ids = {name: _token_ids(name, row[name], vocab) for name in ("prompt_ids", "completion_ids")}
+    values = [float(x) for x in row["logprobs"]]
+    if len(values) != len(ids["completion_ids"]):
+        raise ValueError(f"has {len(values)} logprobs for {len(ids['completion_ids'])} completion_ids")
+    wrong = next((i for i, x in enumerate(values) if math.isnan(x) or x > 0), None)
+    if wrong is not None:
+        raise ValueError(f"logprobs[{wrong}] ({values[wrong]}) is no log-probability")
+    dist = Distribution(float(row["temperature"]), int(row.get("top_k") or 0), float(row.get("top_p", 1.0))).check()
+    version = int(row.get("weight_version", 0))
+    return Rollout(index, 0, ids["prompt_ids"], ids["completion_ids"], np.array(values, np.float32), "", version), dist
+
+
+def _token_ids(name: str, value: Any, vocab: int) -> tuple[int, ...]:
+    if not isinstance(value, list) or not value or not all(type(t) is int for t in value):
+        raise ValueError(f"{name} must be a list of token ids that is not empty")
+    wrong = next((t for t in value if not 0 <= t < vocab), None)
+    if wrong is not None:
+        raise ValueError(f"{name} holds {wrong}, outside the model's vocabulary of {vocab}")
+    return tuple(value)

@@ -1,0 +1,27 @@
+"""One set of names for the operations of a decoder, whoever computes them.
+
+In the order of computation; Hq, Hkv heads of width D, I the width of the MLP, T tokens:
+
+    embed
+    layers.i.input_norm                 norm before attention
+    layers.i.q_proj, k_proj, v_proj     [T, heads * D]
+    layers.i.q_norm, k_norm             per head, where the model has them
+    layers.i.q_rope, k_rope             after rotary embedding
+    layers.i.attention                  [T, Hq * D], before the output projection
+    layers.i.o_proj
+    layers.i.attention_residual         the residual stream after attention
+    layers.i.post_norm                  norm before the MLP
+    layers.i.gate_proj, up_proj, silu_mul, down_proj
+    layers.i.mlp_residual               the residual stream after the MLP
+    norm, logits, logprob
+"""
+
+_LAYER = (
+    "input_norm", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "q_rope", "k_rope", "attention", "o_proj", "attention_residual",
+    "post_norm", "gate_proj", "up_proj", "silu_mul", "down_proj", "mlp_residual",
+)  # fmt: skip
+
+
+def operations(layers: int) -> list[str]:
+    """All names of a decoder, in the order of computation."""
+    return ["embed", *(f"layers.{i}.{op}" for i in range(layers) for op in _LAYER), "norm", "logits", "logprob"]

@@ -1,0 +1,151 @@
+"""audit.html: one file that says what was found to someone who has never seen zerokl."""
+
+import base64
+import html
+import io
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}table{border-collapse:collapse;margin:1rem 0}"
+    "td,th{border:1px solid #ccc;padding:.25rem .6rem;text-align:left}td.n{text-align:right;font-variant-numeric:tabular-nums}"
+    "img{max-width:100%}code{background:#f3f3f3;padding:0 .2rem}"
+)
+# Name in the report -> what it means.
+_MEANING = {
+    "tokens": "completion tokens compared",
+    "frac_equal": "share of them whose two log-probabilities have the same bits",
+    "max_abs": "largest |trainer - sampler| of a token's log-probability",
+    "k1": "mean of sampler - trainer; estimates KL(sampler || trainer), unbiased, noisy",
+    "k2": "mean of half the squared difference",
+    "k3": "mean of ratio - 1 - log ratio; estimates the same KL, never negative",
+    "perplexity_sampler": "exp of the sampler's mean negative log-probability",
+    "perplexity_trainer": "the same of the trainer",
+}
+
+
+def verdict(report: dict[str, Any]) -> str:
+    """The audit in one or two sentences."""
+    if report["frac_equal"] == 1.0:
+        return (
+            f"All {report['tokens']} tokens have the same log-probability, bit for bit, in {report['sampler']} and in {report['trainer']}."
+        )
+    said = (
+        f"{report['sampler']} and {report['trainer']} agree to the bit on {report['frac_equal']:.2%} of {report['tokens']} tokens; the "
+        f"largest difference of a log-probability is {report['max_abs']:.3g}, and KL(sampler || trainer) is about "
+        f"{report['k3']['value']:.2g} nats a token."
+    )
+    first = report.get("first_divergence")
+    if first:
+        ulp = "" if first["max_ulp"] is None else f", by up to {first['max_ulp']} representable numbers"
+        said += f" They part at {first['op']}: {first['unequal']} of its {first['elements']} outputs differ{ulp}."
+    elif "operations" in report:
+        said += " Forwards over one sequence alone agree in every operation: the difference comes from batching or from the cache."
+    return said
+
+
+def summary_table(report: dict[str, Any]) -> Table:
+    """What the command line prints."""
+    table = Table(
+        "figure",
+        "value",
+        "meaning",
+        title=f"{report['sampler']} ({report['sampler_dtype']}) against {report['trainer']} ({report['dtype']})",
+    )
+    for name, value, meaning in _rows(report):
+        table.add_row(name, value, meaning)
+    return table
+
+
+def _rows(report: dict[str, Any]) -> list[tuple[str, str, str]]:
+    rows = []
+    for name, meaning in _MEANING.items():
+        value = report[name]
+        shown = f"{value['value']:.4g} ± {value['standard_error']:.2g}" if isinstance(value, dict) else f"{value:.6g}"
+        rows.append((name, shown, meaning))
+    for q, value in report["abs_percentiles"].items():
+        rows.append((f"|d| p{q}", f"{value:.4g}", f"{q}% of the tokens differ by no more"))
+    for level in ("token", "sequence"):
+        own = report[level]
+        rows.append(
+            (
+                f"ratio, {level}",
+                f"{own['ratio_min']:.6g} .. {own['ratio_max']:.6g}",
+                f"exp(trainer - sampler) of a {level}, least and largest",
+            )
+        )
+        rows.append((f"chi2, {level}", f"{own['chi2']:.4g}", "variance of that ratio under the sampler"))
+        rows.append((f"ess, {level}", f"{own['ess']:.6f}", "effective sample size of importance sampling, as a share"))
+    for engine, ways in report["own_invariance"].items():
+        for way, found in ways.items():
+            rows.append(
+                (f"{engine}: {way}", f"{found['unequal']} of {found['tokens']} unequal", f"largest difference {found['max_abs']:.3g}")
+            )
+    return rows
+
+
+def write_page(report: dict[str, Any], path: Path) -> None:
+    """Write audit.html, plots included."""
+    parts = [
+        f"<h1>Audit of {html.escape(report['model'])}</h1>",
+        f"<p><b>{html.escape(verdict(report))}</b></p>",
+        _table(("figure", "value", "meaning"), _rows(report)),
+    ]
+    parts += [f'<p><img src="data:image/png;base64,{_plots(report)}" alt="plots"></p>']
+    if report["worst"]:
+        rows = [
+            (w["sequence"], w["position"], repr(w["before"]), repr(w["text"]), f"{w['sampler']:.6f}", f"{w['trainer']:.6f}")
+            for w in report["worst"]
+        ]
+        parts += ["<h2>Tokens farthest apart</h2>", _table(("sequence", "position", "text before", "token", "sampler", "trainer"), rows)]
+    if "operations" in report:
+        rows = [
+            (
+                d["op"],
+                f"{d['unequal']} of {d['elements']}",
+                "-" if d["max_ulp"] is None else d["max_ulp"],
+                f"{d['max_abs']:.3g}",
+                f"{d['relative']:.3g}",
+            )
+            for d in report["operations"]
+        ]
+        parts += ["<h2>Operation by operation</h2>", "<p>One sequence through both engines, in the order of computation.</p>"]
+        parts += [_table(("operation", "outputs that differ", "largest ulp", "largest difference", "relative rms"), rows)]
+    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>zerokl audit</title><style>{_STYLE}</style>'
+    path.write_text(head + "".join(parts) + "</html>\n", encoding="utf-8")
+
+
+def _table(head: tuple[str, ...], rows: list[tuple]) -> str:
+    def line(tag: str, row: tuple) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(str(x))}</{tag}>" for x in row) + "</tr>"
+
+    return "<table>" + line("th", head) + "".join(line("td", row) for row in rows) + "</table>"
+
+
+def _plots(report: dict[str, Any]) -> str:
+    """Histogram of the ratio, growth with position and, where there is a trace, with depth; a PNG in base64."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    operations = report.get("operations", [])
+    figure = Figure(figsize=(9, 3 * (2 + bool(operations))), layout="constrained")
+    axes = figure.subplots(2 + bool(operations), 1)
+    edges, counts = report["ratio_histogram"]["log_ratio_edges"], report["ratio_histogram"]["tokens"]
+    axes[0].stairs(counts, edges, fill=True)
+    axes[0].set(yscale="symlog", xlabel="log ratio of a token (trainer - sampler)", ylabel="tokens")
+    rows = report["by_position"]
+    axes[1].plot([r["from"] + 1 for r in rows], [r["mean_abs"] for r in rows], marker="o", label="mean")
+    axes[1].plot([r["from"] + 1 for r in rows], [r["max_abs"] for r in rows], marker="o", label="largest")
+    axes[1].set(xscale="log", xlabel="position in the completion, from 1", ylabel="|log ratio|")
+    axes[1].legend()
+    if operations:
+        axes[2].plot([d["relative"] for d in operations], marker=".", linewidth=0.8)
+        axes[2].set(
+            yscale="symlog" if not any(d["relative"] for d in operations) else "log", xlabel="operation, in the order of computation"
+        )
+        axes[2].set_ylabel("relative rms difference")
+    out = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(out)
+    return base64.b64encode(out.getvalue()).decode()

@@ -1,0 +1,176 @@
+"""vLLM as an engine of an audit: stock (its own model, attention and sampler), and with zerokl inside.
+
+Of stock vLLM nothing is patched: a score is its prompt logprobs, and operations are read by forward hooks on its in-process model.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...kernels.logprob import Distribution
+from ...verify.trace import Trace
+from ..config import VllmConfig
+from ..rollout import Keys, Rollout, Sampling
+from ..shared import SharedTensor
+from ..vllm.sampler import VllmSampler, require_vllm
+from .engines import Pair, ZeroklEngine
+from .names import operations
+
+_CONTEXT, _CACHE_BYTES = 4096, 1 << 30
+
+
+class VllmZeroklEngine(ZeroklEngine):
+    """Draws with vLLM that runs our decoder; scores and traces with the same weights outside of it."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype):
+        super().__init__(folder, dtype)
+        self.name = "vllm-zerokl"
+        self._weights = SharedTensor(self.decoder.layout.numel, dtype)
+        self.decoder.move_to(self._weights.tensor)
+        self._sampler = VllmSampler(folder, self.decoder.config, self._weights, VllmConfig(context=_CONTEXT, cache_bytes=_CACHE_BYTES))
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[Rollout]:
+        """See Engine."""
+        return self._sampler.generate(prompts, sampling, Keys(seed, 0))
+
+
+class VllmEngine:
+    """Stock vLLM in this process, uncompiled, without a prefix cache."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, context: int):
+        require_vllm()
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        from vllm import LLM
+
+        self.name = "vllm"
+        self.llm = LLM(
+            model=str(folder), dtype=str(dtype).removeprefix("torch."), max_model_len=min(context, _CONTEXT), enforce_eager=True,
+            skip_tokenizer_init=True, logprobs_mode="processed_logprobs", enable_prefix_caching=False, kv_cache_memory_bytes=_CACHE_BYTES,
+        )  # fmt: skip
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[Rollout]:
+        """See Engine."""
+        d = sampling.distribution
+        params = [
+            _params(
+                temperature=d.temperature, top_k=d.top_k, top_p=d.top_p, max_tokens=sampling.max_tokens, logprobs=0,
+                seed=seed * len(prompts) + i, stop_token_ids=sorted(sampling.stop_ids),
+            )
+            for i in range(len(prompts))
+        ]  # fmt: skip
+        outputs = self._run([list(p) for p in prompts], params)
+        rollouts = []
+        for i, out in enumerate(outputs):
+            (done,) = out.outputs
+            logprobs = np.array([done.logprobs[n][t].logprob for n, t in enumerate(done.token_ids)], np.float32)
+            rollouts.append(Rollout(i, 0, tuple(prompts[i]), tuple(done.token_ids), logprobs, done.finish_reason, 0))
+        return rollouts
+
+    def score(self, pairs: Sequence[Pair], dist: Distribution, together: bool = True) -> list[np.ndarray]:
+        """See Engine. Raises ValueError for a distribution other than the model's own."""
+        if dist != Distribution():
+            raise ValueError(
+                f"audit: vLLM's prompt logprobs ignore temperature, top-k and top-p ({dist}); audit with temperature 1, or another trainer"
+            )
+        ids = [[*p, *c] for p, c in pairs]
+        params = _params(max_tokens=1, prompt_logprobs=0)
+        outputs = self._run(ids, params) if together else [self._run([x], params)[0] for x in ids]
+        return [_prompt_logprobs(out, len(c)) for out, (_, c) in zip(outputs, pairs, strict=True)]
+
+    def decode(self, pairs: Sequence[Pair], dist: Distribution) -> None:
+        """vLLM cannot be told which tokens to draw."""
+
+    def trace(self, pair: Pair, dist: Distribution) -> Trace:
+        """See Engine; vLLM computes logits of drawn tokens only, so there are none in it."""
+        found: Trace = {}
+        layers: list[int] = []
+
+        def attach(model: torch.nn.Module) -> list[Any]:
+            layers.append(len(model.model.layers))
+            return list(_hooks(model.model, lambda name, x: found.__setitem__(name, x.reshape(x.shape[0], -1).clone())))
+
+        handles = self.llm.apply_model(attach)[0]
+        try:
+            (out,) = self._run([[*pair[0], *pair[1][:-1]]], _params(max_tokens=1))
+        finally:
+            for handle in handles:
+                handle.remove()
+        del out
+        if dist == Distribution():
+            found["logprob"] = torch.from_numpy(self.score([pair], dist, together=False)[0]).unsqueeze(1)
+        return {name: found[name] for name in operations(layers[0]) if name in found}
+
+    def _run(self, ids: list[list[int]], params: Any) -> list[Any]:
+        return self.llm.generate([{"prompt_token_ids": x} for x in ids], params, use_tqdm=False)
+
+
+def _params(**given: Any) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(ignore_eos=True, detokenize=False, **given)
+
+
+def _prompt_logprobs(out: Any, tokens: int) -> np.ndarray:
+    """The logprobs of the last `tokens` tokens of a prompt."""
+    rows = list(zip(out.prompt_logprobs, out.prompt_token_ids, strict=True))[-tokens:]
+    return np.array([row[token].logprob for row, token in rows], np.float32)
+
+
+def _hooks(model: torch.nn.Module, record: Callable[[str, torch.Tensor], None]) -> Any:
+    """Attach hooks to vLLM's Qwen and Llama models; fused projections are split, and fused residual additions told apart."""
+    current = [0]  # the layer whose attention runs: all layers share one rotary module
+
+    def after(module: torch.nn.Module, say: Callable[[Any], None]) -> Any:
+        return module.register_forward_hook(lambda _m, _i, out: say(out))
+
+    def norm(name: str, residual: str) -> Callable[[Any], None]:
+        def say(out: Any) -> None:
+            if isinstance(out, tuple):
+                record(name, out[0])
+                record(residual, out[1])
+            else:
+                record(name, out)
+
+        return say
+
+    def split(names: Sequence[str], widths: Callable[[], Sequence[int]]) -> Callable[[Any], None]:
+        def say(out: Any) -> None:
+            for name, part in zip(names, _first(out).split(list(widths()), dim=-1), strict=True):
+                record(name, part)
+
+        return say
+
+    yield after(model.embed_tokens, lambda out: record("embed", out))
+    for i, layer in enumerate(model.layers):
+        at, attn, mlp = f"layers.{i}.", layer.self_attn, layer.mlp
+        yield after(layer.input_layernorm, norm(at + "input_norm", f"layers.{i - 1}.mlp_residual"))
+        yield attn.register_forward_pre_hook(lambda *_, i=i: current.__setitem__(0, i))
+        widths = lambda a=attn: (a.q_size, a.kv_size, a.kv_size)  # noqa: E731
+        yield after(attn.qkv_proj, split([at + n for n in ("q_proj", "k_proj", "v_proj")], widths))
+        for n in ("q_norm", "k_norm"):
+            if hasattr(attn, n):
+                yield after(getattr(attn, n), lambda out, name=at + n: record(name, _first(out)))
+        yield after(attn.attn, lambda out, name=at + "attention": record(name, out))
+        yield after(attn.o_proj, lambda out, name=at + "o_proj": record(name, _first(out)))
+        yield after(layer.post_attention_layernorm, norm(at + "post_norm", at + "attention_residual"))
+        half = lambda m=mlp: (m.gate_up_proj.output_size // 2,) * 2  # noqa: E731
+        yield after(mlp.gate_up_proj, split([at + "gate_proj", at + "up_proj"], half))
+        yield after(mlp.act_fn, lambda out, name=at + "silu_mul": record(name, out))
+        yield after(mlp.down_proj, lambda out, name=at + "down_proj": record(name, _first(out)))
+
+    def rope(out: Any) -> None:
+        for name, x in zip(("q_rope", "k_rope"), out, strict=True):
+            record(f"layers.{current[0]}.{name}", x)
+
+    yield after(model.layers[0].self_attn.rotary_emb, rope)
+    yield after(model.norm, norm("norm", f"layers.{len(model.layers) - 1}.mlp_residual"))
+
+
+def _first(out: Any) -> torch.Tensor:
+    return out[0] if isinstance(out, tuple) else out

