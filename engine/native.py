@@ -61,7 +61,8 @@ class NativeSampler:
     """Samples from a decoder that it shares with the trainer, or that it owns.
 
     max_concurrency: samples drawn at once. max_batch_tokens: tokens of one forward; longer prompts are read in chunks.
-    cache_bytes: upper limit of the key-value cache; fewer samples run at once where it would not hold them all.
+    cache_bytes: upper limit of the key-value cache; fewer samples run at once where it would not hold them all. Of each limit, this
+    sampler uses the part of one of `workers`.
     """
 
     def __init__(
@@ -71,12 +72,14 @@ class NativeSampler:
         max_batch_tokens: int = 1024,
         cache_bytes: int = 4 << 30,
         version: int = 0,
+        workers: int = 1,
     ):
         for name, value in (("max_concurrency", max_concurrency), ("max_batch_tokens", max_batch_tokens)):
             if value < 1:
                 raise ValueError(f"sampler: {name} ({value}) must be at least 1")
         self.decoder, self.version = decoder, version
-        self.max_concurrency, self.max_batch_tokens, self.cache_bytes = max_concurrency, max_batch_tokens, cache_bytes
+        self.max_concurrency, self.max_batch_tokens = -(-max_concurrency // workers), -(-max_batch_tokens // workers)
+        self.cache_bytes, self.workers = cache_bytes, workers
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """See Sampler. Weights that already are this decoder's own tensors are not copied."""
@@ -131,11 +134,13 @@ class _Generation:
         s, config, dtype = self.sampling, self.decoder.config, self.decoder.dtype
         per_sample = _blocks_for(longest + s.max_tokens) + _blocks_for(longest)
         block_bytes = BlockCache.bytes_per_block(config, dtype)
-        fit = self.sampler.cache_bytes // (block_bytes * per_sample)
+        workers = self.sampler.workers
+        each = f" for each of {workers} workers" if workers > 1 else ""
+        fit = self.sampler.cache_bytes // workers // (block_bytes * per_sample)
         if fit < 1:
             raise ValueError(
                 f"sampler: cache_bytes ({self.sampler.cache_bytes}) cannot hold one sample of {longest + s.max_tokens} tokens "
-                f"({block_bytes * per_sample} bytes); raise it or lower max_tokens"
+                f"({block_bytes * per_sample} bytes){each}; raise it or lower max_tokens"
             )
         concurrency = min(self.sampler.max_concurrency, fit, max(1, len(self.prompts) * s.samples))
         self.cache = BlockCache(config, concurrency * per_sample, dtype)

@@ -98,8 +98,9 @@ def make_state(config: Config, model: Path, task: Task) -> TrainState:
     dtype = DTYPES[config.dtype]
     policy = decoder if dtype == torch.float32 else Decoder(model_config, master.to(dtype), decoder.layout)
     updates = config.steps * config.updates_per_rollout
-    vllm, here = config.sampler == "vllm", config.sampler == "vllm" and not config.vllm.multiprocess
-    n = config.workers or (1 if here else automatic(policy.layout.numel))  # vLLM keeps the threads of its process to itself
+    vllm = config.sampler == "vllm"
+    alone = vllm and not config.vllm.multiprocess  # vLLM keeps the threads of its process to itself
+    n = config.workers or (1 if alone else automatic(policy.layout.numel))
     workers = Workers(policy, config.virtual_shards, n, SamplerLimits(**config.native.model_dump()), share=vllm)
     learner = Learner(policy, policy.flat.detach() if dtype == torch.float32 else master, config.optimizer, updates)
     sampler = VllmSampler(model, model_config, workers.weights, config.vllm) if vllm else ParallelSampler(workers)

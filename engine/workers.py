@@ -57,10 +57,6 @@ class SamplerLimits:
     max_batch_tokens: int = 1024
     cache_bytes: int = 4 << 30
 
-    def share(self, n: int) -> "SamplerLimits":
-        """What each of n workers may use."""
-        return SamplerLimits(-(-self.max_concurrency // n), -(-self.max_batch_tokens // n), self.cache_bytes // n)
-
 
 @contextmanager
 def cpu_threads(n: int) -> Iterator[None]:
@@ -79,9 +75,9 @@ def cpu_threads(n: int) -> Iterator[None]:
 class Host:
     """What one worker computes with. Its gradient is made when first asked for: sampling needs none."""
 
-    def __init__(self, decoder: Decoder, shards: int, limits: SamplerLimits):
+    def __init__(self, decoder: Decoder, shards: int, limits: SamplerLimits, workers: int):
         self.decoder, self._shards = decoder, shards
-        self.sampler = NativeSampler(decoder, limits.max_concurrency, limits.max_batch_tokens, limits.cache_bytes)
+        self.sampler = NativeSampler(decoder, limits.max_concurrency, limits.max_batch_tokens, limits.cache_bytes, workers=workers)
         self._gradient: ShardSum | None = None
         self.root: torch.Tensor | None = None  # where the others read this worker's gradient; worker 0 needs none
 
@@ -107,9 +103,9 @@ class Workers:
         self.weights = SharedTensor(decoder.layout.numel, decoder.dtype) if self.n > 1 or share else None
         if self.weights is not None:
             decoder.move_to(self.weights.tensor)
-            head = (decoder.config, decoder.dtype, self.weights.path, shards // self.n, limits.share(self.n), self._own_threads)
-            self._others = [_Process(i, head, decoder.layout.numel) for i in range(1, self.n)]
-        self.host = Host(decoder, shards // self.n, limits.share(self.n))
+            head = (decoder.config, decoder.dtype, shards // self.n, limits, self.n, self._own_threads)
+            self._others = [_Process(i, self.weights, head, decoder.layout.numel) for i in range(1, self.n)]
+        self.host = Host(decoder, shards // self.n, limits, self.n)
 
     def map(self, work: Callable[[Host, X], Y], items: Sequence[X]) -> list[Y]:
         """work(host, item) for each item, at most n of them, a worker each; results in order. The first exception in order is raised.
@@ -210,10 +206,9 @@ def _attempt(work: Callable[[Host, X], Y], host: Host, item: X) -> Y | _Failure:
 class _Process:
     """Another worker, from the caller's side."""
 
-    def __init__(self, index: int, head: tuple, numel: int):
-        self.index = index
-        shared = SharedTensor(numel, torch.float32)
-        self._shared, self.root = shared, shared.tensor
+    def __init__(self, index: int, weights: SharedTensor, head: tuple, numel: int):
+        self.index, root = index, SharedTensor(numel, torch.float32)
+        self.root = root.tensor
         ours, theirs = socket.socketpair()
         with theirs:
             # A process of its own and not a fork (OpenMP does not survive one) nor multiprocessing's (it runs the caller's script again).
@@ -221,12 +216,12 @@ class _Process:
             path = os.pathsep.join(os.path.abspath(p) for p in sys.path)
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", code],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), weights.fd, root.fd],
                 env=os.environ | {"PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,
             )
         self._connection = Connection(ours.detach())
-        self.send((shared.path, *head))
+        self.send((weights.inherited, root.inherited, *head))
 
     def send(self, message: object) -> None:
         try:
@@ -259,11 +254,11 @@ def serve(connection_fd: int) -> None:
     connection = Connection(connection_fd)
     try:
         config: ModelConfig
-        root, config, dtype, weights, shards, limits, threads = pickle.loads(connection.recv_bytes())
+        weights, root, config, dtype, shards, limits, workers, threads = pickle.loads(connection.recv_bytes())
         torch.set_num_threads(threads)
         layout = Layout(config)
         decoder = Decoder(config, map_tensor(weights, layout.numel, dtype), layout)
-        host = Host(decoder, shards, limits)
+        host = Host(decoder, shards, limits, workers)
         host.root = map_tensor(root, layout.numel, torch.float32)
         while True:
             work, item = pickle.loads(connection.recv_bytes())

@@ -82,7 +82,8 @@ class KeyedDraw(LogitsProcessor):
         return logits
 
     def _draw(self, logits: torch.Tensor, rows: list[int], distribution: Distribution) -> None:
-        z = scaled_logits(logits[rows], distribution)
+        every = len(rows) == logits.shape[0]  # rows are in order: the usual case needs no copies
+        z = scaled_logits(logits if every else logits[rows], distribution)
         requests = [self._rows[row] for row in rows]
         u = torch.tensor([r.uniforms.at(len(r.output)) for r in requests], dtype=torch.float64)
         ids = draw(z, u, greedy=distribution.temperature == 0.0)
@@ -93,5 +94,5 @@ class KeyedDraw(LogitsProcessor):
             raise FloatingPointError(
                 f"sampler: the logits of prompt {r.prompt}, sample {r.sample}, position {len(r.output)} are not finite"
             )
-        logits[rows] = float("-inf")
+        logits[slice(None) if every else rows] = float("-inf")
         logits[rows, ids] = logp

@@ -24,7 +24,7 @@ class _VllmContext:
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         """See Context."""
-        return self._layers[layer](q.contiguous(), k.contiguous(), v.contiguous()).view(q.shape)
+        return self._layers[layer](q, k, v).view(q.shape)
 
 
 class ZeroklForCausalLM(torch.nn.Module):

@@ -107,7 +107,7 @@ class VllmSampler:
             enable_chunked_prefill=cfg.chunked_prefill, enable_prefix_caching=cfg.prefix_caching,
             kv_cache_memory_bytes=cfg.cache_bytes, **({"disable_log_stats": True} | cfg.engine),
         )  # fmt: skip
-        self.llm.init_weight_transfer_engine({"init_info": {"path": weights.path}})
+        self.llm.init_weight_transfer_engine({"init_info": weights.handle._asdict()})
         self.load_weights({}, version)
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:

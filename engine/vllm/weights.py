@@ -6,8 +6,9 @@ Either way an update carries a version, and vLLM's outputs name the version they
 
 from dataclasses import dataclass
 
-import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+
+from ..shared import Handle, map_tensor
 
 
 @dataclass
@@ -15,6 +16,8 @@ class SharedInit(WeightTransferInitInfo):
     """Where the weights are: a file that can be mapped."""
 
     path: str
+    device: int
+    inode: int
 
 
 @dataclass
@@ -31,7 +34,7 @@ class SharedWeightsEngine(WeightTransferEngine[SharedInit, SharedUpdate]):
     def init_transfer_engine(self, init_info: SharedInit) -> None:
         """Map the trainer's weights and compute with them."""
         flat = self.model.decoder.flat
-        self._shared = torch.from_file(init_info.path, shared=True, size=flat.numel(), dtype=flat.dtype)
+        self._shared = map_tensor(Handle(init_info.path, init_info.device, init_info.inode), flat.numel(), flat.dtype)
         if self.device.type == "cpu":
             self.model.use(self._shared)
 

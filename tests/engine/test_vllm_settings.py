@@ -2,10 +2,11 @@
 
 import importlib.metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from zerokl.cli import main
-from zerokl.engine.vllm.sampler import REFUSED, check_engine_arguments, require_vllm
+from zerokl.engine.vllm.sampler import REFUSED, VllmSampler, check_engine_arguments, require_vllm
 
 
 @pytest.fixture
@@ -59,3 +60,12 @@ def test_a_refused_setting_is_said_before_anything_is_made(installed, tmp_path: 
 
 def test_other_settings_pass():
     check_engine_arguments({"gpu_memory_utilization": 0.5, "disable_log_stats": False})
+
+
+@pytest.mark.parametrize("versions", [["2"], ["2", "3"], []])
+def test_a_rollout_of_other_weights_is_refused(versions):
+    sampler = VllmSampler.__new__(VllmSampler)
+    sampler.version = 3
+    done = SimpleNamespace(weight_versions=[SimpleNamespace(version=v) for v in versions], token_ids=[5], logprobs=[], finish_reason="stop")
+    with pytest.raises(ValueError, match=r"prompt 4, sample 1 was drawn with weights .*, not with version 3"):
+        sampler._rollout(SimpleNamespace(outputs=[done], prompt_token_ids=[1]), 4, 1)

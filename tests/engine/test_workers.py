@@ -8,6 +8,7 @@ import pytest
 import torch
 from zerokl.engine.native import NativeSampler
 from zerokl.engine.rollout import Keys, Sampling
+from zerokl.engine.shared import Handle, SharedTensor, map_tensor
 from zerokl.engine.workers import Host, ParallelSampler, SamplerLimits, Workers, _Failure, _pickled
 from zerokl.kernels.logprob import Distribution
 from zerokl.model.checkpoint import load_decoder
@@ -118,3 +119,31 @@ def test_other_processes_end_with_close(model):
 def test_their_number_is_a_power_of_two_that_divides_the_shards(model, asked, shards, n):
     with Workers(load_decoder(model, torch.float32), shards, asked) as workers:
         assert workers.n == n
+
+
+def test_a_worker_that_starts_after_its_owner_has_gone_touches_no_other_file(model, tmp_path):
+    """Descriptors' numbers are used again: a worker that opened its memory by number would map, and write to, whatever has it now."""
+    for i in range(4):
+        Workers(load_decoder(model, torch.float32), 4, 4)._others.clear()  # gone before any of them has started
+        files = [open(tmp_path / f"{i}-{n}", "w+b") for n in range(12)]
+        for file in files:
+            file.write(b"mine" * 1000)
+            file.flush()
+        time.sleep(1.5)
+        for file in files:
+            file.seek(0)
+            assert file.read() == b"mine" * 1000
+            file.close()
+
+
+def test_memory_that_became_another_file_is_refused(tmp_path):
+    shared = SharedTensor(8, torch.float32)
+    shared.tensor.fill_(3.0)
+    assert map_tensor(shared.handle, 8, torch.float32).tolist() == [3.0] * 8
+    (tmp_path / "file").write_bytes(bytes(32))
+    with open(tmp_path / "file", "r+b") as other:
+        os.dup2(other.fileno(), shared.fd)
+        stale = Handle(f"/proc/self/fd/{shared.fd}", *SharedTensor(8, torch.float32).handle[1:])
+        with pytest.raises(OSError, match="is another file by now"):
+            map_tensor(stale, 8, torch.float32)
+    assert (tmp_path / "file").read_bytes() == bytes(32)
