@@ -51,7 +51,7 @@ def make_model(folder: Path) -> None:
     character_tokenizer(letters).save_pretrained(folder)
 
 
-def zerokl_side(model: str, dtype: str, steps: int, warmup: int, threads: int) -> dict:
+def zerokl_side(model: str, dtype: str, steps: int, warmup: int, threads: int, sampler: str) -> dict:
     """Time zerokl's step in this process."""
     import torch
     from zerokl.engine.config import load_config
@@ -61,6 +61,7 @@ def zerokl_side(model: str, dtype: str, steps: int, warmup: int, threads: int) -
     torch.set_num_threads(threads)
     values = {
         "model": model, "dtype": dtype, "prompts": PROMPTS, "samples": SAMPLES, "steps": steps + warmup, "sampling.max_tokens": NEW_TOKENS,
+        "sampler": sampler,
     }  # fmt: skip
     config = load_config(None, None, {k: str(v) for k, v in values.items()})
     state = make_state(config, Path(model), Letters())
@@ -124,12 +125,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each round")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them, dropped")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--sampler", choices=("native", "vllm"), default="native", help="zerokl's; vllm where this Python has it")
     parser.add_argument("--out", default=str(HERE / "results" / "cpu" / "bench_step.json"))
     parser.add_argument("--side", help=argparse.SUPPRESS)  # "DTYPE:MODEL": this process is zerokl's side
     args = parser.parse_args()
     if args.side:
         dtype, model = args.side.split(":", 1)
-        print(json.dumps(zerokl_side(model, dtype, args.steps, args.warmup, args.threads)))
+        print(json.dumps(zerokl_side(model, dtype, args.steps, args.warmup, args.threads, args.sampler)), flush=True)
         return
     result = {"machine": platform.processor() or platform.machine(), "python": platform.python_version(), "threads": args.threads}
     with tempfile.TemporaryDirectory() as scratch:
@@ -155,8 +157,8 @@ def compare(args: argparse.Namespace, model: str, dtype: str, scratch: Path) -> 
     """
     rounds = []
     for _ in range(args.rounds):
-        words = [sys.executable, __file__, "--side", f"{dtype}:{model}", *shared_words(args)]
-        own = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+        words = [sys.executable, __file__, "--side", f"{dtype}:{model}", "--sampler", args.sampler, *shared_words(args)]
+        own = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
         step_s, sample_s = statistics.median(own["step_s"]), statistics.median(own["sample_s"])
         row = {"zerokl_step_s": step_s, "zerokl_sample_s": sample_s}
         for mode in () if not args.trl_python else ("autocast", "pure") if dtype == "bfloat16" else ("pure",):
