@@ -42,7 +42,10 @@ def verdict(report: dict[str, Any]) -> str:
         ulp = "" if first["max_ulp"] is None else f", by up to {first['max_ulp']} representable numbers"
         said += f" They part at {first['op']}: {first['unequal']} of its {first['elements']} outputs differ{ulp}."
     elif "operations" in report:
-        said += " Forwards over one sequence alone agree in every operation: the difference comes from batching or from the cache."
+        said += (
+            " Forwards over one sequence alone agree in every operation: the difference comes from batching, from the cache, or from "
+            "other weights."
+        )
     return said
 
 
