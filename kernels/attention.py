@@ -4,8 +4,8 @@
     delta_i = do_i . o_i     ds_ij = p_ij (do_i . v_j - delta_i)
     dq_i = scale sum_j ds_ij k_j     dk_j = scale sum_i ds_ij q_i     dv_j = sum_i p_ij do_i
 
-Online softmax over key tiles of KEY_TILE in ascending order (Milakov & Gimelshein, 2018, arXiv:1805.02867;
-FlashAttention, arXiv:2205.14135). A fully masked tile is an exact no-op: the maximum stays, exp(0) = 1, and zeros add.
+Two passes over a row's key tiles of KEY_TILE, in ascending order: the maximum of all scores, then the sums of p and of p v tile by
+tile. A fully masked tile is an exact no-op: the maximum stays, and exp(-inf) = 0 adds zeros.
 
 q, o [T, Hq, D]; k, v [T, Hkv, D]; lse [T, Hq] in fp32; key tiles [tiles, 2, KEY_TILE, D] (0: keys, 1: values).
 Roundings: everything in fp32 from the inputs as they are; o, dq, dk, dv once each.

@@ -23,10 +23,8 @@ import torch
 # Rows of a query tile are a multiple of this. Large tiles share the gathered keys among more rows (prefill), small ones favour
 # decoding, which brings only `group` rows; 8 was best for both together of 4, 8 and 16.
 ROW_UNIT = 8
-# Keys of one step of the online softmax. A constant: it fixes the order of the softmax's sums.
+# Keys of one partial sum of the softmax. A constant: it fixes the order of the softmax's sums.
 KEY_TILE = 32
-
-
 # Key tiles that one group gathers, at most (the query tiles of one place may need more). Bounds memory only.
 GROUP_TILES = 1024
 
