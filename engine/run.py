@@ -21,7 +21,7 @@ from .tasks import load_reward, load_task
 from .tasks.base import Problem, Task
 from .text import Text
 from .vllm.sampler import VllmSampler, check_engine_arguments, require_vllm
-from .workers import ParallelSampler, SamplerLimits, Workers, automatic
+from .workers import ParallelSampler, Workers, automatic
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def make_state(config: Config, model: Path, task: Task) -> TrainState:
     vllm = config.sampler == "vllm"
     alone = vllm and not config.vllm.multiprocess  # vLLM keeps the threads of its process to itself
     n = config.workers or (1 if alone else automatic(policy.layout.numel))
-    workers = Workers(policy, config.virtual_shards, n, SamplerLimits(**config.native.model_dump()), share=vllm)
+    workers = Workers(policy, config.virtual_shards, n, config.native, share=vllm)
     learner = Learner(policy, policy.flat.detach() if dtype == torch.float32 else master, config.optimizer, updates)
     sampler = VllmSampler(model, model_config, workers.weights, config.vllm) if vllm else ParallelSampler(workers)
     return TrainState(config, policy, learner, sampler, workers, text, load_reward(task, config.task.reward), problems, prompt_ids)

@@ -26,6 +26,7 @@ import torch
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
 from ..model.weights import Layout
+from .config import NativeConfig
 from .gradient import ShardSum, add_roots
 from .native import NativeSampler, check_prompts
 from .rollout import Keys, Rollout, Sampling
@@ -37,6 +38,7 @@ Y = TypeVar("Y")
 
 # A model with more parameters keeps the cores busy with one worker, and each worker holds a gradient of its own.
 _LARGE = 50_000_000
+_NATIVE = NativeConfig()
 
 
 def suits(parameters: int) -> bool:
@@ -47,15 +49,6 @@ def suits(parameters: int) -> bool:
 def automatic(parameters: int) -> int:
     """Workers for a model of that many parameters on this machine."""
     return torch.get_num_threads() if suits(parameters) else 1
-
-
-@dataclass(frozen=True)
-class SamplerLimits:
-    """Of all workers together; see NativeSampler."""
-
-    max_concurrency: int = 64
-    max_batch_tokens: int = 1024
-    cache_bytes: int = 4 << 30
 
 
 @contextmanager
@@ -75,9 +68,9 @@ def cpu_threads(n: int) -> Iterator[None]:
 class Host:
     """What one worker computes with. Its gradient is made when first asked for: sampling needs none."""
 
-    def __init__(self, decoder: Decoder, shards: int, limits: SamplerLimits, workers: int):
+    def __init__(self, decoder: Decoder, shards: int, native: NativeConfig, workers: int):
         self.decoder, self._shards = decoder, shards
-        self.sampler = NativeSampler(decoder, limits.max_concurrency, limits.max_batch_tokens, limits.cache_bytes, workers=workers)
+        self.sampler = NativeSampler(decoder, **native.model_dump(), workers=workers)
         self._gradient: ShardSum | None = None
         self.root: torch.Tensor | None = None  # where the others read this worker's gradient; worker 0 needs none
 
@@ -96,16 +89,16 @@ class Workers:
     worker has died.
     """
 
-    def __init__(self, decoder: Decoder, shards: int, n: int = 1, limits: SamplerLimits = SamplerLimits(), share: bool = False):
+    def __init__(self, decoder: Decoder, shards: int, n: int = 1, native: NativeConfig = _NATIVE, share: bool = False):
         self.n = 1 << (min(n, shards).bit_length() - 1)
         self._own_threads = max(1, torch.get_num_threads() // self.n)
         self._others: list[_Process] = []
         self.weights = SharedTensor(decoder.layout.numel, decoder.dtype) if self.n > 1 or share else None
         if self.weights is not None:
             decoder.move_to(self.weights.tensor)
-            head = (decoder.config, decoder.dtype, shards // self.n, limits, self.n, self._own_threads)
+            head = (decoder.config, decoder.dtype, shards // self.n, native, self.n, self._own_threads)
             self._others = [_Process(i, self.weights, head, decoder.layout.numel) for i in range(1, self.n)]
-        self.host = Host(decoder, shards // self.n, limits, self.n)
+        self.host = Host(decoder, shards // self.n, native, self.n)
 
     def map(self, work: Callable[[Host, X], Y], items: Sequence[X]) -> list[Y]:
         """work(host, item) for each item, at most n of them, a worker each; results in order. The first exception in order is raised.
@@ -254,11 +247,11 @@ def serve(connection_fd: int) -> None:
     connection = Connection(connection_fd)
     try:
         config: ModelConfig
-        weights, root, config, dtype, shards, limits, workers, threads = pickle.loads(connection.recv_bytes())
+        weights, root, config, dtype, shards, native, workers, threads = pickle.loads(connection.recv_bytes())
         torch.set_num_threads(threads)
         layout = Layout(config)
         decoder = Decoder(config, map_tensor(weights, layout.numel, dtype), layout)
-        host = Host(decoder, shards, limits, workers)
+        host = Host(decoder, shards, native, workers)
         host.root = map_tensor(root, layout.numel, torch.float32)
         while True:
             work, item = pickle.loads(connection.recv_bytes())

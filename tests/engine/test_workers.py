@@ -6,10 +6,11 @@ import time
 
 import pytest
 import torch
+from zerokl.engine.config import NativeConfig
 from zerokl.engine.native import NativeSampler
 from zerokl.engine.rollout import Keys, Sampling
 from zerokl.engine.shared import Handle, SharedTensor, map_tensor
-from zerokl.engine.workers import Host, ParallelSampler, SamplerLimits, Workers, _Failure, _pickled
+from zerokl.engine.workers import Host, ParallelSampler, Workers, _Failure, _pickled
 from zerokl.kernels.logprob import Distribution
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.decoder import Decoder
@@ -40,7 +41,7 @@ def _ones(decoder: Decoder, factor: float) -> float:
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
 def workers(request: pytest.FixtureRequest, model):
-    with Workers(load_decoder(model, request.param), 4, 2, SamplerLimits(max_concurrency=4)) as workers:
+    with Workers(load_decoder(model, request.param), 4, 2, NativeConfig(max_concurrency=4)) as workers:
         yield workers
 
 
