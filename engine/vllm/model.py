@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.attention import Attention
 
+from ...kernels.embedding import embedding
 from ...kernels.order import matmul_rows
 from ...model.config import ModelConfig
 from ...model.decoder import Decoder
@@ -52,8 +53,8 @@ class ZeroklForCausalLM(torch.nn.Module):
         self.decoder = Decoder(self.zerokl_config, flat, self.decoder.layout)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """See vLLM's VllmModel; only models with inputs other than tokens are asked for it."""
-        raise NotImplementedError("zerokl's decoder takes token ids only")
+        """input_ids [T] -> [T, D]."""
+        return embedding(input_ids.long(), self.decoder.w["embed"])
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """input_ids, positions [T] -> hidden states [T, D]."""
