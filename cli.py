@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import io
+import json
 import os
 import re
 import sys
@@ -229,9 +230,9 @@ class Audit:
 
     def run(self, overrides: dict[str, str]) -> int:
         """Run the subcommand; returns the exit code."""
-        from .engine.audit.audit import AuditConfig, audit, write_json
+        from .engine.audit.audit import AuditConfig, audit
         from .engine.audit.page import summary_table, verdict, write_page
-        from .engine.report import console
+        from .engine.report import console, finite
         from .kernels.logprob import Distribution
 
         if not self.out:
@@ -246,7 +247,7 @@ class Audit:
             )
         )  # fmt: skip
         out.mkdir(parents=True, exist_ok=True)
-        write_json(done.report, out / "audit.json")
+        (out / "audit.json").write_text(json.dumps(finite(done.report), indent=1) + "\n")
         write_page(done.report, out / "audit.html")
         console.print(summary_table(done.report))
         console.print(f"{verdict(done.report)}\nreport {out / 'audit.html'}")

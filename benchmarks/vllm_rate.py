@@ -47,9 +47,9 @@ def zerokl_calls(model: Path, dtype: str):
 
 def stock_calls(model: Path, dtype: str):
     """The same of vLLM's own model, attention and sampler."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    from zerokl.engine.vllm.sampler import prepare_vllm
+
+    prepare_vllm(multiprocess=False)
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

@@ -25,6 +25,15 @@ def refuse_taken(path: Path) -> None:
         raise ValueError(f"run: {path} already holds a run ({taken[0]}); choose another --run-dir")
 
 
+def finite(x: Any) -> Any:
+    """x, of dicts, lists and numbers, for JSON, which has no infinities and no NaN: they become null."""
+    if isinstance(x, dict):
+        return {k: finite(v) for k, v in x.items()}
+    if isinstance(x, list):
+        return [finite(v) for v in x]
+    return None if isinstance(x, float) and not math.isfinite(x) else x
+
+
 class RunFolder:
     """The files of a run. Raises ValueError when the folder already holds one: nothing is ever overwritten."""
 
@@ -42,8 +51,7 @@ class RunFolder:
     def record(self, record: StepRecord, extra: dict[str, float]) -> None:
         """Append a finished step."""
         metrics = record.metrics | extra
-        finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}  # JSON has no infinity
-        self._metrics.write(json.dumps(finite) + "\n")
+        self._metrics.write(json.dumps(finite(metrics)) + "\n")
         self._metrics.flush()
         for name, value in metrics.items():
             if name != "step":

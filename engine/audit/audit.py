@@ -1,7 +1,5 @@
 """The audit: draw or read rollouts, score them again, compare, trace one sequence through both engines, and say what was found."""
 
-import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -174,16 +172,3 @@ def _with_text(worst: dict[str, Any], rollouts: Sequence[tuple[Rollout, Distribu
     r, position = rollouts[worst["sequence"]][0], worst["position"]
     before = text.decode([*r.prompt_ids, *r.completion_ids[:position]])[-60:]
     return worst | {"token": r.completion_ids[position], "text": text.decode(r.completion_ids[position : position + 1]), "before": before}
-
-
-def write_json(report: dict[str, Any], path: Path) -> None:
-    """The report as JSON, which has no infinities: they become null."""
-
-    def finite(x: Any) -> Any:
-        if isinstance(x, dict):
-            return {k: finite(v) for k, v in x.items()}
-        if isinstance(x, list):
-            return [finite(v) for v in x]
-        return None if isinstance(x, float) and not math.isfinite(x) else x
-
-    path.write_text(json.dumps(finite(report), indent=1) + "\n")

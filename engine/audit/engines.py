@@ -19,7 +19,7 @@ from ...verify.trace import Trace
 from ..law import cached_scores
 from ..native import NativeSampler
 from ..rollout import Keys, Rollout, Sampling
-from .names import operations
+from .names import in_order
 
 Pair = tuple[Sequence[int], Sequence[int]]  # prompt and completion
 
@@ -98,4 +98,4 @@ def trace_decoder(decoder: Decoder, pair: Pair, dist: Distribution) -> Trace:
     hidden = decoder.hidden(batch.ids, PackedContext(batch.lengths, c), tap)
     tap("logits", matmul_rows(hidden, decoder.head.t()))
     tap("logprob", linear_logprob(hidden[batch.rows], decoder.head, batch.targets, dist)[0])
-    return {name: found[name] for name in operations(c.layers) if name in found}
+    return in_order(found, c.layers)

@@ -16,7 +16,7 @@ from ...kernels.logprob import Distribution, scaled_logits
 from ...verify.trace import Trace
 from ..rollout import Rollout, Sampling
 from .engines import TOGETHER, Pair
-from .names import operations
+from .names import in_order, output
 
 _LAYER_MODULES = {
     "input_norm": "input_layernorm", "q_proj": "self_attn.q_proj", "k_proj": "self_attn.k_proj", "v_proj": "self_attn.v_proj",
@@ -105,7 +105,7 @@ class HfEngine:
             hooks.output("logits", self.model.lm_head)
             logits = self.model(torch.tensor([[*prompt, *completion[:-1]]]), use_cache=False).logits[0]
         found["logprob"] = _logprobs(logits[len(prompt) - 1 :], completion, dist).unsqueeze(1)
-        return {name: found[name] for name in operations(len(layers)) if name in found}
+        return in_order(found, len(layers))
 
 
 def _logprobs(logits: torch.Tensor, tokens: Sequence[int], dist: Distribution) -> torch.Tensor:
@@ -147,7 +147,7 @@ class _Hooks:
         """Record what the module returns."""
 
         def hook(_module: torch.nn.Module, _inputs: Any, out: Any) -> None:
-            self.found[name] = _rows(out[0] if isinstance(out, tuple) else out)
+            self.found[name] = _rows(output(out))
 
         self.handles.append(module.register_forward_hook(hook))
 

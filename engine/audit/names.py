@@ -16,10 +16,26 @@ In the order of computation; Hq, Hkv heads of width D, I the width of the MLP, T
     norm, logits, logprob
 """
 
+from typing import Any
+
+import torch
+
+from ...verify.trace import Trace
+
 _LAYER = (
     "input_norm", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "q_rope", "k_rope", "attention", "o_proj", "attention_residual",
     "post_norm", "gate_proj", "up_proj", "silu_mul", "down_proj", "mlp_residual",
 )  # fmt: skip
+
+
+def in_order(found: Trace, layers: int) -> Trace:
+    """A trace in the order of computation; operations that a model does not have are left out."""
+    return {name: found[name] for name in operations(layers) if name in found}
+
+
+def output(out: Any) -> torch.Tensor:
+    """What a module returned, of a tuple the first."""
+    return out[0] if isinstance(out, tuple) else out
 
 
 def operations(layers: int) -> list[str]:

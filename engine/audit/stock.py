@@ -3,7 +3,6 @@
 Of stock vLLM nothing is patched: a score is its prompt logprobs, and operations are read by forward hooks on its in-process model.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ from ...verify.trace import Trace
 from ..config import VllmConfig
 from ..rollout import Keys, Rollout, Sampling
 from ..shared import SharedTensor
-from ..vllm.sampler import VllmSampler, require_vllm
+from ..vllm.sampler import VllmSampler, prepare_vllm
 from .engines import Pair, ZeroklEngine
-from .names import operations
+from .names import in_order, output
 
 _CONTEXT, _CACHE_BYTES = 4096, 1 << 30
 
@@ -42,10 +41,7 @@ class VllmEngine:
     """Stock vLLM in this process, uncompiled, without a prefix cache."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, context: int):
-        require_vllm()
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        prepare_vllm(multiprocess=False)
         from vllm import LLM
 
         self.name = "vllm"
@@ -97,14 +93,13 @@ class VllmEngine:
 
         handles = self.llm.apply_model(attach)[0]
         try:
-            (out,) = self._run([[*pair[0], *pair[1][:-1]]], _params(max_tokens=1))
+            self._run([[*pair[0], *pair[1][:-1]]], _params(max_tokens=1))
         finally:
             for handle in handles:
                 handle.remove()
-        del out
         if dist == Distribution():
             found["logprob"] = torch.from_numpy(self.score([pair], dist, together=False)[0]).unsqueeze(1)
-        return {name: found[name] for name in operations(layers[0]) if name in found}
+        return in_order(found, layers[0])
 
     def _run(self, ids: list[list[int]], params: Any) -> list[Any]:
         return self.llm.generate([{"prompt_token_ids": x} for x in ids], params, use_tqdm=False)
@@ -141,7 +136,7 @@ def _hooks(model: torch.nn.Module, record: Callable[[str, torch.Tensor], None]) 
 
     def split(names: Sequence[str], widths: Callable[[], Sequence[int]]) -> Callable[[Any], None]:
         def say(out: Any) -> None:
-            for name, part in zip(names, _first(out).split(list(widths()), dim=-1), strict=True):
+            for name, part in zip(names, output(out).split(list(widths()), dim=-1), strict=True):
                 record(name, part)
 
         return say
@@ -155,14 +150,14 @@ def _hooks(model: torch.nn.Module, record: Callable[[str, torch.Tensor], None]) 
         yield after(attn.qkv_proj, split([at + n for n in ("q_proj", "k_proj", "v_proj")], widths))
         for n in ("q_norm", "k_norm"):
             if hasattr(attn, n):
-                yield after(getattr(attn, n), lambda out, name=at + n: record(name, _first(out)))
+                yield after(getattr(attn, n), lambda out, name=at + n: record(name, output(out)))
         yield after(attn.attn, lambda out, name=at + "attention": record(name, out))
-        yield after(attn.o_proj, lambda out, name=at + "o_proj": record(name, _first(out)))
+        yield after(attn.o_proj, lambda out, name=at + "o_proj": record(name, output(out)))
         yield after(layer.post_attention_layernorm, norm(at + "post_norm", at + "attention_residual"))
         half = lambda m=mlp: (m.gate_up_proj.output_size // 2,) * 2  # noqa: E731
         yield after(mlp.gate_up_proj, split([at + "gate_proj", at + "up_proj"], half))
         yield after(mlp.act_fn, lambda out, name=at + "silu_mul": record(name, out))
-        yield after(mlp.down_proj, lambda out, name=at + "down_proj": record(name, _first(out)))
+        yield after(mlp.down_proj, lambda out, name=at + "down_proj": record(name, output(out)))
 
     def rope(out: Any) -> None:
         for name, x in zip(("q_rope", "k_rope"), out, strict=True):
@@ -170,7 +165,3 @@ def _hooks(model: torch.nn.Module, record: Callable[[str, torch.Tensor], None]) 
 
     yield after(model.layers[0].self_attn.rotary_emb, rope)
     yield after(model.norm, norm("norm", f"layers.{len(model.layers) - 1}.mlp_residual"))
-
-
-def _first(out: Any) -> torch.Tensor:
-    return out[0] if isinstance(out, tuple) else out

@@ -70,6 +70,15 @@ def require_vllm() -> str:
     raise ValueError(f"vllm: is not installed in this environment; zerokl supports {', '.join(SUPPORTED)} (make vllm makes an environment)")
 
 
+def prepare_vllm(multiprocess: bool) -> None:
+    """Set what vLLM reads from the environment when it is imported and started. Raises ValueError (see require_vllm)."""
+    require_vllm()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(multiprocess))
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # vLLM counts ranks of tokens with a compiled function, for seconds at the first call; the result is not used here.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+
 def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
     """Raise ValueError for an argument that would break exactness, with the reason."""
     for name, value in arguments.items():
@@ -85,13 +94,9 @@ class VllmSampler:
     """
 
     def __init__(self, model: Path, config: ModelConfig, weights: SharedTensor, cfg: VllmConfig, version: int = 0):
-        require_vllm()
         check_engine_arguments(cfg.engine)
+        prepare_vllm(cfg.multiprocess)
         self.vocab, self.context = config.vocab_size, min(config.max_positions, cfg.context or 4096)
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(cfg.multiprocess))
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        # vLLM counts ranks of tokens with a compiled function, for seconds at the first call; the result is not used here.
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         from vllm import LLM
         from vllm.config import WeightTransferConfig
 
