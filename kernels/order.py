@@ -2,8 +2,10 @@
 
 Two facts about CPU matrix libraries shape this file (measured with torch 2.13, MKL 2024.2 and oneDNN 3.12):
 
-- A row of `x @ w` changes its bits with the number of rows in the call, because another number of rows selects another
-  micro-kernel. So `matmul_rows` cuts the rows into tiles of one fixed size and calls one fixed shape for each.
+- A row of `x @ w` may change its bits with the number of rows in the call, because another number of rows may select another
+  micro-kernel (one or two rows always do here). So the bits of a row are those of a product of ROW_TILE rows, by definition, and
+  `matmul_rows` cuts the rows into tiles of a few fixed sizes. A tile longer than ROW_TILE is taken only where the library, on
+  this machine and for this shape, was seen to give every row the same bits (`_agrees`): it saves time and decides no bit.
 - With a width that is not a multiple of 16 the edge of the last vector is summed in another order, and where that edge
   lies depends on the number of threads. So widths are padded with zeros to a multiple of 16 first.
 
@@ -17,13 +19,17 @@ Shapes: T rows (tokens), K reduced width, N output width.
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 
-# Rows of one matrix product. At 32 rows fp32 reaches its peak rate and bf16 four fifths of it, while a small batch that
-# decodes fills no more rows than it must.
+# Rows of the matrix product that defines a row's bits: few enough that a small batch that decodes wastes little.
 ROW_TILE = 32
+# Rows of the tiles that stand for several of those, longest first; they take 0.4 to 0.9 of the time.
+_LONG_TILES = (1024, 512, 256, 128, 64)
+# Products of more multiplications are not probed but cut into ROW_TILE rows: a probe takes a tenth of a second at most.
+_PROBE_LIMIT = 1 << 31
 # Tokens of one partial weight gradient: long enough to be compute-bound, short enough that a sum of them stays accurate.
 TOKEN_BLOCK = 128
 # Widths are padded to this many elements, so that no vector is ever cut (see above).
@@ -63,27 +69,33 @@ def matmul_rows(x_TK: torch.Tensor, w_KN: torch.Tensor) -> torch.Tensor:
         return matmul_rows(x_TK.float(), w_KN.float()).to(dtype)
     T, N = x_TK.shape[0], w_KN.shape[1]
     x, w = _pad_width(x_TK), _pad_both(w_KN)
-    tile = ROW_TILE
-    full = T - T % tile
     y = x.new_empty(T, w.shape[1])
-    if full:
-        _tiles_into(y[:full], x[:full], w, tile)
-    if full < T:
-        tail = x.new_zeros(tile, x.shape[1])
-        tail[: T - full] = x[full:]
-        y_tail = x.new_empty(tile, w.shape[1])
-        _tiles_into(y_tail, tail, w, tile)
-        y[full:] = y_tail[: T - full]
+    start = 0
+    for rows in (*_LONG_TILES, ROW_TILE):
+        if T - start >= rows and (rows == ROW_TILE or _agrees(rows, x.dtype, *w.shape, w.stride(), torch.get_num_threads())):
+            for a in range(start, T - rows + 1, rows):
+                torch.mm(x[a : a + rows], w, out=y[a : a + rows])
+                start = a + rows
+    if start < T:
+        tail = x.new_zeros(ROW_TILE, x.shape[1])
+        tail[: T - start] = x[start:]
+        y[start:] = torch.mm(tail, w)[: T - start]
     return y if y.shape[1] == N else y[:, :N].contiguous()
 
 
-def _tiles_into(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor, tile: int) -> None:
-    n = x.shape[0] // tile
-    if x.dtype == torch.bfloat16:  # a batched product over an expanded bf16 weight takes 1.5x as long
-        for rows, out in zip(x.split(tile), y.split(tile), strict=True):
-            torch.mm(rows, w, out=out)
-    else:
-        torch.bmm(x.view(n, tile, -1), w.expand(n, -1, -1), out=y.view(n, tile, -1))
+@cache
+def _agrees(rows: int, dtype: torch.dtype, K: int, N: int, strides: tuple[int, int], threads: int) -> bool:
+    """Whether a product of `rows` rows gives each row the bits of a product of ROW_TILE rows, tried on random numbers.
+
+    The order of a sum shows in random numbers: of rows * N sums none may differ. Keyed by all that the library chooses by.
+    """
+    if rows * K * N > _PROBE_LIMIT:
+        return False
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, K, generator=g, dtype=torch.float32).to(dtype)
+    w = torch.empty_strided((K, N), strides, dtype=dtype).copy_(torch.randn(K, N, generator=g, dtype=torch.float32))
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    return torch.equal(torch.mm(x, w).view(bits), torch.cat([torch.mm(tile, w) for tile in x.split(ROW_TILE)]).view(bits))
 
 
 def add_outer(acc_NK: torch.Tensor, dy_TN: torch.Tensor, x_TK: torch.Tensor, blocks: Blocks) -> None:

@@ -1,0 +1,61 @@
+"""matmul_rows is, by definition, products of ROW_TILE rows; longer tiles stand for them only where every bit agrees."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from zerokl.kernels import order
+from zerokl.kernels.order import ROW_TILE, matmul_rows
+from zerokl.verify.bitwise import count_unequal
+
+from tests.helpers import property_settings, randn, threads
+
+MULTIPLES_OF_ALIGN = st.integers(1, 40).map(lambda n: 16 * n)
+
+
+def by_definition(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    padded = F.pad(x, (0, 0, 0, -len(x) % ROW_TILE))
+    return torch.cat([torch.mm(tile, w) for tile in padded.split(ROW_TILE)])[: len(x)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@property_settings(15)
+@given(
+    T=st.integers(1, 2200),
+    K=MULTIPLES_OF_ALIGN,
+    N=MULTIPLES_OF_ALIGN,
+    transposed=st.booleans(),
+    n=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+def test_equals_its_definition(dtype, T, K, N, transposed, n, seed):
+    w = randn(seed, N, K, dtype=dtype).t() if transposed else randn(seed, K, N, dtype=dtype)
+    x = randn(seed + 1, T, K, dtype=dtype)
+    with threads(n):
+        assert count_unequal(matmul_rows(x, w), by_definition(x, w)) == 0
+
+
+@pytest.fixture
+def another_order(monkeypatch: pytest.MonkeyPatch):
+    """A matrix library that sums long products in another order: the first 48 terms on their own, and the rest."""
+    library = torch.mm
+
+    def mm(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        y = library(x, w) if len(x) < 256 else library(x[:, :48], w[:48]) + library(x[:, 48:], w[48:])
+        return y if out is None else out.copy_(y)
+
+    agrees = order._agrees
+    agrees.cache_clear()
+    monkeypatch.setattr(torch, "mm", mm)
+    yield
+    agrees.cache_clear()
+
+
+@pytest.mark.usefixtures("another_order")
+def test_a_longer_tile_with_other_bits_is_not_taken(monkeypatch):
+    x, w = randn(0, 1100, 256), randn(1, 256, 64)
+    assert count_unequal(matmul_rows(x, w), by_definition(x, w)) == 0
+    # control: were it taken unseen, the bits would differ
+    monkeypatch.setattr(order, "_agrees", lambda *_: True)
+    assert count_unequal(matmul_rows(x, w), by_definition(x, w)) > 0
