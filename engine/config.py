@@ -15,7 +15,9 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..kernels.logprob import Distribution
+from ..model.decoder import COMPUTE
 from .loss import LossConfig
+from .precision import PrecisionConfig
 
 
 class _Section(BaseModel):
@@ -135,7 +137,7 @@ class Config(_Section):
 
     model: str = "init:tiny"
     """Model folder, hub name (owner/name), or init:PRESET to make a base model for the task as `zerokl init` does."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Compute dtype of sampler and trainer. Master weights and optimizer state are fp32."""
     seed: int = Field(0, ge=0, lt=1 << 32)
     """Seed of the run: problem order and every token drawn."""
@@ -162,6 +164,7 @@ class Config(_Section):
     """Which engine draws the completions: zerokl's own, or vLLM (in an environment that has it). They draw the same tokens."""
     task: TaskConfig = TaskConfig()
     sampling: SamplingConfig = SamplingConfig()
+    precision: PrecisionConfig = PrecisionConfig()
     native: NativeConfig = NativeConfig()
     vllm: VllmConfig = VllmConfig()
     loss: LossConfig = LossConfig()
@@ -177,6 +180,10 @@ class Config(_Section):
             raise ValueError(
                 'samples (1) must be at least 2: the advantage compares samples of one prompt (or set loss.advantage = "batch")'
             )
+        if self.exact and self.precision.sampler_differs:
+            raise ValueError("precision.sampler_* make the sampler compute in another way than the trainer; set exact = false")
+        if self.sampler == "vllm" and self.precision.numerics() != COMPUTE:
+            raise ValueError('precision.head_dtype and precision.cache_dtype are not known to vLLM; set sampler = "native"')
         if self.prompts * self.samples < 2:
             raise ValueError("prompts x samples must be at least 2")
         return self

@@ -196,10 +196,10 @@ def cached_scores(decoder: Decoder, pairs: Sequence[Pair], dist: Distribution, c
         rows = decoder.hidden(torch.tensor([token for piece in pieces for token in piece]), context)
         for i, own in zip(active, rows.split([len(x) for x in pieces]), strict=True):
             hidden[i].append(own)
-    scores = []
+    scores, head = [], decoder.logits_weight()
     for (_, completion), rows in zip(pairs, hidden, strict=True):
         h = torch.cat(rows)[-len(completion) :]
-        scores.append(linear_logprob(h, decoder.head, torch.tensor(completion), dist)[0])
+        scores.append(linear_logprob(h.to(head.dtype), head, torch.tensor(completion), dist)[0])
     return scores
 
 

@@ -16,6 +16,14 @@ from .config import OptimizerConfig
 SLICE = 256 * FLAT_TILE
 
 
+class GradientOverflowError(FloatingPointError):
+    """A gradient is not finite; `weight` is the first one, in the layout's order, by its name in the checkpoint."""
+
+    def __init__(self, weight: str, message: str):
+        super().__init__(message)
+        self.weight = weight
+
+
 class Learner:
     """Owns the master weights and the optimizer state of a decoder.
 
@@ -41,16 +49,19 @@ class Learner:
         return c.lr * (c.min_lr_ratio + (1.0 - c.min_lr_ratio) * shape)
 
     @torch.no_grad()
-    def update(self, grad: torch.Tensor | None) -> dict[str, float]:
+    def update(self, grad: torch.Tensor | None, loss_scale: float = 1.0) -> dict[str, float]:
         """One AdamW update from a gradient [layout.numel] fp32, None being zero. Returns grad_norm (before clipping) and lr.
 
-        Raises FloatingPointError when the gradient is not finite; weights and state are then as before.
+        The gradient is that of the loss times `loss_scale`, a power of two, and is divided by it.
+        Raises GradientOverflowError when the gradient is not finite; weights and state are then as before.
         """
         grad = torch.zeros_like(self.master) if grad is None else grad
-        norm = self._norm(grad)
+        norm = self._norm(grad) / loss_scale
         if not math.isfinite(norm):
-            raise FloatingPointError(f"the gradient of {self._first_not_finite(grad)} is not finite at update {self.updates}")
-        scale = self.cfg.max_grad_norm / norm if 0 < self.cfg.max_grad_norm < norm else 1.0
+            name = self._first_not_finite(grad)
+            raise GradientOverflowError(name, f"the gradient of {name} is not finite at update {self.updates}")
+        clip = self.cfg.max_grad_norm / norm if 0 < self.cfg.max_grad_norm < norm else 1.0
+        scale = clip / loss_scale  # the same significand as clip: one rounding of the gradient, whatever the loss scale
         lr = self.learning_rate()
         self.updates += 1
         self._decay_weights(lr)

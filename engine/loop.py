@@ -6,7 +6,7 @@ Shapes: P prompts, G samples of each, sequences in canonical order (prompt by pr
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -21,6 +21,7 @@ from .learner import Learner
 from .loss import sequence_weights
 from .monitor import Monitor
 from .rollout import Keys, Rollout, Sampler, Sampling
+from .scaling import LossScaler
 from .shard import Scored, cut_shards, shard_gradient
 from .tasks import Reward, rewards
 from .tasks.base import Problem
@@ -35,6 +36,7 @@ class TrainState:
     config: Config
     policy: Decoder
     learner: Learner
+    scaler: LossScaler
     sampler: Sampler
     workers: Workers
     text: Text
@@ -55,6 +57,7 @@ class StepRecord:
     texts: list[list[str]]
     rewards: np.ndarray  # [P, G]
     advantages: np.ndarray  # [P, G]
+    notes: dict[str, str] = field(default_factory=dict)  # metrics that are no numbers
 
 
 def train_step(state: TrainState) -> StepRecord:
@@ -72,10 +75,11 @@ def train_step(state: TrainState) -> StepRecord:
     A = advantages(r, loss_cfg.advantage)  # [P, G]
     weights = np.array(sequence_weights([len(x.completion_ids) for x in rollouts], loss_cfg.normaliser, cfg.sampling.max_tokens))
     shards = cut_shards(rollouts, A, weights, cfg.virtual_shards)
-    work = partial(shard_gradient, distribution=sampling.distribution, loss=loss_cfg, micro_batch=cfg.micro_batch)
-    monitor = Monitor(state.step, cfg.exact, state.version)
+    scaler = state.scaler
+    work = partial(shard_gradient, distribution=sampling.distribution, loss=loss_cfg, micro_batch=cfg.micro_batch, watch=scaler.on)
+    monitor, notes = Monitor(state.step, cfg.exact, state.version), {}
     for update in range(cfg.updates_per_rollout):
-        done, gradient = state.workers.sum_shards(work, shards)
+        done, gradient = state.workers.sum_shards(partial(work, scale=scaler.scale), shards)
         parts = [micro_batch for shard in done if shard for micro_batch in shard]
         logp = torch.cat([part.logp for part in parts])
         if update == 0:
@@ -83,12 +87,13 @@ def train_step(state: TrainState) -> StepRecord:
             metrics = monitor.metrics() | step_losses(parts)
         else:
             metrics |= monitor.staleness(logp)
-        metrics |= state.learner.update(gradient)  # clipping, AdamW, fp32 master weights
-        state.version += 1
+        updated = scaler.update(state.learner, gradient, parts)  # overflow, clipping, AdamW, fp32 master weights
+        metrics, notes = metrics | updated.metrics, notes | updated.notes
+        state.version += updated.applied
     state.sampler.load_weights(state.policy.w, state.version)
     metrics |= rollout_metrics(rollouts, texts, r) | {"tokens": monitor.tokens}
     metrics |= {"time/sample_s": sampled - began, "time/train_s": time.perf_counter() - sampled}
-    record = StepRecord({"step": state.step} | metrics, rollouts, problems, texts, r, A)
+    record = StepRecord({"step": state.step} | metrics, rollouts, problems, texts, r, A, notes)
     state.step += 1
     return record
 

@@ -122,6 +122,7 @@ class _Generation:
 
     def __init__(self, sampler: NativeSampler, prompts: Sequence[Sequence[int]], sampling: Sampling, keys: Keys):
         self.sampler, self.decoder, self.sampling, self.keys = sampler, sampler.decoder, sampling, keys
+        self.head = sampler.decoder.logits_weight()
         self.prompts = [tuple(int(t) for t in ids) for ids in prompts]
         self.concurrency = self._fit(max((len(p) for p in self.prompts), default=0))
         self.next_prompt = 0
@@ -227,7 +228,7 @@ class _Generation:
         rows = chunk_rows(self.decoder.config.vocab_size)
         for a in range(0, len(samples), rows):
             some = samples[a : a + rows]
-            z = scaled_logits(matmul_rows(hidden[a : a + rows], self.decoder.head.t()), dist)
+            z = scaled_logits(matmul_rows(hidden[a : a + rows].to(self.head.dtype), self.head.t()), dist)
             self._check_finite(z, some)
             u = torch.tensor([s.uniforms.at(len(s.tokens)) for s in some], dtype=torch.float64)
             ids = draw(z, u, greedy=dist.temperature == 0.0)

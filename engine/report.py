@@ -51,7 +51,7 @@ class RunFolder:
     def record(self, record: StepRecord, extra: dict[str, float]) -> None:
         """Append a finished step."""
         metrics = record.metrics | extra
-        self._metrics.write(json.dumps(finite(metrics)) + "\n")
+        self._metrics.write(json.dumps(finite(metrics | record.notes)) + "\n")
         self._metrics.flush()
         for name, value in metrics.items():
             if name != "step":

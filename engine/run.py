@@ -17,6 +17,7 @@ from .learner import Learner
 from .loop import StepRecord, TrainState, held_out, train_step
 from .monitor import MismatchError
 from .report import Display, RunFolder, console, plot_reward, refuse_taken
+from .scaling import LossScaler
 from .tasks import load_reward, load_task
 from .tasks.base import Problem, Task
 from .text import Text
@@ -71,6 +72,11 @@ def train(config: Config, run_dir: str | Path) -> Summary:
             folder.record(record, evaluated)
             history.append(record.metrics | evaluated)
             display.step(_line(history[-1]))
+            if overflow := record.notes.get("scaling/overflow"):
+                console.print(
+                    f"step {record.metrics['step']}: the gradient of {overflow} overflowed at loss scale "
+                    f"{record.metrics['scaling/scale']:g}; the update was skipped, the scale is now {state.scaler.scale:g}"
+                )
             if last or (config.checkpoint.every and state.step % config.checkpoint.every == 0):
                 target = path / "checkpoints" / f"step-{state.step:06d}"
                 extra = {TASK_FILE: json.dumps({"task": config.task.name, "options": config.task.options}) + "\n"}
@@ -96,7 +102,8 @@ def make_state(config: Config, model: Path, task: Task) -> TrainState:
     decoder = load_decoder(model, torch.float32)
     master = decoder.flat.detach()
     dtype = DTYPES[config.dtype]
-    policy = decoder if dtype == torch.float32 else Decoder(model_config, master.to(dtype), decoder.layout)
+    flat = master if dtype == torch.float32 else master.to(dtype)
+    policy = Decoder(model_config, flat, decoder.layout, config.precision.numerics())
     updates = config.steps * config.updates_per_rollout
     vllm = config.sampler == "vllm"
     alone = vllm and not config.vllm.multiprocess  # vLLM keeps the threads of its process to itself
@@ -104,7 +111,8 @@ def make_state(config: Config, model: Path, task: Task) -> TrainState:
     workers = Workers(policy, config.virtual_shards, n, config.native, share=vllm)
     learner = Learner(policy, policy.flat.detach() if dtype == torch.float32 else master, config.optimizer, updates)
     sampler = VllmSampler(model, model_config, workers.weights, config.vllm) if vllm else ParallelSampler(workers)
-    return TrainState(config, policy, learner, sampler, workers, text, load_reward(task, config.task.reward), problems, prompt_ids)
+    scaler = LossScaler(config.precision, dtype)
+    return TrainState(config, policy, learner, scaler, sampler, workers, text, load_reward(task, config.task.reward), problems, prompt_ids)
 
 
 def training_problems(task: Task, config: Config, model: Path) -> list[Problem]:

@@ -15,6 +15,7 @@ from ..model.decoder import Decoder
 from ..model.scoring import logprobs, pack
 from .loss import LossConfig, policy_loss
 from .rollout import Rollout
+from .underflow import Underflow
 
 X = TypeVar("X")
 
@@ -30,11 +31,12 @@ class Shard:
 
 @dataclass(frozen=True)
 class Scored:
-    """What a micro-batch leaves behind: the trainer's logp [C], and weighted loss and entropy of each token."""
+    """What a micro-batch leaves behind: the trainer's logp [C], weighted loss and entropy of each token, and lost gradients."""
 
     logp: torch.Tensor
     losses: list[float]
     entropies: list[float]
+    underflow: dict[str, int]  # zeros in the gradients watched (underflow.py); empty unless asked for
 
 
 def cut_shards(rollouts: Sequence[Rollout], A: np.ndarray, weights: np.ndarray, shards: int) -> list[Shard | None]:
@@ -55,25 +57,35 @@ def micro_batches(n: int, size: int) -> Iterator[slice]:
         yield slice(a, min(a + size, n))
 
 
-def shard_gradient(decoder: Decoder, shard: Shard, distribution: Distribution, loss: LossConfig, micro_batch: int) -> list[Scored]:
-    """Forward and backward of a shard, `micro_batch` sequences at a time. `loss` is a resolved one."""
+def shard_gradient(
+    decoder: Decoder, shard: Shard, distribution: Distribution, loss: LossConfig, micro_batch: int, scale: float = 1.0, watch: bool = False
+) -> list[Scored]:
+    """Forward and backward of a shard, `micro_batch` sequences at a time. `loss` is a resolved one, multiplied by `scale`.
+
+    watch: count the gradients that the compute dtype could not hold.
+    """
     done = []
     for at in micro_batches(len(shard.rollouts), micro_batch):
         part = Shard(shard.rollouts[at], shard.advantages[at], shard.weights[at])
-        done.append(_micro_batch_gradient(decoder, part, distribution, loss))
+        done.append(_micro_batch_gradient(decoder, part, distribution, loss, scale, watch))
     return done
 
 
-def _micro_batch_gradient(decoder: Decoder, part: Shard, distribution: Distribution, loss_cfg: LossConfig) -> Scored:
+def _micro_batch_gradient(
+    decoder: Decoder, part: Shard, distribution: Distribution, loss_cfg: LossConfig, scale: float, watch: bool
+) -> Scored:
     """Sequences without advantage have a gradient of exactly zero: a micro-batch of such only is compared, not differentiated."""
     packed = pack([r.pair for r in part.rollouts])
     lengths = torch.tensor(packed.completion_lengths)
     with torch.set_grad_enabled(bool(part.advantages.any())):
-        logp, entropy = logprobs(decoder, packed, distribution)
+        counter = Underflow(packed) if watch else None
+        logp, entropy = logprobs(decoder, packed, distribution, *([counter.tap] if counter else []))
         old = torch.from_numpy(np.concatenate([r.logprobs for r in part.rollouts]))
         per_token = torch.from_numpy(part.advantages).float().repeat_interleave(lengths)
         loss = policy_loss(logp, old, per_token, loss_cfg)
         loss = loss * torch.from_numpy(part.weights).float().repeat_interleave(lengths)
         if loss.requires_grad:
-            loss.sum().backward()
-    return Scored(logp.detach(), loss.detach().tolist(), entropy.tolist())
+            if counter:
+                counter.watch(logp)
+            (loss.sum() * scale).backward()
+    return Scored(logp.detach(), loss.detach().tolist(), entropy.tolist(), counter.zeros if counter else {})

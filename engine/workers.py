@@ -96,7 +96,7 @@ class Workers:
         self.weights = SharedTensor(decoder.layout.numel, decoder.dtype) if self.n > 1 or share else None
         if self.weights is not None:
             decoder.move_to(self.weights.tensor)
-            head = (decoder.config, decoder.dtype, shards // self.n, native, self.n, self._own_threads)
+            head = (decoder.config, decoder.dtype, decoder.numerics, shards // self.n, native, self.n, self._own_threads)
             self._others = [_Process(i, self.weights, head, decoder.layout.numel) for i in range(1, self.n)]
         self.host = Host(decoder, shards // self.n, native, self.n)
 
@@ -247,10 +247,10 @@ def serve(connection_fd: int) -> None:
     connection = Connection(connection_fd)
     try:
         config: ModelConfig
-        weights, root, config, dtype, shards, native, workers, threads = pickle.loads(connection.recv_bytes())
+        weights, root, config, dtype, numerics, shards, native, workers, threads = pickle.loads(connection.recv_bytes())
         torch.set_num_threads(threads)
         layout = Layout(config)
-        decoder = Decoder(config, map_tensor(weights, layout.numel, dtype), layout)
+        decoder = Decoder(config, map_tensor(weights, layout.numel, dtype), layout, numerics)
         host = Host(decoder, shards, native, workers)
         host.root = map_tensor(root, layout.numel, torch.float32)
         while True:

@@ -8,7 +8,7 @@ CachedContext in cache.py). Everything else works on rows.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -28,8 +28,30 @@ from .weights import Layout
 Tap = Callable[[str, torch.Tensor], None]
 
 
-def _ignore(name: str, x: torch.Tensor) -> None:
+def ignore(name: str, x: torch.Tensor) -> None:
     """The tap of a forward that nobody listens to."""
+
+
+class Numerics(NamedTuple):
+    """Dtypes other than the compute dtype; None is the compute dtype."""
+
+    head: torch.dtype | None = None  # of the logits' matrix product
+    cache: torch.dtype | None = None  # keys and values are rounded to it before attention reads them
+
+
+COMPUTE = Numerics()
+
+
+class _RoundThrough(torch.autograd.Function):
+    """x rounded to a dtype and back; the gradient passes as it is."""
+
+    @staticmethod
+    def forward(ctx, x, dtype):
+        return x.to(dtype).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, None
 
 
 class Context(Protocol):
@@ -63,8 +85,8 @@ class PackedContext:
 class Decoder:
     """Weights in one dtype, and the forward over them. `flat` [layout.numel] holds the weights in the compute dtype."""
 
-    def __init__(self, config: ModelConfig, flat: torch.Tensor, layout: Layout | None = None):
-        self.config, self.flat = config, flat
+    def __init__(self, config: ModelConfig, flat: torch.Tensor, layout: Layout | None = None, numerics: Numerics = COMPUTE):
+        self.config, self.flat, self.numerics = config, flat, numerics
         self.layout = layout or Layout(config)
         table = rope_table(config.frequencies, config.max_positions, flat.dtype)
         self._cos, self._sin = (t.to(accumulate_dtype(flat.dtype)) for t in table)
@@ -86,7 +108,17 @@ class Decoder:
         """The compute dtype."""
         return self.flat.dtype
 
-    def hidden(self, ids: torch.Tensor, context: Context, tap: Tap = _ignore) -> torch.Tensor:
+    def logits_weight(self) -> torch.Tensor:
+        """The head in the dtype of the logits, [V, D]; hidden states are converted to it. Its gradient goes where the head's does."""
+        if self.numerics.head in (None, self.dtype):
+            return self.head
+        if not hasattr(self.head, "main_grad"):
+            return self.head.to(self.numerics.head)
+        wide = self.head.detach().to(self.numerics.head).requires_grad_()
+        wide.main_grad = self.head.main_grad
+        return wide
+
+    def hidden(self, ids: torch.Tensor, context: Context, tap: Tap = ignore) -> torch.Tensor:
         """The final norm's output, [T, D], for ids [T]. `tap` is given the output of every operation, under its name."""
         c, w, blocks = self.config, self.w, context.blocks
         cos, sin = self._cos[context.positions], self._sin[context.positions]
@@ -123,6 +155,8 @@ class Decoder:
         qk = rope(qk, cos, sin)
         tap(at + "rope", qk)
         q, k = qk.split([c.heads, c.kv_heads], dim=1)
+        if self.numerics.cache not in (None, self.dtype):
+            k, v = (_RoundThrough.apply(x, self.numerics.cache) for x in (k, v))
         o = context.attend(i, q, k, v, c.head_dim**-0.5)
         tap(at + "attention", o)
         o = linear(o.reshape(x.shape[0], -1), w[at + "o"], w.get(at + "o_bias"), blocks)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from ..kernels.logprob import Distribution, linear_logprob
 from ..kernels.order import ROW_TILE, token_blocks
-from .decoder import Decoder, PackedContext
+from .decoder import Decoder, PackedContext, Tap, ignore
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,15 @@ def pack(sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> PackedBatc
     return PackedBatch(*as_tensor, tuple(lengths), tuple(completions))
 
 
-def logprobs(decoder: Decoder, batch: PackedBatch, dist: Distribution) -> tuple[torch.Tensor, torch.Tensor]:
+def logprobs(decoder: Decoder, batch: PackedBatch, dist: Distribution, tap: Tap = ignore) -> tuple[torch.Tensor, torch.Tensor]:
     """logp [C] of the completion tokens under the distribution they are drawn from, and the entropy [C], in fp32.
 
-    Differentiable in the decoder's weights; the entropy is not.
+    Differentiable in the decoder's weights; the entropy is not. `tap`: see Decoder.hidden.
     """
     longest = max(batch.lengths)
     if longest > decoder.config.max_positions:
         raise ValueError(f"logprobs: a sequence of {longest} tokens is longer than the context ({decoder.config.max_positions})")
     filler = -len(batch.ids) % ROW_TILE  # whole row tiles: every matrix product is spared a partial one
-    hidden = decoder.hidden(F.pad(batch.ids, (0, filler)), PackedContext(batch.lengths, decoder.config, filler))
-    return linear_logprob(hidden[batch.rows], decoder.head, batch.targets, dist, token_blocks(batch.completion_lengths))
+    hidden = decoder.hidden(F.pad(batch.ids, (0, filler)), PackedContext(batch.lengths, decoder.config, filler), tap)
+    head = decoder.logits_weight()
+    return linear_logprob(hidden[batch.rows].to(head.dtype), head, batch.targets, dist, token_blocks(batch.completion_lengths))

@@ -45,15 +45,16 @@ def test_every_field_has_its_line_of_meaning():
     """The line under a field, as DESIGN.md asks; pydantic does not read it, so the source is searched."""
     import inspect
 
-    from zerokl.engine import config, loss
+    from pydantic import BaseModel
+    from zerokl.engine import config, loss, precision
 
-    for module, name in [(config, n) for n in vars(config)] + [(loss, "LossConfig")]:
+    for module, name in [(config, n) for n in vars(config)] + [(loss, "LossConfig"), (precision, "PrecisionConfig")]:
         cls = getattr(module, name)
         if not inspect.isclass(cls) or cls.__module__ != module.__name__ or name == "_Section":
             continue
         source = inspect.getsource(cls)
-        for field in cls.model_fields:
-            if field not in ("task", "sampling", "native", "vllm", "loss", "optimizer", "evaluation", "checkpoint"):
+        for field, info in cls.model_fields.items():
+            if not (inspect.isclass(info.annotation) and issubclass(info.annotation, BaseModel)):
                 assert f"    {field}: " in source
                 rest = source.split(f"    {field}: ", 1)[1].split("\n", 1)[1]
                 assert rest.lstrip().startswith('"""'), f"{name}.{field}"

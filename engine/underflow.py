@@ -1,0 +1,44 @@
+"""Gradients that a compute dtype cannot hold: counted where the backward pass begins and where it ends.
+
+What is counted: elements that are exactly zero in the gradient of the final norm's output (`norm`, the first gradient of an activation
+that is rounded to the compute dtype) and of the embedding's (`embed`, the last), in rows that a token with a gradient depends on. In
+exact arithmetic such an element is zero by coincidence only, so it was lost to rounding: fp16 has nothing below 2^-24.
+
+Shapes: T packed input tokens, C completion tokens, D hidden size.
+"""
+
+import numpy as np
+import torch
+
+from ..model.scoring import PackedBatch
+
+WATCHED = ("norm", "embed")
+
+
+class Underflow:
+    """Counts one micro-batch: give `tap` to the forward and `watch` its logp. `zeros` holds the counts after the backward."""
+
+    def __init__(self, batch: PackedBatch):
+        self._batch = batch
+        self._read = torch.zeros(0, dtype=torch.bool)  # [T] rows from which a token with a gradient is predicted
+        self._reached = self._read  # [T] rows that one of those depends on
+        self.zeros = dict.fromkeys(WATCHED, 0)
+
+    def tap(self, name: str, x: torch.Tensor) -> None:
+        """See Decoder.hidden. x [T + filler, D]."""
+        if name in WATCHED and x.requires_grad:
+            x.register_hook(lambda dx: self._count(name, dx))
+
+    def watch(self, logp: torch.Tensor) -> None:
+        """logp [C] of the forward; its gradient, which comes first, says which tokens have one."""
+        logp.register_hook(self._find_rows)
+
+    def _find_rows(self, dlogp: torch.Tensor) -> None:
+        read = np.zeros(len(self._batch.ids), bool)
+        read[self._batch.rows.numpy()[(dlogp != 0).cpu().numpy()]] = True
+        reached = [np.flip(np.logical_or.accumulate(np.flip(x))) for x in np.split(read, np.cumsum(self._batch.lengths)[:-1])]
+        self._read, self._reached = torch.from_numpy(read), torch.from_numpy(np.concatenate(reached))
+
+    def _count(self, name: str, dx: torch.Tensor) -> None:
+        rows = self._read if name == "norm" else self._reached
+        self.zeros[name] += int((dx[: len(rows)][rows.to(dx.device)] == 0).sum())

@@ -1,0 +1,262 @@
+"""Loss scaling and dtypes: powers of two change no bit, an overflow reaches nothing, and every precision obeys the law."""
+
+import json
+import math
+
+import pytest
+import torch
+from zerokl.cli import main
+from zerokl.engine.config import OptimizerConfig, load_config, to_toml
+from zerokl.engine.law import random_pairs
+from zerokl.engine.learner import GradientOverflowError, Learner
+from zerokl.engine.precision import PrecisionConfig
+from zerokl.engine.run import train
+from zerokl.engine.scaling import IN_A_ROW, LossScaler
+from zerokl.engine.underflow import Underflow
+from zerokl.engine.workers import Workers
+from zerokl.kernels.logprob import Distribution, linear_logprob
+from zerokl.model.checkpoint import load_decoder
+from zerokl.model.decoder import Decoder, Numerics
+from zerokl.model.scoring import logprobs, pack
+
+from tests.helpers import total_unequal
+
+HALF = "float16"
+SMALLEST_NORMAL = 2.0**-14
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", HALF])
+@pytest.mark.parametrize("precision", [{}, {"head_dtype": "float32"}, {"cache_dtype": "bfloat16"}, {"cache_dtype": HALF}])
+def test_every_precision_has_mismatch_zero_and_one_fingerprint(config, tmp_path, dtype, precision):
+    keys = {f"precision__{k}": v for k, v in precision.items()}
+    a = train(config(dtype=dtype, **keys), tmp_path / "a")
+    b = train(config(dtype=dtype, micro_batch=2, workers=2, native__max_concurrency=2, **keys), tmp_path / "b")
+    assert (a.tokens_unequal, a.mismatch_max_abs, a.fingerprint) == (0, 0.0, b.fingerprint)
+    plain = train(config(dtype=dtype), tmp_path / "plain")
+    exact = [{}, {"head_dtype": dtype}, {"cache_dtype": dtype}] + [{"cache_dtype": HALF}] * (dtype == "bfloat16")  # fp16 has more bits
+    assert (a.fingerprint == plain.fingerprint) == (precision in exact), "control: a setting that rounds elsewhere must show"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_any_power_of_two_as_scale_gives_one_fingerprint(config, tmp_path, dtype):
+    off = train(config(dtype=dtype), tmp_path / "off").fingerprint
+    for k in (0, 5, 20):
+        scaled = config(dtype=dtype, precision__scaling="static", precision__scale=2.0**k, precision__maximum=2.0**24)
+        assert train(scaled, tmp_path / str(k)).fingerprint == off
+
+
+class _Backward:
+    """The gradients of one fp16 backward at loss scale 2^k, and the operations whose gradients were all normal numbers."""
+
+    def __init__(self, decoder: Decoder, k: int):
+        for w in (*decoder.w.values(), decoder.head):
+            w.main_grad = torch.zeros(w.shape)
+        self.order: list[tuple[str, bool]] = []
+        pairs = random_pairs(6, 14, decoder.config.vocab_size, 0)
+        logp, _ = logprobs(decoder, pack(pairs), Distribution(), lambda name, x: x.register_hook(lambda dx: self._see(name, dx)))
+        (logp.sum() * 2.0 ** (k - 6)).backward()
+        self.gradients = {name: w.main_grad * 2.0**-k for name, w in decoder.w.items()}
+
+    def _see(self, name: str, dx: torch.Tensor | None) -> None:
+        if dx is not None:
+            held = (dx == 0) | (dx.abs() >= SMALLEST_NORMAL) & torch.isfinite(dx)
+            self.order.append((name, bool(held.all())))
+
+    def held(self) -> list[str]:
+        """Weights whose gradient comes before the first gradient that fp16 did not hold."""
+        weights = {"down_proj": "down", "gate_up": "gate_up", "o_proj": "o", "post_norm": "post_norm", "qkv": "qkv", "norm": "norm"}
+        found = []
+        for name, good in self.order:
+            if not good:
+                break
+            at, _, op = name.rpartition(".")
+            if op in weights:
+                found.append(f"{at}.{weights[op]}" if at else weights[op])
+        return found
+
+
+def test_fp16_gradients_do_not_depend_on_the_scale_where_nothing_underflows(model):
+    """fp16 has few exponents: attention's gradient of the first position is rounding noise that no scale lifts to a normal number."""
+    decoder = load_decoder(model, torch.float16)
+    low, high = _Backward(decoder, 19), _Backward(decoder, 20)
+    both = [name for name in low.held() if name in high.held()]
+    assert {"norm", "layers.1.down", "layers.1.o"} <= set(both)
+    for name in both:
+        assert total_unequal([low.gradients[name]], [high.gradients[name]]) == 0, name
+    tiny = _Backward(decoder, 2)
+    assert "layers.1.down" not in tiny.held()
+    assert total_unequal([tiny.gradients["layers.1.down"]], [low.gradients["layers.1.down"]]) > 0, "control: underflow costs bits"
+
+
+def test_zeros_are_counted_at_both_ends_of_the_backward(model):
+    decoder = load_decoder(model, torch.float16)
+    batch = pack([([3, 4, 5], [6, 7]), ([5], [8, 9, 10]), ([7, 8], [9])])
+    counts = {}
+    for k in (10, -22, -60):
+        counter = Underflow(batch)
+        logp, _ = logprobs(decoder, batch, Distribution(), counter.tap)
+        counter.watch(logp)
+        upstream = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0])  # the last token of sequence 1, and sequence 2, have no gradient
+        (logp * upstream * 2.0**k).sum().backward()
+        counts[k] = counter.zeros
+    D = decoder.config.hidden_size
+    assert counts[10] == {"norm": 0, "embed": 0}, "rows without a gradient are not counted"
+    assert 0 < counts[-22]["norm"] < 3 * D
+    assert counts[-60] == {"norm": 3 * D, "embed": (4 + 2) * D}, "all rows that those three tokens are predicted from or depend on"
+
+
+def _learner(model) -> Learner:
+    decoder = load_decoder(model, torch.float32)
+    return Learner(decoder, decoder.flat.detach(), OptimizerConfig(), 8)
+
+
+def _gradient(learner: Learner, seed: int = 0) -> torch.Tensor:
+    return torch.randn(learner.layout.numel, generator=torch.Generator().manual_seed(seed)) * 1e-2
+
+
+def _state(learner: Learner) -> list[torch.Tensor]:
+    return [learner.master.clone(), learner._m.clone(), learner._v.clone()]
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_an_overflow_is_named_and_reaches_nothing(model, kind, bad):
+    learner, scaler = _learner(model), LossScaler(PrecisionConfig(scaling=kind, scale=8.0), torch.float16)
+    assert scaler.update(learner, _gradient(learner)).applied
+    before, updates = _state(learner), learner.updates
+    poisoned = _gradient(learner, 1)
+    for name in ("layers.1.down", "layers.0.qkv"):
+        learner.layout.views(poisoned)[name][40, 3] = bad
+    done = scaler.update(learner, poisoned)
+    assert (done.applied, done.notes) == (False, {"scaling/overflow": "model.layers.0.self_attn.q_proj.weight"})
+    assert (done.metrics["scaling/skipped"], done.metrics["scaling/scale"]) == (1.0, 8.0)
+    assert total_unequal(before, _state(learner)) == 0
+    assert learner.updates == updates
+    assert scaler.scale == (4.0 if kind == "dynamic" else 8.0)
+
+
+def test_without_scaling_an_overflow_ends_the_run(model):
+    learner, gradient = _learner(model), torch.full((1,), math.inf)
+    with pytest.raises(GradientOverflowError, match=r"model\.embed_tokens\.weight is not finite at update 0"):
+        LossScaler(PrecisionConfig(scaling="off"), torch.float16).update(learner, gradient.expand(learner.layout.numel).clone())
+
+
+def test_the_dynamic_scale_grows_shrinks_and_stays_within_its_bounds(model):
+    learner = _learner(model)
+    cfg = PrecisionConfig(scaling="dynamic", scale=8.0, growth_interval=2, backoff=0.25, minimum=1.0, maximum=16.0)
+    scaler, seen = LossScaler(cfg, torch.float32), []
+    good, bad = _gradient(learner), torch.full((learner.layout.numel,), math.nan)
+    for ok in (1, 1, 1, 1, 0, 1, 0, 0, 1, 1, 1):
+        seen.append(scaler.scale)
+        assert scaler.update(learner, good if ok else bad).applied == bool(ok)
+    assert seen == [8, 8, 16, 16, 16, 4, 4, 1, 1, 1, 2]
+
+
+@pytest.mark.parametrize("loss_scale", [2.0**-3, 2.0**40])
+def test_the_learner_divides_by_the_scale_exactly(model, loss_scale):
+    plain, scaled = _learner(model), _learner(model)
+    for seed in range(3):
+        gradient = _gradient(plain, seed)
+        metrics = plain.update(gradient)
+        assert scaled.update(gradient * loss_scale, loss_scale) == metrics
+    assert total_unequal(_state(plain), _state(scaled)) == 0
+
+
+def test_a_huge_scale_falls_until_nothing_overflows(config, tmp_path, read_jsonl, capsys):
+    start = dict(precision__scaling="dynamic", precision__scale=2.0**30, precision__maximum=2.0**30)
+    summary = train(config(dtype=HALF, steps=20, **start), tmp_path / "run")
+    assert (summary.tokens_unequal, summary.steps) == (0, 20)
+    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    skipped = [m["scaling/skipped"] for m in lines]
+    assert 1 <= sum(skipped) < IN_A_ROW
+    assert skipped == sorted(skipped, reverse=True), "only the first steps overflow"
+    rollouts = read_jsonl(tmp_path / "run" / "rollouts.jsonl")
+    assert [next(r["weight_version"] for r in rollouts if r["step"] == s) for s in range(20)] == [
+        sum(1 - int(x) for x in skipped[:s]) for s in range(20)
+    ]
+    for m, skip in zip(lines, skipped, strict=True):
+        assert (m.get("scaling/overflow", "").startswith("model.")) == (m["grad_norm"] is None) == bool(skip)
+    assert "overflowed at loss scale 1.07374e+09; the update was skipped, the scale is now 5.36871e+08" in capsys.readouterr().out
+    assert summary.reward_last5 > summary.reward_first + 0.1
+
+
+class _Plant:
+    """Puts an infinity into the gradient of some steps, as a kernel that overflows would."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, steps: set[int]):
+        sum_shards, done = Workers.sum_shards, []
+
+        def planted(self, work, shards):
+            results, gradient = sum_shards(self, work, shards)
+            if len(done) in steps:
+                self.host.decoder.layout.views(gradient)["layers.0.o"][1, 2] = math.inf
+            done.append(1)
+            return results, gradient
+
+        monkeypatch.setattr(Workers, "sum_shards", planted)
+
+
+def test_a_planted_infinity_skips_its_step_and_no_other(config, tmp_path, read_jsonl, monkeypatch):
+    _Plant(monkeypatch, {1})
+    summary = train(config(dtype=HALF, steps=20), tmp_path / "run")
+    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [m["scaling/skipped"] for m in lines] == [0.0, 1.0] + [0.0] * 18
+    assert lines[1]["scaling/overflow"] == "model.layers.0.self_attn.o_proj.weight"
+    assert [m["scaling/scale"] for m in lines[:3]] == [65536.0, 65536.0, 32768.0]
+    assert summary.reward_last5 > summary.reward_first + 0.1
+
+
+def test_ten_overflows_in_a_row_end_the_run_with_the_reason(config, tmp_path, monkeypatch, capsys):
+    _Plant(monkeypatch, set(range(1, 30)))
+    path = tmp_path / "c.toml"
+    path.write_text(to_toml(config(dtype=HALF, steps=20)))
+    assert main(["train", str(path), "--run-dir", str(tmp_path / "run")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "zerokl: 10 updates in a row overflowed, the last at loss scale 128 in the gradient of model.layers.0.self_attn.o_"
+    )
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1 + IN_A_ROW - 1
+    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["scaling/skipped"] == 1.0
+
+
+def test_a_logit_that_is_not_finite_stops_with_its_place(config, model, tmp_path):
+    with pytest.raises(FloatingPointError, match=r"logits of prompt 0, sample 0, position 0 are not finite.* overflow in torch\.float16"):
+        train(config(dtype=HALF, optimizer__lr="1e6", steps=5), tmp_path / "run")
+
+
+def test_the_fp32_head_reads_the_same_weights_and_feeds_the_same_gradient(model):
+    plain = load_decoder(model, torch.bfloat16)
+    wide = Decoder(plain.config, plain.flat.detach(), plain.layout, Numerics(head=torch.float32))
+    h = torch.randn(5, plain.config.hidden_size).bfloat16()
+    ids = torch.tensor([3, 1, 4, 1, 5])
+    expected = plain.head.detach().float().requires_grad_()
+    linear_logprob(h.float(), expected, ids)[0].sum().backward()
+    assert total_unequal([wide.logits_weight().detach()], [expected.detach()]) == 0
+    wide.head.main_grad = torch.zeros(wide.head.shape)
+    logp, _ = linear_logprob(h.float(), wide.logits_weight(), ids)
+    logp.sum().backward()
+    assert total_unequal([wide.head.main_grad], [expected.grad]) == 0
+    del wide.head.main_grad
+    linear_logprob(h.float(), wide.logits_weight(), ids)[0].sum().backward()
+    assert total_unequal([wide.head.grad], [expected.grad.bfloat16()]) == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("precision.scale", "3", "must be a power of two"), ("precision.scale", "0", "power of two"), ("precision.backoff", "0.3", "power"),
+        ("precision.backoff", "1", "less than 1"), ("precision.scaling", "sometimes", "scaling"),
+        ("precision.scale", "1e300", "power of two"), ("precision.minimum", "131072", "must lie between"),
+        ("precision.sampler_dtype", "bfloat16", "set exact = false"), ("precision.head_dtype", "float16", "head_dtype"),
+    ],
+)  # fmt: skip
+def test_bad_precision_is_refused_in_one_line(key, value, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        load_config(None, None, {key: value})
+    assert str(caught.value).startswith("config: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_vllm_is_refused_what_it_does_not_know():
+    with pytest.raises(ValueError, match="not known to vLLM"):
+        load_config(None, None, {"sampler": "vllm", "precision.head_dtype": "float32"})
