@@ -207,6 +207,10 @@ class Audit:
     """Compute dtype: float32, bfloat16 or float16."""
     sampler_dtype: str = ""
     """Compute dtype of the sampler, where it is another."""
+    head_dtype: str = ""
+    """Dtype of the logits, where it is another than the compute dtype."""
+    sampler_head_dtype: str = ""
+    """Dtype of the sampler's logits, where it is another than head_dtype."""
     prompts: str = ""
     """Text file with one prompt a line; without it, sums such as 3+14=."""
     n: Annotated[int, arg(aliases=["-n"])] = 64
@@ -221,6 +225,8 @@ class Audit:
     """Keep the most likely tokens that reach this probability."""
     seed: int = 0
     """Seed of the draw."""
+    weight_version: int | None = None
+    """Of a log, only the rollouts drawn with this version of the weights."""
     out: str = ""
     """Folder for audit.json and audit.html; must not hold an audit."""
     max_k3: float | None = None
@@ -242,8 +248,9 @@ class Audit:
             raise ValueError(f"audit: {out} already holds an audit; choose another --out")
         done = audit(
             AuditConfig(
-                self.model, self.sampler, self.trainer, self.dtype, self.sampler_dtype, self.prompts, self.n, self.max_tokens,
-                Distribution(self.temperature, self.top_k, self.top_p), self.seed,
+                self.model, self.sampler, self.trainer, self.dtype, self.sampler_dtype, self.head_dtype, self.sampler_head_dtype,
+                self.prompts, self.n, self.max_tokens, Distribution(self.temperature, self.top_k, self.top_p), self.seed,
+                self.weight_version,
             )
         )  # fmt: skip
         out.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,6 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..kernels.logprob import Distribution
-from ..model.decoder import COMPUTE
 from .loss import LossConfig
 from .precision import PrecisionConfig
 
@@ -182,8 +181,8 @@ class Config(_Section):
             )
         if self.exact and self.precision.sampler_differs:
             raise ValueError("precision.sampler_* make the sampler compute in another way than the trainer; set exact = false")
-        if self.sampler == "vllm" and self.precision.numerics() != COMPUTE:
-            raise ValueError('precision.head_dtype and precision.cache_dtype are not known to vLLM; set sampler = "native"')
+        if self.sampler == "vllm" and self.precision.numerics(sampler=True).cache is not None:
+            raise ValueError('precision.cache_dtype: vLLM\'s cache holds the compute dtype; set it to "compute", or sampler = "native"')
         if self.prompts * self.samples < 2:
             raise ValueError("prompts x samples must be at least 2")
         return self

@@ -105,12 +105,13 @@ def make_state(config: Config, model: Path, task: Task) -> TrainState:
     flat = master if dtype == torch.float32 else master.to(dtype)
     policy = Decoder(model_config, flat, decoder.layout, config.precision.numerics())
     updates = config.steps * config.updates_per_rollout
+    numerics = config.precision.numerics(sampler=True)
     vllm = config.sampler == "vllm"
     alone = vllm and not config.vllm.multiprocess  # vLLM keeps the threads of its process to itself
     n = config.workers or (1 if alone else automatic(policy.layout.numel))
     workers = Workers(policy, config.virtual_shards, n, config.native, share=vllm)
     learner = Learner(policy, policy.flat.detach() if dtype == torch.float32 else master, config.optimizer, updates)
-    sampler = VllmSampler(model, model_config, workers.weights, config.vllm) if vllm else ParallelSampler(workers)
+    sampler = VllmSampler(model, model_config, workers.weights, config.vllm, numerics) if vllm else ParallelSampler(workers)
     scaler = LossScaler(config.precision, dtype)
     return TrainState(config, policy, learner, scaler, sampler, workers, text, load_reward(task, config.task.reward), problems, prompt_ids)
 

@@ -28,13 +28,15 @@ _LAYER_INPUTS = {"attention": "self_attn.o_proj", "attention_residual": "post_at
 
 
 class HfEngine:
-    """AutoModelForCausalLM in one dtype. `attention` is eager or sdpa."""
+    """AutoModelForCausalLM in one dtype, its logits in `head` where that is another. `attention` is eager or sdpa."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, attention: str = "sdpa"):
+    def __init__(self, folder: Path, dtype: torch.dtype, attention: str = "sdpa", head: torch.dtype | None = None):
         from transformers import AutoModelForCausalLM
 
         self.name = f"hf {attention}"
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention).eval()
+        if head not in (None, dtype):
+            self.model.lm_head = _WideHead(self.model.lm_head.weight.detach().to(head))
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[Rollout]:
@@ -106,6 +108,21 @@ class HfEngine:
             logits = self.model(torch.tensor([[*prompt, *completion[:-1]]]), use_cache=False).logits[0]
         found["logprob"] = _logprobs(logits[len(prompt) - 1 :], completion, dist).unsqueeze(1)
         return in_order(found, len(layers))
+
+    def drop_caches(self) -> bool:
+        """See Engine."""
+        return False
+
+
+class _WideHead(torch.nn.Module):
+    """The head in a dtype of its own, [V, D]; embeddings that share its weight keep theirs."""
+
+    def __init__(self, weight: torch.Tensor):
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x.to(self.weight.dtype), self.weight)
 
 
 def _logprobs(logits: torch.Tensor, tokens: Sequence[int], dist: Distribution) -> torch.Tensor:
