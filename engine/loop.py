@@ -12,18 +12,22 @@ from functools import partial
 import numpy as np
 import torch
 
-from ..kernels.philox import Stream, permutation
+from ..kernels.philox import Stream
 from ..model.decoder import Decoder
+from ..verify.mismatch import mismatch_metrics
 from .advantage import advantages, all_equal
+from .collect import Collected, collect
 from .config import Config
-from .evaluate import Evaluation, evaluate, group_texts
+from .evaluate import Evaluation, evaluate
 from .learner import Learner
-from .loss import sequence_weights
+from .loss import LossConfig, sequence_weights
 from .monitor import Monitor
 from .rollout import Keys, Rollout, Sampler, Sampling
 from .scaling import LossScaler
+from .scorer import Scorer
+from .shaping import shaped_rewards
 from .shard import Scored, cut_shards, shard_gradient
-from .tasks import Reward, rewards
+from .tasks import Reward
 from .tasks.base import Problem
 from .text import Text
 from .workers import Workers
@@ -39,6 +43,7 @@ class TrainState:
     scaler: LossScaler
     sampler: Sampler
     workers: Workers
+    reference: Scorer | None  # frozen, for the KL term
     text: Text
     reward: Reward
     problems: Sequence[Problem]  # training problems
@@ -63,37 +68,40 @@ class StepRecord:
 def train_step(state: TrainState) -> StepRecord:
     """One step: sample, score, and update. Raises MismatchError before any update (see Monitor)."""
     cfg, began = state.config, time.perf_counter()
-    chosen = step_problems(len(state.problems), cfg.prompts, cfg.seed, state.step)
-    problems = [state.problems[i] for i in chosen]
     sampling = Sampling(cfg.sampling.distribution, cfg.samples, cfg.sampling.max_tokens, state.text.stop_ids)
-    rollouts = state.sampler.generate([state.prompt_ids[i] for i in chosen], sampling, Keys(cfg.seed, state.step))  # P x G
-    texts = group_texts(state.text, rollouts, cfg.samples)
+    got = collect(cfg, state.step, state.sampler, sampling, state.text, state.reward, state.problems, state.prompt_ids)
+    rollouts = got.rollouts  # P x G
     sampled = time.perf_counter()
 
     loss_cfg = cfg.loss.resolve()
-    r = rewards(state.reward, problems, texts)  # [P, G]
-    A = advantages(r, loss_cfg.advantage)  # [P, G]
-    weights = np.array(sequence_weights([len(x.completion_ids) for x in rollouts], loss_cfg.normaliser, cfg.sampling.max_tokens))
-    shards = cut_shards(rollouts, A, weights, cfg.virtual_shards)
+    lengths = [len(x.completion_ids) for x in rollouts]
+    reference = state.reference.score(rollouts, sampling.distribution) if state.reference else None
+    shaped = shaped_rewards(got.rewards, lengths, loss_cfg, cfg.sampling.max_tokens, [x.logprobs for x in rollouts], reference)  # [P, G]
+    A = advantages(shaped, loss_cfg.advantage)  # [P, G]
+    weights = np.array(sequence_weights(lengths, loss_cfg.normaliser, cfg.sampling.max_tokens))
+    old = None  # logp at the weights sampled from, [C] of each rollout; None while the trainer's weights still are those
     scaler = state.scaler
     work = partial(shard_gradient, distribution=sampling.distribution, loss=loss_cfg, micro_batch=cfg.micro_batch, watch=scaler.on)
     monitor, notes = Monitor(state.step, cfg.exact, state.version), {}
     for update in range(cfg.updates_per_rollout):
+        shards = cut_shards(rollouts, A, weights, cfg.virtual_shards, old, reference)
         done, gradient = state.workers.sum_shards(partial(work, scale=scaler.scale), shards)
         parts = [micro_batch for shard in done if shard for micro_batch in shard]
         logp = torch.cat([part.logp for part in parts])
         if update == 0:
             monitor.compare(logp, rollouts)  # 0.0 everywhere, or stop and show where
             metrics = monitor.metrics() | step_losses(parts)
+            old = [x.numpy() for x in logp.split(lengths)]
         else:
             metrics |= monitor.staleness(logp)
         updated = scaler.update(state.learner, gradient, parts)  # overflow, clipping, AdamW, fp32 master weights
         metrics, notes = metrics | updated.metrics, notes | updated.notes
         state.version += updated.applied
     state.sampler.load_weights(state.policy.w, state.version)
-    metrics |= rollout_metrics(rollouts, texts, r) | {"tokens": monitor.tokens}
+    metrics |= rollout_metrics(rollouts, got.texts, got.rewards) | {"tokens": monitor.tokens}
+    metrics |= loss_metrics(loss_cfg, got, shaped, reference)
     metrics |= {"time/sample_s": sampled - began, "time/train_s": time.perf_counter() - sampled}
-    record = StepRecord({"step": state.step} | metrics, rollouts, problems, texts, r, A, notes)
+    record = StepRecord({"step": state.step} | metrics, rollouts, got.problems, got.texts, got.rewards, A, notes)
     state.step += 1
     return record
 
@@ -102,13 +110,6 @@ def step_losses(parts: Sequence[Scored]) -> dict[str, float]:
     """Loss and mean entropy of a step, by correctly rounded sums over its tokens."""
     entropies = [e for part in parts for e in part.entropies]
     return {"loss": math.fsum(x for part in parts for x in part.losses), "entropy": math.fsum(entropies) / len(entropies)}
-
-
-def step_problems(n: int, prompts: int, seed: int, step: int, stream: Stream = Stream.ORDER) -> list[int]:
-    """The step's problems: the data set in a new random order each epoch, cut into steps without a remainder lost."""
-    place = range(step * prompts, (step + 1) * prompts)
-    orders = {epoch: permutation(n, seed, stream, epoch) for epoch in {p // n for p in place}}
-    return [int(orders[p // n][p % n]) for p in place]
 
 
 def rollout_metrics(rollouts: Sequence[Rollout], texts: Sequence[Sequence[str]], r: np.ndarray) -> dict[str, float]:
@@ -125,6 +126,19 @@ def rollout_metrics(rollouts: Sequence[Rollout], texts: Sequence[Sequence[str]],
         "completions/empty": sum(not t for group in texts for t in group),  # the stop token alone: trained on like any other
         "completions/cut": sum(x.finish == "length" for x in rollouts),  # no stop token: scored and trained on as they are
     }
+
+
+def loss_metrics(cfg: LossConfig, got: Collected, shaped: np.ndarray, reference: Sequence[np.ndarray] | None) -> dict[str, float]:
+    """What the parts of the loss that are not always there have to say. cfg is resolved."""
+    metrics = {}
+    if cfg.draws > 1:
+        metrics["groups/drawn"] = got.drawn
+    if (shaped != got.rewards).any():
+        metrics["reward/shaped_mean"] = math.fsum(shaped.reshape(-1).tolist()) / shaped.size
+    if reference is not None:
+        policy, lengths = [x.logprobs for x in got.rollouts], [len(x) for x in reference]
+        metrics |= mismatch_metrics(np.concatenate(reference), np.concatenate(policy), lengths, prefix="reference/")
+    return metrics
 
 
 def held_out(state: TrainState, problems: Sequence[Problem], prompt_ids: Sequence[Sequence[int]]) -> Evaluation:

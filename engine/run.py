@@ -18,6 +18,7 @@ from .loop import StepRecord, TrainState, held_out, train_step
 from .monitor import MismatchError
 from .report import Display, RunFolder, console, plot_reward, refuse_taken
 from .scaling import LossScaler
+from .scorer import Scorer, frozen
 from .tasks import load_reward, load_task
 from .tasks.base import Problem, Task
 from .text import Text
@@ -85,6 +86,8 @@ def train(config: Config, run_dir: str | Path) -> Summary:
         display.close()
         folder.close()
         state.sampler.close()
+        if state.reference:
+            state.reference.close()
         state.workers.close()
     summary = _summarise(state, history, time.perf_counter() - began)
     (path / "summary.json").write_text(json.dumps(vars(summary), indent=2) + "\n")
@@ -113,7 +116,23 @@ def make_state(config: Config, model: Path, task: Task) -> TrainState:
     learner = Learner(policy, policy.flat.detach() if dtype == torch.float32 else master, config.optimizer, updates)
     sampler = VllmSampler(model, model_config, workers.weights, config.vllm, numerics) if vllm else ParallelSampler(workers)
     scaler = LossScaler(config.precision, dtype)
-    return TrainState(config, policy, learner, scaler, sampler, workers, text, load_reward(task, config.task.reward), problems, prompt_ids)
+    reference, reward = _reference(config, model, model_config, workers.n), load_reward(task, config.task.reward)
+    return TrainState(config, policy, learner, scaler, sampler, workers, reference, text, reward, problems, prompt_ids)
+
+
+def _reference(config: Config, model: Path, model_config: ModelConfig, n: int) -> Scorer | None:
+    """The frozen reference of the KL term, if there is one. Raises ValueError for a model of another vocabulary."""
+    if not config.loss.kl_coef:
+        return None
+    folder = resolve_model(config.loss.reference) if config.loss.reference else model
+    theirs = ModelConfig.from_file(folder)
+    if theirs.vocab_size != model_config.vocab_size:
+        raise ValueError(
+            f"loss.reference: {folder} has a vocabulary of {theirs.vocab_size}, the model one of {model_config.vocab_size}; "
+            "name a model with the same tokenizer"
+        )
+    flat = load_decoder(folder, DTYPES[config.dtype]).flat.detach()
+    return frozen(Decoder(theirs, flat, numerics=config.precision.numerics()), config.virtual_shards, n, config.micro_batch)
 
 
 def training_problems(task: Task, config: Config, model: Path) -> list[Problem]:
