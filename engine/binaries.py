@@ -53,8 +53,8 @@ def build(targets: tuple[str, ...]) -> list[Binary]:
         if target not in TARGETS:
             raise ValueError(f"verify binaries: target ({target}) must be one of {', '.join(TARGETS)}")
     binaries = []
-    for name, launch in configurations():
-        binaries += [inspect(name, target, compile_launch(*launch, target)) for target in targets]
+    for target in targets:
+        binaries += [inspect(name, target, compile_launch(*launch, target)) for name, launch in configurations(target)]
     return binaries
 
 

@@ -53,7 +53,7 @@ def _add_partials(acc_ptr, partial_ptr, blocks, D, COLUMNS: tl.constexpr):
     cols = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     acc = tl.load(acc_ptr + cols, mask=cols < D, other=0.0)
     for block in range(blocks):
-        acc += tl.load(partial_ptr + block.to(tl.int64) * D + cols, mask=cols < D, other=0.0)
+        acc += tl.load(partial_ptr + tl.cast(block, tl.int64) * D + cols, mask=cols < D, other=0.0)
     tl.store(acc_ptr + cols, acc, mask=cols < D)
 
 

@@ -10,15 +10,16 @@ from collections.abc import Iterator
 from importlib import import_module
 
 from .launch import Launch, recorded
+from .tiles import recording
 
-MODULES = ("columns_triton",)
+MODULES = ("columns_triton", "matmul_triton")
 
 
-def configurations() -> Iterator[tuple[str, Launch]]:
-    """Name and launch of each. The name is the case's, then the kernel's. Triton is imported here."""
+def configurations(target: str) -> Iterator[tuple[str, Launch]]:
+    """Name and launch of each on a target. The name is the case's, then the kernel's. Triton is imported here."""
     for module in MODULES:
         for case, run in import_module(f".{module}", __package__).CASES.items():
-            with recorded() as launches:
+            with recording(target), recorded() as launches:
                 run()
             assert launches, f"{module}: case {case!r} launched nothing"
             for launch in launches:

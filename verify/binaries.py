@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32), "gfx942": ("hip", "gfx942", 64)}
 
 _ATOMIC_PTX = re.compile(r"^\s*(?:@!?%p\d+\s+)?(?:atom|red)\.", re.MULTILINE)
-_ATOMIC_SASS = re.compile(r"\b(?:ATOM[GS]?|RED)\b")
+# Not OR and AND: with those a Blackwell program takes and returns its tensor memory.
+_ATOMIC_SASS = re.compile(r"\b(?:ATOM[GS]?|RED)\b(?!\.(?:OR|AND)\b)")
 _ATOMIC_GCN = re.compile(r"\b(?:global|flat|buffer)_atomic|\bds_(?:add|sub|inc|dec|min|max|and|or|xor|cmpst|wrxchg)_")
 _PTX = re.compile(r"^\s*(?:@!?%p\d+\s+)?([a-z][a-z0-9_.:]*)\s+([^;]*);", re.MULTILINE)
 _FLOAT = re.compile(r"\.(?:f16|bf16|f32|f64|tf32|f16x2|bf16x2)\b")
