@@ -167,7 +167,7 @@ class Verify:
     """Run the law's checks on this machine: what must not change a bit is changed, and every bit is compared."""
 
     model: Positional[str | None] = None
-    """Model folder or hub name; without it a tiny random model is checked."""
+    """Model folder or hub name; without it a tiny random model is checked. "binaries": every Triton kernel is compiled and read instead."""
     dtype: tuple[str, ...] = ("float32", "bfloat16", "float16")
     """Compute dtypes to check."""
     sequences: int = 12
@@ -178,9 +178,19 @@ class Verify:
     """Seed of the sequences."""
     case: str = ""
     """Instead: score the rollouts of a saved mismatch (RUN/mismatch) again."""
+    targets: tuple[str, ...] = ()
+    """With binaries: what to compile for, of sm_80, sm_90, sm_100 and gfx942; all of them without it."""
+    record: bool = False
+    """With binaries: write the table of registers and shared memory again."""
 
     def run(self, overrides: dict[str, str]) -> int:
         """Run the subcommand; returns the exit code."""
+        if self.model == "binaries":
+            from .engine.binaries import verify_binaries
+
+            return verify_binaries(self.targets, self.record)
+        if self.targets or self.record:
+            raise ValueError("verify: --targets and --record belong to zerokl verify binaries")
         from .engine.law import check_case
         from .engine.policy import check_law
         from .engine.report import check_table, console

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from ..kernels.attention import attention_cached
-from ..kernels.attention_plan import KEY_TILE, AttentionPlan, plan_attention
+from ..kernels.attention_plan import KEY_TILE, AttentionPlan
 from .config import ModelConfig
 
 
@@ -81,7 +81,7 @@ class CachedContext:
         self._block = torch.from_numpy(tables[seq, position // KEY_TILE])
         self._offset = torch.from_numpy(position % KEY_TILE)
         self._cache = cache
-        self.plan: AttentionPlan = plan_attention(lengths, contexts, tables, config.heads, config.kv_heads)
+        self.plan = AttentionPlan(lengths, contexts, tables, config.heads, config.kv_heads)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         """Write k and v [T, Hkv, D] to the cache, then attend from q [T, Hq, D]."""

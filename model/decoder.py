@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from ..kernels.attention import Varlen, attention
+from ..kernels.attention import attention, varlen_plan
 from ..kernels.embedding import embedding
 from ..kernels.grad import accumulate_dtype
 from ..kernels.linear import linear
@@ -75,11 +75,11 @@ class PackedContext:
         filled = [*lengths, filler] if filler else list(lengths)
         self.positions = torch.from_numpy(np.concatenate([*map(np.arange, lengths), np.zeros(filler, np.int64)]))
         self.blocks = token_blocks(lengths)
-        self._varlen = Varlen(filled, config.heads, config.kv_heads)
+        self._plan = varlen_plan(filled, config.heads, config.kv_heads)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         """See Context."""
-        return attention(q, k, v, self._varlen, scale)
+        return attention(q, k, v, self._plan, scale)
 
 
 class Decoder:
