@@ -20,6 +20,7 @@ from .evaluate import Evaluation, evaluate, group_texts
 from .learner import Learner
 from .loss import sequence_weights
 from .monitor import Monitor
+from .record import Recorder
 from .rollout import Keys, Rollout, Sampler, Sampling
 from .scaling import LossScaler
 from .shard import Scored, cut_shards, shard_gradient
@@ -45,6 +46,7 @@ class TrainState:
     prompt_ids: Sequence[Sequence[int]]  # of the training problems
     step: int = 0
     version: int = 0  # of the weights: the number of optimizer updates so far
+    ledger: Recorder | None = None
 
 
 @dataclass(frozen=True)
@@ -87,11 +89,16 @@ def train_step(state: TrainState) -> StepRecord:
             metrics = monitor.metrics() | step_losses(parts)
         else:
             metrics |= monitor.staleness(logp)
+        scale = scaler.scale
         updated = scaler.update(state.learner, gradient, parts)  # overflow, clipping, AdamW, fp32 master weights
         metrics, notes = metrics | updated.metrics, notes | updated.notes
         state.version += updated.applied
+        if state.ledger:
+            state.ledger.updated(state.policy, logp, gradient, scale)
     state.sampler.load_weights(state.policy.w, state.version)
     metrics |= rollout_metrics(rollouts, texts, r) | {"tokens": monitor.tokens}
+    if state.ledger:
+        metrics["time/ledger_s"] = state.ledger.record(state, rollouts, r, A)
     metrics |= {"time/sample_s": sampled - began, "time/train_s": time.perf_counter() - sampled}
     record = StepRecord({"step": state.step} | metrics, rollouts, problems, texts, r, A, notes)
     state.step += 1
