@@ -18,6 +18,7 @@ _NAMES = {
     "Rollout": "engine.rollout",
     "NativeSampler": "engine.native",
     "train": "engine.run",
+    "resume": "engine.run",
     "initialise": "engine.initialise",
     "check_law": "engine.policy",
     "mismatch_metrics": "verify.mismatch",

@@ -1,4 +1,4 @@
-"""The command line: init, train, sample, eval, verify, audit. Bad input is one line on stderr and exit code 2."""
+"""The command line: init, train, sample, eval, verify, audit, diff, replay. Bad input is one line on stderr and exit code 2."""
 
 import contextlib
 import difflib
@@ -57,19 +57,23 @@ class Train:
     """A configuration that comes with zerokl, instead of a file."""
     run_dir: str = ""
     """Folder of the run; must not hold one."""
+    resume: str = ""
+    """Instead: folder of an interrupted run to go on with. Only settings that decide no bit can follow."""
 
     def run(self, overrides: dict[str, str]) -> int:
         """Run the subcommand; returns the exit code."""
         from .engine.config import load_config
         from .engine.monitor import MismatchError
         from .engine.report import console
-        from .engine.run import train
+        from .engine.run import resume, train
 
-        if not self.run_dir:
+        if self.resume and (self.config or self.preset or self.run_dir):
+            raise ValueError("train: --resume takes configuration and folder from the run; leave out the file, --preset and --run-dir")
+        if not self.run_dir and not self.resume:
             raise ValueError("train: --run-dir is missing; name the folder of the run")
-        config = load_config(self.config, self.preset, overrides)
+        config = None if self.resume else load_config(self.config, self.preset, overrides)
         try:
-            s = train(config, self.run_dir)
+            s = train(config, self.run_dir) if config else resume(self.resume, overrides)
         except MismatchError as error:
             print(f"zerokl: {error}", file=sys.stderr)
             return 1
@@ -77,7 +81,7 @@ class Train:
         console.print(f"reward {s.reward_first:.3f} -> {s.reward_last:.3f} (last 5 steps {s.reward_last5:.3f}){held}")
         verdict = f"mismatch {s.mismatch_max_abs} over {s.tokens} tokens"
         console.print(verdict if not s.tokens_unequal else f"{verdict}, {s.tokens_unequal} of them unequal")
-        console.print(f"plot {Path(self.run_dir) / 'reward.png'}\nfingerprint {s.fingerprint}")
+        console.print(f"plot {Path(self.run_dir or self.resume) / 'reward.png'}\nfingerprint {s.fingerprint}")
         return 0
 
 
@@ -271,7 +275,85 @@ class Audit:
         return 0 if done.within(self.max_k3, self.max_abs) else 1
 
 
-_COMMANDS = {"init": Init, "train": Train, "sample": Sample, "eval": Eval, "verify": Verify, "audit": Audit}
+@dataclass(frozen=True)
+class Diff:
+    """Name the first difference of two runs: the step, and in it the first quantity in causal order. Or of two traces of replay.
+
+    Exit code 0 when they are equal to the bit, 1 when not.
+    """
+
+    a: Positional[str]
+    """Run folder, or a trace (.safetensors)."""
+    b: Positional[str]
+    """Another of the same kind."""
+
+    def run(self, overrides: dict[str, str]) -> int:
+        """Run the subcommand; returns the exit code."""
+        from .engine.differences import diff
+
+        return diff(Path(self.a), Path(self.b))
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Do steps of a run again from the nearest checkpoint, and compare every quantity with the run's ledger.
+
+    Exit code 0 when all bits are the same, 1 when not. Settings that decide no bit can follow as --key VALUE.
+    """
+
+    path: Positional[str]
+    """Run folder."""
+    step: int
+    """Step to do again; steps before it are done as far as there is no checkpoint."""
+    until: int | None = None
+    """Go on to this step."""
+    trace: str = ""
+    """File (.safetensors) to record every operation of the step in; `zerokl diff` compares two. Needs workers = 1, which it sets."""
+
+    def run(self, overrides: dict[str, str]) -> int:
+        """Run the subcommand; returns the exit code."""
+        from .engine.replay import Replayer
+        from .engine.report import console
+
+        if self.trace and not self.trace.endswith(".safetensors"):
+            raise ValueError(f"replay: --trace ({self.trace}) must end with .safetensors")
+        with Replayer(Path(self.path), {**overrides, **({"workers": "1"} if self.trace else {})}) as replayer:
+            for line in replayer.said:
+                console.print(line)
+            done = replayer.replay(self.step, self.until, Path(self.trace) if self.trace else None)
+        console.print(f"steps {done.first} to {done.last} done again: " + (str(done.divergence or "every bit is the ledger's")))
+        return 1 if done.divergence else 0
+
+
+@dataclass(frozen=True)
+class VerifyRun:
+    """Check a run: the chain of its ledger, the hashes of its checkpoints, and steps drawn at random, done again.
+
+    Exit code 0 when all of it holds, 1 when not. Settings that decide no bit can follow as --key VALUE.
+    """
+
+    path: Positional[str]
+    """Run folder."""
+    replays: int = 3
+    """Steps to do again."""
+    draw: int = 0
+    """Seed of the choice of steps."""
+
+    def run(self, overrides: dict[str, str]) -> int:
+        """Run the subcommand; returns the exit code."""
+        from .engine.replay import verify_run
+        from .engine.report import console
+
+        findings = verify_run(Path(self.path), self.replays, self.draw, overrides)
+        for f in findings:
+            console.print(f"{'ok  ' if f.holds else 'FAIL'}  {f.what}: {f.result}")
+        return 0 if all(f.holds for f in findings) else 1
+
+
+_COMMANDS = {
+    "init": Init, "train": Train, "sample": Sample, "eval": Eval, "verify": Verify, "audit": Audit, "diff": Diff, "replay": Replay,
+    "verify-run": VerifyRun,
+}  # fmt: skip
 
 
 def _take_overrides(words: list[str], command: type) -> tuple[list[str], dict[str, str]]:
@@ -312,6 +394,8 @@ def _check_options(name: str, overrides: dict[str, str]) -> None:
 
 def _parse(argv: list[str]) -> tuple[Any, dict[str, str]]:
     """The command with its options, and configuration overrides. Raises ValueError; exits with 2 where tyro does."""
+    if argv[:2] == ["verify", "run"]:  # a model folder of that name is ./run
+        argv = ["verify-run", *argv[2:]]
     name, overrides = (argv[0] if argv else ""), {}
     if name and not name.startswith("-"):
         if name not in _COMMANDS:
@@ -319,7 +403,7 @@ def _parse(argv: list[str]) -> tuple[Any, dict[str, str]]:
             raise ValueError(f"unknown command {name}; " + (f"did you mean {near[0]}?" if near else f"choose {', '.join(_COMMANDS)}"))
         rest, overrides = _take_overrides(argv[1:], _COMMANDS[name])
         argv = [name, *rest]
-        if name in ("sample", "verify", "audit"):
+        if name in ("sample", "verify", "audit", "diff"):
             _check_options(name, overrides)
     kinds = Union[tuple(Annotated[kind, subcommand(name)] for name, kind in _COMMANDS.items())]  # noqa: UP007
     said = io.StringIO()

@@ -125,10 +125,21 @@ class EvaluationConfig(_Section):
 
 
 class CheckpointConfig(_Section):
-    """Checkpoints in Hugging Face format with the fp32 master weights. The last step always has one."""
+    """Checkpoints in Hugging Face format with the fp32 master weights, and what a resumed run needs. The last step always has one."""
 
     every: int = Field(0, ge=0)
     """Steps between checkpoints; 0 keeps only the last."""
+    keep: int = Field(0, ge=0)
+    """Newest checkpoints to keep; 0 keeps all."""
+
+
+class LedgerConfig(_Section):
+    """The run's ledger: hashes of all that a step computes."""
+
+    detail: Literal["roots", "gradients", "full"] = "full"
+    """What has a hash of each weight written down: nothing, the gradients, or optimizer state and weights as well. Costs space only."""
+    state_every: int = Field(1, ge=1)
+    """Steps between hashes of optimizer state and weights. More saves time with a large model; part of the run's fingerprint."""
 
 
 class Config(_Section):
@@ -170,6 +181,7 @@ class Config(_Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    ledger: LedgerConfig = LedgerConfig()
 
     @model_validator(mode="after")
     def _check(self) -> "Config":

@@ -37,6 +37,11 @@ class Learner:
         self._m, self._v = torch.zeros_like(master), torch.zeros_like(master)
         self._decay = [(e.offset, e.offset + e.numel) for e in self.layout.entries.values() if len(e.shape) > 1]
 
+    @property
+    def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first and the second moment, [layout.numel] fp32 each."""
+        return self._m, self._v
+
     def learning_rate(self) -> float:
         """The rate of the next update."""
         c, done = self.cfg, self.updates

@@ -22,6 +22,7 @@ from .evaluate import Evaluation, evaluate
 from .learner import Learner
 from .loss import LossConfig, sequence_weights
 from .monitor import Monitor
+from .record import Recorder
 from .rollout import Keys, Rollout, Sampler, Sampling
 from .scaling import LossScaler
 from .scorer import Scorer
@@ -50,6 +51,7 @@ class TrainState:
     prompt_ids: Sequence[Sequence[int]]  # of the training problems
     step: int = 0
     version: int = 0  # of the weights: the number of optimizer updates so far
+    ledger: Recorder | None = None
 
 
 @dataclass(frozen=True)
@@ -94,12 +96,17 @@ def train_step(state: TrainState) -> StepRecord:
             old = [x.numpy() for x in logp.split(lengths)]
         else:
             metrics |= monitor.staleness(logp)
+        scale = scaler.scale
         updated = scaler.update(state.learner, gradient, parts)  # overflow, clipping, AdamW, fp32 master weights
         metrics, notes = metrics | updated.metrics, notes | updated.notes
         state.version += updated.applied
+        if state.ledger:
+            state.ledger.updated(state.policy, logp, gradient, scale)
     state.sampler.load_weights(state.policy.w, state.version)
     metrics |= rollout_metrics(rollouts, got.texts, got.rewards) | {"tokens": monitor.tokens}
     metrics |= loss_metrics(loss_cfg, got, shaped, reference)
+    if state.ledger:
+        metrics["time/ledger_s"] = state.ledger.record(state, rollouts, got.rewards, A)
     metrics |= {"time/sample_s": sampled - began, "time/train_s": time.perf_counter() - sampled}
     record = StepRecord({"step": state.step} | metrics, rollouts, got.problems, got.texts, got.rewards, A, notes)
     state.step += 1

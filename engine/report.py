@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ..verify.files import write_whole
 from ..verify.invariance import Check
 from .loop import StepRecord
 
@@ -20,7 +22,9 @@ console = Console(highlight=False, markup=False, soft_wrap=True)
 
 def refuse_taken(path: Path) -> None:
     """Raise ValueError when the folder already holds a run."""
-    taken = [n for n in ("config.toml", "metrics.jsonl", "rollouts.jsonl", "checkpoints", "summary.json") if (path / n).exists()]
+    taken = [
+        n for n in ("config.toml", "ledger.jsonl", "metrics.jsonl", "rollouts.jsonl", "checkpoints", "summary.json") if (path / n).exists()
+    ]
     if taken:
         raise ValueError(f"run: {path} already holds a run ({taken[0]}); choose another --run-dir")
 
@@ -35,18 +39,23 @@ def finite(x: Any) -> Any:
 
 
 class RunFolder:
-    """The files of a run. Raises ValueError when the folder already holds one: nothing is ever overwritten."""
+    """The files of a run, new or, with the number of steps that are `done`, gone on from.
 
-    def __init__(self, path: Path, config_toml: str):
+    Raises ValueError when the folder already holds one: nothing is ever overwritten.
+    """
+
+    def __init__(self, path: Path, config_toml: str, done: int | None = None):
         self.path = path
-        refuse_taken(path)
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "config.toml").write_text(config_toml)
+        if done is None:
+            refuse_taken(path)
+            path.mkdir(parents=True, exist_ok=True)
+            write_whole(path / "config.toml", config_toml.encode())
         self._metrics = open(path / "metrics.jsonl", "a")
         self._rollouts = open(path / "rollouts.jsonl", "a")
         from torch.utils.tensorboard import SummaryWriter
 
-        self._board = SummaryWriter(str(path / "tensorboard"))
+        # What an interrupted run wrote of later steps is left out by TensorBoard.
+        self._board = SummaryWriter(str(path / "tensorboard"), purge_step=done)
 
     def record(self, record: StepRecord, extra: dict[str, float]) -> None:
         """Append a finished step."""
@@ -61,6 +70,11 @@ class RunFolder:
             for g in range(G):
                 self._rollouts.write(json.dumps(rollout_line(record, p, g, G)) + "\n")
         self._rollouts.flush()
+
+    def sync(self) -> None:
+        """Wait until metrics and rollouts are on the disk: a checkpoint never runs ahead of them."""
+        os.fsync(self._metrics.fileno())
+        os.fsync(self._rollouts.fileno())
 
     def close(self) -> None:
         """Close the files."""

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,12 +12,16 @@ from ..model.checkpoint import DTYPES, load_decoder, resolve_model, write_checkp
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
 from ..model.weights import Layout, fingerprint
+from ..verify.files import write_whole
+from .checkpoints import restore, save_checkpoint
 from .config import Config, to_toml
 from .initialise import TASK_FILE, initialise, perfectible_set
 from .learner import Learner
 from .loop import StepRecord, TrainState, held_out, train_step
 from .monitor import MismatchError
+from .record import Recorder, run_head
 from .report import Display, RunFolder, console, plot_reward, refuse_taken
+from .resume import LEDGER, Resumption, find_resumption
 from .scaling import LossScaler
 from .scorer import Scorer, frozen
 from .tasks import load_reward, load_task
@@ -30,7 +35,8 @@ from .workers import ParallelSampler, Workers, automatic
 class Summary:
     """How a run ended; summary.json."""
 
-    fingerprint: str
+    fingerprint: str  # the ledger's last chain value: of everything the run computed
+    weights: str  # of the final weights alone
     steps: int
     tokens: int
     tokens_unequal: int
@@ -47,24 +53,42 @@ def train(config: Config, run_dir: str | Path) -> Summary:
 
     Raises ValueError for bad input, MismatchError when exact and a bit differs, OSError when a file cannot be written.
     """
-    began, path = time.perf_counter(), Path(run_dir)
+    refuse_taken(Path(run_dir))
+    return _run(config, Path(run_dir), None)
+
+
+def resume(run_dir: str | Path, overrides: Mapping[str, str] | None = None) -> Summary:
+    """Go on with an interrupted run as if nothing had happened: the same bits, the same ledger.
+
+    overrides: settings that decide no bit, such as {"workers": "2"}. Raises as `train` does, and ValueError for a folder without a
+    run, or a run whose data, weights or configuration were altered.
+    """
+    at = find_resumption(Path(run_dir), overrides or {})
+    for line in at.said:
+        console.print(line)
+    console.print(f"going on at step {at.step} of {at.config.steps}, {f'from {at.checkpoint.folder}' if at.checkpoint else 'the first'}")
+    return _run(at.config, at.path, at)
+
+
+def _run(config: Config, path: Path, at: Resumption | None) -> Summary:
+    """A new run, or the rest of one."""
+    began = time.perf_counter()
     if config.threads:
         torch.set_num_threads(config.threads)
-    refuse_taken(path)
     if config.sampler == "vllm":  # said before the warm start
         require_vllm()
         check_engine_arguments(config.vllm.engine)
     task = load_task(config.task.name, config.task.options)
     load_reward(task, config.task.reward)  # a name that cannot be imported is found before the warm start
-    model = _base_model(config, path)
+    model = base_model(config, path)
     state = make_state(config, model, task)
     held = task.problems("held_out")[: config.evaluation.problems] if config.evaluation.every else []
     held_ids = state.text.encode_problems(held, task.chat)
     _check_prompts(held_ids, held, config, state.policy.config)
-    folder = RunFolder(path, to_toml(config))
-    display, history = Display(config.steps, "train"), []
+    folder = _open_folder(state, path, at)
+    display, history = Display(config.steps, "train"), at.history if at else []
     try:
-        for _ in range(config.steps):
+        for _ in range(state.step, config.steps):
             record = _guarded_step(state, path)
             evaluated = {}
             last = state.step == config.steps
@@ -72,7 +96,7 @@ def train(config: Config, run_dir: str | Path) -> Summary:
                 evaluated["eval/accuracy"] = held_out(state, held, held_ids).mean_reward
             folder.record(record, evaluated)
             history.append(record.metrics | evaluated)
-            display.step(_line(history[-1]))
+            display.step(_line(history[-1]), state.step)
             if overflow := record.notes.get("scaling/overflow"):
                 console.print(
                     f"step {record.metrics['step']}: the gradient of {overflow} overflowed at loss scale "
@@ -81,18 +105,39 @@ def train(config: Config, run_dir: str | Path) -> Summary:
             if last or (config.checkpoint.every and state.step % config.checkpoint.every == 0):
                 target = path / "checkpoints" / f"step-{state.step:06d}"
                 extra = {TASK_FILE: json.dumps({"task": config.task.name, "options": config.task.options}) + "\n"}
-                write_checkpoint(target, state.policy.layout, state.learner.master, companions=model, extra=extra)
+                folder.sync()
+                save_checkpoint(state, target, model, extra, config.checkpoint.keep)
     finally:
         display.close()
         folder.close()
+        state.ledger.close()
         state.sampler.close()
         if state.reference:
             state.reference.close()
         state.workers.close()
     summary = _summarise(state, history, time.perf_counter() - began)
-    (path / "summary.json").write_text(json.dumps(vars(summary), indent=2) + "\n")
+    write_whole(path / "summary.json", (json.dumps(vars(summary), indent=2) + "\n").encode())
     plot_reward(history, path / "reward.png")
     return summary
+
+
+def _open_folder(state: TrainState, path: Path, at: Resumption | None) -> RunFolder:
+    """The run's files, and its ledger in `state`. A run that goes on has its state put back; its files change only after every check."""
+    config = state.config
+    head = run_head(state, {"workers in use": state.workers.n})
+    found = None
+    if at is not None:
+        at.check_head(head)
+        if at.checkpoint:
+            restore(state, at.checkpoint)
+        found = at.prepare()
+    folder = RunFolder(path, to_toml(config), at.step if at else None)
+    state.ledger = Recorder(path / LEDGER, head, config, found)
+    if found is not None:
+        last = found.resumed[-1]["environment"] if found.resumed else found.head.environment
+        if head.environment != last:
+            state.ledger.ledger.resumed(state.step, head.environment)
+    return folder
 
 
 def make_state(config: Config, model: Path, task: Task) -> TrainState:
@@ -163,8 +208,8 @@ def _check_prompts(prompt_ids: list[list[int]], problems: list[Problem], config:
             )
 
 
-def _base_model(config: Config, path: Path) -> Path:
-    """The model folder; `init:PRESET` makes one in the run folder."""
+def base_model(config: Config, path: Path) -> Path:
+    """The model folder of a run; `init:PRESET` makes one in the run folder."""
     if config.model.startswith("init:"):
         base, preset = path / "base", config.model.removeprefix("init:")
         wanted = {"task": config.task.name, "options": config.task.options, "preset": preset, "seed": config.seed}
@@ -203,7 +248,8 @@ def _summarise(state: TrainState, history: list[dict[str, float]], seconds: floa
     last = [m["reward/mean"] for m in history[-5:]]
     evaluations = [m["eval/accuracy"] for m in history if "eval/accuracy" in m]
     return Summary(
-        fingerprint=fingerprint(state.policy.layout, state.learner.master),
+        fingerprint=state.ledger.ledger.chain,
+        weights=fingerprint(state.policy.layout, state.learner.master),
         steps=len(history),
         tokens=tokens,
         tokens_unequal=unequal,

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from ..verify.files import sync, write_manifest
 from .config import ModelConfig
 from .decoder import Decoder
 from .weights import Layout
@@ -24,6 +25,7 @@ _COMPANIONS = (
     "tokenizer.model", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 _SHARD_BYTES = 5 << 30
+STATE_FILE = "trainer/state.safetensors"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -110,10 +112,13 @@ def write_checkpoint(
     companions: Path | None = None,
     extra: Mapping[str, str] | None = None,
     shard_bytes: int = _SHARD_BYTES,
+    state: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Write `flat` [layout.numel] as a checkpoint folder `target`, in flat's dtype.
 
-    companions: folder whose tokenizer and chat files are copied. extra: further files, name -> text.
+    companions: folder whose tokenizer and chat files are copied. extra: further files, name -> text. state: tensors that are no
+    weights, for STATE_FILE, in a folder of its own: vLLM takes every safetensors file beside the weights for weights.
+    A manifest (verify/files.py) lists the hash of every file.
     Raises FileExistsError when `target` exists, OSError when it cannot be written; then nothing is left behind.
     """
     if target.exists():
@@ -129,11 +134,14 @@ def write_checkpoint(
             if companions is not None and (companions / name).exists():
                 shutil.copyfile(companions / name, temporary / name)
         for name, text in (extra or {}).items():
+            (temporary / name).parent.mkdir(exist_ok=True)
             (temporary / name).write_text(text)
-        for file in temporary.iterdir():
-            with open(file, "rb") as handle:
-                os.fsync(handle.fileno())
+        if state is not None:
+            (temporary / STATE_FILE).parent.mkdir(exist_ok=True)
+            save_file({name: x.detach().cpu().contiguous() for name, x in state.items()}, temporary / STATE_FILE)
+        write_manifest(temporary)
         temporary.rename(target)
+        sync(target.parent)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise OSError(f"checkpoint: {target} could not be written ({error}); nothing of it was kept") from None

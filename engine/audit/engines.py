@@ -13,6 +13,7 @@ import torch
 from ...kernels.logprob import Distribution, linear_logprob
 from ...kernels.order import matmul_rows
 from ...model.checkpoint import load_decoder
+from ...model.config import ModelConfig
 from ...model.decoder import Decoder, Numerics, PackedContext
 from ...model.scoring import logprobs, pack
 from ...verify.trace import Trace
@@ -93,19 +94,24 @@ def trace_decoder(decoder: Decoder, pair: Pair, dist: Distribution) -> Trace:
     batch, c, found = pack([pair]), decoder.config, {}
 
     def tap(name: str, x: torch.Tensor) -> None:
-        at, _, op = name.rpartition(".")
-        at = f"{at}." if at else ""
-        flat = x.reshape(x.shape[0], -1)
-        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        splits = {
-            "qkv": (("q_proj", "k_proj", "v_proj"), (q, kv, kv)), "qk_norm": (("q_norm", "k_norm"), (q, kv)),
-            "rope": (("q_rope", "k_rope"), (q, kv)), "gate_up": (("gate_proj", "up_proj"), (flat.shape[1] // 2,) * 2),
-        }  # fmt: skip
-        names, widths = splits.get(op, ((op,), (flat.shape[1],)))
-        found.update({at + n: part.clone() for n, part in zip(names, flat.split(widths, dim=1), strict=True)})
+        found.update({op: part.clone() for op, part in split_fused(name, x, c).items()})
 
     head = decoder.logits_weight()
     hidden = decoder.hidden(batch.ids, PackedContext(batch.lengths, c), tap).to(head.dtype)
     tap("logits", matmul_rows(hidden, head.t()))
     tap("logprob", linear_logprob(hidden[batch.rows], head, batch.targets, dist)[0])
     return in_order(found, c.layers)
+
+
+def split_fused(name: str, x: torch.Tensor, c: ModelConfig) -> dict[str, torch.Tensor]:
+    """The outputs [T, width] of the operations that our decoder computes as one, by the names of names.py; views of x [T, ...]."""
+    at, _, op = name.rpartition(".")
+    at = f"{at}." if at else ""
+    flat = x.reshape(x.shape[0], -1)
+    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    splits = {
+        "qkv": (("q_proj", "k_proj", "v_proj"), (q, kv, kv)), "qk_norm": (("q_norm", "k_norm"), (q, kv)),
+        "rope": (("q_rope", "k_rope"), (q, kv)), "gate_up": (("gate_proj", "up_proj"), (flat.shape[1] // 2,) * 2),
+    }  # fmt: skip
+    names, widths = splits.get(op, ((op,), (flat.shape[1],)))
+    return {at + n: part for n, part in zip(names, flat.split(widths, dim=1), strict=True)}

@@ -1,7 +1,7 @@
-"""The final weights of a run depend on its seed and settings of the mathematics, not on how the work is cut up."""
+"""The ledger and the weights of a run depend on its seed and settings of the mathematics, not on how the work is cut up."""
 
 import pytest
-from zerokl.engine.run import train
+from zerokl.engine.run import Summary, train
 
 # Each changes only how the same work is done.
 FREE = [
@@ -14,6 +14,7 @@ FREE = [
     {"threads": 2},
     {"workers": 2},
     {"workers": 4},
+    {"ledger__detail": "roots", "checkpoint__every": 1, "evaluation__every": 1},
 ]
 # Each changes a number that is added, or the order of a sum. An order shows in fp32; the others in either dtype.
 BINDING = [{"seed": 1}, {"virtual_shards": 1}, {"optimizer__lr": 2e-2}, {"sampling__temperature": 0.7}]
@@ -29,17 +30,20 @@ def dtype(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def base(config, dtype: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+def base(config, dtype: str, tmp_path_factory: pytest.TempPathFactory) -> Summary:
     summary = train(config(dtype=dtype), tmp_path_factory.mktemp("runs") / "base")
     assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
-    return summary.fingerprint
+    return summary
 
 
 @pytest.mark.parametrize("overrides", FREE, ids=_name)
 def test_fingerprint_does_not_depend_on_how_the_work_is_cut(config, dtype, base, tmp_path, overrides):
-    assert train(config(dtype=dtype, **overrides), tmp_path / "run").fingerprint == base
+    summary = train(config(dtype=dtype, **overrides), tmp_path / "run")
+    assert (summary.fingerprint, summary.weights) == (base.fingerprint, base.weights)
 
 
 @pytest.mark.parametrize("overrides", BINDING, ids=_name)
 def test_control_fingerprint_depends_on_seed_and_order(config, dtype, base, tmp_path, overrides):
-    assert train(config(dtype=dtype, **overrides), tmp_path / "run").fingerprint != base
+    summary = train(config(dtype=dtype, **overrides), tmp_path / "run")
+    assert summary.weights != base.weights
+    assert summary.fingerprint != base.fingerprint

@@ -71,7 +71,7 @@ def test_it_stops_before_the_update_and_saves_the_weights_that_were_compared(con
     with pytest.raises(MismatchError):
         train(config(), tmp_path / "run")
     monkeypatch.undo()
-    before = train(config(steps=plant.step), tmp_path / "clean").fingerprint if plant.step else _weights(model)
+    before = train(config(steps=plant.step), tmp_path / "clean").weights if plant.step else _weights(model)
     assert _weights(tmp_path / "run" / "mismatch") == before
 
 

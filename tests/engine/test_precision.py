@@ -31,10 +31,10 @@ def test_every_precision_has_mismatch_zero_and_one_fingerprint(config, tmp_path,
     keys = {f"precision__{k}": v for k, v in precision.items()}
     a = train(config(dtype=dtype, **keys), tmp_path / "a")
     b = train(config(dtype=dtype, micro_batch=2, workers=2, native__max_concurrency=2, **keys), tmp_path / "b")
-    assert (a.tokens_unequal, a.mismatch_max_abs, a.fingerprint) == (0, 0.0, b.fingerprint)
+    assert (a.tokens_unequal, a.mismatch_max_abs, a.weights) == (0, 0.0, b.weights)
     plain = train(config(dtype=dtype), tmp_path / "plain")
     exact = [{}, {"head_dtype": dtype}, {"cache_dtype": dtype}] + [{"cache_dtype": HALF}] * (dtype == "bfloat16")  # fp16 has more bits
-    assert (a.fingerprint == plain.fingerprint) == (precision in exact), "control: a setting that rounds elsewhere must show"
+    assert (a.weights == plain.weights) == (precision in exact), "control: a setting that rounds elsewhere must show"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -17,7 +17,7 @@ KEYS = {
     "mismatch/k1", "mismatch/k2", "mismatch/k3", "mismatch/max_abs", "mismatch/frac_equal", "mismatch/ratio_p1", "mismatch/ratio_p50",
     "mismatch/ratio_p99", "mismatch/ratio_min", "mismatch/ratio_max", "mismatch/ess", "mismatch/chi2", "mismatch/sequence_ratio_min",
     "mismatch/sequence_ratio_max", "step", "reward/mean", "reward/std", "loss", "grad_norm", "entropy", "response_len/mean", "tokens",
-    "time/sample_s", "time/train_s",
+    "time/sample_s", "time/train_s", "time/ledger_s",
 }  # fmt: skip
 
 
@@ -34,8 +34,8 @@ def run(four, tmp_path_factory: pytest.TempPathFactory):
 
 def test_a_run_folder_holds_everything(run):
     path, _ = run
-    found = {p.name for p in path.iterdir()}
-    assert found == {"config.toml", "metrics.jsonl", "rollouts.jsonl", "checkpoints", "tensorboard", "reward.png", "summary.json"}
+    logs = {"ledger.jsonl", "metrics.jsonl", "rollouts.jsonl", "tensorboard"}
+    assert {p.name for p in path.iterdir()} == {"config.toml", "checkpoints", "reward.png", "summary.json"} | logs
     assert (path / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(p.name for p in (path / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
 
@@ -123,7 +123,7 @@ def test_transformers_opens_the_checkpoint_and_finds_the_fingerprinted_weights(r
     flat = torch.zeros(layout.numel)
     for name, view in layout.checkpoint_views(flat).items():
         view.copy_(theirs[name])
-    assert fingerprint(layout, flat) == summary.fingerprint
+    assert fingerprint(layout, flat) == summary.weights
     assert AutoTokenizer.from_pretrained(folder).encode("1+2=") == [4, 39, 5, 43]
 
 
@@ -168,4 +168,4 @@ def test_special_groups_and_completions_are_counted(config, read_jsonl, model, t
 def test_a_step_of_all_equal_groups_changes_no_weight(config, model, tmp_path):
     base = load_decoder(model, torch.float32)
     summary = train(config(steps=1, task__reward="toy:constant"), tmp_path / "run")
-    assert summary.fingerprint == fingerprint(base.layout, base.flat.detach())
+    assert summary.weights == fingerprint(base.layout, base.flat.detach())

@@ -1,0 +1,116 @@
+"""Checkpoints that a run goes on from: saved whole, found by their hashes, restored to the bit.
+
+RUN/checkpoints/step-NNNNNN is a Hugging Face checkpoint with the fp32 master weights; trainer/ inside it holds the optimizer's
+moments (safetensors) and what else a step reads (JSON). NNNNNN steps are done. Nothing that loads can run code.
+"""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from ..model.checkpoint import STATE_FILE, read_weights, write_checkpoint
+from ..verify.files import manifest_damage
+from .loop import TrainState
+from .scaling import LossScaler
+
+SMALL_FILE = "trainer/state.json"
+# Put after the name of a checkpoint that cannot be used, so that a new one finds its place and the old is not lost.
+DAMAGED = ".damaged"
+# A LossScaler's whole state.
+_SCALER = ("scale", "clean", "in_a_row")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An intact checkpoint, `step` steps into its run, whose ledger ended with `chain` then. `scaler`: the loss scaler's state."""
+
+    folder: Path
+    step: int
+    version: int
+    updates: int
+    chain: str
+    scaler: dict[str, float]
+
+
+def save_checkpoint(state: TrainState, target: Path, companions: Path, extra: dict[str, str], keep: int) -> None:
+    """Write everything a resumed run needs, then drop all but the `keep` newest (0: all). Raises OSError, leaving nothing half-written."""
+    assert state.ledger is not None
+    small = {"step": state.step, "version": state.version, "updates": state.learner.updates, "chain": state.ledger.ledger.chain}
+    small["scaler"] = {name: getattr(state.scaler, name) for name in _SCALER}
+    first, second = state.learner.moments
+    texts = extra | {SMALL_FILE: json.dumps(small, indent=1) + "\n"}
+    moments = {"first_moment": first, "second_moment": second}
+    write_checkpoint(target, state.policy.layout, state.learner.master, companions, texts, state=moments)
+    for folder in checkpoint_folders(target.parent.parent)[keep:] if keep else []:
+        doomed = folder.with_name(f".{folder.name}.dropped")
+        folder.rename(doomed)  # a half-deleted checkpoint never has the name of one
+        shutil.rmtree(doomed)
+
+
+def checkpoint_folders(run: Path) -> list[Path]:
+    """The checkpoints of a run by name, newest first."""
+    return sorted((p for p in run.glob("checkpoints/step-*") if p.is_dir() and p.name[5:].isdigit()), key=lambda p: -int(p.name[5:]))
+
+
+def open_checkpoint(folder: Path) -> tuple[Checkpoint | None, str]:
+    """The checkpoint, or None and what is wrong with it, naming the file."""
+    if damage := manifest_damage(folder):
+        return None, damage
+    path = folder / SMALL_FILE
+    try:
+        small: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found = Checkpoint(folder, **small)
+    except (OSError, ValueError, TypeError) as error:
+        return None, f"{path} is no training state ({type(error).__name__})"
+    if folder.name != f"step-{found.step:06d}":
+        return None, f"{folder} holds step {found.step}"
+    return found, ""
+
+
+@torch.no_grad()
+def restore(state: TrainState, checkpoint: Checkpoint) -> None:
+    """Put weights, optimizer and counters back. Raises ValueError when the files do not fit the model."""
+    learner = state.learner
+    try:
+        moments = load_file(checkpoint.folder / STATE_FILE)
+        for mine, name in zip(learner.moments, ("first_moment", "second_moment"), strict=True):
+            if moments[name].shape != mine.shape or moments[name].dtype != mine.dtype:
+                raise ValueError(f"checkpoint: {checkpoint.folder / STATE_FILE}: {name} is of another model")
+            mine.copy_(moments[name])
+    except (SafetensorError, KeyError) as error:
+        raise ValueError(f"checkpoint: {checkpoint.folder / STATE_FILE} is no optimizer state ({error})") from None
+    for name in _SCALER:
+        setattr(state.scaler, name, checkpoint.scaler[name])
+    learner.updates = checkpoint.updates
+    _begin_at(state, read_weights(checkpoint.folder, state.policy.layout), checkpoint.step, checkpoint.version)
+
+
+@torch.no_grad()
+def rewind(state: TrainState, master: torch.Tensor) -> None:
+    """Back to before the first step, with the first weights `master` [layout.numel]."""
+    for moment in state.learner.moments:
+        moment.zero_()
+    state.learner.updates = 0
+    state.scaler = LossScaler(state.config.precision, state.policy.dtype)
+    _begin_at(state, master, 0, 0)
+
+
+def _begin_at(state: TrainState, master: torch.Tensor, step: int, version: int) -> None:
+    state.learner.master.copy_(master)
+    if state.policy.flat.data_ptr() != state.learner.master.data_ptr():
+        state.policy.flat.detach().copy_(state.learner.master)
+    state.step, state.version = step, version
+    state.sampler.load_weights(state.policy.w, version)
+
+
+def clear_leftovers(run: Path) -> None:
+    """Remove what a killed process left half-written or half-deleted."""
+    for pattern in ("checkpoints/.step-*.partial-*", "checkpoints/.step-*.dropped", ".*.partial-*"):
+        for left in run.glob(pattern):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()

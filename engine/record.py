@@ -1,0 +1,152 @@
+"""What the loop writes to the run's ledger (verify/ledger.py): which settings decide bits, and the hash of each quantity of a step."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ..model.decoder import Decoder
+from ..verify.environment import environment
+from ..verify.files import hash_json
+from ..verify.ledger import Head, Ledger, LedgerFile, Line, digest, digest_ids, hash_tree
+from .config import Config
+from .learner import Learner
+from .rollout import Rollout
+from .tasks.base import Problem
+
+# Keys of the configuration that decide no bit of the training, and why. They are not chained, and a resumed run may change them.
+FREE = {
+    "micro_batch": "sequences of one pass; the law",
+    "threads": "the law",
+    "workers": "the law",
+    "native": "the sampler's limits; the law",
+    "vllm": "the sampler's limits; the law",
+    "sampler": "both samplers draw the same tokens",
+    "exact": "decides whether a run stops, not what it computes",
+    "evaluation": "reads the weights, with random numbers of its own",
+    "checkpoint": "what is kept",
+    "ledger.detail": "what is kept; the roots are the same",
+    "loss.preset": "a name for the choices, which are chained one by one",
+    "model": "a place; the weights that lie there are chained instead",
+}
+# The scale of the loss leaves no trace in the bits unless a gradient over- or underflows, which the gradient's hash shows. So it is not
+# chained either; but a resumed run goes on with the scale it had.
+_SCALE = tuple(f"precision.{key}" for key in ("scaling", "scale", "growth_interval", "backoff", "minimum", "maximum"))
+
+
+def flat_settings(config: Config) -> dict[str, Any]:
+    """Every key of the configuration with its value, the loss resolved."""
+    flat: dict[str, Any] = {}
+
+    def walk(values: Mapping[str, Any], prefix: str) -> None:
+        for name, value in values.items():
+            if isinstance(value, Mapping) and f"{prefix}{name}" not in ("task.options", "vllm.engine"):
+                walk(value, f"{prefix}{name}.")
+            else:
+                flat[prefix + name] = value
+
+    walk(config.model_dump(mode="json") | {"loss": config.loss.resolve().model_dump(mode="json")}, "")
+    return flat
+
+
+def is_free(key: str, config: Config) -> bool:
+    """Whether a key decides no bit. The number of steps decides bits through the schedule of the learning rate only."""
+    if key == "steps":
+        return config.optimizer.schedule == "constant"
+    return any(key == free or key.startswith(f"{free}.") for free in FREE)
+
+
+def binding(config: Config) -> dict[str, Any]:
+    """The settings that decide bits, which the ledger chains."""
+    return {key: value for key, value in flat_settings(config).items() if not is_free(key, config) and key not in _SCALE}
+
+
+class _State(Protocol):
+    """What the ledger reads of a TrainState."""
+
+    config: Config
+    policy: Decoder
+    learner: Learner
+    problems: Sequence[Problem]
+    prompt_ids: Sequence[Sequence[int]]
+    step: int
+
+
+def run_head(state: _State, process: Mapping[str, Any]) -> Head:
+    """The head of the ledger of a run that has not taken a step. `process`: how this process is set up."""
+    config = state.config
+    tree = hash_tree(state.policy.layout.checkpoint_views(state.learner.master))
+    data = hash_json([digest_ids(state.prompt_ids), [[p.id, p.prompt, repr(p.answer)] for p in state.problems]])
+    chained = binding(config)
+    free = {key: value for key, value in flat_settings(config).items() if key not in chained}
+    where = environment(Path(__file__).parents[1], state.policy.flat.device, {**process, "threads": torch.get_num_threads()})
+    where |= {f"process.{key}": value for key, value in free.items()}
+    names = list(state.policy.layout.checkpoint_views(state.learner.master))
+    return Head(chained, config.seed, data, tree.root, names, tree.leaves, where)
+
+
+class Recorder:
+    """Writes the ledger of a run, step by step. With `found`, goes on from a ledger that was read."""
+
+    def __init__(self, path: Path | None, head: Head, config: Config, found: LedgerFile | None = None):
+        self.head, self.ledger = head, Ledger(path, head, found)
+        self._detail, self._state_every = config.ledger.detail, config.ledger.state_every
+        self._updates: dict[str, str] = {}
+        self._leaves: dict[str, list[str]] = {}
+        self._scales: list[float] = []
+        self._seconds = 0.0
+        self.listener: Callable[[torch.Tensor, torch.Tensor], None] | None = None  # given logp and gradient of each update
+
+    def updated(self, decoder: Decoder, logp: torch.Tensor, gradient: torch.Tensor, scale: float = 1.0) -> None:
+        """Once for each update of a step: the trainer's logp [C] and the gradient [numel] of the loss times `scale`."""
+        began, n = time.perf_counter(), len(self._scales)
+        self._scales.append(scale)
+        suffix = f".{n}" if n else ""
+        self._updates[f"trainer_logprobs{suffix}"] = digest(logp)
+        # A power of two leaves no trace in the bits, so runs at different loss scales have one ledger.
+        gradient = gradient if scale == 1.0 else gradient / scale
+        self._tree(self._updates, f"gradient{suffix}", decoder.layout.checkpoint_views(gradient))
+        self._seconds += time.perf_counter() - began
+        if self.listener:
+            self.listener(logp, gradient)
+
+    def record(self, state: _State, rollouts: Sequence[Rollout], rewards: np.ndarray, A: np.ndarray) -> float:
+        """The end of a step: write its line. Returns the seconds that all of the step's hashing took."""
+        began, step = time.perf_counter(), state.step
+        trainer = [(name, h) for name, h in self._updates.items() if name == "trainer_logprobs"]
+        quantities = {
+            "prompts": digest_ids([r.prompt_ids for r in rollouts]),
+            "tokens": digest_ids([r.completion_ids for r in rollouts]),
+            "sampler_logprobs": digest(np.concatenate([r.logprobs for r in rollouts])),
+            **dict(trainer),
+            "rewards": digest(rewards),
+            "advantages": digest(A),
+            **{name: h for name, h in self._updates.items() if name != "trainer_logprobs"},
+        }
+        if (step + 1) % self._state_every == 0:
+            self._state(quantities, state)
+        keys = {"seed": state.config.seed, "step": step}
+        self.ledger.append(Line(step, keys, quantities, self._leaves, {"loss_scale": self._scales}))
+        seconds = self._seconds + time.perf_counter() - began
+        self._updates, self._leaves, self._scales, self._seconds = {}, {}, [], 0.0
+        return seconds
+
+    def _state(self, quantities: dict[str, str], state: _State) -> None:
+        views, learner = state.policy.layout.checkpoint_views, state.learner
+        self._tree(quantities, "optimizer", *(views(moment) for moment in learner.moments))
+        self._tree(quantities, "weights", views(learner.master))
+        if state.policy.flat.data_ptr() != learner.master.data_ptr():
+            self._tree(quantities, "compute_weights", views(state.policy.flat))
+
+    def _tree(self, quantities: dict[str, str], name: str, *parts: Mapping[str, torch.Tensor]) -> None:
+        tree = hash_tree(*parts)
+        quantities[name] = tree.root
+        if self._detail == "full" or (self._detail == "gradients" and name.startswith("gradient")):
+            self._leaves[name] = tree.leaves
+
+    def close(self) -> None:
+        """Close the file."""
+        self.ledger.close()

@@ -1,0 +1,149 @@
+"""`zerokl replay` and `zerokl verify run`: steps of a run done again from the nearest checkpoint, and compared with its ledger."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..kernels.philox import Stream, uniform_range
+from ..verify.divergence import Divergence, compare_heads, compare_lines, open_run, run_ledger
+from ..verify.ledger import LedgerFile, read_ledger
+from .checkpoints import Checkpoint, checkpoint_folders, open_checkpoint, restore, rewind
+from .loop import TrainState, train_step
+from .record import Recorder, run_head
+from .resume import run_config
+from .run import base_model, make_state
+from .tasks import load_task
+from .tracing import trace_step
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Steps `first` to `last` done again. `divergence` is the first difference from the ledger; after it nothing is done."""
+
+    first: int
+    last: int
+    divergence: Divergence | None
+
+
+class Replayer:
+    """A run that can be done again, from any step on. Raises ValueError for a folder without a run, or one that was altered.
+
+    overrides: settings that decide no bit. Use as a context: it holds worker processes.
+    """
+
+    def __init__(self, path: Path, overrides: Mapping[str, str] | None = None):
+        self.path, self.ledger = path, open_run(path)
+        self.config = run_config(path, overrides or {})
+        self.said: list[str] = []  # a line for each checkpoint that cannot be used
+        self.checkpoints = self._checkpoints()
+        if self.config.threads:
+            torch.set_num_threads(self.config.threads)
+        task = load_task(self.config.task.name, self.config.task.options)
+        self.state: TrainState = make_state(self.config, base_model(self.config, path), task)
+        self._start = self.state.learner.master.clone()
+        self._head = run_head(self.state, {"workers in use": self.state.workers.n})
+        if altered := compare_heads(self.ledger.head, self._head):
+            self.__exit__()
+            raise ValueError(f"replay: {path} can not be repeated, since what it started from is another now; {altered}")
+
+    def _checkpoints(self) -> list[Checkpoint]:
+        good = []
+        for folder in checkpoint_folders(self.path):
+            found, damage = open_checkpoint(folder)
+            if found is not None and self.ledger.chain_at(found.step) == found.chain:
+                good.append(found)
+            else:
+                self.said.append(f"{damage or f'{folder} is not a checkpoint of {self.ledger.path}'}; not used")
+        return good
+
+    def replay(
+        self, step: int, until: int | None = None, trace: Path | None = None, before: Callable[[TrainState], None] | None = None
+    ) -> Replay:
+        """Do steps up to `until` (default `step`) again, from the newest checkpoint at or before `step`.
+
+        trace: file to write every operation of step `step` to. before: called with the state before each step.
+        Raises ValueError for steps that the ledger does not hold.
+        """
+        until, done = step if until is None else until, len(self.ledger.lines)
+        if not 0 <= step <= until < done:
+            raise ValueError(f"replay: steps {step} to {until} must lie in 0 to {done - 1}, the steps that {self.ledger.path} holds")
+        first = self._go_to(step)
+        state = self.state
+        while state.step <= until:
+            line = self.ledger.lines[state.step]
+            if before:
+                before(state)
+            if trace is not None and state.step == step:
+                trace_step(state, trace)
+            else:
+                train_step(state)
+            again = state.ledger.ledger.lines[-1]
+            if divergence := compare_lines(self.ledger.head, line, again):
+                return Replay(first, line.step, divergence)
+        return Replay(first, until, None)
+
+    def _go_to(self, step: int) -> int:
+        """Put the state of the nearest checkpoint at or before `step` in place, and the ledger up to it. Returns its step."""
+        state = self.state
+        checkpoint = next((c for c in self.checkpoints if c.step <= step), None)
+        if checkpoint is not None:
+            restore(state, checkpoint)
+        else:
+            rewind(state, self._start)
+        before = LedgerFile(self.ledger.path, self.ledger.head, self.ledger.lines[: state.step])
+        state.ledger = Recorder(None, self._head, self.config, before)
+        return state.step
+
+    def __enter__(self) -> "Replayer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.state.sampler.close()
+        self.state.workers.close()
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of `zerokl verify run`."""
+
+    what: str
+    result: str
+    holds: bool
+
+
+def verify_run(path: Path, replays: int, seed: int, overrides: Mapping[str, str]) -> list[Finding]:
+    """Check a run: its ledger's chain, its checkpoints' hashes, its summary, and `replays` steps drawn at random, done again.
+
+    Raises ValueError for a folder without a run.
+    """
+    ledger = read_ledger(run_ledger(path))
+    if ledger.damage or ledger.head is None:
+        return [Finding("ledger", ledger.damage or f"{ledger.path} has no whole head", False)]
+    said = f"{len(ledger.lines)} steps, chain unbroken" + (", and a torn line after them" if ledger.torn else "")
+    findings = [Finding("ledger", said, not (ledger.torn and (path / "summary.json").exists())), *_summary(path, ledger)]
+    for folder in reversed(checkpoint_folders(path)):
+        found, damage = open_checkpoint(folder)
+        fits = found is not None and ledger.chain_at(found.step) == found.chain
+        said = damage or ("every hash right, and its place in the chain" if fits else "is not a checkpoint of this ledger")
+        findings.append(Finding(folder.name, said, fits))
+    drawn = sorted({int(u * len(ledger.lines)) for u in uniform_range(replays, seed, Stream.ORDER, 0)}) if ledger.lines else []
+    with Replayer(path, overrides) as replayer:
+        for step in drawn:
+            done = replayer.replay(step)
+            said = f"differs at {done.divergence}" if done.divergence else f"the same bits (from step {done.first})"
+            findings.append(Finding(f"replay of step {step}", said, done.divergence is None))
+    return findings
+
+
+def _summary(path: Path, ledger: LedgerFile) -> list[Finding]:
+    file = path / "summary.json"
+    if not file.exists():
+        return [Finding("summary", "none: the run is not finished", True)]
+    try:
+        fits = json.loads(file.read_text(encoding="utf-8"))["fingerprint"] == ledger.chain
+    except (ValueError, KeyError, TypeError):
+        return [Finding("summary", f"{file} is damaged", False)]
+    return [Finding("summary", f"its fingerprint is {'' if fits else 'not '}the ledger's last chain value", fits)]

@@ -1,0 +1,149 @@
+"""`zerokl train --resume`: where an interrupted run can go on, to the bit.
+
+A run goes on from the newest checkpoint that is intact and that ledger, metrics and rollouts reach; these files are then cut
+back to its step. Each file that is damaged is named, and what was cut because of damage is kept beside it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..verify.files import whole_lines, write_whole
+from ..verify.ledger import Head, LedgerFile, read_ledger
+from .checkpoints import DAMAGED, Checkpoint, checkpoint_folders, clear_leftovers, open_checkpoint
+from .config import Config, load_config
+from .record import flat_settings, is_free
+
+LEDGER, METRICS, ROLLOUTS = "ledger.jsonl", "metrics.jsonl", "rollouts.jsonl"
+
+
+@dataclass
+class _Log:
+    """A JSONL file of a run, as far as it is intact: `ends`[s] bytes hold the steps before s."""
+
+    path: Path
+    ends: list[int] = field(default_factory=lambda: [0])
+    damage: str | None = None
+
+
+@dataclass
+class Resumption:
+    """Where a run goes on. Nothing is changed before `prepare`."""
+
+    path: Path
+    config: Config
+    checkpoint: Checkpoint | None  # None: from the first step
+    ledger: LedgerFile
+    logs: list[_Log]
+    history: list[dict[str, float]]
+    said: list[str]  # a line for each damaged file
+    unusable: list[Path]  # checkpoints that must make room
+
+    @property
+    def step(self) -> int:
+        """Steps that are done."""
+        return self.checkpoint.step if self.checkpoint else 0
+
+    def check_head(self, head: Head) -> None:
+        """Raise ValueError when the run would not be the same run: another configuration, other data, other first weights."""
+        held = self.ledger.head
+        if held is None:
+            return
+        for key in sorted(held.settings.keys() | head.settings.keys()):
+            if (was := held.settings.get(key)) != (now := head.settings.get(key)):
+                raise ValueError(f"resume: {key} is {now!r} in {self.path / 'config.toml'} and {was!r} in the ledger; the file was altered")
+        if held.data != head.data:
+            raise ValueError("resume: the training problems are not those of the run; put the task's data back as it was")
+        if held.weights != head.weights:
+            raise ValueError(f"resume: the weights of {self.config.model} are not those that the run began with")
+
+    def prepare(self) -> LedgerFile | None:
+        """Cut the files back to `step` and make room for new checkpoints. Returns the ledger that is gone on from, if it has a head."""
+        clear_leftovers(self.path)
+        for folder in self.unusable:
+            folder.rename(_free_name(folder))
+        ends = {log.path: log.ends[self.step] for log in self.logs}
+        ends[self.ledger.path] = self.ledger.ends[self.step] if self.ledger.head else 0
+        damaged = {log.path for log in self.logs if log.damage} | ({self.ledger.path} if self.ledger.damage else set())
+        for path, end in ends.items():
+            content = path.read_bytes() if path.exists() else b""
+            if path in damaged:
+                write_whole(_free_name(path), content)
+            if len(content) != end:
+                write_whole(path, content[:end])
+        (self.path / "summary.json").unlink(missing_ok=True)
+        return read_ledger(self.ledger.path).whole() if self.ledger.head else None
+
+
+def _free_name(path: Path) -> Path:
+    names = (path.with_name(f"{path.name}{DAMAGED}{n or ''}") for n in range(1000))
+    return next(p for p in names if not p.exists())
+
+
+def find_resumption(path: Path, overrides: Mapping[str, str]) -> Resumption:
+    """Where the run in the folder `path` can go on. Raises ValueError when it holds none, or for an override that decides bits."""
+    config = run_config(path, overrides)
+    ledger = read_ledger(path / LEDGER) if (path / LEDGER).exists() else LedgerFile(path / LEDGER)
+    metrics = _read_log(path / METRICS, 1)
+    rollouts = _read_log(path / ROLLOUTS, config.prompts * config.samples)
+    said = [f"{damage}; going on from before it" for damage in (ledger.damage, metrics.damage, rollouts.damage) if damage]
+    checkpoint, unusable = None, []
+    for folder in checkpoint_folders(path):
+        found, damage = open_checkpoint(folder)
+        if found is None:
+            said.append(f"{damage}; not used")
+        elif ledger.chain_at(found.step) != found.chain:
+            said.append(f"{folder} is not a checkpoint of {ledger.path}; not used")
+        elif found.step >= min(len(metrics.ends), len(rollouts.ends)):
+            said.append(f"{folder} is ahead of {METRICS} or {ROLLOUTS}; not used")
+        else:
+            checkpoint = found
+            break
+        unusable.append(folder)
+    step = checkpoint.step if checkpoint else 0
+    if step > config.steps:
+        raise ValueError(f"resume: steps ({config.steps}) must be at least {step}, the steps that {path} has done")
+    history = [_numbers(json.loads(line)) for line in metrics.path.read_bytes()[: metrics.ends[step]].splitlines()] if step else []
+    return Resumption(path, config, checkpoint, ledger, [metrics, rollouts], history, said, unusable)
+
+
+def _numbers(line: dict[str, Any]) -> dict[str, Any]:
+    """A line of metrics as it was before it was written: what JSON has no number for was an infinity."""
+    return {k: float("inf") if v is None else v for k, v in line.items()}
+
+
+def run_config(path: Path, overrides: Mapping[str, str]) -> Config:
+    """The configuration of a run with overrides. Raises ValueError for one that decides bits, or a folder without a run."""
+    file = path / "config.toml"
+    if not file.exists():
+        raise ValueError(f"resume: {path} holds no run (no config.toml); start one with --run-dir {path}")
+    was = load_config(str(file), None, {})
+    now = load_config(str(file), None, overrides)
+    before, after = flat_settings(was), flat_settings(now)
+    for key in sorted(before.keys() | after.keys()):
+        if before.get(key) != after.get(key) and not (is_free(key, was) and is_free(key, now)):
+            raise ValueError(
+                f"resume: {key} ({after.get(key)!r}, was {before.get(key)!r}) decides bits; a resumed run may change only what decides "
+                "none, such as workers, threads and micro_batch"
+            )
+    return now
+
+
+def _read_log(path: Path, lines_per_step: int) -> _Log:
+    """Check every line: JSON, and the step it belongs to."""
+    log, at = _Log(path), 0
+    lines, _ = whole_lines(path.read_bytes() if path.exists() else b"")
+    for number, raw in enumerate(lines, 1):
+        try:
+            fits = json.loads(raw)["step"] == (number - 1) // lines_per_step
+        except (ValueError, KeyError, TypeError):
+            fits = False
+        if not fits:
+            log.damage = f"{path} line {number} is damaged"
+            break
+        at += len(raw)
+        if number % lines_per_step == 0:
+            log.ends.append(at)
+    return log

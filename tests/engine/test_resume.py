@@ -1,0 +1,209 @@
+"""A run that was interrupted goes on to the same bits, whatever was left of it; and what is damaged is named."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from zerokl.engine import checkpoints
+from zerokl.engine import run as run_module
+from zerokl.engine.run import Summary, resume, train
+
+from tests.helpers import property_settings
+
+LOGS = ("ledger.jsonl", "metrics.jsonl", "rollouts.jsonl")
+
+
+class StopError(Exception):
+    """The run ends here, as if it had been killed."""
+
+
+def _cut(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """A run that ends in the middle of `step`, its ledger's line written and nothing else of it."""
+    plain = run_module.train_step
+
+    def until(state):
+        record = plain(state)
+        if state.step == step + 1:
+            raise StopError
+        return record
+
+    monkeypatch.setattr(run_module, "train_step", until)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "float16"])
+def six(request, config):
+    return config(dtype=request.param, steps=6, checkpoint__every=2, optimizer__schedule="linear", updates_per_rollout=2)
+
+
+@pytest.fixture(scope="module")
+def whole(six, tmp_path_factory) -> tuple[Path, Summary]:
+    path = tmp_path_factory.mktemp("whole") / "run"
+    return path, train(six, path)
+
+
+def _same_run(path: Path, summary: Summary, whole: tuple[Path, Summary]) -> None:
+    """Ledger and rollouts are byte for byte those of the run that was never interrupted; metrics but for their times."""
+    reference, expected = whole
+    assert (summary.fingerprint, summary.weights, summary.steps) == (expected.fingerprint, expected.weights, 6)
+    for name in ("ledger.jsonl", "rollouts.jsonl"):
+        assert (path / name).read_bytes() == (reference / name).read_bytes(), name
+    metrics = [[{k: v for k, v in json.loads(line).items() if not k.startswith("time/")} for line in (p / "metrics.jsonl").open()] for p in
+               (path, reference)]  # fmt: skip
+    assert metrics[0] == metrics[1]
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 4, 5])
+def test_a_run_that_was_cut_goes_on_to_the_same_ledger(six, whole, tmp_path, monkeypatch, step):
+    with monkeypatch.context() as patch:
+        _cut(patch, step)
+        with pytest.raises(StopError):
+            train(six, tmp_path / "run")
+    assert not (tmp_path / "run" / "summary.json").exists()
+    _same_run(tmp_path / "run", resume(tmp_path / "run"), whole)
+
+
+def test_control_without_the_moments_the_ledger_differs(six, whole, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        _cut(patch, 3)
+        with pytest.raises(StopError):
+            train(six, tmp_path / "run")
+    plain = checkpoints.load_file
+    monkeypatch.setattr(checkpoints, "load_file", lambda path: {k: v * (k != "second_moment") for k, v in plain(path).items()})
+    assert resume(tmp_path / "run").fingerprint != whole[1].fingerprint
+
+
+def test_a_finished_run_that_is_resumed_stays_as_it_is(whole, tmp_path):
+    shutil.copytree(whole[0], tmp_path / "run")
+    _same_run(tmp_path / "run", resume(tmp_path / "run"), whole)
+
+
+def test_settings_that_decide_no_bit_may_change(six, whole, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        _cut(patch, 3)
+        with pytest.raises(StopError):
+            train(six, tmp_path / "run")
+    summary = resume(tmp_path / "run", {"workers": "2", "micro_batch": "1", "native.max_concurrency": "2", "threads": "2"})
+    assert (summary.fingerprint, summary.weights) == (whole[1].fingerprint, whole[1].weights)
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "run" / "ledger.jsonl").open()]
+    assert kinds == ["head", "step", "step", "resumed", "step", "step", "step", "step"]
+
+
+@pytest.mark.parametrize("key", ["seed=1", "optimizer.lr=1e-3", "virtual_shards=1", "steps=9", "precision.scale=2.0", "dtype=float16"])
+def test_settings_that_decide_bits_are_refused_by_name(config, tmp_path, key):
+    path = tmp_path / "run"
+    train(config(optimizer__schedule="linear"), path)
+    before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
+    name, _, value = key.partition("=")
+    with pytest.raises(ValueError, match=f"^resume: {name} .*decides bits"):
+        resume(path, {name: value})
+    assert {p: p.read_bytes() for p in path.rglob("*") if p.is_file()} == before
+
+
+def test_a_run_at_a_constant_rate_can_be_made_longer(config, tmp_path):
+    train(config(steps=3), tmp_path / "run")
+    longer = train(config(steps=5), tmp_path / "longer")
+    assert resume(tmp_path / "run", {"steps": "5"}).fingerprint == longer.fingerprint
+
+
+def test_only_the_newest_checkpoints_are_kept(config, tmp_path):
+    train(config(steps=5, checkpoint__every=1, checkpoint__keep=2), tmp_path / "run")
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-000004", "step-000005"]
+
+
+def _steps_left(path: Path, step: int) -> None:
+    """The folder as a kill leaves it during step `step`: half a line of each log, half a checkpoint, no summary."""
+    for name, lines in zip(LOGS, (1 + step, step, 9 * step), strict=True):
+        content = (path / name).read_bytes().splitlines(keepends=True)
+        (path / name).write_bytes(b"".join(content[:lines]) + content[lines][:17])
+    for folder in (path / "checkpoints").iterdir():
+        if int(folder.name[5:]) > step:
+            shutil.rmtree(folder)
+    half = path / "checkpoints" / f".step-{step:06d}.partial-1"
+    half.mkdir()
+    (half / "config.json").write_text("{")
+    (path / "summary.json").unlink()
+
+
+@pytest.fixture(scope="module")
+def small(config, tmp_path_factory) -> tuple[Path, Summary]:
+    path = tmp_path_factory.mktemp("small") / "run"
+    return path, train(config(steps=6, checkpoint__every=2), path)
+
+
+def test_a_newer_checkpoint_that_is_damaged_is_named_and_an_older_one_used(small, tmp_path, capsys):
+    path = tmp_path / "run"
+    shutil.copytree(small[0], path)
+    _steps_left(path, 5)
+    victim = path / "checkpoints" / "step-000004" / "trainer" / "state.safetensors"
+    victim.write_bytes(victim.read_bytes()[:-9])
+    _same_run(path, resume(path), small)
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"{victim} is torn" in said
+    assert "going on at step 2 of 6" in said
+    assert sorted(p.name for p in (path / "checkpoints").iterdir()) == ["step-000002", "step-000004", "step-000004.damaged", "step-000006"]
+
+
+CORRUPTIONS = st.sampled_from(["truncate", "flip", "remove", "foreign"])
+
+
+@given(st.integers(0, 10**9), st.integers(0, 10**9), CORRUPTIONS)
+@property_settings(40)
+def test_whatever_is_corrupted_is_named_and_the_run_still_ends_the_same(small, tmp_path_factory, file, place, how):
+    """One file of an interrupted run is corrupted at a drawn place. Either resume says so in one line, or it ends in the same bits."""
+    path = tmp_path_factory.mktemp("corrupted") / "run"
+    shutil.copytree(small[0], path, ignore=shutil.ignore_patterns("tensorboard"))
+    _steps_left(path, 5)
+    files = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix != ".png" and ".partial" not in str(p))
+    victim = files[file % len(files)]
+    corrupt(victim, place, how)
+    try:
+        summary = resume(path)
+    except ValueError as error:
+        refused = str(error)
+    else:
+        refused = ""
+    if refused:
+        assert len(refused.splitlines()) == 1
+        assert victim.name == "config.toml", refused  # nothing else is needed that is not kept twice
+        return
+    assert (summary.fingerprint, summary.weights) == (small[1].fingerprint, small[1].weights)
+    if victim.name != "config.toml":
+        _same_run(path, summary, small)
+
+
+def corrupt(victim: Path, place: int, how: str) -> None:
+    content = bytearray(victim.read_bytes())
+    if how == "truncate":
+        victim.write_bytes(content[: place % len(content)])
+    elif how == "flip":
+        content[place // 8 % len(content)] ^= 1 << place % 8
+        victim.write_bytes(content)
+    elif how == "remove":
+        victim.unlink()
+    else:
+        victim.write_bytes(b'{"from": "another program"}\n')
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no run .*--run-dir"):
+        resume(tmp_path)
+
+
+def test_other_data_and_other_first_weights_are_refused(config, model, tmp_path):
+    data, base = tmp_path / "data.jsonl", tmp_path / "base"
+    shutil.copytree(model, base)
+    data.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(20)))
+    made = config(model=base, task__name="jsonl", task__options=f'{{ file = "{data}" }}')
+    train(made, tmp_path / "run")
+    data.write_text(data.read_text().replace("3+1=", "4+1=", 1))
+    with pytest.raises(ValueError, match="training problems are not those of the run"):
+        resume(tmp_path / "run")
+    data.write_text(data.read_text().replace("4+1=", "3+1=", 1))
+    content = bytearray((base / "model.safetensors").read_bytes())
+    content[-5] ^= 1
+    (base / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=r"weights of .* are not those that the run began with"):
+        resume(tmp_path / "run")

@@ -1,0 +1,93 @@
+"""Files that are whole or not there: written to a temporary name, synced and renamed; and folders that know their own hashes.
+
+A manifest is a JSON file with the size and the SHA-256 of every file of its folder, and a SHA-256 over itself.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+
+
+def canonical(x: Any) -> bytes:
+    """x as JSON in its one canonical form: sorted keys, no blanks, ASCII. Raises ValueError for infinities and NaN."""
+    return json.dumps(x, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def hash_json(x: Any) -> str:
+    """SHA-256 of the canonical JSON of x."""
+    return hashlib.sha256(canonical(x)).hexdigest()
+
+
+def whole_lines(content: bytes) -> tuple[list[bytes], bool]:
+    """The lines that end with a newline, with it; and whether a torn one follows them."""
+    *lines, rest = content.split(b"\n")
+    return [line + b"\n" for line in lines], bool(rest)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Replace the file `path`: at every moment it holds all of the old content or all of the new. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        with open(temporary, "wb") as handle:
+            handle.write(content)
+            handle.flush()
+            os.fsync(handle.fileno())
+        temporary.rename(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def _hash_file(path: Path) -> str:
+    with open(path, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def write_manifest(folder: Path) -> None:
+    """Sync every file of `folder`, and write down their hashes as they can be read back."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    for file in files:
+        sync(file)
+    listed = {str(p.relative_to(folder)): {"bytes": p.stat().st_size, "sha256": _hash_file(p)} for p in files}
+    text = json.dumps({"files": listed, "sha256": hash_json(listed)}, indent=1) + "\n"
+    write_whole(folder / MANIFEST, text.encode())
+    for inner in {p.parent for p in files}:
+        sync(inner)
+
+
+def manifest_damage(folder: Path) -> str | None:
+    """What is wrong with a folder, naming the first torn, altered, missing or foreign file; None if it is intact."""
+    path = folder / MANIFEST
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+        listed = held["files"]
+        if set(held) != {"files", "sha256"} or held["sha256"] != hash_json(listed):
+            return f"{path} was altered"
+        for name, wanted in listed.items():
+            file = folder / name
+            if not file.is_file():
+                return f"{file} is missing"
+            if (size := file.stat().st_size) != wanted["bytes"]:
+                return f"{file} is torn: it has {size} bytes, not {wanted['bytes']}"
+            if _hash_file(file) != wanted["sha256"]:
+                return f"{file} was altered: its SHA-256 is not the one written down"
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{path} cannot be read ({type(error).__name__})"
+    foreign = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and p != path)
+    return next((f"{folder / name} is foreign: the manifest does not list it" for name in foreign if name not in listed), None)
