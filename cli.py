@@ -1,4 +1,4 @@
-"""The command line: init, train, sample, eval, verify, audit. Bad input is one line on stderr and exit code 2."""
+"""The command line: init, train, sample, eval, verify, audit, ablate. Bad input is one line on stderr and exit code 2."""
 
 import contextlib
 import difflib
@@ -254,7 +254,30 @@ class Audit:
         return 0 if done.within(self.max_k3, self.max_abs) else 1
 
 
-_COMMANDS = {"init": Init, "train": Train, "sample": Sample, "eval": Eval, "verify": Verify, "audit": Audit}
+@dataclass(frozen=True)
+class Ablate:
+    """Run a grid of configurations and seeds, and compare what came out. Runs that have ended are kept when it is started again."""
+
+    grid: Positional[str]
+    """TOML file with seeds, [set], [grid] and [variants] (engine/ablate.py shows one)."""
+    out: str = ""
+    """Folder of the runs, of ablation.json and of the plots."""
+
+    def run(self, overrides: dict[str, str]) -> int:
+        """Run the subcommand; returns the exit code."""
+        from .engine.ablate import ablate
+        from .engine.ablation_report import result_table
+        from .engine.report import console
+
+        if not self.out:
+            raise ValueError("ablate: --out is missing; name the folder of the ablation")
+        report = ablate(self.grid, self.out)
+        console.print(result_table(report["combinations"]))
+        console.print(f"report {Path(self.out) / 'ablation.json'}, plots beside it")
+        return 0
+
+
+_COMMANDS = {"init": Init, "train": Train, "sample": Sample, "eval": Eval, "verify": Verify, "audit": Audit, "ablate": Ablate}
 
 
 def _take_overrides(words: list[str], command: type) -> tuple[list[str], dict[str, str]]:
@@ -302,7 +325,7 @@ def _parse(argv: list[str]) -> tuple[Any, dict[str, str]]:
             raise ValueError(f"unknown command {name}; " + (f"did you mean {near[0]}?" if near else f"choose {', '.join(_COMMANDS)}"))
         rest, overrides = _take_overrides(argv[1:], _COMMANDS[name])
         argv = [name, *rest]
-        if name in ("sample", "verify", "audit"):
+        if name in ("sample", "verify", "audit", "ablate"):
             _check_options(name, overrides)
     kinds = Union[tuple(Annotated[kind, subcommand(name)] for name, kind in _COMMANDS.items())]  # noqa: UP007
     said = io.StringIO()
