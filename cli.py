@@ -1,4 +1,4 @@
-"""The command line: init, train, sample, eval, verify, audit, diff, replay. Bad input is one line on stderr and exit code 2."""
+"""The command line, a class for each subcommand. Bad input is one line on stderr and exit code 2."""
 
 import contextlib
 import difflib
@@ -350,9 +350,32 @@ class VerifyRun:
         return 0 if all(f.holds for f in findings) else 1
 
 
+@dataclass(frozen=True)
+class Ablate:
+    """Run a grid of configurations and seeds, and compare what came out. Runs that have ended are kept when it is started again."""
+
+    grid: Positional[str]
+    """TOML file with seeds, [set], [grid] and [variants] (engine/ablate.py shows one)."""
+    out: str = ""
+    """Folder of the runs, of ablation.json and of the plots."""
+
+    def run(self, overrides: dict[str, str]) -> int:
+        """Run the subcommand; returns the exit code."""
+        from .engine.ablate import ablate
+        from .engine.ablation_report import result_table
+        from .engine.report import console
+
+        if not self.out:
+            raise ValueError("ablate: --out is missing; name the folder of the ablation")
+        report = ablate(self.grid, self.out)
+        console.print(result_table(report["combinations"]))
+        console.print(f"report {Path(self.out) / 'ablation.json'}, plots beside it")
+        return 0
+
+
 _COMMANDS = {
     "init": Init, "train": Train, "sample": Sample, "eval": Eval, "verify": Verify, "audit": Audit, "diff": Diff, "replay": Replay,
-    "verify-run": VerifyRun,
+    "verify-run": VerifyRun, "ablate": Ablate,
 }  # fmt: skip
 
 
@@ -403,7 +426,7 @@ def _parse(argv: list[str]) -> tuple[Any, dict[str, str]]:
             raise ValueError(f"unknown command {name}; " + (f"did you mean {near[0]}?" if near else f"choose {', '.join(_COMMANDS)}"))
         rest, overrides = _take_overrides(argv[1:], _COMMANDS[name])
         argv = [name, *rest]
-        if name in ("sample", "verify", "audit", "diff"):
+        if name in ("sample", "verify", "audit", "diff", "ablate"):
             _check_options(name, overrides)
     kinds = Union[tuple(Annotated[kind, subcommand(name)] for name, kind in _COMMANDS.items())]  # noqa: UP007
     said = io.StringIO()

@@ -288,6 +288,11 @@ def _value(text: str, kind: Any) -> Any:
         return text
 
 
+def overrides_from(values: Mapping[str, Any]) -> dict[str, str]:
+    """TOML values of dotted keys as load_config takes them."""
+    return {key: value if isinstance(value, str) else _toml(value) for key, value in values.items()}
+
+
 def to_toml(config: Config) -> str:
     """The whole resolved configuration as TOML."""
     values = config.model_dump() | {"loss": config.loss.resolve().model_dump()}

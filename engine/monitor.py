@@ -34,7 +34,7 @@ class Monitor:
     def compare(self, logp: torch.Tensor, rollouts: Sequence[Rollout]) -> None:
         """logp [C]: the trainer's, of the rollouts' tokens in order.
 
-        Raises MismatchError at the first unequal bit if exact, ValueError for rollouts of other weights.
+        Raises MismatchError at the first unequal bit if exact, FloatingPointError for a NaN, ValueError for rollouts of other weights.
         """
         for r in rollouts:
             if r.weight_version != self.version:
@@ -47,6 +47,10 @@ class Monitor:
         differs = unequal(trainer, torch.from_numpy(sampler))
         if self.exact and differs.any():
             raise MismatchError(self._report(trainer, torch.from_numpy(sampler), differs, rollouts))
+        if (lost := torch.isnan(trainer).nonzero()).numel():
+            report = self._report(trainer, torch.from_numpy(sampler), torch.isnan(trainer), rollouts)
+            place = "step {step}, prompt {prompt}, sample {sample}, position {position}".format(**report)
+            raise FloatingPointError(f"the trainer's logprob at {place} is NaN, and {len(lost) - 1} others are: its logits overflow")
         self._trainer.append(trainer.numpy())
         self._sampler.append(sampler)
         self._lengths += [len(r.completion_ids) for r in rollouts]
