@@ -69,7 +69,8 @@ def _micro_batch_gradient(decoder: Decoder, part: Shard, distribution: Distribut
     packed = pack([r.pair for r in part.rollouts])
     lengths = torch.tensor(packed.completion_lengths)
     with torch.set_grad_enabled(bool(part.advantages.any())):
-        logp, entropy = logprobs(decoder, packed, distribution)
+        # What follows is small, and has one order of its sums on a CPU.
+        logp, entropy = (x.cpu() for x in logprobs(decoder, packed, distribution))
         old = torch.from_numpy(np.concatenate([r.logprobs for r in part.rollouts]))
         per_token = torch.from_numpy(part.advantages).float().repeat_interleave(lengths)
         loss = policy_loss(logp, old, per_token, loss_cfg)

@@ -67,7 +67,7 @@ class Decoder:
         self.config, self.flat = config, flat
         self.layout = layout or Layout(config)
         table = rope_table(config.frequencies, config.max_positions, flat.dtype)
-        self._cos, self._sin = (t.to(accumulate_dtype(flat.dtype)) for t in table)
+        self._cos, self._sin = (t.to(flat.device, accumulate_dtype(flat.dtype)) for t in table)
         self._bind()
 
     def _bind(self) -> None:
@@ -86,11 +86,17 @@ class Decoder:
         """The compute dtype."""
         return self.flat.dtype
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are, and everything is computed."""
+        return self.flat.device
+
     def hidden(self, ids: torch.Tensor, context: Context, tap: Tap = _ignore) -> torch.Tensor:
-        """The final norm's output, [T, D], for ids [T]. `tap` is given the output of every operation, under its name."""
+        """The final norm's output, [T, D], for ids [T] on any device. `tap` is given the output of every operation, under its name."""
         c, w, blocks = self.config, self.w, context.blocks
-        cos, sin = self._cos[context.positions], self._sin[context.positions]
-        residual = embedding(ids, w["embed"])
+        positions = context.positions.to(self.device)
+        cos, sin = self._cos[positions], self._sin[positions]
+        residual = embedding(ids.to(self.device), w["embed"])
         tap("embed", residual)
         x = rms_norm(residual, w["layers.0.input_norm"], c.eps, blocks)
         tap("layers.0.input_norm", x)
