@@ -144,7 +144,7 @@ class _Generation:
                 f"({block_bytes * per_sample} bytes){each}; raise it or lower max_tokens"
             )
         concurrency = min(self.sampler.max_concurrency, fit, max(1, len(self.prompts) * s.samples))
-        self.cache = BlockCache(config, concurrency * per_sample, dtype)
+        self.cache = BlockCache(config, concurrency * per_sample, dtype, self.decoder.device)
         return concurrency
 
     def run(self) -> list[Rollout]:
@@ -230,7 +230,7 @@ class _Generation:
             some = samples[a : a + rows]
             z = scaled_logits(matmul_rows(hidden[a : a + rows].to(self.head.dtype), self.head.t()), dist)
             self._check_finite(z, some)
-            u = torch.tensor([s.uniforms.at(len(s.tokens)) for s in some], dtype=torch.float64)
+            u = torch.tensor([s.uniforms.at(len(s.tokens)) for s in some], dtype=torch.float64, device=z.device)
             ids = draw(z, u, greedy=dist.temperature == 0.0)
             logp, _ = token_logprobs(z, ids)
             for s, token, lp in zip(some, ids.tolist(), logp.tolist(), strict=True):

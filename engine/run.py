@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from ..kernels.backend import find_device
 from ..model.checkpoint import DTYPES, load_decoder, resolve_model, write_checkpoint
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
@@ -75,6 +76,7 @@ def _run(config: Config, path: Path, at: Resumption | None) -> Summary:
     began = time.perf_counter()
     if config.threads:
         torch.set_num_threads(config.threads)
+    config = config.model_copy(update={"device": _device(config).type})  # so that the run's folder names it
     if config.sampler == "vllm":  # said before the warm start
         require_vllm()
         check_engine_arguments(config.vllm.engine)
@@ -147,7 +149,8 @@ def make_state(config: Config, model: Path, task: Task) -> TrainState:
     problems = training_problems(task, config, model)
     prompt_ids = text.encode_problems(problems, task.chat)
     _check_prompts(prompt_ids, problems, config, model_config)
-    decoder = load_decoder(model, torch.float32)
+    device = _device(config)
+    decoder = load_decoder(model, torch.float32, device)
     master = decoder.flat.detach()
     dtype = DTYPES[config.dtype]
     flat = master if dtype == torch.float32 else master.to(dtype)
@@ -156,7 +159,7 @@ def make_state(config: Config, model: Path, task: Task) -> TrainState:
     numerics = config.precision.numerics(sampler=True)
     vllm = config.sampler == "vllm"
     alone = vllm and not config.vllm.multiprocess  # vLLM keeps the threads of its process to itself
-    n = config.workers or (1 if alone else automatic(policy.layout.numel))
+    n = config.workers or (1 if alone or device.type == "cuda" else automatic(policy.layout.numel))
     workers = Workers(policy, config.virtual_shards, n, config.native, share=vllm)
     learner = Learner(policy, policy.flat.detach() if dtype == torch.float32 else master, config.optimizer, updates)
     sampler = VllmSampler(model, model_config, workers.weights, config.vllm, numerics) if vllm else ParallelSampler(workers)
@@ -176,8 +179,18 @@ def _reference(config: Config, model: Path, model_config: ModelConfig, n: int) -
             f"loss.reference: {folder} has a vocabulary of {theirs.vocab_size}, the model one of {model_config.vocab_size}; "
             "name a model with the same tokenizer"
         )
-    flat = load_decoder(folder, DTYPES[config.dtype]).flat.detach()
+    flat = load_decoder(folder, DTYPES[config.dtype], _device(config)).flat.detach()
     return frozen(Decoder(theirs, flat, numerics=config.precision.numerics()), config.virtual_shards, n, config.micro_batch)
+
+
+def _device(config: Config) -> torch.device:
+    """The run's device. Raises ValueError for one that is not there, or that a setting does not work with."""
+    device = find_device("cpu" if config.device == "auto" and config.sampler == "vllm" else config.device)
+    if device.type == "cuda" and config.sampler == "vllm":
+        raise ValueError('sampler ("vllm") shares its weights in the CPU\'s memory; set device = "cpu", or sampler = "native"')
+    if device.type == "cuda" and config.workers > 1:
+        raise ValueError(f"workers ({config.workers}) must be 0 or 1 on a GPU, which one process keeps busy")
+    return device
 
 
 def training_problems(task: Task, config: Config, model: Path) -> list[Problem]:

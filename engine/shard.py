@@ -94,7 +94,8 @@ def _micro_batch_gradient(
     each = torch.tensor(lengths)
     with torch.set_grad_enabled(more or bool(part.advantages.any())):
         counter = Underflow(packed) if watch else None
-        logp, entropy = logprobs(decoder, packed, distribution, *([counter.tap] if counter else []))
+        # What follows the logprobs is small, and has one order of its sums on a CPU.
+        logp, entropy = (x.cpu() for x in logprobs(decoder, packed, distribution, *([counter.tap] if counter else [])))
         sampler = torch.from_numpy(np.concatenate([r.logprobs for r in part.rollouts]))
         old = logp.detach() if part.old is None else torch.from_numpy(np.concatenate(part.old))
         reference = None if part.reference is None else torch.from_numpy(np.concatenate(part.reference))

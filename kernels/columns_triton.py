@@ -8,6 +8,7 @@ dy, x [T, H, D] (H heads are summed with the tokens; 1 for a bias), r [T, H] fp3
 Roundings: none but fp32's own.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -24,9 +25,9 @@ ROWS = 16
 WARPS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "heads"])
 def _block_columns(
-    dy_ptr, x_ptr, r_ptr, table_ptr, partial_ptr, dy_stride_t, x_stride_t, H, D,
+    dy_ptr, x_ptr, r_ptr, table_ptr, partial_ptr, x_stride_t, H, first, heads, D,
     HAS_X: tl.constexpr, TOKEN_BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
@@ -37,8 +38,8 @@ def _block_columns(
     for i in range(0, TOKEN_BLOCK, ROWS):
         rows = (start + i + tl.arange(0, ROWS)).to(tl.int64)
         mask = (rows < end)[:, None] & (cols < D)[None, :]
-        for h in range(H):
-            dy = tl.load(dy_ptr + rows[:, None] * dy_stride_t + h * D + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        for h in range(first, first + heads):
+            dy = tl.load(dy_ptr + rows[:, None] * (H * D) + h * D + cols[None, :], mask=mask, other=0.0).to(tl.float32)
             if HAS_X:
                 x = tl.load(x_ptr + rows[:, None] * x_stride_t + h * D + cols[None, :], mask=mask, other=0.0).to(tl.float32)
                 r = tl.load(r_ptr + rows * H + h, mask=rows < end, other=0.0)
@@ -52,8 +53,10 @@ def _block_columns(
 def _add_partials(acc_ptr, partial_ptr, blocks, D, COLUMNS: tl.constexpr):
     cols = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     acc = tl.load(acc_ptr + cols, mask=cols < D, other=0.0)
-    for block in range(blocks):
-        acc += tl.load(partial_ptr + tl.cast(block, tl.int64) * D + cols, mask=cols < D, other=0.0)
+    partial = partial_ptr + cols
+    for _ in range(blocks):
+        acc += tl.load(partial, mask=cols < D, other=0.0)
+        partial += D
     tl.store(acc_ptr + cols, acc, mask=cols < D)
 
 
@@ -67,14 +70,20 @@ def block_table(blocks: Blocks, device: torch.device) -> torch.Tensor:
     return _table(tuple(blocks), device)
 
 
-def add_columns(acc: torch.Tensor, dy: torch.Tensor, blocks: Blocks, x: torch.Tensor | None = None, r: torch.Tensor | None = None) -> None:
-    """acc [D] += the sum over heads and tokens of dy, or of dy x r. dy, x [T, H, D] (heads and columns contiguous), r [T, H]."""
+def add_columns(
+    acc: torch.Tensor, dy: torch.Tensor, blocks: Blocks, x: torch.Tensor | None = None, r: torch.Tensor | None = None,
+    x_stride_t: int = 0, first: int = 0, heads: int = 1,
+) -> None:  # fmt: skip
+    """acc [D] += the sum over tokens and `heads` heads from `first` on of dy, or of dy x r.
+
+    dy [T, H, D] dense; x [T, H, D] with tokens x_stride_t apart; r [T, H].
+    """
     _, H, D = dy.shape
     tiles = triton.cdiv(D, COLUMNS)
     partial = torch.empty(len(blocks), D, dtype=torch.float32, device=dy.device)
     launch(
         _block_columns, (len(blocks), tiles), dy, dy if x is None else x, dy if r is None else r, block_table(blocks, dy.device),
-        partial, dy.stride(0), dy.stride(0) if x is None else x.stride(0), H, D,
+        partial, x_stride_t, H, first, heads, D,
         HAS_X=x is not None, TOKEN_BLOCK=TOKEN_BLOCK, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
     )  # fmt: skip
     launch(_add_partials, (tiles,), acc, partial, len(blocks), D, COLUMNS=COLUMNS, num_warps=1)
@@ -85,7 +94,7 @@ def add_bias_columns(acc_N: torch.Tensor, dy_TN: torch.Tensor, blocks: Blocks) -
     add_columns(acc_N, dense(dy_TN).unsqueeze(1), blocks)
 
 
-def _bias_case(dtype: torch.dtype):
+def _bias_case(dtype: torch.dtype) -> Callable[[], None]:
     D = 1024  # any multiple of 16 gives the same binary
     return lambda: add_bias_columns(torch.empty(D, device="meta"), torch.empty(256, D, dtype=dtype, device="meta"), [(0, 128), (128, 256)])
 

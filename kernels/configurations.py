@@ -12,7 +12,7 @@ from importlib import import_module
 from .launch import Launch, recorded
 from .tiles import recording
 
-MODULES = ("columns_triton", "matmul_triton", "attention_triton", "attention_bwd_triton")
+MODULES = ("columns_triton", "rms_norm_triton", "matmul_triton", "attention_triton", "attention_bwd_triton")
 
 
 def configurations(target: str) -> Iterator[tuple[str, Launch]]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 _recorded: "list[Launch] | None" = None
+_run_recorded = False
 
 
 class Launch(NamedTuple):
@@ -26,16 +27,16 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **opt
     options = {"num_warps": num_warps, "enable_fp_fusion": True, **options}
     if _recorded is not None:
         _recorded.append(Launch(kernel, args, options))
-    else:
+    if _recorded is None or _run_recorded:
         kernel[grid](*args, **options)
 
 
 @contextmanager
-def recorded() -> Iterator[list[Launch]]:
-    """Inside it nothing is launched; the list receives what would have been. Launchers are then called with meta tensors."""
-    global _recorded
+def recorded(and_run: bool = False) -> Iterator[list[Launch]]:
+    """Inside it each launch is listed, and carried out only with `and_run`: without, launchers can be called with meta tensors."""
+    global _recorded, _run_recorded
     assert _recorded is None, "recorded() does not nest"
-    _recorded = []
+    _recorded, _run_recorded = [], and_run
     try:
         yield _recorded
     finally:

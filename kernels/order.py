@@ -124,13 +124,12 @@ def add_columns(acc_N: torch.Tensor, dy_TN: torch.Tensor, blocks: Blocks) -> Non
     """acc += the column sums of each block, in the order given: the gradient of a bias or of a norm's weight.
 
     A block's rows are summed by a binary tree over its rows padded with zeros to a power of two. More zeros change no bit,
-    so all blocks are padded to one length and their trees run together.
+    so all blocks are padded to one length and their trees run together. On Triton: columns_triton.py, the same blocks in the same order.
     """
     if on_triton(dy_TN):
         from .columns_triton import add_bias_columns
 
-        add_bias_columns(acc_N, dy_TN, blocks)
-        return
+        return add_bias_columns(acc_N, dy_TN, blocks)
     longest = max(end - start for start, end in blocks)
     rows = dy_TN.new_zeros(len(blocks), 1 << (longest - 1).bit_length(), dy_TN.shape[1], dtype=acc_N.dtype)
     for block, (start, end) in zip(rows, blocks, strict=True):
