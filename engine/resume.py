@@ -118,15 +118,15 @@ def run_config(path: Path, overrides: Mapping[str, str]) -> Config:
     """The configuration of a run with overrides. Raises ValueError for one that decides bits, or a folder without a run."""
     file = path / "config.toml"
     if not file.exists():
-        raise ValueError(f"resume: {path} holds no run (no config.toml); start one with --run-dir {path}")
+        raise ValueError(f"run: {path} holds no run (no config.toml); start one with --run-dir {path}")
     was = load_config(str(file), None, {})
     now = load_config(str(file), None, overrides)
     before, after = flat_settings(was), flat_settings(now)
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key) and not (is_free(key, was) and is_free(key, now)):
             raise ValueError(
-                f"resume: {key} ({after.get(key)!r}, was {before.get(key)!r}) decides bits; a resumed run may change only what decides "
-                "none, such as workers, threads and micro_batch"
+                f"run: {key} ({after.get(key)!r}, was {before.get(key)!r}) decides bits; in a run that exists only what decides none "
+                "can change, such as workers, threads and micro_batch"
             )
     return now
 

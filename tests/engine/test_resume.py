@@ -97,7 +97,7 @@ def test_settings_that_decide_bits_are_refused_by_name(config, tmp_path, key):
     train(config(optimizer__schedule="linear"), path)
     before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
     name, _, value = key.partition("=")
-    with pytest.raises(ValueError, match=f"^resume: {name} .*decides bits"):
+    with pytest.raises(ValueError, match=f"^run: {name} .*decides bits"):
         resume(path, {name: value})
     assert {p: p.read_bytes() for p in path.rglob("*") if p.is_file()} == before
 

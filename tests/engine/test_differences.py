@@ -1,0 +1,291 @@
+"""Faults planted at drawn places of a run are found by diff at the right step and quantity; replay repeats a run and traces it."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from zerokl.cli import main
+from zerokl.engine import loop
+from zerokl.engine import run as run_module
+from zerokl.engine.learner import Learner
+from zerokl.engine.run import train
+from zerokl.engine.workers import Workers
+from zerokl.model import decoder as decoder_module
+from zerokl.verify.divergence import compare_runs, open_run
+
+STEPS = 5
+DRAWS = [0, 1, 2]
+
+
+@pytest.fixture(scope="module")
+def plain(config):
+    return config(steps=STEPS, checkpoint__every=2)
+
+
+@pytest.fixture(scope="module")
+def good(plain, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("good") / "run"
+    train(plain, path)
+    return path
+
+
+def _first(a: Path, b: Path):
+    found = compare_runs(open_run(a), open_run(b))
+    assert not found.equal
+    return found.divergence
+
+
+def _flip(flat: torch.Tensor, draw: random.Random, layout) -> str:
+    """Flip one bit of one weight in flat [numel] fp32; returns its name. The sign and the exponent's top are spared: no infinities."""
+    name, view = draw.choice(list(layout.checkpoint_views(flat).items()))
+    bits = view.reshape(-1).view(torch.int32)
+    bits[draw.randrange(len(bits))] ^= 1 << draw.randrange(29)
+    return name
+
+
+def test_equal_runs_have_one_ledger(plain, good, tmp_path, capsys):
+    train(plain, tmp_path / "again")
+    assert (tmp_path / "again" / "ledger.jsonl").read_bytes() == (good / "ledger.jsonl").read_bytes()
+    assert main(["diff", str(good), str(tmp_path / "again")]) == 0
+    assert "equal to the bit: 5 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("seed", DRAWS)
+def test_a_flipped_bit_of_a_weight_is_found(plain, good, tmp_path, monkeypatch, capsys, seed):
+    draw = random.Random(seed)
+    step, named = draw.randrange(STEPS), []
+    update = Learner.update
+
+    def planted(self, *args):
+        metrics = update(self, *args)
+        if self.updates == step + 1:
+            with torch.no_grad():
+                named.append(_flip(self.master, draw, self.layout))
+        return metrics
+
+    monkeypatch.setattr(Learner, "update", planted)
+    train(plain, tmp_path / "run")
+    d = _first(good, tmp_path / "run")
+    assert (d.step, d.quantity, d.part, d.others) == (step, "weights", named[0], 0)
+    assert main(["diff", str(good), str(tmp_path / "run")]) == 1
+    said = capsys.readouterr().out
+    assert f"first difference step {step}: weights of {named[0]}\n" in said
+    assert "no difference in the environment explains it" in said
+
+
+@pytest.mark.parametrize("seed", DRAWS)
+def test_a_perturbed_gradient_is_found(plain, good, tmp_path, monkeypatch, seed):
+    """The smallest step that fp32 knows, in one element of one weight's gradient: what a race of two threads leaves."""
+    draw = random.Random(seed)
+    step, calls, named = draw.randrange(STEPS), [], []
+    sum_shards = Workers.sum_shards
+
+    def planted(self, work, shards):
+        done, gradient = sum_shards(self, work, shards)
+        calls.append(0)
+        if len(calls) == step + 1:
+            name, view = draw.choice([(n, v) for n, v in self.host.decoder.layout.checkpoint_views(gradient).items() if v.any()])
+            flat = view.reshape(-1)
+            flat[int(draw.choice(flat.nonzero()))].mul_(1 + 2**-23)
+            named.append(name)
+        return done, gradient
+
+    monkeypatch.setattr(Workers, "sum_shards", planted)
+    train(plain, tmp_path / "run")
+    d = _first(good, tmp_path / "run")
+    assert (d.step, d.quantity, d.part, d.others) == (step, "gradient", named[0], 0)
+
+
+@pytest.mark.parametrize("seed", DRAWS)
+def test_a_swapped_order_of_the_data_is_found(plain, good, tmp_path, monkeypatch, seed):
+    step = random.Random(seed).randrange(STEPS)
+    ordered = loop.step_problems
+
+    def swapped(n, prompts, seed, at, *stream):
+        chosen = ordered(n, prompts, seed, at, *stream)
+        return [chosen[1], chosen[0], *chosen[2:]] if at == step else chosen
+
+    monkeypatch.setattr(loop, "step_problems", swapped)
+    train(plain, tmp_path / "run")
+    d = _first(good, tmp_path / "run")
+    assert (d.step, d.quantity) == (step, "prompts")
+
+
+@pytest.mark.parametrize("seed", DRAWS)
+def test_a_changed_reward_is_found(plain, good, tmp_path, monkeypatch, capsys, seed):
+    draw = random.Random(seed)
+    step, p, g, calls = draw.randrange(STEPS), draw.randrange(3), draw.randrange(3), []
+    rewards = loop.rewards
+
+    def changed(*args):
+        r = rewards(*args)
+        calls.append(0)
+        if len(calls) == step + 1:
+            r[p, g] += 0.125
+        return r
+
+    monkeypatch.setattr(loop, "rewards", changed)
+    train(plain, tmp_path / "run")
+    d = _first(good, tmp_path / "run")
+    assert (d.step, d.quantity) == (step, "rewards")
+    main(["diff", str(good), str(tmp_path / "run")])
+    assert f"prompt {p}, sample {g}: reward" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("seed", DRAWS)
+def test_a_changed_sampler_logprob_is_found_beside_a_trainer_that_is_right(config, tmp_path, monkeypatch, seed):
+    draw = random.Random(seed)
+    step, i = draw.randrange(3), draw.randrange(9)
+    loose = config(exact=False)
+    train(loose, tmp_path / "good")
+    generate = run_module.ParallelSampler.generate
+
+    def planted(self, prompts, sampling, keys):
+        rollouts = generate(self, prompts, sampling, keys)
+        if keys.step == step:
+            rollouts[i].logprobs[0] += 0.25
+        return rollouts
+
+    monkeypatch.setattr(run_module.ParallelSampler, "generate", planted)
+    train(loose, tmp_path / "run")
+    d = _first(tmp_path / "good", tmp_path / "run")
+    assert (d.step, d.quantity) == (step, "sampler_logprobs")
+
+
+def test_another_seed_setting_data_or_model_is_found_before_the_first_step(config, good, model, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(model, base)
+    weights = bytearray((base / "model.safetensors").read_bytes())
+    weights[-3] ^= 1  # of the last tensor in the file
+    (base / "model.safetensors").write_bytes(weights)
+    for overrides, quantity, part in (
+        ({"seed": 1}, "configuration", "seed"),
+        ({"optimizer__lr": 2e-2}, "configuration", "optimizer.lr"),
+        ({"model": base}, "first_weights", None),
+    ):
+        path = tmp_path / "-".join(overrides)
+        train(config(steps=1, **overrides), path)
+        d = _first(good, path)
+        assert (d.step, d.quantity) == (None, quantity)
+        assert d.part == part if part else d.part.startswith("model."), d.part
+
+
+def test_what_explains_a_difference_is_named(good, tmp_path, capsys):
+    """The same bits but for a reward, computed with another torch and other workers."""
+    from zerokl.verify.ledger import Ledger, Line
+
+    ledger = open_run(good)
+    ledger.head.environment |= {"torch": "2.0", "process.workers": 7}
+    line = ledger.lines[0]
+    other = Ledger(tmp_path / "ledger.jsonl", ledger.head)
+    other.append(Line(0, line.keys, line.quantities | {"rewards": "0" * 64}))
+    assert main(["diff", str(good), str(tmp_path / "ledger.jsonl")]) == 1
+    said = capsys.readouterr().out
+    assert "first difference step 0: rewards" in said
+    assert "may explain it:\n  torch: " in said
+    assert "decide no bit, unless zerokl or the machine is at fault:\n  process.workers: 1 and 7" in said
+
+
+def test_a_longer_run_is_not_equal(config, good, tmp_path, capsys):
+    train(config(steps=2), tmp_path / "short")
+    assert main(["diff", str(good), str(tmp_path / "short")]) == 1
+    assert "equal to the bit as far as both go" in capsys.readouterr().out
+
+
+BAD_PAIRS = [["{good}", "{tmp}"], ["{tmp}/no", "{good}"], ["{good}", "{tmp}/x.safetensors"], ["{tmp}/x.safetensors"] * 2]
+
+
+@pytest.mark.parametrize("words", BAD_PAIRS)
+def test_bad_input_of_diff_is_one_line_and_exit_code_2(good, tmp_path, capsys, words):
+    (tmp_path / "x.safetensors").write_bytes(b"no trace")
+    assert main(["diff", *(w.format(good=good, tmp=tmp_path) for w in words)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_replay_repeats_every_step_from_the_nearest_checkpoint(good, capsys):
+    assert main(["replay", str(good), "--step", "0", "--until", "4", "--workers", "2", "--micro_batch", "2"]) == 0
+    assert "steps 0 to 4 done again: every bit is the ledger's" in capsys.readouterr().out
+    assert main(["replay", str(good), "--step", "3"]) == 0
+    assert "steps 2 to 3 done again: every bit is the ledger's" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--step", "5"], "must lie in 0 to 4"),
+        (["--step", "2", "--until", "1"], "must lie in 0 to 4"),
+        (["--step", "1", "--optimizer.lr", "1"], "optimizer.lr (1.0, was 0.01) decides bits"),
+        (["--step", "1", "--trace", "x.txt"], "must end with .safetensors"),
+    ],
+    ids=str,
+)
+def test_bad_input_of_replay_is_one_line(good, capsys, words, message):
+    assert main(["replay", str(good), *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("seed", DRAWS)
+def test_a_fault_in_one_operation_is_named_by_the_traces(good, tmp_path, monkeypatch, capsys, seed):
+    """One element of one operation's output of the trainer is moved by one ulp. The monitor would stop the step, so exact is off."""
+    draw = random.Random(seed)
+    step, at = draw.choice([0, 2, 4]), draw.randrange(2)  # a step with a checkpoint, so that nothing is computed before it
+    words = ["replay", str(good), "--step", str(step), "--exact", "false", "--trace"]
+    assert main([*words, str(tmp_path / "a.safetensors")]) == 0
+    assert main([*words, str(tmp_path / "b.safetensors")]) == 0
+    assert main(["diff", str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")]) == 0
+    assert "equal to the bit" in capsys.readouterr().out.splitlines()[-1]
+    plain, calls = decoder_module.silu_mul, []
+
+    def planted(x):
+        y = plain(x)
+        if torch.is_grad_enabled() and len(x) % 32 == 0:  # the trainer's forward
+            calls.append(0)
+            if len(calls) == at + 1:
+                flat = y.detach().view(-1).view(torch.int32)
+                flat[int(draw.choice(y.detach()[:5].view(-1).nonzero()))] += 1
+        return y
+
+    monkeypatch.setattr(decoder_module, "silu_mul", planted)
+    assert main([*words, str(tmp_path / "c.safetensors")]) in (0, 1)
+    capsys.readouterr()
+    assert main(["diff", str(tmp_path / "a.safetensors"), str(tmp_path / "c.safetensors")]) == 1
+    assert f"first difference: layers.{at}.silu_mul, prompt 0, sample 0, position " in capsys.readouterr().out
+
+
+def test_verify_run_holds_and_names_what_does_not(good, tmp_path, monkeypatch, capsys):
+    assert main(["verify", "run", str(good), "--replays", "2"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("ok  ") == len(said.splitlines()) >= 6
+    path = tmp_path / "run"
+    shutil.copytree(good, path)
+    weights = path / "checkpoints" / "step-000004" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 4
+    weights.write_bytes(content)
+    assert main(["verify", "run", str(path), "--replays", "0"]) == 1
+    assert f"FAIL step-000004: {weights} was altered" in " ".join(capsys.readouterr().out.split())
+    lines = (path / "ledger.jsonl").read_bytes().splitlines(keepends=True)
+    (path / "ledger.jsonl").write_bytes(b"".join(lines[:-1]))
+    assert main(["verify", "run", str(path), "--replays", "0"]) == 1
+    assert "not the ledger's last chain value" in capsys.readouterr().out
+
+
+def test_control_verify_run_sees_a_machine_that_computes_otherwise(good, monkeypatch, capsys):
+    rewards = loop.rewards
+    monkeypatch.setattr(loop, "rewards", lambda *args: rewards(*args) * 2)
+    assert main(["verify", "run", str(good), "--replays", "1"]) == 1
+    assert "rewards" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("detail", ["roots", "gradients"])
+def test_less_detail_names_no_weight_but_chains_the_same(plain, good, tmp_path, detail):
+    chosen = plain.model_copy(update={"ledger": plain.ledger.model_copy(update={"detail": detail})})
+    train(chosen, tmp_path / "run")
+    assert compare_runs(open_run(good), open_run(tmp_path / "run")).equal
+    line = json.loads((tmp_path / "run" / "ledger.jsonl").read_text().splitlines()[1])
+    assert set(line["leaves"]) == ({"gradient"} if detail == "gradients" else set())
