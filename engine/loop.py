@@ -43,6 +43,8 @@ class TrainState:
     learner: Learner
     scaler: LossScaler
     sampler: Sampler
+    evaluator: Sampler  # draws from the trainer's policy
+    behaviour: Scorer | None  # scores with the sampler's weights, where it has its own
     workers: Workers
     reference: Scorer | None  # frozen, for the KL term
     text: Text
@@ -81,20 +83,21 @@ def train_step(state: TrainState) -> StepRecord:
     shaped = shaped_rewards(got.rewards, lengths, loss_cfg, cfg.sampling.max_tokens, [x.logprobs for x in rollouts], reference)  # [P, G]
     A = advantages(shaped, loss_cfg.advantage)  # [P, G]
     weights = np.array(sequence_weights(lengths, loss_cfg.normaliser, cfg.sampling.max_tokens))
-    old = None  # logp at the weights sampled from, [C] of each rollout; None while the trainer's weights still are those
+    stale = state.version - rollouts[0].weight_version  # how old the weights sampled from are
+    old = state.behaviour.score(rollouts, sampling.distribution) if stale else None  # logp at those weights; None: they are the trainer's
     scaler = state.scaler
     work = partial(shard_gradient, distribution=sampling.distribution, loss=loss_cfg, micro_batch=cfg.micro_batch, watch=scaler.on)
-    monitor, notes = Monitor(state.step, cfg.exact, state.version), {}
+    monitor, notes = Monitor(state.step, cfg.exact, state.version, cfg.max_staleness), {}
     for update in range(cfg.updates_per_rollout):
         shards = cut_shards(rollouts, A, weights, cfg.virtual_shards, old, reference)
         done, gradient = state.workers.sum_shards(partial(work, scale=scaler.scale), shards)
         parts = [micro_batch for shard in done if shard for micro_batch in shard]
         logp = torch.cat([part.logp for part in parts])
         if update == 0:
-            monitor.compare(logp, rollouts)  # 0.0 everywhere, or stop and show where
+            monitor.compare(logp if old is None else torch.from_numpy(np.concatenate(old)), rollouts)  # 0.0 everywhere, or stop and show
             metrics = monitor.metrics() | step_losses(parts)
-            old = [x.numpy() for x in logp.split(lengths)]
-        else:
+            old = old or [x.numpy() for x in logp.split(lengths)]
+        if update or stale:
             metrics |= monitor.staleness(logp)
         scale = scaler.scale
         updated = scaler.update(state.learner, gradient, parts)  # overflow, clipping, AdamW, fp32 master weights
@@ -104,7 +107,7 @@ def train_step(state: TrainState) -> StepRecord:
             state.ledger.updated(state.policy, logp, gradient, scale)
     state.sampler.load_weights(state.policy.w, state.version)
     metrics |= rollout_metrics(rollouts, got.texts, got.rewards) | {"tokens": monitor.tokens}
-    metrics |= loss_metrics(loss_cfg, got, shaped, reference)
+    metrics |= loss_metrics(loss_cfg, got, shaped, reference) | ({"staleness/versions": stale} if cfg.max_staleness else {})
     if state.ledger:
         metrics["time/ledger_s"] = state.ledger.record(state, rollouts, got.rewards, A)
     metrics |= {"time/sample_s": sampled - began, "time/train_s": time.perf_counter() - sampled}
@@ -154,7 +157,7 @@ def held_out(state: TrainState, problems: Sequence[Problem], prompt_ids: Sequenc
     distribution = cfg.sampling.distribution._replace(temperature=cfg.evaluation.temperature)
     keys = Keys(cfg.seed, state.step, Stream.EVALUATE)
     return evaluate(
-        state.sampler,
+        state.evaluator,
         state.text,
         problems,
         prompt_ids,

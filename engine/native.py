@@ -16,6 +16,7 @@ from ..kernels.logprob import chunk_rows, draw, scaled_logits, token_logprobs
 from ..kernels.order import matmul_rows
 from ..model.cache import BlockCache, CachedContext
 from ..model.decoder import Decoder
+from .mismatch import logit_noise
 from .rollout import Keys, Rollout, Sampling, Uniforms
 
 
@@ -230,6 +231,10 @@ class _Generation:
             some = samples[a : a + rows]
             z = scaled_logits(matmul_rows(hidden[a : a + rows].to(self.head.dtype), self.head.t()), dist)
             self._check_finite(z, some)
+            if self.sampling.logit_noise:
+                places = [(s.prompt.index, s.index, len(s.tokens)) for s in some]
+                noise = logit_noise(self.keys.seed, self.keys.step, places, z.shape[1])
+                z = z + noise.to(z.device) * self.sampling.logit_noise
             u = torch.tensor([s.uniforms.at(len(s.tokens)) for s in some], dtype=torch.float64, device=z.device)
             ids = draw(z, u, greedy=dist.temperature == 0.0)
             logp, _ = token_logprobs(z, ids)

@@ -23,13 +23,14 @@ from .monitor import MismatchError
 from .record import Recorder, run_head
 from .report import Display, RunFolder, console, plot_reward, refuse_taken
 from .resume import LEDGER, Resumption, find_resumption
+from .samplers import make_samplers
 from .scaling import LossScaler
 from .scorer import Scorer, frozen
 from .tasks import load_reward, load_task
 from .tasks.base import Problem, Task
 from .text import Text
-from .vllm.sampler import VllmSampler, check_engine_arguments, require_vllm
-from .workers import ParallelSampler, Workers, automatic
+from .vllm.sampler import check_engine_arguments, require_vllm
+from .workers import Workers, automatic
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def _run(config: Config, path: Path, at: Resumption | None) -> Summary:
     if config.threads:
         torch.set_num_threads(config.threads)
     config = config.model_copy(update={"device": _device(config).type})  # so that the run's folder names it
-    if config.sampler == "vllm":  # said before the warm start
+    if config.sampler.startswith("vllm"):  # said before the warm start
         require_vllm()
         check_engine_arguments(config.vllm.engine)
     task = load_task(config.task.name, config.task.options)
@@ -112,11 +113,9 @@ def _run(config: Config, path: Path, at: Resumption | None) -> Summary:
     finally:
         display.close()
         folder.close()
-        state.ledger.close()
-        state.sampler.close()
-        if state.reference:
-            state.reference.close()
-        state.workers.close()
+        for owned in (state.ledger, state.sampler, state.behaviour, state.reference, state.workers):
+            if owned is not None:
+                owned.close()
     summary = _summarise(state, history, time.perf_counter() - began)
     write_whole(path / "summary.json", (json.dumps(vars(summary), indent=2) + "\n").encode())
     plot_reward(history, path / "reward.png")
@@ -156,16 +155,18 @@ def make_state(config: Config, model: Path, task: Task) -> TrainState:
     flat = master if dtype == torch.float32 else master.to(dtype)
     policy = Decoder(model_config, flat, decoder.layout, config.precision.numerics())
     updates = config.steps * config.updates_per_rollout
-    numerics = config.precision.numerics(sampler=True)
     vllm = config.sampler == "vllm"
-    alone = vllm and not config.vllm.multiprocess  # vLLM keeps the threads of its process to itself
+    alone = (vllm and not config.vllm.multiprocess) or config.sampler == "vllm-stock"  # vLLM keeps the threads of its process to itself
     n = config.workers or (1 if alone or device.type == "cuda" else automatic(policy.layout.numel))
     workers = Workers(policy, config.virtual_shards, n, config.native, share=vllm)
     learner = Learner(policy, policy.flat.detach() if dtype == torch.float32 else master, config.optimizer, updates)
-    sampler = VllmSampler(model, model_config, workers.weights, config.vllm, numerics) if vllm else ParallelSampler(workers)
+    samplers = make_samplers(config, model, model_config, learner, workers)
     scaler = LossScaler(config.precision, dtype)
     reference, reward = _reference(config, model, model_config, workers.n), load_reward(task, config.task.reward)
-    return TrainState(config, policy, learner, scaler, sampler, workers, reference, text, reward, problems, prompt_ids)
+    return TrainState(
+        config, policy, learner, scaler, samplers.training, samplers.evaluation, samplers.behaviour, workers, reference, text, reward,
+        problems, prompt_ids,
+    )  # fmt: skip
 
 
 def _reference(config: Config, model: Path, model_config: ModelConfig, n: int) -> Scorer | None:
@@ -241,7 +242,9 @@ def _guarded_step(state: TrainState, path: Path) -> StepRecord:
         target = path / "mismatch"
         report = json.dumps(error.report | {"config": state.config.model_dump()}, indent=2) + "\n"
         layout: Layout = state.policy.layout
-        write_checkpoint(target, layout, state.policy.flat.detach(), extra={"mismatch.json": report})
+        now = error.report["weight_version"] == state.version
+        decoder = state.policy if now else state.behaviour.workers.host.decoder
+        write_checkpoint(target, layout, decoder.flat.detach(), extra={"mismatch.json": report})
         console.print(f"saved {target}: weights, rollouts and both sides' logprobs; `zerokl verify --case {target}` scores them again")
         raise
 

@@ -4,7 +4,7 @@ Nothing of transformers is patched: outputs are read by forward hooks, and what 
 rotary embedding, which no module returns) by a TorchFunctionMode.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,12 @@ class HfEngine:
             finish = "stop" if tokens[end - 1] in sampling.stop_ids else "length"
             rollouts.append(Rollout(i, 0, tuple(prompt), tuple(tokens[:end]), logp[i, :end].numpy(), finish, 0))
         return rollouts
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Compute with these weights (checkpoint names, any float dtype), rounded to the model's, from now on."""
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(weights[name])
 
     @torch.no_grad()
     def score(self, pairs: Sequence[Pair], dist: Distribution, together: bool = True) -> list[np.ndarray]:

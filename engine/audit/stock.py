@@ -3,7 +3,7 @@
 Of stock vLLM nothing is patched: a score is its prompt logprobs, and operations are read by forward hooks on its in-process model.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,10 @@ class VllmEngine:
             logprobs = np.array([done.logprobs[n][t].logprob for n, t in enumerate(done.token_ids)], np.float32)
             rollouts.append(Rollout(i, 0, tuple(prompts[i]), tuple(done.token_ids), logprobs, done.finish_reason, 0))
         return rollouts
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Compute with these weights (checkpoint names, any float dtype), rounded to the model's, from now on."""
+        self.llm.apply_model(lambda model: model.load_weights(weights.items()))
 
     def scores_together(self, dist: Distribution) -> bool:
         """Whether `score` can put several sequences into one forward: for the distribution of vLLM's prompt logprobs."""
