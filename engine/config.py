@@ -191,6 +191,11 @@ class Config(_Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     ledger: LedgerConfig = LedgerConfig()
 
+    @property
+    def samples_older_weights(self) -> bool:
+        """Whether the sampler keeps weights that no checkpoint of the trainer holds: such a run is done again from its first step only."""
+        return bool(self.max_staleness or self.mismatch.delay)
+
     @model_validator(mode="after")
     def _check(self) -> "Config":
         if self.virtual_shards & (self.virtual_shards - 1):

@@ -79,8 +79,11 @@ class ApartSampler:
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """See Sampler. Taken from the master weights, and only when those sampled from would otherwise be too old."""
+        back = version < self._sampler.version  # a run that is done again
+        if back:
+            self._delayed = Delayed(self._mismatch.delay)
         source = self._delayed.push(self._learner.master)
-        if version - self._sampler.version <= self._max_staleness:
+        if not back and version - self._sampler.version <= self._max_staleness:
             return
         self.workers.host.decoder.flat.copy_(self._mismatch.weights(source))
         if self.trainer is not None:
