@@ -29,7 +29,7 @@ from .config import Config, load_config, overrides_from, to_toml
 from .initialise import initialise, perfectible_set
 from .monitor import MismatchError
 from .report import console, finite
-from .run import train
+from .run import train, with_device
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def _ended(path: Path) -> bool:
 def _refuse_another(cell: Cell, out: Path) -> None:
     """Raise ValueError where the cell's folder holds the end of a run with another configuration."""
     path = out / "cells" / cell.folder
-    if _ended(path) and (path / "config.toml").exists() and (path / "config.toml").read_text() != to_toml(cell.config):
+    if _ended(path) and (path / "config.toml").exists() and (path / "config.toml").read_text() != to_toml(with_device(cell.config)):
         raise ValueError(f"ablate: {path} holds a run of another configuration; choose another --out")
 
 

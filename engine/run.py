@@ -77,7 +77,7 @@ def _run(config: Config, path: Path, at: Resumption | None) -> Summary:
     began = time.perf_counter()
     if config.threads:
         torch.set_num_threads(config.threads)
-    config = config.model_copy(update={"device": _device(config).type})  # so that the run's folder names it
+    config = with_device(config)  # so that the run's folder names it
     if config.sampler.startswith("vllm"):  # said before the warm start
         require_vllm()
         check_engine_arguments(config.vllm.engine)
@@ -182,6 +182,11 @@ def _reference(config: Config, model: Path, model_config: ModelConfig, n: int) -
         )
     flat = load_decoder(folder, DTYPES[config.dtype], _device(config)).flat.detach()
     return frozen(Decoder(theirs, flat, numerics=config.precision.numerics()), config.virtual_shards, n, config.micro_batch)
+
+
+def with_device(config: Config) -> Config:
+    """The configuration with the device that auto stands for. Raises ValueError (see _device)."""
+    return config.model_copy(update={"device": _device(config).type})
 
 
 def _device(config: Config) -> torch.device:
