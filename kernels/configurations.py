@@ -11,7 +11,7 @@ from importlib import import_module
 
 from .launch import Launch, recorded
 
-MODULES = ("columns_triton", "rms_norm_triton", "silu_mul_triton", "rope_triton", "embedding_triton")
+MODULES = ("columns_triton", "rms_norm_triton", "silu_mul_triton", "rope_triton", "embedding_triton", "logprob_triton")
 
 
 def configurations() -> Iterator[tuple[str, Launch]]:
