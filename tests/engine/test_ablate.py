@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+import zerokl
 from zerokl.cli import main
 from zerokl.engine import ablate as ablate_module
 from zerokl.engine.ablate import ablate, read_grid
@@ -49,6 +50,14 @@ def test_a_grid_is_every_combination_with_every_seed(grid):
     assert (cells[-1].config.precision.scale, cells[0].config.precision.scale) == (2.0**30, 65536.0)
     assert {(c.config.steps, c.config.evaluation.every) for c in cells} == {(2, 1)}
     assert {c.config.evaluation.problems for c in cells} == {7}, "keys of a section that are not set stay as they are in the file"
+
+
+def test_the_sanity_test_is_a_valid_grid():
+    cells = read_grid(Path(zerokl.__file__).parent / "benchmarks" / "sanity_test.toml")
+    assert len(cells) == 3 * 4 * 3 * 3
+    assert {c.config.exact for c in cells if c.settings["mismatch"] == "exact"} == {True}
+    assert {c.config.exact for c in cells if c.settings["mismatch"] != "exact"} == {False}
+    assert len({to_toml(c.config) for c in cells}) == len(cells)
 
 
 def test_cells_are_ordinary_runs_and_the_report_sums_them_up(grid, tmp_path, read_jsonl, capsys):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -71,13 +72,14 @@ def test_a_flipped_bit_of_an_older_rollout_is_found_and_its_weights_saved(config
 
     monkeypatch.setattr(samplers_module, "ParallelSampler", Planted)
     with pytest.raises(MismatchError, match=r"step 2, prompt 1, sample 1, position 0 .* 1 ulp apart"):
-        train(config(max_staleness=2, checkpoint__every=1), tmp_path / "run")
+        train(config(dtype="bfloat16", precision__head_dtype="float32", max_staleness=2), tmp_path / "run")
     assert json.loads((tmp_path / "run" / "mismatch" / "mismatch.json").read_text())["weight_version"] == 0
-    saved = load_decoder(tmp_path / "run" / "mismatch", torch.float32)
-    assert total_unequal([saved.flat], [load_decoder(config().model, torch.float32).flat]) == 0
+    saved = load_decoder(tmp_path / "run" / "mismatch", torch.bfloat16)
+    assert total_unequal([saved.flat], [load_decoder(config().model, torch.bfloat16).flat]) == 0
     monkeypatch.undo()
     assert main(["verify", "--case", str(tmp_path / "run" / "mismatch")]) == 1
-    assert "trainer's logprobs" in capsys.readouterr().out
+    rows = re.findall(r"(sampler|trainer)'s logprobs.*?(\d+)\D*$", capsys.readouterr().out, re.MULTILINE)
+    assert set(rows) == {("sampler", "1"), ("trainer", "0")}
 
 
 def test_rollouts_older_than_allowed_are_refused(config, tmp_path, monkeypatch):
