@@ -60,14 +60,23 @@ class Tree:
     leaves: list[str]
 
 
+# Threads that hash side by side: hashlib lets others run. What is done by which decides nothing.
+_THREADS = min(8, os.cpu_count() or 1)
+
+
 @cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="ledger")
+    return ThreadPoolExecutor(_THREADS, thread_name_prefix="ledger")
 
 
 def hash_tree(*parts: Mapping[str, torch.Tensor]) -> Tree:
-    """The tree over the weights' names; a leaf hashes that weight's tensor in each of `parts`. hashlib lets other threads run beside it."""
-    leaves = list(_pool().map(lambda name: digest(*(p[name] for p in parts))[:_LEAF], parts[0]))
+    """The tree over the weights' names; a leaf hashes that weight's tensor in each of `parts`."""
+    sizes = np.cumsum([x.nbytes for x in parts[0].values()])
+    groups: list[list[str]] = [[] for _ in range(_THREADS)]  # neighbours together: a task for each weight costs more than its hash
+    for name, before in zip(parts[0], [0, *sizes[:-1]], strict=True):
+        groups[int(before * _THREADS // sizes[-1])].append(name)
+    hashed = _pool().map(lambda names: [digest(*(p[name] for p in parts))[:_LEAF] for name in names], groups)
+    leaves = [leaf for group in hashed for leaf in group]
     return Tree(hash_json(leaves), leaves)
 
 
