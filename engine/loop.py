@@ -20,6 +20,7 @@ from .evaluate import Evaluation, evaluate, group_texts
 from .learner import Learner
 from .loss import sequence_weights
 from .monitor import Monitor
+from .ranks import ALONE, RankedWorkers, Ranks
 from .record import Recorder
 from .rollout import Keys, Rollout, Sampler, Sampling
 from .scaling import LossScaler
@@ -39,7 +40,7 @@ class TrainState:
     learner: Learner
     scaler: LossScaler
     sampler: Sampler
-    workers: Workers
+    workers: Workers | RankedWorkers
     text: Text
     reward: Reward
     problems: Sequence[Problem]  # training problems
@@ -47,6 +48,7 @@ class TrainState:
     step: int = 0
     version: int = 0  # of the weights: the number of optimizer updates so far
     ledger: Recorder | None = None
+    ranks: Ranks = ALONE
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def train_step(state: TrainState) -> StepRecord:
     sampled = time.perf_counter()
 
     loss_cfg = cfg.loss.resolve()
-    r = rewards(state.reward, problems, texts)  # [P, G]
+    r = state.ranks.from_first(lambda: rewards(state.reward, problems, texts))  # [P, G]
     A = advantages(r, loss_cfg.advantage)  # [P, G]
     weights = np.array(sequence_weights([len(x.completion_ids) for x in rollouts], loss_cfg.normaliser, cfg.sampling.max_tokens))
     shards = cut_shards(rollouts, A, weights, cfg.virtual_shards)
@@ -99,6 +101,7 @@ def train_step(state: TrainState) -> StepRecord:
     metrics |= rollout_metrics(rollouts, texts, r) | {"tokens": monitor.tokens}
     if state.ledger:
         metrics["time/ledger_s"] = state.ledger.record(state, rollouts, r, A)
+        state.ledger.check_ranks(state.ranks)
     metrics |= {"time/sample_s": sampled - began, "time/train_s": time.perf_counter() - sampled}
     record = StepRecord({"step": state.step} | metrics, rollouts, problems, texts, r, A, notes)
     state.step += 1

@@ -83,6 +83,19 @@ class RunFolder:
         self._board.close()
 
 
+class NoFolder:
+    """In place of a RunFolder, in a rank that writes nothing."""
+
+    def record(self, record: StepRecord, extra: dict[str, float]) -> None:
+        """Nothing."""
+
+    def sync(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
 def rollout_line(record: StepRecord, p: int, g: int, G: int) -> dict[str, Any]:
     """One line of rollouts.jsonl."""
     r = record.rollouts[p * G + g]

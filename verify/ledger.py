@@ -200,12 +200,11 @@ def _take(found: LedgerFile, line: dict[str, Any]) -> None:
 class Ledger:
     """A ledger that is being written, from a head or on from a read one. Each line is on the disk when `append` returns.
 
-    Without a path the lines stay in memory: a replay's ledger.
+    Without a path nothing is written: `last` is compared, by a replay or with the other ranks.
     """
 
     def __init__(self, path: Path | None, head: Head, found: LedgerFile | None = None):
-        self.lines: list[Line] = []
-        self._path = path
+        self.last: Line | None = None
         self._file = open(path, "ab") if path is not None else None
         head.chain = head.chained()
         self.chain = head.chain if found is None else found.chain
@@ -215,8 +214,7 @@ class Ledger:
     def append(self, line: Line) -> None:
         """Chain a step and write it. Raises OSError."""
         line.chain = self.chain = line.chained(self.chain)
-        if self._file is None:
-            self.lines.append(line)
+        self.last = line
         self._write({"kind": "step", **vars(line), "quantities": list(line.quantities.items())})
 
     def resumed(self, step: int, environment: Mapping[str, Any]) -> None:
