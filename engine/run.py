@@ -69,9 +69,8 @@ def resume(run_dir: str | Path, overrides: Mapping[str, str] | None = None) -> S
     with _ranks(at.config) as ranks:
         for line in at.said:
             console.print(line)
-        console.print(
-            f"going on at step {at.step} of {at.config.steps}, {f'from {at.checkpoint.folder}' if at.checkpoint else 'the first'}"
-        )
+        start = f"from {at.checkpoint.folder}" if at.checkpoint else "the first"
+        console.print(f"going on at step {at.step} of {at.config.steps}, {start}")
         return _run(at.config, at.path, at, ranks)
 
 
@@ -119,8 +118,7 @@ def _run(config: Config, path: Path, at: Resumption | None, ranks: Ranks) -> Sum
             if ranks.first and (last or (config.checkpoint.every and state.step % config.checkpoint.every == 0)):
                 target = path / "checkpoints" / f"step-{state.step:06d}"
                 extra = {TASK_FILE: json.dumps({"task": config.task.name, "options": config.task.options}) + "\n"}
-                folder.sync()
-                save_checkpoint(state, target, model, extra, config.checkpoint.keep)
+                save_checkpoint(state, target, model, extra, folder.sync(), config.checkpoint.keep)
     finally:
         display.close()
         folder.close()
