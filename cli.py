@@ -439,6 +439,11 @@ def _parse(argv: list[str]) -> tuple[Any, dict[str, str]]:
         raise ValueError(re.sub("[\u2500-\u257f]|-{3,}", " ", said.getvalue())) from None
 
 
+def _rank() -> str:
+    """Which of several ranks speaks."""
+    return f"rank {os.environ['RANK']}: " if os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ else ""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the console script. ZEROKL_TRACEBACK=1 shows where an error comes from."""
     try:
@@ -447,7 +452,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError, FloatingPointError) as error:
         if os.environ.get("ZEROKL_TRACEBACK"):
             raise
-        print(f"zerokl: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"zerokl: {_rank()}{' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("zerokl: interrupted", file=sys.stderr)

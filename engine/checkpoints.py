@@ -28,7 +28,10 @@ _SCALER = ("scale", "clean", "in_a_row")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An intact checkpoint, `step` steps into its run, whose ledger ended with `chain` then. `scaler`: the loss scaler's state."""
+    """An intact checkpoint, `step` steps into its run, whose ledger ended with `chain` then.
+
+    scaler: the loss scaler's state. logs: the SHA-256 of metrics and rollouts as they were then.
+    """
 
     folder: Path
     step: int
@@ -36,13 +39,18 @@ class Checkpoint:
     updates: int
     chain: str
     scaler: dict[str, float]
+    logs: dict[str, str]
 
 
-def save_checkpoint(state: TrainState, target: Path, companions: Path, extra: dict[str, str], keep: int) -> None:
+def save_checkpoint(
+    state: TrainState, target: Path, companions: Path, extra: dict[str, str], logs: dict[str, str], keep: int
+) -> None:  # fmt: skip
     """Write everything a resumed run needs, then drop all but the `keep` newest (0: all). Raises OSError, leaving nothing half-written."""
     assert state.ledger is not None
-    small = {"step": state.step, "version": state.version, "updates": state.learner.updates, "chain": state.ledger.ledger.chain}
-    small["scaler"] = {name: getattr(state.scaler, name) for name in _SCALER}
+    small = {
+        "step": state.step, "version": state.version, "updates": state.learner.updates, "chain": state.ledger.ledger.chain,
+        "scaler": {name: getattr(state.scaler, name) for name in _SCALER}, "logs": logs,
+    }  # fmt: skip
     first, second = state.learner.moments
     texts = extra | {SMALL_FILE: json.dumps(small, indent=1) + "\n"}
     moments = {"first_moment": first, "second_moment": second}

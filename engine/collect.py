@@ -7,6 +7,7 @@ draw d of step s are at the places (s D + d) P .. of the order of problems, so n
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from ..kernels.philox import Stream, permutation
 from .advantage import all_equal
 from .config import Config
 from .evaluate import group_texts
+from .ranks import ALONE, Ranks
 from .rollout import Keys, Rollout, Sampler, Sampling
 from .tasks import Reward, rewards
 from .tasks.base import Problem
@@ -33,16 +35,16 @@ class Collected:
 
 def collect(
     cfg: Config, step: int, sampler: Sampler, sampling: Sampling, text: Text, reward: Reward,
-    problems: Sequence[Problem], prompt_ids: Sequence[Sequence[int]],
+    problems: Sequence[Problem], prompt_ids: Sequence[Sequence[int]], ranks: Ranks = ALONE,
 ) -> Collected:  # fmt: skip
-    """Sample and reward the prompts of a step. Raises ValueError (see tasks.rewards)."""
+    """Sample and reward the prompts of a step; rank 0 rewards. Raises ValueError (see tasks.rewards)."""
     P, G, draws = cfg.prompts, sampling.samples, cfg.loss.resolve().draws
     groups, differ = [], []
     for draw in range(draws):
         chosen = step_problems(len(problems), P, cfg.seed, step * draws + draw)
         rollouts = sampler.generate([prompt_ids[i] for i in chosen], sampling, Keys(cfg.seed, step, first_prompt=draw * P))
         texts = group_texts(text, rollouts, G)
-        r = rewards(reward, [problems[i] for i in chosen], texts)
+        r = ranks.from_first(partial(rewards, reward, [problems[i] for i in chosen], texts))
         for p, i in enumerate(chosen):
             groups.append((problems[i], rollouts[p * G : (p + 1) * G], texts[p], r[p]))
             if not all_equal(r[p].tolist()):

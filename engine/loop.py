@@ -22,6 +22,7 @@ from .evaluate import Evaluation, evaluate
 from .learner import Learner
 from .loss import LossConfig, sequence_weights
 from .monitor import Monitor
+from .ranks import ALONE, RankedScorer, RankedWorkers, Ranks
 from .record import Recorder
 from .rollout import Keys, Rollout, Sampler, Sampling
 from .scaling import LossScaler
@@ -44,9 +45,9 @@ class TrainState:
     scaler: LossScaler
     sampler: Sampler
     evaluator: Sampler  # draws from the trainer's policy
-    behaviour: Scorer | None  # scores with the sampler's weights, where it has its own
-    workers: Workers
-    reference: Scorer | None  # frozen, for the KL term
+    behaviour: Scorer | RankedScorer | None  # scores with the sampler's weights, where it has its own
+    workers: Workers | RankedWorkers
+    reference: Scorer | RankedScorer | None  # frozen, for the KL term
     text: Text
     reward: Reward
     problems: Sequence[Problem]  # training problems
@@ -54,6 +55,7 @@ class TrainState:
     step: int = 0
     version: int = 0  # of the weights: the number of optimizer updates so far
     ledger: Recorder | None = None
+    ranks: Ranks = ALONE
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def train_step(state: TrainState) -> StepRecord:
     """One step: sample, score, and update. Raises MismatchError before any update (see Monitor)."""
     cfg, began = state.config, time.perf_counter()
     sampling = Sampling(cfg.sampling.distribution, cfg.samples, cfg.sampling.max_tokens, state.text.stop_ids)
-    got = collect(cfg, state.step, state.sampler, sampling, state.text, state.reward, state.problems, state.prompt_ids)
+    got = collect(cfg, state.step, state.sampler, sampling, state.text, state.reward, state.problems, state.prompt_ids, state.ranks)
     rollouts = got.rollouts  # P x G
     sampled = time.perf_counter()
 
@@ -110,6 +112,7 @@ def train_step(state: TrainState) -> StepRecord:
     metrics |= loss_metrics(loss_cfg, got, shaped, reference) | ({"staleness/versions": stale} if cfg.max_staleness else {})
     if state.ledger:
         metrics["time/ledger_s"] = state.ledger.record(state, rollouts, got.rewards, A)
+        state.ledger.check_ranks(state.ranks)
     metrics |= {"time/sample_s": sampled - began, "time/train_s": time.perf_counter() - sampled}
     record = StepRecord({"step": state.step} | metrics, rollouts, got.problems, got.texts, got.rewards, A, notes)
     state.step += 1

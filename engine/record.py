@@ -9,11 +9,13 @@ import numpy as np
 import torch
 
 from ..model.decoder import Decoder
+from ..verify.divergence import compare_lines
 from ..verify.environment import environment
 from ..verify.files import hash_json
 from ..verify.ledger import Head, Ledger, LedgerFile, Line, digest, digest_ids, hash_tree
 from .config import Config
 from .learner import Learner
+from .ranks import Ranks
 from .rollout import Rollout
 from .tasks.base import Problem
 
@@ -148,6 +150,17 @@ class Recorder:
         quantities[name] = tree.root
         if self._detail == "full" or (self._detail == "gradients" and name.startswith("gradient")):
             self._leaves[name] = tree.leaves
+
+    def check_ranks(self, ranks: Ranks) -> None:
+        """Compare the step's line over all ranks. Raises RuntimeError naming rank and quantity: their states have parted."""
+        if ranks.size == 1:
+            return
+        line = self.ledger.last
+        chains = ranks.gather(lambda: line.chain)
+        if len(set(chains)) > 1:
+            every = ranks.gather(lambda: line)
+            rank = next(r for r, chain in enumerate(chains) if chain != chains[0])
+            raise RuntimeError(f"rank {rank} has other bits than rank 0: {compare_lines(self.head, every[0], every[rank])}")
 
     def close(self) -> None:
         """Close the file."""

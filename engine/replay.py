@@ -82,7 +82,7 @@ class Replayer:
                 trace_step(state, trace)
             else:
                 train_step(state)
-            again = state.ledger.ledger.lines[-1]
+            again = state.ledger.ledger.last
             if divergence := compare_lines(self.ledger.head, line, again):
                 return Replay(first, line.step, divergence)
         return Replay(first, until, None)

@@ -1,5 +1,6 @@
 """What a run leaves in its folder: metrics, rollouts, TensorBoard, a plot and a summary; and the progress display."""
 
+import hashlib
 import json
 import math
 import os
@@ -38,6 +39,28 @@ def finite(x: Any) -> Any:
     return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
+class _Log:
+    """A JSONL file that is appended to, and its hash."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._hash = hashlib.sha256(path.read_bytes() if path.exists() else b"")
+        self._file = open(path, "ab")
+
+    def write(self, lines: Sequence[dict[str, Any]]) -> None:
+        content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        self._hash.update(content)
+        self._file.write(content)
+        self._file.flush()
+
+    def sync(self) -> str:
+        os.fsync(self._file.fileno())
+        return self._hash.hexdigest()
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class RunFolder:
     """The files of a run, new or, with the number of steps that are `done`, gone on from.
 
@@ -49,9 +72,9 @@ class RunFolder:
         if done is None:
             refuse_taken(path)
             path.mkdir(parents=True, exist_ok=True)
-            write_whole(path / "config.toml", config_toml.encode())
-        self._metrics = open(path / "metrics.jsonl", "a")
-        self._rollouts = open(path / "rollouts.jsonl", "a")
+        write_whole(path / "config.toml", config_toml.encode())
+        self._metrics = _Log(path / "metrics.jsonl")
+        self._rollouts = _Log(path / "rollouts.jsonl")
         from torch.utils.tensorboard import SummaryWriter
 
         # What an interrupted run wrote of later steps is left out by TensorBoard.
@@ -60,27 +83,36 @@ class RunFolder:
     def record(self, record: StepRecord, extra: dict[str, float]) -> None:
         """Append a finished step."""
         metrics = record.metrics | extra
-        self._metrics.write(json.dumps(finite(metrics | record.notes)) + "\n")
-        self._metrics.flush()
+        self._metrics.write([finite(metrics | record.notes)])
         for name, value in metrics.items():
             if name != "step":
                 self._board.add_scalar(name, value, int(metrics["step"]))
         P, G = record.rewards.shape
-        for p in range(P):
-            for g in range(G):
-                self._rollouts.write(json.dumps(rollout_line(record, p, g, G)) + "\n")
-        self._rollouts.flush()
+        self._rollouts.write([rollout_line(record, p, g, G) for p in range(P) for g in range(G)])
 
-    def sync(self) -> None:
-        """Wait until metrics and rollouts are on the disk: a checkpoint never runs ahead of them."""
-        os.fsync(self._metrics.fileno())
-        os.fsync(self._rollouts.fileno())
+    def sync(self) -> dict[str, str]:
+        """Wait until metrics and rollouts are on the disk: a checkpoint never runs ahead of them. Returns file -> SHA-256 so far."""
+        return {log.path.name: log.sync() for log in (self._metrics, self._rollouts)}
 
     def close(self) -> None:
         """Close the files."""
         self._metrics.close()
         self._rollouts.close()
         self._board.close()
+
+
+class NoFolder:
+    """In place of a RunFolder, in a rank that writes nothing."""
+
+    def record(self, record: StepRecord, extra: dict[str, float]) -> None:
+        """Nothing."""
+
+    def sync(self) -> dict[str, str]:
+        """Nothing."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing."""
 
 
 def rollout_line(record: StepRecord, p: int, g: int, G: int) -> dict[str, Any]:

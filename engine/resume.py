@@ -4,6 +4,7 @@ A run goes on from the newest checkpoint that is intact and that ledger, metrics
 back to its step. Each file that is damaged is named, and what was cut because of damage is kept beside it.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,6 +27,10 @@ class _Log:
     path: Path
     ends: list[int] = field(default_factory=lambda: [0])
     damage: str | None = None
+
+    def hash_at(self, step: int) -> str:
+        """SHA-256 of what it holds of the steps before `step`."""
+        return hashlib.sha256(self.path.read_bytes()[: self.ends[step]]).hexdigest()
 
 
 @dataclass
@@ -89,7 +94,7 @@ def find_resumption(path: Path, overrides: Mapping[str, str]) -> Resumption:
     metrics = _read_log(path / METRICS, 1)
     rollouts = _read_log(path / ROLLOUTS, config.prompts * config.samples)
     said = [f"{damage}; going on from before it" for damage in (ledger.damage, metrics.damage, rollouts.damage) if damage]
-    checkpoint, unusable = None, []
+    checkpoint, unusable, logs = None, [], [metrics, rollouts]
     for folder in checkpoint_folders(path):
         found, damage = open_checkpoint(folder)
         if config.samples_older_weights:
@@ -100,6 +105,9 @@ def find_resumption(path: Path, overrides: Mapping[str, str]) -> Resumption:
             said.append(f"{folder} is not a checkpoint of {ledger.path}; not used")
         elif found.step >= min(len(metrics.ends), len(rollouts.ends)):
             said.append(f"{folder} is ahead of {METRICS} or {ROLLOUTS}; not used")
+        elif altered := next((log for log in logs if log.hash_at(found.step) != found.logs.get(log.path.name)), None):
+            altered.damage = altered.damage or f"{altered.path} was altered before step {found.step}"
+            said.append(f"{altered.path} was altered before step {found.step}, as its hash in {folder} shows; going on from before it")
         else:
             checkpoint = found
             break
@@ -108,7 +116,7 @@ def find_resumption(path: Path, overrides: Mapping[str, str]) -> Resumption:
     if step > config.steps:
         raise ValueError(f"resume: steps ({config.steps}) must be at least {step}, the steps that {path} has done")
     history = [_numbers(json.loads(line)) for line in metrics.path.read_bytes()[: metrics.ends[step]].splitlines()] if step else []
-    return Resumption(path, config, checkpoint, ledger, [metrics, rollouts], history, said, unusable)
+    return Resumption(path, config, checkpoint, ledger, logs, history, said, unusable)
 
 
 def _numbers(line: dict[str, Any]) -> dict[str, Any]:

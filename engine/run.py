@@ -2,7 +2,8 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +21,9 @@ from .initialise import TASK_FILE, initialise, perfectible_set
 from .learner import Learner
 from .loop import StepRecord, TrainState, held_out, train_step
 from .monitor import MismatchError
+from .ranks import ALONE, RankedSampler, RankedScorer, RankedWorkers, Ranks, join_ranks
 from .record import Recorder, run_head
-from .report import Display, RunFolder, console, plot_reward, refuse_taken
+from .report import Display, NoFolder, RunFolder, console, plot_reward, refuse_taken
 from .resume import LEDGER, Resumption, find_resumption
 from .samplers import make_samplers
 from .scaling import LossScaler
@@ -55,8 +57,9 @@ def train(config: Config, run_dir: str | Path) -> Summary:
 
     Raises ValueError for bad input, MismatchError when exact and a bit differs, OSError when a file cannot be written.
     """
-    refuse_taken(Path(run_dir))
-    return _run(config, Path(run_dir), None)
+    with _ranks(config) as ranks:
+        refuse_taken(Path(run_dir))
+        return _run(config, Path(run_dir), None, ranks)
 
 
 def resume(run_dir: str | Path, overrides: Mapping[str, str] | None = None) -> Summary:
@@ -66,13 +69,23 @@ def resume(run_dir: str | Path, overrides: Mapping[str, str] | None = None) -> S
     run, or a run whose data, weights or configuration were altered.
     """
     at = find_resumption(Path(run_dir), overrides or {})
-    for line in at.said:
-        console.print(line)
-    console.print(f"going on at step {at.step} of {at.config.steps}, {f'from {at.checkpoint.folder}' if at.checkpoint else 'the first'}")
-    return _run(at.config, at.path, at)
+    with _ranks(at.config) as ranks:
+        for line in at.said:
+            console.print(line)
+        start = f"from {at.checkpoint.folder}" if at.checkpoint else "the first"
+        console.print(f"going on at step {at.step} of {at.config.steps}, {start}")
+        return _run(at.config, at.path, at, ranks)
 
 
-def _run(config: Config, path: Path, at: Resumption | None) -> Summary:
+@contextmanager
+def _ranks(config: Config) -> Iterator[Ranks]:
+    """The ranks of this run. The processes of all but the first are silent from now on."""
+    with join_ranks(config.virtual_shards, config.sampler) as ranks:
+        console.quiet = not ranks.first
+        yield ranks
+
+
+def _run(config: Config, path: Path, at: Resumption | None, ranks: Ranks) -> Summary:
     """A new run, or the rest of one."""
     began = time.perf_counter()
     if config.threads:
@@ -83,8 +96,9 @@ def _run(config: Config, path: Path, at: Resumption | None) -> Summary:
         check_engine_arguments(config.vllm.engine)
     task = load_task(config.task.name, config.task.options)
     load_reward(task, config.task.reward)  # a name that cannot be imported is found before the warm start
-    model = base_model(config, path)
-    state = make_state(config, model, task)
+    ranks.barrier()  # every rank has read the folder as it was
+    model = ranks.from_first(lambda: base_model(config, path))
+    state = make_state(config, model, task, ranks)
     held = task.problems("held_out")[: config.evaluation.problems] if config.evaluation.every else []
     held_ids = state.text.encode_problems(held, task.chat)
     _check_prompts(held_ids, held, config, state.policy.config)
@@ -105,11 +119,10 @@ def _run(config: Config, path: Path, at: Resumption | None) -> Summary:
                     f"step {record.metrics['step']}: the gradient of {overflow} overflowed at loss scale "
                     f"{record.metrics['scaling/scale']:g}; the update was skipped, the scale is now {state.scaler.scale:g}"
                 )
-            if last or (config.checkpoint.every and state.step % config.checkpoint.every == 0):
+            if ranks.first and (last or (config.checkpoint.every and state.step % config.checkpoint.every == 0)):
                 target = path / "checkpoints" / f"step-{state.step:06d}"
                 extra = {TASK_FILE: json.dumps({"task": config.task.name, "options": config.task.options}) + "\n"}
-                folder.sync()
-                save_checkpoint(state, target, model, extra, config.checkpoint.keep)
+                save_checkpoint(state, target, model, extra, folder.sync(), config.checkpoint.keep)
     finally:
         display.close()
         folder.close()
@@ -117,21 +130,27 @@ def _run(config: Config, path: Path, at: Resumption | None) -> Summary:
             if owned is not None:
                 owned.close()
     summary = _summarise(state, history, time.perf_counter() - began)
+    if not ranks.first:
+        return summary
     write_whole(path / "summary.json", (json.dumps(vars(summary), indent=2) + "\n").encode())
     plot_reward(history, path / "reward.png")
     return summary
 
 
-def _open_folder(state: TrainState, path: Path, at: Resumption | None) -> RunFolder:
+def _open_folder(state: TrainState, path: Path, at: Resumption | None) -> RunFolder | NoFolder:
     """The run's files, and its ledger in `state`. A run that goes on has its state put back; its files change only after every check."""
     config = state.config
-    head = run_head(state, {"workers in use": state.workers.n})
+    head = run_head(state, {"workers in use": state.workers.n, "ranks": state.ranks.size})
     found = None
     if at is not None:
         at.check_head(head)
         if at.checkpoint:
             restore(state, at.checkpoint)
-        found = at.prepare()
+        state.ranks.barrier()  # nobody reads the files any more that are cut back now
+        found = state.ranks.from_first(at.prepare)
+    if not state.ranks.first:
+        state.ledger = Recorder(None, head, config, found)
+        return NoFolder()
     folder = RunFolder(path, to_toml(config), at.step if at else None)
     state.ledger = Recorder(path / LEDGER, head, config, found)
     if found is not None:
@@ -141,8 +160,8 @@ def _open_folder(state: TrainState, path: Path, at: Resumption | None) -> RunFol
     return folder
 
 
-def make_state(config: Config, model: Path, task: Task) -> TrainState:
-    """Load a model folder and set up everything a step needs. Raises ValueError."""
+def make_state(config: Config, model: Path, task: Task, ranks: Ranks = ALONE) -> TrainState:
+    """Load a model folder and set up everything a step needs, for one of `ranks`. Raises ValueError."""
     model_config = ModelConfig.from_file(model)
     text = Text(model, model_config.vocab_size)
     problems = training_problems(task, config, model)
@@ -158,14 +177,17 @@ def make_state(config: Config, model: Path, task: Task) -> TrainState:
     vllm = config.sampler == "vllm"
     alone = (vllm and not config.vllm.multiprocess) or config.sampler == "vllm-stock"  # vLLM keeps the threads of its process to itself
     n = config.workers or (1 if alone or device.type == "cuda" else automatic(policy.layout.numel))
-    workers = Workers(policy, config.virtual_shards, n, config.native, share=vllm)
+    workers = Workers(policy, config.virtual_shards // ranks.size, n, config.native, share=vllm)
     learner = Learner(policy, policy.flat.detach() if dtype == torch.float32 else master, config.optimizer, updates)
     samplers = make_samplers(config, model, model_config, learner, workers)
     scaler = LossScaler(config.precision, dtype)
     reference, reward = _reference(config, model, model_config, workers.n), load_reward(task, config.task.reward)
+    sampler, evaluator, behaviour = samplers.training, samplers.evaluation, samplers.behaviour
+    if ranks.size > 1:
+        sampler, evaluator, workers = RankedSampler(sampler, ranks), RankedSampler(evaluator, ranks), RankedWorkers(workers, ranks)
+        behaviour, reference = (RankedScorer(x, ranks) if x else None for x in (behaviour, reference))
     return TrainState(
-        config, policy, learner, scaler, samplers.training, samplers.evaluation, samplers.behaviour, workers, reference, text, reward,
-        problems, prompt_ids,
+        config, policy, learner, scaler, sampler, evaluator, behaviour, workers, reference, text, reward, problems, prompt_ids, ranks=ranks,
     )  # fmt: skip
 
 
@@ -244,6 +266,8 @@ def _guarded_step(state: TrainState, path: Path) -> StepRecord:
     try:
         return train_step(state)
     except MismatchError as error:
+        if not state.ranks.first:
+            raise
         target = path / "mismatch"
         report = json.dumps(error.report | {"config": state.config.model_dump()}, indent=2) + "\n"
         layout: Layout = state.policy.layout

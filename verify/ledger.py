@@ -60,14 +60,23 @@ class Tree:
     leaves: list[str]
 
 
+# Threads that hash side by side: hashlib lets others run. What is done by which decides nothing.
+_THREADS = min(8, os.cpu_count() or 1)
+
+
 @cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="ledger")
+    return ThreadPoolExecutor(_THREADS, thread_name_prefix="ledger")
 
 
 def hash_tree(*parts: Mapping[str, torch.Tensor]) -> Tree:
-    """The tree over the weights' names; a leaf hashes that weight's tensor in each of `parts`. hashlib lets other threads run beside it."""
-    leaves = list(_pool().map(lambda name: digest(*(p[name] for p in parts))[:_LEAF], parts[0]))
+    """The tree over the weights' names; a leaf hashes that weight's tensor in each of `parts`."""
+    sizes = np.cumsum([x.nbytes for x in parts[0].values()])
+    groups: list[list[str]] = [[] for _ in range(_THREADS)]  # neighbours together: a task for each weight costs more than its hash
+    for name, before in zip(parts[0], [0, *sizes[:-1]], strict=True):
+        groups[int(before * _THREADS // sizes[-1])].append(name)
+    hashed = _pool().map(lambda names: [digest(*(p[name] for p in parts))[:_LEAF] for name in names], groups)
+    leaves = [leaf for group in hashed for leaf in group]
     return Tree(hash_json(leaves), leaves)
 
 
@@ -191,12 +200,11 @@ def _take(found: LedgerFile, line: dict[str, Any]) -> None:
 class Ledger:
     """A ledger that is being written, from a head or on from a read one. Each line is on the disk when `append` returns.
 
-    Without a path the lines stay in memory: a replay's ledger.
+    Without a path nothing is written: `last` is compared, by a replay or with the other ranks.
     """
 
     def __init__(self, path: Path | None, head: Head, found: LedgerFile | None = None):
-        self.lines: list[Line] = []
-        self._path = path
+        self.last: Line | None = None
         self._file = open(path, "ab") if path is not None else None
         head.chain = head.chained()
         self.chain = head.chain if found is None else found.chain
@@ -206,8 +214,7 @@ class Ledger:
     def append(self, line: Line) -> None:
         """Chain a step and write it. Raises OSError."""
         line.chain = self.chain = line.chained(self.chain)
-        if self._file is None:
-            self.lines.append(line)
+        self.last = line
         self._write({"kind": "step", **vars(line), "quantities": list(line.quantities.items())})
 
     def resumed(self, step: int, environment: Mapping[str, Any]) -> None:

@@ -164,14 +164,15 @@ def test_a_newer_checkpoint_that_is_damaged_is_named_and_an_older_one_used(small
 CORRUPTIONS = st.sampled_from(["truncate", "flip", "remove", "foreign"])
 
 
-@given(st.integers(0, 10**9), st.integers(0, 10**9), CORRUPTIONS)
+@given(st.booleans(), st.integers(0, 10**9), st.integers(0, 10**9), CORRUPTIONS)
 @property_settings(40)
-def test_whatever_is_corrupted_is_named_and_the_run_still_ends_the_same(small, tmp_path_factory, file, place, how):
-    """One file of an interrupted run is corrupted at a drawn place. Either resume says so in one line, or it ends in the same bits."""
+def test_whatever_is_corrupted_is_named_and_the_run_still_ends_the_same(small, tmp_path_factory, log, file, place, how):
+    """One file of an interrupted run is corrupted at a drawn place: it is named, and the run ends in the same bits or is refused."""
     path = tmp_path_factory.mktemp("corrupted") / "run"
     shutil.copytree(small[0], path, ignore=shutil.ignore_patterns("tensorboard"))
     _steps_left(path, 5)
     files = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix != ".png" and ".partial" not in str(p))
+    files = [p for p in files if (p.name in LOGS) == log]
     victim = files[file % len(files)]
     corrupt(victim, place, how)
     try:
@@ -187,6 +188,22 @@ def test_whatever_is_corrupted_is_named_and_the_run_still_ends_the_same(small, t
     assert (summary.fingerprint, summary.weights) == (small[1].fingerprint, small[1].weights)
     if victim.name != "config.toml":
         _same_run(path, summary, small)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts.jsonl"])
+def test_an_altered_number_in_a_log_is_named_and_the_altered_file_kept(small, tmp_path, capsys, name):
+    path = tmp_path / "run"
+    shutil.copytree(small[0], path)
+    _steps_left(path, 5)
+    content = bytearray((path / name).read_bytes())
+    at = content.index(b"0.", content.index(b"\n") + 1) + 2  # a digit of the second step, still a digit afterwards
+    content[at] ^= 1
+    (path / name).write_bytes(content)
+    _same_run(path, resume(path), small)
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"{path / name} was altered before step 4" in said
+    assert "going on at step 0 of 6" in said
+    assert (path / f"{name}.damaged").read_bytes() == bytes(content)
 
 
 def corrupt(victim: Path, place: int, how: str) -> None:

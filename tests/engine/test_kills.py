@@ -1,0 +1,85 @@
+"""A run killed with SIGKILL at random moments and resumed each time ends with the ledger of a run that was left alone."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from zerokl.engine.run import train
+
+# Seconds from the first sign of work to the kill at most: sampling, backward, ledger and checkpoints take turns in them.
+_SPAN = 1.5
+
+
+def _start(words: list[str], cwd: Path) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "zerokl", "train", *words], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+
+
+def _kill_while_it_works(process: subprocess.Popen, path: Path, after: float) -> bool:
+    """Kill `after` seconds from when the process has the run's files open. Returns whether it was still at work."""
+    before = _stamp(path)
+    while process.poll() is None and _stamp(path) == before:
+        time.sleep(0.01)
+    time.sleep(after)
+    alive = process.poll() is None
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    return alive
+
+
+def _stamp(path: Path) -> tuple:
+    """Changes when a process has begun to write to the run."""
+    return tuple(sorted((p.name, p.stat().st_size) for p in path.glob("tensorboard/*"))) if path.exists() else ()
+
+
+def kill_often(config_toml: str, path: Path, kills: int, seed: int) -> str:
+    """Run into `path`, killed `kills` times. Returns all that the last process said."""
+    draw, done = random.Random(seed), 0
+    (path.parent / "config.toml").write_text(config_toml)
+    new = ["config.toml", "--run-dir", str(path)]
+    while True:
+        begun = (path / "config.toml").exists()
+        process = _start(["--resume", str(path)] if begun else new, path.parent)
+        if done < kills:
+            done += _kill_while_it_works(process, path, draw.uniform(0, _SPAN))
+            if (path / "summary.json").exists():  # too fast for the kill: once more over the end
+                (path / "summary.json").unlink()
+            continue
+        said, _ = process.communicate()
+        assert process.returncode == 0, said
+        return said
+
+
+def check_kills(config, tmp_path: Path, kills: int, seed: int, **overrides) -> None:
+    from zerokl.engine.config import to_toml
+
+    made = config(steps=40, checkpoint__every=3, checkpoint__keep=3, evaluation__every=7, prompts=4, samples=8, **overrides)
+    expected = train(made, tmp_path / "alone")
+    kill_often(to_toml(made), tmp_path / "run", kills, seed)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["fingerprint"], summary["weights"]) == (expected.fingerprint, expected.weights)
+    for name in ("ledger.jsonl", "rollouts.jsonl"):
+        ours = [x for x in (tmp_path / "run" / name).read_text().splitlines() if '"kind":"resumed"' not in x]
+        theirs = (tmp_path / "alone" / name).read_text().splitlines()
+        if name == "ledger.jsonl":
+            ours, theirs = ours[1:], theirs[1:]  # the head names the environment of another process
+        assert ours == theirs, name
+    assert not list((tmp_path / "run").rglob("*.partial-*")) + list((tmp_path / "run").rglob("*.damaged*"))
+
+
+def test_three_kills(config, tmp_path):
+    check_kills(config, tmp_path, 3, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_fifty_kills(config, tmp_path, workers):
+    check_kills(config, tmp_path, 25, workers, workers=workers)

@@ -1,0 +1,107 @@
+"""torchrun with 1, 2, 4 or 8 ranks: one ledger; a run goes on with another number of ranks; a rank that dies ends the job with a reason."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from zerokl.engine.config import Config, to_toml
+from zerokl.engine.run import train
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def plain(request, config) -> Config:
+    return config(dtype=request.param, steps=4, checkpoint__every=2, virtual_shards=8, evaluation__every=2)
+
+
+@pytest.fixture(scope="module")
+def alone(plain, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("alone") / "run"
+    train(plain, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def brief(config) -> Config:
+    return config(steps=4, checkpoint__every=2, evaluation__every=2)
+
+
+def _launch(ranks: int, words: list[str], cwd: Path) -> subprocess.Popen:
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "zerokl", "train"]
+    modules = {m.__file__ for m in (sys.modules.get("toy"),) if m}
+    path = os.pathsep.join([*sys.path, *(str(Path(m).parent) for m in modules)])
+    return subprocess.Popen(
+        [sys.executable, *run, *words], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path},
+    )  # fmt: skip
+
+
+def _run(ranks: int, config: Config, path: Path, *words: str) -> str:
+    (path.parent / "config.toml").write_text(to_toml(config))
+    process = _launch(ranks, ["config.toml", "--run-dir", str(path), *words], path.parent)
+    said, _ = process.communicate()
+    assert process.returncode == 0, said
+    return said
+
+
+def _same(path: Path, alone: Path) -> None:
+    ours, theirs = (json.loads((p / "summary.json").read_text()) for p in (path, alone))
+    assert (ours["fingerprint"], ours["weights"]) == (theirs["fingerprint"], theirs["weights"])
+    assert (path / "rollouts.jsonl").read_bytes() == (alone / "rollouts.jsonl").read_bytes()
+    a, b = ([json.loads(x) for x in (p / "ledger.jsonl").open()] for p in (path, alone))
+    assert [x for x in a if x["kind"] == "step"] == [x for x in b if x["kind"] == "step"]
+
+
+@pytest.mark.parametrize(("ranks", "micro_batch"), [(2, 1), pytest.param(4, 5, marks=pytest.mark.slow)])
+def test_any_number_of_ranks_gives_one_ledger(plain, alone, tmp_path, ranks, micro_batch):
+    said = _run(ranks, plain, tmp_path / "run", "--micro_batch", str(micro_batch))
+    _same(tmp_path / "run", alone)
+    assert len(re.findall("^fingerprint ", said, re.MULTILINE)) == 1, "only the first rank speaks"
+
+
+@pytest.mark.slow
+def test_eight_ranks_give_the_same_ledger(plain, alone, tmp_path):
+    _run(8, plain, tmp_path / "run", "--workers", "1")
+    _same(tmp_path / "run", alone)
+
+
+def test_a_rank_that_dies_ends_the_job_and_the_run_goes_on_with_another_number(brief, tmp_path):
+    """Rank 0 is killed in the fourth step, after 9 rewards of each step before and 10 of an evaluation."""
+    path = tmp_path / "run"
+    deadly = brief.model_copy(update={"task": brief.task.model_copy(update={"reward": "dies:letters"})})
+    (tmp_path / "config.toml").write_text(to_toml(deadly))
+    (tmp_path / "dies.py").write_text(
+        "import os, signal\ncalls = []\n"
+        "def letters(problem, completion):\n"
+        "    calls.append(0)\n"
+        f"    if len(calls) > 9 * 3 + 10 and not os.path.exists({str(tmp_path / 'again')!r}):\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return sum(c.isalpha() for c in completion) / 8\n"
+    )
+    process = _launch(2, ["config.toml", "--run-dir", str(path)], tmp_path)
+    said, _ = process.communicate()
+    assert process.returncode != 0
+    assert re.search(r"exitcode\s*: -9", said), said
+    assert re.search(r"rank\s*: 0", said), said
+    (tmp_path / "again").touch()
+    process = _launch(1, ["--resume", str(path)], tmp_path)
+    said, _ = process.communicate()
+    assert process.returncode == 0, said
+    assert "going on at step 2 of 4" in said
+    assert json.loads((path / "summary.json").read_text())["weights"] == train(brief, tmp_path / "alone").weights
+
+
+BAD = [(3, [], "ranks (3) must be a power of two"), (2, ["--task.reward", "toy:broken"], "raised RuntimeError")]
+
+
+@pytest.mark.parametrize(("ranks", "words", "message"), BAD)
+def test_bad_input_is_said_by_rank(brief, tmp_path, ranks, words, message):
+    (tmp_path / "config.toml").write_text(to_toml(brief))
+    process = _launch(ranks, ["config.toml", "--run-dir", str(tmp_path / "run"), *words], tmp_path)
+    said, _ = process.communicate()
+    assert process.returncode != 0
+    assert re.search(rf"^zerokl: rank 0: .*{re.escape(message)}", said, re.MULTILINE), said
+    assert "zerokl/engine" not in said, "no traceback of ours"
