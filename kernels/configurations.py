@@ -12,7 +12,17 @@ from importlib import import_module
 from .launch import Launch, recorded
 from .tiles import recording
 
-MODULES = ("columns_triton", "rms_norm_triton", "matmul_triton", "attention_triton", "attention_bwd_triton")
+MODULES = (
+    "columns_triton",
+    "rms_norm_triton",
+    "silu_mul_triton",
+    "rope_triton",
+    "embedding_triton",
+    "logprob_triton",
+    "matmul_triton",
+    "attention_triton",
+    "attention_bwd_triton",
+)
 
 
 def configurations(target: str) -> Iterator[tuple[str, Launch]]:

@@ -26,9 +26,12 @@ def _qk_norm(x: rows.Rows, D: int, seed: int) -> rows.Rows:
 
 
 # name -> the kernel that must have run
-ROW_OPS = {"rms_norm": "_rms_norm_bwd", "rms_norm of heads": "_rms_norm_bwd", "add_rms_norm": "_rms_norm_bwd", "qk_norm": "_rms_norm_bwd"}
-GRADIENT_OPS = {"rms_norm": "_block_columns", "rms_norm of heads": "_block_columns", "add_rms_norm": "_block_columns"}
-ACCURATE_OPS = {"rms_norm": "_rms_norm_bwd", "rms_norm of heads": "_rms_norm_bwd", "add_rms_norm": "_rms_norm_bwd"}
+NORMS = {name: "_rms_norm_bwd" for name in ("rms_norm", "rms_norm of heads", "add_rms_norm")}
+LOGPROBS = {name: "_logprob_bwd" for name in ("linear_logprob", "linear_logprob at a temperature")}
+TRUNCATED = {f"linear_logprob of {what}": "_logprob_bwd" for what in ("top-k", "top-p", "all three")}
+ROW_OPS = {**NORMS, **LOGPROBS, **TRUNCATED, "qk_norm": "_rms_norm_bwd", "silu_mul": "_silu_mul_bwd", "rope": "_rope"}
+GRADIENT_OPS = {**NORMS, "linear_logprob": "_logprob_bwd", "embedding": "_embedding_bwd"}
+ACCURATE_OPS = {**NORMS, **LOGPROBS, "silu_mul": "_silu_mul_bwd", "rope": "_rope", "embedding": "_embedding_bwd"}
 OPS = {**rows.OPS, "qk_norm": rows.Op(rows._x(3), _qk_norm)}
 
 
