@@ -25,7 +25,7 @@ MODULES = (
 )
 
 
-def configurations(target: str) -> Iterator[tuple[str, Launch]]:
+def configurations(target: str = "sm_90") -> Iterator[tuple[str, Launch]]:
     """Name and launch of each on a target. The name is the case's, then the kernel's. Triton is imported here."""
     for module in MODULES:
         for case, run in import_module(f".{module}", __package__).CASES.items():
