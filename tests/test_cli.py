@@ -233,6 +233,7 @@ def test_a_damaged_checkpoint_is_one_line_for_every_command(folder, training, re
         (["sample", "model", "--prompt", "1", "--seed", "x"], "seed"),
         (["sample", "model"], "prompt"),
         (["eval", "model", "--task", "subtract"], "subtract is not known"),
+        (["verify", "model", "--record"], "belong to zerokl verify binaries"),
         (["eval", "model", "--split", "test"], "split (test)"),
         (["eval", "model", "--task.reward", "mine:raises"], "reward: raised RuntimeError (two lines)"),
         (["verify", "nowhere"], "nowhere is no folder"),

