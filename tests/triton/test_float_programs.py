@@ -12,6 +12,7 @@ import pytest
 @pytest.fixture(scope="module")
 def report() -> dict[str, dict[str, int]]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])  # for the tests' own modules
     command = [sys.executable, str(Path(__file__).parent / "float_programs.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
