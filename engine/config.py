@@ -151,8 +151,8 @@ class Config(_Section):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Compute dtype of sampler and trainer. Master weights and optimizer state are fp32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where sampler and trainer compute; auto is a CUDA GPU where there is one and the sampler is native, else the CPU. A run has the
-    same bits on every machine with the same kind of GPU, and others on a CPU."""
+    """Where sampler and trainer compute; auto is a CUDA GPU where there is one and the sampler is native, else the CPU.
+    Changes the bits: a GPU's kernels sum in another order than the reference on a CPU."""
     seed: int = Field(0, ge=0, lt=1 << 32)
     """Seed of the run: problem order and every token drawn."""
     steps: int = Field(100, ge=1)

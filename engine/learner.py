@@ -5,13 +5,16 @@ temporaries small; it uses + - * / sqrt only, which round exactly, so slices and
 """
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..kernels.order import tree_sum
 from ..model.decoder import Decoder
 from ..model.weights import FLAT_TILE, Layout
-from .config import OptimizerConfig
+
+if TYPE_CHECKING:  # benchmarks/device.py runs where pydantic is not installed
+    from .config import OptimizerConfig
 
 # Elements of one slice of an elementwise pass; a multiple of FLAT_TILE. Bounds temporaries to a few MiB, on a GPU, which waits for each
 # launch, to some hundred.
@@ -32,7 +35,7 @@ class Learner:
     `master` [layout.numel] fp32. With an fp32 decoder the compute weights are the master weights themselves.
     """
 
-    def __init__(self, decoder: Decoder, master: torch.Tensor, cfg: OptimizerConfig, total_updates: int):
+    def __init__(self, decoder: Decoder, master: torch.Tensor, cfg: "OptimizerConfig", total_updates: int):
         self.decoder, self.master, self.cfg, self.total_updates = decoder, master, cfg, total_updates
         self.layout: Layout = decoder.layout
         self.updates = 0

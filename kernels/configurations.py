@@ -13,12 +13,19 @@ from .launch import Launch, recorded
 from .tiles import recording
 
 MODULES = (
-    "columns_triton", "rms_norm_triton", "matmul_triton", "attention_triton", "attention_bwd_triton", "silu_mul_triton", "rope_triton",
-    "embedding_triton", "logprob_triton",
-)  # fmt: skip
+    "columns_triton",
+    "rms_norm_triton",
+    "silu_mul_triton",
+    "rope_triton",
+    "embedding_triton",
+    "logprob_triton",
+    "matmul_triton",
+    "attention_triton",
+    "attention_bwd_triton",
+)
 
 
-def configurations(target: str) -> Iterator[tuple[str, Launch]]:
+def configurations(target: str = "sm_90") -> Iterator[tuple[str, Launch]]:
     """Name and launch of each on a target. The name is the case's, then the kernel's. Triton is imported here."""
     for module in MODULES:
         for case, run in import_module(f".{module}", __package__).CASES.items():

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from ..kernels.backend import on_triton
 from ..kernels.logprob import Distribution, linear_logprob
 from ..kernels.order import ROW_TILE, token_blocks
 from .decoder import Decoder, PackedContext, Tap, ignore
@@ -50,7 +51,8 @@ def logprobs(decoder: Decoder, batch: PackedBatch, dist: Distribution, tap: Tap 
     longest = max(batch.lengths)
     if longest > decoder.config.max_positions:
         raise ValueError(f"logprobs: a sequence of {longest} tokens is longer than the context ({decoder.config.max_positions})")
-    filler = -len(batch.ids) % ROW_TILE  # whole row tiles: every matrix product is spared a partial one
+    # Whole row tiles: every matrix product of the reference is spared a partial one.
+    filler = 0 if on_triton(decoder.flat) else -len(batch.ids) % ROW_TILE
     # The rows are unique, so that their gradient is written and never added up.
     hidden = decoder.hidden(F.pad(batch.ids, (0, filler)), PackedContext(batch.lengths, decoder.config, filler), tap)
     rows, targets = batch.rows.to(decoder.device), batch.targets.to(decoder.device)

@@ -10,7 +10,7 @@ from zerokl.kernels.attention_triton import attention_paged
 from tests.helpers import assert_at_most_twice_the_error, randn, total_unequal
 from tests.kernels.test_attention import CHUNKS, Case, cached, gradients, make_case, whole
 
-DTYPES = (torch.float32, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = [5, 70, 33]
 
 

@@ -8,7 +8,7 @@ from zerokl.kernels.order import token_blocks
 
 from tests.helpers import assert_at_most_twice_the_error, randn, total_unequal
 
-DTYPES = (torch.float32, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Wide enough that the reduced dimension has several tiles and an uneven rest.
 K, N = 1040, 144
 

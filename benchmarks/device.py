@@ -1,0 +1,395 @@
+"""Exactness and rates on a GPU; run by device.sh. Sections in order of importance; one that would begin after LAST_START_S is left out,
+and named. Plain torch (cuBLAS, scaled_dot_product_attention) runs beside each kernel; weights and inputs are random.
+
+Exactness: the law on a model of Qwen3-0.6B's widths with two layers, 20 steps of policy gradient in which every trainer logprob must
+be its sampler logprob bit for bit, twice with one fingerprint, and vLLM's kernels where its files are importable.
+Rates: kernels at three models' shapes, forward and backward of one layer and of the whole 0.6B model (the price of exactness), decoding.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from zerokl.kernels import order
+from zerokl.kernels.attention import attention, varlen_plan
+from zerokl.kernels.attention_plan import KEY_TILE, Spans
+from zerokl.kernels.logprob import Distribution
+from zerokl.kernels.rms_norm import rms_norm
+from zerokl.kernels.silu_mul import silu_mul
+from zerokl.model.cache import BlockCache, CachedContext
+from zerokl.model.config import ModelConfig
+from zerokl.model.decoder import Decoder, PackedContext
+from zerokl.model.scoring import logprobs, pack
+from zerokl.model.weights import Layout, fingerprint
+from zerokl.verify.bitwise import count_unequal
+
+LAST_START_S = 400
+# hidden, intermediate, layers, query heads, key-value heads, head width
+SHAPES = {
+    "0.6B": (1024, 3072, 28, 16, 8, 128),
+    "1.7B": (2048, 6144, 28, 16, 8, 128),
+    "8B": (4096, 12288, 36, 32, 8, 128),
+}
+TOY = {"toy": (64, 96, 2, 4, 2, 16)}
+
+
+class Machine:
+    """Where things run, and how big they are."""
+
+    def __init__(self, dry: bool):
+        self.dry, self.device = dry, torch.device("cpu" if dry else "cuda")
+        self.shapes = TOY if dry else SHAPES
+        self.vocab, self.tokens, self.length = (128, 64, 32) if dry else (151936, 4096, 512)
+        self.repeats = 1 if dry else 10
+
+    def randn(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, device=self.device) * scale).to(dtype)
+
+    def time_ms(self, run: Callable[[], object]) -> float:
+        """Median of `repeats` runs after two that warm up."""
+        times = []
+        for i in range(self.repeats + 2):
+            if self.dry:
+                began = time.perf_counter()
+                run()
+                times.append(1e3 * (time.perf_counter() - began))
+            else:
+                a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                a.record()
+                run()
+                b.record()
+                b.synchronize()
+                times.append(a.elapsed_time(b))
+            if i == 1:
+                times = []
+        return statistics.median(times)
+
+    def decoder(self, name: str, layers: int, vocab: int, dtype: torch.dtype) -> Decoder:
+        D, inner, _, heads, kv_heads, head_dim = self.shapes[name]
+        config = ModelConfig.from_dict({
+            "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": vocab, "hidden_size": D,
+            "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+            "head_dim": head_dim, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+            "tie_word_embeddings": True, "hidden_act": "silu", "attention_bias": False,
+        })  # fmt: skip
+        layout = Layout(config)
+        torch.manual_seed(0)
+        flat = torch.randn(layout.numel, device=self.device) * D**-0.5
+        for view in layout.views(flat).values():
+            if view.dim() == 1:
+                view.fill_(1.0)
+        return Decoder(config, flat.to(dtype), layout)
+
+
+Row = dict[str, object]
+
+
+def exactness(m: Machine) -> Iterator[Row]:
+    """The law: alone, in a batch, in chunks, token by token; the gradient by micro-batches."""
+    from zerokl.engine.gradient import ShardSum
+
+    first = next(iter(m.shapes))
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        decoder = m.decoder(first, 2, min(m.vocab, 4096), dtype)
+        generator = torch.Generator().manual_seed(1)
+        ids = [torch.randint(100, (n,), generator=generator).tolist() for n in ((9, 40, 5) if m.dry else (9, 300, 33, 130, 5, 64, 257))]
+        pairs = [(x[:2], x[2:]) for x in ids]
+        unequal = _forward_ways(decoder, ids)
+        gradients = []
+        for size in (len(pairs), 1):
+            shard = ShardSum(decoder, 1)
+            cut = [pairs[i : i + size] for i in range(0, len(pairs), size)]
+            shard.add(lambda d, parts: [logprobs(d, pack(p), Distribution())[0].sum().backward() for p in parts], cut)
+            gradients.append(shard.tree.take().clone())
+        unequal["gradient by micro-batches"] = count_unequal(*gradients)
+        for way, n in unequal.items():
+            yield {"what": f"law {_name(dtype)}: {way}", "unequal": n}
+
+
+@torch.no_grad()
+def _forward_ways(decoder: Decoder, sequences: list[list[int]]) -> dict[str, int]:
+    """Elements of the hidden states whose bits differ from the packed batch's, by the other way of computing them."""
+    lengths = [len(x) for x in sequences]
+    packed = torch.tensor([token for x in sequences for token in x])
+    together = decoder.hidden(packed, PackedContext(lengths, decoder.config)).split(lengths)
+    unequal = {"alone": 0, "chunks of 32": 0, "token by token": 0}
+    for x, expected in zip(sequences, together, strict=True):
+        alone = decoder.hidden(torch.tensor(x), PackedContext([len(x)], decoder.config))
+        unequal["alone"] += count_unequal(alone, expected)
+        unequal["chunks of 32"] += count_unequal(_cached(decoder, x, 32), expected)
+        if len(x) <= 70:
+            unequal["token by token"] += count_unequal(_cached(decoder, x, 1), expected)
+    return unequal
+
+
+def _cached(decoder: Decoder, ids: list[int], chunk: int) -> torch.Tensor:
+    cache = BlockCache(decoder.config, len(ids) // KEY_TILE + 1, decoder.dtype, decoder.device)
+    blocks = cache.allocate(cache.blocks)
+    parts = [(a, ids[a : a + chunk]) for a in range(0, len(ids), chunk)]
+    return torch.cat([decoder.hidden(torch.tensor(p), CachedContext(cache, [len(p)], [a], [blocks])) for a, p in parts])
+
+
+def _name(dtype: torch.dtype) -> str:
+    return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+
+
+def reinforcement(m: Machine) -> Iterator[Row]:
+    """20 steps (dry: 2) of policy gradient with the native sampler, every logprob compared, run twice."""
+    for dtype in (torch.bfloat16, torch.float16):
+        runs = [_train(m, dtype) for _ in range(2)]
+        yield {
+            "what": f"policy gradient {_name(dtype)}: {runs[0][1]} tokens, trainer against sampler",
+            "unequal": sum(unequal for _, _, unequal in runs),
+        }
+        yield {"what": f"policy gradient {_name(dtype)}: two runs, fingerprints that differ", "unequal": int(runs[0][0] != runs[1][0])}
+
+
+def _train(m: Machine, dtype: torch.dtype) -> tuple[str, int, int]:
+    """Fingerprint of the weights, tokens compared, and tokens whose two logprobs differ."""
+    from zerokl.engine.gradient import ShardSum
+    from zerokl.engine.learner import Learner
+    from zerokl.engine.native import NativeSampler
+    from zerokl.engine.rollout import Keys, Sampling
+
+    source = m.decoder(next(iter(m.shapes)), 2, 128, torch.float32)
+    master = source.flat.detach()
+    decoder = Decoder(source.config, master.to(dtype), source.layout)
+    cfg = SimpleNamespace(
+        lr=1e-4, schedule="constant", warmup_steps=0, min_lr_ratio=0.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0
+    )
+    learner, shards = Learner(decoder, master, cfg, 20), ShardSum(decoder, 1)
+    sampler = NativeSampler(decoder, max_concurrency=16)
+    tokens = unequal = 0
+    for step in range(2 if m.dry else 20):
+        prompts = [[3 + p, 7, 11 + step % 5] for p in range(4)]
+        rollouts = sampler.generate(prompts, Sampling(Distribution(), 4, 8 if m.dry else 48, frozenset({0})), Keys(0, step))
+        rewards = torch.tensor([r.completion_ids.count(5) / len(r.completion_ids) for r in rollouts]).view(4, 4)
+        A = (rewards - rewards.mean(1, keepdim=True)).flatten()
+        lengths = torch.tensor([len(r.completion_ids) for r in rollouts])
+
+        def work(decoder: Decoder, rollouts: list, A: torch.Tensor = A, lengths: torch.Tensor = lengths) -> torch.Tensor:
+            logp = logprobs(decoder, pack([r.pair for r in rollouts]), Distribution())[0].cpu()
+            (-logp * A.repeat_interleave(lengths) / len(logp)).sum().backward()
+            return logp.detach()
+
+        logp = shards.add(work, rollouts)
+        sampled = torch.cat([torch.from_numpy(r.logprobs) for r in rollouts])
+        tokens, unequal = tokens + len(logp), unequal + count_unequal(logp, sampled)
+        learner.update(shards.tree.take())
+    return fingerprint(decoder.layout, master), tokens, unequal
+
+
+def vllm_equality(m: Machine) -> Iterator[Row]:
+    """Our matrix product and attention beside vLLM's kernels, where its files can be imported."""
+    try:
+        from vllm.model_executor.determinism.batch_invariant import matmul_persistent
+    except (ImportError, AttributeError, RuntimeError, OSError) as error:  # vLLM's files without what they need: a reason, not a result
+        yield {"what": f"vLLM's kernels: not compared ({type(error).__name__}: {str(error).splitlines()[0][:60]})"}
+        return
+    for name, (D, inner, *_) in m.shapes.items():
+        for dtype in (torch.bfloat16, torch.float16):
+            w = m.randn(2 * inner, D, dtype=dtype, scale=D**-0.5)
+            unequal = 0
+            for M in (1, 16, 64, 65, 1000):
+                x = m.randn(M, D, dtype=dtype)
+                unequal += count_unequal(order.matmul_rows(x, w.t()), matmul_persistent(x, w.t()))
+            yield {"what": f"vLLM's matmul_persistent {_name(dtype)} {name}", "unequal": unequal}
+    yield from _vllm_attention(m)
+
+
+def _vllm_attention(m: Machine) -> Iterator[Row]:
+    """Prefill, a chunk and a decoding token in one call, against pages of 16."""
+    from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+    from zerokl.kernels.attention_triton import attention_paged
+
+    lengths, queries, pages = [70, 300, 513], [70, 40, 1], 40
+    starts = torch.tensor([0, 70, 110, 111], dtype=torch.int32, device=m.device)
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=m.device)
+    table = torch.randperm(3 * pages, device=m.device).int().view(3, pages)
+    for name, (_, _, _, heads, kv_heads, D) in m.shapes.items():
+        for dtype in (torch.bfloat16, torch.float16):
+            q = m.randn(sum(queries), heads, D, dtype=dtype)
+            k, v = (m.randn(3 * pages, 16, kv_heads, D, dtype=dtype) for _ in range(2))
+            theirs = torch.empty_like(q)
+            unified_attention(
+                q, k, v, theirs, starts, max(queries), seq_lens, max(lengths), D**-0.5, True, (-1, -1), table, 0, None, None, None
+            )
+            ours = attention_paged(q, k, v, Spans(starts, seq_lens, table, kv_heads), D**-0.5)
+            yield {"what": f"vLLM's unified_attention {_name(dtype)} {name}", "unequal": count_unequal(ours, theirs)}
+
+
+def _row(m: Machine, what: str, amount: float, unit: str, ours: Callable[[], object], plain: Callable[[], object]) -> Row:
+    """amount: floating-point operations (TFLOP/s) or bytes (GB/s) of one run."""
+    a, b = m.time_ms(ours), m.time_ms(plain)
+    scale = {"TFLOP/s": 1e9, "GB/s": 1e6}[unit]
+    return {"what": what, "ours_ms": a, "plain_ms": b, "rate": amount / scale / a, "unit": unit, "plain_over_ours": b / a}
+
+
+def kernel_rates(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
+    """Each kernel beside plain torch; for the elementwise ones plain is a copy of as many bytes."""
+    for name, (D, inner, _, heads, kv_heads, head_dim) in m.shapes.items():
+        yield from _linear_rates(m, name, D, 2 * inner, dtype)
+        yield from _attention_rates(m, name, heads, kv_heads, head_dim, dtype)
+        yield from _row_rates(m, name, D, inner, dtype)
+
+
+def _linear_rates(m: Machine, name: str, K: int, N: int, dtype: torch.dtype) -> Iterator[Row]:
+    T, w = m.tokens, m.randn(N, K, dtype=dtype, scale=K**-0.5)
+    x, dy, acc, blocks = (
+        m.randn(T, K, dtype=dtype),
+        m.randn(T, N, dtype=dtype),
+        torch.zeros(w.shape, device=m.device),
+        order.token_blocks([T]),
+    )
+    few, flops = x[:16].clone(), 2.0 * w.numel()
+    yield _row(m, f"{name} linear, 16 rows", flops * 16, "TFLOP/s", lambda: order.matmul_rows(few, w.t()), lambda: F.linear(few, w))
+    yield _row(m, f"{name} linear, {T} rows", flops * T, "TFLOP/s", lambda: order.matmul_rows(x, w.t()), lambda: F.linear(x, w))
+    yield _row(m, f"{name} input gradient", flops * T, "TFLOP/s", lambda: order.matmul_rows(dy, w), lambda: dy @ w)
+    yield _row(m, f"{name} weight gradient", flops * T, "TFLOP/s", lambda: order.add_outer(acc, dy, x, blocks), lambda: dy.t() @ x)
+
+
+def _row_rates(m: Machine, name: str, D: int, inner: int, dtype: torch.dtype) -> Iterator[Row]:
+    x, gu, weight = m.randn(m.tokens, D, dtype=dtype), m.randn(m.tokens, 2 * inner, dtype=dtype), m.randn(D, dtype=dtype)
+    three_halves = m.randn(m.tokens, 3 * inner // 2, dtype=dtype)
+    copies = torch.empty_like(x), torch.empty_like(three_halves)
+    with torch.no_grad():
+        yield _row(m, f"{name} rms_norm", 2.0 * x.nbytes, "GB/s", lambda: rms_norm(x, weight, 1e-6), lambda: copies[0].copy_(x))
+        yield _row(m, f"{name} silu_mul", 1.5 * gu.nbytes, "GB/s", lambda: silu_mul(gu), lambda: copies[1].copy_(three_halves))
+
+
+def _attention_rates(m: Machine, name: str, heads: int, kv_heads: int, D: int, dtype: torch.dtype) -> Iterator[Row]:
+    T, L = m.tokens, m.length
+    plan = varlen_plan([L] * (T // L), heads, kv_heads)
+    q, k, v = (m.randn(T, h, D, dtype=dtype).requires_grad_() for h in (heads, kv_heads, kv_heads))
+    do, flops = m.randn(T, heads, D, dtype=dtype), 2.0 * T * L * heads * D  # half of the scores are hidden
+
+    def plain() -> torch.Tensor:
+        batched = (x.view(T // L, L, -1, D).transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(*batched, is_causal=True, enable_gqa=True).transpose(1, 2).reshape(T, heads, D)
+
+    def ours() -> torch.Tensor:
+        return attention(q, k, v, plan, D**-0.5)
+
+    with torch.no_grad():
+        yield _row(m, f"{name} attention", flops, "TFLOP/s", ours, plain)
+    for_grad = [f() for f in (ours, plain)]
+    back = [lambda o=o: torch.autograd.grad(o, (q, k, v), do, retain_graph=True) for o in for_grad]
+    yield _row(m, f"{name} attention backward", 2.5 * flops, "TFLOP/s", *back)
+
+
+def price(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
+    """Forward and backward of one layer and of the whole smallest model, exact beside plain: ours_ms / plain_ms is the price."""
+    from zerokl.engine.gradient import ShardSum
+
+    first = next(iter(m.shapes))
+    for name, layers, vocab in [(n, 1, 256) for n in m.shapes] + [(first, m.shapes[first][2], m.vocab)]:
+        decoder = m.decoder(name, layers, vocab, dtype)
+        ids = torch.randint(min(vocab, 256), (m.tokens // m.length, m.length + 1))
+        batch, shard = pack([(x[:1], x[1:]) for x in ids.tolist()]), ShardSum(decoder, 1)
+        weights = {n: w.detach().clone().requires_grad_() for n, w in decoder.w.items()}
+
+        on_device = ids.to(m.device)
+
+        def ours(decoder: Decoder = decoder, batch=batch) -> None:
+            logprobs(decoder, batch, Distribution())[0].sum().backward()
+
+        def plain(decoder: Decoder = decoder, weights=weights, ids=on_device) -> None:
+            logits = _plain_hidden(decoder.config, weights, ids[:, :-1]) @ weights["embed"].t()
+            torch.autograd.grad(F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten()), list(weights.values()))
+
+        a, b = m.time_ms(ours), m.time_ms(plain)
+        what = f"{name}, {layers} layer{'s' * (layers > 1)}, vocabulary {vocab}: forward and backward of {m.tokens} tokens"
+        yield {"what": what, "ours_ms": a, "plain_ms": b, "price": a / b}
+        del shard
+
+
+def _plain_hidden(c: ModelConfig, w: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+    """The same model in plain torch. ids [B, L] -> [B, L, D]."""
+    B, L = ids.shape
+    angle = torch.arange(L, device=ids.device).unsqueeze(1) * torch.tensor(c.frequencies, device=ids.device, dtype=torch.float32)
+    cos, sin = (torch.cat([t, t], -1).to(w["embed"].dtype) for t in (angle.cos(), angle.sin()))
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:  # [B, H, L, D]
+        low, high = x.chunk(2, -1)
+        return x * cos + torch.cat([-high, low], -1) * sin
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.rms_norm(x, x.shape[-1:], w[name], c.eps)
+
+    x = F.embedding(ids, w["embed"])
+    for i in range(c.layers):
+        at = f"layers.{i}."
+        qkv = F.linear(norm(x, at + "input_norm"), w[at + "qkv"]).view(B, L, -1, c.head_dim)
+        q, k, v = qkv.split([c.heads, c.kv_heads, c.kv_heads], 2)
+        q, k = (rotated(norm(t, at + n).transpose(1, 2)) for t, n in ((q, "q_norm"), (k, "k_norm")))
+        o = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), is_causal=True, enable_gqa=True)
+        x = x + F.linear(o.transpose(1, 2).reshape(B, L, -1), w[at + "o"])
+        gate, up = F.linear(norm(x, at + "post_norm"), w[at + "gate_up"]).chunk(2, -1)
+        x = x + F.linear(F.silu(gate) * up, w[at + "down"])
+    return norm(x, "norm")
+
+
+def decoding(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
+    """Tokens per second of the native sampler with the whole smallest model."""
+    from zerokl.engine.native import NativeSampler
+    from zerokl.engine.rollout import Keys, Sampling
+
+    first = next(iter(m.shapes))
+    sampler = NativeSampler(m.decoder(first, m.shapes[first][2], m.vocab, dtype), max_concurrency=4 if m.dry else 64)
+    samples, length = (4, 8) if m.dry else (64, 128)
+    for _ in range(2):  # the first compiles
+        began = time.perf_counter()
+        done = sampler.generate([[1, 2, 3]], Sampling(Distribution(), samples, length, frozenset()), Keys(0, 0))
+        seconds = time.perf_counter() - began
+    yield {"what": f"{first} decoding, {samples} samples", "tokens_per_s": sum(len(r.completion_ids) for r in done) / seconds}
+
+
+SECTIONS = (exactness, reinforcement, vllm_equality, kernel_rates, price, decoding)
+
+
+def _line(row: Row) -> str:
+    cells = [f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items() if k != "what"]
+    return f"{row['what']:<72} {'  '.join(cells)}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dry-run", action="store_true", help="toy sizes on the CPU; checks this script, measures nothing")
+    args = parser.parse_args()
+    if not args.dry_run and not torch.cuda.is_available():
+        print("device: torch finds no CUDA GPU here; --dry-run checks this script on a CPU", file=sys.stderr)
+        return 2
+    m, began, rows, left_out = Machine(args.dry_run), time.perf_counter(), [], []
+    for section in SECTIONS:
+        if time.perf_counter() - began > LAST_START_S:
+            left_out.append(section.__name__)
+            continue
+        for row in section(m):
+            rows.append({"section": section.__name__} | row)
+            print(f"{time.perf_counter() - began:6.1f} s  {row['what']}", flush=True)
+    print("\n" + "\n".join(_line({k: v for k, v in row.items() if k != "section"}) for row in rows))
+    broken = [row["what"] for row in rows if row.get("unequal")]
+    seconds = time.perf_counter() - began
+    if args.dry_run:
+        print(f"dry run on a CPU, toy sizes, {seconds:.0f} s: the times above say nothing about a GPU, and nothing was written")
+    else:
+        gpu = torch.cuda.get_device_name().replace(" ", "-").lower()
+        target = Path(__file__).parent / "results" / gpu / "device.json"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        head = {"gpu": gpu, "torch": torch.__version__, "python": platform.python_version(), "seconds": seconds, "left_out": left_out}
+        target.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
+        print(f"wrote {target}; left out for time: {', '.join(left_out) or 'nothing'}")
+    print(f"unequal bits in {len(broken)} rows{': ' + '; '.join(broken) if broken else ''}")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

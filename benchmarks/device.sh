@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# What only a GPU can show, within 8 minutes: exactness, then rates. Needs python with torch, triton and transformers; nothing is installed.
+#   benchmarks/device.sh                 on a CUDA machine; results go to benchmarks/results/<gpu>/device.json
+#   benchmarks/device.sh --dry-run       anywhere: the same code with toy sizes on the CPU; no figure of it says anything about a GPU
+#   PYTHON=... VLLM=<folder that holds vllm/> benchmarks/device.sh       another interpreter; vLLM's kernels beside ours
+set -euo pipefail
+root="$(cd "$(dirname "$0")/.." && pwd)"
+# The repository root is the package: a link by its name makes it importable without an installation.
+link="$(mktemp -d)"
+trap 'rm -rf "$link"' EXIT
+ln -s "$root" "$link/zerokl"
+PYTHONPATH="$link${VLLM:+:$VLLM}" timeout 480 "${PYTHON:-python3}" -P "$root/benchmarks/device.py" "$@"

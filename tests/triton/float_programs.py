@@ -1,0 +1,109 @@
+"""Prints, as JSON, in how many places the float programs of vLLM's kernels and of ours differ. Run without TRITON_INTERPRET.
+
+Both are compiled ahead of time with the same options and tiles; a float program is the ordered list of float instructions with their
+data flow, tensor-core instructions included (verify/binaries.py). fp32 is left out: vLLM's fp32 products round to tf32.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from zerokl.kernels import attention_triton, matmul_triton
+from zerokl.kernels.attention_plan import Spans
+from zerokl.kernels.launch import Launch, recorded
+from zerokl.kernels.tiles import recording
+from zerokl.verify.binaries import compile_launch, float_program
+
+from tests.triton.vllm_kernels import batch_invariant_module
+
+
+def theirs(module: Any, name: str, call: Callable[[], object]) -> Launch:
+    """The launch that vLLM's wrapper makes of its kernel `name`, with the options Triton 3.9 defaults to."""
+    kernel, found = getattr(module, name), []
+
+    class Recorder:
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            return lambda *args, **options: found.append((args, options))
+
+    setattr(module, name, Recorder())
+    call()
+    setattr(module, name, kernel)
+    ((args, options),) = found
+    return Launch(kernel, args, {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": True} | options)
+
+
+def ours(target: str, call: Callable[[], object]) -> Launch:
+    with recording(target), recorded() as launches:
+        call()
+    return launches[0]
+
+
+def program(launch: Launch, target: str) -> list[str]:
+    return float_program(compile_launch(*launch, target).asm["ptx"])
+
+
+def differ(a: list[str], b: list[str]) -> int:
+    return sum(x != y for x, y in zip(a, b, strict=False)) + abs(len(a) - len(b))
+
+
+def matmul_launches(module: Any, dtype: torch.dtype, target: str) -> tuple[Launch, Launch]:
+    x, w = (torch.empty(n, 1024, dtype=dtype, device="meta") for n in (256, 2048))
+    their = theirs(module, "matmul_kernel_persistent", lambda: module.matmul_persistent(x, w.t()))
+    tiles = {f"BLOCK_{a}": their.options[f"BLOCK_SIZE_{a}"] for a in "MNK"} | {k: their.options[k] for k in ("num_warps", "num_stages")}
+    our = ours(target, lambda: matmul_triton.matmul(x, w.t()))
+    return their, our._replace(options=our.options | tiles)
+
+
+def attention_launches(module: Any, dtype: torch.dtype, target: str) -> tuple[Launch, Launch, Launch]:
+    """vLLM's, ours against pages, and ours beside the queries with lse."""
+    q, pages = torch.empty(64, 16, 128, dtype=dtype, device="meta"), torch.empty(40, 32, 8, 128, dtype=dtype, device="meta")
+    starts, lengths, table = (torch.empty(*n, dtype=torch.int32, device="meta") for n in ((3,), (2,), (2, 16)))
+    spans, o, scale = Spans(starts, lengths, table, 8), torch.empty_like(q), 128**-0.5
+    rest = (starts, 64, lengths, 64, scale, True, (-1, -1), table, 0, None, None, None)
+    their = theirs(module, "kernel_unified_attention", lambda: module.unified_attention(q, pages, pages, o, *rest))
+    paged = ours(target, lambda: attention_triton.attention_paged(q, pages, pages, spans, scale))
+    packed = ours(target, lambda: attention_triton.attention_packed(q, q[:, :8], q[:, :8], spans, scale, want_lse=True))
+    return their, paged, packed
+
+
+def controls(batch_invariant: Any, unified: Any) -> dict[str, int]:
+    """The same comparison on sm_90 with one thing changed in ours."""
+    found = {}
+    for what, (their, our), changes in (
+        ("matmul", matmul_launches(batch_invariant, torch.bfloat16, "sm_90"), ({"BLOCK_K": 32},)),
+        (
+            "attention",
+            attention_launches(unified, torch.bfloat16, "sm_90")[:2],
+            ({"enable_fp_fusion": False}, {"num_warps": 8}, {"TILE": 64}),
+        ),
+    ):
+        expected = program(their, "sm_90")
+        for change in changes:
+            found[f"{what} {change}"] = differ(expected, program(our._replace(options=our.options | change), "sm_90"))
+    return found
+
+
+def main() -> None:
+    batch_invariant = batch_invariant_module()  # before any other module of vLLM
+    from vllm.v1.attention.ops import triton_unified_attention as unified
+
+    report = {}
+    for target in ("sm_80", "sm_90", "sm_100"):
+        for dtype in (torch.bfloat16, torch.float16):
+            at = f"{target} {dtype}"
+            their, our = matmul_launches(batch_invariant, dtype, target)
+            programs = [program(x, target) for x in (their, our)]
+            report[f"matmul {at}"] = {"instructions": len(programs[0]), "differ": differ(*programs)}
+            programs = [program(x, target) for x in attention_launches(unified, dtype, target)]
+            length = len(programs[0])
+            report[f"attention paged {at}"] = {"instructions": length, "differ": differ(*programs[:2])}
+            # After the same program comes the logarithm of lse.
+            report[f"attention packed {at}"] = {"instructions": length, "differ": differ(programs[0], programs[2][:length])}
+    report["control"] = controls(batch_invariant, unified)
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

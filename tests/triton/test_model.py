@@ -1,0 +1,94 @@
+"""The law for a whole tiny model on Triton's kernels, interpreted: forward and backward."""
+
+import pytest
+import torch
+from zerokl.engine.gradient import ShardSum
+from zerokl.engine.law import cached_scores
+from zerokl.engine.shard import micro_batches
+from zerokl.kernels import tiles
+from zerokl.kernels.logprob import Distribution
+from zerokl.model.config import ModelConfig
+from zerokl.model.decoder import Decoder
+from zerokl.model.scoring import logprobs, pack
+from zerokl.model.weights import Layout
+
+from tests.helpers import randint, randn, total_unequal
+
+RAW = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True, "hidden_act": "silu", "attention_bias": False,
+}  # fmt: skip
+# The second crosses a key tile.
+PAIRS = [(randint(i, 61, p).tolist(), randint(50 + i, 61, c).tolist()) for i, (p, c) in enumerate([(2, 3), (28, 7), (1, 4)])]
+DIST = Distribution(0.7)
+
+
+def _decoder(dtype: torch.dtype) -> Decoder:
+    config = ModelConfig.from_dict(RAW)
+    layout = Layout(config)
+    flat = randn(0, layout.numel, scale=0.15)
+    for view in layout.views(flat).values():
+        if view.dim() == 1:
+            view.fill_(1.0)
+    return Decoder(config, flat.to(dtype), layout)
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
+def decoder(request) -> Decoder:
+    return _decoder(request.param)
+
+
+@torch.no_grad()
+def _score(decoder: Decoder, pairs: list) -> list[torch.Tensor]:
+    batch = pack(pairs)
+    return list(logprobs(decoder, batch, DIST)[0].split(batch.completion_lengths))
+
+
+@pytest.fixture(scope="module")
+def together(decoder) -> list[torch.Tensor]:
+    return _score(decoder, PAIRS)
+
+
+def test_batch_and_padding(decoder, together):
+    assert total_unequal([_score(decoder, [p])[0] for p in PAIRS], together) == 0
+    assert total_unequal(_score(decoder, PAIRS[::-1])[::-1], together) == 0
+
+
+def test_chunked_prefill(decoder, together):
+    assert total_unequal(cached_scores(decoder, PAIRS, DIST, 13), together) == 0
+
+
+def test_decode_against_prefill(decoder, together):
+    pairs = [PAIRS[0], PAIRS[2]]
+    assert total_unequal(cached_scores(decoder, pairs, DIST, 1), [together[0], together[2]]) == 0
+
+
+def _gradient(pairs: list, micro_batch: int) -> torch.Tensor:
+    """Two virtual shards of half the pairs each, `micro_batch` sequences at a time."""
+    shards, half = ShardSum(_decoder(torch.float32), 2), len(pairs) // 2
+
+    def work(decoder: Decoder, own: list) -> None:
+        for at in micro_batches(len(own), micro_batch):
+            logprobs(decoder, pack(own[at]), DIST)[0].sum().backward()
+
+    for own in (pairs[:half], pairs[half:]):
+        shards.add(work, own)
+    return shards.tree.take()
+
+
+def test_gradient_micro_batch():
+    """Together, one by one, and (control) in another order."""
+    pairs = [PAIRS[0], PAIRS[2], ([5, 6], [7, 8]), ([9], [10])]
+    whole = _gradient(pairs, 2)
+    assert whole.abs().max() > 0
+    assert total_unequal([_gradient(pairs, 1)], [whole]) == 0
+    assert total_unequal([_gradient([pairs[i] for i in (0, 2, 1, 3)], 2)], [whole]) > 0
+
+
+def test_control_another_tile_along_k_is_found(monkeypatch):
+    """In fp32: bf16's rounding of the outputs hides it at these widths."""
+    decoder = _decoder(torch.float32)
+    before = _score(decoder, PAIRS[:1])
+    monkeypatch.setattr(tiles, "_32_BIT", 16)
+    assert total_unequal(_score(decoder, PAIRS[:1]), before) > 0
