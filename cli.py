@@ -1,4 +1,4 @@
-"""The command line: init, train, sample, eval, verify, audit, diff, replay. Bad input is one line on stderr and exit code 2."""
+"""The command line, a class for each subcommand. Bad input is one line on stderr and exit code 2."""
 
 import contextlib
 import difflib
@@ -171,7 +171,7 @@ class Verify:
     """Run the law's checks on this machine: what must not change a bit is changed, and every bit is compared."""
 
     model: Positional[str | None] = None
-    """Model folder or hub name; without it a tiny random model is checked."""
+    """Model folder or hub name; without it a tiny random model is checked. "binaries": every Triton kernel is compiled and read instead."""
     dtype: tuple[str, ...] = ("float32", "bfloat16", "float16")
     """Compute dtypes to check."""
     sequences: int = 12
@@ -182,9 +182,19 @@ class Verify:
     """Seed of the sequences."""
     case: str = ""
     """Instead: score the rollouts of a saved mismatch (RUN/mismatch) again."""
+    targets: tuple[str, ...] = ()
+    """With binaries: what to compile for, of sm_80, sm_90, sm_100 and gfx942; all of them without it."""
+    record: bool = False
+    """With binaries: write the table of registers and shared memory again."""
 
     def run(self, overrides: dict[str, str]) -> int:
         """Run the subcommand; returns the exit code."""
+        if self.model == "binaries":
+            from .engine.binaries import verify_binaries
+
+            return verify_binaries(self.targets, self.record)
+        if self.targets or self.record:
+            raise ValueError("verify: --targets and --record belong to zerokl verify binaries")
         from .engine.law import check_case
         from .engine.policy import check_law
         from .engine.report import check_table, console
@@ -211,6 +221,10 @@ class Audit:
     """Compute dtype: float32, bfloat16 or float16."""
     sampler_dtype: str = ""
     """Compute dtype of the sampler, where it is another."""
+    head_dtype: str = ""
+    """Dtype of the logits, where it is another than the compute dtype."""
+    sampler_head_dtype: str = ""
+    """Dtype of the sampler's logits, where it is another than head_dtype."""
     prompts: str = ""
     """Text file with one prompt a line; without it, sums such as 3+14=."""
     n: Annotated[int, arg(aliases=["-n"])] = 64
@@ -225,6 +239,8 @@ class Audit:
     """Keep the most likely tokens that reach this probability."""
     seed: int = 0
     """Seed of the draw."""
+    weight_version: int | None = None
+    """Of a log, only the rollouts drawn with this version of the weights."""
     out: str = ""
     """Folder for audit.json and audit.html; must not hold an audit."""
     max_k3: float | None = None
@@ -246,8 +262,9 @@ class Audit:
             raise ValueError(f"audit: {out} already holds an audit; choose another --out")
         done = audit(
             AuditConfig(
-                self.model, self.sampler, self.trainer, self.dtype, self.sampler_dtype, self.prompts, self.n, self.max_tokens,
-                Distribution(self.temperature, self.top_k, self.top_p), self.seed,
+                self.model, self.sampler, self.trainer, self.dtype, self.sampler_dtype, self.head_dtype, self.sampler_head_dtype,
+                self.prompts, self.n, self.max_tokens, Distribution(self.temperature, self.top_k, self.top_p), self.seed,
+                self.weight_version,
             )
         )  # fmt: skip
         out.mkdir(parents=True, exist_ok=True)
@@ -333,9 +350,32 @@ class VerifyRun:
         return 0 if all(f.holds for f in findings) else 1
 
 
+@dataclass(frozen=True)
+class Ablate:
+    """Run a grid of configurations and seeds, and compare what came out. Runs that have ended are kept when it is started again."""
+
+    grid: Positional[str]
+    """TOML file with seeds, [set], [grid] and [variants] (engine/ablate.py shows one)."""
+    out: str = ""
+    """Folder of the runs, of ablation.json and of the plots."""
+
+    def run(self, overrides: dict[str, str]) -> int:
+        """Run the subcommand; returns the exit code."""
+        from .engine.ablate import ablate
+        from .engine.ablation_report import result_table
+        from .engine.report import console
+
+        if not self.out:
+            raise ValueError("ablate: --out is missing; name the folder of the ablation")
+        report = ablate(self.grid, self.out)
+        console.print(result_table(report["combinations"]))
+        console.print(f"report {Path(self.out) / 'ablation.json'}, plots beside it")
+        return 0
+
+
 _COMMANDS = {
     "init": Init, "train": Train, "sample": Sample, "eval": Eval, "verify": Verify, "audit": Audit, "diff": Diff, "replay": Replay,
-    "verify-run": VerifyRun,
+    "verify-run": VerifyRun, "ablate": Ablate,
 }  # fmt: skip
 
 
@@ -386,7 +426,7 @@ def _parse(argv: list[str]) -> tuple[Any, dict[str, str]]:
             raise ValueError(f"unknown command {name}; " + (f"did you mean {near[0]}?" if near else f"choose {', '.join(_COMMANDS)}"))
         rest, overrides = _take_overrides(argv[1:], _COMMANDS[name])
         argv = [name, *rest]
-        if name in ("sample", "verify", "audit", "diff"):
+        if name in ("sample", "verify", "audit", "diff", "ablate"):
             _check_options(name, overrides)
     kinds = Union[tuple(Annotated[kind, subcommand(name)] for name, kind in _COMMANDS.items())]  # noqa: UP007
     said = io.StringIO()

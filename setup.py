@@ -25,6 +25,6 @@ setup(
         "zerokl.engine.vllm",
         "zerokl.engine.audit",
     ],
-    package_data={"zerokl.engine.presets": ["*.toml"]},
+    package_data={"zerokl.kernels": ["binaries.json"], "zerokl.engine.presets": ["*.toml"]},
     cmdclass={"build_py": _WithoutSetup},
 )

@@ -15,8 +15,8 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..kernels.logprob import Distribution
-from ..model.decoder import COMPUTE
 from .loss import LossConfig
+from .mismatch import MismatchConfig
 from .precision import PrecisionConfig
 
 
@@ -150,6 +150,9 @@ class Config(_Section):
     """Model folder, hub name (owner/name), or init:PRESET to make a base model for the task as `zerokl init` does."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Compute dtype of sampler and trainer. Master weights and optimizer state are fp32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where sampler and trainer compute; auto is a CUDA GPU where there is one and the sampler is native, else the CPU. A run has the
+    same bits on every machine with the same kind of GPU, and others on a CPU."""
     seed: int = Field(0, ge=0, lt=1 << 32)
     """Seed of the run: problem order and every token drawn."""
     steps: int = Field(100, ge=1)
@@ -171,11 +174,15 @@ class Config(_Section):
     workers: int = Field(0, ge=0)
     """Processes that sample and train side by side, each on its share of the threads, rounded down to a power of two; 0 chooses by
     model size. Changes no bit."""
-    sampler: Literal["native", "vllm"] = "native"
-    """Which engine draws the completions: zerokl's own, or vLLM (in an environment that has it). They draw the same tokens."""
+    sampler: Literal["native", "vllm", "hf", "vllm-stock"] = "native"
+    """Which engine draws the completions: zerokl's own, or vLLM (in an environment that has it) with our decoder; they draw the same
+    tokens. Or, with exact = false, a foreign one: transformers' generate (hf) or stock vLLM."""
+    max_staleness: int = Field(0, ge=0)
+    """Updates by which the weights sampled from may be older than the trainer's; they are renewed when they would be older."""
     task: TaskConfig = TaskConfig()
     sampling: SamplingConfig = SamplingConfig()
     precision: PrecisionConfig = PrecisionConfig()
+    mismatch: MismatchConfig = MismatchConfig()
     native: NativeConfig = NativeConfig()
     vllm: VllmConfig = VllmConfig()
     loss: LossConfig = LossConfig()
@@ -183,6 +190,11 @@ class Config(_Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     ledger: LedgerConfig = LedgerConfig()
+
+    @property
+    def samples_older_weights(self) -> bool:
+        """Whether the sampler keeps weights that no checkpoint of the trainer holds: such a run is done again from its first step only."""
+        return bool(self.max_staleness or self.mismatch.delay)
 
     @model_validator(mode="after")
     def _check(self) -> "Config":
@@ -192,10 +204,13 @@ class Config(_Section):
             raise ValueError(
                 'samples (1) must be at least 2: the advantage compares samples of one prompt (or set loss.advantage = "batch")'
             )
-        if self.exact and self.precision.sampler_differs:
-            raise ValueError("precision.sampler_* make the sampler compute in another way than the trainer; set exact = false")
-        if self.sampler == "vllm" and self.precision.numerics() != COMPUTE:
-            raise ValueError('precision.head_dtype and precision.cache_dtype are not known to vLLM; set sampler = "native"')
+        if self.exact and (self.precision.sampler_differs or self.mismatch.any or self.sampler in ("hf", "vllm-stock")):
+            raise ValueError("precision.sampler_*, mismatch.* and a foreign sampler make sampler and trainer differ; set exact = false")
+        apart = self.max_staleness or self.mismatch.any or self.precision.numerics(sampler=True) != self.precision.numerics()
+        if self.sampler != "native" and apart:
+            raise ValueError(f'max_staleness, mismatch.* and precision.sampler_*_dtype need sampler = "native", not {self.sampler}')
+        if self.sampler == "vllm" and self.precision.numerics().cache is not None:
+            raise ValueError('precision.cache_dtype: vLLM\'s cache holds the compute dtype; set it to "compute", or sampler = "native"')
         if self.prompts * self.samples < 2:
             raise ValueError("prompts x samples must be at least 2")
         return self
@@ -273,8 +288,9 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 def _known_or_error(key: str, known: Mapping[str, Any]) -> None:
     if key in known or key.startswith(tuple(f"{free}." for free in _FREE)):
         return
-    by_last = {k.rsplit(".", 1)[-1]: k for k in known}
-    near = difflib.get_close_matches(key, known, 1) or [by_last[m] for m in difflib.get_close_matches(key.rsplit(".", 1)[-1], by_last, 1)]
+    last, by_last = key.rsplit(".", 1)[-1], {k.rsplit(".", 1)[-1]: k for k in reversed(known)}
+    near = [by_last[last]] if last in by_last else difflib.get_close_matches(key, known, 1)
+    near = near or [by_last[m] for m in difflib.get_close_matches(last, by_last, 1)]
     hint = f"; did you mean {near[0]}?" if near else f"; keys are {', '.join(k for k in known if '.' not in k)}"
     raise ValueError(f"config: unknown key {key}{hint}")
 
@@ -287,6 +303,11 @@ def _value(text: str, kind: Any) -> Any:
         return tomllib.loads(f"x = {text}")["x"]
     except tomllib.TOMLDecodeError:
         return text
+
+
+def overrides_from(values: Mapping[str, Any]) -> dict[str, str]:
+    """TOML values of dotted keys as load_config takes them."""
+    return {key: value if isinstance(value, str) else _toml(value) for key, value in values.items()}
 
 
 def to_toml(config: Config) -> str:

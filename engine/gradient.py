@@ -39,7 +39,7 @@ class GradientTree:
                 carry, owned = left, True
             level += 1
         if carry is not None and not owned:
-            buffer = self._spare.pop() if self._spare else torch.empty(self.numel)
+            buffer = self._spare.pop() if self._spare else torch.empty_like(carry)
             carry = buffer.copy_(carry)
         self._levels[level] = carry
         self.pushed += 1
@@ -60,12 +60,12 @@ class ShardSum:
     def __init__(self, decoder: Decoder, shards: int):
         self.decoder = decoder
         self.tree = GradientTree(shards, decoder.layout.numel)
-        self._leaf = torch.zeros(decoder.layout.numel)
+        self._leaf = torch.zeros(decoder.layout.numel, device=decoder.device)
         views = decoder.layout.views(self._leaf)
         for name, weight in decoder.w.items():
             weight.main_grad = views[name]
         # The head of tied embeddings has a buffer of its own (see Decoder); it joins the embedding's at a shard's end.
-        self._tied = torch.zeros(decoder.head.shape) if decoder.config.tied else None
+        self._tied = torch.zeros(decoder.head.shape, device=decoder.device) if decoder.config.tied else None
         if self._tied is not None:
             decoder.head.main_grad = self._tied
         self._embed = views["embed"]

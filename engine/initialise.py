@@ -21,10 +21,10 @@ from ..model.config import ModelConfig
 from ..model.decoder import Decoder
 from ..model.scoring import logprobs, pack
 from ..model.weights import Layout
+from .collect import step_problems
 from .config import OptimizerConfig
 from .evaluate import evaluate
 from .learner import Learner
-from .loop import step_problems
 from .report import Display
 from .rollout import Keys, Sampler
 from .shard import virtual_shards

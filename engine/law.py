@@ -22,6 +22,7 @@ from ..model.scoring import logprobs, pack
 from ..verify.invariance import Check
 from .initialise import random_decoder
 from .native import NativeSampler
+from .precision import PrecisionConfig
 from .rollout import Keys, Sampling
 from .shard import micro_batches, virtual_shards
 from .workers import Workers, cpu_threads, suits
@@ -216,10 +217,11 @@ def check_case(case: Path) -> list[Check]:
         logged = {
             side: [torch.tensor(r[f"{side}_logprobs"], dtype=torch.float32) for r in report["rollouts"]] for side in ("sampler", "trainer")
         }
-        dtype = DTYPES[name]
+        dtype, numerics = DTYPES[name], PrecisionConfig.model_validate(report["config"].get("precision", {})).numerics()
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"verify: {case} holds no readable mismatch.json ({error})") from None
-    decoder = load_decoder(case, dtype)
+    loaded = load_decoder(case, dtype)
+    decoder = Decoder(loaded.config, loaded.flat.detach(), loaded.layout, numerics)
     ways = {
         "together": _score(decoder, pairs, dist),
         "alone": [_score(decoder, [p], dist)[0] for p in pairs],

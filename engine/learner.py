@@ -8,12 +8,14 @@ import math
 
 import torch
 
+from ..kernels.order import tree_sum
 from ..model.decoder import Decoder
 from ..model.weights import FLAT_TILE, Layout
 from .config import OptimizerConfig
 
-# Elements of one slice of an elementwise pass; a multiple of FLAT_TILE. Bounds temporaries to a few MiB.
-SLICE = 256 * FLAT_TILE
+# Elements of one slice of an elementwise pass; a multiple of FLAT_TILE. Bounds temporaries to a few MiB, on a GPU, which waits for each
+# launch, to some hundred.
+SLICE, GPU_SLICE = 256 * FLAT_TILE, 8192 * FLAT_TILE
 
 
 class GradientOverflowError(FloatingPointError):
@@ -34,6 +36,7 @@ class Learner:
         self.decoder, self.master, self.cfg, self.total_updates = decoder, master, cfg, total_updates
         self.layout: Layout = decoder.layout
         self.updates = 0
+        self._slice = GPU_SLICE if master.is_cuda else SLICE
         self._m, self._v = torch.zeros_like(master), torch.zeros_like(master)
         self._decay = [(e.offset, e.offset + e.numel) for e in self.layout.entries.values() if len(e.shape) > 1]
 
@@ -71,8 +74,8 @@ class Learner:
         self.updates += 1
         self._decay_weights(lr)
         correction1, correction2 = 1.0 - self.cfg.beta1**self.updates, 1.0 - self.cfg.beta2**self.updates
-        for a in range(0, grad.numel(), SLICE):
-            at = slice(a, a + SLICE)
+        for a in range(0, grad.numel(), self._slice):
+            at = slice(a, a + self._slice)
             g, m, v = grad[at] * scale, self._m[at], self._v[at]
             m.mul_(self.cfg.beta1).add_(g * (1.0 - self.cfg.beta1))
             v.mul_(self.cfg.beta2).add_(g * g * (1.0 - self.cfg.beta2))
@@ -90,9 +93,10 @@ class Learner:
     def _norm(self, grad: torch.Tensor) -> float:
         """The global norm: squares summed in fp64 along rows of FLAT_TILE, the rows by a correctly rounded sum."""
         rows = []
-        for a in range(0, grad.numel(), SLICE):
-            g = grad[a : a + SLICE].double().view(-1, FLAT_TILE)
-            rows += (g * g).sum(-1).tolist()
+        for a in range(0, grad.numel(), self._slice):
+            g = grad[a : a + self._slice].double().view(-1, FLAT_TILE)
+            # On a GPU torch orders the sum of a row by the number of rows; a tree has one order.
+            rows += (tree_sum(g * g, 1) if g.is_cuda else (g * g).sum(-1)).tolist()
         return math.sqrt(math.fsum(rows)) if all(map(math.isfinite, rows)) else math.nan
 
     def _first_not_finite(self, grad: torch.Tensor) -> str:

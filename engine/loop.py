@@ -12,20 +12,24 @@ from functools import partial
 import numpy as np
 import torch
 
-from ..kernels.philox import Stream, permutation
+from ..kernels.philox import Stream
 from ..model.decoder import Decoder
+from ..verify.mismatch import mismatch_metrics
 from .advantage import advantages, all_equal
+from .collect import Collected, collect
 from .config import Config
-from .evaluate import Evaluation, evaluate, group_texts
+from .evaluate import Evaluation, evaluate
 from .learner import Learner
-from .loss import sequence_weights
+from .loss import LossConfig, sequence_weights
 from .monitor import Monitor
-from .ranks import ALONE, RankedWorkers, Ranks
+from .ranks import ALONE, RankedScorer, RankedWorkers, Ranks
 from .record import Recorder
 from .rollout import Keys, Rollout, Sampler, Sampling
 from .scaling import LossScaler
+from .scorer import Scorer
+from .shaping import shaped_rewards
 from .shard import Scored, cut_shards, shard_gradient
-from .tasks import Reward, rewards
+from .tasks import Reward
 from .tasks.base import Problem
 from .text import Text
 from .workers import Workers
@@ -40,7 +44,10 @@ class TrainState:
     learner: Learner
     scaler: LossScaler
     sampler: Sampler
+    evaluator: Sampler  # draws from the trainer's policy
+    behaviour: Scorer | RankedScorer | None  # scores with the sampler's weights, where it has its own
     workers: Workers | RankedWorkers
+    reference: Scorer | RankedScorer | None  # frozen, for the KL term
     text: Text
     reward: Reward
     problems: Sequence[Problem]  # training problems
@@ -67,29 +74,32 @@ class StepRecord:
 def train_step(state: TrainState) -> StepRecord:
     """One step: sample, score, and update. Raises MismatchError before any update (see Monitor)."""
     cfg, began = state.config, time.perf_counter()
-    chosen = step_problems(len(state.problems), cfg.prompts, cfg.seed, state.step)
-    problems = [state.problems[i] for i in chosen]
     sampling = Sampling(cfg.sampling.distribution, cfg.samples, cfg.sampling.max_tokens, state.text.stop_ids)
-    rollouts = state.sampler.generate([state.prompt_ids[i] for i in chosen], sampling, Keys(cfg.seed, state.step))  # P x G
-    texts = group_texts(state.text, rollouts, cfg.samples)
+    got = collect(cfg, state.step, state.sampler, sampling, state.text, state.reward, state.problems, state.prompt_ids, state.ranks)
+    rollouts = got.rollouts  # P x G
     sampled = time.perf_counter()
 
     loss_cfg = cfg.loss.resolve()
-    r = state.ranks.from_first(lambda: rewards(state.reward, problems, texts))  # [P, G]
-    A = advantages(r, loss_cfg.advantage)  # [P, G]
-    weights = np.array(sequence_weights([len(x.completion_ids) for x in rollouts], loss_cfg.normaliser, cfg.sampling.max_tokens))
-    shards = cut_shards(rollouts, A, weights, cfg.virtual_shards)
+    lengths = [len(x.completion_ids) for x in rollouts]
+    reference = state.reference.score(rollouts, sampling.distribution) if state.reference else None
+    shaped = shaped_rewards(got.rewards, lengths, loss_cfg, cfg.sampling.max_tokens, [x.logprobs for x in rollouts], reference)  # [P, G]
+    A = advantages(shaped, loss_cfg.advantage)  # [P, G]
+    weights = np.array(sequence_weights(lengths, loss_cfg.normaliser, cfg.sampling.max_tokens))
+    stale = state.version - rollouts[0].weight_version  # how old the weights sampled from are
+    old = state.behaviour.score(rollouts, sampling.distribution) if stale else None  # logp at those weights; None: they are the trainer's
     scaler = state.scaler
     work = partial(shard_gradient, distribution=sampling.distribution, loss=loss_cfg, micro_batch=cfg.micro_batch, watch=scaler.on)
-    monitor, notes = Monitor(state.step, cfg.exact, state.version), {}
+    monitor, notes = Monitor(state.step, cfg.exact, state.version, cfg.max_staleness), {}
     for update in range(cfg.updates_per_rollout):
+        shards = cut_shards(rollouts, A, weights, cfg.virtual_shards, old, reference)
         done, gradient = state.workers.sum_shards(partial(work, scale=scaler.scale), shards)
         parts = [micro_batch for shard in done if shard for micro_batch in shard]
         logp = torch.cat([part.logp for part in parts])
         if update == 0:
-            monitor.compare(logp, rollouts)  # 0.0 everywhere, or stop and show where
+            monitor.compare(logp if old is None else torch.from_numpy(np.concatenate(old)), rollouts)  # 0.0 everywhere, or stop and show
             metrics = monitor.metrics() | step_losses(parts)
-        else:
+            old = old or [x.numpy() for x in logp.split(lengths)]
+        if update or stale:
             metrics |= monitor.staleness(logp)
         scale = scaler.scale
         updated = scaler.update(state.learner, gradient, parts)  # overflow, clipping, AdamW, fp32 master weights
@@ -98,12 +108,13 @@ def train_step(state: TrainState) -> StepRecord:
         if state.ledger:
             state.ledger.updated(state.policy, logp, gradient, scale)
     state.sampler.load_weights(state.policy.w, state.version)
-    metrics |= rollout_metrics(rollouts, texts, r) | {"tokens": monitor.tokens}
+    metrics |= rollout_metrics(rollouts, got.texts, got.rewards) | {"tokens": monitor.tokens}
+    metrics |= loss_metrics(loss_cfg, got, shaped, reference) | ({"staleness/versions": stale} if cfg.max_staleness else {})
     if state.ledger:
-        metrics["time/ledger_s"] = state.ledger.record(state, rollouts, r, A)
+        metrics["time/ledger_s"] = state.ledger.record(state, rollouts, got.rewards, A)
         state.ledger.check_ranks(state.ranks)
     metrics |= {"time/sample_s": sampled - began, "time/train_s": time.perf_counter() - sampled}
-    record = StepRecord({"step": state.step} | metrics, rollouts, problems, texts, r, A, notes)
+    record = StepRecord({"step": state.step} | metrics, rollouts, got.problems, got.texts, got.rewards, A, notes)
     state.step += 1
     return record
 
@@ -112,13 +123,6 @@ def step_losses(parts: Sequence[Scored]) -> dict[str, float]:
     """Loss and mean entropy of a step, by correctly rounded sums over its tokens."""
     entropies = [e for part in parts for e in part.entropies]
     return {"loss": math.fsum(x for part in parts for x in part.losses), "entropy": math.fsum(entropies) / len(entropies)}
-
-
-def step_problems(n: int, prompts: int, seed: int, step: int, stream: Stream = Stream.ORDER) -> list[int]:
-    """The step's problems: the data set in a new random order each epoch, cut into steps without a remainder lost."""
-    place = range(step * prompts, (step + 1) * prompts)
-    orders = {epoch: permutation(n, seed, stream, epoch) for epoch in {p // n for p in place}}
-    return [int(orders[p // n][p % n]) for p in place]
 
 
 def rollout_metrics(rollouts: Sequence[Rollout], texts: Sequence[Sequence[str]], r: np.ndarray) -> dict[str, float]:
@@ -137,13 +141,26 @@ def rollout_metrics(rollouts: Sequence[Rollout], texts: Sequence[Sequence[str]],
     }
 
 
+def loss_metrics(cfg: LossConfig, got: Collected, shaped: np.ndarray, reference: Sequence[np.ndarray] | None) -> dict[str, float]:
+    """What the parts of the loss that are not always there have to say. cfg is resolved."""
+    metrics = {}
+    if cfg.draws > 1:
+        metrics["groups/drawn"] = got.drawn
+    if (shaped != got.rewards).any():
+        metrics["reward/shaped_mean"] = math.fsum(shaped.reshape(-1).tolist()) / shaped.size
+    if reference is not None:
+        policy, lengths = [x.logprobs for x in got.rollouts], [len(x) for x in reference]
+        metrics |= mismatch_metrics(np.concatenate(reference), np.concatenate(policy), lengths, prefix="reference/")
+    return metrics
+
+
 def held_out(state: TrainState, problems: Sequence[Problem], prompt_ids: Sequence[Sequence[int]]) -> Evaluation:
     """Evaluate the current policy on held-out problems."""
     cfg = state.config
     distribution = cfg.sampling.distribution._replace(temperature=cfg.evaluation.temperature)
     keys = Keys(cfg.seed, state.step, Stream.EVALUATE)
     return evaluate(
-        state.sampler,
+        state.evaluator,
         state.text,
         problems,
         prompt_ids,

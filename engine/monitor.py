@@ -23,30 +23,37 @@ class MismatchError(RuntimeError):
 
 
 class Monitor:
-    """Compares the micro-batches of one step, in canonical order, and sums the step up."""
+    """Compares the micro-batches of one step, in canonical order, and sums the step up.
 
-    def __init__(self, step: int, exact: bool, version: int):
-        self.step, self.exact, self.version = step, exact, version
+    version: of the trainer's weights; rollouts may be of weights up to `max_staleness` updates older.
+    """
+
+    def __init__(self, step: int, exact: bool, version: int, max_staleness: int = 0):
+        self.step, self.exact, self.version, self.max_staleness = step, exact, version, max_staleness
         self._trainer: list[np.ndarray] = []
         self._sampler: list[np.ndarray] = []
         self._lengths: list[int] = []
 
     def compare(self, logp: torch.Tensor, rollouts: Sequence[Rollout]) -> None:
-        """logp [C]: the trainer's, of the rollouts' tokens in order.
+        """logp [C]: the trainer's, at the weights the rollouts were sampled from, of their tokens in order.
 
-        Raises MismatchError at the first unequal bit if exact, ValueError for rollouts of other weights.
+        Raises MismatchError at the first unequal bit if exact, FloatingPointError for a NaN, ValueError for rollouts of other weights.
         """
         for r in rollouts:
-            if r.weight_version != self.version:
+            if not self.version - self.max_staleness <= r.weight_version <= self.version:
                 raise ValueError(
                     f"rollout of prompt {r.prompt}, sample {r.sample} has weight version {r.weight_version}; "
-                    f"the trainer is at {self.version}"
+                    f"the trainer is at {self.version}" + (f", max_staleness is {self.max_staleness}" if self.max_staleness else "")
                 )
         sampler = np.concatenate([r.logprobs for r in rollouts])
         trainer = logp.detach().cpu()
         differs = unequal(trainer, torch.from_numpy(sampler))
         if self.exact and differs.any():
             raise MismatchError(self._report(trainer, torch.from_numpy(sampler), differs, rollouts))
+        if (lost := torch.isnan(trainer).nonzero()).numel():
+            report = self._report(trainer, torch.from_numpy(sampler), torch.isnan(trainer), rollouts)
+            place = "step {step}, prompt {prompt}, sample {sample}, position {position}".format(**report)
+            raise FloatingPointError(f"the trainer's logprob at {place} is NaN, and {len(lost) - 1} others are: its logits overflow")
         self._trainer.append(trainer.numpy())
         self._sampler.append(sampler)
         self._lengths += [len(r.completion_ids) for r in rollouts]
@@ -70,7 +77,7 @@ class Monitor:
             "ulp": int(ulp_distance(trainer, sampler)[at]),
             "unequal": int(differs.sum()),
             "compared": len(differs),
-            "weight_version": self.version,
+            "weight_version": rollout.weight_version,
             "rollouts": [
                 {
                     "prompt": r.prompt,

@@ -16,6 +16,7 @@ from ..kernels.logprob import chunk_rows, draw, scaled_logits, token_logprobs
 from ..kernels.order import matmul_rows
 from ..model.cache import BlockCache, CachedContext
 from ..model.decoder import Decoder
+from .mismatch import logit_noise
 from .rollout import Keys, Rollout, Sampling, Uniforms
 
 
@@ -144,7 +145,7 @@ class _Generation:
                 f"({block_bytes * per_sample} bytes){each}; raise it or lower max_tokens"
             )
         concurrency = min(self.sampler.max_concurrency, fit, max(1, len(self.prompts) * s.samples))
-        self.cache = BlockCache(config, concurrency * per_sample, dtype)
+        self.cache = BlockCache(config, concurrency * per_sample, dtype, self.decoder.device)
         return concurrency
 
     def run(self) -> list[Rollout]:
@@ -230,7 +231,11 @@ class _Generation:
             some = samples[a : a + rows]
             z = scaled_logits(matmul_rows(hidden[a : a + rows].to(self.head.dtype), self.head.t()), dist)
             self._check_finite(z, some)
-            u = torch.tensor([s.uniforms.at(len(s.tokens)) for s in some], dtype=torch.float64)
+            if self.sampling.logit_noise:
+                places = [(s.prompt.index, s.index, len(s.tokens)) for s in some]
+                noise = logit_noise(self.keys.seed, self.keys.step, places, z.shape[1])
+                z = z + noise.to(z.device) * self.sampling.logit_noise
+            u = torch.tensor([s.uniforms.at(len(s.tokens)) for s in some], dtype=torch.float64, device=z.device)
             ids = draw(z, u, greedy=dist.temperature == 0.0)
             logp, _ = token_logprobs(z, ids)
             for s, token, lp in zip(some, ids.tolist(), logp.tolist(), strict=True):

@@ -11,11 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from ..kernels.logprob import Distribution
 from ..model.decoder import Decoder
 from .rollout import Keys, Rollout, Sampler, Sampling
+from .scorer import Scorer
 from .shard import virtual_shards
 from .workers import Workers
 
@@ -87,8 +90,10 @@ def join_ranks(shards: int, sampler: str) -> Iterator[Ranks]:
         return
     if size & (size - 1) or size > shards:
         raise ValueError(f"ranks ({size}) must be a power of two and at most virtual_shards ({shards})")
-    if sampler == "vllm":
-        raise ValueError('ranks: sampler "vllm" runs in one process; set sampler = "native"')
+    if sampler != "native":
+        raise ValueError(f'ranks: sampler "{sampler}" runs in one process; set sampler = "native"')
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     try:
         yield Ranks(rank, size)
@@ -172,3 +177,20 @@ class RankedSampler:
     def close(self) -> None:
         """See Sampler."""
         self._sampler.close()
+
+
+class RankedScorer:
+    """A Scorer whose rollouts are spread over the ranks; every rank gets all scores."""
+
+    def __init__(self, scorer: Scorer, ranks: Ranks):
+        self._scorer, self._ranks = scorer, ranks
+
+    def score(self, rollouts: Sequence[Rollout], distribution: Distribution) -> list[np.ndarray]:
+        """See Scorer."""
+        mine = virtual_shards(rollouts, self._ranks.size)[self._ranks.rank]
+        every = self._ranks.gather(lambda: self._scorer.score(mine, distribution) if len(mine) else [])
+        return [logp for part in every for logp in part]
+
+    def close(self) -> None:
+        """See Scorer."""
+        self._scorer.close()

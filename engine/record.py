@@ -26,7 +26,7 @@ FREE = {
     "workers": "the law",
     "native": "the sampler's limits; the law",
     "vllm": "the sampler's limits; the law",
-    "sampler": "both samplers draw the same tokens",
+    "sampler": "native and vllm draw the same tokens (is_free: others do not)",
     "exact": "decides whether a run stops, not what it computes",
     "evaluation": "reads the weights, with random numbers of its own",
     "checkpoint": "what is kept",
@@ -58,6 +58,8 @@ def is_free(key: str, config: Config) -> bool:
     """Whether a key decides no bit. The number of steps decides bits through the schedule of the learning rate only."""
     if key == "steps":
         return config.optimizer.schedule == "constant"
+    if key == "sampler":
+        return config.sampler in ("native", "vllm")
     return any(key == free or key.startswith(f"{free}.") for free in FREE)
 
 

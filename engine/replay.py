@@ -53,7 +53,9 @@ class Replayer:
         good = []
         for folder in checkpoint_folders(self.path):
             found, damage = open_checkpoint(folder)
-            if found is not None and self.ledger.chain_at(found.step) == found.chain:
+            if self.config.samples_older_weights:
+                self.said.append(f"{folder} does not hold the older weights that max_staleness or mismatch.delay samples from; not used")
+            elif found is not None and self.ledger.chain_at(found.step) == found.chain:
                 good.append(found)
             else:
                 self.said.append(f"{damage or f'{folder} is not a checkpoint of {self.ledger.path}'}; not used")

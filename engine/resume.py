@@ -97,7 +97,9 @@ def find_resumption(path: Path, overrides: Mapping[str, str]) -> Resumption:
     checkpoint, unusable, logs = None, [], [metrics, rollouts]
     for folder in checkpoint_folders(path):
         found, damage = open_checkpoint(folder)
-        if found is None:
+        if config.samples_older_weights:
+            said.append(f"{folder} does not hold the older weights that max_staleness or mismatch.delay samples from; not used")
+        elif found is None:
             said.append(f"{damage}; not used")
         elif ledger.chain_at(found.step) != found.chain:
             said.append(f"{folder} is not a checkpoint of {ledger.path}; not used")

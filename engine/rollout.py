@@ -19,6 +19,7 @@ class Sampling:
     samples: int  # completions of each prompt
     max_tokens: int  # completion tokens at most, the stop token included
     stop_ids: frozenset[int]  # a completion ends with the first of these; it is part of the completion and trained on
+    logit_noise: float = 0.0  # standard deviation of noise on each logit (mismatch.py; the native sampler only)
 
 
 @dataclass(frozen=True)

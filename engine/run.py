@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ..kernels.backend import find_device
 from ..model.checkpoint import DTYPES, load_decoder, resolve_model, write_checkpoint
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
@@ -20,16 +21,18 @@ from .initialise import TASK_FILE, initialise, perfectible_set
 from .learner import Learner
 from .loop import StepRecord, TrainState, held_out, train_step
 from .monitor import MismatchError
-from .ranks import ALONE, RankedSampler, RankedWorkers, Ranks, join_ranks
+from .ranks import ALONE, RankedSampler, RankedScorer, RankedWorkers, Ranks, join_ranks
 from .record import Recorder, run_head
 from .report import Display, NoFolder, RunFolder, console, plot_reward, refuse_taken
 from .resume import LEDGER, Resumption, find_resumption
+from .samplers import make_samplers
 from .scaling import LossScaler
+from .scorer import Scorer, frozen
 from .tasks import load_reward, load_task
 from .tasks.base import Problem, Task
 from .text import Text
-from .vllm.sampler import VllmSampler, check_engine_arguments, require_vllm
-from .workers import ParallelSampler, Workers, automatic
+from .vllm.sampler import check_engine_arguments, require_vllm
+from .workers import Workers, automatic
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,8 @@ def _run(config: Config, path: Path, at: Resumption | None, ranks: Ranks) -> Sum
     began = time.perf_counter()
     if config.threads:
         torch.set_num_threads(config.threads)
-    if config.sampler == "vllm":  # said before the warm start
+    config = with_device(config)  # so that the run's folder names it
+    if config.sampler.startswith("vllm"):  # said before the warm start
         require_vllm()
         check_engine_arguments(config.vllm.engine)
     task = load_task(config.task.name, config.task.options)
@@ -122,9 +126,9 @@ def _run(config: Config, path: Path, at: Resumption | None, ranks: Ranks) -> Sum
     finally:
         display.close()
         folder.close()
-        state.ledger.close()
-        state.sampler.close()
-        state.workers.close()
+        for owned in (state.ledger, state.sampler, state.behaviour, state.reference, state.workers):
+            if owned is not None:
+                owned.close()
     summary = _summarise(state, history, time.perf_counter() - began)
     if not ranks.first:
         return summary
@@ -163,23 +167,58 @@ def make_state(config: Config, model: Path, task: Task, ranks: Ranks = ALONE) ->
     problems = training_problems(task, config, model)
     prompt_ids = text.encode_problems(problems, task.chat)
     _check_prompts(prompt_ids, problems, config, model_config)
-    decoder = load_decoder(model, torch.float32)
+    device = _device(config)
+    decoder = load_decoder(model, torch.float32, device)
     master = decoder.flat.detach()
     dtype = DTYPES[config.dtype]
     flat = master if dtype == torch.float32 else master.to(dtype)
     policy = Decoder(model_config, flat, decoder.layout, config.precision.numerics())
     updates = config.steps * config.updates_per_rollout
     vllm = config.sampler == "vllm"
-    alone = vllm and not config.vllm.multiprocess  # vLLM keeps the threads of its process to itself
-    n = config.workers or (1 if alone else automatic(policy.layout.numel))
+    alone = (vllm and not config.vllm.multiprocess) or config.sampler == "vllm-stock"  # vLLM keeps the threads of its process to itself
+    n = config.workers or (1 if alone or device.type == "cuda" else automatic(policy.layout.numel))
     workers = Workers(policy, config.virtual_shards // ranks.size, n, config.native, share=vllm)
     learner = Learner(policy, policy.flat.detach() if dtype == torch.float32 else master, config.optimizer, updates)
-    sampler = VllmSampler(model, model_config, workers.weights, config.vllm) if vllm else ParallelSampler(workers)
+    samplers = make_samplers(config, model, model_config, learner, workers)
     scaler = LossScaler(config.precision, dtype)
-    reward = load_reward(task, config.task.reward)
+    reference, reward = _reference(config, model, model_config, workers.n), load_reward(task, config.task.reward)
+    sampler, evaluator, behaviour = samplers.training, samplers.evaluation, samplers.behaviour
     if ranks.size > 1:
-        sampler, workers = RankedSampler(sampler, ranks), RankedWorkers(workers, ranks)
-    return TrainState(config, policy, learner, scaler, sampler, workers, text, reward, problems, prompt_ids, ranks=ranks)
+        sampler, evaluator, workers = RankedSampler(sampler, ranks), RankedSampler(evaluator, ranks), RankedWorkers(workers, ranks)
+        behaviour, reference = (RankedScorer(x, ranks) if x else None for x in (behaviour, reference))
+    return TrainState(
+        config, policy, learner, scaler, sampler, evaluator, behaviour, workers, reference, text, reward, problems, prompt_ids, ranks=ranks,
+    )  # fmt: skip
+
+
+def _reference(config: Config, model: Path, model_config: ModelConfig, n: int) -> Scorer | None:
+    """The frozen reference of the KL term, if there is one. Raises ValueError for a model of another vocabulary."""
+    if not config.loss.kl_coef:
+        return None
+    folder = resolve_model(config.loss.reference) if config.loss.reference else model
+    theirs = ModelConfig.from_file(folder)
+    if theirs.vocab_size != model_config.vocab_size:
+        raise ValueError(
+            f"loss.reference: {folder} has a vocabulary of {theirs.vocab_size}, the model one of {model_config.vocab_size}; "
+            "name a model with the same tokenizer"
+        )
+    flat = load_decoder(folder, DTYPES[config.dtype], _device(config)).flat.detach()
+    return frozen(Decoder(theirs, flat, numerics=config.precision.numerics()), config.virtual_shards, n, config.micro_batch)
+
+
+def with_device(config: Config) -> Config:
+    """The configuration with the device that auto stands for. Raises ValueError (see _device)."""
+    return config.model_copy(update={"device": _device(config).type})
+
+
+def _device(config: Config) -> torch.device:
+    """The run's device. Raises ValueError for one that is not there, or that a setting does not work with."""
+    device = find_device("cpu" if config.device == "auto" and config.sampler == "vllm" else config.device)
+    if device.type == "cuda" and config.sampler == "vllm":
+        raise ValueError('sampler ("vllm") shares its weights in the CPU\'s memory; set device = "cpu", or sampler = "native"')
+    if device.type == "cuda" and config.workers > 1:
+        raise ValueError(f"workers ({config.workers}) must be 0 or 1 on a GPU, which one process keeps busy")
+    return device
 
 
 def training_problems(task: Task, config: Config, model: Path) -> list[Problem]:
@@ -232,7 +271,9 @@ def _guarded_step(state: TrainState, path: Path) -> StepRecord:
         target = path / "mismatch"
         report = json.dumps(error.report | {"config": state.config.model_dump()}, indent=2) + "\n"
         layout: Layout = state.policy.layout
-        write_checkpoint(target, layout, state.policy.flat.detach(), extra={"mismatch.json": report})
+        now = error.report["weight_version"] == state.version
+        decoder = state.policy if now else state.behaviour.workers.host.decoder
+        write_checkpoint(target, layout, decoder.flat.detach(), extra={"mismatch.json": report})
         console.print(f"saved {target}: weights, rollouts and both sides' logprobs; `zerokl verify --case {target}` scores them again")
         raise
 

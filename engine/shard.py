@@ -22,11 +22,18 @@ X = TypeVar("X")
 
 @dataclass(frozen=True)
 class Shard:
-    """Consecutive sequences of a step, with their advantages and loss weights [n]."""
+    """Consecutive sequences of a step, with their advantages and loss weights [n], and other logprobs of each, [C]."""
 
     rollouts: Sequence[Rollout]
     advantages: np.ndarray
     weights: np.ndarray
+    old: Sequence[np.ndarray] | None = None  # the trainer's at the weights sampled from; None where those are its weights now
+    reference: Sequence[np.ndarray] | None = None
+
+    def part(self, at: slice) -> "Shard":
+        """Some of the sequences."""
+        old, reference = (None if x is None else x[at] for x in (self.old, self.reference))
+        return Shard(self.rollouts[at], self.advantages[at], self.weights[at], old, reference)
 
 
 @dataclass(frozen=True)
@@ -39,10 +46,17 @@ class Scored:
     underflow: dict[str, int]  # zeros in the gradients watched (underflow.py); empty unless asked for
 
 
-def cut_shards(rollouts: Sequence[Rollout], A: np.ndarray, weights: np.ndarray, shards: int) -> list[Shard | None]:
-    """The virtual shards of a step, None where one is empty. A [P, G], weights [P G]."""
-    places = virtual_shards(range(len(rollouts)), shards)
-    return [Shard([rollouts[i] for i in at], A.reshape(-1)[at], weights[at]) if at else None for at in places]
+def cut_shards(
+    rollouts: Sequence[Rollout],
+    A: np.ndarray,
+    weights: np.ndarray,
+    shards: int,
+    old: Sequence[np.ndarray] | None = None,
+    reference: Sequence[np.ndarray] | None = None,
+) -> list[Shard | None]:
+    """The virtual shards of a step, None where one is empty. A [P, G], weights [P G]; old and reference: [C] of each rollout."""
+    whole = Shard(rollouts, A.reshape(-1), weights, old, reference)
+    return [whole.part(slice(at.start, at.stop)) if at else None for at in virtual_shards(range(len(rollouts)), shards)]
 
 
 def virtual_shards(sequences: Sequence[X], shards: int) -> list[Sequence[X]]:
@@ -66,24 +80,28 @@ def shard_gradient(
     """
     done = []
     for at in micro_batches(len(shard.rollouts), micro_batch):
-        part = Shard(shard.rollouts[at], shard.advantages[at], shard.weights[at])
-        done.append(_micro_batch_gradient(decoder, part, distribution, loss, scale, watch))
+        done.append(_micro_batch_gradient(decoder, shard.part(at), distribution, loss, scale, watch))
     return done
 
 
 def _micro_batch_gradient(
     decoder: Decoder, part: Shard, distribution: Distribution, loss_cfg: LossConfig, scale: float, watch: bool
 ) -> Scored:
-    """Sequences without advantage have a gradient of exactly zero: a micro-batch of such only is compared, not differentiated."""
+    """Sequences without advantage have no policy gradient: a micro-batch of such only may be compared without being differentiated."""
+    more = bool(loss_cfg.square or loss_cfg.kl_coef)
     packed = pack([r.pair for r in part.rollouts])
-    lengths = torch.tensor(packed.completion_lengths)
-    with torch.set_grad_enabled(bool(part.advantages.any())):
+    lengths = packed.completion_lengths
+    each = torch.tensor(lengths)
+    with torch.set_grad_enabled(more or bool(part.advantages.any())):
         counter = Underflow(packed) if watch else None
-        logp, entropy = logprobs(decoder, packed, distribution, *([counter.tap] if counter else []))
-        old = torch.from_numpy(np.concatenate([r.logprobs for r in part.rollouts]))
-        per_token = torch.from_numpy(part.advantages).float().repeat_interleave(lengths)
-        loss = policy_loss(logp, old, per_token, loss_cfg)
-        loss = loss * torch.from_numpy(part.weights).float().repeat_interleave(lengths)
+        # What follows the logprobs is small, and has one order of its sums on a CPU.
+        logp, entropy = (x.cpu() for x in logprobs(decoder, packed, distribution, *([counter.tap] if counter else [])))
+        sampler = torch.from_numpy(np.concatenate([r.logprobs for r in part.rollouts]))
+        old = logp.detach() if part.old is None else torch.from_numpy(np.concatenate(part.old))
+        reference = None if part.reference is None else torch.from_numpy(np.concatenate(part.reference))
+        A = torch.from_numpy(part.advantages).float().repeat_interleave(each)
+        loss = policy_loss(logp, old, sampler, A, lengths, loss_cfg, reference)
+        loss = loss * torch.from_numpy(part.weights).float().repeat_interleave(each)
         if loss.requires_grad:
             if counter:
                 counter.watch(logp)

@@ -9,14 +9,18 @@ tile. A fully masked tile is an exact no-op: the maximum stays, and exp(-inf) = 
 
 q, o [T, Hq, D]; k, v [T, Hkv, D]; lse [T, Hq] in fp32; key tiles [tiles, 2, KEY_TILE, D] (0: keys, 1: values).
 Roundings: everything in fp32 from the inputs as they are; o, dq, dk, dv once each.
+On a GPU: attention_triton.py, attention_bwd_triton.py. What follows is the reference.
 Order: a row of o depends on its own q, k and v only, and every matrix product has one fixed shape (attention_plan.py).
 The backward runs over whole sequences, QUERY_CHUNK positions at a time; its shapes depend on the sequence's length only.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
-from .attention_plan import KEY_TILE, AttentionPlan, packed_tables, plan_attention
+from .attention_plan import KEY_TILE, AttentionPlan, IndexPlan, Spans
+from .backend import on_triton
 from .grad import accumulate_dtype, check_dtype
 from .order import ALIGN
 
@@ -28,7 +32,7 @@ SCORE_ELEMENTS = 1 << 22
 
 
 def attention_ref(
-    q: torch.Tensor, tiles: torch.Tensor, plan: AttentionPlan, scale: float, want_lse: bool = True
+    q: torch.Tensor, tiles: torch.Tensor, plan: IndexPlan, scale: float, want_lse: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Forward only. q [T, Hq, D], tiles [tiles, 2, KEY_TILE, D]. Returns o like q, and lse [T, Hq] in fp32 where it is wanted."""
     T, H, D = q.shape
@@ -94,7 +98,7 @@ def _bwd_group(q, k, v, do, lse, delta, scale):
     return dq.mul_(scale), dk, dv
 
 
-def attention_bwd_ref(do, q, k, v, o, lse, plan: AttentionPlan, scale: float):
+def attention_bwd_ref(do, q, k, v, o, lse, plan: IndexPlan, scale: float):
     """dq, dk, dv of packed self-attention. do, q, o [T, Hq, D], k, v [T, Hkv, D], lse [T, Hq]."""
     _, H, D = q.shape
     Hkv = k.shape[1]
@@ -130,58 +134,73 @@ def attention_bwd_ref(do, q, k, v, o, lse, plan: AttentionPlan, scale: float):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, varlen, scale):
-        o, lse = attention_ref(q, gather_tiles(k, v, varlen.rows), varlen.plan, scale)
+    def forward(ctx, q, k, v, plan, scale):
+        o, lse = _packed(q, k, v, plan, scale, want_lse=True)
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.plan, ctx.scale = varlen.plan, scale
+        ctx.plan, ctx.scale = plan, scale
         return o
 
     @staticmethod
     def backward(ctx, do):
-        return *attention_bwd_ref(do, *ctx.saved_tensors, ctx.plan, ctx.scale), None, None
+        q = ctx.saved_tensors[0]
+        if on_triton(q):
+            from .attention_bwd_triton import attention_bwd
+
+            return *attention_bwd(do, *ctx.saved_tensors, ctx.plan.on(q.device), ctx.scale), None, None
+        return *attention_bwd_ref(do, *ctx.saved_tensors, ctx.plan.index, ctx.scale), None, None
 
 
-class Varlen:
-    """Packed whole sequences: the plan of `attention` for training, built once and used by every layer.
+def _packed(q, k, v, plan: AttentionPlan, scale: float, want_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if on_triton(q):
+        from .attention_triton import attention_packed
+
+        return attention_packed(q, k, v, plan.on(q.device), scale, want_lse)
+    return attention_ref(q, gather_tiles(k, v, plan.rows), plan.index, scale, want_lse)
+
+
+def varlen_plan(lengths: Sequence[int], heads: int, kv_heads: int) -> AttentionPlan:
+    """Packed whole sequences: the plan of `attention` for training, made once and used by every layer.
 
     lengths [S]: tokens of each sequence, all positive. Raises ValueError otherwise.
     """
-
-    def __init__(self, lengths, heads: int, kv_heads: int):
-        if not len(lengths) or min(lengths) < 1:
-            raise ValueError(f"attention: lengths ({list(lengths)}) must be positive, one a sequence")
-        if heads % kv_heads:
-            raise ValueError(f"attention: heads ({heads}) must be a multiple of kv_heads ({kv_heads})")
-        tables, rows = packed_tables(lengths)
-        self.rows = torch.from_numpy(rows)
-        self.plan = plan_attention(lengths, [0] * len(lengths), tables, heads, kv_heads)
+    if not len(lengths) or min(lengths) < 1:
+        raise ValueError(f"attention: lengths ({list(lengths)}) must be positive, one a sequence")
+    if heads % kv_heads:
+        raise ValueError(f"attention: heads ({heads}) must be a multiple of kv_heads ({kv_heads})")
+    return AttentionPlan(tuple(lengths), [0] * len(lengths), None, heads, kv_heads)
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, varlen: Varlen, scale: float) -> torch.Tensor:
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float) -> torch.Tensor:
     """Causal self-attention of packed sequences. q [T, Hq, D], k, v [T, Hkv, D] -> [T, Hq, D]. Raises ValueError."""
     check_dtype("attention", q=q, k=k, v=v)
-    T, D = sum(varlen.plan.query_lengths), q.shape[-1]
-    if q.shape != (T, varlen.plan.heads, D) or k.shape != (T, varlen.plan.kv_heads, D) or v.shape != k.shape:
+    T, D = sum(plan.query_lengths), q.shape[-1]
+    if q.shape != (T, plan.heads, D) or k.shape != (T, plan.kv_heads, D) or v.shape != k.shape:
         raise ValueError(
-            f"attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} must be [{T}, {varlen.plan.heads}, D], "
-            f"[{T}, {varlen.plan.kv_heads}, D] twice, as planned"
+            f"attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} must be [{T}, {plan.heads}, D], "
+            f"[{T}, {plan.kv_heads}, D] twice, as planned"
         )
     check_head_dim(D)
     if not torch.is_grad_enabled():
-        return attention_ref(q, gather_tiles(k, v, varlen.rows), varlen.plan, scale, want_lse=False)[0]
-    return _Attention.apply(q, k, v, varlen, scale)
+        return _packed(q, k, v, plan, scale, want_lse=False)[0]
+    return _Attention.apply(q, k, v, plan, scale)
 
 
-def attention_cached(q: torch.Tensor, tiles: torch.Tensor, plan: AttentionPlan, scale: float) -> torch.Tensor:
+def attention_cached(q: torch.Tensor, tiles: torch.Tensor, plan: AttentionPlan | Spans, scale: float) -> torch.Tensor:
     """Attention of new tokens against a cache that already holds their keys and values; forward only.
 
-    q [T, Hq, D], tiles [tiles, 2, KEY_TILE, D] -> [T, Hq, D]. The bits are those of `attention`. Raises ValueError.
+    q [T, Hq, D], tiles [blocks * Hkv, 2, KEY_TILE, D] -> [T, Hq, D]. The bits are those of `attention`. Raises ValueError.
     """
     check_dtype("attention_cached", q=q, tiles=tiles)
     check_head_dim(q.shape[-1])
     if tiles.shape[1:] != (2, KEY_TILE, q.shape[-1]):
         raise ValueError(f"attention_cached: tiles {tuple(tiles.shape)} must be [tiles, 2, {KEY_TILE}, {q.shape[-1]}]")
-    return attention_ref(q, tiles, plan, scale, want_lse=False)[0]
+    if on_triton(q):
+        from .attention_triton import attention_paged
+
+        spans = plan.on(q.device)
+        k, v = tiles.view(-1, spans.kv_heads, 2, KEY_TILE, q.shape[-1]).permute(2, 0, 3, 1, 4)  # each [blocks, KEY_TILE, Hkv, D]
+        return attention_paged(q, k, v, spans, scale)
+    return attention_ref(q, tiles, plan.index, scale, want_lse=False)[0]
 
 
 def check_head_dim(D: int) -> None:

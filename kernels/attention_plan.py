@@ -1,6 +1,7 @@
-"""Which query rows meet which key tiles: the index plan of one attention call, shared by all layers of a forward.
+"""Which query rows meet which keys: the plan of one attention call, shared by all layers of a forward.
 
-The kernel (attention.py) knows two kinds of tiles only:
+Triton's kernel needs no more than where each sequence begins, its length and its block table (`Spans`). The reference works with
+an index plan, built when it is first asked for. It (attention.py) knows two kinds of tiles only:
 
 - a query tile: R rows of one (sequence, key-value head), row = position * group + head within the group, so that a
   decoding token brings all its `group` query heads to one tile, and R = `group` rounded up to ROW_UNIT wastes little;
@@ -16,6 +17,7 @@ Shapes: S sequences, Hq query heads, Hkv key-value heads, group = Hq / Hkv, n qu
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,8 +41,8 @@ class Group:
 
 
 @dataclass(frozen=True)
-class AttentionPlan:
-    """Index tensors of one attention call. Built by `plan_attention`."""
+class IndexPlan:
+    """Index tensors of one attention call of the reference. Built by `_index_plan`."""
 
     heads: int
     kv_heads: int
@@ -56,19 +58,68 @@ class AttentionPlan:
         return np.concatenate([[0], np.cumsum(self.query_lengths)])
 
 
-def plan_attention(
-    query_lengths: Sequence[int],
-    contexts: Sequence[int],
-    tables: np.ndarray,
-    heads: int,
-    kv_heads: int,
-) -> AttentionPlan:
-    """The plan for S packed sequences whose keys lie in key tiles.
+class Spans(NamedTuple):
+    """One attention call as Triton's kernels take it, int32 tensors on their device."""
+
+    starts: torch.Tensor  # [S + 1], first row of each sequence in q, and T
+    lengths: torch.Tensor  # [S], tokens of each sequence with those before its queries
+    table: torch.Tensor | None  # [S, J], the pages of each sequence's keys; None where keys lie packed beside their queries
+    kv_heads: int
+
+    def on(self, device: torch.device) -> "Spans":
+        """Itself: they are where they are used."""
+        return self
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """S packed sequences whose keys lie in blocks, or (without tables) beside their queries.
 
     query_lengths [S]: new tokens of each sequence, packed one after another in q. contexts [S]: tokens before them.
     tables [S, J]: for each sequence the ids of its blocks of KEY_TILE positions; a block holds one key tile a head, so
     that the key tile of head h is id * Hkv + h.
     """
+
+    query_lengths: Sequence[int]
+    contexts: Sequence[int]
+    tables: np.ndarray | None
+    heads: int
+    kv_heads: int
+
+    @cached_property
+    def index(self) -> IndexPlan:
+        """For the reference."""
+        tables = packed_tables(self.query_lengths)[0] if self.tables is None else self.tables
+        return _index_plan(self.query_lengths, self.contexts, tables, self.heads, self.kv_heads)
+
+    @cached_property
+    def rows(self) -> torch.Tensor:
+        """For the reference, without tables: the packed row of each position of each block, [blocks, KEY_TILE]."""
+        return torch.from_numpy(packed_tables(self.query_lengths)[1])
+
+    def on(self, device: torch.device) -> Spans:
+        """For Triton, made once for each device."""
+        if device not in self._spans:
+            length = np.asarray(self.query_lengths, np.int64)
+            arrays = (np.concatenate([[0], np.cumsum(length)]), length + np.asarray(self.contexts, np.int64), self.tables)
+            self._spans[device] = Spans(
+                *(None if a is None else torch.from_numpy(a.astype(np.int32)).to(device) for a in arrays), self.kv_heads
+            )
+        return self._spans[device]
+
+    @cached_property
+    def _spans(self) -> dict[torch.device, Spans]:
+        return {}
+
+
+def _index_plan(
+    query_lengths: Sequence[int],
+    contexts: Sequence[int],
+    tables: np.ndarray,
+    heads: int,
+    kv_heads: int,
+) -> IndexPlan:
+    """The reference's plan. Arguments: see AttentionPlan."""
     group = heads // kv_heads
     R = -(-group // ROW_UNIT) * ROW_UNIT
     q_len, context = np.asarray(query_lengths, np.int64), np.asarray(contexts, np.int64)
@@ -101,9 +152,7 @@ def plan_attention(
         hidden = position[a:b, None, :, None] < keys  # [query tiles of one head, M, R, KEY_TILE]
         bias = np.repeat(np.where(hidden, np.float32(-np.inf), np.float32(0)), kv_heads, axis=0)
         groups.append(Group(a * kv_heads, torch.from_numpy(tiles), torch.from_numpy(bias)))
-    return AttentionPlan(
-        heads, kv_heads, R, torch.from_numpy(row.reshape(-1)), torch.from_numpy(inverse), groups, tuple(int(x) for x in q_len)
-    )
+    return IndexPlan(heads, kv_heads, R, torch.from_numpy(row.reshape(-1)), torch.from_numpy(inverse), groups, tuple(int(x) for x in q_len))
 
 
 def _group_bounds(need: np.ndarray, kv_heads: int) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ ids [T] int64, w [V, D], x [T, D]. No rounding forward; dw is summed in fp32, to
 
 import torch
 
+from .backend import on_triton
 from .grad import grad_buffer, returned_grad
 
 
@@ -26,7 +27,12 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx, dx):
         (ids,) = ctx.saved_tensors
         acc = grad_buffer(ctx.w)
-        acc.index_add_(0, ids, dx.to(acc.dtype))  # on a CPU index_add_ walks the rows one after another
+        if on_triton(dx):
+            from .embedding_triton import embedding_bwd
+
+            embedding_bwd(acc, ids, dx)
+        else:
+            acc.index_add_(0, ids, dx.to(acc.dtype))  # on a CPU index_add_ walks the rows one after another
         return None, returned_grad(ctx.w, acc)
 
 

@@ -3,19 +3,25 @@
     y = x w^T + b          dx = dy w          dw = dy^T x          db = sum_t dy
 
 x [T, K], w [N, K], b [N], y [T, N].
-Roundings: y once, from an fp32 sum (the bias is added to the rounded product and rounded again, as a matrix product
-followed by an addition); dx once; dw and db not at all where the weight has an fp32 `main_grad` (see grad.py).
+Roundings: y once, from an fp32 sum (on a CPU the bias is added to the rounded product and rounded again, as a matrix product
+followed by an addition; on a GPU it joins the sum before, as in vLLM's kernel); dx once; dw and db not at all where the weight
+has an fp32 `main_grad` (see grad.py).
 Order: order.py. A row of y or dx depends on its own row of x or dy only.
 """
 
 import torch
 
+from .backend import on_triton
 from .grad import check_dtype, grad_buffer, returned_grad
 from .order import Blocks, add_columns, add_outer, matmul_rows, one_sequence
 
 
 def linear_ref(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
     """Forward only. x [T, K], w [N, K], b [N] -> [T, N]."""
+    if b is not None and on_triton(x):
+        from .matmul_triton import matmul
+
+        return matmul(x, w.t(), b)
     y = matmul_rows(x, w.t())
     return y if b is None else y + b
 

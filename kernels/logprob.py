@@ -10,12 +10,14 @@ Greedy sampling (temperature 0) is reported under the distribution of temperatur
 
 h [T, D], w [V, D], ids [T]; logits [rows, V] exist for a chunk of rows only, forward and backward; logp, entropy [T].
 Roundings: logits once to the dtype of h (fp32 sum); from there everything in fp32; dlogits and dh once to the dtype of h.
+Triton: logprob_triton.py. The rest on a GPU is torch's: sorts, maxima, comparisons and elementwise operations, all exact or a row's own.
 """
 
 from typing import NamedTuple
 
 import torch
 
+from .backend import on_triton
 from .grad import accumulate_dtype, check_dtype, grad_buffer, returned_grad
 from .order import Blocks, add_outer, matmul_rows, one_sequence, sum_row
 
@@ -41,12 +43,17 @@ class Distribution(NamedTuple):
         return self
 
 
+def _keeps_all(dist: Distribution, V: int) -> bool:
+    """Whether no token is ever outside the kept set. Greedy is reported under the whole distribution."""
+    return dist.temperature == 0.0 or not (0 < dist.top_k < V or dist.top_p < 1.0)
+
+
 def scaled_logits(logits: torch.Tensor, dist: Distribution) -> torch.Tensor:
     """z of the equations above, in fp32. logits [T, V] -> [T, V]."""
     z = logits.to(accumulate_dtype(logits.dtype))
     if dist.temperature not in (0.0, 1.0):
         z = z / z.new_tensor(dist.temperature)  # a true division: a Python scalar may become a product with its reciprocal
-    if dist.temperature == 0.0 or not (0 < dist.top_k < z.shape[1] or dist.top_p < 1.0):
+    if _keeps_all(dist, z.shape[1]):
         return z
     ascending, index = torch.sort(z, dim=1, stable=True)
     drop = torch.zeros_like(ascending, dtype=torch.bool)
@@ -54,11 +61,19 @@ def scaled_logits(logits: torch.Tensor, dist: Distribution) -> torch.Tensor:
         drop |= ascending < ascending[:, -dist.top_k].unsqueeze(1)
     if dist.top_p < 1.0:
         kept = ascending.masked_fill(drop, float("-inf"))
-        e = torch.exp(kept - kept[:, -1:]).double()
-        below = torch.cumsum(e, dim=1)  # along a row, one element after another
+        below = _prefix_sums(torch.exp(kept - kept[:, -1:]))
         drop |= below <= (1.0 - dist.top_p) * below[:, -1:]
         drop[:, -1] = False
     return z.masked_fill(torch.zeros_like(drop).scatter_(1, index, drop), float("-inf"))
+
+
+def _prefix_sums(e: torch.Tensor) -> torch.Tensor:
+    """Prefix sums along each row, in fp64 (on Triton up to a common factor). A row's depend on itself only. [T, V] -> [T, V]."""
+    if on_triton(e):
+        from .logprob_triton import prefix_sums
+
+        return prefix_sums(e)
+    return torch.cumsum(e.double(), dim=1)  # along a row, one element after another
 
 
 def softmax_parts(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -70,6 +85,10 @@ def softmax_parts(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
 def token_logprobs(z: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """logp and entropy of each row. z [T, V] from `scaled_logits`, ids [T] -> [T], [T] in fp32."""
+    if on_triton(z):
+        from .logprob_triton import logprob_fwd
+
+        return logprob_fwd(z, ids)[:2]
     shifted, e, total = softmax_parts(z)
     log_total = torch.log(total)
     logp = shifted.gather(1, ids.unsqueeze(1)).squeeze(1) - log_total
@@ -80,15 +99,15 @@ def token_logprobs(z: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, to
 def draw(z: torch.Tensor, u: torch.Tensor, greedy: bool = False) -> torch.Tensor:
     """One token a row by inverting the distribution function. z [T, V], u [T] fp64 in [0, 1) -> ids [T].
 
-    The prefix sum runs along the row in fp64, one element after another, so a row's token depends on its own z and u.
+    A row's token depends on its own z and u: see _prefix_sums.
     """
     if greedy:
         return z.argmax(dim=1)
-    e = torch.exp(z - z.amax(dim=1, keepdim=True))
-    cdf = torch.cumsum(e.double(), dim=1)
+    cdf = _prefix_sums(torch.exp(z - z.amax(dim=1, keepdim=True)))
     total = cdf[:, -1:]
     target = torch.minimum(u.unsqueeze(1) * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, target, right=True).squeeze(1)
+    ids = torch.searchsorted(cdf, target, right=True).squeeze(1)
+    return ids.clamp_(max=z.shape[1] - 1) if z.is_cuda else ids  # logits that are NaN: found later, and not by reading out of bounds
 
 
 def chunk_rows(V: int) -> int:
@@ -118,30 +137,59 @@ def _chunks_of_blocks(blocks: Blocks, rows: int) -> list[list[tuple[int, int]]]:
     return chunks
 
 
+def _linear_logprob_fwd(h, w, ids, dist: Distribution) -> tuple[torch.Tensor, ...]:
+    """logp and entropy, [T] each; on Triton each row's maximum and log of the sum as well, for the backward."""
+    if not on_triton(h) or not h.shape[0]:
+        return linear_logprob_ref(h, w, ids, dist)
+    from .logprob_triton import logprob_fwd
+
+    rows, parts = chunk_rows(w.shape[0]), []
+    for a in range(0, h.shape[0], rows):
+        logits = matmul_rows(h[a : a + rows], w.t())
+        if _keeps_all(dist, w.shape[0]):
+            parts.append(logprob_fwd(logits.float(), ids[a : a + rows], dist.temperature or 1.0))
+        else:
+            parts.append(logprob_fwd(scaled_logits(logits, dist), ids[a : a + rows]))
+    return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
+
+
+def _dlogits(logits: torch.Tensor, ids, dlogp, dist: Distribution, stats: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The gradient of a chunk of logits, rounded to their dtype; on Triton in their place. `stats`: maximum and log of the sum."""
+    if on_triton(logits):
+        from .logprob_triton import logprob_bwd
+
+        temperature = dist.temperature or 1.0
+        if _keeps_all(dist, logits.shape[1]):
+            logprob_bwd(logits, ids, dlogp, *stats, logits, temperature, temperature)
+        else:
+            logprob_bwd(scaled_logits(logits, dist), ids, dlogp, *stats, logits, 1.0, temperature)
+        return logits
+    _, e, total = softmax_parts(scaled_logits(logits, dist))
+    dz = e.div_(total.unsqueeze(1)).neg_()
+    dz.scatter_add_(1, ids.unsqueeze(1), torch.ones_like(dz[:, :1]))
+    dz *= dlogp.unsqueeze(1)
+    if dist.temperature not in (0.0, 1.0):
+        dz /= dz.new_tensor(dist.temperature)
+    return dz.to(logits.dtype)
+
+
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, w, ids, dist, blocks):
-        logp, entropy = linear_logprob_ref(h, w, ids, dist)
-        ctx.save_for_backward(h, ids)
+        logp, entropy, *stats = _linear_logprob_fwd(h, w, ids, dist)
+        ctx.save_for_backward(h, ids, *stats)
         ctx.w, ctx.dist, ctx.blocks = w, dist, blocks
         ctx.mark_non_differentiable(entropy)
         return logp, entropy
 
     @staticmethod
     def backward(ctx, dlogp, _):
-        h, ids = ctx.saved_tensors
+        h, ids, *stats = ctx.saved_tensors
         w, dist = ctx.w, ctx.dist
         dh, acc = torch.empty_like(h), grad_buffer(w)
         for chunk in _chunks_of_blocks(ctx.blocks, chunk_rows(w.shape[0])):
             a, b = chunk[0][0], chunk[-1][1]
-            z = scaled_logits(matmul_rows(h[a:b], w.t()), dist)
-            _, e, total = softmax_parts(z)
-            dz = e.div_(total.unsqueeze(1)).neg_()
-            dz.scatter_add_(1, ids[a:b].unsqueeze(1), torch.ones_like(dz[:, :1]))
-            dz *= dlogp[a:b].unsqueeze(1)
-            if dist.temperature not in (0.0, 1.0):
-                dz /= dz.new_tensor(dist.temperature)
-            dlogits = dz.to(h.dtype)
+            dlogits = _dlogits(matmul_rows(h[a:b], w.t()), ids[a:b], dlogp[a:b], dist, tuple(s[a:b] for s in stats))
             dh[a:b] = matmul_rows(dlogits, w)
             add_outer(acc, dlogits, h[a:b], [(s - a, e - a) for s, e in chunk])
         return dh, returned_grad(w, acc), None, None, None
@@ -159,5 +207,5 @@ def linear_logprob(
     if h.dim() != 2 or w.dim() != 2 or h.shape[1] != w.shape[1] or ids.shape != h.shape[:1]:
         raise ValueError(f"linear_logprob: h {tuple(h.shape)}, w {tuple(w.shape)}, ids {tuple(ids.shape)} must be [T, D], [V, D], [T]")
     if not torch.is_grad_enabled():
-        return linear_logprob_ref(h, w, ids, dist)
+        return _linear_logprob_fwd(h, w, ids, dist)[:2]
     return _LinearLogprob.apply(h, w, ids, dist, one_sequence(h, blocks))

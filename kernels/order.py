@@ -24,6 +24,8 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
+from .backend import on_triton
+
 # Rows of the matrix product that defines a row's bits: few enough that a small batch that decodes wastes little.
 ROW_TILE = 32
 # Rows of the tiles that stand for several of those, longest first; they take 0.4 to 0.9 of the time.
@@ -64,6 +66,10 @@ def matmul_rows(x_TK: torch.Tensor, w_KN: torch.Tensor) -> torch.Tensor:
 
     Sums in fp32 (fp64 for fp64 inputs) and rounds once to the dtype of x. `w_KN` may have any strides.
     """
+    if on_triton(x_TK):
+        from . import matmul_triton
+
+        return matmul_triton.matmul(x_TK, w_KN)
     dtype = x_TK.dtype
     if dtype == torch.float16:  # products of two fp16 numbers are exact in fp32, whose matrix product is 5x faster here
         return matmul_rows(x_TK.float(), w_KN.float()).to(dtype)
@@ -100,6 +106,11 @@ def _agrees(rows: int, dtype: torch.dtype, K: int, N: int, strides: tuple[int, i
 
 def add_outer(acc_NK: torch.Tensor, dy_TN: torch.Tensor, x_TK: torch.Tensor, blocks: Blocks) -> None:
     """acc += dy^T x, block by block in the order given, in fp32 (fp64 for fp64): the sum of a weight gradient."""
+    if on_triton(x_TK):
+        from . import matmul_triton
+
+        matmul_triton.add_outer(acc_NK, dy_TN, x_TK, blocks)
+        return
     dy, x = _pad_width(dy_TN.to(acc_NK.dtype)), _pad_width(x_TK.to(acc_NK.dtype))
     aligned = acc_NK.is_contiguous() and acc_NK.shape == (dy.shape[1], x.shape[1])
     acc = acc_NK if aligned else F.pad(acc_NK, (0, x.shape[1] - acc_NK.shape[1], 0, dy.shape[1] - acc_NK.shape[0]))
@@ -113,8 +124,12 @@ def add_columns(acc_N: torch.Tensor, dy_TN: torch.Tensor, blocks: Blocks) -> Non
     """acc += the column sums of each block, in the order given: the gradient of a bias or of a norm's weight.
 
     A block's rows are summed by a binary tree over its rows padded with zeros to a power of two. More zeros change no bit,
-    so all blocks are padded to one length and their trees run together.
+    so all blocks are padded to one length and their trees run together. On Triton: columns_triton.py, the same blocks in the same order.
     """
+    if on_triton(dy_TN):
+        from .columns_triton import add_bias_columns
+
+        return add_bias_columns(acc_N, dy_TN, blocks)
     longest = max(end - start for start, end in blocks)
     rows = dy_TN.new_zeros(len(blocks), 1 << (longest - 1).bit_length(), dy_TN.shape[1], dtype=acc_N.dtype)
     for block, (start, end) in zip(rows, blocks, strict=True):

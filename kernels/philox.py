@@ -23,6 +23,8 @@ class Stream(IntEnum):
     WARM_START_PROBE = 7  # a token of the warm start's accuracy checks
     PERFECTIBLE = 8  # a token of the samples that choose the perfectible set
     VERIFY_SAMPLE = 9  # a token of the law's checks of the sampler
+    LOGIT_NOISE = 10  # where the noise of a token's logits begins: counter (position, sample, prompt, step)
+    LOGIT_NOISE_TOKENS = 11  # the noise of its logits
 
 
 _MASK = np.uint64(0xFFFFFFFF)

@@ -9,11 +9,12 @@ x, residual, s, y [T, D]; w [D]; r [T, 1] in fp32. rms_norm also takes [T, H, D]
 heads and one for the key heads (Qwen3).
 Roundings: s once, before the norm reads it (as vLLM's fused_add_rms_norm does); y once, the weight being multiplied in
 fp32 (as vLLM's batch-invariant Triton kernel does); dx once, the residual's gradient added in fp32.
-The mean is one sum along the row: D is static, so its order is.
+The mean is one sum along the row: D is static, so its order is. Triton: rms_norm_triton.py.
 """
 
 import torch
 
+from .backend import on_triton
 from .grad import accumulate_dtype, check_dtype, grad_buffer, returned_grad
 from .order import Blocks, add_columns, one_sequence, sum_row, tree_sum
 
@@ -47,10 +48,41 @@ def _add_weight_grad(w: torch.Tensor, dw: torch.Tensor, blocks: Blocks) -> torch
     return returned_grad(w, acc)
 
 
+def _forward(x, w, eps, residual=None):
+    """y, r and s (x itself without a residual) on the backend of x. x [T, D] or [T, H, D], w [D] or [H, D]."""
+    if not on_triton(x):
+        s = x if residual is None else x + residual
+        return *rms_norm_ref(s, w, eps), s
+    from .rms_norm_triton import rms_norm_fwd
+
+    heads = x if x.dim() == 3 else x.unsqueeze(1)
+    y, r, s = rms_norm_fwd(heads, w.detach(), eps, None if residual is None else residual.unsqueeze(1))
+    return y.view(x.shape), r, x if residual is None else s.view(x.shape)
+
+
+def _backward(dy, x, r, w, weights, blocks, ds=None):
+    """dx, and the gradient of each of `weights`: (weight, first head, heads), heads counted in x [T, H, D] (1 in [T, D])."""
+    if not on_triton(x):
+        dx, dw = _rms_norm_bwd(dy, x, r, w)
+        dx = (dx if ds is None else dx.add_(ds.to(dx.dtype))).to(dy.dtype)
+        dw = dw if dw.dim() == 3 else dw.unsqueeze(1)
+        return dx, *(_add_weight_grad(weight, dw[:, first : first + heads], blocks) for weight, first, heads in weights)
+    from .rms_norm_triton import add_weight_grad, rms_norm_bwd
+
+    dy, x = (t if t.dim() == 3 else t.unsqueeze(1) for t in (dy, x))
+    dx = rms_norm_bwd(dy, x, w.detach(), r, None if ds is None else ds.unsqueeze(1))
+    grads = []
+    for weight, first, heads in weights:
+        acc = grad_buffer(weight)
+        add_weight_grad(acc, dy, x, r, blocks, first, heads)
+        grads.append(returned_grad(weight, acc))
+    return dx, *grads
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, eps, blocks):
-        y, r = rms_norm_ref(x, w, eps)
+        y, r, _ = _forward(x, w, eps)
         ctx.save_for_backward(x, r)
         ctx.w, ctx.blocks = w, blocks
         return y
@@ -58,33 +90,29 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, r = ctx.saved_tensors
-        dx, dw = _rms_norm_bwd(dy, x, r, ctx.w)
-        return dx.to(dy.dtype), _add_weight_grad(ctx.w, dw, ctx.blocks), None, None
+        dx, dw = _backward(dy, x, r, ctx.w, [(ctx.w, 0, x.shape[1] if x.dim() == 3 else 1)], ctx.blocks)
+        return dx.view(x.shape), dw, None, None
 
 
 class _QKNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, wq, wk, heads, eps, blocks):
         w = _head_weights(wq, wk, heads, x.shape[1])
-        y, r = rms_norm_ref(x, w, eps)
+        y, r, _ = _forward(x, w, eps)
         ctx.save_for_backward(x, r, w)
-        ctx.wq, ctx.wk, ctx.heads, ctx.blocks = wq, wk, heads, blocks
+        ctx.weights, ctx.blocks = [(wq, 0, heads), (wk, heads, x.shape[1] - heads)], blocks
         return y
 
     @staticmethod
     def backward(ctx, dy):
         x, r, w = ctx.saved_tensors
-        dx, dw = _rms_norm_bwd(dy, x, r, w)
-        dwq = _add_weight_grad(ctx.wq, dw[:, : ctx.heads], ctx.blocks)
-        dwk = _add_weight_grad(ctx.wk, dw[:, ctx.heads :], ctx.blocks)
-        return dx.to(dy.dtype), dwq, dwk, None, None, None
+        return *_backward(dy, x, r, w, ctx.weights, ctx.blocks), None, None, None
 
 
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, w, eps, blocks):
-        s = x + residual
-        y, r = rms_norm_ref(s, w, eps)
+        y, r, s = _forward(x, w, eps, residual)
         ctx.save_for_backward(s, r)
         ctx.w, ctx.blocks = w, blocks
         return y, s
@@ -92,9 +120,9 @@ class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy, ds):
         s, r = ctx.saved_tensors
-        dx, dw = _rms_norm_bwd(dy, s, r, ctx.w)
-        dx = dx.add_(ds.to(dx.dtype)).to(dy.dtype)
-        return dx, dx, _add_weight_grad(ctx.w, dw, ctx.blocks), None, None
+        dx, dw = _backward(dy, s, r, ctx.w, [(ctx.w, 0, 1)], ctx.blocks, ds)
+        dx = dx.view(s.shape)
+        return dx, dx, dw, None, None
 
 
 def rms_norm(x: torch.Tensor, w: torch.Tensor, eps: float, blocks: Blocks | None = None) -> torch.Tensor:
@@ -104,7 +132,7 @@ def rms_norm(x: torch.Tensor, w: torch.Tensor, eps: float, blocks: Blocks | None
     """
     _check("rms_norm", x, w, eps)
     if not torch.is_grad_enabled():
-        return rms_norm_ref(x, w, eps)[0]
+        return _forward(x, w, eps)[0]
     return _RMSNorm.apply(x, w, eps, one_sequence(x, blocks))
 
 
@@ -118,7 +146,7 @@ def qk_norm(x: torch.Tensor, wq: torch.Tensor, wk: torch.Tensor, heads: int, eps
     if x.dim() != 3 or not 0 < heads < x.shape[1]:
         raise ValueError(f"qk_norm: x {tuple(x.shape)} must be [T, H, D] with more than heads ({heads}) heads")
     if not torch.is_grad_enabled():
-        return rms_norm_ref(x, _head_weights(wq, wk, heads, x.shape[1]), eps)[0]
+        return _forward(x, _head_weights(wq, wk, heads, x.shape[1]), eps)[0]
     return _QKNorm.apply(x, wq, wk, heads, eps, one_sequence(x, blocks))
 
 
@@ -140,8 +168,8 @@ def add_rms_norm(
             f"add_rms_norm: residual {tuple(residual.shape)} {residual.dtype} must be like x {tuple(x.shape)} {x.dtype}, [T, D]"
         )
     if not torch.is_grad_enabled():
-        s = x + residual
-        return rms_norm_ref(s, w, eps)[0], s
+        y, _, s = _forward(x, w, eps, residual)
+        return y, s
     return _AddRMSNorm.apply(x, residual, w, eps, one_sequence(x, blocks))
 
 

@@ -12,6 +12,7 @@ import math
 
 import torch
 
+from .backend import on_triton
 from .grad import accumulate_dtype, check_dtype
 
 # torch runs elementwise operations of up to 32,768 elements in one piece; sin and cos may differ between pieces.
@@ -26,16 +27,24 @@ def rope_ref(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     return torch.cat([(x1 * c).sub_(x2 * s), (x2 * c).add_(x1 * s)], dim=-1).to(x.dtype)
 
 
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool = False) -> torch.Tensor:
+    if not on_triton(x):
+        return rope_ref(x, cos, -sin if inverse else sin)
+    from .rope_triton import rotate
+
+    return rotate(x, cos, sin, inverse)
+
+
 class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, cos, sin):
         ctx.save_for_backward(cos, sin)
-        return rope_ref(x, cos, sin)
+        return _rotate(x, cos, sin)
 
     @staticmethod
     def backward(ctx, dy):
         cos, sin = ctx.saved_tensors
-        return rope_ref(dy, cos, -sin), None, None
+        return _rotate(dy, cos, sin, inverse=True), None, None
 
 
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -49,7 +58,7 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         raise ValueError(
             f"rope: x {tuple(x.shape)} must be [T, H, D] with even D, cos {tuple(cos.shape)} and sin {tuple(sin.shape)} [T, D/2]"
         )
-    return _Rope.apply(x, cos, sin) if torch.is_grad_enabled() else rope_ref(x, cos, sin)
+    return _Rope.apply(x, cos, sin) if torch.is_grad_enabled() else _rotate(x, cos, sin)
 
 
 def rope_frequencies(head_dim: int, theta: float) -> list[float]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
+from .backend import on_triton
 from .grad import accumulate_dtype, check_dtype
 
 # Elements of one pass: its temporaries stay in a core's cache. Bounds memory only.
@@ -50,15 +51,28 @@ def _passes(gu: torch.Tensor) -> Iterator[slice]:
     return (slice(a, a + rows) for a in range(0, gu.shape[0], rows))
 
 
+def _forward(gu: torch.Tensor) -> torch.Tensor:
+    if not on_triton(gu):
+        return silu_mul_ref(gu)
+    from .silu_mul_triton import silu_mul_fwd
+
+    return silu_mul_fwd(gu)
+
+
 class _SiluMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gu):
         ctx.save_for_backward(gu)
-        return silu_mul_ref(gu)
+        return _forward(gu)
 
     @staticmethod
     def backward(ctx, dy):
-        return silu_mul_bwd_ref(dy, *ctx.saved_tensors)
+        (gu,) = ctx.saved_tensors
+        if not on_triton(gu):
+            return silu_mul_bwd_ref(dy, gu)
+        from .silu_mul_triton import silu_mul_bwd
+
+        return silu_mul_bwd(dy, gu)
 
 
 def silu_mul(gu: torch.Tensor) -> torch.Tensor:
@@ -66,4 +80,4 @@ def silu_mul(gu: torch.Tensor) -> torch.Tensor:
     check_dtype("silu_mul", gu=gu)
     if gu.dim() != 2 or gu.shape[1] % 2:
         raise ValueError(f"silu_mul: gu {tuple(gu.shape)} must be [T, 2 I]")
-    return _SiluMul.apply(gu) if torch.is_grad_enabled() else silu_mul_ref(gu)
+    return _SiluMul.apply(gu) if torch.is_grad_enabled() else _forward(gu)

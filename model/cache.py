@@ -6,16 +6,16 @@ import numpy as np
 import torch
 
 from ..kernels.attention import attention_cached
-from ..kernels.attention_plan import KEY_TILE, AttentionPlan, plan_attention
+from ..kernels.attention_plan import KEY_TILE, AttentionPlan
 from .config import ModelConfig
 
 
 class BlockCache:
-    """Keys and values of all layers, [layers, blocks * Hkv, 2, KEY_TILE, D] in the compute dtype."""
+    """Keys and values of all layers, [layers, blocks * Hkv, 2, KEY_TILE, D] in the compute dtype, on the CPU or on `device`."""
 
-    def __init__(self, config: ModelConfig, blocks: int, dtype: torch.dtype):
+    def __init__(self, config: ModelConfig, blocks: int, dtype: torch.dtype, device: torch.device | None = None):
         self.config, self.blocks = config, blocks
-        self.data = torch.zeros(config.layers, blocks * config.kv_heads, 2, KEY_TILE, config.head_dim, dtype=dtype)
+        self.data = torch.zeros(config.layers, blocks * config.kv_heads, 2, KEY_TILE, config.head_dim, dtype=dtype, device=device)
         # The same memory as [layers, block, offset, 2, Hkv, D]: what a write of new tokens indexes.
         self._by_token = self.data.view(config.layers, blocks, config.kv_heads, 2, KEY_TILE, config.head_dim).permute(0, 1, 4, 3, 2, 5)
         self._free = list(range(blocks - 1, -1, -1))
@@ -78,10 +78,10 @@ class CachedContext:
         within = np.arange(len(seq)) - np.repeat(np.cumsum(length) - length, length)
         position = context[seq] + within
         self.positions = torch.from_numpy(position)
-        self._block = torch.from_numpy(tables[seq, position // KEY_TILE])
-        self._offset = torch.from_numpy(position % KEY_TILE)
+        place = torch.from_numpy(np.stack([tables[seq, position // KEY_TILE], position % KEY_TILE])).to(cache.data.device)
+        self._block, self._offset = place
         self._cache = cache
-        self.plan: AttentionPlan = plan_attention(lengths, contexts, tables, config.heads, config.kv_heads)
+        self.plan = AttentionPlan(lengths, contexts, tables, config.heads, config.kv_heads)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         """Write k and v [T, Hkv, D] to the cache, then attend from q [T, Hq, D]."""

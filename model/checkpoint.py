@@ -97,12 +97,12 @@ def _place(tensor: torch.Tensor, name: str, wanted: dict[str, torch.Tensor], lay
     target.copy_(tensor)
 
 
-def load_decoder(folder: str | Path, dtype: torch.dtype) -> Decoder:
-    """A decoder with the checkpoint's weights rounded once to `dtype`. Raises ValueError (see read_weights)."""
+def load_decoder(folder: str | Path, dtype: torch.dtype, device: torch.device | None = None) -> Decoder:
+    """A decoder with the checkpoint's weights rounded once to `dtype`, on the CPU or on `device`. Raises ValueError (see read_weights)."""
     folder = Path(folder)
     config = ModelConfig.from_file(folder)
     layout = Layout(config)
-    return Decoder(config, read_weights(folder, layout).to(dtype), layout)
+    return Decoder(config, read_weights(folder, layout).to(device, dtype), layout)
 
 
 def write_checkpoint(
@@ -154,7 +154,7 @@ def _write_tensors(folder: Path, views: dict[str, torch.Tensor], shard_bytes: in
         if shards[-1] and size + view.nbytes > shard_bytes:
             shards.append({})
             size = 0
-        shards[-1][name] = view.detach().contiguous()
+        shards[-1][name] = view.detach().cpu().contiguous()
         size += view.nbytes
     if len(shards) == 1:
         save_file(shards[0], folder / "model.safetensors", metadata={"format": "pt"})

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from ..kernels.attention import Varlen, attention
+from ..kernels.attention import attention, varlen_plan
 from ..kernels.embedding import embedding
 from ..kernels.grad import accumulate_dtype
 from ..kernels.linear import linear
@@ -75,11 +75,11 @@ class PackedContext:
         filled = [*lengths, filler] if filler else list(lengths)
         self.positions = torch.from_numpy(np.concatenate([*map(np.arange, lengths), np.zeros(filler, np.int64)]))
         self.blocks = token_blocks(lengths)
-        self._varlen = Varlen(filled, config.heads, config.kv_heads)
+        self._plan = varlen_plan(filled, config.heads, config.kv_heads)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         """See Context."""
-        return attention(q, k, v, self._varlen, scale)
+        return attention(q, k, v, self._plan, scale)
 
 
 class Decoder:
@@ -89,7 +89,7 @@ class Decoder:
         self.config, self.flat, self.numerics = config, flat, numerics
         self.layout = layout or Layout(config)
         table = rope_table(config.frequencies, config.max_positions, flat.dtype)
-        self._cos, self._sin = (t.to(accumulate_dtype(flat.dtype)) for t in table)
+        self._cos, self._sin = (t.to(flat.device, accumulate_dtype(flat.dtype)) for t in table)
         self._bind()
 
     def _bind(self) -> None:
@@ -108,6 +108,11 @@ class Decoder:
         """The compute dtype."""
         return self.flat.dtype
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are, and everything is computed."""
+        return self.flat.device
+
     def logits_weight(self) -> torch.Tensor:
         """The head in the dtype of the logits, [V, D]; hidden states are converted to it. Its gradient goes where the head's does."""
         if self.numerics.head in (None, self.dtype):
@@ -119,10 +124,11 @@ class Decoder:
         return wide
 
     def hidden(self, ids: torch.Tensor, context: Context, tap: Tap = ignore) -> torch.Tensor:
-        """The final norm's output, [T, D], for ids [T]. `tap` is given the output of every operation, under its name."""
+        """The final norm's output, [T, D], for ids [T] on any device. `tap` is given the output of every operation, under its name."""
         c, w, blocks = self.config, self.w, context.blocks
-        cos, sin = self._cos[context.positions], self._sin[context.positions]
-        residual = embedding(ids, w["embed"])
+        positions = context.positions.to(self.device)
+        cos, sin = self._cos[positions], self._sin[positions]
+        residual = embedding(ids.to(self.device), w["embed"])
         tap("embed", residual)
         x = rms_norm(residual, w["layers.0.input_norm"], c.eps, blocks)
         tap("layers.0.input_norm", x)

@@ -43,7 +43,7 @@ def pack(sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> PackedBatc
 
 
 def logprobs(decoder: Decoder, batch: PackedBatch, dist: Distribution, tap: Tap = ignore) -> tuple[torch.Tensor, torch.Tensor]:
-    """logp [C] of the completion tokens under the distribution they are drawn from, and the entropy [C], in fp32.
+    """logp [C] of the completion tokens under the distribution they are drawn from, and the entropy [C], in fp32, on the decoder's device.
 
     Differentiable in the decoder's weights; the entropy is not. `tap`: see Decoder.hidden.
     """
@@ -51,6 +51,8 @@ def logprobs(decoder: Decoder, batch: PackedBatch, dist: Distribution, tap: Tap 
     if longest > decoder.config.max_positions:
         raise ValueError(f"logprobs: a sequence of {longest} tokens is longer than the context ({decoder.config.max_positions})")
     filler = -len(batch.ids) % ROW_TILE  # whole row tiles: every matrix product is spared a partial one
+    # The rows are unique, so that their gradient is written and never added up.
     hidden = decoder.hidden(F.pad(batch.ids, (0, filler)), PackedContext(batch.lengths, decoder.config, filler), tap)
+    rows, targets = batch.rows.to(decoder.device), batch.targets.to(decoder.device)
     head = decoder.logits_weight()
-    return linear_logprob(hidden[batch.rows].to(head.dtype), head, batch.targets, dist, token_blocks(batch.completion_lengths))
+    return linear_logprob(hidden[rows].to(head.dtype), head, targets, dist, token_blocks(batch.completion_lengths))

@@ -94,5 +94,5 @@ def fingerprint(layout: Layout, flat: torch.Tensor) -> str:
     digest = hashlib.sha256()
     for name, view in sorted(layout.checkpoint_views(flat).items()):
         digest.update(f"{name} {view.dtype} {tuple(view.shape)}\n".encode())
-        digest.update(view.contiguous().view(-1).view(torch.uint8).numpy())
+        digest.update(view.cpu().contiguous().view(-1).view(torch.uint8).numpy())
     return digest.hexdigest()

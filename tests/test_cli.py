@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import zerokl
 from zerokl.cli import main
-from zerokl.engine import initialise, run
+from zerokl.engine import initialise, samplers
 from zerokl.engine.text import character_tokenizer
 from zerokl.engine.workers import ParallelSampler
 from zerokl.model.checkpoint import write_checkpoint
@@ -288,7 +288,7 @@ def test_a_mismatch_is_one_line_and_exit_code_1(training, monkeypatch, capsys):
             rollouts[1].logprobs[0] += 1
             return rollouts
 
-    monkeypatch.setattr(run, "ParallelSampler", Planted)
+    monkeypatch.setattr(samplers, "ParallelSampler", Planted)
     assert main(training()) == 1
     error = capsys.readouterr().err
     assert error.startswith("zerokl: mismatch at step 0, prompt 0, sample 1, position 0")

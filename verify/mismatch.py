@@ -24,6 +24,31 @@ def _mean(x: np.ndarray) -> float:
             return float(x.mean())
 
 
+def bits_equal(trainer: np.ndarray, sampler: np.ndarray) -> np.ndarray:
+    """Which tokens have the same bits, [C]."""
+    return trainer.astype(np.float32).view(np.int32) == sampler.astype(np.float32).view(np.int32)
+
+
+def log_ratios(trainer: np.ndarray, sampler: np.ndarray) -> np.ndarray:
+    """d of each token, [C] fp64: exactly 0 where the bits are the same, be both infinite."""
+    with np.errstate(invalid="ignore"):
+        return np.where(bits_equal(trainer, sampler), 0.0, trainer.astype(np.float64) - sampler.astype(np.float64))
+
+
+def ratios(d: np.ndarray, lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """r = exp(d) of each token [C], and the product of r over each sequence [S]."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.exp(d), np.exp(np.add.reduceat(d, np.concatenate([[0], np.cumsum(lengths)[:-1]])))
+
+
+def spread(r: np.ndarray) -> dict[str, float]:
+    """chi2 and ess of ratios [n], and the least and the largest."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        mean, square = _mean(r), _mean(r * r)
+    ess = mean * mean / square if square > 0 else 0.0
+    return {"chi2": square - 1.0, "ess": ess, "ratio_min": float(r.min()), "ratio_max": float(r.max())}
+
+
 def mismatch_metrics(trainer: np.ndarray, sampler: np.ndarray, lengths: Sequence[int], prefix: str = "mismatch/") -> dict[str, float]:
     """All mismatch metrics. trainer, sampler [C] fp32 log-probabilities; lengths: tokens of each sequence, sums to C.
 
@@ -34,24 +59,16 @@ def mismatch_metrics(trainer: np.ndarray, sampler: np.ndarray, lengths: Sequence
     for name, values in (("trainer", trainer), ("sampler", sampler)):
         if np.isnan(values).any():
             raise ValueError(f"mismatch: the {name} logprob of token {int(np.flatnonzero(np.isnan(values))[0])} is NaN")
-    equal = trainer.astype(np.float32).view(np.int32) == sampler.astype(np.float32).view(np.int32)
-    with np.errstate(over="ignore", invalid="ignore"):
-        d = np.where(equal, 0.0, trainer.astype(np.float64) - sampler.astype(np.float64))  # -inf - -inf is 0 here
-        r = np.exp(d)
-        sums = np.add.reduceat(d, np.concatenate([[0], np.cumsum(lengths)[:-1]]))
-        sequence_ratio = np.exp(sums)
-        square = _mean(r * r)
+    d = log_ratios(trainer, sampler)
+    r, sequence_ratio = ratios(d, lengths)
     metrics = {
         "k1": _mean(-d) + 0.0,  # + 0.0 turns -0.0 into 0.0
         "k2": _mean(d * d / 2),
         "k3": _mean(r - 1 - d),
         "max_abs": float(np.abs(d).max()),
-        "frac_equal": float(equal.mean()),
-        "ratio_min": float(r.min()),
+        "frac_equal": float(bits_equal(trainer, sampler).mean()),
         **{name: float(np.percentile(r, q)) for name, q in _PERCENTILES.items()},
-        "ratio_max": float(r.max()),
-        "ess": _mean(r) * _mean(r) / square if square > 0 else 0.0,
-        "chi2": square - 1.0,
+        **spread(r),
         "sequence_ratio_min": float(sequence_ratio.min()),
         "sequence_ratio_max": float(sequence_ratio.max()),
     }

@@ -1,7 +1,8 @@
 """The audit: draw or read rollouts, score them again, compare, trace one sequence through both engines, and say what was found."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from .stock import VllmEngine, VllmZeroklEngine
 
 SAMPLERS = ("native", "hf", "hf-eager", "vllm", "vllm-zerokl")
 TRAINERS = ("zerokl", "hf", "hf-eager", "vllm")
+Rollouts = Sequence[tuple[Rollout, Distribution]]
 # Sequences that each engine's own invariance is measured on: they are scored one by one and token by token.
 _OWN = 8
 
@@ -35,11 +37,14 @@ class AuditConfig:
     trainer: str = "zerokl"
     dtype: str = "bfloat16"
     sampler_dtype: str = ""  # of the sampler, where it is another
+    head_dtype: str = ""  # of the logits, where it is another
+    sampler_head_dtype: str = ""  # of the sampler's logits, where it is another than head_dtype
     prompts: str = ""  # a text file, one prompt a line
     n: int = 64
     max_tokens: int = 256
     distribution: Distribution = field(default_factory=Distribution)
     seed: int = 0
+    weight_version: int | None = None  # of a log's rollouts: those of the model
 
 
 @dataclass(frozen=True)
@@ -65,33 +70,62 @@ def audit(cfg: AuditConfig) -> Audit:
     """Run an audit. Raises ValueError for bad input."""
     folder = resolve_model(cfg.model)
     model = ModelConfig.from_file(folder)
-    sampler_dtype, dtype = _dtype(cfg.sampler_dtype or cfg.dtype), _dtype(cfg.dtype)
-    if cfg.trainer == "vllm" and cfg.sampler in ("vllm", "vllm-zerokl"):
-        raise ValueError(
-            f"audit: sampler {cfg.sampler} and trainer vllm are two vLLM engines, and a process holds one; audit each against zerokl"
-        )
-    trainer = _engine(cfg.trainer, TRAINERS, "trainer", folder, dtype)
     text = Text(folder, model.vocab_size)
-    if cfg.sampler in SAMPLERS:
-        sampler: Engine | None = _engine(cfg.sampler, SAMPLERS, "sampler", folder, sampler_dtype)
-        rollouts = _draw(cfg, sampler, text, model)
-    elif Path(cfg.sampler).is_file():
-        sampler, rollouts = None, read_log(Path(cfg.sampler), model.vocab_size, cfg.n)
+    sampler, trainer = _engines(cfg, folder)
+    if sampler is None:
+        rollouts, redraw = read_log(Path(cfg.sampler), model.vocab_size, cfg.n, cfg.weight_version), None
     else:
-        raise ValueError(f"audit: sampler {cfg.sampler} is no file; choose {', '.join(SAMPLERS)}, or name a log of rollouts")
-    scored = _score(trainer, rollouts)
-    drawn = [r.logprobs for r, _ in rollouts]
+        redraw = partial(_draw, cfg, sampler, text, model)
+        rollouts = redraw()
     report = {
         "model": str(folder), "sampler": sampler.name if sampler else cfg.sampler, "trainer": trainer.name, "dtype": cfg.dtype,
-        "sampler_dtype": cfg.sampler_dtype or cfg.dtype, "torch": torch.__version__, **measure(scored, drawn),
+        "sampler_dtype": cfg.sampler_dtype or cfg.dtype, "head_dtype": cfg.head_dtype or cfg.dtype,
+        "sampler_head_dtype": cfg.sampler_head_dtype or cfg.head_dtype or cfg.sampler_dtype or cfg.dtype,
+        "weight_version": rollouts[0][0].weight_version, "torch": torch.__version__,
+    }  # fmt: skip
+    return Audit(report | compare(trainer, rollouts, text, sampler, redraw))
+
+
+def compare(
+    trainer: Engine, rollouts: Rollouts, text: Text, sampler: Engine | None = None, redraw: Callable[[], Rollouts] | None = None
+) -> dict[str, Any]:
+    """What the trainer says of rollouts, beside what their sampler said. With the sampler at hand, both are traced.
+
+    `redraw` draws the rollouts again: if nothing else tells the two apart, they are drawn with the sampler's caches dropped.
+    """
+    scored, drawn = _score(trainer, rollouts), [r.logprobs for r, _ in rollouts]
+    report = {
+        **measure(scored, drawn),
         "worst": [_with_text(w, rollouts, text) for w in worst_tokens(scored, drawn)],
         "own_invariance": {e.name: _own_invariance(e, rollouts) for e in dict.fromkeys([trainer, *([sampler] if sampler else [])])},
-    }  # fmt: skip
-    if sampler is not None:
-        differences = _traced(sampler, trainer, rollouts)
-        first = first_divergence(differences)
-        report |= {"operations": [asdict(d) for d in differences], "first_divergence": asdict(first) if first else None}
-    return Audit(report)
+    }
+    if sampler is None:
+        return report
+    differences = _traced(sampler, trainer, rollouts)
+    first = first_divergence(differences)
+    report |= {"operations": [asdict(d) for d in differences], "first_divergence": asdict(first) if first else None}
+    if report["frac_equal"] < 1.0 and first is None and redraw is not None and sampler.drop_caches():
+        again = redraw()
+        report["frac_equal_without_caches"] = measure(_score(trainer, again), [r.logprobs for r, _ in again])["frac_equal"]
+    return report
+
+
+def _engines(cfg: AuditConfig, folder: Path) -> tuple[Engine | None, Engine]:
+    """Sampler, None where it is a log, and trainer."""
+    logged = cfg.sampler not in SAMPLERS
+    if logged and not Path(cfg.sampler).is_file():
+        raise ValueError(f"audit: sampler {cfg.sampler} is no file; choose {', '.join(SAMPLERS)}, or name a log of rollouts")
+    if cfg.trainer not in TRAINERS:
+        raise ValueError(f"audit: trainer {cfg.trainer} is not known; choose {', '.join(TRAINERS)}")
+    own = _dtype(cfg.dtype), _dtype(cfg.head_dtype or cfg.dtype)
+    other = _dtype(cfg.sampler_dtype or cfg.dtype), _dtype(cfg.sampler_head_dtype or cfg.head_dtype or cfg.sampler_dtype or cfg.dtype)
+    if cfg.sampler == cfg.trainer == "vllm":
+        if own != other:
+            raise ValueError("audit: vLLM in two dtypes would be two engines in one process; audit each of them against zerokl")
+        engine = _engine("vllm", folder, *own)
+        return engine, engine
+    sampler = None if logged else _engine(cfg.sampler, folder, *other, beside_vllm=cfg.trainer == "vllm")
+    return sampler, _engine(cfg.trainer, folder, *own)
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -100,19 +134,17 @@ def _dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def _engine(name: str, known: Sequence[str], side: str, folder: Path, dtype: torch.dtype) -> Engine:
-    if name not in known:
-        raise ValueError(f"audit: {side} {name} is not known; choose {', '.join(known)}")
+def _engine(name: str, folder: Path, dtype: torch.dtype, head: torch.dtype, beside_vllm: bool = False) -> Engine:
     if name in ("native", "zerokl"):
-        return ZeroklEngine(folder, dtype)
+        return ZeroklEngine(folder, dtype, head)
     if name == "vllm":
-        return VllmEngine(folder, dtype, ModelConfig.from_file(folder).max_positions)
+        return VllmEngine(folder, dtype, ModelConfig.from_file(folder).max_positions, head)
     if name == "vllm-zerokl":
-        return VllmZeroklEngine(folder, dtype)
-    return HfEngine(folder, dtype, "eager" if name == "hf-eager" else "sdpa")
+        return VllmZeroklEngine(folder, dtype, head, multiprocess=beside_vllm)  # a process holds one vLLM engine
+    return HfEngine(folder, dtype, "eager" if name == "hf-eager" else "sdpa", head)
 
 
-def _draw(cfg: AuditConfig, sampler: Engine, text: Text, model: ModelConfig) -> list[tuple[Rollout, Distribution]]:
+def _draw(cfg: AuditConfig, sampler: Engine, text: Text, model: ModelConfig) -> Rollouts:
     prompts = [text.encode(p, chat=False) for p in _prompt_texts(cfg)]
     room = model.max_positions - max(map(len, prompts))
     if room < 1:
@@ -133,7 +165,7 @@ def _prompt_texts(cfg: AuditConfig) -> list[str]:
     return texts
 
 
-def _score(engine: Engine, rollouts: Sequence[tuple[Rollout, Distribution]]) -> list[np.ndarray]:
+def _score(engine: Engine, rollouts: Rollouts) -> list[np.ndarray]:
     """The engine's logprobs of each rollout; those of one distribution are scored together."""
     scored: dict[int, np.ndarray] = {}
     for dist in dict.fromkeys(d for _, d in rollouts):
@@ -142,11 +174,11 @@ def _score(engine: Engine, rollouts: Sequence[tuple[Rollout, Distribution]]) -> 
     return [scored[i] for i in range(len(rollouts))]
 
 
-def _own_invariance(engine: Engine, rollouts: Sequence[tuple[Rollout, Distribution]]) -> dict[str, Any]:
+def _own_invariance(engine: Engine, rollouts: Rollouts) -> dict[str, Any]:
     """How an engine's logprobs of the first sequences depend on what they are scored with, and on reading them token by token."""
     dist = rollouts[0][1]
-    if isinstance(engine, VllmEngine) and dist != Distribution():
-        return {}  # it scores its own distribution only
+    if isinstance(engine, VllmEngine) and not engine.scores_together(dist):
+        return {}
     pairs: list[Pair] = [r.pair for r, d in rollouts if d == dist][:_OWN]
     together = np.concatenate(engine.score(pairs, dist))
     others = {"solo against batched": engine.score(pairs, dist, together=False)}
@@ -162,13 +194,13 @@ def _own_invariance(engine: Engine, rollouts: Sequence[tuple[Rollout, Distributi
     }
 
 
-def _traced(sampler: Engine, trainer: Engine, rollouts: Sequence[tuple[Rollout, Distribution]]) -> list[OpDifference]:
+def _traced(sampler: Engine, trainer: Engine, rollouts: Rollouts) -> list[OpDifference]:
     """Both engines' operations on the sequence whose logprobs both compute in one forward."""
     rollout, dist = rollouts[0]
     return compare_traces(sampler.trace(rollout.pair, dist), trainer.trace(rollout.pair, dist))
 
 
-def _with_text(worst: dict[str, Any], rollouts: Sequence[tuple[Rollout, Distribution]], text: Text) -> dict[str, Any]:
+def _with_text(worst: dict[str, Any], rollouts: Rollouts, text: Text) -> dict[str, Any]:
     r, position = rollouts[worst["sequence"]][0], worst["position"]
     before = text.decode([*r.prompt_ids, *r.completion_ids[:position]])[-60:]
     return worst | {"token": r.completion_ids[position], "text": text.decode(r.completion_ids[position : position + 1]), "before": before}

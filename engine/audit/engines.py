@@ -14,7 +14,7 @@ from ...kernels.logprob import Distribution, linear_logprob
 from ...kernels.order import matmul_rows
 from ...model.checkpoint import load_decoder
 from ...model.config import ModelConfig
-from ...model.decoder import Decoder, PackedContext
+from ...model.decoder import Decoder, Numerics, PackedContext
 from ...model.scoring import logprobs, pack
 from ...verify.trace import Trace
 from ..law import cached_scores
@@ -49,12 +49,17 @@ class Engine(Protocol):
         """The output of every operation of the forward over one sequence (names.py)."""
         ...
 
+    def drop_caches(self) -> bool:
+        """Forget keys and values kept from one call to the next; False where none are."""
+        ...
+
 
 class ZeroklEngine:
-    """Our decoder, in one dtype."""
+    """Our decoder, in one dtype, its logits in `head` where that is another."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype):
+    def __init__(self, folder: Path, dtype: torch.dtype, head: torch.dtype | None = None):
         self.decoder, self.name = load_decoder(folder, dtype), "zerokl"
+        self.decoder.numerics = Numerics(head=head)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[Rollout]:
         """See Engine."""
@@ -79,6 +84,10 @@ class ZeroklEngine:
         """See Engine."""
         return trace_decoder(self.decoder, pair, dist)
 
+    def drop_caches(self) -> bool:
+        """See Engine."""
+        return False
+
 
 def trace_decoder(decoder: Decoder, pair: Pair, dist: Distribution) -> Trace:
     """The trace of our decoder; projections that it fuses are split."""
@@ -87,9 +96,10 @@ def trace_decoder(decoder: Decoder, pair: Pair, dist: Distribution) -> Trace:
     def tap(name: str, x: torch.Tensor) -> None:
         found.update({op: part.clone() for op, part in split_fused(name, x, c).items()})
 
-    hidden = decoder.hidden(batch.ids, PackedContext(batch.lengths, c), tap)
-    tap("logits", matmul_rows(hidden, decoder.head.t()))
-    tap("logprob", linear_logprob(hidden[batch.rows], decoder.head, batch.targets, dist)[0])
+    head = decoder.logits_weight()
+    hidden = decoder.hidden(batch.ids, PackedContext(batch.lengths, c), tap).to(head.dtype)
+    tap("logits", matmul_rows(hidden, head.t()))
+    tap("logprob", linear_logprob(hidden[batch.rows], head, batch.targets, dist)[0])
     return in_order(found, c.layers)
 
 

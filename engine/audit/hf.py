@@ -4,7 +4,7 @@ Nothing of transformers is patched: outputs are read by forward hooks, and what 
 rotary embedding, which no module returns) by a TorchFunctionMode.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,15 @@ _LAYER_INPUTS = {"attention": "self_attn.o_proj", "attention_residual": "post_at
 
 
 class HfEngine:
-    """AutoModelForCausalLM in one dtype. `attention` is eager or sdpa."""
+    """AutoModelForCausalLM in one dtype, its logits in `head` where that is another. `attention` is eager or sdpa."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, attention: str = "sdpa"):
+    def __init__(self, folder: Path, dtype: torch.dtype, attention: str = "sdpa", head: torch.dtype | None = None):
         from transformers import AutoModelForCausalLM
 
         self.name = f"hf {attention}"
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention).eval()
+        if head not in (None, dtype):
+            self.model.lm_head = _WideHead(self.model.lm_head.weight.detach().to(head))
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[Rollout]:
@@ -58,6 +60,12 @@ class HfEngine:
             finish = "stop" if tokens[end - 1] in sampling.stop_ids else "length"
             rollouts.append(Rollout(i, 0, tuple(prompt), tuple(tokens[:end]), logp[i, :end].numpy(), finish, 0))
         return rollouts
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Compute with these weights (checkpoint names, any float dtype), rounded to the model's, from now on."""
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(weights[name])
 
     @torch.no_grad()
     def score(self, pairs: Sequence[Pair], dist: Distribution, together: bool = True) -> list[np.ndarray]:
@@ -106,6 +114,21 @@ class HfEngine:
             logits = self.model(torch.tensor([[*prompt, *completion[:-1]]]), use_cache=False).logits[0]
         found["logprob"] = _logprobs(logits[len(prompt) - 1 :], completion, dist).unsqueeze(1)
         return in_order(found, len(layers))
+
+    def drop_caches(self) -> bool:
+        """See Engine."""
+        return False
+
+
+class _WideHead(torch.nn.Module):
+    """The head in a dtype of its own, [V, D]; embeddings that share its weight keep theirs."""
+
+    def __init__(self, weight: torch.Tensor):
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x.to(self.weight.dtype), self.weight)
 
 
 def _logprobs(logits: torch.Tensor, tokens: Sequence[int], dist: Distribution) -> torch.Tensor:

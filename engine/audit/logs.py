@@ -17,9 +17,12 @@ from ...kernels.logprob import Distribution
 from ..rollout import Rollout
 
 
-def read_log(path: Path, vocab: int, limit: int = 0) -> list[tuple[Rollout, Distribution]]:
-    """The rollouts of a log, the first `limit` of them (0: all). Raises ValueError naming the line that is malformed."""
-    found = []
+def read_log(path: Path, vocab: int, limit: int = 0, version: int | None = None) -> list[tuple[Rollout, Distribution]]:
+    """The rollouts of a log, the first `limit` of them (0: all), of one weight version where it is given.
+
+    Raises ValueError naming the line that is malformed, or the weight versions when the log holds several: a model has one.
+    """
+    found: list[tuple[Rollout, Distribution]] = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -28,14 +31,18 @@ def read_log(path: Path, vocab: int, limit: int = 0) -> list[tuple[Rollout, Dist
         if not line.strip():
             continue
         try:
-            found.append(_parse(json.loads(line), len(found), vocab))
+            parsed = _parse(json.loads(line), len(found), vocab)
         except (ValueError, TypeError, KeyError) as error:
             reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else error
             raise ValueError(f"audit: {path}, line {number}: {reason}") from None
+        if version in (None, parsed[0].weight_version):
+            found.append(parsed)
         if len(found) == limit:
             break
     if not found:
-        raise ValueError(f"audit: {path} holds no rollout")
+        raise ValueError(f"audit: {path} holds no rollout{'' if version is None else f' of weight version {version}'}")
+    if len(versions := sorted({r.weight_version for r, _ in found})) > 1:
+        raise ValueError(f"audit: {path} holds rollouts of weight versions {versions}; choose the model's with --weight-version")
     return found
 
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ...verify.mismatch import mismatch_metrics
+from ...verify.mismatch import log_ratios, mismatch_metrics, ratios, spread
 
 _PERCENTILES = (50, 90, 99, 99.9)
-# Positions are told apart in buckets that double: 0, 1, 2-3, 4-7, ...
 _WORST = 10
 
 
@@ -21,12 +20,8 @@ def measure(trainer: Sequence[np.ndarray], sampler: Sequence[np.ndarray]) -> dic
     t, s = np.concatenate(trainer), np.concatenate(sampler)
     lengths = [len(x) for x in sampler]
     metrics = mismatch_metrics(t, s, lengths, prefix="")
-    d = t.astype(np.float64) - s.astype(np.float64)
-    d[t.view(np.int32) == s.view(np.int32)] = 0.0
-    with np.errstate(over="ignore"):
-        r = np.exp(d)
-        sequence = np.exp(np.array([x.sum() for x in np.split(d, np.cumsum(lengths)[:-1])]))
-        square = (sequence * sequence).mean()
+    d = log_ratios(t, s)
+    r, sequence_ratio = ratios(d, lengths)
     return {
         "tokens": len(d),
         "sequences": len(lengths),
@@ -36,11 +31,8 @@ def measure(trainer: Sequence[np.ndarray], sampler: Sequence[np.ndarray]) -> dic
         **{name: {"value": metrics[name], "standard_error": _standard_error(x)} for name, x in _estimators(d, r).items()},
         "perplexity_sampler": _exp(-s.astype(np.float64).mean()),
         "perplexity_trainer": _exp(-t.astype(np.float64).mean()),
-        "token": {"chi2": metrics["chi2"], "ess": metrics["ess"], "ratio_min": metrics["ratio_min"], "ratio_max": metrics["ratio_max"]},
-        "sequence": {
-            "chi2": float(square - 1.0), "ess": float(sequence.mean() ** 2 / square) if square else 0.0,
-            "ratio_min": metrics["sequence_ratio_min"], "ratio_max": metrics["sequence_ratio_max"],
-        },
+        "token": spread(r),
+        "sequence": spread(sequence_ratio),
         "by_position": _by_position(d, lengths),
         "ratio_histogram": _histogram(d),
     }  # fmt: skip
@@ -48,7 +40,7 @@ def measure(trainer: Sequence[np.ndarray], sampler: Sequence[np.ndarray]) -> dic
 
 def worst_tokens(trainer: Sequence[np.ndarray], sampler: Sequence[np.ndarray]) -> list[dict[str, Any]]:
     """The tokens whose log-probabilities are farthest apart: sequence, position and both values."""
-    d = np.concatenate([np.abs(t.astype(np.float64) - s) for t, s in zip(trainer, sampler, strict=True)])
+    d = np.abs(log_ratios(np.concatenate(trainer), np.concatenate(sampler)))
     ends = np.cumsum([len(x) for x in sampler])
     found = []
     for at in np.argsort(-d, kind="stable")[:_WORST]:
@@ -74,6 +66,7 @@ def _exp(x: float) -> float:
 
 
 def _by_position(d: np.ndarray, lengths: Sequence[int]) -> list[dict[str, float]]:
+    """In buckets that double: 0, 1, 2-3, 4-7, ..."""
     position = np.concatenate([np.arange(n) for n in lengths])
     bucket = np.where(position == 0, 0, np.floor(np.log2(np.maximum(position, 1))).astype(int) + 1)
     rows = []

@@ -41,6 +41,8 @@ def verdict(report: dict[str, Any]) -> str:
     if first:
         ulp = "" if first["max_ulp"] is None else f", by up to {first['max_ulp']} representable numbers"
         said += f" They part at {first['op']}: {first['unequal']} of its {first['elements']} outputs differ{ulp}."
+    elif report.get("frac_equal_without_caches") == 1.0:
+        said += " Drawn again with its caches dropped, every log-probability is equal: the sampler had used a stale cache."
     elif "operations" in report:
         said += (
             " Forwards over one sequence alone agree in every operation: the difference comes from batching, from the cache, or from "

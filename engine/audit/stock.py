@@ -3,7 +3,7 @@
 Of stock vLLM nothing is patched: a score is its prompt logprobs, and operations are read by forward hooks on its in-process model.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ...kernels.logprob import Distribution
+from ...model.config import ModelConfig
 from ...verify.trace import Trace
 from ..config import VllmConfig
 from ..rollout import Keys, Rollout, Sampling
@@ -20,34 +21,42 @@ from .engines import Pair, ZeroklEngine
 from .names import in_order, output
 
 _CONTEXT, _CACHE_BYTES = 4096, 1 << 30
+Record = Callable[[str, torch.Tensor], None]
 
 
 class VllmZeroklEngine(ZeroklEngine):
     """Draws with vLLM that runs our decoder; scores and traces with the same weights outside of it."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype):
-        super().__init__(folder, dtype)
+    def __init__(self, folder: Path, dtype: torch.dtype, head: torch.dtype | None = None, multiprocess: bool = False):
+        super().__init__(folder, dtype, head)
         self.name = "vllm-zerokl"
         self._weights = SharedTensor(self.decoder.layout.numel, dtype)
         self.decoder.move_to(self._weights.tensor)
-        self._sampler = VllmSampler(folder, self.decoder.config, self._weights, VllmConfig(context=_CONTEXT, cache_bytes=_CACHE_BYTES))
+        cfg = VllmConfig(context=_CONTEXT, cache_bytes=_CACHE_BYTES, multiprocess=multiprocess)
+        self.sampler = VllmSampler(folder, self.decoder.config, self._weights, cfg, self.decoder.numerics)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[Rollout]:
         """See Engine."""
-        return self._sampler.generate(prompts, sampling, Keys(seed, 0))
+        return self.sampler.generate(prompts, sampling, Keys(seed, 0))
+
+    def drop_caches(self) -> bool:
+        """See Engine."""
+        return self.sampler.llm.reset_prefix_cache()
 
 
 class VllmEngine:
     """Stock vLLM in this process, uncompiled, without a prefix cache."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, context: int):
+    def __init__(self, folder: Path, dtype: torch.dtype, context: int, head: torch.dtype | None = None):
         prepare_vllm(multiprocess=False)
         from vllm import LLM
 
-        self.name = "vllm"
+        self.name, self._layers = "vllm", ModelConfig.from_file(folder).layers
         self.llm = LLM(
-            model=str(folder), dtype=str(dtype).removeprefix("torch."), max_model_len=min(context, _CONTEXT), enforce_eager=True,
-            skip_tokenizer_init=True, logprobs_mode="processed_logprobs", enable_prefix_caching=False, kv_cache_memory_bytes=_CACHE_BYTES,
+            model=str(folder), dtype=_name(dtype), max_model_len=min(context, _CONTEXT), enforce_eager=True, skip_tokenizer_init=True,
+            max_num_batched_tokens=max(2048, min(context, _CONTEXT)),  # a sequence is one forward, never chunks
+            logprobs_mode="processed_logprobs", enable_prefix_caching=False, kv_cache_memory_bytes=_CACHE_BYTES,
+            hf_overrides={} if head in (None, dtype) else {"head_dtype": _name(head)},
         )  # fmt: skip
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[Rollout]:
@@ -68,41 +77,80 @@ class VllmEngine:
             rollouts.append(Rollout(i, 0, tuple(prompts[i]), tuple(done.token_ids), logprobs, done.finish_reason, 0))
         return rollouts
 
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Compute with these weights (checkpoint names, any float dtype), rounded to the model's, from now on."""
+        # vLLM's own way, which undoes and repeats what it did to the weights after it first loaded them. In process: nothing is pickled.
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(list(weights.items()))})
+        self.llm.apply_model(_pack_head)
+
+    def scores_together(self, dist: Distribution) -> bool:
+        """Whether `score` can put several sequences into one forward: for the distribution of vLLM's prompt logprobs."""
+        return dist.temperature == 0.0 or dist == Distribution()
+
     def score(self, pairs: Sequence[Pair], dist: Distribution, together: bool = True) -> list[np.ndarray]:
-        """See Engine. Raises ValueError for a distribution other than the model's own."""
-        if dist != Distribution():
-            raise ValueError(
-                f"audit: vLLM's prompt logprobs ignore temperature, top-k and top-p ({dist}); audit with temperature 1, or another trainer"
-            )
+        """See Engine. vLLM's prompt logprobs ignore temperature, top-k and top-p; with any, its logits go through its sampler's steps."""
+        if not self.scores_together(dist):
+            return [self._logprobs(self._logits(pair), pair[1], dist) for pair in pairs]
         ids = [[*p, *c] for p, c in pairs]
         params = _params(max_tokens=1, prompt_logprobs=0)
         outputs = self._run(ids, params) if together else [self._run([x], params)[0] for x in ids]
         return [_prompt_logprobs(out, len(c)) for out, (_, c) in zip(outputs, pairs, strict=True)]
 
+    def _logits(self, pair: Pair) -> torch.Tensor:
+        """vLLM's logits [T, V] of one sequence's inputs."""
+        return self._hooked(pair, lambda model, record: [_logits_hook(model, record)])["logits"]
+
+    @staticmethod
+    def _logprobs(logits: torch.Tensor, completion: Sequence[int], dist: Distribution) -> np.ndarray:
+        """As vllm/v1/sample/sampler.py computes them: temperature, top-k and top-p, log-softmax. logits [T, V] -> [C]."""
+        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+        from vllm.v1.sample.sampler import Sampler
+
+        C = len(completion)
+        z = logits[-C:].to(torch.float32)
+        if dist.temperature > 0.0:
+            z = Sampler.apply_temperature(z, torch.full((C,), dist.temperature), all_random=True)
+            k = torch.full((C,), dist.top_k) if 0 < dist.top_k < z.shape[1] else None
+            p = torch.full((C,), dist.top_p) if dist.top_p < 1.0 else None
+            z = apply_top_k_top_p(z, k, p)
+        return Sampler.compute_logprobs(z).gather(1, torch.tensor([*completion]).unsqueeze(1)).squeeze(1).numpy()
+
     def decode(self, pairs: Sequence[Pair], dist: Distribution) -> None:
         """vLLM cannot be told which tokens to draw."""
 
     def trace(self, pair: Pair, dist: Distribution) -> Trace:
-        """See Engine; vLLM computes logits of drawn tokens only, so there are none in it."""
-        found: Trace = {}
-        layers: list[int] = []
+        """See Engine."""
+        found = self._hooked(pair, lambda model, record: list(_hooks(model, record)))
+        found["logprob"] = torch.from_numpy(self._logprobs(found["logits"], pair[1], dist)).unsqueeze(1)
+        return in_order(found, self._layers)
 
-        def attach(model: torch.nn.Module) -> list[Any]:
-            layers.append(len(model.model.layers))
-            return list(_hooks(model.model, lambda name, x: found.__setitem__(name, x.reshape(x.shape[0], -1).clone())))
+    def drop_caches(self) -> bool:
+        """See Engine."""
+        return False
 
-        handles = self.llm.apply_model(attach)[0]
+    def _hooked(self, pair: Pair, attach: Callable[[torch.nn.Module, Record], list[Any]]) -> Trace:
+        """What the hooks that `attach` puts on vLLM's model record of one sequence's forward. Its logits come in two calls: the last
+        row, to draw from, then those before it, for the prompt's logprobs."""
+        found: dict[str, list[torch.Tensor]] = {}
+
+        def record(name: str, x: torch.Tensor) -> None:
+            found.setdefault(name, []).append(x.reshape(x.shape[0], -1).clone())
+
+        handles = self.llm.apply_model(lambda model: attach(model, record))[0]
         try:
-            self._run([[*pair[0], *pair[1][:-1]]], _params(max_tokens=1))
+            self._run([[*pair[0], *pair[1][:-1]]], _params(max_tokens=1, prompt_logprobs=0))
         finally:
             for handle in handles:
                 handle.remove()
-        if dist == Distribution():
-            found["logprob"] = torch.from_numpy(self.score([pair], dist, together=False)[0]).unsqueeze(1)
-        return in_order(found, layers[0])
+        return {name: torch.cat(parts[::-1]) for name, parts in found.items()}
 
     def _run(self, ids: list[list[int]], params: Any) -> list[Any]:
         return self.llm.generate([{"prompt_token_ids": x} for x in ids], params, use_tqdm=False)
+
+
+def _pack_head(model: torch.nn.Module) -> None:
+    """Repeat what vLLM does to the head after loading: with tied embeddings its reload leaves a CPU's packed copy as it was."""
+    model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
 
 def _params(**given: Any) -> Any:
@@ -117,8 +165,17 @@ def _prompt_logprobs(out: Any, tokens: int) -> np.ndarray:
     return np.array([row[token].logprob for row, token in rows], np.float32)
 
 
-def _hooks(model: torch.nn.Module, record: Callable[[str, torch.Tensor], None]) -> Any:
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _logits_hook(causal: torch.nn.Module, record: Record) -> Any:
+    return causal.logits_processor.register_forward_hook(lambda _m, _i, out: record("logits", out))
+
+
+def _hooks(causal: torch.nn.Module, record: Record) -> Iterator[Any]:
     """Attach hooks to vLLM's Qwen and Llama models; fused projections are split, and fused residual additions told apart."""
+    model = causal.model
     current = [0]  # the layer whose attention runs: all layers share one rotary module
 
     def after(module: torch.nn.Module, say: Callable[[Any], None]) -> Any:
@@ -165,3 +222,4 @@ def _hooks(model: torch.nn.Module, record: Callable[[str, torch.Tensor], None]) 
 
     yield after(model.layers[0].self_attn.rotary_emb, rope)
     yield after(model.norm, norm("norm", f"layers.{len(model.layers) - 1}.mlp_residual"))
+    yield _logits_hook(causal, record)

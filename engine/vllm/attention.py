@@ -21,7 +21,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from ...kernels.attention import attention_cached
-from ...kernels.attention_plan import KEY_TILE, AttentionPlan, plan_attention
+from ...kernels.attention_plan import KEY_TILE, AttentionPlan
 
 
 class ZeroklAttentionBackend(AttentionBackend):
@@ -90,7 +90,7 @@ class ZeroklMetadataBuilder(AttentionMetadataBuilder[ZeroklMetadata]):
         tables = (blocks[:, :, None] * self._tiles + np.arange(self._tiles)).reshape(n, -1)
         slots = cm.slot_mapping[:T].long()
         return ZeroklMetadata(
-            plan_attention(lengths, contexts, tables, self._heads, self._kv_heads),
+            AttentionPlan(lengths, contexts, tables, self._heads, self._kv_heads),
             torch.div(slots, KEY_TILE, rounding_mode="floor"),
             slots % KEY_TILE,
         )

@@ -10,7 +10,7 @@ from vllm.model_executor.layers.attention import Attention
 from ...kernels.embedding import embedding
 from ...kernels.order import matmul_rows
 from ...model.config import ModelConfig
-from ...model.decoder import Decoder
+from ...model.decoder import Decoder, Numerics
 from ...model.weights import Layout
 from .attention import ZeroklAttentionBackend
 
@@ -36,7 +36,8 @@ class ZeroklForCausalLM(torch.nn.Module):
         model_config = vllm_config.model_config
         self.zerokl_config = ModelConfig.from_file(Path(model_config.model))
         layout = Layout(self.zerokl_config)
-        self.decoder = Decoder(self.zerokl_config, torch.zeros(layout.numel, dtype=model_config.dtype), layout)
+        self.numerics = Numerics(head=model_config.head_dtype)
+        self.decoder = Decoder(self.zerokl_config, torch.zeros(layout.numel, dtype=model_config.dtype), layout, self.numerics)
         c = self.zerokl_config
         self.attention = torch.nn.ModuleList(
             Attention(
@@ -50,7 +51,7 @@ class ZeroklForCausalLM(torch.nn.Module):
 
     def use(self, flat: torch.Tensor) -> None:
         """Compute with these weights [layout.numel] from now on, in their own memory."""
-        self.decoder = Decoder(self.zerokl_config, flat, self.decoder.layout)
+        self.decoder = Decoder(self.zerokl_config, flat, self.decoder.layout, self.numerics)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids [T] -> [T, D]."""
@@ -62,7 +63,8 @@ class ZeroklForCausalLM(torch.nn.Module):
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[n, D] -> [n, V]."""
-        return matmul_rows(hidden_states, self.decoder.head.t())
+        head = self.decoder.logits_weight()
+        return matmul_rows(hidden_states.to(head.dtype), head.t())
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Copy a checkpoint's tensors into place. Raises ValueError for one that is not the model's, or that is missing."""

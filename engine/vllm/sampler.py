@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ...model.config import ModelConfig
+from ...model.decoder import COMPUTE, Numerics
 from ..config import VllmConfig
 from ..native import check_prompts
 from ..rollout import Keys, Rollout, Sampling
@@ -93,8 +94,12 @@ class VllmSampler:
     that is not supported or an argument that is refused.
     """
 
-    def __init__(self, model: Path, config: ModelConfig, weights: SharedTensor, cfg: VllmConfig, version: int = 0):
+    def __init__(
+        self, model: Path, config: ModelConfig, weights: SharedTensor, cfg: VllmConfig, numerics: Numerics = COMPUTE, version: int = 0
+    ):  # fmt: skip
         check_engine_arguments(cfg.engine)
+        if numerics.cache is not None:
+            raise ValueError(f"vllm: its cache holds the compute dtype, not {numerics.cache}; set precision.cache_dtype to compute")
         prepare_vllm(cfg.multiprocess)
         self.vocab, self.context = config.vocab_size, min(config.max_positions, cfg.context or 4096)
         from vllm import LLM
@@ -104,7 +109,8 @@ class VllmSampler:
 
         register()
         self.llm = LLM(
-            model=str(model), dtype=str(weights.tensor.dtype).removeprefix("torch."), hf_overrides={"architectures": [ARCHITECTURE]},
+            model=str(model), dtype=str(weights.tensor.dtype).removeprefix("torch."),
+            hf_overrides={"architectures": [ARCHITECTURE], **({"head_dtype": str(numerics.head)[6:]} if numerics.head else {})},
             enforce_eager=True, async_scheduling=False, skip_tokenizer_init=True,
             logprobs_mode="processed_logits", logits_processors=["zerokl.engine.vllm.draw:KeyedDraw"],
             weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER), max_model_len=self.context,

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -139,6 +140,22 @@ def test_a_sampler_in_another_dtype_parts_at_the_embedding(model):
     assert found["first_divergence"]["max_ulp"] is None
 
 
+def test_logits_in_another_dtype_on_one_side_are_named(model):
+    settings = AuditConfig(str(model), "native", "zerokl", "bfloat16", head_dtype="float32", n=4, max_tokens=8)
+    assert audit(settings).equal
+    found = audit(replace(settings, sampler_head_dtype="bfloat16")).report
+    assert (found["first_divergence"]["op"], found["first_divergence"]["max_ulp"]) == ("logits", None)
+    assert (found["head_dtype"], found["sampler_head_dtype"]) == ("float32", "bfloat16")
+
+
+def test_transformers_logits_can_be_wider_than_the_rest(model):
+    trace = HfEngine(model, torch.bfloat16, "sdpa", torch.float32).trace(PAIR, DIST)
+    assert (trace["norm"].dtype, trace["logits"].dtype) == (torch.bfloat16, torch.float32)
+    ours = ZeroklEngine(model, torch.bfloat16, torch.float32).trace(PAIR, DIST)
+    logits = compare_traces({"logits": ours["logits"]}, {"logits": trace["logits"]})[0]
+    assert logits.relative < 0.05
+
+
 # --- logs ---
 
 
@@ -159,6 +176,20 @@ def test_a_log_is_audited(model, tmp_path):
     assert main(_words(model, tmp_path / "out", "--sampler", str(tmp_path / "log.jsonl"))) == 0
     _log(model, tmp_path / "wrong.jsonl", temperature=1.0)
     assert main(_words(model, tmp_path / "wrong", "--sampler", str(tmp_path / "wrong.jsonl"))) == 1
+
+
+def test_a_log_of_several_weight_versions_must_be_told_which(model, tmp_path, capsys):
+    rows = _log(model, tmp_path / "log.jsonl")
+    rows = [row | {"weight_version": 3} for row in rows] + [row | {"weight_version": 4, "temperature": 1.0} for row in rows]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("--sampler", str(tmp_path / "log.jsonl"))
+    assert main(_words(model, tmp_path / "out", *words)) == 2
+    assert "weight versions [3, 4]; choose the model's with --weight-version" in capsys.readouterr().err
+    assert main(_words(model, tmp_path / "out", *words, "--weight-version", "5")) == 2
+    assert "holds no rollout of weight version 5" in capsys.readouterr().err
+    assert main(_words(model, tmp_path / "three", *words, "--weight-version", "3")) == 0
+    assert main(_words(model, tmp_path / "four", *words, "--weight-version", "4")) == 1
+    assert json.loads((tmp_path / "four" / "audit.json").read_text())["weight_version"] == 4
 
 
 def test_rollouts_of_older_weights_are_told_apart_from_another_operation(model, tmp_path):
@@ -214,7 +245,8 @@ def test_a_file_that_is_no_log_is_refused(tmp_path, text, reason):
         (["--prompts", "/no/such/file"], "/no/such/file cannot be read"),
         (["--max-tokens", "0"], "max_tokens (0)"),
         (["--temperature", "-1"], "temperature"),
-        (["--sampler", "vllm", "--trainer", "vllm"], "two vLLM engines"),
+        (["--sampler", "vllm", "--trainer", "vllm", "--sampler-dtype", "float32"], "two engines in one process"),
+        (["--head-dtype", "fp8"], "dtype fp8 is not known"),
         (["--nope", "1"], "unknown option --nope"),
     ],
 )

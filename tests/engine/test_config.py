@@ -46,9 +46,10 @@ def test_every_field_has_its_line_of_meaning():
     import inspect
 
     from pydantic import BaseModel
-    from zerokl.engine import config, loss, precision
+    from zerokl.engine import config, loss, mismatch, precision
 
-    for module, name in [(config, n) for n in vars(config)] + [(loss, "LossConfig"), (precision, "PrecisionConfig")]:
+    sections = [(config, name) for name in vars(config)]
+    for module, name in [*sections, (loss, "LossConfig"), (precision, "PrecisionConfig"), (mismatch, "MismatchConfig")]:
         cls = getattr(module, name)
         if not inspect.isclass(cls) or cls.__module__ != module.__name__ or name == "_Section":
             continue

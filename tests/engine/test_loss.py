@@ -1,58 +1,108 @@
-"""Advantages and the loss table against a per-token Python implementation of the papers' formulas.
-
-Papers: GRPO arXiv:2402.03300, Dr. GRPO arXiv:2503.20783, RLOO arXiv:2402.14740, DAPO arXiv:2503.14476.
-"""
+"""Advantages and the loss table against slow per-token implementations, in Python numbers, of the papers' formulas."""
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from zerokl.engine.advantage import advantages
-from zerokl.engine.loss import PRESETS, LossConfig, policy_loss, sequence_weights
+from zerokl.engine.loss import PRESETS, LossConfig, kl_terms, policy_loss, sequence_weights
+from zerokl.engine.shaping import completion_kl, shaped_rewards
+
+from tests.helpers import property_settings
 
 MAX_TOKENS = 7
 EPS = 1e-4  # in GRPO's denominator; TRL's value
-# (low, high) of the clip of each algorithm that has one
-CLIP = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28)}
+# A token: logp now, at the weights sampled from, and the sampler's.
+Token = tuple[float, float, float]
+
+
+def exp(x: float) -> float:
+    return math.exp(x) if x < 709 else math.inf
 
 
 def slow_advantage(name: str, rewards: list[float], g: int) -> float:
-    """Advantage of sample g of a group."""
+    """Advantage of sample g of a group, by each paper's formula."""
     exact = [Fraction(r) for r in rewards]
     if name == "rloo":
         others = exact[:g] + exact[g + 1 :]
         return float(exact[g] - sum(others) / len(others))
     centred = float(exact[g] - sum(exact) / len(exact))
-    if name in ("pg", "dr_grpo"):
+    if name in ("pg", "dr_grpo", "kimi"):
         return centred
     variance = sum((r - sum(exact) / len(exact)) ** 2 for r in exact) / (len(exact) - 1)
     return centred / (math.sqrt(variance) + EPS)
 
 
-def slow_token(name: str, logp: float, old: float, A: float) -> tuple[float, float]:
-    """Objective of one token, and its derivative with respect to logp."""
-    ratio = math.exp(logp - old)
-    if name not in CLIP:
-        return ratio * A, ratio * A
-    low, high = 1 - CLIP[name][0], 1 + CLIP[name][1]
-    bounded = min(max(ratio, low), high)
-    return min(ratio * A, bounded * A), ratio * A if ratio * A <= bounded * A else 0.0
+def ppo(r: float, A: float, low: float, high: float) -> tuple[float, float]:
+    """PPO's objective of one ratio, and its derivative by log r."""
+    bounded = min(max(r, 1 - low), 1 + high)
+    return (r * A, r * A) if r * A <= bounded * A else (bounded * A, 0.0)
+
+
+def slow_preset(name: str, sequence: list[Token], t: int, A: float) -> tuple[float, float]:
+    """Objective of token t (to be maximised), and its derivative by the token's logp."""
+    logp, old, mu = sequence[t]
+    r, rho = exp(logp - old), exp(old - mu)
+    if A == 0 and name != "kimi":
+        return 0.0, 0.0
+    if name == "pg":
+        return rho * r * A, rho * r * A
+    if name == "rloo":
+        return r * A, r * A
+    if name == "gspo":
+        return ppo(exp(sum(x - y for x, y, _ in sequence) / len(sequence)), A, 3e-4, 4e-4)
+    if name == "cispo":
+        return min(r, 5) * A * logp, min(r, 5) * A
+    if name == "kimi":
+        S = sum(x - y for x, y, _ in sequence)
+        return A * logp - 0.05 * S * S / len(sequence), A - 0.1 * S
+    value, slope = ppo(r, A, 0.2, 0.28 if name == "dapo" else 0.2)
+    if name == "tis":
+        c = min(rho, 2)
+    elif name == "mis":
+        c = exp(sum(y - z for _, y, z in sequence))
+        c = c if c <= 2 else 0
+    elif name in ("mis_token", "icepop"):
+        low, high = (0, 2) if name == "mis_token" else (0.5, 5)
+        c = rho if low <= rho <= high else 0
+    else:
+        c = 1
+    return c * value, c * slope
+
+
+# Ratios at which an objective has a kink or a jump.
+EDGES = {"gspo": (3e-4, 4e-4), "tis": (2,), "mis": (2,), "mis_token": (2,), "icepop": (0.5, 5), "cispo": (5,), "dapo": (0.2, 0.28)}
+
+
+def near(sequence: list[Token], t: int, edges: Sequence[float]) -> bool:
+    """Whether a ratio of any level is so close to a jump that its last bit decides."""
+    for i in (0, 1):
+        total = sum(x[i] - x[i + 1] for x in sequence)
+        for ratio in map(exp, (sequence[t][i] - sequence[t][i + 1], total, total / len(sequence))):
+            if any(abs(ratio - edge) < 1e-9 for edge in edges):
+                return True
+    return False
 
 
 def slow_weight(name: str, i: int, lengths: list[int]) -> float:
     """Share of a token of sequence i in the loss."""
-    if name == "grpo":  # mean over a sequence, then over sequences
+    if name in ("grpo", "gspo", "tis", "mis", "mis_token", "icepop"):  # mean over a sequence, then over sequences
         return 1 / len(lengths) / lengths[i]
-    if name == "dapo":  # mean over all tokens of the step
+    if name in ("dapo", "reinforce++", "cispo"):  # mean over all tokens of the step
         return 1 / sum(lengths)
-    return 1 / len(lengths) / MAX_TOKENS  # Dr. GRPO: a constant instead of the length
+    return 1 / len(lengths) / MAX_TOKENS  # a constant instead of the length
 
 
 REWARD = st.one_of(st.sampled_from([0.0, 1.0, -1.0, 0.1]), st.floats(-100, 100))
+# logp of a token now and then: nothing less likely than 2^-53 is ever drawn, as the uniform numbers have 53 bits.
+NOW = st.one_of(st.just(-1.0), st.floats(-1.5, -0.5), st.floats(-800, 0))
+THEN = st.one_of(st.just(-1.0), st.floats(-1.5, -0.5), st.floats(-37, 0))
+SEQUENCE = st.lists(st.tuples(NOW, THEN, THEN), min_size=1, max_size=MAX_TOKENS)
 
 
 @st.composite
@@ -62,29 +112,18 @@ def groups(draw) -> list[list[float]]:
     return draw(st.lists(st.lists(REWARD, min_size=G, max_size=G), min_size=P, max_size=P))
 
 
-@st.composite
-def steps(draw) -> tuple[list[list[float]], list[list[tuple[float, float]]]]:
-    """Rewards [P][G], and (logp, sampler's logp) of each token of each sequence.
-
-    Ratios reach from 0 to e^37: nothing less likely than 2^-53 is ever drawn, as the uniform numbers have 53 bits.
-    """
-    rewards = draw(groups())
-    logp = st.one_of(st.just(-1.0), st.floats(-1.5, -0.5), st.floats(-800, 0))
-    old = st.one_of(st.just(-1.0), st.floats(-1.5, -0.5), st.floats(-37, 0))
-    n = len(rewards) * len(rewards[0])
-    return rewards, draw(st.lists(st.lists(st.tuples(logp, old), min_size=1, max_size=MAX_TOKENS), min_size=n, max_size=n))
-
-
 @pytest.mark.parametrize("name", PRESETS)
-@settings(deadline=None, max_examples=60)
+@property_settings(60)
 @given(groups())
 def test_advantages_equal_the_formula(name, rewards):
     A = advantages(np.array(rewards), PRESETS[name]["advantage"])
     for p, group in enumerate(rewards):
         for g in range(len(group)):
-            expected = slow_advantage(name, group, g)
+            whole = [r for other in rewards for r in other]
+            own = (whole, p * len(group) + g) if name == "reinforce++" else (group, g)
+            expected = slow_advantage(name, *own)
             # Mean and difference are off by an ulp of the largest reward, the deviation by as much; then they are divided.
-            scale = max(map(abs, group)) / ((np.std(group, ddof=1) + EPS) if name in ("grpo", "dapo") else 1.0)
+            scale = max(map(abs, own[0])) / ((np.std(own[0], ddof=1) + EPS) if name not in ("pg", "dr_grpo", "rloo", "kimi") else 1.0)
             assert A[p, g] == pytest.approx(expected, rel=1e-13, abs=1e-14 * scale * (1 + abs(expected)))
 
 
@@ -107,48 +146,172 @@ def test_the_order_of_the_samples_does_not_change_a_bit(kind, rewards, order):
     assert (advantages(np.array([[rewards[i] for i in order]]), kind) == A[:, list(order)]).all()
 
 
-@given(rewards=groups())
-def test_whitening_takes_mean_and_deviation_over_the_whole_step(rewards):
-    r = np.array(rewards)
-    scale = np.abs(r).max() / (r.std(ddof=1) + EPS)
-    np.testing.assert_allclose(
-        advantages(r, "batch"), (r - r.mean()) / (r.std(ddof=1) + EPS), rtol=1e-12, atol=1e-13 * scale * (1 + r.size)
-    )
+def loss_and_gradient(sequences: list[list[Token]], A: list[float], cfg: LossConfig, dtype=torch.float64, reference=None):
+    """Value and derivative of each token, all sequences in one call."""
+    lengths = [len(s) for s in sequences]
+    logp, old, sampler = torch.tensor([token for s in sequences for token in s], dtype=dtype).T
+    logp = logp.clone().requires_grad_()
+    each = torch.tensor(A, dtype=dtype).repeat_interleave(torch.tensor(lengths))
+    loss = policy_loss(logp, old, sampler, each, lengths, cfg, reference)
+    loss.sum().backward()
+    return loss.detach(), logp.grad
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@settings(deadline=None, max_examples=100)
-@given(steps())
-def test_loss_and_gradient_equal_the_formula(name, step):
-    rewards, sequences = step
-    cfg, G = LossConfig(preset=name).resolve(), len(rewards[0])
-    lengths = [len(s) for s in sequences]
-    weights = sequence_weights(lengths, cfg.normaliser, MAX_TOKENS)
-    A = [slow_advantage(name, rewards[i // G], i % G) for i in range(len(sequences))]
-    for i, sequence in enumerate(sequences):
-        logp, old = torch.tensor(sequence, dtype=torch.float64).T
-        logp.requires_grad_()
-        loss = weights[i] * policy_loss(logp, old, torch.full_like(old, A[i]), cfg)
-        loss.sum().backward()
-        for t, (new, before) in enumerate(sequence):
-            objective, slope = slow_token(name, new, before, A[i])
-            w = slow_weight(name, i, lengths)
-            assert loss[t].item() == pytest.approx(-w * objective, rel=1e-12, abs=1e-300)
-            if min(abs(math.exp(new - before) - 1 - edge) for edge in (-0.2, 0.2, 0.28)) > 1e-12:  # no derivative at the bound itself
-                assert logp.grad[t].item() == pytest.approx(-w * slope, rel=1e-12, abs=1e-300)
+@property_settings(150)
+@given(st.lists(st.tuples(SEQUENCE, st.floats(-3, 3)), min_size=1, max_size=4))
+@example([([(-1.0, -1.0, -1.0)], 0.0)])  # one sequence of one token without advantage
+@example([([(-800.0, -0.1, -37.0)] * 7, 2.0), ([(0.0, -37.0, -0.1)] * 7, -2.0)])
+def test_every_preset_equals_its_paper(name, step):
+    sequences, A = [s for s, _ in step], [a for _, a in step]
+    loss, slope = loss_and_gradient(sequences, A, LossConfig(preset=name).resolve())
+    at = 0
+    for sequence, a in step:
+        for t in range(len(sequence)):
+            value, derivative = slow_preset(name, sequence, t, a)
+            edges = [e for edge in EDGES.get(name, (0.2,)) for e in (edge, 1 - edge, 1 + edge)]
+            if not near(sequence, t, edges):
+                big = 1e-12 * (1 + abs(a)) * 40 * len(sequence)  # kimi subtracts
+                assert -loss[at].item() == pytest.approx(value, rel=1e-11, abs=big if name == "kimi" else 1e-300)
+                assert -slope[at].item() == pytest.approx(derivative, rel=1e-11, abs=big if name == "kimi" else 1e-300)
+            at += 1
+
+
+def slow_choice(sequence: list[Token], t: int, A: float, cfg: LossConfig) -> tuple[float, float]:
+    """The equations of loss.py for one token."""
+
+    def ratio(level: str, i: int, j: int) -> float:
+        if level == "token":
+            return exp(sequence[t][i] - sequence[t][j])
+        total = math.fsum(x[i] - x[j] for x in sequence)
+        return exp(total if level == "sequence" else total / len(sequence))
+
+    r, rho = ratio(cfg.ratio, 0, 1), ratio(cfg.correction_level, 1, 2)
+    low, high = 1 - cfg.clip_low, 1 + cfg.clip_high
+    inside = low <= r <= high
+    value, slope = {
+        "none": (r * A, r * A),
+        "clip": ppo(r, A, cfg.clip_low, cfg.clip_high),
+        "truncate": (min(r, high) * A, r * A if r <= high else 0.0),
+        "mask": (r * A, r * A) if inside else (0.0, 0.0),
+        "clip_weight": (min(max(r, low), high) * A * sequence[t][0], min(max(r, low), high) * A),
+    }[cfg.bound]
+    kept = cfg.correction_low <= rho <= cfg.correction_high
+    c = {"none": 1.0, "full": rho, "truncate": min(rho, cfg.correction_high), "mask": rho if kept else 0.0}[cfg.correction]
+    return c * value, c * slope
+
+
+LEVEL = st.sampled_from(["token", "sequence", "geometric"])
+CHOICES = st.fixed_dictionaries(
+    {
+        "ratio": LEVEL, "bound": st.sampled_from(["none", "clip", "truncate", "mask", "clip_weight"]), "clip_low": st.floats(0, 1),
+        "clip_high": st.floats(0, 9), "correction": st.sampled_from(["none", "full", "truncate", "mask"]), "correction_level": LEVEL,
+        "correction_low": st.floats(0, 1), "correction_high": st.floats(1, 9),
+    }
+)  # fmt: skip
+
+
+@property_settings(400)
+@given(CHOICES, SEQUENCE, st.floats(-3, 3).filter(lambda a: abs(a) > 1e-3))
+def test_every_combination_of_choices_equals_the_equations(choices, sequence, A):
+    cfg = LossConfig(**choices).resolve()
+    loss, slope = loss_and_gradient([sequence], [A], cfg)
+    for t in range(len(sequence)):
+        value, derivative = slow_choice(sequence, t, A, cfg)
+        if not near(sequence, t, (1 - cfg.clip_low, 1 + cfg.clip_high, cfg.correction_low, cfg.correction_high)):
+            assert -loss[t].item() == pytest.approx(value, rel=1e-10, abs=1e-300)
+            assert -slope[t].item() == pytest.approx(derivative, rel=1e-10, abs=1e-300)
+
+
+ANY = st.one_of(st.just(-math.inf), st.just(0.0), st.floats(-(2.0**100), 0, width=32), st.floats(-2, 0, width=32))
+
+
+@property_settings(400)
+@given(CHOICES, st.lists(st.tuples(ANY, ANY, st.floats(-37, 0, width=32)), min_size=1, max_size=4), st.sampled_from([0.0, 1.0, -0.5]))
+def test_no_ratio_however_extreme_makes_a_nan_of_a_gradient(choices, sequence, A):
+    """An infinite gradient is an overflow, which is found and named; a NaN would hide where it came from."""
+    loss, slope = loss_and_gradient([sequence], [A], LossConfig(**choices).resolve(), torch.float32)
+    if A == 0.0:
+        assert not loss.any()
+        assert not slope.any()
+    if choices["ratio"] == choices["correction_level"] == "token":  # a sequence's sum may hold infinities of both signs
+        assert not torch.isnan(slope).any()
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_on_policy_every_algorithm_has_the_plain_policy_gradient(name):
-    logp = torch.tensor([-0.3, -2.0, -37.0], requires_grad=True)
-    A = torch.tensor([0.5, -0.25, 2.0])
-    loss = policy_loss(logp, logp.detach().clone(), A, LossConfig(preset=name).resolve())
-    loss.sum().backward()
-    assert torch.equal(loss, -A)
-    assert torch.equal(logp.grad, -A)
+    sequence = [(-0.3, -0.3, -0.3), (-2.0, -2.0, -2.0), (-37.0, -37.0, -37.0)]
+    for A in (0.5, -0.25):
+        loss, slope = loss_and_gradient([sequence], [A], LossConfig(preset=name).resolve(), torch.float32)
+        assert torch.equal(slope, torch.full((3,), -A))
+        expected = torch.tensor([x for x, _, _ in sequence]) * -A if name in ("cispo", "kimi") else torch.full((3,), -A)
+        assert torch.equal(loss, expected)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_sequences_are_free_of_each_other(name):
+    """What a micro-batch holds beside a sequence changes no bit of it."""
+    generator = torch.Generator().manual_seed(0)
+    sequences = [(torch.randn(n, 3, generator=generator) * 0.5 - 2).tolist() for n in (1, 5, 33, 2, 64)]
+    A, cfg = [0.5, -1.0, 0.25, 0.0, 2.0], LossConfig(preset=name).resolve()
+    loss, slope = loss_and_gradient(sequences, A, cfg, torch.float32)
+    alone = [loss_and_gradient([s], [a], cfg, torch.float32) for s, a in zip(sequences, A, strict=True)]
+    assert torch.equal(loss, torch.cat([x for x, _ in alone]))
+    assert torch.equal(slope, torch.cat([x for _, x in alone]))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@given(lengths=st.lists(st.integers(1, MAX_TOKENS), min_size=1, max_size=6))
+def test_weights_equal_the_formula(name, lengths):
+    weights = sequence_weights(lengths, PRESETS[name]["normaliser"], MAX_TOKENS)
+    assert weights == pytest.approx([slow_weight(name, i, lengths) for i in range(len(lengths))], rel=1e-15)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+@property_settings(100)
+@given(logp=st.floats(-30, 0), reference=st.floats(-30, 0))
+def test_kl_estimators_and_their_derivatives(kind, logp, reference):
+    x = reference - logp
+    exact = {"k1": -x, "k2": x * x / 2, "k3": math.expm1(x) - x}[kind]
+    slope = {"k1": 1.0, "k2": -x, "k3": -math.expm1(x)}[kind]
+    k, dk = (t.item() for t in kl_terms(torch.tensor([logp], dtype=torch.float64), torch.tensor([reference], dtype=torch.float64), kind))
+    assert k == pytest.approx(exact, rel=1e-12, abs=1e-14)
+    assert dk == pytest.approx(slope, rel=1e-12, abs=1e-14)
+    cfg = LossConfig(kl_coef=0.25, kl=kind).resolve()
+    ref = torch.tensor([reference], dtype=torch.float64)
+    loss, gradient = loss_and_gradient([[(logp, logp, logp)]], [0.0], cfg, reference=ref)
+    assert (loss.item(), gradient.item()) == pytest.approx((0.25 * k, 0.25 * dk), rel=1e-14)
+    in_reward = cfg.model_copy(update={"kl_in": "reward"})
+    loss, gradient = loss_and_gradient([[(logp, logp, logp)]], [0.0], in_reward, reference=ref)
+    assert not loss.any()
+    assert not gradient.any()
+
+
+def test_rewards_are_shaped_as_the_papers_say():
+    rewards, lengths = np.array([[1.0, 0.0, 1.0, 0.0], [1.0, 1.0, 0.0, 0.0]]), [4, 4, 8, 10, 3, 3, 3, 3]
+    dapo = shaped_rewards(rewards, lengths, LossConfig(preset="dapo", overlong_share=0.4).resolve(), 10)
+    assert dapo - rewards == pytest.approx(np.array([[0, 0, -0.5, -1], [0, 0, 0, 0]]))
+    kimi = shaped_rewards(rewards, lengths, LossConfig(preset="kimi", length_reward=3.0).resolve(), 10)
+    assert kimi - rewards == pytest.approx(np.array([[1.5, 0.0, 3 * (0.5 - 4 / 6), -1.5], [0, 0, 0, 0]]))
+    assert (shaped_rewards(rewards, lengths, LossConfig(preset="grpo").resolve(), 10) == rewards).all()
+
+
+def test_kl_in_the_reward_is_taken_off_each_completion():
+    rng = np.random.default_rng(0)
+    logp, ref = ([rng.normal(-2, 1, n).astype(np.float32) for n in (1, 3, 2, 5)] for _ in range(2))
+    cfg = LossConfig(kl_coef=0.5, kl="k1", kl_in="reward").resolve()
+    sums = [math.fsum((a - b).tolist()) for a, b in zip(logp, ref, strict=True)]
+    assert completion_kl(logp, ref, cfg).tolist() == sums
+    rewards = np.ones((2, 2))
+    assert shaped_rewards(rewards, [1, 3, 2, 5], cfg, 8, logp, ref).reshape(-1).tolist() == [1 - 0.5 * s for s in sums]
 
 
 def test_a_choice_overrides_its_preset():
     cfg = LossConfig(preset="dapo", clip_high=0.5).resolve()
     assert (cfg.clip_low, cfg.clip_high, cfg.normaliser) == (0.2, 0.5, "tokens")
     assert cfg.resolve() == cfg
+
+
+def test_a_mask_that_keeps_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"correction_low \(2\.0\) must not exceed correction_high \(1\.0\)"):
+        LossConfig(correction_low=2.0, correction_high=1.0)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from zerokl.cli import main
-from zerokl.engine import run as run_module
+from zerokl.engine import samplers as samplers_module
 from zerokl.engine.monitor import MismatchError
 from zerokl.engine.run import train
 from zerokl.engine.workers import ParallelSampler
@@ -40,7 +40,7 @@ class Plant:
                     plant.false = plant.rollout.logprobs[plant.position].item()
                 return rollouts
 
-        monkeypatch.setattr(run_module, "ParallelSampler", Planted)
+        monkeypatch.setattr(samplers_module, "ParallelSampler", Planted)
 
 
 def _weights(folder) -> str:
@@ -96,7 +96,7 @@ def test_the_first_of_several_is_named_and_all_are_counted(config, monkeypatch, 
                 r.logprobs.view(np.int32)[-1] ^= 1
             return rollouts
 
-    monkeypatch.setattr(run_module, "ParallelSampler", Planted)
+    monkeypatch.setattr(samplers_module, "ParallelSampler", Planted)
     with pytest.raises(MismatchError, match=r"step 0, prompt 1, sample 2, position \d+ .* 4 of \d+ tokens"):
         train(config(virtual_shards=1, micro_batch=64), tmp_path / "run")
 

@@ -258,5 +258,5 @@ def test_bad_precision_is_refused_in_one_line(key, value, message):
 
 
 def test_vllm_is_refused_what_it_does_not_know():
-    with pytest.raises(ValueError, match="not known to vLLM"):
-        load_config(None, None, {"sampler": "vllm", "precision.head_dtype": "float32"})
+    with pytest.raises(ValueError, match="vLLM's cache holds the compute dtype"):
+        load_config(None, None, {"sampler": "vllm", "precision.cache_dtype": "bfloat16"})

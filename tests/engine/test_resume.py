@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.engine import checkpoints
 from zerokl.engine import run as run_module
+from zerokl.engine.replay import Replayer
 from zerokl.engine.run import Summary, resume, train
 
 from tests.helpers import property_settings
@@ -100,6 +101,20 @@ def test_settings_that_decide_bits_are_refused_by_name(config, tmp_path, key):
     with pytest.raises(ValueError, match=f"^run: {name} .*decides bits"):
         resume(path, {name: value})
     assert {p: p.read_bytes() for p in path.rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.parametrize("older", [{"max_staleness": 2}, {"mismatch__delay": 2, "exact": False}], ids=str)
+def test_a_run_that_samples_from_older_weights_is_done_again_from_its_first_step(config, tmp_path, monkeypatch, capsys, older):
+    cfg = config(steps=5, checkpoint__every=1, **older)
+    expected = train(cfg, tmp_path / "whole").fingerprint
+    with monkeypatch.context() as patch:
+        _cut(patch, 3)
+        with pytest.raises(StopError):
+            train(cfg, tmp_path / "run")
+    assert resume(tmp_path / "run").fingerprint == expected
+    assert "step-000003 does not hold the older weights" in " ".join(capsys.readouterr().out.split())
+    with Replayer(tmp_path / "whole") as replayer:
+        assert [replayer.replay(step).divergence for step in (4, 2)] == [None, None]
 
 
 def test_a_run_at_a_constant_rate_can_be_made_longer(config, tmp_path):

@@ -76,12 +76,16 @@ def test_the_logged_loss_is_that_of_the_logged_rollouts(config, read_jsonl, tmp_
     train(config(steps=1, loss__preset=preset), tmp_path / "run")
     own, (m,) = read_jsonl(tmp_path / "run" / "rollouts.jsonl"), read_jsonl(tmp_path / "run" / "metrics.jsonl")
     lengths = [len(r["completion_ids"]) for r in own]
-    share = {"grpo": [1 / (9 * n) for n in lengths], "dapo": [1 / sum(lengths)] * 9}.get(preset, [1 / (9 * 8)] * 9)
-    terms = [-w * n * r["advantage"] for w, n, r in zip(share, lengths, own, strict=True)]
-    # Three fp32 roundings of each token's term: advantage, weight, product.
-    assert m["loss"] == pytest.approx(sum(terms), abs=3 * 2**-24 * sum(map(abs, terms)))
-    for p in range(3):
-        assert sum(r["advantage"] for r in own[3 * p : 3 * p + 3]) == pytest.approx(0, abs=1e-12)
+    normaliser = PRESETS[preset]["normaliser"]
+    share = {"length": [1 / (9 * n) for n in lengths], "tokens": [1 / sum(lengths)] * 9, "constant": [1 / (9 * 8)] * 9}[normaliser]
+    # On-policy each token's term is its advantage, times logp where that carries the gradient.
+    sizes = [sum(r["logprobs"]) if preset in ("cispo", "kimi") else len(r["completion_ids"]) for r in own]
+    terms = [-w * n * r["advantage"] for w, n, r in zip(share, sizes, own, strict=True)]
+    # Four fp32 roundings of each token's term: advantage, weight, products.
+    assert m["loss"] == pytest.approx(sum(terms), abs=4 * 2**-24 * sum(map(abs, terms)))
+    groups = [own] if preset == "reinforce++" else [own[3 * p : 3 * p + 3] for p in range(3)]
+    for group in groups:
+        assert sum(r["advantage"] for r in group) == pytest.approx(0, abs=1e-12)
 
 
 def test_tensorboard_has_every_metric_of_every_step(run):
@@ -106,7 +110,7 @@ def test_summary_totals_the_metrics(run, read_jsonl):
 def test_config_toml_is_the_same_configuration_and_gives_the_same_run(run, four, tmp_path):
     path, summary = run
     again = load_config(str(path / "config.toml"), None, {})
-    assert again == four.model_copy(update={"loss": four.loss.resolve()})
+    assert again == four.model_copy(update={"loss": four.loss.resolve(), "device": "cpu"})
     assert train(again, tmp_path / "again").fingerprint == summary.fingerprint
     assert (tmp_path / "again" / "config.toml").read_text() == (path / "config.toml").read_text()
 

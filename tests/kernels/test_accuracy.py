@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from zerokl.kernels.attention import Varlen, attention
+from zerokl.kernels.attention import attention, varlen_plan
 from zerokl.kernels.embedding import embedding
 from zerokl.kernels.linear import linear
 from zerokl.kernels.logprob import Distribution, linear_logprob
@@ -56,7 +56,7 @@ def _plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     lengths = LENGTHS if len(q) == sum(LENGTHS) else (len(q),)
-    return attention(q, k, v, Varlen(lengths, q.shape[1], k.shape[1]), q.shape[-1] ** -0.5)
+    return attention(q, k, v, varlen_plan(lengths, q.shape[1], k.shape[1]), q.shape[-1] ** -0.5)
 
 
 def _plain_logprob(dist: Distribution) -> Function:

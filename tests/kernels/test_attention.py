@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.kernels import attention as attention_module
 from zerokl.kernels import attention_plan
-from zerokl.kernels.attention import Varlen, attention, attention_cached
-from zerokl.kernels.attention_plan import plan_attention
+from zerokl.kernels.attention import attention, attention_cached, varlen_plan
+from zerokl.kernels.attention_plan import AttentionPlan
 
 from tests.helpers import DTYPES, property_settings, randn, threads, total_unequal
 
@@ -28,8 +28,8 @@ class Case(NamedTuple):
     def scale(self) -> float:
         return self.q.shape[-1] ** -0.5
 
-    def varlen(self) -> Varlen:
-        return Varlen(self.lengths, self.q.shape[1], self.k.shape[1])
+    def plan(self) -> AttentionPlan:
+        return varlen_plan(self.lengths, self.q.shape[1], self.k.shape[1])
 
     def spans(self) -> list[slice]:
         ends = np.cumsum(self.lengths).tolist()
@@ -56,7 +56,7 @@ def make_case(lengths: list[int], group: int, kv_heads: int, D: int, dtype: torc
 
 def whole(case: Case) -> torch.Tensor:
     with torch.no_grad():
-        return attention(case.q, case.k, case.v, case.varlen(), case.scale)
+        return attention(case.q, case.k, case.v, case.plan(), case.scale)
 
 
 def cached(case: Case, chunk: Callable[[np.random.Generator], int], seed: int) -> torch.Tensor:
@@ -83,7 +83,7 @@ def cached(case: Case, chunk: Callable[[np.random.Generator], int], seed: int) -
         block = tables[np.repeat(now, new), position // tile]
         for part, x in enumerate((case.k, case.v)):
             tiles[block, :, part, position % tile] = x[rows]
-        plan = plan_attention(new, [done[s] for s in now], tables[now], case.q.shape[1], kv_heads)
+        plan = AttentionPlan(new, [done[s] for s in now], tables[now], case.q.shape[1], kv_heads)
         o[rows] = attention_cached(case.q[rows], tiles.view(-1, 2, tile, D), plan, case.scale)
         for s, n in zip(now, new, strict=True):
             done[s] += n
@@ -92,7 +92,7 @@ def cached(case: Case, chunk: Callable[[np.random.Generator], int], seed: int) -
 
 def gradients(case: Case, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
     leaves = [x.detach().clone().requires_grad_() for x in case[1:]]
-    return torch.autograd.grad(attention(*leaves, case.varlen(), case.scale), leaves, dy)
+    return torch.autograd.grad(attention(*leaves, case.plan(), case.scale), leaves, dy)
 
 
 CHUNKS = {
@@ -198,12 +198,12 @@ def _qkv(T: int = 5, heads: int = 4, kv_heads: int = 2, D: int = 16) -> list[tor
 
 def test_refusals_name_what_is_wrong():
     with pytest.raises(ValueError, match=r"lengths \(\[3, 0\]\) must be positive"):
-        Varlen([3, 0], 4, 2)
+        varlen_plan([3, 0], 4, 2)
     with pytest.raises(ValueError, match=r"heads \(5\) must be a multiple of kv_heads \(2\)"):
-        Varlen([3], 5, 2)
+        varlen_plan([3], 5, 2)
     with pytest.raises(ValueError, match=r"q \(6, 4, 16\).*\[5, 4, D\]"):
-        attention(*_qkv(T=6), Varlen([5], 4, 2), 1.0)
+        attention(*_qkv(T=6), varlen_plan([5], 4, 2), 1.0)
     with pytest.raises(ValueError, match=r"head_dim \(24\) must be a multiple of 16"):
-        attention(*_qkv(D=24), Varlen([5], 4, 2), 1.0)
+        attention(*_qkv(D=24), varlen_plan([5], 4, 2), 1.0)
     with pytest.raises(ValueError, match=r"tiles \(3, 2, 16, 16\) must be \[tiles, 2, 32, 16\]"):
-        attention_cached(_qkv()[0], torch.zeros(3, 2, 16, 16), Varlen([5], 4, 2).plan, 1.0)
+        attention_cached(_qkv()[0], torch.zeros(3, 2, 16, 16), varlen_plan([5], 4, 2), 1.0)

@@ -12,6 +12,12 @@ from zerokl.kernels.backend import INTERPRETED
 collect_ignore_glob = [] if INTERPRETED else ["test_*.py"]
 
 
+if INTERPRETED:
+    from tests.triton import bf16
+
+    bf16.patch()
+
+
 @pytest.fixture(scope="session")
 def batch_invariant() -> types.ModuleType:
     """vLLM's own module of batch-invariant Triton kernels, interpreted."""

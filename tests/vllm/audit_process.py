@@ -1,4 +1,7 @@
-"""Plants differences in stock vLLM's in-process model, one after another, and prints where its trace first differs. Not a test."""
+"""Plants differences in stock vLLM's in-process model, one after another, and prints where its trace first differs. Not a test.
+
+audit_process.py MODEL SEED TRACE      TRACE: written, or if it exists, compared with the trace of MODEL
+"""
 
 import json
 import os
@@ -7,6 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from zerokl.engine.audit.stock import VllmEngine
 from zerokl.kernels.logprob import Distribution
 from zerokl.verify.trace import compare_traces, first_divergence
@@ -31,7 +35,7 @@ def plant(model: torch.nn.Module, kind: str, rng: random.Random):
         before = layer.mlp.act_fn
         layer.mlp.act_fn = HalfSiLU()
         return f"layers.{i}.silu_mul", lambda: setattr(layer.mlp, "act_fn", before)
-    weight = layer.self_attn.q_norm.weight  # vLLM repacks those of projections, which are then out of reach
+    weight = layer.self_attn.q_norm.weight  # vLLM repacks those of projections: the test flips theirs in the checkpoint
     at, bit = rng.randrange(weight.shape[0]), 1 << rng.randrange(14, 23)
 
     def flip() -> None:
@@ -43,8 +47,14 @@ def plant(model: torch.nn.Module, kind: str, rng: random.Random):
 
 
 def main() -> None:
-    engine, rng, found = VllmEngine(Path(sys.argv[1]), torch.float32, 512), random.Random(int(sys.argv[2])), []
+    engine, rng, found, saved = VllmEngine(Path(sys.argv[1]), torch.float32, 512), random.Random(int(sys.argv[2])), [], Path(sys.argv[3])
     clean = engine.trace(PAIR, Distribution())
+    if saved.exists():
+        other = load_file(saved)
+        first = first_divergence(compare_traces(clean, other))
+        print("FOUND", json.dumps({"first": first.op if first else None}), flush=True)
+        os._exit(0)
+    save_file(clean, saved)
     again = first_divergence(compare_traces(clean, engine.trace(PAIR, Distribution())))
     for kind in ("epsilon", "silu", "bit"):
         expected, undo = engine.llm.apply_model(lambda model, kind=kind: plant(model, kind, rng))[0]

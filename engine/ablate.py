@@ -1,0 +1,169 @@
+"""`zerokl ablate GRID.toml --out DIR`: a grid of runs over any keys of the configuration and seeds, and what came out of it.
+
+    preset = "demo"                     # or file = "base.toml"; what all cells have in common
+    seeds = [0, 1, 2]
+    [set]                               # keys that differ from it in every cell
+    steps = 60
+    [grid]                              # an axis for each key: the values it takes
+    dtype = ["float32", "float16"]
+    "loss.preset" = ["pg", "grpo"]
+    [variants.mismatch]                 # an axis of settings of several keys, each under a name
+    none = {}
+    amplified = { exact = false, "mismatch.round_weights" = "bfloat16", "mismatch.gain" = 8.0 }
+
+Every combination, with every seed, is a run of its own in DIR/cells/COMBINATION/seed-N. A run that has ended is kept when the ablation is
+started again, one that was interrupted starts anew. A run that ends by itself (ten overflows in a row, say) is a result as well.
+"""
+
+import itertools
+import json
+import shutil
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .ablation_report import FAILED, cell_result, summarise, write_report
+from .config import Config, load_config, overrides_from, to_toml
+from .initialise import initialise, perfectible_set
+from .monitor import MismatchError
+from .report import console, finite
+from .run import train, with_device
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the grid: its combination's name and settings (axis -> label), and its configuration."""
+
+    name: str
+    settings: dict[str, str]
+    config: Config
+
+    @property
+    def folder(self) -> str:
+        """Below DIR/cells."""
+        return f"{self.name}/seed-{self.config.seed}"
+
+
+def read_grid(path: str | Path) -> list[Cell]:
+    """The cells of a grid file, combination by combination, seed by seed. Raises ValueError for whatever cannot be read or run."""
+    try:
+        grid = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"ablate: {path} cannot be read ({error.strerror})") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"ablate: {path} is not valid TOML ({error})") from None
+    unknown = [k for k in grid if k not in ("preset", "file", "seeds", "set", "grid", "variants")]
+    if unknown:
+        raise ValueError(f"ablate: {path}: unknown key {unknown[0]}; keys are preset, file, seeds, set, grid, variants")
+    seeds = grid.get("seeds", [0])
+    if not isinstance(seeds, list) or not seeds or len(set(map(str, seeds))) < len(seeds):
+        raise ValueError(f"ablate: {path}: seeds ({seeds!r}) must be a list of different numbers")
+    cells = []
+    for settings, keys in _combinations(grid, str(path)):
+        for seed in seeds:
+            values = overrides_from(_flat(grid.get("set", {}))) | keys | {"seed": str(seed)}
+            try:
+                config = load_config(grid.get("file"), grid.get("preset"), values)
+            except ValueError as error:
+                raise ValueError(f"ablate: {path}: combination {_name(settings)}: {error}") from None
+            cells.append(Cell(_name(settings), settings, config))
+    if len({cell.folder for cell in cells}) < len(cells):
+        raise ValueError(f"ablate: {path}: an axis has one value twice")
+    return cells
+
+
+def _combinations(grid: Mapping[str, Any], path: str) -> Iterator[tuple[dict[str, str], dict[str, str]]]:
+    """(axis -> label, key -> text) of every combination."""
+    axes: list[list[tuple[str, str, dict[str, str]]]] = []
+    for key, values in _flat(grid.get("grid", {})).items():
+        if not isinstance(values, list) or not values:
+            raise ValueError(f"ablate: {path}: grid.{key} ({values!r}) must be a list of values")
+        axes.append([(key, _label(v), overrides_from({key: v})) for v in values])
+    for axis, variants in grid.get("variants", {}).items():
+        if not isinstance(variants, Mapping) or not all(isinstance(v, Mapping) for v in variants.values()):
+            raise ValueError(f"ablate: {path}: variants.{axis} must hold a table of keys for each name")
+        axes.append([(axis, label, overrides_from(_flat(keys))) for label, keys in variants.items()])
+    for combination in itertools.product(*axes):
+        yield {axis: label for axis, label, _ in combination}, {k: v for _, _, keys in combination for k, v in keys.items()}
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as dotted keys."""
+    found = {}
+    for key, value in table.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return found
+
+
+def _label(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _name(settings: Mapping[str, str]) -> str:
+    """A folder's name for a combination."""
+    return ",".join(f"{axis.rsplit('.', 1)[-1]}={label}" for axis, label in settings.items()).replace("/", "_") or "run"
+
+
+def ablate(grid: str | Path, out: str | Path) -> dict[str, Any]:
+    """Run what the grid asks for and is not there yet; writes ablation.json and plots to `out`. Returns the former.
+
+    Raises ValueError for a grid that cannot be run, or for a folder that holds runs of another one.
+    """
+    cells, out = read_grid(grid), Path(out)
+    cells = [Cell(c.name, c.settings, _with_model(c.config, out)) for c in cells]
+    for cell in cells:
+        _refuse_another(cell, out)
+    results = []
+    for number, cell in enumerate(cells, 1):
+        path = out / "cells" / cell.folder
+        kept = _ended(path)
+        console.print(f"{number}/{len(cells)}  {cell.folder}" + ("  kept" if kept else ""))
+        if not kept:
+            _run(cell, path)
+        results.append(cell_result(path, cell.settings, cell.config.seed))
+    report = {"grid": Path(grid).read_text(encoding="utf-8"), "combinations": summarise(results)}
+    (out / "ablation.json").write_text(json.dumps(finite(report), indent=1) + "\n")
+    write_report(report, out)
+    return report
+
+
+def _with_model(config: Config, out: Path) -> Config:
+    """The configuration with the folder of its base model: cells that ask for the same init:PRESET share it."""
+    if not config.model.startswith("init:"):
+        return config
+    preset = config.model.removeprefix("init:")
+    wanted = {"task": config.task.name, "options": config.task.options, "preset": preset, "seed": config.seed}
+    for number in itertools.count():
+        base = out / "models" / f"{preset}-seed-{config.seed}{f'-{number}' if number else ''}"
+        found = perfectible_set(base)
+        if not found:
+            initialise(base, config.task.name, config.task.options, preset, config.seed)
+            found = perfectible_set(base)
+        if found and all(found[k] == v for k, v in wanted.items()):
+            return config.model_copy(update={"model": str(base)})
+    raise AssertionError("some number is free")
+
+
+def _ended(path: Path) -> bool:
+    return (path / "summary.json").exists() or (path / FAILED).exists()
+
+
+def _refuse_another(cell: Cell, out: Path) -> None:
+    """Raise ValueError where the cell's folder holds the end of a run with another configuration."""
+    path = out / "cells" / cell.folder
+    if _ended(path) and (path / "config.toml").exists() and (path / "config.toml").read_text() != to_toml(with_device(cell.config)):
+        raise ValueError(f"ablate: {path} holds a run of another configuration; choose another --out")
+
+
+def _run(cell: Cell, path: Path) -> None:
+    if path.exists():
+        console.print(f"{path} was interrupted: it starts anew")
+        shutil.rmtree(path)
+    try:
+        train(cell.config, path)
+    except (MismatchError, FloatingPointError) as error:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / FAILED).write_text(json.dumps({"error": " ".join(str(error).split())}) + "\n")
+        console.print(f"{cell.folder} ended by itself: {error}")

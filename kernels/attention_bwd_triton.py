@@ -1,0 +1,148 @@
+"""Causal grouped-query attention on a GPU, backward, without atomics: every gradient has one owner.
+
+    delta_i = do_i . o_i     p_ij = exp(scale q_i . k_j - lse_i)     ds_ij = p_ij (do_i . v_j - delta_i)
+    dq_i = scale sum_j ds_ij k_j     dk_j = scale sum_i ds_ij q_i     dv_j = sum_i p_ij do_i
+
+Two passes (FlashAttention-2, arXiv:2307.08691, without its atomic dq). `_backward_q`: a program owns the queries of one (sequence, head,
+tile), walks the keys in ascending order, and leaves delta behind. `_backward_kv`: a program owns the keys and values of one (sequence,
+key-value head, tile) and walks the group's heads and, for each, the queries in ascending order. Tiles begin at a sequence's first
+position, so a gradient depends on its own sequence only.
+
+q, o, do, dq [T, Hq, D]; k, v, dk, dv [T, Hkv, D]; lse, delta [T, Hq] fp32; any strides but the last.
+Roundings: p and ds to the dtype before they meet do, q and k; dq, dk, dv once each; everything else in fp32 (ieee, never tf32).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .attention_plan import Spans
+from .attention_triton import find_sequence, spans_case
+from .launch import launch
+from .tiles import generation
+
+
+@triton.jit(do_not_specialize=["sequences"])
+def _backward_q(
+    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, cu_ptr, scale, sequences,
+    q_stride_t, q_stride_h, k_stride_t, k_stride_h,
+    v_stride_t, v_stride_h, o_stride_t, o_stride_h, do_stride_t, do_stride_h, dq_stride_t, dq_stride_h,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    tile, h = tl.program_id(0), tl.program_id(1)
+    seq = find_sequence(cu_ptr, tile, sequences, BLOCK_M)
+    start = tl.load(cu_ptr + seq)
+    length = tl.load(cu_ptr + seq + 1) - start
+    first = (tile - start // BLOCK_M - seq) * BLOCK_M
+    if first >= length:
+        return
+    d, n = tl.arange(0, WIDTH), tl.arange(0, BLOCK_N)
+    position = first + tl.arange(0, BLOCK_M)
+    token, used = (start + position).to(tl.int64), position < length
+    mask = used[:, None] & (d < D)[None, :]
+    q = tl.load(q_ptr + (token * q_stride_t)[:, None] + (h * q_stride_h + d)[None, :], mask=mask, other=0.0)
+    do = tl.load(do_ptr + (token * do_stride_t)[:, None] + (h * do_stride_h + d)[None, :], mask=mask, other=0.0)
+    o = tl.load(o_ptr + (token * o_stride_t)[:, None] + (h * o_stride_h + d)[None, :], mask=mask, other=0.0)
+    delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), axis=1)
+    tl.store(delta_ptr + token * HEADS + h, delta, mask=used)
+    lse = tl.load(lse_ptr + token * HEADS + h, mask=used, other=float("inf"))
+    dq = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    for j in range(0, tl.minimum(first + BLOCK_M, length), BLOCK_N):
+        key = j + n
+        at = (start + key).to(tl.int64)
+        here = (key < length)[:, None] & (d < D)[None, :]
+        k = tl.load(k_ptr + (at * k_stride_t)[:, None] + (h // GROUP * k_stride_h + d)[None, :], mask=here, other=0.0)
+        v = tl.load(v_ptr + (at * v_stride_t)[:, None] + (h // GROUP * v_stride_h + d)[None, :], mask=here, other=0.0)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        p = tl.where(key[None, :] <= position[:, None], tl.exp(s - lse[:, None]), 0.0)
+        ds = p * (tl.dot(do, tl.trans(v), input_precision="ieee") - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    dq *= scale
+    tl.store(dq_ptr + (token * dq_stride_t)[:, None] + (h * dq_stride_h + d)[None, :], dq.to(dq_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["sequences"])
+def _backward_kv(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, cu_ptr, scale, sequences,
+    q_stride_t, q_stride_h, k_stride_t, k_stride_h,
+    v_stride_t, v_stride_h, do_stride_t, do_stride_h, dk_stride_t, dk_stride_h, dv_stride_t, dv_stride_h,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    seq = find_sequence(cu_ptr, tile, sequences, BLOCK_N)
+    start = tl.load(cu_ptr + seq)
+    length = tl.load(cu_ptr + seq + 1) - start
+    first = (tile - start // BLOCK_N - seq) * BLOCK_N
+    if first >= length:
+        return
+    d, r = tl.arange(0, WIDTH), tl.arange(0, BLOCK_M)
+    key = first + tl.arange(0, BLOCK_N)
+    token, used = (start + key).to(tl.int64), key < length
+    mask = used[:, None] & (d < D)[None, :]
+    k = tl.load(k_ptr + (token * k_stride_t)[:, None] + (kv_head * k_stride_h + d)[None, :], mask=mask, other=0.0)
+    v = tl.load(v_ptr + (token * v_stride_t)[:, None] + (kv_head * v_stride_h + d)[None, :], mask=mask, other=0.0)
+    dk, dv = tl.zeros([BLOCK_N, WIDTH], tl.float32), tl.zeros([BLOCK_N, WIDTH], tl.float32)
+    for h in range(kv_head * GROUP, kv_head * GROUP + GROUP):
+        for i in range(first // BLOCK_M * BLOCK_M, length, BLOCK_M):
+            position = i + r
+            at = (start + position).to(tl.int64)
+            here = (position < length)[:, None] & (d < D)[None, :]
+            q = tl.load(q_ptr + (at * q_stride_t)[:, None] + (h * q_stride_h + d)[None, :], mask=here, other=0.0)
+            do = tl.load(do_ptr + (at * do_stride_t)[:, None] + (h * do_stride_h + d)[None, :], mask=here, other=0.0)
+            lse = tl.load(lse_ptr + at * HEADS + h, mask=position < length, other=float("inf"))
+            delta = tl.load(delta_ptr + at * HEADS + h, mask=position < length, other=0.0)
+            s = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
+            p = tl.where(key[:, None] <= position[None, :], tl.exp(s - lse[None, :]), 0.0)
+            dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
+            ds = p * (tl.dot(v, tl.trans(do), input_precision="ieee") - delta[None, :])
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    dk *= scale
+    tl.store(dk_ptr + (token * dk_stride_t)[:, None] + (kv_head * dk_stride_h + d)[None, :], dk.to(dk_ptr.dtype.element_ty), mask=mask)
+    tl.store(dv_ptr + (token * dv_stride_t)[:, None] + (kv_head * dv_stride_h + d)[None, :], dv.to(dv_ptr.dtype.element_ty), mask=mask)
+
+
+def attention_bwd(do, q, k, v, o, lse, spans: Spans, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk, dv of packed self-attention, contiguous. do, q, o [T, Hq, D], k, v [T, Hkv, D], lse [T, Hq]."""
+    do, q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (do, q, k, v))
+    (T, H, D), kv_heads, sequences = q.shape, spans.kv_heads, len(spans.lengths)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    delta = torch.empty_like(lse)
+    of_q, of_kv = _tiles(q.dtype, generation(q.device))
+    shape = {"GROUP": H // kv_heads, "HEADS": H, "D": D, "WIDTH": triton.next_power_of_2(D)}
+
+    def strides(*tensors: torch.Tensor) -> list[int]:
+        return [n for x in tensors for n in x.stride()[:2]]
+
+    launch(
+        _backward_q, (T // of_q["BLOCK_M"] + sequences, H), q, k, v, o, do, lse, delta, dq, spans.starts, scale, sequences,
+        *strides(q, k, v, o, do, dq), **shape, **of_q,
+    )  # fmt: skip
+    launch(
+        _backward_kv, (T // of_kv["BLOCK_N"] + sequences, kv_heads), q, k, v, do, lse, delta, dk, dv, spans.starts, scale, sequences,
+        *strides(q, k, v, do, dk, dv), **shape, **of_kv,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def _tiles(dtype: torch.dtype, where: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Queries and keys of a tile in the two passes on a GPU's generation: the largest without spills. They order the sums."""
+
+    def tiles(queries: int, keys: int, num_warps: int) -> dict[str, int]:
+        return {"BLOCK_M": queries, "BLOCK_N": keys, "num_warps": num_warps, "num_stages": 2}
+
+    if dtype == torch.float32:
+        return tiles(32, 16, 8), tiles(16, 16, 4)
+    if where == "hopper":
+        return tiles(64, 64, 8), tiles(64, 64, 8)
+    return tiles(64, 32, 8), tiles(32, 64, 4 if where == "amd" else 8)
+
+
+def _case(dtype: torch.dtype, D: int):
+    def run() -> None:
+        q, k = (torch.empty(256, heads, D, dtype=dtype, device="meta") for heads in (16, 8))
+        attention_bwd(q, q, k, k, q, torch.empty(256, 16, device="meta"), spans_case(), D**-0.5)
+
+    return run
+
+
+CASES = {f"attention backward {dtype} {D}": _case(dtype, D) for dtype in (torch.bfloat16, torch.float16, torch.float32) for D in (64, 128)}

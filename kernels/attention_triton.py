@@ -1,0 +1,154 @@
+"""Causal grouped-query attention on a GPU, forward: training, prefill, chunked prefill and decode with one arithmetic.
+
+    s_ij = scale (q_i . k_j)   (j <= i)      o_i = sum_j exp(s_ij - m_i) v_j / l_i      lse_i = m_i + log l_i
+
+One program owns the BLOCK_M rows of one (sequence, key-value head), row = position * group + head in the group, and walks the keys in
+tiles of KEY_TILE in ascending order with a running maximum: the arithmetic of vLLM 0.32's kernel_unified_attention, 2D, with its tile
+of a prefill for decode as well (vllm/v1/attention/ops/triton_unified_attention.py). BLOCK_M, KEY_TILE and WARPS are constants, as
+they lay out the sums along a row. A wholly hidden tile is an exact no-op: the maximum stays, and exp(-inf) = 0 adds zeros.
+
+q, o [T, Hq, D]; keys and values in pages [pages, page, Hkv, D], or packed beside their queries [T, Hkv, D]; any strides but the last.
+Roundings: p to the dtype before it meets v; o once; scores, maximum and sums in fp32 (fp32 operands as they are, never tf32).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .attention_plan import KEY_TILE, Spans
+from .launch import launch
+from .tiles import generation
+
+# Rows of one program, more only where a group has more heads; and its warps, among which a row's keys are divided.
+BLOCK_M = 16
+WARPS = 4
+# Key tiles in flight; an AMD GPU has shared memory for one less.
+STAGES = 3
+
+
+@triton.jit
+def find_sequence(cu_ptr, tile, sequences, BLOCK: tl.constexpr):
+    """The sequence that a tile of BLOCK positions belongs to; sequence s owns the tiles from cu[s] // BLOCK + s, some of them unused."""
+    low, high = 0, sequences
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(cu_ptr + middle) // BLOCK + middle <= tile:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit(do_not_specialize=["sequences", "table_stride"])
+def _forward(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, cu_ptr, length_ptr, table_ptr, scale, sequences, table_stride,
+    q_stride_t, q_stride_h, o_stride_t, o_stride_h, k_stride_page, k_stride_t, k_stride_h, v_stride_page, v_stride_t, v_stride_h,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, WANT_LSE: tl.constexpr,
+    BLOCK_M: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    POSITIONS: tl.constexpr = BLOCK_M // GROUP
+    tile, h = tl.program_id(0), tl.program_id(1)
+    seq = find_sequence(cu_ptr, tile, sequences, POSITIONS)
+    start = tl.load(cu_ptr + seq)
+    queries = tl.load(cu_ptr + seq + 1) - start
+    first = (tile - start // POSITIONS - seq) * POSITIONS
+    if first >= queries:
+        return
+    length = tl.load(length_ptr + seq)
+    context = length - queries
+    row, d, t = tl.arange(0, BLOCK_M), tl.arange(0, WIDTH), tl.arange(0, TILE)
+    step = first + row // GROUP
+    head = h * GROUP + row % GROUP
+    used = (row < POSITIONS * GROUP) & (step < queries)
+    token = (start + step).to(tl.int64)
+    in_d = d < D
+    mask = used[:, None] & in_d[None, :]
+    q = tl.load(q_ptr + (token * q_stride_t + head * q_stride_h)[:, None] + d[None, :], mask=mask, other=0.0)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.full([BLOCK_M], 1.0, tl.float32)  # meets a factor of exp(-inf) = 0 in the first tile
+    acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    seen = tl.minimum(context + first + POSITIONS, length)
+    for j in range(0, tl.cdiv(seen, TILE)):
+        key = j * TILE + t
+        here = key < seen
+        if PAGE:
+            page = tl.load(table_ptr + seq.to(tl.int64) * table_stride + key // PAGE, mask=here, other=0).to(tl.int64)
+            k_row = page * k_stride_page + (key % PAGE) * k_stride_t
+            v_row = page * v_stride_page + (key % PAGE) * v_stride_t
+        else:
+            k_row, v_row = (start + key).to(tl.int64) * k_stride_t, (start + key).to(tl.int64) * v_stride_t
+        k = tl.load(k_ptr + (k_row + h * k_stride_h)[None, :] + d[:, None], mask=here[None, :] & in_d[:, None], other=0.0)
+        v = tl.load(v_ptr + (v_row + h * v_stride_h)[:, None] + d[None, :], mask=here[:, None] & in_d[None, :], other=0.0)
+        s = tl.zeros([BLOCK_M, TILE], tl.float32)
+        s += scale * tl.dot(q, k, input_precision="ieee")
+        s = tl.where(used[:, None] & (key[None, :] <= (context + step)[:, None]), s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, axis=1))
+        m_new = tl.where(m_new > float("-inf"), m_new, 0.0)  # an unused row has no key
+        p = tl.exp(s - m_new[:, None])
+        p_sum = tl.sum(p, axis=1)
+        alpha = tl.exp(m - m_new)
+        l = l * alpha + p_sum
+        m = m_new
+        acc = acc * alpha[:, None]
+        acc += tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    acc = acc / l[:, None]
+    tl.store(o_ptr + (token * o_stride_t + head * o_stride_h)[:, None] + d[None, :], acc.to(o_ptr.dtype.element_ty), mask=mask)
+    if WANT_LSE:
+        tl.store(lse_ptr + token * (KV_HEADS * GROUP) + head, m + tl.log(l), mask=used)
+
+
+def attention_packed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, scale: float, want_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Whole sequences, k and v [T, Hkv, D] beside q [T, Hq, D]. Returns o [T, Hq, D] contiguous, and lse [T, Hq] in fp32 if wanted."""
+    return _launch(q, k.unsqueeze(0), v.unsqueeze(0), spans, scale, 0, want_lse)
+
+
+def attention_paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, scale: float) -> torch.Tensor:
+    """New tokens against a cache that holds their keys and values: k, v [pages, page, Hkv, D], q [T, Hq, D] -> [T, Hq, D]."""
+    assert spans.table is not None
+    return _launch(q, k, v, spans, scale, k.shape[1], False)[0]
+
+
+def _launch(q, k, v, spans: Spans, scale: float, page: int, want_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    (T, H, D), kv_heads = q.shape, spans.kv_heads
+    assert k.shape[2] == kv_heads, (k.shape, kv_heads)
+    group, sequences = H // kv_heads, len(spans.lengths)
+    block_m = max(BLOCK_M, triton.next_power_of_2(group))
+    o = torch.empty(T, H, D, dtype=q.dtype, device=q.device)
+    lse = torch.empty(T, H, dtype=torch.float32, device=q.device) if want_lse else None
+    table = spans.table if page else None
+    launch(
+        _forward, (T // (block_m // group) + sequences, kv_heads), q, k, v, o, lse, spans.starts, spans.lengths, table, scale, sequences,
+        table.stride(0) if page else 0, q.stride(0), q.stride(1), o.stride(0), o.stride(1), k.stride(0), k.stride(1), k.stride(2),
+        v.stride(0), v.stride(1), v.stride(2), GROUP=group, KV_HEADS=kv_heads, D=D, WIDTH=triton.next_power_of_2(D), PAGE=page,
+        WANT_LSE=want_lse, BLOCK_M=block_m, TILE=KEY_TILE, num_warps=WARPS, num_stages=STAGES - (generation(q.device) == "amd"),
+    )  # fmt: skip
+    return o, lse
+
+
+def spans_case(T: int = 256, pages: int = 0) -> Spans:
+    """Spans of meta tensors, for CASES."""
+    starts, lengths = (torch.empty(n, dtype=torch.int32, device="meta") for n in (3, 2))
+    return Spans(starts, lengths, torch.empty(2, pages, dtype=torch.int32, device="meta") if pages else None, 8)
+
+
+def _case(dtype: torch.dtype, D: int, paged: bool):
+    def run() -> None:
+        q, k = (torch.empty(256, heads, D, dtype=dtype, device="meta") for heads in (16, 8))
+        if paged:
+            cache = torch.empty(32, KEY_TILE, 8, D, dtype=dtype, device="meta")
+            attention_paged(q, cache, cache, spans_case(pages=16), D**-0.5)
+        else:
+            attention_packed(q, k, k, spans_case(), D**-0.5, want_lse=True)
+
+    return run
+
+
+CASES = {
+    f"attention {dtype} {D} {'paged' if paged else 'packed'}": _case(dtype, D, paged)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    for D in (64, 128)
+    for paged in (True, False)
+}

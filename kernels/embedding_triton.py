@@ -1,0 +1,52 @@
+"""Triton kernel of embedding.py's gradient: dw[v] += dx_t for the tokens t of v, one after another in canonical order. No atomics.
+
+The ids are sorted stably, so that the tokens of one v stand together in their order. The program of the first of them owns the row of v
+and adds them all, each to the fp32 buffer's value: token after token, whatever the split into micro-batches.
+"""
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import dense, launch
+
+# Columns of one program. Free: columns are sums of their own.
+TILE, WARPS = 256, 1
+
+
+@triton.jit(do_not_specialize_on_alignment=["acc_ptr"])
+def _embedding_bwd(ids_ptr, ends_ptr, order_ptr, dx_ptr, acc_ptr, D, TILE: tl.constexpr):
+    first = tl.program_id(0)
+    v = tl.load(ids_ptr + first)
+    before = tl.load(ids_ptr + first - 1, mask=first > 0, other=-1)
+    if v != before:
+        cols = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        mask = cols < D
+        row = acc_ptr + v * D + cols
+        acc = tl.load(row, mask=mask, other=0.0)
+        end = tl.load(ends_ptr + first)
+        for i in range(first, end):
+            t = tl.load(order_ptr + i)
+            acc += tl.load(dx_ptr + t * D + cols, mask=mask, other=0.0).to(tl.float32)
+        tl.store(row, acc, mask=mask)
+
+
+def embedding_bwd(acc: torch.Tensor, ids: torch.Tensor, dx: torch.Tensor) -> None:
+    """acc [V, D] fp32 += the gradient. ids [T] int64, dx [T, D]."""
+    T, D = dx.shape
+    ordered, order = torch.sort(ids, stable=True)
+    ends = torch.searchsorted(ordered, ordered, right=True).to(torch.int32)
+    launch(_embedding_bwd, (T, triton.cdiv(D, TILE)), ordered, ends, order, dense(dx), acc, D, TILE=TILE, num_warps=WARPS)
+
+
+def _case(dtype: torch.dtype) -> Callable[[], None]:
+    def run() -> None:
+        ids, dx = torch.empty(256, dtype=torch.int64, device="meta"), torch.empty(256, 1024, dtype=dtype, device="meta")
+        embedding_bwd(torch.empty(1000, 1024, device="meta"), ids, dx)
+
+    return run
+
+
+CASES = {f"embedding {dtype}": _case(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)}

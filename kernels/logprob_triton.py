@@ -1,0 +1,123 @@
+"""Triton kernels of logprob.py: log-softmax, gather and entropy of a row of logits in one kernel, and the gradient in place.
+
+Forward, as vLLM 0.32's batch-invariant log_softmax (`_softmax_kernel`, model_executor/determinism/batch_invariant.py; the V2 runner's
+`_topk_log_softmax_kernel` sums alike): the row's maximum, then the sum of exp(z - max) over tiles of 1024 logits in ascending order, then
+z - max - log(sum) at the token; the entropy's sum runs beside it. Its tile and its four warps order the sums and are constants.
+The division by the temperature is in the kernel and correctly rounded: z / 1.0 = z, so that one binary serves every temperature.
+Backward: element by element from the forward's maximum and log(sum), each logit overwritten by its gradient; no sum, no second [rows, V].
+
+`prefix_sums` adds integers, exactly and so in any order: on a GPU torch's cumsum splits one row otherwise than many.
+
+logits [rows, V] in fp32 (backward: the model's dtype too), ids, logp, entropy, max, log_sum [rows], fp32.
+Roundings: dlogits once.
+"""
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import dense, launch
+
+# vLLM's tile and warps, which order the sums.
+TILE, WARPS = 1024, 4
+# Elements of one program of the backward. Free: no element depends on another.
+BWD_TILE = 4096
+
+
+@triton.jit
+def _logprob_fwd(
+    logits_ptr, ids_ptr, logp_ptr, entropy_ptr, max_ptr, log_sum_ptr, stride, V, temperature, TILE: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    logits = logits_ptr + row * stride
+    largest = -float("inf")
+    for start in range(0, V, TILE):
+        cols = start + tl.arange(0, TILE)
+        z = tl.div_rn(tl.load(logits + cols, mask=cols < V, other=-float("inf")), temperature)
+        largest = tl.max(tl.maximum(z, largest))
+    total = 0.0
+    weighted = 0.0
+    for start in range(0, V, TILE):
+        cols = start + tl.arange(0, TILE)
+        mask = cols < V
+        shifted = tl.div_rn(tl.load(logits + cols, mask=mask, other=0.0), temperature) - largest
+        e = tl.exp(shifted)
+        total += tl.sum(tl.where(mask, e, 0.0))
+        weighted += tl.sum(tl.where(mask & (e > 0.0), e * shifted, 0.0))
+    log_sum = tl.log(total)
+    z = tl.div_rn(tl.load(logits + tl.load(ids_ptr + row)), temperature)
+    tl.store(logp_ptr + row, z - largest - log_sum)
+    tl.store(entropy_ptr + row, log_sum - tl.div_rn(weighted, total))
+    tl.store(max_ptr + row, largest)
+    tl.store(log_sum_ptr + row, log_sum)
+
+
+@triton.jit
+def _logprob_bwd(
+    logits_ptr, ids_ptr, dlogp_ptr, max_ptr, log_sum_ptr, dlogits_ptr, V, temperature, divisor, TILE: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = cols < V
+    z = tl.div_rn(tl.load(logits_ptr + row * V + cols, mask=mask, other=-float("inf")).to(tl.float32), temperature)
+    p = tl.exp(z - tl.load(max_ptr + row) - tl.load(log_sum_ptr + row))
+    chosen = tl.where(cols == tl.load(ids_ptr + row), 1.0, 0.0)
+    dz = tl.div_rn((chosen - p) * tl.load(dlogp_ptr + row), divisor)
+    tl.store(dlogits_ptr + row * V + cols, dz.to(dlogits_ptr.dtype.element_ty), mask=mask)
+
+
+def logprob_fwd(
+    logits: torch.Tensor, ids: torch.Tensor, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """logp, entropy, max and log_sum, [rows] each, of logits [rows, V] fp32 divided by the temperature."""
+    logits, (rows, V) = dense(logits), logits.shape
+    logp, entropy, largest, log_sum = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(4))
+    launch(_logprob_fwd, (rows,), logits, ids, logp, entropy, largest, log_sum, V, V, float(temperature), TILE=TILE, num_warps=WARPS)
+    return logp, entropy, largest, log_sum
+
+
+def logprob_bwd(
+    logits: torch.Tensor, ids: torch.Tensor, dlogp: torch.Tensor, largest: torch.Tensor, log_sum: torch.Tensor, out: torch.Tensor,
+    temperature: float = 1.0, divisor: float = 1.0,
+) -> None:  # fmt: skip
+    """out [rows, V] = (1[v = id] - p_v) dlogp / divisor, p from logits / temperature. `out` may be `logits`; both dense."""
+    rows, V = logits.shape
+    assert logits.is_contiguous()
+    assert out.is_contiguous()
+    launch(
+        _logprob_bwd, (rows, triton.cdiv(V, BWD_TILE)), logits, ids, dlogp.contiguous(), largest, log_sum, out, V,
+        float(temperature), float(divisor), TILE=BWD_TILE, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def prefix_sums(e: torch.Tensor) -> torch.Tensor:
+    """Prefix sums along each row of e [rows, V], 0 <= e <= 1, up to a factor that V decides; fp64, ascending.
+
+    e is counted in units so small that a whole row's sum stays below 2^62: 2^-44 at a vocabulary of 2^18.
+    """
+    units = 2.0 ** (62 - (e.shape[1] - 1).bit_length())
+    return torch.cumsum((e.double() * units).to(torch.int64), dim=1).double()
+
+
+def _forward_case() -> None:
+    logits, ids = torch.empty(64, 4096, device="meta"), torch.empty(64, dtype=torch.int64, device="meta")
+    logprob_fwd(logits, ids)
+
+
+def _backward_case(dtype: torch.dtype, out: torch.dtype) -> Callable[[], None]:
+    def run() -> None:
+        logits, dlogits = (torch.empty(64, 4096, dtype=d, device="meta") for d in (dtype, out))
+        ids, row = torch.empty(64, dtype=torch.int64, device="meta"), torch.empty(64, device="meta")
+        logprob_bwd(logits, ids, row, row, row, dlogits)
+
+    return run
+
+
+# The gradient overwrites logits of its dtype, or comes from truncated ones, which are in fp32.
+CASES = {
+    "logprob": _forward_case,
+    **{f"logprob of {d}": _backward_case(d, d) for d in (torch.bfloat16, torch.float16, torch.float32)},
+    **{f"truncated logprob of {d}": _backward_case(torch.float32, d) for d in (torch.bfloat16, torch.float16)},
+}

@@ -1,0 +1,165 @@
+"""Matrix products on a GPU: forward, input gradient, and weight gradient in canonical order.
+
+    y = x w^T + b        dx = dy w        dw += sum over token blocks of dy_b^T x_b
+
+x [M, K], w [K, N] as a view with any strides, b [N], y [M, N]; dy [T, N], x [T, K], dw [N, K] in fp32.
+Roundings: y once, the bias added to the fp32 sum before (as vLLM's matmul_kernel_persistent does; the CPU reference rounds
+the product first). dw not at all.
+Order: y walks tiles of BLOCK_K along K in ascending order through one fp32 accumulator, the arithmetic of vLLM 0.32's
+matmul_kernel_persistent; BLOCK_K depends on (N, K, dtype) and the GPU's generation (tiles.py). In dw one program owns one tile,
+begins with what the buffer holds and adds chunks of tokens, none of two token blocks, in the blocks' order: a sum that is broken
+off at a block's end and taken up by a later call has the same bits. No atomics, no split of a sum.
+fp32 operands are multiplied as they are (ieee), never rounded to tf32.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import launch
+from .order import TOKEN_BLOCK, Blocks
+from .tiles import generation, matmul_tiles, multiprocessors, outer_tiles
+
+# Row tiles that share their column tiles while those lie in the L2 cache.
+BAND = 8
+
+
+@triton.jit(do_not_specialize=["M"])
+def _matmul(
+    x_ptr, w_ptr, b_ptr, y_ptr, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn, stride_ym,
+    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BAND: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    in_band = BAND * tiles_n
+    k = tl.arange(0, BLOCK_K)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
+        first = tile // in_band * BAND
+        height = min(tiles_m - first, BAND)
+        m = (first + tile % in_band % height) * BLOCK_M
+        n = tile % in_band // height * BLOCK_N
+        r, c = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+        in_m, in_n = (m + r < M)[:, None], (n + c < N)[None, :]
+        # Only a tile's origin needs 64 bits.
+        x_tile = x_ptr + m.to(tl.int64) * stride_xm + r[:, None] * stride_xm
+        w_tile = w_ptr + n.to(tl.int64) * stride_wn + c[None, :] * stride_wn
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for start in range(0, K, BLOCK_K):
+            x_at = x_tile + tl.cast(start, tl.int64) * stride_xk + k[None, :] * stride_xk
+            w_at = w_tile + tl.cast(start, tl.int64) * stride_wk + k[:, None] * stride_wk
+            if EVEN_K:
+                x, w = tl.load(x_at, mask=in_m, other=0.0), tl.load(w_at, mask=in_n, other=0.0)
+            else:
+                x = tl.load(x_at, mask=in_m & (start + k < K)[None, :], other=0.0)
+                w = tl.load(w_at, mask=in_n & (start + k < K)[:, None], other=0.0)
+            acc = tl.dot(x, w, acc, input_precision="ieee")
+        if HAS_BIAS:
+            acc += tl.load(b_ptr + n + c, mask=n + c < N, other=0.0).to(tl.float32)[None, :]
+        y_tile = y_ptr + m.to(tl.int64) * stride_ym + n + r[:, None] * stride_ym + c[None, :]
+        tl.store(y_tile, acc.to(y_ptr.dtype.element_ty), mask=in_m & in_n)
+
+
+# The alignment of a weight's place in the gradient buffer is left unused, as it is another for each weight.
+@triton.jit(do_not_specialize=["runs"], do_not_specialize_on_alignment=["acc_ptr"])
+def _outer(
+    acc_ptr, dy_ptr, x_ptr, run_ptr, runs, N, K, stride_acc, stride_dy, stride_x,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    n, k = tl.program_id(1) * BLOCK_N, tl.program_id(0) * BLOCK_K
+    rn, rk, rt = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_T)
+    dy_at = dy_ptr + rt[:, None] * stride_dy + (n + rn)[None, :]
+    x_at = x_ptr + rt[:, None] * stride_x + (k + rk)[None, :]
+    in_n, in_k = n + rn < N, k + rk < K
+    inside = in_n[:, None] & in_k[None, :]
+    acc_at = acc_ptr + n.to(tl.int64) * stride_acc + k + rn[:, None] * stride_acc + rk[None, :]
+    acc = tl.load(acc_at, mask=inside, other=0.0)
+    for i in range(runs):
+        end = tl.load(run_ptr + 2 * i + 1)
+        for t in range(tl.load(run_ptr + 2 * i), end, BLOCK_T):
+            here = (t + rt < end)[:, None]
+            dy = tl.load(dy_at + tl.cast(t, tl.int64) * stride_dy, mask=here & in_n[None, :], other=0.0)
+            x = tl.load(x_at + tl.cast(t, tl.int64) * stride_x, mask=here & in_k[None, :], other=0.0)
+            acc = tl.dot(tl.trans(dy), x, acc, input_precision="ieee")
+    tl.store(acc_at, acc, mask=inside)
+
+
+def matmul(x_MK: torch.Tensor, w_KN: torch.Tensor, b_N: torch.Tensor | None = None) -> torch.Tensor:
+    """x w + b, rounded once to the dtype of x. Any strides; a row's bits depend on that row, w and b only. -> [M, N]."""
+    (M, K), N = x_MK.shape, w_KN.shape[1]
+    y = x_MK.new_empty(M, N)
+    if not M:
+        return y
+    t = matmul_tiles(M, N, K, x_MK.dtype, generation(x_MK.device))
+    programs = multiprocessors(x_MK.device)
+    launch(
+        _matmul, (min(programs, triton.cdiv(M, t.block_m) * triton.cdiv(N, t.block_n)),), x_MK, w_KN, b_N, y, M, N, K, *x_MK.stride(),
+        *w_KN.stride(), N, HAS_BIAS=b_N is not None, EVEN_K=K % t.block_k == 0, BLOCK_M=t.block_m, BLOCK_N=t.block_n,
+        BLOCK_K=t.block_k, BAND=BAND, PROGRAMS=programs, num_warps=t.num_warps, num_stages=t.num_stages,
+    )  # fmt: skip
+    return y
+
+
+def add_outer(acc_NK: torch.Tensor, dy_TN: torch.Tensor, x_TK: torch.Tensor, blocks: Blocks) -> None:
+    """acc += dy^T x, block after block. acc fp32, rows contiguous; dy and x of one dtype."""
+    dy, x = _rows_contiguous(dy_TN), _rows_contiguous(x_TK)
+    assert acc_NK.dtype == torch.float32, acc_NK.dtype
+    assert acc_NK.stride(1) == 1, acc_NK.stride()
+    N, K = acc_NK.shape
+    t = outer_tiles(x.dtype, generation(x.device))
+    runs = _runs(tuple(blocks), x.device)
+    launch(
+        _outer, (triton.cdiv(K, t.block_n), triton.cdiv(N, t.block_m)), acc_NK, dy, x, runs, len(runs), N, K, acc_NK.stride(0),
+        dy.stride(0), x.stride(0), BLOCK_N=t.block_m, BLOCK_K=t.block_n, BLOCK_T=t.block_k, num_warps=t.num_warps,
+        num_stages=t.num_stages,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=32)
+def _runs(blocks: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
+    """Token blocks as runs [start, end) of blocks that follow each other, all but a run's last one full: [runs, 2] int32.
+
+    A kernel that walks a run from its start in chunks that divide TOKEN_BLOCK never has tokens of two blocks in one chunk.
+    """
+    runs: list[list[int]] = []
+    for start, end in blocks:
+        if runs and runs[-1][1] == start and (start - runs[-1][0]) % TOKEN_BLOCK == 0:
+            runs[-1][1] = end
+        else:
+            runs.append([start, end])
+    return torch.tensor(runs, dtype=torch.int32).to(device)
+
+
+def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _matmul_case(dtype: torch.dtype, M: int, N: int, K: int, transposed: bool, bias: bool):
+    def run() -> None:
+        x, w = torch.empty(M, K, dtype=dtype, device="meta"), torch.empty(K, N, dtype=dtype, device="meta")
+        matmul(x, w.t().contiguous().t() if transposed else w, torch.empty(N, dtype=dtype, device="meta") if bias else None)
+
+    return run
+
+
+def _outer_case(dtype: torch.dtype):
+    def run() -> None:
+        dy, x = torch.empty(256, 1024, dtype=dtype, device="meta"), torch.empty(256, 2048, dtype=dtype, device="meta")
+        add_outer(torch.empty(1024, 2048, device="meta"), dy, x, [(0, 128), (128, 256)])
+
+    return run
+
+
+# Forward products read w as the transpose of a contiguous [N, K], input gradients as [K, N]. (2048, 2048) has another BLOCK_K on some.
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CASES = {
+    f"{what} {dtype} {'decode' if M < 128 else 'prefill'}": _matmul_case(dtype, M, 1024, 2048, transposed, bias=False)
+    for dtype in _DTYPES
+    for M in (64, 128)
+    for what, transposed in (("linear", True), ("input gradient", False))
+}
+CASES |= {f"linear {torch.bfloat16} {M} rows, 2048 x 2048": _matmul_case(torch.bfloat16, M, 2048, 2048, True, False) for M in (64, 128)}
+CASES |= {f"linear {dtype} with a bias": _matmul_case(dtype, 128, 1024, 2048, True, True) for dtype in _DTYPES}
+CASES |= {f"linear {dtype} uneven": _matmul_case(dtype, 128, 1008, 1008, True, False) for dtype in _DTYPES}
+CASES |= {f"weight gradient {dtype}": _outer_case(dtype) for dtype in _DTYPES}

@@ -1,0 +1,65 @@
+"""Triton kernel of rope.py, with the arithmetic of vLLM's CUDA rotary_embedding (csrc, pos_encoding_kernels).
+
+fp32 throughout, rounded once. nvcc fuses the first product with the sum: y1 = fma(x1, cos, -(x2 sin)), y2 = fma(x2, cos, x1 sin). The
+fused operations are written out, so that no compiler chooses. The backward is the same with -sin. Element by element: no order of sums.
+"""
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import dense, launch
+
+# Heads of one program: with halves of 64 columns, four elements of either half a thread. Free: no element depends on another program.
+HEADS, WARPS = 8, 4
+
+
+@triton.jit
+def _rope(x_ptr, cos_ptr, sin_ptr, y_ptr, x_stride_t, H, half, INVERSE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    cols = tl.arange(0, HALF)
+    mask = (heads < H)[:, None] & (cols < half)[None, :]
+    at = heads[:, None] * (2 * half) + cols[None, :]
+    cos = tl.load(cos_ptr + token * half + cols, mask=cols < half, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + token * half + cols, mask=cols < half, other=0.0).to(tl.float32)[None, :]
+    if INVERSE:
+        sin = -sin
+    x1 = tl.load(x_ptr + token * x_stride_t + at, mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(x_ptr + token * x_stride_t + half + at, mask=mask, other=0.0).to(tl.float32)
+    x1, x2, cos, sin = tl.broadcast_to(x1, HEADS, HALF), x2, tl.broadcast_to(cos, HEADS, HALF), tl.broadcast_to(sin, HEADS, HALF)
+    y1 = tl.fma(x1, cos, -(x2 * sin))
+    y2 = tl.fma(x2, cos, x1 * sin)
+    out = y_ptr + token * H * (2 * half) + at
+    tl.store(out, y1.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(out + half, y2.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool = False) -> torch.Tensor:
+    """rope of x [T, H, D], tokens at any distance; cos, sin [T, D/2]. `inverse` turns back, which is the backward."""
+    T, H, D = x.shape
+    x = x if x.stride(1) == D and x.stride(2) == 1 else dense(x)
+    y = torch.empty(T, H, D, dtype=x.dtype, device=x.device)
+    launch(
+        _rope, (T, triton.cdiv(H, HEADS)), x, dense(cos), dense(sin), y, x.stride(0), H, D // 2,
+        INVERSE=inverse, HEADS=HEADS, HALF=triton.next_power_of_2(D // 2), num_warps=WARPS,
+    )  # fmt: skip
+    return y
+
+
+def _case(dtype: torch.dtype, D: int, inverse: bool) -> Callable[[], None]:
+    def run() -> None:
+        cos = torch.empty(256, D // 2, device="meta")
+        rotate(torch.empty(256, 24, D, dtype=dtype, device="meta"), cos, cos, inverse)
+
+    return run
+
+
+CASES = {
+    f"rope{' backward' if inverse else ''} {dtype} D={D}": _case(dtype, D, inverse)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    for D in (64, 128)
+    for inverse in (False, True)
+}

@@ -1,0 +1,89 @@
+"""Triton kernels of silu_mul.py, with the arithmetic of vLLM's CUDA silu_and_mul (csrc, activation_kernels).
+
+Forward: silu = g / (1 + exp(-g)) in fp32 with CUDA's expf and a correctly rounded division, rounded to the dtype; then silu (u + 0.0),
+rounded again (vLLM adds its `beta` of 0, which makes a -0.0 of u a +0.0). Element by element: no order of sums.
+libdevice's expf flushes subnormals to zero here and nvcc's does not; next to the 1 that is added neither is seen.
+"""
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from .backend import INTERPRETED
+from .launch import dense, launch
+
+# Elements of one program. Free: no element depends on another. 8 of each half for every thread: whole 16-byte accesses in 16 bits.
+TILE, WARPS = 1024, 4
+
+if INTERPRETED:  # the interpreter has no libdevice; numpy's exp stands in
+
+    @triton.jit
+    def _expf(x):
+        return tl.exp(x)
+
+else:
+
+    @triton.jit
+    def _expf(x):
+        return libdevice.exp(x)
+
+
+@triton.jit
+def _silu_mul_fwd(gu_ptr, y_ptr, width, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = cols < width
+    g = tl.load(gu_ptr + row * 2 * width + cols, mask=mask, other=0.0)
+    u = tl.load(gu_ptr + row * 2 * width + width + cols, mask=mask, other=0.0)
+    gf = g.to(tl.float32)
+    silu = tl.div_rn(gf, 1.0 + _expf(-gf)).to(g.dtype)
+    y = silu.to(tl.float32) * (u.to(tl.float32) + 0.0)
+    tl.store(y_ptr + row * width + cols, y.to(g.dtype), mask=mask)
+
+
+@triton.jit
+def _silu_mul_bwd(dy_ptr, gu_ptr, dgu_ptr, width, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = cols < width
+    g = tl.load(gu_ptr + row * 2 * width + cols, mask=mask, other=0.0)
+    u = tl.load(gu_ptr + row * 2 * width + width + cols, mask=mask, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + row * width + cols, mask=mask, other=0.0).to(tl.float32)
+    gf = g.to(tl.float32)
+    e = _expf(-gf)
+    s = tl.div_rn(1.0, 1.0 + e)
+    silu = tl.div_rn(gf, 1.0 + e)
+    dg = (s + (1.0 - s) * silu) * u * dy
+    du = silu.to(g.dtype).to(tl.float32) * dy  # silu as rounded in the forward
+    tl.store(dgu_ptr + row * 2 * width + cols, dg.to(g.dtype), mask=mask)
+    tl.store(dgu_ptr + row * 2 * width + width + cols, du.to(g.dtype), mask=mask)
+
+
+def silu_mul_fwd(gu: torch.Tensor) -> torch.Tensor:
+    """gu [T, 2 I] -> [T, I]."""
+    T, width = gu.shape[0], gu.shape[1] // 2
+    y = torch.empty(T, width, dtype=gu.dtype, device=gu.device)
+    launch(_silu_mul_fwd, (T, triton.cdiv(width, TILE)), dense(gu), y, width, TILE=TILE, num_warps=WARPS)
+    return y
+
+
+def silu_mul_bwd(dy: torch.Tensor, gu: torch.Tensor) -> torch.Tensor:
+    """dgu [T, 2 I]."""
+    T, width = dy.shape
+    dgu = torch.empty(gu.shape, dtype=gu.dtype, device=gu.device)
+    launch(_silu_mul_bwd, (T, triton.cdiv(width, TILE)), dense(dy), dense(gu), dgu, width, TILE=TILE, num_warps=WARPS)
+    return dgu
+
+
+def _case(dtype: torch.dtype) -> Callable[[], None]:
+    def run() -> None:
+        gu = torch.empty(256, 6144, dtype=dtype, device="meta")
+        silu_mul_bwd(silu_mul_fwd(gu), gu)
+
+    return run
+
+
+CASES = {f"silu_mul {dtype}": _case(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)}

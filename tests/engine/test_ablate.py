@@ -1,0 +1,163 @@
+"""`zerokl ablate`: every cell a run of its own, ended ones kept, the report what the runs' files say."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import zerokl
+from zerokl.cli import main
+from zerokl.engine import ablate as ablate_module
+from zerokl.engine.ablate import ablate, read_grid
+from zerokl.engine.ablation_report import collapse_step, spread
+from zerokl.engine.config import to_toml
+from zerokl.engine.run import train
+
+GRID = """
+file = "{base}"
+seeds = [0, 1]
+[set]
+steps = 2
+[set.evaluation]
+every = 1
+[grid]
+dtype = ["float32", "float16"]
+loss.preset = ["pg", "gspo"]
+[variants.scale]
+one = {{ }}
+huge = {{ "precision.scaling" = "static", "precision.scale" = 1e9 }}
+"""
+
+
+@pytest.fixture
+def grid(config, tmp_path):
+    """grid(text): a grid file over the tests' configuration."""
+    (tmp_path / "base.toml").write_text(to_toml(config(evaluation__problems=7)))
+
+    def write(text: str) -> Path:
+        (tmp_path / "grid.toml").write_text(text.format(base=tmp_path / "base.toml"))
+        return tmp_path / "grid.toml"
+
+    return write
+
+
+def test_a_grid_is_every_combination_with_every_seed(grid):
+    cells = read_grid(grid(GRID.replace("1e9", "1073741824.0")))
+    assert len(cells) == 2 * 2 * 2 * 2
+    assert cells[0].folder == "dtype=float32,preset=pg,scale=one/seed-0"
+    assert cells[-1].settings == {"dtype": "float16", "loss.preset": "gspo", "scale": "huge"}
+    assert (cells[-1].config.dtype, cells[-1].config.loss.preset, cells[-1].config.seed) == ("float16", "gspo", 1)
+    assert (cells[-1].config.precision.scale, cells[0].config.precision.scale) == (2.0**30, 65536.0)
+    assert {(c.config.steps, c.config.evaluation.every) for c in cells} == {(2, 1)}
+    assert {c.config.evaluation.problems for c in cells} == {7}, "keys of a section that are not set stay as they are in the file"
+
+
+def test_the_sanity_test_is_a_valid_grid():
+    cells = read_grid(Path(zerokl.__file__).parent / "benchmarks" / "sanity_test.toml")
+    assert len(cells) == 3 * 4 * 3 * 3
+    assert {c.config.exact for c in cells if c.settings["mismatch"] == "exact"} == {True}
+    assert {c.config.exact for c in cells if c.settings["mismatch"] != "exact"} == {False}
+    assert len({to_toml(c.config) for c in cells}) == len(cells)
+
+
+def test_cells_are_ordinary_runs_and_the_report_sums_them_up(grid, tmp_path, read_jsonl, capsys):
+    path = grid('file = "{base}"\nseeds = [0, 3]\n[set]\nsteps = 3\nevaluation.every = 2\n[grid]\nloss.preset = ["pg", "gspo"]\n')
+    assert main(["ablate", str(path), "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert "gspo" in printed
+    assert f"report {tmp_path / 'out' / 'ablation.json'}" in printed
+    report = json.loads((tmp_path / "out" / "ablation.json").read_text())
+    assert [c["settings"] for c in report["combinations"]] == [{"loss.preset": "pg"}, {"loss.preset": "gspo"}]
+    for cell in read_grid(path):
+        run = tmp_path / "out" / "cells" / cell.folder
+        plain = train(cell.config, tmp_path / "plain" / cell.folder)
+        assert json.loads((run / "summary.json").read_text())["fingerprint"] == plain.fingerprint
+        lines = read_jsonl(run / "metrics.jsonl")
+        combination = next(c for c in report["combinations"] if c["settings"] == cell.settings)
+        (own,) = [r for r in combination["runs"] if r["seed"] == cell.config.seed]
+        rewards = [m["reward/mean"] for m in lines]
+        assert (own["reward_best"], own["reward_last"], own["fingerprint"]) == (max(rewards), rewards[-1], plain.fingerprint)
+        assert (own["mismatch_k3_mean"], own["mismatch_max_abs"], own["skipped_steps"], own["error"]) == (0.0, 0.0, 0, None)
+        assert own["held_out_last"] == lines[-1]["eval/accuracy"]
+        assert own["seconds"] > 0
+    for c in report["combinations"]:
+        lasts = [r["reward_last"] for r in c["runs"]]
+        assert c["reward_last"] == {"mean": pytest.approx(sum(lasts) / 2), "min": min(lasts), "max": max(lasts)}
+        assert [p["step"] for p in c["by_step"]["reward/mean"]] == [0, 1, 2]
+        assert [p["step"] for p in c["by_step"]["eval/accuracy"]] == [1, 2]
+    for name in ("reward", "eval-accuracy", "mismatch-k3", "entropy", "grad_norm"):
+        assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_ended_runs_are_kept_and_interrupted_ones_start_anew(grid, tmp_path, monkeypatch):
+    path, out = grid('file = "{base}"\nseeds = [0, 1, 2]\n[set]\nsteps = 2\n'), tmp_path / "out"
+    first, ran = ablate(path, out), []
+    (out / "cells" / "run" / "seed-1" / "summary.json").unlink()
+    monkeypatch.setattr(ablate_module, "train", lambda config, folder: ran.append(config.seed) or train(config, folder))
+    again = ablate(path, out)
+    assert ran == [1]
+    prints = [[r["fingerprint"] for r in report["combinations"][0]["runs"]] for report in (first, again)]
+    assert prints[0] == prints[1]
+    assert len(set(prints[0])) == 3, "seeds differ"
+
+
+def test_a_run_that_ends_by_itself_is_a_result(grid, tmp_path):
+    keys = 'dtype = "float16"\noptimizer.lr = 1e6\nsteps = 6\n'
+    path, out = grid('file = "{base}"\nseeds = [0]\n[set]\n' + keys + '[grid]\nloss.preset = ["pg"]\n'), tmp_path / "out"
+    (combination,) = ablate(path, out)["combinations"]
+    assert combination["failed"] == 1
+    (run,) = combination["runs"]
+    assert "logits of prompt" in run["error"]
+    assert run["steps"] < 6
+    assert ablate(path, out)["combinations"][0]["runs"][0] == run, "it is kept"
+
+
+def test_another_grid_in_the_same_folder_is_refused(grid, tmp_path):
+    text = 'file = "{base}"\nseeds = [0]\n[set]\nsteps = 1\n'
+    ablate(grid(text), tmp_path / "out")
+    with pytest.raises(ValueError, match="holds a run of another configuration; choose another --out"):
+        ablate(grid(text.replace("steps = 1", "steps = 2")), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = = 1", "is not valid TOML"), ("sedes = [1]", "unknown key sedes; keys are"), ("seeds = []", "must be a list of different"),
+        ("seeds = [1, 1]", "different numbers"), ("[grid]\ndtype = 'float32'", "grid.dtype .* must be a list"),
+        ("[grid]\ndtype = ['float8']", "combination dtype=float8: config: dtype"),
+        ("[grid]\nstep = [1]", "combination step=1: config: unknown key step; did you mean steps"),
+        ("[grid]\nsteps = [1, 1]", "one value twice"), ("[variants]\na = 3", "variants.a must hold a table"),
+        ("preset = 'none'", "preset none is not known"), ("seeds = [-1]", "combination run: config: seed"),
+    ],
+)  # fmt: skip
+def test_a_bad_grid_is_refused_in_one_line_before_anything_runs(tmp_path, capsys, text, message):
+    import re
+
+    (tmp_path / "grid.toml").write_text(text)
+    assert main(["ablate", str(tmp_path / "grid.toml"), "--out", str(tmp_path / "out")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(message, line), line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_grid_that_is_not_there_and_an_out_that_is_missing(tmp_path, capsys):
+    assert main(["ablate", str(tmp_path / "none.toml"), "--out", "x"]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+    assert main(["ablate", str(tmp_path / "none.toml")]) == 2
+    assert "--out is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rewards", "step"),
+    [
+        ([0.1, 0.5, 1.0, 0.9, 0.8], None), ([0.1, 1.0, 0.7, 0.85, 0.2, 0.79], 4), ([1.0, 0.1], 1), ([0.0, 0.0], None), ([], None),
+        ([-1.0, -2.0], None), ([0.2, 1.0, 0.0, 0.0, 0.9], None),
+    ],
+)  # fmt: skip
+def test_a_collapse_is_a_fall_for_good(rewards, step):
+    assert collapse_step(rewards) == step
+
+
+def test_spread_leaves_out_what_is_not_there():
+    assert spread([1.0, math.nan, 3.0]) == {"mean": 2.0, "min": 1.0, "max": 3.0}
+    assert all(math.isnan(v) for v in spread([math.nan]).values())

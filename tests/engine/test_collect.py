@@ -1,0 +1,143 @@
+"""Dynamic sampling, the KL term to a reference, and the law for losses of every kind, in whole runs."""
+
+import json
+
+import pytest
+import torch
+from zerokl.cli import main
+from zerokl.engine.collect import collect, step_problems
+from zerokl.engine.config import to_toml
+from zerokl.engine.loss import PRESETS
+from zerokl.engine.native import NativeSampler
+from zerokl.engine.rollout import Keys, Sampling
+from zerokl.engine.run import train
+from zerokl.engine.scorer import frozen
+from zerokl.engine.tasks.base import Problem
+from zerokl.engine.text import Text
+from zerokl.kernels.logprob import Distribution
+from zerokl.model.checkpoint import load_decoder, write_checkpoint
+
+from tests.helpers import total_unequal
+
+LATER = dict(updates_per_rollout=3, steps=2)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_micro_batches_and_workers_change_no_bit_of_any_loss(config, tmp_path, preset):
+    """With later updates on the same rollouts, so that ratios of tokens and of sequences differ from 1."""
+    runs = [
+        train(config(loss__preset=preset, **LATER, **free), tmp_path / str(i))
+        for i, free in enumerate([{"micro_batch": 64}, {"micro_batch": 1}, {"micro_batch": 2}])
+    ]
+    assert len({run.fingerprint for run in runs}) == 1
+    assert {(run.tokens_unequal, run.mismatch_max_abs) for run in runs} == {(0, 0.0)}
+
+
+def test_control_presets_train_differently(config, tmp_path):
+    """Except for the corrections of a mismatch, which is zero here."""
+    prints = {p: train(config(loss__preset=p, **LATER), tmp_path / p).fingerprint for p in PRESETS}
+    assert prints["grpo"] == prints["tis"] == prints["mis"] == prints["mis_token"] == prints["icepop"]
+    assert len(set(prints.values())) == len(PRESETS) - 4
+
+
+class _Uneven:
+    """Rewards of which only the prompts named differ within a group."""
+
+    def __init__(self, differ: set[int]):
+        self.differ, self.seen = differ, 0
+
+    def __call__(self, problem: Problem, completion: str) -> float:
+        self.seen += 1
+        return float(problem.id in self.differ and self.seen % 2)
+
+
+@pytest.fixture
+def collected(config, model):
+    decoder = load_decoder(model, torch.float32)
+    text, sampler = Text(model, 64), NativeSampler(decoder)
+    problems = [Problem(i, f"{i}+1=", str(i + 1)) for i in range(9)]
+    ids = text.encode_problems(problems, chat=False)
+    sampling = Sampling(Distribution(), 4, 4, text.stop_ids)
+
+    def run(draws: int, differ: set[int], step: int = 0):
+        cfg = config(prompts=3, samples=4, loss__draws=draws)
+        return collect(cfg, step, sampler, sampling, text, _Uneven(differ), problems, ids)
+
+    return run
+
+
+def test_dynamic_sampling_draws_until_enough_groups_differ(collected):
+    order = step_problems(9, 9, 0, 0)
+    chosen = {order[1], order[4], order[5], order[8]}
+    got = collected(4, chosen)
+    assert [p.id for p in got.problems] == [order[1], order[4], order[5]]
+    assert got.drawn == 6, "the second draw suffices"
+    assert [r.prompt for r in got.rollouts[::4]] == [1, 4, 5]
+    assert [r.sample for r in got.rollouts[:4]] == [0, 1, 2, 3]
+
+
+def test_groups_without_difference_fill_up_what_the_draws_did_not_find(collected):
+    order = step_problems(9, 9, 0, 0)
+    got = collected(2, {order[4]})
+    assert [p.id for p in got.problems] == [order[0], order[1], order[4]]
+    assert (got.drawn, got.rewards.shape) == (6, (3, 4))
+
+
+def test_without_dynamic_sampling_every_group_is_kept(collected):
+    for step in range(3):
+        got = collected(1, set(), step)
+        assert [p.id for p in got.problems] == step_problems(9, 3, 0, step)
+        assert got.drawn == 3
+
+
+def test_rollouts_do_not_depend_on_the_draw_they_are_collected_in(collected):
+    """Prompt 4 of the step is drawn with the numbers of place 4, whichever groups are kept beside it."""
+    order = step_problems(9, 9, 0, 0)
+    a, b = collected(2, {order[4]}), collected(4, {order[4], order[0]})
+    (mine,) = (a.rollouts[8:12],)
+    theirs = [r for r in b.rollouts if r.prompt == 4]
+    assert [r.completion_ids for r in mine] == [r.completion_ids for r in theirs]
+
+
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+def test_the_kl_term_holds_the_policy_near_its_reference(config, tmp_path, read_jsonl, kl_in):
+    found = {}
+    for coef in (0.0, 1.0):
+        kind = "k3" if kl_in == "loss" else "k1"
+        cfg = config(steps=8, loss__kl_coef=coef, loss__kl=kind, loss__kl_in=kl_in, loss__reference=config().model)
+        found[coef] = train(cfg, tmp_path / str(coef))
+        lines = read_jsonl(tmp_path / str(coef) / "metrics.jsonl")
+        assert ("reference/k3" in lines[0]) == bool(coef)
+    (first, *_, last) = lines
+    assert first["reference/max_abs"] == 0.0, "the reference is the first model, scored with the same bits"
+    assert last["reference/k3"] > 0
+    free = load_decoder(tmp_path / "0.0" / "checkpoints" / "step-000008", torch.float32)
+    held = load_decoder(tmp_path / "1.0" / "checkpoints" / "step-000008", torch.float32)
+    base = load_decoder(config().model, torch.float32)
+    assert (held.flat - base.flat).norm() < (free.flat - base.flat).norm()
+    again = train(cfg.model_copy(update={"micro_batch": 2, "workers": 2}), tmp_path / "again")
+    assert again.fingerprint == found[1.0].fingerprint
+
+
+def test_a_reference_of_another_vocabulary_is_refused(config, tmp_path, capsys):
+    base = config().model
+    decoder = load_decoder(base, torch.float32)
+    write_checkpoint(tmp_path / "other", decoder.layout, decoder.flat.detach(), companions=None)
+    raw = json.loads((tmp_path / "other" / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps(raw | {"vocab_size": 65}))
+    (tmp_path / "c.toml").write_text(to_toml(config(loss__kl_coef=1.0, loss__reference=tmp_path / "other")))
+    assert main(["train", str(tmp_path / "c.toml"), "--run-dir", str(tmp_path / "run")]) == 2
+    assert "has a vocabulary of 65, the model one of 64" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_scorer_gives_the_samplers_bits(model, n):
+    decoder = load_decoder(model, torch.bfloat16)
+    sampling = Sampling(Distribution(0.8, 0, 0.95), 2, 9, frozenset({1}))
+    rollouts = NativeSampler(decoder).generate([[3, 4], [5], [6, 7, 8]], sampling, Keys(0, 0))
+    scorer = frozen(load_decoder(model, torch.bfloat16), 4, n, 4)
+    try:
+        scores = scorer.score(rollouts, sampling.distribution)
+    finally:
+        scorer.close()
+    assert total_unequal([torch.from_numpy(x) for x in scores], [torch.from_numpy(r.logprobs) for r in rollouts]) == 0

@@ -1,0 +1,38 @@
+"""The `device` key: what a machine without a GPU answers."""
+
+import pytest
+import torch
+from zerokl.engine.config import Config, VllmConfig, load_config
+from zerokl.engine.run import _device, train
+from zerokl.kernels import backend
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+
+
+@no_gpu
+def test_auto_is_the_cpu_and_cuda_is_refused_before_anything_is_written(tmp_path):
+    assert _device(Config()).type == "cpu"
+    with pytest.raises(ValueError, match=r'^device \("cuda"\): torch finds no CUDA GPU here; set device = "cpu" or "auto"$'):
+        train(Config(device="cuda"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_unknown_device_is_refused():
+    with pytest.raises(ValueError, match=r"config: device \('tpu'\)"):
+        load_config(None, None, {"device": "tpu"})
+
+
+def test_a_gpu_has_one_worker_and_the_native_sampler(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: object())
+    assert _device(Config()) == torch.device("cuda", 0)
+    assert _device(Config(device="cpu", workers=2)) == torch.device("cpu")
+    assert _device(Config(sampler="vllm", vllm=VllmConfig())) == torch.device("cpu")
+    with pytest.raises(ValueError, match=r"workers \(2\) must be 0 or 1 on a GPU"):
+        _device(Config(workers=2))
+    with pytest.raises(ValueError, match=r'sampler \("vllm"\).*set device = "cpu"'):
+        _device(Config(device="cuda", sampler="vllm"))
+    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"a GPU needs Triton; pip install triton"):
+        _device(Config())

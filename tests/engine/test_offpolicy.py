@@ -1,0 +1,197 @@
+"""Older rollouts, other precisions, disturbed and foreign samplers: mismatch and staleness are measured apart."""
+
+import dataclasses
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from zerokl.cli import main
+from zerokl.engine import samplers as samplers_module
+from zerokl.engine.config import load_config
+from zerokl.engine.mismatch import Delayed, MismatchConfig, logit_noise
+from zerokl.engine.monitor import MismatchError
+from zerokl.engine.run import train
+from zerokl.engine.workers import ParallelSampler
+from zerokl.kernels.logprob import Distribution
+from zerokl.model.checkpoint import load_decoder
+from zerokl.model.scoring import logprobs, pack
+
+from tests.helpers import property_settings, total_unequal
+
+
+def _lines(read_jsonl, run) -> list[dict]:
+    return read_jsonl(run / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_older_rollouts_have_mismatch_zero_and_staleness_of_their_own(config, tmp_path, read_jsonl, dtype):
+    cfg = config(dtype=dtype, steps=7, max_staleness=2, loss__preset="grpo")
+    summary = train(cfg, tmp_path / "a")
+    assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
+    lines = _lines(read_jsonl, tmp_path / "a")
+    assert [m["staleness/versions"] for m in lines] == [0, 1, 2, 0, 1, 2, 0]
+    assert [m.get("staleness/max_abs", 0.0) > 0 for m in lines] == [False, True, True, False, True, True, False]
+    versions = {r["step"]: r["weight_version"] for r in read_jsonl(tmp_path / "a" / "rollouts.jsonl")}
+    assert versions == {0: 0, 1: 0, 2: 0, 3: 3, 4: 3, 5: 3, 6: 6}
+    again = cfg.model_copy(update={"micro_batch": 2, "workers": 2})
+    assert train(again, tmp_path / "b").fingerprint == summary.fingerprint
+    assert train(config(dtype=dtype, steps=7, loss__preset="grpo"), tmp_path / "fresh").fingerprint != summary.fingerprint
+
+
+def test_several_updates_on_older_rollouts(config, tmp_path, read_jsonl):
+    summary = train(config(steps=4, max_staleness=3, updates_per_rollout=2), tmp_path / "run")
+    assert summary.mismatch_max_abs == 0.0
+    assert [m["staleness/versions"] for m in _lines(read_jsonl, tmp_path / "run")] == [0, 2, 0, 2]
+
+
+def test_the_logged_staleness_is_that_of_the_logged_rollouts(config, tmp_path, read_jsonl):
+    """The checkpoint before a step, applied to its rollouts, against the logprobs they were sampled with."""
+    train(config(steps=2, max_staleness=1, checkpoint__every=1), tmp_path / "run")
+    decoder = load_decoder(tmp_path / "run" / "checkpoints" / "step-000001", torch.float32)
+    own = [r for r in read_jsonl(tmp_path / "run" / "rollouts.jsonl") if r["step"] == 1]
+    with torch.no_grad():
+        logp = logprobs(decoder, pack([(r["prompt_ids"], r["completion_ids"]) for r in own]), Distribution())[0].double().numpy()
+    d = logp - np.concatenate([r["logprobs"] for r in own])
+    found = _lines(read_jsonl, tmp_path / "run")[1]
+    assert found["staleness/max_abs"] == np.abs(d).max() > 0
+    assert found["staleness/k1"] == pytest.approx(-d.mean(), rel=1e-12)
+
+
+def test_a_flipped_bit_of_an_older_rollout_is_found_and_its_weights_saved(config, tmp_path, monkeypatch, capsys):
+    class Planted(ParallelSampler):
+        def generate(self, prompts, sampling, keys):
+            rollouts = super().generate(prompts, sampling, keys)
+            if keys.step == 2:
+                rollouts[4].logprobs.view(np.int32)[0] ^= 1
+            return rollouts
+
+    monkeypatch.setattr(samplers_module, "ParallelSampler", Planted)
+    with pytest.raises(MismatchError, match=r"step 2, prompt 1, sample 1, position 0 .* 1 ulp apart"):
+        train(config(dtype="bfloat16", precision__head_dtype="float32", max_staleness=2), tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "mismatch" / "mismatch.json").read_text())["weight_version"] == 0
+    saved = load_decoder(tmp_path / "run" / "mismatch", torch.bfloat16)
+    assert total_unequal([saved.flat], [load_decoder(config().model, torch.bfloat16).flat]) == 0
+    monkeypatch.undo()
+    assert main(["verify", "--case", str(tmp_path / "run" / "mismatch")]) == 1
+    rows = re.findall(r"(sampler|trainer)'s logprobs.*?(\d+)\D*$", capsys.readouterr().out, re.MULTILINE)
+    assert set(rows) == {("sampler", "1"), ("trainer", "0")}
+
+
+def test_rollouts_older_than_allowed_are_refused(config, tmp_path, monkeypatch):
+    class Late(ParallelSampler):
+        def generate(self, prompts, sampling, keys):
+            return [dataclasses.replace(r, weight_version=-1) for r in super().generate(prompts, sampling, keys)]
+
+    monkeypatch.setattr(samplers_module, "ParallelSampler", Late)
+    with pytest.raises(ValueError, match="has weight version -1; the trainer is at 1, max_staleness is 1"):
+        train(config(max_staleness=1), tmp_path / "run")
+
+
+DISEASES = {
+    "noise": {"mismatch__logit_noise": 0.1},
+    "rounded": {"mismatch__round_weights": "float8_e4m3fn"},
+    "amplified": {"mismatch__round_weights": "bfloat16", "mismatch__gain": 8.0},
+    "temperature": {"mismatch__temperature": 0.8},
+    "delay": {"mismatch__delay": 2},
+    "dtype": {"precision__sampler_dtype": "bfloat16"},
+    "head": {"dtype": "bfloat16", "precision__sampler_head_dtype": "float32"},
+    "cache": {"precision__sampler_cache_dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("name", DISEASES)
+def test_every_disease_shows_as_mismatch_and_is_reproducible(config, tmp_path, read_jsonl, name):
+    cfg = config(exact="false", steps=4, loss__preset="tis", **DISEASES[name])
+    summary = train(cfg, tmp_path / "a")
+    lines = _lines(read_jsonl, tmp_path / "a")
+    sick = [m["mismatch/max_abs"] > 0 for m in lines]
+    assert sick == ([False, True, True, True] if name == "delay" else [True] * 4)
+    assert not any("staleness/k1" in m for m in lines)
+    assert {r["weight_version"] for r in read_jsonl(tmp_path / "a" / "rollouts.jsonl")} == {0, 1, 2, 3}
+    other = cfg.model_copy(update={"workers": 2, "micro_batch": 2})
+    assert train(other, tmp_path / "b").fingerprint == summary.fingerprint
+    with pytest.raises(ValueError, match="set exact = false"):
+        config(**DISEASES[name])
+
+
+def test_a_disease_and_staleness_are_told_apart(config, tmp_path, read_jsonl):
+    """At a fresh step there is only mismatch; its size does not grow with the age of the weights."""
+    train(config(exact="false", steps=4, max_staleness=3, mismatch__temperature=0.9, optimizer__lr="3e-2"), tmp_path / "run")
+    lines = _lines(read_jsonl, tmp_path / "run")
+    assert "staleness/k3" not in lines[0]
+    assert all(m["mismatch/k3"] < 3 * lines[0]["mismatch/k3"] for m in lines)
+    assert lines[3]["staleness/k3"] > 10 * lines[0]["mismatch/k3"], "the policy has moved by far more than the sampler differs"
+
+
+def test_amplified_rounding_is_rounding_times_the_gain():
+    w = torch.linspace(-2, 2, 4096)
+    one, eight = (MismatchConfig(round_weights="bfloat16", gain=g).weights(w) for g in (1.0, 8.0))
+    assert total_unequal([one], [w.bfloat16().float()]) == 0
+    assert ((eight - w) - 8 * (one - w)).abs().max() <= 2**-23 * 4
+    assert MismatchConfig().weights(w) is w
+    assert not MismatchConfig().any
+
+
+@given(delay=st.integers(0, 4), n=st.integers(1, 9))
+def test_delayed_weights_are_those_of_so_many_steps_ago(delay, n):
+    delayed, weights = Delayed(delay), torch.zeros(1)
+    for i in range(n):
+        weights.fill_(i)
+        assert delayed.push(weights).item() == max(0, i - delay)
+
+
+@property_settings(20)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 1000))
+def test_logit_noise_depends_on_its_own_place_only(seed, step):
+    places = [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (7, 3, 40)]
+    noise = logit_noise(seed, step, places, 33)
+    assert noise.shape == (5, 33)
+    for i, place in enumerate(places):
+        assert total_unequal([noise[i : i + 1]], [logit_noise(seed, step, [place], 33)]) == 0
+    assert len({tuple(row) for row in noise.tolist()}) == 5
+    assert not torch.equal(noise, logit_noise(seed, step + 1, places, 33))
+
+
+def test_logit_noise_is_standard_normal():
+    x = logit_noise(0, 0, [(p, s, t) for p in range(4) for s in range(4) for t in range(4)], 256).double()
+    assert abs(x.mean()) < 4 / math.sqrt(x.numel())
+    assert abs(x.var() - 1) < 4 * math.sqrt(2 / x.numel())
+    assert abs((x > 1.96).double().mean() - 0.025) < 4 * math.sqrt(0.025 / x.numel())
+
+
+def test_transformers_as_the_sampler(config, tmp_path, read_jsonl):
+    cfg = config(sampler="hf", exact="false", steps=20, dtype="bfloat16", loss__preset="tis")
+    summary = train(cfg, tmp_path / "run")
+    lines = _lines(read_jsonl, tmp_path / "run")
+    assert all(0 < m["mismatch/max_abs"] < 0.5 for m in lines), "bf16 rounds elsewhere, by little"
+    assert summary.reward_last5 > summary.reward_first + 0.1, "it draws from the weights that are trained"
+    rollouts = read_jsonl(tmp_path / "run" / "rollouts.jsonl")
+    assert [(r["prompt"], r["sample"]) for r in rollouts[:9]] == [(p, g) for p in range(3) for g in range(3)]
+    assert [r["weight_version"] for r in rollouts[::9]] == list(range(20))
+    assert len({json.dumps(r["completion_ids"]) for r in rollouts[:3]}) > 1, "samples of one prompt differ"
+
+
+def test_control_transformers_with_old_weights_is_seen(config, tmp_path, read_jsonl, monkeypatch):
+    monkeypatch.setattr(samplers_module.ForeignSampler, "load_weights", lambda self, weights, version: setattr(self, "version", version))
+    train(config(sampler="hf", exact="false", steps=3), tmp_path / "run")
+    first, _, last = [m["mismatch/max_abs"] for m in _lines(read_jsonl, tmp_path / "run")]
+    assert last > 100 * first
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"sampler": "hf"}, "set exact = false"), ({"mismatch.delay": "1"}, "set exact = false"),
+        ({"sampler": "vllm", "max_staleness": "1"}, 'need sampler = "native", not vllm'),
+        ({"sampler": "hf", "exact": "false", "mismatch.delay": "1"}, 'need sampler = "native", not hf'),
+        ({"mismatch.gain": "-1"}, "mismatch.gain"), ({"mismatch.round_weights": "int8"}, "round_"), ({"max_staleness": "-1"}, "max_st"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(keys, message):
+    with pytest.raises(ValueError, match=message):
+        load_config(None, None, keys)

@@ -1,0 +1,118 @@
+"""Attention, interpreted: bits beside vLLM's own kernel; prefill, chunks and decode; gradients' law; accuracy against fp64."""
+
+import numpy as np
+import pytest
+import torch
+from zerokl.kernels import attention_bwd_triton, attention_triton
+from zerokl.kernels.attention_plan import KEY_TILE, Spans
+from zerokl.kernels.attention_triton import attention_paged
+
+from tests.helpers import assert_at_most_twice_the_error, randn, total_unequal
+from tests.kernels.test_attention import CHUNKS, Case, cached, gradients, make_case, whole
+
+DTYPES = (torch.float32, torch.float16)
+LENGTHS = [5, 70, 33]
+
+
+def _paged(case: Case, page: int, contexts: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Spans]:
+    """The queries of `case` after `contexts` tokens, against pages scattered over a cache whose rest is NaN."""
+    (_, kv_heads, D), lengths = case.k.shape, np.array(case.lengths)
+    pages = -(-lengths // page)
+    table = np.random.default_rng(0).permutation(pages.sum() + 2).astype(np.int32)[: pages.sum()]
+    k, v = (torch.full((int(pages.sum()) + 2, page, kv_heads, D), float("nan"), dtype=case.q.dtype) for _ in range(2))
+    tables, queries = np.zeros((len(lengths), pages.max()), np.int32), []
+    for row, own, at, context in zip(tables, np.split(table, np.cumsum(pages)[:-1]), case.spans(), contexts, strict=True):
+        row[: len(own)] = own
+        for cache, packed in ((k, case.k), (v, case.v)):
+            cache[torch.from_numpy(own).long()] = 0
+            for i, token in enumerate(packed[at]):
+                cache[own[i // page], i % page] = token
+        queries.append(case.q[at][context:])
+    starts = torch.tensor([0, *np.cumsum([len(q) for q in queries])], dtype=torch.int32)
+    return torch.cat(queries), k, v, Spans(starts, torch.tensor(lengths, dtype=torch.int32), torch.from_numpy(tables), kv_heads)
+
+
+def _vllm(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, scale: float) -> torch.Tensor:
+    from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+
+    o = torch.full_like(q, float("nan"))
+    longest = int(spans.starts.diff().max())
+    unified_attention(
+        q, k, v, o, spans.starts, longest, spans.lengths, int(spans.lengths.max()), scale, True, (-1, -1), spans.table, 0, None, None, None
+    )
+    return o
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("group", "kv_heads", "page"), [(2, 2, 16), (1, 1, 32), (7, 1, 64)])
+def test_bits_of_vllms_kernel_for_prefill_chunks_and_decode(batch_invariant, group, kv_heads, page, dtype):
+    case = make_case([5, 45, 33], group, kv_heads, 48, dtype, seed=group)
+    at = case.spans()
+    for contexts in ([0, 0, 0], [4, 25, 32], [4, 44, 32]):
+        q, k, v, spans = _paged(case, page, contexts)
+        ours = attention_paged(q, k, v, spans, case.scale)
+        assert total_unequal([ours], [_vllm(q, k, v, spans, case.scale)]) == 0
+        assert total_unequal([ours], [torch.cat([whole(case)[a][c:] for a, c in zip(at, contexts, strict=True)])]) == 0
+
+
+def test_control_another_key_tile_gives_other_bits(batch_invariant, monkeypatch):
+    case = make_case(LENGTHS, 2, 2, 48, torch.float32, seed=1)
+    q, k, v, spans = _paged(case, 16, [0, 0, 0])
+    monkeypatch.setattr(attention_triton, "KEY_TILE", KEY_TILE // 2)
+    assert total_unequal([attention_paged(q, k, v, spans, case.scale)], [_vllm(q, k, v, spans, case.scale)]) > 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("chunk", "lengths"), [("one by one", [3, 35]), ("short", LENGTHS), ("long", LENGTHS)])
+def test_prefill_chunks_and_decode_are_one_result(chunk, lengths, dtype):
+    case = make_case(lengths, 2, 1, 32, dtype, seed=2)
+    assert total_unequal([whole(case)], [cached(case, CHUNKS[chunk], 3)]) == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sequence_is_independent_of_what_it_is_packed_with(dtype):
+    case = make_case(LENGTHS, 3, 1, 32, dtype, seed=4)
+    dy = randn(5, *case.q.shape, dtype=dtype)
+    together, o = gradients(case, dy), whole(case)
+    for s, at in enumerate(case.spans()):
+        alone, poisoned = case.sequence(s), case.with_others_nan(s)
+        assert total_unequal([whole(alone), whole(poisoned)[at]], [o[at]] * 2) == 0
+        expected = gradients(alone, dy[at])
+        assert total_unequal(expected, [g[at] for g in together]) == 0
+        assert total_unequal(expected, [g[at] for g in gradients(poisoned, dy)]) == 0
+
+
+def test_control_other_tiles_of_the_backward_give_other_bits(monkeypatch):
+    case = make_case([90], 2, 1, 32, torch.float32, seed=6)
+    dy = randn(7, *case.q.shape)
+    before = gradients(case, dy)
+    tiles = attention_bwd_triton._tiles(torch.float16, "hopper")
+    monkeypatch.setattr(attention_bwd_triton, "_tiles", lambda *_: tiles)
+    for a, b in zip(before, gradients(case, dy), strict=True):
+        assert total_unequal([a], [b]) > 0
+
+
+def _plain(case: Case, leaves: list[torch.Tensor]) -> torch.Tensor:
+    outs = []
+    for at in case.spans():
+        q, k, v = (x[at].transpose(0, 1).unsqueeze(0) for x in leaves)
+        outs.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=case.scale, enable_gqa=True))
+    return torch.cat([o[0].transpose(0, 1) for o in outs])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_accuracy(dtype):
+    judged: dict[str, list[list[torch.Tensor]]] = {name: [[], [], []] for name in ("o", "dq", "dk", "dv")}
+    for seed in (10, 20, 30):
+        case = make_case([70, 40], 2, 1, 32, dtype, seed)
+        dy = randn(seed + 5, *case.q.shape, dtype=dtype)
+        results = [[whole(case), *gradients(case, dy)]]
+        for plain_dtype in (dtype, torch.float64):
+            leaves = [x.to(plain_dtype).requires_grad_() for x in case[1:]]
+            o = _plain(case, leaves)
+            results.append([o.detach(), *torch.autograd.grad(o, leaves, dy.to(plain_dtype))])
+        for which, result in enumerate(results):
+            for name, x in zip(judged, result, strict=True):
+                judged[name][which].append(x.flatten())
+    for name, parts in judged.items():
+        assert_at_most_twice_the_error(*(torch.cat(p) for p in parts), f"{name} {dtype}")

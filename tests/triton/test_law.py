@@ -1,0 +1,116 @@
+"""The law on Triton, interpreted: rows independent of the others, gradients of the split into micro-batches, accuracy against fp64.
+
+The operations and the comparisons are those of tests/kernels; in this process they run their Triton kernels.
+"""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from zerokl.kernels import columns_triton
+from zerokl.kernels.launch import recorded
+from zerokl.kernels.order import token_blocks
+from zerokl.kernels.rms_norm import qk_norm
+
+from tests.helpers import DTYPES, property_settings, randn, total_unequal
+from tests.kernels import test_accuracy as accuracy
+from tests.kernels import test_row_independence as rows
+from tests.kernels import test_weight_gradients as gradients
+
+
+def _qk_norm(x: rows.Rows, D: int, seed: int) -> rows.Rows:
+    wq, wk = (randn(seed + i, D, dtype=x[0].dtype) for i in (0, 1))
+    return (qk_norm(x[0], wq, wk, 2, 1e-6),)
+
+
+# name -> the kernel that must have run
+NORMS = {name: "_rms_norm_bwd" for name in ("rms_norm", "rms_norm of heads", "add_rms_norm")}
+LOGPROBS = {name: "_logprob_bwd" for name in ("linear_logprob", "linear_logprob at a temperature")}
+TRUNCATED = {f"linear_logprob of {what}": "_logprob_bwd" for what in ("top-k", "top-p", "all three")}
+ROW_OPS = {**NORMS, **LOGPROBS, **TRUNCATED, "qk_norm": "_rms_norm_bwd", "silu_mul": "_silu_mul_bwd", "rope": "_rope"}
+GRADIENT_OPS = {**NORMS, "linear_logprob": "_logprob_bwd", "embedding": "_embedding_bwd"}
+ACCURATE_OPS = {**NORMS, **LOGPROBS, "silu_mul": "_silu_mul_bwd", "rope": "_rope", "embedding": "_embedding_bwd"}
+OPS = {**rows.OPS, "qk_norm": rows.Op(rows._x(3), _qk_norm)}
+
+
+def cases(names: dict[str, str], dtypes: tuple[torch.dtype, ...] = DTYPES) -> list:
+    return [
+        pytest.param(name, kernel, dtype, id=f"{name}-{dtype}".replace("torch.", ""))
+        for name, kernel in names.items()
+        for dtype in dtypes
+        if rows.ONE_DTYPE.get(name, dtype) == dtype
+    ]
+
+
+@pytest.mark.parametrize(("name", "kernel", "dtype"), cases(ROW_OPS))
+@property_settings(6)  # the interpreter takes milliseconds for each program, and a row is a program
+@given(
+    width=st.sampled_from([1, 7, 16, 33, 100, 257]),
+    T=st.integers(1, 8),
+    other_T=st.integers(1, 8),
+    poison=st.sampled_from(rows.POISON),
+    seed=st.integers(0, 10_000),
+)
+def test_row_is_independent_of_the_others(name, kernel, dtype, width, T, other_T, poison, seed):
+    with recorded(and_run=True) as ran:
+        assert rows.unequal_rows(OPS[name], dtype, width, T, other_T, poison, seed) == 0
+    assert kernel in {one.kernel.__name__ for one in ran}
+
+
+@pytest.mark.parametrize(("name", "kernel", "dtype"), cases(GRADIENT_OPS, (torch.float32, torch.bfloat16)))
+@property_settings(3)
+@given(
+    width=st.sampled_from([1, 16, 33, 100]),
+    lengths=st.lists(st.sampled_from([1, 3, 130]), min_size=2, max_size=3),
+    cuts=st.sets(st.integers(1, 2)),
+)
+def test_gradient_is_independent_of_the_split_into_micro_batches(name, kernel, dtype, width, lengths, cuts):
+    sequences = list(range(len(lengths)))
+    at = [0, *sorted(c for c in cuts if 0 < c < len(lengths)), len(lengths)]
+    with recorded(and_run=True) as ran:
+        together = gradients.main_grads(name, dtype, width, lengths, [sequences])
+        split = gradients.main_grads(name, dtype, width, lengths, [sequences[a:b] for a, b in pairwise(at)])
+    assert total_unequal(together, split) == 0
+    assert kernel in {one.kernel.__name__ for one in ran}
+
+
+@pytest.mark.parametrize("name", GRADIENT_OPS)
+def test_control_another_order_of_the_sequences_is_found(name):
+    lengths = [150, 90, 40]
+    in_order = gradients.main_grads(name, torch.float32, 64, lengths, [[0], [1], [2]])
+    assert total_unequal(in_order, gradients.main_grads(name, torch.float32, 64, lengths, [[2], [1], [0]])) > 0
+
+
+@pytest.mark.parametrize("name", [n for n in GRADIENT_OPS if n != "embedding"])
+def test_control_blocks_across_sequences_are_found(name, monkeypatch):
+    lengths = [150, 90, 40]
+    before = gradients.main_grads(name, torch.float32, 64, lengths, [[0, 1, 2]])
+    op = gradients.OPS[name]
+    wrong = op._replace(run=lambda x, ids, w, _: op.run(x, ids, w, token_blocks([sum(lengths)])))
+    monkeypatch.setitem(gradients.OPS, name, wrong)
+    assert total_unequal(before, gradients.main_grads(name, torch.float32, 64, lengths, [[0, 1, 2]])) > 0
+
+
+@pytest.mark.parametrize("rows_at_once", [8, 32])
+def test_control_another_tile_of_rows_is_found(monkeypatch, rows_at_once):
+    before = gradients.main_grads("rms_norm", torch.float32, 64, [150, 90], [[0, 1]])
+    monkeypatch.setattr(columns_triton, "ROWS", rows_at_once)
+    assert total_unequal(before, gradients.main_grads("rms_norm", torch.float32, 64, [150, 90], [[0, 1]])) > 0
+
+
+@pytest.mark.parametrize(("name", "kernel", "dtype"), cases(ACCURATE_OPS, (torch.float32, torch.bfloat16)))
+def test_error_is_at_most_twice_that_of_plain_torch(name, kernel, dtype, monkeypatch):
+    monkeypatch.setattr(accuracy, "SEEDS", range(0, 40, 20))
+    with recorded(and_run=True) as ran:
+        accuracy.test_error_is_at_most_twice_that_of_plain_torch(name, dtype)
+    assert kernel in {one.kernel.__name__ for one in ran}
+
+
+def test_control_an_error_is_found(monkeypatch):
+    op = accuracy.OPS["rms_norm"]
+    monkeypatch.setitem(accuracy.OPS, "rms_norm", op._replace(ours=lambda x, w: op.ours(x, w) * 1.001))
+    monkeypatch.setattr(accuracy, "SEEDS", range(0, 40, 20))
+    with pytest.raises(AssertionError, match="largest error"):
+        accuracy.test_error_is_at_most_twice_that_of_plain_torch("rms_norm", torch.float32)

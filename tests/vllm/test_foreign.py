@@ -1,0 +1,58 @@
+"""Stock vLLM as the sampler of an ablation: it must draw from the weights that are trained."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.vllm
+
+# In a process of its own, as vLLM keeps its threads and settings for good.
+CODE = """
+if __name__ == "__main__":
+    import sys
+    from pathlib import Path
+
+    import torch
+    from zerokl.engine.audit.hf import HfEngine
+    from zerokl.engine.audit.stock import VllmEngine
+    from zerokl.kernels.logprob import Distribution
+    from zerokl.model.checkpoint import read_weights
+    from zerokl.model.config import ModelConfig
+    from zerokl.model.weights import Layout
+
+    folder, pairs = Path(sys.argv[1]), [((3, 4, 5), (6, 7, 8, 9)), ((11,), (12, 13))]
+    config = ModelConfig.from_file(folder)
+    layout = Layout(config)
+    vllm, hf = VllmEngine(folder, torch.float32, 64), HfEngine(folder, torch.float32)
+    flat = read_weights(folder, layout)
+    for seed in range(3):
+        flat += 0.02 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(seed))
+        before = vllm.score(pairs, Distribution())
+        for engine in (vllm, hf):
+            engine.load_weights(layout.checkpoint_views(flat))
+        found, expected = (engine.score(pairs, Distribution()) for engine in (vllm, hf))
+        print("RESULT", max(abs(a - b).max() for a, b in zip(found, expected)), max(abs(a - b).max() for a, b in zip(before, expected)))
+"""
+
+
+def test_stock_vllm_computes_with_the_weights_it_was_given(model: Path, tmp_path: Path):
+    (tmp_path / "reload.py").write_text(CODE)
+    done = subprocess.run([sys.executable, str(tmp_path / "reload.py"), str(model)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = [tuple(map(float, line.split()[1:])) for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    assert len(results) == 3
+    for after, before in results:
+        assert after < 1e-3 < 1e-2 < before, "fp32 engines differ by rounding; other weights differ by far more"
+
+
+def test_a_run_with_stock_vllm_as_the_sampler(model: Path, tmp_path: Path):
+    words = [
+        "train", "--run-dir", str(tmp_path / "run"), "--model", str(model), "--steps", "3", "--prompts", "2", "--samples", "3",
+        "--sampling.max_tokens", "6", "--task.options", "{ max_value = 9, train = 20, held_out = 10 }", "--sampler", "vllm-stock",
+        "--exact", "false", "--evaluation.every", "2", "--loss.preset", "tis",
+    ]  # fmt: skip
+    done = subprocess.run([str(Path(sys.executable).with_name("zerokl")), *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "of them unequal" in done.stdout
