@@ -154,7 +154,7 @@ def test_a_changed_sampler_logprob_is_found_beside_a_trainer_that_is_right(confi
     assert (d.step, d.quantity) == (step, "sampler_logprobs")
 
 
-def test_another_seed_setting_data_or_model_is_found_before_the_first_step(config, good, model, tmp_path):
+def test_another_seed_setting_or_model_is_found_before_the_first_step(config, good, model, tmp_path, capsys):
     base = tmp_path / "base"
     shutil.copytree(model, base)
     weights = bytearray((base / "model.safetensors").read_bytes())
@@ -170,6 +170,9 @@ def test_another_seed_setting_data_or_model_is_found_before_the_first_step(confi
         d = _first(good, path)
         assert (d.step, d.quantity) == (None, quantity)
         assert d.part == part if part else d.part.startswith("model."), d.part
+    assert main(["diff", str(good), str(tmp_path / "seed")]) == 1
+    said = capsys.readouterr().out
+    assert "first difference before the first step: configuration seed: 0 and 1\nthen step 0: random keys\n" in said
 
 
 def test_what_explains_a_difference_is_named(good, tmp_path, capsys):
