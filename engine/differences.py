@@ -41,7 +41,10 @@ def _diff_runs(a: Path, b: Path) -> int:
         console.print(f"equal to the bit as far as both go: {a} has {found.steps[0]} steps, {b} has {found.steps[1]}")
         return 1
     console.print(f"first difference {found.divergence}")
-    if found.divergence.step is not None and (place := _first_rollout(a, b, found.divergence.step)):
+    if found.divergence.step is None:
+        console.print(f"then {found.later}" if found.later else "every step that both have is equal to the bit")
+    first = found.later or found.divergence
+    if first.step is not None and (place := _first_rollout(a, b, first.step)):
         console.print(place)
     _explain(found)
     return 1

@@ -152,7 +152,7 @@ class Recorder:
             self._leaves[name] = tree.leaves
 
     def check_ranks(self, ranks: Ranks) -> None:
-        """Compare the step's line over all ranks. Raises RuntimeError naming rank and quantity: their states have parted."""
+        """Compare the step's line over all ranks. Raises ChildProcessError naming rank and quantity: their states have parted."""
         if ranks.size == 1:
             return
         line = self.ledger.last
@@ -160,7 +160,7 @@ class Recorder:
         if len(set(chains)) > 1:
             every = ranks.gather(lambda: line)
             rank = next(r for r, chain in enumerate(chains) if chain != chains[0])
-            raise RuntimeError(f"rank {rank} has other bits than rank 0: {compare_lines(self.head, every[0], every[rank])}")
+            raise ChildProcessError(f"rank {rank} has other bits than rank 0: {compare_lines(self.head, every[0], every[rank])}")
 
     def close(self) -> None:
         """Close the file."""

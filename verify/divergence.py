@@ -38,6 +38,7 @@ class Comparison:
     steps: tuple[int, int]
     environment: list[str]  # differences that may explain it, one line each
     lawful: list[str]  # differences that the law says decide no bit
+    later: Divergence | None = None  # where runs that start from different things first differ in a step
 
     @property
     def equal(self) -> bool:
@@ -62,13 +63,12 @@ def compare_runs(a: LedgerFile, b: LedgerFile) -> Comparison:
     """Compare two ledgers from their beginning."""
     assert a.head is not None
     assert b.head is not None
-    divergence = compare_heads(a.head, b.head)
-    if divergence is None:
-        pairs = zip(a.lines, b.lines, strict=False)
-        divergence = next((d for x, y in pairs if x.chain != y.chain and (d := compare_lines(a.head, x, y))), None)
-    before = len(a.lines) if divergence is None or divergence.step is None else divergence.step
-    environment, lawful = _environments(a, b, before)
-    return Comparison(divergence, (len(a.lines), len(b.lines)), environment, lawful)
+    pairs = zip(a.lines, b.lines, strict=False)
+    in_steps = next((d for x, y in pairs if (d := compare_lines(a.head, x, y))), None)
+    at_start = compare_heads(a.head, b.head)
+    environment, lawful = _environments(a, b, in_steps.step if in_steps else len(a.lines))
+    later = in_steps if at_start else None
+    return Comparison(at_start or in_steps, (len(a.lines), len(b.lines)), environment, lawful, later)
 
 
 def compare_heads(a: Head, b: Head) -> Divergence | None:

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from zerokl.cli import main
-from zerokl.engine import loop
-from zerokl.engine import run as run_module
+from zerokl.engine import collect
 from zerokl.engine.learner import Learner
 from zerokl.engine.run import train
-from zerokl.engine.workers import Workers
+from zerokl.engine.workers import ParallelSampler, Workers
 from zerokl.model import decoder as decoder_module
 from zerokl.verify.divergence import compare_runs, open_run
 
@@ -102,13 +101,13 @@ def test_a_perturbed_gradient_is_found(plain, good, tmp_path, monkeypatch, seed)
 @pytest.mark.parametrize("seed", DRAWS)
 def test_a_swapped_order_of_the_data_is_found(plain, good, tmp_path, monkeypatch, seed):
     step = random.Random(seed).randrange(STEPS)
-    ordered = loop.step_problems
+    ordered = collect.step_problems
 
     def swapped(n, prompts, seed, at, *stream):
         chosen = ordered(n, prompts, seed, at, *stream)
         return [chosen[1], chosen[0], *chosen[2:]] if at == step else chosen
 
-    monkeypatch.setattr(loop, "step_problems", swapped)
+    monkeypatch.setattr(collect, "step_problems", swapped)
     train(plain, tmp_path / "run")
     d = _first(good, tmp_path / "run")
     assert (d.step, d.quantity) == (step, "prompts")
@@ -118,7 +117,7 @@ def test_a_swapped_order_of_the_data_is_found(plain, good, tmp_path, monkeypatch
 def test_a_changed_reward_is_found(plain, good, tmp_path, monkeypatch, capsys, seed):
     draw = random.Random(seed)
     step, p, g, calls = draw.randrange(STEPS), draw.randrange(3), draw.randrange(3), []
-    rewards = loop.rewards
+    rewards = collect.rewards
 
     def changed(*args):
         r = rewards(*args)
@@ -127,7 +126,7 @@ def test_a_changed_reward_is_found(plain, good, tmp_path, monkeypatch, capsys, s
             r[p, g] += 0.125
         return r
 
-    monkeypatch.setattr(loop, "rewards", changed)
+    monkeypatch.setattr(collect, "rewards", changed)
     train(plain, tmp_path / "run")
     d = _first(good, tmp_path / "run")
     assert (d.step, d.quantity) == (step, "rewards")
@@ -141,7 +140,7 @@ def test_a_changed_sampler_logprob_is_found_beside_a_trainer_that_is_right(confi
     step, i = draw.randrange(3), draw.randrange(9)
     loose = config(exact=False)
     train(loose, tmp_path / "good")
-    generate = run_module.ParallelSampler.generate
+    generate = ParallelSampler.generate
 
     def planted(self, prompts, sampling, keys):
         rollouts = generate(self, prompts, sampling, keys)
@@ -149,13 +148,13 @@ def test_a_changed_sampler_logprob_is_found_beside_a_trainer_that_is_right(confi
             rollouts[i].logprobs[0] += 0.25
         return rollouts
 
-    monkeypatch.setattr(run_module.ParallelSampler, "generate", planted)
+    monkeypatch.setattr(ParallelSampler, "generate", planted)
     train(loose, tmp_path / "run")
     d = _first(tmp_path / "good", tmp_path / "run")
     assert (d.step, d.quantity) == (step, "sampler_logprobs")
 
 
-def test_another_seed_setting_data_or_model_is_found_before_the_first_step(config, good, model, tmp_path):
+def test_another_seed_setting_or_model_is_found_before_the_first_step(config, good, model, tmp_path, capsys):
     base = tmp_path / "base"
     shutil.copytree(model, base)
     weights = bytearray((base / "model.safetensors").read_bytes())
@@ -171,6 +170,9 @@ def test_another_seed_setting_data_or_model_is_found_before_the_first_step(confi
         d = _first(good, path)
         assert (d.step, d.quantity) == (None, quantity)
         assert d.part == part if part else d.part.startswith("model."), d.part
+    assert main(["diff", str(good), str(tmp_path / "seed")]) == 1
+    said = capsys.readouterr().out
+    assert "first difference before the first step: configuration seed: 0 and 1\nthen step 0: random keys\n" in said
 
 
 def test_what_explains_a_difference_is_named(good, tmp_path, capsys):
@@ -276,8 +278,8 @@ def test_verify_run_holds_and_names_what_does_not(good, tmp_path, monkeypatch, c
 
 
 def test_control_verify_run_sees_a_machine_that_computes_otherwise(good, monkeypatch, capsys):
-    rewards = loop.rewards
-    monkeypatch.setattr(loop, "rewards", lambda *args: rewards(*args) * 2)
+    rewards = collect.rewards
+    monkeypatch.setattr(collect, "rewards", lambda *args: rewards(*args) * 2)
     assert main(["verify", "run", str(good), "--replays", "1"]) == 1
     assert "rewards" in capsys.readouterr().out
 
