@@ -47,6 +47,7 @@ def save_checkpoint(
 ) -> None:  # fmt: skip
     """Write everything a resumed run needs, then drop all but the `keep` newest (0: all). Raises OSError, leaving nothing half-written."""
     assert state.ledger is not None
+    state.ledger.ledger.sync()  # a checkpoint never runs ahead of the ledger
     small = {
         "step": state.step, "version": state.version, "updates": state.learner.updates, "chain": state.ledger.ledger.chain,
         "scaler": {name: getattr(state.scaler, name) for name in _SCALER}, "logs": logs,

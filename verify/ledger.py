@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -198,13 +198,15 @@ def _take(found: LedgerFile, line: dict[str, Any]) -> None:
 
 
 class Ledger:
-    """A ledger that is being written, from a head or on from a read one. Each line is on the disk when `append` returns.
+    """A ledger that is being written, from a head or on from a read one.
 
+    A line is in the file when `append` returns, and on the disk before the next one is written or `sync` returns: no step waits for it.
     Without a path nothing is written: `last` is compared, by a replay or with the other ranks.
     """
 
     def __init__(self, path: Path | None, head: Head, found: LedgerFile | None = None):
         self.last: Line | None = None
+        self._synced: Future[None] | None = None
         self._file = open(path, "ab") if path is not None else None
         head.chain = head.chained()
         self.chain = head.chain if found is None else found.chain
@@ -224,11 +226,20 @@ class Ledger:
     def _write(self, line: dict[str, Any]) -> None:
         if self._file is None:
             return
+        self.sync()
         self._file.write(json.dumps(line | {"sum": hash_json(line)}, separators=(",", ":")).encode() + b"\n")
         self._file.flush()
-        os.fsync(self._file.fileno())
+        self._synced = _pool().submit(os.fsync, self._file.fileno())
+
+    def sync(self) -> None:
+        """Wait until every line is on the disk. Raises OSError."""
+        if self._synced is not None:
+            self._synced.result()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, every line on the disk."""
         if self._file is not None:
-            self._file.close()
+            try:
+                self.sync()
+            finally:
+                self._file.close()
