@@ -6,13 +6,14 @@ STAMP  := $(VENV)/.installed
 RUN    ?= runs/demo
 
 # TORCH: what pip is given for torch, e.g. TORCH='torch==2.13.0 --index-url ...' for another build.
-.PHONY: help demo test test-slow vllm test-vllm test-triton lint package bench bench-vllm clean
+.PHONY: help demo test test-slow test-proofs vllm test-vllm test-triton lint package bench bench-vllm clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       train a small model to add, exactly on-policy; ends with reward curve, mismatch and fingerprint"
 	@echo "make test       the tests (minutes)"
 	@echo "make test-slow  the long proofs: 200-step runs, real vocabularies and head counts, memory, the demo twice"
+	@echo "make test-proofs  what CI has no time for: a run killed at fifty random moments and resumed"
 	@echo "make vllm       an environment with vLLM for CPUs, in .venv-vllm"
 	@echo "make test-vllm  vLLM as the sampler: tokens and logprobs beside the native sampler's and the trainer's"
 	@echo "make test-triton  the Triton kernels, interpreted on a CPU, beside vLLM's own; and compiled for GPUs that need not be here"
@@ -32,10 +33,13 @@ demo: $(STAMP)
 	$(BIN)/zerokl train --preset demo --run-dir $(RUN)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow and not vllm"
+	$(BIN)/python -m pytest -m "not slow and not vllm and not proof" --durations=15
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
+
+test-proofs: $(STAMP)
+	$(BIN)/python -m pytest -m proof
 
 # vLLM in an environment of its own. See requirements-vllm.txt for why its own dependencies are not installed.
 vllm: .venv-vllm/.installed

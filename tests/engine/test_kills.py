@@ -79,7 +79,7 @@ def test_three_kills(config, tmp_path):
     check_kills(config, tmp_path, 3, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.parametrize("workers", [1, 2])
 def test_fifty_kills(config, tmp_path, workers):
     check_kills(config, tmp_path, 25, workers, workers=workers)
