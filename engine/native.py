@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..kernels.attention_plan import KEY_TILE
-from ..kernels.logprob import chunk_rows, draw, scaled_logits, token_logprobs
+from ..kernels.logprob import chunk_rows, drawn_logprobs, scaled_logits
 from ..kernels.order import matmul_rows
 from ..model.cache import BlockCache, CachedContext
 from ..model.decoder import Decoder
@@ -236,8 +236,7 @@ class _Generation:
                 noise = logit_noise(self.keys.seed, self.keys.step, places, z.shape[1])
                 z = z + noise.to(z.device) * self.sampling.logit_noise
             u = torch.tensor([s.uniforms.at(len(s.tokens)) for s in some], dtype=torch.float64, device=z.device)
-            ids = draw(z, u, greedy=dist.temperature == 0.0)
-            logp, _ = token_logprobs(z, ids)
+            ids, logp = drawn_logprobs(z, u, greedy=dist.temperature == 0.0)
             for s, token, lp in zip(some, ids.tolist(), logp.tolist(), strict=True):
                 s.append(token, lp, self.sampling)
         for s in [s for s in self.running if s.finish]:

@@ -152,7 +152,7 @@ def _index_plan(
         hidden = position[a:b, None, :, None] < keys  # [query tiles of one head, M, R, KEY_TILE]
         bias = np.repeat(np.where(hidden, np.float32(-np.inf), np.float32(0)), kv_heads, axis=0)
         groups.append(Group(a * kv_heads, torch.from_numpy(tiles), torch.from_numpy(bias)))
-    return IndexPlan(heads, kv_heads, R, torch.from_numpy(row.reshape(-1)), torch.from_numpy(inverse), groups, tuple(int(x) for x in q_len))
+    return IndexPlan(heads, kv_heads, R, torch.from_numpy(row.reshape(-1)), torch.from_numpy(inverse), groups, tuple(q_len.tolist()))
 
 
 def _group_bounds(need: np.ndarray, kv_heads: int) -> list[tuple[int, int]]:

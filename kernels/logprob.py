@@ -101,13 +101,26 @@ def draw(z: torch.Tensor, u: torch.Tensor, greedy: bool = False) -> torch.Tensor
 
     A row's token depends on its own z and u: see _prefix_sums.
     """
-    if greedy:
-        return z.argmax(dim=1)
-    cdf = _prefix_sums(torch.exp(z - z.amax(dim=1, keepdim=True)))
+    return z.argmax(dim=1) if greedy else _invert(torch.exp(z - z.amax(dim=1, keepdim=True)), u)
+
+
+def drawn_logprobs(z: torch.Tensor, u: torch.Tensor, greedy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """`draw`, and what `token_logprobs` says of the tokens drawn, with one exponential for both. -> ids [T], logp [T] in fp32."""
+    if on_triton(z):
+        ids = draw(z, u, greedy)
+        return ids, token_logprobs(z, ids)[0]
+    shifted, e, total = softmax_parts(z)
+    ids = z.argmax(dim=1) if greedy else _invert(e, u)
+    return ids, shifted.gather(1, ids.unsqueeze(1)).squeeze(1) - torch.log(total)
+
+
+def _invert(e: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """The first token at which the distribution function of weights e [T, V] exceeds u [T]."""
+    cdf = _prefix_sums(e)
     total = cdf[:, -1:]
     target = torch.minimum(u.unsqueeze(1) * total, torch.nextafter(total, torch.zeros_like(total)))
     ids = torch.searchsorted(cdf, target, right=True).squeeze(1)
-    return ids.clamp_(max=z.shape[1] - 1) if z.is_cuda else ids  # logits that are NaN: found later, and not by reading out of bounds
+    return ids.clamp_(max=e.shape[1] - 1)  # logits that are NaN: found later, and not by reading out of bounds
 
 
 def chunk_rows(V: int) -> int:

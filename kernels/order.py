@@ -75,6 +75,8 @@ def matmul_rows(x_TK: torch.Tensor, w_KN: torch.Tensor) -> torch.Tensor:
         return matmul_rows(x_TK.float(), w_KN.float()).to(dtype)
     T, N = x_TK.shape[0], w_KN.shape[1]
     x, w = _pad_width(x_TK), _pad_both(w_KN)
+    if T == ROW_TILE or (T in _LONG_TILES and _agrees(T, x.dtype, *w.shape, w.stride(), torch.get_num_threads())):
+        return _narrow(torch.mm(x, w), N)
     y = x.new_empty(T, w.shape[1])
     start = 0
     for rows in (*_LONG_TILES, ROW_TILE):
@@ -86,6 +88,11 @@ def matmul_rows(x_TK: torch.Tensor, w_KN: torch.Tensor) -> torch.Tensor:
         tail = x.new_zeros(ROW_TILE, x.shape[1])
         tail[: T - start] = x[start:]
         y[start:] = torch.mm(tail, w)[: T - start]
+    return _narrow(y, N)
+
+
+def _narrow(y: torch.Tensor, N: int) -> torch.Tensor:
+    """The first N columns of y, contiguous."""
     return y if y.shape[1] == N else y[:, :N].contiguous()
 
 

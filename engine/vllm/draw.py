@@ -12,7 +12,7 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
-from ...kernels.logprob import Distribution, chunk_rows, draw, scaled_logits, token_logprobs
+from ...kernels.logprob import Distribution, chunk_rows, drawn_logprobs, scaled_logits
 from ...kernels.philox import Stream
 from ..rollout import Keys, Uniforms
 
@@ -86,8 +86,7 @@ class KeyedDraw(LogitsProcessor):
         z = scaled_logits(logits if every else logits[rows], distribution)
         requests = [self._rows[row] for row in rows]
         u = torch.tensor([r.uniforms.at(len(r.output)) for r in requests], dtype=torch.float64)
-        ids = draw(z, u, greedy=distribution.temperature == 0.0)
-        logp, _ = token_logprobs(z, ids)
+        ids, logp = drawn_logprobs(z, u, greedy=distribution.temperature == 0.0)
         bad = (~torch.isfinite(logp)).nonzero()
         if len(bad):
             r = requests[int(bad[0])]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from zerokl.kernels.logprob import Distribution, draw, linear_logprob, scaled_logits, token_logprobs
+from zerokl.kernels.logprob import Distribution, draw, drawn_logprobs, linear_logprob, scaled_logits, token_logprobs
 from zerokl.kernels.philox import Stream, uniform_range
 
 from tests.helpers import DTYPES, property_settings, randn, total_unequal
@@ -118,3 +118,23 @@ def test_truncated_probabilities_sum_to_one():
 def test_distribution_out_of_range_is_refused(dist, message):
     with pytest.raises(ValueError, match=message):
         linear_logprob(torch.zeros(1, 4), torch.zeros(3, 4), torch.zeros(1, dtype=torch.int64), dist)
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+@property_settings(20)
+@given(T=st.integers(1, 70), V=st.integers(1, 300), seed=st.integers(0, 99))
+def test_a_drawn_token_has_the_logprob_that_is_scored(greedy, T, V, seed):
+    z, u = scaled_logits(randn(seed, T, V, scale=3.0), Distribution(0.7)), _uniform(T, seed)
+    ids, logp = drawn_logprobs(z, u, greedy)
+    assert ids.tolist() == draw(z, u, greedy).tolist()
+    assert total_unequal([logp], [token_logprobs(z, ids)[0]]) == 0
+
+
+def test_logits_that_are_nan_draw_a_token_of_the_vocabulary_with_a_logprob_that_is_nan():
+    z, u = randn(0, 3, 20), torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    clean = drawn_logprobs(z, u)
+    z[1] = float("nan")
+    ids, logp = drawn_logprobs(z, u)
+    assert int(ids.max()) < 20
+    assert logp[1].isnan()
+    assert (ids[::2].tolist(), logp[::2].tolist()) == (clean[0][::2].tolist(), clean[1][::2].tolist())
