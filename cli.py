@@ -368,6 +368,7 @@ class Ablate:
         if not self.out:
             raise ValueError("ablate: --out is missing; name the folder of the ablation")
         report = ablate(self.grid, self.out)
+        console.width = max(console.width, 130)  # narrower, the table's figures are cut
         console.print(result_table(report["combinations"]))
         console.print(f"report {Path(self.out) / 'ablation.json'}, plots beside it")
         return 0

@@ -98,7 +98,7 @@ def _by_step(series: Sequence[Sequence[tuple[int, float]]]) -> list[dict[str, fl
 
 
 def result_table(combinations: Sequence[Mapping[str, Any]]) -> Table:
-    """A row for each combination: means over seeds, with least and most."""
+    """A row for each combination: means over seeds, with least and most below them."""
     axes = list(combinations[0]["settings"])
     table = Table(*axes, "seeds", "best reward", "last reward", "held-out", "collapsed", "k3", "max |Δlogp|", "skipped", "seconds")
     for c in combinations:
@@ -114,7 +114,7 @@ def _range(value: Mapping[str, float], how: str) -> str:
     if not math.isfinite(value["mean"]):
         return "-"
     mean, low, high = (how.format(value[k]) for k in ("mean", "min", "max"))
-    return mean if low == high else f"{mean} ({low} to {high})"
+    return mean if low == high else f"{mean}\n{low} to {high}"
 
 
 def write_report(report: Mapping[str, Any], out: Path) -> None:
