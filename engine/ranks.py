@@ -183,7 +183,7 @@ class RankedScorer:
     """A Scorer whose rollouts are spread over the ranks; every rank gets all scores."""
 
     def __init__(self, scorer: Scorer, ranks: Ranks):
-        self._scorer, self._ranks = scorer, ranks
+        self._scorer, self._ranks, self.decoder = scorer, ranks, scorer.decoder
 
     def score(self, rollouts: Sequence[Rollout], distribution: Distribution) -> list[np.ndarray]:
         """See Scorer."""

@@ -272,7 +272,7 @@ def _guarded_step(state: TrainState, path: Path) -> StepRecord:
         report = json.dumps(error.report | {"config": state.config.model_dump()}, indent=2) + "\n"
         layout: Layout = state.policy.layout
         now = error.report["weight_version"] == state.version
-        decoder = state.policy if now else state.behaviour.workers.host.decoder
+        decoder = state.policy if now else state.behaviour.decoder
         write_checkpoint(target, layout, decoder.flat.detach(), extra={"mismatch.json": report})
         console.print(f"saved {target}: weights, rollouts and both sides' logprobs; `zerokl verify --case {target}` scores them again")
         raise

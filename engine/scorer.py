@@ -19,6 +19,11 @@ class Scorer:
     def __init__(self, workers: Workers, micro_batch: int):
         self.workers, self.micro_batch = workers, micro_batch
 
+    @property
+    def decoder(self) -> Decoder:
+        """Whose log-probabilities these are."""
+        return self.workers.host.decoder
+
     def score(self, rollouts: Sequence[Rollout], distribution: Distribution) -> list[np.ndarray]:
         """logp [C] fp32 of each rollout, by the trainer's forward."""
         parts = virtual_shards(rollouts, min(self.workers.n, len(rollouts)))

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 from zerokl.engine.config import Config, to_toml
+from zerokl.engine.ranks import ALONE, RankedScorer
 from zerokl.engine.run import train
+from zerokl.engine.scorer import frozen
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -60,6 +62,19 @@ def test_any_number_of_ranks_gives_one_ledger(plain, alone, tmp_path, ranks, mic
     said = _run(ranks, plain, tmp_path / "run", "--micro_batch", str(micro_batch))
     _same(tmp_path / "run", alone)
     assert len(re.findall("^fingerprint ", said, re.MULTILINE)) == 1, "only the first rank speaks"
+
+
+def test_older_weights_and_a_reference_are_scored_over_the_ranks(config, tmp_path):
+    older = config(steps=4, virtual_shards=8, max_staleness=1, loss__kl_coef=0.1)
+    train(older, tmp_path / "alone")
+    _run(2, older, tmp_path / "run")
+    _same(tmp_path / "run", tmp_path / "alone")
+
+
+def test_what_is_saved_of_older_weights_is_the_decoder_that_scored(decoder):
+    """A mismatch saves it (run.py), whether or not its scores are spread over ranks."""
+    scorer = frozen(decoder, 1, 1, 4)
+    assert RankedScorer(scorer, ALONE).decoder is scorer.decoder is decoder
 
 
 @pytest.mark.slow
