@@ -26,10 +26,10 @@ from typing import Any
 
 from .ablation_report import FAILED, cell_result, summarise, write_report
 from .config import Config, load_config, overrides_from, to_toml
-from .initialise import initialise, perfectible_set
+from .initialise import perfectible_set
 from .monitor import MismatchError
 from .report import console, finite
-from .run import train, with_device
+from .run import is_base, make_base, train, with_device
 
 
 @dataclass(frozen=True)
@@ -134,14 +134,11 @@ def _with_model(config: Config, out: Path) -> Config:
     if not config.model.startswith("init:"):
         return config
     preset = config.model.removeprefix("init:")
-    wanted = {"task": config.task.name, "options": config.task.options, "preset": preset, "seed": config.seed}
     for number in itertools.count():
         base = out / "models" / f"{preset}-seed-{config.seed}{f'-{number}' if number else ''}"
-        found = perfectible_set(base)
-        if not found:
-            initialise(base, config.task.name, config.task.options, preset, config.seed)
-            found = perfectible_set(base)
-        if found and all(found[k] == v for k, v in wanted.items()):
+        if not perfectible_set(base):
+            make_base(base, config)
+        if is_base(base, config):
             return config.model_copy(update={"model": str(base)})
     raise AssertionError("some number is free")
 

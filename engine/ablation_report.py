@@ -8,6 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
+from .report import METRICS
+
 # In a run's folder: why it ended by itself.
 FAILED = "failed.json"
 # Metric -> title of its plot, by step.
@@ -23,7 +25,7 @@ FIGURES = ("reward_best", "reward_last", "held_out_last", "mismatch_k3_mean", "m
 
 def cell_result(path: Path, settings: Mapping[str, str], seed: int) -> dict[str, Any]:
     """The figures of one run from its folder; `series` holds each metric of PLOTS as (step, value) pairs."""
-    lines = [json.loads(line) for line in _read(path / "metrics.jsonl").splitlines()]
+    lines = [json.loads(line) for line in _read(path / METRICS).splitlines()]
     summary = json.loads(_read(path / "summary.json") or "{}")
     failed = json.loads(_read(path / FAILED) or "{}")
     series = {name: [(m["step"], m[name]) for m in lines if m.get(name) is not None] for name in PLOTS}

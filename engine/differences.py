@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..verify.divergence import Comparison, compare_runs, open_run
-from .report import console
-from .resume import ROLLOUTS
+from .report import ROLLOUTS, console
 from .tracing import compare_trace_files, is_trace
 
 

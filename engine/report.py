@@ -16,16 +16,16 @@ from rich.table import Table
 
 from ..verify.files import write_whole
 from ..verify.invariance import Check
+from ..verify.ledger import LEDGER
 from .loop import StepRecord
 
+METRICS, ROLLOUTS = "metrics.jsonl", "rollouts.jsonl"
 console = Console(highlight=False, markup=False, soft_wrap=True)
 
 
 def refuse_taken(path: Path) -> None:
     """Raise ValueError when the folder already holds a run."""
-    taken = [
-        n for n in ("config.toml", "ledger.jsonl", "metrics.jsonl", "rollouts.jsonl", "checkpoints", "summary.json") if (path / n).exists()
-    ]
+    taken = [n for n in ("config.toml", LEDGER, METRICS, ROLLOUTS, "checkpoints", "summary.json") if (path / n).exists()]
     if taken:
         raise ValueError(f"run: {path} already holds a run ({taken[0]}); choose another --run-dir")
 
@@ -73,8 +73,8 @@ class RunFolder:
             refuse_taken(path)
             path.mkdir(parents=True, exist_ok=True)
         write_whole(path / "config.toml", config_toml.encode())
-        self._metrics = _Log(path / "metrics.jsonl")
-        self._rollouts = _Log(path / "rollouts.jsonl")
+        self._metrics = _Log(path / METRICS)
+        self._rollouts = _Log(path / ROLLOUTS)
         from torch.utils.tensorboard import SummaryWriter
 
         # What an interrupted run wrote of later steps is left out by TensorBoard.

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ..verify.files import whole_lines, write_whole
-from ..verify.ledger import Head, LedgerFile, read_ledger
+from ..verify.ledger import LEDGER, Head, LedgerFile, read_ledger
 from .checkpoints import DAMAGED, Checkpoint, checkpoint_folders, clear_leftovers, open_checkpoint
 from .config import Config, load_config
 from .record import flat_settings, is_free
-
-LEDGER, METRICS, ROLLOUTS = "ledger.jsonl", "metrics.jsonl", "rollouts.jsonl"
+from .report import METRICS, ROLLOUTS
 
 
 @dataclass

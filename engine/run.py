@@ -15,6 +15,7 @@ from ..model.config import ModelConfig
 from ..model.decoder import Decoder
 from ..model.weights import Layout, fingerprint
 from ..verify.files import write_whole
+from ..verify.ledger import LEDGER
 from .checkpoints import restore, save_checkpoint
 from .config import Config, to_toml
 from .initialise import TASK_FILE, initialise, perfectible_set
@@ -24,7 +25,7 @@ from .monitor import MismatchError
 from .ranks import ALONE, RankedSampler, RankedScorer, RankedWorkers, Ranks, join_ranks
 from .record import Recorder, run_head
 from .report import Display, NoFolder, RunFolder, console, plot_reward, refuse_taken
-from .resume import LEDGER, Resumption, find_resumption
+from .resume import Resumption, find_resumption
 from .samplers import make_samplers
 from .scaling import LossScaler
 from .scorer import Scorer, frozen
@@ -252,13 +253,24 @@ def _check_prompts(prompt_ids: list[list[int]], problems: list[Problem], config:
 def base_model(config: Config, path: Path) -> Path:
     """The model folder of a run; `init:PRESET` makes one in the run folder."""
     if config.model.startswith("init:"):
-        base, preset = path / "base", config.model.removeprefix("init:")
-        wanted = {"task": config.task.name, "options": config.task.options, "preset": preset, "seed": config.seed}
-        found = perfectible_set(base)  # of a run that stopped before its first step: the same model, made once
-        if not found or any(found[k] != v for k, v in wanted.items()):
-            initialise(base, config.task.name, config.task.options, preset, config.seed)
+        base = path / "base"
+        if not is_base(base, config):  # else of a run that stopped before its first step: the same model, made once
+            make_base(base, config)
         return base
     return resolve_model(config.model)
+
+
+def make_base(base: Path, config: Config) -> None:
+    """Make the model that config.model (init:PRESET) asks for in the folder `base`. Raises ValueError."""
+    initialise(base, config.task.name, config.task.options, config.model.removeprefix("init:"), config.seed)
+
+
+def is_base(base: Path, config: Config) -> bool:
+    """Whether the folder holds what `make_base` would make there."""
+    preset = config.model.removeprefix("init:")
+    wanted = {"task": config.task.name, "options": config.task.options, "preset": preset, "seed": config.seed}
+    found = perfectible_set(base)
+    return bool(found) and all(found[k] == v for k, v in wanted.items())
 
 
 def _guarded_step(state: TrainState, path: Path) -> StepRecord:

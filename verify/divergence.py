@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .environment import LAWFUL
-from .ledger import Head, LedgerFile, Line, read_ledger
+from .ledger import LEDGER, Head, LedgerFile, Line, read_ledger
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Comparison:
 
 def run_ledger(path: Path) -> Path:
     """The ledger of a run folder, or the file itself. Raises ValueError when there is none."""
-    file = path / "ledger.jsonl" if path.is_dir() else path
+    file = path / LEDGER if path.is_dir() else path
     if not file.is_file():
-        raise ValueError(f"ledger: {path} holds no ledger.jsonl")
+        raise ValueError(f"ledger: {path} holds no {LEDGER}")
     return file
 
 
