@@ -18,7 +18,7 @@ import triton.language as tl
 
 from .attention_plan import Spans
 from .attention_triton import find_sequence, spans_case
-from .launch import launch
+from .launch import launch, rows_contiguous
 from .tiles import generation
 
 
@@ -103,7 +103,7 @@ def _backward_kv(
 
 def attention_bwd(do, q, k, v, o, lse, spans: Spans, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv of packed self-attention, contiguous. do, q, o [T, Hq, D], k, v [T, Hkv, D], lse [T, Hq]."""
-    do, q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (do, q, k, v))
+    do, q, k, v = map(rows_contiguous, (do, q, k, v))
     (T, H, D), kv_heads, sequences = q.shape, spans.kv_heads, len(spans.lengths)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty_like(lse)

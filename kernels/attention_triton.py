@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .attention_plan import KEY_TILE, Spans
-from .launch import launch
+from .launch import launch, rows_contiguous
 from .tiles import generation
 
 # Rows of one program, more only where a group has more heads; and its warps, among which a row's keys are divided.
@@ -111,7 +111,7 @@ def attention_paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Sp
 
 
 def _launch(q, k, v, spans: Spans, scale: float, page: int, want_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = map(rows_contiguous, (q, k, v))
     (T, H, D), kv_heads = q.shape, spans.kv_heads
     assert k.shape[2] == kv_heads, (k.shape, kv_heads)
     group, sequences = H // kv_heads, len(spans.lengths)

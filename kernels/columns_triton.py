@@ -62,12 +62,8 @@ def _add_partials(acc_ptr, partial_ptr, blocks, D, COLUMNS: tl.constexpr):
 
 @lru_cache(maxsize=64)
 def _table(blocks: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(blocks, dtype=torch.int32).to(device)
-
-
-def block_table(blocks: Blocks, device: torch.device) -> torch.Tensor:
     """The token blocks' first rows and ends, [blocks, 2] int32 on the device; kept, as every layer of a micro-batch asks for the same."""
-    return _table(tuple(blocks), device)
+    return torch.tensor(blocks, dtype=torch.int32).to(device)
 
 
 def add_columns(
@@ -82,7 +78,7 @@ def add_columns(
     tiles = triton.cdiv(D, COLUMNS)
     partial = torch.empty(len(blocks), D, dtype=torch.float32, device=dy.device)
     launch(
-        _block_columns, (len(blocks), tiles), dy, dy if x is None else x, dy if r is None else r, block_table(blocks, dy.device),
+        _block_columns, (len(blocks), tiles), dy, dy if x is None else x, dy if r is None else r, _table(tuple(blocks), dy.device),
         partial, x_stride_t, H, first, heads, D,
         HAS_X=x is not None, TOKEN_BLOCK=TOKEN_BLOCK, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
     )  # fmt: skip

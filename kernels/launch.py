@@ -43,6 +43,11 @@ def recorded(and_run: bool = False) -> Iterator[list[Launch]]:
         _recorded = None
 
 
+def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy of it, whose last axis is contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def dense(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy of it that is contiguous and begins at a multiple of 16 bytes.
 

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch
+from .launch import launch, rows_contiguous
 from .order import TOKEN_BLOCK, Blocks
 from .tiles import generation, matmul_tiles, multiprocessors, outer_tiles
 
@@ -103,7 +103,7 @@ def matmul(x_MK: torch.Tensor, w_KN: torch.Tensor, b_N: torch.Tensor | None = No
 
 def add_outer(acc_NK: torch.Tensor, dy_TN: torch.Tensor, x_TK: torch.Tensor, blocks: Blocks) -> None:
     """acc += dy^T x, block after block. acc fp32, rows contiguous; dy and x of one dtype."""
-    dy, x = _rows_contiguous(dy_TN), _rows_contiguous(x_TK)
+    dy, x = rows_contiguous(dy_TN), rows_contiguous(x_TK)
     assert acc_NK.dtype == torch.float32, acc_NK.dtype
     assert acc_NK.stride(1) == 1, acc_NK.stride()
     N, K = acc_NK.shape
@@ -129,10 +129,6 @@ def _runs(blocks: tuple[tuple[int, int], ...], device: torch.device) -> torch.Te
         else:
             runs.append([start, end])
     return torch.tensor(runs, dtype=torch.int32).to(device)
-
-
-def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _matmul_case(dtype: torch.dtype, M: int, N: int, K: int, transposed: bool, bias: bool):

@@ -75,12 +75,12 @@ def matmul_rows(x_TK: torch.Tensor, w_KN: torch.Tensor) -> torch.Tensor:
         return matmul_rows(x_TK.float(), w_KN.float()).to(dtype)
     T, N = x_TK.shape[0], w_KN.shape[1]
     x, w = _pad_width(x_TK), _pad_both(w_KN)
-    if T == ROW_TILE or (T in _LONG_TILES and _agrees(T, x.dtype, *w.shape, w.stride(), torch.get_num_threads())):
+    if _one_product(T, x, w):
         return _narrow(torch.mm(x, w), N)
     y = x.new_empty(T, w.shape[1])
     start = 0
     for rows in (*_LONG_TILES, ROW_TILE):
-        if T - start >= rows and (rows == ROW_TILE or _agrees(rows, x.dtype, *w.shape, w.stride(), torch.get_num_threads())):
+        if T - start >= rows and _one_product(rows, x, w):
             for a in range(start, T - rows + 1, rows):
                 torch.mm(x[a : a + rows], w, out=y[a : a + rows])
                 start = a + rows
@@ -94,6 +94,11 @@ def matmul_rows(x_TK: torch.Tensor, w_KN: torch.Tensor) -> torch.Tensor:
 def _narrow(y: torch.Tensor, N: int) -> torch.Tensor:
     """The first N columns of y, contiguous."""
     return y if y.shape[1] == N else y[:, :N].contiguous()
+
+
+def _one_product(rows: int, x: torch.Tensor, w: torch.Tensor) -> bool:
+    """Whether one call may compute that many rows."""
+    return rows == ROW_TILE or (rows in _LONG_TILES and _agrees(rows, x.dtype, *w.shape, w.stride(), torch.get_num_threads()))
 
 
 @cache
