@@ -48,10 +48,16 @@ class ZeroklForCausalLM(torch.nn.Module):
         )  # fmt: skip
         for layer in self.attention:
             layer.use_direct_call = True  # the other way is an opaque operation for the compiler, which is off
+        self.weights_changed()
 
     def use(self, flat: torch.Tensor) -> None:
         """Compute with these weights [layout.numel] from now on, in their own memory."""
         self.decoder = Decoder(self.zerokl_config, flat, self.decoder.layout, self.numerics)
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """To be told of every change: a head that is wider than the weights is converted then, not at every token."""
+        self._head = self.decoder.logits_weight()
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids [T] -> [T, D]."""
@@ -63,8 +69,7 @@ class ZeroklForCausalLM(torch.nn.Module):
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[n, D] -> [n, V]."""
-        head = self.decoder.logits_weight()
-        return matmul_rows(hidden_states.to(head.dtype), head.t())
+        return matmul_rows(hidden_states.to(self._head.dtype), self._head.t())
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Copy a checkpoint's tensors into place. Raises ValueError for one that is not the model's, or that is missing."""
@@ -78,4 +83,5 @@ class ZeroklForCausalLM(torch.nn.Module):
             loaded.add(name)
         if missing := sorted(set(views) - loaded):
             raise ValueError(f"model: the checkpoint has no {missing[0]}, and {len(missing) - 1} others are missing")
+        self.weights_changed()
         return loaded

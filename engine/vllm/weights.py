@@ -45,6 +45,7 @@ class SharedWeightsEngine(WeightTransferEngine[SharedInit, SharedUpdate]):
         """Take the weights as they now are."""
         if self.device.type != "cpu":
             self.model.decoder.flat.copy_(self._shared)
+        self.model.weights_changed()
 
     def finish_weight_update(self) -> None:
         """Nothing to finish: the caller resets the caches."""
