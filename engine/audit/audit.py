@@ -46,6 +46,14 @@ class AuditConfig:
     seed: int = 0
     weight_version: int | None = None  # of a log's rollouts: those of the model
 
+    def dtypes(self) -> dict[str, str]:
+        """Compute dtype and dtype of the logits of the trainer, then of the sampler."""
+        sampler = self.sampler_dtype or self.dtype
+        return {
+            "dtype": self.dtype, "head_dtype": self.head_dtype or self.dtype, "sampler_dtype": sampler,
+            "sampler_head_dtype": self.sampler_head_dtype or self.head_dtype or sampler,
+        }  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Audit:
@@ -78,9 +86,7 @@ def audit(cfg: AuditConfig) -> Audit:
         redraw = partial(_draw, cfg, sampler, text, model)
         rollouts = redraw()
     report = {
-        "model": str(folder), "sampler": sampler.name if sampler else cfg.sampler, "trainer": trainer.name, "dtype": cfg.dtype,
-        "sampler_dtype": cfg.sampler_dtype or cfg.dtype, "head_dtype": cfg.head_dtype or cfg.dtype,
-        "sampler_head_dtype": cfg.sampler_head_dtype or cfg.head_dtype or cfg.sampler_dtype or cfg.dtype,
+        "model": str(folder), "sampler": sampler.name if sampler else cfg.sampler, "trainer": trainer.name, **cfg.dtypes(),
         "weight_version": rollouts[0][0].weight_version, "torch": torch.__version__,
     }  # fmt: skip
     return Audit(report | compare(trainer, rollouts, text, sampler, redraw))
@@ -117,14 +123,13 @@ def _engines(cfg: AuditConfig, folder: Path) -> tuple[Engine | None, Engine]:
         raise ValueError(f"audit: sampler {cfg.sampler} is no file; choose {', '.join(SAMPLERS)}, or name a log of rollouts")
     if cfg.trainer not in TRAINERS:
         raise ValueError(f"audit: trainer {cfg.trainer} is not known; choose {', '.join(TRAINERS)}")
-    own = _dtype(cfg.dtype), _dtype(cfg.head_dtype or cfg.dtype)
-    other = _dtype(cfg.sampler_dtype or cfg.dtype), _dtype(cfg.sampler_head_dtype or cfg.head_dtype or cfg.sampler_dtype or cfg.dtype)
+    *own, sampler_dtype, sampler_head = map(_dtype, cfg.dtypes().values())
     if cfg.sampler == cfg.trainer == "vllm":
-        if own != other:
+        if own != [sampler_dtype, sampler_head]:
             raise ValueError("audit: vLLM in two dtypes would be two engines in one process; audit each of them against zerokl")
         engine = _engine("vllm", folder, *own)
         return engine, engine
-    sampler = None if logged else _engine(cfg.sampler, folder, *other, beside_vllm=cfg.trainer == "vllm")
+    sampler = None if logged else _engine(cfg.sampler, folder, sampler_dtype, sampler_head, beside_vllm=cfg.trainer == "vllm")
     return sampler, _engine(cfg.trainer, folder, *own)
 
 
