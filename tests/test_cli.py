@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import zerokl
 from zerokl.cli import main
-from zerokl.engine import initialise, samplers
-from zerokl.engine.text import character_tokenizer
+from zerokl.engine import samplers
 from zerokl.engine.workers import ParallelSampler
-from zerokl.model.checkpoint import write_checkpoint
+
+from tests.random_model import random_model
 
 WIDTHS = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
 OPTIONS = "{ max_value = 9, train = 20, held_out = 10 }"
@@ -40,13 +40,7 @@ class Broken:
 
 @pytest.fixture(scope="session")
 def model_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root, tokenizer = tmp_path_factory.mktemp("cli"), character_tokenizer()
-    tokenizer.save_pretrained(root / "tokenizer")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(initialise.PRESETS, "test", WIDTHS)
-        decoder = initialise.random_decoder("test", len(tokenizer), 0)
-    write_checkpoint(root / "model", decoder.layout, decoder.flat.detach(), companions=root / "tokenizer")
-    return root / "model"
+    return random_model(tmp_path_factory.mktemp("cli"), WIDTHS)
 
 
 @pytest.fixture

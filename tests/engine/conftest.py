@@ -10,12 +10,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch
-from zerokl.engine import initialise
 from zerokl.engine.config import Config, load_config
 from zerokl.engine.native import NativeSampler
-from zerokl.engine.text import character_tokenizer
-from zerokl.model.checkpoint import load_decoder, write_checkpoint
+from zerokl.model.checkpoint import load_decoder
 from zerokl.model.decoder import Decoder
+
+from tests.random_model import random_model
 
 WIDTHS = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
 
@@ -85,14 +85,7 @@ def _threads():
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint folder of random weights with the character tokenizer, as `zerokl init` would write it."""
-    root = tmp_path_factory.mktemp("model")
-    tokenizer = character_tokenizer()
-    tokenizer.save_pretrained(root / "tokenizer")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(initialise.PRESETS, "test", WIDTHS)
-        decoder = initialise.random_decoder("test", len(tokenizer), 0)
-    write_checkpoint(root / "model", decoder.layout, decoder.flat.detach(), companions=root / "tokenizer")
-    return root / "model"
+    return random_model(tmp_path_factory.mktemp("model"), WIDTHS)
 
 
 @pytest.fixture(scope="session", params=["float32", "bfloat16"])

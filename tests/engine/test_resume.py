@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.engine import checkpoints
 from zerokl.engine import run as run_module
+from zerokl.engine.config import Config
 from zerokl.engine.replay import Replayer
 from zerokl.engine.run import Summary, resume, train
 
@@ -21,7 +22,7 @@ class StopError(Exception):
     """The run ends here, as if it had been killed."""
 
 
-def _cut(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+def _interrupted(config: Config, path: Path, step: int) -> None:
     """A run that ends in the middle of `step`, its ledger's line written and nothing else of it."""
     plain = run_module.train_step
 
@@ -31,7 +32,10 @@ def _cut(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
             raise StopError
         return record
 
-    monkeypatch.setattr(run_module, "train_step", until)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_module, "train_step", until)
+        with pytest.raises(StopError):
+            train(config, path)
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16", "float16"])
@@ -58,19 +62,13 @@ def _same_run(path: Path, summary: Summary, whole: tuple[Path, Summary]) -> None
 
 @pytest.mark.parametrize("step", [0, 1, 2, 4, 5])
 def test_a_run_that_was_cut_goes_on_to_the_same_ledger(six, whole, tmp_path, monkeypatch, step):
-    with monkeypatch.context() as patch:
-        _cut(patch, step)
-        with pytest.raises(StopError):
-            train(six, tmp_path / "run")
+    _interrupted(six, tmp_path / "run", step)
     assert not (tmp_path / "run" / "summary.json").exists()
     _same_run(tmp_path / "run", resume(tmp_path / "run"), whole)
 
 
 def test_control_without_the_moments_the_ledger_differs(six, whole, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        _cut(patch, 3)
-        with pytest.raises(StopError):
-            train(six, tmp_path / "run")
+    _interrupted(six, tmp_path / "run", 3)
     plain = checkpoints.load_file
     monkeypatch.setattr(checkpoints, "load_file", lambda path: {k: v * (k != "second_moment") for k, v in plain(path).items()})
     assert resume(tmp_path / "run").fingerprint != whole[1].fingerprint
@@ -82,10 +80,7 @@ def test_a_finished_run_that_is_resumed_stays_as_it_is(whole, tmp_path):
 
 
 def test_settings_that_decide_no_bit_may_change(six, whole, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        _cut(patch, 3)
-        with pytest.raises(StopError):
-            train(six, tmp_path / "run")
+    _interrupted(six, tmp_path / "run", 3)
     summary = resume(tmp_path / "run", {"workers": "2", "micro_batch": "1", "native.max_concurrency": "2", "threads": "2"})
     assert (summary.fingerprint, summary.weights) == (whole[1].fingerprint, whole[1].weights)
     kinds = [json.loads(line)["kind"] for line in (tmp_path / "run" / "ledger.jsonl").open()]
@@ -107,10 +102,7 @@ def test_settings_that_decide_bits_are_refused_by_name(config, tmp_path, key):
 def test_a_run_that_samples_from_older_weights_is_done_again_from_its_first_step(config, tmp_path, monkeypatch, capsys, older):
     cfg = config(steps=5, checkpoint__every=1, **older)
     expected = train(cfg, tmp_path / "whole").fingerprint
-    with monkeypatch.context() as patch:
-        _cut(patch, 3)
-        with pytest.raises(StopError):
-            train(cfg, tmp_path / "run")
+    _interrupted(cfg, tmp_path / "run", 3)
     assert resume(tmp_path / "run").fingerprint == expected
     assert "step-000003 does not hold the older weights" in " ".join(capsys.readouterr().out.split())
     with Replayer(tmp_path / "whole") as replayer:

@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from zerokl.engine import initialise
-from zerokl.engine.text import character_tokenizer
-from zerokl.model.checkpoint import write_checkpoint
+
+from tests.random_model import random_model
 
 pytestmark = pytest.mark.slow
 
@@ -32,14 +31,9 @@ print(json.dumps({"pages": pages, "unequal": summary.tokens_unequal, "max_abs": 
 
 
 def test_a_thousand_steps_stay_exact_and_flat(tmp_path: Path):
-    tokenizer = character_tokenizer()
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(initialise.PRESETS, "test", _WIDTHS)
-        decoder = initialise.random_decoder("test", len(tokenizer), 0)
-    write_checkpoint(tmp_path / "model", decoder.layout, decoder.flat.detach(), companions=tmp_path / "tokenizer")
+    model = random_model(tmp_path, _WIDTHS)
     overrides = {
-        "model": str(tmp_path / "model"), "steps": str(_STEPS), "prompts": "2", "samples": "4", "sampling.max_tokens": "4", "workers": "1",
+        "model": str(model), "steps": str(_STEPS), "prompts": "2", "samples": "4", "sampling.max_tokens": "4", "workers": "1",
         "threads": "1", "evaluation.every": "0", "checkpoint.every": "250", "checkpoint.keep": "2", "optimizer.lr": "1e-3",
         "task.options": "{ max_value = 9, train = 50, held_out = 10 }", "virtual_shards": "2",
     }  # fmt: skip
