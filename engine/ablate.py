@@ -11,13 +11,17 @@
     none = {}
     amplified = { exact = false, "mismatch.round_weights" = "bfloat16", "mismatch.gain" = 8.0 }
 
-Every combination, with every seed, is a run of its own in DIR/cells/COMBINATION/seed-N. A run that has ended is kept when the ablation is
-started again, one that was interrupted starts anew. A run that ends by itself (ten overflows in a row, say) is a result as well.
+Every combination, with every seed, is a run of its own in DIR/cells/COMBINATION/seed-N, its configuration beside it in seed-N.toml. A run
+that has ended is kept when the ablation is started again, one that was interrupted starts anew. A run that ends by itself (ten overflows
+in a row, say) is a result as well.
 """
 
 import itertools
 import json
+import os
 import shutil
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -155,12 +159,42 @@ def _refuse_another(cell: Cell, out: Path) -> None:
 
 
 def _run(cell: Cell, path: Path) -> None:
+    """The run, in a process of its own: what an engine leaves behind (vLLM keeps threads and memory) would slow the runs after it.
+
+    Raises ValueError for what the run refuses, ChildProcessError when its process was killed.
+    """
     if path.exists():
         console.print(f"{path} was interrupted: it starts anew")
         shutil.rmtree(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    config = path.parent / f"{path.name}.toml"
+    config.write_text(to_toml(cell.config), encoding="utf-8")
+    read, write = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", "from zerokl.engine.ablate import run_alone; run_alone()", str(config), str(path), str(write)],
+        pass_fds=[write],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path)},
+    )
+    os.close(write)
+    with open(read, encoding="utf-8") as pipe:
+        refused = pipe.read()
+    if code := process.wait():
+        raise ValueError(refused) if refused else ChildProcessError(f"ablate: the process of {cell.folder} ended with exit code {code}")
+    if (path / FAILED).exists():
+        console.print(f"{cell.folder} ended by itself: {json.loads((path / FAILED).read_text())['error']}")
+
+
+def run_alone() -> None:
+    """The life of a run's process. Arguments: configuration file, run folder, a descriptor that takes the reason of a refusal."""
+    config, path, refused = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    os.set_inheritable(refused, False)  # it ends with this process, not with one that this one starts
     try:
-        train(cell.config, path)
+        train(load_config(config, None, {}), path)
     except (MismatchError, FloatingPointError) as error:
         path.mkdir(parents=True, exist_ok=True)
         (path / FAILED).write_text(json.dumps({"error": " ".join(str(error).split())}) + "\n")
-        console.print(f"{cell.folder} ended by itself: {error}")
+    except (ValueError, OSError) as error:
+        os.write(refused, str(error).encode())
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

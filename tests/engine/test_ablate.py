@@ -93,7 +93,8 @@ def test_ended_runs_are_kept_and_interrupted_ones_start_anew(grid, tmp_path, mon
     path, out = grid('file = "{base}"\nseeds = [0, 1, 2]\n[set]\nsteps = 2\n'), tmp_path / "out"
     first, ran = ablate(path, out), []
     (out / "cells" / "run" / "seed-1" / "summary.json").unlink()
-    monkeypatch.setattr(ablate_module, "train", lambda config, folder: ran.append(config.seed) or train(config, folder))
+    run = ablate_module._run
+    monkeypatch.setattr(ablate_module, "_run", lambda cell, folder: ran.append(cell.config.seed) or run(cell, folder))
     again = ablate(path, out)
     assert ran == [1]
     prints = [[r["fingerprint"] for r in report["combinations"][0]["runs"]] for report in (first, again)]
@@ -110,6 +111,14 @@ def test_a_run_that_ends_by_itself_is_a_result(grid, tmp_path):
     assert "logits of prompt" in run["error"]
     assert run["steps"] < 6
     assert ablate(path, out)["combinations"][0]["runs"][0] == run, "it is kept"
+
+
+def test_what_a_run_refuses_and_a_run_that_is_killed_end_the_ablation(grid, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="task: none is not known"):
+        ablate(grid('file = "{base}"\nseeds = [0]\n[set]\ntask.name = "none"\n'), tmp_path / "refused")
+    monkeypatch.setattr(ablate_module.sys, "executable", "/bin/false")
+    with pytest.raises(ChildProcessError, match="the process of run/seed-0 ended with exit code 1"):
+        ablate(grid('file = "{base}"\nseeds = [0]\n[set]\nsteps = 1\n'), tmp_path / "killed")
 
 
 def test_another_grid_in_the_same_folder_is_refused(grid, tmp_path):
