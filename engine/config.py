@@ -35,6 +35,8 @@ class TaskConfig(_Section):
     """Your own reward as module:function(problem, completion) -> float; empty is the task's own."""
     perfectible_only: bool = True
     """Train on the task's problems that `zerokl init` found solved sometimes but not always, where the model folder names any."""
+    problems: int = Field(0, ge=0)
+    """Train on that many of them at most, the first; 0 is all."""
 
 
 class SamplingConfig(_Section):

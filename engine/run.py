@@ -223,7 +223,10 @@ def _device(config: Config) -> torch.device:
 
 
 def training_problems(task: Task, config: Config, model: Path) -> list[Problem]:
-    """The task's training problems: those of the model's perfectible set, if it has one with any of them. Raises ValueError."""
+    """The first task.problems of the task's training problems, or of those in the model's perfectible set, if it has one with any of them.
+
+    Raises ValueError for a task without problems, or none in that set.
+    """
     problems = list(task.problems("train"))
     found = perfectible_set(model) if config.task.perfectible_only else None
     if found and found["task"] == config.task.name:
@@ -238,7 +241,7 @@ def training_problems(task: Task, config: Config, model: Path) -> list[Problem]:
         console.print(f"{len(problems)} training problems, the part of them in {model}'s perfectible set")
     if not problems:
         raise ValueError(f"task {config.task.name}: has no training problems")
-    return problems
+    return problems[: config.task.problems or None]
 
 
 def _check_prompts(prompt_ids: list[list[int]], problems: list[Problem], config: Config, model: ModelConfig) -> None:

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from zerokl.engine.config import load_config
 from zerokl.engine.loss import PRESETS
 from zerokl.engine.run import train
+from zerokl.engine.tasks import load_task
 from zerokl.model.checkpoint import load_decoder, write_checkpoint
 from zerokl.model.config import ModelConfig
 from zerokl.model.weights import Layout, fingerprint
@@ -147,6 +148,15 @@ def test_mismatch_is_zero_under_any_distribution(config, tmp_path, dtype, sampli
 def test_training_raises_the_reward(config, tmp_path):
     summary = train(config(steps=25, prompts=8, samples=8, optimizer__lr="1e-3"), tmp_path / "run")
     assert summary.reward_last5 > summary.reward_first + 0.1
+
+
+@pytest.mark.parametrize(("limit", "seen"), [(0, 9), (3, 3), (50, 9)])
+def test_problems_limits_the_training_set_to_its_first(config, model, tmp_path, read_jsonl, limit, seen):
+    train(config(steps=4, task__options="{ max_value = 9, train = 9, held_out = 3 }", task__problems=limit), tmp_path / "run")
+    problems = load_task("add", {"max_value": 9, "train": 9, "held_out": 3}).problems("train")
+    prompts = AutoTokenizer.from_pretrained(model)([p.prompt for p in problems[:seen]])["input_ids"]
+    drawn = read_jsonl(tmp_path / "run" / "rollouts.jsonl")
+    assert {tuple(r["prompt_ids"]) for r in drawn} == set(map(tuple, prompts))
 
 
 def test_special_groups_and_completions_are_counted(config, read_jsonl, model, tmp_path):
