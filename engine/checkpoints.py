@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 
 from ..model.checkpoint import STATE_FILE, read_weights, write_checkpoint
 from ..verify.files import manifest_damage
@@ -22,6 +21,8 @@ from .scaling import LossScaler
 SMALL_FILE = "trainer/state.json"
 # Put after the name of a checkpoint that cannot be used, so that a new one finds its place and the old is not lost.
 DAMAGED = ".damaged"
+# The learner's moments in STATE_FILE, [layout.numel] fp32 each, whatever the number of ranks that wrote them.
+_MOMENTS = ("first_moment", "second_moment")
 # A LossScaler's whole state.
 _SCALER = ("scale", "clean", "in_a_row")
 
@@ -45,17 +46,22 @@ class Checkpoint:
 def save_checkpoint(
     state: TrainState, target: Path, companions: Path, extra: dict[str, str], logs: dict[str, str], keep: int
 ) -> None:  # fmt: skip
-    """Write everything a resumed run needs, then drop all but the `keep` newest (0: all). Raises OSError, leaving nothing half-written."""
+    """Write everything a resumed run needs, then drop all but the `keep` newest (0: all). For all ranks at once; the first one writes.
+
+    Raises OSError, leaving nothing half-written.
+    """
+    learner = state.learner
+    master, *moments = learner.collect_master(), *map(learner.slices.collect, learner.moments)
+    if not state.ranks.first:
+        return
     assert state.ledger is not None
     state.ledger.ledger.sync()  # a checkpoint never runs ahead of the ledger
     small = {
-        "step": state.step, "version": state.version, "updates": state.learner.updates, "chain": state.ledger.ledger.chain,
+        "step": state.step, "version": state.version, "updates": learner.updates, "chain": state.ledger.ledger.chain,
         "scaler": {name: getattr(state.scaler, name) for name in _SCALER}, "logs": logs,
     }  # fmt: skip
-    first, second = state.learner.moments
     texts = extra | {SMALL_FILE: json.dumps(small, indent=1) + "\n"}
-    moments = {"first_moment": first, "second_moment": second}
-    write_checkpoint(target, state.policy.layout, state.learner.master, companions, texts, state=moments)
+    write_checkpoint(target, learner.layout, master, companions, texts, state=dict(zip(_MOMENTS, moments, strict=True)))
     for folder in checkpoint_folders(target.parent.parent)[keep:] if keep else []:
         doomed = folder.with_name(f".{folder.name}.dropped")
         folder.rename(doomed)  # a half-deleted checkpoint never has the name of one
@@ -87,12 +93,13 @@ def restore(state: TrainState, checkpoint: Checkpoint) -> None:
     """Put weights, optimizer and counters back. Raises ValueError when the files do not fit the model."""
     learner = state.learner
     try:
-        moments = load_file(checkpoint.folder / STATE_FILE)
-        for mine, name in zip(learner.moments, ("first_moment", "second_moment"), strict=True):
-            if moments[name].shape != mine.shape or moments[name].dtype != mine.dtype:
-                raise ValueError(f"checkpoint: {checkpoint.folder / STATE_FILE}: {name} is of another model")
-            mine.copy_(moments[name])
-    except (SafetensorError, KeyError) as error:
+        with safe_open(checkpoint.folder / STATE_FILE, framework="pt") as moments:
+            for mine, name in zip(learner.moments, _MOMENTS, strict=True):
+                stored = moments.get_slice(name)
+                if stored.get_shape() != [learner.layout.numel] or stored.get_dtype() != "F32":
+                    raise ValueError(f"checkpoint: {checkpoint.folder / STATE_FILE}: {name} is of another model")
+                mine.copy_(stored[learner.slices.own])
+    except SafetensorError as error:
         raise ValueError(f"checkpoint: {checkpoint.folder / STATE_FILE} is no optimizer state ({error})") from None
     for name in _SCALER:
         setattr(state.scaler, name, checkpoint.scaler[name])
@@ -111,9 +118,7 @@ def rewind(state: TrainState, master: torch.Tensor) -> None:
 
 
 def _begin_at(state: TrainState, master: torch.Tensor, step: int, version: int) -> None:
-    state.learner.master.copy_(master)
-    if state.policy.flat.data_ptr() != state.learner.master.data_ptr():
-        state.policy.flat.detach().copy_(state.learner.master)
+    state.learner.load(master)
     state.step, state.version = step, version
     state.sampler.load_weights(state.policy.w, version)
 

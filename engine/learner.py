@@ -1,7 +1,7 @@
 """The learner: AdamW on fp32 master weights.
 
-All tensors here are flat over all weights (model/weights.py). Elementwise work runs in slices of SLICE elements, to keep
-temporaries small; it uses + - * / sqrt only, which round exactly, so slices and threads decide no bit.
+All tensors here are flat over all weights (model/weights.py), or over a rank's slice of them (slices.py). Elementwise work runs over
+SLICE elements at a time, to keep temporaries small; it uses + - * / sqrt only, which round exactly, so slices and threads decide no bit.
 """
 
 import math
@@ -12,6 +12,8 @@ import torch
 from ..kernels.order import tree_sum
 from ..model.decoder import Decoder
 from ..model.weights import FLAT_TILE, Layout
+from ..verify.ledger import Tree, hash_tree
+from .slices import Slices
 
 if TYPE_CHECKING:  # benchmarks/device.py runs where pydantic is not installed
     from .config import OptimizerConfig
@@ -30,23 +32,48 @@ class GradientOverflowError(FloatingPointError):
 
 
 class Learner:
-    """Owns the master weights and the optimizer state of a decoder.
+    """Owns the master weights and the optimizer state of a decoder, or one rank's slice of them (slices.py).
 
-    `master` [layout.numel] fp32. With an fp32 decoder the compute weights are the master weights themselves.
+    `master` and the two `moments` are [own] fp32, own = layout.numel without ranks. With an fp32 decoder the compute weights are the
+    master weights themselves (`in_place`).
     """
 
-    def __init__(self, decoder: Decoder, master: torch.Tensor, cfg: "OptimizerConfig", total_updates: int):
-        self.decoder, self.master, self.cfg, self.total_updates = decoder, master, cfg, total_updates
+    def __init__(
+        self, decoder: Decoder, weights: torch.Tensor, cfg: "OptimizerConfig", total_updates: int, slices: Slices | None = None
+    ):  # fmt: skip
+        """weights: the first master weights, [layout.numel] fp32; not read where the decoder is fp32."""
+        self.decoder, self.cfg, self.total_updates = decoder, cfg, total_updates
         self.layout: Layout = decoder.layout
+        self.slices = slices or Slices(self.layout)
+        self.in_place = decoder.dtype == torch.float32
+        own = self.slices.own
+        self.master = decoder.flat.detach()[own] if self.in_place else weights[own].to(decoder.device, copy=True)
+        self.moments = torch.zeros_like(self.master), torch.zeros_like(self.master)
         self.updates = 0
-        self._slice = GPU_SLICE if master.is_cuda else SLICE
-        self._m, self._v = torch.zeros_like(master), torch.zeros_like(master)
-        self._decay = [(e.offset, e.offset + e.numel) for e in self.layout.entries.values() if len(e.shape) > 1]
+        self._slice = GPU_SLICE if self.master.is_cuda else SLICE
+        matrices = [e for e in self.layout.entries.values() if len(e.shape) > 1 and own.start <= e.offset < own.stop]
+        self._decay = [(e.offset - own.start, e.offset - own.start + e.numel) for e in matrices]
 
-    @property
-    def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first and the second moment, [layout.numel] fp32 each."""
-        return self._m, self._v
+    @torch.no_grad()
+    def load(self, weights: torch.Tensor) -> None:
+        """Take other master weights, [layout.numel] fp32."""
+        self.decoder.flat.detach().copy_(weights)
+        if not self.in_place:
+            self.master.copy_(weights[self.slices.own])
+
+    def whole_master(self) -> torch.Tensor:
+        """The master weights of all ranks, [layout.numel] fp32. For all ranks at once."""
+        return self.decoder.flat.detach() if self.in_place else self.slices.everywhere(self.master)
+
+    def collect_master(self) -> torch.Tensor | None:
+        """The master weights in rank 0, [layout.numel] fp32; None in the others. For all ranks at once."""
+        return self.decoder.flat.detach() if self.in_place else self.slices.collect(self.master)
+
+    def hash_weights(self) -> Tree:
+        """The hash tree of the master weights. For all ranks at once."""
+        if self.in_place:  # of this rank's copy, so that ranks whose copies have parted are found out
+            return hash_tree(self.layout.checkpoint_views(self.decoder.flat))
+        return self.slices.hash_tree(self.master)
 
     def learning_rate(self) -> float:
         """The rate of the next update."""
@@ -63,10 +90,13 @@ class Learner:
     def update(self, grad: torch.Tensor | None, loss_scale: float = 1.0) -> dict[str, float]:
         """One AdamW update from a gradient [layout.numel] fp32, None being zero. Returns grad_norm (before clipping) and lr.
 
+        With ranks, from this rank's part of the gradient (Slices.of_gradient), in all ranks at once.
         The gradient is that of the loss times `loss_scale`, a power of two, and is divided by it.
         Raises GradientOverflowError when the gradient is not finite; weights and state are then as before.
         """
-        grad = torch.zeros_like(self.master) if grad is None else grad
+        if grad is None:
+            part = self.slices.of_gradient(self.slices.own)
+            grad = self.master.new_zeros(part.stop - part.start)
         norm = self._norm(grad) / loss_scale
         if not math.isfinite(norm):
             name = self._first_not_finite(grad)
@@ -77,15 +107,17 @@ class Learner:
         self.updates += 1
         self._decay_weights(lr)
         correction1, correction2 = 1.0 - self.cfg.beta1**self.updates, 1.0 - self.cfg.beta2**self.updates
-        for a in range(0, grad.numel(), self._slice):
-            at = slice(a, a + self._slice)
-            g, m, v = grad[at] * scale, self._m[at], self._v[at]
+        first, second = self.moments
+        for a in range(0, self.master.numel(), self._slice):
+            at = slice(a, min(a + self._slice, self.master.numel()))
+            g, m, v = grad[at] * scale, first[at], second[at]
             m.mul_(self.cfg.beta1).add_(g * (1.0 - self.cfg.beta1))
             v.mul_(self.cfg.beta2).add_(g * g * (1.0 - self.cfg.beta2))
             step = (m / correction1).div_((v / correction2).sqrt_().add_(self.cfg.eps)).mul_(lr)
             self.master[at].sub_(step)
-        if self.decoder.flat.data_ptr() != self.master.data_ptr():
-            self.decoder.flat.copy_(self.master)  # rounds once to the compute dtype
+        if not self.in_place:
+            self.decoder.flat[self.slices.own] = self.master  # rounds once to the compute dtype
+        self.slices.share(self.decoder.flat)
         return {"grad_norm": norm, "lr": lr}
 
     def _decay_weights(self, lr: float) -> None:
@@ -95,12 +127,15 @@ class Learner:
 
     def _norm(self, grad: torch.Tensor) -> float:
         """The global norm: squares summed in fp64 along rows of FLAT_TILE, the rows by a correctly rounded sum."""
-        rows = []
-        for a in range(0, grad.numel(), self._slice):
+        mine = []
+        for a in range(-self.slices.own.start % FLAT_TILE, grad.numel(), self._slice):  # rows that begin in this rank's slice
             g = grad[a : a + self._slice].double().view(-1, FLAT_TILE)
             # On a GPU torch orders the sum of a row by the number of rows; a tree has one order.
-            rows += (tree_sum(g * g, 1) if g.is_cuda else (g * g).sum(-1)).tolist()
+            mine.append((tree_sum(g * g, 1) if g.is_cuda else (g * g).sum(-1)).cpu().numpy())
+        rows = [row for part in self.slices.ranks.gather(lambda: mine) for some in part for row in some.tolist()]
         return math.sqrt(math.fsum(rows)) if all(map(math.isfinite, rows)) else math.nan
 
     def _first_not_finite(self, grad: torch.Tensor) -> str:
-        return next(n for n, view in self.layout.checkpoint_views(grad).items() if not torch.isfinite(view).all())
+        views = self.layout.checkpoint_views(grad, self.slices.own)
+        found = self.slices.ranks.gather(lambda: next((n for n, view in views.items() if not torch.isfinite(view).all()), None))
+        return next(filter(None, found))

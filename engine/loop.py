@@ -22,7 +22,8 @@ from .evaluate import Evaluation, evaluate
 from .learner import Learner
 from .loss import LossConfig, sequence_weights
 from .monitor import Monitor
-from .ranks import ALONE, RankedScorer, RankedWorkers, Ranks
+from .ranked import RankedScorer, RankedWorkers
+from .ranks import ALONE, Ranks
 from .record import Recorder
 from .rollout import Keys, Rollout, Sampler, Sampling
 from .scaling import LossScaler
@@ -106,7 +107,7 @@ def train_step(state: TrainState) -> StepRecord:
         metrics, notes = metrics | updated.metrics, notes | updated.notes
         state.version += updated.applied
         if state.ledger:
-            state.ledger.updated(state.policy, logp, gradient, scale)
+            state.ledger.updated(state.learner, logp, gradient, scale)
     state.sampler.load_weights(state.policy.w, state.version)
     metrics |= rollout_metrics(rollouts, got.texts, got.rewards) | {"tokens": monitor.tokens}
     metrics |= loss_metrics(loss_cfg, got, shaped, reference) | ({"staleness/versions": stale} if cfg.max_staleness else {})

@@ -12,7 +12,7 @@ from ..model.decoder import Decoder
 from ..verify.divergence import compare_lines
 from ..verify.environment import environment
 from ..verify.files import hash_json
-from ..verify.ledger import Head, Ledger, LedgerFile, Line, digest, digest_ids, hash_tree
+from ..verify.ledger import Head, Ledger, LedgerFile, Line, Tree, digest, digest_ids, hash_tree
 from .config import Config
 from .learner import Learner
 from .ranks import Ranks
@@ -82,13 +82,13 @@ class _State(Protocol):
 def run_head(state: _State, process: Mapping[str, Any]) -> Head:
     """The head of the ledger of a run that has not taken a step. `process`: how this process is set up."""
     config = state.config
-    tree = hash_tree(state.policy.layout.checkpoint_views(state.learner.master))
+    tree = state.learner.hash_weights()
     data = hash_json([digest_ids(state.prompt_ids), [[p.id, p.prompt, repr(p.answer)] for p in state.problems]])
     chained = binding(config)
     free = {key: value for key, value in flat_settings(config).items() if key not in chained}
     where = environment(Path(__file__).parents[1], state.policy.flat.device, {**process, "threads": torch.get_num_threads()})
     where |= {f"process.{key}": value for key, value in free.items()}
-    names = list(state.policy.layout.checkpoint_views(state.learner.master))
+    names = list(state.policy.layout.checkpoint_views(state.policy.flat))
     return Head(chained, config.seed, data, tree.root, names, tree.leaves, where)
 
 
@@ -104,15 +104,15 @@ class Recorder:
         self._seconds = 0.0
         self.listener: Callable[[torch.Tensor, torch.Tensor], None] | None = None  # given logp and gradient of each update
 
-    def updated(self, decoder: Decoder, logp: torch.Tensor, gradient: torch.Tensor, scale: float = 1.0) -> None:
-        """Once for each update of a step: the trainer's logp [C] and the gradient [numel] of the loss times `scale`."""
+    def updated(self, learner: Learner, logp: torch.Tensor, gradient: torch.Tensor, scale: float = 1.0) -> None:
+        """Once for each update of a step: the trainer's logp [C] and the gradient of the loss times `scale`, as the learner takes it."""
         began, n = time.perf_counter(), len(self._scales)
         self._scales.append(scale)
         suffix = f".{n}" if n else ""
         self._updates[f"trainer_logprobs{suffix}"] = digest(logp)
         # A power of two leaves no trace in the bits, so runs at different loss scales have one ledger.
         gradient = gradient if scale == 1.0 else gradient / scale
-        self._tree(self._updates, f"gradient{suffix}", decoder.layout.checkpoint_views(gradient))
+        self._keep(self._updates, f"gradient{suffix}", learner.slices.hash_tree(gradient))
         self._seconds += time.perf_counter() - began
         if self.listener:
             self.listener(logp, gradient)
@@ -139,14 +139,13 @@ class Recorder:
         return seconds
 
     def _state(self, quantities: dict[str, str], state: _State) -> None:
-        views, learner = state.policy.layout.checkpoint_views, state.learner
-        self._tree(quantities, "optimizer", *(views(moment) for moment in learner.moments))
-        self._tree(quantities, "weights", views(learner.master))
-        if state.policy.flat.data_ptr() != learner.master.data_ptr():
-            self._tree(quantities, "compute_weights", views(state.policy.flat))
+        learner = state.learner
+        self._keep(quantities, "optimizer", learner.slices.hash_tree(*learner.moments))
+        self._keep(quantities, "weights", learner.hash_weights())
+        if not learner.in_place:
+            self._keep(quantities, "compute_weights", hash_tree(learner.layout.checkpoint_views(state.policy.flat)))
 
-    def _tree(self, quantities: dict[str, str], name: str, *parts: Mapping[str, torch.Tensor]) -> None:
-        tree = hash_tree(*parts)
+    def _keep(self, quantities: dict[str, str], name: str, tree: Tree) -> None:
         quantities[name] = tree.root
         if self._detail == "full" or (self._detail == "gradients" and name.startswith("gradient")):
             self._leaves[name] = tree.leaves

@@ -43,7 +43,7 @@ class Replayer:
             torch.set_num_threads(self.config.threads)
         task = load_task(self.config.task.name, self.config.task.options)
         self.state: TrainState = make_state(self.config, base_model(self.config, path), task)
-        self._start = self.state.learner.master.clone()
+        self._start = self.state.learner.whole_master().clone()
         self._head = run_head(self.state, {"workers in use": self.state.workers.n})
         if altered := compare_heads(self.ledger.head, self._head):
             self.__exit__()

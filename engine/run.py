@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ..kernels.backend import find_device
-from ..model.checkpoint import DTYPES, load_decoder, resolve_model, write_checkpoint
+from ..model.checkpoint import DTYPES, load_decoder, read_weights, resolve_model, write_checkpoint
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
 from ..model.weights import Layout, fingerprint
@@ -22,13 +22,15 @@ from .initialise import TASK_FILE, initialise, perfectible_set
 from .learner import Learner
 from .loop import StepRecord, TrainState, held_out, train_step
 from .monitor import MismatchError
-from .ranks import ALONE, RankedSampler, RankedScorer, RankedWorkers, Ranks, join_ranks
+from .ranked import RankedSampler, RankedScorer, RankedWorkers
+from .ranks import ALONE, Ranks, join_ranks
 from .record import Recorder, run_head
 from .report import Display, NoFolder, RunFolder, console, plot_reward, refuse_taken
 from .resume import Resumption, find_resumption
 from .samplers import make_samplers
 from .scaling import LossScaler
 from .scorer import Scorer, frozen
+from .slices import Slices
 from .tasks import load_reward, load_task
 from .tasks.base import Problem, Task
 from .text import Text
@@ -120,7 +122,7 @@ def _run(config: Config, path: Path, at: Resumption | None, ranks: Ranks) -> Sum
                     f"step {record.metrics['step']}: the gradient of {overflow} overflowed at loss scale "
                     f"{record.metrics['scaling/scale']:g}; the update was skipped, the scale is now {state.scaler.scale:g}"
                 )
-            if ranks.first and (last or (config.checkpoint.every and state.step % config.checkpoint.every == 0)):
+            if last or (config.checkpoint.every and state.step % config.checkpoint.every == 0):
                 target = path / "checkpoints" / f"step-{state.step:06d}"
                 extra = {TASK_FILE: json.dumps({"task": config.task.name, "options": config.task.options}) + "\n"}
                 save_checkpoint(state, target, model, extra, folder.sync(), config.checkpoint.keep)
@@ -169,23 +171,22 @@ def make_state(config: Config, model: Path, task: Task, ranks: Ranks = ALONE) ->
     prompt_ids = text.encode_problems(problems, task.chat)
     _check_prompts(prompt_ids, problems, config, model_config)
     device = _device(config)
-    decoder = load_decoder(model, torch.float32, device)
-    master = decoder.flat.detach()
-    dtype = DTYPES[config.dtype]
-    flat = master if dtype == torch.float32 else master.to(dtype)
-    policy = Decoder(model_config, flat, decoder.layout, config.precision.numerics())
+    layout = Layout(model_config)
+    weights = read_weights(model, layout)
+    policy = Decoder(model_config, weights.to(device, DTYPES[config.dtype]), layout, config.precision.numerics())
     updates = config.steps * config.updates_per_rollout
     vllm = config.sampler == "vllm"
     alone = (vllm and not config.vllm.multiprocess) or config.sampler == "vllm-stock"  # vLLM keeps the threads of its process to itself
     n = config.workers or (1 if alone or device.type == "cuda" else automatic(policy.layout.numel))
     workers = Workers(policy, config.virtual_shards // ranks.size, n, config.native, share=vllm)
-    learner = Learner(policy, policy.flat.detach() if dtype == torch.float32 else master, config.optimizer, updates)
+    slices = Slices(layout, ranks, device)
+    learner = Learner(policy, weights, config.optimizer, updates, slices)
     samplers = make_samplers(config, model, model_config, learner, workers)
-    scaler = LossScaler(config.precision, dtype)
+    scaler = LossScaler(config.precision, policy.dtype)
     reference, reward = _reference(config, model, model_config, workers.n), load_reward(task, config.task.reward)
     sampler, evaluator, behaviour = samplers.training, samplers.evaluation, samplers.behaviour
     if ranks.size > 1:
-        sampler, evaluator, workers = RankedSampler(sampler, ranks), RankedSampler(evaluator, ranks), RankedWorkers(workers, ranks)
+        sampler, evaluator, workers = RankedSampler(sampler, ranks), RankedSampler(evaluator, ranks), RankedWorkers(workers, slices)
         behaviour, reference = (RankedScorer(x, ranks) if x else None for x in (behaviour, reference))
     return TrainState(
         config, policy, learner, scaler, sampler, evaluator, behaviour, workers, reference, text, reward, problems, prompt_ids, ranks=ranks,
@@ -305,11 +306,12 @@ def _line(m: dict[str, float]) -> str:
 def _summarise(state: TrainState, history: list[dict[str, float]], seconds: float) -> Summary:
     tokens = int(sum(m["tokens"] for m in history))
     unequal = sum(round(m["tokens"] * (1 - m["mismatch/frac_equal"])) for m in history)
+    layout, master = state.policy.layout, state.learner.collect_master()
     last = [m["reward/mean"] for m in history[-5:]]
     evaluations = [m["eval/accuracy"] for m in history if "eval/accuracy" in m]
     return Summary(
         fingerprint=state.ledger.ledger.chain,
-        weights=fingerprint(state.policy.layout, state.learner.master),
+        weights=state.ranks.from_first(lambda: fingerprint(layout, master)),
         steps=len(history),
         tokens=tokens,
         tokens_unequal=unequal,

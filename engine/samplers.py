@@ -62,7 +62,8 @@ def make_samplers(config: Config, model: Path, model_config: ModelConfig, learne
 def _workers(config: Config, model_config: ModelConfig, learner: Learner, n: int, sampler: bool) -> Workers:
     """Workers with a copy of the weights: the sampler's, or as the trainer has them."""
     dtype = DTYPES[(sampler and config.precision.sampler_dtype) or config.dtype]
-    flat = (config.mismatch.weights(learner.master) if sampler else learner.master).to(dtype, copy=True)
+    master = learner.whole_master()
+    flat = (config.mismatch.weights(master) if sampler else master).to(dtype, copy=True)
     decoder = Decoder(model_config, flat, learner.layout, config.precision.numerics(sampler))
     return Workers(decoder, config.virtual_shards, n, config.native)
 
@@ -73,21 +74,22 @@ class ApartSampler:
     def __init__(self, config: Config, workers: Workers, learner: Learner):
         self.workers, self._learner, self._mismatch, self._max_staleness = workers, learner, config.mismatch, config.max_staleness
         self._sampler, self._delayed = ParallelSampler(workers), Delayed(config.mismatch.delay)
-        self._delayed.push(learner.master)
+        self._delayed.push(learner.whole_master())
         self.trainer: Workers | None = None  # with the weights that a trainer had at the sampler's version, where the sampler's differ
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """See Sampler. Taken from the master weights, and only when those sampled from would otherwise be too old."""
+        master = self._learner.whole_master()
         back = version < self._sampler.version  # a run that is done again
         if back:
             self._delayed = Delayed(self._mismatch.delay)
-        source = self._delayed.push(self._learner.master)
+        source = self._delayed.push(master)
         if not back and version - self._sampler.version <= self._max_staleness:
             return
         self.workers.host.decoder.flat.copy_(self._mismatch.weights(source))
         if self.trainer is not None:
-            self.trainer.host.decoder.flat.copy_(self._learner.master)
+            self.trainer.host.decoder.flat.copy_(master)
         self._sampler.version = version
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, keys: Keys) -> list[Rollout]:
@@ -116,7 +118,7 @@ class ForeignSampler:
         self._load()
 
     def _load(self) -> None:
-        self._engine.load_weights(self._learner.layout.checkpoint_views(self._learner.master))
+        self._engine.load_weights(self._learner.layout.checkpoint_views(self._learner.whole_master()))
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """See Sampler. The engine takes the master weights, rounded to its dtype."""

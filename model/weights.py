@@ -6,6 +6,7 @@ elementwise pass of the learner is a few long operations, and a sum over all par
 
 import hashlib
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -78,11 +79,23 @@ class Layout:
         """A view of `flat` for each weight, by zerokl's name."""
         return {e.name: flat[e.offset : e.offset + e.numel].view(e.shape) for e in self.entries.values()}
 
-    def checkpoint_views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """A view of `flat` for each tensor of a Hugging Face checkpoint, by its name there."""
-        views = {}
+    def cut(self, n: int) -> list[slice]:
+        """n neighbouring slices of the flat tensor, of about one length, each of whole weights; with few weights some are empty."""
+        starts = [*(e.offset for e in self.entries.values()), self.numel]
+        ends = [min(starts, key=lambda at: abs(at * n - k * self.numel)) for k in range(n + 1)]
+        return [slice(a, b) for a, b in pairwise(ends)]
+
+    def checkpoint_views(self, flat: torch.Tensor, part: slice | None = None) -> dict[str, torch.Tensor]:
+        """A view of `flat` for each tensor of a Hugging Face checkpoint, by its name there.
+
+        With a slice `part` of `cut`, of the tensors in that slice, `flat` beginning with it.
+        """
+        part, views = part or slice(0, self.numel), {}
         for entry in self.entries.values():
-            whole, row = flat[entry.offset : entry.offset + entry.numel].view(entry.shape), 0
+            if not part.start <= entry.offset < part.stop:
+                continue
+            at = entry.offset - part.start
+            whole, row = flat[at : at + entry.numel].view(entry.shape), 0
             for name, rows in entry.parts:
                 views[name] = whole[row : row + rows]
                 row += rows

@@ -73,12 +73,18 @@ def _pool() -> ThreadPoolExecutor:
 
 def hash_tree(*parts: Mapping[str, torch.Tensor]) -> Tree:
     """The tree over the weights' names; a leaf hashes that weight's tensor in each of `parts`."""
+    if not parts[0]:
+        return tree_of([])
     sizes = np.cumsum([x.nbytes for x in parts[0].values()])
     groups: list[list[str]] = [[] for _ in range(_THREADS)]  # neighbours together: a task for each weight costs more than its hash
     for name, before in zip(parts[0], [0, *sizes[:-1]], strict=True):
         groups[int(before * _THREADS // sizes[-1])].append(name)
     hashed = _pool().map(lambda names: [digest(*(p[name] for p in parts))[:_LEAF] for name in names], groups)
-    leaves = [leaf for group in hashed for leaf in group]
+    return tree_of([leaf for group in hashed for leaf in group])
+
+
+def tree_of(leaves: list[str]) -> Tree:
+    """The tree over these leaves."""
     return Tree(hash_json(leaves), leaves)
 
 

@@ -115,7 +115,7 @@ def _gradient(learner: Learner, seed: int = 0) -> torch.Tensor:
 
 
 def _state(learner: Learner) -> list[torch.Tensor]:
-    return [learner.master.clone(), learner._m.clone(), learner._v.clone()]
+    return [x.clone() for x in (learner.master, *learner.moments)]
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from zerokl.engine.config import Config, to_toml
-from zerokl.engine.ranks import ALONE, RankedScorer
+from zerokl.engine.ranked import RankedScorer
+from zerokl.engine.ranks import ALONE
 from zerokl.engine.run import train
 from zerokl.engine.scorer import frozen
 

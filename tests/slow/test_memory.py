@@ -1,9 +1,12 @@
 """Peak memory: under 2 GiB for a step of the demo, and bounded by the micro-batch, not by the batch."""
 
+import os
 import subprocess
 import sys
 
 import pytest
+
+from tests.random_model import random_model
 
 pytestmark = pytest.mark.slow
 _RUN = """
@@ -51,3 +54,40 @@ def test_memory_is_bounded_by_the_micro_batch_not_by_the_batch(peak_gib):
     small, large = peak_gib(prompts=8, micro_batch=4, **long), peak_gib(prompts=48, micro_batch=4, **long)
     unbounded = peak_gib(prompts=8, micro_batch=64, **long)
     assert large - small < 0.25 * (unbounded - small), (small, large, unbounded)
+
+
+_PEAK = """
+import atexit, os
+def peak():
+    line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+    with open(f"peak-{os.environ.get('RANK', '0')}", "w") as out:
+        out.write(line.split()[1])
+if "-m" in __import__("sys").orig_argv:  # a rank, not one of its workers
+    atexit.register(peak)
+def reward(problem, completion):
+    return float(sum(map(ord, completion)) % 97)
+"""
+
+
+def test_ranks_share_the_memory_of_the_training_state(tmp_path):
+    """47 million bf16 weights: a rank of four holds 4 bytes a weight of master weights, moments and gradient sum, a single process 12 and
+    a deeper tree."""
+    widths = dict(
+        hidden_size=768, intermediate_size=2048, num_hidden_layers=7, num_attention_heads=8, num_key_value_heads=2, head_dim=64
+    )  # fmt: skip
+    model = random_model(tmp_path, widths)
+    (tmp_path / "peak.py").write_text(_PEAK)
+    words = {
+        "model": model, "steps": 1, "prompts": 8, "samples": 2, "evaluation.every": 0, "workers": 1, "dtype": "bfloat16",
+        "task.reward": "peak:reward",
+    }  # fmt: skip
+    overrides = [word for key, value in words.items() for word in (f"--{key}", str(value))]
+    peaks = {}
+    for size in (1, 4):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+        train = ["-m", "zerokl", "train", "--preset", "demo", "--run-dir", f"run{size}", *overrides]
+        environment = os.environ | {"PYTHONPATH": "."}
+        done = subprocess.run([*torchrun, *train], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-2000:]
+        peaks[size] = [int((tmp_path / f"peak-{rank}").read_text()) / 2**20 for rank in range(size)]
+    assert max(peaks[4][1:]) < 0.75 * peaks[1][0], peaks  # the first rank writes the checkpoint, which passes through its memory

@@ -1,0 +1,94 @@
+"""Workers, sampler and scorer of one rank among several: each does its own part, and every rank gets what all of them did."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from ..kernels.logprob import Distribution
+from ..model.decoder import Decoder
+from .ranks import Ranks
+from .rollout import Keys, Rollout, Sampler, Sampling
+from .scorer import Scorer
+from .shard import virtual_shards
+from .slices import Slices
+from .workers import Workers
+
+X = TypeVar("X")
+Y = TypeVar("Y")
+
+
+class RankedWorkers:
+    """The workers of one rank, for a step's shards over all ranks. The interface of Workers, as far as training needs it."""
+
+    def __init__(self, workers: Workers, slices: Slices):
+        self._workers, self._slices = workers, slices
+
+    @property
+    def n(self) -> int:
+        """Workers of this rank."""
+        return self._workers.n
+
+    def sum_shards(self, work: Callable[[Decoder, X], Y], shards: Sequence[X | None]) -> tuple[list[Y | None], torch.Tensor | None]:
+        """See Workers.sum_shards: the same results in every rank, and of the gradient its part (Slices.sum_roots)."""
+        ranks = self._slices.ranks
+        each = len(shards) // ranks.size
+        root: torch.Tensor | None = None
+
+        def own() -> tuple[list[Y | None], bool]:
+            nonlocal root
+            done, root = self._workers.sum_shards(work, shards[ranks.rank * each : (ranks.rank + 1) * each])
+            return done, root is not None
+
+        every = ranks.gather(own)
+        gradient = self._slices.sum_roots(root, [has for _, has in every])
+        return [result for done, _ in every for result in done], gradient
+
+    def close(self) -> None:
+        """End this rank's other processes."""
+        self._workers.close()
+
+
+class RankedSampler:
+    """A sampler whose prompts are spread over the ranks; every rank gets all rollouts."""
+
+    def __init__(self, sampler: Sampler, ranks: Ranks):
+        self._sampler, self._ranks = sampler, ranks
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """See Sampler."""
+        self._sampler.load_weights(weights, version)
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, keys: Keys) -> list[Rollout]:
+        """See Sampler."""
+        parts = virtual_shards(prompts, self._ranks.size)
+        mine = parts[self._ranks.rank]
+        before = keys.first_prompt + sum(map(len, parts[: self._ranks.rank]))
+
+        def own() -> list[Rollout]:
+            return self._sampler.generate(mine, sampling, replace(keys, first_prompt=before)) if len(mine) else []
+
+        return [rollout for part in self._ranks.gather(own) for rollout in part]
+
+    def close(self) -> None:
+        """See Sampler."""
+        self._sampler.close()
+
+
+class RankedScorer:
+    """A Scorer whose rollouts are spread over the ranks; every rank gets all scores."""
+
+    def __init__(self, scorer: Scorer, ranks: Ranks):
+        self._scorer, self._ranks, self.decoder = scorer, ranks, scorer.decoder
+
+    def score(self, rollouts: Sequence[Rollout], distribution: Distribution) -> list[np.ndarray]:
+        """See Scorer."""
+        mine = virtual_shards(rollouts, self._ranks.size)[self._ranks.rank]
+        every = self._ranks.gather(lambda: self._scorer.score(mine, distribution) if len(mine) else [])
+        return [logp for part in every for logp in part]
+
+    def close(self) -> None:
+        """See Scorer."""
+        self._scorer.close()

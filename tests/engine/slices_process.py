@@ -1,0 +1,84 @@
+"""A rank of test_slices.py: updates over all ranks' slices beside the same updates alone, bit for bit. Prints one JSON line."""
+
+import json
+import sys
+
+import torch
+import zerokl.engine.slices as slices_module
+from zerokl.engine.config import OptimizerConfig
+from zerokl.engine.gradient import add_roots
+from zerokl.engine.learner import GradientOverflowError, Learner
+from zerokl.engine.ranks import join_ranks
+from zerokl.engine.slices import Slices
+from zerokl.model.config import ModelConfig
+from zerokl.model.decoder import Decoder
+from zerokl.model.weights import Layout
+from zerokl.verify.bitwise import count_unequal
+from zerokl.verify.ledger import hash_tree
+
+CONFIG = ModelConfig.from_dict(
+    dict(
+        architectures=["Qwen3ForCausalLM"], hidden_size=96, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, vocab_size=300, rms_norm_eps=1e-6, rope_theta=1e4, max_position_embeddings=64,
+        tie_word_embeddings=False, hidden_act="silu", model_type="qwen3",
+    )
+)  # fmt: skip
+
+
+def drawn(seed: int, numel: int) -> torch.Tensor:
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+    return torch.where(x.abs() < 0.2, -0.0, x)  # signed zeros too
+
+
+def learner(dtype: torch.dtype, weights: torch.Tensor, layout: Layout, slices: Slices) -> Learner:
+    decoder = Decoder(CONFIG, weights.to(dtype, copy=True), layout)
+    return Learner(decoder, weights, OptimizerConfig(lr=1e-2, weight_decay=0.1, warmup_steps=0), 100, slices)
+
+
+def differences(ours: Learner, alone: Learner) -> int:
+    pairs = [(ours.slices.everywhere(ours.master), alone.master), (ours.decoder.flat, alone.decoder.flat)]
+    pairs += [(ours.slices.everywhere(m), n) for m, n in zip(ours.moments, alone.moments, strict=True)]
+    return sum(count_unequal(a, b) for a, b in pairs)
+
+
+def roots_of(step: int, size: int, numel: int) -> list[torch.Tensor | None]:
+    """Each rank's root; in step k, the ranks whose bit is set in k have none."""
+    return [None if step >> r & 1 and step != 2**size - 1 else drawn(1000 * step + r, numel) for r in range(size)]
+
+
+def main(dtype: torch.dtype) -> dict[str, object]:
+    slices_module._PIECE = 8192  # several pieces to a slice
+    with join_ranks(8, "native") as ranks:
+        layout = Layout(CONFIG)
+        weights = drawn(0, layout.numel)
+        ours, alone = (learner(dtype, weights, layout, s) for s in (Slices(layout, ranks), Slices(layout)))
+        found, wrong, norms = 0, 0, 0
+        for step in range(6):
+            roots = roots_of(step, ranks.size, layout.numel)
+            has, mine = [r is not None for r in roots], roots[ranks.rank]
+            gradient = ours.slices.sum_roots(None if mine is None else mine.clone(), has)
+            whole = add_roots([None if r is None else r.clone() for r in roots])
+            norms += ours.update(gradient, 4.0)["grad_norm"] != alone.update(whole, 4.0)["grad_norm"]
+            found += differences(ours, alone)
+            other = add_roots([None if r is None else r.clone() for r in (*roots[1:], roots[0])])  # the control: another order
+            wrong += count_unequal(other, whole)
+            assert ours.slices.hash_tree(gradient) == hash_tree(layout.checkpoint_views(whole))
+        planted = drawn(7, layout.numel)
+        layout.checkpoint_views(planted)["model.layers.2.mlp.up_proj.weight"][3, 5] = float("inf")
+        try:
+            ours.update(planted[Slices.of_gradient(ours.slices.own)])
+            named = "nothing"
+        except GradientOverflowError as error:
+            named = error.weight
+        own, kept = ours.slices.own, (ours.master, *ours.moments)
+        collected = ours.slices.collect(ours.master)
+        return {
+            "differences": found + differences(ours, alone),
+            "collected": count_unequal(collected, alone.master) if ranks.first else collected,
+            "norms": norms, "wrong_order": wrong, "named": named, "numel": layout.numel,
+            "kept": ranks.gather(lambda: [own.start, own.stop, *(x.numel() for x in kept), ours.slices._sum.numel()]),
+        }  # fmt: skip
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(getattr(torch, sys.argv[1]))), flush=True)

@@ -1,0 +1,70 @@
+"""Each rank keeps a slice of the master weights and of the optimizer's state; the bits are those of one process."""
+
+import json
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from zerokl.model.config import ModelConfig
+from zerokl.model.weights import FLAT_TILE, Layout
+
+from tests.engine.slices_process import CONFIG
+
+RANKS = 4
+
+
+@given(st.integers(1, 16), st.integers(1, 4), st.integers(1, 500))
+def test_slices_are_whole_weights_side_by_side(n, layers, vocabulary):
+    layout = Layout(ModelConfig.from_dict(CONFIG.raw | {"num_hidden_layers": layers, "vocab_size": vocabulary}))
+    parts = layout.cut(n)
+    assert (len(parts), parts[0].start, parts[-1].stop) == (n, 0, layout.numel)
+    assert all(a.stop == b.start for a, b in pairwise(parts))
+    flat = torch.arange(layout.numel)
+    whole, cut = layout.checkpoint_views(flat), {}
+    for part in parts:
+        cut |= layout.checkpoint_views(flat[part], part)
+    assert list(cut) == list(whole)
+    assert all(torch.equal(cut[name], whole[name]) for name in whole)
+    largest = max(entry.numel for entry in layout.entries.values())
+    assert max(part.stop - part.start for part in parts) <= layout.numel / n + largest + FLAT_TILE
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def said(request) -> dict:
+    script = Path(__file__).with_name("slices_process.py")
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), str(script), request.param]
+    done = subprocess.run(run, capture_output=True, text=True, cwd=script.parents[2])
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == RANKS, done.stderr
+    return sorted(lines, key=lambda line: line["collected"] is None)[0] | {"ranks": lines}
+
+
+def test_updates_over_slices_have_the_bits_of_one_process(said):
+    """Six updates, of which five lack the root of some rank; master weights, compute weights, moments and the gradient's norm."""
+    assert [line["differences"] for line in said["ranks"]] == [0] * RANKS
+    assert [line["norms"] for line in said["ranks"]] == [0] * RANKS
+    assert said["wrong_order"] > 1000, "the control: the ranks' roots in another order"
+
+
+def test_the_first_rank_collects_all(said):
+    assert sorted((line["collected"] for line in said["ranks"]), key=str) == [0] + [None] * (RANKS - 1)
+
+
+def test_a_rank_keeps_its_slice_only(said):
+    at = 0
+    for start, stop, *kept, gradient in said["kept"]:
+        assert start == at
+        assert kept == [stop - start] * 3, "master weights and two moments"
+        assert 0 <= gradient - (stop - start) < FLAT_TILE
+        at = stop
+    assert at == said["numel"]
+    assert max(stop - start for start, stop, *_ in said["kept"]) < said["numel"] / 2
+
+
+def test_every_rank_names_the_weight_that_overflowed(said):
+    assert [line["named"] for line in said["ranks"]] == ["model.layers.2.mlp.up_proj.weight"] * RANKS
