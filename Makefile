@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 RUN    ?= runs/demo
 
 # TORCH: what pip is given for torch, e.g. TORCH='torch==2.13.0 --index-url ...' for another build.
-.PHONY: help demo test test-slow test-proofs vllm test-vllm test-triton lint package bench bench-vllm clean
+.PHONY: help demo test test-slow test-proofs vllm test-vllm test-triton test-trl lint package bench bench-vllm clean
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo "make vllm       an environment with vLLM for CPUs, in .venv-vllm"
 	@echo "make test-vllm  vLLM as the sampler: tokens and logprobs beside the native sampler's and the trainer's"
 	@echo "make test-triton  the Triton kernels, interpreted on a CPU, beside vLLM's own; and compiled for GPUs that need not be here"
+	@echo "make test-trl   advantages, losses and gradients beside TRL's own"
 	@echo "make lint       ruff"
 	@echo "make bench      one RL step beside TRL, sampling beside transformers, the linear beside plain torch"
 	@echo "make bench-vllm tokens per second of vLLM with zerokl inside beside stock vLLM"
@@ -33,7 +34,7 @@ demo: $(STAMP)
 	$(BIN)/zerokl train --preset demo --run-dir $(RUN)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow and not vllm and not proof" --durations=15
+	$(BIN)/python -m pytest -m "not slow and not vllm and not proof and not trl" --durations=15
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
@@ -58,6 +59,9 @@ test-vllm: .venv-vllm/.installed
 test-triton: .venv-vllm/.installed
 	TRITON_INTERPRET=1 .venv-vllm/bin/python -m pytest tests/triton
 
+test-trl: .venv-trl/.installed
+	.venv-trl/bin/python -m pytest -m trl tests/trl
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -78,11 +82,12 @@ bench: $(STAMP) .venv-trl/.installed
 bench-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python benchmarks/vllm_rate.py
 
-# TRL in an environment of its own: it pins other versions, and zerokl does not depend on it.
-.venv-trl/.installed:
-	$(PYTHON) -m venv .venv-trl
-	.venv-trl/bin/pip install -q $(TORCH)
+# TRL in an environment of its own: zerokl does not depend on it.
+.venv-trl/.installed: pyproject.toml setup.py
+	test -x .venv-trl/bin/python || $(PYTHON) -m venv .venv-trl
+	.venv-trl/bin/python -c "import torch" 2>/dev/null || .venv-trl/bin/pip install -q $(TORCH)
 	.venv-trl/bin/pip install -q trl==1.16.0
+	.venv-trl/bin/pip install -q -e ".[test]"
 	touch $@
 
 clean:
