@@ -30,14 +30,16 @@ PRESETS: dict[str, dict[str, object]] = {
     # mean_i min(s A, clip(s, 1 - 3e-4, 1 + 4e-4) A), s = (prod_t r)^(1 / len).
     "gspo": _GRPO | dict(ratio="geometric", clip_low=3e-4, clip_high=4e-4),
     # Truncated importance sampling (Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025):
-    # GRPO times min(old / mu, C) of each token, C = 2.
+    # GRPO times min(old / mu, C) of each token. C = 2 is that of the authors' 32B runs and of verl (rollout_is_threshold); TRL has 3.
     "tis": _GRPO | dict(correction="truncate", correction_high=2.0),
     # Masked importance sampling (Liu et al., "When speed kills stability", 2025; arXiv:2510.26788): GRPO times the sequence's
-    # ratio rho = prod_t old / mu where rho <= C, and 0 beyond. C = 2 as for tis.
+    # ratio rho = prod_t old / mu where rho <= C, and 0 beyond. C = 2 is verl's (seq_mis); TRL, whose default this is, has 3. A masked
+    # sequence still counts in the normaliser, as in TRL; verl leaves it out.
     "mis": _GRPO | dict(correction="mask", correction_level="sequence", correction_high=2.0),
-    # The same with each token's own ratio.
+    # The same with each token's own ratio (TRL's token_mask).
     "mis_token": _GRPO | dict(correction="mask", correction_high=2.0),
-    # IcePop, Ring-1T, arXiv:2510.18855: GRPO times rho where 0.5 <= rho <= 5, and 0 outside; rho = old / mu of the token.
+    # IcePop, Ring-1T, arXiv:2510.18855: GRPO times rho where 0.5 <= rho <= 5, and 0 outside; rho = old / mu of the token. The same two
+    # bounds stand in INTELLECT-3, arXiv:2512.16144.
     "icepop": _GRPO | dict(correction="mask", correction_low=0.5, correction_high=5.0),
     # Clipped weights, MiniMax-M1, arXiv:2506.13585, equation 4: sum_it sg(min(r, 5)) A logp / tokens. The paper has no lower bound
     # and gives no upper one; 5 is TRL's and ScaleRL's (arXiv:2510.13786).
