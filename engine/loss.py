@@ -88,7 +88,7 @@ class LossConfig(BaseModel):
     kl_in: Literal["loss", "reward"] = "loss"
     """Where it counts: in each token's loss, with gradient, or summed over the completion and taken off its reward."""
     reference: str = ""
-    """Model folder or hub name of the frozen reference; empty is the run's first model."""
+    """Model folder or hub name of the frozen reference; empty is the run's first model. The ledger chains its weights, not the place."""
 
     @model_validator(mode="after")
     def _check(self) -> "LossConfig":

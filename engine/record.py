@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ..model.decoder import Decoder
+from ..model.weights import fingerprint
 from ..verify.divergence import compare_lines
 from ..verify.environment import environment
 from ..verify.files import hash_json
@@ -19,6 +20,8 @@ from .ranks import Ranks
 from .rollout import Rollout
 from .tasks.base import Problem
 
+# The head's setting that stands for the frozen reference.
+REFERENCE = "loss.reference"
 # Keys of the configuration that decide no bit of the training, and why. They are not chained, and a resumed run may change them.
 FREE = {
     "micro_batch": "sequences of one pass; the law",
@@ -33,6 +36,7 @@ FREE = {
     "ledger.detail": "what is kept; the roots are the same",
     "loss.preset": "a name for the choices, which are chained one by one",
     "model": "a place; the weights that lie there are chained instead",
+    REFERENCE: "a place; the weights that lie there are chained instead",
 }
 # The scale of the loss leaves no trace in the bits unless a gradient over- or underflows, which the gradient's hash shows. So it is not
 # chained either; but a resumed run goes on with the scale it had.
@@ -68,12 +72,17 @@ def binding(config: Config) -> dict[str, Any]:
     return {key: value for key, value in flat_settings(config).items() if not is_free(key, config) and key not in _SCALE}
 
 
+class _Scorer(Protocol):
+    decoder: Decoder
+
+
 class _State(Protocol):
     """What the ledger reads of a TrainState."""
 
     config: Config
     policy: Decoder
     learner: Learner
+    reference: "_Scorer | None"
     problems: Sequence[Problem]
     prompt_ids: Sequence[Sequence[int]]
     step: int
@@ -82,14 +91,22 @@ class _State(Protocol):
 def run_head(state: _State, process: Mapping[str, Any]) -> Head:
     """The head of the ledger of a run that has not taken a step. `process`: how this process is set up."""
     config = state.config
+    settings = binding(config)
+    free = {key: value for key, value in flat_settings(config).items() if key not in settings}
     tree = state.learner.hash_weights()
     data = hash_json([digest_ids(state.prompt_ids), [[p.id, p.prompt, repr(p.answer)] for p in state.problems]])
-    chained = binding(config)
-    free = {key: value for key, value in flat_settings(config).items() if key not in chained}
     where = environment(Path(__file__).parents[1], state.policy.flat.device, {**process, "threads": torch.get_num_threads()})
     where |= {f"process.{key}": value for key, value in free.items()}
     names = list(state.policy.layout.checkpoint_views(state.policy.flat))
-    return Head(chained, config.seed, data, tree.root, names, tree.leaves, where)
+    return Head(settings | {REFERENCE: _reference(state)}, config.seed, data, tree.root, names, tree.leaves, where)
+
+
+def _reference(state: _State) -> str:
+    """The hash of the frozen reference's weights in the compute dtype, which is all that is read of them; empty where the loss has none."""
+    if state.reference is None:
+        return ""
+    decoder = state.reference.decoder
+    return f"sha256:{fingerprint(decoder.layout, decoder.flat.detach())}"
 
 
 class Recorder:

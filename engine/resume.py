@@ -15,7 +15,7 @@ from ..verify.files import whole_lines, write_whole
 from ..verify.ledger import LEDGER, Head, LedgerFile, read_ledger
 from .checkpoints import DAMAGED, Checkpoint, checkpoint_folders, clear_leftovers, open_checkpoint
 from .config import Config, load_config
-from .record import flat_settings, is_free
+from .record import REFERENCE, flat_settings, is_free
 from .report import METRICS, ROLLOUTS
 
 
@@ -51,12 +51,18 @@ class Resumption:
         return self.checkpoint.step if self.checkpoint else 0
 
     def check_head(self, head: Head) -> None:
-        """Raise ValueError when the run would not be the same run: another configuration, other data, other first weights."""
+        """Raise ValueError when the run would not be the same run: another configuration, other data, other weights."""
         held = self.ledger.head
         if held is None:
             return
         for key in sorted(held.settings.keys() | head.settings.keys()):
             if (was := held.settings.get(key)) != (now := head.settings.get(key)):
+                if key == REFERENCE:
+                    place = self.config.loss.reference or self.config.model
+                    raise ValueError(
+                        f"resume: the weights of the reference, {place}, are {now}; the run began with {was}; put them back, or set "
+                        f"{REFERENCE} to where they are"
+                    )
                 raise ValueError(f"resume: {key} is {now!r} in {self.path / 'config.toml'} and {was!r} in the ledger; the file was altered")
         if held.data != head.data:
             raise ValueError("resume: the training problems are not those of the run; put the task's data back as it was")
