@@ -131,7 +131,7 @@ def _forward_ways(decoder: Decoder, sequences: list[list[int]]) -> dict[str, int
 
 
 def _cached(decoder: Decoder, ids: list[int], chunk: int) -> torch.Tensor:
-    cache = BlockCache(decoder.config, len(ids) // KEY_TILE + 1, decoder.dtype, decoder.device)
+    cache = BlockCache(decoder.config, len(ids) // KEY_TILE + 1, decoder.cache_dtype, decoder.device)
     blocks = cache.allocate(cache.blocks)
     parts = [(a, ids[a : a + chunk]) for a in range(0, len(ids), chunk)]
     return torch.cat([decoder.hidden(torch.tensor(p), CachedContext(cache, [len(p)], [a], [blocks])) for a, p in parts])

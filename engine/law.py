@@ -187,7 +187,7 @@ def cached_scores(decoder: Decoder, pairs: Sequence[Pair], dist: Distribution, c
     """logp of each pair's completion, the tokens read through the cache `chunk` at a time (1: decoding)."""
     inputs = [[*p, *c[:-1]] for p, c in pairs]
     need = [-(-len(ids) // KEY_TILE) for ids in inputs]
-    cache = BlockCache(decoder.config, sum(need), decoder.dtype)
+    cache = BlockCache(decoder.config, sum(need), decoder.cache_dtype)
     blocks = [cache.allocate(n) for n in need]
     hidden: list[list[torch.Tensor]] = [[] for _ in pairs]
     for start in range(0, max(map(len, inputs)), chunk):

@@ -133,7 +133,7 @@ class _Generation:
 
     def _fit(self, longest: int) -> int:
         """Samples at once that the cache can hold in the worst case, at most max_concurrency; makes the cache."""
-        s, config, dtype = self.sampling, self.decoder.config, self.decoder.dtype
+        s, config, dtype = self.sampling, self.decoder.config, self.decoder.cache_dtype
         per_sample = _blocks_for(longest + s.max_tokens) + _blocks_for(longest)
         block_bytes = BlockCache.bytes_per_block(config, dtype)
         workers = self.sampler.workers

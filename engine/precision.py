@@ -29,7 +29,8 @@ class PrecisionConfig(BaseModel):
     head_dtype: Literal["compute", "float32"] = "compute"
     """Dtype of the logits: the compute dtype, or float32 (hidden states and head are then multiplied in fp32, and not rounded)."""
     cache_dtype: Literal["compute", "bfloat16", "float16"] = "compute"
-    """Dtype to which keys and values are rounded before attention reads them, in the sampler's cache and in the trainer alike."""
+    """Dtype to which keys and values are rounded before attention reads them, in the sampler's cache and in the trainer alike. Where it is
+    narrower than the compute dtype, the sampler's cache stores them in it: half the bytes with float32."""
     sampler_dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """Compute dtype of the sampler, where it is another. Only with exact = false."""
     sampler_head_dtype: Literal["", "compute", "float32"] = ""

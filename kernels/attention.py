@@ -189,8 +189,14 @@ def attention_cached(q: torch.Tensor, tiles: torch.Tensor, plan: AttentionPlan |
     """Attention of new tokens against a cache that already holds their keys and values; forward only.
 
     q [T, Hq, D], tiles [blocks * Hkv, 2, KEY_TILE, D] -> [T, Hq, D]. The bits are those of `attention`. Raises ValueError.
+    Tiles may be in a narrower dtype than q: they are converted as they are read, which is exact.
     """
-    check_dtype("attention_cached", q=q, tiles=tiles)
+    check_dtype("attention_cached", q=q)
+    check_dtype("attention_cached", tiles=tiles)
+    if tiles.dtype != q.dtype and tiles.dtype.itemsize >= q.dtype.itemsize:
+        raise ValueError(
+            f"attention_cached: tiles.dtype ({tiles.dtype}) must be q.dtype ({q.dtype}) or a narrower one; convert one of them"
+        )
     check_head_dim(q.shape[-1])
     if tiles.shape[1:] != (2, KEY_TILE, q.shape[-1]):
         raise ValueError(f"attention_cached: tiles {tuple(tiles.shape)} must be [tiles, 2, {KEY_TILE}, {q.shape[-1]}]")

@@ -8,6 +8,7 @@ of a prefill for decode as well (vllm/v1/attention/ops/triton_unified_attention.
 they lay out the sums along a row. A wholly hidden tile is an exact no-op: the maximum stays, and exp(-inf) = 0 adds zeros.
 
 q, o [T, Hq, D]; keys and values in pages [pages, page, Hkv, D], or packed beside their queries [T, Hkv, D]; any strides but the last.
+Pages may be in a narrower dtype than q: a tile is converted as it is read, which is exact.
 Roundings: p to the dtype before it meets v; o once; scores, maximum and sums in fp32 (fp32 operands as they are, never tf32).
 """
 
@@ -22,8 +23,11 @@ from .tiles import generation
 # Rows of one program, more only where a group has more heads; and its warps, among which a row's keys are divided.
 BLOCK_M = 16
 WARPS = 4
-# Key tiles in flight; an AMD GPU has shared memory for one less.
+# Key tiles in flight; an AMD GPU has shared memory for one less. They decide no bit.
 STAGES = 3
+# Tiles that are converted are not fetched ahead: a tile in flight keeps its converted copy in registers, 255 of them and up to 400 bytes
+# of spills a thread with head_dim 128. On Ampere the compiler stops at 96 registers and spills 8 bytes, unless it is told that 128 will do.
+CONVERTED_STAGES, AMPERE_REGISTERS = 1, 128
 
 
 @triton.jit
@@ -77,8 +81,8 @@ def _forward(
             v_row = page * v_stride_page + (key % PAGE) * v_stride_t
         else:
             k_row, v_row = (start + key).to(tl.int64) * k_stride_t, (start + key).to(tl.int64) * v_stride_t
-        k = tl.load(k_ptr + (k_row + h * k_stride_h)[None, :] + d[:, None], mask=here[None, :] & in_d[:, None], other=0.0)
-        v = tl.load(v_ptr + (v_row + h * v_stride_h)[:, None] + d[None, :], mask=here[:, None] & in_d[None, :], other=0.0)
+        k = tl.load(k_ptr + (k_row + h * k_stride_h)[None, :] + d[:, None], mask=here[None, :] & in_d[:, None], other=0.0).to(q.dtype)
+        v = tl.load(v_ptr + (v_row + h * v_stride_h)[:, None] + d[None, :], mask=here[:, None] & in_d[None, :], other=0.0).to(q.dtype)
         s = tl.zeros([BLOCK_M, TILE], tl.float32)
         s += scale * tl.dot(q, k, input_precision="ieee")
         s = tl.where(used[:, None] & (key[None, :] <= (context + step)[:, None]), s, float("-inf"))
@@ -119,11 +123,14 @@ def _launch(q, k, v, spans: Spans, scale: float, page: int, want_lse: bool) -> t
     o = torch.empty(T, H, D, dtype=q.dtype, device=q.device)
     lse = torch.empty(T, H, dtype=torch.float32, device=q.device) if want_lse else None
     table = spans.table if page else None
+    options: dict[str, int] = {"num_stages": STAGES - (generation(q.device) == "amd")}
+    if k.dtype != q.dtype:
+        options = {"num_stages": CONVERTED_STAGES} | ({"maxnreg": AMPERE_REGISTERS} if generation(q.device) == "ampere" else {})
     launch(
         _forward, (T // (block_m // group) + sequences, kv_heads), q, k, v, o, lse, spans.starts, spans.lengths, table, scale, sequences,
         table.stride(0) if page else 0, q.stride(0), q.stride(1), o.stride(0), o.stride(1), k.stride(0), k.stride(1), k.stride(2),
         v.stride(0), v.stride(1), v.stride(2), GROUP=group, KV_HEADS=kv_heads, D=D, WIDTH=triton.next_power_of_2(D), PAGE=page,
-        WANT_LSE=want_lse, BLOCK_M=block_m, TILE=KEY_TILE, num_warps=WARPS, num_stages=STAGES - (generation(q.device) == "amd"),
+        WANT_LSE=want_lse, BLOCK_M=block_m, TILE=KEY_TILE, num_warps=WARPS, **options,
     )  # fmt: skip
     return o, lse
 
@@ -134,11 +141,11 @@ def spans_case(T: int = 256, pages: int = 0) -> Spans:
     return Spans(starts, lengths, torch.empty(2, pages, dtype=torch.int32, device="meta") if pages else None, 8)
 
 
-def _case(dtype: torch.dtype, D: int, paged: bool):
+def _case(dtype: torch.dtype, D: int, pages: torch.dtype | None):
     def run() -> None:
         q, k = (torch.empty(256, heads, D, dtype=dtype, device="meta") for heads in (16, 8))
-        if paged:
-            cache = torch.empty(32, KEY_TILE, 8, D, dtype=dtype, device="meta")
+        if pages:
+            cache = torch.empty(32, KEY_TILE, 8, D, dtype=pages, device="meta")
             attention_paged(q, cache, cache, spans_case(pages=16), D**-0.5)
         else:
             attention_packed(q, k, k, spans_case(), D**-0.5, want_lse=True)
@@ -147,8 +154,12 @@ def _case(dtype: torch.dtype, D: int, paged: bool):
 
 
 CASES = {
-    f"attention {dtype} {D} {'paged' if paged else 'packed'}": _case(dtype, D, paged)
+    f"attention {dtype} {D} {'paged' if paged else 'packed'}": _case(dtype, D, dtype if paged else None)
     for dtype in (torch.bfloat16, torch.float16, torch.float32)
     for D in (64, 128)
     for paged in (True, False)
-}
+} | {
+    f"attention float32 {D} paged in {pages}": _case(torch.float32, D, pages)
+    for D in (64, 128)
+    for pages in (torch.bfloat16, torch.float16)
+}  # fmt: skip

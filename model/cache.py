@@ -11,7 +11,7 @@ from .config import ModelConfig
 
 
 class BlockCache:
-    """Keys and values of all layers, [layers, blocks * Hkv, 2, KEY_TILE, D] in the compute dtype, on the CPU or on `device`."""
+    """Keys and values of all layers, [layers, blocks * Hkv, 2, KEY_TILE, D] in `dtype` (Decoder.cache_dtype), on the CPU or on `device`."""
 
     def __init__(self, config: ModelConfig, blocks: int, dtype: torch.dtype, device: torch.device | None = None):
         self.config, self.blocks = config, blocks
@@ -84,6 +84,7 @@ class CachedContext:
         self.plan = AttentionPlan(lengths, contexts, tables, config.heads, config.kv_heads)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        """Write k and v [T, Hkv, D] to the cache, then attend from q [T, Hq, D]."""
-        self._cache._by_token[layer].index_put_((self._block, self._offset), torch.stack([k, v], dim=1))
-        return attention_cached(q, self._cache.data[layer], self.plan, scale)
+        """Write k and v [T, Hkv, D] to the cache, then attend from q [T, Hq, D]. What a narrower cache cannot hold was rounded before."""
+        data = self._cache.data
+        self._cache._by_token[layer].index_put_((self._block, self._offset), torch.stack([k, v], dim=1).to(data.dtype))
+        return attention_cached(q, data[layer], self.plan, scale)

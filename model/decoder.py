@@ -36,7 +36,7 @@ class Numerics(NamedTuple):
     """Dtypes other than the compute dtype; None is the compute dtype."""
 
     head: torch.dtype | None = None  # of the logits' matrix product
-    cache: torch.dtype | None = None  # keys and values are rounded to it before attention reads them
+    cache: torch.dtype | None = None  # keys and values are rounded to it before attention reads them, and stored in it where it is narrower
 
 
 COMPUTE = Numerics()
@@ -107,6 +107,12 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         """The compute dtype."""
         return self.flat.dtype
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """What a cache stores keys and values in: they are rounded to numerics.cache, so where that is narrower, nothing is lost."""
+        cache = self.numerics.cache
+        return cache if cache is not None and cache.itemsize < self.dtype.itemsize else self.dtype
 
     @property
     def device(self) -> torch.device:

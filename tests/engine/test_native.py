@@ -11,7 +11,8 @@ from zerokl.kernels.attention_plan import KEY_TILE
 from zerokl.kernels.logprob import Distribution
 from zerokl.kernels.order import matmul_rows
 from zerokl.model.cache import BlockCache
-from zerokl.model.decoder import Decoder, PackedContext
+from zerokl.model.checkpoint import load_decoder
+from zerokl.model.decoder import Decoder, Numerics, PackedContext
 from zerokl.model.scoring import logprobs, pack
 
 VOCAB, CONTEXT = 64, 512
@@ -155,6 +156,18 @@ def test_a_small_cache_lowers_concurrency_and_changes_no_bit(decoder, sampler):
         assert bits(small.generate(prompts, how, keys)) == bits(sampler.generate(prompts, how, keys))
     with pytest.raises(ValueError, match=f"cache_bytes \\({size - 1}\\) cannot hold one sample of 40 tokens"):
         NativeSampler(decoder, cache_bytes=size - 1).generate(prompts, how, keys)
+
+
+def test_a_narrower_cache_holds_twice_as_many_samples_and_draws_the_same(model):
+    plain = load_decoder(model, torch.float32)
+    narrow = Decoder(plain.config, plain.flat.detach(), plain.layout, Numerics(cache=torch.bfloat16))
+    prompts, how, keys = [[9] * 20, [8] * 5], sampling(), Keys(0, 0)
+    size = _bytes_for_one(plain, 20, how.max_tokens)
+    assert _Generation(NativeSampler(plain, cache_bytes=size), prompts, how, keys).concurrency == 1
+    assert _Generation(NativeSampler(narrow, cache_bytes=size), prompts, how, keys).concurrency == 2
+    assert bits(NativeSampler(narrow, cache_bytes=size).generate(prompts, how, keys)) == bits(
+        NativeSampler(narrow).generate(prompts, how, keys)
+    )
 
 
 @settings(deadline=None, max_examples=15)

@@ -207,3 +207,5 @@ def test_refusals_name_what_is_wrong():
         attention(*_qkv(D=24), varlen_plan([5], 4, 2), 1.0)
     with pytest.raises(ValueError, match=r"tiles \(3, 2, 16, 16\) must be \[tiles, 2, 32, 16\]"):
         attention_cached(_qkv()[0], torch.zeros(3, 2, 16, 16), varlen_plan([5], 4, 2), 1.0)
+    with pytest.raises(ValueError, match=r"tiles.dtype \(torch.float16\) must be q.dtype \(torch.bfloat16\) or a narrower one"):
+        attention_cached(_qkv()[0].bfloat16(), torch.zeros(3, 2, 32, 16).half(), varlen_plan([5], 4, 2), 1.0)

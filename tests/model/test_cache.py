@@ -5,7 +5,7 @@ import torch
 from zerokl.kernels.attention_plan import KEY_TILE
 from zerokl.model.cache import BlockCache, CachedContext
 from zerokl.model.checkpoint import load_decoder
-from zerokl.model.decoder import Decoder, PackedContext
+from zerokl.model.decoder import Decoder, Numerics, PackedContext
 
 from tests.helpers import DTYPES, randint, total_unequal
 from tests.model.checkpoints import FAMILIES, save_random
@@ -48,6 +48,35 @@ def test_decoder_on_the_cache_has_the_bits_of_whole_sequences(folders, family, d
         cache._free.reverse()
         blocks = [cache.allocate(-(-len(ids) // KEY_TILE)) for ids in sequences]
         assert total_unequal(expected, read(decoder, cache, sequences, blocks, chunk)) == 0
+
+
+def _cached(decoder: Decoder, sequences: list[torch.Tensor], dtype: torch.dtype, chunk: int) -> tuple[list[torch.Tensor], int]:
+    """The hidden states read through a cache in `dtype`, and its bytes."""
+    cache = BlockCache(decoder.config, 10, dtype)
+    blocks = [cache.allocate(-(-len(ids) // KEY_TILE)) for ids in sequences]
+    return read(decoder, cache, sequences, blocks, chunk), cache.data.nbytes
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("chunk", [1, 7, 100])
+def test_a_narrower_cache_is_half_as_large_and_has_the_bits_of_one_that_holds_what_was_rounded(folders, narrow, chunk):
+    plain = load_decoder(folders["qwen3"], torch.float32)
+    decoder = Decoder(plain.config, plain.flat.detach(), plain.layout, Numerics(cache=narrow))
+    sequences = [randint(s, 128, n) for s, n in enumerate((70, 1, 33, 64))]
+    assert decoder.cache_dtype == narrow
+    stored, small = _cached(decoder, sequences, narrow, chunk)
+    rounded, large = _cached(decoder, sequences, torch.float32, chunk)
+    assert 2 * small == large
+    assert total_unequal(stored, rounded) == 0
+    assert total_unequal(stored, whole(decoder, sequences)) == 0
+    unrounded, _ = _cached(plain, sequences, narrow, chunk)
+    assert total_unequal(unrounded, whole(plain, sequences)) > 0, "control: a cache that rounds what the trainer does not"
+
+
+@pytest.mark.parametrize(("dtype", "cache"), [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16), (torch.float32, None)])
+def test_a_cache_dtype_that_saves_nothing_is_stored_in_the_compute_dtype(folders, dtype, cache):
+    plain = load_decoder(folders["llama"], dtype)
+    assert Decoder(plain.config, plain.flat.detach(), plain.layout, Numerics(cache=cache)).cache_dtype == dtype
 
 
 def test_control_a_wrong_block_is_found(folders):

@@ -62,6 +62,16 @@ def test_control_another_key_tile_gives_other_bits(batch_invariant, monkeypatch)
     assert total_unequal([attention_paged(q, k, v, spans, case.scale)], [_vllm(q, k, v, spans, case.scale)]) > 0
 
 
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+def test_pages_in_a_narrower_dtype_are_converted_exactly(narrow):
+    case = make_case(LENGTHS, 2, 1, 32, torch.float32, seed=3)
+    q, k, v, spans = _paged(case, KEY_TILE, [0, 40, 32])
+    stored = attention_paged(q, k.to(narrow), v.to(narrow), spans, case.scale)
+    rounded = [x.to(narrow).float() for x in (k, v)]
+    assert total_unequal([stored], [attention_paged(q, *rounded, spans, case.scale)]) == 0
+    assert total_unequal([stored], [attention_paged(q, k, v, spans, case.scale)]) > 0, "control: what was not rounded"
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("chunk", "lengths"), [("one by one", [3, 35]), ("short", LENGTHS), ("long", LENGTHS)])
 def test_prefill_chunks_and_decode_are_one_result(chunk, lengths, dtype):
