@@ -5,7 +5,8 @@
 fp16 reaches from 2^-24 to 65504. The scale multiplies the loss, so every gradient of an activation that is rounded to fp16 is scale times
 as large; the gradient of a weight is summed in fp32 and divided by it, which is exact. A power of two changes no significand: the weights
 after an update do not depend on the scale, unless a gradient overflows (it is infinite: the update is skipped) or underflows (it falls
-below 2^-14, where fp16 has fewer bits, or below 2^-24, where it has none).
+below 2^-14, where fp16 has fewer bits, or below 2^-24, where it has none). In fp16 some do at every scale
+that was measured: docs/fp16-loss-scales.md.
 
 Dynamic scaling (Micikevicius et al., "Mixed precision training", arXiv:1710.03740, section 3.2): an overflow multiplies the scale by
 `backoff`, `growth_interval` updates without one double it.
