@@ -58,6 +58,12 @@ class TrainState:
     ledger: Recorder | None = None
     ranks: Ranks = ALONE
 
+    def close(self) -> None:
+        """End what runs beside this process, and the ledger's file."""
+        for owned in (self.ledger, self.sampler, self.behaviour, self.reference, self.workers):
+            if owned is not None:
+                owned.close()
+
 
 @dataclass(frozen=True)
 class StepRecord:

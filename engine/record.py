@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from ..model.config import ModelConfig
 from ..model.decoder import Decoder
 from ..model.weights import fingerprint
 from ..verify.divergence import compare_lines
@@ -35,7 +37,7 @@ FREE = {
     "checkpoint": "what is kept",
     "ledger.detail": "what is kept; the roots are the same",
     "loss.preset": "a name for the choices, which are chained one by one",
-    "model": "a place; the weights that lie there are chained instead",
+    "model": "a place; the architecture and the weights that lie there are chained instead",
     REFERENCE: "a place; the weights that lie there are chained instead",
 }
 # The scale of the loss leaves no trace in the bits unless a gradient over- or underflows, which the gradient's hash shows. So it is not
@@ -92,6 +94,7 @@ def run_head(state: _State, process: Mapping[str, Any]) -> Head:
     """The head of the ledger of a run that has not taken a step. `process`: how this process is set up."""
     config = state.config
     settings = binding(config)
+    settings |= {f"model.{name}": value for name, value in _architecture(state.policy.config).items()}
     free = {key: value for key, value in flat_settings(config).items() if key not in settings}
     tree = state.learner.hash_weights()
     data = hash_json([digest_ids(state.prompt_ids), [[p.id, p.prompt, repr(p.answer)] for p in state.problems]])
@@ -101,12 +104,17 @@ def run_head(state: _State, process: Mapping[str, Any]) -> Head:
     return Head(settings | {REFERENCE: _reference(state)}, config.seed, data, tree.root, names, tree.leaves, where)
 
 
+def _architecture(config: ModelConfig) -> dict[str, Any]:
+    """What of a model's config.json decides bits. The length of its context does not: it only limits."""
+    return {f.name: getattr(config, f.name) for f in fields(config) if f.compare and f.name != "max_positions"}
+
+
 def _reference(state: _State) -> str:
-    """The hash of the frozen reference's weights in the compute dtype, which is all that is read of them; empty where the loss has none."""
+    """The hash of the frozen reference, empty where the loss has none. Its weights in the compute dtype are all that is read of them."""
     if state.reference is None:
         return ""
     decoder = state.reference.decoder
-    return f"sha256:{fingerprint(decoder.layout, decoder.flat.detach())}"
+    return f"sha256:{hash_json([_architecture(decoder.config), fingerprint(decoder.layout, decoder.flat.detach())])}"
 
 
 class Recorder:

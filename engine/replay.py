@@ -103,8 +103,7 @@ class Replayer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.state.sampler.close()
-        self.state.workers.close()
+        self.state.close()
 
 
 @dataclass(frozen=True)

@@ -129,9 +129,7 @@ def _run(config: Config, path: Path, at: Resumption | None, ranks: Ranks) -> Sum
     finally:
         display.close()
         folder.close()
-        for owned in (state.ledger, state.sampler, state.behaviour, state.reference, state.workers):
-            if owned is not None:
-                owned.close()
+        state.close()
     summary = _summarise(state, history, time.perf_counter() - began)
     if not ranks.first:
         return summary

@@ -1,5 +1,7 @@
 """The frozen reference of the KL term is in the ledger by its weights: where they lie decides nothing, another bit of them does."""
 
+import dataclasses
+import json
 import shutil
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from zerokl.engine.run import resume, train
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.weights import fingerprint
 from zerokl.verify.divergence import open_run
+from zerokl.verify.files import hash_json
 
 
 def _flip(folder: Path) -> None:
@@ -36,7 +39,8 @@ def test_the_ledger_holds_the_hash_of_the_weights(held, reference, tmp_path):
     train(held.model_copy(update={"dtype": "bfloat16"}), tmp_path / "run")
     decoder = load_decoder(reference, torch.bfloat16)
     head = open_run(tmp_path / "run").head
-    assert head.settings["loss.reference"] == f"sha256:{fingerprint(decoder.layout, decoder.flat.detach())}"
+    own = {name: value for name, value in dataclasses.asdict(decoder.config).items() if name not in ("raw", "max_positions")}
+    assert head.settings["loss.reference"] == f"sha256:{hash_json([own, fingerprint(decoder.layout, decoder.flat.detach())])}"
     assert head.environment["process.loss.reference"] == str(reference)
 
 
@@ -74,3 +78,38 @@ def test_without_a_kl_term_the_reference_is_no_part_of_the_run(config, tmp_path)
     unused = train(config(steps=1, loss__reference=tmp_path / "nowhere"), tmp_path / "unused")
     assert unused.fingerprint == plain
     assert open_run(tmp_path / "plain").head.settings["loss.reference"] == ""
+
+
+def _edit(folder: Path, **changes: object) -> None:
+    """Other values in the model's config.json, the weights as they are."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+ROPE = {"rope_type": "default", "rope_theta": 50.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "now"),
+    [({"rms_norm_eps": 3e-3}, "model.eps", 0.003), ({"rope_parameters": ROPE}, "model.rope_theta", 50.0)],
+)
+def test_the_architecture_of_the_model_is_in_the_ledger(config, reference, tmp_path, capsys, change, key, now):
+    """Of a model with another epsilon but the same weights, everything is another run's."""
+    own = config(steps=2, checkpoint__every=1, model=reference)
+    first = train(own, tmp_path / "run")
+    _edit(reference, max_position_embeddings=77)
+    assert train(own, tmp_path / "longer").fingerprint == first.fingerprint, "the context only limits"
+    _edit(reference, **change)
+    assert train(own, tmp_path / "other").fingerprint != first.fingerprint
+    assert main(["diff", str(tmp_path / "run"), str(tmp_path / "other")]) == 1
+    assert f"configuration {key}" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(ValueError, match=rf"resume: {key} is {now} in {reference / 'config.json'} and .* in the ledger"):
+        resume(tmp_path / "run")
+
+
+def test_a_reference_of_another_architecture_is_another_reference(held, reference, tmp_path):
+    first = train(held, tmp_path / "run").fingerprint
+    _edit(reference, rms_norm_eps=3e-3)
+    assert train(held, tmp_path / "other").fingerprint != first
+    with pytest.raises(ValueError, match="weights of the reference"):
+        resume(tmp_path / "run")
