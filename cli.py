@@ -1,18 +1,15 @@
 """The command line, a class for each subcommand. Bad input is one line on stderr and exit code 2."""
 
-import contextlib
-import difflib
-import io
 import json
 import os
-import re
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Union
+from typing import Annotated
 
-import tyro
-from tyro.conf import OmitSubcommandPrefixes, Positional, arg, subcommand
+from tyro.conf import Positional, arg
+
+from .arguments import only_task_keys, parse
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class Init:
         from .engine.initialise import initialise
         from .engine.report import console
 
-        _only_task_keys("init", overrides)
+        only_task_keys("init", self, overrides)
         config = load_config(None, None, {"task.name": self.task, **overrides})
         report = initialise(Path(self.out), config.task.name, config.task.options, self.preset, self.seed)
         console.print(
@@ -154,7 +151,7 @@ class Eval:
         from .engine.policy import load_policy
         from .engine.report import console
 
-        _only_task_keys("eval", overrides)
+        only_task_keys("eval", self, overrides)
         config = load_config(None, None, {"task.name": self.task, **overrides})
         policy = load_policy(self.model, self.dtype)
         result = policy.evaluate(
@@ -380,66 +377,6 @@ _COMMANDS = {
 }  # fmt: skip
 
 
-def _take_overrides(words: list[str], command: type) -> tuple[list[str], dict[str, str]]:
-    """Split a command's words into its own options and --key value (or --key=value) pairs of the configuration.
-
-    Raises ValueError for a key without a value.
-    """
-    own = {f.name for f in fields(command)} | {"help"}
-    kept, overrides, i = [], {}, 0
-    while i < len(words):
-        key, equals, value = words[i].partition("=")
-        name = key[2:].replace("-", "_")
-        if not key.startswith("--") or name in own:
-            kept.append(words[i])
-        elif equals:
-            overrides[name] = value
-        elif i + 1 < len(words) and not words[i + 1].startswith("--"):
-            i += 1
-            overrides[name] = words[i]
-        else:
-            raise ValueError(f"{key} lacks a value")
-        i += 1
-    return kept, overrides
-
-
-def _only_task_keys(name: str, overrides: dict[str, str]) -> None:
-    """Raise ValueError for a key that has no meaning outside a training run."""
-    _check_options(name, {key: value for key, value in overrides.items() if not key.startswith("task.")})
-
-
-def _check_options(name: str, overrides: dict[str, str]) -> None:
-    """Raise ValueError for an option that a command without configuration does not have."""
-    for key in overrides:
-        near = difflib.get_close_matches(key, [f.name for f in fields(_COMMANDS[name])], 1)
-        hint = f"did you mean --{near[0].replace('_', '-')}?" if near else f"see zerokl {name} --help"
-        raise ValueError(f"{name}: unknown option --{key.replace('_', '-')}; {hint}")
-
-
-def _parse(argv: list[str]) -> tuple[Any, dict[str, str]]:
-    """The command with its options, and configuration overrides. Raises ValueError; exits with 2 where tyro does."""
-    if argv[:2] == ["verify", "run"]:  # a model folder of that name is ./run
-        argv = ["verify-run", *argv[2:]]
-    name, overrides = (argv[0] if argv else ""), {}
-    if name and not name.startswith("-"):
-        if name not in _COMMANDS:
-            near = difflib.get_close_matches(name, _COMMANDS, 1)
-            raise ValueError(f"unknown command {name}; " + (f"did you mean {near[0]}?" if near else f"choose {', '.join(_COMMANDS)}"))
-        rest, overrides = _take_overrides(argv[1:], _COMMANDS[name])
-        argv = [name, *rest]
-        if name in ("sample", "verify", "audit", "diff", "ablate"):
-            _check_options(name, overrides)
-    kinds = Union[tuple(Annotated[kind, subcommand(name)] for name, kind in _COMMANDS.items())]  # noqa: UP007
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            return tyro.cli(kinds, prog="zerokl", args=argv, config=(OmitSubcommandPrefixes,), description=__doc__), overrides
-    except SystemExit as ended:
-        if not ended.code:
-            raise
-        raise ValueError(re.sub("[\u2500-\u257f]|-{3,}", " ", said.getvalue())) from None
-
-
 def _rank() -> str:
     """Which of several ranks speaks."""
     return f"rank {os.environ['RANK']}: " if os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ else ""
@@ -448,7 +385,7 @@ def _rank() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the console script. ZEROKL_TRACEBACK=1 shows where an error comes from."""
     try:
-        command, overrides = _parse(sys.argv[1:] if argv is None else argv)
+        command, overrides = parse(sys.argv[1:] if argv is None else argv, _COMMANDS, __doc__)
         return command.run(overrides)
     except (ValueError, OSError, FloatingPointError) as error:
         if os.environ.get("ZEROKL_TRACEBACK"):

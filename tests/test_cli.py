@@ -351,7 +351,8 @@ def test_an_unknown_name_is_an_attribute_error():
 
 
 @pytest.mark.parametrize(
-    "code", ["import zerokl", "import zerokl.cli", "import zerokl.cli as c; c._parse(['train', '--run-dir', 'r', '--steps', '3'])"]
+    "code",
+    ["import zerokl", "import zerokl.cli", "import zerokl.cli as c; c.parse(['train', '--run-dir', 'r', '--steps', '3'], c._COMMANDS, '')"],
 )
 def test_importing_zerokl_does_not_wait_for_torch(code):
     check = f"import sys; {code}; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'matplotlib')))"
