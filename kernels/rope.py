@@ -9,6 +9,7 @@ Roundings: products and sums in fp32, y and dx once.
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
 
@@ -100,3 +101,25 @@ def rope_table(frequencies: list[float], positions: int, dtype: torch.dtype) -> 
         cos.append(torch.cos(angle).to(dtype))
         sin.append(torch.sin(angle).to(dtype))
     return torch.cat(cos)[:positions].contiguous(), torch.cat(sin)[:positions].contiguous()
+
+
+def rope_table_fp32(
+    head_dim: int, theta: float, llama3: Mapping[str, float] | None, positions: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same table as vLLM's models have it: frequencies, angles, cos and sin in fp32, by torch's operations on `device`.
+
+    Source: vllm/model_executor/layers/rotary_embedding/base.py and llama3_rope.py, operation by operation. On a GPU each element is
+    a function of its own angle alone. `llama3` as in llama3_frequencies, by the names of config.json.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    f = 1.0 / torch.pow(theta, exponents)
+    if llama3 is not None:
+        low, high = llama3["low_freq_factor"], llama3["high_freq_factor"]
+        original = llama3["original_max_position_embeddings"]
+        wavelength = 2 * math.pi / f
+        smooth = (original / wavelength - low) / (high - low) if low != high else 0.0
+        stretched = f / llama3["factor"]
+        between = (1 - smooth) * f / llama3["factor"] + smooth * f
+        f = torch.where(wavelength < original / high, f, torch.where(wavelength > original / low, stretched, between))
+    angle = torch.arange(positions, dtype=torch.float32, device=device).unsqueeze(1) * f
+    return angle.cos().to(dtype), angle.sin().to(dtype)

@@ -14,12 +14,13 @@ import numpy as np
 import torch
 
 from ..kernels.attention import attention, varlen_plan
+from ..kernels.backend import on_triton
 from ..kernels.embedding import embedding
 from ..kernels.grad import accumulate_dtype
 from ..kernels.linear import linear
 from ..kernels.order import Blocks, token_blocks
 from ..kernels.rms_norm import add_rms_norm, qk_norm, rms_norm
-from ..kernels.rope import rope, rope_table
+from ..kernels.rope import rope, rope_table, rope_table_fp32
 from ..kernels.silu_mul import silu_mul
 from .config import ModelConfig
 from .weights import Layout
@@ -82,14 +83,20 @@ class PackedContext:
         return attention(q, k, v, self._plan, scale)
 
 
+def _rope_table(c: ModelConfig, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin, [positions, D / 2] in the compute dtype: on Triton as vLLM's models have them, in fp64 before the rounding else."""
+    if on_triton(flat):
+        return rope_table_fp32(c.head_dim, c.rope_theta, c.rope_llama3, c.max_positions, flat.dtype, flat.device)
+    return rope_table(c.frequencies, c.max_positions, flat.dtype)
+
+
 class Decoder:
     """Weights in one dtype, and the forward over them. `flat` [layout.numel] holds the weights in the compute dtype."""
 
     def __init__(self, config: ModelConfig, flat: torch.Tensor, layout: Layout | None = None, numerics: Numerics = COMPUTE):
         self.config, self.flat, self.numerics = config, flat, numerics
         self.layout = layout or Layout(config)
-        table = rope_table(config.frequencies, config.max_positions, flat.dtype)
-        self._cos, self._sin = (t.to(flat.device, accumulate_dtype(flat.dtype)) for t in table)
+        self._cos, self._sin = (t.to(flat.device, accumulate_dtype(flat.dtype)) for t in _rope_table(config, flat))
         self._bind()
 
     def _bind(self) -> None:

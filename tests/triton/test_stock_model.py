@@ -1,0 +1,184 @@
+"""Our decoder on Triton beside vLLM's own Qwen3, Qwen2 and Llama in batch-invariant mode: every operation, the logits, the logprobs."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from zerokl.engine.audit.engines import split_fused
+from zerokl.engine.audit.stock import _hooks
+from zerokl.engine.rollout import Keys, Uniforms
+from zerokl.kernels import tiles
+from zerokl.kernels.logprob import Distribution, linear_logprob, scaled_logits
+from zerokl.kernels.order import matmul_rows
+from zerokl.kernels.rope import rope_table
+from zerokl.model import decoder as decoder_module
+from zerokl.model.config import ModelConfig
+from zerokl.model.decoder import Decoder, PackedContext
+from zerokl.model.weights import Layout
+
+from tests.helpers import DTYPES, randint, randn, total_unequal
+from tests.triton.vllm_models import Batch, emulated_fused_add_rms_norm, logits_of, stock_model
+
+# Widths that no tile along K divides, and a vocabulary that vLLM pads.
+BASE = {
+    "vocab_size": 61, "hidden_size": 96, "intermediate_size": 112, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+    "hidden_act": "silu",
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
+RAW = {
+    "qwen3": BASE | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": True},
+    "qwen2": BASE | {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": False,
+        "hidden_size": 64, "head_dim": 16,
+    },
+    "llama": BASE | {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False, "rope_scaling": LLAMA3,
+        "rope_theta": 500000.0, "attention_bias": False,
+    },
+}  # fmt: skip
+LENGTHS = (5, 37, 3)  # the second crosses a key tile
+IDS = randint(1, 61, sum(LENGTHS))
+PREFILL = Batch(LENGTHS, LENGTHS, 64)
+
+
+def make_decoder(family: str, dtype: torch.dtype) -> Decoder:
+    config = ModelConfig.from_dict(RAW[family])
+    layout = Layout(config)
+    flat = randn(0, layout.numel, scale=0.15)
+    for name, view in layout.views(flat).items():
+        if name.endswith("norm"):
+            view.add_(1.0)
+    return Decoder(config, flat.to(dtype), layout)
+
+
+def stock(decoder: Decoder, folder: Path, patch: pytest.MonkeyPatch, one_order: bool = True) -> torch.nn.Module:
+    """vLLM's model as exact training starts it, or with vLLM's own addition and norm."""
+    from vllm.model_executor import custom_op
+    from zerokl.engine.vllm.norm import use_one_order
+
+    patch.setattr(custom_op, "op_registry_oot", {})
+    if one_order:
+        use_one_order()
+    return stock_model(decoder, folder, patch)
+
+
+CASES = [("qwen3", d) for d in DTYPES] + [("qwen2", torch.float32), ("llama", torch.float32)]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda p: f"{p[0]}-{p[1]}".replace("torch.", ""))
+def pair(request, batch_invariant, tmp_path_factory) -> Iterator[tuple[Decoder, torch.nn.Module]]:
+    """Our decoder, and vLLM's model with its weights."""
+    with pytest.MonkeyPatch.context() as patch:
+        decoder = make_decoder(*request.param)
+        yield decoder, stock(decoder, tmp_path_factory.mktemp("model"), patch)
+
+
+@torch.no_grad()
+def our_trace(decoder: Decoder) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+
+    def tap(name: str, x: torch.Tensor) -> None:
+        found.update({op: part.clone() for op, part in split_fused(name, x, decoder.config).items()})
+
+    hidden = decoder.hidden(IDS, PackedContext(LENGTHS, decoder.config), tap)
+    return found | {"logits": matmul_rows(hidden, decoder.head.t())}
+
+
+def their_trace(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    handles = list(_hooks(model, lambda name, x: found.__setitem__(name, x.reshape(x.shape[0], -1).clone())))
+    logits_of(model, IDS, PREFILL)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def differing(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
+    """The operations whose outputs differ, in the order of computation."""
+    assert set(ours) == set(theirs)
+    return [name for name in ours if total_unequal([ours[name]], [theirs[name]])]
+
+
+def test_every_operation_has_the_bits_of_vllms_model(pair):
+    decoder, model = pair
+    ours = our_trace(decoder)
+    assert len(ours) > 2 * 14
+    assert differing(ours, their_trace(model)) == []
+
+
+def test_prefill_and_then_decode_have_the_bits_of_the_whole_sequence(pair):
+    decoder, model = pair
+    whole = our_trace(decoder)["logits"].split(LENGTHS)
+    prompts = [n - 2 for n in LENGTHS]
+    ids = [x.tolist() for x in IDS.split(LENGTHS)]
+    first = logits_of(model, torch.tensor([t for x, n in zip(ids, prompts, strict=True) for t in x[:n]]), Batch(prompts, prompts, 64))
+    assert total_unequal(first.split(prompts), [x[:n] for x, n in zip(whole, prompts, strict=True)]) == 0
+    for step in (0, 1):
+        at = [n + step for n in prompts]
+        logits = logits_of(model, torch.tensor([x[i] for x, i in zip(ids, at, strict=True)]), Batch([i + 1 for i in at], [1] * 3, 64))
+        assert total_unequal([logits], [torch.stack([x[i] for x, i in zip(whole, at, strict=True)])]) == 0
+
+
+@pytest.mark.parametrize("dist", [Distribution(0.7), Distribution(1.3, 10, 0.9)], ids=lambda d: f"{d.temperature}-{d.top_k}-{d.top_p}")
+def test_logprobs_drawn_are_the_trainers_and_vllms(batch_invariant, pair, dist):
+    """Our logits processor on vLLM's logits, the trainer's logprob of what it drew, and vLLM's log-softmax (in vLLM's order: first the
+    temperature) of the set that is kept."""
+    from vllm.v1.sample.sampler import Sampler
+    from zerokl.engine.vllm.draw import KeyedDraw, _Request
+
+    decoder, model = pair
+    logits = logits_of(model, IDS, PREFILL).float()
+    drawing = KeyedDraw(None, torch.device("cpu"), False)
+    drawing._rows = {i: _Request(dist, i, 0, Uniforms(Keys(7, 0), i, 0), []) for i in range(len(logits))}
+    left = drawing.apply(logits.clone())
+    drawn, ids = left.max(dim=1)
+    assert (left.isfinite().sum(dim=1) == 1).all()
+    with torch.no_grad():
+        hidden = decoder.hidden(IDS, PackedContext(LENGTHS, decoder.config))
+        assert total_unequal([drawn], [linear_logprob(hidden, decoder.head, ids, dist)[0]]) == 0
+    kept = scaled_logits(logits, dist)
+    z = Sampler.apply_temperature(logits, torch.full((len(logits),), dist.temperature), all_random=True)
+    z = z.masked_fill(kept == float("-inf"), float("-inf"))
+    assert total_unequal([drawn], [batch_invariant.log_softmax(z).gather(1, ids.unsqueeze(1)).squeeze(1)]) == 0
+
+
+@pytest.fixture(scope="module")
+def theirs(batch_invariant, tmp_path_factory) -> dict[str, torch.Tensor]:
+    """The operations of vLLM's Qwen3 in fp32."""
+    with pytest.MonkeyPatch.context() as patch:
+        return their_trace(stock(make_decoder("qwen3", torch.float32), tmp_path_factory.mktemp("model"), patch))
+
+
+def test_control_a_rope_table_of_another_precision_is_found(theirs, monkeypatch):
+    monkeypatch.setattr(decoder_module, "rope_table_fp32", lambda *a: rope_table(ModelConfig.from_dict(RAW["qwen3"]).frequencies, *a[3:5]))
+    assert differing(our_trace(make_decoder("qwen3", torch.float32)), theirs)[0] == "layers.0.q_rope"
+
+
+def test_control_another_epsilon_is_found(theirs, monkeypatch):
+    monkeypatch.setitem(RAW["qwen3"], "rms_norm_eps", 1e-5)
+    assert differing(our_trace(make_decoder("qwen3", torch.float32)), theirs)[0] == "layers.0.input_norm"
+
+
+def test_control_another_tile_along_k_is_found(theirs, monkeypatch):
+    monkeypatch.setattr(tiles, "_32_BIT", 16)
+    assert differing(our_trace(make_decoder("qwen3", torch.float32)), theirs)[0] == "layers.0.q_proj"
+
+
+def test_control_vllms_own_addition_and_norm_are_found(batch_invariant, tmp_path, monkeypatch):
+    decoder = make_decoder("qwen3", torch.float32)
+    found = differing(our_trace(decoder), their_trace(stock(decoder, tmp_path, monkeypatch, one_order=False)))
+    assert found[0] == "layers.0.post_norm"
+
+
+@pytest.mark.parametrize(("D", "depends"), [(256, False), (1024, True)])
+def test_vllms_own_addition_and_norm_depend_on_the_number_of_tokens(D, depends):
+    """Why it is replaced: from 256 tokens on fewer threads sum a row, which shows where a row is wider than they are."""
+    x, residual, w = randn(0, 300, D), randn(1, 300, D), torch.ones(D)
+    few, many = x[:100].clone(), x.clone()
+    emulated_fused_add_rms_norm(few, residual[:100].clone(), w, 1e-6)
+    emulated_fused_add_rms_norm(many, residual.clone(), w, 1e-6)
+    assert (total_unequal([few], [many[:100]]) > 0) == depends
