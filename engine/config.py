@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..kernels.logprob import Distribution
+from ..model.decoder import COMPUTE
 from .loss import LossConfig
 from .mismatch import MismatchConfig
 from .precision import PrecisionConfig
@@ -153,7 +154,7 @@ class Config(_Section):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Compute dtype of sampler and trainer. Master weights and optimizer state are fp32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where sampler and trainer compute; auto is a CUDA GPU where there is one and the sampler is native, else the CPU.
+    """Where sampler and trainer compute; auto is a CUDA GPU where there is one (and vLLM, if it samples, is not its build for CPUs).
     Changes the bits: a GPU's kernels sum in another order than the reference on a CPU."""
     seed: int = Field(0, ge=0, lt=1 << 32)
     """Seed of the run: problem order and every token drawn."""
@@ -178,7 +179,8 @@ class Config(_Section):
     model size. Changes no bit."""
     sampler: Literal["native", "vllm", "hf", "vllm-stock"] = "native"
     """Which engine draws the completions: zerokl's own, or vLLM (in an environment that has it) with our decoder; they draw the same
-    tokens. Or, with exact = false, a foreign one: transformers' generate (hf) or stock vLLM."""
+    tokens. On a GPU also vLLM with its own model in batch-invariant mode (vllm-stock), whose arithmetic our kernels follow. Or, with
+    exact = false, a foreign one: transformers' generate (hf), or vLLM as it comes (vllm-stock)."""
     max_staleness: int = Field(0, ge=0)
     """Updates by which the weights sampled from may be older than the trainer's; they are renewed when they would be older."""
     task: TaskConfig = TaskConfig()
@@ -206,8 +208,10 @@ class Config(_Section):
             raise ValueError(
                 'samples (1) must be at least 2: the advantage compares samples of one prompt (or set loss.advantage = "batch")'
             )
-        if self.exact and (self.precision.sampler_differs or self.mismatch.any or self.sampler in ("hf", "vllm-stock")):
+        if self.exact and (self.precision.sampler_differs or self.mismatch.any or self.sampler == "hf"):
             raise ValueError("precision.sampler_*, mismatch.* and a foreign sampler make sampler and trainer differ; set exact = false")
+        if self.exact and self.sampler == "vllm-stock" and self.precision.numerics() != COMPUTE:
+            raise ValueError('precision.head_dtype and cache_dtype: vLLM\'s own model has other kernels for them; set both to "compute"')
         apart = self.max_staleness or self.mismatch.any or self.precision.numerics(sampler=True) != self.precision.numerics()
         if self.sampler != "native" and apart:
             raise ValueError(f'max_staleness, mismatch.* and precision.sampler_*_dtype need sampler = "native", not {self.sampler}')

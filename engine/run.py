@@ -27,14 +27,14 @@ from .ranks import ALONE, Ranks, join_ranks
 from .record import Recorder, run_head
 from .report import Display, NoFolder, RunFolder, console, plot_reward, refuse_taken
 from .resume import Resumption, find_resumption
-from .samplers import make_samplers
+from .samplers import check_device, make_samplers
 from .scaling import LossScaler
 from .scorer import Scorer, frozen
 from .slices import Slices
 from .tasks import load_reward, load_task
 from .tasks.base import Problem, Task
 from .text import Text
-from .vllm.sampler import check_engine_arguments, require_vllm
+from .vllm.sampler import check_engine_arguments, is_cpu_build, require_vllm
 from .workers import Workers, automatic
 
 
@@ -176,7 +176,7 @@ def make_state(config: Config, model: Path, task: Task, ranks: Ranks = ALONE) ->
     vllm = config.sampler == "vllm"
     alone = (vllm and not config.vllm.multiprocess) or config.sampler == "vllm-stock"  # vLLM keeps the threads of its process to itself
     n = config.workers or (1 if alone or device.type == "cuda" else automatic(policy.layout.numel))
-    workers = Workers(policy, config.virtual_shards // ranks.size, n, config.native, share=vllm)
+    workers = Workers(policy, config.virtual_shards // ranks.size, n, config.native, share=vllm and device.type == "cpu")
     slices = Slices(layout, ranks, device)
     learner = Learner(policy, weights, config.optimizer, updates, slices)
     samplers = make_samplers(config, model, model_config, learner, workers)
@@ -213,9 +213,9 @@ def with_device(config: Config) -> Config:
 
 def _device(config: Config) -> torch.device:
     """The run's device. Raises ValueError for one that is not there, or that a setting does not work with."""
-    device = find_device("cpu" if config.device == "auto" and config.sampler == "vllm" else config.device)
-    if device.type == "cuda" and config.sampler == "vllm":
-        raise ValueError('sampler ("vllm") shares its weights in the CPU\'s memory; set device = "cpu", or sampler = "native"')
+    on_cpu = config.device == "auto" and config.sampler.startswith("vllm") and is_cpu_build()
+    device = find_device("cpu" if on_cpu else config.device)
+    check_device(config, device.type)
     if device.type == "cuda" and config.workers > 1:
         raise ValueError(f"workers ({config.workers}) must be 0 or 1 on a GPU, which one process keeps busy")
     return device

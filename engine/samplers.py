@@ -1,6 +1,6 @@
 """Which sampler a run draws with, and what scores its rollouts when its weights are not the trainer's.
 
-shared    the native sampler, or vLLM with our decoder, over the trainer's own weights: the default
+shared    the native sampler, vLLM with our decoder, or (on a GPU) vLLM's own model, over the trainer's own weights: the default
 apart     the native sampler over weights of its own: older ones (max_staleness), of another precision, or disturbed (mismatch.py)
 foreign   transformers or stock vLLM (audit/hf.py, audit/stock.py)
 
@@ -28,7 +28,7 @@ from .mismatch import Delayed
 from .native import check_prompts
 from .rollout import Keys, Rollout, Sampler, Sampling
 from .scorer import Scorer
-from .vllm.sampler import VllmSampler
+from .vllm.sampler import VllmSampler, is_cpu_build
 from .workers import ParallelSampler, Workers
 
 
@@ -45,8 +45,14 @@ def make_samplers(config: Config, model: Path, model_config: ModelConfig, learne
     """The samplers a configuration asks for. Raises ValueError for an engine that is not installed."""
     own = ParallelSampler(workers)
     if config.sampler == "vllm":
-        vllm = VllmSampler(model, model_config, workers.weights, config.vllm, config.precision.numerics())
+        flat = workers.host.decoder.flat
+        vllm = VllmSampler(model, model_config, workers.weights or flat, config.vllm, config.precision.numerics())
         return Samplers(vllm, vllm)
+    if config.sampler == "vllm-stock" and config.exact:
+        from .vllm.stock import StockSampler
+
+        stock = StockSampler(model, model_config, learner.layout, workers.host.decoder.flat, config.vllm)
+        return Samplers(stock, stock)
     if config.sampler in ("hf", "vllm-stock"):
         return Samplers(ForeignSampler(_engine(config, model, model_config), model_config, learner), own)
     if not (config.max_staleness or config.mismatch.any or config.precision.sampler_differs):
@@ -57,6 +63,23 @@ def make_samplers(config: Config, model: Path, model_config: ModelConfig, learne
     if config.mismatch.any or config.precision.sampler_differs:
         apart.trainer = _workers(config, model_config, learner, workers.n, sampler=False)
     return Samplers(apart, own, Scorer(apart.trainer or apart.workers, config.micro_batch))
+
+
+def check_device(config: Config, device: str) -> None:
+    """Raise ValueError where the sampler does not work on "cpu" or "cuda", the run's device, with the reason."""
+    if not config.sampler.startswith("vllm"):
+        return
+    if config.sampler == "vllm-stock" and config.exact and device == "cpu":
+        raise ValueError(
+            'sampler ("vllm-stock") with exact = true needs a GPU: vLLM\'s kernels for CPUs are not batch-invariant; '
+            'set exact = false, or sampler = "vllm"'
+        )
+    if device == "cuda" and is_cpu_build():
+        raise ValueError(f'sampler ("{config.sampler}"): the vLLM installed here computes on CPUs only; set device = "cpu"')
+    if device == "cuda" and config.vllm.multiprocess:
+        raise ValueError(
+            "vllm.multiprocess (true): on a GPU vLLM reads the trainer's own tensors, which are this process's; set it to false"
+        )
 
 
 def _workers(config: Config, model_config: ModelConfig, learner: Learner, n: int, sampler: bool) -> Workers:

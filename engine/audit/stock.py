@@ -79,9 +79,11 @@ class VllmEngine:
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Compute with these weights (checkpoint names, any float dtype), rounded to the model's, from now on."""
+        from ..vllm.weights import pack_head
+
         # vLLM's own way, which undoes and repeats what it did to the weights after it first loaded them. In process: nothing is pickled.
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(list(weights.items()))})
-        self.llm.apply_model(_pack_head)
+        self.llm.apply_model(pack_head)
 
     def scores_together(self, dist: Distribution) -> bool:
         """Whether `score` can put several sequences into one forward: for the distribution of vLLM's prompt logprobs."""
@@ -146,11 +148,6 @@ class VllmEngine:
 
     def _run(self, ids: list[list[int]], params: Any) -> list[Any]:
         return self.llm.generate([{"prompt_token_ids": x} for x in ids], params, use_tqdm=False)
-
-
-def _pack_head(model: torch.nn.Module) -> None:
-    """Repeat what vLLM does to the head after loading: with tied embeddings its reload leaves a CPU's packed copy as it was."""
-    model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
 
 def _params(**given: Any) -> Any:

@@ -85,7 +85,7 @@ class KeyedDraw(LogitsProcessor):
         every = len(rows) == logits.shape[0]  # rows are in order: the usual case needs no copies
         z = scaled_logits(logits if every else logits[rows], distribution)
         requests = [self._rows[row] for row in rows]
-        u = torch.tensor([r.uniforms.at(len(r.output)) for r in requests], dtype=torch.float64)
+        u = torch.tensor([r.uniforms.at(len(r.output)) for r in requests], dtype=torch.float64, device=z.device)
         ids, logp = drawn_logprobs(z, u, greedy=distribution.temperature == 0.0)
         bad = (~torch.isfinite(logp)).nonzero()
         if len(bad):

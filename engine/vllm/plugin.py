@@ -1,7 +1,9 @@
 """The entry point `vllm.general_plugins`: vLLM calls `register` in each of its processes."""
 
 ARCHITECTURE = "ZeroklForCausalLM"
-WEIGHT_TRANSFER = "zerokl"
+# Weight transfer engines (weights.py): our model in memory that two processes map, or in this process's; vLLM's own model in this process.
+SHARED, OWN, STOCK = "zerokl", "zerokl-own", "zerokl-stock"
+_ENGINES = {SHARED: "SharedWeightsEngine", OWN: "OwnWeightsEngine", STOCK: "StockWeightsEngine"}
 
 _registered = False
 
@@ -15,5 +17,6 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     ModelRegistry.register_model(ARCHITECTURE, "zerokl.engine.vllm.model:ZeroklForCausalLM")
-    WeightTransferEngineFactory.register_engine(WEIGHT_TRANSFER, "zerokl.engine.vllm.weights", "SharedWeightsEngine")
+    for name, engine in _ENGINES.items():
+        WeightTransferEngineFactory.register_engine(name, "zerokl.engine.vllm.weights", engine)
     _registered = True

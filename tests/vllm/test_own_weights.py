@@ -1,0 +1,88 @@
+"""vLLM in the trainer's process over the trainer's tensors, as on a GPU: our model, and vLLM's own. On a CPU, where vLLM's own model has
+other kernels, that shows the draw, the weights and the versions; its bits on a GPU are tests/triton/test_stock_model.py's."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.vllm
+
+HEAD = """
+if __name__ == "__main__":
+    import sys
+    from pathlib import Path
+
+    import torch
+    from zerokl.engine.config import VllmConfig
+    from zerokl.engine.native import NativeSampler
+    from zerokl.engine.rollout import Keys, Sampling
+    from zerokl.engine.vllm import stock
+    from zerokl.engine.vllm.sampler import VllmSampler
+    from zerokl.kernels.logprob import Distribution
+    from zerokl.model.checkpoint import load_decoder
+
+    folder, dtype = Path(sys.argv[1]), getattr(torch, sys.argv[2])
+    prompts, sampling = [[3, 4, 5], [11, 2]], Sampling(Distribution(0.8), 3, 12, frozenset({1}))
+    cfg = VllmConfig(context=64, cache_bytes=1 << 26)
+    decoder = load_decoder(folder, dtype)
+    flat = decoder.flat.detach()
+"""
+OURS = """
+    vllm, native = VllmSampler(folder, decoder.config, flat, cfg), NativeSampler(decoder)
+    drawn = [None]
+    for version in range(3):
+        if version:
+            flat += 0.02 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(version)).to(dtype)
+            vllm.load_weights({}, version)
+        keys = Keys(5, version)
+        a, b = vllm.generate(prompts, sampling, keys), native.generate(prompts, sampling, keys)
+        equal = all(x.completion_ids == y.completion_ids and (x.logprobs == y.logprobs).all() for x, y in zip(a, b))
+        print("RESULT", int(equal), {x.weight_version for x in a} == {version})
+"""
+THEIRS = """
+    stock.ENVIRONMENT, stock.ARGUMENTS = {}, {}  # CPUs have neither
+    vllm, native = stock.StockSampler(folder, decoder.config, decoder.layout, flat, cfg), NativeSampler(decoder)
+    print("NORM", vllm.llm.apply_model(lambda m: type(m.model.norm).__name__)[0])
+    for version in range(3):
+        old = flat.clone()
+        if version:
+            flat += 0.02 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(version)).to(dtype)
+            vllm.load_weights({}, version)
+        keys = Keys(5, version)
+        a, b = vllm.generate(prompts, sampling, keys), native.generate(prompts, sampling, keys)
+        same = sum(x.completion_ids == y.completion_ids for x, y in zip(a, b))
+        apart = max(abs(x.logprobs - y.logprobs).max() for x, y in zip(a, b) if x.completion_ids == y.completion_ids)
+        new = flat.clone()
+        flat.copy_(old)
+        stale = native.generate(prompts, sampling, keys)
+        flat.copy_(new)
+        n = [min(len(x.logprobs), len(y.logprobs)) for x, y in zip(a, stale)]
+        far = max(abs(x.logprobs[:k] - y.logprobs[:k]).max() for x, y, k in zip(a, stale, n))
+        print("RESULT", same, apart, far, {x.weight_version for x in a} == {version})
+"""
+
+
+def _results(code: str, model: Path, dtype: str, folder: Path) -> list[list[str]]:
+    """In a process of its own, as vLLM keeps its threads and settings for good."""
+    (folder / "code.py").write_text(HEAD + code)
+    done = subprocess.run([sys.executable, str(folder / "code.py"), str(model), dtype], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [line.split() for line in done.stdout.splitlines() if line.startswith(("RESULT", "NORM"))]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_our_model_over_the_trainers_tensor_draws_the_native_samplers_tokens(model, tmp_path, dtype):
+    assert _results(OURS, model, dtype, tmp_path) == [["RESULT", "1", "True"]] * 3
+
+
+def test_vllms_own_model_draws_with_our_keys_from_the_weights_it_is_told_of(model, tmp_path):
+    norm, *results = _results(THEIRS, model, "float32", tmp_path)
+    assert norm == ["NORM", "OneOrderRMSNorm"]
+    assert len(results) == 3
+    for version, (_, same, apart, far, right_version) in enumerate(results):
+        assert right_version == "True"
+        assert int(same) == 6, "fp32 engines differ by rounding, which no draw of these falls between"
+        assert float(apart) < 1e-3
+        assert version == 0 or float(far) > 1e-2, "control: older weights are seen"
