@@ -226,7 +226,7 @@ class _Generation:
         if not samples:
             return
         dist = self.sampling.distribution
-        rows = chunk_rows(self.decoder.config.vocab_size)
+        rows = chunk_rows(self.decoder.config.vocab_size, self.decoder.device)
         for a in range(0, len(samples), rows):
             some = samples[a : a + rows]
             z = scaled_logits(matmul_rows(hidden[a : a + rows].to(self.head.dtype), self.head.t()), dist)

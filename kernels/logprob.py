@@ -21,8 +21,10 @@ from .backend import on_triton
 from .grad import accumulate_dtype, check_dtype, grad_buffer, returned_grad
 from .order import Blocks, add_outer, matmul_rows, one_sequence, sum_row
 
-# Bytes of one fp32 chunk of logits [rows, V]. Rows are free of each other, so this bounds memory and decides no bit.
-CHUNK_BYTES = 1 << 25
+# Bytes of one fp32 chunk of logits [rows, V]. Rows are free of each other, and a weight gradient's blocks keep their order whatever the
+# chunks (order.add_outer), so this bounds memory and decides no bit. On a GPU a chunk must have so many rows that multiplying takes longer
+# than reading the head again: 832 at V = 151,936, where 64 would read it thirteen times as often.
+CHUNK_BYTES, GPU_CHUNK_BYTES = 1 << 25, 1 << 29
 
 
 class Distribution(NamedTuple):
@@ -123,14 +125,14 @@ def _invert(e: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     return ids.clamp_(max=e.shape[1] - 1)  # logits that are NaN: found later, and not by reading out of bounds
 
 
-def chunk_rows(V: int) -> int:
-    """Rows of logits held at once: whole tiles of matrix products."""
-    return max(64, CHUNK_BYTES // (4 * V) // 64 * 64)
+def chunk_rows(V: int, device: torch.device) -> int:
+    """Rows of logits held at once on a device: whole tiles of matrix products."""
+    return max(64, (CHUNK_BYTES if device.type == "cpu" else GPU_CHUNK_BYTES) // (4 * V) // 64 * 64)
 
 
 def linear_logprob_ref(h, w, ids, dist: Distribution) -> tuple[torch.Tensor, torch.Tensor]:
     """Forward only: logp and entropy, [T] each."""
-    rows = chunk_rows(w.shape[0])
+    rows = chunk_rows(w.shape[0], w.device)
     logp = h.new_empty(h.shape[0], dtype=accumulate_dtype(h.dtype))
     entropy = torch.empty_like(logp)
     for a in range(0, h.shape[0], rows):
@@ -156,7 +158,7 @@ def _linear_logprob_fwd(h, w, ids, dist: Distribution) -> tuple[torch.Tensor, ..
         return linear_logprob_ref(h, w, ids, dist)
     from .logprob_triton import logprob_fwd
 
-    rows, parts = chunk_rows(w.shape[0]), []
+    rows, parts = chunk_rows(w.shape[0], w.device), []
     for a in range(0, h.shape[0], rows):
         logits = matmul_rows(h[a : a + rows], w.t())
         if _keeps_all(dist, w.shape[0]):
@@ -200,7 +202,7 @@ class _LinearLogprob(torch.autograd.Function):
         h, ids, *stats = ctx.saved_tensors
         w, dist = ctx.w, ctx.dist
         dh, acc = torch.empty_like(h), grad_buffer(w)
-        for chunk in _chunks_of_blocks(ctx.blocks, chunk_rows(w.shape[0])):
+        for chunk in _chunks_of_blocks(ctx.blocks, chunk_rows(w.shape[0], w.device)):
             a, b = chunk[0][0], chunk[-1][1]
             dlogits = _dlogits(matmul_rows(h[a:b], w.t()), ids[a:b], dlogp[a:b], dist, tuple(s[a:b] for s in stats))
             dh[a:b] = matmul_rows(dlogits, w)

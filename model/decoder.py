@@ -15,7 +15,7 @@ import torch
 
 from ..kernels.attention import attention, varlen_plan
 from ..kernels.backend import on_triton
-from ..kernels.embedding import embedding
+from ..kernels.embedding import check_ids, embedding
 from ..kernels.grad import accumulate_dtype
 from ..kernels.linear import linear
 from ..kernels.order import Blocks, token_blocks
@@ -137,10 +137,15 @@ class Decoder:
         return wide
 
     def hidden(self, ids: torch.Tensor, context: Context, tap: Tap = ignore) -> torch.Tensor:
-        """The final norm's output, [T, D], for ids [T] on any device. `tap` is given the output of every operation, under its name."""
+        """The final norm's output, [T, D], for ids [T] on any device. `tap` is given the output of every operation, under its name.
+
+        Raises ValueError for an id outside the vocabulary, where it lies on the CPU (see embedding).
+        """
         c, w, blocks = self.config, self.w, context.blocks
         positions = context.positions.to(self.device)
         cos, sin = self._cos[positions], self._sin[positions]
+        if ids.device != self.device:  # the last moment at which a GPU need not be waited for
+            check_ids(ids, c.vocab_size)
         residual = embedding(ids.to(self.device), w["embed"])
         tap("embed", residual)
         x = rms_norm(residual, w["layers.0.input_norm"], c.eps, blocks)

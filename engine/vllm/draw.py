@@ -75,7 +75,7 @@ class KeyedDraw(LogitsProcessor):
         groups: dict[Distribution, list[int]] = {}
         for row in range(logits.shape[0]):
             groups.setdefault(self._rows[row].distribution, []).append(row)
-        at_once = chunk_rows(logits.shape[1])
+        at_once = chunk_rows(logits.shape[1], logits.device)
         for distribution, rows in groups.items():
             for a in range(0, len(rows), at_once):
                 self._draw(logits, rows[a : a + at_once], distribution)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from zerokl.kernels.logprob import Distribution, draw, drawn_logprobs, linear_logprob, scaled_logits, token_logprobs
+from zerokl.kernels.logprob import Distribution, chunk_rows, draw, drawn_logprobs, linear_logprob, scaled_logits, token_logprobs
 from zerokl.kernels.philox import Stream, uniform_range
 
 from tests.helpers import DTYPES, property_settings, randn, total_unequal
@@ -138,3 +138,8 @@ def test_logits_that_are_nan_draw_a_token_of_the_vocabulary_with_a_logprob_that_
     assert int(ids.max()) < 20
     assert logp[1].isnan()
     assert (ids[::2].tolist(), logp[::2].tolist()) == (clean[0][::2].tolist(), clean[1][::2].tolist())
+
+
+def test_a_gpu_holds_rows_enough_to_be_kept_busy_and_a_cpu_few():
+    assert [chunk_rows(151936, torch.device(name)) for name in ("cpu", "cuda")] == [64, 832]
+    assert chunk_rows(1 << 30, torch.device("cuda")) == 64

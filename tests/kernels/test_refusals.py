@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from zerokl.kernels.embedding import embedding
+from zerokl.kernels.embedding import check_ids, embedding
 from zerokl.kernels.linear import linear
 from zerokl.kernels.logprob import linear_logprob
 from zerokl.kernels.rms_norm import add_rms_norm, rms_norm
@@ -39,3 +39,7 @@ def test_refused(case):
     call, message = CASES[case]
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_ids_on_a_gpu_are_not_read_back():
+    check_ids(torch.empty(3, dtype=torch.int64, device="meta"), 2)  # as a GPU's: reading a meta tensor would raise

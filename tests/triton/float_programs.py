@@ -1,15 +1,18 @@
 """Prints, as JSON, in how many places the float programs of vLLM's kernels and of ours differ. Run without TRITON_INTERPRET.
 
 Both are compiled ahead of time with the same options and tiles; a float program is the ordered list of float instructions with their
-data flow, tensor-core instructions included (verify/binaries.py). fp32 is left out: vLLM's fp32 products round to tf32.
+data flow, tensor-core instructions included (verify/binaries.py). vLLM leaves the precision of fp32 products to Triton's default: tf32,
+but TRITON_F32_DEFAULT is set here as exact training sets it (engine/vllm/stock.py).
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from zerokl.engine.vllm.stock import ENVIRONMENT
 from zerokl.kernels import attention_triton, matmul_triton
 from zerokl.kernels.attention_plan import Spans
 from zerokl.kernels.launch import Launch, recorded
@@ -85,13 +88,21 @@ def controls(batch_invariant: Any, unified: Any) -> dict[str, int]:
     return found
 
 
+def rounded_operands(batch_invariant: Any) -> dict[str, int]:
+    """fp32 with vLLM's products as Triton makes them by default."""
+    del os.environ["TRITON_F32_DEFAULT"]
+    their, our = matmul_launches(batch_invariant, torch.float32, "sm_90")
+    return {"matmul in fp32 by Triton's default": differ(program(their, "sm_90"), program(our, "sm_90"))}
+
+
 def main() -> None:
+    os.environ.update(ENVIRONMENT)
     batch_invariant = batch_invariant_module()  # before any other module of vLLM
     from vllm.v1.attention.ops import triton_unified_attention as unified
 
     report = {}
     for target in ("sm_80", "sm_90", "sm_100"):
-        for dtype in (torch.bfloat16, torch.float16):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
             at = f"{target} {dtype}"
             their, our = matmul_launches(batch_invariant, dtype, target)
             programs = [program(x, target) for x in (their, our)]
@@ -99,9 +110,11 @@ def main() -> None:
             programs = [program(x, target) for x in attention_launches(unified, dtype, target)]
             length = len(programs[0])
             report[f"attention paged {at}"] = {"instructions": length, "differ": differ(*programs[:2])}
+            if dtype == torch.float32:  # on sm_90 the compiler exchanges two subtractions of which neither needs the other
+                continue
             # After the same program comes the logarithm of lse.
             report[f"attention packed {at}"] = {"instructions": length, "differ": differ(programs[0], programs[2][:length])}
-    report["control"] = controls(batch_invariant, unified)
+    report["control"] = controls(batch_invariant, unified) | rounded_operands(batch_invariant)
     print(json.dumps(report))
 
 

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from zerokl.kernels import logprob_triton
+from zerokl.kernels import logprob, logprob_triton
 from zerokl.kernels.logprob import Distribution, draw, linear_logprob, scaled_logits, token_logprobs
 from zerokl.kernels.logprob_triton import logprob_bwd, logprob_fwd, prefix_sums
 from zerokl.kernels.order import matmul_rows
 from zerokl.kernels.philox import Stream, uniform_range
 
 from tests.helpers import DTYPES, assert_at_most_twice_the_error, randint, randn, total_unequal
+from tests.kernels import test_weight_gradients as gradients
 
 DISTRIBUTIONS = (
     Distribution(), Distribution(0.7), Distribution(0.0), Distribution(1.3, 20), Distribution(1.0, 0, 0.8), Distribution(0.9, 50, 0.9)
@@ -86,6 +87,15 @@ def test_gradient_takes_the_place_of_the_logits(dtype):
     logprob_bwd(logits, ids, dlogp, *stats, logits, 0.7, 0.7)
     assert total_unequal([logits], [beside]) == 0
     assert_at_most_twice_the_error(logits, plain, exact, "dlogits")
+
+
+def test_rows_held_at_once_decide_no_bit(monkeypatch):
+    lengths = [100, 3, 150]
+    for dtype in (torch.float32, torch.bfloat16):
+        before = gradients.main_grads("linear_logprob", dtype, 64, lengths, [[0, 1, 2]])
+        with monkeypatch.context() as patch:
+            patch.setattr(logprob, "CHUNK_BYTES", 1)
+            assert total_unequal(before, gradients.main_grads("linear_logprob", dtype, 64, lengths, [[0, 1, 2]])) == 0
 
 
 def test_prefix_sums_are_exact_and_a_rows_own():
