@@ -2,25 +2,30 @@
 and named. Plain torch (cuBLAS, scaled_dot_product_attention) runs beside each kernel; weights and inputs are random.
 
 Exactness: the law on a model of Qwen3-0.6B's widths with two layers, 20 steps of policy gradient in which every trainer logprob must
-be its sampler logprob bit for bit, twice with one fingerprint, and vLLM's kernels where its files are importable.
-Rates: kernels at three models' shapes, forward and backward of one layer and of the whole 0.6B model (the price of exactness), decoding.
+be its sampler logprob bit for bit, twice with one fingerprint, vLLM's kernels where its files are importable, and vLLM's own model with
+the trainer beside it where vLLM is installed.
+Rates: kernels at three models' shapes, the attention's backward beside the same one with atomics, forward and backward of one layer and
+of the whole 0.6B model (the price of exactness), decoding; vLLM's kernels and Liger-Kernel's where they can be imported.
 """
 
 import argparse
 import json
+import os
 import platform
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
+from zerokl.benchmarks.machine import Machine, Row, name_of, row
+from zerokl.benchmarks.peers import atomic_rates, liger_rates, vllm_equality, vllm_rates
+from zerokl.benchmarks.stock_exact import stock_equality
 from zerokl.kernels import order
 from zerokl.kernels.attention import attention, varlen_plan
-from zerokl.kernels.attention_plan import KEY_TILE, Spans
+from zerokl.kernels.attention_plan import KEY_TILE
 from zerokl.kernels.logprob import Distribution
 from zerokl.kernels.rms_norm import rms_norm
 from zerokl.kernels.silu_mul import silu_mul
@@ -28,68 +33,10 @@ from zerokl.model.cache import BlockCache, CachedContext
 from zerokl.model.config import ModelConfig
 from zerokl.model.decoder import Decoder, PackedContext
 from zerokl.model.scoring import logprobs, pack
-from zerokl.model.weights import Layout, fingerprint
+from zerokl.model.weights import fingerprint
 from zerokl.verify.bitwise import count_unequal
 
 LAST_START_S = 400
-# hidden, intermediate, layers, query heads, key-value heads, head width
-SHAPES = {
-    "0.6B": (1024, 3072, 28, 16, 8, 128),
-    "1.7B": (2048, 6144, 28, 16, 8, 128),
-    "8B": (4096, 12288, 36, 32, 8, 128),
-}
-TOY = {"toy": (64, 96, 2, 4, 2, 16)}
-
-
-class Machine:
-    """Where things run, and how big they are."""
-
-    def __init__(self, dry: bool):
-        self.dry, self.device = dry, torch.device("cpu" if dry else "cuda")
-        self.shapes = TOY if dry else SHAPES
-        self.vocab, self.tokens, self.length = (128, 64, 32) if dry else (151936, 4096, 512)
-        self.repeats = 1 if dry else 10
-
-    def randn(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
-        return (torch.randn(shape, device=self.device) * scale).to(dtype)
-
-    def time_ms(self, run: Callable[[], object]) -> float:
-        """Median of `repeats` runs after two that warm up."""
-        times = []
-        for i in range(self.repeats + 2):
-            if self.dry:
-                began = time.perf_counter()
-                run()
-                times.append(1e3 * (time.perf_counter() - began))
-            else:
-                a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                a.record()
-                run()
-                b.record()
-                b.synchronize()
-                times.append(a.elapsed_time(b))
-            if i == 1:
-                times = []
-        return statistics.median(times)
-
-    def decoder(self, name: str, layers: int, vocab: int, dtype: torch.dtype) -> Decoder:
-        D, inner, _, heads, kv_heads, head_dim = self.shapes[name]
-        config = ModelConfig.from_dict({
-            "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": vocab, "hidden_size": D,
-            "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
-            "head_dim": head_dim, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
-            "tie_word_embeddings": True, "hidden_act": "silu", "attention_bias": False,
-        })  # fmt: skip
-        layout = Layout(config)
-        torch.manual_seed(0)
-        flat = torch.randn(layout.numel, device=self.device) * D**-0.5
-        for view in layout.views(flat).values():
-            if view.dim() == 1:
-                view.fill_(1.0)
-        return Decoder(config, flat.to(dtype), layout)
-
-
-Row = dict[str, object]
 
 
 def exactness(m: Machine) -> Iterator[Row]:
@@ -111,7 +58,7 @@ def exactness(m: Machine) -> Iterator[Row]:
             gradients.append(shard.tree.take().clone())
         unequal["gradient by micro-batches"] = count_unequal(*gradients)
         for way, n in unequal.items():
-            yield {"what": f"law {_name(dtype)}: {way}", "unequal": n}
+            yield {"what": f"law {name_of(dtype)}: {way}", "unequal": n}
 
 
 @torch.no_grad()
@@ -137,19 +84,15 @@ def _cached(decoder: Decoder, ids: list[int], chunk: int) -> torch.Tensor:
     return torch.cat([decoder.hidden(torch.tensor(p), CachedContext(cache, [len(p)], [a], [blocks])) for a, p in parts])
 
 
-def _name(dtype: torch.dtype) -> str:
-    return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
-
-
 def reinforcement(m: Machine) -> Iterator[Row]:
     """20 steps (dry: 2) of policy gradient with the native sampler, every logprob compared, run twice."""
     for dtype in (torch.bfloat16, torch.float16):
         runs = [_train(m, dtype) for _ in range(2)]
         yield {
-            "what": f"policy gradient {_name(dtype)}: {runs[0][1]} tokens, trainer against sampler",
+            "what": f"policy gradient {name_of(dtype)}: {runs[0][1]} tokens, trainer against sampler",
             "unequal": sum(unequal for _, _, unequal in runs),
         }
-        yield {"what": f"policy gradient {_name(dtype)}: two runs, fingerprints that differ", "unequal": int(runs[0][0] != runs[1][0])}
+        yield {"what": f"policy gradient {name_of(dtype)}: two runs, fingerprints that differ", "unequal": int(runs[0][0] != runs[1][0])}
 
 
 def _train(m: Machine, dtype: torch.dtype) -> tuple[str, int, int]:
@@ -187,52 +130,6 @@ def _train(m: Machine, dtype: torch.dtype) -> tuple[str, int, int]:
     return fingerprint(decoder.layout, master), tokens, unequal
 
 
-def vllm_equality(m: Machine) -> Iterator[Row]:
-    """Our matrix product and attention beside vLLM's kernels, where its files can be imported."""
-    try:
-        from vllm.model_executor.determinism.batch_invariant import matmul_persistent
-    except (ImportError, AttributeError, RuntimeError, OSError) as error:  # vLLM's files without what they need: a reason, not a result
-        yield {"what": f"vLLM's kernels: not compared ({type(error).__name__}: {str(error).splitlines()[0][:60]})"}
-        return
-    for name, (D, inner, *_) in m.shapes.items():
-        for dtype in (torch.bfloat16, torch.float16):
-            w = m.randn(2 * inner, D, dtype=dtype, scale=D**-0.5)
-            unequal = 0
-            for M in (1, 16, 64, 65, 1000):
-                x = m.randn(M, D, dtype=dtype)
-                unequal += count_unequal(order.matmul_rows(x, w.t()), matmul_persistent(x, w.t()))
-            yield {"what": f"vLLM's matmul_persistent {_name(dtype)} {name}", "unequal": unequal}
-    yield from _vllm_attention(m)
-
-
-def _vllm_attention(m: Machine) -> Iterator[Row]:
-    """Prefill, a chunk and a decoding token in one call, against pages of 16."""
-    from vllm.v1.attention.ops.triton_unified_attention import unified_attention
-    from zerokl.kernels.attention_triton import attention_paged
-
-    lengths, queries, pages = [70, 300, 513], [70, 40, 1], 40
-    starts = torch.tensor([0, 70, 110, 111], dtype=torch.int32, device=m.device)
-    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=m.device)
-    table = torch.randperm(3 * pages, device=m.device).int().view(3, pages)
-    for name, (_, _, _, heads, kv_heads, D) in m.shapes.items():
-        for dtype in (torch.bfloat16, torch.float16):
-            q = m.randn(sum(queries), heads, D, dtype=dtype)
-            k, v = (m.randn(3 * pages, 16, kv_heads, D, dtype=dtype) for _ in range(2))
-            theirs = torch.empty_like(q)
-            unified_attention(
-                q, k, v, theirs, starts, max(queries), seq_lens, max(lengths), D**-0.5, True, (-1, -1), table, 0, None, None, None
-            )
-            ours = attention_paged(q, k, v, Spans(starts, seq_lens, table, kv_heads), D**-0.5)
-            yield {"what": f"vLLM's unified_attention {_name(dtype)} {name}", "unequal": count_unequal(ours, theirs)}
-
-
-def _row(m: Machine, what: str, amount: float, unit: str, ours: Callable[[], object], plain: Callable[[], object]) -> Row:
-    """amount: floating-point operations (TFLOP/s) or bytes (GB/s) of one run."""
-    a, b = m.time_ms(ours), m.time_ms(plain)
-    scale = {"TFLOP/s": 1e9, "GB/s": 1e6}[unit]
-    return {"what": what, "ours_ms": a, "plain_ms": b, "rate": amount / scale / a, "unit": unit, "plain_over_ours": b / a}
-
-
 def kernel_rates(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
     """Each kernel beside plain torch; for the elementwise ones plain is a copy of as many bytes."""
     for name, (D, inner, _, heads, kv_heads, head_dim) in m.shapes.items():
@@ -250,10 +147,10 @@ def _linear_rates(m: Machine, name: str, K: int, N: int, dtype: torch.dtype) -> 
         order.token_blocks([T]),
     )
     few, flops = x[:16].clone(), 2.0 * w.numel()
-    yield _row(m, f"{name} linear, 16 rows", flops * 16, "TFLOP/s", lambda: order.matmul_rows(few, w.t()), lambda: F.linear(few, w))
-    yield _row(m, f"{name} linear, {T} rows", flops * T, "TFLOP/s", lambda: order.matmul_rows(x, w.t()), lambda: F.linear(x, w))
-    yield _row(m, f"{name} input gradient", flops * T, "TFLOP/s", lambda: order.matmul_rows(dy, w), lambda: dy @ w)
-    yield _row(m, f"{name} weight gradient", flops * T, "TFLOP/s", lambda: order.add_outer(acc, dy, x, blocks), lambda: dy.t() @ x)
+    yield row(m, f"{name} linear, 16 rows", flops * 16, "TFLOP/s", lambda: order.matmul_rows(few, w.t()), lambda: F.linear(few, w))
+    yield row(m, f"{name} linear, {T} rows", flops * T, "TFLOP/s", lambda: order.matmul_rows(x, w.t()), lambda: F.linear(x, w))
+    yield row(m, f"{name} input gradient", flops * T, "TFLOP/s", lambda: order.matmul_rows(dy, w), lambda: dy @ w)
+    yield row(m, f"{name} weight gradient", flops * T, "TFLOP/s", lambda: order.add_outer(acc, dy, x, blocks), lambda: dy.t() @ x)
 
 
 def _row_rates(m: Machine, name: str, D: int, inner: int, dtype: torch.dtype) -> Iterator[Row]:
@@ -261,8 +158,8 @@ def _row_rates(m: Machine, name: str, D: int, inner: int, dtype: torch.dtype) ->
     three_halves = m.randn(m.tokens, 3 * inner // 2, dtype=dtype)
     copies = torch.empty_like(x), torch.empty_like(three_halves)
     with torch.no_grad():
-        yield _row(m, f"{name} rms_norm", 2.0 * x.nbytes, "GB/s", lambda: rms_norm(x, weight, 1e-6), lambda: copies[0].copy_(x))
-        yield _row(m, f"{name} silu_mul", 1.5 * gu.nbytes, "GB/s", lambda: silu_mul(gu), lambda: copies[1].copy_(three_halves))
+        yield row(m, f"{name} rms_norm", 2.0 * x.nbytes, "GB/s", lambda: rms_norm(x, weight, 1e-6), lambda: copies[0].copy_(x))
+        yield row(m, f"{name} silu_mul", 1.5 * gu.nbytes, "GB/s", lambda: silu_mul(gu), lambda: copies[1].copy_(three_halves))
 
 
 def _attention_rates(m: Machine, name: str, heads: int, kv_heads: int, D: int, dtype: torch.dtype) -> Iterator[Row]:
@@ -279,10 +176,10 @@ def _attention_rates(m: Machine, name: str, heads: int, kv_heads: int, D: int, d
         return attention(q, k, v, plan, D**-0.5)
 
     with torch.no_grad():
-        yield _row(m, f"{name} attention", flops, "TFLOP/s", ours, plain)
+        yield row(m, f"{name} attention", flops, "TFLOP/s", ours, plain)
     for_grad = [f() for f in (ours, plain)]
     back = [lambda o=o: torch.autograd.grad(o, (q, k, v), do, retain_graph=True) for o in for_grad]
-    yield _row(m, f"{name} attention backward", 2.5 * flops, "TFLOP/s", *back)
+    yield row(m, f"{name} attention backward", 2.5 * flops, "TFLOP/s", *back)
 
 
 def price(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
@@ -352,7 +249,7 @@ def decoding(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
     yield {"what": f"{first} decoding, {samples} samples", "tokens_per_s": sum(len(r.completion_ids) for r in done) / seconds}
 
 
-SECTIONS = (exactness, reinforcement, vllm_equality, kernel_rates, price, decoding)
+SECTIONS = (exactness, reinforcement, vllm_equality, kernel_rates, atomic_rates, price, stock_equality, vllm_rates, liger_rates, decoding)
 
 
 def _line(row: Row) -> str:
@@ -367,14 +264,15 @@ def main() -> int:
     if not args.dry_run and not torch.cuda.is_available():
         print("device: torch finds no CUDA GPU here; --dry-run checks this script on a CPU", file=sys.stderr)
         return 2
+    os.environ |= {"VLLM_BATCH_INVARIANT": "1", "TRITON_F32_DEFAULT": "ieee"}  # read as vLLM is imported; see engine/vllm/stock.py
     m, began, rows, left_out = Machine(args.dry_run), time.perf_counter(), [], []
     for section in SECTIONS:
         if time.perf_counter() - began > LAST_START_S:
             left_out.append(section.__name__)
             continue
-        for row in section(m):
-            rows.append({"section": section.__name__} | row)
-            print(f"{time.perf_counter() - began:6.1f} s  {row['what']}", flush=True)
+        for found in section(m):
+            rows.append({"section": section.__name__} | found)
+            print(f"{time.perf_counter() - began:6.1f} s  {found['what']}", flush=True)
     print("\n" + "\n".join(_line({k: v for k, v in row.items() if k != "section"}) for row in rows))
     broken = [row["what"] for row in rows if row.get("unequal")]
     seconds = time.perf_counter() - began

@@ -110,6 +110,26 @@ def _plain(case: Case, leaves: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([o[0].transpose(0, 1) for o in outs])
 
 
+def test_the_benchmarks_backward_with_atomics_computes_the_same():
+    """Keys' and values' gradients to the bit; the queries', which it sums in another order, as near to fp64 as plain torch."""
+    from zerokl.benchmarks.atomic_attention import attention_bwd_atomic
+
+    case = make_case([70, 40], 2, 1, 32, torch.float32, 10)
+    spans = case.plan().on(case.q.device)
+    o, lse = attention_triton.attention_packed(case.q, case.k, case.v, spans, case.scale, want_lse=True)
+    inputs = (randn(15, *case.q.shape), case.q, case.k, case.v, o, lse, spans, case.scale)
+    atomic, ours = attention_bwd_atomic(*inputs), attention_bwd_triton.attention_bwd(*inputs)
+    assert total_unequal(atomic[1:], ours[1:]) == 0
+    assert total_unequal(atomic[:1], ours[:1]) > 0
+    plain, exact = (_plain_gradients(case, inputs[0], dtype)[0] for dtype in (torch.float32, torch.float64))
+    assert_at_most_twice_the_error(atomic[0], plain, exact, "dq")
+
+
+def _plain_gradients(case: Case, dy: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    leaves = [x.to(dtype).requires_grad_() for x in case[1:]]
+    return torch.autograd.grad(_plain(case, leaves), leaves, dy.to(dtype))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_accuracy(dtype):
     judged: dict[str, list[list[torch.Tensor]]] = {name: [[], [], []] for name in ("o", "dq", "dk", "dv")}

@@ -1,0 +1,158 @@
+"""Kernels that are not ours beside ours, for device.py: vLLM's, bits and rates; Liger-Kernel's rates; an attention backward with atomics.
+
+A section that needs what is not installed says so in its one row. Liger's fused linear cross entropy is left out: it returns the mean loss
+of a batch and takes its gradient on the way forward, where ours returns each token's logprob and entropy, and can be weighted afterwards.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from zerokl.benchmarks.machine import Machine, Row, name_of, row
+from zerokl.kernels import order
+from zerokl.kernels.attention import varlen_plan
+from zerokl.kernels.attention_plan import Spans
+from zerokl.kernels.logprob import token_logprobs
+from zerokl.kernels.rms_norm import rms_norm
+from zerokl.kernels.rope import rope
+from zerokl.kernels.silu_mul import silu_mul
+from zerokl.verify.bitwise import count_unequal
+
+# Of a package that is there in part: a reason, not a result.
+_NOT_THERE = (ImportError, AttributeError, RuntimeError, OSError)
+
+
+def _left_out(what: str, error: Exception) -> Row:
+    return {"what": f"{what}: not compared ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:60]})"}
+
+
+def vllm_equality(m: Machine) -> Iterator[Row]:
+    """Our matrix product and attention beside vLLM's kernels, where its files can be imported."""
+    try:
+        from vllm.model_executor.determinism.batch_invariant import matmul_persistent
+    except _NOT_THERE as error:
+        yield _left_out("vLLM's kernels", error)
+        return
+    for name, (D, inner, *_) in m.shapes.items():
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            w = m.randn(2 * inner, D, dtype=dtype, scale=D**-0.5)
+            unequal = 0
+            for M in (1, 16, 64, 65, 1000):
+                x = m.randn(M, D, dtype=dtype)
+                unequal += count_unequal(order.matmul_rows(x, w.t()), matmul_persistent(x, w.t()))
+            yield {"what": f"vLLM's matmul_persistent {name_of(dtype)} {name}", "unequal": unequal}
+    yield from _vllm_attention(m)
+
+
+def _vllm_attention(m: Machine) -> Iterator[Row]:
+    """Prefill, a chunk and a decoding token in one call, against pages of 16."""
+    from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+    from zerokl.kernels.attention_triton import attention_paged
+
+    lengths, queries, pages = [70, 300, 513], [70, 40, 1], 40
+    starts = torch.tensor([0, 70, 110, 111], dtype=torch.int32, device=m.device)
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=m.device)
+    table = torch.randperm(3 * pages, device=m.device).int().view(3, pages)
+    for name, (_, _, _, heads, kv_heads, D) in m.shapes.items():
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            q = m.randn(sum(queries), heads, D, dtype=dtype)
+            k, v = (m.randn(3 * pages, 16, kv_heads, D, dtype=dtype) for _ in range(2))
+            theirs = torch.empty_like(q)
+            unified_attention(
+                q, k, v, theirs, starts, max(queries), seq_lens, max(lengths), D**-0.5, True, (-1, -1), table, 0, None, None, None
+            )
+            ours = attention_paged(q, k, v, Spans(starts, seq_lens, table, kv_heads), D**-0.5)
+            yield {"what": f"vLLM's unified_attention {name_of(dtype)} {name}", "unequal": count_unequal(ours, theirs)}
+
+
+def vllm_rates(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
+    """vLLM's batch-invariant kernels (plain_ms) beside ours: what either asks for the same bits."""
+    try:
+        from vllm.model_executor.determinism.batch_invariant import log_softmax, matmul_persistent, rms_norm_batch_invariant
+    except _NOT_THERE as error:
+        yield _left_out("rates of vLLM's kernels", error)
+        return
+    if m.dry:
+        yield {"what": "rates of vLLM's kernels: not compared (they need a GPU)"}
+        return
+    for name, (D, inner, *_) in m.shapes.items():
+        x, w, norm = m.randn(m.tokens, D, dtype=dtype), m.randn(2 * inner, D, dtype=dtype, scale=D**-0.5), m.randn(D, dtype=dtype)
+        for rows in (16, m.tokens):
+            few, flops = x[:rows].clone(), 2.0 * w.numel() * rows
+            ours, theirs = lambda a=few, w=w: order.matmul_rows(a, w.t()), lambda a=few, w=w: matmul_persistent(a, w.t())
+            yield row(m, f"{name} linear, {rows} rows, beside vLLM's", flops, "TFLOP/s", ours, theirs)
+        with torch.no_grad():
+            ours, theirs = lambda x=x, n=norm: rms_norm(x, n, 1e-6), lambda x=x, n=norm: rms_norm_batch_invariant(x, n, 1e-6)
+            yield row(m, f"{name} rms_norm, beside vLLM's", 2.0 * x.nbytes, "GB/s", ours, theirs)
+    z, ids = m.randn(256, m.vocab, dtype=torch.float32), torch.zeros(256, dtype=torch.int64, device=m.device)
+    theirs = lambda: log_softmax(z).gather(1, ids.unsqueeze(1))  # noqa: E731
+    yield row(m, f"logprobs of 256 rows of {m.vocab}, beside vLLM's", 2.0 * z.nbytes, "GB/s", lambda: token_logprobs(z, ids), theirs)
+
+
+def liger_rates(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
+    """Liger-Kernel (plain_ms) beside ours, forward and backward together; its weight gradient of a norm is summed in no fixed order."""
+    try:
+        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+        from liger_kernel.ops.rope import LigerRopeFunction
+        from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+    except _NOT_THERE as error:
+        yield _left_out("Liger-Kernel", error)
+        return
+    for name, (D, inner, _, heads, kv_heads, head_dim) in m.shapes.items():
+        T = m.tokens
+        x, gu, w = (m.randn(*n, dtype=dtype).requires_grad_() for n in ((T, D), (T, 2 * inner), (D,)))
+        norm = lambda x=x, w=w: LigerRMSNormFunction.apply(x, w, 1e-6, 0.0, "llama", False)  # noqa: E731
+        yield _both_ways(m, f"{name} rms_norm", 5.0 * x.nbytes, lambda x=x, w=w: rms_norm(x, w, 1e-6), norm, (x, w))
+        gate, up = (t.detach().contiguous().requires_grad_() for t in gu.detach().chunk(2, dim=1))
+        yield _both_ways(
+            m, f"{name} silu_mul", 4.0 * gu.nbytes, lambda gu=gu: silu_mul(gu),
+            lambda a=gate, b=up: LigerSiLUMulFunction.apply(a, b), (gu,), (gate, up),
+        )  # fmt: skip
+        qk = m.randn(T, heads + kv_heads, head_dim, dtype=dtype).requires_grad_()
+        q, k = (t.detach().transpose(0, 1).unsqueeze(0).requires_grad_() for t in qk.split([heads, kv_heads], dim=1))
+        cos, sin = m.randn(T, head_dim // 2, dtype=torch.float32), m.randn(T, head_dim // 2, dtype=torch.float32)
+        wide = [torch.cat([t, t], 1).unsqueeze(0).to(dtype) for t in (cos, sin)]
+        yield _both_ways(
+            m, f"{name} rope", 4.0 * qk.nbytes, lambda qk=qk, c=cos, s=sin: rope(qk, c, s),
+            lambda q=q, k=k, w=wide: torch.cat([t.flatten() for t in LigerRopeFunction.apply(q.clone(), k.clone(), *w)]), (qk,), (q, k),
+        )  # fmt: skip
+
+
+def _both_ways(
+    m: Machine, what: str, nbytes: float, ours: Callable[[], torch.Tensor], theirs: Callable[[], torch.Tensor],
+    leaves: tuple[torch.Tensor, ...], their_leaves: tuple[torch.Tensor, ...] | None = None,
+) -> Row:  # fmt: skip
+    """Forward and backward of a function of its leaves."""
+
+    def run(f: Callable[[], torch.Tensor], leaves: tuple[torch.Tensor, ...], dy: torch.Tensor) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(f(), leaves, dy)
+
+    dy = [torch.ones_like(f()) for f in (ours, theirs)]
+    return row(
+        m,
+        f"{what} forward and backward, beside Liger's",
+        nbytes,
+        "GB/s",
+        run(ours, leaves, dy[0]),
+        run(theirs, their_leaves or leaves, dy[1]),
+    )
+
+
+def atomic_rates(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
+    """Our attention's backward beside the same one with an atomic dq (atomic_attention.py); ours_over_atomic is the price of its order."""
+    if m.dry:
+        yield {"what": "attention backward beside one with atomics: not compared (it needs a GPU)"}
+        return
+    from zerokl.benchmarks.atomic_attention import attention_bwd_atomic
+    from zerokl.kernels.attention_bwd_triton import attention_bwd
+    from zerokl.kernels.attention_triton import attention_packed
+
+    for name, (*_, heads, kv_heads, D) in m.shapes.items():
+        for length in (m.length, m.tokens):
+            spans = varlen_plan([length] * (m.tokens // length), heads, kv_heads).on(m.device)
+            q, k, v, do = (m.randn(m.tokens, h, D, dtype=dtype) for h in (heads, kv_heads, kv_heads, heads))
+            o, lse = attention_packed(q, k, v, spans, D**-0.5, want_lse=True)
+            inputs = (do, q, k, v, o, lse, spans, D**-0.5)
+            flops = 5.0 * m.tokens * length * heads * D
+            ours, atomic = lambda a=inputs: attention_bwd(*a), lambda a=inputs: attention_bwd_atomic(*a)
+            found = row(m, f"{name} attention backward, sequences of {length}, beside atomics", flops, "TFLOP/s", ours, atomic)
+            yield found | {"ours_over_atomic": 1.0 / found["plain_over_ours"]}

@@ -1,0 +1,78 @@
+"""vLLM's own model in batch-invariant mode and the trainer's forward over the same weights: every token's two logprobs, bit for bit.
+
+For device.py, which runs it in a process of its own (vLLM keeps settings and memory for good); by hand on a GPU with vLLM installed:
+
+    python benchmarks/stock_exact.py bfloat16          # a line of JSON for each version of the weights
+    python benchmarks/stock_exact.py bfloat16 --dry-run    # the same code on a CPU, where vLLM's kernels are others: bits differ
+"""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from zerokl.benchmarks.machine import Machine, Row, name_of
+from zerokl.kernels.logprob import Distribution
+from zerokl.verify.bitwise import count_unequal
+
+LIMIT_S = 75
+_HERE = "vLLM's own model"
+
+
+def stock_equality(m: Machine) -> Iterator[Row]:
+    """In bf16 and fp16, each in a process that has LIMIT_S seconds."""
+    if m.dry or not importlib.util.find_spec("vllm"):
+        yield {"what": f"{_HERE}: not compared (it needs a GPU and an installed vLLM)"}
+        return
+    for dtype in (torch.bfloat16, torch.float16):
+        command = [sys.executable, "-P", __file__, str(dtype).removeprefix("torch.")]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        except subprocess.TimeoutExpired:
+            yield {"what": f"{_HERE} {name_of(dtype)}: not compared (more than {LIMIT_S} s)"}
+            continue
+        rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        yield from rows
+        if done.returncode or not rows:
+            reason = (done.stderr.strip().splitlines() or ["no output"])[-1][:160]
+            yield {"what": f"{_HERE} {name_of(dtype)}: ended with {done.returncode}: {reason}", "unequal": 1}
+
+
+def compare(dtype: torch.dtype, dry: bool) -> Iterator[Row]:
+    """Rollouts of two versions of random weights, scored again. The 1.7B widths are those that vLLM has tuned tiles for."""
+    from zerokl.engine.config import VllmConfig
+    from zerokl.engine.rollout import Keys, Sampling
+    from zerokl.engine.vllm import stock
+    from zerokl.model.checkpoint import write_checkpoint
+    from zerokl.model.scoring import logprobs, pack
+
+    if dry:
+        stock.ENVIRONMENT, stock.ARGUMENTS = {}, {}
+    m, dist = Machine(dry), Distribution(0.9)
+    decoder = m.decoder("toy" if dry else "1.7B", 2, m.vocab, dtype)
+    flat = decoder.flat.detach()
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        write_checkpoint(model, decoder.layout, flat)
+        sampler = stock.StockSampler(model, decoder.config, decoder.layout, flat, VllmConfig(context=512, cache_bytes=1 << 28))
+        generator = torch.Generator().manual_seed(2)
+        prompts = [torch.randint(100, (n,), generator=generator).tolist() for n in (3, 17, 33, 64, 130, 300)]
+        for version in (0, 1):
+            if version:
+                flat.mul_(0.875)
+                sampler.load_weights({}, version)
+            rollouts = sampler.generate(prompts, Sampling(dist, 4, 8 if dry else 96, frozenset()), Keys(0, version))
+            with torch.no_grad():
+                scored = logprobs(decoder, pack([r.pair for r in rollouts]), dist)[0].cpu()
+            sampled = torch.cat([torch.from_numpy(r.logprobs) for r in rollouts])
+            what = f"{_HERE} {name_of(dtype)}, weights {version}: {len(sampled)} tokens beside the trainer's"
+            yield {"what": what, "differ" if dry else "unequal": count_unequal(scored, sampled)}
+
+
+if __name__ == "__main__":
+    for line in compare(getattr(torch, sys.argv[1]), "--dry-run" in sys.argv):
+        print(json.dumps(line), flush=True)
