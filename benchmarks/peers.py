@@ -17,6 +17,7 @@ from zerokl.kernels.rope import rope
 from zerokl.kernels.silu_mul import silu_mul
 from zerokl.verify.bitwise import count_unequal
 
+_Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 # Of a package that is there in part: a reason, not a result.
 _NOT_THERE = (ImportError, AttributeError, RuntimeError, OSError)
 
@@ -109,32 +110,30 @@ def liger_rates(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row
         )  # fmt: skip
         qk = m.randn(T, heads + kv_heads, head_dim, dtype=dtype).requires_grad_()
         q, k = (t.detach().transpose(0, 1).unsqueeze(0).requires_grad_() for t in qk.split([heads, kv_heads], dim=1))
-        cos, sin = m.randn(T, head_dim // 2, dtype=torch.float32), m.randn(T, head_dim // 2, dtype=torch.float32)
+        angle = m.randn(T, head_dim // 2, dtype=torch.float32)
+        cos, sin = angle.cos(), angle.sin()
         wide = [torch.cat([t, t], 1).unsqueeze(0).to(dtype) for t in (cos, sin)]
         yield _both_ways(
             m, f"{name} rope", 4.0 * qk.nbytes, lambda qk=qk, c=cos, s=sin: rope(qk, c, s),
-            lambda q=q, k=k, w=wide: torch.cat([t.flatten() for t in LigerRopeFunction.apply(q.clone(), k.clone(), *w)]), (qk,), (q, k),
+            lambda q=q, k=k, w=wide: LigerRopeFunction.apply(q, k, *w), (qk,), (q, k),  # it rotates q and k in their place
         )  # fmt: skip
 
 
 def _both_ways(
-    m: Machine, what: str, nbytes: float, ours: Callable[[], torch.Tensor], theirs: Callable[[], torch.Tensor],
+    m: Machine, what: str, nbytes: float, ours: Callable[[], _Outputs], theirs: Callable[[], _Outputs],
     leaves: tuple[torch.Tensor, ...], their_leaves: tuple[torch.Tensor, ...] | None = None,
 ) -> Row:  # fmt: skip
     """Forward and backward of a function of its leaves."""
 
-    def run(f: Callable[[], torch.Tensor], leaves: tuple[torch.Tensor, ...], dy: torch.Tensor) -> Callable[[], object]:
-        return lambda: torch.autograd.grad(f(), leaves, dy)
+    def run(f: Callable[[], _Outputs], leaves: tuple[torch.Tensor, ...]) -> Callable[[], object]:
+        dy = [torch.ones_like(y) for y in _tuple(f())]
+        return lambda: torch.autograd.grad(_tuple(f()), leaves, dy)
 
-    dy = [torch.ones_like(f()) for f in (ours, theirs)]
-    return row(
-        m,
-        f"{what} forward and backward, beside Liger's",
-        nbytes,
-        "GB/s",
-        run(ours, leaves, dy[0]),
-        run(theirs, their_leaves or leaves, dy[1]),
-    )
+    return row(m, f"{what} forward and backward, beside Liger's", nbytes, "GB/s", run(ours, leaves), run(theirs, their_leaves or leaves))
+
+
+def _tuple(y: _Outputs) -> tuple[torch.Tensor, ...]:
+    return y if isinstance(y, tuple) else (y,)
 
 
 def atomic_rates(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:

@@ -10,7 +10,8 @@ That has been shown with interpreted and compiled kernels. No GPU has run it yet
 vLLM's tuned tables take and which another tensor-core instruction computes (kernels/tiles.py). The monitor compares every token.
 
 CUDA graphs and the compiler stay off: both replace operations, or freeze the tiles that were looked up for one number of rows. Prefix
-caching and chunked prefill are safe: keys and values are rows, and a row's bits do not depend on the others.
+caching and chunked prefill are safe: keys and values are rows, and a row's bits do not depend on the others. Two cases in which vLLM itself
+is not invariant: the addition before a norm, which norm.py replaces, and heads of 256 on Blackwell, whose tiles differ in a prefill.
 """
 
 import os
