@@ -17,6 +17,7 @@ from ..config import VllmConfig
 from ..rollout import Keys, Rollout, Sampling
 from ..shared import SharedTensor
 from ..vllm.sampler import VllmSampler, prepare_vllm
+from ..vllm.stock import refuse_after_exact
 from .engines import Pair, ZeroklEngine
 from .names import in_order, output
 
@@ -48,6 +49,7 @@ class VllmEngine:
     """Stock vLLM in this process, uncompiled, without a prefix cache."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, context: int, head: torch.dtype | None = None):
+        refuse_after_exact()
         prepare_vllm(multiprocess=False)
         from vllm import LLM
 

@@ -37,6 +37,7 @@ ENVIRONMENT = {
 ARGUMENTS: dict[str, Any] = {"attention_backend": "TRITON_ATTN", "compilation_config": {"custom_ops": ["all"]}}
 # A module of vLLM that reads ENVIRONMENT as it is imported.
 _READER = "vllm.v1.attention.ops.triton_unified_attention"
+_prepared = False
 
 
 def prepare_batch_invariance() -> None:
@@ -46,6 +47,16 @@ def prepare_batch_invariance() -> None:
         raise ValueError(f"vllm: it was imported in this process without {late[0]} = {ENVIRONMENT[late[0]]}; start a new process")
     os.environ.update(ENVIRONMENT)
     prepare_vllm(multiprocess=False)
+    global _prepared
+    _prepared = True
+
+
+def refuse_after_exact() -> None:
+    """Raise ValueError where `prepare_batch_invariance` has changed this process's vLLM for good: it is not vLLM as it comes."""
+    if _prepared:
+        raise ValueError(
+            "vllm: this process has sampled with vllm-stock exactly, in batch-invariant mode; start a new one for vLLM as it comes"
+        )
 
 
 class StockSampler(KeyedSampler):

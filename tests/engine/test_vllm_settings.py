@@ -7,7 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from zerokl.cli import main
+from zerokl.engine.audit.stock import VllmEngine
 from zerokl.engine.config import Config
 from zerokl.engine.samplers import check_device
 from zerokl.engine.vllm import stock
@@ -106,12 +108,16 @@ def test_batch_invariance_is_refused_where_vllm_was_imported_without_it(installe
     installed(vllm="0.32.0")
     before = dict(os.environ)
     monkeypatch.setattr(os, "environ", before)
+    monkeypatch.setattr(stock, "_prepared", False)
+    stock.refuse_after_exact()
     monkeypatch.setitem(sys.modules, stock._READER, None)
     with pytest.raises(ValueError, match="imported in this process without VLLM_BATCH_INVARIANT = 1; start a new process"):
         stock.prepare_batch_invariance()
     monkeypatch.delitem(sys.modules, stock._READER)
     stock.prepare_batch_invariance()
     assert {"VLLM_BATCH_INVARIANT": "1", "TRITON_F32_DEFAULT": "ieee", "VLLM_USE_V2_MODEL_RUNNER": "0"}.items() <= before.items()
+    with pytest.raises(ValueError, match=r"has sampled with vllm-stock exactly, .* start a new one for vLLM as it comes"):
+        VllmEngine(Path("model"), torch.float32, 64)
 
 
 @pytest.mark.parametrize("versions", [["2"], ["2", "3"], []])
