@@ -62,11 +62,11 @@ class Learner:
             self.master.copy_(weights[self.slices.own])
 
     def whole_master(self) -> torch.Tensor:
-        """The master weights of all ranks, [layout.numel] fp32. For all ranks at once."""
+        """The master weights of all ranks, [layout.numel] fp32, which the next update may change. For all ranks at once."""
         return self.decoder.flat.detach() if self.in_place else self.slices.everywhere(self.master)
 
     def collect_master(self) -> torch.Tensor | None:
-        """The master weights in rank 0, [layout.numel] fp32; None in the others. For all ranks at once."""
+        """The master weights [layout.numel] fp32, in rank 0 at least; the next update may change them. For all ranks at once."""
         return self.decoder.flat.detach() if self.in_place else self.slices.collect(self.master)
 
     def hash_weights(self) -> Tree:

@@ -6,7 +6,8 @@ A slice holds whole weights, so the hash of a weight in the ledger is taken by i
 
 Bytes a weight on each of W ranks, of bf16 or fp16 weights with S virtual shards: the weights to compute with 2, for sampling and forward
 read them whole; the gradient of a shard 4, and 4 (1 + log2(S / W)) at most for its sums in the tree; owned are 16 / W: master weights,
-two moments and the sum of the gradient.
+two moments and the sum of the gradient. As no weight is cut, the largest rank owns no less than the largest weight: of a small model with
+a large vocabulary that is the embedding. A checkpoint passes through the first rank's host memory, 12 bytes a weight.
 """
 
 import torch
@@ -36,7 +37,7 @@ class Slices:
     @staticmethod
     def of_gradient(part: slice) -> slice:
         """What the owner of `part` needs of the gradient: to the end of the last FLAT_TILE that begins in it, for the norm's sums."""
-        return slice(part.start, part.stop + -part.stop % FLAT_TILE)
+        return slice(part.start, part.stop + -part.stop % FLAT_TILE) if part.start < part.stop else part
 
     def sum_roots(self, root: torch.Tensor | None, has: list[bool]) -> torch.Tensor | None:
         """This rank's part of the gradient (see of_gradient) from every rank's root [layout.numel] fp32; None when no rank has one.
@@ -79,7 +80,7 @@ class Slices:
                     dist.broadcast(flat[part].view(torch.uint8), owner)  # bytes: gloo does not know every dtype
 
     def everywhere(self, mine: torch.Tensor) -> torch.Tensor:
-        """The whole tensor [layout.numel] in every rank, from the slice `mine` of each."""
+        """The whole tensor [layout.numel] in every rank, from the slice `mine` of each; `mine` itself without other ranks."""
         if self.ranks.size == 1:
             return mine
         flat = mine.new_empty(self.layout.numel)
@@ -88,21 +89,25 @@ class Slices:
         return flat
 
     def collect(self, mine: torch.Tensor) -> torch.Tensor | None:
-        """The whole tensor [layout.numel] in rank 0, in the host's memory, from the slice `mine` of each; None in the others."""
+        """The whole tensor [layout.numel] in rank 0, from the slice `mine` of each; None in the others.
+
+        Without other ranks it is `mine` itself, else a tensor in the host's memory.
+        """
         if self.ranks.size == 1:
             return mine
-        with peers():
-            if not self.ranks.first:
-                if mine.numel():
+        if not self.ranks.first:
+            if mine.numel():
+                with peers():
                     dist.send(mine, 0)
-                return None
-            whole = torch.empty(self.layout.numel, dtype=mine.dtype)
-            whole[self.own] = mine.cpu()
-            for owner, part in enumerate(self.parts[1:], 1):
-                if part.start < part.stop:
-                    theirs = mine.new_empty(part.stop - part.start)
+            return None
+        whole = torch.empty(self.layout.numel, dtype=mine.dtype)
+        whole[self.own] = mine.cpu()
+        for owner, part in enumerate(self.parts[1:], 1):
+            if part.start < part.stop:
+                theirs = mine.new_empty(part.stop - part.start)
+                with peers():
                     dist.recv(theirs, owner)
-                    whole[part] = theirs.cpu()
+                whole[part] = theirs.cpu()
         return whole
 
     def hash_tree(self, *parts: torch.Tensor) -> Tree:

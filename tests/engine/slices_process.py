@@ -1,6 +1,7 @@
 """A rank of test_slices.py: updates over all ranks' slices beside the same updates alone, bit for bit. Prints one JSON line."""
 
 import json
+import os
 import sys
 
 import torch
@@ -31,7 +32,7 @@ def drawn(seed: int, numel: int) -> torch.Tensor:
 
 
 def learner(dtype: torch.dtype, weights: torch.Tensor, layout: Layout, slices: Slices) -> Learner:
-    decoder = Decoder(CONFIG, weights.to(dtype, copy=True), layout)
+    decoder = Decoder(layout.config, weights.to(dtype, copy=True), layout)
     return Learner(decoder, weights, OptimizerConfig(lr=1e-2, weight_decay=0.1, warmup_steps=0), 100, slices)
 
 
@@ -46,22 +47,33 @@ def roots_of(step: int, size: int, numel: int) -> list[torch.Tensor | None]:
     return [None if step >> r & 1 and step != 2**size - 1 else drawn(1000 * step + r, numel) for r in range(size)]
 
 
-def main(dtype: torch.dtype) -> dict[str, object]:
+def in_wrong_order(slices: Slices, mine: torch.Tensor | None, has: list[bool], right: torch.Tensor) -> int:
+    """The control: elements of this rank's part of the gradient that differ when the ranks' roots are added in another order."""
+    right, plain = right.clone(), slices_module.add_roots
+    slices_module.add_roots = lambda parts: plain([*parts[1:], parts[0]])
+    try:
+        wrong = slices.sum_roots(None if mine is None else mine.clone(), has)
+        return count_unequal(wrong, right)
+    finally:
+        slices_module.add_roots = plain
+
+
+def main(dtype: torch.dtype, tied: bool) -> dict[str, object]:
     slices_module._PIECE = 8192  # several pieces to a slice
+    config = ModelConfig.from_dict(CONFIG.raw | ({"tie_word_embeddings": True, "vocab_size": 9000} if tied else {}))
     with join_ranks(8, "native") as ranks:
-        layout = Layout(CONFIG)
+        layout = Layout(config)
         weights = drawn(0, layout.numel)
         ours, alone = (learner(dtype, weights, layout, s) for s in (Slices(layout, ranks), Slices(layout)))
         found, wrong, norms = 0, 0, 0
-        for step in range(6):
+        for step in range(9):
             roots = roots_of(step, ranks.size, layout.numel)
             has, mine = [r is not None for r in roots], roots[ranks.rank]
-            gradient = ours.slices.sum_roots(None if mine is None else mine.clone(), has)
+            gradient = ours.slices.sum_roots(None if mine is None else mine.clone(), has).clone()
             whole = add_roots([None if r is None else r.clone() for r in roots])
             norms += ours.update(gradient, 4.0)["grad_norm"] != alone.update(whole, 4.0)["grad_norm"]
             found += differences(ours, alone)
-            other = add_roots([None if r is None else r.clone() for r in (*roots[1:], roots[0])])  # the control: another order
-            wrong += count_unequal(other, whole)
+            wrong += in_wrong_order(ours.slices, mine, has, gradient)
             assert ours.slices.hash_tree(gradient) == hash_tree(layout.checkpoint_views(whole))
         planted = drawn(7, layout.numel)
         layout.checkpoint_views(planted)["model.layers.2.mlp.up_proj.weight"][3, 5] = float("inf")
@@ -81,4 +93,5 @@ def main(dtype: torch.dtype) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(getattr(torch, sys.argv[1]))), flush=True)
+    line = json.dumps(main(getattr(torch, sys.argv[1]), sys.argv[2] == "tied"))
+    os.write(1, f"{line}\n".encode())  # at once: the ranks share the pipe
