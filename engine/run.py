@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,7 +101,18 @@ def _run(config: Config, path: Path, at: Resumption | None, ranks: Ranks) -> Sum
     load_reward(task, config.task.reward)  # a name that cannot be imported is found before the warm start
     ranks.barrier()  # every rank has read the folder as it was
     model = ranks.from_first(lambda: base_model(config, path))
-    state = make_state(config, model, task, ranks)
+    with closing(make_state(config, model, task, ranks)) as state:
+        history = _take_steps(state, path, model, task, at)
+        summary = _summarise(state, history, time.perf_counter() - began)
+    if ranks.first:
+        write_whole(path / "summary.json", (json.dumps(vars(summary), indent=2) + "\n").encode())
+        plot_reward(history, path / "reward.png")
+    return summary
+
+
+def _take_steps(state: TrainState, path: Path, model: Path, task: Task, at: Resumption | None) -> list[dict[str, float]]:
+    """The steps that are left, with evaluations and checkpoints. Returns the metrics of all steps of the run."""
+    config = state.config
     held = task.problems("held_out")[: config.evaluation.problems] if config.evaluation.every else []
     held_ids = state.text.encode_problems(held, task.chat)
     _check_prompts(held_ids, held, config, state.policy.config)
@@ -129,13 +140,7 @@ def _run(config: Config, path: Path, at: Resumption | None, ranks: Ranks) -> Sum
     finally:
         display.close()
         folder.close()
-        state.close()
-    summary = _summarise(state, history, time.perf_counter() - began)
-    if not ranks.first:
-        return summary
-    write_whole(path / "summary.json", (json.dumps(vars(summary), indent=2) + "\n").encode())
-    plot_reward(history, path / "reward.png")
-    return summary
+    return history
 
 
 def _open_folder(state: TrainState, path: Path, at: Resumption | None) -> RunFolder | NoFolder:
@@ -176,18 +181,24 @@ def make_state(config: Config, model: Path, task: Task, ranks: Ranks = ALONE) ->
     vllm = config.sampler == "vllm"
     alone = (vllm and not config.vllm.multiprocess) or config.sampler == "vllm-stock"  # vLLM keeps the threads of its process to itself
     n = config.workers or (1 if alone or device.type == "cuda" else automatic(policy.layout.numel))
-    workers = Workers(policy, config.virtual_shards // ranks.size, n, config.native, share=vllm and device.type == "cpu")
-    slices = Slices(layout, ranks, device)
-    learner = Learner(policy, weights, config.optimizer, updates, slices)
-    samplers = make_samplers(config, model, model_config, learner, workers)
-    scaler = LossScaler(config.precision, policy.dtype)
-    reference, reward = _reference(config, model, model_config, workers.n), load_reward(task, config.task.reward)
+    with ExitStack() as undone:  # unless all of it succeeds
+        workers = undone.enter_context(
+            Workers(policy, config.virtual_shards // ranks.size, n, config.native, share=vllm and device.type == "cpu")
+        )
+        slices = Slices(layout, ranks, device)
+        learner = Learner(policy, weights, config.optimizer, updates, slices)
+        reference, reward = _reference(config, model, model_config, workers.n), load_reward(task, config.task.reward)
+        if reference:
+            undone.callback(reference.close)
+        samplers = make_samplers(config, model, model_config, learner, workers)
+        undone.pop_all()
     sampler, evaluator, behaviour = samplers.training, samplers.evaluation, samplers.behaviour
     if ranks.size > 1:
         sampler, evaluator, workers = RankedSampler(sampler, ranks), RankedSampler(evaluator, ranks), RankedWorkers(workers, slices)
         behaviour, reference = (RankedScorer(x, ranks) if x else None for x in (behaviour, reference))
     return TrainState(
-        config, policy, learner, scaler, sampler, evaluator, behaviour, workers, reference, text, reward, problems, prompt_ids, ranks=ranks,
+        config, policy, learner, LossScaler(config.precision, policy.dtype), sampler, evaluator, behaviour, workers, reference, text,
+        reward, problems, prompt_ids, ranks=ranks,
     )  # fmt: skip
 
 
@@ -280,16 +291,21 @@ def _guarded_step(state: TrainState, path: Path) -> StepRecord:
     try:
         return train_step(state)
     except MismatchError as error:
-        if not state.ranks.first:
-            raise
-        target = path / "mismatch"
-        report = json.dumps(error.report | {"config": state.config.model_dump()}, indent=2) + "\n"
-        layout: Layout = state.policy.layout
-        now = error.report["weight_version"] == state.version
-        decoder = state.policy if now else state.behaviour.decoder
-        write_checkpoint(target, layout, decoder.flat.detach(), extra={"mismatch.json": report})
-        console.print(f"saved {target}: weights, rollouts and both sides' logprobs; `zerokl verify --case {target}` scores them again")
+        try:
+            if state.ranks.first:
+                _save_mismatch(state, error, path / "mismatch")
+        finally:
+            state.ranks.barrier()  # torchrun ends all ranks as soon as one has ended: none does before the first has written
         raise
+
+
+def _save_mismatch(state: TrainState, error: MismatchError, target: Path) -> None:
+    report = json.dumps(error.report | {"config": state.config.model_dump()}, indent=2) + "\n"
+    layout: Layout = state.policy.layout
+    now = error.report["weight_version"] == state.version
+    decoder = state.policy if now else state.behaviour.decoder
+    write_checkpoint(target, layout, decoder.flat.detach(), extra={"mismatch.json": report})
+    console.print(f"saved {target}: weights, rollouts and both sides' logprobs; `zerokl verify --case {target}` scores them again")
 
 
 def _line(m: dict[str, float]) -> str:

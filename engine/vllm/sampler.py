@@ -60,7 +60,7 @@ REFUSED = {
 }
 
 # vLLM wants most of a GPU to be free when it starts, where the trainer already is; what it takes is vllm.cache_bytes and its weights.
-_ON_A_GPU = {"gpu_memory_utilization": 0.01}
+ON_A_GPU = {"gpu_memory_utilization": 0.01}
 
 
 def require_vllm() -> str:
@@ -137,9 +137,13 @@ class KeyedSampler:
             enable_chunked_prefill=cfg.chunked_prefill, enable_prefix_caching=cfg.prefix_caching,
             kv_cache_memory_bytes=cfg.cache_bytes, disable_log_stats=True,
         )  # fmt: skip
-        self.llm = LLM(model=str(model), **(own | (_ON_A_GPU if flat.is_cuda else {}) | dict(arguments) | cfg.engine))
-        self.llm.init_weight_transfer_engine({"init_info": transfer[1]})
-        self.load_weights({}, version)
+        self.llm = LLM(model=str(model), **(own | (ON_A_GPU if flat.is_cuda else {}) | dict(arguments) | cfg.engine))
+        try:
+            self.llm.init_weight_transfer_engine({"init_info": transfer[1]})
+            self.load_weights({}, version)
+        except BaseException:
+            self.close()
+            raise
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """See Sampler. The weights are those in the trainer's memory; what vLLM has cached of older ones is dropped."""

@@ -78,6 +78,33 @@ def test_what_is_saved_of_older_weights_is_the_decoder_that_scored(decoder):
     assert RankedScorer(scorer, ALONE).decoder is scorer.decoder is decoder
 
 
+def test_a_mismatch_is_saved_whole_before_any_rank_ends(brief, tmp_path):
+    """torchrun ends the other ranks as soon as one has ended, and the first takes its time here."""
+    (tmp_path / "planted.py").write_text(
+        "import time\n"
+        "import numpy as np\n"
+        "from zerokl.engine import loop, run\n"
+        "collect, write = loop.collect, run.write_checkpoint\n"
+        "def collected(*given):\n"
+        "    got = collect(*given)\n"
+        "    got.rollouts[0].logprobs[0] = np.nextafter(got.rollouts[0].logprobs[0], np.float32(-9))\n"
+        "    return got\n"
+        "def slowly(*given, **named):\n"
+        "    time.sleep(4)\n"
+        "    write(*given, **named)\n"
+        "loop.collect, run.write_checkpoint = collected, slowly\n"
+        "def letters(problem, completion):\n"
+        "    return sum(c.isalpha() for c in completion) / 8\n"
+    )
+    config = brief.model_copy(update={"task": brief.task.model_copy(update={"reward": "planted:letters"})})
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    process = _launch(2, ["config.toml", "--run-dir", str(tmp_path / "run")], tmp_path)
+    said, _ = process.communicate()
+    assert process.returncode != 0
+    assert "step 0, prompt 0, sample 0, position 0" in " ".join(said.split()), said
+    assert {"mismatch.json", "model.safetensors"} <= {p.name for p in (tmp_path / "run" / "mismatch").iterdir()}, said
+
+
 @pytest.mark.slow
 def test_eight_ranks_give_the_same_ledger(plain, alone, tmp_path):
     _run(8, plain, tmp_path / "run", "--workers", "1")
