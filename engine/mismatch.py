@@ -60,7 +60,7 @@ class Delayed:
 
     def push(self, weights: torch.Tensor) -> torch.Tensor:
         """Newer weights [numel]; returns those to sample from."""
-        self._kept.append(weights.clone() if self._kept.maxlen > 1 else weights)
+        self._kept.append(weights.clone())
         return self._kept[0]
 
 

@@ -32,7 +32,7 @@ FREE = {
     "native": "the sampler's limits; the law",
     "vllm": "the sampler's limits; the law",
     "sampler": "native and vllm draw the same tokens (is_free: others do not)",
-    "exact": "decides whether a run stops, not what it computes",
+    "exact": "decides whether a run stops, not what it computes (is_free: vllm-stock draws otherwise)",
     "evaluation": "reads the weights, with random numbers of its own",
     "checkpoint": "what is kept",
     "ledger.detail": "what is kept; the roots are the same",
@@ -66,6 +66,8 @@ def is_free(key: str, config: Config) -> bool:
         return config.optimizer.schedule == "constant"
     if key == "sampler":
         return config.sampler in ("native", "vllm")
+    if key == "exact":  # vLLM's own model is drawn from with the run's keys when exact, with its own random numbers else
+        return config.sampler != "vllm-stock"
     return any(key == free or key.startswith(f"{free}.") for free in FREE)
 
 

@@ -63,7 +63,7 @@ class Resumption:
                         f"resume: the weights of the reference, {place}, are {now}; the run began with {was}; put them back, or set "
                         f"{REFERENCE} to where they are"
                     )
-                file = Path(self.config.model) / "config.json" if key.startswith("model.") else self.path / "config.toml"
+                file = "config.json of the run's first model" if key.startswith("model.") else self.path / "config.toml"
                 raise ValueError(f"resume: {key} is {now!r} in {file} and {was!r} in the ledger; the file was altered")
         if held.data != head.data:
             raise ValueError("resume: the training problems are not those of the run; put the task's data back as it was")

@@ -76,7 +76,7 @@ def check_device(config: Config, device: str) -> None:
         )
     if device == "cuda" and is_cpu_build():
         raise ValueError(f'sampler ("{config.sampler}"): the vLLM installed here computes on CPUs only; set device = "cpu"')
-    if device == "cuda" and config.vllm.multiprocess:
+    if device == "cuda" and config.vllm.multiprocess and (config.exact or config.sampler == "vllm"):
         raise ValueError(
             "vllm.multiprocess (true): on a GPU vLLM reads the trainer's own tensors, which are this process's; set it to false"
         )
@@ -97,18 +97,22 @@ class ApartSampler:
     def __init__(self, config: Config, workers: Workers, learner: Learner):
         self.workers, self._learner, self._mismatch, self._max_staleness = workers, learner, config.mismatch, config.max_staleness
         self._sampler, self._delayed = ParallelSampler(workers), Delayed(config.mismatch.delay)
-        self._delayed.push(learner.whole_master())
+        if config.mismatch.delay:
+            self._delayed.push(learner.whole_master())
         self.trainer: Workers | None = None  # with the weights that a trainer had at the sampler's version, where the sampler's differ
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """See Sampler. Taken from the master weights, and only when those sampled from would otherwise be too old."""
-        master = self._learner.whole_master()
         back = version < self._sampler.version  # a run that is done again
         if back:
             self._delayed = Delayed(self._mismatch.delay)
-        source = self._delayed.push(master)
-        if not back and version - self._sampler.version <= self._max_staleness:
+        renew = back or version - self._sampler.version > self._max_staleness
+        if not (renew or self._mismatch.delay):
+            return
+        master = self._learner.whole_master()
+        source = self._delayed.push(master) if self._mismatch.delay else master
+        if not renew:
             return
         self.workers.host.decoder.flat.copy_(self._mismatch.weights(source))
         if self.trainer is not None:
@@ -169,4 +173,4 @@ def _engine(config: Config, model: Path, model_config: ModelConfig) -> _Engine:
         return HfEngine(model, dtype)
     from .audit.stock import VllmEngine
 
-    return VllmEngine(model, dtype, model_config.max_positions)
+    return VllmEngine(model, dtype, config.vllm.context or model_config.max_positions)

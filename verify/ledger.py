@@ -27,7 +27,7 @@ from .files import hash_json, whole_lines
 
 # Its name in a run's folder.
 LEDGER = "ledger.jsonl"
-FORMAT = 1
+FORMAT = 2
 # Hexadecimal digits of a leaf: 128 bits, so that two different weights never share one by chance.
 _LEAF = 32
 

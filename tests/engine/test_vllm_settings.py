@@ -10,7 +10,9 @@ import pytest
 import torch
 from zerokl.cli import main
 from zerokl.engine.audit.stock import VllmEngine
-from zerokl.engine.config import Config
+from zerokl.engine.config import Config, to_toml
+from zerokl.engine.record import binding
+from zerokl.engine.resume import run_config
 from zerokl.engine.samplers import check_device
 from zerokl.engine.vllm import stock
 from zerokl.engine.vllm.sampler import REFUSED, VllmSampler, check_engine_arguments, require_vllm
@@ -127,3 +129,20 @@ def test_a_rollout_of_other_weights_is_refused(versions):
     done = SimpleNamespace(weight_versions=[SimpleNamespace(version=v) for v in versions], token_ids=[5], logprobs=[], finish_reason="stop")
     with pytest.raises(ValueError, match=r"prompt 4, sample 1 was drawn with weights .*, not with version 3"):
         sampler._rollout(SimpleNamespace(outputs=[done], prompt_token_ids=[1]), 4, 1)
+
+
+def test_exact_decides_the_tokens_that_vllms_own_model_draws(tmp_path):
+    """Drawn with the run's keys, or with vLLM's own random numbers: it is chained there, and a resumed run cannot change it."""
+    stock_exact, foreign = (Config(sampler="vllm-stock", exact=exact) for exact in (True, False))
+    assert binding(stock_exact) != binding(foreign)
+    assert binding(Config(exact=True)) == binding(Config(exact=False))
+    (tmp_path / "config.toml").write_text(to_toml(stock_exact))
+    with pytest.raises(ValueError, match=r"exact \(False, was True\) decides bits"):
+        run_config(tmp_path, {"exact": "false"})
+
+
+def test_a_foreign_vllm_reads_nothing_of_this_process_on_a_gpu(installed):
+    installed(vllm="0.32.0")
+    check_device(Config(sampler="vllm-stock", exact=False, vllm={"multiprocess": True}), "cuda")
+    with pytest.raises(ValueError, match="multiprocess"):
+        check_device(Config(sampler="vllm-stock", exact=True, vllm={"multiprocess": True}), "cuda")
