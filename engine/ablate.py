@@ -22,6 +22,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -34,6 +36,7 @@ from .initialise import perfectible_set
 from .monitor import MismatchError
 from .report import console, finite
 from .run import is_base, make_base, train, with_device
+from .workers import ending
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,7 @@ def _refuse_another(cell: Cell, out: Path) -> None:
 def _run(cell: Cell, path: Path) -> None:
     """The run, in a process of its own: what an engine leaves behind (vLLM keeps threads and memory) would slow the runs after it.
 
-    Raises ValueError for what the run refuses, ChildProcessError when its process was killed.
+    Raises ValueError for what the run refuses, ChildProcessError when its process ended otherwise.
     """
     if path.exists():
         console.print(f"{path} was interrupted: it starts anew")
@@ -176,10 +179,19 @@ def _run(cell: Cell, path: Path) -> None:
         env=os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path)},
     )
     os.close(write)
-    with open(read, encoding="utf-8") as pipe:
-        refused = pipe.read()
-    if code := process.wait():
-        raise ValueError(refused) if refused else ChildProcessError(f"ablate: the process of {cell.folder} ended with exit code {code}")
+    try:
+        with open(read, encoding="utf-8") as pipe:
+            refused = pipe.read()
+        code = process.wait()
+    finally:
+        process.terminate()  # nothing goes on without the ablation
+        process.wait()
+    if code:
+        raise (
+            ValueError(refused)
+            if refused
+            else ChildProcessError(f"ablate: the process of {cell.folder} {ending(code)}; start the ablation again, and it goes on there")
+        )
     if (path / FAILED).exists():
         console.print(f"{cell.folder} ended by itself: {json.loads((path / FAILED).read_text())['error']}")
 
@@ -188,13 +200,23 @@ def run_alone() -> None:
     """The life of a run's process. Arguments: configuration file, run folder, a descriptor that takes the reason of a refusal."""
     config, path, refused = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     os.set_inheritable(refused, False)  # it ends with this process, not with one that this one starts
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     try:
         train(load_config(config, None, {}), path)
     except (MismatchError, FloatingPointError) as error:
         path.mkdir(parents=True, exist_ok=True)
         (path / FAILED).write_text(json.dumps({"error": " ".join(str(error).split())}) + "\n")
+    except ChildProcessError:
+        raise  # not a refusal: one of the run's own processes was killed
     except (ValueError, OSError) as error:
         os.write(refused, str(error).encode())
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _end_with(parent: int) -> None:
+    """End this process when the ablation has been killed: started again, it would begin the same run beside this one."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)

@@ -196,6 +196,12 @@ def _attempt(work: Callable[[Host, X], Y], host: Host, item: X) -> Y | _Failure:
         return _Failure(error)
 
 
+def ending(code: int) -> str:
+    """How a process ended, from its exit code."""
+    hint = "; this is how Linux ends a process when memory runs out" if code == -signal.SIGKILL else ""
+    return (f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}") + hint
+
+
 class _Process:
     """Another worker, from the caller's side."""
 
@@ -229,11 +235,8 @@ class _Process:
             raise self._died() from None
 
     def _died(self) -> ChildProcessError:
-        code = self._process.wait()
-        reason = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        hint = "; this is how Linux ends a process when memory runs out" if code == -signal.SIGKILL else ""
         return ChildProcessError(
-            f"worker {self.index} (process {self._process.pid}) {reason}{hint}; with workers = 1 there is no other process"
+            f"worker {self.index} (process {self._process.pid}) {ending(self._process.wait())}; with workers = 1 there is no other process"
         )
 
     def close(self) -> None:
