@@ -11,7 +11,7 @@ import triton.language as tl
 from zerokl.kernels.attention_bwd_triton import _tiles
 from zerokl.kernels.attention_plan import Spans
 from zerokl.kernels.attention_triton import find_sequence
-from zerokl.kernels.launch import launch, rows_contiguous
+from zerokl.kernels.launch import launch
 from zerokl.kernels.tiles import generation
 
 # Rows of o and do of one program of the first kernel.
@@ -65,7 +65,7 @@ def _backward(
 
 def attention_bwd_atomic(do, q, k, v, o, lse, spans: Spans, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv as attention_bwd's, up to the order of dq's sums. Everything contiguous: do, q, o [T, Hq, D], k, v [T, Hkv, D]."""
-    do, q, k, v, o = (rows_contiguous(x).contiguous() for x in (do, q, k, v, o))
+    do, q, k, v, o = (x.contiguous() for x in (do, q, k, v, o))
     (T, H, D), kv_heads, sequences = q.shape, spans.kv_heads, len(spans.lengths)
     sums, dk, dv, delta = torch.zeros(q.shape, dtype=torch.float32, device=q.device), *map(torch.empty_like, (k, v, lse))
     tiles = _tiles(q.dtype, generation(q.device))[1]

@@ -14,6 +14,7 @@ import os
 import platform
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -257,6 +258,16 @@ def _line(row: Row) -> str:
     return f"{row['what']:<72} {'  '.join(cells)}"
 
 
+def _write(rows: list[Row], left_out: list[str], seconds: float) -> Path:
+    """The results so far, in their file."""
+    gpu = torch.cuda.get_device_name().replace(" ", "-").lower()
+    target = Path(__file__).parent / "results" / gpu / "device.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    head = {"gpu": gpu, "torch": torch.__version__, "python": platform.python_version(), "seconds": seconds, "left_out": left_out}
+    target.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
+    return target
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true", help="toy sizes on the CPU; checks this script, measures nothing")
@@ -270,21 +281,23 @@ def main() -> int:
         if time.perf_counter() - began > LAST_START_S:
             left_out.append(section.__name__)
             continue
-        for found in section(m):
-            rows.append({"section": section.__name__} | found)
-            print(f"{time.perf_counter() - began:6.1f} s  {found['what']}", flush=True)
+        try:
+            for found in section(m):
+                rows.append({"section": section.__name__} | found)
+                print(f"{time.perf_counter() - began:6.1f} s  {found['what']}", flush=True)
+        except Exception as error:  # it counts as unequal, and does not take the other sections' figures with it
+            traceback.print_exc()
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            rows.append({"section": section.__name__, "what": f"{section.__name__} failed: {reason}", "unequal": 1})
+        if not args.dry_run:
+            _write(rows, left_out, time.perf_counter() - began)
     print("\n" + "\n".join(_line({k: v for k, v in row.items() if k != "section"}) for row in rows))
     broken = [row["what"] for row in rows if row.get("unequal")]
     seconds = time.perf_counter() - began
     if args.dry_run:
         print(f"dry run on a CPU, toy sizes, {seconds:.0f} s: the times above say nothing about a GPU, and nothing was written")
     else:
-        gpu = torch.cuda.get_device_name().replace(" ", "-").lower()
-        target = Path(__file__).parent / "results" / gpu / "device.json"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        head = {"gpu": gpu, "torch": torch.__version__, "python": platform.python_version(), "seconds": seconds, "left_out": left_out}
-        target.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
-        print(f"wrote {target}; left out for time: {', '.join(left_out) or 'nothing'}")
+        print(f"wrote {_write(rows, left_out, seconds)}; left out for time: {', '.join(left_out) or 'nothing'}")
     print(f"unequal bits in {len(broken)} rows{': ' + '; '.join(broken) if broken else ''}")
     return 1 if broken else 0
 

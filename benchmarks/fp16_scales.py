@@ -60,8 +60,7 @@ class Step:
             sampling = Sampling(config.sampling.distribution, config.samples, config.sampling.max_tokens, state.text.stop_ids)
             got = collect(config, 0, state.sampler, sampling, state.text, state.reward, state.problems, state.prompt_ids, state.ranks)
         finally:
-            state.sampler.close()
-            state.workers.close()
+            state.close()
         self.config, self.loss, self.decoder = config, config.loss.resolve(), state.policy
         weights = sequence_weights([len(r.completion_ids) for r in got.rollouts], self.loss.normaliser, config.sampling.max_tokens)
         A = advantages(got.rewards, self.loss.advantage)

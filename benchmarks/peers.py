@@ -81,9 +81,10 @@ def vllm_rates(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]
             few, flops = x[:rows].clone(), 2.0 * w.numel() * rows
             ours, theirs = lambda a=few, w=w: order.matmul_rows(a, w.t()), lambda a=few, w=w: matmul_persistent(a, w.t())
             yield row(m, f"{name} linear, {rows} rows, beside vLLM's", flops, "TFLOP/s", ours, theirs)
+        ours, theirs = lambda x=x, n=norm: rms_norm(x, n, 1e-6), lambda x=x, n=norm: rms_norm_batch_invariant(x, n, 1e-6)
         with torch.no_grad():
-            ours, theirs = lambda x=x, n=norm: rms_norm(x, n, 1e-6), lambda x=x, n=norm: rms_norm_batch_invariant(x, n, 1e-6)
-            yield row(m, f"{name} rms_norm, beside vLLM's", 2.0 * x.nbytes, "GB/s", ours, theirs)
+            found = row(m, f"{name} rms_norm, beside vLLM's", 2.0 * x.nbytes, "GB/s", ours, theirs)
+        yield found
     z, ids = m.randn(256, m.vocab, dtype=torch.float32), torch.zeros(256, dtype=torch.int64, device=m.device)
     theirs = lambda: log_softmax(z).gather(1, ids.unsqueeze(1))  # noqa: E731
     yield row(m, f"logprobs of 256 rows of {m.vocab}, beside vLLM's", 2.0 * z.nbytes, "GB/s", lambda: token_logprobs(z, ids), theirs)
