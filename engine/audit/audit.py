@@ -15,6 +15,7 @@ from ...model.config import ModelConfig
 from ...verify.trace import OpDifference, compare_traces, first_divergence
 from ..rollout import Rollout, Sampling
 from ..text import Text
+from ..vllm.sampler import is_cpu_build
 from .engines import Engine, Pair, ZeroklEngine
 from .hf import HfEngine
 from .logs import read_log
@@ -145,6 +146,10 @@ def _engine(name: str, folder: Path, dtype: torch.dtype, head: torch.dtype, besi
     if name == "vllm":
         return VllmEngine(folder, dtype, ModelConfig.from_file(folder).max_positions, head)
     if name == "vllm-zerokl":
+        if not is_cpu_build():
+            raise ValueError(
+                "audit: vllm-zerokl is compared on a CPU only so far; use an environment with vLLM's build for CPUs (make vllm)"
+            )
         return VllmZeroklEngine(folder, dtype, head, multiprocess=beside_vllm)  # a process holds one vLLM engine
     return HfEngine(folder, dtype, "eager" if name == "hf-eager" else "sdpa", head)
 

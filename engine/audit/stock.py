@@ -16,7 +16,7 @@ from ...verify.trace import Trace
 from ..config import VllmConfig
 from ..rollout import Keys, Rollout, Sampling
 from ..shared import SharedTensor
-from ..vllm.sampler import VllmSampler, prepare_vllm
+from ..vllm.sampler import ON_A_GPU, VllmSampler, is_cpu_build, prepare_vllm
 from ..vllm.stock import refuse_after_exact
 from .engines import Pair, ZeroklEngine
 from .names import in_order, output
@@ -58,7 +58,7 @@ class VllmEngine:
             model=str(folder), dtype=_name(dtype), max_model_len=min(context, _CONTEXT), enforce_eager=True, skip_tokenizer_init=True,
             max_num_batched_tokens=max(2048, min(context, _CONTEXT)),  # a sequence is one forward, never chunks
             logprobs_mode="processed_logprobs", enable_prefix_caching=False, kv_cache_memory_bytes=_CACHE_BYTES,
-            hf_overrides={} if head in (None, dtype) else {"head_dtype": _name(head)},
+            hf_overrides={} if head in (None, dtype) else {"head_dtype": _name(head)}, **({} if is_cpu_build() else ON_A_GPU),
         )  # fmt: skip
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[Rollout]:

@@ -12,6 +12,9 @@ vLLM's tuned tables take and which another tensor-core instruction computes (ker
 CUDA graphs and the compiler stay off: both replace operations, or freeze the tiles that were looked up for one number of rows. Prefix
 caching and chunked prefill are safe: keys and values are rows, and a row's bits do not depend on the others. Two cases in which vLLM itself
 is not invariant: the addition before a norm, which norm.py replaces, and heads of 256 on Blackwell, whose tiles differ in a prefill.
+
+All of it is for the whole process, the trainer's: vLLM's mode also replaces torch's own products, softmax and mean on CUDA tensors, which
+zerokl's kernels do not use.
 """
 
 import os

@@ -66,7 +66,7 @@ def stock(decoder: Decoder, folder: Path, patch: pytest.MonkeyPatch, one_order: 
     return stock_model(decoder, folder, patch)
 
 
-CASES = [("qwen3", d) for d in DTYPES] + [("qwen2", torch.float32), ("llama", torch.float32)]
+CASES = [("qwen3", d) for d in DTYPES] + [(family, d) for family in ("qwen2", "llama") for d in (torch.float32, torch.bfloat16)]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda p: f"{p[0]}-{p[1]}".replace("torch.", ""))
