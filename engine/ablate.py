@@ -114,7 +114,7 @@ def _name(settings: Mapping[str, str]) -> str:
 
 
 def ablate(grid: str | Path, out: str | Path) -> dict[str, Any]:
-    """Run what the grid asks for and is not there yet; writes ablation.json and plots to `out`. Returns the former.
+    """Run what the grid asks for and is not there yet; writes ablation.json, ablation.md and plots to `out`. Returns the former.
 
     Raises ValueError for a grid that cannot be run, or for a folder that holds runs of another one.
     """

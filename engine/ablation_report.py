@@ -20,7 +20,9 @@ PLOTS = {
 # A run has collapsed when its reward stays below this share of its peak until the end.
 COLLAPSED = 0.8
 # Figures of a run that are averaged over seeds.
-FIGURES = ("reward_best", "reward_last", "held_out_last", "mismatch_k3_mean", "mismatch_max_abs", "skipped_steps", "seconds")
+FIGURES = (
+    "reward_best", "reward_last", "reward_last10", "held_out_last", "mismatch_k3_mean", "mismatch_max_abs", "skipped_steps", "seconds",
+)  # fmt: skip
 
 
 def cell_result(path: Path, settings: Mapping[str, str], seed: int) -> dict[str, Any]:
@@ -40,6 +42,7 @@ def cell_result(path: Path, settings: Mapping[str, str], seed: int) -> dict[str,
         "steps": len(lines),
         "reward_best": max(rewards, default=math.nan),
         "reward_last": rewards[-1] if rewards else math.nan,
+        "reward_last10": _mean(rewards[-10:]),
         "held_out_last": held[-1] if held else math.nan,
         "collapse_step": collapse_step(rewards),
         "mismatch_k3_mean": _mean([v for _, v in series["mismatch/k3"]]),
@@ -99,17 +102,32 @@ def _by_step(series: Sequence[Sequence[tuple[int, float]]]) -> list[dict[str, fl
     return [{"step": step, **spread(values[step])} for step in sorted(values)]
 
 
-def result_table(combinations: Sequence[Mapping[str, Any]]) -> Table:
-    """A row for each combination: means over seeds, with least and most below them."""
+def result_rows(combinations: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """A row for each combination, after that of the headings: means over seeds, with least and most on a second line."""
     axes = list(combinations[0]["settings"])
-    table = Table(*axes, "seeds", "best reward", "last reward", "held-out", "collapsed", "k3", "max |Δlogp|", "skipped", "seconds")
+    rows = [[*axes, "seeds", "best reward", "last 10 steps", "held-out", "collapsed", "k3", "max |Δlogp|", "skipped", "seconds"]]
     for c in combinations:
         ended = f"{c['collapsed']}" + (f", {c['failed']} failed" if c["failed"] else "")
-        rewards = [_range(c[name], "{:.3f}") for name in ("reward_best", "reward_last", "held_out_last")]
+        rewards = [_range(c[name], "{:.3f}") for name in ("reward_best", "reward_last10", "held_out_last")]
         mismatch = [_range(c[name], "{:.2g}") for name in ("mismatch_k3_mean", "mismatch_max_abs")]
         rest = [f"{c['skipped_steps']['mean']:g}", f"{c['seconds']['mean']:.0f}"]
-        table.add_row(*[c["settings"][a] for a in axes], str(len(c["seeds"])), *rewards, ended, *mismatch, *rest)
+        rows.append([*[c["settings"][a] for a in axes], str(len(c["seeds"])), *rewards, ended, *mismatch, *rest])
+    return rows
+
+
+def result_table(combinations: Sequence[Mapping[str, Any]]) -> Table:
+    """The rows for a terminal."""
+    headings, *rows = result_rows(combinations)
+    table = Table(*headings)
+    for row in rows:
+        table.add_row(*row)
     return table
+
+
+def _markdown(combinations: Sequence[Mapping[str, Any]]) -> str:
+    """The rows for a document."""
+    headings, *rows = ([cell.replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in result_rows(combinations))
+    return "".join(f"| {' | '.join(row)} |\n" for row in (headings, ["---"] * len(headings), *rows))
 
 
 def _range(value: Mapping[str, float], how: str) -> str:
@@ -120,9 +138,10 @@ def _range(value: Mapping[str, float], how: str) -> str:
 
 
 def write_report(report: Mapping[str, Any], out: Path) -> None:
-    """A plot of each metric by step: a line for the mean over seeds, a band from least to most."""
+    """ablation.md, the table; and a plot of each metric by step: a line for the mean over seeds, a band from least to most."""
     import matplotlib
 
+    (out / "ablation.md").write_text(_markdown(report["combinations"]), encoding="utf-8")
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 

@@ -76,10 +76,15 @@ def test_cells_are_ordinary_runs_and_the_report_sums_them_up(grid, tmp_path, rea
         combination = next(c for c in report["combinations"] if c["settings"] == cell.settings)
         (own,) = [r for r in combination["runs"] if r["seed"] == cell.config.seed]
         rewards = [m["reward/mean"] for m in lines]
+        assert own["reward_last10"] == pytest.approx(sum(rewards) / len(rewards))
         assert (own["reward_best"], own["reward_last"], own["fingerprint"]) == (max(rewards), rewards[-1], plain.fingerprint)
         assert (own["mismatch_k3_mean"], own["mismatch_max_abs"], own["skipped_steps"], own["error"]) == (0.0, 0.0, 0, None)
         assert own["held_out_last"] == lines[-1]["eval/accuracy"]
         assert own["seconds"] > 0
+    headings, _, *rows = (
+        [cell.strip() for cell in line.split(" | ")] for line in (tmp_path / "out" / "ablation.md").read_text().splitlines()
+    )
+    assert [dict(zip(headings, row, strict=True))["| loss.preset"] for row in rows] == ["| pg", "| gspo"]
     for c in report["combinations"]:
         lasts = [r["reward_last"] for r in c["runs"]]
         assert c["reward_last"] == {"mean": pytest.approx(sum(lasts) / 2), "min": min(lasts), "max": max(lasts)}
