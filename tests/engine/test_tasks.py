@@ -15,7 +15,7 @@ from zerokl.engine.tasks import TASKS, load_reward, load_task, rewards
 from zerokl.engine.tasks.base import Problem
 
 OWN = ["add", "sort", "countdown"]
-GSM8K = Path("/work/shared/data/gsm8k.jsonl")
+GSM8K = Path(os.environ.get("GSM8K", "gsm8k.jsonl"))
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -207,7 +207,7 @@ def test_jsonl_rewards_what_math_verify_finds_equal(tmp_path, answer, completion
     assert task.reward(Problem(0, "q", answer), completion) == reward
 
 
-@pytest.mark.skipif(not GSM8K.exists(), reason="gsm8k.jsonl is not here")
+@pytest.mark.skipif(not GSM8K.exists(), reason='GSM8K names no file of {"prompt", "answer"} lines')
 def test_gsm8k_answers_are_read_and_rewarded():
     task = load_task("jsonl", {"file": str(GSM8K), "held_out": 100})
     assert len(task.problems("train")) > 1000
