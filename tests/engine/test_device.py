@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from zerokl.engine import run, samplers
 from zerokl.engine.config import Config, VllmConfig, load_config
 from zerokl.engine.run import _device, train
 from zerokl.kernels import backend
@@ -22,16 +23,22 @@ def test_unknown_device_is_refused():
         load_config(None, None, {"device": "tpu"})
 
 
-def test_a_gpu_has_one_worker_and_the_native_sampler(monkeypatch):
+def test_a_gpu_has_one_worker_and_a_sampler_that_computes_there(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: object())
     assert _device(Config()) == torch.device("cuda", 0)
     assert _device(Config(device="cpu", workers=2)) == torch.device("cpu")
-    assert _device(Config(sampler="vllm", vllm=VllmConfig())) == torch.device("cpu")
+    for cpu_build, device in ((True, torch.device("cpu")), (False, torch.device("cuda", 0))):
+        monkeypatch.setattr(run, "is_cpu_build", lambda cpu_build=cpu_build: cpu_build)
+        monkeypatch.setattr(samplers, "is_cpu_build", lambda cpu_build=cpu_build: cpu_build)
+        assert _device(Config(sampler="vllm")) == device
     with pytest.raises(ValueError, match=r"workers \(2\) must be 0 or 1 on a GPU"):
         _device(Config(workers=2))
-    with pytest.raises(ValueError, match=r'sampler \("vllm"\).*set device = "cpu"'):
+    with pytest.raises(ValueError, match=r"vllm.multiprocess \(true\): on a GPU"):
+        _device(Config(device="cuda", sampler="vllm", vllm=VllmConfig(multiprocess=True)))
+    monkeypatch.setattr(samplers, "is_cpu_build", lambda: True)
+    with pytest.raises(ValueError, match=r'sampler \("vllm"\): the vLLM installed here computes on CPUs only; set device = "cpu"'):
         _device(Config(device="cuda", sampler="vllm"))
     monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"a GPU needs Triton; pip install triton"):
