@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from zerokl.kernels.attention_bwd_triton import _tiles
 from zerokl.kernels.attention_plan import Spans
-from zerokl.kernels.attention_triton import find_sequence
+from zerokl.kernels.attention_triton import find_tile
 from zerokl.kernels.launch import launch
 from zerokl.kernels.tiles import generation
 
@@ -33,10 +33,7 @@ def _backward(
 ):  # fmt: skip
     KV_HEADS: tl.constexpr = HEADS // GROUP
     tile, kv_head = tl.program_id(0), tl.program_id(1)
-    seq = find_sequence(cu_ptr, tile, sequences, BLOCK_N)
-    start = tl.load(cu_ptr + seq)
-    length = tl.load(cu_ptr + seq + 1) - start
-    first = (tile - start // BLOCK_N - seq) * BLOCK_N
+    _, start, length, first = find_tile(cu_ptr, tile, sequences, BLOCK_N)
     if first >= length:
         return
     d, r = tl.arange(0, WIDTH), tl.arange(0, BLOCK_M)

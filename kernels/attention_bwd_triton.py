@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from .attention_plan import Spans
-from .attention_triton import find_sequence, spans_case
+from .attention_triton import find_tile, spans_case
 from .launch import launch, rows_contiguous
 from .tiles import generation
 
@@ -30,10 +30,7 @@ def _backward_q(
     GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     tile, h = tl.program_id(0), tl.program_id(1)
-    seq = find_sequence(cu_ptr, tile, sequences, BLOCK_M)
-    start = tl.load(cu_ptr + seq)
-    length = tl.load(cu_ptr + seq + 1) - start
-    first = (tile - start // BLOCK_M - seq) * BLOCK_M
+    _, start, length, first = find_tile(cu_ptr, tile, sequences, BLOCK_M)
     if first >= length:
         return
     d, n = tl.arange(0, WIDTH), tl.arange(0, BLOCK_N)
@@ -69,10 +66,7 @@ def _backward_kv(
     GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     tile, kv_head = tl.program_id(0), tl.program_id(1)
-    seq = find_sequence(cu_ptr, tile, sequences, BLOCK_N)
-    start = tl.load(cu_ptr + seq)
-    length = tl.load(cu_ptr + seq + 1) - start
-    first = (tile - start // BLOCK_N - seq) * BLOCK_N
+    _, start, length, first = find_tile(cu_ptr, tile, sequences, BLOCK_N)
     if first >= length:
         return
     d, r = tl.arange(0, WIDTH), tl.arange(0, BLOCK_M)

@@ -31,8 +31,11 @@ CONVERTED_STAGES, AMPERE_REGISTERS = 1, 128
 
 
 @triton.jit
-def find_sequence(cu_ptr, tile, sequences, BLOCK: tl.constexpr):
-    """The sequence that a tile of BLOCK positions belongs to; sequence s owns the tiles from cu[s] // BLOCK + s, some of them unused."""
+def find_tile(cu_ptr, tile, sequences, BLOCK: tl.constexpr):
+    """Of a tile of BLOCK positions: its sequence, that one's first row and number of rows, and the tile's first position in it.
+
+    Sequence s owns the tiles from cu[s] // BLOCK + s, some of them unused: those begin past its end.
+    """
     low, high = 0, sequences
     while low < high:
         middle = (low + high) // 2
@@ -40,7 +43,10 @@ def find_sequence(cu_ptr, tile, sequences, BLOCK: tl.constexpr):
             low = middle + 1
         else:
             high = middle
-    return low - 1
+    seq = low - 1
+    start = tl.load(cu_ptr + seq)
+    rows = tl.load(cu_ptr + seq + 1) - start
+    return seq, start, rows, (tile - start // BLOCK - seq) * BLOCK
 
 
 @triton.jit(do_not_specialize=["sequences", "table_stride"])
@@ -52,10 +58,7 @@ def _forward(
 ):  # fmt: skip
     POSITIONS: tl.constexpr = BLOCK_M // GROUP
     tile, h = tl.program_id(0), tl.program_id(1)
-    seq = find_sequence(cu_ptr, tile, sequences, POSITIONS)
-    start = tl.load(cu_ptr + seq)
-    queries = tl.load(cu_ptr + seq + 1) - start
-    first = (tile - start // POSITIONS - seq) * POSITIONS
+    seq, start, queries, first = find_tile(cu_ptr, tile, sequences, POSITIONS)
     if first >= queries:
         return
     length = tl.load(length_ptr + seq)
