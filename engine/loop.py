@@ -23,7 +23,7 @@ from .learner import Learner
 from .loss import LossConfig, sequence_weights
 from .monitor import Monitor
 from .ranked import RankedScorer, RankedWorkers
-from .ranks import ALONE, Ranks
+from .ranks import Ranks
 from .record import Recorder
 from .rollout import Keys, Rollout, Sampler, Sampling
 from .scaling import LossScaler
@@ -56,7 +56,11 @@ class TrainState:
     step: int = 0
     version: int = 0  # of the weights: the number of optimizer updates so far
     ledger: Recorder | None = None
-    ranks: Ranks = ALONE
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that the learner's state is spread over."""
+        return self.learner.slices.ranks
 
     def close(self) -> None:
         """End what runs beside this process, and the ledger's file."""

@@ -198,7 +198,7 @@ def make_state(config: Config, model: Path, task: Task, ranks: Ranks = ALONE) ->
         behaviour, reference = (RankedScorer(x, ranks) if x else None for x in (behaviour, reference))
     return TrainState(
         config, policy, learner, LossScaler(config.precision, policy.dtype), sampler, evaluator, behaviour, workers, reference, text,
-        reward, problems, prompt_ids, ranks=ranks,
+        reward, problems, prompt_ids,
     )  # fmt: skip
 
 
