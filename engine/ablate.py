@@ -20,7 +20,6 @@ import itertools
 import json
 import os
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -36,7 +35,7 @@ from .initialise import perfectible_set
 from .monitor import MismatchError
 from .report import console, finite
 from .run import is_base, make_base, train, with_device
-from .workers import ending
+from .workers import ending, start_python
 
 
 @dataclass(frozen=True)
@@ -173,11 +172,7 @@ def _run(cell: Cell, path: Path) -> None:
     config = path.parent / f"{path.name}.toml"
     config.write_text(to_toml(cell.config), encoding="utf-8")
     read, write = os.pipe()
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-c", "from zerokl.engine.ablate import run_alone; run_alone()", str(config), str(path), str(write)],
-        pass_fds=[write],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path)},
-    )
+    process = start_python("from zerokl.engine.ablate import run_alone; run_alone()", str(config), str(path), str(write), fds=[write])
     os.close(write)
     try:
         with open(read, encoding="utf-8") as pipe:
@@ -186,12 +181,10 @@ def _run(cell: Cell, path: Path) -> None:
     finally:
         process.terminate()  # nothing goes on without the ablation
         process.wait()
+    if refused:
+        raise ValueError(refused)
     if code:
-        raise (
-            ValueError(refused)
-            if refused
-            else ChildProcessError(f"ablate: the process of {cell.folder} {ending(code)}; start the ablation again, and it goes on there")
-        )
+        raise ChildProcessError(f"ablate: the process of {cell.folder} {ending(code)}; start the ablation again, and it goes on there")
     if (path / FAILED).exists():
         console.print(f"{cell.folder} ended by itself: {json.loads((path / FAILED).read_text())['error']}")
 

@@ -202,6 +202,16 @@ def ending(code: int) -> str:
     return (f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}") + hint
 
 
+def start_python(code: str, *words: str, fds: Sequence[int], stdin: int | None = None) -> subprocess.Popen:
+    """A Python process that runs `code`, with this one's modules and the file descriptors `fds`.
+
+    Not a fork (OpenMP does not survive one) nor multiprocessing's (it runs the caller's script again).
+    """
+    path = os.pathsep.join(os.path.abspath(p) for p in sys.path)
+    command = [sys.executable, "-P", "-c", code, *words]
+    return subprocess.Popen(command, pass_fds=fds, env=os.environ | {"PYTHONPATH": path}, stdin=stdin)
+
+
 class _Process:
     """Another worker, from the caller's side."""
 
@@ -210,15 +220,8 @@ class _Process:
         self.root = root.tensor
         ours, theirs = socket.socketpair()
         with theirs:
-            # A process of its own and not a fork (OpenMP does not survive one) nor multiprocessing's (it runs the caller's script again).
             code = f"from zerokl.engine.workers import serve; serve({theirs.fileno()})"
-            path = os.pathsep.join(os.path.abspath(p) for p in sys.path)
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", code],
-                pass_fds=[theirs.fileno(), weights.fd, root.fd],
-                env=os.environ | {"PYTHONPATH": path},
-                stdin=subprocess.DEVNULL,
-            )
+            self._process = start_python(code, fds=[theirs.fileno(), weights.fd, root.fd], stdin=subprocess.DEVNULL)
         self._connection = Connection(ours.detach())
         self.send((weights.inherited, root.inherited, *head))
 
