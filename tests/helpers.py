@@ -1,5 +1,6 @@
 """What several tests share: seeded inputs, threads, and the two judgements, equal bits and accuracy against fp64."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -8,6 +9,11 @@ from hypothesis import settings
 from zerokl.verify.bitwise import count_unequal
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def torchrun(ranks: int, *words: str) -> list[str]:
+    """The command that runs a script (or -m and a module) with its words in this many processes."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *words]
 
 
 def property_settings(examples: int) -> settings:

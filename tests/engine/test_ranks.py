@@ -14,6 +14,8 @@ from zerokl.engine.ranks import ALONE
 from zerokl.engine.run import train
 from zerokl.engine.scorer import frozen
 
+from tests.helpers import torchrun
+
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def plain(request, config) -> Config:
@@ -33,11 +35,10 @@ def brief(config) -> Config:
 
 
 def _launch(ranks: int, words: list[str], cwd: Path) -> subprocess.Popen:
-    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "zerokl", "train"]
     modules = {m.__file__ for m in (sys.modules.get("toy"),) if m}
     path = os.pathsep.join([*sys.path, *(str(Path(m).parent) for m in modules)])
     return subprocess.Popen(
-        [sys.executable, *run, *words], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        torchrun(ranks, "-m", "zerokl", "train", *words), cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path},
     )  # fmt: skip
 

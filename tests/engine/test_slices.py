@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from zerokl.model.config import ModelConfig
 from zerokl.model.weights import FLAT_TILE, Layout
 
 from tests.engine.slices_process import CONFIG
+from tests.helpers import torchrun
 
 RANKS = 4
 
@@ -38,9 +38,7 @@ def test_slices_are_whole_weights_side_by_side(n, layers, vocabulary):
 @pytest.fixture(scope="module", params=["float32 untied", "bfloat16 untied", "bfloat16 tied"])
 def said(request) -> dict:
     script = Path(__file__).with_name("slices_process.py")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    run = [*torchrun, str(script), *request.param.split()]
-    done = subprocess.run(run, capture_output=True, text=True, cwd=script.parents[2])
+    done = subprocess.run(torchrun(RANKS, str(script), *request.param.split()), capture_output=True, text=True, cwd=script.parents[2])
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(lines) == RANKS, done.stderr
     empty = sum(start == stop for start, stop, *_ in lines[0]["kept"])

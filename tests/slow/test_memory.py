@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.helpers import torchrun
 from tests.random_model import random_model
 
 pytestmark = pytest.mark.slow
@@ -84,10 +85,9 @@ def test_ranks_share_the_memory_of_the_training_state(tmp_path):
     overrides = [word for key, value in words.items() for word in (f"--{key}", str(value))]
     peaks = {}
     for size in (1, 4):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-        train = ["-m", "zerokl", "train", "--preset", "demo", "--run-dir", f"run{size}", *overrides]
+        train = torchrun(size, "-m", "zerokl", "train", "--preset", "demo", "--run-dir", f"run{size}", *overrides)
         environment = os.environ | {"PYTHONPATH": "."}
-        done = subprocess.run([*torchrun, *train], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        done = subprocess.run(train, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-2000:]
         peaks[size] = [int((tmp_path / f"peak-{rank}").read_text()) / 2**20 for rank in range(size)]
     assert max(peaks[4][1:]) < 0.75 * peaks[1][0], peaks  # the first rank writes the checkpoint, which passes through its memory
