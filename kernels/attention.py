@@ -10,7 +10,7 @@ tile. A fully masked tile is an exact no-op: the maximum stays, and exp(-inf) = 
 q, o [T, Hq, D]; k, v [T, Hkv, D]; lse [T, Hq] in fp32; key tiles [tiles, 2, KEY_TILE, D] (0: keys, 1: values).
 Roundings: everything in fp32 from the inputs as they are; o, dq, dk, dv once each.
 On a GPU: attention_triton.py, attention_bwd_triton.py. What follows is the reference.
-Order: a row of o depends on its own q, k and v only, and every matrix product has one fixed shape (attention_plan.py).
+Order: a row of o depends on its own q, k and v only, and every matrix product has the bits of one fixed shape (attention_plan.py).
 The backward runs over whole sequences, QUERY_CHUNK positions at a time; its shapes depend on the sequence's length only.
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from .attention_plan import KEY_TILE, AttentionPlan, IndexPlan, Spans
+from .attention_plan import KEY_TILE, AttentionPlan, Spans
 from .backend import on_triton
 from .grad import accumulate_dtype, check_dtype
 from .order import ALIGN
@@ -32,23 +32,24 @@ SCORE_ELEMENTS = 1 << 22
 
 
 def attention_ref(
-    q: torch.Tensor, tiles: torch.Tensor, plan: IndexPlan, scale: float, want_lse: bool = True
+    q: torch.Tensor, tiles: torch.Tensor, plan: AttentionPlan, scale: float, want_lse: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Forward only. q [T, Hq, D], tiles [tiles, 2, KEY_TILE, D]. Returns o like q, and lse [T, Hq] in fp32 where it is wanted."""
     T, H, D = q.shape
     acc_dtype = accumulate_dtype(q.dtype)
-    rows = q.reshape(T * H, D).index_select(0, plan.rows).to(acc_dtype).view(-1, plan.tile_rows, D)
+    index = plan.index(D, acc_dtype)
+    rows = q.reshape(T * H, D).index_select(0, index.rows).to(acc_dtype).view(-1, index.tile_rows, D)
     rows *= scale
     o = torch.empty_like(rows)
     lse = rows.new_empty(*rows.shape[:2], 1)
-    for g in plan.groups:
+    for g in index.groups:
         at = slice(g.start, g.start + g.bias.shape[0])
         m, l, acc = _group_ref(rows[at], tiles.index_select(0, g.tiles).to(acc_dtype), g.bias)
         torch.div(acc, l, out=o[at])
         if want_lse:
             torch.add(m, l.log_(), out=lse[at])
-    o = o.to(q.dtype).view(-1, D).index_select(0, plan.inverse).view(T, H, D)
-    return o, lse.view(-1).index_select(0, plan.inverse).view(T, H) if want_lse else None
+    o = o.to(q.dtype).view(-1, D).index_select(0, index.inverse).view(T, H, D)
+    return o, lse.view(-1).index_select(0, index.inverse).view(T, H) if want_lse else None
 
 
 def _group_ref(q: torch.Tensor, kv: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -98,7 +99,7 @@ def _bwd_group(q, k, v, do, lse, delta, scale):
     return dq.mul_(scale), dk, dv
 
 
-def attention_bwd_ref(do, q, k, v, o, lse, plan: IndexPlan, scale: float):
+def attention_bwd_ref(do, q, k, v, o, lse, plan: AttentionPlan, scale: float):
     """dq, dk, dv of packed self-attention. do, q, o [T, Hq, D], k, v [T, Hkv, D], lse [T, Hq]."""
     _, H, D = q.shape
     Hkv = k.shape[1]
@@ -107,6 +108,7 @@ def attention_bwd_ref(do, q, k, v, o, lse, plan: IndexPlan, scale: float):
     delta = (do.to(acc_dtype) * o.to(acc_dtype)).sum(-1)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     lengths = np.asarray(plan.query_lengths)
+    starts = np.cumsum(lengths) - lengths
     padded = -(-lengths // ALIGN) * ALIGN
     for L in np.unique(padded):
         L = int(L)
@@ -115,7 +117,7 @@ def attention_bwd_ref(do, q, k, v, o, lse, plan: IndexPlan, scale: float):
         for i in range(0, len(members), at_once):
             group = members[i : i + at_once]
             inside = torch.from_numpy(np.arange(L) < lengths[group][:, None])  # [S, L]
-            rows = torch.from_numpy(plan.starts[group][:, None] + np.minimum(np.arange(L), lengths[group][:, None] - 1))
+            rows = torch.from_numpy(starts[group][:, None] + np.minimum(np.arange(L), lengths[group][:, None] - 1))
 
             def heads_first(x, heads, rows=rows, L=L):  # [T, Hkv * heads, ...] -> [S * Hkv, L * heads, ...]
                 x = x[rows].to(acc_dtype).view(len(rows), L, Hkv, heads, -1)
@@ -147,7 +149,7 @@ class _Attention(torch.autograd.Function):
             from .attention_bwd_triton import attention_bwd
 
             return *attention_bwd(do, *ctx.saved_tensors, ctx.plan.on(q.device), ctx.scale), None, None
-        return *attention_bwd_ref(do, *ctx.saved_tensors, ctx.plan.index, ctx.scale), None, None
+        return *attention_bwd_ref(do, *ctx.saved_tensors, ctx.plan, ctx.scale), None, None
 
 
 def _packed(q, k, v, plan: AttentionPlan, scale: float, want_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -155,7 +157,7 @@ def _packed(q, k, v, plan: AttentionPlan, scale: float, want_lse: bool) -> tuple
         from .attention_triton import attention_packed
 
         return attention_packed(q, k, v, plan.on(q.device), scale, want_lse)
-    return attention_ref(q, gather_tiles(k, v, plan.rows), plan.index, scale, want_lse)
+    return attention_ref(q, gather_tiles(k, v, plan.rows), plan, scale, want_lse)
 
 
 def varlen_plan(lengths: Sequence[int], heads: int, kv_heads: int) -> AttentionPlan:
@@ -206,7 +208,7 @@ def attention_cached(q: torch.Tensor, tiles: torch.Tensor, plan: AttentionPlan |
         spans = plan.on(q.device)
         k, v = tiles.view(-1, spans.kv_heads, 2, KEY_TILE, q.shape[-1]).permute(2, 0, 3, 1, 4)  # each [blocks, KEY_TILE, Hkv, D]
         return attention_paged(q, k, v, spans, scale)
-    return attention_ref(q, tiles, plan.index, scale, want_lse=False)[0]
+    return attention_ref(q, tiles, plan, scale, want_lse=False)[0]
 
 
 def check_head_dim(D: int) -> None:

@@ -4,7 +4,8 @@ Triton's kernel needs no more than where each sequence begins, its length and it
 an index plan, built when it is first asked for. It (attention.py) knows two kinds of tiles only:
 
 - a query tile: R rows of one (sequence, key-value head), row = position * group + head within the group, so that a
-  decoding token brings all its `group` query heads to one tile, and R = `group` rounded up to ROW_UNIT wastes little;
+  decoding token brings all its `group` query heads to one tile. The bits of a row are those of a tile of `group` rows rounded up to
+  ROW_UNIT, by definition; a longer or a shorter one is taken where it was seen to give the same bits (`_agree`), as in order.py;
 - a key tile: KEY_TILE consecutive positions of one (sequence, key-value head), its keys and its values side by side.
 
 Query tiles are listed in descending order of the number of key tiles they need, and cut into groups of nearly one need: the
@@ -14,17 +15,20 @@ does not need are exact no-ops, so neither does what shares a group with it.
 Shapes: S sequences, Hq query heads, Hkv key-value heads, group = Hq / Hkv, n query tiles.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-# Rows of a query tile are a multiple of this. Large tiles share the gathered keys among more rows (prefill), small ones favour
-# decoding, which brings only `group` rows; 8 was best for both together of 4, 8 and 16.
+# Rows of the query tile that defines a row's bits are a multiple of this.
 ROW_UNIT = 8
+# Rows of the tiles that stand for it: long ones share the gathered keys among more rows (whole sequences), short ones waste less on
+# decoding, which brings only `group` rows. A step trains in 0.97 of the time and decodes in 0.95 (benchmarks/LOG.md).
+_LONG_TILES, _SHORT_TILE = (32, 16), 4
 # Keys of one partial sum of the softmax. A constant: it fixes the order of the softmax's sums.
 KEY_TILE = 32
 # Key tiles that one group gathers, at most (the query tiles of one place may need more). Bounds memory only.
@@ -44,18 +48,10 @@ class Group:
 class IndexPlan:
     """Index tensors of one attention call of the reference. Built by `_index_plan`."""
 
-    heads: int
-    kv_heads: int
     tile_rows: int  # R
     rows: torch.Tensor  # [n * R] int64, rows of q.view(T * Hq, D); unused rows repeat a valid one
     inverse: torch.Tensor  # [T * Hq] int64, where each row of q lies among the n * R tile rows
     groups: list[Group]
-    query_lengths: tuple[int, ...]  # tokens of each sequence in q
-
-    @cached_property
-    def starts(self) -> np.ndarray:
-        """First row of each sequence in q, [S + 1]."""
-        return np.concatenate([[0], np.cumsum(self.query_lengths)])
 
 
 class Spans(NamedTuple):
@@ -86,11 +82,13 @@ class AttentionPlan:
     heads: int
     kv_heads: int
 
-    @cached_property
-    def index(self) -> IndexPlan:
-        """For the reference."""
-        tables = packed_tables(self.query_lengths)[0] if self.tables is None else self.tables
-        return _index_plan(self.query_lengths, self.contexts, tables, self.heads, self.kv_heads)
+    def index(self, D: int, dtype: torch.dtype) -> IndexPlan:
+        """For the reference: heads of width D, multiplied in `dtype`. Made once."""
+        if (D, dtype) not in self._indices:
+            tables = packed_tables(self.query_lengths)[0] if self.tables is None else self.tables
+            rows = tile_rows(self.query_lengths, self.heads // self.kv_heads, D, dtype)
+            self._indices[D, dtype] = _index_plan(self.query_lengths, self.contexts, tables, self.heads, self.kv_heads, rows)
+        return self._indices[D, dtype]
 
     @cached_property
     def rows(self) -> torch.Tensor:
@@ -111,6 +109,36 @@ class AttentionPlan:
     def _spans(self) -> dict[torch.device, Spans]:
         return {}
 
+    @cached_property
+    def _indices(self) -> dict[tuple[int, torch.dtype], IndexPlan]:
+        return {}
+
+
+def tile_rows(query_lengths: Sequence[int], group: int, D: int, dtype: torch.dtype) -> int:
+    """Rows of a query tile for these sequences: those that define the bits, or more or fewer that have them and suit the lengths."""
+    defining = -(-group // ROW_UNIT) * ROW_UNIT
+    mean = sum(query_lengths) * group / len(query_lengths)
+    for rows in (*(r for r in _LONG_TILES if r <= mean), *([_SHORT_TILE] if mean <= _SHORT_TILE else [])):
+        if group <= rows and (rows == defining or _agree(rows, defining, D, dtype, torch.get_num_threads())):
+            return rows
+    return defining
+
+
+@cache
+def _agree(rows: int, defining: int, D: int, dtype: torch.dtype, threads: int) -> bool:
+    """Whether the products of query tiles of `rows` rows have the bits of those of `defining` rows, tried on random numbers."""
+    g, n = torch.Generator().manual_seed(0), math.lcm(rows, defining)
+    q, p = (torch.randn(8, n, width, generator=g, dtype=dtype) for width in (D, KEY_TILE))
+    kv = torch.randn(8, 2, KEY_TILE, D, generator=g, dtype=dtype)
+
+    def products(R: int) -> torch.Tensor:
+        tiles = kv.repeat_interleave(n // R, 0)
+        s = torch.bmm(q.view(-1, R, D), tiles[:, 0].transpose(1, 2)).view(-1)
+        return torch.cat([s, torch.zeros(8 * n // R, R, D, dtype=dtype).baddbmm_(p.view(-1, R, KEY_TILE), tiles[:, 1]).view(-1)])
+
+    bits = {4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    return torch.equal(products(rows).view(bits), products(defining).view(bits))
+
 
 def _index_plan(
     query_lengths: Sequence[int],
@@ -118,10 +146,10 @@ def _index_plan(
     tables: np.ndarray,
     heads: int,
     kv_heads: int,
+    R: int,
 ) -> IndexPlan:
-    """The reference's plan. Arguments: see AttentionPlan."""
+    """The reference's plan, with R rows a query tile. Other arguments: see AttentionPlan."""
     group = heads // kv_heads
-    R = -(-group // ROW_UNIT) * ROW_UNIT
     q_len, context = np.asarray(query_lengths, np.int64), np.asarray(contexts, np.int64)
     start = np.cumsum(q_len) - q_len
     per_seq = -(-q_len * group // R)  # query tiles of one key-value head
@@ -152,7 +180,7 @@ def _index_plan(
         hidden = position[a:b, None, :, None] < keys  # [query tiles of one head, M, R, KEY_TILE]
         bias = np.repeat(np.where(hidden, np.float32(-np.inf), np.float32(0)), kv_heads, axis=0)
         groups.append(Group(a * kv_heads, torch.from_numpy(tiles), torch.from_numpy(bias)))
-    return IndexPlan(heads, kv_heads, R, torch.from_numpy(row.reshape(-1)), torch.from_numpy(inverse), groups, tuple(q_len.tolist()))
+    return IndexPlan(R, torch.from_numpy(row.reshape(-1)), torch.from_numpy(inverse), groups)
 
 
 def _group_bounds(need: np.ndarray, kv_heads: int) -> list[tuple[int, int]]:

@@ -120,6 +120,38 @@ def test_prefill_chunks_and_decode_are_one_result(dtype, chunk, drawn):
     assert total_unequal([whole(case)], [cached(case, CHUNKS[chunk], drawn["seed"])]) == 0
 
 
+@pytest.fixture(params=[4, 16, 32])
+def another_order(monkeypatch, request):
+    """A library whose products of some number of rows sum in another order."""
+    library = torch.bmm
+
+    def bmm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        half = a.shape[2] // 2
+        y = library(a, b) if a.shape[1] != request.param else library(a[..., :half], b[:, :half]) + library(a[..., half:], b[:, half:])
+        return y if out is None else out.copy_(y)
+
+    agree = attention_plan._agree
+    agree.cache_clear()
+    monkeypatch.setattr(torch, "bmm", bmm)
+    yield
+    agree.cache_clear()
+
+
+@pytest.mark.usefixtures("another_order")
+def test_query_tiles_with_other_bits_are_not_taken(monkeypatch):
+    case = make_case([150, 3, 40], 4, 2, 64, torch.float32, seed=2)
+    ways = CHUNKS["one by one"], lambda rng: 5, CHUNKS["all at once"]  # tiles of 4, 16 and 32 rows
+    assert [total_unequal([whole(case)], [cached(case, chunk, 2)]) for chunk in ways] == [0, 0, 0]
+    # control: were they taken unseen, the bits would differ
+    monkeypatch.setattr(attention_plan, "_agree", lambda *_: True)
+    assert sum(total_unequal([whole(case)], [cached(case, chunk, 2)]) for chunk in ways) > 0
+
+
+@pytest.mark.parametrize(("lengths", "group", "rows"), [([1, 1], 4, 4), ([1, 1], 5, 8), ([80], 4, 32), ([4, 4], 4, 16), ([80], 40, 40)])
+def test_query_tiles_suit_the_lengths(lengths, group, rows):
+    assert attention_plan.tile_rows(lengths, group, 64, torch.float32) == rows
+
+
 @dtypes
 @pytest.mark.parametrize("group", [1, 2, 4, 7, 8])
 def test_every_group_size_decodes_as_it_was_prefilled(dtype, group):
