@@ -18,6 +18,7 @@ from ..kernels.philox import Stream, permutation, uniform_range
 from ..model.cache import BlockCache, CachedContext
 from ..model.checkpoint import DTYPES, load_decoder
 from ..model.decoder import Decoder
+from ..model.prompts import Prompts, prompt_passes
 from ..model.scoring import logprobs, pack
 from ..verify.invariance import Check
 from .initialise import random_decoder
@@ -152,8 +153,13 @@ _SHARDS = 4
 
 
 def _shard_gradient(decoder: Decoder, pairs: Sequence[Pair], micro_batch: int) -> None:
-    for at in micro_batches(len(pairs), micro_batch):
-        logprobs(decoder, pack(pairs[at]), Distribution())[0].sum().backward()
+    """As engine/shard.py does it: prompts once, their samples in micro-batches, prompts backward."""
+    for at in prompt_passes([prompt for prompt, _ in pairs]):
+        some = pairs[at]
+        prompts = Prompts(decoder, [prompt for prompt, _ in some])
+        for part in micro_batches(len(some), micro_batch):
+            logprobs(decoder, pack(some[part], prompts.of[part]), Distribution(), prompts=prompts)[0].sum().backward()
+        prompts.backward()
 
 
 def _gradient(workers: Workers, pairs: Sequence[Pair], micro_batch: int) -> torch.Tensor:

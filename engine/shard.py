@@ -1,4 +1,4 @@
-"""The work of one virtual shard: forward and backward of its sequences, in micro-batches.
+"""The work of one virtual shard: forward and backward of its prompts and of their samples, in micro-batches.
 
 Shapes: n sequences of the shard, in canonical order; C completion tokens of a micro-batch.
 """
@@ -11,11 +11,12 @@ import numpy as np
 import torch
 
 from ..kernels.logprob import Distribution
-from ..model.decoder import Decoder
+from ..model.decoder import Decoder, ignore
+from ..model.prompts import Prompts, prompt_passes
 from ..model.scoring import logprobs, pack
 from .loss import LossConfig, policy_loss
 from .rollout import Rollout
-from .underflow import Underflow
+from .underflow import PromptUnderflow, Underflow
 
 X = TypeVar("X")
 
@@ -38,7 +39,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class Scored:
-    """What a micro-batch leaves behind: the trainer's logp [C], weighted loss and entropy of each token, and lost gradients."""
+    """What a micro-batch leaves behind: the trainer's logp [C], weighted loss and entropy of each token, and lost gradients.
+
+    Prompts leave the last alone.
+    """
 
     logp: torch.Tensor
     losses: list[float]
@@ -79,23 +83,38 @@ def shard_gradient(
     watch: count the gradients that the compute dtype could not hold.
     """
     done = []
-    for at in micro_batches(len(shard.rollouts), micro_batch):
-        done.append(_micro_batch_gradient(decoder, shard.part(at), distribution, loss, scale, watch))
+    for at in prompt_passes([r.prompt_ids for r in shard.rollouts]):
+        part = shard.part(at)
+        lost = PromptUnderflow() if watch else None
+        with torch.set_grad_enabled(_has_gradient(part, loss)):
+            prompts = Prompts(decoder, [r.prompt_ids for r in part.rollouts], lost.tap if lost else ignore)
+        if lost:
+            lost.watch(prompts)
+        for some in micro_batches(len(part.rollouts), micro_batch):
+            done.append(_micro_batch_gradient(decoder, part.part(some), prompts, prompts.of[some], distribution, loss, scale, lost))
+        prompts.backward()
+        if lost:
+            done.append(Scored(torch.empty(0), [], [], lost.zeros))
     return done
 
 
+def _has_gradient(part: Shard, loss: LossConfig) -> bool:
+    """Sequences without advantage have no policy gradient: those alone may be compared without being differentiated."""
+    return bool(loss.square or loss.kl_coef or part.advantages.any())
+
+
 def _micro_batch_gradient(
-    decoder: Decoder, part: Shard, distribution: Distribution, loss_cfg: LossConfig, scale: float, watch: bool
-) -> Scored:
-    """Sequences without advantage have no policy gradient: a micro-batch of such only may be compared without being differentiated."""
-    more = bool(loss_cfg.square or loss_cfg.kl_coef)
-    packed = pack([r.pair for r in part.rollouts])
+    decoder: Decoder, part: Shard, prompts: Prompts, after: Sequence[int], distribution: Distribution, loss_cfg: LossConfig,
+    scale: float, lost: PromptUnderflow | None,
+) -> Scored:  # fmt: skip
+    """after: the prompt of each sequence, among `prompts`."""
+    packed = pack([r.pair for r in part.rollouts], after)
     lengths = packed.completion_lengths
     each = torch.tensor(lengths)
-    with torch.set_grad_enabled(more or bool(part.advantages.any())):
-        counter = Underflow(packed) if watch else None
+    with torch.set_grad_enabled(_has_gradient(part, loss_cfg)):
+        counter = Underflow(packed, lost) if lost else None
         # What follows the logprobs is small, and has one order of its sums on a CPU.
-        logp, entropy = (x.cpu() for x in logprobs(decoder, packed, distribution, *([counter.tap] if counter else [])))
+        logp, entropy = (x.cpu() for x in logprobs(decoder, packed, distribution, counter.tap if counter else ignore, prompts))
         sampler = torch.from_numpy(np.concatenate([r.logprobs for r in part.rollouts]))
         old = logp.detach() if part.old is None else torch.from_numpy(np.concatenate(part.old))
         reference = None if part.reference is None else torch.from_numpy(np.concatenate(part.reference))

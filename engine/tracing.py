@@ -1,16 +1,17 @@
 """Traces of one training step: the output of every operation, in a safetensors file, and the first that differs between two.
 
-In the order of computation, for the sequences of the step in canonical order, T tokens in all, C of them drawn:
+In the order of computation, for the rows of the step in canonical order, T in all, C of them of samples: of each pass the prompts, once
+for all their samples (model/prompts.py), then the samples, each from its prompt's last token to its last but one:
 
-    token_ids [T]; every operation of the trainer's forward (audit/names.py) [T, ...]; logprob [C]; gradient.NAME, first_moment.NAME,
-    second_moment.NAME, weight.NAME of each weight
+    token_ids [T]; every operation of the trainer's forward (audit/names.py) [T, ...], after the last layer's keys [C, ...]; logprob [C];
+    gradient.NAME, first_moment.NAME, second_moment.NAME, weight.NAME of each weight
 
 The sampler's forwards are the same operations on the same rows, in an order that decides no bit; they are not in the file.
 """
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,40 +20,48 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..model.decoder import Context, Decoder, PackedContext, Tap, ignore
+from ..model.decoder import Context, Decoder, Tap, ignore
+from ..model.prompts import prompt_passes
 from ..verify.bitwise import unequal
 from ..verify.trace import OpDifference, Trace, compare_traces, first_divergence
 from .audit.engines import split_fused
 from .audit.names import in_order
 from .loop import StepRecord, TrainState, train_step
+from .rollout import Rollout
+from .shard import virtual_shards
 
-# Tensors of a file that are no operations: the (prompt, sample, position) of each row of T and of C.
-_PLACES = ("place", "place of drawn tokens")
+# Tensors of a file that are no operations: the (prompt, sample, position) of each of the T rows, of the C rows, and of the C drawn tokens.
+_PLACES = ("place", "place of samples' rows", "place of drawn tokens")
+
+# Operations that have a row for each of a weight's, not of the tokens.
+_OF_WEIGHTS = ("gradient.", "first_moment.", "second_moment.", "weight.")
 
 
 @contextmanager
 def _listening(decoder: Decoder, found: dict[str, list[torch.Tensor]]) -> Iterator[None]:
     """Inside, every forward of the trainer through `decoder` leaves its operations' outputs in `found`, without filler rows."""
-    plain = decoder.hidden
 
-    def hidden(ids: torch.Tensor, context: Context, tap: Tap = ignore) -> torch.Tensor:
-        if not isinstance(context, PackedContext):
-            return plain(ids, context, tap)
-        T = context.blocks[-1][1]
+    def listen(plain: Callable) -> Callable:
+        def forward(ids: torch.Tensor, context: Context, tap: Tap = ignore) -> torch.Tensor | None:
+            if context.blocks is None:  # the sampler's
+                return plain(ids, context, tap)
+            T = context.blocks[-1][1]
 
-        def both(name: str, x: torch.Tensor) -> None:
-            for op, part in split_fused(name, x.detach()[:T], decoder.config).items():
-                found[op].append(part.clone())
-            tap(name, x)
+            def both(name: str, x: torch.Tensor) -> None:
+                for op, part in split_fused(name, x.detach()[:T], decoder.config).items():
+                    found[op].append(part.clone())
+                tap(name, x)
 
-        found["token_ids"].append(ids[:T].clone())
-        return plain(ids, context, both)
+            found["token_ids"].append(ids[:T].clone())
+            return plain(ids, context, both)
 
-    decoder.hidden = hidden
+        return forward
+
+    decoder.hidden, decoder.read = listen(decoder.hidden), listen(decoder.read)
     try:
         yield
     finally:
-        del decoder.hidden
+        del decoder.hidden, decoder.read
 
 
 def trace_step(state: TrainState, file: Path) -> StepRecord:
@@ -79,20 +88,29 @@ def trace_step(state: TrainState, file: Path) -> StepRecord:
     trace = {"token_ids": trace["token_ids"]} | forward | {name: x for name, x in trace.items() if name.startswith("gradient.")}
     tensors = dict(zip(("first_moment", "second_moment"), state.learner.moments, strict=True)) | {"weight": state.learner.master}
     trace |= {f"{what}.{name}": view for what, flat in tensors.items() for name, view in views(flat).items()}
-    _write(trace, record, step, file)
+    _write(trace, _places(record.rollouts, state.config.virtual_shards), step, file)
     return record
 
 
-def _write(trace: Trace, record: StepRecord, step: int, file: Path) -> None:
-    rows, drawn = [], []
-    for r in record.rollouts:
-        n = len(r.prompt_ids)
-        rows += [(r.prompt, r.sample, i) for i in range(n + len(r.completion_ids) - 1)]
-        drawn += [(r.prompt, r.sample, i) for i in range(n, n + len(r.completion_ids))]
-    places = dict(zip(_PLACES, (torch.tensor(rows), torch.tensor(drawn)), strict=True))
+def _places(rollouts: Sequence[Rollout], shards: int) -> list[torch.Tensor]:
+    """See _PLACES. A prompt's rows are named by the first sample that they were computed for."""
+    every, samples, drawn = [], [], []
+    for shard in virtual_shards(rollouts, shards):
+        for at in prompt_passes([r.prompt_ids for r in shard]):
+            some = shard[at]
+            firsts = [r for i, r in enumerate(some) if i == 0 or r.prompt_ids != some[i - 1].prompt_ids]
+            every += [(r.prompt, r.sample, i) for r in firsts for i in range(len(r.prompt_ids) - 1)]
+            own = [(r.prompt, r.sample, len(r.prompt_ids) - 1 + i) for r in some for i in range(len(r.completion_ids))]
+            every += own
+            samples += own
+            drawn += [(prompt, sample, i + 1) for prompt, sample, i in own]
+    return [torch.tensor(x) for x in (every, samples, drawn)]
+
+
+def _write(trace: Trace, places: list[torch.Tensor], step: int, file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     save_file(
-        {k: v.contiguous() for k, v in (trace | places).items()},
+        {k: v.contiguous() for k, v in (trace | dict(zip(_PLACES, places, strict=True))).items()},
         file,
         {"zerokl": "trace", "step": str(step), "order": json.dumps(list(trace))},
     )
@@ -115,15 +133,16 @@ def compare_trace_files(a: Path, b: Path) -> TraceComparison:
         raise ValueError(f"trace: {a} and {b} are of different tokens; `zerokl diff` of the two runs finds where they part")
     differences = compare_traces(x, y)
     first = first_divergence(differences)
-    row = _first_row(x[first.op], y[first.op], places) if first else ""
+    row = _first_row(first.op, x[first.op], y[first.op], places) if first else ""
     return TraceComparison((step_x, step_y), len(differences), first, row)
 
 
-def _first_row(x: torch.Tensor, y: torch.Tensor, places: list[torch.Tensor]) -> str:
-    place = next((p for p in places if len(p) and len(x) % len(p) == 0), None)
-    if place is None or x.dtype != y.dtype:
+def _first_row(op: str, x: torch.Tensor, y: torch.Tensor, places: list[torch.Tensor]) -> str:
+    every, samples, drawn = places
+    if x.dtype != y.dtype or op.startswith(_OF_WEIGHTS):
         return ""
-    at = int(unequal(x, y).reshape(len(x), -1).any(1).nonzero()[0]) % len(place)
+    place = drawn if op == "logprob" else every if len(x) == len(every) else samples
+    at = int(unequal(x, y).reshape(len(x), -1).any(1).nonzero()[0])
     return "prompt {}, sample {}, position {}".format(*place[at].tolist())
 
 

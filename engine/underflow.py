@@ -10,16 +10,39 @@ Shapes: T packed input tokens, C completion tokens, D hidden size.
 import numpy as np
 import torch
 
+from ..model.prompts import Prompts
 from ..model.scoring import PackedBatch
 
 WATCHED = ("norm", "embed")
 
 
+class PromptUnderflow:
+    """Counts prompts that were read for several samples (model/prompts.py): give `tap` to their forward and `watch` what it made."""
+
+    def __init__(self) -> None:
+        self.reached: set[int] = set()  # prompts that a token with a gradient follows
+        self.zeros = dict.fromkeys(WATCHED, 0)  # `norm` stays 0: their forward ends before
+
+    def tap(self, name: str, x: torch.Tensor) -> None:
+        """See Decoder.hidden. x [B + filler, D]."""
+        if name == "embed" and x.requires_grad:
+            x.register_hook(self._count)
+
+    def watch(self, prompts: Prompts) -> None:
+        """The prompts of that forward."""
+        self._prompt_of_row = torch.from_numpy(np.repeat(np.arange(len(prompts.lengths)), prompts.lengths))
+
+    def _count(self, dx: torch.Tensor) -> None:
+        rows = torch.isin(self._prompt_of_row, torch.tensor(sorted(self.reached), dtype=torch.int64))
+        self.zeros["embed"] += int((dx[: len(rows)][rows.to(dx.device)] == 0).sum())
+
+
 class Underflow:
     """Counts one micro-batch: give `tap` to the forward and `watch` its logp. `zeros` holds the counts after the backward."""
 
-    def __init__(self, batch: PackedBatch):
-        self._batch = batch
+    def __init__(self, batch: PackedBatch, prompts: PromptUnderflow | None = None):
+        """prompts: of a batch whose prompts were read before, the counter that is to know which of them a gradient reaches."""
+        self._batch, self._prompts = batch, prompts
         self._read = torch.zeros(0, dtype=torch.bool)  # [T] rows from which a token with a gradient is predicted
         self._reached = self._read  # [T] rows that one of those depends on
         self.zeros = dict.fromkeys(WATCHED, 0)
@@ -37,6 +60,8 @@ class Underflow:
         read = np.zeros(len(self._batch.ids), bool)
         read[self._batch.rows.numpy()[(dlogp != 0).cpu().numpy()]] = True
         reached = [np.flip(np.logical_or.accumulate(np.flip(x))) for x in np.split(read, np.cumsum(self._batch.lengths)[:-1])]
+        if self._prompts:
+            self._prompts.reached |= {prompt for prompt, rows in zip(self._batch.after or (), reached, strict=True) if rows[0]}
         self._read, self._reached = torch.from_numpy(read), torch.from_numpy(np.concatenate(reached))
 
     def _count(self, name: str, dx: torch.Tensor) -> None:

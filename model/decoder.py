@@ -4,7 +4,7 @@
 
 Shapes: T tokens of packed sequences, D hidden size, Hq query heads, Hkv key-value heads.
 What differs between training and sampling is the context only: how attention finds its keys (PackedContext here,
-CachedContext in cache.py). Everything else works on rows.
+SampleContext in prompts.py, CachedContext in cache.py). Everything else works on rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,6 +25,7 @@ from ..kernels.silu_mul import silu_mul
 from .config import ModelConfig
 from .weights import Layout
 
+Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [T, D / 2]
 # Called with the name and the output of each operation: engine/audit/names.py. Fused ones are qkv, qk_norm, rope and gate_up.
 Tap = Callable[[str, torch.Tensor], None]
 
@@ -63,6 +64,14 @@ class Context(Protocol):
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         """Causal attention of q [T, Hq, D] over this context's keys, k and v [T, Hkv, D] being the new ones."""
+        ...
+
+
+class KeepingContext(Context, Protocol):
+    """A context that keeps keys and values."""
+
+    def keep(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Take those of the last layer, k and v [T, Hkv, D]. Those of the others come with `attend`."""
         ...
 
 
@@ -141,34 +150,58 @@ class Decoder:
 
         Raises ValueError for an id outside the vocabulary, where it lies on the CPU (see embedding).
         """
-        c, w, blocks = self.config, self.w, context.blocks
+        x, residual, rotation = self._embed(ids, context, tap)
+        for i in range(self.config.layers):
+            x, residual = self._layer(i, x, residual, rotation, context, tap)
+        return x
+
+    def read(self, ids: torch.Tensor, context: KeepingContext, tap: Tap = ignore) -> None:
+        """As `hidden`, for the keys and values alone, which `context` keeps: the last layer ends with them."""
+        x, residual, rotation = self._embed(ids, context, tap)
+        last = self.config.layers - 1
+        for i in range(last):
+            x, residual = self._layer(i, x, residual, rotation, context, tap)
+        context.keep(*self._qkv(last, x, rotation, context, tap)[1:])
+
+    def _embed(self, ids: torch.Tensor, context: Context, tap: Tap) -> tuple[torch.Tensor, torch.Tensor, Rotation]:
+        """The first layer's input, the residual, and cos and sin of the positions."""
+        c, w = self.config, self.w
         positions = context.positions.to(self.device)
-        cos, sin = self._cos[positions], self._sin[positions]
+        rotation = self._cos[positions], self._sin[positions]
         if ids.device != self.device:  # the last moment at which a GPU need not be waited for
             check_ids(ids, c.vocab_size)
         residual = embedding(ids.to(self.device), w["embed"])
         tap("embed", residual)
-        x = rms_norm(residual, w["layers.0.input_norm"], c.eps, blocks)
+        x = rms_norm(residual, w["layers.0.input_norm"], c.eps, context.blocks)
         tap("layers.0.input_norm", x)
-        for i in range(c.layers):
-            at = f"layers.{i}."
-            x = self._attention(i, x, cos, sin, context, tap)
-            x, residual = add_rms_norm(x, residual, w[at + "post_norm"], c.eps, blocks)
-            tap(at + "attention_residual", residual)
-            tap(at + "post_norm", x)
-            x = linear(x, w[at + "gate_up"], None, blocks)
-            tap(at + "gate_up", x)
-            x = silu_mul(x)
-            tap(at + "silu_mul", x)
-            x = linear(x, w[at + "down"], None, blocks)
-            tap(at + "down_proj", x)
-            following = f"layers.{i + 1}.input_norm" if i + 1 < c.layers else "norm"
-            x, residual = add_rms_norm(x, residual, w[following], c.eps, blocks)
-            tap(at + "mlp_residual", residual)
-            tap(following, x)
-        return x
+        return x, residual, rotation
 
-    def _attention(self, i: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: Context, tap: Tap) -> torch.Tensor:
+    def _layer(
+        self, i: int, x: torch.Tensor, residual: torch.Tensor, rotation: Rotation, context: Context, tap: Tap
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The next layer's input (after the last, the final norm's output), and the residual."""
+        c, w, at, blocks = self.config, self.w, f"layers.{i}.", context.blocks
+        o = context.attend(i, *self._qkv(i, x, rotation, context, tap), c.head_dim**-0.5)
+        tap(at + "attention", o)
+        x = linear(o.reshape(x.shape[0], -1), w[at + "o"], w.get(at + "o_bias"), blocks)
+        tap(at + "o_proj", x)
+        x, residual = add_rms_norm(x, residual, w[at + "post_norm"], c.eps, blocks)
+        tap(at + "attention_residual", residual)
+        tap(at + "post_norm", x)
+        x = linear(x, w[at + "gate_up"], None, blocks)
+        tap(at + "gate_up", x)
+        x = silu_mul(x)
+        tap(at + "silu_mul", x)
+        x = linear(x, w[at + "down"], None, blocks)
+        tap(at + "down_proj", x)
+        following = f"layers.{i + 1}.input_norm" if i + 1 < c.layers else "norm"
+        x, residual = add_rms_norm(x, residual, w[following], c.eps, blocks)
+        tap(at + "mlp_residual", residual)
+        tap(following, x)
+        return x, residual
+
+    def _qkv(self, i: int, x: torch.Tensor, rotation: Rotation, context: Context, tap: Tap) -> tuple[torch.Tensor, ...]:
+        """q [T, Hq, D], k and v [T, Hkv, D] as attention reads them."""
         c, w, at, blocks = self.config, self.w, f"layers.{i}.", context.blocks
         qkv = linear(x, w[at + "qkv"], w.get(at + "qkv_bias"), blocks).view(x.shape[0], -1, c.head_dim)
         tap(at + "qkv", qkv)
@@ -176,13 +209,9 @@ class Decoder:
         if c.qk_norm:
             qk = qk_norm(qk, w[at + "q_norm"], w[at + "k_norm"], c.heads, c.eps, blocks)
             tap(at + "qk_norm", qk)
-        qk = rope(qk, cos, sin)
+        qk = rope(qk, *rotation)
         tap(at + "rope", qk)
         q, k = qk.split([c.heads, c.kv_heads], dim=1)
         if self.numerics.cache not in (None, self.dtype):
             k, v = (_RoundThrough.apply(x, self.numerics.cache) for x in (k, v))
-        o = context.attend(i, q, k, v, c.head_dim**-0.5)
-        tap(at + "attention", o)
-        o = linear(o.reshape(x.shape[0], -1), w[at + "o"], w.get(at + "o_bias"), blocks)
-        tap(at + "o_proj", o)
-        return o
+        return q, k, v

@@ -1,7 +1,8 @@
 """Log-probabilities of given completions: the trainer's side of every comparison.
 
 Shapes: S sequences, T packed input tokens, C completion tokens. Token i of a completion is predicted by the row before
-it, so a sequence of p prompt and c completion tokens has p + c - 1 input rows, of which the last c are read.
+it, so a sequence of p prompt and c completion tokens has p + c - 1 input rows, of which the last c are read. Where its prompt was read
+before (prompts.py), it has those c only.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from ..kernels.backend import on_triton
 from ..kernels.logprob import Distribution, linear_logprob
 from ..kernels.order import ROW_TILE, token_blocks
 from .decoder import Decoder, PackedContext, Tap, ignore
+from .prompts import Prompts, SampleContext
 
 
 @dataclass(frozen=True)
@@ -25,36 +27,49 @@ class PackedBatch:
     targets: torch.Tensor  # [C] int64
     lengths: tuple[int, ...]  # input tokens of each sequence, sums to T
     completion_lengths: tuple[int, ...]  # sums to C
+    after: tuple[int, ...] | None = None  # the prompt of each sequence among those read before; None where none was
 
 
-def pack(sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> PackedBatch:
-    """Pack (prompt_ids, completion_ids) pairs. Raises ValueError for an empty prompt or completion, naming which."""
+def pack(sequences: Sequence[tuple[Sequence[int], Sequence[int]]], after: Sequence[int] | None = None) -> PackedBatch:
+    """Pack (prompt_ids, completion_ids) pairs. Raises ValueError for an empty prompt or completion, naming which.
+
+    after: for prompts that were read before (Prompts), which of them each pair has; its first input token is then the prompt's last.
+    """
     ids, rows, targets, lengths, completions = [], [], [], [], []
     for s, (prompt, completion) in enumerate(sequences):
         if not len(prompt) or not len(completion):
             raise ValueError(f"pack: sequence {s} has {len(prompt)} prompt and {len(completion)} completion tokens; both need one")
-        start = len(ids)
-        ids += [*prompt, *completion[:-1]]
-        rows += range(start + len(prompt) - 1, len(ids))
+        inputs = [*(prompt if after is None else prompt[-1:]), *completion[:-1]]
+        ids += inputs
+        rows += range(len(ids) - len(completion), len(ids))
         targets += completion
-        lengths.append(len(prompt) + len(completion) - 1)
+        lengths.append(len(inputs))
         completions.append(len(completion))
     as_tensor = (torch.tensor(x, dtype=torch.int64) for x in (ids, rows, targets))
-    return PackedBatch(*as_tensor, tuple(lengths), tuple(completions))
+    return PackedBatch(*as_tensor, tuple(lengths), tuple(completions), None if after is None else tuple(after))
 
 
-def logprobs(decoder: Decoder, batch: PackedBatch, dist: Distribution, tap: Tap = ignore) -> tuple[torch.Tensor, torch.Tensor]:
+def logprobs(
+    decoder: Decoder, batch: PackedBatch, dist: Distribution, tap: Tap = ignore, prompts: Prompts | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """logp [C] of the completion tokens under the distribution they are drawn from, and the entropy [C], in fp32, on the decoder's device.
 
-    Differentiable in the decoder's weights; the entropy is not. `tap`: see Decoder.hidden.
+    Differentiable in the decoder's weights; the entropy is not. `tap`: see Decoder.hidden. `prompts`: those that were read before, for a
+    batch packed so; the bits are the same. Raises ValueError for a sequence that is longer than the context.
     """
-    longest = max(batch.lengths)
+    before = [0] * len(batch.lengths) if prompts is None else prompts.lengths[list(batch.after)].tolist()
+    longest = max(a + b for a, b in zip(before, batch.lengths, strict=True))
     if longest > decoder.config.max_positions:
         raise ValueError(f"logprobs: a sequence of {longest} tokens is longer than the context ({decoder.config.max_positions})")
     # Whole row tiles: every matrix product of the reference is spared a partial one.
     filler = 0 if on_triton(decoder.flat) else -len(batch.ids) % ROW_TILE
+    context = (
+        PackedContext(batch.lengths, decoder.config, filler)
+        if prompts is None
+        else SampleContext(decoder, batch.lengths, prompts, batch.after, filler)
+    )
+    hidden = decoder.hidden(F.pad(batch.ids, (0, filler)), context, tap)
     # The rows are unique, so that their gradient is written and never added up.
-    hidden = decoder.hidden(F.pad(batch.ids, (0, filler)), PackedContext(batch.lengths, decoder.config, filler), tap)
     rows, targets = batch.rows.to(decoder.device), batch.targets.to(decoder.device)
     head = decoder.logits_weight()
     return linear_logprob(hidden[rows].to(head.dtype), head, targets, dist, token_blocks(batch.completion_lengths))

@@ -163,7 +163,7 @@ def test_the_learner_divides_by_the_scale_exactly(model, loss_scale):
 
 
 def test_a_huge_scale_falls_until_nothing_overflows(config, tmp_path, read_jsonl, capsys):
-    start = dict(precision__scaling="dynamic", precision__scale=2.0**30, precision__maximum=2.0**30)
+    start = dict(precision__scaling="dynamic", precision__scale=2.0**30, precision__maximum=2.0**30, precision__backoff=0.25)
     summary = train(config(dtype=HALF, steps=20, **start), tmp_path / "run")
     assert (summary.tokens_unequal, summary.steps) == (0, 20)
     lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
@@ -176,7 +176,7 @@ def test_a_huge_scale_falls_until_nothing_overflows(config, tmp_path, read_jsonl
     ]
     for m, skip in zip(lines, skipped, strict=True):
         assert (m.get("scaling/overflow", "").startswith("model.")) == (m["grad_norm"] is None) == bool(skip)
-    assert "overflowed at loss scale 1.07374e+09; the update was skipped, the scale is now 5.36871e+08" in capsys.readouterr().out
+    assert "overflowed at loss scale 1.07374e+09; the update was skipped, the scale is now 2.68435e+08" in capsys.readouterr().out
     assert summary.reward_last5 > summary.reward_first + 0.1
 
 

@@ -5,6 +5,7 @@ import torch
 from zerokl.kernels.logprob import Distribution
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.config import ModelConfig
+from zerokl.model.prompts import Prompts
 from zerokl.model.scoring import logprobs, pack
 
 from tests.helpers import assert_at_most_twice_the_error, randn
@@ -16,14 +17,17 @@ PAIRS: Pairs = [
     ([3], [9]),
     ([9] * 20, [8, 7, 6] * 5),
     ([100, 50], list(range(127, 90, -2))),
+    (list(range(70, 103)), [5, 6, 7]),
+    (list(range(70, 103)), list(range(1, 36))),
+    (list(range(70, 103)), [127]),
 ]
 DY = randn(0, sum(len(c) for _, c in PAIRS))
 # Errors of all these models are judged together: those of a single one are noisy.
 SEEDS = range(8)
 
 
-def zerokl_results(folder, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """As transformers' `logprobs_and_gradients`, all sequences packed, the gradients taken from `main_grad`."""
+def zerokl_results(folder, dtype: torch.dtype, shared: bool) -> dict[str, torch.Tensor]:
+    """As transformers' `logprobs_and_gradients`, all packed, the gradients taken from `main_grad`. shared: prompts are read once."""
     decoder = load_decoder(folder, dtype)
     flat = torch.zeros(decoder.layout.numel, dtype=torch.promote_types(dtype, torch.float32))
     views = decoder.layout.views(flat)
@@ -31,9 +35,12 @@ def zerokl_results(folder, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         weight.main_grad = views[name]
     if decoder.config.tied:
         decoder.head.main_grad = torch.zeros_like(views["embed"])
-    logp, _ = logprobs(decoder, pack(PAIRS), Distribution())
+    prompts = Prompts(decoder, [prompt for prompt, _ in PAIRS]) if shared else None
+    logp, _ = logprobs(decoder, pack(PAIRS, prompts.of if prompts else None), Distribution(), prompts=prompts)
     losses = sequence_losses(logp, PAIRS, DY)
     losses.sum().backward()
+    if prompts:
+        prompts.backward()
     if decoder.config.tied:
         views["embed"] += decoder.head.main_grad
     return {"logp": logp.detach(), "losses": losses.detach(), **decoder.layout.checkpoint_views(flat)}
@@ -46,20 +53,25 @@ def judged(request, tmp_path_factory):
     return folders, [logprobs_and_gradients(judge(folder), PAIRS, DY) for folder in folders]
 
 
+shared = pytest.mark.parametrize("shared", [False, True], ids=["whole sequences", "prompts once"])
+
+
+@shared
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_error_is_at_most_twice_that_of_transformers(judged, dtype):
+def test_error_is_at_most_twice_that_of_transformers(judged, dtype, shared):
     folders, exact = judged
-    ours = [zerokl_results(folder, dtype) for folder in folders]
+    ours = [zerokl_results(folder, dtype, shared) for folder in folders]
     theirs = [logprobs_and_gradients(plain(folder, dtype), PAIRS, DY) for folder in folders]
     assert ours[0].keys() == theirs[0].keys() == exact[0].keys()
     for name in exact[0]:
         assert_at_most_twice_the_error(*(torch.stack([r[name] for r in runs]) for runs in (ours, theirs, exact)), name)
 
 
-def test_fp64_decoder_and_judge_are_one_function(judged):
+@shared
+def test_fp64_decoder_and_judge_are_one_function(judged, shared):
     """2^20 times nearer to the judge than fp32 is: nothing but rounding separates the two."""
     for folder, exact in zip(*judged, strict=True):
-        ours, single = zerokl_results(folder, torch.float64), zerokl_results(folder, torch.float32)
+        ours, single = (zerokl_results(folder, dtype, shared) for dtype in (torch.float64, torch.float32))
         for name, value in exact.items():
             assert (ours[name] - value).norm() * 2**20 < (single[name].double() - value).norm(), name
 

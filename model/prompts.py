@@ -1,0 +1,132 @@
+"""Prompts that are computed once for all their samples, in training as in sampling.
+
+Of every prompt, all tokens but the last are read in one forward, which leaves their keys and values behind, in every layer. The samples
+begin with the prompt's last token and attend to them. A row depends on what is before it only, so the bits of all rows are those of
+whole sequences. Backward, each sample adds its gradient of those keys and values to fp32 buffers, and when all samples are done the sums,
+rounded once to the compute dtype, go through the prompts.
+Order: the samples of a prompt one after another, in canonical order; a weight's gradient takes the samples of a pass first, then its
+prompts. Which prompts share a pass depends on their lengths only (`prompt_passes`), so no bit depends on the micro-batch.
+
+Shapes: n samples of N prompts; B tokens of these prompts without the last of each; T tokens of the samples of one forward.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from ..kernels.attention import attention, varlen_plan
+from ..kernels.backend import on_triton
+from ..kernels.embedding import embedding
+from ..kernels.grad import accumulate_dtype
+from ..kernels.order import ROW_TILE, token_blocks
+from .decoder import Decoder, PackedContext, Tap, ignore
+
+# Tokens of the prompts of one pass; a longer prompt has a pass of its own. A constant, as it orders the weights' gradients.
+PASS_TOKENS = 512
+
+
+def prompt_passes(prompts: Sequence[Sequence[int]]) -> list[slice]:
+    """The prompt of each of n samples -> slices of samples whose prompts are read together. Samples of one prompt lie side by side."""
+    passes, start, tokens = [], 0, 0
+    for i, prompt in enumerate(prompts):
+        if i and prompt != prompts[i - 1] and tokens + len(prompt) > PASS_TOKENS:
+            passes.append(slice(start, i))
+            start, tokens = i, 0
+        if i == start or prompt != prompts[i - 1]:
+            tokens += len(prompt)
+    return [*passes, slice(start, len(prompts))] if len(prompts) else []
+
+
+class Prompts:
+    """The prompts of n samples, read by one forward."""
+
+    def __init__(self, decoder: Decoder, prompts: Sequence[Sequence[int]], tap: Tap = ignore):
+        """prompts [n]: that of each sample, equal ones side by side. Raises ValueError for an empty one. `tap`: see Decoder.hidden."""
+        for i, prompt in enumerate(prompts):
+            if not len(prompt):
+                raise ValueError(f"prompts: prompt {i} is empty; a completion needs at least one token before it")
+        new = [i == 0 or prompt != prompts[i - 1] for i, prompt in enumerate(prompts)]
+        self.of = tuple((np.cumsum(new) - 1).tolist())  # [n], the prompt of each sample
+        heads = [prompt[:-1] for prompt, first in zip(prompts, new, strict=True) if first]
+        self.lengths = np.array([len(head) for head in heads])  # [N]
+        self.starts = np.cumsum(self.lengths) - self.lengths  # [N], in B
+        ids = [token for head in heads for token in head]
+        self._read = _read(decoder, ids, [n for n in self.lengths.tolist() if n], tap) if ids else []
+        # What the samples attend to, [B, 2 Hkv D] of each layer, as leaves with a gradient in fp32.
+        self.kv = [kv.detach() for kv in self._read]
+        for kv, read in zip(self.kv, self._read, strict=True):
+            if read.requires_grad:
+                kv.requires_grad_().main_grad = torch.zeros(kv.shape, dtype=accumulate_dtype(kv.dtype), device=kv.device)
+
+    def backward(self) -> None:
+        """After the samples' own: send what they left in the keys and values through the prompts, to the weights.
+
+        Nothing happens where the prompts were read without gradients.
+        """
+        if self._read and self._read[0].requires_grad:
+            torch.autograd.backward(self._read, [kv.main_grad.to(kv.dtype) for kv in self.kv])
+
+
+def _read(decoder: Decoder, ids: list[int], lengths: list[int], tap: Tap) -> list[torch.Tensor]:
+    """Keys and values of packed tokens, [B, 2 Hkv D] of each layer."""
+    filler = 0 if on_triton(decoder.flat) else -len(ids) % ROW_TILE
+    context = _ReadingContext(lengths, decoder.config, filler)
+    decoder.read(F.pad(torch.tensor(ids), (0, filler)), context, tap)
+    return context.kv
+
+
+class _ReadingContext(PackedContext):
+    """Whole sequences whose keys and values are kept: kv[layer] [B, 2 Hkv D], without filler rows."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.kv: list[torch.Tensor] = []
+
+    def keep(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """See Decoder.read."""
+        B = self.blocks[-1][1]
+        self.kv.append(torch.stack([k[:B], v[:B]], dim=1).view(B, -1))
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        """See Context."""
+        self.keep(k, v)
+        return super().attend(layer, q, k, v, scale)
+
+
+class SampleContext:
+    """Samples after their prompts: packed rows that begin with the prompt's last token, then filler rows as in PackedContext.
+
+    lengths [S]: rows of each sample; after [S]: its prompt, of those that were read.
+    """
+
+    def __init__(self, decoder: Decoder, lengths: Sequence[int], prompts: Prompts, after: Sequence[int], filler: int = 0):
+        config, self._kv = decoder.config, prompts.kv
+        own, before = np.array([*lengths, filler]), np.array([*prompts.lengths[list(after)], 0])  # rows of each, rows of its prompt
+        firsts = np.array([*prompts.starts[list(after)], 0])
+        self.blocks = token_blocks(lengths)
+        self.positions = torch.from_numpy(_ranges(before, own))
+        self._prompt_rows = torch.from_numpy(_ranges(firsts, before)).to(decoder.device)
+        # Attention takes whole sequences: rows of the prompts, copied for each sample, and the samples' own, in turn.
+        whole = before + own
+        B, start = int(before.sum()), np.cumsum(whole) - whole
+        order = np.empty(int(whole.sum()), np.int64)
+        own_rows = _ranges(start + before, own)
+        order[_ranges(start, before)], order[own_rows] = np.arange(B), B + np.arange(len(own_rows))
+        self._order, self._own_rows = (torch.from_numpy(x).to(decoder.device) for x in (order, own_rows))
+        self._plan = varlen_plan([n for n in whole.tolist() if n], config.heads, config.kv_heads)
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        """See Context. The prompts' own queries are zeros here: what they attend to was computed when they were read."""
+        if not len(self._prompt_rows):
+            return attention(q, k, v, self._plan, scale)
+        before = embedding(self._prompt_rows, self._kv[layer]).view(-1, 2, *k.shape[1:])  # its gradient: one row after another
+        pairs = (q.new_zeros(len(before), *q.shape[1:]), q), (before[:, 0], k), (before[:, 1], v)
+        q, k, v = (torch.cat(pair).index_select(0, self._order) for pair in pairs)
+        return attention(q, k, v, self._plan, scale).index_select(0, self._own_rows)
+
+
+def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """starts[i], starts[i] + 1, ... counts[i] of them, one i after another."""
+    return np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))

@@ -1,0 +1,144 @@
+"""Prompts that are read once for all their samples: the bits of whole sequences forward, and gradients that no micro-batch changes."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from zerokl.kernels.logprob import Distribution
+from zerokl.model import prompts as prompts_module
+from zerokl.model.checkpoint import load_decoder
+from zerokl.model.decoder import Decoder, Numerics
+from zerokl.model.prompts import PASS_TOKENS, Prompts, prompt_passes
+from zerokl.model.scoring import logprobs, pack
+
+from tests.helpers import DTYPES, property_settings, randint, randn, threads, total_unequal
+from tests.model.checkpoints import FAMILIES, Pairs, save_random
+
+DIST = Distribution(0.9)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+# For each prompt its length, and the lengths of the completions of its samples.
+groups = st.lists(st.tuples(st.integers(1, 80), st.lists(st.integers(1, 50), min_size=1, max_size=4)), min_size=1, max_size=4)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request, tmp_path_factory):
+    return save_random(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def make_pairs(drawn: Sequence[tuple[int, list[int]]], seed: int = 0) -> Pairs:
+    prompts = [randint(seed + i, 128, n).tolist() for i, (n, _) in enumerate(drawn)]
+    draws = [(prompt, n) for prompt, (_, lengths) in zip(prompts, drawn, strict=True) for n in lengths]
+    return [(prompt, randint(seed + 100 + i, 128, n).tolist()) for i, (prompt, n) in enumerate(draws)]
+
+
+def gradients(decoder: Decoder, pairs: Pairs, size: int, order: Sequence[int] | None = None) -> tuple[list[torch.Tensor], ...]:
+    """logp and entropy of each pair, and the gradient buffers after samples in micro-batches of `size`. order: of the samples."""
+    weights = [*decoder.w.values(), *([decoder.head] if decoder.config.tied else [])]
+    for w in weights:
+        w.main_grad = torch.zeros(w.shape)
+    prompts, found = Prompts(decoder, [prompt for prompt, _ in pairs]), {}
+    order = list(order or range(len(pairs)))
+    for a in range(0, len(order), size):
+        some = order[a : a + size]
+        batch = pack([pairs[i] for i in some], [prompts.of[i] for i in some])
+        logp, entropy = logprobs(decoder, batch, DIST, prompts=prompts)
+        parts = [x.split(batch.completion_lengths) for x in (logp, entropy)]
+        found |= {i: (x, y) for i, x, y in zip(some, *parts, strict=True)}
+        upstream = torch.cat([randn(i, len(pairs[i][1])) for i in some])  # each sample's own
+        (logp * upstream).sum().backward()
+    prompts.backward()
+    return [x.detach() for i in range(len(pairs)) for x in found[i]], [w.main_grad for w in weights]
+
+
+@torch.no_grad()
+def whole(decoder: Decoder, pairs: Pairs) -> list[torch.Tensor]:
+    """logp and entropy of each pair, every prompt computed anew."""
+    batch = pack(pairs)
+    parts = [x.split(batch.completion_lengths) for x in logprobs(decoder, batch, DIST)]
+    return [x for pair in zip(*parts, strict=True) for x in pair]
+
+
+@dtypes
+@property_settings(8)
+@given(drawn=groups, size=st.integers(2, 5))
+def test_bits_of_whole_sequences_and_of_any_micro_batch(folder, dtype, drawn, size):
+    decoder, pairs = load_decoder(folder, dtype), make_pairs(drawn)
+    scores, base = gradients(decoder, pairs, len(pairs))
+    assert total_unequal(scores, whole(decoder, pairs)) == 0
+    for n in (1, size):
+        again, other = gradients(decoder, pairs, n)
+        assert total_unequal(again, scores) == 0
+        assert total_unequal(other, base) == 0
+
+
+@dtypes
+def test_control_another_order_of_the_samples_is_seen(folder, dtype):
+    decoder, pairs = load_decoder(folder, dtype), make_pairs([(40, [20, 30, 25])])
+    scores, base = gradients(decoder, pairs, 1)
+    again, other = gradients(decoder, pairs, 1, order=[1, 2, 0])
+    assert total_unequal(again, scores) == 0
+    assert total_unequal(other, base) > 0
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_threads_change_nothing(folder, count):
+    decoder, pairs = load_decoder(folder, torch.float32), make_pairs([(70, [40, 50, 3]), (33, [8, 1])])
+    with threads(1):
+        base = gradients(decoder, pairs, 3)
+    with threads(count):
+        assert [total_unequal(a, b) for a, b in zip(base, gradients(decoder, pairs, 3), strict=True)] == [0, 0]
+
+
+def test_control_a_prompt_one_token_off_is_seen(folder, monkeypatch):
+    decoder, pairs = load_decoder(folder, torch.float32), make_pairs([(40, [20, 30])])
+    read = prompts_module._read
+    monkeypatch.setattr(prompts_module, "_read", lambda decoder, ids, *args: read(decoder, [*ids[:-1], ids[-1] ^ 1], *args))
+    assert total_unequal(gradients(decoder, pairs, 2)[0], whole(decoder, pairs)) > 0
+
+
+def test_keys_are_rounded_to_the_cache_dtype_for_both(folder):
+    plain, pairs = load_decoder(folder, torch.float32), make_pairs([(40, [20, 30])])
+    decoder = Decoder(plain.config, plain.flat.detach(), plain.layout, Numerics(cache=torch.bfloat16))
+    scores, _ = gradients(decoder, pairs, 2)
+    assert total_unequal(scores, whole(decoder, pairs)) == 0
+    assert total_unequal(scores, whole(plain, pairs)) > 0, "control: the rounding is there"
+
+
+def test_prompts_read_without_gradients_leave_none_behind(folder):
+    decoder, pairs = load_decoder(folder, torch.float32), make_pairs([(9, [2, 3]), (1, [4])])
+    for w in decoder.w.values():
+        w.main_grad = torch.zeros(w.shape)
+    with torch.no_grad():
+        prompts = Prompts(decoder, [prompt for prompt, _ in pairs])
+        logp, _ = logprobs(decoder, pack(pairs, prompts.of), DIST, prompts=prompts)
+    prompts.backward()
+    assert total_unequal([logp], [torch.cat(whole(decoder, pairs)[::2])]) == 0
+    assert not any(w.main_grad.any() for w in decoder.w.values())
+
+
+@property_settings(60)
+@given(drawn=st.lists(st.tuples(st.integers(1, 700), st.integers(1, 5)), min_size=1, max_size=12))
+def test_passes_hold_whole_prompts_and_at_most_so_many_tokens(drawn):
+    prompts = [[i] * n for i, (n, samples) in enumerate(drawn) for _ in range(samples)]
+    passes = prompt_passes(prompts)
+    assert [i for at in passes for i in range(at.start, at.stop)] == list(range(len(prompts)))
+    distinct = [{prompt[0] for prompt in prompts[at]} for at in passes]
+    assert sum(map(len, distinct)) == len(drawn), "no prompt is in two passes"
+    tokens = [sum(drawn[i][0] for i in some) for some in distinct]
+    assert all(n <= PASS_TOKENS or len(some) == 1 for n, some in zip(tokens, distinct, strict=True))
+    once = prompt_passes([[i] * n for i, (n, _) in enumerate(drawn)])
+    assert [at.stop - at.start for at in once] == [len(some) for some in distinct], "the number of samples decides nothing"
+
+
+def test_a_sequence_longer_than_the_context_is_refused(folder):
+    decoder = load_decoder(folder, torch.float32)
+    prompts = Prompts(decoder, [[1] * 300])
+    with pytest.raises(ValueError, match=r"a sequence of 513 tokens is longer than the context \(512\)"):
+        logprobs(decoder, pack([([1] * 300, [2] * 214)], prompts.of), DIST, prompts=prompts)
+
+
+def test_an_empty_prompt_is_refused(folder):
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
+        Prompts(load_decoder(folder, torch.float32), [[1, 2], []])
