@@ -9,8 +9,8 @@ For each scale 2^k, of the demo's first step (32 prompts x 8 samples of the task
     lost       such elements that are zero here and not at every scale
     overflow   such elements that are infinite or NaN
 
-Activations: the output of every operation that Decoder.hidden taps. The logits' gradient is rounded, too, but not counted here; with
-head_dtype = "float32" it is not rounded at all.
+Activations: the output of every operation that Decoder.hidden and Decoder.read tap. The logits' gradient is rounded, too, but not
+counted here; with head_dtype = "float32" it is not rounded at all.
 """
 
 import argparse
@@ -33,6 +33,7 @@ from zerokl.engine.run import make_state
 from zerokl.engine.shard import Shard, cut_shards
 from zerokl.engine.tasks import load_task
 from zerokl.model.decoder import Decoder
+from zerokl.model.prompts import Prompts, prompt_passes
 from zerokl.model.scoring import logprobs, pack
 from zerokl.verify.bitwise import count_unequal
 
@@ -65,7 +66,7 @@ class Step:
         weights = sequence_weights([len(r.completion_ids) for r in got.rollouts], self.loss.normaliser, config.sampling.max_tokens)
         A = advantages(got.rewards, self.loss.advantage)
         self.shards = cut_shards(got.rollouts, A, np.array(weights), config.virtual_shards)
-        self.nonzero: dict[tuple[int, str], torch.Tensor] = {}  # elements that were not zero at some scale
+        self.nonzero: dict[tuple[int, int, str, str], torch.Tensor] = {}  # elements that were not zero at some scale
 
     def at(self, k: int) -> Scale:
         """The gradient of the loss times 2^k."""
@@ -77,19 +78,26 @@ class Step:
         return done
 
     def _backward(self, done: Scale, s: int, scale: float, decoder: Decoder, shard: Shard) -> None:
-        packed = pack([r.pair for r in shard.rollouts])
-        each = torch.tensor(packed.completion_lengths)
-        tap = lambda name, x: x.register_hook(lambda dx: self._count(done, (s, name), dx))  # noqa: E731
-        logp, _ = logprobs(decoder, packed, self.config.sampling.distribution, tap)
-        sampler = torch.from_numpy(np.concatenate([r.logprobs for r in shard.rollouts]))
-        A, w = (torch.from_numpy(x).float().repeat_interleave(each) for x in (shard.advantages, shard.weights))
-        loss = policy_loss(logp, logp.detach(), sampler, A, packed.completion_lengths, self.loss) * w
-        (loss.sum() * scale).backward()
+        for at in prompt_passes([r.prompt_ids for r in shard.rollouts]):
+            part = shard.part(at)
+            taps = [partial(self._listen, done, (s, at.start, of)) for of in ("prompts", "samples")]
+            prompts = Prompts(decoder, [r.prompt_ids for r in part.rollouts], taps[0])
+            packed = pack([r.pair for r in part.rollouts], prompts.of)
+            each = torch.tensor(packed.completion_lengths)
+            logp, _ = logprobs(decoder, packed, self.config.sampling.distribution, taps[1], prompts)
+            sampler = torch.from_numpy(np.concatenate([r.logprobs for r in part.rollouts]))
+            A, w = (torch.from_numpy(x).float().repeat_interleave(each) for x in (part.advantages, part.weights))
+            loss = policy_loss(logp, logp.detach(), sampler, A, packed.completion_lengths, self.loss) * w
+            (loss.sum() * scale).backward()
+            prompts.backward()
 
-    def _count(self, done: Scale, key: tuple[int, str], dx: torch.Tensor | None) -> None:
+    def _listen(self, done: Scale, where: tuple[int, int, str], name: str, x: torch.Tensor) -> None:
+        x.register_hook(lambda dx: self._count(done, (*where, name), dx))
+
+    def _count(self, done: Scale, key: tuple[int, int, str, str], dx: torch.Tensor | None) -> None:
         if dx is None:  # the last layer's residual, which only its norm reads
             return
-        size, op = dx.abs(), key[1]
+        size, op = dx.abs(), key[-1]
         finite, zero = torch.isfinite(dx), dx == 0
         done.subnormal[op] += int(((size < torch.finfo(dx.dtype).tiny) & ~zero).sum())
         done.zero[op] += int(zero.sum())

@@ -9,6 +9,7 @@ from zerokl.kernels import tiles
 from zerokl.kernels.logprob import Distribution
 from zerokl.model.config import ModelConfig
 from zerokl.model.decoder import Decoder
+from zerokl.model.prompts import Prompts
 from zerokl.model.scoring import logprobs, pack
 from zerokl.model.weights import Layout
 
@@ -64,13 +65,25 @@ def test_decode_against_prefill(decoder, together):
     assert total_unequal(cached_scores(decoder, pairs, DIST, 1), [together[0], together[2]]) == 0
 
 
+def test_prompts_read_once(decoder, together):
+    pairs = [PAIRS[1], (PAIRS[1][0], [9, 8, 7]), PAIRS[2]]
+    with torch.no_grad():
+        prompts = Prompts(decoder, [prompt for prompt, _ in pairs])
+        batch = pack(pairs, prompts.of)
+        once = logprobs(decoder, batch, DIST, prompts=prompts)[0].split(batch.completion_lengths)
+    assert total_unequal([once[0], once[2]], together[1:]) == 0
+    assert total_unequal([once[1]], _score(decoder, pairs[1:2])) == 0
+
+
 def _gradient(pairs: list, micro_batch: int) -> torch.Tensor:
-    """Two virtual shards of half the pairs each, `micro_batch` sequences at a time."""
+    """Two virtual shards of half the pairs each, `micro_batch` sequences at a time, their prompts once."""
     shards, half = ShardSum(_decoder(torch.float32), 2), len(pairs) // 2
 
     def work(decoder: Decoder, own: list) -> None:
+        prompts = Prompts(decoder, [prompt for prompt, _ in own])
         for at in micro_batches(len(own), micro_batch):
-            logprobs(decoder, pack(own[at]), DIST)[0].sum().backward()
+            logprobs(decoder, pack(own[at], prompts.of[at]), DIST, prompts=prompts)[0].sum().backward()
+        prompts.backward()
 
     for own in (pairs[:half], pairs[half:]):
         shards.add(work, own)
@@ -79,11 +92,11 @@ def _gradient(pairs: list, micro_batch: int) -> torch.Tensor:
 
 def test_gradient_micro_batch():
     """Together, one by one, and (control) in another order."""
-    pairs = [PAIRS[0], PAIRS[2], ([5, 6], [7, 8]), ([9], [10])]
+    pairs = [PAIRS[0], (PAIRS[0][0], [4, 4, 2]), PAIRS[2], (PAIRS[2][0], [7, 8])]
     whole = _gradient(pairs, 2)
     assert whole.abs().max() > 0
     assert total_unequal([_gradient(pairs, 1)], [whole]) == 0
-    assert total_unequal([_gradient([pairs[i] for i in (0, 2, 1, 3)], 2)], [whole]) > 0
+    assert total_unequal([_gradient([pairs[i] for i in (1, 0, 2, 3)], 2)], [whole]) > 0
 
 
 def test_control_another_tile_along_k_is_found(monkeypatch):
