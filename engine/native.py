@@ -13,7 +13,7 @@ import torch
 
 from ..kernels.attention_plan import KEY_TILE
 from ..kernels.logprob import chunk_rows, drawn_logprobs, scaled_logits
-from ..kernels.order import matmul_rows
+from ..kernels.order import matmul_rows, packed
 from ..model.cache import BlockCache, CachedContext
 from ..model.decoder import Decoder
 from .mismatch import logit_noise
@@ -97,7 +97,8 @@ class NativeSampler:
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, keys: Keys) -> list[Rollout]:
         """See Sampler. Raises ValueError for an empty prompt, one that is too long, or a cache that holds no sample."""
         check_prompts(prompts, sampling, self.decoder.config.max_positions, self.decoder.config.vocab_size)
-        return _Generation(self, prompts, sampling, keys).run()
+        with packed(self.decoder.matrices()):
+            return _Generation(self, prompts, sampling, keys).run()
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], sampling: Sampling, limit: int, vocab: int) -> None:

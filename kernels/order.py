@@ -1,5 +1,6 @@
 """The order of every sum: row tiles, token blocks and fixed trees. All kernels take their constants from here.
 
+On a CPU products with weights are oneDNN's in fp32 and bf16 (`_product`); those between activations are what torch takes, MKL's in fp32.
 Two facts about CPU matrix libraries shape this file (measured with torch 2.13, MKL 2024.2 and oneDNN 3.12):
 
 - A row of `x @ w` may change its bits with the number of rows in the call, because another number of rows may select another
@@ -18,7 +19,8 @@ not used anywhere in zerokl.
 Shapes: T rows (tokens), K reduced width, N output width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -32,6 +34,8 @@ ROW_TILE = 32
 _LONG_TILES = (1024, 512, 256, 128, 64)
 # Products of more multiplications are not probed but cut into ROW_TILE rows: a probe takes a tenth of a second at most.
 _PROBE_LIMIT = 1 << 31
+# Tiles of so many rows at most read packed weights (`packed`), and copies of so many bytes at most are made. Bound time and memory only.
+_PACKED_ROWS, _PACKED_BYTES = 128, 1 << 28
 # Tokens of one partial weight gradient: long enough to be compute-bound, short enough that a sum of them stays accurate.
 TOKEN_BLOCK = 128
 # Widths are padded to this many elements, so that no vector is ever cut (see above).
@@ -76,19 +80,77 @@ def matmul_rows(x_TK: torch.Tensor, w_KN: torch.Tensor) -> torch.Tensor:
     T, N = x_TK.shape[0], w_KN.shape[1]
     x, w = _pad_width(x_TK), _pad_both(w_KN)
     if _one_product(T, x, w):
-        return _narrow(torch.mm(x, w), N)
+        return _narrow(_product(x, w), N)
     y = x.new_empty(T, w.shape[1])
     start = 0
     for rows in (*_LONG_TILES, ROW_TILE):
         if T - start >= rows and _one_product(rows, x, w):
             for a in range(start, T - rows + 1, rows):
-                torch.mm(x[a : a + rows], w, out=y[a : a + rows])
+                y[a : a + rows] = _product(x[a : a + rows], w)
                 start = a + rows
     if start < T:
         tail = x.new_zeros(ROW_TILE, x.shape[1])
         tail[: T - start] = x[start:]
-        y[start:] = torch.mm(tail, w)[: T - start]
+        y[start:] = _product(tail, w)[: T - start]
     return _narrow(y, N)
+
+
+def _product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """x @ w by one call of the library."""
+    if _packs and len(x) <= _PACKED_ROWS and (pack := _packs.get(_place(w.t()))) is not None:
+        return _linear(x, pack)
+    if x.dtype == torch.float32 and _ONEDNN:
+        return _linear(x, w.t())
+    return torch.mm(x, w)  # in bf16 oneDNN's, too
+
+
+_ONEDNN = torch.backends.mkldnn.is_available()
+# What `packed` has made: by the place of a weight.
+_packs: dict[tuple[int, torch.Size, tuple[int, ...], torch.dtype], torch.Tensor] = {}
+
+
+def _place(w_NK: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...], torch.dtype]:
+    return w_NK.data_ptr(), w_NK.shape, w_NK.stride(), w_NK.dtype
+
+
+def _linear(x: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
+    """x w^T by oneDNN, which also takes packed weights."""
+    return torch.ops.mkldnn._linear_pointwise(x, w_NK, None, "none", [], "")
+
+
+def _pack(w_NK: torch.Tensor) -> torch.Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(w_NK, ROW_TILE)
+
+
+@contextmanager
+def packed(weights_NK: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Inside, products of few rows with these weights, which nobody may change meanwhile, read copies that lie as the library computes.
+
+    The copies decide no bit: they are made where a probe finds the same bits with them (`_pack_agrees`).
+    """
+    made, room = {}, _PACKED_BYTES
+    for w in weights_NK:
+        w = w.detach()
+        if _ONEDNN and not on_triton(w) and w.nbytes <= room and _pack_agrees(w.dtype, *w.shape, torch.get_num_threads()):
+            made[_place(w)], room = _pack(w), room - w.nbytes
+    _packs.update(made)
+    try:
+        yield
+    finally:
+        for place in made:
+            del _packs[place]
+
+
+@cache
+def _pack_agrees(dtype: torch.dtype, N: int, K: int, threads: int) -> bool:
+    """Whether tiles of every number of rows that read packed weights have the bits of a product with the weights as they are."""
+    if dtype not in (torch.float32, torch.bfloat16) or K % ALIGN or N % ALIGN or _PACKED_ROWS * K * N > _PROBE_LIMIT:
+        return False
+    g = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(n, K, generator=g).to(dtype) for n in (_PACKED_ROWS, N))
+    pack, expected = _pack(w), torch.cat([_product(tile, w.t()) for tile in x.split(ROW_TILE)])
+    tiles = [rows for rows in (*_LONG_TILES, ROW_TILE) if rows <= _PACKED_ROWS]
+    return all(_same_bits(torch.cat([_linear(tile, pack) for tile in x.split(rows)]), expected) for rows in tiles)
 
 
 def _narrow(y: torch.Tensor, N: int) -> torch.Tensor:
@@ -112,8 +174,12 @@ def _agrees(rows: int, dtype: torch.dtype, K: int, N: int, strides: tuple[int, i
     g = torch.Generator().manual_seed(0)
     x = torch.randn(rows, K, generator=g, dtype=torch.float32).to(dtype)
     w = torch.empty_strided((K, N), strides, dtype=dtype).copy_(torch.randn(K, N, generator=g, dtype=torch.float32))
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    return torch.equal(torch.mm(x, w).view(bits), torch.cat([torch.mm(tile, w) for tile in x.split(ROW_TILE)]).view(bits))
+    return _same_bits(_product(x, w), torch.cat([_product(tile, w) for tile in x.split(ROW_TILE)]))
+
+
+def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
+    return torch.equal(x.view(bits), y.view(bits))
 
 
 def add_outer(acc_NK: torch.Tensor, dy_TN: torch.Tensor, x_TK: torch.Tensor, blocks: Blocks) -> None:

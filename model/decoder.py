@@ -145,6 +145,10 @@ class Decoder:
         wide.main_grad = self.head.main_grad
         return wide
 
+    def matrices(self) -> list[torch.Tensor]:
+        """The weights that rows are multiplied with, each [N, K]."""
+        return [w for name, w in self.w.items() if w.dim() == 2 and name != "embed"] + [self.head] * self.config.tied
+
     def hidden(self, ids: torch.Tensor, context: Context, tap: Tap = ignore) -> torch.Tensor:
         """The final norm's output, [T, D], for ids [T] on any device. `tap` is given the output of every operation, under its name.
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.kernels import order
-from zerokl.kernels.order import ROW_TILE, matmul_rows
+from zerokl.kernels.order import ROW_TILE, matmul_rows, packed
 from zerokl.verify.bitwise import count_unequal
 
 from tests.helpers import property_settings, randn, threads
@@ -16,7 +16,7 @@ MULTIPLES_OF_ALIGN = st.integers(1, 40).map(lambda n: 16 * n)
 
 def by_definition(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     padded = F.pad(x, (0, 0, 0, -len(x) % ROW_TILE))
-    return torch.cat([torch.mm(tile, w) for tile in padded.split(ROW_TILE)])[: len(x)]
+    return torch.cat([order._product(tile, w) for tile in padded.split(ROW_TILE)])[: len(x)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -39,15 +39,14 @@ def test_equals_its_definition(dtype, T, K, N, transposed, n, seed):
 @pytest.fixture
 def another_order(monkeypatch: pytest.MonkeyPatch):
     """A matrix library that sums long products in another order: the first 48 terms on their own, and the rest."""
-    library = torch.mm
+    library = order._product
 
-    def mm(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        y = library(x, w) if len(x) < 256 else library(x[:, :48], w[:48]) + library(x[:, 48:], w[48:])
-        return y if out is None else out.copy_(y)
+    def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return library(x, w) if len(x) < 256 else library(x[:, :48], w[:48]) + library(x[:, 48:], w[48:])
 
     agrees = order._agrees
     agrees.cache_clear()
-    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(order, "_product", product)
     yield
     agrees.cache_clear()
 
@@ -59,3 +58,48 @@ def test_a_longer_tile_with_other_bits_is_not_taken(monkeypatch):
     # control: were it taken unseen, the bits would differ
     monkeypatch.setattr(order, "_agrees", lambda *_: True)
     assert count_unequal(matmul_rows(x, w), by_definition(x, w)) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@property_settings(15)
+@given(T=st.integers(1, 300), K=st.integers(1, 300), N=st.integers(1, 300), n=st.integers(1, 3), seed=st.integers(0, 99))
+def test_packed_weights_change_no_bit(dtype, T, K, N, n, seed):
+    w, x = randn(seed, N, K, dtype=dtype), randn(seed + 1, T, K, dtype=dtype)
+    with threads(n):
+        plain = matmul_rows(x, w.t())
+        with packed([w]):
+            assert count_unequal(matmul_rows(x, w.t()), plain) == 0
+            assert count_unequal(matmul_rows(x, w.t()), plain) == 0
+        assert not order._packs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_packed_weights_are_read_and_control_stale_ones_are_seen(dtype):
+    w, x = randn(0, 64, 96, dtype=dtype), randn(1, 40, 96, dtype=dtype)
+    with packed([w]):
+        before = matmul_rows(x, w.t())
+        w += 1
+        assert count_unequal(matmul_rows(x, w.t()), before) == 0, "the copy is what is read"
+    assert count_unequal(matmul_rows(x, w.t()), before) > 0
+
+
+def test_packed_weights_with_other_bits_are_not_taken(monkeypatch):
+    """A library whose packed product sums in another order."""
+    w, x = randn(0, 64, 96), randn(1, 40, 96)
+    plain, pack = matmul_rows(x, w.t()), order._pack
+    agrees = order._pack_agrees
+    agrees.cache_clear()
+    monkeypatch.setattr(order, "_pack", lambda w: pack(w * 1.0000001))
+    with packed([w]):
+        assert count_unequal(matmul_rows(x, w.t()), plain) == 0
+    monkeypatch.setattr(order, "_pack_agrees", lambda *_: True)
+    with packed([w]):
+        assert count_unequal(matmul_rows(x, w.t()), plain) > 0, "control: unseen, they would be"
+    agrees.cache_clear()
+
+
+def test_no_more_memory_than_allowed_is_packed(monkeypatch):
+    w = [randn(i, 64, 96) for i in range(3)]
+    monkeypatch.setattr(order, "_PACKED_BYTES", w[0].nbytes * 2)
+    with packed(w):
+        assert len(order._packs) == 2
