@@ -27,7 +27,13 @@ class GradientTree:
         self.pushed = 0
 
     def push(self, leaf: torch.Tensor | None) -> None:
-        """Add the next shard's gradient [numel]; None for a shard without sequences. `leaf` may be reused afterwards."""
+        """Add the next shard's gradient [numel]; None for a shard without sequences. `leaf` may be reused afterwards.
+
+        Of one shard it is the root itself, until the next push.
+        """
+        if self.shards == 1:
+            self._levels, self.pushed = {0: leaf}, 1
+            return
         carry, owned, level = leaf, False, 0
         while level in self._levels:
             left = self._levels.pop(level)
@@ -49,7 +55,7 @@ class GradientTree:
         assert self.pushed == self.shards, f"{self.pushed} of {self.shards} shards were pushed"
         (root,) = self._levels.values()
         self._levels, self.pushed = {}, 0
-        if root is not None:
+        if root is not None and self.shards > 1:
             self._spare.append(root)
         return root
 
@@ -60,7 +66,7 @@ class ShardSum:
     def __init__(self, decoder: Decoder, shards: int):
         self.decoder = decoder
         self.tree = GradientTree(shards, decoder.layout.numel)
-        self._leaf = torch.zeros(decoder.layout.numel, device=decoder.device)
+        self._leaf = torch.empty(decoder.layout.numel, device=decoder.device)
         views = decoder.layout.views(self._leaf)
         for name, weight in decoder.w.items():
             weight.main_grad = views[name]
@@ -75,12 +81,12 @@ class ShardSum:
         if shard is None:
             self.tree.push(None)
             return None
+        self._leaf.zero_()
         result = work(self.decoder, shard)
         if self._tied is not None:
             self._embed += self._tied
             self._tied.zero_()
         self.tree.push(self._leaf)
-        self._leaf.zero_()
         return result
 
 

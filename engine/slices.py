@@ -5,9 +5,10 @@ and the number of ranks, so here every rank's part of a slice goes to the slice'
 A slice holds whole weights, so the hash of a weight in the ledger is taken by its owner alone.
 
 Bytes a weight on each of W ranks, of bf16 or fp16 weights with S virtual shards: the weights to compute with 2, for sampling and forward
-read them whole; the gradient of a shard 4, and 4 (1 + log2(S / W)) at most for its sums in the tree; owned are 16 / W: master weights,
-two moments and the sum of the gradient. As no weight is cut, the largest rank owns no less than the largest weight: of a small model with
-a large vocabulary that is the embedding. A checkpoint passes through the first rank's host memory, 12 bytes a weight.
+read them whole; the gradient of a shard 4, and 4 (1 + log2(S / W)) at most for its sums in the tree, or nothing where S = W; owned are
+16 / W: master weights, two moments and the sum of the gradient. As no weight is cut, the largest rank owns no less than the largest
+weight: of a small model with a large vocabulary that is the embedding. A checkpoint passes through the first rank's host memory, 12 bytes
+a weight.
 """
 
 import torch

@@ -54,6 +54,16 @@ def test_subtrees_of_several_workers_have_the_root_of_one_tree(parts, empty):
     assert root is expected is None or total_unequal([root], [expected]) == 0
 
 
+def test_the_root_of_one_shard_is_its_gradient_and_takes_no_memory():
+    tree, leaf = GradientTree(1, 999), randn(0, 999)
+    for _ in range(2):
+        tree.push(leaf)
+        assert tree.take() is leaf
+    tree.push(None)
+    assert tree.take() is None
+    assert not tree._spare
+
+
 def test_no_shards_with_sequences_have_no_sum():
     assert tree_sum(GradientTree(4, 5), [None] * 4) is None
 
