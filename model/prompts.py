@@ -66,7 +66,20 @@ class Prompts:
         Nothing happens where the prompts were read without gradients.
         """
         if self._read and self._read[0].requires_grad:
-            torch.autograd.backward(self._read, [kv.main_grad.to(kv.dtype) for kv in self.kv])
+            _Handover.apply(self.kv, *self._read).backward()
+
+
+class _Handover(torch.autograd.Function):
+    """A scalar whose gradient in what was read is what the leaves collected. autograd.backward with gradients would import sympy for it."""
+
+    @staticmethod
+    def forward(ctx, leaves, *read):
+        ctx.leaves = leaves
+        return read[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx, _):
+        return None, *(kv.main_grad.to(kv.dtype) for kv in ctx.leaves)
 
 
 def _read(decoder: Decoder, ids: list[int], lengths: list[int], tap: Tap) -> list[torch.Tensor]:

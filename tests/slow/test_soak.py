@@ -34,16 +34,19 @@ def test_a_thousand_steps_stay_exact_and_flat(tmp_path: Path):
     model = random_model(tmp_path, _WIDTHS)
     overrides = {
         "model": str(model), "steps": str(_STEPS), "prompts": "2", "samples": "4", "sampling.max_tokens": "4", "workers": "1",
-        "threads": "1", "evaluation.every": "0", "checkpoint.every": "250", "checkpoint.keep": "2", "optimizer.lr": "1e-3",
-        "task.options": "{ max_value = 9, train = 50, held_out = 10 }", "virtual_shards": "2",
+        "threads": "1", "evaluation.every": "0", "checkpoint.every": "250", "checkpoint.keep": "2", "optimizer.lr": "1e-5",
+        "task.options": "{ max_value = 9, train = 50, held_out = 10 }", "virtual_shards": "2", "task.reward": "letters_reward:reward",
     }  # fmt: skip
+    (tmp_path / "letters_reward.py").write_text("def reward(problem, completion):\n    return float(sum(map(ord, completion)) % 7)\n")
     run = tmp_path / "run"
-    done = subprocess.run([sys.executable, "-c", _CODE, json.dumps(overrides), str(run)], capture_output=True, text=True, check=True)
+    words = [sys.executable, "-c", _CODE, json.dumps(overrides), str(run)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=tmp_path)
     found = json.loads(done.stdout.splitlines()[-1])
     assert (found["unequal"], found["max_abs"]) == (0, 0.0)
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").open()]
     assert [m["step"] for m in metrics] == list(range(_STEPS))
     assert {m["mismatch/max_abs"] for m in metrics} == {0.0}
+    assert sum(m["grad_norm"] > 0 for m in metrics) > 0.9 * _STEPS, "a step without a gradient proves little"
     pages = found["pages"]
     # What is kept of each step (its metrics) is a few hundred bytes in lists; a leak of one gradient a step would be 100 times this.
     assert max(pages[-100:]) - max(pages[100:200]) < (8 << 20) // 4096, pages[::50]
