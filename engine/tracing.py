@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..model.decoder import Context, Decoder, Tap, ignore
-from ..model.prompts import prompt_passes
+from ..model.prompts import first_of_prompt, prompt_passes
 from ..verify.bitwise import unequal
 from ..verify.trace import OpDifference, Trace, compare_traces, first_divergence
 from .audit.engines import split_fused
@@ -98,7 +99,7 @@ def _places(rollouts: Sequence[Rollout], shards: int) -> list[torch.Tensor]:
     for shard in virtual_shards(rollouts, shards):
         for at in prompt_passes([r.prompt_ids for r in shard]):
             some = shard[at]
-            firsts = [r for i, r in enumerate(some) if i == 0 or r.prompt_ids != some[i - 1].prompt_ids]
+            firsts = compress(some, first_of_prompt([r.prompt_ids for r in some]))
             every += [(r.prompt, r.sample, i) for r in firsts for i in range(len(r.prompt_ids) - 1)]
             own = [(r.prompt, r.sample, len(r.prompt_ids) - 1 + i) for r in some for i in range(len(r.completion_ids))]
             every += own

@@ -34,7 +34,7 @@ class PromptUnderflow:
 
     def _count(self, dx: torch.Tensor) -> None:
         rows = torch.isin(self._prompt_of_row, torch.tensor(sorted(self.reached), dtype=torch.int64))
-        self.zeros["embed"] += int((dx[: len(rows)][rows.to(dx.device)] == 0).sum())
+        self.zeros["embed"] += _zeros(dx, rows)
 
 
 class Underflow:
@@ -66,4 +66,9 @@ class Underflow:
 
     def _count(self, name: str, dx: torch.Tensor) -> None:
         rows = self._read if name == "norm" else self._reached
-        self.zeros[name] += int((dx[: len(rows)][rows.to(dx.device)] == 0).sum())
+        self.zeros[name] += _zeros(dx, rows)
+
+
+def _zeros(dx: torch.Tensor, rows: torch.Tensor) -> int:
+    """Zeros of dx [T + filler, D] in the rows [T] that are true."""
+    return int((dx[: len(rows)][rows.to(dx.device)] == 0).sum())

@@ -24,10 +24,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from .order import same_bits
+
 # Rows of the query tile that defines a row's bits are a multiple of this.
 ROW_UNIT = 8
 # Rows of the tiles that stand for it: long ones share the gathered keys among more rows (whole sequences), short ones waste less on
-# decoding, which brings only `group` rows. A step trains in 0.97 of the time and decodes in 0.95 (benchmarks/LOG.md).
+# decoding, which brings only `group` rows. A step trains in 0.97 of the time and decodes in 0.96 (benchmarks/LOG.md).
 _LONG_TILES, _SHORT_TILE = (32, 16), 4
 # Keys of one partial sum of the softmax. A constant: it fixes the order of the softmax's sums.
 KEY_TILE = 32
@@ -118,7 +120,8 @@ def tile_rows(query_lengths: Sequence[int], group: int, D: int, dtype: torch.dty
     """Rows of a query tile for these sequences: those that define the bits, or more or fewer that have them and suit the lengths."""
     defining = -(-group // ROW_UNIT) * ROW_UNIT
     mean = sum(query_lengths) * group / len(query_lengths)
-    for rows in (*(r for r in _LONG_TILES if r <= mean), *([_SHORT_TILE] if mean <= _SHORT_TILE else [])):
+    suited = [_SHORT_TILE] if mean <= _SHORT_TILE else [rows for rows in _LONG_TILES if rows <= mean]
+    for rows in suited:
         if group <= rows and (rows == defining or _agree(rows, defining, D, dtype, torch.get_num_threads())):
             return rows
     return defining
@@ -136,8 +139,7 @@ def _agree(rows: int, defining: int, D: int, dtype: torch.dtype, threads: int) -
         s = torch.bmm(q.view(-1, R, D), tiles[:, 0].transpose(1, 2)).view(-1)
         return torch.cat([s, torch.zeros(8 * n // R, R, D, dtype=dtype).baddbmm_(p.view(-1, R, KEY_TILE), tiles[:, 1]).view(-1)])
 
-    bits = {4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    return torch.equal(products(rows).view(bits), products(defining).view(bits))
+    return same_bits(products(rows), products(defining))
 
 
 def _index_plan(

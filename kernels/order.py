@@ -150,7 +150,7 @@ def _pack_agrees(dtype: torch.dtype, N: int, K: int, threads: int) -> bool:
     x, w = (torch.randn(n, K, generator=g).to(dtype) for n in (_PACKED_ROWS, N))
     pack, expected = _pack(w), torch.cat([_product(tile, w.t()) for tile in x.split(ROW_TILE)])
     tiles = [rows for rows in (*_LONG_TILES, ROW_TILE) if rows <= _PACKED_ROWS]
-    return all(_same_bits(torch.cat([_linear(tile, pack) for tile in x.split(rows)]), expected) for rows in tiles)
+    return all(same_bits(torch.cat([_linear(tile, pack) for tile in x.split(rows)]), expected) for rows in tiles)
 
 
 def _narrow(y: torch.Tensor, N: int) -> torch.Tensor:
@@ -174,10 +174,11 @@ def _agrees(rows: int, dtype: torch.dtype, K: int, N: int, strides: tuple[int, i
     g = torch.Generator().manual_seed(0)
     x = torch.randn(rows, K, generator=g, dtype=torch.float32).to(dtype)
     w = torch.empty_strided((K, N), strides, dtype=dtype).copy_(torch.randn(K, N, generator=g, dtype=torch.float32))
-    return _same_bits(_product(x, w), torch.cat([_product(tile, w) for tile in x.split(ROW_TILE)]))
+    return same_bits(_product(x, w), torch.cat([_product(tile, w) for tile in x.split(ROW_TILE)]))
 
 
-def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """What a probe decides by: every element of two tensors of one dtype and shape, as integers."""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
     return torch.equal(x.view(bits), y.view(bits))
 

@@ -12,13 +12,14 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from ..kernels.attention import attention, varlen_plan
 from ..kernels.backend import on_triton
 from ..kernels.embedding import check_ids, embedding
 from ..kernels.grad import accumulate_dtype
 from ..kernels.linear import linear
-from ..kernels.order import Blocks, token_blocks
+from ..kernels.order import ROW_TILE, Blocks, token_blocks
 from ..kernels.rms_norm import add_rms_norm, qk_norm, rms_norm
 from ..kernels.rope import rope, rope_table, rope_table_fp32
 from ..kernels.silu_mul import silu_mul
@@ -90,6 +91,12 @@ class PackedContext:
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         """See Context."""
         return attention(q, k, v, self._plan, scale)
+
+
+def with_filler(ids: torch.Tensor, decoder: "Decoder") -> tuple[torch.Tensor, int]:
+    """ids [T] followed by as many filler ids as make whole row tiles, so that no matrix product of the reference has a partial one."""
+    filler = 0 if on_triton(decoder.flat) else -len(ids) % ROW_TILE
+    return F.pad(ids, (0, filler)), filler
 
 
 def _rope_table(c: ModelConfig, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,28 +14,30 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from ..kernels.attention import attention, varlen_plan
-from ..kernels.backend import on_triton
 from ..kernels.embedding import embedding
 from ..kernels.grad import accumulate_dtype
-from ..kernels.order import ROW_TILE, token_blocks
-from .decoder import Decoder, PackedContext, Tap, ignore
+from ..kernels.order import token_blocks
+from .decoder import Decoder, PackedContext, Tap, ignore, with_filler
 
 # Tokens of the prompts of one pass; a longer prompt has a pass of its own. A constant, as it orders the weights' gradients.
 PASS_TOKENS = 512
 
 
+def first_of_prompt(prompts: Sequence[Sequence[int]]) -> list[bool]:
+    """Whether each of n samples is the first of its prompt. prompts [n]: that of each sample, equal ones side by side."""
+    return [i == 0 or prompt != prompts[i - 1] for i, prompt in enumerate(prompts)]
+
+
 def prompt_passes(prompts: Sequence[Sequence[int]]) -> list[slice]:
     """The prompt of each of n samples -> slices of samples whose prompts are read together. Samples of one prompt lie side by side."""
     passes, start, tokens = [], 0, 0
-    for i, prompt in enumerate(prompts):
-        if i and prompt != prompts[i - 1] and tokens + len(prompt) > PASS_TOKENS:
+    for i, (prompt, first) in enumerate(zip(prompts, first_of_prompt(prompts), strict=True)):
+        if i and first and tokens + len(prompt) > PASS_TOKENS:
             passes.append(slice(start, i))
             start, tokens = i, 0
-        if i == start or prompt != prompts[i - 1]:
-            tokens += len(prompt)
+        tokens += len(prompt) if first else 0
     return [*passes, slice(start, len(prompts))] if len(prompts) else []
 
 
@@ -47,9 +49,9 @@ class Prompts:
         for i, prompt in enumerate(prompts):
             if not len(prompt):
                 raise ValueError(f"prompts: prompt {i} is empty; a completion needs at least one token before it")
-        new = [i == 0 or prompt != prompts[i - 1] for i, prompt in enumerate(prompts)]
-        self.of = tuple((np.cumsum(new) - 1).tolist())  # [n], the prompt of each sample
-        heads = [prompt[:-1] for prompt, first in zip(prompts, new, strict=True) if first]
+        firsts = first_of_prompt(prompts)
+        self.of = tuple((np.cumsum(firsts) - 1).tolist())  # [n], the prompt of each sample
+        heads = [prompt[:-1] for prompt, first in zip(prompts, firsts, strict=True) if first]
         self.lengths = np.array([len(head) for head in heads])  # [N]
         self.starts = np.cumsum(self.lengths) - self.lengths  # [N], in B
         ids = [token for head in heads for token in head]
@@ -84,9 +86,9 @@ class _Handover(torch.autograd.Function):
 
 def _read(decoder: Decoder, ids: list[int], lengths: list[int], tap: Tap) -> list[torch.Tensor]:
     """Keys and values of packed tokens, [B, 2 Hkv D] of each layer."""
-    filler = 0 if on_triton(decoder.flat) else -len(ids) % ROW_TILE
+    filled, filler = with_filler(torch.tensor(ids), decoder)
     context = _ReadingContext(lengths, decoder.config, filler)
-    decoder.read(F.pad(torch.tensor(ids), (0, filler)), context, tap)
+    decoder.read(filled, context, tap)
     return context.kv
 
 

@@ -9,12 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
-from ..kernels.backend import on_triton
 from ..kernels.logprob import Distribution, linear_logprob
-from ..kernels.order import ROW_TILE, token_blocks
-from .decoder import Decoder, PackedContext, Tap, ignore
+from ..kernels.order import token_blocks
+from .decoder import Decoder, PackedContext, Tap, ignore, with_filler
 from .prompts import Prompts, SampleContext
 
 
@@ -61,14 +59,13 @@ def logprobs(
     longest = max(a + b for a, b in zip(before, batch.lengths, strict=True))
     if longest > decoder.config.max_positions:
         raise ValueError(f"logprobs: a sequence of {longest} tokens is longer than the context ({decoder.config.max_positions})")
-    # Whole row tiles: every matrix product of the reference is spared a partial one.
-    filler = 0 if on_triton(decoder.flat) else -len(batch.ids) % ROW_TILE
+    ids, filler = with_filler(batch.ids, decoder)
     context = (
         PackedContext(batch.lengths, decoder.config, filler)
         if prompts is None
         else SampleContext(decoder, batch.lengths, prompts, batch.after, filler)
     )
-    hidden = decoder.hidden(F.pad(batch.ids, (0, filler)), context, tap)
+    hidden = decoder.hidden(ids, context, tap)
     # The rows are unique, so that their gradient is written and never added up.
     rows, targets = batch.rows.to(decoder.device), batch.targets.to(decoder.device)
     head = decoder.logits_weight()

@@ -1,8 +1,9 @@
 """What several tests share: seeded inputs, threads, and the two judgements, equal bits and accuracy against fp64."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from hypothesis import settings
@@ -31,6 +32,21 @@ def randint(seed: int, high: int, *shape: int) -> torch.Tensor:
 
 def total_unequal(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> int:
     return sum(count_unequal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@contextmanager
+def forgotten(probe: Callable) -> Iterator[None]:
+    """What a cached probe of kernels/ found before is not known inside, nor what it finds inside afterwards."""
+    probe.cache_clear()
+    try:
+        yield
+    finally:
+        probe.cache_clear()
+
+
+def write_letters_reward(folder: Path) -> None:
+    """A module in `folder` whose reward, "letters_reward:reward", differs between completions, so that a step has a gradient."""
+    (folder / "letters_reward.py").write_text("def reward(problem, completion):\n    return float(sum(map(ord, completion)) % 7)\n")
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from zerokl.kernels import attention_plan
 from zerokl.kernels.attention import attention, attention_cached, varlen_plan
 from zerokl.kernels.attention_plan import AttentionPlan
 
-from tests.helpers import DTYPES, property_settings, randn, threads, total_unequal
+from tests.helpers import DTYPES, forgotten, property_settings, randn, threads, total_unequal
 
 
 class Case(NamedTuple):
@@ -130,11 +130,9 @@ def another_order(monkeypatch, request):
         y = library(a, b) if a.shape[1] != request.param else library(a[..., :half], b[:, :half]) + library(a[..., half:], b[:, half:])
         return y if out is None else out.copy_(y)
 
-    agree = attention_plan._agree
-    agree.cache_clear()
-    monkeypatch.setattr(torch, "bmm", bmm)
-    yield
-    agree.cache_clear()
+    with forgotten(attention_plan._agree):
+        monkeypatch.setattr(torch, "bmm", bmm)
+        yield
 
 
 @pytest.mark.usefixtures("another_order")

@@ -9,7 +9,7 @@ from zerokl.kernels import order
 from zerokl.kernels.order import ROW_TILE, matmul_rows, packed
 from zerokl.verify.bitwise import count_unequal
 
-from tests.helpers import property_settings, randn, threads
+from tests.helpers import forgotten, property_settings, randn, threads
 
 MULTIPLES_OF_ALIGN = st.integers(1, 40).map(lambda n: 16 * n)
 
@@ -44,11 +44,9 @@ def another_order(monkeypatch: pytest.MonkeyPatch):
     def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return library(x, w) if len(x) < 256 else library(x[:, :48], w[:48]) + library(x[:, 48:], w[48:])
 
-    agrees = order._agrees
-    agrees.cache_clear()
-    monkeypatch.setattr(order, "_product", product)
-    yield
-    agrees.cache_clear()
+    with forgotten(order._agrees):
+        monkeypatch.setattr(order, "_product", product)
+        yield
 
 
 @pytest.mark.usefixtures("another_order")
@@ -87,15 +85,12 @@ def test_packed_weights_with_other_bits_are_not_taken(monkeypatch):
     """A library whose packed product sums in another order."""
     w, x = randn(0, 64, 96), randn(1, 40, 96)
     plain, pack = matmul_rows(x, w.t()), order._pack
-    agrees = order._pack_agrees
-    agrees.cache_clear()
     monkeypatch.setattr(order, "_pack", lambda w: pack(w * 1.0000001))
-    with packed([w]):
+    with forgotten(order._pack_agrees), packed([w]):
         assert count_unequal(matmul_rows(x, w.t()), plain) == 0
     monkeypatch.setattr(order, "_pack_agrees", lambda *_: True)
     with packed([w]):
         assert count_unequal(matmul_rows(x, w.t()), plain) > 0, "control: unseen, they would be"
-    agrees.cache_clear()
 
 
 def test_no_more_memory_than_allowed_is_packed(monkeypatch):

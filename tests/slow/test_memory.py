@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.helpers import torchrun
+from tests.helpers import torchrun, write_letters_reward
 from tests.random_model import random_model
 
 pytestmark = pytest.mark.slow
@@ -33,7 +33,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
 def peak_gib(tmp_path):
     """Peak memory in GiB of two steps with these overrides, in a process of its own."""
     runs = iter(range(100))
-    (tmp_path / "length_reward.py").write_text("def reward(problem, completion):\n    return float(sum(map(ord, completion)) % 97)\n")
+    write_letters_reward(tmp_path)
 
     def run(**overrides) -> float:
         words = [f"{key.replace('__', '.')}={value}" for key, value in overrides.items()]
@@ -51,7 +51,7 @@ def test_a_step_of_the_demo_stays_under_2_gib(peak_gib):
 
 def test_memory_is_bounded_by_the_micro_batch_not_by_the_batch(peak_gib):
     # A reward that differs between samples, so that every micro-batch has a backward pass to hold memory for.
-    long = dict(sampling__max_tokens=200, virtual_shards=1, workers=1, task__reward="length_reward:reward")
+    long = dict(sampling__max_tokens=200, virtual_shards=1, workers=1, task__reward="letters_reward:reward")
     small, large = peak_gib(prompts=8, micro_batch=4, **long), peak_gib(prompts=48, micro_batch=4, **long)
     unbounded = peak_gib(prompts=8, micro_batch=64, **long)
     assert large - small < 0.25 * (unbounded - small), (small, large, unbounded)
@@ -65,8 +65,7 @@ def peak():
         out.write(line.split()[1])
 if "-m" in __import__("sys").orig_argv:  # a rank, not one of its workers
     atexit.register(peak)
-def reward(problem, completion):
-    return float(sum(map(ord, completion)) % 97)
+from letters_reward import reward
 """
 
 
@@ -77,6 +76,7 @@ def test_ranks_share_the_memory_of_the_training_state(tmp_path):
         hidden_size=768, intermediate_size=2048, num_hidden_layers=7, num_attention_heads=8, num_key_value_heads=2, head_dim=64
     )  # fmt: skip
     model = random_model(tmp_path, widths)
+    write_letters_reward(tmp_path)
     (tmp_path / "peak.py").write_text(_PEAK)
     words = {
         "model": model, "steps": 1, "prompts": 8, "samples": 2, "evaluation.every": 0, "workers": 1, "dtype": "bfloat16",

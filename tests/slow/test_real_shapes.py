@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import write_letters_reward
+
 pytestmark = pytest.mark.slow
 _VOCAB = 151_936
 _SHAPES = {
@@ -29,7 +31,7 @@ from zerokl.engine.config import load_config
 from zerokl.engine.run import train
 model, run, dtype = sys.argv[1:]
 words = {"model": model, "dtype": dtype, "steps": "1", "prompts": "2", "samples": "2", "micro_batch": "1", "virtual_shards": "2",
-         "sampling.max_tokens": "4", "evaluation.every": "0", "task.reward": "length_reward:reward"}
+         "sampling.max_tokens": "4", "evaluation.every": "0", "task.reward": "letters_reward:reward"}
 summary = train(load_config(None, None, words), run)
 print(json.dumps({"unequal": summary.tokens_unequal, "tokens": summary.tokens,
                   "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}))
@@ -53,7 +55,7 @@ def _write_model(folder: Path, family: str, shape: dict) -> None:
 def model(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     _write_model(folder, *_SHAPES[request.param])
-    (folder / "length_reward.py").write_text("def reward(problem, completion):\n    return float(sum(map(ord, completion)) % 7)\n")
+    write_letters_reward(folder)
     return folder
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import write_letters_reward
 from tests.random_model import random_model
 
 pytestmark = pytest.mark.slow
@@ -37,7 +38,7 @@ def test_a_thousand_steps_stay_exact_and_flat(tmp_path: Path):
         "threads": "1", "evaluation.every": "0", "checkpoint.every": "250", "checkpoint.keep": "2", "optimizer.lr": "1e-5",
         "task.options": "{ max_value = 9, train = 50, held_out = 10 }", "virtual_shards": "2", "task.reward": "letters_reward:reward",
     }  # fmt: skip
-    (tmp_path / "letters_reward.py").write_text("def reward(problem, completion):\n    return float(sum(map(ord, completion)) % 7)\n")
+    write_letters_reward(tmp_path)
     run = tmp_path / "run"
     words = [sys.executable, "-c", _CODE, json.dumps(overrides), str(run)]
     done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=tmp_path)
