@@ -18,9 +18,9 @@ from .slices import Slices
 if TYPE_CHECKING:  # benchmarks/device.py runs where pydantic is not installed
     from .config import OptimizerConfig
 
-# Elements of one slice of an elementwise pass; a multiple of FLAT_TILE. Bounds temporaries to a few MiB, on a GPU, which waits for each
-# launch, to some hundred.
-SLICE, GPU_SLICE = 256 * FLAT_TILE, 8192 * FLAT_TILE
+# Elements of one slice of an elementwise pass; a multiple of FLAT_TILE. Temporaries of 1 MiB stay in the cache (benchmarks/LOG.md); a GPU,
+# which waits for each launch, has some of a hundred.
+SLICE, GPU_SLICE = 64 * FLAT_TILE, 8192 * FLAT_TILE
 
 
 class GradientOverflowError(FloatingPointError):
@@ -73,7 +73,7 @@ class Learner:
         """The hash tree of the master weights. For all ranks at once."""
         if self.in_place:  # of this rank's copy, so that ranks whose copies have parted are found out
             return hash_tree(self.layout.checkpoint_views(self.decoder.flat))
-        return self.slices.hash_tree(self.master)
+        return self.slices.hash_tree(self.slices.hashing(self.master))
 
     def learning_rate(self) -> float:
         """The rate of the next update."""
