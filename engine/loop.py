@@ -6,6 +6,7 @@ Shapes: P prompts, G samples of each, sequences in canonical order (prompt by pr
 import math
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -112,12 +113,11 @@ def train_step(state: TrainState) -> StepRecord:
             old = old or [x.numpy() for x in logp.split(lengths)]
         if update or stale:
             metrics |= monitor.staleness(logp)
-        scale = scaler.scale
-        updated = scaler.update(state.learner, gradient, parts)  # overflow, clipping, AdamW, fp32 master weights
+        ledger = state.ledger.updating(state.learner, logp, gradient, scaler.scale) if state.ledger else nullcontext()
+        with ledger, state.workers.own_threads():
+            updated = scaler.update(state.learner, gradient, parts)  # overflow, clipping, AdamW, fp32 master weights
         metrics, notes = metrics | updated.metrics, notes | updated.notes
         state.version += updated.applied
-        if state.ledger:
-            state.ledger.updated(state.learner, logp, gradient, scale)
     state.sampler.load_weights(state.policy.w, state.version)
     metrics |= rollout_metrics(rollouts, got.texts, got.rewards) | {"tokens": monitor.tokens}
     metrics |= loss_metrics(loss_cfg, got, shaped, reference) | ({"staleness/versions": stale} if cfg.max_staleness else {})

@@ -1,6 +1,7 @@
 """Workers, sampler and scorer of one rank among several: each does its own part, and every rank gets what all of them did."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -30,6 +31,10 @@ class RankedWorkers:
     def n(self) -> int:
         """Workers of this rank."""
         return self._workers.n
+
+    def own_threads(self) -> AbstractContextManager[None]:
+        """See Workers.own_threads."""
+        return self._workers.own_threads()
 
     def sum_shards(self, work: Callable[[Decoder, X], Y], shards: Sequence[X | None]) -> tuple[list[Y | None], torch.Tensor | None]:
         """See Workers.sum_shards: the same results in every rank, and of the gradient its part (Slices.sum_roots)."""

@@ -1,7 +1,8 @@
 """What the loop writes to the run's ledger (verify/ledger.py): which settings decide bits, and the hash of each quantity of a step."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -131,15 +132,23 @@ class Recorder:
         self._seconds = 0.0
         self.listener: Callable[[torch.Tensor, torch.Tensor], None] | None = None  # given logp and gradient of each update
 
-    def updated(self, learner: Learner, logp: torch.Tensor, gradient: torch.Tensor, scale: float = 1.0) -> None:
-        """Once for each update of a step: the trainer's logp [C] and the gradient of the loss times `scale`, as the learner takes it."""
+    @contextmanager
+    def updating(self, learner: Learner, logp: torch.Tensor, gradient: torch.Tensor, scale: float = 1.0) -> Iterator[None]:
+        """Around each update of a step: the trainer's logp [C] and the gradient of the loss times `scale`, as the learner takes it.
+
+        The gradient is hashed beside the update.
+        """
         began, n = time.perf_counter(), len(self._scales)
         self._scales.append(scale)
         suffix = f".{n}" if n else ""
         self._updates[f"trainer_logprobs{suffix}"] = digest(logp)
         # A power of two leaves no trace in the bits, so runs at different loss scales have one ledger.
         gradient = gradient if scale == 1.0 else gradient / scale
-        self._keep(self._updates, f"gradient{suffix}", learner.slices.hash_tree(gradient))
+        hashing = learner.slices.hashing(gradient)
+        self._seconds += time.perf_counter() - began
+        yield
+        began = time.perf_counter()
+        self._keep(self._updates, f"gradient{suffix}", learner.slices.hash_tree(hashing))
         self._seconds += time.perf_counter() - began
         if self.listener:
             self.listener(logp, gradient)
@@ -167,7 +176,7 @@ class Recorder:
 
     def _state(self, quantities: dict[str, str], state: _State) -> None:
         learner = state.learner
-        self._keep(quantities, "optimizer", learner.slices.hash_tree(*learner.moments))
+        self._keep(quantities, "optimizer", learner.slices.hash_tree(learner.slices.hashing(*learner.moments)))
         self._keep(quantities, "weights", learner.hash_weights())
         if not learner.in_place:
             self._keep(quantities, "compute_weights", hash_tree(learner.layout.checkpoint_views(state.policy.flat)))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..model.weights import FLAT_TILE, Layout
-from ..verify.ledger import Tree, hash_tree, tree_of
+from ..verify.ledger import Hashing, Tree, tree_of
 from .gradient import add_roots
 from .ranks import ALONE, Ranks, peers
 
@@ -111,8 +111,11 @@ class Slices:
                 whole[part] = theirs.cpu()
         return whole
 
-    def hash_tree(self, *parts: torch.Tensor) -> Tree:
-        """The hash tree of a tensor, or several, of which each rank has its slice (or more after it): leaves by their owners."""
-        views = [self.layout.checkpoint_views(part, self.own) for part in parts]
-        leaves = self.ranks.gather(lambda: hash_tree(*views).leaves)
+    def hashing(self, *parts: torch.Tensor) -> Hashing:
+        """Begin to hash this rank's slice of a tensor, or several, of which each rank has its slice (or more after it)."""
+        return Hashing(*(self.layout.checkpoint_views(part, self.own) for part in parts))
+
+    def hash_tree(self, begun: Hashing) -> Tree:
+        """The hash tree over all ranks' slices: leaves by their owners."""
+        leaves = self.ranks.gather(lambda: begun.tree().leaves)
         return tree_of([leaf for own in leaves for leaf in own])

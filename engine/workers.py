@@ -16,7 +16,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import TypeVar
@@ -100,6 +100,13 @@ class Workers:
             self._others = [_Process(i, self.weights, head, decoder.layout.numel) for i in range(1, self.n)]
         self.host = Host(decoder, shards // self.n, native, self.n)
 
+    def own_threads(self) -> AbstractContextManager[None]:
+        """torch runs on one worker's share of the threads inside.
+
+        Threads of torch's would spin for 10 ms after each operation, on cores that the other workers and the ledger need.
+        """
+        return cpu_threads(self._own_threads)
+
     def map(self, work: Callable[[Host, X], Y], items: Sequence[X]) -> list[Y]:
         """work(host, item) for each item, at most n of them, a worker each; results in order. The first exception in order is raised.
 
@@ -108,7 +115,7 @@ class Workers:
         assert len(items) <= self.n, f"{len(items)} items for {self.n} workers"
         for other, item in zip(self._others, items[1:], strict=False):
             other.send((work, item))
-        with cpu_threads(self._own_threads):
+        with self.own_threads():
             results = [_attempt(work, self.host, items[0])]
         results += [other.receive() for other, _ in zip(self._others, items[1:], strict=False)]
         for result in results:
@@ -125,7 +132,8 @@ class Workers:
         each = len(shards) // self.n
         done = self.map(_sum_part, [(work, shards[i * each : (i + 1) * each]) for i in range(self.n)])
         others = [other.root if has_root else None for other, (_, has_root) in zip(self._others, done[1:], strict=True)]
-        gradient = add_roots([self.host.gradient.tree.take(), *others])
+        with self.own_threads():
+            gradient = add_roots([self.host.gradient.tree.take(), *others])
         return [result for results, _ in done for result in results], gradient
 
     def close(self) -> None:

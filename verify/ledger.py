@@ -13,6 +13,7 @@ The hash of a quantity that has a part for each weight is the root of a hash tre
 import hashlib
 import json
 import os
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -62,25 +63,42 @@ class Tree:
     leaves: list[str]
 
 
-# Threads that hash side by side: hashlib lets others run. What is done by which decides nothing.
-_THREADS = min(8, os.cpu_count() or 1)
+# Threads that hash beside the one that asks: hashlib lets others run. What is done by which decides nothing.
+_HELPERS = min(8, os.cpu_count() or 1) - 1
 
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_THREADS, thread_name_prefix="ledger")
+    return ThreadPoolExecutor(_HELPERS + 1, thread_name_prefix="ledger")  # one more, to wait for the disk
+
+
+class Hashing:
+    """A tree that other threads have begun to hash, see hash_tree; nobody may change the tensors until `tree` returns."""
+
+    def __init__(self, *parts: Mapping[str, torch.Tensor]):
+        self._parts, self._left, self._leaves = parts, deque(parts[0]), dict.fromkeys(parts[0], "")
+        self._helpers = [_pool().submit(self._work) for _ in range(_HELPERS)]
+
+    def _work(self) -> None:
+        while True:
+            try:
+                name = self._left.popleft()
+            except IndexError:
+                return
+            self._leaves[name] = digest(*(part[name] for part in self._parts))[:_LEAF]
+
+    def tree(self) -> Tree:
+        """The tree, with this thread's help."""
+        self._work()
+        for helper in self._helpers:
+            if not helper.cancel():  # it began
+                helper.result()
+        return tree_of(list(self._leaves.values()))
 
 
 def hash_tree(*parts: Mapping[str, torch.Tensor]) -> Tree:
     """The tree over the weights' names; a leaf hashes that weight's tensor in each of `parts`."""
-    if not parts[0]:
-        return tree_of([])
-    sizes = np.cumsum([x.nbytes for x in parts[0].values()])
-    groups: list[list[str]] = [[] for _ in range(_THREADS)]  # neighbours together: a task for each weight costs more than its hash
-    for name, before in zip(parts[0], [0, *sizes[:-1]], strict=True):
-        groups[int(before * _THREADS // sizes[-1])].append(name)
-    hashed = _pool().map(lambda names: [digest(*(p[name] for p in parts))[:_LEAF] for name in names], groups)
-    return tree_of([leaf for group in hashed for leaf in group])
+    return Hashing(*parts).tree()
 
 
 def tree_of(leaves: list[str]) -> Tree:

@@ -1,14 +1,16 @@
 """The ledger: what is chained, and that no bit of its file changes unseen."""
 
 import copy
+import threading
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from zerokl.verify import ledger
 from zerokl.verify.files import manifest_damage, whole_lines, write_manifest, write_whole
-from zerokl.verify.ledger import Head, Ledger, Line, digest, digest_ids, hash_tree, read_ledger
+from zerokl.verify.ledger import Hashing, Head, Ledger, Line, digest, digest_ids, hash_tree, read_ledger
 
 from tests.helpers import property_settings, randn
 
@@ -163,3 +165,22 @@ def test_a_manifest_names_what_was_changed(tmp_path, how):
         "foreign": f"{tmp_path / 'in' / 'c'} is foreign", "manifest": f"{manifest} was altered",
     }  # fmt: skip
     assert manifest_damage(tmp_path).startswith(said[how])
+
+
+@pytest.mark.parametrize("helpers", [0, 1, 5])
+def test_a_tree_is_the_same_however_many_threads_hash_it(helpers, monkeypatch):
+    parts = [{f"w{i}": randn(k + i, 1000 * i % 7001) for i in range(40)} for k in (0, 100)]
+    monkeypatch.setattr(ledger, "_HELPERS", helpers)
+    leaves = [digest(parts[0][name], parts[1][name])[:32] for name in parts[0]]
+    assert hash_tree(*parts) == ledger.tree_of(leaves)
+    parts[1]["w20"][-1] = 9.0  # control
+    assert [a == b for a, b in zip(hash_tree(*parts).leaves, leaves, strict=True)].count(False) == 1
+
+
+def test_a_tree_does_not_wait_for_threads_that_are_busy():
+    free = threading.Event()
+    busy = [ledger._pool().submit(free.wait) for _ in range(64)]
+    parts = {"a": torch.zeros(3), "b": torch.ones(2)}
+    assert Hashing(parts).tree().leaves == [digest(x)[:32] for x in parts.values()]
+    free.set()
+    assert all(task.result() for task in busy)
