@@ -8,6 +8,7 @@ The weights lie in memory that all of them share, and so do the gradients they r
 the others wait for (function, argument), and end when the caller does.
 """
 
+import ctypes
 import os
 import pickle
 import signal
@@ -38,6 +39,7 @@ Y = TypeVar("Y")
 
 # A model with more parameters keeps the cores busy with one worker, and each worker holds a gradient of its own.
 _LARGE = 50_000_000
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _NATIVE = NativeConfig()
 
 
@@ -65,10 +67,22 @@ def cpu_threads(n: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def keep_freed_memory() -> None:
+    """Have glibc keep what a step frees for the next one, instead of giving it back and having it zeroed again; nothing with another libc.
+
+    Blocks of up to 32 MB, its limit, and 64 MB at the top of the heap (benchmarks/LOG.md).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        mallopt(_M_TRIM_THRESHOLD, 64 << 20)
+
+
 class Host:
     """What one worker computes with. Its gradient is made when first asked for: sampling needs none."""
 
     def __init__(self, decoder: Decoder, shards: int, native: NativeConfig, workers: int):
+        keep_freed_memory()
         self.decoder, self._shards = decoder, shards
         self.sampler = NativeSampler(decoder, **native.model_dump(), workers=workers)
         self._gradient: ShardSum | None = None
