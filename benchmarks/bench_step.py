@@ -3,19 +3,20 @@
     python benchmarks/bench_step.py --trl-python .venv-trl/bin/python      (TRL has an environment of its own)
 
 The step: 8 prompts x 8 samples x 64 new tokens, Qwen3 with 4 layers, width 256, 8 query and 2 key-value heads of 32, MLP
-512, vocabulary 128, one update. Each side is a process of its own; the sides alternate, and ratios are taken pair by pair,
-so that a change of the machine's speed meets both. Results go to benchmarks/results/cpu/bench_step.json.
+512, vocabulary 128, one update. Each side is a process of its own; the sides take turns step by step (turns.py), and ratios are
+taken turn by turn, so that a change of the machine's speed meets both. Results go to benchmarks/results/cpu/bench_step.json.
 """
 
 import argparse
 import json
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+import turns
 
 HERE = Path(__file__).parent
 PROMPTS, SAMPLES, NEW_TOKENS, PROMPT_CHARS = 8, 8, 64, 16
@@ -51,43 +52,42 @@ def make_model(folder: Path) -> None:
     character_tokenizer(letters).save_pretrained(folder)
 
 
-def zerokl_side(model: str, dtype: str, steps: int, warmup: int, threads: int, sampler: str) -> dict:
-    """Time zerokl's step in this process."""
+def zerokl_side(args: argparse.Namespace, model: str, dtype: str) -> None:
+    """zerokl's steps in this process, one a turn."""
     import torch
     from zerokl.engine.config import load_config
     from zerokl.engine.loop import train_step
     from zerokl.engine.run import make_state
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(args.threads)
     values = {
-        "model": model, "dtype": dtype, "prompts": PROMPTS, "samples": SAMPLES, "steps": steps + warmup, "sampling.max_tokens": NEW_TOKENS,
-        "sampler": sampler,
+        "model": model, "dtype": dtype, "prompts": PROMPTS, "samples": SAMPLES, "steps": args.turns, "sampling.max_tokens": NEW_TOKENS,
+        "sampler": args.sampler,
     }  # fmt: skip
     config = load_config(None, None, {k: str(v) for k, v in values.items()})
     state = make_state(config, Path(model), Letters())
     state.text.stop_ids = frozenset()  # every completion has exactly NEW_TOKENS tokens, as on TRL's side
-    step_s, sample_s = [], []
-    for _ in range(steps + warmup):
+    for _ in range(args.turns):
+        turns.wait()
         began = time.perf_counter()
         m = train_step(state).metrics
-        step_s.append(time.perf_counter() - began)
-        sample_s.append(m["time/sample_s"])
+        turns.answer(step_s=time.perf_counter() - began, sample_s=m["time/sample_s"])
         assert m["mismatch/frac_equal"] == 1.0
         assert m["tokens"] == PROMPTS * SAMPLES * NEW_TOKENS
-    return {"step_s": step_s[warmup:], "sample_s": sample_s[warmup:]}
 
 
-def trl_side(args: argparse.Namespace, model: str, dtype: str, mode: str, scratch: Path) -> dict:
-    """Time TRL's step in its own environment."""
-    out = scratch / "trl.json"
-    words = ["--model", model, "--dtype", dtype, "--bf16-mode", mode, "--out", str(out), *shared_words(args)]
-    subprocess.run([args.trl_python, str(HERE / "trl_step.py"), *words], check=True, capture_output=True)
-    return json.loads(out.read_text())
+def sides(args: argparse.Namespace, model: str, dtype: str, scratch: Path) -> dict[str, turns.Side]:
+    """zerokl, and of each TRL its training and its generate alone.
 
-
-def shared_words(args: argparse.Namespace) -> list[str]:
-    """Options that both sides are given."""
-    return ["--steps", str(args.steps), "--warmup", str(args.warmup), "--threads", str(args.threads)]
+    bf16 meets two TRLs: "autocast" keeps fp32 master weights as zerokl does; "pure" has bf16 weights and optimizer state.
+    """
+    shared = ["--turns", str(args.turns), "--threads", str(args.threads)]
+    words = {"zerokl": [sys.executable, __file__, "--side", f"{dtype}:{model}", "--sampler", args.sampler, *shared]}
+    for mode in ("autocast", "pure") if dtype == "bfloat16" else ("pure",):
+        trl = [args.trl_python, str(HERE / "trl_step.py"), "--model", model, "--dtype", dtype, "--bf16-mode", mode, *shared]
+        name = f"trl_{mode}" if dtype == "bfloat16" else "trl"
+        words |= {name: trl, f"{name}_generate": [*trl, "--what", "generate"]} if args.trl_python else {}
+    return {name: turns.Side(own, scratch / f"{dtype}_{name}.log") for name, own in words.items()}
 
 
 def linear_rates(threads: int) -> list[dict]:
@@ -121,9 +121,8 @@ def main() -> None:
     """Run all parts and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", help="Python of an environment with trl==1.16.0; without it TRL is left out")
-    parser.add_argument("--rounds", type=int, default=3, help="times the two sides alternate")
-    parser.add_argument("--steps", type=int, default=5, help="measured steps of each round")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before them, dropped")
+    parser.add_argument("--turns", type=int, default=33, help="steps of each side")
+    parser.add_argument("--warmup", type=int, default=3, help="of them, the first ones, which are dropped")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--sampler", choices=("native", "vllm"), default="native", help="zerokl's; vllm where this Python has it")
     parser.add_argument("--out", default=str(HERE / "results" / "cpu" / "bench_step.json"))
@@ -131,7 +130,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.side:
         dtype, model = args.side.split(":", 1)
-        print(json.dumps(zerokl_side(model, dtype, args.steps, args.warmup, args.threads, args.sampler)), flush=True)
+        zerokl_side(args, model, dtype)
         return
     result = {"machine": platform.processor() or platform.machine(), "python": platform.python_version(), "threads": args.threads}
     with tempfile.TemporaryDirectory() as scratch:
@@ -151,26 +150,31 @@ def main() -> None:
 
 
 def compare(args: argparse.Namespace, model: str, dtype: str, scratch: Path) -> dict:
-    """Alternate the sides; medians of the rounds' medians, and ratios round by round.
+    """Let the sides take turns; medians over the turns, of seconds and of each turn's ratios."""
+    running = sides(args, model, dtype, scratch)
+    rows = [_row({name: side.turn() for name, side in running.items()}) for _ in range(args.turns)][args.warmup :]
+    for side in running.values():
+        side.close()
+    spread = {}
+    for key in (k for k, v in rows[0].items() if isinstance(v, float)):
+        values = sorted(row[key] for row in rows)
+        tenth = len(values) // 10
+        spread[key] = {"median": statistics.median(values), "p10": values[tenth], "p90": values[-1 - tenth]}
+    for key, value in spread.items():
+        print(f"{dtype} {key}: {value['median']:.3f} ({value['p10']:.3f} to {value['p90']:.3f})", flush=True)
+    return {"spread": spread, "turns": rows}
 
-    bf16 meets two TRLs: "autocast" keeps fp32 master weights as zerokl does; "pure" has bf16 weights and optimizer state.
-    """
-    rounds = []
-    for _ in range(args.rounds):
-        words = [sys.executable, __file__, "--side", f"{dtype}:{model}", "--sampler", args.sampler, *shared_words(args)]
-        own = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
-        step_s, sample_s = statistics.median(own["step_s"]), statistics.median(own["sample_s"])
-        row = {"zerokl_step_s": step_s, "zerokl_sample_s": sample_s}
-        for mode in () if not args.trl_python else ("autocast", "pure") if dtype == "bfloat16" else ("pure",):
-            other = trl_side(args, model, dtype, mode, scratch)
-            name = f"trl_{mode}" if dtype == "bfloat16" else "trl"
-            trl_s, generate_s = statistics.median(other["step_s"]), statistics.median(other["generate_alone_s"])
-            row |= {f"{name}_step_s": trl_s, f"step_ratio_{name}": step_s / trl_s, f"sample_ratio_{name}": sample_s / generate_s}
-            row |= {k: other[k] for k in ("trl", "transformers", "torch")}
-        rounds.append(row)
-    middle = {k: statistics.median(r[k] for r in rounds) for k, v in rounds[0].items() if isinstance(v, float)}
-    print(f"{dtype}: " + "  ".join(f"{k} {v:.3f}" for k, v in middle.items()), flush=True)
-    return {"median": middle, "rounds": rounds}
+
+def _row(told: dict[str, dict]) -> dict:
+    """One turn of every side, and zerokl's time over that of the others."""
+    own = told.pop("zerokl")
+    row = {"zerokl_step_s": own["step_s"], "zerokl_sample_s": own["sample_s"]}
+    for name, other in told.items():
+        what = "generate" if "generate_s" in other else "step"
+        row[f"{name}_s" if what == "generate" else f"{name}_step_s"] = other[f"{what}_s"]
+        row[f"ratio_{name}"] = own["sample_s" if what == "generate" else "step_s"] / other[f"{what}_s"]
+        row |= {key: value for key, value in other.items() if isinstance(value, str)}
+    return row
 
 
 if __name__ == "__main__":

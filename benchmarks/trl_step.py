@@ -4,13 +4,12 @@ One step samples `--samples` completions of exactly `--max-new-tokens` tokens fo
 prompts (temperature 1, end-of-sequence never sampled), scores them with a trivial reward, and makes one
 AdamW update of the dr_grpo loss without a reference model (beta = 0).
 
-`--warmup` steps are run first and dropped, then `--steps` steps are measured, each from the end of one
-optimizer step to the end of the next, so that it holds everything TRL does, data loading included.
+Each step waits for its turn (turns.py) at the end of the optimizer step before it and is measured from there to its own end, so that
+it holds everything TRL does, data loading included. With `--what generate` a turn is model.generate alone, on a model that no trainer
+has touched.
 """
 
 import argparse
-import itertools
-import json
 import random
 import tempfile
 import time
@@ -18,6 +17,7 @@ import time
 import torch
 import transformers
 import trl
+import turns
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -29,8 +29,8 @@ def parse_args():
     p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     p.add_argument("--bf16-mode", choices=("pure", "autocast"), default="pure", help="autocast: float32 weights")
     p.add_argument("--attention", choices=("eager", "sdpa"), default="eager")
-    p.add_argument("--steps", type=int, default=6, help="measured steps")
-    p.add_argument("--warmup", type=int, default=2, help="steps before them, dropped")
+    p.add_argument("--what", choices=("train", "generate"), default="train")
+    p.add_argument("--turns", type=int, default=8, help="steps")
     p.add_argument("--prompts", type=int, default=8)
     p.add_argument("--prompt-chars", type=int, default=16)
     p.add_argument("--samples", type=int, default=8, help="completions of each prompt")
@@ -38,7 +38,6 @@ def parse_args():
     p.add_argument("--micro-batch", type=int, default=32, help="completions per forward and backward pass")
     p.add_argument("--threads", type=int, default=2)
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--out", required=True, help="JSON file to write")
     args = p.parse_args()
     args.total = args.prompts * args.samples
     args.autocast = args.dtype == "bfloat16" and args.bf16_mode == "autocast"
@@ -51,8 +50,8 @@ def load_model(args):
     return AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, attn_implementation=args.attention)
 
 
-def time_generate(args, tokenizer, prompts, suppress):
-    """model.generate alone, on a model the trainer has not touched."""
+def generate_alone(args, tokenizer, prompts, suppress):
+    """model.generate, turn by turn."""
     model = load_model(args).eval()
     batch = tokenizer([p for p in prompts for _ in range(args.samples)], return_tensors="pt", return_token_type_ids=False)
     config = GenerationConfig(
@@ -65,31 +64,37 @@ def time_generate(args, tokenizer, prompts, suppress):
         pad_token_id=tokenizer.pad_token_id,
         **suppress,
     )
-    times = []
-    for _ in range(args.warmup + args.steps):
+    for _ in range(args.turns):
+        turns.wait()
         start = time.perf_counter()
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=args.autocast):
             out = model.generate(**batch, generation_config=config)
-        times.append(time.perf_counter() - start)
+        turns.answer(generate_s=time.perf_counter() - start)
         assert out.shape[1] == batch["input_ids"].shape[1] + args.max_new_tokens, "generation stopped early"
-    return times[args.warmup :]
 
 
-class StepEnds(TrainerCallback):
-    """Time stamps: the start of training, then the end of every optimizer step."""
+class StepTurns(TrainerCallback):
+    """A turn is from the end of one optimizer step to the end of the next."""
 
-    def __init__(self):
-        self.stamps = []
+    def __init__(self, left):
+        self.left, self.sample_s = left, []
 
     def on_train_begin(self, *_, **__):
-        self.stamps.append(time.perf_counter())
+        turns.wait()
+        self.start = time.perf_counter()
 
-    on_step_end = on_train_begin
+    def on_step_end(self, args, state, control, **_):
+        now = time.perf_counter()
+        (sample_s,) = self.sample_s  # one generation an update
+        self.sample_s.clear()
+        turns.answer(step_s=now - self.start, sample_s=sample_s, trl=trl.__version__, transformers=transformers.__version__)
+        self.left -= 1
+        if self.left:
+            self.on_train_begin()
 
 
-def time_training(args, tokenizer, prompts, suppress):
-    """Run TRL and return (seconds per step, seconds of sampling per step)."""
-    updates = args.warmup + args.steps
+def train(args, tokenizer, prompts, suppress):
+    """TRL's training, a step a turn."""
     target = tokenizer(prompts[0])["input_ids"][-1]
 
     def reward(completion_ids, **_):
@@ -100,7 +105,7 @@ def time_training(args, tokenizer, prompts, suppress):
             output_dir=folder,
             use_cpu=True,
             seed=args.seed,
-            max_steps=updates,
+            max_steps=args.turns,
             # TRL turns both of these on by default; bf16 here means autocast, not the type of the weights.
             bf16=args.autocast,
             gradient_checkpointing=False,
@@ -129,27 +134,25 @@ def time_training(args, tokenizer, prompts, suppress):
             disable_tqdm=True,
         )
         # One row per prompt and update: a single epoch, so no step pays for restarting the data loader.
-        data = Dataset.from_dict({"prompt": prompts * updates})
-        ends, model, sample_s = StepEnds(), load_model(args), []
+        data = Dataset.from_dict({"prompt": prompts * args.turns})
+        steps, model = StepTurns(args.turns), load_model(args)
         trainer = GRPOTrainer(
-            model=model, reward_funcs=reward, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[ends]
+            model=model, reward_funcs=reward, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[steps]
         )
         generate = trainer._generate  # tokenizing, model.generate and decoding: TRL's sampling part
 
         def timed_generate(batch):
             start = time.perf_counter()
             result = generate(batch)
-            sample_s.append(time.perf_counter() - start)
+            steps.sample_s.append(time.perf_counter() - start)
             assert [len(ids) for ids in result[1]] == [args.max_new_tokens] * args.total, "wrong lengths"
             return result
 
         trainer._generate = timed_generate
         before = model.get_input_embeddings().weight.detach().clone()
         trainer.train()
-    step_s = [b - a for a, b in itertools.pairwise(ends.stamps)]
-    assert len(step_s) == len(sample_s) == updates, "expected one generation per update"
+    assert steps.left == 0, "expected one generation and one update a step"
     assert not torch.equal(before, model.get_input_embeddings().weight), "the weights did not move"
-    return step_s[args.warmup :], sample_s[args.warmup :]
 
 
 def main():
@@ -162,22 +165,8 @@ def main():
     prompts = ["".join(rng.choices(alphabet, k=args.prompt_chars)) for _ in range(args.prompts)]
     # The end token must never be sampled: TRL cuts a completion at the first one.
     suppress = {"suppress_tokens": [tokenizer.eos_token_id]}
-    generate_s = time_generate(args, tokenizer, prompts, suppress)
-    step_s, sample_s = time_training(args, tokenizer, prompts, suppress)
+    (train if args.what == "train" else generate_alone)(args, tokenizer, prompts, suppress)
     assert torch.get_num_threads() == args.threads, "something changed the number of threads"
-    result = {
-        "trl": trl.__version__,
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-        **{k: getattr(args, k) for k in ("dtype", "bf16_mode", "attention", "micro_batch", "threads")},
-        "step_s": step_s,
-        "sample_s": sample_s,
-        "rest_s": [a - b for a, b in zip(step_s, sample_s, strict=True)],
-        "generate_alone_s": generate_s,
-        "tokens_per_step": args.total * args.max_new_tokens,
-    }
-    with open(args.out, "w") as f:
-        json.dump(result, f, indent=1)
 
 
 if __name__ == "__main__":
