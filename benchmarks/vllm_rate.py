@@ -2,19 +2,20 @@
 
     .venv-vllm/bin/python benchmarks/vllm_rate.py [--model FOLDER]
 
-64 requests x 64 new tokens, temperature 1, logprobs of the drawn tokens. Each engine is a process of its own; the two alternate, and
-the ratio is taken round by round. Results go to benchmarks/results/cpu/vllm_rate.json.
+64 requests x 64 new tokens, temperature 1, logprobs of the drawn tokens. Each engine is a process of its own; the two take turns call by
+call (turns.py), and the ratio is taken turn by turn. Results go to benchmarks/results/cpu/vllm_rate.json.
 """
 
 import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+import turns
 
 HERE = Path(__file__).parent
 PROMPTS, SAMPLES, NEW_TOKENS, PROMPT_TOKENS = 8, 8, 64, 16
@@ -68,31 +69,47 @@ def stock_calls(model: Path, dtype: str):
 SIDES = {"zerokl": zerokl_calls, "stock": stock_calls}
 
 
-def rates(side: str, model: Path, dtype: str, calls: int) -> list[float]:
-    """Tokens per second of each call, after two that are dropped."""
+def serve(side: str, model: Path, dtype: str, calls: int) -> None:
+    """One side: a call a turn."""
     call = SIDES[side](model, dtype)
-    done = []
-    for i in range(calls + 2):
+    for i in range(calls):
+        turns.wait()
         began = time.perf_counter()
         tokens = call(i)
-        done.append(tokens / (time.perf_counter() - began))
+        turns.answer(rate=tokens / (time.perf_counter() - began))
         assert tokens == PROMPTS * SAMPLES * NEW_TOKENS
-    return done[2:]
+    os._exit(0)  # vLLM's own shutdown waits for seconds
+
+
+def compare(model: str, dtype: str, args: argparse.Namespace, scratch: Path) -> dict:
+    """Let the sides take turns; medians, and of the ratio the tenths at both ends too."""
+    shared = ["--turns", str(args.turns)]
+    running = {s: turns.Side([sys.executable, __file__, *shared, "--side", s, dtype, model], scratch / f"{dtype}_{s}.log") for s in SIDES}
+    rows = [{name: side.turn()["rate"] for name, side in running.items()} for _ in range(args.turns)][args.warmup :]
+    for side in running.values():
+        side.close()
+    middle = {side: statistics.median(row[side] for row in rows) for side in SIDES}
+    ratios, tenth = sorted(row["zerokl"] / row["stock"] for row in rows), len(rows) // 10
+    spread = {"median": statistics.median(ratios), "p10": ratios[tenth], "p90": ratios[-1 - tenth]}
+    print(
+        f"{dtype}: zerokl {middle['zerokl']:.0f} tokens/s, stock vLLM {middle['stock']:.0f}, "
+        f"ratio {spread['median']:.2f} ({spread['p10']:.2f} to {spread['p90']:.2f})", flush=True,
+    )  # fmt: skip
+    return {"turns": rows, "ratio": spread}
 
 
 def main() -> None:
-    """Alternate the sides and print medians."""
+    """Both dtypes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="checkpoint folder; the model of bench_step.py by default")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--calls", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=33, help="calls of each side")
+    parser.add_argument("--warmup", type=int, default=3, help="of them, the first ones, which are dropped")
     parser.add_argument("--out", default=str(HERE / "results" / "cpu" / "vllm_rate.json"))
     parser.add_argument("--side", nargs=3, help=argparse.SUPPRESS)  # this process is one side: SIDE DTYPE MODEL
     args = parser.parse_args()
     if args.side:
         side, dtype, model = args.side
-        print("RATES", json.dumps(rates(side, Path(model), dtype, args.calls)), flush=True)
-        os._exit(0)  # vLLM's own shutdown waits for seconds
+        serve(side, Path(model), dtype, args.turns)
     result = {}
     with tempfile.TemporaryDirectory() as scratch:
         model = args.model or str(Path(scratch) / "model")
@@ -101,20 +118,9 @@ def main() -> None:
 
             make_model(Path(model))
         for dtype in ("float32", "bfloat16"):
-            rounds = [{side: statistics.median(run(side, dtype, model, args.calls)) for side in SIDES} for _ in range(args.rounds)]
-            ratio = statistics.median(r["zerokl"] / r["stock"] for r in rounds)
-            middle = {side: statistics.median(r[side] for r in rounds) for side in SIDES}
-            result[dtype] = {"rounds": rounds, "ratio": ratio}
-            print(f"{dtype}: zerokl {middle['zerokl']:.0f} tokens/s, stock vLLM {middle['stock']:.0f}, ratio {ratio:.2f}", flush=True)
+            result[dtype] = compare(model, dtype, args, Path(scratch))
     Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
-
-
-def run(side: str, dtype: str, model: str, calls: int) -> list[float]:
-    """One side in a process of its own."""
-    words = [sys.executable, __file__, "--calls", str(calls), "--side", side, dtype, model]
-    out = subprocess.run(words, check=True, capture_output=True, text=True).stdout
-    return json.loads(next(line for line in out.splitlines() if line.startswith("RATES"))[6:])
 
 
 if __name__ == "__main__":
