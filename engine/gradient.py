@@ -20,8 +20,8 @@ class GradientTree:
     Works as a binary counter: level k holds the sum of 2^k consecutive shards, until its neighbour arrives.
     """
 
-    def __init__(self, shards: int, numel: int):
-        self.shards, self.numel = shards, numel
+    def __init__(self, shards: int):
+        self.shards = shards
         self._levels: dict[int, torch.Tensor | None] = {}
         self._spare: list[torch.Tensor] = []
         self.pushed = 0
@@ -65,7 +65,7 @@ class ShardSum:
 
     def __init__(self, decoder: Decoder, shards: int):
         self.decoder = decoder
-        self.tree = GradientTree(shards, decoder.layout.numel)
+        self.tree = GradientTree(shards)
         self._leaf = torch.empty(decoder.layout.numel, device=decoder.device)
         views = decoder.layout.views(self._leaf)
         for name, weight in decoder.w.items():

@@ -51,8 +51,9 @@ class Learner:
         self.moments = torch.zeros_like(self.master), torch.zeros_like(self.master)
         self.updates = 0
         self._slice = GPU_SLICE if self.master.is_cuda else SLICE
-        matrices = [e for e in self.layout.entries.values() if len(e.shape) > 1 and own.start <= e.offset < own.stop]
-        self._decay = [(e.offset - own.start, e.offset - own.start + e.numel) for e in matrices]
+        matrices = [e for e in self.layout.entries.values() if len(e.shape) > 1]
+        inside = ((max(e.offset, own.start), min(e.offset + e.numel, own.stop)) for e in matrices)
+        self._decay = [(a - own.start, b - own.start) for a, b in inside if a < b]
 
     @torch.no_grad()
     def load(self, weights: torch.Tensor) -> None:
@@ -136,6 +137,6 @@ class Learner:
         return math.sqrt(math.fsum(rows)) if all(map(math.isfinite, rows)) else math.nan
 
     def _first_not_finite(self, grad: torch.Tensor) -> str:
-        views = self.layout.checkpoint_views(grad, self.slices.own)
-        found = self.slices.ranks.gather(lambda: next((n for n, view in views.items() if not torch.isfinite(view).all()), None))
+        mine = (name for name, start, stop in self.slices.blocks if not torch.isfinite(grad[start:stop]).all())
+        found = self.slices.ranks.gather(lambda: next(mine, None))
         return next(filter(None, found))

@@ -10,6 +10,7 @@ import torch
 
 from ..kernels.logprob import Distribution
 from ..model.decoder import Decoder
+from .gradient import GradientTree
 from .ranks import Ranks
 from .rollout import Keys, Rollout, Sampler, Sampling
 from .scorer import Scorer
@@ -21,11 +22,23 @@ X = TypeVar("X")
 Y = TypeVar("Y")
 
 
-class RankedWorkers:
-    """The workers of one rank, for a step's shards over all ranks. The interface of Workers, as far as training needs it."""
+def shards_at_once(virtual_shards: int, ranks: int, workers: int) -> int:
+    """Virtual shards of a rank that its workers sum before the ranks' sums meet: all of them alone, one a worker among others."""
+    each = virtual_shards // ranks
+    return each if ranks == 1 else 1 << (min(workers, each).bit_length() - 1)
 
-    def __init__(self, workers: Workers, slices: Slices):
+
+class RankedWorkers:
+    """The workers of one rank, for a step's shards over all ranks. The interface of Workers, as far as training needs it.
+
+    The shards are done in rounds, of neighbours in every round: the owner of a slice then needs the tree over the rounds of that slice
+    only, and no rank a tree of whole gradients.
+    """
+
+    def __init__(self, workers: Workers, slices: Slices, virtual_shards: int):
         self._workers, self._slices = workers, slices
+        self._round = workers.shards * slices.ranks.size
+        self._tree = GradientTree(virtual_shards // self._round)
 
     @property
     def n(self) -> int:
@@ -38,8 +51,15 @@ class RankedWorkers:
 
     def sum_shards(self, work: Callable[[Decoder, X], Y], shards: Sequence[X | None]) -> tuple[list[Y | None], torch.Tensor | None]:
         """See Workers.sum_shards: the same results in every rank, and of the gradient its part (Slices.sum_roots)."""
-        ranks = self._slices.ranks
-        each = len(shards) // ranks.size
+        results: list[Y | None] = []
+        for first in range(0, len(shards), self._round):
+            every, gradient = self._sum_round(work, shards[first : first + self._round])
+            results += every
+            self._tree.push(gradient)
+        return results, self._tree.take()
+
+    def _sum_round(self, work: Callable[[Decoder, X], Y], shards: Sequence[X | None]) -> tuple[list[Y | None], torch.Tensor | None]:
+        ranks, each = self._slices.ranks, self._workers.shards
         root: torch.Tensor | None = None
 
         def own() -> tuple[list[Y | None], bool]:

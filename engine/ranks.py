@@ -1,6 +1,6 @@
 """Ranks: the processes of `torchrun -m zerokl train`, each with its own part of the prompts and of the virtual shards (ranked.py).
 
-The gradient is the root of the one tree of gradient.py: a rank's shards are a subtree, and slices.py adds the ranks' roots in the tree's
+The gradient is the root of the one tree of gradient.py: the ranks' shards of a round are neighbours, and slices.py adds them in the tree's
 order. Each rank updates its own slice of the weights and sends it to all. Rank 0 alone writes files.
 """
 

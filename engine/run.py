@@ -22,7 +22,7 @@ from .initialise import TASK_FILE, initialise, perfectible_set
 from .learner import Learner
 from .loop import StepRecord, TrainState, held_out, train_step
 from .monitor import MismatchError
-from .ranked import RankedSampler, RankedScorer, RankedWorkers
+from .ranked import RankedSampler, RankedScorer, RankedWorkers, shards_at_once
 from .ranks import ALONE, Ranks, join_ranks
 from .record import Recorder, run_head
 from .report import Display, NoFolder, RunFolder, console, plot_reward, refuse_taken
@@ -182,9 +182,8 @@ def make_state(config: Config, model: Path, task: Task, ranks: Ranks = ALONE) ->
     alone = (vllm and not config.vllm.multiprocess) or config.sampler == "vllm-stock"  # vLLM keeps the threads of its process to itself
     n = config.workers or (1 if alone or device.type == "cuda" else automatic(policy.layout.numel))
     with ExitStack() as undone:  # unless all of it succeeds
-        workers = undone.enter_context(
-            Workers(policy, config.virtual_shards // ranks.size, n, config.native, share=vllm and device.type == "cpu")
-        )
+        shards = shards_at_once(config.virtual_shards, ranks.size, n)
+        workers = undone.enter_context(Workers(policy, shards, n, config.native, share=vllm and device.type == "cpu"))
         slices = Slices(layout, ranks, device)
         learner = Learner(policy, weights, config.optimizer, updates, slices)
         reference, reward = _reference(config, model, model_config, workers.n), load_reward(task, config.task.reward)
@@ -194,7 +193,8 @@ def make_state(config: Config, model: Path, task: Task, ranks: Ranks = ALONE) ->
         undone.pop_all()
     sampler, evaluator, behaviour = samplers.training, samplers.evaluation, samplers.behaviour
     if ranks.size > 1:
-        sampler, evaluator, workers = RankedSampler(sampler, ranks), RankedSampler(evaluator, ranks), RankedWorkers(workers, slices)
+        sampler, evaluator = RankedSampler(sampler, ranks), RankedSampler(evaluator, ranks)
+        workers = RankedWorkers(workers, slices, config.virtual_shards)
         behaviour, reference = (RankedScorer(x, ranks) if x else None for x in (behaviour, reference))
     return TrainState(
         config, policy, learner, LossScaler(config.precision, policy.dtype), sampler, evaluator, behaviour, workers, reference, text,

@@ -2,13 +2,11 @@
 
 As ZeRO's second stage (Rajbhandari et al., arXiv:1910.02054), but with sums of one order: a reduce_scatter adds in the order of the library
 and the number of ranks, so here every rank's part of a slice goes to the slice's owner, which adds the parts by the tree of gradient.py.
-A slice holds whole weights, so the hash of a weight in the ledger is taken by its owner alone.
+A slice holds whole blocks of the ledger (verify/ledger.py), so each is hashed by its owner alone.
 
-Bytes a weight on each of W ranks, of bf16 or fp16 weights with S virtual shards: the weights to compute with 2, for sampling and forward
-read them whole; the gradient of a shard 4, and 4 (1 + log2(S / W)) at most for its sums in the tree, or nothing where S = W; owned are
-16 / W: master weights, two moments and the sum of the gradient. As no weight is cut, the largest rank owns no less than the largest
-weight: of a small model with a large vocabulary that is the embedding. A checkpoint passes through the first rank's host memory, 12 bytes
-a weight.
+Bytes a weight on each of W ranks, of bf16 or fp16 weights with S virtual shards: the weights to compute with 2, which sampling reads whole,
+and which the trainer reads in the sampler's place; the gradient of one shard 4; owned are (16 + 4 log2(S / W)) / W: master weights, two
+moments, the sum over the ranks, and its tree (ranked.py). A checkpoint passes through the first rank's host memory, 12 bytes a weight.
 """
 
 import torch
@@ -33,6 +31,7 @@ class Slices:
         self.layout, self.ranks, self._device = layout, ranks, device
         self.parts = layout.cut(ranks.size)
         self.own = self.parts[ranks.rank]
+        self.blocks = layout.blocks_in(self.own)
         self._sum: torch.Tensor | None = None
 
     @staticmethod
@@ -113,9 +112,8 @@ class Slices:
 
     def hashing(self, *parts: torch.Tensor) -> Hashing:
         """Begin to hash this rank's slice of a tensor, or several, of which each rank has its slice (or more after it)."""
-        return Hashing(*(self.layout.checkpoint_views(part, self.own) for part in parts))
+        return Hashing((name, [part[start:stop] for part in parts]) for name, start, stop in self.blocks)
 
     def hash_tree(self, begun: Hashing) -> Tree:
-        """The hash tree over all ranks' slices: leaves by their owners."""
-        leaves = self.ranks.gather(lambda: begun.tree().leaves)
-        return tree_of([leaf for own in leaves for leaf in own])
+        """The hash tree over all ranks' slices: blocks by their owners."""
+        return tree_of([block for own in self.ranks.gather(begun.digests) for block in own])

@@ -99,12 +99,12 @@ class Host:
 class Workers:
     """`n` workers over the CPU threads torch has now, rounded down to a power of two that divides `shards`.
 
-    With more than one, or with `share`, the decoder's weights move to shared memory (`weights`). Raises ChildProcessError when a
-    worker has died.
+    `shards` is the number of virtual shards that they sum at a time. With more than one, or with `share`, the decoder's weights move to
+    shared memory (`weights`). Raises ChildProcessError when a worker has died.
     """
 
     def __init__(self, decoder: Decoder, shards: int, n: int = 1, native: NativeConfig = _NATIVE, share: bool = False):
-        self.n = 1 << (min(n, shards).bit_length() - 1)
+        self.n, self.shards = 1 << (min(n, shards).bit_length() - 1), shards
         self._own_threads = max(1, torch.get_num_threads() // self.n)
         self._others: list[_Process] = []
         self.weights = SharedTensor(decoder.layout.numel, decoder.dtype) if self.n > 1 or share else None

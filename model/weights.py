@@ -6,10 +6,13 @@ elementwise pass of the learner is a few long operations, and a sum over all par
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
+from ..verify.ledger import BLOCK
 from .config import ModelConfig
 
 # Views start at multiples of this many elements: 64 bytes in any dtype, so the matrix library sees the same alignment.
@@ -34,6 +37,14 @@ class Entry:
         for d in self.shape:
             n *= d
         return n
+
+
+class Block(NamedTuple):
+    """Elements [start, stop) of the flat tensor: a block of the checkpoint's tensor `name`, as the ledger hashes it."""
+
+    name: str
+    start: int
+    stop: int
 
 
 class Layout:
@@ -79,27 +90,35 @@ class Layout:
         """A view of `flat` for each weight, by zerokl's name."""
         return {e.name: flat[e.offset : e.offset + e.numel].view(e.shape) for e in self.entries.values()}
 
+    def checkpoint_views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """A view of `flat` for each tensor of a Hugging Face checkpoint, by its name there."""
+        views = {}
+        for name, whole in self.views(flat).items():
+            parts = self.entries[name].parts
+            views |= zip((part for part, _ in parts), whole.split([rows for _, rows in parts]), strict=True)
+        return views
+
+    @cached_property
+    def blocks(self) -> list[Block]:
+        """The blocks of the checkpoint's tensors, in their order."""
+        found = []
+        for entry in self.entries.values():
+            start, width = entry.offset, entry.numel // entry.shape[0]
+            for name, rows in entry.parts:
+                stop = start + rows * width
+                found += [Block(name, at, min(at + BLOCK, stop)) for at in range(start, stop, BLOCK)]
+                start = stop
+        return found
+
     def cut(self, n: int) -> list[slice]:
-        """n neighbouring slices of the flat tensor, of about one length, each of whole weights; with few weights some are empty."""
-        starts = [*(e.offset for e in self.entries.values()), self.numel]
+        """n neighbouring slices of the flat tensor, of about one length, each of whole blocks; with few blocks some are empty."""
+        starts = [*(block.start for block in self.blocks), self.numel]
         ends = [min(starts, key=lambda at: abs(at * n - k * self.numel)) for k in range(n + 1)]
         return [slice(a, b) for a, b in pairwise(ends)]
 
-    def checkpoint_views(self, flat: torch.Tensor, part: slice | None = None) -> dict[str, torch.Tensor]:
-        """A view of `flat` for each tensor of a Hugging Face checkpoint, by its name there.
-
-        With a slice `part` of `cut`, of the tensors in that slice, `flat` beginning with it.
-        """
-        part, views = part or slice(0, self.numel), {}
-        for entry in self.entries.values():
-            if not part.start <= entry.offset < part.stop:
-                continue
-            at = entry.offset - part.start
-            whole, row = flat[at : at + entry.numel].view(entry.shape), 0
-            for name, rows in entry.parts:
-                views[name] = whole[row : row + rows]
-                row += rows
-        return views
+    def blocks_in(self, part: slice) -> list[Block]:
+        """The blocks of a slice of `cut`, counted from its start."""
+        return [Block(b.name, b.start - part.start, b.stop - part.start) for b in self.blocks if part.start <= b.start < part.stop]
 
 
 def fingerprint(layout: Layout, flat: torch.Tensor) -> str:

@@ -7,7 +7,8 @@ H is SHA-256 over canonical JSON. Chained is what the law says decides bits, and
 threads) is recorded beside it and not chained: two machines that compute the same bits have the same chain, and where they do
 not, the environment is what is asked first. `sum` guards all of a line, chained or not.
 
-The hash of a quantity that has a part for each weight is the root of a hash tree: H over its leaves, one for each weight.
+The hash of a quantity that has a part for each weight is the root of a hash tree: H over its leaves, one for each weight. A leaf is H
+over the hashes of the weight's blocks, so that ranks that keep a part of it each, or threads, hash it together.
 """
 
 import hashlib
@@ -18,6 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,9 @@ from .files import hash_json, whole_lines
 
 # Its name in a run's folder.
 LEDGER = "ledger.jsonl"
-FORMAT = 2
+FORMAT = 3
+# Elements of a block; the last one of a weight may be shorter.
+BLOCK = 1 << 16
 # Hexadecimal digits of a leaf: 128 bits, so that two different weights never share one by chance.
 _LEAF = 32
 
@@ -73,36 +78,43 @@ def _pool() -> ThreadPoolExecutor:
 
 
 class Hashing:
-    """A tree that other threads have begun to hash, see hash_tree; nobody may change the tensors until `tree` returns."""
+    """Blocks that other threads have begun to hash; nobody may change the tensors until `digests` returns.
 
-    def __init__(self, *parts: Mapping[str, torch.Tensor]):
-        self._parts, self._left, self._leaves = parts, deque(parts[0]), dict.fromkeys(parts[0], "")
+    blocks: the name of its weight, and the block in each of the tensors that make up the quantity.
+    """
+
+    def __init__(self, blocks: Iterable[tuple[str, Sequence[torch.Tensor]]]):
+        self._blocks = list(blocks)
+        self._left, self._done = deque(range(len(self._blocks))), [""] * len(self._blocks)
         self._helpers = [_pool().submit(self._work) for _ in range(_HELPERS)]
 
     def _work(self) -> None:
         while True:
             try:
-                name = self._left.popleft()
+                i = self._left.popleft()
             except IndexError:
                 return
-            self._leaves[name] = digest(*(part[name] for part in self._parts))[:_LEAF]
+            self._done[i] = digest(*self._blocks[i][1])
 
-    def tree(self) -> Tree:
-        """The tree, with this thread's help."""
+    def digests(self) -> list[tuple[str, str]]:
+        """The name of its weight and the hash of each block, with this thread's help."""
         self._work()
         for helper in self._helpers:
             if not helper.cancel():  # it began
                 helper.result()
-        return tree_of(list(self._leaves.values()))
+        return [(name, done) for (name, _), done in zip(self._blocks, self._done, strict=True)]
 
 
 def hash_tree(*parts: Mapping[str, torch.Tensor]) -> Tree:
     """The tree over the weights' names; a leaf hashes that weight's tensor in each of `parts`."""
-    return Hashing(*parts).tree()
+    flat = ((name, [part[name].reshape(-1).split(BLOCK) for part in parts]) for name in parts[0])
+    return tree_of(Hashing((name, block) for name, cut in flat for block in zip(*cut, strict=True)).digests())
 
 
-def tree_of(leaves: list[str]) -> Tree:
-    """The tree over these leaves."""
+def tree_of(digests: Iterable[tuple[str, str]]) -> Tree:
+    """The tree over blocks, of which those of one weight follow each other."""
+    by_weight = groupby(digests, key=itemgetter(0))
+    leaves = [hash_json([block for _, block in blocks])[:_LEAF] for _, blocks in by_weight]
     return Tree(hash_json(leaves), leaves)
 
 

@@ -24,6 +24,19 @@ CONFIG = ModelConfig.from_dict(
         tie_word_embeddings=False, hidden_act="silu", model_type="qwen3",
     )
 )  # fmt: skip
+# Tied: the embedding is most of the model, and all ranks own a part of it. Small: it is one block, and two of the ranks own nothing.
+SHAPES = {
+    "untied": {},
+    "tied": {"tie_word_embeddings": True, "vocab_size": 9000},
+    "small": {
+        "tie_word_embeddings": True,
+        "vocab_size": 2000,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "head_dim": 16,
+    },
+}
 
 
 def drawn(seed: int, numel: int) -> torch.Tensor:
@@ -58,9 +71,9 @@ def in_wrong_order(slices: Slices, mine: torch.Tensor | None, has: list[bool], r
         slices_module.add_roots = plain
 
 
-def main(dtype: torch.dtype, tied: bool) -> dict[str, object]:
+def main(dtype: torch.dtype, shape: str) -> dict[str, object]:
     slices_module._PIECE = 8192  # several pieces to a slice
-    config = ModelConfig.from_dict(CONFIG.raw | ({"tie_word_embeddings": True, "vocab_size": 9000} if tied else {}))
+    config = ModelConfig.from_dict(CONFIG.raw | SHAPES[shape])
     with join_ranks(8, "native") as ranks:
         layout = Layout(config)
         weights = drawn(0, layout.numel)
@@ -76,7 +89,7 @@ def main(dtype: torch.dtype, tied: bool) -> dict[str, object]:
             wrong += in_wrong_order(ours.slices, mine, has, gradient)
             assert ours.slices.hash_tree(ours.slices.hashing(gradient)) == hash_tree(layout.checkpoint_views(whole))
         planted = drawn(7, layout.numel)
-        layout.checkpoint_views(planted)["model.layers.2.mlp.up_proj.weight"][3, 5] = float("inf")
+        layout.checkpoint_views(planted)["model.layers.0.mlp.up_proj.weight"][3, 5] = float("inf")
         try:
             ours.update(planted[Slices.of_gradient(ours.slices.own)])
             named = "nothing"
@@ -93,5 +106,5 @@ def main(dtype: torch.dtype, tied: bool) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    line = json.dumps(main(getattr(torch, sys.argv[1]), sys.argv[2] == "tied"))
+    line = json.dumps(main(getattr(torch, sys.argv[1]), sys.argv[2]))
     os.write(1, f"{line}\n".encode())  # at once: the ranks share the pipe

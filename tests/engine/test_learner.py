@@ -134,7 +134,7 @@ def test_shards_are_added_by_one_perfect_binary_tree(log2, data):
             level = [b if a is None else a if b is None else a + b for a, b in zip(level[::2], level[1::2], strict=True)]
         return level[0]
 
-    tree, buffer = GradientTree(n, 16), torch.empty(16)
+    tree, buffer = GradientTree(n), torch.empty(16)
     for _ in range(2):  # the tree is empty after `take`
         for leaf in leaves:
             tree.push(None if leaf is None else buffer.copy_(leaf))  # the leaf's memory is used again at once
@@ -146,7 +146,7 @@ def test_shards_are_added_by_one_perfect_binary_tree(log2, data):
 def test_control_the_order_of_the_shards_matters():
     generator = torch.Generator().manual_seed(0)
     leaves = [torch.randn(64, generator=generator) for _ in range(8)]
-    tree = GradientTree(8, 64)
+    tree = GradientTree(8)
     for leaf in leaves:
         tree.push(leaf)
     assert not torch.equal(tree.take(), sum(leaves))

@@ -59,9 +59,12 @@ def _same(path: Path, alone: Path) -> None:
     assert [x for x in a if x["kind"] == "step"] == [x for x in b if x["kind"] == "step"]
 
 
-@pytest.mark.parametrize(("ranks", "micro_batch"), [(2, 1), pytest.param(4, 5, marks=pytest.mark.slow)])
-def test_any_number_of_ranks_gives_one_ledger(plain, alone, tmp_path, ranks, micro_batch):
-    said = _run(ranks, plain, tmp_path / "run", "--micro_batch", str(micro_batch))
+@pytest.mark.parametrize(
+    ("ranks", "workers", "micro_batch"),
+    [(2, 1, 1), pytest.param(2, 2, 3, marks=pytest.mark.slow), pytest.param(4, 1, 5, marks=pytest.mark.slow)],
+)
+def test_any_number_of_ranks_gives_one_ledger(plain, alone, tmp_path, ranks, workers, micro_batch):
+    said = _run(ranks, plain, tmp_path / "run", "--micro_batch", str(micro_batch), "--workers", str(workers))
     _same(tmp_path / "run", alone)
     assert len(re.findall("^fingerprint ", said, re.MULTILINE)) == 1, "only the first rank speaks"
 

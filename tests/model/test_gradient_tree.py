@@ -23,7 +23,7 @@ def pairwise(leaves: list[Leaf]) -> Leaf:
 
 def tree_sum(tree: GradientTree, leaves: list[Leaf]) -> Leaf:
     """Every leaf is pushed from the same buffer, as the learner does."""
-    buffer = torch.empty(tree.numel)
+    buffer = torch.empty(999)
     for leaf in leaves:
         tree.push(None if leaf is None else buffer.copy_(leaf))
     return tree.take()
@@ -37,7 +37,7 @@ def _leaves(shards: int, empty: float, seed: int) -> list[Leaf]:
 @pytest.mark.parametrize("empty", [0.0, 0.3, 0.7])
 @pytest.mark.parametrize("shards", [1, 2, 4, 8, 16])
 def test_shape_of_the_tree(shards, empty):
-    tree = GradientTree(shards, 999)
+    tree = GradientTree(shards)
     for seed in range(12):  # one tree, used for many steps: no buffer of an earlier step shows through
         leaves = _leaves(shards, empty, 100 * seed)
         expected, root = pairwise(leaves), tree_sum(tree, leaves)
@@ -49,13 +49,25 @@ def test_shape_of_the_tree(shards, empty):
 def test_subtrees_of_several_workers_have_the_root_of_one_tree(parts, empty):
     leaves = _leaves(8, empty, 7)
     each = 8 // parts
-    roots = [tree_sum(GradientTree(each, 999), leaves[i : i + each]) for i in range(0, 8, each)]
+    roots = [tree_sum(GradientTree(each), leaves[i : i + each]) for i in range(0, 8, each)]
     root, expected = add_roots(roots), pairwise(leaves)
     assert root is expected is None or total_unequal([root], [expected]) == 0
 
 
+@pytest.mark.parametrize("empty", [0.0, 0.3, 0.7])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_rounds_of_neighbours_have_the_root_of_one_tree(ranks, empty):
+    """As ranks do it: in each round a shard each, whose sum is a leaf of the tree over the rounds."""
+    for seed in range(6):
+        leaves, rounds = _leaves(8, empty, 100 * seed), GradientTree(8 // ranks)
+        for first in range(0, 8, ranks):
+            rounds.push(add_roots([None if leaf is None else leaf.clone() for leaf in leaves[first : first + ranks]]))
+        root, expected = rounds.take(), pairwise(leaves)
+        assert root is expected is None or total_unequal([root], [expected]) == 0
+
+
 def test_the_root_of_one_shard_is_its_gradient_and_takes_no_memory():
-    tree, leaf = GradientTree(1, 999), randn(0, 999)
+    tree, leaf = GradientTree(1), randn(0, 999)
     for _ in range(2):
         tree.push(leaf)
         assert tree.take() is leaf
@@ -65,11 +77,11 @@ def test_the_root_of_one_shard_is_its_gradient_and_takes_no_memory():
 
 
 def test_no_shards_with_sequences_have_no_sum():
-    assert tree_sum(GradientTree(4, 5), [None] * 4) is None
+    assert tree_sum(GradientTree(4), [None] * 4) is None
 
 
 def test_it_holds_log2_of_the_shards_partial_sums():
-    tree = GradientTree(16, 5)
+    tree = GradientTree(16)
     for _ in range(16):
         tree.push(torch.ones(5))
         assert len(tree._levels) <= math.log2(16)
@@ -77,7 +89,7 @@ def test_it_holds_log2_of_the_shards_partial_sums():
 
 
 def test_root_is_refused_before_every_shard_was_pushed():
-    tree = GradientTree(4, 5)
+    tree = GradientTree(4)
     tree.push(torch.ones(5))
     with pytest.raises(AssertionError, match="1 of 4 shards"):
         tree.take()
@@ -88,4 +100,4 @@ def test_control_a_sum_from_left_to_right_is_found():
     left_to_right = leaves[0]
     for leaf in leaves[1:]:
         left_to_right = left_to_right + leaf
-    assert total_unequal([tree_sum(GradientTree(8, 999), leaves)], [left_to_right]) > 0
+    assert total_unequal([tree_sum(GradientTree(8), leaves)], [left_to_right]) > 0
