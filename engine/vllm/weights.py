@@ -4,12 +4,15 @@ Our model computes with the trainer's own memory, and an update copies nothing; 
 vLLM's way of loading a checkpoint again. Each update carries a version, and vLLM's outputs name the version they were drawn with.
 """
 
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from ...kernels.order import packed
 from ...model.weights import Layout
 from ..shared import Handle, map_tensor
 
@@ -48,6 +51,10 @@ class SharedWeightsEngine(WeightTransferEngine[SharedInit, Update]):
     init_info_cls = SharedInit
     update_info_cls = Update
 
+    def __init__(self, *given: Any, **named: Any):
+        super().__init__(*given, **named)
+        self._packs = ExitStack()
+
     def init_transfer_engine(self, init_info: SharedInit) -> None:
         """Map the trainer's weights and compute with them."""
         flat = self.model.decoder.flat
@@ -57,14 +64,17 @@ class SharedWeightsEngine(WeightTransferEngine[SharedInit, Update]):
         """Nothing to prepare."""
 
     def receive_weights(self, update_info: Update) -> None:
-        """Take the weights as they now are."""
+        """Take the weights as they now are, and pack them until the next time: this mapping of them is read by vLLM's model alone."""
         self.model.weights_changed()
+        self._packs.close()
+        self._packs.enter_context(packed(self.model.decoder.matrices()))
 
     def finish_weight_update(self) -> None:
         """Nothing to finish: the caller resets the caches."""
 
     def shutdown(self) -> None:
-        """Nothing is held but memory."""
+        """Let go of the packed weights."""
+        self._packs.close()
 
 
 class OwnWeightsEngine(SharedWeightsEngine):
@@ -81,6 +91,10 @@ class OwnWeightsEngine(SharedWeightsEngine):
                 f"{tuple(own.shape)} {own.dtype} on {own.device}; make the trainer's GPU the first that is visible (CUDA_VISIBLE_DEVICES)"
             )
         self.model.use(given)
+
+    def receive_weights(self, update_info: Update) -> None:
+        """Take the weights as they now are. They are not packed: the trainer reads this tensor too, between its own updates."""
+        self.model.weights_changed()
 
 
 class StockWeightsEngine(WeightTransferEngine[StockInit, Update]):
