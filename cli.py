@@ -104,6 +104,8 @@ class Sample:
     """Seed of the draw."""
     dtype: str = "float32"
     """float32, bfloat16 or float16."""
+    device: str = "auto"
+    """cpu, cuda, or auto: a GPU where there is one."""
     chat: bool = False
     """Put the prompt through the tokenizer's chat template."""
 
@@ -112,7 +114,7 @@ class Sample:
         from .engine.policy import load_policy
         from .engine.report import console
 
-        policy = load_policy(self.model, self.dtype)
+        policy = load_policy(self.model, self.dtype, self.device)
         rollouts = policy.sample(
             [self.prompt], n=self.n, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, max_tokens=self.max_tokens,
             seed=self.seed, chat=self.chat,
@@ -144,6 +146,8 @@ class Eval:
     """Seed of the draws."""
     dtype: str = "float32"
     """float32, bfloat16 or float16."""
+    device: str = "auto"
+    """cpu, cuda, or auto: a GPU where there is one."""
 
     def run(self, overrides: dict[str, str]) -> int:
         """Run the subcommand; returns the exit code."""
@@ -153,7 +157,7 @@ class Eval:
 
         only_task_keys("eval", self, overrides)
         config = load_config(None, None, {"task.name": self.task, **overrides})
-        policy = load_policy(self.model, self.dtype)
+        policy = load_policy(self.model, self.dtype, self.device)
         result = policy.evaluate(
             config.task, split=self.split, problems=self.problems, samples=self.samples, temperature=self.temperature,
             max_tokens=self.max_tokens, seed=self.seed,
@@ -171,6 +175,8 @@ class Verify:
     """Model folder or hub name; without it a tiny random model is checked. "binaries": every Triton kernel is compiled and read instead."""
     dtype: tuple[str, ...] = ("float32", "bfloat16", "float16")
     """Compute dtypes to check."""
+    device: str = "auto"
+    """cpu, cuda, or auto: a GPU where there is one."""
     sequences: int = 12
     """Random sequences to compare."""
     longest: int = 80
@@ -195,8 +201,12 @@ class Verify:
         from .engine.law import check_case
         from .engine.policy import check_law
         from .engine.report import check_table, console
+        from .kernels.backend import find_device
 
-        checks = check_case(Path(self.case)) if self.case else check_law(self.model, self.dtype, self.sequences, self.longest, self.seed)
+        if self.case:
+            checks = check_case(Path(self.case), find_device(self.device))
+        else:
+            checks = check_law(self.model, self.dtype, self.sequences, self.longest, self.seed, self.device)
         console.print(check_table(checks))
         return 0 if all(c.holds for c in checks) else 1
 
@@ -238,6 +248,8 @@ class Audit:
     """Seed of the draw."""
     weight_version: int | None = None
     """Of a log, only the rollouts drawn with this version of the weights."""
+    device: str = "auto"
+    """Of all engines: cpu, cuda, or auto: a GPU where there is one."""
     out: str = ""
     """Folder for audit.json and audit.html; must not hold an audit."""
     max_k3: float | None = None
@@ -261,7 +273,7 @@ class Audit:
             AuditConfig(
                 self.model, self.sampler, self.trainer, self.dtype, self.sampler_dtype, self.head_dtype, self.sampler_head_dtype,
                 self.prompts, self.n, self.max_tokens, Distribution(self.temperature, self.top_k, self.top_p), self.seed,
-                self.weight_version,
+                self.weight_version, self.device,
             )
         )  # fmt: skip
         out.mkdir(parents=True, exist_ok=True)

@@ -32,23 +32,25 @@ Pair = tuple[list[int], list[int]]
 _DISTRIBUTIONS = (Distribution(), Distribution(0.7), Distribution(1.0, 0, 0.9), Distribution(0.9, 20, 0.95))
 
 
-def run_checks(model: Path | None, dtypes: Sequence[str], sequences: int = 12, longest: int = 80, seed: int = 0) -> Iterator[Check]:
+def run_checks(
+    model: Path | None, dtypes: Sequence[str], sequences: int = 12, longest: int = 80, seed: int = 0, device: torch.device | None = None
+) -> Iterator[Check]:
     """Run every check in every dtype. `model` None makes a tiny random one. Yields each finished line. Raises ValueError."""
     if sequences < 1 or longest < 2:
         raise ValueError(f"verify: sequences ({sequences}) must be at least 1 and longest ({longest}) at least 2 tokens")
     for name in dtypes:
-        decoder = _decoder(model, DTYPES[name], seed)
+        decoder = _decoder(model, DTYPES[name], seed, device)
         length = min(longest, decoder.config.max_positions)
         pairs = random_pairs(sequences, length, decoder.config.vocab_size, seed)
         for check in (_composition, _order, _padding, _chunked, _decode, _threads, _concurrency, _micro_batch, _gradient_threads):
             yield check(decoder, pairs, name, seed)
 
 
-def _decoder(model: Path | None, dtype: torch.dtype, seed: int) -> Decoder:
+def _decoder(model: Path | None, dtype: torch.dtype, seed: int, device: torch.device | None) -> Decoder:
     if model is not None:
-        return load_decoder(model, dtype)
+        return load_decoder(model, dtype, device)
     decoder = random_decoder("tiny", 64, seed)
-    return Decoder(decoder.config, decoder.flat.detach().to(dtype), decoder.layout)
+    return Decoder(decoder.config, decoder.flat.detach().to(device, dtype), decoder.layout)
 
 
 def random_pairs(n: int, longest: int, vocab: int, seed: int) -> list[Pair]:
@@ -65,9 +67,9 @@ def random_pairs(n: int, longest: int, vocab: int, seed: int) -> list[Pair]:
 
 @torch.no_grad()
 def _score(decoder: Decoder, pairs: Sequence[Pair], dist: Distribution) -> list[torch.Tensor]:
-    """logp of each pair's completion, scored together."""
+    """logp of each pair's completion, scored together; on the CPU."""
     batch = pack(pairs)
-    return list(logprobs(decoder, batch, dist)[0].split(batch.completion_lengths))
+    return list(logprobs(decoder, batch, dist)[0].cpu().split(batch.completion_lengths))
 
 
 def _compare_all(check: Check, left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> None:
@@ -181,7 +183,8 @@ def _micro_batch(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int)
 def _gradient_threads(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> Check:
     check = Check("gradient: threads and workers", dtype)
     base = _gradient(Workers(decoder, _SHARDS), pairs, 2)
-    ways = [(1, 1), (2, 1), (4, 1)] + [(2, 2), (4, 4)] * suits(decoder.layout.numel)
+    several = decoder.device.type == "cpu" and suits(decoder.layout.numel)
+    ways = [(1, 1), (2, 1), (4, 1)] + [(2, 2), (4, 4)] * several
     for threads, n in ways:
         with cpu_threads(threads), Workers(decoder, _SHARDS, n) as workers:
             check.compare(base, _gradient(workers, pairs, 2))
@@ -190,10 +193,10 @@ def _gradient_threads(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed:
 
 @torch.no_grad()
 def cached_scores(decoder: Decoder, pairs: Sequence[Pair], dist: Distribution, chunk: int) -> list[torch.Tensor]:
-    """logp of each pair's completion, the tokens read through the cache `chunk` at a time (1: decoding)."""
+    """logp of each pair's completion, the tokens read through the cache `chunk` at a time (1: decoding); on the CPU."""
     inputs = [[*p, *c[:-1]] for p, c in pairs]
     need = [-(-len(ids) // KEY_TILE) for ids in inputs]
-    cache = BlockCache(decoder.config, sum(need), decoder.cache_dtype)
+    cache = BlockCache(decoder.config, sum(need), decoder.cache_dtype, decoder.device)
     blocks = [cache.allocate(n) for n in need]
     hidden: list[list[torch.Tensor]] = [[] for _ in pairs]
     for start in range(0, max(map(len, inputs)), chunk):
@@ -206,11 +209,11 @@ def cached_scores(decoder: Decoder, pairs: Sequence[Pair], dist: Distribution, c
     scores, head = [], decoder.logits_weight()
     for (_, completion), rows in zip(pairs, hidden, strict=True):
         h = torch.cat(rows)[-len(completion) :]
-        scores.append(linear_logprob(h.to(head.dtype), head, torch.tensor(completion), dist)[0])
+        scores.append(linear_logprob(h.to(head.dtype), head, torch.tensor(completion, device=h.device), dist)[0].cpu())
     return scores
 
 
-def check_case(case: Path) -> list[Check]:
+def check_case(case: Path, device: torch.device | None = None) -> list[Check]:
     """Score the rollouts of a saved mismatch again, alone and together, against what sampler and trainer had reported.
 
     Raises ValueError when the folder holds no such case.
@@ -226,7 +229,7 @@ def check_case(case: Path) -> list[Check]:
         dtype, numerics = DTYPES[name], PrecisionConfig.model_validate(report["config"].get("precision", {})).numerics()
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"verify: {case} holds no readable mismatch.json ({error})") from None
-    loaded = load_decoder(case, dtype)
+    loaded = load_decoder(case, dtype, device)
     decoder = Decoder(loaded.config, loaded.flat.detach(), loaded.layout, numerics)
     ways = {
         "together": _score(decoder, pairs, dist),

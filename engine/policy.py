@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..kernels.backend import find_device
 from ..kernels.logprob import Distribution
 from ..kernels.philox import Stream
 from ..model.checkpoint import DTYPES, load_decoder, resolve_model
@@ -25,10 +26,10 @@ from .text import Text
 class Policy:
     """A decoder in one dtype, a native sampler over the same weights, and the tokenizer. Make with `load_policy`."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype):
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device | None = None):
         self.folder = folder
         self.text = Text(folder, ModelConfig.from_file(folder).vocab_size)
-        self.decoder = load_decoder(folder, dtype)
+        self.decoder = load_decoder(folder, dtype, device)
         self.sampler = NativeSampler(self.decoder)
 
     def sample(
@@ -50,7 +51,7 @@ class Policy:
         """The trainer's logprobs [C] fp32 of each (prompt_ids, completion_ids), from one forward over all. Raises ValueError."""
         batch = pack(pairs)
         logp, _ = logprobs(self.decoder, batch, Distribution(temperature, top_k, top_p))
-        return [x.numpy() for x in logp.split(batch.completion_lengths)]
+        return [x.numpy() for x in logp.cpu().split(batch.completion_lengths)]
 
     def evaluate(
         self, task: TaskConfig, split: str = "held_out", problems: int = 256, samples: int = 1, temperature: float = 0.0,
@@ -72,19 +73,24 @@ class Policy:
         return evaluate(self.sampler, self.text, chosen, ids, reward, Distribution(temperature), samples, max_tokens, keys)
 
 
-def load_policy(model: str, dtype: str = "float32") -> Policy:
-    """Load a model folder or hub name in float32, bfloat16 or float16. Raises ValueError."""
+def load_policy(model: str, dtype: str = "float32", device: str = "auto") -> Policy:
+    """Load a model folder or hub name in float32, bfloat16 or float16, on "cpu", "cuda" or where there is a GPU. Raises ValueError."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype ({dtype}) must be one of {', '.join(DTYPES)}")
-    return Policy(resolve_model(model), DTYPES[dtype])
+    return Policy(resolve_model(model), DTYPES[dtype], find_device(device))
 
 
 def check_law(
-    model: str | None = None, dtypes: Sequence[str] = tuple(DTYPES), sequences: int = 12, longest: int = 80, seed: int = 0
+    model: str | None = None,
+    dtypes: Sequence[str] = tuple(DTYPES),
+    sequences: int = 12,
+    longest: int = 80,
+    seed: int = 0,
+    device: str = "auto",
 ) -> list[Check]:
     """The law's checks for a model, or a tiny random one: a line each with `comparisons` and `unequal`. Raises ValueError."""
     for dtype in dtypes:
         if dtype not in DTYPES:
             raise ValueError(f"dtype ({dtype}) must be one of {', '.join(DTYPES)}")
     folder = None if model is None else resolve_model(model)
-    return list(run_checks(folder, dtypes, sequences, longest, seed))
+    return list(run_checks(folder, dtypes, sequences, longest, seed, find_device(device)))

@@ -54,7 +54,7 @@ def make_samplers(config: Config, model: Path, model_config: ModelConfig, learne
         stock = StockSampler(model, model_config, learner.layout, workers.host.decoder.flat, config.vllm)
         return Samplers(stock, stock)
     if config.sampler in ("hf", "vllm-stock"):
-        return Samplers(ForeignSampler(_engine(config, model, model_config), model_config, learner), own)
+        return Samplers(ForeignSampler(_engine(config, model, model_config, learner.decoder.device), model_config, learner), own)
     if not (config.max_staleness or config.mismatch.any or config.precision.sampler_differs):
         return Samplers(own, own)
     apart = ApartSampler(config, _workers(config, model_config, learner, workers.n, sampler=True), learner)
@@ -165,12 +165,12 @@ class ForeignSampler:
         """Nothing runs outside this process."""
 
 
-def _engine(config: Config, model: Path, model_config: ModelConfig) -> _Engine:
+def _engine(config: Config, model: Path, model_config: ModelConfig, device: torch.device) -> _Engine:
     dtype = DTYPES[config.precision.sampler_dtype or config.dtype]
     if config.sampler == "hf":
         from .audit.hf import HfEngine
 
-        return HfEngine(model, dtype)
+        return HfEngine(model, dtype, device=device)
     from .audit.stock import VllmEngine
 
     return VllmEngine(model, dtype, config.vllm.context or model_config.max_positions)

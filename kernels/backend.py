@@ -20,6 +20,8 @@ def on_triton(x: torch.Tensor) -> bool:
 
 def find_device(name: str) -> torch.device:
     """The device called "cpu" or "cuda"; "auto" is CUDA where there is a GPU. Raises ValueError when it cannot be used."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f'device ("{name}") must be auto, cpu or cuda')
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():

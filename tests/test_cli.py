@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import zerokl
 from zerokl.cli import main
 from zerokl.engine import samplers
@@ -97,6 +98,12 @@ def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., s
         return error
 
     return check
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+@pytest.mark.parametrize("words", ["sample model --prompt 1+1=", "eval model", "verify", "verify model", "audit model --out report"])
+def test_every_command_that_computes_can_be_told_where(refused, words):
+    assert 'device ("cuda"): torch finds no CUDA GPU here' in refused(*words.split(), "--device", "cuda")
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...kernels.backend import find_device
 from ...kernels.logprob import Distribution
 from ...model.checkpoint import DTYPES, resolve_model
 from ...model.config import ModelConfig
 from ...verify.trace import OpDifference, compare_traces, first_divergence
 from ..rollout import Rollout, Sampling
 from ..text import Text
-from ..vllm.sampler import is_cpu_build
+from ..vllm.sampler import is_cpu_build, require_vllm
 from .engines import Engine, Pair, ZeroklEngine
 from .hf import HfEngine
 from .logs import read_log
@@ -46,6 +47,7 @@ class AuditConfig:
     distribution: Distribution = field(default_factory=Distribution)
     seed: int = 0
     weight_version: int | None = None  # of a log's rollouts: those of the model
+    device: str = "auto"  # of every engine: "cpu", "cuda", or "auto": a GPU where there is one and vLLM, if asked for, can use it
 
     def dtypes(self) -> dict[str, str]:
         """Compute dtype and dtype of the logits of the trainer, then of the sampler."""
@@ -80,7 +82,9 @@ def audit(cfg: AuditConfig) -> Audit:
     folder = resolve_model(cfg.model)
     model = ModelConfig.from_file(folder)
     text = Text(folder, model.vocab_size)
-    sampler, trainer = _engines(cfg, folder)
+    _check(cfg)
+    device = _device(cfg)
+    sampler, trainer = _engines(cfg, folder, device)
     if sampler is None:
         rollouts, redraw = read_log(Path(cfg.sampler), model.vocab_size, cfg.n, cfg.weight_version), None
     else:
@@ -88,7 +92,7 @@ def audit(cfg: AuditConfig) -> Audit:
         rollouts = redraw()
     report = {
         "model": str(folder), "sampler": sampler.name if sampler else cfg.sampler, "trainer": trainer.name, **cfg.dtypes(),
-        "weight_version": rollouts[0][0].weight_version, "torch": torch.__version__,
+        "weight_version": rollouts[0][0].weight_version, "torch": torch.__version__, "device": device.type,
     }  # fmt: skip
     return Audit(report | compare(trainer, rollouts, text, sampler, redraw))
 
@@ -117,21 +121,25 @@ def compare(
     return report
 
 
-def _engines(cfg: AuditConfig, folder: Path) -> tuple[Engine | None, Engine]:
-    """Sampler, None where it is a log, and trainer."""
-    logged = cfg.sampler not in SAMPLERS
-    if logged and not Path(cfg.sampler).is_file():
+def _check(cfg: AuditConfig) -> None:
+    """Raise ValueError for a pair that cannot be compared."""
+    if cfg.sampler not in SAMPLERS and not Path(cfg.sampler).is_file():
         raise ValueError(f"audit: sampler {cfg.sampler} is no file; choose {', '.join(SAMPLERS)}, or name a log of rollouts")
     if cfg.trainer not in TRAINERS:
         raise ValueError(f"audit: trainer {cfg.trainer} is not known; choose {', '.join(TRAINERS)}")
-    *own, sampler_dtype, sampler_head = map(_dtype, cfg.dtypes().values())
+    dtype, head, *sampler = map(_dtype, cfg.dtypes().values())
+    if cfg.sampler == cfg.trainer == "vllm" and sampler != [dtype, head]:
+        raise ValueError("audit: vLLM in two dtypes would be two engines in one process; audit each of them against zerokl")
+
+
+def _engines(cfg: AuditConfig, folder: Path, device: torch.device) -> tuple[Engine | None, Engine]:
+    """Sampler, None where it is a log, and trainer."""
+    dtype, head, *sampler = map(_dtype, cfg.dtypes().values())
     if cfg.sampler == cfg.trainer == "vllm":
-        if own != [sampler_dtype, sampler_head]:
-            raise ValueError("audit: vLLM in two dtypes would be two engines in one process; audit each of them against zerokl")
-        engine = _engine("vllm", folder, *own)
+        engine = _engine("vllm", folder, device, dtype, head)
         return engine, engine
-    sampler = None if logged else _engine(cfg.sampler, folder, sampler_dtype, sampler_head, beside_vllm=cfg.trainer == "vllm")
-    return sampler, _engine(cfg.trainer, folder, *own)
+    drawn = _engine(cfg.sampler, folder, device, *sampler, beside_vllm=cfg.trainer == "vllm") if cfg.sampler in SAMPLERS else None
+    return drawn, _engine(cfg.trainer, folder, device, dtype, head)
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -140,18 +148,27 @@ def _dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def _engine(name: str, folder: Path, dtype: torch.dtype, head: torch.dtype, beside_vllm: bool = False) -> Engine:
+def _device(cfg: AuditConfig) -> torch.device:
+    vllm = {cfg.sampler, cfg.trainer} & {"vllm", "vllm-zerokl"}
+    if not vllm:
+        return find_device(cfg.device)
+    require_vllm()
+    device = find_device("cpu" if cfg.device == "auto" and is_cpu_build() else cfg.device)
+    if (device.type == "cpu") != is_cpu_build():
+        raise ValueError(f"audit: device is {device.type}, on which the vLLM installed here does not compute; set --device auto")
+    if vllm == {"vllm", "vllm-zerokl"} and device.type == "cuda":
+        raise ValueError("audit: on a GPU vllm and vllm-zerokl would be two engines in one process; audit each of them against zerokl")
+    return device
+
+
+def _engine(name: str, folder: Path, device: torch.device, dtype: torch.dtype, head: torch.dtype, beside_vllm: bool = False) -> Engine:
     if name in ("native", "zerokl"):
-        return ZeroklEngine(folder, dtype, head)
+        return ZeroklEngine(folder, dtype, head, device)
     if name == "vllm":
         return VllmEngine(folder, dtype, ModelConfig.from_file(folder).max_positions, head)
     if name == "vllm-zerokl":
-        if not is_cpu_build():
-            raise ValueError(
-                "audit: vllm-zerokl is compared on a CPU only so far; use an environment with vLLM's build for CPUs (make vllm)"
-            )
-        return VllmZeroklEngine(folder, dtype, head, multiprocess=beside_vllm)  # a process holds one vLLM engine
-    return HfEngine(folder, dtype, "eager" if name == "hf-eager" else "sdpa", head)
+        return VllmZeroklEngine(folder, dtype, head, device, multiprocess=beside_vllm)  # a process holds one vLLM engine
+    return HfEngine(folder, dtype, "eager" if name == "hf-eager" else "sdpa", head, device)
 
 
 def _draw(cfg: AuditConfig, sampler: Engine, text: Text, model: ModelConfig) -> Rollouts:

@@ -57,8 +57,8 @@ class Engine(Protocol):
 class ZeroklEngine:
     """Our decoder, in one dtype, its logits in `head` where that is another."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, head: torch.dtype | None = None):
-        self.decoder, self.name = load_decoder(folder, dtype), "zerokl"
+    def __init__(self, folder: Path, dtype: torch.dtype, head: torch.dtype | None = None, device: torch.device | None = None):
+        self.decoder, self.name = load_decoder(folder, dtype, device), "zerokl"
         self.decoder.numerics = Numerics(head=head)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[Rollout]:
@@ -72,7 +72,7 @@ class ZeroklEngine:
         for a in range(0, len(pairs), size):
             batch = pack(pairs[a : a + size])
             logp, _ = logprobs(self.decoder, batch, dist)
-            done += [x.numpy() for x in logp.split(batch.completion_lengths)]
+            done += [x.numpy() for x in logp.cpu().split(batch.completion_lengths)]
         return done
 
     def decode(self, pairs: Sequence[Pair], dist: Distribution) -> list[np.ndarray]:
@@ -94,12 +94,13 @@ def trace_decoder(decoder: Decoder, pair: Pair, dist: Distribution) -> Trace:
     batch, c, found = pack([pair]), decoder.config, {}
 
     def tap(name: str, x: torch.Tensor) -> None:
-        found.update({op: part.clone() for op, part in split_fused(name, x, c).items()})
+        found.update({op: part.to("cpu", copy=True) for op, part in split_fused(name, x, c).items()})
 
     head = decoder.logits_weight()
     hidden = decoder.hidden(batch.ids, PackedContext(batch.lengths, c), tap).to(head.dtype)
     tap("logits", matmul_rows(hidden, head.t()))
-    tap("logprob", linear_logprob(hidden[batch.rows], head, batch.targets, dist)[0])
+    rows, targets = batch.rows.to(decoder.device), batch.targets.to(decoder.device)
+    tap("logprob", linear_logprob(hidden[rows], head, targets, dist)[0])
     return in_order(found, c.layers)
 
 

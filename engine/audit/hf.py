@@ -30,11 +30,13 @@ _LAYER_INPUTS = {"attention": "self_attn.o_proj", "attention_residual": "post_at
 class HfEngine:
     """AutoModelForCausalLM in one dtype, its logits in `head` where that is another. `attention` is eager or sdpa."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, attention: str = "sdpa", head: torch.dtype | None = None):
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, attention: str = "sdpa", head: torch.dtype | None = None, device: torch.device | None = None
+    ):
         from transformers import AutoModelForCausalLM
 
         self.name = f"hf {attention}"
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention).eval().to(device or "cpu")
         if head not in (None, dtype):
             self.model.lm_head = _WideHead(self.model.lm_head.weight.detach().to(head))
 
@@ -43,8 +45,8 @@ class HfEngine:
         """See Engine. Prompts are padded on the left, and drawn together, as trainers do with `generate`."""
         torch.manual_seed(seed)  # transformers draws from the global generator
         d, longest = sampling.distribution, max(map(len, prompts))
-        ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts])
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+        ids = self._tensor([[0] * (longest - len(p)) + list(p) for p in prompts])
+        mask = self._tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
         random = {"do_sample": True, "temperature": d.temperature, "top_k": d.top_k or 0, "top_p": d.top_p} if d.temperature else {}
         stop = sorted(sampling.stop_ids)
         out = self.model.generate(
@@ -52,7 +54,7 @@ class HfEngine:
             output_scores=True, return_dict_in_generate=True, **({"do_sample": False} | random),
         )  # fmt: skip
         drawn = out.sequences[:, longest:]
-        logp = torch.stack([_gather(z, drawn[:, i]) for i, z in enumerate(out.scores)], dim=1)
+        logp = torch.stack([_gather(z, drawn[:, i]) for i, z in enumerate(out.scores)], dim=1).cpu()
         rollouts = []
         for i, prompt in enumerate(prompts):
             tokens = drawn[i].tolist()
@@ -74,8 +76,8 @@ class HfEngine:
         for a in range(0, len(pairs), size):
             some = [([*p, *c[:-1]], p, c) for p, c in pairs[a : a + size]]
             longest = max(len(ids) for ids, _, _ in some)
-            ids = torch.tensor([x + [0] * (longest - len(x)) for x, _, _ in some])
-            mask = torch.tensor([[1] * len(x) + [0] * (longest - len(x)) for x, _, _ in some])
+            ids = self._tensor([x + [0] * (longest - len(x)) for x, _, _ in some])
+            mask = self._tensor([[1] * len(x) + [0] * (longest - len(x)) for x, _, _ in some])
             logits = self.model(ids, attention_mask=mask, use_cache=False).logits
             for z, (x, prompt, completion) in zip(logits, some, strict=True):
                 done.append(_logprobs(z[len(prompt) - 1 : len(x)], completion, dist).numpy())
@@ -86,10 +88,10 @@ class HfEngine:
         """See Engine."""
         done = []
         for prompt, completion in pairs:
-            out = self.model(torch.tensor([list(prompt)]), use_cache=True)
+            out = self.model(self._tensor([list(prompt)]), use_cache=True)
             rows = [out.logits[0, -1:]]
             for token in completion[:-1]:
-                out = self.model(torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
+                out = self.model(self._tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
                 rows.append(out.logits[0])
             done.append(_logprobs(torch.cat(rows), completion, dist).numpy())
         return done
@@ -111,13 +113,16 @@ class HfEngine:
                 hooks.handles.append(layer.self_attn.register_forward_pre_hook(attention.enter(i)))
             hooks.output("norm", self.model.model.norm)
             hooks.output("logits", self.model.lm_head)
-            logits = self.model(torch.tensor([[*prompt, *completion[:-1]]]), use_cache=False).logits[0]
+            logits = self.model(self._tensor([[*prompt, *completion[:-1]]]), use_cache=False).logits[0]
         found["logprob"] = _logprobs(logits[len(prompt) - 1 :], completion, dist).unsqueeze(1)
         return in_order(found, len(layers))
 
     def drop_caches(self) -> bool:
         """See Engine."""
         return False
+
+    def _tensor(self, ids: list[list[int]]) -> torch.Tensor:
+        return torch.tensor(ids, device=self.model.device)
 
 
 class _WideHead(torch.nn.Module):
@@ -132,8 +137,8 @@ class _WideHead(torch.nn.Module):
 
 
 def _logprobs(logits: torch.Tensor, tokens: Sequence[int], dist: Distribution) -> torch.Tensor:
-    """[C, V] -> [C] fp32, by log_softmax as trainers on transformers do."""
-    return _gather(scaled_logits(logits, dist), torch.tensor(list(tokens)))
+    """[C, V] -> [C] fp32 on the CPU, by log_softmax as trainers on transformers do."""
+    return _gather(scaled_logits(logits, dist), torch.tensor(list(tokens), device=logits.device)).cpu()
 
 
 def _gather(z: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -149,8 +154,8 @@ def _submodule(layer: torch.nn.Module, path: str) -> torch.nn.Module | None:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """[1, T, ...] -> a copy, [T, width]."""
-    return x[0].reshape(x.shape[1], -1).clone()
+    """[1, T, ...] -> a copy on the CPU, [T, width]."""
+    return x[0].reshape(x.shape[1], -1).to("cpu", copy=True)
 
 
 class _Hooks:

@@ -26,15 +26,20 @@ Record = Callable[[str, torch.Tensor], None]
 
 
 class VllmZeroklEngine(ZeroklEngine):
-    """Draws with vLLM that runs our decoder; scores and traces with the same weights outside of it."""
+    """Draws with vLLM that runs our decoder; scores and traces with the same weights outside of it. On a GPU both are in this process."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, head: torch.dtype | None = None, multiprocess: bool = False):
-        super().__init__(folder, dtype, head)
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, head: torch.dtype | None = None, device: torch.device | None = None,
+        multiprocess: bool = False,
+    ):  # fmt: skip
+        super().__init__(folder, dtype, head, device)
         self.name = "vllm-zerokl"
-        self._weights = SharedTensor(self.decoder.layout.numel, dtype)
-        self.decoder.move_to(self._weights.tensor)
+        weights = self.decoder.flat.detach()
+        if self.decoder.device.type == "cpu":
+            weights = SharedTensor(self.decoder.layout.numel, dtype)
+            self.decoder.move_to(weights.tensor)
         cfg = VllmConfig(context=_CONTEXT, cache_bytes=_CACHE_BYTES, multiprocess=multiprocess)
-        self.sampler = VllmSampler(folder, self.decoder.config, self._weights, cfg, self.decoder.numerics)
+        self.sampler = VllmSampler(folder, self.decoder.config, weights, cfg, self.decoder.numerics)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[Rollout]:
         """See Engine."""
@@ -138,7 +143,7 @@ class VllmEngine:
         found: dict[str, list[torch.Tensor]] = {}
 
         def record(name: str, x: torch.Tensor) -> None:
-            found.setdefault(name, []).append(x.reshape(x.shape[0], -1).clone())
+            found.setdefault(name, []).append(x.reshape(x.shape[0], -1).to("cpu", copy=True))
 
         handles = self.llm.apply_model(lambda model: attach(model, record))[0]
         try:

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from zerokl.engine import run, samplers
+from zerokl.engine.audit import audit
+from zerokl.engine.audit.audit import AuditConfig
 from zerokl.engine.config import Config, VllmConfig, load_config
 from zerokl.engine.run import _device, train
 from zerokl.kernels import backend
@@ -21,6 +23,25 @@ def test_auto_is_the_cpu_and_cuda_is_refused_before_anything_is_written(tmp_path
 def test_unknown_device_is_refused():
     with pytest.raises(ValueError, match=r"config: device \('tpu'\)"):
         load_config(None, None, {"device": "tpu"})
+    with pytest.raises(ValueError, match=r'^device \("tpu"\) must be auto, cpu or cuda$'):
+        backend.find_device("tpu")
+
+
+def test_an_audit_computes_where_vllm_does(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(audit, "require_vllm", lambda: "0.32.0")
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    for cpu_build in (True, False):
+        monkeypatch.setattr(audit, "is_cpu_build", lambda cpu_build=cpu_build: cpu_build)
+        assert audit._device(AuditConfig("model", "hf")) == gpu
+        assert audit._device(AuditConfig("model", "hf", device="cpu")) == cpu
+        assert audit._device(AuditConfig("model", "vllm-zerokl")) == (cpu if cpu_build else gpu)
+        with pytest.raises(ValueError, match="on which the vLLM installed here does not compute"):
+            audit._device(AuditConfig("model", "vllm", device="cuda" if cpu_build else "cpu"))
+    with pytest.raises(ValueError, match="on a GPU vllm and vllm-zerokl would be two engines in one process"):
+        audit._device(AuditConfig("model", "vllm-zerokl", "vllm"))
 
 
 def test_a_gpu_has_one_worker_and_a_sampler_that_computes_there(monkeypatch):
