@@ -260,7 +260,7 @@ class Audit:
     def run(self, overrides: dict[str, str]) -> int:
         """Run the subcommand; returns the exit code."""
         from .engine.audit.audit import AuditConfig, audit
-        from .engine.audit.page import summary_table, verdict, write_page
+        from .engine.audit.page import summary_table, verdict, worst_table, write_page
         from .engine.report import console, finite
         from .kernels.logprob import Distribution
 
@@ -280,6 +280,8 @@ class Audit:
         (out / "audit.json").write_text(json.dumps(finite(done.report), indent=1) + "\n")
         write_page(done.report, out / "audit.html")
         console.print(summary_table(done.report))
+        if not done.equal:
+            console.print(worst_table(done.report))
         console.print(f"{verdict(done.report)}\nreport {out / 'audit.html'}")
         return 0 if done.within(self.max_k3, self.max_abs) else 1
 
@@ -345,17 +347,19 @@ class VerifyRun:
     """Run folder."""
     replays: int = 3
     """Steps to do again."""
-    draw: int = 0
-    """Seed of the choice of steps."""
+    draw: int | None = None
+    """Seed of the choice of steps; without it, others at every call."""
 
     def run(self, overrides: dict[str, str]) -> int:
         """Run the subcommand; returns the exit code."""
         from .engine.replay import verify_run
         from .engine.report import console
 
-        findings = verify_run(Path(self.path), self.replays, self.draw, overrides)
+        draw = int.from_bytes(os.urandom(4)) if self.draw is None else self.draw
+        findings = verify_run(Path(self.path), self.replays, draw, overrides)
         for f in findings:
             console.print(f"{'ok  ' if f.holds else 'FAIL'}  {f.what}: {f.result}")
+        console.print(f"steps to replay were drawn with --draw {draw}")
         return 0 if all(f.holds for f in findings) else 1
 
 

@@ -6,6 +6,8 @@ moments (safetensors) and what else a step reads (JSON). NNNNNN steps are done. 
 
 import json
 import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..model.checkpoint import STATE_FILE, read_weights, write_checkpoint
+from ..model.config import ModelConfig
+from ..model.weights import Layout
 from ..verify.files import manifest_damage
+from ..verify.ledger import LedgerFile, hash_tree
 from .loop import TrainState
 from .scaling import LossScaler
 
@@ -88,19 +93,57 @@ def open_checkpoint(folder: Path) -> tuple[Checkpoint | None, str]:
     return found, ""
 
 
+def checked_checkpoint(folder: Path, ledger: LedgerFile) -> tuple[Checkpoint | None, str]:
+    """An intact checkpoint of this ledger, with the bits whose hashes are in it; or None and what is wrong, naming the file."""
+    found, damage = open_checkpoint(folder)
+    if found is None:
+        return None, damage
+    if ledger.chain_at(found.step) != found.chain:
+        return None, f"{folder} is not a checkpoint of {ledger.path}"
+    try:
+        other = _other_bits(folder, ledger.lines[found.step - 1].quantities) if found.step else None
+    except ValueError as error:
+        return None, str(error)
+    return (None, f"the {other} in {folder} are not those whose hash is in {ledger.path}") if other else (found, "")
+
+
+def _other_bits(folder: Path, hashes: Mapping[str, str]) -> str | None:
+    """What the checkpoint holds other bits of, as far as the step's line in the ledger has its hash. Raises ValueError."""
+    layout = Layout(ModelConfig.from_file(folder))
+
+    def root(*flat: torch.Tensor) -> str:
+        return hash_tree(*map(layout.checkpoint_views, flat)).root
+
+    if "weights" in hashes and root(read_weights(folder, layout)) != hashes["weights"]:
+        return "weights"
+    with _moments(folder, layout) as moments:
+        if "optimizer" in hashes and root(*(part[:] for part in moments)) != hashes["optimizer"]:
+            return "optimizer's moments"
+    return None
+
+
+@contextmanager
+def _moments(folder: Path, layout: Layout) -> Iterator[list[Any]]:
+    """The moments in a checkpoint, [layout.numel] fp32 each, to be read by slices. Raises ValueError for another model's."""
+    path = folder / STATE_FILE
+    try:
+        with safe_open(path, framework="pt") as stored:
+            parts = [stored.get_slice(name) for name in _MOMENTS]
+            for part, name in zip(parts, _MOMENTS, strict=True):
+                if part.get_shape() != [layout.numel] or part.get_dtype() != "F32":
+                    raise ValueError(f"checkpoint: {path}: {name} is of another model")
+            yield parts
+    except SafetensorError as error:
+        raise ValueError(f"checkpoint: {path} is no optimizer state ({error})") from None
+
+
 @torch.no_grad()
 def restore(state: TrainState, checkpoint: Checkpoint) -> None:
     """Put weights, optimizer and counters back. Raises ValueError when the files do not fit the model."""
     learner = state.learner
-    try:
-        with safe_open(checkpoint.folder / STATE_FILE, framework="pt") as moments:
-            for mine, name in zip(learner.moments, _MOMENTS, strict=True):
-                stored = moments.get_slice(name)
-                if stored.get_shape() != [learner.layout.numel] or stored.get_dtype() != "F32":
-                    raise ValueError(f"checkpoint: {checkpoint.folder / STATE_FILE}: {name} is of another model")
-                mine.copy_(stored[learner.slices.own])
-    except SafetensorError as error:
-        raise ValueError(f"checkpoint: {checkpoint.folder / STATE_FILE} is no optimizer state ({error})") from None
+    with _moments(checkpoint.folder, learner.layout) as moments:
+        for mine, stored in zip(learner.moments, moments, strict=True):
+            mine.copy_(stored[learner.slices.own])
     for name in _SCALER:
         setattr(state.scaler, name, checkpoint.scaler[name])
     learner.updates = checkpoint.updates

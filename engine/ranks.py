@@ -45,9 +45,11 @@ class Ranks:
         every: list[Any] = [None] * self.size
         with peers():
             dist.all_gather_object(every, mine)
-        failed = next((value for good, value in every if not good), None)
-        if failed is not None:
-            raise failed
+        for rank, (good, value) in enumerate(every):
+            if isinstance(value, ChildProcessError) and not good:
+                raise ChildProcessError(f"{value} (of rank {rank})")
+            if not good:
+                raise value
         return [value for _, value in every]
 
     def from_first(self, make: Callable[[], X]) -> X:

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import torch
 
-from ..kernels.philox import Stream, uniform_range
+from ..kernels.philox import Stream, permutation
 from ..verify.divergence import Divergence, compare_heads, compare_lines, open_run, run_ledger
 from ..verify.ledger import LedgerFile, read_ledger
-from .checkpoints import Checkpoint, checkpoint_folders, open_checkpoint, restore, rewind
+from .checkpoints import Checkpoint, checked_checkpoint, checkpoint_folders, restore, rewind
+from .config import Config
 from .loop import TrainState, train_step
 from .record import Recorder, run_head
-from .resume import run_config
+from .report import METRICS, ROLLOUTS
+from .resume import read_log, run_config
 from .run import base_model, make_state
 from .tasks import load_task
 from .tracing import trace_step
@@ -52,13 +54,13 @@ class Replayer:
     def _checkpoints(self) -> list[Checkpoint]:
         good = []
         for folder in checkpoint_folders(self.path):
-            found, damage = open_checkpoint(folder)
+            found, damage = checked_checkpoint(folder, self.ledger)
             if self.config.samples_older_weights:
                 self.said.append(f"{folder} does not hold the older weights that max_staleness or mismatch.delay samples from; not used")
-            elif found is not None and self.ledger.chain_at(found.step) == found.chain:
+            elif found is not None:
                 good.append(found)
             else:
-                self.said.append(f"{damage or f'{folder} is not a checkpoint of {self.ledger.path}'}; not used")
+                self.said.append(f"{damage}; not used")
         return good
 
     def replay(
@@ -116,26 +118,42 @@ class Finding:
 
 
 def verify_run(path: Path, replays: int, seed: int, overrides: Mapping[str, str]) -> list[Finding]:
-    """Check a run: its ledger's chain, its checkpoints' hashes, its summary, and `replays` steps drawn at random, done again.
+    """Check a run: its ledger's chain, its checkpoints' hashes, its logs, its summary, and `replays` steps drawn at random, done again.
 
-    Raises ValueError for a folder without a run.
+    Raises ValueError for a folder without a run, or an override that decides bits.
     """
+    config, newest = run_config(path, overrides), None
     ledger = read_ledger(run_ledger(path))
     if ledger.damage or ledger.head is None:
         return [Finding("ledger", ledger.damage or f"{ledger.path} has no whole head", False)]
     said = f"{len(ledger.lines)} steps, chain unbroken" + (", and a torn line after them" if ledger.torn else "")
     findings = [Finding("ledger", said, not (ledger.torn and (path / "summary.json").exists())), *_summary(path, ledger)]
     for folder in reversed(checkpoint_folders(path)):
-        found, damage = open_checkpoint(folder)
-        fits = found is not None and ledger.chain_at(found.step) == found.chain
-        said = damage or ("every hash right, and its place in the chain" if fits else "is not a checkpoint of this ledger")
-        findings.append(Finding(folder.name, said, fits))
-    drawn = sorted({int(u * len(ledger.lines)) for u in uniform_range(replays, seed, Stream.ORDER, 0)}) if ledger.lines else []
-    with Replayer(path, overrides) as replayer:
+        found, damage = checked_checkpoint(folder, ledger)
+        findings.append(Finding(folder.name, damage or "every hash right, its place in the chain, and the ledger's bits", not damage))
+        newest = found or newest
+    findings += _logs(path, config, newest)
+    drawn = sorted(permutation(len(ledger.lines), seed, Stream.ORDER, 0)[:replays].tolist()) if ledger.lines else []
+    try:
+        replayer = Replayer(path, overrides)
+    except ValueError as error:
+        return [*findings, Finding("replay", str(error), False)]
+    with replayer:
         for step in drawn:
             done = replayer.replay(step)
             said = f"differs at {done.divergence}" if done.divergence else f"the same bits (from step {done.first})"
             findings.append(Finding(f"replay of step {step}", said, done.divergence is None))
+    return findings
+
+
+def _logs(path: Path, config: Config, newest: Checkpoint | None) -> list[Finding]:
+    """Metrics and rollouts: every line in its place, and up to the newest checkpoint as their hashes there."""
+    findings = []
+    for log in (read_log(path / METRICS, 1), read_log(path / ROLLOUTS, config.prompts * config.samples)):
+        said = log.damage or f"{len(log.ends) - 1} steps"
+        if not log.damage and newest and (newest.step >= len(log.ends) or log.hash_at(newest.step) != newest.logs.get(log.path.name)):
+            said = f"was altered before step {newest.step}, as its hash in {newest.folder.name} shows"
+        findings.append(Finding(log.path.name, said, said.endswith("steps")))
     return findings
 
 

@@ -13,14 +13,14 @@ from typing import Any
 
 from ..verify.files import whole_lines, write_whole
 from ..verify.ledger import LEDGER, Head, LedgerFile, read_ledger
-from .checkpoints import DAMAGED, Checkpoint, checkpoint_folders, clear_leftovers, open_checkpoint
+from .checkpoints import DAMAGED, Checkpoint, checked_checkpoint, checkpoint_folders, clear_leftovers
 from .config import Config, load_config
 from .record import REFERENCE, flat_settings, is_free
 from .report import METRICS, ROLLOUTS
 
 
 @dataclass
-class _Log:
+class Log:
     """A JSONL file of a run, as far as it is intact: `ends`[s] bytes hold the steps before s."""
 
     path: Path
@@ -40,7 +40,7 @@ class Resumption:
     config: Config
     checkpoint: Checkpoint | None  # None: from the first step
     ledger: LedgerFile
-    logs: list[_Log]
+    logs: list[Log]
     history: list[dict[str, float]]
     said: list[str]  # a line for each damaged file
     unusable: list[Path]  # checkpoints that must make room
@@ -80,7 +80,7 @@ class Resumption:
         damaged = {log.path for log in self.logs if log.damage} | ({self.ledger.path} if self.ledger.damage else set())
         for path, end in ends.items():
             content = path.read_bytes() if path.exists() else b""
-            if path in damaged:
+            if path in damaged or (self.said and len(content) > end):
                 write_whole(_free_name(path), content)
             if len(content) != end:
                 write_whole(path, content[:end])
@@ -97,18 +97,16 @@ def find_resumption(path: Path, overrides: Mapping[str, str]) -> Resumption:
     """Where the run in the folder `path` can go on. Raises ValueError when it holds none, or for an override that decides bits."""
     config = run_config(path, overrides)
     ledger = read_ledger(path / LEDGER) if (path / LEDGER).exists() else LedgerFile(path / LEDGER)
-    metrics = _read_log(path / METRICS, 1)
-    rollouts = _read_log(path / ROLLOUTS, config.prompts * config.samples)
+    metrics = read_log(path / METRICS, 1)
+    rollouts = read_log(path / ROLLOUTS, config.prompts * config.samples)
     said = [f"{damage}; going on from before it" for damage in (ledger.damage, metrics.damage, rollouts.damage) if damage]
     checkpoint, unusable, logs = None, [], [metrics, rollouts]
     for folder in checkpoint_folders(path):
-        found, damage = open_checkpoint(folder)
+        found, damage = checked_checkpoint(folder, ledger)
         if config.samples_older_weights:
             said.append(f"{folder} does not hold the older weights that max_staleness or mismatch.delay samples from; not used")
         elif found is None:
             said.append(f"{damage}; not used")
-        elif ledger.chain_at(found.step) != found.chain:
-            said.append(f"{folder} is not a checkpoint of {ledger.path}; not used")
         elif found.step >= min(len(metrics.ends), len(rollouts.ends)):
             said.append(f"{folder} is ahead of {METRICS} or {ROLLOUTS}; not used")
         elif altered := next((log for log in logs if log.hash_at(found.step) != found.logs.get(log.path.name)), None):
@@ -147,9 +145,9 @@ def run_config(path: Path, overrides: Mapping[str, str]) -> Config:
     return now
 
 
-def _read_log(path: Path, lines_per_step: int) -> _Log:
+def read_log(path: Path, lines_per_step: int) -> Log:
     """Check every line: JSON, and the step it belongs to."""
-    log, at = _Log(path), 0
+    log, at = Log(path), 0
     lines, _ = whole_lines(path.read_bytes() if path.exists() else b"")
     for number, raw in enumerate(lines, 1):
         try:

@@ -14,7 +14,7 @@ from ..model.checkpoint import DTYPES, load_decoder, read_weights, resolve_model
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
 from ..model.weights import Layout, fingerprint
-from ..verify.files import write_whole
+from ..verify.files import free_name, hold_folder, write_whole
 from ..verify.ledger import LEDGER
 from .checkpoints import restore, save_checkpoint
 from .config import Config, to_toml
@@ -31,7 +31,7 @@ from .samplers import check_device, make_samplers
 from .scaling import LossScaler
 from .scorer import Scorer, frozen
 from .slices import Slices
-from .tasks import load_reward, load_task
+from .tasks import load_reward, load_task, problems_of
 from .tasks.base import Problem, Task
 from .text import Text
 from .vllm.sampler import check_engine_arguments, is_cpu_build, require_vllm
@@ -101,8 +101,8 @@ def _run(config: Config, path: Path, at: Resumption | None, ranks: Ranks) -> Sum
     load_reward(task, config.task.reward)  # a name that cannot be imported is found before the warm start
     ranks.barrier()  # every rank has read the folder as it was
     model = ranks.from_first(lambda: base_model(config, path))
-    with closing(make_state(config, model, task, ranks)) as state:
-        history = _take_steps(state, path, model, task, at)
+    with closing(make_state(config, model, task, ranks)) as state, ExitStack() as held_folder:
+        history = _take_steps(state, path, model, task, at, held_folder)
         summary = _summarise(state, history, time.perf_counter() - began)
     if ranks.first:
         write_whole(path / "summary.json", (json.dumps(vars(summary), indent=2) + "\n").encode())
@@ -110,13 +110,15 @@ def _run(config: Config, path: Path, at: Resumption | None, ranks: Ranks) -> Sum
     return summary
 
 
-def _take_steps(state: TrainState, path: Path, model: Path, task: Task, at: Resumption | None) -> list[dict[str, float]]:
+def _take_steps(
+    state: TrainState, path: Path, model: Path, task: Task, at: Resumption | None, held_folder: ExitStack
+) -> list[dict[str, float]]:
     """The steps that are left, with evaluations and checkpoints. Returns the metrics of all steps of the run."""
     config = state.config
-    held = task.problems("held_out")[: config.evaluation.problems] if config.evaluation.every else []
+    held = problems_of(task, config.task.name, "held_out")[: config.evaluation.problems] if config.evaluation.every else []
     held_ids = state.text.encode_problems(held, task.chat)
     _check_prompts(held_ids, held, config, state.policy.config)
-    folder = _open_folder(state, path, at)
+    folder = _open_folder(state, path, at, held_folder)
     display, history = Display(config.steps, "train"), at.history if at else []
     try:
         for _ in range(state.step, config.steps):
@@ -143,8 +145,11 @@ def _take_steps(state: TrainState, path: Path, model: Path, task: Task, at: Resu
     return history
 
 
-def _open_folder(state: TrainState, path: Path, at: Resumption | None) -> RunFolder | NoFolder:
-    """The run's files, and its ledger in `state`. A run that goes on has its state put back; its files change only after every check."""
+def _open_folder(state: TrainState, path: Path, at: Resumption | None, held_folder: ExitStack) -> RunFolder | NoFolder:
+    """The run's files, which nobody else may write until `held_folder` is closed, and its ledger in `state`.
+
+    A run that goes on has its state put back; its files change only after every check.
+    """
     config = state.config
     head = run_head(state, {"workers in use": state.workers.n, "ranks": state.ranks.size})
     found = None
@@ -152,12 +157,15 @@ def _open_folder(state: TrainState, path: Path, at: Resumption | None) -> RunFol
         at.check_head(head)
         if at.checkpoint:
             restore(state, at.checkpoint)
+        state.ranks.from_first(lambda: held_folder.enter_context(hold_folder(path)))
         state.ranks.barrier()  # nobody reads the files any more that are cut back now
         found = state.ranks.from_first(at.prepare)
     if not state.ranks.first:
         state.ledger = Recorder(None, head, config, found)
         return NoFolder()
     folder = RunFolder(path, to_toml(config), at.step if at else None)
+    if at is None:
+        held_folder.enter_context(hold_folder(path))
     state.ledger = Recorder(path / LEDGER, head, config, found)
     if found is not None:
         last = found.resumed[-1]["environment"] if found.resumed else found.head.environment
@@ -181,6 +189,7 @@ def make_state(config: Config, model: Path, task: Task, ranks: Ranks = ALONE) ->
     vllm = config.sampler == "vllm"
     alone = (vllm and not config.vllm.multiprocess) or config.sampler == "vllm-stock"  # vLLM keeps the threads of its process to itself
     n = config.workers or (1 if alone or device.type == "cuda" else automatic(policy.layout.numel))
+    n = min(ranks.gather(lambda: n))  # the ranks take turns, whatever threads each has
     with ExitStack() as undone:  # unless all of it succeeds
         shards = shards_at_once(config.virtual_shards, ranks.size, n)
         workers = undone.enter_context(Workers(policy, shards, n, config.native, share=vllm and device.type == "cpu"))
@@ -237,7 +246,7 @@ def training_problems(task: Task, config: Config, model: Path) -> list[Problem]:
 
     Raises ValueError for a task without problems, or none in that set.
     """
-    problems = list(task.problems("train"))
+    problems = problems_of(task, config.task.name, "train")
     found = perfectible_set(model) if config.task.perfectible_only else None
     if found and found["task"] == config.task.name:
         prompts = set(found["prompts"])
@@ -293,7 +302,9 @@ def _guarded_step(state: TrainState, path: Path) -> StepRecord:
     except MismatchError as error:
         try:
             if state.ranks.first:
-                _save_mismatch(state, error, path / "mismatch")
+                _save_mismatch(state, error, free_name(path / "mismatch"))
+        except OSError as full:
+            console.print(f"the rollouts and weights could not be saved: {full}")
         finally:
             state.ranks.barrier()  # torchrun ends all ranks as soon as one has ended: none does before the first has written
         raise

@@ -112,7 +112,8 @@ class Slices:
 
     def hashing(self, *parts: torch.Tensor) -> Hashing:
         """Begin to hash this rank's slice of a tensor, or several, of which each rank has its slice (or more after it)."""
-        return Hashing((name, [part[start:stop] for part in parts]) for name, start, stop in self.blocks)
+        host = [part.cpu() for part in parts]  # at once: a copy from a GPU for every block would take its time
+        return Hashing((name, [part[start:stop] for part in host]) for name, start, stop in self.blocks)
 
     def hash_tree(self, begun: Hashing) -> Tree:
         """The hash tree over all ranks' slices: blocks by their owners."""

@@ -3,9 +3,12 @@
 A manifest is a JSON file with the size and the SHA-256 of every file of its folder, and a SHA-256 over itself.
 """
 
+import fcntl
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +53,25 @@ def write_whole(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+@contextmanager
+def hold_folder(folder: Path) -> Iterator[None]:
+    """Nobody else writes to `folder` inside, as long as all do it so. Raises ValueError when another process holds it."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with the process, however it ends
+        yield
+    except BlockingIOError:
+        raise ValueError(f"run: another process is still writing to {folder}; end it first (ranks may outlive their torchrun)") from None
+    finally:
+        os.close(fd)
+
+
+def free_name(path: Path) -> Path:
+    """`path`, or the first of path-2, path-3, ... that is not there."""
+    names = (path.with_name(f"{path.name}-{n}") for n in range(2, 1 << 20))
+    return path if not path.exists() else next(p for p in names if not p.exists())
 
 
 def _hash_file(path: Path) -> str:

@@ -107,7 +107,7 @@ class Hashing:
 
 def hash_tree(*parts: Mapping[str, torch.Tensor]) -> Tree:
     """The tree over the weights' names; a leaf hashes that weight's tensor in each of `parts`."""
-    flat = ((name, [part[name].reshape(-1).split(BLOCK) for part in parts]) for name in parts[0])
+    flat = ((name, [part[name].reshape(-1).cpu().split(BLOCK) for part in parts]) for name in parts[0])
     return tree_of(Hashing((name, block) for name, cut in flat for block in zip(*cut, strict=True)).digests())
 
 
@@ -185,7 +185,10 @@ class LedgerFile:
 
 
 def read_ledger(path: Path) -> LedgerFile:
-    """Read and check every line: JSON, its own sum, the chain, the steps' order, and the leaves under each root. Raises OSError."""
+    """Read and check every line: JSON, its own sum, the chain, the steps' order, and the leaves under each root.
+
+    Raises OSError, and FormatError for a ledger of another version.
+    """
     found, at = LedgerFile(path), 0
     lines, found.torn = whole_lines(path.read_bytes())
     for number, raw in enumerate(lines, 1):
@@ -194,6 +197,8 @@ def read_ledger(path: Path) -> LedgerFile:
         except _DamageError as error:
             found.damage = f"{path} line {number} {error}"
             break
+        except FormatError:
+            raise
         except (ValueError, KeyError, TypeError, AttributeError):
             found.damage = f"{path} line {number} is no line of a ledger"
             break
@@ -203,6 +208,10 @@ def read_ledger(path: Path) -> LedgerFile:
         else:
             found.ends.append(at)
     return found
+
+
+class FormatError(ValueError):
+    """A ledger that another version wrote."""
 
 
 class _DamageError(Exception):
@@ -218,7 +227,7 @@ def _take(found: LedgerFile, line: dict[str, Any]) -> None:
     if kind == "head":
         head = Head(**line)
         if head.format != FORMAT:
-            raise _DamageError(f"has format {head.format}; this zerokl reads {FORMAT}")
+            raise FormatError(f"ledger: {found.path} has format {head.format}, this zerokl reads {FORMAT}; use the version that wrote it")
         if head.chain != head.chained() or head.weights != hash_json(head.leaves):
             raise _DamageError("was altered: the chain does not fit")
         found.head = head

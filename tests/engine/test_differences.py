@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -263,7 +264,9 @@ def test_a_fault_in_one_operation_is_named_by_the_traces(good, tmp_path, monkeyp
 def test_verify_run_holds_and_names_what_does_not(good, tmp_path, monkeypatch, capsys):
     assert main(["verify", "run", str(good), "--replays", "2"]) == 0
     said = capsys.readouterr().out
-    assert said.count("ok  ") == len(said.splitlines()) >= 6
+    *findings, drawn = said.splitlines()
+    assert said.count("ok  ") == len(findings) >= 8
+    assert re.fullmatch(r"steps to replay were drawn with --draw \d+", drawn)
     path = tmp_path / "run"
     shutil.copytree(good, path)
     weights = path / "checkpoints" / "step-000004" / "model.safetensors"
@@ -272,6 +275,12 @@ def test_verify_run_holds_and_names_what_does_not(good, tmp_path, monkeypatch, c
     weights.write_bytes(content)
     assert main(["verify", "run", str(path), "--replays", "0"]) == 1
     assert f"FAIL step-000004: {weights} was altered" in " ".join(capsys.readouterr().out.split())
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        plain = (path / name).read_bytes()
+        (path / name).write_bytes(plain.replace(b"0.", b"1.", 1))
+        assert main(["verify", "run", str(path), "--replays", "0"]) == 1
+        assert f"FAIL {name}: was altered before step" in " ".join(capsys.readouterr().out.split())
+        (path / name).write_bytes(plain)
     lines = (path / "ledger.jsonl").read_bytes().splitlines(keepends=True)
     (path / "ledger.jsonl").write_bytes(b"".join(lines[:-1]))
     assert main(["verify", "run", str(path), "--replays", "0"]) == 1

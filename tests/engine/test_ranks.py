@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from zerokl.engine.config import Config, to_toml
 from zerokl.engine.ranked import RankedScorer
 from zerokl.engine.ranks import ALONE
-from zerokl.engine.run import train
+from zerokl.engine.run import resume, train
 from zerokl.engine.scorer import frozen
 
 from tests.helpers import torchrun
@@ -67,6 +68,37 @@ def test_any_number_of_ranks_gives_one_ledger(plain, alone, tmp_path, ranks, wor
     said = _run(ranks, plain, tmp_path / "run", "--micro_batch", str(micro_batch), "--workers", str(workers))
     _same(tmp_path / "run", alone)
     assert len(re.findall("^fingerprint ", said, re.MULTILINE)) == 1, "only the first rank speaks"
+
+
+def test_a_run_over_ranks_goes_on_alone_with_the_same_ledger(plain, alone, tmp_path):
+    _run(2, plain.model_copy(update={"steps": 2}), tmp_path / "run", "--micro_batch", "5")
+    resume(tmp_path / "run", {"steps": "4"})
+    _same(tmp_path / "run", alone)
+
+
+def test_ranks_with_other_numbers_of_threads_give_one_ledger(plain, alone, tmp_path):
+    """As on two machines. Each would have another number of workers of its own accord."""
+    (tmp_path / "config.toml").write_text(to_toml(plain))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    words = [sys.executable, "-m", "zerokl", "train", "config.toml", "--run-dir", "run", "--workers", "0", "--threads", "0"]
+    place = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": "2",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    ranks = [
+        subprocess.Popen(
+            words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=os.environ | place | {"RANK": str(r), "LOCAL_RANK": str(r), "OMP_NUM_THREADS": str(2 - r)},
+        )
+        for r in range(2)
+    ]  # fmt: skip
+    said = [rank.communicate()[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    _same(tmp_path / "run", alone)
 
 
 def test_older_weights_and_a_reference_are_scored_over_the_ranks(config, tmp_path):

@@ -1,5 +1,7 @@
 """A run that was interrupted goes on to the same bits, whatever was left of it; and what is damaged is named."""
 
+import contextlib
+import io
 import json
 import shutil
 from pathlib import Path
@@ -8,9 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.engine import run as run_module
+from zerokl.engine.checkpoints import open_checkpoint
 from zerokl.engine.config import Config
-from zerokl.engine.replay import Replayer
+from zerokl.engine.replay import Replayer, verify_run
 from zerokl.engine.run import Summary, resume, train
+from zerokl.verify.files import MANIFEST, hash_json, hold_folder, write_manifest
 
 from tests.helpers import property_settings
 
@@ -157,6 +161,8 @@ def test_a_newer_checkpoint_that_is_damaged_is_named_and_an_older_one_used(small
     assert sorted(p.name for p in (path / "checkpoints").iterdir()) == ["step-000002", "step-000004", "step-000004.damaged", "step-000006"]
 
 
+# Lines of each log that the checkpoint after four steps rests on.
+KEPT = {"ledger.jsonl": 5, "metrics.jsonl": 4, "rollouts.jsonl": 36}
 CORRUPTIONS = st.sampled_from(["truncate", "flip", "remove", "foreign"])
 
 
@@ -170,13 +176,14 @@ def test_whatever_is_corrupted_is_named_and_the_run_still_ends_the_same(small, t
     files = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix != ".png" and ".partial" not in str(p))
     files = [p for p in files if (p.name in LOGS) == log]
     victim = files[file % len(files)]
+    needed = len(b"".join((path / victim.name).read_bytes().splitlines(keepends=True)[: KEPT[victim.name]])) if log else 0
     corrupt(victim, place, how)
+    left, refused, said = victim.read_bytes() if victim.exists() else b"", "", io.StringIO()
     try:
-        summary = resume(path)
+        with contextlib.redirect_stdout(said):
+            summary = resume(path)
     except ValueError as error:
         refused = str(error)
-    else:
-        refused = ""
     if refused:
         assert len(refused.splitlines()) == 1
         assert victim.name == "config.toml", refused  # nothing else is needed that is not kept twice
@@ -184,6 +191,14 @@ def test_whatever_is_corrupted_is_named_and_the_run_still_ends_the_same(small, t
     assert (summary.fingerprint, summary.weights) == (small[1].fingerprint, small[1].weights)
     if victim.name != "config.toml":
         _same_run(path, summary, small)
+    if log and left[:needed] != (small[0] / victim.name).read_bytes()[:needed]:  # what the newest checkpoint rests on
+        assert victim.name in said.getvalue()
+        kept = path / f"{victim.name}.damaged"
+        assert kept.read_bytes() == left if kept.exists() else (path / victim.name).read_bytes().startswith(left)
+    elif "step-000004" in str(victim):
+        damaged = path / "checkpoints" / "step-000004.damaged"
+        assert f"{path / 'checkpoints' / 'step-000004'}" in "".join(said.getvalue().split())
+        assert how == "remove" or (damaged / victim.relative_to(path / "checkpoints" / "step-000004")).read_bytes() == left
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts.jsonl"])
@@ -200,6 +215,58 @@ def test_an_altered_number_in_a_log_is_named_and_the_altered_file_kept(small, tm
     assert f"{path / name} was altered before step 4" in said
     assert "going on at step 0 of 6" in said
     assert (path / f"{name}.damaged").read_bytes() == bytes(content)
+
+
+def test_a_ledger_of_another_format_is_refused_and_nothing_changes(small, tmp_path):
+    path = tmp_path / "run"
+    shutil.copytree(small[0], path)
+    head, _, steps = (path / "ledger.jsonl").read_text().partition("\n")
+    line = json.loads(head) | {"format": 2}
+    del line["sum"]
+    (path / "ledger.jsonl").write_text(json.dumps(line | {"sum": hash_json(line)}) + "\n" + steps)
+    before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
+    for read in (resume, Replayer):
+        with pytest.raises(ValueError, match=r"^ledger: .*ledger.jsonl has format 2, this zerokl reads 3; use the version that wrote it$"):
+            read(path)
+    assert {p: p.read_bytes() for p in path.rglob("*") if p.is_file()} == before
+
+
+def test_what_a_damaged_ledger_has_done_again_is_kept(small, tmp_path):
+    path = tmp_path / "run"
+    shutil.copytree(small[0], path)
+    before = {name: (path / name).read_bytes() for name in LOGS}
+    corrupt(path / "ledger.jsonl", 8 * 300, "flip")
+    _same_run(path, resume(path), small)
+    kept = {name: (path / f"{name}.damaged").read_bytes() for name in LOGS}
+    assert [name for name in LOGS if kept[name] != before[name]] == ["ledger.jsonl"]
+
+
+@pytest.mark.parametrize(("file", "what"), [("model.safetensors", "weights"), ("trainer/state.safetensors", "optimizer's moments")])
+def test_a_checkpoint_whole_by_its_own_hashes_with_other_bits_than_the_ledgers_is_not_used(small, tmp_path, capsys, file, what):
+    """As a write that went wrong before it was hashed would leave it."""
+    path = tmp_path / "run"
+    shutil.copytree(small[0], path)
+    folder = path / "checkpoints" / "step-000004"
+    corrupt(folder / file, 6 * (folder / file).stat().st_size, "flip")  # not at the end, which may be padding
+    (folder / MANIFEST).unlink()
+    write_manifest(folder)
+    assert open_checkpoint(folder)[0] is not None
+    said = f"the {what} in {folder} are not those whose hash is in {path / 'ledger.jsonl'}"
+    assert [f.result for f in verify_run(path, 0, 0, {}) if not f.holds] == [said]
+    _steps_left(path, 5)
+    _same_run(path, resume(path), small)
+    assert f"{said}; not used" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_run_that_another_process_writes_is_left_alone(small, tmp_path):
+    path = tmp_path / "run"
+    shutil.copytree(small[0], path)
+    _steps_left(path, 5)
+    before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
+    with hold_folder(path), pytest.raises(ValueError, match=r"^run: another process is still writing to .*run; end it first"):
+        resume(path)
+    assert {p: p.read_bytes() for p in path.rglob("*") if p.is_file()} == before
+    _same_run(path, resume(path), small)
 
 
 def corrupt(victim: Path, place: int, how: str) -> None:
