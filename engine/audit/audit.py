@@ -85,14 +85,16 @@ def audit(cfg: AuditConfig) -> Audit:
     _check(cfg)
     device = _device(cfg)
     sampler, trainer = _engines(cfg, folder, device)
+    logged, redraw = None, None
     if sampler is None:
-        rollouts, redraw = read_log(Path(cfg.sampler), model.vocab_size, cfg.n, cfg.weight_version), None
+        rollouts = read_log(Path(cfg.sampler), model.vocab_size, model.max_positions, cfg.weight_version)
+        logged, rollouts = len(rollouts), rollouts[: cfg.n]
     else:
         redraw = partial(_draw, cfg, sampler, text, model)
         rollouts = redraw()
     report = {
         "model": str(folder), "sampler": sampler.name if sampler else cfg.sampler, "trainer": trainer.name, **cfg.dtypes(),
-        "weight_version": rollouts[0][0].weight_version, "torch": torch.__version__, "device": device.type,
+        "weight_version": rollouts[0][0].weight_version, "torch": torch.__version__, "device": device.type, "logged": logged,
     }  # fmt: skip
     return Audit(report | compare(trainer, rollouts, text, sampler, redraw))
 
@@ -102,23 +104,38 @@ def compare(
 ) -> dict[str, Any]:
     """What the trainer says of rollouts, beside what their sampler said. With the sampler at hand, both are traced.
 
-    `redraw` draws the rollouts again: if nothing else tells the two apart, they are drawn with the sampler's caches dropped.
+    `redraw` draws the rollouts again, from the same seeds, with the sampler's caches dropped: other bits say that a cache was stale.
     """
     scored, drawn = _score(trainer, rollouts), [r.logprobs for r, _ in rollouts]
     report = {
         **measure(scored, drawn),
         "worst": [_with_text(w, rollouts, text) for w in worst_tokens(scored, drawn)],
-        "own_invariance": {e.name: _own_invariance(e, rollouts) for e in dict.fromkeys([trainer, *([sampler] if sampler else [])])},
+        "own_invariance": {
+            name: _own_invariance(engine, rollouts, drawn=engine is sampler) for name, engine in _by_name(sampler, trainer).items()
+        },
     }
     if sampler is None:
         return report
     differences = _traced(sampler, trainer, rollouts)
     first = first_divergence(differences)
     report |= {"operations": [asdict(d) for d in differences], "first_divergence": asdict(first) if first else None}
-    if report["frac_equal"] < 1.0 and first is None and redraw is not None and sampler.drop_caches():
+    report["traced_outside"] = getattr(sampler, "traced_outside", False)
+    if report["frac_equal"] < 1.0 and redraw is not None and sampler.drop_caches():
         again = redraw()
         report["frac_equal_without_caches"] = measure(_score(trainer, again), [r.logprobs for r, _ in again])["frac_equal"]
+        report["stale_cache"] = any(
+            a.completion_ids != b.completion_ids or a.logprobs.tobytes() != b.logprobs.tobytes()
+            for (a, _), (b, _) in zip(rollouts, again, strict=True)
+        )
     return report
+
+
+def _by_name(sampler: Engine | None, trainer: Engine) -> dict[str, Engine]:
+    """The engines, told apart by side where they have one name."""
+    if sampler in (None, trainer):
+        return {trainer.name: trainer}
+    sides = {"sampler": sampler, "trainer": trainer}
+    return {e.name if sampler.name != trainer.name else f"{e.name} ({side})": e for side, e in sides.items()}
 
 
 def _check(cfg: AuditConfig) -> None:
@@ -127,6 +144,10 @@ def _check(cfg: AuditConfig) -> None:
         raise ValueError(f"audit: sampler {cfg.sampler} is no file; choose {', '.join(SAMPLERS)}, or name a log of rollouts")
     if cfg.trainer not in TRAINERS:
         raise ValueError(f"audit: trainer {cfg.trainer} is not known; choose {', '.join(TRAINERS)}")
+    if cfg.n < 1:
+        raise ValueError(f"audit: n ({cfg.n}) must be at least 1")
+    if cfg.weight_version is not None and cfg.sampler in SAMPLERS:
+        raise ValueError("audit: --weight-version chooses among the rollouts of a log; an engine draws with the model's weights")
     dtype, head, *sampler = map(_dtype, cfg.dtypes().values())
     if cfg.sampler == cfg.trainer == "vllm" and sampler != [dtype, head]:
         raise ValueError("audit: vLLM in two dtypes would be two engines in one process; audit each of them against zerokl")
@@ -155,7 +176,14 @@ def _device(cfg: AuditConfig) -> torch.device:
     require_vllm()
     device = find_device("cpu" if cfg.device == "auto" and is_cpu_build() else cfg.device)
     if (device.type == "cpu") != is_cpu_build():
-        raise ValueError(f"audit: device is {device.type}, on which the vLLM installed here does not compute; set --device auto")
+        needs = (
+            "computes on a CPU; set --device cpu"
+            if is_cpu_build()
+            else "needs a GPU, and audits there"
+            if cfg.device == "cpu"
+            else ("needs a GPU, and torch finds none")
+        )
+        raise ValueError(f"audit: the vLLM installed here {needs}")
     if vllm == {"vllm", "vllm-zerokl"} and device.type == "cuda":
         raise ValueError("audit: on a GPU vllm and vllm-zerokl would be two engines in one process; audit each of them against zerokl")
     return device
@@ -163,7 +191,7 @@ def _device(cfg: AuditConfig) -> torch.device:
 
 def _engine(name: str, folder: Path, device: torch.device, dtype: torch.dtype, head: torch.dtype, beside_vllm: bool = False) -> Engine:
     if name in ("native", "zerokl"):
-        return ZeroklEngine(folder, dtype, head, device)
+        return ZeroklEngine(folder, dtype, head, device, name)
     if name == "vllm":
         return VllmEngine(folder, dtype, ModelConfig.from_file(folder).max_positions, head)
     if name == "vllm-zerokl":
@@ -184,7 +212,7 @@ def _prompt_texts(cfg: AuditConfig) -> list[str]:
     if not cfg.prompts:
         return [f"{a}+{b}=" for a in range(1, 9) for b in range(11, 19)]
     try:
-        texts = [line for line in Path(cfg.prompts).read_text(encoding="utf-8").splitlines() if line.strip()]
+        texts = [line for line in Path(cfg.prompts).read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"audit: {cfg.prompts} cannot be read ({error})") from None
     if not texts:
@@ -201,14 +229,18 @@ def _score(engine: Engine, rollouts: Rollouts) -> list[np.ndarray]:
     return [scored[i] for i in range(len(rollouts))]
 
 
-def _own_invariance(engine: Engine, rollouts: Rollouts) -> dict[str, Any]:
-    """How an engine's logprobs of the first sequences depend on what they are scored with, and on reading them token by token."""
+def _own_invariance(engine: Engine, rollouts: Rollouts, drawn: bool) -> dict[str, Any]:
+    """How an engine's logprobs of the first sequences depend on what they are scored with, and on reading them token by token.
+
+    drawn: it drew them, so that what it said then is compared with what it scores.
+    """
     dist = rollouts[0][1]
-    if isinstance(engine, VllmEngine) and not engine.scores_together(dist):
-        return {}
-    pairs: list[Pair] = [r.pair for r, d in rollouts if d == dist][:_OWN]
+    some = [r for r, d in rollouts if d == dist][:_OWN]
+    pairs: list[Pair] = [r.pair for r in some]
     together = np.concatenate(engine.score(pairs, dist))
-    others = {"solo against batched": engine.score(pairs, dist, together=False)}
+    others = {"drawn against scored": [r.logprobs for r in some]} if drawn else {}
+    if not isinstance(engine, VllmEngine) or engine.scores_together(dist):
+        others["solo against batched"] = engine.score(pairs, dist, together=False)
     if (decoded := engine.decode(pairs, dist)) is not None:
         others["decode against prefill"] = decoded
     return {

@@ -3,7 +3,7 @@
 Shapes: C completion tokens, T tokens of one sequence, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -14,7 +14,7 @@ from ...kernels.logprob import Distribution, linear_logprob
 from ...kernels.order import matmul_rows
 from ...model.checkpoint import load_decoder
 from ...model.config import ModelConfig
-from ...model.decoder import Decoder, Numerics, PackedContext
+from ...model.decoder import Decoder, Numerics, PackedContext, Tap
 from ...model.scoring import logprobs, pack
 from ...verify.trace import Trace
 from ..law import cached_scores
@@ -57,8 +57,10 @@ class Engine(Protocol):
 class ZeroklEngine:
     """Our decoder, in one dtype, its logits in `head` where that is another."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, head: torch.dtype | None = None, device: torch.device | None = None):
-        self.decoder, self.name = load_decoder(folder, dtype, device), "zerokl"
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, head: torch.dtype | None = None, device: torch.device | None = None, name: str = "zerokl"
+    ):
+        self.decoder, self.name = load_decoder(folder, dtype, device), name
         self.decoder.numerics = Numerics(head=head)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[Rollout]:
@@ -89,15 +91,24 @@ class ZeroklEngine:
         return False
 
 
-def trace_decoder(decoder: Decoder, pair: Pair, dist: Distribution) -> Trace:
-    """The trace of our decoder; projections that it fuses are split."""
+Forward = Callable[[torch.Tensor, Tap], torch.Tensor]
+
+
+def trace_decoder(decoder: Decoder, pair: Pair, dist: Distribution, forward: Forward | None = None) -> Trace:
+    """The trace of our decoder; projections that it fuses are split.
+
+    forward: how ids [T] become hidden states [T, D] where that is not this process's own forward over the whole sequence.
+    """
     batch, c, found = pack([pair]), decoder.config, {}
 
     def tap(name: str, x: torch.Tensor) -> None:
-        found.update({op: part.to("cpu", copy=True) for op, part in split_fused(name, x, c).items()})
+        for op, part in split_fused(name, x, c).items():
+            rows = part.to("cpu", copy=True)
+            found[op] = torch.cat([found[op], rows]) if op in found else rows  # a forward may take several passes
 
     head = decoder.logits_weight()
-    hidden = decoder.hidden(batch.ids, PackedContext(batch.lengths, c), tap).to(head.dtype)
+    hidden = forward(batch.ids, tap) if forward else decoder.hidden(batch.ids, PackedContext(batch.lengths, c), tap)
+    hidden = hidden.to(head.dtype)
     tap("logits", matmul_rows(hidden, head.t()))
     rows, targets = batch.rows.to(decoder.device), batch.targets.to(decoder.device)
     tap("logprob", linear_logprob(hidden[rows], head, targets, dist)[0])

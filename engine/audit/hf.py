@@ -33,10 +33,11 @@ class HfEngine:
     def __init__(
         self, folder: Path, dtype: torch.dtype, attention: str = "sdpa", head: torch.dtype | None = None, device: torch.device | None = None
     ):
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, GenerationConfig
 
         self.name = f"hf {attention}"
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention).eval().to(device or "cpu")
+        self.model.generation_config = GenerationConfig()  # the checkpoint's own may penalise tokens or cut the distribution
         if head not in (None, dtype):
             self.model.lm_head = _WideHead(self.model.lm_head.weight.detach().to(head))
 

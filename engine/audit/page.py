@@ -3,6 +3,7 @@
 import base64
 import html
 import io
+import math
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ _MEANING = {
     "perplexity_trainer": "the same of the trainer",
 }
 
+_WORST = ("sequence", "position", "text before", "token", "sampler", "trainer")
+
 
 def verdict(report: dict[str, Any]) -> str:
     """The audit in one or two sentences."""
@@ -32,8 +35,9 @@ def verdict(report: dict[str, Any]) -> str:
         return (
             f"All {report['tokens']} tokens have the same log-probability, bit for bit, in {report['sampler']} and in {report['trainer']}."
         )
+    share = math.floor(1e4 * report["frac_equal"]) / 1e4  # never 100% where a token differs
     said = (
-        f"{report['sampler']} and {report['trainer']} agree to the bit on {report['frac_equal']:.2%} of {report['tokens']} tokens; the "
+        f"{report['sampler']} and {report['trainer']} agree to the bit on {share:.2%} of {report['tokens']} tokens; the "
         f"largest difference of a log-probability is {report['max_abs']:.3g}, and KL(sampler || trainer) is about "
         f"{report['k3']['value']:.2g} nats a token."
     )
@@ -41,12 +45,14 @@ def verdict(report: dict[str, Any]) -> str:
     if first:
         ulp = "" if first["max_ulp"] is None else f", by up to {first['max_ulp']} representable numbers"
         said += f" They part at {first['op']}: {first['unequal']} of its {first['elements']} outputs differ{ulp}."
-    elif report.get("frac_equal_without_caches") == 1.0:
-        said += " Drawn again with its caches dropped, every log-probability is equal: the sampler had used a stale cache."
-    elif "operations" in report:
+    if report.get("stale_cache"):
+        found = "every log-probability is equal" if report["frac_equal_without_caches"] == 1.0 else "the sampler gives other bits"
+        said += f" Drawn again with its caches dropped, {found}: it had used a stale cache."
+    elif "operations" in report and not first:
+        where = f", {report['sampler']}'s outside of its process," if report["traced_outside"] else ""
         said += (
-            " Forwards over one sequence alone agree in every operation: the difference comes from batching, from the cache, or from "
-            "other weights."
+            f" Forwards over one sequence alone{where} agree in every operation: the difference comes from batching, from the cache, or "
+            f"from other weights{', or from what only that process computes' if where else ''}."
         )
     return said
 
@@ -64,8 +70,25 @@ def summary_table(report: dict[str, Any]) -> Table:
     return table
 
 
+def worst_table(report: dict[str, Any]) -> Table:
+    """The tokens farthest apart, in their text, as the command line prints them."""
+    table = Table(*_WORST, title="tokens farthest apart")
+    for row in _worst_rows(report)[:5]:
+        table.add_row(*map(str, row))
+    return table
+
+
+def _worst_rows(report: dict[str, Any]) -> list[tuple]:
+    return [
+        (w["sequence"], w["position"], repr(w["before"]), repr(w["text"]), f"{w['sampler']:.6f}", f"{w['trainer']:.6f}")
+        for w in report["worst"]
+    ]
+
+
 def _rows(report: dict[str, Any]) -> list[tuple[str, str, str]]:
     rows = []
+    if report.get("logged"):
+        rows.append(("rollouts", f"{report['sequences']} of {report['logged']}", "of those in the log, compared; -n takes more or fewer"))
     for name, meaning in _MEANING.items():
         value = report[name]
         shown = f"{value['value']:.4g} ± {value['standard_error']:.2g}" if isinstance(value, dict) else f"{value:.6g}"
@@ -81,13 +104,16 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str, str]]:
                 f"exp(trainer - sampler) of a {level}, least and largest",
             )
         )
-        rows.append((f"chi2, {level}", f"{own['chi2']:.4g}", "variance of that ratio under the sampler"))
+        rows.append((f"chi2, {level}", f"{own['chi2']:.4g}", "mean of its square, minus 1; its variance where its mean is 1"))
         rows.append((f"ess, {level}", f"{own['ess']:.6f}", "effective sample size of importance sampling, as a share"))
     for engine, ways in report["own_invariance"].items():
         for way, found in ways.items():
             rows.append(
                 (f"{engine}: {way}", f"{found['unequal']} of {found['tokens']} unequal", f"largest difference {found['max_abs']:.3g}")
             )
+    for row in report["by_position"]:
+        place = f"{row['from'] + 1}" + (f" to {row['to'] + 1}" if row["to"] > row["from"] else "")
+        rows.append((f"position {place}", f"{row['mean_abs']:.4g}", f"mean |d| of {row['tokens']} tokens; largest {row['max_abs']:.3g}"))
     return rows
 
 
@@ -100,11 +126,7 @@ def write_page(report: dict[str, Any], path: Path) -> None:
     ]
     parts += [f'<p><img src="data:image/png;base64,{_plots(report)}" alt="plots"></p>']
     if report["worst"]:
-        rows = [
-            (w["sequence"], w["position"], repr(w["before"]), repr(w["text"]), f"{w['sampler']:.6f}", f"{w['trainer']:.6f}")
-            for w in report["worst"]
-        ]
-        parts += ["<h2>Tokens farthest apart</h2>", _table(("sequence", "position", "text before", "token", "sampler", "trainer"), rows)]
+        parts += ["<h2>Tokens farthest apart</h2>", _table(_WORST, _worst_rows(report))]
     if "operations" in report:
         rows = [
             (
@@ -146,10 +168,14 @@ def _plots(report: dict[str, Any]) -> str:
     axes[1].set(xscale="log", xlabel="position in the completion, from 1", ylabel="|log ratio|")
     axes[1].legend()
     if operations:
-        axes[2].plot([d["relative"] for d in operations], marker=".", linewidth=0.8)
-        axes[2].set(
-            yscale="symlog" if not any(d["relative"] for d in operations) else "log", xlabel="operation, in the order of computation"
-        )
+        relative = [d["relative"] for d in operations]
+        smallest = min(filter(None, relative), default=1.0)
+        axes[2].plot(relative, marker=".", linewidth=0.8)
+        axes[2].set_yscale("symlog", linthresh=smallest)  # equal operations lie at 0
+        axes[2].set_xlabel("operation, in the order of computation")
+        starts = {i: d["op"].removesuffix(".input_norm") for i, d in enumerate(operations) if d["op"].endswith(".input_norm")}
+        starts |= {i: d["op"] for i, d in enumerate(operations) if d["op"] in ("norm", "logits")}
+        axes[2].set_xticks(list(starts), starts.values(), rotation=45, ha="right", fontsize=7)
         axes[2].set_ylabel("relative rms difference")
     out = io.BytesIO()
     FigureCanvasAgg(figure).print_png(out)

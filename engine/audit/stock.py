@@ -12,13 +12,14 @@ import torch
 
 from ...kernels.logprob import Distribution
 from ...model.config import ModelConfig
+from ...model.decoder import Tap, ignore
 from ...verify.trace import Trace
 from ..config import VllmConfig
 from ..rollout import Keys, Rollout, Sampling
 from ..shared import SharedTensor
 from ..vllm.sampler import ON_A_GPU, VllmSampler, is_cpu_build, prepare_vllm
 from ..vllm.stock import refuse_after_exact
-from .engines import Pair, ZeroklEngine
+from .engines import Pair, ZeroklEngine, trace_decoder
 from .names import in_order, output
 
 _CONTEXT, _CACHE_BYTES = 4096, 1 << 30
@@ -26,7 +27,8 @@ Record = Callable[[str, torch.Tensor], None]
 
 
 class VllmZeroklEngine(ZeroklEngine):
-    """Draws with vLLM that runs our decoder; scores and traces with the same weights outside of it. On a GPU both are in this process."""
+    """Draws with vLLM that runs our decoder, and is traced there; scores with the same weights outside of it. On a GPU both are in this
+    process. In a process of its own (multiprocess) vLLM's model is out of reach, and the trace is of a forward outside of it."""
 
     def __init__(
         self, folder: Path, dtype: torch.dtype, head: torch.dtype | None = None, device: torch.device | None = None,
@@ -34,6 +36,7 @@ class VllmZeroklEngine(ZeroklEngine):
     ):  # fmt: skip
         super().__init__(folder, dtype, head, device)
         self.name = "vllm-zerokl"
+        self.traced_outside = multiprocess
         weights = self.decoder.flat.detach()
         if self.decoder.device.type == "cpu":
             weights = SharedTensor(self.decoder.layout.numel, dtype)
@@ -44,6 +47,28 @@ class VllmZeroklEngine(ZeroklEngine):
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[Rollout]:
         """See Engine."""
         return self.sampler.generate(prompts, sampling, Keys(seed, 0))
+
+    @torch.no_grad()
+    def trace(self, pair: Pair, dist: Distribution) -> Trace:
+        """See Engine."""
+        return trace_decoder(self.decoder, pair, dist, None if self.traced_outside else self._forward)
+
+    def _forward(self, ids: torch.Tensor, tap: Tap) -> torch.Tensor:
+        """vLLM's forward over one prompt, of which it draws one token."""
+        passes: list[torch.Tensor] = []
+
+        def heard(name: str, x: torch.Tensor) -> None:
+            tap(name, x)
+            if name == "norm":
+                passes.append(x.clone())
+
+        self.drop_caches()
+        self.sampler.llm.apply_model(lambda model: setattr(model, "tap", heard))
+        try:
+            self.sampler.generate([ids.tolist()], Sampling(Distribution(), 1, 1, frozenset()), Keys(0, 0))
+        finally:
+            self.sampler.llm.apply_model(lambda model: setattr(model, "tap", ignore))
+        return torch.cat(passes)
 
     def drop_caches(self) -> bool:
         """See Engine."""
@@ -59,6 +84,7 @@ class VllmEngine:
         from vllm import LLM
 
         self.name, self._layers = "vllm", ModelConfig.from_file(folder).layers
+        self._device = torch.device("cpu" if is_cpu_build() else "cuda")  # where vLLM's sampler computes
         self.llm = LLM(
             model=str(folder), dtype=_name(dtype), max_model_len=min(context, _CONTEXT), enforce_eager=True, skip_tokenizer_init=True,
             max_num_batched_tokens=max(2048, min(context, _CONTEXT)),  # a sequence is one forward, never chunks
@@ -109,20 +135,20 @@ class VllmEngine:
         """vLLM's logits [T, V] of one sequence's inputs."""
         return self._hooked(pair, lambda model, record: [_logits_hook(model, record)])["logits"]
 
-    @staticmethod
-    def _logprobs(logits: torch.Tensor, completion: Sequence[int], dist: Distribution) -> np.ndarray:
+    def _logprobs(self, logits: torch.Tensor, completion: Sequence[int], dist: Distribution) -> np.ndarray:
         """As vllm/v1/sample/sampler.py computes them: temperature, top-k and top-p, log-softmax. logits [T, V] -> [C]."""
         from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
         from vllm.v1.sample.sampler import Sampler
 
-        C = len(completion)
-        z = logits[-C:].to(torch.float32)
+        C, device = len(completion), self._device
+        z = logits[-C:].to(device, torch.float32)
         if dist.temperature > 0.0:
-            z = Sampler.apply_temperature(z, torch.full((C,), dist.temperature), all_random=True)
-            k = torch.full((C,), dist.top_k) if 0 < dist.top_k < z.shape[1] else None
-            p = torch.full((C,), dist.top_p) if dist.top_p < 1.0 else None
+            z = Sampler.apply_temperature(z, torch.full((C,), dist.temperature, device=device), all_random=True)
+            k = torch.full((C,), dist.top_k, device=device) if 0 < dist.top_k < z.shape[1] else None
+            p = torch.full((C,), dist.top_p, device=device) if dist.top_p < 1.0 else None
             z = apply_top_k_top_p(z, k, p)
-        return Sampler.compute_logprobs(z).gather(1, torch.tensor([*completion]).unsqueeze(1)).squeeze(1).numpy()
+        drawn = torch.tensor([*completion], device=device).unsqueeze(1)
+        return Sampler.compute_logprobs(z).gather(1, drawn).squeeze(1).cpu().numpy()
 
     def decode(self, pairs: Sequence[Pair], dist: Distribution) -> None:
         """vLLM cannot be told which tokens to draw."""

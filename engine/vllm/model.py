@@ -10,7 +10,7 @@ from vllm.model_executor.layers.attention import Attention
 from ...kernels.embedding import embedding
 from ...kernels.order import matmul_rows
 from ...model.config import ModelConfig
-from ...model.decoder import Decoder, Numerics
+from ...model.decoder import Decoder, Numerics, ignore
 from ...model.weights import Layout
 from .attention import ZeroklAttentionBackend
 
@@ -48,6 +48,7 @@ class ZeroklForCausalLM(torch.nn.Module):
         )  # fmt: skip
         for layer in self.attention:
             layer.use_direct_call = True  # the other way is an opaque operation for the compiler, which is off
+        self.tap = ignore  # an audit listens here
         self.weights_changed()
 
     def use(self, flat: torch.Tensor) -> None:
@@ -65,7 +66,7 @@ class ZeroklForCausalLM(torch.nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """input_ids, positions [T] -> hidden states [T, D]."""
-        return self.decoder.hidden(input_ids.long(), _VllmContext(positions.long(), self.attention))
+        return self.decoder.hidden(input_ids.long(), _VllmContext(positions.long(), self.attention), self.tap)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[n, D] -> [n, V]."""

@@ -6,9 +6,11 @@ vLLM schedules, keeps the paged cache and shares prefixes; our model, attention 
 modules). So the tokens and their logprobs are those of the native sampler, bit for bit. On a CPU that is tested; on a GPU it has not run.
 """
 
+import difflib
 import importlib.metadata
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +36,29 @@ REFUSED = {
     "logprobs_mode": "zerokl returns the log-probability under the distribution the token was drawn from; raw logprobs ignore "
     "temperature, top-k and top-p",
     "logits_processors": "a token would be drawn from a distribution the trainer does not know",
+    "spec_method": "a draft's tokens are drawn in another order, with other random numbers",
+    "spec_model": "a draft model's tokens are drawn in another order, with other random numbers",
+    "spec_tokens": "a draft's tokens are drawn in another order, with other random numbers",
+    "quantization_config": "the trainer's weights are not quantised",
+    "kv_cache_dtype_skip_layers": "the trainer's keys and values are in the compute dtype",
     "enable_lora": "the trainer has no adapters",
     "tensor_parallel_size": "a sum over ranks has another order than the trainer's",
     "pipeline_parallel_size": "the decoder runs in one piece",
+    "prefill_context_parallel_size": "a sum over ranks has another order than the trainer's",
+    "decode_context_parallel_size": "a sum over ranks has another order than the trainer's",
     "data_parallel_size": "zerokl spreads prompts itself",
+    "distributed_executor_backend": "set vllm.multiprocess",
+    "worker_cls": "the weights are handed to vLLM's own worker",
+    "scheduler_cls": "the draw was tested with vLLM's own scheduler",
+    "optimization_level": "compiled kernels round differently",
+    "enable_prompt_embeds": "prompts are token ids",
+    "model_impl": "the model must be zerokl's",
+    "model_class_overrides": "the model must be zerokl's",
+    "runner": "the model must be zerokl's",
+    "convert": "the model must be zerokl's",
+    "hf_config_path": "the model must be the trainer's",
+    "kv_transfer_config": "keys and values are computed where they are read",
+    "kv_offloading_size": "keys and values stay where they were computed",
     "async_scheduling": "the draw must know how many tokens a request has",
     "hf_overrides": "the model must be the trainer's",
     "attention_backend": "attention is zerokl's, or has its arithmetic",
@@ -109,6 +130,16 @@ def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
             raise ValueError(f"vllm: engine argument {name} ({value!r}) is refused: {REFUSED[name]}")
 
 
+def _check_names(arguments: Mapping[str, Any]) -> None:
+    """Raise ValueError for an argument that vLLM does not have, with the nearest that it has."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = [f.name for f in fields(EngineArgs)]
+    if unknown := next((name for name in arguments if name not in known), None):
+        near = difflib.get_close_matches(unknown, known, 1)
+        raise ValueError(f"vllm: unknown engine argument {unknown}" + (f"; did you mean {near[0]}?" if near else ""))
+
+
 class KeyedSampler:
     """A vLLM engine whose tokens are drawn with zerokl's keys (draw.py), in this process or in one of its own.
 
@@ -122,6 +153,7 @@ class KeyedSampler:
     ):  # fmt: skip
         check_engine_arguments(cfg.engine)
         prepare_vllm(cfg.multiprocess)
+        _check_names(cfg.engine)
         self.vocab, self.context = config.vocab_size, min(config.max_positions, cfg.context or 4096)
         from vllm import LLM
         from vllm.config import WeightTransferConfig

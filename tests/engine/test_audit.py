@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -178,6 +179,45 @@ def test_a_log_is_audited(model, tmp_path):
     assert main(_words(model, tmp_path / "wrong", "--sampler", str(tmp_path / "wrong.jsonl"))) == 1
 
 
+def test_what_other_frameworks_write_is_read(model, tmp_path, capsys):
+    """A byte order mark, null for what is not set, -1 for all tokens, and characters that end a line elsewhere than in JSON."""
+    rows = [row | {"top_k": -1, "weight_version": None, "text": "a\u2028b\x85"} for row in _log(model, tmp_path / "log.jsonl")]
+    lines = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    (tmp_path / "log.jsonl").write_text("\ufeff" + lines, encoding="utf-8")
+    assert main(_words(model, tmp_path / "out", "--sampler", str(tmp_path / "log.jsonl"))) == 0
+    read = read_log(tmp_path / "log.jsonl", 10**6)
+    assert [(d.top_k, r.weight_version) for r, d in read] == [(0, 0)] * len(rows)
+
+
+def test_all_of_a_log_is_read_and_what_is_left_out_is_said(model, tmp_path, capsys):
+    log = tmp_path / "log.jsonl"
+    rows = _log(model, log)
+    words = _words(model, tmp_path / "out", "--sampler", str(log), "-n", "2")
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows) + "garbage\n")
+    assert main(words) == 2
+    assert f"line {len(rows) + 1}: " in capsys.readouterr().err
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(words) == 0
+    assert f"2 of {len(rows)}" in capsys.readouterr().out
+
+
+def test_transformers_draws_from_the_whole_distribution_whatever_the_checkpoint_asks_for(model, tmp_path):
+    """Checkpoints bring repetition penalties and the like, which no trainer computes."""
+    shutil.copytree(model, tmp_path / "model")
+    plain = HfEngine(tmp_path / "model", torch.float32).generate([[3, 4, 5]], Sampling(DIST, 1, 12, frozenset()), 0)
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"repetition_penalty": 3.0, "min_p": 0.2, "do_sample": True}))
+    asked = HfEngine(tmp_path / "model", torch.float32).generate([[3, 4, 5]], Sampling(DIST, 1, 12, frozenset()), 0)
+    assert asked[0].completion_ids == plain[0].completion_ids
+    assert asked[0].logprobs.tobytes() == plain[0].logprobs.tobytes()
+
+
+def test_two_engines_of_one_name_are_told_apart(model):
+    report = audit(AuditConfig(str(model), "hf", "hf", sampler_dtype="float32", n=4, max_tokens=8)).report
+    assert set(report["own_invariance"]) == {"hf sdpa (sampler)", "hf sdpa (trainer)"}
+    assert {way for ways in report["own_invariance"].values() for way in ways} >= {"drawn against scored", "decode against prefill"}
+    assert "drawn against scored" not in report["own_invariance"]["hf sdpa (trainer)"]
+
+
 def test_a_log_of_several_weight_versions_must_be_told_which(model, tmp_path, capsys):
     rows = _log(model, tmp_path / "log.jsonl")
     rows = [row | {"weight_version": 3} for row in rows] + [row | {"weight_version": 4, "temperature": 1.0} for row in rows]
@@ -208,11 +248,18 @@ def test_rollouts_of_older_weights_are_told_apart_from_another_operation(model, 
     ("change", "reason"),
     [
         ({"logprobs": [-1.0]}, "has 1 logprobs for"),
-        ({"logprobs": ["x"]}, "could not convert"),
+        ({"logprobs": ["x"]}, "logprobs[0] ('x') must be a number"),
+        ({"logprobs": {"1": -1.0}}, "logprobs must be a list of numbers"),
+        ({"logprobs": [-math.inf] * 8}, "logprobs[0] (-inf) is no log-probability"),
         ({"prompt_ids": []}, "prompt_ids must be a list of token ids that is not empty"),
         ({"prompt_ids": [1, 2.5]}, "prompt_ids must be a list"),
         ({"completion_ids": [999999]}, "completion_ids holds 999999, outside the model's vocabulary"),
-        ({"temperature": None}, "float"),
+        ({"temperature": None}, "temperature (None) must be a number"),
+        ({"temperature": True}, "temperature (True) must be a number"),
+        ({"temperature": "0.7"}, "temperature ('0.7') must be a number"),
+        ({"top_k": 2.7}, "top_k (2.7) must be a whole number"),
+        ({"weight_version": "a"}, "weight_version ('a') must be a number"),
+        ({"prompt_ids": [3] * 600}, "tokens, more than the model's context (512)"),
         ({"top_p": 0}, "top_p"),
     ],
 )
@@ -242,6 +289,8 @@ def test_a_file_that_is_no_log_is_refused(tmp_path, text, reason):
         (["--sampler", "nothing"], "sampler nothing is no file; choose native, hf"),
         (["--trainer", "trl"], "trainer trl is not known; choose zerokl, hf"),
         (["--dtype", "fp8"], "dtype fp8 is not known"),
+        (["-n", "0"], "n (0) must be at least 1"),
+        (["--weight-version", "3"], "chooses among the rollouts of a log"),
         (["--prompts", "/no/such/file"], "/no/such/file cannot be read"),
         (["--max-tokens", "0"], "max_tokens (0)"),
         (["--temperature", "-1"], "temperature"),

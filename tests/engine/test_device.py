@@ -38,8 +38,12 @@ def test_an_audit_computes_where_vllm_does(monkeypatch):
         assert audit._device(AuditConfig("model", "hf")) == gpu
         assert audit._device(AuditConfig("model", "hf", device="cpu")) == cpu
         assert audit._device(AuditConfig("model", "vllm-zerokl")) == (cpu if cpu_build else gpu)
-        with pytest.raises(ValueError, match="on which the vLLM installed here does not compute"):
+        with pytest.raises(ValueError, match="computes on a CPU; set --device cpu" if cpu_build else "needs a GPU, and audits there"):
             audit._device(AuditConfig("model", "vllm", device="cuda" if cpu_build else "cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="the vLLM installed here needs a GPU, and torch finds none"):
+        audit._device(AuditConfig("model", "vllm"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ValueError, match="on a GPU vllm and vllm-zerokl would be two engines in one process"):
         audit._device(AuditConfig("model", "vllm-zerokl", "vllm"))
 

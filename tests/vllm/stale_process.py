@@ -1,30 +1,41 @@
-"""Audits an engine in place after a weight update that forgot to reset the prefix cache, or did not. Not a test.
+"""Audits vLLM with zerokl inside after a weight update, with a fault or without one, beside ours or transformers. Not a test.
 
-stale_process.py MODEL SEED FORGETS
+stale_process.py MODEL SEED FAULT TRAINER
+
+FAULT: forgets (to reset the prefix cache), inside (vLLM's own copy of the decoder has another epsilon) or none. TRAINER: zerokl or hf.
 """
 
 import json
 import os
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from engine_process import ForgetsToReset
 from zerokl.engine.audit.audit import compare
+from zerokl.engine.audit.engines import ZeroklEngine
+from zerokl.engine.audit.hf import HfEngine
 from zerokl.engine.audit.page import verdict
 from zerokl.engine.audit.stock import VllmZeroklEngine
 from zerokl.engine.rollout import Sampling
 from zerokl.engine.text import Text
 from zerokl.kernels.logprob import Distribution
+from zerokl.model.decoder import Decoder
 
 PROMPTS = [[5 + (7 * i + 3 * j) % 40 for j in range(70)] for i in range(4)]
 
 
+def plant(model: torch.nn.Module) -> None:
+    d = model.decoder
+    model.decoder = Decoder(replace(d.config, eps=100 * d.config.eps), d.flat.detach(), d.layout)
+
+
 def main() -> None:
-    model, rng, forgets = Path(sys.argv[1]), random.Random(int(sys.argv[2])), sys.argv[3] == "1"
+    model, rng, fault = Path(sys.argv[1]), random.Random(int(sys.argv[2])), sys.argv[3]
     engine = VllmZeroklEngine(model, torch.bfloat16)
-    if forgets:
+    if fault == "forgets":
         engine.sampler.__class__ = ForgetsToReset
 
     def draw():
@@ -34,8 +45,16 @@ def main() -> None:
     with torch.no_grad():
         engine.decoder.w[f"layers.{rng.randrange(engine.decoder.config.layers - 1)}.{rng.choice(['o', 'down', 'gate_up'])}"].mul_(1.5)
     engine.sampler.load_weights({}, 1)
-    names = {"sampler": engine.name, "trainer": "zerokl"}
-    report = names | compare(engine, draw(), Text(model, engine.decoder.config.vocab_size), engine, draw)
+    if fault == "inside":
+        engine.sampler.llm.apply_model(plant)
+    trainer = ZeroklEngine(model, torch.bfloat16)
+    if sys.argv[4] == "hf":
+        trainer = HfEngine(model, torch.bfloat16)
+        trainer.load_weights(engine.decoder.layout.checkpoint_views(engine.decoder.flat))
+    else:
+        trainer.decoder.flat.detach().copy_(engine.decoder.flat)
+    names = {"sampler": engine.name, "trainer": trainer.name}
+    report = names | compare(trainer, draw(), Text(model, engine.decoder.config.vocab_size), engine, draw)
     print("FOUND", json.dumps({"frac_equal": report["frac_equal"], "verdict": verdict(report)}), flush=True)
     os._exit(0)
 

@@ -98,7 +98,20 @@ def test_a_difference_planted_in_stock_vllm_is_found_where_it_is(model, tmp_path
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_stale_cache_is_named(model, seed):
-    for forgets in (True, False):  # control: without the fault, after the same update, every token is equal
-        found = _found("stale_process.py", str(model), str(seed), str(int(forgets)))
-        assert (found["frac_equal"] < 1.0) == forgets
-        assert ("used a stale cache" in found["verdict"]) == forgets
+    for fault in ("forgets", "none"):  # control: without the fault, after the same update, every token is equal
+        found = _found("stale_process.py", str(model), str(seed), fault, "zerokl")
+        assert (found["frac_equal"] < 1.0) == (fault == "forgets")
+        assert ("used a stale cache" in found["verdict"]) == (fault == "forgets")
+
+
+def test_a_stale_cache_is_named_where_the_engines_part_anyway(model):
+    for fault in ("forgets", "none"):
+        found = _found("stale_process.py", str(model), "2", fault, "hf")
+        assert "They part at layers." in found["verdict"]
+        assert ("used a stale cache" in found["verdict"]) == (fault == "forgets")
+
+
+def test_what_only_vllms_process_computes_is_found_there(model):
+    """vLLM's own decoder has another epsilon; the trace is of its forward."""
+    found = _found("stale_process.py", str(model), "3", "inside", "zerokl")
+    assert "They part at layers.0.input_norm:" in found["verdict"]
