@@ -271,7 +271,7 @@ def _read(file: str | None, preset: str | None) -> dict[str, Any]:
         return tomllib.loads(Path(str(file)).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"config: {file} cannot be read ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"config: {file} is not valid TOML ({error})") from None
 
 

@@ -28,7 +28,7 @@ from .learner import Learner
 from .report import Display
 from .rollout import Keys, Sampler
 from .shard import virtual_shards
-from .tasks import Reward, load_task
+from .tasks import Reward, load_task, problems_of
 from .tasks.base import Problem
 from .text import Text, character_tokenizer
 from .workers import ParallelSampler, Workers, automatic
@@ -63,7 +63,9 @@ def initialise(out: Path, task_name: str, options: Mapping[str, Any], preset: st
     if out.exists():
         raise ValueError(f"init: {out} already exists; nothing was overwritten")
     task = load_task(task_name, options)
-    problems = list(task.problems("train"))
+    problems = problems_of(task, task_name, "train")
+    if not problems:
+        raise ValueError(f"task {task_name}: has no training problems")
     wrong = next((p for p in problems if task.reward(p, p.answer) != 1.0), None)
     if wrong is not None or task.chat:
         raise ValueError(f"init: task {task_name} has answers that are no completions; init needs add, sort, countdown or a task like them")
@@ -92,7 +94,7 @@ def initialise(out: Path, task_name: str, options: Mapping[str, Any], preset: st
 def perfectible_set(model: Path) -> dict[str, Any] | None:
     """What `initialise` left in a model folder, or None. Raises ValueError when it is not readable."""
     found = _read_task(model / PERFECTIBLE_FILE)
-    if found is not None and not isinstance(found.get("prompts"), list):
+    if found is not None and not (isinstance(found.get("prompts"), list) and all(isinstance(p, str) for p in found["prompts"])):
         raise ValueError(f"model: {model / PERFECTIBLE_FILE} holds no list of prompts")
     return found
 

@@ -19,7 +19,7 @@ from .initialise import task_of
 from .law import run_checks
 from .native import NativeSampler
 from .rollout import Keys, Rollout, Sampling
-from .tasks import load_reward, load_task
+from .tasks import load_reward, load_task, problems_of
 from .text import Text
 
 
@@ -64,7 +64,9 @@ class Policy:
         made = load_task(task.name, options)
         if split not in ("train", "held_out"):
             raise ValueError(f"split ({split}) must be train or held_out")
-        chosen = list(made.problems(split))[:problems]
+        if problems < 1:
+            raise ValueError(f"problems ({problems}) must be at least 1")
+        chosen = problems_of(made, task.name, split)[:problems]
         if not chosen:
             raise ValueError(f"task {task.name}: the split {split} has no problems")
         ids = self.text.encode_problems(chosen, made.chat)

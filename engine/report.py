@@ -25,7 +25,11 @@ console = Console(highlight=False, markup=False, soft_wrap=True)
 
 def refuse_taken(path: Path) -> None:
     """Raise ValueError when the folder already holds a run."""
-    taken = [n for n in ("config.toml", LEDGER, METRICS, ROLLOUTS, "checkpoints", "summary.json") if (path / n).exists()]
+    taken = [
+        n
+        for n in ("config.toml", LEDGER, METRICS, ROLLOUTS, "checkpoints", "summary.json", "reward.png", "tensorboard", "mismatch")
+        if (path / n).exists()
+    ]
     if taken:
         raise ValueError(f"run: {path} already holds a run ({taken[0]}); choose another --run-dir")
 

@@ -40,9 +40,12 @@ class Text:
         if path.exists():
             try:
                 more = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-            except (ValueError, AttributeError) as error:
+            except (ValueError, AttributeError, RecursionError) as error:
                 raise ValueError(f"model: {path} is not a JSON object ({error})") from None
-            ids += more if isinstance(more, list) else [] if more is None else [more]
+            more = more if isinstance(more, list) else [] if more is None else [more]
+            if not all(type(i) is int for i in more):
+                raise ValueError(f"model: {path}: eos_token_id ({more!r}) must be a token id, or a list of them")
+            ids += more
         return ids
 
     def encode(self, prompt: str, chat: bool) -> list[int]:
@@ -50,6 +53,10 @@ class Text:
 
         Raises ValueError for an empty prompt or a character the tokenizer does not know.
         """
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"prompt {prompt!r} is not valid Unicode") from None
         if chat and self.tokenizer.chat_template:
             turn = [{"role": "user", "content": prompt}]
             ids = self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]

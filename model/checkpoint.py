@@ -54,7 +54,10 @@ def read_weights(folder: Path, layout: Layout) -> torch.Tensor:
 
     Raises ValueError naming the file or tensor that is missing, corrupt, left over or of another shape.
     """
-    flat = torch.zeros(layout.numel, dtype=torch.float32)
+    try:
+        flat = torch.zeros(layout.numel, dtype=torch.float32)
+    except RuntimeError:
+        raise ValueError(f"model: config.json of {folder} asks for {layout.numel} weights, more than this machine has memory for") from None
     wanted = layout.checkpoint_views(flat)
     for file, names in _files(folder).items():
         try:
@@ -76,7 +79,9 @@ def _files(folder: Path) -> dict[str, list[str] | None]:
     if index.exists():
         try:
             by_name = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"].items())
-        except (ValueError, KeyError, TypeError, AttributeError):
+            if not all(isinstance(file, str) for file in by_name.values()):
+                raise TypeError("a file's name is no string")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ValueError(f"model: {index} is not a valid index of safetensors shards") from None
         return {file: [name for name, where in by_name.items() if where == file] for file in dict.fromkeys(by_name.values())}
     if not (folder / "model.safetensors").exists():

@@ -53,7 +53,7 @@ class ModelConfig:
             raw = json.loads(path.read_text())
         except FileNotFoundError:
             raise ValueError(f"model: {folder} holds no config.json; give a Hugging Face model folder or hub name") from None
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"model: {path} is not valid JSON ({error})") from None
         if not isinstance(raw, dict):
             raise ValueError(f"model: {path} must hold a JSON object")
@@ -63,7 +63,7 @@ class ModelConfig:
     def from_dict(cls, raw: dict[str, Any], source: str = "config") -> "ModelConfig":
         """Build from the fields of config.json. Raises ValueError naming the field that is missing or unsupported."""
         names = raw.get("architectures")
-        name = names[0] if isinstance(names, list) and names else names or "(none)"
+        name = str(names[0] if isinstance(names, list) and names else names or "(none)")
         if name not in ARCHITECTURES:
             raise ValueError(f"model: {source}: architecture {name} is not supported; supported are {', '.join(ARCHITECTURES)}")
         family = ARCHITECTURES[name]
@@ -94,11 +94,17 @@ class ModelConfig:
             raise ValueError(f"model: {source} lacks the field {error.args[0]}") from None
         except _UnsupportedError:
             raise
-        except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise ValueError(f"model: {source} has a field of the wrong type or value ({error})") from None
         for field in ("vocab_size", "hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "head_dim", "max_positions"):
             if getattr(config, field) < 1:
                 raise ValueError(f"model: {source}: {field} ({getattr(config, field)}) must be positive")
+            if getattr(config, field) > (largest := _MOST_LAYERS if field == "layers" else _LARGEST):
+                raise ValueError(f"model: {source}: {field} ({getattr(config, field)}) is larger than zerokl takes ({largest})")
+        if not (config.rope_theta > 0.0 and config.eps >= 0.0):
+            raise ValueError(
+                f"model: {source}: rope_theta ({config.rope_theta}) must be positive, rms_norm_eps ({config.eps}) not negative"
+            )
         if config.heads % config.kv_heads:
             raise ValueError(
                 f"model: {source}: num_attention_heads ({config.heads}) must be a multiple of num_key_value_heads ({config.kv_heads})"
@@ -106,6 +112,10 @@ class ModelConfig:
         if config.head_dim % 16:
             raise ValueError(f"model: {source}: head_dim ({config.head_dim}) must be a multiple of 16")
         return config
+
+
+# Of sizes in config.json: what is beyond them is a mistake, and would take all time or memory before it is found.
+_LARGEST, _MOST_LAYERS = 1 << 24, 1 << 12
 
 
 class _UnsupportedError(ValueError):

@@ -36,6 +36,15 @@ def huge(problem, completion):
 class Broken:
     def __init__(self):
         raise KeyError("data")
+
+class Fails:
+    chat = False
+
+    def problems(self, split):
+        return {"train": [("1+1=", "2")]}[split]
+
+    def reward(self, problem, completion):
+        return 0.0
 """
 
 
@@ -140,11 +149,11 @@ def test_a_mistyped_key_in_a_file_names_the_nearest(folder, refused):
     ("lines", "message"),
     [
         ('{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n', "problems.jsonl line 2 is not JSON"),
-        ('{"prompt": "1+1="}\n', "problems.jsonl line 1 must be an object"),
+        ('{"prompt": "1+1="}\n', 'problems.jsonl line 1 must have an "answer"'),
         ("", "problems.jsonl holds no problems"),
         ('{"prompt": "' + "1" * 600 + '", "answer": "2"}\n', "600 tokens"),
         ('{"prompt": "\u4e2d", "answer": "2"}\n', "a character that the tokenizer does not know"),
-        ('{"prompt": "", "answer": "2"}\n', "has no tokens"),
+        ('{"prompt": "", "answer": "2"}\n', "problems.jsonl line 1 must be an object"),
     ],
     ids=["malformed", "field", "empty", "long", "character", "blank"],
 )
@@ -188,13 +197,37 @@ def _damage(model: Path, what: str) -> None:
         (model / "tokenizer.json").write_text('{"version": "1.0"}')
     elif what == "generation config":
         (model / "generation_config.json").write_text("[]")
+    elif what == "stop ids":
+        (model / "generation_config.json").write_text('{"eos_token_id": [[1]]}')
+    elif what == "nested":
+        (model / "config.json").write_text("[" * 200_000)
+    elif what == "index":
+        weights.unlink()
+        (model / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": 5}}')
+    elif what in ODD:
+        _edit(model / "config.json", **ODD[what])
 
 
 def _edit(path: Path, **fields: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
+ODD = {
+    "architectures": {"architectures": {"a": 1}}, "architecture list": {"architectures": [["Qwen3ForCausalLM"]]},
+    "infinite": {"vocab_size": float("inf")}, "theta": {"rope_parameters": {"rope_theta": -5.0}}, "layers": {"num_hidden_layers": 10**9},
+    "context": {"max_position_embeddings": 10**12}, "width": {"hidden_size": 1 << 24, "vocab_size": 1 << 24},
+}  # fmt: skip
 DAMAGE = {
+    "architectures": "is not supported; supported are",
+    "architecture list": "is not supported; supported are",
+    "infinite": "has a field of the wrong type or value",
+    "theta": "rope_theta (-5.0) must be positive",
+    "layers": "layers (1000000000) is larger than zerokl takes",
+    "context": "max_positions (1000000000000) is larger than zerokl takes",
+    "width": "more than this machine has memory for",
+    "stop ids": "eos_token_id ([[1]]) must be a token id, or a list of them",
+    "nested": "config.json is not valid JSON",
+    "index": "is not a valid index of safetensors shards",
     "truncated": "model.safetensors is corrupt or incomplete",
     "no header": "model.safetensors is corrupt or incomplete",
     "missing weights": "holds no model.safetensors",
@@ -223,6 +256,10 @@ def test_a_damaged_checkpoint_is_one_line_for_every_command(folder, training, re
     ("words", "message"),
     [
         (["sample", "model", "--prompt", ""], "has no tokens"),
+        (["sample", "model", "--prompt", "1+\udcff="], "is not valid Unicode"),
+        (["eval", "model", "--problems", "-3"], "problems (-3) must be at least 1"),
+        (["eval", "model", "--task", "mine:Fails"], "task mine:Fails: problems('held_out') raised KeyError"),
+        (["eval", "model", "--task", "mine:Fails", "--split", "train"], "which is no Problem with a prompt that is a string"),
         (["sample", "model", "--prompt", "\u4e2d"], "a character that the tokenizer does not know"),
         (["sample", "model", "--prompt", "1" * 500], "more than the context (512)"),
         (["sample", "model", "--prompt", "1", "-n", "0"], "samples (0) must be at least 1"),

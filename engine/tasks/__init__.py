@@ -37,6 +37,20 @@ def load_task(name: str, options: Mapping[str, Any]) -> Task:
     return task
 
 
+def problems_of(task: Task, name: str, split: str) -> list[Problem]:
+    """The problems of one of a task's splits. Raises ValueError where the user's own object raises, or makes something else."""
+    try:
+        problems = list(task.problems(split))
+    except (ValueError, OSError):
+        raise
+    except Exception as error:  # the user's method may raise anything
+        raise ValueError(f"task {name}: problems({split!r}) raised {type(error).__name__} ({error})") from error
+    wrong = next((p for p in problems if not (isinstance(p, Problem) and isinstance(p.prompt, str))), None)
+    if wrong is not None:
+        raise ValueError(f"task {name}: problems({split!r}) holds {wrong!r}, which is no Problem with a prompt that is a string")
+    return problems
+
+
 def load_reward(task: Task, name: str) -> Reward:
     """The task's own reward, or the user's function `module:object`."""
     return load_object(name, "reward") if name else task.reward

@@ -8,6 +8,8 @@ from .base import Problem, split_problems
 
 # Characters at the end of a completion in which its answer is looked for.
 _READ = 4096
+# Of a power or a factorial in an answer; sympy would take hours to write out 9^(9^9).
+_LARGEST_POWER = 1000
 
 
 class Jsonl:
@@ -40,7 +42,23 @@ class Jsonl:
         gold = parse(f"${problem.answer}$", parsing_timeout=None)
         if not gold:
             raise ValueError(f"math-verify cannot read the answer {problem.answer!r} of problem {problem.id}")
-        return float(verify(gold, parse(completion[-_READ:], parsing_timeout=None), timeout_seconds=None))
+        found = [x for x in parse(completion[-_READ:], parsing_timeout=None) if _can_be_computed(x)]
+        return float(verify(gold, found, timeout_seconds=None))
+
+
+def _can_be_computed(x: object) -> bool:
+    """Whether comparing x takes a bounded time: no towers of powers, large factorials, sums or integrals. A string always does."""
+    from sympy import Basic, Integral, Pow, Product, Sum, factorial, preorder_traversal
+
+    if not isinstance(x, Basic):
+        return True
+    for node in preorder_traversal(x):
+        if isinstance(node, Sum | Product | Integral):
+            return False
+        grows = node.exp if isinstance(node, Pow) else node.args[0] if isinstance(node, factorial) else None
+        if grows is not None and not grows.free_symbols and not (grows.is_Rational and abs(grows) <= _LARGEST_POWER):
+            return False
+    return True
 
 
 def read_pairs(file: str) -> list[tuple[str, str]]:
@@ -59,8 +77,10 @@ def read_pairs(file: str) -> list[tuple[str, str]]:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"task jsonl: {file} line {number} is not JSON ({error})") from None
-        if not isinstance(record, dict) or not isinstance(record.get("prompt"), str) or record.get("answer") is None:
-            raise ValueError(f'task jsonl: {file} line {number} must be an object with "prompt" (a string) and "answer"')
+        if not isinstance(record, dict) or not record.get("prompt") or not isinstance(record["prompt"], str):
+            raise ValueError(f'task jsonl: {file} line {number} must be an object with "prompt" (a string that is not empty) and "answer"')
+        if isinstance(record.get("answer"), bool) or not isinstance(record.get("answer"), str | int | float) or record["answer"] == "":
+            raise ValueError(f'task jsonl: {file} line {number} must have an "answer": a string that is not empty, or a number')
         pairs.append((record["prompt"], str(record["answer"])))
     if not pairs:
         raise ValueError(f"task jsonl: {file} holds no problems")

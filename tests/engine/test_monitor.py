@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 from zerokl.cli import main
+from zerokl.engine import run as run_module
 from zerokl.engine import samplers as samplers_module
 from zerokl.engine.monitor import MismatchError
-from zerokl.engine.run import train
+from zerokl.engine.run import resume, train
 from zerokl.engine.workers import ParallelSampler
 from zerokl.kernels.philox import Stream
 from zerokl.model.checkpoint import load_decoder
@@ -73,6 +74,25 @@ def test_it_stops_before_the_update_and_saves_the_weights_that_were_compared(con
     monkeypatch.undo()
     before = train(config(steps=plant.step), tmp_path / "clean").weights if plant.step else _weights(model)
     assert _weights(tmp_path / "run" / "mismatch") == before
+
+
+def test_a_mismatch_is_named_and_saved_again_when_the_run_is_resumed_into_it(config, monkeypatch, tmp_path):
+    plant = Plant(monkeypatch, 1)
+    for name in ("mismatch", "mismatch-2"):
+        with pytest.raises(MismatchError, match=f"step {plant.step}, "):
+            train(config(), tmp_path / "run") if name == "mismatch" else resume(tmp_path / "run")
+        assert json.loads((tmp_path / "run" / name / "mismatch.json").read_text())["ulp"] == 1
+
+
+def test_a_mismatch_is_named_where_it_cannot_be_saved(config, monkeypatch, tmp_path, capsys):
+    def full(*given, **named):
+        raise OSError(28, "No space left on device")
+
+    Plant(monkeypatch, 1)
+    monkeypatch.setattr(run_module, "write_checkpoint", full)
+    with pytest.raises(MismatchError):
+        train(config(), tmp_path / "run")
+    assert "could not be saved: [Errno 28]" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -238,3 +239,30 @@ def test_init_refuses_a_task_whose_answers_are_no_completions(tmp_path, name):
     with pytest.raises(ValueError, match="answers that are no completions"):
         initialise(tmp_path / "m", name, options, "tiny", 0)
     assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "$9^{9^{9^{9}}}$", "9**9**9**9", "\\boxed{100000000!}", "\\boxed{(10^{10})!}", "\\boxed{9^{9^{9^9}}}", "\\boxed{2^{1000000000}}",
+        "\\boxed{\\sum_{n=1}^{10^{9}} \\frac{1}{n}}", "\\boxed{10^{-10^{9}}}",
+    ],
+)  # fmt: skip
+def test_a_completion_that_would_take_for_ever_to_compare_is_no_answer(tmp_path, completion):
+    """Without a time limit, which would let the machine's load decide a reward."""
+    file = tmp_path / "p.jsonl"
+    file.write_text(json.dumps({"prompt": "1+1=", "answer": "18"}) + "\n")
+    task = load_task("jsonl", {"file": str(file)})
+    (problem,) = task.problems("train")
+    began = time.process_time()
+    assert task.reward(problem, completion) == 0.0
+    assert time.process_time() - began < 5.0
+    assert task.reward(problem, "\\boxed{2^4 + 2}") == task.reward(problem, "it is $\\frac{36}{2}$") == task.reward(problem, "18") == 1.0
+
+
+@pytest.mark.parametrize("answer", ["", None, True, {"a": 1}, [1]], ids=str)
+def test_an_answer_that_is_none_is_refused_with_its_line(tmp_path, answer):
+    file = tmp_path / "p.jsonl"
+    file.write_text(json.dumps({"prompt": "1+1=", "answer": 2}) + "\n" + json.dumps({"prompt": "1+2=", "answer": answer}) + "\n")
+    with pytest.raises(ValueError, match=r"p.jsonl line 2 must have an \"answer\": a string that is not empty, or a number"):
+        load_task("jsonl", {"file": str(file)})
