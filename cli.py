@@ -78,7 +78,7 @@ class Train:
         console.print(f"reward {s.reward_first:.3f} -> {s.reward_last:.3f} (last 5 steps {s.reward_last5:.3f}){held}")
         verdict = f"mismatch {s.mismatch_max_abs} over {s.tokens} tokens"
         console.print(verdict if not s.tokens_unequal else f"{verdict}, {s.tokens_unequal} of them unequal")
-        console.print(f"plot {Path(self.run_dir or self.resume) / 'reward.png'}\nfingerprint {s.fingerprint}")
+        console.print(f"plot {Path(self.run_dir or self.resume) / 'reward.png'}\nweights {s.weights}\nfingerprint {s.fingerprint}")
         return 0
 
 

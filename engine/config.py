@@ -166,15 +166,15 @@ class Config(_Section):
     """Completions of each prompt (G)."""
     micro_batch: int = Field(16, ge=1)
     """Sequences of one forward and backward, in each worker. Bounds memory; changes no bit."""
-    virtual_shards: int = Field(8, ge=1)
+    virtual_shards: int = Field(8, ge=1, le=1 << 16)
     """Parts into which a step's sequences are cut; a power of two. The order of the gradient's sum."""
     updates_per_rollout: int = Field(1, ge=1)
     """Optimizer updates on each step's rollouts. loss and entropy are those of the first, grad_norm and lr of the last."""
     exact: bool = True
     """Stop at the first token whose trainer logprob is not bit for bit its sampler logprob."""
-    threads: int = Field(0, ge=0)
+    threads: int = Field(0, ge=0, le=1 << 16)
     """CPU threads; 0 leaves torch's choice. Changes no bit."""
-    workers: int = Field(0, ge=0)
+    workers: int = Field(0, ge=0, le=1 << 16)
     """Processes that sample and train side by side, each on its share of the threads, rounded down to a power of two; 0 chooses by
     model size. Changes no bit."""
     sampler: Literal["native", "vllm", "hf", "vllm-stock"] = "native"
@@ -252,7 +252,8 @@ def load_config(file: str | None, preset: str | None, overrides: Mapping[str, st
         first = error.errors()[0]
         place = ".".join(str(p) for p in first["loc"])
         given = f" ({first['input']!r})" if place and not isinstance(first["input"], dict) else ""
-        raise ValueError(f"config: {place}{given}: {first['msg'].removeprefix('Value error, ')}") from None
+        said = first["msg"].removeprefix("Value error, ")
+        raise ValueError(f"config: {place}{given}: {said}" if place else f"config: {said}") from None
 
 
 def preset_names() -> list[str]:

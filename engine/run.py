@@ -324,8 +324,16 @@ def _line(m: dict[str, float]) -> str:
     return (
         f"reward {m['reward/mean']:.3f}  entropy {m['entropy']:.3f}  grad {m['grad_norm']:.3g}  "
         f"mismatch {m['mismatch/max_abs']:.3g} (equal {m['mismatch/frac_equal']:.4f})  "
-        f"{m['time/sample_s'] + m['time/train_s']:.2f} s{held}"
+        f"{m['time/sample_s'] + m['time/train_s']:.2f} s{held}{_apart(m, 'mismatch')}{_apart(m, 'staleness')}"
     )
+
+
+def _apart(m: dict[str, float], what: str) -> str:
+    """A line with the other metrics of mismatch or staleness, empty where no bit differs."""
+    if m.get(f"{what}/frac_equal", 1.0) == 1.0:
+        return ""
+    names = [n for n in m if n.startswith(f"{what}/") and n not in ("mismatch/max_abs", "mismatch/frac_equal", "staleness/versions")]
+    return f"\n  {what}: " + "  ".join(f"{name.removeprefix(f'{what}/')} {m[name]:.4g}" for name in names)
 
 
 def _summarise(state: TrainState, history: list[dict[str, float]], seconds: float) -> Summary:

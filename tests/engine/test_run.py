@@ -179,3 +179,14 @@ def test_a_step_of_all_equal_groups_changes_no_weight(config, model, tmp_path):
     base = load_decoder(model, torch.float32)
     summary = train(config(steps=1, task__reward="toy:constant"), tmp_path / "run")
     assert summary.weights == fingerprint(base.layout, base.flat.detach())
+
+
+def test_the_display_shows_every_mismatch_metric_where_a_bit_differs(config, tmp_path, capsys):
+    train(config(steps=1, exact=False, mismatch__logit_noise=0.1), tmp_path / "run")
+    said = capsys.readouterr().out
+    metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    names = [n for n in metrics if n.startswith("mismatch/") and n not in ("mismatch/max_abs", "mismatch/frac_equal")]
+    assert len(names) >= 12
+    assert all(f"{name.removeprefix('mismatch/')} {metrics[name]:.4g}" in said for name in names)
+    train(config(steps=1), tmp_path / "exact")
+    assert "k1" not in capsys.readouterr().out

@@ -3,8 +3,10 @@
 import pytest
 import torch
 from zerokl.kernels.logprob import Distribution
+from zerokl.kernels.order import matmul_rows
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.config import ModelConfig
+from zerokl.model.decoder import PackedContext
 from zerokl.model.prompts import Prompts
 from zerokl.model.scoring import logprobs, pack
 
@@ -65,6 +67,20 @@ def test_error_is_at_most_twice_that_of_transformers(judged, dtype, shared):
     assert ours[0].keys() == theirs[0].keys() == exact[0].keys()
     for name in exact[0]:
         assert_at_most_twice_the_error(*(torch.stack([r[name] for r in runs]) for runs in (ours, theirs, exact)), name)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_error_of_every_logit_is_at_most_twice_that_of_transformers(judged, dtype):
+    folders, ids = judged[0], [[*prompt, *completion] for prompt, completion in PAIRS]
+    ours, theirs, exact = [], [], []
+    for folder in folders:
+        decoder = load_decoder(folder, dtype)
+        hidden = decoder.hidden(torch.tensor([i for row in ids for i in row]), PackedContext([len(row) for row in ids], decoder.config))
+        ours.append(matmul_rows(hidden, decoder.logits_weight().t()))
+        for found, model in ((theirs, plain(folder, dtype)), (exact, judge(folder))):
+            found.append(torch.cat([model(torch.tensor([row]), use_cache=False).logits[0] for row in ids]))
+    assert_at_most_twice_the_error(*map(torch.stack, (ours, theirs, exact)), "logits")
 
 
 @shared
