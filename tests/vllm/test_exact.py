@@ -1,6 +1,6 @@
 """vLLM's tokens and logprobs against the native sampler's and the trainer's: every token, every bit.
 
-The random tiny Qwen3 of `zerokl init`'s preset, 64 completions of 64 tokens a call. The references are computed in this process, the
+The random tiny Qwen3 of `zerokl init`'s preset, 64 prompts x 64 tokens a call. The references are computed in this process, the
 engine runs in another, so that a fault planted there cannot hide in both.
 """
 
@@ -37,11 +37,11 @@ CACHES = {
 }
 
 
-def _prompts(n: int = 8) -> list[list[int]]:
+def _prompts(n: int = 64) -> list[list[int]]:
     """Of 3 to 80 tokens; all begin alike, so that a prefix cache has something to share."""
     rows = (uniform_range(n * 80, 5, Stream.VERIFY) * 50).astype(int).reshape(n, 80) + 5
     rows[:, :40] = rows[0, :40]
-    return [row[: 3 + 11 * i].tolist() for i, row in enumerate(rows)]
+    return [row[: 3 + 77 * i // (n - 1)].tolist() for i, row in enumerate(rows)]
 
 
 def _engine(model: Path, dtype: str, vllm: dict, calls: list[dict], prompts: list[list[int]], **request: object) -> dict:
@@ -55,7 +55,7 @@ def _engine(model: Path, dtype: str, vllm: dict, calls: list[dict], prompts: lis
 
 
 def _call(distribution: tuple, updates: int = 0) -> dict:
-    return {"distribution": distribution, "samples": 8, "max_tokens": 64, "stop_ids": [STOP], "key": [3, 4], "updates": updates}
+    return {"distribution": distribution, "samples": 1, "max_tokens": 64, "stop_ids": [STOP], "key": [3, 4], "updates": updates}
 
 
 def _native(model: Path, dtype: str, call: dict, prompts: list[list[int]], updates: int) -> tuple[list[Rollout], list[np.ndarray]]:
@@ -64,7 +64,7 @@ def _native(model: Path, dtype: str, call: dict, prompts: list[list[int]], updat
     for _ in range(updates):
         decoder.flat.mul_(1.01)
     distribution = Distribution(*call["distribution"])
-    rollouts = NativeSampler(decoder).generate(prompts, Sampling(distribution, 8, 64, frozenset({STOP})), Keys(3, 4))
+    rollouts = NativeSampler(decoder).generate(prompts, Sampling(distribution, 1, 64, frozenset({STOP})), Keys(3, 4))
     with torch.no_grad():
         packed = pack([r.pair for r in rollouts])
         scored = logprobs(decoder, packed, distribution)[0].split(packed.completion_lengths)
