@@ -1,6 +1,7 @@
 """Problems from a file of {"prompt": ..., "answer": ...} lines, with math-verify as the reward."""
 
 import json
+import logging
 from pathlib import Path
 
 from ...kernels.philox import Stream, permutation
@@ -38,7 +39,8 @@ class Jsonl:
         """1.0 when math-verify finds the completion's last answer equal to the problem's, else 0.0."""
         from math_verify import parse, verify
 
-        # No time limits: on a busy machine they would decide a reward. A bound on the length keeps parsing short instead.
+        # No time limits: on a busy machine they would decide a reward. Bounds on length and size keep it short instead.
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of exactly that
         gold = parse(f"${problem.answer}$", parsing_timeout=None)
         if not gold:
             raise ValueError(f"math-verify cannot read the answer {problem.answer!r} of problem {problem.id}")
