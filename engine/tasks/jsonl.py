@@ -68,8 +68,12 @@ def read_pairs(file: str) -> list[tuple[str, str]]:
     if not file:
         raise ValueError('task jsonl: needs a file; set task.options = { file = "problems.jsonl" }')
     try:
-        lines = Path(file).read_text(encoding="utf-8").split("\n")  # not splitlines: it also cuts at U+2028, which JSON allows
-    except (OSError, UnicodeDecodeError) as error:
+        content = Path(file).read_bytes()
+        lines = content.decode().split("\n")  # not splitlines: it also cuts at U+2028, which JSON allows
+    except UnicodeDecodeError as error:
+        number = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"task jsonl: {file} line {number} is not UTF-8 ({error.reason})") from None
+    except OSError as error:
         raise ValueError(f"task jsonl: {file} cannot be read ({error})") from None
     pairs = []
     for number, line in enumerate(lines, 1):

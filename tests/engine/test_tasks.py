@@ -165,8 +165,8 @@ def test_jsonl_refuses_an_empty_file(tmp_path, content):
 
 def test_jsonl_refuses_a_file_that_is_missing_or_no_text(tmp_path):
     (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe{}")
-    for name in ("a.jsonl", "b.jsonl", "."):
-        with pytest.raises(ValueError, match=f"{name} cannot be read"):
+    for name, reason in (("a.jsonl", "cannot be read"), ("b.jsonl", "line 1 is not UTF-8"), (".", "cannot be read")):
+        with pytest.raises(ValueError, match=f"{name} {reason}"):
             load_task("jsonl", {"file": str(tmp_path / name)})
 
 
@@ -266,3 +266,9 @@ def test_an_answer_that_is_none_is_refused_with_its_line(tmp_path, answer):
     file.write_text(json.dumps({"prompt": "1+1=", "answer": 2}) + "\n" + json.dumps({"prompt": "1+2=", "answer": answer}) + "\n")
     with pytest.raises(ValueError, match=r"p.jsonl line 2 must have an \"answer\": a string that is not empty, or a number"):
         load_task("jsonl", {"file": str(file)})
+
+
+def test_a_line_that_is_not_utf8_is_named(tmp_path):
+    (tmp_path / "p.jsonl").write_bytes(b'{"prompt": "1+1=", "answer": 2}\n{"prompt": "\xff", "answer": 2}\n')
+    with pytest.raises(ValueError, match=r"p.jsonl line 2 is not UTF-8"):
+        load_task("jsonl", {"file": str(tmp_path / "p.jsonl")})
