@@ -317,7 +317,8 @@ def test_a_folder_that_holds_a_run_is_refused_and_untouched(folder, training, re
 def test_a_run_that_was_refused_can_be_started_again_in_the_same_folder(training, refused, capsys):
     refused(*training(model="./nowhere"))
     assert main(training()) == 0
-    assert re.search(r"mismatch 0\.0 over \d+ tokens\nplot .*reward\.png\nweights [0-9a-f]{64}\nfingerprint [0-9a-f]{64}\n$", capsys.readouterr().out)
+    end = r"mismatch 0\.0 over \d+ tokens\nplot .*reward\.png\nweights [0-9a-f]{64}\nfingerprint [0-9a-f]{64}\n$"
+    assert re.search(end, capsys.readouterr().out)
 
 
 def test_a_mismatch_is_one_line_and_exit_code_1(training, monkeypatch, capsys):
