@@ -176,13 +176,8 @@ def _device(cfg: AuditConfig) -> torch.device:
     require_vllm()
     device = find_device("cpu" if cfg.device == "auto" and is_cpu_build() else cfg.device)
     if (device.type == "cpu") != is_cpu_build():
-        needs = (
-            "computes on a CPU; set --device cpu"
-            if is_cpu_build()
-            else "needs a GPU, and audits there"
-            if cfg.device == "cpu"
-            else ("needs a GPU, and torch finds none")
-        )
+        needs = "needs a GPU, and audits there" if cfg.device == "cpu" else "needs a GPU, and torch finds none"
+        needs = "computes on a CPU; set --device cpu" if is_cpu_build() else needs
         raise ValueError(f"audit: the vLLM installed here {needs}")
     if vllm == {"vllm", "vllm-zerokl"} and device.type == "cuda":
         raise ValueError("audit: on a GPU vllm and vllm-zerokl would be two engines in one process; audit each of them against zerokl")
