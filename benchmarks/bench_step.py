@@ -151,15 +151,8 @@ def main() -> None:
 
 def compare(args: argparse.Namespace, model: str, dtype: str, scratch: Path) -> dict:
     """Let the sides take turns; medians over the turns, of seconds and of each turn's ratios."""
-    running = sides(args, model, dtype, scratch)
-    rows = [_row({name: side.turn() for name, side in running.items()}) for _ in range(args.turns)][args.warmup :]
-    for side in running.values():
-        side.close()
-    spread = {}
-    for key in (k for k, v in rows[0].items() if isinstance(v, float)):
-        values = sorted(row[key] for row in rows)
-        tenth = len(values) // 10
-        spread[key] = {"median": statistics.median(values), "p10": values[tenth], "p90": values[-1 - tenth]}
+    rows = [_row(told) for told in turns.alternate(sides(args, model, dtype, scratch), args.turns, args.warmup)]
+    spread = {key: turns.spread([row[key] for row in rows]) for key, value in rows[0].items() if isinstance(value, float)}
     for key, value in spread.items():
         print(f"{dtype} {key}: {value['median']:.3f} ({value['p10']:.3f} to {value['p90']:.3f})", flush=True)
     return {"spread": spread, "turns": rows}

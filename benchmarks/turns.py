@@ -5,6 +5,7 @@ same phase of it far more often than runs of many pieces do.
 """
 
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -48,3 +49,17 @@ class Side:
         self._err.close()
         if code:
             raise RuntimeError(f"{self._process.args} ended with {code}:\n{self._log.read_text()[-4000:]}")
+
+
+def alternate(sides: dict[str, Side], turns: int, warmup: int) -> list[dict[str, dict]]:
+    """What every side says of each turn, the first `warmup` dropped; then all are closed. Raises RuntimeError when one fails."""
+    told = [{name: side.turn() for name, side in sides.items()} for _ in range(turns)]
+    for side in sides.values():
+        side.close()
+    return told[warmup:]
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """The median, and where 80% of the values lie."""
+    values, tenth = sorted(values), len(values) // 10
+    return {"median": statistics.median(values), "p10": values[tenth], "p90": values[-1 - tenth]}

@@ -85,12 +85,9 @@ def compare(model: str, dtype: str, args: argparse.Namespace, scratch: Path) -> 
     """Let the sides take turns; medians, and of the ratio the tenths at both ends too."""
     shared = ["--turns", str(args.turns)]
     running = {s: turns.Side([sys.executable, __file__, *shared, "--side", s, dtype, model], scratch / f"{dtype}_{s}.log") for s in SIDES}
-    rows = [{name: side.turn()["rate"] for name, side in running.items()} for _ in range(args.turns)][args.warmup :]
-    for side in running.values():
-        side.close()
+    rows = [{name: said["rate"] for name, said in told.items()} for told in turns.alternate(running, args.turns, args.warmup)]
     middle = {side: statistics.median(row[side] for row in rows) for side in SIDES}
-    ratios, tenth = sorted(row["zerokl"] / row["stock"] for row in rows), len(rows) // 10
-    spread = {"median": statistics.median(ratios), "p10": ratios[tenth], "p90": ratios[-1 - tenth]}
+    spread = turns.spread([row["zerokl"] / row["stock"] for row in rows])
     print(
         f"{dtype}: zerokl {middle['zerokl']:.0f} tokens/s, stock vLLM {middle['stock']:.0f}, "
         f"ratio {spread['median']:.2f} ({spread['p10']:.2f} to {spread['p90']:.2f})", flush=True,

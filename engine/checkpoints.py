@@ -20,6 +20,7 @@ from ..model.config import ModelConfig
 from ..model.weights import Layout
 from ..verify.files import manifest_damage
 from ..verify.ledger import LedgerFile, hash_tree
+from .config import Config
 from .loop import TrainState
 from .scaling import LossScaler
 
@@ -105,6 +106,13 @@ def checked_checkpoint(folder: Path, ledger: LedgerFile) -> tuple[Checkpoint | N
     except ValueError as error:
         return None, str(error)
     return (None, f"the {other} in {folder} are not those whose hash is in {ledger.path}") if other else (found, "")
+
+
+def usable_checkpoint(folder: Path, ledger: LedgerFile, config: Config) -> tuple[Checkpoint | None, str]:
+    """A checkpoint that a run can go on from, or that a replay can begin at; or None and why not."""
+    if config.samples_older_weights:
+        return None, f"{folder} does not hold the older weights that max_staleness or mismatch.delay samples from"
+    return checked_checkpoint(folder, ledger)
 
 
 def _other_bits(folder: Path, hashes: Mapping[str, str]) -> str | None:

@@ -46,10 +46,8 @@ class Ranks:
         with peers():
             dist.all_gather_object(every, mine)
         for rank, (good, value) in enumerate(every):
-            if isinstance(value, ChildProcessError) and not good:
-                raise ChildProcessError(f"{value} (of rank {rank})")
             if not good:
-                raise value
+                raise ChildProcessError(f"{value} (of rank {rank})") if isinstance(value, ChildProcessError) else value
         return [value for _, value in every]
 
     def from_first(self, make: Callable[[], X]) -> X:

@@ -10,7 +10,7 @@ import torch
 from ..kernels.philox import Stream, permutation
 from ..verify.divergence import Divergence, compare_heads, compare_lines, open_run, run_ledger
 from ..verify.ledger import LedgerFile, read_ledger
-from .checkpoints import Checkpoint, checked_checkpoint, checkpoint_folders, restore, rewind
+from .checkpoints import Checkpoint, checked_checkpoint, checkpoint_folders, restore, rewind, usable_checkpoint
 from .config import Config
 from .loop import TrainState, train_step
 from .record import Recorder, run_head
@@ -33,14 +33,15 @@ class Replay:
 class Replayer:
     """A run that can be done again, from any step on. Raises ValueError for a folder without a run, or one that was altered.
 
-    overrides: settings that decide no bit. Use as a context: it holds worker processes.
+    overrides: settings that decide no bit. checkpoints: those that can be used, newest first, where they have been checked already.
+    Use as a context: it holds worker processes.
     """
 
-    def __init__(self, path: Path, overrides: Mapping[str, str] | None = None):
+    def __init__(self, path: Path, overrides: Mapping[str, str] | None = None, checkpoints: list[Checkpoint] | None = None):
         self.path, self.ledger = path, open_run(path)
         self.config = run_config(path, overrides or {})
         self.said: list[str] = []  # a line for each checkpoint that cannot be used
-        self.checkpoints = self._checkpoints()
+        self.checkpoints = self._checkpoints() if checkpoints is None else checkpoints
         if self.config.threads:
             torch.set_num_threads(self.config.threads)
         task = load_task(self.config.task.name, self.config.task.options)
@@ -54,10 +55,8 @@ class Replayer:
     def _checkpoints(self) -> list[Checkpoint]:
         good = []
         for folder in checkpoint_folders(self.path):
-            found, damage = checked_checkpoint(folder, self.ledger)
-            if self.config.samples_older_weights:
-                self.said.append(f"{folder} does not hold the older weights that max_staleness or mismatch.delay samples from; not used")
-            elif found is not None:
+            found, damage = usable_checkpoint(folder, self.ledger, self.config)
+            if found is not None:
                 good.append(found)
             else:
                 self.said.append(f"{damage}; not used")
@@ -122,7 +121,7 @@ def verify_run(path: Path, replays: int, seed: int, overrides: Mapping[str, str]
 
     Raises ValueError for a folder without a run, or an override that decides bits.
     """
-    config, newest = run_config(path, overrides), None
+    config, good = run_config(path, overrides), []
     ledger = read_ledger(run_ledger(path))
     if ledger.damage or ledger.head is None:
         return [Finding("ledger", ledger.damage or f"{ledger.path} has no whole head", False)]
@@ -131,11 +130,11 @@ def verify_run(path: Path, replays: int, seed: int, overrides: Mapping[str, str]
     for folder in reversed(checkpoint_folders(path)):
         found, damage = checked_checkpoint(folder, ledger)
         findings.append(Finding(folder.name, damage or "every hash right, its place in the chain, and the ledger's bits", not damage))
-        newest = found or newest
-    findings += _logs(path, config, newest)
+        good = [found, *good] if found else good
+    findings += _logs(path, config, good[0] if good else None)
     drawn = sorted(permutation(len(ledger.lines), seed, Stream.ORDER, 0)[:replays].tolist()) if ledger.lines else []
     try:
-        replayer = Replayer(path, overrides)
+        replayer = Replayer(path, overrides, [] if config.samples_older_weights else good)
     except ValueError as error:
         return [*findings, Finding("replay", str(error), False)]
     with replayer:
@@ -150,10 +149,10 @@ def _logs(path: Path, config: Config, newest: Checkpoint | None) -> list[Finding
     """Metrics and rollouts: every line in its place, and up to the newest checkpoint as their hashes there."""
     findings = []
     for log in (read_log(path / METRICS, 1), read_log(path / ROLLOUTS, config.prompts * config.samples)):
-        said = log.damage or f"{len(log.ends) - 1} steps"
-        if not log.damage and newest and (newest.step >= len(log.ends) or log.hash_at(newest.step) != newest.logs.get(log.path.name)):
-            said = f"was altered before step {newest.step}, as its hash in {newest.folder.name} shows"
-        findings.append(Finding(log.path.name, said, said.endswith("steps")))
+        wrong = log.damage
+        if not wrong and newest and (newest.step >= len(log.ends) or log.hash_at(newest.step) != newest.logs.get(log.path.name)):
+            wrong = f"was altered before step {newest.step}, as its hash in {newest.folder.name} shows"
+        findings.append(Finding(log.path.name, wrong or f"{len(log.ends) - 1} steps", not wrong))
     return findings
 
 

@@ -20,16 +20,13 @@ from ..verify.ledger import LEDGER
 from .loop import StepRecord
 
 METRICS, ROLLOUTS = "metrics.jsonl", "rollouts.jsonl"
+_OF_A_RUN = ("config.toml", LEDGER, METRICS, ROLLOUTS, "checkpoints", "summary.json", "reward.png", "tensorboard", "mismatch")
 console = Console(highlight=False, markup=False, soft_wrap=True)
 
 
 def refuse_taken(path: Path) -> None:
     """Raise ValueError when the folder already holds a run."""
-    taken = [
-        n
-        for n in ("config.toml", LEDGER, METRICS, ROLLOUTS, "checkpoints", "summary.json", "reward.png", "tensorboard", "mismatch")
-        if (path / n).exists()
-    ]
+    taken = [name for name in _OF_A_RUN if (path / name).exists()]
     if taken:
         raise ValueError(f"run: {path} already holds a run ({taken[0]}); choose another --run-dir")
 

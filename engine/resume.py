@@ -8,12 +8,13 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from ..verify.files import whole_lines, write_whole
+from ..verify.files import first_free, whole_lines, write_whole
 from ..verify.ledger import LEDGER, Head, LedgerFile, read_ledger
-from .checkpoints import DAMAGED, Checkpoint, checked_checkpoint, checkpoint_folders, clear_leftovers
+from .checkpoints import DAMAGED, Checkpoint, checkpoint_folders, clear_leftovers, usable_checkpoint
 from .config import Config, load_config
 from .record import REFERENCE, flat_settings, is_free
 from .report import METRICS, ROLLOUTS
@@ -77,10 +78,9 @@ class Resumption:
             folder.rename(_free_name(folder))
         ends = {log.path: log.ends[self.step] for log in self.logs}
         ends[self.ledger.path] = self.ledger.ends[self.step] if self.ledger.head else 0
-        damaged = {log.path for log in self.logs if log.damage} | ({self.ledger.path} if self.ledger.damage else set())
         for path, end in ends.items():
             content = path.read_bytes() if path.exists() else b""
-            if path in damaged or (self.said and len(content) > end):
+            if self.said and len(content) > end:
                 write_whole(_free_name(path), content)
             if len(content) != end:
                 write_whole(path, content[:end])
@@ -89,8 +89,7 @@ class Resumption:
 
 
 def _free_name(path: Path) -> Path:
-    names = (path.with_name(f"{path.name}{DAMAGED}{n or ''}") for n in range(1000))
-    return next(p for p in names if not p.exists())
+    return first_free(path.with_name(f"{path.name}{DAMAGED}{n or ''}") for n in count())
 
 
 def find_resumption(path: Path, overrides: Mapping[str, str]) -> Resumption:
@@ -102,15 +101,12 @@ def find_resumption(path: Path, overrides: Mapping[str, str]) -> Resumption:
     said = [f"{damage}; going on from before it" for damage in (ledger.damage, metrics.damage, rollouts.damage) if damage]
     checkpoint, unusable, logs = None, [], [metrics, rollouts]
     for folder in checkpoint_folders(path):
-        found, damage = checked_checkpoint(folder, ledger)
-        if config.samples_older_weights:
-            said.append(f"{folder} does not hold the older weights that max_staleness or mismatch.delay samples from; not used")
-        elif found is None:
+        found, damage = usable_checkpoint(folder, ledger, config)
+        if found is None:
             said.append(f"{damage}; not used")
         elif found.step >= min(len(metrics.ends), len(rollouts.ends)):
             said.append(f"{folder} is ahead of {METRICS} or {ROLLOUTS}; not used")
         elif altered := next((log for log in logs if log.hash_at(found.step) != found.logs.get(log.path.name)), None):
-            altered.damage = altered.damage or f"{altered.path} was altered before step {found.step}"
             said.append(f"{altered.path} was altered before step {found.step}, as its hash in {folder} shows; going on from before it")
         else:
             checkpoint = found

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from ..model.checkpoint import DTYPES, load_decoder, read_weights, resolve_model
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
 from ..model.weights import Layout, fingerprint
-from ..verify.files import free_name, hold_folder, write_whole
+from ..verify.files import first_free, hold_folder, write_whole
 from ..verify.ledger import LEDGER
 from .checkpoints import restore, save_checkpoint
 from .config import Config, to_toml
@@ -189,7 +190,7 @@ def make_state(config: Config, model: Path, task: Task, ranks: Ranks = ALONE) ->
     vllm = config.sampler == "vllm"
     alone = (vllm and not config.vllm.multiprocess) or config.sampler == "vllm-stock"  # vLLM keeps the threads of its process to itself
     n = config.workers or (1 if alone or device.type == "cuda" else automatic(policy.layout.numel))
-    n = min(ranks.gather(lambda: n))  # the ranks take turns, whatever threads each has
+    n = min(ranks.gather(lambda: n))  # the ranks do the same rounds, whatever threads each has
     with ExitStack() as undone:  # unless all of it succeeds
         shards = shards_at_once(config.virtual_shards, ranks.size, n)
         workers = undone.enter_context(Workers(policy, shards, n, config.native, share=vllm and device.type == "cpu"))
@@ -302,7 +303,7 @@ def _guarded_step(state: TrainState, path: Path) -> StepRecord:
     except MismatchError as error:
         try:
             if state.ranks.first:
-                _save_mismatch(state, error, free_name(path / "mismatch"))
+                _save_mismatch(state, error, first_free(path / (f"mismatch-{n}" if n > 1 else "mismatch") for n in count(1)))
         except OSError as full:
             console.print(f"the rollouts and weights could not be saved: {full}")
         finally:

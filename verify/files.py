@@ -7,7 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -60,18 +60,20 @@ def hold_folder(folder: Path) -> Iterator[None]:
     """Nobody else writes to `folder` inside, as long as all do it so. Raises ValueError when another process holds it."""
     fd = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with the process, however it ends
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with the process, however it ends
+        except BlockingIOError:
+            raise ValueError(
+                f"run: another process is still writing to {folder}; end it first (ranks may outlive their torchrun)"
+            ) from None
         yield
-    except BlockingIOError:
-        raise ValueError(f"run: another process is still writing to {folder}; end it first (ranks may outlive their torchrun)") from None
     finally:
         os.close(fd)
 
 
-def free_name(path: Path) -> Path:
-    """`path`, or the first of path-2, path-3, ... that is not there."""
-    names = (path.with_name(f"{path.name}-{n}") for n in range(2, 1 << 20))
-    return path if not path.exists() else next(p for p in names if not p.exists())
+def first_free(names: Iterable[Path]) -> Path:
+    """The first of them that is not there."""
+    return next(path for path in names if not path.exists())
 
 
 def _hash_file(path: Path) -> str:

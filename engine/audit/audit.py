@@ -119,7 +119,7 @@ def compare(
     differences = _traced(sampler, trainer, rollouts)
     first = first_divergence(differences)
     report |= {"operations": [asdict(d) for d in differences], "first_divergence": asdict(first) if first else None}
-    report["traced_outside"] = getattr(sampler, "traced_outside", False)
+    report["traced_outside"] = sampler.traced_outside
     if report["frac_equal"] < 1.0 and redraw is not None and sampler.drop_caches():
         again = redraw()
         report["frac_equal_without_caches"] = measure(_score(trainer, again), [r.logprobs for r, _ in again])["frac_equal"]
@@ -175,10 +175,10 @@ def _device(cfg: AuditConfig) -> torch.device:
         return find_device(cfg.device)
     require_vllm()
     device = find_device("cpu" if cfg.device == "auto" and is_cpu_build() else cfg.device)
-    if (device.type == "cpu") != is_cpu_build():
-        needs = "needs a GPU, and audits there" if cfg.device == "cpu" else "needs a GPU, and torch finds none"
-        needs = "computes on a CPU; set --device cpu" if is_cpu_build() else needs
-        raise ValueError(f"audit: the vLLM installed here {needs}")
+    if is_cpu_build() and device.type == "cuda":
+        raise ValueError("audit: the vLLM installed here computes on a CPU; set --device cpu")
+    if not is_cpu_build() and device.type == "cpu":
+        raise ValueError(f"audit: the vLLM installed here needs a GPU, and {'audits there' if cfg.device == 'cpu' else 'torch finds none'}")
     if vllm == {"vllm", "vllm-zerokl"} and device.type == "cuda":
         raise ValueError("audit: on a GPU vllm and vllm-zerokl would be two engines in one process; audit each of them against zerokl")
     return device

@@ -32,6 +32,7 @@ class Engine(Protocol):
     """What an audit asks of an engine."""
 
     name: str
+    traced_outside: bool  # a trace is of a forward outside of the process that draws
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[Rollout]:
         """One completion of each prompt, with its tokens' logprobs."""
@@ -56,6 +57,8 @@ class Engine(Protocol):
 
 class ZeroklEngine:
     """Our decoder, in one dtype, its logits in `head` where that is another."""
+
+    traced_outside = False
 
     def __init__(
         self, folder: Path, dtype: torch.dtype, head: torch.dtype | None = None, device: torch.device | None = None, name: str = "zerokl"

@@ -30,6 +30,8 @@ _LAYER_INPUTS = {"attention": "self_attn.o_proj", "attention_residual": "post_at
 class HfEngine:
     """AutoModelForCausalLM in one dtype, its logits in `head` where that is another. `attention` is eager or sdpa."""
 
+    traced_outside = False
+
     def __init__(
         self, folder: Path, dtype: torch.dtype, attention: str = "sdpa", head: torch.dtype | None = None, device: torch.device | None = None
     ):

@@ -34,8 +34,7 @@ class VllmZeroklEngine(ZeroklEngine):
         self, folder: Path, dtype: torch.dtype, head: torch.dtype | None = None, device: torch.device | None = None,
         multiprocess: bool = False,
     ):  # fmt: skip
-        super().__init__(folder, dtype, head, device)
-        self.name = "vllm-zerokl"
+        super().__init__(folder, dtype, head, device, "vllm-zerokl")
         self.traced_outside = multiprocess
         weights = self.decoder.flat.detach()
         if self.decoder.device.type == "cpu":
@@ -77,6 +76,8 @@ class VllmZeroklEngine(ZeroklEngine):
 
 class VllmEngine:
     """Stock vLLM in this process, uncompiled, without a prefix cache."""
+
+    traced_outside = False
 
     def __init__(self, folder: Path, dtype: torch.dtype, context: int, head: torch.dtype | None = None):
         refuse_after_exact()

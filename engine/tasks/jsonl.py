@@ -22,6 +22,7 @@ class Jsonl:
     chat = True
 
     def __init__(self, file: str = "", held_out_file: str = "", held_out: int = 0, seed: int = 0):
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit (see reward)
         pairs = read_pairs(file)
         if held_out_file:
             others = read_pairs(held_out_file)
@@ -40,7 +41,6 @@ class Jsonl:
         from math_verify import parse, verify
 
         # No time limits: on a busy machine they would decide a reward. Bounds on length and size keep it short instead.
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of exactly that
         gold = parse(f"${problem.answer}$", parsing_timeout=None)
         if not gold:
             raise ValueError(f"math-verify cannot read the answer {problem.answer!r} of problem {problem.id}")
