@@ -25,12 +25,13 @@ def _rope(x_ptr, cos_ptr, sin_ptr, y_ptr, x_stride_t, H, half, INVERSE: tl.const
     at = heads[:, None] * (2 * half) + cols[None, :]
     cos = tl.load(cos_ptr + token * half + cols, mask=cols < half, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(sin_ptr + token * half + cols, mask=cols < half, other=0.0).to(tl.float32)[None, :]
+    # Before Triton 3.8, -z is 0 - z, which has another sign where z is 0; a product with -1 is exact.
     if INVERSE:
-        sin = -sin
+        sin = -1.0 * sin
     x1 = tl.load(x_ptr + token * x_stride_t + at, mask=mask, other=0.0).to(tl.float32)
     x2 = tl.load(x_ptr + token * x_stride_t + half + at, mask=mask, other=0.0).to(tl.float32)
     x1, x2, cos, sin = tl.broadcast_to(x1, HEADS, HALF), x2, tl.broadcast_to(cos, HEADS, HALF), tl.broadcast_to(sin, HEADS, HALF)
-    y1 = tl.fma(x1, cos, -(x2 * sin))
+    y1 = tl.fma(x1, cos, x2 * (-1.0 * sin))
     y2 = tl.fma(x2, cos, x1 * sin)
     out = y_ptr + token * H * (2 * half) + at
     tl.store(out, y1.to(y_ptr.dtype.element_ty), mask=mask)
