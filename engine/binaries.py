@@ -12,7 +12,8 @@ from ..kernels.configurations import configurations
 from ..verify.binaries import TARGETS, Binary, as_table, compile_launch, faults, inspect
 from .report import console
 
-# Registers and shared memory of every binary, and the Triton that built them: another one allocates others.
+# Registers and shared memory of every binary, by the Triton that built them: another one allocates others. Those that torch for CUDA
+# comes with (2.11: 3.6.0, 2.13: 3.7.1, 2.14: 3.8.0), and 3.9.0.
 TABLE = Path(kernels.__file__).parent / "binaries.json"
 
 
@@ -59,18 +60,22 @@ def build(targets: tuple[str, ...]) -> list[Binary]:
 
 
 def write_table(binaries: list[Binary]) -> None:
-    """Record registers and shared memory as they are now."""
+    """Record registers and shared memory as they are now, for the Triton that is installed."""
     import triton
 
-    rows = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(as_table(binaries).items())]
-    TABLE.write_text(f'{{"triton": "{triton.__version__}", "binaries": {{\n' + ",\n".join(rows) + "\n}}\n")
+    tables = json.loads(TABLE.read_text()) | {triton.__version__: as_table(binaries)}
+    text = []
+    for version, table in sorted(tables.items()):
+        rows = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(table.items())]
+        text.append(f"{json.dumps(version)}: {{\n" + ",\n".join(rows) + "\n}")
+    TABLE.write_text("{" + ",\n".join(text) + "}\n")
 
 
 def check(binaries: list[Binary]) -> tuple[list[str], str]:
     """Faults, and a line that says which table they were compared with."""
     import triton
 
-    recorded = json.loads(TABLE.read_text())
-    same = recorded["triton"] == triton.__version__
-    said = f"table of Triton {recorded['triton']}" + ("" if same else f"; this is {triton.__version__}, so it was not compared")
-    return faults(binaries, recorded["binaries"] if same else None), said
+    tables = json.loads(TABLE.read_text())
+    table = tables.get(triton.__version__)
+    said = f"Triton {triton.__version__}" + ("" if table else f", which the table lacks: not compared ({', '.join(tables)})")
+    return faults(binaries, table), said

@@ -101,7 +101,7 @@ def attention_bwd(do, q, k, v, o, lse, spans: Spans, scale: float) -> tuple[torc
     (T, H, D), kv_heads, sequences = q.shape, spans.kv_heads, len(spans.lengths)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty_like(lse)
-    of_q, of_kv = _tiles(q.dtype, generation(q.device))
+    of_q, of_kv = _tiles(q.dtype, triton.next_power_of_2(D), generation(q.device))
     shape = {"GROUP": H // kv_heads, "HEADS": H, "D": D, "WIDTH": triton.next_power_of_2(D)}
 
     def strides(*tensors: torch.Tensor) -> list[int]:
@@ -118,17 +118,19 @@ def attention_bwd(do, q, k, v, o, lse, spans: Spans, scale: float) -> tuple[torc
     return dq, dk, dv
 
 
-def _tiles(dtype: torch.dtype, where: str) -> tuple[dict[str, int], dict[str, int]]:
-    """Queries and keys of a tile in the two passes on a GPU's generation: the largest without spills. They order the sums."""
+def _tiles(dtype: torch.dtype, width: int, where: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Queries and keys of a tile in the two passes on a GPU's generation, which order the sums: the largest that spill no register with
+    Triton 3.6 to 3.9."""
 
     def tiles(queries: int, keys: int, num_warps: int) -> dict[str, int]:
         return {"BLOCK_M": queries, "BLOCK_N": keys, "num_warps": num_warps, "num_stages": 2}
 
     if dtype == torch.float32:
-        return tiles(32, 16, 8), tiles(16, 16, 4)
+        # Left to itself, the compiler stops at 96 registers on Ampere, and spills.
+        return tiles(32, 16, 8), tiles(16, 16, 4) | ({"maxnreg": 128} if where == "ampere" and width <= 64 else {})
     if where == "hopper":
-        return tiles(64, 64, 8), tiles(64, 64, 8)
-    return tiles(64, 32, 8), tiles(32, 64, 4 if where == "amd" else 8)
+        return tiles(64, 64, 8), tiles(64 if width <= 64 else 32, 64, 8)
+    return tiles(64, 32, 8), tiles(16, 64, 4 if where == "amd" else 8)
 
 
 def _case(dtype: torch.dtype, D: int):

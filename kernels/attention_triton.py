@@ -23,11 +23,7 @@ from .tiles import generation
 # Rows of one program, more only where a group has more heads; and its warps, among which a row's keys are divided.
 BLOCK_M = 16
 WARPS = 4
-# Key tiles in flight; an AMD GPU has shared memory for one less. They decide no bit.
-STAGES = 3
-# Tiles that are converted are not fetched ahead: a tile in flight keeps its converted copy in registers, 255 of them and up to 400 bytes
-# of spills a thread with head_dim 128. On Ampere the compiler stops at 96 registers and spills 8 bytes, unless it is told that 128 will do.
-CONVERTED_STAGES, AMPERE_REGISTERS = 1, 128
+_TRITON = tuple(int(n) for n in triton.__version__.split(".")[:2])
 
 
 @triton.jit
@@ -126,9 +122,7 @@ def _launch(q, k, v, spans: Spans, scale: float, page: int, want_lse: bool) -> t
     o = torch.empty(T, H, D, dtype=q.dtype, device=q.device)
     lse = torch.empty(T, H, dtype=torch.float32, device=q.device) if want_lse else None
     table = spans.table if page else None
-    options: dict[str, int] = {"num_stages": STAGES - (generation(q.device) == "amd")}
-    if k.dtype != q.dtype:
-        options = {"num_stages": CONVERTED_STAGES} | ({"maxnreg": AMPERE_REGISTERS} if generation(q.device) == "ampere" else {})
+    options = _options(q.dtype, k.dtype, triton.next_power_of_2(D), bool(page), generation(q.device))
     launch(
         _forward, (T // (block_m // group) + sequences, kv_heads), q, k, v, o, lse, spans.starts, spans.lengths, table, scale, sequences,
         table.stride(0) if page else 0, q.stride(0), q.stride(1), o.stride(0), o.stride(1), k.stride(0), k.stride(1), k.stride(2),
@@ -136,6 +130,22 @@ def _launch(q, k, v, spans: Spans, scale: float, page: int, want_lse: bool) -> t
         WANT_LSE=want_lse, BLOCK_M=block_m, TILE=KEY_TILE, num_warps=WARPS, **options,
     )  # fmt: skip
     return o, lse
+
+
+def _options(dtype: torch.dtype, of_keys: torch.dtype, width: int, paged: bool, where: str) -> dict[str, int]:
+    """Key tiles in flight and, where the compiler must be told, registers of a thread. They decide no bit.
+
+    Found by compiling, so that nothing spills with Triton 3.6 to 3.9. Tiles that are converted are not fetched ahead: one in flight keeps
+    its converted copy in registers, up to 400 bytes of spills a thread. On Ampere the compiler stops at 96 registers and spills 8 bytes.
+    """
+    if where == "amd":  # its shared memory holds a tile less
+        return {"num_stages": 1 if of_keys != dtype else 2}
+    if of_keys != dtype:
+        capped = where != "blackwell" or _TRITON < (3, 9)
+        return {"num_stages": 1} | ({"maxnreg": 128 if where == "ampere" else 192} if capped else {})
+    if dtype == torch.float32 and width >= 128 and not paged and where != "ampere":
+        return {"num_stages": 1, "maxnreg": 168}
+    return {"num_stages": 3} | ({"maxnreg": 128} if where == "ampere" and dtype != torch.float32 else {})
 
 
 def spans_case(T: int = 256, pages: int = 0) -> Spans:

@@ -22,7 +22,7 @@ _ATOMIC_PTX = re.compile(r"^\s*(?:@!?%p\d+\s+)?(?:atom|red)\.", re.MULTILINE)
 _ATOMIC_SASS = re.compile(r"\b(?:ATOM[GS]?|RED)\b(?!\.(?:OR|AND)\b)")
 _ATOMIC_GCN = re.compile(r"\b(?:global|flat|buffer)_atomic|\bds_(?:add|sub|inc|dec|min|max|and|or|xor|cmpst|wrxchg)_")
 _PTX = re.compile(r"^\s*(?:@!?%p\d+\s+)?([a-z][a-z0-9_.:]*)\s+([^;]*);", re.MULTILINE)
-_FLOAT = re.compile(r"\.(?:f16|bf16|f32|f64|tf32|f16x2|bf16x2)\b")
+_FLOAT = re.compile(r"\.(?:f16|bf16|f32|f64|tf32|f16x2|bf16x2|f32x2)\b")
 _MOVES = ("ld.", "st.", "mov.", "selp.", "setp.")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 

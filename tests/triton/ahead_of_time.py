@@ -103,13 +103,15 @@ def beside_vllm() -> dict[str, int]:
 
 def main() -> None:
     binaries = build(tuple(TARGETS))
+    found, compared = check(binaries)
     x = torch.empty(1024, device="meta")
     options = {"N": 1024, "num_warps": 4, "enable_fp_fusion": True}
     base = Launch(squares, (x, x), options)
     binary = Binary("kernel", "sm_90", 32, 0, 0, 0)
     report = {
         "binaries": len(binaries),
-        "faults": check(binaries)[0],
+        "faults": found,
+        "compared": compared,
         "atomic": faults((inspect("atomic", t, compile_launch(atomic_sum, (x, x), options, t)) for t in TARGETS), None),
         "spill": faults([binary._replace(local_bytes=16)], None),
         "regression": faults([binary], {"kernel": {"sm_90": [31, 0]}}),

@@ -1,32 +1,31 @@
-"""Compiled for GPUs that need not be here, in a process of its own: Triton's interpreter and its compiler exclude each other."""
+"""Compiled for GPUs that need not be here."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from zerokl import kernels
 from zerokl.cli import main
 from zerokl.kernels.configurations import MODULES, configurations
 
-AHEAD_OF_TIME = Path(__file__).parent / "ahead_of_time.py"
+from tests.triton.compiling import TRITONS, reports
 
 
 @pytest.fixture(scope="module")
-def report() -> dict:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(AHEAD_OF_TIME.parents[2])  # for the tests' own modules
-    done = subprocess.run([sys.executable, str(AHEAD_OF_TIME)], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def all_reports() -> dict[str, Any]:
+    return reports("ahead_of_time.py")
+
+
+@pytest.fixture(params=TRITONS)
+def report(request, all_reports) -> dict[str, Any]:
+    return all_reports[request.param]
 
 
 def test_every_binary_is_free_of_atomics_and_spills_and_as_recorded(report):
     assert report["binaries"] >= 4 * 6
     assert report["faults"] == []
+    assert "not compared" not in report["compared"], "the table is to have each Triton that is tested"
 
 
 def test_control_an_atomic_addition_is_found(report):

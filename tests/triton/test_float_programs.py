@@ -1,22 +1,20 @@
 """The same arithmetic as vLLM's kernels, shown on what a GPU would run: the compiled float instructions, one by one."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.triton.compiling import TRITONS, reports
+
 
 @pytest.fixture(scope="module")
-def report() -> dict[str, dict[str, int]]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[2])  # for the tests' own modules
-    command = [sys.executable, str(Path(__file__).parent / "float_programs.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def all_reports() -> dict[str, Any]:
+    return reports("float_programs.py")
+
+
+@pytest.fixture(params=TRITONS)
+def report(request, all_reports) -> dict[str, dict[str, int]]:
+    return all_reports[request.param]
 
 
 def test_matrix_product_and_attention_run_vllms_float_instructions(report):
