@@ -11,11 +11,12 @@ of the whole 0.6B model (the price of exactness), decoding; vLLM's kernels and L
 import argparse
 import json
 import os
-import platform
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,6 +37,7 @@ from zerokl.model.decoder import Decoder, PackedContext
 from zerokl.model.scoring import logprobs, pack
 from zerokl.model.weights import fingerprint
 from zerokl.verify.bitwise import count_unequal
+from zerokl.verify.environment import environment
 
 LAST_START_S = 400
 
@@ -263,9 +265,19 @@ def _write(rows: list[Row], left_out: list[str], seconds: float) -> Path:
     gpu = torch.cuda.get_device_name().replace(" ", "-").lower()
     target = Path(__file__).parent / "results" / gpu / "device.json"
     target.parent.mkdir(parents=True, exist_ok=True)
-    head = {"gpu": gpu, "torch": torch.__version__, "python": platform.python_version(), "seconds": seconds, "left_out": left_out}
+    root = Path(__file__).resolve().parents[1]
+    head = {"date": date.today().isoformat(), "commit": _commit(root), "seconds": seconds, "left_out": left_out}
+    head["environment"] = environment(root, torch.device("cuda", 0), {})
     target.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
     return target
+
+
+def _commit(root: Path) -> str:
+    """What git says it is, or COMMIT where the files travelled without their history."""
+    told = subprocess.run(
+        ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True, check=False
+    )
+    return told.stdout.strip() or os.environ.get("COMMIT", "unknown")
 
 
 def main() -> int:

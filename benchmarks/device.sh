@@ -3,6 +3,7 @@
 #   benchmarks/device.sh                 on a CUDA machine; results go to benchmarks/results/<gpu>/device.json
 #   benchmarks/device.sh --dry-run       anywhere: the same code with toy sizes on the CPU; no figure of it says anything about a GPU
 #   PYTHON=... VLLM=<folder that holds vllm/> benchmarks/device.sh       another interpreter; vLLM's kernels beside ours
+#   COMMIT=<hash> benchmarks/device.sh   for the results, where the files are without their history
 set -euo pipefail
 root="$(cd "$(dirname "$0")/.." && pwd)"
 # The repository root is the package: a link by its name makes it importable without an installation.

@@ -9,14 +9,10 @@ The logprobs a rollout carries are those it was drawn with, as with any engine; 
 """
 
 from collections import deque
-from collections.abc import Sequence
 from typing import Literal
 
-import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-
-from ..kernels.philox import Stream, philox, uniform_range
 
 _ROUNDED = {
     "bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2,
@@ -62,14 +58,3 @@ class Delayed:
         """Newer weights [numel]; returns those to sample from."""
         self._kept.append(weights.clone())
         return self._kept[0]
-
-
-def logit_noise(seed: int, step: int, places: Sequence[tuple[int, int, int]], V: int) -> torch.Tensor:
-    """Standard normal numbers [n, V] fp32 for places (prompt, sample, position), by Box and Muller (1958) from counter-based ones."""
-    counter = np.array([(position, sample, prompt, step) for prompt, sample, position in places], np.uint64).reshape(-1, 4)
-    words = philox(counter, (seed, int(Stream.LOGIT_NOISE)))
-    rows = []
-    for high, low in words[:, :2].tolist():
-        u = uniform_range(2 * V, seed, Stream.LOGIT_NOISE_TOKENS, (high << 32) | low)
-        rows.append(np.sqrt(-2.0 * np.log(1.0 - u[:V])) * np.cos(2.0 * np.pi * u[V:]))
-    return torch.from_numpy(np.stack(rows)).float()

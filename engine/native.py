@@ -16,8 +16,7 @@ from ..kernels.logprob import chunk_rows, drawn_logprobs, scaled_logits
 from ..kernels.order import matmul_rows, packed
 from ..model.cache import BlockCache, CachedContext
 from ..model.decoder import Decoder
-from .mismatch import logit_noise
-from .rollout import Keys, Rollout, Sampling, Uniforms
+from .rollout import Keys, Rollout, Sampling, Uniforms, logit_noise
 
 
 @dataclass

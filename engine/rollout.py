@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..kernels.logprob import Distribution
-from ..kernels.philox import Stream, uniform
+from ..kernels.philox import Stream, philox, uniform, uniform_range
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Sampling:
     samples: int  # completions of each prompt
     max_tokens: int  # completion tokens at most, the stop token included
     stop_ids: frozenset[int]  # a completion ends with the first of these; it is part of the completion and trained on
-    logit_noise: float = 0.0  # standard deviation of noise on each logit (mismatch.py; the native sampler only)
+    logit_noise: float = 0.0  # standard deviation of noise on each logit (see logit_noise; the native sampler only)
 
 
 @dataclass(frozen=True)
@@ -91,3 +91,14 @@ class Sampler(Protocol):
     def close(self) -> None:
         """End what runs outside this process."""
         ...
+
+
+def logit_noise(seed: int, step: int, places: Sequence[tuple[int, int, int]], V: int) -> torch.Tensor:
+    """Standard normal numbers [n, V] fp32 for places (prompt, sample, position), by Box and Muller (1958) from counter-based ones."""
+    counter = np.array([(position, sample, prompt, step) for prompt, sample, position in places], np.uint64).reshape(-1, 4)
+    words = philox(counter, (seed, int(Stream.LOGIT_NOISE)))
+    rows = []
+    for high, low in words[:, :2].tolist():
+        u = uniform_range(2 * V, seed, Stream.LOGIT_NOISE_TOKENS, (high << 32) | low)
+        rows.append(np.sqrt(-2.0 * np.log(1.0 - u[:V])) * np.cos(2.0 * np.pi * u[V:]))
+    return torch.from_numpy(np.stack(rows)).float()

@@ -1,4 +1,9 @@
-"""The `device` key: what a machine without a GPU answers."""
+"""The `device` key: what a machine without a GPU answers. And what benchmarks/device.sh needs of one with a GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -68,3 +73,16 @@ def test_a_gpu_has_one_worker_and_a_sampler_that_computes_there(monkeypatch):
     monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"a GPU needs Triton; pip install triton"):
         _device(Config())
+
+
+def test_the_benchmarks_for_a_gpu_need_torch_triton_and_transformers_only(tmp_path):
+    """Every section, on the CPU, in a process that finds none of our other packages."""
+    others = ("pydantic", "tyro", "rich", "math_verify", "matplotlib", "tensorboard")
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({others}))\n")
+    root = Path(run.__file__).parents[1]
+    (tmp_path / "zerokl").symlink_to(root)
+    command = [sys.executable, "-P", str(root / "benchmarks" / "device.py"), "--dry-run"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert done.stdout.splitlines()[-1] == "unequal bits in 0 rows"
+    assert "toy decoding, 4 samples" in done.stdout

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from zerokl.cli import main
 from zerokl.engine import samplers as samplers_module
 from zerokl.engine.config import load_config
-from zerokl.engine.mismatch import Delayed, MismatchConfig, logit_noise
+from zerokl.engine.mismatch import Delayed, MismatchConfig
 from zerokl.engine.monitor import MismatchError
+from zerokl.engine.rollout import logit_noise
 from zerokl.engine.run import train
 from zerokl.engine.workers import ParallelSampler
 from zerokl.kernels.logprob import Distribution
