@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 RUN    ?= runs/demo
 
 # TORCH: what pip is given for torch, e.g. TORCH='torch==2.13.0 --index-url ...' for another build.
-.PHONY: help demo test test-slow test-proofs vllm test-vllm test-triton test-trl lint package bench bench-vllm clean
+.PHONY: help demo test test-slow test-proofs vllm test-vllm test-vllm-0.33 test-triton test-trl lint package bench bench-vllm clean
 .DEFAULT_GOAL := help
 
 help:
@@ -16,6 +16,7 @@ help:
 	@echo "make test-proofs  what CI has no time for: a run killed at fifty random moments and resumed"
 	@echo "make vllm       an environment with vLLM for CPUs, in .venv-vllm"
 	@echo "make test-vllm  vLLM as the sampler: tokens and logprobs beside the native sampler's and the trainer's"
+	@echo "make test-vllm-0.33  the same, and the Triton kernels, with vLLM 0.33's Python files"
 	@echo "make test-triton  the Triton kernels, interpreted on a CPU, beside vLLM's own; and compiled for GPUs that need not be here"
 	@echo "make test-trl   advantages, losses and gradients beside TRL's own"
 	@echo "make lint       ruff"
@@ -55,9 +56,26 @@ vllm: .venv-vllm/.installed
 test-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pytest -m vllm tests/vllm
 
+# The Triton that torch 2.13 for CUDA comes with, and so vLLM 0.32 on a GPU; the CPU environment has 3.9.0. Kernels are compiled by both.
+TRITON_OF_CUDA := .venv-vllm/triton-3.7.1
+$(TRITON_OF_CUDA)/.installed: .venv-vllm/.installed
+	.venv-vllm/bin/pip install -q --no-deps --upgrade --target $(@D) triton==3.7.1
+	touch $@
+
 # Triton's interpreter is chosen when Triton is imported, so interpreted kernels have a process of their own.
-test-triton: .venv-vllm/.installed
-	TRITON_INTERPRET=1 .venv-vllm/bin/python -m pytest tests/triton
+test-triton: $(TRITON_OF_CUDA)/.installed
+	OTHER_TRITONS=$(TRITON_OF_CUDA) TRITON_INTERPRET=1 .venv-vllm/bin/python -m pytest tests/triton
+
+# vLLM 0.33 has no build for CPUs: its Python files over the compiled operations of 0.32 (tests/vllm/overlay.py). Not in CI.
+.venv-vllm/vllm-0.33/.made: .venv-vllm/.installed tests/vllm/overlay.py
+	rm -rf $(@D)
+	.venv-vllm/bin/python tests/vllm/overlay.py $(@D)
+	touch $@
+
+test-vllm-0.33: .venv-vllm/vllm-0.33/.made
+	PYTHONPATH=$(CURDIR)/.venv-vllm/vllm-0.33 .venv-vllm/bin/python -m pytest -m vllm tests/vllm
+	PYTHONPATH=$(CURDIR)/.venv-vllm/vllm-0.33 TRITON_INTERPRET=1 .venv-vllm/bin/python -m pytest tests/triton \
+	  --ignore tests/triton/test_binaries.py --ignore tests/triton/test_float_programs.py
 
 test-trl: .venv-trl/.installed
 	.venv-trl/bin/python -m pytest -m trl tests/trl

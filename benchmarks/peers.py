@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from zerokl.benchmarks.machine import Machine, Row, name_of, row
-from zerokl.kernels import order
+from zerokl.kernels import order, tiles
 from zerokl.kernels.attention import varlen_plan
 from zerokl.kernels.attention_plan import Spans
 from zerokl.kernels.logprob import token_logprobs
@@ -30,9 +30,11 @@ def vllm_equality(m: Machine) -> Iterator[Row]:
     """Our matrix product and attention beside vLLM's kernels, where its files can be imported."""
     try:
         from vllm.model_executor.determinism.batch_invariant import matmul_persistent
+        from vllm.version import __version__
     except _NOT_THERE as error:
         yield _left_out("vLLM's kernels", error)
         return
+    tiles.follow(__version__)
     for name, (D, inner, *_) in m.shapes.items():
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             w = m.randn(2 * inner, D, dtype=dtype, scale=D**-0.5)

@@ -47,11 +47,14 @@ def compare(dtype: torch.dtype, dry: bool) -> Iterator[Row]:
     from zerokl.engine.config import VllmConfig
     from zerokl.engine.rollout import Keys, Sampling
     from zerokl.engine.vllm import stock
+    from zerokl.engine.vllm.sampler import require_vllm
+    from zerokl.kernels import tiles
     from zerokl.model.checkpoint import write_checkpoint
     from zerokl.model.scoring import logprobs, pack
 
     if dry:
         stock.ENVIRONMENT, stock.ARGUMENTS = {}, {}
+    tiles.follow(require_vllm())
     m, dist = Machine(dry), Distribution(0.9)
     decoder = m.decoder("toy" if dry else "1.7B", 2, m.vocab, dtype)
     flat = decoder.flat.detach()

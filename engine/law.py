@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..kernels import tiles
 from ..kernels.attention_plan import KEY_TILE
 from ..kernels.logprob import Distribution, linear_logprob
 from ..kernels.philox import Stream, permutation, uniform_range
@@ -226,11 +227,12 @@ def check_case(case: Path, device: torch.device | None = None) -> list[Check]:
         logged = {
             side: [torch.tensor(r[f"{side}_logprobs"], dtype=torch.float32) for r in report["rollouts"]] for side in ("sampler", "trainer")
         }
-        dtype, numerics = DTYPES[name], PrecisionConfig.model_validate(report["config"].get("precision", {})).numerics()
+        dtype, precision = DTYPES[name], PrecisionConfig.model_validate(report["config"].get("precision", {}))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"verify: {case} holds no readable mismatch.json ({error})") from None
     loaded = load_decoder(case, dtype, device)
-    decoder = Decoder(loaded.config, loaded.flat.detach(), loaded.layout, numerics)
+    tiles.follow(precision.tiles)
+    decoder = Decoder(loaded.config, loaded.flat.detach(), loaded.layout, precision.numerics())
     ways = {
         "together": _score(decoder, pairs, dist),
         "alone": [_score(decoder, [p], dist)[0] for p in pairs],

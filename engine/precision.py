@@ -31,6 +31,9 @@ class PrecisionConfig(BaseModel):
     cache_dtype: Literal["compute", "bfloat16", "float16"] = "compute"
     """Dtype to which keys and values are rounded before attention reads them, in the sampler's cache and in the trainer alike. Where it is
     narrower than the compute dtype, the sampler's cache stores them in it: half the bytes with float32."""
+    tiles: Literal["vllm-0.32", "vllm-0.33"] = "vllm-0.32"
+    """Whose tiles along the reduced dimension the matrix products have on a GPU, where they order sums: the version of vLLM that samples,
+    with sampler = "vllm-stock" and exact = true."""
     sampler_dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """Compute dtype of the sampler, where it is another. Only with exact = false."""
     sampler_head_dtype: Literal["", "compute", "float32"] = ""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from ..kernels import tiles
 from ..kernels.backend import find_device
 from ..model.checkpoint import DTYPES, load_decoder, read_weights, resolve_model, write_checkpoint
 from ..model.config import ModelConfig
@@ -183,6 +184,7 @@ def make_state(config: Config, model: Path, task: Task, ranks: Ranks = ALONE) ->
     prompt_ids = text.encode_problems(problems, task.chat)
     _check_prompts(prompt_ids, problems, config, model_config)
     device = _device(config)
+    tiles.follow(config.precision.tiles)
     layout = Layout(model_config)
     weights = read_weights(model, layout)
     policy = Decoder(model_config, weights.to(device, DTYPES[config.dtype]), layout, config.precision.numerics())

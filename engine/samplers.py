@@ -28,7 +28,7 @@ from .mismatch import Delayed
 from .native import check_prompts
 from .rollout import Keys, Rollout, Sampler, Sampling
 from .scorer import Scorer
-from .vllm.sampler import VllmSampler, is_cpu_build
+from .vllm.sampler import VllmSampler, is_cpu_build, require_vllm
 from .workers import ParallelSampler, Workers
 
 
@@ -80,6 +80,10 @@ def check_device(config: Config, device: str) -> None:
         raise ValueError(
             "vllm.multiprocess (true): on a GPU vLLM reads the trainer's own tensors, which are this process's; set it to false"
         )
+    if config.sampler == "vllm-stock" and config.exact:
+        version, tiles = require_vllm(), config.precision.tiles
+        if not f"vllm-{version}".startswith(f"{tiles}."):
+            raise ValueError(f'precision.tiles ("{tiles}"): vLLM {version} is installed, and has other tiles; set it to that version')
 
 
 def _workers(config: Config, model_config: ModelConfig, learner: Learner, n: int, sampler: bool) -> Workers:

@@ -1,9 +1,10 @@
 """Tile sizes of the matrix products on a GPU: a committed table, nothing is timed at run time.
 
 BLOCK_K, the tile along the reduced dimension, orders a sum: it depends on (N, K, dtype) and the GPU's generation only, and is the one
-vLLM 0.32 uses there in batch-invariant mode (vllm/model_executor/determinism/batch_invariant.py and batch_invariant_configs.py; the
-tests compare). Tiles along M and N are free, with one exception: on Hopper and later a tile of fewer than 64 rows is computed by
-another tensor-core instruction (mma.sync) than a larger one (wgmma, tcgen05), so BLOCK_M is never below 64.
+vLLM uses there in batch-invariant mode (vllm/model_executor/determinism/batch_invariant.py and batch_invariant_configs.py; the tests
+compare). vLLM 0.33 has tuned more shapes than 0.32, so whose table it is belongs to a run's settings (precision.tiles). Tiles along M
+and N are free, with one exception: on Hopper and later a tile of fewer than 64 rows is computed by another tensor-core instruction
+(mma.sync) than a larger one (wgmma, tcgen05), so BLOCK_M is never below 64.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import torch
 from .backend import INTERPRETED
 
 _16_BIT, _32_BIT = 64, 32
-# bf16 only: (N, K) whose BLOCK_K is not _16_BIT, by generation. Everything vLLM tunes to 64 is left out.
+# bf16 only: (N, K) whose BLOCK_K is not _16_BIT, by generation, as in vLLM 0.32. Everything vLLM tunes to 64 is left out.
 _BLOCK_K: dict[str, dict[int, tuple[tuple[int, int], ...]]] = {
     "ada": {128: ((2048, 6144),)},
     "hopper": {128: ((12288, 2048), (2048, 6144), (4096, 2048), (151936, 2048), (2048, 2048))},
@@ -29,6 +30,16 @@ _BLOCK_K: dict[str, dict[int, tuple[tuple[int, int], ...]]] = {
         ),
     },
 }  # fmt: skip
+# What a later vLLM has beside them.
+_BLOCK_K_OF: dict[str, dict[str, dict[int, tuple[tuple[int, int], ...]]]] = {
+    "0.32": {},
+    "0.33": {
+        "hopper": {
+            128: ((24576, 4096), (4096, 12288), (6144, 4096), (4096, 4096), (151936, 4096), (4096, 14336), (128256, 4096)),
+        },
+    },
+}
+VLLM = tuple(_BLOCK_K_OF)
 # Shared memory one program may fill with tiles in flight, bytes, a little below what a multiprocessor has.
 _SHARED_BYTES = {"ada": 96 << 10, "sm120": 96 << 10, "hopper": 208 << 10, "blackwell": 208 << 10, "ampere": 156 << 10, "amd": 60 << 10}
 _STAGES = {torch.float32: 3, torch.bfloat16: 4, torch.float16: 4}  # tiles in flight at most
@@ -50,6 +61,19 @@ def generation_of(capability: tuple[int, int] | None) -> str:
         return "amd"
     major, minor = capability
     return {12: "sm120", 10: "blackwell", 9: "hopper"}.get(major, "ada" if (major, minor) == (8, 9) else "ampere")
+
+
+# Whose table this process follows.
+_followed = VLLM[0]
+
+
+def follow(vllm: str) -> None:
+    """Take the tiles of a version of vLLM ("0.32.1" or "vllm-0.32") for every product of this process from now on. Raises ValueError."""
+    global _followed
+    minor = ".".join(vllm.removeprefix("vllm-").split(".")[:2])
+    if minor not in VLLM:
+        raise ValueError(f"tiles: vLLM's version ({vllm}) must be one of {', '.join(VLLM)}, whose tables are in kernels/tiles.py")
+    _followed = minor
 
 
 # The generation for which launches are recorded (kernels/configurations.py), if they are.
@@ -90,9 +114,10 @@ def block_k(N: int, K: int, dtype: torch.dtype, where: str) -> int:
     if dtype == torch.float32:
         return _32_BIT
     if dtype == torch.bfloat16:
-        for size, shapes in _BLOCK_K.get(where, {}).items():
-            if (N, K) in shapes:
-                return size
+        for table in (_BLOCK_K, _BLOCK_K_OF[_followed]):
+            for size, shapes in table.get(where, {}).items():
+                if (N, K) in shapes:
+                    return size
     return _16_BIT
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...kernels import tiles
 from ...kernels.backend import find_device
 from ...kernels.logprob import Distribution
 from ...model.checkpoint import DTYPES, resolve_model
@@ -173,7 +174,7 @@ def _device(cfg: AuditConfig) -> torch.device:
     vllm = {cfg.sampler, cfg.trainer} & {"vllm", "vllm-zerokl"}
     if not vllm:
         return find_device(cfg.device)
-    require_vllm()
+    tiles.follow(require_vllm())
     device = find_device("cpu" if cfg.device == "auto" and is_cpu_build() else cfg.device)
     if is_cpu_build() and device.type == "cuda":
         raise ValueError("audit: the vLLM installed here computes on a CPU; set --device cpu")

