@@ -1,6 +1,6 @@
 """How every Triton kernel is launched: options pinned, tensors dense; and each launch can be recorded, so that all can be listed.
 
-`enable_fp_fusion` is pinned on: vLLM 0.32's kernels are launched with Triton 3.9's default, which is on and which Triton 3.10 changes.
+`enable_fp_fusion` is pinned on: vLLM's kernels are launched with Triton's default, which is on up to 3.9, and which 3.10 changes.
 Nothing is autotuned: whoever launches names num_warps (and num_stages where a loop is pipelined).
 """
 

@@ -23,7 +23,7 @@ from tests.triton.vllm_kernels import batch_invariant_module
 
 
 def theirs(module: Any, name: str, call: Callable[[], object]) -> Launch:
-    """The launch that vLLM's wrapper makes of its kernel `name`, with the options Triton 3.9 defaults to."""
+    """The launch that vLLM's wrapper makes of its kernel `name`, with the options that Triton defaults to."""
     kernel, found = getattr(module, name), []
 
     class Recorder:
