@@ -24,7 +24,7 @@ from ..native import check_prompts
 from ..rollout import Keys, Rollout, Sampling
 from ..shared import SharedTensor
 
-# The versions this was tested with. Plugin interfaces change between vLLM's minor versions.
+# The versions this was tested with, 0.33 by its Python files (tests/vllm/overlay.py). Plugin interfaces change between minor versions.
 SUPPORTED = ("0.32", "0.33")
 
 # Settings of vLLM that break exactness, or that zerokl sets itself: name -> why.
