@@ -34,6 +34,9 @@ def vllm_equality(m: Machine) -> Iterator[Row]:
     except _NOT_THERE as error:
         yield _left_out("vLLM's kernels", error)
         return
+    if m.dry:
+        yield {"what": "vLLM's kernels: not compared (they need a GPU)"}
+        return
     tiles.follow(__version__)
     for name, (D, inner, *_) in m.shapes.items():
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
