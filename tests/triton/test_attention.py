@@ -96,7 +96,7 @@ def test_control_other_tiles_of_the_backward_give_other_bits(monkeypatch):
     case = make_case([90], 2, 1, 32, torch.float32, seed=6)
     dy = randn(7, *case.q.shape)
     before = gradients(case, dy)
-    tiles = attention_bwd_triton._tiles(torch.float16, 64, "ampere")
+    tiles = attention_bwd_triton._tiles(torch.float16, 64, "hopper")
     monkeypatch.setattr(attention_bwd_triton, "_tiles", lambda *_: tiles)
     for a, b in zip(before, gradients(case, dy), strict=True):
         assert total_unequal([a], [b]) > 0
