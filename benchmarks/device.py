@@ -1,8 +1,8 @@
-"""Exactness and rates on a GPU; run by device.sh. Sections in order of importance; one that would begin after LAST_START_S is left out,
-and named. Plain torch (cuBLAS, scaled_dot_product_attention) runs beside each kernel; weights and inputs are random.
+"""Exactness and rates on a GPU; run by device.sh. Sections in order of importance; one that would begin after LAST_START_S, and what
+is left at END_S, is left out and named. Plain torch (cuBLAS, scaled_dot_product_attention) runs beside each kernel; all is random.
 
 Exactness: the law on a model of Qwen3-0.6B's widths with two layers, 20 steps of policy gradient in which every trainer logprob must
-be its sampler logprob bit for bit, twice with one fingerprint, vLLM's kernels where its files are importable, and vLLM's own model with
+be its sampler logprob bit for bit, twice with one fingerprint, vLLM's kernels where its files are on the path, and vLLM's own model with
 the trainer beside it where vLLM is installed.
 Rates: kernels at three models' shapes, the attention's backward beside the same one with atomics, forward and backward of one layer and
 of the whole 0.6B model (the price of exactness), decoding; vLLM's kernels and Liger-Kernel's where they can be imported.
@@ -11,126 +11,35 @@ of the whole 0.6B model (the price of exactness), decoding; vLLM's kernels and L
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
-from types import SimpleNamespace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from zerokl.benchmarks.machine import Machine, Row, name_of, row
+from zerokl.benchmarks.exactness import exactness, reinforcement
+from zerokl.benchmarks.machine import END_S, Machine, Row, row
 from zerokl.benchmarks.peers import atomic_rates, liger_rates, vllm_equality, vllm_rates
 from zerokl.benchmarks.stock_exact import stock_equality
 from zerokl.kernels import order
-from zerokl.kernels.attention import attention, varlen_plan
-from zerokl.kernels.attention_plan import KEY_TILE
-from zerokl.kernels.logprob import Distribution
-from zerokl.kernels.rms_norm import rms_norm
+from zerokl.kernels.attention import attention, attention_cached, varlen_plan
+from zerokl.kernels.attention_plan import KEY_TILE, AttentionPlan
+from zerokl.kernels.logprob import Distribution, linear_logprob
+from zerokl.kernels.rms_norm import add_rms_norm, rms_norm
+from zerokl.kernels.rope import rope
 from zerokl.kernels.silu_mul import silu_mul
-from zerokl.model.cache import BlockCache, CachedContext
 from zerokl.model.config import ModelConfig
-from zerokl.model.decoder import Decoder, PackedContext
+from zerokl.model.decoder import Decoder
 from zerokl.model.scoring import logprobs, pack
-from zerokl.model.weights import fingerprint
-from zerokl.verify.bitwise import count_unequal
 from zerokl.verify.environment import environment
 
 LAST_START_S = 400
-
-
-def exactness(m: Machine) -> Iterator[Row]:
-    """The law: alone, in a batch, in chunks, token by token; the gradient by micro-batches."""
-    from zerokl.engine.gradient import ShardSum
-
-    first = next(iter(m.shapes))
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        decoder = m.decoder(first, 2, min(m.vocab, 4096), dtype)
-        generator = torch.Generator().manual_seed(1)
-        ids = [torch.randint(100, (n,), generator=generator).tolist() for n in ((9, 40, 5) if m.dry else (9, 300, 33, 130, 5, 64, 257))]
-        pairs = [(x[:2], x[2:]) for x in ids]
-        unequal = _forward_ways(decoder, ids)
-        gradients = []
-        for size in (len(pairs), 1):
-            shard = ShardSum(decoder, 1)
-            cut = [pairs[i : i + size] for i in range(0, len(pairs), size)]
-            shard.add(lambda d, parts: [logprobs(d, pack(p), Distribution())[0].sum().backward() for p in parts], cut)
-            gradients.append(shard.tree.take().clone())
-        unequal["gradient by micro-batches"] = count_unequal(*gradients)
-        for way, n in unequal.items():
-            yield {"what": f"law {name_of(dtype)}: {way}", "unequal": n}
-
-
-@torch.no_grad()
-def _forward_ways(decoder: Decoder, sequences: list[list[int]]) -> dict[str, int]:
-    """Elements of the hidden states whose bits differ from the packed batch's, by the other way of computing them."""
-    lengths = [len(x) for x in sequences]
-    packed = torch.tensor([token for x in sequences for token in x])
-    together = decoder.hidden(packed, PackedContext(lengths, decoder.config)).split(lengths)
-    unequal = {"alone": 0, "chunks of 32": 0, "token by token": 0}
-    for x, expected in zip(sequences, together, strict=True):
-        alone = decoder.hidden(torch.tensor(x), PackedContext([len(x)], decoder.config))
-        unequal["alone"] += count_unequal(alone, expected)
-        unequal["chunks of 32"] += count_unequal(_cached(decoder, x, 32), expected)
-        if len(x) <= 70:
-            unequal["token by token"] += count_unequal(_cached(decoder, x, 1), expected)
-    return unequal
-
-
-def _cached(decoder: Decoder, ids: list[int], chunk: int) -> torch.Tensor:
-    cache = BlockCache(decoder.config, len(ids) // KEY_TILE + 1, decoder.cache_dtype, decoder.device)
-    blocks = cache.allocate(cache.blocks)
-    parts = [(a, ids[a : a + chunk]) for a in range(0, len(ids), chunk)]
-    return torch.cat([decoder.hidden(torch.tensor(p), CachedContext(cache, [len(p)], [a], [blocks])) for a, p in parts])
-
-
-def reinforcement(m: Machine) -> Iterator[Row]:
-    """20 steps (dry: 2) of policy gradient with the native sampler, every logprob compared, run twice."""
-    for dtype in (torch.bfloat16, torch.float16):
-        runs = [_train(m, dtype) for _ in range(2)]
-        yield {
-            "what": f"policy gradient {name_of(dtype)}: {runs[0][1]} tokens, trainer against sampler",
-            "unequal": sum(unequal for _, _, unequal in runs),
-        }
-        yield {"what": f"policy gradient {name_of(dtype)}: two runs, fingerprints that differ", "unequal": int(runs[0][0] != runs[1][0])}
-
-
-def _train(m: Machine, dtype: torch.dtype) -> tuple[str, int, int]:
-    """Fingerprint of the weights, tokens compared, and tokens whose two logprobs differ."""
-    from zerokl.engine.gradient import ShardSum
-    from zerokl.engine.learner import Learner
-    from zerokl.engine.native import NativeSampler
-    from zerokl.engine.rollout import Keys, Sampling
-
-    source = m.decoder(next(iter(m.shapes)), 2, 128, torch.float32)
-    master = source.flat.detach()
-    decoder = Decoder(source.config, master.to(dtype), source.layout)
-    cfg = SimpleNamespace(
-        lr=1e-4, schedule="constant", warmup_steps=0, min_lr_ratio=0.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0
-    )
-    learner, shards = Learner(decoder, master, cfg, 20), ShardSum(decoder, 1)
-    sampler = NativeSampler(decoder, max_concurrency=16)
-    tokens = unequal = 0
-    for step in range(2 if m.dry else 20):
-        prompts = [[3 + p, 7, 11 + step % 5] for p in range(4)]
-        rollouts = sampler.generate(prompts, Sampling(Distribution(), 4, 8 if m.dry else 48, frozenset({0})), Keys(0, step))
-        rewards = torch.tensor([r.completion_ids.count(5) / len(r.completion_ids) for r in rollouts]).view(4, 4)
-        A = (rewards - rewards.mean(1, keepdim=True)).flatten()
-        lengths = torch.tensor([len(r.completion_ids) for r in rollouts])
-
-        def work(decoder: Decoder, rollouts: list, A: torch.Tensor = A, lengths: torch.Tensor = lengths) -> torch.Tensor:
-            logp = logprobs(decoder, pack([r.pair for r in rollouts]), Distribution())[0].cpu()
-            (-logp * A.repeat_interleave(lengths) / len(logp)).sum().backward()
-            return logp.detach()
-
-        logp = shards.add(work, rollouts)
-        sampled = torch.cat([torch.from_numpy(r.logprobs) for r in rollouts])
-        tokens, unequal = tokens + len(logp), unequal + count_unequal(logp, sampled)
-        learner.update(shards.tree.take())
-    return fingerprint(decoder.layout, master), tokens, unequal
 
 
 def kernel_rates(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
@@ -138,7 +47,9 @@ def kernel_rates(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Ro
     for name, (D, inner, _, heads, kv_heads, head_dim) in m.shapes.items():
         yield from _linear_rates(m, name, D, 2 * inner, dtype)
         yield from _attention_rates(m, name, heads, kv_heads, head_dim, dtype)
-        yield from _row_rates(m, name, D, inner, dtype)
+        yield from _decode_rates(m, name, heads, kv_heads, head_dim, dtype)
+        yield from _row_rates(m, name, D, inner, heads + kv_heads, head_dim, dtype)
+        yield from _logprob_rates(m, name, D, dtype)
 
 
 def _linear_rates(m: Machine, name: str, K: int, N: int, dtype: torch.dtype) -> Iterator[Row]:
@@ -156,13 +67,48 @@ def _linear_rates(m: Machine, name: str, K: int, N: int, dtype: torch.dtype) -> 
     yield row(m, f"{name} weight gradient", flops * T, "TFLOP/s", lambda: order.add_outer(acc, dy, x, blocks), lambda: dy.t() @ x)
 
 
-def _row_rates(m: Machine, name: str, D: int, inner: int, dtype: torch.dtype) -> Iterator[Row]:
-    x, gu, weight = m.randn(m.tokens, D, dtype=dtype), m.randn(m.tokens, 2 * inner, dtype=dtype), m.randn(D, dtype=dtype)
-    three_halves = m.randn(m.tokens, 3 * inner // 2, dtype=dtype)
-    copies = torch.empty_like(x), torch.empty_like(three_halves)
+def _row_rates(m: Machine, name: str, D: int, inner: int, heads: int, head_dim: int, dtype: torch.dtype) -> Iterator[Row]:
+    T = m.tokens
+    x, gu, w = (m.randn(*n, dtype=dtype).requires_grad_() for n in ((T, D), (T, 2 * inner), (D,)))
+    qk, angle = m.randn(T, heads, head_dim, dtype=dtype), m.randn(T, head_dim // 2, dtype=torch.float32)
+    residual, cos, sin = m.randn(T, D, dtype=dtype), angle.cos(), angle.sin()
     with torch.no_grad():
-        yield row(m, f"{name} rms_norm", 2.0 * x.nbytes, "GB/s", lambda: rms_norm(x, weight, 1e-6), lambda: copies[0].copy_(x))
-        yield row(m, f"{name} silu_mul", 1.5 * gu.nbytes, "GB/s", lambda: silu_mul(gu), lambda: copies[1].copy_(three_halves))
+        yield _beside_copy(m, f"{name} rms_norm", 2.0 * x.nbytes, lambda: rms_norm(x, w, 1e-6))
+        yield _beside_copy(m, f"{name} add_rms_norm", 4.0 * x.nbytes, lambda: add_rms_norm(x, residual, w, 1e-6))
+        yield _beside_copy(m, f"{name} silu_mul", 1.5 * gu.nbytes, lambda: silu_mul(gu))
+        yield _beside_copy(m, f"{name} rope", 2.0 * qk.nbytes, lambda: rope(qk, cos, sin))
+    y, dy, z, dz = rms_norm(x, w, 1e-6), m.randn(T, D, dtype=dtype), silu_mul(gu), m.randn(T, inner, dtype=dtype)
+    yield _beside_copy(m, f"{name} rms_norm backward", 3.0 * x.nbytes, lambda: torch.autograd.grad(y, (x, w), dy, retain_graph=True))
+    yield _beside_copy(m, f"{name} silu_mul backward", 2.5 * gu.nbytes, lambda: torch.autograd.grad(z, gu, dz, retain_graph=True))
+
+
+def _beside_copy(m: Machine, what: str, nbytes: float, run: Callable[[], object]) -> Row:
+    """A kernel that reads and writes `nbytes`, beside a copy that does."""
+    source = torch.zeros(int(nbytes) // 2, dtype=torch.uint8, device=m.device)
+    target = torch.empty_like(source)
+    return row(m, what, nbytes, "GB/s", run, lambda: target.copy_(source))
+
+
+def _logprob_rates(m: Machine, name: str, D: int, dtype: torch.dtype) -> Iterator[Row]:
+    """The head with the log-softmax: four products with it, as the backward computes the logits again."""
+    T = m.tokens // 4
+    h, w = m.randn(T, D, dtype=dtype).requires_grad_(), m.randn(m.vocab, D, dtype=dtype, scale=D**-0.5).requires_grad_()
+    ids = torch.arange(T, device=m.device) % m.vocab
+    ours = lambda: torch.autograd.grad(linear_logprob(h, w, ids)[0].sum(), (h, w))  # noqa: E731
+    plain = lambda: torch.autograd.grad(F.cross_entropy(F.linear(h, w).float(), ids, reduction="sum"), (h, w))  # noqa: E731
+    yield row(m, f"{name} logprobs of {T} rows of {m.vocab}, both ways", 8.0 * T * w.numel(), "TFLOP/s", ours, plain)
+
+
+def _decode_rates(m: Machine, name: str, heads: int, kv_heads: int, D: int, dtype: torch.dtype) -> Iterator[Row]:
+    """One token of each of some sequences against their cache; bytes are those of keys and values."""
+    S, L = (4, 64) if m.dry else (64, 1024)
+    q, tiles = m.randn(S, heads, D, dtype=dtype), m.randn(S * L // KEY_TILE * kv_heads, 2, KEY_TILE, D, dtype=dtype)
+    plan = AttentionPlan([1] * S, [L - 1] * S, np.arange(S * L // KEY_TILE).reshape(S, -1), heads, kv_heads)
+    k, v = (m.randn(S, kv_heads, L, D, dtype=dtype) for _ in range(2))
+    plain = lambda: F.scaled_dot_product_attention(q.unsqueeze(2), k, v, enable_gqa=True)  # noqa: E731
+    with torch.no_grad():
+        ours = lambda: attention_cached(q, tiles, plan, D**-0.5)  # noqa: E731
+        yield row(m, f"{name} attention of {S} decoding sequences of {L}", float(tiles.nbytes), "GB/s", ours, plain)
 
 
 def _attention_rates(m: Machine, name: str, heads: int, kv_heads: int, D: int, dtype: torch.dtype) -> Iterator[Row]:
@@ -280,6 +226,14 @@ def _commit(root: Path) -> str:
     return told.stdout.strip() or os.environ.get("COMMIT", "unknown")
 
 
+class OutOfTime(BaseException):
+    """The table is due. No Exception: what a section excepts does not catch it."""
+
+
+def _out_of_time(*_: object) -> None:
+    raise OutOfTime
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true", help="toy sizes on the CPU; checks this script, measures nothing")
@@ -289,6 +243,8 @@ def main() -> int:
         return 2
     os.environ |= {"VLLM_BATCH_INVARIANT": "1", "TRITON_F32_DEFAULT": "ieee"}  # read as vLLM is imported; see engine/vllm/stock.py
     m, began, rows, left_out = Machine(args.dry_run), time.perf_counter(), [], []
+    signal.signal(signal.SIGALRM, _out_of_time)
+    signal.alarm(END_S)
     for section in SECTIONS:
         if time.perf_counter() - began > LAST_START_S:
             left_out.append(section.__name__)
@@ -297,12 +253,15 @@ def main() -> int:
             for found in section(m):
                 rows.append({"section": section.__name__} | found)
                 print(f"{time.perf_counter() - began:6.1f} s  {found['what']}", flush=True)
+        except OutOfTime:
+            left_out.append(f"the rest of {section.__name__}")
         except Exception as error:  # it counts as unequal, and does not take the other sections' figures with it
             traceback.print_exc()
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             rows.append({"section": section.__name__, "what": f"{section.__name__} failed: {reason}", "unequal": 1})
         if not args.dry_run:
             _write(rows, left_out, time.perf_counter() - began)
+    signal.alarm(0)
     print("\n" + "\n".join(_line({k: v for k, v in row.items() if k != "section"}) for row in rows))
     broken = [row["what"] for row in rows if row.get("unequal")]
     seconds = time.perf_counter() - began

@@ -5,6 +5,10 @@
 #   PYTHON=... VLLM=<folder that holds vllm/> benchmarks/device.sh       another interpreter; vLLM's kernels beside ours
 #   COMMIT=<hash> benchmarks/device.sh   for the results, where the files are without their history
 set -euo pipefail
+if [ -n "${VLLM:-}" ] && [ ! -d "$VLLM/vllm" ]; then
+  echo "device: VLLM ($VLLM) must be a folder that holds vllm/" >&2
+  exit 2
+fi
 root="$(cd "$(dirname "$0")/.." && pwd)"
 # The repository root is the package: a link by its name makes it importable without an installation.
 link="$(mktemp -d)"

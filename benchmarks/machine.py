@@ -10,6 +10,11 @@ from zerokl.model.decoder import Decoder
 from zerokl.model.weights import Layout
 
 Row = dict[str, object]
+# Seconds after which the table is printed, whatever is left to do (device.sh ends the process at 480).
+END_S = 460
+# Clock cycles for which the GPU waits before a timed run, about a millisecond: the launches are in its queue by then, so that Python is not
+# timed. And what is written before it, to have nothing of the run's inputs in the L2 cache.
+_WAIT_CYCLES, _FLUSH_BYTES = 2_000_000, 256 << 20
 # hidden, intermediate, layers, query heads, key-value heads, head width
 SHAPES = {
     "0.6B": (1024, 3072, 28, 16, 8, 128),
@@ -27,12 +32,18 @@ class Machine:
         self.shapes = TOY if dry else SHAPES
         self.vocab, self.tokens, self.length = (128, 64, 32) if dry else (151936, 4096, 512)
         self.repeats = 1 if dry else 10
+        self._began = time.perf_counter()
+        self._flush = None if dry else torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+
+    def left_s(self) -> float:
+        """Seconds until the table is to be printed."""
+        return END_S - (time.perf_counter() - self._began)
 
     def randn(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(shape, device=self.device) * scale).to(dtype)
 
     def time_ms(self, run: Callable[[], object]) -> float:
-        """Median of `repeats` runs after two that warm up."""
+        """Median of `repeats` runs after two that warm up. On a GPU: of the GPU's own time, from a cold L2 cache."""
         times = []
         for i in range(self.repeats + 2):
             if self.dry:
@@ -41,6 +52,8 @@ class Machine:
                 times.append(1e3 * (time.perf_counter() - began))
             else:
                 a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                self._flush.zero_()
+                torch.cuda._sleep(_WAIT_CYCLES)
                 a.record()
                 run()
                 b.record()

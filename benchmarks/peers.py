@@ -1,6 +1,6 @@
 """Kernels that are not ours beside ours, for device.py: vLLM's, bits and rates; Liger-Kernel's rates; an attention backward with atomics.
 
-A section that needs what is not installed says so in its one row. Liger's fused linear cross entropy is left out: it returns the mean loss
+A section that needs what is not there says so in its one row. Liger's fused linear cross entropy is left out: it returns the mean loss
 of a batch and takes its gradient on the way forward, where ours returns each token's logprob and entropy, and can be weighted afterwards.
 """
 
@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 from zerokl.benchmarks.machine import Machine, Row, name_of, row
+from zerokl.benchmarks.vllm_files import vllm_kernels
 from zerokl.kernels import order, tiles
 from zerokl.kernels.attention import varlen_plan
 from zerokl.kernels.attention_plan import Spans
+from zerokl.kernels.backend import on_triton
+from zerokl.kernels.linear import linear
 from zerokl.kernels.logprob import token_logprobs
 from zerokl.kernels.rms_norm import rms_norm
 from zerokl.kernels.rope import rope
@@ -22,36 +25,33 @@ _Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 _NOT_THERE = (ImportError, AttributeError, RuntimeError, OSError)
 
 
-def _left_out(what: str, error: Exception) -> Row:
-    return {"what": f"{what}: not compared ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:60]})"}
-
-
 def vllm_equality(m: Machine) -> Iterator[Row]:
-    """Our matrix product and attention beside vLLM's kernels, where its files can be imported."""
-    try:
-        from vllm.model_executor.determinism.batch_invariant import matmul_persistent
-        from vllm.version import __version__
-    except _NOT_THERE as error:
-        yield _left_out("vLLM's kernels", error)
+    """Our matrix product, norm, log-softmax and attention beside vLLM's kernels, where its files are on the path."""
+    kernels = vllm_kernels(m.device)
+    if kernels is None or not on_triton(m.randn(1, dtype=torch.float32)):
+        yield {"what": f"vLLM's kernels: not compared ({'they need a GPU' if kernels else 'no folder vllm/ is on the path'})"}
         return
-    if m.dry:
-        yield {"what": "vLLM's kernels: not compared (they need a GPU)"}
-        return
-    tiles.follow(__version__)
+    theirs = kernels.batch_invariant
+    tiles.follow(kernels.version)
     for name, (D, inner, *_) in m.shapes.items():
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            w = m.randn(2 * inner, D, dtype=dtype, scale=D**-0.5)
-            unequal = 0
-            for M in (1, 16, 64, 65, 1000):
+            w, b, norm = m.randn(2 * inner, D, dtype=dtype, scale=D**-0.5), m.randn(2 * inner, dtype=dtype), m.randn(D, dtype=dtype)
+            unequal = unequal_norm = 0
+            for M in (1, 16, 64, 65, 1000)[: 3 if m.dry else None]:
                 x = m.randn(M, D, dtype=dtype)
-                unequal += count_unequal(order.matmul_rows(x, w.t()), matmul_persistent(x, w.t()))
-            yield {"what": f"vLLM's matmul_persistent {name_of(dtype)} {name}", "unequal": unequal}
-    yield from _vllm_attention(m)
+                for bias in (None, b):
+                    unequal += count_unequal(linear(x, w, bias), theirs.matmul_persistent(x, w.t(), bias))
+                unequal_norm += count_unequal(rms_norm(x, norm, 1e-6), theirs.rms_norm_batch_invariant(x, norm, 1e-6))
+            yield {"what": f"vLLM {kernels.version}'s matmul_persistent {name_of(dtype)} {name}", "unequal": unequal}
+            yield {"what": f"vLLM {kernels.version}'s rms_norm_batch_invariant {name_of(dtype)} {name}", "unequal": unequal_norm}
+    z, ids = m.randn(64, m.vocab, dtype=torch.float32), torch.arange(64, device=m.device)
+    logp = theirs.log_softmax(z).gather(1, ids.unsqueeze(1)).squeeze(1)
+    yield {"what": f"vLLM {kernels.version}'s log_softmax", "unequal": count_unequal(token_logprobs(z, ids)[0], logp)}
+    yield from _vllm_attention(m, kernels.unified_attention.unified_attention, kernels.version)
 
 
-def _vllm_attention(m: Machine) -> Iterator[Row]:
+def _vllm_attention(m: Machine, unified_attention: Callable[..., None], version: str) -> Iterator[Row]:
     """Prefill, a chunk and a decoding token in one call, against pages of 16."""
-    from vllm.v1.attention.ops.triton_unified_attention import unified_attention
     from zerokl.kernels.attention_triton import attention_paged
 
     lengths, queries, pages = [70, 300, 513], [70, 40, 1], 40
@@ -67,31 +67,28 @@ def _vllm_attention(m: Machine) -> Iterator[Row]:
                 q, k, v, theirs, starts, max(queries), seq_lens, max(lengths), D**-0.5, True, (-1, -1), table, 0, None, None, None
             )
             ours = attention_paged(q, k, v, Spans(starts, seq_lens, table, kv_heads), D**-0.5)
-            yield {"what": f"vLLM's unified_attention {name_of(dtype)} {name}", "unequal": count_unequal(ours, theirs)}
+            yield {"what": f"vLLM {version}'s unified_attention {name_of(dtype)} {name}", "unequal": count_unequal(ours, theirs)}
 
 
 def vllm_rates(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
     """vLLM's batch-invariant kernels (plain_ms) beside ours: what either asks for the same bits."""
-    try:
-        from vllm.model_executor.determinism.batch_invariant import log_softmax, matmul_persistent, rms_norm_batch_invariant
-    except _NOT_THERE as error:
-        yield _left_out("rates of vLLM's kernels", error)
+    kernels = vllm_kernels(m.device)
+    if kernels is None or m.dry:
+        yield {"what": f"rates of vLLM's kernels: not compared ({'they need a GPU' if kernels else 'no folder vllm/ is on the path'})"}
         return
-    if m.dry:
-        yield {"what": "rates of vLLM's kernels: not compared (they need a GPU)"}
-        return
+    theirs_of = kernels.batch_invariant
     for name, (D, inner, *_) in m.shapes.items():
         x, w, norm = m.randn(m.tokens, D, dtype=dtype), m.randn(2 * inner, D, dtype=dtype, scale=D**-0.5), m.randn(D, dtype=dtype)
         for rows in (16, m.tokens):
             few, flops = x[:rows].clone(), 2.0 * w.numel() * rows
-            ours, theirs = lambda a=few, w=w: order.matmul_rows(a, w.t()), lambda a=few, w=w: matmul_persistent(a, w.t())
+            ours, theirs = lambda a=few, w=w: order.matmul_rows(a, w.t()), lambda a=few, w=w: theirs_of.matmul_persistent(a, w.t())
             yield row(m, f"{name} linear, {rows} rows, beside vLLM's", flops, "TFLOP/s", ours, theirs)
-        ours, theirs = lambda x=x, n=norm: rms_norm(x, n, 1e-6), lambda x=x, n=norm: rms_norm_batch_invariant(x, n, 1e-6)
+        ours, theirs = lambda x=x, n=norm: rms_norm(x, n, 1e-6), lambda x=x, n=norm: theirs_of.rms_norm_batch_invariant(x, n, 1e-6)
         with torch.no_grad():
             found = row(m, f"{name} rms_norm, beside vLLM's", 2.0 * x.nbytes, "GB/s", ours, theirs)
         yield found
     z, ids = m.randn(256, m.vocab, dtype=torch.float32), torch.zeros(256, dtype=torch.int64, device=m.device)
-    theirs = lambda: log_softmax(z).gather(1, ids.unsqueeze(1))  # noqa: E731
+    theirs = lambda: theirs_of.log_softmax(z).gather(1, ids.unsqueeze(1))  # noqa: E731
     yield row(m, f"logprobs of 256 rows of {m.vocab}, beside vLLM's", 2.0 * z.nbytes, "GB/s", lambda: token_logprobs(z, ids), theirs)
 
 
@@ -102,7 +99,7 @@ def liger_rates(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row
         from liger_kernel.ops.rope import LigerRopeFunction
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction
     except _NOT_THERE as error:
-        yield _left_out("Liger-Kernel", error)
+        yield {"what": f"Liger-Kernel: not compared ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:60]})"}
         return
     for name, (D, inner, _, heads, kv_heads, head_dim) in m.shapes.items():
         T = m.tokens

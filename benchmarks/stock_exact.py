@@ -6,7 +6,7 @@ For device.py, which runs it in a process of its own (vLLM keeps settings and me
     python benchmarks/stock_exact.py bfloat16 --dry-run    # the same code on a CPU, where vLLM's kernels are others: bits differ
 """
 
-import importlib.util
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -25,21 +25,28 @@ _HERE = "vLLM's own model"
 
 def stock_equality(m: Machine) -> Iterator[Row]:
     """In bf16 and fp16, each in a process that has LIMIT_S seconds."""
-    if m.dry or not importlib.util.find_spec("vllm"):
-        yield {"what": f"{_HERE}: not compared (it needs a GPU and an installed vLLM)"}
+    if m.dry or not _installed():
+        yield {"what": f"{_HERE}: not compared (it needs a GPU and an installed vLLM; its Python files are not enough)"}
         return
     for dtype in (torch.bfloat16, torch.float16):
         command = [sys.executable, "-P", __file__, str(dtype).removeprefix("torch.")]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=min(LIMIT_S, m.left_s()), check=False)
         except subprocess.TimeoutExpired:
-            yield {"what": f"{_HERE} {name_of(dtype)}: not compared (more than {LIMIT_S} s)"}
+            yield {"what": f"{_HERE} {name_of(dtype)}: not compared (no time left)"}
             continue
         rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
         yield from rows
         if done.returncode or not rows:
             reason = (done.stderr.strip().splitlines() or ["no output"])[-1][:160]
             yield {"what": f"{_HERE} {name_of(dtype)}: ended with {done.returncode}: {reason}", "unequal": 1}
+
+
+def _installed() -> bool:
+    try:
+        return bool(importlib.metadata.version("vllm"))
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def compare(dtype: torch.dtype, dry: bool) -> Iterator[Row]:

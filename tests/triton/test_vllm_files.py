@@ -1,0 +1,58 @@
+"""benchmarks/device.sh beside vLLM's Python files, on a machine that has no vLLM: interpreted here, in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import zerokl
+
+SCRIPT = """
+import json, sys
+from tests.triton import bf16
+bf16.patch()
+from zerokl.benchmarks.machine import Machine
+from zerokl.benchmarks.peers import vllm_equality
+from zerokl.kernels import tiles
+if sys.argv[1] == "control":
+    tiles._16_BIT = tiles._32_BIT = 16
+print(json.dumps(list(vllm_equality(Machine(dry=True)))))
+"""
+
+
+@pytest.fixture
+def rows(tmp_path: Path):
+    """rows(argument): what vllm_equality yields where only vLLM's kernels and its version are to be found."""
+    (installed,) = find_spec("vllm").submodule_search_locations
+    for name in ("_version.py", "model_executor/determinism", "v1/attention/ops/triton_unified_attention.py",
+                 "v1/attention/ops/triton_attention_helpers.py"):  # fmt: skip
+        there = tmp_path / "vllm" / name
+        there.parent.mkdir(parents=True, exist_ok=True)
+        there.symlink_to(Path(installed) / name)
+
+    (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('this is to be read, not run')\n")
+
+    def run(argument: str) -> list[dict]:
+        root = Path(zerokl.__file__).parent
+        (tmp_path / "zerokl").symlink_to(root)
+        environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}", "TRITON_F32_DEFAULT": "ieee"}
+        command = [sys.executable, "-c", SCRIPT, argument]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run
+
+
+def test_our_kernels_have_the_bits_of_vllms_files(rows):
+    found = rows("")
+    assert [row for row in found if row.get("unequal") != 0] == []
+    assert len(found) == 3 + 3 + 1 + 3
+    assert all(row["what"].startswith("vLLM ") for row in found)
+
+
+def test_control_other_tiles_are_found(rows):
+    assert sum(row["unequal"] > 0 for row in rows("control")) >= 1
