@@ -133,12 +133,13 @@ def _tiles(dtype: torch.dtype, width: int, where: str) -> tuple[dict[str, int], 
     return tiles(64, 32, 8), tiles(16, 64, 4 if where == "amd" else 8)
 
 
-def _case(dtype: torch.dtype, D: int):
+def _case(dtype: torch.dtype, D: int, group: int = 2):
     def run() -> None:
-        q, k = (torch.empty(256, heads, D, dtype=dtype, device="meta") for heads in (16, 8))
-        attention_bwd(q, q, k, k, q, torch.empty(256, 16, device="meta"), spans_case(), D**-0.5)
+        q, k = (torch.empty(256, heads, D, dtype=dtype, device="meta") for heads in (8 * group, 8))
+        attention_bwd(q, q, k, k, q, torch.empty(256, 8 * group, device="meta"), spans_case(), D**-0.5)
 
     return run
 
 
 CASES = {f"attention backward {dtype} {D}": _case(dtype, D) for dtype in (torch.bfloat16, torch.float16, torch.float32) for D in (64, 128)}
+CASES |= {f"attention backward {torch.bfloat16} {D}, groups of {n}": _case(torch.bfloat16, D, n) for D, n in ((128, 4), (64, 7))}

@@ -154,25 +154,32 @@ def spans_case(T: int = 256, pages: int = 0) -> Spans:
     return Spans(starts, lengths, torch.empty(2, pages, dtype=torch.int32, device="meta") if pages else None, 8)
 
 
-def _case(dtype: torch.dtype, D: int, pages: torch.dtype | None):
+def _case(dtype: torch.dtype, D: int, pages: torch.dtype | None, group: int = 2, want_lse: bool = True):
     def run() -> None:
-        q, k = (torch.empty(256, heads, D, dtype=dtype, device="meta") for heads in (16, 8))
+        q, k = (torch.empty(256, heads, D, dtype=dtype, device="meta") for heads in (8 * group, 8))
         if pages:
             cache = torch.empty(32, KEY_TILE, 8, D, dtype=pages, device="meta")
             attention_paged(q, cache, cache, spans_case(pages=16), D**-0.5)
         else:
-            attention_packed(q, k, k, spans_case(), D**-0.5, want_lse=True)
+            attention_packed(q, k, k, spans_case(), D**-0.5, want_lse)
 
     return run
 
 
+_16_BIT = (torch.bfloat16, torch.float16)
 CASES = {
     f"attention {dtype} {D} {'paged' if paged else 'packed'}": _case(dtype, D, dtype if paged else None)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    for dtype in (*_16_BIT, torch.float32)
     for D in (64, 128)
     for paged in (True, False)
-} | {
-    f"attention float32 {D} paged in {pages}": _case(torch.float32, D, pages)
-    for D in (64, 128)
-    for pages in (torch.bfloat16, torch.float16)
-}  # fmt: skip
+}
+CASES |= {f"attention float32 {D} paged in {pages}": _case(torch.float32, D, pages) for D in (64, 128) for pages in _16_BIT}
+# Scoring without a gradient, and the groups of Qwen3-8B and of Qwen2.5-0.5B.
+CASES |= {f"attention {dtype} 128 packed, without lse": _case(dtype, 128, None, want_lse=False) for dtype in (*_16_BIT, torch.float32)}
+CASES |= {
+    f"attention {torch.bfloat16} {D} {'paged' if paged else 'packed'}, groups of {group}": _case(
+        torch.bfloat16, D, torch.bfloat16 if paged else None, group
+    )
+    for D, group in ((128, 4), (64, 7))
+    for paged in (True, False)
+}

@@ -54,7 +54,8 @@ def _logprob_fwd(
     tl.store(log_sum_ptr + row, log_sum)
 
 
-@triton.jit
+# These are parts of whole columns, which begin anywhere.
+@triton.jit(do_not_specialize_on_alignment=["ids_ptr", "dlogp_ptr", "max_ptr", "log_sum_ptr"])
 def _logprob_bwd(
     logits_ptr, ids_ptr, dlogp_ptr, max_ptr, log_sum_ptr, dlogits_ptr, V, temperature, divisor, TILE: tl.constexpr
 ):  # fmt: skip

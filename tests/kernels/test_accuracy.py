@@ -10,7 +10,7 @@ from zerokl.kernels.attention import attention, varlen_plan
 from zerokl.kernels.embedding import embedding
 from zerokl.kernels.linear import linear
 from zerokl.kernels.logprob import Distribution, linear_logprob
-from zerokl.kernels.rms_norm import add_rms_norm, rms_norm
+from zerokl.kernels.rms_norm import add_rms_norm, qk_norm, rms_norm
 from zerokl.kernels.rope import llama3_frequencies, rope, rope_frequencies, rope_table
 from zerokl.kernels.silu_mul import silu_mul
 
@@ -43,6 +43,10 @@ def _plain_rope(x: torch.Tensor) -> torch.Tensor:
 def _plain_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     s = x + residual
     return torch.cat([F.rms_norm(s, w.shape, w, EPS), s])
+
+
+def _plain_qk_norm(x: torch.Tensor, wq: torch.Tensor, wk: torch.Tensor) -> torch.Tensor:
+    return torch.cat([F.rms_norm(part, w.shape, w, EPS) for part, w in ((x[:, :2], wq), (x[:, 2:], wk))], 1)
 
 
 def _plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -86,6 +90,7 @@ OPS = {
     "add_rms_norm": Op(
         ((150, 200), (150, 200), (200,)), lambda x, residual, w: torch.cat(add_rms_norm(x, residual, w, EPS)), _plain_add_rms_norm
     ),
+    "qk_norm": Op(((50, 3, 64), (64,), (64,)), lambda x, wq, wk: qk_norm(x, wq, wk, 2, EPS), _plain_qk_norm),
     "silu_mul": Op(((150, 200),), silu_mul, lambda gu: F.silu(gu.chunk(2, 1)[0]) * gu.chunk(2, 1)[1]),
     "rope": Op(((150, 3, 32),), lambda x: rope(x, COS[: len(x)].to(x.dtype), SIN[: len(x)].to(x.dtype)), _plain_rope),
     "embedding": Op(((300, 40),), lambda w: embedding(IDS.remainder(len(w)), w), lambda w: F.embedding(IDS.remainder(len(w)), w)),
@@ -100,6 +105,7 @@ SMALL = {
     "rms_norm": ((5, 7), (7,)),
     "rms_norm of heads": ((3, 2, 5), (5,)),
     "add_rms_norm": ((5, 7), (5, 7), (7,)),
+    "qk_norm": ((3, 3, 5), (5,), (5,)),
     "silu_mul": ((5, 14),),
     "rope": ((4, 2, 32),),
     "embedding": ((10, 3),),
@@ -119,7 +125,7 @@ def outputs(function: Function, leaves: list[torch.Tensor], dy: torch.Tensor) ->
     return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", OPS)
 def test_error_is_at_most_twice_that_of_plain_torch(name, dtype):
     op = OPS[name]

@@ -13,7 +13,7 @@ from zerokl.model.prompts import Prompts
 from zerokl.model.scoring import logprobs, pack
 from zerokl.model.weights import Layout
 
-from tests.helpers import randint, randn, total_unequal
+from tests.helpers import DTYPES, randint, randn, total_unequal
 
 RAW = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48,
@@ -35,7 +35,7 @@ def _decoder(dtype: torch.dtype) -> Decoder:
     return Decoder(config, flat.to(dtype), layout)
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
+@pytest.fixture(scope="module", params=DTYPES, ids=str)
 def decoder(request) -> Decoder:
     return _decoder(request.param)
 
@@ -54,6 +54,8 @@ def together(decoder) -> list[torch.Tensor]:
 def test_batch_and_padding(decoder, together):
     assert total_unequal([_score(decoder, [p])[0] for p in PAIRS], together) == 0
     assert total_unequal(_score(decoder, PAIRS[::-1])[::-1], together) == 0
+    padded = _score(decoder, [(prompt, [*completion, *[0] * 35]) for prompt, completion in PAIRS])
+    assert total_unequal([a[: len(c)] for a, (_, c) in zip(padded, PAIRS, strict=True)], together) == 0
 
 
 def test_chunked_prefill(decoder, together):
@@ -75,9 +77,9 @@ def test_prompts_read_once(decoder, together):
     assert total_unequal([once[1]], _score(decoder, pairs[1:2])) == 0
 
 
-def _gradient(pairs: list, micro_batch: int) -> torch.Tensor:
+def _gradient(pairs: list, micro_batch: int, dtype: torch.dtype) -> torch.Tensor:
     """Two virtual shards of half the pairs each, `micro_batch` sequences at a time, their prompts once."""
-    shards, half = ShardSum(_decoder(torch.float32), 2), len(pairs) // 2
+    shards, half = ShardSum(_decoder(dtype), 2), len(pairs) // 2
 
     def work(decoder: Decoder, own: list) -> None:
         prompts = Prompts(decoder, [prompt for prompt, _ in own])
@@ -90,13 +92,14 @@ def _gradient(pairs: list, micro_batch: int) -> torch.Tensor:
     return shards.tree.take()
 
 
-def test_gradient_micro_batch():
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradient_micro_batch(dtype):
     """Together, one by one, and (control) in another order."""
     pairs = [PAIRS[0], (PAIRS[0][0], [4, 4, 2]), PAIRS[2], (PAIRS[2][0], [7, 8])]
-    whole = _gradient(pairs, 2)
+    whole = _gradient(pairs, 2, dtype)
     assert whole.abs().max() > 0
-    assert total_unequal([_gradient(pairs, 1)], [whole]) == 0
-    assert total_unequal([_gradient([pairs[i] for i in (0, 2, 1, 3)], 2)], [whole]) > 0
+    assert total_unequal([_gradient(pairs, 1, dtype)], [whole]) == 0
+    assert total_unequal([_gradient([pairs[i] for i in (0, 2, 1, 3)], 2, dtype)], [whole]) > 0
 
 
 def test_control_another_tile_along_k_is_found(monkeypatch):
