@@ -65,8 +65,8 @@ def attention_bwd_atomic(do, q, k, v, o, lse, spans: Spans, scale: float) -> tup
     do, q, k, v, o = (x.contiguous() for x in (do, q, k, v, o))
     (T, H, D), kv_heads, sequences = q.shape, spans.kv_heads, len(spans.lengths)
     sums, dk, dv, delta = torch.zeros(q.shape, dtype=torch.float32, device=q.device), *map(torch.empty_like, (k, v, lse))
-    tiles = _tiles(q.dtype, triton.next_power_of_2(D), generation(q.device))[1]
     width = triton.next_power_of_2(D)
+    tiles = _tiles(q.dtype, width, generation(q.device))[1]
     launch(_delta, (triton.cdiv(T * H, ROWS),), o, do, delta, T * H, D=D, WIDTH=width, ROWS=ROWS, num_warps=4)
     launch(
         _backward, (T // tiles["BLOCK_N"] + sequences, kv_heads), q, k, v, do, lse, delta, sums, dk, dv, spans.starts, scale, sequences,

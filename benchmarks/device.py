@@ -206,24 +206,22 @@ def _line(row: Row) -> str:
     return f"{row['what']:<72} {'  '.join(cells)}"
 
 
-def _write(rows: list[Row], left_out: list[str], seconds: float) -> Path:
+def _about() -> dict[str, object]:
+    """When and with what it was measured. The commit is what git says, or COMMIT where the files travelled without their history."""
+    root = Path(__file__).resolve().parents[1]
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+    told = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    commit = told or os.environ.get("COMMIT", "unknown")
+    return {"date": date.today().isoformat(), "commit": commit, "environment": environment(root, torch.device("cuda", 0), {})}
+
+
+def _write(about: dict[str, object], rows: list[Row], left_out: list[str], seconds: float) -> Path:
     """The results so far, in their file."""
     gpu = torch.cuda.get_device_name().replace(" ", "-").lower()
     target = Path(__file__).parent / "results" / gpu / "device.json"
     target.parent.mkdir(parents=True, exist_ok=True)
-    root = Path(__file__).resolve().parents[1]
-    head = {"date": date.today().isoformat(), "commit": _commit(root), "seconds": seconds, "left_out": left_out}
-    head["environment"] = environment(root, torch.device("cuda", 0), {})
-    target.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
+    target.write_text(json.dumps(about | {"seconds": seconds, "left_out": left_out, "rows": rows}, indent=1) + "\n")
     return target
-
-
-def _commit(root: Path) -> str:
-    """What git says it is, or COMMIT where the files travelled without their history."""
-    told = subprocess.run(
-        ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True, check=False
-    )
-    return told.stdout.strip() or os.environ.get("COMMIT", "unknown")
 
 
 class OutOfTime(BaseException):
@@ -242,17 +240,18 @@ def main() -> int:
         print("device: torch finds no CUDA GPU here; --dry-run checks this script on a CPU", file=sys.stderr)
         return 2
     os.environ |= {"VLLM_BATCH_INVARIANT": "1", "TRITON_F32_DEFAULT": "ieee"}  # read as vLLM is imported; see engine/vllm/stock.py
-    m, began, rows, left_out = Machine(args.dry_run), time.perf_counter(), [], []
+    m, rows, left_out = Machine(args.dry_run), [], []
+    about = {} if m.dry else _about()
     signal.signal(signal.SIGALRM, _out_of_time)
     signal.alarm(END_S)
     for section in SECTIONS:
-        if time.perf_counter() - began > LAST_START_S:
+        if m.elapsed_s() > LAST_START_S:
             left_out.append(section.__name__)
             continue
         try:
             for found in section(m):
                 rows.append({"section": section.__name__} | found)
-                print(f"{time.perf_counter() - began:6.1f} s  {found['what']}", flush=True)
+                print(f"{m.elapsed_s():6.1f} s  {found['what']}", flush=True)
         except OutOfTime:
             left_out.append(f"the rest of {section.__name__}")
         except Exception as error:  # it counts as unequal, and does not take the other sections' figures with it
@@ -260,15 +259,15 @@ def main() -> int:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             rows.append({"section": section.__name__, "what": f"{section.__name__} failed: {reason}", "unequal": 1})
         if not args.dry_run:
-            _write(rows, left_out, time.perf_counter() - began)
+            _write(about, rows, left_out, m.elapsed_s())
     signal.alarm(0)
     print("\n" + "\n".join(_line({k: v for k, v in row.items() if k != "section"}) for row in rows))
     broken = [row["what"] for row in rows if row.get("unequal")]
-    seconds = time.perf_counter() - began
+    seconds = m.elapsed_s()
     if args.dry_run:
         print(f"dry run on a CPU, toy sizes, {seconds:.0f} s: the times above say nothing about a GPU, and nothing was written")
     else:
-        print(f"wrote {_write(rows, left_out, seconds)}; left out for time: {', '.join(left_out) or 'nothing'}")
+        print(f"wrote {_write(about, rows, left_out, seconds)}; left out for time: {', '.join(left_out) or 'nothing'}")
     print(f"unequal bits in {len(broken)} rows{': ' + '; '.join(broken) if broken else ''}")
     return 1 if broken else 0
 

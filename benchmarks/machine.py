@@ -35,9 +35,9 @@ class Machine:
         self._began = time.perf_counter()
         self._flush = None if dry else torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
 
-    def left_s(self) -> float:
-        """Seconds until the table is to be printed."""
-        return END_S - (time.perf_counter() - self._began)
+    def elapsed_s(self) -> float:
+        """Seconds since the start; at END_S the table is printed."""
+        return time.perf_counter() - self._began
 
     def randn(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(shape, device=self.device) * scale).to(dtype)

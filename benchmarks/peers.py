@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from zerokl.benchmarks.machine import Machine, Row, name_of, row
-from zerokl.benchmarks.vllm_files import vllm_kernels
+from zerokl.benchmarks.vllm_files import VllmKernels, vllm_kernels
 from zerokl.kernels import order, tiles
 from zerokl.kernels.attention import varlen_plan
 from zerokl.kernels.attention_plan import Spans
@@ -25,11 +25,15 @@ _Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 _NOT_THERE = (ImportError, AttributeError, RuntimeError, OSError)
 
 
+def _not_compared(what: str, kernels: VllmKernels | None) -> Row:
+    return {"what": f"{what}: not compared ({'they need a GPU' if kernels else 'no folder vllm/ is on the path'})"}
+
+
 def vllm_equality(m: Machine) -> Iterator[Row]:
     """Our matrix product, norm, log-softmax and attention beside vLLM's kernels, where its files are on the path."""
     kernels = vllm_kernels(m.device)
     if kernels is None or not on_triton(m.randn(1, dtype=torch.float32)):
-        yield {"what": f"vLLM's kernels: not compared ({'they need a GPU' if kernels else 'no folder vllm/ is on the path'})"}
+        yield _not_compared("vLLM's kernels", kernels)
         return
     theirs = kernels.batch_invariant
     tiles.follow(kernels.version)
@@ -74,7 +78,7 @@ def vllm_rates(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]
     """vLLM's batch-invariant kernels (plain_ms) beside ours: what either asks for the same bits."""
     kernels = vllm_kernels(m.device)
     if kernels is None or m.dry:
-        yield {"what": f"rates of vLLM's kernels: not compared ({'they need a GPU' if kernels else 'no folder vllm/ is on the path'})"}
+        yield _not_compared("rates of vLLM's kernels", kernels)
         return
     theirs_of = kernels.batch_invariant
     for name, (D, inner, *_) in m.shapes.items():

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from zerokl.benchmarks.machine import Machine, Row, name_of
+from zerokl.benchmarks.machine import END_S, Machine, Row, name_of
 from zerokl.kernels.logprob import Distribution
 from zerokl.verify.bitwise import count_unequal
 
@@ -25,13 +25,13 @@ _HERE = "vLLM's own model"
 
 def stock_equality(m: Machine) -> Iterator[Row]:
     """In bf16 and fp16, each in a process that has LIMIT_S seconds."""
-    if m.dry or not _installed():
+    if m.dry or not any(importlib.metadata.distributions(name="vllm")):
         yield {"what": f"{_HERE}: not compared (it needs a GPU and an installed vLLM; its Python files are not enough)"}
         return
     for dtype in (torch.bfloat16, torch.float16):
         command = [sys.executable, "-P", __file__, str(dtype).removeprefix("torch.")]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=min(LIMIT_S, m.left_s()), check=False)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=min(LIMIT_S, END_S - m.elapsed_s()), check=False)
         except subprocess.TimeoutExpired:
             yield {"what": f"{_HERE} {name_of(dtype)}: not compared (no time left)"}
             continue
@@ -40,13 +40,6 @@ def stock_equality(m: Machine) -> Iterator[Row]:
         if done.returncode or not rows:
             reason = (done.stderr.strip().splitlines() or ["no output"])[-1][:160]
             yield {"what": f"{_HERE} {name_of(dtype)}: ended with {done.returncode}: {reason}", "unequal": 1}
-
-
-def _installed() -> bool:
-    try:
-        return bool(importlib.metadata.version("vllm"))
-    except importlib.metadata.PackageNotFoundError:
-        return False
 
 
 def compare(dtype: torch.dtype, dry: bool) -> Iterator[Row]:

@@ -8,6 +8,7 @@ import enum
 import logging
 import re
 import sys
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,6 +41,7 @@ class _KVQuantMode(enum.IntEnum):
     INT4_PER_TOKEN_HEAD = 4
 
 
+@cache
 def vllm_kernels(device: torch.device) -> VllmKernels | None:
     """None where there is no folder vllm/ on the path. Raises what goes wrong where there is one: missing files are not equal files."""
     spec = find_spec("vllm")

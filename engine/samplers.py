@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 
 from ..kernels.philox import philox
+from ..kernels.tiles import minor_version
 from ..model.checkpoint import DTYPES
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
@@ -82,7 +83,7 @@ def check_device(config: Config, device: str) -> None:
         )
     if config.sampler == "vllm-stock" and config.exact:
         version, tiles = require_vllm(), config.precision.tiles
-        if not f"vllm-{version}".startswith(f"{tiles}."):
+        if minor_version(version) != minor_version(tiles):
             raise ValueError(f'precision.tiles ("{tiles}"): vLLM {version} is installed, and has other tiles; set it to that version')
 
 

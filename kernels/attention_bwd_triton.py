@@ -101,8 +101,9 @@ def attention_bwd(do, q, k, v, o, lse, spans: Spans, scale: float) -> tuple[torc
     (T, H, D), kv_heads, sequences = q.shape, spans.kv_heads, len(spans.lengths)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty_like(lse)
-    of_q, of_kv = _tiles(q.dtype, triton.next_power_of_2(D), generation(q.device))
-    shape = {"GROUP": H // kv_heads, "HEADS": H, "D": D, "WIDTH": triton.next_power_of_2(D)}
+    width = triton.next_power_of_2(D)
+    of_q, of_kv = _tiles(q.dtype, width, generation(q.device))
+    shape = {"GROUP": H // kv_heads, "HEADS": H, "D": D, "WIDTH": width}
 
     def strides(*tensors: torch.Tensor) -> list[int]:
         return [n for x in tensors for n in x.stride()[:2]]

@@ -118,15 +118,15 @@ def _launch(q, k, v, spans: Spans, scale: float, page: int, want_lse: bool) -> t
     (T, H, D), kv_heads = q.shape, spans.kv_heads
     assert k.shape[2] == kv_heads, (k.shape, kv_heads)
     group, sequences = H // kv_heads, len(spans.lengths)
-    block_m = max(BLOCK_M, triton.next_power_of_2(group))
+    block_m, width = max(BLOCK_M, triton.next_power_of_2(group)), triton.next_power_of_2(D)
     o = torch.empty(T, H, D, dtype=q.dtype, device=q.device)
     lse = torch.empty(T, H, dtype=torch.float32, device=q.device) if want_lse else None
     table = spans.table if page else None
-    options = _options(q.dtype, k.dtype, triton.next_power_of_2(D), bool(page), generation(q.device))
+    options = _options(q.dtype, k.dtype, width, bool(page), generation(q.device))
     launch(
         _forward, (T // (block_m // group) + sequences, kv_heads), q, k, v, o, lse, spans.starts, spans.lengths, table, scale, sequences,
         table.stride(0) if page else 0, q.stride(0), q.stride(1), o.stride(0), o.stride(1), k.stride(0), k.stride(1), k.stride(2),
-        v.stride(0), v.stride(1), v.stride(2), GROUP=group, KV_HEADS=kv_heads, D=D, WIDTH=triton.next_power_of_2(D), PAGE=page,
+        v.stride(0), v.stride(1), v.stride(2), GROUP=group, KV_HEADS=kv_heads, D=D, WIDTH=width, PAGE=page,
         WANT_LSE=want_lse, BLOCK_M=block_m, TILE=KEY_TILE, num_warps=WARPS, **options,
     )  # fmt: skip
     return o, lse

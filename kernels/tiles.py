@@ -18,7 +18,7 @@ from .backend import INTERPRETED
 
 _16_BIT, _32_BIT = 64, 32
 # bf16 only: (N, K) whose BLOCK_K is not _16_BIT, by generation, as in vLLM 0.32. Everything vLLM tunes to 64 is left out.
-_BLOCK_K: dict[str, dict[int, tuple[tuple[int, int], ...]]] = {
+_OF_0_32: dict[str, dict[int, tuple[tuple[int, int], ...]]] = {
     "ada": {128: ((2048, 6144),)},
     "hopper": {128: ((12288, 2048), (2048, 6144), (4096, 2048), (151936, 2048), (2048, 2048))},
     "blackwell": {128: ((2048, 6144), (4096, 2048), (2048, 2048))},
@@ -30,16 +30,9 @@ _BLOCK_K: dict[str, dict[int, tuple[tuple[int, int], ...]]] = {
         ),
     },
 }  # fmt: skip
-# What a later vLLM has beside them.
-_BLOCK_K_OF: dict[str, dict[str, dict[int, tuple[tuple[int, int], ...]]]] = {
-    "0.32": {},
-    "0.33": {
-        "hopper": {
-            128: ((24576, 4096), (4096, 12288), (6144, 4096), (4096, 4096), (151936, 4096), (4096, 14336), (128256, 4096)),
-        },
-    },
-}
-VLLM = tuple(_BLOCK_K_OF)
+_MORE_IN_0_33 = ((24576, 4096), (4096, 12288), (6144, 4096), (4096, 4096), (151936, 4096), (4096, 14336), (128256, 4096))
+_BLOCK_K = {"0.32": _OF_0_32, "0.33": _OF_0_32 | {"hopper": {128: _OF_0_32["hopper"][128] + _MORE_IN_0_33}}}
+VLLM = tuple(_BLOCK_K)
 # Shared memory one program may fill with tiles in flight, bytes, a little below what a multiprocessor has.
 _SHARED_BYTES = {"ada": 96 << 10, "sm120": 96 << 10, "hopper": 208 << 10, "blackwell": 208 << 10, "ampere": 156 << 10, "amd": 60 << 10}
 _STAGES = {torch.float32: 3, torch.bfloat16: 4, torch.float16: 4}  # tiles in flight at most
@@ -67,13 +60,18 @@ def generation_of(capability: tuple[int, int] | None) -> str:
 _followed = VLLM[0]
 
 
-def follow(vllm: str) -> None:
-    """Take the tiles of a version of vLLM ("0.32.1" or "vllm-0.32") for every product of this process from now on. Raises ValueError."""
-    global _followed
+def minor_version(vllm: str) -> str:
+    """The table, of VLLM, of a version of vLLM such as "0.32.1", "0.33.0+cpu" or "vllm-0.32". Raises ValueError when there is none."""
     minor = ".".join(vllm.removeprefix("vllm-").split(".")[:2])
     if minor not in VLLM:
         raise ValueError(f"tiles: vLLM's version ({vllm}) must be one of {', '.join(VLLM)}, whose tables are in kernels/tiles.py")
-    _followed = minor
+    return minor
+
+
+def follow(vllm: str) -> None:
+    """Take a vLLM's tiles (see minor_version) for every product of this process from now on. Raises ValueError."""
+    global _followed
+    _followed = minor_version(vllm)
 
 
 # The generation for which launches are recorded (kernels/configurations.py), if they are.
@@ -114,10 +112,9 @@ def block_k(N: int, K: int, dtype: torch.dtype, where: str) -> int:
     if dtype == torch.float32:
         return _32_BIT
     if dtype == torch.bfloat16:
-        for table in (_BLOCK_K, _BLOCK_K_OF[_followed]):
-            for size, shapes in table.get(where, {}).items():
-                if (N, K) in shapes:
-                    return size
+        for size, shapes in _BLOCK_K[_followed].get(where, {}).items():
+            if (N, K) in shapes:
+                return size
     return _16_BIT
 
 

@@ -40,8 +40,7 @@ def test_tiles_along_k_are_vllms(batch_invariant, family, monkeypatch):
     tiles.follow(require_vllm())
     tuned = theirs._BATCH_INVARIANT_MATMUL_TUNED_CONFIGS[family]
     assert {shape: tiles.block_k(*shape, torch.bfloat16, family) for shape in tuned} == {s: c.block_k for s, c in tuned.items()}
-    tables = (tiles._BLOCK_K, tiles._BLOCK_K_OF[tiles._followed])
-    listed = [shape for table in tables for shapes in table.get(family, {}).values() for shape in shapes]
+    listed = [shape for shapes in tiles._BLOCK_K[tiles._followed][family].values() for shape in shapes]
     assert set(listed) <= set(tuned)
     for dtype, default in ((torch.bfloat16, 64), (torch.float16, 64), (torch.float32, 32)):
         assert tiles.block_k(1000, 1000, dtype, family) == default
