@@ -1,7 +1,8 @@
 """The order of every sum: row tiles, token blocks and fixed trees. All kernels take their constants from here.
 
 On a CPU products with weights are oneDNN's in fp32 and bf16 (`_product`); those between activations are what torch takes, MKL's in fp32.
-Two facts about CPU matrix libraries shape this file (measured with torch 2.13, MKL 2024.2 and oneDNN 3.12):
+Products of fp16, and of bf16 on a CPU where oneDNN has none (without AVX-512), are products of fp32 numbers, rounded once.
+Two facts about CPU matrix libraries shape this file (measured with torch 2.13, MKL 2024.2 and oneDNN 3.12, with AVX-512 and with AVX2):
 
 - A row of `x @ w` may change its bits with the number of rows in the call, because another number of rows may select another
   micro-kernel (one or two rows always do here). So the bits of a row are those of a product of ROW_TILE rows, by definition, and
@@ -75,7 +76,7 @@ def matmul_rows(x_TK: torch.Tensor, w_KN: torch.Tensor) -> torch.Tensor:
 
         return matmul_triton.matmul(x_TK, w_KN)
     dtype = x_TK.dtype
-    if dtype == torch.float16:  # products of two fp16 numbers are exact in fp32, whose matrix product is 5x faster here
+    if dtype in _THROUGH_FP32:
         return matmul_rows(x_TK.float(), w_KN.float()).to(dtype)
     T, N = x_TK.shape[0], w_KN.shape[1]
     x, w = _pad_width(x_TK), _pad_both(w_KN)
@@ -105,6 +106,8 @@ def _product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 _ONEDNN = torch.backends.mkldnn.is_available()
+# Products of two numbers of these dtypes are exact in fp32, and summed there: fp16 (5x faster so), and bf16 where oneDNN cannot.
+_THROUGH_FP32 = (torch.float16, *([] if _ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported() else [torch.bfloat16]))
 # What `packed` has made: by the place of a weight.
 _packs: dict[tuple[int, torch.Size, tuple[int, ...], torch.dtype], torch.Tensor] = {}
 
@@ -144,7 +147,7 @@ def packed(weights_NK: Iterable[torch.Tensor]) -> Iterator[None]:
 @cache
 def _pack_agrees(dtype: torch.dtype, N: int, K: int, threads: int) -> bool:
     """Whether tiles of every number of rows that read packed weights have the bits of a product with the weights as they are."""
-    if dtype not in (torch.float32, torch.bfloat16) or K % ALIGN or N % ALIGN or _PACKED_ROWS * K * N > _PROBE_LIMIT:
+    if dtype == torch.float64 or dtype in _THROUGH_FP32 or K % ALIGN or N % ALIGN or _PACKED_ROWS * K * N > _PROBE_LIMIT:
         return False
     g = torch.Generator().manual_seed(0)
     x, w = (torch.randn(n, K, generator=g).to(dtype) for n in (_PACKED_ROWS, N))

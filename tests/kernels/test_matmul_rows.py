@@ -15,11 +15,13 @@ MULTIPLES_OF_ALIGN = st.integers(1, 40).map(lambda n: 16 * n)
 
 
 def by_definition(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    if x.dtype in order._THROUGH_FP32:
+        return by_definition(x.float(), w.float()).to(x.dtype)
     padded = F.pad(x, (0, 0, 0, -len(x) % ROW_TILE))
     return torch.cat([order._product(tile, w) for tile in padded.split(ROW_TILE)])[: len(x)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @property_settings(15)
 @given(
     T=st.one_of(st.integers(1, 2200), st.sampled_from([32, 64, 128, 256, 512, 1024])),
@@ -34,6 +36,16 @@ def test_equals_its_definition(dtype, T, K, N, transposed, n, seed):
     x = randn(seed + 1, T, K, dtype=dtype)
     with threads(n):
         assert count_unequal(matmul_rows(x, w), by_definition(x, w)) == 0
+
+
+def test_bf16_where_the_library_has_none(monkeypatch):
+    monkeypatch.setattr(order, "_THROUGH_FP32", (torch.float16, torch.bfloat16))
+    x, w = (randn(i, 100, 64, dtype=torch.bfloat16) for i in (0, 1))
+    whole = matmul_rows(x, w.t())
+    assert count_unequal(whole, matmul_rows(x.float(), w.t().float()).bfloat16()) == 0
+    with packed([w]):
+        assert not order._packs
+        assert count_unequal(torch.cat([matmul_rows(part, w.t()) for part in x.split(7)]), whole) == 0
 
 
 @pytest.fixture
@@ -71,7 +83,7 @@ def test_packed_weights_change_no_bit(dtype, T, K, N, n, seed):
         assert not order._packs
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [d for d in (torch.float32, torch.bfloat16) if d not in order._THROUGH_FP32], ids=str)
 def test_packed_weights_are_read_and_control_stale_ones_are_seen(dtype):
     w, x = randn(0, 64, 96, dtype=dtype), randn(1, 40, 96, dtype=dtype)
     with packed([w]):
