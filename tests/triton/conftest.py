@@ -10,9 +10,9 @@ collect_ignore_glob = [] if INTERPRETED else ["test_*.py"]
 
 
 if INTERPRETED:
-    from tests.triton import bf16
+    from tests.triton import interpreter
 
-    bf16.patch()
+    interpreter.patch()
 
 
 @pytest.fixture(scope="session")

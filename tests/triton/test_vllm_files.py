@@ -12,8 +12,8 @@ import zerokl
 
 SCRIPT = """
 import json, sys
-from tests.triton import bf16
-bf16.patch()
+from tests.triton import interpreter
+interpreter.patch()
 from zerokl.benchmarks.machine import Machine
 from zerokl.benchmarks.peers import vllm_equality
 from zerokl.kernels import tiles

@@ -1,7 +1,9 @@
-"""Triton 3.9's interpreter with bf16 that works, for tests.
+"""Triton 3.9's interpreter, mended for tests: bf16 that works, and matrix products that a GPU could have made.
 
-The interpreter keeps bf16 as raw uint16: its casts truncate, and its arithmetic and its matrix products work on those integers.
-Here casts round to nearest even and arithmetic widens to fp32. Still wrong, and not used by the tests: reductions of bf16 tensors, and fp8.
+It keeps bf16 as raw uint16: its casts truncate, and its arithmetic and its matrix products work on those integers. Here casts round to
+nearest even and arithmetic widens to fp32. Still wrong, and not used by the tests: reductions of bf16 tensors, and fp8.
+It multiplies with numpy's BLAS, whose bits for a row may depend on where in the tile the row lies (so where there is no AVX-512).
+Tensor cores, and a GPU's fused multiply-adds, know no such place: here each element is one dot product, of its row and its column.
 """
 
 import numpy as np
@@ -21,14 +23,15 @@ def narrow(x: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(x), np.uint16(0x7FC0), rounded)
 
 
+def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a [M, K], b [K, N] -> [M, N] in fp32."""
+    rows, columns = (np.ascontiguousarray(x, np.float32) for x in (a, b.T))
+    return np.matmul(rows[:, None, None, :], columns[:, :, None])[:, :, 0, 0]
+
+
 def patch() -> None:
     """For the rest of the process."""
-    cast, binary, unary, dot = (
-        InterpreterBuilder.cast_impl,
-        InterpreterBuilder.binary_op,
-        InterpreterBuilder.unary_op,
-        InterpreterBuilder.create_dot,
-    )
+    cast, binary, unary = InterpreterBuilder.cast_impl, InterpreterBuilder.binary_op, InterpreterBuilder.unary_op
 
     def cast_impl(self, src, dst_type):
         if src.dtype.scalar == dst_type.scalar:
@@ -49,8 +52,8 @@ def patch() -> None:
         return TensorHandle(narrow(op(widen(arg.data))), tl.bfloat16) if arg.dtype.scalar == tl.bfloat16 else unary(self, arg, op)
 
     def create_dot(self, a, b, d, *rest):
-        a, b = (TensorHandle(widen(x.data), tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
-        return dot(self, a, b, d, *rest)
+        assert d.dtype.scalar == tl.float32, d.dtype
+        return TensorHandle(product(*(widen(x.data) if x.dtype.scalar == tl.bfloat16 else x.data for x in (a, b))) + d.data, tl.float32)
 
     InterpreterBuilder.cast_impl, InterpreterBuilder.binary_op = cast_impl, binary_op
     InterpreterBuilder.unary_op, InterpreterBuilder.create_dot = unary_op, create_dot
