@@ -7,11 +7,13 @@
 Two passes over a row's key tiles of KEY_TILE, in ascending order: the maximum of all scores, then the sums of p and of p v tile by
 tile. A fully masked tile is an exact no-op: the maximum stays, and exp(-inf) = 0 adds zeros.
 
-q, o [T, Hq, D]; k, v [T, Hkv, D]; lse [T, Hq] in fp32; key tiles [tiles, 2, KEY_TILE, D] (0: keys, 1: values).
+q, o [T, Hq, D]; k, v [K, Hkv, D], K >= T: a sequence's queries are its last positions; lse [T, Hq] in fp32; key tiles
+[tiles, 2, KEY_TILE, D] (0: keys, 1: values).
 Roundings: everything in fp32 from the inputs as they are; o, dq, dk, dv once each.
 On a GPU: attention_triton.py, attention_bwd_triton.py. What follows is the reference.
 Order: a row of o depends on its own q, k and v only, and every matrix product has the bits of one fixed shape (attention_plan.py).
-The backward runs over whole sequences, QUERY_CHUNK positions at a time; its shapes depend on the sequence's length only.
+The backward runs over QUERY_CHUNK positions at a time, counted from a sequence's first key; its shapes depend on the sequence's length
+only, and positions without a query add exact zeros.
 """
 
 from collections.abc import Sequence
@@ -72,24 +74,25 @@ def _group_ref(q: torch.Tensor, kv: torch.Tensor, bias: torch.Tensor) -> tuple[t
 def gather_tiles(k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Key tiles of packed keys and values, in fp32, as each is read many times.
 
-    k, v [T, Hkv, D], rows [blocks, KEY_TILE] -> [blocks * Hkv, 2, KEY_TILE, D].
+    k, v [K, Hkv, D], rows [blocks, KEY_TILE] -> [blocks * Hkv, 2, KEY_TILE, D].
     """
     kv = torch.stack([k, v], dim=1).to(accumulate_dtype(k.dtype))[rows]  # [blocks, KEY_TILE, 2, Hkv, D]
     return kv.permute(0, 3, 2, 1, 4).reshape(-1, 2, KEY_TILE, k.shape[-1])
 
 
-def _bwd_group(q, k, v, do, lse, delta, scale):
-    """Gradients of sequences padded to one length L. q, do [S * Hkv, L * G, D], k, v [S * Hkv, L, D], lse, delta [S * Hkv, L * G, 1].
+def _bwd_group(q, k, v, do, lse, delta, scale, first):
+    """Gradients of sequences padded to one length L, whose rows of q begin with position `first`, a multiple of QUERY_CHUNK.
 
-    Rows past a sequence's end have lse = inf, so that their p is 0.
+    q, do [S * Hkv, (L - first) * G, D], k, v [S * Hkv, L, D], lse, delta [S * Hkv, (L - first) * G, 1]. Rows that stand for no query have
+    lse = inf, so that their p is 0.
     """
     L = k.shape[1]
-    G = q.shape[1] // L
+    G = q.shape[1] // (L - first)
     q = q * scale
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for a in range(0, L, QUERY_CHUNK):
+    for a in range(first, L, QUERY_CHUNK):
         b = min(a + QUERY_CHUNK, L)
-        at = slice(a * G, b * G)
+        at = slice((a - first) * G, (b - first) * G)
         later = torch.arange(b) > torch.arange(a, b).repeat_interleave(G).unsqueeze(1)  # keys after the query
         p = torch.bmm(q[:, at], k[:, :b].transpose(1, 2)).sub_(lse[:, at]).exp_().masked_fill_(later, 0.0)
         ds = torch.bmm(do[:, at], v[:, :b].transpose(1, 2)).sub_(delta[:, at]).mul_(p)
@@ -99,38 +102,53 @@ def _bwd_group(q, k, v, do, lse, delta, scale):
     return dq.mul_(scale), dk, dv
 
 
+def _padded(starts: np.ndarray, before: np.ndarray, counts: np.ndarray, first: int, L: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions first .. L - 1 of S sequences, of which `counts` have a row, after `before` that have none: [S, L - first].
+
+    Returns the packed row of each (one of the sequence's own where it has none), and whether it has one.
+    """
+    within = np.arange(first, L) - before[:, None]
+    inside = (within >= 0) & (within < counts[:, None])
+    return torch.from_numpy(starts[:, None] + within.clip(0, counts[:, None] - 1)), torch.from_numpy(inside)
+
+
 def attention_bwd_ref(do, q, k, v, o, lse, plan: AttentionPlan, scale: float):
-    """dq, dk, dv of packed self-attention. do, q, o [T, Hq, D], k, v [T, Hkv, D], lse [T, Hq]."""
-    _, H, D = q.shape
-    Hkv = k.shape[1]
+    """dq, dk, dv of `attention`. do, q, o [T, Hq, D], k, v [K, Hkv, D], lse [T, Hq]."""
+    H, (Hkv, D) = q.shape[1], k.shape[1:]
     G = H // Hkv
     acc_dtype = lse.dtype
     delta = (do.to(acc_dtype) * o.to(acc_dtype)).sum(-1)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    lengths = np.asarray(plan.query_lengths)
-    starts = np.cumsum(lengths) - lengths
-    padded = -(-lengths // ALIGN) * ALIGN
+    contexts, queries, keys = np.asarray(plan.contexts), np.asarray(plan.query_lengths), np.asarray(plan.lengths)
+    starts, key_starts = np.cumsum(queries) - queries, np.cumsum(keys) - keys
+    padded = -(-keys // ALIGN) * ALIGN
+
+    def heads_first(x, rows, heads):  # [T, Hkv * heads, ...], rows [S, n] -> [S * Hkv, n * heads, ...]
+        x = x[rows].to(acc_dtype).view(*rows.shape, Hkv, heads, -1)
+        return x.permute(0, 2, 1, 3, 4).reshape(len(rows) * Hkv, rows.shape[1] * heads, -1)
+
+    def put(out, grad, rows, inside):  # heads_first's inverse
+        S, n = rows.shape
+        grad = grad.view(S, Hkv, n, -1, D).transpose(1, 2).reshape(S, n, -1, D)
+        out[rows[inside]] = grad[inside].to(out.dtype)
+
     for L in np.unique(padded):
         L = int(L)
         members = np.flatnonzero(padded == L)
         at_once = max(1, SCORE_ELEMENTS // (H * min(L, QUERY_CHUNK) * L))
         for i in range(0, len(members), at_once):
-            group = members[i : i + at_once]
-            inside = torch.from_numpy(np.arange(L) < lengths[group][:, None])  # [S, L]
-            rows = torch.from_numpy(starts[group][:, None] + np.minimum(np.arange(L), lengths[group][:, None] - 1))
-
-            def heads_first(x, heads, rows=rows, L=L):  # [T, Hkv * heads, ...] -> [S * Hkv, L * heads, ...]
-                x = x[rows].to(acc_dtype).view(len(rows), L, Hkv, heads, -1)
-                return x.permute(0, 2, 1, 3, 4).reshape(len(rows) * Hkv, L * heads, -1)
-
-            lse_rows = heads_first(lse, G)
-            lse_rows.view(len(rows), Hkv, L, G).masked_fill_(~inside[:, None, :, None], float("inf"))
+            some = members[i : i + at_once]
+            first = int(contexts[some].min()) // QUERY_CHUNK * QUERY_CHUNK
+            of_q = rows, inside = _padded(starts[some], contexts[some], queries[some], first, L)
+            of_k = key_rows, _ = _padded(key_starts[some], np.zeros_like(some), keys[some], 0, L)
+            lse_rows = heads_first(lse, rows, G)
+            lse_rows.view(len(some), Hkv, L - first, G).masked_fill_(~inside[:, None, :, None], float("inf"))
             grads = _bwd_group(
-                heads_first(q, G), heads_first(k, 1), heads_first(v, 1), heads_first(do, G), lse_rows, heads_first(delta, G), scale
-            )
-            for out, grad, heads in zip((dq, dk, dv), grads, (G, 1, 1), strict=True):
-                grad = grad.view(len(rows), Hkv, L, heads, D).transpose(1, 2).reshape(len(rows), L, Hkv * heads, D)
-                out[rows[inside]] = grad[inside].to(out.dtype)
+                heads_first(q, rows, G), heads_first(k, key_rows, 1), heads_first(v, key_rows, 1), heads_first(do, rows, G),
+                lse_rows, heads_first(delta, rows, G), scale, first,
+            )  # fmt: skip
+            for out, grad, where in zip((dq, dk, dv), grads, (of_q, of_k, of_k), strict=True):
+                put(out, grad, *where)
     return dq, dk, dv
 
 
@@ -160,26 +178,31 @@ def _packed(q, k, v, plan: AttentionPlan, scale: float, want_lse: bool) -> tuple
     return attention_ref(q, gather_tiles(k, v, plan.rows), plan, scale, want_lse)
 
 
-def varlen_plan(lengths: Sequence[int], heads: int, kv_heads: int) -> AttentionPlan:
-    """Packed whole sequences: the plan of `attention` for training, made once and used by every layer.
+def varlen_plan(lengths: Sequence[int], heads: int, kv_heads: int, contexts: Sequence[int] | None = None) -> AttentionPlan:
+    """Packed sequences: the plan of `attention` for training, made once and used by every layer.
 
-    lengths [S]: tokens of each sequence, all positive. Raises ValueError otherwise.
+    lengths [S]: queries of each sequence, all positive. contexts [S]: positions before them, of which there are keys and values only; None:
+    whole sequences. Raises ValueError for a length or a number of heads that cannot be.
     """
-    if not len(lengths) or min(lengths) < 1:
-        raise ValueError(f"attention: lengths ({list(lengths)}) must be positive, one a sequence")
+    contexts = [0] * len(lengths) if contexts is None else list(contexts)
+    if not len(lengths) or min(lengths) < 1 or len(contexts) != len(lengths) or min(contexts) < 0:
+        raise ValueError(f"attention: lengths ({list(lengths)}) must be positive, contexts ({contexts}) not negative, one each a sequence")
     if heads % kv_heads:
         raise ValueError(f"attention: heads ({heads}) must be a multiple of kv_heads ({kv_heads})")
-    return AttentionPlan(tuple(lengths), [0] * len(lengths), None, heads, kv_heads)
+    return AttentionPlan(tuple(lengths), contexts, None, heads, kv_heads)
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float) -> torch.Tensor:
-    """Causal self-attention of packed sequences. q [T, Hq, D], k, v [T, Hkv, D] -> [T, Hq, D]. Raises ValueError."""
+    """Causal self-attention of packed sequences. q [T, Hq, D], k, v [K, Hkv, D] -> [T, Hq, D]. Raises ValueError.
+
+    K counts the keys of the contexts too: each sequence's lie together, its context's first.
+    """
     check_dtype("attention", q=q, k=k, v=v)
-    T, D = sum(plan.query_lengths), q.shape[-1]
-    if q.shape != (T, plan.heads, D) or k.shape != (T, plan.kv_heads, D) or v.shape != k.shape:
+    T, K, D = sum(plan.query_lengths), sum(plan.lengths), q.shape[-1]
+    if q.shape != (T, plan.heads, D) or k.shape != (K, plan.kv_heads, D) or v.shape != k.shape:
         raise ValueError(
             f"attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} must be [{T}, {plan.heads}, D], "
-            f"[{T}, {plan.kv_heads}, D] twice, as planned"
+            f"[{K}, {plan.kv_heads}, D] twice, as planned"
         )
     check_head_dim(D)
     if not torch.is_grad_enabled():

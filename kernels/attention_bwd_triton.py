@@ -5,10 +5,11 @@
 
 Two passes (FlashAttention-2, arXiv:2307.08691, without its atomic dq). `_backward_q`: a program owns the queries of one (sequence, head,
 tile), walks the keys in ascending order, and leaves delta behind. `_backward_kv`: a program owns the keys and values of one (sequence,
-key-value head, tile) and walks the group's heads and, for each, the queries in ascending order. Tiles begin at a sequence's first
-position, so a gradient depends on its own sequence only.
+key-value head, tile) and walks the group's heads and, for each, the queries in ascending order. What is walked lies in tiles that begin
+at a sequence's first position, so a gradient depends on its own sequence only; positions without a query add exact zeros.
 
-q, o, do, dq [T, Hq, D]; k, v, dk, dv [T, Hkv, D]; lse, delta [T, Hq] fp32; any strides but the last.
+q, o, do, dq [T, Hq, D]; k, v, dk, dv [K, Hkv, D], K >= T: a sequence's queries are its last positions; lse, delta [T, Hq] fp32; any
+strides but the last.
 Roundings: p and ds to the dtype before they meet do, q and k; dq, dk, dv once each; everything else in fp32 (ieee, never tf32).
 """
 
@@ -17,36 +18,39 @@ import triton
 import triton.language as tl
 
 from .attention_plan import Spans
-from .attention_triton import find_tile, spans_case
+from .attention_triton import SHAPES, find_tile, spans_case
 from .launch import launch, rows_contiguous
 from .tiles import generation
 
 
-@triton.jit(do_not_specialize=["sequences"])
+@triton.jit(do_not_specialize=["sequences", "heads"])
 def _backward_q(
-    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, cu_ptr, scale, sequences,
+    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, cu_ptr, key_cu_ptr, scale, sequences, heads,
     q_stride_t, q_stride_h, k_stride_t, k_stride_h,
     v_stride_t, v_stride_h, o_stride_t, o_stride_h, do_stride_t, do_stride_h, dq_stride_t, dq_stride_h,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     tile, h = tl.program_id(0), tl.program_id(1)
-    _, start, length, first = find_tile(cu_ptr, tile, sequences, BLOCK_M)
-    if first >= length:
+    seq, start, queries, first = find_tile(cu_ptr, tile, sequences, BLOCK_M)
+    if first >= queries:
         return
+    key_start = tl.load(key_cu_ptr + seq)
+    length = tl.load(key_cu_ptr + seq + 1) - key_start
+    context = length - queries
     d, n = tl.arange(0, WIDTH), tl.arange(0, BLOCK_N)
-    position = first + tl.arange(0, BLOCK_M)
-    token, used = (start + position).to(tl.int64), position < length
+    step = first + tl.arange(0, BLOCK_M)
+    token, position, used = (start + step).to(tl.int64), context + step, step < queries
     mask = used[:, None] & (d < D)[None, :]
     q = tl.load(q_ptr + (token * q_stride_t)[:, None] + (h * q_stride_h + d)[None, :], mask=mask, other=0.0)
     do = tl.load(do_ptr + (token * do_stride_t)[:, None] + (h * do_stride_h + d)[None, :], mask=mask, other=0.0)
     o = tl.load(o_ptr + (token * o_stride_t)[:, None] + (h * o_stride_h + d)[None, :], mask=mask, other=0.0)
     delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), axis=1)
-    tl.store(delta_ptr + token * HEADS + h, delta, mask=used)
-    lse = tl.load(lse_ptr + token * HEADS + h, mask=used, other=float("inf"))
+    tl.store(delta_ptr + token * heads + h, delta, mask=used)
+    lse = tl.load(lse_ptr + token * heads + h, mask=used, other=float("inf"))
     dq = tl.zeros([BLOCK_M, WIDTH], tl.float32)
-    for j in range(0, tl.minimum(first + BLOCK_M, length), BLOCK_N):
+    for j in range(0, tl.minimum(context + first + BLOCK_M, length), BLOCK_N):
         key = j + n
-        at = (start + key).to(tl.int64)
+        at = (key_start + key).to(tl.int64)
         here = (key < length)[:, None] & (d < D)[None, :]
         k = tl.load(k_ptr + (at * k_stride_t)[:, None] + (h // GROUP * k_stride_h + d)[None, :], mask=here, other=0.0)
         v = tl.load(v_ptr + (at * v_stride_t)[:, None] + (h // GROUP * v_stride_h + d)[None, :], mask=here, other=0.0)
@@ -58,33 +62,36 @@ def _backward_q(
     tl.store(dq_ptr + (token * dq_stride_t)[:, None] + (h * dq_stride_h + d)[None, :], dq.to(dq_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["sequences"])
+@triton.jit(do_not_specialize=["sequences", "heads"])
 def _backward_kv(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, cu_ptr, scale, sequences,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, cu_ptr, key_cu_ptr, scale, sequences, heads,
     q_stride_t, q_stride_h, k_stride_t, k_stride_h,
     v_stride_t, v_stride_h, do_stride_t, do_stride_h, dk_stride_t, dk_stride_h, dv_stride_t, dv_stride_h,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     tile, kv_head = tl.program_id(0), tl.program_id(1)
-    _, start, length, first = find_tile(cu_ptr, tile, sequences, BLOCK_N)
+    seq, key_start, length, first = find_tile(key_cu_ptr, tile, sequences, BLOCK_N)
     if first >= length:
         return
+    start = tl.load(cu_ptr + seq)
+    context = length - (tl.load(cu_ptr + seq + 1) - start)
     d, r = tl.arange(0, WIDTH), tl.arange(0, BLOCK_M)
     key = first + tl.arange(0, BLOCK_N)
-    token, used = (start + key).to(tl.int64), key < length
+    token, used = (key_start + key).to(tl.int64), key < length
     mask = used[:, None] & (d < D)[None, :]
     k = tl.load(k_ptr + (token * k_stride_t)[:, None] + (kv_head * k_stride_h + d)[None, :], mask=mask, other=0.0)
     v = tl.load(v_ptr + (token * v_stride_t)[:, None] + (kv_head * v_stride_h + d)[None, :], mask=mask, other=0.0)
     dk, dv = tl.zeros([BLOCK_N, WIDTH], tl.float32), tl.zeros([BLOCK_N, WIDTH], tl.float32)
     for h in range(kv_head * GROUP, kv_head * GROUP + GROUP):
-        for i in range(first // BLOCK_M * BLOCK_M, length, BLOCK_M):
+        for i in range(tl.maximum(first, context) // BLOCK_M * BLOCK_M, length, BLOCK_M):
             position = i + r
-            at = (start + position).to(tl.int64)
-            here = (position < length)[:, None] & (d < D)[None, :]
+            asks = (position >= context) & (position < length)
+            at = (start + position - context).to(tl.int64)
+            here = asks[:, None] & (d < D)[None, :]
             q = tl.load(q_ptr + (at * q_stride_t)[:, None] + (h * q_stride_h + d)[None, :], mask=here, other=0.0)
             do = tl.load(do_ptr + (at * do_stride_t)[:, None] + (h * do_stride_h + d)[None, :], mask=here, other=0.0)
-            lse = tl.load(lse_ptr + at * HEADS + h, mask=position < length, other=float("inf"))
-            delta = tl.load(delta_ptr + at * HEADS + h, mask=position < length, other=0.0)
+            lse = tl.load(lse_ptr + at * heads + h, mask=asks, other=float("inf"))
+            delta = tl.load(delta_ptr + at * heads + h, mask=asks, other=0.0)
             s = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
             p = tl.where(key[:, None] <= position[None, :], tl.exp(s - lse[None, :]), 0.0)
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
@@ -96,25 +103,26 @@ def _backward_kv(
 
 
 def attention_bwd(do, q, k, v, o, lse, spans: Spans, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv of packed self-attention, contiguous. do, q, o [T, Hq, D], k, v [T, Hkv, D], lse [T, Hq]."""
+    """dq, dk, dv of packed attention, contiguous. do, q, o [T, Hq, D], k, v [K, Hkv, D], lse [T, Hq]."""
+    assert spans.key_starts is not None
     do, q, k, v = map(rows_contiguous, (do, q, k, v))
     (T, H, D), kv_heads, sequences = q.shape, spans.kv_heads, len(spans.lengths)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty_like(lse)
     width = triton.next_power_of_2(D)
     of_q, of_kv = _tiles(q.dtype, width, generation(q.device))
-    shape = {"GROUP": H // kv_heads, "HEADS": H, "D": D, "WIDTH": width}
+    shape = {"GROUP": H // kv_heads, "D": D, "WIDTH": width}
 
     def strides(*tensors: torch.Tensor) -> list[int]:
         return [n for x in tensors for n in x.stride()[:2]]
 
     launch(
-        _backward_q, (T // of_q["BLOCK_M"] + sequences, H), q, k, v, o, do, lse, delta, dq, spans.starts, scale, sequences,
-        *strides(q, k, v, o, do, dq), **shape, **of_q,
+        _backward_q, (T // of_q["BLOCK_M"] + sequences, H), q, k, v, o, do, lse, delta, dq, spans.starts, spans.key_starts,
+        scale, sequences, H, *strides(q, k, v, o, do, dq), **shape, **of_q,
     )  # fmt: skip
     launch(
-        _backward_kv, (T // of_kv["BLOCK_N"] + sequences, kv_heads), q, k, v, do, lse, delta, dk, dv, spans.starts, scale, sequences,
-        *strides(q, k, v, do, dk, dv), **shape, **of_kv,
+        _backward_kv, (len(k) // of_kv["BLOCK_N"] + sequences, kv_heads), q, k, v, do, lse, delta, dk, dv, spans.starts, spans.key_starts,
+        scale, sequences, H, *strides(q, k, v, do, dk, dv), **shape, **of_kv,
     )  # fmt: skip
     return dq, dk, dv
 
@@ -134,7 +142,7 @@ def _tiles(dtype: torch.dtype, width: int, where: str) -> tuple[dict[str, int], 
     return tiles(64, 32, 8), tiles(16, 64, 4 if where == "amd" else 8)
 
 
-def _case(dtype: torch.dtype, D: int, group: int = 2):
+def _case(dtype: torch.dtype, D: int, group: int):
     def run() -> None:
         q, k = (torch.empty(256, heads, D, dtype=dtype, device="meta") for heads in (8 * group, 8))
         attention_bwd(q, q, k, k, q, torch.empty(256, 8 * group, device="meta"), spans_case(), D**-0.5)
@@ -142,5 +150,8 @@ def _case(dtype: torch.dtype, D: int, group: int = 2):
     return run
 
 
-CASES = {f"attention backward {dtype} {D}": _case(dtype, D) for dtype in (torch.bfloat16, torch.float16, torch.float32) for D in (64, 128)}
-CASES |= {f"attention backward {torch.bfloat16} {D}, groups of {n}": _case(torch.bfloat16, D, n) for D, n in ((128, 4), (64, 7))}
+CASES = {
+    f"attention backward {dtype} {D}, groups of {group}": _case(dtype, D, group)
+    for D, group in SHAPES
+    for dtype in (torch.bfloat16, torch.float16, torch.float32)
+}

@@ -61,8 +61,9 @@ class Spans(NamedTuple):
 
     starts: torch.Tensor  # [S + 1], first row of each sequence in q, and T
     lengths: torch.Tensor  # [S], tokens of each sequence with those before its queries
-    table: torch.Tensor | None  # [S, J], the pages of each sequence's keys; None where keys lie packed beside their queries
+    table: torch.Tensor | None  # [S, J], the pages of each sequence's keys; None where they lie packed
     kv_heads: int
+    key_starts: torch.Tensor | None = None  # [S + 1], first key of each sequence, and K, where they lie packed
 
     def on(self, device: torch.device) -> "Spans":
         """Itself: they are where they are used."""
@@ -71,7 +72,7 @@ class Spans(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """S packed sequences whose keys lie in blocks, or (without tables) beside their queries.
+    """S packed sequences whose keys lie in blocks, or (without tables) packed like them.
 
     query_lengths [S]: new tokens of each sequence, packed one after another in q. contexts [S]: tokens before them.
     tables [S, J]: for each sequence the ids of its blocks of KEY_TILE positions; a block holds one key tile a head, so
@@ -84,27 +85,31 @@ class AttentionPlan:
     heads: int
     kv_heads: int
 
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence, so also its keys, [S]."""
+        return tuple(a + b for a, b in zip(self.contexts, self.query_lengths, strict=True))
+
     def index(self, D: int, dtype: torch.dtype) -> IndexPlan:
         """For the reference: heads of width D, multiplied in `dtype`. Made once."""
         if (D, dtype) not in self._indices:
-            tables = packed_tables(self.query_lengths)[0] if self.tables is None else self.tables
+            tables = packed_tables(self.lengths)[0] if self.tables is None else self.tables
             rows = tile_rows(self.query_lengths, self.heads // self.kv_heads, D, dtype)
             self._indices[D, dtype] = _index_plan(self.query_lengths, self.contexts, tables, self.heads, self.kv_heads, rows)
         return self._indices[D, dtype]
 
     @cached_property
     def rows(self) -> torch.Tensor:
-        """For the reference, without tables: the packed row of each position of each block, [blocks, KEY_TILE]."""
-        return torch.from_numpy(packed_tables(self.query_lengths)[1])
+        """For the reference, without tables: the packed key of each position of each block, [blocks, KEY_TILE]."""
+        return torch.from_numpy(packed_tables(self.lengths)[1])
 
     def on(self, device: torch.device) -> Spans:
         """For Triton, made once for each device."""
         if device not in self._spans:
-            length = np.asarray(self.query_lengths, np.int64)
-            arrays = (np.concatenate([[0], np.cumsum(length)]), length + np.asarray(self.contexts, np.int64), self.tables)
-            self._spans[device] = Spans(
-                *(None if a is None else torch.from_numpy(a.astype(np.int32)).to(device) for a in arrays), self.kv_heads
-            )
+            starts, key_starts = (np.concatenate([[0], np.cumsum(x)]) for x in (self.query_lengths, self.lengths))
+            arrays = starts, np.asarray(self.lengths), self.tables, key_starts if self.tables is None else None
+            on_it = [None if a is None else torch.from_numpy(a.astype(np.int32)).to(device) for a in arrays]
+            self._spans[device] = Spans(*on_it[:3], self.kv_heads, on_it[3])
         return self._spans[device]
 
     @cached_property
@@ -198,7 +203,7 @@ def _group_bounds(need: np.ndarray, kv_heads: int) -> list[tuple[int, int]]:
 
 
 def packed_tables(lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Tables for whole sequences whose keys lie packed beside their queries (training).
+    """Tables for whole sequences of `lengths` keys that lie packed (training).
 
     Returns tables [S, J] and rows [blocks, KEY_TILE]: for each block the packed row of each of its positions. Positions
     past the end of a sequence repeat its own last row: the mask hides them, and nothing of another sequence is read.

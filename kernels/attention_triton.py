@@ -7,7 +7,8 @@ tiles of KEY_TILE in ascending order with a running maximum: the arithmetic of v
 of a prefill for decode as well (vllm/v1/attention/ops/triton_unified_attention.py). BLOCK_M, KEY_TILE and WARPS are constants, as
 they lay out the sums along a row. A wholly hidden tile is an exact no-op: the maximum stays, and exp(-inf) = 0 adds zeros.
 
-q, o [T, Hq, D]; keys and values in pages [pages, page, Hkv, D], or packed beside their queries [T, Hkv, D]; any strides but the last.
+q, o [T, Hq, D]; keys and values in pages [pages, page, Hkv, D], or packed [K, Hkv, D]; any strides but the last. A sequence's queries are
+its last positions.
 Pages may be in a narrower dtype than q: a tile is converted as it is read, which is exact.
 Roundings: p to the dtype before it meets v; o once; scores, maximum and sums in fp32 (fp32 operands as they are, never tf32).
 """
@@ -45,11 +46,11 @@ def find_tile(cu_ptr, tile, sequences, BLOCK: tl.constexpr):
     return seq, start, rows, (tile - start // BLOCK - seq) * BLOCK
 
 
-@triton.jit(do_not_specialize=["sequences", "table_stride"])
+@triton.jit(do_not_specialize=["sequences", "table_stride", "heads"])
 def _forward(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, cu_ptr, length_ptr, table_ptr, scale, sequences, table_stride,
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, cu_ptr, key_cu_ptr, length_ptr, table_ptr, scale, sequences, table_stride, heads,
     q_stride_t, q_stride_h, o_stride_t, o_stride_h, k_stride_page, k_stride_t, k_stride_h, v_stride_page, v_stride_t, v_stride_h,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, WANT_LSE: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, WANT_LSE: tl.constexpr,
     BLOCK_M: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     POSITIONS: tl.constexpr = BLOCK_M // GROUP
@@ -71,6 +72,7 @@ def _forward(
     l = tl.full([BLOCK_M], 1.0, tl.float32)  # meets a factor of exp(-inf) = 0 in the first tile
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     seen = tl.minimum(context + first + POSITIONS, length)
+    key_start = 0 if PAGE else tl.load(key_cu_ptr + seq)
     for j in range(0, tl.cdiv(seen, TILE)):
         key = j * TILE + t
         here = key < seen
@@ -79,7 +81,7 @@ def _forward(
             k_row = page * k_stride_page + (key % PAGE) * k_stride_t
             v_row = page * v_stride_page + (key % PAGE) * v_stride_t
         else:
-            k_row, v_row = (start + key).to(tl.int64) * k_stride_t, (start + key).to(tl.int64) * v_stride_t
+            k_row, v_row = (key_start + key).to(tl.int64) * k_stride_t, (key_start + key).to(tl.int64) * v_stride_t
         k = tl.load(k_ptr + (k_row + h * k_stride_h)[None, :] + d[:, None], mask=here[None, :] & in_d[:, None], other=0.0).to(q.dtype)
         v = tl.load(v_ptr + (v_row + h * v_stride_h)[:, None] + d[None, :], mask=here[:, None] & in_d[None, :], other=0.0).to(q.dtype)
         s = tl.zeros([BLOCK_M, TILE], tl.float32)
@@ -97,13 +99,14 @@ def _forward(
     acc = acc / l[:, None]
     tl.store(o_ptr + (token * o_stride_t + head * o_stride_h)[:, None] + d[None, :], acc.to(o_ptr.dtype.element_ty), mask=mask)
     if WANT_LSE:
-        tl.store(lse_ptr + token * (KV_HEADS * GROUP) + head, m + tl.log(l), mask=used)
+        tl.store(lse_ptr + token * heads + head, m + tl.log(l), mask=used)
 
 
 def attention_packed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, scale: float, want_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Whole sequences, k and v [T, Hkv, D] beside q [T, Hq, D]. Returns o [T, Hq, D] contiguous, and lse [T, Hq] in fp32 if wanted."""
+    """Packed keys and values, k and v [K, Hkv, D], q [T, Hq, D]. Returns o [T, Hq, D] contiguous, and lse [T, Hq] in fp32 if wanted."""
+    assert spans.key_starts is not None
     return _launch(q, k.unsqueeze(0), v.unsqueeze(0), spans, scale, 0, want_lse)
 
 
@@ -121,12 +124,13 @@ def _launch(q, k, v, spans: Spans, scale: float, page: int, want_lse: bool) -> t
     block_m, width = max(BLOCK_M, triton.next_power_of_2(group)), triton.next_power_of_2(D)
     o = torch.empty(T, H, D, dtype=q.dtype, device=q.device)
     lse = torch.empty(T, H, dtype=torch.float32, device=q.device) if want_lse else None
-    table = spans.table if page else None
+    table, key_starts = (spans.table, None) if page else (None, spans.key_starts)
     options = _options(q.dtype, k.dtype, width, bool(page), generation(q.device))
     launch(
-        _forward, (T // (block_m // group) + sequences, kv_heads), q, k, v, o, lse, spans.starts, spans.lengths, table, scale, sequences,
-        table.stride(0) if page else 0, q.stride(0), q.stride(1), o.stride(0), o.stride(1), k.stride(0), k.stride(1), k.stride(2),
-        v.stride(0), v.stride(1), v.stride(2), GROUP=group, KV_HEADS=kv_heads, D=D, WIDTH=width, PAGE=page,
+        _forward, (T // (block_m // group) + sequences, kv_heads), q, k, v, o, lse, spans.starts, key_starts, spans.lengths, table,
+        scale, sequences,
+        table.stride(0) if page else 0, H, q.stride(0), q.stride(1), o.stride(0), o.stride(1), k.stride(0), k.stride(1), k.stride(2),
+        v.stride(0), v.stride(1), v.stride(2), GROUP=group, D=D, WIDTH=width, PAGE=page,
         WANT_LSE=want_lse, BLOCK_M=block_m, TILE=KEY_TILE, num_warps=WARPS, **options,
     )  # fmt: skip
     return o, lse
@@ -151,10 +155,10 @@ def _options(dtype: torch.dtype, of_keys: torch.dtype, width: int, paged: bool, 
 def spans_case(T: int = 256, pages: int = 0) -> Spans:
     """Spans of meta tensors, for CASES."""
     starts, lengths = (torch.empty(n, dtype=torch.int32, device="meta") for n in (3, 2))
-    return Spans(starts, lengths, torch.empty(2, pages, dtype=torch.int32, device="meta") if pages else None, 8)
+    return Spans(starts, lengths, torch.empty(2, pages, dtype=torch.int32, device="meta") if pages else None, 8, None if pages else starts)
 
 
-def _case(dtype: torch.dtype, D: int, pages: torch.dtype | None, group: int = 2, want_lse: bool = True):
+def _case(dtype: torch.dtype, D: int, pages: torch.dtype | None, group: int, want_lse: bool = True):
     def run() -> None:
         q, k = (torch.empty(256, heads, D, dtype=dtype, device="meta") for heads in (8 * group, 8))
         if pages:
@@ -166,20 +170,14 @@ def _case(dtype: torch.dtype, D: int, pages: torch.dtype | None, group: int = 2,
     return run
 
 
-_16_BIT = (torch.bfloat16, torch.float16)
-CASES = {
-    f"attention {dtype} {D} {'paged' if paged else 'packed'}": _case(dtype, D, dtype if paged else None)
-    for dtype in (*_16_BIT, torch.float32)
-    for D in (64, 128)
-    for paged in (True, False)
-}
-CASES |= {f"attention float32 {D} paged in {pages}": _case(torch.float32, D, pages) for D in (64, 128) for pages in _16_BIT}
-# Scoring without a gradient, and the groups of Qwen3-8B and of Qwen2.5-0.5B.
-CASES |= {f"attention {dtype} 128 packed, without lse": _case(dtype, 128, None, want_lse=False) for dtype in (*_16_BIT, torch.float32)}
-CASES |= {
-    f"attention {torch.bfloat16} {D} {'paged' if paged else 'packed'}, groups of {group}": _case(
-        torch.bfloat16, D, torch.bfloat16 if paged else None, group
-    )
-    for D, group in ((128, 4), (64, 7))
-    for paged in (True, False)
-}
+# Head widths and groups of the supported models: Qwen3-0.6B and 1.7B, 8B, Qwen2.5-0.5B, Llama-3.2-1B.
+SHAPES = ((128, 2), (128, 4), (64, 7), (64, 4))
+CASES = {}
+for D, group in SHAPES:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        what = f"{dtype} {D}, groups of {group}"
+        CASES[f"attention {what}"] = _case(dtype, D, None, group)
+        CASES[f"attention {what}, without lse"] = _case(dtype, D, None, group, want_lse=False)  # scoring without a gradient
+        CASES[f"attention {what}, paged"] = _case(dtype, D, dtype, group)
+    for pages in (torch.bfloat16, torch.float16):
+        CASES[f"attention {torch.float32} {D}, groups of {group}, paged in {pages}"] = _case(dtype, D, pages, group)

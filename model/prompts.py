@@ -117,29 +117,43 @@ class SampleContext:
     """
 
     def __init__(self, decoder: Decoder, lengths: Sequence[int], prompts: Prompts, after: Sequence[int], filler: int = 0):
-        config, self._kv = decoder.config, prompts.kv
-        own, before = np.array([*lengths, filler]), np.array([*prompts.lengths[list(after)], 0])  # rows of each, rows of its prompt
-        firsts = np.array([*prompts.starts[list(after)], 0])
+        config, self._kv, of = decoder.config, prompts.kv, list(after)
+        own, before, firsts = np.array(lengths), prompts.lengths[of], prompts.starts[of]
+        if filler:
+            own, before, firsts = (np.append(x, n) for x, n in ((own, filler), (before, 0), (firsts, 0)))
         self.blocks = token_blocks(lengths)
         self.positions = torch.from_numpy(_ranges(before, own))
         self._prompt_rows = torch.from_numpy(_ranges(firsts, before)).to(decoder.device)
-        # Attention takes whole sequences: rows of the prompts, copied for each sample, and the samples' own, in turn.
-        whole = before + own
-        B, start = int(before.sum()), np.cumsum(whole) - whole
-        order = np.empty(int(whole.sum()), np.int64)
-        own_rows = _ranges(start + before, own)
-        order[_ranges(start, before)], order[own_rows] = np.arange(B), B + np.arange(len(own_rows))
-        self._order, self._own_rows = (torch.from_numpy(x).to(decoder.device) for x in (order, own_rows))
-        self._plan = varlen_plan([n for n in whole.tolist() if n], config.heads, config.kv_heads)
+        # Attention takes each sequence's keys together: rows of its prompt, copied for each sample, then its own.
+        starts = np.cumsum(before + own) - (before + own)
+        lies = torch.from_numpy(np.concatenate([_ranges(starts, before), _ranges(starts + before, own)]))
+        self._order = tuple(x.to(decoder.device) for x in (lies.argsort(), lies))
+        self._plan = varlen_plan(own.tolist(), config.heads, config.kv_heads, before.tolist())
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        """See Context. The prompts' own queries are zeros here: what they attend to was computed when they were read."""
+        """See Context."""
         if not len(self._prompt_rows):
             return attention(q, k, v, self._plan, scale)
-        before = embedding(self._prompt_rows, self._kv[layer]).view(-1, 2, *k.shape[1:])  # its gradient: one row after another
-        pairs = (q.new_zeros(len(before), *q.shape[1:]), q), (before[:, 0], k), (before[:, 1], v)
-        q, k, v = (torch.cat(pair).index_select(0, self._order) for pair in pairs)
-        return attention(q, k, v, self._plan, scale).index_select(0, self._own_rows)
+        before = embedding(self._prompt_rows, self._kv[layer])  # its gradient: one row after another
+        kv = torch.cat([before, torch.stack([k, v], dim=1).view(len(k), -1)])
+        k, v = _Reordered.apply(kv, *self._order).view(-1, 2, *k.shape[1:]).unbind(1)
+        return attention(q, k, v, self._plan, scale)
+
+
+class _Reordered(torch.autograd.Function):
+    """Rows of x in another order. order: where in x each row comes from; inverse: where each row of x goes to.
+
+    torch's own gradient of index_select adds rows up, on a GPU with atomics.
+    """
+
+    @staticmethod
+    def forward(ctx, x, order, inverse):
+        ctx.inverse = inverse
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return dx.index_select(0, ctx.inverse), None, None
 
 
 def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:

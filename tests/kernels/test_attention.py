@@ -95,6 +95,19 @@ def gradients(case: Case, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return torch.autograd.grad(attention(*leaves, case.plan(), case.scale), leaves, dy)
 
 
+def after_contexts(case: Case, contexts: list[int], dy: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """o, dq, dk, dv of the queries after `contexts` tokens of each sequence: computed alone, and as rows of the whole sequences, in which
+    no gradient comes to the earlier queries. dy like q."""
+    rows = torch.cat([torch.arange(at.start + context, at.stop) for at, context in zip(case.spans(), contexts, strict=True)])
+    queries = [n - context for n, context in zip(case.lengths, contexts, strict=True)]
+    plan = varlen_plan(queries, case.q.shape[1], case.k.shape[1], contexts)
+    leaves = [x.detach().clone().requires_grad_() for x in (case.q[rows], case.k, case.v)]
+    o = attention(*leaves, plan, case.scale)
+    alone = o.detach(), *torch.autograd.grad(o, leaves, dy[rows])
+    dq, dk, dv = gradients(case, torch.zeros_like(dy).index_copy_(0, rows, dy[rows]))
+    return alone, (whole(case)[rows], dq[rows], dk, dv)
+
+
 CHUNKS = {
     "one by one": lambda rng: 1,
     "short": lambda rng: int(rng.integers(1, 12)),
@@ -175,6 +188,24 @@ def test_sequence_is_independent_of_what_it_is_packed_with(dtype, drawn, pick):
 
 
 @dtypes
+@property_settings(15)
+@given(drawn=cases)
+def test_queries_after_a_context_are_those_of_the_whole_sequence(dtype, drawn):
+    case, rng = make_case(**drawn, dtype=dtype), np.random.default_rng(drawn["seed"])
+    contexts = [int(rng.integers(n)) for n in case.lengths]
+    alone, rows_of_whole = after_contexts(case, contexts, randn(drawn["seed"] + 9, *case.q.shape, dtype=dtype))
+    assert total_unequal(alone, rows_of_whole) == 0
+
+
+def test_control_a_context_that_is_one_token_off_is_found():
+    case = make_case([50, 90], 2, 1, 32, torch.float32, seed=8)
+    dy = randn(9, *case.q.shape)
+    right, wrong = (after_contexts(case, contexts, dy)[0] for contexts in ([20, 40], [21, 39]))
+    for a, b in zip(right, wrong, strict=True):
+        assert total_unequal([a], [b]) > 0
+
+
+@dtypes
 def test_earlier_positions_do_not_see_later_ones(dtype):
     case = make_case([150], 2, 2, 32, dtype, seed=0)
     for length in (1, 31, 32, 33, 100):
@@ -198,9 +229,11 @@ def test_result_is_independent_of_the_number_of_threads(dtype):
 def test_memory_bound_of_the_backward_decides_no_bit(monkeypatch):
     case = make_case([40, 50, 60, 33, 64], 2, 2, 32, torch.float32, seed=3)
     dy = randn(4, *case.q.shape)
-    together = gradients(case, dy)
+    contexts = [0, 49, 33, 32, 1]  # padded to one length, three of them
+    together, after = gradients(case, dy), after_contexts(case, contexts, dy)[0]
     monkeypatch.setattr(attention_module, "SCORE_ELEMENTS", 1)
     assert total_unequal(together, gradients(case, dy)) == 0
+    assert total_unequal(after, after_contexts(case, contexts, dy)[0]) == 0
 
 
 @dtypes
@@ -229,10 +262,15 @@ def _qkv(T: int = 5, heads: int = 4, kv_heads: int = 2, D: int = 16) -> list[tor
 def test_refusals_name_what_is_wrong():
     with pytest.raises(ValueError, match=r"lengths \(\[3, 0\]\) must be positive"):
         varlen_plan([3, 0], 4, 2)
+    for contexts in ([0, -1], [0]):
+        with pytest.raises(ValueError, match=r"contexts \(\[0.*\]\) not negative, one each a sequence"):
+            varlen_plan([3, 1], 4, 2, contexts)
     with pytest.raises(ValueError, match=r"heads \(5\) must be a multiple of kv_heads \(2\)"):
         varlen_plan([3], 5, 2)
     with pytest.raises(ValueError, match=r"q \(6, 4, 16\).*\[5, 4, D\]"):
         attention(*_qkv(T=6), varlen_plan([5], 4, 2), 1.0)
+    with pytest.raises(ValueError, match=r"k \(5, 2, 16\).*\[7, 2, D\] twice"):
+        attention(*_qkv(T=5), varlen_plan([5], 4, 2, [2]), 1.0)
     with pytest.raises(ValueError, match=r"head_dim \(24\) must be a multiple of 16"):
         attention(*_qkv(D=24), varlen_plan([5], 4, 2), 1.0)
     with pytest.raises(ValueError, match=r"tiles \(3, 2, 16, 16\) must be \[tiles, 2, 32, 16\]"):

@@ -8,7 +8,7 @@ from zerokl.kernels.attention_plan import KEY_TILE, Spans
 from zerokl.kernels.attention_triton import attention_paged
 
 from tests.helpers import assert_at_most_twice_the_error, randn, total_unequal
-from tests.kernels.test_attention import CHUNKS, Case, cached, gradients, make_case, whole
+from tests.kernels.test_attention import CHUNKS, Case, after_contexts, cached, gradients, make_case, whole
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = [5, 70, 33]
@@ -90,6 +90,14 @@ def test_sequence_is_independent_of_what_it_is_packed_with(dtype):
         expected = gradients(alone, dy[at])
         assert total_unequal(expected, [g[at] for g in together]) == 0
         assert total_unequal(expected, [g[at] for g in gradients(poisoned, dy)]) == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("contexts", [[0, 40, 32], [4, 69, 7]])
+def test_queries_after_a_context_are_those_of_the_whole_sequence(contexts, dtype):
+    case = make_case(LENGTHS, 3, 1, 32, dtype, seed=8)
+    alone, rows_of_whole = after_contexts(case, contexts, randn(9, *case.q.shape, dtype=dtype))
+    assert total_unequal(alone, rows_of_whole) == 0
 
 
 def test_control_other_tiles_of_the_backward_give_other_bits(monkeypatch):
