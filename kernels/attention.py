@@ -139,16 +139,17 @@ def attention_bwd_ref(do, q, k, v, o, lse, plan: AttentionPlan, scale: float):
         for i in range(0, len(members), at_once):
             some = members[i : i + at_once]
             first = int(contexts[some].min()) // QUERY_CHUNK * QUERY_CHUNK
-            of_q = rows, inside = _padded(starts[some], contexts[some], queries[some], first, L)
-            of_k = key_rows, _ = _padded(key_starts[some], np.zeros_like(some), keys[some], 0, L)
+            rows, inside = _padded(starts[some], contexts[some], queries[some], first, L)
+            key_rows, key_inside = _padded(key_starts[some], np.zeros_like(some), keys[some], 0, L)
             lse_rows = heads_first(lse, rows, G)
             lse_rows.view(len(some), Hkv, L - first, G).masked_fill_(~inside[:, None, :, None], float("inf"))
             grads = _bwd_group(
                 heads_first(q, rows, G), heads_first(k, key_rows, 1), heads_first(v, key_rows, 1), heads_first(do, rows, G),
                 lse_rows, heads_first(delta, rows, G), scale, first,
             )  # fmt: skip
-            for out, grad, where in zip((dq, dk, dv), grads, (of_q, of_k, of_k), strict=True):
-                put(out, grad, *where)
+            put(dq, grads[0], rows, inside)
+            put(dk, grads[1], key_rows, key_inside)
+            put(dv, grads[2], key_rows, key_inside)
     return dq, dk, dv
 
 

@@ -75,6 +75,7 @@ def _backward_kv(
         return
     start = tl.load(cu_ptr + seq)
     context = length - (tl.load(cu_ptr + seq + 1) - start)
+    queries = length - context
     d, r = tl.arange(0, WIDTH), tl.arange(0, BLOCK_M)
     key = first + tl.arange(0, BLOCK_N)
     token, used = (key_start + key).to(tl.int64), key < length
@@ -82,18 +83,19 @@ def _backward_kv(
     k = tl.load(k_ptr + (token * k_stride_t)[:, None] + (kv_head * k_stride_h + d)[None, :], mask=mask, other=0.0)
     v = tl.load(v_ptr + (token * v_stride_t)[:, None] + (kv_head * v_stride_h + d)[None, :], mask=mask, other=0.0)
     dk, dv = tl.zeros([BLOCK_N, WIDTH], tl.float32), tl.zeros([BLOCK_N, WIDTH], tl.float32)
+    own = key - context
     for h in range(kv_head * GROUP, kv_head * GROUP + GROUP):
-        for i in range(tl.maximum(first, context) // BLOCK_M * BLOCK_M, length, BLOCK_M):
-            position = i + r
-            asks = (position >= context) & (position < length)
-            at = (start + position - context).to(tl.int64)
+        for i in range(tl.maximum(first, context) // BLOCK_M * BLOCK_M - context, queries, BLOCK_M):
+            step = i + r
+            asks = (step >= 0) & (step < queries)
+            at = (start + step).to(tl.int64)
             here = asks[:, None] & (d < D)[None, :]
             q = tl.load(q_ptr + (at * q_stride_t)[:, None] + (h * q_stride_h + d)[None, :], mask=here, other=0.0)
             do = tl.load(do_ptr + (at * do_stride_t)[:, None] + (h * do_stride_h + d)[None, :], mask=here, other=0.0)
             lse = tl.load(lse_ptr + at * heads + h, mask=asks, other=float("inf"))
             delta = tl.load(delta_ptr + at * heads + h, mask=asks, other=0.0)
             s = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
-            p = tl.where(key[:, None] <= position[None, :], tl.exp(s - lse[None, :]), 0.0)
+            p = tl.where(own[:, None] <= step[None, :], tl.exp(s - lse[None, :]), 0.0)
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
             ds = p * (tl.dot(v, tl.trans(do), input_precision="ieee") - delta[None, :])
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
@@ -135,10 +137,14 @@ def _tiles(dtype: torch.dtype, width: int, where: str) -> tuple[dict[str, int], 
         return {"BLOCK_M": queries, "BLOCK_N": keys, "num_warps": num_warps, "num_stages": 2}
 
     if dtype == torch.float32:
-        # Left to itself, the compiler stops at 96 registers on Ampere, and spills.
-        return tiles(32, 16, 8), tiles(16, 16, 4) | ({"maxnreg": 128} if where == "ampere" and width <= 64 else {})
+        # Left to itself, the compiler stops at 64 to 96 registers on Hopper and Ampere, and spills.
+        of_q = {"maxnreg": 128} if where == "hopper" and width > 64 else {}
+        of_kv = {"maxnreg": 128} if where in ("ampere", "hopper") and width <= 64 else {}
+        return tiles(32, 16, 8) | of_q, tiles(16, 16, 8 if where == "ampere" and width > 64 else 4) | of_kv
     if where == "hopper":
-        return tiles(64, 64, 8), tiles(64 if width <= 64 else 32, 64, 8)
+        return tiles(64, 64, 8), tiles(32, 64, 8)
+    if where == "ampere" and width <= 64:
+        return tiles(64, 32, 8), tiles(16, 64, 8) | {"num_stages": 1}
     return tiles(64, 32, 8), tiles(16, 64, 4 if where == "amd" else 8)
 
 

@@ -149,6 +149,8 @@ def _options(dtype: torch.dtype, of_keys: torch.dtype, width: int, paged: bool, 
         return {"num_stages": 1} | ({"maxnreg": 128 if where == "ampere" else 192} if capped else {})
     if dtype == torch.float32 and width >= 128 and not paged and where != "ampere":
         return {"num_stages": 1, "maxnreg": 168}
+    if dtype == torch.float32 and width <= 64 and not paged and where == "ampere":
+        return {"num_stages": 2}
     return {"num_stages": 3} | ({"maxnreg": 128} if where == "ampere" and dtype != torch.float32 else {})
 
 

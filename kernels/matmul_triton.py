@@ -155,7 +155,11 @@ CASES = {
     for M in (64, 128)
     for what, transposed in (("linear", True), ("input gradient", False))
 }
-CASES |= {f"linear {torch.bfloat16} {M} rows, 2048 x 2048": _matmul_case(torch.bfloat16, M, 2048, 2048, True, False) for M in (64, 128)}
+CASES |= {
+    f"{what} {torch.bfloat16} {M} rows, 2048 x 2048": _matmul_case(torch.bfloat16, M, 2048, 2048, transposed, False)
+    for M in (64, 128)
+    for what, transposed in (("linear", True), ("input gradient", False))
+}
 CASES |= {f"linear {dtype} with a bias": _matmul_case(dtype, 128, 1024, 2048, True, True) for dtype in _DTYPES}
 CASES |= {f"linear {dtype} uneven": _matmul_case(dtype, 128, 1008, 1008, True, False) for dtype in _DTYPES}
 CASES |= {f"linear {dtype} with a bias, decode": _matmul_case(dtype, 64, 1024, 2048, True, True) for dtype in _DTYPES}

@@ -16,7 +16,7 @@ from .launch import dense, launch
 HEADS, WARPS = 8, 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["H"])
 def _rope(x_ptr, cos_ptr, sin_ptr, y_ptr, x_stride_t, H, half, INVERSE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)

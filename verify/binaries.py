@@ -41,6 +41,19 @@ class Binary(NamedTuple):
 def compile_launch(kernel: Any, args: tuple[Any, ...], options: Mapping[str, Any], target: str) -> Any:
     """The compiled kernel of one launch, as Triton would build it on a machine with that target."""
     import triton
+
+    source, parsed, gpu = _specialised(kernel, args, options, target)
+    return triton.compile(source, target=gpu, options=parsed.__dict__)
+
+
+def binary_key(kernel: Any, args: tuple[Any, ...], options: Mapping[str, Any], target: str) -> str:
+    """What tells the binary of one launch from others, as in Triton's cache: two launches with one key run the same binary."""
+    source, parsed, _ = _specialised(kernel, args, options, target)
+    return f"{source.hash()} {parsed.hash()}"
+
+
+def _specialised(kernel: Any, args: tuple[Any, ...], options: Mapping[str, Any], target: str) -> tuple[Any, Any, Any]:
+    """Triton's source of one launch with all that it is specialised on, its parsed options, and the GPU."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
     from triton.runtime.jit import create_function_from_signature
@@ -49,7 +62,7 @@ def compile_launch(kernel: Any, args: tuple[Any, ...], options: Mapping[str, Any
     backend = make_backend(gpu)
     bound, specialization, rest = create_function_from_signature(kernel.signature, kernel.params, backend)(*args, **options)
     parsed, signature, constexprs, attrs = kernel._pack_args(backend, dict(options), bound, specialization, rest)
-    return triton.compile(ASTSource(kernel, signature, constexprs, attrs), target=gpu, options=parsed.__dict__)
+    return ASTSource(kernel, signature, constexprs, attrs), parsed, gpu
 
 
 def inspect(name: str, target: str, compiled: Any) -> Binary:

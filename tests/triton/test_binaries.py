@@ -64,6 +64,13 @@ def test_every_kernel_that_is_launched_is_compiled():
     assert {f.stem for f in folder.glob("*_triton*.py") if "CASES" in f.read_text()} == set(MODULES)
 
 
+def test_every_launch_of_a_model_run_is_compiled():
+    for triton, report in reports("launches.py").items():
+        assert report["launches"] > 1000
+        assert report["missing"] == [], triton
+        assert report["without the attention's backward"] == 4 * 3 * 2 * 4, "control: these would be missing"
+
+
 def test_an_interpreting_process_refuses_to_compile(capsys):
     assert main(["verify", "binaries"]) == 2
     assert "TRITON_INTERPRET (1) must be unset" in capsys.readouterr().err
