@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from zerokl.engine.gradient import ShardSum
 from zerokl.engine.law import cached_scores
 from zerokl.engine.shard import micro_batches
@@ -100,6 +101,30 @@ def test_gradient_micro_batch(dtype):
     assert whole.abs().max() > 0
     assert total_unequal([_gradient(pairs, 1, dtype)], [whole]) == 0
     assert total_unequal([_gradient([pairs[i] for i in (0, 2, 1, 3)], 2, dtype)], [whole]) > 0
+
+
+class _Called(TorchDispatchMode):
+    """Names of torch's operations that are called inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__.rstrip("_"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_operation_of_torch_that_adds_with_atomics_is_called():
+    """Those that torch.use_deterministic_algorithms names; our own kernels are searched in their binaries (test_binaries.py)."""
+    atomic = {"index_add", "scatter_add", "scatter_reduce", "embedding_dense_backward", "put", "cumsum", "histc", "bincount", "kthvalue"}
+    with _Called() as called:
+        _gradient([PAIRS[0], (PAIRS[0][0], [4, 4, 2])], 2, torch.bfloat16)
+    assert {"index_select", "sort"} <= called.names
+    assert called.names & atomic == set()
+    with _Called() as called:
+        torch.ones(3, requires_grad=True).index_select(0, torch.tensor([1, 1])).sum().backward()
+    assert called.names & atomic == {"index_add"}, "control"
 
 
 def test_control_another_tile_along_k_is_found(monkeypatch):
