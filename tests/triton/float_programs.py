@@ -1,4 +1,4 @@
-"""Prints, as JSON, in how many places the float programs of vLLM's kernels and of ours differ. Run without TRITON_INTERPRET.
+"""Prints, as JSON, in how many places the float programs of vLLM's kernels and of ours differ; given targets. Run without TRITON_INTERPRET.
 
 Both are compiled ahead of time with the same options and tiles; a float program is the ordered list of float instructions with their
 data flow, tensor-core instructions included (verify/binaries.py). vLLM leaves the precision of fp32 products to Triton's default: tf32,
@@ -138,7 +138,7 @@ def main() -> None:
     from vllm.v1.attention.ops import triton_unified_attention as unified
 
     report = {}
-    for target in ("sm_80", "sm_90", "sm_100"):
+    for target in sys.argv[1:]:
         logarithm: Counter[str] = Counter()
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             at = f"{target} {dtype}"

@@ -1,4 +1,4 @@
-"""Prints, as JSON, the launches of model runs that kernels/configurations.py does not list. Run without TRITON_INTERPRET.
+"""Prints, as JSON, the launches of model runs that kernels/configurations.py does not list; given targets. Run without TRITON_INTERPRET.
 
 Models of the supported families at their real widths, two layers each, train, score and sample on CPU memory with the GPU's code; each
 launch is recorded and none carried out, so the numbers are whatever the memory held. A launch is known by what Triton keys a binary with.
@@ -23,7 +23,7 @@ from zerokl.model.decoder import COMPUTE, Decoder, Numerics
 from zerokl.model.prompts import Prompts
 from zerokl.model.scoring import logprobs, pack
 from zerokl.model.weights import Layout
-from zerokl.verify.binaries import TARGETS, binary_key
+from zerokl.verify.binaries import binary_key
 
 # Family, hidden, intermediate, query heads, key-value heads, head width, tied
 MODELS = {
@@ -88,7 +88,7 @@ def main() -> None:
     backend.INTERPRETED = True  # the GPU's code on a CPU's memory
     native._Generation._check_finite = lambda *_: None
     seen, missing, control = 0, {}, set()
-    for target in TARGETS:
+    for target in sys.argv[1:]:
         listed = {binary_key(*launch, target): name for name, launch in configurations(target)}
         with recording(target):
             for name, (dtype, numerics) in product(MODELS, SETTINGS):

@@ -4,22 +4,29 @@ from typing import Any
 
 import pytest
 
-from tests.triton.compiling import TRITONS, reports
+from tests.triton.compiling import TRITONS, reports, targets
+
+GPUS = ("sm_80", "sm_90", "sm_100")
 
 
 @pytest.fixture(scope="module")
 def all_reports() -> dict[str, Any]:
-    return reports("float_programs.py")
+    return reports("float_programs.py", GPUS)
 
 
 @pytest.fixture(params=TRITONS)
-def report(request, all_reports) -> dict[str, dict[str, int]]:
-    return all_reports[request.param]
+def triton(request) -> str:
+    return request.param
 
 
-def test_matrix_product_and_attention_run_vllms_float_instructions(report):
+@pytest.fixture
+def report(triton, all_reports) -> dict[str, dict[str, int]]:
+    return all_reports[triton]
+
+
+def test_matrix_product_and_attention_run_vllms_float_instructions(triton, report):
     compared = {name: row for name, row in report.items() if name != "control"}
-    assert len(compared) == 3 * (3 * 5 + 2)
+    assert len(compared) == len(targets(triton, GPUS)) * (3 * 5 + 2)
     assert all(row["instructions"] > 20 for row in compared.values()), compared
     assert {name: row["differ"] for name, row in compared.items() if row["differ"]} == {}
 
