@@ -106,10 +106,13 @@ class AttentionPlan:
     def on(self, device: torch.device) -> Spans:
         """For Triton, made once for each device."""
         if device not in self._spans:
-            starts, key_starts = (np.concatenate([[0], np.cumsum(x)]) for x in (self.query_lengths, self.lengths))
-            arrays = starts, np.asarray(self.lengths), self.tables, key_starts if self.tables is None else None
-            on_it = [None if a is None else torch.from_numpy(a.astype(np.int32)).to(device) for a in arrays]
-            self._spans[device] = Spans(*on_it[:3], self.kv_heads, on_it[3])
+
+            def on_it(numbers: Sequence[int] | np.ndarray) -> torch.Tensor:
+                return torch.from_numpy(np.array(numbers, np.int32)).to(device)
+
+            starts, key_starts = ([0, *np.cumsum(x)] for x in (self.query_lengths, self.lengths))
+            table, packed = (on_it(self.tables), None) if self.tables is not None else (None, on_it(key_starts))
+            self._spans[device] = Spans(on_it(starts), on_it(self.lengths), table, self.kv_heads, packed)
         return self._spans[device]
 
     @cached_property

@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,12 @@ INSTALLED = "installed"
 TRITONS = [INSTALLED, *filter(None, os.environ.get("OTHER_TRITONS", "").split(os.pathsep))]
 
 
-def targets(triton: str, every: Sequence[str]) -> list[str]:
+def targets(triton: str, every: Iterable[str]) -> list[str]:
     """Of the targets of a script those it is to compile for with a Triton."""
     return [target for target in every if triton == TRITONS[-1] or target == "sm_90"]
 
 
-def reports(script: str, every: Sequence[str]) -> dict[str, Any]:
+def reports(script: str, every: Iterable[str]) -> dict[str, Any]:
     """What a script of this folder, given targets of `every`, prints last, as JSON, by Triton."""
     running = {triton: _start(script, triton, targets(triton, every)) for triton in TRITONS}
     found = {}

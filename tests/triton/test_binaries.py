@@ -15,7 +15,7 @@ from tests.triton.compiling import TRITONS, reports, targets
 
 @pytest.fixture(scope="module")
 def all_reports() -> dict[str, Any]:
-    return reports("ahead_of_time.py", list(TARGETS))
+    return reports("ahead_of_time.py", TARGETS)
 
 
 @pytest.fixture(params=TRITONS)
@@ -29,7 +29,7 @@ def report(triton, all_reports) -> dict[str, Any]:
 
 
 def test_every_binary_is_free_of_atomics_and_spills_and_as_recorded(triton, report):
-    assert report["binaries"] == len(list(configurations())) * len(targets(triton, list(TARGETS)))
+    assert report["binaries"] == len(list(configurations())) * len(targets(triton, TARGETS))
     assert report["faults"] == []
     assert "not compared" not in report["compared"], "the table is to have each Triton that is tested"
 
@@ -71,11 +71,11 @@ def test_every_kernel_that_is_launched_is_compiled():
 
 
 def test_every_launch_of_a_model_run_is_compiled():
-    for triton, report in reports("launches.py", list(TARGETS)).items():
+    for triton, report in reports("launches.py", TARGETS).items():
         assert report["launches"] > 1000
         assert report["missing"] == [], triton
         # control: two kernels in three dtypes for four shapes would be missing
-        assert report["without the attention's backward"] == 2 * 3 * 4 * len(targets(triton, list(TARGETS)))
+        assert report["without the attention's backward"] == 2 * 3 * 4 * len(targets(triton, TARGETS))
 
 
 def test_an_interpreting_process_refuses_to_compile(capsys):
