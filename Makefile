@@ -92,7 +92,7 @@ package: $(STAMP)
 	$(BIN)/python -m venv --clear --system-site-packages build/wheel-venv
 	build/wheel-venv/bin/python -m pip install -q --no-deps --force-reinstall dist/*.whl
 	cd build && PYTHONPATH=$$(../$(BIN)/python -c "import site; print(site.getsitepackages()[0])") wheel-venv/bin/python -c \
-	  "import zerokl, zerokl.engine.config as c; assert 'build' in zerokl.__file__, zerokl.__file__; print(c.preset_names())"
+	  "import zerokl, zerokl.engine.config_file as c; assert 'build' in zerokl.__file__, zerokl.__file__; print(c.preset_names())"
 
 bench: $(STAMP) .venv-trl/.installed
 	$(BIN)/python benchmarks/bench_step.py --trl-python .venv-trl/bin/python

@@ -12,17 +12,17 @@ from typing import Any
 
 _NAMES = {
     "Config": "engine.config",
-    "load_config": "engine.config",
+    "load_config": "engine.config_file",
     "Policy": "engine.policy",
     "load_policy": "engine.policy",
-    "Rollout": "engine.rollout",
-    "NativeSampler": "engine.native",
-    "train": "engine.run",
-    "resume": "engine.run",
-    "initialise": "engine.initialise",
-    "check_law": "engine.policy",
+    "Rollout": "engine.rollout.types",
+    "NativeSampler": "engine.rollout.native",
+    "train": "engine.runs.run",
+    "resume": "engine.runs.run",
+    "initialise": "engine.runs.init",
+    "check_law": "engine.commands.verify",
     "mismatch_metrics": "verify.mismatch",
-    "MismatchError": "engine.monitor",
+    "MismatchError": "engine.train.monitor",
 }
 __all__ = sorted(_NAMES)
 

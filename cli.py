@@ -1,408 +1,537 @@
-"""The command line, a class for each subcommand. Bad input is one line on stderr and exit code 2."""
+"""The command line: a function for each subcommand. Bad input is one line on stderr and exit code 2."""
 
 import json
 import os
 import sys
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
-from tyro.conf import Positional, arg
+import cyclopts
+from cyclopts import App, Parameter
+from pydantic import BaseModel, ValidationError
 
-from .arguments import only_task_keys, parse
+from .engine.config import Config
+from .engine.config_file import FREE_SECTIONS, check_key, load_config, validation_message
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+Settings = Annotated[Config, Parameter(name="*")]
+TaskOptions = Annotated[dict[str, str] | None, Parameter(name="task.options")]
+TaskReward = Annotated[str, Parameter(name="task.reward")]
+Count = Annotated[int, Parameter(alias="-n")]
+_NO_SETTINGS = Config()
+
+app = App(
+    name="zerokl",
+    help="Exact reinforcement learning of language models: the trainer's log-probabilities are bit for bit the sampler's.",
+    default_parameter=Parameter(name_transform=lambda name: name, negative_iterable=()),
+    result_action="return_value",
+)
+verify_app = App(name="verify")
+app.command(verify_app)
 
 
-@dataclass(frozen=True)
-class Init:
+@app.command
+def init(
+    out: str,
+    /,
+    *,
+    task: str = "add",
+    task_options: TaskOptions = None,
+    preset: str = "tiny",
+    seed: int = 0,
+) -> int:
     """Make a small base model for a task, warm-started until it solves 30 to 60% of the training prompts.
 
-    Options of the task follow as --task.options.NAME VALUE.
+    Args:
+        out: Folder to write; must not exist.
+        task: add, sort, countdown, or your own as module:object.
+        task_options: Arguments of the task, e.g. --task.options.max_value 49.
+        preset: Size of the model: tiny or small.
+        seed: Seed of the weights and of the order of the examples.
     """
+    from .engine.runs.init import initialise
+    from .engine.runs.terminal import console
 
-    out: Positional[str]
-    """Folder to write; must not exist."""
-    task: str = "add"
-    """add, sort, countdown, or your own as module:object."""
-    preset: str = "tiny"
-    """Size of the model: tiny or small."""
-    seed: int = 0
-    """Seed of the weights and of the order of the examples."""
+    report = initialise(Path(out), task, _toml_values(task_options), preset, seed)
+    console.print(
+        f"{out}: solves {report['accuracy']:.2f} of the training prompts after {report['steps']} supervised steps; "
+        f"{len(report['prompts'])} of them, solved sometimes but not always, are its perfectible set"
+    )
+    return 0
 
-    def run(self, overrides: dict[str, str]) -> int:
-        """Run the subcommand; returns the exit code."""
-        from .engine.config import load_config
-        from .engine.initialise import initialise
-        from .engine.report import console
 
-        only_task_keys("init", self, overrides)
-        config = load_config(None, None, {"task.name": self.task, **overrides})
-        report = initialise(Path(self.out), config.task.name, config.task.options, self.preset, self.seed)
-        console.print(
-            f"{self.out}: solves {report['accuracy']:.2f} of the training prompts after {report['steps']} supervised steps; "
-            f"{len(report['prompts'])} of them, solved sometimes but not always, are its perfectible set"
+@app.command
+def train(
+    config: str | None = None,
+    /,
+    *,
+    preset: str | None = None,
+    run_dir: str = "",
+    resume: str = "",
+    settings: Settings = _NO_SETTINGS,
+) -> int:
+    """Train by exact on-policy reinforcement learning.
+
+    Exit code 1 when a bit differs: then the trainer is not the sampler, and the run stops before the update.
+
+    Args:
+        config: TOML file.
+        preset: A configuration that comes with zerokl, instead of a file.
+        run_dir: Folder of the run; must not hold one.
+        resume: Instead: folder of an interrupted run to go on with. Only settings that decide no bit can follow.
+    """
+    from .engine.runs.run import resume as resume_run
+    from .engine.runs.run import train as start_run
+    from .engine.runs.terminal import console
+    from .engine.train.monitor import MismatchError
+
+    if resume and (config or preset or run_dir):
+        raise ValueError(
+            "train: --resume takes configuration and folder from the run; leave out the file, --preset and --run_dir"
         )
-        return 0
-
-
-@dataclass(frozen=True)
-class Train:
-    """Train by exact on-policy reinforcement learning. Any key of the configuration can follow as --section.key VALUE."""
-
-    config: Positional[str | None] = None
-    """TOML file."""
-    preset: str | None = None
-    """A configuration that comes with zerokl, instead of a file."""
-    run_dir: str = ""
-    """Folder of the run; must not hold one."""
-    resume: str = ""
-    """Instead: folder of an interrupted run to go on with. Only settings that decide no bit can follow."""
-
-    def run(self, overrides: dict[str, str]) -> int:
-        """Run the subcommand; returns the exit code."""
-        from .engine.config import load_config
-        from .engine.monitor import MismatchError
-        from .engine.report import console
-        from .engine.run import resume, train
-
-        if self.resume and (self.config or self.preset or self.run_dir):
-            raise ValueError("train: --resume takes configuration and folder from the run; leave out the file, --preset and --run-dir")
-        if not self.run_dir and not self.resume:
-            raise ValueError("train: --run-dir is missing; name the folder of the run")
-        config = None if self.resume else load_config(self.config, self.preset, overrides)
-        try:
-            s = train(config, self.run_dir) if config else resume(self.resume, overrides)
-        except MismatchError as error:
-            print(f"zerokl: {error}", file=sys.stderr)
-            return 1
-        held = "" if s.held_out_accuracy is None else f"\nheld-out accuracy {s.held_out_accuracy:.3f}"
-        console.print(f"reward {s.reward_first:.3f} -> {s.reward_last:.3f} (last 5 steps {s.reward_last5:.3f}){held}")
-        verdict = f"mismatch {s.mismatch_max_abs} over {s.tokens} tokens"
-        console.print(verdict if not s.tokens_unequal else f"{verdict}, {s.tokens_unequal} of them unequal")
-        console.print(f"plot {Path(self.run_dir or self.resume) / 'reward.png'}\nweights {s.weights}\nfingerprint {s.fingerprint}")
-        return 0
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Sample completions of a prompt."""
-
-    model: Positional[str]
-    """Model folder or hub name."""
-    prompt: str
-    """Text of the prompt."""
-    n: Annotated[int, arg(aliases=["-n"])] = 1
-    """Number of completions."""
-    temperature: float = 1.0
-    """Temperature; 0 is greedy."""
-    top_k: int = 0
-    """Keep the k most likely tokens; 0 keeps all."""
-    top_p: float = 1.0
-    """Keep the most likely tokens that reach this probability."""
-    max_tokens: int = 64
-    """Completion tokens at most."""
-    seed: int = 0
-    """Seed of the draw."""
-    dtype: str = "float32"
-    """float32, bfloat16 or float16."""
-    device: str = "auto"
-    """cpu, cuda, or auto: a GPU where there is one."""
-    chat: bool = False
-    """Put the prompt through the tokenizer's chat template."""
-
-    def run(self, overrides: dict[str, str]) -> int:
-        """Run the subcommand; returns the exit code."""
-        from .engine.policy import load_policy
-        from .engine.report import console
-
-        policy = load_policy(self.model, self.dtype, self.device)
-        rollouts = policy.sample(
-            [self.prompt], n=self.n, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, max_tokens=self.max_tokens,
-            seed=self.seed, chat=self.chat,
-        )  # fmt: skip
-        for r in rollouts:
-            console.print(f"{policy.text.decode(r.completion_ids)!r}  logprob {float(r.logprobs.sum()):.4f}  {r.finish}")
-        return 0
-
-
-@dataclass(frozen=True)
-class Eval:
-    """Measure a model on a task. Options of the task follow as --task.options.NAME VALUE."""
-
-    model: Positional[str]
-    """Model folder or hub name."""
-    task: str = "add"
-    """add, sort, countdown, jsonl, or your own as module:object."""
-    split: str = "held_out"
-    """held_out or train."""
-    problems: int = 256
-    """Problems at most."""
-    samples: int = 1
-    """Completions of each problem."""
-    temperature: float = 0.0
-    """Temperature; 0 is greedy."""
-    max_tokens: int = 32
-    """Completion tokens at most."""
-    seed: int = 0
-    """Seed of the draws."""
-    dtype: str = "float32"
-    """float32, bfloat16 or float16."""
-    device: str = "auto"
-    """cpu, cuda, or auto: a GPU where there is one."""
-
-    def run(self, overrides: dict[str, str]) -> int:
-        """Run the subcommand; returns the exit code."""
-        from .engine.config import load_config
-        from .engine.policy import load_policy
-        from .engine.report import console
-
-        only_task_keys("eval", self, overrides)
-        config = load_config(None, None, {"task.name": self.task, **overrides})
-        policy = load_policy(self.model, self.dtype, self.device)
-        result = policy.evaluate(
-            config.task, split=self.split, problems=self.problems, samples=self.samples, temperature=self.temperature,
-            max_tokens=self.max_tokens, seed=self.seed,
-        )  # fmt: skip
-        P, G = result.rewards.shape
-        console.print(f"{self.task} {self.split}: mean reward {result.mean_reward:.4f} over {P} problems x {G} samples")
-        return 0
-
-
-@dataclass(frozen=True)
-class Verify:
-    """Run the law's checks on this machine: what must not change a bit is changed, and every bit is compared."""
-
-    model: Positional[str | None] = None
-    """Model folder or hub name; without it a tiny random model is checked. "binaries": every Triton kernel is compiled and read instead."""
-    dtype: tuple[str, ...] = ("float32", "bfloat16", "float16")
-    """Compute dtypes to check."""
-    device: str = "auto"
-    """cpu, cuda, or auto: a GPU where there is one."""
-    sequences: int = 12
-    """Random sequences to compare."""
-    longest: int = 80
-    """Tokens of the longest one."""
-    seed: int = 0
-    """Seed of the sequences."""
-    case: str = ""
-    """Instead: score the rollouts of a saved mismatch (RUN/mismatch) again."""
-    targets: tuple[str, ...] = ()
-    """With binaries: what to compile for, of sm_80, sm_90, sm_100 and gfx942; all of them without it."""
-    record: bool = False
-    """With binaries: write the table of registers and shared memory again."""
-
-    def run(self, overrides: dict[str, str]) -> int:
-        """Run the subcommand; returns the exit code."""
-        if self.model == "binaries":
-            from .engine.binaries import verify_binaries
-
-            return verify_binaries(self.targets, self.record)
-        if self.targets or self.record:
-            raise ValueError("verify: --targets and --record belong to zerokl verify binaries")
-        from .engine.law import check_case
-        from .engine.policy import check_law
-        from .engine.report import check_table, console
-        from .kernels.backend import find_device
-
-        if self.case:
-            checks = check_case(Path(self.case), find_device(self.device))
+    if not run_dir and not resume:
+        raise ValueError("train: --run_dir is missing; name the folder of the run")
+    overrides = _given(settings)
+    try:
+        if resume:
+            summary = resume_run(resume, overrides)
         else:
-            checks = check_law(self.model, self.dtype, self.sequences, self.longest, self.seed, self.device)
-        console.print(check_table(checks))
-        return 0 if all(c.holds for c in checks) else 1
+            summary = start_run(load_config(config, preset, overrides), run_dir)
+    except MismatchError as error:
+        print(f"zerokl: {error}", file=sys.stderr)
+        return 1
+    s, folder = summary, Path(run_dir or resume)
+    console.print(f"reward {s.reward_first:.3f} -> {s.reward_last:.3f} (last 5 steps {s.reward_last5:.3f})")
+    if s.held_out_accuracy is not None:
+        console.print(f"held-out accuracy {s.held_out_accuracy:.3f}")
+    unequal = f", {s.tokens_unequal} of them unequal" if s.tokens_unequal else ""
+    console.print(f"mismatch {s.mismatch_max_abs} over {s.tokens} tokens{unequal}")
+    console.print(f"plot {folder / 'reward.png'}\nweights {s.weights}\nfingerprint {s.fingerprint}")
+    return 0
 
 
-@dataclass(frozen=True)
-class Audit:
+@app.command
+def sample(
+    model: str,
+    /,
+    *,
+    prompt: str,
+    n: Count = 1,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    max_tokens: int = 64,
+    seed: int = 0,
+    dtype: Dtype = "float32",
+    device: Device = "auto",
+    chat: bool = False,
+) -> int:
+    """Sample completions of a prompt.
+
+    Args:
+        model: Model folder or hub name.
+        prompt: Text of the prompt.
+        n: Number of completions.
+        temperature: Temperature; 0 is greedy.
+        top_k: Keep the k most likely tokens; 0 keeps all.
+        top_p: Keep the most likely tokens that reach this probability.
+        max_tokens: Completion tokens at most.
+        seed: Seed of the draw.
+        dtype: Compute dtype.
+        device: Where to compute; auto is a GPU where there is one.
+        chat: Put the prompt through the tokenizer's chat template.
+    """
+    from .engine.policy import load_policy
+    from .engine.runs.terminal import console
+
+    policy = load_policy(model, dtype, device)
+    rollouts = policy.sample(
+        [prompt],
+        n=n,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        max_tokens=max_tokens,
+        seed=seed,
+        chat=chat,
+    )
+    for rollout in rollouts:
+        text = policy.tokenizer.decode(rollout.completion_ids)
+        console.print(f"{text!r}  logprob {float(rollout.logprobs.sum()):.4f}  {rollout.finish}")
+    return 0
+
+
+@app.command(name="eval")
+def evaluate(
+    model: str,
+    /,
+    *,
+    task: str = "add",
+    task_options: TaskOptions = None,
+    task_reward: TaskReward = "",
+    split: str = "held_out",
+    problems: int = 256,
+    num_generations: int = 1,
+    temperature: float = 0.0,
+    max_tokens: int = 32,
+    seed: int = 0,
+    dtype: Dtype = "float32",
+    device: Device = "auto",
+) -> int:
+    """Measure a model on a task.
+
+    Args:
+        model: Model folder or hub name.
+        task: add, sort, countdown, jsonl, or your own as module:object.
+        task_options: Arguments of the task, e.g. --task.options.max_value 49.
+        task_reward: Your own reward as module:function; empty is the task's own.
+        split: held_out or train.
+        problems: Problems at most.
+        num_generations: Completions of each problem.
+        temperature: Temperature; 0 is greedy.
+        max_tokens: Completion tokens at most.
+        seed: Seed of the draws.
+        dtype: Compute dtype.
+        device: Where to compute; auto is a GPU where there is one.
+    """
+    from .engine.config import TaskConfig
+    from .engine.policy import load_policy
+    from .engine.runs.terminal import console
+
+    policy = load_policy(model, dtype, device)
+    evaluation = policy.evaluate(
+        TaskConfig(name=task, options=_toml_values(task_options), reward=task_reward),
+        split=split,
+        problems=problems,
+        num_generations=num_generations,
+        temperature=temperature,
+        max_tokens=max_tokens,
+        seed=seed,
+    )
+    P, G = evaluation.rewards.shape
+    console.print(f"{task} {split}: mean reward {evaluation.mean_reward:.4f} over {P} problems x {G} generations")
+    return 0
+
+
+@verify_app.default
+def verify(
+    model: str | None = None,
+    /,
+    *,
+    dtype: tuple[Dtype, ...] = ("float32", "bfloat16", "float16"),
+    device: Device = "auto",
+    sequences: int = 12,
+    longest: int = 80,
+    seed: int = 0,
+    case: str = "",
+) -> int:
+    """Run the law's checks on this machine: what must not change a bit is changed, and every bit is compared.
+
+    Exit code 1 when a bit differs.
+
+    Args:
+        model: Model folder or hub name; without it a tiny random model is checked. (A folder called run is ./run.)
+        dtype: Compute dtypes to check; may be given several times.
+        device: Where to compute; auto is a GPU where there is one.
+        sequences: Random sequences to compare.
+        longest: Tokens of the longest one.
+        seed: Seed of the sequences.
+        case: Instead: score the rollouts of a saved mismatch (RUN/mismatch) again.
+    """
+    from .engine.commands.verify import check_case, check_law
+    from .engine.runs.terminal import check_table, console
+    from .kernels.backend import find_device
+
+    if case:
+        checks = check_case(Path(case), find_device(device))
+    else:
+        checks = check_law(model, dtype, sequences, longest, seed, device)
+    console.print(check_table(checks))
+    return 0 if all(check.holds for check in checks) else 1
+
+
+@verify_app.command(name="binaries")
+def verify_binaries(*, targets: tuple[str, ...] = (), record: bool = False) -> int:
+    """Compile every Triton kernel for GPUs that need not be here, and read the binaries: no atomics, no spills.
+
+    Args:
+        targets: sm_80, sm_90, sm_100 or gfx942; may be given several times. All of them without it.
+        record: Write the table of registers and shared memory again.
+    """
+    from .engine.commands.verify_binaries import verify_binaries
+
+    return verify_binaries(targets, record)
+
+
+@verify_app.command(name="run")
+def verify_run(
+    path: str,
+    /,
+    *,
+    replays: int = 3,
+    draw: int | None = None,
+    settings: Settings = _NO_SETTINGS,
+) -> int:
+    """Check a run: the chain of its ledger, the hashes of its checkpoints, and steps drawn at random, done again.
+
+    Exit code 0 when all of it holds, 1 when not. Settings that decide no bit can follow.
+
+    Args:
+        path: Run folder.
+        replays: Steps to do again.
+        draw: Seed of the choice of steps; without it, others at every call.
+    """
+    from .engine.commands.replay import verify_run
+    from .engine.runs.terminal import console
+
+    seed = int.from_bytes(os.urandom(4)) if draw is None else draw
+    findings = verify_run(Path(path), replays, seed, _given(settings))
+    for finding in findings:
+        console.print(f"{'ok  ' if finding.holds else 'FAIL'}  {finding.what}: {finding.result}")
+    console.print(f"steps to replay were drawn with --draw {seed}")
+    return 0 if all(finding.holds for finding in findings) else 1
+
+
+@app.command
+def audit(
+    model: str,
+    /,
+    *,
+    sampler: str = "native",
+    trainer: str = "zerokl",
+    dtype: Dtype = "bfloat16",
+    sampler_dtype: str = "",
+    head_dtype: str = "",
+    sampler_head_dtype: str = "",
+    prompts: str = "",
+    n: Count = 64,
+    max_tokens: int = 256,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    weight_version: int | None = None,
+    device: Device = "auto",
+    out: str = "",
+    max_k3: float | None = None,
+    max_abs: float | None = None,
+) -> int:
     """Measure how far a sampler and a trainer are apart, and name the operation at which they part.
 
     Exit code 0 when every log-probability is equal (or within the tolerances given), 1 when not.
+
+    Args:
+        model: Model folder or hub name.
+        sampler: native, hf or hf-eager (transformers generate), vllm (stock), vllm-zerokl, or a JSONL file of rollouts.
+        trainer: zerokl, hf (sdpa attention), hf-eager, or vllm (prompt logprobs).
+        dtype: Compute dtype.
+        sampler_dtype: Compute dtype of the sampler, where it is another.
+        head_dtype: Dtype of the logits, where it is another than the compute dtype.
+        sampler_head_dtype: Dtype of the sampler's logits, where it is another than head_dtype.
+        prompts: Text file with one prompt a line; without it, sums such as 3+14=.
+        n: Completions to compare.
+        max_tokens: Tokens of a completion at most.
+        temperature: Temperature; 0 is greedy.
+        top_k: Keep the k most likely tokens; 0 keeps all.
+        top_p: Keep the most likely tokens that reach this probability.
+        seed: Seed of the draw.
+        weight_version: Of a log, only the rollouts drawn with this version of the weights.
+        device: Of all engines; auto is a GPU where there is one.
+        out: Folder for audit.json and audit.html; must not hold an audit.
+        max_k3: Tolerance: k3 at most this, in nats a token.
+        max_abs: Tolerance: no log-probability differs by more.
     """
+    from .engine.commands.audit.audit import AuditConfig
+    from .engine.commands.audit.audit import audit as run_audit
+    from .engine.commands.audit.page import summary_table, verdict, worst_table, write_page
+    from .engine.runs.folder import finite
+    from .engine.runs.terminal import console
+    from .kernels.sampling_params import SamplingParams
 
-    model: Positional[str]
-    """Model folder or hub name."""
-    sampler: str = "native"
-    """native, hf or hf-eager (transformers generate), vllm (stock), vllm-zerokl, or a JSONL file of logged rollouts."""
-    trainer: str = "zerokl"
-    """zerokl, hf (sdpa attention), hf-eager, or vllm (prompt logprobs)."""
-    dtype: str = "bfloat16"
-    """Compute dtype: float32, bfloat16 or float16."""
-    sampler_dtype: str = ""
-    """Compute dtype of the sampler, where it is another."""
-    head_dtype: str = ""
-    """Dtype of the logits, where it is another than the compute dtype."""
-    sampler_head_dtype: str = ""
-    """Dtype of the sampler's logits, where it is another than head_dtype."""
-    prompts: str = ""
-    """Text file with one prompt a line; without it, sums such as 3+14=."""
-    n: Annotated[int, arg(aliases=["-n"])] = 64
-    """Completions to compare."""
-    max_tokens: int = 256
-    """Tokens of a completion at most."""
-    temperature: float = 1.0
-    """Temperature; 0 is greedy."""
-    top_k: int = 0
-    """Keep the k most likely tokens; 0 keeps all."""
-    top_p: float = 1.0
-    """Keep the most likely tokens that reach this probability."""
-    seed: int = 0
-    """Seed of the draw."""
-    weight_version: int | None = None
-    """Of a log, only the rollouts drawn with this version of the weights."""
-    device: str = "auto"
-    """Of all engines: cpu, cuda, or auto: a GPU where there is one."""
-    out: str = ""
-    """Folder for audit.json and audit.html; must not hold an audit."""
-    max_k3: float | None = None
-    """Tolerance: k3 at most this, in nats a token."""
-    max_abs: float | None = None
-    """Tolerance: no log-probability differs by more."""
-
-    def run(self, overrides: dict[str, str]) -> int:
-        """Run the subcommand; returns the exit code."""
-        from .engine.audit.audit import AuditConfig, audit
-        from .engine.audit.page import summary_table, verdict, worst_table, write_page
-        from .engine.report import console, finite
-        from .kernels.logprob import Distribution
-
-        if not self.out:
-            raise ValueError("audit: --out is missing; name the folder of the report")
-        out = Path(self.out)
-        if (out / "audit.json").exists():
-            raise ValueError(f"audit: {out} already holds an audit; choose another --out")
-        done = audit(
-            AuditConfig(
-                self.model, self.sampler, self.trainer, self.dtype, self.sampler_dtype, self.head_dtype, self.sampler_head_dtype,
-                self.prompts, self.n, self.max_tokens, Distribution(self.temperature, self.top_k, self.top_p), self.seed,
-                self.weight_version, self.device,
-            )
-        )  # fmt: skip
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "audit.json").write_text(json.dumps(finite(done.report), indent=1) + "\n")
-        write_page(done.report, out / "audit.html")
-        console.print(summary_table(done.report))
-        if not done.equal:
-            console.print(worst_table(done.report))
-        console.print(f"{verdict(done.report)}\nreport {out / 'audit.html'}")
-        return 0 if done.within(self.max_k3, self.max_abs) else 1
+    if not out:
+        raise ValueError("audit: --out is missing; name the folder of the report")
+    folder = Path(out)
+    if (folder / "audit.json").exists():
+        raise ValueError(f"audit: {folder} already holds an audit; choose another --out")
+    done = run_audit(
+        AuditConfig(
+            model=model,
+            sampler=sampler,
+            trainer=trainer,
+            dtype=dtype,
+            sampler_dtype=sampler_dtype,
+            head_dtype=head_dtype,
+            sampler_head_dtype=sampler_head_dtype,
+            prompts=prompts,
+            n=n,
+            max_tokens=max_tokens,
+            sampling_params=SamplingParams(temperature, top_k, top_p),
+            seed=seed,
+            weight_version=weight_version,
+            device=device,
+        )
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "audit.json").write_text(json.dumps(finite(done.report), indent=1) + "\n")
+    write_page(done.report, folder / "audit.html")
+    console.print(summary_table(done.report))
+    if not done.equal:
+        console.print(worst_table(done.report))
+    console.print(f"{verdict(done.report)}\nreport {folder / 'audit.html'}")
+    return 0 if done.within(max_k3, max_abs) else 1
 
 
-@dataclass(frozen=True)
-class Diff:
-    """Name the first difference of two runs: the step, and in it the first quantity in causal order. Or of two traces of replay.
+@app.command
+def diff(a: str, b: str, /) -> int:
+    """Name the first difference of two runs: the step, and in it the first quantity in causal order. Or of two traces.
 
     Exit code 0 when they are equal to the bit, 1 when not.
+
+    Args:
+        a: Run folder, or a trace of replay (.safetensors).
+        b: Another of the same kind.
     """
+    from .engine.commands.diff import diff
 
-    a: Positional[str]
-    """Run folder, or a trace (.safetensors)."""
-    b: Positional[str]
-    """Another of the same kind."""
-
-    def run(self, overrides: dict[str, str]) -> int:
-        """Run the subcommand; returns the exit code."""
-        from .engine.differences import diff
-
-        return diff(Path(self.a), Path(self.b))
+    return diff(Path(a), Path(b))
 
 
-@dataclass(frozen=True)
-class Replay:
+@app.command
+def replay(
+    path: str,
+    /,
+    *,
+    step: int,
+    until: int | None = None,
+    trace: str = "",
+    settings: Settings = _NO_SETTINGS,
+) -> int:
     """Do steps of a run again from the nearest checkpoint, and compare every quantity with the run's ledger.
 
-    Exit code 0 when all bits are the same, 1 when not. Settings that decide no bit can follow as --key VALUE.
+    Exit code 0 when all bits are the same, 1 when not. Settings that decide no bit can follow.
+
+    Args:
+        path: Run folder.
+        step: Step to do again; steps before it are done as far as there is no checkpoint.
+        until: Go on to this step.
+        trace: File (.safetensors) to record every operation of the step in; `zerokl diff` compares two. Sets workers = 1.
     """
+    from .engine.commands.replay import Replayer
+    from .engine.runs.terminal import console
 
-    path: Positional[str]
-    """Run folder."""
-    step: int
-    """Step to do again; steps before it are done as far as there is no checkpoint."""
-    until: int | None = None
-    """Go on to this step."""
-    trace: str = ""
-    """File (.safetensors) to record every operation of the step in; `zerokl diff` compares two. Needs workers = 1, which it sets."""
-
-    def run(self, overrides: dict[str, str]) -> int:
-        """Run the subcommand; returns the exit code."""
-        from .engine.replay import Replayer
-        from .engine.report import console
-
-        if self.trace and not self.trace.endswith(".safetensors"):
-            raise ValueError(f"replay: --trace ({self.trace}) must end with .safetensors")
-        with Replayer(Path(self.path), {**overrides, **({"workers": "1"} if self.trace else {})}) as replayer:
-            for line in replayer.said:
-                console.print(line)
-            done = replayer.replay(self.step, self.until, Path(self.trace) if self.trace else None)
-        console.print(f"steps {done.first} to {done.last} done again: " + (str(done.divergence or "every bit is the ledger's")))
-        return 1 if done.divergence else 0
+    if trace and not trace.endswith(".safetensors"):
+        raise ValueError(f"replay: --trace ({trace}) must end with .safetensors")
+    overrides = _given(settings) | ({"workers": 1} if trace else {})
+    with Replayer(Path(path), overrides) as replayer:
+        for line in replayer.messages:
+            console.print(line)
+        done = replayer.replay(step, until, Path(trace) if trace else None)
+    verdict = str(done.divergence or "every bit is the ledger's")
+    console.print(f"steps {done.first} to {done.last} done again: {verdict}")
+    return 1 if done.divergence else 0
 
 
-@dataclass(frozen=True)
-class VerifyRun:
-    """Check a run: the chain of its ledger, the hashes of its checkpoints, and steps drawn at random, done again.
+@app.command
+def ablate(grid: str, /, *, out: str = "") -> int:
+    """Run a grid of configurations and seeds, and compare what came out. Runs that have ended are kept on a restart.
 
-    Exit code 0 when all of it holds, 1 when not. Settings that decide no bit can follow as --key VALUE.
+    Args:
+        grid: TOML file with seeds, [set], [grid] and [variants] (engine/commands/ablate.py shows one).
+        out: Folder of the runs, of ablation.json and of the plots.
     """
+    from .engine.commands.ablate import ablate
+    from .engine.commands.ablation_report import result_table
+    from .engine.runs.terminal import console
 
-    path: Positional[str]
-    """Run folder."""
-    replays: int = 3
-    """Steps to do again."""
-    draw: int | None = None
-    """Seed of the choice of steps; without it, others at every call."""
-
-    def run(self, overrides: dict[str, str]) -> int:
-        """Run the subcommand; returns the exit code."""
-        from .engine.replay import verify_run
-        from .engine.report import console
-
-        draw = int.from_bytes(os.urandom(4)) if self.draw is None else self.draw
-        findings = verify_run(Path(self.path), self.replays, draw, overrides)
-        for f in findings:
-            console.print(f"{'ok  ' if f.holds else 'FAIL'}  {f.what}: {f.result}")
-        console.print(f"steps to replay were drawn with --draw {draw}")
-        return 0 if all(f.holds for f in findings) else 1
+    if not out:
+        raise ValueError("ablate: --out is missing; name the folder of the ablation")
+    report = ablate(grid, out)
+    console.width = max(console.width, 130)  # narrower, the table's figures are cut
+    console.print(result_table(report["combinations"]))
+    console.print(f"report {Path(out) / 'ablation.json'}, plots beside it")
+    return 0
 
 
-@dataclass(frozen=True)
-class Ablate:
-    """Run a grid of configurations and seeds, and compare what came out. Runs that have ended are kept when it is started again."""
+def _given(settings: Config) -> dict[str, Any]:
+    """The settings that the command line names, by dotted key."""
+    found: dict[str, Any] = {}
 
-    grid: Positional[str]
-    """TOML file with seeds, [set], [grid] and [variants] (engine/ablate.py shows one)."""
-    out: str = ""
-    """Folder of the runs, of ablation.json and of the plots."""
+    def walk(section: BaseModel, prefix: str) -> None:
+        for name in section.model_fields_set:
+            key, value = prefix + name, getattr(section, name)
+            if isinstance(value, BaseModel):
+                walk(value, f"{key}.")
+            elif key in FREE_SECTIONS:
+                found.update({f"{key}.{option}": _toml_value(text) for option, text in value.items()})
+            else:
+                found[key] = value
 
-    def run(self, overrides: dict[str, str]) -> int:
-        """Run the subcommand; returns the exit code."""
-        from .engine.ablate import ablate
-        from .engine.ablation_report import result_table
-        from .engine.report import console
-
-        if not self.out:
-            raise ValueError("ablate: --out is missing; name the folder of the ablation")
-        report = ablate(self.grid, self.out)
-        console.width = max(console.width, 130)  # narrower, the table's figures are cut
-        console.print(result_table(report["combinations"]))
-        console.print(f"report {Path(self.out) / 'ablation.json'}, plots beside it")
-        return 0
+    walk(settings, "")
+    return found
 
 
-_COMMANDS = {
-    "init": Init, "train": Train, "sample": Sample, "eval": Eval, "verify": Verify, "audit": Audit, "diff": Diff, "replay": Replay,
-    "verify-run": VerifyRun, "ablate": Ablate,
-}  # fmt: skip
+def _toml_values(options: dict[str, str] | None) -> dict[str, Any]:
+    return {name: _toml_value(text) for name, text in (options or {}).items()}
+
+
+def _toml_value(text: Any) -> Any:
+    """A word as the TOML value it looks like; text where it looks like none."""
+    try:
+        return tomllib.loads(f"x = {text}")["x"] if isinstance(text, str) else text
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _spelt_out(words: Sequence[str]) -> list[str]:
+    """The words of a command line with two abbreviations spelt out.
+
+    --key true and --key false are --key=true and --key=false, which the parser takes for flags as well.
+    --task.options "{ a = 1 }" is --task.options.a=1.
+    """
+    result: list[str] = []
+    for word in words:
+        option = result[-1] if result and result[-1].startswith("--") and "=" not in result[-1] else ""
+        if option and word in ("true", "false"):
+            result[-1] += f"={word}"
+        elif option.removeprefix("--") in FREE_SECTIONS and isinstance(table := _toml_value(word), dict):
+            result[-1:] = [f"{option}.{name}={json.dumps(value)}" for name, value in table.items()]
+        else:
+            result.append(word)
+    return result
+
+
+def _message(error: cyclopts.CycloptsError) -> str:
+    """What is wrong with the command line, in one line."""
+    if isinstance(error, cyclopts.UnknownOptionError) and _takes_settings(error):
+        option = (error.token.keyword or error.token.value).partition("=")[0]
+        check_key(option.removeprefix("--").replace("-", "_"))  # raises, with the new name of a renamed key
+    if isinstance(error.__cause__, ValidationError):
+        return validation_message(error.__cause__)
+    return str(error)
+
+
+def _takes_settings(error: cyclopts.CycloptsError) -> bool:
+    """Whether the command takes the keys of the configuration."""
+    return error.command_chain is not None and error.command_chain[-1] in ("train", "replay", "run")
 
 
 def _rank() -> str:
     """Which of several ranks speaks."""
-    return f"rank {os.environ['RANK']}: " if os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ else ""
+    several = os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
+    return f"rank {os.environ['RANK']}: " if several else ""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the console script. ZEROKL_TRACEBACK=1 shows where an error comes from."""
+    words = _spelt_out(sys.argv[1:] if argv is None else argv)
     try:
-        command, overrides = parse(sys.argv[1:] if argv is None else argv, _COMMANDS, __doc__)
-        return command.run(overrides)
+        try:
+            return app(words, exit_on_error=False, print_error=False) or 0
+        except cyclopts.CycloptsError as error:
+            raise ValueError(_message(error)) from error
     except (ValueError, OSError, FloatingPointError) as error:
         if os.environ.get("ZEROKL_TRACEBACK"):
             raise

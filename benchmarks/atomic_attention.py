@@ -63,13 +63,13 @@ def _backward(
 def attention_bwd_atomic(do, q, k, v, o, lse, spans: Spans, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv as attention_bwd's, up to the order of dq's sums. Everything contiguous: do, q, o [T, Hq, D], k, v [T, Hkv, D]."""
     do, q, k, v, o = (x.contiguous() for x in (do, q, k, v, o))
-    (T, H, D), kv_heads, sequences = q.shape, spans.kv_heads, len(spans.lengths)
+    (T, H, D), kv_heads, sequences = q.shape, spans.kv_heads, len(spans.seqused_k)
     sums, dk, dv, delta = torch.zeros(q.shape, dtype=torch.float32, device=q.device), *map(torch.empty_like, (k, v, lse))
     width = triton.next_power_of_2(D)
     tiles = _tiles(q.dtype, width, generation(q.device))[1]
     launch(_delta, (triton.cdiv(T * H, ROWS),), o, do, delta, T * H, D=D, WIDTH=width, ROWS=ROWS, num_warps=4)
     launch(
-        _backward, (T // tiles["BLOCK_N"] + sequences, kv_heads), q, k, v, do, lse, delta, sums, dk, dv, spans.starts, scale, sequences,
+        _backward, (T // tiles["BLOCK_N"] + sequences, kv_heads), q, k, v, do, lse, delta, sums, dk, dv, spans.cu_seqlens_q, scale, sequences,
         GROUP=H // kv_heads, HEADS=H, D=D, WIDTH=width, **tiles,
     )  # fmt: skip
     return sums.to(q.dtype), dk, dv

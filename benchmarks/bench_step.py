@@ -40,7 +40,7 @@ def make_model(folder: Path) -> None:
     """The benchmark's model and tokenizer, in Hugging Face format."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
-    from zerokl.engine.text import character_tokenizer
+    from zerokl.engine.tasks.tokenizer import character_tokenizer
 
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -55,18 +55,18 @@ def make_model(folder: Path) -> None:
 def zerokl_side(args: argparse.Namespace, model: str, dtype: str) -> None:
     """zerokl's steps in this process, one a turn."""
     import torch
-    from zerokl.engine.config import load_config
-    from zerokl.engine.loop import train_step
-    from zerokl.engine.run import make_state
+    from zerokl.engine.config_file import load_config
+    from zerokl.engine.runs.setup import make_state
+    from zerokl.engine.train.step import train_step
 
     torch.set_num_threads(args.threads)
     values = {
-        "model": model, "dtype": dtype, "prompts": PROMPTS, "samples": SAMPLES, "steps": args.turns, "sampling.max_tokens": NEW_TOKENS,
+        "model": model, "dtype": dtype, "prompts": PROMPTS, "num_generations": SAMPLES, "steps": args.turns, "sampling.max_tokens": NEW_TOKENS,
         "sampler": args.sampler,
     }  # fmt: skip
     config = load_config(None, None, {k: str(v) for k, v in values.items()})
     state = make_state(config, Path(model), Letters())
-    state.text.stop_ids = frozenset()  # every completion has exactly NEW_TOKENS tokens, as on TRL's side
+    state.tokenizer.stop_ids = frozenset()  # every completion has exactly NEW_TOKENS tokens, as on TRL's side
     for _ in range(args.turns):
         turns.wait()
         began = time.perf_counter()
@@ -93,7 +93,7 @@ def sides(args: argparse.Namespace, model: str, dtype: str, scratch: Path) -> di
 def linear_rates(threads: int) -> list[dict]:
     """Fixed-tile linear against F.linear, interleaved: GFLOP/s of each and the ratio of times."""
     import torch
-    from zerokl.kernels.order import matmul_rows
+    from zerokl.kernels.matmul import matmul
 
     torch.set_num_threads(threads)
     rows = []
@@ -103,7 +103,7 @@ def linear_rates(threads: int) -> list[dict]:
             times: dict[str, list[float]] = {"tiled": [], "plain": []}
             repeat = max(3, int(2e8 / (T * N * K)))
             for _ in range(9):
-                for name, call in (("tiled", lambda: matmul_rows(x, w.t())), ("plain", lambda: torch.nn.functional.linear(x, w))):  # noqa: B023
+                for name, call in (("tiled", lambda: matmul(x, w)), ("plain", lambda: torch.nn.functional.linear(x, w))):  # noqa: B023
                     call()
                     began = time.perf_counter()
                     for _ in range(repeat):

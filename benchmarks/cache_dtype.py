@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 from bench_step import make_model
-from zerokl.engine.native import NativeSampler
-from zerokl.engine.rollout import Keys, Sampling
-from zerokl.kernels.logprob import Distribution
+from zerokl.engine.rollout.native import NativeSampler
+from zerokl.engine.rollout.types import GenerationParams, RngKey
+from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.cache import BlockCache
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.decoder import Decoder, Numerics
@@ -34,19 +34,19 @@ def main() -> None:
         plain = load_decoder(Path(scratch) / "model", torch.float32)
     parts, narrow = (plain.config, plain.flat.detach(), plain.layout), Numerics(cache=torch.bfloat16)
     ways = {"stored in bf16": Decoder(*parts, narrow), "rounded, stored in fp32": Wide(*parts, narrow), "not rounded": plain}
-    for prompts, length, samples, tokens in CASES:
+    for prompts, length, num_generations, tokens in CASES:
         ids = [[(7 * i + 3 * j) % 90 + 3 for j in range(length)] for i in range(prompts)]
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(ROUNDS):
             for way, decoder in ways.items():
                 began = time.process_time()
-                NativeSampler(decoder).generate(ids, Sampling(Distribution(), samples, tokens, frozenset()), Keys(0, 0))
+                NativeSampler(decoder).generate(ids, GenerationParams(SamplingParams(), num_generations, tokens, frozenset()), RngKey(0, 0))
                 seconds[way].append(time.process_time() - began)
         for way, decoder in ways.items():
             size = BlockCache.bytes_per_block(decoder.config, decoder.cache_dtype)
             best, worst = min(seconds[way]), max(seconds[way])
             print(
-                f"{prompts} x {length} tokens, {samples} x {tokens} new, {way}: {size} bytes a block, {best:.3f} to {worst:.3f} s",
+                f"{prompts} x {length} tokens, {num_generations} x {tokens} new, {way}: {size} bytes a block, {best:.3f} to {worst:.3f} s",
                 flush=True,
             )
 

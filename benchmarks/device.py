@@ -27,12 +27,13 @@ from zerokl.benchmarks.exactness import exactness, reinforcement
 from zerokl.benchmarks.machine import END_S, Machine, Row, row
 from zerokl.benchmarks.peers import atomic_rates, liger_rates, vllm_equality, vllm_rates
 from zerokl.benchmarks.stock_exact import stock_equality
-from zerokl.kernels import order
+from zerokl.kernels import matmul, order
 from zerokl.kernels.attention import attention, attention_cached, varlen_plan
 from zerokl.kernels.attention_plan import KEY_TILE, AttentionPlan
-from zerokl.kernels.logprob import Distribution, linear_logprob
+from zerokl.kernels.logprob import linear_logprob
 from zerokl.kernels.rms_norm import add_rms_norm, rms_norm
 from zerokl.kernels.rope import rope
+from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.kernels.silu_mul import silu_mul
 from zerokl.model.config import ModelConfig
 from zerokl.model.decoder import Decoder
@@ -61,10 +62,10 @@ def _linear_rates(m: Machine, name: str, K: int, N: int, dtype: torch.dtype) -> 
         order.token_blocks([T]),
     )
     few, flops = x[:16].clone(), 2.0 * w.numel()
-    yield row(m, f"{name} linear, 16 rows", flops * 16, "TFLOP/s", lambda: order.matmul_rows(few, w.t()), lambda: F.linear(few, w))
-    yield row(m, f"{name} linear, {T} rows", flops * T, "TFLOP/s", lambda: order.matmul_rows(x, w.t()), lambda: F.linear(x, w))
-    yield row(m, f"{name} input gradient", flops * T, "TFLOP/s", lambda: order.matmul_rows(dy, w), lambda: dy @ w)
-    yield row(m, f"{name} weight gradient", flops * T, "TFLOP/s", lambda: order.add_outer(acc, dy, x, blocks), lambda: dy.t() @ x)
+    yield row(m, f"{name} linear, 16 rows", flops * 16, "TFLOP/s", lambda: matmul.matmul(few, w), lambda: F.linear(few, w))
+    yield row(m, f"{name} linear, {T} rows", flops * T, "TFLOP/s", lambda: matmul.matmul(x, w), lambda: F.linear(x, w))
+    yield row(m, f"{name} input gradient", flops * T, "TFLOP/s", lambda: matmul.matmul(dy, w.t()), lambda: dy @ w)
+    yield row(m, f"{name} weight gradient", flops * T, "TFLOP/s", lambda: matmul.add_outer(acc, dy, x, blocks), lambda: dy.t() @ x)
 
 
 def _row_rates(m: Machine, name: str, D: int, inner: int, heads: int, head_dim: int, dtype: torch.dtype) -> Iterator[Row]:
@@ -133,7 +134,7 @@ def _attention_rates(m: Machine, name: str, heads: int, kv_heads: int, D: int, d
 
 def price(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
     """Forward and backward of one layer and of the whole smallest model, exact beside plain: ours_ms / plain_ms is the price."""
-    from zerokl.engine.gradient import ShardSum
+    from zerokl.engine.parallel.gradient import ShardSum
 
     first = next(iter(m.shapes))
     for name, layers, vocab in [(n, 1, 256) for n in m.shapes] + [(first, m.shapes[first][2], m.vocab)]:
@@ -145,7 +146,7 @@ def price(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
         on_device = ids.to(m.device)
 
         def ours(decoder: Decoder = decoder, batch=batch) -> None:
-            logprobs(decoder, batch, Distribution())[0].sum().backward()
+            logprobs(decoder, batch, SamplingParams())[0].sum().backward()
 
         def plain(decoder: Decoder = decoder, weights=weights, ids=on_device) -> None:
             logits = _plain_hidden(decoder.config, weights, ids[:, :-1]) @ weights["embed"].t()
@@ -185,17 +186,17 @@ def _plain_hidden(c: ModelConfig, w: dict[str, torch.Tensor], ids: torch.Tensor)
 
 def decoding(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
     """Tokens per second of the native sampler with the whole smallest model."""
-    from zerokl.engine.native import NativeSampler
-    from zerokl.engine.rollout import Keys, Sampling
+    from zerokl.engine.rollout.native import NativeSampler
+    from zerokl.engine.rollout.types import GenerationParams, RngKey
 
     first = next(iter(m.shapes))
     sampler = NativeSampler(m.decoder(first, m.shapes[first][2], m.vocab, dtype), max_concurrency=4 if m.dry else 64)
-    samples, length = (4, 8) if m.dry else (64, 128)
+    num_generations, length = (4, 8) if m.dry else (64, 128)
     for _ in range(2):  # the first compiles
         began = time.perf_counter()
-        done = sampler.generate([[1, 2, 3]], Sampling(Distribution(), samples, length, frozenset()), Keys(0, 0))
+        done = sampler.generate([[1, 2, 3]], GenerationParams(SamplingParams(), num_generations, length, frozenset()), RngKey(0, 0))
         seconds = time.perf_counter() - began
-    yield {"what": f"{first} decoding, {samples} samples", "tokens_per_s": sum(len(r.completion_ids) for r in done) / seconds}
+    yield {"what": f"{first} decoding, {num_generations} samples", "tokens_per_s": sum(len(r.completion_ids) for r in done) / seconds}
 
 
 SECTIONS = (exactness, reinforcement, vllm_equality, kernel_rates, atomic_rates, price, stock_equality, vllm_rates, liger_rates, decoding)
@@ -239,7 +240,7 @@ def main() -> int:
     if not args.dry_run and not torch.cuda.is_available():
         print("device: torch finds no CUDA GPU here; --dry-run checks this script on a CPU", file=sys.stderr)
         return 2
-    os.environ |= {"VLLM_BATCH_INVARIANT": "1", "TRITON_F32_DEFAULT": "ieee"}  # read as vLLM is imported; see engine/vllm/stock.py
+    os.environ |= {"VLLM_BATCH_INVARIANT": "1", "TRITON_F32_DEFAULT": "ieee"}  # read as vLLM is imported; see engine/rollout/vllm/stock.py
     m, rows, left_out = Machine(args.dry_run), [], []
     about = {} if m.dry else _about()
     signal.signal(signal.SIGALRM, _out_of_time)

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What only a GPU can show, within 8 minutes: exactness, then rates. Needs python with torch, triton and transformers; nothing is installed.
+# What only a GPU can show, within 8 minutes: exactness, then rates. Needs python with torch, triton,
+# transformers, pydantic and cyclopts; nothing is installed.
 #   benchmarks/device.sh                 on a CUDA machine; results go to benchmarks/results/<gpu>/device.json
 #   benchmarks/device.sh --dry-run       anywhere: the same code with toy sizes on the CPU; no figure of it says anything about a GPU
 #   PYTHON=... VLLM=<folder that holds vllm/> benchmarks/device.sh       another interpreter; vLLM's kernels beside ours

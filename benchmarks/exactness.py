@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 from zerokl.benchmarks.machine import Machine, Row, name_of
 from zerokl.kernels.attention_plan import KEY_TILE
-from zerokl.kernels.logprob import Distribution
+from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.cache import BlockCache, CachedContext
 from zerokl.model.decoder import Decoder, PackedContext
 from zerokl.model.prompts import Prompts, prompt_passes
@@ -20,7 +20,7 @@ Pair = tuple[Sequence[int], Sequence[int]]
 
 def exactness(m: Machine) -> Iterator[Row]:
     """The law: alone, in a batch, in chunks, token by token, after prompts that are read once; the gradient by micro-batches."""
-    from zerokl.engine.gradient import ShardSum
+    from zerokl.engine.parallel.gradient import ShardSum
 
     first = next(iter(m.shapes))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -30,7 +30,7 @@ def exactness(m: Machine) -> Iterator[Row]:
         unequal = _forward_ways(decoder, ids)
         pairs = [(x[:4], completion) for x in ids for completion in (x[4:], x[:3])]
         with torch.no_grad():
-            whole = logprobs(decoder, pack(pairs), Distribution())[0].cpu()
+            whole = logprobs(decoder, pack(pairs), SamplingParams())[0].cpu()
         gradients = []
         for size in (len(pairs), 1):
             shard = ShardSum(decoder, 1)
@@ -44,7 +44,7 @@ def exactness(m: Machine) -> Iterator[Row]:
 
 def _differentiate(decoder: Decoder, pairs: Sequence[Pair], coefficients: torch.Tensor, size: int) -> torch.Tensor:
     """logp [C] of the pairs' completions, on the CPU, and the gradient of their sums times `coefficients` [pairs]: as a virtual shard is
-    trained (engine/shard.py), each prompt read once, `size` pairs at a time."""
+    trained (engine/train/shard.py), each prompt read once, `size` pairs at a time."""
     done = []
     for at in prompt_passes([prompt for prompt, _ in pairs]):
         some, each = pairs[at], coefficients[at]
@@ -52,7 +52,7 @@ def _differentiate(decoder: Decoder, pairs: Sequence[Pair], coefficients: torch.
         for a in range(0, len(some), size):
             part = slice(a, a + size)
             packed = pack(some[part], prompts.of[part])
-            logp = logprobs(decoder, packed, Distribution(), prompts=prompts)[0].cpu()
+            logp = logprobs(decoder, packed, SamplingParams(), prompts=prompts)[0].cpu()
             (logp * each[part].repeat_interleave(torch.tensor(packed.completion_lengths))).sum().backward()
             done.append(logp.detach())
         prompts.backward()
@@ -96,10 +96,10 @@ def reinforcement(m: Machine) -> Iterator[Row]:
 
 def _train(m: Machine, dtype: torch.dtype, steps: int) -> tuple[list[str], int, int]:
     """Fingerprint of the weights before and after each step, tokens compared, and tokens whose two logprobs differ."""
-    from zerokl.engine.gradient import ShardSum
-    from zerokl.engine.learner import Learner
-    from zerokl.engine.native import NativeSampler
-    from zerokl.engine.rollout import Keys, Sampling
+    from zerokl.engine.parallel.gradient import ShardSum
+    from zerokl.engine.rollout.native import NativeSampler
+    from zerokl.engine.rollout.types import GenerationParams, RngKey
+    from zerokl.engine.train.optimizer import Optimizer
 
     source = m.decoder(next(iter(m.shapes)), 2, 128, torch.float32)
     master = source.flat.detach()
@@ -107,17 +107,17 @@ def _train(m: Machine, dtype: torch.dtype, steps: int) -> tuple[list[str], int, 
     cfg = SimpleNamespace(
         lr=1e-4, schedule="constant", warmup_steps=0, min_lr_ratio=0.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0
     )
-    learner, shards = Learner(decoder, master, cfg, steps), ShardSum(decoder, 1)
-    sampler, hashes = NativeSampler(decoder, max_concurrency=16), [fingerprint(decoder.layout, learner.master)]
+    optimizer, shards = Optimizer(decoder, master, cfg, steps), ShardSum(decoder, 1)
+    sampler, hashes = NativeSampler(decoder, max_concurrency=16), [fingerprint(decoder.layout, optimizer.master)]
     tokens = unequal = 0
     for step in range(steps):
         prompts = [[3 + p, 7, 11 + step % 5] for p in range(4)]
-        rollouts = sampler.generate(prompts, Sampling(Distribution(), 4, 8 if m.dry else 48, frozenset({0})), Keys(0, step))
+        rollouts = sampler.generate(prompts, GenerationParams(SamplingParams(), 4, 8 if m.dry else 48, frozenset({0})), RngKey(0, step))
         rewards = torch.tensor([sum(r.completion_ids) / len(r.completion_ids) / 128 for r in rollouts]).view(4, 4)  # another for each
         A = (rewards - rewards.mean(1, keepdim=True)).flatten()
         sampled = torch.cat([torch.from_numpy(r.logprobs) for r in rollouts])
         logp = shards.add(partial(_differentiate, coefficients=-A / len(sampled), size=6), [r.pair for r in rollouts])
         tokens, unequal = tokens + len(logp), unequal + count_unequal(logp, sampled)
-        learner.update(shards.tree.take())
-        hashes.append(fingerprint(decoder.layout, learner.master))
+        optimizer.update(shards.tree.take())
+        hashes.append(fingerprint(decoder.layout, optimizer.master))
     return hashes, tokens, unequal

@@ -9,7 +9,7 @@ For each scale 2^k, of the demo's first step (32 prompts x 8 samples of the task
     lost       such elements that are zero here and not at every scale
     overflow   such elements that are infinite or NaN
 
-Activations: the output of every operation that Decoder.hidden and Decoder.read tap. The logits' gradient is rounded, too, but not
+Activations: the output of every operation that Decoder.hidden and Decoder.read hook. The logits' gradient is rounded, too, but not
 counted here; with head_dtype = "float32" it is not rounded at all.
 """
 
@@ -22,16 +22,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from zerokl.engine.advantage import advantages
-from zerokl.engine.collect import collect
-from zerokl.engine.config import Config, load_config
-from zerokl.engine.gradient import ShardSum
-from zerokl.engine.initialise import task_of
-from zerokl.engine.loss import policy_loss, sequence_weights
-from zerokl.engine.rollout import Sampling
-from zerokl.engine.run import make_state
-from zerokl.engine.shard import Shard, cut_shards
+from zerokl.engine.config import Config
+from zerokl.engine.config_file import load_config
+from zerokl.engine.loss.advantage import advantages
+from zerokl.engine.loss.policy_loss import policy_loss, sequence_weights
+from zerokl.engine.parallel.gradient import ShardSum
+from zerokl.engine.runs.setup import make_state
 from zerokl.engine.tasks import load_task
+from zerokl.engine.tasks.perfectible import task_of
+from zerokl.engine.train.collect import collect
+from zerokl.engine.train.shard import Shard
 from zerokl.model.decoder import Decoder
 from zerokl.model.prompts import Prompts, prompt_passes
 from zerokl.model.scoring import logprobs, pack
@@ -58,14 +58,13 @@ class Step:
     def __init__(self, config: Config, model: Path):
         state = make_state(config, model, load_task(config.task.name, config.task.options))
         try:
-            sampling = Sampling(config.sampling.distribution, config.samples, config.sampling.max_tokens, state.text.stop_ids)
-            got = collect(config, 0, state.sampler, sampling, state.text, state.reward, state.problems, state.prompt_ids, state.ranks)
+            batch = collect(state)
         finally:
             state.close()
         self.config, self.loss, self.decoder = config, config.loss.resolve(), state.policy
-        weights = sequence_weights([len(r.completion_ids) for r in got.rollouts], self.loss.normaliser, config.sampling.max_tokens)
-        A = advantages(got.rewards, self.loss.advantage)
-        self.shards = cut_shards(got.rollouts, A, np.array(weights), config.virtual_shards)
+        weights = sequence_weights([len(r.completion_ids) for r in batch.rollouts], self.loss.loss_agg_mode, config.sampling.max_tokens)
+        A = advantages(batch.rewards, self.loss.advantage)
+        self.shards = Shard(batch.rollouts, A.reshape(-1), np.array(weights)).cut(config.virtual_shards)
         self.nonzero: dict[tuple[int, int, str, str], torch.Tensor] = {}  # elements that were not zero at some scale
 
     def at(self, k: int) -> Scale:
@@ -80,11 +79,11 @@ class Step:
     def _backward(self, done: Scale, s: int, scale: float, decoder: Decoder, shard: Shard) -> None:
         for at in prompt_passes([r.prompt_ids for r in shard.rollouts]):
             part = shard.part(at)
-            taps = [partial(self._listen, done, (s, at.start, of)) for of in ("prompts", "samples")]
-            prompts = Prompts(decoder, [r.prompt_ids for r in part.rollouts], taps[0])
+            hooks = [partial(self._listen, done, (s, at.start, of)) for of in ("prompts", "completions")]
+            prompts = Prompts(decoder, [r.prompt_ids for r in part.rollouts], hooks[0])
             packed = pack([r.pair for r in part.rollouts], prompts.of)
             each = torch.tensor(packed.completion_lengths)
-            logp, _ = logprobs(decoder, packed, self.config.sampling.distribution, taps[1], prompts)
+            logp, _ = logprobs(decoder, packed, self.config.sampling.sampling_params, hooks[1], prompts)
             sampler = torch.from_numpy(np.concatenate([r.logprobs for r in part.rollouts]))
             A, w = (torch.from_numpy(x).float().repeat_interleave(each) for x in (part.advantages, part.weights))
             loss = policy_loss(logp, logp.detach(), sampler, A, packed.completion_lengths, self.loss) * w
@@ -137,7 +136,7 @@ def table(done: Sequence[Scale], elements: int, scales: Sequence[int]) -> str:
 def run_config(model: str, dtype: str, head: str) -> Config:
     """The demo's step on a model."""
     found = task_of(Path(model))
-    options = {} if found is None else {f"task.options.{k}": str(v) for k, v in found["options"].items()}
+    options = {} if found is None else {f"task.options.{k}": v for k, v in found["options"].items()}
     values = {"model": model, "dtype": dtype, "precision.head_dtype": head, "workers": "1", "evaluation.every": "0"}
     return load_config(None, "demo", values | options)
 

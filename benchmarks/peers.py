@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from zerokl.benchmarks.machine import Machine, Row, name_of, row
 from zerokl.benchmarks.vllm_files import VllmKernels, vllm_kernels
-from zerokl.kernels import order, tiles
+from zerokl.kernels import matmul, tiles
 from zerokl.kernels.attention import varlen_plan
 from zerokl.kernels.attention_plan import Spans
 from zerokl.kernels.backend import on_triton
@@ -36,7 +36,7 @@ def vllm_equality(m: Machine) -> Iterator[Row]:
         yield _not_compared("vLLM's kernels", kernels)
         return
     theirs = kernels.batch_invariant
-    tiles.follow(kernels.version)
+    tiles.fix_table(kernels.version)
     for name, (D, inner, *_) in m.shapes.items():
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             w, b, norm = m.randn(2 * inner, D, dtype=dtype, scale=D**-0.5), m.randn(2 * inner, dtype=dtype), m.randn(D, dtype=dtype)
@@ -85,7 +85,7 @@ def vllm_rates(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]
         x, w, norm = m.randn(m.tokens, D, dtype=dtype), m.randn(2 * inner, D, dtype=dtype, scale=D**-0.5), m.randn(D, dtype=dtype)
         for rows in (16, m.tokens):
             few, flops = x[:rows].clone(), 2.0 * w.numel() * rows
-            ours, theirs = lambda a=few, w=w: order.matmul_rows(a, w.t()), lambda a=few, w=w: theirs_of.matmul_persistent(a, w.t())
+            ours, theirs = lambda a=few, w=w: matmul.matmul(a, w), lambda a=few, w=w: theirs_of.matmul_persistent(a, w.t())
             yield row(m, f"{name} linear, {rows} rows, beside vLLM's", flops, "TFLOP/s", ours, theirs)
         ours, theirs = lambda x=x, n=norm: rms_norm(x, n, 1e-6), lambda x=x, n=norm: theirs_of.rms_norm_batch_invariant(x, n, 1e-6)
         with torch.no_grad():

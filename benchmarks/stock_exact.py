@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from zerokl.benchmarks.machine import END_S, Machine, Row, name_of
-from zerokl.kernels.logprob import Distribution
+from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.verify.bitwise import count_unequal
 
 LIMIT_S = 75
@@ -45,17 +45,17 @@ def stock_equality(m: Machine) -> Iterator[Row]:
 def compare(dtype: torch.dtype, dry: bool) -> Iterator[Row]:
     """Rollouts of two versions of random weights, scored again. The 1.7B widths are those that vLLM has tuned tiles for."""
     from zerokl.engine.config import VllmConfig
-    from zerokl.engine.rollout import Keys, Sampling
-    from zerokl.engine.vllm import stock
-    from zerokl.engine.vllm.sampler import require_vllm
+    from zerokl.engine.rollout.types import GenerationParams, RngKey
+    from zerokl.engine.rollout.vllm import stock
+    from zerokl.engine.rollout.vllm.installed import require_vllm
     from zerokl.kernels import tiles
     from zerokl.model.checkpoint import write_checkpoint
     from zerokl.model.scoring import logprobs, pack
 
     if dry:
         stock.ENVIRONMENT, stock.ARGUMENTS = {}, {}
-    tiles.follow(require_vllm())
-    m, dist = Machine(dry), Distribution(0.9)
+    tiles.fix_table(require_vllm())
+    m, sampling_params = Machine(dry), SamplingParams(0.9)
     decoder = m.decoder("toy" if dry else "1.7B", 2, m.vocab, dtype)
     flat = decoder.flat.detach()
     with tempfile.TemporaryDirectory() as folder:
@@ -67,10 +67,10 @@ def compare(dtype: torch.dtype, dry: bool) -> Iterator[Row]:
         for version in (0, 1):
             if version:
                 flat.mul_(0.875)
-                sampler.load_weights({}, version)
-            rollouts = sampler.generate(prompts, Sampling(dist, 4, 8 if dry else 96, frozenset()), Keys(0, version))
+                sampler.sync_weights(version)
+            rollouts = sampler.generate(prompts, GenerationParams(sampling_params, 4, 8 if dry else 96, frozenset()), RngKey(0, version))
             with torch.no_grad():
-                scored = logprobs(decoder, pack([r.pair for r in rollouts]), dist)[0].cpu()
+                scored = logprobs(decoder, pack([r.pair for r in rollouts]), sampling_params)[0].cpu()
             sampled = torch.cat([torch.from_numpy(r.logprobs) for r in rollouts])
             what = f"{_HERE} {name_of(dtype)}, weights {version}: {len(sampled)} tokens beside the trainer's"
             yield {"what": what, "differ" if dry else "unequal": count_unequal(scored, sampled)}

@@ -39,7 +39,7 @@ def parse_args():
     p.add_argument("--threads", type=int, default=2)
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args()
-    args.total = args.prompts * args.samples
+    args.total = args.prompts * args.num_generations
     args.autocast = args.dtype == "bfloat16" and args.bf16_mode == "autocast"
     return args
 
@@ -53,7 +53,7 @@ def load_model(args):
 def generate_alone(args, tokenizer, prompts, suppress):
     """model.generate, turn by turn."""
     model = load_model(args).eval()
-    batch = tokenizer([p for p in prompts for _ in range(args.samples)], return_tensors="pt", return_token_type_ids=False)
+    batch = tokenizer([p for p in prompts for _ in range(args.num_generations)], return_tensors="pt", return_token_type_ids=False)
     config = GenerationConfig(
         do_sample=True,
         temperature=1.0,
@@ -114,7 +114,7 @@ def train(args, tokenizer, prompts, suppress):
             per_device_train_batch_size=args.micro_batch,
             num_iterations=1,
             gradient_accumulation_steps=args.total // args.micro_batch,
-            num_generations=args.samples,
+            num_generations=args.num_generations,
             max_completion_length=args.max_new_tokens,
             temperature=1.0,
             generation_kwargs=suppress,

@@ -31,10 +31,10 @@ def zerokl_calls(model: Path, dtype: str):
     """One call draws all tokens."""
     import torch
     from zerokl.engine.config import VllmConfig
-    from zerokl.engine.rollout import Keys, Sampling
-    from zerokl.engine.shared import SharedTensor
-    from zerokl.engine.vllm.sampler import VllmSampler
-    from zerokl.kernels.logprob import Distribution
+    from zerokl.engine.rollout.types import GenerationParams, RngKey
+    from zerokl.engine.rollout.vllm.sampler import VllmSampler
+    from zerokl.engine.shared_tensor import SharedTensor
+    from zerokl.kernels.sampling_params import SamplingParams
     from zerokl.model.checkpoint import load_decoder
 
     decoder = load_decoder(model, getattr(torch, dtype))
@@ -42,13 +42,13 @@ def zerokl_calls(model: Path, dtype: str):
     decoder.move_to(weights.tensor)
     cfg = VllmConfig(max_concurrency=MAX_SEQS, max_batch_tokens=BATCH_TOKENS, cache_bytes=CACHE_BYTES)
     sampler = VllmSampler(model, decoder.config, weights, cfg)
-    sampling = Sampling(Distribution(), SAMPLES, NEW_TOKENS, frozenset())
-    return lambda i: sum(len(r.completion_ids) for r in sampler.generate(prompts(), sampling, Keys(0, i)))
+    generation_params = GenerationParams(SamplingParams(), SAMPLES, NEW_TOKENS, frozenset())
+    return lambda i: sum(len(r.completion_ids) for r in sampler.generate(prompts(), generation_params, RngKey(0, i)))
 
 
 def stock_calls(model: Path, dtype: str):
     """The same of vLLM's own model, attention and sampler."""
-    from zerokl.engine.vllm.sampler import prepare_vllm
+    from zerokl.engine.rollout.vllm.sampler import prepare_vllm
 
     prepare_vllm(multiprocess=False)
     from vllm import LLM, SamplingParams

@@ -1,1 +1,1 @@
-"""Config, tasks and rewards, samplers, losses, the learner, the training loop and reports."""
+"""Config, tasks and rewards, samplers, losses, the optimizer, the training loop and reports."""

@@ -1,28 +1,27 @@
-"""The configuration of a run: frozen models, TOML files, presets and dotted overrides. Unknown keys are errors.
+"""The configuration of a run: frozen models. config_file.py reads and writes them.
 
-Every field is followed by a line that gives its meaning and unit.
+The line under a field gives its meaning and unit; `zerokl train --help` and docs/configuration.md show it.
+Which settings go together: compatibility.py.
 """
 
-import difflib
-import json
-import re
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from importlib import resources
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from cyclopts import Group, Parameter
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from ..kernels.logprob import Distribution
-from ..model.decoder import COMPUTE
-from .loss import LossConfig
-from .mismatch import MismatchConfig
+from ..kernels.sampling_params import SamplingParams
+from .loss.config import LossConfig
 from .precision import PrecisionConfig
 
 
+def section(model: type[BaseModel]) -> Parameter:
+    """The place of a section's settings in the help: a group under the section's docstring."""
+    name = model.__name__.removesuffix("Config").lower()
+    return Parameter(group=Group(name, help=model.__doc__ or ""))
+
+
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class TaskConfig(_Section):
@@ -53,9 +52,29 @@ class SamplingConfig(_Section):
     """Completion tokens at most, the end-of-sequence token included."""
 
     @property
-    def distribution(self) -> Distribution:
+    def sampling_params(self) -> SamplingParams:
         """The same as the kernels know it."""
-        return Distribution(self.temperature, self.top_k, self.top_p)
+        return SamplingParams(self.temperature, self.top_k, self.top_p)
+
+
+class PerturbConfig(_Section):
+    """Mismatch on demand: how the native sampler is made to differ from the trainer (perturb.py). Needs exact = false."""
+
+    logit_noise: float = Field(0.0, ge=0)
+    """Standard deviation of what is added to each logit, after the temperature."""
+    round_weights: Literal["", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"] = ""
+    """The sampler's weights are rounded to this dtype."""
+    gain: float = Field(1.0, ge=0)
+    """Factor on the difference that round_weights makes."""
+    temperature: float = Field(0.0, ge=0)
+    """Temperature of the sampler; 0 is the trainer's."""
+    delay: int = Field(0, ge=0)
+    """Steps by which the sampler's weights are late, though it says they are not."""
+
+    @property
+    def any(self) -> bool:
+        """Whether the sampler differs in any of these."""
+        return bool(self.logit_noise or self.round_weights or self.temperature or self.delay)
 
 
 class NativeConfig(_Section):
@@ -122,7 +141,7 @@ class EvaluationConfig(_Section):
     """Steps between evaluations, and one at the end; 0 is off."""
     problems: int = Field(128, ge=1)
     """Held-out problems at most."""
-    samples: int = Field(1, ge=1)
+    num_generations: int = Field(1, ge=1)
     """Completions of each problem."""
     temperature: float = Field(0.0, ge=0)
     """Temperature; 0 is greedy. top_k and top_p are those of sampling."""
@@ -162,7 +181,7 @@ class Config(_Section):
     """Training steps."""
     prompts: int = Field(16, ge=1)
     """Prompts of a step (P)."""
-    samples: int = Field(8, ge=1)
+    num_generations: int = Field(8, ge=1)
     """Completions of each prompt (G)."""
     micro_batch: int = Field(16, ge=1)
     """Sequences of one forward and backward, in each worker. Bounds memory; changes no bit."""
@@ -183,168 +202,27 @@ class Config(_Section):
     exact = false, a foreign one: transformers' generate (hf), or vLLM as it comes (vllm-stock)."""
     max_staleness: int = Field(0, ge=0)
     """Updates by which the weights sampled from may be older than the trainer's; they are renewed when they would be older."""
-    task: TaskConfig = TaskConfig()
-    sampling: SamplingConfig = SamplingConfig()
-    precision: PrecisionConfig = PrecisionConfig()
-    mismatch: MismatchConfig = MismatchConfig()
-    native: NativeConfig = NativeConfig()
-    vllm: VllmConfig = VllmConfig()
-    loss: LossConfig = LossConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    ledger: LedgerConfig = LedgerConfig()
+
+    task: Annotated[TaskConfig, section(TaskConfig)] = TaskConfig()
+    sampling: Annotated[SamplingConfig, section(SamplingConfig)] = SamplingConfig()
+    loss: Annotated[LossConfig, section(LossConfig)] = LossConfig()
+    optimizer: Annotated[OptimizerConfig, section(OptimizerConfig)] = OptimizerConfig()
+    precision: Annotated[PrecisionConfig, section(PrecisionConfig)] = PrecisionConfig()
+    evaluation: Annotated[EvaluationConfig, section(EvaluationConfig)] = EvaluationConfig()
+    checkpoint: Annotated[CheckpointConfig, section(CheckpointConfig)] = CheckpointConfig()
+    ledger: Annotated[LedgerConfig, section(LedgerConfig)] = LedgerConfig()
+    native: Annotated[NativeConfig, section(NativeConfig)] = NativeConfig()
+    vllm: Annotated[VllmConfig, section(VllmConfig)] = VllmConfig()
+    perturb: Annotated[PerturbConfig, section(PerturbConfig)] = PerturbConfig()
 
     @property
     def samples_older_weights(self) -> bool:
         """Whether the sampler keeps weights that no checkpoint of the trainer holds: such a run is done again from its first step only."""
-        return bool(self.max_staleness or self.mismatch.delay)
+        return bool(self.max_staleness or self.perturb.delay)
 
-    @model_validator(mode="after")
-    def _check(self) -> "Config":
-        if self.virtual_shards & (self.virtual_shards - 1):
-            raise ValueError(f"virtual_shards ({self.virtual_shards}) must be a power of two")
-        if self.samples == 1 and self.loss.resolve().advantage != "batch":
-            raise ValueError(
-                'samples (1) must be at least 2: the advantage compares samples of one prompt (or set loss.advantage = "batch")'
-            )
-        if self.exact and (self.precision.sampler_differs or self.mismatch.any or self.sampler == "hf"):
-            raise ValueError("precision.sampler_*, mismatch.* and a foreign sampler make sampler and trainer differ; set exact = false")
-        if self.exact and self.sampler == "vllm-stock" and self.precision.numerics() != COMPUTE:
-            raise ValueError('precision.head_dtype and cache_dtype: vLLM\'s own model has other kernels for them; set both to "compute"')
-        apart = self.max_staleness or self.mismatch.any or self.precision.numerics(sampler=True) != self.precision.numerics()
-        if self.sampler != "native" and apart:
-            raise ValueError(f'max_staleness, mismatch.* and precision.sampler_*_dtype need sampler = "native", not {self.sampler}')
-        if self.sampler == "vllm" and self.precision.numerics().cache is not None:
-            raise ValueError('precision.cache_dtype: vLLM\'s cache holds the compute dtype; set it to "compute", or sampler = "native"')
-        if self.prompts * self.samples < 2:
-            raise ValueError("prompts x samples must be at least 2")
-        return self
-
-
-# Sections whose keys are not ours.
-_FREE = ("task.options", "vllm.engine")
-
-
-def load_config(file: str | None, preset: str | None, overrides: Mapping[str, str]) -> Config:
-    """A TOML file or a preset, then dotted overrides such as {"optimizer.lr": "3e-4"}.
-
-    Raises ValueError, one line, for a file that cannot be read, an unknown key (naming the nearest) or a bad value.
-    """
-    if file is not None and preset is not None:
-        raise ValueError("config: give a file or --preset, not both")
-    values = _read(file, preset)
-    known = dict(_keys(Config))
-    for key, text in overrides.items():
-        *path, last = key.split(".")
-        _known_or_error(key, known)
-        target = values
-        for part in path:
-            target = target.setdefault(part, {})
-            if not isinstance(target, dict):
-                raise ValueError(f"config: {key}: {part} is {target!r}, not a section")
-        target[last] = _value(text, known.get(key, Any))
-    for key in _flatten(values):
-        _known_or_error(key, known)
-    try:
-        return Config.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(p) for p in first["loc"])
-        given = f" ({first['input']!r})" if place and not isinstance(first["input"], dict) else ""
-        said = first["msg"].removeprefix("Value error, ")
-        raise ValueError(f"config: {place}{given}: {said}" if place else f"config: {said}") from None
-
-
-def preset_names() -> list[str]:
-    """The presets that come with zerokl."""
-    return sorted(f.name.removesuffix(".toml") for f in resources.files("zerokl.engine.presets").iterdir() if f.name.endswith(".toml"))
-
-
-def _read(file: str | None, preset: str | None) -> dict[str, Any]:
-    if file is None and preset is None:
-        return {}
-    try:
-        if preset is not None:
-            if preset not in preset_names():
-                raise ValueError(f"config: preset {preset} is not known; choose {', '.join(preset_names())}")
-            return tomllib.loads(resources.files("zerokl.engine.presets").joinpath(f"{preset}.toml").read_text())
-        return tomllib.loads(Path(str(file)).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"config: {file} cannot be read ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"config: {file} is not valid TOML ({error})") from None
-
-
-def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every dotted key and its type. A section is a key as well."""
-    for name, info in model.model_fields.items():
-        kind = info.annotation
-        yield prefix + name, kind
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from _keys(kind, f"{prefix}{name}.")
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for name, value in values.items():
-        yield prefix + name
-        if isinstance(value, Mapping) and prefix + name not in _FREE:
-            yield from _flatten(value, f"{prefix}{name}.")
-
-
-def _known_or_error(key: str, known: Mapping[str, Any]) -> None:
-    if key in known or key.startswith(tuple(f"{free}." for free in _FREE)):
-        return
-    last, by_last = key.rsplit(".", 1)[-1], {k.rsplit(".", 1)[-1]: k for k in reversed(known)}
-    near = [by_last[last]] if last in by_last else difflib.get_close_matches(key, known, 1)
-    near = near or [by_last[m] for m in difflib.get_close_matches(last, by_last, 1)]
-    hint = f"; did you mean {near[0]}?" if near else f"; keys are {', '.join(k for k in known if '.' not in k)}"
-    raise ValueError(f"config: unknown key {key}{hint}")
-
-
-def _value(text: str, kind: Any) -> Any:
-    """A command-line word as the TOML value it looks like; text for keys whose type is text."""
-    if kind is str or (get_args(kind) and all(isinstance(a, str) for a in get_args(kind))):
-        return text
-    try:
-        return tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def overrides_from(values: Mapping[str, Any]) -> dict[str, str]:
-    """TOML values of dotted keys as load_config takes them."""
-    return {key: value if isinstance(value, str) else _toml(value) for key, value in values.items()}
-
-
-def to_toml(config: Config) -> str:
-    """The whole resolved configuration as TOML."""
-    values = config.model_dump() | {"loss": config.loss.resolve().model_dump()}
-    lines: list[str] = []
-
-    def table(values: Mapping[str, Any], path: Sequence[str]) -> None:
-        if path:
-            lines.append(f"\n[{'.'.join(map(_toml_key, path))}]")
-        lines.extend(f"{_toml_key(k)} = {_toml(v)}" for k, v in values.items() if not isinstance(v, Mapping) and v is not None)
-        for k, v in values.items():
-            if isinstance(v, Mapping):
-                table(v, [*path, k])
-
-    table(values, [])
-    return "\n".join(lines) + "\n"
-
-
-def _toml_key(key: str) -> str:
-    return key if re.fullmatch("[A-Za-z0-9_-]+", key) else _toml(key)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_toml_key(k)} = {_toml(v)}" for k, v in value.items()) + " }"
-    if isinstance(value, list):
-        return "[" + ", ".join(_toml(v) for v in value) + "]"
-    if isinstance(value, float):
-        return repr(value)
-    return json.dumps(value, ensure_ascii=False).replace(
-        "\x7f", "\\u007f"
-    )  # strings, booleans and integers are written alike in JSON and TOML
+    @field_validator("virtual_shards")
+    @classmethod
+    def _power_of_two(cls, value: int) -> int:
+        if value & (value - 1):
+            raise ValueError("must be a power of two")
+        return value

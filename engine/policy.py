@@ -7,20 +7,18 @@ import numpy as np
 import torch
 
 from ..kernels.backend import find_device
-from ..kernels.logprob import Distribution
 from ..kernels.philox import Stream
+from ..kernels.sampling_params import SamplingParams
 from ..model.checkpoint import DTYPES, load_decoder, resolve_model
 from ..model.config import ModelConfig
 from ..model.scoring import logprobs, pack
-from ..verify.invariance import Check
 from .config import TaskConfig
-from .evaluate import Evaluation, evaluate
-from .initialise import task_of
-from .law import run_checks
-from .native import NativeSampler
-from .rollout import Keys, Rollout, Sampling
+from .rollout.evaluate import Evaluation, evaluate
+from .rollout.native import NativeSampler
+from .rollout.types import GenerationParams, RngKey, Rollout
 from .tasks import load_reward, load_task, problems_of
-from .text import Text
+from .tasks.perfectible import task_of
+from .tasks.tokenizer import Tokenizer
 
 
 class Policy:
@@ -28,7 +26,7 @@ class Policy:
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device | None = None):
         self.folder = folder
-        self.text = Text(folder, ModelConfig.from_file(folder).vocab_size)
+        self.tokenizer = Tokenizer(folder, ModelConfig.from_file(folder).vocab_size)
         self.decoder = load_decoder(folder, dtype, device)
         self.sampler = NativeSampler(self.decoder)
 
@@ -40,9 +38,9 @@ class Policy:
 
         Raises ValueError for a prompt that is empty or too long, or a setting out of range.
         """
-        ids = [self.text.encode(p, chat) if isinstance(p, str) else list(p) for p in prompts]
-        sampling = Sampling(Distribution(temperature, top_k, top_p), n, max_tokens, self.text.stop_ids)
-        return self.sampler.generate(ids, sampling, Keys(seed, 0))
+        ids = [self.tokenizer.encode(p, chat) if isinstance(p, str) else list(p) for p in prompts]
+        generation_params = GenerationParams(SamplingParams(temperature, top_k, top_p), n, max_tokens, self.tokenizer.stop_ids)
+        return self.sampler.generate(ids, generation_params, RngKey(seed, 0))
 
     @torch.no_grad()
     def score(
@@ -50,11 +48,11 @@ class Policy:
     ) -> list[np.ndarray]:
         """The trainer's logprobs [C] fp32 of each (prompt_ids, completion_ids), from one forward over all. Raises ValueError."""
         batch = pack(pairs)
-        logp, _ = logprobs(self.decoder, batch, Distribution(temperature, top_k, top_p))
+        logp, _ = logprobs(self.decoder, batch, SamplingParams(temperature, top_k, top_p))
         return [x.numpy() for x in logp.cpu().split(batch.completion_lengths)]
 
     def evaluate(
-        self, task: TaskConfig, split: str = "held_out", problems: int = 256, samples: int = 1, temperature: float = 0.0,
+        self, task: TaskConfig, split: str = "held_out", problems: int = 256, num_generations: int = 1, temperature: float = 0.0,
         max_tokens: int = 32, seed: int = 0,
     ) -> Evaluation:  # fmt: skip
         """Rewards [P, G] on a split of a task. A model made by `zerokl init` or trained on the task brings its options along."""
@@ -69,10 +67,13 @@ class Policy:
         chosen = problems_of(made, task.name, split)[:problems]
         if not chosen:
             raise ValueError(f"task {task.name}: the split {split} has no problems")
-        ids = self.text.encode_problems(chosen, made.chat)
-        keys = Keys(seed, 0, Stream.EVALUATE)
+        ids = self.tokenizer.encode_problems(chosen, made.chat)
+        rng_key = RngKey(seed, 0, Stream.EVALUATE)
         reward = load_reward(made, task.reward)
-        return evaluate(self.sampler, self.text, chosen, ids, reward, Distribution(temperature), samples, max_tokens, keys)
+        generation_params = GenerationParams(
+            SamplingParams(temperature), num_generations, max_tokens, self.tokenizer.stop_ids
+        )
+        return evaluate(self.sampler, self.tokenizer, chosen, ids, reward, generation_params, rng_key)
 
 
 def load_policy(model: str, dtype: str = "float32", device: str = "auto") -> Policy:
@@ -80,19 +81,3 @@ def load_policy(model: str, dtype: str = "float32", device: str = "auto") -> Pol
     if dtype not in DTYPES:
         raise ValueError(f"dtype ({dtype}) must be one of {', '.join(DTYPES)}")
     return Policy(resolve_model(model), DTYPES[dtype], find_device(device))
-
-
-def check_law(
-    model: str | None = None,
-    dtypes: Sequence[str] = tuple(DTYPES),
-    sequences: int = 12,
-    longest: int = 80,
-    seed: int = 0,
-    device: str = "auto",
-) -> list[Check]:
-    """The law's checks for a model, or a tiny random one: a line each with `comparisons` and `unequal`. Raises ValueError."""
-    for dtype in dtypes:
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype ({dtype}) must be one of {', '.join(DTYPES)}")
-    folder = None if model is None else resolve_model(model)
-    return list(run_checks(folder, dtypes, sequences, longest, seed, find_device(device)))

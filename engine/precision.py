@@ -3,16 +3,13 @@
 import math
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-
-from ..model.checkpoint import DTYPES
-from ..model.decoder import Numerics
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 class PrecisionConfig(BaseModel):
-    """What is computed in which dtype, beside `dtype` itself; the same for sampler and trainer, unless a sampler_ key says otherwise."""
+    """Dtypes beside the compute dtype, and loss scaling. The sampler has the trainer's, unless a sampler_ key says otherwise."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     scaling: Literal["auto", "off", "static", "dynamic"] = "auto"
     """Loss scaling. auto is dynamic for float16 and off for the others, whose exponents need none."""
@@ -27,13 +24,14 @@ class PrecisionConfig(BaseModel):
     maximum: float = 16777216.0
     """A dynamic scale rises no higher; a power of two."""
     head_dtype: Literal["compute", "float32"] = "compute"
-    """Dtype of the logits: the compute dtype, or float32 (hidden states and head are then multiplied in fp32, and not rounded)."""
+    """Dtype of the logits: the compute dtype, or float32. With float32 hidden states and head are multiplied in fp32,
+    and the logits are not rounded."""
     cache_dtype: Literal["compute", "bfloat16", "float16"] = "compute"
-    """Dtype to which keys and values are rounded before attention reads them, in the sampler's cache and in the trainer alike. Where it is
-    narrower than the compute dtype, the sampler's cache stores them in it: half the bytes with float32."""
+    """Dtype to which keys and values are rounded before attention reads them, in the sampler's cache and in the trainer
+    alike. Where it is narrower than the compute dtype, the sampler's cache stores them in it: half the bytes with float32."""
     tiles: Literal["vllm-0.32", "vllm-0.33"] = "vllm-0.32"
-    """Whose tiles along the reduced dimension the matrix products have on a GPU, where they order sums: the version of vLLM that samples,
-    with sampler = "vllm-stock" and exact = true."""
+    """The vLLM version whose tiles along the reduced dimension the matrix products have on a GPU, where tiles order sums.
+    With sampler = "vllm-stock" and exact = true it must be the version that samples."""
     sampler_dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """Compute dtype of the sampler, where it is another. Only with exact = false."""
     sampler_head_dtype: Literal["", "compute", "float32"] = ""
@@ -48,19 +46,17 @@ class PrecisionConfig(BaseModel):
             raise ValueError(f"{value} must be a power of two, so that no bit of a weight depends on it")
         return value
 
-    @model_validator(mode="after")
-    def _check(self) -> "PrecisionConfig":
-        if not self.minimum <= self.scale <= self.maximum and self.scaling in ("auto", "dynamic"):
-            raise ValueError(f"scale ({self.scale}) must lie between minimum ({self.minimum}) and maximum ({self.maximum})")
-        return self
-
     @property
     def sampler_differs(self) -> bool:
         """Whether the sampler was asked to compute in another way."""
         return bool(self.sampler_dtype or self.sampler_head_dtype or self.sampler_cache_dtype)
 
-    def numerics(self, sampler: bool = False) -> Numerics:
-        """Head and cache of the trainer, or of the sampler."""
-        head = (sampler and self.sampler_head_dtype) or self.head_dtype
-        cache = (sampler and self.sampler_cache_dtype) or self.cache_dtype
-        return Numerics(DTYPES.get(head), DTYPES.get(cache))
+    @property
+    def of_sampler(self) -> "PrecisionConfig":
+        """The same with head_dtype and cache_dtype of the sampler in the trainer's place."""
+        return self.model_copy(
+            update={
+                "head_dtype": self.sampler_head_dtype or self.head_dtype,
+                "cache_dtype": self.sampler_cache_dtype or self.cache_dtype,
+            }
+        )

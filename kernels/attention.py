@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from .attention_plan import KEY_TILE, AttentionPlan, Spans
+from .attention_plan import KEY_TILE, AttentionPlan
 from .backend import on_triton
 from .grad import accumulate_dtype, check_dtype
 from .order import ALIGN
@@ -211,7 +211,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Attention
     return _Attention.apply(q, k, v, plan, scale)
 
 
-def attention_cached(q: torch.Tensor, tiles: torch.Tensor, plan: AttentionPlan | Spans, scale: float) -> torch.Tensor:
+def attention_cached(q: torch.Tensor, tiles: torch.Tensor, plan: AttentionPlan, scale: float) -> torch.Tensor:
     """Attention of new tokens against a cache that already holds their keys and values; forward only.
 
     q [T, Hq, D], tiles [blocks * Hkv, 2, KEY_TILE, D] -> [T, Hq, D]. The bits are those of `attention`. Raises ValueError.

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from .attention_plan import Spans
-from .attention_triton import SHAPES, find_tile, spans_case
+from .attention_triton import find_tile
 from .launch import launch, rows_contiguous
 from .tiles import generation
 
@@ -106,9 +106,9 @@ def _backward_kv(
 
 def attention_bwd(do, q, k, v, o, lse, spans: Spans, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv of packed attention, contiguous. do, q, o [T, Hq, D], k, v [K, Hkv, D], lse [T, Hq]."""
-    assert spans.key_starts is not None
+    assert spans.cu_seqlens_k is not None
     do, q, k, v = map(rows_contiguous, (do, q, k, v))
-    (T, H, D), kv_heads, sequences = q.shape, spans.kv_heads, len(spans.lengths)
+    (T, H, D), kv_heads, sequences = q.shape, spans.kv_heads, len(spans.seqused_k)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty_like(lse)
     width = triton.next_power_of_2(D)
@@ -119,11 +119,11 @@ def attention_bwd(do, q, k, v, o, lse, spans: Spans, scale: float) -> tuple[torc
         return [n for x in tensors for n in x.stride()[:2]]
 
     launch(
-        _backward_q, (T // of_q["BLOCK_M"] + sequences, H), q, k, v, o, do, lse, delta, dq, spans.starts, spans.key_starts,
+        _backward_q, (T // of_q["BLOCK_M"] + sequences, H), q, k, v, o, do, lse, delta, dq, spans.cu_seqlens_q, spans.cu_seqlens_k,
         scale, sequences, H, *strides(q, k, v, o, do, dq), **shape, **of_q,
     )  # fmt: skip
     launch(
-        _backward_kv, (len(k) // of_kv["BLOCK_N"] + sequences, kv_heads), q, k, v, do, lse, delta, dk, dv, spans.starts, spans.key_starts,
+        _backward_kv, (len(k) // of_kv["BLOCK_N"] + sequences, kv_heads), q, k, v, do, lse, delta, dk, dv, spans.cu_seqlens_q, spans.cu_seqlens_k,
         scale, sequences, H, *strides(q, k, v, do, dk, dv), **shape, **of_kv,
     )  # fmt: skip
     return dq, dk, dv
@@ -146,18 +146,3 @@ def _tiles(dtype: torch.dtype, width: int, where: str) -> tuple[dict[str, int], 
     if where == "ampere" and width <= 64:
         return tiles(64, 32, 8), tiles(16, 64, 8) | {"num_stages": 1}
     return tiles(64, 32, 8), tiles(16, 64, 4 if where == "amd" else 8)
-
-
-def _case(dtype: torch.dtype, D: int, group: int):
-    def run() -> None:
-        q, k = (torch.empty(256, heads, D, dtype=dtype, device="meta") for heads in (8 * group, 8))
-        attention_bwd(q, q, k, k, q, torch.empty(256, 8 * group, device="meta"), spans_case(), D**-0.5)
-
-    return run
-
-
-CASES = {
-    f"attention backward {dtype} {D}, groups of {group}": _case(dtype, D, group)
-    for D, group in SHAPES
-    for dtype in (torch.bfloat16, torch.float16, torch.float32)
-}

@@ -59,15 +59,11 @@ class IndexPlan:
 class Spans(NamedTuple):
     """One attention call as Triton's kernels take it, int32 tensors on their device."""
 
-    starts: torch.Tensor  # [S + 1], first row of each sequence in q, and T
-    lengths: torch.Tensor  # [S], tokens of each sequence with those before its queries
-    table: torch.Tensor | None  # [S, J], the pages of each sequence's keys; None where they lie packed
+    cu_seqlens_q: torch.Tensor  # [S + 1], first row of each sequence in q, and T
+    seqused_k: torch.Tensor  # [S], tokens of each sequence with those before its queries
+    block_table: torch.Tensor | None  # [S, J], the pages of each sequence's keys; None where they lie packed
     kv_heads: int
-    key_starts: torch.Tensor | None = None  # [S + 1], first key of each sequence, and K, where they lie packed
-
-    def on(self, device: torch.device) -> "Spans":
-        """Itself: they are where they are used."""
-        return self
+    cu_seqlens_k: torch.Tensor | None = None  # [S + 1], first key of each sequence, and K, where they lie packed
 
 
 @dataclass(frozen=True)

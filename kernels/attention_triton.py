@@ -106,13 +106,13 @@ def attention_packed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, scale: float, want_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Packed keys and values, k and v [K, Hkv, D], q [T, Hq, D]. Returns o [T, Hq, D] contiguous, and lse [T, Hq] in fp32 if wanted."""
-    assert spans.key_starts is not None
+    assert spans.cu_seqlens_k is not None
     return _launch(q, k.unsqueeze(0), v.unsqueeze(0), spans, scale, 0, want_lse)
 
 
 def attention_paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, scale: float) -> torch.Tensor:
     """New tokens against a cache that holds their keys and values: k, v [pages, page, Hkv, D], q [T, Hq, D] -> [T, Hq, D]."""
-    assert spans.table is not None
+    assert spans.block_table is not None
     return _launch(q, k, v, spans, scale, k.shape[1], False)[0]
 
 
@@ -120,14 +120,14 @@ def _launch(q, k, v, spans: Spans, scale: float, page: int, want_lse: bool) -> t
     q, k, v = map(rows_contiguous, (q, k, v))
     (T, H, D), kv_heads = q.shape, spans.kv_heads
     assert k.shape[2] == kv_heads, (k.shape, kv_heads)
-    group, sequences = H // kv_heads, len(spans.lengths)
+    group, sequences = H // kv_heads, len(spans.seqused_k)
     block_m, width = max(BLOCK_M, triton.next_power_of_2(group)), triton.next_power_of_2(D)
     o = torch.empty(T, H, D, dtype=q.dtype, device=q.device)
     lse = torch.empty(T, H, dtype=torch.float32, device=q.device) if want_lse else None
-    table, key_starts = (spans.table, None) if page else (None, spans.key_starts)
+    table, key_starts = (spans.block_table, None) if page else (None, spans.cu_seqlens_k)
     options = _options(q.dtype, k.dtype, width, bool(page), generation(q.device))
     launch(
-        _forward, (T // (block_m // group) + sequences, kv_heads), q, k, v, o, lse, spans.starts, key_starts, spans.lengths, table,
+        _forward, (T // (block_m // group) + sequences, kv_heads), q, k, v, o, lse, spans.cu_seqlens_q, key_starts, spans.seqused_k, table,
         scale, sequences,
         table.stride(0) if page else 0, H, q.stride(0), q.stride(1), o.stride(0), o.stride(1), k.stride(0), k.stride(1), k.stride(2),
         v.stride(0), v.stride(1), v.stride(2), GROUP=group, D=D, WIDTH=width, PAGE=page,
@@ -152,34 +152,3 @@ def _options(dtype: torch.dtype, of_keys: torch.dtype, width: int, paged: bool, 
     if dtype == torch.float32 and width <= 64 and not paged and where == "ampere":
         return {"num_stages": 2}
     return {"num_stages": 3} | ({"maxnreg": 128} if where == "ampere" and dtype != torch.float32 else {})
-
-
-def spans_case(T: int = 256, pages: int = 0) -> Spans:
-    """Spans of meta tensors, for CASES."""
-    starts, lengths = (torch.empty(n, dtype=torch.int32, device="meta") for n in (3, 2))
-    return Spans(starts, lengths, torch.empty(2, pages, dtype=torch.int32, device="meta") if pages else None, 8, None if pages else starts)
-
-
-def _case(dtype: torch.dtype, D: int, pages: torch.dtype | None, group: int, want_lse: bool = True):
-    def run() -> None:
-        q, k = (torch.empty(256, heads, D, dtype=dtype, device="meta") for heads in (8 * group, 8))
-        if pages:
-            cache = torch.empty(32, KEY_TILE, 8, D, dtype=pages, device="meta")
-            attention_paged(q, cache, cache, spans_case(pages=16), D**-0.5)
-        else:
-            attention_packed(q, k, k, spans_case(), D**-0.5, want_lse)
-
-    return run
-
-
-# Head widths and groups of the supported models: Qwen3-0.6B and 1.7B, 8B, Qwen2.5-0.5B, Llama-3.2-1B.
-SHAPES = ((128, 2), (128, 4), (64, 7), (64, 4))
-CASES = {}
-for D, group in SHAPES:
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        what = f"{dtype} {D}, groups of {group}"
-        CASES[f"attention {what}"] = _case(dtype, D, None, group)
-        CASES[f"attention {what}, without lse"] = _case(dtype, D, None, group, want_lse=False)  # scoring without a gradient
-        CASES[f"attention {what}, paged"] = _case(dtype, D, dtype, group)
-    for pages in (torch.bfloat16, torch.float16):
-        CASES[f"attention {torch.float32} {D}, groups of {group}, paged in {pages}"] = _case(dtype, D, pages, group)

@@ -8,7 +8,6 @@ dy, x [T, H, D] (H heads are summed with the tokens; 1 for a bias), r [T, H] fp3
 Roundings: none but fp32's own.
 """
 
-from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -86,13 +85,5 @@ def add_columns(
 
 
 def add_bias_columns(acc_N: torch.Tensor, dy_TN: torch.Tensor, blocks: Blocks) -> None:
-    """order.add_columns on Triton."""
+    """columns.add_columns on Triton."""
     add_columns(acc_N, dense(dy_TN).unsqueeze(1), blocks)
-
-
-def _bias_case(dtype: torch.dtype) -> Callable[[], None]:
-    D = 1024  # any multiple of 16 gives the same binary
-    return lambda: add_bias_columns(torch.empty(D, device="meta"), torch.empty(256, D, dtype=dtype, device="meta"), [(0, 128), (128, 256)])
-
-
-CASES = {f"columns {dtype}": _bias_case(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)}

@@ -4,8 +4,6 @@ The ids are sorted stably, so that the tokens of one v stand together in their o
 and adds them all, each to the fp32 buffer's value: token after token, whatever the split into micro-batches.
 """
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
@@ -39,14 +37,3 @@ def embedding_bwd(acc: torch.Tensor, ids: torch.Tensor, dx: torch.Tensor) -> Non
     ordered, order = torch.sort(ids, stable=True)
     ends = torch.searchsorted(ordered, ordered, right=True).to(torch.int32)
     launch(_embedding_bwd, (T, triton.cdiv(D, TILE)), ordered, ends, order, dense(dx), acc, D, TILE=TILE, num_warps=WARPS)
-
-
-def _case(dtype: torch.dtype) -> Callable[[], None]:
-    def run() -> None:
-        ids, dx = torch.empty(256, dtype=torch.int64, device="meta"), torch.empty(256, 1024, dtype=dtype, device="meta")
-        embedding_bwd(torch.empty(1000, 1024, device="meta"), ids, dx)
-
-    return run
-
-
-CASES = {f"embedding {dtype}": _case(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)}

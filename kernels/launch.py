@@ -6,12 +6,10 @@ Nothing is autotuned: whoever launches names num_warps (and num_stages where a l
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
-
-_recorded: "list[Launch] | None" = None
-_run_recorded = False
 
 
 class Launch(NamedTuple):
@@ -22,25 +20,35 @@ class Launch(NamedTuple):
     options: dict[str, Any]
 
 
+class _Recording(NamedTuple):
+    """What `recorded` is doing."""
+
+    launches: list[Launch]
+    and_run: bool
+
+
+_recording: ContextVar[_Recording | None] = ContextVar("recording", default=None)
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **options: Any) -> None:
     """kernel[grid](*args, ...) with the fusion of multiply and add pinned. Constexprs may be given by name among the options."""
     options = {"num_warps": num_warps, "enable_fp_fusion": True, **options}
-    if _recorded is not None:
-        _recorded.append(Launch(kernel, args, options))
-    if _recorded is None or _run_recorded:
+    recording = _recording.get()
+    if recording is not None:
+        recording.launches.append(Launch(kernel, args, options))
+    if recording is None or recording.and_run:
         kernel[grid](*args, **options)
 
 
 @contextmanager
 def recorded(and_run: bool = False) -> Iterator[list[Launch]]:
     """Inside it each launch is listed, and carried out only with `and_run`: without, launchers can be called with meta tensors."""
-    global _recorded, _run_recorded
-    assert _recorded is None, "recorded() does not nest"
-    _recorded, _run_recorded = [], and_run
+    assert _recording.get() is None, "recorded() does not nest"
+    token = _recording.set(_Recording([], and_run))
     try:
-        yield _recorded
+        yield _recording.get().launches
     finally:
-        _recorded = None
+        _recording.reset(token)
 
 
 def rows_contiguous(x: torch.Tensor) -> torch.Tensor:

@@ -3,27 +3,33 @@
     y = x w^T + b          dx = dy w          dw = dy^T x          db = sum_t dy
 
 x [T, K], w [N, K], b [N], y [T, N].
-Roundings: y once, from an fp32 sum (on a CPU the bias is added to the rounded product and rounded again, as a matrix product
-followed by an addition; on a GPU it joins the sum before, as in vLLM's kernel); dx once; dw and db not at all where the weight
-has an fp32 `main_grad` (see grad.py).
-Order: order.py. A row of y or dx depends on its own row of x or dy only.
+Roundings: y once, from an fp32 sum. On a CPU the bias is added to the rounded product and rounded again, as a matrix
+product followed by an addition; on a GPU it joins the sum before, as in vLLM's kernel. dx once; dw and db not at all
+where the weight has an fp32 `main_grad` (see grad.py).
+Order: matmul.py, columns.py. A row of y or dx depends on its own row of x or dy only.
 """
 
 import torch
 
 from .backend import on_triton
+from .columns import add_columns
 from .grad import check_dtype, grad_buffer, returned_grad
-from .order import Blocks, add_columns, add_outer, matmul_rows, one_sequence
+from .matmul import add_outer, matmul, matmul_ref
+from .order import Blocks, one_sequence
 
 
 def linear_ref(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
     """Forward only. x [T, K], w [N, K], b [N] -> [T, N]."""
-    if b is not None and on_triton(x):
-        from .matmul_triton import matmul
-
-        return matmul(x, w.t(), b)
-    y = matmul_rows(x, w.t())
+    y = matmul_ref(x, w)
     return y if b is None else y + b
+
+
+def _forward(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+    if not on_triton(x):
+        return linear_ref(x, w, b)
+    from .matmul_triton import matmul as matmul_with_bias
+
+    return matmul_with_bias(x, w.t(), b)
 
 
 class _Linear(torch.autograd.Function):
@@ -32,13 +38,13 @@ class _Linear(torch.autograd.Function):
         # Held on ctx and not in save_for_backward: the backward needs the tensor object itself for its main_grad.
         ctx.save_for_backward(x)
         ctx.w, ctx.b, ctx.blocks = w, b, blocks
-        return linear_ref(x, w, b)
+        return _forward(x, w, b)
 
     @staticmethod
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
         w, b, dw, db = ctx.w, ctx.b, None, None
-        dx = matmul_rows(dy, w) if ctx.needs_input_grad[0] else None
+        dx = matmul(dy, w.t()) if ctx.needs_input_grad[0] else None
         if ctx.needs_input_grad[1]:
             acc = grad_buffer(w)
             add_outer(acc, dy, x, ctx.blocks)
@@ -50,7 +56,9 @@ class _Linear(torch.autograd.Function):
         return dx, dw, db, None
 
 
-def linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None, blocks: Blocks | None = None) -> torch.Tensor:
+def linear(
+    x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None, blocks: Blocks | None = None
+) -> torch.Tensor:
     """y = x w^T + b. x [T, K], w [N, K], b [N] -> [T, N].
 
     `blocks` are the token blocks (order.token_blocks) in whose order the weight gradient is summed; all rows as one
@@ -62,5 +70,5 @@ def linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None, bloc
     if b is not None and b.shape != (w.shape[0],):
         raise ValueError(f"linear: b {tuple(b.shape)} must be [{w.shape[0]}], the rows of w")
     if not torch.is_grad_enabled():
-        return linear_ref(x, w, b)
+        return _forward(x, w, b)
     return _Linear.apply(x, w, b, one_sequence(x, blocks))

@@ -12,8 +12,6 @@ logits [rows, V] in fp32 (backward: the model's dtype too), ids, logp, entropy, 
 Roundings: dlogits once.
 """
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
@@ -100,25 +98,3 @@ def prefix_sums(e: torch.Tensor) -> torch.Tensor:
     """
     units = 2.0 ** (62 - (e.shape[1] - 1).bit_length())
     return torch.cumsum((e.double() * units).to(torch.int64), dim=1).double()
-
-
-def _forward_case() -> None:
-    logits, ids = torch.empty(64, 4096, device="meta"), torch.empty(64, dtype=torch.int64, device="meta")
-    logprob_fwd(logits, ids)
-
-
-def _backward_case(dtype: torch.dtype, out: torch.dtype) -> Callable[[], None]:
-    def run() -> None:
-        logits, dlogits = (torch.empty(64, 4096, dtype=d, device="meta") for d in (dtype, out))
-        ids, row = torch.empty(64, dtype=torch.int64, device="meta"), torch.empty(64, device="meta")
-        logprob_bwd(logits, ids, row, row, row, dlogits)
-
-    return run
-
-
-# The gradient overwrites logits of its dtype, or comes from truncated ones, which are in fp32.
-CASES = {
-    "logprob": _forward_case,
-    **{f"logprob of {d}": _backward_case(d, d) for d in (torch.bfloat16, torch.float16, torch.float32)},
-    **{f"truncated logprob of {d}": _backward_case(torch.float32, d) for d in (torch.bfloat16, torch.float16)},
-}

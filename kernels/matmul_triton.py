@@ -129,39 +129,3 @@ def _runs(blocks: tuple[tuple[int, int], ...], device: torch.device) -> torch.Te
         else:
             runs.append([start, end])
     return torch.tensor(runs, dtype=torch.int32).to(device)
-
-
-def _matmul_case(dtype: torch.dtype, M: int, N: int, K: int, transposed: bool, bias: bool):
-    def run() -> None:
-        x, w = torch.empty(M, K, dtype=dtype, device="meta"), torch.empty(K, N, dtype=dtype, device="meta")
-        matmul(x, w.t().contiguous().t() if transposed else w, torch.empty(N, dtype=dtype, device="meta") if bias else None)
-
-    return run
-
-
-def _outer_case(dtype: torch.dtype):
-    def run() -> None:
-        dy, x = torch.empty(256, 1024, dtype=dtype, device="meta"), torch.empty(256, 2048, dtype=dtype, device="meta")
-        add_outer(torch.empty(1024, 2048, device="meta"), dy, x, [(0, 128), (128, 256)])
-
-    return run
-
-
-# Forward products read w as the transpose of a contiguous [N, K], input gradients as [K, N]. (2048, 2048) has another BLOCK_K on some.
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-CASES = {
-    f"{what} {dtype} {'decode' if M < 128 else 'prefill'}": _matmul_case(dtype, M, 1024, 2048, transposed, bias=False)
-    for dtype in _DTYPES
-    for M in (64, 128)
-    for what, transposed in (("linear", True), ("input gradient", False))
-}
-CASES |= {
-    f"{what} {torch.bfloat16} {M} rows, 2048 x 2048": _matmul_case(torch.bfloat16, M, 2048, 2048, transposed, False)
-    for M in (64, 128)
-    for what, transposed in (("linear", True), ("input gradient", False))
-}
-CASES |= {f"linear {dtype} with a bias": _matmul_case(dtype, 128, 1024, 2048, True, True) for dtype in _DTYPES}
-CASES |= {f"linear {dtype} uneven": _matmul_case(dtype, 128, 1008, 1008, True, False) for dtype in _DTYPES}
-CASES |= {f"linear {dtype} with a bias, decode": _matmul_case(dtype, 64, 1024, 2048, True, True) for dtype in _DTYPES}
-CASES |= {f"linear {dtype} uneven, decode": _matmul_case(dtype, 64, 1008, 1008, True, False) for dtype in _DTYPES}
-CASES |= {f"weight gradient {dtype}": _outer_case(dtype) for dtype in _DTYPES}

@@ -15,8 +15,9 @@ The mean is one sum along the row: D is static, so its order is. Triton: rms_nor
 import torch
 
 from .backend import on_triton
+from .columns import add_columns_ref
 from .grad import accumulate_dtype, check_dtype, grad_buffer, returned_grad
-from .order import Blocks, add_columns, one_sequence, sum_row, tree_sum
+from .order import Blocks, one_sequence, sum_row, tree_sum
 
 
 def rms_norm_ref(x: torch.Tensor, w: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,7 +45,7 @@ def _rms_norm_bwd(dy, x, r, w) -> tuple[torch.Tensor, torch.Tensor]:
 def _add_weight_grad(w: torch.Tensor, dw: torch.Tensor, blocks: Blocks) -> torch.Tensor | None:
     """Sum dw [T, D] or [T, H, D] over heads and tokens into the gradient of w [D]."""
     acc = grad_buffer(w)
-    add_columns(acc, dw if dw.dim() == 2 else tree_sum(dw, 1), blocks)
+    add_columns_ref(acc, dw if dw.dim() == 2 else tree_sum(dw, 1), blocks)
     return returned_grad(w, acc)
 
 

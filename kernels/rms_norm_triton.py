@@ -9,8 +9,6 @@ dw: columns_triton.py.
 x, residual, s, y, dy, ds, dx [T, H, D] (H = 1 without heads; x may be a slice of wider rows), w [D] or [H, D], r = 1 / rms [T, H] in fp32.
 """
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
@@ -140,21 +138,3 @@ def add_weight_grad(
     """acc [D] += the sum of dy x r over tokens and `heads` heads from `first` on; dy, x [T, H, D], r [T, H]."""
     x = _rows(x)
     add_columns(acc, dense(dy), blocks, x, r, _strides(x)[0], first, heads)
-
-
-def _case(dtype: torch.dtype, H: int, D: int, with_residual: bool) -> Callable[[], None]:
-    def run() -> None:
-        x, w = torch.empty(256, H, D, dtype=dtype, device="meta"), torch.empty((H, D) if H > 1 else D, dtype=dtype, device="meta")
-        y, r, s = rms_norm_fwd(x, w, 1e-6, x if with_residual else None)
-        rms_norm_bwd(y, s, w, r, y if with_residual else None)
-        add_weight_grad(torch.empty(D, device="meta"), y, s, r, [(0, 128), (128, 256)], 0, H)
-
-    return run
-
-
-# Widths: any multiples of 16 above HEAD_COLUMNS give one binary, and so do those up to it.
-CASES = {
-    f"{name} {dtype}": _case(dtype, H, D, with_residual)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32)
-    for name, H, D, with_residual in (("rms_norm", 1, 1024, False), ("add_rms_norm", 1, 1024, True), ("qk_norm", 24, 128, False))
-}

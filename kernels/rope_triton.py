@@ -4,8 +4,6 @@ fp32 throughout, rounded once. nvcc fuses the first product with the sum: y1 = f
 fused operations are written out, so that no compiler chooses. The backward is the same with -sin. Element by element: no order of sums.
 """
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
@@ -48,19 +46,3 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool 
         INVERSE=inverse, HEADS=HEADS, HALF=triton.next_power_of_2(D // 2), num_warps=WARPS,
     )  # fmt: skip
     return y
-
-
-def _case(dtype: torch.dtype, D: int, inverse: bool) -> Callable[[], None]:
-    def run() -> None:
-        cos = torch.empty(256, D // 2, device="meta")
-        rotate(torch.empty(256, 24, D, dtype=dtype, device="meta"), cos, cos, inverse)
-
-    return run
-
-
-CASES = {
-    f"rope{' backward' if inverse else ''} {dtype} D={D}": _case(dtype, D, inverse)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32)
-    for D in (64, 128)
-    for inverse in (False, True)
-}

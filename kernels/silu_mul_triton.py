@@ -5,8 +5,6 @@ rounded again (vLLM adds its `beta` of 0, which makes a -0.0 of u a +0.0). Eleme
 libdevice's expf flushes subnormals to zero here and nvcc's does not; next to the 1 that is added neither is seen.
 """
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
@@ -76,14 +74,3 @@ def silu_mul_bwd(dy: torch.Tensor, gu: torch.Tensor) -> torch.Tensor:
     dgu = torch.empty(gu.shape, dtype=gu.dtype, device=gu.device)
     launch(_silu_mul_bwd, (T, triton.cdiv(width, TILE)), dense(dy), dense(gu), dgu, width, TILE=TILE, num_warps=WARPS)
     return dgu
-
-
-def _case(dtype: torch.dtype) -> Callable[[], None]:
-    def run() -> None:
-        gu = torch.empty(256, 6144, dtype=dtype, device="meta")
-        silu_mul_bwd(silu_mul_fwd(gu), gu)
-
-    return run
-
-
-CASES = {f"silu_mul {dtype}": _case(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)}

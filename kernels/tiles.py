@@ -1,38 +1,23 @@
-"""Tile sizes of the matrix products on a GPU: a committed table, nothing is timed at run time.
+"""Tile sizes of the matrix products on a GPU. Nothing is timed at run time.
 
-BLOCK_K, the tile along the reduced dimension, orders a sum: it depends on (N, K, dtype) and the GPU's generation only, and is the one
-vLLM uses there in batch-invariant mode (vllm/model_executor/determinism/batch_invariant.py and batch_invariant_configs.py; the tests
-compare). vLLM 0.33 has tuned more shapes than 0.32, so whose table it is belongs to a run's settings (precision.tiles). Tiles along M
-and N are free, with one exception: on Hopper and later a tile of fewer than 64 rows is computed by another tensor-core instruction
-(mma.sync) than a larger one (wgmma, tcgen05), so BLOCK_M is never below 64.
+BLOCK_K, the tile along the reduced dimension, comes from a committed table (tile_tables.py), which a process fixes when
+it starts. Tiles along M and N are free, with one exception: on Hopper and later a tile of fewer than 64 rows is
+computed by another tensor-core instruction (mma.sync) than a larger one (wgmma, tcgen05), so BLOCK_M is never below 64.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from .backend import INTERPRETED
+from .tile_tables import TABLES, TileTable, minor_version
 
+# BLOCK_K of shapes that no table names.
 _16_BIT, _32_BIT = 64, 32
-# bf16 only: (N, K) whose BLOCK_K is not _16_BIT, by generation, as in vLLM 0.32. Everything vLLM tunes to 64 is left out.
-_OF_0_32: dict[str, dict[int, tuple[tuple[int, int], ...]]] = {
-    "ada": {128: ((2048, 6144),)},
-    "hopper": {128: ((12288, 2048), (2048, 6144), (4096, 2048), (151936, 2048), (2048, 2048))},
-    "blackwell": {128: ((2048, 6144), (4096, 2048), (2048, 2048))},
-    "sm120": {
-        32: ((2048, 2048), (4096, 1536)),
-        128: (
-            (4096, 2048), (2560, 9728), (2560, 4096), (4096, 12288), (4096, 4096), (2048, 3072), (2048, 768), (2560, 4864), (3072, 2560),
-            (37984, 2560), (768, 2560), (1536, 4096), (768, 4096),
-        ),
-    },
-}  # fmt: skip
-_MORE_IN_0_33 = ((24576, 4096), (4096, 12288), (6144, 4096), (4096, 4096), (151936, 4096), (4096, 14336), (128256, 4096))
-_BLOCK_K = {"0.32": _OF_0_32, "0.33": _OF_0_32 | {"hopper": {128: _OF_0_32["hopper"][128] + _MORE_IN_0_33}}}
-VLLM = tuple(_BLOCK_K)
 # Shared memory one program may fill with tiles in flight, bytes, a little below what a multiprocessor has.
 _SHARED_BYTES = {"ada": 96 << 10, "sm120": 96 << 10, "hopper": 208 << 10, "blackwell": 208 << 10, "ampere": 156 << 10, "amd": 60 << 10}
 _STAGES = {torch.float32: 3, torch.bfloat16: 4, torch.float16: 4}  # tiles in flight at most
@@ -56,47 +41,62 @@ def generation_of(capability: tuple[int, int] | None) -> str:
     return {12: "sm120", 10: "blackwell", 9: "hopper"}.get(major, "ada" if (major, minor) == (8, 9) else "ampere")
 
 
-# Whose table this process follows.
-_followed = VLLM[0]
+class _FixedTable:
+    """The table of this process: fixed once, by the first to ask."""
+
+    def __init__(self) -> None:
+        self._table: TileTable | None = None
+
+    def fix(self, vllm: str) -> None:
+        table = TABLES[minor_version(vllm)]
+        if self._table not in (None, table):
+            raise ValueError(
+                f"tiles: this process computes with the tiles of vLLM {self._table.vllm}; "
+                f"start a new one for those of vLLM {table.vllm}"
+            )
+        self._table = table
+
+    def get(self) -> TileTable:
+        if self._table is None:
+            self.fix(DEFAULT_TABLE)
+        return self._table
 
 
-def minor_version(vllm: str) -> str:
-    """The table, of VLLM, of a version of vLLM such as "0.32.1", "0.33.0+cpu" or "vllm-0.32". Raises ValueError when there is none."""
-    minor = ".".join(vllm.removeprefix("vllm-").split(".")[:2])
-    if minor not in VLLM:
-        raise ValueError(f"tiles: vLLM's version ({vllm}) must be one of {', '.join(VLLM)}, whose tables are in kernels/tiles.py")
-    return minor
+DEFAULT_TABLE = "0.32"
+_fixed = _FixedTable()
 
 
-def follow(vllm: str) -> None:
-    """Take a vLLM's tiles (see minor_version) for every product of this process from now on. Raises ValueError."""
-    global _followed
-    _followed = minor_version(vllm)
+def fix_table(vllm: str) -> None:
+    """Take the tiles of a vLLM version (tile_tables.minor_version) for every product of this process.
+
+    To be called before the first product. Raises ValueError for a version without a table, or where another one is fixed.
+    """
+    _fixed.fix(vllm)
 
 
 # The generation for which launches are recorded (kernels/configurations.py), if they are.
-_recording: str | None = None
+_recording: ContextVar[str | None] = ContextVar("recording", default=None)
 
 
 @contextmanager
 def recording(target: str) -> Iterator[None]:
     """Inside it tiles are those of an ahead-of-time target: sm_80, sm_90, sm_100 or gfx942."""
-    global _recording
-    _recording = generation_of((int(target[3:-1]), int(target[-1])) if target.startswith("sm_") else None)
+    capability = (int(target[3:-1]), int(target[-1])) if target.startswith("sm_") else None
+    token = _recording.set(generation_of(capability))
     try:
         yield
     finally:
-        _recording = None
+        _recording.reset(token)
 
 
 def generation(device: torch.device) -> str:
     """The generation of the GPU that `device` is. Interpreted kernels take Hopper's tiles."""
-    return _recording or _found(device)[0]
+    return _recording.get() or _found(device)[0]
 
 
 def multiprocessors(device: torch.device) -> int:
     """Programs that run at once; decides no bit."""
-    return 132 if _recording else _found(device)[1]
+    return 132 if _recording.get() else _found(device)[1]
 
 
 @lru_cache(maxsize=16)
@@ -111,11 +111,8 @@ def block_k(N: int, K: int, dtype: torch.dtype, where: str) -> int:
     """Tile along K of x [M, K] w [N, K]^T."""
     if dtype == torch.float32:
         return _32_BIT
-    if dtype == torch.bfloat16:
-        for size, shapes in _BLOCK_K[_followed].get(where, {}).items():
-            if (N, K) in shapes:
-                return size
-    return _16_BIT
+    tuned = _fixed.get().block_k(N, K, where) if dtype == torch.bfloat16 else None
+    return tuned or _16_BIT
 
 
 def matmul_tiles(M: int, N: int, K: int, dtype: torch.dtype, where: str) -> Tiles:

@@ -26,11 +26,6 @@ class BlockCache:
         """Memory of one block over all layers."""
         return config.layers * config.kv_heads * 2 * KEY_TILE * config.head_dim * dtype.itemsize
 
-    @property
-    def free_blocks(self) -> int:
-        """Blocks that nobody holds."""
-        return len(self._free)
-
     def allocate(self, n: int) -> list[int]:
         """n blocks, zeroed: a masked key of weight 0.0 must not meet a NaN that an earlier owner left."""
         blocks = [self._free.pop() for _ in range(n)]

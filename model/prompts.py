@@ -19,7 +19,7 @@ from ..kernels.attention import attention, varlen_plan
 from ..kernels.embedding import embedding
 from ..kernels.grad import accumulate_dtype
 from ..kernels.order import token_blocks
-from .decoder import Decoder, PackedContext, Tap, ignore, with_filler
+from .decoder import Decoder, Hook, PackedContext, no_hook, with_padding
 
 # Tokens of the prompts of one pass; a longer prompt has a pass of its own. A constant, as it orders the weights' gradients.
 PASS_TOKENS = 512
@@ -44,8 +44,8 @@ def prompt_passes(prompts: Sequence[Sequence[int]]) -> list[slice]:
 class Prompts:
     """The prompts of n samples, read by one forward."""
 
-    def __init__(self, decoder: Decoder, prompts: Sequence[Sequence[int]], tap: Tap = ignore):
-        """prompts [n]: that of each sample, equal ones side by side. Raises ValueError for an empty one. `tap`: see Decoder.hidden."""
+    def __init__(self, decoder: Decoder, prompts: Sequence[Sequence[int]], hook: Hook = no_hook):
+        """prompts [n]: that of each sample, equal ones side by side. Raises ValueError for an empty one. `hook`: see Decoder.hidden."""
         for i, prompt in enumerate(prompts):
             if not len(prompt):
                 raise ValueError(f"prompts: prompt {i} is empty; a completion needs at least one token before it")
@@ -55,7 +55,7 @@ class Prompts:
         self.lengths = np.array([len(head) for head in heads])  # [N]
         self.starts = np.cumsum(self.lengths) - self.lengths  # [N], in B
         ids = [token for head in heads for token in head]
-        self._read = _read(decoder, ids, [n for n in self.lengths.tolist() if n], tap) if ids else []
+        self._read = _read(decoder, ids, [n for n in self.lengths.tolist() if n], hook) if ids else []
         # What the samples attend to, [B, 2 Hkv D] of each layer, as leaves with a gradient in fp32.
         self.kv = [kv.detach() for kv in self._read]
         for kv, read in zip(self.kv, self._read, strict=True):
@@ -84,16 +84,16 @@ class _Handover(torch.autograd.Function):
         return None, *(kv.main_grad.to(kv.dtype) for kv in ctx.leaves)
 
 
-def _read(decoder: Decoder, ids: list[int], lengths: list[int], tap: Tap) -> list[torch.Tensor]:
+def _read(decoder: Decoder, ids: list[int], lengths: list[int], hook: Hook) -> list[torch.Tensor]:
     """Keys and values of packed tokens, [B, 2 Hkv D] of each layer."""
-    filled, filler = with_filler(torch.tensor(ids), decoder)
-    context = _ReadingContext(lengths, decoder.config, filler)
-    decoder.read(filled, context, tap)
+    filled, padding = with_padding(torch.tensor(ids), decoder)
+    context = _ReadingContext(lengths, decoder.config, padding)
+    decoder.read(filled, context, hook)
     return context.kv
 
 
 class _ReadingContext(PackedContext):
-    """Whole sequences whose keys and values are kept: kv[layer] [B, 2 Hkv D], without filler rows."""
+    """Whole sequences whose keys and values are kept: kv[layer] [B, 2 Hkv D], without padding rows."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -111,16 +111,16 @@ class _ReadingContext(PackedContext):
 
 
 class SampleContext:
-    """Samples after their prompts: packed rows that begin with the prompt's last token, then filler rows as in PackedContext.
+    """Samples after their prompts: packed rows that begin with the prompt's last token, then padding rows as in PackedContext.
 
     lengths [S]: rows of each sample; after [S]: its prompt, of those that were read.
     """
 
-    def __init__(self, decoder: Decoder, lengths: Sequence[int], prompts: Prompts, after: Sequence[int], filler: int = 0):
+    def __init__(self, decoder: Decoder, lengths: Sequence[int], prompts: Prompts, after: Sequence[int], padding: int = 0):
         config, self._kv, of = decoder.config, prompts.kv, list(after)
         own, before, firsts = np.array(lengths), prompts.lengths[of], prompts.starts[of]
-        if filler:
-            own, before, firsts = (np.append(x, n) for x, n in ((own, filler), (before, 0), (firsts, 0)))
+        if padding:
+            own, before, firsts = (np.append(x, n) for x, n in ((own, padding), (before, 0), (firsts, 0)))
         self.blocks = token_blocks(lengths)
         self.positions = torch.from_numpy(_ranges(before, own))
         self._prompt_rows = torch.from_numpy(_ranges(firsts, before)).to(decoder.device)

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kernels.logprob import Distribution, linear_logprob
+from ..kernels.attention_plan import KEY_TILE
+from ..kernels.logprob import linear_logprob
 from ..kernels.order import token_blocks
-from .decoder import Decoder, PackedContext, Tap, ignore, with_filler
+from ..kernels.sampling_params import SamplingParams
+from .cache import BlockCache, CachedContext
+from .decoder import Decoder, Hook, PackedContext, no_hook, with_padding
 from .prompts import Prompts, SampleContext
 
 
@@ -48,25 +51,47 @@ def pack(sequences: Sequence[tuple[Sequence[int], Sequence[int]]], after: Sequen
 
 
 def logprobs(
-    decoder: Decoder, batch: PackedBatch, dist: Distribution, tap: Tap = ignore, prompts: Prompts | None = None
+    decoder: Decoder, batch: PackedBatch, sampling_params: SamplingParams, hook: Hook = no_hook, prompts: Prompts | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logp [C] of the completion tokens under the distribution they are drawn from, and the entropy [C], in fp32, on the decoder's device.
 
-    Differentiable in the decoder's weights; the entropy is not. `tap`: see Decoder.hidden. `prompts`: those that were read before, for a
+    Differentiable in the decoder's weights; the entropy is not. `hook`: see Decoder.hidden. `prompts`: those that were read before, for a
     batch packed so; the bits are the same. Raises ValueError for a sequence that is longer than the context.
     """
     before = [0] * len(batch.lengths) if prompts is None else prompts.lengths[list(batch.after)].tolist()
     longest = max(a + b for a, b in zip(before, batch.lengths, strict=True))
     if longest > decoder.config.max_positions:
         raise ValueError(f"logprobs: a sequence of {longest} tokens is longer than the context ({decoder.config.max_positions})")
-    ids, filler = with_filler(batch.ids, decoder)
+    ids, padding = with_padding(batch.ids, decoder)
     context = (
-        PackedContext(batch.lengths, decoder.config, filler)
+        PackedContext(batch.lengths, decoder.config, padding)
         if prompts is None
-        else SampleContext(decoder, batch.lengths, prompts, batch.after, filler)
+        else SampleContext(decoder, batch.lengths, prompts, batch.after, padding)
     )
-    hidden = decoder.hidden(ids, context, tap)
+    hidden = decoder.hidden(ids, context, hook)
     # The rows are unique, so that their gradient is written and never added up.
     rows, targets = batch.rows.to(decoder.device), batch.targets.to(decoder.device)
     head = decoder.logits_weight()
-    return linear_logprob(hidden[rows].to(head.dtype), head, targets, dist, token_blocks(batch.completion_lengths))
+    return linear_logprob(hidden[rows].to(head.dtype), head, targets, sampling_params, token_blocks(batch.completion_lengths))
+
+
+@torch.no_grad()
+def cached_scores(decoder: Decoder, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], sampling_params: SamplingParams, chunk: int) -> list[torch.Tensor]:
+    """logp of each pair's completion, the tokens read through the cache `chunk` at a time (1: decoding); on the CPU."""
+    inputs = [[*p, *c[:-1]] for p, c in pairs]
+    need = [-(-len(ids) // KEY_TILE) for ids in inputs]
+    cache = BlockCache(decoder.config, sum(need), decoder.cache_dtype, decoder.device)
+    blocks = [cache.allocate(n) for n in need]
+    hidden: list[list[torch.Tensor]] = [[] for _ in pairs]
+    for start in range(0, max(map(len, inputs)), chunk):
+        active = [i for i, ids in enumerate(inputs) if len(ids) > start]
+        pieces = [inputs[i][start : start + chunk] for i in active]
+        context = CachedContext(cache, [len(x) for x in pieces], [start] * len(active), [blocks[i] for i in active])
+        rows = decoder.hidden(torch.tensor([token for piece in pieces for token in piece]), context)
+        for i, own in zip(active, rows.split([len(x) for x in pieces]), strict=True):
+            hidden[i].append(own)
+    scores, head = [], decoder.logits_weight()
+    for (_, completion), rows in zip(pairs, hidden, strict=True):
+        h = torch.cat(rows)[-len(completion) :]
+        scores.append(linear_logprob(h.to(head.dtype), head, torch.tensor(completion, device=h.device), sampling_params)[0].cpu())
+    return scores

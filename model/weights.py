@@ -1,7 +1,7 @@
 """All weights of a model in one flat tensor, with a named view for each.
 
 One layout serves the compute weights, the fp32 master weights, the gradients and the optimizer's moments, so that each
-elementwise pass of the learner is a few long operations, and a sum over all parameters has one fixed order.
+elementwise pass of the optimizer is a few long operations, and a sum over all parameters has one fixed order.
 """
 
 import hashlib
@@ -84,7 +84,7 @@ class Layout:
             self._add(own + "down", (I,), (theirs + "mlp.down_proj.weight", D))
         self._add("norm", (), ("model.norm.weight", D))
         if not c.tied:
-            self._add("head", (D,), ("lm_head.weight", c.vocab_size))
+            self._add("lm_head", (D,), ("lm_head.weight", c.vocab_size))
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """A view of `flat` for each weight, by zerokl's name."""

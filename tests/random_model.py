@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from zerokl.engine import initialise
-from zerokl.engine.text import character_tokenizer
+from zerokl.engine.runs import init as initialise
+from zerokl.engine.tasks.tokenizer import character_tokenizer
 from zerokl.model.checkpoint import write_checkpoint
 
 

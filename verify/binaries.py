@@ -42,17 +42,11 @@ def compile_launch(kernel: Any, args: tuple[Any, ...], options: Mapping[str, Any
     """The compiled kernel of one launch, as Triton would build it on a machine with that target."""
     import triton
 
-    source, parsed, gpu = _specialised(kernel, args, options, target)
+    source, parsed, gpu = specialised(kernel, args, options, target)
     return triton.compile(source, target=gpu, options=parsed.__dict__)
 
 
-def binary_key(kernel: Any, args: tuple[Any, ...], options: Mapping[str, Any], target: str) -> str:
-    """What tells the binary of one launch from others, as in Triton's cache: two launches with one key run the same binary."""
-    source, parsed, _ = _specialised(kernel, args, options, target)
-    return f"{source.hash()} {parsed.hash()}"
-
-
-def _specialised(kernel: Any, args: tuple[Any, ...], options: Mapping[str, Any], target: str) -> tuple[Any, Any, Any]:
+def specialised(kernel: Any, args: tuple[Any, ...], options: Mapping[str, Any], target: str) -> tuple[Any, Any, Any]:
     """Triton's source of one launch with all that it is specialised on, its parsed options, and the GPU."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
@@ -132,8 +126,3 @@ def float_program(ptx: str) -> list[str]:
             renamed = re.sub(r"%\w+", lambda m: numbers.setdefault(m[0], f"%{len(numbers)}"), operands)
             lines.append(f"{opcode} {' '.join(renamed.split())}")
     return lines
-
-
-def float_opcodes(ptx: str) -> list[str]:
-    """As float_program, opcodes only."""
-    return [line.split(" ", 1)[0] for line in float_program(ptx)]

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+# The folder of the package zerokl: the parent of this floor.
+PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("numpy", "safetensors", "transformers", "tokenizers", "triton", "vllm")
 # What the law says decides no bit: where only these differ, a difference is a fault of zerokl or of the machine.
 LAWFUL = ("process.",)

@@ -31,7 +31,7 @@ from .files import hash_json, whole_lines
 
 # Its name in a run's folder.
 LEDGER = "ledger.jsonl"
-FORMAT = 3
+FORMAT = 4
 # Elements of a block; the last one of a weight may be shorter.
 BLOCK = 1 << 16
 # Hexadecimal digits of a leaf: 128 bits, so that two different weights never share one by chance.

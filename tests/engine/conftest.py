@@ -10,8 +10,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch
-from zerokl.engine.config import Config, load_config
-from zerokl.engine.native import NativeSampler
+from zerokl.engine.config import Config
+from zerokl.engine.config_file import load_config
+from zerokl.engine.rollout.native import NativeSampler
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.decoder import Decoder
 
@@ -103,11 +104,16 @@ def sampler(decoder: Decoder) -> NativeSampler:
 def config(model: Path) -> Callable[..., Config]:
     """config(**overrides): a run of three steps, 3 prompts x 3 samples x 8 tokens. Dots are written as two underscores."""
     base = {
-        "model": str(model), "steps": "3", "prompts": "3", "samples": "3", "sampling.max_tokens": "8", "virtual_shards": "4",
+        "model": str(model), "steps": "3", "prompts": "3", "num_generations": "3", "sampling.max_tokens": "8", "virtual_shards": "4",
         "optimizer.lr": "1e-2", "evaluation.every": "0", "task.reward": "toy:letters", "workers": "1",
-        "task.options": "{ max_value = 9, train = 20, held_out = 10 }",
+        "task.options": {"max_value": 9, "train": 20, "held_out": 10},
     }  # fmt: skip
-    return lambda **overrides: load_config(None, None, base | {k.replace("__", "."): str(v) for k, v in overrides.items()})
+    
+    def make(**overrides: object) -> Config:
+        given = {k.replace("__", "."): str(v) if isinstance(v, Path) else v for k, v in overrides.items()}
+        return load_config(None, None, base | given)
+
+    return make
 
 
 @pytest.fixture(scope="session")

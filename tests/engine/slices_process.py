@@ -5,12 +5,12 @@ import os
 import sys
 
 import torch
-import zerokl.engine.slices as slices_module
+import zerokl.engine.parallel.zero as slices_module
 from zerokl.engine.config import OptimizerConfig
-from zerokl.engine.gradient import add_roots
-from zerokl.engine.learner import GradientOverflowError, Learner
-from zerokl.engine.ranks import join_ranks
-from zerokl.engine.slices import Slices
+from zerokl.engine.parallel.gradient import add_roots
+from zerokl.engine.parallel.ranks import join_ranks
+from zerokl.engine.parallel.zero import Slices
+from zerokl.engine.train.optimizer import GradientOverflowError, Optimizer
 from zerokl.model.config import ModelConfig
 from zerokl.model.decoder import Decoder
 from zerokl.model.weights import Layout
@@ -44,12 +44,12 @@ def drawn(seed: int, numel: int) -> torch.Tensor:
     return torch.where(x.abs() < 0.2, -0.0, x)  # signed zeros too
 
 
-def learner(dtype: torch.dtype, weights: torch.Tensor, layout: Layout, slices: Slices) -> Learner:
+def optimizer(dtype: torch.dtype, weights: torch.Tensor, layout: Layout, slices: Slices) -> Optimizer:
     decoder = Decoder(layout.config, weights.to(dtype, copy=True), layout)
-    return Learner(decoder, weights, OptimizerConfig(lr=1e-2, weight_decay=0.1, warmup_steps=0), 100, slices)
+    return Optimizer(decoder, weights, OptimizerConfig(lr=1e-2, weight_decay=0.1, warmup_steps=0), 100, slices)
 
 
-def differences(ours: Learner, alone: Learner) -> int:
+def differences(ours: Optimizer, alone: Optimizer) -> int:
     pairs = [(ours.slices.everywhere(ours.master), alone.master), (ours.decoder.flat, alone.decoder.flat)]
     pairs += [(ours.slices.everywhere(m), n) for m, n in zip(ours.moments, alone.moments, strict=True)]
     return sum(count_unequal(a, b) for a, b in pairs)
@@ -74,10 +74,10 @@ def in_wrong_order(slices: Slices, mine: torch.Tensor | None, has: list[bool], r
 def main(dtype: torch.dtype, shape: str) -> dict[str, object]:
     slices_module._PIECE = 8192  # several pieces to a slice
     config = ModelConfig.from_dict(CONFIG.raw | SHAPES[shape])
-    with join_ranks(8, "native") as ranks:
+    with join_ranks() as ranks:
         layout = Layout(config)
         weights = drawn(0, layout.numel)
-        ours, alone = (learner(dtype, weights, layout, s) for s in (Slices(layout, ranks), Slices(layout)))
+        ours, alone = (optimizer(dtype, weights, layout, s) for s in (Slices(layout, ranks), Slices(layout)))
         found, wrong, norms = 0, 0, 0
         for step in range(9):
             roots = roots_of(step, ranks.size, layout.numel)

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import zerokl
 from zerokl.cli import main
-from zerokl.engine import ablate as ablate_module
-from zerokl.engine.ablate import ablate, read_grid
-from zerokl.engine.ablation_report import collapse_step, spread
-from zerokl.engine.config import to_toml
-from zerokl.engine.run import train
+from zerokl.engine.commands import ablate as ablate_module
+from zerokl.engine.commands.ablate import ablate, read_grid
+from zerokl.engine.commands.ablation_report import collapse_step, spread
+from zerokl.engine.config_file import to_toml
+from zerokl.engine.runs.run import train
 
 GRID = """
 file = "{base}"
@@ -55,8 +55,8 @@ def test_a_grid_is_every_combination_with_every_seed(grid):
 def test_the_sanity_test_is_a_valid_grid():
     cells = read_grid(Path(zerokl.__file__).parent / "benchmarks" / "sanity_test.toml")
     assert len(cells) == 3 * 4 * 3 * 3
-    assert {c.config.exact for c in cells if c.settings["mismatch"] == "exact"} == {True}
-    assert {c.config.exact for c in cells if c.settings["mismatch"] != "exact"} == {False}
+    assert {c.config.exact for c in cells if c.settings["perturb"] == "exact"} == {True}
+    assert {c.config.exact for c in cells if c.settings["perturb"] != "exact"} == {False}
     assert len({to_toml(c.config) for c in cells}) == len(cells)
 
 

@@ -11,26 +11,28 @@ import numpy as np
 import pytest
 import torch
 from zerokl.cli import main
-from zerokl.engine.audit.audit import AuditConfig, audit
-from zerokl.engine.audit.engines import ZeroklEngine
-from zerokl.engine.audit.hf import HfEngine
-from zerokl.engine.audit.logs import read_log
-from zerokl.engine.audit.measure import measure
-from zerokl.engine.audit.names import operations
-from zerokl.engine.audit.page import verdict
-from zerokl.engine.native import NativeSampler
-from zerokl.engine.rollout import Keys, Sampling
-from zerokl.kernels.logprob import Distribution
+from zerokl.engine.commands.audit.audit import AuditConfig, audit
+from zerokl.engine.commands.audit.logs import read_log
+from zerokl.engine.commands.audit.measure import measure
+from zerokl.engine.commands.audit.page import verdict
+from zerokl.engine.rollout.engine import ZeroklEngine
+from zerokl.engine.rollout.hf import HfEngine
+from zerokl.engine.rollout.native import NativeSampler
+from zerokl.engine.rollout.types import GenerationParams, RngKey
+from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
+from zerokl.model.op_names import operations
 from zerokl.verify.trace import compare_traces, first_divergence
 
 PAIR = ((5, 6, 7, 8, 9), (10, 11, 12, 13, 14, 15))
-DIST = Distribution()
+DIST = SamplingParams()
 LAYERS = 2
 
 
 def _words(model: Path, out: Path, *more: str) -> list[str]:
-    return ["audit", str(model), "-n", "6", "--max-tokens", "8", "--out", str(out), *more]
+    defaults = {"-n": "6", "--max-tokens": "8", "--out": str(out)}
+    given = [word for option in defaults.items() if option[0] not in more for word in option]
+    return ["audit", str(model), *given, *more]
 
 
 # --- the figures ---
@@ -161,8 +163,8 @@ def test_transformers_logits_can_be_wider_than_the_rest(model):
 
 
 def _log(model: Path, path: Path, **changes: object) -> list[dict]:
-    sampling = Sampling(Distribution(0.7, 0, 0.9), 2, 8, frozenset({1}))
-    rollouts = NativeSampler(load_decoder(model, torch.bfloat16)).generate([(5, 6, 7), (8, 9)], sampling, Keys(0, 0))
+    generation_params = GenerationParams(SamplingParams(0.7, 0, 0.9), 2, 8, frozenset({1}))
+    rollouts = NativeSampler(load_decoder(model, torch.bfloat16)).generate([(5, 6, 7), (8, 9)], generation_params, RngKey(0, 0))
     rows = [
         {"prompt_ids": r.prompt_ids, "completion_ids": r.completion_ids, "logprobs": r.logprobs.tolist(), "temperature": 0.7, "top_p": 0.9}
         | changes
@@ -204,9 +206,9 @@ def test_all_of_a_log_is_read_and_what_is_left_out_is_said(model, tmp_path, caps
 def test_transformers_draws_from_the_whole_distribution_whatever_the_checkpoint_asks_for(model, tmp_path):
     """Checkpoints bring repetition penalties and the like, which no trainer computes."""
     shutil.copytree(model, tmp_path / "model")
-    plain = HfEngine(tmp_path / "model", torch.float32).generate([[3, 4, 5]], Sampling(DIST, 1, 12, frozenset()), 0)
+    plain = HfEngine(tmp_path / "model", torch.float32).generate([[3, 4, 5]], GenerationParams(DIST, 1, 12, frozenset()), 0)
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"repetition_penalty": 3.0, "min_p": 0.2, "do_sample": True}))
-    asked = HfEngine(tmp_path / "model", torch.float32).generate([[3, 4, 5]], Sampling(DIST, 1, 12, frozenset()), 0)
+    asked = HfEngine(tmp_path / "model", torch.float32).generate([[3, 4, 5]], GenerationParams(DIST, 1, 12, frozenset()), 0)
     assert asked[0].completion_ids == plain[0].completion_ids
     assert asked[0].logprobs.tobytes() == plain[0].logprobs.tobytes()
 
@@ -288,7 +290,7 @@ def test_a_file_that_is_no_log_is_refused(tmp_path, text, reason):
     [
         (["--sampler", "nothing"], "sampler nothing is no file; choose native, hf"),
         (["--trainer", "trl"], "trainer trl is not known; choose zerokl, hf"),
-        (["--dtype", "fp8"], "dtype fp8 is not known"),
+        (["--dtype", "fp8"], "for --dtype"),
         (["-n", "0"], "n (0) must be at least 1"),
         (["--weight-version", "3"], "chooses among the rollouts of a log"),
         (["--prompts", "/no/such/file"], "/no/such/file cannot be read"),
@@ -296,7 +298,7 @@ def test_a_file_that_is_no_log_is_refused(tmp_path, text, reason):
         (["--temperature", "-1"], "temperature"),
         (["--sampler", "vllm", "--trainer", "vllm", "--sampler-dtype", "float32"], "two engines in one process"),
         (["--head-dtype", "fp8"], "dtype fp8 is not known"),
-        (["--nope", "1"], "unknown option --nope"),
+        (["--nope", "1"], "Unknown option: --nope"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(model, tmp_path, capsys, words, reason):

@@ -1,20 +1,22 @@
 """Dynamic sampling, the KL term to a reference, and the law for losses of every kind, in whole runs."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from zerokl.cli import main
-from zerokl.engine.collect import collect, step_problems
-from zerokl.engine.config import to_toml
-from zerokl.engine.loss import PRESETS
-from zerokl.engine.native import NativeSampler
-from zerokl.engine.rollout import Keys, Sampling
-from zerokl.engine.run import train
-from zerokl.engine.scorer import frozen
+from zerokl.engine.config_file import to_toml
+from zerokl.engine.loss.presets import PRESETS
+from zerokl.engine.parallel.ranks import ALONE
+from zerokl.engine.parallel.scorer import frozen
+from zerokl.engine.rollout.native import NativeSampler
+from zerokl.engine.rollout.types import GenerationParams, RngKey
+from zerokl.engine.runs.run import train
 from zerokl.engine.tasks.base import Problem
-from zerokl.engine.text import Text
-from zerokl.kernels.logprob import Distribution
+from zerokl.engine.tasks.tokenizer import Tokenizer
+from zerokl.engine.train.collect import collect, step_problems
+from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder, write_checkpoint
 
 from tests.helpers import total_unequal
@@ -54,14 +56,23 @@ class _Uneven:
 @pytest.fixture
 def collected(config, model):
     decoder = load_decoder(model, torch.float32)
-    text, sampler = Text(model, 64), NativeSampler(decoder)
+    tokenizer, sampler = Tokenizer(model, 64), NativeSampler(decoder)
     problems = [Problem(i, f"{i}+1=", str(i + 1)) for i in range(9)]
-    ids = text.encode_problems(problems, chat=False)
-    sampling = Sampling(Distribution(), 4, 4, text.stop_ids)
+    ids = tokenizer.encode_problems(problems, chat=False)
 
-    def run(draws: int, differ: set[int], step: int = 0):
-        cfg = config(prompts=3, samples=4, loss__draws=draws)
-        return collect(cfg, step, sampler, sampling, text, _Uneven(differ), problems, ids)
+    def run(max_resamples: int, differ: set[int], step: int = 0):
+        state = SimpleNamespace(
+            config=config(prompts=3, num_generations=4, loss__max_resamples=max_resamples),
+            generation_params=GenerationParams(SamplingParams(), 4, 4, tokenizer.stop_ids),
+            step=step,
+            sampler=sampler,
+            tokenizer=tokenizer,
+            reward=_Uneven(differ),
+            problems=problems,
+            prompt_ids=ids,
+            ranks=ALONE,
+        )
+        return collect(state)
 
     return run
 
@@ -71,7 +82,7 @@ def test_dynamic_sampling_draws_until_enough_groups_differ(collected):
     chosen = {order[1], order[4], order[5], order[8]}
     got = collected(4, chosen)
     assert [p.id for p in got.problems] == [order[1], order[4], order[5]]
-    assert got.drawn == 6, "the second draw suffices"
+    assert got.groups_drawn == 6, "the second draw suffices"
     assert [r.prompt for r in got.rollouts[::4]] == [1, 4, 5]
     assert [r.sample for r in got.rollouts[:4]] == [0, 1, 2, 3]
 
@@ -80,14 +91,14 @@ def test_groups_without_difference_fill_up_what_the_draws_did_not_find(collected
     order = step_problems(9, 9, 0, 0)
     got = collected(2, {order[4]})
     assert [p.id for p in got.problems] == [order[0], order[1], order[4]]
-    assert (got.drawn, got.rewards.shape) == (6, (3, 4))
+    assert (got.groups_drawn, got.rewards.shape) == (6, (3, 4))
 
 
 def test_without_dynamic_sampling_every_group_is_kept(collected):
     for step in range(3):
         got = collected(1, set(), step)
         assert [p.id for p in got.problems] == step_problems(9, 3, 0, step)
-        assert got.drawn == 3
+        assert got.groups_drawn == 3
 
 
 def test_rollouts_do_not_depend_on_the_draw_they_are_collected_in(collected):
@@ -104,13 +115,13 @@ def test_the_kl_term_holds_the_policy_near_its_reference(config, tmp_path, read_
     found = {}
     for coef in (0.0, 1.0):
         kind = "k3" if kl_in == "loss" else "k1"
-        cfg = config(steps=8, loss__kl_coef=coef, loss__kl=kind, loss__kl_in=kl_in, loss__reference=config().model)
+        cfg = config(steps=8, loss__kl_coef=coef, loss__kl=kind, loss__kl_in=kl_in, loss__ref_model=config().model)
         found[coef] = train(cfg, tmp_path / str(coef))
         lines = read_jsonl(tmp_path / str(coef) / "metrics.jsonl")
-        assert ("reference/k3" in lines[0]) == bool(coef)
+        assert ("ref/k3" in lines[0]) == bool(coef)
     (first, *_, last) = lines
-    assert first["reference/max_abs"] == 0.0, "the reference is the first model, scored with the same bits"
-    assert last["reference/k3"] > 0
+    assert first["ref/max_abs"] == 0.0, "the reference is the first model, scored with the same bits"
+    assert last["ref/k3"] > 0
     free = load_decoder(tmp_path / "0.0" / "checkpoints" / "step-000008", torch.float32)
     held = load_decoder(tmp_path / "1.0" / "checkpoints" / "step-000008", torch.float32)
     base = load_decoder(config().model, torch.float32)
@@ -125,7 +136,7 @@ def test_a_reference_of_another_vocabulary_is_refused(config, tmp_path, capsys):
     write_checkpoint(tmp_path / "other", decoder.layout, decoder.flat.detach(), companions=None)
     raw = json.loads((tmp_path / "other" / "config.json").read_text())
     (tmp_path / "other" / "config.json").write_text(json.dumps(raw | {"vocab_size": 65}))
-    (tmp_path / "c.toml").write_text(to_toml(config(loss__kl_coef=1.0, loss__reference=tmp_path / "other")))
+    (tmp_path / "c.toml").write_text(to_toml(config(loss__kl_coef=1.0, loss__ref_model=tmp_path / "other")))
     assert main(["train", str(tmp_path / "c.toml"), "--run-dir", str(tmp_path / "run")]) == 2
     assert "has a vocabulary of 65, the model one of 64" in capsys.readouterr().err
 
@@ -133,11 +144,11 @@ def test_a_reference_of_another_vocabulary_is_refused(config, tmp_path, capsys):
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_scorer_gives_the_samplers_bits(model, n):
     decoder = load_decoder(model, torch.bfloat16)
-    sampling = Sampling(Distribution(0.8, 0, 0.95), 2, 9, frozenset({1}))
-    rollouts = NativeSampler(decoder).generate([[3, 4], [5], [6, 7, 8]], sampling, Keys(0, 0))
+    generation_params = GenerationParams(SamplingParams(0.8, 0, 0.95), 2, 9, frozenset({1}))
+    rollouts = NativeSampler(decoder).generate([[3, 4], [5], [6, 7, 8]], generation_params, RngKey(0, 0))
     scorer = frozen(load_decoder(model, torch.bfloat16), 4, n, 4)
     try:
-        scores = scorer.score(rollouts, sampling.distribution)
+        scores = scorer.score(rollouts, generation_params.sampling_params)
     finally:
         scorer.close()
     assert total_unequal([torch.from_numpy(x) for x in scores], [torch.from_numpy(r.logprobs) for r in rollouts]) == 0

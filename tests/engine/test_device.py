@@ -3,23 +3,25 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from zerokl.engine import run, samplers
-from zerokl.engine.audit import audit
-from zerokl.engine.audit.audit import AuditConfig
-from zerokl.engine.config import Config, VllmConfig, load_config
-from zerokl.engine.run import _device, train
+from zerokl.engine.commands.audit import audit
+from zerokl.engine.commands.audit.audit import AuditConfig
+from zerokl.engine.config import Config, VllmConfig
+from zerokl.engine.config_file import load_config
+from zerokl.engine.runs import setup
+from zerokl.engine.runs.run import train
+from zerokl.engine.runs.setup import run_device
 from zerokl.kernels import backend
+from zerokl.verify.environment import PACKAGE_ROOT
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 
 
 @no_gpu
 def test_auto_is_the_cpu_and_cuda_is_refused_before_anything_is_written(tmp_path):
-    assert _device(Config()).type == "cpu"
+    assert run_device(Config()).type == "cpu"
     with pytest.raises(ValueError, match=r'^device \("cuda"\): torch finds no CUDA GPU here; set device = "cpu" or "auto"$'):
         train(Config(device="cuda"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -57,29 +59,33 @@ def test_a_gpu_has_one_worker_and_a_sampler_that_computes_there(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: object())
-    assert _device(Config()) == torch.device("cuda", 0)
-    assert _device(Config(device="cpu", workers=2)) == torch.device("cpu")
+
+    def pretend_vllm(version: str) -> None:
+        monkeypatch.setattr(setup, "installed_vllm", lambda: version)
+        monkeypatch.setattr(setup, "is_cpu_build", lambda: version.endswith("+cpu"))
+
+    assert run_device(Config()) == torch.device("cuda", 0)
+    assert run_device(Config(device="cpu", workers=2)) == torch.device("cpu")
     for cpu_build, device in ((True, torch.device("cpu")), (False, torch.device("cuda", 0))):
-        monkeypatch.setattr(run, "is_cpu_build", lambda cpu_build=cpu_build: cpu_build)
-        monkeypatch.setattr(samplers, "is_cpu_build", lambda cpu_build=cpu_build: cpu_build)
-        assert _device(Config(sampler="vllm")) == device
+        pretend_vllm("0.32.0+cpu" if cpu_build else "0.32.0")
+        assert run_device(Config(sampler="vllm")) == device
     with pytest.raises(ValueError, match=r"workers \(2\) must be 0 or 1 on a GPU"):
-        _device(Config(workers=2))
+        run_device(Config(workers=2))
     with pytest.raises(ValueError, match=r"vllm.multiprocess \(true\): on a GPU"):
-        _device(Config(device="cuda", sampler="vllm", vllm=VllmConfig(multiprocess=True)))
-    monkeypatch.setattr(samplers, "is_cpu_build", lambda: True)
+        run_device(Config(device="cuda", sampler="vllm", vllm=VllmConfig(multiprocess=True)))
+    pretend_vllm("0.32.0+cpu")
     with pytest.raises(ValueError, match=r'sampler \("vllm"\): the vLLM installed here computes on CPUs only; set device = "cpu"'):
-        _device(Config(device="cuda", sampler="vllm"))
+        run_device(Config(device="cuda", sampler="vllm"))
     monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"a GPU needs Triton; pip install triton"):
-        _device(Config())
+        run_device(Config())
 
 
-def test_the_benchmarks_for_a_gpu_need_torch_triton_and_transformers_only(tmp_path):
-    """Every section, on the CPU, in a process that finds none of our other packages."""
-    others = ("pydantic", "tyro", "rich", "math_verify", "matplotlib", "tensorboard")
+def test_the_gpu_benchmarks_need_few_packages(tmp_path):
+    """Every section, on the CPU, in a process without the packages that device.sh does not ask for."""
+    others = ("math_verify", "matplotlib", "tensorboard", "tomli_w")
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({others}))\n")
-    root = Path(run.__file__).parents[1]
+    root = PACKAGE_ROOT
     (tmp_path / "zerokl").symlink_to(root)
     command = [sys.executable, "-P", str(root / "benchmarks" / "device.py"), "--dry-run"]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False)

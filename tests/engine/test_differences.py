@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from zerokl.cli import main
-from zerokl.engine import collect
-from zerokl.engine.learner import Learner
-from zerokl.engine.run import train
-from zerokl.engine.workers import ParallelSampler, Workers
+from zerokl.engine.parallel.workers import ParallelSampler, Workers
+from zerokl.engine.runs.run import train
+from zerokl.engine.train import collect
+from zerokl.engine.train.optimizer import Optimizer
 from zerokl.model import decoder as decoder_module
 from zerokl.verify.divergence import compare_runs, open_run
 
@@ -57,7 +57,7 @@ def test_equal_runs_have_one_ledger(plain, good, tmp_path, capsys):
 def test_a_flipped_bit_of_a_weight_is_found(plain, good, tmp_path, monkeypatch, capsys, seed):
     draw = random.Random(seed)
     step, named = draw.randrange(STEPS), []
-    update = Learner.update
+    update = Optimizer.update
 
     def planted(self, *args):
         metrics = update(self, *args)
@@ -66,7 +66,7 @@ def test_a_flipped_bit_of_a_weight_is_found(plain, good, tmp_path, monkeypatch, 
                 named.append(_flip(self.master, draw, self.layout))
         return metrics
 
-    monkeypatch.setattr(Learner, "update", planted)
+    monkeypatch.setattr(Optimizer, "update", planted)
     train(plain, tmp_path / "run")
     d = _first(good, tmp_path / "run")
     assert (d.step, d.quantity, d.part, d.others) == (step, "weights", named[0], 0)
@@ -143,8 +143,8 @@ def test_a_changed_sampler_logprob_is_found_beside_a_trainer_that_is_right(confi
     train(loose, tmp_path / "good")
     generate = ParallelSampler.generate
 
-    def planted(self, prompts, sampling, keys):
-        rollouts = generate(self, prompts, sampling, keys)
+    def planted(self, prompts, generation_params, keys):
+        rollouts = generate(self, prompts, generation_params, keys)
         if keys.step == step:
             rollouts[i].logprobs[0] += 0.25
         return rollouts
@@ -152,7 +152,7 @@ def test_a_changed_sampler_logprob_is_found_beside_a_trainer_that_is_right(confi
     monkeypatch.setattr(ParallelSampler, "generate", planted)
     train(loose, tmp_path / "run")
     d = _first(tmp_path / "good", tmp_path / "run")
-    assert (d.step, d.quantity) == (step, "sampler_logprobs")
+    assert (d.step, d.quantity) == (step, "sampling_logprobs")
 
 
 def test_another_seed_setting_or_model_is_found_before_the_first_step(config, good, model, tmp_path, capsys):

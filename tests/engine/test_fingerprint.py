@@ -1,7 +1,7 @@
 """The ledger and the weights of a run depend on its seed and settings of the mathematics, not on how the work is cut up."""
 
 import pytest
-from zerokl.engine.run import Summary, train
+from zerokl.engine.runs.run import Summary, train
 
 # Each changes only how the same work is done.
 FREE = [

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from zerokl.engine.run import train
+from zerokl.engine.runs.run import train
 
 # Seconds from the first sign of work to the kill at most: sampling, backward, ledger and checkpoints take turns in them.
 _SPAN = 1.5
@@ -59,9 +59,9 @@ def kill_often(config_toml: str, path: Path, kills: int, seed: int) -> str:
 
 
 def check_kills(config, tmp_path: Path, kills: int, seed: int, **overrides) -> None:
-    from zerokl.engine.config import to_toml
+    from zerokl.engine.config_file import to_toml
 
-    made = config(steps=40, checkpoint__every=3, checkpoint__keep=3, evaluation__every=7, prompts=4, samples=8, **overrides)
+    made = config(steps=40, checkpoint__every=3, checkpoint__keep=3, evaluation__every=7, prompts=4, num_generations=8, **overrides)
     expected = train(made, tmp_path / "alone")
     kill_often(to_toml(made), tmp_path / "run", kills, seed)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

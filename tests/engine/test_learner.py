@@ -1,4 +1,4 @@
-"""The learner: shards summed by a fixed tree, and AdamW on fp32 master weights, against torch.optim.AdamW in fp64."""
+"""The optimizer: shards summed by a fixed tree, and AdamW on fp32 master weights, against torch.optim.AdamW in fp64."""
 
 import math
 
@@ -7,18 +7,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from zerokl.engine.config import OptimizerConfig
-from zerokl.engine.gradient import GradientTree, ShardSum
-from zerokl.engine.learner import Learner
+from zerokl.engine.parallel.gradient import GradientTree, ShardSum
+from zerokl.engine.train.optimizer import Optimizer
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.decoder import Decoder
 
 HALF_ULP = 2.0**-24  # relative error of one fp32 rounding
 
 
-def _learner(model, dtype: torch.dtype = torch.float32, updates: int = 8, **optimizer: object) -> tuple[Decoder, Learner]:
+def _learner(model, dtype: torch.dtype = torch.float32, updates: int = 8, **optimizer: object) -> tuple[Decoder, Optimizer]:
     master = load_decoder(model, torch.float32)
     policy = master if dtype == torch.float32 else load_decoder(model, dtype)
-    return policy, Learner(policy, master.flat.detach(), OptimizerConfig(**optimizer), updates)
+    return policy, Optimizer(policy, master.flat.detach(), OptimizerConfig(**optimizer), updates)
 
 
 def _gradients(decoder: Decoder, n: int) -> list[dict[str, torch.Tensor]]:
@@ -28,11 +28,11 @@ def _gradients(decoder: Decoder, n: int) -> list[dict[str, torch.Tensor]]:
     return [{name: size * torch.randn(w.shape, generator=generator) for name, w in decoder.w.items()} for size in sizes]
 
 
-def _update(decoder: Decoder, learner: Learner, gradient: dict[str, torch.Tensor]) -> dict[str, float]:
+def _update(decoder: Decoder, optimizer: Optimizer, gradient: dict[str, torch.Tensor]) -> dict[str, float]:
     flat = torch.zeros(decoder.layout.numel)
     for name, view in decoder.layout.views(flat).items():
         view.copy_(gradient[name])
-    return learner.update(flat)
+    return optimizer.update(flat)
 
 
 def _norm(gradient: dict[str, torch.Tensor]) -> float:
@@ -45,7 +45,7 @@ def test_weights_are_those_of_adamw_in_fp64(model, weight_decay, max_grad_norm):
     cfg = OptimizerConfig(
         lr=3e-3, schedule="cosine", warmup_steps=2, min_lr_ratio=0.1, weight_decay=weight_decay, max_grad_norm=max_grad_norm
     )
-    decoder, learner = _learner(model, **cfg.model_dump())
+    decoder, optimizer = _learner(model, **cfg.model_dump())
     oracle = {name: w.detach().double().clone() for name, w in decoder.w.items()}
     groups = [{"params": [w], "weight_decay": weight_decay if w.dim() > 1 else 0.0} for w in oracle.values()]
     adamw = torch.optim.AdamW(groups, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps)
@@ -57,7 +57,7 @@ def test_weights_are_those_of_adamw_in_fp64(model, weight_decay, max_grad_norm):
         norm = _norm(gradient)
         scale = max_grad_norm / norm if 0 < max_grad_norm < norm else 1.0
         clipped += scale != 1.0
-        metrics = _update(decoder, learner, gradient)
+        metrics = _update(decoder, optimizer, gradient)
         assert metrics == pytest.approx({"grad_norm": norm, "lr": rate}, rel=1e-9)
         for group, (name, w) in zip(adamw.param_groups, oracle.items(), strict=True):
             group["lr"], w.grad = rate, gradient[name].double() * scale
@@ -74,9 +74,9 @@ def test_weights_are_those_of_adamw_in_fp64(model, weight_decay, max_grad_norm):
 
 
 def test_weight_decay_shrinks_matrices_only(model):
-    decoder, learner = _learner(model, lr=0.5, weight_decay=0.25)
+    decoder, optimizer = _learner(model, lr=0.5, weight_decay=0.25)
     before = {name: w.detach().clone() for name, w in decoder.w.items()}
-    _update(decoder, learner, {name: torch.zeros_like(w) for name, w in before.items()})
+    _update(decoder, optimizer, {name: torch.zeros_like(w) for name, w in before.items()})
     for name, w in decoder.w.items():
         assert torch.equal(w, before[name] * (1 - 0.5 * 0.25) if w.dim() > 1 else before[name]), name
 
@@ -90,34 +90,34 @@ def test_weight_decay_shrinks_matrices_only(model):
     ],
 )
 def test_learning_rate_rises_then_follows_the_schedule(model, schedule, expected):
-    _, learner = _learner(model, updates=6, lr=1.0, schedule=schedule, warmup_steps=2, min_lr_ratio=0.2)
-    for learner.updates, rate in enumerate(expected):
-        assert learner.learning_rate() == pytest.approx(rate)
+    _, optimizer = _learner(model, updates=6, lr=1.0, schedule=schedule, warmup_steps=2, min_lr_ratio=0.2)
+    for optimizer.updates, rate in enumerate(expected):
+        assert optimizer.learning_rate() == pytest.approx(rate)
 
 
 def test_low_precision_weights_are_the_master_weights_rounded_once(model):
-    decoder, learner = _learner(model, torch.bfloat16, lr=1e-2)
+    decoder, optimizer = _learner(model, torch.bfloat16, lr=1e-2)
     for gradient in _gradients(decoder, 2):
-        _update(decoder, learner, gradient)
-    assert torch.equal(decoder.flat, learner.master.bfloat16())
-    assert not torch.equal(learner.master, learner.master.bfloat16().float()), "the master weights must keep what bf16 cannot"
+        _update(decoder, optimizer, gradient)
+    assert torch.equal(decoder.flat, optimizer.master.bfloat16())
+    assert not torch.equal(optimizer.master, optimizer.master.bfloat16().float()), "the master weights must keep what bf16 cannot"
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_is_refused_by_name_and_changes_nothing(model, bad):
-    decoder, learner = _learner(model)
+    decoder, optimizer = _learner(model)
     clean, twin = _learner(model)
     good, other = _gradients(decoder, 2)
-    _update(decoder, learner, good)
+    _update(decoder, optimizer, good)
     before = decoder.flat.detach().clone()
     poisoned = {name: g.clone() for name, g in other.items()}
     poisoned["layers.1.down"][3, 5] = bad
     with pytest.raises(FloatingPointError, match=r"model\.layers\.1\.mlp\.down_proj\.weight is not finite at update 1"):
-        _update(decoder, learner, poisoned)
+        _update(decoder, optimizer, poisoned)
     assert torch.equal(decoder.flat, before)
     for gradient in (good, other):
         _update(clean, twin, gradient)
-    _update(decoder, learner, other)
+    _update(decoder, optimizer, other)
     assert torch.equal(decoder.flat, clean.flat), "moments and count of updates must be as before the refusal"
 
 
@@ -162,7 +162,7 @@ def test_a_shard_starts_from_zero_and_an_empty_one_adds_nothing(model, tied):
         for w in decoder.w.values():
             w.main_grad.add_(1.0)
         if tied:
-            decoder.head.main_grad.add_(head)
+            decoder.lm_head.main_grad.add_(head)
         return "done"
 
     assert [sums.add(add_ones, shard) for shard in (1.0, None, 1.0, None)] == ["done", None, "done", None]
@@ -172,7 +172,7 @@ def test_a_shard_starts_from_zero_and_an_empty_one_adds_nothing(model, tied):
 
 
 def test_no_gradient_leaves_the_weights(model):
-    decoder, learner = _learner(model)
+    decoder, optimizer = _learner(model)
     before = decoder.flat.detach().clone()
-    assert learner.update(None)["grad_norm"] == 0.0
+    assert optimizer.update(None)["grad_norm"] == 0.0
     assert torch.equal(decoder.flat, before)

@@ -9,9 +9,13 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from zerokl.engine.advantage import advantages
-from zerokl.engine.loss import PRESETS, LossConfig, kl_terms, policy_loss, sequence_weights
-from zerokl.engine.shaping import completion_kl, shaped_rewards
+from zerokl.engine.compatibility import check_settings
+from zerokl.engine.config import Config
+from zerokl.engine.loss.advantage import advantages
+from zerokl.engine.loss.config import LossConfig
+from zerokl.engine.loss.policy_loss import kl_terms, policy_loss, sequence_weights
+from zerokl.engine.loss.presets import PRESETS
+from zerokl.engine.loss.reward_shaping import completion_kl, shaped_rewards
 
 from tests.helpers import property_settings
 
@@ -186,7 +190,7 @@ def slow_choice(sequence: list[Token], t: int, A: float, cfg: LossConfig) -> tup
         total = math.fsum(x[i] - x[j] for x in sequence)
         return exp(total if level == "sequence" else total / len(sequence))
 
-    r, rho = ratio(cfg.ratio, 0, 1), ratio(cfg.correction_level, 1, 2)
+    r, rho = ratio(cfg.importance_sampling_level, 0, 1), ratio(cfg.correction_level, 1, 2)
     low, high = 1 - cfg.clip_low, 1 + cfg.clip_high
     inside = low <= r <= high
     value, slope = {
@@ -204,7 +208,7 @@ def slow_choice(sequence: list[Token], t: int, A: float, cfg: LossConfig) -> tup
 LEVEL = st.sampled_from(["token", "sequence", "geometric"])
 CHOICES = st.fixed_dictionaries(
     {
-        "ratio": LEVEL, "bound": st.sampled_from(["none", "clip", "truncate", "mask", "clip_weight"]), "clip_low": st.floats(0, 1),
+        "importance_sampling_level": LEVEL, "bound": st.sampled_from(["none", "clip", "truncate", "mask", "clip_weight"]), "clip_low": st.floats(0, 1),
         "clip_high": st.floats(0, 9), "correction": st.sampled_from(["none", "full", "truncate", "mask"]), "correction_level": LEVEL,
         "correction_low": st.floats(0, 1), "correction_high": st.floats(1, 9),
     }
@@ -234,7 +238,7 @@ def test_no_ratio_however_extreme_makes_a_nan_of_a_gradient(choices, sequence, A
     if A == 0.0:
         assert not loss.any()
         assert not slope.any()
-    if choices["ratio"] == choices["correction_level"] == "token":  # a sequence's sum may hold infinities of both signs
+    if choices["importance_sampling_level"] == choices["correction_level"] == "token":  # a sequence's sum may hold infinities of both signs
         assert not torch.isnan(slope).any()
 
 
@@ -263,7 +267,7 @@ def test_sequences_are_free_of_each_other(name):
 @pytest.mark.parametrize("name", PRESETS)
 @given(lengths=st.lists(st.integers(1, MAX_TOKENS), min_size=1, max_size=6))
 def test_weights_equal_the_formula(name, lengths):
-    weights = sequence_weights(lengths, PRESETS[name]["normaliser"], MAX_TOKENS)
+    weights = sequence_weights(lengths, PRESETS[name]["loss_agg_mode"], MAX_TOKENS)
     assert weights == pytest.approx([slow_weight(name, i, lengths) for i in range(len(lengths))], rel=1e-15)
 
 
@@ -308,10 +312,10 @@ def test_kl_in_the_reward_is_taken_off_each_completion():
 
 def test_a_choice_overrides_its_preset():
     cfg = LossConfig(preset="dapo", clip_high=0.5).resolve()
-    assert (cfg.clip_low, cfg.clip_high, cfg.normaliser) == (0.2, 0.5, "tokens")
+    assert (cfg.clip_low, cfg.clip_high, cfg.loss_agg_mode) == (0.2, 0.5, "tokens")
     assert cfg.resolve() == cfg
 
 
 def test_a_mask_that_keeps_nothing_is_refused():
-    with pytest.raises(ValueError, match=r"correction_low \(2\.0\) must not exceed correction_high \(1\.0\)"):
-        LossConfig(correction_low=2.0, correction_high=1.0)
+    with pytest.raises(ValueError, match=r"correction_low \(2\.0\) must not exceed loss\.correction_high \(1\.0\)"):
+        check_settings(Config(loss=LossConfig(correction_low=2.0, correction_high=1.0)))

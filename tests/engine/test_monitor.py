@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from zerokl.cli import main
-from zerokl.engine import run as run_module
-from zerokl.engine import samplers as samplers_module
-from zerokl.engine.monitor import MismatchError
-from zerokl.engine.run import resume, train
-from zerokl.engine.workers import ParallelSampler
+from zerokl.engine.parallel.workers import ParallelSampler
+from zerokl.engine.runs import run as run_module
+from zerokl.engine.runs import samplers as samplers_module
+from zerokl.engine.runs.run import resume, train
+from zerokl.engine.train.monitor import MismatchError
 from zerokl.kernels.philox import Stream
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.weights import fingerprint
@@ -28,8 +28,8 @@ class Plant:
         plant = self
 
         class Planted(ParallelSampler):
-            def generate(self, prompts, sampling, keys):
-                rollouts = super().generate(prompts, sampling, keys)
+            def generate(self, prompts, generation_params, keys):
+                rollouts = super().generate(prompts, generation_params, keys)
                 if (keys.stream, keys.step) == (Stream.SAMPLE, plant.step):
                     plant.rollout = rollouts[index] = dataclasses.replace(
                         rollouts[index], weight_version=rollouts[index].weight_version + version
@@ -110,8 +110,8 @@ def test_verify_case_blames_the_side_that_does_not_reproduce(config, monkeypatch
 
 def test_the_first_of_several_is_named_and_all_are_counted(config, monkeypatch, tmp_path):
     class Planted(ParallelSampler):
-        def generate(self, prompts, sampling, keys):
-            rollouts = super().generate(prompts, sampling, keys)
+        def generate(self, prompts, generation_params, keys):
+            rollouts = super().generate(prompts, generation_params, keys)
             for r in rollouts[5:]:
                 r.logprobs.view(np.int32)[-1] ^= 1
             return rollouts

@@ -5,11 +5,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zerokl.engine.native import NativeSampler, _Generation
-from zerokl.engine.rollout import Keys, Rollout, Sampling
+from zerokl.engine.rollout.native import NativeSampler, _Generation
+from zerokl.engine.rollout.types import GenerationParams, RngKey, Rollout
 from zerokl.kernels.attention_plan import KEY_TILE
-from zerokl.kernels.logprob import Distribution
-from zerokl.kernels.order import matmul_rows
+from zerokl.kernels.matmul import matmul
+from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.cache import BlockCache
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.decoder import Decoder, Numerics, PackedContext
@@ -17,15 +17,15 @@ from zerokl.model.scoring import logprobs, pack
 
 VOCAB, CONTEXT = 64, 512
 STOP = frozenset(range(6))  # of 64 about equally likely tokens: completions of very different lengths
-DISTRIBUTIONS = [Distribution(), Distribution(0.7), Distribution(1.0, 0, 0.9), Distribution(1.3, 7, 1.0), Distribution(0.0)]
+DISTRIBUTIONS = [SamplingParams(), SamplingParams(0.7), SamplingParams(1.0, 0, 0.9), SamplingParams(1.3, 7, 1.0), SamplingParams(0.0)]
 # Lengths on both sides of a cache block and over several.
 PROMPT = st.integers(1, 2 * KEY_TILE + 3).flatmap(lambda n: st.lists(st.integers(0, VOCAB - 1), min_size=n, max_size=n))
 
 
-def sampling(
-    distribution: Distribution = DISTRIBUTIONS[0], samples: int = 3, max_tokens: int = 20, stop: frozenset[int] = STOP
-) -> Sampling:
-    return Sampling(distribution, samples, max_tokens, stop)
+def generation_params(
+    sampling_params: SamplingParams = DISTRIBUTIONS[0], num_generations: int = 3, max_tokens: int = 20, stop: frozenset[int] = STOP
+) -> GenerationParams:
+    return GenerationParams(sampling_params, num_generations, max_tokens, stop)
 
 
 def bits(rollouts: list[Rollout]) -> list[tuple]:
@@ -39,62 +39,62 @@ def tokens(rollouts: list[Rollout]) -> list[tuple[int, ...]]:
 @settings(deadline=None, max_examples=15)
 @given(
     prompts=st.lists(PROMPT, min_size=1, max_size=4),
-    distribution=st.sampled_from(DISTRIBUTIONS),
+    sampling_params=st.sampled_from(DISTRIBUTIONS),
     concurrency=st.integers(1, 14),
     batch_tokens=st.integers(1, 100),
 )
-def test_concurrency_and_chunks_do_not_change_a_bit(decoder, sampler, prompts, distribution, concurrency, batch_tokens):
+def test_concurrency_and_chunks_do_not_change_a_bit(decoder, sampler, prompts, sampling_params, concurrency, batch_tokens):
     other = NativeSampler(decoder, concurrency, batch_tokens)
-    keys, how = Keys(3, 5), sampling(distribution)
+    keys, how = RngKey(3, 5), generation_params(sampling_params)
     assert bits(other.generate(prompts, how, keys)) == bits(sampler.generate(prompts, how, keys))
 
 
 @settings(deadline=None, max_examples=15)
-@given(prompt=PROMPT, place=st.integers(0, 2), beside=st.lists(PROMPT, min_size=2, max_size=4), samples=st.integers(2, 5))
-def test_prompts_and_samples_beside_it_do_not_change_a_bit(sampler, prompt, place, beside, samples):
-    alone = sampler.generate([*[[1]] * place, prompt], sampling(samples=1), Keys(0, 0))[-1]
+@given(prompt=PROMPT, place=st.integers(0, 2), beside=st.lists(PROMPT, min_size=2, max_size=4), num_generations=st.integers(2, 5))
+def test_prompts_and_samples_beside_it_do_not_change_a_bit(sampler, prompt, place, beside, num_generations):
+    alone = sampler.generate([*[[1]] * place, prompt], generation_params(num_generations=1), RngKey(0, 0))[-1]
     crowd = sampler.generate(
-        [*beside[:place], *[[2]] * (place - len(beside[:place])), prompt, *beside], sampling(samples=samples), Keys(0, 0)
+        [*beside[:place], *[[2]] * (place - len(beside[:place])), prompt, *beside], generation_params(num_generations=num_generations), RngKey(0, 0)
     )
-    assert bits([crowd[place * samples]]) == bits([alone])
+    assert bits([crowd[place * num_generations]]) == bits([alone])
 
 
 @settings(deadline=None, max_examples=15)
-@given(prompts=st.lists(PROMPT, min_size=1, max_size=3), distribution=st.sampled_from(DISTRIBUTIONS))
-def test_the_trainers_logprobs_are_the_samplers(decoder, sampler, prompts, distribution):
-    rollouts = sampler.generate(prompts, sampling(distribution), Keys(0, 0))
+@given(prompts=st.lists(PROMPT, min_size=1, max_size=3), sampling_params=st.sampled_from(DISTRIBUTIONS))
+def test_the_trainers_logprobs_are_the_samplers(decoder, sampler, prompts, sampling_params):
+    rollouts = sampler.generate(prompts, generation_params(sampling_params), RngKey(0, 0))
     with torch.no_grad():
-        logp, _ = logprobs(decoder, pack([r.pair for r in rollouts]), distribution)
+        logp, _ = logprobs(decoder, pack([r.pair for r in rollouts]), sampling_params)
     assert logp.numpy().tobytes() == np.concatenate([r.logprobs for r in rollouts]).tobytes()
 
 
 def test_rollouts_come_prompt_by_prompt_and_sample_by_sample(sampler):
-    rollouts = sampler.generate([[9, 8], [7]], sampling(), Keys(0, 0))
+    rollouts = sampler.generate([[9, 8], [7]], generation_params(), RngKey(0, 0))
     assert [(r.prompt, r.sample, r.prompt_ids) for r in rollouts] == [(p, g, ids) for p, ids in ((0, (9, 8)), (1, (7,))) for g in range(3)]
-    assert sampler.generate([], sampling(), Keys(0, 0)) == []
+    assert sampler.generate([], generation_params(), RngKey(0, 0)) == []
 
 
 def test_every_part_of_the_key_matters(sampler):
-    prompts, how = [[9, 9, 9], [9, 9, 9]], sampling(samples=4, stop=frozenset())
-    base = tokens(sampler.generate(prompts, how, Keys(0, 0)))
+    prompts, how = [[9, 9, 9], [9, 9, 9]], generation_params(num_generations=4, stop=frozenset())
+    base = tokens(sampler.generate(prompts, how, RngKey(0, 0)))
     assert len(set(base)) == 8, "samples of a group, and groups of one text, must differ"
-    assert tokens(sampler.generate(prompts, how, Keys(0, 0))) == base
-    for other in (Keys(1, 0), Keys(0, 1)):
+    assert tokens(sampler.generate(prompts, how, RngKey(0, 0))) == base
+    for other in (RngKey(1, 0), RngKey(0, 1)):
         assert not set(base) & set(tokens(sampler.generate(prompts, how, other)))
 
 
 def test_first_tokens_follow_the_distribution(decoder, sampler):
-    prompt, n, dist = [9, 30, 12], 4000, Distribution(0.2)
-    drawn = [ids[0] for ids in tokens(sampler.generate([prompt], sampling(dist, n, 1), Keys(0, 0)))]
+    prompt, n, sampling_params = [9, 30, 12], 4000, SamplingParams(0.2)
+    drawn = [ids[0] for ids in tokens(sampler.generate([prompt], generation_params(sampling_params, n, 1), RngKey(0, 0)))]
     with torch.no_grad():
-        logp, _ = logprobs(decoder, pack([(prompt, [v]) for v in range(VOCAB)]), dist)
+        logp, _ = logprobs(decoder, pack([(prompt, [v]) for v in range(VOCAB)]), sampling_params)
     expected = n * logp.double().exp().numpy()
     chi2 = (((np.bincount(drawn, minlength=VOCAB) - expected) ** 2) / expected).sum()
     assert chi2 < 103.4  # 99.9% of the chi-squared distribution with 63 degrees of freedom
 
 
 def test_a_completion_ends_with_its_first_stop_token_or_at_the_limit(sampler):
-    rollouts = sampler.generate([[9, 8, 7]], sampling(samples=40, max_tokens=8), Keys(0, 0))
+    rollouts = sampler.generate([[9, 8, 7]], generation_params(num_generations=40, max_tokens=8), RngKey(0, 0))
     assert {r.finish for r in rollouts} == {"stop", "length"}
     for r in rollouts:
         assert len(r.logprobs) == len(r.completion_ids)
@@ -107,8 +107,8 @@ def test_a_completion_ends_with_its_first_stop_token_or_at_the_limit(sampler):
 
 
 def test_stop_ids_and_limit_only_cut(sampler):
-    whole = sampler.generate([[9, 8, 7]], sampling(samples=20, max_tokens=12, stop=frozenset()), Keys(0, 0))
-    cut = sampler.generate([[9, 8, 7]], sampling(samples=20, max_tokens=5), Keys(0, 0))
+    whole = sampler.generate([[9, 8, 7]], generation_params(num_generations=20, max_tokens=12, stop=frozenset()), RngKey(0, 0))
+    cut = sampler.generate([[9, 8, 7]], generation_params(num_generations=20, max_tokens=5), RngKey(0, 0))
     for long, short in zip(whole, cut, strict=True):
         n = len(short.completion_ids)
         assert long.completion_ids[:n] == short.completion_ids
@@ -117,26 +117,26 @@ def test_stop_ids_and_limit_only_cut(sampler):
 
 def test_greedy_takes_the_most_likely_token_each_time(decoder, sampler):
     prompt = [9, 8, 7]
-    a, b = sampler.generate([prompt], sampling(Distribution(0.0), 2, 10, frozenset()), Keys(0, 0))
+    a, b = sampler.generate([prompt], generation_params(SamplingParams(0.0), 2, 10, frozenset()), RngKey(0, 0))
     assert a.completion_ids == b.completion_ids
     ids = list(prompt)
     with torch.no_grad():
         for token in a.completion_ids:
             hidden = decoder.hidden(torch.tensor(ids), PackedContext([len(ids)], decoder.config))
-            assert token == int(matmul_rows(hidden[-1:], decoder.head.t()).argmax())
+            assert token == int(matmul(hidden[-1:], decoder.lm_head).argmax())
             ids.append(token)
 
 
 def test_top_k_and_top_p_keep_to_the_likely_tokens(decoder, sampler):
     prompt = [9, 8, 7]
     with torch.no_grad():
-        logp, _ = logprobs(decoder, pack([(prompt, [v]) for v in range(VOCAB)]), Distribution(0.2))
+        logp, _ = logprobs(decoder, pack([(prompt, [v]) for v in range(VOCAB)]), SamplingParams(0.2))
     likely = logp.sort(descending=True).values
-    for dist, kept in (
-        (Distribution(0.2, 5), int((logp >= likely[4]).sum())),  # every logit not below the fifth, ties included
-        (Distribution(0.2, 0, 0.3), 1 + int((likely.double().exp().cumsum(0) < 0.3).sum())),
+    for sampling_params, kept in (
+        (SamplingParams(0.2, 5), int((logp >= likely[4]).sum())),  # every logit not below the fifth, ties included
+        (SamplingParams(0.2, 0, 0.3), 1 + int((likely.double().exp().cumsum(0) < 0.3).sum())),
     ):
-        drawn = {ids[0] for ids in tokens(sampler.generate([prompt], sampling(dist, 300, 1), Keys(0, 0)))}
+        drawn = {ids[0] for ids in tokens(sampler.generate([prompt], generation_params(sampling_params, 300, 1), RngKey(0, 0)))}
         assert len(drawn) == kept
         assert logp[list(drawn)].min() >= likely[kept - 1]
 
@@ -148,7 +148,7 @@ def _bytes_for_one(decoder, prompt: int, max_tokens: int) -> int:
 
 
 def test_a_small_cache_lowers_concurrency_and_changes_no_bit(decoder, sampler):
-    prompts, how, keys = [[9] * 20, [8] * 5], sampling(), Keys(0, 0)
+    prompts, how, keys = [[9] * 20, [8] * 5], generation_params(), RngKey(0, 0)
     size = _bytes_for_one(decoder, 20, how.max_tokens)
     for n in (1, 2):
         small = NativeSampler(decoder, cache_bytes=(n + 1) * size - 1)
@@ -161,7 +161,7 @@ def test_a_small_cache_lowers_concurrency_and_changes_no_bit(decoder, sampler):
 def test_a_narrower_cache_holds_twice_as_many_samples_and_draws_the_same(model):
     plain = load_decoder(model, torch.float32)
     narrow = Decoder(plain.config, plain.flat.detach(), plain.layout, Numerics(cache=torch.bfloat16))
-    prompts, how, keys = [[9] * 20, [8] * 5], sampling(), Keys(0, 0)
+    prompts, how, keys = [[9] * 20, [8] * 5], generation_params(), RngKey(0, 0)
     size = _bytes_for_one(plain, 20, how.max_tokens)
     assert _Generation(NativeSampler(plain, cache_bytes=size), prompts, how, keys).concurrency == 1
     assert _Generation(NativeSampler(narrow, cache_bytes=size), prompts, how, keys).concurrency == 2
@@ -172,13 +172,13 @@ def test_a_narrower_cache_holds_twice_as_many_samples_and_draws_the_same(model):
 
 @settings(deadline=None, max_examples=15)
 @given(
-    prompts=st.lists(PROMPT, min_size=1, max_size=4), samples=st.integers(1, 5), concurrency=st.integers(1, 9), tokens=st.integers(1, 40)
+    prompts=st.lists(PROMPT, min_size=1, max_size=4), num_generations=st.integers(1, 5), concurrency=st.integers(1, 9), tokens=st.integers(1, 40)
 )
-def test_every_cache_block_is_free_at_the_end(decoder, prompts, samples, concurrency, tokens):
-    generation = _Generation(NativeSampler(decoder, concurrency, tokens), prompts, sampling(samples=samples, max_tokens=9), Keys(0, 0))
+def test_every_cache_block_is_free_at_the_end(decoder, prompts, num_generations, concurrency, tokens):
+    generation = _Generation(NativeSampler(decoder, concurrency, tokens), prompts, generation_params(num_generations=num_generations, max_tokens=9), RngKey(0, 0))
     with torch.no_grad():
         generation.run()
-    assert generation.cache.free_blocks == generation.cache.blocks > 0
+    assert len(generation.cache._free) == generation.cache.blocks > 0
 
 
 @pytest.mark.parametrize(
@@ -192,28 +192,29 @@ def test_every_cache_block_is_free_at_the_end(decoder, prompts, samples, concurr
 )
 def test_bad_prompts_are_refused_by_number(sampler, prompts, message):
     with pytest.raises(ValueError, match=message):
-        sampler.generate(prompts, sampling(), Keys(0, 0))
+        sampler.generate(prompts, generation_params(), RngKey(0, 0))
 
 
 def test_a_prompt_may_fill_the_context(sampler):
-    rollout = sampler.generate([[9] * (CONTEXT - 20)], sampling(samples=1, stop=frozenset()), Keys(0, 0))[0]
+    rollout = sampler.generate([[9] * (CONTEXT - 20)], generation_params(num_generations=1, stop=frozenset()), RngKey(0, 0))[0]
     assert len(rollout.completion_ids) == 20
 
 
 @pytest.mark.parametrize(
-    "how", [dict(max_tokens=0), dict(samples=0), dict(distribution=Distribution(-1.0)), dict(distribution=Distribution(1.0, 0, 0.0))]
+    "how", [dict(max_tokens=0), dict(num_generations=0), dict(sampling_params=SamplingParams(-1.0)), dict(sampling_params=SamplingParams(1.0, 0, 0.0))]
 )
 def test_settings_out_of_range_are_refused(sampler, how):
     with pytest.raises(ValueError, match="must"):
-        sampler.generate([[9]], sampling(**how), Keys(0, 0))
+        sampler.generate([[9]], generation_params(**how), RngKey(0, 0))
 
 
 def test_new_weights_give_new_tokens_and_their_version(decoder):
     own = Decoder(decoder.config, decoder.flat.detach().clone(), decoder.layout)
-    sampler, how = NativeSampler(own), sampling(stop=frozenset())
-    before = sampler.generate([[9]], how, Keys(0, 0))
-    sampler.load_weights({name: -w for name, w in decoder.w.items()}, 7)
-    after = sampler.generate([[9]], how, Keys(0, 0))
+    sampler, how = NativeSampler(own), generation_params(stop=frozenset())
+    before = sampler.generate([[9]], how, RngKey(0, 0))
+    own.flat.neg_()
+    sampler.sync_weights(7)
+    after = sampler.generate([[9]], how, RngKey(0, 0))
     assert {r.weight_version for r in before} == {0}
     assert {r.weight_version for r in after} == {7}
     assert tokens(before) != tokens(after)

@@ -11,14 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.cli import main
-from zerokl.engine import samplers as samplers_module
-from zerokl.engine.config import load_config
-from zerokl.engine.mismatch import Delayed, MismatchConfig
-from zerokl.engine.monitor import MismatchError
-from zerokl.engine.rollout import logit_noise
-from zerokl.engine.run import train
-from zerokl.engine.workers import ParallelSampler
-from zerokl.kernels.logprob import Distribution
+from zerokl.engine.config import PerturbConfig
+from zerokl.engine.config_file import load_config
+from zerokl.engine.parallel.workers import ParallelSampler
+from zerokl.engine.perturb import Delayed, perturbed_weights
+from zerokl.engine.rollout.types import logit_noise
+from zerokl.engine.runs import samplers as samplers_module
+from zerokl.engine.runs.run import train
+from zerokl.engine.train.monitor import MismatchError
+from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.scoring import logprobs, pack
 
@@ -56,7 +57,7 @@ def test_the_logged_staleness_is_that_of_the_logged_rollouts(config, tmp_path, r
     decoder = load_decoder(tmp_path / "run" / "checkpoints" / "step-000001", torch.float32)
     own = [r for r in read_jsonl(tmp_path / "run" / "rollouts.jsonl") if r["step"] == 1]
     with torch.no_grad():
-        logp = logprobs(decoder, pack([(r["prompt_ids"], r["completion_ids"]) for r in own]), Distribution())[0].double().numpy()
+        logp = logprobs(decoder, pack([(r["prompt_ids"], r["completion_ids"]) for r in own]), SamplingParams())[0].double().numpy()
     d = logp - np.concatenate([r["logprobs"] for r in own])
     found = _lines(read_jsonl, tmp_path / "run")[1]
     assert found["staleness/max_abs"] == np.abs(d).max() > 0
@@ -65,8 +66,8 @@ def test_the_logged_staleness_is_that_of_the_logged_rollouts(config, tmp_path, r
 
 def test_a_flipped_bit_of_an_older_rollout_is_found_and_its_weights_saved(config, tmp_path, monkeypatch, capsys):
     class Planted(ParallelSampler):
-        def generate(self, prompts, sampling, keys):
-            rollouts = super().generate(prompts, sampling, keys)
+        def generate(self, prompts, generation_params, keys):
+            rollouts = super().generate(prompts, generation_params, keys)
             if keys.step == 2:
                 rollouts[4].logprobs.view(np.int32)[0] ^= 1
             return rollouts
@@ -85,8 +86,8 @@ def test_a_flipped_bit_of_an_older_rollout_is_found_and_its_weights_saved(config
 
 def test_rollouts_older_than_allowed_are_refused(config, tmp_path, monkeypatch):
     class Late(ParallelSampler):
-        def generate(self, prompts, sampling, keys):
-            return [dataclasses.replace(r, weight_version=-1) for r in super().generate(prompts, sampling, keys)]
+        def generate(self, prompts, generation_params, keys):
+            return [dataclasses.replace(r, weight_version=-1) for r in super().generate(prompts, generation_params, keys)]
 
     monkeypatch.setattr(samplers_module, "ParallelSampler", Late)
     with pytest.raises(ValueError, match="has weight version -1; the trainer is at 1, max_staleness is 1"):
@@ -94,11 +95,11 @@ def test_rollouts_older_than_allowed_are_refused(config, tmp_path, monkeypatch):
 
 
 DISEASES = {
-    "noise": {"mismatch__logit_noise": 0.1},
-    "rounded": {"mismatch__round_weights": "float8_e4m3fn"},
-    "amplified": {"mismatch__round_weights": "bfloat16", "mismatch__gain": 8.0},
-    "temperature": {"mismatch__temperature": 0.8},
-    "delay": {"mismatch__delay": 2},
+    "noise": {"perturb__logit_noise": 0.1},
+    "rounded": {"perturb__round_weights": "float8_e4m3fn"},
+    "amplified": {"perturb__round_weights": "bfloat16", "perturb__gain": 8.0},
+    "temperature": {"perturb__temperature": 0.8},
+    "delay": {"perturb__delay": 2},
     "dtype": {"precision__sampler_dtype": "bfloat16"},
     "head": {"dtype": "bfloat16", "precision__sampler_head_dtype": "float32"},
     "cache": {"precision__sampler_cache_dtype": "bfloat16"},
@@ -122,7 +123,7 @@ def test_every_disease_shows_as_mismatch_and_is_reproducible(config, tmp_path, r
 
 def test_a_disease_and_staleness_are_told_apart(config, tmp_path, read_jsonl):
     """At a fresh step there is only mismatch; its size does not grow with the age of the weights."""
-    train(config(exact="false", steps=4, max_staleness=3, mismatch__temperature=0.9, optimizer__lr="3e-2"), tmp_path / "run")
+    train(config(exact="false", steps=4, max_staleness=3, perturb__temperature=0.9, optimizer__lr="3e-2"), tmp_path / "run")
     lines = _lines(read_jsonl, tmp_path / "run")
     assert "staleness/k3" not in lines[0]
     assert all(m["mismatch/k3"] < 3 * lines[0]["mismatch/k3"] for m in lines)
@@ -131,11 +132,11 @@ def test_a_disease_and_staleness_are_told_apart(config, tmp_path, read_jsonl):
 
 def test_amplified_rounding_is_rounding_times_the_gain():
     w = torch.linspace(-2, 2, 4096)
-    one, eight = (MismatchConfig(round_weights="bfloat16", gain=g).weights(w) for g in (1.0, 8.0))
+    one, eight = (perturbed_weights(PerturbConfig(round_weights="bfloat16", gain=g), w) for g in (1.0, 8.0))
     assert total_unequal([one], [w.bfloat16().float()]) == 0
     assert ((eight - w) - 8 * (one - w)).abs().max() <= 2**-23 * 4
-    assert MismatchConfig().weights(w) is w
-    assert not MismatchConfig().any
+    assert perturbed_weights(PerturbConfig(), w) is w
+    assert not PerturbConfig().any
 
 
 @given(delay=st.integers(0, 4), n=st.integers(1, 9))
@@ -178,7 +179,7 @@ def test_transformers_as_the_sampler(config, tmp_path, read_jsonl):
 
 
 def test_control_transformers_with_old_weights_is_seen(config, tmp_path, read_jsonl, monkeypatch):
-    monkeypatch.setattr(samplers_module.ForeignSampler, "load_weights", lambda self, weights, version: setattr(self, "version", version))
+    monkeypatch.setattr(samplers_module.ExternalSampler, "sync_weights", lambda self, version: setattr(self, "version", version))
     train(config(sampler="hf", exact="false", steps=3), tmp_path / "run")
     first, _, last = [m["mismatch/max_abs"] for m in _lines(read_jsonl, tmp_path / "run")]
     assert last > 100 * first
@@ -187,10 +188,10 @@ def test_control_transformers_with_old_weights_is_seen(config, tmp_path, read_js
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"sampler": "hf"}, "set exact = false"), ({"mismatch.delay": "1"}, "set exact = false"),
+        ({"sampler": "hf"}, "set exact = false"), ({"perturb.delay": "1"}, "set exact = false"),
         ({"sampler": "vllm", "max_staleness": "1"}, 'need sampler = "native", not vllm'),
-        ({"sampler": "hf", "exact": "false", "mismatch.delay": "1"}, 'need sampler = "native", not hf'),
-        ({"mismatch.gain": "-1"}, "mismatch.gain"), ({"mismatch.round_weights": "int8"}, "round_"), ({"max_staleness": "-1"}, "max_st"),
+        ({"sampler": "hf", "exact": "false", "perturb.delay": "1"}, 'need sampler = "native", not hf'),
+        ({"perturb.gain": "-1"}, "perturb.gain"), ({"perturb.round_weights": "int8"}, "round_"), ({"max_staleness": "-1"}, "max_st"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(keys, message):

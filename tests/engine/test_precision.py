@@ -6,15 +6,17 @@ import math
 import pytest
 import torch
 from zerokl.cli import main
-from zerokl.engine.config import OptimizerConfig, load_config, to_toml
-from zerokl.engine.law import random_pairs
-from zerokl.engine.learner import GradientOverflowError, Learner
+from zerokl.engine.commands.verify import random_pairs
+from zerokl.engine.config import OptimizerConfig
+from zerokl.engine.config_file import load_config, to_toml
+from zerokl.engine.parallel.workers import Workers
 from zerokl.engine.precision import PrecisionConfig
-from zerokl.engine.run import train
-from zerokl.engine.scaling import IN_A_ROW, LossScaler
-from zerokl.engine.underflow import Underflow
-from zerokl.engine.workers import Workers
-from zerokl.kernels.logprob import Distribution, linear_logprob
+from zerokl.engine.runs.run import train
+from zerokl.engine.train.loss_scaling import IN_A_ROW, LossScaler
+from zerokl.engine.train.optimizer import GradientOverflowError, Optimizer
+from zerokl.engine.train.underflow import Underflow
+from zerokl.kernels.logprob import linear_logprob
+from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.decoder import Decoder, Numerics
 from zerokl.model.scoring import logprobs, pack
@@ -49,11 +51,11 @@ class _Backward:
     """The gradients of one fp16 backward at loss scale 2^k, and the operations whose gradients were all normal numbers."""
 
     def __init__(self, decoder: Decoder, k: int):
-        for w in (*decoder.w.values(), decoder.head):
+        for w in (*decoder.w.values(), decoder.lm_head):
             w.main_grad = torch.zeros(w.shape)
         self.order: list[tuple[str, bool]] = []
         pairs = random_pairs(6, 14, decoder.config.vocab_size, 0)
-        logp, _ = logprobs(decoder, pack(pairs), Distribution(), lambda name, x: x.register_hook(lambda dx: self._see(name, dx)))
+        logp, _ = logprobs(decoder, pack(pairs), SamplingParams(), lambda name, x: x.register_hook(lambda dx: self._see(name, dx)))
         (logp.sum() * 2.0 ** (k - 6)).backward()
         self.gradients = {name: w.main_grad * 2.0**-k for name, w in decoder.w.items()}
 
@@ -94,7 +96,7 @@ def test_zeros_are_counted_at_both_ends_of_the_backward(model):
     counts = {}
     for k in (10, -22, -60):
         counter = Underflow(batch)
-        logp, _ = logprobs(decoder, batch, Distribution(), counter.tap)
+        logp, _ = logprobs(decoder, batch, SamplingParams(), counter.hook)
         counter.watch(logp)
         upstream = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0])  # the last token of sequence 1, and sequence 2, have no gradient
         (logp * upstream * 2.0**k).sum().backward()
@@ -105,50 +107,50 @@ def test_zeros_are_counted_at_both_ends_of_the_backward(model):
     assert counts[-60] == {"norm": 3 * D, "embed": (4 + 2) * D}, "all rows that those three tokens are predicted from or depend on"
 
 
-def _learner(model) -> Learner:
+def _learner(model) -> Optimizer:
     decoder = load_decoder(model, torch.float32)
-    return Learner(decoder, decoder.flat.detach(), OptimizerConfig(), 8)
+    return Optimizer(decoder, decoder.flat.detach(), OptimizerConfig(), 8)
 
 
-def _gradient(learner: Learner, seed: int = 0) -> torch.Tensor:
-    return torch.randn(learner.layout.numel, generator=torch.Generator().manual_seed(seed)) * 1e-2
+def _gradient(optimizer: Optimizer, seed: int = 0) -> torch.Tensor:
+    return torch.randn(optimizer.layout.numel, generator=torch.Generator().manual_seed(seed)) * 1e-2
 
 
-def _state(learner: Learner) -> list[torch.Tensor]:
-    return [x.clone() for x in (learner.master, *learner.moments)]
+def _state(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [x.clone() for x in (optimizer.master, *optimizer.moments)]
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_an_overflow_is_named_and_reaches_nothing(model, kind, bad):
-    learner, scaler = _learner(model), LossScaler(PrecisionConfig(scaling=kind, scale=8.0), torch.float16)
-    assert scaler.update(learner, _gradient(learner)).applied
-    before, updates = _state(learner), learner.updates
-    poisoned = _gradient(learner, 1)
+    optimizer, scaler = _learner(model), LossScaler(PrecisionConfig(scaling=kind, scale=8.0), torch.float16)
+    assert scaler.update(optimizer, _gradient(optimizer)).applied
+    before, updates = _state(optimizer), optimizer.updates
+    poisoned = _gradient(optimizer, 1)
     for name in ("layers.1.down", "layers.0.qkv"):
-        learner.layout.views(poisoned)[name][40, 3] = bad
-    done = scaler.update(learner, poisoned)
+        optimizer.layout.views(poisoned)[name][40, 3] = bad
+    done = scaler.update(optimizer, poisoned)
     assert (done.applied, done.notes) == (False, {"scaling/overflow": "model.layers.0.self_attn.q_proj.weight"})
     assert (done.metrics["scaling/skipped"], done.metrics["scaling/scale"]) == (1.0, 8.0)
-    assert total_unequal(before, _state(learner)) == 0
-    assert learner.updates == updates
+    assert total_unequal(before, _state(optimizer)) == 0
+    assert optimizer.updates == updates
     assert scaler.scale == (4.0 if kind == "dynamic" else 8.0)
 
 
 def test_without_scaling_an_overflow_ends_the_run(model):
-    learner, gradient = _learner(model), torch.full((1,), math.inf)
+    optimizer, gradient = _learner(model), torch.full((1,), math.inf)
     with pytest.raises(GradientOverflowError, match=r"model\.embed_tokens\.weight is not finite at update 0"):
-        LossScaler(PrecisionConfig(scaling="off"), torch.float16).update(learner, gradient.expand(learner.layout.numel).clone())
+        LossScaler(PrecisionConfig(scaling="off"), torch.float16).update(optimizer, gradient.expand(optimizer.layout.numel).clone())
 
 
 def test_the_dynamic_scale_grows_shrinks_and_stays_within_its_bounds(model):
-    learner = _learner(model)
+    optimizer = _learner(model)
     cfg = PrecisionConfig(scaling="dynamic", scale=8.0, growth_interval=2, backoff=0.25, minimum=1.0, maximum=16.0)
     scaler, seen = LossScaler(cfg, torch.float32), []
-    good, bad = _gradient(learner), torch.full((learner.layout.numel,), math.nan)
+    good, bad = _gradient(optimizer), torch.full((optimizer.layout.numel,), math.nan)
     for ok in (1, 1, 1, 1, 0, 1, 0, 0, 1, 1, 1):
         seen.append(scaler.scale)
-        assert scaler.update(learner, good if ok else bad).applied == bool(ok)
+        assert scaler.update(optimizer, good if ok else bad).applied == bool(ok)
     assert seen == [8, 8, 16, 16, 16, 4, 4, 1, 1, 1, 2]
 
 
@@ -226,19 +228,19 @@ def test_a_logit_that_is_not_finite_stops_with_its_place(config, model, tmp_path
 
 def test_the_fp32_head_reads_the_same_weights_and_feeds_the_same_gradient(model):
     plain = load_decoder(model, torch.bfloat16)
-    wide = Decoder(plain.config, plain.flat.detach(), plain.layout, Numerics(head=torch.float32))
+    wide = Decoder(plain.config, plain.flat.detach(), plain.layout, Numerics(lm_head=torch.float32))
     h = torch.randn(5, plain.config.hidden_size).bfloat16()
     ids = torch.tensor([3, 1, 4, 1, 5])
-    expected = plain.head.detach().float().requires_grad_()
+    expected = plain.lm_head.detach().float().requires_grad_()
     linear_logprob(h.float(), expected, ids)[0].sum().backward()
     assert total_unequal([wide.logits_weight().detach()], [expected.detach()]) == 0
-    wide.head.main_grad = torch.zeros(wide.head.shape)
+    wide.lm_head.main_grad = torch.zeros(wide.lm_head.shape)
     logp, _ = linear_logprob(h.float(), wide.logits_weight(), ids)
     logp.sum().backward()
-    assert total_unequal([wide.head.main_grad], [expected.grad]) == 0
-    del wide.head.main_grad
+    assert total_unequal([wide.lm_head.main_grad], [expected.grad]) == 0
+    del wide.lm_head.main_grad
     linear_logprob(h.float(), wide.logits_weight(), ids)[0].sum().backward()
-    assert total_unequal([wide.head.grad], [expected.grad.bfloat16()]) == 0
+    assert total_unequal([wide.lm_head.grad], [expected.grad.bfloat16()]) == 0
 
 
 @pytest.mark.parametrize(

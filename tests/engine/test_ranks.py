@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from zerokl.engine.config import Config, to_toml
-from zerokl.engine.ranked import RankedScorer
-from zerokl.engine.ranks import ALONE
-from zerokl.engine.run import resume, train
-from zerokl.engine.scorer import frozen
+from zerokl.engine.config import Config
+from zerokl.engine.config_file import to_toml
+from zerokl.engine.parallel.ranked import RankedScorer
+from zerokl.engine.parallel.ranks import ALONE
+from zerokl.engine.parallel.scorer import frozen
+from zerokl.engine.runs.run import resume, train
 
 from tests.helpers import torchrun
 
@@ -119,8 +120,9 @@ def test_a_mismatch_is_saved_whole_before_any_rank_ends(brief, tmp_path):
     (tmp_path / "planted.py").write_text(
         "import time\n"
         "import numpy as np\n"
-        "from zerokl.engine import loop, run\n"
-        "collect, write = loop.collect, run.write_checkpoint\n"
+        "from zerokl.engine.runs import run\n"
+        "from zerokl.engine.train import step\n"
+        "collect, write = step.collect, run.write_checkpoint\n"
         "def collected(*given):\n"
         "    got = collect(*given)\n"
         "    got.rollouts[0].logprobs[0] = np.nextafter(got.rollouts[0].logprobs[0], np.float32(-9))\n"
@@ -128,7 +130,7 @@ def test_a_mismatch_is_saved_whole_before_any_rank_ends(brief, tmp_path):
         "def slowly(*given, **named):\n"
         "    time.sleep(4)\n"
         "    write(*given, **named)\n"
-        "loop.collect, run.write_checkpoint = collected, slowly\n"
+        "step.collect, run.write_checkpoint = collected, slowly\n"
         "def letters(problem, completion):\n"
         "    return sum(c.isalpha() for c in completion) / 8\n"
     )

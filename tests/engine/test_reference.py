@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from zerokl.cli import main
-from zerokl.engine.replay import Replayer
-from zerokl.engine.run import resume, train
+from zerokl.engine.commands.replay import Replayer
+from zerokl.engine.runs.run import resume, train
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.weights import fingerprint
 from zerokl.verify.divergence import open_run
@@ -32,7 +32,7 @@ def reference(model, tmp_path) -> Path:
 @pytest.fixture
 def held(config, reference):
     """A run that is held near its reference."""
-    return config(steps=2, checkpoint__every=1, loss__kl_coef=0.5, loss__reference=reference)
+    return config(steps=2, checkpoint__every=1, loss__kl_coef=0.5, loss__ref_model=reference)
 
 
 def test_the_ledger_holds_the_hash_of_the_weights(held, reference, tmp_path):
@@ -40,14 +40,14 @@ def test_the_ledger_holds_the_hash_of_the_weights(held, reference, tmp_path):
     decoder = load_decoder(reference, torch.bfloat16)
     head = open_run(tmp_path / "run").head
     own = {name: value for name, value in dataclasses.asdict(decoder.config).items() if name not in ("raw", "max_positions")}
-    assert head.settings["loss.reference"] == f"sha256:{hash_json([own, fingerprint(decoder.layout, decoder.flat.detach())])}"
-    assert head.environment["process.loss.reference"] == str(reference)
+    assert head.settings["loss.ref_model"] == f"sha256:{hash_json([own, fingerprint(decoder.layout, decoder.flat.detach())])}"
+    assert head.environment["process.loss.ref_model"] == str(reference)
 
 
 def test_a_moved_reference_keeps_the_fingerprint(config, held, reference, tmp_path, capsys):
     first = train(held, tmp_path / "run").fingerprint
     moved = reference.rename(tmp_path / "elsewhere")
-    again = config(steps=2, checkpoint__every=1, loss__kl_coef=0.5, loss__reference=moved)
+    again = config(steps=2, checkpoint__every=1, loss__kl_coef=0.5, loss__ref_model=moved)
     assert train(again, tmp_path / "again").fingerprint == first
     assert main(["diff", str(tmp_path / "run"), str(tmp_path / "again")]) == 0
     implied = config(steps=2, checkpoint__every=1, loss__kl_coef=0.5)  # the run's first model, which has the same weights
@@ -61,23 +61,23 @@ def test_other_weights_in_the_same_place_are_found_and_refused_by_name(held, ref
     _flip(reference)
     assert train(held, tmp_path / "other").fingerprint != first
     assert main(["diff", str(run), str(tmp_path / "other")]) == 1
-    assert "first difference before the first step: configuration loss.reference: 'sha256:" in " ".join(capsys.readouterr().out.split())
+    assert "first difference before the first step: configuration loss.ref_model: 'sha256:" in " ".join(capsys.readouterr().out.split())
     (run / "summary.json").unlink()
     shutil.rmtree(run / "checkpoints" / "step-000002")  # as if the run had ended after its first step
     before = {p.name: p.read_bytes() for p in run.iterdir() if p.is_file()}
     with pytest.raises(ValueError, match=rf"resume: the weights of the reference, {reference}, are sha256:\w+; the run began with sha256:"):
         resume(run)
-    with pytest.raises(ValueError, match=r"what it started from is another now; before the first step: configuration loss\.reference"):
+    with pytest.raises(ValueError, match=r"what it started from is another now; before the first step: configuration loss\.ref_model"):
         Replayer(run)
     assert {p.name: p.read_bytes() for p in run.iterdir() if p.is_file()} == before, "refused before anything was changed"
-    assert resume(run, {"loss.reference": str(kept)}).fingerprint == first, "the remedy of the message"
+    assert resume(run, {"loss.ref_model": str(kept)}).fingerprint == first, "the remedy of the message"
 
 
 def test_without_a_kl_term_the_reference_is_no_part_of_the_run(config, tmp_path):
     plain = train(config(steps=1), tmp_path / "plain").fingerprint
-    unused = train(config(steps=1, loss__reference=tmp_path / "nowhere"), tmp_path / "unused")
+    unused = train(config(steps=1, loss__ref_model=tmp_path / "nowhere"), tmp_path / "unused")
     assert unused.fingerprint == plain
-    assert open_run(tmp_path / "plain").head.settings["loss.reference"] == ""
+    assert open_run(tmp_path / "plain").head.settings["loss.ref_model"] == ""
 
 
 def _edit(folder: Path, **changes: object) -> None:

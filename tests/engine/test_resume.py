@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from zerokl.engine import run as run_module
-from zerokl.engine.checkpoints import open_checkpoint
+from zerokl.engine.commands.replay import Replayer, verify_run
 from zerokl.engine.config import Config
-from zerokl.engine.replay import Replayer, verify_run
-from zerokl.engine.run import Summary, resume, train
+from zerokl.engine.runs import run as run_module
+from zerokl.engine.runs.checkpoints import open_checkpoint
+from zerokl.engine.runs.run import Summary, resume, train
 from zerokl.verify.files import MANIFEST, hash_json, hold_folder, write_manifest
 
 from tests.helpers import property_settings
@@ -76,7 +76,7 @@ def test_control_without_the_moments_the_ledger_differs(six, whole, tmp_path, mo
 
     def forgetful(state, checkpoint):
         restore(state, checkpoint)
-        state.learner.moments[0].zero_()
+        state.optimizer.moments[0].zero_()
 
     monkeypatch.setattr(run_module, "restore", forgetful)
     assert resume(tmp_path / "run").fingerprint != whole[1].fingerprint
@@ -106,7 +106,7 @@ def test_settings_that_decide_bits_are_refused_by_name(config, tmp_path, key):
     assert {p: p.read_bytes() for p in path.rglob("*") if p.is_file()} == before
 
 
-@pytest.mark.parametrize("older", [{"max_staleness": 2}, {"mismatch__delay": 2, "exact": False}], ids=str)
+@pytest.mark.parametrize("older", [{"max_staleness": 2}, {"perturb__delay": 2, "exact": False}], ids=str)
 def test_a_run_that_samples_from_older_weights_is_done_again_from_its_first_step(config, tmp_path, monkeypatch, capsys, older):
     cfg = config(steps=5, checkpoint__every=1, **older)
     expected = train(cfg, tmp_path / "whole").fingerprint
@@ -226,7 +226,7 @@ def test_a_ledger_of_another_format_is_refused_and_nothing_changes(small, tmp_pa
     (path / "ledger.jsonl").write_text(json.dumps(line | {"sum": hash_json(line)}) + "\n" + steps)
     before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
     for read in (resume, Replayer):
-        with pytest.raises(ValueError, match=r"^ledger: .*ledger.jsonl has format 2, this zerokl reads 3; use the version that wrote it$"):
+        with pytest.raises(ValueError, match=r"^ledger: .*ledger.jsonl has format 2, this zerokl reads 4; use the version that wrote it$"):
             read(path)
     assert {p: p.read_bytes() for p in path.rglob("*") if p.is_file()} == before
 
@@ -291,7 +291,7 @@ def test_other_data_and_other_first_weights_are_refused(config, model, tmp_path)
     data, base = tmp_path / "data.jsonl", tmp_path / "base"
     shutil.copytree(model, base)
     data.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(20)))
-    made = config(model=base, task__name="jsonl", task__options=f'{{ file = "{data}" }}')
+    made = config(model=base, task__name="jsonl", task__options={"file": str(data)})
     train(made, tmp_path / "run")
     data.write_text(data.read_text().replace("3+1=", "4+1=", 1))
     with pytest.raises(ValueError, match="training problems are not those of the run"):

@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from zerokl.engine.config import load_config
-from zerokl.engine.loss import PRESETS
-from zerokl.engine.run import train
+from zerokl.engine.config_file import load_config
+from zerokl.engine.loss.presets import PRESETS
+from zerokl.engine.runs.run import train
 from zerokl.engine.tasks import load_task
 from zerokl.model.checkpoint import load_decoder, write_checkpoint
 from zerokl.model.config import ModelConfig
@@ -77,8 +77,8 @@ def test_the_logged_loss_is_that_of_the_logged_rollouts(config, read_jsonl, tmp_
     train(config(steps=1, loss__preset=preset), tmp_path / "run")
     own, (m,) = read_jsonl(tmp_path / "run" / "rollouts.jsonl"), read_jsonl(tmp_path / "run" / "metrics.jsonl")
     lengths = [len(r["completion_ids"]) for r in own]
-    normaliser = PRESETS[preset]["normaliser"]
-    share = {"length": [1 / (9 * n) for n in lengths], "tokens": [1 / sum(lengths)] * 9, "constant": [1 / (9 * 8)] * 9}[normaliser]
+    loss_agg_mode = PRESETS[preset]["loss_agg_mode"]
+    share = {"length": [1 / (9 * n) for n in lengths], "tokens": [1 / sum(lengths)] * 9, "constant": [1 / (9 * 8)] * 9}[loss_agg_mode]
     # On-policy each token's term is its advantage, times logp where that carries the gradient.
     sizes = [sum(r["logprobs"]) if preset in ("cispo", "kimi") else len(r["completion_ids"]) for r in own]
     terms = [-w * n * r["advantage"] for w, n, r in zip(share, sizes, own, strict=True)]
@@ -138,21 +138,21 @@ def test_checkpoints_on_the_way_are_the_weights_of_that_step(config, four, run, 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("sampling", [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 9, "temperature": 1.3}])
-def test_mismatch_is_zero_under_any_distribution(config, tmp_path, dtype, sampling):
-    summary = train(config(dtype=dtype, **{f"sampling__{k}": v for k, v in sampling.items()}), tmp_path / "run")
+@pytest.mark.parametrize("generation_params", [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 9, "temperature": 1.3}])
+def test_mismatch_is_zero_under_any_distribution(config, tmp_path, dtype, generation_params):
+    summary = train(config(dtype=dtype, **{f"sampling__{k}": v for k, v in generation_params.items()}), tmp_path / "run")
     assert (summary.mismatch_max_abs, summary.tokens_unequal) == (0.0, 0)
     assert summary.tokens > 3 * 9
 
 
 def test_training_raises_the_reward(config, tmp_path):
-    summary = train(config(steps=25, prompts=8, samples=8, optimizer__lr="1e-3"), tmp_path / "run")
+    summary = train(config(steps=25, prompts=8, num_generations=8, optimizer__lr="1e-3"), tmp_path / "run")
     assert summary.reward_last5 > summary.reward_first + 0.1
 
 
 @pytest.mark.parametrize(("limit", "seen"), [(0, 9), (3, 3), (50, 9)])
 def test_problems_limits_the_training_set_to_its_first(config, model, tmp_path, read_jsonl, limit, seen):
-    train(config(steps=4, task__options="{ max_value = 9, train = 9, held_out = 3 }", task__problems=limit), tmp_path / "run")
+    train(config(steps=4, task__options={"max_value": 9, "train": 9, "held_out": 3}, task__problems=limit), tmp_path / "run")
     problems = load_task("add", {"max_value": 9, "train": 9, "held_out": 3}).problems("train")
     prompts = AutoTokenizer.from_pretrained(model)([p.prompt for p in problems[:seen]])["input_ids"]
     drawn = read_jsonl(tmp_path / "run" / "rollouts.jsonl")
@@ -165,7 +165,7 @@ def test_special_groups_and_completions_are_counted(config, read_jsonl, model, t
     with torch.no_grad():
         silent.w["norm"].zero_()  # every logit 0: one completion in 64 is empty
     write_checkpoint(tmp_path / "flat", silent.layout, silent.flat.detach(), companions=model)
-    train(config(model=tmp_path / "flat", steps=1, prompts=20, samples=32, task__reward="", sampling__max_tokens=2), tmp_path / "run")
+    train(config(model=tmp_path / "flat", steps=1, prompts=20, num_generations=32, task__reward="", sampling__max_tokens=2), tmp_path / "run")
     (m,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     own = read_jsonl(tmp_path / "run" / "rollouts.jsonl")
     empty = [r for r in own if r["completion_ids"] == [1]]
@@ -182,7 +182,7 @@ def test_a_step_of_all_equal_groups_changes_no_weight(config, model, tmp_path):
 
 
 def test_the_display_shows_every_mismatch_metric_where_a_bit_differs(config, tmp_path, capsys):
-    train(config(steps=1, exact=False, mismatch__logit_noise=0.1), tmp_path / "run")
+    train(config(steps=1, exact=False, perturb__logit_noise=0.1), tmp_path / "run")
     said = capsys.readouterr().out
     metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     names = [n for n in metrics if n.startswith("mismatch/") and n not in ("mismatch/max_abs", "mismatch/frac_equal")]

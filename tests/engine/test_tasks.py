@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from zerokl.engine.initialise import initialise
+from zerokl.engine.runs.init import initialise
 from zerokl.engine.tasks import TASKS, load_reward, load_task, rewards
 from zerokl.engine.tasks.base import Problem
 

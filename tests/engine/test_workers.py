@@ -7,16 +7,16 @@ import time
 import pytest
 import torch
 from zerokl.engine.config import NativeConfig
-from zerokl.engine.native import NativeSampler
-from zerokl.engine.rollout import Keys, Sampling
-from zerokl.engine.shared import Handle, SharedTensor, map_tensor
-from zerokl.engine.workers import Host, ParallelSampler, Workers, _Failure, _pickled
-from zerokl.kernels.logprob import Distribution
+from zerokl.engine.parallel.workers import Host, ParallelSampler, Workers, _Failure, _pickled
+from zerokl.engine.rollout.native import NativeSampler
+from zerokl.engine.rollout.types import GenerationParams, RngKey
+from zerokl.engine.shared_tensor import Handle, SharedTensor, map_tensor
+from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.decoder import Decoder
 
 PROMPTS = [(5, 6, 7), (8,), (9, 10, 11, 12), (5,), (6, 6)]
-SAMPLING = Sampling(Distribution(0.8), 3, 12, frozenset({1}))
+SAMPLING = GenerationParams(SamplingParams(0.8), 3, 12, frozenset({1}))
 
 
 def _process_id(host: Host, item: object) -> int:
@@ -53,10 +53,10 @@ def test_each_item_has_a_process_of_its_own(workers):
 
 def test_tokens_and_logprobs_are_those_of_one_sampler(workers):
     decoder = workers.host.decoder
-    alone = NativeSampler(decoder, version=3).generate(PROMPTS, SAMPLING, Keys(1, 2))
+    alone = NativeSampler(decoder, version=3).generate(PROMPTS, SAMPLING, RngKey(1, 2))
     sampler = ParallelSampler(workers, version=3)
     for prompts in (PROMPTS, PROMPTS[:1]):
-        together = sampler.generate(prompts, SAMPLING, Keys(1, 2))
+        together = sampler.generate(prompts, SAMPLING, RngKey(1, 2))
         for a, b in zip(alone, together, strict=False):
             assert (a.prompt, a.sample, a.completion_ids, a.weight_version) == (b.prompt, b.sample, b.completion_ids, b.weight_version)
             assert a.logprobs.tobytes() == b.logprobs.tobytes()
@@ -65,12 +65,12 @@ def test_tokens_and_logprobs_are_those_of_one_sampler(workers):
 
 def test_a_change_of_the_weights_reaches_the_others(workers):
     decoder, sampler = workers.host.decoder, ParallelSampler(workers)
-    before = sampler.generate(PROMPTS, SAMPLING, Keys(1, 2))
+    before = sampler.generate(PROMPTS, SAMPLING, RngKey(1, 2))
     saved = decoder.flat.detach().clone()
     try:
         decoder.flat.mul_(1.25)
-        after = sampler.generate(PROMPTS, SAMPLING, Keys(1, 2))
-        expected = NativeSampler(decoder).generate(PROMPTS, SAMPLING, Keys(1, 2))
+        after = sampler.generate(PROMPTS, SAMPLING, RngKey(1, 2))
+        expected = NativeSampler(decoder).generate(PROMPTS, SAMPLING, RngKey(1, 2))
     finally:
         decoder.flat.copy_(saved)
     assert [r.completion_ids for r in after] == [r.completion_ids for r in expected] != [r.completion_ids for r in before]

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from zerokl.kernels.attention import attention, varlen_plan
 from zerokl.kernels.embedding import embedding
 from zerokl.kernels.linear import linear
-from zerokl.kernels.logprob import Distribution, linear_logprob
+from zerokl.kernels.logprob import linear_logprob
 from zerokl.kernels.rms_norm import add_rms_norm, qk_norm, rms_norm
 from zerokl.kernels.rope import llama3_frequencies, rope, rope_frequencies, rope_table
+from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.kernels.silu_mul import silu_mul
 
 from tests.helpers import DTYPES, assert_at_most_twice_the_error, randint, randn, threads, total_unequal
@@ -63,19 +64,19 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tenso
     return attention(q, k, v, varlen_plan(lengths, q.shape[1], k.shape[1]), q.shape[-1] ** -0.5)
 
 
-def _plain_logprob(dist: Distribution) -> Function:
+def _plain_logprob(sampling_params: SamplingParams) -> Function:
     def run(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         z = F.linear(h, w)
-        z = (z if z.dtype == torch.float64 else z.float()) / (dist.temperature or 1.0)
-        if 0 < dist.top_k < z.shape[1]:
-            z = z.masked_fill(z < z.topk(dist.top_k).values[:, -1:], float("-inf"))
+        z = (z if z.dtype == torch.float64 else z.float()) / (sampling_params.temperature or 1.0)
+        if 0 < sampling_params.top_k < z.shape[1]:
+            z = z.masked_fill(z < z.topk(sampling_params.top_k).values[:, -1:], float("-inf"))
         return torch.log_softmax(z, -1).gather(1, IDS[: len(h)].remainder(len(w)).unsqueeze(1)).squeeze(1)
 
     return run
 
 
-def _logprob(dist: Distribution) -> Function:
-    return lambda h, w: linear_logprob(h, w, IDS[: len(h)].remainder(len(w)), dist)[0]
+def _logprob(sampling_params: SamplingParams) -> Function:
+    return lambda h, w: linear_logprob(h, w, IDS[: len(h)].remainder(len(w)), sampling_params)[0]
 
 
 def _norm(shape: tuple[int, ...]) -> Op:
@@ -95,8 +96,8 @@ OPS = {
     "rope": Op(((150, 3, 32),), lambda x: rope(x, COS[: len(x)].to(x.dtype), SIN[: len(x)].to(x.dtype)), _plain_rope),
     "embedding": Op(((300, 40),), lambda w: embedding(IDS.remainder(len(w)), w), lambda w: F.embedding(IDS.remainder(len(w)), w)),
     "attention": Op(((138, 4, 32), (138, 2, 32), (138, 2, 32)), _attention, _plain_attention),
-    "linear_logprob": Op(((150, 64), (300, 64)), _logprob(Distribution()), _plain_logprob(Distribution())),
-    "linear_logprob at a temperature": Op(((150, 64), (300, 64)), _logprob(Distribution(0.7)), _plain_logprob(Distribution(0.7))),
+    "linear_logprob": Op(((150, 64), (300, 64)), _logprob(SamplingParams()), _plain_logprob(SamplingParams())),
+    "linear_logprob at a temperature": Op(((150, 64), (300, 64)), _logprob(SamplingParams(0.7)), _plain_logprob(SamplingParams(0.7))),
 }
 # Shapes small enough for gradcheck's finite differences, and not multiples of 16 where kernels pad.
 SMALL = {
@@ -148,8 +149,8 @@ def test_gradcheck_in_fp64(name):
 
 def test_gradcheck_of_truncated_logprobs():
     h, w = inputs(((6, 7), (9, 7)), torch.float64, 4)
-    ids, dist = F.linear(h, w).argmax(1), Distribution(0.8, 6, 0.9)  # the likeliest token is always kept
-    assert torch.autograd.gradcheck(lambda h, w: linear_logprob(h, w, ids, dist)[0], (h, w))
+    ids, sampling_params = F.linear(h, w).argmax(1), SamplingParams(0.8, 6, 0.9)  # the likeliest token is always kept
+    assert torch.autograd.gradcheck(lambda h, w: linear_logprob(h, w, ids, sampling_params)[0], (h, w))
 
 
 def _entropy(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -158,7 +159,7 @@ def _entropy(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 def test_error_of_the_entropy_is_at_most_twice_that_of_plain_torch():
     h, w = randn(0, 300, 16), randn(1, 50, 16)
-    ours = linear_logprob(h, w, IDS.repeat(2) % 50, Distribution(0.7))[1]
+    ours = linear_logprob(h, w, IDS.repeat(2) % 50, SamplingParams(0.7))[1]
     assert_at_most_twice_the_error(ours, _entropy(h, w), _entropy(h.double(), w.double()), "entropy")
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from zerokl.kernels.logprob import Distribution, chunk_rows, draw, drawn_logprobs, linear_logprob, scaled_logits, token_logprobs
+from zerokl.kernels.logprob import chunk_rows, draw, drawn_logprobs, linear_logprob, scaled_logits, token_logprobs
 from zerokl.kernels.philox import Stream, uniform_range
+from zerokl.kernels.sampling_params import SamplingParams
 
 from tests.helpers import DTYPES, property_settings, randn, total_unequal
 
@@ -45,24 +46,24 @@ def slow_kept_set(logits: list[float], temperature: float, top_k: int, top_p: fl
 )
 def test_kept_set_equals_a_slow_independent_one(V, temperature, top_k, top_p, steps, seed):
     logits = (randn(seed, 3, V, scale=2.0) * steps).round() / steps
-    z = scaled_logits(logits, Distribution(temperature, top_k, top_p))
+    z = scaled_logits(logits, SamplingParams(temperature, top_k, top_p))
     for row, kept in zip(logits.tolist(), torch.isfinite(z), strict=True):
         assert set(kept.nonzero().flatten().tolist()) == slow_kept_set(row, temperature, top_k, top_p)
 
 
 def test_kept_logits_are_the_scaled_logits_and_all_others_minus_infinity():
     logits = randn(0, 20, 50)
-    z = scaled_logits(logits, Distribution(0.7, 10, 0.9))
+    z = scaled_logits(logits, SamplingParams(0.7, 10, 0.9))
     kept = z > float("-inf")
     assert total_unequal([z[kept]], [(logits / torch.tensor(0.7))[kept]]) == 0
     assert (kept.sum(1) >= 1).all()
     assert (kept.sum(1) <= 10).all()
 
 
-@pytest.mark.parametrize("dist", [Distribution(), Distribution(0.6), Distribution(1.0, 5), Distribution(1.4, 0, 0.8)])
-def test_draws_follow_the_reported_probabilities(dist):
+@pytest.mark.parametrize("sampling_params", [SamplingParams(), SamplingParams(0.6), SamplingParams(1.0, 5), SamplingParams(1.4, 0, 0.8)])
+def test_draws_follow_the_reported_probabilities(sampling_params):
     n, V = 100_000, 16
-    z = scaled_logits(randn(3, 1, V, scale=1.5), dist).expand(n, V)
+    z = scaled_logits(randn(3, 1, V, scale=1.5), sampling_params).expand(n, V)
     probability = token_logprobs(z[:V], torch.arange(V))[0].double().exp()
     counts = torch.bincount(draw(z, _uniform(n)), minlength=V).double()
     kept = probability > 0
@@ -81,50 +82,50 @@ def test_draw_never_leaves_the_kept_set_at_the_ends_of_the_interval():
 
 def test_greedy_takes_the_likeliest_and_reports_temperature_one():
     logits = randn(4, 30, 40)
-    z = scaled_logits(logits, Distribution(0.0, 5, 0.5))
+    z = scaled_logits(logits, SamplingParams(0.0, 5, 0.5))
     assert total_unequal([z], [logits]) == 0
     assert draw(z, _uniform(30), greedy=True).tolist() == logits.argmax(1).tolist()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dist", [Distribution(), Distribution(0.7), Distribution(0.9, 20, 0.95)])
-def test_sampler_and_trainer_agree_to_the_bit(dist, dtype):
+@pytest.mark.parametrize("sampling_params", [SamplingParams(), SamplingParams(0.7), SamplingParams(0.9, 20, 0.95)])
+def test_sampler_and_trainer_agree_to_the_bit(sampling_params, dtype):
     """The trainer's path (autograd, all rows) against the sampler's (no autograd, one row at a time)."""
     h, w = randn(5, 70, 48, dtype=dtype), randn(6, 101, 48, dtype=dtype, scale=0.3)
     with torch.no_grad():
-        ids = draw(scaled_logits(h @ w.t(), Distribution(1.0, 1)), _uniform(70))
-        sampler = torch.cat([linear_logprob(h[i : i + 1], w, ids[i : i + 1], dist)[0] for i in range(70)])
-    assert total_unequal([linear_logprob(h.requires_grad_(), w.requires_grad_(), ids, dist)[0]], [sampler]) == 0
+        ids = draw(scaled_logits(h @ w.t(), SamplingParams(1.0, 1)), _uniform(70))
+        sampler = torch.cat([linear_logprob(h[i : i + 1], w, ids[i : i + 1], sampling_params)[0] for i in range(70)])
+    assert total_unequal([linear_logprob(h.requires_grad_(), w.requires_grad_(), ids, sampling_params)[0]], [sampler]) == 0
     assert torch.isfinite(sampler).all()
 
 
 def test_truncated_probabilities_sum_to_one():
     h, w = randn(7, 1, 32).expand(60, 32), randn(8, 60, 32, scale=0.3)
-    logp = linear_logprob(h, w, torch.arange(60), Distribution(0.8, 12, 0.9))[0]
+    logp = linear_logprob(h, w, torch.arange(60), SamplingParams(0.8, 12, 0.9))[0]
     assert math.fsum(logp.double().exp().tolist()) == pytest.approx(1.0, abs=60 * 2.0**-24)
 
 
 @pytest.mark.parametrize(
-    ("dist", "message"),
+    ("sampling_params", "message"),
     [
-        (Distribution(-1.0), r"temperature \(-1.0\)"),
-        (Distribution(float("nan")), r"temperature \(nan\)"),
-        (Distribution(float("inf")), r"temperature \(inf\)"),
-        (Distribution(1.0, -1), r"top_k \(-1\)"),
-        (Distribution(1.0, 0, 0.0), r"top_p \(0.0\)"),
-        (Distribution(1.0, 0, 1.1), r"top_p \(1.1\)"),
+        (SamplingParams(-1.0), r"temperature \(-1.0\)"),
+        (SamplingParams(float("nan")), r"temperature \(nan\)"),
+        (SamplingParams(float("inf")), r"temperature \(inf\)"),
+        (SamplingParams(1.0, -1), r"top_k \(-1\)"),
+        (SamplingParams(1.0, 0, 0.0), r"top_p \(0.0\)"),
+        (SamplingParams(1.0, 0, 1.1), r"top_p \(1.1\)"),
     ],
 )
-def test_distribution_out_of_range_is_refused(dist, message):
+def test_distribution_out_of_range_is_refused(sampling_params, message):
     with pytest.raises(ValueError, match=message):
-        linear_logprob(torch.zeros(1, 4), torch.zeros(3, 4), torch.zeros(1, dtype=torch.int64), dist)
+        linear_logprob(torch.zeros(1, 4), torch.zeros(3, 4), torch.zeros(1, dtype=torch.int64), sampling_params)
 
 
 @pytest.mark.parametrize("greedy", [False, True])
 @property_settings(20)
 @given(T=st.integers(1, 70), V=st.integers(1, 300), seed=st.integers(0, 99))
 def test_a_drawn_token_has_the_logprob_that_is_scored(greedy, T, V, seed):
-    z, u = scaled_logits(randn(seed, T, V, scale=3.0), Distribution(0.7)), _uniform(T, seed)
+    z, u = scaled_logits(randn(seed, T, V, scale=3.0), SamplingParams(0.7)), _uniform(T, seed)
     ids, logp = drawn_logprobs(z, u, greedy)
     assert ids.tolist() == draw(z, u, greedy).tolist()
     assert total_unequal([logp], [token_logprobs(z, ids)[0]]) == 0

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.kernels.embedding import embedding
 from zerokl.kernels.linear import linear
-from zerokl.kernels.logprob import Distribution, draw, linear_logprob
+from zerokl.kernels.logprob import draw, linear_logprob
 from zerokl.kernels.philox import Stream, uniform_range
 from zerokl.kernels.rms_norm import add_rms_norm, rms_norm
 from zerokl.kernels.rope import rope, rope_table
+from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.kernels.silu_mul import silu_mul
 
 from tests.helpers import DTYPES, property_settings, randint, randn, threads, total_unequal
@@ -69,11 +70,11 @@ def _logprob_rows(T: int, width: int, dtype: torch.dtype, seed: int) -> Rows:
     return randn(seed, T, width, dtype=dtype), randint(seed, _out_width(width), T)
 
 
-def _logprob(dist: Distribution) -> Callable[[Rows, int, int], Rows]:
+def _logprob(sampling_params: SamplingParams) -> Callable[[Rows, int, int], Rows]:
     def run(rows: Rows, D: int, seed: int) -> Rows:
         h, ids = rows
         w = randn(seed, _out_width(D), D, dtype=h.dtype, scale=D**-0.5)
-        return linear_logprob(h, w, ids, dist)
+        return linear_logprob(h, w, ids, sampling_params)
 
     return run
 
@@ -94,11 +95,11 @@ OPS = {
         lambda T, width, dtype, seed: (randint(seed, 50, T),),
         lambda rows, D, seed: (embedding(rows[0], randn(seed, 50, D)),),
     ),
-    "linear_logprob": Op(_logprob_rows, _logprob(Distribution())),
-    "linear_logprob at a temperature": Op(_logprob_rows, _logprob(Distribution(0.7))),
-    "linear_logprob of top-k": Op(_logprob_rows, _logprob(Distribution(1.0, 5))),
-    "linear_logprob of top-p": Op(_logprob_rows, _logprob(Distribution(1.0, 0, 0.8))),
-    "linear_logprob of all three": Op(_logprob_rows, _logprob(Distribution(1.3, 20, 0.9))),
+    "linear_logprob": Op(_logprob_rows, _logprob(SamplingParams())),
+    "linear_logprob at a temperature": Op(_logprob_rows, _logprob(SamplingParams(0.7))),
+    "linear_logprob of top-k": Op(_logprob_rows, _logprob(SamplingParams(1.0, 5))),
+    "linear_logprob of top-p": Op(_logprob_rows, _logprob(SamplingParams(1.0, 0, 0.8))),
+    "linear_logprob of all three": Op(_logprob_rows, _logprob(SamplingParams(1.3, 20, 0.9))),
     "draw": Op(_draw_rows, lambda rows, *_: (draw(*rows),)),
 }
 # Kernels whose only floating input is not of the model's dtype, or that have none.
@@ -121,11 +122,11 @@ def results(op: Op, rows: Rows, dy_of: Callable[[int, torch.Tensor], torch.Tenso
 
 def _scatter(x: torch.Tensor, pick: torch.Tensor, at: torch.Tensor, T: int, poison: object, seed: int) -> torch.Tensor:
     """T rows with x[pick] at the places `at`, and others or poison elsewhere."""
-    filler = x[randint(seed, len(x), T)].flip(0)
+    padding = x[randint(seed, len(x), T)].flip(0)
     if poison != POISON[0] and x.dtype not in (torch.int64, torch.float64):  # fp64: the uniform numbers of `draw`
-        filler = torch.full_like(filler, poison)
-    filler[at] = x[pick]
-    return filler
+        padding = torch.full_like(padding, poison)
+    padding[at] = x[pick]
+    return padding
 
 
 def unequal_rows(op: Op, dtype: torch.dtype, width: int, T: int, other_T: int, poison: object, seed: int) -> int:
@@ -169,10 +170,10 @@ def test_row_is_independent_of_the_others_at_a_real_vocabulary(dtype):
     V, D = 151936, 64
     w = randn(0, V, D, dtype=dtype, scale=D**-0.5)
     h, ids = randn(1, 40, D, dtype=dtype), randint(2, V, 40)
-    for dist in (Distribution(), Distribution(0.8, 50, 0.95)):
+    for sampling_params in (SamplingParams(), SamplingParams(0.8, 50, 0.95)):
         with torch.no_grad():
-            together = linear_logprob(h, w, ids, dist)
-            alone = linear_logprob(h[17:18], w, ids[17:18], dist)
+            together = linear_logprob(h, w, ids, sampling_params)
+            alone = linear_logprob(h[17:18], w, ids[17:18], sampling_params)
         assert total_unequal([x[17:18] for x in together], alone) == 0
     u = torch.from_numpy(uniform_range(40, 0, Stream.SAMPLE))
     z = (h[:5] @ w.t()).float()

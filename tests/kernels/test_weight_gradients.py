@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from zerokl.kernels import logprob, order
 from zerokl.kernels.embedding import embedding
 from zerokl.kernels.linear import linear
-from zerokl.kernels.logprob import Distribution, linear_logprob
+from zerokl.kernels.logprob import linear_logprob
 from zerokl.kernels.order import token_blocks
 from zerokl.kernels.rms_norm import add_rms_norm, rms_norm
+from zerokl.kernels.sampling_params import SamplingParams
 
 from tests.helpers import DTYPES, property_settings, randint, randn, threads, total_unequal
 
@@ -44,7 +45,7 @@ OPS = {
     "rms_norm of heads": Op(_vector, lambda x, ids, w, blocks: rms_norm(torch.stack([x, 2 * x, -x], 1), w[0], 1e-6, blocks)),
     "add_rms_norm": Op(_vector, lambda x, ids, w, blocks: add_rms_norm(x, -2 * x, w[0], 1e-6, blocks)[0]),
     "embedding": Op(_vocabulary, lambda x, ids, w, blocks: embedding(ids, w[0])),
-    "linear_logprob": Op(_vocabulary, lambda x, ids, w, blocks: linear_logprob(x, w[0], ids, Distribution(0.8, 30, 0.9), blocks)[0]),
+    "linear_logprob": Op(_vocabulary, lambda x, ids, w, blocks: linear_logprob(x, w[0], ids, SamplingParams(0.8, 30, 0.9), blocks)[0]),
 }
 CASES = [pytest.param(n, d, id=f"{n}-{d}".replace("torch.", "")) for n in OPS for d in DTYPES]
 

@@ -1,10 +1,10 @@
-"""The learner's GradientTree adds shards in the order of an explicit recursive pairwise sum."""
+"""The optimizer's GradientTree adds shards in the order of an explicit recursive pairwise sum."""
 
 import math
 
 import pytest
 import torch
-from zerokl.engine.gradient import GradientTree, add_roots
+from zerokl.engine.parallel.gradient import GradientTree, add_roots
 
 from tests.helpers import randn, total_unequal
 
@@ -22,7 +22,7 @@ def pairwise(leaves: list[Leaf]) -> Leaf:
 
 
 def tree_sum(tree: GradientTree, leaves: list[Leaf]) -> Leaf:
-    """Every leaf is pushed from the same buffer, as the learner does."""
+    """Every leaf is pushed from the same buffer, as the optimizer does."""
     buffer = torch.empty(999)
     for leaf in leaves:
         tree.push(None if leaf is None else buffer.copy_(leaf))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from zerokl.kernels.logprob import Distribution
+from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model import prompts as prompts_module
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.decoder import Decoder, Numerics
@@ -16,7 +16,7 @@ from zerokl.model.scoring import logprobs, pack
 from tests.helpers import DTYPES, property_settings, randint, randn, threads, total_unequal
 from tests.model.checkpoints import FAMILIES, Pairs, save_random
 
-DIST = Distribution(0.9)
+DIST = SamplingParams(0.9)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 # For each prompt its length, and the lengths of the completions of its samples.
 groups = st.lists(st.tuples(st.integers(1, 80), st.lists(st.integers(1, 50), min_size=1, max_size=4)), min_size=1, max_size=4)
@@ -29,13 +29,13 @@ def folder(request, tmp_path_factory):
 
 def make_pairs(drawn: Sequence[tuple[int, list[int]]], seed: int = 0) -> Pairs:
     prompts = [randint(seed + i, 128, n).tolist() for i, (n, _) in enumerate(drawn)]
-    draws = [(prompt, n) for prompt, (_, lengths) in zip(prompts, drawn, strict=True) for n in lengths]
-    return [(prompt, randint(seed + 100 + i, 128, n).tolist()) for i, (prompt, n) in enumerate(draws)]
+    max_resamples = [(prompt, n) for prompt, (_, lengths) in zip(prompts, drawn, strict=True) for n in lengths]
+    return [(prompt, randint(seed + 100 + i, 128, n).tolist()) for i, (prompt, n) in enumerate(max_resamples)]
 
 
 def gradients(decoder: Decoder, pairs: Pairs, size: int, order: Sequence[int] | None = None) -> tuple[list[torch.Tensor], ...]:
     """logp and entropy of each pair, and the gradient buffers after samples in micro-batches of `size`. order: of the samples."""
-    weights = [*decoder.w.values(), *([decoder.head] if decoder.config.tied else [])]
+    weights = [*decoder.w.values(), *([decoder.lm_head] if decoder.config.tied else [])]
     for w in weights:
         w.main_grad = torch.zeros(w.shape)
     prompts, found = Prompts(decoder, [prompt for prompt, _ in pairs]), {}
@@ -121,7 +121,7 @@ def test_prompts_read_without_gradients_leave_none_behind(folder):
 @property_settings(60)
 @given(drawn=st.lists(st.tuples(st.integers(1, 700), st.integers(1, 5)), min_size=1, max_size=12))
 def test_passes_hold_whole_prompts_and_at_most_so_many_tokens(drawn):
-    prompts = [[i] * n for i, (n, samples) in enumerate(drawn) for _ in range(samples)]
+    prompts = [[i] * n for i, (n, num_generations) in enumerate(drawn) for _ in range(num_generations)]
     passes = prompt_passes(prompts)
     assert [i for at in passes for i in range(at.start, at.stop)] == list(range(len(prompts)))
     distinct = [{prompt[0] for prompt in prompts[at]} for at in passes]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from zerokl.kernels.logprob import Distribution
+from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.config import ModelConfig
 from zerokl.model.scoring import logprobs, pack
@@ -147,4 +147,4 @@ def test_sequence_without_prompt_or_completion_is_refused(pair):
 def test_sequence_longer_than_the_context_is_refused(tmp_path):
     decoder = load_decoder(save_random("llama", tmp_path), torch.float32)
     with pytest.raises(ValueError, match=r"sequence of 513 tokens is longer than the context \(512\)"):
-        logprobs(decoder, pack([([1], [2] * 513)]), Distribution())
+        logprobs(decoder, pack([([1], [2] * 513)]), SamplingParams())

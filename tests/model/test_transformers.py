@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from zerokl.kernels.logprob import Distribution
-from zerokl.kernels.order import matmul_rows
+from zerokl.kernels.matmul import matmul
+from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.config import ModelConfig
 from zerokl.model.decoder import PackedContext
@@ -36,15 +36,15 @@ def zerokl_results(folder, dtype: torch.dtype, shared: bool) -> dict[str, torch.
     for name, weight in decoder.w.items():
         weight.main_grad = views[name]
     if decoder.config.tied:
-        decoder.head.main_grad = torch.zeros_like(views["embed"])
+        decoder.lm_head.main_grad = torch.zeros_like(views["embed"])
     prompts = Prompts(decoder, [prompt for prompt, _ in PAIRS]) if shared else None
-    logp, _ = logprobs(decoder, pack(PAIRS, prompts.of if prompts else None), Distribution(), prompts=prompts)
+    logp, _ = logprobs(decoder, pack(PAIRS, prompts.of if prompts else None), SamplingParams(), prompts=prompts)
     losses = sequence_losses(logp, PAIRS, DY)
     losses.sum().backward()
     if prompts:
         prompts.backward()
     if decoder.config.tied:
-        views["embed"] += decoder.head.main_grad
+        views["embed"] += decoder.lm_head.main_grad
     return {"logp": logp.detach(), "losses": losses.detach(), **decoder.layout.checkpoint_views(flat)}
 
 
@@ -77,7 +77,7 @@ def test_error_of_every_logit_is_at_most_twice_that_of_transformers(judged, dtyp
     for folder in folders:
         decoder = load_decoder(folder, dtype)
         hidden = decoder.hidden(torch.tensor([i for row in ids for i in row]), PackedContext([len(row) for row in ids], decoder.config))
-        ours.append(matmul_rows(hidden, decoder.logits_weight().t()))
+        ours.append(matmul(hidden, decoder.logits_weight()))
         for found, model in ((theirs, plain(folder, dtype)), (exact, judge(folder))):
             found.append(torch.cat([model(torch.tensor([row]), use_cache=False).logits[0] for row in ids]))
     assert_at_most_twice_the_error(*map(torch.stack, (ours, theirs, exact)), "logits")
@@ -109,6 +109,6 @@ def test_control_a_wrong_weight_is_found(judged, dtype):
     decoder = load_decoder(folders[0], dtype)
     with torch.no_grad():
         decoder.w["norm"] *= 1.02
-        logp = logprobs(decoder, pack(PAIRS), Distribution())[0]
+        logp = logprobs(decoder, pack(PAIRS), SamplingParams())[0]
     with pytest.raises(AssertionError, match="logp"):
         assert_at_most_twice_the_error(logp, allowed, exact[0]["logp"], "logp")

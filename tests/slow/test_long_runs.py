@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from zerokl.engine.config import load_config
-from zerokl.engine.initialise import initialise
-from zerokl.engine.run import train
+from zerokl.engine.config_file import load_config
+from zerokl.engine.runs.init import initialise
+from zerokl.engine.runs.run import train
 
 pytestmark = pytest.mark.slow
 _TASK = {"max_value": 19, "train": 200, "held_out": 50}
@@ -23,12 +23,12 @@ def base(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     "distribution", [{}, {"sampling.temperature": "0.7"}, {"sampling.top_p": "0.9"}], ids=["T=1", "T=0.7", "top_p=0.9"]
 )
-def test_every_token_of_a_200_step_run_is_bitwise_equal(base, tmp_path, dtype, distribution):
-    overrides = {f"task.options.{k}": str(v) for k, v in _TASK.items()} | {
+def test_every_token_of_a_200_step_run_is_bitwise_equal(base, tmp_path, dtype, sampling_params):
+    overrides = {f"task.options.{k}": v for k, v in _TASK.items()} | {
         "model": str(base), "dtype": dtype, "steps": "200",
-        "prompts": "8", "samples": "4", "sampling.max_tokens": "6", "evaluation.every": "0",
+        "prompts": "8", "num_generations": "4", "sampling.max_tokens": "6", "evaluation.every": "0",
     }  # fmt: skip
-    summary = train(load_config(None, None, overrides | distribution), tmp_path / "run")
+    summary = train(load_config(None, None, overrides | sampling_params), tmp_path / "run")
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(metrics) == summary.steps == 200
     assert summary.tokens > 200 * 8 * 4

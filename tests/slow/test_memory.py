@@ -15,10 +15,10 @@ pytestmark = pytest.mark.slow
 _RUN = """
 import resource, sys
 from pathlib import Path
-from zerokl.engine.config import load_config
-from zerokl.engine.initialise import random_decoder
-from zerokl.engine.run import train
-from zerokl.engine.text import character_tokenizer
+from zerokl.engine.config_file import load_config
+from zerokl.engine.runs.init import random_decoder
+from zerokl.engine.runs.run import train
+from zerokl.engine.tasks.tokenizer import character_tokenizer
 from zerokl.model.checkpoint import write_checkpoint
 folder = Path(sys.argv[1])
 if not (folder / "model").exists():
@@ -81,7 +81,7 @@ def test_ranks_share_the_memory_of_the_training_state(tmp_path):
     write_letters_reward(tmp_path)
     (tmp_path / "peak.py").write_text(_PEAK)
     words = {
-        "model": model, "steps": 1, "prompts": 8, "samples": 2, "evaluation.every": 0, "workers": 1, "dtype": "bfloat16",
+        "model": model, "steps": 1, "prompts": 8, "num_generations": 2, "evaluation.every": 0, "workers": 1, "dtype": "bfloat16",
         "task.reward": "peak:reward",
     }  # fmt: skip
     overrides = [word for key, value in words.items() for word in (f"--{key}", str(value))]

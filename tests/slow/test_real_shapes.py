@@ -27,10 +27,10 @@ _SHAPES = {
 }
 _STEP = """
 import json, resource, sys
-from zerokl.engine.config import load_config
-from zerokl.engine.run import train
+from zerokl.engine.config_file import load_config
+from zerokl.engine.runs.run import train
 model, run, dtype = sys.argv[1:]
-words = {"model": model, "dtype": dtype, "steps": "1", "prompts": "2", "samples": "2", "micro_batch": "1", "virtual_shards": "2",
+words = {"model": model, "dtype": dtype, "steps": "1", "prompts": "2", "num_generations": "2", "micro_batch": "1", "virtual_shards": "2",
          "sampling.max_tokens": "4", "evaluation.every": "0", "task.reward": "letters_reward:reward"}
 summary = train(load_config(None, None, words), run)
 print(json.dumps({"unequal": summary.tokens_unequal, "tokens": summary.tokens,
@@ -41,7 +41,7 @@ print(json.dumps({"unequal": summary.tokens_unequal, "tokens": summary.tokens,
 def _write_model(folder: Path, family: str, shape: dict) -> None:
     import torch
     import transformers
-    from zerokl.engine.text import character_tokenizer
+    from zerokl.engine.tasks.tokenizer import character_tokenizer
 
     config = getattr(transformers, f"{family}Config")(
         vocab_size=_VOCAB, tie_word_embeddings=True, max_position_embeddings=4096, eos_token_id=1, pad_token_id=0, **shape

@@ -18,8 +18,8 @@ _STEPS = 1000
 # Resident memory after each step, in pages, beside the steps' own metrics.
 _CODE = """
 import json, sys
-from zerokl.engine import run
-from zerokl.engine.config import load_config
+from zerokl.engine.runs import run
+from zerokl.engine.config_file import load_config
 plain, pages = run.train_step, []
 def measured(state):
     record = plain(state)
@@ -34,9 +34,9 @@ print(json.dumps({"pages": pages, "unequal": summary.tokens_unequal, "max_abs": 
 def test_a_thousand_steps_stay_exact_and_flat(tmp_path: Path):
     model = random_model(tmp_path, _WIDTHS)
     overrides = {
-        "model": str(model), "steps": str(_STEPS), "prompts": "2", "samples": "4", "sampling.max_tokens": "4", "workers": "1",
+        "model": str(model), "steps": str(_STEPS), "prompts": "2", "num_generations": "4", "sampling.max_tokens": "4", "workers": "1",
         "threads": "1", "evaluation.every": "0", "checkpoint.every": "250", "checkpoint.keep": "2", "optimizer.lr": "1e-5",
-        "task.options": "{ max_value = 9, train = 50, held_out = 10 }", "virtual_shards": "2", "task.reward": "letters_reward:reward",
+        "task.options": {"max_value": 9, "train": 50, "held_out": 10}, "virtual_shards": "2", "task.reward": "letters_reward:reward",
     }  # fmt: skip
     write_letters_reward(tmp_path)
     run = tmp_path / "run"

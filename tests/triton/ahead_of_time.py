@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from zerokl.engine.binaries import build, check
-from zerokl.kernels.configurations import configurations
+from zerokl.engine.commands.verify_binaries import build, check
+from zerokl.kernels.compiled_cases import configurations
 from zerokl.kernels.launch import Launch
-from zerokl.verify.binaries import TARGETS, Binary, compile_launch, faults, float_opcodes, float_program, inspect
+from zerokl.verify.binaries import TARGETS, Binary, compile_launch, faults, float_program, inspect
 
 from tests.triton.vllm_kernels import batch_invariant_module
 
@@ -18,6 +18,11 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @triton.jit
+def float_opcodes(ptx: str) -> list[str]:
+    """As float_program, opcodes only."""
+    return [line.split(" ", 1)[0] for line in float_program(ptx)]
+
+
 def atomic_sum(x_ptr, y_ptr, N: tl.constexpr):
     tl.atomic_add(y_ptr, tl.sum(tl.load(x_ptr + tl.arange(0, N))))
 

@@ -2,7 +2,7 @@
 
 Both are compiled ahead of time with the same options and tiles; a float program is the ordered list of float instructions with their
 data flow, tensor-core instructions included (verify/binaries.py). vLLM leaves the precision of fp32 products to Triton's default: tf32,
-but TRITON_F32_DEFAULT is set here as exact training sets it (engine/vllm/stock.py).
+but TRITON_F32_DEFAULT is set here as exact training sets it (engine/rollout/vllm/stock.py).
 """
 
 import json
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from zerokl.engine.vllm.stock import ENVIRONMENT
+from zerokl.engine.rollout.vllm.stock import ENVIRONMENT
 from zerokl.kernels import attention_triton, matmul_triton
 from zerokl.kernels.attention_plan import Spans
 from zerokl.kernels.launch import Launch, recorded

@@ -6,24 +6,25 @@ launch is recorded and none carried out, so the numbers are whatever the memory 
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
-from zerokl.engine import native
-from zerokl.engine.rollout import Keys, Sampling
+from zerokl.engine.rollout import native
+from zerokl.engine.rollout.types import GenerationParams, RngKey
 from zerokl.kernels import backend
-from zerokl.kernels.configurations import configurations
+from zerokl.kernels.compiled_cases import configurations
 from zerokl.kernels.launch import Launch, recorded
-from zerokl.kernels.logprob import Distribution
+from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.kernels.tiles import recording
 from zerokl.model.config import ModelConfig
 from zerokl.model.decoder import COMPUTE, Decoder, Numerics
 from zerokl.model.prompts import Prompts
 from zerokl.model.scoring import logprobs, pack
 from zerokl.model.weights import Layout
-from zerokl.verify.binaries import binary_key
+from zerokl.verify.binaries import specialised
 
 # Family, hidden, intermediate, query heads, key-value heads, head width, tied
 MODELS = {
@@ -34,10 +35,16 @@ MODELS = {
     "Llama-3.2-1B": ("Llama", 2048, 8192, 32, 8, 64, True),
 }
 VOCABULARY = 4096  # short, to save memory
-NARROW_CACHE, WIDE_HEAD = Numerics(cache=torch.bfloat16), Numerics(head=torch.float32)
+NARROW_CACHE, WIDE_HEAD = Numerics(cache=torch.bfloat16), Numerics(lm_head=torch.float32)
 SETTINGS = [(dtype, COMPUTE) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
 SETTINGS += [(torch.bfloat16, WIDE_HEAD), (torch.float16, WIDE_HEAD), (torch.float32, NARROW_CACHE)]
-DISTRIBUTIONS = (Distribution(), Distribution(0.7, 20, 0.9), Distribution(0.0))
+DISTRIBUTIONS = (SamplingParams(), SamplingParams(0.7, 20, 0.9), SamplingParams(0.0))
+
+
+def binary_key(kernel: Any, args: tuple[Any, ...], options: Mapping[str, Any], target: str) -> str:
+    """What tells the binary of one launch from others, as in Triton's cache: two launches with one key run the same binary."""
+    source, parsed, _ = specialised(kernel, args, options, target)
+    return f"{source.hash()} {parsed.hash()}"
 
 
 def decoder(name: str, dtype: torch.dtype, numerics: Numerics) -> Decoder:
@@ -50,7 +57,7 @@ def decoder(name: str, dtype: torch.dtype, numerics: Numerics) -> Decoder:
     })  # fmt: skip
     layout = Layout(config)
     made = Decoder(config, torch.empty(layout.numel, dtype=dtype), layout, numerics)
-    for w in (*made.w.values(), made.head):
+    for w in (*made.w.values(), made.lm_head):
         w.main_grad = torch.empty(w.shape)
     return made
 
@@ -59,17 +66,17 @@ def run(model: Decoder) -> None:
     """Training with prompts read once and without, scoring, and sampling with prefill, chunks and decoding."""
     prompts = [[3] * 40, [3] * 40, [5]]
     pairs = [(prompt, [7] * n) for prompt, n in zip(prompts, (200, 3, 1), strict=True)]
-    for dist in DISTRIBUTIONS[:2]:
+    for sampling_params in DISTRIBUTIONS[:2]:
         for some in (pairs, pairs[2:]):
             read = Prompts(model, [prompt for prompt, _ in some])
-            logprobs(model, pack(some, read.of), dist, prompts=read)[0].sum().backward()
+            logprobs(model, pack(some, read.of), sampling_params, prompts=read)[0].sum().backward()
             read.backward()
-        logprobs(model, pack(pairs), dist)[0].sum().backward()
+        logprobs(model, pack(pairs), sampling_params)[0].sum().backward()
         with torch.no_grad():
-            logprobs(model, pack(pairs), dist)
-    for dist in DISTRIBUTIONS:
+            logprobs(model, pack(pairs), sampling_params)
+    for sampling_params in DISTRIBUTIONS:
         native.NativeSampler(model, max_concurrency=4, max_batch_tokens=100).generate(
-            [[3] * 150, [5]], Sampling(dist, 2, 3, frozenset()), Keys(0, 0)
+            [[3] * 150, [5]], GenerationParams(sampling_params, 2, 3, frozenset()), RngKey(0, 0)
         )
 
 

@@ -36,9 +36,9 @@ def _vllm(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, scale
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
     o = torch.full_like(q, float("nan"))
-    longest = int(spans.starts.diff().max())
+    longest = int(spans.cu_seqlens_q.diff().max())
     unified_attention(
-        q, k, v, o, spans.starts, longest, spans.lengths, int(spans.lengths.max()), scale, True, (-1, -1), spans.table, 0, None, None, None
+        q, k, v, o, spans.cu_seqlens_q, longest, spans.seqused_k, int(spans.seqused_k.max()), scale, True, (-1, -1), spans.block_table, 0, None, None, None
     )
     return o
 
@@ -119,7 +119,7 @@ def _plain(case: Case, leaves: list[torch.Tensor]) -> torch.Tensor:
 
 
 def test_the_benchmarks_backward_with_atomics_computes_the_same():
-    """Keys' and values' gradients to the bit; the queries', which it sums in another order, as near to fp64 as plain torch."""
+    """RngKey' and values' gradients to the bit; the queries', which it sums in another order, as near to fp64 as plain torch."""
     from zerokl.benchmarks.atomic_attention import attention_bwd_atomic
 
     case = make_case([70, 40], 2, 1, 32, torch.float32, 10)

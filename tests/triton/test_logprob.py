@@ -3,16 +3,17 @@
 import pytest
 import torch
 from zerokl.kernels import logprob, logprob_triton
-from zerokl.kernels.logprob import Distribution, draw, linear_logprob, scaled_logits, token_logprobs
+from zerokl.kernels.logprob import draw, linear_logprob, scaled_logits, token_logprobs
 from zerokl.kernels.logprob_triton import logprob_bwd, logprob_fwd, prefix_sums
-from zerokl.kernels.order import matmul_rows
+from zerokl.kernels.matmul import matmul
 from zerokl.kernels.philox import Stream, uniform_range
+from zerokl.kernels.sampling_params import SamplingParams
 
 from tests.helpers import DTYPES, assert_at_most_twice_the_error, randint, randn, total_unequal
 from tests.kernels import test_weight_gradients as gradients
 
 DISTRIBUTIONS = (
-    Distribution(), Distribution(0.7), Distribution(0.0), Distribution(1.3, 20), Distribution(1.0, 0, 0.8), Distribution(0.9, 50, 0.9)
+    SamplingParams(), SamplingParams(0.7), SamplingParams(0.0), SamplingParams(1.3, 20), SamplingParams(1.0, 0, 0.8), SamplingParams(0.9, 50, 0.9)
 )  # fmt: skip
 
 
@@ -55,13 +56,13 @@ def test_control_another_tile_has_other_bits(batch_invariant, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dist", DISTRIBUTIONS, ids=lambda d: f"{d.temperature}-{d.top_k}-{d.top_p}")
-def test_sampler_and_trainer_have_the_same_bits(dist, dtype):
+@pytest.mark.parametrize("sampling_params", DISTRIBUTIONS, ids=lambda d: f"{d.temperature}-{d.top_k}-{d.top_p}")
+def test_sampler_and_trainer_have_the_same_bits(sampling_params, dtype):
     h, w, ids = randn(0, 9, 32, dtype=dtype), randn(1, 1500, 32, dtype=dtype), randint(2, 1500, 9)
-    z = scaled_logits(matmul_rows(h, w.t()), dist)
-    drawn = draw(z, torch.from_numpy(uniform_range(9, 3, Stream.SAMPLE)), greedy=dist.temperature == 0.0)
+    z = scaled_logits(matmul(h, w), sampling_params)
+    drawn = draw(z, torch.from_numpy(uniform_range(9, 3, Stream.SAMPLE)), greedy=sampling_params.temperature == 0.0)
     for tokens in (ids, drawn):
-        trainer = linear_logprob(h.requires_grad_(), w, tokens, dist)
+        trainer = linear_logprob(h.requires_grad_(), w, tokens, sampling_params)
         assert total_unequal(token_logprobs(z, tokens), [x.detach() for x in trainer]) == 0
     assert torch.isfinite(token_logprobs(z, drawn)[0]).all()
 

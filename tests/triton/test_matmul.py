@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from zerokl.engine.vllm.sampler import require_vllm
-from zerokl.kernels import matmul_triton, order, tiles
+from zerokl.engine.rollout.vllm.installed import require_vllm
+from zerokl.kernels import matmul, matmul_triton, tiles
 from zerokl.kernels.linear import linear
 from zerokl.kernels.order import token_blocks
 
@@ -36,11 +36,11 @@ def test_control_another_tile_along_k_gives_other_bits(batch_invariant, monkeypa
 def test_tiles_along_k_are_vllms(batch_invariant, family, monkeypatch):
     from vllm.model_executor.determinism import batch_invariant_configs as theirs
 
-    monkeypatch.setattr(tiles, "_followed", None)  # put back afterwards
-    tiles.follow(require_vllm())
+    monkeypatch.setattr(tiles, "_fixed", tiles._FixedTable())  # put back afterwards
+    tiles.fix_table(require_vllm())
     tuned = theirs._BATCH_INVARIANT_MATMUL_TUNED_CONFIGS[family]
     assert {shape: tiles.block_k(*shape, torch.bfloat16, family) for shape in tuned} == {s: c.block_k for s, c in tuned.items()}
-    listed = [shape for shapes in tiles._BLOCK_K[tiles._followed][family].values() for shape in shapes]
+    listed = [shape for shapes in tiles._fixed.get().tuned[family].values() for shape in shapes]
     assert set(listed) <= set(tuned)
     for dtype, default in ((torch.bfloat16, 64), (torch.float16, 64), (torch.float32, 32)):
         assert tiles.block_k(1000, 1000, dtype, family) == default
@@ -51,15 +51,15 @@ def test_a_row_does_not_depend_on_the_others(dtype):
     x, w, b = _inputs(130, dtype)
     together = linear(x, w, b)
     dy = randn(4, 130, N, dtype=dtype)
-    dx = order.matmul_rows(dy, w)
+    dx = matmul.matmul(dy, w.t())
     for rows in (slice(0, 1), slice(63, 70), slice(2, 130)):
-        assert total_unequal([linear(x[rows], w, b), order.matmul_rows(dy[rows], w)], [together[rows], dx[rows]]) == 0
+        assert total_unequal([linear(x[rows], w, b), matmul.matmul(dy[rows], w.t())], [together[rows], dx[rows]]) == 0
 
 
 def test_strides_do_not_matter():
     x, w, _ = _inputs(33, torch.float32)
-    other = order.matmul_rows(x.t().contiguous().t(), w.t().contiguous())
-    assert total_unequal([other], [order.matmul_rows(x, w.t())]) == 0
+    other = matmul.matmul(x.t().contiguous().t(), w.t().contiguous().t())
+    assert total_unequal([other], [matmul.matmul(x, w)]) == 0
 
 
 LENGTHS = (150, 40, 129, 1, 128)
@@ -71,7 +71,7 @@ def _weight_gradient(dtype: torch.dtype, parts: list[tuple[int, int]], lengths: 
     acc = torch.zeros(N, 80)
     for first, last in parts:
         a, b = sum(lengths[:first]), sum(lengths[:last])
-        order.add_outer(acc, dy[a:b], x[a:b], token_blocks(lengths[first:last]))
+        matmul.add_outer(acc, dy[a:b], x[a:b], token_blocks(lengths[first:last]))
     return acc
 
 

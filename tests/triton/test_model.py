@@ -3,11 +3,11 @@
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from zerokl.engine.gradient import ShardSum
-from zerokl.engine.law import cached_scores
-from zerokl.engine.shard import micro_batches
+from zerokl.engine.commands.verify import cached_scores
+from zerokl.engine.parallel.gradient import ShardSum
+from zerokl.engine.train.shard import micro_batches
 from zerokl.kernels import tiles
-from zerokl.kernels.logprob import Distribution
+from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.config import ModelConfig
 from zerokl.model.decoder import Decoder
 from zerokl.model.prompts import Prompts
@@ -23,7 +23,7 @@ RAW = {
 }  # fmt: skip
 # The second crosses a key tile.
 PAIRS = [(randint(i, 61, p).tolist(), randint(50 + i, 61, c).tolist()) for i, (p, c) in enumerate([(2, 3), (28, 7), (1, 4)])]
-DIST = Distribution(0.7)
+DIST = SamplingParams(0.7)
 
 
 def _decoder(dtype: torch.dtype) -> Decoder:

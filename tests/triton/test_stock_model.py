@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from zerokl.engine.audit.engines import split_fused
-from zerokl.engine.audit.stock import _hooks
-from zerokl.engine.rollout import Keys, Uniforms
+from zerokl.engine.rollout.engine import split_fused
+from zerokl.engine.rollout.types import RngKey, Uniforms
+from zerokl.engine.rollout.vllm_stock import _hooks
 from zerokl.kernels import tiles
-from zerokl.kernels.logprob import Distribution, linear_logprob, scaled_logits
-from zerokl.kernels.order import matmul_rows
+from zerokl.kernels.logprob import linear_logprob, scaled_logits
+from zerokl.kernels.matmul import matmul
 from zerokl.kernels.rope import rope_table
+from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model import decoder as decoder_module
 from zerokl.model.config import ModelConfig
 from zerokl.model.decoder import Decoder, PackedContext
@@ -58,7 +59,7 @@ def make_decoder(family: str, dtype: torch.dtype) -> Decoder:
 def stock(decoder: Decoder, folder: Path, patch: pytest.MonkeyPatch, one_order: bool = True) -> torch.nn.Module:
     """vLLM's model as exact training starts it, or with vLLM's own addition and norm."""
     from vllm.model_executor import custom_op
-    from zerokl.engine.vllm.norm import use_one_order
+    from zerokl.engine.rollout.vllm.norm import use_one_order
 
     patch.setattr(custom_op, "op_registry_oot", {})
     if one_order:
@@ -81,11 +82,11 @@ def pair(request, batch_invariant, tmp_path_factory) -> Iterator[tuple[Decoder, 
 def our_trace(decoder: Decoder) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
 
-    def tap(name: str, x: torch.Tensor) -> None:
+    def hook(name: str, x: torch.Tensor) -> None:
         found.update({op: part.clone() for op, part in split_fused(name, x, decoder.config).items()})
 
-    hidden = decoder.hidden(IDS, PackedContext(LENGTHS, decoder.config), tap)
-    return found | {"logits": matmul_rows(hidden, decoder.head.t())}
+    hidden = decoder.hidden(IDS, PackedContext(LENGTHS, decoder.config), hook)
+    return found | {"logits": matmul(hidden, decoder.lm_head)}
 
 
 def their_trace(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -123,25 +124,25 @@ def test_prefill_and_then_decode_have_the_bits_of_the_whole_sequence(pair):
         assert total_unequal([logits], [torch.stack([x[i] for x, i in zip(whole, at, strict=True)])]) == 0
 
 
-@pytest.mark.parametrize("dist", [Distribution(0.7), Distribution(1.3, 10, 0.9)], ids=lambda d: f"{d.temperature}-{d.top_k}-{d.top_p}")
-def test_logprobs_drawn_are_the_trainers_and_vllms(batch_invariant, pair, dist):
+@pytest.mark.parametrize("sampling_params", [SamplingParams(0.7), SamplingParams(1.3, 10, 0.9)], ids=lambda d: f"{d.temperature}-{d.top_k}-{d.top_p}")
+def test_logprobs_drawn_are_the_trainers_and_vllms(batch_invariant, pair, sampling_params):
     """Our logits processor on vLLM's logits, the trainer's logprob of what it drew, and vLLM's log-softmax (in vLLM's order: first the
     temperature) of the set that is kept."""
     from vllm.v1.sample.sampler import Sampler
-    from zerokl.engine.vllm.draw import KeyedDraw, _Request
+    from zerokl.engine.rollout.vllm.draw import KeyedDraw, _Request
 
     decoder, model = pair
     logits = logits_of(model, IDS, PREFILL).float()
     drawing = KeyedDraw(None, torch.device("cpu"), False)
-    drawing._rows = {i: _Request(dist, i, 0, Uniforms(Keys(7, 0), i, 0), []) for i in range(len(logits))}
+    drawing._rows = {i: _Request(sampling_params, i, 0, Uniforms(RngKey(7, 0), i, 0), []) for i in range(len(logits))}
     left = drawing.apply(logits.clone())
     drawn, ids = left.max(dim=1)
     assert (left.isfinite().sum(dim=1) == 1).all()
     with torch.no_grad():
         hidden = decoder.hidden(IDS, PackedContext(LENGTHS, decoder.config))
-        assert total_unequal([drawn], [linear_logprob(hidden, decoder.head, ids, dist)[0]]) == 0
-    kept = scaled_logits(logits, dist)
-    z = Sampler.apply_temperature(logits, torch.full((len(logits),), dist.temperature), all_random=True)
+        assert total_unequal([drawn], [linear_logprob(hidden, decoder.lm_head, ids, sampling_params)[0]]) == 0
+    kept = scaled_logits(logits, sampling_params)
+    z = Sampler.apply_temperature(logits, torch.full((len(logits),), sampling_params.temperature), all_random=True)
     z = z.masked_fill(kept == float("-inf"), float("-inf"))
     assert total_unequal([drawn], [batch_invariant.log_softmax(z).gather(1, ids.unsqueeze(1)).squeeze(1)]) == 0
 

@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from zerokl.engine.text import character_tokenizer
+from zerokl.engine.tasks.tokenizer import character_tokenizer
 
 
 @dataclass
@@ -23,9 +23,9 @@ class Step:
 
     rewards: list[float]
     now: list[list[float]]
-    old: list[list[float]]
-    sampler: list[list[float]]
-    reference: list[list[float]]
+    old_logprobs: list[list[float]]
+    sampling_logprobs: list[list[float]]
+    ref_logprobs: list[list[float]]
     masked: list[bool]
 
     @property
@@ -61,7 +61,7 @@ class _Drawn:
         if torch.is_grad_enabled():
             values = self.logp
         else:
-            values = _padded(self.step.reference if model is self.ref_model else self.step.old)
+            values = _padded(self.step.ref_logprobs if model is self.ref_model else self.step.old_logprobs)
         return values, torch.zeros_like(values), None
 
     def _calculate_rewards(self, *_, **__) -> torch.Tensor:
@@ -79,7 +79,7 @@ class DrawnGRPO(_Drawn, GRPOTrainer):
 
     def _generate(self, prompts):
         ids = self._completions()
-        return [[3]] * len(ids), ids, None, [""] * len(ids), self.step.sampler, {}, None, None
+        return [[3]] * len(ids), ids, None, [""] * len(ids), self.step.sampling_logprobs, {}, None, None
 
 
 class DrawnRLOO(_Drawn, RLOOTrainer):

@@ -8,9 +8,9 @@ sides.
 What TRL calls otherwise, and what is not the same:
 
 - the upper bound of cispo is epsilon_high itself, here 1 + clip_high;
-- luspo is gspo with weight 1 / (P G) for each token: normaliser constant, times max_tokens;
+- luspo is gspo with weight 1 / (P G) for each token: loss_agg_mode constant, times max_tokens;
 - RLOO's loss is -mean_i min(R A, clip(R) A) with R the ratio of the sequence. Ours counts a sequence's term at each of its tokens, so
-  with normaliser constant the gradient is TRL's over max_tokens, and the value besides times the sequence's length;
+  with loss_agg_mode constant the gradient is TRL's over max_tokens, and the value besides times the sequence's length;
 - a sequence that TRL masks (mask_truncated_completions) is counted in its means. zerokl trains on every sequence, so the mean over
   sequences is taken over the others and scaled by their share;
 - scale_rewards "batch" subtracts the group's mean and divides by the step's deviation; our `batch` (REINFORCE++) subtracts the step's mean;
@@ -28,9 +28,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from zerokl.engine.advantage import advantages
-from zerokl.engine.loss import LossConfig, policy_loss, sequence_weights
-from zerokl.engine.shaping import shaped_rewards
+from zerokl.engine.loss.advantage import advantages
+from zerokl.engine.loss.config import LossConfig
+from zerokl.engine.loss.policy_loss import policy_loss, sequence_weights
+from zerokl.engine.loss.reward_shaping import shaped_rewards
 
 from tests.helpers import assert_at_most_twice_the_error
 
@@ -62,12 +63,12 @@ ROWS = {
     "grpo": Row(_OWN, dict(preset="grpo")),
     "dr_grpo": Row(_OWN | dict(loss_type="dr_grpo", scale_rewards="none"), dict(preset="dr_grpo")),
     "dapo": Row(_DAPO, dict(preset="dapo")),
-    "bnpo": Row(_OWN | dict(loss_type="bnpo"), dict(preset="grpo", normaliser="tokens")),
+    "bnpo": Row(_OWN | dict(loss_type="bnpo"), dict(preset="grpo", loss_agg_mode="tokens")),
     "cispo": Row(_CISPO, dict(preset="cispo")),
     "gspo": Row(_GSPO, dict(preset="gspo")),
-    "gspo, dapo's normaliser": Row(_GSPO | dict(loss_type="dapo"), dict(preset="gspo", normaliser="tokens")),
-    "gspo, dr_grpo's normaliser": Row(_GSPO | dict(loss_type="dr_grpo"), dict(preset="gspo", normaliser="constant")),
-    "luspo": Row(_GSPO | dict(loss_type="luspo"), dict(preset="gspo", normaliser="constant"), MAX_TOKENS),
+    "gspo, dapo's loss_agg_mode": Row(_GSPO | dict(loss_type="dapo"), dict(preset="gspo", loss_agg_mode="tokens")),
+    "gspo, dr_grpo's loss_agg_mode": Row(_GSPO | dict(loss_type="dr_grpo"), dict(preset="gspo", loss_agg_mode="constant")),
+    "luspo": Row(_GSPO | dict(loss_type="luspo"), dict(preset="gspo", loss_agg_mode="constant"), MAX_TOKENS),
     "tis": Row(_OWN | _corrected("token_truncate", None, 2.0), dict(preset="tis")),
     "mis": Row(_OWN | _corrected("sequence_mask", None, 2.0), dict(preset="mis")),
     "mis_token": Row(_OWN | _corrected("token_mask", None, 2.0), dict(preset="mis_token")),
@@ -129,18 +130,18 @@ def ours(step, A: torch.Tensor, row: Row, kl_coef: float):
     kept = [i for i, masked in enumerate(step.masked) if not masked]
     lengths = [step.lengths[i] for i in kept]
     each = torch.tensor(lengths)
-    now, old, sampler, reference = (
-        torch.tensor([x for i in kept for x in rows[i]]) for rows in (step.now, step.old, step.sampler, step.reference)
+    now, old_logprobs, sampling_logprobs, ref_logprobs = (
+        torch.tensor([x for i in kept for x in rows[i]]) for rows in (step.now, step.old_logprobs, step.sampling_logprobs, step.ref_logprobs)
     )
     now.requires_grad_()
-    share = row.factor * (1.0 if cfg.normaliser == "tokens" else len(kept) / len(step.masked))
-    w = torch.tensor(sequence_weights(lengths, cfg.normaliser, MAX_TOKENS)).repeat_interleave(each) * share
+    share = row.factor * (1.0 if cfg.loss_agg_mode == "tokens" else len(kept) / len(step.masked))
+    w = torch.tensor(sequence_weights(lengths, cfg.loss_agg_mode, MAX_TOKENS)).repeat_interleave(each) * share
     A = A[kept].repeat_interleave(each)
-    loss = policy_loss(now, old, sampler, A, lengths, cfg, reference) * w
+    loss = policy_loss(now, old_logprobs, sampling_logprobs, A, lengths, cfg, ref_logprobs) * w
     (slope,) = torch.autograd.grad(loss.sum(), now)
-    policy = policy_loss(now, old, sampler, A, lengths, cfg.model_copy(update={"kl_coef": 0.0}), reference) * w
+    policy = policy_loss(now, old_logprobs, sampling_logprobs, A, lengths, cfg.model_copy(update={"kl_coef": 0.0}), ref_logprobs) * w
     (policy_slope,) = torch.autograd.grad(policy.sum(), now)
-    x = reference - now.detach()
+    x = ref_logprobs - now.detach()
     parts = kl_coef * (torch.exp(x) + x.abs() + 1) * w
     return loss.detach(), slope, policy.detach().abs() + parts, policy_slope.abs() + parts, lengths
 
@@ -185,7 +186,7 @@ def test_loss_and_gradient_are_trls(trainers, name, kl_coef):
 def wrong_choices(cfg: LossConfig) -> dict:
     """Each choice of a resolved loss, a little or wholly wrong."""
     wrong = {
-        "normaliser": "tokens" if cfg.normaliser == "constant" else "constant", "clip_high": cfg.clip_high * 1.1,
+        "loss_agg_mode": "tokens" if cfg.loss_agg_mode == "constant" else "constant", "clip_high": cfg.clip_high * 1.1,
         "ratio": "geometric" if cfg.ratio == "token" else "token", "correction": "full", "kl": "k2",
     }  # fmt: skip
     if cfg.bound == "clip":
@@ -241,16 +242,16 @@ def test_rloo_is_trls(trainers):
     weights sampled from, ours that of the sampler, whose log-probabilities are the trainer's: the step is drawn so."""
     trainer = trainers[1]
     trainer.beta, trainer.epsilon_low, trainer.epsilon_high = 0.05, 0.2, 0.2
-    row = Row({}, dict(preset="rloo", ratio="sequence", bound="clip", clip_low=0.2, clip_high=0.2), MAX_TOKENS)
+    row = Row({}, dict(preset="rloo", importance_sampling_level="sequence", bound="clip", clip_low=0.2, clip_high=0.2), MAX_TOKENS)
     reward_cfg = LossConfig(preset="rloo", kl_coef=0.05, kl="k1", kl_in="reward").resolve()
     found = {"clip_high": 0, "advantage": 0}
     for seed in range(120):
         step = drawn_step(seed)
         step.masked = [False] * len(step.masked)  # TRL leaves a masked sequence's KL out of its reward
-        step.sampler = step.old
+        step.sampling_logprobs = step.old_logprobs
         A, value, theirs = trls(trainer, step)
         rewards = np.array(step.rewards).reshape(-1, G)
-        rows = [np.array(x) for x in step.old], [np.array(x) for x in step.reference]
+        rows = [np.array(x) for x in step.old_logprobs], [np.array(x) for x in step.ref_logprobs]
         shaped = shaped_rewards(rewards, step.lengths, reward_cfg, MAX_TOKENS, *rows)
         grouped = A.numpy().reshape(-1, G)
         assert (np.abs(advantages(shaped, "leave_one_out") - grouped) <= bound(1.0, G) * np.abs(shaped).max() * 2).all(), seed
@@ -272,7 +273,7 @@ def test_where_trl_has_no_number(trainers):
     """A ratio beyond fp64 and an advantage of 0: infinity times 0 in TRL, exactly 0 here."""
     step = drawn_step(0)
     step.rewards, step.masked = [0.5] * len(step.rewards), [False] * len(step.masked)
-    step.now[0], step.old[0] = [0.0] * len(step.now[0]), [-800.0] * len(step.now[0])
+    step.now[0], step.old_logprobs[0] = [0.0] * len(step.now[0]), [-800.0] * len(step.now[0])
     set_options(trainers[0], _OWN, 0.0)
     A, value, theirs = trls(trainers[0], step)
     assert math.isnan(value)

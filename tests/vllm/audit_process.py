@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from zerokl.engine.audit.stock import VllmEngine
-from zerokl.kernels.logprob import Distribution
+from zerokl.engine.rollout.vllm_stock import VllmEngine
+from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.verify.trace import compare_traces, first_divergence
 
 PAIR = ((5, 6, 7, 8, 9), (10, 11, 12, 13, 14, 15))
@@ -48,17 +48,17 @@ def plant(model: torch.nn.Module, kind: str, rng: random.Random):
 
 def main() -> None:
     engine, rng, found, saved = VllmEngine(Path(sys.argv[1]), torch.float32, 512), random.Random(int(sys.argv[2])), [], Path(sys.argv[3])
-    clean = engine.trace(PAIR, Distribution())
+    clean = engine.trace(PAIR, SamplingParams())
     if saved.exists():
         other = load_file(saved)
         first = first_divergence(compare_traces(clean, other))
         print("FOUND", json.dumps({"first": first.op if first else None}), flush=True)
         os._exit(0)
     save_file(clean, saved)
-    again = first_divergence(compare_traces(clean, engine.trace(PAIR, Distribution())))
+    again = first_divergence(compare_traces(clean, engine.trace(PAIR, SamplingParams())))
     for kind in ("epsilon", "silu", "bit"):
         expected, undo = engine.llm.apply_model(lambda model, kind=kind: plant(model, kind, rng))[0]
-        first = first_divergence(compare_traces(clean, engine.trace(PAIR, Distribution())))
+        first = first_divergence(compare_traces(clean, engine.trace(PAIR, SamplingParams())))
         undo()
         found.append([kind, expected, first.op if first else None])
     print("FOUND", json.dumps({"operations": list(clean), "again": again.op if again else None, "planted": found}), flush=True)

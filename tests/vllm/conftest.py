@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from zerokl.engine.initialise import PRESETS
+from zerokl.engine.runs.init import PRESETS
 
 from tests.random_model import random_model
 

@@ -10,19 +10,19 @@ from pathlib import Path
 
 import torch
 from zerokl.engine.config import VllmConfig
-from zerokl.engine.rollout import Keys, Sampling
-from zerokl.engine.shared import SharedTensor
-from zerokl.engine.vllm.sampler import VllmSampler
-from zerokl.kernels.logprob import Distribution
+from zerokl.engine.rollout.types import GenerationParams, RngKey
+from zerokl.engine.rollout.vllm.sampler import VllmSampler
+from zerokl.engine.shared_tensor import SharedTensor
+from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
 
 
 class ForgetsToReset(VllmSampler):
     """The mistake of keeping keys and values of older weights."""
 
-    def load_weights(self, weights, version):
+    def sync_weights(self, version):
         reset, self.llm.reset_prefix_cache = self.llm.reset_prefix_cache, lambda: True
-        super().load_weights(weights, version)
+        super().sync_weights(version)
         self.llm.reset_prefix_cache = reset
 
 
@@ -46,10 +46,10 @@ def main() -> None:
     for call in request["calls"]:
         for _ in range(call.get("updates", 0)):
             decoder.flat.mul_(1.01)
-            sampler.load_weights({}, sampler.version + 1)
-            sampler.generate(request["prompts"][:2], Sampling(Distribution(), 1, 4, frozenset()), Keys(9, sampler.version))
-        sampling = Sampling(Distribution(*call["distribution"]), call["samples"], call["max_tokens"], frozenset(call["stop_ids"]))
-        rollouts = sampler.generate(request["prompts"], sampling, Keys(*call["key"]))
+            sampler.sync_weights(sampler.version + 1)
+            sampler.generate(request["prompts"][:2], GenerationParams(SamplingParams(), 1, 4, frozenset()), RngKey(9, sampler.version))
+        generation_params = GenerationParams(SamplingParams(*call["distribution"]), call["samples"], call["max_tokens"], frozenset(call["stop_ids"]))
+        rollouts = sampler.generate(request["prompts"], generation_params, RngKey(*call["key"]))
         drawn.append([[r.completion_ids, r.logprobs.view("int32").tolist(), r.finish, r.weight_version] for r in rollouts])
     metrics = {m.name: m.value for m in sampler.llm.get_metrics() if hasattr(m, "value")} if request.get("metrics") else {}
     print("DRAWN", json.dumps({"drawn": drawn, "preemptions": metrics.get("vllm:num_preemptions", 0)}), flush=True)

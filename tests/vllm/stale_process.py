@@ -14,14 +14,14 @@ from pathlib import Path
 
 import torch
 from engine_process import ForgetsToReset
-from zerokl.engine.audit.audit import compare
-from zerokl.engine.audit.engines import ZeroklEngine
-from zerokl.engine.audit.hf import HfEngine
-from zerokl.engine.audit.page import verdict
-from zerokl.engine.audit.stock import VllmZeroklEngine
-from zerokl.engine.rollout import Sampling
-from zerokl.engine.text import Text
-from zerokl.kernels.logprob import Distribution
+from zerokl.engine.commands.audit.audit import compare
+from zerokl.engine.commands.audit.page import verdict
+from zerokl.engine.rollout.engine import ZeroklEngine
+from zerokl.engine.rollout.hf import HfEngine
+from zerokl.engine.rollout.types import GenerationParams
+from zerokl.engine.rollout.vllm_stock import VllmZeroklEngine
+from zerokl.engine.tasks.tokenizer import Tokenizer
+from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.decoder import Decoder
 
 PROMPTS = [[5 + (7 * i + 3 * j) % 40 for j in range(70)] for i in range(4)]
@@ -39,12 +39,12 @@ def main() -> None:
         engine.sampler.__class__ = ForgetsToReset
 
     def draw():
-        return [(r, Distribution()) for r in engine.generate(PROMPTS, Sampling(Distribution(), 1, 16, frozenset({1})), 0)]
+        return [(r, SamplingParams()) for r in engine.generate(PROMPTS, GenerationParams(SamplingParams(), 1, 16, frozenset({1})), 0)]
 
     draw()
     with torch.no_grad():
         engine.decoder.w[f"layers.{rng.randrange(engine.decoder.config.layers - 1)}.{rng.choice(['o', 'down', 'gate_up'])}"].mul_(1.5)
-    engine.sampler.load_weights({}, 1)
+    engine.sampler.sync_weights(1)
     if fault == "inside":
         engine.sampler.llm.apply_model(plant)
     trainer = ZeroklEngine(model, torch.bfloat16)
@@ -54,7 +54,7 @@ def main() -> None:
     else:
         trainer.decoder.flat.detach().copy_(engine.decoder.flat)
     names = {"sampler": engine.name, "trainer": trainer.name}
-    report = names | compare(trainer, draw(), Text(model, engine.decoder.config.vocab_size), engine, draw)
+    report = names | compare(trainer, draw(), Tokenizer(model, engine.decoder.config.vocab_size), engine, draw)
     print("FOUND", json.dumps({"frac_equal": report["frac_equal"], "verdict": verdict(report)}), flush=True)
     os._exit(0)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from zerokl.engine.audit.names import operations
+from zerokl.model.op_names import operations
 
 pytestmark = pytest.mark.vllm
 

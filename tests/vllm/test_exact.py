@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from zerokl.engine.native import NativeSampler
-from zerokl.engine.rollout import Keys, Rollout, Sampling
-from zerokl.kernels.logprob import Distribution
+from zerokl.engine.rollout.native import NativeSampler
+from zerokl.engine.rollout.types import GenerationParams, RngKey, Rollout
 from zerokl.kernels.philox import Stream, uniform_range
+from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.scoring import logprobs, pack
 
@@ -54,8 +54,8 @@ def _engine(model: Path, dtype: str, vllm: dict, calls: list[dict], prompts: lis
     return json.loads(lines[0][5:])
 
 
-def _call(distribution: tuple, updates: int = 0) -> dict:
-    return {"distribution": distribution, "samples": 1, "max_tokens": 64, "stop_ids": [STOP], "key": [3, 4], "updates": updates}
+def _call(sampling_params: tuple, updates: int = 0) -> dict:
+    return {"distribution": sampling_params, "samples": 1, "max_tokens": 64, "stop_ids": [STOP], "key": [3, 4], "updates": updates}
 
 
 def _native(model: Path, dtype: str, call: dict, prompts: list[list[int]], updates: int) -> tuple[list[Rollout], list[np.ndarray]]:
@@ -63,11 +63,11 @@ def _native(model: Path, dtype: str, call: dict, prompts: list[list[int]], updat
     decoder = load_decoder(model, getattr(torch, dtype))
     for _ in range(updates):
         decoder.flat.mul_(1.01)
-    distribution = Distribution(*call["distribution"])
-    rollouts = NativeSampler(decoder).generate(prompts, Sampling(distribution, 1, 64, frozenset({STOP})), Keys(3, 4))
+    sampling_params = SamplingParams(*call["distribution"])
+    rollouts = NativeSampler(decoder).generate(prompts, GenerationParams(sampling_params, 1, 64, frozenset({STOP})), RngKey(3, 4))
     with torch.no_grad():
         packed = pack([r.pair for r in rollouts])
-        scored = logprobs(decoder, packed, distribution)[0].split(packed.completion_lengths)
+        scored = logprobs(decoder, packed, sampling_params)[0].split(packed.completion_lengths)
     return rollouts, [s.numpy().view(np.int32) for s in scored]
 
 

@@ -15,9 +15,9 @@ if __name__ == "__main__":
     from pathlib import Path
 
     import torch
-    from zerokl.engine.audit.hf import HfEngine
-    from zerokl.engine.audit.stock import VllmEngine
-    from zerokl.kernels.logprob import Distribution
+    from zerokl.engine.rollout.hf import HfEngine
+    from zerokl.engine.rollout.vllm_stock import VllmEngine
+    from zerokl.kernels.sampling_params import SamplingParams
     from zerokl.model.checkpoint import read_weights
     from zerokl.model.config import ModelConfig
     from zerokl.model.weights import Layout
@@ -29,10 +29,10 @@ if __name__ == "__main__":
     flat = read_weights(folder, layout)
     for seed in range(3):
         flat += 0.02 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(seed))
-        before = vllm.score(pairs, Distribution())
+        before = vllm.score(pairs, SamplingParams())
         for engine in (vllm, hf):
             engine.load_weights(layout.checkpoint_views(flat))
-        found, expected = (engine.score(pairs, Distribution()) for engine in (vllm, hf))
+        found, expected = (engine.score(pairs, SamplingParams()) for engine in (vllm, hf))
         print("RESULT", max(abs(a - b).max() for a, b in zip(found, expected)), max(abs(a - b).max() for a, b in zip(before, expected)))
 """
 
@@ -49,7 +49,7 @@ def test_stock_vllm_computes_with_the_weights_it_was_given(model: Path, tmp_path
 
 def test_a_run_with_stock_vllm_as_the_sampler(model: Path, tmp_path: Path):
     words = [
-        "train", "--run-dir", str(tmp_path / "run"), "--model", str(model), "--steps", "3", "--prompts", "2", "--samples", "3",
+        "train", "--run-dir", str(tmp_path / "run"), "--model", str(model), "--steps", "3", "--prompts", "2", "--num_generations", "3",
         "--sampling.max_tokens", "6", "--task.options", "{ max_value = 9, train = 20, held_out = 10 }", "--sampler", "vllm-stock",
         "--exact", "false", "--evaluation.every", "2", "--loss.preset", "tis",
     ]  # fmt: skip

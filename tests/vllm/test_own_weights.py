@@ -16,15 +16,15 @@ if __name__ == "__main__":
 
     import torch
     from zerokl.engine.config import VllmConfig
-    from zerokl.engine.native import NativeSampler
-    from zerokl.engine.rollout import Keys, Sampling
-    from zerokl.engine.vllm import stock
-    from zerokl.engine.vllm.sampler import VllmSampler
-    from zerokl.kernels.logprob import Distribution
+    from zerokl.engine.rollout.native import NativeSampler
+    from zerokl.engine.rollout.types import RngKey, GenerationParams
+    from zerokl.engine.rollout.vllm import stock
+    from zerokl.engine.rollout.vllm.sampler import VllmSampler
+    from zerokl.kernels.sampling_params import SamplingParams
     from zerokl.model.checkpoint import load_decoder
 
     folder, dtype = Path(sys.argv[1]), getattr(torch, sys.argv[2])
-    prompts, sampling = [[3, 4, 5], [11, 2]], Sampling(Distribution(0.8), 3, 12, frozenset({1}))
+    prompts, sampling = [[3, 4, 5], [11, 2]], GenerationParams(SamplingParams(0.8), 3, 12, frozenset({1}))
     cfg = VllmConfig(context=64, cache_bytes=1 << 26)
     decoder = load_decoder(folder, dtype)
     flat = decoder.flat.detach()
@@ -35,8 +35,8 @@ OURS = """
     for version in range(3):
         if version:
             flat += 0.02 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(version)).to(dtype)
-            vllm.load_weights({}, version)
-        keys = Keys(5, version)
+            vllm.sync_weights(version)
+        keys = RngKey(5, version)
         a, b = vllm.generate(prompts, sampling, keys), native.generate(prompts, sampling, keys)
         equal = all(x.completion_ids == y.completion_ids and (x.logprobs == y.logprobs).all() for x, y in zip(a, b))
         print("RESULT", int(equal), {x.weight_version for x in a} == {version})
@@ -49,8 +49,8 @@ THEIRS = """
         old = flat.clone()
         if version:
             flat += 0.02 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(version)).to(dtype)
-            vllm.load_weights({}, version)
-        keys = Keys(5, version)
+            vllm.sync_weights(version)
+        keys = RngKey(5, version)
         a, b = vllm.generate(prompts, sampling, keys), native.generate(prompts, sampling, keys)
         same = sum(x.completion_ids == y.completion_ids for x, y in zip(a, b))
         apart = max(abs(x.logprobs - y.logprobs).max() for x, y in zip(a, b) if x.completion_ids == y.completion_ids)

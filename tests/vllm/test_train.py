@@ -14,7 +14,7 @@ RUN = [
     "30",
     "--prompts",
     "8",
-    "--samples",
+    "--num_generations",
     "4",
     "--sampling.max_tokens",
     "6",

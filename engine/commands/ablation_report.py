@@ -1,0 +1,162 @@
+"""What an ablation found: a line for each run, mean and spread over seeds for each combination, a table and plots."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from ..runs.folder import METRICS
+
+# In a run's folder: why it ended by itself.
+FAILED = "failed.json"
+# Metric -> title of its plot, by step.
+PLOTS = {
+    "reward/mean": "reward", "eval/accuracy": "held-out accuracy", "mismatch/k3": "mismatch k3, nats a token", "entropy": "entropy, nats",
+    "grad_norm": "gradient norm",
+}  # fmt: skip
+# A run has collapsed when its reward stays below this share of its peak until the end.
+COLLAPSED = 0.8
+# Figures of a run that are averaged over seeds.
+FIGURES = (
+    "reward_best", "reward_last", "reward_last10", "held_out_last", "mismatch_k3_mean", "mismatch_max_abs", "skipped_steps", "seconds",
+)  # fmt: skip
+
+
+def cell_result(path: Path, settings: Mapping[str, str], seed: int) -> dict[str, Any]:
+    """The figures of one run from its folder; `series` holds each metric of PLOTS as (step, value) pairs."""
+    lines = [json.loads(line) for line in _read(path / METRICS).splitlines()]
+    summary = json.loads(_read(path / "summary.json") or "{}")
+    failed = json.loads(_read(path / FAILED) or "{}")
+    series = {name: [(m["step"], m[name]) for m in lines if m.get(name) is not None] for name in PLOTS}
+    rewards, held = ([v for _, v in series[name]] for name in ("reward/mean", "eval/accuracy"))
+    seconds = [m["time/sample_s"] + m["time/train_s"] for m in lines]
+    return {
+        "settings": dict(settings),
+        "seed": seed,
+        "run": str(path),
+        "error": failed.get("error"),
+        "fingerprint": summary.get("fingerprint"),
+        "steps": len(lines),
+        "reward_best": max(rewards, default=math.nan),
+        "reward_last": rewards[-1] if rewards else math.nan,
+        "reward_last10": _mean(rewards[-10:]),
+        "held_out_last": held[-1] if held else math.nan,
+        "collapse_step": collapse_step(rewards),
+        "mismatch_k3_mean": _mean([v for _, v in series["mismatch/k3"]]),
+        "mismatch_max_abs": max((m["mismatch/max_abs"] for m in lines), default=math.nan),
+        "skipped_steps": sum(m.get("scaling/skipped", 0.0) > 0 for m in lines),
+        "seconds": summary.get("seconds", math.fsum(seconds)),
+        "series": series,
+    }
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def collapse_step(rewards: Sequence[float]) -> int | None:
+    """The first step after the peak from which the reward stays below COLLAPSED of it to the end; None where it does not."""
+    if not rewards or max(rewards) <= 0:
+        return None
+    peak = max(rewards)
+    last_good = max(i for i, r in enumerate(rewards) if r >= COLLAPSED * peak)
+    return last_good + 1 if last_good + 1 < len(rewards) else None
+
+
+def summarise(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One entry for each combination of settings: its runs, and of each figure and each step's metrics the mean, least and most."""
+    by_settings: dict[str, list[dict[str, Any]]] = {}
+    for result in results:
+        by_settings.setdefault(json.dumps(result["settings"]), []).append(result)
+    combinations = []
+    for runs in by_settings.values():
+        entry: dict[str, Any] = {"settings": runs[0]["settings"], "seeds": [r["seed"] for r in runs]}
+        entry |= {name: spread([r[name] for r in runs]) for name in FIGURES}
+        entry["collapsed"] = sum(r["collapse_step"] is not None for r in runs)
+        entry["failed"] = sum(r["error"] is not None for r in runs)
+        entry["by_step"] = {name: _by_step([r["series"][name] for r in runs]) for name in PLOTS}
+        entry["runs"] = [{k: v for k, v in r.items() if k not in ("series", "settings")} for r in runs]
+        combinations.append(entry)
+    return combinations
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Mean, least and most of the finite ones; NaN where there are none."""
+    known = [v for v in values if math.isfinite(v)]
+    return {"mean": _mean(known), "min": min(known, default=math.nan), "max": max(known, default=math.nan)}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def _by_step(series: Sequence[Sequence[tuple[int, float]]]) -> list[dict[str, float]]:
+    """Mean, least and most over the runs that have the step."""
+    values: dict[int, list[float]] = {}
+    for run in series:
+        for step, value in run:
+            values.setdefault(step, []).append(value)
+    return [{"step": step, **spread(values[step])} for step in sorted(values)]
+
+
+def result_rows(combinations: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """A row for each combination, after that of the headings: means over seeds, with least and most on a second line."""
+    axes = list(combinations[0]["settings"])
+    rows = [[*axes, "seeds", "best reward", "last 10 steps", "held-out", "collapsed", "k3", "max |Δlogp|", "skipped", "seconds"]]
+    for c in combinations:
+        ended = f"{c['collapsed']}" + (f", {c['failed']} failed" if c["failed"] else "")
+        rewards = [_range(c[name], "{:.3f}") for name in ("reward_best", "reward_last10", "held_out_last")]
+        mismatch = [_range(c[name], "{:.2g}") for name in ("mismatch_k3_mean", "mismatch_max_abs")]
+        rest = [f"{c['skipped_steps']['mean']:g}", f"{c['seconds']['mean']:.0f}"]
+        rows.append([*[c["settings"][a] for a in axes], str(len(c["seeds"])), *rewards, ended, *mismatch, *rest])
+    return rows
+
+
+def result_table(combinations: Sequence[Mapping[str, Any]]) -> Table:
+    """The rows for a terminal."""
+    headings, *rows = result_rows(combinations)
+    table = Table(*headings)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _markdown(combinations: Sequence[Mapping[str, Any]]) -> str:
+    """The rows for a document."""
+    headings, *rows = ([cell.replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in result_rows(combinations))
+    return "".join(f"| {' | '.join(row)} |\n" for row in (headings, ["---"] * len(headings), *rows))
+
+
+def _range(value: Mapping[str, float], how: str) -> str:
+    if not math.isfinite(value["mean"]):
+        return "-"
+    mean, low, high = (how.format(value[k]) for k in ("mean", "min", "max"))
+    return mean if low == high else f"{mean}\n{low} to {high}"
+
+
+def write_report(report: Mapping[str, Any], out: Path) -> None:
+    """ablation.md, the table; and a plot of each metric by step: a line for the mean over seeds, a band from least to most."""
+    import matplotlib
+
+    (out / "ablation.md").write_text(_markdown(report["combinations"]), encoding="utf-8")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    for metric, title in PLOTS.items():
+        figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
+        for c in report["combinations"]:
+            points = c["by_step"][metric]
+            steps = [p["step"] for p in points]
+            (line,) = axes.plot(steps, [p["mean"] for p in points], label=", ".join(c["settings"].values()) or "run")
+            axes.fill_between(steps, [p["min"] for p in points], [p["max"] for p in points], color=line.get_color(), alpha=0.15, lw=0)
+        axes.set_xlabel("step")
+        axes.set_ylabel(title)
+        axes.grid(alpha=0.3)
+        if metric == "mismatch/k3":
+            axes.set_yscale("symlog", linthresh=1e-9)
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
+        figure.savefig(out / f"{metric.replace('/', '-').removesuffix('-mean')}.png", dpi=120)
+        plt.close(figure)

@@ -1,0 +1,242 @@
+"""`zerokl verify`: the law's checks on this machine, for one model in each dtype.
+
+Every check computes the same tokens' log-probabilities (or gradients, or samples) in two ways that the law says must not
+matter, and compares bits. Shapes: S sequences; C completion tokens.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ...kernels import tiles
+from ...kernels.backend import find_device
+from ...kernels.philox import Stream, permutation, uniform_range
+from ...kernels.sampling_params import SamplingParams
+from ...model.checkpoint import DTYPES, load_decoder, resolve_model
+from ...model.decoder import Decoder, named_numerics
+from ...model.scoring import cached_scores, logprobs, pack
+from ...verify.invariance import Check
+from ..loss.config import LossConfig
+from ..loss.policy_loss import sequence_weights
+from ..parallel.workers import Workers, cpu_threads, suits
+from ..precision import PrecisionConfig
+from ..rollout.native import NativeSampler
+from ..rollout.types import GenerationParams, RngKey, Rollout
+from ..runs.init import random_decoder
+from ..train.shard import Shard, ShardWork
+
+Pair = tuple[list[int], list[int]]
+_DISTRIBUTIONS = (SamplingParams(), SamplingParams(0.7), SamplingParams(1.0, 0, 0.9), SamplingParams(0.9, 20, 0.95))
+
+
+def check_law(
+    model: str | None = None,
+    dtypes: Sequence[str] = tuple(DTYPES),
+    sequences: int = 12,
+    longest: int = 80,
+    seed: int = 0,
+    device: str = "auto",
+) -> list[Check]:
+    """The law's checks for a model, or a tiny random one: a line each with `comparisons` and `unequal`. Raises ValueError."""
+    for dtype in dtypes:
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype ({dtype}) must be one of {', '.join(DTYPES)}")
+    folder = None if model is None else resolve_model(model)
+    return list(run_checks(folder, dtypes, sequences, longest, seed, find_device(device)))
+
+
+def run_checks(
+    model: Path | None, dtypes: Sequence[str], sequences: int = 12, longest: int = 80, seed: int = 0, device: torch.device | None = None
+) -> Iterator[Check]:
+    """Run every check in every dtype. `model` None makes a tiny random one. Yields each finished line. Raises ValueError."""
+    if sequences < 1 or longest < 2:
+        raise ValueError(f"verify: sequences ({sequences}) must be at least 1 and longest ({longest}) at least 2 tokens")
+    for name in dtypes:
+        decoder = _decoder(model, DTYPES[name], seed, device)
+        length = min(longest, decoder.config.max_positions)
+        pairs = random_pairs(sequences, length, decoder.config.vocab_size, seed)
+        for check in (_composition, _order, _padding, _chunked, _decode, _threads, _concurrency, _micro_batch, _gradient_threads):
+            yield check(decoder, pairs, name, seed)
+
+
+def _decoder(model: Path | None, dtype: torch.dtype, seed: int, device: torch.device | None) -> Decoder:
+    if model is not None:
+        return load_decoder(model, dtype, device)
+    decoder = random_decoder("tiny", 64, seed)
+    return Decoder(decoder.config, decoder.flat.detach().to(device, dtype), decoder.layout)
+
+
+def random_pairs(n: int, longest: int, vocab: int, seed: int) -> list[Pair]:
+    """n (prompt, completion) pairs of random tokens and random lengths, 2 .. longest tokens in all."""
+    u = uniform_range(2 * n, seed, Stream.VERIFY, word=1).reshape(n, 2)
+    pairs = []
+    for i, (a, b) in enumerate(u):
+        total = 2 + int(a * (longest - 1))
+        prompt = 1 + int(b * (total - 1))
+        ids = (uniform_range(total, seed, Stream.VERIFY, word=2 + i) * vocab).astype(np.int64).tolist()
+        pairs.append((ids[:prompt], ids[prompt:]))
+    return pairs
+
+
+@torch.no_grad()
+def _score(decoder: Decoder, pairs: Sequence[Pair], sampling_params: SamplingParams) -> list[torch.Tensor]:
+    """logp of each pair's completion, scored together; on the CPU."""
+    batch = pack(pairs)
+    return list(logprobs(decoder, batch, sampling_params)[0].cpu().split(batch.completion_lengths))
+
+
+def _compare_all(check: Check, left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> None:
+    for a, b in zip(left, right, strict=True):
+        check.compare(a, b)
+
+
+def _composition(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> Check:
+    check = Check("batch composition", dtype)
+    for sampling_params in _DISTRIBUTIONS:
+        _compare_all(check, _score(decoder, pairs, sampling_params), [_score(decoder, [pair], sampling_params)[0] for pair in pairs])
+    return check
+
+
+def _order(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> Check:
+    check = Check("order in the batch", dtype)
+    together = _score(decoder, pairs, SamplingParams())
+    for draw in range(3):
+        order = permutation(len(pairs), seed, Stream.VERIFY, word=1000 + draw)
+        shuffled = _score(decoder, [pairs[i] for i in order], SamplingParams())
+        _compare_all(check, [together[i] for i in order], shuffled)
+    return check
+
+
+def _padding(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> Check:
+    """Tokens appended to a sequence must not reach back."""
+    check = Check("padding", dtype)
+    together = _score(decoder, pairs, SamplingParams())
+    limit = decoder.config.max_positions
+    for extra in (1, 15, 33):
+        padded = [(p, [*c, *[0] * min(extra, limit - len(p) - len(c))]) for p, c in pairs]
+        _compare_all(check, together, [a[: len(c)] for a, (_, c) in zip(_score(decoder, padded, SamplingParams()), pairs, strict=True)])
+    return check
+
+
+def _chunked(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> Check:
+    check = Check("chunked prefill", dtype)
+    for sampling_params in _DISTRIBUTIONS:
+        together = _score(decoder, pairs, sampling_params)
+        for chunk in (7, 32):
+            _compare_all(check, together, cached_scores(decoder, pairs, sampling_params, chunk))
+    return check
+
+
+def _decode(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> Check:
+    check = Check("decode against prefill", dtype)
+    for sampling_params in _DISTRIBUTIONS:
+        _compare_all(check, _score(decoder, pairs, sampling_params), cached_scores(decoder, pairs, sampling_params, 1))
+    return check
+
+
+def _threads(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> Check:
+    check = Check("threads", dtype)
+    together = _score(decoder, pairs, SamplingParams())
+    for threads in (1, 2, 3, 4):
+        with cpu_threads(threads):
+            _compare_all(check, together, _score(decoder, pairs, SamplingParams()))
+    return check
+
+
+def _concurrency(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> Check:
+    """Sampled tokens and their logprobs, whatever is sampled beside them; and the trainer's logprobs of them."""
+    check = Check("sampler concurrency", dtype)
+    room = decoder.config.max_positions
+    for sampling_params in _DISTRIBUTIONS:
+        generation_params = GenerationParams(sampling_params, 3, min(24, room - max(len(p) for p, _ in pairs)), frozenset({0}))
+        prompts, rng_key = [p for p, _ in pairs[:4]], RngKey(seed, 0, Stream.VERIFY_SAMPLE)
+        base = NativeSampler(decoder, 64).generate(prompts, generation_params, rng_key)
+        for concurrency, tokens in ((1, 1024), (5, 9)):
+            other = NativeSampler(decoder, concurrency, tokens).generate(prompts, generation_params, rng_key)
+            for a, b in zip(base, other, strict=True):
+                n = max(len(a.completion_ids), len(b.completion_ids))
+                ids = [torch.tensor([*r.completion_ids, *[-1] * (n - len(r.completion_ids))]) for r in (a, b)]
+                check.compare(*ids)
+                if a.completion_ids == b.completion_ids:
+                    check.compare(torch.from_numpy(a.logprobs), torch.from_numpy(b.logprobs))
+        scored = _score(decoder, [(list(r.prompt_ids), list(r.completion_ids)) for r in base], sampling_params)
+        _compare_all(check, [torch.from_numpy(r.logprobs) for r in base], scored)
+    return check
+
+
+_SHARDS = 4
+
+
+def _step(decoder: Decoder, pairs: Sequence[Pair]) -> Shard:
+    """A step as training has it: the pairs as rollouts, with the trainer's logprobs, advantages and loss weights."""
+    scores = _score(decoder, pairs, SamplingParams())
+    rollouts = [
+        Rollout(i, 0, tuple(prompt), tuple(completion), score.numpy(), "length", 0)
+        for i, ((prompt, completion), score) in enumerate(zip(pairs, scores, strict=True))
+    ]
+    advantages = np.array([1.0 - 0.25 * i for i in range(len(pairs))])
+    weights = sequence_weights([len(completion) for _, completion in pairs], "tokens", 1)
+    return Shard(rollouts, advantages, np.array(weights))
+
+
+def _gradient(workers: Workers, step: Shard, micro_batch: int) -> torch.Tensor:
+    """The gradient that training uses (train/shard.py), of the loss "pg" over virtual shards: [layout.numel] fp32."""
+    work = ShardWork(SamplingParams(), LossConfig().resolve(), micro_batch)
+    gradient = workers.sum_shards(work, step.cut(_SHARDS))[1]
+    assert gradient is not None, "there are pairs"
+    return gradient.clone()
+
+
+def _micro_batch(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> Check:
+    check, workers, step = Check("gradient: micro-batch size", dtype), Workers(decoder, _SHARDS), _step(decoder, pairs)
+    whole = _gradient(workers, step, len(pairs))
+    for size in (1, 2):
+        check.compare(whole, _gradient(workers, step, size))
+    return check
+
+
+def _gradient_threads(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> Check:
+    check, step = Check("gradient: threads and workers", dtype), _step(decoder, pairs)
+    expected = _gradient(Workers(decoder, _SHARDS), step, 2)
+    several = decoder.device.type == "cpu" and suits(decoder.layout.numel)
+    ways = [(1, 1), (2, 1), (4, 1)] + [(2, 2), (4, 4)] * several
+    for threads, n in ways:
+        with cpu_threads(threads), Workers(decoder, _SHARDS, n) as workers:
+            check.compare(expected, _gradient(workers, step, 2))
+    return check
+
+
+def check_case(case: Path, device: torch.device | None = None) -> list[Check]:
+    """Score the rollouts of a saved mismatch again, alone and together, against what sampler and trainer had reported.
+
+    Raises ValueError when the folder holds no such case.
+    """
+    try:
+        report = json.loads((case / "mismatch.json").read_text(encoding="utf-8"))
+        name, sampling = report["config"]["dtype"], report["config"]["sampling"]
+        sampling_params = SamplingParams(sampling["temperature"], sampling["top_k"], sampling["top_p"])
+        pairs = [(list(r["prompt_ids"]), list(r["completion_ids"])) for r in report["rollouts"]]
+        logged = {
+            "sampler": [torch.tensor(r["sampling_logprobs"], dtype=torch.float32) for r in report["rollouts"]],
+            "trainer": [torch.tensor(r["trainer_logprobs"], dtype=torch.float32) for r in report["rollouts"]],
+        }
+        dtype, precision = DTYPES[name], PrecisionConfig.model_validate(report["config"].get("precision", {}))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"verify: {case} holds no readable mismatch.json ({error})") from None
+    loaded = load_decoder(case, dtype, device)
+    tiles.fix_table(precision.tiles)
+    decoder = Decoder(loaded.config, loaded.flat.detach(), loaded.layout, named_numerics(precision.head_dtype, precision.cache_dtype))
+    ways = {
+        "together": _score(decoder, pairs, sampling_params),
+        "alone": [_score(decoder, [p], sampling_params)[0] for p in pairs],
+        "decoded": cached_scores(decoder, pairs, sampling_params, 1),
+    }
+    checks = []
+    for side, values in logged.items():
+        for way, scores in ways.items():
+            checks.append(Check(f"{side}'s logprobs, scored again {way}", name))
+            _compare_all(checks[-1], values, scores)
+    return checks

@@ -1,0 +1,81 @@
+"""`zerokl verify binaries`: every kernel that can be launched, compiled for every target, checked and compared with the table."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+from rich.table import Table
+
+from ... import kernels
+from ...kernels.backend import INTERPRETED
+from ...kernels.compiled_cases import configurations
+from ...verify.binaries import TARGETS, Binary, as_table, compile_launch, faults, inspect
+from ..runs.terminal import console
+
+# Registers and shared memory of every binary, by the Triton that built them: another one allocates others. Those that torch for CUDA
+# comes with (2.11: 3.6.0, 2.13: 3.7.1, 2.14: 3.8.0), and 3.9.0.
+TABLE = Path(kernels.__file__).parent / "binaries.json"
+
+
+def verify_binaries(targets: tuple[str, ...], write: bool) -> int:
+    """The subcommand: compile, print the table and the faults; returns the exit code. Raises ValueError for an unknown target."""
+    if write and targets:
+        raise ValueError(f"verify binaries: --record needs every target; drop --targets {' '.join(targets)}")
+    binaries = build(targets or tuple(TARGETS))
+    console.print(_table(binaries))
+    if write:
+        write_table(binaries)
+    found, compared = check(binaries)
+    for fault in found:
+        console.print(fault)
+    console.print(f"{len(binaries)} binaries, {len(found)} faults; {compared}")
+    return 1 if found else 0
+
+
+def _table(binaries: list[Binary]) -> Table:
+    """A row for each kernel, a column for each target."""
+    targets = list(dict.fromkeys(b.target for b in binaries))
+    table = Table("registers, shared bytes", *targets)
+    cells: dict[str, list[str]] = {}
+    for b in binaries:
+        cells.setdefault(b.name, []).append(f"{b.registers}, {b.shared_bytes}")
+    for name, row in cells.items():
+        table.add_row(name, *row)
+    return table
+
+
+def build(targets: tuple[str, ...]) -> list[Binary]:
+    """Compile and read every configuration for the targets. Raises ValueError for an unknown target or without Triton."""
+    if not importlib.util.find_spec("triton"):
+        raise ValueError("verify binaries: Triton is not installed; pip install triton (Linux only)")
+    if INTERPRETED:
+        raise ValueError("verify binaries: TRITON_INTERPRET (1) must be unset; interpreted kernels cannot be compiled")
+    for target in targets:
+        if target not in TARGETS:
+            raise ValueError(f"verify binaries: target ({target}) must be one of {', '.join(TARGETS)}")
+    binaries = []
+    for target in targets:
+        binaries += [inspect(name, target, compile_launch(*launch, target)) for name, launch in configurations(target)]
+    return binaries
+
+
+def write_table(binaries: list[Binary]) -> None:
+    """Record registers and shared memory as they are now, for the Triton that is installed."""
+    import triton
+
+    tables = json.loads(TABLE.read_text()) | {triton.__version__: as_table(binaries)}
+    text = []
+    for version, table in sorted(tables.items()):
+        rows = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(table.items())]
+        text.append(f"{json.dumps(version)}: {{\n" + ",\n".join(rows) + "\n}")
+    TABLE.write_text("{" + ",\n".join(text) + "}\n")
+
+
+def check(binaries: list[Binary]) -> tuple[list[str], str]:
+    """Faults, and a line that says which table they were compared with."""
+    import triton
+
+    tables = json.loads(TABLE.read_text())
+    table = tables.get(triton.__version__)
+    said = f"Triton {triton.__version__}" + ("" if table else f", which the table lacks: not compared ({', '.join(tables)})")
+    return faults(binaries, table), said

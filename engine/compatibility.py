@@ -1,0 +1,170 @@
+"""Which settings go together: one table, a reason a row.
+
+A row says when a combination is refused and what is said then. Rows that ask for the device or for vLLM's version are
+silent until these are known, so the same table serves a configuration that is read, a run that starts and the docs.
+The arguments of vLLM's engine have a list of their own: rollout/vllm/arguments.py.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..kernels.tile_tables import minor_version
+from .config import Config
+
+
+class Setting(NamedTuple):
+    """What a row looks at."""
+
+    config: Config
+    device: str | None = None  # "cpu" or "cuda"; None: not known yet
+    vllm: str | None = None  # version, "+cpu" at its end for a build for CPUs; None: not known yet, or not installed
+    ranks: int = 1
+
+    @property
+    def exact_stock(self) -> bool:
+        """Whether vLLM's own model is to sample exactly."""
+        return self.config.sampler == "vllm-stock" and self.config.exact
+
+    @property
+    def uses_vllm(self) -> bool:
+        """Whether a vLLM engine samples."""
+        return self.config.sampler.startswith("vllm")
+
+    @property
+    def vllm_on_cpu(self) -> bool:
+        """Whether the installed vLLM computes on CPUs only."""
+        return self.vllm is not None and self.vllm.endswith("+cpu")
+
+    @property
+    def separate(self) -> bool:
+        """Whether the native sampler has weights or numerics of its own."""
+        c = self.config
+        return bool(c.max_staleness or c.perturb.any or c.precision.of_sampler != c.precision)
+
+
+class Rule(NamedTuple):
+    """One row: `refused` says when, `message` says why and what to do instead."""
+
+    refused: Callable[[Setting], bool]
+    message: Callable[[Setting], str]
+
+
+def _other_tiles(s: Setting) -> bool:
+    return s.exact_stock and s.vllm is not None and minor_version(s.vllm) != minor_version(s.config.precision.tiles)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        lambda s: s.config.num_generations == 1 and s.config.loss.resolve().advantage != "batch",
+        lambda s: (
+            "num_generations (1) must be at least 2: the advantage compares completions of one prompt "
+            '(or set loss.advantage = "batch")'
+        ),
+    ),
+    Rule(
+        lambda s: s.config.prompts * s.config.num_generations < 2,
+        lambda s: "prompts x num_generations must be at least 2",
+    ),
+    Rule(
+        lambda s: s.config.loss.resolve().correction_low > s.config.loss.resolve().correction_high,
+        lambda s: (
+            f"loss.correction_low ({s.config.loss.resolve().correction_low}) must not exceed "
+            f"loss.correction_high ({s.config.loss.resolve().correction_high})"
+        ),
+    ),
+    Rule(
+        lambda s: (
+            s.config.precision.scaling in ("auto", "dynamic")
+            and not s.config.precision.minimum <= s.config.precision.scale <= s.config.precision.maximum
+        ),
+        lambda s: (
+            f"precision.scale ({s.config.precision.scale}) must lie between precision.minimum "
+            f"({s.config.precision.minimum}) and precision.maximum ({s.config.precision.maximum})"
+        ),
+    ),
+    Rule(
+        lambda s: (
+            s.config.exact
+            and (s.config.precision.sampler_differs or s.config.perturb.any or s.config.sampler == "hf")
+        ),
+        lambda s: (
+            "precision.sampler_*, perturb.* and an external sampler make sampler and trainer differ; set exact = false"
+        ),
+    ),
+    Rule(
+        lambda s: (
+            s.exact_stock and (s.config.precision.head_dtype, s.config.precision.cache_dtype) != ("compute", "compute")
+        ),
+        lambda s: (
+            "precision.head_dtype and cache_dtype: vLLM's own model has other kernels for them; "
+            'set both to "compute"'
+        ),
+    ),
+    Rule(
+        lambda s: s.config.sampler != "native" and s.separate,
+        lambda s: (
+            'max_staleness, perturb.* and precision.sampler_*_dtype need sampler = "native", '
+            f"not {s.config.sampler}: only it keeps weights of its own"
+        ),
+    ),
+    Rule(
+        lambda s: s.config.sampler == "vllm" and s.config.precision.cache_dtype != "compute",
+        lambda s: (
+            "precision.cache_dtype: vLLM's cache holds the compute dtype; "
+            'set it to "compute", or sampler = "native"'
+        ),
+    ),
+    Rule(
+        lambda s: s.exact_stock and s.device == "cpu",
+        lambda s: (
+            'sampler ("vllm-stock") with exact = true needs a GPU: vLLM\'s kernels for CPUs are not batch-invariant; '
+            'set exact = false, or sampler = "vllm"'
+        ),
+    ),
+    Rule(
+        lambda s: s.uses_vllm and s.device == "cuda" and s.vllm_on_cpu,
+        lambda s: (
+            f'sampler ("{s.config.sampler}"): the vLLM installed here computes on CPUs only; set device = "cpu"'
+        ),
+    ),
+    Rule(
+        lambda s: (
+            s.device == "cuda" and s.config.vllm.multiprocess and (s.config.sampler == "vllm" or s.exact_stock)
+        ),
+        lambda s: (
+            "vllm.multiprocess (true): on a GPU vLLM reads the trainer's own tensors, which are this process's; "
+            "set it to false"
+        ),
+    ),
+    Rule(
+        _other_tiles,
+        lambda s: (
+            f'precision.tiles ("{s.config.precision.tiles}"): vLLM {s.vllm} is installed, and has other tiles; '
+            "set it to that version"
+        ),
+    ),
+    Rule(
+        lambda s: s.device == "cuda" and s.config.workers > 1,
+        lambda s: f"workers ({s.config.workers}) must be 0 or 1 on a GPU, which one process keeps busy",
+    ),
+    Rule(
+        lambda s: bool(s.ranks & (s.ranks - 1)) or s.ranks > s.config.virtual_shards,
+        lambda s: (
+            f"ranks ({s.ranks}) must be a power of two and at most virtual_shards ({s.config.virtual_shards})"
+        ),
+    ),
+    Rule(
+        lambda s: s.ranks > 1 and s.config.sampler != "native",
+        lambda s: f'ranks: sampler "{s.config.sampler}" runs in one process; set sampler = "native"',
+    ),
+)
+
+
+def check_settings(
+    config: Config, device: str | None = None, vllm: str | None = None, ranks: int = 1
+) -> None:
+    """Raise ValueError for the first row of RULES that refuses. device: "cpu" or "cuda". vllm: the installed version."""
+    setting = Setting(config, device, vllm, ranks)
+    for rule in RULES:
+        if rule.refused(setting):
+            raise ValueError(f"config: {rule.message(setting)}")

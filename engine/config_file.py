@@ -1,0 +1,138 @@
+"""Configurations from TOML files, presets and overrides, and back to TOML. Unknown keys are errors.
+
+`zerokl train` parses its command line into the same models (cli.py) and hands the settings given there over as
+overrides, so that everything is checked here, once.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import BaseModel, ValidationError
+
+from .compatibility import check_settings
+from .config import Config
+
+# Sections whose keys are not ours.
+FREE_SECTIONS = ("task.options", "vllm.engine")
+# Keys and sections of 0.1.0's predecessors -> what they are called now.
+RENAMED = {
+    "samples": "num_generations",
+    "evaluation.samples": "evaluation.num_generations",
+    "loss.ratio": "loss.importance_sampling_level",
+    "loss.normaliser": "loss.loss_agg_mode",
+    "loss.draws": "loss.max_resamples",
+    "loss.reference": "loss.ref_model",
+    "mismatch": "perturb",
+}
+
+
+def load_config(
+    file: str | None = None, preset: str | None = None, overrides: Mapping[str, Any] | None = None
+) -> Config:
+    """A TOML file or a preset, with overrides by dotted key such as {"optimizer.lr": 3e-4}.
+
+    Raises ValueError, one line, for a file that cannot be read, an unknown key (with the nearest known one), a bad
+    value, or settings that do not go together.
+    """
+    if file is not None and preset is not None:
+        raise ValueError("config: give a file or --preset, not both")
+    values = _read(file, preset)
+    for key, value in (overrides or {}).items():
+        check_key(key)
+        _put(values, key, value)
+    for key in _flatten(values):
+        check_key(key)
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        raise ValueError(validation_message(error)) from None
+    check_settings(config)
+    return config
+
+
+def validation_message(error: ValidationError) -> str:
+    """Pydantic's first error in one line: key, value and rule."""
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    rule = first["msg"].removeprefix("Value error, ")
+    if not key:
+        return f"config: {rule}"
+    value = "" if isinstance(first["input"], dict) else f" ({first['input']!r})"
+    return f"config: {key}{value}: {rule}"
+
+
+def preset_names() -> list[str]:
+    """The presets that come with zerokl."""
+    folder = resources.files("zerokl.engine.presets")
+    return sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml"))
+
+
+def _read(file: str | None, preset: str | None) -> dict[str, Any]:
+    if preset is not None:
+        if preset not in preset_names():
+            raise ValueError(f"config: preset {preset} is not known; choose {', '.join(preset_names())}")
+        return tomllib.loads(resources.files("zerokl.engine.presets").joinpath(f"{preset}.toml").read_text())
+    if file is None:
+        return {}
+    try:
+        return tomllib.loads(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"config: {file} cannot be read ({error.strerror})") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"config: {file} is not valid TOML ({error})") from None
+
+
+def _put(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in nested tables. Raises ValueError where a part of it is no table."""
+    *path, last = key.split(".")
+    table = values
+    for part in path:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ValueError(f"config: {key}: {part} is {table!r}, not a section")
+    table[last] = value
+
+
+def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of the configuration. A section is a key as well."""
+    for name, info in model.model_fields.items():
+        yield prefix + name
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            yield from known_keys(info.annotation, f"{prefix}{name}.")
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        yield prefix + name
+        if isinstance(value, Mapping) and prefix + name not in FREE_SECTIONS:
+            yield from _flatten(value, f"{prefix}{name}.")
+
+
+def check_key(key: str) -> None:
+    """Raise ValueError for a key that is not known, with its new name or the nearest known key."""
+    known = list(known_keys())
+    if key in known or key.startswith(tuple(f"{section}." for section in FREE_SECTIONS)):
+        return
+    for old, new in RENAMED.items():
+        if key == old or key.startswith(f"{old}."):
+            raise ValueError(f"config: {key} is called {new}{key.removeprefix(old)} now; rename it")
+    raise ValueError(f"config: unknown key {key}{_hint(key, known)}")
+
+
+def _hint(key: str, known: list[str]) -> str:
+    """The nearest known key: one of the same last word, else one spelt alike."""
+    last_word, by_last_word = key.rsplit(".", 1)[-1], {k.rsplit(".", 1)[-1]: k for k in reversed(known)}
+    near = [by_last_word[last_word]] if last_word in by_last_word else difflib.get_close_matches(key, known, 1)
+    near = near or [by_last_word[word] for word in difflib.get_close_matches(last_word, by_last_word, 1)]
+    return f"; did you mean {near[0]}?" if near else f"; keys are {', '.join(k for k in known if '.' not in k)}"
+
+
+def to_toml(config: Config) -> str:
+    """The whole resolved configuration as TOML."""
+    values = config.model_dump() | {"loss": config.loss.resolve().model_dump()}
+    return tomli_w.dumps(values)

@@ -1,0 +1,1 @@
+"""The policy-gradient loss, its presets, advantages and reward shaping."""

@@ -1,0 +1,68 @@
+"""The settings of the loss: a preset, and choices that differ from it. policy_loss.py has the equation."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from .presets import PRESETS
+
+Advantage = Literal["mean", "std", "leave_one_out", "batch"]
+Level = Literal["token", "sequence", "geometric"]
+Bound = Literal["none", "clip", "truncate", "mask", "clip_weight"]
+Correction = Literal["none", "full", "truncate", "mask"]
+LossAggMode = Literal["constant", "tokens", "length"]
+Estimator = Literal["k1", "k2", "k3"]
+
+
+class LossConfig(BaseModel):
+    """A preset, and choices that differ from it. docs/extend.md shows how to add a loss of your own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    preset: Literal[tuple(PRESETS)] = "pg"  # type: ignore[valid-type]
+    """Row of the table (loss/presets.py) that fills every choice left open below."""
+    surrogate: str | None = None
+    """Your own surrogate as module:function, in place of a bound (loss/surrogates.py has its signature); empty is none."""
+    advantage: Advantage | None = None
+    """Advantage of a completion: mean, std, leave_one_out or batch (loss/advantage.py)."""
+    importance_sampling_level: Level | None = None
+    """Level of the staleness ratio: token, sequence or geometric."""
+    bound: Bound | None = None
+    """Bound of the staleness ratio: none, clip, truncate, mask or clip_weight."""
+    clip_low: float | None = Field(None, ge=0, le=1)
+    """The staleness ratio counts no lower than 1 - clip_low."""
+    clip_high: float | None = Field(None, ge=0)
+    """The staleness ratio counts no higher than 1 + clip_high."""
+    correction: Correction | None = None
+    """What is done about the mismatch ratio: none, full, truncate or mask."""
+    correction_level: Level | None = None
+    """Level of the mismatch ratio: token, sequence or geometric."""
+    correction_low: float | None = Field(None, ge=0)
+    """A mismatch ratio below this is masked (correction mask)."""
+    correction_high: float | None = Field(None, gt=0)
+    """A mismatch ratio above this is truncated or masked."""
+    loss_agg_mode: LossAggMode | None = None
+    """What the sum over tokens is divided by: constant, tokens or length."""
+    square: float | None = Field(None, ge=0)
+    """Weight of the squared log-ratio of a sequence."""
+    length_reward: float | None = Field(None, ge=0)
+    """Weight of the length reward within a group (loss/reward_shaping.py); 0 is off."""
+    overlong_share: float | None = Field(None, ge=0, le=1)
+    """Last share of sampling.max_tokens in which a completion's length is penalised (loss/reward_shaping.py); 0 is off."""
+    max_resamples: int | None = Field(None, ge=1)
+    """Dynamic sampling: draw prompts up to this many times, until enough groups differ in their rewards; 1 is off."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the KL divergence to the reference; 0 is off."""
+    kl: Estimator = "k3"
+    """Estimator of the KL divergence."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL divergence counts: in each token's loss, with gradient, or summed over the completion and taken off
+    its reward."""
+    ref_model: str = ""
+    """Model folder or hub name of the frozen reference; empty is the run's first model. The ledger chains its weights,
+    not its place."""
+
+    def resolve(self) -> "LossConfig":
+        """The same with every choice filled in."""
+        chosen = {key: value for key, value in self.model_dump().items() if value is not None}
+        return LossConfig.model_validate(PRESETS[self.preset] | chosen)

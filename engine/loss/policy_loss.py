@@ -1,0 +1,144 @@
+"""The policy-gradient loss: independent choices, and the named algorithms as rows of a table (presets.py).
+
+    loss = sum_i sum_t  w_i ( - c_it f(r_it) A_i  +  square term  +  kl_coef k_it )
+
+Two ratios are kept apart. With mu the sampler, old the trainer at the weights that were sampled from, and pi the
+trainer now:
+
+    r  = pi / old   staleness. `importance_sampling_level` says over what; `bound` how far it counts (surrogates.py)
+    c  = old / mu   mismatch. `correction_level` says over what; `correction` how it counts (corrections.py).
+                    It is a constant: no gradient goes through it
+
+    level          token      the token's own ratio
+                   sequence   the product over the sequence, for each of its tokens
+                   geometric  the geometric mean over the sequence (GSPO), for each of its tokens
+                   (sequence and geometric: the gradient goes through the token's own logp, as in GSPO-token,
+                   arXiv:2507.18071)
+    loss_agg_mode  constant   w = 1 / (P G max_tokens)      (Dr. GRPO: no length or difficulty bias)
+                   tokens     w = 1 / tokens of the step    (DAPO)
+                   length     w = 1 / (P G len_i)           (GRPO)
+    square         square / 2 (sum_t log r_it)^2 of each sequence           (Kimi k1.5, arXiv:2501.12599)
+    kl             with x = log ref - log pi:  k1 = -x,  k2 = x^2 / 2,  k3 = exp(x) - x - 1
+                   (Schulman, "Approximating KL divergence")
+
+Shapes: P prompts, G generations, C completion tokens of a micro-batch; i runs over the P G sequences, t over the
+tokens of one. All weights are known before the first forward. A micro-batch holds whole sequences, so it needs no other.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..tasks import load_object
+from .config import Estimator, Level, LossAggMode, LossConfig
+from .corrections import CORRECTIONS
+from .surrogates import BOUNDS, Surrogate
+
+
+def sequence_weights(lengths: Sequence[int], loss_agg_mode: LossAggMode, max_tokens: int) -> list[float]:
+    """w_i of each sequence of the step, in fp64. lengths [P G] in completion tokens."""
+    if loss_agg_mode == "constant":
+        return [1.0 / (len(lengths) * max_tokens)] * len(lengths)
+    if loss_agg_mode == "tokens":
+        return [1.0 / sum(lengths)] * len(lengths)
+    return [1.0 / (len(lengths) * n) for n in lengths]
+
+
+class _Known(torch.autograd.Function):
+    """A loss whose value and slope in logp are known: `value` forward, `slope` backward."""
+
+    @staticmethod
+    def forward(ctx, logp, value, slope):
+        ctx.save_for_backward(slope)
+        return value
+
+    @staticmethod
+    def backward(ctx, dy):
+        (slope,) = ctx.saved_tensors
+        return dy * slope, None, None
+
+
+def policy_loss(
+    logp: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    sampling_logprobs: torch.Tensor,
+    A: torch.Tensor,
+    lengths: Sequence[int],
+    cfg: LossConfig,
+    ref_logprobs: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Loss of each token before its weight w. cfg is resolved. -> [C] fp32.
+
+    logp (with gradient), old_logprobs, sampling_logprobs, A, ref_logprobs [C] fp32.
+    lengths: tokens of each sequence, summing to C. Raises ValueError for a surrogate of the user's that does not fit.
+    """
+    now = logp.detach()
+    log_r = _difference(now, old_logprobs)
+    r = _ratio(log_r, lengths, cfg.importance_sampling_level)
+    value, slope = surrogate(cfg)(r, A, now, 1.0 - cfg.clip_low, 1.0 + cfg.clip_high)
+    mismatch = _ratio(_difference(old_logprobs, sampling_logprobs), lengths, cfg.correction_level)
+    c = CORRECTIONS[cfg.correction](mismatch, cfg.correction_low, cfg.correction_high)
+    value, slope = (-torch.where((x == 0) | (c == 0) | (A == 0), 0.0, x * c) for x in (value, slope))
+    if cfg.square:
+        sums, to_tokens = _sequence_sums(log_r, lengths)
+        value = value + to_tokens(sums * sums * (cfg.square / 2.0) / sums.new_tensor(lengths))
+        slope = slope + to_tokens(sums) * cfg.square
+    if ref_logprobs is not None and cfg.kl_in == "loss":
+        k, dk = kl_terms(now, ref_logprobs, cfg.kl)
+        value, slope = value + k * cfg.kl_coef, slope + dk * cfg.kl_coef
+    return _Known.apply(logp, value, slope)
+
+
+def surrogate(cfg: LossConfig) -> Surrogate:
+    """The function that bounds the staleness ratio: the user's own, or that of cfg.bound. Raises ValueError."""
+    if not cfg.surrogate:
+        return BOUNDS[cfg.bound]
+    own = load_object(cfg.surrogate, "loss.surrogate")
+
+    def checked(r, A, logp, low, high):
+        value, slope = own(r, A, logp, low, high)
+        for name, x in (("value", value), ("slope", slope)):
+            if x.shape != r.shape or x.dtype != r.dtype:
+                raise ValueError(
+                    f"loss.surrogate: {cfg.surrogate} returned a {name} of {tuple(x.shape)} {x.dtype}; "
+                    f"it must be {tuple(r.shape)} {r.dtype}, as the ratio"
+                )
+        return value, slope
+
+    return checked
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a - b, and 0 where both are -inf: equal probabilities."""
+    return torch.where(a == b, 0.0, a - b)
+
+
+def kl_terms(logp: torch.Tensor, ref_logprobs: torch.Tensor, kind: Estimator) -> tuple[torch.Tensor, torch.Tensor]:
+    """The estimator k of KL(policy || reference) at each token, and its derivative by logp.
+
+    logp, ref_logprobs [C] -> [C], [C].
+    """
+    x = ref_logprobs - logp
+    if kind == "k1":
+        return -x, torch.ones_like(x)
+    if kind == "k2":
+        return x * x * 0.5, -x
+    e = torch.exp(x)
+    return e - x - 1.0, 1.0 - e
+
+
+def _ratio(log_ratio: torch.Tensor, lengths: Sequence[int], level: Level) -> torch.Tensor:
+    """The ratio that counts for each token, [C]."""
+    if level == "token":
+        return torch.exp(log_ratio)
+    sums, to_tokens = _sequence_sums(log_ratio, lengths)
+    return to_tokens(torch.exp(sums if level == "sequence" else sums / sums.new_tensor(lengths)))
+
+
+def _sequence_sums(
+    x: torch.Tensor, lengths: Sequence[int]
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """The sum of each sequence [n], in fp64 along the sequence and rounded once; and how to hand a value [n] to its tokens [C]."""
+    counts = torch.tensor(list(lengths), device=x.device)
+    sums = torch.stack([part.sum() for part in x.double().split(list(lengths))]).to(x.dtype)
+    return sums, lambda values: values.repeat_interleave(counts)

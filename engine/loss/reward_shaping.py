@@ -1,0 +1,53 @@
+"""What a loss adds to the rewards before it makes advantages of them. Rewards are [P, G] fp64, lengths [P, G] completion tokens.
+
+overlong  DAPO's soft punishment (arXiv:2503.14476, equation 13), L = max_tokens, B = overlong_share L:
+          0 up to L - B,   (L - B - len) / B beyond
+length    Kimi k1.5's length reward (arXiv:2501.12599, section 2.3.3), in groups whose lengths differ:
+          lambda = 1/2 - (len - shortest) / (longest - shortest);   lambda for a solved sample, min(0, lambda) for another
+KL        kl_coef times the sum over the completion of the estimator of KL(policy || reference) is taken off
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from .config import LossConfig
+from .policy_loss import kl_terms
+
+
+def shaped_rewards(
+    rewards: np.ndarray,
+    lengths: Sequence[int],
+    cfg: LossConfig,
+    max_tokens: int,
+    logprobs: Sequence[np.ndarray] = (),
+    ref_logprobs: Sequence[np.ndarray] | None = None,
+) -> np.ndarray:
+    """Rewards [P, G] with everything a resolved `cfg` asks for.
+
+    lengths, logprobs [C] (the sampler's) and ref_logprobs [C] (the reference's) of each completion, in canonical order.
+    """
+    shaped, tokens = rewards.copy(), np.reshape(lengths, rewards.shape)
+    if cfg.overlong_share:
+        buffer = cfg.overlong_share * max_tokens
+        shaped += np.minimum(0.0, (max_tokens - buffer - tokens) / buffer)
+    if cfg.length_reward:
+        shaped += cfg.length_reward * length_rewards(rewards, tokens)
+    if ref_logprobs is not None and cfg.kl_in == "reward":
+        shaped -= cfg.kl_coef * completion_kl(logprobs, ref_logprobs, cfg).reshape(rewards.shape)
+    return shaped
+
+
+def length_rewards(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Kimi's length reward, [P, G], between -1/2 and 1/2. A sample is solved when its reward is 1 or more."""
+    shortest, longest = lengths.min(axis=1, keepdims=True), lengths.max(axis=1, keepdims=True)
+    scale = 0.5 - (lengths - shortest) / np.maximum(longest - shortest, 1)
+    return np.where(longest == shortest, 0.0, np.where(rewards >= 1.0, scale, np.minimum(0.0, scale)))
+
+
+def completion_kl(logprobs: Sequence[np.ndarray], ref_logprobs: Sequence[np.ndarray], cfg: LossConfig) -> np.ndarray:
+    """The estimator of KL(policy || reference) summed over each completion, [P G], by a correctly rounded sum."""
+    pairs = zip(logprobs, ref_logprobs, strict=True)
+    return np.array([math.fsum(kl_terms(torch.from_numpy(a), torch.from_numpy(b), cfg.kl)[0].tolist()) for a, b in pairs])

@@ -1,0 +1,51 @@
+"""Log-probabilities of rollouts under other weights than the trainer's: a frozen reference, or the weights they were sampled from."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ...kernels.sampling_params import SamplingParams
+from ...model.decoder import Decoder
+from ...model.scoring import logprobs, pack
+from ..rollout.types import Rollout
+from .partition import micro_batches, virtual_shards
+from .workers import Host, Workers
+
+
+class Scorer:
+    """Scores with the decoder of `workers`, each worker a part of the rollouts, `micro_batch` sequences at a time."""
+
+    def __init__(self, workers: Workers, micro_batch: int):
+        self.workers, self.micro_batch = workers, micro_batch
+
+    @property
+    def decoder(self) -> Decoder:
+        """Whose log-probabilities these are."""
+        return self.workers.host.decoder
+
+    def score(self, rollouts: Sequence[Rollout], sampling_params: SamplingParams) -> list[np.ndarray]:
+        """logp [C] fp32 of each rollout, by the trainer's forward."""
+        parts = virtual_shards(rollouts, min(self.workers.n, len(rollouts)))
+        pairs = [([r.pair for r in part], sampling_params, self.micro_batch) for part in parts]
+        return [logp for part in self.workers.map(_score, pairs) for logp in part]
+
+    def close(self) -> None:
+        """End the workers."""
+        self.workers.close()
+
+
+def frozen(decoder: Decoder, shards: int, n: int, micro_batch: int) -> Scorer:
+    """A scorer that owns its decoder and `n` workers."""
+    return Scorer(Workers(decoder, shards, n), micro_batch)
+
+
+@torch.no_grad()
+def _score(host: Host, part: tuple[Sequence, SamplingParams, int]) -> list[np.ndarray]:
+    pairs, sampling_params, size = part
+    done = []
+    for at in micro_batches(len(pairs), size):
+        batch = pack(pairs[at])
+        logp, _ = logprobs(host.decoder, batch, sampling_params)
+        done += [x.numpy() for x in logp.cpu().split(batch.completion_lengths)]
+    return done

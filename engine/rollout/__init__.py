@@ -1,0 +1,1 @@
+"""Everything that draws or scores tokens: the native sampler, vLLM, transformers."""

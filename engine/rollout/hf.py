@@ -1,0 +1,219 @@
+"""transformers as an engine of an audit: its own model in eager or sdpa attention, its own generate.
+
+Nothing of transformers is patched: outputs are read by forward hooks, and what goes into the attention product (queries and keys after
+rotary embedding, which no module returns) by a TorchFunctionMode.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ...kernels.logprob import scaled_logits
+from ...kernels.sampling_params import SamplingParams
+from ...model.op_names import in_order, output
+from ...verify.trace import Trace
+from .engine import TOGETHER, Pair
+from .types import GenerationParams, Rollout
+
+_LAYER_MODULES = {
+    "input_norm": "input_layernorm", "q_proj": "self_attn.q_proj", "k_proj": "self_attn.k_proj", "v_proj": "self_attn.v_proj",
+    "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm", "o_proj": "self_attn.o_proj", "post_norm": "post_attention_layernorm",
+    "gate_proj": "mlp.gate_proj", "up_proj": "mlp.up_proj", "down_proj": "mlp.down_proj", "mlp_residual": "",
+}  # fmt: skip
+# What goes into these modules is the output of an operation that is no module.
+_LAYER_INPUTS = {"attention": "self_attn.o_proj", "attention_residual": "post_attention_layernorm", "silu_mul": "mlp.down_proj"}
+
+
+class HfEngine:
+    """AutoModelForCausalLM in one dtype, its logits in `head` where that is another. `attention` is eager or sdpa."""
+
+    traced_outside = False
+
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, attention: str = "sdpa", head: torch.dtype | None = None, device: torch.device | None = None
+    ):
+        from transformers import AutoModelForCausalLM, GenerationConfig
+
+        self.name = f"hf {attention}"
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention).eval().to(device or "cpu")
+        self.model.generation_config = GenerationConfig()  # the checkpoint's own may penalise tokens or cut the distribution
+        if head not in (None, dtype):
+            self.model.lm_head = _WideHead(self.model.lm_head.weight.detach().to(head))
+
+    @torch.no_grad()
+    def generate(self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, seed: int) -> list[Rollout]:
+        """See Engine. Prompts are padded on the left, and drawn together, as trainers do with `generate`."""
+        torch.manual_seed(seed)  # transformers draws from the global generator
+        d, longest = generation_params.sampling_params, max(map(len, prompts))
+        ids = self._tensor([[0] * (longest - len(p)) + list(p) for p in prompts])
+        mask = self._tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+        random = {"do_sample": True, "temperature": d.temperature, "top_k": d.top_k or 0, "top_p": d.top_p} if d.temperature else {}
+        stop = sorted(generation_params.stop_ids)
+        out = self.model.generate(
+            ids, attention_mask=mask, max_new_tokens=generation_params.max_tokens, eos_token_id=stop or None, pad_token_id=0,
+            output_scores=True, return_dict_in_generate=True, **({"do_sample": False} | random),
+        )  # fmt: skip
+        drawn = out.sequences[:, longest:]
+        logp = torch.stack([_gather(z, drawn[:, i]) for i, z in enumerate(out.scores)], dim=1).cpu()
+        rollouts = []
+        for i, prompt in enumerate(prompts):
+            tokens = drawn[i].tolist()
+            end = next((n + 1 for n, t in enumerate(tokens) if t in generation_params.stop_ids), len(tokens))
+            finish = "stop" if tokens[end - 1] in generation_params.stop_ids else "length"
+            rollouts.append(Rollout(i, 0, tuple(prompt), tuple(tokens[:end]), logp[i, :end].numpy(), finish, 0))
+        return rollouts
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Compute with these weights (checkpoint names, any float dtype), rounded to the model's, from now on."""
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(weights[name])
+
+    @torch.no_grad()
+    def score(self, pairs: Sequence[Pair], sampling_params: SamplingParams, together: bool = True) -> list[np.ndarray]:
+        """See Engine. Sequences are padded on the right."""
+        done, size = [], TOGETHER if together else 1
+        for a in range(0, len(pairs), size):
+            some = [([*p, *c[:-1]], p, c) for p, c in pairs[a : a + size]]
+            longest = max(len(ids) for ids, _, _ in some)
+            ids = self._tensor([x + [0] * (longest - len(x)) for x, _, _ in some])
+            mask = self._tensor([[1] * len(x) + [0] * (longest - len(x)) for x, _, _ in some])
+            logits = self.model(ids, attention_mask=mask, use_cache=False).logits
+            for z, (x, prompt, completion) in zip(logits, some, strict=True):
+                done.append(_logprobs(z[len(prompt) - 1 : len(x)], completion, sampling_params).numpy())
+        return done
+
+    @torch.no_grad()
+    def decode(self, pairs: Sequence[Pair], sampling_params: SamplingParams) -> list[np.ndarray]:
+        """See Engine."""
+        done = []
+        for prompt, completion in pairs:
+            out = self.model(self._tensor([list(prompt)]), use_cache=True)
+            rows = [out.logits[0, -1:]]
+            for token in completion[:-1]:
+                out = self.model(self._tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
+                rows.append(out.logits[0])
+            done.append(_logprobs(torch.cat(rows), completion, sampling_params).numpy())
+        return done
+
+    @torch.no_grad()
+    def trace(self, pair: Pair, sampling_params: SamplingParams) -> Trace:
+        """See Engine."""
+        prompt, completion = pair
+        found: Trace = {}
+        layers = self.model.model.layers
+        with _Hooks(found) as hooks, _AttentionInputs(found, self.model.config) as attention:
+            hooks.output("embed", self.model.model.embed_tokens)
+            for i, layer in enumerate(layers):
+                for op, path in _LAYER_MODULES.items():
+                    if (module := _submodule(layer, path)) is not None:
+                        hooks.output(f"layers.{i}.{op}", module)
+                for op, path in _LAYER_INPUTS.items():
+                    hooks.input(f"layers.{i}.{op}", _submodule(layer, path))
+                hooks.handles.append(layer.self_attn.register_forward_pre_hook(attention.enter(i)))
+            hooks.output("norm", self.model.model.norm)
+            hooks.output("logits", self.model.lm_head)
+            logits = self.model(self._tensor([[*prompt, *completion[:-1]]]), use_cache=False).logits[0]
+        found["logprob"] = _logprobs(logits[len(prompt) - 1 :], completion, sampling_params).unsqueeze(1)
+        return in_order(found, len(layers))
+
+    def drop_caches(self) -> bool:
+        """See Engine."""
+        return False
+
+    def _tensor(self, ids: list[list[int]]) -> torch.Tensor:
+        return torch.tensor(ids, device=self.model.device)
+
+
+class _WideHead(torch.nn.Module):
+    """The head in a dtype of its own, [V, D]; embeddings that share its weight keep theirs."""
+
+    def __init__(self, weight: torch.Tensor):
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x.to(self.weight.dtype), self.weight)
+
+
+def _logprobs(logits: torch.Tensor, tokens: Sequence[int], sampling_params: SamplingParams) -> torch.Tensor:
+    """[C, V] -> [C] fp32 on the CPU, by log_softmax as trainers on transformers do."""
+    return _gather(scaled_logits(logits, sampling_params), torch.tensor(list(tokens), device=logits.device)).cpu()
+
+
+def _gather(z: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return torch.log_softmax(z.float(), dim=-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+
+def _submodule(layer: torch.nn.Module, path: str) -> torch.nn.Module | None:
+    for name in path.split(".") if path else ():
+        layer = getattr(layer, name, None)
+        if layer is None:
+            return None
+    return layer
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """[1, T, ...] -> a copy on the CPU, [T, width]."""
+    return x[0].reshape(x.shape[1], -1).to("cpu", copy=True)
+
+
+class _Hooks:
+    """Forward hooks that write into a trace and are removed at the end."""
+
+    def __init__(self, found: Trace):
+        self.found, self.handles = found, []
+
+    def __enter__(self) -> "_Hooks":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def output(self, name: str, module: torch.nn.Module) -> None:
+        """Record what the module returns."""
+
+        def hook(_module: torch.nn.Module, _inputs: Any, out: Any) -> None:
+            self.found[name] = _rows(output(out))
+
+        self.handles.append(module.register_forward_hook(hook))
+
+    def input(self, name: str, module: torch.nn.Module) -> None:
+        """Record what the module is given."""
+
+        def hook(_module: torch.nn.Module, inputs: Any) -> None:
+            self.found[name] = _rows(inputs[0])
+
+        self.handles.append(module.register_forward_pre_hook(hook))
+
+
+class _AttentionInputs(TorchFunctionMode):
+    """Records queries and keys where each layer first multiplies them."""
+
+    def __init__(self, found: Trace, config: Any):
+        super().__init__()
+        self._found, self._kv_heads, self._layer = found, config.num_key_value_heads, None
+
+    def enter(self, layer: int):
+        """A pre-hook of a layer's attention: the next product is its."""
+
+        def hook(*_: Any) -> None:
+            self._layer = layer
+
+        return hook
+
+    def __torch_function__(self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        sdpa = function is torch.nn.functional.scaled_dot_product_attention
+        product = function in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+        if self._layer is not None and (sdpa or product) and args[0].dim() == 4:
+            query, key = args[0], args[1] if sdpa else args[1].transpose(2, 3)
+            key = key[:, :: key.shape[1] // self._kv_heads]  # heads may have been repeated
+            self._found[f"layers.{self._layer}.q_rope"] = _rows(query.transpose(1, 2))
+            self._found[f"layers.{self._layer}.k_rope"] = _rows(key.transpose(1, 2))
+            self._layer = None
+        return function(*args, **(kwargs or {}))

@@ -1,0 +1,104 @@
+"""What a sampler is asked for and what it returns. Token ids from end to end; nothing is detokenised in between."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from ...kernels.philox import Stream, philox, uniform, uniform_range
+from ...kernels.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class GenerationParams:
+    """How completions are drawn."""
+
+    sampling_params: SamplingParams
+    num_generations: int  # completions of each prompt
+    max_tokens: int  # completion tokens at most, the stop token included
+    stop_ids: frozenset[int]  # a completion ends with the first of these; it is part of the completion and trained on
+    logit_noise: float = 0.0  # standard deviation of noise on each logit (see logit_noise; the native sampler only)
+
+
+@dataclass(frozen=True)
+class RngKey:
+    """What the random numbers of one `generate` call are keyed by, beside prompt, sample and position."""
+
+    seed: int
+    step: int
+    stream: Stream = Stream.SAMPLE
+    first_prompt: int = 0  # place in the step of the call's first prompt, for a call that draws a part of a step
+
+    def uniforms(self, prompts: Sequence[int], num_generations: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+        """One uniform number for each (prompt, sample, position), [n] fp64."""
+        n = len(prompts)
+        counter = np.empty((n, 4), np.uint64)
+        counter[:, 0], counter[:, 1], counter[:, 2], counter[:, 3] = positions, num_generations, prompts, self.step
+        return uniform(counter, self.seed, self.stream)
+
+
+# Positions whose numbers are made at once.
+_AHEAD = 64
+
+
+class Uniforms:
+    """The uniform numbers of one completion's positions, fp64."""
+
+    def __init__(self, rng_key: RngKey, prompt: int, sample: int):
+        self._rng_key, self._prompt, self._sample = rng_key, prompt, sample
+        self._start, self._numbers = -_AHEAD, np.empty(0)
+
+    def at(self, position: int) -> float:
+        """The number that draws the token at `position`."""
+        start = position - position % _AHEAD
+        if start != self._start:
+            places = range(start, start + _AHEAD)
+            self._start, self._numbers = start, self._rng_key.uniforms([self._prompt] * _AHEAD, [self._sample] * _AHEAD, places)
+        return self._numbers[position - start]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One completion. prompt and sample are its place in the step, [P, G]."""
+
+    prompt: int
+    sample: int
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]  # never empty: ends with a stop id, or was cut at max_tokens
+    logprobs: np.ndarray  # [C] fp32, log-probability of each token under the distribution it was drawn from
+    finish: str  # "stop" or "length"
+    weight_version: int
+
+    @property
+    def pair(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(prompt_ids, completion_ids)."""
+        return self.prompt_ids, self.completion_ids
+
+
+class Sampler(Protocol):
+    """The interface of every sampler."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, rng_key: RngKey) -> list[Rollout]:
+        """P prompts x G samples, in canonical order: prompt by prompt, sample by sample."""
+        ...
+
+    def sync_weights(self, version: int) -> None:
+        """Sample with the trainer's weights as they are now; rollouts carry `version` from now on."""
+        ...
+
+    def close(self) -> None:
+        """End what runs outside this process."""
+        ...
+
+
+def logit_noise(seed: int, step: int, places: Sequence[tuple[int, int, int]], V: int) -> torch.Tensor:
+    """Standard normal numbers [n, V] fp32 for places (prompt, sample, position), by Box and Muller (1958) from counter-based ones."""
+    counter = np.array([(position, sample, prompt, step) for prompt, sample, position in places], np.uint64).reshape(-1, 4)
+    words = philox(counter, (seed, int(Stream.LOGIT_NOISE)))
+    rows = []
+    for high, low in words[:, :2].tolist():
+        u = uniform_range(2 * V, seed, Stream.LOGIT_NOISE_TOKENS, (high << 32) | low)
+        rows.append(np.sqrt(-2.0 * np.log(1.0 - u[:V])) * np.cos(2.0 * np.pi * u[V:]))
+    return torch.from_numpy(np.stack(rows)).float()

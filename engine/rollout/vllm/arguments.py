@@ -1,0 +1,79 @@
+"""Which arguments of vLLM's engine a run may set (`vllm.engine`): a list of what is allowed, with the reason.
+
+Everything else is refused, so an argument that a new vLLM brings is refused until somebody has looked at it.
+tests/vllm/test_arguments.py compares the list of arguments that were looked at with those of the installed vLLM.
+"""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+_LOGS = "what is logged or measured; no forward depends on it"
+_MEMORY = "how much memory is taken; a row's bits do not depend on where its keys lie"
+_SCHEDULE = "which requests share a forward; a row's bits do not depend on the others (the law)"
+_FILES = "how files are read; the weights are the trainer's afterwards"
+_PROCESS = "where and how long processes run; no forward depends on it"
+
+# Argument -> why it keeps the law.
+ALLOWED: dict[str, str] = {
+    "aggregate_engine_logging": _LOGS,
+    "collect_detailed_traces": _LOGS,
+    "cudagraph_metrics": _LOGS,
+    "disable_log_stats": _LOGS,
+    "enable_logging_iteration_details": _LOGS,
+    "enable_mfu_metrics": _LOGS,
+    "kv_cache_metrics": _LOGS,
+    "kv_cache_metrics_sample": _LOGS,
+    "log_config_file": _LOGS,
+    "log_level": _LOGS,
+    "logging_config": _LOGS,
+    "otlp_traces_endpoint": _LOGS,
+    "profiler_config": _LOGS,
+    "served_model_name": _LOGS,
+    "show_hidden_metrics_for_version": _LOGS,
+    "gpu_memory_utilization": _MEMORY,
+    "num_gpu_blocks_override": _MEMORY,
+    "watermark": _MEMORY,
+    "long_prefill_token_threshold": _SCHEDULE,
+    "max_num_scheduled_tokens": _SCHEDULE,
+    "prefill_schedule_interval": _SCHEDULE,
+    "scheduler_reserve_full_isl": _SCHEDULE,
+    "scheduling_policy": _SCHEDULE,
+    "stream_interval": _SCHEDULE,
+    "download_dir": _FILES,
+    "max_parallel_loading_workers": _FILES,
+    "safetensors_load_strategy": _FILES,
+    "use_tqdm_on_load": _FILES,
+    "distributed_timeout_seconds": _PROCESS,
+    "numa_bind": _PROCESS,
+    "numa_bind_cpus": _PROCESS,
+    "numa_bind_nodes": _PROCESS,
+    "shutdown_timeout": _PROCESS,
+}
+
+# Argument -> the setting of zerokl that stands for it.
+SET_BY_ZEROKL: dict[str, str] = {
+    "model": "model",
+    "dtype": "dtype",
+    "seed": "seed",
+    "max_model_len": "vllm.context",
+    "max_num_seqs": "vllm.max_concurrency",
+    "max_num_batched_tokens": "vllm.max_batch_tokens",
+    "block_size": "vllm.block_tokens",
+    "enable_chunked_prefill": "vllm.chunked_prefill",
+    "enable_prefix_caching": "vllm.prefix_caching",
+    "kv_cache_memory_bytes": "vllm.cache_bytes",
+    "distributed_executor_backend": "vllm.multiprocess",
+}
+
+
+def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise ValueError for an argument that is not allowed, with the remedy."""
+    for name, value in arguments.items():
+        if name in ALLOWED:
+            continue
+        if name in SET_BY_ZEROKL:
+            raise ValueError(f"vllm.engine: {name} ({value!r}) is refused: set {SET_BY_ZEROKL[name]}")
+        near = difflib.get_close_matches(name, ALLOWED, 1)
+        hint = f"did you mean {near[0]}?" if near else f"allowed are {', '.join(ALLOWED)}"
+        raise ValueError(f"vllm.engine: {name} ({value!r}) is not known to keep the bits of a result; {hint}")

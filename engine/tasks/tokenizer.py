@@ -1,0 +1,93 @@
+"""Between text and token ids: the tokenizer of a model folder, and the small character tokenizer of `zerokl init`."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .base import Problem
+
+_CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz+-*/=(),:> .?!'\"_;<[]{}|%"
+_SPECIAL = ("<pad>", "<eos>", "<unk>")
+
+
+class Tokenizer:
+    """Encodes prompts and decodes completions with one tokenizer."""
+
+    def __init__(self, folder: Path, vocab_size: int):
+        """Raises ValueError when the folder has no usable tokenizer or it has more entries than the vocabulary."""
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        if not any((folder / name).exists() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
+            raise ValueError(f"model: {folder} holds no tokenizer (tokenizer.json, vocab.json or tokenizer.model)")
+        from transformers import AutoTokenizer
+
+        try:
+            self._hf = AutoTokenizer.from_pretrained(folder)
+        except Exception as error:  # the tokenizers library raises bare Exception for a file it cannot read
+            raise ValueError(f"model: {folder} has no usable tokenizer ({str(error).strip().splitlines()[0]})") from None
+        highest = max(self._hf.get_vocab().values(), default=-1)
+        if highest >= vocab_size:
+            raise ValueError(f"model: the tokenizer of {folder} has token id {highest}, the model's vocabulary ends at {vocab_size - 1}")
+        self.stop_ids = frozenset(self._stop_ids(folder))
+        if not self.stop_ids:
+            raise ValueError(f"model: the tokenizer of {folder} names no end-of-sequence token, so no completion could end")
+
+    def _stop_ids(self, folder: Path) -> list[int]:
+        """The end-of-sequence ids of the tokenizer and of generation_config.json."""
+        ids = [] if self._hf.eos_token_id is None else [self._hf.eos_token_id]
+        path = folder / "generation_config.json"
+        if path.exists():
+            try:
+                more = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            except (ValueError, AttributeError, RecursionError) as error:
+                raise ValueError(f"model: {path} is not a JSON object ({error})") from None
+            more = more if isinstance(more, list) else [] if more is None else [more]
+            if not all(type(i) is int for i in more):
+                raise ValueError(f"model: {path}: eos_token_id ({more!r}) must be a token id, or a list of them")
+            ids += more
+        return ids
+
+    def encode(self, prompt: str, chat: bool) -> list[int]:
+        """Token ids of a prompt, as a user's turn of the chat template if `chat` and the tokenizer has one.
+
+        Raises ValueError for an empty prompt or a character the tokenizer does not know.
+        """
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"prompt {prompt!r} is not valid Unicode") from None
+        if chat and self._hf.chat_template:
+            turn = [{"role": "user", "content": prompt}]
+            ids = self._hf.apply_chat_template(turn, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+        else:
+            ids = self._hf.encode(prompt)
+        if not ids:
+            raise ValueError(f"prompt {prompt!r} has no tokens")
+        unknown = self._hf.unk_token_id
+        if unknown is not None and unknown in ids:
+            raise ValueError(f"prompt {prompt!r} has a character that the tokenizer does not know")
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of a completion without special tokens. For rewards and reports only; training sees the ids."""
+        return self._hf.decode(list(ids), skip_special_tokens=True)
+
+    def encode_problems(self, problems: Sequence[Problem], chat: bool) -> list[list[int]]:
+        """Token ids of each problem's prompt."""
+        return [self.encode(p.prompt, chat) for p in problems]
+
+
+def character_tokenizer(characters: str = _CHARACTERS) -> Any:
+    """A tokenizer of one token a character and three special ones (64 by default), as a transformers PreTrainedTokenizerFast."""
+    from tokenizers import Regex, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as WordTokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {token: i for i, token in enumerate((*_SPECIAL, *characters))}
+    tokenizer = WordTokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(""), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", clean_up_tokenization_spaces=False
+    )

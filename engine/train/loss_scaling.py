@@ -1,0 +1,86 @@
+"""Scaling of the loss, which keeps fp16 gradients representable.
+
+    g = (d scale loss / d w) / scale          scale = 2^k
+
+fp16 reaches from 2^-24 to 65504. The scale multiplies the loss, so every gradient of an activation that is rounded to fp16 is scale times
+as large; the gradient of a weight is summed in fp32 and divided by it, which is exact. A power of two changes no significand: the weights
+after an update do not depend on the scale, unless a gradient overflows (it is infinite: the update is skipped) or underflows (it falls
+below 2^-14, where fp16 has fewer bits, or below 2^-24, where it has none). In fp16 some do at every scale
+that was measured: docs/fp16-loss-scales.md.
+
+Dynamic scaling (Micikevicius et al., "Mixed precision training", arXiv:1710.03740, section 3.2): an overflow multiplies the scale by
+`backoff`, `growth_interval` updates without one double it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..precision import PrecisionConfig
+from .optimizer import GradientOverflowError, Optimizer
+from .shard import Scored
+from .underflow import WATCHED
+
+# Updates in a row that may overflow before the run ends: the scale has then fallen by 2^10, so the scale is not the reason.
+IN_A_ROW = 10
+
+
+@dataclass(frozen=True)
+class Update:
+    """What became of an update: whether it was applied, its metrics, and if not the weight whose gradient overflowed."""
+
+    applied: bool
+    metrics: dict[str, float]
+    notes: dict[str, str] = field(default_factory=dict)
+
+
+class LossScaler:
+    """The scale of the loss. `scale`, `clean` (updates since it last changed) and `in_a_row` (overflows) are its whole state."""
+
+    def __init__(self, cfg: PrecisionConfig, dtype: torch.dtype):
+        self.cfg = cfg
+        self.kind = cfg.scaling if cfg.scaling != "auto" else ("dynamic" if dtype == torch.float16 else "off")
+        self.scale = 1.0 if self.kind == "off" else cfg.scale
+        self.clean = self.in_a_row = 0
+
+    @property
+    def on(self) -> bool:
+        """Whether the loss is scaled at all, be it by 1."""
+        return self.kind != "off"
+
+    def update(self, optimizer: Optimizer, gradient: torch.Tensor | None, parts: Sequence[Scored] = ()) -> Update:
+        """An update from the gradient of the scaled loss, `parts` being what its micro-batches left behind.
+
+        A gradient that is not finite reaches neither weights nor optimizer state.
+
+        Raises FloatingPointError (GradientOverflowError) without scaling, or after IN_A_ROW overflows in a row.
+        """
+        scale = self.scale
+        try:
+            metrics = optimizer.update(gradient, scale)
+        except GradientOverflowError as error:
+            if not self.on:
+                raise
+            return self._overflow(error, optimizer)
+        self.in_a_row, self.clean = 0, self.clean + 1
+        if self.kind == "dynamic" and self.clean >= self.cfg.growth_interval:
+            self.scale, self.clean = min(scale * 2.0, self.cfg.maximum), 0
+        if not self.on:
+            return Update(True, metrics)
+        lost = {f"scaling/underflow_{name}": float(sum(part.underflow[name] for part in parts)) for name in WATCHED}
+        return Update(True, metrics | lost | {"scaling/scale": scale, "scaling/skipped": 0.0})
+
+    def _overflow(self, error: GradientOverflowError, optimizer: Optimizer) -> Update:
+        scale, self.clean, self.in_a_row = self.scale, 0, self.in_a_row + 1
+        if self.in_a_row == IN_A_ROW:
+            raise GradientOverflowError(
+                error.weight,
+                f"{IN_A_ROW} updates in a row overflowed, the last at loss scale {scale:g} in the gradient of {error.weight}; "
+                "lower precision.scale or optimizer.lr, or use another dtype",
+            ) from None
+        if self.kind == "dynamic":
+            self.scale = max(scale * self.cfg.backoff, self.cfg.minimum)
+        metrics = {"grad_norm": math.nan, "lr": optimizer.learning_rate(), "scaling/scale": scale, "scaling/skipped": 1.0}
+        return Update(False, metrics, {"scaling/overflow": error.weight})

@@ -1,0 +1,66 @@
+"""The metrics of a step, beside those of the monitor (monitor.py) and of the update (loss_scaling.py).
+
+Sums are correctly rounded (math.fsum), so no order decides a bit. docs/metrics.md explains every metric.
+Shapes: P prompts, G generations of each, C completion tokens.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from ...verify.mismatch import mismatch_metrics
+from ..loss.advantage import all_equal
+from ..loss.policy_loss import LossConfig
+from .collect import RolloutBatch
+from .shard import Scored
+
+
+def step_losses(parts: Sequence[Scored]) -> dict[str, float]:
+    """Loss and mean entropy of a step, summed over its tokens."""
+    entropies = [e for part in parts for e in part.entropies]
+    return {
+        "loss": math.fsum(x for part in parts for x in part.losses),
+        "entropy": math.fsum(entropies) / len(entropies),
+    }
+
+
+def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """Rewards and lengths of a step, and how many completions the special rules met."""
+    lengths = [len(rollout.completion_ids) for rollout in batch.rollouts]
+    rewards = batch.rewards.reshape(-1).tolist()
+    mean = math.fsum(rewards) / len(rewards)
+    return {
+        "reward/mean": mean,
+        "reward/std": math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / len(rewards)),
+        "response_len/mean": sum(lengths) / len(lengths),
+        "response_len/max": max(lengths),
+        # Advantage 0 (or equal): no gradient comes from these groups.
+        "groups/all_equal": sum(all_equal(group) for group in batch.rewards.tolist()),
+        # The stop token alone; such a completion is trained on like any other.
+        "completions/empty": sum(not text for group in batch.texts for text in group),
+        # No stop token; such completions are scored and trained on as they are.
+        "completions/cut": sum(rollout.finish == "length" for rollout in batch.rollouts),
+    }
+
+
+def loss_metrics(
+    cfg: LossConfig,
+    batch: RolloutBatch,
+    shaped: np.ndarray,
+    ref_logprobs: Sequence[np.ndarray] | None,
+) -> dict[str, float]:
+    """Metrics of those parts of the loss that are not always there.
+
+    cfg is resolved. shaped [P, G]: the rewards after shaping. ref_logprobs [C] of each rollout.
+    """
+    metrics: dict[str, float] = {}
+    if cfg.max_resamples > 1:
+        metrics["groups/drawn"] = batch.groups_drawn
+    if (shaped != batch.rewards).any():
+        metrics["reward/shaped_mean"] = math.fsum(shaped.reshape(-1).tolist()) / shaped.size
+    if ref_logprobs is not None:
+        sampling_logprobs = np.concatenate([rollout.logprobs for rollout in batch.rollouts])
+        lengths = [len(logprobs) for logprobs in ref_logprobs]
+        metrics |= mismatch_metrics(np.concatenate(ref_logprobs), sampling_logprobs, lengths, prefix="ref/")
+    return metrics

@@ -1,0 +1,106 @@
+"""The monitor: every training token's trainer logprob against its sampler logprob, bit for bit."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ...verify.bitwise import ulp_distance, unequal
+from ...verify.mismatch import mismatch_metrics
+from ..rollout.types import Rollout
+
+
+class MismatchError(RuntimeError):
+    """A trainer logprob is not the sampler's. `report` holds the place, both values and the rollouts compared."""
+
+    def __init__(self, report: dict):
+        self.report = report
+        super().__init__(
+            "mismatch at step {step}, prompt {prompt}, sample {sample}, position {position} (token {token}): trainer logprob {trainer!r} "
+            "({trainer_bits}), sampler logprob {sampler!r} ({sampler_bits}), {ulp} ulp apart; {unequal} of {compared} tokens of this "
+            "micro-batch are unequal".format(**report)
+        )
+
+
+class Monitor:
+    """Compares the micro-batches of one step, in canonical order, and sums the step up.
+
+    version: of the trainer's weights; rollouts may be of weights up to `max_staleness` updates older.
+    """
+
+    def __init__(self, step: int, exact: bool, version: int, max_staleness: int = 0):
+        self.step, self.exact, self.version, self.max_staleness = step, exact, version, max_staleness
+        self._trainer: list[np.ndarray] = []
+        self._sampler: list[np.ndarray] = []
+        self._lengths: list[int] = []
+
+    def compare(self, logp: torch.Tensor, rollouts: Sequence[Rollout]) -> None:
+        """logp [C]: the trainer's, at the weights the rollouts were sampled from, of their tokens in order.
+
+        Raises MismatchError at the first unequal bit if exact, FloatingPointError for a NaN, ValueError for rollouts of other weights.
+        """
+        for r in rollouts:
+            if not self.version - self.max_staleness <= r.weight_version <= self.version:
+                raise ValueError(
+                    f"rollout of prompt {r.prompt}, sample {r.sample} has weight version {r.weight_version}; "
+                    f"the trainer is at {self.version}" + (f", max_staleness is {self.max_staleness}" if self.max_staleness else "")
+                )
+        sampler = np.concatenate([r.logprobs for r in rollouts])
+        trainer = logp.detach().cpu()
+        differs = unequal(trainer, torch.from_numpy(sampler))
+        if self.exact and differs.any():
+            raise MismatchError(self._report(trainer, torch.from_numpy(sampler), differs, rollouts))
+        if (lost := torch.isnan(trainer).nonzero()).numel():
+            report = self._report(trainer, torch.from_numpy(sampler), torch.isnan(trainer), rollouts)
+            place = "step {step}, prompt {prompt}, sample {sample}, position {position}".format(**report)
+            raise FloatingPointError(f"the trainer's logprob at {place} is NaN, and {len(lost) - 1} others are: its logits overflow")
+        self._trainer.append(trainer.numpy())
+        self._sampler.append(sampler)
+        self._lengths += [len(r.completion_ids) for r in rollouts]
+
+    def _report(self, trainer: torch.Tensor, sampler: torch.Tensor, differs: torch.Tensor, rollouts: Sequence[Rollout]) -> dict:
+        at = int(differs.nonzero()[0])
+        ends = np.cumsum([len(r.completion_ids) for r in rollouts])
+        i = int(np.searchsorted(ends, at, side="right"))
+        rollout, position = rollouts[i], at - int(ends[i - 1] if i else 0)
+        hexadecimal = [f"0x{int(x[at].view(torch.int32)) & 0xFFFFFFFF:08x}" for x in (trainer, sampler)]
+        return {
+            "step": self.step,
+            "prompt": rollout.prompt,
+            "sample": rollout.sample,
+            "position": position,
+            "token": rollout.completion_ids[position],
+            "trainer": float(trainer[at]),
+            "sampler": float(sampler[at]),
+            "trainer_bits": hexadecimal[0],
+            "sampler_bits": hexadecimal[1],
+            "ulp": int(ulp_distance(trainer, sampler)[at]),
+            "unequal": int(differs.sum()),
+            "compared": len(differs),
+            "weight_version": rollout.weight_version,
+            "rollouts": [
+                {
+                    "prompt": r.prompt,
+                    "sample": r.sample,
+                    "prompt_ids": list(r.prompt_ids),
+                    "completion_ids": list(r.completion_ids),
+                    "sampling_logprobs": [float(x) for x in r.logprobs],
+                    "trainer_logprobs": [float(x) for x in own],
+                }
+                for r, own in zip(rollouts, np.split(trainer.numpy(), ends[:-1]), strict=True)
+            ],
+        }
+
+    @property
+    def tokens(self) -> int:
+        """Tokens compared so far."""
+        return sum(self._lengths)
+
+    def metrics(self) -> dict[str, float]:
+        """The step's mismatch metrics."""
+        return mismatch_metrics(np.concatenate(self._trainer), np.concatenate(self._sampler), self._lengths)
+
+    def staleness(self, logp: torch.Tensor) -> dict[str, float]:
+        """The same of newer trainer logprobs [C] (later updates on the same rollouts) against the first ones."""
+        newer = logp.detach().cpu().numpy()
+        return mismatch_metrics(newer, np.concatenate(self._trainer), self._lengths, prefix="staleness/")

@@ -1,0 +1,106 @@
+"""Writes the run's ledger (verify/ledger.py): the hash of each quantity of a step."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ...verify.divergence import compare_lines
+from ...verify.ledger import Head, Ledger, LedgerFile, Line, Tree, digest, digest_ids, hash_tree
+from ..config import LedgerConfig
+from ..rollout.types import Rollout
+from .optimizer import Optimizer
+
+
+class Recorder:
+    """Writes the ledger of a run, step by step. With `found`, goes on from a ledger that was read."""
+
+    def __init__(
+        self, path: Path | None, head: Head, config: LedgerConfig, optimizer: Optimizer, found: LedgerFile | None = None
+    ):
+        """path: the file, None for a ledger in memory only. optimizer: whose state and weights are hashed."""
+        self.head, self.ledger = head, Ledger(path, head, found)
+        self._config, self._optimizer = config, optimizer
+        self._updates: dict[str, str] = {}
+        self._leaves: dict[str, list[str]] = {}
+        self._scales: list[float] = []
+        self._seconds = 0.0
+        # Given logp and gradient of each update.
+        self.listener: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+
+    @contextmanager
+    def updating(self, logp: torch.Tensor, gradient: torch.Tensor, scale: float = 1.0) -> Iterator[None]:
+        """Around each update of a step: the trainer's logp [C] and the gradient of the loss times `scale`.
+
+        The gradient is hashed beside the update, which must not change it.
+        """
+        began, n = time.perf_counter(), len(self._scales)
+        self._scales.append(scale)
+        suffix = f".{n}" if n else ""
+        self._updates[f"trainer_logprobs{suffix}"] = digest(logp)
+        # A power of two leaves no trace in the bits, so runs at different loss scales have one ledger.
+        gradient = gradient if scale == 1.0 else gradient / scale
+        slices = self._optimizer.slices
+        hashing = slices.hashing(gradient)
+        self._seconds += time.perf_counter() - began
+        yield
+        began = time.perf_counter()
+        self._keep(self._updates, f"gradient{suffix}", slices.hash_tree(hashing))
+        self._seconds += time.perf_counter() - began
+        if self.listener:
+            self.listener(logp, gradient)
+
+    def record(self, step: int, rollouts: Sequence[Rollout], rewards: np.ndarray, A: np.ndarray) -> float:
+        """Write the line of a finished step; rewards and A [P, G]. Returns the seconds that the step's hashing took."""
+        began = time.perf_counter()
+        first_logprobs = {name: h for name, h in self._updates.items() if name == "trainer_logprobs"}
+        quantities = {
+            "prompts": digest_ids([r.prompt_ids for r in rollouts]),
+            "tokens": digest_ids([r.completion_ids for r in rollouts]),
+            "sampling_logprobs": digest(np.concatenate([r.logprobs for r in rollouts])),
+            **first_logprobs,
+            "rewards": digest(rewards),
+            "advantages": digest(A),
+            **{name: h for name, h in self._updates.items() if name not in first_logprobs},
+        }
+        if (step + 1) % self._config.state_every == 0:
+            self._hash_state(quantities)
+        keys = {"seed": self.head.seed, "step": step}
+        self.ledger.append(Line(step, keys, quantities, self._leaves, {"loss_scale": self._scales}))
+        seconds = self._seconds + time.perf_counter() - began
+        self._updates, self._leaves, self._scales, self._seconds = {}, {}, [], 0.0
+        return seconds
+
+    def _hash_state(self, quantities: dict[str, str]) -> None:
+        optimizer, slices = self._optimizer, self._optimizer.slices
+        self._keep(quantities, "optimizer", slices.hash_tree(slices.hashing(*optimizer.moments)))
+        self._keep(quantities, "weights", optimizer.hash_weights())
+        if not optimizer.in_place:
+            views = optimizer.layout.checkpoint_views(optimizer.decoder.flat)
+            self._keep(quantities, "compute_weights", hash_tree(views))
+
+    def _keep(self, quantities: dict[str, str], name: str, tree: Tree) -> None:
+        quantities[name] = tree.root
+        detail = self._config.detail
+        if detail == "full" or (detail == "gradients" and name.startswith("gradient")):
+            self._leaves[name] = tree.leaves
+
+    def check_ranks(self) -> None:
+        """Compare the step's line over all ranks. Raises ChildProcessError with rank and quantity where their states differ."""
+        ranks = self._optimizer.slices.ranks
+        if ranks.size == 1:
+            return
+        line = self.ledger.last
+        chains = ranks.gather(lambda: line.chain)
+        if len(set(chains)) > 1:
+            lines = ranks.gather(lambda: line)
+            rank = next(r for r, chain in enumerate(chains) if chain != chains[0])
+            difference = compare_lines(self.head, lines[0], lines[rank])
+            raise ChildProcessError(f"rank {rank} has other bits than rank 0: {difference}")
+
+    def close(self) -> None:
+        """Close the file."""
+        self.ledger.close()

@@ -1,0 +1,77 @@
+"""What a training step reads and changes, and what it leaves behind.
+
+Shapes: P prompts, G generations of each.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...model.decoder import Decoder
+from ..config import Config
+from ..parallel.ranked import RankedScorer, RankedWorkers
+from ..parallel.ranks import Ranks
+from ..parallel.scorer import Scorer
+from ..parallel.workers import Workers
+from ..rollout.types import GenerationParams, Rollout, Sampler
+from ..tasks import Reward
+from ..tasks.base import Problem
+from ..tasks.tokenizer import Tokenizer
+from .loss_scaling import LossScaler
+from .optimizer import Optimizer
+from .recorder import Recorder
+
+
+@dataclass
+class TrainState:
+    """Everything a step reads and changes."""
+
+    config: Config
+    policy: Decoder
+    optimizer: Optimizer
+    scaler: LossScaler
+    sampler: Sampler
+    evaluator: Sampler  # draws from the trainer's policy
+    old_policy: Scorer | RankedScorer | None  # scores with the sampler's weights, where it has its own
+    parallel: Workers | RankedWorkers
+    ref_policy: Scorer | RankedScorer | None  # frozen, for the KL term
+    tokenizer: Tokenizer
+    reward: Reward
+    problems: Sequence[Problem]  # training problems
+    prompt_ids: Sequence[Sequence[int]]  # of the training problems
+    step: int = 0
+    version: int = 0  # of the weights: the number of optimizer updates so far
+    recorder: Recorder | None = None
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that the optimizer's state is spread over."""
+        return self.optimizer.slices.ranks
+
+    @property
+    def generation_params(self) -> GenerationParams:
+        """How the completions of a training step are drawn."""
+        cfg = self.config
+        return GenerationParams(
+            cfg.sampling.sampling_params, cfg.num_generations, cfg.sampling.max_tokens, self.tokenizer.stop_ids
+        )
+
+    def close(self) -> None:
+        """End what runs beside this process, and close the ledger's file."""
+        for part in (self.recorder, self.sampler, self.old_policy, self.ref_policy, self.parallel):
+            if part is not None:
+                part.close()
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What a step leaves behind for reports."""
+
+    metrics: dict[str, float]
+    rollouts: list[Rollout]
+    problems: list[Problem]
+    texts: list[list[str]]
+    rewards: np.ndarray  # [P, G]
+    advantages: np.ndarray  # [P, G]
+    notes: dict[str, str] = field(default_factory=dict)  # metrics that are no numbers

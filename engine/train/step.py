@@ -1,0 +1,83 @@
+"""One training step, on one screen.
+
+Shapes: P prompts, G generations of each, sequences in canonical order (prompt by prompt, generation by generation),
+C completion tokens.
+
+From gradient to update: `ShardWork` (shard.py) does the forward and backward of one virtual shard; `state.parallel`
+(parallel/) does all shards and adds them by the fixed tree; `state.scaler` (loss_scaling.py) hands the sum to the
+optimizer (optimizer.py), or skips the update after an overflow.
+"""
+
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from ..loss.advantage import advantages
+from ..loss.policy_loss import sequence_weights
+from ..loss.reward_shaping import shaped_rewards
+from .collect import RolloutBatch, collect
+from .metrics import loss_metrics, rollout_metrics, step_losses
+from .monitor import Monitor
+from .shard import Shard, ShardWork
+from .state import StepRecord, TrainState
+
+
+def train_step(state: TrainState) -> StepRecord:
+    """One step: sample, score, and update. Raises MismatchError before any update (see Monitor)."""
+    cfg, loss_cfg, began_s = state.config, state.config.loss.resolve(), time.perf_counter()
+    batch = collect(state)  # P prompts x G generations: tokens, sampling logprobs, rewards
+    sampled_s = time.perf_counter()
+    step, metrics = prepare(state, batch)  # advantages, loss weights, old and reference logprobs
+    lengths = [len(rollout.completion_ids) for rollout in batch.rollouts]
+    monitor, notes = Monitor(state.step, cfg.exact, state.version, cfg.max_staleness), {}
+    for update in range(cfg.updates_per_rollout):
+        params, scale = cfg.sampling.sampling_params, state.scaler.scale
+        work = ShardWork(params, loss_cfg, cfg.micro_batch, scale, watch=state.scaler.on)
+        results, gradient = state.parallel.sum_shards(work, step.cut(cfg.virtual_shards))  # a fixed tree
+        scored = [micro_batch for shard in results if shard for micro_batch in shard]
+        logp = torch.cat([micro_batch.logp for micro_batch in scored])
+        if update == 0:
+            old_logp = logp if step.old_logprobs is None else torch.from_numpy(np.concatenate(step.old_logprobs))
+            monitor.compare(old_logp, batch.rollouts)  # 0.0 everywhere, or stop and show where
+            metrics |= monitor.metrics() | step_losses(scored)
+        if update or step.old_logprobs is not None:
+            metrics |= monitor.staleness(logp)
+        if step.old_logprobs is None:  # of the first update: later ones are stale against it
+            step = replace(step, old_logprobs=[x.numpy() for x in logp.split(lengths)])
+        recording = state.recorder.updating(logp, gradient, scale) if state.recorder else nullcontext()
+        with recording, state.parallel.own_threads():
+            updated = state.scaler.update(state.optimizer, gradient, scored)  # clipping, AdamW, fp32 master weights
+        metrics, notes = metrics | updated.metrics, notes | updated.notes
+        state.version += updated.applied
+    state.sampler.sync_weights(state.version)
+    metrics |= rollout_metrics(batch) | {"tokens": monitor.tokens}
+    A = step.advantages.reshape(batch.rewards.shape)
+    if state.recorder:  # hashes of tokens, logprobs, gradients, weights
+        metrics["time/ledger_s"] = state.recorder.record(state.step, batch.rollouts, batch.rewards, A)
+        state.recorder.check_ranks()
+    metrics |= {"time/sample_s": sampled_s - began_s, "time/train_s": time.perf_counter() - sampled_s}
+    state.step += 1
+    metrics = {"step": state.step - 1} | metrics
+    return StepRecord(metrics, batch.rollouts, batch.problems, batch.texts, batch.rewards, A, notes)
+
+
+def prepare(state: TrainState, batch: RolloutBatch) -> tuple[Shard, dict[str, float]]:
+    """All that the loss needs beside the trainer's logprobs, known before any forward; and metrics of it."""
+    cfg, loss_cfg = state.config, state.config.loss.resolve()
+    params, rollouts = cfg.sampling.sampling_params, batch.rollouts
+    lengths = [len(rollout.completion_ids) for rollout in rollouts]
+    ref_logprobs = state.ref_policy.score(rollouts, params) if state.ref_policy else None
+    shaped = shaped_rewards(
+        batch.rewards, lengths, loss_cfg, cfg.sampling.max_tokens, [x.logprobs for x in rollouts], ref_logprobs
+    )
+    A = advantages(shaped, loss_cfg.advantage)  # [P, G]
+    weights = np.array(sequence_weights(lengths, loss_cfg.loss_agg_mode, cfg.sampling.max_tokens))  # [P G]
+    staleness = state.version - rollouts[0].weight_version  # updates by which the weights sampled from are older
+    old_logprobs = state.old_policy.score(rollouts, params) if staleness else None
+    metrics = loss_metrics(loss_cfg, batch, shaped, ref_logprobs)
+    if cfg.max_staleness:
+        metrics["staleness/versions"] = staleness
+    return Shard(rollouts, A.reshape(-1), weights, old_logprobs, ref_logprobs), metrics

@@ -1,0 +1,35 @@
+"""Column sums in canonical order: the gradient of a bias or of a norm's weight.
+
+    acc += sum over token blocks of the block's column sums, in the order of the blocks
+
+dy [T, N], acc [N] in fp32 (fp64 for fp64).
+Order: a block's rows are summed by a binary tree over its rows padded with zeros to a power of two. More zeros change
+no bit, so all blocks are padded to one length and their trees run together. On a GPU: columns_triton.py, the same blocks
+in the same order.
+Roundings: none but the accumulator's own.
+"""
+
+import torch
+
+from .backend import on_triton
+from .order import Blocks, tree_sum
+
+
+def add_columns_ref(acc_N: torch.Tensor, dy_TN: torch.Tensor, blocks: Blocks) -> None:
+    """See add_columns."""
+    longest = max(end - start for start, end in blocks)
+    rows = dy_TN.new_zeros(len(blocks), 1 << (longest - 1).bit_length(), dy_TN.shape[1], dtype=acc_N.dtype)
+    for block, (start, end) in zip(rows, blocks, strict=True):
+        block[: end - start] = dy_TN[start:end]
+    for column_sums in tree_sum(rows, 1):
+        acc_N += column_sums
+
+
+def add_columns(acc_N: torch.Tensor, dy_TN: torch.Tensor, blocks: Blocks) -> None:
+    """acc [N] += the column sums of each block of dy [T, N], in the order given."""
+    if on_triton(dy_TN):
+        from .columns_triton import add_bias_columns
+
+        add_bias_columns(acc_N, dy_TN, blocks)
+    else:
+        add_columns_ref(acc_N, dy_TN, blocks)

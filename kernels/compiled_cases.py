@@ -1,0 +1,158 @@
+"""Every Triton kernel with every configuration that is launched at the shapes of the supported models.
+
+A case calls the launchers with meta tensors, under a name. Recording it (launch.recorded) gives the very launches,
+constants and options of a real run, so this list cannot drift from the code that launches. One case for each binary is
+enough: Triton compiles once for all integers that are multiples of 16, say. Every launch of all cases has its own name.
+tests/triton/launches.py compares the list with the launches of whole runs; verify/binaries.py compiles it.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from .attention_bwd_triton import attention_bwd
+from .attention_plan import KEY_TILE, Spans
+from .attention_triton import attention_packed, attention_paged
+from .columns_triton import add_bias_columns
+from .embedding_triton import embedding_bwd
+from .launch import Launch, recorded
+from .logprob_triton import logprob_bwd, logprob_fwd
+from .matmul_triton import add_outer, matmul
+from .rms_norm_triton import add_weight_grad, rms_norm_bwd, rms_norm_fwd
+from .rope_triton import rotate
+from .silu_mul_triton import silu_mul_bwd, silu_mul_fwd
+from .tiles import recording
+
+BF16, FP16, FP32 = DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Head widths and groups of the supported models: Qwen3-0.6B and 1.7B, 8B, Qwen2.5-0.5B, Llama-3.2-1B.
+ATTENTION_SHAPES = ((128, 2), (128, 4), (64, 7), (64, 4))
+# Rows of a decode and of a prefill, whose products have other row tiles.
+_ROWS = {"decode": 64, "prefill": 128}
+_BLOCKS = [(0, 128), (128, 256)]
+Case = tuple[str, Callable[[], object]]
+
+
+def configurations(target: str = "sm_90") -> Iterator[tuple[str, Launch]]:
+    """Name and launch of each on a target. The name is the case's, then the kernel's. Triton is imported here."""
+    for name, run in cases():
+        with recording(target), recorded() as launches:
+            run()
+        assert launches, f"case {name!r} launched nothing"
+        for launch in launches:
+            yield f"{name}: {launch.kernel.__name__.lstrip('_')}", launch
+
+
+def cases() -> Iterator[Case]:
+    """All cases, kernel by kernel."""
+    for dtype in DTYPES:
+        yield from _elementwise(dtype)
+        yield from _products(dtype)
+        yield from _attention(dtype)
+    for rows in _ROWS.values():  # another BLOCK_K on some generations
+        square = f"bfloat16 {rows} rows, 2048 x 2048"
+        yield f"linear {square}", lambda rows=rows: matmul(_meta(BF16, rows, 2048), _transposed(BF16, 2048, 2048))
+        yield f"input gradient {square}", lambda rows=rows: matmul(_meta(BF16, rows, 2048), _meta(BF16, 2048, 2048))
+    for pages in (BF16, FP16):
+        for D, group in ATTENTION_SHAPES:
+            name = f"attention float32 {D}, groups of {group}, paged in {_name(pages)}"
+            yield name, lambda D=D, group=group, pages=pages: _paged(FP32, pages, D, group)
+    yield from _logprob()
+
+
+def _meta(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def _transposed(dtype: torch.dtype, K: int, N: int) -> torch.Tensor:
+    """[K, N] as the transpose of a contiguous [N, K]: as forward products read a weight."""
+    return _meta(dtype, N, K).t()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _elementwise(dtype: torch.dtype) -> Iterator[Case]:
+    """Columns, norms, silu_mul, rope and embedding."""
+    name, D = _name(dtype), 1024  # any multiple of 16 gives the same binary
+    yield f"columns {name}", lambda: add_bias_columns(_meta(FP32, D), _meta(dtype, 256, D), _BLOCKS)
+    # Widths: any multiples of 16 above HEAD_COLUMNS give one binary, and so do those up to it.
+    yield f"rms_norm {name}", lambda: _norm(dtype, 1, 1024, with_residual=False)
+    yield f"add_rms_norm {name}", lambda: _norm(dtype, 1, 1024, with_residual=True)
+    yield f"qk_norm {name}", lambda: _norm(dtype, 24, 128, with_residual=False)
+    gate_up = _meta(dtype, 256, 6144)
+    yield f"silu_mul {name}", lambda: silu_mul_bwd(silu_mul_fwd(gate_up), gate_up)
+    for D in (64, 128):
+        x, cos = _meta(dtype, 256, 24, D), _meta(FP32, 256, D // 2)
+        yield f"rope {name} D={D}", lambda x=x, cos=cos: rotate(x, cos, cos, inverse=False)
+        yield f"rope backward {name} D={D}", lambda x=x, cos=cos: rotate(x, cos, cos, inverse=True)
+    ids, dx = _meta(torch.int64, 256), _meta(dtype, 256, 1024)
+    yield f"embedding {name}", lambda: embedding_bwd(_meta(FP32, 1000, 1024), ids, dx)
+
+
+def _norm(dtype: torch.dtype, H: int, D: int, with_residual: bool) -> None:
+    x, w = _meta(dtype, 256, H, D), _meta(dtype, H, D) if H > 1 else _meta(dtype, D)
+    y, r, s = rms_norm_fwd(x, w, 1e-6, x if with_residual else None)
+    rms_norm_bwd(y, s, w, r, y if with_residual else None)
+    add_weight_grad(_meta(FP32, D), y, s, r, _BLOCKS, 0, H)
+
+
+def _products(dtype: torch.dtype) -> Iterator[Case]:
+    """Forward products, with a bias and of uneven widths too, input gradients and weight gradients."""
+    name = _name(dtype)
+    for what, rows in _ROWS.items():
+        x, forward, backward = _meta(dtype, rows, 2048), _transposed(dtype, 2048, 1024), _meta(dtype, 2048, 1024)
+        yield f"linear {name} {what}", lambda x=x, w=forward: matmul(x, w)
+        yield f"input gradient {name} {what}", lambda x=x, w=backward: matmul(x, w)
+        suffix, bias = ", decode" if what == "decode" else "", _meta(dtype, 1024)
+        yield f"linear {name} with a bias{suffix}", lambda x=x, w=forward, b=bias: matmul(x, w, b)
+        x, uneven = _meta(dtype, rows, 1008), _transposed(dtype, 1008, 1008)
+        yield f"linear {name} uneven{suffix}", lambda x=x, w=uneven: matmul(x, w)
+    dy, x = _meta(dtype, 256, 1024), _meta(dtype, 256, 2048)
+    yield f"weight gradient {name}", lambda: add_outer(_meta(FP32, 1024, 2048), dy, x, _BLOCKS)
+
+
+def _attention(dtype: torch.dtype) -> Iterator[Case]:
+    """Forward with and without lse (scoring without a gradient), over pages, and backward."""
+    for D, group in ATTENTION_SHAPES:
+        q, k, spans, scale = _meta(dtype, 256, 8 * group, D), _meta(dtype, 256, 8, D), _spans(), D**-0.5
+        name = f"{_name(dtype)} {D}, groups of {group}"
+        for suffix, want_lse in (("", True), (", without lse", False)):
+            yield (
+                f"attention {name}{suffix}",
+                lambda q=q, k=k, s=scale, spans=spans, lse=want_lse: attention_packed(q, k, k, spans, s, lse),
+            )
+        yield f"attention {name}, paged", lambda D=D, group=group: _paged(dtype, dtype, D, group)
+        lse = _meta(FP32, 256, 8 * group)
+        yield (
+            f"attention backward {name}",
+            lambda q=q, k=k, lse=lse, spans=spans, s=scale: attention_bwd(q, q, k, k, q, lse, spans, s),
+        )
+
+
+def _spans(pages: int = 0) -> Spans:
+    """Two sequences of meta tensors, packed or in pages."""
+    cu_seqlens, seqused = _meta(torch.int32, 3), _meta(torch.int32, 2)
+    if pages:
+        return Spans(cu_seqlens, seqused, _meta(torch.int32, 2, pages), 8)
+    return Spans(cu_seqlens, seqused, None, 8, cu_seqlens)
+
+
+def _paged(dtype: torch.dtype, pages: torch.dtype, D: int, group: int) -> None:
+    cache = _meta(pages, 32, KEY_TILE, 8, D)
+    attention_paged(_meta(dtype, 256, 8 * group, D), cache, cache, _spans(pages=16), D**-0.5)
+
+
+def _logprob() -> Iterator[Case]:
+    """The gradient overwrites logits of its dtype, or comes from truncated ones, which are in fp32."""
+    ids, row = _meta(torch.int64, 64), _meta(FP32, 64)
+
+    def backward(logits: torch.dtype, dlogits: torch.dtype) -> Callable[[], None]:
+        x, dx = _meta(logits, 64, 4096), _meta(dlogits, 64, 4096)
+        return lambda: logprob_bwd(x, ids, row, row, row, dx)
+
+    yield "logprob", lambda: logprob_fwd(_meta(FP32, 64, 4096), ids)
+    for dtype in DTYPES:
+        yield f"logprob of {_name(dtype)}", backward(dtype, dtype)
+    for dtype in (BF16, FP16):
+        yield f"truncated logprob of {_name(dtype)}", backward(FP32, dtype)

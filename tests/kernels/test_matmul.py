@@ -1,0 +1,113 @@
+"""matmul is, by definition, products of ROW_TILE rows; longer tiles stand for them only where every bit agrees."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from zerokl.kernels import matmul as matmul_module
+from zerokl.kernels.matmul import matmul, packed
+from zerokl.kernels.order import ROW_TILE
+from zerokl.verify.bitwise import count_unequal
+
+from tests.helpers import forgotten, property_settings, randn, threads
+
+MULTIPLES_OF_ALIGN = st.integers(1, 40).map(lambda n: 16 * n)
+
+
+def by_definition(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    if x.dtype in matmul_module._THROUGH_FP32:
+        return by_definition(x.float(), w.float()).to(x.dtype)
+    padded = F.pad(x, (0, 0, 0, -len(x) % ROW_TILE))
+    return torch.cat([matmul_module._product(tile, w) for tile in padded.split(ROW_TILE)])[: len(x)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@property_settings(15)
+@given(
+    T=st.one_of(st.integers(1, 2200), st.sampled_from([32, 64, 128, 256, 512, 1024])),
+    K=MULTIPLES_OF_ALIGN,
+    N=MULTIPLES_OF_ALIGN,
+    transposed=st.booleans(),
+    n=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+def test_equals_its_definition(dtype, T, K, N, transposed, n, seed):
+    w = randn(seed, N, K, dtype=dtype).t() if transposed else randn(seed, K, N, dtype=dtype)
+    x = randn(seed + 1, T, K, dtype=dtype)
+    with threads(n):
+        assert count_unequal(matmul(x, w.t()), by_definition(x, w)) == 0
+
+
+def test_bf16_where_the_library_has_none(monkeypatch):
+    monkeypatch.setattr(matmul_module, "_THROUGH_FP32", (torch.float16, torch.bfloat16))
+    x, w = (randn(i, 100, 64, dtype=torch.bfloat16) for i in (0, 1))
+    whole = matmul(x, w)
+    assert count_unequal(whole, matmul(x.float(), w.float()).bfloat16()) == 0
+    with packed([w]):
+        assert not hasattr(w, "packed")
+        assert count_unequal(torch.cat([matmul(part, w) for part in x.split(7)]), whole) == 0
+
+
+@pytest.fixture
+def another_order(monkeypatch: pytest.MonkeyPatch):
+    """A matrix library that sums long products in another order: the first 48 terms on their own, and the rest."""
+    library = matmul_module._product
+
+    def product(x: torch.Tensor, w: torch.Tensor, pack: torch.Tensor | None = None) -> torch.Tensor:
+        return library(x, w, pack) if len(x) < 256 else library(x[:, :48], w[:48]) + library(x[:, 48:], w[48:])
+
+    with forgotten(matmul_module._agrees):
+        monkeypatch.setattr(matmul_module, "_product", product)
+        yield
+
+
+@pytest.mark.usefixtures("another_order")
+def test_a_longer_tile_with_other_bits_is_not_taken(monkeypatch):
+    x, w = randn(0, 1100, 256), randn(1, 256, 64)
+    assert count_unequal(matmul(x, w.t()), by_definition(x, w)) == 0
+    # control: were it taken unseen, the bits would differ
+    monkeypatch.setattr(matmul_module, "_agrees", lambda *_: True)
+    assert count_unequal(matmul(x, w.t()), by_definition(x, w)) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@property_settings(15)
+@given(T=st.integers(1, 300), K=st.integers(1, 300), N=st.integers(1, 300), n=st.integers(1, 3), seed=st.integers(0, 99))
+def test_packed_weights_change_no_bit(dtype, T, K, N, n, seed):
+    w, x = randn(seed, N, K, dtype=dtype), randn(seed + 1, T, K, dtype=dtype)
+    with threads(n):
+        plain = matmul(x, w)
+        with packed([w]):
+            assert count_unequal(matmul(x, w), plain) == 0
+            assert count_unequal(matmul(x, w), plain) == 0
+        assert not hasattr(w, "packed")
+
+
+@pytest.mark.parametrize("dtype", [d for d in (torch.float32, torch.bfloat16) if d not in matmul_module._THROUGH_FP32], ids=str)
+def test_packed_weights_are_read_and_control_stale_ones_are_seen(dtype):
+    w, x = randn(0, 64, 96, dtype=dtype), randn(1, 40, 96, dtype=dtype)
+    with packed([w]):
+        before = matmul(x, w)
+        w += 1
+        assert count_unequal(matmul(x, w), before) == 0, "the copy is what is read"
+    assert count_unequal(matmul(x, w), before) > 0
+
+
+def test_packed_weights_with_other_bits_are_not_taken(monkeypatch):
+    """A library whose packed product sums in another order."""
+    w, x = randn(0, 64, 96), randn(1, 40, 96)
+    plain, pack = matmul(x, w), matmul_module._pack
+    monkeypatch.setattr(matmul_module, "_pack", lambda w: pack(w * 1.0000001))
+    with forgotten(matmul_module._pack_agrees), packed([w]):
+        assert count_unequal(matmul(x, w), plain) == 0
+    monkeypatch.setattr(matmul_module, "_pack_agrees", lambda *_: True)
+    with packed([w]):
+        assert count_unequal(matmul(x, w), plain) > 0, "control: unseen, they would be"
+
+
+def test_no_more_memory_than_allowed_is_packed(monkeypatch):
+    w = [randn(i, 64, 96) for i in range(3)]
+    monkeypatch.setattr(matmul_module, "_PACKED_BYTES", w[0].nbytes * 2)
+    with packed(w):
+        assert [hasattr(x, "packed") for x in w] == [True, True, False]

@@ -1,0 +1,113 @@
+"""The house: each floor, and each room of engine/, imports only what lies below it; `kernels` is importable by itself."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from zerokl.verify.environment import PACKAGE_ROOT
+
+# From the top: a place may import those after it, and itself. A file of engine/ is a place of its own.
+PLACES = (
+    "cli",
+    "engine.commands",
+    "engine.runs",
+    "engine.train",
+    "engine.parallel",
+    "engine.policy",
+    "engine.rollout",
+    "engine.config_file",
+    "engine.compatibility",
+    "engine.perturb",
+    "engine.config",
+    "engine.loss",
+    "engine.tasks",
+    "engine.precision",
+    "engine.shared_tensor",
+    "model",
+    "kernels",
+    "verify",
+)
+FLOORS = ("engine", "model", "kernels", "verify")
+# Floor 1 has two places, of which neither imports the other.
+STRANGERS = {"kernels": {"verify"}, "verify": {"kernels"}}
+
+
+def place_of(module: str) -> str:
+    """The place of a module below zerokl, such as engine.train.step; "" for the root and what is in no place."""
+    return next((place for place in PLACES if module == place or module.startswith(f"{place}.")), "")
+
+
+def imported(file: Path, root: Path) -> set[str]:
+    """The modules below the root that `file` imports from, anywhere in it."""
+    package = ("zerokl", *file.relative_to(root).parent.parts)
+    names: list[str] = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = [*package[: len(package) - node.level + 1]] if node.level else []
+            base += node.module.split(".") if node.module else []
+            names += [".".join([*base, alias.name]) for alias in node.names]
+    return {name.removeprefix("zerokl.") for name in names if name.startswith("zerokl.")}
+
+
+def upward_imports(root: Path) -> list[str]:
+    """Imports that do not go down, one line each."""
+    found = []
+    for file in sorted(f for floor in FLOORS for f in (root / floor).rglob("*.py")):
+        own = place_of(".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__"))
+        if not own:
+            continue
+        below = set(PLACES[PLACES.index(own) :]) - STRANGERS.get(own, set())
+        found += [f"{file.relative_to(root)}: {name}" for name in imported(file, root) if place_of(name) not in below]
+    return found
+
+
+def test_every_file_has_a_place():
+    files = [f for floor in FLOORS for f in (PACKAGE_ROOT / floor).rglob("*.py")]
+    assert len(files) > 90
+    empty = {"engine/__init__.py", "engine/presets/__init__.py"}
+    for file in files:
+        name = str(file.relative_to(PACKAGE_ROOT))
+        assert name in empty or place_of(name.removesuffix(".py").replace("/", ".").removesuffix(".__init__")), name
+
+
+def test_nothing_imports_upward():
+    assert upward_imports(PACKAGE_ROOT) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from ..engine.loss import x",
+        "import zerokl.engine.loss.presets",
+        "def f():\n    from zerokl.engine.loss import x",
+        "from ..verify import bitwise",
+    ],
+)
+def test_control_an_import_upward_is_found(tmp_path, line):
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "wrong.py").write_text(line)
+    assert len(upward_imports(tmp_path)) == 1
+
+
+def test_control_an_import_of_a_room_above_is_found(tmp_path):
+    (tmp_path / "engine" / "train").mkdir(parents=True)
+    (tmp_path / "engine" / "train" / "wrong.py").write_text("from ..runs.run import train\nfrom ..rollout.types import Rollout")
+    assert upward_imports(tmp_path) == ["engine/train/wrong.py: engine.runs.run.train"]
+
+
+def test_kernels_init_is_only_a_docstring():
+    body = ast.parse((PACKAGE_ROOT / "kernels" / "__init__.py").read_text()).body
+    assert len(body) == 1
+    assert isinstance(body[0].value, ast.Constant)
+
+
+def test_kernels_is_importable_by_itself():
+    """transformers looks for a package called `kernels`, and finds ours when Python runs from the root."""
+    code = "import sys, kernels, zerokl.kernels; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=PACKAGE_ROOT, check=True)
+    code = "import kernels; from transformers import Qwen3ForCausalLM"
+    subprocess.run([sys.executable, "-c", code], cwd=PACKAGE_ROOT, check=True)
