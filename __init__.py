@@ -1,4 +1,5 @@
-"""zerokl: reinforcement learning of language models in which the trainer's log-probabilities are bit for bit the sampler's.
+"""zerokl: reinforcement learning of language models in which the trainer's log-probabilities are bit for bit
+the sampler's.
 
 policy = zerokl.load_policy("models/add")              # a Hugging Face folder or hub name
 rollouts = policy.sample(["12+7="], n=4)               # token ids and the logprobs they were drawn with

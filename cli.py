@@ -78,10 +78,9 @@ def train(
     Exit code 1 when a bit differs: then the trainer is not the sampler, and the run stops before the update.
 
     Args:
-        config: TOML file.
-        preset: A configuration that comes with zerokl, instead of a file.
-        run_dir: Folder of the run; must not hold one.
-        resume: Instead: folder of an interrupted run to go on with. Only settings that decide no bit can follow.
+        config: TOML file. preset: A configuration that comes with zerokl, instead of a file. run_dir: Folder
+        of the run; must not hold one. resume: Instead: folder of an interrupted run to go on with. Only
+        settings that decide no bit can follow.
     """
     from .engine.runs.run import resume as resume_run
     from .engine.runs.run import train as start_run
@@ -212,7 +211,9 @@ def evaluate(
         seed=seed,
     )
     P, G = evaluation.rewards.shape
-    console.print(f"{task} {split}: mean reward {evaluation.mean_reward:.4f} over {P} problems x {G} generations")
+    console.print(
+        f"{task} {split}: mean reward {evaluation.mean_reward:.4f} over {P} problems x {G} generations"
+    )
     return 0
 
 
@@ -233,13 +234,11 @@ def verify(
     Exit code 1 when a bit differs.
 
     Args:
-        model: Model folder or hub name; without it a tiny random model is checked. (A folder called run is ./run.)
-        dtype: Compute dtypes to check; may be given several times.
-        device: Where to compute; auto is a GPU where there is one.
-        sequences: Random sequences to compare.
-        longest: Tokens of the longest one.
-        seed: Seed of the sequences.
-        case: Instead: score the rollouts of a saved mismatch (RUN/mismatch) again.
+        model: Model folder or hub name; without it a tiny random model is checked. (A folder called run is
+        ./run.) dtype: Compute dtypes to check; may be given several times. device: Where to compute; auto is
+        a GPU where there is one. sequences: Random sequences to compare. longest: Tokens of the longest one.
+        seed: Seed of the sequences. case: Instead: score the rollouts of a saved mismatch (RUN/mismatch)
+        again.
     """
     from .engine.commands.verify import check_case, check_law
     from .engine.runs.terminal import check_table, console
@@ -255,7 +254,8 @@ def verify(
 
 @verify_app.command(name="binaries")
 def verify_binaries(*, targets: tuple[str, ...] = (), record: bool = False) -> int:
-    """Compile every Triton kernel for GPUs that need not be here, and read the binaries: no atomics, no spills.
+    """Compile every Triton kernel for GPUs that need not be here, and read the binaries: no atomics, no
+    spills.
 
     Args:
         targets: sm_80, sm_90, sm_100 or gfx942; may be given several times. All of them without it.
@@ -275,7 +275,8 @@ def verify_run(
     draw: int | None = None,
     settings: Settings = _NO_SETTINGS,
 ) -> int:
-    """Check a run: the chain of its ledger, the hashes of its checkpoints, and steps drawn at random, done again.
+    """Check a run: the chain of its ledger, the hashes of its checkpoints, and steps drawn at random, done
+    again.
 
     Exit code 0 when all of it holds, 1 when not. Settings that decide no bit can follow.
 
@@ -324,25 +325,18 @@ def audit(
     Exit code 0 when every log-probability is equal (or within the tolerances given), 1 when not.
 
     Args:
-        model: Model folder or hub name.
-        sampler: native, hf or hf-eager (transformers generate), vllm (stock), vllm-zerokl, or a JSONL file of rollouts.
-        trainer: zerokl, hf (sdpa attention), hf-eager, or vllm (prompt logprobs).
-        dtype: Compute dtype.
-        sampler_dtype: Compute dtype of the sampler, where it is another.
-        head_dtype: Dtype of the logits, where it is another than the compute dtype.
-        sampler_head_dtype: Dtype of the sampler's logits, where it is another than head_dtype.
-        prompts: Text file with one prompt a line; without it, sums such as 3+14=.
-        n: Completions to compare.
-        max_tokens: Tokens of a completion at most.
-        temperature: Temperature; 0 is greedy.
-        top_k: Keep the k most likely tokens; 0 keeps all.
-        top_p: Keep the most likely tokens that reach this probability.
-        seed: Seed of the draw.
-        weight_version: Of a log, only the rollouts drawn with this version of the weights.
-        device: Of all engines; auto is a GPU where there is one.
-        out: Folder for audit.json and audit.html; must not hold an audit.
-        max_k3: Tolerance: k3 at most this, in nats a token.
-        max_abs: Tolerance: no log-probability differs by more.
+        model: Model folder or hub name. sampler: native, hf or hf-eager (transformers generate), vllm
+        (stock), vllm-zerokl, or a JSONL file of rollouts. trainer: zerokl, hf (sdpa attention), hf-eager, or
+        vllm (prompt logprobs). dtype: Compute dtype. sampler_dtype: Compute dtype of the sampler, where it is
+        another. head_dtype: Dtype of the logits, where it is another than the compute dtype.
+        sampler_head_dtype: Dtype of the sampler's logits, where it is another than head_dtype. prompts: Text
+        file with one prompt a line; without it, sums such as 3+14=. n: Completions to compare. max_tokens:
+        Tokens of a completion at most. temperature: Temperature; 0 is greedy. top_k: Keep the k most likely
+        tokens; 0 keeps all. top_p: Keep the most likely tokens that reach this probability. seed: Seed of the
+        draw. weight_version: Of a log, only the rollouts drawn with this version of the weights. device: Of
+        all engines; auto is a GPU where there is one. out: Folder for audit.json and audit.html; must not
+        hold an audit. max_k3: Tolerance: k3 at most this, in nats a token. max_abs: Tolerance: no
+        log-probability differs by more.
     """
     from .engine.commands.audit.audit import AuditConfig
     from .engine.commands.audit.audit import audit as run_audit
@@ -386,7 +380,8 @@ def audit(
 
 @app.command
 def diff(a: str, b: str, /) -> int:
-    """Name the first difference of two runs: the step, and in it the first quantity in causal order. Or of two traces.
+    """Name the first difference of two runs: the step, and in it the first quantity in causal order. Or of
+    two traces.
 
     Exit code 0 when they are equal to the bit, 1 when not.
 
@@ -414,10 +409,9 @@ def replay(
     Exit code 0 when all bits are the same, 1 when not. Settings that decide no bit can follow.
 
     Args:
-        path: Run folder.
-        step: Step to do again; steps before it are done as far as there is no checkpoint.
-        until: Go on to this step.
-        trace: File (.safetensors) to record every operation of the step in; `zerokl diff` compares two. Sets workers = 1.
+        path: Run folder. step: Step to do again; steps before it are done as far as there is no checkpoint.
+        until: Go on to this step. trace: File (.safetensors) to record every operation of the step in;
+        `zerokl diff` compares two. Sets workers = 1.
     """
     from .engine.commands.replay import Replayer
     from .engine.runs.terminal import console
@@ -436,7 +430,8 @@ def replay(
 
 @app.command
 def ablate(grid: str, /, *, out: str = "") -> int:
-    """Run a grid of configurations and seeds, and compare what came out. Runs that have ended are kept on a restart.
+    """Run a grid of configurations and seeds, and compare what came out. Runs that have ended are kept on a
+    restart.
 
     Args:
         grid: TOML file with seeds, [set], [grid] and [variants] (engine/commands/ablate.py shows one).

@@ -1,8 +1,10 @@
-"""The attention's backward in one pass with atomics: what kernels/attention_bwd_triton.py is measured against. Never used in training.
+"""The attention's backward in one pass with atomics: what kernels/attention_bwd_triton.py is measured
+against. Never used in training.
 
-The usual arrangement (FlashAttention-2, arXiv:2307.08691): a program owns the keys and values of one tile, as `_backward_kv` does, and adds
-its share of dq to an fp32 buffer with atomic additions, whose order, and so dq's bits, change from run to run. Every score is computed
-once; ours computes it in two passes. Tiles, warps and dtypes are ours. Shapes as there.
+The usual arrangement (FlashAttention-2, arXiv:2307.08691): a program owns the keys and values of one tile, as
+`_backward_kv` does, and adds its share of dq to an fp32 buffer with atomic additions, whose order, and so
+dq's bits, change from run to run. Every score is computed once; ours computes it in two passes. Tiles, warps
+and dtypes are ours. Shapes as there.
 """
 
 import torch
@@ -28,9 +30,25 @@ def _delta(o_ptr, do_ptr, delta_ptr, rows, D: tl.constexpr, WIDTH: tl.constexpr,
 
 @triton.jit(do_not_specialize=["sequences"])
 def _backward(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, cu_ptr, scale, sequences,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    do_ptr,
+    lse_ptr,
+    delta_ptr,
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    cu_ptr,
+    scale,
+    sequences,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     KV_HEADS: tl.constexpr = HEADS // GROUP
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     _, start, length, first = find_tile(cu_ptr, tile, sequences, BLOCK_N)
@@ -55,21 +73,48 @@ def _backward(
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
             ds = (p * (tl.dot(v, tl.trans(do), input_precision="ieee") - delta[None, :])).to(q.dtype)
             dk = tl.dot(ds, q, dk, input_precision="ieee")
-            tl.atomic_add(dq_ptr + at, tl.dot(tl.trans(ds), k, input_precision="ieee") * scale, mask=here, sem="relaxed")
+            tl.atomic_add(
+                dq_ptr + at, tl.dot(tl.trans(ds), k, input_precision="ieee") * scale, mask=here, sem="relaxed"
+            )
     tl.store(dk_ptr + at_kv, (dk * scale).to(dk_ptr.dtype.element_ty), mask=mask)
     tl.store(dv_ptr + at_kv, dv.to(dv_ptr.dtype.element_ty), mask=mask)
 
 
-def attention_bwd_atomic(do, q, k, v, o, lse, spans: Spans, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv as attention_bwd's, up to the order of dq's sums. Everything contiguous: do, q, o [T, Hq, D], k, v [T, Hkv, D]."""
+def attention_bwd_atomic(
+    do, q, k, v, o, lse, spans: Spans, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk, dv as attention_bwd's, up to the order of dq's sums.
+
+    Everything contiguous: do, q, o [T, Hq, D], k, v [T, Hkv, D].
+    """
     do, q, k, v, o = (x.contiguous() for x in (do, q, k, v, o))
     (T, H, D), kv_heads, sequences = q.shape, spans.kv_heads, len(spans.seqused_k)
-    sums, dk, dv, delta = torch.zeros(q.shape, dtype=torch.float32, device=q.device), *map(torch.empty_like, (k, v, lse))
+    sums, dk, dv, delta = (
+        torch.zeros(q.shape, dtype=torch.float32, device=q.device),
+        *map(torch.empty_like, (k, v, lse)),
+    )
     width = triton.next_power_of_2(D)
     tiles = _tiles(q.dtype, width, generation(q.device))[1]
     launch(_delta, (triton.cdiv(T * H, ROWS),), o, do, delta, T * H, D=D, WIDTH=width, ROWS=ROWS, num_warps=4)
     launch(
-        _backward, (T // tiles["BLOCK_N"] + sequences, kv_heads), q, k, v, do, lse, delta, sums, dk, dv, spans.cu_seqlens_q, scale, sequences,
-        GROUP=H // kv_heads, HEADS=H, D=D, WIDTH=width, **tiles,
-    )  # fmt: skip
+        _backward,
+        (T // tiles["BLOCK_N"] + sequences, kv_heads),
+        q,
+        k,
+        v,
+        do,
+        lse,
+        delta,
+        sums,
+        dk,
+        dv,
+        spans.cu_seqlens_q,
+        scale,
+        sequences,
+        GROUP=H // kv_heads,
+        HEADS=H,
+        D=D,
+        WIDTH=width,
+        **tiles,
+    )
     return sums.to(q.dtype), dk, dv

@@ -1,4 +1,5 @@
-"""What it costs to keep keys and values in bf16 beside fp32 weights: sampling with the cache in bf16, and with the same bits in fp32.
+"""What it costs to keep keys and values in bf16 beside fp32 weights: sampling with the cache in bf16, and
+with the same bits in fp32.
 
 python benchmarks/cache_dtype.py          (the model of bench_step.py; the three ways alternate, CPU seconds of one thread)
 """
@@ -33,14 +34,22 @@ def main() -> None:
         make_model(Path(scratch) / "model")
         plain = load_decoder(Path(scratch) / "model", torch.float32)
     parts, narrow = (plain.config, plain.flat.detach(), plain.layout), Numerics(cache=torch.bfloat16)
-    ways = {"stored in bf16": Decoder(*parts, narrow), "rounded, stored in fp32": Wide(*parts, narrow), "not rounded": plain}
+    ways = {
+        "stored in bf16": Decoder(*parts, narrow),
+        "rounded, stored in fp32": Wide(*parts, narrow),
+        "not rounded": plain,
+    }
     for prompts, length, num_generations, tokens in CASES:
         ids = [[(7 * i + 3 * j) % 90 + 3 for j in range(length)] for i in range(prompts)]
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(ROUNDS):
             for way, decoder in ways.items():
                 began = time.process_time()
-                NativeSampler(decoder).generate(ids, GenerationParams(SamplingParams(), num_generations, tokens, frozenset()), RngKey(0, 0))
+                NativeSampler(decoder).generate(
+                    ids,
+                    GenerationParams(SamplingParams(), num_generations, tokens, frozenset()),
+                    RngKey(0, 0),
+                )
                 seconds[way].append(time.process_time() - began)
         for way, decoder in ways.items():
             size = BlockCache.bytes_per_block(decoder.config, decoder.cache_dtype)

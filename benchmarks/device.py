@@ -1,11 +1,13 @@
-"""Exactness and rates on a GPU; run by device.sh. Sections in order of importance; one that would begin after LAST_START_S, and what
-is left at END_S, is left out and named. Plain torch (cuBLAS, scaled_dot_product_attention) runs beside each kernel; all is random.
+"""Exactness and rates on a GPU; run by device.sh. Sections in order of importance; one that would begin after
+LAST_START_S, and what is left at END_S, is left out and named. Plain torch (cuBLAS,
+scaled_dot_product_attention) runs beside each kernel; all is random.
 
-Exactness: the law on a model of Qwen3-0.6B's widths with two layers, 20 steps of policy gradient in which every trainer logprob must
-be its sampler logprob bit for bit, twice with one fingerprint, vLLM's kernels where its files are on the path, and vLLM's own model with
-the trainer beside it where vLLM is installed.
-Rates: kernels at three models' shapes, the attention's backward beside the same one with atomics, forward and backward of one layer and
-of the whole 0.6B model (the price of exactness), decoding; vLLM's kernels and Liger-Kernel's where they can be imported.
+Exactness: the law on a model of Qwen3-0.6B's widths with two layers, 20 steps of policy gradient in which
+every trainer logprob must be its sampler logprob bit for bit, twice with one fingerprint, vLLM's kernels
+where its files are on the path, and vLLM's own model with the trainer beside it where vLLM is installed.
+Rates: kernels at three models' shapes, the attention's backward beside the same one with atomics, forward and
+backward of one layer and of the whole 0.6B model (the price of exactness), decoding; vLLM's kernels and
+Liger-Kernel's where they can be imported.
 """
 
 import argparse
@@ -62,25 +64,67 @@ def _linear_rates(m: Machine, name: str, K: int, N: int, dtype: torch.dtype) -> 
         order.token_blocks([T]),
     )
     few, flops = x[:16].clone(), 2.0 * w.numel()
-    yield row(m, f"{name} linear, 16 rows", flops * 16, "TFLOP/s", lambda: matmul.matmul(few, w), lambda: F.linear(few, w))
-    yield row(m, f"{name} linear, {T} rows", flops * T, "TFLOP/s", lambda: matmul.matmul(x, w), lambda: F.linear(x, w))
-    yield row(m, f"{name} input gradient", flops * T, "TFLOP/s", lambda: matmul.matmul(dy, w.t()), lambda: dy @ w)
-    yield row(m, f"{name} weight gradient", flops * T, "TFLOP/s", lambda: matmul.add_outer(acc, dy, x, blocks), lambda: dy.t() @ x)
+    yield row(
+        m,
+        f"{name} linear, 16 rows",
+        flops * 16,
+        "TFLOP/s",
+        lambda: matmul.matmul(few, w),
+        lambda: F.linear(few, w),
+    )
+    yield row(
+        m,
+        f"{name} linear, {T} rows",
+        flops * T,
+        "TFLOP/s",
+        lambda: matmul.matmul(x, w),
+        lambda: F.linear(x, w),
+    )
+    yield row(
+        m, f"{name} input gradient", flops * T, "TFLOP/s", lambda: matmul.matmul(dy, w.t()), lambda: dy @ w
+    )
+    yield row(
+        m,
+        f"{name} weight gradient",
+        flops * T,
+        "TFLOP/s",
+        lambda: matmul.add_outer(acc, dy, x, blocks),
+        lambda: dy.t() @ x,
+    )
 
 
-def _row_rates(m: Machine, name: str, D: int, inner: int, heads: int, head_dim: int, dtype: torch.dtype) -> Iterator[Row]:
+def _row_rates(
+    m: Machine, name: str, D: int, inner: int, heads: int, head_dim: int, dtype: torch.dtype
+) -> Iterator[Row]:
     T = m.tokens
     x, gu, w = (m.randn(*n, dtype=dtype).requires_grad_() for n in ((T, D), (T, 2 * inner), (D,)))
     qk, angle = m.randn(T, heads, head_dim, dtype=dtype), m.randn(T, head_dim // 2, dtype=torch.float32)
     residual, cos, sin = m.randn(T, D, dtype=dtype), angle.cos(), angle.sin()
     with torch.no_grad():
         yield _beside_copy(m, f"{name} rms_norm", 2.0 * x.nbytes, lambda: rms_norm(x, w, 1e-6))
-        yield _beside_copy(m, f"{name} add_rms_norm", 4.0 * x.nbytes, lambda: add_rms_norm(x, residual, w, 1e-6))
+        yield _beside_copy(
+            m, f"{name} add_rms_norm", 4.0 * x.nbytes, lambda: add_rms_norm(x, residual, w, 1e-6)
+        )
         yield _beside_copy(m, f"{name} silu_mul", 1.5 * gu.nbytes, lambda: silu_mul(gu))
         yield _beside_copy(m, f"{name} rope", 2.0 * qk.nbytes, lambda: rope(qk, cos, sin))
-    y, dy, z, dz = rms_norm(x, w, 1e-6), m.randn(T, D, dtype=dtype), silu_mul(gu), m.randn(T, inner, dtype=dtype)
-    yield _beside_copy(m, f"{name} rms_norm backward", 3.0 * x.nbytes, lambda: torch.autograd.grad(y, (x, w), dy, retain_graph=True))
-    yield _beside_copy(m, f"{name} silu_mul backward", 2.5 * gu.nbytes, lambda: torch.autograd.grad(z, gu, dz, retain_graph=True))
+    y, dy, z, dz = (
+        rms_norm(x, w, 1e-6),
+        m.randn(T, D, dtype=dtype),
+        silu_mul(gu),
+        m.randn(T, inner, dtype=dtype),
+    )
+    yield _beside_copy(
+        m,
+        f"{name} rms_norm backward",
+        3.0 * x.nbytes,
+        lambda: torch.autograd.grad(y, (x, w), dy, retain_graph=True),
+    )
+    yield _beside_copy(
+        m,
+        f"{name} silu_mul backward",
+        2.5 * gu.nbytes,
+        lambda: torch.autograd.grad(z, gu, dz, retain_graph=True),
+    )
 
 
 def _beside_copy(m: Machine, what: str, nbytes: float, run: Callable[[], object]) -> Row:
@@ -93,26 +137,40 @@ def _beside_copy(m: Machine, what: str, nbytes: float, run: Callable[[], object]
 def _logprob_rates(m: Machine, name: str, D: int, dtype: torch.dtype) -> Iterator[Row]:
     """The head with the log-softmax: four products with it, as the backward computes the logits again."""
     T = m.tokens // 4
-    h, w = m.randn(T, D, dtype=dtype).requires_grad_(), m.randn(m.vocab, D, dtype=dtype, scale=D**-0.5).requires_grad_()
+    h, w = (
+        m.randn(T, D, dtype=dtype).requires_grad_(),
+        m.randn(m.vocab, D, dtype=dtype, scale=D**-0.5).requires_grad_(),
+    )
     ids = torch.arange(T, device=m.device) % m.vocab
-    ours = lambda: torch.autograd.grad(linear_logprob(h, w, ids)[0].sum(), (h, w))  # noqa: E731
-    plain = lambda: torch.autograd.grad(F.cross_entropy(F.linear(h, w).float(), ids, reduction="sum"), (h, w))  # noqa: E731
-    yield row(m, f"{name} logprobs of {T} rows of {m.vocab}, both ways", 8.0 * T * w.numel(), "TFLOP/s", ours, plain)
+    ours = lambda: torch.autograd.grad(linear_logprob(h, w, ids)[0].sum(), (h, w))
+    plain = lambda: torch.autograd.grad(F.cross_entropy(F.linear(h, w).float(), ids, reduction="sum"), (h, w))
+    yield row(
+        m, f"{name} logprobs of {T} rows of {m.vocab}, both ways", 8.0 * T * w.numel(), "TFLOP/s", ours, plain
+    )
 
 
-def _decode_rates(m: Machine, name: str, heads: int, kv_heads: int, D: int, dtype: torch.dtype) -> Iterator[Row]:
+def _decode_rates(
+    m: Machine, name: str, heads: int, kv_heads: int, D: int, dtype: torch.dtype
+) -> Iterator[Row]:
     """One token of each of some sequences against their cache; bytes are those of keys and values."""
     S, L = (4, 64) if m.dry else (64, 1024)
-    q, tiles = m.randn(S, heads, D, dtype=dtype), m.randn(S * L // KEY_TILE * kv_heads, 2, KEY_TILE, D, dtype=dtype)
+    q, tiles = (
+        m.randn(S, heads, D, dtype=dtype),
+        m.randn(S * L // KEY_TILE * kv_heads, 2, KEY_TILE, D, dtype=dtype),
+    )
     plan = AttentionPlan([1] * S, [L - 1] * S, np.arange(S * L // KEY_TILE).reshape(S, -1), heads, kv_heads)
     k, v = (m.randn(S, kv_heads, L, D, dtype=dtype) for _ in range(2))
-    plain = lambda: F.scaled_dot_product_attention(q.unsqueeze(2), k, v, enable_gqa=True)  # noqa: E731
+    plain = lambda: F.scaled_dot_product_attention(q.unsqueeze(2), k, v, enable_gqa=True)
     with torch.no_grad():
-        ours = lambda: attention_cached(q, tiles, plan, D**-0.5)  # noqa: E731
-        yield row(m, f"{name} attention of {S} decoding sequences of {L}", float(tiles.nbytes), "GB/s", ours, plain)
+        ours = lambda: attention_cached(q, tiles, plan, D**-0.5)
+        yield row(
+            m, f"{name} attention of {S} decoding sequences of {L}", float(tiles.nbytes), "GB/s", ours, plain
+        )
 
 
-def _attention_rates(m: Machine, name: str, heads: int, kv_heads: int, D: int, dtype: torch.dtype) -> Iterator[Row]:
+def _attention_rates(
+    m: Machine, name: str, heads: int, kv_heads: int, D: int, dtype: torch.dtype
+) -> Iterator[Row]:
     T, L = m.tokens, m.length
     plan = varlen_plan([L] * (T // L), heads, kv_heads)
     q, k, v = (m.randn(T, h, D, dtype=dtype).requires_grad_() for h in (heads, kv_heads, kv_heads))
@@ -120,7 +178,11 @@ def _attention_rates(m: Machine, name: str, heads: int, kv_heads: int, D: int, d
 
     def plain() -> torch.Tensor:
         batched = (x.view(T // L, L, -1, D).transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(*batched, is_causal=True, enable_gqa=True).transpose(1, 2).reshape(T, heads, D)
+        return (
+            F.scaled_dot_product_attention(*batched, is_causal=True, enable_gqa=True)
+            .transpose(1, 2)
+            .reshape(T, heads, D)
+        )
 
     def ours() -> torch.Tensor:
         return attention(q, k, v, plan, D**-0.5)
@@ -133,7 +195,10 @@ def _attention_rates(m: Machine, name: str, heads: int, kv_heads: int, D: int, d
 
 
 def price(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
-    """Forward and backward of one layer and of the whole smallest model, exact beside plain: ours_ms / plain_ms is the price."""
+    """Forward and backward of one layer and of the whole smallest model, exact beside plain:
+
+    ours_ms / plain_ms is the price.
+    """
     from zerokl.engine.parallel.gradient import ShardSum
 
     first = next(iter(m.shapes))
@@ -150,7 +215,9 @@ def price(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
 
         def plain(decoder: Decoder = decoder, weights=weights, ids=on_device) -> None:
             logits = _plain_hidden(decoder.config, weights, ids[:, :-1]) @ weights["embed"].t()
-            torch.autograd.grad(F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten()), list(weights.values()))
+            torch.autograd.grad(
+                F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten()), list(weights.values())
+            )
 
         a, b = m.time_ms(ours), m.time_ms(plain)
         what = f"{name}, {layers} layer{'s' * (layers > 1)}, vocabulary {vocab}: forward and backward of {m.tokens} tokens"
@@ -161,7 +228,9 @@ def price(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
 def _plain_hidden(c: ModelConfig, w: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
     """The same model in plain torch. ids [B, L] -> [B, L, D]."""
     B, L = ids.shape
-    angle = torch.arange(L, device=ids.device).unsqueeze(1) * torch.tensor(c.frequencies, device=ids.device, dtype=torch.float32)
+    angle = torch.arange(L, device=ids.device).unsqueeze(1) * torch.tensor(
+        c.frequencies, device=ids.device, dtype=torch.float32
+    )
     cos, sin = (torch.cat([t, t], -1).to(w["embed"].dtype) for t in (angle.cos(), angle.sin()))
 
     def rotated(x: torch.Tensor) -> torch.Tensor:  # [B, H, L, D]
@@ -190,16 +259,36 @@ def decoding(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
     from zerokl.engine.rollout.types import GenerationParams, RngKey
 
     first = next(iter(m.shapes))
-    sampler = NativeSampler(m.decoder(first, m.shapes[first][2], m.vocab, dtype), max_concurrency=4 if m.dry else 64)
+    sampler = NativeSampler(
+        m.decoder(first, m.shapes[first][2], m.vocab, dtype), max_concurrency=4 if m.dry else 64
+    )
     num_generations, length = (4, 8) if m.dry else (64, 128)
     for _ in range(2):  # the first compiles
         began = time.perf_counter()
-        done = sampler.generate([[1, 2, 3]], GenerationParams(SamplingParams(), num_generations, length, frozenset()), RngKey(0, 0))
+        done = sampler.generate(
+            [[1, 2, 3]],
+            GenerationParams(SamplingParams(), num_generations, length, frozenset()),
+            RngKey(0, 0),
+        )
         seconds = time.perf_counter() - began
-    yield {"what": f"{first} decoding, {num_generations} samples", "tokens_per_s": sum(len(r.completion_ids) for r in done) / seconds}
+    yield {
+        "what": f"{first} decoding, {num_generations} samples",
+        "tokens_per_s": sum(len(r.completion_ids) for r in done) / seconds,
+    }
 
 
-SECTIONS = (exactness, reinforcement, vllm_equality, kernel_rates, atomic_rates, price, stock_equality, vllm_rates, liger_rates, decoding)
+SECTIONS = (
+    exactness,
+    reinforcement,
+    vllm_equality,
+    kernel_rates,
+    atomic_rates,
+    price,
+    stock_equality,
+    vllm_rates,
+    liger_rates,
+    decoding,
+)
 
 
 def _line(row: Row) -> str:
@@ -208,12 +297,19 @@ def _line(row: Row) -> str:
 
 
 def _about() -> dict[str, object]:
-    """When and with what it was measured. The commit is what git says, or COMMIT where the files travelled without their history."""
+    """When and with what it was measured.
+
+    The commit is what git says, or COMMIT where the files travelled without their history.
+    """
     root = Path(__file__).resolve().parents[1]
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
     told = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     commit = told or os.environ.get("COMMIT", "unknown")
-    return {"date": date.today().isoformat(), "commit": commit, "environment": environment(root, torch.device("cuda", 0), {})}
+    return {
+        "date": date.today().isoformat(),
+        "commit": commit,
+        "environment": environment(root, torch.device("cuda", 0), {}),
+    }
 
 
 def _write(about: dict[str, object], rows: list[Row], left_out: list[str], seconds: float) -> Path:
@@ -221,7 +317,9 @@ def _write(about: dict[str, object], rows: list[Row], left_out: list[str], secon
     gpu = torch.cuda.get_device_name().replace(" ", "-").lower()
     target = Path(__file__).parent / "results" / gpu / "device.json"
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(about | {"seconds": seconds, "left_out": left_out, "rows": rows}, indent=1) + "\n")
+    target.write_text(
+        json.dumps(about | {"seconds": seconds, "left_out": left_out, "rows": rows}, indent=1) + "\n"
+    )
     return target
 
 
@@ -234,13 +332,20 @@ def _out_of_time(*_: object) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dry-run", action="store_true", help="toy sizes on the CPU; checks this script, measures nothing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="toy sizes on the CPU; checks this script, measures nothing"
+    )
     args = parser.parse_args()
     if not args.dry_run and not torch.cuda.is_available():
         print("device: torch finds no CUDA GPU here; --dry-run checks this script on a CPU", file=sys.stderr)
         return 2
-    os.environ |= {"VLLM_BATCH_INVARIANT": "1", "TRITON_F32_DEFAULT": "ieee"}  # read as vLLM is imported; see engine/rollout/vllm/stock.py
+    os.environ |= {
+        "VLLM_BATCH_INVARIANT": "1",
+        "TRITON_F32_DEFAULT": "ieee",
+    }  # read as vLLM is imported; see engine/rollout/vllm/stock.py
     m, rows, left_out = Machine(args.dry_run), [], []
     about = {} if m.dry else _about()
     signal.signal(signal.SIGALRM, _out_of_time)
@@ -255,10 +360,14 @@ def main() -> int:
                 print(f"{m.elapsed_s():6.1f} s  {found['what']}", flush=True)
         except OutOfTime:
             left_out.append(f"the rest of {section.__name__}")
-        except Exception as error:  # it counts as unequal, and does not take the other sections' figures with it
+        except (
+            Exception
+        ) as error:  # it counts as unequal, and does not take the other sections' figures with it
             traceback.print_exc()
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            rows.append({"section": section.__name__, "what": f"{section.__name__} failed: {reason}", "unequal": 1})
+            rows.append(
+                {"section": section.__name__, "what": f"{section.__name__} failed: {reason}", "unequal": 1}
+            )
         if not args.dry_run:
             _write(about, rows, left_out, m.elapsed_s())
     signal.alarm(0)
@@ -266,9 +375,13 @@ def main() -> int:
     broken = [row["what"] for row in rows if row.get("unequal")]
     seconds = m.elapsed_s()
     if args.dry_run:
-        print(f"dry run on a CPU, toy sizes, {seconds:.0f} s: the times above say nothing about a GPU, and nothing was written")
+        print(
+            f"dry run on a CPU, toy sizes, {seconds:.0f} s: the times above say nothing about a GPU, and nothing was written"
+        )
     else:
-        print(f"wrote {_write(about, rows, left_out, seconds)}; left out for time: {', '.join(left_out) or 'nothing'}")
+        print(
+            f"wrote {_write(about, rows, left_out, seconds)}; left out for time: {', '.join(left_out) or 'nothing'}"
+        )
     print(f"unequal bits in {len(broken)} rows{': ' + '; '.join(broken) if broken else ''}")
     return 1 if broken else 0
 

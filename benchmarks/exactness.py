@@ -19,14 +19,19 @@ Pair = tuple[Sequence[int], Sequence[int]]
 
 
 def exactness(m: Machine) -> Iterator[Row]:
-    """The law: alone, in a batch, in chunks, token by token, after prompts that are read once; the gradient by micro-batches."""
+    """The law: alone, in a batch, in chunks, token by token, after prompts that are read once; the gradient
+    by micro-batches.
+    """
     from zerokl.engine.parallel.gradient import ShardSum
 
     first = next(iter(m.shapes))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         decoder = m.decoder(first, 2, min(m.vocab, 4096), dtype)
         generator = torch.Generator().manual_seed(1)
-        ids = [torch.randint(100, (n,), generator=generator).tolist() for n in ((9, 40, 5) if m.dry else (9, 300, 33, 130, 5, 64, 257))]
+        ids = [
+            torch.randint(100, (n,), generator=generator).tolist()
+            for n in ((9, 40, 5) if m.dry else (9, 300, 33, 130, 5, 64, 257))
+        ]
         unequal = _forward_ways(decoder, ids)
         pairs = [(x[:4], completion) for x in ids for completion in (x[4:], x[:3])]
         with torch.no_grad():
@@ -42,9 +47,13 @@ def exactness(m: Machine) -> Iterator[Row]:
             yield {"what": f"law {name_of(dtype)}: {way}", "unequal": n}
 
 
-def _differentiate(decoder: Decoder, pairs: Sequence[Pair], coefficients: torch.Tensor, size: int) -> torch.Tensor:
-    """logp [C] of the pairs' completions, on the CPU, and the gradient of their sums times `coefficients` [pairs]: as a virtual shard is
-    trained (engine/train/shard.py), each prompt read once, `size` pairs at a time."""
+def _differentiate(
+    decoder: Decoder, pairs: Sequence[Pair], coefficients: torch.Tensor, size: int
+) -> torch.Tensor:
+    """logp [C] of the pairs' completions, on the CPU, and the gradient of their sums times `coefficients`
+    [pairs]: as a virtual shard is trained (engine/train/shard.py), each prompt read once, `size` pairs at a
+    time.
+    """
     done = []
     for at in prompt_passes([prompt for prompt, _ in pairs]):
         some, each = pairs[at], coefficients[at]
@@ -61,7 +70,9 @@ def _differentiate(decoder: Decoder, pairs: Sequence[Pair], coefficients: torch.
 
 @torch.no_grad()
 def _forward_ways(decoder: Decoder, sequences: list[list[int]]) -> dict[str, int]:
-    """Elements of the hidden states whose bits differ from the packed batch's, by the other way of computing them."""
+    """Elements of the hidden states whose bits differ from the packed batch's, by the other way of computing
+    them.
+    """
     lengths = [len(x) for x in sequences]
     packed = torch.tensor([token for x in sequences for token in x])
     together = decoder.hidden(packed, PackedContext(lengths, decoder.config)).split(lengths)
@@ -79,23 +90,40 @@ def _cached(decoder: Decoder, ids: list[int], chunk: int) -> torch.Tensor:
     cache = BlockCache(decoder.config, len(ids) // KEY_TILE + 1, decoder.cache_dtype, decoder.device)
     blocks = cache.allocate(cache.blocks)
     parts = [(a, ids[a : a + chunk]) for a in range(0, len(ids), chunk)]
-    return torch.cat([decoder.hidden(torch.tensor(p), CachedContext(cache, [len(p)], [a], [blocks])) for a, p in parts])
+    return torch.cat(
+        [decoder.hidden(torch.tensor(p), CachedContext(cache, [len(p)], [a], [blocks])) for a, p in parts]
+    )
 
 
 def reinforcement(m: Machine) -> Iterator[Row]:
-    """20 steps (dry: 2) of policy gradient with the native sampler, every logprob compared, run twice; every step must do something."""
+    """20 steps (dry:
+
+    2) of policy gradient with the native sampler, every logprob compared, run twice; every step must do
+    something.
+    """
     steps = 2 if m.dry else 20
     for dtype in (torch.bfloat16, torch.float16):
         what = f"policy gradient {name_of(dtype)}"
         runs = [_train(m, dtype, steps) for _ in range(2)]
         weights = [hashes[-1] for hashes, _, _ in runs]
-        yield {"what": f"{what}: {runs[0][1]} tokens, trainer against sampler", "unequal": sum(unequal for _, _, unequal in runs)}
-        yield {"what": f"{what}: two runs, fingerprints that differ", "unequal": int(weights[0] != weights[1])}
-        yield {"what": f"{what}: steps that left the weights as they were", "unequal": steps + 1 - len(set(runs[0][0]))}
+        yield {
+            "what": f"{what}: {runs[0][1]} tokens, trainer against sampler",
+            "unequal": sum(unequal for _, _, unequal in runs),
+        }
+        yield {
+            "what": f"{what}: two runs, fingerprints that differ",
+            "unequal": int(weights[0] != weights[1]),
+        }
+        yield {
+            "what": f"{what}: steps that left the weights as they were",
+            "unequal": steps + 1 - len(set(runs[0][0])),
+        }
 
 
 def _train(m: Machine, dtype: torch.dtype, steps: int) -> tuple[list[str], int, int]:
-    """Fingerprint of the weights before and after each step, tokens compared, and tokens whose two logprobs differ."""
+    """Fingerprint of the weights before and after each step, tokens compared, and tokens whose two logprobs
+    differ.
+    """
     from zerokl.engine.parallel.gradient import ShardSum
     from zerokl.engine.rollout.native import NativeSampler
     from zerokl.engine.rollout.types import GenerationParams, RngKey
@@ -105,18 +133,37 @@ def _train(m: Machine, dtype: torch.dtype, steps: int) -> tuple[list[str], int, 
     master = source.flat.detach()
     decoder = Decoder(source.config, master.to(dtype), source.layout)
     cfg = SimpleNamespace(
-        lr=1e-4, schedule="constant", warmup_steps=0, min_lr_ratio=0.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0
+        lr=1e-4,
+        schedule="constant",
+        warmup_steps=0,
+        min_lr_ratio=0.0,
+        beta1=0.9,
+        beta2=0.95,
+        eps=1e-8,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
     )
     optimizer, shards = Optimizer(decoder, master, cfg, steps), ShardSum(decoder, 1)
-    sampler, hashes = NativeSampler(decoder, max_concurrency=16), [fingerprint(decoder.layout, optimizer.master)]
+    sampler, hashes = (
+        NativeSampler(decoder, max_concurrency=16),
+        [fingerprint(decoder.layout, optimizer.master)],
+    )
     tokens = unequal = 0
     for step in range(steps):
         prompts = [[3 + p, 7, 11 + step % 5] for p in range(4)]
-        rollouts = sampler.generate(prompts, GenerationParams(SamplingParams(), 4, 8 if m.dry else 48, frozenset({0})), RngKey(0, step))
-        rewards = torch.tensor([sum(r.completion_ids) / len(r.completion_ids) / 128 for r in rollouts]).view(4, 4)  # another for each
+        rollouts = sampler.generate(
+            prompts,
+            GenerationParams(SamplingParams(), 4, 8 if m.dry else 48, frozenset({0})),
+            RngKey(0, step),
+        )
+        rewards = torch.tensor([sum(r.completion_ids) / len(r.completion_ids) / 128 for r in rollouts]).view(
+            4, 4
+        )  # another for each
         A = (rewards - rewards.mean(1, keepdim=True)).flatten()
         sampled = torch.cat([torch.from_numpy(r.logprobs) for r in rollouts])
-        logp = shards.add(partial(_differentiate, coefficients=-A / len(sampled), size=6), [r.pair for r in rollouts])
+        logp = shards.add(
+            partial(_differentiate, coefficients=-A / len(sampled), size=6), [r.pair for r in rollouts]
+        )
         tokens, unequal = tokens + len(logp), unequal + count_unequal(logp, sampled)
         optimizer.update(shards.tree.take())
         hashes.append(fingerprint(decoder.layout, optimizer.master))

@@ -2,15 +2,16 @@
 
     python benchmarks/fp16_scales.py runs/demo/base          (the model of `make demo`; minutes)
 
-For each scale 2^k, of the demo's first step (32 prompts x 8 samples of the task add, drawn by the model in that dtype):
+For each scale 2^k, of the demo's first step (32 prompts x 8 samples of the task add, drawn by the model in
+that dtype):
 
     differ     elements of the weights' gradient, divided by the scale, whose bits are not those at 2^(k+1)
     subnormal  elements of an activation's gradient, as rounded to the compute dtype, that have fewer bits than a normal number
     lost       such elements that are zero here and not at every scale
     overflow   such elements that are infinite or NaN
 
-Activations: the output of every operation that Decoder.hidden and Decoder.read hook. The logits' gradient is rounded, too, but not
-counted here; with head_dtype = "float32" it is not rounded at all.
+Activations: the output of every operation that Decoder.hidden and Decoder.read hook. The logits' gradient is
+rounded, too, but not counted here; with head_dtype = "float32" it is not rounded at all.
 """
 
 import argparse
@@ -62,10 +63,16 @@ class Step:
         finally:
             state.close()
         self.config, self.loss, self.decoder = config, config.loss.resolve(), state.policy
-        weights = sequence_weights([len(r.completion_ids) for r in batch.rollouts], self.loss.loss_agg_mode, config.sampling.max_tokens)
+        weights = sequence_weights(
+            [len(r.completion_ids) for r in batch.rollouts],
+            self.loss.loss_agg_mode,
+            config.sampling.max_tokens,
+        )
         A = advantages(batch.rewards, self.loss.advantage)
         self.shards = Shard(batch.rollouts, A.reshape(-1), np.array(weights)).cut(config.virtual_shards)
-        self.nonzero: dict[tuple[int, int, str, str], torch.Tensor] = {}  # elements that were not zero at some scale
+        self.nonzero: dict[
+            tuple[int, int, str, str], torch.Tensor
+        ] = {}  # elements that were not zero at some scale
 
     def at(self, k: int) -> Scale:
         """The gradient of the loss times 2^k."""
@@ -85,7 +92,9 @@ class Step:
             each = torch.tensor(packed.completion_lengths)
             logp, _ = logprobs(decoder, packed, self.config.sampling.sampling_params, hooks[1], prompts)
             sampler = torch.from_numpy(np.concatenate([r.logprobs for r in part.rollouts]))
-            A, w = (torch.from_numpy(x).float().repeat_interleave(each) for x in (part.advantages, part.weights))
+            A, w = (
+                torch.from_numpy(x).float().repeat_interleave(each) for x in (part.advantages, part.weights)
+            )
             loss = policy_loss(logp, logp.detach(), sampler, A, packed.completion_lengths, self.loss) * w
             (loss.sum() * scale).backward()
             prompts.backward()
@@ -120,7 +129,10 @@ def measure(config: Config, model: Path, scales: Sequence[int] = SCALES) -> tupl
 def table(done: Sequence[Scale], elements: int, scales: Sequence[int]) -> str:
     """Markdown, neighbouring scales with equal counts in one line."""
     rows = [(s.differ, sum(s.subnormal.values()), s.lost, sum(s.overflow.values())) for s in done]
-    lines = [f"of {done[0].gradient.numel()} and {elements} elements:\n", "| scale | differ | subnormal | lost | overflow |"]
+    lines = [
+        f"of {done[0].gradient.numel()} and {elements} elements:\n",
+        "| scale | differ | subnormal | lost | overflow |",
+    ]
     lines += ["|---|---|---|---|---|"]
     first = 0
     for i, row in enumerate(rows):
@@ -137,23 +149,39 @@ def run_config(model: str, dtype: str, head: str) -> Config:
     """The demo's step on a model."""
     found = task_of(Path(model))
     options = {} if found is None else {f"task.options.{k}": v for k, v in found["options"].items()}
-    values = {"model": model, "dtype": dtype, "precision.head_dtype": head, "workers": "1", "evaluation.every": "0"}
+    values = {
+        "model": model,
+        "dtype": dtype,
+        "precision.head_dtype": head,
+        "workers": "1",
+        "evaluation.every": "0",
+    }
     return load_config(None, "demo", values | options)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", help="model folder that `make demo` or `zerokl init` made")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    for dtype, head in (("float16", "compute"), ("float16", "float32"), ("bfloat16", "compute"), ("float32", "compute")):
+    for dtype, head in (
+        ("float16", "compute"),
+        ("float16", "float32"),
+        ("bfloat16", "compute"),
+        ("float32", "compute"),
+    ):
         done, elements = measure(run_config(args.model, dtype, head), Path(args.model))
         print(f"\n### {dtype}, head_dtype = {head}\n\n{table(done, elements, SCALES)}", flush=True)
         clean = [i for i, s in enumerate(done) if not s.overflow.total()]
         if clean and done[clean[-1]].subnormal.total():
             most = done[clean[-1]].subnormal.most_common(5)
-            print(f"\nsubnormal at 2^{SCALES[clean[-1]]}, the largest scale without overflow: " + ", ".join(f"{n} {c}" for n, c in most))
+            print(
+                f"\nsubnormal at 2^{SCALES[clean[-1]]}, the largest scale without overflow: "
+                + ", ".join(f"{n} {c}" for n, c in most)
+            )
 
 
 if __name__ == "__main__":

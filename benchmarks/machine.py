@@ -12,8 +12,9 @@ from zerokl.model.weights import Layout
 Row = dict[str, object]
 # Seconds after which the table is printed, whatever is left to do (device.sh ends the process at 480).
 END_S = 460
-# Clock cycles for which the GPU waits before a timed run, about a millisecond: the launches are in its queue by then, so that Python is not
-# timed. And what is written before it, to have nothing of the run's inputs in the L2 cache.
+# Clock cycles for which the GPU waits before a timed run, about a millisecond: the launches are in its queue
+# by then, so that Python is not timed. And what is written before it, to have nothing of the run's inputs in
+# the L2 cache.
 _WAIT_CYCLES, _FLUSH_BYTES = 2_000_000, 256 << 20
 # hidden, intermediate, layers, query heads, key-value heads, head width
 SHAPES = {
@@ -43,7 +44,10 @@ class Machine:
         return (torch.randn(shape, device=self.device) * scale).to(dtype)
 
     def time_ms(self, run: Callable[[], object]) -> float:
-        """Median of `repeats` runs after two that warm up. On a GPU: of the GPU's own time, from a cold L2 cache."""
+        """Median of `repeats` runs after two that warm up.
+
+        On a GPU: of the GPU's own time, from a cold L2 cache.
+        """
         times = []
         for i in range(self.repeats + 2):
             if self.dry:
@@ -65,12 +69,25 @@ class Machine:
 
     def decoder(self, name: str, layers: int, vocab: int, dtype: torch.dtype) -> Decoder:
         D, inner, _, heads, kv_heads, head_dim = self.shapes[name]
-        config = ModelConfig.from_dict({
-            "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": vocab, "hidden_size": D,
-            "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
-            "head_dim": head_dim, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
-            "tie_word_embeddings": True, "hidden_act": "silu", "attention_bias": False,
-        })  # fmt: skip
+        config = ModelConfig.from_dict(
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "model_type": "qwen3",
+                "vocab_size": vocab,
+                "hidden_size": D,
+                "intermediate_size": inner,
+                "num_hidden_layers": layers,
+                "num_attention_heads": heads,
+                "num_key_value_heads": kv_heads,
+                "head_dim": head_dim,
+                "max_position_embeddings": 4096,
+                "rms_norm_eps": 1e-6,
+                "rope_theta": 1e6,
+                "tie_word_embeddings": True,
+                "hidden_act": "silu",
+                "attention_bias": False,
+            }
+        )
         layout = Layout(config)
         torch.manual_seed(0)
         flat = torch.randn(layout.numel, device=self.device) * D**-0.5
@@ -84,8 +101,17 @@ def name_of(dtype: torch.dtype) -> str:
     return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
 
 
-def row(m: Machine, what: str, amount: float, unit: str, ours: Callable[[], object], plain: Callable[[], object]) -> Row:
+def row(
+    m: Machine, what: str, amount: float, unit: str, ours: Callable[[], object], plain: Callable[[], object]
+) -> Row:
     """amount: floating-point operations (TFLOP/s) or bytes (GB/s) of one run."""
     a, b = m.time_ms(ours), m.time_ms(plain)
     scale = {"TFLOP/s": 1e9, "GB/s": 1e6}[unit]
-    return {"what": what, "ours_ms": a, "plain_ms": b, "rate": amount / scale / a, "unit": unit, "plain_over_ours": b / a}
+    return {
+        "what": what,
+        "ours_ms": a,
+        "plain_ms": b,
+        "rate": amount / scale / a,
+        "unit": unit,
+        "plain_over_ours": b / a,
+    }

@@ -1,7 +1,9 @@
-"""Kernels that are not ours beside ours, for device.py: vLLM's, bits and rates; Liger-Kernel's rates; an attention backward with atomics.
+"""Kernels that are not ours beside ours, for device.py: vLLM's, bits and rates; Liger-Kernel's rates; an
+attention backward with atomics.
 
-A section that needs what is not there says so in its one row. Liger's fused linear cross entropy is left out: it returns the mean loss
-of a batch and takes its gradient on the way forward, where ours returns each token's logprob and entropy, and can be weighted afterwards.
+A section that needs what is not there says so in its one row. Liger's fused linear cross entropy is left out:
+it returns the mean loss of a batch and takes its gradient on the way forward, where ours returns each token's
+logprob and entropy, and can be weighted afterwards.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,11 +28,15 @@ _NOT_THERE = (ImportError, AttributeError, RuntimeError, OSError)
 
 
 def _not_compared(what: str, kernels: VllmKernels | None) -> Row:
-    return {"what": f"{what}: not compared ({'they need a GPU' if kernels else 'no folder vllm/ is on the path'})"}
+    return {
+        "what": f"{what}: not compared ({'they need a GPU' if kernels else 'no folder vllm/ is on the path'})"
+    }
 
 
 def vllm_equality(m: Machine) -> Iterator[Row]:
-    """Our matrix product, norm, log-softmax and attention beside vLLM's kernels, where its files are on the path."""
+    """Our matrix product, norm, log-softmax and attention beside vLLM's kernels, where its files are on the
+    path.
+    """
     kernels = vllm_kernels(m.device)
     if kernels is None or not on_triton(m.randn(1, dtype=torch.float32)):
         yield _not_compared("vLLM's kernels", kernels)
@@ -39,18 +45,33 @@ def vllm_equality(m: Machine) -> Iterator[Row]:
     tiles.fix_table(kernels.version)
     for name, (D, inner, *_) in m.shapes.items():
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            w, b, norm = m.randn(2 * inner, D, dtype=dtype, scale=D**-0.5), m.randn(2 * inner, dtype=dtype), m.randn(D, dtype=dtype)
+            w, b, norm = (
+                m.randn(2 * inner, D, dtype=dtype, scale=D**-0.5),
+                m.randn(2 * inner, dtype=dtype),
+                m.randn(D, dtype=dtype),
+            )
             unequal = unequal_norm = 0
             for M in (1, 16, 64, 65, 1000)[: 3 if m.dry else None]:
                 x = m.randn(M, D, dtype=dtype)
                 for bias in (None, b):
                     unequal += count_unequal(linear(x, w, bias), theirs.matmul_persistent(x, w.t(), bias))
-                unequal_norm += count_unequal(rms_norm(x, norm, 1e-6), theirs.rms_norm_batch_invariant(x, norm, 1e-6))
-            yield {"what": f"vLLM {kernels.version}'s matmul_persistent {name_of(dtype)} {name}", "unequal": unequal}
-            yield {"what": f"vLLM {kernels.version}'s rms_norm_batch_invariant {name_of(dtype)} {name}", "unequal": unequal_norm}
+                unequal_norm += count_unequal(
+                    rms_norm(x, norm, 1e-6), theirs.rms_norm_batch_invariant(x, norm, 1e-6)
+                )
+            yield {
+                "what": f"vLLM {kernels.version}'s matmul_persistent {name_of(dtype)} {name}",
+                "unequal": unequal,
+            }
+            yield {
+                "what": f"vLLM {kernels.version}'s rms_norm_batch_invariant {name_of(dtype)} {name}",
+                "unequal": unequal_norm,
+            }
     z, ids = m.randn(64, m.vocab, dtype=torch.float32), torch.arange(64, device=m.device)
     logp = theirs.log_softmax(z).gather(1, ids.unsqueeze(1)).squeeze(1)
-    yield {"what": f"vLLM {kernels.version}'s log_softmax", "unequal": count_unequal(token_logprobs(z, ids)[0], logp)}
+    yield {
+        "what": f"vLLM {kernels.version}'s log_softmax",
+        "unequal": count_unequal(token_logprobs(z, ids)[0], logp),
+    }
     yield from _vllm_attention(m, kernels.unified_attention.unified_attention, kernels.version)
 
 
@@ -68,10 +89,28 @@ def _vllm_attention(m: Machine, unified_attention: Callable[..., None], version:
             k, v = (m.randn(3 * pages, 16, kv_heads, D, dtype=dtype) for _ in range(2))
             theirs = torch.empty_like(q)
             unified_attention(
-                q, k, v, theirs, starts, max(queries), seq_lens, max(lengths), D**-0.5, True, (-1, -1), table, 0, None, None, None
+                q,
+                k,
+                v,
+                theirs,
+                starts,
+                max(queries),
+                seq_lens,
+                max(lengths),
+                D**-0.5,
+                True,
+                (-1, -1),
+                table,
+                0,
+                None,
+                None,
+                None,
             )
             ours = attention_paged(q, k, v, Spans(starts, seq_lens, table, kv_heads), D**-0.5)
-            yield {"what": f"vLLM {version}'s unified_attention {name_of(dtype)} {name}", "unequal": count_unequal(ours, theirs)}
+            yield {
+                "what": f"vLLM {version}'s unified_attention {name_of(dtype)} {name}",
+                "unequal": count_unequal(ours, theirs),
+            }
 
 
 def vllm_rates(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
@@ -82,61 +121,109 @@ def vllm_rates(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]
         return
     theirs_of = kernels.batch_invariant
     for name, (D, inner, *_) in m.shapes.items():
-        x, w, norm = m.randn(m.tokens, D, dtype=dtype), m.randn(2 * inner, D, dtype=dtype, scale=D**-0.5), m.randn(D, dtype=dtype)
+        x, w, norm = (
+            m.randn(m.tokens, D, dtype=dtype),
+            m.randn(2 * inner, D, dtype=dtype, scale=D**-0.5),
+            m.randn(D, dtype=dtype),
+        )
         for rows in (16, m.tokens):
             few, flops = x[:rows].clone(), 2.0 * w.numel() * rows
-            ours, theirs = lambda a=few, w=w: matmul.matmul(a, w), lambda a=few, w=w: theirs_of.matmul_persistent(a, w.t())
+            ours, theirs = (
+                lambda a=few, w=w: matmul.matmul(a, w),
+                lambda a=few, w=w: theirs_of.matmul_persistent(a, w.t()),
+            )
             yield row(m, f"{name} linear, {rows} rows, beside vLLM's", flops, "TFLOP/s", ours, theirs)
-        ours, theirs = lambda x=x, n=norm: rms_norm(x, n, 1e-6), lambda x=x, n=norm: theirs_of.rms_norm_batch_invariant(x, n, 1e-6)
+        ours, theirs = (
+            lambda x=x, n=norm: rms_norm(x, n, 1e-6),
+            lambda x=x, n=norm: theirs_of.rms_norm_batch_invariant(x, n, 1e-6),
+        )
         with torch.no_grad():
             found = row(m, f"{name} rms_norm, beside vLLM's", 2.0 * x.nbytes, "GB/s", ours, theirs)
         yield found
     z, ids = m.randn(256, m.vocab, dtype=torch.float32), torch.zeros(256, dtype=torch.int64, device=m.device)
-    theirs = lambda: theirs_of.log_softmax(z).gather(1, ids.unsqueeze(1))  # noqa: E731
-    yield row(m, f"logprobs of 256 rows of {m.vocab}, beside vLLM's", 2.0 * z.nbytes, "GB/s", lambda: token_logprobs(z, ids), theirs)
+    theirs = lambda: theirs_of.log_softmax(z).gather(1, ids.unsqueeze(1))
+    yield row(
+        m,
+        f"logprobs of 256 rows of {m.vocab}, beside vLLM's",
+        2.0 * z.nbytes,
+        "GB/s",
+        lambda: token_logprobs(z, ids),
+        theirs,
+    )
 
 
 def liger_rates(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
-    """Liger-Kernel (plain_ms) beside ours, forward and backward together; its weight gradient of a norm is summed in no fixed order."""
+    """Liger-Kernel (plain_ms) beside ours, forward and backward together; its weight gradient of a norm is
+    summed in no fixed order.
+    """
     try:
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction
         from liger_kernel.ops.rope import LigerRopeFunction
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction
     except _NOT_THERE as error:
-        yield {"what": f"Liger-Kernel: not compared ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:60]})"}
+        yield {
+            "what": f"Liger-Kernel: not compared ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:60]})"
+        }
         return
     for name, (D, inner, _, heads, kv_heads, head_dim) in m.shapes.items():
         T = m.tokens
         x, gu, w = (m.randn(*n, dtype=dtype).requires_grad_() for n in ((T, D), (T, 2 * inner), (D,)))
-        norm = lambda x=x, w=w: LigerRMSNormFunction.apply(x, w, 1e-6, 0.0, "llama", False)  # noqa: E731
-        yield _both_ways(m, f"{name} rms_norm", 5.0 * x.nbytes, lambda x=x, w=w: rms_norm(x, w, 1e-6), norm, (x, w))
+        norm = lambda x=x, w=w: LigerRMSNormFunction.apply(x, w, 1e-6, 0.0, "llama", False)
+        yield _both_ways(
+            m, f"{name} rms_norm", 5.0 * x.nbytes, lambda x=x, w=w: rms_norm(x, w, 1e-6), norm, (x, w)
+        )
         gate, up = (t.detach().contiguous().requires_grad_() for t in gu.detach().chunk(2, dim=1))
         yield _both_ways(
-            m, f"{name} silu_mul", 4.0 * gu.nbytes, lambda gu=gu: silu_mul(gu),
-            lambda a=gate, b=up: LigerSiLUMulFunction.apply(a, b), (gu,), (gate, up),
-        )  # fmt: skip
+            m,
+            f"{name} silu_mul",
+            4.0 * gu.nbytes,
+            lambda gu=gu: silu_mul(gu),
+            lambda a=gate, b=up: LigerSiLUMulFunction.apply(a, b),
+            (gu,),
+            (gate, up),
+        )
         qk = m.randn(T, heads + kv_heads, head_dim, dtype=dtype).requires_grad_()
-        q, k = (t.detach().transpose(0, 1).unsqueeze(0).requires_grad_() for t in qk.split([heads, kv_heads], dim=1))
+        q, k = (
+            t.detach().transpose(0, 1).unsqueeze(0).requires_grad_()
+            for t in qk.split([heads, kv_heads], dim=1)
+        )
         angle = m.randn(T, head_dim // 2, dtype=torch.float32)
         cos, sin = angle.cos(), angle.sin()
         wide = [torch.cat([t, t], 1).unsqueeze(0).to(dtype) for t in (cos, sin)]
         yield _both_ways(
-            m, f"{name} rope", 4.0 * qk.nbytes, lambda qk=qk, c=cos, s=sin: rope(qk, c, s),
-            lambda q=q, k=k, w=wide: LigerRopeFunction.apply(q, k, *w), (qk,), (q, k),  # it rotates q and k in their place
-        )  # fmt: skip
+            m,
+            f"{name} rope",
+            4.0 * qk.nbytes,
+            lambda qk=qk, c=cos, s=sin: rope(qk, c, s),
+            lambda q=q, k=k, w=wide: LigerRopeFunction.apply(q, k, *w),
+            (qk,),
+            (q, k),  # it rotates q and k in their place
+        )
 
 
 def _both_ways(
-    m: Machine, what: str, nbytes: float, ours: Callable[[], _Outputs], theirs: Callable[[], _Outputs],
-    leaves: tuple[torch.Tensor, ...], their_leaves: tuple[torch.Tensor, ...] | None = None,
-) -> Row:  # fmt: skip
+    m: Machine,
+    what: str,
+    nbytes: float,
+    ours: Callable[[], _Outputs],
+    theirs: Callable[[], _Outputs],
+    leaves: tuple[torch.Tensor, ...],
+    their_leaves: tuple[torch.Tensor, ...] | None = None,
+) -> Row:
     """Forward and backward of a function of its leaves."""
 
     def run(f: Callable[[], _Outputs], leaves: tuple[torch.Tensor, ...]) -> Callable[[], object]:
         dy = [torch.ones_like(y) for y in _tuple(f())]
         return lambda: torch.autograd.grad(_tuple(f()), leaves, dy)
 
-    return row(m, f"{what} forward and backward, beside Liger's", nbytes, "GB/s", run(ours, leaves), run(theirs, their_leaves or leaves))
+    return row(
+        m,
+        f"{what} forward and backward, beside Liger's",
+        nbytes,
+        "GB/s",
+        run(ours, leaves),
+        run(theirs, their_leaves or leaves),
+    )
 
 
 def _tuple(y: _Outputs) -> tuple[torch.Tensor, ...]:
@@ -144,7 +231,9 @@ def _tuple(y: _Outputs) -> tuple[torch.Tensor, ...]:
 
 
 def atomic_rates(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
-    """Our attention's backward beside the same one with an atomic dq (atomic_attention.py); ours_over_atomic is the price of its order."""
+    """Our attention's backward beside the same one with an atomic dq (atomic_attention.py); ours_over_atomic
+    is the price of its order.
+    """
     if m.dry:
         yield {"what": "attention backward beside one with atomics: not compared (it needs a GPU)"}
         return
@@ -160,5 +249,12 @@ def atomic_rates(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Ro
             inputs = (do, q, k, v, o, lse, spans, D**-0.5)
             flops = 5.0 * m.tokens * length * heads * D
             ours, atomic = lambda a=inputs: attention_bwd(*a), lambda a=inputs: attention_bwd_atomic(*a)
-            found = row(m, f"{name} attention backward, sequences of {length}, beside atomics", flops, "TFLOP/s", ours, atomic)
+            found = row(
+                m,
+                f"{name} attention backward, sequences of {length}, beside atomics",
+                flops,
+                "TFLOP/s",
+                ours,
+                atomic,
+            )
             yield found | {"ours_over_atomic": 1.0 / found["plain_over_ours"]}

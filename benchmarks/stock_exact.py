@@ -1,6 +1,8 @@
-"""vLLM's own model in batch-invariant mode and the trainer's forward over the same weights: every token's two logprobs, bit for bit.
+"""vLLM's own model in batch-invariant mode and the trainer's forward over the same weights: every token's two
+logprobs, bit for bit.
 
-For device.py, which runs it in a process of its own (vLLM keeps settings and memory for good); by hand on a GPU with vLLM installed:
+For device.py, which runs it in a process of its own (vLLM keeps settings and memory for good); by hand on a
+GPU with vLLM installed:
 
     python benchmarks/stock_exact.py bfloat16          # a line of JSON for each version of the weights
     python benchmarks/stock_exact.py bfloat16 --dry-run    # the same code on a CPU, where vLLM's kernels are others: bits differ
@@ -26,12 +28,20 @@ _HERE = "vLLM's own model"
 def stock_equality(m: Machine) -> Iterator[Row]:
     """In bf16 and fp16, each in a process that has LIMIT_S seconds."""
     if m.dry or not any(importlib.metadata.distributions(name="vllm")):
-        yield {"what": f"{_HERE}: not compared (it needs a GPU and an installed vLLM; its Python files are not enough)"}
+        yield {
+            "what": f"{_HERE}: not compared (it needs a GPU and an installed vLLM; its Python files are not enough)"
+        }
         return
     for dtype in (torch.bfloat16, torch.float16):
         command = [sys.executable, "-P", __file__, str(dtype).removeprefix("torch.")]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=min(LIMIT_S, END_S - m.elapsed_s()), check=False)
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=min(LIMIT_S, END_S - m.elapsed_s()),
+                check=False,
+            )
         except subprocess.TimeoutExpired:
             yield {"what": f"{_HERE} {name_of(dtype)}: not compared (no time left)"}
             continue
@@ -43,7 +53,10 @@ def stock_equality(m: Machine) -> Iterator[Row]:
 
 
 def compare(dtype: torch.dtype, dry: bool) -> Iterator[Row]:
-    """Rollouts of two versions of random weights, scored again. The 1.7B widths are those that vLLM has tuned tiles for."""
+    """Rollouts of two versions of random weights, scored again.
+
+    The 1.7B widths are those that vLLM has tuned tiles for.
+    """
     from zerokl.engine.config import VllmConfig
     from zerokl.engine.rollout.types import GenerationParams, RngKey
     from zerokl.engine.rollout.vllm import stock
@@ -61,14 +74,20 @@ def compare(dtype: torch.dtype, dry: bool) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         write_checkpoint(model, decoder.layout, flat)
-        sampler = stock.StockSampler(model, decoder.config, decoder.layout, flat, VllmConfig(context=512, cache_bytes=1 << 28))
+        sampler = stock.StockSampler(
+            model, decoder.config, decoder.layout, flat, VllmConfig(context=512, cache_bytes=1 << 28)
+        )
         generator = torch.Generator().manual_seed(2)
         prompts = [torch.randint(100, (n,), generator=generator).tolist() for n in (3, 17, 33, 64, 130, 300)]
         for version in (0, 1):
             if version:
                 flat.mul_(0.875)
                 sampler.sync_weights(version)
-            rollouts = sampler.generate(prompts, GenerationParams(sampling_params, 4, 8 if dry else 96, frozenset()), RngKey(0, version))
+            rollouts = sampler.generate(
+                prompts,
+                GenerationParams(sampling_params, 4, 8 if dry else 96, frozenset()),
+                RngKey(0, version),
+            )
             with torch.no_grad():
                 scored = logprobs(decoder, pack([r.pair for r in rollouts]), sampling_params)[0].cpu()
             sampled = torch.cat([torch.from_numpy(r.logprobs) for r in rollouts])

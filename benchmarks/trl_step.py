@@ -4,9 +4,9 @@ One step samples `--samples` completions of exactly `--max-new-tokens` tokens fo
 prompts (temperature 1, end-of-sequence never sampled), scores them with a trivial reward, and makes one
 AdamW update of the dr_grpo loss without a reference model (beta = 0).
 
-Each step waits for its turn (turns.py) at the end of the optimizer step before it and is measured from there to its own end, so that
-it holds everything TRL does, data loading included. With `--what generate` a turn is model.generate alone, on a model that no trainer
-has touched.
+Each step waits for its turn (turns.py) at the end of the optimizer step before it and is measured from there
+to its own end, so that it holds everything TRL does, data loading included. With `--what generate` a turn is
+model.generate alone, on a model that no trainer has touched.
 """
 
 import argparse
@@ -27,7 +27,9 @@ def parse_args():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", required=True, help="local Hugging Face folder: config, safetensors, tokenizer")
     p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    p.add_argument("--bf16-mode", choices=("pure", "autocast"), default="pure", help="autocast: float32 weights")
+    p.add_argument(
+        "--bf16-mode", choices=("pure", "autocast"), default="pure", help="autocast: float32 weights"
+    )
     p.add_argument("--attention", choices=("eager", "sdpa"), default="eager")
     p.add_argument("--what", choices=("train", "generate"), default="train")
     p.add_argument("--turns", type=int, default=8, help="steps")
@@ -53,7 +55,11 @@ def load_model(args):
 def generate_alone(args, tokenizer, prompts, suppress):
     """model.generate, turn by turn."""
     model = load_model(args).eval()
-    batch = tokenizer([p for p in prompts for _ in range(args.num_generations)], return_tensors="pt", return_token_type_ids=False)
+    batch = tokenizer(
+        [p for p in prompts for _ in range(args.num_generations)],
+        return_tensors="pt",
+        return_token_type_ids=False,
+    )
     config = GenerationConfig(
         do_sample=True,
         temperature=1.0,
@@ -87,7 +93,12 @@ class StepTurns(TrainerCallback):
         now = time.perf_counter()
         (sample_s,) = self.sample_s  # one generation an update
         self.sample_s.clear()
-        turns.answer(step_s=now - self.start, sample_s=sample_s, trl=trl.__version__, transformers=transformers.__version__)
+        turns.answer(
+            step_s=now - self.start,
+            sample_s=sample_s,
+            trl=trl.__version__,
+            transformers=transformers.__version__,
+        )
         self.left -= 1
         if self.left:
             self.on_train_begin()
@@ -137,7 +148,12 @@ def train(args, tokenizer, prompts, suppress):
         data = Dataset.from_dict({"prompt": prompts * args.turns})
         steps, model = StepTurns(args.turns), load_model(args)
         trainer = GRPOTrainer(
-            model=model, reward_funcs=reward, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[steps]
+            model=model,
+            reward_funcs=reward,
+            args=config,
+            train_dataset=data,
+            processing_class=tokenizer,
+            callbacks=[steps],
         )
         generate = trainer._generate  # tokenizing, model.generate and decoding: TRL's sampling part
 

@@ -1,7 +1,8 @@
-"""Processes that take turns: each does one piece of work when it is told to and says how long it took, while the others wait.
+"""Processes that take turns: each does one piece of work when it is told to and says how long it took, while
+the others wait.
 
-The speed of a shared machine changes within seconds, by half and more (benchmarks/LOG.md, "Turns"); pieces that follow each other meet the
-same phase of it far more often than runs of many pieces do.
+The speed of a shared machine changes within seconds, by half and more (benchmarks/LOG.md, "Turns"); pieces
+that follow each other meet the same phase of it far more often than runs of many pieces do.
 """
 
 import json
@@ -30,7 +31,9 @@ class Side:
 
     def __init__(self, words: list[str], log: Path):
         self._log, self._err = log, log.open("w")
-        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._err, text=True)
+        self._process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._err, text=True
+        )
 
     def turn(self) -> dict:
         """One turn. Raises RuntimeError when the process ends instead."""
@@ -39,7 +42,9 @@ class Side:
         for line in self._process.stdout:
             if line.startswith(_MARK):
                 return json.loads(line[len(_MARK) :])
-        raise RuntimeError(f"{self._process.args} ended with {self._process.wait()}:\n{self._log.read_text()[-4000:]}")
+        raise RuntimeError(
+            f"{self._process.args} ended with {self._process.wait()}:\n{self._log.read_text()[-4000:]}"
+        )
 
     def close(self) -> None:
         """Wait for the process, whose turns are all done. Raises RuntimeError when it fails in the end."""
@@ -52,7 +57,10 @@ class Side:
 
 
 def alternate(sides: dict[str, Side], turns: int, warmup: int) -> list[dict[str, dict]]:
-    """What every side says of each turn, the first `warmup` dropped; then all are closed. Raises RuntimeError when one fails."""
+    """What every side says of each turn, the first `warmup` dropped; then all are closed.
+
+    Raises RuntimeError when one fails.
+    """
     told = [{name: side.turn() for name, side in sides.items()} for _ in range(turns)]
     for side in sides.values():
         side.close()

@@ -1,7 +1,9 @@
-"""vLLM's Triton kernels from its Python files alone: no installation, and nothing that a vLLM needs beside torch and triton.
+"""vLLM's Triton kernels from its Python files alone: no installation, and nothing that a vLLM needs beside
+torch and triton.
 
-The files of the kernels are vLLM's, unchanged. What they import of the rest of vLLM (the platform, the logger, the environment) is stood in
-for, in sys.modules of this process: a vLLM that is installed cannot be used in it afterwards.
+The files of the kernels are vLLM's, unchanged. What they import of the rest of vLLM (the platform, the
+logger, the environment) is stood in for, in sys.modules of this process: a vLLM that is installed cannot be
+used in it afterwards.
 """
 
 import enum
@@ -43,7 +45,10 @@ class _KVQuantMode(enum.IntEnum):
 
 @cache
 def vllm_kernels(device: torch.device) -> VllmKernels | None:
-    """None where there is no folder vllm/ on the path. Raises what goes wrong where there is one: missing files are not equal files."""
+    """None where there is no folder vllm/ on the path.
+
+    Raises what goes wrong where there is one: missing files are not equal files.
+    """
     spec = find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -51,12 +56,22 @@ def vllm_kernels(device: torch.device) -> VllmKernels | None:
     version = re.search(r"__version__ = (?:version = )?['\"]([^'\"]+)", (folder / "_version.py").read_text())
     if version is None:
         raise ValueError(f"vllm: {folder / '_version.py'} names no version")
-    for name in ("", "model_executor", "model_executor.determinism", "v1", "v1.attention", "v1.attention.ops"):
+    for name in (
+        "",
+        "model_executor",
+        "model_executor.determinism",
+        "v1",
+        "v1.attention",
+        "v1.attention.ops",
+    ):
         _package(".".join(filter(None, ("vllm", name))), folder.joinpath(*name.split(".")))
     for name, content in _stand_ins(device).items():
         sys.modules[name] = ModuleType(name)
         vars(sys.modules[name]).update(content)
-    modules = ("vllm.model_executor.determinism.batch_invariant", "vllm.v1.attention.ops.triton_unified_attention")
+    modules = (
+        "vllm.model_executor.determinism.batch_invariant",
+        "vllm.v1.attention.ops.triton_unified_attention",
+    )
     return VllmKernels(*map(import_module, modules), version[1])
 
 
@@ -73,10 +88,15 @@ def _stand_ins(device: torch.device) -> dict[str, dict[str, Any]]:
     gpu = device.type == "cuda"
     capability = _Capability(*torch.cuda.get_device_capability()) if gpu else _Capability(9, 0)
     platform = SimpleNamespace(
-        is_cuda=lambda: True, is_cuda_alike=lambda: True, is_rocm=lambda: False, is_xpu=lambda: False, dispatch_key="CUDA",
-        fp8_dtype=lambda: torch.float8_e4m3fn, get_device_capability=lambda: capability,
+        is_cuda=lambda: True,
+        is_cuda_alike=lambda: True,
+        is_rocm=lambda: False,
+        is_xpu=lambda: False,
+        dispatch_key="CUDA",
+        fp8_dtype=lambda: torch.float8_e4m3fn,
+        get_device_capability=lambda: capability,
         is_device_capability_family=lambda family: capability.major == family // 10,
-    )  # fmt: skip
+    )
     units = torch.cuda.get_device_properties(0).multi_processor_count if gpu else 132
     return {
         "vllm.envs": {"VLLM_BATCH_INVARIANT": True},

@@ -2,8 +2,9 @@
 
     .venv-vllm/bin/python benchmarks/vllm_rate.py [--model FOLDER]
 
-64 requests x 64 new tokens, temperature 1, logprobs of the drawn tokens. Each engine is a process of its own; the two take turns call by
-call (turns.py), and the ratio is taken turn by turn. Results go to benchmarks/results/cpu/vllm_rate.json.
+64 requests x 64 new tokens, temperature 1, logprobs of the drawn tokens. Each engine is a process of its own;
+the two take turns call by call (turns.py), and the ratio is taken turn by turn. Results go to
+benchmarks/results/cpu/vllm_rate.json.
 """
 
 import argparse
@@ -43,7 +44,9 @@ def zerokl_calls(model: Path, dtype: str):
     cfg = VllmConfig(max_concurrency=MAX_SEQS, max_batch_tokens=BATCH_TOKENS, cache_bytes=CACHE_BYTES)
     sampler = VllmSampler(model, decoder.config, weights, cfg)
     generation_params = GenerationParams(SamplingParams(), SAMPLES, NEW_TOKENS, frozenset())
-    return lambda i: sum(len(r.completion_ids) for r in sampler.generate(prompts(), generation_params, RngKey(0, i)))
+    return lambda i: sum(
+        len(r.completion_ids) for r in sampler.generate(prompts(), generation_params, RngKey(0, i))
+    )
 
 
 def stock_calls(model: Path, dtype: str):
@@ -55,13 +58,25 @@ def stock_calls(model: Path, dtype: str):
     from vllm.sampling_params import RequestOutputKind
 
     llm = LLM(
-        model=str(model), dtype=dtype, enforce_eager=True, skip_tokenizer_init=True, logprobs_mode="processed_logprobs",
-        disable_log_stats=True, max_num_seqs=MAX_SEQS, max_num_batched_tokens=BATCH_TOKENS, kv_cache_memory_bytes=CACHE_BYTES,
-    )  # fmt: skip
+        model=str(model),
+        dtype=dtype,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        logprobs_mode="processed_logprobs",
+        disable_log_stats=True,
+        max_num_seqs=MAX_SEQS,
+        max_num_batched_tokens=BATCH_TOKENS,
+        kv_cache_memory_bytes=CACHE_BYTES,
+    )
     params = SamplingParams(
-        temperature=1.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0, detokenize=False, flat_logprobs=True,
+        temperature=1.0,
+        max_tokens=NEW_TOKENS,
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+        flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
-    )  # fmt: skip
+    )
     ids = [{"prompt_token_ids": p} for p in prompts() for _ in range(SAMPLES)]
     return lambda i: sum(len(o.outputs[0].token_ids) for o in llm.generate(ids, params, use_tqdm=False))
 
@@ -84,25 +99,38 @@ def serve(side: str, model: Path, dtype: str, calls: int) -> None:
 def compare(model: str, dtype: str, args: argparse.Namespace, scratch: Path) -> dict:
     """Let the sides take turns; medians, and of the ratio the tenths at both ends too."""
     shared = ["--turns", str(args.turns)]
-    running = {s: turns.Side([sys.executable, __file__, *shared, "--side", s, dtype, model], scratch / f"{dtype}_{s}.log") for s in SIDES}
-    rows = [{name: said["rate"] for name, said in told.items()} for told in turns.alternate(running, args.turns, args.warmup)]
+    running = {
+        s: turns.Side(
+            [sys.executable, __file__, *shared, "--side", s, dtype, model], scratch / f"{dtype}_{s}.log"
+        )
+        for s in SIDES
+    }
+    rows = [
+        {name: said["rate"] for name, said in told.items()}
+        for told in turns.alternate(running, args.turns, args.warmup)
+    ]
     middle = {side: statistics.median(row[side] for row in rows) for side in SIDES}
     spread = turns.spread([row["zerokl"] / row["stock"] for row in rows])
     print(
         f"{dtype}: zerokl {middle['zerokl']:.0f} tokens/s, stock vLLM {middle['stock']:.0f}, "
-        f"ratio {spread['median']:.2f} ({spread['p10']:.2f} to {spread['p90']:.2f})", flush=True,
-    )  # fmt: skip
+        f"ratio {spread['median']:.2f} ({spread['p10']:.2f} to {spread['p90']:.2f})",
+        flush=True,
+    )
     return {"turns": rows, "ratio": spread}
 
 
 def main() -> None:
     """Both dtypes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", help="checkpoint folder; the model of bench_step.py by default")
     parser.add_argument("--turns", type=int, default=33, help="calls of each side")
     parser.add_argument("--warmup", type=int, default=3, help="of them, the first ones, which are dropped")
     parser.add_argument("--out", default=str(HERE / "results" / "cpu" / "vllm_rate.json"))
-    parser.add_argument("--side", nargs=3, help=argparse.SUPPRESS)  # this process is one side: SIDE DTYPE MODEL
+    parser.add_argument(
+        "--side", nargs=3, help=argparse.SUPPRESS
+    )  # this process is one side: SIDE DTYPE MODEL
     args = parser.parse_args()
     if args.side:
         side, dtype, model = args.side

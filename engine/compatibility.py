@@ -1,8 +1,8 @@
 """Which settings go together: one table, a reason a row.
 
-A row says when a combination is refused and what is said then. Rows that ask for the device or for vLLM's version are
-silent until these are known, so the same table serves a configuration that is read, a run that starts and the docs.
-The arguments of vLLM's engine have a list of their own: rollout/vllm/arguments.py.
+A row says when a combination is refused and what is said then. Rows that ask for the device or for vLLM's
+version are silent until these are known, so the same table serves a configuration that is read, a run that
+starts and the docs. The arguments of vLLM's engine have a list of their own: rollout/vllm/arguments.py.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,9 @@ class Setting(NamedTuple):
 
     config: Config
     device: str | None = None  # "cpu" or "cuda"; None: not known yet
-    vllm: str | None = None  # version, "+cpu" at its end for a build for CPUs; None: not known yet, or not installed
+    vllm: str | None = (
+        None  # version, "+cpu" at its end for a build for CPUs; None: not known yet, or not installed
+    )
     ranks: int = 1
 
     @property
@@ -50,7 +52,11 @@ class Rule(NamedTuple):
 
 
 def _other_tiles(s: Setting) -> bool:
-    return s.exact_stock and s.vllm is not None and minor_version(s.vllm) != minor_version(s.config.precision.tiles)
+    return (
+        s.exact_stock
+        and s.vllm is not None
+        and minor_version(s.vllm) != minor_version(s.config.precision.tiles)
+    )
 
 
 RULES: tuple[Rule, ...] = (
@@ -93,7 +99,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         lambda s: (
-            s.exact_stock and (s.config.precision.head_dtype, s.config.precision.cache_dtype) != ("compute", "compute")
+            s.exact_stock
+            and (s.config.precision.head_dtype, s.config.precision.cache_dtype) != ("compute", "compute")
         ),
         lambda s: (
             "precision.head_dtype and cache_dtype: vLLM's own model has other kernels for them; "
@@ -129,7 +136,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         lambda s: (
-            s.device == "cuda" and s.config.vllm.multiprocess and (s.config.sampler == "vllm" or s.exact_stock)
+            s.device == "cuda"
+            and s.config.vllm.multiprocess
+            and (s.config.sampler == "vllm" or s.exact_stock)
         ),
         lambda s: (
             "vllm.multiprocess (true): on a GPU vLLM reads the trainer's own tensors, which are this process's; "
@@ -163,7 +172,10 @@ RULES: tuple[Rule, ...] = (
 def check_settings(
     config: Config, device: str | None = None, vllm: str | None = None, ranks: int = 1
 ) -> None:
-    """Raise ValueError for the first row of RULES that refuses. device: "cpu" or "cuda". vllm: the installed version."""
+    """Raise ValueError for the first row of RULES that refuses.
+
+    device: "cpu" or "cuda". vllm: the installed version.
+    """
     setting = Setting(config, device, vllm, ranks)
     for rule in RULES:
         if rule.refused(setting):

@@ -34,7 +34,9 @@ class TaskConfig(_Section):
     reward: str = ""
     """Your own reward as module:function(problem, completion) -> float; empty is the task's own."""
     perfectible_only: bool = True
-    """Train on the task's problems that `zerokl init` found solved sometimes but not always, where the model folder names any."""
+    """Train on the task's problems that `zerokl init` found solved sometimes but not always, where the model
+    folder names any.
+    """
     problems: int = Field(0, ge=0)
     """Train on that many of them at most, the first; 0 is all."""
 
@@ -43,7 +45,10 @@ class SamplingConfig(_Section):
     """How completions are drawn."""
 
     temperature: float = Field(1.0, gt=0)
-    """Temperature of the softmax. 0 (greedy) is refused: a policy without randomness has no policy gradient."""
+    """Temperature of the softmax.
+
+    0 (greedy) is refused: a policy without randomness has no policy gradient.
+    """
     top_k: int = Field(0, ge=0)
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -58,7 +63,10 @@ class SamplingConfig(_Section):
 
 
 class PerturbConfig(_Section):
-    """Mismatch on demand: how the native sampler is made to differ from the trainer (perturb.py). Needs exact = false."""
+    """Mismatch on demand:
+
+    how the native sampler is made to differ from the trainer (perturb.py). Needs exact = false.
+    """
 
     logit_noise: float = Field(0.0, ge=0)
     """Standard deviation of what is added to each logit, after the temperature."""
@@ -148,7 +156,10 @@ class EvaluationConfig(_Section):
 
 
 class CheckpointConfig(_Section):
-    """Checkpoints in Hugging Face format with the fp32 master weights, and what a resumed run needs. The last step always has one."""
+    """Checkpoints in Hugging Face format with the fp32 master weights, and what a resumed run needs.
+
+    The last step always has one.
+    """
 
     every: int = Field(0, ge=0)
     """Steps between checkpoints; 0 keeps only the last."""
@@ -160,21 +171,31 @@ class LedgerConfig(_Section):
     """The run's ledger: hashes of all that a step computes."""
 
     detail: Literal["roots", "gradients", "full"] = "full"
-    """What has a hash of each weight written down: nothing, the gradients, or optimizer state and weights as well. Costs space only."""
+    """What has a hash of each weight written down:
+
+    nothing, the gradients, or optimizer state and weights as well. Costs space only.
+    """
     state_every: int = Field(1, ge=1)
-    """Steps between hashes of optimizer state and weights. More saves time with a large model; part of the run's fingerprint."""
+    """Steps between hashes of optimizer state and weights.
+
+    More saves time with a large model; part of the run's fingerprint.
+    """
 
 
 class Config(_Section):
     """A training run."""
 
     model: str = "init:tiny"
-    """Model folder, hub name (owner/name), or init:PRESET to make a base model for the task as `zerokl init` does."""
+    """Model folder, hub name (owner/name), or init:PRESET to make a base model for the task as `zerokl init`
+    does.
+    """
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Compute dtype of sampler and trainer. Master weights and optimizer state are fp32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where sampler and trainer compute; auto is a CUDA GPU where there is one (and vLLM, if it samples, is not its build for CPUs).
-    Changes the bits: a GPU's kernels sum in another order than the reference on a CPU."""
+    """Where sampler and trainer compute; auto is a CUDA GPU where there is one (and vLLM, if it samples, is
+    not its build for CPUs). Changes the bits: a GPU's kernels sum in another order than the reference on a
+    CPU.
+    """
     seed: int = Field(0, ge=0, lt=1 << 32)
     """Seed of the run: problem order and every token drawn."""
     steps: int = Field(100, ge=1)
@@ -188,20 +209,28 @@ class Config(_Section):
     virtual_shards: int = Field(8, ge=1, le=1 << 16)
     """Parts into which a step's sequences are cut; a power of two. The order of the gradient's sum."""
     updates_per_rollout: int = Field(1, ge=1)
-    """Optimizer updates on each step's rollouts. loss and entropy are those of the first, grad_norm and lr of the last."""
+    """Optimizer updates on each step's rollouts.
+
+    loss and entropy are those of the first, grad_norm and lr of the last.
+    """
     exact: bool = True
     """Stop at the first token whose trainer logprob is not bit for bit its sampler logprob."""
     threads: int = Field(0, ge=0, le=1 << 16)
     """CPU threads; 0 leaves torch's choice. Changes no bit."""
     workers: int = Field(0, ge=0, le=1 << 16)
-    """Processes that sample and train side by side, each on its share of the threads, rounded down to a power of two; 0 chooses by
-    model size. Changes no bit."""
+    """Processes that sample and train side by side, each on its share of the threads, rounded down to a power
+    of two; 0 chooses by model size. Changes no bit.
+    """
     sampler: Literal["native", "vllm", "hf", "vllm-stock"] = "native"
-    """Which engine draws the completions: zerokl's own, or vLLM (in an environment that has it) with our decoder; they draw the same
-    tokens. On a GPU also vLLM with its own model in batch-invariant mode (vllm-stock), whose arithmetic our kernels follow. Or, with
-    exact = false, a foreign one: transformers' generate (hf), or vLLM as it comes (vllm-stock)."""
+    """Which engine draws the completions: zerokl's own, or vLLM (in an environment that has it) with our
+    decoder; they draw the same tokens. On a GPU also vLLM with its own model in batch-invariant mode
+    (vllm-stock), whose arithmetic our kernels follow. Or, with exact = false, a foreign one: transformers'
+    generate (hf), or vLLM as it comes (vllm-stock).
+    """
     max_staleness: int = Field(0, ge=0)
-    """Updates by which the weights sampled from may be older than the trainer's; they are renewed when they would be older."""
+    """Updates by which the weights sampled from may be older than the trainer's; they are renewed when they
+    would be older.
+    """
 
     task: Annotated[TaskConfig, section(TaskConfig)] = TaskConfig()
     sampling: Annotated[SamplingConfig, section(SamplingConfig)] = SamplingConfig()
@@ -217,7 +246,10 @@ class Config(_Section):
 
     @property
     def samples_older_weights(self) -> bool:
-        """Whether the sampler keeps weights that no checkpoint of the trainer holds: such a run is done again from its first step only."""
+        """Whether the sampler keeps weights that no checkpoint of the trainer holds:
+
+        such a run is done again from its first step only.
+        """
         return bool(self.max_staleness or self.perturb.delay)
 
     @field_validator("virtual_shards")

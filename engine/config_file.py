@@ -1,7 +1,7 @@
 """Configurations from TOML files, presets and overrides, and back to TOML. Unknown keys are errors.
 
-`zerokl train` parses its command line into the same models (cli.py) and hands the settings given there over as
-overrides, so that everything is checked here, once.
+`zerokl train` parses its command line into the same models (cli.py) and hands the settings given there over
+as overrides, so that everything is checked here, once.
 """
 
 import difflib
@@ -36,8 +36,8 @@ def load_config(
 ) -> Config:
     """A TOML file or a preset, with overrides by dotted key such as {"optimizer.lr": 3e-4}.
 
-    Raises ValueError, one line, for a file that cannot be read, an unknown key (with the nearest known one), a bad
-    value, or settings that do not go together.
+    Raises ValueError, one line, for a file that cannot be read, an unknown key (with the nearest known one),
+    a bad value, or settings that do not go together.
     """
     if file is not None and preset is not None:
         raise ValueError("config: give a file or --preset, not both")
@@ -127,9 +127,13 @@ def check_key(key: str) -> None:
 def _hint(key: str, known: list[str]) -> str:
     """The nearest known key: one of the same last word, else one spelt alike."""
     last_word, by_last_word = key.rsplit(".", 1)[-1], {k.rsplit(".", 1)[-1]: k for k in reversed(known)}
-    near = [by_last_word[last_word]] if last_word in by_last_word else difflib.get_close_matches(key, known, 1)
+    near = (
+        [by_last_word[last_word]] if last_word in by_last_word else difflib.get_close_matches(key, known, 1)
+    )
     near = near or [by_last_word[word] for word in difflib.get_close_matches(last_word, by_last_word, 1)]
-    return f"; did you mean {near[0]}?" if near else f"; keys are {', '.join(k for k in known if '.' not in k)}"
+    return (
+        f"; did you mean {near[0]}?" if near else f"; keys are {', '.join(k for k in known if '.' not in k)}"
+    )
 
 
 def to_toml(config: Config) -> str:

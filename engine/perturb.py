@@ -1,4 +1,5 @@
-"""Mismatch on demand: a sampler that differs from the trainer in one controlled way, so that a correction can be tested.
+"""Mismatch on demand: a sampler that differs from the trainer in one controlled way, so that a correction can
+be tested.
 
     weights       w' = w + gain (round(w) - w), rounded once to the sampler's compute dtype
     delay         the weights are those of `delay` steps ago, and the rollouts do not say so
@@ -6,8 +7,8 @@
                   (seed, step, prompt, generation, position, token)
     temperature   tokens are drawn, and their logprobs reported, at another temperature than the trainer's
 
-A rollout carries the logprobs it was drawn with, as with any engine; the trainer's differ. All of it is reproducible
-to the bit.
+A rollout carries the logprobs it was drawn with, as with any engine; the trainer's differ. All of it is
+reproducible to the bit.
 """
 
 from collections import deque

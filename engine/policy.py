@@ -22,7 +22,10 @@ from .tasks.tokenizer import Tokenizer
 
 
 class Policy:
-    """A decoder in one dtype, a native sampler over the same weights, and the tokenizer. Make with `load_policy`."""
+    """A decoder in one dtype, a native sampler over the same weights, and the tokenizer.
+
+    Make with `load_policy`.
+    """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device | None = None):
         self.folder = folder
@@ -31,31 +34,57 @@ class Policy:
         self.sampler = NativeSampler(self.decoder)
 
     def sample(
-        self, prompts: Sequence[str | Sequence[int]], n: int = 1, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
-        max_tokens: int = 64, seed: int = 0, chat: bool = False,
-    ) -> list[Rollout]:  # fmt: skip
-        """n completions of each prompt (text or token ids), prompt by prompt, each with its tokens' logprobs [C].
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        n: int = 1,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        max_tokens: int = 64,
+        seed: int = 0,
+        chat: bool = False,
+    ) -> list[Rollout]:
+        """n completions of each prompt (text or token ids), prompt by prompt, each with its tokens' logprobs
+        [C].
 
         Raises ValueError for a prompt that is empty or too long, or a setting out of range.
         """
         ids = [self.tokenizer.encode(p, chat) if isinstance(p, str) else list(p) for p in prompts]
-        generation_params = GenerationParams(SamplingParams(temperature, top_k, top_p), n, max_tokens, self.tokenizer.stop_ids)
+        generation_params = GenerationParams(
+            SamplingParams(temperature, top_k, top_p), n, max_tokens, self.tokenizer.stop_ids
+        )
         return self.sampler.generate(ids, generation_params, RngKey(seed, 0))
 
     @torch.no_grad()
     def score(
-        self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+        self,
+        pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
     ) -> list[np.ndarray]:
-        """The trainer's logprobs [C] fp32 of each (prompt_ids, completion_ids), from one forward over all. Raises ValueError."""
+        """The trainer's logprobs [C] fp32 of each (prompt_ids, completion_ids), from one forward over all.
+
+        Raises ValueError.
+        """
         batch = pack(pairs)
         logp, _ = logprobs(self.decoder, batch, SamplingParams(temperature, top_k, top_p))
         return [x.numpy() for x in logp.cpu().split(batch.completion_lengths)]
 
     def evaluate(
-        self, task: TaskConfig, split: str = "held_out", problems: int = 256, num_generations: int = 1, temperature: float = 0.0,
-        max_tokens: int = 32, seed: int = 0,
-    ) -> Evaluation:  # fmt: skip
-        """Rewards [P, G] on a split of a task. A model made by `zerokl init` or trained on the task brings its options along."""
+        self,
+        task: TaskConfig,
+        split: str = "held_out",
+        problems: int = 256,
+        num_generations: int = 1,
+        temperature: float = 0.0,
+        max_tokens: int = 32,
+        seed: int = 0,
+    ) -> Evaluation:
+        """Rewards [P, G] on a split of a task.
+
+        A model made by `zerokl init` or trained on the task brings its options along.
+        """
         options = dict(task.options)
         if not options and (found := task_of(self.folder)) and found["task"] == task.name:
             options = found["options"]
@@ -77,7 +106,9 @@ class Policy:
 
 
 def load_policy(model: str, dtype: str = "float32", device: str = "auto") -> Policy:
-    """Load a model folder or hub name in float32, bfloat16 or float16, on "cpu", "cuda" or where there is a GPU. Raises ValueError."""
+    """Load a model folder or hub name in float32, bfloat16 or float16, on "cpu", "cuda" or where there is a
+    GPU. Raises ValueError.
+    """
     if dtype not in DTYPES:
         raise ValueError(f"dtype ({dtype}) must be one of {', '.join(DTYPES)}")
     return Policy(resolve_model(model), DTYPES[dtype], find_device(device))

@@ -1,4 +1,7 @@
-"""Precision settings: which dtype computes what, in the sampler and in the trainer, and how the loss is scaled."""
+"""Precision settings:
+
+which dtype computes what, in the sampler and in the trainer, and how the loss is scaled.
+"""
 
 import math
 from typing import Literal
@@ -7,7 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 class PrecisionConfig(BaseModel):
-    """Dtypes beside the compute dtype, and loss scaling. The sampler has the trainer's, unless a sampler_ key says otherwise."""
+    """Dtypes beside the compute dtype, and loss scaling.
+
+    The sampler has the trainer's, unless a sampler_ key says otherwise.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -24,14 +30,18 @@ class PrecisionConfig(BaseModel):
     maximum: float = 16777216.0
     """A dynamic scale rises no higher; a power of two."""
     head_dtype: Literal["compute", "float32"] = "compute"
-    """Dtype of the logits: the compute dtype, or float32. With float32 hidden states and head are multiplied in fp32,
-    and the logits are not rounded."""
+    """Dtype of the logits: the compute dtype, or float32. With float32 hidden states and head are multiplied
+    in fp32, and the logits are not rounded.
+    """
     cache_dtype: Literal["compute", "bfloat16", "float16"] = "compute"
-    """Dtype to which keys and values are rounded before attention reads them, in the sampler's cache and in the trainer
-    alike. Where it is narrower than the compute dtype, the sampler's cache stores them in it: half the bytes with float32."""
+    """Dtype to which keys and values are rounded before attention reads them, in the sampler's cache and in
+    the trainer alike. Where it is narrower than the compute dtype, the sampler's cache stores them in it:
+    half the bytes with float32.
+    """
     tiles: Literal["vllm-0.32", "vllm-0.33"] = "vllm-0.32"
-    """The vLLM version whose tiles along the reduced dimension the matrix products have on a GPU, where tiles order sums.
-    With sampler = "vllm-stock" and exact = true it must be the version that samples."""
+    """The vLLM version whose tiles along the reduced dimension the matrix products have on a GPU, where tiles
+    order sums. With sampler = "vllm-stock" and exact = true it must be the version that samples.
+    """
     sampler_dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """Compute dtype of the sampler, where it is another. Only with exact = false."""
     sampler_head_dtype: Literal["", "compute", "float32"] = ""

@@ -15,7 +15,10 @@ class Handle(NamedTuple):
 
 
 class SharedTensor:
-    """`tensor` [numel], zeros at first. The memory goes when the last process that maps it does. Linux only."""
+    """`tensor` [numel], zeros at first.
+
+    The memory goes when the last process that maps it does. Linux only.
+    """
 
     def __init__(self, numel: int, dtype: torch.dtype):
         self.fd = os.memfd_create("zerokl")

@@ -4,16 +4,17 @@
     delta_i = do_i . o_i     ds_ij = p_ij (do_i . v_j - delta_i)
     dq_i = scale sum_j ds_ij k_j     dk_j = scale sum_i ds_ij q_i     dv_j = sum_i p_ij do_i
 
-Two passes over a row's key tiles of KEY_TILE, in ascending order: the maximum of all scores, then the sums of p and of p v tile by
-tile. A fully masked tile is an exact no-op: the maximum stays, and exp(-inf) = 0 adds zeros.
+Two passes over a row's key tiles of KEY_TILE, in ascending order: the maximum of all scores, then the sums of
+p and of p v tile by tile. A fully masked tile is an exact no-op: the maximum stays, and exp(-inf) = 0 adds
+zeros.
 
-q, o [T, Hq, D]; k, v [K, Hkv, D], K >= T: a sequence's queries are its last positions; lse [T, Hq] in fp32; key tiles
-[tiles, 2, KEY_TILE, D] (0: keys, 1: values).
-Roundings: everything in fp32 from the inputs as they are; o, dq, dk, dv once each.
-On a GPU: attention_triton.py, attention_bwd_triton.py. What follows is the reference.
-Order: a row of o depends on its own q, k and v only, and every matrix product has the bits of one fixed shape (attention_plan.py).
-The backward runs over QUERY_CHUNK positions at a time, counted from a sequence's first key; its shapes depend on the sequence's length
-only, and positions without a query add exact zeros.
+q, o [T, Hq, D]; k, v [K, Hkv, D], K >= T: a sequence's queries are its last positions; lse [T, Hq] in fp32;
+key tiles [tiles, 2, KEY_TILE, D] (0: keys, 1: values). Roundings: everything in fp32 from the inputs as they
+are; o, dq, dk, dv once each. On a GPU: attention_triton.py, attention_bwd_triton.py. What follows is the
+reference. Order: a row of o depends on its own q, k and v only, and every matrix product has the bits of one
+fixed shape (attention_plan.py). The backward runs over QUERY_CHUNK positions at a time, counted from a
+sequence's first key; its shapes depend on the sequence's length only, and positions without a query add exact
+zeros.
 """
 
 from collections.abc import Sequence
@@ -26,17 +27,21 @@ from .backend import on_triton
 from .grad import accumulate_dtype, check_dtype
 from .order import ALIGN
 
-# Positions of one step of the backward: bounds its score matrix and skips most keys after the queries. A constant, as it
-# orders dk and dv.
+# Positions of one step of the backward: bounds its score matrix and skips most keys after the queries. A
+# constant, as it orders dk and dv.
 QUERY_CHUNK = 32
-# Elements of a score matrix in the backward. Bounds memory only: it decides how many sequences go in one call.
+# Elements of a score matrix in the backward. Bounds memory only: it decides how many sequences go in one
+# call.
 SCORE_ELEMENTS = 1 << 22
 
 
 def attention_ref(
     q: torch.Tensor, tiles: torch.Tensor, plan: AttentionPlan, scale: float, want_lse: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Forward only. q [T, Hq, D], tiles [tiles, 2, KEY_TILE, D]. Returns o like q, and lse [T, Hq] in fp32 where it is wanted."""
+    """Forward only.
+
+    q [T, Hq, D], tiles [tiles, 2, KEY_TILE, D]. Returns o like q, and lse [T, Hq] in fp32 where it is wanted.
+    """
     T, H, D = q.shape
     acc_dtype = accumulate_dtype(q.dtype)
     index = plan.index(D, acc_dtype)
@@ -54,8 +59,13 @@ def attention_ref(
     return o, lse.view(-1).index_select(0, index.inverse).view(T, H) if want_lse else None
 
 
-def _group_ref(q: torch.Tensor, kv: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """m, l [c, R, 1] and the unnormalised output [c, R, D]. q [c, R, D] scaled, kv [c * J, 2, KEY_TILE, D], bias [c, M, R, KEY_TILE]."""
+def _group_ref(
+    q: torch.Tensor, kv: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """m, l [c, R, 1] and the unnormalised output [c, R, D].
+
+    q [c, R, D] scaled, kv [c * J, 2, KEY_TILE, D], bias [c, M, R, KEY_TILE].
+    """
     c, R, D = q.shape
     kv = kv.view(c, -1, 2, KEY_TILE, D)
     J = kv.shape[1]
@@ -65,7 +75,9 @@ def _group_ref(q: torch.Tensor, kv: torch.Tensor, bias: torch.Tensor) -> tuple[t
     m = s.amax(-1, keepdim=True).amax(1)
     p = s.sub_(m.unsqueeze(1)).exp_()
     l = p.sum(-1, keepdim=True).cumsum(1)[:, -1]
-    acc = torch.zeros_like(q)  # begun with +0.0, so that adding a hidden tile's zeros never turns a -0.0 around
+    acc = torch.zeros_like(
+        q
+    )  # begun with +0.0, so that adding a hidden tile's zeros never turns a -0.0 around
     for j in range(J):
         acc.baddbmm_(p[:, j], kv[:, j, 1])
     return m, l, acc
@@ -81,10 +93,11 @@ def gather_tiles(k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> torch.
 
 
 def _bwd_group(q, k, v, do, lse, delta, scale, first):
-    """Gradients of sequences padded to one length L, whose rows of q begin with position `first`, a multiple of QUERY_CHUNK.
+    """Gradients of sequences padded to one length L, whose rows of q begin with position `first`, a multiple
+    of QUERY_CHUNK.
 
-    q, do [S * Hkv, (L - first) * G, D], k, v [S * Hkv, L, D], lse, delta [S * Hkv, (L - first) * G, 1]. Rows that stand for no query have
-    lse = inf, so that their p is 0.
+    q, do [S * Hkv, (L - first) * G, D], k, v [S * Hkv, L, D], lse, delta [S * Hkv, (L - first) * G, 1]. Rows
+    that stand for no query have lse = inf, so that their p is 0.
     """
     L = k.shape[1]
     G = q.shape[1] // (L - first)
@@ -102,8 +115,11 @@ def _bwd_group(q, k, v, do, lse, delta, scale, first):
     return dq.mul_(scale), dk, dv
 
 
-def _padded(starts: np.ndarray, before: np.ndarray, counts: np.ndarray, first: int, L: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions first .. L - 1 of S sequences, of which `counts` have a row, after `before` that have none: [S, L - first].
+def _padded(
+    starts: np.ndarray, before: np.ndarray, counts: np.ndarray, first: int, L: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions first .. L - 1 of S sequences, of which `counts` have a row, after `before` that have none:
+    [S, L - first].
 
     Returns the packed row of each (one of the sequence's own where it has none), and whether it has one.
     """
@@ -119,7 +135,11 @@ def attention_bwd_ref(do, q, k, v, o, lse, plan: AttentionPlan, scale: float):
     acc_dtype = lse.dtype
     delta = (do.to(acc_dtype) * o.to(acc_dtype)).sum(-1)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    contexts, queries, keys = np.asarray(plan.contexts), np.asarray(plan.query_lengths), np.asarray(plan.lengths)
+    contexts, queries, keys = (
+        np.asarray(plan.contexts),
+        np.asarray(plan.query_lengths),
+        np.asarray(plan.lengths),
+    )
     starts, key_starts = np.cumsum(queries) - queries, np.cumsum(keys) - keys
     padded = -(-keys // ALIGN) * ALIGN
 
@@ -144,9 +164,15 @@ def attention_bwd_ref(do, q, k, v, o, lse, plan: AttentionPlan, scale: float):
             lse_rows = heads_first(lse, rows, G)
             lse_rows.view(len(some), Hkv, L - first, G).masked_fill_(~inside[:, None, :, None], float("inf"))
             grads = _bwd_group(
-                heads_first(q, rows, G), heads_first(k, key_rows, 1), heads_first(v, key_rows, 1), heads_first(do, rows, G),
-                lse_rows, heads_first(delta, rows, G), scale, first,
-            )  # fmt: skip
+                heads_first(q, rows, G),
+                heads_first(k, key_rows, 1),
+                heads_first(v, key_rows, 1),
+                heads_first(do, rows, G),
+                lse_rows,
+                heads_first(delta, rows, G),
+                scale,
+                first,
+            )
             put(dq, grads[0], rows, inside)
             put(dk, grads[1], key_rows, key_inside)
             put(dv, grads[2], key_rows, key_inside)
@@ -171,7 +197,9 @@ class _Attention(torch.autograd.Function):
         return *attention_bwd_ref(do, *ctx.saved_tensors, ctx.plan, ctx.scale), None, None
 
 
-def _packed(q, k, v, plan: AttentionPlan, scale: float, want_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _packed(
+    q, k, v, plan: AttentionPlan, scale: float, want_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     if on_triton(q):
         from .attention_triton import attention_packed
 
@@ -179,22 +207,30 @@ def _packed(q, k, v, plan: AttentionPlan, scale: float, want_lse: bool) -> tuple
     return attention_ref(q, gather_tiles(k, v, plan.rows), plan, scale, want_lse)
 
 
-def varlen_plan(lengths: Sequence[int], heads: int, kv_heads: int, contexts: Sequence[int] | None = None) -> AttentionPlan:
+def varlen_plan(
+    lengths: Sequence[int], heads: int, kv_heads: int, contexts: Sequence[int] | None = None
+) -> AttentionPlan:
     """Packed sequences: the plan of `attention` for training, made once and used by every layer.
 
-    lengths [S]: queries of each sequence, all positive. contexts [S]: positions before them, of which there are keys and values only; None:
-    whole sequences. Raises ValueError for a length or a number of heads that cannot be.
+    lengths [S]: queries of each sequence, all positive. contexts [S]: positions before them, of which there
+    are keys and values only; None: whole sequences. Raises ValueError for a length or a number of heads that
+    cannot be.
     """
     contexts = [0] * len(lengths) if contexts is None else list(contexts)
     if not len(lengths) or min(lengths) < 1 or len(contexts) != len(lengths) or min(contexts) < 0:
-        raise ValueError(f"attention: lengths ({list(lengths)}) must be positive, contexts ({contexts}) not negative, one each a sequence")
+        raise ValueError(
+            f"attention: lengths ({list(lengths)}) must be positive, contexts ({contexts}) not negative, one each a sequence"
+        )
     if heads % kv_heads:
         raise ValueError(f"attention: heads ({heads}) must be a multiple of kv_heads ({kv_heads})")
     return AttentionPlan(tuple(lengths), contexts, None, heads, kv_heads)
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float) -> torch.Tensor:
-    """Causal self-attention of packed sequences. q [T, Hq, D], k, v [K, Hkv, D] -> [T, Hq, D]. Raises ValueError.
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float
+) -> torch.Tensor:
+    """Causal self-attention of packed sequences. q [T, Hq, D], k, v [K, Hkv, D] -> [T, Hq, D]. Raises
+    ValueError.
 
     K counts the keys of the contexts too: each sequence's lie together, its context's first.
     """
@@ -214,8 +250,9 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Attention
 def attention_cached(q: torch.Tensor, tiles: torch.Tensor, plan: AttentionPlan, scale: float) -> torch.Tensor:
     """Attention of new tokens against a cache that already holds their keys and values; forward only.
 
-    q [T, Hq, D], tiles [blocks * Hkv, 2, KEY_TILE, D] -> [T, Hq, D]. The bits are those of `attention`. Raises ValueError.
-    Tiles may be in a narrower dtype than q: they are converted as they are read, which is exact.
+    q [T, Hq, D], tiles [blocks * Hkv, 2, KEY_TILE, D] -> [T, Hq, D]. The bits are those of `attention`.
+    Raises ValueError. Tiles may be in a narrower dtype than q: they are converted as they are read, which is
+    exact.
     """
     check_dtype("attention_cached", q=q)
     check_dtype("attention_cached", tiles=tiles)
@@ -225,12 +262,16 @@ def attention_cached(q: torch.Tensor, tiles: torch.Tensor, plan: AttentionPlan, 
         )
     check_head_dim(q.shape[-1])
     if tiles.shape[1:] != (2, KEY_TILE, q.shape[-1]):
-        raise ValueError(f"attention_cached: tiles {tuple(tiles.shape)} must be [tiles, 2, {KEY_TILE}, {q.shape[-1]}]")
+        raise ValueError(
+            f"attention_cached: tiles {tuple(tiles.shape)} must be [tiles, 2, {KEY_TILE}, {q.shape[-1]}]"
+        )
     if on_triton(q):
         from .attention_triton import attention_paged
 
         spans = plan.on(q.device)
-        k, v = tiles.view(-1, spans.kv_heads, 2, KEY_TILE, q.shape[-1]).permute(2, 0, 3, 1, 4)  # each [blocks, KEY_TILE, Hkv, D]
+        k, v = tiles.view(-1, spans.kv_heads, 2, KEY_TILE, q.shape[-1]).permute(
+            2, 0, 3, 1, 4
+        )  # each [blocks, KEY_TILE, Hkv, D]
         return attention_paged(q, k, v, spans, scale)
     return attention_ref(q, tiles, plan, scale, want_lse=False)[0]
 

@@ -3,14 +3,16 @@
     delta_i = do_i . o_i     p_ij = exp(scale q_i . k_j - lse_i)     ds_ij = p_ij (do_i . v_j - delta_i)
     dq_i = scale sum_j ds_ij k_j     dk_j = scale sum_i ds_ij q_i     dv_j = sum_i p_ij do_i
 
-Two passes (FlashAttention-2, arXiv:2307.08691, without its atomic dq). `_backward_q`: a program owns the queries of one (sequence, head,
-tile), walks the keys in ascending order, and leaves delta behind. `_backward_kv`: a program owns the keys and values of one (sequence,
-key-value head, tile) and walks the group's heads and, for each, the queries in ascending order. What is walked lies in tiles that begin
-at a sequence's first position, so a gradient depends on its own sequence only; positions without a query add exact zeros.
+Two passes (FlashAttention-2, arXiv:2307.08691, without its atomic dq). `_backward_q`: a program owns the
+queries of one (sequence, head, tile), walks the keys in ascending order, and leaves delta behind.
+`_backward_kv`: a program owns the keys and values of one (sequence, key-value head, tile) and walks the
+group's heads and, for each, the queries in ascending order. What is walked lies in tiles that begin at a
+sequence's first position, so a gradient depends on its own sequence only; positions without a query add exact
+zeros.
 
-q, o, do, dq [T, Hq, D]; k, v, dk, dv [K, Hkv, D], K >= T: a sequence's queries are its last positions; lse, delta [T, Hq] fp32; any
-strides but the last.
-Roundings: p and ds to the dtype before they meet do, q and k; dq, dk, dv once each; everything else in fp32 (ieee, never tf32).
+q, o, do, dq [T, Hq, D]; k, v, dk, dv [K, Hkv, D], K >= T: a sequence's queries are its last positions; lse,
+delta [T, Hq] fp32; any strides but the last. Roundings: p and ds to the dtype before they meet do, q and k;
+dq, dk, dv once each; everything else in fp32 (ieee, never tf32).
 """
 
 import torch
@@ -25,11 +27,37 @@ from .tiles import generation
 
 @triton.jit(do_not_specialize=["sequences", "heads"])
 def _backward_q(
-    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, cu_ptr, key_cu_ptr, scale, sequences, heads,
-    q_stride_t, q_stride_h, k_stride_t, k_stride_h,
-    v_stride_t, v_stride_h, o_stride_t, o_stride_h, do_stride_t, do_stride_h, dq_stride_t, dq_stride_h,
-    GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    o_ptr,
+    do_ptr,
+    lse_ptr,
+    delta_ptr,
+    dq_ptr,
+    cu_ptr,
+    key_cu_ptr,
+    scale,
+    sequences,
+    heads,
+    q_stride_t,
+    q_stride_h,
+    k_stride_t,
+    k_stride_h,
+    v_stride_t,
+    v_stride_h,
+    o_stride_t,
+    o_stride_h,
+    do_stride_t,
+    do_stride_h,
+    dq_stride_t,
+    dq_stride_h,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     tile, h = tl.program_id(0), tl.program_id(1)
     seq, start, queries, first = find_tile(cu_ptr, tile, sequences, BLOCK_M)
     if first >= queries:
@@ -42,7 +70,9 @@ def _backward_q(
     token, position, used = (start + step).to(tl.int64), context + step, step < queries
     mask = used[:, None] & (d < D)[None, :]
     q = tl.load(q_ptr + (token * q_stride_t)[:, None] + (h * q_stride_h + d)[None, :], mask=mask, other=0.0)
-    do = tl.load(do_ptr + (token * do_stride_t)[:, None] + (h * do_stride_h + d)[None, :], mask=mask, other=0.0)
+    do = tl.load(
+        do_ptr + (token * do_stride_t)[:, None] + (h * do_stride_h + d)[None, :], mask=mask, other=0.0
+    )
     o = tl.load(o_ptr + (token * o_stride_t)[:, None] + (h * o_stride_h + d)[None, :], mask=mask, other=0.0)
     delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), axis=1)
     tl.store(delta_ptr + token * heads + h, delta, mask=used)
@@ -52,23 +82,57 @@ def _backward_q(
         key = j + n
         at = (key_start + key).to(tl.int64)
         here = (key < length)[:, None] & (d < D)[None, :]
-        k = tl.load(k_ptr + (at * k_stride_t)[:, None] + (h // GROUP * k_stride_h + d)[None, :], mask=here, other=0.0)
-        v = tl.load(v_ptr + (at * v_stride_t)[:, None] + (h // GROUP * v_stride_h + d)[None, :], mask=here, other=0.0)
+        k = tl.load(
+            k_ptr + (at * k_stride_t)[:, None] + (h // GROUP * k_stride_h + d)[None, :], mask=here, other=0.0
+        )
+        v = tl.load(
+            v_ptr + (at * v_stride_t)[:, None] + (h // GROUP * v_stride_h + d)[None, :], mask=here, other=0.0
+        )
         s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         p = tl.where(key[None, :] <= position[:, None], tl.exp(s - lse[:, None]), 0.0)
         ds = p * (tl.dot(do, tl.trans(v), input_precision="ieee") - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     dq *= scale
-    tl.store(dq_ptr + (token * dq_stride_t)[:, None] + (h * dq_stride_h + d)[None, :], dq.to(dq_ptr.dtype.element_ty), mask=mask)
+    tl.store(
+        dq_ptr + (token * dq_stride_t)[:, None] + (h * dq_stride_h + d)[None, :],
+        dq.to(dq_ptr.dtype.element_ty),
+        mask=mask,
+    )
 
 
 @triton.jit(do_not_specialize=["sequences", "heads"])
 def _backward_kv(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, cu_ptr, key_cu_ptr, scale, sequences, heads,
-    q_stride_t, q_stride_h, k_stride_t, k_stride_h,
-    v_stride_t, v_stride_h, do_stride_t, do_stride_h, dk_stride_t, dk_stride_h, dv_stride_t, dv_stride_h,
-    GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    do_ptr,
+    lse_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    cu_ptr,
+    key_cu_ptr,
+    scale,
+    sequences,
+    heads,
+    q_stride_t,
+    q_stride_h,
+    k_stride_t,
+    k_stride_h,
+    v_stride_t,
+    v_stride_h,
+    do_stride_t,
+    do_stride_h,
+    dk_stride_t,
+    dk_stride_h,
+    dv_stride_t,
+    dv_stride_h,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     seq, key_start, length, first = find_tile(key_cu_ptr, tile, sequences, BLOCK_N)
     if first >= length:
@@ -80,8 +144,12 @@ def _backward_kv(
     key = first + tl.arange(0, BLOCK_N)
     token, used = (key_start + key).to(tl.int64), key < length
     mask = used[:, None] & (d < D)[None, :]
-    k = tl.load(k_ptr + (token * k_stride_t)[:, None] + (kv_head * k_stride_h + d)[None, :], mask=mask, other=0.0)
-    v = tl.load(v_ptr + (token * v_stride_t)[:, None] + (kv_head * v_stride_h + d)[None, :], mask=mask, other=0.0)
+    k = tl.load(
+        k_ptr + (token * k_stride_t)[:, None] + (kv_head * k_stride_h + d)[None, :], mask=mask, other=0.0
+    )
+    v = tl.load(
+        v_ptr + (token * v_stride_t)[:, None] + (kv_head * v_stride_h + d)[None, :], mask=mask, other=0.0
+    )
     dk, dv = tl.zeros([BLOCK_N, WIDTH], tl.float32), tl.zeros([BLOCK_N, WIDTH], tl.float32)
     own = key - context
     for h in range(kv_head * GROUP, kv_head * GROUP + GROUP):
@@ -90,8 +158,12 @@ def _backward_kv(
             asks = (step >= 0) & (step < queries)
             at = (start + step).to(tl.int64)
             here = asks[:, None] & (d < D)[None, :]
-            q = tl.load(q_ptr + (at * q_stride_t)[:, None] + (h * q_stride_h + d)[None, :], mask=here, other=0.0)
-            do = tl.load(do_ptr + (at * do_stride_t)[:, None] + (h * do_stride_h + d)[None, :], mask=here, other=0.0)
+            q = tl.load(
+                q_ptr + (at * q_stride_t)[:, None] + (h * q_stride_h + d)[None, :], mask=here, other=0.0
+            )
+            do = tl.load(
+                do_ptr + (at * do_stride_t)[:, None] + (h * do_stride_h + d)[None, :], mask=here, other=0.0
+            )
             lse = tl.load(lse_ptr + at * heads + h, mask=asks, other=float("inf"))
             delta = tl.load(delta_ptr + at * heads + h, mask=asks, other=0.0)
             s = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
@@ -100,11 +172,21 @@ def _backward_kv(
             ds = p * (tl.dot(v, tl.trans(do), input_precision="ieee") - delta[None, :])
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     dk *= scale
-    tl.store(dk_ptr + (token * dk_stride_t)[:, None] + (kv_head * dk_stride_h + d)[None, :], dk.to(dk_ptr.dtype.element_ty), mask=mask)
-    tl.store(dv_ptr + (token * dv_stride_t)[:, None] + (kv_head * dv_stride_h + d)[None, :], dv.to(dv_ptr.dtype.element_ty), mask=mask)
+    tl.store(
+        dk_ptr + (token * dk_stride_t)[:, None] + (kv_head * dk_stride_h + d)[None, :],
+        dk.to(dk_ptr.dtype.element_ty),
+        mask=mask,
+    )
+    tl.store(
+        dv_ptr + (token * dv_stride_t)[:, None] + (kv_head * dv_stride_h + d)[None, :],
+        dv.to(dv_ptr.dtype.element_ty),
+        mask=mask,
+    )
 
 
-def attention_bwd(do, q, k, v, o, lse, spans: Spans, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def attention_bwd(
+    do, q, k, v, o, lse, spans: Spans, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv of packed attention, contiguous. do, q, o [T, Hq, D], k, v [K, Hkv, D], lse [T, Hq]."""
     assert spans.cu_seqlens_k is not None
     do, q, k, v = map(rows_contiguous, (do, q, k, v))
@@ -119,19 +201,52 @@ def attention_bwd(do, q, k, v, o, lse, spans: Spans, scale: float) -> tuple[torc
         return [n for x in tensors for n in x.stride()[:2]]
 
     launch(
-        _backward_q, (T // of_q["BLOCK_M"] + sequences, H), q, k, v, o, do, lse, delta, dq, spans.cu_seqlens_q, spans.cu_seqlens_k,
-        scale, sequences, H, *strides(q, k, v, o, do, dq), **shape, **of_q,
-    )  # fmt: skip
+        _backward_q,
+        (T // of_q["BLOCK_M"] + sequences, H),
+        q,
+        k,
+        v,
+        o,
+        do,
+        lse,
+        delta,
+        dq,
+        spans.cu_seqlens_q,
+        spans.cu_seqlens_k,
+        scale,
+        sequences,
+        H,
+        *strides(q, k, v, o, do, dq),
+        **shape,
+        **of_q,
+    )
     launch(
-        _backward_kv, (len(k) // of_kv["BLOCK_N"] + sequences, kv_heads), q, k, v, do, lse, delta, dk, dv, spans.cu_seqlens_q, spans.cu_seqlens_k,
-        scale, sequences, H, *strides(q, k, v, do, dk, dv), **shape, **of_kv,
-    )  # fmt: skip
+        _backward_kv,
+        (len(k) // of_kv["BLOCK_N"] + sequences, kv_heads),
+        q,
+        k,
+        v,
+        do,
+        lse,
+        delta,
+        dk,
+        dv,
+        spans.cu_seqlens_q,
+        spans.cu_seqlens_k,
+        scale,
+        sequences,
+        H,
+        *strides(q, k, v, do, dk, dv),
+        **shape,
+        **of_kv,
+    )
     return dq, dk, dv
 
 
 def _tiles(dtype: torch.dtype, width: int, where: str) -> tuple[dict[str, int], dict[str, int]]:
-    """Queries and keys of a tile in the two passes on a GPU's generation, which order the sums: the largest that spill no register with
-    Triton 3.6 to 3.9."""
+    """Queries and keys of a tile in the two passes on a GPU's generation, which order the sums: the largest
+    that spill no register with Triton 3.6 to 3.9.
+    """
 
     def tiles(queries: int, keys: int, num_warps: int) -> dict[str, int]:
         return {"BLOCK_M": queries, "BLOCK_N": keys, "num_warps": num_warps, "num_stages": 2}

@@ -1,16 +1,18 @@
 """Which query rows meet which keys: the plan of one attention call, shared by all layers of a forward.
 
-Triton's kernel needs no more than where each sequence begins, its length and its block table (`Spans`). The reference works with
-an index plan, built when it is first asked for. It (attention.py) knows two kinds of tiles only:
+Triton's kernel needs no more than where each sequence begins, its length and its block table (`Spans`). The
+reference works with an index plan, built when it is first asked for. It (attention.py) knows two kinds of
+tiles only:
 
 - a query tile: R rows of one (sequence, key-value head), row = position * group + head within the group, so that a
-  decoding token brings all its `group` query heads to one tile. The bits of a row are those of a tile of `group` rows rounded up to
-  ROW_UNIT, by definition; a longer or a shorter one is taken where it was seen to give the same bits (`_agree`), as in order.py;
+  decoding token brings all its `group` query heads to one tile. The bits of a row are those of a tile of
+  `group` rows rounded up to ROW_UNIT, by definition; a longer or a shorter one is taken where it was seen to
+  give the same bits (`_agree`), as in order.py;
 - a key tile: KEY_TILE consecutive positions of one (sequence, key-value head), its keys and its values side by side.
 
-Query tiles are listed in descending order of the number of key tiles they need, and cut into groups of nearly one need: the
-kernel works through a group at once. Where a row lies in the plan never changes its arithmetic, and key tiles that a row
-does not need are exact no-ops, so neither does what shares a group with it.
+Query tiles are listed in descending order of the number of key tiles they need, and cut into groups of nearly
+one need: the kernel works through a group at once. Where a row lies in the plan never changes its arithmetic,
+and key tiles that a row does not need are exact no-ops, so neither does what shares a group with it.
 
 Shapes: S sequences, Hq query heads, Hkv key-value heads, group = Hq / Hkv, n query tiles.
 """
@@ -28,8 +30,9 @@ from .order import same_bits
 
 # Rows of the query tile that defines a row's bits are a multiple of this.
 ROW_UNIT = 8
-# Rows of the tiles that stand for it: long ones share the gathered keys among more rows (whole sequences), short ones waste less on
-# decoding, which brings only `group` rows. A step trains in 0.97 of the time and decodes in 0.96 (benchmarks/LOG.md).
+# Rows of the tiles that stand for it: long ones share the gathered keys among more rows (whole sequences),
+# short ones waste less on decoding, which brings only `group` rows. A step trains in 0.97 of the time and
+# decodes in 0.96 (benchmarks/LOG.md).
 _LONG_TILES, _SHORT_TILE = (32, 16), 4
 # Keys of one partial sum of the softmax. A constant: it fixes the order of the softmax's sums.
 KEY_TILE = 32
@@ -63,16 +66,18 @@ class Spans(NamedTuple):
     seqused_k: torch.Tensor  # [S], tokens of each sequence with those before its queries
     block_table: torch.Tensor | None  # [S, J], the pages of each sequence's keys; None where they lie packed
     kv_heads: int
-    cu_seqlens_k: torch.Tensor | None = None  # [S + 1], first key of each sequence, and K, where they lie packed
+    cu_seqlens_k: torch.Tensor | None = (
+        None  # [S + 1], first key of each sequence, and K, where they lie packed
+    )
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
     """S packed sequences whose keys lie in blocks, or (without tables) packed like them.
 
-    query_lengths [S]: new tokens of each sequence, packed one after another in q. contexts [S]: tokens before them.
-    tables [S, J]: for each sequence the ids of its blocks of KEY_TILE positions; a block holds one key tile a head, so
-    that the key tile of head h is id * Hkv + h.
+    query_lengths [S]: new tokens of each sequence, packed one after another in q. contexts [S]: tokens before
+    them. tables [S, J]: for each sequence the ids of its blocks of KEY_TILE positions; a block holds one key
+    tile a head, so that the key tile of head h is id * Hkv + h.
     """
 
     query_lengths: Sequence[int]
@@ -91,12 +96,17 @@ class AttentionPlan:
         if (D, dtype) not in self._indices:
             tables = packed_tables(self.lengths)[0] if self.tables is None else self.tables
             rows = tile_rows(self.query_lengths, self.heads // self.kv_heads, D, dtype)
-            self._indices[D, dtype] = _index_plan(self.query_lengths, self.contexts, tables, self.heads, self.kv_heads, rows)
+            self._indices[D, dtype] = _index_plan(
+                self.query_lengths, self.contexts, tables, self.heads, self.kv_heads, rows
+            )
         return self._indices[D, dtype]
 
     @cached_property
     def rows(self) -> torch.Tensor:
-        """For the reference, without tables: the packed key of each position of each block, [blocks, KEY_TILE]."""
+        """For the reference, without tables:
+
+        the packed key of each position of each block, [blocks, KEY_TILE].
+        """
         return torch.from_numpy(packed_tables(self.lengths)[1])
 
     def on(self, device: torch.device) -> Spans:
@@ -107,7 +117,9 @@ class AttentionPlan:
                 return torch.from_numpy(np.array(numbers, np.int32)).to(device)
 
             starts, key_starts = ([0, *np.cumsum(x)] for x in (self.query_lengths, self.lengths))
-            table, packed = (on_it(self.tables), None) if self.tables is not None else (None, on_it(key_starts))
+            table, packed = (
+                (on_it(self.tables), None) if self.tables is not None else (None, on_it(key_starts))
+            )
             self._spans[device] = Spans(on_it(starts), on_it(self.lengths), table, self.kv_heads, packed)
         return self._spans[device]
 
@@ -121,7 +133,10 @@ class AttentionPlan:
 
 
 def tile_rows(query_lengths: Sequence[int], group: int, D: int, dtype: torch.dtype) -> int:
-    """Rows of a query tile for these sequences: those that define the bits, or more or fewer that have them and suit the lengths."""
+    """Rows of a query tile for these sequences:
+
+    those that define the bits, or more or fewer that have them and suit the lengths.
+    """
     defining = -(-group // ROW_UNIT) * ROW_UNIT
     mean = sum(query_lengths) * group / len(query_lengths)
     suited = [_SHORT_TILE] if mean <= _SHORT_TILE else [rows for rows in _LONG_TILES if rows <= mean]
@@ -133,7 +148,9 @@ def tile_rows(query_lengths: Sequence[int], group: int, D: int, dtype: torch.dty
 
 @cache
 def _agree(rows: int, defining: int, D: int, dtype: torch.dtype, threads: int) -> bool:
-    """Whether the products of query tiles of `rows` rows have the bits of those of `defining` rows, tried on random numbers."""
+    """Whether the products of query tiles of `rows` rows have the bits of those of `defining` rows, tried on
+    random numbers.
+    """
     g, n = torch.Generator().manual_seed(0), math.lcm(rows, defining)
     q, p = (torch.randn(8, n, width, generator=g, dtype=dtype) for width in (D, KEY_TILE))
     kv = torch.randn(8, 2, KEY_TILE, D, generator=g, dtype=dtype)
@@ -141,7 +158,14 @@ def _agree(rows: int, defining: int, D: int, dtype: torch.dtype, threads: int) -
     def products(R: int) -> torch.Tensor:
         tiles = kv.repeat_interleave(n // R, 0)
         s = torch.bmm(q.view(-1, R, D), tiles[:, 0].transpose(1, 2)).view(-1)
-        return torch.cat([s, torch.zeros(8 * n // R, R, D, dtype=dtype).baddbmm_(p.view(-1, R, KEY_TILE), tiles[:, 1]).view(-1)])
+        return torch.cat(
+            [
+                s,
+                torch.zeros(8 * n // R, R, D, dtype=dtype)
+                .baddbmm_(p.view(-1, R, KEY_TILE), tiles[:, 1])
+                .view(-1),
+            ]
+        )
 
     return same_bits(products(rows), products(defining))
 
@@ -180,9 +204,13 @@ def _index_plan(
     groups = []
     for a, b in _group_bounds(need, kv_heads):
         J = int(need[a])
-        ids = tables[seq[a:b, None], np.minimum(np.arange(J), need[a:b, None] - 1)]  # beyond its need: a tile of its own again
+        ids = tables[
+            seq[a:b, None], np.minimum(np.arange(J), need[a:b, None] - 1)
+        ]  # beyond its need: a tile of its own again
         tiles = (ids[:, None, :] * kv_heads + h[:, None]).reshape(-1)
-        keys = np.arange(int(position[a:b, 0].min()) // KEY_TILE * KEY_TILE, J * KEY_TILE).reshape(-1, 1, KEY_TILE)
+        keys = np.arange(int(position[a:b, 0].min()) // KEY_TILE * KEY_TILE, J * KEY_TILE).reshape(
+            -1, 1, KEY_TILE
+        )
         hidden = position[a:b, None, :, None] < keys  # [query tiles of one head, M, R, KEY_TILE]
         bias = np.repeat(np.where(hidden, np.float32(-np.inf), np.float32(0)), kv_heads, axis=0)
         groups.append(Group(a * kv_heads, torch.from_numpy(tiles), torch.from_numpy(bias)))
@@ -190,7 +218,9 @@ def _index_plan(
 
 
 def _group_bounds(need: np.ndarray, kv_heads: int) -> list[tuple[int, int]]:
-    """Cut query tiles, sorted by descending need, into groups [a, b) that waste at most a quarter of their key tiles."""
+    """Cut query tiles, sorted by descending need, into groups [a, b) that waste at most a quarter of their
+    key tiles.
+    """
     bounds, a = [], 0
     while a < len(need):
         J = int(need[a])
@@ -204,8 +234,9 @@ def _group_bounds(need: np.ndarray, kv_heads: int) -> list[tuple[int, int]]:
 def packed_tables(lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Tables for whole sequences of `lengths` keys that lie packed (training).
 
-    Returns tables [S, J] and rows [blocks, KEY_TILE]: for each block the packed row of each of its positions. Positions
-    past the end of a sequence repeat its own last row: the mask hides them, and nothing of another sequence is read.
+    Returns tables [S, J] and rows [blocks, KEY_TILE]: for each block the packed row of each of its positions.
+    Positions past the end of a sequence repeat its own last row: the mask hides them, and nothing of another
+    sequence is read.
     """
     counts = [-(-length // KEY_TILE) for length in lengths]
     tables = np.zeros((len(counts), max(counts, default=0)), np.int64)

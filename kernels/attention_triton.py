@@ -1,16 +1,19 @@
-"""Causal grouped-query attention on a GPU, forward: training, prefill, chunked prefill and decode with one arithmetic.
+"""Causal grouped-query attention on a GPU, forward: training, prefill, chunked prefill and decode with one
+arithmetic.
 
     s_ij = scale (q_i . k_j)   (j <= i)      o_i = sum_j exp(s_ij - m_i) v_j / l_i      lse_i = m_i + log l_i
 
-One program owns the BLOCK_M rows of one (sequence, key-value head), row = position * group + head in the group, and walks the keys in
-tiles of KEY_TILE in ascending order with a running maximum: the arithmetic of vLLM 0.32's kernel_unified_attention, 2D, with its tile
-of a prefill for decode as well (vllm/v1/attention/ops/triton_unified_attention.py). BLOCK_M, KEY_TILE and WARPS are constants, as
-they lay out the sums along a row. A wholly hidden tile is an exact no-op: the maximum stays, and exp(-inf) = 0 adds zeros.
+One program owns the BLOCK_M rows of one (sequence, key-value head), row = position * group + head in the
+group, and walks the keys in tiles of KEY_TILE in ascending order with a running maximum: the arithmetic of
+vLLM 0.32's kernel_unified_attention, 2D, with its tile of a prefill for decode as well
+(vllm/v1/attention/ops/triton_unified_attention.py). BLOCK_M, KEY_TILE and WARPS are constants, as they lay
+out the sums along a row. A wholly hidden tile is an exact no-op: the maximum stays, and exp(-inf) = 0 adds
+zeros.
 
-q, o [T, Hq, D]; keys and values in pages [pages, page, Hkv, D], or packed [K, Hkv, D]; any strides but the last. A sequence's queries are
-its last positions.
-Pages may be in a narrower dtype than q: a tile is converted as it is read, which is exact.
-Roundings: p to the dtype before it meets v; o once; scores, maximum and sums in fp32 (fp32 operands as they are, never tf32).
+q, o [T, Hq, D]; keys and values in pages [pages, page, Hkv, D], or packed [K, Hkv, D]; any strides but the
+last. A sequence's queries are its last positions. Pages may be in a narrower dtype than q: a tile is
+converted as it is read, which is exact. Roundings: p to the dtype before it meets v; o once; scores, maximum
+and sums in fp32 (fp32 operands as they are, never tf32).
 """
 
 import torch
@@ -21,7 +24,8 @@ from .attention_plan import KEY_TILE, Spans
 from .launch import launch, rows_contiguous
 from .tiles import generation
 
-# Rows of one program, more only where a group has more heads; and its warps, among which a row's keys are divided.
+# Rows of one program, more only where a group has more heads; and its warps, among which a row's keys are
+# divided.
 BLOCK_M = 16
 WARPS = 4
 _TRITON = tuple(int(n) for n in triton.__version__.split(".")[:2])
@@ -29,7 +33,8 @@ _TRITON = tuple(int(n) for n in triton.__version__.split(".")[:2])
 
 @triton.jit
 def find_tile(cu_ptr, tile, sequences, BLOCK: tl.constexpr):
-    """Of a tile of BLOCK positions: its sequence, that one's first row and number of rows, and the tile's first position in it.
+    """Of a tile of BLOCK positions: its sequence, that one's first row and number of rows, and the tile's
+    first position in it.
 
     Sequence s owns the tiles from cu[s] // BLOCK + s, some of them unused: those begin past its end.
     """
@@ -48,11 +53,37 @@ def find_tile(cu_ptr, tile, sequences, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["sequences", "table_stride", "heads"])
 def _forward(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, cu_ptr, key_cu_ptr, length_ptr, table_ptr, scale, sequences, table_stride, heads,
-    q_stride_t, q_stride_h, o_stride_t, o_stride_h, k_stride_page, k_stride_t, k_stride_h, v_stride_page, v_stride_t, v_stride_h,
-    GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, WANT_LSE: tl.constexpr,
-    BLOCK_M: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    o_ptr,
+    lse_ptr,
+    cu_ptr,
+    key_cu_ptr,
+    length_ptr,
+    table_ptr,
+    scale,
+    sequences,
+    table_stride,
+    heads,
+    q_stride_t,
+    q_stride_h,
+    o_stride_t,
+    o_stride_h,
+    k_stride_page,
+    k_stride_t,
+    k_stride_h,
+    v_stride_page,
+    v_stride_t,
+    v_stride_h,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE: tl.constexpr,
+    WANT_LSE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILE: tl.constexpr,
+):
     POSITIONS: tl.constexpr = BLOCK_M // GROUP
     tile, h = tl.program_id(0), tl.program_id(1)
     seq, start, queries, first = find_tile(cu_ptr, tile, sequences, POSITIONS)
@@ -77,13 +108,26 @@ def _forward(
         key = j * TILE + t
         here = key < seen
         if PAGE:
-            page = tl.load(table_ptr + seq.to(tl.int64) * table_stride + key // PAGE, mask=here, other=0).to(tl.int64)
+            page = tl.load(table_ptr + seq.to(tl.int64) * table_stride + key // PAGE, mask=here, other=0).to(
+                tl.int64
+            )
             k_row = page * k_stride_page + (key % PAGE) * k_stride_t
             v_row = page * v_stride_page + (key % PAGE) * v_stride_t
         else:
-            k_row, v_row = (key_start + key).to(tl.int64) * k_stride_t, (key_start + key).to(tl.int64) * v_stride_t
-        k = tl.load(k_ptr + (k_row + h * k_stride_h)[None, :] + d[:, None], mask=here[None, :] & in_d[:, None], other=0.0).to(q.dtype)
-        v = tl.load(v_ptr + (v_row + h * v_stride_h)[:, None] + d[None, :], mask=here[:, None] & in_d[None, :], other=0.0).to(q.dtype)
+            k_row, v_row = (
+                (key_start + key).to(tl.int64) * k_stride_t,
+                (key_start + key).to(tl.int64) * v_stride_t,
+            )
+        k = tl.load(
+            k_ptr + (k_row + h * k_stride_h)[None, :] + d[:, None],
+            mask=here[None, :] & in_d[:, None],
+            other=0.0,
+        ).to(q.dtype)
+        v = tl.load(
+            v_ptr + (v_row + h * v_stride_h)[:, None] + d[None, :],
+            mask=here[:, None] & in_d[None, :],
+            other=0.0,
+        ).to(q.dtype)
         s = tl.zeros([BLOCK_M, TILE], tl.float32)
         s += scale * tl.dot(q, k, input_precision="ieee")
         s = tl.where(used[:, None] & (key[None, :] <= (context + step)[:, None]), s, float("-inf"))
@@ -97,7 +141,11 @@ def _forward(
         acc = acc * alpha[:, None]
         acc += tl.dot(p.to(v.dtype), v, input_precision="ieee")
     acc = acc / l[:, None]
-    tl.store(o_ptr + (token * o_stride_t + head * o_stride_h)[:, None] + d[None, :], acc.to(o_ptr.dtype.element_ty), mask=mask)
+    tl.store(
+        o_ptr + (token * o_stride_t + head * o_stride_h)[:, None] + d[None, :],
+        acc.to(o_ptr.dtype.element_ty),
+        mask=mask,
+    )
     if WANT_LSE:
         tl.store(lse_ptr + token * heads + head, m + tl.log(l), mask=used)
 
@@ -105,18 +153,28 @@ def _forward(
 def attention_packed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, scale: float, want_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Packed keys and values, k and v [K, Hkv, D], q [T, Hq, D]. Returns o [T, Hq, D] contiguous, and lse [T, Hq] in fp32 if wanted."""
+    """Packed keys and values, k and v [K, Hkv, D], q [T, Hq, D].
+
+    Returns o [T, Hq, D] contiguous, and lse [T, Hq] in fp32 if wanted.
+    """
     assert spans.cu_seqlens_k is not None
     return _launch(q, k.unsqueeze(0), v.unsqueeze(0), spans, scale, 0, want_lse)
 
 
-def attention_paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, scale: float) -> torch.Tensor:
-    """New tokens against a cache that holds their keys and values: k, v [pages, page, Hkv, D], q [T, Hq, D] -> [T, Hq, D]."""
+def attention_paged(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, scale: float
+) -> torch.Tensor:
+    """New tokens against a cache that holds their keys and values:
+
+    k, v [pages, page, Hkv, D], q [T, Hq, D] -> [T, Hq, D].
+    """
     assert spans.block_table is not None
     return _launch(q, k, v, spans, scale, k.shape[1], False)[0]
 
 
-def _launch(q, k, v, spans: Spans, scale: float, page: int, want_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _launch(
+    q, k, v, spans: Spans, scale: float, page: int, want_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     q, k, v = map(rows_contiguous, (q, k, v))
     (T, H, D), kv_heads = q.shape, spans.kv_heads
     assert k.shape[2] == kv_heads, (k.shape, kv_heads)
@@ -127,20 +185,50 @@ def _launch(q, k, v, spans: Spans, scale: float, page: int, want_lse: bool) -> t
     table, key_starts = (spans.block_table, None) if page else (None, spans.cu_seqlens_k)
     options = _options(q.dtype, k.dtype, width, bool(page), generation(q.device))
     launch(
-        _forward, (T // (block_m // group) + sequences, kv_heads), q, k, v, o, lse, spans.cu_seqlens_q, key_starts, spans.seqused_k, table,
-        scale, sequences,
-        table.stride(0) if page else 0, H, q.stride(0), q.stride(1), o.stride(0), o.stride(1), k.stride(0), k.stride(1), k.stride(2),
-        v.stride(0), v.stride(1), v.stride(2), GROUP=group, D=D, WIDTH=width, PAGE=page,
-        WANT_LSE=want_lse, BLOCK_M=block_m, TILE=KEY_TILE, num_warps=WARPS, **options,
-    )  # fmt: skip
+        _forward,
+        (T // (block_m // group) + sequences, kv_heads),
+        q,
+        k,
+        v,
+        o,
+        lse,
+        spans.cu_seqlens_q,
+        key_starts,
+        spans.seqused_k,
+        table,
+        scale,
+        sequences,
+        table.stride(0) if page else 0,
+        H,
+        q.stride(0),
+        q.stride(1),
+        o.stride(0),
+        o.stride(1),
+        k.stride(0),
+        k.stride(1),
+        k.stride(2),
+        v.stride(0),
+        v.stride(1),
+        v.stride(2),
+        GROUP=group,
+        D=D,
+        WIDTH=width,
+        PAGE=page,
+        WANT_LSE=want_lse,
+        BLOCK_M=block_m,
+        TILE=KEY_TILE,
+        num_warps=WARPS,
+        **options,
+    )
     return o, lse
 
 
 def _options(dtype: torch.dtype, of_keys: torch.dtype, width: int, paged: bool, where: str) -> dict[str, int]:
     """Key tiles in flight and, where the compiler must be told, registers of a thread. They decide no bit.
 
-    Found by compiling, so that nothing spills with Triton 3.6 to 3.9. Tiles that are converted are not fetched ahead: one in flight keeps
-    its converted copy in registers, up to 400 bytes of spills a thread. On Ampere the compiler stops at 96 registers and spills 8 bytes.
+    Found by compiling, so that nothing spills with Triton 3.6 to 3.9. Tiles that are converted are not
+    fetched ahead: one in flight keeps its converted copy in registers, up to 400 bytes of spills a thread. On
+    Ampere the compiler stops at 96 registers and spills 8 bytes.
     """
     if where == "amd":  # its shared memory holds a tile less
         return {"num_stages": 1 if of_keys != dtype else 2}

@@ -1,8 +1,9 @@
 """Which of an operation's two implementations runs: the device chooses, nobody else.
 
-Triton on CUDA tensors, and on CPU tensors in a process started with TRITON_INTERPRET=1 (the tests: Triton's interpreter executes
-the same kernels with numpy); the plain torch reference otherwise, and for fp64, the judge of accuracy, everywhere.
-Triton is imported by the kernels' own modules (`*_triton.py`), and they only when a tensor asks for them: a CPU needs no Triton.
+Triton on CUDA tensors, and on CPU tensors in a process started with TRITON_INTERPRET=1 (the tests: Triton's
+interpreter executes the same kernels with numpy); the plain torch reference otherwise, and for fp64, the
+judge of accuracy, everywhere. Triton is imported by the kernels' own modules (`*_triton.py`), and they only
+when a tensor asks for them: a CPU needs no Triton.
 """
 
 import importlib.util
@@ -19,7 +20,10 @@ def on_triton(x: torch.Tensor) -> bool:
 
 
 def find_device(name: str) -> torch.device:
-    """The device called "cpu" or "cuda"; "auto" is CUDA where there is a GPU. Raises ValueError when it cannot be used."""
+    """The device called "cpu" or "cuda"; "auto" is CUDA where there is a GPU.
+
+    Raises ValueError when it cannot be used.
+    """
     if name not in ("auto", "cpu", "cuda"):
         raise ValueError(f'device ("{name}") must be auto, cpu or cuda')
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):

@@ -2,11 +2,10 @@
 
     acc += sum over token blocks of the block's column sums, in the order of the blocks
 
-dy [T, N], acc [N] in fp32 (fp64 for fp64).
-Order: a block's rows are summed by a binary tree over its rows padded with zeros to a power of two. More zeros change
-no bit, so all blocks are padded to one length and their trees run together. On a GPU: columns_triton.py, the same blocks
-in the same order.
-Roundings: none but the accumulator's own.
+dy [T, N], acc [N] in fp32 (fp64 for fp64). Order: a block's rows are summed by a binary tree over its rows
+padded with zeros to a power of two. More zeros change no bit, so all blocks are padded to one length and
+their trees run together. On a GPU: columns_triton.py, the same blocks in the same order. Roundings: none but
+the accumulator's own.
 """
 
 import torch

@@ -1,9 +1,10 @@
 """Every Triton kernel with every configuration that is launched at the shapes of the supported models.
 
-A case calls the launchers with meta tensors, under a name. Recording it (launch.recorded) gives the very launches,
-constants and options of a real run, so this list cannot drift from the code that launches. One case for each binary is
-enough: Triton compiles once for all integers that are multiples of 16, say. Every launch of all cases has its own name.
-tests/triton/launches.py compares the list with the launches of whole runs; verify/binaries.py compiles it.
+A case calls the launchers with meta tensors, under a name. Recording it (launch.recorded) gives the very
+launches, constants and options of a real run, so this list cannot drift from the code that launches. One case
+for each binary is enough: Triton compiles once for all integers that are multiples of 16, say. Every launch
+of all cases has its own name. tests/triton/launches.py compares the list with the launches of whole runs;
+verify/binaries.py compiles it.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +34,10 @@ Case = tuple[str, Callable[[], object]]
 
 
 def configurations(target: str = "sm_90") -> Iterator[tuple[str, Launch]]:
-    """Name and launch of each on a target. The name is the case's, then the kernel's. Triton is imported here."""
+    """Name and launch of each on a target.
+
+    The name is the case's, then the kernel's. Triton is imported here.
+    """
     for name, run in cases():
         with recording(target), recorded() as launches:
             run()
@@ -50,8 +54,14 @@ def cases() -> Iterator[Case]:
         yield from _attention(dtype)
     for rows in _ROWS.values():  # another BLOCK_K on some generations
         square = f"bfloat16 {rows} rows, 2048 x 2048"
-        yield f"linear {square}", lambda rows=rows: matmul(_meta(BF16, rows, 2048), _transposed(BF16, 2048, 2048))
-        yield f"input gradient {square}", lambda rows=rows: matmul(_meta(BF16, rows, 2048), _meta(BF16, 2048, 2048))
+        yield (
+            f"linear {square}",
+            lambda rows=rows: matmul(_meta(BF16, rows, 2048), _transposed(BF16, 2048, 2048)),
+        )
+        yield (
+            f"input gradient {square}",
+            lambda rows=rows: matmul(_meta(BF16, rows, 2048), _meta(BF16, 2048, 2048)),
+        )
     for pages in (BF16, FP16):
         for D, group in ATTENTION_SHAPES:
             name = f"attention float32 {D}, groups of {group}, paged in {_name(pages)}"
@@ -101,7 +111,11 @@ def _products(dtype: torch.dtype) -> Iterator[Case]:
     """Forward products, with a bias and of uneven widths too, input gradients and weight gradients."""
     name = _name(dtype)
     for what, rows in _ROWS.items():
-        x, forward, backward = _meta(dtype, rows, 2048), _transposed(dtype, 2048, 1024), _meta(dtype, 2048, 1024)
+        x, forward, backward = (
+            _meta(dtype, rows, 2048),
+            _transposed(dtype, 2048, 1024),
+            _meta(dtype, 2048, 1024),
+        )
         yield f"linear {name} {what}", lambda x=x, w=forward: matmul(x, w)
         yield f"input gradient {name} {what}", lambda x=x, w=backward: matmul(x, w)
         suffix, bias = ", decode" if what == "decode" else "", _meta(dtype, 1024)

@@ -2,7 +2,8 @@
 
     x_t = w[id_t]          dw[v] = sum over t with id_t = v of dx_t
 
-ids [T] int64, w [V, D], x [T, D]. No rounding forward; dw is summed in fp32, token after token in canonical order.
+ids [T] int64, w [V, D], x [T, D]. No rounding forward; dw is summed in fp32, token after token in canonical
+order.
 """
 
 import torch
@@ -37,7 +38,10 @@ class _Embedding(torch.autograd.Function):
 
 
 def check_ids(ids: torch.Tensor, V: int) -> None:
-    """Raise ValueError for an id outside 0..V-1. ids on a GPU pass: reading them back would make the host wait for it."""
+    """Raise ValueError for an id outside 0..V-1.
+
+    ids on a GPU pass: reading them back would make the host wait for it.
+    """
     if ids.device.type == "cpu" and ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < V):
         raise ValueError(
             f"embedding: ids must lie in 0..{V - 1}, got {int(ids.min())}..{int(ids.max())}; "
@@ -48,10 +52,12 @@ def check_ids(ids: torch.Tensor, V: int) -> None:
 def embedding(ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """Rows of w. ids [T] int64, w [V, D] -> [T, D]. Raises ValueError for an id outside 0..V-1.
 
-    Ids on a GPU are checked where the host made them (check_ids, as Decoder.hidden does); a wrong one that was made there ends in a
-    device-side assertion of torch's index_select.
+    Ids on a GPU are checked where the host made them (check_ids, as Decoder.hidden does); a wrong one that
+    was made there ends in a device-side assertion of torch's index_select.
     """
     if ids.dtype != torch.int64 or ids.dim() != 1:
-        raise ValueError(f"embedding: ids must be a one-dimensional int64 tensor, got {ids.dtype} {tuple(ids.shape)}")
+        raise ValueError(
+            f"embedding: ids must be a one-dimensional int64 tensor, got {ids.dtype} {tuple(ids.shape)}"
+        )
     check_ids(ids, w.shape[0])
     return _Embedding.apply(ids, w)

@@ -1,7 +1,9 @@
-"""Triton kernel of embedding.py's gradient: dw[v] += dx_t for the tokens t of v, one after another in canonical order. No atomics.
+"""Triton kernel of embedding.py's gradient: dw[v] += dx_t for the tokens t of v, one after another in
+canonical order. No atomics.
 
-The ids are sorted stably, so that the tokens of one v stand together in their order. The program of the first of them owns the row of v
-and adds them all, each to the fp32 buffer's value: token after token, whatever the split into micro-batches.
+The ids are sorted stably, so that the tokens of one v stand together in their order. The program of the first
+of them owns the row of v and adds them all, each to the fp32 buffer's value: token after token, whatever the
+split into micro-batches.
 """
 
 import torch
@@ -36,4 +38,15 @@ def embedding_bwd(acc: torch.Tensor, ids: torch.Tensor, dx: torch.Tensor) -> Non
     T, D = dx.shape
     ordered, order = torch.sort(ids, stable=True)
     ends = torch.searchsorted(ordered, ordered, right=True).to(torch.int32)
-    launch(_embedding_bwd, (T, triton.cdiv(D, TILE)), ordered, ends, order, dense(dx), acc, D, TILE=TILE, num_warps=WARPS)
+    launch(
+        _embedding_bwd,
+        (T, triton.cdiv(D, TILE)),
+        ordered,
+        ends,
+        order,
+        dense(dx),
+        acc,
+        D,
+        TILE=TILE,
+        num_warps=WARPS,
+    )

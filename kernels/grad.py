@@ -1,8 +1,9 @@
 """Where a weight's gradient goes: straight into its fp32 buffer, or back to autograd.
 
-A trainer gives each weight an fp32 tensor `main_grad` of the weight's shape. Backward functions then add to it in
-canonical order and return nothing, so no gradient in a low precision and no sum over a whole batch ever exists.
-Without `main_grad` the same sum starts from zero and is returned to autograd, rounded once to the weight's dtype.
+A trainer gives each weight an fp32 tensor `main_grad` of the weight's shape. Backward functions then add to
+it in canonical order and return nothing, so no gradient in a low precision and no sum over a whole batch ever
+exists. Without `main_grad` the same sum starts from zero and is returned to autograd, rounded once to the
+weight's dtype.
 """
 
 import torch
@@ -34,4 +35,6 @@ def check_dtype(op: str, **tensors: torch.Tensor) -> None:
         raise ValueError(f"{op}: {first}.dtype ({x.dtype}) must be float32, bfloat16, float16 or float64")
     for name, t in rest:
         if t.dtype != x.dtype:
-            raise ValueError(f"{op}: {name}.dtype ({t.dtype}) must equal {first}.dtype ({x.dtype}); convert one of them")
+            raise ValueError(
+                f"{op}: {name}.dtype ({t.dtype}) must equal {first}.dtype ({x.dtype}); convert one of them"
+            )

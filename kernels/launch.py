@@ -1,7 +1,9 @@
-"""How every Triton kernel is launched: options pinned, tensors dense; and each launch can be recorded, so that all can be listed.
+"""How every Triton kernel is launched: options pinned, tensors dense; and each launch can be recorded, so
+that all can be listed.
 
-`enable_fp_fusion` is pinned on: vLLM's kernels are launched with Triton's default, which is on up to 3.9, and which 3.10 changes.
-Nothing is autotuned: whoever launches names num_warps (and num_stages where a loop is pipelined).
+`enable_fp_fusion` is pinned on: vLLM's kernels are launched with Triton's default, which is on up to 3.9, and
+which 3.10 changes. Nothing is autotuned: whoever launches names num_warps (and num_stages where a loop is
+pipelined).
 """
 
 from collections.abc import Iterator
@@ -31,7 +33,10 @@ _recording: ContextVar[_Recording | None] = ContextVar("recording", default=None
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **options: Any) -> None:
-    """kernel[grid](*args, ...) with the fusion of multiply and add pinned. Constexprs may be given by name among the options."""
+    """kernel[grid](*args, ...) with the fusion of multiply and add pinned.
+
+    Constexprs may be given by name among the options.
+    """
     options = {"num_warps": num_warps, "enable_fp_fusion": True, **options}
     recording = _recording.get()
     if recording is not None:
@@ -42,7 +47,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **opt
 
 @contextmanager
 def recorded(and_run: bool = False) -> Iterator[list[Launch]]:
-    """Inside it each launch is listed, and carried out only with `and_run`: without, launchers can be called with meta tensors."""
+    """Inside it each launch is listed, and carried out only with `and_run`:
+
+    without, launchers can be called with meta tensors.
+    """
     assert _recording.get() is None, "recorded() does not nest"
     token = _recording.set(_Recording([], and_run))
     try:
@@ -59,6 +67,9 @@ def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
 def dense(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy of it that is contiguous and begins at a multiple of 16 bytes.
 
-    Triton chooses its layouts, and with them the order of a sum, by the alignment of pointers; no row's bits may depend on where it lies.
+    Triton chooses its layouts, and with them the order of a sum, by the alignment of pointers; no row's bits
+    may depend on where it lies.
     """
-    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+    return (
+        x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+    )

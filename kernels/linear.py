@@ -2,11 +2,10 @@
 
     y = x w^T + b          dx = dy w          dw = dy^T x          db = sum_t dy
 
-x [T, K], w [N, K], b [N], y [T, N].
-Roundings: y once, from an fp32 sum. On a CPU the bias is added to the rounded product and rounded again, as a matrix
-product followed by an addition; on a GPU it joins the sum before, as in vLLM's kernel. dx once; dw and db not at all
-where the weight has an fp32 `main_grad` (see grad.py).
-Order: matmul.py, columns.py. A row of y or dx depends on its own row of x or dy only.
+x [T, K], w [N, K], b [N], y [T, N]. Roundings: y once, from an fp32 sum. On a CPU the bias is added to the
+rounded product and rounded again, as a matrix product followed by an addition; on a GPU it joins the sum
+before, as in vLLM's kernel. dx once; dw and db not at all where the weight has an fp32 `main_grad` (see
+grad.py). Order: matmul.py, columns.py. A row of y or dx depends on its own row of x or dy only.
 """
 
 import torch
@@ -35,7 +34,8 @@ def _forward(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, b, blocks):
-        # Held on ctx and not in save_for_backward: the backward needs the tensor object itself for its main_grad.
+        # Held on ctx and not in save_for_backward: the backward needs the tensor object itself for its
+        # main_grad.
         ctx.save_for_backward(x)
         ctx.w, ctx.b, ctx.blocks = w, b, blocks
         return _forward(x, w, b)
@@ -61,12 +61,14 @@ def linear(
 ) -> torch.Tensor:
     """y = x w^T + b. x [T, K], w [N, K], b [N] -> [T, N].
 
-    `blocks` are the token blocks (order.token_blocks) in whose order the weight gradient is summed; all rows as one
-    sequence by default. Raises ValueError on a shape or dtype that does not fit.
+    `blocks` are the token blocks (order.token_blocks) in whose order the weight gradient is summed; all rows
+    as one sequence by default. Raises ValueError on a shape or dtype that does not fit.
     """
     check_dtype("linear", x=x, w=w, **({} if b is None else {"b": b}))
     if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1]:
-        raise ValueError(f"linear: x {tuple(x.shape)} must be [T, K] and w {tuple(w.shape)} [N, K] with the same K")
+        raise ValueError(
+            f"linear: x {tuple(x.shape)} must be [T, K] and w {tuple(w.shape)} [N, K] with the same K"
+        )
     if b is not None and b.shape != (w.shape[0],):
         raise ValueError(f"linear: b {tuple(b.shape)} must be [{w.shape[0]}], the rows of w")
     if not torch.is_grad_enabled():

@@ -1,18 +1,20 @@
-"""Log-probability of a token under the distribution it is drawn from. The sampler and the trainer both call this file.
+"""Log-probability of a token under the distribution it is drawn from. The sampler and the trainer both call
+this file.
 
     z = logits / temperature,  z_v = -inf outside the kept set (top-k, then top-p)
     logp = z_id - lse,  lse = log sum_v exp(z_v),  entropy = lse - sum_v p_v z_v,  p = exp(z - lse)
     (all relative to max z)
     dz_v = dlogp (1[v = id] - p_v),   dlogits = dz / temperature;   dh = dlogits w,   dw = dlogits^T h
 
-The kept set counts as constant in the gradient. Top-k keeps every logit not below the k-th largest. Top-p keeps the
-smallest set of largest probabilities whose sum reaches top_p, never fewer than one (vLLM's apply_top_k_top_p).
-Greedy sampling (temperature 0) is reported under the distribution of temperature 1, as vLLM does.
+The kept set counts as constant in the gradient. Top-k keeps every logit not below the k-th largest. Top-p
+keeps the smallest set of largest probabilities whose sum reaches top_p, never fewer than one (vLLM's
+apply_top_k_top_p). Greedy sampling (temperature 0) is reported under the distribution of temperature 1, as
+vLLM does.
 
-h [T, D], w [V, D], ids [T]; logits [rows, V] exist for a chunk of rows only, forward and backward; logp, entropy [T].
-Roundings: logits once to the dtype of h (fp32 sum); from there everything in fp32; dlogits and dh once to the dtype of h.
-Triton: logprob_triton.py. The rest on a GPU is torch's: sorts, maxima, comparisons and elementwise operations, all exact
-or a row's own.
+h [T, D], w [V, D], ids [T]; logits [rows, V] exist for a chunk of rows only, forward and backward; logp,
+entropy [T]. Roundings: logits once to the dtype of h (fp32 sum); from there everything in fp32; dlogits and
+dh once to the dtype of h. Triton: logprob_triton.py. The rest on a GPU is torch's: sorts, maxima, comparisons
+and elementwise operations, all exact or a row's own.
 """
 
 from collections.abc import Callable
@@ -25,10 +27,10 @@ from .matmul import add_outer, matmul, matmul_ref
 from .order import Blocks, one_sequence, sum_row
 from .sampling_params import SamplingParams
 
-# Bytes of one fp32 chunk of logits [rows, V]. Rows are free of each other, and a weight gradient's blocks keep their
-# order whatever the chunks (matmul.add_outer), so this bounds memory and decides no bit. On a GPU a chunk must have so
-# many rows that multiplying takes longer than reading the head again: 832 at V = 151,936, where 64 would read it
-# thirteen times as often.
+# Bytes of one fp32 chunk of logits [rows, V]. Rows are free of each other, and a weight gradient's blocks
+# keep their order whatever the chunks (matmul.add_outer), so this bounds memory and decides no bit. On a GPU
+# a chunk must have so many rows that multiplying takes longer than reading the head again: 832 at V =
+# 151,936, where 64 would read it thirteen times as often.
 CHUNK_BYTES, GPU_CHUNK_BYTES = 1 << 25, 1 << 29
 Tensor = torch.Tensor
 
@@ -39,7 +41,10 @@ def prefix_sums_ref(e: Tensor) -> Tensor:
 
 
 def _prefix_sums(e: Tensor) -> Tensor:
-    """Prefix sums along each row, on Triton up to a common factor. A row's depend on itself only. [T, V] -> [T, V]."""
+    """Prefix sums along each row, on Triton up to a common factor.
+
+    A row's depend on itself only. [T, V] -> [T, V].
+    """
     if on_triton(e):
         from .logprob_triton import prefix_sums
 
@@ -128,7 +133,9 @@ def _invert(e: Tensor, u: Tensor) -> Tensor:
     total = cdf[:, -1:]
     target = torch.minimum(u.unsqueeze(1) * total, torch.nextafter(total, torch.zeros_like(total)))
     ids = torch.searchsorted(cdf, target, right=True).squeeze(1)
-    return ids.clamp_(max=e.shape[1] - 1)  # logits that are NaN: found later, and not by reading out of bounds
+    return ids.clamp_(
+        max=e.shape[1] - 1
+    )  # logits that are NaN: found later, and not by reading out of bounds
 
 
 def chunk_rows(V: int, device: torch.device) -> int:
@@ -188,8 +195,13 @@ def dlogits_ref(logits: Tensor, ids: Tensor, dlogp: Tensor, params: SamplingPara
     return dz.to(logits.dtype)
 
 
-def _dlogits(logits: Tensor, ids: Tensor, dlogp: Tensor, params: SamplingParams, stats: tuple[Tensor, ...]) -> Tensor:
-    """As dlogits_ref; on Triton in the place of the logits. `stats`: maximum and log of the sum of each row."""
+def _dlogits(
+    logits: Tensor, ids: Tensor, dlogp: Tensor, params: SamplingParams, stats: tuple[Tensor, ...]
+) -> Tensor:
+    """As dlogits_ref; on Triton in the place of the logits.
+
+    `stats`: maximum and log of the sum of each row.
+    """
     if not on_triton(logits):
         return dlogits_ref(logits, ids, dlogp, params)
     from .logprob_triton import logprob_bwd
@@ -232,9 +244,11 @@ def linear_logprob(
     params: SamplingParams | None = None,
     blocks: Blocks | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """logp of ids under the logits h w^T, and the entropy (no gradient). h [T, D], w [V, D], ids [T] -> [T], [T] in fp32.
+    """logp of ids under the logits h w^T, and the entropy (no gradient). h [T, D], w [V, D], ids [T] -> [T],
+    [T] in fp32.
 
-    `blocks`: token blocks in whose order dw is summed. Raises ValueError on a bad shape, dtype or distribution.
+    `blocks`: token blocks in whose order dw is summed. Raises ValueError on a bad shape, dtype or
+    distribution.
     """
     check_dtype("linear_logprob", h=h, w=w)
     params = (params or SamplingParams()).check()

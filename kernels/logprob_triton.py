@@ -1,12 +1,16 @@
-"""Triton kernels of logprob.py: log-softmax, gather and entropy of a row of logits in one kernel, and the gradient in place.
+"""Triton kernels of logprob.py: log-softmax, gather and entropy of a row of logits in one kernel, and the
+gradient in place.
 
-Forward, as vLLM 0.32's batch-invariant log_softmax (`_softmax_kernel`, model_executor/determinism/batch_invariant.py; the V2 runner's
-`_topk_log_softmax_kernel` sums alike): the row's maximum, then the sum of exp(z - max) over tiles of 1024 logits in ascending order, then
-z - max - log(sum) at the token; the entropy's sum runs beside it. Its tile and its four warps order the sums and are constants.
-The division by the temperature is in the kernel and correctly rounded: z / 1.0 = z, so that one binary serves every temperature.
-Backward: element by element from the forward's maximum and log(sum), each logit overwritten by its gradient; no sum, no second [rows, V].
+Forward, as vLLM 0.32's batch-invariant log_softmax (`_softmax_kernel`,
+model_executor/determinism/batch_invariant.py; the V2 runner's `_topk_log_softmax_kernel` sums alike): the
+row's maximum, then the sum of exp(z - max) over tiles of 1024 logits in ascending order, then z - max -
+log(sum) at the token; the entropy's sum runs beside it. Its tile and its four warps order the sums and are
+constants. The division by the temperature is in the kernel and correctly rounded: z / 1.0 = z, so that one
+binary serves every temperature. Backward: element by element from the forward's maximum and log(sum), each
+logit overwritten by its gradient; no sum, no second [rows, V].
 
-`prefix_sums` adds integers, exactly and so in any order: on a GPU torch's cumsum splits one row otherwise than many.
+`prefix_sums` adds integers, exactly and so in any order: on a GPU torch's cumsum splits one row otherwise
+than many.
 
 logits [rows, V] in fp32 (backward: the model's dtype too), ids, logp, entropy, max, log_sum [rows], fp32.
 Roundings: dlogits once.
@@ -26,8 +30,17 @@ BWD_TILE = 4096
 
 @triton.jit
 def _logprob_fwd(
-    logits_ptr, ids_ptr, logp_ptr, entropy_ptr, max_ptr, log_sum_ptr, stride, V, temperature, TILE: tl.constexpr
-):  # fmt: skip
+    logits_ptr,
+    ids_ptr,
+    logp_ptr,
+    entropy_ptr,
+    max_ptr,
+    log_sum_ptr,
+    stride,
+    V,
+    temperature,
+    TILE: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     logits = logits_ptr + row * stride
     largest = -float("inf")
@@ -55,12 +68,23 @@ def _logprob_fwd(
 # These are parts of whole columns, which begin anywhere.
 @triton.jit(do_not_specialize_on_alignment=["ids_ptr", "dlogp_ptr", "max_ptr", "log_sum_ptr"])
 def _logprob_bwd(
-    logits_ptr, ids_ptr, dlogp_ptr, max_ptr, log_sum_ptr, dlogits_ptr, V, temperature, divisor, TILE: tl.constexpr
-):  # fmt: skip
+    logits_ptr,
+    ids_ptr,
+    dlogp_ptr,
+    max_ptr,
+    log_sum_ptr,
+    dlogits_ptr,
+    V,
+    temperature,
+    divisor,
+    TILE: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = cols < V
-    z = tl.div_rn(tl.load(logits_ptr + row * V + cols, mask=mask, other=-float("inf")).to(tl.float32), temperature)
+    z = tl.div_rn(
+        tl.load(logits_ptr + row * V + cols, mask=mask, other=-float("inf")).to(tl.float32), temperature
+    )
     p = tl.exp(z - tl.load(max_ptr + row) - tl.load(log_sum_ptr + row))
     chosen = tl.where(cols == tl.load(ids_ptr + row), 1.0, 0.0)
     dz = tl.div_rn((chosen - p) * tl.load(dlogp_ptr + row), divisor)
@@ -72,23 +96,59 @@ def logprob_fwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """logp, entropy, max and log_sum, [rows] each, of logits [rows, V] fp32 divided by the temperature."""
     logits, (rows, V) = dense(logits), logits.shape
-    logp, entropy, largest, log_sum = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(4))
-    launch(_logprob_fwd, (rows,), logits, ids, logp, entropy, largest, log_sum, V, V, float(temperature), TILE=TILE, num_warps=WARPS)
+    logp, entropy, largest, log_sum = (
+        torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(4)
+    )
+    launch(
+        _logprob_fwd,
+        (rows,),
+        logits,
+        ids,
+        logp,
+        entropy,
+        largest,
+        log_sum,
+        V,
+        V,
+        float(temperature),
+        TILE=TILE,
+        num_warps=WARPS,
+    )
     return logp, entropy, largest, log_sum
 
 
 def logprob_bwd(
-    logits: torch.Tensor, ids: torch.Tensor, dlogp: torch.Tensor, largest: torch.Tensor, log_sum: torch.Tensor, out: torch.Tensor,
-    temperature: float = 1.0, divisor: float = 1.0,
-) -> None:  # fmt: skip
-    """out [rows, V] = (1[v = id] - p_v) dlogp / divisor, p from logits / temperature. `out` may be `logits`; both dense."""
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    dlogp: torch.Tensor,
+    largest: torch.Tensor,
+    log_sum: torch.Tensor,
+    out: torch.Tensor,
+    temperature: float = 1.0,
+    divisor: float = 1.0,
+) -> None:
+    """out [rows, V] = (1[v = id] - p_v) dlogp / divisor, p from logits / temperature.
+
+    `out` may be `logits`; both dense.
+    """
     rows, V = logits.shape
     assert logits.is_contiguous()
     assert out.is_contiguous()
     launch(
-        _logprob_bwd, (rows, triton.cdiv(V, BWD_TILE)), logits, ids, dlogp.contiguous(), largest, log_sum, out, V,
-        float(temperature), float(divisor), TILE=BWD_TILE, num_warps=WARPS,
-    )  # fmt: skip
+        _logprob_bwd,
+        (rows, triton.cdiv(V, BWD_TILE)),
+        logits,
+        ids,
+        dlogp.contiguous(),
+        largest,
+        log_sum,
+        out,
+        V,
+        float(temperature),
+        float(divisor),
+        TILE=BWD_TILE,
+        num_warps=WARPS,
+    )
 
 
 def prefix_sums(e: torch.Tensor) -> torch.Tensor:

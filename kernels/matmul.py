@@ -6,15 +6,15 @@ x [T, K], w [N, K], y [T, N]; dy [T, N], acc [N, K] in fp32 (fp64 for fp64).
 Roundings: y once to the dtype of x, from an fp32 sum (fp64 for fp64); acc not at all.
 On a GPU: matmul_triton.py. What follows is the reference, for CPUs.
 
-Products are oneDNN's in fp32 and bf16. Products of fp16, and of bf16 where oneDNN has none (without AVX-512), are
-products of fp32 numbers, rounded once. Two facts about CPU matrix libraries shape this file (measured with torch 2.13,
-MKL 2024.2 and oneDNN 3.12, with AVX-512 and with AVX2):
+Products are oneDNN's in fp32 and bf16. Products of fp16, and of bf16 where oneDNN has none (without AVX-512),
+are products of fp32 numbers, rounded once. Two facts about CPU matrix libraries shape this file (measured
+with torch 2.13, MKL 2024.2 and oneDNN 3.12, with AVX-512 and with AVX2):
 
 - A row of a product may change its bits with the number of rows in the call, because another number of rows may select
-  another micro-kernel (one or two rows always do here). So the bits of a row are those of a product of ROW_TILE rows, by
-  definition, and rows are cut into tiles of a few fixed sizes. A tile longer than ROW_TILE is taken only where the
-  library, on this machine and for this shape, was seen to give every row the same bits (`_agrees`). It saves time and
-  decides no bit.
+  another micro-kernel (one or two rows always do here). So the bits of a row are those of a product of
+  ROW_TILE rows, by definition, and rows are cut into tiles of a few fixed sizes. A tile longer than ROW_TILE
+  is taken only where the library, on this machine and for this shape, was seen to give every row the same
+  bits (`_agrees`). It saves time and decides no bit.
 - With a width that is not a multiple of 16 the edge of the last vector is summed in another order, and where that edge
   lies depends on the number of threads. So widths are padded with zeros to a multiple of 16 first.
 
@@ -33,14 +33,16 @@ from .order import ALIGN, ROW_TILE, Blocks, same_bits
 
 # Rows of the tiles that stand for several of ROW_TILE rows, longest first; they take 0.4 to 0.9 of the time.
 _LONG_TILES = (1024, 512, 256, 128, 64)
-# Products of more multiplications are not probed but cut into ROW_TILE rows: a probe takes a tenth of a second at most.
+# Products of more multiplications are not probed but cut into ROW_TILE rows: a probe takes a tenth of a
+# second at most.
 _PROBE_LIMIT = 1 << 31
-# Tiles of so many rows at most read packed weights, and copies of so many bytes at most are made. Bound time and memory.
+# Tiles of so many rows at most read packed weights, and copies of so many bytes at most are made. Bound time
+# and memory.
 _PACKED_ROWS, _PACKED_BYTES = 128, 1 << 28
 _ONEDNN = torch.backends.mkldnn.is_available()
 _ONEDNN_BF16 = _ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-# Products of two numbers of these dtypes are exact in fp32, and summed there: fp16 (5x faster so), and bf16 where
-# oneDNN cannot.
+# Products of two numbers of these dtypes are exact in fp32, and summed there: fp16 (5x faster so), and bf16
+# where oneDNN cannot.
 _THROUGH_FP32 = (torch.float16,) if _ONEDNN_BF16 else (torch.float16, torch.bfloat16)
 
 
@@ -72,7 +74,11 @@ def add_outer_ref(acc_NK: torch.Tensor, dy_TN: torch.Tensor, x_TK: torch.Tensor,
     """acc += dy^T x on a CPU (see add_outer)."""
     dy, x = _pad_width(dy_TN.to(acc_NK.dtype)), _pad_width(x_TK.to(acc_NK.dtype))
     aligned = acc_NK.is_contiguous() and acc_NK.shape == (dy.shape[1], x.shape[1])
-    acc = acc_NK if aligned else F.pad(acc_NK, (0, x.shape[1] - acc_NK.shape[1], 0, dy.shape[1] - acc_NK.shape[0]))
+    acc = (
+        acc_NK
+        if aligned
+        else F.pad(acc_NK, (0, x.shape[1] - acc_NK.shape[1], 0, dy.shape[1] - acc_NK.shape[0]))
+    )
     for start, end in blocks:
         torch.addmm(acc, dy[start:end].t(), x[start:end], out=acc)
     if not aligned:
@@ -105,8 +111,8 @@ def add_outer(acc_NK: torch.Tensor, dy_TN: torch.Tensor, x_TK: torch.Tensor, blo
 def packed(weights_NK: Iterable[torch.Tensor]) -> Iterator[None]:
     """Inside, each of these weights carries a copy that lies as the library computes: its attribute `packed`.
 
-    Products of few rows read the copy, so nobody may change the weights meanwhile. The copies decide no bit: they are
-    made where a probe finds the same bits with them (`_pack_agrees`).
+    Products of few rows read the copy, so nobody may change the weights meanwhile. The copies decide no bit:
+    they are made where a probe finds the same bits with them (`_pack_agrees`).
     """
     carriers, room = [], _PACKED_BYTES
     for w in weights_NK:
@@ -142,14 +148,24 @@ def _pack(w_NK: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _pack_agrees(dtype: torch.dtype, N: int, K: int, threads: int) -> bool:
-    """Whether tiles of every number of rows that read packed weights have the bits of a product with plain weights."""
-    if dtype == torch.float64 or dtype in _THROUGH_FP32 or K % ALIGN or N % ALIGN or _PACKED_ROWS * K * N > _PROBE_LIMIT:
+    """Whether tiles of every number of rows that read packed weights have the bits of a product with plain
+    weights.
+    """
+    if (
+        dtype == torch.float64
+        or dtype in _THROUGH_FP32
+        or K % ALIGN
+        or N % ALIGN
+        or _PACKED_ROWS * K * N > _PROBE_LIMIT
+    ):
         return False
     g = torch.Generator().manual_seed(0)
     x, w = (torch.randn(n, K, generator=g).to(dtype) for n in (_PACKED_ROWS, N))
     pack, expected = _pack(w), torch.cat([_product(tile, w.t()) for tile in x.split(ROW_TILE)])
     tiles = [rows for rows in (*_LONG_TILES, ROW_TILE) if rows <= _PACKED_ROWS]
-    return all(same_bits(torch.cat([_linear(tile, pack) for tile in x.split(rows)]), expected) for rows in tiles)
+    return all(
+        same_bits(torch.cat([_linear(tile, pack) for tile in x.split(rows)]), expected) for rows in tiles
+    )
 
 
 def _one_product(rows: int, x: torch.Tensor, w_KN: torch.Tensor) -> bool:
@@ -161,15 +177,19 @@ def _one_product(rows: int, x: torch.Tensor, w_KN: torch.Tensor) -> bool:
 
 @cache
 def _agrees(rows: int, dtype: torch.dtype, K: int, N: int, strides: tuple[int, int], threads: int) -> bool:
-    """Whether a product of `rows` rows gives each row the bits of a product of ROW_TILE rows, tried on random numbers.
+    """Whether a product of `rows` rows gives each row the bits of a product of ROW_TILE rows, tried on random
+    numbers.
 
-    The order of a sum shows in random numbers: of rows * N sums none may differ. Keyed by all that the library chooses by.
+    The order of a sum shows in random numbers: of rows * N sums none may differ. Keyed by all that the
+    library chooses by.
     """
     if rows * K * N > _PROBE_LIMIT:
         return False
     g = torch.Generator().manual_seed(0)
     x = torch.randn(rows, K, generator=g, dtype=torch.float32).to(dtype)
-    w = torch.empty_strided((K, N), strides, dtype=dtype).copy_(torch.randn(K, N, generator=g, dtype=torch.float32))
+    w = torch.empty_strided((K, N), strides, dtype=dtype).copy_(
+        torch.randn(K, N, generator=g, dtype=torch.float32)
+    )
     return same_bits(_product(x, w), torch.cat([_product(tile, w) for tile in x.split(ROW_TILE)]))
 
 
@@ -187,7 +207,9 @@ def _pad_width(x: torch.Tensor) -> torch.Tensor:
 
 
 def _pad_both(w_KN: torch.Tensor) -> torch.Tensor:
-    """Both axes a multiple of ALIGN; strides are kept where nothing is padded, so a transposed view costs nothing."""
+    """Both axes a multiple of ALIGN; strides are kept where nothing is padded, so a transposed view costs
+    nothing.
+    """
     pad_k, pad_n = -w_KN.shape[0] % ALIGN, -w_KN.shape[1] % ALIGN
     if pad_k or pad_n:
         return F.pad(w_KN, (0, pad_n, 0, pad_k))

@@ -3,13 +3,13 @@
     y = x w^T + b        dx = dy w        dw += sum over token blocks of dy_b^T x_b
 
 x [M, K], w [K, N] as a view with any strides, b [N], y [M, N]; dy [T, N], x [T, K], dw [N, K] in fp32.
-Roundings: y once, the bias added to the fp32 sum before (as vLLM's matmul_kernel_persistent does; the CPU reference rounds
-the product first). dw not at all.
-Order: y walks tiles of BLOCK_K along K in ascending order through one fp32 accumulator, the arithmetic of vLLM 0.32's
-matmul_kernel_persistent; BLOCK_K depends on (N, K, dtype) and the GPU's generation (tiles.py). In dw one program owns one tile,
-begins with what the buffer holds and adds chunks of tokens, none of two token blocks, in the blocks' order: a sum that is broken
-off at a block's end and taken up by a later call has the same bits. No atomics, no split of a sum.
-fp32 operands are multiplied as they are (ieee), never rounded to tf32.
+Roundings: y once, the bias added to the fp32 sum before (as vLLM's matmul_kernel_persistent does; the CPU
+reference rounds the product first). dw not at all. Order: y walks tiles of BLOCK_K along K in ascending order
+through one fp32 accumulator, the arithmetic of vLLM 0.32's matmul_kernel_persistent; BLOCK_K depends on (N,
+K, dtype) and the GPU's generation (tiles.py). In dw one program owns one tile, begins with what the buffer
+holds and adds chunks of tokens, none of two token blocks, in the blocks' order: a sum that is broken off at a
+block's end and taken up by a later call has the same bits. No atomics, no split of a sum. fp32 operands are
+multiplied as they are (ieee), never rounded to tf32.
 """
 
 from functools import lru_cache
@@ -28,10 +28,26 @@ BAND = 8
 
 @triton.jit(do_not_specialize=["M"])
 def _matmul(
-    x_ptr, w_ptr, b_ptr, y_ptr, M, N, K, stride_xm, stride_xk, stride_wk, stride_wn, stride_ym,
-    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BAND: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    w_ptr,
+    b_ptr,
+    y_ptr,
+    M,
+    N,
+    K,
+    stride_xm,
+    stride_xk,
+    stride_wk,
+    stride_wn,
+    stride_ym,
+    HAS_BIAS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BAND: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     in_band = BAND * tiles_n
     k = tl.arange(0, BLOCK_K)
@@ -64,9 +80,20 @@ def _matmul(
 # The alignment of a weight's place in the gradient buffer is left unused, as it is another for each weight.
 @triton.jit(do_not_specialize=["runs"], do_not_specialize_on_alignment=["acc_ptr"])
 def _outer(
-    acc_ptr, dy_ptr, x_ptr, run_ptr, runs, N, K, stride_acc, stride_dy, stride_x,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
+    acc_ptr,
+    dy_ptr,
+    x_ptr,
+    run_ptr,
+    runs,
+    N,
+    K,
+    stride_acc,
+    stride_dy,
+    stride_x,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
     n, k = tl.program_id(1) * BLOCK_N, tl.program_id(0) * BLOCK_K
     rn, rk, rt = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_T)
     dy_at = dy_ptr + rt[:, None] * stride_dy + (n + rn)[None, :]
@@ -86,7 +113,10 @@ def _outer(
 
 
 def matmul(x_MK: torch.Tensor, w_KN: torch.Tensor, b_N: torch.Tensor | None = None) -> torch.Tensor:
-    """x w + b, rounded once to the dtype of x. Any strides; a row's bits depend on that row, w and b only. -> [M, N]."""
+    """x w + b, rounded once to the dtype of x.
+
+    Any strides; a row's bits depend on that row, w and b only. -> [M, N].
+    """
     (M, K), N = x_MK.shape, w_KN.shape[1]
     y = x_MK.new_empty(M, N)
     if not M:
@@ -94,10 +124,28 @@ def matmul(x_MK: torch.Tensor, w_KN: torch.Tensor, b_N: torch.Tensor | None = No
     t = matmul_tiles(M, N, K, x_MK.dtype, generation(x_MK.device))
     programs = multiprocessors(x_MK.device)
     launch(
-        _matmul, (min(programs, triton.cdiv(M, t.block_m) * triton.cdiv(N, t.block_n)),), x_MK, w_KN, b_N, y, M, N, K, *x_MK.stride(),
-        *w_KN.stride(), N, HAS_BIAS=b_N is not None, EVEN_K=K % t.block_k == 0, BLOCK_M=t.block_m, BLOCK_N=t.block_n,
-        BLOCK_K=t.block_k, BAND=BAND, PROGRAMS=programs, num_warps=t.num_warps, num_stages=t.num_stages,
-    )  # fmt: skip
+        _matmul,
+        (min(programs, triton.cdiv(M, t.block_m) * triton.cdiv(N, t.block_n)),),
+        x_MK,
+        w_KN,
+        b_N,
+        y,
+        M,
+        N,
+        K,
+        *x_MK.stride(),
+        *w_KN.stride(),
+        N,
+        HAS_BIAS=b_N is not None,
+        EVEN_K=K % t.block_k == 0,
+        BLOCK_M=t.block_m,
+        BLOCK_N=t.block_n,
+        BLOCK_K=t.block_k,
+        BAND=BAND,
+        PROGRAMS=programs,
+        num_warps=t.num_warps,
+        num_stages=t.num_stages,
+    )
     return y
 
 
@@ -110,17 +158,33 @@ def add_outer(acc_NK: torch.Tensor, dy_TN: torch.Tensor, x_TK: torch.Tensor, blo
     t = outer_tiles(x.dtype, generation(x.device))
     runs = _runs(tuple(blocks), x.device)
     launch(
-        _outer, (triton.cdiv(K, t.block_n), triton.cdiv(N, t.block_m)), acc_NK, dy, x, runs, len(runs), N, K, acc_NK.stride(0),
-        dy.stride(0), x.stride(0), BLOCK_N=t.block_m, BLOCK_K=t.block_n, BLOCK_T=t.block_k, num_warps=t.num_warps,
+        _outer,
+        (triton.cdiv(K, t.block_n), triton.cdiv(N, t.block_m)),
+        acc_NK,
+        dy,
+        x,
+        runs,
+        len(runs),
+        N,
+        K,
+        acc_NK.stride(0),
+        dy.stride(0),
+        x.stride(0),
+        BLOCK_N=t.block_m,
+        BLOCK_K=t.block_n,
+        BLOCK_T=t.block_k,
+        num_warps=t.num_warps,
         num_stages=t.num_stages,
-    )  # fmt: skip
+    )
 
 
 @lru_cache(maxsize=32)
 def _runs(blocks: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
-    """Token blocks as runs [start, end) of blocks that follow each other, all but a run's last one full: [runs, 2] int32.
+    """Token blocks as runs [start, end) of blocks that follow each other, all but a run's last one full:
+    [runs, 2] int32.
 
-    A kernel that walks a run from its start in chunks that divide TOKEN_BLOCK never has tokens of two blocks in one chunk.
+    A kernel that walks a run from its start in chunks that divide TOKEN_BLOCK never has tokens of two blocks
+    in one chunk.
     """
     runs: list[list[int]] = []
     for start, end in blocks:

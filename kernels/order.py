@@ -1,13 +1,13 @@
 """The order of every sum: constants, token blocks and fixed trees. A leaf: it imports nothing of zerokl.
 
-Where the rest of an order stands: products with weights in matmul.py, column sums in columns.py, attention's tiles in
-attention_plan.py, tiles on a GPU in tiles.py.
+Where the rest of an order stands: products with weights in matmul.py, column sums in columns.py, attention's
+tiles in attention_plan.py, tiles on a GPU in tiles.py.
 
 Every operation of a reference is one of these, which give the same bits wherever an element lies in a tensor:
-operations that IEEE 754 rounds exactly (+ - * / sqrt); `torch.exp` and `torch.log` in fp32; a sum along the last axis
-of a contiguous row; operations that walk a row element after element (cumsum, index_add_). Operations that torch
-computes differently in the vector body and in the scalar tail (silu, sigmoid, addcmul, lerp, `add(alpha=)`) are not
-used anywhere in zerokl.
+operations that IEEE 754 rounds exactly (+ - * / sqrt); `torch.exp` and `torch.log` in fp32; a sum along the
+last axis of a contiguous row; operations that walk a row element after element (cumsum, index_add_).
+Operations that torch computes differently in the vector body and in the scalar tail (silu, sigmoid, addcmul,
+lerp, `add(alpha=)`) are not used anywhere in zerokl.
 
 Shapes: T rows (tokens), N width.
 """
@@ -17,9 +17,11 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-# Rows of the matrix product that defines a row's bits on a CPU: few enough that a small batch that decodes wastes little.
+# Rows of the matrix product that defines a row's bits on a CPU: few enough that a small batch that decodes
+# wastes little.
 ROW_TILE = 32
-# Tokens of one partial weight gradient: long enough to be compute-bound, short enough that a sum of them stays accurate.
+# Tokens of one partial weight gradient: long enough to be compute-bound, short enough that a sum of them
+# stays accurate.
 TOKEN_BLOCK = 128
 # Widths are padded to this many elements, so that no vector is ever cut (matmul.py).
 ALIGN = 16
@@ -32,8 +34,8 @@ Blocks = Sequence[tuple[int, int]]
 def token_blocks(lengths: Sequence[int]) -> list[tuple[int, int]]:
     """Rows [start, end) of the token blocks of packed sequences, in canonical order.
 
-    A block never holds tokens of two sequences, so a sequence's contribution to a weight gradient is the same whatever
-    it is packed with.
+    A block never holds tokens of two sequences, so a sequence's contribution to a weight gradient is the same
+    whatever it is packed with.
     """
     blocks, start = [], 0
     for length in lengths:

@@ -1,8 +1,9 @@
-"""Counter-based random numbers: Philox 4x32-10 (Salmon et al., SC'11, "Parallel random numbers: as easy as 1, 2, 3").
+"""Counter-based random numbers: Philox 4x32-10 (Salmon et al., SC'11, "Parallel random numbers: as easy as 1,
+2, 3").
 
-A number is a function of (seed, stream, counter) and of nothing else: no generator is kept, none is advanced. What is
-drawn for one token can therefore not depend on what is drawn beside it, before it or on how many workers draw.
-Integer arithmetic only, on the host; the same on every machine.
+A number is a function of (seed, stream, counter) and of nothing else: no generator is kept, none is advanced.
+What is drawn for one token can therefore not depend on what is drawn beside it, before it or on how many
+workers draw. Integer arithmetic only, on the host; the same on every machine.
 """
 
 from enum import IntEnum
@@ -39,13 +40,19 @@ def philox(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
     k0, k1 = key
     for _ in range(10):
         p0, p1 = _M0 * c0, _M1 * c2
-        c0, c1, c2, c3 = (p1 >> _SHIFT) ^ c1 ^ np.uint64(k0), p1 & _MASK, (p0 >> _SHIFT) ^ c3 ^ np.uint64(k1), p0 & _MASK
+        c0, c1, c2, c3 = (
+            (p1 >> _SHIFT) ^ c1 ^ np.uint64(k0),
+            p1 & _MASK,
+            (p0 >> _SHIFT) ^ c3 ^ np.uint64(k1),
+            p0 & _MASK,
+        )
         k0, k1 = (k0 + _W0) & 0xFFFFFFFF, (k1 + _W1) & 0xFFFFFFFF
     return np.stack([c0, c1, c2, c3], axis=1)
 
 
 def uniform(counter: np.ndarray, seed: int, stream: Stream) -> np.ndarray:
-    """One uniform number in [0, 1) with 53 random bits for each counter. counter [n, 4] of 32-bit words -> [n] fp64.
+    """One uniform number in [0, 1) with 53 random bits for each counter. counter [n, 4] of 32-bit words ->
+    [n] fp64.
 
     Raises ValueError for a seed outside 0 .. 2^32 - 1.
     """
@@ -59,7 +66,10 @@ def uniform(counter: np.ndarray, seed: int, stream: Stream) -> np.ndarray:
 def uniform_range(n: int, seed: int, stream: Stream, word: int = 0) -> np.ndarray:
     """n uniform numbers with counters (i, word): a reproducible array. -> [n] fp64."""
     i = np.arange(n, dtype=np.uint64)
-    counter = np.stack([i & _MASK, i >> _SHIFT, np.full(n, word & 0xFFFFFFFF, np.uint64), np.full(n, word >> 32, np.uint64)], axis=1)
+    counter = np.stack(
+        [i & _MASK, i >> _SHIFT, np.full(n, word & 0xFFFFFFFF, np.uint64), np.full(n, word >> 32, np.uint64)],
+        axis=1,
+    )
     return uniform(counter, seed, stream)
 
 

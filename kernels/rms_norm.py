@@ -1,15 +1,16 @@
-"""Root-mean-square layer normalisation (Zhang & Sennrich, 2019, arXiv:1910.07467): alone, per head, after a residual addition.
+"""Root-mean-square layer normalisation (Zhang & Sennrich, 2019, arXiv:1910.07467): alone, per head, after a
+residual addition.
 
     rms_norm:      y = x r w,    r = 1 / sqrt(mean(x^2) + eps)
     add_rms_norm:  s = x + residual,    y = rms_norm(s, w)
 
     with xh = x r:   dx = r (dy w - xh mean(dy w xh)),   dw = sum_t dy xh;   the residual's gradient adds to dx.
 
-x, residual, s, y [T, D]; w [D]; r [T, 1] in fp32. rms_norm also takes [T, H, D]; qk_norm does so with one weight for the query
-heads and one for the key heads (Qwen3).
-Roundings: s once, before the norm reads it (as vLLM's fused_add_rms_norm does); y once, the weight being multiplied in
-fp32 (as vLLM's batch-invariant Triton kernel does); dx once, the residual's gradient added in fp32.
-The mean is one sum along the row: D is static, so its order is. Triton: rms_norm_triton.py.
+x, residual, s, y [T, D]; w [D]; r [T, 1] in fp32. rms_norm also takes [T, H, D]; qk_norm does so with one
+weight for the query heads and one for the key heads (Qwen3). Roundings: s once, before the norm reads it (as
+vLLM's fused_add_rms_norm does); y once, the weight being multiplied in fp32 (as vLLM's batch-invariant Triton
+kernel does); dx once, the residual's gradient added in fp32. The mean is one sum along the row: D is static,
+so its order is. Triton: rms_norm_triton.py.
 """
 
 import torch
@@ -21,9 +22,13 @@ from .order import Blocks, one_sequence, sum_row, tree_sum
 
 
 def rms_norm_ref(x: torch.Tensor, w: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Forward only, x [T, D] with w [D], or x [T, H, D] with w [D] or [H, D]. Returns y like x, and r [..., 1] in fp32."""
+    """Forward only, x [T, D] with w [D], or x [T, H, D] with w [D] or [H, D].
+
+    Returns y like x, and r [..., 1] in fp32.
+    """
     xf = x.to(accumulate_dtype(x.dtype))
-    # 1 / sqrt and not rsqrt: both are rounded exactly, rsqrt is approximate and differs between vector widths.
+    # 1 / sqrt and not rsqrt: both are rounded exactly, rsqrt is approximate and differs between vector
+    # widths.
     r = _sum_last(xf * xf).div_(x.shape[-1]).add_(eps).sqrt_().reciprocal_()
     return (xf * r).mul_(w.to(xf.dtype)).to(x.dtype), r
 
@@ -50,7 +55,10 @@ def _add_weight_grad(w: torch.Tensor, dw: torch.Tensor, blocks: Blocks) -> torch
 
 
 def _forward(x, w, eps, residual=None):
-    """y, r and s (x itself without a residual) on the backend of x. x [T, D] or [T, H, D], w [D] or [H, D]."""
+    """y, r and s (x itself without a residual) on the backend of x.
+
+    x [T, D] or [T, H, D], w [D] or [H, D].
+    """
     if not on_triton(x):
         s = x if residual is None else x + residual
         return *rms_norm_ref(s, w, eps), s
@@ -62,12 +70,17 @@ def _forward(x, w, eps, residual=None):
 
 
 def _backward(dy, x, r, w, weights, blocks, ds=None):
-    """dx, and the gradient of each of `weights`: (weight, first head, heads), heads counted in x [T, H, D] (1 in [T, D])."""
+    """dx, and the gradient of each of `weights`:
+
+    (weight, first head, heads), heads counted in x [T, H, D] (1 in [T, D]).
+    """
     if not on_triton(x):
         dx, dw = _rms_norm_bwd(dy, x, r, w)
         dx = (dx if ds is None else dx.add_(ds.to(dx.dtype))).to(dy.dtype)
         dw = dw if dw.dim() == 3 else dw.unsqueeze(1)
-        return dx, *(_add_weight_grad(weight, dw[:, first : first + heads], blocks) for weight, first, heads in weights)
+        return dx, *(
+            _add_weight_grad(weight, dw[:, first : first + heads], blocks) for weight, first, heads in weights
+        )
     from .rms_norm_triton import add_weight_grad, rms_norm_bwd
 
     dy, x = (t if t.dim() == 3 else t.unsqueeze(1) for t in (dy, x))
@@ -129,7 +142,8 @@ class _AddRMSNorm(torch.autograd.Function):
 def rms_norm(x: torch.Tensor, w: torch.Tensor, eps: float, blocks: Blocks | None = None) -> torch.Tensor:
     """y = x / sqrt(mean(x^2) + eps) * w over the last axis. x [T, D] or [T, H, D], w [D] -> the shape of x.
 
-    `blocks`: token blocks in whose order dw is summed (order.token_blocks). Raises ValueError on a bad shape or dtype.
+    `blocks`: token blocks in whose order dw is summed (order.token_blocks). Raises ValueError on a bad shape
+    or dtype.
     """
     _check("rms_norm", x, w, eps)
     if not torch.is_grad_enabled():
@@ -137,15 +151,20 @@ def rms_norm(x: torch.Tensor, w: torch.Tensor, eps: float, blocks: Blocks | None
     return _RMSNorm.apply(x, w, eps, one_sequence(x, blocks))
 
 
-def qk_norm(x: torch.Tensor, wq: torch.Tensor, wk: torch.Tensor, heads: int, eps: float, blocks: Blocks | None = None) -> torch.Tensor:
-    """rms_norm of each head of x [T, H, D]: the first `heads` (queries) with wq [D], the others (keys) with wk [D]. -> [T, H, D].
+def qk_norm(
+    x: torch.Tensor, wq: torch.Tensor, wk: torch.Tensor, heads: int, eps: float, blocks: Blocks | None = None
+) -> torch.Tensor:
+    """rms_norm of each head of x [T, H, D]: the first `heads` (queries) with wq [D], the others (keys) with
+    wk [D]. -> [T, H, D].
 
     Raises ValueError on a bad shape or dtype.
     """
     _check("qk_norm", x, wq, eps)
     _check("qk_norm", x, wk, eps)
     if x.dim() != 3 or not 0 < heads < x.shape[1]:
-        raise ValueError(f"qk_norm: x {tuple(x.shape)} must be [T, H, D] with more than heads ({heads}) heads")
+        raise ValueError(
+            f"qk_norm: x {tuple(x.shape)} must be [T, H, D] with more than heads ({heads}) heads"
+        )
     if not torch.is_grad_enabled():
         return _forward(x, _head_weights(wq, wk, heads, x.shape[1]), eps)[0]
     return _QKNorm.apply(x, wq, wk, heads, eps, one_sequence(x, blocks))

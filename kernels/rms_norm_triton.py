@@ -1,12 +1,13 @@
 """Triton kernels of rms_norm.py: one program a row.
 
-Forward, as vLLM 0.32's batch-invariant `_rms_norm_kernel` (model_executor/determinism/batch_invariant.py): the sum of squares over tiles
-of 1024 columns in ascending order, 1 / rms = 1.0 / sqrt(sum / D + eps), x (1 / rms) w in fp32, rounded once. Its tile and its four warps
-order the sum, so both are constants here. With a residual, s = x + residual is rounded to the dtype first and the norm reads it.
-Backward: dx of a row from that row's x, dy and 1 / rms; the residual's gradient is added in fp32; rounded once.
-dw: columns_triton.py.
+Forward, as vLLM 0.32's batch-invariant `_rms_norm_kernel` (model_executor/determinism/batch_invariant.py):
+the sum of squares over tiles of 1024 columns in ascending order, 1 / rms = 1.0 / sqrt(sum / D + eps), x (1 /
+rms) w in fp32, rounded once. Its tile and its four warps order the sum, so both are constants here. With a
+residual, s = x + residual is rounded to the dtype first and the norm reads it. Backward: dx of a row from
+that row's x, dy and 1 / rms; the residual's gradient is added in fp32; rounded once. dw: columns_triton.py.
 
-x, residual, s, y, dy, ds, dx [T, H, D] (H = 1 without heads; x may be a slice of wider rows), w [D] or [H, D], r = 1 / rms [T, H] in fp32.
+x, residual, s, y, dy, ds, dx [T, H, D] (H = 1 without heads; x may be a slice of wider rows), w [D] or [H,
+D], r = 1 / rms [T, H] in fp32.
 """
 
 import torch
@@ -17,18 +18,32 @@ from .columns_triton import add_columns
 from .launch import dense, launch
 from .order import Blocks
 
-# vLLM's tile and warps: each thread sums its 8 columns, lanes are added by butterflies of 16, 8, 4, 2, 1, then the warps.
+# vLLM's tile and warps: each thread sums its 8 columns, lanes are added by butterflies of 16, 8, 4, 2, 1,
+# then the warps.
 TILE, WARPS = 1024, 4
-# Rows of at most 128 columns lie in the first warp of the above, where a tile of 256 columns and one warp puts them as well: the
-# columns, lanes and butterflies are the same, and all that is left out are additions of zeros to a sum of squares.
+# Rows of at most 128 columns lie in the first warp of the above, where a tile of 256 columns and one warp
+# puts them as well: the columns, lanes and butterflies are the same, and all that is left out are additions
+# of zeros to a sum of squares.
 HEAD_TILE, HEAD_WARPS, HEAD_COLUMNS = 256, 1, 128
 
 
 @triton.jit
 def _rms_norm_fwd(
-    x_ptr, residual_ptr, s_ptr, w_ptr, y_ptr, r_ptr, x_stride_t, x_stride_h, w_stride_h, H, D, eps,
-    HAS_RESIDUAL: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    residual_ptr,
+    s_ptr,
+    w_ptr,
+    y_ptr,
+    r_ptr,
+    x_stride_t,
+    x_stride_h,
+    w_stride_h,
+    H,
+    D,
+    eps,
+    HAS_RESIDUAL: tl.constexpr,
+    TILE: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     x_row = x_ptr + (row // H) * x_stride_t + (row % H) * x_stride_h
     w_row = w_ptr + (row % H) * w_stride_h
@@ -60,9 +75,20 @@ def _rms_norm_fwd(
 
 @triton.jit
 def _rms_norm_bwd(
-    dy_ptr, ds_ptr, x_ptr, w_ptr, r_ptr, dx_ptr, x_stride_t, x_stride_h, w_stride_h, H, D,
-    HAS_DS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    ds_ptr,
+    x_ptr,
+    w_ptr,
+    r_ptr,
+    dx_ptr,
+    x_stride_t,
+    x_stride_h,
+    w_stride_h,
+    H,
+    D,
+    HAS_DS: tl.constexpr,
+    TILE: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     x_row = x_ptr + (row // H) * x_stride_t + (row % H) * x_stride_h
     w_row = w_ptr + (row % H) * w_stride_h
@@ -89,11 +115,17 @@ def _rms_norm_bwd(
 
 
 def _shape(D: int) -> dict[str, int]:
-    return {"TILE": HEAD_TILE, "num_warps": HEAD_WARPS} if D <= HEAD_COLUMNS else {"TILE": TILE, "num_warps": WARPS}
+    return (
+        {"TILE": HEAD_TILE, "num_warps": HEAD_WARPS}
+        if D <= HEAD_COLUMNS
+        else {"TILE": TILE, "num_warps": WARPS}
+    )
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x [T, H, D] itself where its strides and its place are multiples of 16, as Triton sees those of dense rows; a dense copy else."""
+    """x [T, H, D] itself where its strides and its place are multiples of 16, as Triton sees those of dense
+    rows; a dense copy else.
+    """
     D = x.shape[2]
     dense_heads = x.stride(1) == D and x.stride(2) == 1
     if D % 16 == 0 and dense_heads and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0:
@@ -102,7 +134,10 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _strides(x: torch.Tensor) -> tuple[int, int]:
-    """Strides of a token and of a head. A dense tensor's come from its shape: torch leaves those of a size of 1 undefined."""
+    """Strides of a token and of a head.
+
+    A dense tensor's come from its shape: torch leaves those of a size of 1 undefined.
+    """
     return (x.shape[1] * x.shape[2] if x.is_contiguous() else x.stride(0)), x.shape[2]
 
 
@@ -115,25 +150,58 @@ def rms_norm_fwd(
     r = torch.empty(T, H, dtype=torch.float32, device=x.device)
     s = x if residual is None else torch.empty_like(y)
     launch(
-        _rms_norm_fwd, (T * H,), x, x if residual is None else dense(residual), s, dense(w), y, r, *_strides(x),
-        0 if w.dim() == 1 else D, H, D, eps, HAS_RESIDUAL=residual is not None, **_shape(D),
-    )  # fmt: skip
+        _rms_norm_fwd,
+        (T * H,),
+        x,
+        x if residual is None else dense(residual),
+        s,
+        dense(w),
+        y,
+        r,
+        *_strides(x),
+        0 if w.dim() == 1 else D,
+        H,
+        D,
+        eps,
+        HAS_RESIDUAL=residual is not None,
+        **_shape(D),
+    )
     return y, r, s
 
 
-def rms_norm_bwd(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, r: torch.Tensor, ds: torch.Tensor | None = None) -> torch.Tensor:
+def rms_norm_bwd(
+    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, r: torch.Tensor, ds: torch.Tensor | None = None
+) -> torch.Tensor:
     """dx, like dy. dy, ds [T, H, D], x as given to or returned by rms_norm_fwd."""
     x, dy, (T, H, D) = _rows(x), dense(dy), dy.shape
     dx = torch.empty_like(dy)
     launch(
-        _rms_norm_bwd, (T * H,), dy, dy if ds is None else dense(ds), x, dense(w), r, dx, *_strides(x), 0 if w.dim() == 1 else D, H, D,
-        HAS_DS=ds is not None, **_shape(D),
-    )  # fmt: skip
+        _rms_norm_bwd,
+        (T * H,),
+        dy,
+        dy if ds is None else dense(ds),
+        x,
+        dense(w),
+        r,
+        dx,
+        *_strides(x),
+        0 if w.dim() == 1 else D,
+        H,
+        D,
+        HAS_DS=ds is not None,
+        **_shape(D),
+    )
     return dx
 
 
 def add_weight_grad(
-    acc: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, r: torch.Tensor, blocks: Blocks, first: int = 0, heads: int = 1
+    acc: torch.Tensor,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    r: torch.Tensor,
+    blocks: Blocks,
+    first: int = 0,
+    heads: int = 1,
 ) -> None:
     """acc [D] += the sum of dy x r over tokens and `heads` heads from `first` on; dy, x [T, H, D], r [T, H]."""
     x = _rows(x)

@@ -3,9 +3,8 @@
     y1 = x1 cos - x2 sin,    y2 = x2 cos + x1 sin          x1, x2: first and second half of a head
     dx1 = dy1 cos + dy2 sin, dx2 = dy2 cos - dy1 sin
 
-x [T, H, D]; cos, sin [T, D/2], rows of a table rounded to the model's dtype (as vLLM and transformers keep it), in that dtype or
-already converted to fp32.
-Roundings: products and sums in fp32, y and dx once.
+x [T, H, D]; cos, sin [T, D/2], rows of a table rounded to the model's dtype (as vLLM and transformers keep
+it), in that dtype or already converted to fp32. Roundings: products and sums in fp32, y and dx once.
 """
 
 import math
@@ -16,7 +15,8 @@ import torch
 from .backend import on_triton
 from .grad import accumulate_dtype, check_dtype
 
-# torch runs elementwise operations of up to 32,768 elements in one piece; sin and cos may differ between pieces.
+# torch runs elementwise operations of up to 32,768 elements in one piece; sin and cos may differ between
+# pieces.
 _TABLE_ELEMENTS = 32768
 
 
@@ -53,7 +53,11 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
 
     Raises ValueError on a bad shape or dtype.
     """
-    check_dtype("rope", x=x, **({} if cos.dtype == sin.dtype == accumulate_dtype(x.dtype) else {"cos": cos, "sin": sin}))
+    check_dtype(
+        "rope",
+        x=x,
+        **({} if cos.dtype == sin.dtype == accumulate_dtype(x.dtype) else {"cos": cos, "sin": sin}),
+    )
     half = (x.shape[0], x.shape[-1] // 2)
     if x.dim() != 3 or x.shape[-1] % 2 or cos.shape != half or sin.shape != half:
         raise ValueError(
@@ -68,7 +72,11 @@ def rope_frequencies(head_dim: int, theta: float) -> list[float]:
 
 
 def llama3_frequencies(
-    frequencies: list[float], factor: float, low_freq_factor: float, high_freq_factor: float, original_positions: int
+    frequencies: list[float],
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_positions: int,
 ) -> list[float]:
     """Llama 3.1's frequency scaling (meta-llama `apply_scaling`; transformers `_compute_llama3_parameters`).
 
@@ -83,12 +91,16 @@ def llama3_frequencies(
         elif wavelength < original_positions / high_freq_factor:
             scaled.append(f)
         else:
-            smooth = (original_positions / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor)
+            smooth = (original_positions / wavelength - low_freq_factor) / (
+                high_freq_factor - low_freq_factor
+            )
             scaled.append((1.0 - smooth) * f / factor + smooth * f)
     return scaled
 
 
-def rope_table(frequencies: list[float], positions: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_table(
+    frequencies: list[float], positions: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of position * frequency, [positions, D/2], computed in fp64 and rounded once to `dtype`.
 
     Computed in pieces of one fixed size, so that the bits do not depend on the number of threads.
@@ -104,12 +116,19 @@ def rope_table(frequencies: list[float], positions: int, dtype: torch.dtype) -> 
 
 
 def rope_table_fp32(
-    head_dim: int, theta: float, llama3: Mapping[str, float] | None, positions: int, dtype: torch.dtype, device: torch.device
+    head_dim: int,
+    theta: float,
+    llama3: Mapping[str, float] | None,
+    positions: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same table as vLLM's models have it: frequencies, angles, cos and sin in fp32, by torch's operations on `device`.
+    """The same table as vLLM's models have it: frequencies, angles, cos and sin in fp32, by torch's
+    operations on `device`.
 
-    Source: vllm/model_executor/layers/rotary_embedding/base.py and llama3_rope.py, operation by operation. On a GPU each element is
-    a function of its own angle alone. `llama3` as in llama3_frequencies, by the names of config.json.
+    Source: vllm/model_executor/layers/rotary_embedding/base.py and llama3_rope.py, operation by operation. On
+    a GPU each element is a function of its own angle alone. `llama3` as in llama3_frequencies, by the names
+    of config.json.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     f = 1.0 / torch.pow(theta, exponents)
@@ -120,6 +139,8 @@ def rope_table_fp32(
         smooth = (original / wavelength - low) / (high - low) if low != high else 0.0
         stretched = f / llama3["factor"]
         between = (1 - smooth) * f / llama3["factor"] + smooth * f
-        f = torch.where(wavelength < original / high, f, torch.where(wavelength > original / low, stretched, between))
+        f = torch.where(
+            wavelength < original / high, f, torch.where(wavelength > original / low, stretched, between)
+        )
     angle = torch.arange(positions, dtype=torch.float32, device=device).unsqueeze(1) * f
     return angle.cos().to(dtype), angle.sin().to(dtype)

@@ -1,7 +1,8 @@
 """Triton kernel of rope.py, with the arithmetic of vLLM's CUDA rotary_embedding (csrc, pos_encoding_kernels).
 
-fp32 throughout, rounded once. nvcc fuses the first product with the sum: y1 = fma(x1, cos, -(x2 sin)), y2 = fma(x2, cos, x1 sin). The
-fused operations are written out, so that no compiler chooses. The backward is the same with -sin. Element by element: no order of sums.
+fp32 throughout, rounded once. nvcc fuses the first product with the sum: y1 = fma(x1, cos, -(x2 sin)), y2 =
+fma(x2, cos, x1 sin). The fused operations are written out, so that no compiler chooses. The backward is the
+same with -sin. Element by element: no order of sums.
 """
 
 import torch
@@ -10,12 +11,24 @@ import triton.language as tl
 
 from .launch import dense, launch
 
-# Heads of one program: with halves of 64 columns, four elements of either half a thread. Free: no element depends on another program.
+# Heads of one program: with halves of 64 columns, four elements of either half a thread. Free: no element
+# depends on another program.
 HEADS, WARPS = 8, 4
 
 
 @triton.jit(do_not_specialize=["H"])
-def _rope(x_ptr, cos_ptr, sin_ptr, y_ptr, x_stride_t, H, half, INVERSE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr):
+def _rope(
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    y_ptr,
+    x_stride_t,
+    H,
+    half,
+    INVERSE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     cols = tl.arange(0, HALF)
@@ -28,7 +41,12 @@ def _rope(x_ptr, cos_ptr, sin_ptr, y_ptr, x_stride_t, H, half, INVERSE: tl.const
         sin = -1.0 * sin
     x1 = tl.load(x_ptr + token * x_stride_t + at, mask=mask, other=0.0).to(tl.float32)
     x2 = tl.load(x_ptr + token * x_stride_t + half + at, mask=mask, other=0.0).to(tl.float32)
-    x1, x2, cos, sin = tl.broadcast_to(x1, HEADS, HALF), x2, tl.broadcast_to(cos, HEADS, HALF), tl.broadcast_to(sin, HEADS, HALF)
+    x1, x2, cos, sin = (
+        tl.broadcast_to(x1, HEADS, HALF),
+        x2,
+        tl.broadcast_to(cos, HEADS, HALF),
+        tl.broadcast_to(sin, HEADS, HALF),
+    )
     y1 = tl.fma(x1, cos, x2 * (-1.0 * sin))
     y2 = tl.fma(x2, cos, x1 * sin)
     out = y_ptr + token * H * (2 * half) + at
@@ -37,12 +55,26 @@ def _rope(x_ptr, cos_ptr, sin_ptr, y_ptr, x_stride_t, H, half, INVERSE: tl.const
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool = False) -> torch.Tensor:
-    """rope of x [T, H, D], tokens at any distance; cos, sin [T, D/2]. `inverse` turns back, which is the backward."""
+    """rope of x [T, H, D], tokens at any distance; cos, sin [T, D/2].
+
+    `inverse` turns back, which is the backward.
+    """
     T, H, D = x.shape
     x = x if x.stride(1) == D and x.stride(2) == 1 else dense(x)
     y = torch.empty(T, H, D, dtype=x.dtype, device=x.device)
     launch(
-        _rope, (T, triton.cdiv(H, HEADS)), x, dense(cos), dense(sin), y, x.stride(0), H, D // 2,
-        INVERSE=inverse, HEADS=HEADS, HALF=triton.next_power_of_2(D // 2), num_warps=WARPS,
-    )  # fmt: skip
+        _rope,
+        (T, triton.cdiv(H, HEADS)),
+        x,
+        dense(cos),
+        dense(sin),
+        y,
+        x.stride(0),
+        H,
+        D // 2,
+        INVERSE=inverse,
+        HEADS=HEADS,
+        HALF=triton.next_power_of_2(D // 2),
+        num_warps=WARPS,
+    )
     return y

@@ -3,9 +3,9 @@
     y = silu(g) u,    silu(g) = g s,    s = 1 / (1 + exp(-g))
     dg = dy u s (1 + g (1 - s)),    du = dy silu(g)
 
-Input gu [T, 2 I] holds g in its first half and u in its second; y [T, I].
-Roundings: silu(g) once, then the product once (as vLLM's silu_and_mul and transformers' MLP do); dg and du once each.
-silu is g / (1 + exp(-g)) in fp32: torch's own silu gives other bits in the scalar tail than in the vector body.
+Input gu [T, 2 I] holds g in its first half and u in its second; y [T, I]. Roundings: silu(g) once, then the
+product once (as vLLM's silu_and_mul and transformers' MLP do); dg and du once each. silu is g / (1 + exp(-g))
+in fp32: torch's own silu gives other bits in the scalar tail than in the vector body.
 """
 
 from collections.abc import Iterator

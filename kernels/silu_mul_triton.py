@@ -1,8 +1,9 @@
 """Triton kernels of silu_mul.py, with the arithmetic of vLLM's CUDA silu_and_mul (csrc, activation_kernels).
 
-Forward: silu = g / (1 + exp(-g)) in fp32 with CUDA's expf and a correctly rounded division, rounded to the dtype; then silu (u + 0.0),
-rounded again (vLLM adds its `beta` of 0, which makes a -0.0 of u a +0.0). Element by element: no order of sums.
-libdevice's expf flushes subnormals to zero here and nvcc's does not; next to the 1 that is added neither is seen.
+Forward: silu = g / (1 + exp(-g)) in fp32 with CUDA's expf and a correctly rounded division, rounded to the
+dtype; then silu (u + 0.0), rounded again (vLLM adds its `beta` of 0, which makes a -0.0 of u a +0.0). Element
+by element: no order of sums. libdevice's expf flushes subnormals to zero here and nvcc's does not; next to
+the 1 that is added neither is seen.
 """
 
 import torch
@@ -13,7 +14,8 @@ from triton.language.extra import libdevice
 from .backend import INTERPRETED
 from .launch import dense, launch
 
-# Elements of one program. Free: no element depends on another. 8 of each half for every thread: whole 16-byte accesses in 16 bits.
+# Elements of one program. Free: no element depends on another. 8 of each half for every thread: whole 16-byte
+# accesses in 16 bits.
 TILE, WARPS = 1024, 4
 
 if INTERPRETED:  # the interpreter has no libdevice; numpy's exp stands in
@@ -72,5 +74,14 @@ def silu_mul_bwd(dy: torch.Tensor, gu: torch.Tensor) -> torch.Tensor:
     """dgu [T, 2 I]."""
     T, width = dy.shape
     dgu = torch.empty(gu.shape, dtype=gu.dtype, device=gu.device)
-    launch(_silu_mul_bwd, (T, triton.cdiv(width, TILE)), dense(dy), dense(gu), dgu, width, TILE=TILE, num_warps=WARPS)
+    launch(
+        _silu_mul_bwd,
+        (T, triton.cdiv(width, TILE)),
+        dense(dy),
+        dense(gu),
+        dgu,
+        width,
+        TILE=TILE,
+        num_warps=WARPS,
+    )
     return dgu

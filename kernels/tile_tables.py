@@ -1,8 +1,10 @@
-"""BLOCK_K of the matrix products on a GPU, the tile along the reduced dimension: committed tables, one a vLLM version.
+"""BLOCK_K of the matrix products on a GPU, the tile along the reduced dimension: committed tables, one a vLLM
+version.
 
-BLOCK_K orders a sum. It depends on (N, K, dtype) and the GPU's generation only, and is the one that vLLM uses there in
-batch-invariant mode (vllm/model_executor/determinism/batch_invariant.py and batch_invariant_configs.py; the tests
-compare). vLLM 0.33 has tuned more shapes than 0.32, so the version is one of a run's settings (precision.tiles).
+BLOCK_K orders a sum. It depends on (N, K, dtype) and the GPU's generation only, and is the one that vLLM uses
+there in batch-invariant mode (vllm/model_executor/determinism/batch_invariant.py and
+batch_invariant_configs.py; the tests compare). vLLM 0.33 has tuned more shapes than 0.32, so the version is
+one of a run's settings (precision.tiles).
 """
 
 from collections.abc import Mapping
@@ -13,7 +15,10 @@ Shapes = tuple[tuple[int, int], ...]  # (N, K) of bf16 products
 
 @dataclass(frozen=True)
 class TileTable:
-    """One vLLM version's table: generation -> BLOCK_K -> the shapes that have it. All others have the dtype's default."""
+    """One vLLM version's table:
+
+    generation -> BLOCK_K -> the shapes that have it. All others have the dtype's default.
+    """
 
     vllm: str
     tuned: Mapping[str, Mapping[int, Shapes]]
@@ -63,7 +68,10 @@ TABLES: dict[str, TileTable] = {
 
 
 def minor_version(vllm: str) -> str:
-    """The key in TABLES of a version of vLLM such as "0.32.1", "0.33.0+cpu" or "vllm-0.32". Raises ValueError."""
+    """The key in TABLES of a version of vLLM such as "0.32.1", "0.33.0+cpu" or "vllm-0.32".
+
+    Raises ValueError.
+    """
     minor = ".".join(vllm.removeprefix("vllm-").split(".")[:2])
     if minor not in TABLES:
         raise ValueError(

@@ -1,8 +1,9 @@
 """Tile sizes of the matrix products on a GPU. Nothing is timed at run time.
 
-BLOCK_K, the tile along the reduced dimension, comes from a committed table (tile_tables.py), which a process fixes when
-it starts. Tiles along M and N are free, with one exception: on Hopper and later a tile of fewer than 64 rows is
-computed by another tensor-core instruction (mma.sync) than a larger one (wgmma, tcgen05), so BLOCK_M is never below 64.
+BLOCK_K, the tile along the reduced dimension, comes from a committed table (tile_tables.py), which a process
+fixes when it starts. Tiles along M and N are free, with one exception: on Hopper and later a tile of fewer
+than 64 rows is computed by another tensor-core instruction (mma.sync) than a larger one (wgmma, tcgen05), so
+BLOCK_M is never below 64.
 """
 
 from collections.abc import Iterator
@@ -19,7 +20,14 @@ from .tile_tables import TABLES, TileTable, minor_version
 # BLOCK_K of shapes that no table names.
 _16_BIT, _32_BIT = 64, 32
 # Shared memory one program may fill with tiles in flight, bytes, a little below what a multiprocessor has.
-_SHARED_BYTES = {"ada": 96 << 10, "sm120": 96 << 10, "hopper": 208 << 10, "blackwell": 208 << 10, "ampere": 156 << 10, "amd": 60 << 10}
+_SHARED_BYTES = {
+    "ada": 96 << 10,
+    "sm120": 96 << 10,
+    "hopper": 208 << 10,
+    "blackwell": 208 << 10,
+    "ampere": 156 << 10,
+    "amd": 60 << 10,
+}
 _STAGES = {torch.float32: 3, torch.bfloat16: 4, torch.float16: 4}  # tiles in flight at most
 
 
@@ -38,7 +46,9 @@ def generation_of(capability: tuple[int, int] | None) -> str:
     if capability is None:
         return "amd"
     major, minor = capability
-    return {12: "sm120", 10: "blackwell", 9: "hopper"}.get(major, "ada" if (major, minor) == (8, 9) else "ampere")
+    return {12: "sm120", 10: "blackwell", 9: "hopper"}.get(
+        major, "ada" if (major, minor) == (8, 9) else "ampere"
+    )
 
 
 class _FixedTable:
@@ -69,7 +79,8 @@ _fixed = _FixedTable()
 def fix_table(vllm: str) -> None:
     """Take the tiles of a vLLM version (tile_tables.minor_version) for every product of this process.
 
-    To be called before the first product. Raises ValueError for a version without a table, or where another one is fixed.
+    To be called before the first product. Raises ValueError for a version without a table, or where another
+    one is fixed.
     """
     _fixed.fix(vllm)
 
@@ -122,12 +133,16 @@ def matmul_tiles(M: int, N: int, K: int, dtype: torch.dtype, where: str) -> Tile
 
 
 def outer_tiles(dtype: torch.dtype, where: str) -> Tiles:
-    """The configuration of a weight gradient; block_m along N, block_n along K, and block_k along the tokens, which it orders."""
+    """The configuration of a weight gradient; block_m along N, block_n along K, and block_k along the tokens,
+    which it orders.
+    """
     if dtype == torch.float32:
         return Tiles(64, 64, 16, 4, 3)  # registers spill with longer tiles
     if where in ("hopper", "blackwell"):
         return _launch(128, 128, _16_BIT, dtype, where)
-    return _launch(128, 64, _16_BIT, dtype, where)._replace(num_warps=8)  # their accumulators lie in registers: 128 x 128 spills
+    return _launch(128, 64, _16_BIT, dtype, where)._replace(
+        num_warps=8
+    )  # their accumulators lie in registers: 128 x 128 spills
 
 
 def _launch(bm: int, bn: int, bk: int, dtype: torch.dtype, where: str) -> Tiles:

@@ -1,4 +1,7 @@
-"""The sampler's key-value cache: blocks of KEY_TILE positions, reference-counted so that samples share their prompt."""
+"""The sampler's key-value cache:
+
+blocks of KEY_TILE positions, reference-counted so that samples share their prompt.
+"""
 
 from collections.abc import Sequence
 
@@ -11,13 +14,21 @@ from .config import ModelConfig
 
 
 class BlockCache:
-    """Keys and values of all layers, [layers, blocks * Hkv, 2, KEY_TILE, D] in `dtype` (Decoder.cache_dtype), on the CPU or on `device`."""
+    """Keys and values of all layers, [layers, blocks * Hkv, 2, KEY_TILE, D] in `dtype` (Decoder.cache_dtype),
+    on the CPU or on `device`.
+    """
 
-    def __init__(self, config: ModelConfig, blocks: int, dtype: torch.dtype, device: torch.device | None = None):
+    def __init__(
+        self, config: ModelConfig, blocks: int, dtype: torch.dtype, device: torch.device | None = None
+    ):
         self.config, self.blocks = config, blocks
-        self.data = torch.zeros(config.layers, blocks * config.kv_heads, 2, KEY_TILE, config.head_dim, dtype=dtype, device=device)
+        self.data = torch.zeros(
+            config.layers, blocks * config.kv_heads, 2, KEY_TILE, config.head_dim, dtype=dtype, device=device
+        )
         # The same memory as [layers, block, offset, 2, Hkv, D]: what a write of new tokens indexes.
-        self._by_token = self.data.view(config.layers, blocks, config.kv_heads, 2, KEY_TILE, config.head_dim).permute(0, 1, 4, 3, 2, 5)
+        self._by_token = self.data.view(
+            config.layers, blocks, config.kv_heads, 2, KEY_TILE, config.head_dim
+        ).permute(0, 1, 4, 3, 2, 5)
         self._free = list(range(blocks - 1, -1, -1))
         self._uses = [0] * blocks
 
@@ -57,13 +68,19 @@ class BlockCache:
 class CachedContext:
     """New tokens of several sequences against the cache: positions, where to write, and the attention plan.
 
-    lengths [S]: new tokens of each sequence; contexts [S]: tokens already in the cache; block_lists: each sequence's
-    blocks, long enough for both.
+    lengths [S]: new tokens of each sequence; contexts [S]: tokens already in the cache; block_lists: each
+    sequence's blocks, long enough for both.
     """
 
     blocks = None  # no weight gradient is ever taken here
 
-    def __init__(self, cache: BlockCache, lengths: Sequence[int], contexts: Sequence[int], block_lists: Sequence[Sequence[int]]):
+    def __init__(
+        self,
+        cache: BlockCache,
+        lengths: Sequence[int],
+        contexts: Sequence[int],
+        block_lists: Sequence[Sequence[int]],
+    ):
         config = cache.config
         length, context = np.asarray(lengths, np.int64), np.asarray(contexts, np.int64)
         tables = np.zeros((len(block_lists), max(len(b) for b in block_lists)), np.int64)
@@ -73,13 +90,22 @@ class CachedContext:
         within = np.arange(len(seq)) - np.repeat(np.cumsum(length) - length, length)
         position = context[seq] + within
         self.positions = torch.from_numpy(position)
-        place = torch.from_numpy(np.stack([tables[seq, position // KEY_TILE], position % KEY_TILE])).to(cache.data.device)
+        place = torch.from_numpy(np.stack([tables[seq, position // KEY_TILE], position % KEY_TILE])).to(
+            cache.data.device
+        )
         self._block, self._offset = place
         self._cache = cache
         self.plan = AttentionPlan(lengths, contexts, tables, config.heads, config.kv_heads)
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        """Write k and v [T, Hkv, D] to the cache, then attend from q [T, Hq, D]. What a narrower cache cannot hold was rounded before."""
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Write k and v [T, Hkv, D] to the cache, then attend from q [T, Hq, D].
+
+        What a narrower cache cannot hold was rounded before.
+        """
         data = self._cache.data
-        self._cache._by_token[layer].index_put_((self._block, self._offset), torch.stack([k, v], dim=1).to(data.dtype))
+        self._cache._by_token[layer].index_put_(
+            (self._block, self._offset), torch.stack([k, v], dim=1).to(data.dtype)
+        )
         return attention_cached(q, data[layer], self.plan, scale)

@@ -1,7 +1,7 @@
 """Hugging Face checkpoints: reading (single and sharded safetensors, local folder or hub name) and writing.
 
-What is written opens with transformers.AutoModelForCausalLM and vLLM. A checkpoint appears under its name only when it is
-whole: it is written to a temporary folder beside it, synced, and renamed.
+What is written opens with transformers.AutoModelForCausalLM and vLLM. A checkpoint appears under its name
+only when it is whole: it is written to a temporary folder beside it, synced, and renamed.
 """
 
 import json
@@ -21,9 +21,16 @@ from .weights import Layout
 
 # Everything beside the weights that a checkpoint carries over from the model it came from.
 _COMPANIONS = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "tokenizer.model", "chat_template.jinja", "generation_config.json",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 _SHARD_BYTES = 5 << 30
 STATE_FILE = "trainer/state.safetensors"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -43,10 +50,17 @@ def resolve_model(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.safetensors.index.json", "config.json", *_COMPANIONS]))
+        return Path(
+            snapshot_download(
+                name,
+                allow_patterns=["*.safetensors", "*.safetensors.index.json", "config.json", *_COMPANIONS],
+            )
+        )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"model: {name} is no local folder and could not be had from the hub ({reason})") from None
+        raise ValueError(
+            f"model: {name} is no local folder and could not be had from the hub ({reason})"
+        ) from None
 
 
 def read_weights(folder: Path, layout: Layout) -> torch.Tensor:
@@ -57,7 +71,9 @@ def read_weights(folder: Path, layout: Layout) -> torch.Tensor:
     try:
         flat = torch.zeros(layout.numel, dtype=torch.float32)
     except RuntimeError:
-        raise ValueError(f"model: config.json of {folder} asks for {layout.numel} weights, more than this machine has memory for") from None
+        raise ValueError(
+            f"model: config.json of {folder} asks for {layout.numel} weights, more than this machine has memory for"
+        ) from None
     wanted = layout.checkpoint_views(flat)
     for file, names in _files(folder).items():
         try:
@@ -83,27 +99,43 @@ def _files(folder: Path) -> dict[str, list[str] | None]:
                 raise TypeError("a file's name is no string")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ValueError(f"model: {index} is not a valid index of safetensors shards") from None
-        return {file: [name for name, where in by_name.items() if where == file] for file in dict.fromkeys(by_name.values())}
+        return {
+            file: [name for name, where in by_name.items() if where == file]
+            for file in dict.fromkeys(by_name.values())
+        }
     if not (folder / "model.safetensors").exists():
-        raise ValueError(f"model: {folder} holds no model.safetensors (pickled weights are not read: loading them can run code)")
+        raise ValueError(
+            f"model: {folder} holds no model.safetensors (pickled weights are not read: loading them can run code)"
+        )
     return {"model.safetensors": None}
 
 
-def _place(tensor: torch.Tensor, name: str, wanted: dict[str, torch.Tensor], layout: Layout, path: Path) -> None:
+def _place(
+    tensor: torch.Tensor, name: str, wanted: dict[str, torch.Tensor], layout: Layout, path: Path
+) -> None:
     if name == "lm_head.weight" and layout.config.tied:
         return  # the embedding is stored under its own name as well
     target = wanted.pop(name, None)
     if target is None:
-        raise ValueError(f"model: {path} holds {name}, which a {layout.config.architecture} of this config has no place for")
+        raise ValueError(
+            f"model: {path} holds {name}, which a {layout.config.architecture} of this config has no place for"
+        )
     if tensor.shape != target.shape:
-        raise ValueError(f"model: {path}: {name} has shape {tuple(tensor.shape)}, config.json asks for {tuple(target.shape)}")
+        raise ValueError(
+            f"model: {path}: {name} has shape {tuple(tensor.shape)}, config.json asks for {tuple(target.shape)}"
+        )
     if tensor.dtype not in DTYPES.values():
-        raise ValueError(f"model: {path}: {name} has dtype {tensor.dtype}, which is not supported; use unquantised weights")
+        raise ValueError(
+            f"model: {path}: {name} has dtype {tensor.dtype}, which is not supported; use unquantised weights"
+        )
     target.copy_(tensor)
 
 
 def load_decoder(folder: str | Path, dtype: torch.dtype, device: torch.device | None = None) -> Decoder:
-    """A decoder with the checkpoint's weights rounded once to `dtype`, on the CPU or on `device`. Raises ValueError (see read_weights)."""
+    """A decoder with the checkpoint's weights rounded once to `dtype`, on the CPU or on `device`.
+
+    Raises ValueError (see read_weights).
+    """
     folder = Path(folder)
     config = ModelConfig.from_file(folder)
     layout = Layout(config)
@@ -121,10 +153,10 @@ def write_checkpoint(
 ) -> None:
     """Write `flat` [layout.numel] as a checkpoint folder `target`, in flat's dtype.
 
-    companions: folder whose tokenizer and chat files are copied. extra: further files, name -> text. state: tensors that are no
-    weights, for STATE_FILE, in a folder of its own: vLLM takes every safetensors file beside the weights for weights.
-    A manifest (verify/files.py) lists the hash of every file.
-    Raises FileExistsError when `target` exists, OSError when it cannot be written; then nothing is left behind.
+    companions: folder whose tokenizer and chat files are copied. extra: further files, name -> text. state:
+    tensors that are no weights, for STATE_FILE, in a folder of its own: vLLM takes every safetensors file
+    beside the weights for weights. A manifest (verify/files.py) lists the hash of every file. Raises
+    FileExistsError when `target` exists, OSError when it cannot be written; then nothing is left behind.
     """
     if target.exists():
         raise FileExistsError(f"checkpoint: {target} already exists; nothing was overwritten")
@@ -133,7 +165,9 @@ def write_checkpoint(
     try:
         temporary.mkdir()
         _write_tensors(temporary, layout.checkpoint_views(flat), shard_bytes)
-        config = {k: v for k, v in layout.config.raw.items() if k != "torch_dtype"} | {"dtype": str(flat.dtype).split(".")[1]}
+        config = {k: v for k, v in layout.config.raw.items() if k != "torch_dtype"} | {
+            "dtype": str(flat.dtype).split(".")[1]
+        }
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for name in _COMPANIONS:
             if companions is not None and (companions / name).exists():
@@ -143,13 +177,17 @@ def write_checkpoint(
             (temporary / name).write_text(text)
         if state is not None:
             (temporary / STATE_FILE).parent.mkdir(exist_ok=True)
-            save_file({name: x.detach().cpu().contiguous() for name, x in state.items()}, temporary / STATE_FILE)
+            save_file(
+                {name: x.detach().cpu().contiguous() for name, x in state.items()}, temporary / STATE_FILE
+            )
         write_manifest(temporary)
         temporary.rename(target)
         sync(target.parent)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise OSError(f"checkpoint: {target} could not be written ({error}); nothing of it was kept") from None
+        raise OSError(
+            f"checkpoint: {target} could not be written ({error}); nothing of it was kept"
+        ) from None
 
 
 def _write_tensors(folder: Path, views: dict[str, torch.Tensor], shard_bytes: int) -> None:

@@ -1,4 +1,6 @@
-"""The architecture of a supported checkpoint, read from config.json; what is not supported is refused by name."""
+"""The architecture of a supported checkpoint, read from config.json; what is not supported is refused by
+name.
+"""
 
 import dataclasses
 import json
@@ -42,17 +44,26 @@ class ModelConfig:
             return base
         r = self.rope_llama3
         return llama3_frequencies(
-            base, r["factor"], r["low_freq_factor"], r["high_freq_factor"], int(r["original_max_position_embeddings"])
+            base,
+            r["factor"],
+            r["low_freq_factor"],
+            r["high_freq_factor"],
+            int(r["original_max_position_embeddings"]),
         )
 
     @classmethod
     def from_file(cls, folder: str | Path) -> "ModelConfig":
-        """Read folder/config.json. Raises ValueError when it is missing, is not JSON or names something unsupported."""
+        """Read folder/config.json.
+
+        Raises ValueError when it is missing, is not JSON or names something unsupported.
+        """
         path = Path(folder) / "config.json"
         try:
             raw = json.loads(path.read_text())
         except FileNotFoundError:
-            raise ValueError(f"model: {folder} holds no config.json; give a Hugging Face model folder or hub name") from None
+            raise ValueError(
+                f"model: {folder} holds no config.json; give a Hugging Face model folder or hub name"
+            ) from None
         except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"model: {path} is not valid JSON ({error})") from None
         if not isinstance(raw, dict):
@@ -61,11 +72,16 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any], source: str = "config") -> "ModelConfig":
-        """Build from the fields of config.json. Raises ValueError naming the field that is missing or unsupported."""
+        """Build from the fields of config.json.
+
+        Raises ValueError naming the field that is missing or unsupported.
+        """
         names = raw.get("architectures")
         name = str(names[0] if isinstance(names, list) and names else names or "(none)")
         if name not in ARCHITECTURES:
-            raise ValueError(f"model: {source}: architecture {name} is not supported; supported are {', '.join(ARCHITECTURES)}")
+            raise ValueError(
+                f"model: {source}: architecture {name} is not supported; supported are {', '.join(ARCHITECTURES)}"
+            )
         family = ARCHITECTURES[name]
         try:
             _refuse(raw, source)
@@ -79,7 +95,9 @@ class ModelConfig:
                 layers=int(raw["num_hidden_layers"]),
                 heads=heads,
                 kv_heads=int(raw.get("num_key_value_heads") or heads),
-                head_dim=int(raw.get("head_dim") or (128 if family == "qwen3" else int(raw["hidden_size"]) // heads)),
+                head_dim=int(
+                    raw.get("head_dim") or (128 if family == "qwen3" else int(raw["hidden_size"]) // heads)
+                ),
                 max_positions=int(raw["max_position_embeddings"]),
                 eps=float(raw["rms_norm_eps"]),
                 rope_theta=theta,
@@ -96,11 +114,22 @@ class ModelConfig:
             raise
         except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise ValueError(f"model: {source} has a field of the wrong type or value ({error})") from None
-        for field in ("vocab_size", "hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "head_dim", "max_positions"):
+        for field in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "layers",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "max_positions",
+        ):
             if getattr(config, field) < 1:
                 raise ValueError(f"model: {source}: {field} ({getattr(config, field)}) must be positive")
             if getattr(config, field) > (largest := _MOST_LAYERS if field == "layers" else _LARGEST):
-                raise ValueError(f"model: {source}: {field} ({getattr(config, field)}) is larger than zerokl takes ({largest})")
+                raise ValueError(
+                    f"model: {source}: {field} ({getattr(config, field)}) is larger than zerokl takes ({largest})"
+                )
         if not (config.rope_theta > 0.0 and config.eps >= 0.0):
             raise ValueError(
                 f"model: {source}: rope_theta ({config.rope_theta}) must be positive, rms_norm_eps ({config.eps}) not negative"
@@ -114,7 +143,8 @@ class ModelConfig:
         return config
 
 
-# Of sizes in config.json: what is beyond them is a mistake, and would take all time or memory before it is found.
+# Of sizes in config.json: what is beyond them is a mistake, and would take all time or memory before it is
+# found.
 _LARGEST, _MOST_LAYERS = 1 << 24, 1 << 12
 
 
@@ -129,7 +159,11 @@ def _refuse(raw: dict[str, Any], source: str) -> None:
         raise _UnsupportedError(f"model: {source}: {field} = {value!r} is not supported; {remedy}")
 
     if raw.get("quantization_config"):
-        no("quantization_config", raw["quantization_config"].get("quant_method", "?"), "use unquantised weights")
+        no(
+            "quantization_config",
+            raw["quantization_config"].get("quant_method", "?"),
+            "use unquantised weights",
+        )
     if raw.get("hidden_act", "silu") != "silu":
         no("hidden_act", raw["hidden_act"], "only silu is")
     if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or []):
@@ -151,16 +185,23 @@ def _refuse(raw: dict[str, Any], source: str) -> None:
 
 
 def _rope(raw: dict[str, Any], source: str) -> tuple[float, dict[str, float] | None]:
-    """RoPE theta and llama3 scaling. transformers 5 writes `rope_parameters`, earlier ones rope_theta and rope_scaling."""
+    """RoPE theta and llama3 scaling.
+
+    transformers 5 writes `rope_parameters`, earlier ones rope_theta and rope_scaling.
+    """
     rope = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
     kind = rope.get("rope_type") or rope.get("type") or "default"
     theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     if rope.get("partial_rotary_factor", 1.0) not in (1.0, None):
-        raise _UnsupportedError(f"model: {source}: partial_rotary_factor = {rope['partial_rotary_factor']!r} is not supported; only 1.0 is")
+        raise _UnsupportedError(
+            f"model: {source}: partial_rotary_factor = {rope['partial_rotary_factor']!r} is not supported; only 1.0 is"
+        )
     if kind == "default":
         return theta, None
     if kind != "llama3":
-        raise _UnsupportedError(f"model: {source}: rope_type = {kind!r} is not supported; supported are default and llama3")
+        raise _UnsupportedError(
+            f"model: {source}: rope_type = {kind!r} is not supported; supported are default and llama3"
+        )
     missing = [k for k in _ROPE_LLAMA3 if k not in rope]
     if missing:
         raise _UnsupportedError(f"model: {source}: rope_type llama3 lacks {', '.join(missing)}")

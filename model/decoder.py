@@ -2,9 +2,9 @@
 
     x = embed(ids);  per layer: x += attention(norm(x)); x += mlp(norm(x));  h = norm(x);  logits = h head^T
 
-Shapes: T tokens of packed sequences, D hidden size, Hq query heads, Hkv key-value heads.
-What differs between training and sampling is the context only: how attention finds its keys (PackedContext here,
-SampleContext in prompts.py, CachedContext in cache.py). Everything else works on rows.
+Shapes: T tokens of packed sequences, D hidden size, Hq query heads, Hkv key-value heads. What differs between
+training and sampling is the context only: how attention finds its keys (PackedContext here, SampleContext in
+prompts.py, CachedContext in cache.py). Everything else works on rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,8 @@ from .config import ModelConfig
 from .weights import Layout
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [T, D / 2]
-# Called with the name and the output of each operation: model/op_names.py. Fused ones are qkv, qk_norm, rope and gate_up.
+# Called with the name and the output of each operation: model/op_names.py. Fused ones are qkv, qk_norm, rope
+# and gate_up.
 Hook = Callable[[str, torch.Tensor], None]
 
 
@@ -39,7 +40,9 @@ class Numerics(NamedTuple):
     """Dtypes other than the compute dtype; None is the compute dtype."""
 
     lm_head: torch.dtype | None = None  # of the logits' matrix product
-    cache: torch.dtype | None = None  # keys and values are rounded to it before attention reads them, and stored in it where it is narrower
+    cache: torch.dtype | None = (
+        None  # keys and values are rounded to it before attention reads them, and stored in it where it is narrower
+    )
 
 
 COMPUTE = Numerics()
@@ -47,7 +50,9 @@ COMPUTE = Numerics()
 
 def named_numerics(head_dtype: str, cache_dtype: str) -> Numerics:
     """Numerics by the names of precision.head_dtype and cache_dtype; "compute" is the compute dtype."""
-    return Numerics(*(None if name == "compute" else getattr(torch, name) for name in (head_dtype, cache_dtype)))
+    return Numerics(
+        *(None if name == "compute" else getattr(torch, name) for name in (head_dtype, cache_dtype))
+    )
 
 
 class _RoundThrough(torch.autograd.Function):
@@ -68,7 +73,9 @@ class Context(Protocol):
     positions: torch.Tensor
     blocks: Blocks | None
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
         """Causal attention of q [T, Hq, D] over this context's keys, k and v [T, Hkv, D] being the new ones."""
         ...
 
@@ -84,50 +91,76 @@ class KeepingContext(Context, Protocol):
 class PackedContext:
     """Whole sequences, packed one after another. lengths [S] in tokens, summing to T.
 
-    After them may come `padding` rows that nobody reads: one more sequence, in no token block, that no gradient reaches.
+    After them may come `padding` rows that nobody reads: one more sequence, in no token block, that no
+    gradient reaches.
     """
 
     def __init__(self, lengths: Sequence[int], config: ModelConfig, padding: int = 0):
         filled = [*lengths, padding] if padding else list(lengths)
-        self.positions = torch.from_numpy(np.concatenate([*map(np.arange, lengths), np.zeros(padding, np.int64)]))
+        self.positions = torch.from_numpy(
+            np.concatenate([*map(np.arange, lengths), np.zeros(padding, np.int64)])
+        )
         self.blocks = token_blocks(lengths)
         self._plan = varlen_plan(filled, config.heads, config.kv_heads)
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
         """See Context."""
         return attention(q, k, v, self._plan, scale)
 
 
 def with_padding(ids: torch.Tensor, decoder: "Decoder") -> tuple[torch.Tensor, int]:
-    """ids [T] followed by as many padding ids as make whole row tiles, so that no matrix product of the reference has a partial one."""
+    """ids [T] followed by as many padding ids as make whole row tiles, so that no matrix product of the
+    reference has a partial one.
+    """
     padding = 0 if on_triton(decoder.flat) else -len(ids) % ROW_TILE
     return F.pad(ids, (0, padding)), padding
 
 
 def _rope_table(c: ModelConfig, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, [positions, D / 2] in the compute dtype: on Triton as vLLM's models have them, in fp64 before the rounding else."""
+    """cos and sin, [positions, D / 2] in the compute dtype:
+
+    on Triton as vLLM's models have them, in fp64 before the rounding else.
+    """
     if on_triton(flat):
-        return rope_table_fp32(c.head_dim, c.rope_theta, c.rope_llama3, c.max_positions, flat.dtype, flat.device)
+        return rope_table_fp32(
+            c.head_dim, c.rope_theta, c.rope_llama3, c.max_positions, flat.dtype, flat.device
+        )
     return rope_table(c.frequencies, c.max_positions, flat.dtype)
 
 
 class Decoder:
-    """Weights in one dtype, and the forward over them. `flat` [layout.numel] holds the weights in the compute dtype."""
+    """Weights in one dtype, and the forward over them.
 
-    def __init__(self, config: ModelConfig, flat: torch.Tensor, layout: Layout | None = None, numerics: Numerics = COMPUTE):
+    `flat` [layout.numel] holds the weights in the compute dtype.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        flat: torch.Tensor,
+        layout: Layout | None = None,
+        numerics: Numerics = COMPUTE,
+    ):
         self.config, self.flat, self.numerics = config, flat, numerics
         self.layout = layout or Layout(config)
-        self._cos, self._sin = (t.to(flat.device, accumulate_dtype(flat.dtype)) for t in _rope_table(config, flat))
+        self._cos, self._sin = (
+            t.to(flat.device, accumulate_dtype(flat.dtype)) for t in _rope_table(config, flat)
+        )
         self._bind()
 
     def _bind(self) -> None:
         self.w = {name: view.requires_grad_() for name, view in self.layout.views(self.flat.detach()).items()}
-        # With tied embeddings the head is a second tensor over the same memory, so that its gradient has its own buffer:
-        # summed into one, the order of the two uses would depend on the micro-batch size.
+        # With tied embeddings the head is a second tensor over the same memory, so that its gradient has its
+        # own buffer: summed into one, the order of the two uses would depend on the micro-batch size.
         self.lm_head = self.w["embed"].detach().requires_grad_() if self.config.tied else self.w["lm_head"]
 
     def move_to(self, flat: torch.Tensor) -> None:
-        """Copy the weights to `flat` [layout.numel] and use those from now on. Views taken before are of the old memory."""
+        """Copy the weights to `flat` [layout.numel] and use those from now on.
+
+        Views taken before are of the old memory.
+        """
         self.flat = flat.copy_(self.flat.detach())
         self._bind()
 
@@ -138,7 +171,10 @@ class Decoder:
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """What a cache stores keys and values in: they are rounded to numerics.cache, so where that is narrower, nothing is lost."""
+        """What a cache stores keys and values in:
+
+        they are rounded to numerics.cache, so where that is narrower, nothing is lost.
+        """
         cache = self.numerics.cache
         return cache if cache is not None and cache.itemsize < self.dtype.itemsize else self.dtype
 
@@ -148,7 +184,10 @@ class Decoder:
         return self.flat.device
 
     def logits_weight(self) -> torch.Tensor:
-        """The head in the dtype of the logits, [V, D]; hidden states are converted to it. Its gradient goes where the head's does."""
+        """The head in the dtype of the logits, [V, D]; hidden states are converted to it.
+
+        Its gradient goes where the head's does.
+        """
         if self.numerics.lm_head in (None, self.dtype):
             return self.lm_head
         if not hasattr(self.lm_head, "main_grad"):
@@ -159,10 +198,13 @@ class Decoder:
 
     def matrices(self) -> list[torch.Tensor]:
         """The weights that rows are multiplied with, each [N, K]."""
-        return [w for name, w in self.w.items() if w.dim() == 2 and name != "embed"] + [self.lm_head] * self.config.tied
+        return [w for name, w in self.w.items() if w.dim() == 2 and name != "embed"] + [
+            self.lm_head
+        ] * self.config.tied
 
     def hidden(self, ids: torch.Tensor, context: Context, hook: Hook = no_hook) -> torch.Tensor:
-        """The final norm's output, [T, D], for ids [T] on any device. `hook` is given the output of every operation, under its name.
+        """The final norm's output, [T, D], for ids [T] on any device. `hook` is given the output of every
+        operation, under its name.
 
         Raises ValueError for an id outside the vocabulary, where it lies on the CPU (see embedding).
         """
@@ -172,14 +214,19 @@ class Decoder:
         return x
 
     def read(self, ids: torch.Tensor, context: KeepingContext, hook: Hook = no_hook) -> None:
-        """As `hidden`, for the keys and values alone, which `context` keeps: the last layer ends with them."""
+        """As `hidden`, for the keys and values alone, which `context` keeps:
+
+        the last layer ends with them.
+        """
         x, residual, rotation = self._embed(ids, context, hook)
         last = self.config.layers - 1
         for i in range(last):
             x, residual = self._layer(i, x, residual, rotation, context, hook)
         context.keep(*self._qkv(last, x, rotation, context, hook)[1:])
 
-    def _embed(self, ids: torch.Tensor, context: Context, hook: Hook) -> tuple[torch.Tensor, torch.Tensor, Rotation]:
+    def _embed(
+        self, ids: torch.Tensor, context: Context, hook: Hook
+    ) -> tuple[torch.Tensor, torch.Tensor, Rotation]:
         """The first layer's input, the residual, and cos and sin of the positions."""
         c, w = self.config, self.w
         positions = context.positions.to(self.device)
@@ -193,7 +240,13 @@ class Decoder:
         return x, residual, rotation
 
     def _layer(
-        self, i: int, x: torch.Tensor, residual: torch.Tensor, rotation: Rotation, context: Context, hook: Hook
+        self,
+        i: int,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        rotation: Rotation,
+        context: Context,
+        hook: Hook,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The next layer's input (after the last, the final norm's output), and the residual."""
         c, w, at, blocks = self.config, self.w, f"layers.{i}.", context.blocks
@@ -216,7 +269,9 @@ class Decoder:
         hook(following, x)
         return x, residual
 
-    def _qkv(self, i: int, x: torch.Tensor, rotation: Rotation, context: Context, hook: Hook) -> tuple[torch.Tensor, ...]:
+    def _qkv(
+        self, i: int, x: torch.Tensor, rotation: Rotation, context: Context, hook: Hook
+    ) -> tuple[torch.Tensor, ...]:
         """q [T, Hq, D], k and v [T, Hkv, D] as attention reads them."""
         c, w, at, blocks = self.config, self.w, f"layers.{i}.", context.blocks
         qkv = linear(x, w[at + "qkv"], w.get(at + "qkv_bias"), blocks).view(x.shape[0], -1, c.head_dim)

@@ -1,13 +1,15 @@
 """Prompts that are computed once for all their samples, in training as in sampling.
 
-Of every prompt, all tokens but the last are read in one forward, which leaves their keys and values behind, in every layer. The samples
-begin with the prompt's last token and attend to them. A row depends on what is before it only, so the bits of all rows are those of
-whole sequences. Backward, each sample adds its gradient of those keys and values to fp32 buffers, and when all samples are done the sums,
-rounded once to the compute dtype, go through the prompts.
-Order: the samples of a prompt one after another, in canonical order; a weight's gradient takes the samples of a pass first, then its
-prompts. Which prompts share a pass depends on their lengths only (`prompt_passes`), so no bit depends on the micro-batch.
+Of every prompt, all tokens but the last are read in one forward, which leaves their keys and values behind,
+in every layer. The samples begin with the prompt's last token and attend to them. A row depends on what is
+before it only, so the bits of all rows are those of whole sequences. Backward, each sample adds its gradient
+of those keys and values to fp32 buffers, and when all samples are done the sums, rounded once to the compute
+dtype, go through the prompts. Order: the samples of a prompt one after another, in canonical order; a
+weight's gradient takes the samples of a pass first, then its prompts. Which prompts share a pass depends on
+their lengths only (`prompt_passes`), so no bit depends on the micro-batch.
 
-Shapes: n samples of N prompts; B tokens of these prompts without the last of each; T tokens of the samples of one forward.
+Shapes: n samples of N prompts; B tokens of these prompts without the last of each; T tokens of the samples of
+one forward.
 """
 
 from collections.abc import Sequence
@@ -21,17 +23,24 @@ from ..kernels.grad import accumulate_dtype
 from ..kernels.order import token_blocks
 from .decoder import Decoder, Hook, PackedContext, no_hook, with_padding
 
-# Tokens of the prompts of one pass; a longer prompt has a pass of its own. A constant, as it orders the weights' gradients.
+# Tokens of the prompts of one pass; a longer prompt has a pass of its own. A constant, as it orders the
+# weights' gradients.
 PASS_TOKENS = 512
 
 
 def first_of_prompt(prompts: Sequence[Sequence[int]]) -> list[bool]:
-    """Whether each of n samples is the first of its prompt. prompts [n]: that of each sample, equal ones side by side."""
+    """Whether each of n samples is the first of its prompt.
+
+    prompts [n]: that of each sample, equal ones side by side.
+    """
     return [i == 0 or prompt != prompts[i - 1] for i, prompt in enumerate(prompts)]
 
 
 def prompt_passes(prompts: Sequence[Sequence[int]]) -> list[slice]:
-    """The prompt of each of n samples -> slices of samples whose prompts are read together. Samples of one prompt lie side by side."""
+    """The prompt of each of n samples -> slices of samples whose prompts are read together.
+
+    Samples of one prompt lie side by side.
+    """
     passes, start, tokens = [], 0, 0
     for i, (prompt, first) in enumerate(zip(prompts, first_of_prompt(prompts), strict=True)):
         if i and first and tokens + len(prompt) > PASS_TOKENS:
@@ -45,10 +54,16 @@ class Prompts:
     """The prompts of n samples, read by one forward."""
 
     def __init__(self, decoder: Decoder, prompts: Sequence[Sequence[int]], hook: Hook = no_hook):
-        """prompts [n]: that of each sample, equal ones side by side. Raises ValueError for an empty one. `hook`: see Decoder.hidden."""
+        """prompts [n]:
+
+        that of each sample, equal ones side by side. Raises ValueError for an empty one. `hook`: see
+        Decoder.hidden.
+        """
         for i, prompt in enumerate(prompts):
             if not len(prompt):
-                raise ValueError(f"prompts: prompt {i} is empty; a completion needs at least one token before it")
+                raise ValueError(
+                    f"prompts: prompt {i} is empty; a completion needs at least one token before it"
+                )
         firsts = first_of_prompt(prompts)
         self.of = tuple((np.cumsum(firsts) - 1).tolist())  # [n], the prompt of each sample
         heads = [prompt[:-1] for prompt, first in zip(prompts, firsts, strict=True) if first]
@@ -60,10 +75,13 @@ class Prompts:
         self.kv = [kv.detach() for kv in self._read]
         for kv, read in zip(self.kv, self._read, strict=True):
             if read.requires_grad:
-                kv.requires_grad_().main_grad = torch.zeros(kv.shape, dtype=accumulate_dtype(kv.dtype), device=kv.device)
+                kv.requires_grad_().main_grad = torch.zeros(
+                    kv.shape, dtype=accumulate_dtype(kv.dtype), device=kv.device
+                )
 
     def backward(self) -> None:
-        """After the samples' own: send what they left in the keys and values through the prompts, to the weights.
+        """After the samples' own: send what they left in the keys and values through the prompts, to the
+        weights.
 
         Nothing happens where the prompts were read without gradients.
         """
@@ -72,7 +90,10 @@ class Prompts:
 
 
 class _Handover(torch.autograd.Function):
-    """A scalar whose gradient in what was read is what the leaves collected. autograd.backward with gradients would import sympy for it."""
+    """A scalar whose gradient in what was read is what the leaves collected.
+
+    autograd.backward with gradients would import sympy for it.
+    """
 
     @staticmethod
     def forward(ctx, leaves, *read):
@@ -104,19 +125,29 @@ class _ReadingContext(PackedContext):
         B = self.blocks[-1][1]
         self.kv.append(torch.stack([k[:B], v[:B]], dim=1).view(B, -1))
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
         """See Context."""
         self.keep(k, v)
         return super().attend(layer, q, k, v, scale)
 
 
 class SampleContext:
-    """Samples after their prompts: packed rows that begin with the prompt's last token, then padding rows as in PackedContext.
+    """Samples after their prompts: packed rows that begin with the prompt's last token, then padding rows as
+    in PackedContext.
 
     lengths [S]: rows of each sample; after [S]: its prompt, of those that were read.
     """
 
-    def __init__(self, decoder: Decoder, lengths: Sequence[int], prompts: Prompts, after: Sequence[int], padding: int = 0):
+    def __init__(
+        self,
+        decoder: Decoder,
+        lengths: Sequence[int],
+        prompts: Prompts,
+        after: Sequence[int],
+        padding: int = 0,
+    ):
         config, self._kv, of = decoder.config, prompts.kv, list(after)
         own, before, firsts = np.array(lengths), prompts.lengths[of], prompts.starts[of]
         if padding:
@@ -124,13 +155,16 @@ class SampleContext:
         self.blocks = token_blocks(lengths)
         self.positions = torch.from_numpy(_ranges(before, own))
         self._prompt_rows = torch.from_numpy(_ranges(firsts, before)).to(decoder.device)
-        # Attention takes each sequence's keys together: rows of its prompt, copied for each sample, then its own.
+        # Attention takes each sequence's keys together: rows of its prompt, copied for each sample, then its
+        # own.
         starts = np.cumsum(before + own) - (before + own)
         lies = torch.from_numpy(np.concatenate([_ranges(starts, before), _ranges(starts + before, own)]))
         self._order = tuple(x.to(decoder.device) for x in (lies.argsort(), lies))
         self._plan = varlen_plan(own.tolist(), config.heads, config.kv_heads, before.tolist())
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
         """See Context."""
         if not len(self._prompt_rows):
             return attention(q, k, v, self._plan, scale)
@@ -141,7 +175,8 @@ class SampleContext:
 
 
 class _Reordered(torch.autograd.Function):
-    """Rows of x in another order. order: where in x each row comes from; inverse: where each row of x goes to.
+    """Rows of x in another order. order: where in x each row comes from; inverse: where each row of x goes
+    to.
 
     torch's own gradient of index_select adds rows up, on a GPU with atomics.
     """

@@ -1,7 +1,8 @@
 """All weights of a model in one flat tensor, with a named view for each.
 
-One layout serves the compute weights, the fp32 master weights, the gradients and the optimizer's moments, so that each
-elementwise pass of the optimizer is a few long operations, and a sum over all parameters has one fixed order.
+One layout serves the compute weights, the fp32 master weights, the gradients and the optimizer's moments, so
+that each elementwise pass of the optimizer is a few long operations, and a sum over all parameters has one
+fixed order.
 """
 
 import hashlib
@@ -15,7 +16,8 @@ import torch
 from ..verify.ledger import BLOCK
 from .config import ModelConfig
 
-# Views start at multiples of this many elements: 64 bytes in any dtype, so the matrix library sees the same alignment.
+# Views start at multiples of this many elements: 64 bytes in any dtype, so the matrix library sees the same
+# alignment.
 _ALIGN = 64
 # The flat tensor's length is a multiple of this: the tile of the sums over all parameters.
 FLAT_TILE = 4096
@@ -40,7 +42,10 @@ class Entry:
 
 
 class Block(NamedTuple):
-    """Elements [start, stop) of the flat tensor: a block of the checkpoint's tensor `name`, as the ledger hashes it."""
+    """Elements [start, stop) of the flat tensor:
+
+    a block of the checkpoint's tensor `name`, as the ledger hashes it.
+    """
 
     name: str
     start: int
@@ -48,7 +53,10 @@ class Block(NamedTuple):
 
 
 class Layout:
-    """Names, shapes and offsets of a model's weights. q, k, v and gate, up are fused to one matrix each, as in vLLM."""
+    """Names, shapes and offsets of a model's weights.
+
+    q, k, v and gate, up are fused to one matrix each, as in vLLM.
+    """
 
     def __init__(self, config: ModelConfig):
         self.config = config
@@ -70,9 +78,17 @@ class Layout:
             own, theirs = f"layers.{i}.", f"model.layers.{i}."
             attn = theirs + "self_attn."
             self._add(own + "input_norm", (), (theirs + "input_layernorm.weight", D))
-            self._add(own + "qkv", (D,), *((f"{attn}{p}_proj.weight", n) for p, n in (("q", q), ("k", kv), ("v", kv))))
+            self._add(
+                own + "qkv",
+                (D,),
+                *((f"{attn}{p}_proj.weight", n) for p, n in (("q", q), ("k", kv), ("v", kv))),
+            )
             if c.qkv_bias:
-                self._add(own + "qkv_bias", (), *((f"{attn}{p}_proj.bias", n) for p, n in (("q", q), ("k", kv), ("v", kv))))
+                self._add(
+                    own + "qkv_bias",
+                    (),
+                    *((f"{attn}{p}_proj.bias", n) for p, n in (("q", q), ("k", kv), ("v", kv))),
+                )
             if c.qk_norm:
                 self._add(own + "q_norm", (), (attn + "q_norm.weight", c.head_dim))
                 self._add(own + "k_norm", (), (attn + "k_norm.weight", c.head_dim))
@@ -80,7 +96,12 @@ class Layout:
             if c.o_bias:
                 self._add(own + "o_bias", (), (attn + "o_proj.bias", D))
             self._add(own + "post_norm", (), (theirs + "post_attention_layernorm.weight", D))
-            self._add(own + "gate_up", (D,), (theirs + "mlp.gate_proj.weight", I), (theirs + "mlp.up_proj.weight", I))
+            self._add(
+                own + "gate_up",
+                (D,),
+                (theirs + "mlp.gate_proj.weight", I),
+                (theirs + "mlp.up_proj.weight", I),
+            )
             self._add(own + "down", (I,), (theirs + "mlp.down_proj.weight", D))
         self._add("norm", (), ("model.norm.weight", D))
         if not c.tied:
@@ -111,14 +132,20 @@ class Layout:
         return found
 
     def cut(self, n: int) -> list[slice]:
-        """n neighbouring slices of the flat tensor, of about one length, each of whole blocks; with few blocks some are empty."""
+        """n neighbouring slices of the flat tensor, of about one length, each of whole blocks; with few
+        blocks some are empty.
+        """
         starts = [*(block.start for block in self.blocks), self.numel]
         ends = [min(starts, key=lambda at: abs(at * n - k * self.numel)) for k in range(n + 1)]
         return [slice(a, b) for a, b in pairwise(ends)]
 
     def blocks_in(self, part: slice) -> list[Block]:
         """The blocks of a slice of `cut`, counted from its start."""
-        return [Block(b.name, b.start - part.start, b.stop - part.start) for b in self.blocks if part.start <= b.start < part.stop]
+        return [
+            Block(b.name, b.start - part.start, b.stop - part.start)
+            for b in self.blocks
+            if part.start <= b.start < part.stop
+        ]
 
 
 def fingerprint(layout: Layout, flat: torch.Tensor) -> str:

@@ -1,4 +1,7 @@
-"""What several tests share: seeded inputs, threads, and the two judgements, equal bits and accuracy against fp64."""
+"""What several tests share:
+
+seeded inputs, threads, and the two judgements, equal bits and accuracy against fp64.
+"""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +17,15 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def torchrun(ranks: int, *words: str) -> list[str]:
     """The command that runs a script (or -m and a module) with its words in this many processes."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *words]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        *words,
+    ]
 
 
 def property_settings(examples: int) -> settings:
@@ -45,8 +56,12 @@ def forgotten(probe: Callable) -> Iterator[None]:
 
 
 def write_letters_reward(folder: Path) -> None:
-    """A module in `folder` whose reward, "letters_reward:reward", differs between completions, so that a step has a gradient."""
-    (folder / "letters_reward.py").write_text("def reward(problem, completion):\n    return float(sum(map(ord, completion)) % 7)\n")
+    """A module in `folder` whose reward, "letters_reward:reward", differs between completions, so that a step
+    has a gradient.
+    """
+    (folder / "letters_reward.py").write_text(
+        "def reward(problem, completion):\n    return float(sum(map(ord, completion)) % 7)\n"
+    )
 
 
 @contextmanager
@@ -59,11 +74,17 @@ def threads(n: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def assert_at_most_twice_the_error(ours: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, what: str) -> None:
+def assert_at_most_twice_the_error(
+    ours: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, what: str
+) -> None:
     """`ours` is as near to `exact`, in fp64, as plain torch in the same dtype is, up to a factor of two."""
     assert exact.dtype == torch.float64
     assert ours.shape == exact.shape
     error, allowed = (ours.double() - exact).abs(), (plain.double() - exact).abs()
     assert torch.isfinite(error).all(), what
-    assert error.max() <= 2 * allowed.max(), f"{what}: largest error {error.max():.3e}, plain torch's {allowed.max():.3e}"
-    assert error.norm() <= 2 * allowed.norm(), f"{what}: norm of the error {error.norm():.3e}, plain torch's {allowed.norm():.3e}"
+    assert error.max() <= 2 * allowed.max(), (
+        f"{what}: largest error {error.max():.3e}, plain torch's {allowed.max():.3e}"
+    )
+    assert error.norm() <= 2 * allowed.norm(), (
+        f"{what}: norm of the error {error.norm():.3e}, plain torch's {allowed.norm():.3e}"
+    )

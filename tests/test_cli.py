@@ -1,4 +1,7 @@
-"""The command line: bad input is one line and exit code 2, and leaves everything as it was; and the public names."""
+"""The command line:
+
+bad input is one line and exit code 2, and leaves everything as it was; and the public names.
+"""
 
 import json
 import os
@@ -18,7 +21,14 @@ from zerokl.engine.runs import samplers
 
 from tests.random_model import random_model
 
-WIDTHS = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+WIDTHS = dict(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=16,
+)
 OPTIONS = "{ max_value = 9, train = 20, held_out = 10 }"
 REWARDS = """
 def letters(problem, completion):
@@ -68,17 +78,32 @@ def folder(model_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def training(folder: Path) -> Callable[..., list[str]]:
-    """training(key=value, ...): the words of a short run into the folder `run`; dots are written as two underscores."""
+    """training(key=value, ...):
+
+    the words of a short run into the folder `run`; dots are written as two underscores.
+    """
     base = {
-        "run_dir": "run", "model": str(folder / "model"), "steps": "2", "prompts": "2", "num_generations": "2", "sampling__max_tokens": "6",
-        "task__options": OPTIONS, "task__reward": "mine:letters", "evaluation__every": "0", "optimizer__lr": "1e-2",
-    }  # fmt: skip
+        "run_dir": "run",
+        "model": str(folder / "model"),
+        "steps": "2",
+        "prompts": "2",
+        "num_generations": "2",
+        "sampling__max_tokens": "6",
+        "task__options": OPTIONS,
+        "task__reward": "mine:letters",
+        "evaluation__every": "0",
+        "optimizer__lr": "1e-2",
+    }
 
     def words(**values: object) -> list[str]:
         pairs = {**base, **values}.items()
         return [
             "train",
-            *(word for key, value in pairs for word in ("--" + key.replace("__", ".").replace("run_dir", "run-dir"), str(value))),
+            *(
+                word
+                for key, value in pairs
+                for word in ("--" + key.replace("__", ".").replace("run_dir", "run-dir"), str(value))
+            ),
         ]
 
     return words
@@ -86,7 +111,10 @@ def training(folder: Path) -> Callable[..., list[str]]:
 
 @pytest.fixture
 def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """refused(*words): the one line a bad command gives. Every file must be as before, and none may be new."""
+    """refused(*words):
+
+    the one line a bad command gives. Every file must be as before, and none may be new.
+    """
 
     def files() -> dict[Path, bytes | None]:
         return {p: p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
@@ -102,7 +130,11 @@ def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., s
         assert code == 2, error
         assert len(error.splitlines()) == 1, error
         assert error.startswith("zerokl: ")
-        kept = {p: content for p, content in files().items() if not leaves or (folder / leaves) not in (p, *p.parents)}
+        kept = {
+            p: content
+            for p, content in files().items()
+            if not leaves or (folder / leaves) not in (p, *p.parents)
+        }
         assert kept == before
         return error
 
@@ -110,7 +142,10 @@ def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., s
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-@pytest.mark.parametrize("words", ["sample model --prompt 1+1=", "eval model", "verify", "verify model", "audit model --out report"])
+@pytest.mark.parametrize(
+    "words",
+    ["sample model --prompt 1+1=", "eval model", "verify", "verify model", "audit model --out report"],
+)
 def test_every_command_that_computes_can_be_told_where(refused, words):
     assert 'device ("cuda"): torch finds no CUDA GPU here' in refused(*words.split(), "--device", "cuda")
 
@@ -121,7 +156,7 @@ def test_every_command_that_computes_can_be_told_where(refused, words):
         ({"optimizer__lrr": 1}, "unknown key optimizer.lrr; did you mean optimizer.lr?"),
         ({"stepz": 1}, "unknown key stepz; did you mean steps?"),
         ({"steps": "many"}, "config: steps ('many')"),
-                ({"model": "./nowhere"}, "./nowhere is no folder"),
+        ({"model": "./nowhere"}, "./nowhere is no folder"),
         ({"model": "nowhere"}, "nowhere is no folder"),
         ({"model": "init:huge"}, "preset huge is not known; choose tiny, small"),
         ({"task__name": "addd"}, "addd is not known"),
@@ -212,10 +247,14 @@ def _edit(path: Path, **fields: object) -> None:
 
 
 ODD = {
-    "architectures": {"architectures": {"a": 1}}, "architecture list": {"architectures": [["Qwen3ForCausalLM"]]},
-    "infinite": {"vocab_size": float("inf")}, "theta": {"rope_parameters": {"rope_theta": -5.0}}, "layers": {"num_hidden_layers": 10**9},
-    "context": {"max_position_embeddings": 10**12}, "width": {"hidden_size": 1 << 24, "vocab_size": 1 << 24},
-}  # fmt: skip
+    "architectures": {"architectures": {"a": 1}},
+    "architecture list": {"architectures": [["Qwen3ForCausalLM"]]},
+    "infinite": {"vocab_size": float("inf")},
+    "theta": {"rope_parameters": {"rope_theta": -5.0}},
+    "layers": {"num_hidden_layers": 10**9},
+    "context": {"max_position_embeddings": 10**12},
+    "width": {"hidden_size": 1 << 24, "vocab_size": 1 << 24},
+}
 DAMAGE = {
     "architectures": "is not supported; supported are",
     "architecture list": "is not supported; supported are",
@@ -258,14 +297,20 @@ def test_a_damaged_checkpoint_is_one_line_for_every_command(folder, training, re
         (["sample", "model", "--prompt", "1+\udcff="], "is not valid Unicode"),
         (["eval", "model", "--problems", "-3"], "problems (-3) must be at least 1"),
         (["eval", "model", "--task", "mine:Fails"], "task mine:Fails: problems('held_out') raised KeyError"),
-        (["eval", "model", "--task", "mine:Fails", "--split", "train"], "which is no Problem with a prompt that is a string"),
+        (
+            ["eval", "model", "--task", "mine:Fails", "--split", "train"],
+            "which is no Problem with a prompt that is a string",
+        ),
         (["sample", "model", "--prompt", "\u4e2d"], "a character that the tokenizer does not know"),
         (["sample", "model", "--prompt", "1" * 500], "more than the context (512)"),
         (["sample", "model", "--prompt", "1", "-n", "0"], "num_generations (0) must be at least 1"),
         (["sample", "model", "--prompt", "1", "--temperature", "-1"], "temperature (-1.0)"),
         (["sample", "model", "--prompt", "1", "--top-p", "0"], "top_p (0.0)"),
-        (["sample", "model", "--prompt", "1", "--dtype", "int8"], "Choose from: \"float32\""),
-        (["sample", "model", "--prompt", "1", "--temprature", "2"], "Unknown option: --temprature. Did you mean --temperature?"),
+        (["sample", "model", "--prompt", "1", "--dtype", "int8"], 'Choose from: "float32"'),
+        (
+            ["sample", "model", "--prompt", "1", "--temprature", "2"],
+            "Unknown option: --temprature. Did you mean --temperature?",
+        ),
         (["sample", "model", "--prompt", "1", "--seed", "-1"], "seed (-1)"),
         (["sample", "model", "--prompt", "1", "--seed", "x"], "seed"),
         (["sample", "model"], "prompt"),
@@ -285,10 +330,10 @@ def test_a_damaged_checkpoint_is_one_line_for_every_command(folder, training, re
         (["train", "--run-dir", "run", "--exact=perhaps"], "exact"),
         (["train", "none.toml", "--run-dir", "run"], "none.toml cannot be read"),
         (["train", "--run-dir", "run", "--steps"], "--steps requires an argument"),
-        (["trian"], "Unknown command \"trian\". Did you mean \"train\"?"),
+        (["trian"], 'Unknown command "trian". Did you mean "train"?'),
     ],
     ids=lambda x: " ".join(x)[:60] if isinstance(x, list) else "",
-)  # fmt: skip
+)
 def test_a_bad_command_is_one_line(refused, words, message):
     assert message in refused(*words)
 
@@ -339,16 +384,26 @@ def _zerokl(words: list[str], cwd: Path, before: str = "") -> subprocess.Complet
     code = f"import sys; {before}; from zerokl.cli import main; sys.exit(main())" if before else ""
     command = [sys.executable, *(["-c", code] if before else ["-m", "zerokl"]), *words]
     return subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        command,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
     )
 
 
 def test_a_full_disk_while_a_checkpoint_is_written_leaves_no_part_of_it(folder, training):
-    """Files may grow to 20 kB only: the checkpoint's 60 kB fail as on a full disk, with an OSError in the middle of the file."""
+    """Files may grow to 20 kB only:
+
+    the checkpoint's 60 kB fail as on a full disk, with an OSError in the middle of the file.
+    """
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"
     done = _zerokl(training(), folder, limit)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
-    assert re.search(r"zerokl: checkpoint: run/checkpoints/step-000002 could not be written .* nothing of it was kept", done.stderr)
+    assert re.search(
+        r"zerokl: checkpoint: run/checkpoints/step-000002 could not be written .* nothing of it was kept",
+        done.stderr,
+    )
     assert list((folder / "run" / "checkpoints").iterdir()) == []
     assert len((folder / "run" / "metrics.jsonl").read_text().splitlines()) == 2
     assert not (folder / "run" / "summary.json").exists()
@@ -357,8 +412,14 @@ def test_a_full_disk_while_a_checkpoint_is_written_leaves_no_part_of_it(folder, 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["sample", "someone/something", "--prompt", "1"], "someone/something is no local folder and could not be had from the hub"),
-        (["train", "--preset", "demo", "--run-dir", "run", "--stepz", "3"], "unknown key stepz; did you mean steps?"),
+        (
+            ["sample", "someone/something", "--prompt", "1"],
+            "someone/something is no local folder and could not be had from the hub",
+        ),
+        (
+            ["train", "--preset", "demo", "--run-dir", "run", "--stepz", "3"],
+            "unknown key stepz; did you mean steps?",
+        ),
     ],
     ids=["hub", "key"],
 )
@@ -375,9 +436,30 @@ def test_sample_eval_and_verify_work(folder, capsys):
     assert len(re.findall(r"logprob -\d+\.\d{4}  (?:stop|length)$", first, re.MULTILINE)) == 4
     main(["sample", "model", "--prompt", "12+7=", "-n", "4", "--max-tokens", "5"])
     assert capsys.readouterr().out == first
-    assert main(["eval", "model", "--task", "add", "--problems", "7", "--num-generations", "2", "--task.options.max_value", "9",
-                 "--task.options.train", "20", "--task.options.held_out", "9"]) == 0  # fmt: skip
-    assert re.search(r"add held_out: mean reward 0\.\d{4} over 7 problems x 2 generations", capsys.readouterr().out)
+    assert (
+        main(
+            [
+                "eval",
+                "model",
+                "--task",
+                "add",
+                "--problems",
+                "7",
+                "--num-generations",
+                "2",
+                "--task.options.max_value",
+                "9",
+                "--task.options.train",
+                "20",
+                "--task.options.held_out",
+                "9",
+            ]
+        )
+        == 0
+    )
+    assert re.search(
+        r"add held_out: mean reward 0\.\d{4} over 7 problems x 2 generations", capsys.readouterr().out
+    )
     assert main(["verify", "model", "--dtype", "float32", "--sequences", "3", "--longest", "40"]) == 0
     rows = re.findall(r"float32 +\S+ +([\d,]+) +\S+ +(\d+)", capsys.readouterr().out)
     assert len(rows) >= 8

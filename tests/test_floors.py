@@ -1,4 +1,6 @@
-"""The house: each floor, and each room of engine/, imports only what lies below it; `kernels` is importable by itself."""
+"""The house: each floor, and each room of engine/, imports only what lies below it; `kernels` is importable
+by itself.
+"""
 
 import ast
 import subprocess
@@ -61,7 +63,11 @@ def upward_imports(root: Path) -> list[str]:
         if not own:
             continue
         below = set(PLACES[PLACES.index(own) :]) - STRANGERS.get(own, set())
-        found += [f"{file.relative_to(root)}: {name}" for name in imported(file, root) if place_of(name) not in below]
+        found += [
+            f"{file.relative_to(root)}: {name}"
+            for name in imported(file, root)
+            if place_of(name) not in below
+        ]
     return found
 
 
@@ -71,7 +77,9 @@ def test_every_file_has_a_place():
     empty = {"engine/__init__.py", "engine/presets/__init__.py"}
     for file in files:
         name = str(file.relative_to(PACKAGE_ROOT))
-        assert name in empty or place_of(name.removesuffix(".py").replace("/", ".").removesuffix(".__init__")), name
+        assert name in empty or place_of(
+            name.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+        ), name
 
 
 def test_nothing_imports_upward():
@@ -95,7 +103,9 @@ def test_control_an_import_upward_is_found(tmp_path, line):
 
 def test_control_an_import_of_a_room_above_is_found(tmp_path):
     (tmp_path / "engine" / "train").mkdir(parents=True)
-    (tmp_path / "engine" / "train" / "wrong.py").write_text("from ..runs.run import train\nfrom ..rollout.types import Rollout")
+    (tmp_path / "engine" / "train" / "wrong.py").write_text(
+        "from ..runs.run import train\nfrom ..rollout.types import Rollout"
+    )
     assert upward_imports(tmp_path) == ["engine/train/wrong.py: engine.runs.run.train"]
 
 

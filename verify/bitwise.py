@@ -1,4 +1,7 @@
-"""Bitwise comparison: integer views, every element, no tolerance. -0.0 is not 0.0; NaN equals NaN of the same bits."""
+"""Bitwise comparison:
+
+integer views, every element, no tolerance. -0.0 is not 0.0; NaN equals NaN of the same bits.
+"""
 
 import torch
 
@@ -11,9 +14,14 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def unequal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """True where the bits differ. Raises ValueError when shape or dtype differ: those are never comparable."""
+    """True where the bits differ.
+
+    Raises ValueError when shape or dtype differ: those are never comparable.
+    """
     if a.shape != b.shape or a.dtype != b.dtype:
-        raise ValueError(f"unequal: a {tuple(a.shape)} {a.dtype} and b {tuple(b.shape)} {b.dtype} must have one shape and dtype")
+        raise ValueError(
+            f"unequal: a {tuple(a.shape)} {a.dtype} and b {tuple(b.shape)} {b.dtype} must have one shape and dtype"
+        )
     return bits(a) != bits(b)
 
 

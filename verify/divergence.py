@@ -1,4 +1,5 @@
-"""Where two runs part: the first step, and in it the first quantity in causal order, whose bits differ; and what may explain it.
+"""Where two runs part: the first step, and in it the first quantity in causal order, whose bits differ; and
+what may explain it.
 
 configuration, data, first weights;  in each step: prompts, tokens, sampler logprobs, trainer logprobs, rewards, advantages,
 gradient (of which weight), optimizer state, weights
@@ -14,7 +15,10 @@ from .ledger import LEDGER, Head, LedgerFile, Line, read_ledger
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first difference. `step` is None for what a run starts from; `part` is a weight or a setting, where one can be named."""
+    """The first difference.
+
+    `step` is None for what a run starts from; `part` is a weight or a setting, where one can be named.
+    """
 
     step: int | None
     quantity: str
@@ -26,7 +30,11 @@ class Divergence:
         place = "before the first step" if self.step is None else f"step {self.step}"
         what = self.quantity.replace("_", " ")
         if self.part:
-            what += f" of {self.part}" if self.values is None else f" {self.part}: {self.values[0]!r} and {self.values[1]!r}"
+            what += (
+                f" of {self.part}"
+                if self.values is None
+                else f" {self.part}: {self.values[0]!r} and {self.values[1]!r}"
+            )
         return f"{place}: {what}" + (f" and {self.others} other weights" if self.others else "")
 
 
@@ -93,7 +101,9 @@ def compare_lines(head: Head, a: Line, b: Line) -> Divergence | None:
     return None
 
 
-def _weights(step: int | None, quantity: str, names: list[str], a: list[str] | None, b: list[str] | None) -> Divergence:
+def _weights(
+    step: int | None, quantity: str, names: list[str], a: list[str] | None, b: list[str] | None
+) -> Divergence:
     if not a or not b or len(a) != len(b):
         return Divergence(step, quantity)
     differ = [name for name, x, y in zip(names, a, b, strict=True) if x != y]
@@ -101,7 +111,10 @@ def _weights(step: int | None, quantity: str, names: list[str], a: list[str] | N
 
 
 def _environments(a: LedgerFile, b: LedgerFile, before: int) -> tuple[list[str], list[str]]:
-    """Differences between any environment that one run had up to a step and the other's: (that may explain, lawful)."""
+    """Differences between any environment that one run had up to a step and the other's:
+
+    (that may explain, lawful).
+    """
     explain, lawful = [], []
     x, y = _values(a, before), _values(b, before)
     for key in sorted(x.keys() | y.keys()):
@@ -116,7 +129,10 @@ def _values(run: LedgerFile, before: int) -> dict[str, set[str]]:
     """Every value that each key of the environment had up to a step: a run may go on elsewhere."""
     assert run.head is not None
     values: dict[str, set[str]] = {}
-    for environment in [run.head.environment, *(r["environment"] for r in run.resumed if r["step"] <= before)]:
+    for environment in [
+        run.head.environment,
+        *(r["environment"] for r in run.resumed if r["step"] <= before),
+    ]:
         for key, value in environment.items():
             values.setdefault(key, set()).add(str(value))
     return values

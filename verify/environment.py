@@ -1,4 +1,7 @@
-"""The environment of a run: what may explain that the same run gives other bits elsewhere. Recorded, compared, never chained."""
+"""The environment of a run:
+
+what may explain that the same run gives other bits elsewhere. Recorded, compared, never chained.
+"""
 
 import hashlib
 import os
@@ -13,12 +16,15 @@ import torch
 # The folder of the package zerokl: the parent of this floor.
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("numpy", "safetensors", "transformers", "tokenizers", "triton", "vllm")
-# What the law says decides no bit: where only these differ, a difference is a fault of zerokl or of the machine.
+# What the law says decides no bit: where only these differ, a difference is a fault of zerokl or of the
+# machine.
 LAWFUL = ("process.",)
 
 
 def code_hash(root: Path) -> str:
-    """SHA-256 over name and content of every .py file of the package; those of tests and of environments beside it are none."""
+    """SHA-256 over name and content of every .py file of the package; those of tests and of environments
+    beside it are none.
+    """
     h = hashlib.sha256()
     for folder in (root, *(root / name for name in ("kernels", "verify", "model", "engine"))):
         for file in sorted(folder.glob("*.py") if folder == root else folder.rglob("*.py")):
@@ -27,7 +33,10 @@ def code_hash(root: Path) -> str:
 
 
 def environment(root: Path, device: torch.device, process: dict[str, Any]) -> dict[str, Any]:
-    """Flat and ready for JSON. `root` is the package's folder; `process` how this process is set up (threads, workers, ranks)."""
+    """Flat and ready for JSON.
+
+    `root` is the package's folder; `process` how this process is set up (threads, workers, ranks).
+    """
     found: dict[str, Any] = {
         "code": code_hash(root),
         "python": platform.python_version(),
@@ -60,7 +69,10 @@ def _cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return f"{platform.processor()} {sys.platform}"
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
 
 
 def _driver() -> str | None:

@@ -1,6 +1,8 @@
-"""Files that are whole or not there: written to a temporary name, synced and renamed; and folders that know their own hashes.
+"""Files that are whole or not there: written to a temporary name, synced and renamed; and folders that know
+their own hashes.
 
-A manifest is a JSON file with the size and the SHA-256 of every file of its folder, and a SHA-256 over itself.
+A manifest is a JSON file with the size and the SHA-256 of every file of its folder, and a SHA-256 over
+itself.
 """
 
 import fcntl
@@ -16,7 +18,10 @@ MANIFEST = "manifest.json"
 
 
 def canonical(x: Any) -> bytes:
-    """x as JSON in its one canonical form: sorted keys, no blanks, ASCII. Raises ValueError for infinities and NaN."""
+    """x as JSON in its one canonical form:
+
+    sorted keys, no blanks, ASCII. Raises ValueError for infinities and NaN.
+    """
     return json.dumps(x, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -41,7 +46,10 @@ def sync(path: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replace the file `path`: at every moment it holds all of the old content or all of the new. Raises OSError."""
+    """Replace the file `path`:
+
+    at every moment it holds all of the old content or all of the new. Raises OSError.
+    """
     temporary = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
         with open(temporary, "wb") as handle:
@@ -57,7 +65,10 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @contextmanager
 def hold_folder(folder: Path) -> Iterator[None]:
-    """Nobody else writes to `folder` inside, as long as all do it so. Raises ValueError when another process holds it."""
+    """Nobody else writes to `folder` inside, as long as all do it so.
+
+    Raises ValueError when another process holds it.
+    """
     fd = os.open(folder, os.O_RDONLY)
     try:
         try:
@@ -94,7 +105,9 @@ def write_manifest(folder: Path) -> None:
 
 
 def manifest_damage(folder: Path) -> str | None:
-    """What is wrong with a folder, naming the first torn, altered, missing or foreign file; None if it is intact."""
+    """What is wrong with a folder, naming the first torn, altered, missing or foreign file; None if it is
+    intact.
+    """
     path = folder / MANIFEST
     try:
         held = json.loads(path.read_text(encoding="utf-8"))
@@ -114,4 +127,11 @@ def manifest_damage(folder: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{path} cannot be read ({type(error).__name__})"
     foreign = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and p != path)
-    return next((f"{folder / name} is foreign: the manifest does not list it" for name in foreign if name not in listed), None)
+    return next(
+        (
+            f"{folder / name} is foreign: the manifest does not list it"
+            for name in foreign
+            if name not in listed
+        ),
+        None,
+    )

@@ -9,7 +9,10 @@ from .bitwise import count_unequal
 
 @dataclass
 class Check:
-    """One line of the table: how many elements were compared under one dtype, and how many had unequal bits."""
+    """One line of the table:
+
+    how many elements were compared under one dtype, and how many had unequal bits.
+    """
 
     name: str
     dtype: str

@@ -3,12 +3,14 @@
     chain_0     = H(head)           head: hashes of configuration, data and first weights; seed
     chain_{n+1} = H(chain_n, line)  line: step, random keys, and the hash of every quantity of the step in causal order
 
-H is SHA-256 over canonical JSON. Chained is what the law says decides bits, and the bits. The environment (versions, device,
-threads) is recorded beside it and not chained: two machines that compute the same bits have the same chain, and where they do
-not, the environment is what is asked first. `sum` guards all of a line, chained or not.
+H is SHA-256 over canonical JSON. Chained is what the law says decides bits, and the bits. The environment
+(versions, device, threads) is recorded beside it and not chained: two machines that compute the same bits
+have the same chain, and where they do not, the environment is what is asked first. `sum` guards all of a
+line, chained or not.
 
-The hash of a quantity that has a part for each weight is the root of a hash tree: H over its leaves, one for each weight. A leaf is H
-over the hashes of the weight's blocks, so that ranks that keep a part of it each, or threads, hash it together.
+The hash of a quantity that has a part for each weight is the root of a hash tree: H over its leaves, one for
+each weight. A leaf is H over the hashes of the weight's blocks, so that ranks that keep a part of it each, or
+threads, hash it together.
 """
 
 import hashlib
@@ -125,7 +127,9 @@ class Line:
     step: int
     keys: dict[str, int]  # what the step's random numbers are keyed by
     quantities: dict[str, str]  # name -> hash, in causal order
-    leaves: dict[str, list[str]] = field(default_factory=dict)  # of those quantities that are trees, as far as detail asks
+    leaves: dict[str, list[str]] = field(
+        default_factory=dict
+    )  # of those quantities that are trees, as far as detail asks
     notes: dict[str, Any] = field(default_factory=dict)  # recorded, not chained
     chain: str = ""
 
@@ -155,13 +159,20 @@ class Head:
 
 @dataclass
 class LedgerFile:
-    """A ledger as far as it is intact. `damage` says what ended it before the file's end; a torn last line is none: `torn`."""
+    """A ledger as far as it is intact.
+
+    `damage` says what ended it before the file's end; a torn last line is none: `torn`.
+    """
 
     path: Path
     head: Head | None = None
     lines: list[Line] = field(default_factory=list)
-    resumed: list[dict[str, Any]] = field(default_factory=list)  # {"step", "environment"} of each resumption elsewhere
-    ends: list[int] = field(default_factory=list)  # bytes of the file up to the end of the head, then of each step
+    resumed: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # {"step", "environment"} of each resumption elsewhere
+    ends: list[int] = field(
+        default_factory=list
+    )  # bytes of the file up to the end of the head, then of each step
     damage: str | None = None
     torn: bool = False
 
@@ -185,7 +196,8 @@ class LedgerFile:
 
 
 def read_ledger(path: Path) -> LedgerFile:
-    """Read and check every line: JSON, its own sum, the chain, the steps' order, and the leaves under each root.
+    """Read and check every line: JSON, its own sum, the chain, the steps' order, and the leaves under each
+    root.
 
     Raises OSError, and FormatError for a ledger of another version.
     """
@@ -227,7 +239,9 @@ def _take(found: LedgerFile, line: dict[str, Any]) -> None:
     if kind == "head":
         head = Head(**line)
         if head.format != FORMAT:
-            raise FormatError(f"ledger: {found.path} has format {head.format}, this zerokl reads {FORMAT}; use the version that wrote it")
+            raise FormatError(
+                f"ledger: {found.path} has format {head.format}, this zerokl reads {FORMAT}; use the version that wrote it"
+            )
         if head.chain != head.chained() or head.weights != hash_json(head.leaves):
             raise _DamageError("was altered: the chain does not fit")
         found.head = head
@@ -247,8 +261,9 @@ def _take(found: LedgerFile, line: dict[str, Any]) -> None:
 class Ledger:
     """A ledger that is being written, from a head or on from a read one.
 
-    A line is in the file when `append` returns, and on the disk before the next one is written or `sync` returns: no step waits for it.
-    Without a path nothing is written: `last` is compared, by a replay or with the other ranks.
+    A line is in the file when `append` returns, and on the disk before the next one is written or `sync`
+    returns: no step waits for it. Without a path nothing is written: `last` is compared, by a replay or with
+    the other ranks.
     """
 
     def __init__(self, path: Path | None, head: Head, found: LedgerFile | None = None):

@@ -1,6 +1,8 @@
-"""How far two sets of log-probabilities of the same tokens are apart. Estimators from tokens drawn from the sampler.
+"""How far two sets of log-probabilities of the same tokens are apart. Estimators from tokens drawn from the
+sampler.
 
-With d = logp_trainer - logp_sampler and r = exp(d), over C tokens (Schulman, "Approximating KL divergence", 2020):
+With d = logp_trainer - logp_sampler and r = exp(d), over C tokens (Schulman, "Approximating KL divergence",
+2020):
 
     k1 = mean(-d)     k2 = mean(d^2 / 2)     k3 = mean(r - 1 - d)        estimate KL(sampler || trainer)
     chi2 = mean(r^2) - 1        ess = (sum r)^2 / (C sum r^2), the effective sample size as a share of C
@@ -32,7 +34,9 @@ def bits_equal(trainer: np.ndarray, sampler: np.ndarray) -> np.ndarray:
 def log_ratios(trainer: np.ndarray, sampler: np.ndarray) -> np.ndarray:
     """d of each token, [C] fp64: exactly 0 where the bits are the same, be both infinite."""
     with np.errstate(invalid="ignore"):
-        return np.where(bits_equal(trainer, sampler), 0.0, trainer.astype(np.float64) - sampler.astype(np.float64))
+        return np.where(
+            bits_equal(trainer, sampler), 0.0, trainer.astype(np.float64) - sampler.astype(np.float64)
+        )
 
 
 def ratios(d: np.ndarray, lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -49,16 +53,23 @@ def spread(r: np.ndarray) -> dict[str, float]:
     return {"chi2": square - 1.0, "ess": ess, "ratio_min": float(r.min()), "ratio_max": float(r.max())}
 
 
-def mismatch_metrics(trainer: np.ndarray, sampler: np.ndarray, lengths: Sequence[int], prefix: str = "mismatch/") -> dict[str, float]:
-    """All mismatch metrics. trainer, sampler [C] fp32 log-probabilities; lengths: tokens of each sequence, sums to C.
+def mismatch_metrics(
+    trainer: np.ndarray, sampler: np.ndarray, lengths: Sequence[int], prefix: str = "mismatch/"
+) -> dict[str, float]:
+    """All mismatch metrics. trainer, sampler [C] fp32 log-probabilities; lengths: tokens of each sequence,
+    sums to C.
 
     `frac_equal` compares bits. Raises ValueError when a value is missing (NaN), or the shapes do not fit.
     """
     if trainer.shape != sampler.shape or trainer.shape != (sum(lengths),) or not len(trainer):
-        raise ValueError(f"mismatch: trainer {trainer.shape}, sampler {sampler.shape} must be [{sum(lengths)}], the sum of lengths, not 0")
+        raise ValueError(
+            f"mismatch: trainer {trainer.shape}, sampler {sampler.shape} must be [{sum(lengths)}], the sum of lengths, not 0"
+        )
     for name, values in (("trainer", trainer), ("sampler", sampler)):
         if np.isnan(values).any():
-            raise ValueError(f"mismatch: the {name} logprob of token {int(np.flatnonzero(np.isnan(values))[0])} is NaN")
+            raise ValueError(
+                f"mismatch: the {name} logprob of token {int(np.flatnonzero(np.isnan(values))[0])} is NaN"
+            )
     d = log_ratios(trainer, sampler)
     r, sequence_ratio = ratios(d, lengths)
     metrics = {

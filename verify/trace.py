@@ -1,4 +1,7 @@
-"""First divergence of two traces. A trace holds the output of every operation of one forward, by name, in the order of computation."""
+"""First divergence of two traces.
+
+A trace holds the output of every operation of one forward, by name, in the order of computation.
+"""
 
 import math
 from dataclasses import dataclass
@@ -29,7 +32,9 @@ def compare_traces(a: Trace, b: Trace) -> list[OpDifference]:
     """
     shared = [name for name in a if name in b]
     if not shared:
-        raise ValueError(f"trace: the two have no operation in common ({', '.join(list(a)[:3])}, ... and {', '.join(list(b)[:3])}, ...)")
+        raise ValueError(
+            f"trace: the two have no operation in common ({', '.join(list(a)[:3])}, ... and {', '.join(list(b)[:3])}, ...)"
+        )
     return [_compare(name, a[name], b[name]) for name in shared]
 
 

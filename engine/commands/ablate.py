@@ -1,4 +1,5 @@
-"""`zerokl ablate GRID.toml --out DIR`: a grid of runs over any keys of the configuration and seeds, and what came out of it.
+"""`zerokl ablate GRID.toml --out DIR`: a grid of runs over any keys of the configuration and seeds, and what
+came out of it.
 
     preset = "demo"                     # or file = "base.toml"; what all cells have in common
     seeds = [0, 1, 2]
@@ -11,9 +12,9 @@
     none = {}
     amplified = { exact = false, "perturb.round_weights" = "bfloat16", "perturb.gain" = 8.0 }
 
-Every combination, with every seed, is a run of its own in DIR/cells/COMBINATION/seed-N, its configuration beside it in seed-N.toml. A run
-that has ended is kept when the ablation is started again, one that was interrupted starts anew. A run that ends by itself (ten overflows
-in a row, say) is a result as well.
+Every combination, with every seed, is a run of its own in DIR/cells/COMBINATION/seed-N, its configuration
+beside it in seed-N.toml. A run that has ended is kept when the ablation is started again, one that was
+interrupted starts anew. A run that ends by itself (ten overflows in a row, say) is a result as well.
 """
 
 import itertools
@@ -57,7 +58,10 @@ class Cell:
 
 
 def read_grid(path: str | Path) -> list[Cell]:
-    """The cells of a grid file, combination by combination, seed by seed. Raises ValueError for whatever cannot be read or run."""
+    """The cells of a grid file, combination by combination, seed by seed.
+
+    Raises ValueError for whatever cannot be read or run.
+    """
     try:
         grid = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -66,7 +70,9 @@ def read_grid(path: str | Path) -> list[Cell]:
         raise ValueError(f"ablate: {path} is not valid TOML ({error})") from None
     unknown = [k for k in grid if k not in ("preset", "file", "seeds", "set", "grid", "variants")]
     if unknown:
-        raise ValueError(f"ablate: {path}: unknown key {unknown[0]}; keys are preset, file, seeds, set, grid, variants")
+        raise ValueError(
+            f"ablate: {path}: unknown key {unknown[0]}; keys are preset, file, seeds, set, grid, variants"
+        )
     seeds = grid.get("seeds", [0])
     if not isinstance(seeds, list) or not seeds or len(set(map(str, seeds))) < len(seeds):
         raise ValueError(f"ablate: {path}: seeds ({seeds!r}) must be a list of different numbers")
@@ -96,7 +102,10 @@ def _combinations(grid: Mapping[str, Any], path: str) -> Iterator[tuple[dict[str
             raise ValueError(f"ablate: {path}: variants.{axis} must hold a table of keys for each name")
         axes.append([(axis, label, _flat(keys)) for label, keys in variants.items()])
     for combination in itertools.product(*axes):
-        yield {axis: label for axis, label, _ in combination}, {k: v for _, _, keys in combination for k, v in keys.items()}
+        yield (
+            {axis: label for axis, label, _ in combination},
+            {k: v for _, _, keys in combination for k, v in keys.items()},
+        )
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -113,11 +122,15 @@ def _label(value: Any) -> str:
 
 def _name(settings: Mapping[str, str]) -> str:
     """A folder's name for a combination."""
-    return ",".join(f"{axis.rsplit('.', 1)[-1]}={label}" for axis, label in settings.items()).replace("/", "_") or "run"
+    return (
+        ",".join(f"{axis.rsplit('.', 1)[-1]}={label}" for axis, label in settings.items()).replace("/", "_")
+        or "run"
+    )
 
 
 def ablate(grid: str | Path, out: str | Path) -> dict[str, Any]:
-    """Run what the grid asks for and is not there yet; writes ablation.json, ablation.md and plots to `out`. Returns the former.
+    """Run what the grid asks for and is not there yet; writes ablation.json, ablation.md and plots to `out`.
+    Returns the former.
 
     Raises ValueError for a grid that cannot be run, or for a folder that holds runs of another one.
     """
@@ -140,7 +153,10 @@ def ablate(grid: str | Path, out: str | Path) -> dict[str, Any]:
 
 
 def _with_model(config: Config, out: Path) -> Config:
-    """The configuration with the folder of its base model: cells that ask for the same init:PRESET share it."""
+    """The configuration with the folder of its base model:
+
+    cells that ask for the same init:PRESET share it.
+    """
     if not config.model.startswith("init:"):
         return config
     preset = config.model.removeprefix("init:")
@@ -160,12 +176,17 @@ def _ended(path: Path) -> bool:
 def _refuse_another(cell: Cell, out: Path) -> None:
     """Raise ValueError where the cell's folder holds the end of a run with another configuration."""
     path = out / "cells" / cell.folder
-    if _ended(path) and (path / "config.toml").exists() and (path / "config.toml").read_text() != to_toml(with_device(cell.config)):
+    if (
+        _ended(path)
+        and (path / "config.toml").exists()
+        and (path / "config.toml").read_text() != to_toml(with_device(cell.config))
+    ):
         raise ValueError(f"ablate: {path} holds a run of another configuration; choose another --out")
 
 
 def _run(cell: Cell, path: Path) -> None:
-    """The run, in a process of its own: what an engine leaves behind (vLLM keeps threads and memory) would slow the runs after it.
+    """The run, in a process of its own: what an engine leaves behind (vLLM keeps threads and memory) would
+    slow the runs after it.
 
     Raises ValueError for what the run refuses, ChildProcessError when its process ended otherwise.
     """
@@ -176,7 +197,13 @@ def _run(cell: Cell, path: Path) -> None:
     config = path.parent / f"{path.name}.toml"
     config.write_text(to_toml(cell.config), encoding="utf-8")
     read, write = os.pipe()
-    process = start_python("from zerokl.engine.commands.ablate import run_alone; run_alone()", str(config), str(path), str(write), fds=[write])
+    process = start_python(
+        "from zerokl.engine.commands.ablate import run_alone; run_alone()",
+        str(config),
+        str(path),
+        str(write),
+        fds=[write],
+    )
     os.close(write)
     try:
         with open(read, encoding="utf-8") as pipe:
@@ -188,13 +215,18 @@ def _run(cell: Cell, path: Path) -> None:
     if refused:
         raise ValueError(refused)
     if code:
-        raise ChildProcessError(f"ablate: the process of {cell.folder} {ending(code)}; start the ablation again, and it goes on there")
+        raise ChildProcessError(
+            f"ablate: the process of {cell.folder} {ending(code)}; start the ablation again, and it goes on there"
+        )
     if (path / FAILED).exists():
         console.print(f"{cell.folder} ended by itself: {json.loads((path / FAILED).read_text())['error']}")
 
 
 def run_alone() -> None:
-    """The life of a run's process. Arguments: configuration file, run folder, a descriptor that takes the reason of a refusal."""
+    """The life of a run's process.
+
+    Arguments: configuration file, run folder, a descriptor that takes the reason of a refusal.
+    """
     config, path, refused = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     os.set_inheritable(refused, False)  # it ends with this process, not with one that this one starts
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
@@ -213,7 +245,10 @@ def run_alone() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when the ablation has been killed: started again, it would begin the same run beside this one."""
+    """End this process when the ablation has been killed:
+
+    started again, it would begin the same run beside this one.
+    """
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)

@@ -1,4 +1,7 @@
-"""What an ablation found: a line for each run, mean and spread over seeds for each combination, a table and plots."""
+"""What an ablation found:
+
+a line for each run, mean and spread over seeds for each combination, a table and plots.
+"""
 
 import json
 import math
@@ -14,15 +17,25 @@ from ..runs.folder import METRICS
 FAILED = "failed.json"
 # Metric -> title of its plot, by step.
 PLOTS = {
-    "reward/mean": "reward", "eval/accuracy": "held-out accuracy", "mismatch/k3": "mismatch k3, nats a token", "entropy": "entropy, nats",
+    "reward/mean": "reward",
+    "eval/accuracy": "held-out accuracy",
+    "mismatch/k3": "mismatch k3, nats a token",
+    "entropy": "entropy, nats",
     "grad_norm": "gradient norm",
-}  # fmt: skip
+}
 # A run has collapsed when its reward stays below this share of its peak until the end.
 COLLAPSED = 0.8
 # Figures of a run that are averaged over seeds.
 FIGURES = (
-    "reward_best", "reward_last", "reward_last10", "held_out_last", "mismatch_k3_mean", "mismatch_max_abs", "skipped_steps", "seconds",
-)  # fmt: skip
+    "reward_best",
+    "reward_last",
+    "reward_last10",
+    "held_out_last",
+    "mismatch_k3_mean",
+    "mismatch_max_abs",
+    "skipped_steps",
+    "seconds",
+)
 
 
 def cell_result(path: Path, settings: Mapping[str, str], seed: int) -> dict[str, Any]:
@@ -58,7 +71,9 @@ def _read(path: Path) -> str:
 
 
 def collapse_step(rewards: Sequence[float]) -> int | None:
-    """The first step after the peak from which the reward stays below COLLAPSED of it to the end; None where it does not."""
+    """The first step after the peak from which the reward stays below COLLAPSED of it to the end; None where
+    it does not.
+    """
     if not rewards or max(rewards) <= 0:
         return None
     peak = max(rewards)
@@ -67,7 +82,10 @@ def collapse_step(rewards: Sequence[float]) -> int | None:
 
 
 def summarise(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One entry for each combination of settings: its runs, and of each figure and each step's metrics the mean, least and most."""
+    """One entry for each combination of settings:
+
+    its runs, and of each figure and each step's metrics the mean, least and most.
+    """
     by_settings: dict[str, list[dict[str, Any]]] = {}
     for result in results:
         by_settings.setdefault(json.dumps(result["settings"]), []).append(result)
@@ -103,15 +121,33 @@ def _by_step(series: Sequence[Sequence[tuple[int, float]]]) -> list[dict[str, fl
 
 
 def result_rows(combinations: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """A row for each combination, after that of the headings: means over seeds, with least and most on a second line."""
+    """A row for each combination, after that of the headings:
+
+    means over seeds, with least and most on a second line.
+    """
     axes = list(combinations[0]["settings"])
-    rows = [[*axes, "seeds", "best reward", "last 10 steps", "held-out", "collapsed", "k3", "max |Δlogp|", "skipped", "seconds"]]
+    rows = [
+        [
+            *axes,
+            "seeds",
+            "best reward",
+            "last 10 steps",
+            "held-out",
+            "collapsed",
+            "k3",
+            "max |Δlogp|",
+            "skipped",
+            "seconds",
+        ]
+    ]
     for c in combinations:
         ended = f"{c['collapsed']}" + (f", {c['failed']} failed" if c["failed"] else "")
         rewards = [_range(c[name], "{:.3f}") for name in ("reward_best", "reward_last10", "held_out_last")]
         mismatch = [_range(c[name], "{:.2g}") for name in ("mismatch_k3_mean", "mismatch_max_abs")]
         rest = [f"{c['skipped_steps']['mean']:g}", f"{c['seconds']['mean']:.0f}"]
-        rows.append([*[c["settings"][a] for a in axes], str(len(c["seeds"])), *rewards, ended, *mismatch, *rest])
+        rows.append(
+            [*[c["settings"][a] for a in axes], str(len(c["seeds"])), *rewards, ended, *mismatch, *rest]
+        )
     return rows
 
 
@@ -126,7 +162,9 @@ def result_table(combinations: Sequence[Mapping[str, Any]]) -> Table:
 
 def _markdown(combinations: Sequence[Mapping[str, Any]]) -> str:
     """The rows for a document."""
-    headings, *rows = ([cell.replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in result_rows(combinations))
+    headings, *rows = (
+        [cell.replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in result_rows(combinations)
+    )
     return "".join(f"| {' | '.join(row)} |\n" for row in (headings, ["---"] * len(headings), *rows))
 
 
@@ -138,7 +176,10 @@ def _range(value: Mapping[str, float], how: str) -> str:
 
 
 def write_report(report: Mapping[str, Any], out: Path) -> None:
-    """ablation.md, the table; and a plot of each metric by step: a line for the mean over seeds, a band from least to most."""
+    """ablation.md, the table; and a plot of each metric by step:
+
+    a line for the mean over seeds, a band from least to most.
+    """
     import matplotlib
 
     (out / "ablation.md").write_text(_markdown(report["combinations"]), encoding="utf-8")
@@ -150,8 +191,17 @@ def write_report(report: Mapping[str, Any], out: Path) -> None:
         for c in report["combinations"]:
             points = c["by_step"][metric]
             steps = [p["step"] for p in points]
-            (line,) = axes.plot(steps, [p["mean"] for p in points], label=", ".join(c["settings"].values()) or "run")
-            axes.fill_between(steps, [p["min"] for p in points], [p["max"] for p in points], color=line.get_color(), alpha=0.15, lw=0)
+            (line,) = axes.plot(
+                steps, [p["mean"] for p in points], label=", ".join(c["settings"].values()) or "run"
+            )
+            axes.fill_between(
+                steps,
+                [p["min"] for p in points],
+                [p["max"] for p in points],
+                color=line.get_color(),
+                alpha=0.15,
+                lw=0,
+            )
         axes.set_xlabel("step")
         axes.set_ylabel(title)
         axes.grid(alpha=0.3)

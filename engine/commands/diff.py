@@ -38,11 +38,15 @@ def _diff_runs(a: Path, b: Path) -> int:
         console.print(f"equal to the bit: {found.steps[0]} steps")
         return 0
     if found.divergence is None:
-        console.print(f"equal to the bit as far as both go: {a} has {found.steps[0]} steps, {b} has {found.steps[1]}")
+        console.print(
+            f"equal to the bit as far as both go: {a} has {found.steps[0]} steps, {b} has {found.steps[1]}"
+        )
         return 1
     console.print(f"first difference {found.divergence}")
     if found.divergence.step is None:
-        console.print(f"then {found.later}" if found.later else "every step that both have is equal to the bit")
+        console.print(
+            f"then {found.later}" if found.later else "every step that both have is equal to the bit"
+        )
     first = found.later or found.divergence
     if first.step is not None and (place := _first_rollout(a, b, first.step)):
         console.print(place)
@@ -81,7 +85,11 @@ def _position(one: Any, other: Any) -> str:
     if not isinstance(one, list):
         return f" {one!r} and {other!r}"
     at = next((i for i, (p, q) in enumerate(zip(one, other, strict=False)) if p != q), None)
-    return f" of {len(one)} and {len(other)}" if at is None else f" at position {at}: {one[at]!r} and {other[at]!r}"
+    return (
+        f" of {len(one)} and {len(other)}"
+        if at is None
+        else f" at position {at}: {one[at]!r} and {other[at]!r}"
+    )
 
 
 def _rollouts(run: Path, step: int) -> list[dict[str, Any]]:

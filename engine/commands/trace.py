@@ -1,12 +1,16 @@
-"""Traces of one training step: the output of every operation, in a safetensors file, and the first that differs between two.
+"""Traces of one training step: the output of every operation, in a safetensors file, and the first that
+differs between two.
 
-In the order of computation, for the rows of the step in canonical order, T in all, C of them of samples: of each pass the prompts, once
-for all their samples (model/prompts.py), then the samples, each from its prompt's last token to its last but one:
+In the order of computation, for the rows of the step in canonical order, T in all, C of them of samples: of
+each pass the prompts, once for all their samples (model/prompts.py), then the samples, each from its prompt's
+last token to its last but one:
 
-    token_ids [T]; every operation of the trainer's forward (audit/names.py) [T, ...], after the last layer's keys [C, ...]; logprob [C];
-    gradient.NAME, first_moment.NAME, second_moment.NAME, weight.NAME of each weight
+    token_ids [T]; every operation of the trainer's forward (audit/names.py) [T, ...], after the last layer's
+    keys [C, ...]; logprob [C]; gradient.NAME, first_moment.NAME, second_moment.NAME, weight.NAME of each
+    weight
 
-The sampler's forwards are the same operations on the same rows, in an order that decides no bit; they are not in the file.
+The sampler's forwards are the same operations on the same rows, in an order that decides no bit; they are not
+in the file.
 """
 
 import json
@@ -31,7 +35,8 @@ from ..rollout.types import Rollout
 from ..train.state import StepRecord, TrainState
 from ..train.step import train_step
 
-# Tensors of a file that are no operations: the (prompt, sample, position) of each of the T rows, of the C rows, and of the C drawn tokens.
+# Tensors of a file that are no operations: the (prompt, sample, position) of each of the T rows, of the C
+# rows, and of the C drawn tokens.
 _PLACES = ("place", "place of samples' rows", "place of drawn tokens")
 
 # Operations that have a row for each of a weight's, not of the tokens.
@@ -40,7 +45,9 @@ _OF_WEIGHTS = ("gradient.", "first_moment.", "second_moment.", "weight.")
 
 @contextmanager
 def _listening(decoder: Decoder, found: dict[str, list[torch.Tensor]]) -> Iterator[None]:
-    """Inside, every forward of the trainer through `decoder` leaves its operations' outputs in `found`, without padding rows."""
+    """Inside, every forward of the trainer through `decoder` leaves its operations' outputs in `found`,
+    without padding rows.
+    """
 
     def listen(plain: Callable) -> Callable:
         def forward(ids: torch.Tensor, context: Context, hook: Hook = no_hook) -> torch.Tensor | None:
@@ -66,9 +73,14 @@ def _listening(decoder: Decoder, found: dict[str, list[torch.Tensor]]) -> Iterat
 
 
 def trace_step(state: TrainState, file: Path) -> StepRecord:
-    """Do the next step and write its trace. Raises ValueError where the step is computed in several processes, or `file` exists."""
+    """Do the next step and write its trace.
+
+    Raises ValueError where the step is computed in several processes, or `file` exists.
+    """
     if state.parallel.n > 1:
-        raise ValueError(f"trace: workers ({state.parallel.n}) must be 1: operations of other processes cannot be recorded")
+        raise ValueError(
+            f"trace: workers ({state.parallel.n}) must be 1: operations of other processes cannot be recorded"
+        )
     if file.exists():
         raise ValueError(f"trace: {file} already exists; nothing was overwritten")
     assert state.recorder is not None
@@ -86,8 +98,14 @@ def trace_step(state: TrainState, file: Path) -> StepRecord:
     state.recorder.listener = None
     trace = {name: torch.cat([x.reshape(x.shape[0], -1) for x in parts]) for name, parts in found.items()}
     forward = in_order(trace, state.policy.config.layers)
-    trace = {"token_ids": trace["token_ids"]} | forward | {name: x for name, x in trace.items() if name.startswith("gradient.")}
-    tensors = dict(zip(("first_moment", "second_moment"), state.optimizer.moments, strict=True)) | {"weight": state.optimizer.master}
+    trace = (
+        {"token_ids": trace["token_ids"]}
+        | forward
+        | {name: x for name, x in trace.items() if name.startswith("gradient.")}
+    )
+    tensors = dict(zip(("first_moment", "second_moment"), state.optimizer.moments, strict=True)) | {
+        "weight": state.optimizer.master
+    }
     trace |= {f"{what}.{name}": view for what, flat in tensors.items() for name, view in views(flat).items()}
     _write(trace, _places(record.rollouts, state.config.virtual_shards), step, file)
     return record
@@ -101,7 +119,11 @@ def _places(rollouts: Sequence[Rollout], shards: int) -> list[torch.Tensor]:
             some = shard[at]
             firsts = compress(some, first_of_prompt([r.prompt_ids for r in some]))
             every += [(r.prompt, r.sample, i) for r in firsts for i in range(len(r.prompt_ids) - 1)]
-            own = [(r.prompt, r.sample, len(r.prompt_ids) - 1 + i) for r in some for i in range(len(r.completion_ids))]
+            own = [
+                (r.prompt, r.sample, len(r.prompt_ids) - 1 + i)
+                for r in some
+                for i in range(len(r.completion_ids))
+            ]
             every += own
             samples += own
             drawn += [(prompt, sample, i + 1) for prompt, sample, i in own]
@@ -119,7 +141,10 @@ def _write(trace: Trace, places: list[torch.Tensor], step: int, file: Path) -> N
 
 @dataclass(frozen=True)
 class TraceComparison:
-    """Two traces: their steps, the first operation that differs (None: all are equal), and the first row of it that does."""
+    """Two traces:
+
+    their steps, the first operation that differs (None: all are equal), and the first row of it that does.
+    """
 
     steps: tuple[int, int]
     operations: int
@@ -128,10 +153,15 @@ class TraceComparison:
 
 
 def compare_trace_files(a: Path, b: Path) -> TraceComparison:
-    """The first operation that differs. Raises ValueError for a file that is no trace, or traces of different tokens."""
+    """The first operation that differs.
+
+    Raises ValueError for a file that is no trace, or traces of different tokens.
+    """
     (x, places, step_x), (y, _, step_y) = read_trace(a), read_trace(b)
     if x["token_ids"].shape != y["token_ids"].shape or unequal(x["token_ids"], y["token_ids"]).any():
-        raise ValueError(f"trace: {a} and {b} are of different tokens; `zerokl diff` of the two runs finds where they part")
+        raise ValueError(
+            f"trace: {a} and {b} are of different tokens; `zerokl diff` of the two runs finds where they part"
+        )
     differences = compare_traces(x, y)
     first = first_divergence(differences)
     row = _first_row(first.op, x[first.op], y[first.op], places) if first else ""

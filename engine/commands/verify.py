@@ -1,7 +1,7 @@
 """`zerokl verify`: the law's checks on this machine, for one model in each dtype.
 
-Every check computes the same tokens' log-probabilities (or gradients, or samples) in two ways that the law says must not
-matter, and compares bits. Shapes: S sequences; C completion tokens.
+Every check computes the same tokens' log-probabilities (or gradients, or samples) in two ways that the law
+says must not matter, and compares bits. Shapes: S sequences; C completion tokens.
 """
 
 import json
@@ -29,7 +29,12 @@ from ..runs.init import random_decoder
 from ..train.shard import Shard, ShardWork
 
 Pair = tuple[list[int], list[int]]
-_DISTRIBUTIONS = (SamplingParams(), SamplingParams(0.7), SamplingParams(1.0, 0, 0.9), SamplingParams(0.9, 20, 0.95))
+_DISTRIBUTIONS = (
+    SamplingParams(),
+    SamplingParams(0.7),
+    SamplingParams(1.0, 0, 0.9),
+    SamplingParams(0.9, 20, 0.95),
+)
 
 
 def check_law(
@@ -40,7 +45,10 @@ def check_law(
     seed: int = 0,
     device: str = "auto",
 ) -> list[Check]:
-    """The law's checks for a model, or a tiny random one: a line each with `comparisons` and `unequal`. Raises ValueError."""
+    """The law's checks for a model, or a tiny random one:
+
+    a line each with `comparisons` and `unequal`. Raises ValueError.
+    """
     for dtype in dtypes:
         if dtype not in DTYPES:
             raise ValueError(f"dtype ({dtype}) must be one of {', '.join(DTYPES)}")
@@ -49,16 +57,36 @@ def check_law(
 
 
 def run_checks(
-    model: Path | None, dtypes: Sequence[str], sequences: int = 12, longest: int = 80, seed: int = 0, device: torch.device | None = None
+    model: Path | None,
+    dtypes: Sequence[str],
+    sequences: int = 12,
+    longest: int = 80,
+    seed: int = 0,
+    device: torch.device | None = None,
 ) -> Iterator[Check]:
-    """Run every check in every dtype. `model` None makes a tiny random one. Yields each finished line. Raises ValueError."""
+    """Run every check in every dtype.
+
+    `model` None makes a tiny random one. Yields each finished line. Raises ValueError.
+    """
     if sequences < 1 or longest < 2:
-        raise ValueError(f"verify: sequences ({sequences}) must be at least 1 and longest ({longest}) at least 2 tokens")
+        raise ValueError(
+            f"verify: sequences ({sequences}) must be at least 1 and longest ({longest}) at least 2 tokens"
+        )
     for name in dtypes:
         decoder = _decoder(model, DTYPES[name], seed, device)
         length = min(longest, decoder.config.max_positions)
         pairs = random_pairs(sequences, length, decoder.config.vocab_size, seed)
-        for check in (_composition, _order, _padding, _chunked, _decode, _threads, _concurrency, _micro_batch, _gradient_threads):
+        for check in (
+            _composition,
+            _order,
+            _padding,
+            _chunked,
+            _decode,
+            _threads,
+            _concurrency,
+            _micro_batch,
+            _gradient_threads,
+        ):
             yield check(decoder, pairs, name, seed)
 
 
@@ -96,7 +124,11 @@ def _compare_all(check: Check, left: Sequence[torch.Tensor], right: Sequence[tor
 def _composition(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> Check:
     check = Check("batch composition", dtype)
     for sampling_params in _DISTRIBUTIONS:
-        _compare_all(check, _score(decoder, pairs, sampling_params), [_score(decoder, [pair], sampling_params)[0] for pair in pairs])
+        _compare_all(
+            check,
+            _score(decoder, pairs, sampling_params),
+            [_score(decoder, [pair], sampling_params)[0] for pair in pairs],
+        )
     return check
 
 
@@ -117,7 +149,11 @@ def _padding(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> 
     limit = decoder.config.max_positions
     for extra in (1, 15, 33):
         padded = [(p, [*c, *[0] * min(extra, limit - len(p) - len(c))]) for p, c in pairs]
-        _compare_all(check, together, [a[: len(c)] for a, (_, c) in zip(_score(decoder, padded, SamplingParams()), pairs, strict=True)])
+        _compare_all(
+            check,
+            together,
+            [a[: len(c)] for a, (_, c) in zip(_score(decoder, padded, SamplingParams()), pairs, strict=True)],
+        )
     return check
 
 
@@ -133,7 +169,9 @@ def _chunked(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> 
 def _decode(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> Check:
     check = Check("decode against prefill", dtype)
     for sampling_params in _DISTRIBUTIONS:
-        _compare_all(check, _score(decoder, pairs, sampling_params), cached_scores(decoder, pairs, sampling_params, 1))
+        _compare_all(
+            check, _score(decoder, pairs, sampling_params), cached_scores(decoder, pairs, sampling_params, 1)
+        )
     return check
 
 
@@ -151,7 +189,9 @@ def _concurrency(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int)
     check = Check("sampler concurrency", dtype)
     room = decoder.config.max_positions
     for sampling_params in _DISTRIBUTIONS:
-        generation_params = GenerationParams(sampling_params, 3, min(24, room - max(len(p) for p, _ in pairs)), frozenset({0}))
+        generation_params = GenerationParams(
+            sampling_params, 3, min(24, room - max(len(p) for p, _ in pairs)), frozenset({0})
+        )
         prompts, rng_key = [p for p, _ in pairs[:4]], RngKey(seed, 0, Stream.VERIFY_SAMPLE)
         base = NativeSampler(decoder, 64).generate(prompts, generation_params, rng_key)
         for concurrency, tokens in ((1, 1024), (5, 9)):
@@ -162,7 +202,9 @@ def _concurrency(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int)
                 check.compare(*ids)
                 if a.completion_ids == b.completion_ids:
                     check.compare(torch.from_numpy(a.logprobs), torch.from_numpy(b.logprobs))
-        scored = _score(decoder, [(list(r.prompt_ids), list(r.completion_ids)) for r in base], sampling_params)
+        scored = _score(
+            decoder, [(list(r.prompt_ids), list(r.completion_ids)) for r in base], sampling_params
+        )
         _compare_all(check, [torch.from_numpy(r.logprobs) for r in base], scored)
     return check
 
@@ -171,7 +213,10 @@ _SHARDS = 4
 
 
 def _step(decoder: Decoder, pairs: Sequence[Pair]) -> Shard:
-    """A step as training has it: the pairs as rollouts, with the trainer's logprobs, advantages and loss weights."""
+    """A step as training has it:
+
+    the pairs as rollouts, with the trainer's logprobs, advantages and loss weights.
+    """
     scores = _score(decoder, pairs, SamplingParams())
     rollouts = [
         Rollout(i, 0, tuple(prompt), tuple(completion), score.numpy(), "length", 0)
@@ -183,7 +228,10 @@ def _step(decoder: Decoder, pairs: Sequence[Pair]) -> Shard:
 
 
 def _gradient(workers: Workers, step: Shard, micro_batch: int) -> torch.Tensor:
-    """The gradient that training uses (train/shard.py), of the loss "pg" over virtual shards: [layout.numel] fp32."""
+    """The gradient that training uses (train/shard.py), of the loss "pg" over virtual shards:
+
+    [layout.numel] fp32.
+    """
     work = ShardWork(SamplingParams(), LossConfig().resolve(), micro_batch)
     gradient = workers.sum_shards(work, step.cut(_SHARDS))[1]
     assert gradient is not None, "there are pairs"
@@ -191,7 +239,11 @@ def _gradient(workers: Workers, step: Shard, micro_batch: int) -> torch.Tensor:
 
 
 def _micro_batch(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> Check:
-    check, workers, step = Check("gradient: micro-batch size", dtype), Workers(decoder, _SHARDS), _step(decoder, pairs)
+    check, workers, step = (
+        Check("gradient: micro-batch size", dtype),
+        Workers(decoder, _SHARDS),
+        _step(decoder, pairs),
+    )
     whole = _gradient(workers, step, len(pairs))
     for size in (1, 2):
         check.compare(whole, _gradient(workers, step, size))
@@ -210,7 +262,8 @@ def _gradient_threads(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed:
 
 
 def check_case(case: Path, device: torch.device | None = None) -> list[Check]:
-    """Score the rollouts of a saved mismatch again, alone and together, against what sampler and trainer had reported.
+    """Score the rollouts of a saved mismatch again, alone and together, against what sampler and trainer had
+    reported.
 
     Raises ValueError when the folder holds no such case.
     """
@@ -220,7 +273,9 @@ def check_case(case: Path, device: torch.device | None = None) -> list[Check]:
         sampling_params = SamplingParams(sampling["temperature"], sampling["top_k"], sampling["top_p"])
         pairs = [(list(r["prompt_ids"]), list(r["completion_ids"])) for r in report["rollouts"]]
         logged = {
-            "sampler": [torch.tensor(r["sampling_logprobs"], dtype=torch.float32) for r in report["rollouts"]],
+            "sampler": [
+                torch.tensor(r["sampling_logprobs"], dtype=torch.float32) for r in report["rollouts"]
+            ],
             "trainer": [torch.tensor(r["trainer_logprobs"], dtype=torch.float32) for r in report["rollouts"]],
         }
         dtype, precision = DTYPES[name], PrecisionConfig.model_validate(report["config"].get("precision", {}))
@@ -228,7 +283,12 @@ def check_case(case: Path, device: torch.device | None = None) -> list[Check]:
         raise ValueError(f"verify: {case} holds no readable mismatch.json ({error})") from None
     loaded = load_decoder(case, dtype, device)
     tiles.fix_table(precision.tiles)
-    decoder = Decoder(loaded.config, loaded.flat.detach(), loaded.layout, named_numerics(precision.head_dtype, precision.cache_dtype))
+    decoder = Decoder(
+        loaded.config,
+        loaded.flat.detach(),
+        loaded.layout,
+        named_numerics(precision.head_dtype, precision.cache_dtype),
+    )
     ways = {
         "together": _score(decoder, pairs, sampling_params),
         "alone": [_score(decoder, [p], sampling_params)[0] for p in pairs],

@@ -1,4 +1,7 @@
-"""`zerokl verify binaries`: every kernel that can be launched, compiled for every target, checked and compared with the table."""
+"""`zerokl verify binaries`:
+
+every kernel that can be launched, compiled for every target, checked and compared with the table.
+"""
 
 import importlib.util
 import json
@@ -12,13 +15,16 @@ from ...kernels.compiled_cases import configurations
 from ...verify.binaries import TARGETS, Binary, as_table, compile_launch, faults, inspect
 from ..runs.terminal import console
 
-# Registers and shared memory of every binary, by the Triton that built them: another one allocates others. Those that torch for CUDA
-# comes with (2.11: 3.6.0, 2.13: 3.7.1, 2.14: 3.8.0), and 3.9.0.
+# Registers and shared memory of every binary, by the Triton that built them: another one allocates others.
+# Those that torch for CUDA comes with (2.11: 3.6.0, 2.13: 3.7.1, 2.14: 3.8.0), and 3.9.0.
 TABLE = Path(kernels.__file__).parent / "binaries.json"
 
 
 def verify_binaries(targets: tuple[str, ...], write: bool) -> int:
-    """The subcommand: compile, print the table and the faults; returns the exit code. Raises ValueError for an unknown target."""
+    """The subcommand:
+
+    compile, print the table and the faults; returns the exit code. Raises ValueError for an unknown target.
+    """
     if write and targets:
         raise ValueError(f"verify binaries: --record needs every target; drop --targets {' '.join(targets)}")
     binaries = build(targets or tuple(TARGETS))
@@ -45,17 +51,24 @@ def _table(binaries: list[Binary]) -> Table:
 
 
 def build(targets: tuple[str, ...]) -> list[Binary]:
-    """Compile and read every configuration for the targets. Raises ValueError for an unknown target or without Triton."""
+    """Compile and read every configuration for the targets.
+
+    Raises ValueError for an unknown target or without Triton.
+    """
     if not importlib.util.find_spec("triton"):
         raise ValueError("verify binaries: Triton is not installed; pip install triton (Linux only)")
     if INTERPRETED:
-        raise ValueError("verify binaries: TRITON_INTERPRET (1) must be unset; interpreted kernels cannot be compiled")
+        raise ValueError(
+            "verify binaries: TRITON_INTERPRET (1) must be unset; interpreted kernels cannot be compiled"
+        )
     for target in targets:
         if target not in TARGETS:
             raise ValueError(f"verify binaries: target ({target}) must be one of {', '.join(TARGETS)}")
     binaries = []
     for target in targets:
-        binaries += [inspect(name, target, compile_launch(*launch, target)) for name, launch in configurations(target)]
+        binaries += [
+            inspect(name, target, compile_launch(*launch, target)) for name, launch in configurations(target)
+        ]
     return binaries
 
 
@@ -77,5 +90,7 @@ def check(binaries: list[Binary]) -> tuple[list[str], str]:
 
     tables = json.loads(TABLE.read_text())
     table = tables.get(triton.__version__)
-    said = f"Triton {triton.__version__}" + ("" if table else f", which the table lacks: not compared ({', '.join(tables)})")
+    said = f"Triton {triton.__version__}" + (
+        "" if table else f", which the table lacks: not compared ({', '.join(tables)})"
+    )
     return faults(binaries, table), said

@@ -1,4 +1,5 @@
-"""What is done about the mismatch ratio old / mu: a registry of corrections. c multiplies a token's loss as a constant.
+"""What is done about the mismatch ratio old / mu: a registry of corrections. c multiplies a token's loss as a
+constant.
 
     none      c = 1: the mismatch is ignored
     full      c = ratio                                                   (importance sampling)

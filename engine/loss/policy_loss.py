@@ -2,8 +2,8 @@
 
     loss = sum_i sum_t  w_i ( - c_it f(r_it) A_i  +  square term  +  kl_coef k_it )
 
-Two ratios are kept apart. With mu the sampler, old the trainer at the weights that were sampled from, and pi the
-trainer now:
+Two ratios are kept apart. With mu the sampler, old the trainer at the weights that were sampled from, and pi
+the trainer now:
 
     r  = pi / old   staleness. `importance_sampling_level` says over what; `bound` how far it counts (surrogates.py)
     c  = old / mu   mismatch. `correction_level` says over what; `correction` how it counts (corrections.py).
@@ -21,8 +21,9 @@ trainer now:
     kl             with x = log ref - log pi:  k1 = -x,  k2 = x^2 / 2,  k3 = exp(x) - x - 1
                    (Schulman, "Approximating KL divergence")
 
-Shapes: P prompts, G generations, C completion tokens of a micro-batch; i runs over the P G sequences, t over the
-tokens of one. All weights are known before the first forward. A micro-batch holds whole sequences, so it needs no other.
+Shapes: P prompts, G generations, C completion tokens of a micro-batch; i runs over the P G sequences, t over
+the tokens of one. All weights are known before the first forward. A micro-batch holds whole sequences, so it
+needs no other.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,8 +70,8 @@ def policy_loss(
 ) -> torch.Tensor:
     """Loss of each token before its weight w. cfg is resolved. -> [C] fp32.
 
-    logp (with gradient), old_logprobs, sampling_logprobs, A, ref_logprobs [C] fp32.
-    lengths: tokens of each sequence, summing to C. Raises ValueError for a surrogate of the user's that does not fit.
+    logp (with gradient), old_logprobs, sampling_logprobs, A, ref_logprobs [C] fp32. lengths: tokens of each
+    sequence, summing to C. Raises ValueError for a surrogate of the user's that does not fit.
     """
     now = logp.detach()
     log_r = _difference(now, old_logprobs)
@@ -90,7 +91,10 @@ def policy_loss(
 
 
 def surrogate(cfg: LossConfig) -> Surrogate:
-    """The function that bounds the staleness ratio: the user's own, or that of cfg.bound. Raises ValueError."""
+    """The function that bounds the staleness ratio:
+
+    the user's own, or that of cfg.bound. Raises ValueError.
+    """
     if not cfg.surrogate:
         return BOUNDS[cfg.bound]
     own = load_object(cfg.surrogate, "loss.surrogate")
@@ -113,7 +117,9 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.where(a == b, 0.0, a - b)
 
 
-def kl_terms(logp: torch.Tensor, ref_logprobs: torch.Tensor, kind: Estimator) -> tuple[torch.Tensor, torch.Tensor]:
+def kl_terms(
+    logp: torch.Tensor, ref_logprobs: torch.Tensor, kind: Estimator
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The estimator k of KL(policy || reference) at each token, and its derivative by logp.
 
     logp, ref_logprobs [C] -> [C], [C].
@@ -138,7 +144,9 @@ def _ratio(log_ratio: torch.Tensor, lengths: Sequence[int], level: Level) -> tor
 def _sequence_sums(
     x: torch.Tensor, lengths: Sequence[int]
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """The sum of each sequence [n], in fp64 along the sequence and rounded once; and how to hand a value [n] to its tokens [C]."""
+    """The sum of each sequence [n], in fp64 along the sequence and rounded once; and how to hand a value [n]
+    to its tokens [C].
+    """
     counts = torch.tensor(list(lengths), device=x.device)
     sums = torch.stack([part.sum() for part in x.double().split(list(lengths))]).to(x.dtype)
     return sums, lambda values: values.repeat_interleave(counts)

@@ -1,4 +1,5 @@
-"""What a loss adds to the rewards before it makes advantages of them. Rewards are [P, G] fp64, lengths [P, G] completion tokens.
+"""What a loss adds to the rewards before it makes advantages of them. Rewards are [P, G] fp64, lengths [P, G]
+completion tokens.
 
 overlong  DAPO's soft punishment (arXiv:2503.14476, equation 13), L = max_tokens, B = overlong_share L:
           0 up to L - B,   (L - B - len) / B beyond
@@ -27,7 +28,8 @@ def shaped_rewards(
 ) -> np.ndarray:
     """Rewards [P, G] with everything a resolved `cfg` asks for.
 
-    lengths, logprobs [C] (the sampler's) and ref_logprobs [C] (the reference's) of each completion, in canonical order.
+    lengths, logprobs [C] (the sampler's) and ref_logprobs [C] (the reference's) of each completion, in
+    canonical order.
     """
     shaped, tokens = rewards.copy(), np.reshape(lengths, rewards.shape)
     if cfg.overlong_share:
@@ -47,7 +49,13 @@ def length_rewards(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return np.where(longest == shortest, 0.0, np.where(rewards >= 1.0, scale, np.minimum(0.0, scale)))
 
 
-def completion_kl(logprobs: Sequence[np.ndarray], ref_logprobs: Sequence[np.ndarray], cfg: LossConfig) -> np.ndarray:
-    """The estimator of KL(policy || reference) summed over each completion, [P G], by a correctly rounded sum."""
+def completion_kl(
+    logprobs: Sequence[np.ndarray], ref_logprobs: Sequence[np.ndarray], cfg: LossConfig
+) -> np.ndarray:
+    """The estimator of KL(policy || reference) summed over each completion, [P G], by a correctly rounded
+    sum.
+    """
     pairs = zip(logprobs, ref_logprobs, strict=True)
-    return np.array([math.fsum(kl_terms(torch.from_numpy(a), torch.from_numpy(b), cfg.kl)[0].tolist()) for a, b in pairs])
+    return np.array(
+        [math.fsum(kl_terms(torch.from_numpy(a), torch.from_numpy(b), cfg.kl)[0].tolist()) for a, b in pairs]
+    )

@@ -1,4 +1,5 @@
-"""How far the staleness ratio r = pi / old counts: a registry of bounds. f A is what the loss has in place of r A.
+"""How far the staleness ratio r = pi / old counts: a registry of bounds. f A is what the loss has in place of
+r A.
 
     none         f A = r A
     clip         f A = min(r A, clip(r, low, high) A)          (PPO, arXiv:1707.06347)
@@ -6,8 +7,9 @@
     mask         f A = r A where low <= r <= high, else 0
     clip_weight  f A = sg(clip(r, low, high)) A logp           (CISPO, arXiv:2506.13585)
 
-A surrogate returns the value f A and its slope, the derivative by logp. Autograd never multiplies an infinite ratio by
-0 that way. Every token's value and slope are its own. `loss.surrogate = "module:function"` names one of the user's own.
+A surrogate returns the value f A and its slope, the derivative by logp. Autograd never multiplies an infinite
+ratio by 0 that way. Every token's value and slope are its own. `loss.surrogate = "module:function"` names one
+of the user's own.
 
 Shapes: C tokens; r, A, logp, value, slope [C] fp32.
 """
@@ -16,7 +18,9 @@ from collections.abc import Callable
 
 import torch
 
-Surrogate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, float], tuple[torch.Tensor, torch.Tensor]]
+Surrogate = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, float, float], tuple[torch.Tensor, torch.Tensor]
+]
 
 
 def unbounded(r, A, logp, low, high):
@@ -47,7 +51,8 @@ def clip_weight(r, A, logp, low, high):
     return torch.where(weight == 0, 0.0, weight * logp), weight
 
 
-# loss.bound -> its function. low = 1 - loss.clip_low, high = 1 + loss.clip_high. Where A is 0 a result may be anything.
+# loss.bound -> its function. low = 1 - loss.clip_low, high = 1 + loss.clip_high. Where A is 0 a result may be
+# anything.
 BOUNDS: dict[str, Surrogate] = {
     "none": unbounded,
     "clip": clip,

@@ -15,7 +15,8 @@ Y = TypeVar("Y")
 
 
 class GradientTree:
-    """Adds the shards of a step as the leaves of a perfect binary tree, holding log2(shards) partial sums at most.
+    """Adds the shards of a step as the leaves of a perfect binary tree, holding log2(shards) partial sums at
+    most.
 
     Works as a binary counter: level k holds the sum of 2^k consecutive shards, until its neighbour arrives.
     """
@@ -27,7 +28,8 @@ class GradientTree:
         self.pushed = 0
 
     def push(self, leaf: torch.Tensor | None) -> None:
-        """Add the next shard's gradient [numel]; None for a shard without sequences. `leaf` may be reused afterwards.
+        """Add the next shard's gradient [numel]; None for a shard without sequences. `leaf` may be reused
+        afterwards.
 
         Of one shard it is the root itself, until the next push.
         """
@@ -51,7 +53,10 @@ class GradientTree:
         self.pushed += 1
 
     def take(self) -> torch.Tensor | None:
-        """The root, once every shard was pushed; None if all were empty. The tree is then empty; the root is valid until the next push."""
+        """The root, once every shard was pushed; None if all were empty.
+
+        The tree is then empty; the root is valid until the next push.
+        """
         assert self.pushed == self.shards, f"{self.pushed} of {self.shards} shards were pushed"
         (root,) = self._levels.values()
         self._levels, self.pushed = {}, 0
@@ -70,8 +75,11 @@ class ShardSum:
         views = decoder.layout.views(self._leaf)
         for name, weight in decoder.w.items():
             weight.main_grad = views[name]
-        # The head of tied embeddings has a buffer of its own (see Decoder); it joins the embedding's at a shard's end.
-        self._tied = torch.zeros(decoder.lm_head.shape, device=decoder.device) if decoder.config.tied else None
+        # The head of tied embeddings has a buffer of its own (see Decoder); it joins the embedding's at a
+        # shard's end.
+        self._tied = (
+            torch.zeros(decoder.lm_head.shape, device=decoder.device) if decoder.config.tied else None
+        )
         if self._tied is not None:
             decoder.lm_head.main_grad = self._tied
         self._embed = views["embed"]

@@ -1,4 +1,7 @@
-"""Workers, sampler and scorer of one rank among several: each does its own part, and every rank gets what all of them did."""
+"""Workers, sampler and scorer of one rank among several:
+
+each does its own part, and every rank gets what all of them did.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -23,16 +26,20 @@ Y = TypeVar("Y")
 
 
 def shards_at_once(virtual_shards: int, ranks: int, workers: int) -> int:
-    """Virtual shards of a rank that its workers sum before the ranks' sums meet: all of them alone, one a worker among others."""
+    """Virtual shards of a rank that its workers sum before the ranks' sums meet:
+
+    all of them alone, one a worker among others.
+    """
     each = virtual_shards // ranks
     return each if ranks == 1 else 1 << (min(workers, each).bit_length() - 1)
 
 
 class RankedWorkers:
-    """The workers of one rank, for a step's shards over all ranks. The interface of Workers, as far as training needs it.
+    """The workers of one rank, for a step's shards over all ranks. The interface of Workers, as far as
+    training needs it.
 
-    The shards are done in rounds, of neighbours in every round: the owner of a slice then needs the tree over the rounds of that slice
-    only, and no rank a tree of whole gradients.
+    The shards are done in rounds, of neighbours in every round: the owner of a slice then needs the tree over
+    the rounds of that slice only, and no rank a tree of whole gradients.
     """
 
     def __init__(self, workers: Workers, slices: Slices, virtual_shards: int):
@@ -49,8 +56,13 @@ class RankedWorkers:
         """See Workers.own_threads."""
         return self._workers.own_threads()
 
-    def sum_shards(self, work: Callable[[Decoder, X], Y], shards: Sequence[X | None]) -> tuple[list[Y | None], torch.Tensor | None]:
-        """See Workers.sum_shards: the same results in every rank, and of the gradient its part (Slices.sum_roots)."""
+    def sum_shards(
+        self, work: Callable[[Decoder, X], Y], shards: Sequence[X | None]
+    ) -> tuple[list[Y | None], torch.Tensor | None]:
+        """See Workers.sum_shards:
+
+        the same results in every rank, and of the gradient its part (Slices.sum_roots).
+        """
         results: list[Y | None] = []
         for first in range(0, len(shards), self._round):
             every, gradient = self._sum_round(work, shards[first : first + self._round])
@@ -58,7 +70,9 @@ class RankedWorkers:
             self._tree.push(gradient)
         return results, self._tree.take()
 
-    def _sum_round(self, work: Callable[[Decoder, X], Y], shards: Sequence[X | None]) -> tuple[list[Y | None], torch.Tensor | None]:
+    def _sum_round(
+        self, work: Callable[[Decoder, X], Y], shards: Sequence[X | None]
+    ) -> tuple[list[Y | None], torch.Tensor | None]:
         ranks, each = self._slices.ranks, self._workers.shards
         root: torch.Tensor | None = None
 
@@ -86,14 +100,20 @@ class RankedSampler:
         """See Sampler."""
         self._sampler.sync_weights(version)
 
-    def generate(self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, rng_key: RngKey) -> list[Rollout]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, rng_key: RngKey
+    ) -> list[Rollout]:
         """See Sampler."""
         parts = virtual_shards(prompts, self._ranks.size)
         mine = parts[self._ranks.rank]
         before = rng_key.first_prompt + sum(map(len, parts[: self._ranks.rank]))
 
         def own() -> list[Rollout]:
-            return self._sampler.generate(mine, generation_params, replace(rng_key, first_prompt=before)) if len(mine) else []
+            return (
+                self._sampler.generate(mine, generation_params, replace(rng_key, first_prompt=before))
+                if len(mine)
+                else []
+            )
 
         return [rollout for part in self._ranks.gather(own) for rollout in part]
 

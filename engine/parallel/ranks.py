@@ -1,7 +1,9 @@
-"""Ranks: the processes of `torchrun -m zerokl train`, each with its own part of the prompts and of the virtual shards (ranked.py).
+"""Ranks: the processes of `torchrun -m zerokl train`, each with its own part of the prompts and of the
+virtual shards (ranked.py).
 
-The gradient is the root of the one tree of gradient.py: the ranks' shards of a round are neighbours, and slices.py adds them in the tree's
-order. Each rank updates its own slice of the weights and sends it to all. Rank 0 alone writes files.
+The gradient is the root of the one tree of gradient.py: the ranks' shards of a round are neighbours, and
+slices.py adds them in the tree's order. Each rank updates its own slice of the weights and sends it to all.
+Rank 0 alone writes files.
 """
 
 import os
@@ -47,7 +49,11 @@ class Ranks:
             dist.all_gather_object(every, mine)
         for rank, (good, value) in enumerate(every):
             if not good:
-                raise ChildProcessError(f"{value} (of rank {rank})") if isinstance(value, ChildProcessError) else value
+                raise (
+                    ChildProcessError(f"{value} (of rank {rank})")
+                    if isinstance(value, ChildProcessError)
+                    else value
+                )
         return [value for _, value in every]
 
     def from_first(self, make: Callable[[], X]) -> X:
@@ -78,7 +84,10 @@ def world_size() -> int:
 
 @contextmanager
 def join_ranks() -> Iterator[Ranks]:
-    """The ranks that torchrun started this process among; one without it. compatibility.py says what they can share."""
+    """The ranks that torchrun started this process among; one without it.
+
+    compatibility.py says what they can share.
+    """
     size, rank = world_size(), int(os.environ.get("RANK", "0"))
     if size == 1:
         yield ALONE

@@ -1,4 +1,7 @@
-"""Log-probabilities of rollouts under other weights than the trainer's: a frozen reference, or the weights they were sampled from."""
+"""Log-probabilities of rollouts under other weights than the trainer's:
+
+a frozen reference, or the weights they were sampled from.
+"""
 
 from collections.abc import Sequence
 
@@ -14,7 +17,9 @@ from .workers import Host, Workers
 
 
 class Scorer:
-    """Scores with the decoder of `workers`, each worker a part of the rollouts, `micro_batch` sequences at a time."""
+    """Scores with the decoder of `workers`, each worker a part of the rollouts, `micro_batch` sequences at a
+    time.
+    """
 
     def __init__(self, workers: Workers, micro_batch: int):
         self.workers, self.micro_batch = workers, micro_batch

@@ -1,11 +1,12 @@
 """Processes that sample and train side by side on one CPU machine.
 
-A token and a shard's gradient depend on nothing that is computed beside them. On a CPU, W processes with 1/W of the cores
-each waste less than one process whose operations are each spread over all cores, as long as the operations are small:
-threads of one process would wait for the interpreter's lock at every operation. How many there are decides no bit.
+A token and a shard's gradient depend on nothing that is computed beside them. On a CPU, W processes with 1/W
+of the cores each waste less than one process whose operations are each spread over all cores, as long as the
+operations are small: threads of one process would wait for the interpreter's lock at every operation. How
+many there are decides no bit.
 
-The weights lie in memory that all of them share, and so do the gradients they return. Worker 0 is the caller's process;
-the others wait for (function, argument), and end when the caller does.
+The weights lie in memory that all of them share, and so do the gradients they return. Worker 0 is the
+caller's process; the others wait for (function, argument), and end when the caller does.
 """
 
 import ctypes
@@ -37,7 +38,8 @@ from .partition import virtual_shards
 X = TypeVar("X")
 Y = TypeVar("Y")
 
-# A model with more parameters keeps the cores busy with one worker, and each worker holds a gradient of its own.
+# A model with more parameters keeps the cores busy with one worker, and each worker holds a gradient of its
+# own.
 _LARGE = 50_000_000
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _NATIVE = NativeConfig()
@@ -68,7 +70,8 @@ def cpu_threads(n: int) -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what a step frees for the next one, instead of giving it back and having it zeroed again; nothing with another libc.
+    """Have glibc keep what a step frees for the next one, instead of giving it back and having it zeroed
+    again; nothing with another libc.
 
     Blocks of up to 32 MB, its limit, and 64 MB at the top of the heap (benchmarks/LOG.md).
     """
@@ -86,7 +89,9 @@ class Host:
         self.decoder, self._shards = decoder, shards
         self.sampler = NativeSampler(decoder, **native.model_dump(), workers=workers)
         self._gradient: ShardSum | None = None
-        self.root: torch.Tensor | None = None  # where the others read this worker's gradient; worker 0 needs none
+        self.root: torch.Tensor | None = (
+            None  # where the others read this worker's gradient; worker 0 needs none
+        )
 
     @property
     def gradient(self) -> ShardSum:
@@ -99,30 +104,42 @@ class Host:
 class Workers:
     """`n` workers over the CPU threads torch has now, rounded down to a power of two that divides `shards`.
 
-    `shards` is the number of virtual shards that they sum at a time. With more than one, or with `share`, the decoder's weights move to
-    shared memory (`weights`). Raises ChildProcessError when a worker has died.
+    `shards` is the number of virtual shards that they sum at a time. With more than one, or with `share`, the
+    decoder's weights move to shared memory (`weights`). Raises ChildProcessError when a worker has died.
     """
 
-    def __init__(self, decoder: Decoder, shards: int, n: int = 1, native: NativeConfig = _NATIVE, share: bool = False):
+    def __init__(
+        self, decoder: Decoder, shards: int, n: int = 1, native: NativeConfig = _NATIVE, share: bool = False
+    ):
         self.n, self.shards = 1 << (min(n, shards).bit_length() - 1), shards
         self._own_threads = max(1, torch.get_num_threads() // self.n)
         self._others: list[_Process] = []
         self.weights = SharedTensor(decoder.layout.numel, decoder.dtype) if self.n > 1 or share else None
         if self.weights is not None:
             decoder.move_to(self.weights.tensor)
-            head = (decoder.config, decoder.dtype, decoder.numerics, shards // self.n, native, self.n, self._own_threads)
+            head = (
+                decoder.config,
+                decoder.dtype,
+                decoder.numerics,
+                shards // self.n,
+                native,
+                self.n,
+                self._own_threads,
+            )
             self._others = [_Process(i, self.weights, head, decoder.layout.numel) for i in range(1, self.n)]
         self.host = Host(decoder, shards // self.n, native, self.n)
 
     def own_threads(self) -> AbstractContextManager[None]:
         """torch runs on one worker's share of the threads inside.
 
-        Threads of torch's would spin for 10 ms after each operation, on cores that the other workers and the ledger need.
+        Threads of torch's would spin for 10 ms after each operation, on cores that the other workers and the
+        ledger need.
         """
         return cpu_threads(self._own_threads)
 
     def map(self, work: Callable[[Host, X], Y], items: Sequence[X]) -> list[Y]:
-        """work(host, item) for each item, at most n of them, a worker each; results in order. The first exception in order is raised.
+        """work(host, item) for each item, at most n of them, a worker each; results in order. The first
+        exception in order is raised.
 
         With n > 1, `work` must be a function of a module and items and results must be picklable.
         """
@@ -137,15 +154,21 @@ class Workers:
                 raise result.error
         return results
 
-    def sum_shards(self, work: Callable[[Decoder, X], Y], shards: Sequence[X | None]) -> tuple[list[Y | None], torch.Tensor | None]:
-        """work(decoder, shard) for each virtual shard, and the sum of their gradients [numel], valid until the next call.
+    def sum_shards(
+        self, work: Callable[[Decoder, X], Y], shards: Sequence[X | None]
+    ) -> tuple[list[Y | None], torch.Tensor | None]:
+        """work(decoder, shard) for each virtual shard, and the sum of their gradients [numel], valid until
+        the next call.
 
-        None is a shard without sequences; the sum is None if all are. After an exception the gradient is incomplete, and
-        these workers must not be used again.
+        None is a shard without sequences; the sum is None if all are. After an exception the gradient is
+        incomplete, and these workers must not be used again.
         """
         each = len(shards) // self.n
         done = self.map(_sum_part, [(work, shards[i * each : (i + 1) * each]) for i in range(self.n)])
-        others = [other.root if has_root else None for other, (_, has_root) in zip(self._others, done[1:], strict=True)]
+        others = [
+            other.root if has_root else None
+            for other, (_, has_root) in zip(self._others, done[1:], strict=True)
+        ]
         with self.own_threads():
             gradient = add_roots([self.host.gradient.tree.take(), *others])
         return [result for results, _ in done for result in results], gradient
@@ -175,7 +198,9 @@ def _sum_part(host: Host, part: tuple[Callable, Sequence]) -> tuple[list, bool]:
 
 
 class ParallelSampler:
-    """The native sampler of every worker, each for a part of the prompts; the weights are the ones the workers share."""
+    """The native sampler of every worker, each for a part of the prompts; the weights are the ones the
+    workers share.
+    """
 
     def __init__(self, workers: Workers, version: int = 0):
         self.workers, self.version = workers, version
@@ -188,7 +213,9 @@ class ParallelSampler:
     def close(self) -> None:
         """The workers are closed by their owner."""
 
-    def generate(self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, rng_key: RngKey) -> list[Rollout]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, rng_key: RngKey
+    ) -> list[Rollout]:
         """See Sampler, NativeSampler.generate."""
         config = self.workers.host.decoder.config
         check_prompts(prompts, generation_params, config.max_positions, config.vocab_size)
@@ -199,7 +226,9 @@ class ParallelSampler:
         return [rollout for part in self.workers.map(_generate, parts) for rollout in part]
 
 
-def _generate(host: Host, part: tuple[Sequence[Sequence[int]], GenerationParams, RngKey, int]) -> list[Rollout]:
+def _generate(
+    host: Host, part: tuple[Sequence[Sequence[int]], GenerationParams, RngKey, int]
+) -> list[Rollout]:
     prompts, generation_params, rng_key, host.sampler.version = part
     return host.sampler.generate(prompts, generation_params, rng_key)
 
@@ -221,7 +250,9 @@ def _attempt(work: Callable[[Host, X], Y], host: Host, item: X) -> Y | _Failure:
 def ending(code: int) -> str:
     """How a process ended, from its exit code."""
     hint = "; this is how Linux ends a process when memory runs out" if code == -signal.SIGKILL else ""
-    return (f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}") + hint
+    return (
+        f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    ) + hint
 
 
 def start_python(code: str, *words: str, fds: Sequence[int], stdin: int | None = None) -> subprocess.Popen:
@@ -243,7 +274,9 @@ class _Process:
         ours, theirs = socket.socketpair()
         with theirs:
             code = f"from zerokl.engine.parallel.workers import serve; serve({theirs.fileno()})"
-            self._process = start_python(code, fds=[theirs.fileno(), weights.fd, root.fd], stdin=subprocess.DEVNULL)
+            self._process = start_python(
+                code, fds=[theirs.fileno(), weights.fd, root.fd], stdin=subprocess.DEVNULL
+            )
         self._connection = Connection(ours.detach())
         self.send((weights.inherited, root.inherited, *head))
 
@@ -271,11 +304,15 @@ class _Process:
 
 def serve(connection_fd: int) -> None:
     """The life of another worker: answer until the caller closes the connection."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the caller decides what it means
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all processes of a terminal; the caller decides what it means
     connection = Connection(connection_fd)
     try:
         config: ModelConfig
-        weights, root, config, dtype, numerics, shards, native, workers, threads = pickle.loads(connection.recv_bytes())
+        weights, root, config, dtype, numerics, shards, native, workers, threads = pickle.loads(
+            connection.recv_bytes()
+        )
         torch.set_num_threads(threads)
         layout = Layout(config)
         decoder = Decoder(config, map_tensor(weights, layout.numel, dtype), layout, numerics)

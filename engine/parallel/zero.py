@@ -1,12 +1,15 @@
-"""Which rank keeps what: the fp32 master weights, the optimizer's moments and the gradient's sum are cut into one slice for each rank.
+"""Which rank keeps what: the fp32 master weights, the optimizer's moments and the gradient's sum are cut into
+one slice for each rank.
 
-As ZeRO's second stage (Rajbhandari et al., arXiv:1910.02054), but with sums of one order: a reduce_scatter adds in the order of the library
-and the number of ranks, so here every rank's part of a slice goes to the slice's owner, which adds the parts by the tree of gradient.py.
-A slice holds whole blocks of the ledger (verify/ledger.py), so each is hashed by its owner alone.
+As ZeRO's second stage (Rajbhandari et al., arXiv:1910.02054), but with sums of one order: a reduce_scatter
+adds in the order of the library and the number of ranks, so here every rank's part of a slice goes to the
+slice's owner, which adds the parts by the tree of gradient.py. A slice holds whole blocks of the ledger
+(verify/ledger.py), so each is hashed by its owner alone.
 
-Bytes a weight on each of W ranks, of bf16 or fp16 weights with S virtual shards: the weights to compute with 2, which sampling reads whole,
-and which the trainer reads in the sampler's place; the gradient of one shard 4; owned are (16 + 4 log2(S / W)) / W: master weights, two
-moments, the sum over the ranks, and its tree (ranked.py). A checkpoint passes through the first rank's host memory, 12 bytes a weight.
+Bytes a weight on each of W ranks, of bf16 or fp16 weights with S virtual shards: the weights to compute with
+2, which sampling reads whole, and which the trainer reads in the sampler's place; the gradient of one shard
+4; owned are (16 + 4 log2(S / W)) / W: master weights, two moments, the sum over the ranks, and its tree
+(ranked.py). A checkpoint passes through the first rank's host memory, 12 bytes a weight.
 """
 
 import torch
@@ -22,7 +25,8 @@ _PIECE = 1 << 22
 
 
 class Slices:
-    """The slices of the flat tensors of `layout` (model/weights.py); `own` is that of this rank. Every method is for all ranks at once.
+    """The slices of the flat tensors of `layout` (model/weights.py); `own` is that of this rank. Every method
+    is for all ranks at once.
 
     Raises ChildProcessError from any of them when a rank has died.
     """
@@ -36,11 +40,15 @@ class Slices:
 
     @staticmethod
     def of_gradient(part: slice) -> slice:
-        """What the owner of `part` needs of the gradient: to the end of the last FLAT_TILE that begins in it, for the norm's sums."""
+        """What the owner of `part` needs of the gradient:
+
+        to the end of the last FLAT_TILE that begins in it, for the norm's sums.
+        """
         return slice(part.start, part.stop + -part.stop % FLAT_TILE) if part.start < part.stop else part
 
     def sum_roots(self, root: torch.Tensor | None, has: list[bool]) -> torch.Tensor | None:
-        """This rank's part of the gradient (see of_gradient) from every rank's root [layout.numel] fp32; None when no rank has one.
+        """This rank's part of the gradient (see of_gradient) from every rank's root [layout.numel] fp32; None
+        when no rank has one.
 
         has: which ranks have a root. The others' are not added as zeros: -0.0 + 0.0 is not -0.0.
         """
@@ -77,10 +85,14 @@ class Slices:
         with peers():
             for owner, part in enumerate(self.parts):
                 if part.start < part.stop:
-                    dist.broadcast(flat[part].view(torch.uint8), owner)  # bytes: gloo does not know every dtype
+                    dist.broadcast(
+                        flat[part].view(torch.uint8), owner
+                    )  # bytes: gloo does not know every dtype
 
     def everywhere(self, mine: torch.Tensor) -> torch.Tensor:
-        """The whole tensor [layout.numel] in every rank, from the slice `mine` of each; `mine` itself without other ranks."""
+        """The whole tensor [layout.numel] in every rank, from the slice `mine` of each; `mine` itself without
+        other ranks.
+        """
         if self.ranks.size == 1:
             return mine
         flat = mine.new_empty(self.layout.numel)
@@ -111,8 +123,12 @@ class Slices:
         return whole
 
     def hashing(self, *parts: torch.Tensor) -> Hashing:
-        """Begin to hash this rank's slice of a tensor, or several, of which each rank has its slice (or more after it)."""
-        host = [part.cpu() for part in parts]  # at once: a copy from a GPU for every block would take its time
+        """Begin to hash this rank's slice of a tensor, or several, of which each rank has its slice (or more
+        after it).
+        """
+        host = [
+            part.cpu() for part in parts
+        ]  # at once: a copy from a GPU for every block would take its time
         return Hashing((name, [part[start:stop] for part in host]) for name, start, stop in self.blocks)
 
     def hash_tree(self, begun: Hashing) -> Tree:

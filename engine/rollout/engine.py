@@ -1,4 +1,5 @@
-"""The engines an audit compares, and our own. Each draws, scores and traces; a log-probability is that of the distribution drawn from.
+"""The engines an audit compares, and our own. Each draws, scores and traces; a log-probability is that of the
+distribution drawn from.
 
 Shapes: C completion tokens, T tokens of one sequence, V vocabulary.
 """
@@ -33,11 +34,15 @@ class Engine(Protocol):
     name: str
     traced_outside: bool  # a trace is of a forward outside of the process that draws
 
-    def generate(self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, seed: int) -> list[Rollout]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, seed: int
+    ) -> list[Rollout]:
         """One completion of each prompt, with its tokens' logprobs."""
         ...
 
-    def score(self, pairs: Sequence[Pair], sampling_params: SamplingParams, together: bool = True) -> list[np.ndarray]:
+    def score(
+        self, pairs: Sequence[Pair], sampling_params: SamplingParams, together: bool = True
+    ) -> list[np.ndarray]:
         """logprobs [C] fp32 of each completion, from forwards over several sequences or over one each."""
         ...
 
@@ -60,17 +65,26 @@ class ZeroklEngine:
     traced_outside = False
 
     def __init__(
-        self, folder: Path, dtype: torch.dtype, head: torch.dtype | None = None, device: torch.device | None = None, name: str = "zerokl"
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        head: torch.dtype | None = None,
+        device: torch.device | None = None,
+        name: str = "zerokl",
     ):
         self.decoder, self.name = load_decoder(folder, dtype, device), name
         self.decoder.numerics = Numerics(lm_head=head)
 
-    def generate(self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, seed: int) -> list[Rollout]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, seed: int
+    ) -> list[Rollout]:
         """See Engine."""
         return NativeSampler(self.decoder).generate(prompts, generation_params, RngKey(seed, 0))
 
     @torch.no_grad()
-    def score(self, pairs: Sequence[Pair], sampling_params: SamplingParams, together: bool = True) -> list[np.ndarray]:
+    def score(
+        self, pairs: Sequence[Pair], sampling_params: SamplingParams, together: bool = True
+    ) -> list[np.ndarray]:
         """See Engine."""
         done, size = [], TOGETHER if together else 1
         for a in range(0, len(pairs), size):
@@ -81,7 +95,10 @@ class ZeroklEngine:
 
     def decode(self, pairs: Sequence[Pair], sampling_params: SamplingParams) -> list[np.ndarray]:
         """See Engine."""
-        return [x.numpy() for x in cached_scores(self.decoder, [(list(p), list(c)) for p, c in pairs], sampling_params, 1)]
+        return [
+            x.numpy()
+            for x in cached_scores(self.decoder, [(list(p), list(c)) for p, c in pairs], sampling_params, 1)
+        ]
 
     @torch.no_grad()
     def trace(self, pair: Pair, sampling_params: SamplingParams) -> Trace:
@@ -96,20 +113,29 @@ class ZeroklEngine:
 Forward = Callable[[torch.Tensor, Hook], torch.Tensor]
 
 
-def trace_decoder(decoder: Decoder, pair: Pair, sampling_params: SamplingParams, forward: Forward | None = None) -> Trace:
+def trace_decoder(
+    decoder: Decoder, pair: Pair, sampling_params: SamplingParams, forward: Forward | None = None
+) -> Trace:
     """The trace of our decoder; projections that it fuses are split.
 
-    forward: how ids [T] become hidden states [T, D] where that is not this process's own forward over the whole sequence.
+    forward: how ids [T] become hidden states [T, D] where that is not this process's own forward over the
+    whole sequence.
     """
     batch, c, found = pack([pair]), decoder.config, {}
 
     def hook(name: str, x: torch.Tensor) -> None:
         for op, part in split_fused(name, x, c).items():
             rows = part.to("cpu", copy=True)
-            found[op] = torch.cat([found[op], rows]) if op in found else rows  # a forward may take several passes
+            found[op] = (
+                torch.cat([found[op], rows]) if op in found else rows
+            )  # a forward may take several passes
 
     head = decoder.logits_weight()
-    hidden = forward(batch.ids, hook) if forward else decoder.hidden(batch.ids, PackedContext(batch.lengths, c), hook)
+    hidden = (
+        forward(batch.ids, hook)
+        if forward
+        else decoder.hidden(batch.ids, PackedContext(batch.lengths, c), hook)
+    )
     hidden = hidden.to(head.dtype)
     hook("logits", matmul(hidden, head))
     rows, targets = batch.rows.to(decoder.device), batch.targets.to(decoder.device)

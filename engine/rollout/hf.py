@@ -1,7 +1,7 @@
 """transformers as an engine of an audit: its own model in eager or sdpa attention, its own generate.
 
-Nothing of transformers is patched: outputs are read by forward hooks, and what goes into the attention product (queries and keys after
-rotary embedding, which no module returns) by a TorchFunctionMode.
+Nothing of transformers is patched: outputs are read by forward hooks, and what goes into the attention
+product (queries and keys after rotary embedding, which no module returns) by a TorchFunctionMode.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,43 +20,82 @@ from .engine import TOGETHER, Pair
 from .types import GenerationParams, Rollout
 
 _LAYER_MODULES = {
-    "input_norm": "input_layernorm", "q_proj": "self_attn.q_proj", "k_proj": "self_attn.k_proj", "v_proj": "self_attn.v_proj",
-    "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm", "o_proj": "self_attn.o_proj", "post_norm": "post_attention_layernorm",
-    "gate_proj": "mlp.gate_proj", "up_proj": "mlp.up_proj", "down_proj": "mlp.down_proj", "mlp_residual": "",
-}  # fmt: skip
+    "input_norm": "input_layernorm",
+    "q_proj": "self_attn.q_proj",
+    "k_proj": "self_attn.k_proj",
+    "v_proj": "self_attn.v_proj",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "o_proj": "self_attn.o_proj",
+    "post_norm": "post_attention_layernorm",
+    "gate_proj": "mlp.gate_proj",
+    "up_proj": "mlp.up_proj",
+    "down_proj": "mlp.down_proj",
+    "mlp_residual": "",
+}
 # What goes into these modules is the output of an operation that is no module.
-_LAYER_INPUTS = {"attention": "self_attn.o_proj", "attention_residual": "post_attention_layernorm", "silu_mul": "mlp.down_proj"}
+_LAYER_INPUTS = {
+    "attention": "self_attn.o_proj",
+    "attention_residual": "post_attention_layernorm",
+    "silu_mul": "mlp.down_proj",
+}
 
 
 class HfEngine:
-    """AutoModelForCausalLM in one dtype, its logits in `head` where that is another. `attention` is eager or sdpa."""
+    """AutoModelForCausalLM in one dtype, its logits in `head` where that is another.
+
+    `attention` is eager or sdpa.
+    """
 
     traced_outside = False
 
     def __init__(
-        self, folder: Path, dtype: torch.dtype, attention: str = "sdpa", head: torch.dtype | None = None, device: torch.device | None = None
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        attention: str = "sdpa",
+        head: torch.dtype | None = None,
+        device: torch.device | None = None,
     ):
         from transformers import AutoModelForCausalLM, GenerationConfig
 
         self.name = f"hf {attention}"
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention).eval().to(device or "cpu")
-        self.model.generation_config = GenerationConfig()  # the checkpoint's own may penalise tokens or cut the distribution
+        self.model = (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
+            .eval()
+            .to(device or "cpu")
+        )
+        self.model.generation_config = (
+            GenerationConfig()
+        )  # the checkpoint's own may penalise tokens or cut the distribution
         if head not in (None, dtype):
             self.model.lm_head = _WideHead(self.model.lm_head.weight.detach().to(head))
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, seed: int) -> list[Rollout]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, seed: int
+    ) -> list[Rollout]:
         """See Engine. Prompts are padded on the left, and drawn together, as trainers do with `generate`."""
         torch.manual_seed(seed)  # transformers draws from the global generator
         d, longest = generation_params.sampling_params, max(map(len, prompts))
         ids = self._tensor([[0] * (longest - len(p)) + list(p) for p in prompts])
         mask = self._tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-        random = {"do_sample": True, "temperature": d.temperature, "top_k": d.top_k or 0, "top_p": d.top_p} if d.temperature else {}
+        random = (
+            {"do_sample": True, "temperature": d.temperature, "top_k": d.top_k or 0, "top_p": d.top_p}
+            if d.temperature
+            else {}
+        )
         stop = sorted(generation_params.stop_ids)
         out = self.model.generate(
-            ids, attention_mask=mask, max_new_tokens=generation_params.max_tokens, eos_token_id=stop or None, pad_token_id=0,
-            output_scores=True, return_dict_in_generate=True, **({"do_sample": False} | random),
-        )  # fmt: skip
+            ids,
+            attention_mask=mask,
+            max_new_tokens=generation_params.max_tokens,
+            eos_token_id=stop or None,
+            pad_token_id=0,
+            output_scores=True,
+            return_dict_in_generate=True,
+            **({"do_sample": False} | random),
+        )
         drawn = out.sequences[:, longest:]
         logp = torch.stack([_gather(z, drawn[:, i]) for i, z in enumerate(out.scores)], dim=1).cpu()
         rollouts = []
@@ -64,17 +103,23 @@ class HfEngine:
             tokens = drawn[i].tolist()
             end = next((n + 1 for n, t in enumerate(tokens) if t in generation_params.stop_ids), len(tokens))
             finish = "stop" if tokens[end - 1] in generation_params.stop_ids else "length"
-            rollouts.append(Rollout(i, 0, tuple(prompt), tuple(tokens[:end]), logp[i, :end].numpy(), finish, 0))
+            rollouts.append(
+                Rollout(i, 0, tuple(prompt), tuple(tokens[:end]), logp[i, :end].numpy(), finish, 0)
+            )
         return rollouts
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Compute with these weights (checkpoint names, any float dtype), rounded to the model's, from now on."""
+        """Compute with these weights (checkpoint names, any float dtype), rounded to the model's, from now
+        on.
+        """
         for name, parameter in self.model.named_parameters():
             parameter.copy_(weights[name])
 
     @torch.no_grad()
-    def score(self, pairs: Sequence[Pair], sampling_params: SamplingParams, together: bool = True) -> list[np.ndarray]:
+    def score(
+        self, pairs: Sequence[Pair], sampling_params: SamplingParams, together: bool = True
+    ) -> list[np.ndarray]:
         """See Engine. Sequences are padded on the right."""
         done, size = [], TOGETHER if together else 1
         for a in range(0, len(pairs), size):
@@ -142,7 +187,9 @@ class _WideHead(torch.nn.Module):
 
 def _logprobs(logits: torch.Tensor, tokens: Sequence[int], sampling_params: SamplingParams) -> torch.Tensor:
     """[C, V] -> [C] fp32 on the CPU, by log_softmax as trainers on transformers do."""
-    return _gather(scaled_logits(logits, sampling_params), torch.tensor(list(tokens), device=logits.device)).cpu()
+    return _gather(
+        scaled_logits(logits, sampling_params), torch.tensor(list(tokens), device=logits.device)
+    ).cpu()
 
 
 def _gather(z: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -207,7 +254,9 @@ class _AttentionInputs(TorchFunctionMode):
 
         return hook
 
-    def __torch_function__(self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         sdpa = function is torch.nn.functional.scaled_dot_product_attention
         product = function in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
         if self._layer is not None and (sdpa or product) and args[0].dim() == 4:

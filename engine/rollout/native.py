@@ -1,8 +1,9 @@
 """The native sampler: continuous batching over our own key-value cache, in process.
 
-Each turn of the loop is one forward over whatever there is to do: one token for each running sample and a chunk of each
-prompt that is being read. A prompt is read once and its cache blocks are shared by its samples. When a sample ends, the
-next one takes its place. None of this decides a bit: a token depends on its own sequence, the weights and its own key.
+Each turn of the loop is one forward over whatever there is to do: one token for each running sample and a
+chunk of each prompt that is being read. A prompt is read once and its cache blocks are shared by its samples.
+When a sample ends, the next one takes its place. None of this decides a bit: a token depends on its own
+sequence, the weights and its own key.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,9 @@ class _Prompt:
     ids: tuple[int, ...]
     blocks: list[int]
     read: int = 0  # tokens already in the cache
-    last: torch.Tensor | None = None  # hidden state of the last prompt token, [1, D]: predicts the first token
+    last: torch.Tensor | None = (
+        None  # hidden state of the last prompt token, [1, D]: predicts the first token
+    )
     started: int = 0  # samples that have started
 
 
@@ -60,9 +63,9 @@ def _blocks_for(tokens: int) -> int:
 class NativeSampler:
     """Samples from a decoder that it shares with the trainer, or that it owns.
 
-    max_concurrency: samples drawn at once. max_batch_tokens: tokens of one forward; longer prompts are read in chunks.
-    cache_bytes: upper limit of the key-value cache; fewer samples run at once where it would not hold them all. Of each limit, this
-    sampler uses the part of one of `workers`.
+    max_concurrency: samples drawn at once. max_batch_tokens: tokens of one forward; longer prompts are read
+    in chunks. cache_bytes: upper limit of the key-value cache; fewer samples run at once where it would not
+    hold them all. Of each limit, this sampler uses the part of one of `workers`.
     """
 
     def __init__(
@@ -78,7 +81,10 @@ class NativeSampler:
             if value < 1:
                 raise ValueError(f"sampler: {name} ({value}) must be at least 1")
         self.decoder, self.version = decoder, version
-        self.max_concurrency, self.max_batch_tokens = -(-max_concurrency // workers), -(-max_batch_tokens // workers)
+        self.max_concurrency, self.max_batch_tokens = (
+            -(-max_concurrency // workers),
+            -(-max_batch_tokens // workers),
+        )
         self.cache_bytes, self.workers = cache_bytes, workers
 
     def sync_weights(self, version: int) -> None:
@@ -89,14 +95,23 @@ class NativeSampler:
         """Nothing runs outside this process."""
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, rng_key: RngKey) -> list[Rollout]:
-        """See Sampler. Raises ValueError for an empty prompt, one that is too long, or a cache that holds no sample."""
-        check_prompts(prompts, generation_params, self.decoder.config.max_positions, self.decoder.config.vocab_size)
+    def generate(
+        self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, rng_key: RngKey
+    ) -> list[Rollout]:
+        """See Sampler.
+
+        Raises ValueError for an empty prompt, one that is too long, or a cache that holds no sample.
+        """
+        check_prompts(
+            prompts, generation_params, self.decoder.config.max_positions, self.decoder.config.vocab_size
+        )
         with packed(self.decoder.matrices()):
             return _Generation(self, prompts, generation_params, rng_key).run()
 
 
-def check_prompts(prompts: Sequence[Sequence[int]], generation_params: GenerationParams, limit: int, vocab: int) -> None:
+def check_prompts(
+    prompts: Sequence[Sequence[int]], generation_params: GenerationParams, limit: int, vocab: int
+) -> None:
     """Raise ValueError for what no sampler can draw from; `limit` is the context in tokens."""
     generation_params.sampling_params.check()
     for i, ids in enumerate(prompts):
@@ -111,15 +126,28 @@ def check_prompts(prompts: Sequence[Sequence[int]], generation_params: Generatio
         if wrong is not None:
             raise ValueError(f"prompt {i} has token id {wrong}, outside the model's vocabulary of {vocab}")
     if generation_params.max_tokens < 1 or generation_params.num_generations < 1:
-        raise ValueError(f"max_tokens ({generation_params.max_tokens}) and num_generations ({generation_params.num_generations}) "
-            "must be at least 1")
+        raise ValueError(
+            f"max_tokens ({generation_params.max_tokens}) and num_generations ({generation_params.num_generations}) "
+            "must be at least 1"
+        )
 
 
 class _Generation:
     """The state of one `generate` call."""
 
-    def __init__(self, sampler: NativeSampler, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, rng_key: RngKey):
-        self.sampler, self.decoder, self.sampling, self.rng_key = sampler, sampler.decoder, generation_params, rng_key
+    def __init__(
+        self,
+        sampler: NativeSampler,
+        prompts: Sequence[Sequence[int]],
+        generation_params: GenerationParams,
+        rng_key: RngKey,
+    ):
+        self.sampler, self.decoder, self.sampling, self.rng_key = (
+            sampler,
+            sampler.decoder,
+            generation_params,
+            rng_key,
+        )
         self.lm_head = sampler.decoder.logits_weight()
         self.prompts = [tuple(int(t) for t in ids) for ids in prompts]
         self.concurrency = self._fit(max((len(p) for p in self.prompts), default=0))
@@ -129,7 +157,9 @@ class _Generation:
         self.done: dict[tuple[int, int], Rollout] = {}
 
     def _fit(self, longest: int) -> int:
-        """Samples at once that the cache can hold in the worst case, at most max_concurrency; makes the cache."""
+        """Samples at once that the cache can hold in the worst case, at most max_concurrency; makes the
+        cache.
+        """
         s, config, dtype = self.sampling, self.decoder.config, self.decoder.cache_dtype
         per_sample = _blocks_for(longest + s.max_tokens) + _blocks_for(longest)
         block_bytes = BlockCache.bytes_per_block(config, dtype)
@@ -153,7 +183,11 @@ class _Generation:
             decoding, reading = self._forward()
             self._draw(*self._start_samples(decoding, reading))
         first = self.rng_key.first_prompt
-        return [self.done[first + p, s] for p in range(len(self.prompts)) for s in range(self.sampling.num_generations)]
+        return [
+            self.done[first + p, s]
+            for p in range(len(self.prompts))
+            for s in range(self.sampling.num_generations)
+        ]
 
     def _open_prompts(self) -> None:
         """Begin to read prompts as far as their samples will find a place."""
@@ -161,14 +195,21 @@ class _Generation:
         places = self.concurrency - len(self.running) - sum(G - p.started for p in self.open)
         while places > 0 and self.next_prompt < len(self.prompts):
             ids = self.prompts[self.next_prompt]
-            self.open.append(_Prompt(self.rng_key.first_prompt + self.next_prompt, ids, self.cache.allocate(_blocks_for(len(ids)))))
+            self.open.append(
+                _Prompt(
+                    self.rng_key.first_prompt + self.next_prompt,
+                    ids,
+                    self.cache.allocate(_blocks_for(len(ids))),
+                )
+            )
             self.next_prompt += 1
             places -= G
 
     def _forward(self) -> tuple[torch.Tensor | None, list[tuple[_Prompt, torch.Tensor]]]:
         """One forward over the running samples' last tokens and prompt chunks.
 
-        Returns the hidden states of the running samples [n, D], and the prompts now wholly read with their last row.
+        Returns the hidden states of the running samples [n, D], and the prompts now wholly read with their
+        last row.
         """
         lengths, contexts, blocks = [1] * len(self.running), [], []
         ids = [s.tokens[-1] for s in self.running]
@@ -190,7 +231,9 @@ class _Generation:
             return None, []
         hidden = self.decoder.hidden(torch.tensor(ids), CachedContext(self.cache, lengths, contexts, blocks))
         ends = np.cumsum(lengths)[len(self.running) :]
-        read = [(p, hidden[end - 1 : end]) for p, end in zip(chunks, ends, strict=True) if p.read == len(p.ids)]
+        read = [
+            (p, hidden[end - 1 : end]) for p, end in zip(chunks, ends, strict=True) if p.read == len(p.ids)
+        ]
         return hidden[: len(self.running)] if self.running else None, read
 
     def _start_samples(self, decoding, reading) -> tuple[torch.Tensor, list[_Sample]]:
@@ -199,7 +242,11 @@ class _Generation:
             p.last = row.clone()
         rows, samples = ([] if decoding is None else [decoding]), list(self.running)
         for p in list(self.open):
-            while p.last is not None and p.started < self.sampling.num_generations and len(self.running) < self.concurrency:
+            while (
+                p.last is not None
+                and p.started < self.sampling.num_generations
+                and len(self.running) < self.concurrency
+            ):
                 sample = _Sample(p, p.started, self._fork(p), Uniforms(self.rng_key, p.index, p.started))
                 p.started += 1
                 self.running.append(sample)
@@ -211,7 +258,10 @@ class _Generation:
         return (torch.cat(rows) if rows else torch.empty(0)), samples
 
     def _fork(self, p: _Prompt) -> list[int]:
-        """A sample's blocks: the prompt's full ones shared, its last partial one copied, and room for max_tokens."""
+        """A sample's blocks:
+
+        the prompt's full ones shared, its last partial one copied, and room for max_tokens.
+        """
         full = len(p.ids) // KEY_TILE
         own = self.cache.allocate(_blocks_for(len(p.ids) + self.sampling.max_tokens) - full)
         if len(p.ids) % KEY_TILE:
@@ -226,13 +276,17 @@ class _Generation:
         rows = chunk_rows(self.decoder.config.vocab_size, self.decoder.device)
         for a in range(0, len(samples), rows):
             some = samples[a : a + rows]
-            z = scaled_logits(matmul(hidden[a : a + rows].to(self.lm_head.dtype), self.lm_head), sampling_params)
+            z = scaled_logits(
+                matmul(hidden[a : a + rows].to(self.lm_head.dtype), self.lm_head), sampling_params
+            )
             self._check_finite(z, some)
             if self.sampling.logit_noise:
                 places = [(s.prompt.index, s.index, len(s.tokens)) for s in some]
                 noise = logit_noise(self.rng_key.seed, self.rng_key.step, places, z.shape[1])
                 z = z + noise.to(z.device) * self.sampling.logit_noise
-            u = torch.tensor([s.uniforms.at(len(s.tokens)) for s in some], dtype=torch.float64, device=z.device)
+            u = torch.tensor(
+                [s.uniforms.at(len(s.tokens)) for s in some], dtype=torch.float64, device=z.device
+            )
             ids, logp = drawn_logprobs(z, u, greedy=sampling_params.temperature == 0.0)
             for s, token, lp in zip(some, ids.tolist(), logp.tolist(), strict=True):
                 s.append(token, lp, self.sampling)
@@ -253,5 +307,11 @@ class _Generation:
         self.running.remove(s)
         self.cache.release(s.blocks)
         self.done[s.prompt.index, s.index] = Rollout(
-            s.prompt.index, s.index, s.prompt.ids, tuple(s.tokens), np.array(s.logprobs, np.float32), s.finish, self.sampler.version
+            s.prompt.index,
+            s.index,
+            s.prompt.ids,
+            tuple(s.tokens),
+            np.array(s.logprobs, np.float32),
+            s.finish,
+            self.sampler.version,
         )

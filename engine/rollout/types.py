@@ -1,4 +1,7 @@
-"""What a sampler is asked for and what it returns. Token ids from end to end; nothing is detokenised in between."""
+"""What a sampler is asked for and what it returns.
+
+Token ids from end to end; nothing is detokenised in between.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +21,12 @@ class GenerationParams:
     sampling_params: SamplingParams
     num_generations: int  # completions of each prompt
     max_tokens: int  # completion tokens at most, the stop token included
-    stop_ids: frozenset[int]  # a completion ends with the first of these; it is part of the completion and trained on
-    logit_noise: float = 0.0  # standard deviation of noise on each logit (see logit_noise; the native sampler only)
+    stop_ids: frozenset[
+        int
+    ]  # a completion ends with the first of these; it is part of the completion and trained on
+    logit_noise: float = (
+        0.0  # standard deviation of noise on each logit (see logit_noise; the native sampler only)
+    )
 
 
 @dataclass(frozen=True)
@@ -29,13 +36,22 @@ class RngKey:
     seed: int
     step: int
     stream: Stream = Stream.SAMPLE
-    first_prompt: int = 0  # place in the step of the call's first prompt, for a call that draws a part of a step
+    first_prompt: int = (
+        0  # place in the step of the call's first prompt, for a call that draws a part of a step
+    )
 
-    def uniforms(self, prompts: Sequence[int], num_generations: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+    def uniforms(
+        self, prompts: Sequence[int], num_generations: Sequence[int], positions: Sequence[int]
+    ) -> np.ndarray:
         """One uniform number for each (prompt, sample, position), [n] fp64."""
         n = len(prompts)
         counter = np.empty((n, 4), np.uint64)
-        counter[:, 0], counter[:, 1], counter[:, 2], counter[:, 3] = positions, num_generations, prompts, self.step
+        counter[:, 0], counter[:, 1], counter[:, 2], counter[:, 3] = (
+            positions,
+            num_generations,
+            prompts,
+            self.step,
+        )
         return uniform(counter, self.seed, self.stream)
 
 
@@ -55,7 +71,10 @@ class Uniforms:
         start = position - position % _AHEAD
         if start != self._start:
             places = range(start, start + _AHEAD)
-            self._start, self._numbers = start, self._rng_key.uniforms([self._prompt] * _AHEAD, [self._sample] * _AHEAD, places)
+            self._start, self._numbers = (
+                start,
+                self._rng_key.uniforms([self._prompt] * _AHEAD, [self._sample] * _AHEAD, places),
+            )
         return self._numbers[position - start]
 
 
@@ -80,7 +99,9 @@ class Rollout:
 class Sampler(Protocol):
     """The interface of every sampler."""
 
-    def generate(self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, rng_key: RngKey) -> list[Rollout]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, rng_key: RngKey
+    ) -> list[Rollout]:
         """P prompts x G samples, in canonical order: prompt by prompt, sample by sample."""
         ...
 
@@ -94,8 +115,12 @@ class Sampler(Protocol):
 
 
 def logit_noise(seed: int, step: int, places: Sequence[tuple[int, int, int]], V: int) -> torch.Tensor:
-    """Standard normal numbers [n, V] fp32 for places (prompt, sample, position), by Box and Muller (1958) from counter-based ones."""
-    counter = np.array([(position, sample, prompt, step) for prompt, sample, position in places], np.uint64).reshape(-1, 4)
+    """Standard normal numbers [n, V] fp32 for places (prompt, sample, position), by Box and Muller (1958)
+    from counter-based ones.
+    """
+    counter = np.array(
+        [(position, sample, prompt, step) for prompt, sample, position in places], np.uint64
+    ).reshape(-1, 4)
     words = philox(counter, (seed, int(Stream.LOGIT_NOISE)))
     rows = []
     for high, low in words[:, :2].tolist():

@@ -1,7 +1,8 @@
 """Checkpoints that a run goes on from: saved whole, found by their hashes, restored to the bit.
 
-RUN/checkpoints/step-NNNNNN is a Hugging Face checkpoint with the fp32 master weights; trainer/ inside it holds the optimizer's
-moments (safetensors) and what else a step reads (JSON). NNNNNN steps are done. Nothing that loads can run code.
+RUN/checkpoints/step-NNNNNN is a Hugging Face checkpoint with the fp32 master weights; trainer/ inside it
+holds the optimizer's moments (safetensors) and what else a step reads (JSON). NNNNNN steps are done. Nothing
+that loads can run code.
 """
 
 import json
@@ -25,9 +26,11 @@ from ..train.state import TrainState
 from ..train.loss_scaling import LossScaler
 
 SMALL_FILE = "trainer/state.json"
-# Put after the name of a checkpoint that cannot be used, so that a new one finds its place and the old is not lost.
+# Put after the name of a checkpoint that cannot be used, so that a new one finds its place and the old is not
+# lost.
 DAMAGED = ".damaged"
-# The optimizer's moments in STATE_FILE, [layout.numel] fp32 each, whatever the number of ranks that wrote them.
+# The optimizer's moments in STATE_FILE, [layout.numel] fp32 each, whatever the number of ranks that wrote
+# them.
 _MOMENTS = ("first_moment", "second_moment")
 # A LossScaler's whole state.
 _SCALER = ("scale", "clean", "in_a_row")
@@ -51,8 +54,9 @@ class Checkpoint:
 
 def save_checkpoint(
     state: TrainState, target: Path, companions: Path, extra: dict[str, str], logs: dict[str, str], keep: int
-) -> None:  # fmt: skip
-    """Write everything a resumed run needs, then drop all but the `keep` newest (0: all). For all ranks at once; the first one writes.
+) -> None:
+    """Write everything a resumed run needs, then drop all but the `keep` newest (0: all). For all ranks at
+    once; the first one writes.
 
     Raises OSError, leaving nothing half-written.
     """
@@ -65,7 +69,7 @@ def save_checkpoint(
     small = {
         "step": state.step, "version": state.version, "updates": optimizer.updates, "chain": state.recorder.ledger.chain,
         "scaler": {name: getattr(state.scaler, name) for name in _SCALER}, "logs": logs,
-    }  # fmt: skip
+    }
     texts = extra | {SMALL_FILE: json.dumps(small, indent=1) + "\n"}
     write_checkpoint(target, optimizer.layout, master, companions, texts, state=dict(zip(_MOMENTS, moments, strict=True)))
     for folder in checkpoint_folders(target.parent.parent)[keep:] if keep else []:
@@ -95,7 +99,9 @@ def open_checkpoint(folder: Path) -> tuple[Checkpoint | None, str]:
 
 
 def checked_checkpoint(folder: Path, ledger: LedgerFile) -> tuple[Checkpoint | None, str]:
-    """An intact checkpoint of this ledger, with the bits whose hashes are in it; or None and what is wrong, naming the file."""
+    """An intact checkpoint of this ledger, with the bits whose hashes are in it; or None and what is wrong,
+    naming the file.
+    """
     found, damage = open_checkpoint(folder)
     if found is None:
         return None, damage
@@ -116,7 +122,10 @@ def usable_checkpoint(folder: Path, ledger: LedgerFile, config: Config) -> tuple
 
 
 def _other_bits(folder: Path, hashes: Mapping[str, str]) -> str | None:
-    """What the checkpoint holds other bits of, as far as the step's line in the ledger has its hash. Raises ValueError."""
+    """What the checkpoint holds other bits of, as far as the step's line in the ledger has its hash.
+
+    Raises ValueError.
+    """
     layout = Layout(ModelConfig.from_file(folder))
 
     def root(*flat: torch.Tensor) -> str:
@@ -132,7 +141,10 @@ def _other_bits(folder: Path, hashes: Mapping[str, str]) -> str | None:
 
 @contextmanager
 def _moments(folder: Path, layout: Layout) -> Iterator[list[Any]]:
-    """The moments in a checkpoint, [layout.numel] fp32 each, to be read by slices. Raises ValueError for another model's."""
+    """The moments in a checkpoint, [layout.numel] fp32 each, to be read by slices.
+
+    Raises ValueError for another model's.
+    """
     path = folder / STATE_FILE
     try:
         with safe_open(path, framework="pt") as stored:

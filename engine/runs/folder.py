@@ -84,7 +84,10 @@ class RunFolder:
         self._rollouts.write([rollout_line(record, p, g, G) for p in range(P) for g in range(G)])
 
     def sync(self) -> dict[str, str]:
-        """Wait until metrics and rollouts are on the disk: a checkpoint never runs ahead of them. Returns file -> SHA-256 so far."""
+        """Wait until metrics and rollouts are on the disk:
+
+        a checkpoint never runs ahead of them. Returns file -> SHA-256 so far.
+        """
         return {log.path.name: log.sync() for log in (self._metrics, self._rollouts)}
 
     def close(self) -> None:

@@ -1,8 +1,9 @@
 """`zerokl init`: a small base model for a task, warm-started until it solves some of the training prompts.
 
-The sanity test of "Defeating the training-inference mismatch via FP16" (arXiv:2510.26788) in small: supervised steps on
-correct answers until a sampled completion is right on TARGET of the training problems, and a list of problems that are
-solved sometimes but not always. On such a set a sound trainer must reach a training reward near 1.
+The sanity test of "Defeating the training-inference mismatch via FP16" (arXiv:2510.26788) in small:
+supervised steps on correct answers until a sampled completion is right on TARGET of the training problems,
+and a list of problems that are solved sometimes but not always. On such a set a sound trainer must reach a
+training reward near 1.
 """
 
 import json
@@ -38,8 +39,8 @@ from ..parallel.workers import ParallelSampler, Workers, automatic
 TARGET = 0.5
 # A share above this is said: little is left to learn.
 TOO_GOOD = 0.6
-# The perfectible set: its size at most, and the share of SET_SAMPLES samples that solve each of its problems (the paper's
-# bounds).
+# The perfectible set: its size at most, and the share of SET_SAMPLES samples that solve each of its problems
+# (the paper's bounds).
 SET_SIZE, SET_SAMPLES, SOLVED = 128, 16, (0.2, 0.8)
 _MAX_STEPS, _BATCH, _SHARDS = 3000, 64, 4
 # Steps between checks; more often once learning is under way, so that the end is not overshot.
@@ -57,7 +58,8 @@ PRESETS: dict[str, dict[str, int]] = {
 def initialise(out: Path, task_name: str, options: Mapping[str, Any], preset: str = "tiny", seed: int = 0) -> dict[str, Any]:
     """Write a base model for a task to the folder `out`. Returns what perfectible.json holds.
 
-    Raises ValueError for an unknown task or preset, a task without known completions, or an `out` that exists.
+    Raises ValueError for an unknown task or preset, a task without known completions, or an `out` that
+    exists.
     """
     if preset not in PRESETS:
         raise ValueError(f"init: preset {preset} is not known; choose {', '.join(PRESETS)}")
@@ -87,7 +89,7 @@ def initialise(out: Path, task_name: str, options: Mapping[str, Any], preset: st
         report = {
             "task": task_name, "options": dict(options), "preset": preset, "seed": seed, "accuracy": accuracy, "steps": steps,
             "samples": SET_SAMPLES, "prompts": found,
-        }  # fmt: skip
+        }
         extra = {PERFECTIBLE_FILE: json.dumps(report) + "\n"}
         write_checkpoint(out, decoder.layout, decoder.flat.detach(), companions=scratch, extra=extra)
     finally:
@@ -98,14 +100,16 @@ def initialise(out: Path, task_name: str, options: Mapping[str, Any], preset: st
 
 
 def random_decoder(preset: str, vocab_size: int, seed: int) -> Decoder:
-    """A Qwen3 with matrices uniform in +-sqrt(3) * 0.02 * sqrt(512 / width), norms 1, from counter-based numbers."""
+    """A Qwen3 with matrices uniform in +-sqrt(3) * 0.02 * sqrt(512 / width), norms 1, from counter-based
+    numbers.
+    """
     raw = {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": vocab_size, **PRESETS[preset],
         "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "tie_word_embeddings": True, "hidden_act": "silu",
         "attention_bias": False, "attention_dropout": 0.0, "use_sliding_window": False, "pad_token_id": 0, "eos_token_id": 1,
         "bos_token_id": None,
-    }  # fmt: skip
+    }
     config = ModelConfig.from_dict(raw)
     layout = Layout(config)
     flat = torch.zeros(layout.numel)

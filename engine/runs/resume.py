@@ -1,7 +1,8 @@
 """`zerokl train --resume`: where an interrupted run can go on, to the bit.
 
-A run goes on from the newest checkpoint that is intact and that ledger, metrics and rollouts reach; these files are then cut
-back to its step. Each file that is damaged is named, and what was cut because of damage is kept beside it.
+A run goes on from the newest checkpoint that is intact and that ledger, metrics and rollouts reach; these
+files are then cut back to its step. Each file that is damaged is named, and what was cut because of damage is
+kept beside it.
 """
 
 import hashlib
@@ -53,7 +54,10 @@ class Resumption:
         return self.checkpoint.step if self.checkpoint else 0
 
     def check_head(self, head: Head) -> None:
-        """Raise ValueError when the run would not be the same run: another configuration, other data, other weights."""
+        """Raise ValueError when the run would not be the same run:
+
+        another configuration, other data, other weights.
+        """
         held = self.ledger.head
         if held is None:
             return
@@ -73,7 +77,10 @@ class Resumption:
             raise ValueError(f"resume: the weights of {self.config.model} are not those that the run began with")
 
     def prepare(self) -> LedgerFile | None:
-        """Cut the files back to `step` and make room for new checkpoints. Returns the ledger that is gone on from, if it has a head."""
+        """Cut the files back to `step` and make room for new checkpoints.
+
+        Returns the ledger that is gone on from, if it has a head.
+        """
         clear_leftovers(self.path)
         for folder in self.unusable:
             folder.rename(_free_name(folder))
@@ -94,7 +101,10 @@ def _free_name(path: Path) -> Path:
 
 
 def find_resumption(path: Path, overrides: Mapping[str, Any]) -> Resumption:
-    """Where the run in the folder `path` can go on. Raises ValueError when it holds none, or for an override that decides bits."""
+    """Where the run in the folder `path` can go on.
+
+    Raises ValueError when it holds none, or for an override that decides bits.
+    """
     config = run_config(path, overrides)
     ledger = read_ledger(path / LEDGER) if (path / LEDGER).exists() else LedgerFile(path / LEDGER)
     metrics = read_log(path / METRICS, 1)
@@ -126,7 +136,10 @@ def _numbers(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_config(path: Path, overrides: Mapping[str, Any]) -> Config:
-    """The configuration of a run with overrides. Raises ValueError for one that decides bits, or a folder without a run."""
+    """The configuration of a run with overrides.
+
+    Raises ValueError for one that decides bits, or a folder without a run.
+    """
     file = path / "config.toml"
     if not file.exists():
         raise ValueError(f"run: {path} holds no run (no config.toml); start one with --run-dir {path}")

@@ -59,9 +59,11 @@ class Summary:
 
 
 def train(config: Config, run_dir: str | Path) -> Summary:
-    """Run `config` into the folder `run_dir`. The one entry point of training, for the command line and from Python.
+    """Run `config` into the folder `run_dir`. The one entry point of training, for the command line and from
+    Python.
 
-    Raises ValueError for bad input, MismatchError when exact and a bit differs, OSError when a file cannot be written.
+    Raises ValueError for bad input, MismatchError when exact and a bit differs, OSError when a file cannot be
+    written.
     """
     with _ranks(config) as ranks:
         refuse_taken(Path(run_dir))
@@ -71,8 +73,8 @@ def train(config: Config, run_dir: str | Path) -> Summary:
 def resume(run_dir: str | Path, overrides: Mapping[str, Any] | None = None) -> Summary:
     """Go on with an interrupted run as if nothing had happened: the same bits, the same ledger.
 
-    overrides: settings that decide no bit, such as {"workers": 2}. Raises as `train` does, and ValueError for a folder
-    without a run, or a run whose data, weights or configuration were altered.
+    overrides: settings that decide no bit, such as {"workers": 2}. Raises as `train` does, and ValueError for
+    a folder without a run, or a run whose data, weights or configuration were altered.
     """
     resumption = find_resumption(Path(run_dir), overrides or {})
     with _ranks(resumption.config) as ranks:
@@ -124,7 +126,10 @@ def _take_steps(
     resumption: Resumption | None,
     folder_lock: ExitStack,
 ) -> list[dict[str, float]]:
-    """The steps that are left, with evaluations and checkpoints. Returns the metrics of all steps of the run."""
+    """The steps that are left, with evaluations and checkpoints.
+
+    Returns the metrics of all steps of the run.
+    """
     config = state.config
     held_out = problems_of(task, config.task.name, "held_out")[: config.evaluation.problems]
     held_out = held_out if config.evaluation.every else []
@@ -205,7 +210,10 @@ def _open_folder(
 
 
 def _guarded_step(state: TrainState, path: Path) -> StepRecord:
-    """A step that, when bits differ, saves what is needed to look into it: the report and the very weights."""
+    """A step that, when bits differ, saves what is needed to look into it:
+
+    the report and the very weights.
+    """
     try:
         return train_step(state)
     except MismatchError as error:

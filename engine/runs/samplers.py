@@ -4,11 +4,12 @@ shared    the native sampler, vLLM with our decoder, or (on a GPU) vLLM's own mo
 separate  the native sampler over weights of its own: older ones (max_staleness), of another precision, or perturbed (perturb.py)
 external  transformers or stock vLLM (rollout/hf.py, rollout/vllm_stock.py)
 
-Rollouts up to N versions old: the sampler keeps its weights until they would be more than N updates behind, and its rollouts name their
-version. The weights sampled from are therefore still there, in the sampler's decoder, and its workers score the rollouts with them by the
-trainer's forward: the old policy's logprobs. In exact mode those are the sampler's, bit for bit (that is compared), and what remains
-between them and the trainer's logprobs now is staleness alone. A sampler that differs in more than age has a second copy beside it,
-with the weights and in the precision of the trainer.
+Rollouts up to N versions old: the sampler keeps its weights until they would be more than N updates behind,
+and its rollouts name their version. The weights sampled from are therefore still there, in the sampler's
+decoder, and its workers score the rollouts with them by the trainer's forward: the old policy's logprobs. In
+exact mode those are the sampler's, bit for bit (that is compared), and what remains between them and the
+trainer's logprobs now is staleness alone. A sampler that differs in more than age has a second copy beside
+it, with the weights and in the precision of the trainer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,9 @@ from ..parallel.workers import ParallelSampler, Workers
 
 @dataclass(frozen=True)
 class Samplers:
-    """What draws the training rollouts, what evaluates the trainer's policy, and what scores rollouts of older weights."""
+    """What draws the training rollouts, what evaluates the trainer's policy, and what scores rollouts of
+    older weights.
+    """
 
     training: Sampler
     evaluation: Sampler
@@ -94,7 +97,10 @@ class SeparateSampler:
 
     @torch.no_grad()
     def sync_weights(self, version: int) -> None:
-        """See Sampler. Taken from the master weights, and only when those sampled from would otherwise be too old."""
+        """See Sampler.
+
+        Taken from the master weights, and only when those sampled from would otherwise be too old.
+        """
         back = version < self._sampler.version  # a run that is done again
         if back:
             self._delayed = Delayed(self._perturb.delay)
@@ -129,7 +135,10 @@ class _Engine(Protocol):
 
 
 class ExternalSampler:
-    """An engine that is not ours. Its tokens are drawn with its own random numbers, from a seed of the run's rng_key."""
+    """An engine that is not ours.
+
+    Its tokens are drawn with its own random numbers, from a seed of the run's rng_key.
+    """
 
     def __init__(self, engine: _Engine, config: ModelConfig, optimizer: Optimizer):
         self._engine, self._config, self._optimizer, self.version = engine, config, optimizer, 0

@@ -22,7 +22,10 @@ Reward = Callable[[Problem, str], float]
 
 
 def load_task(name: str, options: Mapping[str, Any]) -> Task:
-    """Make the task `name` with its options. Raises ValueError for an unknown name or option, or a bad user object."""
+    """Make the task `name` with its options.
+
+    Raises ValueError for an unknown name or option, or a bad user object.
+    """
     factory = TASKS.get(name) or (load_object(name, "task") if ":" in name else None)
     if factory is None:
         raise ValueError(f"task: {name} is not known; choose {', '.join(TASKS)} or your own as module:object")
@@ -33,21 +36,30 @@ def load_task(name: str, options: Mapping[str, Any]) -> Task:
     except Exception as error:  # the user's factory may raise anything
         raise ValueError(f"task {name}: {error}") from error
     if not isinstance(task, Task):
-        raise ValueError(f"task {name}: {name} must make an object with `chat`, `problems(split)` and `reward(problem, completion)`")
+        raise ValueError(
+            f"task {name}: {name} must make an object with `chat`, `problems(split)` and `reward(problem, completion)`"
+        )
     return task
 
 
 def problems_of(task: Task, name: str, split: str) -> list[Problem]:
-    """The problems of one of a task's splits. Raises ValueError where the user's own object raises, or makes something else."""
+    """The problems of one of a task's splits.
+
+    Raises ValueError where the user's own object raises, or makes something else.
+    """
     try:
         problems = list(task.problems(split))
     except (ValueError, OSError):
         raise
     except Exception as error:  # the user's method may raise anything
-        raise ValueError(f"task {name}: problems({split!r}) raised {type(error).__name__} ({error})") from error
+        raise ValueError(
+            f"task {name}: problems({split!r}) raised {type(error).__name__} ({error})"
+        ) from error
     wrong = next((p for p in problems if not (isinstance(p, Problem) and isinstance(p.prompt, str))), None)
     if wrong is not None:
-        raise ValueError(f"task {name}: problems({split!r}) holds {wrong!r}, which is no Problem with a prompt that is a string")
+        raise ValueError(
+            f"task {name}: problems({split!r}) holds {wrong!r}, which is no Problem with a prompt that is a string"
+        )
     return problems
 
 
@@ -57,18 +69,26 @@ def load_reward(task: Task, name: str) -> Reward:
 
 
 def load_object(name: str, what: str) -> Any:
-    """Import `module:object`; the working directory counts as importable. Raises ValueError when it is not there."""
+    """Import `module:object`; the working directory counts as importable.
+
+    Raises ValueError when it is not there.
+    """
     module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         return getattr(importlib.import_module(module), attribute)
     except Exception as error:  # the user's module may raise anything
-        raise ValueError(f"{what}: {name} cannot be imported as module:object ({type(error).__name__}: {error})") from error
+        raise ValueError(
+            f"{what}: {name} cannot be imported as module:object ({type(error).__name__}: {error})"
+        ) from error
 
 
 def rewards(reward: Reward, problems: Sequence[Problem], completions: Sequence[Sequence[str]]) -> np.ndarray:
-    """Reward of each completion, [P, G] fp64. Raises ValueError naming prompt and sample when one fails or is not finite."""
+    """Reward of each completion, [P, G] fp64.
+
+    Raises ValueError naming prompt and sample when one fails or is not finite.
+    """
     table = np.empty((len(problems), len(completions[0])), np.float64)
     for p, (problem, group) in enumerate(zip(problems, completions, strict=True)):
         for g, text in enumerate(group):
@@ -79,6 +99,8 @@ def rewards(reward: Reward, problems: Sequence[Problem], completions: Sequence[S
                     f"reward: raised {type(error).__name__} ({error}) for prompt {problem.id} ({problem.prompt!r}), sample {g} ({text!r})"
                 ) from error
             if not abs(value) <= _LARGEST:
-                raise ValueError(f"reward: is {value} for prompt {problem.id} ({problem.prompt!r}), sample {g} ({text!r})")
+                raise ValueError(
+                    f"reward: is {value} for prompt {problem.id} ({problem.prompt!r}), sample {g} ({text!r})"
+                )
             table[p, g] = value
     return table

@@ -16,7 +16,10 @@ class Add:
             raise ValueError(f"task add: max_value ({max_value}) must be at least 1")
         side = max_value + 1
         order = permutation(side * side, seed, Stream.PROBLEMS)[: train + held_out]
-        pairs = [(f"{a}+{b}=", str(a + b)) for a, b in zip(*(x.tolist() for x in np.divmod(order, side)), strict=True)]
+        pairs = [
+            (f"{a}+{b}=", str(a + b))
+            for a, b in zip(*(x.tolist() for x in np.divmod(order, side)), strict=True)
+        ]
         self._splits = split_problems(pairs, train, held_out, "add")
 
     def problems(self, split: str) -> list[Problem]:

@@ -33,19 +33,30 @@ class Task(Protocol):
         ...
 
 
-def split_problems(pairs: Sequence[tuple[str, str]], train: int, held_out: int, name: str) -> dict[str, list[Problem]]:
-    """The first `train` pairs and the `held_out` after them. Raises ValueError when there are not that many."""
+def split_problems(
+    pairs: Sequence[tuple[str, str]], train: int, held_out: int, name: str
+) -> dict[str, list[Problem]]:
+    """The first `train` pairs and the `held_out` after them.
+
+    Raises ValueError when there are not that many.
+    """
     if train < 1 or held_out < 0:
-        raise ValueError(f"task {name}: train ({train}) must be at least 1 and held_out ({held_out}) not negative")
+        raise ValueError(
+            f"task {name}: train ({train}) must be at least 1 and held_out ({held_out}) not negative"
+        )
     if len(pairs) < train + held_out:
-        raise ValueError(f"task {name}: has {len(pairs)} problems, fewer than train + held_out ({train} + {held_out})")
+        raise ValueError(
+            f"task {name}: has {len(pairs)} problems, fewer than train + held_out ({train} + {held_out})"
+        )
     return {
         "train": [Problem(i, *pair) for i, pair in enumerate(pairs[:train])],
         "held_out": [Problem(i, *pair) for i, pair in enumerate(pairs[train : train + held_out])],
     }
 
 
-def random_integers(n: int, low: np.ndarray | int, high: np.ndarray | int, seed: int, word: int) -> np.ndarray:
+def random_integers(
+    n: int, low: np.ndarray | int, high: np.ndarray | int, seed: int, word: int
+) -> np.ndarray:
     """n reproducible integers in low .. high, both included. -> [n] int64."""
     u = uniform_range(n, seed, Stream.PROBLEMS, word)
     return (np.asarray(low) + np.floor(u * (np.asarray(high) - low + 1))).astype(np.int64)

@@ -6,17 +6,35 @@ from fractions import Fraction
 
 from .base import Problem, random_integers, split_problems
 
-_OPERATIONS = {ast.Add: lambda a, b: a + b, ast.Sub: lambda a, b: a - b, ast.Mult: lambda a, b: a * b, ast.Div: lambda a, b: a / b}
+_OPERATIONS = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.Div: lambda a, b: a / b,
+}
 
 
 class Countdown:
-    """`numbers` random numbers 1 .. max_number, and a target 0 .. max_target that an expression of them reaches."""
+    """`numbers` random numbers 1 ..
+
+    max_number, and a target 0 .. max_target that an expression of them reaches.
+    """
 
     chat = False
 
-    def __init__(self, numbers: int = 3, max_number: int = 9, max_target: int = 99, train: int = 512, held_out: int = 256, seed: int = 0):
+    def __init__(
+        self,
+        numbers: int = 3,
+        max_number: int = 9,
+        max_target: int = 99,
+        train: int = 512,
+        held_out: int = 256,
+        seed: int = 0,
+    ):
         if numbers < 2 or max_number < 1 or max_target < 0:
-            raise ValueError(f"task countdown: numbers ({numbers}), max_number ({max_number}), max_target ({max_target}) are too small")
+            raise ValueError(
+                f"task countdown: numbers ({numbers}), max_number ({max_number}), max_target ({max_target}) are too small"
+            )
         n = 4 * (train + held_out)  # room for duplicates and for targets out of range
         drawn = random_integers(n * numbers, 1, max_number, seed, word=0).reshape(n, numbers).tolist()
         operations = random_integers(n * (numbers - 1), 0, 2, seed, word=1).reshape(n, numbers - 1).tolist()
@@ -43,7 +61,10 @@ class Countdown:
 
 
 def evaluate(text: str) -> tuple[Fraction, list[int]]:
-    """Value and numbers of an arithmetic expression. Raises ValueError for anything else, ZeroDivisionError."""
+    """Value and numbers of an arithmetic expression.
+
+    Raises ValueError for anything else, ZeroDivisionError.
+    """
     if len(text) > 100 or not re.fullmatch(r"[0-9+\-*/() ]*", text):
         raise ValueError("not an arithmetic expression")
     try:

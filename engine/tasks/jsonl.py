@@ -22,7 +22,9 @@ class Jsonl:
     chat = True
 
     def __init__(self, file: str = "", held_out_file: str = "", held_out: int = 0, seed: int = 0):
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit (see reward)
+        logging.getLogger("math_verify").setLevel(
+            logging.ERROR
+        )  # it warns that it has no time limit (see reward)
         pairs = read_pairs(file)
         if held_out_file:
             others = read_pairs(held_out_file)
@@ -40,7 +42,8 @@ class Jsonl:
         """1.0 when math-verify finds the completion's last answer equal to the problem's, else 0.0."""
         from math_verify import parse, verify
 
-        # No time limits: on a busy machine they would decide a reward. Bounds on length and size keep it short instead.
+        # No time limits: on a busy machine they would decide a reward. Bounds on length and size keep it
+        # short instead.
         gold = parse(f"${problem.answer}$", parsing_timeout=None)
         if not gold:
             raise ValueError(f"math-verify cannot read the answer {problem.answer!r} of problem {problem.id}")
@@ -49,7 +52,10 @@ class Jsonl:
 
 
 def _can_be_computed(x: object) -> bool:
-    """Whether comparing x takes a bounded time: no towers of powers, large factorials, sums or integrals. A string always does."""
+    """Whether comparing x takes a bounded time:
+
+    no towers of powers, large factorials, sums or integrals. A string always does.
+    """
     from sympy import Basic, Integral, Pow, Product, Sum, factorial, preorder_traversal
 
     if not isinstance(x, Basic):
@@ -58,7 +64,11 @@ def _can_be_computed(x: object) -> bool:
         if isinstance(node, Sum | Product | Integral):
             return False
         grows = node.exp if isinstance(node, Pow) else node.args[0] if isinstance(node, factorial) else None
-        if grows is not None and not grows.free_symbols and not (grows.is_Rational and abs(grows) <= _LARGEST_POWER):
+        if (
+            grows is not None
+            and not grows.free_symbols
+            and not (grows.is_Rational and abs(grows) <= _LARGEST_POWER)
+        ):
             return False
     return True
 
@@ -84,9 +94,17 @@ def read_pairs(file: str) -> list[tuple[str, str]]:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"task jsonl: {file} line {number} is not JSON ({error})") from None
         if not isinstance(record, dict) or not record.get("prompt") or not isinstance(record["prompt"], str):
-            raise ValueError(f'task jsonl: {file} line {number} must be an object with "prompt" (a string that is not empty) and "answer"')
-        if isinstance(record.get("answer"), bool) or not isinstance(record.get("answer"), str | int | float) or record["answer"] == "":
-            raise ValueError(f'task jsonl: {file} line {number} must have an "answer": a string that is not empty, or a number')
+            raise ValueError(
+                f'task jsonl: {file} line {number} must be an object with "prompt" (a string that is not empty) and "answer"'
+            )
+        if (
+            isinstance(record.get("answer"), bool)
+            or not isinstance(record.get("answer"), str | int | float)
+            or record["answer"] == ""
+        ):
+            raise ValueError(
+                f'task jsonl: {file} line {number} must have an "answer": a string that is not empty, or a number'
+            )
         pairs.append((record["prompt"], str(record["answer"])))
     if not pairs:
         raise ValueError(f"task jsonl: {file} holds no problems")

@@ -8,13 +8,20 @@ class Sort:
 
     chat = False
 
-    def __init__(self, min_digits: int = 3, max_digits: int = 6, train: int = 512, held_out: int = 256, seed: int = 0):
+    def __init__(
+        self, min_digits: int = 3, max_digits: int = 6, train: int = 512, held_out: int = 256, seed: int = 0
+    ):
         if not 1 <= min_digits <= max_digits:
-            raise ValueError(f"task sort: min_digits ({min_digits}) and max_digits ({max_digits}) must be ordered and positive")
+            raise ValueError(
+                f"task sort: min_digits ({min_digits}) and max_digits ({max_digits}) must be ordered and positive"
+            )
         n = 2 * (train + held_out)  # room for duplicates
         lengths = random_integers(n, min_digits, max_digits, seed, word=0)
         digits = random_integers(n * max_digits, 0, 9, seed, word=1).reshape(n, max_digits)
-        texts = dict.fromkeys("".join(map(str, row[:length])) for row, length in zip(digits.tolist(), lengths.tolist(), strict=True))
+        texts = dict.fromkeys(
+            "".join(map(str, row[:length]))
+            for row, length in zip(digits.tolist(), lengths.tolist(), strict=True)
+        )
         self._splits = split_problems([(t + ">", "".join(sorted(t))) for t in texts], train, held_out, "sort")
 
     def problems(self, split: str) -> list[Problem]:

@@ -1,4 +1,7 @@
-"""Between text and token ids: the tokenizer of a model folder, and the small character tokenizer of `zerokl init`."""
+"""Between text and token ids:
+
+the tokenizer of a model folder, and the small character tokenizer of `zerokl init`.
+"""
 
 import json
 import os
@@ -16,22 +19,32 @@ class Tokenizer:
     """Encodes prompts and decodes completions with one tokenizer."""
 
     def __init__(self, folder: Path, vocab_size: int):
-        """Raises ValueError when the folder has no usable tokenizer or it has more entries than the vocabulary."""
+        """Raises ValueError when the folder has no usable tokenizer or it has more entries than the
+        vocabulary.
+        """
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         if not any((folder / name).exists() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
-            raise ValueError(f"model: {folder} holds no tokenizer (tokenizer.json, vocab.json or tokenizer.model)")
+            raise ValueError(
+                f"model: {folder} holds no tokenizer (tokenizer.json, vocab.json or tokenizer.model)"
+            )
         from transformers import AutoTokenizer
 
         try:
             self._hf = AutoTokenizer.from_pretrained(folder)
         except Exception as error:  # the tokenizers library raises bare Exception for a file it cannot read
-            raise ValueError(f"model: {folder} has no usable tokenizer ({str(error).strip().splitlines()[0]})") from None
+            raise ValueError(
+                f"model: {folder} has no usable tokenizer ({str(error).strip().splitlines()[0]})"
+            ) from None
         highest = max(self._hf.get_vocab().values(), default=-1)
         if highest >= vocab_size:
-            raise ValueError(f"model: the tokenizer of {folder} has token id {highest}, the model's vocabulary ends at {vocab_size - 1}")
+            raise ValueError(
+                f"model: the tokenizer of {folder} has token id {highest}, the model's vocabulary ends at {vocab_size - 1}"
+            )
         self.stop_ids = frozenset(self._stop_ids(folder))
         if not self.stop_ids:
-            raise ValueError(f"model: the tokenizer of {folder} names no end-of-sequence token, so no completion could end")
+            raise ValueError(
+                f"model: the tokenizer of {folder} names no end-of-sequence token, so no completion could end"
+            )
 
     def _stop_ids(self, folder: Path) -> list[int]:
         """The end-of-sequence ids of the tokenizer and of generation_config.json."""
@@ -44,7 +57,9 @@ class Tokenizer:
                 raise ValueError(f"model: {path} is not a JSON object ({error})") from None
             more = more if isinstance(more, list) else [] if more is None else [more]
             if not all(type(i) is int for i in more):
-                raise ValueError(f"model: {path}: eos_token_id ({more!r}) must be a token id, or a list of them")
+                raise ValueError(
+                    f"model: {path}: eos_token_id ({more!r}) must be a token id, or a list of them"
+                )
             ids += more
         return ids
 
@@ -59,7 +74,9 @@ class Tokenizer:
             raise ValueError(f"prompt {prompt!r} is not valid Unicode") from None
         if chat and self._hf.chat_template:
             turn = [{"role": "user", "content": prompt}]
-            ids = self._hf.apply_chat_template(turn, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+            ids = self._hf.apply_chat_template(
+                turn, add_generation_prompt=True, tokenize=True, return_dict=True
+            )["input_ids"]
         else:
             ids = self._hf.encode(prompt)
         if not ids:
@@ -70,7 +87,10 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of a completion without special tokens. For rewards and reports only; training sees the ids."""
+        """Text of a completion without special tokens.
+
+        For rewards and reports only; training sees the ids.
+        """
         return self._hf.decode(list(ids), skip_special_tokens=True)
 
     def encode_problems(self, problems: Sequence[Problem], chat: bool) -> list[list[int]]:
@@ -79,7 +99,9 @@ class Tokenizer:
 
 
 def character_tokenizer(characters: str = _CHARACTERS) -> Any:
-    """A tokenizer of one token a character and three special ones (64 by default), as a transformers PreTrainedTokenizerFast."""
+    """A tokenizer of one token a character and three special ones (64 by default), as a transformers
+    PreTrainedTokenizerFast.
+    """
     from tokenizers import Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as WordTokenizer
     from transformers import PreTrainedTokenizerFast
@@ -89,5 +111,9 @@ def character_tokenizer(characters: str = _CHARACTERS) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(""), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
     )

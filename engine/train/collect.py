@@ -1,9 +1,10 @@
-"""The rollouts of a step: prompts in order, G generations each, and dynamic sampling (DAPO, arXiv:2503.14476, section 3.2).
+"""The rollouts of a step: prompts in order, G generations each, and dynamic sampling (DAPO, arXiv:2503.14476,
+section 3.2).
 
-With loss.max_resamples = D > 1 a step draws its P prompts up to D times, until the rewards differ in P groups. The
-step trains on those groups, in the order drawn. Where D draws do not suffice, groups without a difference, which have
-no gradient, fill the step up. The problems of draw d of step s are at the places (s D + d) P and following of the
-order of problems, so no step depends on how many draws another step needed.
+With loss.max_resamples = D > 1 a step draws its P prompts up to D times, until the rewards differ in P
+groups. The step trains on those groups, in the order drawn. Where D draws do not suffice, groups without a
+difference, which have no gradient, fill the step up. The problems of draw d of step s are at the places (s D
++ d) P and following of the order of problems, so no step depends on how many draws another step needed.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,10 @@ from .state import TrainState
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """What a step trains on; rollouts in canonical order. A rollout's `prompt` is its place among all that were drawn."""
+    """What a step trains on; rollouts in canonical order.
+
+    A rollout's `prompt` is its place among all that were drawn.
+    """
 
     problems: list[Problem]  # [P]
     rollouts: list[Rollout]  # [P G]
@@ -43,7 +47,10 @@ class _Group:
 
 
 def collect(state: TrainState) -> RolloutBatch:
-    """Sample and reward the prompts of the next step of a TrainState; rank 0 rewards. Raises ValueError (see tasks.rewards)."""
+    """Sample and reward the prompts of the next step of a TrainState; rank 0 rewards.
+
+    Raises ValueError (see tasks.rewards).
+    """
     P, max_resamples = state.config.prompts, state.config.loss.resolve().max_resamples
     groups: list[_Group] = []
     for draw in range(max_resamples):
@@ -72,7 +79,8 @@ def _draw_groups(state: TrainState, draw: int) -> list[_Group]:
     texts = group_texts(state.tokenizer, rollouts, G)
     table = state.ranks.from_first(partial(rewards, state.reward, problems, texts))
     return [
-        _Group(problem, rollouts[p * G : (p + 1) * G], texts[p], table[p]) for p, problem in enumerate(problems)
+        _Group(problem, rollouts[p * G : (p + 1) * G], texts[p], table[p])
+        for p, problem in enumerate(problems)
     ]
 
 
@@ -85,7 +93,10 @@ def _choose(groups: Sequence[_Group], P: int) -> list[_Group]:
 
 
 def step_problems(n: int, prompts: int, seed: int, step: int, stream: Stream = Stream.ORDER) -> list[int]:
-    """The step's problems: the data set in a new random order each epoch, cut into steps without a remainder lost."""
+    """The step's problems:
+
+    the data set in a new random order each epoch, cut into steps without a remainder lost.
+    """
     places = range(step * prompts, (step + 1) * prompts)
     orders = {epoch: permutation(n, seed, stream, epoch) for epoch in {place // n for place in places}}
     return [int(orders[place // n][place % n]) for place in places]

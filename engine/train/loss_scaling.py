@@ -2,14 +2,15 @@
 
     g = (d scale loss / d w) / scale          scale = 2^k
 
-fp16 reaches from 2^-24 to 65504. The scale multiplies the loss, so every gradient of an activation that is rounded to fp16 is scale times
-as large; the gradient of a weight is summed in fp32 and divided by it, which is exact. A power of two changes no significand: the weights
-after an update do not depend on the scale, unless a gradient overflows (it is infinite: the update is skipped) or underflows (it falls
-below 2^-14, where fp16 has fewer bits, or below 2^-24, where it has none). In fp16 some do at every scale
-that was measured: docs/fp16-loss-scales.md.
+fp16 reaches from 2^-24 to 65504. The scale multiplies the loss, so every gradient of an activation that is
+rounded to fp16 is scale times as large; the gradient of a weight is summed in fp32 and divided by it, which
+is exact. A power of two changes no significand: the weights after an update do not depend on the scale,
+unless a gradient overflows (it is infinite: the update is skipped) or underflows (it falls below 2^-14, where
+fp16 has fewer bits, or below 2^-24, where it has none). In fp16 some do at every scale that was measured:
+docs/fp16-loss-scales.md.
 
-Dynamic scaling (Micikevicius et al., "Mixed precision training", arXiv:1710.03740, section 3.2): an overflow multiplies the scale by
-`backoff`, `growth_interval` updates without one double it.
+Dynamic scaling (Micikevicius et al., "Mixed precision training", arXiv:1710.03740, section 3.2): an overflow
+multiplies the scale by `backoff`, `growth_interval` updates without one double it.
 """
 
 import math
@@ -23,13 +24,17 @@ from .optimizer import GradientOverflowError, Optimizer
 from .shard import Scored
 from .underflow import WATCHED
 
-# Updates in a row that may overflow before the run ends: the scale has then fallen by 2^10, so the scale is not the reason.
+# Updates in a row that may overflow before the run ends: the scale has then fallen by 2^10, so the scale is
+# not the reason.
 IN_A_ROW = 10
 
 
 @dataclass(frozen=True)
 class Update:
-    """What became of an update: whether it was applied, its metrics, and if not the weight whose gradient overflowed."""
+    """What became of an update:
+
+    whether it was applied, its metrics, and if not the weight whose gradient overflowed.
+    """
 
     applied: bool
     metrics: dict[str, float]
@@ -37,7 +42,10 @@ class Update:
 
 
 class LossScaler:
-    """The scale of the loss. `scale`, `clean` (updates since it last changed) and `in_a_row` (overflows) are its whole state."""
+    """The scale of the loss.
+
+    `scale`, `clean` (updates since it last changed) and `in_a_row` (overflows) are its whole state.
+    """
 
     def __init__(self, cfg: PrecisionConfig, dtype: torch.dtype):
         self.cfg = cfg
@@ -50,12 +58,15 @@ class LossScaler:
         """Whether the loss is scaled at all, be it by 1."""
         return self.kind != "off"
 
-    def update(self, optimizer: Optimizer, gradient: torch.Tensor | None, parts: Sequence[Scored] = ()) -> Update:
+    def update(
+        self, optimizer: Optimizer, gradient: torch.Tensor | None, parts: Sequence[Scored] = ()
+    ) -> Update:
         """An update from the gradient of the scaled loss, `parts` being what its micro-batches left behind.
 
         A gradient that is not finite reaches neither weights nor optimizer state.
 
-        Raises FloatingPointError (GradientOverflowError) without scaling, or after IN_A_ROW overflows in a row.
+        Raises FloatingPointError (GradientOverflowError) without scaling, or after IN_A_ROW overflows in a
+        row.
         """
         scale = self.scale
         try:
@@ -69,7 +80,10 @@ class LossScaler:
             self.scale, self.clean = min(scale * 2.0, self.cfg.maximum), 0
         if not self.on:
             return Update(True, metrics)
-        lost = {f"scaling/underflow_{name}": float(sum(part.underflow[name] for part in parts)) for name in WATCHED}
+        lost = {
+            f"scaling/underflow_{name}": float(sum(part.underflow[name] for part in parts))
+            for name in WATCHED
+        }
         return Update(True, metrics | lost | {"scaling/scale": scale, "scaling/skipped": 0.0})
 
     def _overflow(self, error: GradientOverflowError, optimizer: Optimizer) -> Update:
@@ -82,5 +96,10 @@ class LossScaler:
             ) from None
         if self.kind == "dynamic":
             self.scale = max(scale * self.cfg.backoff, self.cfg.minimum)
-        metrics = {"grad_norm": math.nan, "lr": optimizer.learning_rate(), "scaling/scale": scale, "scaling/skipped": 1.0}
+        metrics = {
+            "grad_norm": math.nan,
+            "lr": optimizer.learning_rate(),
+            "scaling/scale": scale,
+            "scaling/skipped": 1.0,
+        }
         return Update(False, metrics, {"scaling/overflow": error.weight})

@@ -11,7 +11,10 @@ from ..rollout.types import Rollout
 
 
 class MismatchError(RuntimeError):
-    """A trainer logprob is not the sampler's. `report` holds the place, both values and the rollouts compared."""
+    """A trainer logprob is not the sampler's.
+
+    `report` holds the place, both values and the rollouts compared.
+    """
 
     def __init__(self, report: dict):
         self.report = report
@@ -37,13 +40,15 @@ class Monitor:
     def compare(self, logp: torch.Tensor, rollouts: Sequence[Rollout]) -> None:
         """logp [C]: the trainer's, at the weights the rollouts were sampled from, of their tokens in order.
 
-        Raises MismatchError at the first unequal bit if exact, FloatingPointError for a NaN, ValueError for rollouts of other weights.
+        Raises MismatchError at the first unequal bit if exact, FloatingPointError for a NaN, ValueError for
+        rollouts of other weights.
         """
         for r in rollouts:
             if not self.version - self.max_staleness <= r.weight_version <= self.version:
                 raise ValueError(
                     f"rollout of prompt {r.prompt}, sample {r.sample} has weight version {r.weight_version}; "
-                    f"the trainer is at {self.version}" + (f", max_staleness is {self.max_staleness}" if self.max_staleness else "")
+                    f"the trainer is at {self.version}"
+                    + (f", max_staleness is {self.max_staleness}" if self.max_staleness else "")
                 )
         sampler = np.concatenate([r.logprobs for r in rollouts])
         trainer = logp.detach().cpu()
@@ -53,12 +58,16 @@ class Monitor:
         if (lost := torch.isnan(trainer).nonzero()).numel():
             report = self._report(trainer, torch.from_numpy(sampler), torch.isnan(trainer), rollouts)
             place = "step {step}, prompt {prompt}, sample {sample}, position {position}".format(**report)
-            raise FloatingPointError(f"the trainer's logprob at {place} is NaN, and {len(lost) - 1} others are: its logits overflow")
+            raise FloatingPointError(
+                f"the trainer's logprob at {place} is NaN, and {len(lost) - 1} others are: its logits overflow"
+            )
         self._trainer.append(trainer.numpy())
         self._sampler.append(sampler)
         self._lengths += [len(r.completion_ids) for r in rollouts]
 
-    def _report(self, trainer: torch.Tensor, sampler: torch.Tensor, differs: torch.Tensor, rollouts: Sequence[Rollout]) -> dict:
+    def _report(
+        self, trainer: torch.Tensor, sampler: torch.Tensor, differs: torch.Tensor, rollouts: Sequence[Rollout]
+    ) -> dict:
         at = int(differs.nonzero()[0])
         ends = np.cumsum([len(r.completion_ids) for r in rollouts])
         i = int(np.searchsorted(ends, at, side="right"))

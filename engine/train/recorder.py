@@ -19,7 +19,12 @@ class Recorder:
     """Writes the ledger of a run, step by step. With `found`, goes on from a ledger that was read."""
 
     def __init__(
-        self, path: Path | None, head: Head, config: LedgerConfig, optimizer: Optimizer, found: LedgerFile | None = None
+        self,
+        path: Path | None,
+        head: Head,
+        config: LedgerConfig,
+        optimizer: Optimizer,
+        found: LedgerFile | None = None,
     ):
         """path: the file, None for a ledger in memory only. optimizer: whose state and weights are hashed."""
         self.head, self.ledger = head, Ledger(path, head, found)
@@ -54,7 +59,10 @@ class Recorder:
             self.listener(logp, gradient)
 
     def record(self, step: int, rollouts: Sequence[Rollout], rewards: np.ndarray, A: np.ndarray) -> float:
-        """Write the line of a finished step; rewards and A [P, G]. Returns the seconds that the step's hashing took."""
+        """Write the line of a finished step; rewards and A [P, G].
+
+        Returns the seconds that the step's hashing took.
+        """
         began = time.perf_counter()
         first_logprobs = {name: h for name, h in self._updates.items() if name == "trainer_logprobs"}
         quantities = {
@@ -89,7 +97,10 @@ class Recorder:
             self._leaves[name] = tree.leaves
 
     def check_ranks(self) -> None:
-        """Compare the step's line over all ranks. Raises ChildProcessError with rank and quantity where their states differ."""
+        """Compare the step's line over all ranks.
+
+        Raises ChildProcessError with rank and quantity where their states differ.
+        """
         ranks = self._optimizer.slices.ranks
         if ranks.size == 1:
             return

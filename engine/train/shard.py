@@ -1,4 +1,5 @@
-"""The work of one virtual shard: forward and backward of its prompts and of their completions, in micro-batches.
+"""The work of one virtual shard: forward and backward of its prompts and of their completions, in
+micro-batches.
 
 Shapes: n sequences in canonical order; C completion tokens of a micro-batch.
 """
@@ -21,7 +22,9 @@ from .underflow import PromptUnderflow, Underflow
 
 @dataclass(frozen=True)
 class Shard:
-    """Consecutive sequences of a step (or all of them) with advantages and loss weights [n], and logprobs of each, [C]."""
+    """Consecutive sequences of a step (or all of them) with advantages and loss weights [n], and logprobs of
+    each, [C].
+    """
 
     rollouts: Sequence[Rollout]
     advantages: np.ndarray
@@ -43,7 +46,8 @@ class Shard:
 
 @dataclass(frozen=True)
 class Scored:
-    """What a micro-batch leaves behind: the trainer's logp [C], weighted loss and entropy of each token, and lost gradients.
+    """What a micro-batch leaves behind: the trainer's logp [C], weighted loss and entropy of each token, and
+    lost gradients.
 
     A pass over prompts leaves the last one only.
     """
@@ -58,7 +62,8 @@ class Scored:
 class ShardWork:
     """shard_gradient with everything but the shard: what a step hands to its workers. Picklable.
 
-    loss: resolved, and multiplied by `scale`. watch: count the gradients that the compute dtype could not hold.
+    loss: resolved, and multiplied by `scale`. watch: count the gradients that the compute dtype could not
+    hold.
     """
 
     sampling_params: SamplingParams
@@ -82,11 +87,15 @@ def shard_gradient(decoder: Decoder, shard: Shard, work: ShardWork) -> list[Scor
         part = shard.part(index)
         underflow = PromptUnderflow() if work.watch else None
         with torch.set_grad_enabled(_has_gradient(part, work.loss)):
-            prompts = Prompts(decoder, [r.prompt_ids for r in part.rollouts], underflow.hook if underflow else no_hook)
+            prompts = Prompts(
+                decoder, [r.prompt_ids for r in part.rollouts], underflow.hook if underflow else no_hook
+            )
         if underflow:
             underflow.watch(prompts)
         for batch in micro_batches(len(part.rollouts), work.micro_batch):
-            scored.append(_micro_batch_gradient(decoder, part.part(batch), prompts, prompts.of[batch], work, underflow))
+            scored.append(
+                _micro_batch_gradient(decoder, part.part(batch), prompts, prompts.of[batch], work, underflow)
+            )
         prompts.backward()
         if underflow:
             scored.append(Scored(torch.empty(0), [], [], underflow.zeros))
@@ -94,7 +103,10 @@ def shard_gradient(decoder: Decoder, shard: Shard, work: ShardWork) -> list[Scor
 
 
 def _has_gradient(part: Shard, loss: LossConfig) -> bool:
-    """Sequences without advantage have no policy gradient: those alone may be compared without being differentiated."""
+    """Sequences without advantage have no policy gradient:
+
+    those alone may be compared without being differentiated.
+    """
     return bool(loss.square or loss.kl_coef or part.advantages.any())
 
 
@@ -116,8 +128,14 @@ def _micro_batch_gradient(
         # What follows the logprobs is small, and has one order of its sums on a CPU.
         logp, entropy = (x.cpu() for x in logprobs(decoder, packed, work.sampling_params, hook, prompts))
         sampling_logprobs = torch.from_numpy(np.concatenate([r.logprobs for r in part.rollouts]))
-        old_logprobs = logp.detach() if part.old_logprobs is None else torch.from_numpy(np.concatenate(part.old_logprobs))
-        ref_logprobs = None if part.ref_logprobs is None else torch.from_numpy(np.concatenate(part.ref_logprobs))
+        old_logprobs = (
+            logp.detach()
+            if part.old_logprobs is None
+            else torch.from_numpy(np.concatenate(part.old_logprobs))
+        )
+        ref_logprobs = (
+            None if part.ref_logprobs is None else torch.from_numpy(np.concatenate(part.ref_logprobs))
+        )
         A = torch.from_numpy(part.advantages).float().repeat_interleave(tokens)
         loss = policy_loss(logp, old_logprobs, sampling_logprobs, A, lengths, work.loss, ref_logprobs)
         loss = loss * torch.from_numpy(part.weights).float().repeat_interleave(tokens)

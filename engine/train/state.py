@@ -54,7 +54,10 @@ class TrainState:
         """How the completions of a training step are drawn."""
         cfg = self.config
         return GenerationParams(
-            cfg.sampling.sampling_params, cfg.num_generations, cfg.sampling.max_tokens, self.tokenizer.stop_ids
+            cfg.sampling.sampling_params,
+            cfg.num_generations,
+            cfg.sampling.max_tokens,
+            self.tokenizer.stop_ids,
         )
 
     def close(self) -> None:

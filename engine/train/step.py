@@ -1,11 +1,11 @@
 """One training step, on one screen.
 
-Shapes: P prompts, G generations of each, sequences in canonical order (prompt by prompt, generation by generation),
-C completion tokens.
+Shapes: P prompts, G generations of each, sequences in canonical order (prompt by prompt, generation by
+generation), C completion tokens.
 
-From gradient to update: `ShardWork` (shard.py) does the forward and backward of one virtual shard; `state.parallel`
-(parallel/) does all shards and adds them by the fixed tree; `state.scaler` (loss_scaling.py) hands the sum to the
-optimizer (optimizer.py), or skips the update after an overflow.
+From gradient to update: `ShardWork` (shard.py) does the forward and backward of one virtual shard;
+`state.parallel` (parallel/) does all shards and adds them by the fixed tree; `state.scaler` (loss_scaling.py)
+hands the sum to the optimizer (optimizer.py), or skips the update after an overflow.
 """
 
 import time
@@ -40,7 +40,9 @@ def train_step(state: TrainState) -> StepRecord:
         scored = [micro_batch for shard in results if shard for micro_batch in shard]
         logp = torch.cat([micro_batch.logp for micro_batch in scored])
         if update == 0:
-            old_logp = logp if step.old_logprobs is None else torch.from_numpy(np.concatenate(step.old_logprobs))
+            old_logp = (
+                logp if step.old_logprobs is None else torch.from_numpy(np.concatenate(step.old_logprobs))
+            )
             monitor.compare(old_logp, batch.rollouts)  # 0.0 everywhere, or stop and show where
             metrics |= monitor.metrics() | step_losses(scored)
         if update or step.old_logprobs is not None:
@@ -49,7 +51,9 @@ def train_step(state: TrainState) -> StepRecord:
             step = replace(step, old_logprobs=[x.numpy() for x in logp.split(lengths)])
         recording = state.recorder.updating(logp, gradient, scale) if state.recorder else nullcontext()
         with recording, state.parallel.own_threads():
-            updated = state.scaler.update(state.optimizer, gradient, scored)  # clipping, AdamW, fp32 master weights
+            updated = state.scaler.update(
+                state.optimizer, gradient, scored
+            )  # clipping, AdamW, fp32 master weights
         metrics, notes = metrics | updated.metrics, notes | updated.notes
         state.version += updated.applied
     state.sampler.sync_weights(state.version)
@@ -71,11 +75,18 @@ def prepare(state: TrainState, batch: RolloutBatch) -> tuple[Shard, dict[str, fl
     lengths = [len(rollout.completion_ids) for rollout in rollouts]
     ref_logprobs = state.ref_policy.score(rollouts, params) if state.ref_policy else None
     shaped = shaped_rewards(
-        batch.rewards, lengths, loss_cfg, cfg.sampling.max_tokens, [x.logprobs for x in rollouts], ref_logprobs
+        batch.rewards,
+        lengths,
+        loss_cfg,
+        cfg.sampling.max_tokens,
+        [x.logprobs for x in rollouts],
+        ref_logprobs,
     )
     A = advantages(shaped, loss_cfg.advantage)  # [P, G]
     weights = np.array(sequence_weights(lengths, loss_cfg.loss_agg_mode, cfg.sampling.max_tokens))  # [P G]
-    staleness = state.version - rollouts[0].weight_version  # updates by which the weights sampled from are older
+    staleness = (
+        state.version - rollouts[0].weight_version
+    )  # updates by which the weights sampled from are older
     old_logprobs = state.old_policy.score(rollouts, params) if staleness else None
     metrics = loss_metrics(loss_cfg, batch, shaped, ref_logprobs)
     if cfg.max_staleness:

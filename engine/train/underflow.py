@@ -1,8 +1,9 @@
 """Gradients that a compute dtype cannot hold: counted where the backward pass begins and where it ends.
 
-What is counted: elements that are exactly zero in the gradient of the final norm's output (`norm`, the first gradient of an activation
-that is rounded to the compute dtype) and of the embedding's (`embed`, the last), in rows that a token with a gradient depends on. In
-exact arithmetic such an element is zero by coincidence only, so it was lost to rounding: fp16 has nothing below 2^-24.
+What is counted: elements that are exactly zero in the gradient of the final norm's output (`norm`, the first
+gradient of an activation that is rounded to the compute dtype) and of the embedding's (`embed`, the last), in
+rows that a token with a gradient depends on. In exact arithmetic such an element is zero by coincidence only,
+so it was lost to rounding: fp16 has nothing below 2^-24.
 
 Shapes: T packed input tokens, C completion tokens, D hidden size.
 """
@@ -17,7 +18,10 @@ WATCHED = ("norm", "embed")
 
 
 class PromptUnderflow:
-    """Counts prompts that were read for several samples (model/prompts.py): give `hook` to their forward and `watch` what it made."""
+    """Counts prompts that were read for several samples (model/prompts.py):
+
+    give `hook` to their forward and `watch` what it made.
+    """
 
     def __init__(self) -> None:
         self.reached: set[int] = set()  # prompts that a token with a gradient follows
@@ -38,12 +42,19 @@ class PromptUnderflow:
 
 
 class Underflow:
-    """Counts one micro-batch: give `hook` to the forward and `watch` its logp. `zeros` holds the counts after the backward."""
+    """Counts one micro-batch:
+
+    give `hook` to the forward and `watch` its logp. `zeros` holds the counts after the backward.
+    """
 
     def __init__(self, batch: PackedBatch, prompts: PromptUnderflow | None = None):
-        """prompts: of a batch whose prompts were read before, the counter that is to know which of them a gradient reaches."""
+        """prompts: of a batch whose prompts were read before, the counter that is to know which of them a
+        gradient reaches.
+        """
         self._batch, self._prompts = batch, prompts
-        self._read = torch.zeros(0, dtype=torch.bool)  # [T] rows from which a token with a gradient is predicted
+        self._read = torch.zeros(
+            0, dtype=torch.bool
+        )  # [T] rows from which a token with a gradient is predicted
         self._reached = self._read  # [T] rows that one of those depends on
         self.zeros = dict.fromkeys(WATCHED, 0)
 
@@ -59,9 +70,14 @@ class Underflow:
     def _find_rows(self, dlogp: torch.Tensor) -> None:
         read = np.zeros(len(self._batch.ids), bool)
         read[self._batch.rows.numpy()[(dlogp != 0).cpu().numpy()]] = True
-        reached = [np.flip(np.logical_or.accumulate(np.flip(x))) for x in np.split(read, np.cumsum(self._batch.lengths)[:-1])]
+        reached = [
+            np.flip(np.logical_or.accumulate(np.flip(x)))
+            for x in np.split(read, np.cumsum(self._batch.lengths)[:-1])
+        ]
         if self._prompts:
-            self._prompts.reached |= {prompt for prompt, rows in zip(self._batch.after or (), reached, strict=True) if rows[0]}
+            self._prompts.reached |= {
+                prompt for prompt, rows in zip(self._batch.after or (), reached, strict=True) if rows[0]
+            }
         self._read, self._reached = torch.from_numpy(read), torch.from_numpy(np.concatenate(reached))
 
     def _count(self, name: str, dx: torch.Tensor) -> None:

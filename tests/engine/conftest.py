@@ -5,7 +5,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-# A barrier of two threads on one busy core spins until the other is scheduled: 28 s instead of 0.5 s for a run. Read when torch loads.
+# A barrier of two threads on one busy core spins until the other is scheduled: 28 s instead of 0.5 s for a
+# run. Read when torch loads.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
@@ -18,9 +19,17 @@ from zerokl.model.decoder import Decoder
 
 from tests.random_model import random_model
 
-WIDTHS = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+WIDTHS = dict(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+)
 
-# Random weights never add up two numbers; they do write letters and digits, so some samples of a group are better than others.
+# Random weights never add up two numbers; they do write letters and digits, so some samples of a group are
+# better than others.
 TOY = '''
 def letters(problem, completion):
     """Share of letters among 8 characters; any completion but an empty one can be beaten."""
@@ -102,13 +111,24 @@ def sampler(decoder: Decoder) -> NativeSampler:
 
 @pytest.fixture(scope="session")
 def config(model: Path) -> Callable[..., Config]:
-    """config(**overrides): a run of three steps, 3 prompts x 3 samples x 8 tokens. Dots are written as two underscores."""
+    """config(**overrides):
+
+    a run of three steps, 3 prompts x 3 samples x 8 tokens. Dots are written as two underscores.
+    """
     base = {
-        "model": str(model), "steps": "3", "prompts": "3", "num_generations": "3", "sampling.max_tokens": "8", "virtual_shards": "4",
-        "optimizer.lr": "1e-2", "evaluation.every": "0", "task.reward": "toy:letters", "workers": "1",
+        "model": str(model),
+        "steps": "3",
+        "prompts": "3",
+        "num_generations": "3",
+        "sampling.max_tokens": "8",
+        "virtual_shards": "4",
+        "optimizer.lr": "1e-2",
+        "evaluation.every": "0",
+        "task.reward": "toy:letters",
+        "workers": "1",
         "task.options": {"max_value": 9, "train": 20, "held_out": 10},
-    }  # fmt: skip
-    
+    }
+
     def make(**overrides: object) -> Config:
         given = {k.replace("__", "."): str(v) if isinstance(v, Path) else v for k, v in overrides.items()}
         return load_config(None, None, base | given)

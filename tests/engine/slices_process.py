@@ -1,4 +1,7 @@
-"""A rank of test_slices.py: updates over all ranks' slices beside the same updates alone, bit for bit. Prints one JSON line."""
+"""A rank of test_slices.py:
+
+updates over all ranks' slices beside the same updates alone, bit for bit. Prints one JSON line.
+"""
 
 import json
 import os
@@ -19,12 +22,24 @@ from zerokl.verify.ledger import hash_tree
 
 CONFIG = ModelConfig.from_dict(
     dict(
-        architectures=["Qwen3ForCausalLM"], hidden_size=96, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, vocab_size=300, rms_norm_eps=1e-6, rope_theta=1e4, max_position_embeddings=64,
-        tie_word_embeddings=False, hidden_act="silu", model_type="qwen3",
+        architectures=["Qwen3ForCausalLM"],
+        hidden_size=96,
+        intermediate_size=160,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=300,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        hidden_act="silu",
+        model_type="qwen3",
     )
-)  # fmt: skip
-# Tied: the embedding is most of the model, and all ranks own a part of it. Small: it is one block, and two of the ranks own nothing.
+)
+# Tied: the embedding is most of the model, and all ranks own a part of it. Small: it is one block, and two of
+# the ranks own nothing.
 SHAPES = {
     "untied": {},
     "tied": {"tie_word_embeddings": True, "vocab_size": 9000},
@@ -46,7 +61,9 @@ def drawn(seed: int, numel: int) -> torch.Tensor:
 
 def optimizer(dtype: torch.dtype, weights: torch.Tensor, layout: Layout, slices: Slices) -> Optimizer:
     decoder = Decoder(layout.config, weights.to(dtype, copy=True), layout)
-    return Optimizer(decoder, weights, OptimizerConfig(lr=1e-2, weight_decay=0.1, warmup_steps=0), 100, slices)
+    return Optimizer(
+        decoder, weights, OptimizerConfig(lr=1e-2, weight_decay=0.1, warmup_steps=0), 100, slices
+    )
 
 
 def differences(ours: Optimizer, alone: Optimizer) -> int:
@@ -57,11 +74,16 @@ def differences(ours: Optimizer, alone: Optimizer) -> int:
 
 def roots_of(step: int, size: int, numel: int) -> list[torch.Tensor | None]:
     """Each rank's root; in step k, the ranks whose bit is set in k have none."""
-    return [None if step >> r & 1 and step != 2**size - 1 else drawn(1000 * step + r, numel) for r in range(size)]
+    return [
+        None if step >> r & 1 and step != 2**size - 1 else drawn(1000 * step + r, numel) for r in range(size)
+    ]
 
 
 def in_wrong_order(slices: Slices, mine: torch.Tensor | None, has: list[bool], right: torch.Tensor) -> int:
-    """The control: elements of this rank's part of the gradient that differ when the ranks' roots are added in another order."""
+    """The control:
+
+    elements of this rank's part of the gradient that differ when the ranks' roots are added in another order.
+    """
     right, plain = right.clone(), slices_module.add_roots
     slices_module.add_roots = lambda parts: plain([*parts[1:], parts[0]])
     try:
@@ -87,7 +109,9 @@ def main(dtype: torch.dtype, shape: str) -> dict[str, object]:
             norms += ours.update(gradient, 4.0)["grad_norm"] != alone.update(whole, 4.0)["grad_norm"]
             found += differences(ours, alone)
             wrong += in_wrong_order(ours.slices, mine, has, gradient)
-            assert ours.slices.hash_tree(ours.slices.hashing(gradient)) == hash_tree(layout.checkpoint_views(whole))
+            assert ours.slices.hash_tree(ours.slices.hashing(gradient)) == hash_tree(
+                layout.checkpoint_views(whole)
+            )
         planted = drawn(7, layout.numel)
         layout.checkpoint_views(planted)["model.layers.0.mlp.up_proj.weight"][3, 5] = float("inf")
         try:
@@ -100,9 +124,14 @@ def main(dtype: torch.dtype, shape: str) -> dict[str, object]:
         return {
             "differences": found + differences(ours, alone),
             "collected": count_unequal(collected, alone.master) if ranks.first else collected,
-            "norms": norms, "wrong_order": wrong, "named": named, "numel": layout.numel,
-            "kept": ranks.gather(lambda: [own.start, own.stop, *(x.numel() for x in kept), ours.slices._sum.numel()]),
-        }  # fmt: skip
+            "norms": norms,
+            "wrong_order": wrong,
+            "named": named,
+            "numel": layout.numel,
+            "kept": ranks.gather(
+                lambda: [own.start, own.stop, *(x.numel() for x in kept), ours.slices._sum.numel()]
+            ),
+        }
 
 
 if __name__ == "__main__":

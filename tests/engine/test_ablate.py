@@ -46,10 +46,16 @@ def test_a_grid_is_every_combination_with_every_seed(grid):
     assert len(cells) == 2 * 2 * 2 * 2
     assert cells[0].folder == "dtype=float32,preset=pg,scale=one/seed-0"
     assert cells[-1].settings == {"dtype": "float16", "loss.preset": "gspo", "scale": "huge"}
-    assert (cells[-1].config.dtype, cells[-1].config.loss.preset, cells[-1].config.seed) == ("float16", "gspo", 1)
+    assert (cells[-1].config.dtype, cells[-1].config.loss.preset, cells[-1].config.seed) == (
+        "float16",
+        "gspo",
+        1,
+    )
     assert (cells[-1].config.precision.scale, cells[0].config.precision.scale) == (2.0**30, 65536.0)
     assert {(c.config.steps, c.config.evaluation.every) for c in cells} == {(2, 1)}
-    assert {c.config.evaluation.problems for c in cells} == {7}, "keys of a section that are not set stay as they are in the file"
+    assert {c.config.evaluation.problems for c in cells} == {7}, (
+        "keys of a section that are not set stay as they are in the file"
+    )
 
 
 def test_the_sanity_test_is_a_valid_grid():
@@ -61,7 +67,9 @@ def test_the_sanity_test_is_a_valid_grid():
 
 
 def test_cells_are_ordinary_runs_and_the_report_sums_them_up(grid, tmp_path, read_jsonl, capsys):
-    path = grid('file = "{base}"\nseeds = [0, 3]\n[set]\nsteps = 3\nevaluation.every = 2\n[grid]\nloss.preset = ["pg", "gspo"]\n')
+    path = grid(
+        'file = "{base}"\nseeds = [0, 3]\n[set]\nsteps = 3\nevaluation.every = 2\n[grid]\nloss.preset = ["pg", "gspo"]\n'
+    )
     assert main(["ablate", str(path), "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
     assert "gspo" in printed
@@ -77,17 +85,31 @@ def test_cells_are_ordinary_runs_and_the_report_sums_them_up(grid, tmp_path, rea
         (own,) = [r for r in combination["runs"] if r["seed"] == cell.config.seed]
         rewards = [m["reward/mean"] for m in lines]
         assert own["reward_last10"] == pytest.approx(sum(rewards) / len(rewards))
-        assert (own["reward_best"], own["reward_last"], own["fingerprint"]) == (max(rewards), rewards[-1], plain.fingerprint)
-        assert (own["mismatch_k3_mean"], own["mismatch_max_abs"], own["skipped_steps"], own["error"]) == (0.0, 0.0, 0, None)
+        assert (own["reward_best"], own["reward_last"], own["fingerprint"]) == (
+            max(rewards),
+            rewards[-1],
+            plain.fingerprint,
+        )
+        assert (own["mismatch_k3_mean"], own["mismatch_max_abs"], own["skipped_steps"], own["error"]) == (
+            0.0,
+            0.0,
+            0,
+            None,
+        )
         assert own["held_out_last"] == lines[-1]["eval/accuracy"]
         assert own["seconds"] > 0
     headings, _, *rows = (
-        [cell.strip() for cell in line.split(" | ")] for line in (tmp_path / "out" / "ablation.md").read_text().splitlines()
+        [cell.strip() for cell in line.split(" | ")]
+        for line in (tmp_path / "out" / "ablation.md").read_text().splitlines()
     )
     assert [dict(zip(headings, row, strict=True))["| loss.preset"] for row in rows] == ["| pg", "| gspo"]
     for c in report["combinations"]:
         lasts = [r["reward_last"] for r in c["runs"]]
-        assert c["reward_last"] == {"mean": pytest.approx(sum(lasts) / 2), "min": min(lasts), "max": max(lasts)}
+        assert c["reward_last"] == {
+            "mean": pytest.approx(sum(lasts) / 2),
+            "min": min(lasts),
+            "max": max(lasts),
+        }
         assert [p["step"] for p in c["by_step"]["reward/mean"]] == [0, 1, 2]
         assert [p["step"] for p in c["by_step"]["eval/accuracy"]] == [1, 2]
     for name in ("reward", "eval-accuracy", "mismatch-k3", "entropy", "grad_norm"):
@@ -99,7 +121,9 @@ def test_ended_runs_are_kept_and_interrupted_ones_start_anew(grid, tmp_path, mon
     first, ran = ablate(path, out), []
     (out / "cells" / "run" / "seed-1" / "summary.json").unlink()
     run = ablate_module._run
-    monkeypatch.setattr(ablate_module, "_run", lambda cell, folder: ran.append(cell.config.seed) or run(cell, folder))
+    monkeypatch.setattr(
+        ablate_module, "_run", lambda cell, folder: ran.append(cell.config.seed) or run(cell, folder)
+    )
     again = ablate(path, out)
     assert ran == [1]
     prints = [[r["fingerprint"] for r in report["combinations"][0]["runs"]] for report in (first, again)]
@@ -109,7 +133,10 @@ def test_ended_runs_are_kept_and_interrupted_ones_start_anew(grid, tmp_path, mon
 
 def test_a_run_that_ends_by_itself_is_a_result(grid, tmp_path):
     keys = 'dtype = "float16"\noptimizer.lr = 1e6\nsteps = 6\n'
-    path, out = grid('file = "{base}"\nseeds = [0]\n[set]\n' + keys + '[grid]\nloss.preset = ["pg"]\n'), tmp_path / "out"
+    path, out = (
+        grid('file = "{base}"\nseeds = [0]\n[set]\n' + keys + '[grid]\nloss.preset = ["pg"]\n'),
+        tmp_path / "out",
+    )
     (combination,) = ablate(path, out)["combinations"]
     assert combination["failed"] == 1
     (run,) = combination["runs"]
@@ -136,14 +163,19 @@ def test_another_grid_in_the_same_folder_is_refused(grid, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("x = = 1", "is not valid TOML"), ("sedes = [1]", "unknown key sedes; keys are"), ("seeds = []", "must be a list of different"),
-        ("seeds = [1, 1]", "different numbers"), ("[grid]\ndtype = 'float32'", "grid.dtype .* must be a list"),
+        ("x = = 1", "is not valid TOML"),
+        ("sedes = [1]", "unknown key sedes; keys are"),
+        ("seeds = []", "must be a list of different"),
+        ("seeds = [1, 1]", "different numbers"),
+        ("[grid]\ndtype = 'float32'", "grid.dtype .* must be a list"),
         ("[grid]\ndtype = ['float8']", "combination dtype=float8: config: dtype"),
         ("[grid]\nstep = [1]", "combination step=1: config: unknown key step; did you mean steps"),
-        ("[grid]\nsteps = [1, 1]", "one value twice"), ("[variants]\na = 3", "variants.a must hold a table"),
-        ("preset = 'none'", "preset none is not known"), ("seeds = [-1]", "combination run: config: seed"),
+        ("[grid]\nsteps = [1, 1]", "one value twice"),
+        ("[variants]\na = 3", "variants.a must hold a table"),
+        ("preset = 'none'", "preset none is not known"),
+        ("seeds = [-1]", "combination run: config: seed"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_grid_is_refused_in_one_line_before_anything_runs(tmp_path, capsys, text, message):
     import re
 
@@ -164,10 +196,15 @@ def test_a_grid_that_is_not_there_and_an_out_that_is_missing(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("rewards", "step"),
     [
-        ([0.1, 0.5, 1.0, 0.9, 0.8], None), ([0.1, 1.0, 0.7, 0.85, 0.2, 0.79], 4), ([1.0, 0.1], 1), ([0.0, 0.0], None), ([], None),
-        ([-1.0, -2.0], None), ([0.2, 1.0, 0.0, 0.0, 0.9], None),
+        ([0.1, 0.5, 1.0, 0.9, 0.8], None),
+        ([0.1, 1.0, 0.7, 0.85, 0.2, 0.79], 4),
+        ([1.0, 0.1], 1),
+        ([0.0, 0.0], None),
+        ([], None),
+        ([-1.0, -2.0], None),
+        ([0.2, 1.0, 0.0, 0.0, 0.9], None),
     ],
-)  # fmt: skip
+)
 def test_a_collapse_is_a_fall_for_good(rewards, step):
     assert collapse_step(rewards) == step
 

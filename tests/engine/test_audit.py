@@ -52,7 +52,13 @@ def test_figures_are_their_formulas():
     sequence = np.exp([(t.astype(float) - s).sum() for t, s in zip(trainer, sampler, strict=True)])
     assert m["sequence"]["chi2"] == pytest.approx((sequence**2).mean() - 1)
     assert m["sequence"]["ess"] == pytest.approx(sequence.sum() ** 2 / (3 * (sequence**2).sum()))
-    assert [(row["from"], row["to"], row["tokens"]) for row in m["by_position"]] == [(0, 0, 3), (1, 1, 2), (2, 3, 4), (4, 7, 5), (8, 15, 1)]
+    assert [(row["from"], row["to"], row["tokens"]) for row in m["by_position"]] == [
+        (0, 0, 3),
+        (1, 1, 2),
+        (2, 3, 4),
+        (4, 7, 5),
+        (8, 15, 1),
+    ]
     assert sum(m["ratio_histogram"]["tokens"]) == 15
 
 
@@ -61,7 +67,11 @@ def test_figures_are_their_formulas():
 
 def test_every_operation_is_recorded_by_both(model):
     names = operations(LAYERS)
-    for engine in (ZeroklEngine(model, torch.float32), HfEngine(model, torch.float32, "eager"), HfEngine(model, torch.float32, "sdpa")):
+    for engine in (
+        ZeroklEngine(model, torch.float32),
+        HfEngine(model, torch.float32, "eager"),
+        HfEngine(model, torch.float32, "sdpa"),
+    ):
         trace = engine.trace(PAIR, DIST)
         assert list(trace) == names, engine.name
         assert {len(x) for name, x in trace.items() if name != "logprob"} == {10}
@@ -71,7 +81,8 @@ def test_every_operation_is_recorded_by_both(model):
 def test_ours_and_transformers_mean_the_same_by_each_name(model):
     """fp32: every operation of the two is close. A wrong mapping would be far off."""
     differences = compare_traces(
-        ZeroklEngine(model, torch.float32).trace(PAIR, DIST), HfEngine(model, torch.float32, "eager").trace(PAIR, DIST)
+        ZeroklEngine(model, torch.float32).trace(PAIR, DIST),
+        HfEngine(model, torch.float32, "eager").trace(PAIR, DIST),
     )
     assert max(d.relative for d in differences) < 1e-5
 
@@ -95,7 +106,9 @@ def _plant_silu(model: torch.nn.Module, layer: int, rng: random.Random) -> str:
 def _plant_bit(model: torch.nn.Module, layer: int, rng: random.Random) -> str:
     op = rng.choice(["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
     block = model.model.layers[layer]
-    weight = getattr(block.self_attn if op in ("q_proj", "k_proj", "v_proj", "o_proj") else block.mlp, op).weight
+    weight = getattr(
+        block.self_attn if op in ("q_proj", "k_proj", "v_proj", "o_proj") else block.mlp, op
+    ).weight
     row, column = rng.randrange(weight.shape[0]), rng.randrange(weight.shape[1])
     with torch.no_grad():  # a bit of the mantissa large enough to survive the rounding of a sum
         weight.view(torch.int32)[row, column] ^= 1 << rng.randrange(14, 23)
@@ -110,7 +123,10 @@ def test_a_planted_difference_is_found_where_it_is(model, plant, seed):
     assert first_divergence(compare_traces(clean.trace(PAIR, DIST), other.trace(PAIR, DIST))) is None
     layer = rng.randrange(LAYERS)
     op = plant(other.model, layer, rng)
-    assert first_divergence(compare_traces(clean.trace(PAIR, DIST), other.trace(PAIR, DIST))).op == f"layers.{layer}.{op}"
+    assert (
+        first_divergence(compare_traces(clean.trace(PAIR, DIST), other.trace(PAIR, DIST))).op
+        == f"layers.{layer}.{op}"
+    )
 
 
 # --- the command ---
@@ -128,7 +144,9 @@ def test_native_against_zerokl_is_equal(model, tmp_path, capsys):
 
 
 def test_transformers_against_zerokl_differs_and_names_the_operation(model, tmp_path, capsys):
-    assert main(_words(model, tmp_path / "out", "--sampler", "hf", "--max-abs", "1")) == 0, "within the tolerance"
+    assert main(_words(model, tmp_path / "out", "--sampler", "hf", "--max-abs", "1")) == 0, (
+        "within the tolerance"
+    )
     report = json.loads((tmp_path / "out" / "audit.json").read_text())
     assert report["frac_equal"] < 1.0
     assert report["first_divergence"]["op"] in operations(LAYERS)
@@ -138,13 +156,17 @@ def test_transformers_against_zerokl_differs_and_names_the_operation(model, tmp_
 
 
 def test_a_sampler_in_another_dtype_parts_at_the_embedding(model):
-    found = audit(AuditConfig(str(model), "native", "zerokl", "float32", sampler_dtype="bfloat16", n=4, max_tokens=8)).report
+    found = audit(
+        AuditConfig(str(model), "native", "zerokl", "float32", sampler_dtype="bfloat16", n=4, max_tokens=8)
+    ).report
     assert found["first_divergence"]["op"] == "embed"
     assert found["first_divergence"]["max_ulp"] is None
 
 
 def test_logits_in_another_dtype_on_one_side_are_named(model):
-    settings = AuditConfig(str(model), "native", "zerokl", "bfloat16", head_dtype="float32", n=4, max_tokens=8)
+    settings = AuditConfig(
+        str(model), "native", "zerokl", "bfloat16", head_dtype="float32", n=4, max_tokens=8
+    )
     assert audit(settings).equal
     found = audit(replace(settings, sampler_head_dtype="bfloat16")).report
     assert (found["first_divergence"]["op"], found["first_divergence"]["max_ulp"]) == ("logits", None)
@@ -164,9 +186,17 @@ def test_transformers_logits_can_be_wider_than_the_rest(model):
 
 def _log(model: Path, path: Path, **changes: object) -> list[dict]:
     generation_params = GenerationParams(SamplingParams(0.7, 0, 0.9), 2, 8, frozenset({1}))
-    rollouts = NativeSampler(load_decoder(model, torch.bfloat16)).generate([(5, 6, 7), (8, 9)], generation_params, RngKey(0, 0))
+    rollouts = NativeSampler(load_decoder(model, torch.bfloat16)).generate(
+        [(5, 6, 7), (8, 9)], generation_params, RngKey(0, 0)
+    )
     rows = [
-        {"prompt_ids": r.prompt_ids, "completion_ids": r.completion_ids, "logprobs": r.logprobs.tolist(), "temperature": 0.7, "top_p": 0.9}
+        {
+            "prompt_ids": r.prompt_ids,
+            "completion_ids": r.completion_ids,
+            "logprobs": r.logprobs.tolist(),
+            "temperature": 0.7,
+            "top_p": 0.9,
+        }
         | changes
         for r in rollouts
     ]
@@ -182,8 +212,13 @@ def test_a_log_is_audited(model, tmp_path):
 
 
 def test_what_other_frameworks_write_is_read(model, tmp_path, capsys):
-    """A byte order mark, null for what is not set, -1 for all tokens, and characters that end a line elsewhere than in JSON."""
-    rows = [row | {"top_k": -1, "weight_version": None, "text": "a\u2028b\x85"} for row in _log(model, tmp_path / "log.jsonl")]
+    """A byte order mark, null for what is not set, -1 for all tokens, and characters that end a line
+    elsewhere than in JSON.
+    """
+    rows = [
+        row | {"top_k": -1, "weight_version": None, "text": "a\u2028b\x85"}
+        for row in _log(model, tmp_path / "log.jsonl")
+    ]
     lines = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
     (tmp_path / "log.jsonl").write_text("\ufeff" + lines, encoding="utf-8")
     assert main(_words(model, tmp_path / "out", "--sampler", str(tmp_path / "log.jsonl"))) == 0
@@ -206,9 +241,15 @@ def test_all_of_a_log_is_read_and_what_is_left_out_is_said(model, tmp_path, caps
 def test_transformers_draws_from_the_whole_distribution_whatever_the_checkpoint_asks_for(model, tmp_path):
     """Checkpoints bring repetition penalties and the like, which no trainer computes."""
     shutil.copytree(model, tmp_path / "model")
-    plain = HfEngine(tmp_path / "model", torch.float32).generate([[3, 4, 5]], GenerationParams(DIST, 1, 12, frozenset()), 0)
-    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"repetition_penalty": 3.0, "min_p": 0.2, "do_sample": True}))
-    asked = HfEngine(tmp_path / "model", torch.float32).generate([[3, 4, 5]], GenerationParams(DIST, 1, 12, frozenset()), 0)
+    plain = HfEngine(tmp_path / "model", torch.float32).generate(
+        [[3, 4, 5]], GenerationParams(DIST, 1, 12, frozenset()), 0
+    )
+    (tmp_path / "model" / "generation_config.json").write_text(
+        json.dumps({"repetition_penalty": 3.0, "min_p": 0.2, "do_sample": True})
+    )
+    asked = HfEngine(tmp_path / "model", torch.float32).generate(
+        [[3, 4, 5]], GenerationParams(DIST, 1, 12, frozenset()), 0
+    )
     assert asked[0].completion_ids == plain[0].completion_ids
     assert asked[0].logprobs.tobytes() == plain[0].logprobs.tobytes()
 
@@ -216,13 +257,18 @@ def test_transformers_draws_from_the_whole_distribution_whatever_the_checkpoint_
 def test_two_engines_of_one_name_are_told_apart(model):
     report = audit(AuditConfig(str(model), "hf", "hf", sampler_dtype="float32", n=4, max_tokens=8)).report
     assert set(report["own_invariance"]) == {"hf sdpa (sampler)", "hf sdpa (trainer)"}
-    assert {way for ways in report["own_invariance"].values() for way in ways} >= {"drawn against scored", "decode against prefill"}
+    assert {way for ways in report["own_invariance"].values() for way in ways} >= {
+        "drawn against scored",
+        "decode against prefill",
+    }
     assert "drawn against scored" not in report["own_invariance"]["hf sdpa (trainer)"]
 
 
 def test_a_log_of_several_weight_versions_must_be_told_which(model, tmp_path, capsys):
     rows = _log(model, tmp_path / "log.jsonl")
-    rows = [row | {"weight_version": 3} for row in rows] + [row | {"weight_version": 4, "temperature": 1.0} for row in rows]
+    rows = [row | {"weight_version": 3} for row in rows] + [
+        row | {"weight_version": 4, "temperature": 1.0} for row in rows
+    ]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ("--sampler", str(tmp_path / "log.jsonl"))
     assert main(_words(model, tmp_path / "out", *words)) == 2
@@ -235,7 +281,10 @@ def test_a_log_of_several_weight_versions_must_be_told_which(model, tmp_path, ca
 
 
 def test_rollouts_of_older_weights_are_told_apart_from_another_operation(model, tmp_path):
-    """A stale cache or stale weights: the logged logprobs differ, while every operation of one forward agrees."""
+    """A stale cache or stale weights:
+
+    the logged logprobs differ, while every operation of one forward agrees.
+    """
     rows = _log(model, tmp_path / "log.jsonl")
     rows[0]["logprobs"][3] += -0.25
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -277,7 +326,13 @@ def test_a_malformed_line_is_named(model, tmp_path, capsys, change, reason):
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"), [("{", "line 1"), ("[1]", "line 1: is no JSON object"), ("{}", "prompt_ids is missing"), ("\n", "holds no")]
+    ("text", "reason"),
+    [
+        ("{", "line 1"),
+        ("[1]", "line 1: is no JSON object"),
+        ("{}", "prompt_ids is missing"),
+        ("\n", "holds no"),
+    ],
 )
 def test_a_file_that_is_no_log_is_refused(tmp_path, text, reason):
     (tmp_path / "log.jsonl").write_text(text)
@@ -296,7 +351,10 @@ def test_a_file_that_is_no_log_is_refused(tmp_path, text, reason):
         (["--prompts", "/no/such/file"], "/no/such/file cannot be read"),
         (["--max-tokens", "0"], "max_tokens (0)"),
         (["--temperature", "-1"], "temperature"),
-        (["--sampler", "vllm", "--trainer", "vllm", "--sampler-dtype", "float32"], "two engines in one process"),
+        (
+            ["--sampler", "vllm", "--trainer", "vllm", "--sampler-dtype", "float32"],
+            "two engines in one process",
+        ),
         (["--head-dtype", "fp8"], "dtype fp8 is not known"),
         (["--nope", "1"], "Unknown option: --nope"),
     ],

@@ -115,7 +115,9 @@ def test_the_kl_term_holds_the_policy_near_its_reference(config, tmp_path, read_
     found = {}
     for coef in (0.0, 1.0):
         kind = "k3" if kl_in == "loss" else "k1"
-        cfg = config(steps=8, loss__kl_coef=coef, loss__kl=kind, loss__kl_in=kl_in, loss__ref_model=config().model)
+        cfg = config(
+            steps=8, loss__kl_coef=coef, loss__kl=kind, loss__kl_in=kl_in, loss__ref_model=config().model
+        )
         found[coef] = train(cfg, tmp_path / str(coef))
         lines = read_jsonl(tmp_path / str(coef) / "metrics.jsonl")
         assert ("ref/k3" in lines[0]) == bool(coef)
@@ -151,4 +153,7 @@ def test_a_scorer_gives_the_samplers_bits(model, n):
         scores = scorer.score(rollouts, generation_params.sampling_params)
     finally:
         scorer.close()
-    assert total_unequal([torch.from_numpy(x) for x in scores], [torch.from_numpy(r.logprobs) for r in rollouts]) == 0
+    assert (
+        total_unequal([torch.from_numpy(x) for x in scores], [torch.from_numpy(r.logprobs) for r in rollouts])
+        == 0
+    )

@@ -15,7 +15,10 @@ from zerokl.engine.loss.surrogates import BOUNDS
 
 OPTION = st.recursive(
     st.one_of(
-        st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False), st.text(st.characters(exclude_categories=["Cs"]))
+        st.booleans(),
+        st.integers(-(2**63), 2**63 - 1),
+        st.floats(allow_nan=False),
+        st.text(st.characters(exclude_categories=["Cs"])),
     ),
     lambda inner: st.lists(inner, max_size=3),
     max_leaves=5,
@@ -35,7 +38,9 @@ def _read(tmp_path_factory, text: str) -> Config:
 )
 def test_toml_round_trip(tmp_path_factory, options, lr, model):
     config = Config.model_validate({"model": model, "task": {"options": options}, "optimizer": {"lr": lr}})
-    assert _read(tmp_path_factory, to_toml(config)) == config.model_copy(update={"loss": config.loss.resolve()})
+    assert _read(tmp_path_factory, to_toml(config)) == config.model_copy(
+        update={"loss": config.loss.resolve()}
+    )
 
 
 @pytest.mark.parametrize("options", [{"inner": {"a": 1}}, {"a.b": 1}, {"a b": 1}, {"list": [{"a": 1}]}])
@@ -68,7 +73,9 @@ def test_a_renamed_key_is_refused_with_its_new_name():
     for old, new in RENAMED.items():
         with pytest.raises(ValueError, match=f"^config: {old} is called {new} now; rename it$"):
             load_config(None, None, {old: 1})
-    with pytest.raises(ValueError, match=r"^config: mismatch\.logit_noise is called perturb\.logit_noise now"):
+    with pytest.raises(
+        ValueError, match=r"^config: mismatch\.logit_noise is called perturb\.logit_noise now"
+    ):
         load_config(None, None, {"mismatch.logit_noise": 0.1})
     assert set(RENAMED.values()) <= set(known_keys())
 
@@ -80,19 +87,34 @@ def test_what_the_loss_may_be_is_what_the_registries_hold():
 
 def test_overrides_win_over_the_file(tmp_path):
     (tmp_path / "c.toml").write_text("steps = 7\n[optimizer]\nlr = 0.5\nbeta1 = 0.5\n")
-    config = load_config(str(tmp_path / "c.toml"), None, {"optimizer.lr": "3e-4", "exact": "false", "model": "7"})
-    assert (config.steps, config.optimizer.lr, config.optimizer.beta1, config.exact, config.model) == (7, 3e-4, 0.5, False, "7")
+    config = load_config(
+        str(tmp_path / "c.toml"), None, {"optimizer.lr": "3e-4", "exact": "false", "model": "7"}
+    )
+    assert (config.steps, config.optimizer.lr, config.optimizer.beta1, config.exact, config.model) == (
+        7,
+        3e-4,
+        0.5,
+        False,
+        "7",
+    )
 
 
 @pytest.mark.parametrize(
     ("key", "nearest"),
     [
-        ("stepz", "steps"), ("num_generation", "num_generations"), ("optimizer.lrr", "optimizer.lr"), ("optimiser.lr", "optimizer.lr"),
+        ("stepz", "steps"),
+        ("num_generation", "num_generations"),
+        ("optimizer.lrr", "optimizer.lr"),
+        ("optimiser.lr", "optimizer.lr"),
         ("lr", "optimizer.lr"),
-        ("temperature", "sampling.temperature"), ("sampling.temprature", "sampling.temperature"), ("max_tokens", "sampling.max_tokens"),
-        ("loss.clip_hi", "loss.clip_high"), ("native.max_concurency", "native.max_concurrency"), ("task.optoins", "task.options"),
+        ("temperature", "sampling.temperature"),
+        ("sampling.temprature", "sampling.temperature"),
+        ("max_tokens", "sampling.max_tokens"),
+        ("loss.clip_hi", "loss.clip_high"),
+        ("native.max_concurency", "native.max_concurrency"),
+        ("task.optoins", "task.options"),
     ],
-)  # fmt: skip
+)
 def test_an_unknown_key_names_the_nearest(tmp_path, key, nearest):
     with pytest.raises(ValueError, match=f"unknown key {key}; did you mean {nearest}\\?"):
         load_config(None, None, {key: "1"})
@@ -110,12 +132,30 @@ def test_every_key_mistyped_by_one_letter_is_refused():
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("steps", "many"), ("steps", "0"), ("steps", "1.5"), ("steps", ""), ("exact", "perhaps"), ("dtype", "float8"), ("seed", "-1"),
-        ("seed", str(2**32)), ("virtual_shards", "3"), ("num_generations", "1"), ("sampling.temperature", "0"), ("sampling.temperature", "nan"),
-        ("sampling.top_p", "0"), ("sampling.top_p", "1.1"), ("sampling.top_k", "-1"), ("optimizer.lr", "inf"), ("loss.preset", "ppo"),
-        ("loss.clip_low", "2"), ("sampler", "magic"), ("sampling", "3"), ("task", "add"), ("task.options", "max"),
+        ("steps", "many"),
+        ("steps", "0"),
+        ("steps", "1.5"),
+        ("steps", ""),
+        ("exact", "perhaps"),
+        ("dtype", "float8"),
+        ("seed", "-1"),
+        ("seed", str(2**32)),
+        ("virtual_shards", "3"),
+        ("num_generations", "1"),
+        ("sampling.temperature", "0"),
+        ("sampling.temperature", "nan"),
+        ("sampling.top_p", "0"),
+        ("sampling.top_p", "1.1"),
+        ("sampling.top_k", "-1"),
+        ("optimizer.lr", "inf"),
+        ("loss.preset", "ppo"),
+        ("loss.clip_low", "2"),
+        ("sampler", "magic"),
+        ("sampling", "3"),
+        ("task", "add"),
+        ("task.options", "max"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_value_is_refused_by_key(key, value):
     with pytest.raises(ValueError, match=key.split(".")[-1]) as caught:
         load_config(None, None, {key: value})
@@ -124,7 +164,12 @@ def test_a_bad_value_is_refused_by_key(key, value):
 
 
 @pytest.mark.parametrize(
-    ("file", "key"), [("task = 'add'\n", "task.name"), ("sampling = 3\n", "sampling.top_k"), ("task = 'add'\n", "task.options.x")]
+    ("file", "key"),
+    [
+        ("task = 'add'\n", "task.name"),
+        ("sampling = 3\n", "sampling.top_k"),
+        ("task = 'add'\n", "task.options.x"),
+    ],
 )
 def test_an_override_inside_what_is_no_section_is_refused(tmp_path, file, key):
     (tmp_path / "c.toml").write_text(file)

@@ -1,4 +1,6 @@
-"""Faults planted at drawn places of a run are found by diff at the right step and quantity; replay repeats a run and traces it."""
+"""Faults planted at drawn places of a run are found by diff at the right step and quantity; replay repeats a
+run and traces it.
+"""
 
 import json
 import random
@@ -39,7 +41,10 @@ def _first(a: Path, b: Path):
 
 
 def _flip(flat: torch.Tensor, draw: random.Random, layout) -> str:
-    """Flip one bit of one weight in flat [numel] fp32; returns its name. The sign and the exponent's top are spared: no infinities."""
+    """Flip one bit of one weight in flat [numel] fp32; returns its name.
+
+    The sign and the exponent's top are spared: no infinities.
+    """
     name, view = draw.choice(list(layout.checkpoint_views(flat).items()))
     bits = view.reshape(-1).view(torch.int32)
     bits[draw.randrange(len(bits))] ^= 1 << draw.randrange(29)
@@ -78,7 +83,10 @@ def test_a_flipped_bit_of_a_weight_is_found(plain, good, tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("seed", DRAWS)
 def test_a_perturbed_gradient_is_found(plain, good, tmp_path, monkeypatch, seed):
-    """The smallest step that fp32 knows, in one element of one weight's gradient: what a race of two threads leaves."""
+    """The smallest step that fp32 knows, in one element of one weight's gradient:
+
+    what a race of two threads leaves.
+    """
     draw = random.Random(seed)
     step, calls, named = draw.randrange(STEPS), [], []
     sum_shards = Workers.sum_shards
@@ -87,7 +95,9 @@ def test_a_perturbed_gradient_is_found(plain, good, tmp_path, monkeypatch, seed)
         done, gradient = sum_shards(self, work, shards)
         calls.append(0)
         if len(calls) == step + 1:
-            name, view = draw.choice([(n, v) for n, v in self.host.decoder.layout.checkpoint_views(gradient).items() if v.any()])
+            name, view = draw.choice(
+                [(n, v) for n, v in self.host.decoder.layout.checkpoint_views(gradient).items() if v.any()]
+            )
             flat = view.reshape(-1)
             flat[int(draw.choice(flat.nonzero()))].mul_(1 + 2**-23)
             named.append(name)
@@ -136,7 +146,9 @@ def test_a_changed_reward_is_found(plain, good, tmp_path, monkeypatch, capsys, s
 
 
 @pytest.mark.parametrize("seed", DRAWS)
-def test_a_changed_sampler_logprob_is_found_beside_a_trainer_that_is_right(config, tmp_path, monkeypatch, seed):
+def test_a_changed_sampler_logprob_is_found_beside_a_trainer_that_is_right(
+    config, tmp_path, monkeypatch, seed
+):
     draw = random.Random(seed)
     step, i = draw.randrange(3), draw.randrange(9)
     loose = config(exact=False)
@@ -173,7 +185,10 @@ def test_another_seed_setting_or_model_is_found_before_the_first_step(config, go
         assert d.part == part if part else d.part.startswith("model."), d.part
     assert main(["diff", str(good), str(tmp_path / "seed")]) == 1
     said = capsys.readouterr().out
-    assert "first difference before the first step: configuration seed: 0 and 1\nthen step 0: random keys\n" in said
+    assert (
+        "first difference before the first step: configuration seed: 0 and 1\nthen step 0: random keys\n"
+        in said
+    )
 
 
 def test_what_explains_a_difference_is_named(good, tmp_path, capsys):
@@ -198,7 +213,12 @@ def test_a_longer_run_is_not_equal(config, good, tmp_path, capsys):
     assert "equal to the bit as far as both go" in capsys.readouterr().out
 
 
-BAD_PAIRS = [["{good}", "{tmp}"], ["{tmp}/no", "{good}"], ["{good}", "{tmp}/x.safetensors"], ["{tmp}/x.safetensors"] * 2]
+BAD_PAIRS = [
+    ["{good}", "{tmp}"],
+    ["{tmp}/no", "{good}"],
+    ["{good}", "{tmp}/x.safetensors"],
+    ["{tmp}/x.safetensors"] * 2,
+]
 
 
 @pytest.mark.parametrize("words", BAD_PAIRS)
@@ -209,7 +229,10 @@ def test_bad_input_of_diff_is_one_line_and_exit_code_2(good, tmp_path, capsys, w
 
 
 def test_replay_repeats_every_step_from_the_nearest_checkpoint(good, capsys):
-    assert main(["replay", str(good), "--step", "0", "--until", "4", "--workers", "2", "--micro_batch", "2"]) == 0
+    assert (
+        main(["replay", str(good), "--step", "0", "--until", "4", "--workers", "2", "--micro_batch", "2"])
+        == 0
+    )
     assert "steps 0 to 4 done again: every bit is the ledger's" in capsys.readouterr().out
     assert main(["replay", str(good), "--step", "3"]) == 0
     assert "steps 2 to 3 done again: every bit is the ledger's" in capsys.readouterr().out
@@ -234,9 +257,15 @@ def test_bad_input_of_replay_is_one_line(good, capsys, words, message):
 
 @pytest.mark.parametrize("seed", DRAWS)
 def test_a_fault_in_one_operation_is_named_by_the_traces(good, tmp_path, monkeypatch, capsys, seed):
-    """One element of one operation's output of the trainer is moved by one ulp. The monitor would stop the step, so exact is off."""
+    """One element of one operation's output of the trainer is moved by one ulp.
+
+    The monitor would stop the step, so exact is off.
+    """
     draw = random.Random(seed)
-    step, at = draw.choice([0, 2, 4]), draw.randrange(3)  # a step with a checkpoint, so that nothing is computed before it
+    step, at = (
+        draw.choice([0, 2, 4]),
+        draw.randrange(3),
+    )  # a step with a checkpoint, so that nothing is computed before it
     words = ["replay", str(good), "--step", str(step), "--exact", "false", "--trace"]
     assert main([*words, str(tmp_path / "a.safetensors")]) == 0
     assert main([*words, str(tmp_path / "b.safetensors")]) == 0
@@ -257,7 +286,10 @@ def test_a_fault_in_one_operation_is_named_by_the_traces(good, tmp_path, monkeyp
     assert main([*words, str(tmp_path / "c.safetensors")]) in (0, 1)
     capsys.readouterr()
     assert main(["diff", str(tmp_path / "a.safetensors"), str(tmp_path / "c.safetensors")]) == 1
-    said, layer = capsys.readouterr().out, (0, 0, 1)[at]  # of the first prompts, whose last layer has none, and of their samples
+    said, layer = (
+        capsys.readouterr().out,
+        (0, 0, 1)[at],
+    )  # of the first prompts, whose last layer has none, and of their samples
     assert f"first difference: layers.{layer}.silu_mul, prompt 0, sample 0, position " in said
 
 

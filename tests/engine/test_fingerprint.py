@@ -1,4 +1,6 @@
-"""The ledger and the weights of a run depend on its seed and settings of the mathematics, not on how the work is cut up."""
+"""The ledger and the weights of a run depend on its seed and settings of the mathematics, not on how the work
+is cut up.
+"""
 
 import pytest
 from zerokl.engine.runs.run import Summary, train
@@ -16,7 +18,8 @@ FREE = [
     {"workers": 4},
     {"ledger__detail": "roots", "checkpoint__every": 1, "evaluation__every": 1},
 ]
-# Each changes a number that is added, or the order of a sum. An order shows in fp32; the others in either dtype.
+# Each changes a number that is added, or the order of a sum. An order shows in fp32; the others in either
+# dtype.
 BINDING = [{"seed": 1}, {"virtual_shards": 1}, {"optimizer__lr": 2e-2}, {"sampling__temperature": 0.7}]
 
 

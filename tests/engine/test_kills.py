@@ -1,4 +1,6 @@
-"""A run killed with SIGKILL at random moments and resumed each time ends with the ledger of a run that was left alone."""
+"""A run killed with SIGKILL at random moments and resumed each time ends with the ledger of a run that was
+left alone.
+"""
 
 import json
 import os
@@ -12,19 +14,32 @@ from pathlib import Path
 import pytest
 from zerokl.engine.runs.run import train
 
-# Seconds from the first sign of work to the kill at most: sampling, backward, ledger and checkpoints take turns in them.
+# Seconds from the first sign of work to the kill at most: sampling, backward, ledger and checkpoints take
+# turns in them.
 _SPAN = 1.5
 
 
 def _start(words: list[str], cwd: Path) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-m", "zerokl", "train", *words], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
+        [sys.executable, "-m", "zerokl", "train", *words],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
+    )
 
 
 def _kill_while_it_works(process: subprocess.Popen, path: Path, after: float) -> bool:
-    """Kill `after` seconds from when the process has the run's files open. Returns whether it was still at work."""
+    """Kill `after` seconds from when the process has the run's files open.
+
+    Returns whether it was still at work.
+    """
     before = _stamp(path)
     while process.poll() is None and _stamp(path) == before:
         time.sleep(0.01)
@@ -37,7 +52,9 @@ def _kill_while_it_works(process: subprocess.Popen, path: Path, after: float) ->
 
 def _stamp(path: Path) -> tuple:
     """Changes when a process has begun to write to the run."""
-    return tuple(sorted((p.name, p.stat().st_size) for p in path.glob("tensorboard/*"))) if path.exists() else ()
+    return (
+        tuple(sorted((p.name, p.stat().st_size) for p in path.glob("tensorboard/*"))) if path.exists() else ()
+    )
 
 
 def kill_often(config_toml: str, path: Path, kills: int, seed: int) -> str:
@@ -61,7 +78,15 @@ def kill_often(config_toml: str, path: Path, kills: int, seed: int) -> str:
 def check_kills(config, tmp_path: Path, kills: int, seed: int, **overrides) -> None:
     from zerokl.engine.config_file import to_toml
 
-    made = config(steps=40, checkpoint__every=3, checkpoint__keep=3, evaluation__every=7, prompts=4, num_generations=8, **overrides)
+    made = config(
+        steps=40,
+        checkpoint__every=3,
+        checkpoint__keep=3,
+        evaluation__every=7,
+        prompts=4,
+        num_generations=8,
+        **overrides,
+    )
     expected = train(made, tmp_path / "alone")
     kill_often(to_toml(made), tmp_path / "run", kills, seed)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

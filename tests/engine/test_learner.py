@@ -1,4 +1,7 @@
-"""The optimizer: shards summed by a fixed tree, and AdamW on fp32 master weights, against torch.optim.AdamW in fp64."""
+"""The optimizer:
+
+shards summed by a fixed tree, and AdamW on fp32 master weights, against torch.optim.AdamW in fp64.
+"""
 
 import math
 
@@ -15,7 +18,9 @@ from zerokl.model.decoder import Decoder
 HALF_ULP = 2.0**-24  # relative error of one fp32 rounding
 
 
-def _learner(model, dtype: torch.dtype = torch.float32, updates: int = 8, **optimizer: object) -> tuple[Decoder, Optimizer]:
+def _learner(
+    model, dtype: torch.dtype = torch.float32, updates: int = 8, **optimizer: object
+) -> tuple[Decoder, Optimizer]:
     master = load_decoder(model, torch.float32)
     policy = master if dtype == torch.float32 else load_decoder(model, dtype)
     return policy, Optimizer(policy, master.flat.detach(), OptimizerConfig(**optimizer), updates)
@@ -25,7 +30,10 @@ def _gradients(decoder: Decoder, n: int) -> list[dict[str, torch.Tensor]]:
     """n gradients of each weight, of norms from 0.05 to 50 so that some are clipped at 1."""
     generator = torch.Generator().manual_seed(0)
     sizes = [0.05 * 1000 ** (i / max(1, n - 1)) / math.sqrt(decoder.layout.numel) for i in range(n)]
-    return [{name: size * torch.randn(w.shape, generator=generator) for name, w in decoder.w.items()} for size in sizes]
+    return [
+        {name: size * torch.randn(w.shape, generator=generator) for name, w in decoder.w.items()}
+        for size in sizes
+    ]
 
 
 def _update(decoder: Decoder, optimizer: Optimizer, gradient: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -43,7 +51,12 @@ def _norm(gradient: dict[str, torch.Tensor]) -> float:
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
 def test_weights_are_those_of_adamw_in_fp64(model, weight_decay, max_grad_norm):
     cfg = OptimizerConfig(
-        lr=3e-3, schedule="cosine", warmup_steps=2, min_lr_ratio=0.1, weight_decay=weight_decay, max_grad_norm=max_grad_norm
+        lr=3e-3,
+        schedule="cosine",
+        warmup_steps=2,
+        min_lr_ratio=0.1,
+        weight_decay=weight_decay,
+        max_grad_norm=max_grad_norm,
     )
     decoder, optimizer = _learner(model, **cfg.model_dump())
     oracle = {name: w.detach().double().clone() for name, w in decoder.w.items()}
@@ -53,7 +66,9 @@ def test_weights_are_those_of_adamw_in_fp64(model, weight_decay, max_grad_norm):
     size = {name: torch.zeros_like(w) for name, w in oracle.items()}  # the first moment without cancellation
     clipped = 0
     for t, gradient in enumerate(_gradients(decoder, 8), 1):
-        rate = cfg.lr * t / 2 if t <= 2 else cfg.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (t - 3) / 6)))
+        rate = (
+            cfg.lr * t / 2 if t <= 2 else cfg.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (t - 3) / 6)))
+        )
         norm = _norm(gradient)
         scale = max_grad_norm / norm if 0 < max_grad_norm < norm else 1.0
         clipped += scale != 1.0
@@ -66,8 +81,8 @@ def test_weights_are_those_of_adamw_in_fp64(model, weight_decay, max_grad_norm):
             size[name] = cfg.beta1 * size[name] + (1 - cfg.beta1) * gradient[name].double().abs() * scale
             v = adamw.state[w]["exp_avg_sq"]
             step = rate * size[name] / (1 - cfg.beta1**t) / ((v / (1 - cfg.beta2**t)).sqrt() + cfg.eps)
-            # A step has about 20 roundings and 4 more for each update its moments remember. Three more are relative to the weight:
-            # of the factor of the decay, of the decayed weight and of the result.
+            # A step has about 20 roundings and 4 more for each update its moments remember. Three more are
+            # relative to the weight: of the factor of the decay, of the decayed weight and of the result.
             slack[name] += (20 + 4 * t) * HALF_ULP * step + 3 * HALF_ULP * (w.abs() + step)
             assert ((decoder.w[name].detach().double() - w).abs() <= slack[name]).all(), name
     assert clipped == (4 if max_grad_norm else 0)
@@ -100,7 +115,9 @@ def test_low_precision_weights_are_the_master_weights_rounded_once(model):
     for gradient in _gradients(decoder, 2):
         _update(decoder, optimizer, gradient)
     assert torch.equal(decoder.flat, optimizer.master.bfloat16())
-    assert not torch.equal(optimizer.master, optimizer.master.bfloat16().float()), "the master weights must keep what bf16 cannot"
+    assert not torch.equal(optimizer.master, optimizer.master.bfloat16().float()), (
+        "the master weights must keep what bf16 cannot"
+    )
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -112,7 +129,9 @@ def test_a_gradient_that_is_not_finite_is_refused_by_name_and_changes_nothing(mo
     before = decoder.flat.detach().clone()
     poisoned = {name: g.clone() for name, g in other.items()}
     poisoned["layers.1.down"][3, 5] = bad
-    with pytest.raises(FloatingPointError, match=r"model\.layers\.1\.mlp\.down_proj\.weight is not finite at update 1"):
+    with pytest.raises(
+        FloatingPointError, match=r"model\.layers\.1\.mlp\.down_proj\.weight is not finite at update 1"
+    ):
         _update(decoder, optimizer, poisoned)
     assert torch.equal(decoder.flat, before)
     for gradient in (good, other):
@@ -131,7 +150,10 @@ def test_shards_are_added_by_one_perfect_binary_tree(log2, data):
 
     def add(level: list) -> torch.Tensor | None:
         while len(level) > 1:
-            level = [b if a is None else a if b is None else a + b for a, b in zip(level[::2], level[1::2], strict=True)]
+            level = [
+                b if a is None else a if b is None else a + b
+                for a, b in zip(level[::2], level[1::2], strict=True)
+            ]
         return level[0]
 
     tree, buffer = GradientTree(n), torch.empty(16)

@@ -1,4 +1,6 @@
-"""Advantages and the loss table against slow per-token implementations, in Python numbers, of the papers' formulas."""
+"""Advantages and the loss table against slow per-token implementations, in Python numbers, of the papers'
+formulas.
+"""
 
 import math
 from collections.abc import Sequence
@@ -80,7 +82,15 @@ def slow_preset(name: str, sequence: list[Token], t: int, A: float) -> tuple[flo
 
 
 # Ratios at which an objective has a kink or a jump.
-EDGES = {"gspo": (3e-4, 4e-4), "tis": (2,), "mis": (2,), "mis_token": (2,), "icepop": (0.5, 5), "cispo": (5,), "dapo": (0.2, 0.28)}
+EDGES = {
+    "gspo": (3e-4, 4e-4),
+    "tis": (2,),
+    "mis": (2,),
+    "mis_token": (2,),
+    "icepop": (0.5, 5),
+    "cispo": (5,),
+    "dapo": (0.2, 0.28),
+}
 
 
 def near(sequence: list[Token], t: int, edges: Sequence[float]) -> bool:
@@ -95,7 +105,14 @@ def near(sequence: list[Token], t: int, edges: Sequence[float]) -> bool:
 
 def slow_weight(name: str, i: int, lengths: list[int]) -> float:
     """Share of a token of sequence i in the loss."""
-    if name in ("grpo", "gspo", "tis", "mis", "mis_token", "icepop"):  # mean over a sequence, then over sequences
+    if name in (
+        "grpo",
+        "gspo",
+        "tis",
+        "mis",
+        "mis_token",
+        "icepop",
+    ):  # mean over a sequence, then over sequences
         return 1 / len(lengths) / lengths[i]
     if name in ("dapo", "reinforce++", "cispo"):  # mean over all tokens of the step
         return 1 / sum(lengths)
@@ -103,7 +120,8 @@ def slow_weight(name: str, i: int, lengths: list[int]) -> float:
 
 
 REWARD = st.one_of(st.sampled_from([0.0, 1.0, -1.0, 0.1]), st.floats(-100, 100))
-# logp of a token now and then: nothing less likely than 2^-53 is ever drawn, as the uniform numbers have 53 bits.
+# logp of a token now and then: nothing less likely than 2^-53 is ever drawn, as the uniform numbers have 53
+# bits.
 NOW = st.one_of(st.just(-1.0), st.floats(-1.5, -0.5), st.floats(-800, 0))
 THEN = st.one_of(st.just(-1.0), st.floats(-1.5, -0.5), st.floats(-37, 0))
 SEQUENCE = st.lists(st.tuples(NOW, THEN, THEN), min_size=1, max_size=MAX_TOKENS)
@@ -126,8 +144,11 @@ def test_advantages_equal_the_formula(name, rewards):
             whole = [r for other in rewards for r in other]
             own = (whole, p * len(group) + g) if name == "reinforce++" else (group, g)
             expected = slow_advantage(name, *own)
-            # Mean and difference are off by an ulp of the largest reward, the deviation by as much; then they are divided.
-            scale = max(map(abs, own[0])) / ((np.std(own[0], ddof=1) + EPS) if name not in ("pg", "dr_grpo", "rloo", "kimi") else 1.0)
+            # Mean and difference are off by an ulp of the largest reward, the deviation by as much; then they
+            # are divided.
+            scale = max(map(abs, own[0])) / (
+                (np.std(own[0], ddof=1) + EPS) if name not in ("pg", "dr_grpo", "rloo", "kimi") else 1.0
+            )
             assert A[p, g] == pytest.approx(expected, rel=1e-13, abs=1e-14 * scale * (1 + abs(expected)))
 
 
@@ -150,7 +171,9 @@ def test_the_order_of_the_samples_does_not_change_a_bit(kind, rewards, order):
     assert (advantages(np.array([[rewards[i] for i in order]]), kind) == A[:, list(order)]).all()
 
 
-def loss_and_gradient(sequences: list[list[Token]], A: list[float], cfg: LossConfig, dtype=torch.float64, reference=None):
+def loss_and_gradient(
+    sequences: list[list[Token]], A: list[float], cfg: LossConfig, dtype=torch.float64, reference=None
+):
     """Value and derivative of each token, all sequences in one call."""
     lengths = [len(s) for s in sequences]
     logp, old, sampler = torch.tensor([token for s in sequences for token in s], dtype=dtype).T
@@ -176,8 +199,12 @@ def test_every_preset_equals_its_paper(name, step):
             edges = [e for edge in EDGES.get(name, (0.2,)) for e in (edge, 1 - edge, 1 + edge)]
             if not near(sequence, t, edges):
                 big = 1e-12 * (1 + abs(a)) * 40 * len(sequence)  # kimi subtracts
-                assert -loss[at].item() == pytest.approx(value, rel=1e-11, abs=big if name == "kimi" else 1e-300)
-                assert -slope[at].item() == pytest.approx(derivative, rel=1e-11, abs=big if name == "kimi" else 1e-300)
+                assert -loss[at].item() == pytest.approx(
+                    value, rel=1e-11, abs=big if name == "kimi" else 1e-300
+                )
+                assert -slope[at].item() == pytest.approx(
+                    derivative, rel=1e-11, abs=big if name == "kimi" else 1e-300
+                )
             at += 1
 
 
@@ -201,18 +228,25 @@ def slow_choice(sequence: list[Token], t: int, A: float, cfg: LossConfig) -> tup
         "clip_weight": (min(max(r, low), high) * A * sequence[t][0], min(max(r, low), high) * A),
     }[cfg.bound]
     kept = cfg.correction_low <= rho <= cfg.correction_high
-    c = {"none": 1.0, "full": rho, "truncate": min(rho, cfg.correction_high), "mask": rho if kept else 0.0}[cfg.correction]
+    c = {"none": 1.0, "full": rho, "truncate": min(rho, cfg.correction_high), "mask": rho if kept else 0.0}[
+        cfg.correction
+    ]
     return c * value, c * slope
 
 
 LEVEL = st.sampled_from(["token", "sequence", "geometric"])
 CHOICES = st.fixed_dictionaries(
     {
-        "importance_sampling_level": LEVEL, "bound": st.sampled_from(["none", "clip", "truncate", "mask", "clip_weight"]), "clip_low": st.floats(0, 1),
-        "clip_high": st.floats(0, 9), "correction": st.sampled_from(["none", "full", "truncate", "mask"]), "correction_level": LEVEL,
-        "correction_low": st.floats(0, 1), "correction_high": st.floats(1, 9),
+        "importance_sampling_level": LEVEL,
+        "bound": st.sampled_from(["none", "clip", "truncate", "mask", "clip_weight"]),
+        "clip_low": st.floats(0, 1),
+        "clip_high": st.floats(0, 9),
+        "correction": st.sampled_from(["none", "full", "truncate", "mask"]),
+        "correction_level": LEVEL,
+        "correction_low": st.floats(0, 1),
+        "correction_high": st.floats(1, 9),
     }
-)  # fmt: skip
+)
 
 
 @property_settings(400)
@@ -222,23 +256,33 @@ def test_every_combination_of_choices_equals_the_equations(choices, sequence, A)
     loss, slope = loss_and_gradient([sequence], [A], cfg)
     for t in range(len(sequence)):
         value, derivative = slow_choice(sequence, t, A, cfg)
-        if not near(sequence, t, (1 - cfg.clip_low, 1 + cfg.clip_high, cfg.correction_low, cfg.correction_high)):
+        if not near(
+            sequence, t, (1 - cfg.clip_low, 1 + cfg.clip_high, cfg.correction_low, cfg.correction_high)
+        ):
             assert -loss[t].item() == pytest.approx(value, rel=1e-10, abs=1e-300)
             assert -slope[t].item() == pytest.approx(derivative, rel=1e-10, abs=1e-300)
 
 
-ANY = st.one_of(st.just(-math.inf), st.just(0.0), st.floats(-(2.0**100), 0, width=32), st.floats(-2, 0, width=32))
+ANY = st.one_of(
+    st.just(-math.inf), st.just(0.0), st.floats(-(2.0**100), 0, width=32), st.floats(-2, 0, width=32)
+)
 
 
 @property_settings(400)
-@given(CHOICES, st.lists(st.tuples(ANY, ANY, st.floats(-37, 0, width=32)), min_size=1, max_size=4), st.sampled_from([0.0, 1.0, -0.5]))
+@given(
+    CHOICES,
+    st.lists(st.tuples(ANY, ANY, st.floats(-37, 0, width=32)), min_size=1, max_size=4),
+    st.sampled_from([0.0, 1.0, -0.5]),
+)
 def test_no_ratio_however_extreme_makes_a_nan_of_a_gradient(choices, sequence, A):
     """An infinite gradient is an overflow, which is found and named; a NaN would hide where it came from."""
     loss, slope = loss_and_gradient([sequence], [A], LossConfig(**choices).resolve(), torch.float32)
     if A == 0.0:
         assert not loss.any()
         assert not slope.any()
-    if choices["importance_sampling_level"] == choices["correction_level"] == "token":  # a sequence's sum may hold infinities of both signs
+    if (
+        choices["importance_sampling_level"] == choices["correction_level"] == "token"
+    ):  # a sequence's sum may hold infinities of both signs
         assert not torch.isnan(slope).any()
 
 
@@ -248,7 +292,11 @@ def test_on_policy_every_algorithm_has_the_plain_policy_gradient(name):
     for A in (0.5, -0.25):
         loss, slope = loss_and_gradient([sequence], [A], LossConfig(preset=name).resolve(), torch.float32)
         assert torch.equal(slope, torch.full((3,), -A))
-        expected = torch.tensor([x for x, _, _ in sequence]) * -A if name in ("cispo", "kimi") else torch.full((3,), -A)
+        expected = (
+            torch.tensor([x for x, _, _ in sequence]) * -A
+            if name in ("cispo", "kimi")
+            else torch.full((3,), -A)
+        )
         assert torch.equal(loss, expected)
 
 
@@ -278,7 +326,12 @@ def test_kl_estimators_and_their_derivatives(kind, logp, reference):
     x = reference - logp
     exact = {"k1": -x, "k2": x * x / 2, "k3": math.expm1(x) - x}[kind]
     slope = {"k1": 1.0, "k2": -x, "k3": -math.expm1(x)}[kind]
-    k, dk = (t.item() for t in kl_terms(torch.tensor([logp], dtype=torch.float64), torch.tensor([reference], dtype=torch.float64), kind))
+    k, dk = (
+        t.item()
+        for t in kl_terms(
+            torch.tensor([logp], dtype=torch.float64), torch.tensor([reference], dtype=torch.float64), kind
+        )
+    )
     assert k == pytest.approx(exact, rel=1e-12, abs=1e-14)
     assert dk == pytest.approx(slope, rel=1e-12, abs=1e-14)
     cfg = LossConfig(kl_coef=0.25, kl=kind).resolve()
@@ -307,7 +360,9 @@ def test_kl_in_the_reward_is_taken_off_each_completion():
     sums = [math.fsum((a - b).tolist()) for a, b in zip(logp, ref, strict=True)]
     assert completion_kl(logp, ref, cfg).tolist() == sums
     rewards = np.ones((2, 2))
-    assert shaped_rewards(rewards, [1, 3, 2, 5], cfg, 8, logp, ref).reshape(-1).tolist() == [1 - 0.5 * s for s in sums]
+    assert shaped_rewards(rewards, [1, 3, 2, 5], cfg, 8, logp, ref).reshape(-1).tolist() == [
+        1 - 0.5 * s for s in sums
+    ]
 
 
 def test_a_choice_overrides_its_preset():
@@ -317,5 +372,7 @@ def test_a_choice_overrides_its_preset():
 
 
 def test_a_mask_that_keeps_nothing_is_refused():
-    with pytest.raises(ValueError, match=r"correction_low \(2\.0\) must not exceed loss\.correction_high \(1\.0\)"):
+    with pytest.raises(
+        ValueError, match=r"correction_low \(2\.0\) must not exceed loss\.correction_high \(1\.0\)"
+    ):
         check_settings(Config(loss=LossConfig(correction_low=2.0, correction_high=1.0)))

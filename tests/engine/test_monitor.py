@@ -1,4 +1,7 @@
-"""The monitor: one planted bit stops an exact run before its update, is named, saved, and found again by `zerokl verify`."""
+"""The monitor:
+
+one planted bit stops an exact run before its update, is named, saved, and found again by `zerokl verify`.
+"""
 
 import dataclasses
 import json
@@ -20,7 +23,9 @@ from zerokl.model.weights import fingerprint
 
 
 class Plant:
-    """Makes the run's sampler flip the lowest bit of one logprob, at a place drawn at random; keeps what it did."""
+    """Makes the run's sampler flip the lowest bit of one logprob, at a place drawn at random; keeps what it
+    did.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, case: int, version: int = 0):
         draw = random.Random(case)
@@ -67,7 +72,9 @@ def test_one_flipped_bit_stops_the_run_and_is_named(config, model, monkeypatch, 
 
 
 @pytest.mark.parametrize("case", range(4))
-def test_it_stops_before_the_update_and_saves_the_weights_that_were_compared(config, model, monkeypatch, tmp_path, case):
+def test_it_stops_before_the_update_and_saves_the_weights_that_were_compared(
+    config, model, monkeypatch, tmp_path, case
+):
     plant = Plant(monkeypatch, case)
     with pytest.raises(MismatchError):
         train(config(), tmp_path / "run")
@@ -130,14 +137,20 @@ def test_a_run_that_is_not_exact_goes_on_and_shows_it(config, read_jsonl, monkey
     assert summary.mismatch_max_abs == abs(d) > 0
     for line in read_jsonl(tmp_path / "run" / "metrics.jsonl"):
         if line["step"] != plant.step:
-            assert (line["mismatch/max_abs"], line["mismatch/frac_equal"], line["mismatch/k1"]) == (0.0, 1.0, 0.0)
+            assert (line["mismatch/max_abs"], line["mismatch/frac_equal"], line["mismatch/k1"]) == (
+                0.0,
+                1.0,
+                0.0,
+            )
             continue
         n = line["tokens"]
         assert line["mismatch/frac_equal"] == 1 - 1 / n
         assert line["mismatch/max_abs"] == abs(d)
         assert line["mismatch/k1"] == pytest.approx(-d / n)
         assert line["mismatch/k2"] == pytest.approx(d * d / 2 / n)
-        assert [line["mismatch/ratio_min"], line["mismatch/ratio_max"]] == pytest.approx(sorted([1.0, np.exp(d)]), rel=1e-15)
+        assert [line["mismatch/ratio_min"], line["mismatch/ratio_max"]] == pytest.approx(
+            sorted([1.0, np.exp(d)]), rel=1e-15
+        )
     assert not (tmp_path / "run" / "mismatch").exists()
 
 
@@ -145,7 +158,10 @@ def test_rollouts_of_other_weights_are_refused(config, monkeypatch, tmp_path):
     plant = Plant(monkeypatch, 0, version=1)
     with pytest.raises(ValueError, match=r"has weight version \d+; the trainer is at \d+") as caught:
         train(config(), tmp_path / "run")
-    assert f"prompt {plant.rollout.prompt}, sample {plant.rollout.sample} has weight version {plant.step + 1}" in str(caught.value)
+    assert (
+        f"prompt {plant.rollout.prompt}, sample {plant.rollout.sample} has weight version {plant.step + 1}"
+        in str(caught.value)
+    )
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
@@ -156,6 +172,8 @@ def test_staleness_is_measured_when_there_is_any(config, read_jsonl, tmp_path, u
         mismatch = {k.split("/")[1] for k in line if k.startswith("mismatch/")}
         staleness = {k.split("/")[1] for k in line if k.startswith("staleness/")}
         assert staleness == (mismatch if updates > 1 else set())
-        assert line["mismatch/max_abs"] == 0.0, "the comparison with the sampler belongs to the first update only"
+        assert line["mismatch/max_abs"] == 0.0, (
+            "the comparison with the sampler belongs to the first update only"
+        )
         if updates > 1:
             assert line["staleness/max_abs"] > 0

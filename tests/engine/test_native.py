@@ -1,4 +1,7 @@
-"""The native sampler: a completion depends on its own prompt, the weights and its own key, and on nothing beside it."""
+"""The native sampler:
+
+a completion depends on its own prompt, the weights and its own key, and on nothing beside it.
+"""
 
 import numpy as np
 import pytest
@@ -17,19 +20,32 @@ from zerokl.model.scoring import logprobs, pack
 
 VOCAB, CONTEXT = 64, 512
 STOP = frozenset(range(6))  # of 64 about equally likely tokens: completions of very different lengths
-DISTRIBUTIONS = [SamplingParams(), SamplingParams(0.7), SamplingParams(1.0, 0, 0.9), SamplingParams(1.3, 7, 1.0), SamplingParams(0.0)]
+DISTRIBUTIONS = [
+    SamplingParams(),
+    SamplingParams(0.7),
+    SamplingParams(1.0, 0, 0.9),
+    SamplingParams(1.3, 7, 1.0),
+    SamplingParams(0.0),
+]
 # Lengths on both sides of a cache block and over several.
-PROMPT = st.integers(1, 2 * KEY_TILE + 3).flatmap(lambda n: st.lists(st.integers(0, VOCAB - 1), min_size=n, max_size=n))
+PROMPT = st.integers(1, 2 * KEY_TILE + 3).flatmap(
+    lambda n: st.lists(st.integers(0, VOCAB - 1), min_size=n, max_size=n)
+)
 
 
 def generation_params(
-    sampling_params: SamplingParams = DISTRIBUTIONS[0], num_generations: int = 3, max_tokens: int = 20, stop: frozenset[int] = STOP
+    sampling_params: SamplingParams = DISTRIBUTIONS[0],
+    num_generations: int = 3,
+    max_tokens: int = 20,
+    stop: frozenset[int] = STOP,
 ) -> GenerationParams:
     return GenerationParams(sampling_params, num_generations, max_tokens, stop)
 
 
 def bits(rollouts: list[Rollout]) -> list[tuple]:
-    return [(r.prompt, r.sample, r.prompt_ids, r.completion_ids, r.logprobs.tobytes(), r.finish) for r in rollouts]
+    return [
+        (r.prompt, r.sample, r.prompt_ids, r.completion_ids, r.logprobs.tobytes(), r.finish) for r in rollouts
+    ]
 
 
 def tokens(rollouts: list[Rollout]) -> list[tuple[int, ...]]:
@@ -43,18 +59,27 @@ def tokens(rollouts: list[Rollout]) -> list[tuple[int, ...]]:
     concurrency=st.integers(1, 14),
     batch_tokens=st.integers(1, 100),
 )
-def test_concurrency_and_chunks_do_not_change_a_bit(decoder, sampler, prompts, sampling_params, concurrency, batch_tokens):
+def test_concurrency_and_chunks_do_not_change_a_bit(
+    decoder, sampler, prompts, sampling_params, concurrency, batch_tokens
+):
     other = NativeSampler(decoder, concurrency, batch_tokens)
     keys, how = RngKey(3, 5), generation_params(sampling_params)
     assert bits(other.generate(prompts, how, keys)) == bits(sampler.generate(prompts, how, keys))
 
 
 @settings(deadline=None, max_examples=15)
-@given(prompt=PROMPT, place=st.integers(0, 2), beside=st.lists(PROMPT, min_size=2, max_size=4), num_generations=st.integers(2, 5))
+@given(
+    prompt=PROMPT,
+    place=st.integers(0, 2),
+    beside=st.lists(PROMPT, min_size=2, max_size=4),
+    num_generations=st.integers(2, 5),
+)
 def test_prompts_and_samples_beside_it_do_not_change_a_bit(sampler, prompt, place, beside, num_generations):
     alone = sampler.generate([*[[1]] * place, prompt], generation_params(num_generations=1), RngKey(0, 0))[-1]
     crowd = sampler.generate(
-        [*beside[:place], *[[2]] * (place - len(beside[:place])), prompt, *beside], generation_params(num_generations=num_generations), RngKey(0, 0)
+        [*beside[:place], *[[2]] * (place - len(beside[:place])), prompt, *beside],
+        generation_params(num_generations=num_generations),
+        RngKey(0, 0),
     )
     assert bits([crowd[place * num_generations]]) == bits([alone])
 
@@ -70,7 +95,9 @@ def test_the_trainers_logprobs_are_the_samplers(decoder, sampler, prompts, sampl
 
 def test_rollouts_come_prompt_by_prompt_and_sample_by_sample(sampler):
     rollouts = sampler.generate([[9, 8], [7]], generation_params(), RngKey(0, 0))
-    assert [(r.prompt, r.sample, r.prompt_ids) for r in rollouts] == [(p, g, ids) for p, ids in ((0, (9, 8)), (1, (7,))) for g in range(3)]
+    assert [(r.prompt, r.sample, r.prompt_ids) for r in rollouts] == [
+        (p, g, ids) for p, ids in ((0, (9, 8)), (1, (7,))) for g in range(3)
+    ]
     assert sampler.generate([], generation_params(), RngKey(0, 0)) == []
 
 
@@ -85,7 +112,10 @@ def test_every_part_of_the_key_matters(sampler):
 
 def test_first_tokens_follow_the_distribution(decoder, sampler):
     prompt, n, sampling_params = [9, 30, 12], 4000, SamplingParams(0.2)
-    drawn = [ids[0] for ids in tokens(sampler.generate([prompt], generation_params(sampling_params, n, 1), RngKey(0, 0)))]
+    drawn = [
+        ids[0]
+        for ids in tokens(sampler.generate([prompt], generation_params(sampling_params, n, 1), RngKey(0, 0)))
+    ]
     with torch.no_grad():
         logp, _ = logprobs(decoder, pack([(prompt, [v]) for v in range(VOCAB)]), sampling_params)
     expected = n * logp.double().exp().numpy()
@@ -94,7 +124,9 @@ def test_first_tokens_follow_the_distribution(decoder, sampler):
 
 
 def test_a_completion_ends_with_its_first_stop_token_or_at_the_limit(sampler):
-    rollouts = sampler.generate([[9, 8, 7]], generation_params(num_generations=40, max_tokens=8), RngKey(0, 0))
+    rollouts = sampler.generate(
+        [[9, 8, 7]], generation_params(num_generations=40, max_tokens=8), RngKey(0, 0)
+    )
     assert {r.finish for r in rollouts} == {"stop", "length"}
     for r in rollouts:
         assert len(r.logprobs) == len(r.completion_ids)
@@ -107,7 +139,9 @@ def test_a_completion_ends_with_its_first_stop_token_or_at_the_limit(sampler):
 
 
 def test_stop_ids_and_limit_only_cut(sampler):
-    whole = sampler.generate([[9, 8, 7]], generation_params(num_generations=20, max_tokens=12, stop=frozenset()), RngKey(0, 0))
+    whole = sampler.generate(
+        [[9, 8, 7]], generation_params(num_generations=20, max_tokens=12, stop=frozenset()), RngKey(0, 0)
+    )
     cut = sampler.generate([[9, 8, 7]], generation_params(num_generations=20, max_tokens=5), RngKey(0, 0))
     for long, short in zip(whole, cut, strict=True):
         n = len(short.completion_ids)
@@ -117,7 +151,9 @@ def test_stop_ids_and_limit_only_cut(sampler):
 
 def test_greedy_takes_the_most_likely_token_each_time(decoder, sampler):
     prompt = [9, 8, 7]
-    a, b = sampler.generate([prompt], generation_params(SamplingParams(0.0), 2, 10, frozenset()), RngKey(0, 0))
+    a, b = sampler.generate(
+        [prompt], generation_params(SamplingParams(0.0), 2, 10, frozenset()), RngKey(0, 0)
+    )
     assert a.completion_ids == b.completion_ids
     ids = list(prompt)
     with torch.no_grad():
@@ -133,10 +169,18 @@ def test_top_k_and_top_p_keep_to_the_likely_tokens(decoder, sampler):
         logp, _ = logprobs(decoder, pack([(prompt, [v]) for v in range(VOCAB)]), SamplingParams(0.2))
     likely = logp.sort(descending=True).values
     for sampling_params, kept in (
-        (SamplingParams(0.2, 5), int((logp >= likely[4]).sum())),  # every logit not below the fifth, ties included
+        (
+            SamplingParams(0.2, 5),
+            int((logp >= likely[4]).sum()),
+        ),  # every logit not below the fifth, ties included
         (SamplingParams(0.2, 0, 0.3), 1 + int((likely.double().exp().cumsum(0) < 0.3).sum())),
     ):
-        drawn = {ids[0] for ids in tokens(sampler.generate([prompt], generation_params(sampling_params, 300, 1), RngKey(0, 0)))}
+        drawn = {
+            ids[0]
+            for ids in tokens(
+                sampler.generate([prompt], generation_params(sampling_params, 300, 1), RngKey(0, 0))
+            )
+        }
         assert len(drawn) == kept
         assert logp[list(drawn)].min() >= likely[kept - 1]
 
@@ -172,10 +216,18 @@ def test_a_narrower_cache_holds_twice_as_many_samples_and_draws_the_same(model):
 
 @settings(deadline=None, max_examples=15)
 @given(
-    prompts=st.lists(PROMPT, min_size=1, max_size=4), num_generations=st.integers(1, 5), concurrency=st.integers(1, 9), tokens=st.integers(1, 40)
+    prompts=st.lists(PROMPT, min_size=1, max_size=4),
+    num_generations=st.integers(1, 5),
+    concurrency=st.integers(1, 9),
+    tokens=st.integers(1, 40),
 )
 def test_every_cache_block_is_free_at_the_end(decoder, prompts, num_generations, concurrency, tokens):
-    generation = _Generation(NativeSampler(decoder, concurrency, tokens), prompts, generation_params(num_generations=num_generations, max_tokens=9), RngKey(0, 0))
+    generation = _Generation(
+        NativeSampler(decoder, concurrency, tokens),
+        prompts,
+        generation_params(num_generations=num_generations, max_tokens=9),
+        RngKey(0, 0),
+    )
     with torch.no_grad():
         generation.run()
     assert len(generation.cache._free) == generation.cache.blocks > 0
@@ -185,7 +237,10 @@ def test_every_cache_block_is_free_at_the_end(decoder, prompts, num_generations,
     ("prompts", "message"),
     [
         ([[9], []], "prompt 1 is empty"),
-        ([[9] * (CONTEXT - 19)], f"prompt 0 has {CONTEXT - 19} tokens, with max_tokens \\(20\\) more than the context \\({CONTEXT}\\)"),
+        (
+            [[9] * (CONTEXT - 19)],
+            f"prompt 0 has {CONTEXT - 19} tokens, with max_tokens \\(20\\) more than the context \\({CONTEXT}\\)",
+        ),
         ([[9], [VOCAB]], f"prompt 1 has token id {VOCAB}, outside the model's vocabulary of {VOCAB}"),
         ([[-1]], "prompt 0 has token id -1"),
     ],
@@ -196,12 +251,20 @@ def test_bad_prompts_are_refused_by_number(sampler, prompts, message):
 
 
 def test_a_prompt_may_fill_the_context(sampler):
-    rollout = sampler.generate([[9] * (CONTEXT - 20)], generation_params(num_generations=1, stop=frozenset()), RngKey(0, 0))[0]
+    rollout = sampler.generate(
+        [[9] * (CONTEXT - 20)], generation_params(num_generations=1, stop=frozenset()), RngKey(0, 0)
+    )[0]
     assert len(rollout.completion_ids) == 20
 
 
 @pytest.mark.parametrize(
-    "how", [dict(max_tokens=0), dict(num_generations=0), dict(sampling_params=SamplingParams(-1.0)), dict(sampling_params=SamplingParams(1.0, 0, 0.0))]
+    "how",
+    [
+        dict(max_tokens=0),
+        dict(num_generations=0),
+        dict(sampling_params=SamplingParams(-1.0)),
+        dict(sampling_params=SamplingParams(1.0, 0, 0.0)),
+    ],
 )
 def test_settings_out_of_range_are_refused(sampler, how):
     with pytest.raises(ValueError, match="must"):

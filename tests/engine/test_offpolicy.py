@@ -1,4 +1,7 @@
-"""Older rollouts, other precisions, disturbed and foreign samplers: mismatch and staleness are measured apart."""
+"""Older rollouts, other precisions, disturbed and foreign samplers:
+
+mismatch and staleness are measured apart.
+"""
 
 import dataclasses
 import json
@@ -37,12 +40,23 @@ def test_older_rollouts_have_mismatch_zero_and_staleness_of_their_own(config, tm
     assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
     lines = _lines(read_jsonl, tmp_path / "a")
     assert [m["staleness/versions"] for m in lines] == [0, 1, 2, 0, 1, 2, 0]
-    assert [m.get("staleness/max_abs", 0.0) > 0 for m in lines] == [False, True, True, False, True, True, False]
+    assert [m.get("staleness/max_abs", 0.0) > 0 for m in lines] == [
+        False,
+        True,
+        True,
+        False,
+        True,
+        True,
+        False,
+    ]
     versions = {r["step"]: r["weight_version"] for r in read_jsonl(tmp_path / "a" / "rollouts.jsonl")}
     assert versions == {0: 0, 1: 0, 2: 0, 3: 3, 4: 3, 5: 3, 6: 6}
     again = cfg.model_copy(update={"micro_batch": 2, "workers": 2})
     assert train(again, tmp_path / "b").fingerprint == summary.fingerprint
-    assert train(config(dtype=dtype, steps=7, loss__preset="grpo"), tmp_path / "fresh").weights != summary.weights
+    assert (
+        train(config(dtype=dtype, steps=7, loss__preset="grpo"), tmp_path / "fresh").weights
+        != summary.weights
+    )
 
 
 def test_several_updates_on_older_rollouts(config, tmp_path, read_jsonl):
@@ -57,14 +71,22 @@ def test_the_logged_staleness_is_that_of_the_logged_rollouts(config, tmp_path, r
     decoder = load_decoder(tmp_path / "run" / "checkpoints" / "step-000001", torch.float32)
     own = [r for r in read_jsonl(tmp_path / "run" / "rollouts.jsonl") if r["step"] == 1]
     with torch.no_grad():
-        logp = logprobs(decoder, pack([(r["prompt_ids"], r["completion_ids"]) for r in own]), SamplingParams())[0].double().numpy()
+        logp = (
+            logprobs(decoder, pack([(r["prompt_ids"], r["completion_ids"]) for r in own]), SamplingParams())[
+                0
+            ]
+            .double()
+            .numpy()
+        )
     d = logp - np.concatenate([r["logprobs"] for r in own])
     found = _lines(read_jsonl, tmp_path / "run")[1]
     assert found["staleness/max_abs"] == np.abs(d).max() > 0
     assert found["staleness/k1"] == pytest.approx(-d.mean(), rel=1e-12)
 
 
-def test_a_flipped_bit_of_an_older_rollout_is_found_and_its_weights_saved(config, tmp_path, monkeypatch, capsys):
+def test_a_flipped_bit_of_an_older_rollout_is_found_and_its_weights_saved(
+    config, tmp_path, monkeypatch, capsys
+):
     class Planted(ParallelSampler):
         def generate(self, prompts, generation_params, keys):
             rollouts = super().generate(prompts, generation_params, keys)
@@ -87,7 +109,10 @@ def test_a_flipped_bit_of_an_older_rollout_is_found_and_its_weights_saved(config
 def test_rollouts_older_than_allowed_are_refused(config, tmp_path, monkeypatch):
     class Late(ParallelSampler):
         def generate(self, prompts, generation_params, keys):
-            return [dataclasses.replace(r, weight_version=-1) for r in super().generate(prompts, generation_params, keys)]
+            return [
+                dataclasses.replace(r, weight_version=-1)
+                for r in super().generate(prompts, generation_params, keys)
+            ]
 
     monkeypatch.setattr(samplers_module, "ParallelSampler", Late)
     with pytest.raises(ValueError, match="has weight version -1; the trainer is at 1, max_staleness is 1"):
@@ -123,11 +148,16 @@ def test_every_disease_shows_as_mismatch_and_is_reproducible(config, tmp_path, r
 
 def test_a_disease_and_staleness_are_told_apart(config, tmp_path, read_jsonl):
     """At a fresh step there is only mismatch; its size does not grow with the age of the weights."""
-    train(config(exact="false", steps=4, max_staleness=3, perturb__temperature=0.9, optimizer__lr="3e-2"), tmp_path / "run")
+    train(
+        config(exact="false", steps=4, max_staleness=3, perturb__temperature=0.9, optimizer__lr="3e-2"),
+        tmp_path / "run",
+    )
     lines = _lines(read_jsonl, tmp_path / "run")
     assert "staleness/k3" not in lines[0]
     assert all(m["mismatch/k3"] < 3 * lines[0]["mismatch/k3"] for m in lines)
-    assert lines[3]["staleness/k3"] > 10 * lines[0]["mismatch/k3"], "the policy has moved by far more than the sampler differs"
+    assert lines[3]["staleness/k3"] > 10 * lines[0]["mismatch/k3"], (
+        "the policy has moved by far more than the sampler differs"
+    )
 
 
 def test_amplified_rounding_is_rounding_times_the_gain():
@@ -179,7 +209,11 @@ def test_transformers_as_the_sampler(config, tmp_path, read_jsonl):
 
 
 def test_control_transformers_with_old_weights_is_seen(config, tmp_path, read_jsonl, monkeypatch):
-    monkeypatch.setattr(samplers_module.ExternalSampler, "sync_weights", lambda self, version: setattr(self, "version", version))
+    monkeypatch.setattr(
+        samplers_module.ExternalSampler,
+        "sync_weights",
+        lambda self, version: setattr(self, "version", version),
+    )
     train(config(sampler="hf", exact="false", steps=3), tmp_path / "run")
     first, _, last = [m["mismatch/max_abs"] for m in _lines(read_jsonl, tmp_path / "run")]
     assert last > 100 * first
@@ -188,12 +222,15 @@ def test_control_transformers_with_old_weights_is_seen(config, tmp_path, read_js
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"sampler": "hf"}, "set exact = false"), ({"perturb.delay": "1"}, "set exact = false"),
+        ({"sampler": "hf"}, "set exact = false"),
+        ({"perturb.delay": "1"}, "set exact = false"),
         ({"sampler": "vllm", "max_staleness": "1"}, 'need sampler = "native", not vllm'),
         ({"sampler": "hf", "exact": "false", "perturb.delay": "1"}, 'need sampler = "native", not hf'),
-        ({"perturb.gain": "-1"}, "perturb.gain"), ({"perturb.round_weights": "int8"}, "round_"), ({"max_staleness": "-1"}, "max_st"),
+        ({"perturb.gain": "-1"}, "perturb.gain"),
+        ({"perturb.round_weights": "int8"}, "round_"),
+        ({"max_staleness": "-1"}, "max_st"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_refused(keys, message):
     with pytest.raises(ValueError, match=message):
         load_config(None, None, keys)

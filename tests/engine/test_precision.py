@@ -1,4 +1,7 @@
-"""Loss scaling and dtypes: powers of two change no bit, an overflow reaches nothing, and every precision obeys the law."""
+"""Loss scaling and dtypes:
+
+powers of two change no bit, an overflow reaches nothing, and every precision obeys the law.
+"""
 
 import json
 import math
@@ -28,34 +31,51 @@ SMALLEST_NORMAL = 2.0**-14
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", HALF])
-@pytest.mark.parametrize("precision", [{}, {"head_dtype": "float32"}, {"cache_dtype": "bfloat16"}, {"cache_dtype": HALF}])
+@pytest.mark.parametrize(
+    "precision", [{}, {"head_dtype": "float32"}, {"cache_dtype": "bfloat16"}, {"cache_dtype": HALF}]
+)
 def test_every_precision_has_mismatch_zero_and_one_fingerprint(config, tmp_path, dtype, precision):
     keys = {f"precision__{k}": v for k, v in precision.items()}
     a = train(config(dtype=dtype, **keys), tmp_path / "a")
-    b = train(config(dtype=dtype, micro_batch=2, workers=2, native__max_concurrency=2, **keys), tmp_path / "b")
+    b = train(
+        config(dtype=dtype, micro_batch=2, workers=2, native__max_concurrency=2, **keys), tmp_path / "b"
+    )
     assert (a.tokens_unequal, a.mismatch_max_abs, a.weights) == (0, 0.0, b.weights)
     plain = train(config(dtype=dtype), tmp_path / "plain")
-    exact = [{}, {"head_dtype": dtype}, {"cache_dtype": dtype}] + [{"cache_dtype": HALF}] * (dtype == "bfloat16")  # fp16 has more bits
-    assert (a.weights == plain.weights) == (precision in exact), "control: a setting that rounds elsewhere must show"
+    exact = [{}, {"head_dtype": dtype}, {"cache_dtype": dtype}] + [{"cache_dtype": HALF}] * (
+        dtype == "bfloat16"
+    )  # fp16 has more bits
+    assert (a.weights == plain.weights) == (precision in exact), (
+        "control: a setting that rounds elsewhere must show"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_any_power_of_two_as_scale_gives_one_fingerprint(config, tmp_path, dtype):
     off = train(config(dtype=dtype), tmp_path / "off").fingerprint
     for k in (0, 5, 20):
-        scaled = config(dtype=dtype, precision__scaling="static", precision__scale=2.0**k, precision__maximum=2.0**24)
+        scaled = config(
+            dtype=dtype, precision__scaling="static", precision__scale=2.0**k, precision__maximum=2.0**24
+        )
         assert train(scaled, tmp_path / str(k)).fingerprint == off
 
 
 class _Backward:
-    """The gradients of one fp16 backward at loss scale 2^k, and the operations whose gradients were all normal numbers."""
+    """The gradients of one fp16 backward at loss scale 2^k, and the operations whose gradients were all
+    normal numbers.
+    """
 
     def __init__(self, decoder: Decoder, k: int):
         for w in (*decoder.w.values(), decoder.lm_head):
             w.main_grad = torch.zeros(w.shape)
         self.order: list[tuple[str, bool]] = []
         pairs = random_pairs(6, 14, decoder.config.vocab_size, 0)
-        logp, _ = logprobs(decoder, pack(pairs), SamplingParams(), lambda name, x: x.register_hook(lambda dx: self._see(name, dx)))
+        logp, _ = logprobs(
+            decoder,
+            pack(pairs),
+            SamplingParams(),
+            lambda name, x: x.register_hook(lambda dx: self._see(name, dx)),
+        )
         (logp.sum() * 2.0 ** (k - 6)).backward()
         self.gradients = {name: w.main_grad * 2.0**-k for name, w in decoder.w.items()}
 
@@ -66,7 +86,14 @@ class _Backward:
 
     def held(self) -> list[str]:
         """Weights whose gradient comes before the first gradient that fp16 did not hold."""
-        weights = {"down_proj": "down", "gate_up": "gate_up", "o_proj": "o", "post_norm": "post_norm", "qkv": "qkv", "norm": "norm"}
+        weights = {
+            "down_proj": "down",
+            "gate_up": "gate_up",
+            "o_proj": "o",
+            "post_norm": "post_norm",
+            "qkv": "qkv",
+            "norm": "norm",
+        }
         found = []
         for name, good in self.order:
             if not good:
@@ -78,7 +105,10 @@ class _Backward:
 
 
 def test_fp16_gradients_do_not_depend_on_the_scale_where_nothing_underflows(model):
-    """fp16 has few exponents: attention's gradient of the first position is rounding noise that no scale lifts to a normal number."""
+    """fp16 has few exponents:
+
+    attention's gradient of the first position is rounding noise that no scale lifts to a normal number.
+    """
     decoder = load_decoder(model, torch.float16)
     low, high = _Backward(decoder, 19), _Backward(decoder, 20)
     both = [name for name in low.held() if name in high.held()]
@@ -87,7 +117,9 @@ def test_fp16_gradients_do_not_depend_on_the_scale_where_nothing_underflows(mode
         assert total_unequal([low.gradients[name]], [high.gradients[name]]) == 0, name
     tiny = _Backward(decoder, 2)
     assert "layers.1.down" not in tiny.held()
-    assert total_unequal([tiny.gradients["layers.1.down"]], [low.gradients["layers.1.down"]]) > 0, "control: underflow costs bits"
+    assert total_unequal([tiny.gradients["layers.1.down"]], [low.gradients["layers.1.down"]]) > 0, (
+        "control: underflow costs bits"
+    )
 
 
 def test_zeros_are_counted_at_both_ends_of_the_backward(model):
@@ -98,13 +130,17 @@ def test_zeros_are_counted_at_both_ends_of_the_backward(model):
         counter = Underflow(batch)
         logp, _ = logprobs(decoder, batch, SamplingParams(), counter.hook)
         counter.watch(logp)
-        upstream = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0])  # the last token of sequence 1, and sequence 2, have no gradient
+        upstream = torch.tensor(
+            [1.0, 1.0, 0.0, 1.0, 0.0, 0.0]
+        )  # the last token of sequence 1, and sequence 2, have no gradient
         (logp * upstream * 2.0**k).sum().backward()
         counts[k] = counter.zeros
     D = decoder.config.hidden_size
     assert counts[10] == {"norm": 0, "embed": 0}, "rows without a gradient are not counted"
     assert 0 < counts[-22]["norm"] < 3 * D
-    assert counts[-60] == {"norm": 3 * D, "embed": (4 + 2) * D}, "all rows that those three tokens are predicted from or depend on"
+    assert counts[-60] == {"norm": 3 * D, "embed": (4 + 2) * D}, (
+        "all rows that those three tokens are predicted from or depend on"
+    )
 
 
 def _learner(model) -> Optimizer:
@@ -130,7 +166,10 @@ def test_an_overflow_is_named_and_reaches_nothing(model, kind, bad):
     for name in ("layers.1.down", "layers.0.qkv"):
         optimizer.layout.views(poisoned)[name][40, 3] = bad
     done = scaler.update(optimizer, poisoned)
-    assert (done.applied, done.notes) == (False, {"scaling/overflow": "model.layers.0.self_attn.q_proj.weight"})
+    assert (done.applied, done.notes) == (
+        False,
+        {"scaling/overflow": "model.layers.0.self_attn.q_proj.weight"},
+    )
     assert (done.metrics["scaling/skipped"], done.metrics["scaling/scale"]) == (1.0, 8.0)
     assert total_unequal(before, _state(optimizer)) == 0
     assert optimizer.updates == updates
@@ -140,12 +179,16 @@ def test_an_overflow_is_named_and_reaches_nothing(model, kind, bad):
 def test_without_scaling_an_overflow_ends_the_run(model):
     optimizer, gradient = _learner(model), torch.full((1,), math.inf)
     with pytest.raises(GradientOverflowError, match=r"model\.embed_tokens\.weight is not finite at update 0"):
-        LossScaler(PrecisionConfig(scaling="off"), torch.float16).update(optimizer, gradient.expand(optimizer.layout.numel).clone())
+        LossScaler(PrecisionConfig(scaling="off"), torch.float16).update(
+            optimizer, gradient.expand(optimizer.layout.numel).clone()
+        )
 
 
 def test_the_dynamic_scale_grows_shrinks_and_stays_within_its_bounds(model):
     optimizer = _learner(model)
-    cfg = PrecisionConfig(scaling="dynamic", scale=8.0, growth_interval=2, backoff=0.25, minimum=1.0, maximum=16.0)
+    cfg = PrecisionConfig(
+        scaling="dynamic", scale=8.0, growth_interval=2, backoff=0.25, minimum=1.0, maximum=16.0
+    )
     scaler, seen = LossScaler(cfg, torch.float32), []
     good, bad = _gradient(optimizer), torch.full((optimizer.layout.numel,), math.nan)
     for ok in (1, 1, 1, 1, 0, 1, 0, 0, 1, 1, 1):
@@ -165,7 +208,12 @@ def test_the_learner_divides_by_the_scale_exactly(model, loss_scale):
 
 
 def test_a_huge_scale_falls_until_nothing_overflows(config, tmp_path, read_jsonl, capsys):
-    start = dict(precision__scaling="dynamic", precision__scale=2.0**30, precision__maximum=2.0**30, precision__backoff=0.25)
+    start = dict(
+        precision__scaling="dynamic",
+        precision__scale=2.0**30,
+        precision__maximum=2.0**30,
+        precision__backoff=0.25,
+    )
     summary = train(config(dtype=HALF, steps=20, **start), tmp_path / "run")
     assert (summary.tokens_unequal, summary.steps) == (0, 20)
     lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
@@ -178,7 +226,10 @@ def test_a_huge_scale_falls_until_nothing_overflows(config, tmp_path, read_jsonl
     ]
     for m, skip in zip(lines, skipped, strict=True):
         assert (m.get("scaling/overflow", "").startswith("model.")) == (m["grad_norm"] is None) == bool(skip)
-    assert "overflowed at loss scale 1.07374e+09; the update was skipped, the scale is now 2.68435e+08" in capsys.readouterr().out
+    assert (
+        "overflowed at loss scale 1.07374e+09; the update was skipped, the scale is now 2.68435e+08"
+        in capsys.readouterr().out
+    )
     assert summary.reward_last5 > summary.reward_first + 0.1
 
 
@@ -218,11 +269,17 @@ def test_ten_overflows_in_a_row_end_the_run_with_the_reason(config, tmp_path, mo
         "zerokl: 10 updates in a row overflowed, the last at loss scale 128 in the gradient of model.layers.0.self_attn.o_"
     )
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1 + IN_A_ROW - 1
-    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["scaling/skipped"] == 1.0
+    assert (
+        json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["scaling/skipped"]
+        == 1.0
+    )
 
 
 def test_a_logit_that_is_not_finite_stops_with_its_place(config, model, tmp_path):
-    with pytest.raises(FloatingPointError, match=r"logits of prompt 0, sample 0, position 0 are not finite.* overflow in torch\.float16"):
+    with pytest.raises(
+        FloatingPointError,
+        match=r"logits of prompt 0, sample 0, position 0 are not finite.* overflow in torch\.float16",
+    ):
         train(config(dtype=HALF, optimizer__lr="1e6", steps=5), tmp_path / "run")
 
 
@@ -246,12 +303,17 @@ def test_the_fp32_head_reads_the_same_weights_and_feeds_the_same_gradient(model)
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("precision.scale", "3", "must be a power of two"), ("precision.scale", "0", "power of two"), ("precision.backoff", "0.3", "power"),
-        ("precision.backoff", "1", "less than 1"), ("precision.scaling", "sometimes", "scaling"),
-        ("precision.scale", "1e300", "power of two"), ("precision.minimum", "131072", "must lie between"),
-        ("precision.sampler_dtype", "bfloat16", "set exact = false"), ("precision.head_dtype", "float16", "head_dtype"),
+        ("precision.scale", "3", "must be a power of two"),
+        ("precision.scale", "0", "power of two"),
+        ("precision.backoff", "0.3", "power"),
+        ("precision.backoff", "1", "less than 1"),
+        ("precision.scaling", "sometimes", "scaling"),
+        ("precision.scale", "1e300", "power of two"),
+        ("precision.minimum", "131072", "must lie between"),
+        ("precision.sampler_dtype", "bfloat16", "set exact = false"),
+        ("precision.head_dtype", "float16", "head_dtype"),
     ],
-)  # fmt: skip
+)
 def test_bad_precision_is_refused_in_one_line(key, value, message):
     with pytest.raises(ValueError, match=message) as caught:
         load_config(None, None, {key: value})

@@ -1,4 +1,7 @@
-"""torchrun with 1, 2, 4 or 8 ranks: one ledger; a run goes on with another number of ranks; a rank that dies ends the job with a reason."""
+"""torchrun with 1, 2, 4 or 8 ranks:
+
+one ledger; a run goes on with another number of ranks; a rank that dies ends the job with a reason.
+"""
 
 import json
 import os
@@ -40,9 +43,13 @@ def _launch(ranks: int, words: list[str], cwd: Path) -> subprocess.Popen:
     modules = {m.__file__ for m in (sys.modules.get("toy"),) if m}
     path = os.pathsep.join([*sys.path, *(str(Path(m).parent) for m in modules)])
     return subprocess.Popen(
-        torchrun(ranks, "-m", "zerokl", "train", *words), cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        torchrun(ranks, "-m", "zerokl", "train", *words),
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path},
-    )  # fmt: skip
+    )
 
 
 def _run(ranks: int, config: Config, path: Path, *words: str) -> str:
@@ -82,7 +89,19 @@ def test_ranks_with_other_numbers_of_threads_give_one_ledger(plain, alone, tmp_p
     (tmp_path / "config.toml").write_text(to_toml(plain))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    words = [sys.executable, "-m", "zerokl", "train", "config.toml", "--run-dir", "run", "--workers", "0", "--threads", "0"]
+    words = [
+        sys.executable,
+        "-m",
+        "zerokl",
+        "train",
+        "config.toml",
+        "--run-dir",
+        "run",
+        "--workers",
+        "0",
+        "--threads",
+        "0",
+    ]
     place = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
@@ -92,11 +111,15 @@ def test_ranks_with_other_numbers_of_threads_give_one_ledger(plain, alone, tmp_p
     }
     ranks = [
         subprocess.Popen(
-            words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            words,
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
             env=os.environ | place | {"RANK": str(r), "LOCAL_RANK": str(r), "OMP_NUM_THREADS": str(2 - r)},
         )
         for r in range(2)
-    ]  # fmt: skip
+    ]
     said = [rank.communicate()[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
     _same(tmp_path / "run", alone)
@@ -140,7 +163,9 @@ def test_a_mismatch_is_saved_whole_before_any_rank_ends(brief, tmp_path):
     said, _ = process.communicate()
     assert process.returncode != 0
     assert "step 0, prompt 0, sample 0, position 0" in " ".join(said.split()), said
-    assert {"mismatch.json", "model.safetensors"} <= {p.name for p in (tmp_path / "run" / "mismatch").iterdir()}, said
+    assert {"mismatch.json", "model.safetensors"} <= {
+        p.name for p in (tmp_path / "run" / "mismatch").iterdir()
+    }, said
 
 
 @pytest.mark.slow
@@ -172,10 +197,15 @@ def test_a_rank_that_dies_ends_the_job_and_the_run_goes_on_with_another_number(b
     said, _ = process.communicate()
     assert process.returncode == 0, said
     assert "going on at step 2 of 4" in said
-    assert json.loads((path / "summary.json").read_text())["weights"] == train(brief, tmp_path / "alone").weights
+    assert (
+        json.loads((path / "summary.json").read_text())["weights"] == train(brief, tmp_path / "alone").weights
+    )
 
 
-BAD = [(3, [], "ranks (3) must be a power of two"), (2, ["--task.reward", "toy:broken"], "raised RuntimeError")]
+BAD = [
+    (3, [], "ranks (3) must be a power of two"),
+    (2, ["--task.reward", "toy:broken"], "raised RuntimeError"),
+]
 
 
 @pytest.mark.parametrize(("ranks", "words", "message"), BAD)

@@ -1,4 +1,7 @@
-"""The frozen reference of the KL term is in the ledger by its weights: where they lie decides nothing, another bit of them does."""
+"""The frozen reference of the KL term is in the ledger by its weights:
+
+where they lie decides nothing, another bit of them does.
+"""
 
 import dataclasses
 import json
@@ -39,8 +42,15 @@ def test_the_ledger_holds_the_hash_of_the_weights(held, reference, tmp_path):
     train(held.model_copy(update={"dtype": "bfloat16"}), tmp_path / "run")
     decoder = load_decoder(reference, torch.bfloat16)
     head = open_run(tmp_path / "run").head
-    own = {name: value for name, value in dataclasses.asdict(decoder.config).items() if name not in ("raw", "max_positions")}
-    assert head.settings["loss.ref_model"] == f"sha256:{hash_json([own, fingerprint(decoder.layout, decoder.flat.detach())])}"
+    own = {
+        name: value
+        for name, value in dataclasses.asdict(decoder.config).items()
+        if name not in ("raw", "max_positions")
+    }
+    assert (
+        head.settings["loss.ref_model"]
+        == f"sha256:{hash_json([own, fingerprint(decoder.layout, decoder.flat.detach())])}"
+    )
     assert head.environment["process.loss.ref_model"] == str(reference)
 
 
@@ -50,7 +60,9 @@ def test_a_moved_reference_keeps_the_fingerprint(config, held, reference, tmp_pa
     again = config(steps=2, checkpoint__every=1, loss__kl_coef=0.5, loss__ref_model=moved)
     assert train(again, tmp_path / "again").fingerprint == first
     assert main(["diff", str(tmp_path / "run"), str(tmp_path / "again")]) == 0
-    implied = config(steps=2, checkpoint__every=1, loss__kl_coef=0.5)  # the run's first model, which has the same weights
+    implied = config(
+        steps=2, checkpoint__every=1, loss__kl_coef=0.5
+    )  # the run's first model, which has the same weights
     assert train(implied, tmp_path / "implied").fingerprint == first
 
 
@@ -61,15 +73,25 @@ def test_other_weights_in_the_same_place_are_found_and_refused_by_name(held, ref
     _flip(reference)
     assert train(held, tmp_path / "other").fingerprint != first
     assert main(["diff", str(run), str(tmp_path / "other")]) == 1
-    assert "first difference before the first step: configuration loss.ref_model: 'sha256:" in " ".join(capsys.readouterr().out.split())
+    assert "first difference before the first step: configuration loss.ref_model: 'sha256:" in " ".join(
+        capsys.readouterr().out.split()
+    )
     (run / "summary.json").unlink()
     shutil.rmtree(run / "checkpoints" / "step-000002")  # as if the run had ended after its first step
     before = {p.name: p.read_bytes() for p in run.iterdir() if p.is_file()}
-    with pytest.raises(ValueError, match=rf"resume: the weights of the reference, {reference}, are sha256:\w+; the run began with sha256:"):
+    with pytest.raises(
+        ValueError,
+        match=rf"resume: the weights of the reference, {reference}, are sha256:\w+; the run began with sha256:",
+    ):
         resume(run)
-    with pytest.raises(ValueError, match=r"what it started from is another now; before the first step: configuration loss\.ref_model"):
+    with pytest.raises(
+        ValueError,
+        match=r"what it started from is another now; before the first step: configuration loss\.ref_model",
+    ):
         Replayer(run)
-    assert {p.name: p.read_bytes() for p in run.iterdir() if p.is_file()} == before, "refused before anything was changed"
+    assert {p.name: p.read_bytes() for p in run.iterdir() if p.is_file()} == before, (
+        "refused before anything was changed"
+    )
     assert resume(run, {"loss.ref_model": str(kept)}).fingerprint == first, "the remedy of the message"
 
 
@@ -93,7 +115,9 @@ ROPE = {"rope_type": "default", "rope_theta": 50.0}
     ("change", "key", "now"),
     [({"rms_norm_eps": 3e-3}, "model.eps", 0.003), ({"rope_parameters": ROPE}, "model.rope_theta", 50.0)],
 )
-def test_the_architecture_of_the_model_is_in_the_ledger(config, reference, tmp_path, capsys, change, key, now):
+def test_the_architecture_of_the_model_is_in_the_ledger(
+    config, reference, tmp_path, capsys, change, key, now
+):
     """Of a model with another epsilon but the same weights, everything is another run's."""
     own = config(steps=2, checkpoint__every=1, model=reference)
     first = train(own, tmp_path / "run")
@@ -103,7 +127,10 @@ def test_the_architecture_of_the_model_is_in_the_ledger(config, reference, tmp_p
     assert train(own, tmp_path / "other").fingerprint != first.fingerprint
     assert main(["diff", str(tmp_path / "run"), str(tmp_path / "other")]) == 1
     assert f"configuration {key}" in " ".join(capsys.readouterr().out.split())
-    with pytest.raises(ValueError, match=rf"resume: {key} is {now} in config.json of the run's first model and .* in the ledger"):
+    with pytest.raises(
+        ValueError,
+        match=rf"resume: {key} is {now} in config.json of the run's first model and .* in the ledger",
+    ):
         resume(tmp_path / "run")
 
 

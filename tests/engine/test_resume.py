@@ -43,7 +43,9 @@ def _interrupted(config: Config, path: Path, step: int) -> None:
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16", "float16"])
 def six(request, config):
-    return config(dtype=request.param, steps=6, checkpoint__every=2, optimizer__schedule="linear", updates_per_rollout=2)
+    return config(
+        dtype=request.param, steps=6, checkpoint__every=2, optimizer__schedule="linear", updates_per_rollout=2
+    )
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +55,24 @@ def whole(six, tmp_path_factory) -> tuple[Path, Summary]:
 
 
 def _same_run(path: Path, summary: Summary, whole: tuple[Path, Summary]) -> None:
-    """Ledger and rollouts are byte for byte those of the run that was never interrupted; metrics but for their times."""
+    """Ledger and rollouts are byte for byte those of the run that was never interrupted; metrics but for
+    their times.
+    """
     reference, expected = whole
-    assert (summary.fingerprint, summary.weights, summary.steps) == (expected.fingerprint, expected.weights, 6)
+    assert (summary.fingerprint, summary.weights, summary.steps) == (
+        expected.fingerprint,
+        expected.weights,
+        6,
+    )
     for name in ("ledger.jsonl", "rollouts.jsonl"):
         assert (path / name).read_bytes() == (reference / name).read_bytes(), name
-    metrics = [[{k: v for k, v in json.loads(line).items() if not k.startswith("time/")} for line in (p / "metrics.jsonl").open()] for p in
-               (path, reference)]  # fmt: skip
+    metrics = [
+        [
+            {k: v for k, v in json.loads(line).items() if not k.startswith("time/")}
+            for line in (p / "metrics.jsonl").open()
+        ]
+        for p in (path, reference)
+    ]
     assert metrics[0] == metrics[1]
 
 
@@ -89,13 +102,18 @@ def test_a_finished_run_that_is_resumed_stays_as_it_is(whole, tmp_path):
 
 def test_settings_that_decide_no_bit_may_change(six, whole, tmp_path, monkeypatch):
     _interrupted(six, tmp_path / "run", 3)
-    summary = resume(tmp_path / "run", {"workers": "2", "micro_batch": "1", "native.max_concurrency": "2", "threads": "2"})
+    summary = resume(
+        tmp_path / "run", {"workers": "2", "micro_batch": "1", "native.max_concurrency": "2", "threads": "2"}
+    )
     assert (summary.fingerprint, summary.weights) == (whole[1].fingerprint, whole[1].weights)
     kinds = [json.loads(line)["kind"] for line in (tmp_path / "run" / "ledger.jsonl").open()]
     assert kinds == ["head", "step", "step", "resumed", "step", "step", "step", "step"]
 
 
-@pytest.mark.parametrize("key", ["seed=1", "optimizer.lr=1e-3", "virtual_shards=1", "steps=9", "precision.scale=2.0", "dtype=float16"])
+@pytest.mark.parametrize(
+    "key",
+    ["seed=1", "optimizer.lr=1e-3", "virtual_shards=1", "steps=9", "precision.scale=2.0", "dtype=float16"],
+)
 def test_settings_that_decide_bits_are_refused_by_name(config, tmp_path, key):
     path = tmp_path / "run"
     train(config(optimizer__schedule="linear"), path)
@@ -107,7 +125,9 @@ def test_settings_that_decide_bits_are_refused_by_name(config, tmp_path, key):
 
 
 @pytest.mark.parametrize("older", [{"max_staleness": 2}, {"perturb__delay": 2, "exact": False}], ids=str)
-def test_a_run_that_samples_from_older_weights_is_done_again_from_its_first_step(config, tmp_path, monkeypatch, capsys, older):
+def test_a_run_that_samples_from_older_weights_is_done_again_from_its_first_step(
+    config, tmp_path, monkeypatch, capsys, older
+):
     cfg = config(steps=5, checkpoint__every=1, **older)
     expected = train(cfg, tmp_path / "whole").fingerprint
     _interrupted(cfg, tmp_path / "run", 3)
@@ -125,11 +145,17 @@ def test_a_run_at_a_constant_rate_can_be_made_longer(config, tmp_path):
 
 def test_only_the_newest_checkpoints_are_kept(config, tmp_path):
     train(config(steps=5, checkpoint__every=1, checkpoint__keep=2), tmp_path / "run")
-    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-000004", "step-000005"]
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == [
+        "step-000004",
+        "step-000005",
+    ]
 
 
 def _steps_left(path: Path, step: int) -> None:
-    """The folder as a kill leaves it during step `step`: half a line of each log, half a checkpoint, no summary."""
+    """The folder as a kill leaves it during step `step`:
+
+    half a line of each log, half a checkpoint, no summary.
+    """
     for name, lines in zip(LOGS, (1 + step, step, 9 * step), strict=True):
         content = (path / name).read_bytes().splitlines(keepends=True)
         (path / name).write_bytes(b"".join(content[:lines]) + content[lines][:17])
@@ -158,7 +184,12 @@ def test_a_newer_checkpoint_that_is_damaged_is_named_and_an_older_one_used(small
     said = " ".join(capsys.readouterr().out.split())
     assert f"{victim} is torn" in said
     assert "going on at step 2 of 6" in said
-    assert sorted(p.name for p in (path / "checkpoints").iterdir()) == ["step-000002", "step-000004", "step-000004.damaged", "step-000006"]
+    assert sorted(p.name for p in (path / "checkpoints").iterdir()) == [
+        "step-000002",
+        "step-000004",
+        "step-000004.damaged",
+        "step-000006",
+    ]
 
 
 # Lines of each log that the checkpoint after four steps rests on.
@@ -168,15 +199,26 @@ CORRUPTIONS = st.sampled_from(["truncate", "flip", "remove", "foreign"])
 
 @given(st.booleans(), st.integers(0, 10**9), st.integers(0, 10**9), CORRUPTIONS)
 @property_settings(40)
-def test_whatever_is_corrupted_is_named_and_the_run_still_ends_the_same(small, tmp_path_factory, log, file, place, how):
-    """One file of an interrupted run is corrupted at a drawn place: it is named, and the run ends in the same bits or is refused."""
+def test_whatever_is_corrupted_is_named_and_the_run_still_ends_the_same(
+    small, tmp_path_factory, log, file, place, how
+):
+    """One file of an interrupted run is corrupted at a drawn place:
+
+    it is named, and the run ends in the same bits or is refused.
+    """
     path = tmp_path_factory.mktemp("corrupted") / "run"
     shutil.copytree(small[0], path, ignore=shutil.ignore_patterns("tensorboard"))
     _steps_left(path, 5)
-    files = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix != ".png" and ".partial" not in str(p))
+    files = sorted(
+        p for p in path.rglob("*") if p.is_file() and p.suffix != ".png" and ".partial" not in str(p)
+    )
     files = [p for p in files if (p.name in LOGS) == log]
     victim = files[file % len(files)]
-    needed = len(b"".join((path / victim.name).read_bytes().splitlines(keepends=True)[: KEPT[victim.name]])) if log else 0
+    needed = (
+        len(b"".join((path / victim.name).read_bytes().splitlines(keepends=True)[: KEPT[victim.name]]))
+        if log
+        else 0
+    )
     corrupt(victim, place, how)
     left, refused, said = victim.read_bytes() if victim.exists() else b"", "", io.StringIO()
     try:
@@ -191,14 +233,21 @@ def test_whatever_is_corrupted_is_named_and_the_run_still_ends_the_same(small, t
     assert (summary.fingerprint, summary.weights) == (small[1].fingerprint, small[1].weights)
     if victim.name != "config.toml":
         _same_run(path, summary, small)
-    if log and left[:needed] != (small[0] / victim.name).read_bytes()[:needed]:  # what the newest checkpoint rests on
+    if (
+        log and left[:needed] != (small[0] / victim.name).read_bytes()[:needed]
+    ):  # what the newest checkpoint rests on
         assert victim.name in said.getvalue()
         kept = path / f"{victim.name}.damaged"
-        assert kept.read_bytes() == left if kept.exists() else (path / victim.name).read_bytes().startswith(left)
+        assert (
+            kept.read_bytes() == left if kept.exists() else (path / victim.name).read_bytes().startswith(left)
+        )
     elif "step-000004" in str(victim):
         damaged = path / "checkpoints" / "step-000004.damaged"
         assert f"{path / 'checkpoints' / 'step-000004'}" in "".join(said.getvalue().split())
-        assert how == "remove" or (damaged / victim.relative_to(path / "checkpoints" / "step-000004")).read_bytes() == left
+        assert (
+            how == "remove"
+            or (damaged / victim.relative_to(path / "checkpoints" / "step-000004")).read_bytes() == left
+        )
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts.jsonl"])
@@ -207,7 +256,9 @@ def test_an_altered_number_in_a_log_is_named_and_the_altered_file_kept(small, tm
     shutil.copytree(small[0], path)
     _steps_left(path, 5)
     content = bytearray((path / name).read_bytes())
-    at = content.index(b"0.", content.index(b"\n") + 1) + 2  # a digit of the second step, still a digit afterwards
+    at = (
+        content.index(b"0.", content.index(b"\n") + 1) + 2
+    )  # a digit of the second step, still a digit afterwards
     content[at] ^= 1
     (path / name).write_bytes(content)
     _same_run(path, resume(path), small)
@@ -226,7 +277,10 @@ def test_a_ledger_of_another_format_is_refused_and_nothing_changes(small, tmp_pa
     (path / "ledger.jsonl").write_text(json.dumps(line | {"sum": hash_json(line)}) + "\n" + steps)
     before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
     for read in (resume, Replayer):
-        with pytest.raises(ValueError, match=r"^ledger: .*ledger.jsonl has format 2, this zerokl reads 4; use the version that wrote it$"):
+        with pytest.raises(
+            ValueError,
+            match=r"^ledger: .*ledger.jsonl has format 2, this zerokl reads 4; use the version that wrote it$",
+        ):
             read(path)
     assert {p: p.read_bytes() for p in path.rglob("*") if p.is_file()} == before
 
@@ -241,8 +295,12 @@ def test_what_a_damaged_ledger_has_done_again_is_kept(small, tmp_path):
     assert [name for name in LOGS if kept[name] != before[name]] == ["ledger.jsonl"]
 
 
-@pytest.mark.parametrize(("file", "what"), [("model.safetensors", "weights"), ("trainer/state.safetensors", "optimizer's moments")])
-def test_a_checkpoint_whole_by_its_own_hashes_with_other_bits_than_the_ledgers_is_not_used(small, tmp_path, capsys, file, what):
+@pytest.mark.parametrize(
+    ("file", "what"), [("model.safetensors", "weights"), ("trainer/state.safetensors", "optimizer's moments")]
+)
+def test_a_checkpoint_whole_by_its_own_hashes_with_other_bits_than_the_ledgers_is_not_used(
+    small, tmp_path, capsys, file, what
+):
     """As a write that went wrong before it was hashed would leave it."""
     path = tmp_path / "run"
     shutil.copytree(small[0], path)
@@ -263,7 +321,10 @@ def test_a_run_that_another_process_writes_is_left_alone(small, tmp_path):
     shutil.copytree(small[0], path)
     _steps_left(path, 5)
     before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
-    with hold_folder(path), pytest.raises(ValueError, match=r"^run: another process is still writing to .*run; end it first"):
+    with (
+        hold_folder(path),
+        pytest.raises(ValueError, match=r"^run: another process is still writing to .*run; end it first"),
+    ):
         resume(path)
     assert {p: p.read_bytes() for p in path.rglob("*") if p.is_file()} == before
     _same_run(path, resume(path), small)
@@ -290,7 +351,9 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
 def test_other_data_and_other_first_weights_are_refused(config, model, tmp_path):
     data, base = tmp_path / "data.jsonl", tmp_path / "base"
     shutil.copytree(model, base)
-    data.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(20)))
+    data.write_text(
+        "".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(20))
+    )
     made = config(model=base, task__name="jsonl", task__options={"file": str(data)})
     train(made, tmp_path / "run")
     data.write_text(data.read_text().replace("3+1=", "4+1=", 1))

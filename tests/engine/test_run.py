@@ -15,11 +15,32 @@ from zerokl.model.config import ModelConfig
 from zerokl.model.weights import Layout, fingerprint
 
 KEYS = {
-    "mismatch/k1", "mismatch/k2", "mismatch/k3", "mismatch/max_abs", "mismatch/frac_equal", "mismatch/ratio_p1", "mismatch/ratio_p50",
-    "mismatch/ratio_p99", "mismatch/ratio_min", "mismatch/ratio_max", "mismatch/ess", "mismatch/chi2", "mismatch/sequence_ratio_min",
-    "mismatch/sequence_ratio_max", "step", "reward/mean", "reward/std", "loss", "grad_norm", "entropy", "response_len/mean", "tokens",
-    "time/sample_s", "time/train_s", "time/ledger_s",
-}  # fmt: skip
+    "mismatch/k1",
+    "mismatch/k2",
+    "mismatch/k3",
+    "mismatch/max_abs",
+    "mismatch/frac_equal",
+    "mismatch/ratio_p1",
+    "mismatch/ratio_p50",
+    "mismatch/ratio_p99",
+    "mismatch/ratio_min",
+    "mismatch/ratio_max",
+    "mismatch/ess",
+    "mismatch/chi2",
+    "mismatch/sequence_ratio_min",
+    "mismatch/sequence_ratio_max",
+    "step",
+    "reward/mean",
+    "reward/std",
+    "loss",
+    "grad_norm",
+    "entropy",
+    "response_len/mean",
+    "tokens",
+    "time/sample_s",
+    "time/train_s",
+    "time/ledger_s",
+}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +57,12 @@ def run(four, tmp_path_factory: pytest.TempPathFactory):
 def test_a_run_folder_holds_everything(run):
     path, _ = run
     logs = {"ledger.jsonl", "metrics.jsonl", "rollouts.jsonl", "tensorboard"}
-    assert {p.name for p in path.iterdir()} == {"config.toml", "checkpoints", "reward.png", "summary.json"} | logs
+    assert {p.name for p in path.iterdir()} == {
+        "config.toml",
+        "checkpoints",
+        "reward.png",
+        "summary.json",
+    } | logs
     assert (path / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(p.name for p in (path / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
 
@@ -47,8 +73,21 @@ def test_metrics_have_one_object_a_step_with_every_key(run, read_jsonl):
     for m in lines:
         assert m.keys() >= KEYS
         assert all(math.isfinite(v) for v in m.values())
-        assert m["mismatch/max_abs"] == m["mismatch/k1"] == m["mismatch/k2"] == m["mismatch/k3"] == m["mismatch/chi2"] == 0.0
-        assert m["mismatch/frac_equal"] == m["mismatch/ess"] == m["mismatch/ratio_min"] == m["mismatch/sequence_ratio_max"] == 1.0
+        assert (
+            m["mismatch/max_abs"]
+            == m["mismatch/k1"]
+            == m["mismatch/k2"]
+            == m["mismatch/k3"]
+            == m["mismatch/chi2"]
+            == 0.0
+        )
+        assert (
+            m["mismatch/frac_equal"]
+            == m["mismatch/ess"]
+            == m["mismatch/ratio_min"]
+            == m["mismatch/sequence_ratio_max"]
+            == 1.0
+        )
         assert 0 < m["entropy"] <= math.log(64)
         assert m["time/sample_s"] > 0 < m["time/train_s"]
     assert [m["step"] for m in lines if "eval/accuracy" in m] == [1, 3]
@@ -63,7 +102,9 @@ def test_metrics_sum_up_the_rollouts(run, read_jsonl):
         n, rewards = len(own), [r["reward"] for r in own]
         assert rewards == [sum(c.isalpha() for c in r["text"]) / 8 for r in own]
         assert m["reward/mean"] == pytest.approx(sum(rewards) / n)
-        assert m["reward/std"] == pytest.approx(math.sqrt(sum((r - sum(rewards) / n) ** 2 for r in rewards) / n))
+        assert m["reward/std"] == pytest.approx(
+            math.sqrt(sum((r - sum(rewards) / n) ** 2 for r in rewards) / n)
+        )
         lengths = [len(r["completion_ids"]) for r in own]
         assert (m["tokens"], m["response_len/mean"]) == (sum(lengths), sum(lengths) / n)
         assert [len(r["logprobs"]) for r in own] == lengths
@@ -75,10 +116,17 @@ def test_metrics_sum_up_the_rollouts(run, read_jsonl):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_logged_loss_is_that_of_the_logged_rollouts(config, read_jsonl, tmp_path, preset):
     train(config(steps=1, loss__preset=preset), tmp_path / "run")
-    own, (m,) = read_jsonl(tmp_path / "run" / "rollouts.jsonl"), read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    own, (m,) = (
+        read_jsonl(tmp_path / "run" / "rollouts.jsonl"),
+        read_jsonl(tmp_path / "run" / "metrics.jsonl"),
+    )
     lengths = [len(r["completion_ids"]) for r in own]
     loss_agg_mode = PRESETS[preset]["loss_agg_mode"]
-    share = {"length": [1 / (9 * n) for n in lengths], "tokens": [1 / sum(lengths)] * 9, "constant": [1 / (9 * 8)] * 9}[loss_agg_mode]
+    share = {
+        "length": [1 / (9 * n) for n in lengths],
+        "tokens": [1 / sum(lengths)] * 9,
+        "constant": [1 / (9 * 8)] * 9,
+    }[loss_agg_mode]
     # On-policy each token's term is its advantage, times logp where that carries the gradient.
     sizes = [sum(r["logprobs"]) if preset in ("cispo", "kimi") else len(r["completion_ids"]) for r in own]
     terms = [-w * n * r["advantage"] for w, n, r in zip(share, sizes, own, strict=True)]
@@ -131,16 +179,22 @@ def test_transformers_opens_the_checkpoint_and_finds_the_fingerprinted_weights(r
 def test_checkpoints_on_the_way_are_the_weights_of_that_step(config, four, run, tmp_path):
     (tmp_path / "a").mkdir()
     bare = four.model_copy(update={"evaluation": four.evaluation.model_copy(update={"every": 0})})
-    assert train(bare, tmp_path / "a" / "run").fingerprint == run[1].fingerprint, "evaluating must not change the training"
+    assert train(bare, tmp_path / "a" / "run").fingerprint == run[1].fingerprint, (
+        "evaluating must not change the training"
+    )
     for step in ("step-000002", "step-000004"):
         theirs = (tmp_path / "a" / "run" / "checkpoints" / step / "model.safetensors").read_bytes()
         assert (run[0] / "checkpoints" / step / "model.safetensors").read_bytes() == theirs
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("generation_params", [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 9, "temperature": 1.3}])
+@pytest.mark.parametrize(
+    "generation_params", [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 9, "temperature": 1.3}]
+)
 def test_mismatch_is_zero_under_any_distribution(config, tmp_path, dtype, generation_params):
-    summary = train(config(dtype=dtype, **{f"sampling__{k}": v for k, v in generation_params.items()}), tmp_path / "run")
+    summary = train(
+        config(dtype=dtype, **{f"sampling__{k}": v for k, v in generation_params.items()}), tmp_path / "run"
+    )
     assert (summary.mismatch_max_abs, summary.tokens_unequal) == (0.0, 0)
     assert summary.tokens > 3 * 9
 
@@ -152,7 +206,10 @@ def test_training_raises_the_reward(config, tmp_path):
 
 @pytest.mark.parametrize(("limit", "seen"), [(0, 9), (3, 3), (50, 9)])
 def test_problems_limits_the_training_set_to_its_first(config, model, tmp_path, read_jsonl, limit, seen):
-    train(config(steps=4, task__options={"max_value": 9, "train": 9, "held_out": 3}, task__problems=limit), tmp_path / "run")
+    train(
+        config(steps=4, task__options={"max_value": 9, "train": 9, "held_out": 3}, task__problems=limit),
+        tmp_path / "run",
+    )
     problems = load_task("add", {"max_value": 9, "train": 9, "held_out": 3}).problems("train")
     prompts = AutoTokenizer.from_pretrained(model)([p.prompt for p in problems[:seen]])["input_ids"]
     drawn = read_jsonl(tmp_path / "run" / "rollouts.jsonl")
@@ -160,12 +217,24 @@ def test_problems_limits_the_training_set_to_its_first(config, model, tmp_path, 
 
 
 def test_special_groups_and_completions_are_counted(config, read_jsonl, model, tmp_path):
-    """A reward nobody earns makes all groups equal; a model that only writes the stop token writes empty completions."""
+    """A reward nobody earns makes all groups equal; a model that only writes the stop token writes empty
+    completions.
+    """
     silent = load_decoder(model, torch.float32)
     with torch.no_grad():
         silent.w["norm"].zero_()  # every logit 0: one completion in 64 is empty
     write_checkpoint(tmp_path / "flat", silent.layout, silent.flat.detach(), companions=model)
-    train(config(model=tmp_path / "flat", steps=1, prompts=20, num_generations=32, task__reward="", sampling__max_tokens=2), tmp_path / "run")
+    train(
+        config(
+            model=tmp_path / "flat",
+            steps=1,
+            prompts=20,
+            num_generations=32,
+            task__reward="",
+            sampling__max_tokens=2,
+        ),
+        tmp_path / "run",
+    )
     (m,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     own = read_jsonl(tmp_path / "run" / "rollouts.jsonl")
     empty = [r for r in own if r["completion_ids"] == [1]]
@@ -185,7 +254,11 @@ def test_the_display_shows_every_mismatch_metric_where_a_bit_differs(config, tmp
     train(config(steps=1, exact=False, perturb__logit_noise=0.1), tmp_path / "run")
     said = capsys.readouterr().out
     metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
-    names = [n for n in metrics if n.startswith("mismatch/") and n not in ("mismatch/max_abs", "mismatch/frac_equal")]
+    names = [
+        n
+        for n in metrics
+        if n.startswith("mismatch/") and n not in ("mismatch/max_abs", "mismatch/frac_equal")
+    ]
     assert len(names) >= 12
     assert all(f"{name.removeprefix('mismatch/')} {metrics[name]:.4g}" in said for name in names)
     train(config(steps=1), tmp_path / "exact")

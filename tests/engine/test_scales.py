@@ -1,7 +1,8 @@
-"""Static loss scales and the bits of a gradient: in fp32 and bf16 no power of two leaves a trace, in fp16 every one does.
+"""Static loss scales and the bits of a gradient: in fp32 and bf16 no power of two leaves a trace, in fp16
+every one does.
 
-fp16 has 30 exponents of normal numbers, and the gradients of a step's activations fill more: at every scale that does not overflow some
-of them have lost bits, and other ones at twice the scale.
+fp16 has 30 exponents of normal numbers, and the gradients of a step's activations fill more: at every scale
+that does not overflow some of them have lost bits, and other ones at twice the scale.
 """
 
 from pathlib import Path
@@ -15,7 +16,9 @@ from benchmarks.fp16_scales import SCALES, Scale, Step, measure, table
 @pytest.fixture(scope="module")
 def counts(config, model):
     """measure() of a dtype's step of 9 sequences, at every scale from 2^0 to 2^24."""
-    return lambda dtype, head="compute": measure(config(dtype=dtype, precision__head_dtype=head), Path(model))[0]
+    return lambda dtype, head="compute": measure(
+        config(dtype=dtype, precision__head_dtype=head), Path(model)
+    )[0]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -43,4 +46,7 @@ def test_control_a_scale_that_is_no_power_of_two_is_seen(config, model):
 
 def test_the_table_joins_equal_lines():
     done = [Scale(torch.zeros(3), differ=differ) for differ in (2, 0, 0, None)]
-    assert table(done, 5, SCALES).splitlines()[-2:] == ["| 2^0 | 2 | 0 | 0 | 0 |", "| 2^1 to 2^3 | 0 | 0 | 0 | 0 |"]
+    assert table(done, 5, SCALES).splitlines()[-2:] == [
+        "| 2^0 | 2 | 0 | 0 | 0 |",
+        "| 2^1 to 2^3 | 0 | 0 | 0 | 0 |",
+    ]

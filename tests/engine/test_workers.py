@@ -58,7 +58,12 @@ def test_tokens_and_logprobs_are_those_of_one_sampler(workers):
     for prompts in (PROMPTS, PROMPTS[:1]):
         together = sampler.generate(prompts, SAMPLING, RngKey(1, 2))
         for a, b in zip(alone, together, strict=False):
-            assert (a.prompt, a.sample, a.completion_ids, a.weight_version) == (b.prompt, b.sample, b.completion_ids, b.weight_version)
+            assert (a.prompt, a.sample, a.completion_ids, a.weight_version) == (
+                b.prompt,
+                b.sample,
+                b.completion_ids,
+                b.weight_version,
+            )
             assert a.logprobs.tobytes() == b.logprobs.tobytes()
         assert len(together) == 3 * len(prompts)
 
@@ -73,7 +78,11 @@ def test_a_change_of_the_weights_reaches_the_others(workers):
         expected = NativeSampler(decoder).generate(PROMPTS, SAMPLING, RngKey(1, 2))
     finally:
         decoder.flat.copy_(saved)
-    assert [r.completion_ids for r in after] == [r.completion_ids for r in expected] != [r.completion_ids for r in before]
+    assert (
+        [r.completion_ids for r in after]
+        == [r.completion_ids for r in expected]
+        != [r.completion_ids for r in before]
+    )
 
 
 def test_gradients_come_back_and_empty_shards_have_none(workers):
@@ -101,7 +110,9 @@ def test_an_exception_that_does_not_survive_pickle_is_told_as_text():
 
 def test_a_worker_that_dies_is_named(model):
     workers = Workers(load_decoder(model, torch.float32), 4, 2)
-    with pytest.raises(ChildProcessError, match=r"worker 1 \(process \d+\) was killed by SIGKILL.*memory.*workers = 1"):
+    with pytest.raises(
+        ChildProcessError, match=r"worker 1 \(process \d+\) was killed by SIGKILL.*memory.*workers = 1"
+    ):
         workers.map(_die, [False, True])
     workers.close()
 
@@ -123,9 +134,14 @@ def test_their_number_is_a_power_of_two_that_divides_the_shards(model, asked, sh
 
 
 def test_a_worker_that_starts_after_its_owner_has_gone_touches_no_other_file(model, tmp_path):
-    """Descriptors' numbers are used again: a worker that opened its memory by number would map, and write to, whatever has it now."""
+    """Descriptors' numbers are used again:
+
+    a worker that opened its memory by number would map, and write to, whatever has it now.
+    """
     for i in range(4):
-        Workers(load_decoder(model, torch.float32), 4, 4)._others.clear()  # gone before any of them has started
+        Workers(
+            load_decoder(model, torch.float32), 4, 4
+        )._others.clear()  # gone before any of them has started
         files = [open(tmp_path / f"{i}-{n}", "w+b") for n in range(12)]
         for file in files:
             file.write(b"mine" * 1000)

@@ -1,4 +1,6 @@
-"""Every output and every gradient is at most twice as far from fp64 as plain torch in the same dtype; fp64 passes gradcheck."""
+"""Every output and every gradient is at most twice as far from fp64 as plain torch in the same dtype; fp64
+passes gradcheck.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -20,7 +22,8 @@ from tests.helpers import DTYPES, assert_at_most_twice_the_error, randint, randn
 EPS = 1e-6
 LENGTHS = (40, 1, 97)
 IDS = randint(5, 300, 150)
-# Errors of all these runs are judged together: the largest error of a single run is noisy (attention's up to 3 times plain torch's).
+# Errors of all these runs are judged together: the largest error of a single run is noisy (attention's up to
+# 3 times plain torch's).
 SEEDS = range(0, 200, 20)
 COS, SIN = rope_table(rope_frequencies(32, 1e4), 150, torch.float64)
 
@@ -80,7 +83,9 @@ def _logprob(sampling_params: SamplingParams) -> Function:
 
 
 def _norm(shape: tuple[int, ...]) -> Op:
-    return Op((shape, shape[-1:]), lambda x, w: rms_norm(x, w, EPS), lambda x, w: F.rms_norm(x, w.shape, w, EPS))
+    return Op(
+        (shape, shape[-1:]), lambda x, w: rms_norm(x, w, EPS), lambda x, w: F.rms_norm(x, w.shape, w, EPS)
+    )
 
 
 OPS = {
@@ -89,15 +94,27 @@ OPS = {
     "rms_norm": _norm((150, 1000)),
     "rms_norm of heads": _norm((50, 4, 64)),
     "add_rms_norm": Op(
-        ((150, 200), (150, 200), (200,)), lambda x, residual, w: torch.cat(add_rms_norm(x, residual, w, EPS)), _plain_add_rms_norm
+        ((150, 200), (150, 200), (200,)),
+        lambda x, residual, w: torch.cat(add_rms_norm(x, residual, w, EPS)),
+        _plain_add_rms_norm,
     ),
     "qk_norm": Op(((50, 3, 64), (64,), (64,)), lambda x, wq, wk: qk_norm(x, wq, wk, 2, EPS), _plain_qk_norm),
     "silu_mul": Op(((150, 200),), silu_mul, lambda gu: F.silu(gu.chunk(2, 1)[0]) * gu.chunk(2, 1)[1]),
-    "rope": Op(((150, 3, 32),), lambda x: rope(x, COS[: len(x)].to(x.dtype), SIN[: len(x)].to(x.dtype)), _plain_rope),
-    "embedding": Op(((300, 40),), lambda w: embedding(IDS.remainder(len(w)), w), lambda w: F.embedding(IDS.remainder(len(w)), w)),
+    "rope": Op(
+        ((150, 3, 32),), lambda x: rope(x, COS[: len(x)].to(x.dtype), SIN[: len(x)].to(x.dtype)), _plain_rope
+    ),
+    "embedding": Op(
+        ((300, 40),),
+        lambda w: embedding(IDS.remainder(len(w)), w),
+        lambda w: F.embedding(IDS.remainder(len(w)), w),
+    ),
     "attention": Op(((138, 4, 32), (138, 2, 32), (138, 2, 32)), _attention, _plain_attention),
-    "linear_logprob": Op(((150, 64), (300, 64)), _logprob(SamplingParams()), _plain_logprob(SamplingParams())),
-    "linear_logprob at a temperature": Op(((150, 64), (300, 64)), _logprob(SamplingParams(0.7)), _plain_logprob(SamplingParams(0.7))),
+    "linear_logprob": Op(
+        ((150, 64), (300, 64)), _logprob(SamplingParams()), _plain_logprob(SamplingParams())
+    ),
+    "linear_logprob at a temperature": Op(
+        ((150, 64), (300, 64)), _logprob(SamplingParams(0.7)), _plain_logprob(SamplingParams(0.7))
+    ),
 }
 # Shapes small enough for gradcheck's finite differences, and not multiples of 16 where kernels pad.
 SMALL = {
@@ -117,7 +134,10 @@ SMALL = {
 
 
 def inputs(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
-    return [randn(seed + i, *shape, dtype=dtype, scale=1.0 if i == 0 else 0.5).requires_grad_() for i, shape in enumerate(shapes)]
+    return [
+        randn(seed + i, *shape, dtype=dtype, scale=1.0 if i == 0 else 0.5).requires_grad_()
+        for i, shape in enumerate(shapes)
+    ]
 
 
 def outputs(function: Function, leaves: list[torch.Tensor], dy: torch.Tensor) -> list[torch.Tensor]:
@@ -139,7 +159,9 @@ def test_error_is_at_most_twice_that_of_plain_torch(name, dtype):
         exact.append(outputs(op.plain, [x.detach().double().requires_grad_() for x in leaves], dy))
     whats = ["output", *(f"gradient of input {i}" for i in range(len(op.shapes)))]
     for i, what in enumerate(whats):
-        assert_at_most_twice_the_error(*(torch.stack([r[i] for r in runs]) for runs in (ours, plain, exact)), what)
+        assert_at_most_twice_the_error(
+            *(torch.stack([r[i] for r in runs]) for runs in (ours, plain, exact)), what
+        )
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -149,7 +171,10 @@ def test_gradcheck_in_fp64(name):
 
 def test_gradcheck_of_truncated_logprobs():
     h, w = inputs(((6, 7), (9, 7)), torch.float64, 4)
-    ids, sampling_params = F.linear(h, w).argmax(1), SamplingParams(0.8, 6, 0.9)  # the likeliest token is always kept
+    ids, sampling_params = (
+        F.linear(h, w).argmax(1),
+        SamplingParams(0.8, 6, 0.9),
+    )  # the likeliest token is always kept
     assert torch.autograd.gradcheck(lambda h, w: linear_logprob(h, w, ids, sampling_params)[0], (h, w))
 
 
@@ -175,7 +200,9 @@ def test_llama3_frequencies_keep_short_wavelengths_and_stretch_long_ones():
 
 def test_rope_table_is_the_fp64_table_rounded_once():
     cos, sin = rope_table(rope_frequencies(64, 1e6), 3000, torch.float32)
-    angle = torch.arange(3000, dtype=torch.float64).unsqueeze(1) * 1e6 ** (-torch.arange(32, dtype=torch.float64) / 32)
+    angle = torch.arange(3000, dtype=torch.float64).unsqueeze(1) * 1e6 ** (
+        -torch.arange(32, dtype=torch.float64) / 32
+    )
     half_unit = 2.0**-25 + 1e-12  # of fp32 below 1, and the rounding of the angle in fp64
     assert (cos.double() - angle.cos()).abs().max() <= half_unit
     assert (sin.double() - angle.sin()).abs().max() <= half_unit

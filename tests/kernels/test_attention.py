@@ -1,4 +1,7 @@
-"""Attention of whole sequences, of chunks and of single tokens against a cache of shuffled blocks: one result, to the bit."""
+"""Attention of whole sequences, of chunks and of single tokens against a cache of shuffled blocks:
+
+one result, to the bit.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -60,7 +63,8 @@ def whole(case: Case) -> torch.Tensor:
 
 
 def cached(case: Case, chunk: Callable[[np.random.Generator], int], seed: int) -> torch.Tensor:
-    """The sequences read chunk by chunk, in calls of random composition and order, from blocks scattered over the cache.
+    """The sequences read chunk by chunk, in calls of random composition and order, from blocks scattered over
+    the cache.
 
     A block starts as zeros when a sequence takes it; every other block holds NaN.
     """
@@ -95,10 +99,18 @@ def gradients(case: Case, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return torch.autograd.grad(attention(*leaves, case.plan(), case.scale), leaves, dy)
 
 
-def after_contexts(case: Case, contexts: list[int], dy: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """o, dq, dk, dv of the queries after `contexts` tokens of each sequence: computed alone, and as rows of the whole sequences, in which
-    no gradient comes to the earlier queries. dy like q."""
-    rows = torch.cat([torch.arange(at.start + context, at.stop) for at, context in zip(case.spans(), contexts, strict=True)])
+def after_contexts(
+    case: Case, contexts: list[int], dy: torch.Tensor
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """o, dq, dk, dv of the queries after `contexts` tokens of each sequence: computed alone, and as rows of
+    the whole sequences, in which no gradient comes to the earlier queries. dy like q.
+    """
+    rows = torch.cat(
+        [
+            torch.arange(at.start + context, at.stop)
+            for at, context in zip(case.spans(), contexts, strict=True)
+        ]
+    )
     queries = [n - context for n, context in zip(case.lengths, contexts, strict=True)]
     plan = varlen_plan(queries, case.q.shape[1], case.k.shape[1], contexts)
     leaves = [x.detach().clone().requires_grad_() for x in (case.q[rows], case.k, case.v)]
@@ -114,13 +126,15 @@ CHUNKS = {
     "long": lambda rng: int(rng.integers(20, 120)),
     "all at once": lambda rng: 10_000,
 }
-cases = st.fixed_dictionaries({
-    "lengths": st.lists(st.integers(1, 200), min_size=1, max_size=4),
-    "group": st.sampled_from([1, 2, 4, 7, 8]),
-    "kv_heads": st.integers(1, 3),
-    "D": st.sampled_from([16, 32, 48, 64, 80, 96, 112, 128]),
-    "seed": st.integers(0, 10_000),
-})  # fmt: skip
+cases = st.fixed_dictionaries(
+    {
+        "lengths": st.lists(st.integers(1, 200), min_size=1, max_size=4),
+        "group": st.sampled_from([1, 2, 4, 7, 8]),
+        "kv_heads": st.integers(1, 3),
+        "D": st.sampled_from([16, 32, 48, 64, 80, 96, 112, 128]),
+        "seed": st.integers(0, 10_000),
+    }
+)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 
 
@@ -140,7 +154,11 @@ def another_order(monkeypatch, request):
 
     def bmm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         half = a.shape[2] // 2
-        y = library(a, b) if a.shape[1] != request.param else library(a[..., :half], b[:, :half]) + library(a[..., half:], b[:, half:])
+        y = (
+            library(a, b)
+            if a.shape[1] != request.param
+            else library(a[..., :half], b[:, :half]) + library(a[..., half:], b[:, half:])
+        )
         return y if out is None else out.copy_(y)
 
     with forgotten(attention_plan._agree):
@@ -158,7 +176,10 @@ def test_query_tiles_with_other_bits_are_not_taken(monkeypatch):
     assert sum(total_unequal([whole(case)], [cached(case, chunk, 2)]) for chunk in ways) > 0
 
 
-@pytest.mark.parametrize(("lengths", "group", "rows"), [([1, 1], 4, 4), ([1, 1], 5, 8), ([80], 4, 32), ([4, 4], 4, 16), ([80], 40, 40)])
+@pytest.mark.parametrize(
+    ("lengths", "group", "rows"),
+    [([1, 1], 4, 4), ([1, 1], 5, 8), ([80], 4, 32), ([4, 4], 4, 16), ([80], 40, 40)],
+)
 def test_query_tiles_suit_the_lengths(lengths, group, rows):
     assert attention_plan.tile_rows(lengths, group, 64, torch.float32) == rows
 
@@ -193,7 +214,9 @@ def test_sequence_is_independent_of_what_it_is_packed_with(dtype, drawn, pick):
 def test_queries_after_a_context_are_those_of_the_whole_sequence(dtype, drawn):
     case, rng = make_case(**drawn, dtype=dtype), np.random.default_rng(drawn["seed"])
     contexts = [int(rng.integers(n)) for n in case.lengths]
-    alone, rows_of_whole = after_contexts(case, contexts, randn(drawn["seed"] + 9, *case.q.shape, dtype=dtype))
+    alone, rows_of_whole = after_contexts(
+        case, contexts, randn(drawn["seed"] + 9, *case.q.shape, dtype=dtype)
+    )
     assert total_unequal(alone, rows_of_whole) == 0
 
 
@@ -209,7 +232,10 @@ def test_control_a_context_that_is_one_token_off_is_found():
 def test_earlier_positions_do_not_see_later_ones(dtype):
     case = make_case([150], 2, 2, 32, dtype, seed=0)
     for length in (1, 31, 32, 33, 100):
-        assert total_unequal([whole(Case([length], *(x[:length] for x in case[1:])))], [whole(case)[:length]]) == 0
+        assert (
+            total_unequal([whole(Case([length], *(x[:length] for x in case[1:])))], [whole(case)[:length]])
+            == 0
+        )
 
 
 @dtypes
@@ -238,7 +264,9 @@ def test_memory_bound_of_the_backward_decides_no_bit(monkeypatch):
 
 @dtypes
 def test_control_another_key_tile_is_found(dtype, monkeypatch):
-    case = make_case([700, 800], 2, 2, 64, dtype, seed=5)  # so many elements that bf16's rounding does not hide all differences
+    case = make_case(
+        [700, 800], 2, 2, 64, dtype, seed=5
+    )  # so many elements that bf16's rounding does not hide all differences
     before = whole(case)
     for module in (attention_plan, attention_module):
         monkeypatch.setattr(module, "KEY_TILE", 16)
@@ -275,5 +303,8 @@ def test_refusals_name_what_is_wrong():
         attention(*_qkv(D=24), varlen_plan([5], 4, 2), 1.0)
     with pytest.raises(ValueError, match=r"tiles \(3, 2, 16, 16\) must be \[tiles, 2, 32, 16\]"):
         attention_cached(_qkv()[0], torch.zeros(3, 2, 16, 16), varlen_plan([5], 4, 2), 1.0)
-    with pytest.raises(ValueError, match=r"tiles.dtype \(torch.float16\) must be q.dtype \(torch.bfloat16\) or a narrower one"):
+    with pytest.raises(
+        ValueError,
+        match=r"tiles.dtype \(torch.float16\) must be q.dtype \(torch.bfloat16\) or a narrower one",
+    ):
         attention_cached(_qkv()[0].bfloat16(), torch.zeros(3, 2, 32, 16).half(), varlen_plan([5], 4, 2), 1.0)

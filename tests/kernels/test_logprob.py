@@ -6,7 +6,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from zerokl.kernels.logprob import chunk_rows, draw, drawn_logprobs, linear_logprob, scaled_logits, token_logprobs
+from zerokl.kernels.logprob import (
+    chunk_rows,
+    draw,
+    drawn_logprobs,
+    linear_logprob,
+    scaled_logits,
+    token_logprobs,
+)
 from zerokl.kernels.philox import Stream, uniform_range
 from zerokl.kernels.sampling_params import SamplingParams
 
@@ -60,7 +67,10 @@ def test_kept_logits_are_the_scaled_logits_and_all_others_minus_infinity():
     assert (kept.sum(1) <= 10).all()
 
 
-@pytest.mark.parametrize("sampling_params", [SamplingParams(), SamplingParams(0.6), SamplingParams(1.0, 5), SamplingParams(1.4, 0, 0.8)])
+@pytest.mark.parametrize(
+    "sampling_params",
+    [SamplingParams(), SamplingParams(0.6), SamplingParams(1.0, 5), SamplingParams(1.4, 0, 0.8)],
+)
 def test_draws_follow_the_reported_probabilities(sampling_params):
     n, V = 100_000, 16
     z = scaled_logits(randn(3, 1, V, scale=1.5), sampling_params).expand(n, V)
@@ -71,8 +81,12 @@ def test_draws_follow_the_reported_probabilities(sampling_params):
     chi_square = ((counts - n * probability)[kept] ** 2 / (n * probability[kept])).sum().item()
     freedom = int(kept.sum()) - 1
     assert chi_square < freedom + 5 * (2 * freedom) ** 0.5
-    wrong = torch.bincount(draw(z * 1.05, _uniform(n)), minlength=V).double()  # control: a temperature 5% lower is found
-    assert ((wrong - n * probability)[kept] ** 2 / (n * probability[kept])).sum() > freedom + 5 * (2 * freedom) ** 0.5
+    wrong = torch.bincount(
+        draw(z * 1.05, _uniform(n)), minlength=V
+    ).double()  # control: a temperature 5% lower is found
+    assert ((wrong - n * probability)[kept] ** 2 / (n * probability[kept])).sum() > freedom + 5 * (
+        2 * freedom
+    ) ** 0.5
 
 
 def test_draw_never_leaves_the_kept_set_at_the_ends_of_the_interval():
@@ -88,14 +102,23 @@ def test_greedy_takes_the_likeliest_and_reports_temperature_one():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sampling_params", [SamplingParams(), SamplingParams(0.7), SamplingParams(0.9, 20, 0.95)])
+@pytest.mark.parametrize(
+    "sampling_params", [SamplingParams(), SamplingParams(0.7), SamplingParams(0.9, 20, 0.95)]
+)
 def test_sampler_and_trainer_agree_to_the_bit(sampling_params, dtype):
     """The trainer's path (autograd, all rows) against the sampler's (no autograd, one row at a time)."""
     h, w = randn(5, 70, 48, dtype=dtype), randn(6, 101, 48, dtype=dtype, scale=0.3)
     with torch.no_grad():
         ids = draw(scaled_logits(h @ w.t(), SamplingParams(1.0, 1)), _uniform(70))
-        sampler = torch.cat([linear_logprob(h[i : i + 1], w, ids[i : i + 1], sampling_params)[0] for i in range(70)])
-    assert total_unequal([linear_logprob(h.requires_grad_(), w.requires_grad_(), ids, sampling_params)[0]], [sampler]) == 0
+        sampler = torch.cat(
+            [linear_logprob(h[i : i + 1], w, ids[i : i + 1], sampling_params)[0] for i in range(70)]
+        )
+    assert (
+        total_unequal(
+            [linear_logprob(h.requires_grad_(), w.requires_grad_(), ids, sampling_params)[0]], [sampler]
+        )
+        == 0
+    )
     assert torch.isfinite(sampler).all()
 
 
@@ -118,7 +141,9 @@ def test_truncated_probabilities_sum_to_one():
 )
 def test_distribution_out_of_range_is_refused(sampling_params, message):
     with pytest.raises(ValueError, match=message):
-        linear_logprob(torch.zeros(1, 4), torch.zeros(3, 4), torch.zeros(1, dtype=torch.int64), sampling_params)
+        linear_logprob(
+            torch.zeros(1, 4), torch.zeros(3, 4), torch.zeros(1, dtype=torch.int64), sampling_params
+        )
 
 
 @pytest.mark.parametrize("greedy", [False, True])

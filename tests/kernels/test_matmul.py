@@ -1,4 +1,6 @@
-"""matmul is, by definition, products of ROW_TILE rows; longer tiles stand for them only where every bit agrees."""
+"""matmul is, by definition, products of ROW_TILE rows; longer tiles stand for them only where every bit
+agrees.
+"""
 
 import pytest
 import torch
@@ -51,11 +53,16 @@ def test_bf16_where_the_library_has_none(monkeypatch):
 
 @pytest.fixture
 def another_order(monkeypatch: pytest.MonkeyPatch):
-    """A matrix library that sums long products in another order: the first 48 terms on their own, and the rest."""
+    """A matrix library that sums long products in another order:
+
+    the first 48 terms on their own, and the rest.
+    """
     library = matmul_module._product
 
     def product(x: torch.Tensor, w: torch.Tensor, pack: torch.Tensor | None = None) -> torch.Tensor:
-        return library(x, w, pack) if len(x) < 256 else library(x[:, :48], w[:48]) + library(x[:, 48:], w[48:])
+        return (
+            library(x, w, pack) if len(x) < 256 else library(x[:, :48], w[:48]) + library(x[:, 48:], w[48:])
+        )
 
     with forgotten(matmul_module._agrees):
         monkeypatch.setattr(matmul_module, "_product", product)
@@ -73,7 +80,13 @@ def test_a_longer_tile_with_other_bits_is_not_taken(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @property_settings(15)
-@given(T=st.integers(1, 300), K=st.integers(1, 300), N=st.integers(1, 300), n=st.integers(1, 3), seed=st.integers(0, 99))
+@given(
+    T=st.integers(1, 300),
+    K=st.integers(1, 300),
+    N=st.integers(1, 300),
+    n=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
 def test_packed_weights_change_no_bit(dtype, T, K, N, n, seed):
     w, x = randn(seed, N, K, dtype=dtype), randn(seed + 1, T, K, dtype=dtype)
     with threads(n):
@@ -84,7 +97,9 @@ def test_packed_weights_change_no_bit(dtype, T, K, N, n, seed):
         assert not hasattr(w, "packed")
 
 
-@pytest.mark.parametrize("dtype", [d for d in (torch.float32, torch.bfloat16) if d not in matmul_module._THROUGH_FP32], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [d for d in (torch.float32, torch.bfloat16) if d not in matmul_module._THROUGH_FP32], ids=str
+)
 def test_packed_weights_are_read_and_control_stale_ones_are_seen(dtype):
     w, x = randn(0, 64, 96, dtype=dtype), randn(1, 40, 96, dtype=dtype)
     with packed([w]):

@@ -18,15 +18,33 @@ IDS = _z(5, dtype=torch.int64)
 CASES = {
     "linear widths": (lambda: linear(_z(5, 7), _z(3, 8)), r"linear: x \(5, 7\).*w \(3, 8\)"),
     "linear bias": (lambda: linear(_z(5, 7), _z(3, 7), _z(4)), r"linear: b \(4,\) must be \[3\]"),
-    "mixed dtypes": (lambda: linear(_z(5, 7), _z(3, 7).bfloat16()), r"w.dtype \(torch.bfloat16\) must equal x.dtype"),
-    "integer dtype": (lambda: silu_mul(_z(5, 8, dtype=torch.int32)), r"gu.dtype \(torch.int32\) must be float32"),
-    "rms_norm width": (lambda: rms_norm(_z(5, 7), _z(8), 1e-6), r"x.shape\[-1\] \(7\) must equal w.shape\[0\] \(8\)"),
-    "rms_norm dimensions": (lambda: rms_norm(_z(7), _z(7), 1e-6), r"x \(7,\) must be \[T, D\] or \[T, H, D\]"),
+    "mixed dtypes": (
+        lambda: linear(_z(5, 7), _z(3, 7).bfloat16()),
+        r"w.dtype \(torch.bfloat16\) must equal x.dtype",
+    ),
+    "integer dtype": (
+        lambda: silu_mul(_z(5, 8, dtype=torch.int32)),
+        r"gu.dtype \(torch.int32\) must be float32",
+    ),
+    "rms_norm width": (
+        lambda: rms_norm(_z(5, 7), _z(8), 1e-6),
+        r"x.shape\[-1\] \(7\) must equal w.shape\[0\] \(8\)",
+    ),
+    "rms_norm dimensions": (
+        lambda: rms_norm(_z(7), _z(7), 1e-6),
+        r"x \(7,\) must be \[T, D\] or \[T, H, D\]",
+    ),
     "rms_norm eps": (lambda: rms_norm(_z(5, 7), _z(7), 0.0), r"eps \(0.0\) must be positive"),
-    "add_rms_norm residual": (lambda: add_rms_norm(_z(5, 7), _z(4, 7), _z(7), 1e-6), r"residual \(4, 7\).*must be like x \(5, 7\)"),
+    "add_rms_norm residual": (
+        lambda: add_rms_norm(_z(5, 7), _z(4, 7), _z(7), 1e-6),
+        r"residual \(4, 7\).*must be like x \(5, 7\)",
+    ),
     "silu_mul odd": (lambda: silu_mul(_z(5, 7)), r"gu \(5, 7\) must be \[T, 2 I\]"),
     "rope table": (lambda: rope(_z(5, 2, 8), _z(5, 8), _z(5, 4)), r"cos \(5, 8\)"),
-    "embedding dtype": (lambda: embedding(_z(5), _z(3, 4)), r"one-dimensional int64 tensor, got torch.float32"),
+    "embedding dtype": (
+        lambda: embedding(_z(5), _z(3, 4)),
+        r"one-dimensional int64 tensor, got torch.float32",
+    ),
     "embedding above": (lambda: embedding(IDS + 3, _z(3, 4)), r"ids must lie in 0..2, got 3..3"),
     "embedding below": (lambda: embedding(IDS - 1, _z(3, 4)), r"ids must lie in 0..2, got -1..-1"),
     "logprob ids": (lambda: linear_logprob(_z(5, 7), _z(3, 7), IDS[:4]), r"ids \(4,\)"),
@@ -42,4 +60,6 @@ def test_refused(case):
 
 
 def test_ids_on_a_gpu_are_not_read_back():
-    check_ids(torch.empty(3, dtype=torch.int64, device="meta"), 2)  # as a GPU's: reading a meta tensor would raise
+    check_ids(
+        torch.empty(3, dtype=torch.int64, device="meta"), 2
+    )  # as a GPU's: reading a meta tensor would raise

@@ -1,4 +1,7 @@
-"""A row of every kernel, forward and backward, has its own bits: whatever stands beside it, wherever it stands."""
+"""A row of every kernel, forward and backward, has its own bits:
+
+whatever stands beside it, wherever it stands.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -23,7 +26,9 @@ Rows = tuple[torch.Tensor, ...]
 
 
 class Op(NamedTuple):
-    """rows(T, width, dtype, seed) makes the inputs with one row a token; run(rows, width, seed) -> outputs, also by rows."""
+    """rows(T, width, dtype, seed) makes the inputs with one row a token; run(rows, width, seed) -> outputs,
+    also by rows.
+    """
 
     rows: Callable[[int, int, torch.dtype, int], Rows]
     run: Callable[[Rows, int, int], Rows]
@@ -89,7 +94,10 @@ OPS = {
     "rms_norm": Op(_x(None), _rms_norm),
     "rms_norm of heads": Op(_x(3), _rms_norm),
     "add_rms_norm": Op(_x(None, None), _add_rms_norm),
-    "silu_mul": Op(lambda T, width, dtype, seed: (randn(seed, T, 2 * width, dtype=dtype, scale=3.0),), lambda r, *_: (silu_mul(r[0]),)),
+    "silu_mul": Op(
+        lambda T, width, dtype, seed: (randn(seed, T, 2 * width, dtype=dtype, scale=3.0),),
+        lambda r, *_: (silu_mul(r[0]),),
+    ),
     "rope": Op(_rope_rows, lambda rows, *_: (rope(*rows),)),
     "embedding": Op(
         lambda T, width, dtype, seed: (randint(seed, 50, T),),
@@ -104,13 +112,23 @@ OPS = {
 }
 # Kernels whose only floating input is not of the model's dtype, or that have none.
 ONE_DTYPE = {"draw": torch.float32, "embedding": torch.float32}
-CASES = [pytest.param(n, d, id=f"{n}-{d}".replace("torch.", "")) for n in OPS for d in DTYPES if ONE_DTYPE.get(n, d) == d]
+CASES = [
+    pytest.param(n, d, id=f"{n}-{d}".replace("torch.", ""))
+    for n in OPS
+    for d in DTYPES
+    if ONE_DTYPE.get(n, d) == d
+]
 POISON = ("rows like the others", float("nan"), float("inf"), 0.0, 6e4)
 
 
-def results(op: Op, rows: Rows, dy_of: Callable[[int, torch.Tensor], torch.Tensor], width: int, seed: int) -> Rows:
+def results(
+    op: Op, rows: Rows, dy_of: Callable[[int, torch.Tensor], torch.Tensor], width: int, seed: int
+) -> Rows:
     """Outputs and the gradients of the floating inputs, each with one row a token."""
-    leaves = [r.detach().clone().requires_grad_() if r.dtype not in (torch.int64, torch.float64) else r for r in rows]
+    leaves = [
+        r.detach().clone().requires_grad_() if r.dtype not in (torch.int64, torch.float64) else r
+        for r in rows
+    ]
     outs = op.run(tuple(leaves), width, seed)
     inputs = [r for r in leaves if r.requires_grad]
     dys = {i: dy_of(i, o) for i, o in enumerate(outs) if o.requires_grad}
@@ -120,16 +138,23 @@ def results(op: Op, rows: Rows, dy_of: Callable[[int, torch.Tensor], torch.Tenso
     return (*outs, *(g for g in grads if g is not None))
 
 
-def _scatter(x: torch.Tensor, pick: torch.Tensor, at: torch.Tensor, T: int, poison: object, seed: int) -> torch.Tensor:
+def _scatter(
+    x: torch.Tensor, pick: torch.Tensor, at: torch.Tensor, T: int, poison: object, seed: int
+) -> torch.Tensor:
     """T rows with x[pick] at the places `at`, and others or poison elsewhere."""
     padding = x[randint(seed, len(x), T)].flip(0)
-    if poison != POISON[0] and x.dtype not in (torch.int64, torch.float64):  # fp64: the uniform numbers of `draw`
+    if poison != POISON[0] and x.dtype not in (
+        torch.int64,
+        torch.float64,
+    ):  # fp64: the uniform numbers of `draw`
         padding = torch.full_like(padding, poison)
     padding[at] = x[pick]
     return padding
 
 
-def unequal_rows(op: Op, dtype: torch.dtype, width: int, T: int, other_T: int, poison: object, seed: int) -> int:
+def unequal_rows(
+    op: Op, dtype: torch.dtype, width: int, T: int, other_T: int, poison: object, seed: int
+) -> int:
     """Elements whose bits differ between T rows computed together and some of them among other_T other rows."""
     rows = op.rows(T, width, dtype, seed)
     whole = results(op, rows, lambda i, o: randn(seed + 7 + i, *o.shape, dtype=o.dtype), width, seed)

@@ -1,4 +1,6 @@
-"""Weight gradients summed into `main_grad` have the same bits for every split into micro-batches and every thread count."""
+"""Weight gradients summed into `main_grad` have the same bits for every split into micro-batches and every
+thread count.
+"""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -22,7 +24,9 @@ VOCAB = 71
 
 
 class Op(NamedTuple):
-    """weights(width, dtype), and run(x [T, width], ids [T], weights, blocks) -> the output the gradient comes from."""
+    """weights(width, dtype), and run(x [T, width], ids [T], weights, blocks) -> the output the gradient comes
+    from.
+    """
 
     weights: Callable[[int, torch.dtype], list[torch.Tensor]]
     run: Callable[[torch.Tensor, torch.Tensor, list[torch.Tensor], list[tuple[int, int]]], torch.Tensor]
@@ -42,10 +46,15 @@ OPS = {
         lambda x, ids, w, blocks: linear(x, w[0], w[1], blocks),
     ),
     "rms_norm": Op(_vector, lambda x, ids, w, blocks: rms_norm(x, w[0], 1e-6, blocks)),
-    "rms_norm of heads": Op(_vector, lambda x, ids, w, blocks: rms_norm(torch.stack([x, 2 * x, -x], 1), w[0], 1e-6, blocks)),
+    "rms_norm of heads": Op(
+        _vector, lambda x, ids, w, blocks: rms_norm(torch.stack([x, 2 * x, -x], 1), w[0], 1e-6, blocks)
+    ),
     "add_rms_norm": Op(_vector, lambda x, ids, w, blocks: add_rms_norm(x, -2 * x, w[0], 1e-6, blocks)[0]),
     "embedding": Op(_vocabulary, lambda x, ids, w, blocks: embedding(ids, w[0])),
-    "linear_logprob": Op(_vocabulary, lambda x, ids, w, blocks: linear_logprob(x, w[0], ids, SamplingParams(0.8, 30, 0.9), blocks)[0]),
+    "linear_logprob": Op(
+        _vocabulary,
+        lambda x, ids, w, blocks: linear_logprob(x, w[0], ids, SamplingParams(0.8, 30, 0.9), blocks)[0],
+    ),
 }
 CASES = [pytest.param(n, d, id=f"{n}-{d}".replace("torch.", "")) for n in OPS for d in DTYPES]
 
@@ -55,7 +64,9 @@ def main_grads(
 ) -> list[torch.Tensor]:
     """The fp32 gradient buffers after a backward pass of each micro-batch, given as indices of sequences."""
     op, T = OPS[name], sum(lengths)
-    out_shape = {"linear": (width + 5,), "linear_logprob": (), "rms_norm of heads": (3, width)}.get(name, (width,))
+    out_shape = {"linear": (width + 5,), "linear_logprob": (), "rms_norm of heads": (3, width)}.get(
+        name, (width,)
+    )
     out_dtype = torch.float32 if name == "linear_logprob" else dtype
     data = randn(0, T, width, dtype=dtype), randint(1, VOCAB, T), randn(2, T, *out_shape, dtype=out_dtype)
     x, ids, dy = (t.split(list(lengths)) for t in data)
@@ -65,7 +76,9 @@ def main_grads(
     for batch in micro_batches:
         if batch:
             blocks = token_blocks([lengths[s] for s in batch])
-            out = op.run(torch.cat([x[s] for s in batch]), torch.cat([ids[s] for s in batch]), weights, blocks)
+            out = op.run(
+                torch.cat([x[s] for s in batch]), torch.cat([ids[s] for s in batch]), weights, blocks
+            )
             out.backward(torch.cat([dy[s] for s in batch]))
     assert all(w.grad is None for w in weights)  # nothing in the weight's own dtype beside the buffer
     return [w.main_grad for w in weights]

@@ -3,7 +3,14 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 from zerokl.model.config import ModelConfig
 
 _SIZE = {
@@ -32,7 +39,10 @@ Pairs = list[tuple[list[int], list[int]]]
 
 
 def save_random(family: str, folder: Path, seed: int = 0, shard: str = "1GB") -> Path:
-    """A checkpoint with random weights everywhere: norms and biases too, which transformers starts at 1 and 0."""
+    """A checkpoint with random weights everywhere:
+
+    norms and biases too, which transformers starts at 1 and 0.
+    """
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(FAMILIES[family])
     with torch.no_grad():
@@ -47,7 +57,10 @@ def plain(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def judge(folder: Path) -> PreTrainedModel:
-    """transformers in fp64 throughout. Its norms, RoPE frequencies and eager softmax are fp32 in any dtype; here they are not."""
+    """transformers in fp64 throughout.
+
+    Its norms, RoPE frequencies and eager softmax are fp32 in any dtype; here they are not.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa")
     frequencies = torch.tensor(ModelConfig.from_file(folder).frequencies, dtype=torch.float64)
 
@@ -57,7 +70,9 @@ def judge(folder: Path) -> PreTrainedModel:
 
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):
-            module.forward = lambda x, m=module: x / (x.pow(2).mean(-1, keepdim=True) + m.variance_epsilon).sqrt() * m.weight
+            module.forward = lambda x, m=module: (
+                x / (x.pow(2).mean(-1, keepdim=True) + m.variance_epsilon).sqrt() * m.weight
+            )
     model.model.rotary_emb.forward = rotary
     return model
 
@@ -68,13 +83,21 @@ def sequence_losses(logp: torch.Tensor, pairs: Pairs, dy: torch.Tensor) -> torch
 
 
 def logprobs_and_gradients(model: PreTrainedModel, pairs: Pairs, dy: torch.Tensor) -> dict[str, torch.Tensor]:
-    """logp of the completions, the losses and the gradients of their sum by checkpoint name; one forward a sequence."""
+    """logp of the completions, the losses and the gradients of their sum by checkpoint name; one forward a
+    sequence.
+    """
     logps = []
     for prompt, completion in pairs:
         logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        logps.append(torch.log_softmax(logits, -1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1))
+        logps.append(
+            torch.log_softmax(logits, -1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1)
+        )
     logp = torch.cat(logps)
     losses = sequence_losses(logp, pairs, dy)
     losses.sum().backward()
-    return {"logp": logp.detach(), "losses": losses.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+    return {
+        "logp": logp.detach(),
+        "losses": losses.detach(),
+        **{name: p.grad for name, p in model.named_parameters()},
+    }

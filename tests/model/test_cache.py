@@ -1,4 +1,7 @@
-"""The sampler's cache: what a block held before never matters, and the whole decoder reads it with the trainer's bits."""
+"""The sampler's cache:
+
+what a block held before never matters, and the whole decoder reads it with the trainer's bits.
+"""
 
 import pytest
 import torch
@@ -17,14 +20,25 @@ def folders(tmp_path_factory):
 
 
 @torch.no_grad()
-def read(decoder: Decoder, cache: BlockCache, sequences: list[torch.Tensor], blocks: list[list[int]], chunk: int, start: int = 0):
-    """The hidden states of sequences [start:], read `chunk` tokens at a time from blocks that hold what is before."""
+def read(
+    decoder: Decoder,
+    cache: BlockCache,
+    sequences: list[torch.Tensor],
+    blocks: list[list[int]],
+    chunk: int,
+    start: int = 0,
+):
+    """The hidden states of sequences [start:], read `chunk` tokens at a time from blocks that hold what is
+    before.
+    """
     rows: list[list[torch.Tensor]] = [[] for _ in sequences]
     for a in range(start, max(map(len, sequences)), chunk):
         active = [s for s, ids in enumerate(sequences) if len(ids) > a]
         pieces = [sequences[s][a : a + chunk] for s in active]
         lengths = [len(p) for p in pieces]
-        hidden = decoder.hidden(torch.cat(pieces), CachedContext(cache, lengths, [a] * len(active), [blocks[s] for s in active]))
+        hidden = decoder.hidden(
+            torch.cat(pieces), CachedContext(cache, lengths, [a] * len(active), [blocks[s] for s in active])
+        )
         for s, own in zip(active, hidden.split(lengths), strict=True):
             rows[s].append(own)
     return [torch.cat(r) for r in rows]
@@ -50,7 +64,9 @@ def test_decoder_on_the_cache_has_the_bits_of_whole_sequences(folders, family, d
         assert total_unequal(expected, read(decoder, cache, sequences, blocks, chunk)) == 0
 
 
-def _cached(decoder: Decoder, sequences: list[torch.Tensor], dtype: torch.dtype, chunk: int) -> tuple[list[torch.Tensor], int]:
+def _cached(
+    decoder: Decoder, sequences: list[torch.Tensor], dtype: torch.dtype, chunk: int
+) -> tuple[list[torch.Tensor], int]:
     """The hidden states read through a cache in `dtype`, and its bytes."""
     cache = BlockCache(decoder.config, 10, dtype)
     blocks = [cache.allocate(-(-len(ids) // KEY_TILE)) for ids in sequences]
@@ -59,7 +75,9 @@ def _cached(decoder: Decoder, sequences: list[torch.Tensor], dtype: torch.dtype,
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("chunk", [1, 7, 100])
-def test_a_narrower_cache_is_half_as_large_and_has_the_bits_of_one_that_holds_what_was_rounded(folders, narrow, chunk):
+def test_a_narrower_cache_is_half_as_large_and_has_the_bits_of_one_that_holds_what_was_rounded(
+    folders, narrow, chunk
+):
     plain = load_decoder(folders["qwen3"], torch.float32)
     decoder = Decoder(plain.config, plain.flat.detach(), plain.layout, Numerics(cache=narrow))
     sequences = [randint(s, 128, n) for s, n in enumerate((70, 1, 33, 64))]
@@ -70,13 +88,20 @@ def test_a_narrower_cache_is_half_as_large_and_has_the_bits_of_one_that_holds_wh
     assert total_unequal(stored, rounded) == 0
     assert total_unequal(stored, whole(decoder, sequences)) == 0
     unrounded, _ = _cached(plain, sequences, narrow, chunk)
-    assert total_unequal(unrounded, whole(plain, sequences)) > 0, "control: a cache that rounds what the trainer does not"
+    assert total_unequal(unrounded, whole(plain, sequences)) > 0, (
+        "control: a cache that rounds what the trainer does not"
+    )
 
 
-@pytest.mark.parametrize(("dtype", "cache"), [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16), (torch.float32, None)])
+@pytest.mark.parametrize(
+    ("dtype", "cache"),
+    [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16), (torch.float32, None)],
+)
 def test_a_cache_dtype_that_saves_nothing_is_stored_in_the_compute_dtype(folders, dtype, cache):
     plain = load_decoder(folders["llama"], dtype)
-    assert Decoder(plain.config, plain.flat.detach(), plain.layout, Numerics(cache=cache)).cache_dtype == dtype
+    assert (
+        Decoder(plain.config, plain.flat.detach(), plain.layout, Numerics(cache=cache)).cache_dtype == dtype
+    )
 
 
 def test_control_a_wrong_block_is_found(folders):
@@ -116,4 +141,6 @@ def test_block_is_free_when_its_last_owner_releases_it(folders):
 
 def test_bytes_per_block_is_the_memory_of_a_block(folders):
     config = load_decoder(folders["llama"], torch.float32).config
-    assert BlockCache(config, 7, torch.bfloat16).data.nbytes == 7 * BlockCache.bytes_per_block(config, torch.bfloat16)
+    assert BlockCache(config, 7, torch.bfloat16).data.nbytes == 7 * BlockCache.bytes_per_block(
+        config, torch.bfloat16
+    )

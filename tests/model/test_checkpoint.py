@@ -14,7 +14,9 @@ from tests.helpers import total_unequal
 from tests.model.checkpoints import FAMILIES, save_random
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"]
+)
 @pytest.mark.parametrize("shard_bytes", [1 << 30, 50_000], ids=["single", "sharded"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_written_checkpoint_opens_in_transformers_with_equal_bits(family, shard_bytes, dtype, tmp_path):
@@ -89,7 +91,9 @@ def test_companions_and_extra_files_are_written(tmp_path):
     (source / "tokenizer.json").write_text("{}")
     (source / "private.txt").write_text("not ours to copy")
     decoder = load_decoder(source, torch.float32)
-    write_checkpoint(tmp_path / "target", decoder.layout, decoder.flat, companions=source, extra={"step.json": "7"})
+    write_checkpoint(
+        tmp_path / "target", decoder.layout, decoder.flat, companions=source, extra={"step.json": "7"}
+    )
     assert (tmp_path / "target" / "tokenizer.json").read_text() == "{}"
     assert (tmp_path / "target" / "step.json").read_text() == "7"
     assert not (tmp_path / "target" / "private.txt").exists()
@@ -120,9 +124,13 @@ def test_nothing_is_left_of_a_checkpoint_that_could_not_be_written(tmp_path, mon
 def test_layout_names_are_those_of_transformers(tmp_path):
     for family in FAMILIES:
         decoder = load_decoder(save_random(family, tmp_path / family), torch.float32)
-        stored = {name: tuple(t.shape) for name, t in load_file(tmp_path / family / "model.safetensors").items()}
+        stored = {
+            name: tuple(t.shape) for name, t in load_file(tmp_path / family / "model.safetensors").items()
+        }
         layout = Layout(decoder.config)
-        assert {name: tuple(v.shape) for name, v in layout.checkpoint_views(torch.empty(layout.numel)).items()} == stored
+        assert {
+            name: tuple(v.shape) for name, v in layout.checkpoint_views(torch.empty(layout.numel)).items()
+        } == stored
 
 
 def test_resolve_model_takes_a_folder_and_refuses_what_is_neither_folder_nor_hub_name(tmp_path):

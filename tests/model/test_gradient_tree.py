@@ -61,7 +61,9 @@ def test_rounds_of_neighbours_have_the_root_of_one_tree(ranks, empty):
     for seed in range(6):
         leaves, rounds = _leaves(8, empty, 100 * seed), GradientTree(8 // ranks)
         for first in range(0, 8, ranks):
-            rounds.push(add_roots([None if leaf is None else leaf.clone() for leaf in leaves[first : first + ranks]]))
+            rounds.push(
+                add_roots([None if leaf is None else leaf.clone() for leaf in leaves[first : first + ranks]])
+            )
         root, expected = rounds.take(), pairwise(leaves)
         assert root is expected is None or total_unequal([root], [expected]) == 0
 

@@ -1,4 +1,7 @@
-"""Prompts that are read once for all their samples: the bits of whole sequences forward, and gradients that no micro-batch changes."""
+"""Prompts that are read once for all their samples:
+
+the bits of whole sequences forward, and gradients that no micro-batch changes.
+"""
 
 from collections.abc import Sequence
 
@@ -19,7 +22,11 @@ from tests.model.checkpoints import FAMILIES, Pairs, save_random
 DIST = SamplingParams(0.9)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 # For each prompt its length, and the lengths of the completions of its samples.
-groups = st.lists(st.tuples(st.integers(1, 80), st.lists(st.integers(1, 50), min_size=1, max_size=4)), min_size=1, max_size=4)
+groups = st.lists(
+    st.tuples(st.integers(1, 80), st.lists(st.integers(1, 50), min_size=1, max_size=4)),
+    min_size=1,
+    max_size=4,
+)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -29,12 +36,19 @@ def folder(request, tmp_path_factory):
 
 def make_pairs(drawn: Sequence[tuple[int, list[int]]], seed: int = 0) -> Pairs:
     prompts = [randint(seed + i, 128, n).tolist() for i, (n, _) in enumerate(drawn)]
-    max_resamples = [(prompt, n) for prompt, (_, lengths) in zip(prompts, drawn, strict=True) for n in lengths]
+    max_resamples = [
+        (prompt, n) for prompt, (_, lengths) in zip(prompts, drawn, strict=True) for n in lengths
+    ]
     return [(prompt, randint(seed + 100 + i, 128, n).tolist()) for i, (prompt, n) in enumerate(max_resamples)]
 
 
-def gradients(decoder: Decoder, pairs: Pairs, size: int, order: Sequence[int] | None = None) -> tuple[list[torch.Tensor], ...]:
-    """logp and entropy of each pair, and the gradient buffers after samples in micro-batches of `size`. order: of the samples."""
+def gradients(
+    decoder: Decoder, pairs: Pairs, size: int, order: Sequence[int] | None = None
+) -> tuple[list[torch.Tensor], ...]:
+    """logp and entropy of each pair, and the gradient buffers after samples in micro-batches of `size`.
+
+    order: of the samples.
+    """
     weights = [*decoder.w.values(), *([decoder.lm_head] if decoder.config.tied else [])]
     for w in weights:
         w.main_grad = torch.zeros(w.shape)
@@ -88,13 +102,18 @@ def test_threads_change_nothing(folder, count):
     with threads(1):
         base = gradients(decoder, pairs, 3)
     with threads(count):
-        assert [total_unequal(a, b) for a, b in zip(base, gradients(decoder, pairs, 3), strict=True)] == [0, 0]
+        assert [total_unequal(a, b) for a, b in zip(base, gradients(decoder, pairs, 3), strict=True)] == [
+            0,
+            0,
+        ]
 
 
 def test_control_a_prompt_one_token_off_is_seen(folder, monkeypatch):
     decoder, pairs = load_decoder(folder, torch.float32), make_pairs([(40, [20, 30])])
     read = prompts_module._read
-    monkeypatch.setattr(prompts_module, "_read", lambda decoder, ids, *args: read(decoder, [*ids[:-1], ids[-1] ^ 1], *args))
+    monkeypatch.setattr(
+        prompts_module, "_read", lambda decoder, ids, *args: read(decoder, [*ids[:-1], ids[-1] ^ 1], *args)
+    )
     assert total_unequal(gradients(decoder, pairs, 2)[0], whole(decoder, pairs)) > 0
 
 
@@ -129,7 +148,9 @@ def test_passes_hold_whole_prompts_and_at_most_so_many_tokens(drawn):
     tokens = [sum(drawn[i][0] for i in some) for some in distinct]
     assert all(n <= PASS_TOKENS or len(some) == 1 for n, some in zip(tokens, distinct, strict=True))
     once = prompt_passes([[i] * n for i, (n, _) in enumerate(drawn)])
-    assert [at.stop - at.start for at in once] == [len(some) for some in distinct], "the number of samples decides nothing"
+    assert [at.stop - at.start for at in once] == [len(some) for some in distinct], (
+        "the number of samples decides nothing"
+    )
 
 
 def test_a_sequence_longer_than_the_context_is_refused(folder):

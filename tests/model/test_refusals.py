@@ -40,18 +40,28 @@ def test_control_the_config_without_changes_is_accepted():
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear' is not supported"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "llama3 lacks low_freq_factor"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
-        ({"use_sliding_window": True, "sliding_window": 4096}, "sliding window attention = 4096 is not supported"),
+        (
+            {"use_sliding_window": True, "sliding_window": 4096},
+            "sliding window attention = 4096 is not supported",
+        ),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding window attention"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config = 'fp8' is not supported"),
         ({"mlp_bias": True}, "mlp_bias = True is not supported"),
         ({"attention_dropout": 0.1}, "attention_dropout = 0.1 is not supported"),
         ({"pretraining_tp": 2}, "pretraining_tp = 2 is not supported"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
-        ({"num_attention_heads": 3, "head_dim": 16}, r"num_attention_heads \(3\) must be a multiple of num_key_value_heads \(2\)"),
+        (
+            {"num_attention_heads": 3, "head_dim": 16},
+            r"num_attention_heads \(3\) must be a multiple of num_key_value_heads \(2\)",
+        ),
         ({"head_dim": 24}, r"head_dim \(24\) must be a multiple of 16"),
         ({"vocab_size": "many"}, "field of the wrong type"),
         ({"rope_theta": "many"}, "field of the wrong type"),
-        *[({name: None}, rf"lacks the field {name}") for name in QWEN2 if name not in ("architectures", "num_key_value_heads")],
+        *[
+            ({name: None}, rf"lacks the field {name}")
+            for name in QWEN2
+            if name not in ("architectures", "num_key_value_heads")
+        ],
     ],
 )
 def test_unsupported_config_is_refused(change, message):
@@ -84,13 +94,25 @@ SINGLE = {
     "config is not JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is not valid JSON"),
     "config is a list": (lambda f: (f / "config.json").write_text("[]"), "config.json"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no model.safetensors"),
-    "corrupt": (lambda f: (f / "model.safetensors").write_bytes(b"not tensors" * 50), "model.safetensors is corrupt"),
+    "corrupt": (
+        lambda f: (f / "model.safetensors").write_bytes(b"not tensors" * 50),
+        "model.safetensors is corrupt",
+    ),
     "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "model.safetensors is corrupt"),
     "truncated": (_truncate, "model.safetensors is corrupt or incomplete"),
-    "tensor missing": (_edit(lambda tensors: tensors.pop("model.norm.weight")), "lacks 1 weights, the first being model.norm.weight"),
+    "tensor missing": (
+        _edit(lambda tensors: tensors.pop("model.norm.weight")),
+        "lacks 1 weights, the first being model.norm.weight",
+    ),
     "tensor left over": (_set("model.layers.2.extra", torch.zeros(3)), "holds model.layers.2.extra"),
-    "wrong shape": (_set("model.norm.weight", torch.zeros(65)), r"model.norm.weight has shape \(65,\), config.json asks for \(64,\)"),
-    "wrong dtype": (_set("model.norm.weight", torch.zeros(64, dtype=torch.int8)), "dtype torch.int8, which is not supported"),
+    "wrong shape": (
+        _set("model.norm.weight", torch.zeros(65)),
+        r"model.norm.weight has shape \(65,\), config.json asks for \(64,\)",
+    ),
+    "wrong dtype": (
+        _set("model.norm.weight", torch.zeros(64, dtype=torch.int8)),
+        "dtype torch.int8, which is not supported",
+    ),
 }
 
 
@@ -118,12 +140,21 @@ def _name_twice(folder: Path) -> None:
 
 
 SHARDED = {
-    "shard missing": (lambda f: sorted(f.glob("*.safetensors"))[1].unlink(), r"model-00002-of-\d+.safetensors is missing"),
-    "shard corrupt": (lambda f: sorted(f.glob("*.safetensors"))[1].write_bytes(b"x" * 99), r"model-00002-of-\d+.safetensors is corrupt"),
+    "shard missing": (
+        lambda f: sorted(f.glob("*.safetensors"))[1].unlink(),
+        r"model-00002-of-\d+.safetensors is missing",
+    ),
+    "shard corrupt": (
+        lambda f: sorted(f.glob("*.safetensors"))[1].write_bytes(b"x" * 99),
+        r"model-00002-of-\d+.safetensors is corrupt",
+    ),
     "index is not JSON": (lambda f: _index(f).write_text("{"), "index.json is not a valid index"),
     "index without a map": (lambda f: _index(f).write_text("{}"), "index.json is not a valid index"),
     "index is a list": (lambda f: _index(f).write_text("[]"), "index.json is not a valid index"),
-    "map is a list": (lambda f: _index(f).write_text('{"weight_map": []}'), "index.json is not a valid index"),
+    "map is a list": (
+        lambda f: _index(f).write_text('{"weight_map": []}'),
+        "index.json is not a valid index",
+    ),
     "tensor in another shard": (_name_twice, "safetensors is corrupt or incomplete"),
 }
 

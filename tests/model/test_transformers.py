@@ -11,7 +11,15 @@ from zerokl.model.prompts import Prompts
 from zerokl.model.scoring import logprobs, pack
 
 from tests.helpers import assert_at_most_twice_the_error, randn
-from tests.model.checkpoints import FAMILIES, Pairs, judge, logprobs_and_gradients, plain, save_random, sequence_losses
+from tests.model.checkpoints import (
+    FAMILIES,
+    Pairs,
+    judge,
+    logprobs_and_gradients,
+    plain,
+    save_random,
+    sequence_losses,
+)
 
 PAIRS: Pairs = [
     ([1, 2, 3], [4, 5, 6, 7]),
@@ -29,7 +37,10 @@ SEEDS = range(8)
 
 
 def zerokl_results(folder, dtype: torch.dtype, shared: bool) -> dict[str, torch.Tensor]:
-    """As transformers' `logprobs_and_gradients`, all packed, the gradients taken from `main_grad`. shared: prompts are read once."""
+    """As transformers' `logprobs_and_gradients`, all packed, the gradients taken from `main_grad`.
+
+    shared: prompts are read once.
+    """
     decoder = load_decoder(folder, dtype)
     flat = torch.zeros(decoder.layout.numel, dtype=torch.promote_types(dtype, torch.float32))
     views = decoder.layout.views(flat)
@@ -38,7 +49,9 @@ def zerokl_results(folder, dtype: torch.dtype, shared: bool) -> dict[str, torch.
     if decoder.config.tied:
         decoder.lm_head.main_grad = torch.zeros_like(views["embed"])
     prompts = Prompts(decoder, [prompt for prompt, _ in PAIRS]) if shared else None
-    logp, _ = logprobs(decoder, pack(PAIRS, prompts.of if prompts else None), SamplingParams(), prompts=prompts)
+    logp, _ = logprobs(
+        decoder, pack(PAIRS, prompts.of if prompts else None), SamplingParams(), prompts=prompts
+    )
     losses = sequence_losses(logp, PAIRS, DY)
     losses.sum().backward()
     if prompts:
@@ -51,7 +64,9 @@ def zerokl_results(folder, dtype: torch.dtype, shared: bool) -> dict[str, torch.
 @pytest.fixture(scope="module", params=FAMILIES)
 def judged(request, tmp_path_factory):
     """Folders of one family, one a seed, and the judge's results."""
-    folders = [save_random(request.param, tmp_path_factory.mktemp(request.param), seed, "200KB") for seed in SEEDS]
+    folders = [
+        save_random(request.param, tmp_path_factory.mktemp(request.param), seed, "200KB") for seed in SEEDS
+    ]
     return folders, [logprobs_and_gradients(judge(folder), PAIRS, DY) for folder in folders]
 
 
@@ -66,7 +81,9 @@ def test_error_is_at_most_twice_that_of_transformers(judged, dtype, shared):
     theirs = [logprobs_and_gradients(plain(folder, dtype), PAIRS, DY) for folder in folders]
     assert ours[0].keys() == theirs[0].keys() == exact[0].keys()
     for name in exact[0]:
-        assert_at_most_twice_the_error(*(torch.stack([r[name] for r in runs]) for runs in (ours, theirs, exact)), name)
+        assert_at_most_twice_the_error(
+            *(torch.stack([r[name] for r in runs]) for runs in (ours, theirs, exact)), name
+        )
 
 
 @torch.no_grad()
@@ -76,7 +93,10 @@ def test_error_of_every_logit_is_at_most_twice_that_of_transformers(judged, dtyp
     ours, theirs, exact = [], [], []
     for folder in folders:
         decoder = load_decoder(folder, dtype)
-        hidden = decoder.hidden(torch.tensor([i for row in ids for i in row]), PackedContext([len(row) for row in ids], decoder.config))
+        hidden = decoder.hidden(
+            torch.tensor([i for row in ids for i in row]),
+            PackedContext([len(row) for row in ids], decoder.config),
+        )
         ours.append(matmul(hidden, decoder.logits_weight()))
         for found, model in ((theirs, plain(folder, dtype)), (exact, judge(folder))):
             found.append(torch.cat([model(torch.tensor([row]), use_cache=False).logits[0] for row in ids]))

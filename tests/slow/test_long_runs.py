@@ -21,13 +21,20 @@ def base(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "distribution", [{}, {"sampling.temperature": "0.7"}, {"sampling.top_p": "0.9"}], ids=["T=1", "T=0.7", "top_p=0.9"]
+    "distribution",
+    [{}, {"sampling.temperature": "0.7"}, {"sampling.top_p": "0.9"}],
+    ids=["T=1", "T=0.7", "top_p=0.9"],
 )
 def test_every_token_of_a_200_step_run_is_bitwise_equal(base, tmp_path, dtype, sampling_params):
     overrides = {f"task.options.{k}": v for k, v in _TASK.items()} | {
-        "model": str(base), "dtype": dtype, "steps": "200",
-        "prompts": "8", "num_generations": "4", "sampling.max_tokens": "6", "evaluation.every": "0",
-    }  # fmt: skip
+        "model": str(base),
+        "dtype": dtype,
+        "steps": "200",
+        "prompts": "8",
+        "num_generations": "4",
+        "sampling.max_tokens": "6",
+        "evaluation.every": "0",
+    }
     summary = train(load_config(None, None, overrides | sampling_params), tmp_path / "run")
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(metrics) == summary.steps == 200

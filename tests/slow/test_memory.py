@@ -72,26 +72,49 @@ from letters_reward import reward
 
 
 def test_ranks_share_the_memory_of_the_training_state(tmp_path):
-    """47 million bf16 weights, of which ranks own parts, down to parts of a weight: one ledger, and of master weights, moments and sums
-    of the gradient a rank of four holds 5 bytes a weight, a single process 24."""
+    """47 million bf16 weights, of which ranks own parts, down to parts of a weight: one ledger, and of master
+    weights, moments and sums of the gradient a rank of four holds 5 bytes a weight, a single process 24.
+    """
     widths = dict(
-        hidden_size=768, intermediate_size=2048, num_hidden_layers=7, num_attention_heads=8, num_key_value_heads=2, head_dim=64
-    )  # fmt: skip
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=7,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+    )
     model = random_model(tmp_path, widths)
     write_letters_reward(tmp_path)
     (tmp_path / "peak.py").write_text(_PEAK)
     words = {
-        "model": model, "steps": 1, "prompts": 8, "num_generations": 2, "evaluation.every": 0, "workers": 1, "dtype": "bfloat16",
+        "model": model,
+        "steps": 1,
+        "prompts": 8,
+        "num_generations": 2,
+        "evaluation.every": 0,
+        "workers": 1,
+        "dtype": "bfloat16",
         "task.reward": "peak:reward",
-    }  # fmt: skip
+    }
     overrides = [word for key, value in words.items() for word in (f"--{key}", str(value))]
     peaks = {}
     for size in (1, 4):
-        train = torchrun(size, "-m", "zerokl", "train", "--preset", "demo", "--run-dir", f"run{size}", *overrides)
+        train = torchrun(
+            size, "-m", "zerokl", "train", "--preset", "demo", "--run-dir", f"run{size}", *overrides
+        )
         environment = os.environ | {"PYTHONPATH": "."}
         done = subprocess.run(train, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-2000:]
         peaks[size] = [int((tmp_path / f"peak-{rank}").read_text()) / 2**20 for rank in range(size)]
-    ledgers = [[line for line in map(json.loads, (tmp_path / f"run{size}" / LEDGER).open()) if line["kind"] == "step"] for size in (1, 4)]
+    ledgers = [
+        [
+            line
+            for line in map(json.loads, (tmp_path / f"run{size}" / LEDGER).open())
+            if line["kind"] == "step"
+        ]
+        for size in (1, 4)
+    ]
     assert ledgers[0] == ledgers[1] != []
-    assert max(peaks[4][1:]) < 0.65 * peaks[1][0], peaks  # the first rank writes the checkpoint, which passes through its memory
+    assert max(peaks[4][1:]) < 0.65 * peaks[1][0], (
+        peaks
+    )  # the first rank writes the checkpoint, which passes through its memory

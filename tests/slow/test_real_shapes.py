@@ -1,7 +1,7 @@
 """Real head counts and a vocabulary of 151,936: load, sample and train one exact step within 20 GiB.
 
-The checkpoint is written by transformers with random weights; each case runs in a process of its own, whose peak memory
-the operating system reports.
+The checkpoint is written by transformers with random weights; each case runs in a process of its own, whose
+peak memory the operating system reports.
 """
 
 import json
@@ -18,11 +18,24 @@ _VOCAB = 151_936
 _SHAPES = {
     "qwen3-0.6b": (
         "Qwen3",
-        dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128),
+        dict(
+            hidden_size=1024,
+            intermediate_size=3072,
+            num_hidden_layers=28,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            head_dim=128,
+        ),
     ),
     "qwen2.5-0.5b": (
         "Qwen2",
-        dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2),
+        dict(
+            hidden_size=896,
+            intermediate_size=4864,
+            num_hidden_layers=24,
+            num_attention_heads=14,
+            num_key_value_heads=2,
+        ),
     ),
 }
 _STEP = """
@@ -44,7 +57,12 @@ def _write_model(folder: Path, family: str, shape: dict) -> None:
     from zerokl.engine.tasks.tokenizer import character_tokenizer
 
     config = getattr(transformers, f"{family}Config")(
-        vocab_size=_VOCAB, tie_word_embeddings=True, max_position_embeddings=4096, eos_token_id=1, pad_token_id=0, **shape
+        vocab_size=_VOCAB,
+        tie_word_embeddings=True,
+        max_position_embeddings=4096,
+        eos_token_id=1,
+        pad_token_id=0,
+        **shape,
     )
     torch.manual_seed(0)
     getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16).save_pretrained(folder)

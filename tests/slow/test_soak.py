@@ -12,7 +12,14 @@ from tests.random_model import random_model
 
 pytestmark = pytest.mark.slow
 
-_WIDTHS = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+_WIDTHS = dict(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=16,
+)
 _STEPS = 1000
 
 # Resident memory after each step, in pages, beside the steps' own metrics.
@@ -34,10 +41,21 @@ print(json.dumps({"pages": pages, "unequal": summary.tokens_unequal, "max_abs": 
 def test_a_thousand_steps_stay_exact_and_flat(tmp_path: Path):
     model = random_model(tmp_path, _WIDTHS)
     overrides = {
-        "model": str(model), "steps": str(_STEPS), "prompts": "2", "num_generations": "4", "sampling.max_tokens": "4", "workers": "1",
-        "threads": "1", "evaluation.every": "0", "checkpoint.every": "250", "checkpoint.keep": "2", "optimizer.lr": "1e-5",
-        "task.options": {"max_value": 9, "train": 50, "held_out": 10}, "virtual_shards": "2", "task.reward": "letters_reward:reward",
-    }  # fmt: skip
+        "model": str(model),
+        "steps": str(_STEPS),
+        "prompts": "2",
+        "num_generations": "4",
+        "sampling.max_tokens": "4",
+        "workers": "1",
+        "threads": "1",
+        "evaluation.every": "0",
+        "checkpoint.every": "250",
+        "checkpoint.keep": "2",
+        "optimizer.lr": "1e-5",
+        "task.options": {"max_value": 9, "train": 50, "held_out": 10},
+        "virtual_shards": "2",
+        "task.reward": "letters_reward:reward",
+    }
     write_letters_reward(tmp_path)
     run = tmp_path / "run"
     words = [sys.executable, "-c", _CODE, json.dumps(overrides), str(run)]
@@ -49,7 +67,8 @@ def test_a_thousand_steps_stay_exact_and_flat(tmp_path: Path):
     assert {m["mismatch/max_abs"] for m in metrics} == {0.0}
     assert sum(m["grad_norm"] > 0 for m in metrics) > 0.9 * _STEPS, "a step without a gradient proves little"
     pages = found["pages"]
-    # What is kept of each step (its metrics) is a few hundred bytes in lists; a leak of one gradient a step would be 100 times this.
+    # What is kept of each step (its metrics) is a few hundred bytes in lists; a leak of one gradient a step
+    # would be 100 times this.
     assert max(pages[-100:]) - max(pages[100:200]) < (8 << 20) // 4096, pages[::50]
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-000750", "step-001000"]
     words = [sys.executable, "-m", "zerokl", "verify", "run", str(run), "--replays", "1"]

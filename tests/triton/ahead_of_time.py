@@ -1,4 +1,7 @@
-"""Prints what test_binaries.py judges, as JSON; given the targets to build every binary for. Run without TRITON_INTERPRET."""
+"""Prints what test_binaries.py judges, as JSON; given the targets to build every binary for.
+
+Run without TRITON_INTERPRET.
+"""
 
 import json
 import sys
@@ -48,7 +51,11 @@ def ptx(launch: Launch, target: str = "sm_90") -> str:
 
 def layouts(launch: Launch) -> list[str]:
     """The first layout is the row's: what each thread sums."""
-    return [line for line in compile_launch(*launch, "sm_90").asm["ttgir"].splitlines() if line.startswith("#blocked")]
+    return [
+        line
+        for line in compile_launch(*launch, "sm_90").asm["ttgir"].splitlines()
+        if line.startswith("#blocked")
+    ]
 
 
 def differing(left: list[str], right: list[str]) -> int:
@@ -67,14 +74,21 @@ def vllm_rms_norm(theirs: Any, dtype: torch.dtype, D: int) -> Launch:
 
 
 def without_the_sum_over_warps(opcodes: list[str]) -> list[str]:
-    """Of vLLM's norm: less the sixth and seventh butterfly with their additions, which add the zeros of idle warps to a short row."""
+    """Of vLLM's norm:
+
+    less the sixth and seventh butterfly with their additions, which add the zeros of idle warps to a short
+    row.
+    """
     butterflies = [i for i, opcode in enumerate(opcodes) if opcode.startswith("shfl.")]
     assert len(butterflies) == 7, butterflies
     return opcodes[: butterflies[5]] + opcodes[butterflies[6] + 2 :]
 
 
 def sum_of_exponentials(opcodes: list[str]) -> list[str]:
-    """The additions and butterflies that follow the first eight exponentials of a row: a tile's sum and its addition to the row's."""
+    """The additions and butterflies that follow the first eight exponentials of a row:
+
+    a tile's sum and its addition to the row's.
+    """
     start = [i for i, opcode in enumerate(opcodes) if opcode.startswith("ex2.")][7]
     return [opcode for opcode in opcodes[start:] if opcode.startswith(("add.", "shfl."))][: 7 + 2 * 7 + 1]
 
@@ -89,20 +103,33 @@ def beside_vllm() -> dict[str, int]:
             norm = ours[f"rms_norm {name}: rms_norm_fwd"]
             found[f"rms_norm {name} {target}"] = unequal(norm, vllm_rms_norm(theirs, dtype, 1024), target)
         heads, wide = ours[f"qk_norm {name}: rms_norm_fwd"], vllm_rms_norm(theirs, dtype, 128)
-        found[f"qk_norm {name}"] = differing(float_opcodes(ptx(heads)), without_the_sum_over_warps(float_opcodes(ptx(wide))))
-        found[f"qk_norm {name} columns of a thread"] = differing(*(line.split(",")[:1] for line in (layouts(heads)[0], layouts(wide)[0])))
+        found[f"qk_norm {name}"] = differing(
+            float_opcodes(ptx(heads)), without_the_sum_over_warps(float_opcodes(ptx(wide)))
+        )
+        found[f"qk_norm {name} columns of a thread"] = differing(
+            *(line.split(",")[:1] for line in (layouts(heads)[0], layouts(wide)[0]))
+        )
         x, row = torch.empty(64, 1024, dtype=dtype, device="meta"), torch.empty(512, device="meta")
         plain = Launch(plain_rope, (x, row, row, x), {"D": 512, "num_warps": 4, "enable_fp_fusion": True})
-        found[f"rope {name}"] = differing(*(sorted(float_opcodes(ptx(one))) for one in (ours[f"rope {name} D=128: rope"], plain)))
+        found[f"rope {name}"] = differing(
+            *(sorted(float_opcodes(ptx(one))) for one in (ours[f"rope {name} D=128: rope"], plain))
+        )
     z = torch.empty(64, 4096, device="meta")
     options = {"BLOCK_SIZE": 1024, "LOG": True, "num_warps": 4, "enable_fp_fusion": True}
-    logprob, log_softmax = ours["logprob: logprob_fwd"], Launch(theirs._softmax_kernel, (z, z, 4096, 1, 4096, 4096), options)
-    a, b = ([op for op in float_opcodes(ptx(one)) if op != "div.rn.f32"] for one in (logprob, log_softmax))  # z / 1.0 = z
+    logprob, log_softmax = (
+        ours["logprob: logprob_fwd"],
+        Launch(theirs._softmax_kernel, (z, z, 4096, 1, 4096, 4096), options),
+    )
+    a, b = (
+        [op for op in float_opcodes(ptx(one)) if op != "div.rn.f32"] for one in (logprob, log_softmax)
+    )  # z / 1.0 = z
     found["logprob layouts"] = differing(layouts(logprob), layouts(log_softmax))
     found["logprob maximum"] = differing(a[: a.index("sub.f32")], b[: b.index("sub.f32")])
     found["logprob sum"] = differing(sum_of_exponentials(a), sum_of_exponentials(b))
     other_tile = log_softmax._replace(options={**options, "BLOCK_SIZE": 2048})
-    found["control: sum of another tile"] = differing(sum_of_exponentials(a), sum_of_exponentials(float_opcodes(ptx(other_tile))))
+    found["control: sum of another tile"] = differing(
+        sum_of_exponentials(a), sum_of_exponentials(float_opcodes(ptx(other_tile)))
+    )
     return found
 
 
@@ -117,7 +144,9 @@ def main() -> None:
         "binaries": len(binaries),
         "faults": found,
         "compared": compared,
-        "atomic": faults((inspect("atomic", t, compile_launch(atomic_sum, (x, x), options, t)) for t in TARGETS), None),
+        "atomic": faults(
+            (inspect("atomic", t, compile_launch(atomic_sum, (x, x), options, t)) for t in TARGETS), None
+        ),
         "spill": faults([binary._replace(local_bytes=16)], None),
         "regression": faults([binary], {"kernel": {"sm_90": [31, 0]}}),
         "vllm": beside_vllm(),

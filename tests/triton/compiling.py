@@ -1,8 +1,9 @@
-"""Scripts that compile, run outside of this process: Triton's interpreter and its compiler exclude each other.
+"""Scripts that compile, run outside of this process: Triton's interpreter and its compiler exclude each
+other.
 
-Each runs with the installed Triton and with those in the folders of OTHER_TRITONS (`make test-triton` names one: the Triton that torch
-2.13 for CUDA comes with, and so vLLM 0.32 on a GPU). All of them at once, as a compiler keeps one core busy; all targets with the last
-one, to save time, and Hopper with the others.
+Each runs with the installed Triton and with those in the folders of OTHER_TRITONS (`make test-triton` names
+one: the Triton that torch 2.13 for CUDA comes with, and so vLLM 0.32 on a GPU). All of them at once, as a
+compiler keeps one core busy; all targets with the last one, to save time, and Hopper with the others.
 """
 
 import json
@@ -35,7 +36,12 @@ def reports(script: str, every: Iterable[str]) -> dict[str, Any]:
 
 def _start(script: str, triton: str, targets: list[str]) -> subprocess.Popen[str]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    folders = [*([] if triton == INSTALLED else [str(Path(triton).resolve())]), str(Path(__file__).parents[2])]  # the tests' own modules
+    folders = [
+        *([] if triton == INSTALLED else [str(Path(triton).resolve())]),
+        str(Path(__file__).parents[2]),
+    ]  # the tests' own modules
     environment["PYTHONPATH"] = os.pathsep.join(folders)
     command = [sys.executable, str(Path(__file__).parent / script), *targets]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )

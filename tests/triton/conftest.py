@@ -1,4 +1,7 @@
-"""Triton's kernels on a CPU. `make test-triton` sets TRITON_INTERPRET=1, which must stand in the environment before Triton is."""
+"""Triton's kernels on a CPU.
+
+`make test-triton` sets TRITON_INTERPRET=1, which must stand in the environment before Triton is.
+"""
 
 import types
 

@@ -1,8 +1,10 @@
-"""Prints, as JSON, in how many places the float programs of vLLM's kernels and of ours differ; given targets. Run without TRITON_INTERPRET.
+"""Prints, as JSON, in how many places the float programs of vLLM's kernels and of ours differ; given targets.
+Run without TRITON_INTERPRET.
 
-Both are compiled ahead of time with the same options and tiles; a float program is the ordered list of float instructions with their
-data flow, tensor-core instructions included (verify/binaries.py). vLLM leaves the precision of fp32 products to Triton's default: tf32,
-but TRITON_F32_DEFAULT is set here as exact training sets it (engine/rollout/vllm/stock.py).
+Both are compiled ahead of time with the same options and tiles; a float program is the ordered list of float
+instructions with their data flow, tensor-core instructions included (verify/binaries.py). vLLM leaves the
+precision of fp32 products to Triton's default: tf32, but TRITON_F32_DEFAULT is set here as exact training
+sets it (engine/rollout/vllm/stock.py).
 """
 
 import json
@@ -57,7 +59,9 @@ def differ(a: list[str], b: list[str]) -> int:
 
 
 def opcodes(lines: list[str]) -> Counter[str]:
-    """How often each instruction occurs, one that does two at once as two; shuffles that add nothing (idx) are left out."""
+    """How often each instruction occurs, one that does two at once as two; shuffles that add nothing (idx)
+    are left out.
+    """
     found: Counter[str] = Counter()
     for opcode in (line.split(" ", 1)[0] for line in lines):
         if not opcode.startswith("shfl.sync.idx"):
@@ -66,14 +70,18 @@ def opcodes(lines: list[str]) -> Counter[str]:
 
 
 def expressions(lines: list[str]) -> Counter[int]:
-    """Each instruction with the instructions that made its operands, and so on: the program whatever the compiler's order of what does not
-    depend on each other. What is loaded, or comes from an earlier turn of a loop, is a leaf without a name."""
+    """Each instruction with the instructions that made its operands, and so on: the program whatever the
+    compiler's order of what does not depend on each other. What is loaded, or comes from an earlier turn of a
+    loop, is a leaf without a name.
+    """
     made: dict[str, int] = {}
     found: Counter[int] = Counter()
     for line in lines:
         opcode, operands = line.split(" ", 1)
         names = re.findall(r"%\d+|[^\s,{}|]+", operands)
-        results = re.findall(r"%\d+", operands.split("}")[0] if operands.startswith("{") else operands.split(",")[0])
+        results = re.findall(
+            r"%\d+", operands.split("}")[0] if operands.startswith("{") else operands.split(",")[0]
+        )
         value = hash((opcode, *(made.get(x, "leaf") if x.startswith("%") else x for x in names)))
         found[value] += 1
         made |= {x: hash((value, i)) for i, x in enumerate(results)}
@@ -84,24 +92,36 @@ def apart(a: Counter[Any], b: Counter[Any]) -> int:
     return ((a - b) + (b - a)).total()
 
 
-def matmul_launches(module: Any, dtype: torch.dtype, target: str, K: int = 1024, bias: bool = False) -> tuple[Launch, Launch]:
+def matmul_launches(
+    module: Any, dtype: torch.dtype, target: str, K: int = 1024, bias: bool = False
+) -> tuple[Launch, Launch]:
     x, w = (torch.empty(n, K, dtype=dtype, device="meta") for n in (256, 2048))
     b = torch.empty(2048, dtype=dtype, device="meta") if bias else None
     their = theirs(module, "matmul_kernel_persistent", lambda: module.matmul_persistent(x, w.t(), b))
-    tiles = {f"BLOCK_{a}": their.options[f"BLOCK_SIZE_{a}"] for a in "MNK"} | {k: their.options[k] for k in ("num_warps", "num_stages")}
+    tiles = {f"BLOCK_{a}": their.options[f"BLOCK_SIZE_{a}"] for a in "MNK"} | {
+        k: their.options[k] for k in ("num_warps", "num_stages")
+    }
     our = ours(target, lambda: matmul_triton.matmul(x, w.t(), b))
     return their, our._replace(options=our.options | tiles)
 
 
-def attention_launches(module: Any, dtype: torch.dtype, target: str, D: int = 128, group: int = 2) -> tuple[Launch, Launch, Launch]:
+def attention_launches(
+    module: Any, dtype: torch.dtype, target: str, D: int = 128, group: int = 2
+) -> tuple[Launch, Launch, Launch]:
     """vLLM's, ours against pages, and ours against packed keys with lse."""
     q, pages = (torch.empty(*n, D, dtype=dtype, device="meta") for n in ((64, 8 * group), (40, 32, 8)))
-    starts, lengths, table = (torch.empty(*n, dtype=torch.int32, device="meta") for n in ((3,), (2,), (2, 16)))
+    starts, lengths, table = (
+        torch.empty(*n, dtype=torch.int32, device="meta") for n in ((3,), (2,), (2, 16))
+    )
     spans, o, scale = Spans(starts, lengths, table, 8, starts), torch.empty_like(q), D**-0.5
     rest = (starts, 64, lengths, 64, scale, True, (-1, -1), table, 0, None, None, None)
-    their = theirs(module, "kernel_unified_attention", lambda: module.unified_attention(q, pages, pages, o, *rest))
+    their = theirs(
+        module, "kernel_unified_attention", lambda: module.unified_attention(q, pages, pages, o, *rest)
+    )
     paged = ours(target, lambda: attention_triton.attention_paged(q, pages, pages, spans, scale))
-    packed = ours(target, lambda: attention_triton.attention_packed(q, q[:, :8], q[:, :8], spans, scale, want_lse=True))
+    packed = ours(
+        target, lambda: attention_triton.attention_packed(q, q[:, :8], q[:, :8], spans, scale, want_lse=True)
+    )
     return their, paged, packed
 
 
@@ -118,10 +138,14 @@ def controls(batch_invariant: Any, unified: Any) -> dict[str, int]:
     ):
         expected = program(their, "sm_90")
         for change in changes:
-            found[f"{what} {change}"] = differ(expected, program(our._replace(options=our.options | change), "sm_90"))
+            found[f"{what} {change}"] = differ(
+                expected, program(our._replace(options=our.options | change), "sm_90")
+            )
     their, our = matmul_launches(batch_invariant, torch.bfloat16, "sm_90", bias=True)
     unfused = our._replace(options=our.options | {"enable_fp_fusion": False})
-    found["matmul with a bias, unfused"] = apart(*(expressions(program(x, "sm_90")) for x in (their, unfused)))
+    found["matmul with a bias, unfused"] = apart(
+        *(expressions(program(x, "sm_90")) for x in (their, unfused))
+    )
     return found
 
 
@@ -145,17 +169,32 @@ def main() -> None:
             their, our = matmul_launches(batch_invariant, dtype, target)
             programs = [program(x, target) for x in (their, our)]
             report[f"matmul {at}"] = {"instructions": len(programs[0]), "differ": differ(*programs)}
-            for what, K in (("", 1024), (", uneven", 1000)):  # the compiler reads the bias earlier in one than in the other
-                programs = [program(x, target) for x in matmul_launches(batch_invariant, dtype, target, K, bias=True)]
-                report[f"matmul with a bias{what} {at}"] = {"instructions": len(programs[0]), "differ": apart(*map(expressions, programs))}
+            for what, K in (
+                ("", 1024),
+                (", uneven", 1000),
+            ):  # the compiler reads the bias earlier in one than in the other
+                programs = [
+                    program(x, target) for x in matmul_launches(batch_invariant, dtype, target, K, bias=True)
+                ]
+                report[f"matmul with a bias{what} {at}"] = {
+                    "instructions": len(programs[0]),
+                    "differ": apart(*map(expressions, programs)),
+                }
             for what, shape in ATTENTIONS.items() if dtype == torch.bfloat16 else ():
-                programs = [program(x, target) for x in attention_launches(unified, dtype, target, **shape)[:2]]
-                report[f"attention{what} {at}"] = {"instructions": len(programs[0]), "differ": differ(*programs)}
+                programs = [
+                    program(x, target) for x in attention_launches(unified, dtype, target, **shape)[:2]
+                ]
+                report[f"attention{what} {at}"] = {
+                    "instructions": len(programs[0]),
+                    "differ": differ(*programs),
+                }
             programs = [program(x, target) for x in attention_launches(unified, dtype, target)]
             length = len(programs[0])
             report[f"attention paged {at}"] = {"instructions": length, "differ": differ(*programs[:2])}
             # After the same program comes the logarithm of lse.
-            if dtype == torch.float32:  # on sm_90 the compiler exchanges two subtractions of which neither needs the other
+            if (
+                dtype == torch.float32
+            ):  # on sm_90 the compiler exchanges two subtractions of which neither needs the other
                 found = (expressions(programs[0]) - expressions(programs[2])).total()
                 found += apart(opcodes(programs[2]), opcodes(programs[0]) + logarithm)
             else:

@@ -1,9 +1,11 @@
-"""Triton 3.9's interpreter, mended for tests: bf16 that works, and matrix products that a GPU could have made.
+"""Triton 3.9's interpreter, mended for tests: bf16 that works, and matrix products that a GPU could have
+made.
 
-It keeps bf16 as raw uint16: its casts truncate, and its arithmetic and its matrix products work on those integers. Here casts round to
-nearest even and arithmetic widens to fp32. Still wrong, and not used by the tests: reductions of bf16 tensors, and fp8.
-It multiplies with numpy's BLAS, whose bits for a row may depend on where in the tile the row lies (so where there is no AVX-512).
-Tensor cores, and a GPU's fused multiply-adds, know no such place: here each element is one dot product, of its row and its column.
+It keeps bf16 as raw uint16: its casts truncate, and its arithmetic and its matrix products work on those
+integers. Here casts round to nearest even and arithmetic widens to fp32. Still wrong, and not used by the
+tests: reductions of bf16 tensors, and fp8. It multiplies with numpy's BLAS, whose bits for a row may depend
+on where in the tile the row lies (so where there is no AVX-512). Tensor cores, and a GPU's fused
+multiply-adds, know no such place: here each element is one dot product, of its row and its column.
 """
 
 import numpy as np
@@ -31,7 +33,11 @@ def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def patch() -> None:
     """For the rest of the process."""
-    cast, binary, unary = InterpreterBuilder.cast_impl, InterpreterBuilder.binary_op, InterpreterBuilder.unary_op
+    cast, binary, unary = (
+        InterpreterBuilder.cast_impl,
+        InterpreterBuilder.binary_op,
+        InterpreterBuilder.unary_op,
+    )
 
     def cast_impl(self, src, dst_type):
         if src.dtype.scalar == dst_type.scalar:
@@ -49,12 +55,21 @@ def patch() -> None:
         return TensorHandle(result if result.dtype == bool else narrow(result), tl.bfloat16)
 
     def unary_op(self, arg, op):
-        return TensorHandle(narrow(op(widen(arg.data))), tl.bfloat16) if arg.dtype.scalar == tl.bfloat16 else unary(self, arg, op)
+        return (
+            TensorHandle(narrow(op(widen(arg.data))), tl.bfloat16)
+            if arg.dtype.scalar == tl.bfloat16
+            else unary(self, arg, op)
+        )
 
     def create_dot(self, a, b, d, *rest):
         assert d.dtype.scalar == tl.float32, d.dtype
-        return TensorHandle(product(*(widen(x.data) if x.dtype.scalar == tl.bfloat16 else x.data for x in (a, b))) + d.data, tl.float32)
+        return TensorHandle(
+            product(*(widen(x.data) if x.dtype.scalar == tl.bfloat16 else x.data for x in (a, b))) + d.data,
+            tl.float32,
+        )
 
     InterpreterBuilder.cast_impl, InterpreterBuilder.binary_op = cast_impl, binary_op
     InterpreterBuilder.unary_op, InterpreterBuilder.create_dot = unary_op, create_dot
-    InterpreterBuilder.create_fp_to_fp = lambda self, src, dst_type, rounding_mode: cast_impl(self, src, dst_type)
+    InterpreterBuilder.create_fp_to_fp = lambda self, src, dst_type, rounding_mode: cast_impl(
+        self, src, dst_type
+    )

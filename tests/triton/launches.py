@@ -1,7 +1,9 @@
-"""Prints, as JSON, the launches of model runs that kernels/configurations.py does not list; given targets. Run without TRITON_INTERPRET.
+"""Prints, as JSON, the launches of model runs that kernels/configurations.py does not list; given targets.
+Run without TRITON_INTERPRET.
 
-Models of the supported families at their real widths, two layers each, train, score and sample on CPU memory with the GPU's code; each
-launch is recorded and none carried out, so the numbers are whatever the memory held. A launch is known by what Triton keys a binary with.
+Models of the supported families at their real widths, two layers each, train, score and sample on CPU memory
+with the GPU's code; each launch is recorded and none carried out, so the numbers are whatever the memory
+held. A launch is known by what Triton keys a binary with.
 """
 
 import json
@@ -42,19 +44,35 @@ DISTRIBUTIONS = (SamplingParams(), SamplingParams(0.7, 20, 0.9), SamplingParams(
 
 
 def binary_key(kernel: Any, args: tuple[Any, ...], options: Mapping[str, Any], target: str) -> str:
-    """What tells the binary of one launch from others, as in Triton's cache: two launches with one key run the same binary."""
+    """What tells the binary of one launch from others, as in Triton's cache:
+
+    two launches with one key run the same binary.
+    """
     source, parsed, _ = specialised(kernel, args, options, target)
     return f"{source.hash()} {parsed.hash()}"
 
 
 def decoder(name: str, dtype: torch.dtype, numerics: Numerics) -> Decoder:
     family, D, inner, heads, kv_heads, head_dim, tied = MODELS[name]
-    config = ModelConfig.from_dict({
-        "architectures": [f"{family}ForCausalLM"], "model_type": family.lower(), "vocab_size": VOCABULARY, "hidden_size": D,
-        "intermediate_size": inner, "num_hidden_layers": 2, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
-        "head_dim": head_dim, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": tied,
-        "hidden_act": "silu", "attention_bias": False,
-    })  # fmt: skip
+    config = ModelConfig.from_dict(
+        {
+            "architectures": [f"{family}ForCausalLM"],
+            "model_type": family.lower(),
+            "vocab_size": VOCABULARY,
+            "hidden_size": D,
+            "intermediate_size": inner,
+            "num_hidden_layers": 2,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": head_dim,
+            "max_position_embeddings": 1024,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": tied,
+            "hidden_act": "silu",
+            "attention_bias": False,
+        }
+    )
     layout = Layout(config)
     made = Decoder(config, torch.empty(layout.numel, dtype=dtype), layout, numerics)
     for w in (*made.w.values(), made.lm_head):
@@ -81,7 +99,10 @@ def run(model: Decoder) -> None:
 
 
 def launches(work: Callable[[], None]) -> Iterator[Launch]:
-    """Those that `work` makes, one for each way in which Triton could see them: data types, alignments and numbers."""
+    """Those that `work` makes, one for each way in which Triton could see them:
+
+    data types, alignments and numbers.
+    """
     with recorded() as found:
         work()
     distinct = {}
@@ -102,10 +123,20 @@ def main() -> None:
                 for launch in launches(partial(run, decoder(name, dtype, numerics))):
                     seen, key = seen + 1, binary_key(*launch, target)
                     if key not in listed:
-                        missing[key] = f"{launch.kernel.__name__} on {target}: {name} {dtype} {numerics} {launch.options}"
+                        missing[key] = (
+                            f"{launch.kernel.__name__} on {target}: {name} {dtype} {numerics} {launch.options}"
+                        )
                     elif "attention backward" in listed[key]:
                         control.add(key)
-    print(json.dumps({"launches": seen, "missing": list(missing.values()), "without the attention's backward": len(control)}))
+    print(
+        json.dumps(
+            {
+                "launches": seen,
+                "missing": list(missing.values()),
+                "without the attention's backward": len(control),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

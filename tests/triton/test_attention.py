@@ -1,4 +1,7 @@
-"""Attention, interpreted: bits beside vLLM's own kernel; prefill, chunks and decode; gradients' law; accuracy against fp64."""
+"""Attention, interpreted:
+
+bits beside vLLM's own kernel; prefill, chunks and decode; gradients' law; accuracy against fp64.
+"""
 
 import numpy as np
 import pytest
@@ -14,14 +17,21 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = [5, 70, 33]
 
 
-def _paged(case: Case, page: int, contexts: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Spans]:
+def _paged(
+    case: Case, page: int, contexts: list[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Spans]:
     """The queries of `case` after `contexts` tokens, against pages scattered over a cache whose rest is NaN."""
     (_, kv_heads, D), lengths = case.k.shape, np.array(case.lengths)
     pages = -(-lengths // page)
     table = np.random.default_rng(0).permutation(pages.sum() + 2).astype(np.int32)[: pages.sum()]
-    k, v = (torch.full((int(pages.sum()) + 2, page, kv_heads, D), float("nan"), dtype=case.q.dtype) for _ in range(2))
+    k, v = (
+        torch.full((int(pages.sum()) + 2, page, kv_heads, D), float("nan"), dtype=case.q.dtype)
+        for _ in range(2)
+    )
     tables, queries = np.zeros((len(lengths), pages.max()), np.int32), []
-    for row, own, at, context in zip(tables, np.split(table, np.cumsum(pages)[:-1]), case.spans(), contexts, strict=True):
+    for row, own, at, context in zip(
+        tables, np.split(table, np.cumsum(pages)[:-1]), case.spans(), contexts, strict=True
+    ):
         row[: len(own)] = own
         for cache, packed in ((k, case.k), (v, case.v)):
             cache[torch.from_numpy(own).long()] = 0
@@ -29,7 +39,12 @@ def _paged(case: Case, page: int, contexts: list[int]) -> tuple[torch.Tensor, to
                 cache[own[i // page], i % page] = token
         queries.append(case.q[at][context:])
     starts = torch.tensor([0, *np.cumsum([len(q) for q in queries])], dtype=torch.int32)
-    return torch.cat(queries), k, v, Spans(starts, torch.tensor(lengths, dtype=torch.int32), torch.from_numpy(tables), kv_heads)
+    return (
+        torch.cat(queries),
+        k,
+        v,
+        Spans(starts, torch.tensor(lengths, dtype=torch.int32), torch.from_numpy(tables), kv_heads),
+    )
 
 
 def _vllm(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, scale: float) -> torch.Tensor:
@@ -38,7 +53,22 @@ def _vllm(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, scale
     o = torch.full_like(q, float("nan"))
     longest = int(spans.cu_seqlens_q.diff().max())
     unified_attention(
-        q, k, v, o, spans.cu_seqlens_q, longest, spans.seqused_k, int(spans.seqused_k.max()), scale, True, (-1, -1), spans.block_table, 0, None, None, None
+        q,
+        k,
+        v,
+        o,
+        spans.cu_seqlens_q,
+        longest,
+        spans.seqused_k,
+        int(spans.seqused_k.max()),
+        scale,
+        True,
+        (-1, -1),
+        spans.block_table,
+        0,
+        None,
+        None,
+        None,
     )
     return o
 
@@ -52,14 +82,21 @@ def test_bits_of_vllms_kernel_for_prefill_chunks_and_decode(batch_invariant, gro
         q, k, v, spans = _paged(case, page, contexts)
         ours = attention_paged(q, k, v, spans, case.scale)
         assert total_unequal([ours], [_vllm(q, k, v, spans, case.scale)]) == 0
-        assert total_unequal([ours], [torch.cat([whole(case)[a][c:] for a, c in zip(at, contexts, strict=True)])]) == 0
+        assert (
+            total_unequal(
+                [ours], [torch.cat([whole(case)[a][c:] for a, c in zip(at, contexts, strict=True)])]
+            )
+            == 0
+        )
 
 
 def test_control_another_key_tile_gives_other_bits(batch_invariant, monkeypatch):
     case = make_case(LENGTHS, 2, 2, 48, torch.float32, seed=1)
     q, k, v, spans = _paged(case, 16, [0, 0, 0])
     monkeypatch.setattr(attention_triton, "KEY_TILE", KEY_TILE // 2)
-    assert total_unequal([attention_paged(q, k, v, spans, case.scale)], [_vllm(q, k, v, spans, case.scale)]) > 0
+    assert (
+        total_unequal([attention_paged(q, k, v, spans, case.scale)], [_vllm(q, k, v, spans, case.scale)]) > 0
+    )
 
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
@@ -69,11 +106,15 @@ def test_pages_in_a_narrower_dtype_are_converted_exactly(narrow):
     stored = attention_paged(q, k.to(narrow), v.to(narrow), spans, case.scale)
     rounded = [x.to(narrow).float() for x in (k, v)]
     assert total_unequal([stored], [attention_paged(q, *rounded, spans, case.scale)]) == 0
-    assert total_unequal([stored], [attention_paged(q, k, v, spans, case.scale)]) > 0, "control: what was not rounded"
+    assert total_unequal([stored], [attention_paged(q, k, v, spans, case.scale)]) > 0, (
+        "control: what was not rounded"
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("chunk", "lengths"), [("one by one", [3, 35]), ("short", LENGTHS), ("long", LENGTHS)])
+@pytest.mark.parametrize(
+    ("chunk", "lengths"), [("one by one", [3, 35]), ("short", LENGTHS), ("long", LENGTHS)]
+)
 def test_prefill_chunks_and_decode_are_one_result(chunk, lengths, dtype):
     case = make_case(lengths, 2, 1, 32, dtype, seed=2)
     assert total_unequal([whole(case)], [cached(case, CHUNKS[chunk], 3)]) == 0
@@ -114,12 +155,18 @@ def _plain(case: Case, leaves: list[torch.Tensor]) -> torch.Tensor:
     outs = []
     for at in case.spans():
         q, k, v = (x[at].transpose(0, 1).unsqueeze(0) for x in leaves)
-        outs.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=case.scale, enable_gqa=True))
+        outs.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=case.scale, enable_gqa=True
+            )
+        )
     return torch.cat([o[0].transpose(0, 1) for o in outs])
 
 
 def test_the_benchmarks_backward_with_atomics_computes_the_same():
-    """RngKey' and values' gradients to the bit; the queries', which it sums in another order, as near to fp64 as plain torch."""
+    """RngKey' and values' gradients to the bit; the queries', which it sums in another order, as near to fp64
+    as plain torch.
+    """
     from zerokl.benchmarks.atomic_attention import attention_bwd_atomic
 
     case = make_case([70, 40], 2, 1, 32, torch.float32, 10)

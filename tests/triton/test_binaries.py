@@ -35,12 +35,16 @@ def test_every_binary_is_free_of_atomics_and_spills_and_as_recorded(triton, repo
 
 
 def test_control_an_atomic_addition_is_found(report):
-    assert {line.split(":")[0] for line in report["atomic"]} == {f"atomic on {t}" for t in ("sm_80", "sm_90", "sm_100", "gfx942")}
+    assert {line.split(":")[0] for line in report["atomic"]} == {
+        f"atomic on {t}" for t in ("sm_80", "sm_90", "sm_100", "gfx942")
+    }
     assert all("atomic instructions" in line for line in report["atomic"])
 
 
 def test_control_a_spill_and_a_regression_are_found(report):
-    assert [line.split(":")[1] for line in report["spill"]] == [" 16 bytes of local memory a thread; registers spill"]
+    assert [line.split(":")[1] for line in report["spill"]] == [
+        " 16 bytes of local memory a thread; registers spill"
+    ]
     assert len(report["regression"]) == 1
     assert "recorded" in report["regression"][0]
 
@@ -64,7 +68,11 @@ def test_silu_divides_and_exponentiates_as_cuda_does(report):
 
 def test_every_kernel_that_is_launched_is_compiled():
     folder = Path(kernels.__file__).parent
-    launched = {name.strip("_") for f in folder.glob("*_triton*.py") for name in re.findall(r"launch\(\s*(_\w+)", f.read_text())}
+    launched = {
+        name.strip("_")
+        for f in folder.glob("*_triton*.py")
+        for name in re.findall(r"launch\(\s*(_\w+)", f.read_text())
+    }
     assert len(launched) > 5
     assert launched <= {name.rsplit(": ", 1)[1] for name, _ in configurations()}
 

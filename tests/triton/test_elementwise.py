@@ -1,4 +1,6 @@
-"""silu_mul, rope and the embedding's gradient on Triton beside the arithmetic of vLLM's CUDA operations, written out in numpy."""
+"""silu_mul, rope and the embedding's gradient on Triton beside the arithmetic of vLLM's CUDA operations,
+written out in numpy.
+"""
 
 import numpy as np
 import pytest

@@ -1,4 +1,7 @@
-"""The same arithmetic as vLLM's kernels, shown on what a GPU would run: the compiled float instructions, one by one."""
+"""The same arithmetic as vLLM's kernels, shown on what a GPU would run:
+
+the compiled float instructions, one by one.
+"""
 
 from typing import Any
 

@@ -1,4 +1,5 @@
-"""The law on Triton, interpreted: rows independent of the others, gradients of the split into micro-batches, accuracy against fp64.
+"""The law on Triton, interpreted: rows independent of the others, gradients of the split into micro-batches,
+accuracy against fp64.
 
 The operations and the comparisons are those of tests/kernels; in this process they run their Triton kernels.
 """
@@ -29,7 +30,14 @@ def _qk_norm(x: rows.Rows, D: int, seed: int) -> rows.Rows:
 NORMS = {name: "_rms_norm_bwd" for name in ("rms_norm", "rms_norm of heads", "add_rms_norm")}
 LOGPROBS = {name: "_logprob_bwd" for name in ("linear_logprob", "linear_logprob at a temperature")}
 TRUNCATED = {f"linear_logprob of {what}": "_logprob_bwd" for what in ("top-k", "top-p", "all three")}
-ROW_OPS = {**NORMS, **LOGPROBS, **TRUNCATED, "qk_norm": "_rms_norm_bwd", "silu_mul": "_silu_mul_bwd", "rope": "_rope"}
+ROW_OPS = {
+    **NORMS,
+    **LOGPROBS,
+    **TRUNCATED,
+    "qk_norm": "_rms_norm_bwd",
+    "silu_mul": "_silu_mul_bwd",
+    "rope": "_rope",
+}
 GRADIENT_OPS = {**NORMS, "linear_logprob": "_logprob_bwd", "embedding": "_embedding_bwd"}
 ACCURATE_OPS = {
     **NORMS,
@@ -87,7 +95,9 @@ def test_gradient_is_independent_of_the_split_into_micro_batches(name, kernel, d
 def test_control_another_order_of_the_sequences_is_found(name):
     lengths = [150, 90, 40]
     in_order = gradients.main_grads(name, torch.float32, 64, lengths, [[0], [1], [2]])
-    assert total_unequal(in_order, gradients.main_grads(name, torch.float32, 64, lengths, [[2], [1], [0]])) > 0
+    assert (
+        total_unequal(in_order, gradients.main_grads(name, torch.float32, 64, lengths, [[2], [1], [0]])) > 0
+    )
 
 
 @pytest.mark.parametrize("name", [n for n in GRADIENT_OPS if n != "embedding"])

@@ -13,12 +13,20 @@ from tests.helpers import DTYPES, assert_at_most_twice_the_error, randint, randn
 from tests.kernels import test_weight_gradients as gradients
 
 DISTRIBUTIONS = (
-    SamplingParams(), SamplingParams(0.7), SamplingParams(0.0), SamplingParams(1.3, 20), SamplingParams(1.0, 0, 0.8), SamplingParams(0.9, 50, 0.9)
-)  # fmt: skip
+    SamplingParams(),
+    SamplingParams(0.7),
+    SamplingParams(0.0),
+    SamplingParams(1.3, 20),
+    SamplingParams(1.0, 0, 0.8),
+    SamplingParams(0.9, 50, 0.9),
+)
 
 
 def rows(V: int, n: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of every second row the likely token: its logprob, the log of a sum near 1, shows the last bit of that sum."""
+    """Of every second row the likely token:
+
+    its logprob, the log of a sum near 1, shows the last bit of that sum.
+    """
     z, ids = randn(V, n, V), randint(V + 1, V, n)
     z[::2] -= 12.0
     z[torch.arange(0, n, 2), ids[::2]] = 0.0
@@ -38,7 +46,10 @@ def test_logprob_has_the_bits_of_vllms_second_runner(batch_invariant, V):
     from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
     z, ids = rows(V)
-    assert total_unequal([token_logprobs(z, ids)[0]], [compute_token_logprobs(z, ids.unsqueeze(1)).squeeze(1)]) == 0
+    assert (
+        total_unequal([token_logprobs(z, ids)[0]], [compute_token_logprobs(z, ids.unsqueeze(1)).squeeze(1)])
+        == 0
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.3, 0.7, 1.7])
@@ -56,11 +67,15 @@ def test_control_another_tile_has_other_bits(batch_invariant, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sampling_params", DISTRIBUTIONS, ids=lambda d: f"{d.temperature}-{d.top_k}-{d.top_p}")
+@pytest.mark.parametrize(
+    "sampling_params", DISTRIBUTIONS, ids=lambda d: f"{d.temperature}-{d.top_k}-{d.top_p}"
+)
 def test_sampler_and_trainer_have_the_same_bits(sampling_params, dtype):
     h, w, ids = randn(0, 9, 32, dtype=dtype), randn(1, 1500, 32, dtype=dtype), randint(2, 1500, 9)
     z = scaled_logits(matmul(h, w), sampling_params)
-    drawn = draw(z, torch.from_numpy(uniform_range(9, 3, Stream.SAMPLE)), greedy=sampling_params.temperature == 0.0)
+    drawn = draw(
+        z, torch.from_numpy(uniform_range(9, 3, Stream.SAMPLE)), greedy=sampling_params.temperature == 0.0
+    )
     for tokens in (ids, drawn):
         trainer = linear_logprob(h.requires_grad_(), w, tokens, sampling_params)
         assert total_unequal(token_logprobs(z, tokens), [x.detach() for x in trainer]) == 0
@@ -83,7 +98,11 @@ def test_gradient_takes_the_place_of_the_logits(dtype):
         logp = torch.log_softmax(leaf / 0.7, 1).gather(1, ids.unsqueeze(1)).squeeze(1)
         return torch.autograd.grad(logp, leaf, dlogp.to(z.dtype))[0]
 
-    beside, plain, exact = torch.empty_like(logits), autograd(logits.float()).to(dtype), autograd(logits.double())
+    beside, plain, exact = (
+        torch.empty_like(logits),
+        autograd(logits.float()).to(dtype),
+        autograd(logits.double()),
+    )
     logprob_bwd(logits, ids, dlogp, *stats, beside, 0.7, 0.7)
     logprob_bwd(logits, ids, dlogp, *stats, logits, 0.7, 0.7)
     assert total_unequal([logits], [beside]) == 0
@@ -96,7 +115,10 @@ def test_rows_held_at_once_decide_no_bit(monkeypatch):
         before = gradients.main_grads("linear_logprob", dtype, 64, lengths, [[0, 1, 2]])
         with monkeypatch.context() as patch:
             patch.setattr(logprob, "CHUNK_BYTES", 1)
-            assert total_unequal(before, gradients.main_grads("linear_logprob", dtype, 64, lengths, [[0, 1, 2]])) == 0
+            assert (
+                total_unequal(before, gradients.main_grads("linear_logprob", dtype, 64, lengths, [[0, 1, 2]]))
+                == 0
+            )
 
 
 def test_prefix_sums_are_exact_and_a_rows_own():
@@ -113,7 +135,9 @@ def test_prefix_sums_are_exact_and_a_rows_own():
     assert (sums[1, 99:200] == sums[1, 99]).all()
     assert total_unequal([prefix_sums(e[2:3])], [sums[2:3]]) == 0
     halves = torch.cumsum(e.double(), 1)[:, 1499:1500] + torch.cumsum(e[:, 1500:].double(), 1)
-    assert total_unequal([halves], [torch.cumsum(e.double(), 1)[:, 1500:]]) > 0  # control: fp64 sums do depend on the split
+    assert (
+        total_unequal([halves], [torch.cumsum(e.double(), 1)[:, 1500:]]) > 0
+    )  # control: fp64 sums do depend on the split
 
 
 def test_draw_inverts_the_distribution_function():

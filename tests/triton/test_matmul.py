@@ -39,7 +39,9 @@ def test_tiles_along_k_are_vllms(batch_invariant, family, monkeypatch):
     monkeypatch.setattr(tiles, "_fixed", tiles._FixedTable())  # put back afterwards
     tiles.fix_table(require_vllm())
     tuned = theirs._BATCH_INVARIANT_MATMUL_TUNED_CONFIGS[family]
-    assert {shape: tiles.block_k(*shape, torch.bfloat16, family) for shape in tuned} == {s: c.block_k for s, c in tuned.items()}
+    assert {shape: tiles.block_k(*shape, torch.bfloat16, family) for shape in tuned} == {
+        s: c.block_k for s, c in tuned.items()
+    }
     listed = [shape for shapes in tiles._fixed.get().tuned[family].values() for shape in shapes]
     assert set(listed) <= set(tuned)
     for dtype, default in ((torch.bfloat16, 64), (torch.float16, 64), (torch.float32, 32)):
@@ -53,7 +55,10 @@ def test_a_row_does_not_depend_on_the_others(dtype):
     dy = randn(4, 130, N, dtype=dtype)
     dx = matmul.matmul(dy, w.t())
     for rows in (slice(0, 1), slice(63, 70), slice(2, 130)):
-        assert total_unequal([linear(x[rows], w, b), matmul.matmul(dy[rows], w.t())], [together[rows], dx[rows]]) == 0
+        assert (
+            total_unequal([linear(x[rows], w, b), matmul.matmul(dy[rows], w.t())], [together[rows], dx[rows]])
+            == 0
+        )
 
 
 def test_strides_do_not_matter():
@@ -65,7 +70,9 @@ def test_strides_do_not_matter():
 LENGTHS = (150, 40, 129, 1, 128)
 
 
-def _weight_gradient(dtype: torch.dtype, parts: list[tuple[int, int]], lengths: tuple[int, ...] = LENGTHS) -> torch.Tensor:
+def _weight_gradient(
+    dtype: torch.dtype, parts: list[tuple[int, int]], lengths: tuple[int, ...] = LENGTHS
+) -> torch.Tensor:
     """dw of the sequences parts[i] = [first, last) in one call each; sequences stay where they are."""
     dy, x = randn(5, sum(LENGTHS), N, dtype=dtype), randn(6, sum(LENGTHS), 80, dtype=dtype)
     acc = torch.zeros(N, 80)
@@ -98,5 +105,7 @@ def test_accuracy(dtype):
         y = linear(*leaves, token_blocks([110, 40])) if ours else torch.nn.functional.linear(*leaves)
         return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(dtype))]
 
-    for what, a, plain, exact in zip(("y", "dx", "dw", "db"), run(True, dtype), run(False, dtype), run(False, torch.float64), strict=True):
+    for what, a, plain, exact in zip(
+        ("y", "dx", "dw", "db"), run(True, dtype), run(False, dtype), run(False, torch.float64), strict=True
+    ):
         assert_at_most_twice_the_error(a, plain, exact, f"{what} {dtype}")

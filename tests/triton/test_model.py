@@ -17,12 +17,27 @@ from zerokl.model.weights import Layout
 from tests.helpers import DTYPES, randint, randn, total_unequal
 
 RAW = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True, "hidden_act": "silu", "attention_bias": False,
-}  # fmt: skip
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "attention_bias": False,
+}
 # The second crosses a key tile.
-PAIRS = [(randint(i, 61, p).tolist(), randint(50 + i, 61, c).tolist()) for i, (p, c) in enumerate([(2, 3), (28, 7), (1, 4)])]
+PAIRS = [
+    (randint(i, 61, p).tolist(), randint(50 + i, 61, c).tolist())
+    for i, (p, c) in enumerate([(2, 3), (28, 7), (1, 4)])
+]
 DIST = SamplingParams(0.7)
 
 
@@ -116,8 +131,20 @@ class _Called(TorchDispatchMode):
 
 
 def test_no_operation_of_torch_that_adds_with_atomics_is_called():
-    """Those that torch.use_deterministic_algorithms names; our own kernels are searched in their binaries (test_binaries.py)."""
-    atomic = {"index_add", "scatter_add", "scatter_reduce", "embedding_dense_backward", "put", "cumsum", "histc", "bincount", "kthvalue"}
+    """Those that torch.use_deterministic_algorithms names; our own kernels are searched in their binaries
+    (test_binaries.py).
+    """
+    atomic = {
+        "index_add",
+        "scatter_add",
+        "scatter_reduce",
+        "embedding_dense_backward",
+        "put",
+        "cumsum",
+        "histc",
+        "bincount",
+        "kthvalue",
+    }
     with _Called() as called:
         _gradient([PAIRS[0], (PAIRS[0][0], [4, 4, 2])], 2, torch.bfloat16)
     assert {"index_select", "sort"} <= called.names

@@ -27,7 +27,9 @@ def test_rms_norm_has_vllms_bits(batch_invariant, D, dtype):
 def test_qk_norm_has_vllms_bits_for_each_head(batch_invariant, D, dtype):
     qkv, wq, wk = randn(D, 5, 8, D, dtype=dtype), randn(1, D, dtype=dtype), randn(2, D, dtype=dtype)
     qk = qkv[:, :6]  # a slice of wider rows, as the decoder's
-    theirs = [batch_invariant.rms_norm_batch_invariant(qkv[:, a:b], w, EPS) for a, b, w in ((0, 4, wq), (4, 6, wk))]
+    theirs = [
+        batch_invariant.rms_norm_batch_invariant(qkv[:, a:b], w, EPS) for a, b, w in ((0, 4, wq), (4, 6, wk))
+    ]
     assert total_unequal([qk_norm(qk, wq, wk, 4, EPS)], [torch.cat(theirs, dim=1)]) == 0
     assert total_unequal([qk_norm(qk.clone(), wq, wk, 4, EPS)], [torch.cat(theirs, dim=1)]) == 0
 
@@ -35,7 +37,11 @@ def test_qk_norm_has_vllms_bits_for_each_head(batch_invariant, D, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("D", WIDTHS)
 def test_add_rms_norm_rounds_the_sum_and_then_has_vllms_bits(batch_invariant, D, dtype):
-    x, residual, w = randn(D, 7, D, dtype=dtype), randn(D + 1, 7, D, dtype=dtype), randn(D + 2, D, dtype=dtype)
+    x, residual, w = (
+        randn(D, 7, D, dtype=dtype),
+        randn(D + 1, 7, D, dtype=dtype),
+        randn(D + 2, D, dtype=dtype),
+    )
     y, s = add_rms_norm(x, residual, w, EPS)
     assert total_unequal([s], [x + residual]) == 0
     assert total_unequal([y], [batch_invariant.rms_norm_batch_invariant(x + residual, w, EPS)]) == 0

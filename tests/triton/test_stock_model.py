@@ -1,4 +1,7 @@
-"""Our decoder on Triton beside vLLM's own Qwen3, Qwen2 and Llama in batch-invariant mode: every operation, the logits, the logprobs."""
+"""Our decoder on Triton beside vLLM's own Qwen3, Qwen2 and Llama in batch-invariant mode:
+
+every operation, the logits, the logprobs.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,24 +26,46 @@ from tests.triton.vllm_models import Batch, emulated_fused_add_rms_norm, logits_
 
 # Widths that no tile along K divides, and a vocabulary that vLLM pads.
 BASE = {
-    "vocab_size": 61, "hidden_size": 96, "intermediate_size": 112, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+    "vocab_size": 61,
+    "hidden_size": 96,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
     "hidden_act": "silu",
-}  # fmt: skip
+}
 LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
-}  # fmt: skip
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 RAW = {
-    "qwen3": BASE | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": True},
-    "qwen2": BASE | {
-        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": False,
-        "hidden_size": 64, "head_dim": 16,
+    "qwen3": BASE
+    | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": True},
+    "qwen2": BASE
+    | {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "tie_word_embeddings": False,
+        "hidden_size": 64,
+        "head_dim": 16,
     },
-    "llama": BASE | {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False, "rope_scaling": LLAMA3,
-        "rope_theta": 500000.0, "attention_bias": False,
+    "llama": BASE
+    | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "tie_word_embeddings": False,
+        "rope_scaling": LLAMA3,
+        "rope_theta": 500000.0,
+        "attention_bias": False,
     },
-}  # fmt: skip
+}
 LENGTHS = (5, 37, 3)  # the second crosses a key tile
 IDS = randint(1, 61, sum(LENGTHS))
 PREFILL = Batch(LENGTHS, LENGTHS, 64)
@@ -56,7 +81,9 @@ def make_decoder(family: str, dtype: torch.dtype) -> Decoder:
     return Decoder(config, flat.to(dtype), layout)
 
 
-def stock(decoder: Decoder, folder: Path, patch: pytest.MonkeyPatch, one_order: bool = True) -> torch.nn.Module:
+def stock(
+    decoder: Decoder, folder: Path, patch: pytest.MonkeyPatch, one_order: bool = True
+) -> torch.nn.Module:
     """vLLM's model as exact training starts it, or with vLLM's own addition and norm."""
     from vllm.model_executor import custom_op
     from zerokl.engine.rollout.vllm.norm import use_one_order
@@ -67,7 +94,9 @@ def stock(decoder: Decoder, folder: Path, patch: pytest.MonkeyPatch, one_order: 
     return stock_model(decoder, folder, patch)
 
 
-CASES = [("qwen3", d) for d in DTYPES] + [(family, d) for family in ("qwen2", "llama") for d in (torch.float32, torch.bfloat16)]
+CASES = [("qwen3", d) for d in DTYPES] + [
+    (family, d) for family in ("qwen2", "llama") for d in (torch.float32, torch.bfloat16)
+]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda p: f"{p[0]}-{p[1]}".replace("torch.", ""))
@@ -116,25 +145,40 @@ def test_prefill_and_then_decode_have_the_bits_of_the_whole_sequence(pair):
     whole = our_trace(decoder)["logits"].split(LENGTHS)
     prompts = [n - 2 for n in LENGTHS]
     ids = [x.tolist() for x in IDS.split(LENGTHS)]
-    first = logits_of(model, torch.tensor([t for x, n in zip(ids, prompts, strict=True) for t in x[:n]]), Batch(prompts, prompts, 64))
+    first = logits_of(
+        model,
+        torch.tensor([t for x, n in zip(ids, prompts, strict=True) for t in x[:n]]),
+        Batch(prompts, prompts, 64),
+    )
     assert total_unequal(first.split(prompts), [x[:n] for x, n in zip(whole, prompts, strict=True)]) == 0
     for step in (0, 1):
         at = [n + step for n in prompts]
-        logits = logits_of(model, torch.tensor([x[i] for x, i in zip(ids, at, strict=True)]), Batch([i + 1 for i in at], [1] * 3, 64))
+        logits = logits_of(
+            model,
+            torch.tensor([x[i] for x, i in zip(ids, at, strict=True)]),
+            Batch([i + 1 for i in at], [1] * 3, 64),
+        )
         assert total_unequal([logits], [torch.stack([x[i] for x, i in zip(whole, at, strict=True)])]) == 0
 
 
-@pytest.mark.parametrize("sampling_params", [SamplingParams(0.7), SamplingParams(1.3, 10, 0.9)], ids=lambda d: f"{d.temperature}-{d.top_k}-{d.top_p}")
+@pytest.mark.parametrize(
+    "sampling_params",
+    [SamplingParams(0.7), SamplingParams(1.3, 10, 0.9)],
+    ids=lambda d: f"{d.temperature}-{d.top_k}-{d.top_p}",
+)
 def test_logprobs_drawn_are_the_trainers_and_vllms(batch_invariant, pair, sampling_params):
-    """Our logits processor on vLLM's logits, the trainer's logprob of what it drew, and vLLM's log-softmax (in vLLM's order: first the
-    temperature) of the set that is kept."""
+    """Our logits processor on vLLM's logits, the trainer's logprob of what it drew, and vLLM's log-softmax
+    (in vLLM's order: first the temperature) of the set that is kept.
+    """
     from vllm.v1.sample.sampler import Sampler
     from zerokl.engine.rollout.vllm.draw import KeyedDraw, _Request
 
     decoder, model = pair
     logits = logits_of(model, IDS, PREFILL).float()
     drawing = KeyedDraw(None, torch.device("cpu"), False)
-    drawing._rows = {i: _Request(sampling_params, i, 0, Uniforms(RngKey(7, 0), i, 0), []) for i in range(len(logits))}
+    drawing._rows = {
+        i: _Request(sampling_params, i, 0, Uniforms(RngKey(7, 0), i, 0), []) for i in range(len(logits))
+    }
     left = drawing.apply(logits.clone())
     drawn, ids = left.max(dim=1)
     assert (left.isfinite().sum(dim=1) == 1).all()
@@ -142,20 +186,30 @@ def test_logprobs_drawn_are_the_trainers_and_vllms(batch_invariant, pair, sampli
         hidden = decoder.hidden(IDS, PackedContext(LENGTHS, decoder.config))
         assert total_unequal([drawn], [linear_logprob(hidden, decoder.lm_head, ids, sampling_params)[0]]) == 0
     kept = scaled_logits(logits, sampling_params)
-    z = Sampler.apply_temperature(logits, torch.full((len(logits),), sampling_params.temperature), all_random=True)
+    z = Sampler.apply_temperature(
+        logits, torch.full((len(logits),), sampling_params.temperature), all_random=True
+    )
     z = z.masked_fill(kept == float("-inf"), float("-inf"))
-    assert total_unequal([drawn], [batch_invariant.log_softmax(z).gather(1, ids.unsqueeze(1)).squeeze(1)]) == 0
+    assert (
+        total_unequal([drawn], [batch_invariant.log_softmax(z).gather(1, ids.unsqueeze(1)).squeeze(1)]) == 0
+    )
 
 
 @pytest.fixture(scope="module")
 def theirs(batch_invariant, tmp_path_factory) -> dict[str, torch.Tensor]:
     """The operations of vLLM's Qwen3 in fp32."""
     with pytest.MonkeyPatch.context() as patch:
-        return their_trace(stock(make_decoder("qwen3", torch.float32), tmp_path_factory.mktemp("model"), patch))
+        return their_trace(
+            stock(make_decoder("qwen3", torch.float32), tmp_path_factory.mktemp("model"), patch)
+        )
 
 
 def test_control_a_rope_table_of_another_precision_is_found(theirs, monkeypatch):
-    monkeypatch.setattr(decoder_module, "rope_table_fp32", lambda *a: rope_table(ModelConfig.from_dict(RAW["qwen3"]).frequencies, *a[3:5]))
+    monkeypatch.setattr(
+        decoder_module,
+        "rope_table_fp32",
+        lambda *a: rope_table(ModelConfig.from_dict(RAW["qwen3"]).frequencies, *a[3:5]),
+    )
     assert differing(our_trace(make_decoder("qwen3", torch.float32)), theirs)[0] == "layers.0.q_rope"
 
 
@@ -177,7 +231,10 @@ def test_control_vllms_own_addition_and_norm_are_found(batch_invariant, tmp_path
 
 @pytest.mark.parametrize(("D", "depends"), [(256, False), (1024, True)])
 def test_vllms_own_addition_and_norm_depend_on_the_number_of_tokens(D, depends):
-    """Why it is replaced: from 256 tokens on fewer threads sum a row, which shows where a row is wider than they are."""
+    """Why it is replaced:
+
+    from 256 tokens on fewer threads sum a row, which shows where a row is wider than they are.
+    """
     x, residual, w = randn(0, 300, D), randn(1, 300, D), torch.ones(D)
     few, many = x[:100].clone(), x.clone()
     emulated_fused_add_rms_norm(few, residual[:100].clone(), w, 1e-6)

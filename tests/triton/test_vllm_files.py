@@ -1,4 +1,7 @@
-"""benchmarks/device.sh beside vLLM's Python files, on a machine that has no vLLM: interpreted here, in a process of its own."""
+"""benchmarks/device.sh beside vLLM's Python files, on a machine that has no vLLM:
+
+interpreted here, in a process of its own.
+"""
 
 import json
 import os
@@ -27,8 +30,12 @@ print(json.dumps(list(vllm_equality(Machine(dry=True)))))
 def rows(tmp_path: Path):
     """rows(argument): what vllm_equality yields where only vLLM's kernels and its version are to be found."""
     (installed,) = find_spec("vllm").submodule_search_locations
-    for name in ("_version.py", "model_executor/determinism", "v1/attention/ops/triton_unified_attention.py",
-                 "v1/attention/ops/triton_attention_helpers.py"):  # fmt: skip
+    for name in (
+        "_version.py",
+        "model_executor/determinism",
+        "v1/attention/ops/triton_unified_attention.py",
+        "v1/attention/ops/triton_attention_helpers.py",
+    ):
         there = tmp_path / "vllm" / name
         there.parent.mkdir(parents=True, exist_ok=True)
         there.symlink_to(Path(installed) / name)
@@ -38,9 +45,15 @@ def rows(tmp_path: Path):
     def run(argument: str) -> list[dict]:
         root = Path(zerokl.__file__).parent
         (tmp_path / "zerokl").symlink_to(root)
-        environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}", "TRITON_F32_DEFAULT": "ieee"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}",
+            "TRITON_F32_DEFAULT": "ieee",
+        }
         command = [sys.executable, "-c", SCRIPT, argument]
-        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr[-4000:]
         return json.loads(done.stdout.splitlines()[-1])
 

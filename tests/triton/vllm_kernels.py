@@ -14,7 +14,7 @@ def batch_invariant_module() -> types.ModuleType:
         is_active = staticmethod(lambda: False)
 
     backends["cpu"] = types.SimpleNamespace(driver=_Driver, compiler=None)
-    import vllm.triton_utils  # noqa: F401
+    import vllm.triton_utils
 
     del backends["cpu"]
     import vllm.model_executor.determinism.batch_invariant as module

@@ -1,8 +1,9 @@
 """vLLM's own model classes on a CPU, every layer on the path it takes on CUDA in batch-invariant mode.
 
-Triton kernels are vLLM's, interpreted. Of its CUDA operations there is no build here: their arithmetic is written out from csrc
-(libtorch_stable/activation_kernels.cu, pos_encoding_kernels.cu, layernorm_kernels.cu), and named `emulated_`. Attention is vLLM's
-unified_attention over pages, called with what vLLM's TritonAttentionImpl passes to it.
+Triton kernels are vLLM's, interpreted. Of its CUDA operations there is no build here: their arithmetic is
+written out from csrc (libtorch_stable/activation_kernels.cu, pos_encoding_kernels.cu, layernorm_kernels.cu),
+and named `emulated_`. Attention is vLLM's unified_attention over pages, called with what vLLM's
+TritonAttentionImpl passes to it.
 """
 
 import json
@@ -49,8 +50,14 @@ def emulated_rotary_embedding(positions, query, key, head_size, cos_sin_cache, i
         x.copy_(fused_rope(x.reshape(len(x), -1, head_size), cos, sin).reshape(x.shape))
 
 
-def emulated_fused_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
-    """Both in place. Thread i sums the squares of columns i, i + threads, ...; then lanes by halves and warps one after another."""
+def emulated_fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> None:
+    """Both in place.
+
+    Thread i sums the squares of columns i, i + threads, ...; then lanes by halves and warps one after
+    another.
+    """
     tokens, D = x.shape
     threads = min(D, 1024 if tokens < 256 else 256)
     s = x + residual
@@ -58,7 +65,9 @@ def emulated_fused_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight:
     columns[:, :D] = s.double().numpy()
     lanes = np.zeros((tokens, threads), np.float32)
     for part in np.split(columns, columns.shape[1] // threads, axis=1):
-        lanes = (part * part + lanes).astype(np.float32)  # fused: the product of two fp32 numbers is exact in fp64
+        lanes = (part * part + lanes).astype(
+            np.float32
+        )  # fused: the product of two fp32 numbers is exact in fp64
     warps = np.zeros((tokens, -(-threads // 32) * 32), np.float32)
     warps[:, :threads] = lanes
     warps = warps.reshape(tokens, -1, 32)
@@ -71,12 +80,19 @@ def emulated_fused_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight:
 
 
 class Batch:
-    """Sequences of one forward: their queries are the last `queries[i]` of `lengths[i]` tokens. Pages lie scattered."""
+    """Sequences of one forward:
+
+    their queries are the last `queries[i]` of `lengths[i]` tokens. Pages lie scattered.
+    """
 
     def __init__(self, lengths: Sequence[int], queries: Sequence[int], longest: int):
         pages = -(-longest // PAGE)
         self.pages = pages * len(lengths)
-        self.table = torch.randperm(self.pages, generator=torch.Generator().manual_seed(0)).int().view(len(lengths), pages)
+        self.table = (
+            torch.randperm(self.pages, generator=torch.Generator().manual_seed(0))
+            .int()
+            .view(len(lengths), pages)
+        )
         self.lengths = torch.tensor(lengths, dtype=torch.int32)
         self.starts = torch.tensor([0, *np.cumsum(queries)], dtype=torch.int32)
         self.longest_query = max(queries)
@@ -93,7 +109,12 @@ class PagedAttention(torch.nn.Module):
 
     def __init__(self, own: torch.nn.Module):
         super().__init__()
-        self.heads, self.kv_heads, self.width, self.scale = own.num_heads, own.num_kv_heads, own.head_size, own.impl.scale
+        self.heads, self.kv_heads, self.width, self.scale = (
+            own.num_heads,
+            own.num_kv_heads,
+            own.head_size,
+            own.impl.scale,
+        )
         self.cache: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -101,21 +122,43 @@ class PagedAttention(torch.nn.Module):
 
         b, (q, k, v) = self.batch, (x.reshape(len(x), -1, self.width) for x in (q, k, v))
         if self.cache is None:
-            self.cache = tuple(torch.zeros(b.pages, PAGE, self.kv_heads, self.width, dtype=q.dtype) for _ in "kv")
+            self.cache = tuple(
+                torch.zeros(b.pages, PAGE, self.kv_heads, self.width, dtype=q.dtype) for _ in "kv"
+            )
         for pages, new in zip(self.cache, (k, v), strict=True):
             pages.view(-1, self.kv_heads, self.width)[b.slots] = new
         out = torch.full_like(q, float("nan"))
         unified_attention(
-            q, *self.cache, out, b.starts, b.longest_query, b.lengths, int(b.lengths.max()), self.scale, True, (-1, -1), b.table, 0,
-            None, None, None,
-        )  # fmt: skip
+            q,
+            *self.cache,
+            out,
+            b.starts,
+            b.longest_query,
+            b.lengths,
+            int(b.lengths.max()),
+            self.scale,
+            True,
+            (-1, -1),
+            b.table,
+            0,
+            None,
+            None,
+            None,
+        )
         return out.reshape(len(q), -1)
 
 
 def stock_model(decoder: Decoder, folder: Path, patch: pytest.MonkeyPatch) -> torch.nn.Module:
-    """vLLM's model of the decoder's architecture with the decoder's weights. What is patched stays so while `patch` lasts."""
+    """vLLM's model of the decoder's architecture with the decoder's weights.
+
+    What is patched stays so while `patch` lasts.
+    """
     (folder / "config.json").write_text(json.dumps(decoder.config.raw))
-    for name, value in {"VLLM_BATCH_INVARIANT": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}.items():
+    for name, value in {
+        "VLLM_BATCH_INVARIANT": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }.items():
         patch.setenv(name, value)
     import vllm.distributed as distributed
     from vllm import _custom_ops
@@ -126,9 +169,12 @@ def stock_model(decoder: Decoder, folder: Path, patch: pytest.MonkeyPatch) -> to
     from vllm.model_executor.models import ModelRegistry
 
     config = EngineArgs(
-        model=str(folder), dtype=str(decoder.dtype).removeprefix("torch."), enforce_eager=True, skip_tokenizer_init=True,
+        model=str(folder),
+        dtype=str(decoder.dtype).removeprefix("torch."),
+        enforce_eager=True,
+        skip_tokenizer_init=True,
         max_model_len=decoder.config.max_positions,
-    ).create_engine_config()  # fmt: skip
+    ).create_engine_config()
     for module in (custom_op, activation, linear, logits_processor, vocab_parallel_embedding):
         patch.setattr(module, "current_platform", _Cuda(module.current_platform))
     patch.setattr(_custom_ops, "rotary_embedding", emulated_rotary_embedding)

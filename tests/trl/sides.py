@@ -1,6 +1,8 @@
-"""TRL's own trainers with their sources of numbers replaced: what a model and a reward function would say is drawn by the tests.
+"""TRL's own trainers with their sources of numbers replaced: what a model and a reward function would say is
+drawn by the tests.
 
-From rewards and log-probabilities to advantages, importance ratios and loss it is TRL's code, in torch's default dtype.
+From rewards and log-probabilities to advantages, importance ratios and loss it is TRL's code, in torch's
+default dtype.
 """
 
 from dataclasses import dataclass
@@ -51,11 +53,16 @@ class _Drawn:
         self.logp.grad = None
         loss = self._compute_loss(self.model, inputs)
         loss.backward()
-        return loss.item(), [row[:n].tolist() for row, n in zip(self.logp.grad, self.step.lengths, strict=True)]
+        return loss.item(), [
+            row[:n].tolist() for row, n in zip(self.logp.grad, self.step.lengths, strict=True)
+        ]
 
     def _completions(self) -> list[list[int]]:
         stop = self.processing_class.eos_token_id
-        return [[5] * (n - 1) + [5 if masked else stop] for n, masked in zip(self.step.lengths, self.step.masked, strict=True)]
+        return [
+            [5] * (n - 1) + [5 if masked else stop]
+            for n, masked in zip(self.step.lengths, self.step.masked, strict=True)
+        ]
 
     def _get_per_token_logps_and_entropies(self, model, *_, **__):
         if torch.is_grad_enabled():
@@ -94,18 +101,43 @@ def make_trainers(folder: Path) -> tuple[DrawnGRPO, DrawnRLOO]:
     """One trainer of each kind, over a model that is never run. Tests set their options before each step."""
     tokenizer = character_tokenizer()
     config = Qwen3Config(
-        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=8,
-        vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=8,
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
     Qwen3ForCausalLM(config).save_pretrained(folder / "model")
     data = Dataset.from_dict({"prompt": ["a"] * 8})
     shared = dict(
-        output_dir=str(folder / "out"), per_device_train_batch_size=4, num_generations=4, report_to=[], use_cpu=True, bf16=False,
-        beta=0.5, mask_truncated_completions=True, model_init_kwargs={"dtype": "float32"},
-    )  # fmt: skip
+        output_dir=str(folder / "out"),
+        per_device_train_batch_size=4,
+        num_generations=4,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        beta=0.5,
+        mask_truncated_completions=True,
+        model_init_kwargs={"dtype": "float32"},
+    )
     made = []
-    for trainer, options in ((DrawnGRPO, GRPOConfig(use_bias_correction_kl=False, **shared)), (DrawnRLOO, RLOOConfig(**shared))):
-        made.append(trainer(str(folder / "model"), lambda **_: [], args=options, train_dataset=data, processing_class=tokenizer))
+    for trainer, options in (
+        (DrawnGRPO, GRPOConfig(use_bias_correction_kl=False, **shared)),
+        (DrawnRLOO, RLOOConfig(**shared)),
+    ):
+        made.append(
+            trainer(
+                str(folder / "model"),
+                lambda **_: [],
+                args=options,
+                train_dataset=data,
+                processing_class=tokenizer,
+            )
+        )
         made[-1].model.train()
         made[-1].current_gradient_accumulation_steps = 1
     return tuple(made)

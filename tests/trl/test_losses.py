@@ -1,23 +1,27 @@
-"""Advantages, losses and their gradients beside TRL 1.16's own GRPOTrainer and RLOOTrainer, on drawn numbers and in fp64.
+"""Advantages, losses and their gradients beside TRL 1.16's own GRPOTrainer and RLOOTrainer, on drawn numbers
+and in fp64.
 
-Both sides evaluate one formula in other orders. A drawn log-probability is a multiple of 2^-20 above -40, so that fp64 holds every sum
-of a sequence's log-ratios exactly and the order of that sum decides nothing. What is left is rounding: of no more than 12 factors and
-exponentials a token (exp is within an ulp: two roundings), and of one addition for each token that is summed. `bound` is that for two
-sides.
+Both sides evaluate one formula in other orders. A drawn log-probability is a multiple of 2^-20 above -40, so
+that fp64 holds every sum of a sequence's log-ratios exactly and the order of that sum decides nothing. What
+is left is rounding: of no more than 12 factors and exponentials a token (exp is within an ulp: two
+roundings), and of one addition for each token that is summed. `bound` is that for two sides.
 
 What TRL calls otherwise, and what is not the same:
 
 - the upper bound of cispo is epsilon_high itself, here 1 + clip_high;
 - luspo is gspo with weight 1 / (P G) for each token: loss_agg_mode constant, times max_tokens;
 - RLOO's loss is -mean_i min(R A, clip(R) A) with R the ratio of the sequence. Ours counts a sequence's term at each of its tokens, so
-  with loss_agg_mode constant the gradient is TRL's over max_tokens, and the value besides times the sequence's length;
+  with loss_agg_mode constant the gradient is TRL's over max_tokens, and the value besides times the
+  sequence's length;
 - a sequence that TRL masks (mask_truncated_completions) is counted in its means. zerokl trains on every sequence, so the mean over
   sequences is taken over the others and scaled by their share;
 - scale_rewards "batch" subtracts the group's mean and divides by the step's deviation; our `batch` (REINFORCE++) subtracts the step's mean;
 - importance_sampling_level "sequence" beside a correction of each token: TRL differentiates the sum of all tokens' terms through each logp,
-  ours (GSPO-token) each term through its own. They are equal where the correction is that of the sequence, or none;
+  ours (GSPO-token) each term through its own. They are equal where the correction is that of the sequence, or
+  none;
 - the KL in the loss is GRPO's (arXiv:2402.03300), as TRL computes it with use_bias_correction_kl = False. Its default multiplies each term
-  by the ratio and differentiates that, too (DeepSeek-V3.2, arXiv:2512.02556), which changes the gradient on-policy as well;
+  by the ratio and differentiates that, too (DeepSeek-V3.2, arXiv:2512.02556), which changes the gradient
+  on-policy as well;
 - a ratio that overflows beside an advantage of 0 is NaN in TRL, and 0 here;
 - sapo, vespo, delta, off_policy_mask_threshold and top_entropy_quantile have no counterpart here.
 """
@@ -52,13 +56,26 @@ class Row:
 
 def _corrected(mode: str, low: float | None, high: float) -> dict:
     return dict(
-        use_vllm=True, vllm_importance_sampling_mode=mode, vllm_importance_sampling_clip_min=low, vllm_importance_sampling_clip_max=high
+        use_vllm=True,
+        vllm_importance_sampling_mode=mode,
+        vllm_importance_sampling_clip_min=low,
+        vllm_importance_sampling_clip_max=high,
     )
 
 
-_OWN = dict(loss_type="grpo", epsilon_low=0.2, epsilon_high=0.2, importance_sampling_level="token", scale_rewards="group", use_vllm=False)
+_OWN = dict(
+    loss_type="grpo",
+    epsilon_low=0.2,
+    epsilon_high=0.2,
+    importance_sampling_level="token",
+    scale_rewards="group",
+    use_vllm=False,
+)
 _GSPO = _OWN | dict(importance_sampling_level="sequence", epsilon_low=3e-4, epsilon_high=4e-4)
-_DAPO, _CISPO = _OWN | dict(loss_type="dapo", epsilon_high=0.28), _OWN | dict(loss_type="cispo", epsilon_high=5.0)
+_DAPO, _CISPO = (
+    _OWN | dict(loss_type="dapo", epsilon_high=0.28),
+    _OWN | dict(loss_type="cispo", epsilon_high=5.0),
+)
 ROWS = {
     "grpo": Row(_OWN, dict(preset="grpo")),
     "dr_grpo": Row(_OWN | dict(loss_type="dr_grpo", scale_rewards="none"), dict(preset="dr_grpo")),
@@ -66,22 +83,33 @@ ROWS = {
     "bnpo": Row(_OWN | dict(loss_type="bnpo"), dict(preset="grpo", loss_agg_mode="tokens")),
     "cispo": Row(_CISPO, dict(preset="cispo")),
     "gspo": Row(_GSPO, dict(preset="gspo")),
-    "gspo, dapo's loss_agg_mode": Row(_GSPO | dict(loss_type="dapo"), dict(preset="gspo", loss_agg_mode="tokens")),
-    "gspo, dr_grpo's loss_agg_mode": Row(_GSPO | dict(loss_type="dr_grpo"), dict(preset="gspo", loss_agg_mode="constant")),
+    "gspo, dapo's loss_agg_mode": Row(
+        _GSPO | dict(loss_type="dapo"), dict(preset="gspo", loss_agg_mode="tokens")
+    ),
+    "gspo, dr_grpo's loss_agg_mode": Row(
+        _GSPO | dict(loss_type="dr_grpo"), dict(preset="gspo", loss_agg_mode="constant")
+    ),
     "luspo": Row(_GSPO | dict(loss_type="luspo"), dict(preset="gspo", loss_agg_mode="constant"), MAX_TOKENS),
     "tis": Row(_OWN | _corrected("token_truncate", None, 2.0), dict(preset="tis")),
     "mis": Row(_OWN | _corrected("sequence_mask", None, 2.0), dict(preset="mis")),
     "mis_token": Row(_OWN | _corrected("token_mask", None, 2.0), dict(preset="mis_token")),
     "icepop": Row(_OWN | _corrected("token_mask", 0.5, 5.0), dict(preset="icepop")),
-    "tis of the sequence": Row(_OWN | _corrected("sequence_truncate", None, 2.0), dict(preset="tis", correction_level="sequence")),
-    "cispo, tis": Row(_CISPO | _corrected("token_truncate", None, 2.0), dict(preset="cispo", correction="truncate", correction_high=2.0)),
+    "tis of the sequence": Row(
+        _OWN | _corrected("sequence_truncate", None, 2.0), dict(preset="tis", correction_level="sequence")
+    ),
+    "cispo, tis": Row(
+        _CISPO | _corrected("token_truncate", None, 2.0),
+        dict(preset="cispo", correction="truncate", correction_high=2.0),
+    ),
     "gspo, mis": Row(
         _GSPO | _corrected("sequence_mask", None, 2.0),
         dict(preset="gspo", correction="mask", correction_level="sequence", correction_high=2.0),
     ),
     "TRL's default": Row(
         _OWN | dict(loss_type="dapo") | _corrected("sequence_mask", None, 3.0),
-        dict(preset="dapo", clip_high=0.2, correction="mask", correction_level="sequence", correction_high=3.0),
+        dict(
+            preset="dapo", clip_high=0.2, correction="mask", correction_level="sequence", correction_high=3.0
+        ),
     ),
 }
 
@@ -102,7 +130,10 @@ def _fp64():
 
 
 def drawn_step(seed: int):
-    """A step of one or two prompts. Every fourth has ratios from e^-40 to e^40, the others such as training has; every third masks some."""
+    """A step of one or two prompts.
+
+    Every fourth has ratios from e^-40 to e^40, the others such as training has; every third masks some.
+    """
     from tests.trl.sides import Step
 
     rng = np.random.default_rng(seed)
@@ -125,13 +156,17 @@ def _held(x: float) -> float:
 
 
 def ours(step, A: torch.Tensor, row: Row, kl_coef: float):
-    """Loss and gradient of each kept token, and the magnitude of what was added up to each: what rounding is relative to."""
+    """Loss and gradient of each kept token, and the magnitude of what was added up to each:
+
+    what rounding is relative to.
+    """
     cfg = LossConfig(**row.ours, kl_coef=kl_coef).resolve()
     kept = [i for i, masked in enumerate(step.masked) if not masked]
     lengths = [step.lengths[i] for i in kept]
     each = torch.tensor(lengths)
     now, old_logprobs, sampling_logprobs, ref_logprobs = (
-        torch.tensor([x for i in kept for x in rows[i]]) for rows in (step.now, step.old_logprobs, step.sampling_logprobs, step.ref_logprobs)
+        torch.tensor([x for i in kept for x in rows[i]])
+        for rows in (step.now, step.old_logprobs, step.sampling_logprobs, step.ref_logprobs)
     )
     now.requires_grad_()
     share = row.factor * (1.0 if cfg.loss_agg_mode == "tokens" else len(kept) / len(step.masked))
@@ -139,7 +174,18 @@ def ours(step, A: torch.Tensor, row: Row, kl_coef: float):
     A = A[kept].repeat_interleave(each)
     loss = policy_loss(now, old_logprobs, sampling_logprobs, A, lengths, cfg, ref_logprobs) * w
     (slope,) = torch.autograd.grad(loss.sum(), now)
-    policy = policy_loss(now, old_logprobs, sampling_logprobs, A, lengths, cfg.model_copy(update={"kl_coef": 0.0}), ref_logprobs) * w
+    policy = (
+        policy_loss(
+            now,
+            old_logprobs,
+            sampling_logprobs,
+            A,
+            lengths,
+            cfg.model_copy(update={"kl_coef": 0.0}),
+            ref_logprobs,
+        )
+        * w
+    )
     (policy_slope,) = torch.autograd.grad(policy.sum(), now)
     x = ref_logprobs - now.detach()
     parts = kl_coef * (torch.exp(x) + x.abs() + 1) * w
@@ -152,8 +198,12 @@ def bound(magnitude: torch.Tensor, additions: int) -> torch.Tensor:
 
 
 def set_options(trainer, options: dict, kl_coef: float) -> None:
-    """Two iterations a rollout, so that TRL scores a rollout under the weights it was sampled from, as it does with vLLM."""
-    for name, value in (options | dict(beta=kl_coef, num_iterations=2, max_completion_length=MAX_TOKENS)).items():
+    """Two iterations a rollout, so that TRL scores a rollout under the weights it was sampled from, as it
+    does with vLLM.
+    """
+    for name, value in (
+        options | dict(beta=kl_coef, num_iterations=2, max_completion_length=MAX_TOKENS)
+    ).items():
         assert hasattr(trainer, name)
         setattr(trainer, name, value)
 
@@ -163,7 +213,11 @@ def trls(trainer, step) -> tuple[torch.Tensor, float, torch.Tensor]:
     inputs = trainer.take(step)
     value, gradient = trainer.loss_and_gradient(inputs)
     assert not any(x for g, masked in zip(gradient, step.masked, strict=True) if masked for x in g)
-    return inputs["advantages"], value, torch.tensor([x for g, masked in zip(gradient, step.masked, strict=True) if not masked for x in g])
+    return (
+        inputs["advantages"],
+        value,
+        torch.tensor([x for g, masked in zip(gradient, step.masked, strict=True) if not masked for x in g]),
+    )
 
 
 def agree(trainer, step, row: Row, kl_coef: float) -> bool:
@@ -186,9 +240,12 @@ def test_loss_and_gradient_are_trls(trainers, name, kl_coef):
 def wrong_choices(cfg: LossConfig) -> dict:
     """Each choice of a resolved loss, a little or wholly wrong."""
     wrong = {
-        "loss_agg_mode": "tokens" if cfg.loss_agg_mode == "constant" else "constant", "clip_high": cfg.clip_high * 1.1,
-        "ratio": "geometric" if cfg.ratio == "token" else "token", "correction": "full", "kl": "k2",
-    }  # fmt: skip
+        "loss_agg_mode": "tokens" if cfg.loss_agg_mode == "constant" else "constant",
+        "clip_high": cfg.clip_high * 1.1,
+        "ratio": "geometric" if cfg.ratio == "token" else "token",
+        "correction": "full",
+        "kl": "k2",
+    }
     if cfg.bound == "clip":
         wrong["clip_low"] = cfg.clip_low * 1.1
     if cfg.correction != "none":
@@ -206,7 +263,9 @@ def test_control_a_wrong_choice_is_found(trainers, name):
 
 @pytest.mark.parametrize("name", ROWS)
 def test_in_fp32_the_error_is_at_most_twice_trls(trainers, name):
-    """Of the gradient, each token's relative to the terms that it is the sum of; 100 steps such as training has. The judge is fp64."""
+    """Of the gradient, each token's relative to the terms that it is the sum of; 100 steps such as training
+    has. The judge is fp64.
+    """
     row, kl_coef, rows = ROWS[name], 0.04, ([], [], [])
     set_options(trainers[0], row.trl, kl_coef)
     for seed in range(0, 400, 4):
@@ -231,18 +290,25 @@ def test_advantages_are_trls(trainers, kind, scale):
         rewards = np.array(step.rewards).reshape(-1, G)
         theirs = trainer.take(step)["advantages"].numpy().reshape(-1, G)
         deviation = rewards.std(axis=1, ddof=1, keepdims=True) + 1e-4 if kind == "std" else 1.0
-        # Rewards are multiples of 1/8, so their sum is exact: the mean is off by a rounding of the largest reward, and what is divided by
-        # the deviation, which has the same error relative to itself, is off by as much.
+        # Rewards are multiples of 1/8, so their sum is exact: the mean is off by a rounding of the largest
+        # reward, and what is divided by the deviation, which has the same error relative to itself, is off by
+        # as much.
         allowed = bound(1.0, G) * np.abs(rewards).max() / deviation * (1 + np.abs(theirs))
         assert (np.abs(advantages(rewards, kind) - theirs) <= allowed).all(), seed
 
 
 def test_rloo_is_trls(trainers):
-    """KL (k1, summed) in the reward, leave-one-out advantages, PPO's clip of the sequence's ratio. TRL's KL is that of its trainer at the
-    weights sampled from, ours that of the sampler, whose log-probabilities are the trainer's: the step is drawn so."""
+    """KL (k1, summed) in the reward, leave-one-out advantages, PPO's clip of the sequence's ratio. TRL's KL
+    is that of its trainer at the weights sampled from, ours that of the sampler, whose log-probabilities are
+    the trainer's: the step is drawn so.
+    """
     trainer = trainers[1]
     trainer.beta, trainer.epsilon_low, trainer.epsilon_high = 0.05, 0.2, 0.2
-    row = Row({}, dict(preset="rloo", importance_sampling_level="sequence", bound="clip", clip_low=0.2, clip_high=0.2), MAX_TOKENS)
+    row = Row(
+        {},
+        dict(preset="rloo", importance_sampling_level="sequence", bound="clip", clip_low=0.2, clip_high=0.2),
+        MAX_TOKENS,
+    )
     reward_cfg = LossConfig(preset="rloo", kl_coef=0.05, kl="k1", kl_in="reward").resolve()
     found = {"clip_high": 0, "advantage": 0}
     for seed in range(120):
@@ -254,7 +320,9 @@ def test_rloo_is_trls(trainers):
         rows = [np.array(x) for x in step.old_logprobs], [np.array(x) for x in step.ref_logprobs]
         shaped = shaped_rewards(rewards, step.lengths, reward_cfg, MAX_TOKENS, *rows)
         grouped = A.numpy().reshape(-1, G)
-        assert (np.abs(advantages(shaped, "leave_one_out") - grouped) <= bound(1.0, G) * np.abs(shaped).max() * 2).all(), seed
+        assert (
+            np.abs(advantages(shaped, "leave_one_out") - grouped) <= bound(1.0, G) * np.abs(shaped).max() * 2
+        ).all(), seed
         found["advantage"] += not np.allclose(advantages(shaped, "mean"), grouped)
         for wrong in ({}, {"clip_high": 0.25}):
             changed = dataclasses.replace(row, ours=row.ours | wrong)

@@ -33,9 +33,14 @@ def test_ulp_distance_counts_representable_numbers(dtype):
     assert ulp_distance(x, away_from_zero).tolist() == [1] * 5
     assert ulp_distance(x, x).tolist() == [0] * 5
     smallest = torch.finfo(dtype).smallest_normal
-    span = ulp_distance(torch.tensor([smallest], dtype=dtype), torch.tensor([2 * smallest], dtype=dtype)).item()
+    span = ulp_distance(
+        torch.tensor([smallest], dtype=dtype), torch.tensor([2 * smallest], dtype=dtype)
+    ).item()
     assert span == round(1 / torch.finfo(dtype).eps)
-    assert ulp_distance(torch.tensor([-smallest], dtype=dtype), torch.tensor([smallest], dtype=dtype)).item() == 2 * span + 1
+    assert (
+        ulp_distance(torch.tensor([-smallest], dtype=dtype), torch.tensor([smallest], dtype=dtype)).item()
+        == 2 * span + 1
+    )
 
 
 def test_every_unequal_element_is_counted_and_placed():
@@ -48,7 +53,13 @@ def test_every_unequal_element_is_counted_and_placed():
 
 
 @pytest.mark.parametrize(
-    "other", [torch.zeros(3), torch.zeros(2, 1), torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.int32)]
+    "other",
+    [
+        torch.zeros(3),
+        torch.zeros(2, 1),
+        torch.zeros(2, dtype=torch.float64),
+        torch.zeros(2, dtype=torch.int32),
+    ],
 )
 def test_other_shapes_and_dtypes_are_refused(other):
     for compare in (unequal, count_unequal, ulp_distance):

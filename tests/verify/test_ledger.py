@@ -11,15 +11,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.verify import ledger
 from zerokl.verify.files import hash_json, manifest_damage, whole_lines, write_manifest, write_whole
-from zerokl.verify.ledger import Hashing, Head, Ledger, Line, Tree, digest, digest_ids, hash_tree, read_ledger, tree_of
+from zerokl.verify.ledger import (
+    Hashing,
+    Head,
+    Ledger,
+    Line,
+    Tree,
+    digest,
+    digest_ids,
+    hash_tree,
+    read_ledger,
+    tree_of,
+)
 
 from tests.helpers import property_settings, randn
 
 
 def _head(**changes) -> Head:
     leaves = hash_tree({"a": torch.zeros(3), "b": torch.ones(2)})
-    return Head(**{"settings": {"seed": 1}, "seed": 1, "data": "d", "weights": leaves.root, "names": ["a", "b"], "leaves": leaves.leaves,
-                   "environment": {"torch": "2"}} | changes)  # fmt: skip
+    return Head(
+        **{
+            "settings": {"seed": 1},
+            "seed": 1,
+            "data": "d",
+            "weights": leaves.root,
+            "names": ["a", "b"],
+            "leaves": leaves.leaves,
+            "environment": {"torch": "2"},
+        }
+        | changes
+    )
 
 
 def _line(step: int, scale: float = 1.0) -> Line:
@@ -45,7 +66,11 @@ def _write(path, head: Head, steps: int = 4, scale: float = 1.0) -> str:
 def test_what_is_written_is_read(tmp_path):
     chain = _write(tmp_path / "l", _head())
     found = read_ledger(tmp_path / "l").whole()
-    assert (found.chain, len(found.lines), found.resumed) == (chain, 4, [{"step": 4, "environment": {"torch": "3"}}])
+    assert (found.chain, len(found.lines), found.resumed) == (
+        chain,
+        4,
+        [{"step": 4, "environment": {"torch": "3"}}],
+    )
     assert [found.chain_at(s) for s in (0, 4, 5)] == [found.head.chain, chain, None]
     content = (tmp_path / "l").read_bytes()
     for step, end in enumerate(found.ends):
@@ -109,7 +134,14 @@ def test_a_hash_sees_dtype_shape_and_every_bit():
     y = x.clone()
     y.view(torch.int32)[3, 2] ^= 1
     negative = torch.zeros(4, 3)
-    others = [digest(x.view(3, 4)), digest(x.double()), digest(y), digest(torch.zeros(4, 3)), digest(-negative), digest(x, x)]
+    others = [
+        digest(x.view(3, 4)),
+        digest(x.double()),
+        digest(y),
+        digest(torch.zeros(4, 3)),
+        digest(-negative),
+        digest(x, x),
+    ]
     assert len({digest(x), *others}) == 7
     assert digest(x.to(torch.bfloat16)) != digest(x.to(torch.float16))
     assert digest(np.float32(1.0)) != digest(np.float64(1.0))
@@ -161,9 +193,13 @@ def test_a_manifest_names_what_was_changed(tmp_path, how):
     else:
         manifest.unlink()
     said = {
-        "flip": f"{victim} was altered", "short": f"{victim} is torn", "missing": f"{victim} is missing", "none": f"{manifest} is missing",
-        "foreign": f"{tmp_path / 'in' / 'c'} is foreign", "manifest": f"{manifest} was altered",
-    }  # fmt: skip
+        "flip": f"{victim} was altered",
+        "short": f"{victim} is torn",
+        "missing": f"{victim} is missing",
+        "none": f"{manifest} is missing",
+        "foreign": f"{tmp_path / 'in' / 'c'} is foreign",
+        "manifest": f"{manifest} was altered",
+    }
     assert manifest_damage(tmp_path).startswith(said[how])
 
 
@@ -173,7 +209,12 @@ def test_a_tree_is_the_same_however_many_threads_hash_it(helpers, monkeypatch):
     monkeypatch.setattr(ledger, "_HELPERS", helpers)
     parts = [{f"w{i}": randn(k + i, 1000 * i % 7001 + 1) for i in range(40)} for k in (0, 100)]
     leaves = [
-        hash_json([digest(*(part[name][at : at + 1000] for part in parts)) for at in range(0, len(parts[0][name]), 1000)])[:32]
+        hash_json(
+            [
+                digest(*(part[name][at : at + 1000] for part in parts))
+                for at in range(0, len(parts[0][name]), 1000)
+            ]
+        )[:32]
         for name in parts[0]
     ]
     assert hash_tree(*parts) == Tree(hash_json(leaves), leaves)
@@ -200,6 +241,8 @@ def test_a_tree_does_not_wait_for_threads_that_are_busy():
     free = threading.Event()
     busy = [ledger._pool().submit(free.wait) for _ in range(64)]
     blocks = {"a": torch.zeros(3), "b": torch.ones(2)}
-    assert Hashing((name, [x]) for name, x in blocks.items()).digests() == [(name, digest(x)) for name, x in blocks.items()]
+    assert Hashing((name, [x]) for name, x in blocks.items()).digests() == [
+        (name, digest(x)) for name, x in blocks.items()
+    ]
     free.set()
     assert all(task.result() for task in busy)

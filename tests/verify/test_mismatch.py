@@ -48,11 +48,17 @@ def _logprobs(lengths: list[int], noise: float, seed: int) -> tuple[np.ndarray, 
     rng = np.random.default_rng(seed)
     sampler = -rng.exponential(2.0, sum(lengths)).astype(np.float32)
     moved = rng.random(len(sampler)) < 0.7
-    return np.where(moved, sampler + noise * rng.standard_normal(len(sampler)), sampler).astype(np.float32), sampler
+    return np.where(moved, sampler + noise * rng.standard_normal(len(sampler)), sampler).astype(
+        np.float32
+    ), sampler
 
 
 @property_settings(60)
-@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=6), noise=st.sampled_from([1e-6, 0.01, 0.5]), seed=st.integers(0, 1000))
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    noise=st.sampled_from([1e-6, 0.01, 0.5]),
+    seed=st.integers(0, 1000),
+)
 def test_metrics_equal_a_slow_independent_implementation(lengths, noise, seed):
     trainer, sampler = _logprobs(lengths, noise, seed)
     metrics = mismatch_metrics(trainer, sampler, lengths, prefix="")
@@ -74,7 +80,9 @@ def test_metrics_do_not_depend_on_the_order_of_the_tokens():
     trainer, sampler = _logprobs([200], 0.1, 1)
     order = np.random.default_rng(2).permutation(200)
     assert mismatch_metrics(trainer, sampler, [200]).items() >= {
-        item for item in mismatch_metrics(trainer[order], sampler[order], [200]).items() if "sequence" not in item[0]
+        item
+        for item in mismatch_metrics(trainer[order], sampler[order], [200]).items()
+        if "sequence" not in item[0]
     }
 
 

@@ -1,4 +1,5 @@
-"""Plants differences in stock vLLM's in-process model, one after another, and prints where its trace first differs. Not a test.
+"""Plants differences in stock vLLM's in-process model, one after another, and prints where its trace first
+differs. Not a test.
 
 audit_process.py MODEL SEED TRACE      TRACE: written, or if it exists, compared with the trace of MODEL
 """
@@ -30,12 +31,16 @@ def plant(model: torch.nn.Module, kind: str, rng: random.Random):
     layer = model.model.layers[i]
     if kind == "epsilon":
         layer.post_attention_layernorm.variance_epsilon *= 1000
-        return f"layers.{i}.post_norm", lambda: setattr(layer.post_attention_layernorm, "variance_epsilon", 1e-6)
+        return f"layers.{i}.post_norm", lambda: setattr(
+            layer.post_attention_layernorm, "variance_epsilon", 1e-6
+        )
     if kind == "silu":
         before = layer.mlp.act_fn
         layer.mlp.act_fn = HalfSiLU()
         return f"layers.{i}.silu_mul", lambda: setattr(layer.mlp, "act_fn", before)
-    weight = layer.self_attn.q_norm.weight  # vLLM repacks those of projections: the test flips theirs in the checkpoint
+    weight = (
+        layer.self_attn.q_norm.weight
+    )  # vLLM repacks those of projections: the test flips theirs in the checkpoint
     at, bit = rng.randrange(weight.shape[0]), 1 << rng.randrange(14, 23)
 
     def flip() -> None:
@@ -47,7 +52,12 @@ def plant(model: torch.nn.Module, kind: str, rng: random.Random):
 
 
 def main() -> None:
-    engine, rng, found, saved = VllmEngine(Path(sys.argv[1]), torch.float32, 512), random.Random(int(sys.argv[2])), [], Path(sys.argv[3])
+    engine, rng, found, saved = (
+        VllmEngine(Path(sys.argv[1]), torch.float32, 512),
+        random.Random(int(sys.argv[2])),
+        [],
+        Path(sys.argv[3]),
+    )
     clean = engine.trace(PAIR, SamplingParams())
     if saved.exists():
         other = load_file(saved)
@@ -61,7 +71,11 @@ def main() -> None:
         first = first_divergence(compare_traces(clean, engine.trace(PAIR, SamplingParams())))
         undo()
         found.append([kind, expected, first.op if first else None])
-    print("FOUND", json.dumps({"operations": list(clean), "again": again.op if again else None, "planted": found}), flush=True)
+    print(
+        "FOUND",
+        json.dumps({"operations": list(clean), "again": again.op if again else None, "planted": found}),
+        flush=True,
+    )
     os._exit(0)
 
 

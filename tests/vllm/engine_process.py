@@ -1,4 +1,5 @@
-"""One vLLM engine in a process of its own: draws what a JSON request asks for, and prints the rollouts as JSON.
+"""One vLLM engine in a process of its own: draws what a JSON request asks for, and prints the rollouts as
+JSON.
 
 Not a test. vLLM keeps state of its process, so every engine of the tests gets a fresh one.
 """
@@ -30,7 +31,9 @@ def plant_silu() -> None:
     """torch's own silu, which rounds otherwise in the tail of a vector than in its body."""
     import zerokl.model.decoder as decoder
 
-    decoder.silu_mul = lambda gu: torch.nn.functional.silu(gu[:, : gu.shape[1] // 2]) * gu[:, gu.shape[1] // 2 :]
+    decoder.silu_mul = lambda gu: (
+        torch.nn.functional.silu(gu[:, : gu.shape[1] // 2]) * gu[:, gu.shape[1] // 2 :]
+    )
 
 
 def main() -> None:
@@ -47,12 +50,34 @@ def main() -> None:
         for _ in range(call.get("updates", 0)):
             decoder.flat.mul_(1.01)
             sampler.sync_weights(sampler.version + 1)
-            sampler.generate(request["prompts"][:2], GenerationParams(SamplingParams(), 1, 4, frozenset()), RngKey(9, sampler.version))
-        generation_params = GenerationParams(SamplingParams(*call["distribution"]), call["samples"], call["max_tokens"], frozenset(call["stop_ids"]))
+            sampler.generate(
+                request["prompts"][:2],
+                GenerationParams(SamplingParams(), 1, 4, frozenset()),
+                RngKey(9, sampler.version),
+            )
+        generation_params = GenerationParams(
+            SamplingParams(*call["distribution"]),
+            call["samples"],
+            call["max_tokens"],
+            frozenset(call["stop_ids"]),
+        )
         rollouts = sampler.generate(request["prompts"], generation_params, RngKey(*call["key"]))
-        drawn.append([[r.completion_ids, r.logprobs.view("int32").tolist(), r.finish, r.weight_version] for r in rollouts])
-    metrics = {m.name: m.value for m in sampler.llm.get_metrics() if hasattr(m, "value")} if request.get("metrics") else {}
-    print("DRAWN", json.dumps({"drawn": drawn, "preemptions": metrics.get("vllm:num_preemptions", 0)}), flush=True)
+        drawn.append(
+            [
+                [r.completion_ids, r.logprobs.view("int32").tolist(), r.finish, r.weight_version]
+                for r in rollouts
+            ]
+        )
+    metrics = (
+        {m.name: m.value for m in sampler.llm.get_metrics() if hasattr(m, "value")}
+        if request.get("metrics")
+        else {}
+    )
+    print(
+        "DRAWN",
+        json.dumps({"drawn": drawn, "preemptions": metrics.get("vllm:num_preemptions", 0)}),
+        flush=True,
+    )
     sampler.close()
     os._exit(0)  # vLLM's threads would keep the process for seconds
 

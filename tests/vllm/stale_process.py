@@ -1,8 +1,10 @@
-"""Audits vLLM with zerokl inside after a weight update, with a fault or without one, beside ours or transformers. Not a test.
+"""Audits vLLM with zerokl inside after a weight update, with a fault or without one, beside ours or
+transformers. Not a test.
 
 stale_process.py MODEL SEED FAULT TRAINER
 
-FAULT: forgets (to reset the prefix cache), inside (vLLM's own copy of the decoder has another epsilon) or none. TRAINER: zerokl or hf.
+FAULT: forgets (to reset the prefix cache), inside (vLLM's own copy of the decoder has another epsilon) or
+none. TRAINER: zerokl or hf.
 """
 
 import json
@@ -39,11 +41,16 @@ def main() -> None:
         engine.sampler.__class__ = ForgetsToReset
 
     def draw():
-        return [(r, SamplingParams()) for r in engine.generate(PROMPTS, GenerationParams(SamplingParams(), 1, 16, frozenset({1})), 0)]
+        return [
+            (r, SamplingParams())
+            for r in engine.generate(PROMPTS, GenerationParams(SamplingParams(), 1, 16, frozenset({1})), 0)
+        ]
 
     draw()
     with torch.no_grad():
-        engine.decoder.w[f"layers.{rng.randrange(engine.decoder.config.layers - 1)}.{rng.choice(['o', 'down', 'gate_up'])}"].mul_(1.5)
+        engine.decoder.w[
+            f"layers.{rng.randrange(engine.decoder.config.layers - 1)}.{rng.choice(['o', 'down', 'gate_up'])}"
+        ].mul_(1.5)
     engine.sampler.sync_weights(1)
     if fault == "inside":
         engine.sampler.llm.apply_model(plant)
@@ -54,7 +61,9 @@ def main() -> None:
     else:
         trainer.decoder.flat.detach().copy_(engine.decoder.flat)
     names = {"sampler": engine.name, "trainer": trainer.name}
-    report = names | compare(trainer, draw(), Tokenizer(model, engine.decoder.config.vocab_size), engine, draw)
+    report = names | compare(
+        trainer, draw(), Tokenizer(model, engine.decoder.config.vocab_size), engine, draw
+    )
     print("FOUND", json.dumps({"frac_equal": report["frac_equal"], "verdict": verdict(report)}), flush=True)
     os._exit(0)
 

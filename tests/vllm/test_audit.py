@@ -29,12 +29,16 @@ def _audit(model: Path, out: Path, *words: str) -> tuple[int, dict]:
 
 
 def test_vllm_with_zerokl_inside_equals_the_trainer(model, tmp_path):
-    code, report = _audit(model, tmp_path / "out", "--sampler", "vllm-zerokl", "--trainer", "zerokl", "--temperature", "0.7")
+    code, report = _audit(
+        model, tmp_path / "out", "--sampler", "vllm-zerokl", "--trainer", "zerokl", "--temperature", "0.7"
+    )
     assert (code, report["frac_equal"], report["k3"]["value"]) == (0, 1.0, 0.0)
     assert report["tokens"] > 1000
 
 
-@pytest.mark.parametrize("sides", [("vllm", "hf"), ("vllm", "zerokl"), ("hf", "vllm"), ("vllm-zerokl", "vllm")])
+@pytest.mark.parametrize(
+    "sides", [("vllm", "hf"), ("vllm", "zerokl"), ("hf", "vllm"), ("vllm-zerokl", "vllm")]
+)
 def test_stock_vllm_differs_and_the_first_operation_is_named(model, tmp_path, sides):
     code, report = _audit(model, tmp_path / "out", "--sampler", sides[0], "--trainer", sides[1])
     assert code == 1
@@ -44,40 +48,79 @@ def test_stock_vllm_differs_and_the_first_operation_is_named(model, tmp_path, si
 
 
 def test_stock_vllm_against_itself_parts_at_no_operation(model, tmp_path):
-    """Drawn and scored by one engine: only how tokens were put together in its forwards can make a difference."""
+    """Drawn and scored by one engine:
+
+    only how tokens were put together in its forwards can make a difference.
+    """
     report = _audit(model, tmp_path / "out", "--sampler", "vllm", "--trainer", "vllm")[1]
     assert report["first_divergence"] is None
 
 
-@pytest.mark.parametrize("words", [("--temperature", "0.7"), ("--temperature", "0"), ("--temperature", "1.3", "--top-k", "20")])
+@pytest.mark.parametrize(
+    "words", [("--temperature", "0.7"), ("--temperature", "0"), ("--temperature", "1.3", "--top-k", "20")]
+)
 def test_stock_vllm_scores_the_distribution_that_was_drawn_from(model, tmp_path, words):
-    report = _audit(model, tmp_path / "out", "--sampler", "native", "--trainer", "vllm", "--dtype", "float32", *words)[1]
+    report = _audit(
+        model, tmp_path / "out", "--sampler", "native", "--trainer", "vllm", "--dtype", "float32", *words
+    )[1]
     assert report["max_abs"] < 0.01, "another temperature would be off by tenths"
 
 
 def test_stock_vllm_with_wide_logits(model, tmp_path):
-    words = ("--sampler", "vllm", "--trainer", "zerokl", "--sampler-head-dtype", "float32", "--head-dtype", "float32")
+    words = (
+        "--sampler",
+        "vllm",
+        "--trainer",
+        "zerokl",
+        "--sampler-head-dtype",
+        "float32",
+        "--head-dtype",
+        "float32",
+    )
     narrow = _audit(model, tmp_path / "narrow", "--sampler", "vllm", "--trainer", "zerokl")[1]
     assert _audit(model, tmp_path / "wide", *words)[1]["k3"]["value"] < narrow["k3"]["value"]
 
 
 def test_zerokl_inside_vllm_with_wide_logits_equals_the_trainer(model, tmp_path):
-    assert _audit(model, tmp_path / "out", "--sampler", "vllm-zerokl", "--trainer", "zerokl", "--head-dtype", "float32")[0] == 0
+    assert (
+        _audit(
+            model,
+            tmp_path / "out",
+            "--sampler",
+            "vllm-zerokl",
+            "--trainer",
+            "zerokl",
+            "--head-dtype",
+            "float32",
+        )[0]
+        == 0
+    )
 
 
 def _found(script: str, *words: str) -> dict:
     """What a script beside this file prints."""
-    done = subprocess.run([sys.executable, str(Path(__file__).with_name(script)), *words], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name(script)), *words],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]
     assert lines, done.stderr[-3000:]
     return json.loads(lines[0][5:])
 
 
 def _with_a_flipped_bit(model: Path, folder: Path, rng: random.Random) -> str:
-    """A copy of the checkpoint with one bit of one projection's mantissa flipped. Returns the projection's operation."""
+    """A copy of the checkpoint with one bit of one projection's mantissa flipped.
+
+    Returns the projection's operation.
+    """
     shutil.copytree(model, folder)
     weights = load_file(folder / "model.safetensors")
-    op, layer = rng.choice(["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]), rng.randrange(4)
+    op, layer = (
+        rng.choice(["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
+        rng.randrange(4),
+    )
     name = next(n for n in weights if n.startswith(f"model.layers.{layer}.") and f".{op}." in n)
     bits = weights[name].view(torch.int32).view(-1)
     bits[rng.randrange(len(bits))] ^= 1 << rng.randrange(14, 23)
@@ -91,14 +134,19 @@ def test_a_difference_planted_in_stock_vllm_is_found_where_it_is(model, tmp_path
     found = _found("audit_process.py", str(model), str(seed), trace)
     assert found["operations"] == operations(4)
     assert found["again"] is None
-    assert [(kind, op) for kind, _, op in found["planted"]] == [(kind, expected) for kind, expected, _ in found["planted"]]
+    assert [(kind, op) for kind, _, op in found["planted"]] == [
+        (kind, expected) for kind, expected, _ in found["planted"]
+    ]
     expected = _with_a_flipped_bit(model, tmp_path / "flipped", random.Random(seed))
     assert _found("audit_process.py", str(tmp_path / "flipped"), str(seed), trace)["first"] == expected
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_stale_cache_is_named(model, seed):
-    for fault in ("forgets", "none"):  # control: without the fault, after the same update, every token is equal
+    for fault in (
+        "forgets",
+        "none",
+    ):  # control: without the fault, after the same update, every token is equal
         found = _found("stale_process.py", str(model), str(seed), fault, "zerokl")
         assert (found["frac_equal"] < 1.0) == (fault == "forgets")
         assert ("used a stale cache" in found["verdict"]) == (fault == "forgets")

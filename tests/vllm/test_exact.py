@@ -1,7 +1,7 @@
 """vLLM's tokens and logprobs against the native sampler's and the trainer's: every token, every bit.
 
-The random tiny Qwen3 of `zerokl init`'s preset, 64 prompts x 64 tokens a call. The references are computed in this process, the
-engine runs in another, so that a fault planted there cannot hide in both.
+The random tiny Qwen3 of `zerokl init`'s preset, 64 prompts x 64 tokens a call. The references are computed in
+this process, the engine runs in another, so that a fault planted there cannot hide in both.
 """
 
 import json
@@ -33,7 +33,11 @@ CACHES = {
     "prefix cache, chunked": {"chunked_prefill": True, "max_batch_tokens": 96, "prefix_caching": True},
     "prefix cache, whole": {"chunked_prefill": False, "prefix_caching": True},
     "no prefix cache, chunked": {"chunked_prefill": True, "max_batch_tokens": 96, "prefix_caching": False},
-    "no prefix cache, blocks of 128": {"chunked_prefill": False, "prefix_caching": False, "block_tokens": 128},
+    "no prefix cache, blocks of 128": {
+        "chunked_prefill": False,
+        "prefix_caching": False,
+        "block_tokens": 128,
+    },
 }
 
 
@@ -44,10 +48,18 @@ def _prompts(n: int = 64) -> list[list[int]]:
     return [row[: 3 + 77 * i // (n - 1)].tolist() for i, row in enumerate(rows)]
 
 
-def _engine(model: Path, dtype: str, vllm: dict, calls: list[dict], prompts: list[list[int]], **request: object) -> dict:
-    text = json.dumps({"model": str(model), "dtype": dtype, "vllm": vllm, "calls": calls, "prompts": prompts, **request})
+def _engine(
+    model: Path, dtype: str, vllm: dict, calls: list[dict], prompts: list[list[int]], **request: object
+) -> dict:
+    text = json.dumps(
+        {"model": str(model), "dtype": dtype, "vllm": vllm, "calls": calls, "prompts": prompts, **request}
+    )
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("engine_process.py"))], input=text, capture_output=True, text=True, check=False
+        [sys.executable, str(Path(__file__).with_name("engine_process.py"))],
+        input=text,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("DRAWN")]
     assert lines, done.stderr[-3000:]
@@ -55,16 +67,29 @@ def _engine(model: Path, dtype: str, vllm: dict, calls: list[dict], prompts: lis
 
 
 def _call(sampling_params: tuple, updates: int = 0) -> dict:
-    return {"distribution": sampling_params, "samples": 1, "max_tokens": 64, "stop_ids": [STOP], "key": [3, 4], "updates": updates}
+    return {
+        "distribution": sampling_params,
+        "samples": 1,
+        "max_tokens": 64,
+        "stop_ids": [STOP],
+        "key": [3, 4],
+        "updates": updates,
+    }
 
 
-def _native(model: Path, dtype: str, call: dict, prompts: list[list[int]], updates: int) -> tuple[list[Rollout], list[np.ndarray]]:
-    """The native sampler's rollouts after `updates` updates of the weights, and the trainer's logprobs of them as integers."""
+def _native(
+    model: Path, dtype: str, call: dict, prompts: list[list[int]], updates: int
+) -> tuple[list[Rollout], list[np.ndarray]]:
+    """The native sampler's rollouts after `updates` updates of the weights, and the trainer's logprobs of
+    them as integers.
+    """
     decoder = load_decoder(model, getattr(torch, dtype))
     for _ in range(updates):
         decoder.flat.mul_(1.01)
     sampling_params = SamplingParams(*call["distribution"])
-    rollouts = NativeSampler(decoder).generate(prompts, GenerationParams(sampling_params, 1, 64, frozenset({STOP})), RngKey(3, 4))
+    rollouts = NativeSampler(decoder).generate(
+        prompts, GenerationParams(sampling_params, 1, 64, frozenset({STOP})), RngKey(3, 4)
+    )
     with torch.no_grad():
         packed = pack([r.pair for r in rollouts])
         scored = logprobs(decoder, packed, sampling_params)[0].split(packed.completion_lengths)
@@ -72,7 +97,9 @@ def _native(model: Path, dtype: str, call: dict, prompts: list[list[int]], updat
 
 
 def _compare(drawn: list, expected: tuple[list[Rollout], list[np.ndarray]], version: int) -> tuple[int, int]:
-    """Tokens compared and tokens that differ, in their id or in a bit of their logprob, from either reference."""
+    """Tokens compared and tokens that differ, in their id or in a bit of their logprob, from either
+    reference.
+    """
     compared = unequal = 0
     for (ids, bits, finish, of), rollout, trainer in zip(drawn, *expected, strict=True):
         assert of == version
@@ -99,9 +126,14 @@ def test_every_token_and_logprob_is_the_trainers(model, dtype, cache):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_preempted_requests_too(model, dtype):
-    """The cache holds about a fifth of what 64 completions need: vLLM stops requests and computes them again later."""
+    """The cache holds about a fifth of what 64 completions need:
+
+    vLLM stops requests and computes them again later.
+    """
     prompts, call = _prompts(), _call(DISTRIBUTIONS["T=1"])
-    block_bytes = 4 * 1 * 2 * 32 * 32 * getattr(torch, dtype).itemsize  # layers, key-value heads, keys and values, positions, width
+    block_bytes = (
+        4 * 1 * 2 * 32 * 32 * getattr(torch, dtype).itemsize
+    )  # layers, key-value heads, keys and values, positions, width
     vllm = {"cache_bytes": 60 * block_bytes, "context": 160, "engine": {"disable_log_stats": False}}
     got = _engine(model, dtype, vllm, [call], prompts, metrics=True)
     assert got["preemptions"] > 0
@@ -109,7 +141,9 @@ def test_preempted_requests_too(model, dtype):
     assert (compared > 1000, unequal) == (True, 0)
 
 
-@pytest.mark.parametrize(("dtype", "multiprocess"), [("float32", False), ("bfloat16", True), ("float16", False)])
+@pytest.mark.parametrize(
+    ("dtype", "multiprocess"), [("float32", False), ("bfloat16", True), ("float16", False)]
+)
 def test_after_twenty_weight_updates(model, dtype, multiprocess):
     prompts, call = _prompts(), _call(DISTRIBUTIONS["T=0.7"], updates=20)
     got = _engine(model, dtype, {"multiprocess": multiprocess}, [call], prompts)

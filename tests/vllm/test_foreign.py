@@ -39,20 +39,48 @@ if __name__ == "__main__":
 
 def test_stock_vllm_computes_with_the_weights_it_was_given(model: Path, tmp_path: Path):
     (tmp_path / "reload.py").write_text(CODE)
-    done = subprocess.run([sys.executable, str(tmp_path / "reload.py"), str(model)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "reload.py"), str(model)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    results = [tuple(map(float, line.split()[1:])) for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    results = [
+        tuple(map(float, line.split()[1:])) for line in done.stdout.splitlines() if line.startswith("RESULT")
+    ]
     assert len(results) == 3
     for after, before in results:
-        assert after < 1e-3 < 1e-2 < before, "fp32 engines differ by rounding; other weights differ by far more"
+        assert after < 1e-3 < 1e-2 < before, (
+            "fp32 engines differ by rounding; other weights differ by far more"
+        )
 
 
 def test_a_run_with_stock_vllm_as_the_sampler(model: Path, tmp_path: Path):
     words = [
-        "train", "--run-dir", str(tmp_path / "run"), "--model", str(model), "--steps", "3", "--prompts", "2", "--num_generations", "3",
-        "--sampling.max_tokens", "6", "--task.options", "{ max_value = 9, train = 20, held_out = 10 }", "--sampler", "vllm-stock",
-        "--exact", "false", "--evaluation.every", "2", "--loss.preset", "tis",
-    ]  # fmt: skip
-    done = subprocess.run([str(Path(sys.executable).with_name("zerokl")), *words], capture_output=True, text=True, check=False)
+        "train",
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--model",
+        str(model),
+        "--steps",
+        "3",
+        "--prompts",
+        "2",
+        "--num_generations",
+        "3",
+        "--sampling.max_tokens",
+        "6",
+        "--task.options",
+        "{ max_value = 9, train = 20, held_out = 10 }",
+        "--sampler",
+        "vllm-stock",
+        "--exact",
+        "false",
+        "--evaluation.every",
+        "2",
+        "--loss.preset",
+        "tis",
+    ]
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("zerokl")), *words], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert "of them unequal" in done.stdout

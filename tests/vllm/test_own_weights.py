@@ -1,5 +1,7 @@
-"""vLLM in the trainer's process over the trainer's tensors, as on a GPU: our model, and vLLM's own. On a CPU, where vLLM's own model has
-other kernels, that shows the draw, the weights and the versions; its bits on a GPU are tests/triton/test_stock_model.py's."""
+"""vLLM in the trainer's process over the trainer's tensors, as on a GPU: our model, and vLLM's own. On a CPU,
+where vLLM's own model has other kernels, that shows the draw, the weights and the versions; its bits on a GPU
+are tests/triton/test_stock_model.py's.
+"""
 
 import subprocess
 import sys
@@ -67,7 +69,12 @@ THEIRS = """
 def _results(code: str, model: Path, dtype: str, folder: Path) -> list[list[str]]:
     """In a process of its own, as vLLM keeps its threads and settings for good."""
     (folder / "code.py").write_text(HEAD + code)
-    done = subprocess.run([sys.executable, str(folder / "code.py"), str(model), dtype], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(folder / "code.py"), str(model), dtype],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return [line.split() for line in done.stdout.splitlines() if line.startswith(("RESULT", "NORM"))]
 

@@ -33,7 +33,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _zerokl(*words: str) -> subprocess.CompletedProcess:
-    done = subprocess.run([str(Path(sys.executable).with_name("zerokl")), *words], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("zerokl")), *words], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done
 
@@ -50,6 +52,11 @@ def _fingerprint(base: Path, run: Path, *words: str) -> tuple[str, str]:
 def test_fingerprint_is_that_of_the_native_sampler(base, tmp_path, dtype):
     native = _fingerprint(base, tmp_path / "native", "--dtype", dtype)
     assert _fingerprint(base, tmp_path / "vllm", "--dtype", dtype, "--sampler", "vllm") == native
-    assert _fingerprint(base, tmp_path / "apart", "--dtype", dtype, "--sampler", "vllm", "--vllm.multiprocess", "true") == native
+    assert (
+        _fingerprint(
+            base, tmp_path / "apart", "--dtype", dtype, "--sampler", "vllm", "--vllm.multiprocess", "true"
+        )
+        == native
+    )
     other = _fingerprint(base, tmp_path / "other", "--dtype", dtype, "--sampler", "vllm", "--seed", "1")
     assert other[1] != native[1], "the seed must matter"

@@ -1,9 +1,10 @@
 """Logged rollouts of any framework: JSON lines.
 
-    {"prompt_ids": [..], "completion_ids": [..], "logprobs": [..], "temperature": 1.0, "top_p": 1.0, "top_k": 0, "weight_version": 0}
+    {"prompt_ids": [..], "completion_ids": [..], "logprobs": [..], "temperature": 1.0, "top_p": 1.0, "top_k":
+    0, "weight_version": 0}
 
-logprobs are the sampler's, one for each completion token, under the distribution it was drawn from. top_p, top_k and weight_version
-may be missing or null; a top_k of 0 or below keeps all tokens.
+logprobs are the sampler's, one for each completion token, under the distribution it was drawn from. top_p,
+top_k and weight_version may be missing or null; a top_k of 0 or below keeps all tokens.
 """
 
 import json
@@ -17,14 +18,20 @@ from ....kernels.sampling_params import SamplingParams
 from ...rollout.types import Rollout
 
 
-def read_log(path: Path, vocab: int, longest: int = 0, version: int | None = None) -> list[tuple[Rollout, SamplingParams]]:
-    """The rollouts of a log, of one weight version where it is given; `longest` tokens each at most (0: any number).
+def read_log(
+    path: Path, vocab: int, longest: int = 0, version: int | None = None
+) -> list[tuple[Rollout, SamplingParams]]:
+    """The rollouts of a log, of one weight version where it is given; `longest` tokens each at most (0: any
+    number).
 
-    Raises ValueError naming the line that is malformed, or the weight versions when the log holds several: a model has one.
+    Raises ValueError naming the line that is malformed, or the weight versions when the log holds several: a
+    model has one.
     """
     found: list[tuple[Rollout, SamplingParams]] = []
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold what splitlines takes for an end
+        lines = path.read_text(encoding="utf-8-sig").split(
+            "\n"
+        )  # JSON may hold what splitlines takes for an end
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"audit: {path} cannot be read ({error})") from None
     for number, line in enumerate(lines, 1):
@@ -40,9 +47,13 @@ def read_log(path: Path, vocab: int, longest: int = 0, version: int | None = Non
         if version in (None, parsed[0].weight_version):
             found.append(parsed)
     if not found:
-        raise ValueError(f"audit: {path} holds no rollout{'' if version is None else f' of weight version {version}'}")
+        raise ValueError(
+            f"audit: {path} holds no rollout{'' if version is None else f' of weight version {version}'}"
+        )
     if len(versions := sorted({r.weight_version for r, _ in found})) > 1:
-        raise ValueError(f"audit: {path} holds rollouts of weight versions {versions}; choose the model's with --weight-version")
+        raise ValueError(
+            f"audit: {path} holds rollouts of weight versions {versions}; choose the model's with --weight-version"
+        )
     return found
 
 
@@ -59,10 +70,14 @@ def _parse(row: Any, index: int, vocab: int) -> tuple[Rollout, SamplingParams]:
     if wrong is not None:
         raise ValueError(f"logprobs[{wrong}] ({values[wrong]}) is no log-probability")
     sampling_params = SamplingParams(
-        _number("temperature", row["temperature"]), max(0, _integer("top_k", row.get("top_k"), 0)), _number("top_p", row.get("top_p"), 1.0)
+        _number("temperature", row["temperature"]),
+        max(0, _integer("top_k", row.get("top_k"), 0)),
+        _number("top_p", row.get("top_p"), 1.0),
     ).check()
     version = _integer("weight_version", row.get("weight_version"), 0)
-    return Rollout(index, 0, ids["prompt_ids"], ids["completion_ids"], np.array(values, np.float32), "", version), sampling_params
+    return Rollout(
+        index, 0, ids["prompt_ids"], ids["completion_ids"], np.array(values, np.float32), "", version
+    ), sampling_params
 
 
 def _number(name: str, value: Any, default: float | None = None) -> float:

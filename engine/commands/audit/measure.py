@@ -1,6 +1,7 @@
 """What an audit measures of a sampler's and a trainer's log-probabilities of the same tokens.
 
-d = logp_trainer - logp_sampler and r = exp(d) of a token; see verify/mismatch.py for k1, k2, k3, chi2 and ess.
+d = logp_trainer - logp_sampler and r = exp(d) of a token; see verify/mismatch.py for k1, k2, k3, chi2 and
+ess.
 """
 
 import math
@@ -16,7 +17,10 @@ _WORST = 10
 
 
 def measure(trainer: Sequence[np.ndarray], sampler: Sequence[np.ndarray]) -> dict[str, Any]:
-    """All figures. trainer, sampler: logprobs [C] fp32 of each sequence. Raises ValueError for NaN or lengths that differ."""
+    """All figures.
+
+    trainer, sampler: logprobs [C] fp32 of each sequence. Raises ValueError for NaN or lengths that differ.
+    """
     t, s = np.concatenate(trainer), np.concatenate(sampler)
     lengths = [len(x) for x in sampler]
     metrics = mismatch_metrics(t, s, lengths, prefix="")
@@ -28,14 +32,17 @@ def measure(trainer: Sequence[np.ndarray], sampler: Sequence[np.ndarray]) -> dic
         "frac_equal": metrics["frac_equal"],
         "max_abs": metrics["max_abs"],
         "abs_percentiles": {str(q): float(np.percentile(np.abs(d), q)) for q in _PERCENTILES},
-        **{name: {"value": metrics[name], "standard_error": _standard_error(x)} for name, x in _estimators(d, r).items()},
+        **{
+            name: {"value": metrics[name], "standard_error": _standard_error(x)}
+            for name, x in _estimators(d, r).items()
+        },
         "perplexity_sampler": _exp(-s.astype(np.float64).mean()),
         "perplexity_trainer": _exp(-t.astype(np.float64).mean()),
         "token": spread(r),
         "sequence": spread(sequence_ratio),
         "by_position": _by_position(d, lengths),
         "ratio_histogram": _histogram(d),
-    }  # fmt: skip
+    }
 
 
 def worst_tokens(trainer: Sequence[np.ndarray], sampler: Sequence[np.ndarray]) -> list[dict[str, Any]]:
@@ -48,7 +55,12 @@ def worst_tokens(trainer: Sequence[np.ndarray], sampler: Sequence[np.ndarray]) -
         position = int(at - (ends[i - 1] if i else 0))
         if d[at] > 0:
             found.append(
-                {"sequence": i, "position": position, "trainer": float(trainer[i][position]), "sampler": float(sampler[i][position])}
+                {
+                    "sequence": i,
+                    "position": position,
+                    "trainer": float(trainer[i][position]),
+                    "sampler": float(sampler[i][position]),
+                }
             )
     return found
 
@@ -89,4 +101,8 @@ def _histogram(d: np.ndarray) -> dict[str, list[float]]:
     """Of the ratio exp(d), on a grid that is even in d."""
     edge = max(float(np.abs(d[np.isfinite(d)]).max(initial=0.0)), 1e-12)
     counts, edges = np.histogram(np.clip(d, -edge, edge), bins=41, range=(-edge, edge))
-    return {"ratio_edges": np.exp(edges).tolist(), "log_ratio_edges": edges.tolist(), "tokens": counts.tolist()}
+    return {
+        "ratio_edges": np.exp(edges).tolist(),
+        "log_ratio_edges": edges.tolist(),
+        "tokens": counts.tolist(),
+    }

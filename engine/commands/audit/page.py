@@ -32,9 +32,7 @@ _WORST = ("sequence", "position", "text before", "token", "sampler", "trainer")
 def verdict(report: dict[str, Any]) -> str:
     """The audit in one or two sentences."""
     if report["frac_equal"] == 1.0:
-        return (
-            f"All {report['tokens']} tokens have the same log-probability, bit for bit, in {report['sampler']} and in {report['trainer']}."
-        )
+        return f"All {report['tokens']} tokens have the same log-probability, bit for bit, in {report['sampler']} and in {report['trainer']}."
     share = math.floor(1e4 * report["frac_equal"]) / 1e4  # never 100% where a token differs
     said = (
         f"{report['sampler']} and {report['trainer']} agree to the bit on {share:.2%} of {report['tokens']} tokens; the "
@@ -44,9 +42,15 @@ def verdict(report: dict[str, Any]) -> str:
     first = report.get("first_divergence")
     if first:
         ulp = "" if first["max_ulp"] is None else f", by up to {first['max_ulp']} representable numbers"
-        said += f" They part at {first['op']}: {first['unequal']} of its {first['elements']} outputs differ{ulp}."
+        said += (
+            f" They part at {first['op']}: {first['unequal']} of its {first['elements']} outputs differ{ulp}."
+        )
     if report.get("stale_cache"):
-        found = "every log-probability is equal" if report["frac_equal_without_caches"] == 1.0 else "the sampler gives other bits"
+        found = (
+            "every log-probability is equal"
+            if report["frac_equal_without_caches"] == 1.0
+            else "the sampler gives other bits"
+        )
         said += f" Drawn again with its caches dropped, {found}: it had used a stale cache."
     elif "operations" in report and not first:
         where = f", {report['sampler']}'s outside of its process," if report["traced_outside"] else ""
@@ -80,7 +84,14 @@ def worst_table(report: dict[str, Any]) -> Table:
 
 def _worst_rows(report: dict[str, Any]) -> list[tuple]:
     return [
-        (w["sequence"], w["position"], repr(w["before"]), repr(w["text"]), f"{w['sampler']:.6f}", f"{w['trainer']:.6f}")
+        (
+            w["sequence"],
+            w["position"],
+            repr(w["before"]),
+            repr(w["text"]),
+            f"{w['sampler']:.6f}",
+            f"{w['trainer']:.6f}",
+        )
         for w in report["worst"]
     ]
 
@@ -88,10 +99,20 @@ def _worst_rows(report: dict[str, Any]) -> list[tuple]:
 def _rows(report: dict[str, Any]) -> list[tuple[str, str, str]]:
     rows = []
     if report.get("logged"):
-        rows.append(("rollouts", f"{report['sequences']} of {report['logged']}", "of those in the log, compared; -n takes more or fewer"))
+        rows.append(
+            (
+                "rollouts",
+                f"{report['sequences']} of {report['logged']}",
+                "of those in the log, compared; -n takes more or fewer",
+            )
+        )
     for name, meaning in _MEANING.items():
         value = report[name]
-        shown = f"{value['value']:.4g} ± {value['standard_error']:.2g}" if isinstance(value, dict) else f"{value:.6g}"
+        shown = (
+            f"{value['value']:.4g} ± {value['standard_error']:.2g}"
+            if isinstance(value, dict)
+            else f"{value:.6g}"
+        )
         rows.append((name, shown, meaning))
     for q, value in report["abs_percentiles"].items():
         rows.append((f"|d| p{q}", f"{value:.4g}", f"{q}% of the tokens differ by no more"))
@@ -104,16 +125,34 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str, str]]:
                 f"exp(trainer - sampler) of a {level}, least and largest",
             )
         )
-        rows.append((f"chi2, {level}", f"{own['chi2']:.4g}", "mean of its square, minus 1; its variance where its mean is 1"))
-        rows.append((f"ess, {level}", f"{own['ess']:.6f}", "effective sample size of importance sampling, as a share"))
+        rows.append(
+            (
+                f"chi2, {level}",
+                f"{own['chi2']:.4g}",
+                "mean of its square, minus 1; its variance where its mean is 1",
+            )
+        )
+        rows.append(
+            (f"ess, {level}", f"{own['ess']:.6f}", "effective sample size of importance sampling, as a share")
+        )
     for engine, ways in report["own_invariance"].items():
         for way, found in ways.items():
             rows.append(
-                (f"{engine}: {way}", f"{found['unequal']} of {found['tokens']} unequal", f"largest difference {found['max_abs']:.3g}")
+                (
+                    f"{engine}: {way}",
+                    f"{found['unequal']} of {found['tokens']} unequal",
+                    f"largest difference {found['max_abs']:.3g}",
+                )
             )
     for row in report["by_position"]:
         place = f"{row['from'] + 1}" + (f" to {row['to'] + 1}" if row["to"] > row["from"] else "")
-        rows.append((f"position {place}", f"{row['mean_abs']:.4g}", f"mean |d| of {row['tokens']} tokens; largest {row['max_abs']:.3g}"))
+        rows.append(
+            (
+                f"position {place}",
+                f"{row['mean_abs']:.4g}",
+                f"mean |d| of {row['tokens']} tokens; largest {row['max_abs']:.3g}",
+            )
+        )
     return rows
 
 
@@ -138,8 +177,16 @@ def write_page(report: dict[str, Any], path: Path) -> None:
             )
             for d in report["operations"]
         ]
-        parts += ["<h2>Operation by operation</h2>", "<p>One sequence through both engines, in the order of computation.</p>"]
-        parts += [_table(("operation", "outputs that differ", "largest ulp", "largest difference", "relative rms"), rows)]
+        parts += [
+            "<h2>Operation by operation</h2>",
+            "<p>One sequence through both engines, in the order of computation.</p>",
+        ]
+        parts += [
+            _table(
+                ("operation", "outputs that differ", "largest ulp", "largest difference", "relative rms"),
+                rows,
+            )
+        ]
     head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>zerokl audit</title><style>{_STYLE}</style>'
     path.write_text(head + "".join(parts) + "</html>\n", encoding="utf-8")
 
@@ -173,7 +220,11 @@ def _plots(report: dict[str, Any]) -> str:
         axes[2].plot(relative, marker=".", linewidth=0.8)
         axes[2].set_yscale("symlog", linthresh=smallest)  # equal operations lie at 0
         axes[2].set_xlabel("operation, in the order of computation")
-        starts = {i: d["op"].removesuffix(".input_norm") for i, d in enumerate(operations) if d["op"].endswith(".input_norm")}
+        starts = {
+            i: d["op"].removesuffix(".input_norm")
+            for i, d in enumerate(operations)
+            if d["op"].endswith(".input_norm")
+        }
         starts |= {i: d["op"] for i, d in enumerate(operations) if d["op"] in ("norm", "logits")}
         axes[2].set_xticks(list(starts), starts.values(), rotation=45, ha="right", fontsize=7)
         axes[2].set_ylabel("relative rms difference")

