@@ -6,22 +6,26 @@ STAMP  := $(VENV)/.installed
 RUN    ?= runs/demo
 
 # TORCH: what pip is given for torch, e.g. TORCH='torch==2.13.0 --index-url ...' for another build.
-.PHONY: help demo test test-slow test-proofs vllm test-vllm test-vllm-0.33 test-triton test-trl lint package bench bench-vllm clean
+.PHONY: help demo test test-full test-slow test-proofs vllm test-vllm test-vllm-0.33 test-triton test-trl lint docs package \
+  pictures bench bench-vllm clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo       train a small model to add, exactly on-policy; ends with reward curve, mismatch and fingerprint"
-	@echo "make test       the tests (minutes)"
-	@echo "make test-slow  the long proofs: 200-step runs, real vocabularies and head counts, memory, the demo twice"
-	@echo "make test-proofs  what CI has no time for: a run killed at fifty random moments and resumed"
-	@echo "make vllm       an environment with vLLM for CPUs, in .venv-vllm"
-	@echo "make test-vllm  vLLM as the sampler: tokens and logprobs beside the native sampler's and the trainer's"
-	@echo "make test-vllm-0.33  the same, and the Triton kernels, with vLLM 0.33's Python files"
-	@echo "make test-triton  the Triton kernels, interpreted on a CPU, beside vLLM's own; and compiled for GPUs that need not be here"
-	@echo "make test-trl   advantages, losses and gradients beside TRL's own"
-	@echo "make lint       ruff"
-	@echo "make bench      one RL step beside TRL, sampling beside transformers, the linear beside plain torch"
-	@echo "make bench-vllm tokens per second of vLLM with zerokl inside beside stock vLLM"
+	@echo "make demo           train a small model to add, exactly on-policy; ends with reward curve, mismatch and fingerprint"
+	@echo "make test           the tests: one diagonal of each matrix (minutes)"
+	@echo "make test-full      all of them"
+	@echo "make test-slow      the long proofs: 200-step runs, real vocabularies and head counts, memory, the demo twice"
+	@echo "make test-proofs    what CI has no time for: a run killed at fifty random moments and resumed"
+	@echo "make vllm           an environment with vLLM for CPUs, in .venv-vllm"
+	@echo "make test-vllm      vLLM as the sampler: tokens and logprobs beside the native sampler's and the trainer's"
+	@echo "make test-vllm-0.33 the same, and the Triton kernels, with vLLM 0.33's Python files"
+	@echo "make test-triton    the Triton kernels, interpreted on a CPU, beside vLLM's own; and compiled for four GPUs"
+	@echo "make test-trl       advantages, losses and gradients beside TRL's own"
+	@echo "make docs           the documentation, in build/docs; a broken link fails"
+	@echo "make lint           ruff"
+	@echo "make pictures       the README's picture of the demo, from $(RUN)"
+	@echo "make bench          one RL step beside TRL, sampling beside transformers, the linear beside plain torch"
+	@echo "make bench-vllm     tokens per second of vLLM with zerokl inside beside stock vLLM"
 
 # torch first, so that an installed build (a CPU one, say) is kept: later packages ask for torch in any version.
 TORCH ?= torch==2.13.0
@@ -34,8 +38,15 @@ $(STAMP): pyproject.toml setup.py
 demo: $(STAMP)
 	$(BIN)/zerokl train --preset demo --run-dir $(RUN)
 
+# One process a core, each with one OpenMP thread: threads of torch's wait for each other where cores are shared.
+JOBS   ?= $(shell nproc)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not vllm and not proof and not trl"
+
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow and not vllm and not proof and not trl" --durations=15
+	$(PYTEST) -n $(JOBS) --quick
+
+test-full: $(STAMP)
+	$(PYTEST) -n $(JOBS) --durations=15
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
@@ -83,6 +94,17 @@ test-trl: .venv-trl/.installed
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+docs: $(VENV)/.docs
+	$(BIN)/sphinx-build -W --keep-going -n -q -b html docs build/docs
+	@echo "build/docs/index.html"
+
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/pip install -q -e ".[docs]"
+	touch $@
+
+pictures:
+	cp $(RUN)/reward.png docs/_static/demo-reward.png
 
 # sdist and wheel, and the wheel in an environment of its own (which borrows the installed dependencies).
 package: $(STAMP)

@@ -1,11 +1,12 @@
-"""zerokl: reinforcement learning of language models in which the trainer's log-probabilities are bit for bit
-the sampler's.
+"""zerokl: exact reinforcement learning of language models.
 
-policy = zerokl.load_policy("models/add")              # a Hugging Face folder or hub name
-rollouts = policy.sample(["12+7="], n=4)               # token ids and the logprobs they were drawn with
-scores = policy.score([r.pair for r in rollouts])      # the trainer's logprobs: the same bits
-summary = zerokl.train(zerokl.load_config(None, "demo", {}), "runs/demo")
-checks = zerokl.check_law("models/add")                  # the law's checks on this machine
+The log-probabilities that the trainer computes are bit for bit those that the sampler drew with.
+
+    policy = zerokl.load_policy("models/add")            # a Hugging Face folder or hub name
+    rollouts = policy.sample(["12+7="], n=4)             # token ids, and the logprobs they were drawn with
+    scores = policy.score([r.pair for r in rollouts])    # the trainer's logprobs: the same bits
+    summary = zerokl.train(zerokl.load_config(None, "demo", {}), "runs/demo")
+    checks = zerokl.check_law("models/add")              # the checks of the law on this machine
 """
 
 from importlib import import_module
@@ -29,7 +30,7 @@ __all__ = sorted(_NAMES)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, so that `zerokl --help` does not wait for torch."""
+    """Import a public name at its first use, so that `zerokl --help` does not wait for torch."""
     if name not in _NAMES:
         raise AttributeError(f"module 'zerokl' has no attribute {name!r}")
     return getattr(import_module(f".{_NAMES[name]}", __name__), name)

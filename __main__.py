@@ -1,4 +1,4 @@
-"""`python -m zerokl`."""
+"""The entry point of `python -m zerokl`."""
 
 import sys
 

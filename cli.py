@@ -1,4 +1,4 @@
-"""The command line: a function for each subcommand. Bad input is one line on stderr and exit code 2."""
+"""The command line: a function for each subcommand. Bad input gives one line on stderr and exit code 2."""
 
 import json
 import os
@@ -25,7 +25,8 @@ _NO_SETTINGS = Config()
 
 app = App(
     name="zerokl",
-    help="Exact reinforcement learning of language models: the trainer's log-probabilities are bit for bit the sampler's.",
+    help="Exact reinforcement learning of language models: "
+    "the trainer's log-probabilities are bit for bit the sampler's.",
     default_parameter=Parameter(name_transform=lambda name: name, negative_iterable=()),
     result_action="return_value",
 )
@@ -43,10 +44,10 @@ def init(
     preset: str = "tiny",
     seed: int = 0,
 ) -> int:
-    """Make a small base model for a task, warm-started until it solves 30 to 60% of the training prompts.
+    """Make a small base model for a task, trained until it solves about half of the training prompts.
 
     Args:
-        out: Folder to write; must not exist.
+        out: Folder to write; it must not exist.
         task: add, sort, countdown, or your own as module:object.
         task_options: Arguments of the task, e.g. --task.options.max_value 49.
         preset: Size of the model: tiny or small.
@@ -57,8 +58,8 @@ def init(
 
     report = initialise(Path(out), task, _toml_values(task_options), preset, seed)
     console.print(
-        f"{out}: solves {report['accuracy']:.2f} of the training prompts after {report['steps']} supervised steps; "
-        f"{len(report['prompts'])} of them, solved sometimes but not always, are its perfectible set"
+        f"{out}: solves {report['accuracy']:.2f} of the training prompts after {report['steps']} supervised "
+        f"steps; {len(report['prompts'])} of them, solved sometimes but not always, are its perfectible set"
     )
     return 0
 
@@ -75,12 +76,13 @@ def train(
 ) -> int:
     """Train by exact on-policy reinforcement learning.
 
-    Exit code 1 when a bit differs: then the trainer is not the sampler, and the run stops before the update.
+    The exit code is 1 when a bit of the trainer differs from the sampler's. The run stops before the update.
 
     Args:
-        config: TOML file. preset: A configuration that comes with zerokl, instead of a file. run_dir: Folder
-        of the run; must not hold one. resume: Instead: folder of an interrupted run to go on with. Only
-        settings that decide no bit can follow.
+        config: TOML file.
+        preset: A configuration that comes with zerokl, instead of a file.
+        run_dir: Folder of the run; it must not hold a run.
+        resume: Folder of an interrupted run to go on with. Only settings that decide no bit can follow.
     """
     from .engine.runs.run import resume as resume_run
     from .engine.runs.run import train as start_run
@@ -89,7 +91,8 @@ def train(
 
     if resume and (config or preset or run_dir):
         raise ValueError(
-            "train: --resume takes configuration and folder from the run; leave out the file, --preset and --run_dir"
+            "train: --resume takes configuration and folder from the run; "
+            "leave out the file, --preset and --run_dir"
         )
     if not run_dir and not resume:
         raise ValueError("train: --run_dir is missing; name the folder of the run")
@@ -136,8 +139,8 @@ def sample(
         n: Number of completions.
         temperature: Temperature; 0 is greedy.
         top_k: Keep the k most likely tokens; 0 keeps all.
-        top_p: Keep the most likely tokens that reach this probability.
-        max_tokens: Completion tokens at most.
+        top_p: Keep the most likely tokens until their probabilities together reach this; 1 keeps all.
+        max_tokens: Tokens of a completion at most.
         seed: Seed of the draw.
         dtype: Compute dtype.
         device: Where to compute; auto is a GPU where there is one.
@@ -188,10 +191,10 @@ def evaluate(
         task_options: Arguments of the task, e.g. --task.options.max_value 49.
         task_reward: Your own reward as module:function; empty is the task's own.
         split: held_out or train.
-        problems: Problems at most.
+        problems: Number of problems at most.
         num_generations: Completions of each problem.
         temperature: Temperature; 0 is greedy.
-        max_tokens: Completion tokens at most.
+        max_tokens: Tokens of a completion at most.
         seed: Seed of the draws.
         dtype: Compute dtype.
         device: Where to compute; auto is a GPU where there is one.
@@ -229,16 +232,18 @@ def verify(
     seed: int = 0,
     case: str = "",
 ) -> int:
-    """Run the law's checks on this machine: what must not change a bit is changed, and every bit is compared.
+    """Check the law on this machine: change what must not change a bit, and compare every bit.
 
-    Exit code 1 when a bit differs.
+    The exit code is 1 when a bit differs.
 
     Args:
-        model: Model folder or hub name; without it a tiny random model is checked. (A folder called run is
-        ./run.) dtype: Compute dtypes to check; may be given several times. device: Where to compute; auto is
-        a GPU where there is one. sequences: Random sequences to compare. longest: Tokens of the longest one.
-        seed: Seed of the sequences. case: Instead: score the rollouts of a saved mismatch (RUN/mismatch)
-        again.
+        model: Model folder or hub name; by default a tiny random model. Write ./run for a folder called run.
+        dtype: Compute dtypes to check; may be given several times.
+        device: Where to compute; auto is a GPU where there is one.
+        sequences: Number of random sequences to compare.
+        longest: Tokens of the longest sequence.
+        seed: Seed of the sequences.
+        case: Folder of a saved mismatch (RUN/mismatch). Its rollouts are scored again, instead of the checks.
     """
     from .engine.commands.verify import check_case, check_law
     from .engine.runs.terminal import check_table, console
@@ -254,11 +259,12 @@ def verify(
 
 @verify_app.command(name="binaries")
 def verify_binaries(*, targets: tuple[str, ...] = (), record: bool = False) -> int:
-    """Compile every Triton kernel for GPUs that need not be here, and read the binaries: no atomics, no
-    spills.
+    """Compile every Triton kernel for GPUs, and check that the binaries have no atomics and no spills.
+
+    The GPUs need not be in this machine.
 
     Args:
-        targets: sm_80, sm_90, sm_100 or gfx942; may be given several times. All of them without it.
+        targets: sm_80, sm_90, sm_100 or gfx942; may be given several times. All of them by default.
         record: Write the table of registers and shared memory again.
     """
     from .engine.commands.verify_binaries import verify_binaries
@@ -275,15 +281,14 @@ def verify_run(
     draw: int | None = None,
     settings: Settings = _NO_SETTINGS,
 ) -> int:
-    """Check a run: the chain of its ledger, the hashes of its checkpoints, and steps drawn at random, done
-    again.
+    """Check a run: the chain of its ledger, the hashes of its checkpoints, and some of its steps, done again.
 
-    Exit code 0 when all of it holds, 1 when not. Settings that decide no bit can follow.
+    The exit code is 0 when all checks hold, and 1 when not. Settings that decide no bit can follow.
 
     Args:
         path: Run folder.
-        replays: Steps to do again.
-        draw: Seed of the choice of steps; without it, others at every call.
+        replays: Number of steps to do again; they are drawn at random.
+        draw: Seed of this draw; by default every call draws other steps.
     """
     from .engine.commands.replay import verify_run
     from .engine.runs.terminal import console
@@ -320,23 +325,31 @@ def audit(
     max_k3: float | None = None,
     max_abs: float | None = None,
 ) -> int:
-    """Measure how far a sampler and a trainer are apart, and name the operation at which they part.
+    """Measure how far a sampler and a trainer are apart, and name the first operation that differs.
 
-    Exit code 0 when every log-probability is equal (or within the tolerances given), 1 when not.
+    The exit code is 0 when every log-probability is equal (or within the given tolerances), and 1 when not.
 
     Args:
-        model: Model folder or hub name. sampler: native, hf or hf-eager (transformers generate), vllm
-        (stock), vllm-zerokl, or a JSONL file of rollouts. trainer: zerokl, hf (sdpa attention), hf-eager, or
-        vllm (prompt logprobs). dtype: Compute dtype. sampler_dtype: Compute dtype of the sampler, where it is
-        another. head_dtype: Dtype of the logits, where it is another than the compute dtype.
-        sampler_head_dtype: Dtype of the sampler's logits, where it is another than head_dtype. prompts: Text
-        file with one prompt a line; without it, sums such as 3+14=. n: Completions to compare. max_tokens:
-        Tokens of a completion at most. temperature: Temperature; 0 is greedy. top_k: Keep the k most likely
-        tokens; 0 keeps all. top_p: Keep the most likely tokens that reach this probability. seed: Seed of the
-        draw. weight_version: Of a log, only the rollouts drawn with this version of the weights. device: Of
-        all engines; auto is a GPU where there is one. out: Folder for audit.json and audit.html; must not
-        hold an audit. max_k3: Tolerance: k3 at most this, in nats a token. max_abs: Tolerance: no
-        log-probability differs by more.
+        model: Model folder or hub name.
+        sampler: native, hf or hf-eager (transformers' generate), vllm (stock), vllm-zerokl, or a JSONL file
+            of rollouts.
+        trainer: zerokl, hf (sdpa attention), hf-eager, or vllm (prompt logprobs).
+        dtype: Compute dtype.
+        sampler_dtype: Compute dtype of the sampler; by default the same.
+        head_dtype: Dtype of the logits; by default the compute dtype.
+        sampler_head_dtype: Dtype of the sampler's logits; by default head_dtype.
+        prompts: Text file with one prompt in each line; by default sums such as 3+14=.
+        n: Number of completions to compare.
+        max_tokens: Tokens of a completion at most.
+        temperature: Temperature; 0 is greedy.
+        top_k: Keep the k most likely tokens; 0 keeps all.
+        top_p: Keep the most likely tokens until their probabilities together reach this; 1 keeps all.
+        seed: Seed of the draw.
+        weight_version: From a file of rollouts, take only those drawn with this version of the weights.
+        device: Where all engines compute; auto is a GPU where there is one.
+        out: Folder for audit.json and audit.html; it must not hold an audit.
+        max_k3: Tolerance: k3 may be at most this, in nats a token.
+        max_abs: Tolerance: no log-probability may differ by more than this.
     """
     from .engine.commands.audit.audit import AuditConfig
     from .engine.commands.audit.audit import audit as run_audit
@@ -350,7 +363,7 @@ def audit(
     folder = Path(out)
     if (folder / "audit.json").exists():
         raise ValueError(f"audit: {folder} already holds an audit; choose another --out")
-    done = run_audit(
+    result = run_audit(
         AuditConfig(
             model=model,
             sampler=sampler,
@@ -369,25 +382,24 @@ def audit(
         )
     )
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "audit.json").write_text(json.dumps(finite(done.report), indent=1) + "\n")
-    write_page(done.report, folder / "audit.html")
-    console.print(summary_table(done.report))
-    if not done.equal:
-        console.print(worst_table(done.report))
-    console.print(f"{verdict(done.report)}\nreport {folder / 'audit.html'}")
-    return 0 if done.within(max_k3, max_abs) else 1
+    (folder / "audit.json").write_text(json.dumps(finite(result.report), indent=1) + "\n")
+    write_page(result.report, folder / "audit.html")
+    console.print(summary_table(result.report))
+    if not result.equal:
+        console.print(worst_table(result.report))
+    console.print(f"{verdict(result.report)}\nreport {folder / 'audit.html'}")
+    return 0 if result.within(max_k3, max_abs) else 1
 
 
 @app.command
 def diff(a: str, b: str, /) -> int:
-    """Name the first difference of two runs: the step, and in it the first quantity in causal order. Or of
-    two traces.
+    """Name the first difference of two runs: its step, and the first quantity of this step in causal order.
 
-    Exit code 0 when they are equal to the bit, 1 when not.
+    Two traces are compared as well. The exit code is 0 when both are equal to the bit, and 1 when not.
 
     Args:
-        a: Run folder, or a trace of replay (.safetensors).
-        b: Another of the same kind.
+        a: Run folder, or a trace that `zerokl replay` wrote (.safetensors).
+        b: Another one of the same kind.
     """
     from .engine.commands.diff import diff
 
@@ -406,12 +418,14 @@ def replay(
 ) -> int:
     """Do steps of a run again from the nearest checkpoint, and compare every quantity with the run's ledger.
 
-    Exit code 0 when all bits are the same, 1 when not. Settings that decide no bit can follow.
+    The exit code is 0 when all bits are the same, and 1 when not. Settings that decide no bit can follow.
 
     Args:
-        path: Run folder. step: Step to do again; steps before it are done as far as there is no checkpoint.
-        until: Go on to this step. trace: File (.safetensors) to record every operation of the step in;
-        `zerokl diff` compares two. Sets workers = 1.
+        path: Run folder.
+        step: Step to do again, after the steps between the checkpoint before it and this step.
+        until: Last step to do again; by default this is step.
+        trace: File (.safetensors) for a record of every operation of the step; zerokl diff compares two such
+            files. This sets workers = 1.
     """
     from .engine.commands.replay import Replayer
     from .engine.runs.terminal import console
@@ -422,16 +436,17 @@ def replay(
     with Replayer(Path(path), overrides) as replayer:
         for line in replayer.messages:
             console.print(line)
-        done = replayer.replay(step, until, Path(trace) if trace else None)
-    verdict = str(done.divergence or "every bit is the ledger's")
-    console.print(f"steps {done.first} to {done.last} done again: {verdict}")
-    return 1 if done.divergence else 0
+        result = replayer.replay(step, until, Path(trace) if trace else None)
+    verdict = str(result.divergence or "every bit is the ledger's")
+    console.print(f"steps {result.first} to {result.last} done again: {verdict}")
+    return 1 if result.divergence else 0
 
 
 @app.command
 def ablate(grid: str, /, *, out: str = "") -> int:
-    """Run a grid of configurations and seeds, and compare what came out. Runs that have ended are kept on a
-    restart.
+    """Run a grid of configurations and seeds, and compare the results.
+
+    After an interruption the same command goes on. It keeps the runs that have ended.
 
     Args:
         grid: TOML file with seeds, [set], [grid] and [variants] (engine/commands/ablate.py shows one).
@@ -444,15 +459,15 @@ def ablate(grid: str, /, *, out: str = "") -> int:
     if not out:
         raise ValueError("ablate: --out is missing; name the folder of the ablation")
     report = ablate(grid, out)
-    console.width = max(console.width, 130)  # narrower, the table's figures are cut
+    console.width = max(console.width, 130)  # a narrower table would be cut
     console.print(result_table(report["combinations"]))
     console.print(f"report {Path(out) / 'ablation.json'}, plots beside it")
     return 0
 
 
 def _given(settings: Config) -> dict[str, Any]:
-    """The settings that the command line names, by dotted key."""
-    found: dict[str, Any] = {}
+    """The settings that are given on the command line, by dotted key."""
+    given: dict[str, Any] = {}
 
     def walk(section: BaseModel, prefix: str) -> None:
         for name in section.model_fields_set:
@@ -460,31 +475,32 @@ def _given(settings: Config) -> dict[str, Any]:
             if isinstance(value, BaseModel):
                 walk(value, f"{key}.")
             elif key in FREE_SECTIONS:
-                found.update({f"{key}.{option}": _toml_value(text) for option, text in value.items()})
+                given.update({f"{key}.{option}": _toml_value(word) for option, word in value.items()})
             else:
-                found[key] = value
+                given[key] = value
 
     walk(settings, "")
-    return found
+    return given
 
 
 def _toml_values(options: dict[str, str] | None) -> dict[str, Any]:
-    return {name: _toml_value(text) for name, text in (options or {}).items()}
+    """A task's options with their values (see _toml_value)."""
+    return {name: _toml_value(word) for name, word in (options or {}).items()}
 
 
-def _toml_value(text: Any) -> Any:
-    """A word as the TOML value it looks like; text where it looks like none."""
+def _toml_value(word: Any) -> Any:
+    """A word of the command line as a TOML value, or the word itself where it is not valid TOML."""
     try:
-        return tomllib.loads(f"x = {text}")["x"] if isinstance(text, str) else text
+        return tomllib.loads(f"x = {word}")["x"] if isinstance(word, str) else word
     except tomllib.TOMLDecodeError:
-        return text
+        return word
 
 
 def _spelt_out(words: Sequence[str]) -> list[str]:
-    """The words of a command line with two abbreviations spelt out.
+    """The words of a command line in the forms that the parser takes.
 
-    --key true and --key false are --key=true and --key=false, which the parser takes for flags as well.
-    --task.options "{ a = 1 }" is --task.options.a=1.
+    --key true and --key false become --key=true and --key=false, the only form with a value for a flag.
+    --task.options "{ a = 1 }" becomes --task.options.a=1.
     """
     result: list[str] = []
     for word in words:
@@ -499,10 +515,10 @@ def _spelt_out(words: Sequence[str]) -> list[str]:
 
 
 def _message(error: cyclopts.CycloptsError) -> str:
-    """What is wrong with the command line, in one line."""
+    """What is wrong with the command line, in one line. Raises ValueError for an unknown setting."""
     if isinstance(error, cyclopts.UnknownOptionError) and _takes_settings(error):
         option = (error.token.keyword or error.token.value).partition("=")[0]
-        check_key(option.removeprefix("--").replace("-", "_"))  # raises, with the new name of a renamed key
+        check_key(option.removeprefix("--").replace("-", "_"))  # its message names a renamed key's new name
     if isinstance(error.__cause__, ValidationError):
         return validation_message(error.__cause__)
     return str(error)
@@ -514,13 +530,13 @@ def _takes_settings(error: cyclopts.CycloptsError) -> bool:
 
 
 def _rank() -> str:
-    """Which of several ranks speaks."""
+    """The beginning of an error line: the rank of this process, where there are several."""
     several = os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
     return f"rank {os.environ['RANK']}: " if several else ""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point of the console script. ZEROKL_TRACEBACK=1 shows where an error comes from."""
+    """The entry point of the console script. With ZEROKL_TRACEBACK=1 an error shows its traceback."""
     words = _spelt_out(sys.argv[1:] if argv is None else argv)
     try:
         try:

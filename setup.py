@@ -1,14 +1,14 @@
-"""The repository root is the package `zerokl`; everything else about the project stands in pyproject.toml."""
+"""Maps the repository root to the package `zerokl`. pyproject.toml has everything else about the project."""
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
 
 class _WithoutSetup(build_py):
-    """The root folder is a package, but this file is not a module of it."""
+    """Leaves this file out of the package, because it is not a module of the package."""
 
     def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
-        """Modules of a package, less setup.py."""
+        """The modules of a package without setup.py."""
         return [m for m in super().find_package_modules(package, package_dir) if m[1] != "setup"]
 
 

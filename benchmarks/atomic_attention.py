@@ -1,10 +1,9 @@
-"""The attention's backward in one pass with atomics: what kernels/attention_bwd_triton.py is measured
-against. Never used in training.
+"""The attention's backward in one pass with atomics, to compare with kernels/attention_bwd_triton.py.
 
-The usual arrangement (FlashAttention-2, arXiv:2307.08691): a program owns the keys and values of one tile, as
-`_backward_kv` does, and adds its share of dq to an fp32 buffer with atomic additions, whose order, and so
-dq's bits, change from run to run. Every score is computed once; ours computes it in two passes. Tiles, warps
-and dtypes are ours. Shapes as there.
+It is never used in training. It is the usual arrangement (FlashAttention-2, arXiv:2307.08691). A program owns
+the keys and values of one tile, as `_backward_kv` does. It adds its share of dq to an fp32 buffer with atomic
+additions. Their order changes from run to run, and so do dq's bits. Every score is computed once here, and
+twice in our two passes. Tiles, warps, dtypes and shapes are those of our backward.
 """
 
 import torch
@@ -16,15 +15,15 @@ from zerokl.kernels.attention_triton import find_tile
 from zerokl.kernels.launch import launch
 from zerokl.kernels.tiles import generation
 
-# Rows of o and do of one program of the first kernel.
+# Rows of o and do that a program of `_delta` takes.
 ROWS = 16
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _delta(o_ptr, do_ptr, delta_ptr, rows, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
     row, d = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    at, mask = row[:, None] * D + d[None, :], (row < rows)[:, None] & (d < D)[None, :]
-    o, do = tl.load(o_ptr + at, mask=mask, other=0.0), tl.load(do_ptr + at, mask=mask, other=0.0)
+    index, mask = row[:, None] * D + d[None, :], (row < rows)[:, None] & (d < D)[None, :]
+    o, do = tl.load(o_ptr + index, mask=mask, other=0.0), tl.load(do_ptr + index, mask=mask, other=0.0)
     tl.store(delta_ptr + row, tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1), mask=row < rows)
 
 
@@ -56,16 +55,20 @@ def _backward(
         return
     d, r = tl.arange(0, WIDTH), tl.arange(0, BLOCK_M)
     key = first + tl.arange(0, BLOCK_N)
-    at_kv = ((start + key).to(tl.int64) * KV_HEADS + kv_head)[:, None] * D + d[None, :]
-    mask = (key < length)[:, None] & (d < D)[None, :]
-    k, v = tl.load(k_ptr + at_kv, mask=mask, other=0.0), tl.load(v_ptr + at_kv, mask=mask, other=0.0)
+    kv_index = ((start + key).to(tl.int64) * KV_HEADS + kv_head)[:, None] * D + d[None, :]
+    kv_mask = (key < length)[:, None] & (d < D)[None, :]
+    k = tl.load(k_ptr + kv_index, mask=kv_mask, other=0.0)
+    v = tl.load(v_ptr + kv_index, mask=kv_mask, other=0.0)
     dk, dv = tl.zeros([BLOCK_N, WIDTH], tl.float32), tl.zeros([BLOCK_N, WIDTH], tl.float32)
     for h in range(kv_head * GROUP, kv_head * GROUP + GROUP):
         for i in range(first // BLOCK_M * BLOCK_M, length, BLOCK_M):
             position = i + r
             row = (start + position).to(tl.int64) * HEADS + h
-            at, here = row[:, None] * D + d[None, :], (position < length)[:, None] & (d < D)[None, :]
-            q, do = tl.load(q_ptr + at, mask=here, other=0.0), tl.load(do_ptr + at, mask=here, other=0.0)
+            index, mask = row[:, None] * D + d[None, :], (position < length)[:, None] & (d < D)[None, :]
+            q, do = (
+                tl.load(q_ptr + index, mask=mask, other=0.0),
+                tl.load(do_ptr + index, mask=mask, other=0.0),
+            )
             lse = tl.load(lse_ptr + row, mask=position < length, other=float("inf"))
             delta = tl.load(delta_ptr + row, mask=position < length, other=0.0)
             s = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
@@ -73,48 +76,28 @@ def _backward(
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
             ds = (p * (tl.dot(v, tl.trans(do), input_precision="ieee") - delta[None, :])).to(q.dtype)
             dk = tl.dot(ds, q, dk, input_precision="ieee")
-            tl.atomic_add(
-                dq_ptr + at, tl.dot(tl.trans(ds), k, input_precision="ieee") * scale, mask=here, sem="relaxed"
-            )
-    tl.store(dk_ptr + at_kv, (dk * scale).to(dk_ptr.dtype.element_ty), mask=mask)
-    tl.store(dv_ptr + at_kv, dv.to(dv_ptr.dtype.element_ty), mask=mask)
+            dq = tl.dot(tl.trans(ds), k, input_precision="ieee") * scale
+            tl.atomic_add(dq_ptr + index, dq, mask=mask, sem="relaxed")
+    tl.store(dk_ptr + kv_index, (dk * scale).to(dk_ptr.dtype.element_ty), mask=kv_mask)
+    tl.store(dv_ptr + kv_index, dv.to(dv_ptr.dtype.element_ty), mask=kv_mask)
 
 
 def attention_bwd_atomic(
     do, q, k, v, o, lse, spans: Spans, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv as attention_bwd's, up to the order of dq's sums.
+    """dq, dk, dv of attention_bwd; the sums of dq have another order.
 
-    Everything contiguous: do, q, o [T, Hq, D], k, v [T, Hkv, D].
+    do, q, o: [T, Hq, D]; k, v: [T, Hkv, D]; lse: [T, Hq]. The results are contiguous.
     """
     do, q, k, v, o = (x.contiguous() for x in (do, q, k, v, o))
     (T, H, D), kv_heads, sequences = q.shape, spans.kv_heads, len(spans.seqused_k)
-    sums, dk, dv, delta = (
-        torch.zeros(q.shape, dtype=torch.float32, device=q.device),
-        *map(torch.empty_like, (k, v, lse)),
-    )
+    dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    dk, dv, delta = map(torch.empty_like, (k, v, lse))
     width = triton.next_power_of_2(D)
     tiles = _tiles(q.dtype, width, generation(q.device))[1]
     launch(_delta, (triton.cdiv(T * H, ROWS),), o, do, delta, T * H, D=D, WIDTH=width, ROWS=ROWS, num_warps=4)
-    launch(
-        _backward,
-        (T // tiles["BLOCK_N"] + sequences, kv_heads),
-        q,
-        k,
-        v,
-        do,
-        lse,
-        delta,
-        sums,
-        dk,
-        dv,
-        spans.cu_seqlens_q,
-        scale,
-        sequences,
-        GROUP=H // kv_heads,
-        HEADS=H,
-        D=D,
-        WIDTH=width,
-        **tiles,
-    )
-    return sums.to(q.dtype), dk, dv
+    grid = (T // tiles["BLOCK_N"] + sequences, kv_heads)
+    tensors = (q, k, v, do, lse, delta, dq, dk, dv, spans.cu_seqlens_q)
+    shape = {"GROUP": H // kv_heads, "HEADS": H, "D": D, "WIDTH": width}
+    launch(_backward, grid, *tensors, scale, sequences, **shape, **tiles)
+    return dq.to(q.dtype), dk, dv

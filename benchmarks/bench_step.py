@@ -1,11 +1,10 @@
-"""One RL step beside TRL's GRPO, sampling beside transformers.generate, and the fixed-tile linear beside
-plain torch.
+"""One RL step beside TRL's GRPO, sampling beside transformers.generate, and our linear beside plain torch.
 
     python benchmarks/bench_step.py --trl-python .venv-trl/bin/python      (TRL has an environment of its own)
 
 The step: 8 prompts x 8 samples x 64 new tokens, Qwen3 with 4 layers, width 256, 8 query and 2 key-value heads
-of 32, MLP 512, vocabulary 128, one update. Each side is a process of its own; the sides take turns step by
-step (turns.py), and ratios are taken turn by turn, so that a change of the machine's speed meets both.
+of 32, MLP 512, vocabulary 128, one update. Each side is a process of its own. The sides take turns step by
+step (turns.py), and ratios are taken turn by turn. So a change of the machine's speed meets all sides.
 Results go to benchmarks/results/cpu/bench_step.json.
 """
 
@@ -25,9 +24,9 @@ PROMPTS, SAMPLES, NEW_TOKENS, PROMPT_CHARS = 8, 8, 64, 16
 
 
 class Letters:
-    """A task without right answers:
+    """A task without right answers. Its reward is the share of one letter.
 
-    the reward is the share of one letter, so that groups differ and all samples train.
+    So the rewards of a group differ, and all samples train.
     """
 
     chat = False
@@ -92,20 +91,20 @@ def zerokl_side(args: argparse.Namespace, model: str, dtype: str) -> None:
     for _ in range(args.turns):
         turns.wait()
         began = time.perf_counter()
-        m = train_step(state).metrics
-        turns.answer(step_s=time.perf_counter() - began, sample_s=m["time/sample_s"])
-        assert m["mismatch/frac_equal"] == 1.0
-        assert m["tokens"] == PROMPTS * SAMPLES * NEW_TOKENS
+        metrics = train_step(state).metrics
+        turns.answer(step_s=time.perf_counter() - began, sample_s=metrics["time/sample_s"])
+        assert metrics["mismatch/frac_equal"] == 1.0
+        assert metrics["tokens"] == PROMPTS * SAMPLES * NEW_TOKENS
 
 
 def sides(args: argparse.Namespace, model: str, dtype: str, scratch: Path) -> dict[str, turns.Side]:
-    """zerokl, and of each TRL its training and its generate alone.
+    """zerokl; and for each mode of TRL its training, and its generate alone.
 
-    bf16 meets two TRLs: "autocast" keeps fp32 master weights as zerokl does; "pure" has bf16 weights and
-    optimizer state.
+    In bf16 TRL has two modes: "autocast" keeps fp32 master weights as zerokl does, and "pure" has weights and
+    optimizer state in bf16.
     """
     shared = ["--turns", str(args.turns), "--threads", str(args.threads)]
-    words = {
+    commands = {
         "zerokl": [sys.executable, __file__, "--side", f"{dtype}:{model}", "--sampler", args.sampler, *shared]
     }
     for mode in ("autocast", "pure") if dtype == "bfloat16" else ("pure",):
@@ -121,55 +120,43 @@ def sides(args: argparse.Namespace, model: str, dtype: str, scratch: Path) -> di
             *shared,
         ]
         name = f"trl_{mode}" if dtype == "bfloat16" else "trl"
-        words |= {name: trl, f"{name}_generate": [*trl, "--what", "generate"]} if args.trl_python else {}
-    return {name: turns.Side(own, scratch / f"{dtype}_{name}.log") for name, own in words.items()}
+        if args.trl_python:
+            commands |= {name: trl, f"{name}_generate": [*trl, "--what", "generate"]}
+    return {name: turns.Side(command, scratch / f"{dtype}_{name}.log") for name, command in commands.items()}
 
 
 def linear_rates(threads: int) -> list[dict]:
-    """Fixed-tile linear against F.linear, interleaved: GFLOP/s of each and the ratio of times."""
+    """Our fixed-tile linear beside F.linear: GFLOP/s of each, and the ratio of times."""
+    import torch
+
+    torch.set_num_threads(threads)
+    shapes = ((64, 1024, 256), (576, 1024, 256), (576, 256, 512), (64, 4096, 1024), (512, 4096, 1024))
+    return [_linear_rate(dtype, *shape) for dtype in (torch.float32, torch.bfloat16) for shape in shapes]
+
+
+def _linear_rate(dtype, T: int, N: int, K: int) -> dict:
+    """The two linears alternate; medians of their times."""
     import torch
     from zerokl.kernels.matmul import matmul
 
-    torch.set_num_threads(threads)
-    rows = []
-    for dtype in (torch.float32, torch.bfloat16):
-        for T, N, K in (
-            (64, 1024, 256),
-            (576, 1024, 256),
-            (576, 256, 512),
-            (64, 4096, 1024),
-            (512, 4096, 1024),
-        ):
-            x, w = torch.randn(T, K).to(dtype), torch.randn(N, K).to(dtype)
-            times: dict[str, list[float]] = {"tiled": [], "plain": []}
-            repeat = max(3, int(2e8 / (T * N * K)))
-            for _ in range(9):
-                for name, call in (
-                    ("tiled", lambda: matmul(x, w)),
-                    ("plain", lambda: torch.nn.functional.linear(x, w)),
-                ):
-                    call()
-                    began = time.perf_counter()
-                    for _ in range(repeat):
-                        call()
-                    times[name].append((time.perf_counter() - began) / repeat)
-            rate = {name: 2 * T * N * K / statistics.median(t) / 1e9 for name, t in times.items()}
-            ratio = statistics.median(a / b for a, b in zip(times["tiled"], times["plain"], strict=True))
-            rows.append(
-                {
-                    "dtype": str(dtype)[6:],
-                    "T": T,
-                    "N": N,
-                    "K": K,
-                    **{f"{k}_gflops": v for k, v in rate.items()},
-                    "time_ratio": ratio,
-                }
-            )
-    return rows
+    x, w = torch.randn(T, K).to(dtype), torch.randn(N, K).to(dtype)
+    calls = {"tiled": lambda: matmul(x, w), "plain": lambda: torch.nn.functional.linear(x, w)}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    repeat = max(3, int(2e8 / (T * N * K)))
+    for _ in range(9):
+        for name, call in calls.items():
+            call()
+            began = time.perf_counter()
+            for _ in range(repeat):
+                call()
+            times[name].append((time.perf_counter() - began) / repeat)
+    rates = {f"{name}_gflops": 2 * T * N * K / statistics.median(t) / 1e9 for name, t in times.items()}
+    ratio = statistics.median(a / b for a, b in zip(times["tiled"], times["plain"], strict=True))
+    return {"dtype": str(dtype)[6:], "T": T, "N": N, "K": K, **rates, "time_ratio": ratio}
 
 
 def main() -> None:
-    """Run all parts and print a table."""
+    """Run all parts, print their figures, and write them to a file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -177,16 +164,17 @@ def main() -> None:
         "--trl-python", help="Python of an environment with trl==1.16.0; without it TRL is left out"
     )
     parser.add_argument("--turns", type=int, default=33, help="steps of each side")
-    parser.add_argument("--warmup", type=int, default=3, help="of them, the first ones, which are dropped")
+    parser.add_argument("--warmup", type=int, default=3, help="steps at the beginning that are dropped")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
         "--sampler",
         choices=("native", "vllm"),
         default="native",
-        help="zerokl's; vllm where this Python has it",
+        help="zerokl's sampler; vllm where this Python has it",
     )
     parser.add_argument("--out", default=str(HERE / "results" / "cpu" / "bench_step.json"))
-    parser.add_argument("--side", help=argparse.SUPPRESS)  # "DTYPE:MODEL": this process is zerokl's side
+    # DTYPE:MODEL: this process is zerokl's side.
+    parser.add_argument("--side", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
         dtype, model = args.side.split(":", 1)
@@ -203,21 +191,20 @@ def main() -> None:
         for dtype in ("float32", "bfloat16"):
             result[dtype] = compare(args, model, dtype, Path(scratch))
     result["linear"] = linear_rates(args.threads)
+    line = (
+        "linear {dtype} T={T} N={N} K={K}: tiled {tiled_gflops:.0f} GFLOP/s, "
+        "plain {plain_gflops:.0f}, time x{time_ratio:.2f}"
+    )
     for row in result["linear"]:
-        print(
-            "linear {dtype} T={T} N={N} K={K}: tiled {tiled_gflops:.0f} GFLOP/s, plain {plain_gflops:.0f}, time x{time_ratio:.2f}".format(
-                **row
-            )
-        )
+        print(line.format(**row))
     Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
 
 
 def compare(args: argparse.Namespace, model: str, dtype: str, scratch: Path) -> dict:
-    """Let the sides take turns; medians over the turns, of seconds and of each turn's ratios."""
-    rows = [
-        _row(told) for told in turns.alternate(sides(args, model, dtype, scratch), args.turns, args.warmup)
-    ]
+    """Let the sides take turns. Returns every turn, and the spread of seconds and ratios over the turns."""
+    alternated = turns.alternate(sides(args, model, dtype, scratch), args.turns, args.warmup)
+    rows = [_row(answers) for answers in alternated]
     spread = {
         key: turns.spread([row[key] for row in rows])
         for key, value in rows[0].items()
@@ -228,15 +215,15 @@ def compare(args: argparse.Namespace, model: str, dtype: str, scratch: Path) -> 
     return {"spread": spread, "turns": rows}
 
 
-def _row(told: dict[str, dict]) -> dict:
-    """One turn of every side, and zerokl's time over that of the others."""
-    own = told.pop("zerokl")
-    row = {"zerokl_step_s": own["step_s"], "zerokl_sample_s": own["sample_s"]}
-    for name, other in told.items():
-        what = "generate" if "generate_s" in other else "step"
-        row[f"{name}_s" if what == "generate" else f"{name}_step_s"] = other[f"{what}_s"]
-        row[f"ratio_{name}"] = own["sample_s" if what == "generate" else "step_s"] / other[f"{what}_s"]
-        row |= {key: value for key, value in other.items() if isinstance(value, str)}
+def _row(answers: dict[str, dict]) -> dict:
+    """One turn of every side: its seconds, and zerokl's time divided by the time of each other side."""
+    zerokl = answers.pop("zerokl")
+    row = {"zerokl_step_s": zerokl["step_s"], "zerokl_sample_s": zerokl["sample_s"]}
+    for name, answer in answers.items():
+        what = "generate" if "generate_s" in answer else "step"
+        row[f"{name}_s" if what == "generate" else f"{name}_step_s"] = answer[f"{what}_s"]
+        row[f"ratio_{name}"] = zerokl["sample_s" if what == "generate" else "step_s"] / answer[f"{what}_s"]
+        row |= {key: value for key, value in answer.items() if isinstance(value, str)}
     return row
 
 

@@ -1,13 +1,24 @@
-"""Exactness and rates on a GPU; run by device.sh. Sections in order of importance; one that would begin after
-LAST_START_S, and what is left at END_S, is left out and named. Plain torch (cuBLAS,
-scaled_dot_product_attention) runs beside each kernel; all is random.
+"""Exactness and rates on a GPU. device.sh runs it.
 
-Exactness: the law on a model of Qwen3-0.6B's widths with two layers, 20 steps of policy gradient in which
-every trainer logprob must be its sampler logprob bit for bit, twice with one fingerprint, vLLM's kernels
-where its files are on the path, and vLLM's own model with the trainer beside it where vLLM is installed.
-Rates: kernels at three models' shapes, the attention's backward beside the same one with atomics, forward and
-backward of one layer and of the whole 0.6B model (the price of exactness), decoding; vLLM's kernels and
-Liger-Kernel's where they can be imported.
+The sections run in order of importance. A section that would begin after LAST_START_S is left out. What is
+left at END_S is left out, too. Both are named. Plain torch (cuBLAS, scaled_dot_product_attention) runs beside
+each kernel. All inputs are random.
+
+Exactness:
+
+- the law, on a model with the widths of Qwen3-0.6B and two layers;
+- 20 steps of policy gradient, in which every trainer logprob must be the sampler's bit for bit, twice with
+  one fingerprint;
+- vLLM's kernels, where its files are on the path;
+- vLLM's own model with the trainer beside it, where vLLM is installed.
+
+Rates:
+
+- kernels at the shapes of three models;
+- the attention's backward beside a backward with atomics;
+- forward and backward of one layer and of the whole 0.6B model (the price of exactness);
+- decoding;
+- vLLM's kernels and Liger-Kernel's, where they can be imported.
 """
 
 import argparse
@@ -46,7 +57,7 @@ LAST_START_S = 400
 
 
 def kernel_rates(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
-    """Each kernel beside plain torch; for the elementwise ones plain is a copy of as many bytes."""
+    """Each kernel beside plain torch. Beside an elementwise kernel, plain is a copy of as many bytes."""
     for name, (D, inner, _, heads, kv_heads, head_dim) in m.shapes.items():
         yield from _linear_rates(m, name, D, 2 * inner, dtype)
         yield from _attention_rates(m, name, heads, kv_heads, head_dim, dtype)
@@ -57,40 +68,17 @@ def kernel_rates(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Ro
 
 def _linear_rates(m: Machine, name: str, K: int, N: int, dtype: torch.dtype) -> Iterator[Row]:
     T, w = m.tokens, m.randn(N, K, dtype=dtype, scale=K**-0.5)
-    x, dy, acc, blocks = (
-        m.randn(T, K, dtype=dtype),
-        m.randn(T, N, dtype=dtype),
-        torch.zeros(w.shape, device=m.device),
-        order.token_blocks([T]),
-    )
+    x, dy = m.randn(T, K, dtype=dtype), m.randn(T, N, dtype=dtype)
+    acc, blocks = torch.zeros(w.shape, device=m.device), order.token_blocks([T])
     few, flops = x[:16].clone(), 2.0 * w.numel()
-    yield row(
-        m,
-        f"{name} linear, 16 rows",
-        flops * 16,
-        "TFLOP/s",
-        lambda: matmul.matmul(few, w),
-        lambda: F.linear(few, w),
-    )
-    yield row(
-        m,
-        f"{name} linear, {T} rows",
-        flops * T,
-        "TFLOP/s",
-        lambda: matmul.matmul(x, w),
-        lambda: F.linear(x, w),
-    )
-    yield row(
-        m, f"{name} input gradient", flops * T, "TFLOP/s", lambda: matmul.matmul(dy, w.t()), lambda: dy @ w
-    )
-    yield row(
-        m,
-        f"{name} weight gradient",
-        flops * T,
-        "TFLOP/s",
-        lambda: matmul.add_outer(acc, dy, x, blocks),
-        lambda: dy.t() @ x,
-    )
+    calls = {
+        "linear, 16 rows": (16, lambda: matmul.matmul(few, w), lambda: F.linear(few, w)),
+        f"linear, {T} rows": (T, lambda: matmul.matmul(x, w), lambda: F.linear(x, w)),
+        "input gradient": (T, lambda: matmul.matmul(dy, w.t()), lambda: dy @ w),
+        "weight gradient": (T, lambda: matmul.add_outer(acc, dy, x, blocks), lambda: dy.t() @ x),
+    }
+    for what, (rows, ours, plain) in calls.items():
+        yield row(m, f"{name} {what}", flops * rows, "TFLOP/s", ours, plain)
 
 
 def _row_rates(
@@ -107,65 +95,67 @@ def _row_rates(
         )
         yield _beside_copy(m, f"{name} silu_mul", 1.5 * gu.nbytes, lambda: silu_mul(gu))
         yield _beside_copy(m, f"{name} rope", 2.0 * qk.nbytes, lambda: rope(qk, cos, sin))
-    y, dy, z, dz = (
-        rms_norm(x, w, 1e-6),
-        m.randn(T, D, dtype=dtype),
-        silu_mul(gu),
-        m.randn(T, inner, dtype=dtype),
-    )
-    yield _beside_copy(
-        m,
-        f"{name} rms_norm backward",
-        3.0 * x.nbytes,
-        lambda: torch.autograd.grad(y, (x, w), dy, retain_graph=True),
-    )
-    yield _beside_copy(
-        m,
-        f"{name} silu_mul backward",
-        2.5 * gu.nbytes,
-        lambda: torch.autograd.grad(z, gu, dz, retain_graph=True),
-    )
+    y, z = rms_norm(x, w, 1e-6), silu_mul(gu)
+    dy, dz = m.randn(T, D, dtype=dtype), m.randn(T, inner, dtype=dtype)
+
+    def norm_backward() -> object:
+        return torch.autograd.grad(y, (x, w), dy, retain_graph=True)
+
+    def silu_backward() -> object:
+        return torch.autograd.grad(z, gu, dz, retain_graph=True)
+
+    yield _beside_copy(m, f"{name} rms_norm backward", 3.0 * x.nbytes, norm_backward)
+    yield _beside_copy(m, f"{name} silu_mul backward", 2.5 * gu.nbytes, silu_backward)
 
 
 def _beside_copy(m: Machine, what: str, nbytes: float, run: Callable[[], object]) -> Row:
-    """A kernel that reads and writes `nbytes`, beside a copy that does."""
+    """A kernel that reads and writes `nbytes`, beside a copy that reads and writes as many."""
     source = torch.zeros(int(nbytes) // 2, dtype=torch.uint8, device=m.device)
     target = torch.empty_like(source)
     return row(m, what, nbytes, "GB/s", run, lambda: target.copy_(source))
 
 
 def _logprob_rates(m: Machine, name: str, D: int, dtype: torch.dtype) -> Iterator[Row]:
-    """The head with the log-softmax: four products with it, as the backward computes the logits again."""
+    """The lm_head with the log-softmax, forward and backward.
+
+    It takes four products with the weight, as the backward computes the logits again.
+    """
     T = m.tokens // 4
-    h, w = (
-        m.randn(T, D, dtype=dtype).requires_grad_(),
-        m.randn(m.vocab, D, dtype=dtype, scale=D**-0.5).requires_grad_(),
-    )
+    h = m.randn(T, D, dtype=dtype).requires_grad_()
+    w = m.randn(m.vocab, D, dtype=dtype, scale=D**-0.5).requires_grad_()
     ids = torch.arange(T, device=m.device) % m.vocab
-    ours = lambda: torch.autograd.grad(linear_logprob(h, w, ids)[0].sum(), (h, w))
-    plain = lambda: torch.autograd.grad(F.cross_entropy(F.linear(h, w).float(), ids, reduction="sum"), (h, w))
-    yield row(
-        m, f"{name} logprobs of {T} rows of {m.vocab}, both ways", 8.0 * T * w.numel(), "TFLOP/s", ours, plain
-    )
+
+    def ours() -> object:
+        return torch.autograd.grad(linear_logprob(h, w, ids)[0].sum(), (h, w))
+
+    def plain() -> object:
+        loss = F.cross_entropy(F.linear(h, w).float(), ids, reduction="sum")
+        return torch.autograd.grad(loss, (h, w))
+
+    what = f"{name} logprobs of {T} rows of {m.vocab}, both ways"
+    yield row(m, what, 8.0 * T * w.numel(), "TFLOP/s", ours, plain)
 
 
 def _decode_rates(
     m: Machine, name: str, heads: int, kv_heads: int, D: int, dtype: torch.dtype
 ) -> Iterator[Row]:
-    """One token of each of some sequences against their cache; bytes are those of keys and values."""
+    """One token of each of S sequences against their cache; the bytes are those of keys and values."""
     S, L = (4, 64) if m.dry else (64, 1024)
-    q, tiles = (
-        m.randn(S, heads, D, dtype=dtype),
-        m.randn(S * L // KEY_TILE * kv_heads, 2, KEY_TILE, D, dtype=dtype),
-    )
-    plan = AttentionPlan([1] * S, [L - 1] * S, np.arange(S * L // KEY_TILE).reshape(S, -1), heads, kv_heads)
+    blocks = S * L // KEY_TILE
+    q = m.randn(S, heads, D, dtype=dtype)
+    tiles = m.randn(blocks * kv_heads, 2, KEY_TILE, D, dtype=dtype)
+    plan = AttentionPlan([1] * S, [L - 1] * S, np.arange(blocks).reshape(S, -1), heads, kv_heads)
     k, v = (m.randn(S, kv_heads, L, D, dtype=dtype) for _ in range(2))
-    plain = lambda: F.scaled_dot_product_attention(q.unsqueeze(2), k, v, enable_gqa=True)
+
+    def ours() -> torch.Tensor:
+        return attention_cached(q, tiles, plan, D**-0.5)
+
+    def plain() -> torch.Tensor:
+        return F.scaled_dot_product_attention(q.unsqueeze(2), k, v, enable_gqa=True)
+
+    what = f"{name} attention of {S} decoding sequences of {L}"
     with torch.no_grad():
-        ours = lambda: attention_cached(q, tiles, plan, D**-0.5)
-        yield row(
-            m, f"{name} attention of {S} decoding sequences of {L}", float(tiles.nbytes), "GB/s", ours, plain
-        )
+        yield row(m, what, float(tiles.nbytes), "GB/s", ours, plain)
 
 
 def _attention_rates(
@@ -189,13 +179,13 @@ def _attention_rates(
 
     with torch.no_grad():
         yield row(m, f"{name} attention", flops, "TFLOP/s", ours, plain)
-    for_grad = [f() for f in (ours, plain)]
-    back = [lambda o=o: torch.autograd.grad(o, (q, k, v), do, retain_graph=True) for o in for_grad]
-    yield row(m, f"{name} attention backward", 2.5 * flops, "TFLOP/s", *back)
+    outputs = ours(), plain()
+    backwards = [lambda o=o: torch.autograd.grad(o, (q, k, v), do, retain_graph=True) for o in outputs]
+    yield row(m, f"{name} attention backward", 2.5 * flops, "TFLOP/s", *backwards)
 
 
 def price(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
-    """Forward and backward of one layer and of the whole smallest model, exact beside plain:
+    """Forward and backward of one layer, and of the whole smallest model, exact beside plain.
 
     ours_ms / plain_ms is the price.
     """
@@ -205,9 +195,9 @@ def price(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
     for name, layers, vocab in [(n, 1, 256) for n in m.shapes] + [(first, m.shapes[first][2], m.vocab)]:
         decoder = m.decoder(name, layers, vocab, dtype)
         ids = torch.randint(min(vocab, 256), (m.tokens // m.length, m.length + 1))
-        batch, shard = pack([(x[:1], x[1:]) for x in ids.tolist()]), ShardSum(decoder, 1)
+        batch = pack([(x[:1], x[1:]) for x in ids.tolist()])
+        ShardSum(decoder, 1)  # gives the weights their gradient buffers
         weights = {n: w.detach().clone().requires_grad_() for n, w in decoder.w.items()}
-
         on_device = ids.to(m.device)
 
         def ours(decoder: Decoder = decoder, batch=batch) -> None:
@@ -215,18 +205,21 @@ def price(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
 
         def plain(decoder: Decoder = decoder, weights=weights, ids=on_device) -> None:
             logits = _plain_hidden(decoder.config, weights, ids[:, :-1]) @ weights["embed"].t()
-            torch.autograd.grad(
-                F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten()), list(weights.values())
-            )
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+            torch.autograd.grad(loss, list(weights.values()))
 
-        a, b = m.time_ms(ours), m.time_ms(plain)
-        what = f"{name}, {layers} layer{'s' * (layers > 1)}, vocabulary {vocab}: forward and backward of {m.tokens} tokens"
-        yield {"what": what, "ours_ms": a, "plain_ms": b, "price": a / b}
-        del shard
+        ours_ms, plain_ms = m.time_ms(ours), m.time_ms(plain)
+        model = f"{name}, {layers} layer{'s' * (layers > 1)}, vocabulary {vocab}"
+        yield {
+            "what": f"{model}: forward and backward of {m.tokens} tokens",
+            "ours_ms": ours_ms,
+            "plain_ms": plain_ms,
+            "price": ours_ms / plain_ms,
+        }
 
 
 def _plain_hidden(c: ModelConfig, w: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
-    """The same model in plain torch. ids [B, L] -> [B, L, D]."""
+    """The hidden states of the model, in plain torch. ids [B, L] -> [B, L, D]."""
     B, L = ids.shape
     angle = torch.arange(L, device=ids.device).unsqueeze(1) * torch.tensor(
         c.frequencies, device=ids.device, dtype=torch.float32
@@ -242,38 +235,34 @@ def _plain_hidden(c: ModelConfig, w: dict[str, torch.Tensor], ids: torch.Tensor)
 
     x = F.embedding(ids, w["embed"])
     for i in range(c.layers):
-        at = f"layers.{i}."
-        qkv = F.linear(norm(x, at + "input_norm"), w[at + "qkv"]).view(B, L, -1, c.head_dim)
+        prefix = f"layers.{i}."
+        qkv = F.linear(norm(x, prefix + "input_norm"), w[prefix + "qkv"]).view(B, L, -1, c.head_dim)
         q, k, v = qkv.split([c.heads, c.kv_heads, c.kv_heads], 2)
-        q, k = (rotated(norm(t, at + n).transpose(1, 2)) for t, n in ((q, "q_norm"), (k, "k_norm")))
+        q, k = (rotated(norm(t, prefix + n).transpose(1, 2)) for t, n in ((q, "q_norm"), (k, "k_norm")))
         o = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), is_causal=True, enable_gqa=True)
-        x = x + F.linear(o.transpose(1, 2).reshape(B, L, -1), w[at + "o"])
-        gate, up = F.linear(norm(x, at + "post_norm"), w[at + "gate_up"]).chunk(2, -1)
-        x = x + F.linear(F.silu(gate) * up, w[at + "down"])
+        x = x + F.linear(o.transpose(1, 2).reshape(B, L, -1), w[prefix + "o"])
+        gate, up = F.linear(norm(x, prefix + "post_norm"), w[prefix + "gate_up"]).chunk(2, -1)
+        x = x + F.linear(F.silu(gate) * up, w[prefix + "down"])
     return norm(x, "norm")
 
 
 def decoding(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
-    """Tokens per second of the native sampler with the whole smallest model."""
+    """Tokens a second of the native sampler, with the whole smallest model."""
     from zerokl.engine.rollout.native import NativeSampler
     from zerokl.engine.rollout.types import GenerationParams, RngKey
 
     first = next(iter(m.shapes))
-    sampler = NativeSampler(
-        m.decoder(first, m.shapes[first][2], m.vocab, dtype), max_concurrency=4 if m.dry else 64
-    )
+    decoder = m.decoder(first, m.shapes[first][2], m.vocab, dtype)
     num_generations, length = (4, 8) if m.dry else (64, 128)
-    for _ in range(2):  # the first compiles
+    sampler = NativeSampler(decoder, max_concurrency=num_generations)
+    generation_params = GenerationParams(SamplingParams(), num_generations, length, frozenset())
+    for _ in range(2):  # the first call compiles
         began = time.perf_counter()
-        done = sampler.generate(
-            [[1, 2, 3]],
-            GenerationParams(SamplingParams(), num_generations, length, frozenset()),
-            RngKey(0, 0),
-        )
+        rollouts = sampler.generate([[1, 2, 3]], generation_params, RngKey(0, 0))
         seconds = time.perf_counter() - began
     yield {
         "what": f"{first} decoding, {num_generations} samples",
-        "tokens_per_s": sum(len(r.completion_ids) for r in done) / seconds,
+        "tokens_per_s": sum(len(r.completion_ids) for r in rollouts) / seconds,
     }
 
 
@@ -297,14 +286,14 @@ def _line(row: Row) -> str:
 
 
 def _about() -> dict[str, object]:
-    """When and with what it was measured.
+    """The date, the commit and the environment of the measurement.
 
-    The commit is what git says, or COMMIT where the files travelled without their history.
+    The commit is git's answer, or the variable COMMIT where the files are without their history.
     """
     root = Path(__file__).resolve().parents[1]
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
-    told = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    commit = told or os.environ.get("COMMIT", "unknown")
+    description = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    commit = description or os.environ.get("COMMIT", "unknown")
     return {
         "date": date.today().isoformat(),
         "commit": commit,
@@ -313,7 +302,7 @@ def _about() -> dict[str, object]:
 
 
 def _write(about: dict[str, object], rows: list[Row], left_out: list[str], seconds: float) -> Path:
-    """The results so far, in their file."""
+    """Write the results so far to their file. Returns its path."""
     gpu = torch.cuda.get_device_name().replace(" ", "-").lower()
     target = Path(__file__).parent / "results" / gpu / "device.json"
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -324,7 +313,7 @@ def _write(about: dict[str, object], rows: list[Row], left_out: list[str], secon
 
 
 class OutOfTime(BaseException):
-    """The table is due. No Exception: what a section excepts does not catch it."""
+    """The table is due. It is no Exception, so that no `except` of a section catches it."""
 
 
 def _out_of_time(*_: object) -> None:
@@ -342,12 +331,30 @@ def main() -> int:
     if not args.dry_run and not torch.cuda.is_available():
         print("device: torch finds no CUDA GPU here; --dry-run checks this script on a CPU", file=sys.stderr)
         return 2
-    os.environ |= {
-        "VLLM_BATCH_INVARIANT": "1",
-        "TRITON_F32_DEFAULT": "ieee",
-    }  # read as vLLM is imported; see engine/rollout/vllm/stock.py
-    m, rows, left_out = Machine(args.dry_run), [], []
+    # vLLM reads them when it is imported; see engine/rollout/vllm/stock.py.
+    os.environ |= {"VLLM_BATCH_INVARIANT": "1", "TRITON_F32_DEFAULT": "ieee"}
+    m = Machine(args.dry_run)
     about = {} if m.dry else _about()
+    rows, left_out = _run_sections(m, about)
+    print("\n" + "\n".join(_line({k: v for k, v in row.items() if k != "section"}) for row in rows))
+    broken = [row["what"] for row in rows if row.get("unequal")]
+    seconds = m.elapsed_s()
+    if args.dry_run:
+        print(
+            f"dry run on a CPU, toy sizes, {seconds:.0f} s: "
+            "the times above say nothing about a GPU, and nothing was written"
+        )
+    else:
+        path = _write(about, rows, left_out, seconds)
+        print(f"wrote {path}; left out for time: {', '.join(left_out) or 'nothing'}")
+    print(f"unequal bits in {len(broken)} rows{': ' + '; '.join(broken) if broken else ''}")
+    return 1 if broken else 0
+
+
+def _run_sections(m: Machine, about: dict[str, object]) -> tuple[list[Row], list[str]]:
+    """Run the sections until the time is over. Returns their rows, and the names of what was left out."""
+    rows: list[Row] = []
+    left_out: list[str] = []
     signal.signal(signal.SIGALRM, _out_of_time)
     signal.alarm(END_S)
     for section in SECTIONS:
@@ -355,35 +362,21 @@ def main() -> int:
             left_out.append(section.__name__)
             continue
         try:
-            for found in section(m):
-                rows.append({"section": section.__name__} | found)
-                print(f"{m.elapsed_s():6.1f} s  {found['what']}", flush=True)
+            for result in section(m):
+                rows.append({"section": section.__name__} | result)
+                print(f"{m.elapsed_s():6.1f} s  {result['what']}", flush=True)
         except OutOfTime:
             left_out.append(f"the rest of {section.__name__}")
-        except (
-            Exception
-        ) as error:  # it counts as unequal, and does not take the other sections' figures with it
+        except Exception as error:  # it counts as unequal, and the figures of the other sections are kept
             traceback.print_exc()
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             rows.append(
                 {"section": section.__name__, "what": f"{section.__name__} failed: {reason}", "unequal": 1}
             )
-        if not args.dry_run:
+        if not m.dry:
             _write(about, rows, left_out, m.elapsed_s())
     signal.alarm(0)
-    print("\n" + "\n".join(_line({k: v for k, v in row.items() if k != "section"}) for row in rows))
-    broken = [row["what"] for row in rows if row.get("unequal")]
-    seconds = m.elapsed_s()
-    if args.dry_run:
-        print(
-            f"dry run on a CPU, toy sizes, {seconds:.0f} s: the times above say nothing about a GPU, and nothing was written"
-        )
-    else:
-        print(
-            f"wrote {_write(about, rows, left_out, seconds)}; left out for time: {', '.join(left_out) or 'nothing'}"
-        )
-    print(f"unequal bits in {len(broken)} rows{': ' + '; '.join(broken) if broken else ''}")
-    return 1 if broken else 0
+    return rows, left_out
 
 
 if __name__ == "__main__":

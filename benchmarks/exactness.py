@@ -1,4 +1,4 @@
-"""What must be equal on a GPU, for device.py: the law on a model, and a run of exact policy gradient."""
+"""The comparisons on a GPU for device.py: the law on a model, and a run of exact policy gradient."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -16,11 +16,24 @@ from zerokl.model.weights import fingerprint
 from zerokl.verify.bitwise import count_unequal
 
 Pair = tuple[Sequence[int], Sequence[int]]
+_OPTIMIZER = SimpleNamespace(
+    lr=1e-4,
+    schedule="constant",
+    warmup_steps=0,
+    min_lr_ratio=0.0,
+    beta1=0.9,
+    beta2=0.95,
+    eps=1e-8,
+    weight_decay=0.0,
+    max_grad_norm=1.0,
+)
 
 
 def exactness(m: Machine) -> Iterator[Row]:
-    """The law: alone, in a batch, in chunks, token by token, after prompts that are read once; the gradient
-    by micro-batches.
+    """The law on a model of two layers, in each dtype.
+
+    A sequence is computed alone, in a batch, in chunks, token by token, and after prompts that are read once.
+    The gradient is computed by micro-batches of two sizes.
     """
     from zerokl.engine.parallel.gradient import ShardSum
 
@@ -50,29 +63,29 @@ def exactness(m: Machine) -> Iterator[Row]:
 def _differentiate(
     decoder: Decoder, pairs: Sequence[Pair], coefficients: torch.Tensor, size: int
 ) -> torch.Tensor:
-    """logp [C] of the pairs' completions, on the CPU, and the gradient of their sums times `coefficients`
-    [pairs]: as a virtual shard is trained (engine/train/shard.py), each prompt read once, `size` pairs at a
-    time.
+    """logp [C] of the pairs' completions, on the CPU. The gradient of their weighted sum goes to the weights.
+
+    coefficients [pairs]: the weight of each pair. The pairs are computed as a virtual shard is in training
+    (engine/train/shard.py): each prompt is read once, and `size` pairs go through the model at a time.
     """
-    done = []
-    for at in prompt_passes([prompt for prompt, _ in pairs]):
-        some, each = pairs[at], coefficients[at]
-        prompts = Prompts(decoder, [prompt for prompt, _ in some])
-        for a in range(0, len(some), size):
-            part = slice(a, a + size)
-            packed = pack(some[part], prompts.of[part])
+    logprobs_of_parts = []
+    for pass_slice in prompt_passes([prompt for prompt, _ in pairs]):
+        pass_pairs, pass_coefficients = pairs[pass_slice], coefficients[pass_slice]
+        prompts = Prompts(decoder, [prompt for prompt, _ in pass_pairs])
+        for start in range(0, len(pass_pairs), size):
+            part = slice(start, start + size)
+            packed = pack(pass_pairs[part], prompts.of[part])
             logp = logprobs(decoder, packed, SamplingParams(), prompts=prompts)[0].cpu()
-            (logp * each[part].repeat_interleave(torch.tensor(packed.completion_lengths))).sum().backward()
-            done.append(logp.detach())
+            lengths = torch.tensor(packed.completion_lengths)
+            (logp * pass_coefficients[part].repeat_interleave(lengths)).sum().backward()
+            logprobs_of_parts.append(logp.detach())
         prompts.backward()
-    return torch.cat(done)
+    return torch.cat(logprobs_of_parts)
 
 
 @torch.no_grad()
 def _forward_ways(decoder: Decoder, sequences: list[list[int]]) -> dict[str, int]:
-    """Elements of the hidden states whose bits differ from the packed batch's, by the other way of computing
-    them.
-    """
+    """For each other way to compute the hidden states: elements whose bits differ from the packed batch's."""
     lengths = [len(x) for x in sequences]
     packed = torch.tensor([token for x in sequences for token in x])
     together = decoder.hidden(packed, PackedContext(lengths, decoder.config)).split(lengths)
@@ -87,6 +100,7 @@ def _forward_ways(decoder: Decoder, sequences: list[list[int]]) -> dict[str, int
 
 
 def _cached(decoder: Decoder, ids: list[int], chunk: int) -> torch.Tensor:
+    """The hidden states of a sequence that is read through the cache, `chunk` tokens at a time."""
     cache = BlockCache(decoder.config, len(ids) // KEY_TILE + 1, decoder.cache_dtype, decoder.device)
     blocks = cache.allocate(cache.blocks)
     parts = [(a, ids[a : a + chunk]) for a in range(0, len(ids), chunk)]
@@ -96,16 +110,15 @@ def _cached(decoder: Decoder, ids: list[int], chunk: int) -> torch.Tensor:
 
 
 def reinforcement(m: Machine) -> Iterator[Row]:
-    """20 steps (dry:
+    """20 steps (dry: 2) of policy gradient with the native sampler, run twice.
 
-    2) of policy gradient with the native sampler, every logprob compared, run twice; every step must do
-    something.
+    Every logprob is compared, and every step must change the weights.
     """
     steps = 2 if m.dry else 20
     for dtype in (torch.bfloat16, torch.float16):
         what = f"policy gradient {name_of(dtype)}"
         runs = [_train(m, dtype, steps) for _ in range(2)]
-        weights = [hashes[-1] for hashes, _, _ in runs]
+        weights = [fingerprints[-1] for fingerprints, _, _ in runs]
         yield {
             "what": f"{what}: {runs[0][1]} tokens, trainer against sampler",
             "unequal": sum(unequal for _, _, unequal in runs),
@@ -121,8 +134,10 @@ def reinforcement(m: Machine) -> Iterator[Row]:
 
 
 def _train(m: Machine, dtype: torch.dtype, steps: int) -> tuple[list[str], int, int]:
-    """Fingerprint of the weights before and after each step, tokens compared, and tokens whose two logprobs
-    differ.
+    """Train with a reward for large token ids.
+
+    Returns the fingerprints of the weights before the first and after each step, the number of tokens
+    compared, and the number of tokens whose two logprobs differ.
     """
     from zerokl.engine.parallel.gradient import ShardSum
     from zerokl.engine.rollout.native import NativeSampler
@@ -132,39 +147,22 @@ def _train(m: Machine, dtype: torch.dtype, steps: int) -> tuple[list[str], int, 
     source = m.decoder(next(iter(m.shapes)), 2, 128, torch.float32)
     master = source.flat.detach()
     decoder = Decoder(source.config, master.to(dtype), source.layout)
-    cfg = SimpleNamespace(
-        lr=1e-4,
-        schedule="constant",
-        warmup_steps=0,
-        min_lr_ratio=0.0,
-        beta1=0.9,
-        beta2=0.95,
-        eps=1e-8,
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-    )
-    optimizer, shards = Optimizer(decoder, master, cfg, steps), ShardSum(decoder, 1)
-    sampler, hashes = (
-        NativeSampler(decoder, max_concurrency=16),
-        [fingerprint(decoder.layout, optimizer.master)],
-    )
+    optimizer, shards = Optimizer(decoder, master, _OPTIMIZER, steps), ShardSum(decoder, 1)
+    sampler = NativeSampler(decoder, max_concurrency=16)
+    generation_params = GenerationParams(SamplingParams(), 4, 8 if m.dry else 48, frozenset({0}))
+    fingerprints = [fingerprint(decoder.layout, optimizer.master)]
     tokens = unequal = 0
     for step in range(steps):
         prompts = [[3 + p, 7, 11 + step % 5] for p in range(4)]
-        rollouts = sampler.generate(
-            prompts,
-            GenerationParams(SamplingParams(), 4, 8 if m.dry else 48, frozenset({0})),
-            RngKey(0, step),
-        )
-        rewards = torch.tensor([sum(r.completion_ids) / len(r.completion_ids) / 128 for r in rollouts]).view(
-            4, 4
-        )  # another for each
-        A = (rewards - rewards.mean(1, keepdim=True)).flatten()
+        rollouts = sampler.generate(prompts, generation_params, RngKey(0, step))
+        # Samples of a group have different rewards, so every step has a gradient.
+        rewards = [sum(r.completion_ids) / len(r.completion_ids) / 128 for r in rollouts]
+        rewards_PG = torch.tensor(rewards).view(4, 4)
+        A = (rewards_PG - rewards_PG.mean(1, keepdim=True)).flatten()
         sampled = torch.cat([torch.from_numpy(r.logprobs) for r in rollouts])
-        logp = shards.add(
-            partial(_differentiate, coefficients=-A / len(sampled), size=6), [r.pair for r in rollouts]
-        )
+        differentiate = partial(_differentiate, coefficients=-A / len(sampled), size=6)
+        logp = shards.add(differentiate, [r.pair for r in rollouts])
         tokens, unequal = tokens + len(logp), unequal + count_unequal(logp, sampled)
         optimizer.update(shards.tree.take())
-        hashes.append(fingerprint(decoder.layout, optimizer.master))
-    return hashes, tokens, unequal
+        fingerprints.append(fingerprint(decoder.layout, optimizer.master))
+    return fingerprints, tokens, unequal

@@ -2,16 +2,19 @@
 
     python benchmarks/fp16_scales.py runs/demo/base          (the model of `make demo`; minutes)
 
-For each scale 2^k, of the demo's first step (32 prompts x 8 samples of the task add, drawn by the model in
-that dtype):
+The step is the demo's first one: 32 prompts x 8 samples of the task add, drawn by the model in that dtype.
+At each scale 2^k it counts elements of the weights' gradient, divided by the scale,
 
-    differ     elements of the weights' gradient, divided by the scale, whose bits are not those at 2^(k+1)
-    subnormal  elements of an activation's gradient, as rounded to the compute dtype, that have fewer bits than a normal number
-    lost       such elements that are zero here and not at every scale
-    overflow   such elements that are infinite or NaN
+    differ     whose bits are not those at 2^(k+1)
 
-Activations: the output of every operation that Decoder.hidden and Decoder.read hook. The logits' gradient is
-rounded, too, but not counted here; with head_dtype = "float32" it is not rounded at all.
+and elements of the activations' gradients, as rounded to the compute dtype,
+
+    subnormal  that have fewer bits than a normal number
+    lost       that are zero at this scale, but not at every scale
+    overflow   that are infinite or NaN
+
+Activations are the outputs of all operations that Decoder.hidden and Decoder.read hook. The logits' gradient
+is rounded, too, but it is not counted. With head_dtype = "float32" it is not rounded at all.
 """
 
 import argparse
@@ -43,18 +46,18 @@ SCALES = range(25)
 
 @dataclass
 class Scale:
-    """What was counted at one scale, by operation, and the weights' gradient divided by the scale."""
+    """The weights' gradient divided by the scale, and the counts at one scale, most of them by operation."""
 
     gradient: torch.Tensor
     subnormal: Counter = field(default_factory=Counter)
     zero: Counter = field(default_factory=Counter)
     overflow: Counter = field(default_factory=Counter)
     lost: int = 0
-    differ: int | None = None  # from the next scale; None at the last
+    differ: int | None = None  # None at the last scale, which has no next one
 
 
 class Step:
-    """One step's shards, differentiated at any scale."""
+    """The shards of one step, which can be differentiated at any scale."""
 
     def __init__(self, config: Config, model: Path):
         state = make_state(config, model, load_task(config.task.name, config.task.options))
@@ -70,74 +73,81 @@ class Step:
         )
         A = advantages(batch.rewards, self.loss.advantage)
         self.shards = Shard(batch.rollouts, A.reshape(-1), np.array(weights)).cut(config.virtual_shards)
-        self.nonzero: dict[
-            tuple[int, int, str, str], torch.Tensor
-        ] = {}  # elements that were not zero at some scale
+        # Elements that were not zero at some scale, by place (see _backward) and operation.
+        self.nonzero: dict[tuple[int, int, str, str], torch.Tensor] = {}
 
     def at(self, k: int) -> Scale:
         """The gradient of the loss times 2^k."""
-        done = Scale(torch.empty(0))
+        counts = Scale(torch.empty(0))
         total = ShardSum(self.decoder, len(self.shards))
         for s, shard in enumerate(self.shards):
-            total.add(partial(self._backward, done, s, 2.0**k), shard)
-        done.gradient = total.tree.take().clone() / 2.0**k
-        return done
+            total.add(partial(self._backward, counts, s, 2.0**k), shard)
+        counts.gradient = total.tree.take().clone() / 2.0**k
+        return counts
 
-    def _backward(self, done: Scale, s: int, scale: float, decoder: Decoder, shard: Shard) -> None:
-        for at in prompt_passes([r.prompt_ids for r in shard.rollouts]):
-            part = shard.part(at)
-            hooks = [partial(self._listen, done, (s, at.start, of)) for of in ("prompts", "completions")]
+    def _backward(self, counts: Scale, s: int, scale: float, decoder: Decoder, shard: Shard) -> None:
+        """The backward pass of shard s. A place is (s, first sample of a pass, prompts or completions)."""
+        for pass_slice in prompt_passes([r.prompt_ids for r in shard.rollouts]):
+            part = shard.part(pass_slice)
+            hooks = [
+                partial(self._listen, counts, (s, pass_slice.start, side))
+                for side in ("prompts", "completions")
+            ]
             prompts = Prompts(decoder, [r.prompt_ids for r in part.rollouts], hooks[0])
             packed = pack([r.pair for r in part.rollouts], prompts.of)
-            each = torch.tensor(packed.completion_lengths)
+            lengths = torch.tensor(packed.completion_lengths)
             logp, _ = logprobs(decoder, packed, self.config.sampling.sampling_params, hooks[1], prompts)
-            sampler = torch.from_numpy(np.concatenate([r.logprobs for r in part.rollouts]))
+            sampling_logprobs = torch.from_numpy(np.concatenate([r.logprobs for r in part.rollouts]))
             A, w = (
-                torch.from_numpy(x).float().repeat_interleave(each) for x in (part.advantages, part.weights)
+                torch.from_numpy(x).float().repeat_interleave(lengths)
+                for x in (part.advantages, part.weights)
             )
-            loss = policy_loss(logp, logp.detach(), sampler, A, packed.completion_lengths, self.loss) * w
-            (loss.sum() * scale).backward()
+            loss = policy_loss(
+                logp, logp.detach(), sampling_logprobs, A, packed.completion_lengths, self.loss
+            )
+            ((loss * w).sum() * scale).backward()
             prompts.backward()
 
-    def _listen(self, done: Scale, where: tuple[int, int, str], name: str, x: torch.Tensor) -> None:
-        x.register_hook(lambda dx: self._count(done, (*where, name), dx))
+    def _listen(self, counts: Scale, place: tuple[int, int, str], op: str, x: torch.Tensor) -> None:
+        x.register_hook(lambda dx: self._count(counts, (*place, op), dx))
 
-    def _count(self, done: Scale, key: tuple[int, int, str, str], dx: torch.Tensor | None) -> None:
-        if dx is None:  # the last layer's residual, which only its norm reads
+    def _count(self, counts: Scale, key: tuple[int, int, str, str], dx: torch.Tensor | None) -> None:
+        if dx is None:  # the last layer's residual has no gradient: only its norm reads it
             return
         size, op = dx.abs(), key[-1]
         finite, zero = torch.isfinite(dx), dx == 0
-        done.subnormal[op] += int(((size < torch.finfo(dx.dtype).tiny) & ~zero).sum())
-        done.zero[op] += int(zero.sum())
-        done.overflow[op] += int((~finite).sum())
-        some = finite & ~zero
-        self.nonzero[key] = self.nonzero[key] | some if key in self.nonzero else some
+        counts.subnormal[op] += int(((size < torch.finfo(dx.dtype).tiny) & ~zero).sum())
+        counts.zero[op] += int(zero.sum())
+        counts.overflow[op] += int((~finite).sum())
+        nonzero = finite & ~zero
+        self.nonzero[key] = self.nonzero[key] | nonzero if key in self.nonzero else nonzero
 
 
 def measure(config: Config, model: Path, scales: Sequence[int] = SCALES) -> tuple[list[Scale], int]:
     """The counts at each scale, and how many elements the gradients of all activations have."""
     step = Step(config, model)
-    done = [step.at(k) for k in scales]
+    counts = [step.at(k) for k in scales]
     elements = sum(x.numel() for x in step.nonzero.values())
-    never = elements - sum(int(x.sum()) for x in step.nonzero.values())
-    for here, after in zip(done, [*done[1:], None], strict=True):
-        here.lost = sum(here.zero.values()) - never
-        here.differ = None if after is None else count_unequal(here.gradient, after.gradient)
-    return done, elements
+    always_zero = elements - sum(int(x.sum()) for x in step.nonzero.values())
+    for scale, next_scale in zip(counts, [*counts[1:], None], strict=True):
+        scale.lost = sum(scale.zero.values()) - always_zero
+        if next_scale is not None:
+            scale.differ = count_unequal(scale.gradient, next_scale.gradient)
+    return counts, elements
 
 
-def table(done: Sequence[Scale], elements: int, scales: Sequence[int]) -> str:
-    """Markdown, neighbouring scales with equal counts in one line."""
-    rows = [(s.differ, sum(s.subnormal.values()), s.lost, sum(s.overflow.values())) for s in done]
+def table(counts: Sequence[Scale], elements: int, scales: Sequence[int]) -> str:
+    """The counts in Markdown. Neighbouring scales with equal counts share a line."""
+    rows = [(s.differ, sum(s.subnormal.values()), s.lost, sum(s.overflow.values())) for s in counts]
     lines = [
-        f"of {done[0].gradient.numel()} and {elements} elements:\n",
+        f"of {counts[0].gradient.numel()} and {elements} elements:\n",
         "| scale | differ | subnormal | lost | overflow |",
+        "|---|---|---|---|---|",
     ]
-    lines += ["|---|---|---|---|---|"]
     first = 0
     for i, row in enumerate(rows):
         if i + 1 < len(rows) and rows[i + 1][1:] == row[1:] and rows[i + 1][0] in (row[0], None):
-            rows[i + 1] = row  # the last has no next one to differ from
+            rows[i + 1] = row  # the last scale has no next one to differ from: it takes this row's number
             continue
         name = f"2^{scales[first]}" + (f" to 2^{scales[i]}" if i > first else "")
         lines.append(f"| {name} | " + " | ".join("" if x is None else f"{x}" for x in row) + " |")
@@ -146,9 +156,9 @@ def table(done: Sequence[Scale], elements: int, scales: Sequence[int]) -> str:
 
 
 def run_config(model: str, dtype: str, head: str) -> Config:
-    """The demo's step on a model."""
-    found = task_of(Path(model))
-    options = {} if found is None else {f"task.options.{k}": v for k, v in found["options"].items()}
+    """The configuration of the demo's step on a model."""
+    task = task_of(Path(model))
+    options = {} if task is None else {f"task.options.{k}": v for k, v in task["options"].items()}
     values = {
         "model": model,
         "dtype": dtype,
@@ -173,11 +183,11 @@ def main() -> None:
         ("bfloat16", "compute"),
         ("float32", "compute"),
     ):
-        done, elements = measure(run_config(args.model, dtype, head), Path(args.model))
-        print(f"\n### {dtype}, head_dtype = {head}\n\n{table(done, elements, SCALES)}", flush=True)
-        clean = [i for i, s in enumerate(done) if not s.overflow.total()]
-        if clean and done[clean[-1]].subnormal.total():
-            most = done[clean[-1]].subnormal.most_common(5)
+        counts, elements = measure(run_config(args.model, dtype, head), Path(args.model))
+        print(f"\n### {dtype}, head_dtype = {head}\n\n{table(counts, elements, SCALES)}", flush=True)
+        clean = [i for i, s in enumerate(counts) if not s.overflow.total()]
+        if clean and counts[clean[-1]].subnormal.total():
+            most = counts[clean[-1]].subnormal.most_common(5)
             print(
                 f"\nsubnormal at 2^{SCALES[clean[-1]]}, the largest scale without overflow: "
                 + ", ".join(f"{n} {c}" for n, c in most)

@@ -1,4 +1,4 @@
-"""Where the benchmarks of device.py run, how big they are, and one row of their table."""
+"""The machine that the benchmarks of device.py run on, their sizes, and one row of their table."""
 
 import statistics
 import time
@@ -10,13 +10,14 @@ from zerokl.model.decoder import Decoder
 from zerokl.model.weights import Layout
 
 Row = dict[str, object]
-# Seconds after which the table is printed, whatever is left to do (device.sh ends the process at 480).
+# Seconds after which the table is printed, whatever is left to do. device.sh ends the process at 480.
 END_S = 460
-# Clock cycles for which the GPU waits before a timed run, about a millisecond: the launches are in its queue
-# by then, so that Python is not timed. And what is written before it, to have nothing of the run's inputs in
-# the L2 cache.
-_WAIT_CYCLES, _FLUSH_BYTES = 2_000_000, 256 << 20
-# hidden, intermediate, layers, query heads, key-value heads, head width
+# Clock cycles for which the GPU waits before a timed run, about a millisecond. The launches are in its queue
+# by then, so that Python is not timed.
+_WAIT_CYCLES = 2_000_000
+# Bytes that are written before a timed run, so that none of its inputs is in the L2 cache.
+_FLUSH_BYTES = 256 << 20
+# Name -> hidden width, MLP width, layers, query heads, key-value heads, head width.
 SHAPES = {
     "0.6B": (1024, 3072, 28, 16, 8, 128),
     "1.7B": (2048, 6144, 28, 16, 8, 128),
@@ -26,7 +27,7 @@ TOY = {"toy": (64, 96, 2, 4, 2, 32)}
 
 
 class Machine:
-    """Where things run, and how big they are."""
+    """The device, and the sizes of everything that runs on it. dry: the CPU, and toy sizes."""
 
     def __init__(self, dry: bool):
         self.dry, self.device = dry, torch.device("cpu" if dry else "cuda")
@@ -37,16 +38,16 @@ class Machine:
         self._flush = None if dry else torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
 
     def elapsed_s(self) -> float:
-        """Seconds since the start; at END_S the table is printed."""
+        """Seconds since the start."""
         return time.perf_counter() - self._began
 
     def randn(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(shape, device=self.device) * scale).to(dtype)
 
     def time_ms(self, run: Callable[[], object]) -> float:
-        """Median of `repeats` runs after two that warm up.
+        """The median time of `repeats` runs, after two runs to warm up.
 
-        On a GPU: of the GPU's own time, from a cold L2 cache.
+        On a GPU it is the GPU's own time, from a cold L2 cache.
         """
         times = []
         for i in range(self.repeats + 2):
@@ -55,19 +56,20 @@ class Machine:
                 run()
                 times.append(1e3 * (time.perf_counter() - began))
             else:
-                a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 self._flush.zero_()
                 torch.cuda._sleep(_WAIT_CYCLES)
-                a.record()
+                start.record()
                 run()
-                b.record()
-                b.synchronize()
-                times.append(a.elapsed_time(b))
+                end.record()
+                end.synchronize()
+                times.append(start.elapsed_time(end))
             if i == 1:
                 times = []
         return statistics.median(times)
 
     def decoder(self, name: str, layers: int, vocab: int, dtype: torch.dtype) -> Decoder:
+        """A Qwen3 with the widths of shape `name` and random weights."""
         D, inner, _, heads, kv_heads, head_dim = self.shapes[name]
         config = ModelConfig.from_dict(
             {
@@ -104,14 +106,17 @@ def name_of(dtype: torch.dtype) -> str:
 def row(
     m: Machine, what: str, amount: float, unit: str, ours: Callable[[], object], plain: Callable[[], object]
 ) -> Row:
-    """amount: floating-point operations (TFLOP/s) or bytes (GB/s) of one run."""
-    a, b = m.time_ms(ours), m.time_ms(plain)
+    """One row of the table: the times of ours and of plain, and the rate of ours.
+
+    amount: floating-point operations (TFLOP/s) or bytes (GB/s) of one run.
+    """
+    ours_ms, plain_ms = m.time_ms(ours), m.time_ms(plain)
     scale = {"TFLOP/s": 1e9, "GB/s": 1e6}[unit]
     return {
         "what": what,
-        "ours_ms": a,
-        "plain_ms": b,
-        "rate": amount / scale / a,
+        "ours_ms": ours_ms,
+        "plain_ms": plain_ms,
+        "rate": amount / scale / ours_ms,
         "unit": unit,
-        "plain_over_ours": b / a,
+        "plain_over_ours": plain_ms / ours_ms,
     }

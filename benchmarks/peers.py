@@ -1,9 +1,10 @@
-"""Kernels that are not ours beside ours, for device.py: vLLM's, bits and rates; Liger-Kernel's rates; an
-attention backward with atomics.
+"""Other projects' kernels beside ours, for device.py.
 
-A section that needs what is not there says so in its one row. Liger's fused linear cross entropy is left out:
-it returns the mean loss of a batch and takes its gradient on the way forward, where ours returns each token's
-logprob and entropy, and can be weighted afterwards.
+vLLM's kernels: bits and rates. Liger-Kernel's: rates. Our attention's backward: beside one with atomics.
+
+A section whose packages are missing says so in its one row. Liger's fused linear cross entropy is left out:
+it returns the mean loss of a batch, and takes its gradient on the way forward. Ours returns each token's
+logprob and entropy, which can be weighted afterwards.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,52 +23,29 @@ from zerokl.kernels.rope import rope
 from zerokl.kernels.silu_mul import silu_mul
 from zerokl.verify.bitwise import count_unequal
 
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _Outputs = torch.Tensor | tuple[torch.Tensor, ...]
-# Of a package that is there in part: a reason, not a result.
+# Errors of a package that is missing or there in part. They are reported as a reason, not as a result.
 _NOT_THERE = (ImportError, AttributeError, RuntimeError, OSError)
 
 
 def _not_compared(what: str, kernels: VllmKernels | None) -> Row:
-    return {
-        "what": f"{what}: not compared ({'they need a GPU' if kernels else 'no folder vllm/ is on the path'})"
-    }
+    reason = "they need a GPU" if kernels else "no folder vllm/ is on the path"
+    return {"what": f"{what}: not compared ({reason})"}
 
 
 def vllm_equality(m: Machine) -> Iterator[Row]:
-    """Our matrix product, norm, log-softmax and attention beside vLLM's kernels, where its files are on the
-    path.
-    """
+    """Our matrix product, norm, log-softmax and attention beside vLLM's, where its files are on the path."""
     kernels = vllm_kernels(m.device)
     if kernels is None or not on_triton(m.randn(1, dtype=torch.float32)):
         yield _not_compared("vLLM's kernels", kernels)
         return
-    theirs = kernels.batch_invariant
     tiles.fix_table(kernels.version)
     for name, (D, inner, *_) in m.shapes.items():
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            w, b, norm = (
-                m.randn(2 * inner, D, dtype=dtype, scale=D**-0.5),
-                m.randn(2 * inner, dtype=dtype),
-                m.randn(D, dtype=dtype),
-            )
-            unequal = unequal_norm = 0
-            for M in (1, 16, 64, 65, 1000)[: 3 if m.dry else None]:
-                x = m.randn(M, D, dtype=dtype)
-                for bias in (None, b):
-                    unequal += count_unequal(linear(x, w, bias), theirs.matmul_persistent(x, w.t(), bias))
-                unequal_norm += count_unequal(
-                    rms_norm(x, norm, 1e-6), theirs.rms_norm_batch_invariant(x, norm, 1e-6)
-                )
-            yield {
-                "what": f"vLLM {kernels.version}'s matmul_persistent {name_of(dtype)} {name}",
-                "unequal": unequal,
-            }
-            yield {
-                "what": f"vLLM {kernels.version}'s rms_norm_batch_invariant {name_of(dtype)} {name}",
-                "unequal": unequal_norm,
-            }
+        for dtype in _DTYPES:
+            yield from _vllm_products_and_norms(m, kernels, name, D, inner, dtype)
     z, ids = m.randn(64, m.vocab, dtype=torch.float32), torch.arange(64, device=m.device)
-    logp = theirs.log_softmax(z).gather(1, ids.unsqueeze(1)).squeeze(1)
+    logp = kernels.batch_invariant.log_softmax(z).gather(1, ids.unsqueeze(1)).squeeze(1)
     yield {
         "what": f"vLLM {kernels.version}'s log_softmax",
         "unequal": count_unequal(token_logprobs(z, ids)[0], logp),
@@ -75,102 +53,132 @@ def vllm_equality(m: Machine) -> Iterator[Row]:
     yield from _vllm_attention(m, kernels.unified_attention.unified_attention, kernels.version)
 
 
+def _vllm_products_and_norms(
+    m: Machine, kernels: VllmKernels, name: str, D: int, inner: int, dtype: torch.dtype
+) -> Iterator[Row]:
+    """Products with and without a bias, and norms, of 1 to 1000 rows (dry: to 64)."""
+    vllm = kernels.batch_invariant
+    w, b = m.randn(2 * inner, D, dtype=dtype, scale=D**-0.5), m.randn(2 * inner, dtype=dtype)
+    norm = m.randn(D, dtype=dtype)
+    unequal = unequal_norm = 0
+    for M in (1, 16, 64, 65, 1000)[: 3 if m.dry else None]:
+        x = m.randn(M, D, dtype=dtype)
+        for bias in (None, b):
+            unequal += count_unequal(linear(x, w, bias), vllm.matmul_persistent(x, w.t(), bias))
+        unequal_norm += count_unequal(rms_norm(x, norm, 1e-6), vllm.rms_norm_batch_invariant(x, norm, 1e-6))
+    yield {
+        "what": f"vLLM {kernels.version}'s matmul_persistent {name_of(dtype)} {name}",
+        "unequal": unequal,
+    }
+    yield {
+        "what": f"vLLM {kernels.version}'s rms_norm_batch_invariant {name_of(dtype)} {name}",
+        "unequal": unequal_norm,
+    }
+
+
 def _vllm_attention(m: Machine, unified_attention: Callable[..., None], version: str) -> Iterator[Row]:
-    """Prefill, a chunk and a decoding token in one call, against pages of 16."""
+    """A prefill, a chunk and a decoding token in one call, against pages of 16."""
     from zerokl.kernels.attention_triton import attention_paged
 
     lengths, queries, pages = [70, 300, 513], [70, 40, 1], 40
-    starts = torch.tensor([0, 70, 110, 111], dtype=torch.int32, device=m.device)
-    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=m.device)
-    table = torch.randperm(3 * pages, device=m.device).int().view(3, pages)
+    cu_seqlens_q = torch.tensor([0, 70, 110, 111], dtype=torch.int32, device=m.device)
+    seqused_k = torch.tensor(lengths, dtype=torch.int32, device=m.device)
+    block_table = torch.randperm(3 * pages, device=m.device).int().view(3, pages)
     for name, (_, _, _, heads, kv_heads, D) in m.shapes.items():
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for dtype in _DTYPES:
             q = m.randn(sum(queries), heads, D, dtype=dtype)
             k, v = (m.randn(3 * pages, 16, kv_heads, D, dtype=dtype) for _ in range(2))
-            theirs = torch.empty_like(q)
+            vllm_o = torch.empty_like(q)
             unified_attention(
                 q,
                 k,
                 v,
-                theirs,
-                starts,
+                vllm_o,
+                cu_seqlens_q,
                 max(queries),
-                seq_lens,
+                seqused_k,
                 max(lengths),
                 D**-0.5,
-                True,
-                (-1, -1),
-                table,
-                0,
-                None,
+                True,  # causal
+                (-1, -1),  # window
+                block_table,
+                0,  # soft cap
+                None,  # descale factors of q, k and v
                 None,
                 None,
             )
-            ours = attention_paged(q, k, v, Spans(starts, seq_lens, table, kv_heads), D**-0.5)
+            our_o = attention_paged(q, k, v, Spans(cu_seqlens_q, seqused_k, block_table, kv_heads), D**-0.5)
             yield {
                 "what": f"vLLM {version}'s unified_attention {name_of(dtype)} {name}",
-                "unequal": count_unequal(ours, theirs),
+                "unequal": count_unequal(our_o, vllm_o),
             }
 
 
 def vllm_rates(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
-    """vLLM's batch-invariant kernels (plain_ms) beside ours: what either asks for the same bits."""
+    """vLLM's batch-invariant kernels (plain_ms) beside ours: the time that each takes for the same bits."""
     kernels = vllm_kernels(m.device)
     if kernels is None or m.dry:
         yield _not_compared("rates of vLLM's kernels", kernels)
         return
-    theirs_of = kernels.batch_invariant
+    vllm = kernels.batch_invariant
     for name, (D, inner, *_) in m.shapes.items():
-        x, w, norm = (
-            m.randn(m.tokens, D, dtype=dtype),
-            m.randn(2 * inner, D, dtype=dtype, scale=D**-0.5),
-            m.randn(D, dtype=dtype),
-        )
+        x = m.randn(m.tokens, D, dtype=dtype)
+        w = m.randn(2 * inner, D, dtype=dtype, scale=D**-0.5)
+        norm = m.randn(D, dtype=dtype)
         for rows in (16, m.tokens):
-            few, flops = x[:rows].clone(), 2.0 * w.numel() * rows
-            ours, theirs = (
+            few = x[:rows].clone()
+            yield row(
+                m,
+                f"{name} linear, {rows} rows, beside vLLM's",
+                2.0 * w.numel() * rows,
+                "TFLOP/s",
                 lambda a=few, w=w: matmul.matmul(a, w),
-                lambda a=few, w=w: theirs_of.matmul_persistent(a, w.t()),
+                lambda a=few, w=w: vllm.matmul_persistent(a, w.t()),
             )
-            yield row(m, f"{name} linear, {rows} rows, beside vLLM's", flops, "TFLOP/s", ours, theirs)
-        ours, theirs = (
-            lambda x=x, n=norm: rms_norm(x, n, 1e-6),
-            lambda x=x, n=norm: theirs_of.rms_norm_batch_invariant(x, n, 1e-6),
-        )
         with torch.no_grad():
-            found = row(m, f"{name} rms_norm, beside vLLM's", 2.0 * x.nbytes, "GB/s", ours, theirs)
-        yield found
+            norms = row(
+                m,
+                f"{name} rms_norm, beside vLLM's",
+                2.0 * x.nbytes,
+                "GB/s",
+                lambda x=x, n=norm: rms_norm(x, n, 1e-6),
+                lambda x=x, n=norm: vllm.rms_norm_batch_invariant(x, n, 1e-6),
+            )
+        yield norms
     z, ids = m.randn(256, m.vocab, dtype=torch.float32), torch.zeros(256, dtype=torch.int64, device=m.device)
-    theirs = lambda: theirs_of.log_softmax(z).gather(1, ids.unsqueeze(1))
     yield row(
         m,
         f"logprobs of 256 rows of {m.vocab}, beside vLLM's",
         2.0 * z.nbytes,
         "GB/s",
         lambda: token_logprobs(z, ids),
-        theirs,
+        lambda: vllm.log_softmax(z).gather(1, ids.unsqueeze(1)),
     )
 
 
 def liger_rates(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
-    """Liger-Kernel (plain_ms) beside ours, forward and backward together; its weight gradient of a norm is
-    summed in no fixed order.
+    """Liger-Kernel (plain_ms) beside ours, forward and backward together.
+
+    Its weight gradient of a norm is summed in no fixed order.
     """
     try:
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction
         from liger_kernel.ops.rope import LigerRopeFunction
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction
     except _NOT_THERE as error:
-        yield {
-            "what": f"Liger-Kernel: not compared ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:60]})"
-        }
+        reason = (str(error).splitlines() or [""])[0][:60]
+        yield {"what": f"Liger-Kernel: not compared ({type(error).__name__}: {reason})"}
         return
     for name, (D, inner, _, heads, kv_heads, head_dim) in m.shapes.items():
         T = m.tokens
-        x, gu, w = (m.randn(*n, dtype=dtype).requires_grad_() for n in ((T, D), (T, 2 * inner), (D,)))
-        norm = lambda x=x, w=w: LigerRMSNormFunction.apply(x, w, 1e-6, 0.0, "llama", False)
+        x, gu, w = (m.randn(*shape, dtype=dtype).requires_grad_() for shape in ((T, D), (T, 2 * inner), (D,)))
         yield _both_ways(
-            m, f"{name} rms_norm", 5.0 * x.nbytes, lambda x=x, w=w: rms_norm(x, w, 1e-6), norm, (x, w)
+            m,
+            f"{name} rms_norm",
+            5.0 * x.nbytes,
+            lambda x=x, w=w: rms_norm(x, w, 1e-6),
+            lambda x=x, w=w: LigerRMSNormFunction.apply(x, w, 1e-6, 0.0, "llama", False),
+            (x, w),
         )
         gate, up = (t.detach().contiguous().requires_grad_() for t in gu.detach().chunk(2, dim=1))
         yield _both_ways(
@@ -182,23 +190,29 @@ def liger_rates(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row
             (gu,),
             (gate, up),
         )
-        qk = m.randn(T, heads + kv_heads, head_dim, dtype=dtype).requires_grad_()
-        q, k = (
-            t.detach().transpose(0, 1).unsqueeze(0).requires_grad_()
-            for t in qk.split([heads, kv_heads], dim=1)
-        )
-        angle = m.randn(T, head_dim // 2, dtype=torch.float32)
-        cos, sin = angle.cos(), angle.sin()
-        wide = [torch.cat([t, t], 1).unsqueeze(0).to(dtype) for t in (cos, sin)]
-        yield _both_ways(
-            m,
-            f"{name} rope",
-            4.0 * qk.nbytes,
-            lambda qk=qk, c=cos, s=sin: rope(qk, c, s),
-            lambda q=q, k=k, w=wide: LigerRopeFunction.apply(q, k, *w),
-            (qk,),
-            (q, k),  # it rotates q and k in their place
-        )
+        yield _liger_rope(m, name, heads, kv_heads, head_dim, dtype, LigerRopeFunction.apply)
+
+
+def _liger_rope(
+    m: Machine, name: str, heads: int, kv_heads: int, D: int, dtype: torch.dtype, liger_rope: Callable
+) -> Row:
+    qk = m.randn(m.tokens, heads + kv_heads, D, dtype=dtype).requires_grad_()
+    # Liger rotates q and k in place.
+    q, k = (
+        t.detach().transpose(0, 1).unsqueeze(0).requires_grad_() for t in qk.split([heads, kv_heads], dim=1)
+    )
+    angle = m.randn(m.tokens, D // 2, dtype=torch.float32)
+    cos, sin = angle.cos(), angle.sin()
+    wide = [torch.cat([t, t], 1).unsqueeze(0).to(dtype) for t in (cos, sin)]
+    return _both_ways(
+        m,
+        f"{name} rope",
+        4.0 * qk.nbytes,
+        lambda: rope(qk, cos, sin),
+        lambda: liger_rope(q, k, *wide),
+        (qk,),
+        (q, k),
+    )
 
 
 def _both_ways(
@@ -206,11 +220,11 @@ def _both_ways(
     what: str,
     nbytes: float,
     ours: Callable[[], _Outputs],
-    theirs: Callable[[], _Outputs],
+    liger: Callable[[], _Outputs],
     leaves: tuple[torch.Tensor, ...],
-    their_leaves: tuple[torch.Tensor, ...] | None = None,
+    liger_leaves: tuple[torch.Tensor, ...] | None = None,
 ) -> Row:
-    """Forward and backward of a function of its leaves."""
+    """Forward and backward of our function and of Liger's, each with its leaves (by default, the same)."""
 
     def run(f: Callable[[], _Outputs], leaves: tuple[torch.Tensor, ...]) -> Callable[[], object]:
         dy = [torch.ones_like(y) for y in _tuple(f())]
@@ -222,7 +236,7 @@ def _both_ways(
         nbytes,
         "GB/s",
         run(ours, leaves),
-        run(theirs, their_leaves or leaves),
+        run(liger, liger_leaves or leaves),
     )
 
 
@@ -231,8 +245,9 @@ def _tuple(y: _Outputs) -> tuple[torch.Tensor, ...]:
 
 
 def atomic_rates(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
-    """Our attention's backward beside the same one with an atomic dq (atomic_attention.py); ours_over_atomic
-    is the price of its order.
+    """Our attention's backward beside one with an atomic dq (atomic_attention.py).
+
+    ours_over_atomic is the price of a fixed order of sums.
     """
     if m.dry:
         yield {"what": "attention backward beside one with atomics: not compared (it needs a GPU)"}
@@ -248,13 +263,12 @@ def atomic_rates(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Ro
             o, lse = attention_packed(q, k, v, spans, D**-0.5, want_lse=True)
             inputs = (do, q, k, v, o, lse, spans, D**-0.5)
             flops = 5.0 * m.tokens * length * heads * D
-            ours, atomic = lambda a=inputs: attention_bwd(*a), lambda a=inputs: attention_bwd_atomic(*a)
-            found = row(
+            backwards = row(
                 m,
                 f"{name} attention backward, sequences of {length}, beside atomics",
                 flops,
                 "TFLOP/s",
-                ours,
-                atomic,
+                lambda a=inputs: attention_bwd(*a),
+                lambda a=inputs: attention_bwd_atomic(*a),
             )
-            yield found | {"ours_over_atomic": 1.0 / found["plain_over_ours"]}
+            yield backwards | {"ours_over_atomic": 1.0 / backwards["plain_over_ours"]}

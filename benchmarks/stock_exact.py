@@ -1,11 +1,13 @@
-"""vLLM's own model in batch-invariant mode and the trainer's forward over the same weights: every token's two
-logprobs, bit for bit.
+"""vLLM's own model in batch-invariant mode, beside the trainer's forward over the same weights.
 
-For device.py, which runs it in a process of its own (vLLM keeps settings and memory for good); by hand on a
-GPU with vLLM installed:
+Every token's two logprobs are compared bit for bit. device.py runs this file in a process of its own, because
+vLLM keeps settings and memory for good. By hand, on a GPU with vLLM installed:
 
-    python benchmarks/stock_exact.py bfloat16          # a line of JSON for each version of the weights
-    python benchmarks/stock_exact.py bfloat16 --dry-run    # the same code on a CPU, where vLLM's kernels are others: bits differ
+    python benchmarks/stock_exact.py bfloat16              # a line of JSON for each version of the weights
+    python benchmarks/stock_exact.py bfloat16 --dry-run    # the same code on a CPU
+
+On a CPU vLLM has other kernels, so bits differ there. On an H100 with vLLM 0.32, bf16 and fp16 had no unequal
+bit. fp32 had some, since vLLM's compiled rope has other bits there.
 """
 
 import importlib.metadata
@@ -21,21 +23,21 @@ from zerokl.benchmarks.machine import END_S, Machine, Row, name_of
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.verify.bitwise import count_unequal
 
+# Seconds for each process.
 LIMIT_S = 75
-_HERE = "vLLM's own model"
+_MODEL = "vLLM's own model"
 
 
 def stock_equality(m: Machine) -> Iterator[Row]:
-    """In bf16 and fp16, each in a process that has LIMIT_S seconds."""
+    """The comparison in bf16 and in fp16, each in a process that has LIMIT_S seconds."""
     if m.dry or not any(importlib.metadata.distributions(name="vllm")):
-        yield {
-            "what": f"{_HERE}: not compared (it needs a GPU and an installed vLLM; its Python files are not enough)"
-        }
+        reason = "it needs a GPU and an installed vLLM; its Python files are not enough"
+        yield {"what": f"{_MODEL}: not compared ({reason})"}
         return
     for dtype in (torch.bfloat16, torch.float16):
         command = [sys.executable, "-P", __file__, str(dtype).removeprefix("torch.")]
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 command,
                 capture_output=True,
                 text=True,
@@ -43,19 +45,22 @@ def stock_equality(m: Machine) -> Iterator[Row]:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            yield {"what": f"{_HERE} {name_of(dtype)}: not compared (no time left)"}
+            yield {"what": f"{_MODEL} {name_of(dtype)}: not compared (no time left)"}
             continue
-        rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        rows = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
         yield from rows
-        if done.returncode or not rows:
-            reason = (done.stderr.strip().splitlines() or ["no output"])[-1][:160]
-            yield {"what": f"{_HERE} {name_of(dtype)}: ended with {done.returncode}: {reason}", "unequal": 1}
+        if process.returncode or not rows:
+            reason = (process.stderr.strip().splitlines() or ["no output"])[-1][:160]
+            yield {
+                "what": f"{_MODEL} {name_of(dtype)}: ended with {process.returncode}: {reason}",
+                "unequal": 1,
+            }
 
 
 def compare(dtype: torch.dtype, dry: bool) -> Iterator[Row]:
-    """Rollouts of two versions of random weights, scored again.
+    """Draw rollouts with two versions of random weights, and score them with the trainer's forward.
 
-    The 1.7B widths are those that vLLM has tuned tiles for.
+    The widths are those of the 1.7B, for which vLLM has tuned tiles.
     """
     from zerokl.engine.config import VllmConfig
     from zerokl.engine.rollout.types import GenerationParams, RngKey
@@ -79,19 +84,16 @@ def compare(dtype: torch.dtype, dry: bool) -> Iterator[Row]:
         )
         generator = torch.Generator().manual_seed(2)
         prompts = [torch.randint(100, (n,), generator=generator).tolist() for n in (3, 17, 33, 64, 130, 300)]
+        generation_params = GenerationParams(sampling_params, 4, 8 if dry else 96, frozenset())
         for version in (0, 1):
             if version:
                 flat.mul_(0.875)
                 sampler.sync_weights(version)
-            rollouts = sampler.generate(
-                prompts,
-                GenerationParams(sampling_params, 4, 8 if dry else 96, frozenset()),
-                RngKey(0, version),
-            )
+            rollouts = sampler.generate(prompts, generation_params, RngKey(0, version))
             with torch.no_grad():
                 scored = logprobs(decoder, pack([r.pair for r in rollouts]), sampling_params)[0].cpu()
             sampled = torch.cat([torch.from_numpy(r.logprobs) for r in rollouts])
-            what = f"{_HERE} {name_of(dtype)}, weights {version}: {len(sampled)} tokens beside the trainer's"
+            what = f"{_MODEL} {name_of(dtype)}, weights {version}: {len(sampled)} tokens beside the trainer's"
             yield {"what": what, "differ" if dry else "unequal": count_unequal(scored, sampled)}
 
 

@@ -1,12 +1,12 @@
 """Time one GRPO training step of TRL's own GRPOTrainer on a CPU.
 
-One step samples `--samples` completions of exactly `--max-new-tokens` tokens for each of `--prompts`
-prompts (temperature 1, end-of-sequence never sampled), scores them with a trivial reward, and makes one
+One step samples `--num-generations` completions of exactly `--max-new-tokens` tokens for each of `--prompts`
+prompts (temperature 1, end-of-sequence never sampled). It scores them with a trivial reward. It makes one
 AdamW update of the dr_grpo loss without a reference model (beta = 0).
 
-Each step waits for its turn (turns.py) at the end of the optimizer step before it and is measured from there
-to its own end, so that it holds everything TRL does, data loading included. With `--what generate` a turn is
-model.generate alone, on a model that no trainer has touched.
+Each step waits for its turn (turns.py) at the end of the optimizer step before it. It is measured from there
+to its own end, so the time holds everything that TRL does, data loading included. With `--what generate` a
+turn is model.generate alone, on a model that no trainer has touched.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def parse_args():
     p.add_argument("--turns", type=int, default=8, help="steps")
     p.add_argument("--prompts", type=int, default=8)
     p.add_argument("--prompt-chars", type=int, default=16)
-    p.add_argument("--samples", type=int, default=8, help="completions of each prompt")
+    p.add_argument("--num-generations", type=int, default=8, help="completions of each prompt")
     p.add_argument("--max-new-tokens", type=int, default=64)
     p.add_argument("--micro-batch", type=int, default=32, help="completions per forward and backward pass")
     p.add_argument("--threads", type=int, default=2)
@@ -47,7 +47,7 @@ def parse_args():
 
 
 def load_model(args):
-    # Under autocast the weights stay in float32; otherwise weights and optimizer state are in `dtype`.
+    """The model. Under autocast the weights stay in fp32; otherwise weights and optimizer state are in `dtype`."""
     dtype = torch.float32 if args.autocast else getattr(torch, args.dtype)
     return AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, attn_implementation=args.attention)
 
@@ -82,8 +82,8 @@ def generate_alone(args, tokenizer, prompts, suppress):
 class StepTurns(TrainerCallback):
     """A turn is from the end of one optimizer step to the end of the next."""
 
-    def __init__(self, left):
-        self.left, self.sample_s = left, []
+    def __init__(self, turns_left):
+        self.turns_left, self.sample_s = turns_left, []
 
     def on_train_begin(self, *_, **__):
         turns.wait()
@@ -91,7 +91,7 @@ class StepTurns(TrainerCallback):
 
     def on_step_end(self, args, state, control, **_):
         now = time.perf_counter()
-        (sample_s,) = self.sample_s  # one generation an update
+        (sample_s,) = self.sample_s  # there is one generation for each update
         self.sample_s.clear()
         turns.answer(
             step_s=now - self.start,
@@ -99,13 +99,13 @@ class StepTurns(TrainerCallback):
             trl=trl.__version__,
             transformers=transformers.__version__,
         )
-        self.left -= 1
-        if self.left:
+        self.turns_left -= 1
+        if self.turns_left:
             self.on_train_begin()
 
 
 def train(args, tokenizer, prompts, suppress):
-    """TRL's training, a step a turn."""
+    """TRL's training, one step a turn."""
     target = tokenizer(prompts[0])["input_ids"][-1]
 
     def reward(completion_ids, **_):
@@ -117,11 +117,11 @@ def train(args, tokenizer, prompts, suppress):
             use_cpu=True,
             seed=args.seed,
             max_steps=args.turns,
-            # TRL turns both of these on by default; bf16 here means autocast, not the type of the weights.
+            # TRL turns both on by default. bf16 means autocast here, not the dtype of the weights.
             bf16=args.autocast,
             gradient_checkpointing=False,
-            # steps_per_generation follows the accumulation, so one generation is one update and TRL can
-            # skip its extra forward pass for the old log-probabilities.
+            # steps_per_generation follows the accumulation. So one generation is one update, and TRL can skip
+            # its extra forward pass for the old log-probabilities.
             per_device_train_batch_size=args.micro_batch,
             num_iterations=1,
             gradient_accumulation_steps=args.total // args.micro_batch,
@@ -144,7 +144,7 @@ def train(args, tokenizer, prompts, suppress):
             report_to="none",
             disable_tqdm=True,
         )
-        # One row per prompt and update: a single epoch, so no step pays for restarting the data loader.
+        # One row for each prompt and update. So there is a single epoch, and no step restarts the data loader.
         data = Dataset.from_dict({"prompt": prompts * args.turns})
         steps, model = StepTurns(args.turns), load_model(args)
         trainer = GRPOTrainer(
@@ -167,7 +167,7 @@ def train(args, tokenizer, prompts, suppress):
         trainer._generate = timed_generate
         before = model.get_input_embeddings().weight.detach().clone()
         trainer.train()
-    assert steps.left == 0, "expected one generation and one update a step"
+    assert steps.turns_left == 0, "expected one generation and one update a step"
     assert not torch.equal(before, model.get_input_embeddings().weight), "the weights did not move"
 
 

@@ -1,8 +1,8 @@
-"""Processes that take turns: each does one piece of work when it is told to and says how long it took, while
-the others wait.
+"""Processes that take turns. Each does one piece of work when it is told to, while the others wait.
 
-The speed of a shared machine changes within seconds, by half and more (benchmarks/LOG.md, "Turns"); pieces
-that follow each other meet the same phase of it far more often than runs of many pieces do.
+It answers with the time that the work took. The speed of a shared machine changes within seconds, by half and
+more (benchmarks/LOG.md, "Turns"). Pieces that follow each other meet the same phase of it far more often than
+runs of many pieces do.
 """
 
 import json
@@ -11,32 +11,32 @@ import subprocess
 import sys
 from pathlib import Path
 
-# Begins the lines that answer; everything else a side prints is its own.
+# The beginning of each line that answers. The process that asks drops all other lines of a side.
 _MARK = "turn "
 
 
 def wait() -> None:
-    """In a side: wait for the turn. Ends the process when whoever asks has gone."""
+    """In a side: wait for the turn. Ends the process when the process that asks has ended."""
     if not sys.stdin.readline():
         raise SystemExit("nobody asks for another turn")
 
 
 def answer(**seconds: float | str) -> None:
-    """In a side: say what the turn took."""
+    """In a side: answer with the figures of the turn."""
     print(_MARK + json.dumps(seconds), flush=True)
 
 
 class Side:
-    """A process that waits and answers. What it prints to stderr goes to `log`."""
+    """A process that waits and answers. Its stderr goes to the file `log`."""
 
-    def __init__(self, words: list[str], log: Path):
-        self._log, self._err = log, log.open("w")
+    def __init__(self, command: list[str], log: Path):
+        self._log, self._stderr = log, log.open("w")
         self._process = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._err, text=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, text=True
         )
 
     def turn(self) -> dict:
-        """One turn. Raises RuntimeError when the process ends instead."""
+        """The answer of one turn. Raises RuntimeError when the process ends instead."""
         self._process.stdin.write("\n")
         self._process.stdin.flush()
         for line in self._process.stdout:
@@ -47,24 +47,24 @@ class Side:
         )
 
     def close(self) -> None:
-        """Wait for the process, whose turns are all done. Raises RuntimeError when it fails in the end."""
+        """Wait for the end of the process, after its last turn. Raises RuntimeError when it fails."""
         self._process.stdin.close()
         self._process.stdout.read()
         code = self._process.wait()
-        self._err.close()
+        self._stderr.close()
         if code:
             raise RuntimeError(f"{self._process.args} ended with {code}:\n{self._log.read_text()[-4000:]}")
 
 
 def alternate(sides: dict[str, Side], turns: int, warmup: int) -> list[dict[str, dict]]:
-    """What every side says of each turn, the first `warmup` dropped; then all are closed.
+    """The answers of every side, turn by turn, without the first `warmup` turns.
 
-    Raises RuntimeError when one fails.
+    All sides are closed at the end. Raises RuntimeError when a side fails.
     """
-    told = [{name: side.turn() for name, side in sides.items()} for _ in range(turns)]
+    answers = [{name: side.turn() for name, side in sides.items()} for _ in range(turns)]
     for side in sides.values():
         side.close()
-    return told[warmup:]
+    return answers[warmup:]
 
 
 def spread(values: list[float]) -> dict[str, float]:

@@ -1,9 +1,8 @@
-"""vLLM's Triton kernels from its Python files alone: no installation, and nothing that a vLLM needs beside
-torch and triton.
+"""vLLM's Triton kernels, from its Python files alone.
 
-The files of the kernels are vLLM's, unchanged. What they import of the rest of vLLM (the platform, the
-logger, the environment) is stood in for, in sys.modules of this process: a vLLM that is installed cannot be
-used in it afterwards.
+vLLM need not be installed, and nothing that it needs but torch and triton. The files of the kernels are
+vLLM's, unchanged. They import other parts of vLLM (the platform, the logger, the environment). This file puts
+stand-ins for those parts into sys.modules. So this process cannot use an installed vLLM afterwards.
 """
 
 import enum
@@ -21,7 +20,7 @@ import torch
 
 
 class VllmKernels(NamedTuple):
-    """Modules of vLLM, and the version they are of."""
+    """Modules of vLLM, and its version."""
 
     batch_invariant: Any
     unified_attention: Any
@@ -34,7 +33,7 @@ class _Capability(NamedTuple):
 
 
 class _KVQuantMode(enum.IntEnum):
-    """Of vllm/v1/kv_cache_interface.py, what the attention asks for."""
+    """The part of vllm/v1/kv_cache_interface.py that the attention imports."""
 
     NONE = 0
     FP8_PER_TENSOR = 1
@@ -45,9 +44,9 @@ class _KVQuantMode(enum.IntEnum):
 
 @cache
 def vllm_kernels(device: torch.device) -> VllmKernels | None:
-    """None where there is no folder vllm/ on the path.
+    """vLLM's kernels; None where no folder vllm/ is on the path.
 
-    Raises what goes wrong where there is one: missing files are not equal files.
+    Where there is such a folder, every error is raised: files that are missing are not equal.
     """
     spec = find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
@@ -76,12 +75,13 @@ def vllm_kernels(device: torch.device) -> VllmKernels | None:
 
 
 def _package(name: str, folder: Path) -> None:
-    """A package whose __init__.py is not run."""
+    """Make a package importable without running its __init__.py."""
     sys.modules[name] = ModuleType(name)
     sys.modules[name].__path__ = [str(folder)]
 
 
 def _stand_ins(device: torch.device) -> dict[str, dict[str, Any]]:
+    """Module name -> content, for each part of vLLM that the kernels import."""
     import triton
     import triton.language as tl
 

@@ -1,9 +1,9 @@
-"""Tokens per second of vLLM with zerokl inside beside stock vLLM, same model, same requests, both in one run.
+"""Tokens a second of vLLM with zerokl inside, beside stock vLLM: same model and same requests, in one run.
 
     .venv-vllm/bin/python benchmarks/vllm_rate.py [--model FOLDER]
 
-64 requests x 64 new tokens, temperature 1, logprobs of the drawn tokens. Each engine is a process of its own;
-the two take turns call by call (turns.py), and the ratio is taken turn by turn. Results go to
+64 requests x 64 new tokens, temperature 1, logprobs of the drawn tokens. Each engine is a process of its own.
+The two take turns call by call (turns.py), and the ratio is taken turn by turn. Results go to
 benchmarks/results/cpu/vllm_rate.json.
 """
 
@@ -24,12 +24,12 @@ MAX_SEQS, BATCH_TOKENS, CACHE_BYTES = 64, 2048, 1 << 29
 
 
 def prompts() -> list[list[int]]:
-    """Token ids that no two prompts share as a prefix."""
+    """Token ids of the prompts. No two prompts share a prefix."""
     return [[20 + (7 * i + 3 * j) % 90 for j in range(PROMPT_TOKENS)] for i in range(PROMPTS)]
 
 
 def zerokl_calls(model: Path, dtype: str):
-    """One call draws all tokens."""
+    """A function that draws all tokens of call i with zerokl inside vLLM, and returns their number."""
     import torch
     from zerokl.engine.config import VllmConfig
     from zerokl.engine.rollout.types import GenerationParams, RngKey
@@ -50,7 +50,7 @@ def zerokl_calls(model: Path, dtype: str):
 
 
 def stock_calls(model: Path, dtype: str):
-    """The same of vLLM's own model, attention and sampler."""
+    """A function that draws all tokens with vLLM's own model, attention and sampler, and returns their number."""
     from zerokl.engine.rollout.vllm.sampler import prepare_vllm
 
     prepare_vllm(multiprocess=False)
@@ -85,7 +85,7 @@ SIDES = {"zerokl": zerokl_calls, "stock": stock_calls}
 
 
 def serve(side: str, model: Path, dtype: str, calls: int) -> None:
-    """One side: a call a turn."""
+    """The process of one side: one call a turn."""
     call = SIDES[side](model, dtype)
     for i in range(calls):
         turns.wait()
@@ -93,26 +93,27 @@ def serve(side: str, model: Path, dtype: str, calls: int) -> None:
         tokens = call(i)
         turns.answer(rate=tokens / (time.perf_counter() - began))
         assert tokens == PROMPTS * SAMPLES * NEW_TOKENS
-    os._exit(0)  # vLLM's own shutdown waits for seconds
+    os._exit(0)  # vLLM's own shutdown takes seconds
 
 
 def compare(model: str, dtype: str, args: argparse.Namespace, scratch: Path) -> dict:
-    """Let the sides take turns; medians, and of the ratio the tenths at both ends too."""
+    """Let the sides take turns. Returns every turn, and the spread of the ratio over the turns."""
     shared = ["--turns", str(args.turns)]
-    running = {
-        s: turns.Side(
-            [sys.executable, __file__, *shared, "--side", s, dtype, model], scratch / f"{dtype}_{s}.log"
+    sides = {
+        name: turns.Side(
+            [sys.executable, __file__, *shared, "--side", name, dtype, model],
+            scratch / f"{dtype}_{name}.log",
         )
-        for s in SIDES
+        for name in SIDES
     }
     rows = [
-        {name: said["rate"] for name, said in told.items()}
-        for told in turns.alternate(running, args.turns, args.warmup)
+        {name: answer["rate"] for name, answer in answers.items()}
+        for answers in turns.alternate(sides, args.turns, args.warmup)
     ]
-    middle = {side: statistics.median(row[side] for row in rows) for side in SIDES}
+    medians = {side: statistics.median(row[side] for row in rows) for side in SIDES}
     spread = turns.spread([row["zerokl"] / row["stock"] for row in rows])
     print(
-        f"{dtype}: zerokl {middle['zerokl']:.0f} tokens/s, stock vLLM {middle['stock']:.0f}, "
+        f"{dtype}: zerokl {medians['zerokl']:.0f} tokens/s, stock vLLM {medians['stock']:.0f}, "
         f"ratio {spread['median']:.2f} ({spread['p10']:.2f} to {spread['p90']:.2f})",
         flush=True,
     )
@@ -120,17 +121,16 @@ def compare(model: str, dtype: str, args: argparse.Namespace, scratch: Path) -> 
 
 
 def main() -> None:
-    """Both dtypes."""
+    """Compare in both dtypes, and write the results to a file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", help="checkpoint folder; the model of bench_step.py by default")
     parser.add_argument("--turns", type=int, default=33, help="calls of each side")
-    parser.add_argument("--warmup", type=int, default=3, help="of them, the first ones, which are dropped")
+    parser.add_argument("--warmup", type=int, default=3, help="calls at the beginning that are dropped")
     parser.add_argument("--out", default=str(HERE / "results" / "cpu" / "vllm_rate.json"))
-    parser.add_argument(
-        "--side", nargs=3, help=argparse.SUPPRESS
-    )  # this process is one side: SIDE DTYPE MODEL
+    # SIDE DTYPE MODEL: this process is that side.
+    parser.add_argument("--side", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
         side, dtype, model = args.side

@@ -1,1 +1,1 @@
-"""Config, tasks and rewards, samplers, losses, the optimizer, the training loop and reports."""
+"""Configuration, tasks and rewards, samplers, losses, the optimizer, training, and what the commands do."""

@@ -1,8 +1,8 @@
-"""Which settings go together: one table, a reason a row.
+"""Which settings go together: a table with one reason in each row.
 
-A row says when a combination is refused and what is said then. Rows that ask for the device or for vLLM's
-version are silent until these are known, so the same table serves a configuration that is read, a run that
-starts and the docs. The arguments of vLLM's engine have a list of their own: rollout/vllm/arguments.py.
+A row says which combination is refused, and with which message. A row that asks for the device or for vLLM's
+version refuses nothing until this is known. So one table serves when a configuration is read, when a run
+starts, and in the docs. The allowed arguments of vLLM's engine are in rollout/vllm/arguments.py.
 """
 
 from collections.abc import Callable
@@ -13,23 +13,22 @@ from .config import Config
 
 
 class Setting(NamedTuple):
-    """What a row looks at."""
+    """What the rows of the table look at."""
 
     config: Config
     device: str | None = None  # "cpu" or "cuda"; None: not known yet
-    vllm: str | None = (
-        None  # version, "+cpu" at its end for a build for CPUs; None: not known yet, or not installed
-    )
+    # The version of vLLM; it ends with "+cpu" for a build for CPUs. None: not known yet, or not installed.
+    vllm: str | None = None
     ranks: int = 1
 
     @property
     def exact_stock(self) -> bool:
-        """Whether vLLM's own model is to sample exactly."""
+        """Whether vLLM samples with its own model, in exact mode."""
         return self.config.sampler == "vllm-stock" and self.config.exact
 
     @property
     def uses_vllm(self) -> bool:
-        """Whether a vLLM engine samples."""
+        """Whether vLLM samples, with our decoder or with its own model."""
         return self.config.sampler.startswith("vllm")
 
     @property
@@ -39,13 +38,13 @@ class Setting(NamedTuple):
 
     @property
     def separate(self) -> bool:
-        """Whether the native sampler has weights or numerics of its own."""
+        """Whether the settings ask for a sampler with weights or numerics of its own."""
         c = self.config
         return bool(c.max_staleness or c.perturb.any or c.precision.of_sampler != c.precision)
 
 
 class Rule(NamedTuple):
-    """One row: `refused` says when, `message` says why and what to do instead."""
+    """One row. `refused`: whether a Setting is refused. `message`: why, and what to do instead."""
 
     refused: Callable[[Setting], bool]
     message: Callable[[Setting], str]
@@ -94,7 +93,8 @@ RULES: tuple[Rule, ...] = (
             and (s.config.precision.sampler_differs or s.config.perturb.any or s.config.sampler == "hf")
         ),
         lambda s: (
-            "precision.sampler_*, perturb.* and an external sampler make sampler and trainer differ; set exact = false"
+            "precision.sampler_*, perturb.* and an external sampler make sampler and trainer differ; "
+            "set exact = false"
         ),
     ),
     Rule(
@@ -124,14 +124,15 @@ RULES: tuple[Rule, ...] = (
     Rule(
         lambda s: s.exact_stock and s.device == "cpu",
         lambda s: (
-            'sampler ("vllm-stock") with exact = true needs a GPU: vLLM\'s kernels for CPUs are not batch-invariant; '
-            'set exact = false, or sampler = "vllm"'
+            'sampler ("vllm-stock") with exact = true needs a GPU: vLLM\'s kernels for CPUs are not '
+            'batch-invariant; set exact = false, or sampler = "vllm"'
         ),
     ),
     Rule(
         lambda s: s.uses_vllm and s.device == "cuda" and s.vllm_on_cpu,
         lambda s: (
-            f'sampler ("{s.config.sampler}"): the vLLM installed here computes on CPUs only; set device = "cpu"'
+            f'sampler ("{s.config.sampler}"): the vLLM installed here computes on CPUs only; '
+            'set device = "cpu"'
         ),
     ),
     Rule(
@@ -141,15 +142,15 @@ RULES: tuple[Rule, ...] = (
             and (s.config.sampler == "vllm" or s.exact_stock)
         ),
         lambda s: (
-            "vllm.multiprocess (true): on a GPU vLLM reads the trainer's own tensors, which are this process's; "
-            "set it to false"
+            "vllm.multiprocess (true): on a GPU vLLM reads the trainer's own tensors, "
+            "which are in this process; set it to false"
         ),
     ),
     Rule(
         _other_tiles,
         lambda s: (
-            f'precision.tiles ("{s.config.precision.tiles}"): vLLM {s.vllm} is installed, and has other tiles; '
-            "set it to that version"
+            f'precision.tiles ("{s.config.precision.tiles}"): vLLM {s.vllm} is installed, '
+            "and has other tiles; set it to that version"
         ),
     ),
     Rule(
@@ -172,9 +173,9 @@ RULES: tuple[Rule, ...] = (
 def check_settings(
     config: Config, device: str | None = None, vllm: str | None = None, ranks: int = 1
 ) -> None:
-    """Raise ValueError for the first row of RULES that refuses.
+    """Raise ValueError for the first row of RULES that refuses the settings.
 
-    device: "cpu" or "cuda". vllm: the installed version.
+    device: "cpu" or "cuda". vllm: the installed version. See Setting.
     """
     setting = Setting(config, device, vllm, ranks)
     for rule in RULES:

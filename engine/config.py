@@ -1,7 +1,7 @@
-"""The configuration of a run: frozen models. config_file.py reads and writes them.
+"""The configuration of a run, as frozen models. config_file.py reads and writes them.
 
-The line under a field gives its meaning and unit; `zerokl train --help` and docs/configuration.md show it.
-Which settings go together: compatibility.py.
+The text under a field gives its meaning and unit. `zerokl train --help` and docs/configuration.md show it.
+compatibility.py says which settings go together.
 """
 
 from typing import Annotated, Any, Literal
@@ -15,7 +15,7 @@ from .precision import PrecisionConfig
 
 
 def section(model: type[BaseModel]) -> Parameter:
-    """The place of a section's settings in the help: a group under the section's docstring."""
+    """The group in which the help shows a section's settings, under the section's docstring."""
     name = model.__name__.removesuffix("Config").lower()
     return Parameter(group=Group(name, help=model.__doc__ or ""))
 
@@ -25,7 +25,7 @@ class _Section(BaseModel):
 
 
 class TaskConfig(_Section):
-    """What is learnt."""
+    """What the model learns."""
 
     name: str = "add"
     """add, sort, countdown, jsonl, or your own task as module:object."""
@@ -34,42 +34,36 @@ class TaskConfig(_Section):
     reward: str = ""
     """Your own reward as module:function(problem, completion) -> float; empty is the task's own."""
     perfectible_only: bool = True
-    """Train on the task's problems that `zerokl init` found solved sometimes but not always, where the model
-    folder names any.
+    """Train only on problems that the model solved sometimes but not always in `zerokl init`. This has no
+    effect where the model folder names no such problems for this task.
     """
     problems: int = Field(0, ge=0)
-    """Train on that many of them at most, the first; 0 is all."""
+    """Train on this many problems at most, the first ones; 0 is all."""
 
 
 class SamplingConfig(_Section):
     """How completions are drawn."""
 
     temperature: float = Field(1.0, gt=0)
-    """Temperature of the softmax.
-
-    0 (greedy) is refused: a policy without randomness has no policy gradient.
-    """
+    """Temperature of the softmax. 0 (greedy) is refused: a greedy policy has no policy gradient."""
     top_k: int = Field(0, ge=0)
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Keep the most likely tokens that reach this probability; 1 keeps all."""
+    """Keep the most likely tokens until their probabilities together reach this; 1 keeps all."""
     max_tokens: int = Field(16, ge=1)
-    """Completion tokens at most, the end-of-sequence token included."""
+    """Tokens of a completion at most, the end-of-sequence token included."""
 
     @property
     def sampling_params(self) -> SamplingParams:
-        """The same as the kernels know it."""
+        """Temperature, top_k and top_p, as the kernels take them."""
         return SamplingParams(self.temperature, self.top_k, self.top_p)
 
 
 class PerturbConfig(_Section):
-    """Mismatch on demand:
-
-    how the native sampler is made to differ from the trainer (perturb.py). Needs exact = false.
-    """
+    """Mismatch on demand: ways in which the native sampler differs from the trainer. Needs exact = false."""
 
     logit_noise: float = Field(0.0, ge=0)
-    """Standard deviation of what is added to each logit, after the temperature."""
+    """Standard deviation of the noise that is added to each logit, after the temperature."""
     round_weights: Literal["", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"] = ""
     """The sampler's weights are rounded to this dtype."""
     gain: float = Field(1.0, ge=0)
@@ -77,16 +71,16 @@ class PerturbConfig(_Section):
     temperature: float = Field(0.0, ge=0)
     """Temperature of the sampler; 0 is the trainer's."""
     delay: int = Field(0, ge=0)
-    """Steps by which the sampler's weights are late, though it says they are not."""
+    """Steps by which the sampler's weights are late. Its rollouts name the current version all the same."""
 
     @property
     def any(self) -> bool:
-        """Whether the sampler differs in any of these."""
+        """Whether the sampler differs from the trainer in any of these ways."""
         return bool(self.logit_noise or self.round_weights or self.temperature or self.delay)
 
 
 class NativeConfig(_Section):
-    """The native sampler. Nothing here changes a bit of the result."""
+    """The native sampler. These settings change no bit of the result."""
 
     max_concurrency: int = Field(64, ge=1)
     """Samples drawn at once."""
@@ -97,12 +91,12 @@ class NativeConfig(_Section):
 
 
 class VllmConfig(_Section):
-    """vLLM as the sampler. Nothing here changes a bit of the result."""
+    """vLLM as the sampler. These settings change no bit of the result."""
 
     multiprocess: bool = False
     """Run vLLM's engine in a process of its own."""
     context: int = Field(0, ge=0)
-    """Longest sequence, tokens; 0 is the model's context, but at most 4096."""
+    """Tokens of the longest sequence; 0 is the model's context, but at most 4096."""
     max_concurrency: int = Field(64, ge=1)
     """Samples drawn at once (max_num_seqs)."""
     max_batch_tokens: int = Field(2048, ge=1)
@@ -110,13 +104,13 @@ class VllmConfig(_Section):
     chunked_prefill: bool = True
     """Read long prompts in chunks."""
     prefix_caching: bool = True
-    """Share the cache of equal prefixes."""
+    """Sequences with equal beginnings share this part of the cache."""
     block_tokens: int = Field(32, ge=32, multiple_of=32)
     """Positions of a cache block (block_size)."""
     cache_bytes: int = Field(1 << 30, ge=1)
     """Size of the key-value cache, bytes (kv_cache_memory_bytes)."""
     engine: dict[str, Any] = Field(default_factory=dict)
-    """Other arguments of vllm.LLM, by vLLM's names. Those that would break exactness are refused."""
+    """Other arguments of vllm.LLM, by vLLM's names. Arguments that could break exactness are refused."""
 
 
 class OptimizerConfig(_Section):
@@ -125,7 +119,7 @@ class OptimizerConfig(_Section):
     lr: float = Field(1e-4, ge=0)
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after the warm-up: constant, or down to min_lr_ratio over the run."""
+    """The learning rate after the warm-up: constant, or falling to min_lr_ratio until the end of the run."""
     warmup_steps: int = Field(0, ge=0)
     """Updates over which the learning rate rises linearly to lr."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
@@ -135,50 +129,48 @@ class OptimizerConfig(_Section):
     beta2: float = Field(0.95, ge=0, lt=1)
     """Decay of the second moment."""
     eps: float = Field(1e-8, gt=0)
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay of matrices (not of norms and biases), per unit of learning rate."""
     max_grad_norm: float = Field(1.0, ge=0)
-    """The gradient is scaled down to this global norm; 0 is off."""
+    """A gradient with a larger global norm is scaled down to this norm; 0 is off."""
 
 
 class EvaluationConfig(_Section):
     """Held-out evaluation."""
 
     every: int = Field(10, ge=0)
-    """Steps between evaluations, and one at the end; 0 is off."""
+    """Steps between evaluations; one more is done at the end. 0 is off."""
     problems: int = Field(128, ge=1)
-    """Held-out problems at most."""
+    """Number of held-out problems at most."""
     num_generations: int = Field(1, ge=1)
     """Completions of each problem."""
     temperature: float = Field(0.0, ge=0)
-    """Temperature; 0 is greedy. top_k and top_p are those of sampling."""
+    """Temperature; 0 is greedy. top_k and top_p are those of the section sampling."""
 
 
 class CheckpointConfig(_Section):
-    """Checkpoints in Hugging Face format with the fp32 master weights, and what a resumed run needs.
+    """Checkpoints after some steps and always after the last one.
 
-    The last step always has one.
+    They are in Hugging Face format, with the fp32 master weights and what a resumed run needs.
     """
 
     every: int = Field(0, ge=0)
-    """Steps between checkpoints; 0 keeps only the last."""
+    """Steps between checkpoints; with 0 only the last step has one."""
     keep: int = Field(0, ge=0)
-    """Newest checkpoints to keep; 0 keeps all."""
+    """The number of newest checkpoints to keep; 0 keeps all."""
 
 
 class LedgerConfig(_Section):
     """The run's ledger: hashes of all that a step computes."""
 
     detail: Literal["roots", "gradients", "full"] = "full"
-    """What has a hash of each weight written down:
-
-    nothing, the gradients, or optimizer state and weights as well. Costs space only.
+    """Quantities whose hash is written down for each weight: none (roots), the gradients, or optimizer state
+    and weights as well (full). More detail costs only space.
     """
     state_every: int = Field(1, ge=1)
-    """Steps between hashes of optimizer state and weights.
-
-    More saves time with a large model; part of the run's fingerprint.
+    """Steps between hashes of optimizer state and weights. A larger number saves time with a large model. It
+    is part of the run's fingerprint.
     """
 
 
@@ -186,15 +178,15 @@ class Config(_Section):
     """A training run."""
 
     model: str = "init:tiny"
-    """Model folder, hub name (owner/name), or init:PRESET to make a base model for the task as `zerokl init`
-    does.
+    """Model folder, hub name (owner/name), or init:PRESET, which makes a base model for the task as
+    `zerokl init` does.
     """
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Compute dtype of sampler and trainer. Master weights and optimizer state are fp32."""
+    """Compute dtype of sampler and trainer. Master weights and optimizer state are always fp32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where sampler and trainer compute; auto is a CUDA GPU where there is one (and vLLM, if it samples, is
-    not its build for CPUs). Changes the bits: a GPU's kernels sum in another order than the reference on a
-    CPU.
+    """Where sampler and trainer compute. auto is a CUDA GPU where there is one, unless the vLLM that samples
+    is a build for CPUs; otherwise it is the CPU. The device changes the bits: the kernels on a GPU sum in
+    another order than the reference on a CPU.
     """
     seed: int = Field(0, ge=0, lt=1 << 32)
     """Seed of the run: problem order and every token drawn."""
@@ -205,31 +197,30 @@ class Config(_Section):
     num_generations: int = Field(8, ge=1)
     """Completions of each prompt (G)."""
     micro_batch: int = Field(16, ge=1)
-    """Sequences of one forward and backward, in each worker. Bounds memory; changes no bit."""
+    """Sequences of one forward and backward, in each worker. It bounds memory and changes no bit."""
     virtual_shards: int = Field(8, ge=1, le=1 << 16)
-    """Parts into which a step's sequences are cut; a power of two. The order of the gradient's sum."""
+    """Parts into which a step's sequences are cut; a power of two. Sets the order of the gradient's sum."""
     updates_per_rollout: int = Field(1, ge=1)
-    """Optimizer updates on each step's rollouts.
-
-    loss and entropy are those of the first, grad_norm and lr of the last.
+    """Optimizer updates on each step's rollouts. The metrics loss and entropy are those of the first update,
+    grad_norm and lr those of the last.
     """
     exact: bool = True
     """Stop at the first token whose trainer logprob is not bit for bit its sampler logprob."""
     threads: int = Field(0, ge=0, le=1 << 16)
-    """CPU threads; 0 leaves torch's choice. Changes no bit."""
+    """CPU threads; 0 leaves the choice to torch. It changes no bit."""
     workers: int = Field(0, ge=0, le=1 << 16)
-    """Processes that sample and train side by side, each on its share of the threads, rounded down to a power
-    of two; 0 chooses by model size. Changes no bit.
+    """Processes that sample and train side by side, each on its share of the threads. The number is rounded
+    down to a power of two; 0 chooses by model size. It changes no bit.
     """
     sampler: Literal["native", "vllm", "hf", "vllm-stock"] = "native"
-    """Which engine draws the completions: zerokl's own, or vLLM (in an environment that has it) with our
-    decoder; they draw the same tokens. On a GPU also vLLM with its own model in batch-invariant mode
-    (vllm-stock), whose arithmetic our kernels follow. Or, with exact = false, a foreign one: transformers'
-    generate (hf), or vLLM as it comes (vllm-stock).
+    """The engine that draws the completions. native is zerokl's own, and vllm is vLLM (where it is installed)
+    with our decoder; both draw the same tokens. On a GPU, vllm-stock is vLLM with its own model in
+    batch-invariant mode, whose arithmetic our kernels follow. With exact = false there are external engines:
+    hf is transformers' generate, and vllm-stock is vLLM as it comes.
     """
     max_staleness: int = Field(0, ge=0)
-    """Updates by which the weights sampled from may be older than the trainer's; they are renewed when they
-    would be older.
+    """Updates by which the sampler's weights may be older than the trainer's. They are renewed before they
+    become older than this.
     """
 
     task: Annotated[TaskConfig, section(TaskConfig)] = TaskConfig()
@@ -246,9 +237,9 @@ class Config(_Section):
 
     @property
     def samples_older_weights(self) -> bool:
-        """Whether the sampler keeps weights that no checkpoint of the trainer holds:
+        """Whether the sampler keeps older weights, which no checkpoint of the trainer holds.
 
-        such a run is done again from its first step only.
+        Such a run can be resumed or replayed from its first step only.
         """
         return bool(self.max_staleness or self.perturb.delay)
 

@@ -1,7 +1,7 @@
-"""Configurations from TOML files, presets and overrides, and back to TOML. Unknown keys are errors.
+"""Reads a configuration from a TOML file or preset with overrides, and writes it. Unknown keys are errors.
 
-`zerokl train` parses its command line into the same models (cli.py) and hands the settings given there over
-as overrides, so that everything is checked here, once.
+`zerokl train` parses its command line into the models of config.py (see cli.py). It passes the settings given
+there as overrides, so that everything is checked once, here.
 """
 
 import difflib
@@ -17,9 +17,9 @@ from pydantic import BaseModel, ValidationError
 from .compatibility import check_settings
 from .config import Config
 
-# Sections whose keys are not ours.
+# Sections whose keys zerokl does not define.
 FREE_SECTIONS = ("task.options", "vllm.engine")
-# Keys and sections of 0.1.0's predecessors -> what they are called now.
+# Keys and sections as they were called before 0.1.0 -> their present names.
 RENAMED = {
     "samples": "num_generations",
     "evaluation.samples": "evaluation.num_generations",
@@ -34,10 +34,10 @@ RENAMED = {
 def load_config(
     file: str | None = None, preset: str | None = None, overrides: Mapping[str, Any] | None = None
 ) -> Config:
-    """A TOML file or a preset, with overrides by dotted key such as {"optimizer.lr": 3e-4}.
+    """The configuration of a TOML file or a preset, with overrides by dotted key: {"optimizer.lr": 3e-4}.
 
-    Raises ValueError, one line, for a file that cannot be read, an unknown key (with the nearest known one),
-    a bad value, or settings that do not go together.
+    Raises ValueError, with a message of one line, for a file that cannot be read, an unknown key (the message
+    names the nearest known key), a bad value, or settings that do not go together.
     """
     if file is not None and preset is not None:
         raise ValueError("config: give a file or --preset, not both")
@@ -56,7 +56,7 @@ def load_config(
 
 
 def validation_message(error: ValidationError) -> str:
-    """Pydantic's first error in one line: key, value and rule."""
+    """The first error that pydantic found, in one line: key, value and rule."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     rule = first["msg"].removeprefix("Value error, ")
@@ -73,6 +73,7 @@ def preset_names() -> list[str]:
 
 
 def _read(file: str | None, preset: str | None) -> dict[str, Any]:
+    """The values in a file or a preset; nothing without either. Raises ValueError."""
     if preset is not None:
         if preset not in preset_names():
             raise ValueError(f"config: preset {preset} is not known; choose {', '.join(preset_names())}")
@@ -88,7 +89,7 @@ def _read(file: str | None, preset: str | None) -> dict[str, Any]:
 
 
 def _put(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key in nested tables. Raises ValueError where a part of it is no table."""
+    """Set a dotted key in nested tables. Raises ValueError where a part of the key is not a table."""
     *path, last = key.split(".")
     table = values
     for part in path:
@@ -99,7 +100,7 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of the configuration. A section is a key as well."""
+    """Every dotted key of the configuration, sections included."""
     for name, info in model.model_fields.items():
         yield prefix + name
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
@@ -107,6 +108,7 @@ def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[st
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Every dotted key in nested tables, sections included."""
     for name, value in values.items():
         yield prefix + name
         if isinstance(value, Mapping) and prefix + name not in FREE_SECTIONS:
@@ -114,7 +116,7 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def check_key(key: str) -> None:
-    """Raise ValueError for a key that is not known, with its new name or the nearest known key."""
+    """Raise ValueError for an unknown key. The message names its new name, or the nearest known key."""
     known = list(known_keys())
     if key in known or key.startswith(tuple(f"{section}." for section in FREE_SECTIONS)):
         return
@@ -125,18 +127,23 @@ def check_key(key: str) -> None:
 
 
 def _hint(key: str, known: list[str]) -> str:
-    """The nearest known key: one of the same last word, else one spelt alike."""
+    """The end of a message: the nearest known key.
+
+    This is a key with the same last word, or else one that is spelt similarly.
+    """
     last_word, by_last_word = key.rsplit(".", 1)[-1], {k.rsplit(".", 1)[-1]: k for k in reversed(known)}
-    near = (
-        [by_last_word[last_word]] if last_word in by_last_word else difflib.get_close_matches(key, known, 1)
-    )
-    near = near or [by_last_word[word] for word in difflib.get_close_matches(last_word, by_last_word, 1)]
-    return (
-        f"; did you mean {near[0]}?" if near else f"; keys are {', '.join(k for k in known if '.' not in k)}"
-    )
+    if last_word in by_last_word:
+        return f"; did you mean {by_last_word[last_word]}?"
+    similar = difflib.get_close_matches(key, known, 1)
+    similar = similar or [
+        by_last_word[word] for word in difflib.get_close_matches(last_word, by_last_word, 1)
+    ]
+    if similar:
+        return f"; did you mean {similar[0]}?"
+    return f"; keys are {', '.join(k for k in known if '.' not in k)}"
 
 
 def to_toml(config: Config) -> str:
-    """The whole resolved configuration as TOML."""
+    """The whole configuration as TOML, with the choices of the loss resolved."""
     values = config.model_dump() | {"loss": config.loss.resolve().model_dump()}
     return tomli_w.dumps(values)

@@ -1,14 +1,13 @@
-"""Mismatch on demand: a sampler that differs from the trainer in one controlled way, so that a correction can
-be tested.
+"""Mismatch on demand: a sampler that differs from the trainer in controlled ways, for tests of corrections.
 
     weights       w' = w + gain (round(w) - w), rounded once to the sampler's compute dtype
-    delay         the weights are those of `delay` steps ago, and the rollouts do not say so
-    logits        z' = z + logit_noise n, with standard normal numbers n of the run's keys:
+    delay         the weights are those of `delay` steps ago, but the rollouts name the current version
+    logits        z' = z + logit_noise n, with standard normal numbers n from the run's keys:
                   (seed, step, prompt, generation, position, token)
-    temperature   tokens are drawn, and their logprobs reported, at another temperature than the trainer's
+    temperature   tokens are drawn, and their logprobs are reported, at a temperature of the sampler's own
 
-A rollout carries the logprobs it was drawn with, as with any engine; the trainer's differ. All of it is
-reproducible to the bit.
+As with any engine, a rollout carries the logprobs with which its tokens were drawn. The trainer's logprobs
+differ from them. Everything is reproducible to the bit.
 """
 
 from collections import deque
@@ -26,7 +25,7 @@ _ROUNDED = {
 
 
 def perturbed_weights(cfg: PerturbConfig, master: torch.Tensor) -> torch.Tensor:
-    """The sampler's weights for the trainer's [numel] fp32, in fp32."""
+    """The sampler's weights, [numel] fp32, from the trainer's master weights [numel] fp32."""
     if not cfg.round_weights:
         return master
     rounded = master.to(_ROUNDED[cfg.round_weights]).float()
@@ -34,12 +33,12 @@ def perturbed_weights(cfg: PerturbConfig, master: torch.Tensor) -> torch.Tensor:
 
 
 class Delayed:
-    """The weights of `delay` steps ago; the first ones as long as there are no older."""
+    """The weights of `delay` steps ago, or the first weights where there are none so old."""
 
     def __init__(self, delay: int):
         self._kept: deque[torch.Tensor] = deque(maxlen=delay + 1)
 
     def push(self, weights: torch.Tensor) -> torch.Tensor:
-        """Newer weights [numel]; returns those to sample from."""
+        """Add the newest weights [numel]. Returns the weights to sample from."""
         self._kept.append(weights.clone())
         return self._kept[0]

@@ -22,9 +22,9 @@ from .tasks.tokenizer import Tokenizer
 
 
 class Policy:
-    """A decoder in one dtype, a native sampler over the same weights, and the tokenizer.
+    """A decoder in one dtype, a native sampler with the same weights, and the tokenizer.
 
-    Make with `load_policy`.
+    `load_policy` makes one.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device | None = None):
@@ -44,8 +44,9 @@ class Policy:
         seed: int = 0,
         chat: bool = False,
     ) -> list[Rollout]:
-        """n completions of each prompt (text or token ids), prompt by prompt, each with its tokens' logprobs
-        [C].
+        """n completions of each prompt, prompt by prompt, each with the logprobs [C] of its C tokens.
+
+        prompts: text or token ids.
 
         Raises ValueError for a prompt that is empty or too long, or a setting out of range.
         """
@@ -65,7 +66,7 @@ class Policy:
     ) -> list[np.ndarray]:
         """The trainer's logprobs [C] fp32 of each (prompt_ids, completion_ids), from one forward over all.
 
-        Raises ValueError.
+        Raises ValueError for an empty or too long sequence.
         """
         batch = pack(pairs)
         logp, _ = logprobs(self.decoder, batch, SamplingParams(temperature, top_k, top_p))
@@ -83,22 +84,23 @@ class Policy:
     ) -> Evaluation:
         """Rewards [P, G] on a split of a task.
 
-        A model made by `zerokl init` or trained on the task brings its options along.
+        Without task.options, a model that `zerokl init` made for the task, or that was trained on it, brings
+        its options along.
         """
         options = dict(task.options)
-        if not options and (found := task_of(self.folder)) and found["task"] == task.name:
-            options = found["options"]
-        made = load_task(task.name, options)
+        if not options and (model_task := task_of(self.folder)) and model_task["task"] == task.name:
+            options = model_task["options"]
+        loaded_task = load_task(task.name, options)
         if split not in ("train", "held_out"):
             raise ValueError(f"split ({split}) must be train or held_out")
         if problems < 1:
             raise ValueError(f"problems ({problems}) must be at least 1")
-        chosen = problems_of(made, task.name, split)[:problems]
+        chosen = problems_of(loaded_task, task.name, split)[:problems]
         if not chosen:
             raise ValueError(f"task {task.name}: the split {split} has no problems")
-        ids = self.tokenizer.encode_problems(chosen, made.chat)
+        ids = self.tokenizer.encode_problems(chosen, loaded_task.chat)
         rng_key = RngKey(seed, 0, Stream.EVALUATE)
-        reward = load_reward(made, task.reward)
+        reward = load_reward(loaded_task, task.reward)
         generation_params = GenerationParams(
             SamplingParams(temperature), num_generations, max_tokens, self.tokenizer.stop_ids
         )
@@ -106,8 +108,11 @@ class Policy:
 
 
 def load_policy(model: str, dtype: str = "float32", device: str = "auto") -> Policy:
-    """Load a model folder or hub name in float32, bfloat16 or float16, on "cpu", "cuda" or where there is a
-    GPU. Raises ValueError.
+    """Load a model folder or hub name.
+
+    dtype: float32, bfloat16 or float16. device: cpu, cuda, or auto, which is a GPU where there is one.
+
+    Raises ValueError.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype ({dtype}) must be one of {', '.join(DTYPES)}")

@@ -1,7 +1,4 @@
-"""Precision settings:
-
-which dtype computes what, in the sampler and in the trainer, and how the loss is scaled.
-"""
+"""Precision settings: the dtypes of the sampler and of the trainer, and the scaling of the loss."""
 
 import math
 from typing import Literal
@@ -10,15 +7,15 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 class PrecisionConfig(BaseModel):
-    """Dtypes beside the compute dtype, and loss scaling.
+    """Dtypes other than the compute dtype, and loss scaling.
 
-    The sampler has the trainer's, unless a sampler_ key says otherwise.
+    The sampler has the trainer's dtypes, unless a sampler_ key names another.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     scaling: Literal["auto", "off", "static", "dynamic"] = "auto"
-    """Loss scaling. auto is dynamic for float16 and off for the others, whose exponents need none."""
+    """Loss scaling. auto is dynamic for float16 and off for the other dtypes, whose exponents need none."""
     scale: float = 65536.0
     """The scale at the start; a power of two."""
     growth_interval: int = Field(100, ge=1)
@@ -26,28 +23,28 @@ class PrecisionConfig(BaseModel):
     backoff: float = Field(0.5, gt=0, lt=1)
     """A dynamic scale is multiplied by this at an overflow; a power of two."""
     minimum: float = 1.0
-    """A dynamic scale falls no lower; a power of two."""
+    """The lowest value of a dynamic scale; a power of two."""
     maximum: float = 16777216.0
-    """A dynamic scale rises no higher; a power of two."""
+    """The highest value of a dynamic scale; a power of two."""
     head_dtype: Literal["compute", "float32"] = "compute"
-    """Dtype of the logits: the compute dtype, or float32. With float32 hidden states and head are multiplied
-    in fp32, and the logits are not rounded.
+    """Dtype of the logits: the compute dtype, or float32. With float32, hidden states and lm_head are
+    multiplied in fp32, and the logits are not rounded.
     """
     cache_dtype: Literal["compute", "bfloat16", "float16"] = "compute"
-    """Dtype to which keys and values are rounded before attention reads them, in the sampler's cache and in
-    the trainer alike. Where it is narrower than the compute dtype, the sampler's cache stores them in it:
-    half the bytes with float32.
+    """Dtype to which keys and values are rounded before attention reads them, in the sampler and in the
+    trainer. Where this dtype is narrower than the compute dtype, the sampler's cache stores them in it: with
+    float32 this halves the bytes.
     """
     tiles: Literal["vllm-0.32", "vllm-0.33"] = "vllm-0.32"
-    """The vLLM version whose tiles along the reduced dimension the matrix products have on a GPU, where tiles
-    order sums. With sampler = "vllm-stock" and exact = true it must be the version that samples.
+    """The vLLM version whose tiles the matrix products use along the reduced dimension, on a GPU. These tiles
+    decide the order of sums. With sampler = "vllm-stock" and exact = true it must be the vLLM that samples.
     """
     sampler_dtype: Literal["", "float32", "bfloat16", "float16"] = ""
-    """Compute dtype of the sampler, where it is another. Only with exact = false."""
+    """Compute dtype of the sampler; empty is the trainer's. Needs exact = false."""
     sampler_head_dtype: Literal["", "compute", "float32"] = ""
-    """head_dtype of the sampler, where it is another. Only with exact = false."""
+    """head_dtype of the sampler; empty is the trainer's. Needs exact = false."""
     sampler_cache_dtype: Literal["", "compute", "bfloat16", "float16"] = ""
-    """cache_dtype of the sampler, where it is another. Only with exact = false."""
+    """cache_dtype of the sampler; empty is the trainer's. Needs exact = false."""
 
     @field_validator("scale", "backoff", "minimum", "maximum")
     @classmethod
@@ -58,12 +55,12 @@ class PrecisionConfig(BaseModel):
 
     @property
     def sampler_differs(self) -> bool:
-        """Whether the sampler was asked to compute in another way."""
+        """Whether a sampler_ key is set."""
         return bool(self.sampler_dtype or self.sampler_head_dtype or self.sampler_cache_dtype)
 
     @property
     def of_sampler(self) -> "PrecisionConfig":
-        """The same with head_dtype and cache_dtype of the sampler in the trainer's place."""
+        """These settings with the sampler's head_dtype and cache_dtype in place of the trainer's."""
         return self.model_copy(
             update={
                 "head_dtype": self.sampler_head_dtype or self.head_dtype,

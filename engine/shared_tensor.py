@@ -1,4 +1,4 @@
-"""A tensor in memory that other processes can map."""
+"""A tensor in memory that several processes share."""
 
 import os
 from typing import NamedTuple
@@ -7,7 +7,10 @@ import torch
 
 
 class Handle(NamedTuple):
-    """Where a SharedTensor is, and which file that must be: a descriptor's number is soon another file's."""
+    """The path of a SharedTensor's memory, and its device and inode.
+
+    Device and inode identify the file, because its descriptor's number may soon belong to another file.
+    """
 
     path: str
     device: int
@@ -15,9 +18,9 @@ class Handle(NamedTuple):
 
 
 class SharedTensor:
-    """`tensor` [numel], zeros at first.
+    """A `tensor` [numel] in shared memory, with zeros at first. Linux only.
 
-    The memory goes when the last process that maps it does. Linux only.
+    The memory is freed when the last process that maps it ends.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype):
@@ -27,12 +30,12 @@ class SharedTensor:
 
     @property
     def handle(self) -> Handle:
-        """For any process of the same user, while this object lives."""
+        """The handle for any process of the same user. It is valid while this object lives."""
         return self._handle(os.getpid())
 
     @property
     def inherited(self) -> Handle:
-        """For a child process that was given `fd`, whatever becomes of this object."""
+        """The handle for a child process that got `fd`. It stays valid after this object is deleted."""
         return self._handle("self")
 
     def _handle(self, process: int | str) -> Handle:
@@ -45,7 +48,7 @@ class SharedTensor:
 
 
 def map_tensor(handle: Handle, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor of a SharedTensor, in the same memory. Raises OSError when it is gone."""
+    """The tensor of a SharedTensor, in the same memory. Raises OSError when the memory is gone."""
     path, *identity = handle
     fd = os.open(path, os.O_RDWR)
     try:

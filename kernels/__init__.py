@@ -1,1 +1,1 @@
-"""One numerical operation per file: equation, roundings, reference, autograd Function, public function."""
+"""One numerical operation per file: equation, roundings, reference, autograd.Function, public function."""

@@ -4,20 +4,21 @@
     delta_i = do_i . o_i     ds_ij = p_ij (do_i . v_j - delta_i)
     dq_i = scale sum_j ds_ij k_j     dk_j = scale sum_i ds_ij q_i     dv_j = sum_i p_ij do_i
 
-Two passes over a row's key tiles of KEY_TILE, in ascending order: the maximum of all scores, then the sums of
-p and of p v tile by tile. A fully masked tile is an exact no-op: the maximum stays, and exp(-inf) = 0 adds
-zeros.
+This file is the reference. The GPU has attention_triton.py and attention_bwd_triton.py.
 
-q, o [T, Hq, D]; k, v [K, Hkv, D], K >= T: a sequence's queries are its last positions; lse [T, Hq] in fp32;
-key tiles [tiles, 2, KEY_TILE, D] (0: keys, 1: values). Roundings: everything in fp32 from the inputs as they
-are; o, dq, dk, dv once each. On a GPU: attention_triton.py, attention_bwd_triton.py. What follows is the
-reference. Order: a row of o depends on its own q, k and v only, and every matrix product has the bits of one
-fixed shape (attention_plan.py). The backward runs over QUERY_CHUNK positions at a time, counted from a
-sequence's first key; its shapes depend on the sequence's length only, and positions without a query add exact
-zeros.
+The forward makes two passes over the key tiles of a row (KEY_TILE keys each), in ascending order. The first
+pass finds the maximum of all scores. The second pass adds up p and p v, tile by tile. A fully masked tile is
+an exact no-op: the maximum stays, and exp(-inf) = 0 adds zeros.
+
+Shapes: q, o [T, Hq, D]; k, v [K, Hkv, D] with K >= T; lse [T, Hq] in fp32. The queries of a sequence are its
+last positions. Key tiles are [tiles, 2, KEY_TILE, D] (0: keys, 1: values).
+Roundings: everything is computed in fp32 from the inputs as they are. o, dq, dk and dv are rounded once each.
+Order: a row of o depends on its own q, k and v only. Every matrix product has the bits of one fixed shape
+(attention_plan.py). The backward takes QUERY_CHUNK positions at a time, counted from the first key of a
+sequence. Its shapes depend on the length of the sequence only. Positions without a query add exact zeros.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -27,11 +28,11 @@ from .backend import on_triton
 from .grad import accumulate_dtype, check_dtype
 from .order import ALIGN
 
-# Positions of one step of the backward: bounds its score matrix and skips most keys after the queries. A
-# constant, as it orders dk and dv.
+# Positions of one step of the backward. The step bounds the score matrix and skips most keys after the
+# queries. It is a constant, because it orders dk and dv.
 QUERY_CHUNK = 32
-# Elements of a score matrix in the backward. Bounds memory only: it decides how many sequences go in one
-# call.
+# Elements of a score matrix in the backward. The limit bounds memory only: it decides how many sequences go
+# in one call.
 SCORE_ELEMENTS = 1 << 22
 
 
@@ -40,21 +41,23 @@ def attention_ref(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Forward only.
 
-    q [T, Hq, D], tiles [tiles, 2, KEY_TILE, D]. Returns o like q, and lse [T, Hq] in fp32 where it is wanted.
+    q [T, Hq, D], tiles [tiles, 2, KEY_TILE, D].
+    Returns o like q, and lse [T, Hq] in fp32, or None where lse is not wanted.
     """
     T, H, D = q.shape
     acc_dtype = accumulate_dtype(q.dtype)
     index = plan.index(D, acc_dtype)
-    rows = q.reshape(T * H, D).index_select(0, index.rows).to(acc_dtype).view(-1, index.tile_rows, D)
-    rows *= scale
-    o = torch.empty_like(rows)
-    lse = rows.new_empty(*rows.shape[:2], 1)
-    for g in index.groups:
-        at = slice(g.start, g.start + g.bias.shape[0])
-        m, l, acc = _group_ref(rows[at], tiles.index_select(0, g.tiles).to(acc_dtype), g.bias)
-        torch.div(acc, l, out=o[at])
+    q_tiles = q.reshape(T * H, D).index_select(0, index.rows).to(acc_dtype).view(-1, index.tile_rows, D)
+    q_tiles *= scale
+    o = torch.empty_like(q_tiles)
+    lse = q_tiles.new_empty(*q_tiles.shape[:2], 1)
+    for group in index.groups:
+        members = slice(group.start, group.start + group.bias.shape[0])
+        kv = tiles.index_select(0, group.tiles).to(acc_dtype)
+        m, l, acc = _group_ref(q_tiles[members], kv, group.bias)
+        torch.div(acc, l, out=o[members])
         if want_lse:
-            torch.add(m, l.log_(), out=lse[at])
+            torch.add(m, l.log_(), out=lse[members])
     o = o.to(q.dtype).view(-1, D).index_select(0, index.inverse).view(T, H, D)
     return o, lse.view(-1).index_select(0, index.inverse).view(T, H) if want_lse else None
 
@@ -62,9 +65,9 @@ def attention_ref(
 def _group_ref(
     q: torch.Tensor, kv: torch.Tensor, bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """m, l [c, R, 1] and the unnormalised output [c, R, D].
+    """The maximum m and the sum l, [c, R, 1] each, and the unnormalised output [c, R, D] of one group.
 
-    q [c, R, D] scaled, kv [c * J, 2, KEY_TILE, D], bias [c, M, R, KEY_TILE].
+    q [c, R, D] already scaled, kv [c * J, 2, KEY_TILE, D], bias [c, M, R, KEY_TILE].
     """
     c, R, D = q.shape
     kv = kv.view(c, -1, 2, KEY_TILE, D)
@@ -75,16 +78,15 @@ def _group_ref(
     m = s.amax(-1, keepdim=True).amax(1)
     p = s.sub_(m.unsqueeze(1)).exp_()
     l = p.sum(-1, keepdim=True).cumsum(1)[:, -1]
-    acc = torch.zeros_like(
-        q
-    )  # begun with +0.0, so that adding a hidden tile's zeros never turns a -0.0 around
+    # The sum begins with +0.0, so that the zeros of a hidden tile never turn a -0.0 into a +0.0.
+    acc = torch.zeros_like(q)
     for j in range(J):
         acc.baddbmm_(p[:, j], kv[:, j, 1])
     return m, l, acc
 
 
 def gather_tiles(k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Key tiles of packed keys and values, in fp32, as each is read many times.
+    """The key tiles of packed keys and values, in fp32 because each tile is read many times.
 
     k, v [K, Hkv, D], rows [blocks, KEY_TILE] -> [blocks * Hkv, 2, KEY_TILE, D].
     """
@@ -93,11 +95,11 @@ def gather_tiles(k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> torch.
 
 
 def _bwd_group(q, k, v, do, lse, delta, scale, first):
-    """Gradients of sequences padded to one length L, whose rows of q begin with position `first`, a multiple
-    of QUERY_CHUNK.
+    """dq, dk and dv of sequences that are padded to one length L.
 
-    q, do [S * Hkv, (L - first) * G, D], k, v [S * Hkv, L, D], lse, delta [S * Hkv, (L - first) * G, 1]. Rows
-    that stand for no query have lse = inf, so that their p is 0.
+    The rows of q begin with position `first`, a multiple of QUERY_CHUNK. A row that stands for no query has
+    lse = inf, so that its p is 0.
+    q, do [S * Hkv, (L - first) * G, D]; k, v [S * Hkv, L, D]; lse, delta [S * Hkv, (L - first) * G, 1].
     """
     L = k.shape[1]
     G = q.shape[1] // (L - first)
@@ -105,77 +107,78 @@ def _bwd_group(q, k, v, do, lse, delta, scale, first):
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for a in range(first, L, QUERY_CHUNK):
         b = min(a + QUERY_CHUNK, L)
-        at = slice((a - first) * G, (b - first) * G)
+        rows = slice((a - first) * G, (b - first) * G)
         later = torch.arange(b) > torch.arange(a, b).repeat_interleave(G).unsqueeze(1)  # keys after the query
-        p = torch.bmm(q[:, at], k[:, :b].transpose(1, 2)).sub_(lse[:, at]).exp_().masked_fill_(later, 0.0)
-        ds = torch.bmm(do[:, at], v[:, :b].transpose(1, 2)).sub_(delta[:, at]).mul_(p)
-        dv[:, :b] += torch.bmm(p.transpose(1, 2), do[:, at])
-        dk[:, :b] += torch.bmm(ds.transpose(1, 2), q[:, at])
-        torch.bmm(ds, k[:, :b], out=dq[:, at])
+        p = torch.bmm(q[:, rows], k[:, :b].transpose(1, 2)).sub_(lse[:, rows]).exp_().masked_fill_(later, 0.0)
+        ds = torch.bmm(do[:, rows], v[:, :b].transpose(1, 2)).sub_(delta[:, rows]).mul_(p)
+        dv[:, :b] += torch.bmm(p.transpose(1, 2), do[:, rows])
+        dk[:, :b] += torch.bmm(ds.transpose(1, 2), q[:, rows])
+        torch.bmm(ds, k[:, :b], out=dq[:, rows])
     return dq.mul_(scale), dk, dv
 
 
-def _padded(
+def _padded_rows(
     starts: np.ndarray, before: np.ndarray, counts: np.ndarray, first: int, L: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions first .. L - 1 of S sequences, of which `counts` have a row, after `before` that have none:
-    [S, L - first].
+    """The packed row of each position first .. L - 1 of S sequences, and whether the position has a row.
 
-    Returns the packed row of each (one of the sequence's own where it has none), and whether it has one.
+    In each sequence the first `before` positions have no row, and the next `counts` positions have one. A
+    position without a row gets another row of its own sequence. Both results are [S, L - first].
     """
     within = np.arange(first, L) - before[:, None]
     inside = (within >= 0) & (within < counts[:, None])
     return torch.from_numpy(starts[:, None] + within.clip(0, counts[:, None] - 1)), torch.from_numpy(inside)
 
 
-def attention_bwd_ref(do, q, k, v, o, lse, plan: AttentionPlan, scale: float):
-    """dq, dk, dv of `attention`. do, q, o [T, Hq, D], k, v [K, Hkv, D], lse [T, Hq]."""
-    H, (Hkv, D) = q.shape[1], k.shape[1:]
-    G = H // Hkv
-    acc_dtype = lse.dtype
-    delta = (do.to(acc_dtype) * o.to(acc_dtype)).sum(-1)
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    contexts, queries, keys = (
-        np.asarray(plan.contexts),
-        np.asarray(plan.query_lengths),
-        np.asarray(plan.lengths),
-    )
-    starts, key_starts = np.cumsum(queries) - queries, np.cumsum(keys) - keys
-    padded = -(-keys // ALIGN) * ALIGN
-
-    def heads_first(x, rows, heads):  # [T, Hkv * heads, ...], rows [S, n] -> [S * Hkv, n * heads, ...]
-        x = x[rows].to(acc_dtype).view(*rows.shape, Hkv, heads, -1)
-        return x.permute(0, 2, 1, 3, 4).reshape(len(rows) * Hkv, rows.shape[1] * heads, -1)
-
-    def put(out, grad, rows, inside):  # heads_first's inverse
-        S, n = rows.shape
-        grad = grad.view(S, Hkv, n, -1, D).transpose(1, 2).reshape(S, n, -1, D)
-        out[rows[inside]] = grad[inside].to(out.dtype)
-
-    for L in np.unique(padded):
-        L = int(L)
+def _length_batches(plan: AttentionPlan) -> Iterator[tuple[np.ndarray, int]]:
+    """Indices of sequences whose lengths round up to the same L, as many as one call takes, and that L."""
+    padded = -(-np.asarray(plan.lengths) // ALIGN) * ALIGN
+    for length in np.unique(padded):
+        L = int(length)
         members = np.flatnonzero(padded == L)
-        at_once = max(1, SCORE_ELEMENTS // (H * min(L, QUERY_CHUNK) * L))
-        for i in range(0, len(members), at_once):
-            some = members[i : i + at_once]
-            first = int(contexts[some].min()) // QUERY_CHUNK * QUERY_CHUNK
-            rows, inside = _padded(starts[some], contexts[some], queries[some], first, L)
-            key_rows, key_inside = _padded(key_starts[some], np.zeros_like(some), keys[some], 0, L)
-            lse_rows = heads_first(lse, rows, G)
-            lse_rows.view(len(some), Hkv, L - first, G).masked_fill_(~inside[:, None, :, None], float("inf"))
-            grads = _bwd_group(
-                heads_first(q, rows, G),
-                heads_first(k, key_rows, 1),
-                heads_first(v, key_rows, 1),
-                heads_first(do, rows, G),
-                lse_rows,
-                heads_first(delta, rows, G),
-                scale,
-                first,
-            )
-            put(dq, grads[0], rows, inside)
-            put(dk, grads[1], key_rows, key_inside)
-            put(dv, grads[2], key_rows, key_inside)
+        batch_size = max(1, SCORE_ELEMENTS // (plan.heads * min(L, QUERY_CHUNK) * L))
+        for i in range(0, len(members), batch_size):
+            yield members[i : i + batch_size], L
+
+
+def _heads_first(x: torch.Tensor, rows: torch.Tensor, kv_heads: int, dtype: torch.dtype) -> torch.Tensor:
+    """Padded rows with the heads first: x [T, Hkv * G, ...], rows [S, n] -> [S * Hkv, n * G, ...]."""
+    G = x.shape[1] // kv_heads
+    x = x[rows].to(dtype).view(*rows.shape, kv_heads, G, -1)
+    return x.permute(0, 2, 1, 3, 4).reshape(len(rows) * kv_heads, rows.shape[1] * G, -1)
+
+
+def _write_rows(out: torch.Tensor, grad: torch.Tensor, rows: torch.Tensor, inside: torch.Tensor) -> None:
+    """The inverse of _heads_first, for the positions that have a row: writes into out [T, H, D], rounded."""
+    (S, n), D = rows.shape, out.shape[2]
+    grad = grad.view(S, -1, n, grad.shape[1] // n, D).transpose(1, 2).reshape(S, n, -1, D)
+    out[rows[inside]] = grad[inside].to(out.dtype)
+
+
+def attention_bwd_ref(do, q, k, v, o, lse, plan: AttentionPlan, scale: float):
+    """dq, dk, dv of `attention`. do, q, o [T, Hq, D]; k, v [K, Hkv, D]; lse [T, Hq]."""
+    kv_heads, dtype = k.shape[1], lse.dtype
+    delta = (do.to(dtype) * o.to(dtype)).sum(-1)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    contexts, queries, keys = map(np.asarray, (plan.contexts, plan.query_lengths, plan.lengths))
+    starts, key_starts = np.cumsum(queries) - queries, np.cumsum(keys) - keys
+    for batch, L in _length_batches(plan):
+        first = int(contexts[batch].min()) // QUERY_CHUNK * QUERY_CHUNK
+        rows, inside = _padded_rows(starts[batch], contexts[batch], queries[batch], first, L)
+        key_rows, key_inside = _padded_rows(key_starts[batch], np.zeros_like(batch), keys[batch], 0, L)
+        q_rows, do_rows, lse_rows, delta_rows = (
+            _heads_first(x, rows, kv_heads, dtype) for x in (q, do, lse, delta)
+        )
+        k_rows, v_rows = (_heads_first(x, key_rows, kv_heads, dtype) for x in (k, v))
+        lse_rows.view(len(batch), kv_heads, L - first, -1).masked_fill_(
+            ~inside[:, None, :, None], float("inf")
+        )
+        dq_rows, dk_rows, dv_rows = _bwd_group(
+            q_rows, k_rows, v_rows, do_rows, lse_rows, delta_rows, scale, first
+        )
+        _write_rows(dq, dq_rows, rows, inside)
+        _write_rows(dk, dk_rows, key_rows, key_inside)
+        _write_rows(dv, dv_rows, key_rows, key_inside)
     return dq, dk, dv
 
 
@@ -210,16 +213,18 @@ def _packed(
 def varlen_plan(
     lengths: Sequence[int], heads: int, kv_heads: int, contexts: Sequence[int] | None = None
 ) -> AttentionPlan:
-    """Packed sequences: the plan of `attention` for training, made once and used by every layer.
+    """The plan of `attention` for packed sequences (training), made once and used by every layer.
 
-    lengths [S]: queries of each sequence, all positive. contexts [S]: positions before them, of which there
-    are keys and values only; None: whole sequences. Raises ValueError for a length or a number of heads that
-    cannot be.
+    lengths [S]: the number of queries of each sequence, all positive.
+    contexts [S]: the number of positions before the queries. These positions have keys and values only. None
+    means whole sequences, without such positions.
+    Raises ValueError for a length or a number of heads that is impossible.
     """
     contexts = [0] * len(lengths) if contexts is None else list(contexts)
     if not len(lengths) or min(lengths) < 1 or len(contexts) != len(lengths) or min(contexts) < 0:
         raise ValueError(
-            f"attention: lengths ({list(lengths)}) must be positive, contexts ({contexts}) not negative, one each a sequence"
+            f"attention: lengths ({list(lengths)}) must be positive, "
+            f"contexts ({contexts}) not negative, one each a sequence"
         )
     if heads % kv_heads:
         raise ValueError(f"attention: heads ({heads}) must be a multiple of kv_heads ({kv_heads})")
@@ -229,17 +234,17 @@ def varlen_plan(
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float
 ) -> torch.Tensor:
-    """Causal self-attention of packed sequences. q [T, Hq, D], k, v [K, Hkv, D] -> [T, Hq, D]. Raises
-    ValueError.
+    """Causal self-attention of packed sequences. q [T, Hq, D], k, v [K, Hkv, D] -> [T, Hq, D].
 
-    K counts the keys of the contexts too: each sequence's lie together, its context's first.
+    K counts the keys of the contexts too. The keys of a sequence lie together, those of its context first.
+    Raises ValueError on a bad shape or dtype.
     """
     check_dtype("attention", q=q, k=k, v=v)
     T, K, D = sum(plan.query_lengths), sum(plan.lengths), q.shape[-1]
     if q.shape != (T, plan.heads, D) or k.shape != (K, plan.kv_heads, D) or v.shape != k.shape:
         raise ValueError(
-            f"attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} must be [{T}, {plan.heads}, D], "
-            f"[{K}, {plan.kv_heads}, D] twice, as planned"
+            f"attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} must be "
+            f"[{T}, {plan.heads}, D], [{K}, {plan.kv_heads}, D] twice, as planned"
         )
     check_head_dim(D)
     if not torch.is_grad_enabled():
@@ -251,14 +256,15 @@ def attention_cached(q: torch.Tensor, tiles: torch.Tensor, plan: AttentionPlan, 
     """Attention of new tokens against a cache that already holds their keys and values; forward only.
 
     q [T, Hq, D], tiles [blocks * Hkv, 2, KEY_TILE, D] -> [T, Hq, D]. The bits are those of `attention`.
-    Raises ValueError. Tiles may be in a narrower dtype than q: they are converted as they are read, which is
-    exact.
+    Tiles may be in a narrower dtype than q. They are converted as they are read, which is exact.
+    Raises ValueError on a bad shape or dtype.
     """
     check_dtype("attention_cached", q=q)
     check_dtype("attention_cached", tiles=tiles)
     if tiles.dtype != q.dtype and tiles.dtype.itemsize >= q.dtype.itemsize:
         raise ValueError(
-            f"attention_cached: tiles.dtype ({tiles.dtype}) must be q.dtype ({q.dtype}) or a narrower one; convert one of them"
+            f"attention_cached: tiles.dtype ({tiles.dtype}) must be q.dtype ({q.dtype}) "
+            "or a narrower one; convert one of them"
         )
     check_head_dim(q.shape[-1])
     if tiles.shape[1:] != (2, KEY_TILE, q.shape[-1]):
@@ -269,9 +275,8 @@ def attention_cached(q: torch.Tensor, tiles: torch.Tensor, plan: AttentionPlan, 
         from .attention_triton import attention_paged
 
         spans = plan.on(q.device)
-        k, v = tiles.view(-1, spans.kv_heads, 2, KEY_TILE, q.shape[-1]).permute(
-            2, 0, 3, 1, 4
-        )  # each [blocks, KEY_TILE, Hkv, D]
+        blocks = tiles.view(-1, spans.kv_heads, 2, KEY_TILE, q.shape[-1])
+        k, v = blocks.permute(2, 0, 3, 1, 4)  # [blocks, KEY_TILE, Hkv, D] each
         return attention_paged(q, k, v, spans, scale)
     return attention_ref(q, tiles, plan, scale, want_lse=False)[0]
 

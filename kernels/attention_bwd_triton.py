@@ -3,16 +3,19 @@
     delta_i = do_i . o_i     p_ij = exp(scale q_i . k_j - lse_i)     ds_ij = p_ij (do_i . v_j - delta_i)
     dq_i = scale sum_j ds_ij k_j     dk_j = scale sum_i ds_ij q_i     dv_j = sum_i p_ij do_i
 
-Two passes (FlashAttention-2, arXiv:2307.08691, without its atomic dq). `_backward_q`: a program owns the
-queries of one (sequence, head, tile), walks the keys in ascending order, and leaves delta behind.
-`_backward_kv`: a program owns the keys and values of one (sequence, key-value head, tile) and walks the
-group's heads and, for each, the queries in ascending order. What is walked lies in tiles that begin at a
-sequence's first position, so a gradient depends on its own sequence only; positions without a query add exact
-zeros.
+There are two passes (FlashAttention-2, arXiv:2307.08691, without its atomic dq):
 
-q, o, do, dq [T, Hq, D]; k, v, dk, dv [K, Hkv, D], K >= T: a sequence's queries are its last positions; lse,
-delta [T, Hq] fp32; any strides but the last. Roundings: p and ds to the dtype before they meet do, q and k;
-dq, dk, dv once each; everything else in fp32 (ieee, never tf32).
+- `_backward_q`: a program owns the queries of one (sequence, head, tile). It walks the keys in ascending
+  order, and it stores delta.
+- `_backward_kv`: a program owns the keys and values of one (sequence, key-value head, tile). It walks the
+  heads of the group, and for each head the queries in ascending order.
+
+Shapes: q, o, do, dq [T, Hq, D]; k, v, dk, dv [K, Hkv, D] with K >= T; lse, delta [T, Hq] in fp32. All strides
+but the last are free. The queries of a sequence are its last positions.
+Roundings: p and ds are rounded to the dtype before they meet do, q and k. dq, dk and dv are rounded once
+each. Everything else is in fp32 (ieee, never tf32).
+Order: the tiles begin at the first position of a sequence, so a gradient depends on its own sequence only.
+Positions without a query add exact zeros.
 """
 
 import torch
@@ -80,14 +83,12 @@ def _backward_q(
     dq = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     for j in range(0, tl.minimum(context + first + BLOCK_M, length), BLOCK_N):
         key = j + n
-        at = (key_start + key).to(tl.int64)
-        here = (key < length)[:, None] & (d < D)[None, :]
-        k = tl.load(
-            k_ptr + (at * k_stride_t)[:, None] + (h // GROUP * k_stride_h + d)[None, :], mask=here, other=0.0
-        )
-        v = tl.load(
-            v_ptr + (at * v_stride_t)[:, None] + (h // GROUP * v_stride_h + d)[None, :], mask=here, other=0.0
-        )
+        key_row = (key_start + key).to(tl.int64)
+        key_mask = (key < length)[:, None] & (d < D)[None, :]
+        k_tile = k_ptr + (key_row * k_stride_t)[:, None] + (h // GROUP * k_stride_h + d)[None, :]
+        k = tl.load(k_tile, mask=key_mask, other=0.0)
+        v_tile = v_ptr + (key_row * v_stride_t)[:, None] + (h // GROUP * v_stride_h + d)[None, :]
+        v = tl.load(v_tile, mask=key_mask, other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         p = tl.where(key[None, :] <= position[:, None], tl.exp(s - lse[:, None]), 0.0)
         ds = p * (tl.dot(do, tl.trans(v), input_precision="ieee") - delta[:, None])
@@ -151,23 +152,21 @@ def _backward_kv(
         v_ptr + (token * v_stride_t)[:, None] + (kv_head * v_stride_h + d)[None, :], mask=mask, other=0.0
     )
     dk, dv = tl.zeros([BLOCK_N, WIDTH], tl.float32), tl.zeros([BLOCK_N, WIDTH], tl.float32)
-    own = key - context
+    key_step = key - context  # the position of the key, counted from the first query
     for h in range(kv_head * GROUP, kv_head * GROUP + GROUP):
         for i in range(tl.maximum(first, context) // BLOCK_M * BLOCK_M - context, queries, BLOCK_M):
             step = i + r
-            asks = (step >= 0) & (step < queries)
-            at = (start + step).to(tl.int64)
-            here = asks[:, None] & (d < D)[None, :]
-            q = tl.load(
-                q_ptr + (at * q_stride_t)[:, None] + (h * q_stride_h + d)[None, :], mask=here, other=0.0
-            )
-            do = tl.load(
-                do_ptr + (at * do_stride_t)[:, None] + (h * do_stride_h + d)[None, :], mask=here, other=0.0
-            )
-            lse = tl.load(lse_ptr + at * heads + h, mask=asks, other=float("inf"))
-            delta = tl.load(delta_ptr + at * heads + h, mask=asks, other=0.0)
+            is_query = (step >= 0) & (step < queries)
+            row = (start + step).to(tl.int64)
+            q_mask = is_query[:, None] & (d < D)[None, :]
+            q_tile = q_ptr + (row * q_stride_t)[:, None] + (h * q_stride_h + d)[None, :]
+            q = tl.load(q_tile, mask=q_mask, other=0.0)
+            do_tile = do_ptr + (row * do_stride_t)[:, None] + (h * do_stride_h + d)[None, :]
+            do = tl.load(do_tile, mask=q_mask, other=0.0)
+            lse = tl.load(lse_ptr + row * heads + h, mask=is_query, other=float("inf"))
+            delta = tl.load(delta_ptr + row * heads + h, mask=is_query, other=0.0)
             s = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
-            p = tl.where(own[:, None] <= step[None, :], tl.exp(s - lse[None, :]), 0.0)
+            p = tl.where(key_step[:, None] <= step[None, :], tl.exp(s - lse[None, :]), 0.0)
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
             ds = p * (tl.dot(v, tl.trans(do), input_precision="ieee") - delta[None, :])
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
@@ -187,77 +186,46 @@ def _backward_kv(
 def attention_bwd(
     do, q, k, v, o, lse, spans: Spans, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv of packed attention, contiguous. do, q, o [T, Hq, D], k, v [K, Hkv, D], lse [T, Hq]."""
+    """dq, dk, dv of packed attention, contiguous. do, q, o [T, Hq, D]; k, v [K, Hkv, D]; lse [T, Hq]."""
     assert spans.cu_seqlens_k is not None
     do, q, k, v = map(rows_contiguous, (do, q, k, v))
     (T, H, D), kv_heads, sequences = q.shape, spans.kv_heads, len(spans.seqused_k)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty_like(lse)
     width = triton.next_power_of_2(D)
-    of_q, of_kv = _tiles(q.dtype, width, generation(q.device))
+    q_options, kv_options = _tiles(q.dtype, width, generation(q.device))
     shape = {"GROUP": H // kv_heads, "D": D, "WIDTH": width}
 
     def strides(*tensors: torch.Tensor) -> list[int]:
         return [n for x in tensors for n in x.stride()[:2]]
 
-    launch(
-        _backward_q,
-        (T // of_q["BLOCK_M"] + sequences, H),
-        q,
-        k,
-        v,
-        o,
-        do,
-        lse,
-        delta,
-        dq,
-        spans.cu_seqlens_q,
-        spans.cu_seqlens_k,
-        scale,
-        sequences,
-        H,
-        *strides(q, k, v, o, do, dq),
-        **shape,
-        **of_q,
-    )
-    launch(
-        _backward_kv,
-        (len(k) // of_kv["BLOCK_N"] + sequences, kv_heads),
-        q,
-        k,
-        v,
-        do,
-        lse,
-        delta,
-        dk,
-        dv,
-        spans.cu_seqlens_q,
-        spans.cu_seqlens_k,
-        scale,
-        sequences,
-        H,
-        *strides(q, k, v, do, dk, dv),
-        **shape,
-        **of_kv,
-    )
+    common = (spans.cu_seqlens_q, spans.cu_seqlens_k, scale, sequences, H)
+    q_args = (q, k, v, o, do, lse, delta, dq, *common, *strides(q, k, v, o, do, dq))
+    q_grid = (T // q_options["BLOCK_M"] + sequences, H)
+    launch(_backward_q, q_grid, *q_args, **shape, **q_options)
+    kv_args = (q, k, v, do, lse, delta, dk, dv, *common, *strides(q, k, v, do, dk, dv))
+    kv_grid = (len(k) // kv_options["BLOCK_N"] + sequences, kv_heads)
+    launch(_backward_kv, kv_grid, *kv_args, **shape, **kv_options)
     return dq, dk, dv
 
 
-def _tiles(dtype: torch.dtype, width: int, where: str) -> tuple[dict[str, int], dict[str, int]]:
-    """Queries and keys of a tile in the two passes on a GPU's generation, which order the sums: the largest
-    that spill no register with Triton 3.6 to 3.9.
+def _tiles(dtype: torch.dtype, width: int, gpu: str) -> tuple[dict[str, int], dict[str, int]]:
+    """The queries and keys of a tile in the two passes, which order the sums. `gpu` is the GPU's generation.
+
+    They are the largest tiles that spill no register with Triton 3.6 to 3.9.
     """
 
     def tiles(queries: int, keys: int, num_warps: int) -> dict[str, int]:
         return {"BLOCK_M": queries, "BLOCK_N": keys, "num_warps": num_warps, "num_stages": 2}
 
     if dtype == torch.float32:
-        # Left to itself, the compiler stops at 64 to 96 registers on Hopper and Ampere, and spills.
-        of_q = {"maxnreg": 128} if where == "hopper" and width > 64 else {}
-        of_kv = {"maxnreg": 128} if where in ("ampere", "hopper") and width <= 64 else {}
-        return tiles(32, 16, 8) | of_q, tiles(16, 16, 8 if where == "ampere" and width > 64 else 4) | of_kv
-    if where == "hopper":
+        # Without maxnreg the compiler stops at 64 to 96 registers on Hopper and Ampere, and spills.
+        q_registers = {"maxnreg": 128} if gpu == "hopper" and width > 64 else {}
+        kv_registers = {"maxnreg": 128} if gpu in ("ampere", "hopper") and width <= 64 else {}
+        kv_warps = 8 if gpu == "ampere" and width > 64 else 4
+        return tiles(32, 16, 8) | q_registers, tiles(16, 16, kv_warps) | kv_registers
+    if gpu == "hopper":
         return tiles(64, 64, 8), tiles(32, 64, 8)
-    if where == "ampere" and width <= 64:
+    if gpu == "ampere" and width <= 64:
         return tiles(64, 32, 8), tiles(16, 64, 8) | {"num_stages": 1}
-    return tiles(64, 32, 8), tiles(16, 64, 4 if where == "amd" else 8)
+    return tiles(64, 32, 8), tiles(16, 64, 4 if gpu == "amd" else 8)

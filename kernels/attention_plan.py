@@ -1,18 +1,20 @@
 """Which query rows meet which keys: the plan of one attention call, shared by all layers of a forward.
 
-Triton's kernel needs no more than where each sequence begins, its length and its block table (`Spans`). The
-reference works with an index plan, built when it is first asked for. It (attention.py) knows two kinds of
-tiles only:
+The Triton kernels need only the start, the length and the block table of each sequence (`Spans`). The
+reference (attention.py) works with an index plan, which is built at its first use. The reference knows two
+kinds of tiles only:
 
-- a query tile: R rows of one (sequence, key-value head), row = position * group + head within the group, so that a
-  decoding token brings all its `group` query heads to one tile. The bits of a row are those of a tile of
-  `group` rows rounded up to ROW_UNIT, by definition; a longer or a shorter one is taken where it was seen to
-  give the same bits (`_agree`), as in order.py;
-- a key tile: KEY_TILE consecutive positions of one (sequence, key-value head), its keys and its values side by side.
+- A query tile is R rows of one (sequence, key-value head), with row = position * group + head within the
+  group. So a decoding token brings all its `group` query heads to one tile. By definition, the bits of a row
+  are those of a tile of `group` rows rounded up to ROW_UNIT. A longer or a shorter tile is taken only where a
+  probe found the same bits (`_agree`), as in matmul.py.
+- A key tile is KEY_TILE consecutive positions of one (sequence, key-value head), with the keys and the values
+  side by side.
 
-Query tiles are listed in descending order of the number of key tiles they need, and cut into groups of nearly
-one need: the kernel works through a group at once. Where a row lies in the plan never changes its arithmetic,
-and key tiles that a row does not need are exact no-ops, so neither does what shares a group with it.
+The query tiles are listed in descending order of the number of key tiles that they need. They are cut into
+groups of nearly equal need, and the reference computes one group at a time. The place of a row in the plan
+never changes its arithmetic. Key tiles that a row does not need are exact no-ops, so the other rows of its
+group do not change its bits.
 
 Shapes: S sequences, Hq query heads, Hkv key-value heads, group = Hq / Hkv, n query tiles.
 """
@@ -28,15 +30,16 @@ import torch
 
 from .order import same_bits
 
-# Rows of the query tile that defines a row's bits are a multiple of this.
+# The query tile that defines a row's bits has a multiple of this number of rows.
 ROW_UNIT = 8
-# Rows of the tiles that stand for it: long ones share the gathered keys among more rows (whole sequences),
-# short ones waste less on decoding, which brings only `group` rows. A step trains in 0.97 of the time and
-# decodes in 0.96 (benchmarks/LOG.md).
+# Rows of the tiles that may stand for the defining tile. Long tiles share the gathered keys among more rows
+# (whole sequences). Short tiles waste less on decoding, which brings only `group` rows. With these tiles a
+# step trains in 0.97 of the time and decodes in 0.96 (benchmarks/LOG.md).
 _LONG_TILES, _SHORT_TILE = (32, 16), 4
-# Keys of one partial sum of the softmax. A constant: it fixes the order of the softmax's sums.
+# Keys of one partial sum of the softmax. A constant, because it fixes the order of the softmax's sums.
 KEY_TILE = 32
-# Key tiles that one group gathers, at most (the query tiles of one place may need more). Bounds memory only.
+# Key tiles that one group gathers at most. The query tiles of one place, for all key-value heads, may need
+# more. The limit bounds memory only.
 GROUP_TILES = 1024
 
 
@@ -44,8 +47,8 @@ GROUP_TILES = 1024
 class Group:
     """c query tiles that are computed together, with J key tiles each."""
 
-    start: int  # place of its first query tile among the plan's n
-    tiles: torch.Tensor  # [c * J] int64, key tiles, those of one query tile side by side
+    start: int  # index of the group's first query tile among the plan's n
+    tiles: torch.Tensor  # [c * J] int64, the key tiles; those of one query tile lie side by side
     bias: torch.Tensor  # [c, M, R, KEY_TILE] fp32, -inf where a key of the last M key tiles is hidden, else 0
 
 
@@ -54,30 +57,31 @@ class IndexPlan:
     """Index tensors of one attention call of the reference. Built by `_index_plan`."""
 
     tile_rows: int  # R
-    rows: torch.Tensor  # [n * R] int64, rows of q.view(T * Hq, D); unused rows repeat a valid one
-    inverse: torch.Tensor  # [T * Hq] int64, where each row of q lies among the n * R tile rows
+    rows: torch.Tensor  # [n * R] int64, rows of q.view(T * Hq, D); an unused row repeats a valid one
+    inverse: torch.Tensor  # [T * Hq] int64, the index of each row of q among the n * R tile rows
     groups: list[Group]
 
 
 class Spans(NamedTuple):
-    """One attention call as Triton's kernels take it, int32 tensors on their device."""
+    """One attention call as the Triton kernels take it: int32 tensors on the kernels' device."""
 
-    cu_seqlens_q: torch.Tensor  # [S + 1], first row of each sequence in q, and T
-    seqused_k: torch.Tensor  # [S], tokens of each sequence with those before its queries
-    block_table: torch.Tensor | None  # [S, J], the pages of each sequence's keys; None where they lie packed
+    cu_seqlens_q: torch.Tensor  # [S + 1], the first row of each sequence in q, and T
+    seqused_k: torch.Tensor  # [S], tokens of each sequence, including those before its queries
+    block_table: torch.Tensor | None  # [S, J], the pages of each sequence's keys; None for packed keys
     kv_heads: int
     cu_seqlens_k: torch.Tensor | None = (
-        None  # [S + 1], first key of each sequence, and K, where they lie packed
+        None  # [S + 1], the first key of each sequence, and K; packed keys only
     )
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """S packed sequences whose keys lie in blocks, or (without tables) packed like them.
+    """S packed sequences. Their keys lie in blocks, or, without tables, packed like the sequences.
 
-    query_lengths [S]: new tokens of each sequence, packed one after another in q. contexts [S]: tokens before
-    them. tables [S, J]: for each sequence the ids of its blocks of KEY_TILE positions; a block holds one key
-    tile a head, so that the key tile of head h is id * Hkv + h.
+    query_lengths [S]: the new tokens of each sequence, packed one sequence after another in q.
+    contexts [S]: the tokens before the new ones.
+    tables [S, J]: for each sequence, the ids of its blocks of KEY_TILE positions. A block holds one key tile
+    for each head, so that the key tile of head h is id * Hkv + h.
     """
 
     query_lengths: Sequence[int]
@@ -88,11 +92,11 @@ class AttentionPlan:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each sequence, so also its keys, [S]."""
+        """Tokens of each sequence, which is also its number of keys, [S]."""
         return tuple(a + b for a, b in zip(self.contexts, self.query_lengths, strict=True))
 
     def index(self, D: int, dtype: torch.dtype) -> IndexPlan:
-        """For the reference: heads of width D, multiplied in `dtype`. Made once."""
+        """The reference's index plan for heads of width D that are multiplied in `dtype`; made once."""
         if (D, dtype) not in self._indices:
             tables = packed_tables(self.lengths)[0] if self.tables is None else self.tables
             rows = tile_rows(self.query_lengths, self.heads // self.kv_heads, D, dtype)
@@ -103,24 +107,28 @@ class AttentionPlan:
 
     @cached_property
     def rows(self) -> torch.Tensor:
-        """For the reference, without tables:
+        """The packed key of each position of each block, [blocks, KEY_TILE].
 
-        the packed key of each position of each block, [blocks, KEY_TILE].
+        For the reference without tables.
         """
         return torch.from_numpy(packed_tables(self.lengths)[1])
 
     def on(self, device: torch.device) -> Spans:
-        """For Triton, made once for each device."""
+        """The tensors for the Triton kernels, made once for each device."""
         if device not in self._spans:
 
-            def on_it(numbers: Sequence[int] | np.ndarray) -> torch.Tensor:
+            def int32(numbers: Sequence[int] | np.ndarray) -> torch.Tensor:
                 return torch.from_numpy(np.array(numbers, np.int32)).to(device)
 
             starts, key_starts = ([0, *np.cumsum(x)] for x in (self.query_lengths, self.lengths))
-            table, packed = (
-                (on_it(self.tables), None) if self.tables is not None else (None, on_it(key_starts))
+            is_packed = self.tables is None
+            self._spans[device] = Spans(
+                cu_seqlens_q=int32(starts),
+                seqused_k=int32(self.lengths),
+                block_table=None if is_packed else int32(self.tables),
+                kv_heads=self.kv_heads,
+                cu_seqlens_k=int32(key_starts) if is_packed else None,
             )
-            self._spans[device] = Spans(on_it(starts), on_it(self.lengths), table, self.kv_heads, packed)
         return self._spans[device]
 
     @cached_property
@@ -133,14 +141,15 @@ class AttentionPlan:
 
 
 def tile_rows(query_lengths: Sequence[int], group: int, D: int, dtype: torch.dtype) -> int:
-    """Rows of a query tile for these sequences:
+    """Rows of a query tile for these sequences.
 
-    those that define the bits, or more or fewer that have them and suit the lengths.
+    The result is a number that suits the lengths and has the bits of the defining tile. Without such a number
+    it is the defining tile's own.
     """
     defining = -(-group // ROW_UNIT) * ROW_UNIT
     mean = sum(query_lengths) * group / len(query_lengths)
-    suited = [_SHORT_TILE] if mean <= _SHORT_TILE else [rows for rows in _LONG_TILES if rows <= mean]
-    for rows in suited:
+    candidates = [_SHORT_TILE] if mean <= _SHORT_TILE else [rows for rows in _LONG_TILES if rows <= mean]
+    for rows in candidates:
         if group <= rows and (rows == defining or _agree(rows, defining, D, dtype, torch.get_num_threads())):
             return rows
     return defining
@@ -148,8 +157,9 @@ def tile_rows(query_lengths: Sequence[int], group: int, D: int, dtype: torch.dty
 
 @cache
 def _agree(rows: int, defining: int, D: int, dtype: torch.dtype, threads: int) -> bool:
-    """Whether the products of query tiles of `rows` rows have the bits of those of `defining` rows, tried on
-    random numbers.
+    """Whether query tiles of `rows` rows give the bits of tiles of `defining` rows, probed on random numbers.
+
+    `threads` is a key of the cache only: the library may choose by it.
     """
     g, n = torch.Generator().manual_seed(0), math.lcm(rows, defining)
     q, p = (torch.randn(8, n, width, generator=g, dtype=dtype) for width in (D, KEY_TILE))
@@ -157,15 +167,10 @@ def _agree(rows: int, defining: int, D: int, dtype: torch.dtype, threads: int) -
 
     def products(R: int) -> torch.Tensor:
         tiles = kv.repeat_interleave(n // R, 0)
-        s = torch.bmm(q.view(-1, R, D), tiles[:, 0].transpose(1, 2)).view(-1)
-        return torch.cat(
-            [
-                s,
-                torch.zeros(8 * n // R, R, D, dtype=dtype)
-                .baddbmm_(p.view(-1, R, KEY_TILE), tiles[:, 1])
-                .view(-1),
-            ]
-        )
+        scores = torch.bmm(q.view(-1, R, D), tiles[:, 0].transpose(1, 2))
+        outputs = torch.zeros(8 * n // R, R, D, dtype=dtype)
+        outputs.baddbmm_(p.view(-1, R, KEY_TILE), tiles[:, 1])
+        return torch.cat([scores.view(-1), outputs.view(-1)])
 
     return same_bits(products(rows), products(defining))
 
@@ -178,14 +183,14 @@ def _index_plan(
     kv_heads: int,
     R: int,
 ) -> IndexPlan:
-    """The reference's plan, with R rows a query tile. Other arguments: see AttentionPlan."""
+    """The reference's plan, with R rows in a query tile. AttentionPlan explains the other arguments."""
     group = heads // kv_heads
     q_len, context = np.asarray(query_lengths, np.int64), np.asarray(contexts, np.int64)
     start = np.cumsum(q_len) - q_len
     per_seq = -(-q_len * group // R)  # query tiles of one key-value head
     seq = np.repeat(np.arange(len(q_len)), per_seq)
     within = np.arange(len(seq)) - np.repeat(np.cumsum(per_seq) - per_seq, per_seq)
-    flat = within[:, None] * R + np.arange(R)  # row of the tile -> position * group + head in group
+    flat = within[:, None] * R + np.arange(R)  # row of the tile -> position * group + head in the group
     last = (q_len[seq] * group - 1)[:, None]
     need = (context[seq] + np.minimum(flat[:, -1], last[:, 0]) // group) // KEY_TILE + 1
     by_need = np.argsort(-need, kind="stable")
@@ -204,13 +209,11 @@ def _index_plan(
     groups = []
     for a, b in _group_bounds(need, kv_heads):
         J = int(need[a])
-        ids = tables[
-            seq[a:b, None], np.minimum(np.arange(J), need[a:b, None] - 1)
-        ]  # beyond its need: a tile of its own again
+        # A query tile that needs fewer than J key tiles repeats its last one: it reads only its own sequence.
+        ids = tables[seq[a:b, None], np.minimum(np.arange(J), need[a:b, None] - 1)]
         tiles = (ids[:, None, :] * kv_heads + h[:, None]).reshape(-1)
-        keys = np.arange(int(position[a:b, 0].min()) // KEY_TILE * KEY_TILE, J * KEY_TILE).reshape(
-            -1, 1, KEY_TILE
-        )
+        first_key = int(position[a:b, 0].min()) // KEY_TILE * KEY_TILE
+        keys = np.arange(first_key, J * KEY_TILE).reshape(-1, 1, KEY_TILE)
         hidden = position[a:b, None, :, None] < keys  # [query tiles of one head, M, R, KEY_TILE]
         bias = np.repeat(np.where(hidden, np.float32(-np.inf), np.float32(0)), kv_heads, axis=0)
         groups.append(Group(a * kv_heads, torch.from_numpy(tiles), torch.from_numpy(bias)))
@@ -218,8 +221,9 @@ def _index_plan(
 
 
 def _group_bounds(need: np.ndarray, kv_heads: int) -> list[tuple[int, int]]:
-    """Cut query tiles, sorted by descending need, into groups [a, b) that waste at most a quarter of their
-    key tiles.
+    """Groups [a, b) of query tiles that waste at most a quarter of their key tiles.
+
+    need: the number of key tiles that each query tile of one key-value head needs, in descending order.
     """
     bounds, a = [], 0
     while a < len(need):
@@ -232,11 +236,11 @@ def _group_bounds(need: np.ndarray, kv_heads: int) -> list[tuple[int, int]]:
 
 
 def packed_tables(lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Tables for whole sequences of `lengths` keys that lie packed (training).
+    """Tables for sequences of `lengths` keys that lie packed (training).
 
-    Returns tables [S, J] and rows [blocks, KEY_TILE]: for each block the packed row of each of its positions.
-    Positions past the end of a sequence repeat its own last row: the mask hides them, and nothing of another
-    sequence is read.
+    Returns tables [S, J] and rows [blocks, KEY_TILE]: the packed row of each position of each block. A
+    position past the end of a sequence repeats the sequence's last row. The mask hides this position, and
+    nothing of another sequence is read.
     """
     counts = [-(-length // KEY_TILE) for length in lengths]
     tables = np.zeros((len(counts), max(counts, default=0)), np.int64)

@@ -1,19 +1,20 @@
-"""Causal grouped-query attention on a GPU, forward: training, prefill, chunked prefill and decode with one
-arithmetic.
+"""Causal grouped-query attention on a GPU, forward.
 
     s_ij = scale (q_i . k_j)   (j <= i)      o_i = sum_j exp(s_ij - m_i) v_j / l_i      lse_i = m_i + log l_i
 
-One program owns the BLOCK_M rows of one (sequence, key-value head), row = position * group + head in the
-group, and walks the keys in tiles of KEY_TILE in ascending order with a running maximum: the arithmetic of
-vLLM 0.32's kernel_unified_attention, 2D, with its tile of a prefill for decode as well
-(vllm/v1/attention/ops/triton_unified_attention.py). BLOCK_M, KEY_TILE and WARPS are constants, as they lay
-out the sums along a row. A wholly hidden tile is an exact no-op: the maximum stays, and exp(-inf) = 0 adds
+Training, prefill, chunked prefill and decode have one arithmetic. One program owns BLOCK_M rows of one
+(sequence, key-value head), with row = position * group + head in the group. The program walks the keys in
+tiles of KEY_TILE, in ascending order, with a running maximum. This is the arithmetic of vLLM 0.32's
+kernel_unified_attention, 2D (vllm/v1/attention/ops/triton_unified_attention.py). vLLM's tile of a prefill is
+used for decode as well. A fully hidden tile is an exact no-op: the maximum stays, and exp(-inf) = 0 adds
 zeros.
 
-q, o [T, Hq, D]; keys and values in pages [pages, page, Hkv, D], or packed [K, Hkv, D]; any strides but the
-last. A sequence's queries are its last positions. Pages may be in a narrower dtype than q: a tile is
-converted as it is read, which is exact. Roundings: p to the dtype before it meets v; o once; scores, maximum
-and sums in fp32 (fp32 operands as they are, never tf32).
+Shapes: q, o [T, Hq, D]. Keys and values lie in pages [pages, page, Hkv, D], or packed [K, Hkv, D]. All
+strides but the last are free. The queries of a sequence are its last positions. Pages may be in a narrower
+dtype than q: a tile is converted as it is read, which is exact.
+Roundings: p is rounded to the dtype before it meets v. o is rounded once. Scores, maximum and sums are in
+fp32; fp32 operands are multiplied as they are, never in tf32.
+Order: BLOCK_M, KEY_TILE and WARPS are constants, because they lay out the sums along a row.
 """
 
 import torch
@@ -24,8 +25,7 @@ from .attention_plan import KEY_TILE, Spans
 from .launch import launch, rows_contiguous
 from .tiles import generation
 
-# Rows of one program, more only where a group has more heads; and its warps, among which a row's keys are
-# divided.
+# Rows of one program (more only where a group has more heads), and its warps, which share the keys of a row.
 BLOCK_M = 16
 WARPS = 4
 _TRITON = tuple(int(n) for n in triton.__version__.split(".")[:2])
@@ -33,10 +33,11 @@ _TRITON = tuple(int(n) for n in triton.__version__.split(".")[:2])
 
 @triton.jit
 def find_tile(cu_ptr, tile, sequences, BLOCK: tl.constexpr):
-    """Of a tile of BLOCK positions: its sequence, that one's first row and number of rows, and the tile's
-    first position in it.
+    """The place of a tile of BLOCK positions among the packed sequences.
 
-    Sequence s owns the tiles from cu[s] // BLOCK + s, some of them unused: those begin past its end.
+    Returns the tile's sequence, the first row of that sequence, its number of rows, and the tile's first
+    position in it. Sequence s owns the tiles from number cu[s] // BLOCK + s on. A tile that begins past the
+    end of its sequence is unused.
     """
     low, high = 0, sequences
     while low < high:
@@ -100,32 +101,29 @@ def _forward(
     mask = used[:, None] & in_d[None, :]
     q = tl.load(q_ptr + (token * q_stride_t + head * q_stride_h)[:, None] + d[None, :], mask=mask, other=0.0)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.full([BLOCK_M], 1.0, tl.float32)  # meets a factor of exp(-inf) = 0 in the first tile
+    l = tl.full([BLOCK_M], 1.0, tl.float32)  # the first tile multiplies it by exp(-inf) = 0
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     seen = tl.minimum(context + first + POSITIONS, length)
     key_start = 0 if PAGE else tl.load(key_cu_ptr + seq)
     for j in range(0, tl.cdiv(seen, TILE)):
         key = j * TILE + t
-        here = key < seen
+        in_range = key < seen
         if PAGE:
-            page = tl.load(table_ptr + seq.to(tl.int64) * table_stride + key // PAGE, mask=here, other=0).to(
-                tl.int64
-            )
+            page_ptr = table_ptr + seq.to(tl.int64) * table_stride + key // PAGE
+            page = tl.load(page_ptr, mask=in_range, other=0).to(tl.int64)
             k_row = page * k_stride_page + (key % PAGE) * k_stride_t
             v_row = page * v_stride_page + (key % PAGE) * v_stride_t
         else:
-            k_row, v_row = (
-                (key_start + key).to(tl.int64) * k_stride_t,
-                (key_start + key).to(tl.int64) * v_stride_t,
-            )
+            k_row = (key_start + key).to(tl.int64) * k_stride_t
+            v_row = (key_start + key).to(tl.int64) * v_stride_t
         k = tl.load(
             k_ptr + (k_row + h * k_stride_h)[None, :] + d[:, None],
-            mask=here[None, :] & in_d[:, None],
+            mask=in_range[None, :] & in_d[:, None],
             other=0.0,
         ).to(q.dtype)
         v = tl.load(
             v_ptr + (v_row + h * v_stride_h)[:, None] + d[None, :],
-            mask=here[:, None] & in_d[None, :],
+            mask=in_range[:, None] & in_d[None, :],
             other=0.0,
         ).to(q.dtype)
         s = tl.zeros([BLOCK_M, TILE], tl.float32)
@@ -153,9 +151,9 @@ def _forward(
 def attention_packed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, scale: float, want_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Packed keys and values, k and v [K, Hkv, D], q [T, Hq, D].
+    """Attention over packed keys and values: q [T, Hq, D], k and v [K, Hkv, D].
 
-    Returns o [T, Hq, D] contiguous, and lse [T, Hq] in fp32 if wanted.
+    Returns o [T, Hq, D], contiguous, and lse [T, Hq] in fp32, or None where lse is not wanted.
     """
     assert spans.cu_seqlens_k is not None
     return _launch(q, k.unsqueeze(0), v.unsqueeze(0), spans, scale, 0, want_lse)
@@ -164,9 +162,9 @@ def attention_packed(
 def attention_paged(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, scale: float
 ) -> torch.Tensor:
-    """New tokens against a cache that holds their keys and values:
+    """Attention of new tokens against a cache that holds their keys and values.
 
-    k, v [pages, page, Hkv, D], q [T, Hq, D] -> [T, Hq, D].
+    q [T, Hq, D], k and v [pages, page, Hkv, D] -> [T, Hq, D].
     """
     assert spans.block_table is not None
     return _launch(q, k, v, spans, scale, k.shape[1], False)[0]
@@ -200,16 +198,10 @@ def _launch(
         sequences,
         table.stride(0) if page else 0,
         H,
-        q.stride(0),
-        q.stride(1),
-        o.stride(0),
-        o.stride(1),
-        k.stride(0),
-        k.stride(1),
-        k.stride(2),
-        v.stride(0),
-        v.stride(1),
-        v.stride(2),
+        *q.stride()[:2],
+        *o.stride()[:2],
+        *k.stride()[:3],
+        *v.stride()[:3],
         GROUP=group,
         D=D,
         WIDTH=width,
@@ -223,20 +215,21 @@ def _launch(
     return o, lse
 
 
-def _options(dtype: torch.dtype, of_keys: torch.dtype, width: int, paged: bool, where: str) -> dict[str, int]:
-    """Key tiles in flight and, where the compiler must be told, registers of a thread. They decide no bit.
+def _options(dtype: torch.dtype, key_dtype: torch.dtype, width: int, paged: bool, gpu: str) -> dict[str, int]:
+    """The key tiles in flight and, where the compiler must be told, the registers of a thread.
 
-    Found by compiling, so that nothing spills with Triton 3.6 to 3.9. Tiles that are converted are not
-    fetched ahead: one in flight keeps its converted copy in registers, up to 400 bytes of spills a thread. On
-    Ampere the compiler stops at 96 registers and spills 8 bytes.
+    These options decide no bit. They were found by compiling, so that nothing spills with Triton 3.6 to 3.9.
+    Tiles that are converted are not fetched ahead: a tile in flight keeps its converted copy in registers,
+    which costs up to 400 bytes of spills a thread. On Ampere the compiler stops at 96 registers and spills 8
+    bytes. `gpu` is the GPU's generation.
     """
-    if where == "amd":  # its shared memory holds a tile less
-        return {"num_stages": 1 if of_keys != dtype else 2}
-    if of_keys != dtype:
-        capped = where != "blackwell" or _TRITON < (3, 9)
-        return {"num_stages": 1} | ({"maxnreg": 128 if where == "ampere" else 192} if capped else {})
-    if dtype == torch.float32 and width >= 128 and not paged and where != "ampere":
+    if gpu == "amd":  # its shared memory holds one tile less
+        return {"num_stages": 1 if key_dtype != dtype else 2}
+    if key_dtype != dtype:
+        capped = gpu != "blackwell" or _TRITON < (3, 9)
+        return {"num_stages": 1} | ({"maxnreg": 128 if gpu == "ampere" else 192} if capped else {})
+    if dtype == torch.float32 and width >= 128 and not paged and gpu != "ampere":
         return {"num_stages": 1, "maxnreg": 168}
-    if dtype == torch.float32 and width <= 64 and not paged and where == "ampere":
+    if dtype == torch.float32 and width <= 64 and not paged and gpu == "ampere":
         return {"num_stages": 2}
-    return {"num_stages": 3} | ({"maxnreg": 128} if where == "ampere" and dtype != torch.float32 else {})
+    return {"num_stages": 3} | ({"maxnreg": 128} if gpu == "ampere" and dtype != torch.float32 else {})

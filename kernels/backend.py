@@ -1,9 +1,11 @@
-"""Which of an operation's two implementations runs: the device chooses, nobody else.
+"""Which of an operation's two implementations runs. The device chooses, nobody else.
 
-Triton on CUDA tensors, and on CPU tensors in a process started with TRITON_INTERPRET=1 (the tests: Triton's
-interpreter executes the same kernels with numpy); the plain torch reference otherwise, and for fp64, the
-judge of accuracy, everywhere. Triton is imported by the kernels' own modules (`*_triton.py`), and they only
-when a tensor asks for them: a CPU needs no Triton.
+- Triton runs on CUDA tensors. In a process that was started with TRITON_INTERPRET=1 it runs on CPU tensors
+  too: the tests use this, and Triton's interpreter executes the same kernels with numpy.
+- The plain torch reference runs on all other tensors, and on every device for fp64, the judge of accuracy.
+
+Only the modules `*_triton.py` import Triton, and they are imported only when a tensor needs them. So a CPU
+needs no Triton.
 """
 
 import importlib.util
@@ -15,14 +17,14 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def on_triton(x: torch.Tensor) -> bool:
-    """Whether operations on x run their Triton kernels."""
+    """Whether operations on x run the Triton kernels."""
     return (x.is_cuda or INTERPRETED) and x.dtype != torch.float64
 
 
 def find_device(name: str) -> torch.device:
-    """The device called "cpu" or "cuda"; "auto" is CUDA where there is a GPU.
+    """The device called "cpu" or "cuda"; "auto" is CUDA where there is a GPU, and the CPU elsewhere.
 
-    Raises ValueError when it cannot be used.
+    Raises ValueError for another name, or when the device cannot be used.
     """
     if name not in ("auto", "cpu", "cuda"):
         raise ValueError(f'device ("{name}") must be auto, cpu or cuda')

@@ -2,10 +2,12 @@
 
     acc += sum over token blocks of the block's column sums, in the order of the blocks
 
-dy [T, N], acc [N] in fp32 (fp64 for fp64). Order: a block's rows are summed by a binary tree over its rows
-padded with zeros to a power of two. More zeros change no bit, so all blocks are padded to one length and
-their trees run together. On a GPU: columns_triton.py, the same blocks in the same order. Roundings: none but
-the accumulator's own.
+This file is the reference. On a GPU columns_triton.py sums the same blocks in the same order.
+
+Shapes: dy [T, N]; acc [N] in fp32 (fp64 for fp64).
+Roundings: none but the accumulator's own.
+Order: the rows of a block are padded with zeros to a power of two, and a binary tree sums them. More zeros
+change no bit. So all blocks are padded to one length, and their trees run together.
 """
 
 import torch
@@ -15,7 +17,7 @@ from .order import Blocks, tree_sum
 
 
 def add_columns_ref(acc_N: torch.Tensor, dy_TN: torch.Tensor, blocks: Blocks) -> None:
-    """See add_columns."""
+    """The reference of add_columns."""
     longest = max(end - start for start, end in blocks)
     rows = dy_TN.new_zeros(len(blocks), 1 << (longest - 1).bit_length(), dy_TN.shape[1], dtype=acc_N.dtype)
     for block, (start, end) in zip(rows, blocks, strict=True):
@@ -25,7 +27,7 @@ def add_columns_ref(acc_N: torch.Tensor, dy_TN: torch.Tensor, blocks: Blocks) ->
 
 
 def add_columns(acc_N: torch.Tensor, dy_TN: torch.Tensor, blocks: Blocks) -> None:
-    """acc [N] += the column sums of each block of dy [T, N], in the order given."""
+    """acc [N] += the column sums of each block of dy [T, N], in the order of `blocks`."""
     if on_triton(dy_TN):
         from .columns_triton import add_bias_columns
 

@@ -1,13 +1,15 @@
-"""Column sums in canonical order: the gradient of a bias (sum_t dy) or of a norm's weight (sum_t dy x r). No
-atomics.
+"""Column sums in canonical order on a GPU: the gradient of a bias or of a norm's weight. No atomics.
 
-Two passes. First one program for each token block and column tile sums the block's rows into a partial; then
-one program for each column tile adds the partials to the gradient, block after block in the order given. A
-sequence's blocks are the same whatever it is packed with, so the bits depend on the order of the sequences
-only.
+    bias: acc += sum_t dy          norm: acc += sum_t dy x r
 
-dy, x [T, H, D] (H heads are summed with the tokens; 1 for a bias), r [T, H] fp32, partial [blocks, D], acc
-[D], both fp32. Roundings: none but fp32's own.
+There are two passes. First, one program for each token block and column tile sums the rows of the block into
+a partial sum. Then, one program for each column tile adds the partial sums to the gradient.
+
+Shapes: dy, x [T, H, D]; r [T, H] in fp32; partial [blocks, D] and acc [D] in fp32. The H heads are summed
+with the tokens; H is 1 for a bias.
+Roundings: none but those of fp32 itself.
+Order: the partial sums are added block after block, in the order of the blocks. The blocks of a sequence are
+the same whatever the sequence is packed with. So the bits depend on the order of the sequences only.
 """
 
 from functools import lru_cache
@@ -19,10 +21,10 @@ import triton.language as tl
 from .launch import dense, launch
 from .order import TOKEN_BLOCK, Blocks
 
-# Columns of one program: 16-bit loads of a row fill a cache line.
+# Columns of one program: 64 loads of 16 bits fill a cache line.
 COLUMNS = 64
-# Rows loaded at once; orders the sum, with COLUMNS and WARPS: sixteen rows of 64 columns are 8 elements for
-# each of 128 threads.
+# Rows loaded at once: 16 rows of 64 columns are 8 elements for each of 128 threads. ROWS, COLUMNS and WARPS
+# order the sum.
 ROWS = 16
 WARPS = 4
 
@@ -53,21 +55,19 @@ def _block_columns(
         rows = (start + i + tl.arange(0, ROWS)).to(tl.int64)
         mask = (rows < end)[:, None] & (cols < D)[None, :]
         for h in range(first, first + heads):
-            dy = tl.load(dy_ptr + rows[:, None] * (H * D) + h * D + cols[None, :], mask=mask, other=0.0).to(
-                tl.float32
-            )
+            dy_tile = dy_ptr + rows[:, None] * (H * D) + h * D + cols[None, :]
+            dy = tl.load(dy_tile, mask=mask, other=0.0).to(tl.float32)
             if HAS_X:
-                x = tl.load(
-                    x_ptr + rows[:, None] * x_stride_t + h * D + cols[None, :], mask=mask, other=0.0
-                ).to(tl.float32)
+                x_tile = x_ptr + rows[:, None] * x_stride_t + h * D + cols[None, :]
+                x = tl.load(x_tile, mask=mask, other=0.0).to(tl.float32)
                 r = tl.load(r_ptr + rows * H + h, mask=rows < end, other=0.0)
                 dy = dy * (x * r[:, None])
             acc += dy
     tl.store(partial_ptr + block.to(tl.int64) * D + cols, tl.sum(acc, axis=0), mask=cols < D)
 
 
-# The alignment of a weight's place in the gradient buffer is left unused: it changes no order, and one binary
-# serves all.
+# Triton does not specialise on the alignment of acc, a weight's place in the gradient buffer. The alignment
+# changes no order, and so one binary serves all weights.
 @triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["acc_ptr"])
 def _add_partials(acc_ptr, partial_ptr, blocks, D, COLUMNS: tl.constexpr):
     cols = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -81,8 +81,9 @@ def _add_partials(acc_ptr, partial_ptr, blocks, D, COLUMNS: tl.constexpr):
 
 @lru_cache(maxsize=64)
 def _table(blocks: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
-    """The token blocks' first rows and ends, [blocks, 2] int32 on the device; kept, as every layer of a
-    micro-batch asks for the same.
+    """The first row and the end of each token block, [blocks, 2] int32 on the device.
+
+    The result is cached, because every layer of a micro-batch asks for the same table.
     """
     return torch.tensor(blocks, dtype=torch.int32).to(device)
 
@@ -97,9 +98,9 @@ def add_columns(
     first: int = 0,
     heads: int = 1,
 ) -> None:
-    """acc [D] += the sum over tokens and `heads` heads from `first` on of dy, or of dy x r.
+    """acc [D] += the sum of dy, or of dy x r, over the tokens and over `heads` heads from `first` on.
 
-    dy [T, H, D] dense; x [T, H, D] with tokens x_stride_t apart; r [T, H].
+    dy [T, H, D] dense; x [T, H, D], whose tokens are x_stride_t elements apart; r [T, H].
     """
     _, H, D = dy.shape
     tiles = triton.cdiv(D, COLUMNS)
@@ -127,5 +128,5 @@ def add_columns(
 
 
 def add_bias_columns(acc_N: torch.Tensor, dy_TN: torch.Tensor, blocks: Blocks) -> None:
-    """columns.add_columns on Triton."""
+    """columns.add_columns on Triton: acc [N] += the column sums of each block of dy [T, N]."""
     add_columns(acc_N, dense(dy_TN).unsqueeze(1), blocks)

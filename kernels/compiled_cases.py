@@ -1,10 +1,10 @@
 """Every Triton kernel with every configuration that is launched at the shapes of the supported models.
 
-A case calls the launchers with meta tensors, under a name. Recording it (launch.recorded) gives the very
-launches, constants and options of a real run, so this list cannot drift from the code that launches. One case
-for each binary is enough: Triton compiles once for all integers that are multiples of 16, say. Every launch
-of all cases has its own name. tests/triton/launches.py compares the list with the launches of whole runs;
-verify/binaries.py compiles it.
+A case has a name, and calls the launchers with meta tensors. A recording of the case (launch.recorded) gives
+the launches, constants and options of a real run. So this list cannot drift from the code that launches. One
+case for each binary is enough: for example, Triton compiles once for all integers that are multiples of 16.
+Every launch of all cases has its own name. tests/triton/launches.py compares this list with the launches of
+whole runs. verify/binaries.py compiles the list.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,16 +27,16 @@ from .tiles import recording
 BF16, FP16, FP32 = DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Head widths and groups of the supported models: Qwen3-0.6B and 1.7B, 8B, Qwen2.5-0.5B, Llama-3.2-1B.
 ATTENTION_SHAPES = ((128, 2), (128, 4), (64, 7), (64, 4))
-# Rows of a decode and of a prefill, whose products have other row tiles.
+# Rows of a decode and of a prefill. Their products have different row tiles.
 _ROWS = {"decode": 64, "prefill": 128}
 _BLOCKS = [(0, 128), (128, 256)]
 Case = tuple[str, Callable[[], object]]
 
 
 def configurations(target: str = "sm_90") -> Iterator[tuple[str, Launch]]:
-    """Name and launch of each on a target.
+    """The name and the launch of every configuration on a target.
 
-    The name is the case's, then the kernel's. Triton is imported here.
+    The name is made of the names of the case and of the kernel.
     """
     for name, run in cases():
         with recording(target), recorded() as launches:
@@ -62,10 +62,10 @@ def cases() -> Iterator[Case]:
             f"input gradient {square}",
             lambda rows=rows: matmul(_meta(BF16, rows, 2048), _meta(BF16, 2048, 2048)),
         )
-    for pages in (BF16, FP16):
+    for cache_dtype in (BF16, FP16):
         for D, group in ATTENTION_SHAPES:
-            name = f"attention float32 {D}, groups of {group}, paged in {_name(pages)}"
-            yield name, lambda D=D, group=group, pages=pages: _paged(FP32, pages, D, group)
+            name = f"attention float32 {D}, groups of {group}, paged in {_name(cache_dtype)}"
+            yield name, lambda D=D, group=group, cache_dtype=cache_dtype: _paged(FP32, cache_dtype, D, group)
     yield from _logprob()
 
 
@@ -74,7 +74,7 @@ def _meta(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 def _transposed(dtype: torch.dtype, K: int, N: int) -> torch.Tensor:
-    """[K, N] as the transpose of a contiguous [N, K]: as forward products read a weight."""
+    """A [K, N] view of a contiguous [N, K], as the forward products read a weight."""
     return _meta(dtype, N, K).t()
 
 
@@ -83,10 +83,10 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _elementwise(dtype: torch.dtype) -> Iterator[Case]:
-    """Columns, norms, silu_mul, rope and embedding."""
+    """Column sums, norms, silu_mul, rope and the gradient of the embedding."""
     name, D = _name(dtype), 1024  # any multiple of 16 gives the same binary
     yield f"columns {name}", lambda: add_bias_columns(_meta(FP32, D), _meta(dtype, 256, D), _BLOCKS)
-    # Widths: any multiples of 16 above HEAD_COLUMNS give one binary, and so do those up to it.
+    # All widths above HEAD_COLUMNS that are multiples of 16 give one binary. Those up to it give one, too.
     yield f"rms_norm {name}", lambda: _norm(dtype, 1, 1024, with_residual=False)
     yield f"add_rms_norm {name}", lambda: _norm(dtype, 1, 1024, with_residual=True)
     yield f"qk_norm {name}", lambda: _norm(dtype, 24, 128, with_residual=False)
@@ -108,17 +108,14 @@ def _norm(dtype: torch.dtype, H: int, D: int, with_residual: bool) -> None:
 
 
 def _products(dtype: torch.dtype) -> Iterator[Case]:
-    """Forward products, with a bias and of uneven widths too, input gradients and weight gradients."""
+    """Forward products (also with a bias, and with uneven widths), input gradients and weight gradients."""
     name = _name(dtype)
-    for what, rows in _ROWS.items():
-        x, forward, backward = (
-            _meta(dtype, rows, 2048),
-            _transposed(dtype, 2048, 1024),
-            _meta(dtype, 2048, 1024),
-        )
-        yield f"linear {name} {what}", lambda x=x, w=forward: matmul(x, w)
-        yield f"input gradient {name} {what}", lambda x=x, w=backward: matmul(x, w)
-        suffix, bias = ", decode" if what == "decode" else "", _meta(dtype, 1024)
+    for phase, rows in _ROWS.items():
+        x, bias = _meta(dtype, rows, 2048), _meta(dtype, 1024)
+        forward, backward = _transposed(dtype, 2048, 1024), _meta(dtype, 2048, 1024)
+        yield f"linear {name} {phase}", lambda x=x, w=forward: matmul(x, w)
+        yield f"input gradient {name} {phase}", lambda x=x, w=backward: matmul(x, w)
+        suffix = ", decode" if phase == "decode" else ""
         yield f"linear {name} with a bias{suffix}", lambda x=x, w=forward, b=bias: matmul(x, w, b)
         x, uneven = _meta(dtype, rows, 1008), _transposed(dtype, 1008, 1008)
         yield f"linear {name} uneven{suffix}", lambda x=x, w=uneven: matmul(x, w)
@@ -127,7 +124,7 @@ def _products(dtype: torch.dtype) -> Iterator[Case]:
 
 
 def _attention(dtype: torch.dtype) -> Iterator[Case]:
-    """Forward with and without lse (scoring without a gradient), over pages, and backward."""
+    """Forward with lse and without lse (scoring without a gradient), forward over pages, and backward."""
     for D, group in ATTENTION_SHAPES:
         q, k, spans, scale = _meta(dtype, 256, 8 * group, D), _meta(dtype, 256, 8, D), _spans(), D**-0.5
         name = f"{_name(dtype)} {D}, groups of {group}"
@@ -145,20 +142,20 @@ def _attention(dtype: torch.dtype) -> Iterator[Case]:
 
 
 def _spans(pages: int = 0) -> Spans:
-    """Two sequences of meta tensors, packed or in pages."""
+    """Two sequences of meta tensors, packed, or each in `pages` pages."""
     cu_seqlens, seqused = _meta(torch.int32, 3), _meta(torch.int32, 2)
     if pages:
         return Spans(cu_seqlens, seqused, _meta(torch.int32, 2, pages), 8)
     return Spans(cu_seqlens, seqused, None, 8, cu_seqlens)
 
 
-def _paged(dtype: torch.dtype, pages: torch.dtype, D: int, group: int) -> None:
-    cache = _meta(pages, 32, KEY_TILE, 8, D)
+def _paged(dtype: torch.dtype, cache_dtype: torch.dtype, D: int, group: int) -> None:
+    cache = _meta(cache_dtype, 32, KEY_TILE, 8, D)
     attention_paged(_meta(dtype, 256, 8 * group, D), cache, cache, _spans(pages=16), D**-0.5)
 
 
 def _logprob() -> Iterator[Case]:
-    """The gradient overwrites logits of its dtype, or comes from truncated ones, which are in fp32."""
+    """Forward, and backward: over logits of the gradient's dtype, or from truncated logits in fp32."""
     ids, row = _meta(torch.int64, 64), _meta(FP32, 64)
 
     def backward(logits: torch.dtype, dlogits: torch.dtype) -> Callable[[], None]:

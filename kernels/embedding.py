@@ -2,8 +2,9 @@
 
     x_t = w[id_t]          dw[v] = sum over t with id_t = v of dx_t
 
-ids [T] int64, w [V, D], x [T, D]. No rounding forward; dw is summed in fp32, token after token in canonical
-order.
+Shapes: ids [T] int64; w [V, D]; x, dx [T, D].
+Roundings: none in the forward. dw is summed in fp32.
+Order: dw is summed token after token, in canonical order.
 """
 
 import torch
@@ -15,6 +16,11 @@ from .grad import grad_buffer, returned_grad
 def embedding_ref(ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """Forward only."""
     return w.index_select(0, ids)
+
+
+def embedding_bwd_ref(acc: torch.Tensor, ids: torch.Tensor, dx: torch.Tensor) -> None:
+    """acc [V, D] += the gradient. ids [T] int64, dx [T, D]."""
+    acc.index_add_(0, ids, dx.to(acc.dtype))  # on a CPU index_add_ adds the rows one after another
 
 
 class _Embedding(torch.autograd.Function):
@@ -33,14 +39,14 @@ class _Embedding(torch.autograd.Function):
 
             embedding_bwd(acc, ids, dx)
         else:
-            acc.index_add_(0, ids, dx.to(acc.dtype))  # on a CPU index_add_ walks the rows one after another
+            embedding_bwd_ref(acc, ids, dx)
         return None, returned_grad(ctx.w, acc)
 
 
 def check_ids(ids: torch.Tensor, V: int) -> None:
     """Raise ValueError for an id outside 0..V-1.
 
-    ids on a GPU pass: reading them back would make the host wait for it.
+    Ids on a GPU are not checked: the host would have to wait for the GPU to read them back.
     """
     if ids.device.type == "cpu" and ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < V):
         raise ValueError(
@@ -52,8 +58,9 @@ def check_ids(ids: torch.Tensor, V: int) -> None:
 def embedding(ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """Rows of w. ids [T] int64, w [V, D] -> [T, D]. Raises ValueError for an id outside 0..V-1.
 
-    Ids on a GPU are checked where the host made them (check_ids, as Decoder.hidden does); a wrong one that
-    was made there ends in a device-side assertion of torch's index_select.
+    Ids on a GPU are not checked here. Code that makes ids on the host checks them there (check_ids, as
+    Decoder.hidden does). A wrong id that was made on the GPU ends in a device-side assertion of torch's
+    index_select.
     """
     if ids.dtype != torch.int64 or ids.dim() != 1:
         raise ValueError(

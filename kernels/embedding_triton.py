@@ -1,9 +1,10 @@
-"""Triton kernel of embedding.py's gradient: dw[v] += dx_t for the tokens t of v, one after another in
-canonical order. No atomics.
+"""Triton kernel of the gradient of embedding.py. No atomics.
 
-The ids are sorted stably, so that the tokens of one v stand together in their order. The program of the first
-of them owns the row of v and adds them all, each to the fp32 buffer's value: token after token, whatever the
-split into micro-batches.
+    dw[v] += dx_t          for the tokens t with id_t = v, one after another in canonical order
+
+The ids are sorted stably, so that the tokens of one v stand together in canonical order. The program of the
+first of these tokens owns the row of v. It adds all of them to the row of the fp32 buffer, token after token.
+So the split into micro-batches changes no bit.
 """
 
 import torch
@@ -12,7 +13,7 @@ import triton.language as tl
 
 from .launch import dense, launch
 
-# Columns of one program. Free: columns are sums of their own.
+# Columns of one program, and its warps. They decide no bit: each column is a sum of its own.
 TILE, WARPS = 256, 1
 
 

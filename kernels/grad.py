@@ -1,16 +1,16 @@
-"""Where a weight's gradient goes: straight into its fp32 buffer, or back to autograd.
+"""Where the gradient of a weight goes: into the weight's fp32 buffer, or back to autograd.
 
-A trainer gives each weight an fp32 tensor `main_grad` of the weight's shape. Backward functions then add to
-it in canonical order and return nothing, so no gradient in a low precision and no sum over a whole batch ever
-exists. Without `main_grad` the same sum starts from zero and is returned to autograd, rounded once to the
-weight's dtype.
+A trainer gives each weight an fp32 tensor `main_grad` of the weight's shape. The backward functions then add
+to `main_grad` in canonical order, and return nothing. So no gradient in a low precision ever exists, and no
+gradient of a whole batch. Without `main_grad` the same sum starts from zero. It is returned to autograd,
+rounded once to the weight's dtype.
 """
 
 import torch
 
 
 def grad_buffer(weight: torch.Tensor) -> torch.Tensor:
-    """The fp32 (fp64 for fp64 weights) tensor to add this weight's gradient to."""
+    """The tensor to add the weight's gradient to, in fp32 (fp64 for fp64 weights)."""
     buffer = getattr(weight, "main_grad", None)
     if buffer is None:
         return torch.zeros(weight.shape, dtype=accumulate_dtype(weight.dtype), device=weight.device)
@@ -18,12 +18,12 @@ def grad_buffer(weight: torch.Tensor) -> torch.Tensor:
 
 
 def returned_grad(weight: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor | None:
-    """What a backward function returns for `weight` after it has added to `buffer`."""
+    """The value that a backward function returns for `weight`, after it has added to `buffer`."""
     return None if getattr(weight, "main_grad", None) is buffer else buffer.to(weight.dtype)
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype sums are kept in: fp32, or fp64 when a test asks for an fp64 judge."""
+    """The dtype of sums: fp32, or fp64 for fp64 inputs, the judge of the tests."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -33,8 +33,9 @@ def check_dtype(op: str, **tensors: torch.Tensor) -> None:
     (first, x), *rest = tensors.items()
     if x.dtype not in supported:
         raise ValueError(f"{op}: {first}.dtype ({x.dtype}) must be float32, bfloat16, float16 or float64")
-    for name, t in rest:
-        if t.dtype != x.dtype:
+    for name, tensor in rest:
+        if tensor.dtype != x.dtype:
             raise ValueError(
-                f"{op}: {name}.dtype ({t.dtype}) must equal {first}.dtype ({x.dtype}); convert one of them"
+                f"{op}: {name}.dtype ({tensor.dtype}) must equal {first}.dtype ({x.dtype}); "
+                "convert one of them"
             )

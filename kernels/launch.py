@@ -1,9 +1,8 @@
-"""How every Triton kernel is launched: options pinned, tensors dense; and each launch can be recorded, so
-that all can be listed.
+"""How every Triton kernel is launched: with pinned options and dense tensors. A launch can be recorded.
 
-`enable_fp_fusion` is pinned on: vLLM's kernels are launched with Triton's default, which is on up to 3.9, and
-which 3.10 changes. Nothing is autotuned: whoever launches names num_warps (and num_stages where a loop is
-pipelined).
+`enable_fp_fusion` is pinned on, because vLLM's kernels are launched with Triton's default. The default is on
+up to Triton 3.9; Triton 3.10 changes it. Nothing is autotuned: each caller names num_warps, and num_stages
+where a loop is pipelined.
 """
 
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import torch
 
 
 class Launch(NamedTuple):
-    """One launch of a jit function: what Triton specialises it on, without the grid."""
+    """One launch of a jit function: all that Triton specialises it on. The grid is not part of it."""
 
     kernel: Any
     args: tuple[Any, ...]
@@ -23,7 +22,7 @@ class Launch(NamedTuple):
 
 
 class _Recording(NamedTuple):
-    """What `recorded` is doing."""
+    """The state of `recorded`: the launches so far, and whether they are carried out too."""
 
     launches: list[Launch]
     and_run: bool
@@ -35,7 +34,7 @@ _recording: ContextVar[_Recording | None] = ContextVar("recording", default=None
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **options: Any) -> None:
     """kernel[grid](*args, ...) with the fusion of multiply and add pinned.
 
-    Constexprs may be given by name among the options.
+    The options may contain constexprs by name.
     """
     options = {"num_warps": num_warps, "enable_fp_fusion": True, **options}
     recording = _recording.get()
@@ -47,9 +46,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **opt
 
 @contextmanager
 def recorded(and_run: bool = False) -> Iterator[list[Launch]]:
-    """Inside it each launch is listed, and carried out only with `and_run`:
+    """List each launch that is made inside this context.
 
-    without, launchers can be called with meta tensors.
+    A launch is carried out only with `and_run`. Without `and_run` the launchers can be called with meta
+    tensors.
     """
     assert _recording.get() is None, "recorded() does not nest"
     token = _recording.set(_Recording([], and_run))
@@ -60,16 +60,16 @@ def recorded(and_run: bool = False) -> Iterator[list[Launch]]:
 
 
 def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy of it, whose last axis is contiguous."""
+    """x if its last axis is contiguous, else a contiguous copy."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy of it that is contiguous and begins at a multiple of 16 bytes.
+    """x if it is contiguous and begins at a multiple of 16 bytes, else a copy with these properties.
 
-    Triton chooses its layouts, and with them the order of a sum, by the alignment of pointers; no row's bits
-    may depend on where it lies.
+    Triton chooses its layouts, and so the order of a sum, by the alignment of pointers. But the bits of a row
+    must not depend on the row's address.
     """
-    return (
-        x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
-    )
+    if x.is_contiguous() and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)

@@ -2,10 +2,12 @@
 
     y = x w^T + b          dx = dy w          dw = dy^T x          db = sum_t dy
 
-x [T, K], w [N, K], b [N], y [T, N]. Roundings: y once, from an fp32 sum. On a CPU the bias is added to the
-rounded product and rounded again, as a matrix product followed by an addition; on a GPU it joins the sum
-before, as in vLLM's kernel. dx once; dw and db not at all where the weight has an fp32 `main_grad` (see
-grad.py). Order: matmul.py, columns.py. A row of y or dx depends on its own row of x or dy only.
+Shapes: x [T, K]; w [N, K]; b [N]; y [T, N].
+Roundings: y is rounded once, from an fp32 sum. The bias differs between the devices. On a CPU it is added to
+the rounded product, and the sum is rounded again, as in a matrix product followed by an addition. On a GPU it
+joins the fp32 sum before the rounding, as in vLLM's kernel. dx is rounded once. dw and db are not rounded
+where the weight has an fp32 `main_grad` (grad.py).
+Order: as in matmul.py and columns.py. A row of y or dx depends on its own row of x or dy only.
 """
 
 import torch
@@ -34,8 +36,8 @@ def _forward(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, b, blocks):
-        # Held on ctx and not in save_for_backward: the backward needs the tensor object itself for its
-        # main_grad.
+        # w and b are attributes of ctx and do not go through save_for_backward: the backward needs the tensor
+        # object itself, for its main_grad.
         ctx.save_for_backward(x)
         ctx.w, ctx.b, ctx.blocks = w, b, blocks
         return _forward(x, w, b)
@@ -61,8 +63,8 @@ def linear(
 ) -> torch.Tensor:
     """y = x w^T + b. x [T, K], w [N, K], b [N] -> [T, N].
 
-    `blocks` are the token blocks (order.token_blocks) in whose order the weight gradient is summed; all rows
-    as one sequence by default. Raises ValueError on a shape or dtype that does not fit.
+    `blocks` are token blocks (order.token_blocks): the weight gradient is summed in their order. By default
+    all rows are one sequence. Raises ValueError on a shape or dtype that does not fit.
     """
     check_dtype("linear", x=x, w=w, **({} if b is None else {"b": b}))
     if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1]:

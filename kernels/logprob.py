@@ -1,20 +1,21 @@
-"""Log-probability of a token under the distribution it is drawn from. The sampler and the trainer both call
-this file.
+"""Log-probability of a token under the distribution it is drawn from, for the sampler and for the trainer.
 
     z = logits / temperature,  z_v = -inf outside the kept set (top-k, then top-p)
     logp = z_id - lse,  lse = log sum_v exp(z_v),  entropy = lse - sum_v p_v z_v,  p = exp(z - lse)
     (all relative to max z)
     dz_v = dlogp (1[v = id] - p_v),   dlogits = dz / temperature;   dh = dlogits w,   dw = dlogits^T h
 
-The kept set counts as constant in the gradient. Top-k keeps every logit not below the k-th largest. Top-p
-keeps the smallest set of largest probabilities whose sum reaches top_p, never fewer than one (vLLM's
-apply_top_k_top_p). Greedy sampling (temperature 0) is reported under the distribution of temperature 1, as
-vLLM does.
+The sampler and the trainer both call this file. The kept set counts as constant in the gradient. Top-k keeps
+every logit that is not below the k-th largest. Top-p keeps the smallest set of largest probabilities whose
+sum reaches top_p, and at least one token (vLLM's apply_top_k_top_p). Greedy sampling (temperature 0) is
+reported under the distribution of temperature 1, as vLLM does.
 
-h [T, D], w [V, D], ids [T]; logits [rows, V] exist for a chunk of rows only, forward and backward; logp,
-entropy [T]. Roundings: logits once to the dtype of h (fp32 sum); from there everything in fp32; dlogits and
-dh once to the dtype of h. Triton: logprob_triton.py. The rest on a GPU is torch's: sorts, maxima, comparisons
-and elementwise operations, all exact or a row's own.
+Shapes: h [T, D]; w [V, D]; ids, logp, entropy [T]. Logits [rows, V] exist only for a chunk of rows, in the
+forward and in the backward.
+Roundings: logits are rounded once to the dtype of h, from an fp32 sum. Everything after that is in fp32.
+dlogits and dh are rounded once to the dtype of h.
+GPU: the Triton kernels are in logprob_triton.py. The other operations on a GPU are torch's: sorts, maxima,
+comparisons and elementwise operations. They are exact, or depend on their own row only.
 """
 
 from collections.abc import Callable
@@ -27,23 +28,23 @@ from .matmul import add_outer, matmul, matmul_ref
 from .order import Blocks, one_sequence, sum_row
 from .sampling_params import SamplingParams
 
-# Bytes of one fp32 chunk of logits [rows, V]. Rows are free of each other, and a weight gradient's blocks
-# keep their order whatever the chunks (matmul.add_outer), so this bounds memory and decides no bit. On a GPU
-# a chunk must have so many rows that multiplying takes longer than reading the head again: 832 at V =
-# 151,936, where 64 would read it thirteen times as often.
+# Bytes of one fp32 chunk of logits [rows, V]. Rows do not depend on each other, and the blocks of a weight
+# gradient keep their order in any chunks (matmul.add_outer). So this limit bounds memory and decides no bit.
+# On a GPU a chunk needs so many rows that the product takes longer than reading the lm_head again: 832 rows
+# at V = 151,936. Chunks of 64 rows would read the lm_head thirteen times as often.
 CHUNK_BYTES, GPU_CHUNK_BYTES = 1 << 25, 1 << 29
 Tensor = torch.Tensor
 
 
 def prefix_sums_ref(e: Tensor) -> Tensor:
-    """Prefix sums along each row, in fp64, one element after another. [T, V] -> [T, V]."""
+    """Prefix sums along each row in fp64, added one element after another. [T, V] -> [T, V]."""
     return torch.cumsum(e.double(), dim=1)
 
 
 def _prefix_sums(e: Tensor) -> Tensor:
-    """Prefix sums along each row, on Triton up to a common factor.
+    """Prefix sums along each row; on Triton they have a common factor. [T, V] -> [T, V].
 
-    A row's depend on itself only. [T, V] -> [T, V].
+    The prefix sums of a row depend on this row only.
     """
     if on_triton(e):
         from .logprob_triton import prefix_sums
@@ -53,19 +54,19 @@ def _prefix_sums(e: Tensor) -> Tensor:
 
 
 def scaled_logits_ref(logits: Tensor, params: SamplingParams) -> Tensor:
-    """See scaled_logits."""
+    """The reference of scaled_logits."""
     return _scaled(logits, params, prefix_sums_ref)
 
 
 def scaled_logits(logits: Tensor, params: SamplingParams) -> Tensor:
-    """z of the equations above, in fp32. logits [T, V] -> [T, V]."""
+    """z of this file's equations, in fp32. logits [T, V] -> [T, V]."""
     return _scaled(logits, params, _prefix_sums)
 
 
 def _scaled(logits: Tensor, params: SamplingParams, prefix_sums: Callable[[Tensor], Tensor]) -> Tensor:
     z = logits.to(accumulate_dtype(logits.dtype))
     if params.temperature not in (0.0, 1.0):
-        # A true division: a Python scalar may become a product with its reciprocal.
+        # The divisor is a tensor: torch may turn a Python scalar into a product with its reciprocal.
         z = z / z.new_tensor(params.temperature)
     if params.keeps_all(z.shape[1]):
         return z
@@ -82,14 +83,14 @@ def _scaled(logits: Tensor, params: SamplingParams, prefix_sums: Callable[[Tenso
 
 
 def _softmax_parts(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """z - max [T, V], its exp [T, V], and the sum of that along the row [T]."""
+    """z - max [T, V], its exponential [T, V], and the sum of the exponentials along each row [T]."""
     shifted = z - z.amax(dim=1, keepdim=True)
     e = torch.exp(shifted)
     return shifted, e, sum_row(e)
 
 
 def token_logprobs_ref(z: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """See token_logprobs."""
+    """The reference of token_logprobs."""
     shifted, e, total = _softmax_parts(z)
     log_total = torch.log(total)
     logp = shifted.gather(1, ids.unsqueeze(1)).squeeze(1) - log_total
@@ -107,17 +108,18 @@ def token_logprobs(z: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw(z: Tensor, u: Tensor, greedy: bool = False) -> Tensor:
-    """One token a row by inverting the distribution function. z [T, V], u [T] fp64 in [0, 1) -> ids [T].
+    """Draw one token for each row by inverting the distribution function.
 
-    A row's token depends on its own z and u: see _prefix_sums.
+    z [T, V], u [T] fp64 in [0, 1) -> ids [T]. The token of a row depends on the row's own z and u only (see
+    _prefix_sums). `greedy` takes the largest logit instead.
     """
     return z.argmax(dim=1) if greedy else _invert(torch.exp(z - z.amax(dim=1, keepdim=True)), u)
 
 
 def drawn_logprobs(z: Tensor, u: Tensor, greedy: bool = False) -> tuple[Tensor, Tensor]:
-    """`draw`, and what `token_logprobs` says of the tokens drawn, with one exponential for both.
+    """The tokens of `draw` and their logp of `token_logprobs`. z [T, V], u [T] -> ids [T], logp [T] in fp32.
 
-    z [T, V], u [T] -> ids [T], logp [T] in fp32.
+    The reference computes one exponential for both.
     """
     if on_triton(z):
         ids = draw(z, u, greedy)
@@ -128,18 +130,17 @@ def drawn_logprobs(z: Tensor, u: Tensor, greedy: bool = False) -> tuple[Tensor, 
 
 
 def _invert(e: Tensor, u: Tensor) -> Tensor:
-    """The first token at which the distribution function of weights e [T, V] exceeds u [T]."""
+    """The first token at which the distribution function of the weights e [T, V] exceeds u [T]."""
     cdf = _prefix_sums(e)
     total = cdf[:, -1:]
     target = torch.minimum(u.unsqueeze(1) * total, torch.nextafter(total, torch.zeros_like(total)))
     ids = torch.searchsorted(cdf, target, right=True).squeeze(1)
-    return ids.clamp_(
-        max=e.shape[1] - 1
-    )  # logits that are NaN: found later, and not by reading out of bounds
+    # NaN logits would give an id out of bounds. A later check finds the NaN.
+    return ids.clamp_(max=e.shape[1] - 1)
 
 
 def chunk_rows(V: int, device: torch.device) -> int:
-    """Rows of logits held at once on a device: whole tiles of matrix products."""
+    """The rows of logits that a device holds at once: whole tiles of the matrix products."""
     chunk_bytes = CHUNK_BYTES if device.type == "cpu" else GPU_CHUNK_BYTES
     return max(64, chunk_bytes // (4 * V) // 64 * 64)
 
@@ -156,7 +157,7 @@ def linear_logprob_ref(h: Tensor, w: Tensor, ids: Tensor, params: SamplingParams
 
 
 def _forward(h: Tensor, w: Tensor, ids: Tensor, params: SamplingParams) -> tuple[Tensor, ...]:
-    """logp and entropy, [T] each; on Triton each row's maximum and log of the sum as well, for the backward."""
+    """logp and entropy, [T] each. On Triton also each row's maximum and log of the sum, for the backward."""
     if not on_triton(h):
         return linear_logprob_ref(h, w, ids, params)
     if not h.shape[0]:
@@ -174,7 +175,7 @@ def _forward(h: Tensor, w: Tensor, ids: Tensor, params: SamplingParams) -> tuple
 
 
 def _chunks_of_blocks(blocks: Blocks, rows: int) -> list[list[tuple[int, int]]]:
-    """Consecutive blocks grouped into chunks of about `rows` rows."""
+    """Consecutive blocks in chunks of at most `rows` rows; a single block may be longer."""
     chunks: list[list[tuple[int, int]]] = []
     for start, end in blocks:
         if chunks and end - chunks[-1][0][0] <= rows:
@@ -198,9 +199,9 @@ def dlogits_ref(logits: Tensor, ids: Tensor, dlogp: Tensor, params: SamplingPara
 def _dlogits(
     logits: Tensor, ids: Tensor, dlogp: Tensor, params: SamplingParams, stats: tuple[Tensor, ...]
 ) -> Tensor:
-    """As dlogits_ref; on Triton in the place of the logits.
+    """The gradient of the logits, as dlogits_ref gives it. On Triton it overwrites the logits.
 
-    `stats`: maximum and log of the sum of each row.
+    `stats` are the maximum and the log of the sum of each row (Triton only).
     """
     if not on_triton(logits):
         return dlogits_ref(logits, ids, dlogp, params)
@@ -244,17 +245,17 @@ def linear_logprob(
     params: SamplingParams | None = None,
     blocks: Blocks | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """logp of ids under the logits h w^T, and the entropy (no gradient). h [T, D], w [V, D], ids [T] -> [T],
-    [T] in fp32.
+    """logp of the ids under the logits h w^T, and the entropy, which has no gradient.
 
-    `blocks`: token blocks in whose order dw is summed. Raises ValueError on a bad shape, dtype or
-    distribution.
+    h [T, D], w [V, D], ids [T] -> [T], [T] in fp32. `blocks` are token blocks: dw is summed in their order.
+    Raises ValueError on a bad shape, dtype or sampling parameter.
     """
     check_dtype("linear_logprob", h=h, w=w)
     params = (params or SamplingParams()).check()
     if h.dim() != 2 or w.dim() != 2 or h.shape[1] != w.shape[1] or ids.shape != h.shape[:1]:
         raise ValueError(
-            f"linear_logprob: h {tuple(h.shape)}, w {tuple(w.shape)}, ids {tuple(ids.shape)} must be [T, D], [V, D], [T]"
+            f"linear_logprob: h {tuple(h.shape)}, w {tuple(w.shape)}, ids {tuple(ids.shape)} must be "
+            "[T, D], [V, D], [T]"
         )
     if not torch.is_grad_enabled():
         return _forward(h, w, ids, params)[:2]

@@ -1,19 +1,21 @@
-"""Triton kernels of logprob.py: log-softmax, gather and entropy of a row of logits in one kernel, and the
-gradient in place.
+"""Triton kernels of logprob.py: log-softmax, gather and entropy in one kernel, and the gradient in place.
 
-Forward, as vLLM 0.32's batch-invariant log_softmax (`_softmax_kernel`,
-model_executor/determinism/batch_invariant.py; the V2 runner's `_topk_log_softmax_kernel` sums alike): the
-row's maximum, then the sum of exp(z - max) over tiles of 1024 logits in ascending order, then z - max -
-log(sum) at the token; the entropy's sum runs beside it. Its tile and its four warps order the sums and are
-constants. The division by the temperature is in the kernel and correctly rounded: z / 1.0 = z, so that one
-binary serves every temperature. Backward: element by element from the forward's maximum and log(sum), each
-logit overwritten by its gradient; no sum, no second [rows, V].
+Forward: as vLLM 0.32's batch-invariant log_softmax (`_softmax_kernel`,
+model_executor/determinism/batch_invariant.py; `_topk_log_softmax_kernel` of the V2 runner sums in the same
+way). First the maximum of the row, then the sum of exp(z - max) over tiles of 1024 logits in ascending order,
+then z - max - log(sum) at the token. The sum of the entropy runs beside it. The division by the temperature
+is in the kernel and correctly rounded. Since z / 1.0 = z, one binary serves every temperature.
 
-`prefix_sums` adds integers, exactly and so in any order: on a GPU torch's cumsum splits one row otherwise
-than many.
+Backward: element by element, from the forward's maximum and log(sum). Each gradient overwrites its logit.
+There is no sum, and no second [rows, V].
 
-logits [rows, V] in fp32 (backward: the model's dtype too), ids, logp, entropy, max, log_sum [rows], fp32.
+`prefix_sums` adds integers. Integer sums are exact, and so the same in any order. This matters because
+torch's cumsum on a GPU splits one row in another way than many rows.
+
+Shapes: logits [rows, V] in fp32 (in the backward also the model's dtype); ids [rows]; logp, entropy, max,
+log_sum [rows] in fp32.
 Roundings: dlogits once.
+Order: vLLM's tile and its four warps order the sums, so both are constants.
 """
 
 import torch
@@ -24,7 +26,7 @@ from .launch import dense, launch
 
 # vLLM's tile and warps, which order the sums.
 TILE, WARPS = 1024, 4
-# Elements of one program of the backward. Free: no element depends on another.
+# Elements of one program of the backward. This decides no bit: no element depends on another.
 BWD_TILE = 4096
 
 
@@ -65,7 +67,7 @@ def _logprob_fwd(
     tl.store(log_sum_ptr + row, log_sum)
 
 
-# These are parts of whole columns, which begin anywhere.
+# These pointers are slices of whole columns, and may begin at any address.
 @triton.jit(do_not_specialize_on_alignment=["ids_ptr", "dlogp_ptr", "max_ptr", "log_sum_ptr"])
 def _logprob_bwd(
     logits_ptr,
@@ -94,7 +96,7 @@ def _logprob_bwd(
 def logprob_fwd(
     logits: torch.Tensor, ids: torch.Tensor, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """logp, entropy, max and log_sum, [rows] each, of logits [rows, V] fp32 divided by the temperature."""
+    """logp, entropy, max and log_sum, [rows] each, of fp32 logits [rows, V] divided by the temperature."""
     logits, (rows, V) = dense(logits), logits.shape
     logp, entropy, largest, log_sum = (
         torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(4)
@@ -127,9 +129,9 @@ def logprob_bwd(
     temperature: float = 1.0,
     divisor: float = 1.0,
 ) -> None:
-    """out [rows, V] = (1[v = id] - p_v) dlogp / divisor, p from logits / temperature.
+    """out [rows, V] = (1[v = id] - p_v) dlogp / divisor, with p from logits / temperature.
 
-    `out` may be `logits`; both dense.
+    `out` may be the same tensor as `logits`. Both are dense.
     """
     rows, V = logits.shape
     assert logits.is_contiguous()
@@ -152,9 +154,10 @@ def logprob_bwd(
 
 
 def prefix_sums(e: torch.Tensor) -> torch.Tensor:
-    """Prefix sums along each row of e [rows, V], 0 <= e <= 1, up to a factor that V decides; fp64, ascending.
+    """Prefix sums along each row of e [rows, V], times a factor that depends on V only; fp64, ascending.
 
-    e is counted in units so small that a whole row's sum stays below 2^62: 2^-44 at a vocabulary of 2^18.
+    0 <= e <= 1. e is counted in integer units that keep the sum of a whole row below 2^62: a unit is 2^-44 at
+    a vocabulary of 2^18.
     """
     units = 2.0 ** (62 - (e.shape[1] - 1).bit_length())
     return torch.cumsum((e.double() * units).to(torch.int64), dim=1).double()

@@ -2,23 +2,24 @@
 
     y = x w^T          acc += sum over token blocks of dy_b^T x_b
 
-x [T, K], w [N, K], y [T, N]; dy [T, N], acc [N, K] in fp32 (fp64 for fp64).
-Roundings: y once to the dtype of x, from an fp32 sum (fp64 for fp64); acc not at all.
-On a GPU: matmul_triton.py. What follows is the reference, for CPUs.
+This file is the reference, for CPUs. The GPU has matmul_triton.py.
 
-Products are oneDNN's in fp32 and bf16. Products of fp16, and of bf16 where oneDNN has none (without AVX-512),
-are products of fp32 numbers, rounded once. Two facts about CPU matrix libraries shape this file (measured
-with torch 2.13, MKL 2024.2 and oneDNN 3.12, with AVX-512 and with AVX2):
+Shapes: x [T, K]; w [N, K]; y, dy [T, N]; acc [N, K] in fp32 (fp64 for fp64). T rows (tokens), K reduced
+width, N output width.
+Roundings: y is rounded once to the dtype of x, from an fp32 sum (fp64 for fp64). acc is not rounded.
 
-- A row of a product may change its bits with the number of rows in the call, because another number of rows may select
-  another micro-kernel (one or two rows always do here). So the bits of a row are those of a product of
-  ROW_TILE rows, by definition, and rows are cut into tiles of a few fixed sizes. A tile longer than ROW_TILE
-  is taken only where the library, on this machine and for this shape, was seen to give every row the same
-  bits (`_agrees`). It saves time and decides no bit.
-- With a width that is not a multiple of 16 the edge of the last vector is summed in another order, and where that edge
-  lies depends on the number of threads. So widths are padded with zeros to a multiple of 16 first.
+oneDNN computes the products in fp32 and bf16. Products of fp16 are computed from fp32 numbers and rounded
+once. So are products of bf16 where oneDNN has none (without AVX-512). Two facts about CPU matrix libraries
+shape this file. They were measured with torch 2.13, MKL 2024.2 and oneDNN 3.12, with AVX-512 and with AVX2:
 
-Shapes: T rows (tokens), K reduced width, N output width.
+- The bits of a row may change with the number of rows in the call, because another number of rows may select
+  another micro-kernel (one or two rows always do here). So, by definition, the bits of a row are those of a
+  product of ROW_TILE rows, and rows are cut into tiles of a few fixed sizes. A tile longer than ROW_TILE is
+  taken only where a probe found that the library gives every row the same bits, on this machine and for this
+  shape (`_agrees`). The longer tile saves time and decides no bit.
+- With a width that is not a multiple of 16, the library sums the edge of the last vector in another order,
+  and the place of that edge depends on the number of threads. So widths are first padded with zeros to a
+  multiple of 16.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,23 +32,27 @@ import torch.nn.functional as F
 from .backend import on_triton
 from .order import ALIGN, ROW_TILE, Blocks, same_bits
 
-# Rows of the tiles that stand for several of ROW_TILE rows, longest first; they take 0.4 to 0.9 of the time.
+# Rows of the tiles that replace several tiles of ROW_TILE rows, longest first. They take 0.4 to 0.9 of the
+# time.
 _LONG_TILES = (1024, 512, 256, 128, 64)
-# Products of more multiplications are not probed but cut into ROW_TILE rows: a probe takes a tenth of a
-# second at most.
+# Products of more multiplications than this are not probed, but cut into tiles of ROW_TILE rows. So a probe
+# takes a tenth of a second at most.
 _PROBE_LIMIT = 1 << 31
-# Tiles of so many rows at most read packed weights, and copies of so many bytes at most are made. Bound time
-# and memory.
+# Tiles of at most so many rows read packed weights, and the packed copies have at most so many bytes. The
+# limits bound time and memory.
 _PACKED_ROWS, _PACKED_BYTES = 128, 1 << 28
 _ONEDNN = torch.backends.mkldnn.is_available()
 _ONEDNN_BF16 = _ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-# Products of two numbers of these dtypes are exact in fp32, and summed there: fp16 (5x faster so), and bf16
-# where oneDNN cannot.
+# The product of two numbers of these dtypes is exact in fp32, and it is summed in fp32: fp16 (five times
+# faster in this way), and bf16 where oneDNN has no bf16 products.
 _THROUGH_FP32 = (torch.float16,) if _ONEDNN_BF16 else (torch.float16, torch.bfloat16)
 
 
 def matmul_ref(x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
-    """x w^T on a CPU (see matmul). Reads `w_NK.packed`, a copy made by `packed`, where there is one."""
+    """The reference of matmul: x w^T on a CPU.
+
+    Reads `w_NK.packed`, the copy that `packed` makes, where it exists.
+    """
     dtype = x_TK.dtype
     if dtype in _THROUGH_FP32:
         return matmul_ref(x_TK.float(), w_NK.float()).to(dtype)
@@ -71,14 +76,11 @@ def matmul_ref(x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
 
 
 def add_outer_ref(acc_NK: torch.Tensor, dy_TN: torch.Tensor, x_TK: torch.Tensor, blocks: Blocks) -> None:
-    """acc += dy^T x on a CPU (see add_outer)."""
+    """The reference of add_outer, acc += dy^T x on a CPU."""
     dy, x = _pad_width(dy_TN.to(acc_NK.dtype)), _pad_width(x_TK.to(acc_NK.dtype))
     aligned = acc_NK.is_contiguous() and acc_NK.shape == (dy.shape[1], x.shape[1])
-    acc = (
-        acc_NK
-        if aligned
-        else F.pad(acc_NK, (0, x.shape[1] - acc_NK.shape[1], 0, dy.shape[1] - acc_NK.shape[0]))
-    )
+    padding = (0, x.shape[1] - acc_NK.shape[1], 0, dy.shape[1] - acc_NK.shape[0])
+    acc = acc_NK if aligned else F.pad(acc_NK, padding)
     for start, end in blocks:
         torch.addmm(acc, dy[start:end].t(), x[start:end], out=acc)
     if not aligned:
@@ -86,7 +88,7 @@ def add_outer_ref(acc_NK: torch.Tensor, dy_TN: torch.Tensor, x_TK: torch.Tensor,
 
 
 def matmul(x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
-    """x w^T with each row's bits independent of the other rows, of T and of the number of threads. -> [T, N].
+    """x w^T. -> [T, N]. The bits of a row do not depend on the other rows, on T or on the number of threads.
 
     `w_NK` may have any strides: a transposed view gives x w.
     """
@@ -98,7 +100,7 @@ def matmul(x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
 
 
 def add_outer(acc_NK: torch.Tensor, dy_TN: torch.Tensor, x_TK: torch.Tensor, blocks: Blocks) -> None:
-    """acc += dy^T x, block by block in the order given: the sum of a weight gradient."""
+    """acc += dy^T x, block by block in the order of `blocks`: the sum of a weight gradient."""
     if on_triton(x_TK):
         from . import matmul_triton
 
@@ -109,22 +111,22 @@ def add_outer(acc_NK: torch.Tensor, dy_TN: torch.Tensor, x_TK: torch.Tensor, blo
 
 @contextmanager
 def packed(weights_NK: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Inside, each of these weights carries a copy that lies as the library computes: its attribute `packed`.
+    """Give each weight a copy in the layout of the library, as its attribute `packed`, inside this context.
 
-    Products of few rows read the copy, so nobody may change the weights meanwhile. The copies decide no bit:
-    they are made where a probe finds the same bits with them (`_pack_agrees`).
+    Products of few rows read the copy, so nobody may change the weights inside the context. The copies decide
+    no bit: a copy is made only where a probe finds the same bits with it (`_pack_agrees`).
     """
-    carriers, room = [], _PACKED_BYTES
+    packed_weights, bytes_left = [], _PACKED_BYTES
     for w in weights_NK:
-        fits = w.nbytes <= room and not on_triton(w)
+        fits = w.nbytes <= bytes_left and not on_triton(w)
         if _ONEDNN and fits and _pack_agrees(w.dtype, *w.shape, torch.get_num_threads()):
             w.packed = _pack(w.detach())
-            carriers.append(w)
-            room -= w.nbytes
+            packed_weights.append(w)
+            bytes_left -= w.nbytes
     try:
         yield
     finally:
-        for w in carriers:
+        for w in packed_weights:
             del w.packed
 
 
@@ -134,7 +136,7 @@ def _product(x: torch.Tensor, w_KN: torch.Tensor, pack: torch.Tensor | None = No
         return _linear(x, pack)
     if x.dtype == torch.float32 and _ONEDNN:
         return _linear(x, w_KN.t())
-    return torch.mm(x, w_KN)  # in bf16 oneDNN's, too
+    return torch.mm(x, w_KN)  # in bf16 this is a product of oneDNN, too
 
 
 def _linear(x: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
@@ -148,16 +150,9 @@ def _pack(w_NK: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _pack_agrees(dtype: torch.dtype, N: int, K: int, threads: int) -> bool:
-    """Whether tiles of every number of rows that read packed weights have the bits of a product with plain
-    weights.
-    """
-    if (
-        dtype == torch.float64
-        or dtype in _THROUGH_FP32
-        or K % ALIGN
-        or N % ALIGN
-        or _PACKED_ROWS * K * N > _PROBE_LIMIT
-    ):
+    """Whether all tiles that read packed weights have the bits of a product with plain weights."""
+    unpackable = dtype == torch.float64 or dtype in _THROUGH_FP32 or K % ALIGN or N % ALIGN
+    if unpackable or _PACKED_ROWS * K * N > _PROBE_LIMIT:
         return False
     g = torch.Generator().manual_seed(0)
     x, w = (torch.randn(n, K, generator=g).to(dtype) for n in (_PACKED_ROWS, N))
@@ -169,7 +164,7 @@ def _pack_agrees(dtype: torch.dtype, N: int, K: int, threads: int) -> bool:
 
 
 def _one_product(rows: int, x: torch.Tensor, w_KN: torch.Tensor) -> bool:
-    """Whether one call may compute that many rows."""
+    """Whether one call of the library may compute so many rows."""
     if rows == ROW_TILE:
         return True
     return rows in _LONG_TILES and _agrees(rows, x.dtype, *w_KN.shape, w_KN.stride(), torch.get_num_threads())
@@ -177,19 +172,17 @@ def _one_product(rows: int, x: torch.Tensor, w_KN: torch.Tensor) -> bool:
 
 @cache
 def _agrees(rows: int, dtype: torch.dtype, K: int, N: int, strides: tuple[int, int], threads: int) -> bool:
-    """Whether a product of `rows` rows gives each row the bits of a product of ROW_TILE rows, tried on random
-    numbers.
+    """Whether a product of `rows` rows gives each row the bits of a product of ROW_TILE rows.
 
-    The order of a sum shows in random numbers: of rows * N sums none may differ. Keyed by all that the
-    library chooses by.
+    The probe uses random numbers, which show the order of a sum: none of the rows * N sums may differ. The
+    cache is keyed by everything that the library chooses by.
     """
     if rows * K * N > _PROBE_LIMIT:
         return False
     g = torch.Generator().manual_seed(0)
     x = torch.randn(rows, K, generator=g, dtype=torch.float32).to(dtype)
-    w = torch.empty_strided((K, N), strides, dtype=dtype).copy_(
-        torch.randn(K, N, generator=g, dtype=torch.float32)
-    )
+    w = torch.empty_strided((K, N), strides, dtype=dtype)
+    w.copy_(torch.randn(K, N, generator=g, dtype=torch.float32))
     return same_bits(_product(x, w), torch.cat([_product(tile, w) for tile in x.split(ROW_TILE)]))
 
 
@@ -199,7 +192,7 @@ def _narrow(y: torch.Tensor, N: int) -> torch.Tensor:
 
 
 def _pad_width(x: torch.Tensor) -> torch.Tensor:
-    """Contiguous, 64-byte aligned, last axis a multiple of ALIGN."""
+    """x, contiguous and 64-byte aligned, with the last axis padded to a multiple of ALIGN."""
     pad = -x.shape[-1] % ALIGN
     if pad:
         return F.pad(x, (0, pad))
@@ -207,8 +200,9 @@ def _pad_width(x: torch.Tensor) -> torch.Tensor:
 
 
 def _pad_both(w_KN: torch.Tensor) -> torch.Tensor:
-    """Both axes a multiple of ALIGN; strides are kept where nothing is padded, so a transposed view costs
-    nothing.
+    """w with both axes padded to a multiple of ALIGN.
+
+    The strides are kept where nothing is padded, so a transposed view costs nothing.
     """
     pad_k, pad_n = -w_KN.shape[0] % ALIGN, -w_KN.shape[1] % ALIGN
     if pad_k or pad_n:

@@ -2,14 +2,16 @@
 
     y = x w^T + b        dx = dy w        dw += sum over token blocks of dy_b^T x_b
 
-x [M, K], w [K, N] as a view with any strides, b [N], y [M, N]; dy [T, N], x [T, K], dw [N, K] in fp32.
-Roundings: y once, the bias added to the fp32 sum before (as vLLM's matmul_kernel_persistent does; the CPU
-reference rounds the product first). dw not at all. Order: y walks tiles of BLOCK_K along K in ascending order
-through one fp32 accumulator, the arithmetic of vLLM 0.32's matmul_kernel_persistent; BLOCK_K depends on (N,
-K, dtype) and the GPU's generation (tiles.py). In dw one program owns one tile, begins with what the buffer
-holds and adds chunks of tokens, none of two token blocks, in the blocks' order: a sum that is broken off at a
-block's end and taken up by a later call has the same bits. No atomics, no split of a sum. fp32 operands are
+Shapes: x [M, K]; w [K, N], a view with any strides; b [N]; y [M, N]. For dw: dy [T, N]; x [T, K]; dw [N, K]
+in fp32.
+Roundings: y is rounded once. The bias is added to the fp32 sum before the rounding, as in vLLM's
+matmul_kernel_persistent (the CPU reference rounds the product first). dw is not rounded. fp32 operands are
 multiplied as they are (ieee), never rounded to tf32.
+Order: for y, a program walks tiles of BLOCK_K along K in ascending order, with one fp32 accumulator. This is
+the arithmetic of vLLM 0.32's matmul_kernel_persistent. BLOCK_K depends on (N, K, dtype) and on the GPU's
+generation (tiles.py). For dw, one program owns one tile. The program begins with the value of the buffer, and
+adds chunks of tokens in the order of the token blocks. No chunk has tokens of two blocks. So a sum that stops
+at the end of a block and goes on in a later call has the same bits. There are no atomics and no split sums.
 """
 
 from functools import lru_cache
@@ -22,7 +24,7 @@ from .launch import launch, rows_contiguous
 from .order import TOKEN_BLOCK, Blocks
 from .tiles import generation, matmul_tiles, multiprocessors, outer_tiles
 
-# Row tiles that share their column tiles while those lie in the L2 cache.
+# Row tiles that use the same column tiles while these lie in the L2 cache.
 BAND = 8
 
 
@@ -58,18 +60,18 @@ def _matmul(
         n = tile % in_band // height * BLOCK_N
         r, c = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
         in_m, in_n = (m + r < M)[:, None], (n + c < N)[None, :]
-        # Only a tile's origin needs 64 bits.
+        # Only the origin of a tile needs 64 bits.
         x_tile = x_ptr + m.to(tl.int64) * stride_xm + r[:, None] * stride_xm
         w_tile = w_ptr + n.to(tl.int64) * stride_wn + c[None, :] * stride_wn
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in range(0, K, BLOCK_K):
-            x_at = x_tile + tl.cast(start, tl.int64) * stride_xk + k[None, :] * stride_xk
-            w_at = w_tile + tl.cast(start, tl.int64) * stride_wk + k[:, None] * stride_wk
+            x_step = x_tile + tl.cast(start, tl.int64) * stride_xk + k[None, :] * stride_xk
+            w_step = w_tile + tl.cast(start, tl.int64) * stride_wk + k[:, None] * stride_wk
             if EVEN_K:
-                x, w = tl.load(x_at, mask=in_m, other=0.0), tl.load(w_at, mask=in_n, other=0.0)
+                x, w = tl.load(x_step, mask=in_m, other=0.0), tl.load(w_step, mask=in_n, other=0.0)
             else:
-                x = tl.load(x_at, mask=in_m & (start + k < K)[None, :], other=0.0)
-                w = tl.load(w_at, mask=in_n & (start + k < K)[:, None], other=0.0)
+                x = tl.load(x_step, mask=in_m & (start + k < K)[None, :], other=0.0)
+                w = tl.load(w_step, mask=in_n & (start + k < K)[:, None], other=0.0)
             acc = tl.dot(x, w, acc, input_precision="ieee")
         if HAS_BIAS:
             acc += tl.load(b_ptr + n + c, mask=n + c < N, other=0.0).to(tl.float32)[None, :]
@@ -77,7 +79,8 @@ def _matmul(
         tl.store(y_tile, acc.to(y_ptr.dtype.element_ty), mask=in_m & in_n)
 
 
-# The alignment of a weight's place in the gradient buffer is left unused, as it is another for each weight.
+# Triton does not specialise on the alignment of acc, a weight's place in the gradient buffer: it differs from
+# weight to weight.
 @triton.jit(do_not_specialize=["runs"], do_not_specialize_on_alignment=["acc_ptr"])
 def _outer(
     acc_ptr,
@@ -96,26 +99,26 @@ def _outer(
 ):
     n, k = tl.program_id(1) * BLOCK_N, tl.program_id(0) * BLOCK_K
     rn, rk, rt = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_T)
-    dy_at = dy_ptr + rt[:, None] * stride_dy + (n + rn)[None, :]
-    x_at = x_ptr + rt[:, None] * stride_x + (k + rk)[None, :]
+    dy_tile = dy_ptr + rt[:, None] * stride_dy + (n + rn)[None, :]
+    x_tile = x_ptr + rt[:, None] * stride_x + (k + rk)[None, :]
     in_n, in_k = n + rn < N, k + rk < K
     inside = in_n[:, None] & in_k[None, :]
-    acc_at = acc_ptr + n.to(tl.int64) * stride_acc + k + rn[:, None] * stride_acc + rk[None, :]
-    acc = tl.load(acc_at, mask=inside, other=0.0)
+    acc_tile = acc_ptr + n.to(tl.int64) * stride_acc + k + rn[:, None] * stride_acc + rk[None, :]
+    acc = tl.load(acc_tile, mask=inside, other=0.0)
     for i in range(runs):
         end = tl.load(run_ptr + 2 * i + 1)
         for t in range(tl.load(run_ptr + 2 * i), end, BLOCK_T):
-            here = (t + rt < end)[:, None]
-            dy = tl.load(dy_at + tl.cast(t, tl.int64) * stride_dy, mask=here & in_n[None, :], other=0.0)
-            x = tl.load(x_at + tl.cast(t, tl.int64) * stride_x, mask=here & in_k[None, :], other=0.0)
+            in_run = (t + rt < end)[:, None]
+            dy = tl.load(dy_tile + tl.cast(t, tl.int64) * stride_dy, mask=in_run & in_n[None, :], other=0.0)
+            x = tl.load(x_tile + tl.cast(t, tl.int64) * stride_x, mask=in_run & in_k[None, :], other=0.0)
             acc = tl.dot(tl.trans(dy), x, acc, input_precision="ieee")
-    tl.store(acc_at, acc, mask=inside)
+    tl.store(acc_tile, acc, mask=inside)
 
 
 def matmul(x_MK: torch.Tensor, w_KN: torch.Tensor, b_N: torch.Tensor | None = None) -> torch.Tensor:
-    """x w + b, rounded once to the dtype of x.
+    """x w + b, rounded once to the dtype of x. -> [M, N].
 
-    Any strides; a row's bits depend on that row, w and b only. -> [M, N].
+    x and w may have any strides. The bits of a row depend on this row, w and b only.
     """
     (M, K), N = x_MK.shape, w_KN.shape[1]
     y = x_MK.new_empty(M, N)
@@ -150,7 +153,7 @@ def matmul(x_MK: torch.Tensor, w_KN: torch.Tensor, b_N: torch.Tensor | None = No
 
 
 def add_outer(acc_NK: torch.Tensor, dy_TN: torch.Tensor, x_TK: torch.Tensor, blocks: Blocks) -> None:
-    """acc += dy^T x, block after block. acc fp32, rows contiguous; dy and x of one dtype."""
+    """acc += dy^T x, block after block. acc is fp32 with contiguous rows; dy and x have one dtype."""
     dy, x = rows_contiguous(dy_TN), rows_contiguous(x_TK)
     assert acc_NK.dtype == torch.float32, acc_NK.dtype
     assert acc_NK.stride(1) == 1, acc_NK.stride()
@@ -180,11 +183,10 @@ def add_outer(acc_NK: torch.Tensor, dy_TN: torch.Tensor, x_TK: torch.Tensor, blo
 
 @lru_cache(maxsize=32)
 def _runs(blocks: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
-    """Token blocks as runs [start, end) of blocks that follow each other, all but a run's last one full:
-    [runs, 2] int32.
+    """Token blocks as runs [start, end) of blocks that follow each other: [runs, 2] int32.
 
-    A kernel that walks a run from its start in chunks that divide TOKEN_BLOCK never has tokens of two blocks
-    in one chunk.
+    All blocks of a run but the last are full. So a kernel that walks a run from its start, in chunks that
+    divide TOKEN_BLOCK, never has tokens of two blocks in one chunk.
     """
     runs: list[list[int]] = []
     for start, end in blocks:

@@ -1,13 +1,17 @@
 """The order of every sum: constants, token blocks and fixed trees. A leaf: it imports nothing of zerokl.
 
-Where the rest of an order stands: products with weights in matmul.py, column sums in columns.py, attention's
-tiles in attention_plan.py, tiles on a GPU in tiles.py.
+Other files define the rest of the order: matmul.py (products with weights), columns.py (column sums),
+attention_plan.py (tiles of the attention) and tiles.py (tiles on a GPU).
 
-Every operation of a reference is one of these, which give the same bits wherever an element lies in a tensor:
-operations that IEEE 754 rounds exactly (+ - * / sqrt); `torch.exp` and `torch.log` in fp32; a sum along the
-last axis of a contiguous row; operations that walk a row element after element (cumsum, index_add_).
-Operations that torch computes differently in the vector body and in the scalar tail (silu, sigmoid, addcmul,
-lerp, `add(alpha=)`) are not used anywhere in zerokl.
+The references use only operations that give the same bits wherever an element lies in a tensor:
+
+- operations that IEEE 754 rounds exactly (+ - * / sqrt);
+- `torch.exp` and `torch.log` in fp32;
+- a sum along the last axis of a contiguous row;
+- operations that walk a row element after element (cumsum, index_add_).
+
+Some operations of torch differ between the vector body and the scalar tail: silu, sigmoid, addcmul, lerp,
+`add(alpha=)`. zerokl does not use them anywhere.
 
 Shapes: T rows (tokens), N width.
 """
@@ -17,13 +21,13 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-# Rows of the matrix product that defines a row's bits on a CPU: few enough that a small batch that decodes
-# wastes little.
+# Rows of the matrix product that defines a row's bits on a CPU. They are few, so that a small batch wastes
+# little when it decodes.
 ROW_TILE = 32
-# Tokens of one partial weight gradient: long enough to be compute-bound, short enough that a sum of them
-# stays accurate.
+# Tokens of one partial weight gradient. They are enough to be compute-bound, and few enough for an accurate
+# sum.
 TOKEN_BLOCK = 128
-# Widths are padded to this many elements, so that no vector is ever cut (matmul.py).
+# Widths are padded to a multiple of this many elements, so that no vector is ever cut (matmul.py).
 ALIGN = 16
 # Elements of one partial sum along a row.
 SUM_TILE = 4096
@@ -34,8 +38,8 @@ Blocks = Sequence[tuple[int, int]]
 def token_blocks(lengths: Sequence[int]) -> list[tuple[int, int]]:
     """Rows [start, end) of the token blocks of packed sequences, in canonical order.
 
-    A block never holds tokens of two sequences, so a sequence's contribution to a weight gradient is the same
-    whatever it is packed with.
+    A block never holds tokens of two sequences. So the contribution of a sequence to a weight gradient is the
+    same, whatever the sequence is packed with.
     """
     blocks, start = [], 0
     for length in lengths:
@@ -51,7 +55,7 @@ def one_sequence(x: torch.Tensor, blocks: Blocks | None) -> Blocks:
 
 
 def sum_row(x_TN: torch.Tensor) -> torch.Tensor:
-    """Sum along the last axis in an order that depends on N only. [T, N] -> [T]."""
+    """The sum along the last axis, in an order that depends on N only. [T, N] -> [T]."""
     T, N = x_TN.shape
     if N <= SUM_TILE:  # torch splits a single row over threads only above 32,768 elements
         return x_TN.sum(-1)
@@ -60,7 +64,7 @@ def sum_row(x_TN: torch.Tensor) -> torch.Tensor:
 
 
 def tree_sum(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Sum over `dim` by halving: a binary tree whose shape depends on the length of that axis only."""
+    """The sum over `dim` by halving: a binary tree whose shape depends on the length of this axis only."""
     while (n := x.shape[dim]) > 1:
         half = (n + 1) // 2
         low, high = x.narrow(dim, 0, half), x.narrow(dim, half, n - half)
@@ -73,6 +77,6 @@ def tree_sum(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype and shape are equal as integers: what a probe decides by."""
+    """Whether two tensors of one dtype and shape are equal as integers. The probes decide by this."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
     return torch.equal(x.view(integers), y.view(integers))

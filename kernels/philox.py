@@ -1,9 +1,9 @@
-"""Counter-based random numbers: Philox 4x32-10 (Salmon et al., SC'11, "Parallel random numbers: as easy as 1,
-2, 3").
+"""Counter-based random numbers: Philox 4x32-10.
 
-A number is a function of (seed, stream, counter) and of nothing else: no generator is kept, none is advanced.
-What is drawn for one token can therefore not depend on what is drawn beside it, before it or on how many
-workers draw. Integer arithmetic only, on the host; the same on every machine.
+Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11. A number is a function of (seed,
+stream, counter) and of nothing else. No generator is kept, and none is advanced. So the number of one token
+does not depend on the numbers beside it or before it, or on the number of workers. The host computes with
+integers only, so the numbers are the same on every machine.
 """
 
 from enum import IntEnum
@@ -12,7 +12,7 @@ import numpy as np
 
 
 class Stream(IntEnum):
-    """What a number is drawn for; the second key word, so that no two uses share a number."""
+    """The use of a number. It is the second word of the key, so that no two uses share a number."""
 
     SAMPLE = 0  # a token of a training rollout: counter (position, sample, prompt, step)
     EVALUATE = 1  # a token of an evaluation rollout
@@ -24,8 +24,8 @@ class Stream(IntEnum):
     WARM_START_PROBE = 7  # a token of the warm start's accuracy checks
     PERFECTIBLE = 8  # a token of the samples that choose the perfectible set
     VERIFY_SAMPLE = 9  # a token of the law's checks of the sampler
-    LOGIT_NOISE = 10  # where the noise of a token's logits begins: counter (position, sample, prompt, step)
-    LOGIT_NOISE_TOKENS = 11  # the noise of its logits
+    LOGIT_NOISE = 10  # the start of the noise of a token's logits: counter (position, sample, prompt, step)
+    LOGIT_NOISE_TOKENS = 11  # the noise of a token's logits
 
 
 _MASK = np.uint64(0xFFFFFFFF)
@@ -35,7 +35,7 @@ _SHIFT = np.uint64(32)
 
 
 def philox(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
-    """Ten rounds of Philox 4x32. counter [n, 4] and the result [n, 4] are 32-bit words held in uint64."""
+    """Ten rounds of Philox 4x32. counter [n, 4] and the result [n, 4] are 32-bit words in uint64."""
     c0, c1, c2, c3 = (np.ascontiguousarray(c) for c in np.asarray(counter, np.uint64).T)
     k0, k1 = key
     for _ in range(10):
@@ -51,10 +51,9 @@ def philox(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
 
 
 def uniform(counter: np.ndarray, seed: int, stream: Stream) -> np.ndarray:
-    """One uniform number in [0, 1) with 53 random bits for each counter. counter [n, 4] of 32-bit words ->
-    [n] fp64.
+    """One uniform number in [0, 1) with 53 random bits for each counter.
 
-    Raises ValueError for a seed outside 0 .. 2^32 - 1.
+    counter [n, 4] of 32-bit words -> [n] fp64. Raises ValueError for a seed outside 0 .. 2^32 - 1.
     """
     if not 0 <= seed < 1 << 32:
         raise ValueError(f"seed ({seed}) must lie in 0 .. 2^32 - 1")
@@ -64,7 +63,7 @@ def uniform(counter: np.ndarray, seed: int, stream: Stream) -> np.ndarray:
 
 
 def uniform_range(n: int, seed: int, stream: Stream, word: int = 0) -> np.ndarray:
-    """n uniform numbers with counters (i, word): a reproducible array. -> [n] fp64."""
+    """n uniform numbers with the counters (i, word), i = 0 .. n - 1: a reproducible array. -> [n] fp64."""
     i = np.arange(n, dtype=np.uint64)
     counter = np.stack(
         [i & _MASK, i >> _SHIFT, np.full(n, word & 0xFFFFFFFF, np.uint64), np.full(n, word >> 32, np.uint64)],
@@ -74,5 +73,5 @@ def uniform_range(n: int, seed: int, stream: Stream, word: int = 0) -> np.ndarra
 
 
 def permutation(n: int, seed: int, stream: Stream, word: int = 0) -> np.ndarray:
-    """A random order of 0 .. n - 1, by sorting one number each. -> [n] int64."""
+    """A random order of 0 .. n - 1, sorted by one random number each. -> [n] int64."""
     return np.argsort(uniform_range(n, seed, stream, word), kind="stable")

@@ -1,16 +1,19 @@
-"""Root-mean-square layer normalisation (Zhang & Sennrich, 2019, arXiv:1910.07467): alone, per head, after a
-residual addition.
+"""Root-mean-square layer normalisation (Zhang & Sennrich, 2019, arXiv:1910.07467).
 
     rms_norm:      y = x r w,    r = 1 / sqrt(mean(x^2) + eps)
     add_rms_norm:  s = x + residual,    y = rms_norm(s, w)
 
-    with xh = x r:   dx = r (dy w - xh mean(dy w xh)),   dw = sum_t dy xh;   the residual's gradient adds to dx.
+    with xh = x r:   dx = r (dy w - xh mean(dy w xh)),   dw = sum_t dy xh;   the gradient of s is added to dx
 
-x, residual, s, y [T, D]; w [D]; r [T, 1] in fp32. rms_norm also takes [T, H, D]; qk_norm does so with one
-weight for the query heads and one for the key heads (Qwen3). Roundings: s once, before the norm reads it (as
-vLLM's fused_add_rms_norm does); y once, the weight being multiplied in fp32 (as vLLM's batch-invariant Triton
-kernel does); dx once, the residual's gradient added in fp32. The mean is one sum along the row: D is static,
-so its order is. Triton: rms_norm_triton.py.
+rms_norm normalises rows [T, D], or each head of [T, H, D]. qk_norm normalises each head with one weight for
+the query heads and one weight for the key heads (Qwen3). add_rms_norm normalises after a residual addition.
+The Triton kernels are in rms_norm_triton.py.
+
+Shapes: x, residual, s, y [T, D]; w [D]; r [T, 1] in fp32.
+Roundings: s is rounded once, before the norm reads it (as vLLM's fused_add_rms_norm does). y is rounded once;
+the weight is multiplied in fp32 (as vLLM's batch-invariant Triton kernel does). dx is rounded once; the
+gradient of s is added in fp32.
+Order: the mean is one sum along the row. D is static, and so is the order of the sum.
 """
 
 import torch
@@ -22,24 +25,23 @@ from .order import Blocks, one_sequence, sum_row, tree_sum
 
 
 def rms_norm_ref(x: torch.Tensor, w: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Forward only, x [T, D] with w [D], or x [T, H, D] with w [D] or [H, D].
+    """Forward only. x [T, D] with w [D], or x [T, H, D] with w [D] or [H, D].
 
     Returns y like x, and r [..., 1] in fp32.
     """
     xf = x.to(accumulate_dtype(x.dtype))
-    # 1 / sqrt and not rsqrt: both are rounded exactly, rsqrt is approximate and differs between vector
-    # widths.
+    # 1 / sqrt(x) rounds both operations exactly. rsqrt is approximate, and differs between vector widths.
     r = _sum_last(xf * xf).div_(x.shape[-1]).add_(eps).sqrt_().reciprocal_()
     return (xf * r).mul_(w.to(xf.dtype)).to(x.dtype), r
 
 
 def _sum_last(x: torch.Tensor) -> torch.Tensor:
-    """sum_row for any leading shape, the last axis kept as 1."""
+    """sum_row for any leading shape. The last axis stays, with size 1."""
     return sum_row(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], 1)
 
 
 def _rms_norm_bwd(dy, x, r, w) -> tuple[torch.Tensor, torch.Tensor]:
-    """dx, and each row's share of dw, both like x in fp32."""
+    """dx, and the contribution of each row to dw. Both have the shape of x, in fp32."""
     dyf, xh = dy.to(r.dtype), x.to(r.dtype) * r
     dw = dyf * xh
     dyw = dyf * w.to(r.dtype)
@@ -48,14 +50,14 @@ def _rms_norm_bwd(dy, x, r, w) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _add_weight_grad(w: torch.Tensor, dw: torch.Tensor, blocks: Blocks) -> torch.Tensor | None:
-    """Sum dw [T, D] or [T, H, D] over heads and tokens into the gradient of w [D]."""
+    """Add dw [T, D] or [T, H, D], summed over heads and tokens, to the gradient of w [D]."""
     acc = grad_buffer(w)
     add_columns_ref(acc, dw if dw.dim() == 2 else tree_sum(dw, 1), blocks)
     return returned_grad(w, acc)
 
 
 def _forward(x, w, eps, residual=None):
-    """y, r and s (x itself without a residual) on the backend of x.
+    """y, r and s, computed where x lies. Without a residual s is x itself.
 
     x [T, D] or [T, H, D], w [D] or [H, D].
     """
@@ -70,9 +72,10 @@ def _forward(x, w, eps, residual=None):
 
 
 def _backward(dy, x, r, w, weights, blocks, ds=None):
-    """dx, and the gradient of each of `weights`:
+    """dx, and the gradient of each of `weights`.
 
-    (weight, first head, heads), heads counted in x [T, H, D] (1 in [T, D]).
+    `weights` are triples (weight, first head, number of heads). They count the heads of x [T, H, D]; x [T, D]
+    has one head.
     """
     if not on_triton(x):
         dx, dw = _rms_norm_bwd(dy, x, r, w)
@@ -83,7 +86,7 @@ def _backward(dy, x, r, w, weights, blocks, ds=None):
         )
     from .rms_norm_triton import add_weight_grad, rms_norm_bwd
 
-    dy, x = (t if t.dim() == 3 else t.unsqueeze(1) for t in (dy, x))
+    dy, x = (tensor if tensor.dim() == 3 else tensor.unsqueeze(1) for tensor in (dy, x))
     dx = rms_norm_bwd(dy, x, w.detach(), r, None if ds is None else ds.unsqueeze(1))
     grads = []
     for weight, first, heads in weights:
@@ -142,8 +145,8 @@ class _AddRMSNorm(torch.autograd.Function):
 def rms_norm(x: torch.Tensor, w: torch.Tensor, eps: float, blocks: Blocks | None = None) -> torch.Tensor:
     """y = x / sqrt(mean(x^2) + eps) * w over the last axis. x [T, D] or [T, H, D], w [D] -> the shape of x.
 
-    `blocks`: token blocks in whose order dw is summed (order.token_blocks). Raises ValueError on a bad shape
-    or dtype.
+    `blocks` are token blocks (order.token_blocks): dw is summed in their order. Raises ValueError on a bad
+    shape, dtype or eps.
     """
     _check("rms_norm", x, w, eps)
     if not torch.is_grad_enabled():
@@ -154,10 +157,10 @@ def rms_norm(x: torch.Tensor, w: torch.Tensor, eps: float, blocks: Blocks | None
 def qk_norm(
     x: torch.Tensor, wq: torch.Tensor, wk: torch.Tensor, heads: int, eps: float, blocks: Blocks | None = None
 ) -> torch.Tensor:
-    """rms_norm of each head of x [T, H, D]: the first `heads` (queries) with wq [D], the others (keys) with
-    wk [D]. -> [T, H, D].
+    """rms_norm of each head of x [T, H, D] -> [T, H, D].
 
-    Raises ValueError on a bad shape or dtype.
+    The weight of the first `heads` heads (queries) is wq [D]. The weight of the other heads (keys) is wk [D].
+    Raises ValueError on a bad shape, dtype or eps.
     """
     _check("qk_norm", x, wq, eps)
     _check("qk_norm", x, wk, eps)
@@ -178,14 +181,15 @@ def _head_weights(wq: torch.Tensor, wk: torch.Tensor, heads: int, total: int) ->
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor, eps: float, blocks: Blocks | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """s = x + residual; returns (rms_norm(s, w), s). x, residual [T, D], w [D].
+    """(rms_norm(s, w), s) with s = x + residual. x, residual [T, D], w [D] -> [T, D], [T, D].
 
-    Raises ValueError on a bad shape or dtype.
+    Raises ValueError on a bad shape, dtype or eps.
     """
     _check("add_rms_norm", x, w, eps)
     if residual.shape != x.shape or residual.dtype != x.dtype or x.dim() != 2:
         raise ValueError(
-            f"add_rms_norm: residual {tuple(residual.shape)} {residual.dtype} must be like x {tuple(x.shape)} {x.dtype}, [T, D]"
+            f"add_rms_norm: residual {tuple(residual.shape)} {residual.dtype} must be like "
+            f"x {tuple(x.shape)} {x.dtype}, [T, D]"
         )
     if not torch.is_grad_enabled():
         y, _, s = _forward(x, w, eps, residual)

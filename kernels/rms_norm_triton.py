@@ -1,13 +1,16 @@
-"""Triton kernels of rms_norm.py: one program a row.
+"""Triton kernels of rms_norm.py. One program computes one row.
 
-Forward, as vLLM 0.32's batch-invariant `_rms_norm_kernel` (model_executor/determinism/batch_invariant.py):
-the sum of squares over tiles of 1024 columns in ascending order, 1 / rms = 1.0 / sqrt(sum / D + eps), x (1 /
-rms) w in fp32, rounded once. Its tile and its four warps order the sum, so both are constants here. With a
-residual, s = x + residual is rounded to the dtype first and the norm reads it. Backward: dx of a row from
-that row's x, dy and 1 / rms; the residual's gradient is added in fp32; rounded once. dw: columns_triton.py.
+Forward: as vLLM 0.32's batch-invariant `_rms_norm_kernel` (model_executor/determinism/batch_invariant.py).
+First the sum of squares over tiles of 1024 columns in ascending order, then r = 1.0 / sqrt(sum / D + eps),
+then x r w in fp32.
+Backward: dx of a row comes from the row's x, dy and r. The gradient of s is added in fp32. columns_triton.py
+computes dw.
 
-x, residual, s, y, dy, ds, dx [T, H, D] (H = 1 without heads; x may be a slice of wider rows), w [D] or [H,
-D], r = 1 / rms [T, H] in fp32.
+Shapes: x, residual, s, y, dy, ds, dx [T, H, D], with H = 1 without heads; w [D] or [H, D]; r = 1 / rms [T, H]
+in fp32. x may be a slice of wider rows.
+Roundings: y once. With a residual, s = x + residual is rounded to the dtype first, and the norm reads this s.
+dx once.
+Order: vLLM's tile and its four warps order the sum, so both are constants.
 """
 
 import torch
@@ -18,12 +21,12 @@ from .columns_triton import add_columns
 from .launch import dense, launch
 from .order import Blocks
 
-# vLLM's tile and warps: each thread sums its 8 columns, lanes are added by butterflies of 16, 8, 4, 2, 1,
-# then the warps.
+# vLLM's tile and warps. Each thread sums its 8 columns. Butterflies of 16, 8, 4, 2, 1 add the lanes, and then
+# the warps are added.
 TILE, WARPS = 1024, 4
-# Rows of at most 128 columns lie in the first warp of the above, where a tile of 256 columns and one warp
-# puts them as well: the columns, lanes and butterflies are the same, and all that is left out are additions
-# of zeros to a sum of squares.
+# With vLLM's tile, a row of at most 128 columns lies in the first warp. A tile of 256 columns and one warp
+# has the same columns, lanes and butterflies for such a row. The smaller tile only leaves out additions of
+# zeros to a sum of squares.
 HEAD_TILE, HEAD_WARPS, HEAD_COLUMNS = 256, 1, 128
 
 
@@ -60,7 +63,7 @@ def _rms_norm_fwd(
         sum_sq += tl.sum(tl.where(mask, x * x, 0.0))
     rms = tl.sqrt(sum_sq / D + eps)
     r = 1.0 / rms
-    tl.store(r_ptr + row + tl.arange(0, 1), r)  # always, so that sampling and training run one binary
+    tl.store(r_ptr + row + tl.arange(0, 1), r)  # stored always, so that sampling and training run one binary
     for start in range(0, D, TILE):
         cols = start + tl.arange(0, TILE)
         mask = cols < D
@@ -114,17 +117,16 @@ def _rms_norm_bwd(
         tl.store(dx_ptr + row * D + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-def _shape(D: int) -> dict[str, int]:
-    return (
-        {"TILE": HEAD_TILE, "num_warps": HEAD_WARPS}
-        if D <= HEAD_COLUMNS
-        else {"TILE": TILE, "num_warps": WARPS}
-    )
+def _options(D: int) -> dict[str, int]:
+    if D <= HEAD_COLUMNS:
+        return {"TILE": HEAD_TILE, "num_warps": HEAD_WARPS}
+    return {"TILE": TILE, "num_warps": WARPS}
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x [T, H, D] itself where its strides and its place are multiples of 16, as Triton sees those of dense
-    rows; a dense copy else.
+    """x [T, H, D] itself where Triton specialises on it as on dense rows, else a dense copy.
+
+    Triton does so where the strides and the address of x are multiples of 16.
     """
     D = x.shape[2]
     dense_heads = x.stride(1) == D and x.stride(2) == 1
@@ -134,9 +136,10 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _strides(x: torch.Tensor) -> tuple[int, int]:
-    """Strides of a token and of a head.
+    """The strides of a token and of a head.
 
-    A dense tensor's come from its shape: torch leaves those of a size of 1 undefined.
+    The strides of a dense tensor come from its shape, because torch leaves the stride of an axis of size 1
+    undefined.
     """
     return (x.shape[1] * x.shape[2] if x.is_contiguous() else x.stride(0)), x.shape[2]
 
@@ -144,7 +147,7 @@ def _strides(x: torch.Tensor) -> tuple[int, int]:
 def rms_norm_fwd(
     x: torch.Tensor, w: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y, r [T, H] and s, which is x without a residual. x [T, H, D]; w [D] or [H, D]; residual like x."""
+    """y, r [T, H] and s; without a residual s is x. x [T, H, D]; w [D] or [H, D]; residual like x."""
     x, (T, H, D) = _rows(x), x.shape
     y = torch.empty(T, H, D, dtype=x.dtype, device=x.device)
     r = torch.empty(T, H, dtype=torch.float32, device=x.device)
@@ -164,7 +167,7 @@ def rms_norm_fwd(
         D,
         eps,
         HAS_RESIDUAL=residual is not None,
-        **_shape(D),
+        **_options(D),
     )
     return y, r, s
 
@@ -172,7 +175,7 @@ def rms_norm_fwd(
 def rms_norm_bwd(
     dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, r: torch.Tensor, ds: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """dx, like dy. dy, ds [T, H, D], x as given to or returned by rms_norm_fwd."""
+    """dx, like dy. dy, ds [T, H, D]; x is the input of the norm, the s that rms_norm_fwd returned."""
     x, dy, (T, H, D) = _rows(x), dense(dy), dy.shape
     dx = torch.empty_like(dy)
     launch(
@@ -189,7 +192,7 @@ def rms_norm_bwd(
         H,
         D,
         HAS_DS=ds is not None,
-        **_shape(D),
+        **_options(D),
     )
     return dx
 
@@ -203,6 +206,9 @@ def add_weight_grad(
     first: int = 0,
     heads: int = 1,
 ) -> None:
-    """acc [D] += the sum of dy x r over tokens and `heads` heads from `first` on; dy, x [T, H, D], r [T, H]."""
+    """acc [D] += the sum of dy x r over the tokens and over `heads` heads from `first` on.
+
+    dy, x [T, H, D], r [T, H].
+    """
     x = _rows(x)
     add_columns(acc, dense(dy), blocks, x, r, _strides(x)[0], first, heads)

@@ -3,8 +3,9 @@
     y1 = x1 cos - x2 sin,    y2 = x2 cos + x1 sin          x1, x2: first and second half of a head
     dx1 = dy1 cos + dy2 sin, dx2 = dy2 cos - dy1 sin
 
-x [T, H, D]; cos, sin [T, D/2], rows of a table rounded to the model's dtype (as vLLM and transformers keep
-it), in that dtype or already converted to fp32. Roundings: products and sums in fp32, y and dx once.
+Shapes: x, y [T, H, D]; cos, sin [T, D/2]. cos and sin are rows of a table that is rounded to the model's
+dtype (as vLLM and transformers keep it). They come in this dtype, or already converted to fp32.
+Roundings: products and sums are in fp32. y and dx are rounded once.
 """
 
 import math
@@ -15,13 +16,13 @@ import torch
 from .backend import on_triton
 from .grad import accumulate_dtype, check_dtype
 
-# torch runs elementwise operations of up to 32,768 elements in one piece; sin and cos may differ between
-# pieces.
+# Elements of one call of sin or cos. torch runs elementwise operations of up to 32,768 elements in one piece,
+# and sin and cos may differ between pieces.
 _TABLE_ELEMENTS = 32768
 
 
 def rope_ref(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Forward only; with -sin it is the backward."""
+    """The forward; with -sin it is the backward."""
     acc = accumulate_dtype(x.dtype)
     x1, x2 = x.to(acc).chunk(2, dim=-1)
     c, s = cos.to(acc).unsqueeze(1), sin.to(acc).unsqueeze(1)
@@ -49,25 +50,23 @@ class _Rope(torch.autograd.Function):
 
 
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate each head by its position. x [T, H, D], cos and sin [T, D/2] -> [T, H, D].
+    """Rotate each head by the position of its token. x [T, H, D], cos and sin [T, D/2] -> [T, H, D].
 
     Raises ValueError on a bad shape or dtype.
     """
-    check_dtype(
-        "rope",
-        x=x,
-        **({} if cos.dtype == sin.dtype == accumulate_dtype(x.dtype) else {"cos": cos, "sin": sin}),
-    )
+    is_converted = cos.dtype == sin.dtype == accumulate_dtype(x.dtype)
+    check_dtype("rope", x=x, **({} if is_converted else {"cos": cos, "sin": sin}))
     half = (x.shape[0], x.shape[-1] // 2)
     if x.dim() != 3 or x.shape[-1] % 2 or cos.shape != half or sin.shape != half:
         raise ValueError(
-            f"rope: x {tuple(x.shape)} must be [T, H, D] with even D, cos {tuple(cos.shape)} and sin {tuple(sin.shape)} [T, D/2]"
+            f"rope: x {tuple(x.shape)} must be [T, H, D] with even D, "
+            f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} [T, D/2]"
         )
     return _Rope.apply(x, cos, sin) if torch.is_grad_enabled() else _rotate(x, cos, sin)
 
 
 def rope_frequencies(head_dim: int, theta: float) -> list[float]:
-    """The inverse frequencies theta^(-2 i / D), radians per position, for i in 0 .. D/2 - 1, in fp64."""
+    """The inverse frequencies theta^(-2 i / D) for i in 0 .. D/2 - 1, in radians per position, in fp64."""
     return [theta ** (-2.0 * i / head_dim) for i in range(head_dim // 2)]
 
 
@@ -80,8 +79,9 @@ def llama3_frequencies(
 ) -> list[float]:
     """Llama 3.1's frequency scaling (meta-llama `apply_scaling`; transformers `_compute_llama3_parameters`).
 
-    Wavelengths longer than original_positions / low_freq_factor are stretched by `factor`, those shorter than
-    original_positions / high_freq_factor are kept, the ones between are interpolated linearly.
+    A wavelength longer than original_positions / low_freq_factor is stretched by `factor`. A wavelength
+    shorter than original_positions / high_freq_factor is kept. Between these two, the frequency is
+    interpolated linearly.
     """
     scaled = []
     for f in frequencies:
@@ -91,9 +91,8 @@ def llama3_frequencies(
         elif wavelength < original_positions / high_freq_factor:
             scaled.append(f)
         else:
-            smooth = (original_positions / wavelength - low_freq_factor) / (
-                high_freq_factor - low_freq_factor
-            )
+            width = high_freq_factor - low_freq_factor
+            smooth = (original_positions / wavelength - low_freq_factor) / width
             scaled.append((1.0 - smooth) * f / factor + smooth * f)
     return scaled
 
@@ -103,7 +102,7 @@ def rope_table(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of position * frequency, [positions, D/2], computed in fp64 and rounded once to `dtype`.
 
-    Computed in pieces of one fixed size, so that the bits do not depend on the number of threads.
+    It is computed in pieces of one fixed size, so that the bits do not depend on the number of threads.
     """
     f = torch.tensor(frequencies, dtype=torch.float64)
     rows = max(1, _TABLE_ELEMENTS // len(frequencies))
@@ -123,12 +122,12 @@ def rope_table_fp32(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same table as vLLM's models have it: frequencies, angles, cos and sin in fp32, by torch's
-    operations on `device`.
+    """The table of vLLM's models: cos and sin, [positions, D/2], computed in fp32 and rounded to `dtype`.
 
-    Source: vllm/model_executor/layers/rotary_embedding/base.py and llama3_rope.py, operation by operation. On
-    a GPU each element is a function of its own angle alone. `llama3` as in llama3_frequencies, by the names
-    of config.json.
+    Frequencies, angles, cos and sin come from torch's operations on `device`. The operations are those of
+    vllm/model_executor/layers/rotary_embedding/base.py and llama3_rope.py, one by one. On a GPU each element
+    is a function of its own angle only. `llama3` holds the parameters of llama3_frequencies by their names in
+    config.json.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     f = 1.0 / torch.pow(theta, exponents)

@@ -1,8 +1,12 @@
-"""Triton kernel of rope.py, with the arithmetic of vLLM's CUDA rotary_embedding (csrc, pos_encoding_kernels).
+"""Triton kernel of rope.py, after vLLM's CUDA rotary_embedding (csrc, pos_encoding_kernels).
 
-fp32 throughout, rounded once. nvcc fuses the first product with the sum: y1 = fma(x1, cos, -(x2 sin)), y2 =
-fma(x2, cos, x1 sin). The fused operations are written out, so that no compiler chooses. The backward is the
-same with -sin. Element by element: no order of sums.
+    y1 = fma(x1, cos, -(x2 sin))          y2 = fma(x2, cos, x1 sin)
+
+The fused operations are written out, so that no compiler chooses them. The backward is the forward with -sin.
+On an H100, bf16 and fp16 have the bits of vLLM's compiled operation. fp32 differs from it.
+
+Roundings: everything is in fp32; y is rounded once.
+Order: no sums. Each element depends on its own pair only.
 """
 
 import torch
@@ -11,8 +15,8 @@ import triton.language as tl
 
 from .launch import dense, launch
 
-# Heads of one program: with halves of 64 columns, four elements of either half a thread. Free: no element
-# depends on another program.
+# Heads of one program, and its warps: with halves of 64 columns, a thread has four elements of each half.
+# This decides no bit: no element depends on another program.
 HEADS, WARPS = 8, 4
 
 
@@ -33,31 +37,27 @@ def _rope(
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     cols = tl.arange(0, HALF)
     mask = (heads < H)[:, None] & (cols < half)[None, :]
-    at = heads[:, None] * (2 * half) + cols[None, :]
+    offset = heads[:, None] * (2 * half) + cols[None, :]
     cos = tl.load(cos_ptr + token * half + cols, mask=cols < half, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(sin_ptr + token * half + cols, mask=cols < half, other=0.0).to(tl.float32)[None, :]
-    # Before Triton 3.8, -z is 0 - z, which has another sign where z is 0; a product with -1 is exact.
+    # Before Triton 3.8, -z is 0 - z, which has another sign where z is 0. A product with -1 is exact.
     if INVERSE:
         sin = -1.0 * sin
-    x1 = tl.load(x_ptr + token * x_stride_t + at, mask=mask, other=0.0).to(tl.float32)
-    x2 = tl.load(x_ptr + token * x_stride_t + half + at, mask=mask, other=0.0).to(tl.float32)
-    x1, x2, cos, sin = (
-        tl.broadcast_to(x1, HEADS, HALF),
-        x2,
-        tl.broadcast_to(cos, HEADS, HALF),
-        tl.broadcast_to(sin, HEADS, HALF),
-    )
+    x1 = tl.load(x_ptr + token * x_stride_t + offset, mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(x_ptr + token * x_stride_t + half + offset, mask=mask, other=0.0).to(tl.float32)
+    x1 = tl.broadcast_to(x1, HEADS, HALF)
+    cos, sin = tl.broadcast_to(cos, HEADS, HALF), tl.broadcast_to(sin, HEADS, HALF)
     y1 = tl.fma(x1, cos, x2 * (-1.0 * sin))
     y2 = tl.fma(x2, cos, x1 * sin)
-    out = y_ptr + token * H * (2 * half) + at
+    out = y_ptr + token * H * (2 * half) + offset
     tl.store(out, y1.to(y_ptr.dtype.element_ty), mask=mask)
     tl.store(out + half, y2.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool = False) -> torch.Tensor:
-    """rope of x [T, H, D], tokens at any distance; cos, sin [T, D/2].
+    """rope of x [T, H, D], whose tokens may have any stride; cos, sin [T, D/2].
 
-    `inverse` turns back, which is the backward.
+    `inverse` rotates back, which is the backward.
     """
     T, H, D = x.shape
     x = x if x.stride(1) == D and x.stride(2) == 1 else dense(x)

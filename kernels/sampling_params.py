@@ -5,17 +5,17 @@ from typing import NamedTuple
 
 
 class SamplingParams(NamedTuple):
-    """The distribution a token is drawn from; logprob.py computes with it."""
+    """The parameters of the distribution that a token is drawn from; logprob.py computes with them."""
 
     temperature: float = 1.0
-    """0 is greedy."""
+    """Divides the logits; 0 is greedy."""
     top_k: int = 0
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
     """Keep the most likely tokens that reach this probability; 1 keeps all."""
 
     def check(self) -> "SamplingParams":
-        """Return self. Raises ValueError for a value out of range."""
+        """These parameters. Raises ValueError for a value out of range."""
         if not 0.0 <= self.temperature < math.inf:
             raise ValueError(f"temperature ({self.temperature}) must be 0 (greedy) or positive and finite")
         if self.top_k < 0:
@@ -25,5 +25,5 @@ class SamplingParams(NamedTuple):
         return self
 
     def keeps_all(self, vocab_size: int) -> bool:
-        """Whether no token is ever outside the kept set. Greedy is reported under the whole distribution."""
+        """Whether the kept set holds all tokens. Greedy is reported under the whole distribution."""
         return self.temperature == 0.0 or not (0 < self.top_k < vocab_size or self.top_p < 1.0)

@@ -3,9 +3,12 @@
     y = silu(g) u,    silu(g) = g s,    s = 1 / (1 + exp(-g))
     dg = dy u s (1 + g (1 - s)),    du = dy silu(g)
 
-Input gu [T, 2 I] holds g in its first half and u in its second; y [T, I]. Roundings: silu(g) once, then the
-product once (as vLLM's silu_and_mul and transformers' MLP do); dg and du once each. silu is g / (1 + exp(-g))
-in fp32: torch's own silu gives other bits in the scalar tail than in the vector body.
+silu is computed as g / (1 + exp(-g)) in fp32. torch's own silu gives other bits in the scalar tail than in
+the vector body.
+
+Shapes: gu [T, 2 I] holds g in its first half and u in its second half; y [T, I].
+Roundings: silu(g) is rounded once, and then the product once (as in vLLM's silu_and_mul and in transformers'
+MLP). dg and du are rounded once each.
 """
 
 from collections.abc import Iterator
@@ -15,7 +18,7 @@ import torch
 from .backend import on_triton
 from .grad import accumulate_dtype, check_dtype
 
-# Elements of one pass: its temporaries stay in a core's cache. Bounds memory only.
+# Elements of one pass, so few that its temporaries stay in a core's cache. The limit bounds memory only.
 _PASS_ELEMENTS = 1 << 16
 
 
@@ -23,30 +26,31 @@ def silu_mul_ref(gu: torch.Tensor) -> torch.Tensor:
     """Forward only."""
     acc = accumulate_dtype(gu.dtype)
     y = gu.new_empty(gu.shape[0], gu.shape[1] // 2)
-    for at in _passes(gu):
-        g, u = gu[at].chunk(2, dim=1)
+    for rows in _passes(gu):
+        g, u = gu[rows].chunk(2, dim=1)
         gf = g.to(acc)
-        torch.mul((gf / torch.exp(-gf).add_(1.0)).to(gu.dtype), u, out=y[at])
+        torch.mul((gf / torch.exp(-gf).add_(1.0)).to(gu.dtype), u, out=y[rows])
     return y
 
 
 def silu_mul_bwd_ref(dy: torch.Tensor, gu: torch.Tensor) -> torch.Tensor:
-    """dgu [T, 2 I]."""
+    """The gradient of gu, [T, 2 I]. dy [T, I], gu [T, 2 I]."""
     acc = accumulate_dtype(gu.dtype)
     dgu = torch.empty_like(gu)
-    for at in _passes(gu):
-        g, u = (t.to(acc) for t in gu[at].chunk(2, dim=1))
-        dyf = dy[at].to(acc)
+    for rows in _passes(gu):
+        g, u = (half.to(acc) for half in gu[rows].chunk(2, dim=1))
+        dyf = dy[rows].to(acc)
         s = torch.exp(-g).add_(1.0).reciprocal_()
         silu = g * s
         slope = (1.0 - s).mul_(silu).add_(s)  # s (1 + g (1 - s))
-        dg, du = dgu[at].chunk(2, dim=1)
+        dg, du = dgu[rows].chunk(2, dim=1)
         dg.copy_(slope.mul_(u).mul_(dyf))
         du.copy_(silu.to(gu.dtype).to(acc).mul_(dyf))  # silu rounded to the dtype, as in the forward
     return dgu
 
 
 def _passes(gu: torch.Tensor) -> Iterator[slice]:
+    """The rows of each pass over gu [T, 2 I]."""
     rows = max(1, 2 * _PASS_ELEMENTS // gu.shape[1])
     return (slice(a, a + rows) for a in range(0, gu.shape[0], rows))
 

@@ -1,10 +1,9 @@
-"""BLOCK_K of the matrix products on a GPU, the tile along the reduced dimension: committed tables, one a vLLM
-version.
+"""BLOCK_K of the matrix products on a GPU: committed tables, one for each vLLM version.
 
-BLOCK_K orders a sum. It depends on (N, K, dtype) and the GPU's generation only, and is the one that vLLM uses
-there in batch-invariant mode (vllm/model_executor/determinism/batch_invariant.py and
-batch_invariant_configs.py; the tests compare). vLLM 0.33 has tuned more shapes than 0.32, so the version is
-one of a run's settings (precision.tiles).
+BLOCK_K is the tile along the reduced dimension, and it orders a sum. It depends on (N, K, dtype) and on the
+GPU's generation only. It is the BLOCK_K that vLLM uses in batch-invariant mode
+(vllm/model_executor/determinism/batch_invariant.py and batch_invariant_configs.py). The tests compare the
+two. vLLM 0.33 has tuned more shapes than 0.32. So the version is a setting of a run (precision.tiles).
 """
 
 from collections.abc import Mapping
@@ -15,21 +14,21 @@ Shapes = tuple[tuple[int, int], ...]  # (N, K) of bf16 products
 
 @dataclass(frozen=True)
 class TileTable:
-    """One vLLM version's table:
+    """The table of one vLLM version: generation -> BLOCK_K -> the shapes that have this BLOCK_K.
 
-    generation -> BLOCK_K -> the shapes that have it. All others have the dtype's default.
+    All other shapes have the default of the dtype.
     """
 
     vllm: str
     tuned: Mapping[str, Mapping[int, Shapes]]
 
     def block_k(self, N: int, K: int, generation: str) -> int | None:
-        """The tile of a bf16 product x [M, K] w [N, K]^T where it was tuned, else None."""
+        """The tile of a bf16 product x [M, K] w [N, K]^T if vLLM has tuned it, else None."""
         tuned = self.tuned.get(generation, {}).items()
         return next((block_k for block_k, shapes in tuned if (N, K) in shapes), None)
 
 
-# Everything that vLLM tunes to the default is left out.
+# The tables leave out every shape that vLLM tunes to the default.
 _HOPPER_0_32: Shapes = ((12288, 2048), (2048, 6144), (4096, 2048), (151936, 2048), (2048, 2048))
 _HOPPER_MORE_IN_0_33: Shapes = (
     (24576, 4096),
@@ -70,11 +69,12 @@ TABLES: dict[str, TileTable] = {
 def minor_version(vllm: str) -> str:
     """The key in TABLES of a version of vLLM such as "0.32.1", "0.33.0+cpu" or "vllm-0.32".
 
-    Raises ValueError.
+    Raises ValueError for a version without a table.
     """
     minor = ".".join(vllm.removeprefix("vllm-").split(".")[:2])
     if minor not in TABLES:
         raise ValueError(
-            f"tiles: vLLM's version ({vllm}) must be one of {', '.join(TABLES)}, whose tables are in kernels/tile_tables.py"
+            f"tiles: vLLM's version ({vllm}) must be one of {', '.join(TABLES)}, "
+            "whose tables are in kernels/tile_tables.py"
         )
     return minor

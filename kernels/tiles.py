@@ -1,9 +1,9 @@
 """Tile sizes of the matrix products on a GPU. Nothing is timed at run time.
 
-BLOCK_K, the tile along the reduced dimension, comes from a committed table (tile_tables.py), which a process
-fixes when it starts. Tiles along M and N are free, with one exception: on Hopper and later a tile of fewer
-than 64 rows is computed by another tensor-core instruction (mma.sync) than a larger one (wgmma, tcgen05), so
-BLOCK_M is never below 64.
+BLOCK_K is the tile along the reduced dimension. It comes from a committed table (tile_tables.py), which a
+process fixes once. Tiles along M and N are free, with one exception: BLOCK_M is never below 64. On Hopper and
+later a tile of fewer than 64 rows uses another tensor-core instruction (mma.sync) than a larger tile (wgmma,
+tcgen05).
 """
 
 from collections.abc import Iterator
@@ -17,9 +17,10 @@ import torch
 from .backend import INTERPRETED
 from .tile_tables import TABLES, TileTable, minor_version
 
-# BLOCK_K of shapes that no table names.
+# BLOCK_K of the shapes that no table lists, by the size of the dtype.
 _16_BIT, _32_BIT = 64, 32
-# Shared memory one program may fill with tiles in flight, bytes, a little below what a multiprocessor has.
+# Shared memory in bytes that one program may fill with tiles in flight: a little less than a multiprocessor
+# has.
 _SHARED_BYTES = {
     "ada": 96 << 10,
     "sm120": 96 << 10,
@@ -28,7 +29,8 @@ _SHARED_BYTES = {
     "ampere": 156 << 10,
     "amd": 60 << 10,
 }
-_STAGES = {torch.float32: 3, torch.bfloat16: 4, torch.float16: 4}  # tiles in flight at most
+# Tiles in flight at most.
+_STAGES = {torch.float32: 3, torch.bfloat16: 4, torch.float16: 4}
 
 
 class Tiles(NamedTuple):
@@ -42,17 +44,16 @@ class Tiles(NamedTuple):
 
 
 def generation_of(capability: tuple[int, int] | None) -> str:
-    """The name of a CUDA compute capability's generation in the tables; None is an AMD GPU."""
+    """The generation in the tables of a CUDA compute capability; None is an AMD GPU."""
     if capability is None:
         return "amd"
-    major, minor = capability
-    return {12: "sm120", 10: "blackwell", 9: "hopper"}.get(
-        major, "ada" if (major, minor) == (8, 9) else "ampere"
-    )
+    if capability == (8, 9):
+        return "ada"
+    return {12: "sm120", 10: "blackwell", 9: "hopper"}.get(capability[0], "ampere")
 
 
 class _FixedTable:
-    """The table of this process: fixed once, by the first to ask."""
+    """The table of this process. The first call of `fix` or `get` fixes it."""
 
     def __init__(self) -> None:
         self._table: TileTable | None = None
@@ -77,21 +78,21 @@ _fixed = _FixedTable()
 
 
 def fix_table(vllm: str) -> None:
-    """Take the tiles of a vLLM version (tile_tables.minor_version) for every product of this process.
+    """Use the tiles of a vLLM version (tile_tables.minor_version) for every product of this process.
 
-    To be called before the first product. Raises ValueError for a version without a table, or where another
-    one is fixed.
+    This must be called before the first product. Raises ValueError for a version without a table, or when the
+    process has already fixed another table.
     """
     _fixed.fix(vllm)
 
 
-# The generation for which launches are recorded (kernels/configurations.py), if they are.
+# The generation for which launches are recorded (kernels/compiled_cases.py); None outside `recording`.
 _recording: ContextVar[str | None] = ContextVar("recording", default=None)
 
 
 @contextmanager
 def recording(target: str) -> Iterator[None]:
-    """Inside it tiles are those of an ahead-of-time target: sm_80, sm_90, sm_100 or gfx942."""
+    """Use the tiles of an ahead-of-time target inside this context: sm_80, sm_90, sm_100 or gfx942."""
     capability = (int(target[3:-1]), int(target[-1])) if target.startswith("sm_") else None
     token = _recording.set(generation_of(capability))
     try:
@@ -101,57 +102,58 @@ def recording(target: str) -> Iterator[None]:
 
 
 def generation(device: torch.device) -> str:
-    """The generation of the GPU that `device` is. Interpreted kernels take Hopper's tiles."""
-    return _recording.get() or _found(device)[0]
+    """The generation of the GPU `device`. Interpreted kernels take the tiles of Hopper."""
+    return _recording.get() or _gpu_properties(device)[0]
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Programs that run at once; decides no bit."""
-    return 132 if _recording.get() else _found(device)[1]
+    """The number of programs that run at once. It decides no bit."""
+    return 132 if _recording.get() else _gpu_properties(device)[1]
 
 
 @lru_cache(maxsize=16)
-def _found(device: torch.device) -> tuple[str, int]:
+def _gpu_properties(device: torch.device) -> tuple[str, int]:
+    """Generation and number of multiprocessors."""
     if INTERPRETED and device.type == "cpu":
         return "hopper", 4
     capability = None if torch.version.hip else torch.cuda.get_device_capability(device)
     return generation_of(capability), torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def block_k(N: int, K: int, dtype: torch.dtype, where: str) -> int:
-    """Tile along K of x [M, K] w [N, K]^T."""
+def block_k(N: int, K: int, dtype: torch.dtype, gpu: str) -> int:
+    """The tile along K of x [M, K] w [N, K]^T on a GPU of generation `gpu`."""
     if dtype == torch.float32:
         return _32_BIT
-    tuned = _fixed.get().block_k(N, K, where) if dtype == torch.bfloat16 else None
+    tuned = _fixed.get().block_k(N, K, gpu) if dtype == torch.bfloat16 else None
     return tuned or _16_BIT
 
 
-def matmul_tiles(M: int, N: int, K: int, dtype: torch.dtype, where: str) -> Tiles:
-    """The configuration of x [M, K] w [N, K]^T on a GPU of generation `where`."""
+def matmul_tiles(M: int, N: int, K: int, dtype: torch.dtype, gpu: str) -> Tiles:
+    """The configuration of x [M, K] w [N, K]^T on a GPU of generation `gpu`."""
     bm, bn = (64, 64) if dtype == torch.float32 else (64 if M <= 64 else 128, 128)
-    return _launch(bm, bn, block_k(N, K, dtype, where), dtype, where)
+    return _fitting_tiles(bm, bn, block_k(N, K, dtype, gpu), dtype, gpu)
 
 
-def outer_tiles(dtype: torch.dtype, where: str) -> Tiles:
-    """The configuration of a weight gradient; block_m along N, block_n along K, and block_k along the tokens,
-    which it orders.
+def outer_tiles(dtype: torch.dtype, gpu: str) -> Tiles:
+    """The configuration of a weight gradient on a GPU of generation `gpu`.
+
+    block_m is along N, block_n along K, and block_k along the tokens. block_k orders the sum.
     """
     if dtype == torch.float32:
         return Tiles(64, 64, 16, 4, 3)  # registers spill with longer tiles
-    if where in ("hopper", "blackwell"):
-        return _launch(128, 128, _16_BIT, dtype, where)
-    return _launch(128, 64, _16_BIT, dtype, where)._replace(
-        num_warps=8
-    )  # their accumulators lie in registers: 128 x 128 spills
+    if gpu in ("hopper", "blackwell"):
+        return _fitting_tiles(128, 128, _16_BIT, dtype, gpu)
+    # The accumulators of the other GPUs lie in registers, where 128 x 128 spills.
+    return _fitting_tiles(128, 64, _16_BIT, dtype, gpu)._replace(num_warps=8)
 
 
-def _launch(bm: int, bn: int, bk: int, dtype: torch.dtype, where: str) -> Tiles:
-    """Tiles that fit in shared memory, and as many of them in flight as do."""
+def _fitting_tiles(bm: int, bn: int, bk: int, dtype: torch.dtype, gpu: str) -> Tiles:
+    """Tiles that fit in shared memory, with as many in flight as fit."""
 
-    def stage(bn: int) -> int:
+    def stage_bytes(bn: int) -> int:
         return (bm + bn) * bk * dtype.itemsize
 
-    while 2 * stage(bn) > _SHARED_BYTES[where] and bn > 32:
+    while 2 * stage_bytes(bn) > _SHARED_BYTES[gpu] and bn > 32:
         bn //= 2
-    stages = max(1, min(_STAGES[dtype], _SHARED_BYTES[where] // stage(bn)))
+    stages = max(1, min(_STAGES[dtype], _SHARED_BYTES[gpu] // stage_bytes(bn)))
     return Tiles(bm, bn, bk, 8 if dtype == torch.float32 or bm * bn >= 128 * 128 else 4, stages)

@@ -1,1 +1,1 @@
-"""One decoder family (Qwen3, Qwen2, Llama) built from the kernels, its cache, and Hugging Face checkpoints."""
+"""One decoder family (Qwen3, Qwen2, Llama) on our kernels, its cache, and Hugging Face checkpoints."""

@@ -1,6 +1,6 @@
-"""The sampler's key-value cache:
+"""The sampler's key-value cache, in blocks of KEY_TILE positions.
 
-blocks of KEY_TILE positions, reference-counted so that samples share their prompt.
+Each block counts its owners, so that the samples of a prompt share its blocks.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,9 @@ from .config import ModelConfig
 
 
 class BlockCache:
-    """Keys and values of all layers, [layers, blocks * Hkv, 2, KEY_TILE, D] in `dtype` (Decoder.cache_dtype),
-    on the CPU or on `device`.
+    """Keys and values of all layers, on the CPU or on `device`.
+
+    data: [layers, blocks * Hkv, 2, KEY_TILE, D] in `dtype` (Decoder.cache_dtype).
     """
 
     def __init__(
@@ -25,12 +26,12 @@ class BlockCache:
         self.data = torch.zeros(
             config.layers, blocks * config.kv_heads, 2, KEY_TILE, config.head_dim, dtype=dtype, device=device
         )
-        # The same memory as [layers, block, offset, 2, Hkv, D]: what a write of new tokens indexes.
+        # The same memory as [layers, block, offset, 2, Hkv, D]. A write of new tokens indexes this view.
         self._by_token = self.data.view(
             config.layers, blocks, config.kv_heads, 2, KEY_TILE, config.head_dim
         ).permute(0, 1, 4, 3, 2, 5)
         self._free = list(range(blocks - 1, -1, -1))
-        self._uses = [0] * blocks
+        self._owners = [0] * blocks
 
     @staticmethod
     def bytes_per_block(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -38,38 +39,45 @@ class BlockCache:
         return config.layers * config.kv_heads * 2 * KEY_TILE * config.head_dim * dtype.itemsize
 
     def allocate(self, n: int) -> list[int]:
-        """n blocks, zeroed: a masked key of weight 0.0 must not meet a NaN that an earlier owner left."""
+        """Take n free blocks and fill them with zeros.
+
+        A masked key has weight 0.0, and 0.0 times a NaN is a NaN. So nothing of an earlier owner may stay.
+        """
         blocks = [self._free.pop() for _ in range(n)]
         for b in blocks:
-            self._uses[b] = 1
+            self._owners[b] = 1
         if blocks:
             self.data.view(self.config.layers, self.blocks, -1)[:, blocks] = 0
         return blocks
 
     def share(self, blocks: Sequence[int]) -> list[int]:
-        """One more owner for each block."""
+        """Add one owner to each block."""
         for b in blocks:
-            self._uses[b] += 1
+            self._owners[b] += 1
         return list(blocks)
 
     def copy(self, source: int, target: int) -> None:
-        """Copy a block over all layers (the partly filled last block of a prompt, once for each sample)."""
+        """Copy a block over all layers.
+
+        Each sample needs its own copy of a prompt's last block, where that block is only partly filled.
+        """
         by_block = self.data.view(self.config.layers, self.blocks, -1)
         by_block[:, target] = by_block[:, source]
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One owner fewer for each block; a block without owners is free."""
+        """Take one owner from each block; a block without owners is free."""
         for b in blocks:
-            self._uses[b] -= 1
-            if not self._uses[b]:
+            self._owners[b] -= 1
+            if not self._owners[b]:
                 self._free.append(b)
 
 
 class CachedContext:
     """New tokens of several sequences against the cache: positions, where to write, and the attention plan.
 
-    lengths [S]: new tokens of each sequence; contexts [S]: tokens already in the cache; block_lists: each
-    sequence's blocks, long enough for both.
+    lengths [S]: new tokens of each sequence.
+    contexts [S]: tokens of each sequence that are already in the cache.
+    block_lists: the blocks of each sequence, long enough for both.
     """
 
     blocks = None  # no weight gradient is ever taken here
@@ -90,10 +98,8 @@ class CachedContext:
         within = np.arange(len(seq)) - np.repeat(np.cumsum(length) - length, length)
         position = context[seq] + within
         self.positions = torch.from_numpy(position)
-        place = torch.from_numpy(np.stack([tables[seq, position // KEY_TILE], position % KEY_TILE])).to(
-            cache.data.device
-        )
-        self._block, self._offset = place
+        block_and_offset = np.stack([tables[seq, position // KEY_TILE], position % KEY_TILE])
+        self._block, self._offset = torch.from_numpy(block_and_offset).to(cache.data.device)
         self._cache = cache
         self.plan = AttentionPlan(lengths, contexts, tables, config.heads, config.kv_heads)
 
@@ -102,7 +108,8 @@ class CachedContext:
     ) -> torch.Tensor:
         """Write k and v [T, Hkv, D] to the cache, then attend from q [T, Hq, D].
 
-        What a narrower cache cannot hold was rounded before.
+        Where the cache is narrower than k and v, they were rounded to its dtype before (Decoder), so the
+        cache loses nothing.
         """
         data = self._cache.data
         self._cache._by_token[layer].index_put_(

@@ -1,7 +1,7 @@
 """Hugging Face checkpoints: reading (single and sharded safetensors, local folder or hub name) and writing.
 
-What is written opens with transformers.AutoModelForCausalLM and vLLM. A checkpoint appears under its name
-only when it is whole: it is written to a temporary folder beside it, synced, and renamed.
+transformers.AutoModelForCausalLM and vLLM open what is written here. A checkpoint appears under its name only
+when it is whole: it is written to a temporary folder beside it, synced, and renamed.
 """
 
 import json
@@ -19,7 +19,7 @@ from .config import ModelConfig
 from .decoder import Decoder
 from .weights import Layout
 
-# Everything beside the weights that a checkpoint carries over from the model it came from.
+# Files that a checkpoint takes over from the model it came from, beside the weights.
 _COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -39,7 +39,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def resolve_model(name: str) -> Path:
     """The local folder of a model: `name` itself, or a snapshot of the hub's repository of that name.
 
-    Raises ValueError when it is neither.
+    Raises ValueError when `name` is neither a folder nor a repository that can be downloaded.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -64,15 +64,16 @@ def resolve_model(name: str) -> Path:
 
 
 def read_weights(folder: Path, layout: Layout) -> torch.Tensor:
-    """All weights as one flat fp32 tensor (every supported file dtype is exact in fp32), [layout.numel].
+    """All weights as one flat fp32 tensor, [layout.numel]. fp32 holds every supported file dtype exactly.
 
-    Raises ValueError naming the file or tensor that is missing, corrupt, left over or of another shape.
+    Raises ValueError and names the file or tensor that is missing, corrupt, left over or of another shape.
     """
     try:
         flat = torch.zeros(layout.numel, dtype=torch.float32)
     except RuntimeError:
         raise ValueError(
-            f"model: config.json of {folder} asks for {layout.numel} weights, more than this machine has memory for"
+            f"model: config.json of {folder} asks for {layout.numel} weights, "
+            "more than this machine has memory for"
         ) from None
     wanted = layout.checkpoint_views(flat)
     for file, names in _files(folder).items():
@@ -90,22 +91,23 @@ def read_weights(folder: Path, layout: Layout) -> torch.Tensor:
 
 
 def _files(folder: Path) -> dict[str, list[str] | None]:
-    """File name -> names of the tensors to read from it (None: all)."""
+    """The names of the tensors to read from each file, by file name; None is all of them."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
-            by_name = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"].items())
-            if not all(isinstance(file, str) for file in by_name.values()):
-                raise TypeError("a file's name is no string")
+            file_of = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"].items())
+            if not all(isinstance(file, str) for file in file_of.values()):
+                raise TypeError("a file's name is not a string")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ValueError(f"model: {index} is not a valid index of safetensors shards") from None
         return {
-            file: [name for name, where in by_name.items() if where == file]
-            for file in dict.fromkeys(by_name.values())
+            file: [name for name, its_file in file_of.items() if its_file == file]
+            for file in dict.fromkeys(file_of.values())
         }
     if not (folder / "model.safetensors").exists():
         raise ValueError(
-            f"model: {folder} holds no model.safetensors (pickled weights are not read: loading them can run code)"
+            f"model: {folder} holds no model.safetensors "
+            "(pickled weights are not read: loading them can run code)"
         )
     return {"model.safetensors": None}
 
@@ -113,16 +115,19 @@ def _files(folder: Path) -> dict[str, list[str] | None]:
 def _place(
     tensor: torch.Tensor, name: str, wanted: dict[str, torch.Tensor], layout: Layout, path: Path
 ) -> None:
+    """Copy a tensor of the file `path` to its view in `wanted`, and take the view out of `wanted`."""
     if name == "lm_head.weight" and layout.config.tied:
         return  # the embedding is stored under its own name as well
     target = wanted.pop(name, None)
     if target is None:
         raise ValueError(
-            f"model: {path} holds {name}, which a {layout.config.architecture} of this config has no place for"
+            f"model: {path} holds {name}, "
+            f"which a {layout.config.architecture} of this config has no place for"
         )
     if tensor.shape != target.shape:
         raise ValueError(
-            f"model: {path}: {name} has shape {tuple(tensor.shape)}, config.json asks for {tuple(target.shape)}"
+            f"model: {path}: {name} has shape {tuple(tensor.shape)}, "
+            f"config.json asks for {tuple(target.shape)}"
         )
     if tensor.dtype not in DTYPES.values():
         raise ValueError(
@@ -132,9 +137,9 @@ def _place(
 
 
 def load_decoder(folder: str | Path, dtype: torch.dtype, device: torch.device | None = None) -> Decoder:
-    """A decoder with the checkpoint's weights rounded once to `dtype`, on the CPU or on `device`.
+    """A decoder with the checkpoint's weights, rounded once to `dtype`, on the CPU or on `device`.
 
-    Raises ValueError (see read_weights).
+    Raises ValueError (see ModelConfig.from_file and read_weights).
     """
     folder = Path(folder)
     config = ModelConfig.from_file(folder)
@@ -153,10 +158,13 @@ def write_checkpoint(
 ) -> None:
     """Write `flat` [layout.numel] as a checkpoint folder `target`, in flat's dtype.
 
-    companions: folder whose tokenizer and chat files are copied. extra: further files, name -> text. state:
-    tensors that are no weights, for STATE_FILE, in a folder of its own: vLLM takes every safetensors file
-    beside the weights for weights. A manifest (verify/files.py) lists the hash of every file. Raises
-    FileExistsError when `target` exists, OSError when it cannot be written; then nothing is left behind.
+    companions: folder whose tokenizer and chat files are copied.
+    extra: further files, name -> text.
+    state: tensors that are not weights, for STATE_FILE. STATE_FILE lies in a folder of its own, because vLLM
+        takes every safetensors file beside the weights for weights.
+
+    A manifest (verify/files.py) lists the hash of every file. Raises FileExistsError when `target` exists.
+    Raises OSError when it cannot be written, and leaves nothing behind.
     """
     if target.exists():
         raise FileExistsError(f"checkpoint: {target} already exists; nothing was overwritten")
@@ -165,16 +173,13 @@ def write_checkpoint(
     try:
         temporary.mkdir()
         _write_tensors(temporary, layout.checkpoint_views(flat), shard_bytes)
-        config = {k: v for k, v in layout.config.raw.items() if k != "torch_dtype"} | {
-            "dtype": str(flat.dtype).split(".")[1]
-        }
-        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        _write_config(temporary, layout.config, flat.dtype)
         for name in _COMPANIONS:
             if companions is not None and (companions / name).exists():
                 shutil.copyfile(companions / name, temporary / name)
-        for name, text in (extra or {}).items():
+        for name, content in (extra or {}).items():
             (temporary / name).parent.mkdir(exist_ok=True)
-            (temporary / name).write_text(text)
+            (temporary / name).write_text(content)
         if state is not None:
             (temporary / STATE_FILE).parent.mkdir(exist_ok=True)
             save_file(
@@ -190,7 +195,15 @@ def write_checkpoint(
         ) from None
 
 
+def _write_config(folder: Path, config: ModelConfig, dtype: torch.dtype) -> None:
+    """Write the config.json that was read, with `dtype` in place of the old dtype."""
+    fields = {name: value for name, value in config.raw.items() if name != "torch_dtype"}
+    fields |= {"dtype": str(dtype).split(".")[1]}
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+
+
 def _write_tensors(folder: Path, views: dict[str, torch.Tensor], shard_bytes: int) -> None:
+    """Write one model.safetensors, or shards with an index where it would exceed `shard_bytes`."""
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
     for name, view in views.items():

@@ -1,5 +1,6 @@
-"""The architecture of a supported checkpoint, read from config.json; what is not supported is refused by
-name.
+"""The architecture of a supported checkpoint, read from config.json.
+
+A field that asks for something unsupported is refused by name.
 """
 
 import dataclasses
@@ -12,6 +13,19 @@ from ..kernels.rope import llama3_frequencies, rope_frequencies
 
 ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
 _ROPE_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "layers",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "max_positions",
+)
+# Upper limits of these sizes. A larger size is a mistake, and the mistake would take all time or memory
+# before anybody sees it.
+_LARGEST, _MOST_LAYERS = 1 << 24, 1 << 12
 
 
 @dataclass(frozen=True)
@@ -30,7 +44,7 @@ class ModelConfig:
     eps: float
     rope_theta: float
     rope_llama3: dict[str, float] | None
-    tied: bool  # the head shares the embedding's weight
+    tied: bool  # lm_head shares the embedding's weight
     qkv_bias: bool
     o_bias: bool
     qk_norm: bool  # RMSNorm over each query and key head (Qwen3)
@@ -42,20 +56,20 @@ class ModelConfig:
         base = rope_frequencies(self.head_dim, self.rope_theta)
         if self.rope_llama3 is None:
             return base
-        r = self.rope_llama3
+        scaling = self.rope_llama3
         return llama3_frequencies(
             base,
-            r["factor"],
-            r["low_freq_factor"],
-            r["high_freq_factor"],
-            int(r["original_max_position_embeddings"]),
+            scaling["factor"],
+            scaling["low_freq_factor"],
+            scaling["high_freq_factor"],
+            int(scaling["original_max_position_embeddings"]),
         )
 
     @classmethod
     def from_file(cls, folder: str | Path) -> "ModelConfig":
         """Read folder/config.json.
 
-        Raises ValueError when it is missing, is not JSON or names something unsupported.
+        Raises ValueError when the file is missing, is not JSON or names something unsupported.
         """
         path = Path(folder) / "config.json"
         try:
@@ -72,84 +86,83 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any], source: str = "config") -> "ModelConfig":
-        """Build from the fields of config.json.
+        """Build from the fields of config.json. `source` is what error messages call it.
 
-        Raises ValueError naming the field that is missing or unsupported.
+        Raises ValueError and names the field that is missing or unsupported.
         """
         names = raw.get("architectures")
         name = str(names[0] if isinstance(names, list) and names else names or "(none)")
         if name not in ARCHITECTURES:
             raise ValueError(
-                f"model: {source}: architecture {name} is not supported; supported are {', '.join(ARCHITECTURES)}"
+                f"model: {source}: architecture {name} is not supported; "
+                f"supported are {', '.join(ARCHITECTURES)}"
             )
-        family = ARCHITECTURES[name]
         try:
-            _refuse(raw, source)
-            theta, llama3 = _rope(raw, source)
-            heads = int(raw["num_attention_heads"])
-            config = cls(
-                architecture=name,
-                vocab_size=int(raw["vocab_size"]),
-                hidden_size=int(raw["hidden_size"]),
-                intermediate_size=int(raw["intermediate_size"]),
-                layers=int(raw["num_hidden_layers"]),
-                heads=heads,
-                kv_heads=int(raw.get("num_key_value_heads") or heads),
-                head_dim=int(
-                    raw.get("head_dim") or (128 if family == "qwen3" else int(raw["hidden_size"]) // heads)
-                ),
-                max_positions=int(raw["max_position_embeddings"]),
-                eps=float(raw["rms_norm_eps"]),
-                rope_theta=theta,
-                rope_llama3=llama3,
-                tied=bool(raw.get("tie_word_embeddings", False)),
-                qkv_bias=family == "qwen2" or bool(raw.get("attention_bias", False)),
-                o_bias=family != "qwen2" and bool(raw.get("attention_bias", False)),
-                qk_norm=family == "qwen3",
-                raw=raw,
-            )
+            config = cls._parse(name, raw, source)
         except KeyError as error:
             raise ValueError(f"model: {source} lacks the field {error.args[0]}") from None
         except _UnsupportedError:
             raise
         except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise ValueError(f"model: {source} has a field of the wrong type or value ({error})") from None
-        for field in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "layers",
-            "heads",
-            "kv_heads",
-            "head_dim",
-            "max_positions",
-        ):
-            if getattr(config, field) < 1:
-                raise ValueError(f"model: {source}: {field} ({getattr(config, field)}) must be positive")
-            if getattr(config, field) > (largest := _MOST_LAYERS if field == "layers" else _LARGEST):
-                raise ValueError(
-                    f"model: {source}: {field} ({getattr(config, field)}) is larger than zerokl takes ({largest})"
-                )
-        if not (config.rope_theta > 0.0 and config.eps >= 0.0):
-            raise ValueError(
-                f"model: {source}: rope_theta ({config.rope_theta}) must be positive, rms_norm_eps ({config.eps}) not negative"
-            )
-        if config.heads % config.kv_heads:
-            raise ValueError(
-                f"model: {source}: num_attention_heads ({config.heads}) must be a multiple of num_key_value_heads ({config.kv_heads})"
-            )
-        if config.head_dim % 16:
-            raise ValueError(f"model: {source}: head_dim ({config.head_dim}) must be a multiple of 16")
+        config._check_sizes(source)
         return config
 
+    @classmethod
+    def _parse(cls, architecture: str, raw: dict[str, Any], source: str) -> "ModelConfig":
+        """The fields of config.json, converted but with sizes unchecked."""
+        _refuse(raw, source)
+        family = ARCHITECTURES[architecture]
+        theta, llama3 = _rope(raw, source)
+        heads = int(raw["num_attention_heads"])
+        return cls(
+            architecture=architecture,
+            vocab_size=int(raw["vocab_size"]),
+            hidden_size=int(raw["hidden_size"]),
+            intermediate_size=int(raw["intermediate_size"]),
+            layers=int(raw["num_hidden_layers"]),
+            heads=heads,
+            kv_heads=int(raw.get("num_key_value_heads") or heads),
+            head_dim=int(
+                raw.get("head_dim") or (128 if family == "qwen3" else int(raw["hidden_size"]) // heads)
+            ),
+            max_positions=int(raw["max_position_embeddings"]),
+            eps=float(raw["rms_norm_eps"]),
+            rope_theta=theta,
+            rope_llama3=llama3,
+            tied=bool(raw.get("tie_word_embeddings", False)),
+            qkv_bias=family == "qwen2" or bool(raw.get("attention_bias", False)),
+            o_bias=family != "qwen2" and bool(raw.get("attention_bias", False)),
+            qk_norm=family == "qwen3",
+            raw=raw,
+        )
 
-# Of sizes in config.json: what is beyond them is a mistake, and would take all time or memory before it is
-# found.
-_LARGEST, _MOST_LAYERS = 1 << 24, 1 << 12
+    def _check_sizes(self, source: str) -> None:
+        """Raise ValueError for a number that no model can have, or that the kernels cannot take."""
+        for field in _SIZES:
+            value, largest = getattr(self, field), _MOST_LAYERS if field == "layers" else _LARGEST
+            if value < 1:
+                raise ValueError(f"model: {source}: {field} ({value}) must be positive")
+            if value > largest:
+                raise ValueError(
+                    f"model: {source}: {field} ({value}) is larger than zerokl takes ({largest})"
+                )
+        if not (self.rope_theta > 0.0 and self.eps >= 0.0):
+            raise ValueError(
+                f"model: {source}: rope_theta ({self.rope_theta}) must be positive, "
+                f"rms_norm_eps ({self.eps}) not negative"
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"model: {source}: num_attention_heads ({self.heads}) "
+                f"must be a multiple of num_key_value_heads ({self.kv_heads})"
+            )
+        if self.head_dim % 16:
+            raise ValueError(f"model: {source}: head_dim ({self.head_dim}) must be a multiple of 16")
 
 
 class _UnsupportedError(ValueError):
-    """A field names something the kernels do not know; the message is complete."""
+    """A field names something that the kernels do not know. The message is complete."""
 
 
 def _refuse(raw: dict[str, Any], source: str) -> None:
@@ -180,21 +193,22 @@ def _refuse(raw: dict[str, Any], source: str) -> None:
         no(
             "attention_dropout",
             raw["attention_dropout"],
-            "the policy that is trained must be the one that was sampled: set it to 0",
+            "the policy that is trained must be the policy that was sampled: set it to 0",
         )
 
 
 def _rope(raw: dict[str, Any], source: str) -> tuple[float, dict[str, float] | None]:
-    """RoPE theta and llama3 scaling.
+    """RoPE theta, and the parameters of llama3 scaling where the model has it.
 
-    transformers 5 writes `rope_parameters`, earlier ones rope_theta and rope_scaling.
+    transformers 5 writes `rope_parameters`; earlier versions write `rope_theta` and `rope_scaling`.
     """
     rope = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
     kind = rope.get("rope_type") or rope.get("type") or "default"
     theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     if rope.get("partial_rotary_factor", 1.0) not in (1.0, None):
         raise _UnsupportedError(
-            f"model: {source}: partial_rotary_factor = {rope['partial_rotary_factor']!r} is not supported; only 1.0 is"
+            f"model: {source}: partial_rotary_factor = {rope['partial_rotary_factor']!r} "
+            "is not supported; only 1.0 is"
         )
     if kind == "default":
         return theta, None

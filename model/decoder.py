@@ -1,10 +1,13 @@
 """The decoder: one forward for training, prefill, chunked prefill and decode.
 
-    x = embed(ids);  per layer: x += attention(norm(x)); x += mlp(norm(x));  h = norm(x);  logits = h head^T
+    x = embed(ids);   per layer:  x += attention(norm(x)),  x += mlp(norm(x))
+    h = norm(x);      logits = h lm_head^T
 
-Shapes: T tokens of packed sequences, D hidden size, Hq query heads, Hkv key-value heads. What differs between
-training and sampling is the context only: how attention finds its keys (PackedContext here, SampleContext in
-prompts.py, CachedContext in cache.py). Everything else works on rows.
+Shapes: T tokens of packed sequences, D hidden size (of a head, in [T, heads, D]), Hq query heads, Hkv
+key-value heads, V vocabulary.
+
+Training and sampling differ in the context only, which is how attention finds its keys: PackedContext here,
+SampleContext in prompts.py, CachedContext in cache.py. Everything else works on rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,36 +30,39 @@ from .config import ModelConfig
 from .weights import Layout
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [T, D / 2]
-# Called with the name and the output of each operation: model/op_names.py. Fused ones are qkv, qk_norm, rope
-# and gate_up.
+# Called with the name and the output of each operation (names: op_names.py). The decoder computes some
+# operations as one; these are called qkv, qk_norm, rope and gate_up.
 Hook = Callable[[str, torch.Tensor], None]
 
 
 def no_hook(name: str, x: torch.Tensor) -> None:
-    """The hook of a forward that nobody listens to."""
+    """The hook that does nothing."""
 
 
 class Numerics(NamedTuple):
-    """Dtypes other than the compute dtype; None is the compute dtype."""
+    """Dtypes of the parts that may differ from the compute dtype; None is the compute dtype."""
 
     lm_head: torch.dtype | None = None  # of the logits' matrix product
-    cache: torch.dtype | None = (
-        None  # keys and values are rounded to it before attention reads them, and stored in it where it is narrower
-    )
+    # Keys and values are rounded to this dtype before attention reads them. Where it is narrower than the
+    # compute dtype, the cache stores them in it.
+    cache: torch.dtype | None = None
 
 
 COMPUTE = Numerics()
 
 
 def named_numerics(head_dtype: str, cache_dtype: str) -> Numerics:
-    """Numerics by the names of precision.head_dtype and cache_dtype; "compute" is the compute dtype."""
+    """Numerics from the settings precision.head_dtype and precision.cache_dtype.
+
+    "compute" is the compute dtype.
+    """
     return Numerics(
         *(None if name == "compute" else getattr(torch, name) for name in (head_dtype, cache_dtype))
     )
 
 
 class _RoundThrough(torch.autograd.Function):
-    """x rounded to a dtype and back; the gradient passes as it is."""
+    """x rounded to a dtype and back; the gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx, x, dtype):
@@ -68,7 +74,7 @@ class _RoundThrough(torch.autograd.Function):
 
 
 class Context(Protocol):
-    """How the tokens of one forward relate: positions [T], token blocks, and attention."""
+    """How the tokens of one forward belong together: positions [T], token blocks, and attention."""
 
     positions: torch.Tensor
     blocks: Blocks | None
@@ -76,7 +82,10 @@ class Context(Protocol):
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Causal attention of q [T, Hq, D] over this context's keys, k and v [T, Hkv, D] being the new ones."""
+        """Causal attention of q [T, Hq, D] over the keys of this context.
+
+        k and v [T, Hkv, D] are the keys and values of the new tokens.
+        """
         ...
 
 
@@ -84,24 +93,24 @@ class KeepingContext(Context, Protocol):
     """A context that keeps keys and values."""
 
     def keep(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Take those of the last layer, k and v [T, Hkv, D]. Those of the others come with `attend`."""
+        """Take the last layer's k and v [T, Hkv, D]. `attend` takes those of all other layers."""
         ...
 
 
 class PackedContext:
     """Whole sequences, packed one after another. lengths [S] in tokens, summing to T.
 
-    After them may come `padding` rows that nobody reads: one more sequence, in no token block, that no
-    gradient reaches.
+    `padding` rows may follow, which nobody reads. They are one more sequence for attention. They are in no
+    token block, and no gradient reaches them.
     """
 
     def __init__(self, lengths: Sequence[int], config: ModelConfig, padding: int = 0):
-        filled = [*lengths, padding] if padding else list(lengths)
+        all_lengths = [*lengths, padding] if padding else list(lengths)
         self.positions = torch.from_numpy(
             np.concatenate([*map(np.arange, lengths), np.zeros(padding, np.int64)])
         )
         self.blocks = token_blocks(lengths)
-        self._plan = varlen_plan(filled, config.heads, config.kv_heads)
+        self._plan = varlen_plan(all_lengths, config.heads, config.kv_heads)
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -111,17 +120,19 @@ class PackedContext:
 
 
 def with_padding(ids: torch.Tensor, decoder: "Decoder") -> tuple[torch.Tensor, int]:
-    """ids [T] followed by as many padding ids as make whole row tiles, so that no matrix product of the
-    reference has a partial one.
+    """ids [T] and padding ids after them, and the number of padding ids.
+
+    The padding fills the last row tile, so that no matrix product of the reference has a partial tile. Triton
+    needs no padding.
     """
     padding = 0 if on_triton(decoder.flat) else -len(ids) % ROW_TILE
     return F.pad(ids, (0, padding)), padding
 
 
 def _rope_table(c: ModelConfig, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, [positions, D / 2] in the compute dtype:
+    """cos and sin, [positions, D / 2], rounded to the compute dtype.
 
-    on Triton as vLLM's models have them, in fp64 before the rounding else.
+    On Triton they are computed as vLLM's models compute them, otherwise in fp64.
     """
     if on_triton(flat):
         return rope_table_fp32(
@@ -152,14 +163,14 @@ class Decoder:
 
     def _bind(self) -> None:
         self.w = {name: view.requires_grad_() for name, view in self.layout.views(self.flat.detach()).items()}
-        # With tied embeddings the head is a second tensor over the same memory, so that its gradient has its
-        # own buffer: summed into one, the order of the two uses would depend on the micro-batch size.
+        # With tied embeddings lm_head is a second tensor over the embedding's memory. So its gradient has a
+        # buffer of its own. In one buffer, the order of the two uses would depend on the micro-batch size.
         self.lm_head = self.w["embed"].detach().requires_grad_() if self.config.tied else self.w["lm_head"]
 
     def move_to(self, flat: torch.Tensor) -> None:
-        """Copy the weights to `flat` [layout.numel] and use those from now on.
+        """Copy the weights to `flat` [layout.numel] and compute with `flat` from now on.
 
-        Views taken before are of the old memory.
+        Views that were taken before still show the old memory.
         """
         self.flat = flat.copy_(self.flat.detach())
         self._bind()
@@ -171,22 +182,23 @@ class Decoder:
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """What a cache stores keys and values in:
+        """The dtype in which a cache stores keys and values.
 
-        they are rounded to numerics.cache, so where that is narrower, nothing is lost.
+        It is numerics.cache where that is narrower than the compute dtype, else the compute dtype. Keys and
+        values were rounded to numerics.cache before, so storing them loses nothing.
         """
         cache = self.numerics.cache
         return cache if cache is not None and cache.itemsize < self.dtype.itemsize else self.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are, and everything is computed."""
+        """The device of the weights and of all computation."""
         return self.flat.device
 
     def logits_weight(self) -> torch.Tensor:
-        """The head in the dtype of the logits, [V, D]; hidden states are converted to it.
+        """lm_head in the dtype of the logits, [V, D]; the caller converts hidden states to that dtype.
 
-        Its gradient goes where the head's does.
+        Its gradient goes to the gradient of lm_head.
         """
         if self.numerics.lm_head in (None, self.dtype):
             return self.lm_head
@@ -197,16 +209,16 @@ class Decoder:
         return wide
 
     def matrices(self) -> list[torch.Tensor]:
-        """The weights that rows are multiplied with, each [N, K]."""
+        """The weights of the matrix products, each [N, K]."""
         return [w for name, w in self.w.items() if w.dim() == 2 and name != "embed"] + [
             self.lm_head
         ] * self.config.tied
 
     def hidden(self, ids: torch.Tensor, context: Context, hook: Hook = no_hook) -> torch.Tensor:
-        """The final norm's output, [T, D], for ids [T] on any device. `hook` is given the output of every
-        operation, under its name.
+        """The final norm's output, [T, D], for ids [T] on any device.
 
-        Raises ValueError for an id outside the vocabulary, where it lies on the CPU (see embedding).
+        `hook` is called with the name and the output of every operation. Raises ValueError for an id outside
+        the vocabulary, if the ids are on the CPU (see embedding).
         """
         x, residual, rotation = self._embed(ids, context, hook)
         for i in range(self.config.layers):
@@ -214,9 +226,9 @@ class Decoder:
         return x
 
     def read(self, ids: torch.Tensor, context: KeepingContext, hook: Hook = no_hook) -> None:
-        """As `hidden`, for the keys and values alone, which `context` keeps:
+        """As `hidden`, but only for the keys and values, which `context` keeps.
 
-        the last layer ends with them.
+        The forward ends with the keys and values of the last layer.
         """
         x, residual, rotation = self._embed(ids, context, hook)
         last = self.config.layers - 1
@@ -231,7 +243,7 @@ class Decoder:
         c, w = self.config, self.w
         positions = context.positions.to(self.device)
         rotation = self._cos[positions], self._sin[positions]
-        if ids.device != self.device:  # the last moment at which a GPU need not be waited for
+        if ids.device != self.device:  # here the check does not have to wait for the GPU; later it would
             check_ids(ids, c.vocab_size)
         residual = embedding(ids.to(self.device), w["embed"])
         hook("embed", residual)
@@ -248,40 +260,41 @@ class Decoder:
         context: Context,
         hook: Hook,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next layer's input (after the last, the final norm's output), and the residual."""
-        c, w, at, blocks = self.config, self.w, f"layers.{i}.", context.blocks
+        """The next layer's input, and the residual. After the last layer, the final norm's output."""
+        c, w, prefix, blocks = self.config, self.w, f"layers.{i}.", context.blocks
         o = context.attend(i, *self._qkv(i, x, rotation, context, hook), c.head_dim**-0.5)
-        hook(at + "attention", o)
-        x = linear(o.reshape(x.shape[0], -1), w[at + "o"], w.get(at + "o_bias"), blocks)
-        hook(at + "o_proj", x)
-        x, residual = add_rms_norm(x, residual, w[at + "post_norm"], c.eps, blocks)
-        hook(at + "attention_residual", residual)
-        hook(at + "post_norm", x)
-        x = linear(x, w[at + "gate_up"], None, blocks)
-        hook(at + "gate_up", x)
+        hook(prefix + "attention", o)
+        x = linear(o.reshape(x.shape[0], -1), w[prefix + "o"], w.get(prefix + "o_bias"), blocks)
+        hook(prefix + "o_proj", x)
+        x, residual = add_rms_norm(x, residual, w[prefix + "post_norm"], c.eps, blocks)
+        hook(prefix + "attention_residual", residual)
+        hook(prefix + "post_norm", x)
+        x = linear(x, w[prefix + "gate_up"], None, blocks)
+        hook(prefix + "gate_up", x)
         x = silu_mul(x)
-        hook(at + "silu_mul", x)
-        x = linear(x, w[at + "down"], None, blocks)
-        hook(at + "down_proj", x)
-        following = f"layers.{i + 1}.input_norm" if i + 1 < c.layers else "norm"
-        x, residual = add_rms_norm(x, residual, w[following], c.eps, blocks)
-        hook(at + "mlp_residual", residual)
-        hook(following, x)
+        hook(prefix + "silu_mul", x)
+        x = linear(x, w[prefix + "down"], None, blocks)
+        hook(prefix + "down_proj", x)
+        next_norm = f"layers.{i + 1}.input_norm" if i + 1 < c.layers else "norm"
+        x, residual = add_rms_norm(x, residual, w[next_norm], c.eps, blocks)
+        hook(prefix + "mlp_residual", residual)
+        hook(next_norm, x)
         return x, residual
 
     def _qkv(
         self, i: int, x: torch.Tensor, rotation: Rotation, context: Context, hook: Hook
     ) -> tuple[torch.Tensor, ...]:
-        """q [T, Hq, D], k and v [T, Hkv, D] as attention reads them."""
-        c, w, at, blocks = self.config, self.w, f"layers.{i}.", context.blocks
-        qkv = linear(x, w[at + "qkv"], w.get(at + "qkv_bias"), blocks).view(x.shape[0], -1, c.head_dim)
-        hook(at + "qkv", qkv)
+        """q [T, Hq, D], k and v [T, Hkv, D], as attention reads them."""
+        c, w, prefix, blocks = self.config, self.w, f"layers.{i}.", context.blocks
+        qkv = linear(x, w[prefix + "qkv"], w.get(prefix + "qkv_bias"), blocks)
+        qkv = qkv.view(x.shape[0], -1, c.head_dim)
+        hook(prefix + "qkv", qkv)
         qk, v = qkv.split([c.heads + c.kv_heads, c.kv_heads], dim=1)
         if c.qk_norm:
-            qk = qk_norm(qk, w[at + "q_norm"], w[at + "k_norm"], c.heads, c.eps, blocks)
-            hook(at + "qk_norm", qk)
+            qk = qk_norm(qk, w[prefix + "q_norm"], w[prefix + "k_norm"], c.heads, c.eps, blocks)
+            hook(prefix + "qk_norm", qk)
         qk = rope(qk, *rotation)
-        hook(at + "rope", qk)
+        hook(prefix + "rope", qk)
         q, k = qk.split([c.heads, c.kv_heads], dim=1)
         if self.numerics.cache not in (None, self.dtype):
             k, v = (_RoundThrough.apply(x, self.numerics.cache) for x in (k, v))

@@ -1,6 +1,8 @@
-"""One set of names for the operations of a decoder, whoever computes them.
+"""One set of names for the operations of a decoder, whichever engine computes them.
 
-In the order of computation; Hq, Hkv heads of width D, I the width of the MLP, T tokens:
+Shapes: T tokens, Hq query heads and Hkv key-value heads of width D.
+
+The names in the order of computation:
 
     embed
     layers.i.input_norm                 norm before attention
@@ -44,13 +46,13 @@ _LAYER = (
 )
 
 
-def in_order(found: Trace, layers: int) -> Trace:
-    """A trace in the order of computation; operations that a model does not have are left out."""
-    return {name: found[name] for name in operations(layers) if name in found}
+def in_order(trace: Trace, layers: int) -> Trace:
+    """`trace` in the order of computation, without the operations that it does not hold."""
+    return {name: trace[name] for name in operations(layers) if name in trace}
 
 
 def output(out: Any) -> torch.Tensor:
-    """What a module returned, of a tuple the first."""
+    """The output of a module; where it returned a tuple, the first element."""
     return out[0] if isinstance(out, tuple) else out
 
 
@@ -66,11 +68,12 @@ def operations(layers: int) -> list[str]:
 
 
 def split_fused(name: str, x: torch.Tensor, c: ModelConfig) -> dict[str, torch.Tensor]:
-    """The outputs [T, width] of the operations that our decoder computes as one, by the names above; views of
-    x [T, ...].
+    """Split an output of our decoder into the outputs of the operations above, [T, width], by their names.
+
+    The decoder computes some operations as one. The results are views of x [T, ...].
     """
-    at, _, op = name.rpartition(".")
-    at = f"{at}." if at else ""
+    layer, _, op = name.rpartition(".")
+    prefix = f"{layer}." if layer else ""
     flat = x.reshape(x.shape[0], -1)
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     splits = {
@@ -80,4 +83,4 @@ def split_fused(name: str, x: torch.Tensor, c: ModelConfig) -> dict[str, torch.T
         "gate_up": (("gate_proj", "up_proj"), (flat.shape[1] // 2,) * 2),
     }
     names, widths = splits.get(op, ((op,), (flat.shape[1],)))
-    return {at + n: part for n, part in zip(names, flat.split(widths, dim=1), strict=True)}
+    return {prefix + n: part for n, part in zip(names, flat.split(widths, dim=1), strict=True)}

@@ -1,15 +1,18 @@
 """Prompts that are computed once for all their samples, in training as in sampling.
 
-Of every prompt, all tokens but the last are read in one forward, which leaves their keys and values behind,
-in every layer. The samples begin with the prompt's last token and attend to them. A row depends on what is
-before it only, so the bits of all rows are those of whole sequences. Backward, each sample adds its gradient
-of those keys and values to fp32 buffers, and when all samples are done the sums, rounded once to the compute
-dtype, go through the prompts. Order: the samples of a prompt one after another, in canonical order; a
-weight's gradient takes the samples of a pass first, then its prompts. Which prompts share a pass depends on
-their lengths only (`prompt_passes`), so no bit depends on the micro-batch.
+Forward: one forward reads all tokens of each prompt but the last, and keeps their keys and values in every
+layer. A sample begins with the prompt's last token and attends to these keys and values. A row depends on the
+rows before it only, so all rows have the same bits as in whole sequences.
 
-Shapes: n samples of N prompts; B tokens of these prompts without the last of each; T tokens of the samples of
-one forward.
+Backward: each sample adds its gradient of these keys and values to fp32 buffers. When all samples have done
+so, the sums are rounded once to the compute dtype and go through the prompts.
+
+Order: the samples of a prompt one after another, in canonical order. A weight's gradient takes the samples of
+a pass first, then the prompts of the pass. Which prompts share a pass depends on their lengths only
+(`prompt_passes`), so no bit depends on the micro-batch.
+
+Shapes: n samples of N prompts; B tokens of these prompts, without the last token of each; S samples and T
+tokens of one forward; D width of a head.
 """
 
 from collections.abc import Sequence
@@ -23,23 +26,23 @@ from ..kernels.grad import accumulate_dtype
 from ..kernels.order import token_blocks
 from .decoder import Decoder, Hook, PackedContext, no_hook, with_padding
 
-# Tokens of the prompts of one pass; a longer prompt has a pass of its own. A constant, as it orders the
-# weights' gradients.
+# Tokens of the prompts of one pass, at most; a longer prompt has a pass of its own. It must stay constant,
+# because it orders the weights' gradients.
 PASS_TOKENS = 512
 
 
 def first_of_prompt(prompts: Sequence[Sequence[int]]) -> list[bool]:
     """Whether each of n samples is the first of its prompt.
 
-    prompts [n]: that of each sample, equal ones side by side.
+    prompts [n]: the prompt of each sample. Equal prompts lie side by side.
     """
     return [i == 0 or prompt != prompts[i - 1] for i, prompt in enumerate(prompts)]
 
 
 def prompt_passes(prompts: Sequence[Sequence[int]]) -> list[slice]:
-    """The prompt of each of n samples -> slices of samples whose prompts are read together.
+    """Slices of the samples whose prompts are read together.
 
-    Samples of one prompt lie side by side.
+    prompts [n]: the prompt of each sample. Equal prompts lie side by side.
     """
     passes, start, tokens = [], 0, 0
     for i, (prompt, first) in enumerate(zip(prompts, first_of_prompt(prompts), strict=True)):
@@ -54,10 +57,9 @@ class Prompts:
     """The prompts of n samples, read by one forward."""
 
     def __init__(self, decoder: Decoder, prompts: Sequence[Sequence[int]], hook: Hook = no_hook):
-        """prompts [n]:
+        """prompts [n]: the prompt of each sample. Equal prompts lie side by side.
 
-        that of each sample, equal ones side by side. Raises ValueError for an empty one. `hook`: see
-        Decoder.hidden.
+        `hook`: see Decoder.hidden. Raises ValueError for an empty prompt.
         """
         for i, prompt in enumerate(prompts):
             if not len(prompt):
@@ -66,12 +68,13 @@ class Prompts:
                 )
         firsts = first_of_prompt(prompts)
         self.of = tuple((np.cumsum(firsts) - 1).tolist())  # [n], the prompt of each sample
-        heads = [prompt[:-1] for prompt, first in zip(prompts, firsts, strict=True) if first]
-        self.lengths = np.array([len(head) for head in heads])  # [N]
+        prefixes = [prompt[:-1] for prompt, first in zip(prompts, firsts, strict=True) if first]
+        self.lengths = np.array([len(prefix) for prefix in prefixes])  # [N]
         self.starts = np.cumsum(self.lengths) - self.lengths  # [N], in B
-        ids = [token for head in heads for token in head]
+        ids = [token for prefix in prefixes for token in prefix]
         self._read = _read(decoder, ids, [n for n in self.lengths.tolist() if n], hook) if ids else []
-        # What the samples attend to, [B, 2 Hkv D] of each layer, as leaves with a gradient in fp32.
+        # The keys and values that the samples attend to, [B, 2 Hkv D] of each layer. They are leaves, and
+        # their gradient is in fp32.
         self.kv = [kv.detach() for kv in self._read]
         for kv, read in zip(self.kv, self._read, strict=True):
             if read.requires_grad:
@@ -80,19 +83,19 @@ class Prompts:
                 )
 
     def backward(self) -> None:
-        """After the samples' own: send what they left in the keys and values through the prompts, to the
-        weights.
+        """Send the collected gradients of the keys and values through the prompts, to the weights.
 
-        Nothing happens where the prompts were read without gradients.
+        Call it after the backward of all samples. Nothing happens where the prompts were read without
+        gradients.
         """
         if self._read and self._read[0].requires_grad:
-            _Handover.apply(self.kv, *self._read).backward()
+            _CollectedGradients.apply(self.kv, *self._read).backward()
 
 
-class _Handover(torch.autograd.Function):
-    """A scalar whose gradient in what was read is what the leaves collected.
+class _CollectedGradients(torch.autograd.Function):
+    """A scalar. Its gradient with respect to what was read is what the leaves have collected.
 
-    autograd.backward with gradients would import sympy for it.
+    torch.autograd.backward takes gradients too, but imports sympy for it.
     """
 
     @staticmethod
@@ -107,21 +110,21 @@ class _Handover(torch.autograd.Function):
 
 def _read(decoder: Decoder, ids: list[int], lengths: list[int], hook: Hook) -> list[torch.Tensor]:
     """Keys and values of packed tokens, [B, 2 Hkv D] of each layer."""
-    filled, padding = with_padding(torch.tensor(ids), decoder)
-    context = _ReadingContext(lengths, decoder.config, padding)
-    decoder.read(filled, context, hook)
+    padded_ids, padding = with_padding(torch.tensor(ids), decoder)
+    context = _PromptContext(lengths, decoder.config, padding)
+    decoder.read(padded_ids, context, hook)
     return context.kv
 
 
-class _ReadingContext(PackedContext):
-    """Whole sequences whose keys and values are kept: kv[layer] [B, 2 Hkv D], without padding rows."""
+class _PromptContext(PackedContext):
+    """Whole sequences, of which kv[layer] [B, 2 Hkv D] keeps the keys and values, without padding rows."""
 
     def __init__(self, *args):
         super().__init__(*args)
         self.kv: list[torch.Tensor] = []
 
     def keep(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """See Decoder.read."""
+        """See KeepingContext."""
         B = self.blocks[-1][1]
         self.kv.append(torch.stack([k[:B], v[:B]], dim=1).view(B, -1))
 
@@ -134,10 +137,13 @@ class _ReadingContext(PackedContext):
 
 
 class SampleContext:
-    """Samples after their prompts: packed rows that begin with the prompt's last token, then padding rows as
-    in PackedContext.
+    """Samples that continue prompts which were read before.
 
-    lengths [S]: rows of each sample; after [S]: its prompt, of those that were read.
+    A sample's rows begin with the prompt's last token. All rows are packed, and padding rows follow as in
+    PackedContext.
+
+    lengths [S]: rows of each sample.
+    after [S]: the prompt of each sample, as an index into `prompts`.
     """
 
     def __init__(
@@ -149,18 +155,21 @@ class SampleContext:
         padding: int = 0,
     ):
         config, self._kv, of = decoder.config, prompts.kv, list(after)
-        own, before, firsts = np.array(lengths), prompts.lengths[of], prompts.starts[of]
-        if padding:
-            own, before, firsts = (np.append(x, n) for x, n in ((own, padding), (before, 0), (firsts, 0)))
+        rows, prompt_rows, prompt_starts = np.array(lengths), prompts.lengths[of], prompts.starts[of]
+        if padding:  # one more sequence, without a prompt
+            rows, prompt_rows, prompt_starts = (
+                np.append(x, n) for x, n in ((rows, padding), (prompt_rows, 0), (prompt_starts, 0))
+            )
         self.blocks = token_blocks(lengths)
-        self.positions = torch.from_numpy(_ranges(before, own))
-        self._prompt_rows = torch.from_numpy(_ranges(firsts, before)).to(decoder.device)
-        # Attention takes each sequence's keys together: rows of its prompt, copied for each sample, then its
-        # own.
-        starts = np.cumsum(before + own) - (before + own)
-        lies = torch.from_numpy(np.concatenate([_ranges(starts, before), _ranges(starts + before, own)]))
-        self._order = tuple(x.to(decoder.device) for x in (lies.argsort(), lies))
-        self._plan = varlen_plan(own.tolist(), config.heads, config.kv_heads, before.tolist())
+        self.positions = torch.from_numpy(_ranges(prompt_rows, rows))
+        self._prompt_rows = torch.from_numpy(_ranges(prompt_starts, prompt_rows)).to(decoder.device)
+        # Attention takes the keys of each sequence side by side: the rows of its prompt, copied for each
+        # sample, then the sample's rows.
+        starts = np.cumsum(prompt_rows + rows) - (prompt_rows + rows)
+        places = np.concatenate([_ranges(starts, prompt_rows), _ranges(starts + prompt_rows, rows)])
+        inverse = torch.from_numpy(places)
+        self._order = tuple(x.to(decoder.device) for x in (inverse.argsort(), inverse))
+        self._plan = varlen_plan(rows.tolist(), config.heads, config.kv_heads, prompt_rows.tolist())
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -168,17 +177,20 @@ class SampleContext:
         """See Context."""
         if not len(self._prompt_rows):
             return attention(q, k, v, self._plan, scale)
-        before = embedding(self._prompt_rows, self._kv[layer])  # its gradient: one row after another
-        kv = torch.cat([before, torch.stack([k, v], dim=1).view(len(k), -1)])
+        # The gradient of embedding adds up one row after another.
+        prompt_kv = embedding(self._prompt_rows, self._kv[layer])
+        kv = torch.cat([prompt_kv, torch.stack([k, v], dim=1).view(len(k), -1)])
         k, v = _Reordered.apply(kv, *self._order).view(-1, 2, *k.shape[1:]).unbind(1)
         return attention(q, k, v, self._plan, scale)
 
 
 class _Reordered(torch.autograd.Function):
-    """Rows of x in another order. order: where in x each row comes from; inverse: where each row of x goes
-    to.
+    """Rows of x in another order.
 
-    torch's own gradient of index_select adds rows up, on a GPU with atomics.
+    order: the row of x that each output row comes from.
+    inverse: the output row that each row of x goes to.
+
+    torch's own gradient of index_select would add rows up, and on a GPU with atomics.
     """
 
     @staticmethod
@@ -192,5 +204,5 @@ class _Reordered(torch.autograd.Function):
 
 
 def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """starts[i], starts[i] + 1, ... counts[i] of them, one i after another."""
+    """counts[i] numbers from starts[i] on (starts[i], starts[i] + 1, ...), one i after another."""
     return np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))

@@ -1,8 +1,10 @@
 """Log-probabilities of given completions: the trainer's side of every comparison.
 
-Shapes: S sequences, T packed input tokens, C completion tokens. Token i of a completion is predicted by the
-row before it, so a sequence of p prompt and c completion tokens has p + c - 1 input rows, of which the last c
-are read. Where its prompt was read before (prompts.py), it has those c only.
+Shapes: S sequences, T packed input tokens, C completion tokens.
+
+The row before a completion token predicts that token. So a sequence of p prompt tokens and c completion
+tokens has p + c - 1 input rows, and the last c of them are read. Where its prompt was read before
+(prompts.py), the sequence has only these c rows.
 """
 
 from collections.abc import Sequence
@@ -28,35 +30,36 @@ class PackedBatch:
     targets: torch.Tensor  # [C] int64
     lengths: tuple[int, ...]  # input tokens of each sequence, sums to T
     completion_lengths: tuple[int, ...]  # sums to C
-    after: tuple[int, ...] | None = (
-        None  # the prompt of each sequence among those read before; None where none was
-    )
+    # The prompt of each sequence, as an index into Prompts; None where no prompt was read before.
+    after: tuple[int, ...] | None = None
 
 
 def pack(
     sequences: Sequence[tuple[Sequence[int], Sequence[int]]], after: Sequence[int] | None = None
 ) -> PackedBatch:
-    """Pack (prompt_ids, completion_ids) pairs. Raises ValueError for an empty prompt or completion, naming
-    which.
+    """Pack (prompt_ids, completion_ids) pairs.
 
-    after: for prompts that were read before (Prompts), which of them each pair has; its first input token is
-    then the prompt's last.
+    after: the prompt of each pair as an index into Prompts, where the prompts were read before. The first
+    input token of a pair is then the prompt's last token.
+
+    Raises ValueError for an empty prompt or completion, and names the pair.
     """
-    ids, rows, targets, lengths, completions = [], [], [], [], []
+    ids, rows, targets, lengths, completion_lengths = [], [], [], [], []
     for s, (prompt, completion) in enumerate(sequences):
         if not len(prompt) or not len(completion):
             raise ValueError(
-                f"pack: sequence {s} has {len(prompt)} prompt and {len(completion)} completion tokens; both need one"
+                f"pack: sequence {s} has {len(prompt)} prompt and {len(completion)} completion tokens; "
+                "it needs at least one of each"
             )
         inputs = [*(prompt if after is None else prompt[-1:]), *completion[:-1]]
         ids += inputs
         rows += range(len(ids) - len(completion), len(ids))
         targets += completion
         lengths.append(len(inputs))
-        completions.append(len(completion))
-    as_tensor = (torch.tensor(x, dtype=torch.int64) for x in (ids, rows, targets))
+        completion_lengths.append(len(completion))
+    tensors = (torch.tensor(x, dtype=torch.int64) for x in (ids, rows, targets))
     return PackedBatch(
-        *as_tensor, tuple(lengths), tuple(completions), None if after is None else tuple(after)
+        *tensors, tuple(lengths), tuple(completion_lengths), None if after is None else tuple(after)
     )
 
 
@@ -67,18 +70,25 @@ def logprobs(
     hook: Hook = no_hook,
     prompts: Prompts | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """logp [C] of the completion tokens under the distribution they are drawn from, and the entropy [C], in
-    fp32, on the decoder's device.
+    """logp [C] of the completion tokens, and the entropy [C], in fp32 on the decoder's device.
 
-    Differentiable in the decoder's weights; the entropy is not. `hook`: see Decoder.hidden. `prompts`: those
-    that were read before, for a batch packed so; the bits are the same. Raises ValueError for a sequence that
-    is longer than the context.
+    Both are of the distribution that the tokens are drawn from. logp is differentiable in the decoder's
+    weights, the entropy is not.
+
+    hook: see Decoder.hidden.
+    prompts: the prompts that were read before, for a batch that `pack` was given `after` for. They change no
+        bit.
+
+    Raises ValueError for a sequence that is longer than the context.
     """
-    before = [0] * len(batch.lengths) if prompts is None else prompts.lengths[list(batch.after)].tolist()
-    longest = max(a + b for a, b in zip(before, batch.lengths, strict=True))
+    read_before = [0] * len(batch.lengths)
+    if prompts is not None:
+        read_before = prompts.lengths[list(batch.after)].tolist()
+    longest = max(read + length for read, length in zip(read_before, batch.lengths, strict=True))
     if longest > decoder.config.max_positions:
         raise ValueError(
-            f"logprobs: a sequence of {longest} tokens is longer than the context ({decoder.config.max_positions})"
+            f"logprobs: a sequence of {longest} tokens is longer than the context "
+            f"({decoder.config.max_positions})"
         )
     ids, padding = with_padding(batch.ids, decoder)
     context = (
@@ -87,11 +97,15 @@ def logprobs(
         else SampleContext(decoder, batch.lengths, prompts, batch.after, padding)
     )
     hidden = decoder.hidden(ids, context, hook)
-    # The rows are unique, so that their gradient is written and never added up.
+    # No row occurs twice, so the gradient of each is written once and nothing is added up.
     rows, targets = batch.rows.to(decoder.device), batch.targets.to(decoder.device)
-    head = decoder.logits_weight()
+    lm_head = decoder.logits_weight()
     return linear_logprob(
-        hidden[rows].to(head.dtype), head, targets, sampling_params, token_blocks(batch.completion_lengths)
+        hidden[rows].to(lm_head.dtype),
+        lm_head,
+        targets,
+        sampling_params,
+        token_blocks(batch.completion_lengths),
     )
 
 
@@ -102,30 +116,27 @@ def cached_scores(
     sampling_params: SamplingParams,
     chunk: int,
 ) -> list[torch.Tensor]:
-    """logp of each pair's completion, the tokens read through the cache `chunk` at a time (1:
+    """logp of each pair's completion, on the CPU, computed through the key-value cache.
 
-    decoding); on the CPU.
+    The cache reads `chunk` tokens of each sequence at a time; 1 is decoding.
     """
-    inputs = [[*p, *c[:-1]] for p, c in pairs]
-    need = [-(-len(ids) // KEY_TILE) for ids in inputs]
-    cache = BlockCache(decoder.config, sum(need), decoder.cache_dtype, decoder.device)
-    blocks = [cache.allocate(n) for n in need]
+    inputs = [[*prompt, *completion[:-1]] for prompt, completion in pairs]
+    blocks_needed = [-(-len(ids) // KEY_TILE) for ids in inputs]
+    cache = BlockCache(decoder.config, sum(blocks_needed), decoder.cache_dtype, decoder.device)
+    blocks = [cache.allocate(n) for n in blocks_needed]
     hidden: list[list[torch.Tensor]] = [[] for _ in pairs]
     for start in range(0, max(map(len, inputs)), chunk):
         active = [i for i, ids in enumerate(inputs) if len(ids) > start]
-        pieces = [inputs[i][start : start + chunk] for i in active]
-        context = CachedContext(
-            cache, [len(x) for x in pieces], [start] * len(active), [blocks[i] for i in active]
-        )
-        rows = decoder.hidden(torch.tensor([token for piece in pieces for token in piece]), context)
-        for i, own in zip(active, rows.split([len(x) for x in pieces]), strict=True):
-            hidden[i].append(own)
-    scores, head = [], decoder.logits_weight()
+        chunks = [inputs[i][start : start + chunk] for i in active]
+        lengths = [len(ids) for ids in chunks]
+        context = CachedContext(cache, lengths, [start] * len(active), [blocks[i] for i in active])
+        rows = decoder.hidden(torch.tensor([token for ids in chunks for token in ids]), context)
+        for i, sequence_rows in zip(active, rows.split(lengths), strict=True):
+            hidden[i].append(sequence_rows)
+    scores, lm_head = [], decoder.logits_weight()
     for (_, completion), rows in zip(pairs, hidden, strict=True):
         h = torch.cat(rows)[-len(completion) :]
-        scores.append(
-            linear_logprob(
-                h.to(head.dtype), head, torch.tensor(completion, device=h.device), sampling_params
-            )[0].cpu()
-        )
+        targets = torch.tensor(completion, device=h.device)
+        logp, _ = linear_logprob(h.to(lm_head.dtype), lm_head, targets, sampling_params)
+        scores.append(logp.cpu())
     return scores

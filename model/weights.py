@@ -1,8 +1,8 @@
 """All weights of a model in one flat tensor, with a named view for each.
 
-One layout serves the compute weights, the fp32 master weights, the gradients and the optimizer's moments, so
-that each elementwise pass of the optimizer is a few long operations, and a sum over all parameters has one
-fixed order.
+The compute weights, the fp32 master weights, the gradients and the optimizer's moments have one layout. So
+each elementwise pass of the optimizer is a few long operations, and a sum over all parameters has one fixed
+order.
 """
 
 import hashlib
@@ -16,8 +16,8 @@ import torch
 from ..verify.ledger import BLOCK
 from .config import ModelConfig
 
-# Views start at multiples of this many elements: 64 bytes in any dtype, so the matrix library sees the same
-# alignment.
+# Views start at multiples of this many elements: at least 64 bytes in any dtype. So the matrix library always
+# sees the same alignment.
 _ALIGN = 64
 # The flat tensor's length is a multiple of this: the tile of the sums over all parameters.
 FLAT_TILE = 4096
@@ -25,7 +25,7 @@ FLAT_TILE = 4096
 
 @dataclass(frozen=True)
 class Entry:
-    """One weight. `parts` are the checkpoint's tensors that lie in it one after another along axis 0."""
+    """One weight. It holds the checkpoint's tensors `parts`, one after another along axis 0."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,9 +42,9 @@ class Entry:
 
 
 class Block(NamedTuple):
-    """Elements [start, stop) of the flat tensor:
+    """A block of the checkpoint's tensor `name`, as the ledger hashes it.
 
-    a block of the checkpoint's tensor `name`, as the ledger hashes it.
+    It holds the elements [start, stop) of the flat tensor.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Block(NamedTuple):
 class Layout:
     """Names, shapes and offsets of a model's weights.
 
-    q, k, v and gate, up are fused to one matrix each, as in vLLM.
+    As in vLLM, q, k and v are one matrix, and gate and up are one matrix.
     """
 
     def __init__(self, config: ModelConfig):
@@ -72,75 +72,68 @@ class Layout:
         self.numel += entry.numel + -entry.numel % _ALIGN
 
     def _add_all(self, c: ModelConfig) -> None:
-        D, I, q, kv = c.hidden_size, c.intermediate_size, c.heads * c.head_dim, c.kv_heads * c.head_dim
-        self._add("embed", (D,), ("model.embed_tokens.weight", c.vocab_size))
+        self._add("embed", (c.hidden_size,), ("model.embed_tokens.weight", c.vocab_size))
         for i in range(c.layers):
-            own, theirs = f"layers.{i}.", f"model.layers.{i}."
-            attn = theirs + "self_attn."
-            self._add(own + "input_norm", (), (theirs + "input_layernorm.weight", D))
-            self._add(
-                own + "qkv",
-                (D,),
-                *((f"{attn}{p}_proj.weight", n) for p, n in (("q", q), ("k", kv), ("v", kv))),
-            )
-            if c.qkv_bias:
-                self._add(
-                    own + "qkv_bias",
-                    (),
-                    *((f"{attn}{p}_proj.bias", n) for p, n in (("q", q), ("k", kv), ("v", kv))),
-                )
-            if c.qk_norm:
-                self._add(own + "q_norm", (), (attn + "q_norm.weight", c.head_dim))
-                self._add(own + "k_norm", (), (attn + "k_norm.weight", c.head_dim))
-            self._add(own + "o", (q,), (attn + "o_proj.weight", D))
-            if c.o_bias:
-                self._add(own + "o_bias", (), (attn + "o_proj.bias", D))
-            self._add(own + "post_norm", (), (theirs + "post_attention_layernorm.weight", D))
-            self._add(
-                own + "gate_up",
-                (D,),
-                (theirs + "mlp.gate_proj.weight", I),
-                (theirs + "mlp.up_proj.weight", I),
-            )
-            self._add(own + "down", (I,), (theirs + "mlp.down_proj.weight", D))
-        self._add("norm", (), ("model.norm.weight", D))
+            self._add_layer(i, c)
+        self._add("norm", (), ("model.norm.weight", c.hidden_size))
         if not c.tied:
-            self._add("lm_head", (D,), ("lm_head.weight", c.vocab_size))
+            self._add("lm_head", (c.hidden_size,), ("lm_head.weight", c.vocab_size))
+
+    def _add_layer(self, i: int, c: ModelConfig) -> None:
+        D, I, q, kv = c.hidden_size, c.intermediate_size, c.heads * c.head_dim, c.kv_heads * c.head_dim
+        # The prefixes of our names and of the checkpoint's names.
+        ours, hf, hf_attention = f"layers.{i}.", f"model.layers.{i}.", f"model.layers.{i}.self_attn."
+        qkv = (("q", q), ("k", kv), ("v", kv))
+        self._add(ours + "input_norm", (), (hf + "input_layernorm.weight", D))
+        self._add(ours + "qkv", (D,), *((f"{hf_attention}{p}_proj.weight", rows) for p, rows in qkv))
+        if c.qkv_bias:
+            self._add(ours + "qkv_bias", (), *((f"{hf_attention}{p}_proj.bias", rows) for p, rows in qkv))
+        if c.qk_norm:
+            self._add(ours + "q_norm", (), (hf_attention + "q_norm.weight", c.head_dim))
+            self._add(ours + "k_norm", (), (hf_attention + "k_norm.weight", c.head_dim))
+        self._add(ours + "o", (q,), (hf_attention + "o_proj.weight", D))
+        if c.o_bias:
+            self._add(ours + "o_bias", (), (hf_attention + "o_proj.bias", D))
+        self._add(ours + "post_norm", (), (hf + "post_attention_layernorm.weight", D))
+        gate, up = (hf + "mlp.gate_proj.weight", I), (hf + "mlp.up_proj.weight", I)
+        self._add(ours + "gate_up", (D,), gate, up)
+        self._add(ours + "down", (I,), (hf + "mlp.down_proj.weight", D))
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """A view of `flat` for each weight, by zerokl's name."""
+        """A view of `flat` for each weight, by its name in zerokl."""
         return {e.name: flat[e.offset : e.offset + e.numel].view(e.shape) for e in self.entries.values()}
 
     def checkpoint_views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """A view of `flat` for each tensor of a Hugging Face checkpoint, by its name there."""
+        """A view of `flat` for each tensor of a Hugging Face checkpoint, by its name in the checkpoint."""
         views = {}
-        for name, whole in self.views(flat).items():
+        for name, view in self.views(flat).items():
             parts = self.entries[name].parts
-            views |= zip((part for part, _ in parts), whole.split([rows for _, rows in parts]), strict=True)
+            views |= zip((part for part, _ in parts), view.split([rows for _, rows in parts]), strict=True)
         return views
 
     @cached_property
     def blocks(self) -> list[Block]:
-        """The blocks of the checkpoint's tensors, in their order."""
-        found = []
+        """The blocks of the checkpoint's tensors, in the order of the flat tensor."""
+        blocks = []
         for entry in self.entries.values():
             start, width = entry.offset, entry.numel // entry.shape[0]
             for name, rows in entry.parts:
                 stop = start + rows * width
-                found += [Block(name, at, min(at + BLOCK, stop)) for at in range(start, stop, BLOCK)]
+                blocks += [Block(name, i, min(i + BLOCK, stop)) for i in range(start, stop, BLOCK)]
                 start = stop
-        return found
+        return blocks
 
     def cut(self, n: int) -> list[slice]:
-        """n neighbouring slices of the flat tensor, of about one length, each of whole blocks; with few
-        blocks some are empty.
+        """n neighbouring slices of the flat tensor, of about the same length, each of whole blocks.
+
+        With few blocks some slices are empty.
         """
         starts = [*(block.start for block in self.blocks), self.numel]
-        ends = [min(starts, key=lambda at: abs(at * n - k * self.numel)) for k in range(n + 1)]
+        ends = [min(starts, key=lambda start: abs(start * n - k * self.numel)) for k in range(n + 1)]
         return [slice(a, b) for a, b in pairwise(ends)]
 
     def blocks_in(self, part: slice) -> list[Block]:
-        """The blocks of a slice of `cut`, counted from its start."""
+        """The blocks of a slice of `cut`. Their elements count from the start of the slice."""
         return [
             Block(b.name, b.start - part.start, b.stop - part.start)
             for b in self.blocks

@@ -1,7 +1,9 @@
-"""Set before anything loads torch."""
+"""Set before anything loads torch; and the quick profile of `make test`."""
 
 import os
+from collections import defaultdict
 
+import pytest
 from hypothesis import settings
 
 # A barrier of several threads on a busy core spins until the others are scheduled; passive ones sleep.
@@ -9,3 +11,46 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 settings.register_profile("zerokl", deadline=None)  # a busy machine fails no test
 settings.load_profile("zerokl")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    help = "one diagonal of each matrix, few examples of each property, and no test marked full"
+    parser.addoption("--quick", action="store_true", help=help)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--quick"):
+        os.environ["ZEROKL_QUICK"] = "1"  # read by helpers.property_settings, in xdist's workers too
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --quick, deselect what `make test-full` runs beside it."""
+    if not config.getoption("--quick"):
+        return
+    by_function: dict[object, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        by_function[item.path, getattr(item, "originalname", item.name)].append(item)
+    kept = {id(item) for same in by_function.values() for item in diagonal(same)}
+    quick = [item for item in items if id(item) in kept and not item.get_closest_marker("full")]
+    config.hook.pytest_deselected(items=[item for item in items if item not in quick])
+    items[:] = quick
+
+
+def diagonal(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Of the cases of one test, as few as hold every value of every parameter; all where there is one parameter."""
+    indices = [getattr(getattr(item, "callspec", None), "indices", {}) for item in items]
+    if len(indices[0]) < 2:
+        return items
+    unseen = {(name, index) for case in indices for name, index in case.items()}
+    kept = []
+    for item, case in sorted(zip(items, indices, strict=True), key=lambda pair: _off_diagonal(pair[1])):
+        if not unseen.isdisjoint(case.items()):
+            unseen -= set(case.items())
+            kept.append(item)
+    return kept
+
+
+def _off_diagonal(case: dict[str, int]) -> tuple[int, list[int]]:
+    """How far a case lies from the diagonal, whose indices are equal."""
+    values = list(case.values())
+    return max(values) - min(values), values

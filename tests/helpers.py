@@ -1,13 +1,13 @@
-"""What several tests share:
+"""Helpers that several tests share: seeded inputs, threads, equal bits, and accuracy against fp64."""
 
-seeded inputs, threads, and the two judgements, equal bits and accuracy against fp64.
-"""
-
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from hypothesis import settings
 from zerokl.verify.bitwise import count_unequal
@@ -16,7 +16,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def torchrun(ranks: int, *words: str) -> list[str]:
-    """The command that runs a script (or -m and a module) with its words in this many processes."""
+    """The command that runs a script, or `-m` and a module, with its arguments in `ranks` processes."""
     return [
         sys.executable,
         "-m",
@@ -29,8 +29,19 @@ def torchrun(ranks: int, *words: str) -> list[str]:
 
 
 def property_settings(examples: int) -> settings:
-    """Hypothesis with the same examples in every run, and no limit on the time of one."""
-    return settings(max_examples=examples, deadline=None, derandomize=True)
+    """Settings of Hypothesis: the same examples in every run, and no limit on the time of an example.
+
+    `make test` runs a fifth of the examples.
+    """
+    quick = "ZEROKL_QUICK" in os.environ
+    return settings(
+        max_examples=max(2, examples // 5) if quick else examples, deadline=None, derandomize=True
+    )
+
+
+def mostly_full(values: Iterable[Any], quick: Container[Any]) -> list[Any]:
+    """Parameters of a test, of which `make test` takes only those in `quick`."""
+    return [pytest.param(value, marks=() if value in quick else pytest.mark.full) for value in values]
 
 
 def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
@@ -47,7 +58,7 @@ def total_unequal(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -
 
 @contextmanager
 def forgotten(probe: Callable) -> Iterator[None]:
-    """What a cached probe of kernels/ found before is not known inside, nor what it finds inside afterwards."""
+    """Clear the cache of a probe of kernels/ before and after: no result goes into the block or out of it."""
     probe.cache_clear()
     try:
         yield
@@ -56,8 +67,9 @@ def forgotten(probe: Callable) -> Iterator[None]:
 
 
 def write_letters_reward(folder: Path) -> None:
-    """A module in `folder` whose reward, "letters_reward:reward", differs between completions, so that a step
-    has a gradient.
+    """Write a module to `folder` with the reward "letters_reward:reward".
+
+    The reward differs between completions, so that a step has a gradient.
     """
     (folder / "letters_reward.py").write_text(
         "def reward(problem, completion):\n    return float(sum(map(ord, completion)) % 7)\n"
@@ -77,7 +89,10 @@ def threads(n: int) -> Iterator[None]:
 def assert_at_most_twice_the_error(
     ours: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, what: str
 ) -> None:
-    """`ours` is as near to `exact`, in fp64, as plain torch in the same dtype is, up to a factor of two."""
+    """Check that the errors of `ours` are at most twice those of `plain`, plain torch in the same dtype.
+
+    `exact` is the result in fp64. Both the largest error and the norm of the error are checked.
+    """
     assert exact.dtype == torch.float64
     assert ours.shape == exact.shape
     error, allowed = (ours.double() - exact).abs(), (plain.double() - exact).abs()

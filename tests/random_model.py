@@ -9,8 +9,9 @@ from zerokl.model.checkpoint import write_checkpoint
 
 
 def random_model(root: Path, widths: dict[str, int], sharper: float = 1.0) -> Path:
-    """The folder, below `root`, of a Qwen3 of these widths with the character tokenizer, its weights times
-    `sharper`.
+    """Write a Qwen3 of these widths with the character tokenizer; return its folder, which is below `root`.
+
+    All weights are multiplied by `sharper`.
     """
     tokenizer = character_tokenizer()
     tokenizer.save_pretrained(root / "tokenizer")

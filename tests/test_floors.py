@@ -1,6 +1,4 @@
-"""The house: each floor, and each room of engine/, imports only what lies below it; `kernels` is importable
-by itself.
-"""
+"""Each floor, and each room of engine/, imports only what lies below it; `kernels` imports by itself."""
 
 import ast
 import subprocess
@@ -10,7 +8,7 @@ from pathlib import Path
 import pytest
 from zerokl.verify.environment import PACKAGE_ROOT
 
-# From the top: a place may import those after it, and itself. A file of engine/ is a place of its own.
+# From the top: a place may import itself and the places after it. A file of engine/ is a place of its own.
 PLACES = (
     "cli",
     "engine.commands",
@@ -32,17 +30,20 @@ PLACES = (
     "verify",
 )
 FLOORS = ("engine", "model", "kernels", "verify")
-# Floor 1 has two places, of which neither imports the other.
+# Floor 1 has two places. Neither imports the other.
 STRANGERS = {"kernels": {"verify"}, "verify": {"kernels"}}
 
 
 def place_of(module: str) -> str:
-    """The place of a module below zerokl, such as engine.train.step; "" for the root and what is in no place."""
+    """The place of a module below zerokl, such as engine.train.step.
+
+    "" for the root, and for a module that is in no place.
+    """
     return next((place for place in PLACES if module == place or module.startswith(f"{place}.")), "")
 
 
 def imported(file: Path, root: Path) -> set[str]:
-    """The modules below the root that `file` imports from, anywhere in it."""
+    """The names below zerokl that `file` imports, in any line of it."""
     package = ("zerokl", *file.relative_to(root).parent.parts)
     names: list[str] = []
     for node in ast.walk(ast.parse(file.read_text())):
@@ -56,19 +57,19 @@ def imported(file: Path, root: Path) -> set[str]:
 
 
 def upward_imports(root: Path) -> list[str]:
-    """Imports that do not go down, one line each."""
-    found = []
+    """The imports that do not go down, one line each."""
+    lines = []
     for file in sorted(f for floor in FLOORS for f in (root / floor).rglob("*.py")):
-        own = place_of(".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__"))
-        if not own:
+        place = place_of(".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__"))
+        if not place:
             continue
-        below = set(PLACES[PLACES.index(own) :]) - STRANGERS.get(own, set())
-        found += [
+        allowed = set(PLACES[PLACES.index(place) :]) - STRANGERS.get(place, set())
+        lines += [
             f"{file.relative_to(root)}: {name}"
             for name in imported(file, root)
-            if place_of(name) not in below
+            if place_of(name) not in allowed
         ]
-    return found
+    return lines
 
 
 def test_every_file_has_a_place():
@@ -77,9 +78,8 @@ def test_every_file_has_a_place():
     empty = {"engine/__init__.py", "engine/presets/__init__.py"}
     for file in files:
         name = str(file.relative_to(PACKAGE_ROOT))
-        assert name in empty or place_of(
-            name.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
-        ), name
+        module = name.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+        assert name in empty or place_of(module), name
 
 
 def test_nothing_imports_upward():
@@ -116,7 +116,7 @@ def test_kernels_init_is_only_a_docstring():
 
 
 def test_kernels_is_importable_by_itself():
-    """transformers looks for a package called `kernels`, and finds ours when Python runs from the root."""
+    """transformers looks for a package called `kernels`. It finds ours when Python runs from the root."""
     code = "import sys, kernels, zerokl.kernels; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=PACKAGE_ROOT, check=True)
     code = "import kernels; from transformers import Qwen3ForCausalLM"

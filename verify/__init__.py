@@ -1,1 +1,1 @@
-"""Checks that know no engine: bitwise comparison, mismatch metrics, and the harness of the law's checks."""
+"""Checks that know no engine: bits, mismatch metrics, the law, traces, the run ledger, compiled kernels."""

@@ -1,6 +1,6 @@
-"""Bitwise comparison:
+"""Bitwise comparison of integer views: every element, no tolerance.
 
-integer views, every element, no tolerance. -0.0 is not 0.0; NaN equals NaN of the same bits.
+-0.0 is not 0.0. A NaN equals a NaN of the same bits.
 """
 
 import torch
@@ -14,24 +14,25 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def unequal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """True where the bits differ.
-
-    Raises ValueError when shape or dtype differ: those are never comparable.
-    """
+    """True where the bits differ. Raises ValueError when the shapes or the dtypes differ."""
     if a.shape != b.shape or a.dtype != b.dtype:
         raise ValueError(
-            f"unequal: a {tuple(a.shape)} {a.dtype} and b {tuple(b.shape)} {b.dtype} must have one shape and dtype"
+            f"unequal: a {tuple(a.shape)} {a.dtype} and b {tuple(b.shape)} {b.dtype} "
+            "must have one shape and dtype"
         )
     return bits(a) != bits(b)
 
 
 def count_unequal(a: torch.Tensor, b: torch.Tensor) -> int:
-    """Number of elements whose bits differ."""
+    """The number of elements whose bits differ."""
     return int(unequal(a, b).sum())
 
 
 def ulp_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Representable numbers between a and b (0 for equal bits; 1 between -0.0 and 0.0), int64 of their shape."""
+    """How many representable numbers a and b are apart, int64 of their shape.
+
+    The distance is 0 for equal bits, and 1 between -0.0 and 0.0.
+    """
     unequal(a, b)  # checks shape and dtype
 
     def ordered(x: torch.Tensor) -> torch.Tensor:

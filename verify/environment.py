@@ -1,6 +1,6 @@
-"""The environment of a run:
+"""The environment of a run: it may explain that the same run gives other bits elsewhere.
 
-what may explain that the same run gives other bits elsewhere. Recorded, compared, never chained.
+The environment is recorded and compared, and never chained.
 """
 
 import hashlib
@@ -13,17 +13,18 @@ from typing import Any
 
 import torch
 
-# The folder of the package zerokl: the parent of this floor.
+# The folder of the package zerokl, the parent of verify/.
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("numpy", "safetensors", "transformers", "tokenizers", "triton", "vllm")
-# What the law says decides no bit: where only these differ, a difference is a fault of zerokl or of the
-# machine.
+# Keys that decide no bit, by the law. Where only these keys differ, a difference in bits is a fault of zerokl
+# or of the machine.
 LAWFUL = ("process.",)
 
 
 def code_hash(root: Path) -> str:
-    """SHA-256 over name and content of every .py file of the package; those of tests and of environments
-    beside it are none.
+    """SHA-256 over the name and the content of every .py file of the package.
+
+    Tests, and environments that lie beside the package, do not count.
     """
     h = hashlib.sha256()
     for folder in (root, *(root / name for name in ("kernels", "verify", "model", "engine"))):
@@ -33,11 +34,11 @@ def code_hash(root: Path) -> str:
 
 
 def environment(root: Path, device: torch.device, process: dict[str, Any]) -> dict[str, Any]:
-    """Flat and ready for JSON.
+    """The environment as a flat dictionary, ready for JSON.
 
-    `root` is the package's folder; `process` how this process is set up (threads, workers, ranks).
+    `root` is the package's folder. `process` tells how this process is set up (threads, workers, ranks).
     """
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "code": code_hash(root),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -50,11 +51,11 @@ def environment(root: Path, device: torch.device, process: dict[str, Any]) -> di
         "device": str(device),
     }
     if device.type == "cuda":
-        found |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda, "driver": _driver()}
+        values |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda, "driver": _driver()}
     for name in sorted(os.environ):
         if name.startswith(("OMP_", "MKL_", "ONEDNN_", "ATEN_", "CUBLAS_", "NVIDIA_TF32", "TRITON_", "KMP_")):
-            found[f"variable {name}"] = os.environ[name]
-    return found | {f"process.{name}": value for name, value in process.items()}
+            values[f"variable {name}"] = os.environ[name]
+    return values | {f"process.{name}": value for name, value in process.items()}
 
 
 def _version(package: str) -> str | None:

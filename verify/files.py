@@ -1,8 +1,7 @@
-"""Files that are whole or not there: written to a temporary name, synced and renamed; and folders that know
-their own hashes.
+"""Files that are complete or absent, and folders with the hashes of their files.
 
-A manifest is a JSON file with the size and the SHA-256 of every file of its folder, and a SHA-256 over
-itself.
+A file is written to a temporary name, synced and renamed. A manifest is a JSON file with the size and the
+SHA-256 of every file of its folder, and a SHA-256 over itself.
 """
 
 import fcntl
@@ -18,9 +17,9 @@ MANIFEST = "manifest.json"
 
 
 def canonical(x: Any) -> bytes:
-    """x as JSON in its one canonical form:
+    """x as JSON in its one canonical form: sorted keys, no blanks, ASCII.
 
-    sorted keys, no blanks, ASCII. Raises ValueError for infinities and NaN.
+    Raises ValueError for infinities and NaN.
     """
     return json.dumps(x, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
@@ -31,7 +30,7 @@ def hash_json(x: Any) -> str:
 
 
 def whole_lines(content: bytes) -> tuple[list[bytes], bool]:
-    """The lines that end with a newline, with it; and whether a torn one follows them."""
+    """The lines that end with a newline, including it, and whether a torn line follows them."""
     *lines, rest = content.split(b"\n")
     return [line + b"\n" for line in lines], bool(rest)
 
@@ -46,9 +45,9 @@ def sync(path: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replace the file `path`:
+    """Replace the file `path`. At every moment it holds all of the old content or all of the new content.
 
-    at every moment it holds all of the old content or all of the new. Raises OSError.
+    Raises OSError.
     """
     temporary = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
@@ -65,17 +64,18 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @contextmanager
 def hold_folder(folder: Path) -> Iterator[None]:
-    """Nobody else writes to `folder` inside, as long as all do it so.
+    """Hold the lock of `folder` inside this context. All writers to the folder must use this lock.
 
-    Raises ValueError when another process holds it.
+    Raises ValueError when another process holds the lock.
     """
     fd = os.open(folder, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with the process, however it ends
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the lock ends with the process, however it ends
         except BlockingIOError:
             raise ValueError(
-                f"run: another process is still writing to {folder}; end it first (ranks may outlive their torchrun)"
+                f"run: another process is still writing to {folder}; "
+                "end it first (ranks may outlive their torchrun)"
             ) from None
         yield
     finally:
@@ -83,7 +83,7 @@ def hold_folder(folder: Path) -> Iterator[None]:
 
 
 def first_free(names: Iterable[Path]) -> Path:
-    """The first of them that is not there."""
+    """The first name that does not exist."""
     return next(path for path in names if not path.exists())
 
 
@@ -93,45 +93,40 @@ def _hash_file(path: Path) -> str:
 
 
 def write_manifest(folder: Path) -> None:
-    """Sync every file of `folder`, and write down their hashes as they can be read back."""
+    """Sync every file of `folder`, and write the manifest with the hashes that the files have on the disk."""
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     for file in files:
         sync(file)
     listed = {str(p.relative_to(folder)): {"bytes": p.stat().st_size, "sha256": _hash_file(p)} for p in files}
-    text = json.dumps({"files": listed, "sha256": hash_json(listed)}, indent=1) + "\n"
-    write_whole(folder / MANIFEST, text.encode())
-    for inner in {p.parent for p in files}:
-        sync(inner)
+    manifest = json.dumps({"files": listed, "sha256": hash_json(listed)}, indent=1) + "\n"
+    write_whole(folder / MANIFEST, manifest.encode())
+    for subfolder in {p.parent for p in files}:
+        sync(subfolder)
 
 
 def manifest_damage(folder: Path) -> str | None:
-    """What is wrong with a folder, naming the first torn, altered, missing or foreign file; None if it is
-    intact.
+    """The first damage of a folder with a manifest, in words; None if the folder is intact.
+
+    The damage is a file that is torn, altered or missing, or one that the manifest does not list.
     """
     path = folder / MANIFEST
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-        listed = held["files"]
-        if set(held) != {"files", "sha256"} or held["sha256"] != hash_json(listed):
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        listed = manifest["files"]
+        if set(manifest) != {"files", "sha256"} or manifest["sha256"] != hash_json(listed):
             return f"{path} was altered"
-        for name, wanted in listed.items():
+        for name, entry in listed.items():
             file = folder / name
             if not file.is_file():
                 return f"{file} is missing"
-            if (size := file.stat().st_size) != wanted["bytes"]:
-                return f"{file} is torn: it has {size} bytes, not {wanted['bytes']}"
-            if _hash_file(file) != wanted["sha256"]:
-                return f"{file} was altered: its SHA-256 is not the one written down"
+            if (size := file.stat().st_size) != entry["bytes"]:
+                return f"{file} is torn: it has {size} bytes, not {entry['bytes']}"
+            if _hash_file(file) != entry["sha256"]:
+                return f"{file} was altered: its SHA-256 is not the one in the manifest"
     except FileNotFoundError:
         return f"{path} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{path} cannot be read ({type(error).__name__})"
-    foreign = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and p != path)
-    return next(
-        (
-            f"{folder / name} is foreign: the manifest does not list it"
-            for name in foreign
-            if name not in listed
-        ),
-        None,
-    )
+    present = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and p != path)
+    unlisted = next((name for name in present if name not in listed), None)
+    return f"{folder / unlisted} is foreign: the manifest does not list it" if unlisted else None

@@ -1,4 +1,4 @@
-"""The harness of the law's checks: named comparisons, counted element by element, and the verdict."""
+"""The harness of the law's checks: named comparisons that are counted element by element, and the verdict."""
 
 from dataclasses import dataclass
 
@@ -9,10 +9,7 @@ from .bitwise import count_unequal
 
 @dataclass
 class Check:
-    """One line of the table:
-
-    how many elements were compared under one dtype, and how many had unequal bits.
-    """
+    """One line of the table: the elements compared in one dtype, and how many of them had unequal bits."""
 
     name: str
     dtype: str
@@ -20,11 +17,11 @@ class Check:
     unequal: int = 0
 
     def compare(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Count the elements of a and b. Raises ValueError when shape or dtype differ."""
+        """Compare a and b, and add to the counts. Raises ValueError when shape or dtype differ."""
         self.comparisons += a.numel()
         self.unequal += count_unequal(a, b)
 
     @property
     def holds(self) -> bool:
-        """Something was compared and nothing was unequal."""
+        """Whether something was compared, and nothing was unequal."""
         return self.comparisons > 0 and self.unequal == 0

@@ -1,16 +1,17 @@
 """The run ledger: one JSON line a step, each chained to the one before by SHA-256.
 
     chain_0     = H(head)           head: hashes of configuration, data and first weights; seed
-    chain_{n+1} = H(chain_n, line)  line: step, random keys, and the hash of every quantity of the step in causal order
+    chain_{n+1} = H(chain_n, line)  line: step, random keys, and the hash of every quantity of the step,
+                                    in causal order
 
-H is SHA-256 over canonical JSON. Chained is what the law says decides bits, and the bits. The environment
-(versions, device, threads) is recorded beside it and not chained: two machines that compute the same bits
-have the same chain, and where they do not, the environment is what is asked first. `sum` guards all of a
-line, chained or not.
+H is SHA-256 over canonical JSON. The chain holds the settings that decide bits, by the law, and the bits
+themselves. The environment (versions, device, threads) is recorded beside the chain and is not part of it. So
+two machines that compute the same bits have the same chain. If the chains differ, the environment is asked
+first. `sum` guards the whole line, chained or not.
 
-The hash of a quantity that has a part for each weight is the root of a hash tree: H over its leaves, one for
-each weight. A leaf is H over the hashes of the weight's blocks, so that ranks that keep a part of it each, or
-threads, hash it together.
+A quantity may have a part for each weight. Its hash is then the root of a hash tree: H over its leaves, one
+for each weight. A leaf is H over the hashes of the weight's blocks. So several threads, or several ranks that
+each keep a part of the weight, can hash it together.
 """
 
 import hashlib
@@ -31,17 +32,17 @@ import torch
 
 from .files import hash_json, whole_lines
 
-# Its name in a run's folder.
+# The name of the file in a run's folder.
 LEDGER = "ledger.jsonl"
 FORMAT = 4
-# Elements of a block; the last one of a weight may be shorter.
+# Elements of a block; the last block of a weight may be shorter.
 BLOCK = 1 << 16
 # Hexadecimal digits of a leaf: 128 bits, so that two different weights never share one by chance.
 _LEAF = 32
 
 
 def digest(*arrays: np.ndarray | torch.Tensor) -> str:
-    """SHA-256 over dtype, shape and bytes of each array."""
+    """SHA-256 over the dtype, the shape and the bytes of each array."""
     h = hashlib.sha256()
     for x in arrays:
         h.update(f"{x.dtype} {tuple(x.shape)}\n".encode())
@@ -64,57 +65,60 @@ def digest_ids(sequences: Iterable[Sequence[int]]) -> str:
 
 @dataclass(frozen=True)
 class Tree:
-    """A quantity with a part for each weight: the hash of all, and that of each."""
+    """The hash of a quantity that has a part for each weight: the root, and one leaf for each weight."""
 
     root: str
     leaves: list[str]
 
 
-# Threads that hash beside the one that asks: hashlib lets others run. What is done by which decides nothing.
+# Threads that hash beside the calling thread: hashlib lets other threads run. The result does not depend on
+# which thread hashes which block.
 _HELPERS = min(8, os.cpu_count() or 1) - 1
 
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_HELPERS + 1, thread_name_prefix="ledger")  # one more, to wait for the disk
+    # One thread more than the helpers: it waits for the disk.
+    return ThreadPoolExecutor(_HELPERS + 1, thread_name_prefix="ledger")
 
 
 class Hashing:
-    """Blocks that other threads have begun to hash; nobody may change the tensors until `digests` returns.
+    """Blocks that other threads have begun to hash. Nobody may change the tensors until `digests` returns.
 
-    blocks: the name of its weight, and the block in each of the tensors that make up the quantity.
+    blocks: for each block, the name of its weight, and the block of each tensor of the quantity.
     """
 
     def __init__(self, blocks: Iterable[tuple[str, Sequence[torch.Tensor]]]):
         self._blocks = list(blocks)
-        self._left, self._done = deque(range(len(self._blocks))), [""] * len(self._blocks)
+        self._waiting, self._hashes = deque(range(len(self._blocks))), [""] * len(self._blocks)
         self._helpers = [_pool().submit(self._work) for _ in range(_HELPERS)]
 
     def _work(self) -> None:
         while True:
             try:
-                i = self._left.popleft()
+                i = self._waiting.popleft()
             except IndexError:
                 return
-            self._done[i] = digest(*self._blocks[i][1])
+            self._hashes[i] = digest(*self._blocks[i][1])
 
     def digests(self) -> list[tuple[str, str]]:
-        """The name of its weight and the hash of each block, with this thread's help."""
+        """The name of the weight and the hash of each block. The calling thread helps to hash."""
         self._work()
         for helper in self._helpers:
-            if not helper.cancel():  # it began
+            if not helper.cancel():  # the helper has begun
                 helper.result()
-        return [(name, done) for (name, _), done in zip(self._blocks, self._done, strict=True)]
+        return [(name, block) for (name, _), block in zip(self._blocks, self._hashes, strict=True)]
 
 
 def hash_tree(*parts: Mapping[str, torch.Tensor]) -> Tree:
-    """The tree over the weights' names; a leaf hashes that weight's tensor in each of `parts`."""
-    flat = ((name, [part[name].reshape(-1).cpu().split(BLOCK) for part in parts]) for name in parts[0])
-    return tree_of(Hashing((name, block) for name, cut in flat for block in zip(*cut, strict=True)).digests())
+    """The tree of a quantity. A leaf hashes the tensors that one weight has in each of `parts`."""
+    split = ((name, [part[name].reshape(-1).cpu().split(BLOCK) for part in parts]) for name in parts[0])
+    blocks = ((name, block) for name, pieces in split for block in zip(*pieces, strict=True))
+    return tree_of(Hashing(blocks).digests())
 
 
 def tree_of(digests: Iterable[tuple[str, str]]) -> Tree:
-    """The tree over blocks, of which those of one weight follow each other."""
+    """The tree over (name of the weight, hash of a block). The blocks of one weight follow each other."""
     by_weight = groupby(digests, key=itemgetter(0))
     leaves = [hash_json([block for _, block in blocks])[:_LEAF] for _, blocks in by_weight]
     return Tree(hash_json(leaves), leaves)
@@ -125,24 +129,23 @@ class Line:
     """A step of the ledger."""
 
     step: int
-    keys: dict[str, int]  # what the step's random numbers are keyed by
+    keys: dict[str, int]  # the keys of the step's random numbers
     quantities: dict[str, str]  # name -> hash, in causal order
-    leaves: dict[str, list[str]] = field(
-        default_factory=dict
-    )  # of those quantities that are trees, as far as detail asks
+    # Of the quantities that are trees, as far as the setting ledger.detail asks for them.
+    leaves: dict[str, list[str]] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)  # recorded, not chained
     chain: str = ""
 
     def chained(self, before: str) -> str:
-        """The chain value of this line after the one `before`."""
+        """The chain value of this line. `before` is the chain value of the line before it."""
         return hash_json([before, self.step, self.keys, list(self.quantities.items())])
 
 
 @dataclass
 class Head:
-    """What the run starts from. `settings` are the configuration's keys that decide bits."""
+    """What the run starts from."""
 
-    settings: dict[str, Any]
+    settings: dict[str, Any]  # the keys of the configuration that decide bits
     seed: int
     data: str
     weights: str
@@ -159,22 +162,17 @@ class Head:
 
 @dataclass
 class LedgerFile:
-    """A ledger as far as it is intact.
-
-    `damage` says what ended it before the file's end; a torn last line is none: `torn`.
-    """
+    """A ledger, as far as its file is intact."""
 
     path: Path
     head: Head | None = None
     lines: list[Line] = field(default_factory=list)
-    resumed: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # {"step", "environment"} of each resumption elsewhere
-    ends: list[int] = field(
-        default_factory=list
-    )  # bytes of the file up to the end of the head, then of each step
-    damage: str | None = None
-    torn: bool = False
+    # {"step", "environment"} of each time that the run went on in another environment.
+    resumed: list[dict[str, Any]] = field(default_factory=list)
+    # Bytes of the file up to the end of the head, and then up to the end of each step.
+    ends: list[int] = field(default_factory=list)
+    damage: str | None = None  # the reason why reading stopped before the end of the file
+    torn: bool = False  # the last line has no newline, which is no damage
 
     @property
     def chain(self) -> str:
@@ -183,96 +181,98 @@ class LedgerFile:
         return self.lines[-1].chain if self.lines else self.head.chain
 
     def chain_at(self, step: int) -> str | None:
-        """The chain value with which `step` began; None when the ledger does not reach it."""
+        """The chain value at the start of `step`; None if the ledger does not reach this step."""
         if self.head is None or not 0 <= step <= len(self.lines):
             return None
         return self.lines[step - 1].chain if step else self.head.chain
 
     def whole(self) -> "LedgerFile":
-        """This ledger. Raises ValueError when it has no head or a damaged line."""
+        """This ledger. Raises ValueError when the ledger has no head, or a damaged line."""
         if self.damage or self.head is None:
             raise ValueError(f"ledger: {self.damage or f'{self.path} holds no ledger'}")
         return self
 
 
 def read_ledger(path: Path) -> LedgerFile:
-    """Read and check every line: JSON, its own sum, the chain, the steps' order, and the leaves under each
-    root.
+    """Read a ledger, and check every line.
 
-    Raises OSError, and FormatError for a ledger of another version.
+    A line must be JSON. It must fit its own sum, the chain and the order of the steps. Its leaves must fit
+    their roots. Raises OSError, and FormatError for a ledger of another version.
     """
-    found, at = LedgerFile(path), 0
-    lines, found.torn = whole_lines(path.read_bytes())
-    for number, raw in enumerate(lines, 1):
+    ledger, end = LedgerFile(path), 0
+    lines, ledger.torn = whole_lines(path.read_bytes())
+    for number, line in enumerate(lines, 1):
         try:
-            _take(found, json.loads(raw))
+            _add_line(ledger, json.loads(line))
         except _DamageError as error:
-            found.damage = f"{path} line {number} {error}"
+            ledger.damage = f"{path} line {number} {error}"
             break
         except FormatError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError):
-            found.damage = f"{path} line {number} is no line of a ledger"
+            ledger.damage = f"{path} line {number} is not a line of a ledger"
             break
-        at += len(raw)
-        if found.ends and len(found.ends) == len(found.lines) + 1:
-            found.ends[-1] = at  # a resumption belongs to the step before it
+        end += len(line)
+        if ledger.ends and len(ledger.ends) == len(ledger.lines) + 1:
+            ledger.ends[-1] = end  # the line of a resumption belongs to the step before it
         else:
-            found.ends.append(at)
-    return found
+            ledger.ends.append(end)
+    return ledger
 
 
 class FormatError(ValueError):
-    """A ledger that another version wrote."""
+    """A ledger that was written by another version."""
 
 
 class _DamageError(Exception):
-    """Why a line cannot be believed."""
+    """The reason why a line cannot be trusted."""
 
 
-def _take(found: LedgerFile, line: dict[str, Any]) -> None:
+def _add_line(ledger: LedgerFile, line: dict[str, Any]) -> None:
+    """Check a line, and add it to the ledger. Raises FormatError, or another error for a damaged line."""
     if line.pop("sum") != hash_json(line):
         raise _DamageError("was altered: its sum does not fit")
     kind = line.pop("kind")
-    if (kind == "head") != (found.head is None):
+    if (kind == "head") != (ledger.head is None):
         raise _DamageError("is a second head" if kind == "head" else "comes before the head")
     if kind == "head":
         head = Head(**line)
         if head.format != FORMAT:
             raise FormatError(
-                f"ledger: {found.path} has format {head.format}, this zerokl reads {FORMAT}; use the version that wrote it"
+                f"ledger: {ledger.path} has format {head.format}, this zerokl reads {FORMAT}; "
+                "use the version that wrote it"
             )
         if head.chain != head.chained() or head.weights != hash_json(head.leaves):
             raise _DamageError("was altered: the chain does not fit")
-        found.head = head
+        ledger.head = head
     elif kind == "resumed":
-        found.resumed.append({"step": line["step"], "environment": line["environment"]})
+        ledger.resumed.append({"step": line["step"], "environment": line["environment"]})
     else:
         step = Line(**line | {"quantities": dict(line["quantities"])})
-        if step.step != len(found.lines):
-            raise _DamageError(f"is step {step.step} where step {len(found.lines)} belongs")
-        if step.chain != step.chained(found.chain):
+        if step.step != len(ledger.lines):
+            raise _DamageError(f"is step {step.step}, where step {len(ledger.lines)} belongs")
+        if step.chain != step.chained(ledger.chain):
             raise _DamageError("was altered: the chain does not fit")
         if any(hash_json(leaves) != step.quantities[name] for name, leaves in step.leaves.items()):
             raise _DamageError("was altered: leaves do not fit their root")
-        found.lines.append(step)
+        ledger.lines.append(step)
 
 
 class Ledger:
-    """A ledger that is being written, from a head or on from a read one.
+    """A ledger that is being written: a new one, or the continuation of `previous`, which was read.
 
-    A line is in the file when `append` returns, and on the disk before the next one is written or `sync`
-    returns: no step waits for it. Without a path nothing is written: `last` is compared, by a replay or with
-    the other ranks.
+    A line is in the file when `append` returns. It is on the disk before the next line is written, or when
+    `sync` returns, so that no step waits for the disk. Without a path nothing is written: then a replay, or a
+    comparison of the ranks, reads `last`.
     """
 
-    def __init__(self, path: Path | None, head: Head, found: LedgerFile | None = None):
+    def __init__(self, path: Path | None, head: Head, previous: LedgerFile | None = None):
         self.last: Line | None = None
         self._synced: Future[None] | None = None
         self._file = open(path, "ab") if path is not None else None
         head.chain = head.chained()
-        self.chain = head.chain if found is None else found.chain
-        if found is None:
+        self.chain = head.chain if previous is None else previous.chain
+        if previous is None:
             self._write({"kind": "head", **vars(head)})
 
     def append(self, line: Line) -> None:
@@ -282,7 +282,7 @@ class Ledger:
         self._write({"kind": "step", **vars(line), "quantities": list(line.quantities.items())})
 
     def resumed(self, step: int, environment: Mapping[str, Any]) -> None:
-        """Note that the run went on from `step` in another environment. Not chained."""
+        """Note that the run went on from `step` in another environment. The note is not chained."""
         self._write({"kind": "resumed", "step": step, "environment": dict(environment)})
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -299,7 +299,7 @@ class Ledger:
             self._synced.result()
 
     def close(self) -> None:
-        """Close the file, every line on the disk."""
+        """Close the file, after every line is on the disk."""
         if self._file is not None:
             try:
                 self.sync()

@@ -1,8 +1,7 @@
-"""How far two sets of log-probabilities of the same tokens are apart. Estimators from tokens drawn from the
-sampler.
+"""How far two sets of log-probabilities of the same tokens are apart.
 
-With d = logp_trainer - logp_sampler and r = exp(d), over C tokens (Schulman, "Approximating KL divergence",
-2020):
+The estimators use tokens that were drawn from the sampler. With d = logp_trainer - logp_sampler and
+r = exp(d), over C tokens (Schulman, "Approximating KL divergence", 2020):
 
     k1 = mean(-d)     k2 = mean(d^2 / 2)     k3 = mean(r - 1 - d)        estimate KL(sampler || trainer)
     chi2 = mean(r^2) - 1        ess = (sum r)^2 / (C sum r^2), the effective sample size as a share of C
@@ -32,21 +31,20 @@ def bits_equal(trainer: np.ndarray, sampler: np.ndarray) -> np.ndarray:
 
 
 def log_ratios(trainer: np.ndarray, sampler: np.ndarray) -> np.ndarray:
-    """d of each token, [C] fp64: exactly 0 where the bits are the same, be both infinite."""
+    """d of each token, [C] fp64. It is exactly 0 where the bits are equal, also where both are infinite."""
     with np.errstate(invalid="ignore"):
-        return np.where(
-            bits_equal(trainer, sampler), 0.0, trainer.astype(np.float64) - sampler.astype(np.float64)
-        )
+        d = trainer.astype(np.float64) - sampler.astype(np.float64)
+    return np.where(bits_equal(trainer, sampler), 0.0, d)
 
 
 def ratios(d: np.ndarray, lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """r = exp(d) of each token [C], and the product of r over each sequence [S]."""
+    """r = exp(d) of each token, [C], and the product of r over each sequence, [S]."""
     with np.errstate(over="ignore", invalid="ignore"):
         return np.exp(d), np.exp(np.add.reduceat(d, np.concatenate([[0], np.cumsum(lengths)[:-1]])))
 
 
 def spread(r: np.ndarray) -> dict[str, float]:
-    """chi2 and ess of ratios [n], and the least and the largest."""
+    """chi2 and ess of the ratios r [n], and the smallest and the largest ratio."""
     with np.errstate(over="ignore", invalid="ignore"):
         mean, square = _mean(r), _mean(r * r)
     ess = mean * mean / square if square > 0 else 0.0
@@ -56,20 +54,20 @@ def spread(r: np.ndarray) -> dict[str, float]:
 def mismatch_metrics(
     trainer: np.ndarray, sampler: np.ndarray, lengths: Sequence[int], prefix: str = "mismatch/"
 ) -> dict[str, float]:
-    """All mismatch metrics. trainer, sampler [C] fp32 log-probabilities; lengths: tokens of each sequence,
-    sums to C.
+    """All mismatch metrics. `frac_equal` compares bits.
 
-    `frac_equal` compares bits. Raises ValueError when a value is missing (NaN), or the shapes do not fit.
+    trainer, sampler: log-probabilities [C] in fp32. lengths: the number of tokens of each sequence; they add
+    up to C. Raises ValueError when a value is missing (NaN), or when the shapes do not fit.
     """
     if trainer.shape != sampler.shape or trainer.shape != (sum(lengths),) or not len(trainer):
         raise ValueError(
-            f"mismatch: trainer {trainer.shape}, sampler {sampler.shape} must be [{sum(lengths)}], the sum of lengths, not 0"
+            f"mismatch: trainer {trainer.shape}, sampler {sampler.shape} must be [{sum(lengths)}], "
+            "the sum of lengths, not 0"
         )
     for name, values in (("trainer", trainer), ("sampler", sampler)):
-        if np.isnan(values).any():
-            raise ValueError(
-                f"mismatch: the {name} logprob of token {int(np.flatnonzero(np.isnan(values))[0])} is NaN"
-            )
+        missing = np.flatnonzero(np.isnan(values))
+        if len(missing):
+            raise ValueError(f"mismatch: the {name} logprob of token {int(missing[0])} is NaN")
     d = log_ratios(trainer, sampler)
     r, sequence_ratio = ratios(d, lengths)
     metrics = {

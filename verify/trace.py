@@ -1,4 +1,4 @@
-"""First divergence of two traces.
+"""The first divergence of two traces.
 
 A trace holds the output of every operation of one forward, by name, in the order of computation.
 """
@@ -19,21 +19,23 @@ class OpDifference:
 
     op: str
     elements: int
-    unequal: int  # whose bits differ; whose values differ, where the dtypes do
-    max_ulp: int | None  # representable numbers in between; None where the dtypes differ
+    unequal: int  # elements whose bits differ, or whose values differ if the dtypes are different
+    max_ulp: int | None  # the largest distance in representable numbers; None for different dtypes
     max_abs: float
-    relative: float  # root mean square of the difference over that of the first
+    relative: float  # root mean square of the difference, divided by the root mean square of the first output
 
 
 def compare_traces(a: Trace, b: Trace) -> list[OpDifference]:
-    """The operations that both traces hold, in the order of a.
+    """The differences of all operations that both traces hold, in the order of a.
 
-    Raises ValueError when there is none, or when the two outputs of one operation have different shapes.
+    Raises ValueError when there is no such operation, or when the two outputs of one operation have different
+    shapes.
     """
     shared = [name for name in a if name in b]
     if not shared:
         raise ValueError(
-            f"trace: the two have no operation in common ({', '.join(list(a)[:3])}, ... and {', '.join(list(b)[:3])}, ...)"
+            "trace: the two have no operation in common "
+            f"({', '.join(list(a)[:3])}, ... and {', '.join(list(b)[:3])}, ...)"
         )
     return [_compare(name, a[name], b[name]) for name in shared]
 
@@ -51,11 +53,9 @@ def _compare(name: str, x: torch.Tensor, y: torch.Tensor) -> OpDifference:
     differs = unequal(x, y) if same_dtype else xd != yd
     distance = torch.where(differs, (xd - yd).abs(), 0.0)
     size = math.sqrt(float((xd * xd).mean()))
-    return OpDifference(
-        name,
-        x.numel(),
-        int(differs.sum()),
-        int(ulp_distance(x, y).max()) if same_dtype else None,
-        float(distance.max()),
-        math.sqrt(float((distance * distance).mean())) / size if size else math.inf if differs.any() else 0.0,
-    )
+    if size:
+        relative = math.sqrt(float((distance * distance).mean())) / size
+    else:
+        relative = math.inf if differs.any() else 0.0
+    max_ulp = int(ulp_distance(x, y).max()) if same_dtype else None
+    return OpDifference(name, x.numel(), int(differs.sum()), max_ulp, float(distance.max()), relative)

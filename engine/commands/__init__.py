@@ -1,1 +1,1 @@
-"""What a subcommand does."""
+"""What each subcommand of the command line does."""

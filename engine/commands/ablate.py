@@ -1,20 +1,19 @@
-"""`zerokl ablate GRID.toml --out DIR`: a grid of runs over any keys of the configuration and seeds, and what
-came out of it.
+"""`zerokl ablate GRID.toml --out DIR`: runs over all combinations of settings and seeds, and a report.
 
-    preset = "demo"                     # or file = "base.toml"; what all cells have in common
+    preset = "demo"                     # or file = "base.toml": the configuration that all cells begin with
     seeds = [0, 1, 2]
-    [set]                               # keys that differ from it in every cell
+    [set]                               # keys that every cell sets
     steps = 60
-    [grid]                              # an axis for each key: the values it takes
+    [grid]                              # an axis for each key: the values that the key takes
     dtype = ["float32", "float16"]
     "loss.preset" = ["pg", "grpo"]
-    [variants.mismatch]                 # an axis of settings of several keys, each under a name
+    [variants.mismatch]                 # an axis of named variants, each with settings of several keys
     none = {}
     amplified = { exact = false, "perturb.round_weights" = "bfloat16", "perturb.gain" = 8.0 }
 
-Every combination, with every seed, is a run of its own in DIR/cells/COMBINATION/seed-N, its configuration
-beside it in seed-N.toml. A run that has ended is kept when the ablation is started again, one that was
-interrupted starts anew. A run that ends by itself (ten overflows in a row, say) is a result as well.
+Every combination with every seed is a run of its own in DIR/cells/COMBINATION/seed-N. Its configuration lies
+beside it in seed-N.toml. When the ablation is started again, a run that has ended is kept, and a run that was
+interrupted starts anew. A run that ends by itself (after ten overflows in a row, say) is a result as well.
 """
 
 import itertools
@@ -53,14 +52,14 @@ class Cell:
 
     @property
     def folder(self) -> str:
-        """Below DIR/cells."""
+        """The run's folder below DIR/cells."""
         return f"{self.name}/seed-{self.config.seed}"
 
 
 def read_grid(path: str | Path) -> list[Cell]:
     """The cells of a grid file, combination by combination, seed by seed.
 
-    Raises ValueError for whatever cannot be read or run.
+    Raises ValueError for a file that cannot be read and for a cell that cannot be run.
     """
     try:
         grid = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -91,7 +90,7 @@ def read_grid(path: str | Path) -> list[Cell]:
 
 
 def _combinations(grid: Mapping[str, Any], path: str) -> Iterator[tuple[dict[str, str], dict[str, Any]]]:
-    """(axis -> label, key -> value) of every combination."""
+    """Yields (axis -> label, key -> value) for every combination."""
     axes: list[list[tuple[str, str, dict[str, Any]]]] = []
     for key, values in _flat(grid.get("grid", {})).items():
         if not isinstance(values, list) or not values:
@@ -110,10 +109,10 @@ def _combinations(grid: Mapping[str, Any], path: str) -> Iterator[tuple[dict[str
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested tables as dotted keys."""
-    found = {}
+    flat = {}
     for key, value in table.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return found
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
 
 
 def _label(value: Any) -> str:
@@ -121,7 +120,7 @@ def _label(value: Any) -> str:
 
 
 def _name(settings: Mapping[str, str]) -> str:
-    """A folder's name for a combination."""
+    """The name of a combination's folder."""
     return (
         ",".join(f"{axis.rsplit('.', 1)[-1]}={label}" for axis, label in settings.items()).replace("/", "_")
         or "run"
@@ -129,19 +128,19 @@ def _name(settings: Mapping[str, str]) -> str:
 
 
 def ablate(grid: str | Path, out: str | Path) -> dict[str, Any]:
-    """Run what the grid asks for and is not there yet; writes ablation.json, ablation.md and plots to `out`.
-    Returns the former.
+    """Run the cells of the grid that have not ended yet. Returns what ablation.json holds.
 
-    Raises ValueError for a grid that cannot be run, or for a folder that holds runs of another one.
+    Writes ablation.json, ablation.md and plots to `out`. Raises ValueError for a grid that cannot be run, and
+    for a folder that holds runs of another grid.
     """
     cells, out = read_grid(grid), Path(out)
     cells = [Cell(c.name, c.settings, _with_model(c.config, out)) for c in cells]
     for cell in cells:
-        _refuse_another(cell, out)
+        _refuse_other_configuration(cell, out)
     results = []
     for number, cell in enumerate(cells, 1):
         path = out / "cells" / cell.folder
-        kept = _ended(path)
+        kept = _has_ended(path)
         console.print(f"{number}/{len(cells)}  {cell.folder}" + ("  kept" if kept else ""))
         if not kept:
             _run(cell, path)
@@ -153,9 +152,9 @@ def ablate(grid: str | Path, out: str | Path) -> dict[str, Any]:
 
 
 def _with_model(config: Config, out: Path) -> Config:
-    """The configuration with the folder of its base model:
+    """The configuration with the folder of its base model.
 
-    cells that ask for the same init:PRESET share it.
+    Cells that ask for the same init:PRESET share a folder.
     """
     if not config.model.startswith("init:"):
         return config
@@ -169,15 +168,15 @@ def _with_model(config: Config, out: Path) -> Config:
     raise AssertionError("some number is free")
 
 
-def _ended(path: Path) -> bool:
+def _has_ended(path: Path) -> bool:
     return (path / "summary.json").exists() or (path / FAILED).exists()
 
 
-def _refuse_another(cell: Cell, out: Path) -> None:
-    """Raise ValueError where the cell's folder holds the end of a run with another configuration."""
+def _refuse_other_configuration(cell: Cell, out: Path) -> None:
+    """Raise ValueError where the cell's folder holds an ended run with another configuration."""
     path = out / "cells" / cell.folder
     if (
-        _ended(path)
+        _has_ended(path)
         and (path / "config.toml").exists()
         and (path / "config.toml").read_text() != to_toml(with_device(cell.config))
     ):
@@ -185,10 +184,11 @@ def _refuse_another(cell: Cell, out: Path) -> None:
 
 
 def _run(cell: Cell, path: Path) -> None:
-    """The run, in a process of its own: what an engine leaves behind (vLLM keeps threads and memory) would
-    slow the runs after it.
+    """Do the run in a process of its own.
 
-    Raises ValueError for what the run refuses, ChildProcessError when its process ended otherwise.
+    In this process, what an engine leaves behind (vLLM keeps threads and memory) would slow the runs after
+    it. Raises ValueError when the run refuses its settings. Raises ChildProcessError when its process ends in
+    another way.
     """
     if path.exists():
         console.print(f"{path} was interrupted: it starts anew")
@@ -196,39 +196,42 @@ def _run(cell: Cell, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     config = path.parent / f"{path.name}.toml"
     config.write_text(to_toml(cell.config), encoding="utf-8")
-    read, write = os.pipe()
+    read_fd, write_fd = os.pipe()
     process = start_python(
         "from zerokl.engine.commands.ablate import run_alone; run_alone()",
         str(config),
         str(path),
-        str(write),
-        fds=[write],
+        str(write_fd),
+        fds=[write_fd],
     )
-    os.close(write)
+    os.close(write_fd)
     try:
-        with open(read, encoding="utf-8") as pipe:
-            refused = pipe.read()
+        with open(read_fd, encoding="utf-8") as pipe:
+            refusal = pipe.read()
         code = process.wait()
     finally:
-        process.terminate()  # nothing goes on without the ablation
+        process.terminate()  # no run goes on without the ablation
         process.wait()
-    if refused:
-        raise ValueError(refused)
+    if refusal:
+        raise ValueError(refusal)
     if code:
         raise ChildProcessError(
-            f"ablate: the process of {cell.folder} {ending(code)}; start the ablation again, and it goes on there"
+            f"ablate: the process of {cell.folder} {ending(code)}; "
+            "start the ablation again, and it continues there"
         )
     if (path / FAILED).exists():
         console.print(f"{cell.folder} ended by itself: {json.loads((path / FAILED).read_text())['error']}")
 
 
 def run_alone() -> None:
-    """The life of a run's process.
+    """The main function of a run's process.
 
-    Arguments: configuration file, run folder, a descriptor that takes the reason of a refusal.
+    Arguments of the process: the configuration file, the run folder, and a file descriptor that takes the
+    reason of a refusal.
     """
-    config, path, refused = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-    os.set_inheritable(refused, False)  # it ends with this process, not with one that this one starts
+    config, path, refusal_fd = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    # The pipe must end with this process, not with a process that this one starts.
+    os.set_inheritable(refusal_fd, False)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     try:
         train(load_config(config, None, {}), path)
@@ -238,16 +241,16 @@ def run_alone() -> None:
     except ChildProcessError:
         raise  # not a refusal: one of the run's own processes was killed
     except (ValueError, OSError) as error:
-        os.write(refused, str(error).encode())
+        os.write(refusal_fd, str(error).encode())
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
 def _end_with(parent: int) -> None:
-    """End this process when the ablation has been killed:
+    """End this process when the ablation was killed.
 
-    started again, it would begin the same run beside this one.
+    Otherwise an ablation that is started again would begin the same run beside this process.
     """
     while os.getppid() == parent:
         time.sleep(1.0)

@@ -1,7 +1,4 @@
-"""What an ablation found:
-
-a line for each run, mean and spread over seeds for each combination, a table and plots.
-"""
+"""The report of an ablation: figures of each run, their spread over seeds, a table and plots."""
 
 import json
 import math
@@ -13,7 +10,7 @@ from rich.table import Table
 
 from ..runs.folder import METRICS
 
-# In a run's folder: why it ended by itself.
+# The file in a run's folder that says why the run ended by itself.
 FAILED = "failed.json"
 # Metric -> title of its plot, by step.
 PLOTS = {
@@ -23,7 +20,7 @@ PLOTS = {
     "entropy": "entropy, nats",
     "grad_norm": "gradient norm",
 }
-# A run has collapsed when its reward stays below this share of its peak until the end.
+# A run has collapsed when its reward falls below this share of its peak and stays there until the end.
 COLLAPSED = 0.8
 # Figures of a run that are averaged over seeds.
 FIGURES = (
@@ -39,12 +36,15 @@ FIGURES = (
 
 
 def cell_result(path: Path, settings: Mapping[str, str], seed: int) -> dict[str, Any]:
-    """The figures of one run from its folder; `series` holds each metric of PLOTS as (step, value) pairs."""
+    """The figures of one run, read from its folder.
+
+    `series` holds the (step, value) pairs of each metric of PLOTS.
+    """
     lines = [json.loads(line) for line in _read(path / METRICS).splitlines()]
     summary = json.loads(_read(path / "summary.json") or "{}")
     failed = json.loads(_read(path / FAILED) or "{}")
     series = {name: [(m["step"], m[name]) for m in lines if m.get(name) is not None] for name in PLOTS}
-    rewards, held = ([v for _, v in series[name]] for name in ("reward/mean", "eval/accuracy"))
+    rewards, held_out = ([v for _, v in series[name]] for name in ("reward/mean", "eval/accuracy"))
     seconds = [m["time/sample_s"] + m["time/train_s"] for m in lines]
     return {
         "settings": dict(settings),
@@ -56,7 +56,7 @@ def cell_result(path: Path, settings: Mapping[str, str], seed: int) -> dict[str,
         "reward_best": max(rewards, default=math.nan),
         "reward_last": rewards[-1] if rewards else math.nan,
         "reward_last10": _mean(rewards[-10:]),
-        "held_out_last": held[-1] if held else math.nan,
+        "held_out_last": held_out[-1] if held_out else math.nan,
         "collapse_step": collapse_step(rewards),
         "mismatch_k3_mean": _mean([v for _, v in series["mismatch/k3"]]),
         "mismatch_max_abs": max((m["mismatch/max_abs"] for m in lines), default=math.nan),
@@ -71,9 +71,7 @@ def _read(path: Path) -> str:
 
 
 def collapse_step(rewards: Sequence[float]) -> int | None:
-    """The first step after the peak from which the reward stays below COLLAPSED of it to the end; None where
-    it does not.
-    """
+    """The step from which the reward stays below COLLAPSED of its peak to the end; None where no step is."""
     if not rewards or max(rewards) <= 0:
         return None
     peak = max(rewards)
@@ -82,9 +80,10 @@ def collapse_step(rewards: Sequence[float]) -> int | None:
 
 
 def summarise(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One entry for each combination of settings:
+    """One entry for each combination of settings.
 
-    its runs, and of each figure and each step's metrics the mean, least and most.
+    An entry holds the figures of its runs. It also holds mean, minimum and maximum over seeds: of each
+    figure, and of each metric of PLOTS at each step.
     """
     by_settings: dict[str, list[dict[str, Any]]] = {}
     for result in results:
@@ -102,9 +101,9 @@ def summarise(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Mean, least and most of the finite ones; NaN where there are none."""
-    known = [v for v in values if math.isfinite(v)]
-    return {"mean": _mean(known), "min": min(known, default=math.nan), "max": max(known, default=math.nan)}
+    """Mean, minimum and maximum of the values that are finite; NaN where none is."""
+    finite = [v for v in values if math.isfinite(v)]
+    return {"mean": _mean(finite), "min": min(finite, default=math.nan), "max": max(finite, default=math.nan)}
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -112,7 +111,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _by_step(series: Sequence[Sequence[tuple[int, float]]]) -> list[dict[str, float]]:
-    """Mean, least and most over the runs that have the step."""
+    """Mean, minimum and maximum at each step, over the runs that have that step."""
     values: dict[int, list[float]] = {}
     for run in series:
         for step, value in run:
@@ -121,9 +120,9 @@ def _by_step(series: Sequence[Sequence[tuple[int, float]]]) -> list[dict[str, fl
 
 
 def result_rows(combinations: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """A row for each combination, after that of the headings:
+    """A row of headings, then a row for each combination.
 
-    means over seeds, with least and most on a second line.
+    A cell holds the mean over seeds, and on a second line minimum and maximum.
     """
     axes = list(combinations[0]["settings"])
     rows = [
@@ -141,12 +140,12 @@ def result_rows(combinations: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         ]
     ]
     for c in combinations:
-        ended = f"{c['collapsed']}" + (f", {c['failed']} failed" if c["failed"] else "")
+        collapsed = f"{c['collapsed']}" + (f", {c['failed']} failed" if c["failed"] else "")
         rewards = [_range(c[name], "{:.3f}") for name in ("reward_best", "reward_last10", "held_out_last")]
         mismatch = [_range(c[name], "{:.2g}") for name in ("mismatch_k3_mean", "mismatch_max_abs")]
         rest = [f"{c['skipped_steps']['mean']:g}", f"{c['seconds']['mean']:.0f}"]
         rows.append(
-            [*[c["settings"][a] for a in axes], str(len(c["seeds"])), *rewards, ended, *mismatch, *rest]
+            [*[c["settings"][a] for a in axes], str(len(c["seeds"])), *rewards, collapsed, *mismatch, *rest]
         )
     return rows
 
@@ -168,17 +167,18 @@ def _markdown(combinations: Sequence[Mapping[str, Any]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in (headings, ["---"] * len(headings), *rows))
 
 
-def _range(value: Mapping[str, float], how: str) -> str:
-    if not math.isfinite(value["mean"]):
+def _range(values: Mapping[str, float], template: str) -> str:
+    """A cell of the table: `values` is a spread, `template` formats one number."""
+    if not math.isfinite(values["mean"]):
         return "-"
-    mean, low, high = (how.format(value[k]) for k in ("mean", "min", "max"))
+    mean, low, high = (template.format(values[k]) for k in ("mean", "min", "max"))
     return mean if low == high else f"{mean}\n{low} to {high}"
 
 
 def write_report(report: Mapping[str, Any], out: Path) -> None:
-    """ablation.md, the table; and a plot of each metric by step:
+    """Write ablation.md (the table) and a plot of each metric of PLOTS by step.
 
-    a line for the mean over seeds, a band from least to most.
+    A plot has a line and a band for each combination: the mean over seeds, and minimum to maximum.
     """
     import matplotlib
 

@@ -18,84 +18,90 @@ def diff(a: Path, b: Path) -> int:
 
 
 def _diff_traces(a: Path, b: Path) -> int:
-    found = compare_trace_files(a, b)
-    if found.steps[0] != found.steps[1]:
-        console.print(f"the traces are of steps {found.steps[0]} and {found.steps[1]}")
-    if found.first is None:
-        console.print(f"equal to the bit: {found.operations} operations")
+    comparison = compare_trace_files(a, b)
+    if comparison.steps[0] != comparison.steps[1]:
+        console.print(f"the traces are of steps {comparison.steps[0]} and {comparison.steps[1]}")
+    if comparison.first is None:
+        console.print(f"equal to the bit: {comparison.operations} operations")
         return 0
-    d = found.first
+    d = comparison.first
+    row = f", {comparison.row}" if comparison.row else ""
+    ulp = f" ({d.max_ulp} representable numbers)" if d.max_ulp is not None else ""
     console.print(
-        f"first difference: {d.op}{f', {found.row}' if found.row else ''}; {d.unequal} of {d.elements} outputs differ, by up to "
-        f"{d.max_abs:.3g}" + (f" ({d.max_ulp} representable numbers)" if d.max_ulp is not None else "")
+        f"first difference: {d.op}{row}; {d.unequal} of {d.elements} outputs differ, "
+        f"by up to {d.max_abs:.3g}{ulp}"
     )
     return 1
 
 
 def _diff_runs(a: Path, b: Path) -> int:
-    found = compare_runs(open_run(a), open_run(b))
-    if found.equal:
-        console.print(f"equal to the bit: {found.steps[0]} steps")
+    comparison = compare_runs(open_run(a), open_run(b))
+    divergence, later = comparison.divergence, comparison.later
+    if comparison.equal:
+        console.print(f"equal to the bit: {comparison.steps[0]} steps")
         return 0
-    if found.divergence is None:
-        console.print(
-            f"equal to the bit as far as both go: {a} has {found.steps[0]} steps, {b} has {found.steps[1]}"
-        )
+    if divergence is None:
+        steps_a, steps_b = comparison.steps
+        console.print(f"equal to the bit as far as both go: {a} has {steps_a} steps, {b} has {steps_b}")
         return 1
-    console.print(f"first difference {found.divergence}")
-    if found.divergence.step is None:
-        console.print(
-            f"then {found.later}" if found.later else "every step that both have is equal to the bit"
-        )
-    first = found.later or found.divergence
-    if first.step is not None and (place := _first_rollout(a, b, first.step)):
-        console.print(place)
-    _explain(found)
+    console.print(f"first difference {divergence}")
+    if divergence.step is None:
+        console.print(f"then {later}" if later else "every step that both have is equal to the bit")
+    first = later or divergence
+    if first.step is not None and (rollout := _first_rollout(a, b, first.step)):
+        console.print(rollout)
+    _explain(comparison)
     return 1
 
 
-def _explain(found: Comparison) -> None:
-    if found.environment:
+def _explain(comparison: Comparison) -> None:
+    """Print how the environments of the two runs differ."""
+    divergence = comparison.divergence
+    if comparison.environment:
         console.print("differences in the environment that may explain it:")
-        for line in found.environment:
+        for line in comparison.environment:
             console.print(f"  {line}")
-    elif found.divergence and found.divergence.quantity not in ("configuration", "data", "first_weights"):
+    elif divergence and divergence.quantity not in ("configuration", "data", "first_weights"):
         console.print("no difference in the environment explains it")
-    if found.lawful:
+    if comparison.lawful:
         console.print("differences that decide no bit, unless zerokl or the machine is at fault:")
-        for line in found.lawful:
+        for line in comparison.lawful:
             console.print(f"  {line}")
 
 
-# What rollouts.jsonl says of a sequence, in causal order.
+# What rollouts.jsonl holds of a sequence, in causal order.
 _FIELDS = ("prompt_ids", "completion_ids", "logprobs", "reward", "advantage")
 
 
 def _first_rollout(a: Path, b: Path, step: int) -> str:
-    """The first sequence of the step that differs in the runs' own records, where they have them."""
-    x, y = _rollouts(a, step), _rollouts(b, step)
+    """The first sequence of the step that differs in the rollouts.jsonl of both runs, and where it differs.
+
+    Empty where a run has no such file, or where the files show no difference.
+    """
+    rollouts_a, rollouts_b = _rollouts(a, step), _rollouts(b, step)
     for name in _FIELDS:
-        for one, other in zip(x, y, strict=False):
-            if one.get(name) != other.get(name):
-                return f"prompt {one['prompt']}, sample {one['sample']}: {name.replace('_', ' ')}{_position(one[name], other[name])}"
+        for x, y in zip(rollouts_a, rollouts_b, strict=False):
+            if x.get(name) != y.get(name):
+                place = f"prompt {x['prompt']}, sample {x['sample']}"
+                return f"{place}: {name.replace('_', ' ')}{_position(x[name], y[name])}"
     return ""
 
 
-def _position(one: Any, other: Any) -> str:
-    if not isinstance(one, list):
-        return f" {one!r} and {other!r}"
-    at = next((i for i, (p, q) in enumerate(zip(one, other, strict=False)) if p != q), None)
-    return (
-        f" of {len(one)} and {len(other)}"
-        if at is None
-        else f" at position {at}: {one[at]!r} and {other[at]!r}"
-    )
+def _position(x: Any, y: Any) -> str:
+    """Where two values of a field differ: lists at a position or in their length, other values as such."""
+    if not isinstance(x, list):
+        return f" {x!r} and {y!r}"
+    index = next((i for i, (p, q) in enumerate(zip(x, y, strict=False)) if p != q), None)
+    if index is None:
+        return f" of {len(x)} and {len(y)}"
+    return f" at position {index}: {x[index]!r} and {y[index]!r}"
 
 
 def _rollouts(run: Path, step: int) -> list[dict[str, Any]]:
+    """The lines of rollouts.jsonl for the step; `run` is a run folder or a ledger in it."""
     file = (run if run.is_dir() else run.parent) / ROLLOUTS
     try:
         lines = (json.loads(line) for line in file.read_text(encoding="utf-8").splitlines())
         return [line for line in lines if line["step"] == step]
     except (OSError, ValueError, KeyError, TypeError):
-        return []  # a help, not the proof: the ledger has found the difference without it
+        return []  # the lines only help to find the place; the ledger has shown the difference without them

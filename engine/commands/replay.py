@@ -1,7 +1,4 @@
-"""`zerokl replay` and `zerokl verify run`:
-
-steps of a run done again from the nearest checkpoint, and compared with its ledger.
-"""
+"""`zerokl replay` and `zerokl verify run`: steps of a run are done again and compared with its ledger."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -37,9 +34,9 @@ from .trace import trace_step
 
 @dataclass(frozen=True)
 class Replay:
-    """Steps `first` to `last` done again.
+    """Steps `first` to `last`, done again.
 
-    `divergence` is the first difference from the ledger; after it nothing is done.
+    `divergence` is the first difference from the ledger. The replay ends there.
     """
 
     first: int
@@ -48,11 +45,11 @@ class Replay:
 
 
 class Replayer:
-    """A run that can be done again, from any step on. Raises ValueError for a folder without a run, or one
-    that was altered.
+    """A run whose steps can be done again. Use it as a context: it holds worker processes.
 
-    overrides: settings that decide no bit. checkpoints: those that can be used, newest first, where they have
-    been checked already. Use as a context: it holds worker processes.
+    overrides: settings that decide no bit. checkpoints: the checkpoints that can be used, newest first, where
+    they have been checked already; None checks them here. Raises ValueError for a folder without a run, and
+    for a run that was altered.
     """
 
     def __init__(
@@ -69,23 +66,23 @@ class Replayer:
             torch.set_num_threads(self.config.threads)
         task = load_task(self.config.task.name, self.config.task.options)
         self.state: TrainState = make_state(self.config, base_model(self.config, path), task)
-        self._start = self.state.optimizer.whole_master().clone()
+        self._first_weights = self.state.optimizer.whole_master().clone()
         self._head = run_head(self.state, {"workers in use": self.state.parallel.n})
         if altered := compare_heads(self.ledger.head, self._head):
             self.__exit__()
             raise ValueError(
-                f"replay: {path} can not be repeated, since what it started from is another now; {altered}"
+                f"replay: {path} cannot be repeated, since what it started from is another now; {altered}"
             )
 
     def _checkpoints(self) -> list[Checkpoint]:
-        good = []
+        usable = []
         for folder in checkpoint_folders(self.path):
-            found, damage = usable_checkpoint(folder, self.ledger, self.config)
-            if found is not None:
-                good.append(found)
+            checkpoint, damage = usable_checkpoint(folder, self.ledger, self.config)
+            if checkpoint is not None:
+                usable.append(checkpoint)
             else:
                 self.messages.append(f"{damage}; not used")
-        return good
+        return usable
 
     def replay(
         self,
@@ -94,15 +91,16 @@ class Replayer:
         trace: Path | None = None,
         before: Callable[[TrainState], None] | None = None,
     ) -> Replay:
-        """Do steps up to `until` (default `step`) again, from the newest checkpoint at or before `step`.
+        """Do the steps up to `until` (default `step`) again, from the newest checkpoint at or before `step`.
 
-        trace: file to write every operation of step `step` to. before: called with the state before each
-        step. Raises ValueError for steps that the ledger does not hold.
+        trace: a file; every operation of step `step` is written to it. before: called with the state before
+        each step. Raises ValueError for steps that the ledger does not hold.
         """
-        until, done = step if until is None else until, len(self.ledger.lines)
-        if not 0 <= step <= until < done:
+        until, recorded = step if until is None else until, len(self.ledger.lines)
+        if not 0 <= step <= until < recorded:
             raise ValueError(
-                f"replay: steps {step} to {until} must lie in 0 to {done - 1}, the steps that {self.ledger.path} holds"
+                f"replay: steps {step} to {until} must lie in 0 to {recorded - 1}, "
+                f"the steps that {self.ledger.path} holds"
             )
         first = self._go_to(step)
         state = self.state
@@ -120,16 +118,16 @@ class Replayer:
         return Replay(first, until, None)
 
     def _go_to(self, step: int) -> int:
-        """Put the state of the nearest checkpoint at or before `step` in place, and the ledger up to it.
+        """Restore the newest checkpoint at or before `step`, and the ledger up to it. Returns its step.
 
-        Returns its step.
+        Without such a checkpoint, the state goes back to before the first step.
         """
         state = self.state
         checkpoint = next((c for c in self.checkpoints if c.step <= step), None)
         if checkpoint is not None:
             restore(state, checkpoint)
         else:
-            rewind(state, self._start)
+            rewind(state, self._first_weights)
         before = LedgerFile(self.ledger.path, self.ledger.head, self.ledger.lines[: state.step])
         state.recorder = Recorder(None, self._head, self.config.ledger, state.optimizer, before)
         return state.step
@@ -151,59 +149,55 @@ class Finding:
 
 
 def verify_run(path: Path, replays: int, seed: int, overrides: Mapping[str, Any]) -> list[Finding]:
-    """Check a run: its ledger's chain, its checkpoints' hashes, its logs, its summary, and `replays` steps
-    drawn at random, done again.
+    """Check a run: its ledger's chain, its summary, its checkpoints' hashes, its logs, and `replays` steps.
 
-    Raises ValueError for a folder without a run, or an override that decides bits.
+    The steps are drawn at random with `seed`, and done again. Raises ValueError for a folder without a run,
+    and for an override that decides bits.
     """
-    config, good = run_config(path, overrides), []
+    config = run_config(path, overrides)
     ledger = read_ledger(run_ledger(path))
     if ledger.damage or ledger.head is None:
         return [Finding("ledger", ledger.damage or f"{ledger.path} has no whole head", False)]
-    said = f"{len(ledger.lines)} steps, chain unbroken" + (
-        ", and a torn line after them" if ledger.torn else ""
-    )
+    chain = f"{len(ledger.lines)} steps, chain unbroken"
+    if ledger.torn:
+        chain += ", and a torn line after them"
     findings = [
-        Finding("ledger", said, not (ledger.torn and (path / "summary.json").exists())),
+        Finding("ledger", chain, not (ledger.torn and (path / "summary.json").exists())),
         *_summary(path, ledger),
     ]
+    intact: list[Checkpoint] = []  # newest first
     for folder in reversed(checkpoint_folders(path)):
-        found, damage = checked_checkpoint(folder, ledger)
-        findings.append(
-            Finding(
-                folder.name,
-                damage or "every hash right, its place in the chain, and the ledger's bits",
-                not damage,
-            )
-        )
-        good = [found, *good] if found else good
-    findings += _logs(path, config, good[0] if good else None)
-    drawn = (
-        sorted(permutation(len(ledger.lines), seed, Stream.ORDER, 0)[:replays].tolist())
-        if ledger.lines
-        else []
-    )
+        checkpoint, damage = checked_checkpoint(folder, ledger)
+        result = damage or "every hash right, its place in the chain, and the ledger's bits"
+        findings.append(Finding(folder.name, result, not damage))
+        intact = [checkpoint, *intact] if checkpoint else intact
+    findings += _logs(path, config, intact[0] if intact else None)
     try:
-        replayer = Replayer(path, overrides, [] if config.samples_older_weights else good)
+        replayer = Replayer(path, overrides, [] if config.samples_older_weights else intact)
     except ValueError as error:
         return [*findings, Finding("replay", str(error), False)]
     with replayer:
-        for step in drawn:
-            done = replayer.replay(step)
-            said = (
-                f"differs at {done.divergence}"
-                if done.divergence
-                else f"the same bits (from step {done.first})"
-            )
-            findings.append(Finding(f"replay of step {step}", said, done.divergence is None))
+        return findings + _replays(replayer, replays, seed)
+
+
+def _replays(replayer: Replayer, n: int, seed: int) -> list[Finding]:
+    """Up to n steps of the run, drawn at random and done again in ascending order."""
+    recorded = len(replayer.ledger.lines)
+    if not recorded:
+        return []
+    findings = []
+    for step in sorted(permutation(recorded, seed, Stream.ORDER, 0)[:n].tolist()):
+        replay = replayer.replay(step)
+        if replay.divergence:
+            result = f"differs at {replay.divergence}"
+        else:
+            result = f"the same bits (from step {replay.first})"
+        findings.append(Finding(f"replay of step {step}", result, replay.divergence is None))
     return findings
 
 
 def _logs(path: Path, config: Config, newest: Checkpoint | None) -> list[Finding]:
-    """Metrics and rollouts:
-
-    every line in its place, and up to the newest checkpoint as their hashes there.
-    """
+    """Metrics and rollouts: every line in its place, and the hash that the newest checkpoint has of them."""
     findings = []
     for log in (
         read_log(path / METRICS, 1),

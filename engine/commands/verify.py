@@ -1,11 +1,12 @@
 """`zerokl verify`: the law's checks on this machine, for one model in each dtype.
 
-Every check computes the same tokens' log-probabilities (or gradients, or samples) in two ways that the law
-says must not matter, and compares bits. Shapes: S sequences; C completion tokens.
+Every check computes the log-probabilities of the same tokens (or gradients, or samples) in two ways, and
+compares bits. The law says that the difference between the two ways must not matter.
 """
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ from ..runs.init import random_decoder
 from ..train.shard import Shard, ShardWork
 
 Pair = tuple[list[int], list[int]]
-_DISTRIBUTIONS = (
+_SAMPLING_PARAMS = (
     SamplingParams(),
     SamplingParams(0.7),
     SamplingParams(1.0, 0, 0.9),
@@ -45,9 +46,10 @@ def check_law(
     seed: int = 0,
     device: str = "auto",
 ) -> list[Check]:
-    """The law's checks for a model, or a tiny random one:
+    """The law's checks for a model, each with its numbers of `comparisons` and `unequal`.
 
-    a line each with `comparisons` and `unequal`. Raises ValueError.
+    Without a model, a tiny random one is checked. Raises ValueError for an unknown model, dtype or device,
+    and for too few sequences or tokens.
     """
     for dtype in dtypes:
         if dtype not in DTYPES:
@@ -64,9 +66,9 @@ def run_checks(
     seed: int = 0,
     device: torch.device | None = None,
 ) -> Iterator[Check]:
-    """Run every check in every dtype.
+    """Run every check in every dtype. Yields each check when it has finished.
 
-    `model` None makes a tiny random one. Yields each finished line. Raises ValueError.
+    model: a model folder; None takes a tiny random model. Raises ValueError.
     """
     if sequences < 1 or longest < 2:
         raise ValueError(
@@ -111,7 +113,7 @@ def random_pairs(n: int, longest: int, vocab: int, seed: int) -> list[Pair]:
 
 @torch.no_grad()
 def _score(decoder: Decoder, pairs: Sequence[Pair], sampling_params: SamplingParams) -> list[torch.Tensor]:
-    """logp of each pair's completion, scored together; on the CPU."""
+    """logp [completion tokens] of each pair, scored together; on the CPU."""
     batch = pack(pairs)
     return list(logprobs(decoder, batch, sampling_params)[0].cpu().split(batch.completion_lengths))
 
@@ -123,7 +125,7 @@ def _compare_all(check: Check, left: Sequence[torch.Tensor], right: Sequence[tor
 
 def _composition(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> Check:
     check = Check("batch composition", dtype)
-    for sampling_params in _DISTRIBUTIONS:
+    for sampling_params in _SAMPLING_PARAMS:
         _compare_all(
             check,
             _score(decoder, pairs, sampling_params),
@@ -143,7 +145,7 @@ def _order(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> Ch
 
 
 def _padding(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> Check:
-    """Tokens appended to a sequence must not reach back."""
+    """Tokens that are appended to a sequence must not change the tokens before them."""
     check = Check("padding", dtype)
     together = _score(decoder, pairs, SamplingParams())
     limit = decoder.config.max_positions
@@ -159,7 +161,7 @@ def _padding(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> 
 
 def _chunked(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> Check:
     check = Check("chunked prefill", dtype)
-    for sampling_params in _DISTRIBUTIONS:
+    for sampling_params in _SAMPLING_PARAMS:
         together = _score(decoder, pairs, sampling_params)
         for chunk in (7, 32):
             _compare_all(check, together, cached_scores(decoder, pairs, sampling_params, chunk))
@@ -168,7 +170,7 @@ def _chunked(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> 
 
 def _decode(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> Check:
     check = Check("decode against prefill", dtype)
-    for sampling_params in _DISTRIBUTIONS:
+    for sampling_params in _SAMPLING_PARAMS:
         _compare_all(
             check, _score(decoder, pairs, sampling_params), cached_scores(decoder, pairs, sampling_params, 1)
         )
@@ -185,27 +187,32 @@ def _threads(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> 
 
 
 def _concurrency(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> Check:
-    """Sampled tokens and their logprobs, whatever is sampled beside them; and the trainer's logprobs of them."""
+    """Sampled tokens and their logprobs must not depend on what is sampled beside them.
+
+    The trainer's logprobs of these tokens must be the sampler's.
+    """
     check = Check("sampler concurrency", dtype)
     room = decoder.config.max_positions
-    for sampling_params in _DISTRIBUTIONS:
+    for sampling_params in _SAMPLING_PARAMS:
         generation_params = GenerationParams(
             sampling_params, 3, min(24, room - max(len(p) for p, _ in pairs)), frozenset({0})
         )
         prompts, rng_key = [p for p, _ in pairs[:4]], RngKey(seed, 0, Stream.VERIFY_SAMPLE)
-        base = NativeSampler(decoder, 64).generate(prompts, generation_params, rng_key)
+        expected = NativeSampler(decoder, 64).generate(prompts, generation_params, rng_key)
         for concurrency, tokens in ((1, 1024), (5, 9)):
-            other = NativeSampler(decoder, concurrency, tokens).generate(prompts, generation_params, rng_key)
-            for a, b in zip(base, other, strict=True):
+            rollouts = NativeSampler(decoder, concurrency, tokens).generate(
+                prompts, generation_params, rng_key
+            )
+            for a, b in zip(expected, rollouts, strict=True):
                 n = max(len(a.completion_ids), len(b.completion_ids))
                 ids = [torch.tensor([*r.completion_ids, *[-1] * (n - len(r.completion_ids))]) for r in (a, b)]
                 check.compare(*ids)
                 if a.completion_ids == b.completion_ids:
                     check.compare(torch.from_numpy(a.logprobs), torch.from_numpy(b.logprobs))
         scored = _score(
-            decoder, [(list(r.prompt_ids), list(r.completion_ids)) for r in base], sampling_params
+            decoder, [(list(r.prompt_ids), list(r.completion_ids)) for r in expected], sampling_params
         )
-        _compare_all(check, [torch.from_numpy(r.logprobs) for r in base], scored)
+        _compare_all(check, [torch.from_numpy(r.logprobs) for r in expected], scored)
     return check
 
 
@@ -213,10 +220,7 @@ _SHARDS = 4
 
 
 def _step(decoder: Decoder, pairs: Sequence[Pair]) -> Shard:
-    """A step as training has it:
-
-    the pairs as rollouts, with the trainer's logprobs, advantages and loss weights.
-    """
+    """The pairs as a training step: rollouts with the trainer's logprobs, advantages and loss weights."""
     scores = _score(decoder, pairs, SamplingParams())
     rollouts = [
         Rollout(i, 0, tuple(prompt), tuple(completion), score.numpy(), "length", 0)
@@ -228,10 +232,7 @@ def _step(decoder: Decoder, pairs: Sequence[Pair]) -> Shard:
 
 
 def _gradient(workers: Workers, step: Shard, micro_batch: int) -> torch.Tensor:
-    """The gradient that training uses (train/shard.py), of the loss "pg" over virtual shards:
-
-    [layout.numel] fp32.
-    """
+    """The gradient of the loss "pg" over virtual shards, as training has it. -> [layout.numel] fp32."""
     work = ShardWork(SamplingParams(), LossConfig().resolve(), micro_batch)
     gradient = workers.sum_shards(work, step.cut(_SHARDS))[1]
     assert gradient is not None, "there are pairs"
@@ -239,11 +240,8 @@ def _gradient(workers: Workers, step: Shard, micro_batch: int) -> torch.Tensor:
 
 
 def _micro_batch(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> Check:
-    check, workers, step = (
-        Check("gradient: micro-batch size", dtype),
-        Workers(decoder, _SHARDS),
-        _step(decoder, pairs),
-    )
+    check = Check("gradient: micro-batch size", dtype)
+    workers, step = Workers(decoder, _SHARDS), _step(decoder, pairs)
     whole = _gradient(workers, step, len(pairs))
     for size in (1, 2):
         check.compare(whole, _gradient(workers, step, size))
@@ -253,50 +251,70 @@ def _micro_batch(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int)
 def _gradient_threads(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int) -> Check:
     check, step = Check("gradient: threads and workers", dtype), _step(decoder, pairs)
     expected = _gradient(Workers(decoder, _SHARDS), step, 2)
-    several = decoder.device.type == "cpu" and suits(decoder.layout.numel)
-    ways = [(1, 1), (2, 1), (4, 1)] + [(2, 2), (4, 4)] * several
-    for threads, n in ways:
+    can_have_workers = decoder.device.type == "cpu" and suits(decoder.layout.numel)
+    threads_and_workers = [(1, 1), (2, 1), (4, 1)] + [(2, 2), (4, 4)] * can_have_workers
+    for threads, n in threads_and_workers:
         with cpu_threads(threads), Workers(decoder, _SHARDS, n) as workers:
             check.compare(expected, _gradient(workers, step, 2))
     return check
 
 
 def check_case(case: Path, device: torch.device | None = None) -> list[Check]:
-    """Score the rollouts of a saved mismatch again, alone and together, against what sampler and trainer had
-    reported.
+    """Score the rollouts of a saved mismatch again, and compare with what sampler and trainer had computed.
 
-    Raises ValueError when the folder holds no such case.
+    They are scored together, alone and token by token. Raises ValueError when the folder holds no such case.
     """
-    try:
-        report = json.loads((case / "mismatch.json").read_text(encoding="utf-8"))
-        name, sampling = report["config"]["dtype"], report["config"]["sampling"]
-        sampling_params = SamplingParams(sampling["temperature"], sampling["top_k"], sampling["top_p"])
-        pairs = [(list(r["prompt_ids"]), list(r["completion_ids"])) for r in report["rollouts"]]
-        logged = {
-            "sampler": [
-                torch.tensor(r["sampling_logprobs"], dtype=torch.float32) for r in report["rollouts"]
-            ],
-            "trainer": [torch.tensor(r["trainer_logprobs"], dtype=torch.float32) for r in report["rollouts"]],
-        }
-        dtype, precision = DTYPES[name], PrecisionConfig.model_validate(report["config"].get("precision", {}))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"verify: {case} holds no readable mismatch.json ({error})") from None
-    loaded = load_decoder(case, dtype, device)
-    tiles.fix_table(precision.tiles)
+    saved = _read_case(case)
+    loaded = load_decoder(case, DTYPES[saved.dtype], device)
+    tiles.fix_table(saved.precision.tiles)
     decoder = Decoder(
         loaded.config,
         loaded.flat.detach(),
         loaded.layout,
-        named_numerics(precision.head_dtype, precision.cache_dtype),
+        named_numerics(saved.precision.head_dtype, saved.precision.cache_dtype),
     )
+    pairs, sampling_params = saved.pairs, saved.sampling_params
     ways = {
         "together": _score(decoder, pairs, sampling_params),
         "alone": [_score(decoder, [p], sampling_params)[0] for p in pairs],
         "decoded": cached_scores(decoder, pairs, sampling_params, 1),
     }
     checks = []
-    for side, values in logged.items():
+    for side, logged in saved.logprobs.items():
         for way, scores in ways.items():
-            checks.append(Check(f"{side}'s logprobs, scored again {way}", name))
-            _compare_all(checks[-1], values, scores)
+            checks.append(Check(f"{side}'s logprobs, scored again {way}", saved.dtype))
+            _compare_all(checks[-1], logged, scores)
     return checks
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A saved mismatch."""
+
+    dtype: str
+    precision: PrecisionConfig
+    sampling_params: SamplingParams
+    pairs: list[Pair]
+    logprobs: dict[str, list[torch.Tensor]]  # of sampler and trainer, for each pair
+
+
+def _read_case(case: Path) -> _Case:
+    """The mismatch that a run saved in `case`. Raises ValueError."""
+    try:
+        report = json.loads((case / "mismatch.json").read_text(encoding="utf-8"))
+        config, rollouts = report["config"], report["rollouts"]
+        if config["dtype"] not in DTYPES:
+            raise ValueError(f"dtype {config['dtype']} is not known")
+        sampling = config["sampling"]
+        return _Case(
+            config["dtype"],
+            PrecisionConfig.model_validate(config.get("precision", {})),
+            SamplingParams(sampling["temperature"], sampling["top_k"], sampling["top_p"]),
+            [(list(r["prompt_ids"]), list(r["completion_ids"])) for r in rollouts],
+            {
+                "sampler": [torch.tensor(r["sampling_logprobs"], dtype=torch.float32) for r in rollouts],
+                "trainer": [torch.tensor(r["trainer_logprobs"], dtype=torch.float32) for r in rollouts],
+            },
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"verify: {case} holds no readable mismatch.json ({error})") from None

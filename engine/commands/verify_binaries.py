@@ -1,7 +1,4 @@
-"""`zerokl verify binaries`:
-
-every kernel that can be launched, compiled for every target, checked and compared with the table.
-"""
+"""`zerokl verify binaries`: every kernel, compiled for every target, checked and compared with the table."""
 
 import importlib.util
 import json
@@ -15,15 +12,16 @@ from ...kernels.compiled_cases import configurations
 from ...verify.binaries import TARGETS, Binary, as_table, compile_launch, faults, inspect
 from ..runs.terminal import console
 
-# Registers and shared memory of every binary, by the Triton that built them: another one allocates others.
-# Those that torch for CUDA comes with (2.11: 3.6.0, 2.13: 3.7.1, 2.14: 3.8.0), and 3.9.0.
+# Registers and shared memory of every binary, for each version of Triton: another version allocates other
+# numbers. The versions are those that torch for CUDA comes with (torch 2.11: Triton 3.6.0, 2.13: 3.7.1,
+# 2.14: 3.8.0), and 3.9.0.
 TABLE = Path(kernels.__file__).parent / "binaries.json"
 
 
 def verify_binaries(targets: tuple[str, ...], write: bool) -> int:
-    """The subcommand:
+    """Compile the kernels, and print the table and the faults. Returns the exit code: 1 for any fault.
 
-    compile, print the table and the faults; returns the exit code. Raises ValueError for an unknown target.
+    targets: none means all. write: record the table again. Raises ValueError for an unknown target.
     """
     if write and targets:
         raise ValueError(f"verify binaries: --record needs every target; drop --targets {' '.join(targets)}")
@@ -31,11 +29,11 @@ def verify_binaries(targets: tuple[str, ...], write: bool) -> int:
     console.print(_table(binaries))
     if write:
         write_table(binaries)
-    found, compared = check(binaries)
-    for fault in found:
+    faults_found, comparison = check(binaries)
+    for fault in faults_found:
         console.print(fault)
-    console.print(f"{len(binaries)} binaries, {len(found)} faults; {compared}")
-    return 1 if found else 0
+    console.print(f"{len(binaries)} binaries, {len(faults_found)} faults; {comparison}")
+    return 1 if faults_found else 0
 
 
 def _table(binaries: list[Binary]) -> Table:
@@ -51,9 +49,9 @@ def _table(binaries: list[Binary]) -> Table:
 
 
 def build(targets: tuple[str, ...]) -> list[Binary]:
-    """Compile and read every configuration for the targets.
+    """Compile every configuration of kernels/compiled_cases.py for the targets, and read the binaries.
 
-    Raises ValueError for an unknown target or without Triton.
+    Raises ValueError for an unknown target, and where Triton is missing or interpreted.
     """
     if not importlib.util.find_spec("triton"):
         raise ValueError("verify binaries: Triton is not installed; pip install triton (Linux only)")
@@ -73,7 +71,7 @@ def build(targets: tuple[str, ...]) -> list[Binary]:
 
 
 def write_table(binaries: list[Binary]) -> None:
-    """Record registers and shared memory as they are now, for the Triton that is installed."""
+    """Record registers and shared memory of these binaries, for the Triton that is installed."""
     import triton
 
     tables = json.loads(TABLE.read_text()) | {triton.__version__: as_table(binaries)}
@@ -85,12 +83,12 @@ def write_table(binaries: list[Binary]) -> None:
 
 
 def check(binaries: list[Binary]) -> tuple[list[str], str]:
-    """Faults, and a line that says which table they were compared with."""
+    """The faults, and a line that says which version's table the binaries were compared with."""
     import triton
 
     tables = json.loads(TABLE.read_text())
     table = tables.get(triton.__version__)
-    said = f"Triton {triton.__version__}" + (
-        "" if table else f", which the table lacks: not compared ({', '.join(tables)})"
-    )
-    return faults(binaries, table), said
+    comparison = f"Triton {triton.__version__}"
+    if not table:
+        comparison += f", which the table lacks: not compared ({', '.join(tables)})"
+    return faults(binaries, table), comparison

@@ -3,10 +3,11 @@
     mean              A = r - mean_g(r)                        (Dr. GRPO, arXiv:2503.20783)
     std               A = (r - mean_g(r)) / (std_g(r) + eps)   (GRPO, arXiv:2402.03300)
     leave_one_out     A = r - mean of the other samples        (RLOO, arXiv:2402.14740)
-    batch             A = (r - mean(r)) / (std(r) + eps) over the whole step (REINFORCE++, arXiv:2501.03262)
+    batch             A = (r - mean(r)) / (std(r) + eps)       (REINFORCE++, arXiv:2501.03262)
 
-std is the sample standard deviation (n - 1). A group whose rewards are all equal has A = 0 exactly.
-Sums are correctly rounded (math.fsum), so the order of the samples decides nothing.
+mean_g and std_g are of a group, mean and std of the whole step. std is the sample standard deviation (n - 1).
+A group whose rewards are all equal has A = 0 exactly. Sums are correctly rounded (math.fsum), so the order of
+the samples decides nothing.
 """
 
 import math
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Keeps the division finite for an all-equal group; TRL's value.
+# It keeps the division finite for an all-equal group. The value is TRL's.
 _EPS = 1e-4
 
 
@@ -30,10 +31,10 @@ def _std(values: Sequence[float]) -> float:
 def advantages(rewards: np.ndarray, kind: str) -> np.ndarray:
     """A [P, G] from rewards [P, G]. `kind`: mean, std, leave_one_out or batch."""
     if kind == "batch":
-        every = rewards.reshape(-1).tolist()
-        if all_equal(every):
+        step_rewards = rewards.reshape(-1).tolist()
+        if all_equal(step_rewards):
             return np.zeros_like(rewards)
-        return (rewards - _mean(every)) / (_std(every) + _EPS)
+        return (rewards - _mean(step_rewards)) / (_std(step_rewards) + _EPS)
     rows = []
     for group in rewards.tolist():
         G = len(group)
@@ -47,5 +48,5 @@ def advantages(rewards: np.ndarray, kind: str) -> np.ndarray:
 
 
 def all_equal(group: Sequence[float]) -> bool:
-    """A group that says nothing about which sample was better."""
+    """Whether all rewards of a group are equal. Such a group does not show which sample was better."""
     return all(r == group[0] for r in group)

@@ -22,21 +22,19 @@ class LossConfig(BaseModel):
     preset: Literal[tuple(PRESETS)] = "pg"  # type: ignore[valid-type]
     """Row of the table (loss/presets.py) that fills every choice left open below."""
     surrogate: str | None = None
-    """Your own surrogate as module:function, in place of a bound (loss/surrogates.py has its signature);
-    empty is none.
-    """
+    """Your own surrogate as module:function, in place of a bound (see loss/surrogates.py); empty is none."""
     advantage: Advantage | None = None
     """Advantage of a completion: mean, std, leave_one_out or batch (loss/advantage.py)."""
     importance_sampling_level: Level | None = None
     """Level of the staleness ratio: token, sequence or geometric."""
     bound: Bound | None = None
-    """Bound of the staleness ratio: none, clip, truncate, mask or clip_weight."""
+    """Bound of the staleness ratio: none, clip, truncate, mask or clip_weight (loss/surrogates.py)."""
     clip_low: float | None = Field(None, ge=0, le=1)
     """The staleness ratio counts no lower than 1 - clip_low."""
     clip_high: float | None = Field(None, ge=0)
     """The staleness ratio counts no higher than 1 + clip_high."""
     correction: Correction | None = None
-    """What is done about the mismatch ratio: none, full, truncate or mask."""
+    """Correction of the mismatch: none, full, truncate or mask (loss/corrections.py)."""
     correction_level: Level | None = None
     """Level of the mismatch ratio: token, sequence or geometric."""
     correction_low: float | None = Field(None, ge=0)
@@ -50,28 +48,25 @@ class LossConfig(BaseModel):
     length_reward: float | None = Field(None, ge=0)
     """Weight of the length reward within a group (loss/reward_shaping.py); 0 is off."""
     overlong_share: float | None = Field(None, ge=0, le=1)
-    """Last share of sampling.max_tokens in which a completion's length is penalised (loss/reward_shaping.py);
-    0 is off.
-    """
+    """Last share of sampling.max_tokens, in which length is penalised (loss/reward_shaping.py); 0 is off."""
     max_resamples: int | None = Field(None, ge=1)
-    """Dynamic sampling:
-
-    draw prompts up to this many times, until enough groups differ in their rewards; 1 is off.
+    """Dynamic sampling: prompts are drawn up to this many times, until enough groups differ in their rewards;
+    1 is off.
     """
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL divergence to the reference; 0 is off."""
     kl: Estimator = "k3"
     """Estimator of the KL divergence."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the KL divergence counts: in each token's loss, with gradient, or summed over the completion and
-    taken off its reward.
+    """Where the KL divergence counts: in each token's loss, with gradient; or summed over the completion, off
+    its reward.
     """
     ref_model: str = ""
-    """Model folder or hub name of the frozen reference; empty is the run's first model. The ledger chains its
-    weights, not its place.
+    """Model folder or hub name of the frozen reference; empty is the run's first model. The ledger chains the
+    weights of the reference, not its place.
     """
 
     def resolve(self) -> "LossConfig":
-        """The same with every choice filled in."""
+        """This configuration with every choice filled in."""
         chosen = {key: value for key, value in self.model_dump().items() if value is not None}
         return LossConfig.model_validate(PRESETS[self.preset] | chosen)

@@ -1,9 +1,10 @@
-"""What is done about the mismatch ratio old / mu: a registry of corrections. c multiplies a token's loss as a
-constant.
+"""Corrections of the mismatch between trainer and sampler: a registry.
+
+A correction makes a weight c of the mismatch ratio old / mu. c multiplies a token's loss as a constant.
 
     none      c = 1: the mismatch is ignored
-    full      c = ratio                                                   (importance sampling)
-    truncate  c = min(ratio, correction_high)                             (TIS)
+    full      c = ratio                                                            (importance sampling)
+    truncate  c = min(ratio, correction_high)                                      (TIS)
     mask      c = ratio where correction_low <= ratio <= correction_high, else 0   (MIS, IcePop)
 
 Shapes: C tokens; ratio, c [C] fp32.
@@ -17,7 +18,7 @@ Correction = Callable[[torch.Tensor, float, float], torch.Tensor]
 
 
 def ignore(ratio, low, high):
-    """1, whatever the ratio."""
+    """1 for every ratio."""
     return torch.ones_like(ratio)
 
 
@@ -36,5 +37,5 @@ def mask(ratio, low, high):
     return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
 
 
-# loss.correction -> its function, with loss.correction_low and loss.correction_high.
+# loss.correction -> its function. low = loss.correction_low, high = loss.correction_high.
 CORRECTIONS: dict[str, Correction] = {"none": ignore, "full": full, "truncate": truncate, "mask": mask}

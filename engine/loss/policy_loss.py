@@ -1,13 +1,14 @@
-"""The policy-gradient loss: independent choices, and the named algorithms as rows of a table (presets.py).
+"""The policy-gradient loss: independent choices. The named algorithms are rows of a table (presets.py).
 
     loss = sum_i sum_t  w_i ( - c_it f(r_it) A_i  +  square term  +  kl_coef k_it )
 
-Two ratios are kept apart. With mu the sampler, old the trainer at the weights that were sampled from, and pi
-the trainer now:
+There are two separate ratios. mu is the sampler, old the trainer at the weights that were sampled from, and
+pi the trainer now:
 
-    r  = pi / old   staleness. `importance_sampling_level` says over what; `bound` how far it counts (surrogates.py)
-    c  = old / mu   mismatch. `correction_level` says over what; `correction` how it counts (corrections.py).
-                    It is a constant: no gradient goes through it
+    r   = pi / old   staleness, at the level importance_sampling_level. f is its bound (surrogates.py)
+    rho = old / mu   mismatch, at the level correction_level. c is its correction (corrections.py)
+
+c is a constant: no gradient goes through it.
 
     level          token      the token's own ratio
                    sequence   the product over the sequence, for each of its tokens
@@ -21,9 +22,11 @@ the trainer now:
     kl             with x = log ref - log pi:  k1 = -x,  k2 = x^2 / 2,  k3 = exp(x) - x - 1
                    (Schulman, "Approximating KL divergence")
 
+All weights w are known before the first forward. A micro-batch holds whole sequences, so it needs no other
+micro-batch.
+
 Shapes: P prompts, G generations, C completion tokens of a micro-batch; i runs over the P G sequences, t over
-the tokens of one. All weights are known before the first forward. A micro-batch holds whole sequences, so it
-needs no other.
+the tokens of one sequence.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +49,7 @@ def sequence_weights(lengths: Sequence[int], loss_agg_mode: LossAggMode, max_tok
 
 
 class _Known(torch.autograd.Function):
-    """A loss whose value and slope in logp are known: `value` forward, `slope` backward."""
+    """A loss whose value and slope (the derivative by logp) are known: `value` forward, `slope` backward."""
 
     @staticmethod
     def forward(ctx, logp, value, slope):
@@ -68,17 +71,18 @@ def policy_loss(
     cfg: LossConfig,
     ref_logprobs: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Loss of each token before its weight w. cfg is resolved. -> [C] fp32.
+    """The loss of each token, before its weight w. -> [C] fp32.
 
-    logp (with gradient), old_logprobs, sampling_logprobs, A, ref_logprobs [C] fp32. lengths: tokens of each
-    sequence, summing to C. Raises ValueError for a surrogate of the user's that does not fit.
+    logp (with gradient), old_logprobs, sampling_logprobs, A, ref_logprobs: [C] fp32. lengths: tokens of each
+    sequence, C in all. cfg: resolved. Raises ValueError for a surrogate of the user's that returns another
+    shape or dtype.
     """
     now = logp.detach()
     log_r = _difference(now, old_logprobs)
     r = _ratio(log_r, lengths, cfg.importance_sampling_level)
     value, slope = surrogate(cfg)(r, A, now, 1.0 - cfg.clip_low, 1.0 + cfg.clip_high)
-    mismatch = _ratio(_difference(old_logprobs, sampling_logprobs), lengths, cfg.correction_level)
-    c = CORRECTIONS[cfg.correction](mismatch, cfg.correction_low, cfg.correction_high)
+    rho = _ratio(_difference(old_logprobs, sampling_logprobs), lengths, cfg.correction_level)
+    c = CORRECTIONS[cfg.correction](rho, cfg.correction_low, cfg.correction_high)
     value, slope = (-torch.where((x == 0) | (c == 0) | (A == 0), 0.0, x * c) for x in (value, slope))
     if cfg.square:
         sums, to_tokens = _sequence_sums(log_r, lengths)
@@ -91,16 +95,16 @@ def policy_loss(
 
 
 def surrogate(cfg: LossConfig) -> Surrogate:
-    """The function that bounds the staleness ratio:
+    """The function that bounds the staleness ratio: the user's own, or the function of cfg.bound.
 
-    the user's own, or that of cfg.bound. Raises ValueError.
+    Raises ValueError where the user's function cannot be imported.
     """
     if not cfg.surrogate:
         return BOUNDS[cfg.bound]
-    own = load_object(cfg.surrogate, "loss.surrogate")
+    user_surrogate = load_object(cfg.surrogate, "loss.surrogate")
 
     def checked(r, A, logp, low, high):
-        value, slope = own(r, A, logp, low, high)
+        value, slope = user_surrogate(r, A, logp, low, high)
         for name, x in (("value", value), ("slope", slope)):
             if x.shape != r.shape or x.dtype != r.dtype:
                 raise ValueError(
@@ -134,7 +138,7 @@ def kl_terms(
 
 
 def _ratio(log_ratio: torch.Tensor, lengths: Sequence[int], level: Level) -> torch.Tensor:
-    """The ratio that counts for each token, [C]."""
+    """The ratio of each token at a level, [C]."""
     if level == "token":
         return torch.exp(log_ratio)
     sums, to_tokens = _sequence_sums(log_ratio, lengths)
@@ -144,8 +148,9 @@ def _ratio(log_ratio: torch.Tensor, lengths: Sequence[int], level: Level) -> tor
 def _sequence_sums(
     x: torch.Tensor, lengths: Sequence[int]
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """The sum of each sequence [n], in fp64 along the sequence and rounded once; and how to hand a value [n]
-    to its tokens [C].
+    """The sum of each sequence [n], and a function that hands a value of each sequence [n] to its tokens [C].
+
+    A sum runs along the sequence in fp64, and is rounded once.
     """
     counts = torch.tensor(list(lengths), device=x.device)
     sums = torch.stack([part.sum() for part in x.double().split(list(lengths))]).to(x.dtype)

@@ -1,8 +1,8 @@
-"""The rows of the loss table: each named algorithm as the choices of policy_loss.py, with its formula and
-paper.
+"""The rows of the loss table: each named algorithm as choices of policy_loss.py, with its formula and paper.
 
-mu is the sampler, old the trainer at the weights sampled from, pi the trainer now; r = pi / old, i a
-sequence, t a token. Where a paper leaves a number open, the row says whose it is.
+mu is the sampler, old the trainer at the weights that were sampled from, pi the trainer now. r = pi / old and
+rho = old / mu; i is a sequence, t a token. Where a paper leaves a number open, the row says whose number it
+has.
 """
 
 _DEFAULTS: dict[str, object] = dict(
@@ -23,47 +23,49 @@ _DEFAULTS: dict[str, object] = dict(
 _GRPO = _DEFAULTS | dict(advantage="std", bound="clip", clip_low=0.2, clip_high=0.2, loss_agg_mode="length")
 
 PRESETS: dict[str, dict[str, object]] = {
-    # Plain importance-sampled policy gradient, (old / mu) r A = (pi / mu) A. On-policy and exact, both ratios
-    # are 1 and this is REINFORCE with a group baseline.
+    # Plain importance-sampled policy gradient, rho r A = (pi / mu) A. In an exact on-policy run both ratios
+    # are 1, and this is REINFORCE with a group baseline.
     "pg": _DEFAULTS | dict(advantage="mean", correction="full", loss_agg_mode="constant"),
-    # Group-relative policy optimisation, DeepSeekMath, arXiv:2402.03300, equation 3 (its KL term: kl_coef =
-    # 0.04, kl = "k3"): mean_i mean_t min(r A, clip(r, 0.8, 1.2) A), A = (R - mean_group) / std_group.
+    # Group-relative policy optimisation, DeepSeekMath, arXiv:2402.03300, equation 3:
+    # mean_i mean_t min(r A, clip(r, 0.8, 1.2) A), A = (R - mean_group) / std_group.
+    # Its KL term: kl_coef = 0.04, kl = "k3".
     "grpo": _GRPO,
-    # GRPO done right, arXiv:2503.20783: neither the division by the length nor that by the deviation.
+    # GRPO done right, arXiv:2503.20783: no division by the length, and none by the standard deviation.
     "dr_grpo": _GRPO | dict(advantage="mean", loss_agg_mode="constant"),
     # Clip-higher, token-level normalisation, dynamic sampling and soft overlong punishment, arXiv:2503.14476,
-    # equations 8 to 13. The paper punishes the last 4096 of 20480 tokens; the number of draws is ours (the
-    # paper's has no limit).
+    # equations 8 to 13. The paper punishes the last 4096 of 20480 tokens. max_resamples is ours: the paper
+    # has no limit.
     "dapo": _GRPO | dict(clip_high=0.28, loss_agg_mode="tokens", overlong_share=0.2, max_resamples=4),
-    # Leave-one-out REINFORCE, arXiv:2402.14740: A = R - mean of the other samples, no ratio but r of later
-    # updates.
+    # Leave-one-out REINFORCE, arXiv:2402.14740: A = R - mean of the other samples. The only ratio is r, in
+    # the later updates of a step.
     "rloo": _DEFAULTS | dict(advantage="leave_one_out", loss_agg_mode="constant"),
-    # REINFORCE++, arXiv:2501.03262: rewards whitened over the step, PPO's clip, mean over tokens (its KL:
-    # kl_in = "reward", kl = "k1").
+    # REINFORCE++, arXiv:2501.03262: rewards whitened over the step, PPO's clip, mean over tokens. Its KL
+    # term: kl_in = "reward", kl = "k1".
     "reinforce++": _GRPO | dict(advantage="batch", loss_agg_mode="tokens"),
     # Group sequence policy optimisation, arXiv:2507.18071, equation 5 and section 5.1:
     # mean_i min(s A, clip(s, 1 - 3e-4, 1 + 4e-4) A), s = (prod_t r)^(1 / len).
     "gspo": _GRPO | dict(importance_sampling_level="geometric", clip_low=3e-4, clip_high=4e-4),
     # Truncated importance sampling (Yao et al., "Your efficient RL framework secretly brings you off-policy
-    # RL training", 2025): GRPO times min(old / mu, C) of each token. C = 2 is that of the authors' 32B runs
-    # and of verl (rollout_is_threshold); TRL has 3.
+    # RL training", 2025): GRPO times min(rho, C) of each token. C = 2 is from the authors' 32B runs and from
+    # verl (rollout_is_threshold); TRL has 3.
     "tis": _GRPO | dict(correction="truncate", correction_high=2.0),
     # Masked importance sampling (Liu et al., "When speed kills stability", 2025; arXiv:2510.26788): GRPO
-    # times the sequence's ratio rho = prod_t old / mu where rho <= C, and 0 beyond. C = 2 is verl's
-    # (seq_mis); TRL, whose default this is, has 3. A masked sequence still counts in the average, as in TRL;
-    # verl leaves it out.
+    # times the sequence's ratio prod_t rho where it is at most C, and times 0 beyond. C = 2 is from verl
+    # (seq_mis). This correction is TRL's default, with C = 3. A masked sequence still counts in the average,
+    # as in TRL; verl leaves it out.
     "mis": _GRPO | dict(correction="mask", correction_level="sequence", correction_high=2.0),
-    # The same with each token's own ratio (TRL's token_mask).
+    # As "mis", with each token's own ratio (TRL's token_mask).
     "mis_token": _GRPO | dict(correction="mask", correction_high=2.0),
-    # IcePop, Ring-1T, arXiv:2510.18855: GRPO times rho where 0.5 <= rho <= 5, and 0 outside; rho = old / mu
-    # of the token. The same two bounds stand in INTELLECT-3, arXiv:2512.16144.
+    # IcePop, Ring-1T, arXiv:2510.18855: GRPO times rho of the token where 0.5 <= rho <= 5, and times 0
+    # outside. INTELLECT-3, arXiv:2512.16144, has these two bounds as well.
     "icepop": _GRPO | dict(correction="mask", correction_low=0.5, correction_high=5.0),
     # Clipped weights, MiniMax-M1, arXiv:2506.13585, equation 4: sum_it sg(min(r, 5)) A logp / tokens. The
-    # paper has no lower bound and gives no upper one; 5 is TRL's and ScaleRL's (arXiv:2510.13786).
+    # paper has no lower bound, and names no number for the upper bound; 5 is from TRL and from ScaleRL
+    # (arXiv:2510.13786).
     "cispo": _GRPO | dict(bound="clip_weight", clip_low=1.0, clip_high=4.0, loss_agg_mode="tokens"),
-    # Policy mirror descent of Kimi k1.5, arXiv:2501.12599, equation 3: (R - mean) sum_t logp - tau / 2 (sum_t
-    # log r)^2, and its length reward (section 2.3.3). The paper gives neither tau nor the length reward's
-    # weight: both are ours.
+    # Policy mirror descent of Kimi k1.5, arXiv:2501.12599, equation 3:
+    # (R - mean) sum_t logp - tau / 2 (sum_t log r)^2, and its length reward (section 2.3.3). The paper gives
+    # neither tau nor the length reward's weight: both are ours.
     "kimi": _DEFAULTS
     | dict(advantage="mean", bound="clip_weight", square=0.1, length_reward=0.1, loss_agg_mode="constant"),
 }

@@ -1,11 +1,13 @@
-"""What a loss adds to the rewards before it makes advantages of them. Rewards are [P, G] fp64, lengths [P, G]
-completion tokens.
+"""What a loss adds to the rewards, before advantages are made of them.
 
-overlong  DAPO's soft punishment (arXiv:2503.14476, equation 13), L = max_tokens, B = overlong_share L:
-          0 up to L - B,   (L - B - len) / B beyond
-length    Kimi k1.5's length reward (arXiv:2501.12599, section 2.3.3), in groups whose lengths differ:
-          lambda = 1/2 - (len - shortest) / (longest - shortest);   lambda for a solved sample, min(0, lambda) for another
-KL        kl_coef times the sum over the completion of the estimator of KL(policy || reference) is taken off
+    overlong  DAPO's soft punishment (arXiv:2503.14476, equation 13); L = max_tokens, B = overlong_share L:
+              0 up to L - B,   (L - B - len) / B beyond
+    length    Kimi k1.5's length reward (arXiv:2501.12599, section 2.3.3), in groups whose lengths differ:
+              lambda = 1/2 - (len - shortest) / (longest - shortest)
+              lambda for a solved sample, min(0, lambda) for another sample
+    KL        - kl_coef times the sum over the completion of the estimator of KL(policy || reference)
+
+Shapes: rewards [P, G] fp64; lengths [P, G] completion tokens.
 """
 
 import math
@@ -26,10 +28,10 @@ def shaped_rewards(
     logprobs: Sequence[np.ndarray] = (),
     ref_logprobs: Sequence[np.ndarray] | None = None,
 ) -> np.ndarray:
-    """Rewards [P, G] with everything a resolved `cfg` asks for.
+    """Rewards [P, G] with everything that a resolved `cfg` asks for.
 
-    lengths, logprobs [C] (the sampler's) and ref_logprobs [C] (the reference's) of each completion, in
-    canonical order.
+    lengths, logprobs and ref_logprobs have an entry for each completion, in canonical order. logprobs are the
+    sampler's [C], ref_logprobs the reference's [C].
     """
     shaped, tokens = rewards.copy(), np.reshape(lengths, rewards.shape)
     if cfg.overlong_share:
@@ -43,7 +45,7 @@ def shaped_rewards(
 
 
 def length_rewards(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Kimi's length reward, [P, G], between -1/2 and 1/2. A sample is solved when its reward is 1 or more."""
+    """Kimi's length reward [P, G], from -1/2 to 1/2. A sample is solved when its reward is 1 or more."""
     shortest, longest = lengths.min(axis=1, keepdims=True), lengths.max(axis=1, keepdims=True)
     scale = 0.5 - (lengths - shortest) / np.maximum(longest - shortest, 1)
     return np.where(longest == shortest, 0.0, np.where(rewards >= 1.0, scale, np.minimum(0.0, scale)))
@@ -52,9 +54,7 @@ def length_rewards(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 def completion_kl(
     logprobs: Sequence[np.ndarray], ref_logprobs: Sequence[np.ndarray], cfg: LossConfig
 ) -> np.ndarray:
-    """The estimator of KL(policy || reference) summed over each completion, [P G], by a correctly rounded
-    sum.
-    """
+    """The estimator of KL(policy || reference) of each completion [P G]: a correctly rounded sum."""
     pairs = zip(logprobs, ref_logprobs, strict=True)
     return np.array(
         [math.fsum(kl_terms(torch.from_numpy(a), torch.from_numpy(b), cfg.kl)[0].tolist()) for a, b in pairs]

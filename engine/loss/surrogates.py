@@ -1,5 +1,6 @@
-"""How far the staleness ratio r = pi / old counts: a registry of bounds. f A is what the loss has in place of
-r A.
+"""Bounds of the staleness ratio r = pi / old: a registry.
+
+A bound makes f of the ratio. The loss has f A in place of r A.
 
     none         f A = r A
     clip         f A = min(r A, clip(r, low, high) A)          (PPO, arXiv:1707.06347)
@@ -7,9 +8,9 @@ r A.
     mask         f A = r A where low <= r <= high, else 0
     clip_weight  f A = sg(clip(r, low, high)) A logp           (CISPO, arXiv:2506.13585)
 
-A surrogate returns the value f A and its slope, the derivative by logp. Autograd never multiplies an infinite
-ratio by 0 that way. Every token's value and slope are its own. `loss.surrogate = "module:function"` names one
-of the user's own.
+A surrogate returns the value f A and its slope, which is the derivative by logp. So autograd never multiplies
+an infinite ratio by 0. The value and slope of a token depend on that token only.
+`loss.surrogate = "module:function"` names a surrogate of the user's.
 
 Shapes: C tokens; r, A, logp, value, slope [C] fp32.
 """
@@ -29,13 +30,13 @@ def unbounded(r, A, logp, low, high):
 
 
 def clip(r, A, logp, low, high):
-    """PPO's: the lesser of the plain and the clipped ratio times A; the clipped one has no slope."""
+    """PPO's clip: the smaller of the plain and the clipped ratio times A. The clipped ratio has no slope."""
     plain, clipped = r * A, torch.clamp(r, low, high) * A
     return torch.minimum(plain, clipped), torch.where(plain <= clipped, plain, 0.0)
 
 
 def truncate(r, A, logp, low, high):
-    """A ratio above `high` counts as `high`, without a slope."""
+    """A ratio above `high` counts as `high`, and has no slope."""
     return torch.clamp(r, max=high) * A, torch.where(r <= high, r * A, 0.0)
 
 
@@ -51,8 +52,8 @@ def clip_weight(r, A, logp, low, high):
     return torch.where(weight == 0, 0.0, weight * logp), weight
 
 
-# loss.bound -> its function. low = 1 - loss.clip_low, high = 1 + loss.clip_high. Where A is 0 a result may be
-# anything.
+# loss.bound -> its function. low = 1 - loss.clip_low, high = 1 + loss.clip_high. Where A is 0, a function may
+# return anything: policy_loss sets the result to 0.
 BOUNDS: dict[str, Surrogate] = {
     "none": unbounded,
     "clip": clip,

@@ -15,10 +15,10 @@ Y = TypeVar("Y")
 
 
 class GradientTree:
-    """Adds the shards of a step as the leaves of a perfect binary tree, holding log2(shards) partial sums at
-    most.
+    """Adds the shards of a step as the leaves of a perfect binary tree.
 
-    Works as a binary counter: level k holds the sum of 2^k consecutive shards, until its neighbour arrives.
+    It works as a binary counter: level k holds the sum of 2^k consecutive shards until the next such sum
+    arrives. It therefore holds at most log2(shards) partial sums.
     """
 
     def __init__(self, shards: int):
@@ -28,10 +28,10 @@ class GradientTree:
         self.pushed = 0
 
     def push(self, leaf: torch.Tensor | None) -> None:
-        """Add the next shard's gradient [numel]; None for a shard without sequences. `leaf` may be reused
-        afterwards.
+        """Add the next shard's gradient [numel]; None for a shard without sequences.
 
-        Of one shard it is the root itself, until the next push.
+        The caller may reuse `leaf` afterwards. With one shard in all, `leaf` itself is the root until the
+        next push.
         """
         if self.shards == 1:
             self._levels, self.pushed = {0: leaf}, 1
@@ -53,9 +53,9 @@ class GradientTree:
         self.pushed += 1
 
     def take(self) -> torch.Tensor | None:
-        """The root, once every shard was pushed; None if all were empty.
+        """The root, once every shard was pushed; None if all shards were empty.
 
-        The tree is then empty; the root is valid until the next push.
+        This empties the tree. The root is valid until the next push.
         """
         assert self.pushed == self.shards, f"{self.pushed} of {self.shards} shards were pushed"
         (root,) = self._levels.values()
@@ -66,7 +66,7 @@ class GradientTree:
 
 
 class ShardSum:
-    """The gradients of consecutive virtual shards through one decoder, one after another, summed by a tree."""
+    """The sum, by a tree, of the gradients of consecutive virtual shards, all computed with one decoder."""
 
     def __init__(self, decoder: Decoder, shards: int):
         self.decoder = decoder
@@ -75,8 +75,8 @@ class ShardSum:
         views = decoder.layout.views(self._leaf)
         for name, weight in decoder.w.items():
             weight.main_grad = views[name]
-        # The head of tied embeddings has a buffer of its own (see Decoder); it joins the embedding's at a
-        # shard's end.
+        # With tied embeddings lm_head has a gradient buffer of its own (see Decoder). It is added to the
+        # embedding's gradient at the end of each shard.
         self._tied = (
             torch.zeros(decoder.lm_head.shape, device=decoder.device) if decoder.config.tied else None
         )
@@ -85,7 +85,10 @@ class ShardSum:
         self._embed = views["embed"]
 
     def add(self, work: Callable[[Decoder, X], Y], shard: X | None) -> Y | None:
-        """work(decoder, shard) does the next shard's backward passes; None is a shard without sequences."""
+        """Run the next shard's backward passes by work(decoder, shard), and return what it returns.
+
+        None is a shard without sequences.
+        """
         if shard is None:
             self.tree.push(None)
             return None
@@ -99,7 +102,7 @@ class ShardSum:
 
 
 def add_roots(roots: list[torch.Tensor | None]) -> torch.Tensor | None:
-    """Add the roots of neighbouring subtrees of one size pairwise, in place: the upper levels of the tree."""
+    """Add the roots of neighbouring subtrees of equal size pairwise, in place: the tree's upper levels."""
     while len(roots) > 1:
         for left, right in zip(roots[::2], roots[1::2], strict=True):
             if left is not None and right is not None:

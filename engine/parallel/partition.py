@@ -1,4 +1,4 @@
-"""How a step's sequences are cut: into virtual shards, and these into micro-batches."""
+"""How a step's sequences are cut into virtual shards, and a shard into micro-batches."""
 
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
@@ -7,7 +7,10 @@ X = TypeVar("X")
 
 
 def virtual_shards(sequences: Sequence[X], shards: int) -> list[Sequence[X]]:
-    """`sequences` cut into `shards` consecutive parts of nearly one size; some are empty when there are few."""
+    """Cut `sequences` into `shards` consecutive parts of nearly equal size.
+
+    Some parts are empty when there are fewer sequences than shards.
+    """
     n = len(sequences)
     return [sequences[s * n // shards : (s + 1) * n // shards] for s in range(shards)]
 

@@ -1,6 +1,6 @@
-"""Workers, sampler and scorer of one rank among several:
+"""Workers, sampler and scorer of one rank among several.
 
-each does its own part, and every rank gets what all of them did.
+Each rank does its own part of the work, and every rank gets the results of all.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,20 +26,22 @@ Y = TypeVar("Y")
 
 
 def shards_at_once(virtual_shards: int, ranks: int, workers: int) -> int:
-    """Virtual shards of a rank that its workers sum before the ranks' sums meet:
+    """How many virtual shards the workers of a rank sum before the sums of the ranks are added.
 
-    all of them alone, one a worker among others.
+    A rank without other ranks sums all its shards first. Among other ranks, each worker sums one shard.
     """
-    each = virtual_shards // ranks
-    return each if ranks == 1 else 1 << (min(workers, each).bit_length() - 1)
+    shards_of_a_rank = virtual_shards // ranks
+    if ranks == 1:
+        return shards_of_a_rank
+    return 1 << (min(workers, shards_of_a_rank).bit_length() - 1)
 
 
 class RankedWorkers:
-    """The workers of one rank, for a step's shards over all ranks. The interface of Workers, as far as
-    training needs it.
+    """The workers of one rank, for the shards of a step over all ranks.
 
-    The shards are done in rounds, of neighbours in every round: the owner of a slice then needs the tree over
-    the rounds of that slice only, and no rank a tree of whole gradients.
+    It has the interface of Workers, as far as training needs it. The shards are computed in rounds, and the
+    shards of a round are neighbours. The owner of a slice then keeps a tree over the rounds for this slice
+    only. No rank keeps a tree of whole gradients.
     """
 
     def __init__(self, workers: Workers, slices: Slices, virtual_shards: int):
@@ -59,31 +61,31 @@ class RankedWorkers:
     def sum_shards(
         self, work: Callable[[Decoder, X], Y], shards: Sequence[X | None]
     ) -> tuple[list[Y | None], torch.Tensor | None]:
-        """See Workers.sum_shards:
+        """See Workers.sum_shards.
 
-        the same results in every rank, and of the gradient its part (Slices.sum_roots).
+        Every rank gets the same results, and its own part of the gradient (Slices.sum_roots).
         """
         results: list[Y | None] = []
         for first in range(0, len(shards), self._round):
-            every, gradient = self._sum_round(work, shards[first : first + self._round])
-            results += every
+            round_results, gradient = self._sum_round(work, shards[first : first + self._round])
+            results += round_results
             self._tree.push(gradient)
         return results, self._tree.take()
 
     def _sum_round(
         self, work: Callable[[Decoder, X], Y], shards: Sequence[X | None]
     ) -> tuple[list[Y | None], torch.Tensor | None]:
-        ranks, each = self._slices.ranks, self._workers.shards
+        ranks, n = self._slices.ranks, self._workers.shards
         root: torch.Tensor | None = None
 
-        def own() -> tuple[list[Y | None], bool]:
+        def sum_shards_of_this_rank() -> tuple[list[Y | None], bool]:
             nonlocal root
-            done, root = self._workers.sum_shards(work, shards[ranks.rank * each : (ranks.rank + 1) * each])
-            return done, root is not None
+            results, root = self._workers.sum_shards(work, shards[ranks.rank * n : (ranks.rank + 1) * n])
+            return results, root is not None
 
-        every = ranks.gather(own)
-        gradient = self._slices.sum_roots(root, [has for _, has in every])
-        return [result for done, _ in every for result in done], gradient
+        outcomes = ranks.gather(sum_shards_of_this_rank)
+        gradient = self._slices.sum_roots(root, [has_root for _, has_root in outcomes])
+        return [result for results, _ in outcomes for result in results], gradient
 
     def close(self) -> None:
         """End this rank's other processes."""
@@ -105,17 +107,16 @@ class RankedSampler:
     ) -> list[Rollout]:
         """See Sampler."""
         parts = virtual_shards(prompts, self._ranks.size)
-        mine = parts[self._ranks.rank]
-        before = rng_key.first_prompt + sum(map(len, parts[: self._ranks.rank]))
+        own_prompts = parts[self._ranks.rank]
+        first_prompt = rng_key.first_prompt + sum(map(len, parts[: self._ranks.rank]))
+        own_key = replace(rng_key, first_prompt=first_prompt)
 
-        def own() -> list[Rollout]:
-            return (
-                self._sampler.generate(mine, generation_params, replace(rng_key, first_prompt=before))
-                if len(mine)
-                else []
-            )
+        def generate_own() -> list[Rollout]:
+            if not len(own_prompts):
+                return []
+            return self._sampler.generate(own_prompts, generation_params, own_key)
 
-        return [rollout for part in self._ranks.gather(own) for rollout in part]
+        return [rollout for rollouts in self._ranks.gather(generate_own) for rollout in rollouts]
 
     def close(self) -> None:
         """See Sampler."""
@@ -130,9 +131,12 @@ class RankedScorer:
 
     def score(self, rollouts: Sequence[Rollout], sampling_params: SamplingParams) -> list[np.ndarray]:
         """See Scorer."""
-        mine = virtual_shards(rollouts, self._ranks.size)[self._ranks.rank]
-        every = self._ranks.gather(lambda: self._scorer.score(mine, sampling_params) if len(mine) else [])
-        return [logp for part in every for logp in part]
+        own_rollouts = virtual_shards(rollouts, self._ranks.size)[self._ranks.rank]
+
+        def score_own() -> list[np.ndarray]:
+            return self._scorer.score(own_rollouts, sampling_params) if len(own_rollouts) else []
+
+        return [logp for scores in self._ranks.gather(score_own) for logp in scores]
 
     def close(self) -> None:
         """See Scorer."""

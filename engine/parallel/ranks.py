@@ -1,9 +1,9 @@
-"""Ranks: the processes of `torchrun -m zerokl train`, each with its own part of the prompts and of the
-virtual shards (ranked.py).
+"""Ranks: the processes of `torchrun -m zerokl train`.
 
-The gradient is the root of the one tree of gradient.py: the ranks' shards of a round are neighbours, and
-slices.py adds them in the tree's order. Each rank updates its own slice of the weights and sends it to all.
-Rank 0 alone writes files.
+Each rank has its own part of the prompts and of the virtual shards (ranked.py). The gradient is the root of
+one tree (gradient.py) over the shards of all ranks. The ranks' shards of a round are neighbours in this tree,
+and zero.py adds their sums in the tree's order. Each rank updates its own slice of the weights and sends this
+slice to all ranks. Only rank 0 writes files.
 """
 
 import os
@@ -37,27 +37,30 @@ class Ranks:
                 dist.barrier()
 
     def gather(self, make: Callable[[], X]) -> list[X]:
-        """make() of every rank, in order. What the first rank to fail raised is raised in all."""
+        """The results of make() in every rank, in the order of the ranks.
+
+        Where make() fails, all ranks raise the exception of the first rank that failed.
+        """
         if self.size == 1:
             return [make()]
         try:
-            mine: tuple[bool, Any] = (True, make())
+            outcome: tuple[bool, Any] = (True, make())
         except Exception as error:
-            mine = (False, error)
-        every: list[Any] = [None] * self.size
+            outcome = (False, error)
+        outcomes: list[Any] = [None] * self.size
         with peers():
-            dist.all_gather_object(every, mine)
-        for rank, (good, value) in enumerate(every):
-            if not good:
+            dist.all_gather_object(outcomes, outcome)
+        for rank, (succeeded, value) in enumerate(outcomes):
+            if not succeeded:
                 raise (
                     ChildProcessError(f"{value} (of rank {rank})")
                     if isinstance(value, ChildProcessError)
                     else value
                 )
-        return [value for _, value in every]
+        return [value for _, value in outcomes]
 
     def from_first(self, make: Callable[[], X]) -> X:
-        """make() of rank 0, in every rank."""
+        """The result of make() in rank 0, returned in every rank; the other ranks do not call make."""
         return self.gather(make if self.first else lambda: None)[0]
 
 
@@ -66,7 +69,7 @@ ALONE = Ranks()
 
 @contextmanager
 def peers() -> Iterator[None]:
-    """Says in one line what a collective's error means."""
+    """Turn the error of a collective operation into a ChildProcessError with one line that explains it."""
     try:
         yield
     except RuntimeError as error:
@@ -78,15 +81,15 @@ def peers() -> Iterator[None]:
 
 
 def world_size() -> int:
-    """Processes that torchrun started; 1 without it."""
+    """The number of processes that torchrun started; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1")) if "MASTER_ADDR" in os.environ else 1
 
 
 @contextmanager
 def join_ranks() -> Iterator[Ranks]:
-    """The ranks that torchrun started this process among; one without it.
+    """The ranks among which torchrun started this process; one rank without torchrun.
 
-    compatibility.py says what they can share.
+    compatibility.py says which settings ranks can be used with.
     """
     size, rank = world_size(), int(os.environ.get("RANK", "0"))
     if size == 1:

@@ -1,6 +1,6 @@
-"""Log-probabilities of rollouts under other weights than the trainer's:
+"""Log-probabilities of rollouts under weights that are not the trainer's current ones.
 
-a frozen reference, or the weights they were sampled from.
+The weights are a frozen reference's, or the ones that the rollouts were sampled from.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,9 @@ from .workers import Host, Workers
 
 
 class Scorer:
-    """Scores with the decoder of `workers`, each worker a part of the rollouts, `micro_batch` sequences at a
-    time.
+    """Scores rollouts with the decoder of `workers`.
+
+    Each worker scores a part of the rollouts, `micro_batch` sequences at a time.
     """
 
     def __init__(self, workers: Workers, micro_batch: int):
@@ -26,14 +27,14 @@ class Scorer:
 
     @property
     def decoder(self) -> Decoder:
-        """Whose log-probabilities these are."""
+        """The decoder whose log-probabilities the scores are."""
         return self.workers.host.decoder
 
     def score(self, rollouts: Sequence[Rollout], sampling_params: SamplingParams) -> list[np.ndarray]:
-        """logp [C] fp32 of each rollout, by the trainer's forward."""
+        """logp [C] fp32 of each rollout's C completion tokens, by the trainer's forward."""
         parts = virtual_shards(rollouts, min(self.workers.n, len(rollouts)))
-        pairs = [([r.pair for r in part], sampling_params, self.micro_batch) for part in parts]
-        return [logp for part in self.workers.map(_score, pairs) for logp in part]
+        items = [([r.pair for r in part], sampling_params, self.micro_batch) for part in parts]
+        return [logp for scores in self.workers.map(_score, items) for logp in scores]
 
     def close(self) -> None:
         """End the workers."""
@@ -46,11 +47,11 @@ def frozen(decoder: Decoder, shards: int, n: int, micro_batch: int) -> Scorer:
 
 
 @torch.no_grad()
-def _score(host: Host, part: tuple[Sequence, SamplingParams, int]) -> list[np.ndarray]:
-    pairs, sampling_params, size = part
-    done = []
-    for at in micro_batches(len(pairs), size):
-        batch = pack(pairs[at])
+def _score(host: Host, item: tuple[Sequence, SamplingParams, int]) -> list[np.ndarray]:
+    pairs, sampling_params, micro_batch = item
+    scores = []
+    for rows in micro_batches(len(pairs), micro_batch):
+        batch = pack(pairs[rows])
         logp, _ = logprobs(host.decoder, batch, sampling_params)
-        done += [x.numpy() for x in logp.cpu().split(batch.completion_lengths)]
-    return done
+        scores += [x.numpy() for x in logp.cpu().split(batch.completion_lengths)]
+    return scores

@@ -1,12 +1,12 @@
 """Processes that sample and train side by side on one CPU machine.
 
-A token and a shard's gradient depend on nothing that is computed beside them. On a CPU, W processes with 1/W
-of the cores each waste less than one process whose operations are each spread over all cores, as long as the
-operations are small: threads of one process would wait for the interpreter's lock at every operation. How
-many there are decides no bit.
+A token, or the gradient of a shard, depends on nothing that is computed beside it. On a CPU, W processes with
+1/W of the cores each waste less time than one process that spreads each operation over all cores, as long as
+the operations are small. (Threads of one process would wait for the interpreter's lock at every operation.)
+The number of processes decides no bit.
 
-The weights lie in memory that all of them share, and so do the gradients they return. Worker 0 is the
-caller's process; the others wait for (function, argument), and end when the caller does.
+All workers share the memory of the weights and of the gradients that they return. Worker 0 is the caller's
+process. The other workers wait for a pair (function, argument), and end when the caller ends.
 """
 
 import ctypes
@@ -38,28 +38,28 @@ from .partition import virtual_shards
 X = TypeVar("X")
 Y = TypeVar("Y")
 
-# A model with more parameters keeps the cores busy with one worker, and each worker holds a gradient of its
-# own.
+# A model with more parameters than this keeps the cores busy with one worker. And each worker needs memory
+# for a gradient of its own.
 _LARGE = 50_000_000
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _NATIVE = NativeConfig()
 
 
 def suits(parameters: int) -> bool:
-    """Whether more than one worker is of use for a model of that many parameters, and possible (Linux only)."""
+    """Whether several workers are useful for a model with so many parameters, and possible (Linux only)."""
     return parameters <= _LARGE and hasattr(os, "memfd_create")
 
 
 def automatic(parameters: int) -> int:
-    """Workers for a model of that many parameters on this machine."""
+    """The number of workers for a model with so many parameters on this machine."""
     return torch.get_num_threads() if suits(parameters) else 1
 
 
 @contextmanager
 def cpu_threads(n: int) -> Iterator[None]:
-    """torch runs its CPU operations on n threads inside."""
+    """Inside this context torch runs its CPU operations on n threads."""
     before = torch.get_num_threads()
-    if n == before:  # vLLM in this process lets nobody set it, and warns
+    if n == before:  # a vLLM in this process refuses any call that sets it, with a warning
         yield
         return
     torch.set_num_threads(n)
@@ -70,10 +70,10 @@ def cpu_threads(n: int) -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what a step frees for the next one, instead of giving it back and having it zeroed
-    again; nothing with another libc.
+    """Make glibc keep the memory that one step frees for the next step; without glibc this does nothing.
 
-    Blocks of up to 32 MB, its limit, and 64 MB at the top of the heap (benchmarks/LOG.md).
+    glibc would otherwise give the memory back, and the kernel would zero it again. glibc now keeps blocks of
+    up to 32 MB, which is its limit, and 64 MB at the top of the heap (benchmarks/LOG.md).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -82,16 +82,15 @@ def keep_freed_memory() -> None:
 
 
 class Host:
-    """What one worker computes with. Its gradient is made when first asked for: sampling needs none."""
+    """What one worker computes with. Its gradient is made at the first use, because sampling needs none."""
 
     def __init__(self, decoder: Decoder, shards: int, native: NativeConfig, workers: int):
         keep_freed_memory()
         self.decoder, self._shards = decoder, shards
         self.sampler = NativeSampler(decoder, **native.model_dump(), workers=workers)
         self._gradient: ShardSum | None = None
-        self.root: torch.Tensor | None = (
-            None  # where the others read this worker's gradient; worker 0 needs none
-        )
+        # Shared memory through which worker 0 reads this worker's gradient. Worker 0 itself has none.
+        self.root: torch.Tensor | None = None
 
     @property
     def gradient(self) -> ShardSum:
@@ -102,10 +101,11 @@ class Host:
 
 
 class Workers:
-    """`n` workers over the CPU threads torch has now, rounded down to a power of two that divides `shards`.
+    """`n` workers, rounded down to a power of two that divides `shards`, over the CPU threads torch has now.
 
-    `shards` is the number of virtual shards that they sum at a time. With more than one, or with `share`, the
-    decoder's weights move to shared memory (`weights`). Raises ChildProcessError when a worker has died.
+    `shards` is the number of virtual shards that the workers sum at a time. With more than one worker, or
+    with `share`, the decoder's weights move to shared memory (`weights`). Raises ChildProcessError when a
+    worker has died.
     """
 
     def __init__(
@@ -130,25 +130,25 @@ class Workers:
         self.host = Host(decoder, shards // self.n, native, self.n)
 
     def own_threads(self) -> AbstractContextManager[None]:
-        """torch runs on one worker's share of the threads inside.
+        """Inside this context torch runs on one worker's share of the threads.
 
-        Threads of torch's would spin for 10 ms after each operation, on cores that the other workers and the
-        ledger need.
+        torch's other threads would spin for 10 ms after each operation, on cores that the other workers and
+        the ledger need.
         """
         return cpu_threads(self._own_threads)
 
     def map(self, work: Callable[[Host, X], Y], items: Sequence[X]) -> list[Y]:
-        """work(host, item) for each item, at most n of them, a worker each; results in order. The first
-        exception in order is raised.
+        """The results of work(host, item) for at most n items, in order; each worker does one item.
 
-        With n > 1, `work` must be a function of a module and items and results must be picklable.
+        Where several items raise, the exception of the first of them is raised. With n > 1, `work` must be a
+        function of a module, and items and results must be picklable.
         """
         assert len(items) <= self.n, f"{len(items)} items for {self.n} workers"
-        for other, item in zip(self._others, items[1:], strict=False):
-            other.send((work, item))
+        for process, item in zip(self._others, items[1:], strict=False):
+            process.send((work, item))
         with self.own_threads():
             results = [_attempt(work, self.host, items[0])]
-        results += [other.receive() for other, _ in zip(self._others, items[1:], strict=False)]
+        results += [process.receive() for process, _ in zip(self._others, items[1:], strict=False)]
         for result in results:
             if isinstance(result, _Failure):
                 raise result.error
@@ -157,26 +157,25 @@ class Workers:
     def sum_shards(
         self, work: Callable[[Decoder, X], Y], shards: Sequence[X | None]
     ) -> tuple[list[Y | None], torch.Tensor | None]:
-        """work(decoder, shard) for each virtual shard, and the sum of their gradients [numel], valid until
-        the next call.
+        """The results of work(decoder, shard) for each virtual shard, and the gradients' sum [numel].
 
-        None is a shard without sequences; the sum is None if all are. After an exception the gradient is
-        incomplete, and these workers must not be used again.
+        None is a shard without sequences; the sum is None if all shards are None. The sum is valid until the
+        next call. After an exception the gradient is incomplete, and these workers must not be used again.
         """
-        each = len(shards) // self.n
-        done = self.map(_sum_part, [(work, shards[i * each : (i + 1) * each]) for i in range(self.n)])
-        others = [
-            other.root if has_root else None
-            for other, (_, has_root) in zip(self._others, done[1:], strict=True)
+        n = len(shards) // self.n
+        parts = self.map(_sum_part, [(work, shards[i * n : (i + 1) * n]) for i in range(self.n)])
+        other_roots = [
+            process.root if has_root else None
+            for process, (_, has_root) in zip(self._others, parts[1:], strict=True)
         ]
         with self.own_threads():
-            gradient = add_roots([self.host.gradient.tree.take(), *others])
-        return [result for results, _ in done for result in results], gradient
+            gradient = add_roots([self.host.gradient.tree.take(), *other_roots])
+        return [result for results, _ in parts for result in results], gradient
 
     def close(self) -> None:
         """End the other processes."""
-        for other in self._others:
-            other.close()
+        for process in self._others:
+            process.close()
         self._others = []
 
     def __enter__(self) -> "Workers":
@@ -190,7 +189,7 @@ def _sum_part(host: Host, part: tuple[Callable, Sequence]) -> tuple[list, bool]:
     work, shards = part
     results = [host.gradient.add(work, shard) for shard in shards]
     if host.root is None:
-        return results, True  # worker 0, whose tree is at hand
+        return results, True  # worker 0: its caller reads the tree directly
     root = host.gradient.tree.take()
     if root is not None:
         host.root.copy_(root)
@@ -198,8 +197,9 @@ def _sum_part(host: Host, part: tuple[Callable, Sequence]) -> tuple[list, bool]:
 
 
 class ParallelSampler:
-    """The native sampler of every worker, each for a part of the prompts; the weights are the ones the
-    workers share.
+    """The native samplers of all workers; each worker samples a part of the prompts.
+
+    The weights are those that the workers share.
     """
 
     def __init__(self, workers: Workers, version: int = 0):
@@ -211,7 +211,7 @@ class ParallelSampler:
         self.version = version
 
     def close(self) -> None:
-        """The workers are closed by their owner."""
+        """Do nothing: the owner of the workers closes them."""
 
     def generate(
         self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, rng_key: RngKey
@@ -219,17 +219,17 @@ class ParallelSampler:
         """See Sampler, NativeSampler.generate."""
         config = self.workers.host.decoder.config
         check_prompts(prompts, generation_params, config.max_positions, config.vocab_size)
-        parts, first = [], rng_key.first_prompt
-        for some in virtual_shards(prompts, max(1, min(self.workers.n, len(prompts)))):
-            parts.append((list(some), generation_params, replace(rng_key, first_prompt=first), self.version))
-            first += len(some)
-        return [rollout for part in self.workers.map(_generate, parts) for rollout in part]
+        items, first = [], rng_key.first_prompt
+        for part in virtual_shards(prompts, max(1, min(self.workers.n, len(prompts)))):
+            items.append((list(part), generation_params, replace(rng_key, first_prompt=first), self.version))
+            first += len(part)
+        return [rollout for rollouts in self.workers.map(_generate, items) for rollout in rollouts]
 
 
 def _generate(
-    host: Host, part: tuple[Sequence[Sequence[int]], GenerationParams, RngKey, int]
+    host: Host, item: tuple[Sequence[Sequence[int]], GenerationParams, RngKey, int]
 ) -> list[Rollout]:
-    prompts, generation_params, rng_key, host.sampler.version = part
+    prompts, generation_params, rng_key, host.sampler.version = item
     return host.sampler.generate(prompts, generation_params, rng_key)
 
 
@@ -248,17 +248,18 @@ def _attempt(work: Callable[[Host, X], Y], host: Host, item: X) -> Y | _Failure:
 
 
 def ending(code: int) -> str:
-    """How a process ended, from its exit code."""
+    """How a process ended, in words, from its exit code."""
+    if code >= 0:
+        return f"ended with exit code {code}"
     hint = "; this is how Linux ends a process when memory runs out" if code == -signal.SIGKILL else ""
-    return (
-        f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    ) + hint
+    return f"was killed by {signal.Signals(-code).name}{hint}"
 
 
 def start_python(code: str, *words: str, fds: Sequence[int], stdin: int | None = None) -> subprocess.Popen:
-    """A Python process that runs `code`, with this one's modules and the file descriptors `fds`.
+    """A Python process that runs `code`, with the modules of this process and the file descriptors `fds`.
 
-    Not a fork (OpenMP does not survive one) nor multiprocessing's (it runs the caller's script again).
+    It is not a fork, because OpenMP does not survive one. It is not started by multiprocessing, because this
+    would run the caller's script again.
     """
     path = os.pathsep.join(os.path.abspath(p) for p in sys.path)
     command = [sys.executable, "-P", "-c", code, *words]
@@ -266,18 +267,17 @@ def start_python(code: str, *words: str, fds: Sequence[int], stdin: int | None =
 
 
 class _Process:
-    """Another worker, from the caller's side."""
+    """One of the other workers, as the caller sees it."""
 
     def __init__(self, index: int, weights: SharedTensor, head: tuple, numel: int):
         self.index, root = index, SharedTensor(numel, torch.float32)
         self.root = root.tensor
-        ours, theirs = socket.socketpair()
-        with theirs:
-            code = f"from zerokl.engine.parallel.workers import serve; serve({theirs.fileno()})"
-            self._process = start_python(
-                code, fds=[theirs.fileno(), weights.fd, root.fd], stdin=subprocess.DEVNULL
-            )
-        self._connection = Connection(ours.detach())
+        caller_end, worker_end = socket.socketpair()
+        with worker_end:
+            fd = worker_end.fileno()
+            code = f"from zerokl.engine.parallel.workers import serve; serve({fd})"
+            self._process = start_python(code, fds=[fd, weights.fd, root.fd], stdin=subprocess.DEVNULL)
+        self._connection = Connection(caller_end.detach())
         self.send((weights.inherited, root.inherited, *head))
 
     def send(self, message: object) -> None:
@@ -294,7 +294,8 @@ class _Process:
 
     def _died(self) -> ChildProcessError:
         return ChildProcessError(
-            f"worker {self.index} (process {self._process.pid}) {ending(self._process.wait())}; with workers = 1 there is no other process"
+            f"worker {self.index} (process {self._process.pid}) {ending(self._process.wait())}; "
+            "with workers = 1 there is no other process"
         )
 
     def close(self) -> None:
@@ -303,10 +304,9 @@ class _Process:
 
 
 def serve(connection_fd: int) -> None:
-    """The life of another worker: answer until the caller closes the connection."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all processes of a terminal; the caller decides what it means
+    """What the process of another worker runs: it answers until the caller closes the connection."""
+    # Ctrl-C reaches all processes of a terminal. The caller alone decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(connection_fd)
     try:
         config: ModelConfig
@@ -322,16 +322,16 @@ def serve(connection_fd: int) -> None:
             work, item = pickle.loads(connection.recv_bytes())
             connection.send_bytes(_pickled(_attempt(work, host, item)))
     except (EOFError, ConnectionResetError, BrokenPipeError):
-        pass  # the caller has gone: nobody waits for an answer
+        pass  # the caller has ended, so nobody waits for an answer
 
 
 def _pickled(result: object) -> bytes:
-    """Plain pickle: multiprocessing's own would hand tensors over as file descriptors."""
+    """The result as bytes, by plain pickle: multiprocessing's pickler would send tensors as descriptors."""
     if isinstance(result, _Failure):
-        where = "in another worker:\n" + "".join(traceback.format_exception(result.error))
-        result.error.add_note(where)
+        origin = "in another worker:\n" + "".join(traceback.format_exception(result.error))
+        result.error.add_note(origin)
         try:
             pickle.loads(pickle.dumps(result))
         except Exception:
-            result = _Failure(RuntimeError(where))
+            result = _Failure(RuntimeError(origin))
     return pickle.dumps(result)

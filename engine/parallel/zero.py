@@ -1,15 +1,18 @@
-"""Which rank keeps what: the fp32 master weights, the optimizer's moments and the gradient's sum are cut into
-one slice for each rank.
+"""One slice for each rank: of the fp32 master weights, the optimizer's moments and the gradient's sum.
 
-As ZeRO's second stage (Rajbhandari et al., arXiv:1910.02054), but with sums of one order: a reduce_scatter
-adds in the order of the library and the number of ranks, so here every rank's part of a slice goes to the
-slice's owner, which adds the parts by the tree of gradient.py. A slice holds whole blocks of the ledger
-(verify/ledger.py), so each is hashed by its owner alone.
+This is ZeRO's second stage (Rajbhandari et al., arXiv:1910.02054), but the order of the sums is fixed. A
+reduce_scatter adds in an order that depends on the library and on the number of ranks. Here every rank sends
+its part of a slice to the owner of the slice, and the owner adds the parts by the tree of gradient.py. A
+slice holds whole blocks of the ledger (verify/ledger.py), so the owner hashes each block alone.
 
-Bytes a weight on each of W ranks, of bf16 or fp16 weights with S virtual shards: the weights to compute with
-2, which sampling reads whole, and which the trainer reads in the sampler's place; the gradient of one shard
-4; owned are (16 + 4 log2(S / W)) / W: master weights, two moments, the sum over the ranks, and its tree
-(ranked.py). A checkpoint passes through the first rank's host memory, 12 bytes a weight.
+Memory on each of W ranks, in bytes per weight, for bf16 or fp16 weights and S virtual shards:
+
+    2                            weights to compute with, which sampler and trainer share; sampling needs all
+    4                            gradient of one shard
+    (16 + 4 log2(S / W)) / W     the rank's slice: master weights, two moments, the sum over the ranks, and
+                                 the tree of this sum (ranked.py)
+
+A checkpoint passes through the host memory of rank 0 and needs 12 bytes per weight there.
 """
 
 import torch
@@ -20,15 +23,15 @@ from ...verify.ledger import Hashing, Tree, tree_of
 from .gradient import add_roots
 from .ranks import ALONE, Ranks, peers
 
-# Elements of a slice that are sent and added at a time: bounds the W parts that their owner holds.
+# Elements of a slice that are sent and added at a time. This bounds the W parts that the owner holds.
 _PIECE = 1 << 22
 
 
 class Slices:
-    """The slices of the flat tensors of `layout` (model/weights.py); `own` is that of this rank. Every method
-    is for all ranks at once.
+    """The slices of the flat tensors of `layout` (model/weights.py); `own` is the slice of this rank.
 
-    Raises ChildProcessError from any of them when a rank has died.
+    All ranks must call a method that sends something together. Such a method raises ChildProcessError when a
+    rank has died.
     """
 
     def __init__(self, layout: Layout, ranks: Ranks = ALONE, device: torch.device | None = None):
@@ -40,38 +43,41 @@ class Slices:
 
     @staticmethod
     def of_gradient(part: slice) -> slice:
-        """What the owner of `part` needs of the gradient:
+        """The slice of the gradient that the owner of `part` needs.
 
-        to the end of the last FLAT_TILE that begins in it, for the norm's sums.
+        It goes to the end of the last FLAT_TILE that begins in `part`, because the norm sums whole tiles.
         """
         return slice(part.start, part.stop + -part.stop % FLAT_TILE) if part.start < part.stop else part
 
-    def sum_roots(self, root: torch.Tensor | None, has: list[bool]) -> torch.Tensor | None:
-        """This rank's part of the gradient (see of_gradient) from every rank's root [layout.numel] fp32; None
-        when no rank has one.
+    def sum_roots(self, root: torch.Tensor | None, has_root: list[bool]) -> torch.Tensor | None:
+        """This rank's part of the gradient (see of_gradient), summed over the root of every rank.
 
-        has: which ranks have a root. The others' are not added as zeros: -0.0 + 0.0 is not -0.0.
+        root: this rank's, [layout.numel] fp32. has_root: which ranks have a root. A rank without a root adds
+        nothing; zeros in its place would change bits, because -0.0 + 0.0 is not -0.0. Returns None when no
+        rank has a root.
         """
-        if self.ranks.size == 1 or not any(has):
+        if self.ranks.size == 1 or not any(has_root):
             return root
-        own = self.of_gradient(self.own)
+        own_part = self.of_gradient(self.own)
         if self._sum is None:
-            self._sum = torch.empty(own.stop - own.start, device=self._device)
+            self._sum = torch.empty(own_part.stop - own_part.start, device=self._device)
         for owner, part in enumerate(map(self.of_gradient, self.parts)):
-            for a in range(part.start, part.stop, _PIECE):
-                at = slice(a, min(a + _PIECE, part.stop))
+            for start in range(part.start, part.stop, _PIECE):
+                piece = slice(start, min(start + _PIECE, part.stop))
                 if owner == self.ranks.rank:
-                    self._sum[a - own.start : at.stop - own.start] = self._receive(root, has, at)
+                    total = self._receive(root, has_root, piece)
+                    self._sum[piece.start - own_part.start : piece.stop - own_part.start] = total
                 elif root is not None:
                     with peers():
-                        dist.send(root[at], owner)
+                        dist.send(root[piece], owner)
         return self._sum
 
-    def _receive(self, root: torch.Tensor | None, has: list[bool], at: slice) -> torch.Tensor | None:
-        """The sum of all ranks' root[at], by the upper levels of the tree."""
-        parts = [torch.empty(at.stop - at.start, device=self._device) if there else None for there in has]
+    def _receive(self, root: torch.Tensor | None, has_root: list[bool], piece: slice) -> torch.Tensor | None:
+        """The sum of all ranks' root[piece], by the upper levels of the tree."""
+        n = piece.stop - piece.start
+        parts = [torch.empty(n, device=self._device) if has else None for has in has_root]
         if root is not None:
-            parts[self.ranks.rank] = root[at].clone()
+            parts[self.ranks.rank] = root[piece].clone()
         with peers():
             others = [(x, rank) for rank, x in enumerate(parts) if x is not None and rank != self.ranks.rank]
             for request in [dist.irecv(x, rank) for x, rank in others]:
@@ -79,58 +85,58 @@ class Slices:
         return add_roots(parts)
 
     def share(self, flat: torch.Tensor) -> None:
-        """Put every rank's slice of `flat` [layout.numel] in its place in all ranks."""
+        """Copy every rank's slice of `flat` [layout.numel] to the same place in all other ranks."""
         if self.ranks.size == 1:
             return
         with peers():
             for owner, part in enumerate(self.parts):
                 if part.start < part.stop:
-                    dist.broadcast(
-                        flat[part].view(torch.uint8), owner
-                    )  # bytes: gloo does not know every dtype
+                    # As bytes, because gloo does not know every dtype.
+                    dist.broadcast(flat[part].view(torch.uint8), owner)
 
-    def everywhere(self, mine: torch.Tensor) -> torch.Tensor:
-        """The whole tensor [layout.numel] in every rank, from the slice `mine` of each; `mine` itself without
-        other ranks.
+    def everywhere(self, own_slice: torch.Tensor) -> torch.Tensor:
+        """The whole tensor [layout.numel] in every rank, from the `own_slice` of each rank.
+
+        Without other ranks this is `own_slice` itself.
         """
         if self.ranks.size == 1:
-            return mine
-        flat = mine.new_empty(self.layout.numel)
-        flat[self.own] = mine
+            return own_slice
+        flat = own_slice.new_empty(self.layout.numel)
+        flat[self.own] = own_slice
         self.share(flat)
         return flat
 
-    def collect(self, mine: torch.Tensor) -> torch.Tensor | None:
-        """The whole tensor [layout.numel] in rank 0, from the slice `mine` of each; None in the others.
+    def collect(self, own_slice: torch.Tensor) -> torch.Tensor | None:
+        """The whole tensor [layout.numel] in rank 0, from the `own_slice` of each rank; None in the others.
 
-        Without other ranks it is `mine` itself, else a tensor in the host's memory.
+        Without other ranks this is `own_slice` itself. Otherwise it is a tensor in the host's memory.
         """
         if self.ranks.size == 1:
-            return mine
+            return own_slice
         if not self.ranks.first:
-            if mine.numel():
+            if own_slice.numel():
                 with peers():
-                    dist.send(mine, 0)
+                    dist.send(own_slice, 0)
             return None
-        whole = torch.empty(self.layout.numel, dtype=mine.dtype)
-        whole[self.own] = mine.cpu()
+        whole = torch.empty(self.layout.numel, dtype=own_slice.dtype)
+        whole[self.own] = own_slice.cpu()
         for owner, part in enumerate(self.parts[1:], 1):
             if part.start < part.stop:
-                theirs = mine.new_empty(part.stop - part.start)
+                received = own_slice.new_empty(part.stop - part.start)
                 with peers():
-                    dist.recv(theirs, owner)
-                whole[part] = theirs.cpu()
+                    dist.recv(received, owner)
+                whole[part] = received.cpu()
         return whole
 
-    def hashing(self, *parts: torch.Tensor) -> Hashing:
-        """Begin to hash this rank's slice of a tensor, or several, of which each rank has its slice (or more
-        after it).
-        """
-        host = [
-            part.cpu() for part in parts
-        ]  # at once: a copy from a GPU for every block would take its time
-        return Hashing((name, [part[start:stop] for part in host]) for name, start, stop in self.blocks)
+    def hashing(self, *tensors: torch.Tensor) -> Hashing:
+        """Begin to hash this rank's slice of a quantity that one or several tensors make up.
 
-    def hash_tree(self, begun: Hashing) -> Tree:
-        """The hash tree over all ranks' slices: blocks by their owners."""
-        return tree_of([block for own in self.ranks.gather(begun.digests) for block in own])
+        tensors: this rank's slice of each; elements after the end of the slice are ignored.
+        """
+        # The copy to the host is one for each tensor: a copy from a GPU for every block would take long.
+        on_host = [x.cpu() for x in tensors]
+        return Hashing((name, [x[start:stop] for x in on_host]) for name, start, stop in self.blocks)
+
+    def hash_tree(self, hashing: Hashing) -> Tree:
+        """The hash tree over the slices of all ranks; each block is hashed by its owner."""
+        return tree_of([block for blocks in self.ranks.gather(hashing.digests) for block in blocks])

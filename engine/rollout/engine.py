@@ -1,7 +1,9 @@
-"""The engines an audit compares, and our own. Each draws, scores and traces; a log-probability is that of the
-distribution drawn from.
+"""The interface of the engines that an audit compares, and our own engine.
 
-Shapes: C completion tokens, T tokens of one sequence, V vocabulary.
+An engine draws, scores and traces. A log-probability is the one under the distribution that the token was
+drawn from.
+
+Shapes: C completion tokens, T tokens of one sequence.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +26,7 @@ from .types import GenerationParams, RngKey, Rollout
 
 Pair = tuple[Sequence[int], Sequence[int]]  # prompt and completion
 
-# Sequences of one forward when an engine scores many together.
+# Sequences of one forward, where an engine scores many together.
 TOGETHER = 16
 
 
@@ -32,35 +34,38 @@ class Engine(Protocol):
     """What an audit asks of an engine."""
 
     name: str
-    traced_outside: bool  # a trace is of a forward outside of the process that draws
+    traced_outside: bool  # whether the traced forward runs outside the process that draws
 
     def generate(
         self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, seed: int
     ) -> list[Rollout]:
-        """One completion of each prompt, with its tokens' logprobs."""
+        """One completion of each prompt, with the logprobs of its tokens."""
         ...
 
     def score(
         self, pairs: Sequence[Pair], sampling_params: SamplingParams, together: bool = True
     ) -> list[np.ndarray]:
-        """logprobs [C] fp32 of each completion, from forwards over several sequences or over one each."""
+        """logprobs [C] fp32 of each completion.
+
+        One forward is over several sequences (`together`) or over one.
+        """
         ...
 
     def decode(self, pairs: Sequence[Pair], sampling_params: SamplingParams) -> list[np.ndarray] | None:
-        """The same, token by token through the engine's cache; None where the engine offers no way."""
+        """As `score`, but token by token through the engine's cache; None where the engine cannot."""
         ...
 
     def trace(self, pair: Pair, sampling_params: SamplingParams) -> Trace:
-        """The output of every operation of the forward over one sequence (names.py)."""
+        """The output of every operation of the forward over one sequence (names: model/op_names.py)."""
         ...
 
     def drop_caches(self) -> bool:
-        """Forget keys and values kept from one call to the next; False where none are."""
+        """Forget keys and values that stay from one call to the next; False where none stay."""
         ...
 
 
 class ZeroklEngine:
-    """Our decoder, in one dtype, its logits in `head` where that is another."""
+    """Our decoder in one dtype; its logits are in `head` where that is given."""
 
     traced_outside = False
 
@@ -86,19 +91,17 @@ class ZeroklEngine:
         self, pairs: Sequence[Pair], sampling_params: SamplingParams, together: bool = True
     ) -> list[np.ndarray]:
         """See Engine."""
-        done, size = [], TOGETHER if together else 1
-        for a in range(0, len(pairs), size):
-            batch = pack(pairs[a : a + size])
+        scores, size = [], TOGETHER if together else 1
+        for start in range(0, len(pairs), size):
+            batch = pack(pairs[start : start + size])
             logp, _ = logprobs(self.decoder, batch, sampling_params)
-            done += [x.numpy() for x in logp.cpu().split(batch.completion_lengths)]
-        return done
+            scores += [x.numpy() for x in logp.cpu().split(batch.completion_lengths)]
+        return scores
 
     def decode(self, pairs: Sequence[Pair], sampling_params: SamplingParams) -> list[np.ndarray]:
         """See Engine."""
-        return [
-            x.numpy()
-            for x in cached_scores(self.decoder, [(list(p), list(c)) for p, c in pairs], sampling_params, 1)
-        ]
+        lists = [(list(prompt), list(completion)) for prompt, completion in pairs]
+        return [logp.numpy() for logp in cached_scores(self.decoder, lists, sampling_params, chunk=1)]
 
     @torch.no_grad()
     def trace(self, pair: Pair, sampling_params: SamplingParams) -> Trace:
@@ -116,28 +119,26 @@ Forward = Callable[[torch.Tensor, Hook], torch.Tensor]
 def trace_decoder(
     decoder: Decoder, pair: Pair, sampling_params: SamplingParams, forward: Forward | None = None
 ) -> Trace:
-    """The trace of our decoder; projections that it fuses are split.
+    """The trace of our decoder. Operations that it computes as one are split.
 
-    forward: how ids [T] become hidden states [T, D] where that is not this process's own forward over the
+    forward: turns ids [T] into hidden states [T, D]. Without it, the decoder does, in one forward over the
     whole sequence.
     """
-    batch, c, found = pack([pair]), decoder.config, {}
+    batch, config, trace = pack([pair]), decoder.config, {}
 
     def hook(name: str, x: torch.Tensor) -> None:
-        for op, part in split_fused(name, x, c).items():
+        for op, part in split_fused(name, x, config).items():
             rows = part.to("cpu", copy=True)
-            found[op] = (
-                torch.cat([found[op], rows]) if op in found else rows
-            )  # a forward may take several passes
+            # A forward may take several passes over parts of the sequence.
+            trace[op] = torch.cat([trace[op], rows]) if op in trace else rows
 
-    head = decoder.logits_weight()
-    hidden = (
-        forward(batch.ids, hook)
-        if forward
-        else decoder.hidden(batch.ids, PackedContext(batch.lengths, c), hook)
-    )
-    hidden = hidden.to(head.dtype)
-    hook("logits", matmul(hidden, head))
+    lm_head = decoder.logits_weight()
+    if forward:
+        hidden = forward(batch.ids, hook)
+    else:
+        hidden = decoder.hidden(batch.ids, PackedContext(batch.lengths, config), hook)
+    hidden = hidden.to(lm_head.dtype)
+    hook("logits", matmul(hidden, lm_head))
     rows, targets = batch.rows.to(decoder.device), batch.targets.to(decoder.device)
-    hook("logprob", linear_logprob(hidden[rows], head, targets, sampling_params)[0])
-    return in_order(found, c.layers)
+    hook("logprob", linear_logprob(hidden[rows], lm_head, targets, sampling_params)[0])
+    return in_order(trace, config.layers)

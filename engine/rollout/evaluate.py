@@ -13,7 +13,7 @@ from .types import GenerationParams, RngKey, Rollout, Sampler
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Rewards [P, G] of completions, and the rollouts they were drawn in, in canonical order."""
+    """The rewards [P, G] of completions, their rollouts in canonical order, and their texts [P][G]."""
 
     rewards: np.ndarray
     rollouts: list[Rollout]
@@ -21,7 +21,7 @@ class Evaluation:
 
     @property
     def mean_reward(self) -> float:
-        """Mean over problems and samples: the accuracy, for a reward of 0 or 1."""
+        """Mean over problems and samples. It is the accuracy where every reward is 0 or 1."""
         return float(self.rewards.mean())
 
 
@@ -40,7 +40,7 @@ def evaluate(
     generation_params: GenerationParams,
     rng_key: RngKey,
 ) -> Evaluation:
-    """Sample completions of each problem and reward them. Raises ValueError (see tasks.rewards)."""
+    """Sample completions of each problem and compute their rewards. Raises ValueError (see tasks.rewards)."""
     rollouts = sampler.generate(prompt_ids, generation_params, rng_key)
     texts = group_texts(tokenizer, rollouts, generation_params.num_generations)
     return Evaluation(rewards(reward, problems, texts), rollouts, texts)

@@ -1,7 +1,9 @@
-"""transformers as an engine of an audit: its own model in eager or sdpa attention, its own generate.
+"""transformers as an engine of an audit: its own model with eager or sdpa attention, and its own generate.
 
-Nothing of transformers is patched: outputs are read by forward hooks, and what goes into the attention
-product (queries and keys after rotary embedding, which no module returns) by a TorchFunctionMode.
+Nothing of transformers is patched. Forward hooks read the outputs of modules. No module returns the queries
+and keys after rotary embedding, so a TorchFunctionMode reads them as inputs of the attention product.
+
+Shapes: C completion tokens, T tokens of one sequence, V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +35,7 @@ _LAYER_MODULES = {
     "down_proj": "mlp.down_proj",
     "mlp_residual": "",
 }
-# What goes into these modules is the output of an operation that is no module.
+# The input of these modules is the output of an operation that is not a module.
 _LAYER_INPUTS = {
     "attention": "self_attn.o_proj",
     "attention_residual": "post_attention_layernorm",
@@ -42,9 +44,9 @@ _LAYER_INPUTS = {
 
 
 class HfEngine:
-    """AutoModelForCausalLM in one dtype, its logits in `head` where that is another.
+    """AutoModelForCausalLM in one dtype; its logits are in `head` where that is given.
 
-    `attention` is eager or sdpa.
+    attention: "eager" or "sdpa".
     """
 
     traced_outside = False
@@ -65,36 +67,30 @@ class HfEngine:
             .eval()
             .to(device or "cpu")
         )
-        self.model.generation_config = (
-            GenerationConfig()
-        )  # the checkpoint's own may penalise tokens or cut the distribution
+        # The checkpoint's own generation config may penalise tokens or cut the distribution.
+        self.model.generation_config = GenerationConfig()
         if head not in (None, dtype):
-            self.model.lm_head = _WideHead(self.model.lm_head.weight.detach().to(head))
+            self.model.lm_head = _WideLmHead(self.model.lm_head.weight.detach().to(head))
 
     @torch.no_grad()
     def generate(
         self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, seed: int
     ) -> list[Rollout]:
-        """See Engine. Prompts are padded on the left, and drawn together, as trainers do with `generate`."""
+        """See Engine. All prompts are padded on the left and drawn together, as trainers call `generate`."""
         torch.manual_seed(seed)  # transformers draws from the global generator
-        d, longest = generation_params.sampling_params, max(map(len, prompts))
+        params, longest = generation_params.sampling_params, max(map(len, prompts))
         ids = self._tensor([[0] * (longest - len(p)) + list(p) for p in prompts])
         mask = self._tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-        random = (
-            {"do_sample": True, "temperature": d.temperature, "top_k": d.top_k or 0, "top_p": d.top_p}
-            if d.temperature
-            else {}
-        )
-        stop = sorted(generation_params.stop_ids)
+        random = dict(do_sample=True, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
         out = self.model.generate(
             ids,
             attention_mask=mask,
             max_new_tokens=generation_params.max_tokens,
-            eos_token_id=stop or None,
+            eos_token_id=sorted(generation_params.stop_ids) or None,
             pad_token_id=0,
             output_scores=True,
             return_dict_in_generate=True,
-            **({"do_sample": False} | random),
+            **(random if params.temperature else {"do_sample": False}),
         )
         drawn = out.sequences[:, longest:]
         logp = torch.stack([_gather(z, drawn[:, i]) for i, z in enumerate(out.scores)], dim=1).cpu()
@@ -110,8 +106,9 @@ class HfEngine:
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Compute with these weights (checkpoint names, any float dtype), rounded to the model's, from now
-        on.
+        """Compute with these weights from now on.
+
+        They have checkpoint names and any float dtype, and are rounded to the model's dtype.
         """
         for name, parameter in self.model.named_parameters():
             parameter.copy_(weights[name])
@@ -121,37 +118,38 @@ class HfEngine:
         self, pairs: Sequence[Pair], sampling_params: SamplingParams, together: bool = True
     ) -> list[np.ndarray]:
         """See Engine. Sequences are padded on the right."""
-        done, size = [], TOGETHER if together else 1
-        for a in range(0, len(pairs), size):
-            some = [([*p, *c[:-1]], p, c) for p, c in pairs[a : a + size]]
-            longest = max(len(ids) for ids, _, _ in some)
-            ids = self._tensor([x + [0] * (longest - len(x)) for x, _, _ in some])
-            mask = self._tensor([[1] * len(x) + [0] * (longest - len(x)) for x, _, _ in some])
+        scores, size = [], TOGETHER if together else 1
+        for start in range(0, len(pairs), size):
+            batch = pairs[start : start + size]
+            inputs = [[*prompt, *completion[:-1]] for prompt, completion in batch]
+            longest = max(map(len, inputs))
+            ids = self._tensor([x + [0] * (longest - len(x)) for x in inputs])
+            mask = self._tensor([[1] * len(x) + [0] * (longest - len(x)) for x in inputs])
             logits = self.model(ids, attention_mask=mask, use_cache=False).logits
-            for z, (x, prompt, completion) in zip(logits, some, strict=True):
-                done.append(_logprobs(z[len(prompt) - 1 : len(x)], completion, sampling_params).numpy())
-        return done
+            for z, x, (prompt, completion) in zip(logits, inputs, batch, strict=True):
+                scores.append(_logprobs(z[len(prompt) - 1 : len(x)], completion, sampling_params).numpy())
+        return scores
 
     @torch.no_grad()
     def decode(self, pairs: Sequence[Pair], sampling_params: SamplingParams) -> list[np.ndarray]:
         """See Engine."""
-        done = []
+        scores = []
         for prompt, completion in pairs:
             out = self.model(self._tensor([list(prompt)]), use_cache=True)
             rows = [out.logits[0, -1:]]
             for token in completion[:-1]:
                 out = self.model(self._tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
                 rows.append(out.logits[0])
-            done.append(_logprobs(torch.cat(rows), completion, sampling_params).numpy())
-        return done
+            scores.append(_logprobs(torch.cat(rows), completion, sampling_params).numpy())
+        return scores
 
     @torch.no_grad()
     def trace(self, pair: Pair, sampling_params: SamplingParams) -> Trace:
         """See Engine."""
         prompt, completion = pair
-        found: Trace = {}
+        trace: Trace = {}
         layers = self.model.model.layers
-        with _Hooks(found) as hooks, _AttentionInputs(found, self.model.config) as attention:
+        with _Hooks(trace) as hooks, _AttentionInputs(trace, self.model.config) as attention:
             hooks.output("embed", self.model.model.embed_tokens)
             for i, layer in enumerate(layers):
                 for op, path in _LAYER_MODULES.items():
@@ -163,8 +161,8 @@ class HfEngine:
             hooks.output("norm", self.model.model.norm)
             hooks.output("logits", self.model.lm_head)
             logits = self.model(self._tensor([[*prompt, *completion[:-1]]]), use_cache=False).logits[0]
-        found["logprob"] = _logprobs(logits[len(prompt) - 1 :], completion, sampling_params).unsqueeze(1)
-        return in_order(found, len(layers))
+        trace["logprob"] = _logprobs(logits[len(prompt) - 1 :], completion, sampling_params).unsqueeze(1)
+        return in_order(trace, len(layers))
 
     def drop_caches(self) -> bool:
         """See Engine."""
@@ -174,8 +172,8 @@ class HfEngine:
         return torch.tensor(ids, device=self.model.device)
 
 
-class _WideHead(torch.nn.Module):
-    """The head in a dtype of its own, [V, D]; embeddings that share its weight keep theirs."""
+class _WideLmHead(torch.nn.Module):
+    """lm_head [V, D] in a dtype of its own. An embedding that shared its weight keeps the old dtype."""
 
     def __init__(self, weight: torch.Tensor):
         super().__init__()
@@ -186,7 +184,10 @@ class _WideHead(torch.nn.Module):
 
 
 def _logprobs(logits: torch.Tensor, tokens: Sequence[int], sampling_params: SamplingParams) -> torch.Tensor:
-    """[C, V] -> [C] fp32 on the CPU, by log_softmax as trainers on transformers do."""
+    """logits [C, V], tokens [C] -> logp [C] fp32 on the CPU.
+
+    By log_softmax, as trainers on transformers do.
+    """
     return _gather(
         scaled_logits(logits, sampling_params), torch.tensor(list(tokens), device=logits.device)
     ).cpu()
@@ -197,6 +198,7 @@ def _gather(z: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _submodule(layer: torch.nn.Module, path: str) -> torch.nn.Module | None:
+    """The module at `path` (dotted; "" is the layer itself), None where the layer has none."""
     for name in path.split(".") if path else ():
         layer = getattr(layer, name, None)
         if layer is None:
@@ -205,15 +207,15 @@ def _submodule(layer: torch.nn.Module, path: str) -> torch.nn.Module | None:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """[1, T, ...] -> a copy on the CPU, [T, width]."""
+    """x [1, T, ...] -> a copy on the CPU, [T, width]."""
     return x[0].reshape(x.shape[1], -1).to("cpu", copy=True)
 
 
 class _Hooks:
-    """Forward hooks that write into a trace and are removed at the end."""
+    """Forward hooks that write into `trace` and are removed at the end."""
 
-    def __init__(self, found: Trace):
-        self.found, self.handles = found, []
+    def __init__(self, trace: Trace):
+        self.trace, self.handles = trace, []
 
     def __enter__(self) -> "_Hooks":
         return self
@@ -226,7 +228,7 @@ class _Hooks:
         """Record what the module returns."""
 
         def hook(_module: torch.nn.Module, _inputs: Any, out: Any) -> None:
-            self.found[name] = _rows(output(out))
+            self.trace[name] = _rows(output(out))
 
         self.handles.append(module.register_forward_hook(hook))
 
@@ -234,20 +236,20 @@ class _Hooks:
         """Record what the module is given."""
 
         def hook(_module: torch.nn.Module, inputs: Any) -> None:
-            self.found[name] = _rows(inputs[0])
+            self.trace[name] = _rows(inputs[0])
 
         self.handles.append(module.register_forward_pre_hook(hook))
 
 
 class _AttentionInputs(TorchFunctionMode):
-    """Records queries and keys where each layer first multiplies them."""
+    """Records the queries and keys that each layer first multiplies."""
 
-    def __init__(self, found: Trace, config: Any):
+    def __init__(self, trace: Trace, config: Any):
         super().__init__()
-        self._found, self._kv_heads, self._layer = found, config.num_key_value_heads, None
+        self._trace, self._kv_heads, self._layer = trace, config.num_key_value_heads, None
 
     def enter(self, layer: int):
-        """A pre-hook of a layer's attention: the next product is its."""
+        """A pre-hook of a layer's attention. The next attention product is the one of this layer."""
 
         def hook(*_: Any) -> None:
             self._layer = layer
@@ -262,7 +264,7 @@ class _AttentionInputs(TorchFunctionMode):
         if self._layer is not None and (sdpa or product) and args[0].dim() == 4:
             query, key = args[0], args[1] if sdpa else args[1].transpose(2, 3)
             key = key[:, :: key.shape[1] // self._kv_heads]  # heads may have been repeated
-            self._found[f"layers.{self._layer}.q_rope"] = _rows(query.transpose(1, 2))
-            self._found[f"layers.{self._layer}.k_rope"] = _rows(key.transpose(1, 2))
+            self._trace[f"layers.{self._layer}.q_rope"] = _rows(query.transpose(1, 2))
+            self._trace[f"layers.{self._layer}.k_rope"] = _rows(key.transpose(1, 2))
             self._layer = None
         return function(*args, **(kwargs or {}))

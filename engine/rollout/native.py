@@ -1,9 +1,10 @@
 """The native sampler: continuous batching over our own key-value cache, in process.
 
-Each turn of the loop is one forward over whatever there is to do: one token for each running sample and a
-chunk of each prompt that is being read. A prompt is read once and its cache blocks are shared by its samples.
-When a sample ends, the next one takes its place. None of this decides a bit: a token depends on its own
-sequence, the weights and its own key.
+Each turn of the loop is one forward over one token of each running sample, and a chunk of each prompt that is
+being read. A prompt is read once, and its samples share its cache blocks. When a sample ends, the next sample
+takes its place. None of this decides a bit: a token depends on its own sequence, the weights and its own key.
+
+Shapes: n rows, one for each sample that draws a token; D hidden size; V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -22,14 +23,14 @@ from .types import GenerationParams, RngKey, Rollout, Uniforms, logit_noise
 
 @dataclass
 class _Prompt:
-    """A prompt that is being read or whose samples have not all started."""
+    """A prompt that is being read, or whose samples have not all started."""
 
     index: int
     ids: tuple[int, ...]
     blocks: list[int]
     read: int = 0  # tokens already in the cache
     last: torch.Tensor | None = (
-        None  # hidden state of the last prompt token, [1, D]: predicts the first token
+        None  # [1, D], hidden state of the last prompt token: predicts the first token
     )
     started: int = 0  # samples that have started
 
@@ -47,7 +48,7 @@ class _Sample:
     finish: str = ""
 
     def append(self, token: int, logprob: float, generation_params: GenerationParams) -> None:
-        """Take a drawn token; sets `finish` when it was the last."""
+        """Take a drawn token; set `finish` when it was the last token."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         if token in generation_params.stop_ids:
@@ -61,11 +62,12 @@ def _blocks_for(tokens: int) -> int:
 
 
 class NativeSampler:
-    """Samples from a decoder that it shares with the trainer, or that it owns.
+    """Samples from a decoder, which may be the trainer's.
 
-    max_concurrency: samples drawn at once. max_batch_tokens: tokens of one forward; longer prompts are read
-    in chunks. cache_bytes: upper limit of the key-value cache; fewer samples run at once where it would not
-    hold them all. Of each limit, this sampler uses the part of one of `workers`.
+    max_concurrency: samples drawn at once.
+    max_batch_tokens: tokens of one forward; longer prompts are read in chunks.
+    cache_bytes: upper limit of the key-value cache. Where it cannot hold all samples, fewer run at once.
+    workers: number of samplers that share these limits; this sampler is one of them and takes its part.
     """
 
     def __init__(
@@ -81,14 +83,12 @@ class NativeSampler:
             if value < 1:
                 raise ValueError(f"sampler: {name} ({value}) must be at least 1")
         self.decoder, self.version = decoder, version
-        self.max_concurrency, self.max_batch_tokens = (
-            -(-max_concurrency // workers),
-            -(-max_batch_tokens // workers),
-        )
+        self.max_concurrency = -(-max_concurrency // workers)
+        self.max_batch_tokens = -(-max_batch_tokens // workers)
         self.cache_bytes, self.workers = cache_bytes, workers
 
     def sync_weights(self, version: int) -> None:
-        """See Sampler. The decoder's weights are the trainer's own, or were changed by who owns them."""
+        """See Sampler. The decoder's weights are the trainer's, or their owner has changed them already."""
         self.version = version
 
     def close(self) -> None:
@@ -100,7 +100,8 @@ class NativeSampler:
     ) -> list[Rollout]:
         """See Sampler.
 
-        Raises ValueError for an empty prompt, one that is too long, or a cache that holds no sample.
+        Raises ValueError for an empty prompt, for a prompt that is too long, or where the cache cannot hold
+        one sample.
         """
         check_prompts(
             prompts, generation_params, self.decoder.config.max_positions, self.decoder.config.vocab_size
@@ -112,23 +113,26 @@ class NativeSampler:
 def check_prompts(
     prompts: Sequence[Sequence[int]], generation_params: GenerationParams, limit: int, vocab: int
 ) -> None:
-    """Raise ValueError for what no sampler can draw from; `limit` is the context in tokens."""
+    """Raise ValueError for prompts or settings that no sampler can draw from.
+
+    limit: the context, in tokens.
+    """
     generation_params.sampling_params.check()
     for i, ids in enumerate(prompts):
         if not len(ids):
             raise ValueError(f"prompt {i} is empty; a completion needs at least one token before it")
         if len(ids) + generation_params.max_tokens > limit:
             raise ValueError(
-                f"prompt {i} has {len(ids)} tokens, with max_tokens ({generation_params.max_tokens}) more than the context ({limit}); "
-                "shorten it or lower max_tokens"
+                f"prompt {i} has {len(ids)} tokens, with max_tokens ({generation_params.max_tokens}) "
+                f"more than the context ({limit}); shorten it or lower max_tokens"
             )
         wrong = next((t for t in ids if not 0 <= t < vocab), None)
         if wrong is not None:
             raise ValueError(f"prompt {i} has token id {wrong}, outside the model's vocabulary of {vocab}")
     if generation_params.max_tokens < 1 or generation_params.num_generations < 1:
         raise ValueError(
-            f"max_tokens ({generation_params.max_tokens}) and num_generations ({generation_params.num_generations}) "
-            "must be at least 1"
+            f"max_tokens ({generation_params.max_tokens}) and "
+            f"num_generations ({generation_params.num_generations}) must be at least 1"
         )
 
 
@@ -142,85 +146,74 @@ class _Generation:
         generation_params: GenerationParams,
         rng_key: RngKey,
     ):
-        self.sampler, self.decoder, self.sampling, self.rng_key = (
-            sampler,
-            sampler.decoder,
-            generation_params,
-            rng_key,
-        )
+        self.sampler, self.decoder = sampler, sampler.decoder
+        self.generation_params, self.rng_key = generation_params, rng_key
         self.lm_head = sampler.decoder.logits_weight()
         self.prompts = [tuple(int(t) for t in ids) for ids in prompts]
-        self.concurrency = self._fit(max((len(p) for p in self.prompts), default=0))
+        self.concurrency = self._make_cache(max((len(p) for p in self.prompts), default=0))
         self.next_prompt = 0
-        self.open: list[_Prompt] = []  # in order; being read, or read and with samples to start
+        # In canonical order: prompts that are being read, or that were read and have samples to start.
+        self.open_prompts: list[_Prompt] = []
         self.running: list[_Sample] = []
-        self.done: dict[tuple[int, int], Rollout] = {}
+        self.rollouts: dict[tuple[int, int], Rollout] = {}
 
-    def _fit(self, longest: int) -> int:
-        """Samples at once that the cache can hold in the worst case, at most max_concurrency; makes the
-        cache.
+    def _make_cache(self, longest: int) -> int:
+        """Make the cache, for prompts of at most `longest` tokens. Returns how many samples run at once.
+
+        That is the number that the cache can hold in the worst case, but at most max_concurrency.
         """
-        s, config, dtype = self.sampling, self.decoder.config, self.decoder.cache_dtype
-        per_sample = _blocks_for(longest + s.max_tokens) + _blocks_for(longest)
+        params, config, dtype = self.generation_params, self.decoder.config, self.decoder.cache_dtype
+        per_sample = _blocks_for(longest + params.max_tokens) + _blocks_for(longest)
         block_bytes = BlockCache.bytes_per_block(config, dtype)
         workers = self.sampler.workers
-        each = f" for each of {workers} workers" if workers > 1 else ""
         fit = self.sampler.cache_bytes // workers // (block_bytes * per_sample)
         if fit < 1:
+            for_each = f" for each of {workers} workers" if workers > 1 else ""
             raise ValueError(
-                f"sampler: cache_bytes ({self.sampler.cache_bytes}) cannot hold one sample of {longest + s.max_tokens} tokens "
-                f"({block_bytes * per_sample} bytes){each}; raise it or lower max_tokens"
+                f"sampler: cache_bytes ({self.sampler.cache_bytes}) cannot hold one sample of "
+                f"{longest + params.max_tokens} tokens ({block_bytes * per_sample} bytes){for_each}; "
+                "raise it or lower max_tokens"
             )
-        concurrency = min(self.sampler.max_concurrency, fit, max(1, len(self.prompts) * s.num_generations))
+        samples = max(1, len(self.prompts) * params.num_generations)
+        concurrency = min(self.sampler.max_concurrency, fit, samples)
         self.cache = BlockCache(config, concurrency * per_sample, dtype, self.decoder.device)
         return concurrency
 
     def run(self) -> list[Rollout]:
-        """Draw everything; rollouts in canonical order."""
-        total = len(self.prompts) * self.sampling.num_generations
-        while len(self.done) < total:
-            self._open_prompts()
-            decoding, reading = self._forward()
-            self._draw(*self._start_samples(decoding, reading))
-        first = self.rng_key.first_prompt
-        return [
-            self.done[first + p, s]
-            for p in range(len(self.prompts))
-            for s in range(self.sampling.num_generations)
-        ]
+        """Draw everything. Returns the rollouts in canonical order."""
+        P, G, first = len(self.prompts), self.generation_params.num_generations, self.rng_key.first_prompt
+        while len(self.rollouts) < P * G:
+            self._start_prompts()
+            decoding, ends_of_prompts = self._forward()
+            self._draw(*self._start_samples(decoding, ends_of_prompts))
+        return [self.rollouts[first + p, s] for p in range(P) for s in range(G)]
 
-    def _open_prompts(self) -> None:
-        """Begin to read prompts as far as their samples will find a place."""
-        G = self.sampling.num_generations
-        places = self.concurrency - len(self.running) - sum(G - p.started for p in self.open)
-        while places > 0 and self.next_prompt < len(self.prompts):
-            ids = self.prompts[self.next_prompt]
-            self.open.append(
-                _Prompt(
-                    self.rng_key.first_prompt + self.next_prompt,
-                    ids,
-                    self.cache.allocate(_blocks_for(len(ids))),
-                )
-            )
+    def _start_prompts(self) -> None:
+        """Start to read further prompts while there is room for their samples."""
+        G = self.generation_params.num_generations
+        room = self.concurrency - len(self.running) - sum(G - p.started for p in self.open_prompts)
+        while room > 0 and self.next_prompt < len(self.prompts):
+            index, ids = self.rng_key.first_prompt + self.next_prompt, self.prompts[self.next_prompt]
+            self.open_prompts.append(_Prompt(index, ids, self.cache.allocate(_blocks_for(len(ids)))))
             self.next_prompt += 1
-            places -= G
+            room -= G
 
     def _forward(self) -> tuple[torch.Tensor | None, list[tuple[_Prompt, torch.Tensor]]]:
-        """One forward over the running samples' last tokens and prompt chunks.
+        """One forward over the last tokens of the running samples, and over chunks of the open prompts.
 
-        Returns the hidden states of the running samples [n, D], and the prompts now wholly read with their
-        last row.
+        Returns the hidden states of the running samples [n, D] (None without samples), and each prompt that
+        is now wholly read with the hidden state of its last token [1, D].
         """
         lengths, contexts, blocks = [1] * len(self.running), [], []
         ids = [s.tokens[-1] for s in self.running]
         for s in self.running:
             contexts.append(len(s.prompt.ids) + len(s.tokens) - 1)
             blocks.append(s.blocks)
-        budget, chunks = self.sampler.max_batch_tokens - len(ids), []
-        for p in self.open:
+        budget, prompts = self.sampler.max_batch_tokens - len(ids), []
+        for p in self.open_prompts:
             n = min(max(budget, 0 if ids else 1), len(p.ids) - p.read)
             if n > 0:
-                chunks.append(p)
+                prompts.append(p)
                 lengths.append(n)
                 contexts.append(p.read)
                 blocks.append(p.blocks)
@@ -231,82 +224,86 @@ class _Generation:
             return None, []
         hidden = self.decoder.hidden(torch.tensor(ids), CachedContext(self.cache, lengths, contexts, blocks))
         ends = np.cumsum(lengths)[len(self.running) :]
-        read = [
-            (p, hidden[end - 1 : end]) for p, end in zip(chunks, ends, strict=True) if p.read == len(p.ids)
+        ends_of_prompts = [
+            (p, hidden[end - 1 : end]) for p, end in zip(prompts, ends, strict=True) if p.read == len(p.ids)
         ]
-        return hidden[: len(self.running)] if self.running else None, read
+        return hidden[: len(self.running)] if self.running else None, ends_of_prompts
 
-    def _start_samples(self, decoding, reading) -> tuple[torch.Tensor, list[_Sample]]:
-        """Start samples of prompts that are read. Returns the hidden rows to draw from and their samples."""
-        for p, row in reading:
+    def _start_samples(
+        self, decoding: torch.Tensor | None, ends_of_prompts: list[tuple[_Prompt, torch.Tensor]]
+    ) -> tuple[torch.Tensor, list[_Sample]]:
+        """Start samples of prompts that are read. Returns the rows to draw from [n, D], and their samples.
+
+        The arguments are the results of `_forward`.
+        """
+        for p, row in ends_of_prompts:
             p.last = row.clone()
         rows, samples = ([] if decoding is None else [decoding]), list(self.running)
-        for p in list(self.open):
-            while (
-                p.last is not None
-                and p.started < self.sampling.num_generations
-                and len(self.running) < self.concurrency
-            ):
+        G = self.generation_params.num_generations
+        for p in list(self.open_prompts):
+            while p.last is not None and p.started < G and len(self.running) < self.concurrency:
                 sample = _Sample(p, p.started, self._fork(p), Uniforms(self.rng_key, p.index, p.started))
                 p.started += 1
                 self.running.append(sample)
                 samples.append(sample)
                 rows.append(p.last)
-            if p.started == self.sampling.num_generations:
+            if p.started == G:
                 self.cache.release(p.blocks)
-                self.open.remove(p)
+                self.open_prompts.remove(p)
         return (torch.cat(rows) if rows else torch.empty(0)), samples
 
     def _fork(self, p: _Prompt) -> list[int]:
-        """A sample's blocks:
+        """The cache blocks of a new sample, with room for max_tokens.
 
-        the prompt's full ones shared, its last partial one copied, and room for max_tokens.
+        The sample shares the prompt's full blocks. It gets a copy of the prompt's last block where that is
+        only partly filled.
         """
         full = len(p.ids) // KEY_TILE
-        own = self.cache.allocate(_blocks_for(len(p.ids) + self.sampling.max_tokens) - full)
+        new = self.cache.allocate(_blocks_for(len(p.ids) + self.generation_params.max_tokens) - full)
         if len(p.ids) % KEY_TILE:
-            self.cache.copy(p.blocks[full], own[0])
-        return self.cache.share(p.blocks[:full]) + own
+            self.cache.copy(p.blocks[full], new[0])
+        return self.cache.share(p.blocks[:full]) + new
 
     def _draw(self, hidden: torch.Tensor, samples: list[_Sample]) -> None:
-        """Draw one token for each row and end the samples that are complete."""
+        """Draw one token for each row of `hidden` [n, D], and end the samples that are complete."""
         if not samples:
             return
-        sampling_params = self.sampling.sampling_params
         rows = chunk_rows(self.decoder.config.vocab_size, self.decoder.device)
-        for a in range(0, len(samples), rows):
-            some = samples[a : a + rows]
-            z = scaled_logits(
-                matmul(hidden[a : a + rows].to(self.lm_head.dtype), self.lm_head), sampling_params
-            )
-            self._check_finite(z, some)
-            if self.sampling.logit_noise:
-                places = [(s.prompt.index, s.index, len(s.tokens)) for s in some]
-                noise = logit_noise(self.rng_key.seed, self.rng_key.step, places, z.shape[1])
-                z = z + noise.to(z.device) * self.sampling.logit_noise
-            u = torch.tensor(
-                [s.uniforms.at(len(s.tokens)) for s in some], dtype=torch.float64, device=z.device
-            )
-            ids, logp = drawn_logprobs(z, u, greedy=sampling_params.temperature == 0.0)
-            for s, token, lp in zip(some, ids.tolist(), logp.tolist(), strict=True):
-                s.append(token, lp, self.sampling)
+        for start in range(0, len(samples), rows):
+            self._draw_chunk(hidden[start : start + rows], samples[start : start + rows])
         for s in [s for s in self.running if s.finish]:
             self._end(s)
 
+    def _draw_chunk(self, hidden: torch.Tensor, samples: list[_Sample]) -> None:
+        """Draw one token for each row. The logits of these rows exist at once."""
+        params = self.generation_params
+        z = scaled_logits(matmul(hidden.to(self.lm_head.dtype), self.lm_head), params.sampling_params)
+        self._check_finite(z, samples)
+        if params.logit_noise:
+            places = [(s.prompt.index, s.index, len(s.tokens)) for s in samples]
+            noise = logit_noise(self.rng_key.seed, self.rng_key.step, places, z.shape[1])
+            z = z + noise.to(z.device) * params.logit_noise
+        uniforms = [s.uniforms.at(len(s.tokens)) for s in samples]
+        u = torch.tensor(uniforms, dtype=torch.float64, device=z.device)
+        ids, logp = drawn_logprobs(z, u, greedy=params.sampling_params.temperature == 0.0)
+        for s, token, token_logp in zip(samples, ids.tolist(), logp.tolist(), strict=True):
+            s.append(token, token_logp, params)
+
     def _check_finite(self, z: torch.Tensor, samples: list[_Sample]) -> None:
-        """Raise FloatingPointError where a row has no distribution to draw from."""
+        """Raise FloatingPointError where the logits z [n, V] of a row are no distribution."""
         bad = (~torch.isfinite(z.amax(dim=1))).nonzero()
         if len(bad):
             s = samples[int(bad[0])]
             raise FloatingPointError(
-                f"sampler: the logits of prompt {s.prompt.index}, sample {s.index}, position {len(s.tokens)} are not finite; "
-                f"the weights (version {self.sampler.version}) are damaged or overflow in {self.decoder.dtype}"
+                f"sampler: the logits of prompt {s.prompt.index}, sample {s.index}, "
+                f"position {len(s.tokens)} are not finite; the weights (version {self.sampler.version}) "
+                f"are damaged or overflow in {self.decoder.dtype}"
             )
 
     def _end(self, s: _Sample) -> None:
         self.running.remove(s)
         self.cache.release(s.blocks)
-        self.done[s.prompt.index, s.index] = Rollout(
+        self.rollouts[s.prompt.index, s.index] = Rollout(
             s.prompt.index,
             s.index,
             s.prompt.ids,

@@ -1,6 +1,6 @@
 """What a sampler is asked for and what it returns.
 
-Token ids from end to end; nothing is detokenised in between.
+Prompts and completions are token ids from end to end. Nothing is detokenised in between.
 """
 
 from collections.abc import Sequence
@@ -21,41 +21,32 @@ class GenerationParams:
     sampling_params: SamplingParams
     num_generations: int  # completions of each prompt
     max_tokens: int  # completion tokens at most, the stop token included
-    stop_ids: frozenset[
-        int
-    ]  # a completion ends with the first of these; it is part of the completion and trained on
-    logit_noise: float = (
-        0.0  # standard deviation of noise on each logit (see logit_noise; the native sampler only)
-    )
+    # A completion ends with the first of these tokens. That token is part of the completion and trained on.
+    stop_ids: frozenset[int]
+    # Standard deviation of the noise on each logit (see logit_noise below). Only the native sampler has it.
+    logit_noise: float = 0.0
 
 
 @dataclass(frozen=True)
 class RngKey:
-    """What the random numbers of one `generate` call are keyed by, beside prompt, sample and position."""
+    """The key of the random numbers of one `generate` call, beside prompt, sample and position."""
 
     seed: int
     step: int
     stream: Stream = Stream.SAMPLE
-    first_prompt: int = (
-        0  # place in the step of the call's first prompt, for a call that draws a part of a step
-    )
+    first_prompt: int = 0  # index in the step of the call's first prompt, where a call draws a part of a step
 
     def uniforms(
-        self, prompts: Sequence[int], num_generations: Sequence[int], positions: Sequence[int]
+        self, prompts: Sequence[int], samples: Sequence[int], positions: Sequence[int]
     ) -> np.ndarray:
         """One uniform number for each (prompt, sample, position), [n] fp64."""
-        n = len(prompts)
-        counter = np.empty((n, 4), np.uint64)
-        counter[:, 0], counter[:, 1], counter[:, 2], counter[:, 3] = (
-            positions,
-            num_generations,
-            prompts,
-            self.step,
-        )
+        counter = np.empty((len(prompts), 4), np.uint64)
+        for column, values in enumerate((positions, samples, prompts, self.step)):
+            counter[:, column] = values
         return uniform(counter, self.seed, self.stream)
 
 
-# Positions whose numbers are made at once.
+# Positions whose numbers are computed at once.
 _AHEAD = 64
 
 
@@ -70,22 +61,21 @@ class Uniforms:
         """The number that draws the token at `position`."""
         start = position - position % _AHEAD
         if start != self._start:
-            places = range(start, start + _AHEAD)
-            self._start, self._numbers = (
-                start,
-                self._rng_key.uniforms([self._prompt] * _AHEAD, [self._sample] * _AHEAD, places),
+            self._numbers = self._rng_key.uniforms(
+                [self._prompt] * _AHEAD, [self._sample] * _AHEAD, range(start, start + _AHEAD)
             )
+            self._start = start
         return self._numbers[position - start]
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One completion. prompt and sample are its place in the step, [P, G]."""
+    """One completion. prompt and sample are its indices in the step, [P, G]."""
 
     prompt: int
     sample: int
     prompt_ids: tuple[int, ...]
-    completion_ids: tuple[int, ...]  # never empty: ends with a stop id, or was cut at max_tokens
+    completion_ids: tuple[int, ...]  # never empty; ends with a stop id, or was cut at max_tokens
     logprobs: np.ndarray  # [C] fp32, log-probability of each token under the distribution it was drawn from
     finish: str  # "stop" or "length"
     weight_version: int
@@ -106,17 +96,18 @@ class Sampler(Protocol):
         ...
 
     def sync_weights(self, version: int) -> None:
-        """Sample with the trainer's weights as they are now; rollouts carry `version` from now on."""
+        """Sample with the trainer's weights as they are now. From now on rollouts carry `version`."""
         ...
 
     def close(self) -> None:
-        """End what runs outside this process."""
+        """End whatever runs outside this process."""
         ...
 
 
 def logit_noise(seed: int, step: int, places: Sequence[tuple[int, int, int]], V: int) -> torch.Tensor:
-    """Standard normal numbers [n, V] fp32 for places (prompt, sample, position), by Box and Muller (1958)
-    from counter-based ones.
+    """Standard normal numbers [n, V] fp32, one row for each of n places (prompt, sample, position).
+
+    They come from counter-based uniform numbers, by Box and Muller (1958).
     """
     counter = np.array(
         [(position, sample, prompt, step) for prompt, sample, position in places], np.uint64

@@ -1,7 +1,9 @@
 """vLLM as an engine of an audit: stock (its own model, attention and sampler), and with zerokl inside.
 
-Of stock vLLM nothing is patched: a score is its prompt logprobs, and operations are read by forward hooks on
-its in-process model.
+Nothing of stock vLLM is patched. Its prompt logprobs are the score, and forward hooks on its in-process model
+read the operations.
+
+Shapes: C completion tokens, T tokens of one sequence, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,9 +31,10 @@ Record = Callable[[str, torch.Tensor], None]
 
 
 class VllmZeroklEngine(ZeroklEngine):
-    """Draws with vLLM that runs our decoder, and is traced there; scores with the same weights outside of it.
-    On a GPU both are in this process. In a process of its own (multiprocess) vLLM's model is out of reach,
-    and the trace is of a forward outside of it.
+    """Draws with a vLLM that runs our decoder, and traces that decoder. Scores outside vLLM.
+
+    Both compute with the same weights. On a GPU both are in this process. With `multiprocess`, vLLM runs in a
+    process of its own. Its model is then out of reach, so the trace is of a forward outside vLLM.
     """
 
     def __init__(
@@ -65,23 +68,22 @@ class VllmZeroklEngine(ZeroklEngine):
         )
 
     def _forward(self, ids: torch.Tensor, hook: Hook) -> torch.Tensor:
-        """vLLM's forward over one prompt, of which it draws one token."""
-        passes: list[torch.Tensor] = []
+        """vLLM's forward over one prompt, after which it draws one token: hidden states [T, D]."""
+        hidden_of_passes: list[torch.Tensor] = []
 
-        def heard(name: str, x: torch.Tensor) -> None:
+        def hook_and_keep(name: str, x: torch.Tensor) -> None:
             hook(name, x)
             if name == "norm":
-                passes.append(x.clone())
+                hidden_of_passes.append(x.clone())
 
         self.drop_caches()
-        self.sampler.llm.apply_model(lambda model: setattr(model, "hook", heard))
+        self.sampler.llm.apply_model(lambda model: setattr(model, "hook", hook_and_keep))
         try:
-            self.sampler.generate(
-                [ids.tolist()], GenerationParams(SamplingParams(), 1, 1, frozenset()), RngKey(0, 0)
-            )
+            one_token = GenerationParams(SamplingParams(), 1, 1, frozenset())
+            self.sampler.generate([ids.tolist()], one_token, RngKey(0, 0))
         finally:
             self.sampler.llm.apply_model(lambda model: setattr(model, "hook", no_hook))
-        return torch.cat(passes)
+        return torch.cat(hidden_of_passes)
 
     def drop_caches(self) -> bool:
         """See Engine."""
@@ -106,9 +108,8 @@ class VllmEngine:
             max_model_len=min(context, _CONTEXT),
             enforce_eager=True,
             skip_tokenizer_init=True,
-            max_num_batched_tokens=max(
-                2048, min(context, _CONTEXT)
-            ),  # a sequence is one forward, never chunks
+            # One forward takes a whole sequence, never a chunk of it.
+            max_num_batched_tokens=max(2048, min(context, _CONTEXT)),
             logprobs_mode="processed_logprobs",
             enable_prefix_caching=False,
             kv_cache_memory_bytes=_CACHE_BYTES,
@@ -120,12 +121,12 @@ class VllmEngine:
         self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, seed: int
     ) -> list[Rollout]:
         """See Engine."""
-        d = generation_params.sampling_params
-        params = [
+        sampling_params = generation_params.sampling_params
+        requests = [
             _params(
-                temperature=d.temperature,
-                top_k=d.top_k,
-                top_p=d.top_p,
+                temperature=sampling_params.temperature,
+                top_k=sampling_params.top_k,
+                top_p=sampling_params.top_p,
                 max_tokens=generation_params.max_tokens,
                 logprobs=0,
                 seed=seed * len(prompts) + i,
@@ -133,33 +134,31 @@ class VllmEngine:
             )
             for i in range(len(prompts))
         ]
-        outputs = self._run([list(p) for p in prompts], params)
         rollouts = []
-        for i, out in enumerate(outputs):
-            (done,) = out.outputs
-            logprobs = np.array(
-                [done.logprobs[n][t].logprob for n, t in enumerate(done.token_ids)], np.float32
-            )
-            rollouts.append(
-                Rollout(i, 0, tuple(prompts[i]), tuple(done.token_ids), logprobs, done.finish_reason, 0)
-            )
+        for i, out in enumerate(self._run([list(p) for p in prompts], requests)):
+            (completion,) = out.outputs
+            tokens = tuple(completion.token_ids)
+            logprobs = [completion.logprobs[n][token].logprob for n, token in enumerate(tokens)]
+            logp, finish = np.array(logprobs, np.float32), completion.finish_reason
+            rollouts.append(Rollout(i, 0, tuple(prompts[i]), tokens, logp, finish, 0))
         return rollouts
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Compute with these weights (checkpoint names, any float dtype), rounded to the model's, from now
-        on.
+        """Compute with these weights from now on.
+
+        They have checkpoint names and any float dtype, and are rounded to the model's dtype.
         """
         from .vllm.weights import pack_head
 
-        # vLLM's own way, which undoes and repeats what it did to the weights after it first loaded them. In
-        # process: nothing is pickled.
+        # vLLM's own way of loading again. It undoes and repeats what vLLM did to the weights after it first
+        # loaded them. vLLM is in this process, so nothing is pickled.
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(list(weights.items()))})
         self.llm.apply_model(pack_head)
 
     def scores_together(self, sampling_params: SamplingParams) -> bool:
-        """Whether `score` can put several sequences into one forward:
+        """Whether `score` can put several sequences into one forward.
 
-        for the distribution of vLLM's prompt logprobs.
+        It can for the distribution that vLLM's prompt logprobs are under.
         """
         return sampling_params.temperature == 0.0 or sampling_params == SamplingParams()
 
@@ -168,15 +167,21 @@ class VllmEngine:
     ) -> list[np.ndarray]:
         """See Engine.
 
-        vLLM's prompt logprobs ignore temperature, top-k and top-p; with any, its logits go through its
-        sampler's steps.
+        vLLM's prompt logprobs ignore temperature, top-k and top-p. Where one of them is set, vLLM's logits go
+        through the steps of its sampler instead.
         """
         if not self.scores_together(sampling_params):
             return [self._logprobs(self._logits(pair), pair[1], sampling_params) for pair in pairs]
-        ids = [[*p, *c] for p, c in pairs]
-        params = _params(max_tokens=1, prompt_logprobs=0)
-        outputs = self._run(ids, params) if together else [self._run([x], params)[0] for x in ids]
-        return [_prompt_logprobs(out, len(c)) for out, (_, c) in zip(outputs, pairs, strict=True)]
+        sequences = [[*prompt, *completion] for prompt, completion in pairs]
+        request = _params(max_tokens=1, prompt_logprobs=0)
+        if together:
+            outputs = self._run(sequences, request)
+        else:
+            outputs = [self._run([ids], request)[0] for ids in sequences]
+        return [
+            _prompt_logprobs(out, len(completion))
+            for out, (_, completion) in zip(outputs, pairs, strict=True)
+        ]
 
     def _logits(self, pair: Pair) -> torch.Tensor:
         """vLLM's logits [T, V] of one sequence's inputs."""
@@ -185,56 +190,48 @@ class VllmEngine:
     def _logprobs(
         self, logits: torch.Tensor, completion: Sequence[int], sampling_params: SamplingParams
     ) -> np.ndarray:
-        """As vllm/v1/sample/sampler.py computes them:
+        """logits [T, V] -> logp [C], in the steps of vllm/v1/sample/sampler.py.
 
-        temperature, top-k and top-p, log-softmax. logits [T, V] -> [C].
+        The steps are: temperature, top-k and top-p, log-softmax.
         """
         from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
         from vllm.v1.sample.sampler import Sampler
 
         C, device = len(completion), self._device
         z = logits[-C:].to(device, torch.float32)
-        if sampling_params.temperature > 0.0:
-            z = Sampler.apply_temperature(
-                z, torch.full((C,), sampling_params.temperature, device=device), all_random=True
-            )
-            k = (
-                torch.full((C,), sampling_params.top_k, device=device)
-                if 0 < sampling_params.top_k < z.shape[1]
-                else None
-            )
-            p = (
-                torch.full((C,), sampling_params.top_p, device=device)
-                if sampling_params.top_p < 1.0
-                else None
-            )
+        temperature, top_k, top_p = sampling_params
+        if temperature > 0.0:
+            z = Sampler.apply_temperature(z, torch.full((C,), temperature, device=device), all_random=True)
+            k = torch.full((C,), top_k, device=device) if 0 < top_k < z.shape[1] else None
+            p = torch.full((C,), top_p, device=device) if top_p < 1.0 else None
             z = apply_top_k_top_p(z, k, p)
         drawn = torch.tensor([*completion], device=device).unsqueeze(1)
         return Sampler.compute_logprobs(z).gather(1, drawn).squeeze(1).cpu().numpy()
 
     def decode(self, pairs: Sequence[Pair], sampling_params: SamplingParams) -> None:
-        """vLLM cannot be told which tokens to draw."""
+        """See Engine. It returns None: vLLM cannot be told which tokens to draw."""
 
     def trace(self, pair: Pair, sampling_params: SamplingParams) -> Trace:
         """See Engine."""
-        found = self._hooked(pair, lambda model, record: list(_hooks(model, record)))
-        found["logprob"] = torch.from_numpy(
-            self._logprobs(found["logits"], pair[1], sampling_params)
-        ).unsqueeze(1)
-        return in_order(found, self._layers)
+        trace = self._hooked(pair, lambda model, record: list(_hooks(model, record)))
+        logp = self._logprobs(trace["logits"], pair[1], sampling_params)
+        trace["logprob"] = torch.from_numpy(logp).unsqueeze(1)
+        return in_order(trace, self._layers)
 
     def drop_caches(self) -> bool:
         """See Engine."""
         return False
 
     def _hooked(self, pair: Pair, attach: Callable[[torch.nn.Module, Record], list[Any]]) -> Trace:
-        """What the hooks that `attach` puts on vLLM's model record of one sequence's forward. Its logits come
-        in two calls: the last row, to draw from, then those before it, for the prompt's logprobs.
+        """The records of one sequence's forward, made by hooks that `attach` puts on vLLM's model.
+
+        vLLM computes the logits in two calls: first the last row, to draw from it, then the rows before it,
+        for the prompt's logprobs.
         """
-        found: dict[str, list[torch.Tensor]] = {}
+        records: dict[str, list[torch.Tensor]] = {}
 
         def record(name: str, x: torch.Tensor) -> None:
-            found.setdefault(name, []).append(x.reshape(x.shape[0], -1).to("cpu", copy=True))
+            records.setdefault(name, []).append(x.reshape(x.shape[0], -1).to("cpu", copy=True))
 
         handles = self.llm.apply_model(lambda model: attach(model, record))[0]
         try:
@@ -242,16 +239,17 @@ class VllmEngine:
         finally:
             for handle in handles:
                 handle.remove()
-        return {name: torch.cat(parts[::-1]) for name, parts in found.items()}
+        return {name: torch.cat(parts[::-1]) for name, parts in records.items()}
 
     def _run(self, ids: list[list[int]], params: Any) -> list[Any]:
         return self.llm.generate([{"prompt_token_ids": x} for x in ids], params, use_tqdm=False)
 
 
-def _params(**given: Any) -> Any:
+def _params(**options: Any) -> Any:
+    """vLLM's own SamplingParams."""
     from vllm import SamplingParams
 
-    return SamplingParams(ignore_eos=True, detokenize=False, **given)
+    return SamplingParams(ignore_eos=True, detokenize=False, **options)
 
 
 def _prompt_logprobs(out: Any, tokens: int) -> np.ndarray:
@@ -264,59 +262,79 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _after(module: torch.nn.Module, take: Callable[[Any], None]) -> Any:
+    """Hand every output of `module` to `take`. Returns the hook's handle."""
+    return module.register_forward_hook(lambda _module, _inputs, out: take(out))
+
+
 def _logits_hook(causal: torch.nn.Module, record: Record) -> Any:
-    return causal.logits_processor.register_forward_hook(lambda _m, _i, out: record("logits", out))
+    return _after(causal.logits_processor, lambda out: record("logits", out))
 
 
 def _hooks(causal: torch.nn.Module, record: Record) -> Iterator[Any]:
-    """Attach hooks to vLLM's Qwen and Llama models; fused projections are split, and fused residual additions
-    told apart.
+    """Attach hooks to vLLM's Qwen and Llama models, under the names of model/op_names.py.
+
+    vLLM fuses projections, and fuses residual additions with norms. Their outputs are recorded separately.
     """
     model = causal.model
-    current = [0]  # the layer whose attention runs: all layers share one rotary module
-
-    def after(module: torch.nn.Module, say: Callable[[Any], None]) -> Any:
-        return module.register_forward_hook(lambda _m, _i, out: say(out))
-
-    def norm(name: str, residual: str) -> Callable[[Any], None]:
-        def say(out: Any) -> None:
-            if isinstance(out, tuple):
-                record(name, out[0])
-                record(residual, out[1])
-            else:
-                record(name, out)
-
-        return say
-
-    def split(names: Sequence[str], widths: Callable[[], Sequence[int]]) -> Callable[[Any], None]:
-        def say(out: Any) -> None:
-            for name, part in zip(names, output(out).split(list(widths()), dim=-1), strict=True):
-                record(name, part)
-
-        return say
-
-    yield after(model.embed_tokens, lambda out: record("embed", out))
+    yield _after(model.embed_tokens, lambda out: record("embed", out))
     for i, layer in enumerate(model.layers):
-        at, attn, mlp = f"layers.{i}.", layer.self_attn, layer.mlp
-        yield after(layer.input_layernorm, norm(at + "input_norm", f"layers.{i - 1}.mlp_residual"))
-        yield attn.register_forward_pre_hook(lambda *_, i=i: current.__setitem__(0, i))
-        widths = lambda a=attn: (a.q_size, a.kv_size, a.kv_size)
-        yield after(attn.qkv_proj, split([at + n for n in ("q_proj", "k_proj", "v_proj")], widths))
-        for n in ("q_norm", "k_norm"):
-            if hasattr(attn, n):
-                yield after(getattr(attn, n), lambda out, name=at + n: record(name, output(out)))
-        yield after(attn.attn, lambda out, name=at + "attention": record(name, out))
-        yield after(attn.o_proj, lambda out, name=at + "o_proj": record(name, output(out)))
-        yield after(layer.post_attention_layernorm, norm(at + "post_norm", at + "attention_residual"))
-        half = lambda m=mlp: (m.gate_up_proj.output_size // 2,) * 2
-        yield after(mlp.gate_up_proj, split([at + "gate_proj", at + "up_proj"], half))
-        yield after(mlp.act_fn, lambda out, name=at + "silu_mul": record(name, out))
-        yield after(mlp.down_proj, lambda out, name=at + "down_proj": record(name, output(out)))
+        yield from _layer_hooks(i, layer, record)
+    yield from _rope_hooks(model, record)
+    yield _after(model.norm, _norm(record, "norm", f"layers.{len(model.layers) - 1}.mlp_residual"))
+    yield _logits_hook(causal, record)
 
-    def rope(out: Any) -> None:
+
+def _layer_hooks(i: int, layer: torch.nn.Module, record: Record) -> Iterator[Any]:
+    prefix, attn, mlp = f"layers.{i}.", layer.self_attn, layer.mlp
+
+    def take(op: str) -> Callable[[Any], None]:
+        return lambda out: record(prefix + op, output(out))
+
+    def split(ops: Sequence[str], widths: Sequence[int]) -> Callable[[Any], None]:
+        def record_parts(out: Any) -> None:
+            for op, part in zip(ops, output(out).split(list(widths), dim=-1), strict=True):
+                record(prefix + op, part)
+
+        return record_parts
+
+    yield _after(layer.input_layernorm, _norm(record, prefix + "input_norm", f"layers.{i - 1}.mlp_residual"))
+    qkv_widths = (attn.q_size, attn.kv_size, attn.kv_size)
+    yield _after(attn.qkv_proj, split(("q_proj", "k_proj", "v_proj"), qkv_widths))
+    for op in ("q_norm", "k_norm"):
+        if hasattr(attn, op):
+            yield _after(getattr(attn, op), take(op))
+    yield _after(attn.attn, take("attention"))
+    yield _after(attn.o_proj, take("o_proj"))
+    after_attention = _norm(record, prefix + "post_norm", prefix + "attention_residual")
+    yield _after(layer.post_attention_layernorm, after_attention)
+    gate_up_widths = (mlp.gate_up_proj.output_size // 2,) * 2
+    yield _after(mlp.gate_up_proj, split(("gate_proj", "up_proj"), gate_up_widths))
+    yield _after(mlp.act_fn, take("silu_mul"))
+    yield _after(mlp.down_proj, take("down_proj"))
+
+
+def _norm(record: Record, name: str, residual: str) -> Callable[[Any], None]:
+    """Records a norm's output, and the residual stream where the norm adds to it."""
+
+    def take(out: Any) -> None:
+        if isinstance(out, tuple):
+            record(name, out[0])
+            record(residual, out[1])
+        else:
+            record(name, out)
+
+    return take
+
+
+def _rope_hooks(model: torch.nn.Module, record: Record) -> Iterator[Any]:
+    """All layers share one rotary module, so a hook on each layer's attention notes which layer runs."""
+    current = [0]
+
+    def take(out: Any) -> None:
         for name, x in zip(("q_rope", "k_rope"), out, strict=True):
             record(f"layers.{current[0]}.{name}", x)
 
-    yield after(model.layers[0].self_attn.rotary_emb, rope)
-    yield after(model.norm, norm("norm", f"layers.{len(model.layers) - 1}.mlp_residual"))
-    yield _logits_hook(causal, record)
+    for i, layer in enumerate(model.layers):
+        yield layer.self_attn.register_forward_pre_hook(lambda *_, i=i: current.__setitem__(0, i))
+    yield _after(model.layers[0].self_attn.rotary_emb, take)

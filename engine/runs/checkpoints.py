@@ -1,8 +1,8 @@
-"""Checkpoints that a run goes on from: saved whole, found by their hashes, restored to the bit.
+"""Checkpoints from which a run goes on: saved whole, checked by their hashes, restored to the bit.
 
-RUN/checkpoints/step-NNNNNN is a Hugging Face checkpoint with the fp32 master weights; trainer/ inside it
-holds the optimizer's moments (safetensors) and what else a step reads (JSON). NNNNNN steps are done. Nothing
-that loads can run code.
+RUN/checkpoints/step-NNNNNN is a Hugging Face checkpoint with the fp32 master weights, after NNNNNN steps. Its
+folder trainer/ holds the optimizer's moments (safetensors) and the rest of what a step reads (JSON). Loading
+a checkpoint never runs code from it.
 """
 
 import json
@@ -22,25 +22,25 @@ from ...model.weights import Layout
 from ...verify.files import manifest_damage
 from ...verify.ledger import LedgerFile, hash_tree
 from ..config import Config
-from ..train.state import TrainState
 from ..train.loss_scaling import LossScaler
+from ..train.state import TrainState
 
 SMALL_FILE = "trainer/state.json"
-# Put after the name of a checkpoint that cannot be used, so that a new one finds its place and the old is not
-# lost.
+# Added to the name of a checkpoint that cannot be used. A new one can then take its place, and the old one is
+# kept.
 DAMAGED = ".damaged"
-# The optimizer's moments in STATE_FILE, [layout.numel] fp32 each, whatever the number of ranks that wrote
-# them.
+# The optimizer's moments in STATE_FILE: [layout.numel] fp32 each, for any number of ranks.
 _MOMENTS = ("first_moment", "second_moment")
-# A LossScaler's whole state.
+# The whole state of a LossScaler.
 _SCALER = ("scale", "clean", "in_a_row")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An intact checkpoint, `step` steps into its run, whose ledger ended with `chain` then.
+    """An intact checkpoint, made after `step` steps of its run.
 
-    scaler: the loss scaler's state. logs: the SHA-256 of metrics and rollouts as they were then.
+    chain: the last chain value of the run's ledger at that time. scaler: the state of the loss scaler. logs:
+    file name -> SHA-256 of metrics and rollouts at that time.
     """
 
     folder: Path
@@ -55,76 +55,93 @@ class Checkpoint:
 def save_checkpoint(
     state: TrainState, target: Path, companions: Path, extra: dict[str, str], logs: dict[str, str], keep: int
 ) -> None:
-    """Write everything a resumed run needs, then drop all but the `keep` newest (0: all). For all ranks at
-    once; the first one writes.
+    """Write everything that a resumed run needs, and delete all but the `keep` newest checkpoints.
 
-    Raises OSError, leaving nothing half-written.
+    keep: 0 deletes none. companions: the folder whose tokenizer and chat files are copied. extra: further
+    files, name -> text. logs: see Checkpoint. All ranks must call this together; rank 0 writes.
+
+    Raises OSError. Then no part of the new checkpoint is left.
     """
     optimizer = state.optimizer
     master, *moments = optimizer.collect_master(), *map(optimizer.slices.collect, optimizer.moments)
     if not state.ranks.first:
         return
     assert state.recorder is not None
-    state.recorder.ledger.sync()  # a checkpoint never runs ahead of the ledger
+    state.recorder.ledger.sync()  # a checkpoint must never be ahead of the ledger on the disk
     small = {
-        "step": state.step, "version": state.version, "updates": optimizer.updates, "chain": state.recorder.ledger.chain,
-        "scaler": {name: getattr(state.scaler, name) for name in _SCALER}, "logs": logs,
+        "step": state.step,
+        "version": state.version,
+        "updates": optimizer.updates,
+        "chain": state.recorder.ledger.chain,
+        "scaler": {name: getattr(state.scaler, name) for name in _SCALER},
+        "logs": logs,
     }
     texts = extra | {SMALL_FILE: json.dumps(small, indent=1) + "\n"}
-    write_checkpoint(target, optimizer.layout, master, companions, texts, state=dict(zip(_MOMENTS, moments, strict=True)))
+    tensors = dict(zip(_MOMENTS, moments, strict=True))
+    write_checkpoint(target, optimizer.layout, master, companions, texts, state=tensors)
     for folder in checkpoint_folders(target.parent.parent)[keep:] if keep else []:
-        doomed = folder.with_name(f".{folder.name}.dropped")
-        folder.rename(doomed)  # a half-deleted checkpoint never has the name of one
-        shutil.rmtree(doomed)
+        # Renamed first, so that a half-deleted folder does not look like a checkpoint.
+        dropped = folder.with_name(f".{folder.name}.dropped")
+        folder.rename(dropped)
+        shutil.rmtree(dropped)
 
 
 def checkpoint_folders(run: Path) -> list[Path]:
-    """The checkpoints of a run by name, newest first."""
-    return sorted((p for p in run.glob("checkpoints/step-*") if p.is_dir() and p.name[5:].isdigit()), key=lambda p: -int(p.name[5:]))
+    """The checkpoint folders of a run, newest first, found by their names."""
+    folders = (p for p in run.glob("checkpoints/step-*") if p.is_dir() and p.name[5:].isdigit())
+    return sorted(folders, key=lambda p: -int(p.name[5:]))
 
 
 def open_checkpoint(folder: Path) -> tuple[Checkpoint | None, str]:
-    """The checkpoint, or None and what is wrong with it, naming the file."""
+    """The checkpoint and ""; or None and what is wrong with it, with the name of the file."""
     if damage := manifest_damage(folder):
         return None, damage
     path = folder / SMALL_FILE
     try:
         small: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        found = Checkpoint(folder, **small)
+        checkpoint = Checkpoint(folder, **small)
     except (OSError, ValueError, TypeError) as error:
         return None, f"{path} is no training state ({type(error).__name__})"
-    if folder.name != f"step-{found.step:06d}":
-        return None, f"{folder} holds step {found.step}"
-    return found, ""
+    if folder.name != f"step-{checkpoint.step:06d}":
+        return None, f"{folder} holds step {checkpoint.step}"
+    return checkpoint, ""
 
 
 def checked_checkpoint(folder: Path, ledger: LedgerFile) -> tuple[Checkpoint | None, str]:
-    """An intact checkpoint of this ledger, with the bits whose hashes are in it; or None and what is wrong,
-    naming the file.
+    """The checkpoint and "", if it is intact and has the bits that this ledger holds the hashes of.
+
+    Otherwise None and what is wrong, with the name of the file.
     """
-    found, damage = open_checkpoint(folder)
-    if found is None:
+    checkpoint, damage = open_checkpoint(folder)
+    if checkpoint is None:
         return None, damage
-    if ledger.chain_at(found.step) != found.chain:
+    if ledger.chain_at(checkpoint.step) != checkpoint.chain:
         return None, f"{folder} is not a checkpoint of {ledger.path}"
+    if not checkpoint.step:  # nothing is in the ledger yet
+        return checkpoint, ""
     try:
-        other = _other_bits(folder, ledger.lines[found.step - 1].quantities) if found.step else None
+        different = _different_bits(folder, ledger.lines[checkpoint.step - 1].quantities)
     except ValueError as error:
         return None, str(error)
-    return (None, f"the {other} in {folder} are not those whose hash is in {ledger.path}") if other else (found, "")
+    if different:
+        return None, f"the {different} in {folder} are not those whose hash is in {ledger.path}"
+    return checkpoint, ""
 
 
 def usable_checkpoint(folder: Path, ledger: LedgerFile, config: Config) -> tuple[Checkpoint | None, str]:
-    """A checkpoint that a run can go on from, or that a replay can begin at; or None and why not."""
+    """The checkpoint and "", if a run can go on from it or a replay can begin at it; or None and why not."""
     if config.samples_older_weights:
-        return None, f"{folder} does not hold the older weights that max_staleness or mismatch.delay samples from"
+        return None, (
+            f"{folder} does not hold the older weights that max_staleness or perturb.delay samples from"
+        )
     return checked_checkpoint(folder, ledger)
 
 
-def _other_bits(folder: Path, hashes: Mapping[str, str]) -> str | None:
-    """What the checkpoint holds other bits of, as far as the step's line in the ledger has its hash.
+def _different_bits(folder: Path, hashes: Mapping[str, str]) -> str | None:
+    """The first quantity whose bits in the checkpoint differ from its hash; None where no quantity does.
 
-    Raises ValueError.
+    hashes: name -> hash, from the step's line in the ledger. A quantity without a hash is not checked.
+    Raises ValueError for a checkpoint of another model.
     """
     layout = Layout(ModelConfig.from_file(folder))
 
@@ -141,9 +158,9 @@ def _other_bits(folder: Path, hashes: Mapping[str, str]) -> str | None:
 
 @contextmanager
 def _moments(folder: Path, layout: Layout) -> Iterator[list[Any]]:
-    """The moments in a checkpoint, [layout.numel] fp32 each, to be read by slices.
+    """The moments in a checkpoint, [layout.numel] fp32 each, which can be read slice by slice.
 
-    Raises ValueError for another model's.
+    Raises ValueError where they are of another model.
     """
     path = folder / STATE_FILE
     try:
@@ -159,20 +176,24 @@ def _moments(folder: Path, layout: Layout) -> Iterator[list[Any]]:
 
 @torch.no_grad()
 def restore(state: TrainState, checkpoint: Checkpoint) -> None:
-    """Put weights, optimizer and counters back. Raises ValueError when the files do not fit the model."""
+    """Put weights, optimizer, loss scale and counters back.
+
+    Raises ValueError when the files do not fit the model.
+    """
     optimizer = state.optimizer
     with _moments(checkpoint.folder, optimizer.layout) as moments:
-        for mine, stored in zip(optimizer.moments, moments, strict=True):
-            mine.copy_(stored[optimizer.slices.own])
+        for moment, stored in zip(optimizer.moments, moments, strict=True):
+            moment.copy_(stored[optimizer.slices.own])
     for name in _SCALER:
         setattr(state.scaler, name, checkpoint.scaler[name])
     optimizer.updates = checkpoint.updates
-    _begin_at(state, read_weights(checkpoint.folder, state.policy.layout), checkpoint.step, checkpoint.version)
+    master = read_weights(checkpoint.folder, state.policy.layout)
+    _begin_at(state, master, checkpoint.step, checkpoint.version)
 
 
 @torch.no_grad()
 def rewind(state: TrainState, master: torch.Tensor) -> None:
-    """Back to before the first step, with the first weights `master` [layout.numel]."""
+    """Put the state back to before the first step. master: the first weights, [layout.numel] fp32."""
     for moment in state.optimizer.moments:
         moment.zero_()
     state.optimizer.updates = 0
@@ -187,7 +208,7 @@ def _begin_at(state: TrainState, master: torch.Tensor, step: int, version: int) 
 
 
 def clear_leftovers(run: Path) -> None:
-    """Remove what a killed process left half-written or half-deleted."""
+    """Remove what a killed process left half-written or half-deleted in the folder of a run."""
     for pattern in ("checkpoints/.step-*.partial-*", "checkpoints/.step-*.dropped", ".*.partial-*"):
-        for left in run.glob(pattern):
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        for path in run.glob(pattern):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()

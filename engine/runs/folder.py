@@ -1,4 +1,4 @@
-"""What a run leaves in its folder: metrics, rollouts, TensorBoard, a plot and a summary."""
+"""The files of a run: its configuration, metrics, rollouts, TensorBoard files and plot."""
 
 import hashlib
 import json
@@ -13,18 +13,32 @@ from ...verify.ledger import LEDGER
 from ..train.state import StepRecord
 
 METRICS, ROLLOUTS = "metrics.jsonl", "rollouts.jsonl"
-_OF_A_RUN = ("config.toml", LEDGER, METRICS, ROLLOUTS, "checkpoints", "summary.json", "reward.png", "tensorboard", "mismatch")
+# What a folder holds only if it is the folder of a run.
+_RUN_FILES = (
+    "config.toml",
+    LEDGER,
+    METRICS,
+    ROLLOUTS,
+    "checkpoints",
+    "summary.json",
+    "reward.png",
+    "tensorboard",
+    "mismatch",
+)
 
 
 def refuse_taken(path: Path) -> None:
     """Raise ValueError when the folder already holds a run."""
-    taken = [name for name in _OF_A_RUN if (path / name).exists()]
-    if taken:
-        raise ValueError(f"run: {path} already holds a run ({taken[0]}); choose another --run-dir")
+    present = [name for name in _RUN_FILES if (path / name).exists()]
+    if present:
+        raise ValueError(f"run: {path} already holds a run ({present[0]}); choose another --run_dir")
 
 
 def finite(x: Any) -> Any:
-    """x, of dicts, lists and numbers, for JSON, which has no infinities and no NaN: they become null."""
+    """A copy of x for JSON, which has no infinities and no NaN: they become null.
+
+    x: dicts, lists and values.
+    """
     if isinstance(x, dict):
         return {k: finite(v) for k, v in x.items()}
     if isinstance(x, list):
@@ -33,7 +47,7 @@ def finite(x: Any) -> Any:
 
 
 class _Log:
-    """A JSONL file that is appended to, and its hash."""
+    """A JSONL file to which lines are appended, and the hash of its content."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -55,14 +69,15 @@ class _Log:
 
 
 class RunFolder:
-    """The files of a run, new or, with the number of steps that are `done`, gone on from.
+    """The files of a run in the folder `path`."""
 
-    Raises ValueError when the folder already holds one: nothing is ever overwritten.
-    """
+    def __init__(self, path: Path, config_toml: str, steps_done: int | None = None):
+        """steps_done: of a run that goes on; None for a new run.
 
-    def __init__(self, path: Path, config_toml: str, done: int | None = None):
+        Raises ValueError for a new run in a folder that already holds one. No run is ever overwritten.
+        """
         self.path = path
-        if done is None:
+        if steps_done is None:
             refuse_taken(path)
             path.mkdir(parents=True, exist_ok=True)
         write_whole(path / "config.toml", config_toml.encode())
@@ -70,11 +85,11 @@ class RunFolder:
         self._rollouts = _Log(path / ROLLOUTS)
         from torch.utils.tensorboard import SummaryWriter
 
-        # What an interrupted run wrote of later steps is left out by TensorBoard.
-        self._board = SummaryWriter(str(path / "tensorboard"), purge_step=done)
+        # TensorBoard then ignores what the interrupted run wrote about later steps.
+        self._board = SummaryWriter(str(path / "tensorboard"), purge_step=steps_done)
 
     def record(self, record: StepRecord, extra: dict[str, float]) -> None:
-        """Append a finished step."""
+        """Append the metrics and rollouts of a finished step. extra: further metrics of it."""
         metrics = record.metrics | extra
         self._metrics.write([finite(metrics | record.notes)])
         for name, value in metrics.items():
@@ -84,9 +99,9 @@ class RunFolder:
         self._rollouts.write([rollout_line(record, p, g, G) for p in range(P) for g in range(G)])
 
     def sync(self) -> dict[str, str]:
-        """Wait until metrics and rollouts are on the disk:
+        """Wait until metrics and rollouts are on the disk. Returns file name -> SHA-256 of the file so far.
 
-        a checkpoint never runs ahead of them. Returns file -> SHA-256 so far.
+        A checkpoint must never be ahead of these files.
         """
         return {log.path.name: log.sync() for log in (self._metrics, self._rollouts)}
 
@@ -98,21 +113,21 @@ class RunFolder:
 
 
 class NoFolder:
-    """In place of a RunFolder, in a rank that writes nothing."""
+    """Takes the place of a RunFolder in a rank that writes nothing."""
 
     def record(self, record: StepRecord, extra: dict[str, float]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def sync(self) -> dict[str, str]:
-        """Nothing."""
+        """Do nothing."""
         return {}
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def rollout_line(record: StepRecord, p: int, g: int, G: int) -> dict[str, Any]:
-    """One line of rollouts.jsonl."""
+    """The line of rollouts.jsonl for generation g of prompt p; each prompt has G generations."""
     r = record.rollouts[p * G + g]
     return {
         "step": record.metrics["step"],
@@ -132,18 +147,20 @@ def rollout_line(record: StepRecord, p: int, g: int, G: int) -> dict[str, Any]:
 
 
 def plot_reward(metrics: list[dict[str, float]], path: Path) -> None:
-    """Reward, held-out accuracy and mismatch by step, as a picture."""
+    """Write a picture with reward, held-out accuracy and mismatch by step."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     steps = [m["step"] for m in metrics]
-    figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(7, 5), height_ratios=[3, 1], layout="constrained")
+    figure, (above, below) = plt.subplots(
+        2, 1, sharex=True, figsize=(7, 5), height_ratios=[3, 1], layout="constrained"
+    )
     above.plot(steps, [m["reward/mean"] for m in metrics], label="training reward")
-    held = [(m["step"], m["eval/accuracy"]) for m in metrics if "eval/accuracy" in m]
-    if held:
-        above.plot(*zip(*held, strict=True), "o-", label="held-out accuracy")
+    evaluations = [(m["step"], m["eval/accuracy"]) for m in metrics if "eval/accuracy" in m]
+    if evaluations:
+        above.plot(*zip(*evaluations, strict=True), "o-", label="held-out accuracy")
     above.set_ylabel("reward")
     above.set_ylim(bottom=min(0.0, *(m["reward/mean"] for m in metrics)))
     above.grid(alpha=0.3)

@@ -1,8 +1,8 @@
 """`zerokl train --resume`: where an interrupted run can go on, to the bit.
 
-A run goes on from the newest checkpoint that is intact and that ledger, metrics and rollouts reach; these
-files are then cut back to its step. Each file that is damaged is named, and what was cut because of damage is
-kept beside it.
+A run goes on from its newest intact checkpoint whose step the ledger, the metrics and the rollouts reach.
+These three files are then cut back to this step. A message names each damaged file. A file that is cut
+because of damage is first copied beside itself.
 """
 
 import hashlib
@@ -15,71 +15,80 @@ from typing import Any
 
 from ...verify.files import first_free, whole_lines, write_whole
 from ...verify.ledger import LEDGER, Head, LedgerFile, read_ledger
-from .checkpoints import DAMAGED, Checkpoint, checkpoint_folders, clear_leftovers, usable_checkpoint
 from ..config import Config
 from ..config_file import load_config
-from .head import REFERENCE, flat_settings, is_free
+from .checkpoints import DAMAGED, Checkpoint, checkpoint_folders, clear_leftovers, usable_checkpoint
 from .folder import METRICS, ROLLOUTS
+from .head import REFERENCE, flat_settings, is_free
 
 
 @dataclass
 class Log:
-    """A JSONL file of a run, as far as it is intact: `ends`[s] bytes hold the steps before s."""
+    """A JSONL file of a run, as far as it is intact. Its first `ends`[s] bytes hold the steps before s."""
 
     path: Path
     ends: list[int] = field(default_factory=lambda: [0])
     damage: str | None = None
 
     def hash_at(self, step: int) -> str:
-        """SHA-256 of what it holds of the steps before `step`."""
+        """SHA-256 of the part of the file that holds the steps before `step`."""
         return hashlib.sha256(self.path.read_bytes()[: self.ends[step]]).hexdigest()
 
 
 @dataclass
 class Resumption:
-    """Where a run goes on. Nothing is changed before `prepare`."""
+    """Where a run goes on. Only `prepare` changes files."""
 
     path: Path
     config: Config
-    checkpoint: Checkpoint | None  # None: from the first step
+    checkpoint: Checkpoint | None  # None: the run goes on from its first step
     ledger: LedgerFile
     logs: list[Log]
-    history: list[dict[str, float]]
-    messages: list[str]  # a line for each damaged file
-    unusable: list[Path]  # checkpoints that must make room
+    history: list[dict[str, float]]  # the metrics of the steps that are done
+    messages: list[str]  # a line for each file that is damaged or not used
+    unusable: list[Path]  # checkpoints that new ones will replace
 
     @property
     def step(self) -> int:
-        """Steps that are done."""
+        """The number of steps that are done."""
         return self.checkpoint.step if self.checkpoint else 0
 
     def check_head(self, head: Head) -> None:
-        """Raise ValueError when the run would not be the same run:
+        """Raise ValueError when configuration, data or first weights are not those in the run's ledger.
 
-        another configuration, other data, other weights.
+        head: of the ledger that the run would begin with now.
         """
-        held = self.ledger.head
-        if held is None:
+        first_head = self.ledger.head
+        if first_head is None:
             return
-        for key in sorted(held.settings.keys() | head.settings.keys()):
-            if (was := held.settings.get(key)) != (now := head.settings.get(key)):
-                if key == REFERENCE:
-                    place = self.config.loss.ref_model or self.config.model
-                    raise ValueError(
-                        f"resume: the weights of the reference, {place}, are {now}; the run began with {was}; put them back, or set "
-                        f"{REFERENCE} to where they are"
-                    )
-                file = "config.json of the run's first model" if key.startswith("model.") else self.path / "config.toml"
-                raise ValueError(f"resume: {key} is {now!r} in {file} and {was!r} in the ledger; the file was altered")
-        if held.data != head.data:
-            raise ValueError("resume: the training problems are not those of the run; put the task's data back as it was")
-        if held.weights != head.weights:
-            raise ValueError(f"resume: the weights of {self.config.model} are not those that the run began with")
+        for key in sorted(first_head.settings.keys() | head.settings.keys()):
+            if (was := first_head.settings.get(key)) != (now := head.settings.get(key)):
+                raise ValueError(f"resume: {self._altered(key, was, now)}")
+        if first_head.data != head.data:
+            raise ValueError(
+                "resume: the training problems are not those of the run; put the task's data back as it was"
+            )
+        if first_head.weights != head.weights:
+            raise ValueError(
+                f"resume: the weights of {self.config.model} are not those that the run began with"
+            )
+
+    def _altered(self, key: str, was: Any, now: Any) -> str:
+        """Why a run cannot go on whose setting `key` was altered."""
+        if key == REFERENCE:
+            place = self.config.loss.ref_model or self.config.model
+            return (
+                f"the weights of the reference, {place}, are {now}; the run began with {was}; "
+                f"put them back, or set {REFERENCE} to where they are"
+            )
+        of_model = key.startswith("model.")
+        file = "config.json of the run's first model" if of_model else self.path / "config.toml"
+        return f"{key} is {now!r} in {file} and {was!r} in the ledger; the file was altered"
 
     def prepare(self) -> LedgerFile | None:
-        """Cut the files back to `step` and make room for new checkpoints.
+        """Cut the files back to `step`, and rename the unusable checkpoints.
 
-        Returns the ledger that is gone on from, if it has a head.
+        Returns the ledger as it is then; None if the old one has no head.
         """
         clear_leftovers(self.path)
         for folder in self.unusable:
@@ -97,67 +106,84 @@ class Resumption:
 
 
 def _free_name(path: Path) -> Path:
+    """A name beside `path` for a damaged file that is kept."""
     return first_free(path.with_name(f"{path.name}{DAMAGED}{n or ''}") for n in count())
 
 
 def find_resumption(path: Path, overrides: Mapping[str, Any]) -> Resumption:
     """Where the run in the folder `path` can go on.
 
-    Raises ValueError when it holds none, or for an override that decides bits.
+    Raises ValueError for a folder without a run, or an override that decides bits.
     """
     config = run_config(path, overrides)
     ledger = read_ledger(path / LEDGER) if (path / LEDGER).exists() else LedgerFile(path / LEDGER)
     metrics = read_log(path / METRICS, 1)
     rollouts = read_log(path / ROLLOUTS, config.prompts * config.num_generations)
-    messages = [f"{damage}; going on from before it" for damage in (ledger.damage, metrics.damage, rollouts.damage) if damage]
-    checkpoint, unusable, logs = None, [], [metrics, rollouts]
+    files, logs = (ledger, metrics, rollouts), [metrics, rollouts]
+    messages = [f"{file.damage}; going on from before it" for file in files if file.damage]
+    checkpoint, unusable = None, []
     for folder in checkpoint_folders(path):
-        found, damage = usable_checkpoint(folder, ledger, config)
-        if found is None:
-            messages.append(f"{damage}; not used")
-        elif found.step >= min(len(metrics.ends), len(rollouts.ends)):
-            messages.append(f"{folder} is ahead of {METRICS} or {ROLLOUTS}; not used")
-        elif altered := next((log for log in logs if log.hash_at(found.step) != found.logs.get(log.path.name)), None):
-            messages.append(f"{altered.path} was altered before step {found.step}, as its hash in {folder} shows; going on from before it")
-        else:
-            checkpoint = found
+        checkpoint, refusal = _checkpoint_within(folder, ledger, logs, config)
+        if checkpoint is not None:
             break
+        messages.append(refusal)
         unusable.append(folder)
     step = checkpoint.step if checkpoint else 0
     if step > config.steps:
-        raise ValueError(f"resume: steps ({config.steps}) must be at least {step}, the steps that {path} has done")
-    history = [_numbers(json.loads(line)) for line in metrics.path.read_bytes()[: metrics.ends[step]].splitlines()] if step else []
+        raise ValueError(
+            f"resume: steps ({config.steps}) must be at least {step}, the steps that {path} has done"
+        )
+    lines = metrics.path.read_bytes()[: metrics.ends[step]].splitlines() if step else []
+    history = [_numbers(json.loads(line)) for line in lines]
     return Resumption(path, config, checkpoint, ledger, logs, history, messages, unusable)
 
 
+def _checkpoint_within(
+    folder: Path, ledger: LedgerFile, logs: list[Log], config: Config
+) -> tuple[Checkpoint | None, str]:
+    """The checkpoint and "", if ledger and logs reach its step and have its hashes; or None and why not."""
+    checkpoint, damage = usable_checkpoint(folder, ledger, config)
+    if checkpoint is None:
+        return None, f"{damage}; not used"
+    if checkpoint.step >= min(len(log.ends) for log in logs):
+        return None, f"{folder} is ahead of {METRICS} or {ROLLOUTS}; not used"
+    for log in logs:
+        if log.hash_at(checkpoint.step) != checkpoint.logs.get(log.path.name):
+            return None, (
+                f"{log.path} was altered before step {checkpoint.step}, as its hash in {folder} shows; "
+                "going on from before it"
+            )
+    return checkpoint, ""
+
+
 def _numbers(line: dict[str, Any]) -> dict[str, Any]:
-    """A line of metrics as it was before it was written: what JSON has no number for was an infinity."""
-    return {k: float("inf") if v is None else v for k, v in line.items()}
+    """A line of metrics with its infinities. JSON has no number for them, so they were written as null."""
+    return {key: float("inf") if value is None else value for key, value in line.items()}
 
 
 def run_config(path: Path, overrides: Mapping[str, Any]) -> Config:
-    """The configuration of a run with overrides.
+    """The configuration of the run in the folder `path`, with overrides.
 
-    Raises ValueError for one that decides bits, or a folder without a run.
+    Raises ValueError for an override that decides bits, or a folder without a run.
     """
     file = path / "config.toml"
     if not file.exists():
-        raise ValueError(f"run: {path} holds no run (no config.toml); start one with --run-dir {path}")
+        raise ValueError(f"run: {path} holds no run (no config.toml); start one with --run_dir {path}")
     was = load_config(str(file), None, {})
     now = load_config(str(file), None, overrides)
     before, after = flat_settings(was), flat_settings(now)
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key) and not (is_free(key, was) and is_free(key, now)):
             raise ValueError(
-                f"run: {key} ({after.get(key)!r}, was {before.get(key)!r}) decides bits; in a run that exists only what decides none "
-                "can change, such as workers, threads and micro_batch"
+                f"run: {key} ({after.get(key)!r}, was {before.get(key)!r}) decides bits; in a run that "
+                "exists only what decides none can change, such as workers, threads and micro_batch"
             )
     return now
 
 
 def read_log(path: Path, lines_per_step: int) -> Log:
-    """Check every line: JSON, and the step it belongs to."""
-    log, at = Log(path), 0
+    """Read a log, and check of every line that it is JSON and of the step that belongs there."""
+    log, end = Log(path), 0
     lines, _ = whole_lines(path.read_bytes() if path.exists() else b"")
     for number, raw in enumerate(lines, 1):
         try:
@@ -167,7 +193,7 @@ def read_log(path: Path, lines_per_step: int) -> Log:
         if not fits:
             log.damage = f"{path} line {number} is damaged"
             break
-        at += len(raw)
+        end += len(raw)
         if number % lines_per_step == 0:
-            log.ends.append(at)
+            log.ends.append(end)
     return log

@@ -40,13 +40,16 @@ from .resume import Resumption, find_resumption
 from .setup import check_prompt_lengths, make_state, with_device
 from .terminal import Display, console
 
+# Metrics of mismatch and staleness that the display's lines of other metrics leave out.
+_NOT_LISTED = ("mismatch/max_abs", "mismatch/frac_equal", "staleness/versions")
+
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended; summary.json."""
+    """How a run ended; the content of summary.json."""
 
-    fingerprint: str  # the ledger's last chain value: of everything the run computed
-    weights: str  # of the final weights alone
+    fingerprint: str  # the last chain value of the ledger: the hash of everything that the run computed
+    weights: str  # the hash of the final weights alone
     steps: int
     tokens: int
     tokens_unequal: int
@@ -59,8 +62,7 @@ class Summary:
 
 
 def train(config: Config, run_dir: str | Path) -> Summary:
-    """Run `config` into the folder `run_dir`. The one entry point of training, for the command line and from
-    Python.
+    """Run `config` in the folder `run_dir`. Both the command line and Python code start training here.
 
     Raises ValueError for bad input, MismatchError when exact and a bit differs, OSError when a file cannot be
     written.
@@ -71,10 +73,12 @@ def train(config: Config, run_dir: str | Path) -> Summary:
 
 
 def resume(run_dir: str | Path, overrides: Mapping[str, Any] | None = None) -> Summary:
-    """Go on with an interrupted run as if nothing had happened: the same bits, the same ledger.
+    """Go on with an interrupted run as if it had not been interrupted: the same bits, the same ledger.
 
-    overrides: settings that decide no bit, such as {"workers": 2}. Raises as `train` does, and ValueError for
-    a folder without a run, or a run whose data, weights or configuration were altered.
+    overrides: settings that decide no bit, such as {"workers": 2}.
+
+    Raises what `train` raises, and ValueError for a folder without a run, or a run whose data, weights or
+    configuration were altered.
     """
     resumption = find_resumption(Path(run_dir), overrides or {})
     with _ranks(resumption.config) as ranks:
@@ -87,7 +91,7 @@ def resume(run_dir: str | Path, overrides: Mapping[str, Any] | None = None) -> S
 
 @contextmanager
 def _ranks(config: Config) -> Iterator[Ranks]:
-    """The ranks of this run. The processes of all but the first are silent from now on."""
+    """The ranks of this run. From now on only rank 0 prints."""
     check_settings(config, ranks=world_size())
     with join_ranks() as ranks:
         console.quiet = not ranks.first
@@ -95,19 +99,19 @@ def _ranks(config: Config) -> Iterator[Ranks]:
 
 
 def _run(config: Config, path: Path, resumption: Resumption | None, ranks: Ranks) -> Summary:
-    """A new run, or the rest of one."""
+    """A new run, or the rest of an interrupted one."""
     began_s = time.perf_counter()
     if config.threads:
         torch.set_num_threads(config.threads)
     if config.sampler.startswith("vllm"):
         require_vllm()
-    config = with_device(config)  # so that the run's folder names it
+    config = with_device(config)  # the configuration in the run's folder then names the device
     check_engine_arguments(config.vllm.engine)
     task = load_task(config.task.name, config.task.options)
-    # Names that cannot be imported are found before the warm start.
+    # Both are loaded here so that a name that cannot be imported is found before the model is made.
     load_reward(task, config.task.reward)
     surrogate(config.loss.resolve())
-    ranks.barrier()  # every rank has read the folder as it was
+    ranks.barrier()  # now every rank has read the folder, so rank 0 may change it
     model = ranks.from_first(lambda: base_model(config, path))
     with closing(make_state(config, model, task, ranks)) as state, ExitStack() as folder_lock:
         history = _take_steps(state, path, model, task, resumption, folder_lock)
@@ -126,8 +130,9 @@ def _take_steps(
     resumption: Resumption | None,
     folder_lock: ExitStack,
 ) -> list[dict[str, float]]:
-    """The steps that are left, with evaluations and checkpoints.
+    """Take the steps that are left, with evaluations and checkpoints.
 
+    folder_lock: keeps other processes from writing to the folder until it is closed.
     Returns the metrics of all steps of the run.
     """
     config = state.config
@@ -150,7 +155,8 @@ def _take_steps(
             _report_overflow(state, record)
             if last or (config.checkpoint.every and state.step % config.checkpoint.every == 0):
                 target = path / "checkpoints" / f"step-{state.step:06d}"
-                extra = {TASK_FILE: json.dumps({"task": config.task.name, "options": config.task.options}) + "\n"}
+                task_json = json.dumps({"task": config.task.name, "options": config.task.options})
+                extra = {TASK_FILE: task_json + "\n"}
                 save_checkpoint(state, target, model, extra, folder.sync(), config.checkpoint.keep)
     finally:
         display.close()
@@ -172,19 +178,22 @@ def _evaluate(state: TrainState, problems: list[Problem], prompt_ids: list[list[
 
 
 def _report_overflow(state: TrainState, record: StepRecord) -> None:
+    """Print a line for a step whose update was skipped."""
     if overflow := record.notes.get("scaling/overflow"):
         console.print(
             f"step {record.metrics['step']}: the gradient of {overflow} overflowed at loss scale "
-            f"{record.metrics['scaling/scale']:g}; the update was skipped, the scale is now {state.scaler.scale:g}"
+            f"{record.metrics['scaling/scale']:g}; the update was skipped, "
+            f"the scale is now {state.scaler.scale:g}"
         )
 
 
 def _open_folder(
     state: TrainState, path: Path, resumption: Resumption | None, folder_lock: ExitStack
 ) -> RunFolder | NoFolder:
-    """The run's files, which nobody else may write until `folder_lock` is closed, and its ledger in `state`.
+    """Open the run's files, and put a Recorder for its ledger into `state`.
 
-    A run that goes on has its state put back; its files change only after every check.
+    For a run that goes on, the state is restored from its checkpoint. Its files change only after all checks.
+    No other process may write to the folder until `folder_lock` is closed.
     """
     config, ledger = state.config, None
     head = run_head(state, {"workers in use": state.parallel.n, "ranks": state.ranks.size})
@@ -193,7 +202,7 @@ def _open_folder(
         if resumption.checkpoint:
             restore(state, resumption.checkpoint)
         state.ranks.from_first(lambda: folder_lock.enter_context(hold_folder(path)))
-        state.ranks.barrier()  # nobody reads the files any more that are cut back now
+        state.ranks.barrier()  # no rank reads the files after this, so rank 0 may cut them back
         ledger = state.ranks.from_first(resumption.prepare)
     if not state.ranks.first:
         state.recorder = Recorder(None, head, config.ledger, state.optimizer, ledger)
@@ -210,54 +219,62 @@ def _open_folder(
 
 
 def _guarded_step(state: TrainState, path: Path) -> StepRecord:
-    """A step that, when bits differ, saves what is needed to look into it:
-
-    the report and the very weights.
-    """
+    """Take a step. Where bits differ, save what is needed to find out why: the report and the weights."""
     try:
         return train_step(state)
     except MismatchError as error:
         try:
             if state.ranks.first:
-                _save_mismatch(state, error, first_free(path / (f"mismatch-{n}" if n > 1 else "mismatch") for n in count(1)))
-        except OSError as full:
-            console.print(f"the rollouts and weights could not be saved: {full}")
+                names = ("mismatch" if n == 1 else f"mismatch-{n}" for n in count(1))
+                _save_mismatch(state, error, first_free(path / name for name in names))
+        except OSError as disk_error:
+            console.print(f"the rollouts and weights could not be saved: {disk_error}")
         finally:
-            state.ranks.barrier()  # torchrun ends all ranks as soon as one has ended: none does before the first has written
+            # torchrun ends all ranks as soon as one has ended. So all wait until rank 0 has written.
+            state.ranks.barrier()
         raise
 
 
 def _save_mismatch(state: TrainState, error: MismatchError, target: Path) -> None:
+    """Write the report, and the weights that the compared logprobs are of, to the folder `target`."""
     report = json.dumps(error.report | {"config": state.config.model_dump()}, indent=2) + "\n"
     layout = state.policy.layout
-    now = error.report["weight_version"] == state.version
-    decoder = state.policy if now else state.old_policy.decoder
+    is_current = error.report["weight_version"] == state.version
+    decoder = state.policy if is_current else state.old_policy.decoder
     write_checkpoint(target, layout, decoder.flat.detach(), extra={"mismatch.json": report})
-    console.print(f"saved {target}: weights, rollouts and both sides' logprobs; `zerokl verify --case {target}` scores them again")
-
-
-def _line(m: dict[str, float]) -> str:
-    held = f"  held-out {m['eval/accuracy']:.3f}" if "eval/accuracy" in m else ""
-    return (
-        f"reward {m['reward/mean']:.3f}  entropy {m['entropy']:.3f}  grad {m['grad_norm']:.3g}  "
-        f"mismatch {m['mismatch/max_abs']:.3g} (equal {m['mismatch/frac_equal']:.4f})  "
-        f"{m['time/sample_s'] + m['time/train_s']:.2f} s{held}{_metrics_line(m, 'mismatch')}{_metrics_line(m, 'staleness')}"
+    console.print(
+        f"saved {target}: weights, rollouts and both sides' logprobs; "
+        f"`zerokl verify --case {target}` scores them again"
     )
 
 
-def _metrics_line(m: dict[str, float], what: str) -> str:
-    """A line with the other metrics of mismatch or staleness, empty where no bit differs."""
-    if m.get(f"{what}/frac_equal", 1.0) == 1.0:
+def _line(metrics: dict[str, float]) -> str:
+    """What the display shows of a step."""
+    m = metrics
+    held_out = f"  held-out {m['eval/accuracy']:.3f}" if "eval/accuracy" in m else ""
+    return (
+        f"reward {m['reward/mean']:.3f}  entropy {m['entropy']:.3f}  grad {m['grad_norm']:.3g}  "
+        f"mismatch {m['mismatch/max_abs']:.3g} (equal {m['mismatch/frac_equal']:.4f})  "
+        f"{m['time/sample_s'] + m['time/train_s']:.2f} s{held_out}"
+        f"{_metrics_line(m, 'mismatch')}{_metrics_line(m, 'staleness')}"
+    )
+
+
+def _metrics_line(metrics: dict[str, float], group: str) -> str:
+    """A line with the other metrics of a group, mismatch or staleness; empty where no bit differs."""
+    if metrics.get(f"{group}/frac_equal", 1.0) == 1.0:
         return ""
-    names = [n for n in m if n.startswith(f"{what}/") and n not in ("mismatch/max_abs", "mismatch/frac_equal", "staleness/versions")]
-    return f"\n  {what}: " + "  ".join(f"{name.removeprefix(f'{what}/')} {m[name]:.4g}" for name in names)
+    names = [name for name in metrics if name.startswith(f"{group}/") and name not in _NOT_LISTED]
+    values = (f"{name.removeprefix(f'{group}/')} {metrics[name]:.4g}" for name in names)
+    return f"\n  {group}: " + "  ".join(values)
 
 
 def _summarise(state: TrainState, history: list[dict[str, float]], seconds: float) -> Summary:
+    """The summary of a finished run. history: the metrics of all its steps."""
     tokens = int(sum(m["tokens"] for m in history))
     unequal = sum(round(m["tokens"] * (1 - m["mismatch/frac_equal"])) for m in history)
     layout, master = state.policy.layout, state.optimizer.collect_master()
-    last = [m["reward/mean"] for m in history[-5:]]
+    last_rewards = [m["reward/mean"] for m in history[-5:]]
     evaluations = [m["eval/accuracy"] for m in history if "eval/accuracy" in m]
     return Summary(
         fingerprint=state.recorder.ledger.chain,
@@ -268,7 +285,7 @@ def _summarise(state: TrainState, history: list[dict[str, float]], seconds: floa
         mismatch_max_abs=max(m["mismatch/max_abs"] for m in history),
         reward_first=history[0]["reward/mean"],
         reward_last=history[-1]["reward/mean"],
-        reward_last5=sum(last) / len(last),
+        reward_last5=sum(last_rewards) / len(last_rewards),
         held_out_accuracy=evaluations[-1] if evaluations else None,
         seconds=seconds,
     )

@@ -1,4 +1,4 @@
-"""Tasks by name: add, sort, countdown, jsonl, or a user's own as `module:object`."""
+"""Tasks by name: add, sort, countdown, jsonl, or a task of the user's as `module:object`."""
 
 import importlib
 import os
@@ -14,8 +14,8 @@ from .countdown import Countdown
 from .jsonl import Jsonl
 from .sort import Sort
 
-# Rewards beyond this overflow the fp32 loss and the sums of squares of the advantages.
-_LARGEST = 1e18
+# Larger rewards overflow the fp32 loss and the sums of squares of the advantages.
+_LARGEST_REWARD = 1e18
 
 TASKS: dict[str, Callable[..., Task]] = {"add": Add, "sort": Sort, "countdown": Countdown, "jsonl": Jsonl}
 Reward = Callable[[Problem, str], float]
@@ -24,7 +24,7 @@ Reward = Callable[[Problem, str], float]
 def load_task(name: str, options: Mapping[str, Any]) -> Task:
     """Make the task `name` with its options.
 
-    Raises ValueError for an unknown name or option, or a bad user object.
+    Raises ValueError for an unknown name or option, and for an object of the user's that is no task.
     """
     factory = TASKS.get(name) or (load_object(name, "task") if ":" in name else None)
     if factory is None:
@@ -37,15 +37,16 @@ def load_task(name: str, options: Mapping[str, Any]) -> Task:
         raise ValueError(f"task {name}: {error}") from error
     if not isinstance(task, Task):
         raise ValueError(
-            f"task {name}: {name} must make an object with `chat`, `problems(split)` and `reward(problem, completion)`"
+            f"task {name}: {name} must make an object with `chat`, "
+            "`problems(split)` and `reward(problem, completion)`"
         )
     return task
 
 
 def problems_of(task: Task, name: str, split: str) -> list[Problem]:
-    """The problems of one of a task's splits.
+    """The problems of one split of a task.
 
-    Raises ValueError where the user's own object raises, or makes something else.
+    Raises ValueError where the task raises, and where it gives something else than problems.
     """
     try:
         problems = list(task.problems(split))
@@ -58,20 +59,21 @@ def problems_of(task: Task, name: str, split: str) -> list[Problem]:
     wrong = next((p for p in problems if not (isinstance(p, Problem) and isinstance(p.prompt, str))), None)
     if wrong is not None:
         raise ValueError(
-            f"task {name}: problems({split!r}) holds {wrong!r}, which is no Problem with a prompt that is a string"
+            f"task {name}: problems({split!r}) holds {wrong!r}, "
+            "which is no Problem with a prompt that is a string"
         )
     return problems
 
 
 def load_reward(task: Task, name: str) -> Reward:
-    """The task's own reward, or the user's function `module:object`."""
+    """The function `module:object`, or the task's own reward for an empty name."""
     return load_object(name, "reward") if name else task.reward
 
 
 def load_object(name: str, what: str) -> Any:
-    """Import `module:object`; the working directory counts as importable.
+    """Import `module:object`. The working directory is searched as well.
 
-    Raises ValueError when it is not there.
+    Raises ValueError when the object cannot be imported.
     """
     module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
@@ -85,22 +87,24 @@ def load_object(name: str, what: str) -> Any:
 
 
 def rewards(reward: Reward, problems: Sequence[Problem], completions: Sequence[Sequence[str]]) -> np.ndarray:
-    """Reward of each completion, [P, G] fp64.
+    """The reward of each completion, [P, G] fp64.
 
-    Raises ValueError naming prompt and sample when one fails or is not finite.
+    Raises ValueError that names prompt and sample when a reward fails, is not finite or is too large.
     """
     table = np.empty((len(problems), len(completions[0])), np.float64)
     for p, (problem, group) in enumerate(zip(problems, completions, strict=True)):
         for g, text in enumerate(group):
             try:
                 value = float(reward(problem, text))
-            except Exception as error:
+            except Exception as error:  # the user's function may raise anything
                 raise ValueError(
-                    f"reward: raised {type(error).__name__} ({error}) for prompt {problem.id} ({problem.prompt!r}), sample {g} ({text!r})"
+                    f"reward: raised {type(error).__name__} ({error}) for {_place(problem, g, text)}"
                 ) from error
-            if not abs(value) <= _LARGEST:
-                raise ValueError(
-                    f"reward: is {value} for prompt {problem.id} ({problem.prompt!r}), sample {g} ({text!r})"
-                )
+            if not abs(value) <= _LARGEST_REWARD:
+                raise ValueError(f"reward: is {value} for {_place(problem, g, text)}")
             table[p, g] = value
     return table
+
+
+def _place(problem: Problem, sample: int, text: str) -> str:
+    return f"prompt {problem.id} ({problem.prompt!r}), sample {sample} ({text!r})"

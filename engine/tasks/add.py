@@ -7,7 +7,7 @@ from .base import Problem, split_problems
 
 
 class Add:
-    """All pairs of numbers 0 .. max_value in a random order; train and held_out are disjoint parts of it."""
+    """All pairs of numbers 0 .. max_value, in a random order. train and held_out are disjoint parts of it."""
 
     chat = False
 

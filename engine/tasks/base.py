@@ -1,4 +1,4 @@
-"""What a task is: problems with known answers and a reward for a completion's text."""
+"""A task: problems with known answers, and a reward for the text of a completion."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,34 +11,34 @@ from ...kernels.philox import Stream, uniform_range
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem. `id` is its place in its split."""
+    """One problem."""
 
-    id: int
+    id: int  # its index in its split
     prompt: str
-    answer: str  # a correct completion, or what the reward compares with
+    answer: str  # a correct completion, or what the reward compares a completion with
 
 
 @runtime_checkable
 class Task(Protocol):
-    """A task of the user's own has these members; a base class is not needed."""
+    """The members of every task. A task of the user's needs no base class."""
 
-    chat: bool  # put the prompt through the tokenizer's chat template, if it has one
+    chat: bool  # whether prompts go through the tokenizer's chat template, if it has one
 
     def problems(self, split: str) -> Sequence[Problem]:
-        """All problems of a split, "train" or "held_out", the same in every call."""
+        """All problems of a split, "train" or "held_out". Every call returns the same problems."""
         ...
 
     def reward(self, problem: Problem, completion: str) -> float:
-        """A finite number; 1.0 is solved, 0.0 is not."""
+        """A finite number. 1.0 means solved, 0.0 not solved."""
         ...
 
 
 def split_problems(
     pairs: Sequence[tuple[str, str]], train: int, held_out: int, name: str
 ) -> dict[str, list[Problem]]:
-    """The first `train` pairs and the `held_out` after them.
+    """The first `train` pairs (prompt, answer) as the split "train", and the next `held_out` as "held_out".
 
-    Raises ValueError when there are not that many.
+    Raises ValueError when there are fewer pairs.
     """
     if train < 1 or held_out < 0:
         raise ValueError(
@@ -57,6 +57,6 @@ def split_problems(
 def random_integers(
     n: int, low: np.ndarray | int, high: np.ndarray | int, seed: int, word: int
 ) -> np.ndarray:
-    """n reproducible integers in low .. high, both included. -> [n] int64."""
+    """n random integers in low .. high, both included, which depend on seed and word only. -> [n] int64."""
     u = uniform_range(n, seed, Stream.PROBLEMS, word)
     return (np.asarray(low) + np.floor(u * (np.asarray(high) - low + 1))).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Countdown: "3,7,2:13=" -> "3*2+7", an expression that uses each number once and has the target's value."""
+"""Countdown: "3,7,2:13=" -> "3*2+7", an expression with each number once and the target as its value."""
 
 import ast
 import re
@@ -15,10 +15,7 @@ _OPERATIONS = {
 
 
 class Countdown:
-    """`numbers` random numbers 1 ..
-
-    max_number, and a target 0 .. max_target that an expression of them reaches.
-    """
+    """`numbers` random numbers 1 .. max_number, and a target 0 .. max_target that they can reach."""
 
     chat = False
 
@@ -33,9 +30,10 @@ class Countdown:
     ):
         if numbers < 2 or max_number < 1 or max_target < 0:
             raise ValueError(
-                f"task countdown: numbers ({numbers}), max_number ({max_number}), max_target ({max_target}) are too small"
+                f"task countdown: numbers ({numbers}) must be at least 2, "
+                f"max_number ({max_number}) at least 1 and max_target ({max_target}) not negative"
             )
-        n = 4 * (train + held_out)  # room for duplicates and for targets out of range
+        n = 4 * (train + held_out)  # more than needed: duplicates and targets out of range are dropped
         drawn = random_integers(n * numbers, 1, max_number, seed, word=0).reshape(n, numbers).tolist()
         operations = random_integers(n * (numbers - 1), 0, 2, seed, word=1).reshape(n, numbers - 1).tolist()
         pairs = {}
@@ -61,9 +59,9 @@ class Countdown:
 
 
 def evaluate(text: str) -> tuple[Fraction, list[int]]:
-    """Value and numbers of an arithmetic expression.
+    """The value of an arithmetic expression, and the numbers in it.
 
-    Raises ValueError for anything else, ZeroDivisionError.
+    Raises ValueError for any other text, and ZeroDivisionError.
     """
     if len(text) > 100 or not re.fullmatch(r"[0-9+\-*/() ]*", text):
         raise ValueError("not an arithmetic expression")

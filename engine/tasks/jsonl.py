@@ -7,29 +7,31 @@ from pathlib import Path
 from ...kernels.philox import Stream, permutation
 from .base import Problem, split_problems
 
-# Characters at the end of a completion in which its answer is looked for.
-_READ = 4096
-# Of a power or a factorial in an answer; sympy would take hours to write out 9^(9^9).
+# Characters at the end of a completion in which its answer is searched.
+_READ_CHARS = 4096
+# The largest exponent, and the largest number under a factorial, in an answer. sympy would take hours to
+# write out 9^(9^9).
 _LARGEST_POWER = 1000
 
 
 class Jsonl:
-    """Reads `file`. `held_out_file` gives the held-out split, or `held_out` lines are drawn from `file`.
+    """The problems of `file`. The held-out split is `held_out_file`, or `held_out` lines drawn from `file`.
 
-    Raises ValueError for a missing or empty file and for a malformed line, naming its number.
+    Raises ValueError for a missing or empty file, and for a malformed line, whose number it names.
     """
 
     chat = True
 
     def __init__(self, file: str = "", held_out_file: str = "", held_out: int = 0, seed: int = 0):
-        logging.getLogger("math_verify").setLevel(
-            logging.ERROR
-        )  # it warns that it has no time limit (see reward)
+        # math-verify warns that it has no time limit (see reward).
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
         pairs = read_pairs(file)
         if held_out_file:
-            others = read_pairs(held_out_file)
+            held_out_pairs = read_pairs(held_out_file)
             self._splits = split_problems(pairs, len(pairs), 0, "jsonl")
-            self._splits["held_out"] = split_problems(others, len(others), 0, "jsonl")["train"]
+            self._splits["held_out"] = split_problems(held_out_pairs, len(held_out_pairs), 0, "jsonl")[
+                "train"
+            ]
         else:
             shuffled = [pairs[i] for i in permutation(len(pairs), seed, Stream.PROBLEMS)]
             self._splits = split_problems(shuffled, len(pairs) - held_out, held_out, "jsonl")
@@ -42,19 +44,20 @@ class Jsonl:
         """1.0 when math-verify finds the completion's last answer equal to the problem's, else 0.0."""
         from math_verify import parse, verify
 
-        # No time limits: on a busy machine they would decide a reward. Bounds on length and size keep it
-        # short instead.
+        # No time limits: on a busy machine they would decide a reward. Bounds on length and size keep the
+        # comparison short instead.
         gold = parse(f"${problem.answer}$", parsing_timeout=None)
         if not gold:
             raise ValueError(f"math-verify cannot read the answer {problem.answer!r} of problem {problem.id}")
-        found = [x for x in parse(completion[-_READ:], parsing_timeout=None) if _can_be_computed(x)]
-        return float(verify(gold, found, timeout_seconds=None))
+        answers = [x for x in parse(completion[-_READ_CHARS:], parsing_timeout=None) if _can_be_computed(x)]
+        return float(verify(gold, answers, timeout_seconds=None))
 
 
 def _can_be_computed(x: object) -> bool:
-    """Whether comparing x takes a bounded time:
+    """Whether a comparison with x takes a bounded time.
 
-    no towers of powers, large factorials, sums or integrals. A string always does.
+    It does for a string, and for an expression without towers of powers, large factorials, sums, products and
+    integrals.
     """
     from sympy import Basic, Integral, Pow, Product, Sum, factorial, preorder_traversal
 
@@ -74,7 +77,7 @@ def _can_be_computed(x: object) -> bool:
 
 
 def read_pairs(file: str) -> list[tuple[str, str]]:
-    """(prompt, answer) of each line. Raises ValueError naming the file and line that is wrong."""
+    """(prompt, answer) of each line. Raises ValueError that names the file and the wrong line."""
     if not file:
         raise ValueError('task jsonl: needs a file; set task.options = { file = "problems.jsonl" }')
     try:
@@ -95,7 +98,8 @@ def read_pairs(file: str) -> list[tuple[str, str]]:
             raise ValueError(f"task jsonl: {file} line {number} is not JSON ({error})") from None
         if not isinstance(record, dict) or not record.get("prompt") or not isinstance(record["prompt"], str):
             raise ValueError(
-                f'task jsonl: {file} line {number} must be an object with "prompt" (a string that is not empty) and "answer"'
+                f'task jsonl: {file} line {number} must be an object with "prompt" '
+                '(a string that is not empty) and "answer"'
             )
         if (
             isinstance(record.get("answer"), bool)
@@ -103,7 +107,8 @@ def read_pairs(file: str) -> list[tuple[str, str]]:
             or record["answer"] == ""
         ):
             raise ValueError(
-                f'task jsonl: {file} line {number} must have an "answer": a string that is not empty, or a number'
+                f'task jsonl: {file} line {number} must have an "answer": '
+                "a string that is not empty, or a number"
             )
         pairs.append((record["prompt"], str(record["answer"])))
     if not pairs:

@@ -1,33 +1,33 @@
-"""What a model folder says of the task it was made for:
-
-its options, and the problems that are worth training on.
-"""
+"""The files in a model folder that name its task: options, and the problems that are worth training on."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-# Written by `zerokl init`: the task, its options, and the prompts that the model solves sometimes but not
+# `zerokl init` writes it: the task, its options, and the prompts that the model solves sometimes but not
 # always.
 PERFECTIBLE_FILE = "perfectible.json"
-# In the checkpoints of a run: the task and its options.
+# A run writes it to its checkpoints: the task and its options.
 TASK_FILE = "task.json"
 
 
 def perfectible_set(model: Path) -> dict[str, Any] | None:
-    """What `initialise` left in a model folder, or None. Raises ValueError when it is not readable."""
-    found = _read_task(model / PERFECTIBLE_FILE)
-    if found is not None and not (
-        isinstance(found.get("prompts"), list) and all(isinstance(p, str) for p in found["prompts"])
+    """The content of a model folder's PERFECTIBLE_FILE, or None without one.
+
+    Raises ValueError when it is not readable.
+    """
+    content = _read_task(model / PERFECTIBLE_FILE)
+    if content is not None and not (
+        isinstance(content.get("prompts"), list) and all(isinstance(p, str) for p in content["prompts"])
     ):
         raise ValueError(f"model: {model / PERFECTIBLE_FILE} holds no list of prompts")
-    return found
+    return content
 
 
 def task_of(model: Path) -> dict[str, Any] | None:
-    """The task a model folder was trained or initialised on, with its options, or None.
+    """The task that a model was trained on, or made for, with its options; None where no file names one.
 
-    Raises ValueError when not readable.
+    Raises ValueError when a file is not readable.
     """
     return _read_task(model / TASK_FILE) or _read_task(model / PERFECTIBLE_FILE)
 
@@ -36,7 +36,7 @@ def _read_task(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return found | {"task": str(found["task"]), "options": dict(found["options"])}
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return content | {"task": str(content["task"]), "options": dict(content["options"])}
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"model: {path} is not readable ({error})") from None

@@ -4,7 +4,7 @@ from .base import Problem, random_integers, split_problems
 
 
 class Sort:
-    """Distinct strings of min_digits .. max_digits random digits, to be put in ascending order."""
+    """Distinct strings of min_digits .. max_digits random digits. The answer has them in ascending order."""
 
     chat = False
 
@@ -13,9 +13,10 @@ class Sort:
     ):
         if not 1 <= min_digits <= max_digits:
             raise ValueError(
-                f"task sort: min_digits ({min_digits}) and max_digits ({max_digits}) must be ordered and positive"
+                f"task sort: min_digits ({min_digits}) must be at least 1, "
+                f"and max_digits ({max_digits}) at least min_digits"
             )
-        n = 2 * (train + held_out)  # room for duplicates
+        n = 2 * (train + held_out)  # more than needed: duplicates are dropped
         lengths = random_integers(n, min_digits, max_digits, seed, word=0)
         digits = random_integers(n * max_digits, 0, 9, seed, word=1).reshape(n, max_digits)
         texts = dict.fromkeys(

@@ -1,7 +1,4 @@
-"""Between text and token ids:
-
-the tokenizer of a model folder, and the small character tokenizer of `zerokl init`.
-"""
+"""From text to token ids and back: the tokenizer of a model folder, and the one that `zerokl init` makes."""
 
 import json
 import os
@@ -16,12 +13,10 @@ _SPECIAL = ("<pad>", "<eos>", "<unk>")
 
 
 class Tokenizer:
-    """Encodes prompts and decodes completions with one tokenizer."""
+    """The tokenizer of a model folder: it encodes prompts and decodes completions."""
 
     def __init__(self, folder: Path, vocab_size: int):
-        """Raises ValueError when the folder has no usable tokenizer or it has more entries than the
-        vocabulary.
-        """
+        """Raises ValueError when the folder has no usable tokenizer, or one that exceeds `vocab_size`."""
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         if not any((folder / name).exists() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
             raise ValueError(
@@ -38,7 +33,8 @@ class Tokenizer:
         highest = max(self._hf.get_vocab().values(), default=-1)
         if highest >= vocab_size:
             raise ValueError(
-                f"model: the tokenizer of {folder} has token id {highest}, the model's vocabulary ends at {vocab_size - 1}"
+                f"model: the tokenizer of {folder} has token id {highest}, "
+                f"the model's vocabulary ends at {vocab_size - 1}"
             )
         self.stop_ids = frozenset(self._stop_ids(folder))
         if not self.stop_ids:
@@ -64,9 +60,10 @@ class Tokenizer:
         return ids
 
     def encode(self, prompt: str, chat: bool) -> list[int]:
-        """Token ids of a prompt, as a user's turn of the chat template if `chat` and the tokenizer has one.
+        """Token ids of a prompt.
 
-        Raises ValueError for an empty prompt or a character the tokenizer does not know.
+        chat: the prompt is a user's turn of the chat template, if the tokenizer has one. Raises ValueError
+        for an empty prompt, and for a character that the tokenizer does not know.
         """
         try:
             prompt.encode()
@@ -87,9 +84,9 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of a completion without special tokens.
+        """Text of a completion, without special tokens.
 
-        For rewards and reports only; training sees the ids.
+        It is for rewards and reports only. Training sees the ids.
         """
         return self._hf.decode(list(ids), skip_special_tokens=True)
 
@@ -99,8 +96,9 @@ class Tokenizer:
 
 
 def character_tokenizer(characters: str = _CHARACTERS) -> Any:
-    """A tokenizer of one token a character and three special ones (64 by default), as a transformers
-    PreTrainedTokenizerFast.
+    """A PreTrainedTokenizerFast of transformers with a token for each character.
+
+    Three special tokens come first. With the default characters, it has 64 tokens.
     """
     from tokenizers import Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as WordTokenizer

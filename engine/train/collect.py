@@ -1,10 +1,11 @@
-"""The rollouts of a step: prompts in order, G generations each, and dynamic sampling (DAPO, arXiv:2503.14476,
-section 3.2).
+"""The rollouts of a step: prompts in order, G generations of each, and dynamic sampling.
 
-With loss.max_resamples = D > 1 a step draws its P prompts up to D times, until the rewards differ in P
-groups. The step trains on those groups, in the order drawn. Where D draws do not suffice, groups without a
-difference, which have no gradient, fill the step up. The problems of draw d of step s are at the places (s D
-+ d) P and following of the order of problems, so no step depends on how many draws another step needed.
+Dynamic sampling is DAPO's (arXiv:2503.14476, section 3.2). With loss.max_resamples = D > 1 a step draws P
+prompts up to D times, until the rewards differ within P groups. The step trains on these groups, in the order
+drawn. Where D draws are not enough, groups with equal rewards fill the step up; they have no gradient.
+
+The order of problems has P places for each draw. Those of draw d of step s begin at place (s D + d) P. So no
+step depends on how many draws another step needed.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from .state import TrainState
 class RolloutBatch:
     """What a step trains on; rollouts in canonical order.
 
-    A rollout's `prompt` is its place among all that were drawn.
+    The `prompt` of a rollout is the place of its prompt among all prompts that the step drew.
     """
 
     problems: list[Problem]  # [P]
@@ -47,7 +48,7 @@ class _Group:
 
 
 def collect(state: TrainState) -> RolloutBatch:
-    """Sample and reward the prompts of the next step of a TrainState; rank 0 rewards.
+    """Sample and reward the prompts of the next step; rank 0 computes the rewards.
 
     Raises ValueError (see tasks.rewards).
     """
@@ -68,24 +69,24 @@ def collect(state: TrainState) -> RolloutBatch:
 
 
 def _draw_groups(state: TrainState, draw: int) -> list[_Group]:
-    """P groups of the step's draw number `draw`."""
+    """The P groups of draw number `draw` of the step."""
     cfg, params = state.config, state.generation_params
     P, G = cfg.prompts, params.num_generations
-    place = state.step * cfg.loss.resolve().max_resamples + draw
-    chosen = step_problems(len(state.problems), P, cfg.seed, place)
+    draws_before = state.step * cfg.loss.resolve().max_resamples + draw
+    chosen = step_problems(len(state.problems), P, cfg.seed, draws_before)
     problems = [state.problems[i] for i in chosen]
     rng_key = RngKey(cfg.seed, state.step, first_prompt=draw * P)
     rollouts = state.sampler.generate([state.prompt_ids[i] for i in chosen], params, rng_key)
     texts = group_texts(state.tokenizer, rollouts, G)
-    table = state.ranks.from_first(partial(rewards, state.reward, problems, texts))
+    rewards_PG = state.ranks.from_first(partial(rewards, state.reward, problems, texts))
     return [
-        _Group(problem, rollouts[p * G : (p + 1) * G], texts[p], table[p])
+        _Group(problem, rollouts[p * G : (p + 1) * G], texts[p], rewards_PG[p])
         for p, problem in enumerate(problems)
     ]
 
 
 def _choose(groups: Sequence[_Group], P: int) -> list[_Group]:
-    """P groups in the order drawn: the first whose rewards differ, then the first of the others."""
+    """P groups, in the order drawn: the first groups whose rewards differ, then the first others."""
     differ = [i for i, group in enumerate(groups) if not all_equal(group.rewards.tolist())]
     alike = [i for i, group in enumerate(groups) if all_equal(group.rewards.tolist())]
     chosen = sorted([*differ[:P], *alike[: max(0, P - len(differ))]])
@@ -93,9 +94,11 @@ def _choose(groups: Sequence[_Group], P: int) -> list[_Group]:
 
 
 def step_problems(n: int, prompts: int, seed: int, step: int, stream: Stream = Stream.ORDER) -> list[int]:
-    """The step's problems:
+    """The indices of the problems of step number `step`, among n problems.
 
-    the data set in a new random order each epoch, cut into steps without a remainder lost.
+    Each epoch goes through all n problems in a new random order. The epochs follow each other without a gap,
+    and each step takes the next `prompts` places of this sequence. So an epoch leaves no problem out at its
+    end.
     """
     places = range(step * prompts, (step + 1) * prompts)
     orders = {epoch: permutation(n, seed, stream, epoch) for epoch in {place // n for place in places}}

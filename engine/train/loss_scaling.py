@@ -2,15 +2,17 @@
 
     g = (d scale loss / d w) / scale          scale = 2^k
 
-fp16 reaches from 2^-24 to 65504. The scale multiplies the loss, so every gradient of an activation that is
-rounded to fp16 is scale times as large; the gradient of a weight is summed in fp32 and divided by it, which
-is exact. A power of two changes no significand: the weights after an update do not depend on the scale,
-unless a gradient overflows (it is infinite: the update is skipped) or underflows (it falls below 2^-14, where
-fp16 has fewer bits, or below 2^-24, where it has none). In fp16 some do at every scale that was measured:
-docs/fp16-loss-scales.md.
+fp16 reaches from 2^-24 to 65504. The scale multiplies the loss. Every gradient of an activation that is
+rounded to fp16 is therefore `scale` times as large. The gradient of a weight is summed in fp32 and divided by
+the scale, which is exact.
 
-Dynamic scaling (Micikevicius et al., "Mixed precision training", arXiv:1710.03740, section 3.2): an overflow
-multiplies the scale by `backoff`, `growth_interval` updates without one double it.
+A power of two changes no significand. So the weights after an update do not depend on the scale, unless a
+gradient overflows or underflows. An overflow makes a gradient infinite, and the update is skipped. An
+underflow makes a gradient smaller than 2^-14, where fp16 has fewer bits, or than 2^-24, where it has none. In
+fp16 some gradients underflow at every scale that was measured: docs/fp16-loss-scales.md.
+
+Dynamic scaling (Micikevicius et al., "Mixed precision training", arXiv:1710.03740, section 3.2) multiplies
+the scale by `backoff` at an overflow, and doubles it after `growth_interval` updates without an overflow.
 """
 
 import math
@@ -24,16 +26,16 @@ from .optimizer import GradientOverflowError, Optimizer
 from .shard import Scored
 from .underflow import WATCHED
 
-# Updates in a row that may overflow before the run ends: the scale has then fallen by 2^10, so the scale is
-# not the reason.
+# The run ends at this many overflows in a row. With the default backoff of 1/2 the scale has then fallen to
+# about 2^-10 of what it was, so the scale is not the reason.
 IN_A_ROW = 10
 
 
 @dataclass(frozen=True)
 class Update:
-    """What became of an update:
+    """The outcome of an update: whether it was applied, and its metrics.
 
-    whether it was applied, its metrics, and if not the weight whose gradient overflowed.
+    notes: the weight whose gradient overflowed, where the update was not applied.
     """
 
     applied: bool
@@ -44,7 +46,7 @@ class Update:
 class LossScaler:
     """The scale of the loss.
 
-    `scale`, `clean` (updates since it last changed) and `in_a_row` (overflows) are its whole state.
+    Its whole state: `scale`, `clean` (updates since the scale last changed) and `in_a_row` (overflows).
     """
 
     def __init__(self, cfg: PrecisionConfig, dtype: torch.dtype):
@@ -55,18 +57,17 @@ class LossScaler:
 
     @property
     def on(self) -> bool:
-        """Whether the loss is scaled at all, be it by 1."""
+        """Whether the loss is scaled. A scale of 1 counts as well."""
         return self.kind != "off"
 
     def update(
         self, optimizer: Optimizer, gradient: torch.Tensor | None, parts: Sequence[Scored] = ()
     ) -> Update:
-        """An update from the gradient of the scaled loss, `parts` being what its micro-batches left behind.
+        """Update the weights from the gradient of the scaled loss.
 
-        A gradient that is not finite reaches neither weights nor optimizer state.
-
-        Raises FloatingPointError (GradientOverflowError) without scaling, or after IN_A_ROW overflows in a
-        row.
+        parts: what the micro-batches of this gradient left behind. A gradient that is not finite reaches
+        neither weights nor optimizer state. It raises GradientOverflowError, a FloatingPointError, where the
+        loss is not scaled, or at the last of IN_A_ROW overflows in a row.
         """
         scale = self.scale
         try:
@@ -91,8 +92,8 @@ class LossScaler:
         if self.in_a_row == IN_A_ROW:
             raise GradientOverflowError(
                 error.weight,
-                f"{IN_A_ROW} updates in a row overflowed, the last at loss scale {scale:g} in the gradient of {error.weight}; "
-                "lower precision.scale or optimizer.lr, or use another dtype",
+                f"{IN_A_ROW} updates in a row overflowed, the last at loss scale {scale:g} in the gradient "
+                f"of {error.weight}; lower precision.scale or optimizer.lr, or use another dtype",
             ) from None
         if self.kind == "dynamic":
             self.scale = max(scale * self.cfg.backoff, self.cfg.minimum)

@@ -1,6 +1,7 @@
-"""The metrics of a step, beside those of the monitor (monitor.py) and of the update (loss_scaling.py).
+"""The metrics of a step, except those of the monitor (monitor.py) and of the update (loss_scaling.py).
 
-Sums are correctly rounded (math.fsum), so no order decides a bit. docs/metrics.md explains every metric.
+Sums are correctly rounded (math.fsum), so their order decides no bit. docs/metrics.md explains every metric.
+
 Shapes: P prompts, G generations of each, C completion tokens.
 """
 
@@ -17,7 +18,7 @@ from .shard import Scored
 
 
 def step_losses(parts: Sequence[Scored]) -> dict[str, float]:
-    """Loss and mean entropy of a step, summed over its tokens."""
+    """The loss, summed over the tokens of a step, and the mean entropy of these tokens."""
     entropies = [e for part in parts for e in part.entropies]
     return {
         "loss": math.fsum(x for part in parts for x in part.losses),
@@ -26,7 +27,7 @@ def step_losses(parts: Sequence[Scored]) -> dict[str, float]:
 
 
 def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Rewards and lengths of a step, and how many completions the special rules met."""
+    """Rewards and lengths of a step, and how many groups and completions are special cases."""
     lengths = [len(rollout.completion_ids) for rollout in batch.rollouts]
     rewards = batch.rewards.reshape(-1).tolist()
     mean = math.fsum(rewards) / len(rewards)
@@ -35,11 +36,11 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         "reward/std": math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / len(rewards)),
         "response_len/mean": sum(lengths) / len(lengths),
         "response_len/max": max(lengths),
-        # Advantage 0 (or equal): no gradient comes from these groups.
+        # The advantages of such a group are 0 (or all equal), so no gradient comes from it.
         "groups/all_equal": sum(all_equal(group) for group in batch.rewards.tolist()),
-        # The stop token alone; such a completion is trained on like any other.
+        # Only the stop token. Such a completion is trained on like any other.
         "completions/empty": sum(not text for group in batch.texts for text in group),
-        # No stop token; such completions are scored and trained on as they are.
+        # No stop token. Such a completion is scored and trained on as it is.
         "completions/cut": sum(rollout.finish == "length" for rollout in batch.rollouts),
     }
 
@@ -50,9 +51,9 @@ def loss_metrics(
     shaped: np.ndarray,
     ref_logprobs: Sequence[np.ndarray] | None,
 ) -> dict[str, float]:
-    """Metrics of those parts of the loss that are not always there.
+    """Metrics of the parts of the loss that not every run has.
 
-    cfg is resolved. shaped [P, G]: the rewards after shaping. ref_logprobs [C] of each rollout.
+    cfg: resolved. shaped [P, G]: the rewards after shaping. ref_logprobs: [C] of each rollout.
     """
     metrics: dict[str, float] = {}
     if cfg.max_resamples > 1:

@@ -1,4 +1,4 @@
-"""The monitor: every training token's trainer logprob against its sampler logprob, bit for bit."""
+"""The monitor compares the trainer's and the sampler's logprob of every training token, bit for bit."""
 
 from collections.abc import Sequence
 
@@ -11,24 +11,24 @@ from ..rollout.types import Rollout
 
 
 class MismatchError(RuntimeError):
-    """A trainer logprob is not the sampler's.
+    """A logprob of the trainer is not the sampler's.
 
-    `report` holds the place, both values and the rollouts compared.
+    `report` holds the place, both values and the rollouts that were compared.
     """
 
     def __init__(self, report: dict):
         self.report = report
         super().__init__(
-            "mismatch at step {step}, prompt {prompt}, sample {sample}, position {position} (token {token}): trainer logprob {trainer!r} "
-            "({trainer_bits}), sampler logprob {sampler!r} ({sampler_bits}), {ulp} ulp apart; {unequal} of {compared} tokens of this "
-            "micro-batch are unequal".format(**report)
+            "mismatch at step {step}, prompt {prompt}, sample {sample}, position {position} (token {token}): "
+            "trainer logprob {trainer!r} ({trainer_bits}), sampler logprob {sampler!r} ({sampler_bits}), "
+            "{ulp} ulp apart; {unequal} of {compared} tokens of this step are unequal".format(**report)
         )
 
 
 class Monitor:
-    """Compares the micro-batches of one step, in canonical order, and sums the step up.
+    """Compares the logprobs of one step, in canonical order, and gives the metrics of the whole step.
 
-    version: of the trainer's weights; rollouts may be of weights up to `max_staleness` updates older.
+    version: of the trainer's weights. Rollouts may be drawn with weights up to `max_staleness` updates older.
     """
 
     def __init__(self, step: int, exact: bool, version: int, max_staleness: int = 0):
@@ -38,7 +38,9 @@ class Monitor:
         self._lengths: list[int] = []
 
     def compare(self, logp: torch.Tensor, rollouts: Sequence[Rollout]) -> None:
-        """logp [C]: the trainer's, at the weights the rollouts were sampled from, of their tokens in order.
+        """Compare the trainer's logprobs of the tokens of `rollouts` with the sampler's.
+
+        logp [C]: the trainer's, of all tokens in order, with the weights that the rollouts were sampled from.
 
         Raises MismatchError at the first unequal bit if exact, FloatingPointError for a NaN, ValueError for
         rollouts of other weights.
@@ -59,7 +61,8 @@ class Monitor:
             report = self._report(trainer, torch.from_numpy(sampler), torch.isnan(trainer), rollouts)
             place = "step {step}, prompt {prompt}, sample {sample}, position {position}".format(**report)
             raise FloatingPointError(
-                f"the trainer's logprob at {place} is NaN, and {len(lost) - 1} others are: its logits overflow"
+                f"the trainer's logprob at {place} is NaN, and {len(lost) - 1} others are: "
+                "its logits overflow"
             )
         self._trainer.append(trainer.numpy())
         self._sampler.append(sampler)
@@ -68,22 +71,23 @@ class Monitor:
     def _report(
         self, trainer: torch.Tensor, sampler: torch.Tensor, differs: torch.Tensor, rollouts: Sequence[Rollout]
     ) -> dict:
-        at = int(differs.nonzero()[0])
+        """The first place where differs [C] is true, both values there, and all that was compared."""
+        index = int(differs.nonzero()[0])
         ends = np.cumsum([len(r.completion_ids) for r in rollouts])
-        i = int(np.searchsorted(ends, at, side="right"))
-        rollout, position = rollouts[i], at - int(ends[i - 1] if i else 0)
-        hexadecimal = [f"0x{int(x[at].view(torch.int32)) & 0xFFFFFFFF:08x}" for x in (trainer, sampler)]
+        i = int(np.searchsorted(ends, index, side="right"))
+        rollout, position = rollouts[i], index - int(ends[i - 1] if i else 0)
+        hexadecimal = [f"0x{int(x[index].view(torch.int32)) & 0xFFFFFFFF:08x}" for x in (trainer, sampler)]
         return {
             "step": self.step,
             "prompt": rollout.prompt,
             "sample": rollout.sample,
             "position": position,
             "token": rollout.completion_ids[position],
-            "trainer": float(trainer[at]),
-            "sampler": float(sampler[at]),
+            "trainer": float(trainer[index]),
+            "sampler": float(sampler[index]),
             "trainer_bits": hexadecimal[0],
             "sampler_bits": hexadecimal[1],
-            "ulp": int(ulp_distance(trainer, sampler)[at]),
+            "ulp": int(ulp_distance(trainer, sampler)[index]),
             "unequal": int(differs.sum()),
             "compared": len(differs),
             "weight_version": rollout.weight_version,
@@ -94,9 +98,9 @@ class Monitor:
                     "prompt_ids": list(r.prompt_ids),
                     "completion_ids": list(r.completion_ids),
                     "sampling_logprobs": [float(x) for x in r.logprobs],
-                    "trainer_logprobs": [float(x) for x in own],
+                    "trainer_logprobs": [float(x) for x in trainer_logprobs],
                 }
-                for r, own in zip(rollouts, np.split(trainer.numpy(), ends[:-1]), strict=True)
+                for r, trainer_logprobs in zip(rollouts, np.split(trainer.numpy(), ends[:-1]), strict=True)
             ],
         }
 
@@ -110,6 +114,9 @@ class Monitor:
         return mismatch_metrics(np.concatenate(self._trainer), np.concatenate(self._sampler), self._lengths)
 
     def staleness(self, logp: torch.Tensor) -> dict[str, float]:
-        """The same of newer trainer logprobs [C] (later updates on the same rollouts) against the first ones."""
+        """The mismatch metrics of newer trainer logprobs [C] against the first ones.
+
+        logp: after later updates on the same rollouts.
+        """
         newer = logp.detach().cpu().numpy()
         return mismatch_metrics(newer, np.concatenate(self._trainer), self._lengths, prefix="staleness/")

@@ -16,7 +16,7 @@ from .optimizer import Optimizer
 
 
 class Recorder:
-    """Writes the ledger of a run, step by step. With `found`, goes on from a ledger that was read."""
+    """Writes the ledger of a run, step by step."""
 
     def __init__(
         self,
@@ -24,46 +24,50 @@ class Recorder:
         head: Head,
         config: LedgerConfig,
         optimizer: Optimizer,
-        found: LedgerFile | None = None,
+        previous: LedgerFile | None = None,
     ):
-        """path: the file, None for a ledger in memory only. optimizer: whose state and weights are hashed."""
-        self.head, self.ledger = head, Ledger(path, head, found)
+        """path: the ledger's file; None for a ledger in memory only.
+
+        optimizer: its state and weights are hashed. previous: a ledger that was read, to go on from.
+        """
+        self.head, self.ledger = head, Ledger(path, head, previous)
         self._config, self._optimizer = config, optimizer
         self._updates: dict[str, str] = {}
         self._leaves: dict[str, list[str]] = {}
         self._scales: list[float] = []
         self._seconds = 0.0
-        # Given logp and gradient of each update.
+        # Called with logp and gradient of each update.
         self.listener: Callable[[torch.Tensor, torch.Tensor], None] | None = None
 
     @contextmanager
     def updating(self, logp: torch.Tensor, gradient: torch.Tensor, scale: float = 1.0) -> Iterator[None]:
-        """Around each update of a step: the trainer's logp [C] and the gradient of the loss times `scale`.
+        """Record an update of the weights. The update runs inside this context.
 
-        The gradient is hashed beside the update, which must not change it.
+        logp [C]: the trainer's. gradient: of the loss times `scale`. Other threads hash the gradient during
+        the update, so the update must not change it.
         """
-        began, n = time.perf_counter(), len(self._scales)
+        began_s, n = time.perf_counter(), len(self._scales)
         self._scales.append(scale)
         suffix = f".{n}" if n else ""
         self._updates[f"trainer_logprobs{suffix}"] = digest(logp)
-        # A power of two leaves no trace in the bits, so runs at different loss scales have one ledger.
+        # Division by the scale, a power of two, is exact. So runs at different loss scales have one ledger.
         gradient = gradient if scale == 1.0 else gradient / scale
         slices = self._optimizer.slices
         hashing = slices.hashing(gradient)
-        self._seconds += time.perf_counter() - began
+        self._seconds += time.perf_counter() - began_s
         yield
-        began = time.perf_counter()
+        began_s = time.perf_counter()
         self._keep(self._updates, f"gradient{suffix}", slices.hash_tree(hashing))
-        self._seconds += time.perf_counter() - began
+        self._seconds += time.perf_counter() - began_s
         if self.listener:
             self.listener(logp, gradient)
 
     def record(self, step: int, rollouts: Sequence[Rollout], rewards: np.ndarray, A: np.ndarray) -> float:
-        """Write the line of a finished step; rewards and A [P, G].
+        """Write the line of a finished step. Returns the seconds that the step's hashing took.
 
-        Returns the seconds that the step's hashing took.
+        rewards, A (advantages): [P, G].
         """
-        began = time.perf_counter()
+        began_s = time.perf_counter()
         first_logprobs = {name: h for name, h in self._updates.items() if name == "trainer_logprobs"}
         quantities = {
             "prompts": digest_ids([r.prompt_ids for r in rollouts]),
@@ -78,11 +82,12 @@ class Recorder:
             self._hash_state(quantities)
         keys = {"seed": self.head.seed, "step": step}
         self.ledger.append(Line(step, keys, quantities, self._leaves, {"loss_scale": self._scales}))
-        seconds = self._seconds + time.perf_counter() - began
+        seconds = self._seconds + time.perf_counter() - began_s
         self._updates, self._leaves, self._scales, self._seconds = {}, {}, [], 0.0
         return seconds
 
     def _hash_state(self, quantities: dict[str, str]) -> None:
+        """Add the hashes of the optimizer's state and of the weights to `quantities`."""
         optimizer, slices = self._optimizer, self._optimizer.slices
         self._keep(quantities, "optimizer", slices.hash_tree(slices.hashing(*optimizer.moments)))
         self._keep(quantities, "weights", optimizer.hash_weights())
@@ -91,15 +96,16 @@ class Recorder:
             self._keep(quantities, "compute_weights", hash_tree(views))
 
     def _keep(self, quantities: dict[str, str], name: str, tree: Tree) -> None:
+        """Add the root of `tree` to `quantities`, and keep its leaves where ledger.detail asks for them."""
         quantities[name] = tree.root
         detail = self._config.detail
         if detail == "full" or (detail == "gradients" and name.startswith("gradient")):
             self._leaves[name] = tree.leaves
 
     def check_ranks(self) -> None:
-        """Compare the step's line over all ranks.
+        """Compare the step's line in all ranks.
 
-        Raises ChildProcessError with rank and quantity where their states differ.
+        Raises ChildProcessError, which names a rank and a quantity, where the ranks have different bits.
         """
         ranks = self._optimizer.slices.ranks
         if ranks.size == 1:

@@ -1,4 +1,4 @@
-"""What a training step reads and changes, and what it leaves behind.
+"""What a training step reads and changes, and what it leaves behind for reports.
 
 Shapes: P prompts, G generations of each.
 """
@@ -33,20 +33,21 @@ class TrainState:
     scaler: LossScaler
     sampler: Sampler
     evaluator: Sampler  # draws from the trainer's policy
-    old_policy: Scorer | RankedScorer | None  # scores with the sampler's weights, where it has its own
+    # Scores with the trainer's weights at the sampler's version; None where that is always the current one.
+    old_policy: Scorer | RankedScorer | None
     parallel: Workers | RankedWorkers
-    ref_policy: Scorer | RankedScorer | None  # frozen, for the KL term
+    ref_policy: Scorer | RankedScorer | None  # frozen, for the KL term; None without such a term
     tokenizer: Tokenizer
     reward: Reward
-    problems: Sequence[Problem]  # training problems
-    prompt_ids: Sequence[Sequence[int]]  # of the training problems
+    problems: Sequence[Problem]  # for training
+    prompt_ids: Sequence[Sequence[int]]  # the prompt of each of these problems
     step: int = 0
     version: int = 0  # of the weights: the number of optimizer updates so far
     recorder: Recorder | None = None
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks that the optimizer's state is spread over."""
+        """The ranks over which the optimizer's state is spread."""
         return self.optimizer.slices.ranks
 
     @property
@@ -61,7 +62,7 @@ class TrainState:
         )
 
     def close(self) -> None:
-        """End what runs beside this process, and close the ledger's file."""
+        """End the other processes of this run, and close the ledger's file."""
         for part in (self.recorder, self.sampler, self.old_policy, self.ref_policy, self.parallel):
             if part is not None:
                 part.close()
@@ -77,4 +78,4 @@ class StepRecord:
     texts: list[list[str]]
     rewards: np.ndarray  # [P, G]
     advantages: np.ndarray  # [P, G]
-    notes: dict[str, str] = field(default_factory=dict)  # metrics that are no numbers
+    notes: dict[str, str] = field(default_factory=dict)  # metrics that are not numbers

@@ -1,11 +1,14 @@
 """One training step, on one screen.
 
+From rollouts to the update of the weights:
+
+1. `ShardWork` (shard.py) does the forward and backward of one virtual shard.
+2. `state.parallel` (parallel/) does all shards, and adds their gradients by the fixed tree.
+3. `state.scaler` (loss_scaling.py) hands the sum to the optimizer (optimizer.py). After an overflow it skips
+   the update.
+
 Shapes: P prompts, G generations of each, sequences in canonical order (prompt by prompt, generation by
 generation), C completion tokens.
-
-From gradient to update: `ShardWork` (shard.py) does the forward and backward of one virtual shard;
-`state.parallel` (parallel/) does all shards and adds them by the fixed tree; `state.scaler` (loss_scaling.py)
-hands the sum to the optimizer (optimizer.py), or skips the update after an overflow.
 """
 
 import time
@@ -26,7 +29,7 @@ from .state import StepRecord, TrainState
 
 
 def train_step(state: TrainState) -> StepRecord:
-    """One step: sample, score, and update. Raises MismatchError before any update (see Monitor)."""
+    """One step: sample, score and update. Where a bit differs, raises MismatchError before any update."""
     cfg, loss_cfg, began_s = state.config, state.config.loss.resolve(), time.perf_counter()
     batch = collect(state)  # P prompts x G generations: tokens, sampling logprobs, rewards
     sampled_s = time.perf_counter()
@@ -39,21 +42,18 @@ def train_step(state: TrainState) -> StepRecord:
         results, gradient = state.parallel.sum_shards(work, step.cut(cfg.virtual_shards))  # a fixed tree
         scored = [micro_batch for shard in results if shard for micro_batch in shard]
         logp = torch.cat([micro_batch.logp for micro_batch in scored])
+        stale = update > 0 or step.old_logprobs is not None  # the weights are newer than those sampled from
+        if step.old_logprobs is None:  # the later updates of this step are stale against these logprobs
+            step = replace(step, old_logprobs=[x.numpy() for x in logp.split(lengths)])
         if update == 0:
-            old_logp = (
-                logp if step.old_logprobs is None else torch.from_numpy(np.concatenate(step.old_logprobs))
-            )
+            old_logp = torch.from_numpy(np.concatenate(step.old_logprobs))
             monitor.compare(old_logp, batch.rollouts)  # 0.0 everywhere, or stop and show where
             metrics |= monitor.metrics() | step_losses(scored)
-        if update or step.old_logprobs is not None:
+        if stale:
             metrics |= monitor.staleness(logp)
-        if step.old_logprobs is None:  # of the first update: later ones are stale against it
-            step = replace(step, old_logprobs=[x.numpy() for x in logp.split(lengths)])
         recording = state.recorder.updating(logp, gradient, scale) if state.recorder else nullcontext()
-        with recording, state.parallel.own_threads():
-            updated = state.scaler.update(
-                state.optimizer, gradient, scored
-            )  # clipping, AdamW, fp32 master weights
+        with recording, state.parallel.own_threads():  # clipping, AdamW, fp32 master weights
+            updated = state.scaler.update(state.optimizer, gradient, scored)
         metrics, notes = metrics | updated.metrics, notes | updated.notes
         state.version += updated.applied
     state.sampler.sync_weights(state.version)
@@ -69,24 +69,20 @@ def train_step(state: TrainState) -> StepRecord:
 
 
 def prepare(state: TrainState, batch: RolloutBatch) -> tuple[Shard, dict[str, float]]:
-    """All that the loss needs beside the trainer's logprobs, known before any forward; and metrics of it."""
+    """What the loss needs, except the trainer's logprobs; and metrics of it.
+
+    All of it is known before any forward of the trainer's current weights.
+    """
     cfg, loss_cfg = state.config, state.config.loss.resolve()
     params, rollouts = cfg.sampling.sampling_params, batch.rollouts
     lengths = [len(rollout.completion_ids) for rollout in rollouts]
     ref_logprobs = state.ref_policy.score(rollouts, params) if state.ref_policy else None
-    shaped = shaped_rewards(
-        batch.rewards,
-        lengths,
-        loss_cfg,
-        cfg.sampling.max_tokens,
-        [x.logprobs for x in rollouts],
-        ref_logprobs,
-    )
+    max_tokens, sampling_logprobs = cfg.sampling.max_tokens, [rollout.logprobs for rollout in rollouts]
+    shaped = shaped_rewards(batch.rewards, lengths, loss_cfg, max_tokens, sampling_logprobs, ref_logprobs)
     A = advantages(shaped, loss_cfg.advantage)  # [P, G]
-    weights = np.array(sequence_weights(lengths, loss_cfg.loss_agg_mode, cfg.sampling.max_tokens))  # [P G]
-    staleness = (
-        state.version - rollouts[0].weight_version
-    )  # updates by which the weights sampled from are older
+    weights = np.array(sequence_weights(lengths, loss_cfg.loss_agg_mode, max_tokens))  # [P G]
+    # The number of updates by which the weights that were sampled from are older than the trainer's.
+    staleness = state.version - rollouts[0].weight_version
     old_logprobs = state.old_policy.score(rollouts, params) if staleness else None
     metrics = loss_metrics(loss_cfg, batch, shaped, ref_logprobs)
     if cfg.max_staleness:

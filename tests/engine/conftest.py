@@ -1,12 +1,12 @@
-"""A model of 80,000 random weights, a task with a reward that such a model can earn, and short runs of both."""
+"""A model of 80,000 random weights, a task with a reward that the model can earn, and short runs of both."""
 
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
-# A barrier of two threads on one busy core spins until the other is scheduled: 28 s instead of 0.5 s for a
-# run. Read when torch loads.
+# A thread that waits at a barrier spins until the other thread is scheduled. With two threads on one busy
+# core a run then takes 28 s instead of 0.5 s. The variable is read when torch loads.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
@@ -28,16 +28,16 @@ WIDTHS = dict(
     head_dim=16,
 )
 
-# Random weights never add up two numbers; they do write letters and digits, so some samples of a group are
-# better than others.
+# A model of random weights never adds up two numbers. It does write letters and digits, so with a reward for
+# letters some samples of a group are better than others.
 TOY = '''
 def letters(problem, completion):
-    """Share of letters among 8 characters; any completion but an empty one can be beaten."""
+    """Number of letters divided by 8, the most characters of a completion."""
     return sum(c.isalpha() for c in completion) / 8
 
 
 def constant(problem, completion):
-    """Of no use: all samples are equally good."""
+    """Nothing can be learned from it: all samples are equally good."""
     return 0.1
 
 
@@ -49,8 +49,20 @@ def broken(problem, completion):
     raise RuntimeError("two\\nlines")
 
 
+def ppo(r, A, logp, low, high):
+    """PPO's clip, as a surrogate that a user wrote."""
+    from zerokl.engine.loss.surrogates import clip
+
+    return clip(r, A, logp, low, high)
+
+
+def half(r, A, logp, low, high):
+    """Returns values for too few tokens."""
+    return r[1:] * A[1:], r * A
+
+
 class Digits:
-    """A task of the user's own."""
+    """A task that a user wrote."""
 
     chat = False
 
@@ -67,7 +79,7 @@ class Digits:
 
 
 class Riddles(Digits):
-    """Its answers earn nothing."""
+    """A task whose answers earn nothing."""
 
     def reward(self, problem, completion):
         return 0.0
@@ -76,7 +88,7 @@ class Riddles(Digits):
 
 @pytest.fixture(scope="session", autouse=True)
 def _toy_module(tmp_path_factory: pytest.TempPathFactory):
-    """The module `toy`, importable as a user's own would be."""
+    """The module `toy`, importable like a module that a user wrote."""
     folder = tmp_path_factory.mktemp("modules")
     (folder / "toy.py").write_text(TOY)
     with pytest.MonkeyPatch.context() as patch:
@@ -86,7 +98,7 @@ def _toy_module(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(autouse=True)
 def _threads():
-    """A run sets the number of threads of the process; every test starts from the same."""
+    """Every test starts with the same number of threads; a run changes it for the whole process."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -111,9 +123,9 @@ def sampler(decoder: Decoder) -> NativeSampler:
 
 @pytest.fixture(scope="session")
 def config(model: Path) -> Callable[..., Config]:
-    """config(**overrides):
+    """config(**overrides): a run of three steps, 3 prompts x 3 samples x 8 tokens.
 
-    a run of three steps, 3 prompts x 3 samples x 8 tokens. Dots are written as two underscores.
+    The name of an override has two underscores where the key has a dot.
     """
     base = {
         "model": str(model),
@@ -130,8 +142,8 @@ def config(model: Path) -> Callable[..., Config]:
     }
 
     def make(**overrides: object) -> Config:
-        given = {k.replace("__", "."): str(v) if isinstance(v, Path) else v for k, v in overrides.items()}
-        return load_config(None, None, base | given)
+        values = {k.replace("__", "."): str(v) if isinstance(v, Path) else v for k, v in overrides.items()}
+        return load_config(None, None, base | values)
 
     return make
 

@@ -1,6 +1,6 @@
-"""A rank of test_slices.py:
+"""One rank of test_slices.py: updates over all ranks' slices beside the same updates in one process.
 
-updates over all ranks' slices beside the same updates alone, bit for bit. Prints one JSON line.
+The two are compared bit for bit. Each rank prints one JSON line.
 """
 
 import json
@@ -38,8 +38,8 @@ CONFIG = ModelConfig.from_dict(
         model_type="qwen3",
     )
 )
-# Tied: the embedding is most of the model, and all ranks own a part of it. Small: it is one block, and two of
-# the ranks own nothing.
+# tied: the embedding is most of the model, and every rank owns a part of it.
+# small: the embedding is one block, and two of the ranks own nothing.
 SHAPES = {
     "untied": {},
     "tied": {"tie_word_embeddings": True, "vocab_size": 9000},
@@ -54,86 +54,102 @@ SHAPES = {
 }
 
 
-def drawn(seed: int, numel: int) -> torch.Tensor:
+def random_vector(seed: int, numel: int) -> torch.Tensor:
     x = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
-    return torch.where(x.abs() < 0.2, -0.0, x)  # signed zeros too
+    return torch.where(x.abs() < 0.2, -0.0, x)  # so that there are signed zeros too
 
 
-def optimizer(dtype: torch.dtype, weights: torch.Tensor, layout: Layout, slices: Slices) -> Optimizer:
+def make_optimizer(dtype: torch.dtype, weights: torch.Tensor, layout: Layout, slices: Slices) -> Optimizer:
     decoder = Decoder(layout.config, weights.to(dtype, copy=True), layout)
-    return Optimizer(
-        decoder, weights, OptimizerConfig(lr=1e-2, weight_decay=0.1, warmup_steps=0), 100, slices
-    )
+    cfg = OptimizerConfig(lr=1e-2, weight_decay=0.1, warmup_steps=0)
+    return Optimizer(decoder, weights, cfg, 100, slices)
 
 
-def differences(ours: Optimizer, alone: Optimizer) -> int:
+def count_differences(ours: Optimizer, alone: Optimizer) -> int:
+    """Elements of master weights, compute weights and moments that differ."""
     pairs = [(ours.slices.everywhere(ours.master), alone.master), (ours.decoder.flat, alone.decoder.flat)]
     pairs += [(ours.slices.everywhere(m), n) for m, n in zip(ours.moments, alone.moments, strict=True)]
     return sum(count_unequal(a, b) for a, b in pairs)
 
 
-def roots_of(step: int, size: int, numel: int) -> list[torch.Tensor | None]:
-    """Each rank's root; in step k, the ranks whose bit is set in k have none."""
+def make_roots(step: int, size: int, numel: int) -> list[torch.Tensor | None]:
+    """The root of each rank.
+
+    In step k, a rank whose bit is set in k has no root. In the step where this is every rank, all have one.
+    """
+    every_rank = 2**size - 1
     return [
-        None if step >> r & 1 and step != 2**size - 1 else drawn(1000 * step + r, numel) for r in range(size)
+        None if step >> rank & 1 and step != every_rank else random_vector(1000 * step + rank, numel)
+        for rank in range(size)
     ]
 
 
-def in_wrong_order(slices: Slices, mine: torch.Tensor | None, has: list[bool], right: torch.Tensor) -> int:
-    """The control:
+def copied(root: torch.Tensor | None) -> torch.Tensor | None:
+    return None if root is None else root.clone()
 
-    elements of this rank's part of the gradient that differ when the ranks' roots are added in another order.
+
+def count_in_wrong_order(
+    slices: Slices, root: torch.Tensor | None, has_root: list[bool], right: torch.Tensor
+) -> int:
+    """The control: how many elements differ when the ranks' roots are added in another order.
+
+    right: this rank's part of the gradient, from roots added in the right order.
     """
-    right, plain = right.clone(), slices_module.add_roots
-    slices_module.add_roots = lambda parts: plain([*parts[1:], parts[0]])
+    right, add_in_order = right.clone(), slices_module.add_roots
+    slices_module.add_roots = lambda parts: add_in_order([*parts[1:], parts[0]])
     try:
-        wrong = slices.sum_roots(None if mine is None else mine.clone(), has)
-        return count_unequal(wrong, right)
+        return count_unequal(slices.sum_roots(copied(root), has_root), right)
     finally:
-        slices_module.add_roots = plain
+        slices_module.add_roots = add_in_order
+
+
+def overflowing_weight(optimizer: Optimizer) -> str:
+    """The weight that the optimizer names when one element of the gradient is infinite."""
+    layout, slices = optimizer.layout, optimizer.slices
+    gradient = random_vector(7, layout.numel)
+    layout.checkpoint_views(gradient)["model.layers.0.mlp.up_proj.weight"][3, 5] = float("inf")
+    try:
+        optimizer.update(gradient[Slices.of_gradient(slices.own)])
+        return "nothing"
+    except GradientOverflowError as error:
+        return error.weight
 
 
 def main(dtype: torch.dtype, shape: str) -> dict[str, object]:
-    slices_module._PIECE = 8192  # several pieces to a slice
+    slices_module._PIECE = 8192  # so that a slice has several pieces
     config = ModelConfig.from_dict(CONFIG.raw | SHAPES[shape])
     with join_ranks() as ranks:
         layout = Layout(config)
-        weights = drawn(0, layout.numel)
-        ours, alone = (optimizer(dtype, weights, layout, s) for s in (Slices(layout, ranks), Slices(layout)))
-        found, wrong, norms = 0, 0, 0
+        weights = random_vector(0, layout.numel)
+        ours = make_optimizer(dtype, weights, layout, Slices(layout, ranks))
+        alone = make_optimizer(dtype, weights, layout, Slices(layout))
+        slices = ours.slices
+        unequal, unequal_wrong_order, unequal_norms = 0, 0, 0
         for step in range(9):
-            roots = roots_of(step, ranks.size, layout.numel)
-            has, mine = [r is not None for r in roots], roots[ranks.rank]
-            gradient = ours.slices.sum_roots(None if mine is None else mine.clone(), has).clone()
-            whole = add_roots([None if r is None else r.clone() for r in roots])
-            norms += ours.update(gradient, 4.0)["grad_norm"] != alone.update(whole, 4.0)["grad_norm"]
-            found += differences(ours, alone)
-            wrong += in_wrong_order(ours.slices, mine, has, gradient)
-            assert ours.slices.hash_tree(ours.slices.hashing(gradient)) == hash_tree(
-                layout.checkpoint_views(whole)
-            )
-        planted = drawn(7, layout.numel)
-        layout.checkpoint_views(planted)["model.layers.0.mlp.up_proj.weight"][3, 5] = float("inf")
-        try:
-            ours.update(planted[Slices.of_gradient(ours.slices.own)])
-            named = "nothing"
-        except GradientOverflowError as error:
-            named = error.weight
-        own, kept = ours.slices.own, (ours.master, *ours.moments)
-        collected = ours.slices.collect(ours.master)
+            roots = make_roots(step, ranks.size, layout.numel)
+            has_root, root = [r is not None for r in roots], roots[ranks.rank]
+            gradient = slices.sum_roots(copied(root), has_root).clone()
+            whole = add_roots([copied(r) for r in roots])
+            unequal_norms += ours.update(gradient, 4.0)["grad_norm"] != alone.update(whole, 4.0)["grad_norm"]
+            unequal += count_differences(ours, alone)
+            unequal_wrong_order += count_in_wrong_order(slices, root, has_root, gradient)
+            tree = slices.hash_tree(slices.hashing(gradient))
+            assert tree == hash_tree(layout.checkpoint_views(whole))
+        overflow = overflowing_weight(ours)
+        part, state = slices.own, (ours.master, *ours.moments)
+        sizes = [part.start, part.stop, *(x.numel() for x in state), slices._sum.numel()]
+        collected = slices.collect(ours.master)
         return {
-            "differences": found + differences(ours, alone),
+            "differences": unequal + count_differences(ours, alone),
             "collected": count_unequal(collected, alone.master) if ranks.first else collected,
-            "norms": norms,
-            "wrong_order": wrong,
-            "named": named,
+            "norms": unequal_norms,
+            "wrong_order": unequal_wrong_order,
+            "overflow": overflow,
             "numel": layout.numel,
-            "kept": ranks.gather(
-                lambda: [own.start, own.stop, *(x.numel() for x in kept), ours.slices._sum.numel()]
-            ),
+            "slices": ranks.gather(lambda: sizes),
         }
 
 
 if __name__ == "__main__":
     line = json.dumps(main(getattr(torch, sys.argv[1]), sys.argv[2]))
-    os.write(1, f"{line}\n".encode())  # at once: the ranks share the pipe
+    os.write(1, f"{line}\n".encode())  # in one write, because the ranks share the pipe

@@ -1,7 +1,8 @@
-"""`zerokl ablate`: every cell a run of its own, ended ones kept, the report what the runs' files say."""
+"""`zerokl ablate`: every cell is a run, ended runs are kept, the report says what the runs' files say."""
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ huge = {{ "precision.scaling" = "static", "precision.scale" = 1e9 }}
 
 @pytest.fixture
 def grid(config, tmp_path):
-    """grid(text): a grid file over the tests' configuration."""
+    """grid(text): write a grid file over the tests' configuration; returns its path."""
     (tmp_path / "base.toml").write_text(to_toml(config(evaluation__problems=7)))
 
     def write(text: str) -> Path:
@@ -45,16 +46,13 @@ def test_a_grid_is_every_combination_with_every_seed(grid):
     cells = read_grid(grid(GRID.replace("1e9", "1073741824.0")))
     assert len(cells) == 2 * 2 * 2 * 2
     assert cells[0].folder == "dtype=float32,preset=pg,scale=one/seed-0"
+    first, last = cells[0].config, cells[-1].config
     assert cells[-1].settings == {"dtype": "float16", "loss.preset": "gspo", "scale": "huge"}
-    assert (cells[-1].config.dtype, cells[-1].config.loss.preset, cells[-1].config.seed) == (
-        "float16",
-        "gspo",
-        1,
-    )
-    assert (cells[-1].config.precision.scale, cells[0].config.precision.scale) == (2.0**30, 65536.0)
+    assert (last.dtype, last.loss.preset, last.seed) == ("float16", "gspo", 1)
+    assert (last.precision.scale, first.precision.scale) == (2.0**30, 65536.0)
     assert {(c.config.steps, c.config.evaluation.every) for c in cells} == {(2, 1)}
     assert {c.config.evaluation.problems for c in cells} == {7}, (
-        "keys of a section that are not set stay as they are in the file"
+        "a key of a section that the grid does not set keeps its value of the file"
     )
 
 
@@ -68,7 +66,8 @@ def test_the_sanity_test_is_a_valid_grid():
 
 def test_cells_are_ordinary_runs_and_the_report_sums_them_up(grid, tmp_path, read_jsonl, capsys):
     path = grid(
-        'file = "{base}"\nseeds = [0, 3]\n[set]\nsteps = 3\nevaluation.every = 2\n[grid]\nloss.preset = ["pg", "gspo"]\n'
+        'file = "{base}"\nseeds = [0, 3]\n[set]\nsteps = 3\nevaluation.every = 2\n'
+        '[grid]\nloss.preset = ["pg", "gspo"]\n'
     )
     assert main(["ablate", str(path), "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
@@ -82,69 +81,65 @@ def test_cells_are_ordinary_runs_and_the_report_sums_them_up(grid, tmp_path, rea
         assert json.loads((run / "summary.json").read_text())["fingerprint"] == plain.fingerprint
         lines = read_jsonl(run / "metrics.jsonl")
         combination = next(c for c in report["combinations"] if c["settings"] == cell.settings)
-        (own,) = [r for r in combination["runs"] if r["seed"] == cell.config.seed]
+        (reported,) = [r for r in combination["runs"] if r["seed"] == cell.config.seed]
         rewards = [m["reward/mean"] for m in lines]
-        assert own["reward_last10"] == pytest.approx(sum(rewards) / len(rewards))
-        assert (own["reward_best"], own["reward_last"], own["fingerprint"]) == (
-            max(rewards),
-            rewards[-1],
-            plain.fingerprint,
-        )
-        assert (own["mismatch_k3_mean"], own["mismatch_max_abs"], own["skipped_steps"], own["error"]) == (
-            0.0,
-            0.0,
-            0,
-            None,
-        )
-        assert own["held_out_last"] == lines[-1]["eval/accuracy"]
-        assert own["seconds"] > 0
+        assert reported["reward_last10"] == pytest.approx(sum(rewards) / len(rewards))
+        assert (reported["reward_best"], reported["reward_last"]) == (max(rewards), rewards[-1])
+        assert reported["fingerprint"] == plain.fingerprint
+        assert (reported["mismatch_k3_mean"], reported["mismatch_max_abs"]) == (0.0, 0.0)
+        assert (reported["skipped_steps"], reported["error"]) == (0, None)
+        assert reported["held_out_last"] == lines[-1]["eval/accuracy"]
+        assert reported["seconds"] > 0
     headings, _, *rows = (
         [cell.strip() for cell in line.split(" | ")]
         for line in (tmp_path / "out" / "ablation.md").read_text().splitlines()
     )
     assert [dict(zip(headings, row, strict=True))["| loss.preset"] for row in rows] == ["| pg", "| gspo"]
     for c in report["combinations"]:
-        lasts = [r["reward_last"] for r in c["runs"]]
-        assert c["reward_last"] == {
-            "mean": pytest.approx(sum(lasts) / 2),
-            "min": min(lasts),
-            "max": max(lasts),
-        }
+        last_rewards = [r["reward_last"] for r in c["runs"]]
+        mean = pytest.approx(sum(last_rewards) / 2)
+        assert c["reward_last"] == {"mean": mean, "min": min(last_rewards), "max": max(last_rewards)}
         assert [p["step"] for p in c["by_step"]["reward/mean"]] == [0, 1, 2]
         assert [p["step"] for p in c["by_step"]["eval/accuracy"]] == [1, 2]
     for name in ("reward", "eval-accuracy", "mismatch-k3", "entropy", "grad_norm"):
         assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_ended_runs_are_kept_and_interrupted_ones_start_anew(grid, tmp_path, monkeypatch):
     path, out = grid('file = "{base}"\nseeds = [0, 1, 2]\n[set]\nsteps = 2\n'), tmp_path / "out"
-    first, ran = ablate(path, out), []
+    first, seeds_run = ablate(path, out), []
     (out / "cells" / "run" / "seed-1" / "summary.json").unlink()
     run = ablate_module._run
-    monkeypatch.setattr(
-        ablate_module, "_run", lambda cell, folder: ran.append(cell.config.seed) or run(cell, folder)
-    )
+
+    def counted(cell, folder):
+        seeds_run.append(cell.config.seed)
+        return run(cell, folder)
+
+    monkeypatch.setattr(ablate_module, "_run", counted)
     again = ablate(path, out)
-    assert ran == [1]
-    prints = [[r["fingerprint"] for r in report["combinations"][0]["runs"]] for report in (first, again)]
-    assert prints[0] == prints[1]
-    assert len(set(prints[0])) == 3, "seeds differ"
+    assert seeds_run == [1]
+    before, after = (
+        [r["fingerprint"] for r in report["combinations"][0]["runs"]] for report in (first, again)
+    )
+    assert before == after
+    assert len(set(before)) == 3, "the seeds give different runs"
 
 
+@pytest.mark.full
 def test_a_run_that_ends_by_itself_is_a_result(grid, tmp_path):
     keys = 'dtype = "float16"\noptimizer.lr = 1e6\nsteps = 6\n'
-    path, out = (
-        grid('file = "{base}"\nseeds = [0]\n[set]\n' + keys + '[grid]\nloss.preset = ["pg"]\n'),
-        tmp_path / "out",
-    )
+    path = grid('file = "{base}"\nseeds = [0]\n[set]\n' + keys + '[grid]\nloss.preset = ["pg"]\n')
+    out = tmp_path / "out"
     (combination,) = ablate(path, out)["combinations"]
     assert combination["failed"] == 1
     (run,) = combination["runs"]
     assert "logits of prompt" in run["error"]
     assert run["steps"] < 6
-    assert ablate(path, out)["combinations"][0]["runs"][0] == run, "it is kept"
+    assert ablate(path, out)["combinations"][0]["runs"][0] == run, "the result is kept"
 
 
+@pytest.mark.full
 def test_what_a_run_refuses_and_a_run_that_is_killed_end_the_ablation(grid, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="task: none is not known"):
         ablate(grid('file = "{base}"\nseeds = [0]\n[set]\ntask.name = "none"\n'), tmp_path / "refused")
@@ -177,8 +172,6 @@ def test_another_grid_in_the_same_folder_is_refused(grid, tmp_path):
     ],
 )
 def test_a_bad_grid_is_refused_in_one_line_before_anything_runs(tmp_path, capsys, text, message):
-    import re
-
     (tmp_path / "grid.toml").write_text(text)
     assert main(["ablate", str(tmp_path / "grid.toml"), "--out", str(tmp_path / "out")]) == 2
     (line,) = capsys.readouterr().err.splitlines()

@@ -1,4 +1,4 @@
-"""The audit: figures against plain formulas, planted differences named, logs of any framework read."""
+"""The audit: figures equal plain formulas, planted differences are named, logs of any framework are read."""
 
 import json
 import math
@@ -25,14 +25,14 @@ from zerokl.model.op_names import operations
 from zerokl.verify.trace import compare_traces, first_divergence
 
 PAIR = ((5, 6, 7, 8, 9), (10, 11, 12, 13, 14, 15))
-DIST = SamplingParams()
+SAMPLING = SamplingParams()
 LAYERS = 2
 
 
 def _words(model: Path, out: Path, *more: str) -> list[str]:
     defaults = {"-n": "6", "--max-tokens": "8", "--out": str(out)}
-    given = [word for option in defaults.items() if option[0] not in more for word in option]
-    return ["audit", str(model), *given, *more]
+    options = [word for option in defaults.items() if option[0] not in more for word in option]
+    return ["audit", str(model), *options, *more]
 
 
 # --- the figures ---
@@ -72,23 +72,24 @@ def test_every_operation_is_recorded_by_both(model):
         HfEngine(model, torch.float32, "eager"),
         HfEngine(model, torch.float32, "sdpa"),
     ):
-        trace = engine.trace(PAIR, DIST)
+        trace = engine.trace(PAIR, SAMPLING)
         assert list(trace) == names, engine.name
         assert {len(x) for name, x in trace.items() if name != "logprob"} == {10}
         assert trace["logprob"].numel() == 6
 
 
 def test_ours_and_transformers_mean_the_same_by_each_name(model):
-    """fp32: every operation of the two is close. A wrong mapping would be far off."""
+    """In fp32 the two are close at every operation; a wrong mapping of names would be far off."""
     differences = compare_traces(
-        ZeroklEngine(model, torch.float32).trace(PAIR, DIST),
-        HfEngine(model, torch.float32, "eager").trace(PAIR, DIST),
+        ZeroklEngine(model, torch.float32).trace(PAIR, SAMPLING),
+        HfEngine(model, torch.float32, "eager").trace(PAIR, SAMPLING),
     )
     assert max(d.relative for d in differences) < 1e-5
 
 
 def _plant_epsilon(model: torch.nn.Module, layer: int, rng: random.Random) -> str:
-    name, op = rng.choice([("input_layernorm", "input_norm"), ("post_attention_layernorm", "post_norm")])
+    norms = [("input_layernorm", "input_norm"), ("post_attention_layernorm", "post_norm")]
+    name, op = rng.choice(norms)
     getattr(model.model.layers[layer], name).variance_epsilon *= 10
     return op
 
@@ -104,13 +105,13 @@ def _plant_silu(model: torch.nn.Module, layer: int, rng: random.Random) -> str:
 
 
 def _plant_bit(model: torch.nn.Module, layer: int, rng: random.Random) -> str:
-    op = rng.choice(["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    op = rng.choice([*attention, "gate_proj", "up_proj", "down_proj"])
     block = model.model.layers[layer]
-    weight = getattr(
-        block.self_attn if op in ("q_proj", "k_proj", "v_proj", "o_proj") else block.mlp, op
-    ).weight
+    weight = getattr(block.self_attn if op in attention else block.mlp, op).weight
     row, column = rng.randrange(weight.shape[0]), rng.randrange(weight.shape[1])
-    with torch.no_grad():  # a bit of the mantissa large enough to survive the rounding of a sum
+    with torch.no_grad():
+        # A bit of the mantissa that is large enough to survive the rounding of a sum.
         weight.view(torch.int32)[row, column] ^= 1 << rng.randrange(14, 23)
     return op
 
@@ -119,14 +120,14 @@ def _plant_bit(model: torch.nn.Module, layer: int, rng: random.Random) -> str:
 @pytest.mark.parametrize("plant", [_plant_epsilon, _plant_silu, _plant_bit])
 def test_a_planted_difference_is_found_where_it_is(model, plant, seed):
     rng = random.Random(seed)
-    clean, other = HfEngine(model, torch.float32, "sdpa"), HfEngine(model, torch.float32, "sdpa")
-    assert first_divergence(compare_traces(clean.trace(PAIR, DIST), other.trace(PAIR, DIST))) is None
-    layer = rng.randrange(LAYERS)
-    op = plant(other.model, layer, rng)
+    clean, changed = HfEngine(model, torch.float32, "sdpa"), HfEngine(model, torch.float32, "sdpa")
     assert (
-        first_divergence(compare_traces(clean.trace(PAIR, DIST), other.trace(PAIR, DIST))).op
-        == f"layers.{layer}.{op}"
+        first_divergence(compare_traces(clean.trace(PAIR, SAMPLING), changed.trace(PAIR, SAMPLING))) is None
     )
+    layer = rng.randrange(LAYERS)
+    op = plant(changed.model, layer, rng)
+    difference = first_divergence(compare_traces(clean.trace(PAIR, SAMPLING), changed.trace(PAIR, SAMPLING)))
+    assert difference.op == f"layers.{layer}.{op}"
 
 
 # --- the command ---
@@ -144,9 +145,8 @@ def test_native_against_zerokl_is_equal(model, tmp_path, capsys):
 
 
 def test_transformers_against_zerokl_differs_and_names_the_operation(model, tmp_path, capsys):
-    assert main(_words(model, tmp_path / "out", "--sampler", "hf", "--max-abs", "1")) == 0, (
-        "within the tolerance"
-    )
+    words = _words(model, tmp_path / "out", "--sampler", "hf", "--max-abs", "1")
+    assert main(words) == 0, "within the tolerance"
     report = json.loads((tmp_path / "out" / "audit.json").read_text())
     assert report["frac_equal"] < 1.0
     assert report["first_divergence"]["op"] in operations(LAYERS)
@@ -156,11 +156,11 @@ def test_transformers_against_zerokl_differs_and_names_the_operation(model, tmp_
 
 
 def test_a_sampler_in_another_dtype_parts_at_the_embedding(model):
-    found = audit(
+    report = audit(
         AuditConfig(str(model), "native", "zerokl", "float32", sampler_dtype="bfloat16", n=4, max_tokens=8)
     ).report
-    assert found["first_divergence"]["op"] == "embed"
-    assert found["first_divergence"]["max_ulp"] is None
+    assert report["first_divergence"]["op"] == "embed"
+    assert report["first_divergence"]["max_ulp"] is None
 
 
 def test_logits_in_another_dtype_on_one_side_are_named(model):
@@ -168,15 +168,15 @@ def test_logits_in_another_dtype_on_one_side_are_named(model):
         str(model), "native", "zerokl", "bfloat16", head_dtype="float32", n=4, max_tokens=8
     )
     assert audit(settings).equal
-    found = audit(replace(settings, sampler_head_dtype="bfloat16")).report
-    assert (found["first_divergence"]["op"], found["first_divergence"]["max_ulp"]) == ("logits", None)
-    assert (found["head_dtype"], found["sampler_head_dtype"]) == ("float32", "bfloat16")
+    report = audit(replace(settings, sampler_head_dtype="bfloat16")).report
+    assert (report["first_divergence"]["op"], report["first_divergence"]["max_ulp"]) == ("logits", None)
+    assert (report["head_dtype"], report["sampler_head_dtype"]) == ("float32", "bfloat16")
 
 
 def test_transformers_logits_can_be_wider_than_the_rest(model):
-    trace = HfEngine(model, torch.bfloat16, "sdpa", torch.float32).trace(PAIR, DIST)
+    trace = HfEngine(model, torch.bfloat16, "sdpa", torch.float32).trace(PAIR, SAMPLING)
     assert (trace["norm"].dtype, trace["logits"].dtype) == (torch.bfloat16, torch.float32)
-    ours = ZeroklEngine(model, torch.bfloat16, torch.float32).trace(PAIR, DIST)
+    ours = ZeroklEngine(model, torch.bfloat16, torch.float32).trace(PAIR, SAMPLING)
     logits = compare_traces({"logits": ours["logits"]}, {"logits": trace["logits"]})[0]
     assert logits.relative < 0.05
 
@@ -184,7 +184,12 @@ def test_transformers_logits_can_be_wider_than_the_rest(model):
 # --- logs ---
 
 
-def _log(model: Path, path: Path, **changes: object) -> list[dict]:
+def _write_rows(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _write_log(model: Path, path: Path, **changes: object) -> list[dict]:
+    """Write a log of four rollouts, drawn in bf16, with `changes` in every row; returns its rows."""
     generation_params = GenerationParams(SamplingParams(0.7, 0, 0.9), 2, 8, frozenset({1}))
     rollouts = NativeSampler(load_decoder(model, torch.bfloat16)).generate(
         [(5, 6, 7), (8, 9)], generation_params, RngKey(0, 0)
@@ -200,79 +205,74 @@ def _log(model: Path, path: Path, **changes: object) -> list[dict]:
         | changes
         for r in rollouts
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _write_rows(path, rows)
     return rows
 
 
 def test_a_log_is_audited(model, tmp_path):
-    _log(model, tmp_path / "log.jsonl")
+    _write_log(model, tmp_path / "log.jsonl")
     assert main(_words(model, tmp_path / "out", "--sampler", str(tmp_path / "log.jsonl"))) == 0
-    _log(model, tmp_path / "wrong.jsonl", temperature=1.0)
+    _write_log(model, tmp_path / "wrong.jsonl", temperature=1.0)
     assert main(_words(model, tmp_path / "wrong", "--sampler", str(tmp_path / "wrong.jsonl"))) == 1
 
 
 def test_what_other_frameworks_write_is_read(model, tmp_path, capsys):
-    """A byte order mark, null for what is not set, -1 for all tokens, and characters that end a line
-    elsewhere than in JSON.
+    """A byte order mark, null for what is not set, -1 for all tokens.
+
+    And characters within a string that end a line elsewhere, but not in JSON.
     """
     rows = [
         row | {"top_k": -1, "weight_version": None, "text": "a\u2028b\x85"}
-        for row in _log(model, tmp_path / "log.jsonl")
+        for row in _write_log(model, tmp_path / "log.jsonl")
     ]
     lines = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
     (tmp_path / "log.jsonl").write_text("\ufeff" + lines, encoding="utf-8")
     assert main(_words(model, tmp_path / "out", "--sampler", str(tmp_path / "log.jsonl"))) == 0
-    read = read_log(tmp_path / "log.jsonl", 10**6)
-    assert [(d.top_k, r.weight_version) for r, d in read] == [(0, 0)] * len(rows)
+    log = read_log(tmp_path / "log.jsonl", 10**6)
+    assert [(d.top_k, r.weight_version) for r, d in log] == [(0, 0)] * len(rows)
 
 
 def test_all_of_a_log_is_read_and_what_is_left_out_is_said(model, tmp_path, capsys):
     log = tmp_path / "log.jsonl"
-    rows = _log(model, log)
+    rows = _write_log(model, log)
     words = _words(model, tmp_path / "out", "--sampler", str(log), "-n", "2")
     log.write_text("".join(json.dumps(row) + "\n" for row in rows) + "garbage\n")
     assert main(words) == 2
     assert f"line {len(rows) + 1}: " in capsys.readouterr().err
-    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _write_rows(log, rows)
     assert main(words) == 0
     assert f"2 of {len(rows)}" in capsys.readouterr().out
 
 
-def test_transformers_draws_from_the_whole_distribution_whatever_the_checkpoint_asks_for(model, tmp_path):
-    """Checkpoints bring repetition penalties and the like, which no trainer computes."""
-    shutil.copytree(model, tmp_path / "model")
-    plain = HfEngine(tmp_path / "model", torch.float32).generate(
-        [[3, 4, 5]], GenerationParams(DIST, 1, 12, frozenset()), 0
-    )
-    (tmp_path / "model" / "generation_config.json").write_text(
-        json.dumps({"repetition_penalty": 3.0, "min_p": 0.2, "do_sample": True})
-    )
-    asked = HfEngine(tmp_path / "model", torch.float32).generate(
-        [[3, 4, 5]], GenerationParams(DIST, 1, 12, frozenset()), 0
-    )
-    assert asked[0].completion_ids == plain[0].completion_ids
-    assert asked[0].logprobs.tobytes() == plain[0].logprobs.tobytes()
+def test_transformers_draws_from_the_whole_distribution(model, tmp_path):
+    """A checkpoint may ask for repetition penalties and the like, which no trainer computes."""
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    generation_params = GenerationParams(SAMPLING, 1, 12, frozenset())
+    (plain,) = HfEngine(folder, torch.float32).generate([[3, 4, 5]], generation_params, 0)
+    penalties = {"repetition_penalty": 3.0, "min_p": 0.2, "do_sample": True}
+    (folder / "generation_config.json").write_text(json.dumps(penalties))
+    (rollout,) = HfEngine(folder, torch.float32).generate([[3, 4, 5]], generation_params, 0)
+    assert rollout.completion_ids == plain.completion_ids
+    assert rollout.logprobs.tobytes() == plain.logprobs.tobytes()
 
 
 def test_two_engines_of_one_name_are_told_apart(model):
     report = audit(AuditConfig(str(model), "hf", "hf", sampler_dtype="float32", n=4, max_tokens=8)).report
     assert set(report["own_invariance"]) == {"hf sdpa (sampler)", "hf sdpa (trainer)"}
-    assert {way for ways in report["own_invariance"].values() for way in ways} >= {
-        "drawn against scored",
-        "decode against prefill",
-    }
+    ways = {way for ways in report["own_invariance"].values() for way in ways}
+    assert ways >= {"drawn against scored", "decode against prefill"}
     assert "drawn against scored" not in report["own_invariance"]["hf sdpa (trainer)"]
 
 
 def test_a_log_of_several_weight_versions_must_be_told_which(model, tmp_path, capsys):
-    rows = _log(model, tmp_path / "log.jsonl")
-    rows = [row | {"weight_version": 3} for row in rows] + [
-        row | {"weight_version": 4, "temperature": 1.0} for row in rows
-    ]
-    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = _write_log(model, tmp_path / "log.jsonl")
+    older = [row | {"weight_version": 3} for row in rows]
+    newer = [row | {"weight_version": 4, "temperature": 1.0} for row in rows]
+    _write_rows(tmp_path / "log.jsonl", older + newer)
     words = ("--sampler", str(tmp_path / "log.jsonl"))
     assert main(_words(model, tmp_path / "out", *words)) == 2
-    assert "weight versions [3, 4]; choose the model's with --weight-version" in capsys.readouterr().err
+    assert "weight versions [3, 4]; choose the model's with --weight_version" in capsys.readouterr().err
     assert main(_words(model, tmp_path / "out", *words, "--weight-version", "5")) == 2
     assert "holds no rollout of weight version 5" in capsys.readouterr().err
     assert main(_words(model, tmp_path / "three", *words, "--weight-version", "3")) == 0
@@ -281,18 +281,15 @@ def test_a_log_of_several_weight_versions_must_be_told_which(model, tmp_path, ca
 
 
 def test_rollouts_of_older_weights_are_told_apart_from_another_operation(model, tmp_path):
-    """A stale cache or stale weights:
-
-    the logged logprobs differ, while every operation of one forward agrees.
-    """
-    rows = _log(model, tmp_path / "log.jsonl")
+    """With a stale cache or stale weights the logged logprobs differ, while every operation agrees."""
+    rows = _write_log(model, tmp_path / "log.jsonl")
     rows[0]["logprobs"][3] += -0.25
-    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = audit(AuditConfig(str(model), str(tmp_path / "log.jsonl"), "zerokl")).report
-    assert (found["worst"][0]["sequence"], found["worst"][0]["position"], len(found["worst"])) == (0, 3, 1)
-    same = audit(AuditConfig(str(model), "native", "zerokl", n=4, max_tokens=8)).report
-    same |= {"frac_equal": 0.5}  # as a sampler with a stale cache would leave it
-    assert "comes from batching, from the cache, or from other weights" in verdict(same)
+    _write_rows(tmp_path / "log.jsonl", rows)
+    (worst,) = audit(AuditConfig(str(model), str(tmp_path / "log.jsonl"), "zerokl")).report["worst"]
+    assert (worst["sequence"], worst["position"]) == (0, 3)
+    report = audit(AuditConfig(str(model), "native", "zerokl", n=4, max_tokens=8)).report
+    report |= {"frac_equal": 0.5}  # as a sampler with a stale cache would leave it
+    assert "comes from batching, from the cache, or from other weights" in verdict(report)
 
 
 @pytest.mark.parametrize(
@@ -315,9 +312,9 @@ def test_rollouts_of_older_weights_are_told_apart_from_another_operation(model, 
     ],
 )
 def test_a_malformed_line_is_named(model, tmp_path, capsys, change, reason):
-    rows = _log(model, tmp_path / "log.jsonl")
+    rows = _write_log(model, tmp_path / "log.jsonl")
     rows[2] |= change
-    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _write_rows(tmp_path / "log.jsonl", rows)
     assert main(_words(model, tmp_path / "out", "--sampler", str(tmp_path / "log.jsonl"))) == 2
     error = capsys.readouterr().err
     assert "log.jsonl, line 3: " in error

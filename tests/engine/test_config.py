@@ -1,4 +1,4 @@
-"""The configuration: every key is checked, and what is written is read back the same."""
+"""The configuration: every key is checked, and a configuration that is written is read back equal."""
 
 from collections.abc import Iterator
 from typing import get_args
@@ -38,9 +38,8 @@ def _read(tmp_path_factory, text: str) -> Config:
 )
 def test_toml_round_trip(tmp_path_factory, options, lr, model):
     config = Config.model_validate({"model": model, "task": {"options": options}, "optimizer": {"lr": lr}})
-    assert _read(tmp_path_factory, to_toml(config)) == config.model_copy(
-        update={"loss": config.loss.resolve()}
-    )
+    resolved = config.model_copy(update={"loss": config.loss.resolve()})
+    assert _read(tmp_path_factory, to_toml(config)) == resolved
 
 
 @pytest.mark.parametrize("options", [{"inner": {"a": 1}}, {"a.b": 1}, {"a b": 1}, {"list": [{"a": 1}]}])
@@ -55,7 +54,7 @@ def test_presets_are_valid(preset):
 
 
 def test_every_field_has_its_line_of_meaning():
-    """The line under a field, which `zerokl train --help` and docs/configuration.md show."""
+    """`zerokl train --help` and docs/configuration.md show the line under a field."""
 
     def sections(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
         yield model
@@ -73,9 +72,8 @@ def test_a_renamed_key_is_refused_with_its_new_name():
     for old, new in RENAMED.items():
         with pytest.raises(ValueError, match=f"^config: {old} is called {new} now; rename it$"):
             load_config(None, None, {old: 1})
-    with pytest.raises(
-        ValueError, match=r"^config: mismatch\.logit_noise is called perturb\.logit_noise now"
-    ):
+    message = r"^config: mismatch\.logit_noise is called perturb\.logit_noise now"
+    with pytest.raises(ValueError, match=message):
         load_config(None, None, {"mismatch.logit_noise": 0.1})
     assert set(RENAMED.values()) <= set(known_keys())
 
@@ -87,16 +85,10 @@ def test_what_the_loss_may_be_is_what_the_registries_hold():
 
 def test_overrides_win_over_the_file(tmp_path):
     (tmp_path / "c.toml").write_text("steps = 7\n[optimizer]\nlr = 0.5\nbeta1 = 0.5\n")
-    config = load_config(
-        str(tmp_path / "c.toml"), None, {"optimizer.lr": "3e-4", "exact": "false", "model": "7"}
-    )
-    assert (config.steps, config.optimizer.lr, config.optimizer.beta1, config.exact, config.model) == (
-        7,
-        3e-4,
-        0.5,
-        False,
-        "7",
-    )
+    overrides = {"optimizer.lr": "3e-4", "exact": "false", "model": "7"}
+    config = load_config(str(tmp_path / "c.toml"), None, overrides)
+    assert (config.steps, config.optimizer.lr, config.optimizer.beta1) == (7, 3e-4, 0.5)
+    assert (config.exact, config.model) == (False, "7")
 
 
 @pytest.mark.parametrize(

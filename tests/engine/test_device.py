@@ -1,6 +1,6 @@
-"""The `device` key:
+"""The `device` key: where a run and an audit compute, and what is refused.
 
-what a machine without a GPU answers. And what benchmarks/device.sh needs of one with a GPU.
+And which packages benchmarks/device.sh needs on a machine with a GPU.
 """
 
 import os
@@ -25,9 +25,8 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines with
 @no_gpu
 def test_auto_is_the_cpu_and_cuda_is_refused_before_anything_is_written(tmp_path):
     assert run_device(Config()).type == "cpu"
-    with pytest.raises(
-        ValueError, match=r'^device \("cuda"\): torch finds no CUDA GPU here; set device = "cpu" or "auto"$'
-    ):
+    message = r'^device \("cuda"\): torch finds no CUDA GPU here; set device = "cpu" or "auto"$'
+    with pytest.raises(ValueError, match=message):
         train(Config(device="cuda"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -50,10 +49,8 @@ def test_an_audit_computes_where_vllm_does(monkeypatch):
         assert audit._device(AuditConfig("model", "hf")) == gpu
         assert audit._device(AuditConfig("model", "hf", device="cpu")) == cpu
         assert audit._device(AuditConfig("model", "vllm-zerokl")) == (cpu if cpu_build else gpu)
-        with pytest.raises(
-            ValueError,
-            match="computes on a CPU; set --device cpu" if cpu_build else "needs a GPU, and audits there",
-        ):
+        message = "computes on a CPU; set --device cpu" if cpu_build else "needs a GPU, and audits there"
+        with pytest.raises(ValueError, match=message):
             audit._device(AuditConfig("model", "vllm", device="cuda" if cpu_build else "cpu"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="the vLLM installed here needs a GPU, and torch finds none"):
@@ -82,26 +79,23 @@ def test_a_gpu_has_one_worker_and_a_sampler_that_computes_there(monkeypatch):
     with pytest.raises(ValueError, match=r"vllm.multiprocess \(true\): on a GPU"):
         run_device(Config(device="cuda", sampler="vllm", vllm=VllmConfig(multiprocess=True)))
     pretend_vllm("0.32.0+cpu")
-    with pytest.raises(
-        ValueError,
-        match=r'sampler \("vllm"\): the vLLM installed here computes on CPUs only; set device = "cpu"',
-    ):
+    message = r'sampler \("vllm"\): the vLLM installed here computes on CPUs only; set device = "cpu"'
+    with pytest.raises(ValueError, match=message):
         run_device(Config(device="cuda", sampler="vllm"))
     monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"a GPU needs Triton; pip install triton"):
         run_device(Config())
 
 
+@pytest.mark.full
 def test_the_gpu_benchmarks_need_few_packages(tmp_path):
-    """Every section, on the CPU, in a process without the packages that device.sh does not ask for."""
-    others = ("math_verify", "matplotlib", "tensorboard", "tomli_w")
-    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({others}))\n")
-    root = PACKAGE_ROOT
-    (tmp_path / "zerokl").symlink_to(root)
-    command = [sys.executable, "-P", str(root / "benchmarks" / "device.py"), "--dry-run"]
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert done.stdout.splitlines()[-1] == "unequal bits in 0 rows"
-    assert "toy decoding, 4 samples" in done.stdout
+    """Every section runs on the CPU in a process without the packages that device.sh does not ask for."""
+    missing = ("math_verify", "matplotlib", "tensorboard", "tomli_w")
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({missing}))\n")
+    (tmp_path / "zerokl").symlink_to(PACKAGE_ROOT)
+    command = [sys.executable, "-P", str(PACKAGE_ROOT / "benchmarks" / "device.py"), "--dry-run"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-4000:]
+    assert process.stdout.splitlines()[-1] == "unequal bits in 0 rows"
+    assert "toy decoding, 4 samples" in process.stdout

@@ -100,6 +100,7 @@ def check_kills(config, tmp_path: Path, kills: int, seed: int, **overrides) -> N
     assert not list((tmp_path / "run").rglob("*.partial-*")) + list((tmp_path / "run").rglob("*.damaged*"))
 
 
+@pytest.mark.full
 def test_three_kills(config, tmp_path):
     check_kills(config, tmp_path, 3, 0)
 

@@ -121,7 +121,7 @@ def test_low_precision_weights_are_the_master_weights_rounded_once(model):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_is_refused_by_name_and_changes_nothing(model, bad):
+def test_a_gradient_that_is_not_finite_is_refused_by_name(model, bad):
     decoder, optimizer = _learner(model)
     clean, twin = _learner(model)
     good, other = _gradients(decoder, 2)

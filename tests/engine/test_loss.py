@@ -160,7 +160,7 @@ def test_a_step_of_equal_rewards_has_advantage_exactly_zero(kind, value, P, G):
 
 @pytest.mark.parametrize("kind", ["mean", "std", "leave_one_out"])
 @given(value=st.floats(-100, 100), others=st.lists(REWARD, min_size=3, max_size=3))
-def test_an_all_equal_group_has_advantage_exactly_zero_whatever_is_beside_it(kind, value, others):
+def test_an_all_equal_group_has_advantage_exactly_zero(kind, value, others):
     assert not advantages(np.array([others, [value] * 3]), kind)[1].any()
 
 

@@ -72,9 +72,7 @@ def test_one_flipped_bit_stops_the_run_and_is_named(config, model, monkeypatch, 
 
 
 @pytest.mark.parametrize("case", range(4))
-def test_it_stops_before_the_update_and_saves_the_weights_that_were_compared(
-    config, model, monkeypatch, tmp_path, case
-):
+def test_it_stops_before_the_update_and_saves_the_weights(config, model, monkeypatch, tmp_path, case):
     plant = Plant(monkeypatch, case)
     with pytest.raises(MismatchError):
         train(config(), tmp_path / "run")
@@ -83,7 +81,7 @@ def test_it_stops_before_the_update_and_saves_the_weights_that_were_compared(
     assert _weights(tmp_path / "run" / "mismatch") == before
 
 
-def test_a_mismatch_is_named_and_saved_again_when_the_run_is_resumed_into_it(config, monkeypatch, tmp_path):
+def test_a_mismatch_is_saved_again_when_the_run_is_resumed(config, monkeypatch, tmp_path):
     plant = Plant(monkeypatch, 1)
     for name in ("mismatch", "mismatch-2"):
         with pytest.raises(MismatchError, match=f"step {plant.step}, "):

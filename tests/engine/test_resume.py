@@ -83,6 +83,7 @@ def test_a_run_that_was_cut_goes_on_to_the_same_ledger(six, whole, tmp_path, mon
     _same_run(tmp_path / "run", resume(tmp_path / "run"), whole)
 
 
+@pytest.mark.full
 def test_control_without_the_moments_the_ledger_differs(six, whole, tmp_path, monkeypatch):
     _interrupted(six, tmp_path / "run", 3)
     restore = run_module.restore
@@ -100,6 +101,7 @@ def test_a_finished_run_that_is_resumed_stays_as_it_is(whole, tmp_path):
     _same_run(tmp_path / "run", resume(tmp_path / "run"), whole)
 
 
+@pytest.mark.full
 def test_settings_that_decide_no_bit_may_change(six, whole, tmp_path, monkeypatch):
     _interrupted(six, tmp_path / "run", 3)
     summary = resume(
@@ -125,7 +127,7 @@ def test_settings_that_decide_bits_are_refused_by_name(config, tmp_path, key):
 
 
 @pytest.mark.parametrize("older", [{"max_staleness": 2}, {"perturb__delay": 2, "exact": False}], ids=str)
-def test_a_run_that_samples_from_older_weights_is_done_again_from_its_first_step(
+def test_a_run_with_older_weights_is_done_again_from_its_first_step(
     config, tmp_path, monkeypatch, capsys, older
 ):
     cfg = config(steps=5, checkpoint__every=1, **older)
@@ -197,6 +199,7 @@ KEPT = {"ledger.jsonl": 5, "metrics.jsonl": 4, "rollouts.jsonl": 36}
 CORRUPTIONS = st.sampled_from(["truncate", "flip", "remove", "foreign"])
 
 
+@pytest.mark.full
 @given(st.booleans(), st.integers(0, 10**9), st.integers(0, 10**9), CORRUPTIONS)
 @property_settings(40)
 def test_whatever_is_corrupted_is_named_and_the_run_still_ends_the_same(
@@ -298,9 +301,7 @@ def test_what_a_damaged_ledger_has_done_again_is_kept(small, tmp_path):
 @pytest.mark.parametrize(
     ("file", "what"), [("model.safetensors", "weights"), ("trainer/state.safetensors", "optimizer's moments")]
 )
-def test_a_checkpoint_whole_by_its_own_hashes_with_other_bits_than_the_ledgers_is_not_used(
-    small, tmp_path, capsys, file, what
-):
+def test_a_checkpoint_with_other_bits_than_the_ledgers_is_not_used(small, tmp_path, capsys, file, what):
     """As a write that went wrong before it was hashed would leave it."""
     path = tmp_path / "run"
     shutil.copytree(small[0], path)

@@ -164,7 +164,7 @@ def test_config_toml_is_the_same_configuration_and_gives_the_same_run(run, four,
     assert (tmp_path / "again" / "config.toml").read_text() == (path / "config.toml").read_text()
 
 
-def test_transformers_opens_the_checkpoint_and_finds_the_fingerprinted_weights(run):
+def test_transformers_opens_the_checkpoint_with_its_weights(run):
     path, summary = run
     folder = path / "checkpoints" / "step-000004"
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()

@@ -16,7 +16,6 @@ from zerokl.engine.tasks import TASKS, load_reward, load_task, rewards
 from zerokl.engine.tasks.base import Problem
 
 OWN = ["add", "sort", "countdown"]
-GSM8K = Path(os.environ.get("GSM8K", "gsm8k.jsonl"))
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -275,13 +274,24 @@ def test_jsonl_rewards_what_math_verify_finds_equal(tmp_path, answer, completion
     assert task.reward(Problem(0, "q", answer), completion) == reward
 
 
-@pytest.mark.skipif(not GSM8K.exists(), reason='GSM8K names no file of {"prompt", "answer"} lines')
-def test_gsm8k_answers_are_read_and_rewarded():
-    task = load_task("jsonl", {"file": str(GSM8K), "held_out": 100})
-    assert len(task.problems("train")) > 1000
-    for p in task.problems("held_out"):
-        assert task.reward(p, f"The answer is \\boxed{{{p.answer}}}.") == 1.0
-        assert task.reward(p, f"\\boxed{{{p.answer}1}}") == 0.0
+# Word problems as GSM8K and its kin have them, with the shapes of answer that occur there.
+WORD_PROBLEMS = {
+    "A box holds 12 eggs. How many eggs are in 4 boxes?": "48",
+    "A shirt costs 35 dollars and a hat 7.50. What do both cost?": "42.50",
+    "A town of 1200 people grows by 1500. How many live there now?": "2,700",
+    "The water fell from 3 metres to 5 below zero. Where is it now?": "-5",
+    "A cake is cut into 8 pieces, and 3 are eaten. Which part is left?": "\\frac{5}{8}",
+    "Of 60 seats 45 are taken. How many percent is that?": "75\\%",
+}
+
+
+@pytest.mark.parametrize(("prompt", "answer"), WORD_PROBLEMS.items())
+def test_answers_of_word_problems_are_read_and_rewarded(tmp_path, prompt, answer):
+    file = _write(tmp_path / "a.jsonl", json.dumps({"prompt": prompt, "answer": answer}))
+    task = load_task("jsonl", {"file": file})
+    (problem,) = task.problems("train")
+    assert task.reward(problem, f"So the answer is \\boxed{{{answer}}}.") == 1.0
+    assert task.reward(problem, "So the answer is \\boxed{1234}.") == 0.0
 
 
 def test_every_task_of_the_table_is_tested_here():

@@ -133,7 +133,7 @@ def test_their_number_is_a_power_of_two_that_divides_the_shards(model, asked, sh
         assert workers.n == n
 
 
-def test_a_worker_that_starts_after_its_owner_has_gone_touches_no_other_file(model, tmp_path):
+def test_a_worker_that_starts_late_touches_no_other_file(model, tmp_path):
     """Descriptors' numbers are used again:
 
     a worker that opened its memory by number would map, and write to, whatever has it now.

@@ -1,121 +1,18 @@
-"""Every output and every gradient is at most twice as far from fp64 as plain torch in the same dtype; fp64
-passes gradcheck.
-"""
+"""Accuracy against fp64: the error of each operation is at most twice that of plain torch in the same dtype.
 
-from collections.abc import Callable
-from typing import NamedTuple
+Outputs and gradients are judged. In fp64 every operation passes gradcheck.
+"""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from zerokl.kernels.attention import attention, varlen_plan
-from zerokl.kernels.embedding import embedding
-from zerokl.kernels.linear import linear
 from zerokl.kernels.logprob import linear_logprob
-from zerokl.kernels.rms_norm import add_rms_norm, qk_norm, rms_norm
-from zerokl.kernels.rope import llama3_frequencies, rope, rope_frequencies, rope_table
+from zerokl.kernels.rope import llama3_frequencies, rope_frequencies, rope_table
 from zerokl.kernels.sampling_params import SamplingParams
-from zerokl.kernels.silu_mul import silu_mul
 
-from tests.helpers import DTYPES, assert_at_most_twice_the_error, randint, randn, threads, total_unequal
+from tests.helpers import DTYPES, assert_at_most_twice_the_error, randn, threads, total_unequal
+from tests.law.accuracy import IDS, OPS, assert_accurate, inputs
 
-EPS = 1e-6
-LENGTHS = (40, 1, 97)
-IDS = randint(5, 300, 150)
-# Errors of all these runs are judged together: the largest error of a single run is noisy (attention's up to
-# 3 times plain torch's).
-SEEDS = range(0, 200, 20)
-COS, SIN = rope_table(rope_frequencies(32, 1e4), 150, torch.float64)
-
-Function = Callable[..., torch.Tensor]
-
-
-class Op(NamedTuple):
-    """shapes of the differentiable inputs; our function and plain torch's, of those inputs in one dtype."""
-
-    shapes: tuple[tuple[int, ...], ...]
-    ours: Function
-    plain: Function
-
-
-def _plain_rope(x: torch.Tensor) -> torch.Tensor:
-    cos, sin = (torch.cat([t, t], -1)[: len(x)].to(x.dtype).unsqueeze(1) for t in (COS, SIN))
-    x1, x2 = x.chunk(2, -1)
-    return x * cos + torch.cat([-x2, x1], -1) * sin
-
-
-def _plain_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    s = x + residual
-    return torch.cat([F.rms_norm(s, w.shape, w, EPS), s])
-
-
-def _plain_qk_norm(x: torch.Tensor, wq: torch.Tensor, wk: torch.Tensor) -> torch.Tensor:
-    return torch.cat([F.rms_norm(part, w.shape, w, EPS) for part, w in ((x[:, :2], wq), (x[:, 2:], wk))], 1)
-
-
-def _plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    group, outs = q.shape[1] // k.shape[1], []
-    for parts in zip(*(x.split(LENGTHS) if len(x) == sum(LENGTHS) else (x,) for x in (q, k, v)), strict=True):
-        q_h, k_h, v_h = (x.transpose(0, 1) for x in parts)
-        k_h, v_h = (x.repeat_interleave(group, 0) for x in (k_h, v_h))
-        outs.append(F.scaled_dot_product_attention(q_h, k_h, v_h, is_causal=True).transpose(0, 1))
-    return torch.cat(outs)
-
-
-def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    lengths = LENGTHS if len(q) == sum(LENGTHS) else (len(q),)
-    return attention(q, k, v, varlen_plan(lengths, q.shape[1], k.shape[1]), q.shape[-1] ** -0.5)
-
-
-def _plain_logprob(sampling_params: SamplingParams) -> Function:
-    def run(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        z = F.linear(h, w)
-        z = (z if z.dtype == torch.float64 else z.float()) / (sampling_params.temperature or 1.0)
-        if 0 < sampling_params.top_k < z.shape[1]:
-            z = z.masked_fill(z < z.topk(sampling_params.top_k).values[:, -1:], float("-inf"))
-        return torch.log_softmax(z, -1).gather(1, IDS[: len(h)].remainder(len(w)).unsqueeze(1)).squeeze(1)
-
-    return run
-
-
-def _logprob(sampling_params: SamplingParams) -> Function:
-    return lambda h, w: linear_logprob(h, w, IDS[: len(h)].remainder(len(w)), sampling_params)[0]
-
-
-def _norm(shape: tuple[int, ...]) -> Op:
-    return Op(
-        (shape, shape[-1:]), lambda x, w: rms_norm(x, w, EPS), lambda x, w: F.rms_norm(x, w.shape, w, EPS)
-    )
-
-
-OPS = {
-    "linear": Op(((150, 200), (70, 200)), linear, F.linear),
-    "linear with bias": Op(((150, 200), (70, 200), (70,)), linear, F.linear),
-    "rms_norm": _norm((150, 1000)),
-    "rms_norm of heads": _norm((50, 4, 64)),
-    "add_rms_norm": Op(
-        ((150, 200), (150, 200), (200,)),
-        lambda x, residual, w: torch.cat(add_rms_norm(x, residual, w, EPS)),
-        _plain_add_rms_norm,
-    ),
-    "qk_norm": Op(((50, 3, 64), (64,), (64,)), lambda x, wq, wk: qk_norm(x, wq, wk, 2, EPS), _plain_qk_norm),
-    "silu_mul": Op(((150, 200),), silu_mul, lambda gu: F.silu(gu.chunk(2, 1)[0]) * gu.chunk(2, 1)[1]),
-    "rope": Op(
-        ((150, 3, 32),), lambda x: rope(x, COS[: len(x)].to(x.dtype), SIN[: len(x)].to(x.dtype)), _plain_rope
-    ),
-    "embedding": Op(
-        ((300, 40),),
-        lambda w: embedding(IDS.remainder(len(w)), w),
-        lambda w: F.embedding(IDS.remainder(len(w)), w),
-    ),
-    "attention": Op(((138, 4, 32), (138, 2, 32), (138, 2, 32)), _attention, _plain_attention),
-    "linear_logprob": Op(
-        ((150, 64), (300, 64)), _logprob(SamplingParams()), _plain_logprob(SamplingParams())
-    ),
-    "linear_logprob at a temperature": Op(
-        ((150, 64), (300, 64)), _logprob(SamplingParams(0.7)), _plain_logprob(SamplingParams(0.7))
-    ),
-}
 # Shapes small enough for gradcheck's finite differences, and not multiples of 16 where kernels pad.
 SMALL = {
     "linear": ((5, 7), (3, 7)),
@@ -133,35 +30,10 @@ SMALL = {
 }
 
 
-def inputs(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
-    return [
-        randn(seed + i, *shape, dtype=dtype, scale=1.0 if i == 0 else 0.5).requires_grad_()
-        for i, shape in enumerate(shapes)
-    ]
-
-
-def outputs(function: Function, leaves: list[torch.Tensor], dy: torch.Tensor) -> list[torch.Tensor]:
-    """The result and the gradient of every input."""
-    y = function(*leaves)
-    return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", OPS)
 def test_error_is_at_most_twice_that_of_plain_torch(name, dtype):
-    op = OPS[name]
-    ours, plain, exact = [], [], []
-    for seed in SEEDS:
-        leaves = inputs(op.shapes, dtype, seed)
-        dy = randn(seed + 9, *op.ours(*leaves).shape, dtype=dtype)
-        ours.append(outputs(op.ours, leaves, dy))
-        plain.append(outputs(op.plain, leaves, dy))
-        exact.append(outputs(op.plain, [x.detach().double().requires_grad_() for x in leaves], dy))
-    whats = ["output", *(f"gradient of input {i}" for i in range(len(op.shapes)))]
-    for i, what in enumerate(whats):
-        assert_at_most_twice_the_error(
-            *(torch.stack([r[i] for r in runs]) for runs in (ours, plain, exact)), what
-        )
+    assert_accurate(OPS[name], dtype)
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -171,10 +43,9 @@ def test_gradcheck_in_fp64(name):
 
 def test_gradcheck_of_truncated_logprobs():
     h, w = inputs(((6, 7), (9, 7)), torch.float64, 4)
-    ids, sampling_params = (
-        F.linear(h, w).argmax(1),
-        SamplingParams(0.8, 6, 0.9),
-    )  # the likeliest token is always kept
+    sampling_params = SamplingParams(0.8, 6, 0.9)
+    # The likeliest token is always kept.
+    ids = F.linear(h, w).argmax(1)
     assert torch.autograd.gradcheck(lambda h, w: linear_logprob(h, w, ids, sampling_params)[0], (h, w))
 
 
@@ -200,10 +71,10 @@ def test_llama3_frequencies_keep_short_wavelengths_and_stretch_long_ones():
 
 def test_rope_table_is_the_fp64_table_rounded_once():
     cos, sin = rope_table(rope_frequencies(64, 1e6), 3000, torch.float32)
-    angle = torch.arange(3000, dtype=torch.float64).unsqueeze(1) * 1e6 ** (
-        -torch.arange(32, dtype=torch.float64) / 32
-    )
-    half_unit = 2.0**-25 + 1e-12  # of fp32 below 1, and the rounding of the angle in fp64
+    frequency = 1e6 ** (-torch.arange(32, dtype=torch.float64) / 32)
+    angle = torch.arange(3000, dtype=torch.float64).unsqueeze(1) * frequency
+    # Half a unit in the last place of fp32 below 1, and the rounding of the angle in fp64.
+    half_unit = 2.0**-25 + 1e-12
     assert (cos.double() - angle.cos()).abs().max() <= half_unit
     assert (sin.double() - angle.sin()).abs().max() <= half_unit
 

@@ -1,6 +1,6 @@
-"""Attention of whole sequences, of chunks and of single tokens against a cache of shuffled blocks:
+"""Attention of whole sequences, of chunks and of single tokens is one result, to the bit.
 
-one result, to the bit.
+Chunks and single tokens read their keys from a cache of shuffled blocks.
 """
 
 from collections.abc import Callable
@@ -39,15 +39,15 @@ class Case(NamedTuple):
         return [slice(end - length, end) for end, length in zip(ends, self.lengths, strict=True)]
 
     def sequence(self, s: int) -> "Case":
-        at = self.spans()[s]
-        return Case([self.lengths[s]], self.q[at], self.k[at], self.v[at])
+        rows = self.spans()[s]
+        return Case([self.lengths[s]], self.q[rows], self.k[rows], self.v[rows])
 
     def with_others_nan(self, s: int) -> "Case":
-        """All sequences but one hold NaN."""
+        """A copy in which all sequences but `s` hold NaN."""
         tensors = [torch.full_like(x, float("nan")) for x in self[1:]]
-        at = self.spans()[s]
-        for new, old in zip(tensors, self[1:], strict=True):
-            new[at] = old[at]
+        rows = self.spans()[s]
+        for target, source in zip(tensors, self[1:], strict=True):
+            target[rows] = source[rows]
         return Case(self.lengths, *tensors)
 
 
@@ -63,34 +63,34 @@ def whole(case: Case) -> torch.Tensor:
 
 
 def cached(case: Case, chunk: Callable[[np.random.Generator], int], seed: int) -> torch.Tensor:
-    """The sequences read chunk by chunk, in calls of random composition and order, from blocks scattered over
-    the cache.
+    """The sequences read chunk by chunk from blocks that are scattered over the cache.
 
-    A block starts as zeros when a sequence takes it; every other block holds NaN.
+    Each call has a random composition and order. A block holds zeros when a sequence takes it; every other
+    block holds NaN.
     """
     rng = np.random.default_rng(seed)
     tile, kv_heads, D = attention_plan.KEY_TILE, case.k.shape[1], case.k.shape[2]
-    need = [-(-length // tile) for length in case.lengths]
-    ids = rng.permutation(sum(need) + 3)
-    tables = np.full((len(need), max(need)), ids[-1])
-    for row, own in zip(tables, np.split(ids[: sum(need)], np.cumsum(need)[:-1]), strict=True):
-        row[: len(own)] = own
+    needed = [-(-length // tile) for length in case.lengths]
+    ids = rng.permutation(sum(needed) + 3)
+    tables = np.full((len(needed), max(needed)), ids[-1])
+    for row, blocks in zip(tables, np.split(ids[: sum(needed)], np.cumsum(needed)[:-1]), strict=True):
+        row[: len(blocks)] = blocks
     tiles = torch.full((len(ids), kv_heads, 2, tile, D), float("nan"), dtype=case.q.dtype)
-    tiles[ids[: sum(need)]] = 0
-    start, done = [at.start for at in case.spans()], [0] * len(need)
+    tiles[ids[: sum(needed)]] = 0
+    start, context = [rows.start for rows in case.spans()], [0] * len(needed)
     o = torch.full_like(case.q, float("nan"))
-    while active := [s for s in rng.permutation(len(need)) if done[s] < case.lengths[s]]:
-        now = active[: rng.integers(1, len(active) + 1)]
-        new = [min(chunk(rng), case.lengths[s] - done[s]) for s in now]
-        rows = np.concatenate([start[s] + done[s] + np.arange(n) for s, n in zip(now, new, strict=True)])
-        position = np.concatenate([done[s] + np.arange(n) for s, n in zip(now, new, strict=True)])
-        block = tables[np.repeat(now, new), position // tile]
+    while active := [s for s in rng.permutation(len(needed)) if context[s] < case.lengths[s]]:
+        batch = active[: rng.integers(1, len(active) + 1)]
+        sizes = [min(chunk(rng), case.lengths[s] - context[s]) for s in batch]
+        position = np.concatenate([context[s] + np.arange(n) for s, n in zip(batch, sizes, strict=True)])
+        rows = np.repeat([start[s] for s in batch], sizes) + position
+        block = tables[np.repeat(batch, sizes), position // tile]
         for part, x in enumerate((case.k, case.v)):
             tiles[block, :, part, position % tile] = x[rows]
-        plan = AttentionPlan(new, [done[s] for s in now], tables[now], case.q.shape[1], kv_heads)
+        plan = AttentionPlan(sizes, [context[s] for s in batch], tables[batch], case.q.shape[1], kv_heads)
         o[rows] = attention_cached(case.q[rows], tiles.view(-1, 2, tile, D), plan, case.scale)
-        for s, n in zip(now, new, strict=True):
-            done[s] += n
+        for s, n in zip(batch, sizes, strict=True):
+            context[s] += n
     return o
 
 
@@ -102,15 +102,13 @@ def gradients(case: Case, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def after_contexts(
     case: Case, contexts: list[int], dy: torch.Tensor
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """o, dq, dk, dv of the queries after `contexts` tokens of each sequence: computed alone, and as rows of
-    the whole sequences, in which no gradient comes to the earlier queries. dy like q.
+    """o, dq, dk, dv of the queries after `contexts` tokens of each sequence, computed in two ways.
+
+    First alone. Second as rows of the whole sequences, where the earlier queries get no gradient. dy has the
+    shape of q.
     """
-    rows = torch.cat(
-        [
-            torch.arange(at.start + context, at.stop)
-            for at, context in zip(case.spans(), contexts, strict=True)
-        ]
-    )
+    spans = zip(case.spans(), contexts, strict=True)
+    rows = torch.cat([torch.arange(span.start + context, span.stop) for span, context in spans])
     queries = [n - context for n, context in zip(case.lengths, contexts, strict=True)]
     plan = varlen_plan(queries, case.q.shape[1], case.k.shape[1], contexts)
     leaves = [x.detach().clone().requires_grad_() for x in (case.q[rows], case.k, case.v)]
@@ -149,16 +147,15 @@ def test_prefill_chunks_and_decode_are_one_result(dtype, chunk, drawn):
 
 @pytest.fixture(params=[4, 16, 32])
 def another_order(monkeypatch, request):
-    """A library whose products of some number of rows sum in another order."""
+    """A library whose products of `request.param` rows sum in another order."""
     library = torch.bmm
 
     def bmm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         half = a.shape[2] // 2
-        y = (
-            library(a, b)
-            if a.shape[1] != request.param
-            else library(a[..., :half], b[:, :half]) + library(a[..., half:], b[:, half:])
-        )
+        if a.shape[1] == request.param:
+            y = library(a[..., :half], b[:, :half]) + library(a[..., half:], b[:, half:])
+        else:
+            y = library(a, b)
         return y if out is None else out.copy_(y)
 
     with forgotten(attention_plan._agree):
@@ -169,11 +166,12 @@ def another_order(monkeypatch, request):
 @pytest.mark.usefixtures("another_order")
 def test_query_tiles_with_other_bits_are_not_taken(monkeypatch):
     case = make_case([150, 3, 40], 4, 2, 64, torch.float32, seed=2)
-    ways = CHUNKS["one by one"], lambda rng: 5, CHUNKS["all at once"]  # tiles of 4, 16 and 32 rows
-    assert [total_unequal([whole(case)], [cached(case, chunk, 2)]) for chunk in ways] == [0, 0, 0]
-    # control: were they taken unseen, the bits would differ
+    # Their query tiles have 4, 16 and 32 rows.
+    chunks = CHUNKS["one by one"], lambda rng: 5, CHUNKS["all at once"]
+    assert [total_unequal([whole(case)], [cached(case, chunk, 2)]) for chunk in chunks] == [0, 0, 0]
+    # control: without the probe these tiles would be taken, and the bits would differ
     monkeypatch.setattr(attention_plan, "_agree", lambda *_: True)
-    assert sum(total_unequal([whole(case)], [cached(case, chunk, 2)]) for chunk in ways) > 0
+    assert sum(total_unequal([whole(case)], [cached(case, chunk, 2)]) for chunk in chunks) > 0
 
 
 @pytest.mark.parametrize(
@@ -197,15 +195,15 @@ def test_every_group_size_decodes_as_it_was_prefilled(dtype, group):
 def test_sequence_is_independent_of_what_it_is_packed_with(dtype, drawn, pick):
     case = make_case(**drawn, dtype=dtype)
     s = pick % len(case.lengths)
-    at, poisoned = case.spans()[s], case.with_others_nan(s)
+    rows, poisoned = case.spans()[s], case.with_others_nan(s)
     dy = randn(drawn["seed"] + 9, *case.q.shape, dtype=dtype)
     alone = case.sequence(s)
-    assert total_unequal([whole(alone)], [whole(case)[at]]) == 0
-    assert total_unequal([whole(alone)], [whole(poisoned)[at]]) == 0
-    assert total_unequal([whole(alone)], [cached(poisoned, CHUNKS["long"], drawn["seed"])[at]]) == 0
-    expected = gradients(alone, dy[at])
-    assert total_unequal(expected, [g[at] for g in gradients(case, dy)]) == 0
-    assert total_unequal(expected, [g[at] for g in gradients(poisoned, dy)]) == 0
+    assert total_unequal([whole(alone)], [whole(case)[rows]]) == 0
+    assert total_unequal([whole(alone)], [whole(poisoned)[rows]]) == 0
+    assert total_unequal([whole(alone)], [cached(poisoned, CHUNKS["long"], drawn["seed"])[rows]]) == 0
+    expected = gradients(alone, dy[rows])
+    assert total_unequal(expected, [g[rows] for g in gradients(case, dy)]) == 0
+    assert total_unequal(expected, [g[rows] for g in gradients(poisoned, dy)]) == 0
 
 
 @dtypes
@@ -214,9 +212,8 @@ def test_sequence_is_independent_of_what_it_is_packed_with(dtype, drawn, pick):
 def test_queries_after_a_context_are_those_of_the_whole_sequence(dtype, drawn):
     case, rng = make_case(**drawn, dtype=dtype), np.random.default_rng(drawn["seed"])
     contexts = [int(rng.integers(n)) for n in case.lengths]
-    alone, rows_of_whole = after_contexts(
-        case, contexts, randn(drawn["seed"] + 9, *case.q.shape, dtype=dtype)
-    )
+    dy = randn(drawn["seed"] + 9, *case.q.shape, dtype=dtype)
+    alone, rows_of_whole = after_contexts(case, contexts, dy)
     assert total_unequal(alone, rows_of_whole) == 0
 
 
@@ -232,10 +229,8 @@ def test_control_a_context_that_is_one_token_off_is_found():
 def test_earlier_positions_do_not_see_later_ones(dtype):
     case = make_case([150], 2, 2, 32, dtype, seed=0)
     for length in (1, 31, 32, 33, 100):
-        assert (
-            total_unequal([whole(Case([length], *(x[:length] for x in case[1:])))], [whole(case)[:length]])
-            == 0
-        )
+        prefix = Case([length], *(x[:length] for x in case[1:]))
+        assert total_unequal([whole(prefix)], [whole(case)[:length]]) == 0
 
 
 @dtypes
@@ -247,15 +242,16 @@ def test_result_is_independent_of_the_number_of_threads(dtype):
         with threads(n):
             return whole(case), *gradients(case, dy)
 
-    one = run(1)
-    assert total_unequal(one, run(2)) == 0
-    assert total_unequal(one, run(4)) == 0
+    one_thread = run(1)
+    assert total_unequal(one_thread, run(2)) == 0
+    assert total_unequal(one_thread, run(4)) == 0
 
 
 def test_memory_bound_of_the_backward_decides_no_bit(monkeypatch):
     case = make_case([40, 50, 60, 33, 64], 2, 2, 32, torch.float32, seed=3)
     dy = randn(4, *case.q.shape)
-    contexts = [0, 49, 33, 32, 1]  # padded to one length, three of them
+    # Three of the sequences are padded to one length.
+    contexts = [0, 49, 33, 32, 1]
     together, after = gradients(case, dy), after_contexts(case, contexts, dy)[0]
     monkeypatch.setattr(attention_module, "SCORE_ELEMENTS", 1)
     assert total_unequal(together, gradients(case, dy)) == 0
@@ -264,9 +260,8 @@ def test_memory_bound_of_the_backward_decides_no_bit(monkeypatch):
 
 @dtypes
 def test_control_another_key_tile_is_found(dtype, monkeypatch):
-    case = make_case(
-        [700, 800], 2, 2, 64, dtype, seed=5
-    )  # so many elements that bf16's rounding does not hide all differences
+    # So many elements that bf16's rounding does not hide every difference.
+    case = make_case([700, 800], 2, 2, 64, dtype, seed=5)
     before = whole(case)
     for module in (attention_plan, attention_module):
         monkeypatch.setattr(module, "KEY_TILE", 16)

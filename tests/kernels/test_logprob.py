@@ -1,4 +1,4 @@
-"""The distribution tokens are drawn from: its kept set, its draws, and their reported probability."""
+"""The distribution that tokens are drawn from: its kept set, its draws, and their reported probabilities."""
 
 import math
 
@@ -25,7 +25,7 @@ def _uniform(n: int, seed: int = 0) -> torch.Tensor:
 
 
 def slow_kept_set(logits: list[float], temperature: float, top_k: int, top_p: float) -> set[int]:
-    """Top-k with its ties, then the fewest of the likeliest whose probabilities reach top_p."""
+    """Top-k with its ties, then the fewest likeliest tokens whose probabilities reach top_p."""
     z = [x / temperature for x in logits]
     kept = list(range(len(z)))
     if 0 < top_k < len(z):
@@ -48,7 +48,7 @@ def slow_kept_set(logits: list[float], temperature: float, top_k: int, top_p: fl
     temperature=st.sampled_from([0.5, 1.0, 2.0]),
     top_k=st.integers(0, 70),
     top_p=st.sampled_from([0.013, 0.31, 0.57, 0.93, 0.9991, 1.0]),
-    steps=st.sampled_from([2.0, 256.0]),  # the coarse one makes ties
+    steps=st.sampled_from([2.0, 256.0]),  # 2.0 is so coarse that logits are tied
     seed=st.integers(0, 10_000),
 )
 def test_kept_set_equals_a_slow_independent_one(V, temperature, top_k, top_p, steps, seed):
@@ -80,13 +80,11 @@ def test_draws_follow_the_reported_probabilities(sampling_params):
     assert counts[~kept].sum() == 0
     chi_square = ((counts - n * probability)[kept] ** 2 / (n * probability[kept])).sum().item()
     freedom = int(kept.sum()) - 1
-    assert chi_square < freedom + 5 * (2 * freedom) ** 0.5
-    wrong = torch.bincount(
-        draw(z * 1.05, _uniform(n)), minlength=V
-    ).double()  # control: a temperature 5% lower is found
-    assert ((wrong - n * probability)[kept] ** 2 / (n * probability[kept])).sum() > freedom + 5 * (
-        2 * freedom
-    ) ** 0.5
+    limit = freedom + 5 * (2 * freedom) ** 0.5
+    assert chi_square < limit
+    # control: a temperature that is 5% lower is found
+    wrong = torch.bincount(draw(z * 1.05, _uniform(n)), minlength=V).double()
+    assert ((wrong - n * probability)[kept] ** 2 / (n * probability[kept])).sum() > limit
 
 
 def test_draw_never_leaves_the_kept_set_at_the_ends_of_the_interval():
@@ -106,19 +104,15 @@ def test_greedy_takes_the_likeliest_and_reports_temperature_one():
     "sampling_params", [SamplingParams(), SamplingParams(0.7), SamplingParams(0.9, 20, 0.95)]
 )
 def test_sampler_and_trainer_agree_to_the_bit(sampling_params, dtype):
-    """The trainer's path (autograd, all rows) against the sampler's (no autograd, one row at a time)."""
+    """The trainer's path (autograd, all rows) beside the sampler's (no autograd, one row at a time)."""
     h, w = randn(5, 70, 48, dtype=dtype), randn(6, 101, 48, dtype=dtype, scale=0.3)
     with torch.no_grad():
         ids = draw(scaled_logits(h @ w.t(), SamplingParams(1.0, 1)), _uniform(70))
         sampler = torch.cat(
             [linear_logprob(h[i : i + 1], w, ids[i : i + 1], sampling_params)[0] for i in range(70)]
         )
-    assert (
-        total_unequal(
-            [linear_logprob(h.requires_grad_(), w.requires_grad_(), ids, sampling_params)[0]], [sampler]
-        )
-        == 0
-    )
+    trainer = linear_logprob(h.requires_grad_(), w.requires_grad_(), ids, sampling_params)[0]
+    assert total_unequal([trainer], [sampler]) == 0
     assert torch.isfinite(sampler).all()
 
 
@@ -140,10 +134,9 @@ def test_truncated_probabilities_sum_to_one():
     ],
 )
 def test_distribution_out_of_range_is_refused(sampling_params, message):
+    h, w, ids = torch.zeros(1, 4), torch.zeros(3, 4), torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match=message):
-        linear_logprob(
-            torch.zeros(1, 4), torch.zeros(3, 4), torch.zeros(1, dtype=torch.int64), sampling_params
-        )
+        linear_logprob(h, w, ids, sampling_params)
 
 
 @pytest.mark.parametrize("greedy", [False, True])
@@ -156,7 +149,7 @@ def test_a_drawn_token_has_the_logprob_that_is_scored(greedy, T, V, seed):
     assert total_unequal([logp], [token_logprobs(z, ids)[0]]) == 0
 
 
-def test_logits_that_are_nan_draw_a_token_of_the_vocabulary_with_a_logprob_that_is_nan():
+def test_logits_that_are_nan_draw_a_token_with_a_nan_logprob():
     z, u = randn(0, 3, 20), torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
     clean = drawn_logprobs(z, u)
     z[1] = float("nan")

@@ -1,6 +1,4 @@
-"""matmul is, by definition, products of ROW_TILE rows; longer tiles stand for them only where every bit
-agrees.
-"""
+"""matmul is defined as products of ROW_TILE rows; longer tiles are taken only where every bit agrees."""
 
 import pytest
 import torch
@@ -53,16 +51,13 @@ def test_bf16_where_the_library_has_none(monkeypatch):
 
 @pytest.fixture
 def another_order(monkeypatch: pytest.MonkeyPatch):
-    """A matrix library that sums long products in another order:
-
-    the first 48 terms on their own, and the rest.
-    """
+    """A matrix library that sums long products in another order: the first 48 terms alone, then the rest."""
     library = matmul_module._product
 
     def product(x: torch.Tensor, w: torch.Tensor, pack: torch.Tensor | None = None) -> torch.Tensor:
-        return (
-            library(x, w, pack) if len(x) < 256 else library(x[:, :48], w[:48]) + library(x[:, 48:], w[48:])
-        )
+        if len(x) < 256:
+            return library(x, w, pack)
+        return library(x[:, :48], w[:48]) + library(x[:, 48:], w[48:])
 
     with forgotten(matmul_module._agrees):
         monkeypatch.setattr(matmul_module, "_product", product)
@@ -73,7 +68,7 @@ def another_order(monkeypatch: pytest.MonkeyPatch):
 def test_a_longer_tile_with_other_bits_is_not_taken(monkeypatch):
     x, w = randn(0, 1100, 256), randn(1, 256, 64)
     assert count_unequal(matmul(x, w.t()), by_definition(x, w)) == 0
-    # control: were it taken unseen, the bits would differ
+    # control: without the probe the longer tile would be taken, and the bits would differ
     monkeypatch.setattr(matmul_module, "_agrees", lambda *_: True)
     assert count_unequal(matmul(x, w.t()), by_definition(x, w)) > 0
 
@@ -105,7 +100,7 @@ def test_packed_weights_are_read_and_control_stale_ones_are_seen(dtype):
     with packed([w]):
         before = matmul(x, w)
         w += 1
-        assert count_unequal(matmul(x, w), before) == 0, "the copy is what is read"
+        assert count_unequal(matmul(x, w), before) == 0, "the packed copy is read"
     assert count_unequal(matmul(x, w), before) > 0
 
 
@@ -118,7 +113,7 @@ def test_packed_weights_with_other_bits_are_not_taken(monkeypatch):
         assert count_unequal(matmul(x, w), plain) == 0
     monkeypatch.setattr(matmul_module, "_pack_agrees", lambda *_: True)
     with packed([w]):
-        assert count_unequal(matmul(x, w), plain) > 0, "control: unseen, they would be"
+        assert count_unequal(matmul(x, w), plain) > 0, "control: without the probe they would be taken"
 
 
 def test_no_more_memory_than_allowed_is_packed(monkeypatch):

@@ -39,9 +39,8 @@ def test_uniform_numbers_are_uniform():
     assert u.max() < 1.0
     cells = np.histogram(u, 100, (0, 1))[0]
     chi_square = ((cells - 1000) ** 2 / 1000).sum()
-    assert (
-        abs(chi_square - 99) < 5 * (2 * 99) ** 0.5
-    )  # five standard deviations of chi-square with 99 degrees of freedom
+    # Five standard deviations of chi-square with 99 degrees of freedom.
+    assert abs(chi_square - 99) < 5 * (2 * 99) ** 0.5
 
 
 @pytest.mark.parametrize("change", [{"seed": 2}, {"stream": Stream.ORDER}, {"word": 1}, {"word": 1 << 40}])

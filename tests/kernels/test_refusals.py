@@ -60,6 +60,5 @@ def test_refused(case):
 
 
 def test_ids_on_a_gpu_are_not_read_back():
-    check_ids(
-        torch.empty(3, dtype=torch.int64, device="meta"), 2
-    )  # as a GPU's: reading a meta tensor would raise
+    # A meta tensor stands for a GPU's: reading it would raise.
+    check_ids(torch.empty(3, dtype=torch.int64, device="meta"), 2)

@@ -1,4 +1,4 @@
-"""Tiny checkpoints of the three families, written by transformers, and transformers' side of the comparison."""
+"""Tiny checkpoints of the three families, written by transformers, and the results of transformers."""
 
 from pathlib import Path
 
@@ -39,9 +39,9 @@ Pairs = list[tuple[list[int], list[int]]]
 
 
 def save_random(family: str, folder: Path, seed: int = 0, shard: str = "1GB") -> Path:
-    """A checkpoint with random weights everywhere:
+    """Write a checkpoint in which all weights are random.
 
-    norms and biases too, which transformers starts at 1 and 0.
+    Norms and biases are random too; transformers starts them at 1 and 0.
     """
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(FAMILIES[family])
@@ -59,7 +59,7 @@ def plain(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 def judge(folder: Path) -> PreTrainedModel:
     """transformers in fp64 throughout.
 
-    Its norms, RoPE frequencies and eager softmax are fp32 in any dtype; here they are not.
+    Its norms, RoPE frequencies and eager softmax are fp32 in any dtype. Here they are fp64.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa")
     frequencies = torch.tensor(ModelConfig.from_file(folder).frequencies, dtype=torch.float64)
@@ -83,16 +83,17 @@ def sequence_losses(logp: torch.Tensor, pairs: Pairs, dy: torch.Tensor) -> torch
 
 
 def logprobs_and_gradients(model: PreTrainedModel, pairs: Pairs, dy: torch.Tensor) -> dict[str, torch.Tensor]:
-    """logp of the completions, the losses and the gradients of their sum by checkpoint name; one forward a
-    sequence.
+    """transformers' results by name, with one forward for each sequence.
+
+    logp of the completions, the losses, and the gradients of the sum of the losses. A gradient has the name
+    of its weight in the checkpoint.
     """
     logps = []
     for prompt, completion in pairs:
         logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        logps.append(
-            torch.log_softmax(logits, -1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1)
-        )
+        ids = torch.tensor(completion).unsqueeze(1)
+        logps.append(torch.log_softmax(logits, -1).gather(1, ids).squeeze(1))
     logp = torch.cat(logps)
     losses = sequence_losses(logp, pairs, dy)
     losses.sum().backward()

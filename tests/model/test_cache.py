@@ -1,6 +1,6 @@
-"""The sampler's cache:
+"""The sampler's cache: the whole decoder reads it with the trainer's bits.
 
-what a block held before never matters, and the whole decoder reads it with the trainer's bits.
+What a block held before never matters.
 """
 
 import pytest
@@ -27,20 +27,20 @@ def read(
     blocks: list[list[int]],
     chunk: int,
     start: int = 0,
-):
-    """The hidden states of sequences [start:], read `chunk` tokens at a time from blocks that hold what is
-    before.
+) -> list[torch.Tensor]:
+    """The hidden states of the sequences from token `start` on, read `chunk` tokens at a time.
+
+    The blocks hold the tokens before `start`.
     """
     rows: list[list[torch.Tensor]] = [[] for _ in sequences]
     for a in range(start, max(map(len, sequences)), chunk):
         active = [s for s, ids in enumerate(sequences) if len(ids) > a]
         pieces = [sequences[s][a : a + chunk] for s in active]
         lengths = [len(p) for p in pieces]
-        hidden = decoder.hidden(
-            torch.cat(pieces), CachedContext(cache, lengths, [a] * len(active), [blocks[s] for s in active])
-        )
-        for s, own in zip(active, hidden.split(lengths), strict=True):
-            rows[s].append(own)
+        context = CachedContext(cache, lengths, [a] * len(active), [blocks[s] for s in active])
+        hidden = decoder.hidden(torch.cat(pieces), context)
+        for s, piece in zip(active, hidden.split(lengths), strict=True):
+            rows[s].append(piece)
     return [torch.cat(r) for r in rows]
 
 
@@ -58,7 +58,7 @@ def test_decoder_on_the_cache_has_the_bits_of_whole_sequences(folders, family, d
     expected = whole(decoder, sequences)
     for chunk in (1, 7, 100):
         cache = BlockCache(decoder.config, 10, dtype)
-        cache.data.fill_(float("nan"))  # what earlier owners may have left
+        cache.data.fill_(float("nan"))  # as an earlier owner may have left it
         cache._free.reverse()
         blocks = [cache.allocate(-(-len(ids) // KEY_TILE)) for ids in sequences]
         assert total_unequal(expected, read(decoder, cache, sequences, blocks, chunk)) == 0
@@ -67,7 +67,7 @@ def test_decoder_on_the_cache_has_the_bits_of_whole_sequences(folders, family, d
 def _cached(
     decoder: Decoder, sequences: list[torch.Tensor], dtype: torch.dtype, chunk: int
 ) -> tuple[list[torch.Tensor], int]:
-    """The hidden states read through a cache in `dtype`, and its bytes."""
+    """The hidden states read through a cache in `dtype`, and the bytes of the cache."""
     cache = BlockCache(decoder.config, 10, dtype)
     blocks = [cache.allocate(-(-len(ids) // KEY_TILE)) for ids in sequences]
     return read(decoder, cache, sequences, blocks, chunk), cache.data.nbytes
@@ -75,9 +75,7 @@ def _cached(
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("chunk", [1, 7, 100])
-def test_a_narrower_cache_is_half_as_large_and_has_the_bits_of_one_that_holds_what_was_rounded(
-    folders, narrow, chunk
-):
+def test_a_narrower_cache_is_half_as_large_with_the_same_bits(folders, narrow, chunk):
     plain = load_decoder(folders["qwen3"], torch.float32)
     decoder = Decoder(plain.config, plain.flat.detach(), plain.layout, Numerics(cache=narrow))
     sequences = [randint(s, 128, n) for s, n in enumerate((70, 1, 33, 64))]
@@ -88,9 +86,8 @@ def test_a_narrower_cache_is_half_as_large_and_has_the_bits_of_one_that_holds_wh
     assert total_unequal(stored, rounded) == 0
     assert total_unequal(stored, whole(decoder, sequences)) == 0
     unrounded, _ = _cached(plain, sequences, narrow, chunk)
-    assert total_unequal(unrounded, whole(plain, sequences)) > 0, (
-        "control: a cache that rounds what the trainer does not"
-    )
+    remark = "control: the cache rounds, and the trainer does not"
+    assert total_unequal(unrounded, whole(plain, sequences)) > 0, remark
 
 
 @pytest.mark.parametrize(
@@ -99,9 +96,8 @@ def test_a_narrower_cache_is_half_as_large_and_has_the_bits_of_one_that_holds_wh
 )
 def test_a_cache_dtype_that_saves_nothing_is_stored_in_the_compute_dtype(folders, dtype, cache):
     plain = load_decoder(folders["llama"], dtype)
-    assert (
-        Decoder(plain.config, plain.flat.detach(), plain.layout, Numerics(cache=cache)).cache_dtype == dtype
-    )
+    decoder = Decoder(plain.config, plain.flat.detach(), plain.layout, Numerics(cache=cache))
+    assert decoder.cache_dtype == dtype
 
 
 def test_control_a_wrong_block_is_found(folders):
@@ -141,6 +137,5 @@ def test_block_is_free_when_its_last_owner_releases_it(folders):
 
 def test_bytes_per_block_is_the_memory_of_a_block(folders):
     config = load_decoder(folders["llama"], torch.float32).config
-    assert BlockCache(config, 7, torch.bfloat16).data.nbytes == 7 * BlockCache.bytes_per_block(
-        config, torch.bfloat16
-    )
+    block_bytes = BlockCache.bytes_per_block(config, torch.bfloat16)
+    assert BlockCache(config, 7, torch.bfloat16).data.nbytes == 7 * block_bytes

@@ -1,4 +1,4 @@
-"""The optimizer's GradientTree adds shards in the order of an explicit recursive pairwise sum."""
+"""GradientTree adds virtual shards in the order of an explicit recursive pairwise sum."""
 
 import math
 
@@ -22,7 +22,7 @@ def pairwise(leaves: list[Leaf]) -> Leaf:
 
 
 def tree_sum(tree: GradientTree, leaves: list[Leaf]) -> Leaf:
-    """Every leaf is pushed from the same buffer, as the optimizer does."""
+    """The root of the tree; every leaf is pushed from the same buffer, as a worker does."""
     buffer = torch.empty(999)
     for leaf in leaves:
         tree.push(None if leaf is None else buffer.copy_(leaf))
@@ -31,14 +31,15 @@ def tree_sum(tree: GradientTree, leaves: list[Leaf]) -> Leaf:
 
 def _leaves(shards: int, empty: float, seed: int) -> list[Leaf]:
     present = torch.rand(shards, generator=torch.Generator().manual_seed(seed)) >= empty
-    return [randn(seed + i, 999) * 10.0 ** (i % 5) if there else None for i, there in enumerate(present)]
+    return [randn(seed + i, 999) * 10.0 ** (i % 5) if leaf else None for i, leaf in enumerate(present)]
 
 
 @pytest.mark.parametrize("empty", [0.0, 0.3, 0.7])
 @pytest.mark.parametrize("shards", [1, 2, 4, 8, 16])
 def test_shape_of_the_tree(shards, empty):
+    # One tree takes many steps: no buffer of an earlier step shows through.
     tree = GradientTree(shards)
-    for seed in range(12):  # one tree, used for many steps: no buffer of an earlier step shows through
+    for seed in range(12):
         leaves = _leaves(shards, empty, 100 * seed)
         expected, root = pairwise(leaves), tree_sum(tree, leaves)
         assert root is expected is None or total_unequal([root], [expected]) == 0
@@ -48,8 +49,8 @@ def test_shape_of_the_tree(shards, empty):
 @pytest.mark.parametrize("parts", [2, 4, 8])
 def test_subtrees_of_several_workers_have_the_root_of_one_tree(parts, empty):
     leaves = _leaves(8, empty, 7)
-    each = 8 // parts
-    roots = [tree_sum(GradientTree(each), leaves[i : i + each]) for i in range(0, 8, each)]
+    shards = 8 // parts
+    roots = [tree_sum(GradientTree(shards), leaves[i : i + shards]) for i in range(0, 8, shards)]
     root, expected = add_roots(roots), pairwise(leaves)
     assert root is expected is None or total_unequal([root], [expected]) == 0
 
@@ -57,13 +58,12 @@ def test_subtrees_of_several_workers_have_the_root_of_one_tree(parts, empty):
 @pytest.mark.parametrize("empty", [0.0, 0.3, 0.7])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_rounds_of_neighbours_have_the_root_of_one_tree(ranks, empty):
-    """As ranks do it: in each round a shard each, whose sum is a leaf of the tree over the rounds."""
+    """As ranks do it: each has one shard in a round. The sum of a round is a leaf of the tree of rounds."""
     for seed in range(6):
         leaves, rounds = _leaves(8, empty, 100 * seed), GradientTree(8 // ranks)
         for first in range(0, 8, ranks):
-            rounds.push(
-                add_roots([None if leaf is None else leaf.clone() for leaf in leaves[first : first + ranks]])
-            )
+            shards = leaves[first : first + ranks]
+            rounds.push(add_roots([None if leaf is None else leaf.clone() for leaf in shards]))
         root, expected = rounds.take(), pairwise(leaves)
         assert root is expected is None or total_unequal([root], [expected]) == 0
 

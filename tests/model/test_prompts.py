@@ -1,6 +1,6 @@
-"""Prompts that are read once for all their samples:
+"""Prompts that are read once for all their samples have the bits of whole sequences.
 
-the bits of whole sequences forward, and gradients that no micro-batch changes.
+No micro-batch changes their gradients.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ from zerokl.model.scoring import logprobs, pack
 from tests.helpers import DTYPES, property_settings, randint, randn, threads, total_unequal
 from tests.model.checkpoints import FAMILIES, Pairs, save_random
 
-DIST = SamplingParams(0.9)
+SAMPLING = SamplingParams(0.9)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
-# For each prompt its length, and the lengths of the completions of its samples.
+# For each prompt: its length, and the lengths of the completions of its samples.
 groups = st.lists(
     st.tuples(st.integers(1, 80), st.lists(st.integers(1, 50), min_size=1, max_size=4)),
     min_size=1,
@@ -36,41 +36,40 @@ def folder(request, tmp_path_factory):
 
 def make_pairs(drawn: Sequence[tuple[int, list[int]]], seed: int = 0) -> Pairs:
     prompts = [randint(seed + i, 128, n).tolist() for i, (n, _) in enumerate(drawn)]
-    max_resamples = [
-        (prompt, n) for prompt, (_, lengths) in zip(prompts, drawn, strict=True) for n in lengths
-    ]
-    return [(prompt, randint(seed + 100 + i, 128, n).tolist()) for i, (prompt, n) in enumerate(max_resamples)]
+    samples = [(prompt, n) for prompt, (_, lengths) in zip(prompts, drawn, strict=True) for n in lengths]
+    return [(prompt, randint(seed + 100 + i, 128, n).tolist()) for i, (prompt, n) in enumerate(samples)]
 
 
 def gradients(
     decoder: Decoder, pairs: Pairs, size: int, order: Sequence[int] | None = None
 ) -> tuple[list[torch.Tensor], ...]:
-    """logp and entropy of each pair, and the gradient buffers after samples in micro-batches of `size`.
+    """logp and entropy of each pair, and the gradient buffers after micro-batches of `size` samples.
 
-    order: of the samples.
+    `order` is the order of the samples.
     """
     weights = [*decoder.w.values(), *([decoder.lm_head] if decoder.config.tied else [])]
     for w in weights:
         w.main_grad = torch.zeros(w.shape)
-    prompts, found = Prompts(decoder, [prompt for prompt, _ in pairs]), {}
+    prompts, scores = Prompts(decoder, [prompt for prompt, _ in pairs]), {}
     order = list(order or range(len(pairs)))
     for a in range(0, len(order), size):
-        some = order[a : a + size]
-        batch = pack([pairs[i] for i in some], [prompts.of[i] for i in some])
-        logp, entropy = logprobs(decoder, batch, DIST, prompts=prompts)
+        samples = order[a : a + size]
+        batch = pack([pairs[i] for i in samples], [prompts.of[i] for i in samples])
+        logp, entropy = logprobs(decoder, batch, SAMPLING, prompts=prompts)
         parts = [x.split(batch.completion_lengths) for x in (logp, entropy)]
-        found |= {i: (x, y) for i, x, y in zip(some, *parts, strict=True)}
-        upstream = torch.cat([randn(i, len(pairs[i][1])) for i in some])  # each sample's own
+        scores |= {i: (x, y) for i, x, y in zip(samples, *parts, strict=True)}
+        # A sample has the same upstream gradient in every micro-batch.
+        upstream = torch.cat([randn(i, len(pairs[i][1])) for i in samples])
         (logp * upstream).sum().backward()
     prompts.backward()
-    return [x.detach() for i in range(len(pairs)) for x in found[i]], [w.main_grad for w in weights]
+    return [x.detach() for i in range(len(pairs)) for x in scores[i]], [w.main_grad for w in weights]
 
 
 @torch.no_grad()
 def whole(decoder: Decoder, pairs: Pairs) -> list[torch.Tensor]:
     """logp and entropy of each pair, every prompt computed anew."""
     batch = pack(pairs)
-    parts = [x.split(batch.completion_lengths) for x in logprobs(decoder, batch, DIST)]
+    parts = [x.split(batch.completion_lengths) for x in logprobs(decoder, batch, SAMPLING)]
     return [x for pair in zip(*parts, strict=True) for x in pair]
 
 
@@ -79,41 +78,42 @@ def whole(decoder: Decoder, pairs: Pairs) -> list[torch.Tensor]:
 @given(drawn=groups, size=st.integers(2, 5))
 def test_bits_of_whole_sequences_and_of_any_micro_batch(folder, dtype, drawn, size):
     decoder, pairs = load_decoder(folder, dtype), make_pairs(drawn)
-    scores, base = gradients(decoder, pairs, len(pairs))
+    scores, grads = gradients(decoder, pairs, len(pairs))
     assert total_unequal(scores, whole(decoder, pairs)) == 0
     for n in (1, size):
-        again, other = gradients(decoder, pairs, n)
-        assert total_unequal(again, scores) == 0
-        assert total_unequal(other, base) == 0
+        other_scores, other_grads = gradients(decoder, pairs, n)
+        assert total_unequal(other_scores, scores) == 0
+        assert total_unequal(other_grads, grads) == 0
 
 
 @dtypes
 def test_control_another_order_of_the_samples_is_seen(folder, dtype):
     decoder, pairs = load_decoder(folder, dtype), make_pairs([(40, [20, 30, 25])])
-    scores, base = gradients(decoder, pairs, 1)
-    again, other = gradients(decoder, pairs, 1, order=[1, 2, 0])
-    assert total_unequal(again, scores) == 0
-    assert total_unequal(other, base) > 0
+    scores, grads = gradients(decoder, pairs, 1)
+    other_scores, other_grads = gradients(decoder, pairs, 1, order=[1, 2, 0])
+    assert total_unequal(other_scores, scores) == 0
+    assert total_unequal(other_grads, grads) > 0
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_threads_change_nothing(folder, count):
     decoder, pairs = load_decoder(folder, torch.float32), make_pairs([(70, [40, 50, 3]), (33, [8, 1])])
     with threads(1):
-        base = gradients(decoder, pairs, 3)
+        scores, grads = gradients(decoder, pairs, 3)
     with threads(count):
-        assert [total_unequal(a, b) for a, b in zip(base, gradients(decoder, pairs, 3), strict=True)] == [
-            0,
-            0,
-        ]
+        other_scores, other_grads = gradients(decoder, pairs, 3)
+    assert total_unequal(scores, other_scores) == 0
+    assert total_unequal(grads, other_grads) == 0
 
 
 def test_control_a_prompt_one_token_off_is_seen(folder, monkeypatch):
     decoder, pairs = load_decoder(folder, torch.float32), make_pairs([(40, [20, 30])])
     read = prompts_module._read
-    monkeypatch.setattr(
-        prompts_module, "_read", lambda decoder, ids, *args: read(decoder, [*ids[:-1], ids[-1] ^ 1], *args)
-    )
+
+    def read_wrong(decoder: Decoder, ids: Sequence[int], *args: object) -> object:
+        return read(decoder, [*ids[:-1], ids[-1] ^ 1], *args)
+
+    monkeypatch.setattr(prompts_module, "_read", read_wrong)
     assert total_unequal(gradients(decoder, pairs, 2)[0], whole(decoder, pairs)) > 0
 
 
@@ -131,7 +131,7 @@ def test_prompts_read_without_gradients_leave_none_behind(folder):
         w.main_grad = torch.zeros(w.shape)
     with torch.no_grad():
         prompts = Prompts(decoder, [prompt for prompt, _ in pairs])
-        logp, _ = logprobs(decoder, pack(pairs, prompts.of), DIST, prompts=prompts)
+        logp, _ = logprobs(decoder, pack(pairs, prompts.of), SAMPLING, prompts=prompts)
     prompts.backward()
     assert total_unequal([logp], [torch.cat(whole(decoder, pairs)[::2])]) == 0
     assert not any(w.main_grad.any() for w in decoder.w.values())
@@ -142,22 +142,21 @@ def test_prompts_read_without_gradients_leave_none_behind(folder):
 def test_passes_hold_whole_prompts_and_at_most_so_many_tokens(drawn):
     prompts = [[i] * n for i, (n, num_generations) in enumerate(drawn) for _ in range(num_generations)]
     passes = prompt_passes(prompts)
-    assert [i for at in passes for i in range(at.start, at.stop)] == list(range(len(prompts)))
-    distinct = [{prompt[0] for prompt in prompts[at]} for at in passes]
+    assert [i for rows in passes for i in range(rows.start, rows.stop)] == list(range(len(prompts)))
+    distinct = [{prompt[0] for prompt in prompts[rows]} for rows in passes]
     assert sum(map(len, distinct)) == len(drawn), "no prompt is in two passes"
-    tokens = [sum(drawn[i][0] for i in some) for some in distinct]
-    assert all(n <= PASS_TOKENS or len(some) == 1 for n, some in zip(tokens, distinct, strict=True))
+    tokens = [sum(drawn[i][0] for i in prompt_ids) for prompt_ids in distinct]
+    assert all(n <= PASS_TOKENS or len(ids) == 1 for n, ids in zip(tokens, distinct, strict=True))
     once = prompt_passes([[i] * n for i, (n, _) in enumerate(drawn)])
-    assert [at.stop - at.start for at in once] == [len(some) for some in distinct], (
-        "the number of samples decides nothing"
-    )
+    sizes = [rows.stop - rows.start for rows in once]
+    assert sizes == [len(prompt_ids) for prompt_ids in distinct], "the number of samples decides nothing"
 
 
 def test_a_sequence_longer_than_the_context_is_refused(folder):
     decoder = load_decoder(folder, torch.float32)
     prompts = Prompts(decoder, [[1] * 300])
     with pytest.raises(ValueError, match=r"a sequence of 513 tokens is longer than the context \(512\)"):
-        logprobs(decoder, pack([([1] * 300, [2] * 214)], prompts.of), DIST, prompts=prompts)
+        logprobs(decoder, pack([([1] * 300, [2] * 214)], prompts.of), SAMPLING, prompts=prompts)
 
 
 def test_an_empty_prompt_is_refused(folder):

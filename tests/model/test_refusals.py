@@ -1,4 +1,4 @@
-"""What the decoder cannot compute, or a folder that is not whole, is refused by name."""
+"""A model that the decoder cannot compute, or a folder that is not whole, is refused by name."""
 
 import json
 from collections.abc import Callable
@@ -65,7 +65,7 @@ def test_control_the_config_without_changes_is_accepted():
     ],
 )
 def test_unsupported_config_is_refused(change, message):
-    """A change to None removes the field."""
+    # A change to None removes the field.
     raw = {name: value for name, value in (QWEN2 | change).items() if value is not None}
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_dict(raw)
@@ -131,7 +131,7 @@ def _index(folder: Path) -> Path:
 
 
 def _name_twice(folder: Path) -> None:
-    """The index claims a tensor for a shard that does not hold it."""
+    """Make the index claim a tensor for a shard that does not hold it."""
     index = json.loads(_index(folder).read_text())
     files = sorted(set(index["weight_map"].values()))
     name = next(n for n, file in index["weight_map"].items() if file == files[0])

@@ -1,4 +1,4 @@
-"""The whole decoder against transformers: log-probabilities, a loss, every gradient; judged by fp64."""
+"""The whole decoder beside transformers: log-probabilities, a loss and every gradient, judged by fp64."""
 
 import pytest
 import torch
@@ -32,14 +32,15 @@ PAIRS: Pairs = [
     (list(range(70, 103)), [127]),
 ]
 DY = randn(0, sum(len(c) for _, c in PAIRS))
-# Errors of all these models are judged together: those of a single one are noisy.
+# The errors of all these models are judged together, because the errors of a single model are noisy.
 SEEDS = range(8)
 
 
 def zerokl_results(folder, dtype: torch.dtype, shared: bool) -> dict[str, torch.Tensor]:
-    """As transformers' `logprobs_and_gradients`, all packed, the gradients taken from `main_grad`.
+    """Our results as `logprobs_and_gradients` gives those of transformers.
 
-    shared: prompts are read once.
+    All sequences are packed into one forward. Gradients are taken from `main_grad`. With `shared`, prompts are
+    read once.
     """
     decoder = load_decoder(folder, dtype)
     flat = torch.zeros(decoder.layout.numel, dtype=torch.promote_types(dtype, torch.float32))
@@ -63,7 +64,7 @@ def zerokl_results(folder, dtype: torch.dtype, shared: bool) -> dict[str, torch.
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def judged(request, tmp_path_factory):
-    """Folders of one family, one a seed, and the judge's results."""
+    """The folders of one family, one a seed, and the judge's results."""
     folders = [
         save_random(request.param, tmp_path_factory.mktemp(request.param), seed, "200KB") for seed in SEEDS
     ]
@@ -78,34 +79,31 @@ shared = pytest.mark.parametrize("shared", [False, True], ids=["whole sequences"
 def test_error_is_at_most_twice_that_of_transformers(judged, dtype, shared):
     folders, exact = judged
     ours = [zerokl_results(folder, dtype, shared) for folder in folders]
-    theirs = [logprobs_and_gradients(plain(folder, dtype), PAIRS, DY) for folder in folders]
-    assert ours[0].keys() == theirs[0].keys() == exact[0].keys()
+    transformers = [logprobs_and_gradients(plain(folder, dtype), PAIRS, DY) for folder in folders]
+    assert ours[0].keys() == transformers[0].keys() == exact[0].keys()
     for name in exact[0]:
-        assert_at_most_twice_the_error(
-            *(torch.stack([r[name] for r in runs]) for runs in (ours, theirs, exact)), name
-        )
+        stacked = (torch.stack([r[name] for r in runs]) for runs in (ours, transformers, exact))
+        assert_at_most_twice_the_error(*stacked, name)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_error_of_every_logit_is_at_most_twice_that_of_transformers(judged, dtype):
     folders, ids = judged[0], [[*prompt, *completion] for prompt, completion in PAIRS]
-    ours, theirs, exact = [], [], []
+    ours, transformers, exact = [], [], []
     for folder in folders:
         decoder = load_decoder(folder, dtype)
-        hidden = decoder.hidden(
-            torch.tensor([i for row in ids for i in row]),
-            PackedContext([len(row) for row in ids], decoder.config),
-        )
+        context = PackedContext([len(row) for row in ids], decoder.config)
+        hidden = decoder.hidden(torch.tensor([i for row in ids for i in row]), context)
         ours.append(matmul(hidden, decoder.logits_weight()))
-        for found, model in ((theirs, plain(folder, dtype)), (exact, judge(folder))):
-            found.append(torch.cat([model(torch.tensor([row]), use_cache=False).logits[0] for row in ids]))
-    assert_at_most_twice_the_error(*map(torch.stack, (ours, theirs, exact)), "logits")
+        for logits, model in ((transformers, plain(folder, dtype)), (exact, judge(folder))):
+            logits.append(torch.cat([model(torch.tensor([row]), use_cache=False).logits[0] for row in ids]))
+    assert_at_most_twice_the_error(*map(torch.stack, (ours, transformers, exact)), "logits")
 
 
 @shared
 def test_fp64_decoder_and_judge_are_one_function(judged, shared):
-    """2^20 times nearer to the judge than fp32 is: nothing but rounding separates the two."""
+    """The decoder in fp64 is 2^20 times nearer to the judge than in fp32: only rounding separates the two."""
     for folder, exact in zip(*judged, strict=True):
         ours, single = (zerokl_results(folder, dtype, shared) for dtype in (torch.float64, torch.float32))
         for name, value in exact.items():
@@ -116,13 +114,14 @@ def test_fp64_decoder_and_judge_are_one_function(judged, shared):
 def test_rope_frequencies_are_those_of_transformers(family, tmp_path):
     folder = save_random(family, tmp_path)
     ours = torch.tensor(ModelConfig.from_file(folder).frequencies, dtype=torch.float64)
-    theirs = plain(folder, torch.float32).model.rotary_emb.inv_freq.double()
-    assert ((ours - theirs).abs() <= 4 * 2.0**-24 * theirs).all()  # theirs are a few fp32 operations
+    frequencies = plain(folder, torch.float32).model.rotary_emb.inv_freq.double()
+    # transformers computes its frequencies with a few fp32 operations.
+    assert ((ours - frequencies).abs() <= 4 * 2.0**-24 * frequencies).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_control_a_wrong_weight_is_found(judged, dtype):
-    """One norm's weight 2% larger exceeds the allowed error."""
+    """A norm whose weight is 2% larger exceeds the allowed error."""
     folders, exact = judged
     model = plain(folders[0], dtype)
     allowed = logprobs_and_gradients(model, PAIRS, DY)["logp"]

@@ -21,7 +21,7 @@ def base(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "distribution",
+    "sampling_params",
     [{}, {"sampling.temperature": "0.7"}, {"sampling.top_p": "0.9"}],
     ids=["T=1", "T=0.7", "top_p=0.9"],
 )

@@ -16,9 +16,7 @@ from zerokl.kernels.order import token_blocks
 from zerokl.kernels.rms_norm import qk_norm
 
 from tests.helpers import DTYPES, property_settings, randn, total_unequal
-from tests.kernels import test_accuracy as accuracy
-from tests.kernels import test_row_independence as rows
-from tests.kernels import test_weight_gradients as gradients
+from tests.law import accuracy, gradients, rows
 
 
 def _qk_norm(x: rows.Rows, D: int, seed: int) -> rows.Rows:
@@ -47,6 +45,7 @@ ACCURATE_OPS = {
     "rope": "_rope",
     "embedding": "_embedding_bwd",
 }
+SEEDS = range(0, 40, 20)  # the interpreter is slow
 OPS = {**rows.OPS, "qk_norm": rows.Op(rows._x(3), _qk_norm)}
 
 
@@ -85,8 +84,10 @@ def test_gradient_is_independent_of_the_split_into_micro_batches(name, kernel, d
     sequences = list(range(len(lengths)))
     at = [0, *sorted(c for c in cuts if 0 < c < len(lengths)), len(lengths)]
     with recorded(and_run=True) as ran:
-        together = gradients.main_grads(name, dtype, width, lengths, [sequences])
-        split = gradients.main_grads(name, dtype, width, lengths, [sequences[a:b] for a, b in pairwise(at)])
+        together = gradients.main_grads(gradients.OPS[name], dtype, width, lengths, [sequences])
+        split = gradients.main_grads(
+            gradients.OPS[name], dtype, width, lengths, [sequences[a:b] for a, b in pairwise(at)]
+        )
     assert total_unequal(together, split) == 0
     assert kernel in {one.kernel.__name__ for one in ran}
 
@@ -94,40 +95,44 @@ def test_gradient_is_independent_of_the_split_into_micro_batches(name, kernel, d
 @pytest.mark.parametrize("name", GRADIENT_OPS)
 def test_control_another_order_of_the_sequences_is_found(name):
     lengths = [150, 90, 40]
-    in_order = gradients.main_grads(name, torch.float32, 64, lengths, [[0], [1], [2]])
+    in_order = gradients.main_grads(gradients.OPS[name], torch.float32, 64, lengths, [[0], [1], [2]])
     assert (
-        total_unequal(in_order, gradients.main_grads(name, torch.float32, 64, lengths, [[2], [1], [0]])) > 0
+        total_unequal(
+            in_order, gradients.main_grads(gradients.OPS[name], torch.float32, 64, lengths, [[2], [1], [0]])
+        )
+        > 0
     )
 
 
 @pytest.mark.parametrize("name", [n for n in GRADIENT_OPS if n != "embedding"])
-def test_control_blocks_across_sequences_are_found(name, monkeypatch):
-    lengths = [150, 90, 40]
-    before = gradients.main_grads(name, torch.float32, 64, lengths, [[0, 1, 2]])
-    op = gradients.OPS[name]
+def test_control_blocks_across_sequences_are_found(name):
+    lengths, op = [150, 90, 40], gradients.OPS[name]
+    before = gradients.main_grads(op, torch.float32, 64, lengths, [[0, 1, 2]])
     wrong = op._replace(run=lambda x, ids, w, _: op.run(x, ids, w, token_blocks([sum(lengths)])))
-    monkeypatch.setitem(gradients.OPS, name, wrong)
-    assert total_unequal(before, gradients.main_grads(name, torch.float32, 64, lengths, [[0, 1, 2]])) > 0
+    assert total_unequal(before, gradients.main_grads(wrong, torch.float32, 64, lengths, [[0, 1, 2]])) > 0
 
 
 @pytest.mark.parametrize("rows_at_once", [8, 32])
 def test_control_another_tile_of_rows_is_found(monkeypatch, rows_at_once):
-    before = gradients.main_grads("rms_norm", torch.float32, 64, [150, 90], [[0, 1]])
+    before = gradients.main_grads(gradients.OPS["rms_norm"], torch.float32, 64, [150, 90], [[0, 1]])
     monkeypatch.setattr(columns_triton, "ROWS", rows_at_once)
-    assert total_unequal(before, gradients.main_grads("rms_norm", torch.float32, 64, [150, 90], [[0, 1]])) > 0
+    assert (
+        total_unequal(
+            before, gradients.main_grads(gradients.OPS["rms_norm"], torch.float32, 64, [150, 90], [[0, 1]])
+        )
+        > 0
+    )
 
 
 @pytest.mark.parametrize(("name", "kernel", "dtype"), cases(ACCURATE_OPS))
-def test_error_is_at_most_twice_that_of_plain_torch(name, kernel, dtype, monkeypatch):
-    monkeypatch.setattr(accuracy, "SEEDS", range(0, 40, 20))
+def test_error_is_at_most_twice_that_of_plain_torch(name, kernel, dtype):
     with recorded(and_run=True) as ran:
-        accuracy.test_error_is_at_most_twice_that_of_plain_torch(name, dtype)
+        accuracy.assert_accurate(accuracy.OPS[name], dtype, SEEDS)
     assert kernel in {one.kernel.__name__ for one in ran}
 
 
-def test_control_an_error_is_found(monkeypatch):
+def test_control_an_error_is_found():
     op = accuracy.OPS["rms_norm"]
-    monkeypatch.setitem(accuracy.OPS, "rms_norm", op._replace(ours=lambda x, w: op.ours(x, w) * 1.001))
-    monkeypatch.setattr(accuracy, "SEEDS", range(0, 40, 20))
+    wrong = op._replace(ours=lambda x, w: op.ours(x, w) * 1.001)
     with pytest.raises(AssertionError, match="largest error"):
-        accuracy.test_error_is_at_most_twice_that_of_plain_torch("rms_norm", torch.float32)
+        accuracy.assert_accurate(wrong, torch.float32, SEEDS)

@@ -10,7 +10,7 @@ from zerokl.kernels.philox import Stream, uniform_range
 from zerokl.kernels.sampling_params import SamplingParams
 
 from tests.helpers import DTYPES, assert_at_most_twice_the_error, randint, randn, total_unequal
-from tests.kernels import test_weight_gradients as gradients
+from tests.law import gradients
 
 DISTRIBUTIONS = (
     SamplingParams(),
@@ -112,11 +112,14 @@ def test_gradient_takes_the_place_of_the_logits(dtype):
 def test_rows_held_at_once_decide_no_bit(monkeypatch):
     lengths = [100, 3, 150]
     for dtype in (torch.float32, torch.bfloat16):
-        before = gradients.main_grads("linear_logprob", dtype, 64, lengths, [[0, 1, 2]])
+        before = gradients.main_grads(gradients.OPS["linear_logprob"], dtype, 64, lengths, [[0, 1, 2]])
         with monkeypatch.context() as patch:
             patch.setattr(logprob, "CHUNK_BYTES", 1)
             assert (
-                total_unequal(before, gradients.main_grads("linear_logprob", dtype, 64, lengths, [[0, 1, 2]]))
+                total_unequal(
+                    before,
+                    gradients.main_grads(gradients.OPS["linear_logprob"], dtype, 64, lengths, [[0, 1, 2]]),
+                )
                 == 0
             )
 

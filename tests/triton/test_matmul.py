@@ -89,7 +89,7 @@ def test_weight_gradient_does_not_depend_on_the_micro_batch(dtype):
         assert total_unequal([_weight_gradient(dtype, parts)], [whole]) == 0
 
 
-def test_control_another_order_of_the_sequences_or_other_blocks_give_other_bits():
+def test_control_another_order_or_other_blocks_give_other_bits():
     whole = _weight_gradient(torch.float32, [(0, 5)])
     assert total_unequal([_weight_gradient(torch.float32, [(1, 5), (0, 1)])], [whole]) > 0
     assert total_unequal([_weight_gradient(torch.float32, [(0, 5)], (151, 39, 129, 1, 128))], [whole]) > 0

@@ -1,4 +1,4 @@
-"""Comparison of bits: every element, integer views, no tolerance."""
+"""The comparison of bits takes every element, looks at integer views, and has no tolerance."""
 
 import pytest
 import torch
@@ -32,15 +32,10 @@ def test_ulp_distance_counts_representable_numbers(dtype):
     assert ((away_from_zero - x).sign() == torch.tensor([1, -1, 1, 1, -1])).all()
     assert ulp_distance(x, away_from_zero).tolist() == [1] * 5
     assert ulp_distance(x, x).tolist() == [0] * 5
-    smallest = torch.finfo(dtype).smallest_normal
-    span = ulp_distance(
-        torch.tensor([smallest], dtype=dtype), torch.tensor([2 * smallest], dtype=dtype)
-    ).item()
+    smallest = torch.tensor([torch.finfo(dtype).smallest_normal], dtype=dtype)
+    span = ulp_distance(smallest, 2 * smallest).item()
     assert span == round(1 / torch.finfo(dtype).eps)
-    assert (
-        ulp_distance(torch.tensor([-smallest], dtype=dtype), torch.tensor([smallest], dtype=dtype)).item()
-        == 2 * span + 1
-    )
+    assert ulp_distance(-smallest, smallest).item() == 2 * span + 1
 
 
 def test_every_unequal_element_is_counted_and_placed():

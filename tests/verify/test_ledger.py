@@ -1,4 +1,4 @@
-"""The ledger: what is chained, and that no bit of its file changes unseen."""
+"""The ledger chains what decides bits, and no bit of its file changes unseen."""
 
 import copy
 import threading
@@ -28,19 +28,17 @@ from tests.helpers import property_settings, randn
 
 
 def _head(**changes) -> Head:
-    leaves = hash_tree({"a": torch.zeros(3), "b": torch.ones(2)})
-    return Head(
-        **{
-            "settings": {"seed": 1},
-            "seed": 1,
-            "data": "d",
-            "weights": leaves.root,
-            "names": ["a", "b"],
-            "leaves": leaves.leaves,
-            "environment": {"torch": "2"},
-        }
-        | changes
-    )
+    tree = hash_tree({"a": torch.zeros(3), "b": torch.ones(2)})
+    fields = {
+        "settings": {"seed": 1},
+        "seed": 1,
+        "data": "d",
+        "weights": tree.root,
+        "names": ["a", "b"],
+        "leaves": tree.leaves,
+        "environment": {"torch": "2"},
+    }
+    return Head(**fields | changes)
 
 
 def _line(step: int, scale: float = 1.0) -> Line:
@@ -65,15 +63,12 @@ def _write(path, head: Head, steps: int = 4, scale: float = 1.0) -> str:
 
 def test_what_is_written_is_read(tmp_path):
     chain = _write(tmp_path / "l", _head())
-    found = read_ledger(tmp_path / "l").whole()
-    assert (found.chain, len(found.lines), found.resumed) == (
-        chain,
-        4,
-        [{"step": 4, "environment": {"torch": "3"}}],
-    )
-    assert [found.chain_at(s) for s in (0, 4, 5)] == [found.head.chain, chain, None]
+    history = read_ledger(tmp_path / "l").whole()
+    assert (history.chain, len(history.lines)) == (chain, 4)
+    assert history.resumed == [{"step": 4, "environment": {"torch": "3"}}]
+    assert [history.chain_at(s) for s in (0, 4, 5)] == [history.head.chain, chain, None]
     content = (tmp_path / "l").read_bytes()
-    for step, end in enumerate(found.ends):
+    for step, end in enumerate(history.ends):
         (tmp_path / "part").write_bytes(content[:end])
         assert len(read_ledger(tmp_path / "part").whole().lines) == step
 
@@ -93,11 +88,11 @@ def test_any_flipped_bit_is_seen(tmp_path_factory, place):
     content = bytearray(path.read_bytes())
     content[place // 8 % len(content)] ^= 1 << place % 8
     path.write_bytes(content)
-    found = read_ledger(path)
-    assert found.damage or found.torn
-    if found.damage:
+    history = read_ledger(path)
+    assert history.damage or history.torn
+    if history.damage:
         with pytest.raises(ValueError, match=r"^ledger: .* line \d"):
-            found.whole()
+            history.whole()
 
 
 def test_lines_removed_swapped_or_forged_are_seen(tmp_path):
@@ -109,12 +104,12 @@ def test_lines_removed_swapped_or_forged_are_seen(tmp_path):
         line = _line(step)
         line.quantities["tokens"] = digest_ids([[99]]) if step == 1 else line.quantities["tokens"]
         forged.append(line)
-    other, _ = whole_lines((tmp_path / "f").read_bytes())
+    forged_lines, _ = whole_lines((tmp_path / "f").read_bytes())
     for changed in (
         lines[:2] + lines[3:],
         [lines[0], lines[2], lines[1], *lines[3:]],
         [lines[0], *lines],
-        [*lines[:2], other[2], *lines[3:]],
+        [*lines[:2], forged_lines[2], *lines[3:]],
     ):
         path.write_bytes(b"".join(changed))
         assert read_ledger(path).damage
@@ -124,8 +119,8 @@ def test_a_torn_end_is_no_damage(tmp_path):
     path = tmp_path / "l"
     _write(path, _head())
     path.write_bytes(path.read_bytes() + b'{"kind": "st')
-    found = read_ledger(path)
-    assert (found.damage, found.torn, len(found.lines)) == (None, True, 4)
+    history = read_ledger(path)
+    assert (history.damage, history.torn, len(history.lines)) == (None, True, 4)
 
 
 def test_a_hash_sees_dtype_shape_and_every_bit():
@@ -133,13 +128,13 @@ def test_a_hash_sees_dtype_shape_and_every_bit():
     assert digest(x) == digest(x.clone())
     y = x.clone()
     y.view(torch.int32)[3, 2] ^= 1
-    negative = torch.zeros(4, 3)
+    zero = torch.zeros(4, 3)
     others = [
         digest(x.view(3, 4)),
         digest(x.double()),
         digest(y),
-        digest(torch.zeros(4, 3)),
-        digest(-negative),
+        digest(zero),
+        digest(-zero),
         digest(x, x),
     ]
     assert len({digest(x), *others}) == 7
@@ -150,12 +145,12 @@ def test_a_hash_sees_dtype_shape_and_every_bit():
 
 def test_a_tree_pins_a_difference_to_its_weight():
     parts = {name: randn(i, 50) for i, name in enumerate("abc")}
-    other = {name: x.clone() for name, x in parts.items()}
-    other["b"].view(torch.int32)[7] ^= 1
-    x, y = hash_tree(parts), hash_tree(other)
+    changed = {name: x.clone() for name, x in parts.items()}
+    changed["b"].view(torch.int32)[7] ^= 1
+    x, y = hash_tree(parts), hash_tree(changed)
     assert [p == q for p, q in zip(x.leaves, y.leaves, strict=True)] == [True, False, True]
     assert x.root != y.root
-    assert hash_tree(parts, other).root not in (x.root, y.root)
+    assert hash_tree(parts, changed).root not in (x.root, y.root)
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -192,7 +187,7 @@ def test_a_manifest_names_what_was_changed(tmp_path, how):
         manifest.write_bytes(before.replace(b'"bytes": 5', b'"bytes": 6'))
     else:
         manifest.unlink()
-    said = {
+    message = {
         "flip": f"{victim} was altered",
         "short": f"{victim} is torn",
         "missing": f"{victim} is missing",
@@ -200,7 +195,7 @@ def test_a_manifest_names_what_was_changed(tmp_path, how):
         "foreign": f"{tmp_path / 'in' / 'c'} is foreign",
         "manifest": f"{manifest} was altered",
     }
-    assert manifest_damage(tmp_path).startswith(said[how])
+    assert manifest_damage(tmp_path).startswith(message[how])
 
 
 @pytest.mark.parametrize("helpers", [0, 1, 5])
@@ -208,15 +203,11 @@ def test_a_tree_is_the_same_however_many_threads_hash_it(helpers, monkeypatch):
     monkeypatch.setattr(ledger, "BLOCK", 1000)
     monkeypatch.setattr(ledger, "_HELPERS", helpers)
     parts = [{f"w{i}": randn(k + i, 1000 * i % 7001 + 1) for i in range(40)} for k in (0, 100)]
-    leaves = [
-        hash_json(
-            [
-                digest(*(part[name][at : at + 1000] for part in parts))
-                for at in range(0, len(parts[0][name]), 1000)
-            ]
-        )[:32]
-        for name in parts[0]
-    ]
+    leaves = []
+    for name, x in parts[0].items():
+        starts = range(0, len(x), 1000)
+        blocks = [digest(*(part[name][start : start + 1000] for part in parts)) for start in starts]
+        leaves.append(hash_json(blocks)[:32])
     assert hash_tree(*parts) == Tree(hash_json(leaves), leaves)
     parts[1]["w20"][-1] = 9.0  # control
     assert [a == b for a, b in zip(hash_tree(*parts).leaves, leaves, strict=True)].count(False) == 1
@@ -224,14 +215,14 @@ def test_a_tree_is_the_same_however_many_threads_hash_it(helpers, monkeypatch):
 
 @given(st.lists(st.integers(1, 2500), min_size=1, max_size=6), st.integers(0, 2**32), st.integers(1, 4))
 def test_a_tree_is_the_same_whoever_hashes_a_block(sizes, seed, ranks):
-    """As the owners of slices do it: each its neighbouring blocks."""
+    """As the ranks do it: each hashes the blocks of its slice, which are neighbours."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ledger, "BLOCK", 512)
         whole = {f"w{i}": randn(seed + i, n) for i, n in enumerate(sizes)}
         blocks = [(name, [block]) for name, x in whole.items() for block in x.split(512)]
         cuts = sorted(np.random.default_rng(seed).integers(0, len(blocks) + 1, ranks - 1))
         parts = [blocks[a:b] for a, b in pairwise([0, *cuts, len(blocks)])]
-        gathered = [done for part in parts for done in Hashing(part).digests()]
+        gathered = [block_digest for part in parts for block_digest in Hashing(part).digests()]
         assert tree_of(gathered) == hash_tree(whole)
         if len(blocks) > 1:
             assert tree_of(gathered[1:] + gathered[:1]) != hash_tree(whole), "control: another order"
@@ -241,8 +232,7 @@ def test_a_tree_does_not_wait_for_threads_that_are_busy():
     free = threading.Event()
     busy = [ledger._pool().submit(free.wait) for _ in range(64)]
     blocks = {"a": torch.zeros(3), "b": torch.ones(2)}
-    assert Hashing((name, [x]) for name, x in blocks.items()).digests() == [
-        (name, digest(x)) for name, x in blocks.items()
-    ]
+    digests = Hashing((name, [x]) for name, x in blocks.items()).digests()
+    assert digests == [(name, digest(x)) for name, x in blocks.items()]
     free.set()
     assert all(task.result() for task in busy)

@@ -1,4 +1,4 @@
-"""First divergence of two traces."""
+"""The first divergence of two traces."""
 
 import math
 
@@ -35,9 +35,9 @@ def test_signs_of_zero_differ_and_dtypes_are_compared_by_value():
 
 
 def test_operations_of_one_side_only_are_left_out():
-    other = _trace()
-    del other["norm"]
-    assert [d.op for d in compare_traces(_trace(), other)] == ["embed", "logits"]
+    without_norm = _trace()
+    del without_norm["norm"]
+    assert [d.op for d in compare_traces(_trace(), without_norm)] == ["embed", "logits"]
 
 
 def test_traces_without_common_operations_or_with_other_shapes_are_refused():

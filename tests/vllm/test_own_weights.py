@@ -80,11 +80,11 @@ def _results(code: str, model: Path, dtype: str, folder: Path) -> list[list[str]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_our_model_over_the_trainers_tensor_draws_the_native_samplers_tokens(model, tmp_path, dtype):
+def test_our_model_over_the_trainers_tensor_draws_the_native_tokens(model, tmp_path, dtype):
     assert _results(OURS, model, dtype, tmp_path) == [["RESULT", "1", "True"]] * 3
 
 
-def test_vllms_own_model_draws_with_our_keys_from_the_weights_it_is_told_of(model, tmp_path):
+def test_vllms_own_model_draws_with_our_keys_from_its_given_weights(model, tmp_path):
     norm, *results = _results(THEIRS, model, "float32", tmp_path)
     assert norm == ["NORM", "OneOrderRMSNorm"]
     assert len(results) == 3

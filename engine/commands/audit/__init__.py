@@ -1,1 +1,1 @@
-"""`zerokl audit`: how far a sampler and a trainer are apart, and at which operation they part."""
+"""`zerokl audit`: how far a sampler and a trainer are apart, and the operation at which they first differ."""

@@ -1,5 +1,7 @@
-"""The audit: draw or read rollouts, score them again, compare, trace one sequence through both engines, and
-say what was found.
+"""The audit: how the log-probabilities of a sampler and of a trainer differ.
+
+The rollouts are drawn or read from a log, and the trainer scores them. Then one sequence is traced through
+both engines. The result is one report (audit.json).
 """
 
 from collections.abc import Callable, Sequence
@@ -29,34 +31,33 @@ from .measure import measure, worst_tokens
 SAMPLERS = ("native", "hf", "hf-eager", "vllm", "vllm-zerokl")
 TRAINERS = ("zerokl", "hf", "hf-eager", "vllm")
 Rollouts = Sequence[tuple[Rollout, SamplingParams]]
-# Sequences that each engine's own invariance is measured on: they are scored one by one and token by token.
-_OWN = 8
+# Sequences on which each engine's own invariance is measured: they are scored one by one and token by token.
+_INVARIANCE_SEQUENCES = 8
 
 
 @dataclass(frozen=True)
 class AuditConfig:
-    """What to compare.
-
-    `sampler` is one of SAMPLERS or the path of a log (logs.py); `trainer` one of TRAINERS.
-    """
+    """What to compare. A dtype that is empty is the dtype named in its comment."""
 
     model: str
-    sampler: str = "native"
-    trainer: str = "zerokl"
+    sampler: str = "native"  # one of SAMPLERS, or the path of a log (logs.py)
+    trainer: str = "zerokl"  # one of TRAINERS
     dtype: str = "bfloat16"
-    sampler_dtype: str = ""  # of the sampler, where it is another
-    head_dtype: str = ""  # of the logits, where it is another
-    sampler_head_dtype: str = ""  # of the sampler's logits, where it is another than head_dtype
-    prompts: str = ""  # a text file, one prompt a line
+    sampler_dtype: str = ""  # of the sampler, where it differs from dtype
+    head_dtype: str = ""  # of the logits, where it differs from the compute dtype
+    sampler_head_dtype: str = ""  # of the sampler's logits, where it differs from head_dtype
+    prompts: str = ""  # a text file with one prompt a line
     n: int = 64
     max_tokens: int = 256
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
-    weight_version: int | None = None  # of a log's rollouts: those of the model
-    device: str = "auto"  # of every engine: "cpu", "cuda", or "auto": a GPU where there is one and vLLM, if asked for, can use it
+    weight_version: int | None = None  # takes only those rollouts of a log that have this version
+    # Of every engine: "cpu", "cuda" or "auto". "auto" is a GPU where there is one, and where vLLM, if it is
+    # asked for, can use it.
+    device: str = "auto"
 
     def dtypes(self) -> dict[str, str]:
-        """Compute dtype and dtype of the logits of the trainer, then of the sampler."""
+        """Compute dtype and dtype of the logits: of the trainer, then of the sampler."""
         sampler = self.sampler_dtype or self.dtype
         return {
             "dtype": self.dtype,
@@ -68,7 +69,7 @@ class AuditConfig:
 
 @dataclass(frozen=True)
 class Audit:
-    """What was found. `report` is what audit.json holds."""
+    """The result of an audit. `report` is what audit.json holds."""
 
     report: dict[str, Any]
 
@@ -78,7 +79,7 @@ class Audit:
         return self.report["frac_equal"] == 1.0
 
     def within(self, max_k3: float | None, max_abs: float | None) -> bool:
-        """Equal, or inside the tolerances given."""
+        """Equal to the bit, or inside the tolerances where any is given."""
         if max_k3 is None and max_abs is None:
             return self.equal
         r = self.report
@@ -122,16 +123,18 @@ def compare(
     sampler: Engine | None = None,
     redraw: Callable[[], Rollouts] | None = None,
 ) -> dict[str, Any]:
-    """What the trainer says of rollouts, beside what their sampler said. With the sampler at hand, both are
-    traced.
+    """The report on the trainer's logprobs of rollouts, beside the logprobs of their sampler.
 
-    `redraw` draws the rollouts again, from the same seeds, with the sampler's caches dropped: other bits say
-    that a cache was stale.
+    sampler: the engine that drew them, where it is at hand; then both engines are traced. redraw: draws the
+    rollouts again from the same seeds, after the sampler has dropped its caches. Other bits then show that a
+    cache was stale.
     """
-    scored, drawn = _score(trainer, rollouts), [r.logprobs for r, _ in rollouts]
+    trainer_logprobs, sampling_logprobs = _score(trainer, rollouts), [r.logprobs for r, _ in rollouts]
     report = {
-        **measure(scored, drawn),
-        "worst": [_with_text(w, rollouts, tokenizer) for w in worst_tokens(scored, drawn)],
+        **measure(trainer_logprobs, sampling_logprobs),
+        "worst": [
+            _with_text(w, rollouts, tokenizer) for w in worst_tokens(trainer_logprobs, sampling_logprobs)
+        ],
         "own_invariance": {
             name: _own_invariance(engine, rollouts, drawn=engine is sampler)
             for name, engine in _by_name(sampler, trainer).items()
@@ -159,7 +162,7 @@ def compare(
 
 
 def _by_name(sampler: Engine | None, trainer: Engine) -> dict[str, Engine]:
-    """The engines, told apart by side where they have one name."""
+    """The engines by name. Two engines of one name get their side as well."""
     if sampler in (None, trainer):
         return {trainer.name: trainer}
     sides = {"sampler": sampler, "trainer": trainer}
@@ -170,7 +173,8 @@ def _check(cfg: AuditConfig) -> None:
     """Raise ValueError for a pair that cannot be compared."""
     if cfg.sampler not in SAMPLERS and not Path(cfg.sampler).is_file():
         raise ValueError(
-            f"audit: sampler {cfg.sampler} is no file; choose {', '.join(SAMPLERS)}, or name a log of rollouts"
+            f"audit: sampler {cfg.sampler} is no file; "
+            f"choose {', '.join(SAMPLERS)}, or name a log of rollouts"
         )
     if cfg.trainer not in TRAINERS:
         raise ValueError(f"audit: trainer {cfg.trainer} is not known; choose {', '.join(TRAINERS)}")
@@ -178,27 +182,28 @@ def _check(cfg: AuditConfig) -> None:
         raise ValueError(f"audit: n ({cfg.n}) must be at least 1")
     if cfg.weight_version is not None and cfg.sampler in SAMPLERS:
         raise ValueError(
-            "audit: --weight-version chooses among the rollouts of a log; an engine draws with the model's weights"
+            "audit: --weight_version chooses among the rollouts of a log; "
+            "an engine draws with the model's weights"
         )
-    dtype, head, *sampler = map(_dtype, cfg.dtypes().values())
-    if cfg.sampler == cfg.trainer == "vllm" and sampler != [dtype, head]:
+    dtype, head, *sampler_dtypes = map(_dtype, cfg.dtypes().values())
+    if cfg.sampler == cfg.trainer == "vllm" and sampler_dtypes != [dtype, head]:
         raise ValueError(
             "audit: vLLM in two dtypes would be two engines in one process; audit each of them against zerokl"
         )
 
 
 def _engines(cfg: AuditConfig, folder: Path, device: torch.device) -> tuple[Engine | None, Engine]:
-    """Sampler, None where it is a log, and trainer."""
-    dtype, head, *sampler = map(_dtype, cfg.dtypes().values())
+    """The sampler (None where it is a log) and the trainer."""
+    dtype, head, *sampler_dtypes = map(_dtype, cfg.dtypes().values())
     if cfg.sampler == cfg.trainer == "vllm":
         engine = _engine("vllm", folder, device, dtype, head)
         return engine, engine
-    drawn = (
-        _engine(cfg.sampler, folder, device, *sampler, beside_vllm=cfg.trainer == "vllm")
+    sampler = (
+        _engine(cfg.sampler, folder, device, *sampler_dtypes, beside_vllm=cfg.trainer == "vllm")
         if cfg.sampler in SAMPLERS
         else None
     )
-    return drawn, _engine(cfg.trainer, folder, device, dtype, head)
+    return sampler, _engine(cfg.trainer, folder, device, dtype, head)
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -208,6 +213,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _device(cfg: AuditConfig) -> torch.device:
+    """The device of all engines. Raises ValueError where an engine cannot compute on it."""
     vllm = {cfg.sampler, cfg.trainer} & {"vllm", "vllm-zerokl"}
     if not vllm:
         return find_device(cfg.device)
@@ -216,12 +222,12 @@ def _device(cfg: AuditConfig) -> torch.device:
     if is_cpu_build() and device.type == "cuda":
         raise ValueError("audit: the vLLM installed here computes on a CPU; set --device cpu")
     if not is_cpu_build() and device.type == "cpu":
-        raise ValueError(
-            f"audit: the vLLM installed here needs a GPU, and {'audits there' if cfg.device == 'cpu' else 'torch finds none'}"
-        )
+        obstacle = "audits there" if cfg.device == "cpu" else "torch finds none"
+        raise ValueError(f"audit: the vLLM installed here needs a GPU, and {obstacle}")
     if vllm == {"vllm", "vllm-zerokl"} and device.type == "cuda":
         raise ValueError(
-            "audit: on a GPU vllm and vllm-zerokl would be two engines in one process; audit each of them against zerokl"
+            "audit: on a GPU vllm and vllm-zerokl would be two engines in one process; "
+            "audit each of them against zerokl"
         )
     return device
 
@@ -239,9 +245,8 @@ def _engine(
     if name == "vllm":
         return VllmEngine(folder, dtype, ModelConfig.from_file(folder).max_positions, head)
     if name == "vllm-zerokl":
-        return VllmZeroklEngine(
-            folder, dtype, head, device, multiprocess=beside_vllm
-        )  # a process holds one vLLM engine
+        # A process holds one vLLM engine.
+        return VllmZeroklEngine(folder, dtype, head, device, multiprocess=beside_vllm)
     return HfEngine(folder, dtype, "eager" if name == "hf-eager" else "sdpa", head, device)
 
 
@@ -250,17 +255,14 @@ def _draw(cfg: AuditConfig, sampler: Engine, tokenizer: Tokenizer, model: ModelC
     room = model.max_positions - max(map(len, prompts))
     if room < 1:
         raise ValueError(
-            f"audit: a prompt of {model.max_positions - room} tokens leaves no room in the context ({model.max_positions})"
+            f"audit: a prompt of {model.max_positions - room} tokens leaves no room "
+            f"in the context ({model.max_positions})"
         )
     generation_params = GenerationParams(
         cfg.sampling_params.check(), 1, min(cfg.max_tokens, room), tokenizer.stop_ids
     )
-    return [
-        (r, cfg.sampling_params)
-        for r in sampler.generate(
-            [prompts[i % len(prompts)] for i in range(cfg.n)], generation_params, cfg.seed
-        )
-    ]
+    repeated = [prompts[i % len(prompts)] for i in range(cfg.n)]
+    return [(r, cfg.sampling_params) for r in sampler.generate(repeated, generation_params, cfg.seed)]
 
 
 def _prompt_texts(cfg: AuditConfig) -> list[str]:
@@ -278,41 +280,42 @@ def _prompt_texts(cfg: AuditConfig) -> list[str]:
 
 
 def _score(engine: Engine, rollouts: Rollouts) -> list[np.ndarray]:
-    """The engine's logprobs of each rollout; those of one distribution are scored together."""
+    """The engine's logprobs of each rollout. Rollouts with equal sampling parameters are scored together."""
     scored: dict[int, np.ndarray] = {}
-    for sampling_params in dict.fromkeys(d for _, d in rollouts):
-        at = [i for i, (_, d) in enumerate(rollouts) if d == sampling_params]
-        scored |= zip(at, engine.score([rollouts[i][0].pair for i in at], sampling_params), strict=True)
+    for sampling_params in dict.fromkeys(params for _, params in rollouts):
+        indices = [i for i, (_, params) in enumerate(rollouts) if params == sampling_params]
+        pairs = [rollouts[i][0].pair for i in indices]
+        scored |= zip(indices, engine.score(pairs, sampling_params), strict=True)
     return [scored[i] for i in range(len(rollouts))]
 
 
 def _own_invariance(engine: Engine, rollouts: Rollouts, drawn: bool) -> dict[str, Any]:
-    """How an engine's logprobs of the first sequences depend on what they are scored with, and on reading
-    them token by token.
+    """How an engine's logprobs of the first sequences depend on how it computes them.
 
-    drawn: it drew them, so that what it said then is compared with what it scores.
+    The ways are: scored alone or in a batch, and read token by token. drawn: the engine drew the rollouts, so
+    its logprobs of then are compared with those that it computes now, too.
     """
     sampling_params = rollouts[0][1]
-    some = [r for r, d in rollouts if d == sampling_params][:_OWN]
-    pairs: list[Pair] = [r.pair for r in some]
+    first = [r for r, params in rollouts if params == sampling_params][:_INVARIANCE_SEQUENCES]
+    pairs: list[Pair] = [r.pair for r in first]
     together = np.concatenate(engine.score(pairs, sampling_params))
-    others = {"drawn against scored": [r.logprobs for r in some]} if drawn else {}
+    ways = {"drawn against scored": [r.logprobs for r in first]} if drawn else {}
     if not isinstance(engine, VllmEngine) or engine.scores_together(sampling_params):
-        others["solo against batched"] = engine.score(pairs, sampling_params, together=False)
+        ways["solo against batched"] = engine.score(pairs, sampling_params, together=False)
     if (decoded := engine.decode(pairs, sampling_params)) is not None:
-        others["decode against prefill"] = decoded
+        ways["decode against prefill"] = decoded
     return {
         way: {
             "tokens": len(together),
-            "unequal": int((together.view(np.int32) != np.concatenate(x).view(np.int32)).sum()),
-            "max_abs": float(np.abs(together.astype(np.float64) - np.concatenate(x)).max()),
+            "unequal": int((together.view(np.int32) != np.concatenate(logprobs).view(np.int32)).sum()),
+            "max_abs": float(np.abs(together.astype(np.float64) - np.concatenate(logprobs)).max()),
         }
-        for way, x in others.items()
+        for way, logprobs in ways.items()
     }
 
 
 def _traced(sampler: Engine, trainer: Engine, rollouts: Rollouts) -> list[OpDifference]:
-    """Both engines' operations on the sequence whose logprobs both compute in one forward."""
+    """The operations of both engines, compared on the first rollout; each computes it in one forward."""
     rollout, sampling_params = rollouts[0]
     return compare_traces(
         sampler.trace(rollout.pair, sampling_params), trainer.trace(rollout.pair, sampling_params)
@@ -320,6 +323,7 @@ def _traced(sampler: Engine, trainer: Engine, rollouts: Rollouts) -> list[OpDiff
 
 
 def _with_text(worst: dict[str, Any], rollouts: Rollouts, tokenizer: Tokenizer) -> dict[str, Any]:
+    """One of the worst tokens, with its id, its text, and the end of the text before it."""
     r, position = rollouts[worst["sequence"]][0], worst["position"]
     before = tokenizer.decode([*r.prompt_ids, *r.completion_ids[:position]])[-60:]
     return worst | {

@@ -1,10 +1,11 @@
 """Logged rollouts of any framework: JSON lines.
 
-    {"prompt_ids": [..], "completion_ids": [..], "logprobs": [..], "temperature": 1.0, "top_p": 1.0, "top_k":
-    0, "weight_version": 0}
+    {"prompt_ids": [..], "completion_ids": [..], "logprobs": [..],
+     "temperature": 1.0, "top_p": 1.0, "top_k": 0, "weight_version": 0}
 
-logprobs are the sampler's, one for each completion token, under the distribution it was drawn from. top_p,
-top_k and weight_version may be missing or null; a top_k of 0 or below keeps all tokens.
+An object takes one line of the file. logprobs are the sampler's: one for each completion token, under the
+distribution that the token was drawn from. top_p, top_k and weight_version may be missing or null. A top_k of
+0 or below keeps all tokens.
 """
 
 import json
@@ -21,43 +22,44 @@ from ...rollout.types import Rollout
 def read_log(
     path: Path, vocab: int, longest: int = 0, version: int | None = None
 ) -> list[tuple[Rollout, SamplingParams]]:
-    """The rollouts of a log, of one weight version where it is given; `longest` tokens each at most (0: any
-    number).
+    """The rollouts of a log.
 
-    Raises ValueError naming the line that is malformed, or the weight versions when the log holds several: a
-    model has one.
+    version: takes only the rollouts of this weight version; None takes all. longest: tokens of a rollout at
+    most; 0 is no limit. Raises ValueError that names the malformed line. Raises ValueError that names the
+    weight versions when the rollouts are of several, since a model has one.
     """
-    found: list[tuple[Rollout, SamplingParams]] = []
+    rollouts: list[tuple[Rollout, SamplingParams]] = []
     try:
-        lines = path.read_text(encoding="utf-8-sig").split(
-            "\n"
-        )  # JSON may hold what splitlines takes for an end
+        # Not splitlines: it also cuts at characters that JSON allows in a string.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"audit: {path} cannot be read ({error})") from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            parsed = _parse(json.loads(line), len(found), vocab)
+            parsed = _parse(json.loads(line), len(rollouts), vocab)
             if 0 < longest < (total := sum(map(len, parsed[0].pair))):
                 raise ValueError(f"has {total} tokens, more than the model's context ({longest})")
         except (ValueError, TypeError, KeyError) as error:
             reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else error
             raise ValueError(f"audit: {path}, line {number}: {reason}") from None
         if version in (None, parsed[0].weight_version):
-            found.append(parsed)
-    if not found:
+            rollouts.append(parsed)
+    if not rollouts:
         raise ValueError(
             f"audit: {path} holds no rollout{'' if version is None else f' of weight version {version}'}"
         )
-    if len(versions := sorted({r.weight_version for r, _ in found})) > 1:
+    if len(versions := sorted({r.weight_version for r, _ in rollouts})) > 1:
         raise ValueError(
-            f"audit: {path} holds rollouts of weight versions {versions}; choose the model's with --weight-version"
+            f"audit: {path} holds rollouts of weight versions {versions}; "
+            "choose the model's with --weight_version"
         )
-    return found
+    return rollouts
 
 
 def _parse(row: Any, index: int, vocab: int) -> tuple[Rollout, SamplingParams]:
+    """One line as a rollout. Raises ValueError for a wrong field, and KeyError for a missing one."""
     if not isinstance(row, dict):
         raise ValueError("is no JSON object")
     ids = {name: _token_ids(name, row[name], vocab) for name in ("prompt_ids", "completion_ids")}
@@ -75,13 +77,12 @@ def _parse(row: Any, index: int, vocab: int) -> tuple[Rollout, SamplingParams]:
         _number("top_p", row.get("top_p"), 1.0),
     ).check()
     version = _integer("weight_version", row.get("weight_version"), 0)
-    return Rollout(
-        index, 0, ids["prompt_ids"], ids["completion_ids"], np.array(values, np.float32), "", version
-    ), sampling_params
+    logprobs = np.array(values, np.float32)
+    return Rollout(index, 0, ids["prompt_ids"], ids["completion_ids"], logprobs, "", version), sampling_params
 
 
 def _number(name: str, value: Any, default: float | None = None) -> float:
-    """A JSON number; null and missing are the default, where there is one."""
+    """A JSON number. A value that is null or missing is the default, where there is one."""
     if value is None and default is not None:
         return default
     if type(value) not in (int, float):

@@ -1,7 +1,9 @@
-"""What an audit measures of a sampler's and a trainer's log-probabilities of the same tokens.
+"""The figures of an audit: a sampler's and a trainer's log-probabilities of the same tokens.
 
-d = logp_trainer - logp_sampler and r = exp(d) of a token; see verify/mismatch.py for k1, k2, k3, chi2 and
-ess.
+    d = logp_trainer - logp_sampler     of a token
+    r = exp(d)
+
+verify/mismatch.py defines k1, k2, k3, chi2 and ess.
 """
 
 import math
@@ -17,9 +19,10 @@ _WORST = 10
 
 
 def measure(trainer: Sequence[np.ndarray], sampler: Sequence[np.ndarray]) -> dict[str, Any]:
-    """All figures.
+    """All figures of the report.
 
-    trainer, sampler: logprobs [C] fp32 of each sequence. Raises ValueError for NaN or lengths that differ.
+    trainer, sampler: logprobs [C] fp32 of each sequence. Raises ValueError for NaN, and for lengths that
+    differ.
     """
     t, s = np.concatenate(trainer), np.concatenate(sampler)
     lengths = [len(x) for x in sampler]
@@ -46,15 +49,15 @@ def measure(trainer: Sequence[np.ndarray], sampler: Sequence[np.ndarray]) -> dic
 
 
 def worst_tokens(trainer: Sequence[np.ndarray], sampler: Sequence[np.ndarray]) -> list[dict[str, Any]]:
-    """The tokens whose log-probabilities are farthest apart: sequence, position and both values."""
+    """The tokens whose log-probabilities differ most: sequence, position and both values."""
     d = np.abs(log_ratios(np.concatenate(trainer), np.concatenate(sampler)))
     ends = np.cumsum([len(x) for x in sampler])
-    found = []
-    for at in np.argsort(-d, kind="stable")[:_WORST]:
-        i = int(np.searchsorted(ends, at, side="right"))
-        position = int(at - (ends[i - 1] if i else 0))
-        if d[at] > 0:
-            found.append(
+    worst = []
+    for index in np.argsort(-d, kind="stable")[:_WORST]:
+        i = int(np.searchsorted(ends, index, side="right"))
+        position = int(index - (ends[i - 1] if i else 0))
+        if d[index] > 0:
+            worst.append(
                 {
                     "sequence": i,
                     "position": position,
@@ -62,7 +65,7 @@ def worst_tokens(trainer: Sequence[np.ndarray], sampler: Sequence[np.ndarray]) -
                     "sampler": float(sampler[i][position]),
                 }
             )
-    return found
+    return worst
 
 
 def _estimators(d: np.ndarray, r: np.ndarray) -> dict[str, np.ndarray]:
@@ -78,27 +81,27 @@ def _exp(x: float) -> float:
 
 
 def _by_position(d: np.ndarray, lengths: Sequence[int]) -> list[dict[str, float]]:
-    """In buckets that double: 0, 1, 2-3, 4-7, ..."""
+    """Mean and maximum of |d| by position in the completion, in buckets that double: 0, 1, 2-3, 4-7, ..."""
     position = np.concatenate([np.arange(n) for n in lengths])
     bucket = np.where(position == 0, 0, np.floor(np.log2(np.maximum(position, 1))).astype(int) + 1)
     rows = []
     for b in np.unique(bucket):
-        own = np.abs(d[bucket == b])
+        distances = np.abs(d[bucket == b])
         first = 0 if b == 0 else 1 << (int(b) - 1)
         rows.append(
             {
                 "from": first,
                 "to": 0 if b == 0 else 2 * first - 1,
-                "tokens": len(own),
-                "mean_abs": float(own.mean()),
-                "max_abs": float(own.max()),
+                "tokens": len(distances),
+                "mean_abs": float(distances.mean()),
+                "max_abs": float(distances.max()),
             }
         )
     return rows
 
 
 def _histogram(d: np.ndarray) -> dict[str, list[float]]:
-    """Of the ratio exp(d), on a grid that is even in d."""
+    """The histogram of the ratio r, with buckets of equal width in d."""
     edge = max(float(np.abs(d[np.isfinite(d)]).max(initial=0.0)), 1e-12)
     counts, edges = np.histogram(np.clip(d, -edge, edge), bins=41, range=(-edge, edge))
     return {

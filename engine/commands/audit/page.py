@@ -1,4 +1,4 @@
-"""audit.html: one file that says what was found to someone who has never seen zerokl."""
+"""audit.html: one file that tells the result to someone who has never seen zerokl."""
 
 import base64
 import html
@@ -10,11 +10,13 @@ from typing import Any
 from rich.table import Table
 
 _STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}table{border-collapse:collapse;margin:1rem 0}"
-    "td,th{border:1px solid #ccc;padding:.25rem .6rem;text-align:left}td.n{text-align:right;font-variant-numeric:tabular-nums}"
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
+    "table{border-collapse:collapse;margin:1rem 0}"
+    "td,th{border:1px solid #ccc;padding:.25rem .6rem;text-align:left}"
+    "td.n{text-align:right;font-variant-numeric:tabular-nums}"
     "img{max-width:100%}code{background:#f3f3f3;padding:0 .2rem}"
 )
-# Name in the report -> what it means.
+# Name in the report -> its meaning.
 _MEANING = {
     "tokens": "completion tokens compared",
     "frac_equal": "share of them whose two log-probabilities have the same bits",
@@ -23,59 +25,66 @@ _MEANING = {
     "k2": "mean of half the squared difference",
     "k3": "mean of ratio - 1 - log ratio; estimates the same KL, never negative",
     "perplexity_sampler": "exp of the sampler's mean negative log-probability",
-    "perplexity_trainer": "the same of the trainer",
+    "perplexity_trainer": "exp of the trainer's mean negative log-probability",
 }
-
+# Headings of the tokens that differ most.
 _WORST = ("sequence", "position", "text before", "token", "sampler", "trainer")
 
 
 def verdict(report: dict[str, Any]) -> str:
-    """The audit in one or two sentences."""
+    """The audit in a few sentences."""
+    sampler, trainer = report["sampler"], report["trainer"]
     if report["frac_equal"] == 1.0:
-        return f"All {report['tokens']} tokens have the same log-probability, bit for bit, in {report['sampler']} and in {report['trainer']}."
+        return (
+            f"All {report['tokens']} tokens have the same log-probability, bit for bit, "
+            f"in {sampler} and in {trainer}."
+        )
     share = math.floor(1e4 * report["frac_equal"]) / 1e4  # never 100% where a token differs
-    said = (
-        f"{report['sampler']} and {report['trainer']} agree to the bit on {share:.2%} of {report['tokens']} tokens; the "
-        f"largest difference of a log-probability is {report['max_abs']:.3g}, and KL(sampler || trainer) is about "
-        f"{report['k3']['value']:.2g} nats a token."
+    text = (
+        f"{sampler} and {trainer} agree to the bit on {share:.2%} of {report['tokens']} tokens; "
+        f"the largest difference of a log-probability is {report['max_abs']:.3g}, "
+        f"and KL(sampler || trainer) is about {report['k3']['value']:.2g} nats a token."
     )
     first = report.get("first_divergence")
     if first:
         ulp = "" if first["max_ulp"] is None else f", by up to {first['max_ulp']} representable numbers"
-        said += (
+        text += (
             f" They part at {first['op']}: {first['unequal']} of its {first['elements']} outputs differ{ulp}."
         )
     if report.get("stale_cache"):
-        found = (
+        redrawn = (
             "every log-probability is equal"
             if report["frac_equal_without_caches"] == 1.0
             else "the sampler gives other bits"
         )
-        said += f" Drawn again with its caches dropped, {found}: it had used a stale cache."
+        text += f" Drawn again with its caches dropped, {redrawn}: it had used a stale cache."
     elif "operations" in report and not first:
-        where = f", {report['sampler']}'s outside of its process," if report["traced_outside"] else ""
-        said += (
-            f" Forwards over one sequence alone{where} agree in every operation: the difference comes from batching, from the cache, or "
-            f"from other weights{', or from what only that process computes' if where else ''}."
-        )
-    return said
+        text += _equal_operations(sampler, report["traced_outside"])
+    return text
+
+
+def _equal_operations(sampler: str, traced_outside: bool) -> str:
+    """The sentence for engines that differ although every operation of their traces is equal."""
+    outside = f", {sampler}'s outside of its process," if traced_outside else ""
+    process = ", or from what only that process computes" if traced_outside else ""
+    return (
+        f" Forwards over one sequence alone{outside} agree in every operation: "
+        f"the difference comes from batching, from the cache, or from other weights{process}."
+    )
 
 
 def summary_table(report: dict[str, Any]) -> Table:
-    """What the command line prints."""
-    table = Table(
-        "figure",
-        "value",
-        "meaning",
-        title=f"{report['sampler']} ({report['sampler_dtype']}) against {report['trainer']} ({report['dtype']})",
-    )
+    """The figures, as the command line prints them."""
+    sampler = f"{report['sampler']} ({report['sampler_dtype']})"
+    trainer = f"{report['trainer']} ({report['dtype']})"
+    table = Table("figure", "value", "meaning", title=f"{sampler} against {trainer}")
     for name, value, meaning in _rows(report):
         table.add_row(name, value, meaning)
     return table
 
 
 def worst_table(report: dict[str, Any]) -> Table:
-    """The tokens farthest apart, in their text, as the command line prints them."""
+    """The tokens whose log-probabilities differ most, with their text, as the command line prints them."""
     table = Table(*_WORST, title="tokens farthest apart")
     for row in _worst_rows(report)[:5]:
         table.add_row(*map(str, row))
@@ -97,15 +106,11 @@ def _worst_rows(report: dict[str, Any]) -> list[tuple]:
 
 
 def _rows(report: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Name, value and meaning of every figure."""
     rows = []
     if report.get("logged"):
-        rows.append(
-            (
-                "rollouts",
-                f"{report['sequences']} of {report['logged']}",
-                "of those in the log, compared; -n takes more or fewer",
-            )
-        )
+        compared = f"{report['sequences']} of {report['logged']}"
+        rows.append(("rollouts", compared, "compared, of those in the log; -n takes more or fewer"))
     for name, meaning in _MEANING.items():
         value = report[name]
         shown = (
@@ -117,89 +122,87 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str, str]]:
     for q, value in report["abs_percentiles"].items():
         rows.append((f"|d| p{q}", f"{value:.4g}", f"{q}% of the tokens differ by no more"))
     for level in ("token", "sequence"):
-        own = report[level]
-        rows.append(
-            (
-                f"ratio, {level}",
-                f"{own['ratio_min']:.6g} .. {own['ratio_max']:.6g}",
-                f"exp(trainer - sampler) of a {level}, least and largest",
-            )
-        )
-        rows.append(
-            (
-                f"chi2, {level}",
-                f"{own['chi2']:.4g}",
-                "mean of its square, minus 1; its variance where its mean is 1",
-            )
-        )
-        rows.append(
-            (f"ess, {level}", f"{own['ess']:.6f}", "effective sample size of importance sampling, as a share")
-        )
+        rows += _ratio_rows(level, report[level])
     for engine, ways in report["own_invariance"].items():
-        for way, found in ways.items():
-            rows.append(
-                (
-                    f"{engine}: {way}",
-                    f"{found['unequal']} of {found['tokens']} unequal",
-                    f"largest difference {found['max_abs']:.3g}",
-                )
-            )
-    for row in report["by_position"]:
-        place = f"{row['from'] + 1}" + (f" to {row['to'] + 1}" if row["to"] > row["from"] else "")
-        rows.append(
-            (
-                f"position {place}",
-                f"{row['mean_abs']:.4g}",
-                f"mean |d| of {row['tokens']} tokens; largest {row['max_abs']:.3g}",
-            )
-        )
+        for way, figures in ways.items():
+            unequal = f"{figures['unequal']} of {figures['tokens']} unequal"
+            rows.append((f"{engine}: {way}", unequal, f"largest difference {figures['max_abs']:.3g}"))
+    for bucket in report["by_position"]:
+        last = f" to {bucket['to'] + 1}" if bucket["to"] > bucket["from"] else ""
+        meaning = f"mean |d| of {bucket['tokens']} tokens; largest {bucket['max_abs']:.3g}"
+        rows.append((f"position {bucket['from'] + 1}{last}", f"{bucket['mean_abs']:.4g}", meaning))
     return rows
+
+
+def _ratio_rows(level: str, ratios: dict[str, float]) -> list[tuple[str, str, str]]:
+    """Name, value and meaning of the figures of the ratios of tokens, or of sequences."""
+    return [
+        (
+            f"ratio, {level}",
+            f"{ratios['ratio_min']:.6g} .. {ratios['ratio_max']:.6g}",
+            f"exp(trainer - sampler) of a {level}, smallest and largest",
+        ),
+        (
+            f"chi2, {level}",
+            f"{ratios['chi2']:.4g}",
+            "mean of the squared ratio, minus 1; the variance of the ratio where its mean is 1",
+        ),
+        (
+            f"ess, {level}",
+            f"{ratios['ess']:.6f}",
+            "effective sample size of importance sampling, as a share",
+        ),
+    ]
 
 
 def write_page(report: dict[str, Any], path: Path) -> None:
     """Write audit.html, plots included."""
     parts = [
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>zerokl audit</title>',
+        f"<style>{_STYLE}</style>",
         f"<h1>Audit of {html.escape(report['model'])}</h1>",
         f"<p><b>{html.escape(verdict(report))}</b></p>",
         _table(("figure", "value", "meaning"), _rows(report)),
+        f'<p><img src="data:image/png;base64,{_plots(report)}" alt="plots"></p>',
     ]
-    parts += [f'<p><img src="data:image/png;base64,{_plots(report)}" alt="plots"></p>']
     if report["worst"]:
         parts += ["<h2>Tokens farthest apart</h2>", _table(_WORST, _worst_rows(report))]
     if "operations" in report:
-        rows = [
-            (
-                d["op"],
-                f"{d['unequal']} of {d['elements']}",
-                "-" if d["max_ulp"] is None else d["max_ulp"],
-                f"{d['max_abs']:.3g}",
-                f"{d['relative']:.3g}",
-            )
-            for d in report["operations"]
-        ]
+        headings = ("operation", "outputs that differ", "largest ulp", "largest difference", "relative rms")
         parts += [
             "<h2>Operation by operation</h2>",
             "<p>One sequence through both engines, in the order of computation.</p>",
+            _table(headings, _operation_rows(report)),
         ]
-        parts += [
-            _table(
-                ("operation", "outputs that differ", "largest ulp", "largest difference", "relative rms"),
-                rows,
-            )
-        ]
-    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>zerokl audit</title><style>{_STYLE}</style>'
-    path.write_text(head + "".join(parts) + "</html>\n", encoding="utf-8")
+    path.write_text("".join(parts) + "</html>\n", encoding="utf-8")
 
 
-def _table(head: tuple[str, ...], rows: list[tuple]) -> str:
+def _operation_rows(report: dict[str, Any]) -> list[tuple]:
+    return [
+        (
+            d["op"],
+            f"{d['unequal']} of {d['elements']}",
+            "-" if d["max_ulp"] is None else d["max_ulp"],
+            f"{d['max_abs']:.3g}",
+            f"{d['relative']:.3g}",
+        )
+        for d in report["operations"]
+    ]
+
+
+def _table(headings: tuple[str, ...], rows: list[tuple]) -> str:
     def line(tag: str, row: tuple) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(str(x))}</{tag}>" for x in row) + "</tr>"
 
-    return "<table>" + line("th", head) + "".join(line("td", row) for row in rows) + "</table>"
+    return "<table>" + line("th", headings) + "".join(line("td", row) for row in rows) + "</table>"
 
 
 def _plots(report: dict[str, Any]) -> str:
-    """Histogram of the ratio, growth with position and, where there is a trace, with depth; a PNG in base64."""
+    """The plots, as a PNG in base64.
+
+    They show the histogram of the ratio, the growth of the difference with the position and, where there is a
+    trace, its growth with depth.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,8 +1,8 @@
-"""Which arguments of vLLM's engine a run may set (`vllm.engine`): a list of what is allowed, with the reason.
+"""The arguments of vLLM's engine that a run may set (`vllm.engine`), each with the reason.
 
-Everything else is refused, so an argument that a new vLLM brings is refused until somebody has looked at it.
-tests/vllm/test_arguments.py compares the list of arguments that were looked at with those of the installed
-vLLM.
+Every other argument is refused. So an argument that a new vLLM brings is refused until somebody has looked at
+it. tests/vllm/test_arguments.py keeps a list of the arguments that were looked at, and compares it with the
+arguments of the installed vLLM.
 """
 
 import difflib
@@ -52,7 +52,7 @@ ALLOWED: dict[str, str] = {
     "shutdown_timeout": _PROCESS,
 }
 
-# Argument -> the setting of zerokl that stands for it.
+# Argument -> the setting of zerokl that decides it.
 SET_BY_ZEROKL: dict[str, str] = {
     "model": "model",
     "dtype": "dtype",
@@ -75,6 +75,6 @@ def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
             continue
         if name in SET_BY_ZEROKL:
             raise ValueError(f"vllm.engine: {name} ({value!r}) is refused: set {SET_BY_ZEROKL[name]}")
-        near = difflib.get_close_matches(name, ALLOWED, 1)
-        hint = f"did you mean {near[0]}?" if near else f"allowed are {', '.join(ALLOWED)}"
+        close = difflib.get_close_matches(name, ALLOWED, 1)
+        hint = f"did you mean {close[0]}?" if close else f"allowed are {', '.join(ALLOWED)}"
         raise ValueError(f"vllm.engine: {name} ({value!r}) is not known to keep the bits of a result; {hint}")

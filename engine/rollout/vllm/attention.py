@@ -2,8 +2,9 @@
 
 A block of vLLM's cache holds `block_size` positions of one sequence over all key-value heads. We read it as
 block_size / KEY_TILE blocks of our own, [Hkv, 2, KEY_TILE, D] each, so that kernels/attention.py runs on it
-unchanged. What lies inside a block is the backend's own affair: vLLM only moves, zeroes and shares whole
-blocks.
+unchanged. The backend decides what lies inside a block: vLLM only moves, zeroes and shares whole blocks.
+
+Shapes: T new tokens of all requests, Hq query heads and Hkv key-value heads of width D.
 """
 
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from ....kernels.attention_plan import KEY_TILE, AttentionPlan
 
 
 class ZeroklAttentionBackend(AttentionBackend):
-    """Given to each vLLM `Attention` layer by our model."""
+    """The backend that our model gives to each of vLLM's `Attention` layers."""
 
     forward_includes_kv_cache_update = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
@@ -34,7 +35,7 @@ class ZeroklAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """vLLM wants a member of its own list; this one is for backends from outside."""
+        """CUSTOM: vLLM wants a name of its own list, and this name is for backends from outside."""
         return "CUSTOM"
 
     @staticmethod
@@ -44,12 +45,12 @@ class ZeroklAttentionBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """One contiguous tensor a layer, block by block."""
+        """One contiguous tensor for each layer, block by block."""
         return (KVCacheLayout.LBHNC,)
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """That is what it is for."""
+        """Yes: a row's bits do not depend on the other rows (kernels/attention.py)."""
         return True
 
     @staticmethod
@@ -65,19 +66,19 @@ class ZeroklAttentionBackend(AttentionBackend):
 
 @dataclass
 class ZeroklMetadata:
-    """One forward, for all layers."""
+    """What attention needs to know of one forward. All layers share it."""
 
     plan: AttentionPlan
-    block: torch.Tensor  # [T] our block that each new token's key and value go to
-    offset: torch.Tensor  # [T] and the position in it
+    block: torch.Tensor  # [T], our block for the key and value of each new token
+    offset: torch.Tensor  # [T], their position in that block
 
 
 class ZeroklMetadataBuilder(AttentionMetadataBuilder[ZeroklMetadata]):
-    """Turns vLLM's block tables into a plan of ours."""
+    """Turns vLLM's block tables into our attention plan."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._tiles = kv_cache_spec.block_size // KEY_TILE  # of ours in a block of vLLM's
+        self._tiles = kv_cache_spec.block_size // KEY_TILE  # our blocks in one of vLLM's blocks
         self._heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
         self._kv_heads = kv_cache_spec.num_kv_heads
 
@@ -89,12 +90,8 @@ class ZeroklMetadataBuilder(AttentionMetadataBuilder[ZeroklMetadata]):
         n, T = cm.num_reqs, cm.num_actual_tokens
         lengths = np.diff(cm.query_start_loc_cpu[: n + 1].numpy())
         contexts = cm.seq_lens[:n].cpu().numpy() - lengths
-        blocks = (
-            cm.block_table_tensor[:n, : -(-int(cm.max_seq_len) // (self._tiles * KEY_TILE))]
-            .cpu()
-            .numpy()
-            .astype(np.int64)
-        )
+        columns = -(-int(cm.max_seq_len) // (self._tiles * KEY_TILE))
+        blocks = cm.block_table_tensor[:n, :columns].cpu().numpy().astype(np.int64)
         tables = (blocks[:, :, None] * self._tiles + np.arange(self._tiles)).reshape(n, -1)
         slots = cm.slot_mapping[:T].long()
         return ZeroklMetadata(
@@ -124,14 +121,14 @@ class ZeroklAttentionImpl(AttentionImpl[ZeroklMetadata]):
         kv_sharing_target_layer_name: str | None = None,
         **extra: Any,
     ):
-        asked = {
+        unsupported = {
             "alibi_slopes": alibi_slopes,
             "sliding_window": sliding_window,
             "logits_soft_cap": logits_soft_cap,
             "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
             **extra,
         }
-        for name, value in asked.items():
+        for name, value in unsupported.items():
             if value is not None:
                 raise ValueError(f"zerokl's attention has no {name} ({value})")
         if attn_type != AttentionType.DECODER:
@@ -154,9 +151,9 @@ class ZeroklAttentionImpl(AttentionImpl[ZeroklMetadata]):
     ) -> torch.Tensor:
         """query, output [T, Hq, D], key, value [T, Hkv, D], kv_cache [blocks, Hkv, block_size, 2 D]."""
         assert output_scale is output_block_scale is None, (
-            "a quantised model is refused at start (sampler.py)"
+            "a quantised model is refused at start (model/config.py and arguments.py)"
         )
-        if attn_metadata is None:  # vLLM measures memory with a forward that has no requests
+        if attn_metadata is None:  # vLLM measures its memory with a forward without requests
             return output.zero_()
         T = len(attn_metadata.block)
         blocks = kv_cache.view(-1, self.num_kv_heads, 2, KEY_TILE, self.head_size)

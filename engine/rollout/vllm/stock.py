@@ -1,23 +1,31 @@
-"""vLLM's own model as an exact sampler: batch-invariant mode on a GPU, drawn from with zerokl's keys.
+"""vLLM's own model as an exact sampler: batch-invariant mode on a GPU, tokens drawn with zerokl's keys.
 
     python -m zerokl train CONFIG.toml --device cuda --sampler vllm-stock
 
-The model, its kernels, the paged cache and the scheduler are vLLM's; of ours are the draw (draw.py), where
-the weights come from, and an addition that is an operation of its own (norm.py). The trainer's Triton kernels
-have the arithmetic of vLLM's, operation by operation (tests/triton/test_stock_model.py): a matrix product's
-tiles along K, one order of every sum, one rounding at each place.
+The model, its kernels, the paged cache and the scheduler are vLLM's. Three things are ours: the draw
+(draw.py), the source of the weights (weights.py), and the addition before a norm, which is an operation of
+its own (norm.py). The trainer's Triton kernels have the arithmetic of vLLM's kernels, operation by operation
+(tests/triton/test_stock_model.py): a matrix product's tiles along K, one order of every sum, one rounding at
+each place. The monitor compares every token.
 
-That has been shown with interpreted and compiled kernels. No GPU has run it yet: what would show there first
-is a tile of few rows, which vLLM's tuned tables take and which another tensor-core instruction computes
-(kernels/tiles.py). The monitor compares every token.
+An H100 has run it, with vLLM 0.32's CUDA build:
 
-CUDA graphs and the compiler stay off: both replace operations, or freeze the tiles that were looked up for
+- bf16 and fp16: runs had mismatch 0.0 and the weights of the native sampler. With 2 versions of the weights,
+  none of 2,304 logprobs each was unequal (benchmarks/stock_exact.py).
+- fp32: 1,956 and 1,858 of these logprobs were unequal. vLLM's compiled rotary embedding computes
+  y2 = fma(x1, sin, x2 cos), and kernels/rope_triton.py fuses the other product. With vLLM's product fused
+  there, none was unequal.
+
+On other GPUs or at other widths, a difference would show first in tiles of few rows. vLLM's tuned tables take
+such tiles, and another tensor-core instruction computes them (kernels/tiles.py).
+
+CUDA graphs and the compiler stay off. They replace operations, or freeze the tiles that were looked up for
 one number of rows. Prefix caching and chunked prefill are safe: keys and values are rows, and a row's bits do
-not depend on the others. Two cases in which vLLM itself is not invariant: the addition before a norm, which
+not depend on the other rows. vLLM itself is not invariant in two cases: the addition before a norm, which
 norm.py replaces, and heads of 256 on Blackwell, whose tiles differ in a prefill.
 
-All of it is for the whole process, the trainer's: vLLM's mode also replaces torch's own products, softmax and
-mean on CUDA tensors, which zerokl's kernels do not use.
+The mode is set for the whole process, which is the trainer's too. It also replaces torch's own products,
+softmax and mean on CUDA tensors, which zerokl's kernels do not use.
 """
 
 import os
@@ -33,15 +41,15 @@ from ...config import VllmConfig
 from .plugin import STOCK
 from .sampler import KeyedSampler, prepare_vllm
 
-# What vLLM reads from the environment, most of it when it is imported.
+# What vLLM reads from the environment. It reads most of it when it is imported.
 ENVIRONMENT = {
     "VLLM_BATCH_INVARIANT": "1",
-    # fp32 operands of Triton's products as they are; its default rounds them to tf32, and zerokl's kernels do
-    # not.
+    # Triton's products take fp32 operands as they are. By default Triton rounds them to tf32, and zerokl's
+    # kernels do not.
     "TRITON_F32_DEFAULT": "ieee",
 }
-# The backend whose kernel ours follows, and every operation of vLLM's as its CUDA or Triton kernel rather
-# than torch's.
+# The attention backend whose kernel ours follows. Every operation of vLLM runs as vLLM's CUDA or Triton
+# kernel, not as torch's.
 ARGUMENTS: dict[str, Any] = {
     "attention_backend": "TRITON_ATTN",
     "compilation_config": {"custom_ops": ["all"]},
@@ -52,14 +60,15 @@ _prepared = False
 
 
 def prepare_batch_invariance() -> None:
-    """Put vLLM, in this process, into batch-invariant mode.
+    """Put the vLLM of this process into batch-invariant mode.
 
-    Raises ValueError where it has been imported in another.
+    Raises ValueError where this process has already imported vLLM in another mode.
     """
-    late = [name for name, value in ENVIRONMENT.items() if os.environ.get(name) != value]
-    if late and _READER in sys.modules:
+    unset = [name for name, value in ENVIRONMENT.items() if os.environ.get(name) != value]
+    if unset and _READER in sys.modules:
         raise ValueError(
-            f"vllm: it was imported in this process without {late[0]} = {ENVIRONMENT[late[0]]}; start a new process"
+            f"vllm: it was imported in this process without {unset[0]} = {ENVIRONMENT[unset[0]]}; "
+            "start a new process"
         )
     os.environ.update(ENVIRONMENT)
     prepare_vllm(multiprocess=False)
@@ -68,21 +77,22 @@ def prepare_batch_invariance() -> None:
 
 
 def refuse_after_exact() -> None:
-    """Raise ValueError where `prepare_batch_invariance` has changed this process's vLLM for good:
+    """Raise ValueError where `prepare_batch_invariance` has changed the vLLM of this process.
 
-    it is not vLLM as it comes.
+    The change is for good, so this process cannot have vLLM as it comes any more.
     """
     if _prepared:
         raise ValueError(
-            "vllm: this process has sampled with vllm-stock exactly, in batch-invariant mode; start a new one for vLLM as it comes"
+            "vllm: this process has sampled with vllm-stock exactly, in batch-invariant mode; "
+            "start a new one for vLLM as it comes"
         )
 
 
 class StockSampler(KeyedSampler):
-    """vLLM's own model over weights taken from `flat` [layout.numel], the trainer's, at every update.
+    """vLLM's own model. At every update it loads the trainer's weights `flat` [layout.numel].
 
-    For a GPU: on a CPU vLLM's kernels are other ones and not batch-invariant (engine/runs/samplers.py refuses
-    it). Raises ValueError as KeyedSampler does, or where vLLM is already in use in another mode.
+    For a GPU only: on a CPU vLLM has other kernels, which are not batch-invariant (engine/compatibility.py
+    refuses it). Raises ValueError as KeyedSampler does, or where vLLM is already in use in another mode.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """The trainer's weights for vLLM (interface: vllm/distributed/weight_transfer/base.py).
 
-Our model computes with the trainer's own memory, and an update copies nothing; vLLM's own model has its own,
-and an update goes through vLLM's way of loading a checkpoint again. Each update carries a version, and vLLM's
-outputs name the version they were drawn with.
+Our model computes with the trainer's own memory, so an update copies nothing. vLLM's own model has memory of
+its own, and an update loads the checkpoint again in vLLM's way. Each update carries a version, and vLLM's
+outputs name the version that they were drawn with.
 """
 
 from contextlib import ExitStack
@@ -17,14 +17,14 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from ....kernels.order import packed
+from ....kernels.matmul import packed
 from ....model.weights import Layout
 from ...shared_tensor import Handle, map_tensor
 
 
 @dataclass
 class SharedInit(WeightTransferInitInfo):
-    """Where the weights are: a file that can be mapped."""
+    """The file that holds the weights and can be mapped (shared_tensor.Handle)."""
 
     path: str
     device: int
@@ -33,21 +33,21 @@ class SharedInit(WeightTransferInitInfo):
 
 @dataclass
 class OwnInit(WeightTransferInitInfo):
-    """The weights themselves, [layout.numel] in the compute dtype: vLLM runs in the trainer's process."""
+    """The weights themselves, [layout.numel] in the compute dtype, for vLLM in the trainer's process."""
 
     flat: torch.Tensor
 
 
 @dataclass
 class StockInit(OwnInit):
-    """And where in them each tensor of a checkpoint is."""
+    """The weights, and the layout that says where each tensor of a checkpoint lies in them."""
 
     layout: Layout
 
 
 @dataclass
 class Update(WeightTransferUpdateInfo):
-    """The weights have changed. Which version they are now, `finish_weight_update` tells the engine."""
+    """The weights have changed. `finish_weight_update` tells the engine their new version."""
 
 
 class SharedWeightsEngine(WeightTransferEngine[SharedInit, Update]):
@@ -56,24 +56,23 @@ class SharedWeightsEngine(WeightTransferEngine[SharedInit, Update]):
     init_info_cls = SharedInit
     update_info_cls = Update
 
-    def __init__(self, *given: Any, **named: Any):
-        super().__init__(*given, **named)
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
         self._packs = ExitStack()
 
     def init_transfer_engine(self, init_info: SharedInit) -> None:
         """Map the trainer's weights and compute with them."""
         flat = self.model.decoder.flat
-        self.model.use(
-            map_tensor(Handle(init_info.path, init_info.device, init_info.inode), flat.numel(), flat.dtype)
-        )
+        handle = Handle(init_info.path, init_info.device, init_info.inode)
+        self.model.use(map_tensor(handle, flat.numel(), flat.dtype))
 
     def start_weight_update(self) -> None:
         """Nothing to prepare."""
 
     def receive_weights(self, update_info: Update) -> None:
-        """Take the weights as they now are, and pack them until the next time:
+        """Take the weights as they are now, and pack them until the next update.
 
-        this mapping of them is read by vLLM's model alone.
+        That is safe, because only vLLM's model reads this mapping of the weights.
         """
         self.model.weights_changed()
         self._packs.close()
@@ -95,20 +94,21 @@ class OwnWeightsEngine(SharedWeightsEngine):
     def init_transfer_engine(self, init_info: OwnInit) -> None:
         """Compute with the trainer's tensor.
 
-        Raises ValueError for one that is not what the model computes with.
+        Raises ValueError for a tensor of another shape, dtype or device than the model's.
         """
-        own, given = self.model.decoder.flat, init_info.flat
-        if (own.shape, own.dtype, own.device) != (given.shape, given.dtype, given.device):
+        current, flat = self.model.decoder.flat, init_info.flat
+        if (current.shape, current.dtype, current.device) != (flat.shape, flat.dtype, flat.device):
             raise ValueError(
-                f"vllm: the trainer's weights are {tuple(given.shape)} {given.dtype} on {given.device}, vLLM's model has "
-                f"{tuple(own.shape)} {own.dtype} on {own.device}; make the trainer's GPU the first that is visible (CUDA_VISIBLE_DEVICES)"
+                f"vllm: the trainer's weights are {tuple(flat.shape)} {flat.dtype} on {flat.device}, "
+                f"vLLM's model has {tuple(current.shape)} {current.dtype} on {current.device}; "
+                "make the trainer's GPU the first that is visible (CUDA_VISIBLE_DEVICES)"
             )
-        self.model.use(given)
+        self.model.use(flat)
 
     def receive_weights(self, update_info: Update) -> None:
-        """Take the weights as they now are.
+        """Take the weights as they are now.
 
-        They are not packed: the trainer reads this tensor too, between its own updates.
+        They are not packed, because the trainer reads this tensor too, between its own updates.
         """
         self.model.weights_changed()
 
@@ -120,7 +120,7 @@ class StockWeightsEngine(WeightTransferEngine[StockInit, Update]):
     update_info_cls = Update
 
     def init_transfer_engine(self, init_info: StockInit) -> None:
-        """Keep the trainer's tensor at hand."""
+        """Keep the trainer's tensor."""
         self._init = init_info
 
     def start_weight_update(self) -> None:
@@ -128,21 +128,21 @@ class StockWeightsEngine(WeightTransferEngine[StockInit, Update]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: Update) -> None:
-        """Load the weights as they now are."""
+        """Load the weights as they are now."""
         self.model.load_weights(iter(self._init.layout.checkpoint_views(self._init.flat.detach()).items()))
 
     def finish_weight_update(self) -> None:
-        """Do that to the weights again; the caller resets the caches."""
+        """Repeat what vLLM did to the weights after it first loaded them. The caller resets the caches."""
         finalize_layerwise_reload(self.model, self.model_config)
         pack_head(self.model)
 
     def shutdown(self) -> None:
-        """Nothing is held but memory."""
+        """Nothing to end: this engine holds only memory."""
 
 
 def pack_head(model: torch.nn.Module) -> None:
-    """Repeat what vLLM does to the head after loading:
+    """Repeat what vLLM does to lm_head after loading.
 
-    with tied embeddings its reload leaves a CPU's packed copy as it was.
+    With tied embeddings, vLLM's own reload does not renew the packed copy of lm_head that it makes on a CPU.
     """
     model.lm_head.quant_method.process_weights_after_loading(model.lm_head)

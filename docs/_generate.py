@@ -1,0 +1,333 @@
+"""Parts of pages that are made from the code when the site is built.
+
+A page asks for one by a line `<!-- generated: NAME -->`. No file is written: the text takes the place of that
+line while Sphinx reads the page. An unknown NAME ends the build.
+"""
+
+import ast
+import inspect
+import json
+import re
+import types
+import typing
+from pathlib import Path
+
+import annotated_types
+import cyclopts
+from pydantic import BaseModel
+from sphinx.util import logging
+from zerokl.cli import app as cli
+from zerokl.engine.config import Config
+from zerokl.engine.loss.config import LossConfig
+from zerokl.engine.loss.presets import PRESETS
+from zerokl.engine.rollout.vllm.arguments import ALLOWED, SET_BY_ZEROKL
+from zerokl.engine.runs.head import FREE
+from zerokl.verify.ledger import FORMAT
+
+ROOT = Path(__file__).resolve().parents[1]
+_LOG = logging.getLogger(__name__)
+_MARK = re.compile(r"^<!-- generated: ([a-z-]+) -->$", re.M)
+
+
+def setup(app):
+    """Fill in the marks of every page."""
+    app.connect("source-read", _fill)
+
+
+def _fill(app, page: str, source: list[str]) -> None:
+    source[0] = _MARK.sub(lambda mark: PARTS[mark[1]](), source[0])
+
+
+# The configuration
+
+
+def configuration() -> str:
+    """Every key, section by section, as `confval` descriptions that other pages can refer to."""
+    parts = ["## A run", ""]
+    sections = []
+    for name, field in Config.model_fields.items():
+        if _section(field) is None:
+            parts += _key(name, field)
+        else:
+            sections.append((name, _section(field)))
+    for name, model in sections:
+        parts += [f"(section-{name})=", f"## [{name}]", "", _prose(model.__doc__ or ""), ""]
+        for key, field in model.model_fields.items():
+            parts += _key(f"{name}.{key}", field, open_choice=model is LossConfig and field.default is None)
+    return "\n".join(parts)
+
+
+def _section(field) -> type[BaseModel] | None:
+    return (
+        field.annotation
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        else None
+    )
+
+
+def _key(key: str, field, open_choice: bool = False) -> list[str]:
+    default = field.get_default(call_default_factory=True)
+    shown = "the preset's" if open_choice else f"`{_toml(default)}`"
+    facts = f"{_type(field, open_choice)}; default: {shown}"
+    return [f"`````{{confval}} {key}", _prose(field.description or ""), "", "{.facts}", facts, "`````", ""]
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, dict):
+        return "{}" if not value else json.dumps(value)
+    return json.dumps(value)
+
+
+def _type(field, open_choice: bool) -> str:
+    """A field's type and bounds, in words with a capital."""
+    annotation = field.annotation
+    if open_choice:  # X | None: None leaves the choice to the preset
+        annotation = next(a for a in typing.get_args(annotation) if a is not types.NoneType)
+    bounds = [_bound(m) for m in field.metadata if _bound(m)]
+    words = ", ".join([_type_name(annotation), *bounds])
+    return words[0].upper() + words[1:]
+
+
+def _type_name(annotation: object) -> str:
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _type_name(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) is typing.Literal:
+        return "one of " + ", ".join(f"`{json.dumps(v)}`" for v in typing.get_args(annotation))
+    if typing.get_origin(annotation) is dict or annotation is dict:
+        return "table"
+    names = {str: "text", int: "whole number", float: "number", bool: "`true` or `false`"}
+    return names[annotation]
+
+
+def _bound(rule: object) -> str:
+    words = {
+        annotated_types.Ge: "at least",
+        annotated_types.Gt: "above",
+        annotated_types.Le: "at most",
+        annotated_types.Lt: "below",
+    }
+    for kind, word in words.items():
+        if isinstance(rule, kind):
+            return f"{word} {getattr(rule, kind.__name__.lower())}"
+    return f"a multiple of {rule.multiple_of}" if isinstance(rule, annotated_types.MultipleOf) else ""
+
+
+def _prose(text: str) -> str:
+    """A description as Markdown: one paragraph. Names of files are code; nothing else is markup by chance."""
+    parts = re.split(r"(`[^`]*`|(?<![\w/])(?:[a-z_]+/)+[a-z_0-9-]+\.(?:py|toml|md))", " ".join(text.split()))
+    return "".join(
+        _code(part) if i % 2 else re.sub(r"([_*<|\[])", r"\\\1", part) for i, part in enumerate(parts)
+    )
+
+
+def _code(part: str) -> str:
+    """`engine/commands/ablate.py`, or a link where it is a page of this site."""
+    page = part.removeprefix("docs/")
+    if page != part and (ROOT / part).exists():
+        return f"[{page.removesuffix('.md')}]({page})"
+    return part if part.startswith("`") else f"`{part}`"
+
+
+def loss_presets() -> str:
+    """The loss table: a row for each preset, a column for each choice that differs between them."""
+    head = [
+        "preset",
+        "advantage",
+        "importance_sampling_level",
+        "bound",
+        "correction",
+        "loss_agg_mode",
+        "more",
+    ]
+    more = ("square", "length_reward", "overlong_share", "max_resamples")
+    rows = []
+    for name, row in PRESETS.items():
+        low, high = row["clip_low"], row["clip_high"]
+        bound = row["bound"] if row["bound"] == "none" else f"{row['bound']}, {1 - low:g} to {1 + high:g}"
+        correction = row["correction"]
+        if correction in ("truncate", "mask"):
+            outside = f"outside {row['correction_low']:g} to" if row["correction_low"] else "above"
+            correction = f"{correction} {outside} {row['correction_high']:g}, by {row['correction_level']}"
+        extra = ", ".join(f"{k} {row[k]:g}" for k in more if row[k] != PRESETS["pg"][k])
+        rows.append(
+            [
+                f"`{name}`",
+                row["advantage"],
+                row["importance_sampling_level"],
+                bound,
+                correction,
+                row["loss_agg_mode"],
+                extra,
+            ]
+        )
+    return _table(head, rows)
+
+
+def rules() -> str:
+    """The rows of engine/compatibility.py: when a combination is refused, and what is said."""
+    tree = ast.parse((ROOT / "engine/compatibility.py").read_text())
+    named = {
+        n.name: n.body[-1].value
+        for n in tree.body
+        if isinstance(n, ast.FunctionDef) and isinstance(n.body[-1], ast.Return)
+    }
+    table = next(n.value for n in tree.body if isinstance(n, ast.AnnAssign) and n.target.id == "RULES")
+    rows = []
+    for rule in table.elts:
+        refused, message = rule.args
+        condition = named[refused.id] if isinstance(refused, ast.Name) else refused.body
+        rows.append([_prose(_message(message.body)), f"`{_condition(condition)}`"])
+    return _table(["what is said (… is a value)", "refused when"], rows)
+
+
+def _message(node: ast.AST) -> str:
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    assert isinstance(node, ast.JoinedStr)
+    return "".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values)
+
+
+def _condition(node: ast.AST) -> str:
+    text = re.sub(r"\bs\.(config\.)?", "", ast.unparse(node))
+    return text.replace("loss.resolve().", "loss.").replace("|", "\\|")
+
+
+def free_keys() -> str:
+    """The keys that decide no bit, and why."""
+    return _table(
+        ["key or section", "why it decides no bit"],
+        [[f"`{key}`", _prose(why.replace("is_free: ", ""))] for key, why in FREE.items()],
+    )
+
+
+def ledger_format() -> str:
+    """The number of the ledger's format."""
+    return (
+        f"The format of the file is number {FORMAT}. A ledger of another format is refused: "
+        "use the version that wrote it."
+    )
+
+
+def places() -> str:
+    """Floors and rooms from the top, as tests/test_floors.py has them, with the first sentence of each."""
+    tree = ast.parse((ROOT / "tests/test_floors.py").read_text())
+    named = next(n.value for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == "PLACES")
+    rows = []
+    for place in ast.literal_eval(named):
+        path = place.replace(".", "/")
+        path += "" if (ROOT / path).is_dir() else ".py"
+        file = ROOT / path if path.endswith(".py") else ROOT / path / "__init__.py"
+        said = " ".join(ast.get_docstring(ast.parse(file.read_text())).split())
+        rows.append([f"{{src}}`{path}`", _prose(re.split(r"(?<=\.) ", said)[0])])
+    return _table(["place", "what lives there"], rows)
+
+
+def vllm_allowed() -> str:
+    """The allowed arguments of vLLM's engine, by reason."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in ALLOWED.items():
+        by_reason.setdefault(reason, []).append(f"`{name}`")
+    return _table(
+        ["why it is allowed", "arguments"],
+        [[_prose(reason), ", ".join(names)] for reason, names in by_reason.items()],
+    )
+
+
+def vllm_set() -> str:
+    """The arguments that a setting of zerokl stands for."""
+    return _table(
+        ["argument of vLLM", "set instead"],
+        [[f"`{a}`", f"{{confval}}`{b}`"] for a, b in SET_BY_ZEROKL.items()],
+    )
+
+
+# The commands
+
+
+def commands() -> str:
+    """Every command: its usage, what it says of itself, and its arguments."""
+    parts: list[str] = []
+    for name in (n for n in cli if not n.startswith("-")):
+        sub = cli[name]
+        parts += _command(f"zerokl {name}", sub.default_command)
+        for inner in (n for n in sub if not n.startswith("-")):
+            parts += _command(f"zerokl {name} {inner}", sub[inner].default_command)
+    return "\n".join(parts)
+
+
+def _command(title: str, function) -> list[str]:
+    text, _, arguments = inspect.cleandoc(function.__doc__ or "").partition("\nArgs:\n")
+    said = dict(re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", arguments, re.M))
+    hints = typing.get_type_hints(function, include_extras=True)
+    usage, rows, settings = [title], [], False
+    for parameter in inspect.signature(function).parameters.values():
+        hint = hints[parameter.name]
+        extra = next(
+            (m for m in getattr(hint, "__metadata__", ()) if isinstance(m, cyclopts.Parameter)), None
+        )
+        if extra is not None and "*" in (extra.name or ()):
+            settings = True
+            continue
+        required = parameter.default is inspect.Parameter.empty
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            usage.append(parameter.name.upper() if required else f"[{parameter.name.upper()}]")
+            shown = parameter.name.upper()
+        else:
+            shown = "--" + (extra.name[0] if extra is not None and extra.name else parameter.name)
+            if required:
+                usage.append(f"{shown} VALUE")
+            shown += "".join(f", {alias}" for alias in (extra.alias if extra else None) or ())
+        default = "required" if required else _argument_default(parameter.default)
+        if parameter.name not in said:
+            _LOG.warning(
+                "cli.py: %s: the docstring says nothing of %s", title, parameter.name, location="commands"
+            )
+        rows.append([f"`{shown}`", _argument_type(hint), default, _prose(said.get(parameter.name, ""))])
+    usage += ["[options]"] if any(row[0].startswith("`--") for row in rows) else []
+    usage += ["[--KEY VALUE ...]"] if settings else []
+    anchor = title.replace(" ", "-")
+    parts = [f"({anchor})=", f"## {title}", "", "```text", " ".join(usage), "```", ""]
+    for paragraph in text.strip().split("\n\n"):
+        parts += [_prose(paragraph), ""]
+    parts += [_table(["argument", "type", "default", "meaning"], rows), ""]
+    if settings:
+        parts += ["It also takes [every key of the configuration](configuration.md) as `--KEY VALUE`.", ""]
+    return parts
+
+
+def _argument_type(hint: object) -> str:
+    if typing.get_origin(hint) is typing.Annotated:
+        hint = typing.get_args(hint)[0]
+    if typing.get_origin(hint) is types.UnionType:
+        return " or ".join(_argument_type(a) for a in typing.get_args(hint) if a is not types.NoneType)
+    if typing.get_origin(hint) is tuple:
+        return f"{_argument_type(typing.get_args(hint)[0])}, may be repeated"
+    if typing.get_origin(hint) is typing.Literal:
+        return ", ".join(f"`{v}`" for v in typing.get_args(hint))
+    return {str: "text", int: "whole number", float: "number", bool: "flag"}.get(hint, "key and value")
+
+
+def _argument_default(default: object) -> str:
+    if default is None or default == "" or default == ():
+        return ""
+    if isinstance(default, tuple):
+        return ", ".join(f"`{v}`" for v in default)
+    return "off" if default is False else f"`{default}`"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+PARTS = {
+    "configuration": configuration,
+    "loss-presets": loss_presets,
+    "rules": rules,
+    "free-keys": free_keys,
+    "ledger-format": ledger_format,
+    "places": places,
+    "vllm-allowed": vllm_allowed,
+    "vllm-set": vllm_set,
+    "commands": commands,
+}

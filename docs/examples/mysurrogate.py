@@ -1,0 +1,21 @@
+"""Dual-clip PPO (arXiv:1912.09729, equation 5): PPO's clip, and a floor under the loss of bad completions.
+
+    f A = max(min(r A, clip(r, low, high) A), C A)   where A < 0
+    f A =     min(r A, clip(r, low, high) A)         elsewhere
+
+Where A < 0, a large ratio r makes r A as negative as it likes; below C A it has no slope any more.
+Shapes: C tokens; r, A, logp, value, slope [C] fp32.
+"""
+
+import torch
+from zerokl.engine.loss.surrogates import clip
+
+FLOOR = 3.0  # the C of the equation; verl's default (clip_ratio_c)
+
+
+def dual_clip(r, A, logp, low, high):
+    """Value f A of each token, and its derivative by the token's logp. d r / d logp is r."""
+    value, slope = clip(r, A, logp, low, high)
+    floor = FLOOR * A
+    below = (A < 0) & (value < floor)
+    return torch.where(below, floor, value), torch.where(below, 0.0, slope)

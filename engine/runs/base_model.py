@@ -1,0 +1,37 @@
+"""The model that a run starts from: a folder, a hub name, or a model made for the task (`init:PRESET`)."""
+
+from pathlib import Path
+
+from ...model.checkpoint import resolve_model
+from ..config import Config
+from ..tasks.perfectible import perfectible_set
+from .init import initialise
+
+
+def base_model(config: Config, path: Path) -> Path:
+    """The folder of the model from which the run in the folder `path` starts. Raises ValueError.
+
+    For `init:PRESET` the model is made in `path`/base.
+    """
+    if not config.model.startswith("init:"):
+        return resolve_model(config.model)
+    base = path / "base"
+    # A run that stopped before its first step has left this model behind. It is not made a second time.
+    if not is_base(base, config):
+        make_base(base, config)
+    return base
+
+
+def make_base(base: Path, config: Config) -> None:
+    """Make the model for config.model (init:PRESET) in the folder `base`. Raises ValueError."""
+    preset = config.model.removeprefix("init:")
+    initialise(base, config.task.name, config.task.options, preset, config.seed)
+
+
+def is_base(base: Path, config: Config) -> bool:
+    """Whether the folder `base` already holds the model that `make_base` would make there."""
+    preset = config.model.removeprefix("init:")
+    task = config.task
+    wanted = {"task": task.name, "options": task.options, "preset": preset, "seed": config.seed}
+    perfectible = perfectible_set(base)
+    return bool(perfectible) and all(perfectible[key] == value for key, value in wanted.items())

@@ -1,0 +1,116 @@
+"""The head of a run's ledger: the settings that decide bits, the data, and the first weights."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from ...model.config import ModelConfig
+from ...model.weights import fingerprint
+from ...verify.environment import PACKAGE_ROOT, environment
+from ...verify.files import hash_json
+from ...verify.ledger import Head, digest_ids
+from ..config import Config
+from ..train.state import TrainState
+
+# The head holds the hash of the frozen reference's weights under this key.
+REFERENCE = "loss.ref_model"
+# Keys of the configuration that decide no bit of the training, and why. They are not chained, and a resumed
+# run may change them.
+FREE = {
+    "micro_batch": "how many sequences one pass takes; by the law this decides no bit",
+    "threads": "how the work is spread; by the law this decides no bit",
+    "workers": "how the work is spread; by the law this decides no bit",
+    "native": "limits of the sampler; by the law they decide no bit",
+    "vllm": "limits of the sampler; by the law they decide no bit",
+    "sampler": "native and vllm draw the same tokens (is_free: others do not)",
+    "exact": "decides whether a run stops, not what it computes (is_free: vllm-stock draws otherwise)",
+    "evaluation": "only reads the weights, with random numbers of its own",
+    "checkpoint": "decides only what is kept",
+    "ledger.detail": "decides only what is written down; the roots are the same",
+    "loss.preset": "a name for the choices of the loss; each choice is chained instead",
+    "model": "a place; the architecture and the weights found there are chained instead",
+    REFERENCE: "a place; the weights found there are chained instead",
+}
+# The scale of the loss changes no bit unless a gradient overflows or underflows, and then the hash of the
+# gradient shows it. So these settings are not chained either. But a resumed run keeps them and its scale.
+_SCALE = (
+    "precision.scaling",
+    "precision.scale",
+    "precision.growth_interval",
+    "precision.backoff",
+    "precision.minimum",
+    "precision.maximum",
+)
+
+
+def flat_settings(config: Config) -> dict[str, Any]:
+    """Every key of the configuration with its value, the loss resolved."""
+    flat: dict[str, Any] = {}
+
+    def walk(values: Mapping[str, Any], prefix: str) -> None:
+        for name, value in values.items():
+            if isinstance(value, Mapping) and f"{prefix}{name}" not in ("task.options", "vllm.engine"):
+                walk(value, f"{prefix}{name}.")
+            else:
+                flat[prefix + name] = value
+
+    walk(config.model_dump(mode="json") | {"loss": config.loss.resolve().model_dump(mode="json")}, "")
+    return flat
+
+
+def is_free(key: str, config: Config) -> bool:
+    """Whether a key of this configuration decides no bit."""
+    if key == "steps":  # it decides bits only through the schedule of the learning rate
+        return config.optimizer.schedule == "constant"
+    if key == "sampler":
+        return config.sampler in ("native", "vllm")
+    if key == "exact":
+        # With exact = true, vLLM's own model is sampled with the run's random numbers, otherwise with vLLM's.
+        return config.sampler != "vllm-stock"
+    return any(key == free or key.startswith(f"{free}.") for free in FREE)
+
+
+def binding(config: Config) -> dict[str, Any]:
+    """The settings that decide bits, which the ledger chains."""
+    settings = flat_settings(config)
+    return {key: value for key, value in settings.items() if not is_free(key, config) and key not in _SCALE}
+
+
+def run_head(state: TrainState, process: Mapping[str, Any]) -> Head:
+    """The head of the ledger of a run that has not taken a step yet.
+
+    process: how this process is set up; the environment records it.
+    """
+    config = state.config
+    settings = binding(config)
+    settings |= {f"model.{name}": value for name, value in _architecture(state.policy.config).items()}
+    free = {key: value for key, value in flat_settings(config).items() if key not in settings}
+    tree = state.optimizer.hash_weights()
+    problems = [[p.id, p.prompt, repr(p.answer)] for p in state.problems]
+    data = hash_json([digest_ids(state.prompt_ids), problems])
+    process = {**process, "threads": torch.get_num_threads()}
+    recorded = environment(PACKAGE_ROOT, state.policy.flat.device, process)
+    recorded |= {f"process.{key}": value for key, value in free.items()}
+    names = list(state.policy.layout.checkpoint_views(state.policy.flat))
+    settings |= {REFERENCE: _ref_weights(state)}
+    return Head(settings, config.seed, data, tree.root, names, tree.leaves, recorded)
+
+
+def _architecture(config: ModelConfig) -> dict[str, Any]:
+    """The values of a model's config.json that decide bits. The context length is only a limit."""
+    names = [f.name for f in fields(config) if f.compare and f.name != "max_positions"]
+    return {name: getattr(config, name) for name in names}
+
+
+def _ref_weights(state: TrainState) -> str:
+    """The hash of the frozen reference; empty where the loss has none.
+
+    Its weights are hashed in the compute dtype, because a run reads them in this dtype only.
+    """
+    if state.ref_policy is None:
+        return ""
+    decoder = state.ref_policy.decoder
+    weights = fingerprint(decoder.layout, decoder.flat.detach())
+    return f"sha256:{hash_json([_architecture(decoder.config), weights])}"

@@ -1,0 +1,174 @@
+"""Everything a step needs, made from a configuration and a model folder: `make_state`."""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from ...kernels import tiles
+from ...kernels.backend import find_device
+from ...model.checkpoint import DTYPES, load_decoder, read_weights, resolve_model
+from ...model.config import ModelConfig
+from ...model.decoder import Decoder
+from ...model.weights import Layout
+from ..compatibility import check_settings
+from ..config import Config
+from ..parallel.ranked import RankedSampler, RankedScorer, RankedWorkers, shards_at_once
+from ..parallel.ranks import ALONE, Ranks
+from ..parallel.scorer import Scorer, frozen
+from ..parallel.workers import Workers, automatic
+from ..parallel.zero import Slices
+from ..rollout.vllm.installed import installed_vllm, is_cpu_build
+from ..tasks import load_reward, problems_of
+from ..tasks.base import Problem, Task
+from ..tasks.perfectible import perfectible_set
+from ..tasks.tokenizer import Tokenizer
+from ..train.loss_scaling import LossScaler
+from ..train.optimizer import Optimizer
+from ..train.state import TrainState
+from .samplers import Samplers, make_samplers, numerics_of
+from .terminal import console
+
+
+def make_state(config: Config, model: Path, task: Task, ranks: Ranks = ALONE) -> TrainState:
+    """Load a model folder and set up everything that a step needs, in this process of `ranks`.
+
+    Raises ValueError.
+    """
+    model_config = ModelConfig.from_file(model)
+    tokenizer = Tokenizer(model, model_config.vocab_size)
+    problems = training_problems(task, config, model)
+    prompt_ids = tokenizer.encode_problems(problems, task.chat)
+    check_prompt_lengths(prompt_ids, problems, config, model_config)
+    device = run_device(config)
+    tiles.fix_table(config.precision.tiles)
+    layout = Layout(model_config)
+    weights = read_weights(model, layout)
+    policy = Decoder(model_config, weights.to(device, DTYPES[config.dtype]), layout, numerics_of(config))
+    # The ranks compute shards in common rounds, so all have the same number of workers.
+    n = min(ranks.gather(lambda: _workers_of_a_rank(config, policy)))
+    share = config.sampler == "vllm" and device.type == "cpu"
+    with ExitStack() as on_failure:  # closes what was started, unless all of it succeeds
+        shards = shards_at_once(config.virtual_shards, ranks.size, n)
+        workers = on_failure.enter_context(Workers(policy, shards, n, config.native, share=share))
+        slices = Slices(layout, ranks, device)
+        updates = config.steps * config.updates_per_rollout
+        optimizer = Optimizer(policy, weights, config.optimizer, updates, slices)
+        ref_policy = _ref_policy(config, model, model_config, workers.n)
+        if ref_policy:
+            on_failure.callback(ref_policy.close)
+        reward = load_reward(task, config.task.reward)
+        samplers = make_samplers(config, model, model_config, optimizer, workers)
+        on_failure.pop_all()
+    parallel: Workers | RankedWorkers = workers
+    if ranks.size > 1:
+        samplers = _spread(samplers, ranks)
+        ref_policy = RankedScorer(ref_policy, ranks) if ref_policy else None
+        parallel = RankedWorkers(workers, slices, config.virtual_shards)
+    return TrainState(
+        config=config,
+        policy=policy,
+        optimizer=optimizer,
+        scaler=LossScaler(config.precision, policy.dtype),
+        sampler=samplers.training,
+        evaluator=samplers.evaluation,
+        old_policy=samplers.old_policy,
+        parallel=parallel,
+        ref_policy=ref_policy,
+        tokenizer=tokenizer,
+        reward=reward,
+        problems=problems,
+        prompt_ids=prompt_ids,
+    )
+
+
+def _workers_of_a_rank(config: Config, policy: Decoder) -> int:
+    """The number of processes that sample and train side by side in this rank."""
+    if config.workers:
+        return config.workers
+    # vLLM allows nothing else to set the threads of its process.
+    vllm_inside = config.sampler == "vllm" and not config.vllm.multiprocess
+    if vllm_inside or config.sampler == "vllm-stock" or policy.device.type == "cuda":
+        return 1
+    return automatic(policy.layout.numel)
+
+
+def _spread(samplers: Samplers, ranks: Ranks) -> Samplers:
+    """The samplers and scorer of one rank, each for this rank's part of the prompts."""
+    old_policy = RankedScorer(samplers.old_policy, ranks) if samplers.old_policy else None
+    return Samplers(
+        RankedSampler(samplers.training, ranks), RankedSampler(samplers.evaluation, ranks), old_policy
+    )
+
+
+def _ref_policy(config: Config, model: Path, model_config: ModelConfig, n: int) -> Scorer | None:
+    """The frozen reference of the KL term; None without such a term.
+
+    Raises ValueError for a model of another vocabulary.
+    """
+    if not config.loss.kl_coef:
+        return None
+    folder = resolve_model(config.loss.ref_model) if config.loss.ref_model else model
+    ref_config = ModelConfig.from_file(folder)
+    if ref_config.vocab_size != model_config.vocab_size:
+        raise ValueError(
+            f"loss.ref_model: {folder} has a vocabulary of {ref_config.vocab_size}, "
+            f"the model one of {model_config.vocab_size}; name a model with the same tokenizer"
+        )
+    flat = load_decoder(folder, DTYPES[config.dtype], run_device(config)).flat.detach()
+    decoder = Decoder(ref_config, flat, numerics=numerics_of(config))
+    return frozen(decoder, config.virtual_shards, n, config.micro_batch)
+
+
+def with_device(config: Config) -> Config:
+    """The configuration with the device in place of "auto". Raises ValueError (see run_device)."""
+    return config.model_copy(update={"device": run_device(config).type})
+
+
+def run_device(config: Config) -> torch.device:
+    """The run's device.
+
+    Raises ValueError for a device that is not there, or with which the settings do not work.
+    """
+    needs_cpu = config.device == "auto" and config.sampler.startswith("vllm") and is_cpu_build()
+    device = find_device("cpu" if needs_cpu else config.device)
+    check_settings(config, device.type, installed_vllm())
+    return device
+
+
+def training_problems(task: Task, config: Config, model: Path) -> list[Problem]:
+    """The training problems of a run: at most the first task.problems of the task's training problems.
+
+    If the model has a perfectible set, only problems of this set count (see task.perfectible_only).
+
+    Raises ValueError for a task without training problems, or with none in this set.
+    """
+    problems = problems_of(task, config.task.name, "train")
+    perfectible = perfectible_set(model) if config.task.perfectible_only else None
+    if perfectible and perfectible["task"] == config.task.name:
+        prompts = set(perfectible["prompts"])
+        problems = [problem for problem in problems if problem.prompt in prompts]
+        if not problems:
+            raise ValueError(
+                f"task {config.task.name}: none of its training problems (options {config.task.options}) is "
+                f"in the perfectible set of {model} (options {perfectible['options']}); "
+                "give the same task.options, or set task.perfectible_only = false"
+            )
+        console.print(f"{len(problems)} training problems, the part of them in {model}'s perfectible set")
+    if not problems:
+        raise ValueError(f"task {config.task.name}: has no training problems")
+    return problems[: config.task.problems or None]
+
+
+def check_prompt_lengths(
+    prompt_ids: list[list[int]], problems: list[Problem], config: Config, model: ModelConfig
+) -> None:
+    """Raise ValueError for a prompt that leaves no room for its completion in the model's context."""
+    max_tokens = config.sampling.max_tokens
+    for ids, problem in zip(prompt_ids, problems, strict=True):
+        if len(ids) + max_tokens > model.max_positions:
+            raise ValueError(
+                f"task: the prompt of problem {problem.id} has {len(ids)} tokens; with sampling.max_tokens "
+                f"({max_tokens}) that is more than the model's context ({model.max_positions}); "
+                "shorten it or lower sampling.max_tokens"
+            )

@@ -1,0 +1,113 @@
+"""The commands on the pages of docs/ parse, and the examples beside those of extend.md do what they say."""
+
+import json
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import zerokl
+from zerokl import cli
+from zerokl.engine.commands.ablate import read_grid
+
+from tests.random_model import random_model
+
+DOCS = Path(zerokl.__file__).parent / "docs"
+WIDTHS = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
+
+
+def commands(page: Path) -> list[str]:
+    """The lines of a page's shell blocks that run zerokl, continued lines joined."""
+    blocks = re.findall(r"^ *```sh\n(.*?)^ *```", page.read_text(), re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [" ".join(line.split()) for line in lines if re.search(r"(^|[/ ])zerokl ", line.split("#")[0])]
+
+
+COMMANDS = [(page.name, line) for page in sorted(DOCS.glob("*.md")) for line in commands(page)]
+
+
+@pytest.fixture
+def parsed(monkeypatch, capsys):
+    """parsed(line): the exit code and the message of a command line that is parsed and not run."""
+    app = cli.app
+    monkeypatch.setattr(cli, "app", lambda words, **how: app.parse_args(words, **how) and 0)
+
+    def parse(line: str) -> tuple[int, str]:
+        words = shlex.split(line, comments=True)
+        at = next(i for i, word in enumerate(words) if word.rpartition("/")[2] == "zerokl")
+        return cli.main(words[at + 1 :]), capsys.readouterr().err
+
+    return parse
+
+
+@pytest.mark.parametrize(("page", "line"), COMMANDS, ids=str)
+def test_every_command_of_the_pages_parses(parsed, page, line):
+    assert parsed(line) == (0, "")
+
+
+@pytest.mark.parametrize("page", ["extend.md", "audit.md", "precision.md", "reproduce.md"])
+def test_control_a_misspelt_option_is_found(parsed, page):
+    line = next(line for name, line in COMMANDS if name == page and " --" in line)
+    code, message = parsed(line.replace(" --", " --z", 1))
+    assert code == 2, line
+    assert "known" in message
+
+
+def test_every_file_that_a_page_shows_is_an_example():
+    shown = {
+        name for page in DOCS.glob("*.md") for name in re.findall(r"literalinclude\} (\S+)", page.read_text())
+    }
+    assert {f"examples/{file.name}" for file in (DOCS / "examples").iterdir() if file.is_file()} == shown
+
+
+def test_the_grid_has_a_run_for_each_dtype_sampler_and_seed():
+    cells = read_grid(DOCS / "examples" / "grid.toml")
+    assert len(cells) == 2 * 3 * 2
+    by_sampler = {cell.settings["sampler"]: cell.config for cell in cells}
+    assert {name: config.exact for name, config in by_sampler.items()} == {
+        "exact": True,
+        "hf": False,
+        "rounded": False,
+    }
+    assert by_sampler["hf"].sampler == "hf"
+    assert by_sampler["rounded"].perturb.gain == 8.0
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    return random_model(tmp_path, WIDTHS)
+
+
+def test_a_runs_rollouts_are_a_log_that_an_audit_finds_equal(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    settings = "--steps 2 --prompts 2 --num_generations 2 --sampling.max_tokens 6 --workers 1 --threads 1"
+    task = (
+        "--evaluation.every 0 --task.options.max_value 9 --task.options.train 20 --task.options.held_out 10"
+    )
+    assert (
+        cli.main(["train", "--model", str(model), "--run_dir", "run", *settings.split(), *task.split()]) == 0
+    )
+    torch.set_num_threads(threads)
+
+    def audit(temperature: str, out: str) -> int:
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["to_log.py", "run", temperature])
+        runpy.run_path(str(DOCS / "examples" / "to_log.py"))
+        Path("log.jsonl").write_text(capsys.readouterr().out)
+        words = ["--weight_version", "0", "--dtype", "float32", "--out", out]
+        return cli.main(["audit", str(model), "--sampler", "log.jsonl", *words])
+
+    assert audit("1.0", "same") == 0
+    assert json.loads(Path("same/audit.json").read_text())["frac_equal"] == 1.0
+    assert audit("0.9", "control") == 1  # not the temperature that the tokens were drawn at

@@ -1,0 +1,85 @@
+"""The kernels that have weights, and their weight gradients after any split into micro-batches."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from zerokl.kernels.embedding import embedding
+from zerokl.kernels.linear import linear
+from zerokl.kernels.logprob import linear_logprob
+from zerokl.kernels.order import token_blocks
+from zerokl.kernels.rms_norm import add_rms_norm, rms_norm
+from zerokl.kernels.sampling_params import SamplingParams
+
+from tests.helpers import randint, randn
+
+VOCAB = 71
+
+
+class Op(NamedTuple):
+    """An operation with weights.
+
+    weights(width, dtype) makes the weights.
+    run(x [T, width], ids [T], weights, blocks) gives the output from which the gradient comes.
+    out_shape(width) is the shape of one row of the output.
+    out_dtype is the dtype of the output; None is the dtype of x.
+    """
+
+    weights: Callable[[int, torch.dtype], list[torch.Tensor]]
+    run: Callable[[torch.Tensor, torch.Tensor, list[torch.Tensor], list[tuple[int, int]]], torch.Tensor]
+    out_shape: Callable[[int], tuple[int, ...]] = lambda width: (width,)
+    out_dtype: torch.dtype | None = None
+
+
+def _vector(D: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    return [randn(100, D, dtype=dtype)]
+
+
+def _vocabulary(D: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    return [randn(101, VOCAB, D, dtype=dtype, scale=D**-0.5)]
+
+
+OPS = {
+    "linear": Op(
+        lambda D, dtype: [randn(102, D + 5, D, dtype=dtype), randn(103, D + 5, dtype=dtype)],
+        lambda x, ids, w, blocks: linear(x, w[0], w[1], blocks),
+        lambda width: (width + 5,),
+    ),
+    "rms_norm": Op(_vector, lambda x, ids, w, blocks: rms_norm(x, w[0], 1e-6, blocks)),
+    "rms_norm of heads": Op(
+        _vector,
+        lambda x, ids, w, blocks: rms_norm(torch.stack([x, 2 * x, -x], 1), w[0], 1e-6, blocks),
+        lambda width: (3, width),
+    ),
+    "add_rms_norm": Op(_vector, lambda x, ids, w, blocks: add_rms_norm(x, -2 * x, w[0], 1e-6, blocks)[0]),
+    "embedding": Op(_vocabulary, lambda x, ids, w, blocks: embedding(ids, w[0])),
+    "linear_logprob": Op(
+        _vocabulary,
+        lambda x, ids, w, blocks: linear_logprob(x, w[0], ids, SamplingParams(0.8, 30, 0.9), blocks)[0],
+        lambda width: (),
+        torch.float32,
+    ),
+}
+
+
+def main_grads(
+    op: Op, dtype: torch.dtype, width: int, lengths: Sequence[int], micro_batches: Sequence[Sequence[int]]
+) -> list[torch.Tensor]:
+    """The fp32 gradient buffers after a backward pass of each micro-batch.
+
+    A micro-batch is given as the indices of its sequences.
+    """
+    T, out_shape, out_dtype = sum(lengths), op.out_shape(width), op.out_dtype or dtype
+    data = randn(0, T, width, dtype=dtype), randint(1, VOCAB, T), randn(2, T, *out_shape, dtype=out_dtype)
+    x, ids, dy = (t.split(list(lengths)) for t in data)
+    weights = [w.requires_grad_() for w in op.weights(width, dtype)]
+    for w in weights:
+        w.main_grad = torch.zeros(w.shape)
+    for batch in micro_batches:
+        if batch:
+            blocks = token_blocks([lengths[s] for s in batch])
+            x_batch, ids_batch, dy_batch = (torch.cat([t[s] for s in batch]) for t in (x, ids, dy))
+            op.run(x_batch, ids_batch, weights, blocks).backward(dy_batch)
+    # No gradient in the weight's own dtype beside the buffer.
+    assert all(w.grad is None for w in weights)
+    return [w.main_grad for w in weights]

@@ -1,0 +1,37 @@
+"""Which arguments of vLLM's engine may be set: the list is complete for the installed vLLM."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from zerokl.engine.rollout.vllm.arguments import ALLOWED, SET_BY_ZEROKL
+
+pytestmark = pytest.mark.vllm
+# Every argument that somebody has looked at, and found to be allowed, set by zerokl, or refused.
+REVIEWED = Path(__file__).with_name("engine_arguments.txt").read_text().split()
+
+
+def not_reviewed(arguments: set[str]) -> set[str]:
+    """Arguments that nobody has looked at."""
+    return arguments - set(REVIEWED)
+
+
+def engine_arguments() -> set[str]:
+    """Those of the installed vLLM."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    return {field.name for field in fields(EngineArgs)}
+
+
+def test_every_argument_of_vllm_was_looked_at():
+    remedy = "add it to engine_arguments.txt, and to ALLOWED where it keeps the law"
+    assert not_reviewed(engine_arguments()) == set(), remedy
+
+
+def test_control_a_new_argument_is_noticed():
+    assert not_reviewed(engine_arguments() | {"new_in_0_99"}) == {"new_in_0_99"}
+
+
+def test_what_is_allowed_or_set_is_an_argument_of_vllm():
+    assert {*ALLOWED, *SET_BY_ZEROKL} <= engine_arguments()
+    assert not set(ALLOWED) & set(SET_BY_ZEROKL)
