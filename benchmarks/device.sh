@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# What only a GPU can show, within 8 minutes: exactness, then rates. Needs python with torch, triton,
-# transformers, pydantic and cyclopts; nothing is installed.
+# Exactness, then rates, on a GPU, within 8 minutes. It needs a Python with torch, triton, transformers,
+# pydantic and cyclopts. Nothing is installed.
 #   benchmarks/device.sh                 on a CUDA machine; results go to benchmarks/results/<gpu>/device.json
-#   benchmarks/device.sh --dry-run       anywhere: the same code with toy sizes on the CPU; no figure of it says anything about a GPU
-#   PYTHON=... VLLM=<folder that holds vllm/> benchmarks/device.sh       another interpreter; vLLM's kernels beside ours
-#   COMMIT=<hash> benchmarks/device.sh   for the results, where the files are without their history
+#   benchmarks/device.sh --dry-run       anywhere: the same code with toy sizes on the CPU; its figures say
+#                                        nothing about a GPU
+#   PYTHON=... benchmarks/device.sh      another interpreter
+#   VLLM=<folder that holds vllm/> benchmarks/device.sh       vLLM's kernels beside ours
+#   COMMIT=<hash> benchmarks/device.sh   the commit for the results, where the files are without their history
 set -euo pipefail
 if [ -n "${VLLM:-}" ] && [ ! -d "$VLLM/vllm" ]; then
   echo "device: VLLM ($VLLM) must be a folder that holds vllm/" >&2

@@ -47,7 +47,7 @@ def parse_args():
 
 
 def load_model(args):
-    """The model. Under autocast the weights stay in fp32; otherwise weights and optimizer state are in `dtype`."""
+    """The model. Its weights are in fp32 under autocast; otherwise they and the optimizer are in `dtype`."""
     dtype = torch.float32 if args.autocast else getattr(torch, args.dtype)
     return AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, attn_implementation=args.attention)
 
@@ -104,6 +104,41 @@ class StepTurns(TrainerCallback):
             self.on_train_begin()
 
 
+def grpo_config(args, folder, suppress):
+    return GRPOConfig(
+        output_dir=folder,
+        use_cpu=True,
+        seed=args.seed,
+        max_steps=args.turns,
+        # TRL turns both on by default. bf16 means autocast here, not the dtype of the weights.
+        bf16=args.autocast,
+        gradient_checkpointing=False,
+        # steps_per_generation follows the accumulation. So one generation is one update, and TRL can skip its
+        # extra forward pass for the old log-probabilities.
+        per_device_train_batch_size=args.micro_batch,
+        num_iterations=1,
+        gradient_accumulation_steps=args.total // args.micro_batch,
+        num_generations=args.num_generations,
+        max_completion_length=args.max_new_tokens,
+        temperature=1.0,
+        generation_kwargs=suppress,
+        beta=0.0,
+        loss_type="dr_grpo",
+        scale_rewards="none",
+        optim="adamw_torch_fused",
+        learning_rate=1e-4,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=0.0,
+        shuffle_dataset=False,
+        dataloader_pin_memory=False,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
 def train(args, tokenizer, prompts, suppress):
     """TRL's training, one step a turn."""
     target = tokenizer(prompts[0])["input_ids"][-1]
@@ -112,39 +147,8 @@ def train(args, tokenizer, prompts, suppress):
         return [ids.count(target) / len(ids) for ids in completion_ids]
 
     with tempfile.TemporaryDirectory() as folder:
-        config = GRPOConfig(
-            output_dir=folder,
-            use_cpu=True,
-            seed=args.seed,
-            max_steps=args.turns,
-            # TRL turns both on by default. bf16 means autocast here, not the dtype of the weights.
-            bf16=args.autocast,
-            gradient_checkpointing=False,
-            # steps_per_generation follows the accumulation. So one generation is one update, and TRL can skip
-            # its extra forward pass for the old log-probabilities.
-            per_device_train_batch_size=args.micro_batch,
-            num_iterations=1,
-            gradient_accumulation_steps=args.total // args.micro_batch,
-            num_generations=args.num_generations,
-            max_completion_length=args.max_new_tokens,
-            temperature=1.0,
-            generation_kwargs=suppress,
-            beta=0.0,
-            loss_type="dr_grpo",
-            scale_rewards="none",
-            optim="adamw_torch_fused",
-            learning_rate=1e-4,
-            lr_scheduler_type="constant",
-            weight_decay=0.0,
-            max_grad_norm=0.0,
-            shuffle_dataset=False,
-            dataloader_pin_memory=False,
-            logging_strategy="no",
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-        )
-        # One row for each prompt and update. So there is a single epoch, and no step restarts the data loader.
+        config = grpo_config(args, folder, suppress)
+        # One row for each prompt and update. So there is one epoch, and no step restarts the data loader.
         data = Dataset.from_dict({"prompt": prompts * args.turns})
         steps, model = StepTurns(args.turns), load_model(args)
         trainer = GRPOTrainer(

@@ -1,8 +1,8 @@
-"""Processes that take turns. Each does one piece of work when it is told to, while the others wait.
+"""Processes that take turns: each does one piece of work when it is told to, while the others wait.
 
-It answers with the time that the work took. The speed of a shared machine changes within seconds, by half and
-more (benchmarks/LOG.md, "Turns"). Pieces that follow each other meet the same phase of it far more often than
-runs of many pieces do.
+A process answers with the time that its work took. The speed of a shared machine changes within seconds, by
+half and more (benchmarks/LOG.md, "Turns"). Pieces that follow each other meet the same phase of it far more
+often than runs of many pieces do.
 """
 
 import json

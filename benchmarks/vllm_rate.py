@@ -50,7 +50,7 @@ def zerokl_calls(model: Path, dtype: str):
 
 
 def stock_calls(model: Path, dtype: str):
-    """A function that draws all tokens with vLLM's own model, attention and sampler, and returns their number."""
+    """A function like that of zerokl_calls, for vLLM's own model, attention and sampler."""
     from zerokl.engine.rollout.vllm.sampler import prepare_vllm
 
     prepare_vllm(multiprocess=False)

@@ -1,7 +1,4 @@
-"""The command line:
-
-bad input is one line and exit code 2, and leaves everything as it was; and the public names.
-"""
+"""The command line, where bad input is one line and exit code 2 and changes no file; and the public names."""
 
 import json
 import os
@@ -78,9 +75,9 @@ def folder(model_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def training(folder: Path) -> Callable[..., list[str]]:
-    """training(key=value, ...):
+    """training(key=value, ...): the words of a short run into the folder `run`.
 
-    the words of a short run into the folder `run`; dots are written as two underscores.
+    A key has two underscores where the configuration's key has a dot.
     """
     base = {
         "run_dir": "run",
@@ -96,24 +93,18 @@ def training(folder: Path) -> Callable[..., list[str]]:
     }
 
     def words(**values: object) -> list[str]:
-        pairs = {**base, **values}.items()
-        return [
-            "train",
-            *(
-                word
-                for key, value in pairs
-                for word in ("--" + key.replace("__", ".").replace("run_dir", "run-dir"), str(value))
-            ),
-        ]
+        options = {key.replace("__", "."): str(value) for key, value in {**base, **values}.items()}
+        options = {key.replace("run_dir", "run-dir"): value for key, value in options.items()}
+        return ["train", *(word for key, value in options.items() for word in (f"--{key}", value))]
 
     return words
 
 
 @pytest.fixture
 def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """refused(*words):
+    """refused(*words, leaves=""): the one line that a bad command prints to stderr.
 
-    the one line a bad command gives. Every file must be as before, and none may be new.
+    Every file must be as before, and no file may be new, except in the folder `leaves`.
     """
 
     def files() -> dict[Path, bytes | None]:
@@ -130,12 +121,10 @@ def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., s
         assert code == 2, error
         assert len(error.splitlines()) == 1, error
         assert error.startswith("zerokl: ")
-        kept = {
-            p: content
-            for p, content in files().items()
-            if not leaves or (folder / leaves) not in (p, *p.parents)
-        }
-        assert kept == before
+        after = files()
+        if leaves:
+            after = {p: content for p, content in after.items() if folder / leaves not in (p, *p.parents)}
+        assert after == before
         return error
 
     return check
@@ -203,50 +192,26 @@ def test_a_held_out_prompt_that_is_too_long_is_found_before_the_first_step(folde
     assert "600 tokens" in refused(*training(task__name="jsonl", task__options=options, evaluation__every=1))
 
 
-def _damage(model: Path, what: str) -> None:
-    weights = model / "model.safetensors"
-    if what == "truncated":
-        weights.write_bytes(weights.read_bytes()[:-100])
-    elif what == "no header":
-        weights.write_bytes(b"")
-    elif what == "missing weights":
-        weights.unlink()
-    elif what == "missing config":
-        (model / "config.json").unlink()
-    elif what == "config is no object":
-        (model / "config.json").write_text("[]")
-    elif what == "heads":
-        _edit(model / "config.json", num_key_value_heads=3)
-    elif what == "vocabulary too small":
-        _edit(model / "config.json", vocab_size=50)
-    elif what == "vocabulary too large":
-        _edit(model / "config.json", vocab_size=70)
-    elif what == "architecture":
-        _edit(model / "config.json", architectures=["GPT2LMHeadModel"])
-    elif what == "missing tokenizer":
-        (model / "tokenizer.json").unlink()
-    elif what == "tokenizer is no JSON":
-        (model / "tokenizer.json").write_text("{")
-    elif what == "tokenizer is no tokenizer":
-        (model / "tokenizer.json").write_text('{"version": "1.0"}')
-    elif what == "generation config":
-        (model / "generation_config.json").write_text("[]")
-    elif what == "stop ids":
-        (model / "generation_config.json").write_text('{"eos_token_id": [[1]]}')
-    elif what == "nested":
-        (model / "config.json").write_text("[" * 200_000)
-    elif what == "index":
-        weights.unlink()
-        (model / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": 5}}')
-    elif what in ODD:
-        _edit(model / "config.json", **ODD[what])
-
-
-def _edit(path: Path, **fields: object) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
-ODD = {
+# Ways to damage a checkpoint: a file is removed, a file has another content, config.json has other fields.
+REMOVED = {
+    "missing weights": "model.safetensors",
+    "missing config": "config.json",
+    "missing tokenizer": "tokenizer.json",
+}
+REWRITTEN = {
+    "no header": ("model.safetensors", ""),
+    "config is no object": ("config.json", "[]"),
+    "nested": ("config.json", "[" * 200_000),
+    "tokenizer is no JSON": ("tokenizer.json", "{"),
+    "tokenizer is no tokenizer": ("tokenizer.json", '{"version": "1.0"}'),
+    "generation config": ("generation_config.json", "[]"),
+    "stop ids": ("generation_config.json", '{"eos_token_id": [[1]]}'),
+}
+FIELDS = {
+    "heads": {"num_key_value_heads": 3},
+    "vocabulary too small": {"vocab_size": 50},
+    "vocabulary too large": {"vocab_size": 70},
+    "architecture": {"architectures": ["GPT2LMHeadModel"]},
     "architectures": {"architectures": {"a": 1}},
     "architecture list": {"architectures": [["Qwen3ForCausalLM"]]},
     "infinite": {"vocab_size": float("inf")},
@@ -255,6 +220,25 @@ ODD = {
     "context": {"max_position_embeddings": 10**12},
     "width": {"hidden_size": 1 << 24, "vocab_size": 1 << 24},
 }
+
+
+def _damage(model: Path, what: str) -> None:
+    weights, config = model / "model.safetensors", model / "config.json"
+    if what == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif what == "index":
+        weights.unlink()
+        (model / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": 5}}')
+    elif what in REMOVED:
+        (model / REMOVED[what]).unlink()
+    elif what in REWRITTEN:
+        name, content = REWRITTEN[what]
+        (model / name).write_text(content)
+    else:
+        config.write_text(json.dumps(json.loads(config.read_text()) | FIELDS[what]))
+
+
+# Each damage, and a part of the line that it is refused with.
 DAMAGE = {
     "architectures": "is not supported; supported are",
     "architecture list": "is not supported; supported are",
@@ -362,14 +346,15 @@ def test_a_folder_that_holds_a_run_is_refused_and_untouched(folder, training, re
 def test_a_run_that_was_refused_can_be_started_again_in_the_same_folder(training, refused, capsys):
     refused(*training(model="./nowhere"))
     assert main(training()) == 0
-    end = r"mismatch 0\.0 over \d+ tokens\nplot .*reward\.png\nweights [0-9a-f]{64}\nfingerprint [0-9a-f]{64}\n$"
+    end = r"mismatch 0\.0 over \d+ tokens\nplot .*reward\.png\n"
+    end += r"weights [0-9a-f]{64}\nfingerprint [0-9a-f]{64}\n$"
     assert re.search(end, capsys.readouterr().out)
 
 
 def test_a_mismatch_is_one_line_and_exit_code_1(training, monkeypatch, capsys):
     class Planted(ParallelSampler):
-        def generate(self, prompts, generation_params, keys):
-            rollouts = super().generate(prompts, generation_params, keys)
+        def generate(self, prompts, generation_params, rng_key):
+            rollouts = super().generate(prompts, generation_params, rng_key)
             rollouts[1].logprobs[0] += 1
             return rollouts
 
@@ -381,29 +366,23 @@ def test_a_mismatch_is_one_line_and_exit_code_1(training, monkeypatch, capsys):
 
 
 def _zerokl(words: list[str], cwd: Path, before: str = "") -> subprocess.CompletedProcess:
-    code = f"import sys; {before}; from zerokl.cli import main; sys.exit(main())" if before else ""
+    """Run zerokl in a process of its own; with `before`, after this statement."""
+    code = f"import sys; {before}; from zerokl.cli import main; sys.exit(main())"
     command = [sys.executable, *(["-c", code] if before else ["-m", "zerokl"]), *words]
-    return subprocess.run(
-        command,
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment)
 
 
 def test_a_full_disk_while_a_checkpoint_is_written_leaves_no_part_of_it(folder, training):
-    """Files may grow to 20 kB only:
+    """Files may grow to 20 kB only, so the checkpoint's 60 kB fail as on a full disk.
 
-    the checkpoint's 60 kB fail as on a full disk, with an OSError in the middle of the file.
+    There is an OSError in the middle of the file.
     """
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"
-    done = _zerokl(training(), folder, limit)
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
-    assert re.search(
-        r"zerokl: checkpoint: run/checkpoints/step-000002 could not be written .* nothing of it was kept",
-        done.stderr,
-    )
+    process = _zerokl(training(), folder, limit)
+    assert (process.returncode, len(process.stderr.splitlines())) == (2, 1), process.stderr
+    message = "zerokl: checkpoint: run/checkpoints/step-000002 could not be written .* nothing of it was kept"
+    assert re.search(message, process.stderr)
     assert list((folder / "run" / "checkpoints").iterdir()) == []
     assert len((folder / "run" / "metrics.jsonl").read_text().splitlines()) == 2
     assert not (folder / "run" / "summary.json").exists()
@@ -424,9 +403,9 @@ def test_a_full_disk_while_a_checkpoint_is_written_leaves_no_part_of_it(folder, 
     ids=["hub", "key"],
 )
 def test_the_module_refuses_as_the_function_does(folder, words, message):
-    done = _zerokl(words, folder)
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
-    assert message in done.stderr
+    process = _zerokl(words, folder)
+    assert (process.returncode, len(process.stderr.splitlines())) == (2, 1), process.stderr
+    assert message in process.stderr
     assert not (folder / "run").exists()
 
 
@@ -436,30 +415,11 @@ def test_sample_eval_and_verify_work(folder, capsys):
     assert len(re.findall(r"logprob -\d+\.\d{4}  (?:stop|length)$", first, re.MULTILINE)) == 4
     main(["sample", "model", "--prompt", "12+7=", "-n", "4", "--max-tokens", "5"])
     assert capsys.readouterr().out == first
-    assert (
-        main(
-            [
-                "eval",
-                "model",
-                "--task",
-                "add",
-                "--problems",
-                "7",
-                "--num-generations",
-                "2",
-                "--task.options.max_value",
-                "9",
-                "--task.options.train",
-                "20",
-                "--task.options.held_out",
-                "9",
-            ]
-        )
-        == 0
-    )
-    assert re.search(
-        r"add held_out: mean reward 0\.\d{4} over 7 problems x 2 generations", capsys.readouterr().out
-    )
+    words = "--task add --problems 7 --num-generations 2"
+    words += " --task.options.max_value 9 --task.options.train 20 --task.options.held_out 9"
+    assert main(["eval", "model", *words.split()]) == 0
+    result = r"add held_out: mean reward 0\.\d{4} over 7 problems x 2 generations"
+    assert re.search(result, capsys.readouterr().out)
     assert main(["verify", "model", "--dtype", "float32", "--sequences", "3", "--longest", "40"]) == 0
     rows = re.findall(r"float32 +\S+ +([\d,]+) +\S+ +(\d+)", capsys.readouterr().out)
     assert len(rows) >= 8
@@ -482,7 +442,8 @@ def test_an_unknown_name_is_an_attribute_error():
     ["import zerokl", "import zerokl.cli", "import zerokl.cli as c; c.main(['train', '--help'])"],
 )
 def test_importing_zerokl_does_not_wait_for_torch(code):
-    check = f"import sys; {code}; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'matplotlib')))"
+    slow_to_import = ("torch", "transformers", "matplotlib")
+    check = f"import sys; {code}; sys.exit(any(m in sys.modules for m in {slow_to_import}))"
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
 
 

@@ -219,7 +219,7 @@ def test_a_log_is_audited(model, tmp_path):
 def test_what_other_frameworks_write_is_read(model, tmp_path, capsys):
     """A byte order mark, null for what is not set, -1 for all tokens.
 
-    And characters within a string that end a line elsewhere, but not in JSON.
+    Strings may also hold characters that end a line elsewhere, but not in JSON.
     """
     rows = [
         row | {"top_k": -1, "weight_version": None, "text": "a\u2028b\x85"}

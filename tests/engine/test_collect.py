@@ -128,7 +128,7 @@ def test_without_dynamic_sampling_every_group_is_kept(collected):
 
 
 def test_rollouts_do_not_depend_on_the_draw_they_are_collected_in(collected):
-    """Prompt 4 of the step has the random numbers of prompt 4, whichever groups are kept beside it."""
+    """Prompt 4 of the step has the random numbers of place 4, whichever groups are kept beside it."""
     order = step_problems(9, 9, 0, 0)
     batch, larger = collected(2, {order[4]}), collected(4, {order[4], order[0]})
     completions = [r.completion_ids for r in batch.rollouts[8:12]]

@@ -1,6 +1,6 @@
 """The `device` key: where a run and an audit compute, and what is refused.
 
-And which packages benchmarks/device.sh needs on a machine with a GPU.
+The last test checks that benchmarks/device.sh needs no more packages than it asks for.
 """
 
 import os

@@ -1,6 +1,4 @@
-"""Faults planted at drawn places of a run are found by diff at the right step and quantity; replay repeats a
-run and traces it.
-"""
+"""diff finds a fault, planted at a random place of a run, at its step and quantity; replay repeats a run."""
 
 import json
 import random
@@ -17,9 +15,10 @@ from zerokl.engine.train import collect
 from zerokl.engine.train.optimizer import Optimizer
 from zerokl.model import decoder as decoder_module
 from zerokl.verify.divergence import compare_runs, open_run
+from zerokl.verify.ledger import Ledger, Line
 
 STEPS = 5
-DRAWS = [0, 1, 2]
+SEEDS = [0, 1, 2]
 
 
 @pytest.fixture(scope="module")
@@ -35,15 +34,16 @@ def good(plain, tmp_path_factory) -> Path:
 
 
 def _first(a: Path, b: Path):
-    found = compare_runs(open_run(a), open_run(b))
-    assert not found.equal
-    return found.divergence
+    """The first difference of two runs."""
+    comparison = compare_runs(open_run(a), open_run(b))
+    assert not comparison.equal
+    return comparison.divergence
 
 
 def _flip(flat: torch.Tensor, draw: random.Random, layout) -> str:
     """Flip one bit of one weight in flat [numel] fp32; returns its name.
 
-    The sign and the exponent's top are spared: no infinities.
+    The sign and the highest bits of the exponent are left alone, so that no infinity arises.
     """
     name, view = draw.choice(list(layout.checkpoint_views(flat).items()))
     bits = view.reshape(-1).view(torch.int32)
@@ -58,73 +58,69 @@ def test_equal_runs_have_one_ledger(plain, good, tmp_path, capsys):
     assert "equal to the bit: 5 steps" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("seed", DRAWS)
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_flipped_bit_of_a_weight_is_found(plain, good, tmp_path, monkeypatch, capsys, seed):
     draw = random.Random(seed)
-    step, named = draw.randrange(STEPS), []
+    step, flipped = draw.randrange(STEPS), []
     update = Optimizer.update
 
     def planted(self, *args):
         metrics = update(self, *args)
         if self.updates == step + 1:
             with torch.no_grad():
-                named.append(_flip(self.master, draw, self.layout))
+                flipped.append(_flip(self.master, draw, self.layout))
         return metrics
 
     monkeypatch.setattr(Optimizer, "update", planted)
     train(plain, tmp_path / "run")
     d = _first(good, tmp_path / "run")
-    assert (d.step, d.quantity, d.part, d.others) == (step, "weights", named[0], 0)
+    assert (d.step, d.quantity, d.part, d.others) == (step, "weights", flipped[0], 0)
     assert main(["diff", str(good), str(tmp_path / "run")]) == 1
-    said = capsys.readouterr().out
-    assert f"first difference step {step}: weights of {named[0]}\n" in said
-    assert "no difference in the environment explains it" in said
+    output = capsys.readouterr().out
+    assert f"first difference step {step}: weights of {flipped[0]}\n" in output
+    assert "no difference in the environment explains it" in output
 
 
-@pytest.mark.parametrize("seed", DRAWS)
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_perturbed_gradient_is_found(plain, good, tmp_path, monkeypatch, seed):
-    """The smallest step that fp32 knows, in one element of one weight's gradient:
-
-    what a race of two threads leaves.
-    """
+    """One element of one weight's gradient moves by one ulp, as after a race of two threads."""
     draw = random.Random(seed)
-    step, calls, named = draw.randrange(STEPS), [], []
+    step, calls, changed = draw.randrange(STEPS), [], []
     sum_shards = Workers.sum_shards
 
     def planted(self, work, shards):
-        done, gradient = sum_shards(self, work, shards)
+        results, gradient = sum_shards(self, work, shards)
         calls.append(0)
         if len(calls) == step + 1:
-            name, view = draw.choice(
-                [(n, v) for n, v in self.host.decoder.layout.checkpoint_views(gradient).items() if v.any()]
-            )
+            views = self.host.decoder.layout.checkpoint_views(gradient)
+            name, view = draw.choice([(n, v) for n, v in views.items() if v.any()])
             flat = view.reshape(-1)
             flat[int(draw.choice(flat.nonzero()))].mul_(1 + 2**-23)
-            named.append(name)
-        return done, gradient
+            changed.append(name)
+        return results, gradient
 
     monkeypatch.setattr(Workers, "sum_shards", planted)
     train(plain, tmp_path / "run")
     d = _first(good, tmp_path / "run")
-    assert (d.step, d.quantity, d.part, d.others) == (step, "gradient", named[0], 0)
+    assert (d.step, d.quantity, d.part, d.others) == (step, "gradient", changed[0], 0)
 
 
-@pytest.mark.parametrize("seed", DRAWS)
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_swapped_order_of_the_data_is_found(plain, good, tmp_path, monkeypatch, seed):
-    step = random.Random(seed).randrange(STEPS)
+    swapped_step = random.Random(seed).randrange(STEPS)
     ordered = collect.step_problems
 
-    def swapped(n, prompts, seed, at, *stream):
-        chosen = ordered(n, prompts, seed, at, *stream)
-        return [chosen[1], chosen[0], *chosen[2:]] if at == step else chosen
+    def swapped(n, prompts, seed, step, *stream):
+        indices = ordered(n, prompts, seed, step, *stream)
+        return [indices[1], indices[0], *indices[2:]] if step == swapped_step else indices
 
     monkeypatch.setattr(collect, "step_problems", swapped)
     train(plain, tmp_path / "run")
     d = _first(good, tmp_path / "run")
-    assert (d.step, d.quantity) == (step, "prompts")
+    assert (d.step, d.quantity) == (swapped_step, "prompts")
 
 
-@pytest.mark.parametrize("seed", DRAWS)
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_changed_reward_is_found(plain, good, tmp_path, monkeypatch, capsys, seed):
     draw = random.Random(seed)
     step, p, g, calls = draw.randrange(STEPS), draw.randrange(3), draw.randrange(3), []
@@ -145,24 +141,24 @@ def test_a_changed_reward_is_found(plain, good, tmp_path, monkeypatch, capsys, s
     assert f"prompt {p}, sample {g}: reward" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("seed", DRAWS)
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_changed_sampler_logprob_is_found_beside_a_trainer_that_is_right(
     config, tmp_path, monkeypatch, seed
 ):
     draw = random.Random(seed)
-    step, i = draw.randrange(3), draw.randrange(9)
-    loose = config(exact=False)
-    train(loose, tmp_path / "good")
+    step, index = draw.randrange(3), draw.randrange(9)
+    not_exact = config(exact=False)
+    train(not_exact, tmp_path / "good")
     generate = ParallelSampler.generate
 
-    def planted(self, prompts, generation_params, keys):
-        rollouts = generate(self, prompts, generation_params, keys)
-        if keys.step == step:
-            rollouts[i].logprobs[0] += 0.25
+    def planted(self, prompts, generation_params, rng_key):
+        rollouts = generate(self, prompts, generation_params, rng_key)
+        if rng_key.step == step:
+            rollouts[index].logprobs[0] += 0.25
         return rollouts
 
     monkeypatch.setattr(ParallelSampler, "generate", planted)
-    train(loose, tmp_path / "run")
+    train(not_exact, tmp_path / "run")
     d = _first(tmp_path / "good", tmp_path / "run")
     assert (d.step, d.quantity) == (step, "sampling_logprobs")
 
@@ -171,7 +167,7 @@ def test_another_seed_setting_or_model_is_found_before_the_first_step(config, go
     base = tmp_path / "base"
     shutil.copytree(model, base)
     weights = bytearray((base / "model.safetensors").read_bytes())
-    weights[-3] ^= 1  # of the last tensor in the file
+    weights[-3] ^= 1  # a bit of the last tensor in the file
     (base / "model.safetensors").write_bytes(weights)
     for overrides, quantity, part in (
         ({"seed": 1}, "configuration", "seed"),
@@ -184,27 +180,24 @@ def test_another_seed_setting_or_model_is_found_before_the_first_step(config, go
         assert (d.step, d.quantity) == (None, quantity)
         assert d.part == part if part else d.part.startswith("model."), d.part
     assert main(["diff", str(good), str(tmp_path / "seed")]) == 1
-    said = capsys.readouterr().out
-    assert (
+    message = (
         "first difference before the first step: configuration seed: 0 and 1\nthen step 0: random keys\n"
-        in said
     )
+    assert message in capsys.readouterr().out
 
 
 def test_what_explains_a_difference_is_named(good, tmp_path, capsys):
-    """The same bits but for a reward, computed with another torch and other workers."""
-    from zerokl.verify.ledger import Ledger, Line
-
+    """The two runs differ in one reward, in the version of torch and in the number of workers."""
     ledger = open_run(good)
     ledger.head.environment |= {"torch": "2.0", "process.workers": 7}
     line = ledger.lines[0]
-    other = Ledger(tmp_path / "ledger.jsonl", ledger.head)
-    other.append(Line(0, line.keys, line.quantities | {"rewards": "0" * 64}))
+    changed = Ledger(tmp_path / "ledger.jsonl", ledger.head)
+    changed.append(Line(0, line.keys, line.quantities | {"rewards": "0" * 64}))
     assert main(["diff", str(good), str(tmp_path / "ledger.jsonl")]) == 1
-    said = capsys.readouterr().out
-    assert "first difference step 0: rewards" in said
-    assert "may explain it:\n  torch: " in said
-    assert "decide no bit, unless zerokl or the machine is at fault:\n  process.workers: 1 and 7" in said
+    output = capsys.readouterr().out
+    assert "first difference step 0: rewards" in output
+    assert "may explain it:\n  torch: " in output
+    assert "decide no bit, unless zerokl or the machine is at fault:\n  process.workers: 1 and 7" in output
 
 
 def test_a_longer_run_is_not_equal(config, good, tmp_path, capsys):
@@ -229,10 +222,8 @@ def test_bad_input_of_diff_is_one_line_and_exit_code_2(good, tmp_path, capsys, w
 
 
 def test_replay_repeats_every_step_from_the_nearest_checkpoint(good, capsys):
-    assert (
-        main(["replay", str(good), "--step", "0", "--until", "4", "--workers", "2", "--micro_batch", "2"])
-        == 0
-    )
+    settings = ["--workers", "2", "--micro_batch", "2"]
+    assert main(["replay", str(good), "--step", "0", "--until", "4", *settings]) == 0
     assert "steps 0 to 4 done again: every bit is the ledger's" in capsys.readouterr().out
     assert main(["replay", str(good), "--step", "3"]) == 0
     assert "steps 2 to 3 done again: every bit is the ledger's" in capsys.readouterr().out
@@ -255,17 +246,15 @@ def test_bad_input_of_replay_is_one_line(good, capsys, words, message):
     assert len(error.splitlines()) == 1
 
 
-@pytest.mark.parametrize("seed", DRAWS)
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_fault_in_one_operation_is_named_by_the_traces(good, tmp_path, monkeypatch, capsys, seed):
     """One element of one operation's output of the trainer is moved by one ulp.
 
     The monitor would stop the step, so exact is off.
     """
     draw = random.Random(seed)
-    step, at = (
-        draw.choice([0, 2, 4]),
-        draw.randrange(3),
-    )  # a step with a checkpoint, so that nothing is computed before it
+    # A step with a checkpoint, so that nothing is computed before the step.
+    step, call = draw.choice([0, 2, 4]), draw.randrange(3)
     words = ["replay", str(good), "--step", str(step), "--exact", "false", "--trace"]
     assert main([*words, str(tmp_path / "a.safetensors")]) == 0
     assert main([*words, str(tmp_path / "b.safetensors")]) == 0
@@ -277,7 +266,7 @@ def test_a_fault_in_one_operation_is_named_by_the_traces(good, tmp_path, monkeyp
         y = plain(x)
         if torch.is_grad_enabled() and len(x) % 32 == 0:  # the trainer's forward
             calls.append(0)
-            if len(calls) == at + 1:
+            if len(calls) == call + 1:
                 flat = y.detach().view(-1).view(torch.int32)
                 flat[int(draw.choice(y.detach()[:5].view(-1).nonzero()))] += 1
         return y
@@ -286,36 +275,37 @@ def test_a_fault_in_one_operation_is_named_by_the_traces(good, tmp_path, monkeyp
     assert main([*words, str(tmp_path / "c.safetensors")]) in (0, 1)
     capsys.readouterr()
     assert main(["diff", str(tmp_path / "a.safetensors"), str(tmp_path / "c.safetensors")]) == 1
-    said, layer = (
-        capsys.readouterr().out,
-        (0, 0, 1)[at],
-    )  # of the first prompts, whose last layer has none, and of their samples
-    assert f"first difference: layers.{layer}.silu_mul, prompt 0, sample 0, position " in said
+    # The first call is layer 0 of prompts, whose last layer calls no silu_mul. Then come layers 0 and 1 of
+    # their samples.
+    layer = (0, 0, 1)[call]
+    place = f"layers.{layer}.silu_mul, prompt 0, sample 0, position "
+    assert f"first difference: {place}" in capsys.readouterr().out
 
 
 def test_verify_run_holds_and_names_what_does_not(good, tmp_path, monkeypatch, capsys):
     assert main(["verify", "run", str(good), "--replays", "2"]) == 0
-    said = capsys.readouterr().out
-    *findings, drawn = said.splitlines()
-    assert said.count("ok  ") == len(findings) >= 8
-    assert re.fullmatch(r"steps to replay were drawn with --draw \d+", drawn)
+    output = capsys.readouterr().out
+    *findings, last = output.splitlines()
+    assert output.count("ok  ") == len(findings) >= 8
+    assert re.fullmatch(r"steps to replay were drawn with --draw \d+", last)
     path = tmp_path / "run"
     shutil.copytree(good, path)
+    verify = ["verify", "run", str(path), "--replays", "0"]
     weights = path / "checkpoints" / "step-000004" / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 4
     weights.write_bytes(content)
-    assert main(["verify", "run", str(path), "--replays", "0"]) == 1
+    assert main(verify) == 1
     assert f"FAIL step-000004: {weights} was altered" in " ".join(capsys.readouterr().out.split())
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         plain = (path / name).read_bytes()
         (path / name).write_bytes(plain.replace(b"0.", b"1.", 1))
-        assert main(["verify", "run", str(path), "--replays", "0"]) == 1
+        assert main(verify) == 1
         assert f"FAIL {name}: was altered before step" in " ".join(capsys.readouterr().out.split())
         (path / name).write_bytes(plain)
     lines = (path / "ledger.jsonl").read_bytes().splitlines(keepends=True)
     (path / "ledger.jsonl").write_bytes(b"".join(lines[:-1]))
-    assert main(["verify", "run", str(path), "--replays", "0"]) == 1
+    assert main(verify) == 1
     assert "not the ledger's last chain value" in capsys.readouterr().out
 
 

@@ -1,11 +1,9 @@
-"""The ledger and the weights of a run depend on its seed and settings of the mathematics, not on how the work
-is cut up.
-"""
+"""Ledger and weights of a run depend on seed and mathematical settings, not on how the work is cut up."""
 
 import pytest
 from zerokl.engine.runs.run import Summary, train
 
-# Each changes only how the same work is done.
+# Settings that change only how the same work is done.
 FREE = [
     {"micro_batch": 1},
     {"micro_batch": 3},
@@ -18,8 +16,7 @@ FREE = [
     {"workers": 4},
     {"ledger__detail": "roots", "checkpoint__every": 1, "evaluation__every": 1},
 ]
-# Each changes a number that is added, or the order of a sum. An order shows in fp32; the others in either
-# dtype.
+# Settings that change a number that is added, or the order of a sum.
 BINDING = [{"seed": 1}, {"virtual_shards": 1}, {"optimizer__lr": 2e-2}, {"sampling__temperature": 0.7}]
 
 

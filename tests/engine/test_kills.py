@@ -1,6 +1,4 @@
-"""A run killed with SIGKILL at random moments and resumed each time ends with the ledger of a run that was
-left alone.
-"""
+"""A run that is killed at random moments and resumed each time ends with the ledger of an undisturbed run."""
 
 import json
 import os
@@ -12,11 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+from zerokl.engine.config_file import to_toml
 from zerokl.engine.runs.run import train
 
-# Seconds from the first sign of work to the kill at most: sampling, backward, ledger and checkpoints take
-# turns in them.
-_SPAN = 1.5
+# The most seconds from the first sign of work to the kill. Sampling, backward, ledger and checkpoints take
+# turns in this time.
+_SPAN_S = 1.5
 
 
 def _start(words: list[str], cwd: Path) -> subprocess.Popen:
@@ -35,15 +34,15 @@ def _start(words: list[str], cwd: Path) -> subprocess.Popen:
     )
 
 
-def _kill_while_it_works(process: subprocess.Popen, path: Path, after: float) -> bool:
-    """Kill `after` seconds from when the process has the run's files open.
+def _kill_while_it_works(process: subprocess.Popen, path: Path, after_s: float) -> bool:
+    """Kill the process with SIGKILL, `after_s` seconds after it has opened the run's files.
 
     Returns whether it was still at work.
     """
     before = _stamp(path)
     while process.poll() is None and _stamp(path) == before:
         time.sleep(0.01)
-    time.sleep(after)
+    time.sleep(after_s)
     alive = process.poll() is None
     process.send_signal(signal.SIGKILL)
     process.communicate()
@@ -58,27 +57,26 @@ def _stamp(path: Path) -> tuple:
 
 
 def kill_often(config_toml: str, path: Path, kills: int, seed: int) -> str:
-    """Run into `path`, killed `kills` times. Returns all that the last process said."""
-    draw, done = random.Random(seed), 0
+    """Run into `path`, killed `kills` times. Returns the output of the last process."""
+    draw, killed = random.Random(seed), 0
     (path.parent / "config.toml").write_text(config_toml)
     new = ["config.toml", "--run-dir", str(path)]
     while True:
         begun = (path / "config.toml").exists()
         process = _start(["--resume", str(path)] if begun else new, path.parent)
-        if done < kills:
-            done += _kill_while_it_works(process, path, draw.uniform(0, _SPAN))
-            if (path / "summary.json").exists():  # too fast for the kill: once more over the end
+        if killed < kills:
+            killed += _kill_while_it_works(process, path, draw.uniform(0, _SPAN_S))
+            # The run ended before the kill. Without its summary, the next process does the end once more.
+            if (path / "summary.json").exists():
                 (path / "summary.json").unlink()
             continue
-        said, _ = process.communicate()
-        assert process.returncode == 0, said
-        return said
+        output, _ = process.communicate()
+        assert process.returncode == 0, output
+        return output
 
 
 def check_kills(config, tmp_path: Path, kills: int, seed: int, **overrides) -> None:
-    from zerokl.engine.config_file import to_toml
-
-    made = config(
+    cfg = config(
         steps=40,
         checkpoint__every=3,
         checkpoint__keep=3,
@@ -87,16 +85,18 @@ def check_kills(config, tmp_path: Path, kills: int, seed: int, **overrides) -> N
         num_generations=8,
         **overrides,
     )
-    expected = train(made, tmp_path / "alone")
-    kill_often(to_toml(made), tmp_path / "run", kills, seed)
+    expected = train(cfg, tmp_path / "alone")
+    kill_often(to_toml(cfg), tmp_path / "run", kills, seed)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["fingerprint"], summary["weights"]) == (expected.fingerprint, expected.weights)
     for name in ("ledger.jsonl", "rollouts.jsonl"):
-        ours = [x for x in (tmp_path / "run" / name).read_text().splitlines() if '"kind":"resumed"' not in x]
-        theirs = (tmp_path / "alone" / name).read_text().splitlines()
+        lines = (tmp_path / "run" / name).read_text().splitlines()
+        lines = [line for line in lines if '"kind":"resumed"' not in line]
+        undisturbed = (tmp_path / "alone" / name).read_text().splitlines()
         if name == "ledger.jsonl":
-            ours, theirs = ours[1:], theirs[1:]  # the head names the environment of another process
-        assert ours == theirs, name
+            # The head names the environment of another process.
+            lines, undisturbed = lines[1:], undisturbed[1:]
+        assert lines == undisturbed, name
     assert not list((tmp_path / "run").rglob("*.partial-*")) + list((tmp_path / "run").rglob("*.damaged*"))
 
 

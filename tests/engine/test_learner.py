@@ -1,6 +1,6 @@
-"""The optimizer:
+"""The optimizer: a fixed tree sums the shards, and AdamW on fp32 master weights is accurate.
 
-shards summed by a fixed tree, and AdamW on fp32 master weights, against torch.optim.AdamW in fp64.
+torch.optim.AdamW in fp64 is the judge. The error may be as large as the roundings in fp32 can make it.
 """
 
 import math
@@ -18,7 +18,7 @@ from zerokl.model.decoder import Decoder
 HALF_ULP = 2.0**-24  # relative error of one fp32 rounding
 
 
-def _learner(
+def _optimizer(
     model, dtype: torch.dtype = torch.float32, updates: int = 8, **optimizer: object
 ) -> tuple[Decoder, Optimizer]:
     master = load_decoder(model, torch.float32)
@@ -27,7 +27,7 @@ def _learner(
 
 
 def _gradients(decoder: Decoder, n: int) -> list[dict[str, torch.Tensor]]:
-    """n gradients of each weight, of norms from 0.05 to 50 so that some are clipped at 1."""
+    """n gradients of each weight. Their norms go from 0.05 to 50, so that some are clipped at 1."""
     generator = torch.Generator().manual_seed(0)
     sizes = [0.05 * 1000 ** (i / max(1, n - 1)) / math.sqrt(decoder.layout.numel) for i in range(n)]
     return [
@@ -58,17 +58,17 @@ def test_weights_are_those_of_adamw_in_fp64(model, weight_decay, max_grad_norm):
         weight_decay=weight_decay,
         max_grad_norm=max_grad_norm,
     )
-    decoder, optimizer = _learner(model, **cfg.model_dump())
+    decoder, optimizer = _optimizer(model, **cfg.model_dump())
     oracle = {name: w.detach().double().clone() for name, w in decoder.w.items()}
     groups = [{"params": [w], "weight_decay": weight_decay if w.dim() > 1 else 0.0} for w in oracle.values()]
     adamw = torch.optim.AdamW(groups, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps)
     slack = {name: torch.zeros_like(w) for name, w in oracle.items()}
-    size = {name: torch.zeros_like(w) for name, w in oracle.items()}  # the first moment without cancellation
+    # The first moment of the absolute values, so that nothing cancels.
+    size = {name: torch.zeros_like(w) for name, w in oracle.items()}
     clipped = 0
     for t, gradient in enumerate(_gradients(decoder, 8), 1):
-        rate = (
-            cfg.lr * t / 2 if t <= 2 else cfg.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (t - 3) / 6)))
-        )
+        after_warmup = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (t - 3) / 6))
+        rate = cfg.lr * t / 2 if t <= 2 else cfg.lr * after_warmup
         norm = _norm(gradient)
         scale = max_grad_norm / norm if 0 < max_grad_norm < norm else 1.0
         clipped += scale != 1.0
@@ -81,15 +81,15 @@ def test_weights_are_those_of_adamw_in_fp64(model, weight_decay, max_grad_norm):
             size[name] = cfg.beta1 * size[name] + (1 - cfg.beta1) * gradient[name].double().abs() * scale
             v = adamw.state[w]["exp_avg_sq"]
             step = rate * size[name] / (1 - cfg.beta1**t) / ((v / (1 - cfg.beta2**t)).sqrt() + cfg.eps)
-            # A step has about 20 roundings and 4 more for each update its moments remember. Three more are
-            # relative to the weight: of the factor of the decay, of the decayed weight and of the result.
+            # A step has about 20 roundings, and 4 more for each update that its moments remember. Three more
+            # are relative to the weight: of the decay's factor, of the decayed weight and of the result.
             slack[name] += (20 + 4 * t) * HALF_ULP * step + 3 * HALF_ULP * (w.abs() + step)
             assert ((decoder.w[name].detach().double() - w).abs() <= slack[name]).all(), name
     assert clipped == (4 if max_grad_norm else 0)
 
 
 def test_weight_decay_shrinks_matrices_only(model):
-    decoder, optimizer = _learner(model, lr=0.5, weight_decay=0.25)
+    decoder, optimizer = _optimizer(model, lr=0.5, weight_decay=0.25)
     before = {name: w.detach().clone() for name, w in decoder.w.items()}
     _update(decoder, optimizer, {name: torch.zeros_like(w) for name, w in before.items()})
     for name, w in decoder.w.items():
@@ -105,13 +105,13 @@ def test_weight_decay_shrinks_matrices_only(model):
     ],
 )
 def test_learning_rate_rises_then_follows_the_schedule(model, schedule, expected):
-    _, optimizer = _learner(model, updates=6, lr=1.0, schedule=schedule, warmup_steps=2, min_lr_ratio=0.2)
+    _, optimizer = _optimizer(model, updates=6, lr=1.0, schedule=schedule, warmup_steps=2, min_lr_ratio=0.2)
     for optimizer.updates, rate in enumerate(expected):
         assert optimizer.learning_rate() == pytest.approx(rate)
 
 
 def test_low_precision_weights_are_the_master_weights_rounded_once(model):
-    decoder, optimizer = _learner(model, torch.bfloat16, lr=1e-2)
+    decoder, optimizer = _optimizer(model, torch.bfloat16, lr=1e-2)
     for gradient in _gradients(decoder, 2):
         _update(decoder, optimizer, gradient)
     assert torch.equal(decoder.flat, optimizer.master.bfloat16())
@@ -122,22 +122,23 @@ def test_low_precision_weights_are_the_master_weights_rounded_once(model):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_is_refused_by_name(model, bad):
-    decoder, optimizer = _learner(model)
-    clean, twin = _learner(model)
-    good, other = _gradients(decoder, 2)
-    _update(decoder, optimizer, good)
+    decoder, optimizer = _optimizer(model)
+    clean_decoder, clean_optimizer = _optimizer(model)
+    first, second = _gradients(decoder, 2)
+    _update(decoder, optimizer, first)
     before = decoder.flat.detach().clone()
-    poisoned = {name: g.clone() for name, g in other.items()}
+    poisoned = {name: g.clone() for name, g in second.items()}
     poisoned["layers.1.down"][3, 5] = bad
-    with pytest.raises(
-        FloatingPointError, match=r"model\.layers\.1\.mlp\.down_proj\.weight is not finite at update 1"
-    ):
+    message = r"model\.layers\.1\.mlp\.down_proj\.weight is not finite at update 1"
+    with pytest.raises(FloatingPointError, match=message):
         _update(decoder, optimizer, poisoned)
     assert torch.equal(decoder.flat, before)
-    for gradient in (good, other):
-        _update(clean, twin, gradient)
-    _update(decoder, optimizer, other)
-    assert torch.equal(decoder.flat, clean.flat), "moments and count of updates must be as before the refusal"
+    for gradient in (first, second):
+        _update(clean_decoder, clean_optimizer, gradient)
+    _update(decoder, optimizer, second)
+    assert torch.equal(decoder.flat, clean_decoder.flat), (
+        "moments and count of updates must be as before the refusal"
+    )
 
 
 @settings(deadline=None)
@@ -150,19 +151,17 @@ def test_shards_are_added_by_one_perfect_binary_tree(log2, data):
 
     def add(level: list) -> torch.Tensor | None:
         while len(level) > 1:
-            level = [
-                b if a is None else a if b is None else a + b
-                for a, b in zip(level[::2], level[1::2], strict=True)
-            ]
+            pairs = zip(level[::2], level[1::2], strict=True)
+            level = [b if a is None else a if b is None else a + b for a, b in pairs]
         return level[0]
 
     tree, buffer = GradientTree(n), torch.empty(16)
-    for _ in range(2):  # the tree is empty after `take`
+    for _ in range(2):  # twice, because the tree must be empty after `take`
         for leaf in leaves:
-            tree.push(None if leaf is None else buffer.copy_(leaf))  # the leaf's memory is used again at once
-        root = add(leaves)
-        taken = tree.take()
-        assert taken is root is None or torch.equal(taken, root)
+            # One buffer for all leaves: the tree must not keep a leaf's memory.
+            tree.push(None if leaf is None else buffer.copy_(leaf))
+        root, expected = tree.take(), add(leaves)
+        assert root is expected is None or torch.equal(root, expected)
 
 
 def test_control_the_order_of_the_shards_matters():
@@ -180,11 +179,11 @@ def test_a_shard_starts_from_zero_and_an_empty_one_adds_nothing(model, tied):
     assert decoder.config.tied
     sums = ShardSum(decoder, 4)
 
-    def add_ones(decoder: Decoder, head: float) -> str:
+    def add_ones(decoder: Decoder, extra: float) -> str:
         for w in decoder.w.values():
             w.main_grad.add_(1.0)
         if tied:
-            decoder.lm_head.main_grad.add_(head)
+            decoder.lm_head.main_grad.add_(extra)
         return "done"
 
     assert [sums.add(add_ones, shard) for shard in (1.0, None, 1.0, None)] == ["done", None, "done", None]
@@ -194,7 +193,7 @@ def test_a_shard_starts_from_zero_and_an_empty_one_adds_nothing(model, tied):
 
 
 def test_no_gradient_leaves_the_weights(model):
-    decoder, optimizer = _learner(model)
+    decoder, optimizer = _optimizer(model)
     before = decoder.flat.detach().clone()
     assert optimizer.update(None)["grad_norm"] == 0.0
     assert torch.equal(decoder.flat, before)

@@ -1,6 +1,4 @@
-"""Advantages and the loss table against slow per-token implementations, in Python numbers, of the papers'
-formulas.
-"""
+"""Advantages and losses equal slow implementations of the papers' formulas, per token, in Python numbers."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +21,8 @@ from tests.helpers import property_settings
 
 MAX_TOKENS = 7
 EPS = 1e-4  # in GRPO's denominator; TRL's value
-# A token: logp now, at the weights sampled from, and the sampler's.
+# Three logprobs of a token: the trainer's with the weights of now, the trainer's with the weights that were
+# sampled from, and the sampler's.
 Token = tuple[float, float, float]
 
 
@@ -45,15 +44,15 @@ def slow_advantage(name: str, rewards: list[float], g: int) -> float:
 
 
 def ppo(r: float, A: float, low: float, high: float) -> tuple[float, float]:
-    """PPO's objective of one ratio, and its derivative by log r."""
+    """PPO's objective of one ratio, and the derivative by log r."""
     bounded = min(max(r, 1 - low), 1 + high)
     return (r * A, r * A) if r * A <= bounded * A else (bounded * A, 0.0)
 
 
 def slow_preset(name: str, sequence: list[Token], t: int, A: float) -> tuple[float, float]:
-    """Objective of token t (to be maximised), and its derivative by the token's logp."""
-    logp, old, mu = sequence[t]
-    r, rho = exp(logp - old), exp(old - mu)
+    """Objective of token t, which is maximised, and its derivative by the token's logp."""
+    logp, old_logp, sampling_logp = sequence[t]
+    r, rho = exp(logp - old_logp), exp(old_logp - sampling_logp)
     if A == 0 and name != "kimi":
         return 0.0, 0.0
     if name == "pg":
@@ -105,23 +104,19 @@ def near(sequence: list[Token], t: int, edges: Sequence[float]) -> bool:
 
 def slow_weight(name: str, i: int, lengths: list[int]) -> float:
     """Share of a token of sequence i in the loss."""
-    if name in (
-        "grpo",
-        "gspo",
-        "tis",
-        "mis",
-        "mis_token",
-        "icepop",
-    ):  # mean over a sequence, then over sequences
+    # Mean over a sequence, then over sequences.
+    if name in ("grpo", "gspo", "tis", "mis", "mis_token", "icepop"):
         return 1 / len(lengths) / lengths[i]
-    if name in ("dapo", "reinforce++", "cispo"):  # mean over all tokens of the step
+    # Mean over all tokens of the step.
+    if name in ("dapo", "reinforce++", "cispo"):
         return 1 / sum(lengths)
-    return 1 / len(lengths) / MAX_TOKENS  # a constant instead of the length
+    # A constant instead of the length.
+    return 1 / len(lengths) / MAX_TOKENS
 
 
 REWARD = st.one_of(st.sampled_from([0.0, 1.0, -1.0, 0.1]), st.floats(-100, 100))
-# logp of a token now and then: nothing less likely than 2^-53 is ever drawn, as the uniform numbers have 53
-# bits.
+# logp of a token with the weights of now, and with those that were sampled from. A token that is less likely
+# than 2^-53 is never drawn, because the uniform numbers have 53 bits; log 2^-53 is about -37.
 NOW = st.one_of(st.just(-1.0), st.floats(-1.5, -0.5), st.floats(-800, 0))
 THEN = st.one_of(st.just(-1.0), st.floats(-1.5, -0.5), st.floats(-37, 0))
 SEQUENCE = st.lists(st.tuples(NOW, THEN, THEN), min_size=1, max_size=MAX_TOKENS)
@@ -139,16 +134,15 @@ def groups(draw) -> list[list[float]]:
 @given(groups())
 def test_advantages_equal_the_formula(name, rewards):
     A = advantages(np.array(rewards), PRESETS[name]["advantage"])
+    step = [r for group in rewards for r in group]
+    divided = name not in ("pg", "dr_grpo", "rloo", "kimi")
     for p, group in enumerate(rewards):
         for g in range(len(group)):
-            whole = [r for other in rewards for r in other]
-            own = (whole, p * len(group) + g) if name == "reinforce++" else (group, g)
-            expected = slow_advantage(name, *own)
-            # Mean and difference are off by an ulp of the largest reward, the deviation by as much; then they
+            whole, index = (step, p * len(group) + g) if name == "reinforce++" else (group, g)
+            expected = slow_advantage(name, whole, index)
+            # Mean and difference are off by an ulp of the largest reward, and so is the deviation. Then they
             # are divided.
-            scale = max(map(abs, own[0])) / (
-                (np.std(own[0], ddof=1) + EPS) if name not in ("pg", "dr_grpo", "rloo", "kimi") else 1.0
-            )
+            scale = max(map(abs, whole)) / ((np.std(whole, ddof=1) + EPS) if divided else 1.0)
             assert A[p, g] == pytest.approx(expected, rel=1e-13, abs=1e-14 * scale * (1 + abs(expected)))
 
 
@@ -174,12 +168,13 @@ def test_the_order_of_the_samples_does_not_change_a_bit(kind, rewards, order):
 def loss_and_gradient(
     sequences: list[list[Token]], A: list[float], cfg: LossConfig, dtype=torch.float64, reference=None
 ):
-    """Value and derivative of each token, all sequences in one call."""
+    """Loss and derivative of each token, all sequences in one call. reference: logprobs of the KL term."""
     lengths = [len(s) for s in sequences]
-    logp, old, sampler = torch.tensor([token for s in sequences for token in s], dtype=dtype).T
+    tokens = torch.tensor([token for s in sequences for token in s], dtype=dtype)
+    logp, old_logprobs, sampling_logprobs = tokens.T
     logp = logp.clone().requires_grad_()
-    each = torch.tensor(A, dtype=dtype).repeat_interleave(torch.tensor(lengths))
-    loss = policy_loss(logp, old, sampler, each, lengths, cfg, reference)
+    A_tokens = torch.tensor(A, dtype=dtype).repeat_interleave(torch.tensor(lengths))
+    loss = policy_loss(logp, old_logprobs, sampling_logprobs, A_tokens, lengths, cfg, reference)
     loss.sum().backward()
     return loss.detach(), logp.grad
 
@@ -192,24 +187,21 @@ def loss_and_gradient(
 def test_every_preset_equals_its_paper(name, step):
     sequences, A = [s for s, _ in step], [a for _, a in step]
     loss, slope = loss_and_gradient(sequences, A, LossConfig(preset=name).resolve())
-    at = 0
+    edges = [e for edge in EDGES.get(name, (0.2,)) for e in (edge, 1 - edge, 1 + edge)]
+    token = 0
     for sequence, a in step:
+        # kimi subtracts, so its error is relative to what it subtracts.
+        slack = 1e-12 * (1 + abs(a)) * 40 * len(sequence) if name == "kimi" else 1e-300
         for t in range(len(sequence)):
             value, derivative = slow_preset(name, sequence, t, a)
-            edges = [e for edge in EDGES.get(name, (0.2,)) for e in (edge, 1 - edge, 1 + edge)]
             if not near(sequence, t, edges):
-                big = 1e-12 * (1 + abs(a)) * 40 * len(sequence)  # kimi subtracts
-                assert -loss[at].item() == pytest.approx(
-                    value, rel=1e-11, abs=big if name == "kimi" else 1e-300
-                )
-                assert -slope[at].item() == pytest.approx(
-                    derivative, rel=1e-11, abs=big if name == "kimi" else 1e-300
-                )
-            at += 1
+                assert -loss[token].item() == pytest.approx(value, rel=1e-11, abs=slack)
+                assert -slope[token].item() == pytest.approx(derivative, rel=1e-11, abs=slack)
+            token += 1
 
 
 def slow_choice(sequence: list[Token], t: int, A: float, cfg: LossConfig) -> tuple[float, float]:
-    """The equations of loss.py for one token."""
+    """The equations of policy_loss.py for one token."""
 
     def ratio(level: str, i: int, j: int) -> float:
         if level == "token":
@@ -227,10 +219,12 @@ def slow_choice(sequence: list[Token], t: int, A: float, cfg: LossConfig) -> tup
         "mask": (r * A, r * A) if inside else (0.0, 0.0),
         "clip_weight": (min(max(r, low), high) * A * sequence[t][0], min(max(r, low), high) * A),
     }[cfg.bound]
-    kept = cfg.correction_low <= rho <= cfg.correction_high
-    c = {"none": 1.0, "full": rho, "truncate": min(rho, cfg.correction_high), "mask": rho if kept else 0.0}[
-        cfg.correction
-    ]
+    c = {
+        "none": 1.0,
+        "full": rho,
+        "truncate": min(rho, cfg.correction_high),
+        "mask": rho if cfg.correction_low <= rho <= cfg.correction_high else 0.0,
+    }[cfg.correction]
     return c * value, c * slope
 
 
@@ -254,11 +248,10 @@ CHOICES = st.fixed_dictionaries(
 def test_every_combination_of_choices_equals_the_equations(choices, sequence, A):
     cfg = LossConfig(**choices).resolve()
     loss, slope = loss_and_gradient([sequence], [A], cfg)
+    edges = (1 - cfg.clip_low, 1 + cfg.clip_high, cfg.correction_low, cfg.correction_high)
     for t in range(len(sequence)):
         value, derivative = slow_choice(sequence, t, A, cfg)
-        if not near(
-            sequence, t, (1 - cfg.clip_low, 1 + cfg.clip_high, cfg.correction_low, cfg.correction_high)
-        ):
+        if not near(sequence, t, edges):
             assert -loss[t].item() == pytest.approx(value, rel=1e-10, abs=1e-300)
             assert -slope[t].item() == pytest.approx(derivative, rel=1e-10, abs=1e-300)
 
@@ -275,14 +268,13 @@ ANY = st.one_of(
     st.sampled_from([0.0, 1.0, -0.5]),
 )
 def test_no_ratio_however_extreme_makes_a_nan_of_a_gradient(choices, sequence, A):
-    """An infinite gradient is an overflow, which is found and named; a NaN would hide where it came from."""
+    """An infinite gradient is an overflow, which is detected and named. A NaN would hide where it arose."""
     loss, slope = loss_and_gradient([sequence], [A], LossConfig(**choices).resolve(), torch.float32)
     if A == 0.0:
         assert not loss.any()
         assert not slope.any()
-    if (
-        choices["importance_sampling_level"] == choices["correction_level"] == "token"
-    ):  # a sequence's sum may hold infinities of both signs
+    # Only tokens' ratios: the sum over a sequence may hold infinities of both signs.
+    if choices["importance_sampling_level"] == choices["correction_level"] == "token":
         assert not torch.isnan(slope).any()
 
 
@@ -292,17 +284,13 @@ def test_on_policy_every_algorithm_has_the_plain_policy_gradient(name):
     for A in (0.5, -0.25):
         loss, slope = loss_and_gradient([sequence], [A], LossConfig(preset=name).resolve(), torch.float32)
         assert torch.equal(slope, torch.full((3,), -A))
-        expected = (
-            torch.tensor([x for x, _, _ in sequence]) * -A
-            if name in ("cispo", "kimi")
-            else torch.full((3,), -A)
-        )
-        assert torch.equal(loss, expected)
+        logp = torch.tensor([x for x, _, _ in sequence])
+        assert torch.equal(loss, logp * -A if name in ("cispo", "kimi") else torch.full((3,), -A))
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_sequences_are_free_of_each_other(name):
-    """What a micro-batch holds beside a sequence changes no bit of it."""
+    """The other sequences of a micro-batch change no bit of a sequence's loss."""
     generator = torch.Generator().manual_seed(0)
     sequences = [(torch.randn(n, 3, generator=generator) * 0.5 - 2).tolist() for n in (1, 5, 33, 2, 64)]
     A, cfg = [0.5, -1.0, 0.25, 0.0, 2.0], LossConfig(preset=name).resolve()
@@ -326,16 +314,11 @@ def test_kl_estimators_and_their_derivatives(kind, logp, reference):
     x = reference - logp
     exact = {"k1": -x, "k2": x * x / 2, "k3": math.expm1(x) - x}[kind]
     slope = {"k1": 1.0, "k2": -x, "k3": -math.expm1(x)}[kind]
-    k, dk = (
-        t.item()
-        for t in kl_terms(
-            torch.tensor([logp], dtype=torch.float64), torch.tensor([reference], dtype=torch.float64), kind
-        )
-    )
+    ref = torch.tensor([reference], dtype=torch.float64)
+    k, dk = (t.item() for t in kl_terms(torch.tensor([logp], dtype=torch.float64), ref, kind))
     assert k == pytest.approx(exact, rel=1e-12, abs=1e-14)
     assert dk == pytest.approx(slope, rel=1e-12, abs=1e-14)
     cfg = LossConfig(kl_coef=0.25, kl=kind).resolve()
-    ref = torch.tensor([reference], dtype=torch.float64)
     loss, gradient = loss_and_gradient([[(logp, logp, logp)]], [0.0], cfg, reference=ref)
     assert (loss.item(), gradient.item()) == pytest.approx((0.25 * k, 0.25 * dk), rel=1e-14)
     in_reward = cfg.model_copy(update={"kl_in": "reward"})
@@ -359,10 +342,8 @@ def test_kl_in_the_reward_is_taken_off_each_completion():
     cfg = LossConfig(kl_coef=0.5, kl="k1", kl_in="reward").resolve()
     sums = [math.fsum((a - b).tolist()) for a, b in zip(logp, ref, strict=True)]
     assert completion_kl(logp, ref, cfg).tolist() == sums
-    rewards = np.ones((2, 2))
-    assert shaped_rewards(rewards, [1, 3, 2, 5], cfg, 8, logp, ref).reshape(-1).tolist() == [
-        1 - 0.5 * s for s in sums
-    ]
+    shaped = shaped_rewards(np.ones((2, 2)), [1, 3, 2, 5], cfg, 8, logp, ref)
+    assert shaped.reshape(-1).tolist() == [1 - 0.5 * s for s in sums]
 
 
 def test_a_choice_overrides_its_preset():
@@ -372,7 +353,6 @@ def test_a_choice_overrides_its_preset():
 
 
 def test_a_mask_that_keeps_nothing_is_refused():
-    with pytest.raises(
-        ValueError, match=r"correction_low \(2\.0\) must not exceed loss\.correction_high \(1\.0\)"
-    ):
+    message = r"correction_low \(2\.0\) must not exceed loss\.correction_high \(1\.0\)"
+    with pytest.raises(ValueError, match=message):
         check_settings(Config(loss=LossConfig(correction_low=2.0, correction_high=1.0)))

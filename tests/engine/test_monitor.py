@@ -1,6 +1,6 @@
-"""The monitor:
+"""The monitor: one planted bit stops an exact run before its update, and is named and saved.
 
-one planted bit stops an exact run before its update, is named, saved, and found again by `zerokl verify`.
+`zerokl verify` finds the bit again in what was saved, and blames the side that does not reproduce.
 """
 
 import dataclasses
@@ -23,30 +23,36 @@ from zerokl.model.weights import fingerprint
 
 
 class Plant:
-    """Makes the run's sampler flip the lowest bit of one logprob, at a place drawn at random; keeps what it
-    did.
+    """Makes the run's sampler flip the lowest bit of one logprob at a random place, and remembers the place.
+
+    version: where it is not 0, it is added to the rollout's weight version, and no bit is flipped.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, case: int, version: int = 0):
         draw = random.Random(case)
-        self.step, index, part = draw.randrange(3), draw.randrange(9), draw.random()
+        self.step, index, fraction = draw.randrange(3), draw.randrange(9), draw.random()
         plant = self
 
         class Planted(ParallelSampler):
-            def generate(self, prompts, generation_params, keys):
-                rollouts = super().generate(prompts, generation_params, keys)
-                if (keys.stream, keys.step) == (Stream.SAMPLE, plant.step):
+            def generate(self, prompts, generation_params, rng_key):
+                rollouts = super().generate(prompts, generation_params, rng_key)
+                if (rng_key.stream, rng_key.step) == (Stream.SAMPLE, plant.step):
                     plant.rollout = rollouts[index] = dataclasses.replace(
                         rollouts[index], weight_version=rollouts[index].weight_version + version
                     )
-                    plant.position = int(part * len(plant.rollout.logprobs))
-                    plant.true = plant.rollout.logprobs[plant.position].item()
+                    logprobs = plant.rollout.logprobs
+                    plant.position = int(fraction * len(logprobs))
+                    plant.true = logprobs[plant.position].item()
                     if not version:
-                        plant.rollout.logprobs.view(np.int32)[plant.position] ^= 1
-                    plant.false = plant.rollout.logprobs[plant.position].item()
+                        logprobs.view(np.int32)[plant.position] ^= 1
+                    plant.false = logprobs[plant.position].item()
                 return rollouts
 
         monkeypatch.setattr(samplers_module, "ParallelSampler", Planted)
+
+    @property
+    def prompt_and_sample(self) -> str:
+        return f"prompt {self.rollout.prompt}, sample {self.rollout.sample}"
 
 
 def _weights(folder) -> str:
@@ -60,7 +66,7 @@ def test_one_flipped_bit_stops_the_run_and_is_named(config, model, monkeypatch, 
     plant = Plant(monkeypatch, case)
     with pytest.raises(MismatchError) as caught:
         train(config(dtype=dtype, micro_batch=2), tmp_path / "run")
-    place = f"step {plant.step}, prompt {plant.rollout.prompt}, sample {plant.rollout.sample}, position {plant.position} "
+    place = f"step {plant.step}, {plant.prompt_and_sample}, position {plant.position} "
     assert place in str(caught.value)
     assert f"trainer logprob {plant.true!r}" in str(caught.value)
     assert f"sampler logprob {plant.false!r}" in str(caught.value)
@@ -90,11 +96,11 @@ def test_a_mismatch_is_saved_again_when_the_run_is_resumed(config, monkeypatch, 
 
 
 def test_a_mismatch_is_named_where_it_cannot_be_saved(config, monkeypatch, tmp_path, capsys):
-    def full(*given, **named):
+    def fail(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
     Plant(monkeypatch, 1)
-    monkeypatch.setattr(run_module, "write_checkpoint", full)
+    monkeypatch.setattr(run_module, "write_checkpoint", fail)
     with pytest.raises(MismatchError):
         train(config(), tmp_path / "run")
     assert "could not be saved: [Errno 28]" in capsys.readouterr().out
@@ -115,8 +121,8 @@ def test_verify_case_blames_the_side_that_does_not_reproduce(config, monkeypatch
 
 def test_the_first_of_several_is_named_and_all_are_counted(config, monkeypatch, tmp_path):
     class Planted(ParallelSampler):
-        def generate(self, prompts, generation_params, keys):
-            rollouts = super().generate(prompts, generation_params, keys)
+        def generate(self, prompts, generation_params, rng_key):
+            rollouts = super().generate(prompts, generation_params, rng_key)
             for r in rollouts[5:]:
                 r.logprobs.view(np.int32)[-1] ^= 1
             return rollouts
@@ -135,20 +141,16 @@ def test_a_run_that_is_not_exact_goes_on_and_shows_it(config, read_jsonl, monkey
     assert summary.mismatch_max_abs == abs(d) > 0
     for line in read_jsonl(tmp_path / "run" / "metrics.jsonl"):
         if line["step"] != plant.step:
-            assert (line["mismatch/max_abs"], line["mismatch/frac_equal"], line["mismatch/k1"]) == (
-                0.0,
-                1.0,
-                0.0,
-            )
+            assert line["mismatch/max_abs"] == line["mismatch/k1"] == 0.0
+            assert line["mismatch/frac_equal"] == 1.0
             continue
         n = line["tokens"]
         assert line["mismatch/frac_equal"] == 1 - 1 / n
         assert line["mismatch/max_abs"] == abs(d)
         assert line["mismatch/k1"] == pytest.approx(-d / n)
         assert line["mismatch/k2"] == pytest.approx(d * d / 2 / n)
-        assert [line["mismatch/ratio_min"], line["mismatch/ratio_max"]] == pytest.approx(
-            sorted([1.0, np.exp(d)]), rel=1e-15
-        )
+        ratios = [line["mismatch/ratio_min"], line["mismatch/ratio_max"]]
+        assert ratios == pytest.approx(sorted([1.0, np.exp(d)]), rel=1e-15)
     assert not (tmp_path / "run" / "mismatch").exists()
 
 
@@ -156,10 +158,7 @@ def test_rollouts_of_other_weights_are_refused(config, monkeypatch, tmp_path):
     plant = Plant(monkeypatch, 0, version=1)
     with pytest.raises(ValueError, match=r"has weight version \d+; the trainer is at \d+") as caught:
         train(config(), tmp_path / "run")
-    assert (
-        f"prompt {plant.rollout.prompt}, sample {plant.rollout.sample} has weight version {plant.step + 1}"
-        in str(caught.value)
-    )
+    assert f"{plant.prompt_and_sample} has weight version {plant.step + 1}" in str(caught.value)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 

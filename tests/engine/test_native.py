@@ -1,7 +1,4 @@
-"""The native sampler:
-
-a completion depends on its own prompt, the weights and its own key, and on nothing beside it.
-"""
+"""The native sampler: a completion depends on its own prompt, the weights and its own key only."""
 
 import numpy as np
 import pytest
@@ -19,22 +16,23 @@ from zerokl.model.decoder import Decoder, Numerics, PackedContext
 from zerokl.model.scoring import logprobs, pack
 
 VOCAB, CONTEXT = 64, 512
-STOP = frozenset(range(6))  # of 64 about equally likely tokens: completions of very different lengths
-DISTRIBUTIONS = [
+# 6 of 64 about equally likely tokens, so that completions have very different lengths.
+STOP = frozenset(range(6))
+SAMPLING = [
     SamplingParams(),
     SamplingParams(0.7),
     SamplingParams(1.0, 0, 0.9),
     SamplingParams(1.3, 7, 1.0),
     SamplingParams(0.0),
 ]
-# Lengths on both sides of a cache block and over several.
+# Prompts that are shorter than a cache block, longer than one, and longer than two.
 PROMPT = st.integers(1, 2 * KEY_TILE + 3).flatmap(
     lambda n: st.lists(st.integers(0, VOCAB - 1), min_size=n, max_size=n)
 )
 
 
 def generation_params(
-    sampling_params: SamplingParams = DISTRIBUTIONS[0],
+    sampling_params: SamplingParams = SAMPLING[0],
     num_generations: int = 3,
     max_tokens: int = 20,
     stop: frozenset[int] = STOP,
@@ -55,16 +53,18 @@ def tokens(rollouts: list[Rollout]) -> list[tuple[int, ...]]:
 @settings(deadline=None, max_examples=15)
 @given(
     prompts=st.lists(PROMPT, min_size=1, max_size=4),
-    sampling_params=st.sampled_from(DISTRIBUTIONS),
+    sampling_params=st.sampled_from(SAMPLING),
     concurrency=st.integers(1, 14),
     batch_tokens=st.integers(1, 100),
 )
 def test_concurrency_and_chunks_do_not_change_a_bit(
     decoder, sampler, prompts, sampling_params, concurrency, batch_tokens
 ):
-    other = NativeSampler(decoder, concurrency, batch_tokens)
-    keys, how = RngKey(3, 5), generation_params(sampling_params)
-    assert bits(other.generate(prompts, how, keys)) == bits(sampler.generate(prompts, how, keys))
+    chunked = NativeSampler(decoder, concurrency, batch_tokens)
+    rng_key, params = RngKey(3, 5), generation_params(sampling_params)
+    assert bits(chunked.generate(prompts, params, rng_key)) == bits(
+        sampler.generate(prompts, params, rng_key)
+    )
 
 
 @settings(deadline=None, max_examples=15)
@@ -76,8 +76,9 @@ def test_concurrency_and_chunks_do_not_change_a_bit(
 )
 def test_prompts_and_samples_beside_it_do_not_change_a_bit(sampler, prompt, place, beside, num_generations):
     alone = sampler.generate([*[[1]] * place, prompt], generation_params(num_generations=1), RngKey(0, 0))[-1]
+    before = beside[:place]
     crowd = sampler.generate(
-        [*beside[:place], *[[2]] * (place - len(beside[:place])), prompt, *beside],
+        [*before, *[[2]] * (place - len(before)), prompt, *beside],
         generation_params(num_generations=num_generations),
         RngKey(0, 0),
     )
@@ -85,7 +86,7 @@ def test_prompts_and_samples_beside_it_do_not_change_a_bit(sampler, prompt, plac
 
 
 @settings(deadline=None, max_examples=15)
-@given(prompts=st.lists(PROMPT, min_size=1, max_size=3), sampling_params=st.sampled_from(DISTRIBUTIONS))
+@given(prompts=st.lists(PROMPT, min_size=1, max_size=3), sampling_params=st.sampled_from(SAMPLING))
 def test_the_trainers_logprobs_are_the_samplers(decoder, sampler, prompts, sampling_params):
     rollouts = sampler.generate(prompts, generation_params(sampling_params), RngKey(0, 0))
     with torch.no_grad():
@@ -102,20 +103,18 @@ def test_rollouts_come_prompt_by_prompt_and_sample_by_sample(sampler):
 
 
 def test_every_part_of_the_key_matters(sampler):
-    prompts, how = [[9, 9, 9], [9, 9, 9]], generation_params(num_generations=4, stop=frozenset())
-    base = tokens(sampler.generate(prompts, how, RngKey(0, 0)))
+    prompts, params = [[9, 9, 9], [9, 9, 9]], generation_params(num_generations=4, stop=frozenset())
+    base = tokens(sampler.generate(prompts, params, RngKey(0, 0)))
     assert len(set(base)) == 8, "samples of a group, and groups of one text, must differ"
-    assert tokens(sampler.generate(prompts, how, RngKey(0, 0))) == base
-    for other in (RngKey(1, 0), RngKey(0, 1)):
-        assert not set(base) & set(tokens(sampler.generate(prompts, how, other)))
+    assert tokens(sampler.generate(prompts, params, RngKey(0, 0))) == base
+    for rng_key in (RngKey(1, 0), RngKey(0, 1)):
+        assert not set(base) & set(tokens(sampler.generate(prompts, params, rng_key)))
 
 
 def test_first_tokens_follow_the_distribution(decoder, sampler):
     prompt, n, sampling_params = [9, 30, 12], 4000, SamplingParams(0.2)
-    drawn = [
-        ids[0]
-        for ids in tokens(sampler.generate([prompt], generation_params(sampling_params, n, 1), RngKey(0, 0)))
-    ]
+    rollouts = sampler.generate([prompt], generation_params(sampling_params, n, 1), RngKey(0, 0))
+    drawn = [ids[0] for ids in tokens(rollouts)]
     with torch.no_grad():
         logp, _ = logprobs(decoder, pack([(prompt, [v]) for v in range(VOCAB)]), sampling_params)
     expected = n * logp.double().exp().numpy()
@@ -124,9 +123,8 @@ def test_first_tokens_follow_the_distribution(decoder, sampler):
 
 
 def test_a_completion_ends_with_its_first_stop_token_or_at_the_limit(sampler):
-    rollouts = sampler.generate(
-        [[9, 8, 7]], generation_params(num_generations=40, max_tokens=8), RngKey(0, 0)
-    )
+    params = generation_params(num_generations=40, max_tokens=8)
+    rollouts = sampler.generate([[9, 8, 7]], params, RngKey(0, 0))
     assert {r.finish for r in rollouts} == {"stop", "length"}
     for r in rollouts:
         assert len(r.logprobs) == len(r.completion_ids)
@@ -139,9 +137,8 @@ def test_a_completion_ends_with_its_first_stop_token_or_at_the_limit(sampler):
 
 
 def test_stop_ids_and_limit_only_cut(sampler):
-    whole = sampler.generate(
-        [[9, 8, 7]], generation_params(num_generations=20, max_tokens=12, stop=frozenset()), RngKey(0, 0)
-    )
+    without_stop = generation_params(num_generations=20, max_tokens=12, stop=frozenset())
+    whole = sampler.generate([[9, 8, 7]], without_stop, RngKey(0, 0))
     cut = sampler.generate([[9, 8, 7]], generation_params(num_generations=20, max_tokens=5), RngKey(0, 0))
     for long, short in zip(whole, cut, strict=True):
         n = len(short.completion_ids)
@@ -151,9 +148,8 @@ def test_stop_ids_and_limit_only_cut(sampler):
 
 def test_greedy_takes_the_most_likely_token_each_time(decoder, sampler):
     prompt = [9, 8, 7]
-    a, b = sampler.generate(
-        [prompt], generation_params(SamplingParams(0.0), 2, 10, frozenset()), RngKey(0, 0)
-    )
+    greedy = generation_params(SamplingParams(0.0), 2, 10, frozenset())
+    a, b = sampler.generate([prompt], greedy, RngKey(0, 0))
     assert a.completion_ids == b.completion_ids
     ids = list(prompt)
     with torch.no_grad():
@@ -168,50 +164,44 @@ def test_top_k_and_top_p_keep_to_the_likely_tokens(decoder, sampler):
     with torch.no_grad():
         logp, _ = logprobs(decoder, pack([(prompt, [v]) for v in range(VOCAB)]), SamplingParams(0.2))
     likely = logp.sort(descending=True).values
-    for sampling_params, kept in (
-        (
-            SamplingParams(0.2, 5),
-            int((logp >= likely[4]).sum()),
-        ),  # every logit not below the fifth, ties included
-        (SamplingParams(0.2, 0, 0.3), 1 + int((likely.double().exp().cumsum(0) < 0.3).sum())),
-    ):
-        drawn = {
-            ids[0]
-            for ids in tokens(
-                sampler.generate([prompt], generation_params(sampling_params, 300, 1), RngKey(0, 0))
-            )
-        }
+    # top_k keeps every logit that is not below the fifth, ties included.
+    top_k = int((logp >= likely[4]).sum())
+    top_p = 1 + int((likely.double().exp().cumsum(0) < 0.3).sum())
+    for sampling_params, kept in ((SamplingParams(0.2, 5), top_k), (SamplingParams(0.2, 0, 0.3), top_p)):
+        rollouts = sampler.generate([prompt], generation_params(sampling_params, 300, 1), RngKey(0, 0))
+        drawn = {ids[0] for ids in tokens(rollouts)}
         assert len(drawn) == kept
         assert logp[list(drawn)].min() >= likely[kept - 1]
 
 
 def _bytes_for_one(decoder, prompt: int, max_tokens: int) -> int:
-    """Cache of a prompt that is read and one sample of it."""
+    """Bytes of the cache that one prompt and one sample of it need."""
     blocks = -(-prompt // KEY_TILE) + -(-(prompt + max_tokens) // KEY_TILE)
     return blocks * BlockCache.bytes_per_block(decoder.config, decoder.dtype)
 
 
 def test_a_small_cache_lowers_concurrency_and_changes_no_bit(decoder, sampler):
-    prompts, how, keys = [[9] * 20, [8] * 5], generation_params(), RngKey(0, 0)
-    size = _bytes_for_one(decoder, 20, how.max_tokens)
+    prompts, params, rng_key = [[9] * 20, [8] * 5], generation_params(), RngKey(0, 0)
+    size = _bytes_for_one(decoder, 20, params.max_tokens)
+    expected = bits(sampler.generate(prompts, params, rng_key))
     for n in (1, 2):
         small = NativeSampler(decoder, cache_bytes=(n + 1) * size - 1)
-        assert _Generation(small, prompts, how, keys).concurrency == n
-        assert bits(small.generate(prompts, how, keys)) == bits(sampler.generate(prompts, how, keys))
+        assert _Generation(small, prompts, params, rng_key).concurrency == n
+        assert bits(small.generate(prompts, params, rng_key)) == expected
     with pytest.raises(ValueError, match=f"cache_bytes \\({size - 1}\\) cannot hold one sample of 40 tokens"):
-        NativeSampler(decoder, cache_bytes=size - 1).generate(prompts, how, keys)
+        NativeSampler(decoder, cache_bytes=size - 1).generate(prompts, params, rng_key)
 
 
 def test_a_narrower_cache_holds_twice_as_many_samples_and_draws_the_same(model):
     plain = load_decoder(model, torch.float32)
     narrow = Decoder(plain.config, plain.flat.detach(), plain.layout, Numerics(cache=torch.bfloat16))
-    prompts, how, keys = [[9] * 20, [8] * 5], generation_params(), RngKey(0, 0)
-    size = _bytes_for_one(plain, 20, how.max_tokens)
-    assert _Generation(NativeSampler(plain, cache_bytes=size), prompts, how, keys).concurrency == 1
-    assert _Generation(NativeSampler(narrow, cache_bytes=size), prompts, how, keys).concurrency == 2
-    assert bits(NativeSampler(narrow, cache_bytes=size).generate(prompts, how, keys)) == bits(
-        NativeSampler(narrow).generate(prompts, how, keys)
-    )
+    prompts, params, rng_key = [[9] * 20, [8] * 5], generation_params(), RngKey(0, 0)
+    size = _bytes_for_one(plain, 20, params.max_tokens)
+    small_plain, small_narrow = (NativeSampler(d, cache_bytes=size) for d in (plain, narrow))
+    assert _Generation(small_plain, prompts, params, rng_key).concurrency == 1
+    assert _Generation(small_narrow, prompts, params, rng_key).concurrency == 2
+    expected = bits(NativeSampler(narrow).generate(prompts, params, rng_key))
+    assert bits(small_narrow.generate(prompts, params, rng_key)) == expected
 
 
 @settings(deadline=None, max_examples=15)
@@ -239,7 +229,8 @@ def test_every_cache_block_is_free_at_the_end(decoder, prompts, num_generations,
         ([[9], []], "prompt 1 is empty"),
         (
             [[9] * (CONTEXT - 19)],
-            f"prompt 0 has {CONTEXT - 19} tokens, with max_tokens \\(20\\) more than the context \\({CONTEXT}\\)",
+            f"prompt 0 has {CONTEXT - 19} tokens, "
+            f"with max_tokens \\(20\\) more than the context \\({CONTEXT}\\)",
         ),
         ([[9], [VOCAB]], f"prompt 1 has token id {VOCAB}, outside the model's vocabulary of {VOCAB}"),
         ([[-1]], "prompt 0 has token id -1"),
@@ -251,14 +242,13 @@ def test_bad_prompts_are_refused_by_number(sampler, prompts, message):
 
 
 def test_a_prompt_may_fill_the_context(sampler):
-    rollout = sampler.generate(
-        [[9] * (CONTEXT - 20)], generation_params(num_generations=1, stop=frozenset()), RngKey(0, 0)
-    )[0]
+    params = generation_params(num_generations=1, stop=frozenset())
+    (rollout,) = sampler.generate([[9] * (CONTEXT - 20)], params, RngKey(0, 0))
     assert len(rollout.completion_ids) == 20
 
 
 @pytest.mark.parametrize(
-    "how",
+    "params",
     [
         dict(max_tokens=0),
         dict(num_generations=0),
@@ -266,18 +256,18 @@ def test_a_prompt_may_fill_the_context(sampler):
         dict(sampling_params=SamplingParams(1.0, 0, 0.0)),
     ],
 )
-def test_settings_out_of_range_are_refused(sampler, how):
+def test_settings_out_of_range_are_refused(sampler, params):
     with pytest.raises(ValueError, match="must"):
-        sampler.generate([[9]], generation_params(**how), RngKey(0, 0))
+        sampler.generate([[9]], generation_params(**params), RngKey(0, 0))
 
 
 def test_new_weights_give_new_tokens_and_their_version(decoder):
-    own = Decoder(decoder.config, decoder.flat.detach().clone(), decoder.layout)
-    sampler, how = NativeSampler(own), generation_params(stop=frozenset())
-    before = sampler.generate([[9]], how, RngKey(0, 0))
-    own.flat.neg_()
+    copy = Decoder(decoder.config, decoder.flat.detach().clone(), decoder.layout)
+    sampler, params = NativeSampler(copy), generation_params(stop=frozenset())
+    before = sampler.generate([[9]], params, RngKey(0, 0))
+    copy.flat.neg_()
     sampler.sync_weights(7)
-    after = sampler.generate([[9]], how, RngKey(0, 0))
+    after = sampler.generate([[9]], params, RngKey(0, 0))
     assert {r.weight_version for r in before} == {0}
     assert {r.weight_version for r in after} == {7}
     assert tokens(before) != tokens(after)

@@ -1,6 +1,7 @@
-"""Older rollouts, other precisions, disturbed and foreign samplers:
+"""Mismatch and staleness are measured separately.
 
-mismatch and staleness are measured apart.
+The rollouts are older, of another precision, perturbed, or from an external sampler. A disease is one setting
+that makes the sampler differ from the trainer.
 """
 
 import dataclasses
@@ -53,10 +54,8 @@ def test_older_rollouts_have_mismatch_zero_and_staleness_of_their_own(config, tm
     assert versions == {0: 0, 1: 0, 2: 0, 3: 3, 4: 3, 5: 3, 6: 6}
     again = cfg.model_copy(update={"micro_batch": 2, "workers": 2})
     assert train(again, tmp_path / "b").fingerprint == summary.fingerprint
-    assert (
-        train(config(dtype=dtype, steps=7, loss__preset="grpo"), tmp_path / "fresh").weights
-        != summary.weights
-    )
+    fresh = train(config(dtype=dtype, steps=7, loss__preset="grpo"), tmp_path / "fresh")
+    assert fresh.weights != summary.weights
 
 
 def test_several_updates_on_older_rollouts(config, tmp_path, read_jsonl):
@@ -66,31 +65,26 @@ def test_several_updates_on_older_rollouts(config, tmp_path, read_jsonl):
 
 
 def test_the_logged_staleness_is_that_of_the_logged_rollouts(config, tmp_path, read_jsonl):
-    """The checkpoint before a step, applied to its rollouts, against the logprobs they were sampled with."""
+    """The checkpoint before a step scores the step's rollouts; compared with the logprobs of sampling."""
     train(config(steps=2, max_staleness=1, checkpoint__every=1), tmp_path / "run")
     decoder = load_decoder(tmp_path / "run" / "checkpoints" / "step-000001", torch.float32)
-    own = [r for r in read_jsonl(tmp_path / "run" / "rollouts.jsonl") if r["step"] == 1]
+    rollouts = [r for r in read_jsonl(tmp_path / "run" / "rollouts.jsonl") if r["step"] == 1]
+    batch = pack([(r["prompt_ids"], r["completion_ids"]) for r in rollouts])
     with torch.no_grad():
-        logp = (
-            logprobs(decoder, pack([(r["prompt_ids"], r["completion_ids"]) for r in own]), SamplingParams())[
-                0
-            ]
-            .double()
-            .numpy()
-        )
-    d = logp - np.concatenate([r["logprobs"] for r in own])
-    found = _lines(read_jsonl, tmp_path / "run")[1]
-    assert found["staleness/max_abs"] == np.abs(d).max() > 0
-    assert found["staleness/k1"] == pytest.approx(-d.mean(), rel=1e-12)
+        logp, _ = logprobs(decoder, batch, SamplingParams())
+    d = logp.double().numpy() - np.concatenate([r["logprobs"] for r in rollouts])
+    metrics = _lines(read_jsonl, tmp_path / "run")[1]
+    assert metrics["staleness/max_abs"] == np.abs(d).max() > 0
+    assert metrics["staleness/k1"] == pytest.approx(-d.mean(), rel=1e-12)
 
 
 def test_a_flipped_bit_of_an_older_rollout_is_found_and_its_weights_saved(
     config, tmp_path, monkeypatch, capsys
 ):
     class Planted(ParallelSampler):
-        def generate(self, prompts, generation_params, keys):
-            rollouts = super().generate(prompts, generation_params, keys)
-            if keys.step == 2:
+        def generate(self, prompts, generation_params, rng_key):
+            rollouts = super().generate(prompts, generation_params, rng_key)
+            if rng_key.step == 2:
                 rollouts[4].logprobs.view(np.int32)[0] ^= 1
             return rollouts
 
@@ -108,11 +102,9 @@ def test_a_flipped_bit_of_an_older_rollout_is_found_and_its_weights_saved(
 
 def test_rollouts_older_than_allowed_are_refused(config, tmp_path, monkeypatch):
     class Late(ParallelSampler):
-        def generate(self, prompts, generation_params, keys):
-            return [
-                dataclasses.replace(r, weight_version=-1)
-                for r in super().generate(prompts, generation_params, keys)
-            ]
+        def generate(self, prompts, generation_params, rng_key):
+            rollouts = super().generate(prompts, generation_params, rng_key)
+            return [dataclasses.replace(r, weight_version=-1) for r in rollouts]
 
     monkeypatch.setattr(samplers_module, "ParallelSampler", Late)
     with pytest.raises(ValueError, match="has weight version -1; the trainer is at 1, max_staleness is 1"):
@@ -136,18 +128,18 @@ def test_every_disease_shows_as_mismatch_and_is_reproducible(config, tmp_path, r
     cfg = config(exact="false", steps=4, loss__preset="tis", **DISEASES[name])
     summary = train(cfg, tmp_path / "a")
     lines = _lines(read_jsonl, tmp_path / "a")
-    sick = [m["mismatch/max_abs"] > 0 for m in lines]
-    assert sick == ([False, True, True, True] if name == "delay" else [True] * 4)
+    differs = [m["mismatch/max_abs"] > 0 for m in lines]
+    assert differs == ([False, True, True, True] if name == "delay" else [True] * 4)
     assert not any("staleness/k1" in m for m in lines)
     assert {r["weight_version"] for r in read_jsonl(tmp_path / "a" / "rollouts.jsonl")} == {0, 1, 2, 3}
-    other = cfg.model_copy(update={"workers": 2, "micro_batch": 2})
-    assert train(other, tmp_path / "b").fingerprint == summary.fingerprint
+    again = cfg.model_copy(update={"workers": 2, "micro_batch": 2})
+    assert train(again, tmp_path / "b").fingerprint == summary.fingerprint
     with pytest.raises(ValueError, match="set exact = false"):
         config(**DISEASES[name])
 
 
 def test_a_disease_and_staleness_are_told_apart(config, tmp_path, read_jsonl):
-    """At a fresh step there is only mismatch; its size does not grow with the age of the weights."""
+    """A fresh step has only mismatch. The mismatch does not grow with the age of the weights."""
     train(
         config(exact="false", steps=4, max_staleness=3, perturb__temperature=0.9, optimizer__lr="3e-2"),
         tmp_path / "run",
@@ -162,9 +154,11 @@ def test_a_disease_and_staleness_are_told_apart(config, tmp_path, read_jsonl):
 
 def test_amplified_rounding_is_rounding_times_the_gain():
     w = torch.linspace(-2, 2, 4096)
-    one, eight = (perturbed_weights(PerturbConfig(round_weights="bfloat16", gain=g), w) for g in (1.0, 8.0))
-    assert total_unequal([one], [w.bfloat16().float()]) == 0
-    assert ((eight - w) - 8 * (one - w)).abs().max() <= 2**-23 * 4
+    rounded, amplified = (
+        perturbed_weights(PerturbConfig(round_weights="bfloat16", gain=g), w) for g in (1.0, 8.0)
+    )
+    assert total_unequal([rounded], [w.bfloat16().float()]) == 0
+    assert ((amplified - w) - 8 * (rounded - w)).abs().max() <= 2**-23 * 4
     assert perturbed_weights(PerturbConfig(), w) is w
     assert not PerturbConfig().any
 

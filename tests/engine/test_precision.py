@@ -1,7 +1,4 @@
-"""Loss scaling and dtypes:
-
-powers of two change no bit, an overflow reaches nothing, and every precision obeys the law.
-"""
+"""Loss scales that are powers of two change no bit, an overflow changes nothing, every precision is exact."""
 
 import json
 import math
@@ -34,7 +31,7 @@ SMALLEST_NORMAL = 2.0**-14
 
 @pytest.fixture(scope="module")
 def plain_weights(config, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """The hash of the final weights of the plain run in a dtype, which is made once."""
+    """plain_weights(dtype): the hash of the final weights of a run in `dtype`, which is done once."""
     return cache(lambda dtype: train(config(dtype=dtype), tmp_path_factory.mktemp("plain") / dtype).weights)
 
 
@@ -47,13 +44,12 @@ def test_every_precision_has_mismatch_zero_and_one_fingerprint(
 ):
     keys = {f"precision__{k}": v for k, v in precision.items()}
     a = train(config(dtype=dtype, **keys), tmp_path / "a")
-    b = train(
-        config(dtype=dtype, micro_batch=2, workers=2, native__max_concurrency=2, **keys), tmp_path / "b"
-    )
+    cut_up = dict(micro_batch=2, workers=2, native__max_concurrency=2)
+    b = train(config(dtype=dtype, **cut_up, **keys), tmp_path / "b")
     assert (a.tokens_unequal, a.mismatch_max_abs, a.weights) == (0, 0.0, b.weights)
-    exact = [{}, {"head_dtype": dtype}, {"cache_dtype": dtype}] + [{"cache_dtype": HALF}] * (
-        dtype == "bfloat16"
-    )  # fp16 has more bits
+    # A cache in fp16 holds the values of bf16 exactly, because fp16 has more bits of mantissa.
+    wider_cache = [{"cache_dtype": HALF}] if dtype == "bfloat16" else []
+    exact = [{}, {"head_dtype": dtype}, {"cache_dtype": dtype}, *wider_cache]
     assert (a.weights == plain_weights(dtype)) == (precision in exact), (
         "control: a setting that rounds elsewhere must show"
     )
@@ -70,31 +66,29 @@ def test_any_power_of_two_as_scale_gives_one_fingerprint(config, tmp_path, dtype
 
 
 class _Backward:
-    """The gradients of one fp16 backward at loss scale 2^k, and the operations whose gradients were all
-    normal numbers.
+    """The gradients of one fp16 backward at loss scale 2^k.
+
+    Also each operation in the order of the backward, and whether its gradients were all normal numbers.
     """
 
     def __init__(self, decoder: Decoder, k: int):
         for w in (*decoder.w.values(), decoder.lm_head):
             w.main_grad = torch.zeros(w.shape)
         self.order: list[tuple[str, bool]] = []
-        pairs = random_pairs(6, 14, decoder.config.vocab_size, 0)
+        batch = pack(random_pairs(6, 14, decoder.config.vocab_size, 0))
         logp, _ = logprobs(
-            decoder,
-            pack(pairs),
-            SamplingParams(),
-            lambda name, x: x.register_hook(lambda dx: self._see(name, dx)),
+            decoder, batch, SamplingParams(), lambda name, x: x.register_hook(lambda dx: self._see(name, dx))
         )
         (logp.sum() * 2.0 ** (k - 6)).backward()
         self.gradients = {name: w.main_grad * 2.0**-k for name, w in decoder.w.items()}
 
     def _see(self, name: str, dx: torch.Tensor | None) -> None:
         if dx is not None:
-            held = (dx == 0) | (dx.abs() >= SMALLEST_NORMAL) & torch.isfinite(dx)
-            self.order.append((name, bool(held.all())))
+            normal = (dx == 0) | (dx.abs() >= SMALLEST_NORMAL) & torch.isfinite(dx)
+            self.order.append((name, bool(normal.all())))
 
-    def held(self) -> list[str]:
-        """Weights whose gradient comes before the first gradient that fp16 did not hold."""
+    def exact_weights(self) -> list[str]:
+        """Weights whose gradient comes before the first gradient that fp16 cannot hold."""
         weights = {
             "down_proj": "down",
             "gate_up": "gate_up",
@@ -103,29 +97,29 @@ class _Backward:
             "qkv": "qkv",
             "norm": "norm",
         }
-        found = []
-        for name, good in self.order:
-            if not good:
+        names = []
+        for name, all_normal in self.order:
+            if not all_normal:
                 break
-            at, _, op = name.rpartition(".")
+            layer, _, op = name.rpartition(".")
             if op in weights:
-                found.append(f"{at}.{weights[op]}" if at else weights[op])
-        return found
+                names.append(f"{layer}.{weights[op]}" if layer else weights[op])
+        return names
 
 
 def test_fp16_gradients_keep_their_bits_at_any_scale_without_underflow(model):
-    """fp16 has few exponents:
+    """fp16 has few exponents, so only weights before the first underflow of the backward are compared.
 
-    attention's gradient of the first position is rounding noise that no scale lifts to a normal number.
+    Attention's gradient of the first position is rounding noise that no scale lifts to a normal number.
     """
     decoder = load_decoder(model, torch.float16)
     low, high = _Backward(decoder, 19), _Backward(decoder, 20)
-    both = [name for name in low.held() if name in high.held()]
+    both = [name for name in low.exact_weights() if name in high.exact_weights()]
     assert {"norm", "layers.1.down", "layers.1.o"} <= set(both)
     for name in both:
         assert total_unequal([low.gradients[name]], [high.gradients[name]]) == 0, name
     tiny = _Backward(decoder, 2)
-    assert "layers.1.down" not in tiny.held()
+    assert "layers.1.down" not in tiny.exact_weights()
     assert total_unequal([tiny.gradients["layers.1.down"]], [low.gradients["layers.1.down"]]) > 0, (
         "control: underflow costs bits"
     )
@@ -139,20 +133,20 @@ def test_zeros_are_counted_at_both_ends_of_the_backward(model):
         counter = Underflow(batch)
         logp, _ = logprobs(decoder, batch, SamplingParams(), counter.hook)
         counter.watch(logp)
-        upstream = torch.tensor(
-            [1.0, 1.0, 0.0, 1.0, 0.0, 0.0]
-        )  # the last token of sequence 1, and sequence 2, have no gradient
+        # Three tokens have a gradient. Without one are sequence 2 and the row that predicts the last token of
+        # sequence 1.
+        upstream = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0])
         (logp * upstream * 2.0**k).sum().backward()
         counts[k] = counter.zeros
     D = decoder.config.hidden_size
     assert counts[10] == {"norm": 0, "embed": 0}, "rows without a gradient are not counted"
     assert 0 < counts[-22]["norm"] < 3 * D
     assert counts[-60] == {"norm": 3 * D, "embed": (4 + 2) * D}, (
-        "all rows that those three tokens are predicted from or depend on"
+        "the rows that the three tokens with a gradient are predicted from or depend on"
     )
 
 
-def _learner(model) -> Optimizer:
+def _optimizer(model) -> Optimizer:
     decoder = load_decoder(model, torch.float32)
     return Optimizer(decoder, decoder.flat.detach(), OptimizerConfig(), 8)
 
@@ -168,47 +162,46 @@ def _state(optimizer: Optimizer) -> list[torch.Tensor]:
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_an_overflow_is_named_and_reaches_nothing(model, kind, bad):
-    optimizer, scaler = _learner(model), LossScaler(PrecisionConfig(scaling=kind, scale=8.0), torch.float16)
+    optimizer, scaler = _optimizer(model), LossScaler(PrecisionConfig(scaling=kind, scale=8.0), torch.float16)
     assert scaler.update(optimizer, _gradient(optimizer)).applied
     before, updates = _state(optimizer), optimizer.updates
     poisoned = _gradient(optimizer, 1)
     for name in ("layers.1.down", "layers.0.qkv"):
         optimizer.layout.views(poisoned)[name][40, 3] = bad
-    done = scaler.update(optimizer, poisoned)
-    assert (done.applied, done.notes) == (
+    result = scaler.update(optimizer, poisoned)
+    assert (result.applied, result.notes) == (
         False,
         {"scaling/overflow": "model.layers.0.self_attn.q_proj.weight"},
     )
-    assert (done.metrics["scaling/skipped"], done.metrics["scaling/scale"]) == (1.0, 8.0)
+    assert (result.metrics["scaling/skipped"], result.metrics["scaling/scale"]) == (1.0, 8.0)
     assert total_unequal(before, _state(optimizer)) == 0
     assert optimizer.updates == updates
     assert scaler.scale == (4.0 if kind == "dynamic" else 8.0)
 
 
 def test_without_scaling_an_overflow_ends_the_run(model):
-    optimizer, gradient = _learner(model), torch.full((1,), math.inf)
+    optimizer, scaler = _optimizer(model), LossScaler(PrecisionConfig(scaling="off"), torch.float16)
+    gradient = torch.full((optimizer.layout.numel,), math.inf)
     with pytest.raises(GradientOverflowError, match=r"model\.embed_tokens\.weight is not finite at update 0"):
-        LossScaler(PrecisionConfig(scaling="off"), torch.float16).update(
-            optimizer, gradient.expand(optimizer.layout.numel).clone()
-        )
+        scaler.update(optimizer, gradient)
 
 
 def test_the_dynamic_scale_grows_shrinks_and_stays_within_its_bounds(model):
-    optimizer = _learner(model)
+    optimizer = _optimizer(model)
     cfg = PrecisionConfig(
         scaling="dynamic", scale=8.0, growth_interval=2, backoff=0.25, minimum=1.0, maximum=16.0
     )
-    scaler, seen = LossScaler(cfg, torch.float32), []
+    scaler, scales = LossScaler(cfg, torch.float32), []
     good, bad = _gradient(optimizer), torch.full((optimizer.layout.numel,), math.nan)
     for ok in (1, 1, 1, 1, 0, 1, 0, 0, 1, 1, 1):
-        seen.append(scaler.scale)
+        scales.append(scaler.scale)
         assert scaler.update(optimizer, good if ok else bad).applied == bool(ok)
-    assert seen == [8, 8, 16, 16, 16, 4, 4, 1, 1, 1, 2]
+    assert scales == [8, 8, 16, 16, 16, 4, 4, 1, 1, 1, 2]
 
 
 @pytest.mark.parametrize("loss_scale", [2.0**-3, 2.0**40])
 def test_the_learner_divides_by_the_scale_exactly(model, loss_scale):
-    plain, scaled = _learner(model), _learner(model)
+    plain, scaled = _optimizer(model), _optimizer(model)
     for seed in range(3):
         gradient = _gradient(plain, seed)
         metrics = plain.update(gradient)
@@ -217,28 +210,21 @@ def test_the_learner_divides_by_the_scale_exactly(model, loss_scale):
 
 
 def test_a_huge_scale_falls_until_nothing_overflows(config, tmp_path, read_jsonl, capsys):
-    start = dict(
-        precision__scaling="dynamic",
-        precision__scale=2.0**30,
-        precision__maximum=2.0**30,
-        precision__backoff=0.25,
-    )
-    summary = train(config(dtype=HALF, steps=20, **start), tmp_path / "run")
+    precision = dict(scaling="dynamic", scale=2.0**30, maximum=2.0**30, backoff=0.25)
+    keys = {f"precision__{k}": v for k, v in precision.items()}
+    summary = train(config(dtype=HALF, steps=20, **keys), tmp_path / "run")
     assert (summary.tokens_unequal, summary.steps) == (0, 20)
     lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     skipped = [m["scaling/skipped"] for m in lines]
     assert 1 <= sum(skipped) < IN_A_ROW
     assert skipped == sorted(skipped, reverse=True), "only the first steps overflow"
     rollouts = read_jsonl(tmp_path / "run" / "rollouts.jsonl")
-    assert [next(r["weight_version"] for r in rollouts if r["step"] == s) for s in range(20)] == [
-        sum(1 - int(x) for x in skipped[:s]) for s in range(20)
-    ]
+    versions = [next(r["weight_version"] for r in rollouts if r["step"] == s) for s in range(20)]
+    assert versions == [sum(1 - int(x) for x in skipped[:s]) for s in range(20)]
     for m, skip in zip(lines, skipped, strict=True):
         assert (m.get("scaling/overflow", "").startswith("model.")) == (m["grad_norm"] is None) == bool(skip)
-    assert (
-        "overflowed at loss scale 1.07374e+09; the update was skipped, the scale is now 2.68435e+08"
-        in capsys.readouterr().out
-    )
+    message = "overflowed at loss scale 1.07374e+09; the update was skipped, the scale is now 2.68435e+08"
+    assert message in capsys.readouterr().out
     assert summary.reward_last5 > summary.reward_first + 0.1
 
 
@@ -246,13 +232,13 @@ class _Plant:
     """Puts an infinity into the gradient of some steps, as a kernel that overflows would."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, steps: set[int]):
-        sum_shards, done = Workers.sum_shards, []
+        sum_shards, calls = Workers.sum_shards, []
 
         def planted(self, work, shards):
             results, gradient = sum_shards(self, work, shards)
-            if len(done) in steps:
+            if len(calls) in steps:
                 self.host.decoder.layout.views(gradient)["layers.0.o"][1, 2] = math.inf
-            done.append(1)
+            calls.append(0)
             return results, gradient
 
         monkeypatch.setattr(Workers, "sum_shards", planted)
@@ -276,20 +262,17 @@ def test_ten_overflows_in_a_row_end_the_run_with_the_reason(config, tmp_path, mo
     assert main(["train", str(path), "--run-dir", str(tmp_path / "run")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
-        "zerokl: 10 updates in a row overflowed, the last at loss scale 128 in the gradient of model.layers.0.self_attn.o_"
+        "zerokl: 10 updates in a row overflowed, the last at loss scale 128 "
+        "in the gradient of model.layers.0.self_attn.o_"
     )
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1 + IN_A_ROW - 1
-    assert (
-        json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["scaling/skipped"]
-        == 1.0
-    )
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 1 + IN_A_ROW - 1
+    assert json.loads(lines[-1])["scaling/skipped"] == 1.0
 
 
 def test_a_logit_that_is_not_finite_stops_with_its_place(config, model, tmp_path):
-    with pytest.raises(
-        FloatingPointError,
-        match=r"logits of prompt 0, sample 0, position 0 are not finite.* overflow in torch\.float16",
-    ):
+    message = r"logits of prompt 0, sample 0, position 0 are not finite.* overflow in torch\.float16"
+    with pytest.raises(FloatingPointError, match=message):
         train(config(dtype=HALF, optimizer__lr="1e6", steps=5), tmp_path / "run")
 
 

@@ -1,6 +1,6 @@
-"""The frozen reference of the KL term is in the ledger by its weights:
+"""The ledger names the frozen reference of the KL term by its weights; another bit of them is another run.
 
-where they lie decides nothing, another bit of them does.
+The folder of the weights decides nothing.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from zerokl.verify.files import hash_json
 
 
 def _flip(folder: Path) -> None:
-    """One bit of one weight."""
+    """Flip one bit of one weight."""
     file = folder / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-3] ^= 1
@@ -33,61 +33,54 @@ def reference(model, tmp_path) -> Path:
 
 
 @pytest.fixture
-def held(config, reference):
-    """A run that is held near its reference."""
+def with_kl(config, reference):
+    """A run with a KL term to `reference`."""
     return config(steps=2, checkpoint__every=1, loss__kl_coef=0.5, loss__ref_model=reference)
 
 
-def test_the_ledger_holds_the_hash_of_the_weights(held, reference, tmp_path):
-    train(held.model_copy(update={"dtype": "bfloat16"}), tmp_path / "run")
+def test_the_ledger_holds_the_hash_of_the_weights(with_kl, reference, tmp_path):
+    train(with_kl.model_copy(update={"dtype": "bfloat16"}), tmp_path / "run")
     decoder = load_decoder(reference, torch.bfloat16)
     head = open_run(tmp_path / "run").head
-    own = {
-        name: value
-        for name, value in dataclasses.asdict(decoder.config).items()
-        if name not in ("raw", "max_positions")
-    }
-    assert (
-        head.settings["loss.ref_model"]
-        == f"sha256:{hash_json([own, fingerprint(decoder.layout, decoder.flat.detach())])}"
-    )
+    architecture = dataclasses.asdict(decoder.config)
+    del architecture["raw"], architecture["max_positions"]
+    weights = fingerprint(decoder.layout, decoder.flat.detach())
+    assert head.settings["loss.ref_model"] == f"sha256:{hash_json([architecture, weights])}"
     assert head.environment["process.loss.ref_model"] == str(reference)
 
 
-def test_a_moved_reference_keeps_the_fingerprint(config, held, reference, tmp_path, capsys):
-    first = train(held, tmp_path / "run").fingerprint
+def test_a_moved_reference_keeps_the_fingerprint(config, with_kl, reference, tmp_path, capsys):
+    first = train(with_kl, tmp_path / "run").fingerprint
     moved = reference.rename(tmp_path / "elsewhere")
     again = config(steps=2, checkpoint__every=1, loss__kl_coef=0.5, loss__ref_model=moved)
     assert train(again, tmp_path / "again").fingerprint == first
     assert main(["diff", str(tmp_path / "run"), str(tmp_path / "again")]) == 0
-    implied = config(
-        steps=2, checkpoint__every=1, loss__kl_coef=0.5
-    )  # the run's first model, which has the same weights
+    # Without a setting, the reference is the run's first model. It has the same weights here.
+    implied = config(steps=2, checkpoint__every=1, loss__kl_coef=0.5)
     assert train(implied, tmp_path / "implied").fingerprint == first
 
 
-def test_other_weights_in_the_same_place_are_found_and_refused_by_name(held, reference, tmp_path, capsys):
+def test_other_weights_in_the_same_place_are_found_and_refused_by_name(with_kl, reference, tmp_path, capsys):
     run = tmp_path / "run"
-    first = train(held, run).fingerprint
+    first = train(with_kl, run).fingerprint
     kept = shutil.copytree(reference, tmp_path / "kept")
     _flip(reference)
-    assert train(held, tmp_path / "other").fingerprint != first
+    assert train(with_kl, tmp_path / "other").fingerprint != first
     assert main(["diff", str(run), str(tmp_path / "other")]) == 1
-    assert "first difference before the first step: configuration loss.ref_model: 'sha256:" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    difference = "first difference before the first step: configuration loss.ref_model: 'sha256:"
+    assert difference in " ".join(capsys.readouterr().out.split())
+    # As if the run had ended after its first step.
     (run / "summary.json").unlink()
-    shutil.rmtree(run / "checkpoints" / "step-000002")  # as if the run had ended after its first step
+    shutil.rmtree(run / "checkpoints" / "step-000002")
     before = {p.name: p.read_bytes() for p in run.iterdir() if p.is_file()}
-    with pytest.raises(
-        ValueError,
-        match=rf"resume: the weights of the reference, {reference}, are sha256:\w+; the run began with sha256:",
-    ):
+    message = (
+        rf"resume: the weights of the reference, {reference}, are sha256:\w+; "
+        r"the run began with sha256:"
+    )
+    with pytest.raises(ValueError, match=message):
         resume(run)
-    with pytest.raises(
-        ValueError,
-        match=r"what it started from is another now; before the first step: configuration loss\.ref_model",
-    ):
+    message = r"what it started from is another now; before the first step: configuration loss\.ref_model"
+    with pytest.raises(ValueError, match=message):
         Replayer(run)
     assert {p.name: p.read_bytes() for p in run.iterdir() if p.is_file()} == before, (
         "refused before anything was changed"
@@ -103,7 +96,7 @@ def test_without_a_kl_term_the_reference_is_no_part_of_the_run(config, tmp_path)
 
 
 def _edit(folder: Path, **changes: object) -> None:
-    """Other values in the model's config.json, the weights as they are."""
+    """Change values in the model's config.json; the weights stay as they are."""
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
@@ -118,25 +111,23 @@ ROPE = {"rope_type": "default", "rope_theta": 50.0}
 def test_the_architecture_of_the_model_is_in_the_ledger(
     config, reference, tmp_path, capsys, change, key, now
 ):
-    """Of a model with another epsilon but the same weights, everything is another run's."""
-    own = config(steps=2, checkpoint__every=1, model=reference)
-    first = train(own, tmp_path / "run")
+    """A run of a model with another epsilon but the same weights is another run."""
+    cfg = config(steps=2, checkpoint__every=1, model=reference)
+    first = train(cfg, tmp_path / "run")
     _edit(reference, max_position_embeddings=77)
-    assert train(own, tmp_path / "longer").fingerprint == first.fingerprint, "the context only limits"
+    assert train(cfg, tmp_path / "longer").fingerprint == first.fingerprint, "the context only limits"
     _edit(reference, **change)
-    assert train(own, tmp_path / "other").fingerprint != first.fingerprint
+    assert train(cfg, tmp_path / "other").fingerprint != first.fingerprint
     assert main(["diff", str(tmp_path / "run"), str(tmp_path / "other")]) == 1
     assert f"configuration {key}" in " ".join(capsys.readouterr().out.split())
-    with pytest.raises(
-        ValueError,
-        match=rf"resume: {key} is {now} in config.json of the run's first model and .* in the ledger",
-    ):
+    message = rf"resume: {key} is {now} in config.json of the run's first model and .* in the ledger"
+    with pytest.raises(ValueError, match=message):
         resume(tmp_path / "run")
 
 
-def test_a_reference_of_another_architecture_is_another_reference(held, reference, tmp_path):
-    first = train(held, tmp_path / "run").fingerprint
+def test_a_reference_of_another_architecture_is_another_reference(with_kl, reference, tmp_path):
+    first = train(with_kl, tmp_path / "run").fingerprint
     _edit(reference, rms_norm_eps=3e-3)
-    assert train(held, tmp_path / "other").fingerprint != first
+    assert train(with_kl, tmp_path / "other").fingerprint != first
     with pytest.raises(ValueError, match="weights of the reference"):
         resume(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""A run that was interrupted goes on to the same bits, whatever was left of it; and what is damaged is named."""
+"""A run that was interrupted goes on to the same bits, whatever is left of it; a damaged file is named."""
 
 import contextlib
 import io
@@ -26,73 +26,74 @@ class StopError(Exception):
 
 
 def _interrupted(config: Config, path: Path, step: int) -> None:
-    """A run that ends in the middle of `step`, its ledger's line written and nothing else of it."""
-    plain = run_module.train_step
+    """A run that ends in the middle of `step`: only the ledger's line of this step is written."""
+    train_step = run_module.train_step
 
-    def until(state):
-        record = plain(state)
+    def stopped(state):
+        record = train_step(state)
         if state.step == step + 1:
             raise StopError
         return record
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_module, "train_step", until)
+        patch.setattr(run_module, "train_step", stopped)
         with pytest.raises(StopError):
             train(config, path)
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16", "float16"])
-def six(request, config):
+def six_steps(request, config):
     return config(
         dtype=request.param, steps=6, checkpoint__every=2, optimizer__schedule="linear", updates_per_rollout=2
     )
 
 
 @pytest.fixture(scope="module")
-def whole(six, tmp_path_factory) -> tuple[Path, Summary]:
+def whole(six_steps, tmp_path_factory) -> tuple[Path, Summary]:
     path = tmp_path_factory.mktemp("whole") / "run"
-    return path, train(six, path)
+    return path, train(six_steps, path)
 
 
 def _same_run(path: Path, summary: Summary, whole: tuple[Path, Summary]) -> None:
-    """Ledger and rollouts are byte for byte those of the run that was never interrupted; metrics but for
-    their times.
+    """Ledger and rollouts are byte for byte those of the run that was never interrupted.
+
+    The metrics are equal but for the times.
     """
-    reference, expected = whole
-    assert (summary.fingerprint, summary.weights, summary.steps) == (
-        expected.fingerprint,
-        expected.weights,
-        6,
-    )
+    whole_path, expected = whole
+    assert (summary.fingerprint, summary.weights) == (expected.fingerprint, expected.weights)
+    assert summary.steps == 6
     for name in ("ledger.jsonl", "rollouts.jsonl"):
-        assert (path / name).read_bytes() == (reference / name).read_bytes(), name
-    metrics = [
-        [
-            {k: v for k, v in json.loads(line).items() if not k.startswith("time/")}
-            for line in (p / "metrics.jsonl").open()
-        ]
-        for p in (path, reference)
-    ]
-    assert metrics[0] == metrics[1]
+        assert (path / name).read_bytes() == (whole_path / name).read_bytes(), name
+    assert _metrics_without_times(path) == _metrics_without_times(whole_path)
+
+
+def _metrics_without_times(path: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").open()]
+    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+
+
+def _contents(path: Path) -> dict[Path, bytes]:
+    """All files of a run with their bytes."""
+    return {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
 
 
 @pytest.mark.parametrize("step", [0, 1, 2, 4, 5])
-def test_a_run_that_was_cut_goes_on_to_the_same_ledger(six, whole, tmp_path, monkeypatch, step):
-    _interrupted(six, tmp_path / "run", step)
+def test_a_run_that_was_cut_goes_on_to_the_same_ledger(six_steps, whole, tmp_path, monkeypatch, step):
+    _interrupted(six_steps, tmp_path / "run", step)
     assert not (tmp_path / "run" / "summary.json").exists()
     _same_run(tmp_path / "run", resume(tmp_path / "run"), whole)
 
 
 @pytest.mark.full
-def test_control_without_the_moments_the_ledger_differs(six, whole, tmp_path, monkeypatch):
-    _interrupted(six, tmp_path / "run", 3)
+def test_control_without_the_moments_the_ledger_differs(six_steps, whole, tmp_path, monkeypatch):
+    _interrupted(six_steps, tmp_path / "run", 3)
     restore = run_module.restore
 
-    def forgetful(state, checkpoint):
+    def without_moments(state, checkpoint):
         restore(state, checkpoint)
         state.optimizer.moments[0].zero_()
 
-    monkeypatch.setattr(run_module, "restore", forgetful)
+    monkeypatch.setattr(run_module, "restore", without_moments)
     assert resume(tmp_path / "run").fingerprint != whole[1].fingerprint
 
 
@@ -102,11 +103,10 @@ def test_a_finished_run_that_is_resumed_stays_as_it_is(whole, tmp_path):
 
 
 @pytest.mark.full
-def test_settings_that_decide_no_bit_may_change(six, whole, tmp_path, monkeypatch):
-    _interrupted(six, tmp_path / "run", 3)
-    summary = resume(
-        tmp_path / "run", {"workers": "2", "micro_batch": "1", "native.max_concurrency": "2", "threads": "2"}
-    )
+def test_settings_that_decide_no_bit_may_change(six_steps, whole, tmp_path, monkeypatch):
+    _interrupted(six_steps, tmp_path / "run", 3)
+    settings = {"workers": "2", "micro_batch": "1", "native.max_concurrency": "2", "threads": "2"}
+    summary = resume(tmp_path / "run", settings)
     assert (summary.fingerprint, summary.weights) == (whole[1].fingerprint, whole[1].weights)
     kinds = [json.loads(line)["kind"] for line in (tmp_path / "run" / "ledger.jsonl").open()]
     assert kinds == ["head", "step", "step", "resumed", "step", "step", "step", "step"]
@@ -119,11 +119,11 @@ def test_settings_that_decide_no_bit_may_change(six, whole, tmp_path, monkeypatc
 def test_settings_that_decide_bits_are_refused_by_name(config, tmp_path, key):
     path = tmp_path / "run"
     train(config(optimizer__schedule="linear"), path)
-    before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
+    before = _contents(path)
     name, _, value = key.partition("=")
     with pytest.raises(ValueError, match=f"^run: {name} .*decides bits"):
         resume(path, {name: value})
-    assert {p: p.read_bytes() for p in path.rglob("*") if p.is_file()} == before
+    assert _contents(path) == before
 
 
 @pytest.mark.parametrize("older", [{"max_staleness": 2}, {"perturb__delay": 2, "exact": False}], ids=str)
@@ -147,17 +147,12 @@ def test_a_run_at_a_constant_rate_can_be_made_longer(config, tmp_path):
 
 def test_only_the_newest_checkpoints_are_kept(config, tmp_path):
     train(config(steps=5, checkpoint__every=1, checkpoint__keep=2), tmp_path / "run")
-    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == [
-        "step-000004",
-        "step-000005",
-    ]
+    checkpoints = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
+    assert checkpoints == ["step-000004", "step-000005"]
 
 
-def _steps_left(path: Path, step: int) -> None:
-    """The folder as a kill leaves it during step `step`:
-
-    half a line of each log, half a checkpoint, no summary.
-    """
+def _cut_in_step(path: Path, step: int) -> None:
+    """Leave the folder as a kill in `step` does: half a line of each log, half a checkpoint, no summary."""
     for name, lines in zip(LOGS, (1 + step, step, 9 * step), strict=True):
         content = (path / name).read_bytes().splitlines(keepends=True)
         (path / name).write_bytes(b"".join(content[:lines]) + content[lines][:17])
@@ -179,13 +174,13 @@ def small(config, tmp_path_factory) -> tuple[Path, Summary]:
 def test_a_newer_checkpoint_that_is_damaged_is_named_and_an_older_one_used(small, tmp_path, capsys):
     path = tmp_path / "run"
     shutil.copytree(small[0], path)
-    _steps_left(path, 5)
+    _cut_in_step(path, 5)
     victim = path / "checkpoints" / "step-000004" / "trainer" / "state.safetensors"
     victim.write_bytes(victim.read_bytes()[:-9])
     _same_run(path, resume(path), small)
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"{victim} is torn" in said
-    assert "going on at step 2 of 6" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert f"{victim} is torn" in output
+    assert "going on at step 2 of 6" in output
     assert sorted(p.name for p in (path / "checkpoints").iterdir()) == [
         "step-000002",
         "step-000004",
@@ -194,9 +189,9 @@ def test_a_newer_checkpoint_that_is_damaged_is_named_and_an_older_one_used(small
     ]
 
 
-# Lines of each log that the checkpoint after four steps rests on.
-KEPT = {"ledger.jsonl": 5, "metrics.jsonl": 4, "rollouts.jsonl": 36}
-CORRUPTIONS = st.sampled_from(["truncate", "flip", "remove", "foreign"])
+# How many lines of each log the checkpoint after four steps rests on.
+LINES_NEEDED = {"ledger.jsonl": 5, "metrics.jsonl": 4, "rollouts.jsonl": 36}
+CORRUPTIONS = st.sampled_from(["truncate", "flip", "remove", "replace"])
 
 
 @pytest.mark.full
@@ -205,69 +200,66 @@ CORRUPTIONS = st.sampled_from(["truncate", "flip", "remove", "foreign"])
 def test_whatever_is_corrupted_is_named_and_the_run_still_ends_the_same(
     small, tmp_path_factory, log, file, place, how
 ):
-    """One file of an interrupted run is corrupted at a drawn place:
+    """One file of an interrupted run is corrupted at a random place.
 
-    it is named, and the run ends in the same bits or is refused.
+    The file is named, and the run ends in the same bits or is refused.
     """
     path = tmp_path_factory.mktemp("corrupted") / "run"
     shutil.copytree(small[0], path, ignore=shutil.ignore_patterns("tensorboard"))
-    _steps_left(path, 5)
-    files = sorted(
-        p for p in path.rglob("*") if p.is_file() and p.suffix != ".png" and ".partial" not in str(p)
-    )
+    _cut_in_step(path, 5)
+    files = [p for p in sorted(_contents(path)) if p.suffix != ".png" and ".partial" not in str(p)]
     files = [p for p in files if (p.name in LOGS) == log]
     victim = files[file % len(files)]
-    needed = (
-        len(b"".join((path / victim.name).read_bytes().splitlines(keepends=True)[: KEPT[victim.name]]))
-        if log
-        else 0
-    )
     corrupt(victim, place, how)
-    left, refused, said = victim.read_bytes() if victim.exists() else b"", "", io.StringIO()
+    left, refusal, output = victim.read_bytes() if victim.exists() else b"", "", io.StringIO()
     try:
-        with contextlib.redirect_stdout(said):
+        with contextlib.redirect_stdout(output):
             summary = resume(path)
     except ValueError as error:
-        refused = str(error)
-    if refused:
-        assert len(refused.splitlines()) == 1
-        assert victim.name == "config.toml", refused  # nothing else is needed that is not kept twice
+        refusal = str(error)
+    if refusal:
+        assert len(refusal.splitlines()) == 1
+        # Every other file that is needed is kept twice.
+        assert victim.name == "config.toml", refusal
         return
     assert (summary.fingerprint, summary.weights) == (small[1].fingerprint, small[1].weights)
     if victim.name != "config.toml":
         _same_run(path, summary, small)
-    if (
-        log and left[:needed] != (small[0] / victim.name).read_bytes()[:needed]
-    ):  # what the newest checkpoint rests on
-        assert victim.name in said.getvalue()
-        kept = path / f"{victim.name}.damaged"
-        assert (
-            kept.read_bytes() == left if kept.exists() else (path / victim.name).read_bytes().startswith(left)
-        )
+    if log and _is_needed_part_changed(small[0] / victim.name, left):
+        assert victim.name in output.getvalue()
+        _assert_kept(victim, path / f"{victim.name}.damaged", left)
     elif "step-000004" in str(victim):
-        damaged = path / "checkpoints" / "step-000004.damaged"
-        assert f"{path / 'checkpoints' / 'step-000004'}" in "".join(said.getvalue().split())
-        assert (
-            how == "remove"
-            or (damaged / victim.relative_to(path / "checkpoints" / "step-000004")).read_bytes() == left
-        )
+        checkpoint = path / "checkpoints" / "step-000004"
+        assert f"{checkpoint}" in "".join(output.getvalue().split())
+        damaged = checkpoint.with_name("step-000004.damaged") / victim.relative_to(checkpoint)
+        assert how == "remove" or damaged.read_bytes() == left
+
+
+def _is_needed_part_changed(log: Path, left: bytes) -> bool:
+    """Whether `left`, what is left of a log, differs in the lines that the newest checkpoint rests on."""
+    needed = b"".join(log.read_bytes().splitlines(keepends=True)[: LINES_NEEDED[log.name]])
+    return left[: len(needed)] != needed
+
+
+def _assert_kept(log: Path, damaged: Path, left: bytes) -> None:
+    """A damaged log is kept beside the log, or the log still begins with it."""
+    assert damaged.read_bytes() == left if damaged.exists() else log.read_bytes().startswith(left)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts.jsonl"])
 def test_an_altered_number_in_a_log_is_named_and_the_altered_file_kept(small, tmp_path, capsys, name):
     path = tmp_path / "run"
     shutil.copytree(small[0], path)
-    _steps_left(path, 5)
+    _cut_in_step(path, 5)
     content = bytearray((path / name).read_bytes())
-    at = (
-        content.index(b"0.", content.index(b"\n") + 1) + 2
-    )  # a digit of the second step, still a digit afterwards
-    content[at] ^= 1
+    # A digit in the line of the second step. It is still a digit afterwards.
+    digit = content.index(b"0.", content.index(b"\n") + 1) + 2
+    content[digit] ^= 1
     (path / name).write_bytes(content)
     _same_run(path, resume(path), small)
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"{path / name} was altered before step 4" in said
-    assert "going on at step 0 of 6" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert f"{path / name} was altered before step 4" in output
+    assert "going on at step 0 of 6" in output
     assert (path / f"{name}.damaged").read_bytes() == bytes(content)
 
 
@@ -278,14 +270,12 @@ def test_a_ledger_of_another_format_is_refused_and_nothing_changes(small, tmp_pa
     line = json.loads(head) | {"format": 2}
     del line["sum"]
     (path / "ledger.jsonl").write_text(json.dumps(line | {"sum": hash_json(line)}) + "\n" + steps)
-    before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
+    before = _contents(path)
+    message = r"has format 2, this zerokl reads 4; use the version that wrote it$"
     for read in (resume, Replayer):
-        with pytest.raises(
-            ValueError,
-            match=r"^ledger: .*ledger.jsonl has format 2, this zerokl reads 4; use the version that wrote it$",
-        ):
+        with pytest.raises(ValueError, match=rf"^ledger: .*ledger.jsonl {message}"):
             read(path)
-    assert {p: p.read_bytes() for p in path.rglob("*") if p.is_file()} == before
+    assert _contents(path) == before
 
 
 def test_what_a_damaged_ledger_has_done_again_is_kept(small, tmp_path):
@@ -302,36 +292,36 @@ def test_what_a_damaged_ledger_has_done_again_is_kept(small, tmp_path):
     ("file", "what"), [("model.safetensors", "weights"), ("trainer/state.safetensors", "optimizer's moments")]
 )
 def test_a_checkpoint_with_other_bits_than_the_ledgers_is_not_used(small, tmp_path, capsys, file, what):
-    """As a write that went wrong before it was hashed would leave it."""
+    """Such a checkpoint is what a write leaves that went wrong before its bytes were hashed."""
     path = tmp_path / "run"
     shutil.copytree(small[0], path)
     folder = path / "checkpoints" / "step-000004"
-    corrupt(folder / file, 6 * (folder / file).stat().st_size, "flip")  # not at the end, which may be padding
+    # Not at the end of the file, which may be padding.
+    corrupt(folder / file, 6 * (folder / file).stat().st_size, "flip")
     (folder / MANIFEST).unlink()
     write_manifest(folder)
     assert open_checkpoint(folder)[0] is not None
-    said = f"the {what} in {folder} are not those whose hash is in {path / 'ledger.jsonl'}"
-    assert [f.result for f in verify_run(path, 0, 0, {}) if not f.holds] == [said]
-    _steps_left(path, 5)
+    message = f"the {what} in {folder} are not those whose hash is in {path / 'ledger.jsonl'}"
+    assert [f.result for f in verify_run(path, 0, 0, {}) if not f.holds] == [message]
+    _cut_in_step(path, 5)
     _same_run(path, resume(path), small)
-    assert f"{said}; not used" in " ".join(capsys.readouterr().out.split())
+    assert f"{message}; not used" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_run_that_another_process_writes_is_left_alone(small, tmp_path):
     path = tmp_path / "run"
     shutil.copytree(small[0], path)
-    _steps_left(path, 5)
-    before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
-    with (
-        hold_folder(path),
-        pytest.raises(ValueError, match=r"^run: another process is still writing to .*run; end it first"),
-    ):
+    _cut_in_step(path, 5)
+    before = _contents(path)
+    message = r"^run: another process is still writing to .*run; end it first"
+    with hold_folder(path), pytest.raises(ValueError, match=message):
         resume(path)
-    assert {p: p.read_bytes() for p in path.rglob("*") if p.is_file()} == before
+    assert _contents(path) == before
     _same_run(path, resume(path), small)
 
 
 def corrupt(victim: Path, place: int, how: str) -> None:
+    """Truncate the file at byte `place`, flip bit number `place`, remove the file, or replace its content."""
     content = bytearray(victim.read_bytes())
     if how == "truncate":
         victim.write_bytes(content[: place % len(content)])
@@ -345,18 +335,17 @@ def corrupt(victim: Path, place: int, how: str) -> None:
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no run .*--run-dir"):
+    with pytest.raises(ValueError, match=r"holds no run .*--run_dir"):
         resume(tmp_path)
 
 
 def test_other_data_and_other_first_weights_are_refused(config, model, tmp_path):
     data, base = tmp_path / "data.jsonl", tmp_path / "base"
     shutil.copytree(model, base)
-    data.write_text(
-        "".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(20))
-    )
-    made = config(model=base, task__name="jsonl", task__options={"file": str(data)})
-    train(made, tmp_path / "run")
+    problems = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(20)]
+    data.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    cfg = config(model=base, task__name="jsonl", task__options={"file": str(data)})
+    train(cfg, tmp_path / "run")
     data.write_text(data.read_text().replace("3+1=", "4+1=", 1))
     with pytest.raises(ValueError, match="training problems are not those of the run"):
         resume(tmp_path / "run")

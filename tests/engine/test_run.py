@@ -44,25 +44,21 @@ KEYS = {
 
 
 @pytest.fixture(scope="module")
-def four(config):
+def four_steps(config):
     return config(steps=4, evaluation__every=2, checkpoint__every=2, optimizer__schedule="linear")
 
 
 @pytest.fixture(scope="module")
-def run(four, tmp_path_factory: pytest.TempPathFactory):
+def run(four_steps, tmp_path_factory: pytest.TempPathFactory):
     path = tmp_path_factory.mktemp("runs") / "run"
-    return path, train(four, path)
+    return path, train(four_steps, path)
 
 
 def test_a_run_folder_holds_everything(run):
     path, _ = run
     logs = {"ledger.jsonl", "metrics.jsonl", "rollouts.jsonl", "tensorboard"}
-    assert {p.name for p in path.iterdir()} == {
-        "config.toml",
-        "checkpoints",
-        "reward.png",
-        "summary.json",
-    } | logs
+    others = {"config.toml", "checkpoints", "reward.png", "summary.json"}
+    assert {p.name for p in path.iterdir()} == logs | others
     assert (path / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(p.name for p in (path / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
 
@@ -73,21 +69,10 @@ def test_metrics_have_one_object_a_step_with_every_key(run, read_jsonl):
     for m in lines:
         assert m.keys() >= KEYS
         assert all(math.isfinite(v) for v in m.values())
-        assert (
-            m["mismatch/max_abs"]
-            == m["mismatch/k1"]
-            == m["mismatch/k2"]
-            == m["mismatch/k3"]
-            == m["mismatch/chi2"]
-            == 0.0
-        )
-        assert (
-            m["mismatch/frac_equal"]
-            == m["mismatch/ess"]
-            == m["mismatch/ratio_min"]
-            == m["mismatch/sequence_ratio_max"]
-            == 1.0
-        )
+        for name in ("max_abs", "k1", "k2", "k3", "chi2"):
+            assert m[f"mismatch/{name}"] == 0.0, name
+        for name in ("frac_equal", "ess", "ratio_min", "sequence_ratio_max"):
+            assert m[f"mismatch/{name}"] == 1.0, name
         assert 0 < m["entropy"] <= math.log(64)
         assert m["time/sample_s"] > 0 < m["time/train_s"]
     assert [m["step"] for m in lines if "eval/accuracy" in m] == [1, 3]
@@ -95,44 +80,40 @@ def test_metrics_have_one_object_a_step_with_every_key(run, read_jsonl):
 
 
 def test_metrics_sum_up_the_rollouts(run, read_jsonl):
-    rollouts = read_jsonl(run[0] / "rollouts.jsonl")
+    all_rollouts = read_jsonl(run[0] / "rollouts.jsonl")
     for m in read_jsonl(run[0] / "metrics.jsonl"):
-        own = [r for r in rollouts if r["step"] == m["step"]]
-        assert [(r["prompt"], r["sample"]) for r in own] == [(p, g) for p in range(3) for g in range(3)]
-        n, rewards = len(own), [r["reward"] for r in own]
-        assert rewards == [sum(c.isalpha() for c in r["text"]) / 8 for r in own]
-        assert m["reward/mean"] == pytest.approx(sum(rewards) / n)
-        assert m["reward/std"] == pytest.approx(
-            math.sqrt(sum((r - sum(rewards) / n) ** 2 for r in rewards) / n)
-        )
-        lengths = [len(r["completion_ids"]) for r in own]
+        rollouts = [r for r in all_rollouts if r["step"] == m["step"]]
+        assert [(r["prompt"], r["sample"]) for r in rollouts] == [(p, g) for p in range(3) for g in range(3)]
+        n, rewards = len(rollouts), [r["reward"] for r in rollouts]
+        assert rewards == [sum(c.isalpha() for c in r["text"]) / 8 for r in rollouts]
+        mean = sum(rewards) / n
+        assert m["reward/mean"] == pytest.approx(mean)
+        assert m["reward/std"] == pytest.approx(math.sqrt(sum((r - mean) ** 2 for r in rewards) / n))
+        lengths = [len(r["completion_ids"]) for r in rollouts]
         assert (m["tokens"], m["response_len/mean"]) == (sum(lengths), sum(lengths) / n)
-        assert [len(r["logprobs"]) for r in own] == lengths
-        assert m["completions/cut"] == sum(r["finish"] == "length" for r in own)
-        assert m["completions/empty"] == sum(r["text"] == "" for r in own)
-        assert {r["weight_version"] for r in own} == {m["step"]}
+        assert [len(r["logprobs"]) for r in rollouts] == lengths
+        assert m["completions/cut"] == sum(r["finish"] == "length" for r in rollouts)
+        assert m["completions/empty"] == sum(r["text"] == "" for r in rollouts)
+        assert {r["weight_version"] for r in rollouts} == {m["step"]}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_logged_loss_is_that_of_the_logged_rollouts(config, read_jsonl, tmp_path, preset):
     train(config(steps=1, loss__preset=preset), tmp_path / "run")
-    own, (m,) = (
-        read_jsonl(tmp_path / "run" / "rollouts.jsonl"),
-        read_jsonl(tmp_path / "run" / "metrics.jsonl"),
-    )
-    lengths = [len(r["completion_ids"]) for r in own]
-    loss_agg_mode = PRESETS[preset]["loss_agg_mode"]
-    share = {
+    rollouts = read_jsonl(tmp_path / "run" / "rollouts.jsonl")
+    (m,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    lengths = [len(r["completion_ids"]) for r in rollouts]
+    weights = {
         "length": [1 / (9 * n) for n in lengths],
         "tokens": [1 / sum(lengths)] * 9,
         "constant": [1 / (9 * 8)] * 9,
-    }[loss_agg_mode]
-    # On-policy each token's term is its advantage, times logp where that carries the gradient.
-    sizes = [sum(r["logprobs"]) if preset in ("cispo", "kimi") else len(r["completion_ids"]) for r in own]
-    terms = [-w * n * r["advantage"] for w, n, r in zip(share, sizes, own, strict=True)]
+    }[PRESETS[preset]["loss_agg_mode"]]
+    # On-policy each token's term is its advantage. It is multiplied by logp where logp carries the gradient.
+    sums = [sum(r["logprobs"]) for r in rollouts] if preset in ("cispo", "kimi") else lengths
+    terms = [-w * x * r["advantage"] for w, x, r in zip(weights, sums, rollouts, strict=True)]
     # Four fp32 roundings of each token's term: advantage, weight, products.
     assert m["loss"] == pytest.approx(sum(terms), abs=4 * 2**-24 * sum(map(abs, terms)))
-    groups = [own] if preset == "reinforce++" else [own[3 * p : 3 * p + 3] for p in range(3)]
+    groups = [rollouts] if preset == "reinforce++" else [rollouts[3 * p : 3 * p + 3] for p in range(3)]
     for group in groups:
         assert sum(r["advantage"] for r in group) == pytest.approx(0, abs=1e-12)
 
@@ -156,10 +137,10 @@ def test_summary_totals_the_metrics(run, read_jsonl):
     assert summary.held_out_accuracy == lines[-1]["eval/accuracy"]
 
 
-def test_config_toml_is_the_same_configuration_and_gives_the_same_run(run, four, tmp_path):
+def test_config_toml_is_the_same_configuration_and_gives_the_same_run(run, four_steps, tmp_path):
     path, summary = run
     again = load_config(str(path / "config.toml"), None, {})
-    assert again == four.model_copy(update={"loss": four.loss.resolve(), "device": "cpu"})
+    assert again == four_steps.model_copy(update={"loss": four_steps.loss.resolve(), "device": "cpu"})
     assert train(again, tmp_path / "again").fingerprint == summary.fingerprint
     assert (tmp_path / "again" / "config.toml").read_text() == (path / "config.toml").read_text()
 
@@ -167,24 +148,22 @@ def test_config_toml_is_the_same_configuration_and_gives_the_same_run(run, four,
 def test_transformers_opens_the_checkpoint_with_its_weights(run):
     path, summary = run
     folder = path / "checkpoints" / "step-000004"
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
+    weights = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
     layout = Layout(ModelConfig.from_file(folder))
     flat = torch.zeros(layout.numel)
     for name, view in layout.checkpoint_views(flat).items():
-        view.copy_(theirs[name])
+        view.copy_(weights[name])
     assert fingerprint(layout, flat) == summary.weights
     assert AutoTokenizer.from_pretrained(folder).encode("1+2=") == [4, 39, 5, 43]
 
 
-def test_checkpoints_on_the_way_are_the_weights_of_that_step(config, four, run, tmp_path):
-    (tmp_path / "a").mkdir()
-    bare = four.model_copy(update={"evaluation": four.evaluation.model_copy(update={"every": 0})})
-    assert train(bare, tmp_path / "a" / "run").fingerprint == run[1].fingerprint, (
-        "evaluating must not change the training"
-    )
+def test_checkpoints_on_the_way_are_the_weights_of_that_step(config, four_steps, run, tmp_path):
+    never = four_steps.evaluation.model_copy(update={"every": 0})
+    summary = train(four_steps.model_copy(update={"evaluation": never}), tmp_path / "run")
+    assert summary.fingerprint == run[1].fingerprint, "evaluating must not change the training"
     for step in ("step-000002", "step-000004"):
-        theirs = (tmp_path / "a" / "run" / "checkpoints" / step / "model.safetensors").read_bytes()
-        assert (run[0] / "checkpoints" / step / "model.safetensors").read_bytes() == theirs
+        a, b = (path / "checkpoints" / step / "model.safetensors" for path in (run[0], tmp_path / "run"))
+        assert a.read_bytes() == b.read_bytes()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -192,9 +171,8 @@ def test_checkpoints_on_the_way_are_the_weights_of_that_step(config, four, run, 
     "generation_params", [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 9, "temperature": 1.3}]
 )
 def test_mismatch_is_zero_under_any_distribution(config, tmp_path, dtype, generation_params):
-    summary = train(
-        config(dtype=dtype, **{f"sampling__{k}": v for k, v in generation_params.items()}), tmp_path / "run"
-    )
+    keys = {f"sampling__{k}": v for k, v in generation_params.items()}
+    summary = train(config(dtype=dtype, **keys), tmp_path / "run")
     assert (summary.mismatch_max_abs, summary.tokens_unequal) == (0.0, 0)
     assert summary.tokens > 3 * 9
 
@@ -206,41 +184,32 @@ def test_training_raises_the_reward(config, tmp_path):
 
 @pytest.mark.parametrize(("limit", "seen"), [(0, 9), (3, 3), (50, 9)])
 def test_problems_limits_the_training_set_to_its_first(config, model, tmp_path, read_jsonl, limit, seen):
-    train(
-        config(steps=4, task__options={"max_value": 9, "train": 9, "held_out": 3}, task__problems=limit),
-        tmp_path / "run",
-    )
-    problems = load_task("add", {"max_value": 9, "train": 9, "held_out": 3}).problems("train")
+    options = {"max_value": 9, "train": 9, "held_out": 3}
+    train(config(steps=4, task__options=options, task__problems=limit), tmp_path / "run")
+    problems = load_task("add", options).problems("train")
     prompts = AutoTokenizer.from_pretrained(model)([p.prompt for p in problems[:seen]])["input_ids"]
     drawn = read_jsonl(tmp_path / "run" / "rollouts.jsonl")
     assert {tuple(r["prompt_ids"]) for r in drawn} == set(map(tuple, prompts))
 
 
 def test_special_groups_and_completions_are_counted(config, read_jsonl, model, tmp_path):
-    """A reward nobody earns makes all groups equal; a model that only writes the stop token writes empty
-    completions.
+    """Groups of equal rewards, empty completions and cut ones.
+
+    A group in which no sample earns the reward is all equal. A completion of only the stop token is empty.
     """
-    silent = load_decoder(model, torch.float32)
+    uniform = load_decoder(model, torch.float32)
     with torch.no_grad():
-        silent.w["norm"].zero_()  # every logit 0: one completion in 64 is empty
-    write_checkpoint(tmp_path / "flat", silent.layout, silent.flat.detach(), companions=model)
-    train(
-        config(
-            model=tmp_path / "flat",
-            steps=1,
-            prompts=20,
-            num_generations=32,
-            task__reward="",
-            sampling__max_tokens=2,
-        ),
-        tmp_path / "run",
-    )
+        # Every logit is 0, so one completion in 64 is empty.
+        uniform.w["norm"].zero_()
+    write_checkpoint(tmp_path / "uniform", uniform.layout, uniform.flat.detach(), companions=model)
+    sizes = dict(steps=1, prompts=20, num_generations=32, sampling__max_tokens=2)
+    train(config(model=tmp_path / "uniform", task__reward="", **sizes), tmp_path / "run")
     (m,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    own = read_jsonl(tmp_path / "run" / "rollouts.jsonl")
-    empty = [r for r in own if r["completion_ids"] == [1]]
-    assert 0 < len(empty) <= m["completions/empty"] == sum(r["text"] == "" for r in own)
-    assert m["completions/cut"] == sum(1 not in r["completion_ids"] for r in own) > 0
-    groups = [[r["reward"] for r in own if r["prompt"] == p] for p in range(20)]
+    rollouts = read_jsonl(tmp_path / "run" / "rollouts.jsonl")
+    empty = [r for r in rollouts if r["completion_ids"] == [1]]
+    assert 0 < len(empty) <= m["completions/empty"] == sum(r["text"] == "" for r in rollouts)
+    assert m["completions/cut"] == sum(1 not in r["completion_ids"] for r in rollouts) > 0
+    groups = [[r["reward"] for r in rollouts if r["prompt"] == p] for p in range(20)]
     assert m["groups/all_equal"] == sum(len(set(g)) == 1 for g in groups) > 0
 
 
@@ -252,14 +221,11 @@ def test_a_step_of_all_equal_groups_changes_no_weight(config, model, tmp_path):
 
 def test_the_display_shows_every_mismatch_metric_where_a_bit_differs(config, tmp_path, capsys):
     train(config(steps=1, exact=False, perturb__logit_noise=0.1), tmp_path / "run")
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
-    names = [
-        n
-        for n in metrics
-        if n.startswith("mismatch/") and n not in ("mismatch/max_abs", "mismatch/frac_equal")
-    ]
+    names = {name for name in metrics if name.startswith("mismatch/")}
+    names -= {"mismatch/max_abs", "mismatch/frac_equal"}
     assert len(names) >= 12
-    assert all(f"{name.removeprefix('mismatch/')} {metrics[name]:.4g}" in said for name in names)
+    assert all(f"{name.removeprefix('mismatch/')} {metrics[name]:.4g}" in output for name in names)
     train(config(steps=1), tmp_path / "exact")
     assert "k1" not in capsys.readouterr().out

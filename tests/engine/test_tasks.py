@@ -1,4 +1,4 @@
-"""Tasks: problems are reproducible and disjoint, right answers earn 1 and near misses 0."""
+"""Tasks: problems are reproducible, splits are disjoint, right answers earn 1 and near misses 0."""
 
 import json
 import math
@@ -15,10 +15,11 @@ from zerokl.engine.runs.init import initialise
 from zerokl.engine.tasks import TASKS, load_reward, load_task, rewards
 from zerokl.engine.tasks.base import Problem
 
-OWN = ["add", "sort", "countdown"]
+# The tasks that generate their problems.
+GENERATED = ["add", "sort", "countdown"]
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", GENERATED)
 def test_splits_are_disjoint_of_the_size_asked_for_and_without_duplicates(name):
     task = load_task(name, {"train": 300, "held_out": 100})
     train, held_out = task.problems("train"), task.problems("held_out")
@@ -27,13 +28,13 @@ def test_splits_are_disjoint_of_the_size_asked_for_and_without_duplicates(name):
     assert [p.id for p in train] == list(range(300))
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", GENERATED)
 def test_problems_are_a_function_of_the_seed(name):
-    make = lambda seed: load_task(name, {"seed": seed}).problems("train")
-    assert make(3) == make(3) != make(4)
+    first, again, other_seed = (load_task(name, {"seed": seed}).problems("train") for seed in (3, 3, 4))
+    assert first == again != other_seed
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", GENERATED)
 def test_every_answer_earns_one_and_near_misses_nothing(name):
     task = load_task(name, {})
     for p in task.problems("train"):
@@ -42,7 +43,7 @@ def test_every_answer_earns_one_and_near_misses_nothing(name):
             assert task.reward(p, miss) == 0.0, (p, miss)
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", GENERATED)
 @given(completion=st.one_of(st.text(), st.text("0123456789+-*/()., =>", max_size=120)))
 def test_any_completion_has_a_reward_of_zero_or_one(name, completion):
     task = load_task(name, {"train": 8, "held_out": 0})
@@ -51,16 +52,14 @@ def test_any_completion_has_a_reward_of_zero_or_one(name, completion):
 
 @given(a=st.integers(0, 99), b=st.integers(0, 99), guess=st.integers(0, 200))
 def test_add_rewards_the_sum_only(a, b, guess):
-    assert load_task("add", {"train": 1, "held_out": 0}).reward(
-        Problem(0, f"{a}+{b}=", str(a + b)), str(guess)
-    ) == float(guess == a + b)
+    task = load_task("add", {"train": 1, "held_out": 0})
+    assert task.reward(Problem(0, f"{a}+{b}=", str(a + b)), str(guess)) == float(guess == a + b)
 
 
 def test_add_covers_every_pair_once():
     task = load_task("add", {"max_value": 9, "train": 60, "held_out": 40})
-    assert {p.prompt for s in ("train", "held_out") for p in task.problems(s)} == {
-        f"{a}+{b}=" for a in range(10) for b in range(10)
-    }
+    prompts = {p.prompt for s in ("train", "held_out") for p in task.problems(s)}
+    assert prompts == {f"{a}+{b}=" for a in range(10) for b in range(10)}
 
 
 @pytest.mark.parametrize("expression", ["3*2+7", "7+2*3", "7+(3*2)", "(2*(3))+7", "7 + 3 * 2", "7+3/(1/2)"])
@@ -72,6 +71,7 @@ def test_countdown_accepts_any_expression_of_the_right_value(expression):
 @pytest.mark.parametrize(
     "expression",
     [
+        # Other numbers.
         "13",
         "6+7",
         "3*2+7+0",
@@ -79,12 +79,14 @@ def test_countdown_accepts_any_expression_of_the_right_value(expression):
         "2*3+7*1",
         "3*2+7=13",
         "32-12-7",
-        "7+2*3+3-3",  # other numbers
+        "7+2*3+3-3",
+        # Other values.
         "3*7-2",
         "2+3+7",
         "7-2*3",
         "3/(7-7)",
-        "7/0",  # other values
+        "7/0",
+        # No expression, or more than an expression of numbers.
         "(3*2+7",
         "3*2+7)",
         "3**2+7",
@@ -152,9 +154,8 @@ def test_a_task_of_the_users_own_is_named_as_module_object():
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_reward_that_is_not_finite_is_refused_by_prompt_and_sample(bad):
     problems = [Problem(7, "1+1=", "2"), Problem(8, "1+2=", "3")]
-    with pytest.raises(
-        ValueError, match=r"reward: is -?(nan|inf) for prompt 8 \('1\+2='\), sample 1 \('x'\)"
-    ):
+    message = r"reward: is -?(nan|inf) for prompt 8 \('1\+2='\), sample 1 \('x'\)"
+    with pytest.raises(ValueError, match=message):
         rewards(lambda p, text: bad if (p.id, text) == (8, "x") else 1.0, problems, [["a", "b"], ["c", "x"]])
 
 
@@ -165,9 +166,8 @@ def test_a_reward_that_is_no_number_is_refused(value):
 
 
 def test_a_reward_that_raises_is_named_with_its_cause():
-    with pytest.raises(
-        ValueError, match=r"reward: raised ZeroDivisionError .* for prompt 0 \('1='\), sample 0"
-    ) as caught:
+    message = r"reward: raised ZeroDivisionError .* for prompt 0 \('1='\), sample 0"
+    with pytest.raises(ValueError, match=message) as caught:
         rewards(lambda p, text: 1 / 0, [Problem(0, "1=", "1")], [["a"]])
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
@@ -233,26 +233,27 @@ def test_jsonl_refuses_a_file_that_is_missing_or_no_text(tmp_path):
 
 def test_jsonl_is_read_as_utf8_whatever_the_locale(tmp_path):
     file = _write(tmp_path / "a.jsonl", '{"prompt": "né", "answer": 1}')
-    code = f"from zerokl.engine.tasks import load_task; print(ascii(load_task('jsonl', {{'file': {file!r}}}).problems('train')[0].prompt))"
-    plain = {
-        **os.environ,
-        "LC_ALL": "C",
-        "PYTHONUTF8": "0",
-        "PYTHONCOERCECLOCALE": "0",
-    }  # the locale's encoding is ASCII
-    done = subprocess.run([sys.executable, "-c", code], env=plain, capture_output=True, text=True)
-    assert done.stdout == "'n\\xe9'\n", done.stderr
+    code = (
+        "from zerokl.engine.tasks import load_task; "
+        f"task = load_task('jsonl', {{'file': {file!r}}}); "
+        "print(ascii(task.problems('train')[0].prompt))"
+    )
+    # With these settings the encoding of the locale is ASCII.
+    ascii_locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    environment = {**os.environ, **ascii_locale}
+    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert process.stdout == "'n\\xe9'\n", process.stderr
 
 
 def test_jsonl_holds_out_lines_or_a_file(tmp_path):
     lines = [json.dumps({"prompt": f"q{i}", "answer": i}) for i in range(10)]
-    one, two = _write(tmp_path / "a.jsonl", *lines), _write(tmp_path / "b.jsonl", *lines[:2])
-    task = load_task("jsonl", {"file": one, "held_out": 3})
+    ten, two = _write(tmp_path / "a.jsonl", *lines), _write(tmp_path / "b.jsonl", *lines[:2])
+    task = load_task("jsonl", {"file": ten, "held_out": 3})
     assert (len(task.problems("train")), len(task.problems("held_out"))) == (7, 3)
     assert {p.prompt for s in ("train", "held_out") for p in task.problems(s)} == {f"q{i}" for i in range(10)}
-    assert len(load_task("jsonl", {"file": one, "held_out_file": two}).problems("held_out")) == 2
+    assert len(load_task("jsonl", {"file": ten, "held_out_file": two}).problems("held_out")) == 2
     with pytest.raises(ValueError, match="train"):
-        load_task("jsonl", {"file": one, "held_out": 10})
+        load_task("jsonl", {"file": ten, "held_out": 10})
 
 
 @pytest.mark.parametrize(
@@ -274,7 +275,7 @@ def test_jsonl_rewards_what_math_verify_finds_equal(tmp_path, answer, completion
     assert task.reward(Problem(0, "q", answer), completion) == reward
 
 
-# Word problems as GSM8K and its kin have them, with the shapes of answer that occur there.
+# Word problems like those of GSM8K and similar data sets, with the forms of answer that occur there.
 WORD_PROBLEMS = {
     "A box holds 12 eggs. How many eggs are in 4 boxes?": "48",
     "A shirt costs 35 dollars and a hat 7.50. What do both cost?": "42.50",
@@ -295,7 +296,7 @@ def test_answers_of_word_problems_are_read_and_rewarded(tmp_path, prompt, answer
 
 
 def test_every_task_of_the_table_is_tested_here():
-    assert {*OWN, "jsonl"} == set(TASKS)
+    assert {*GENERATED, "jsonl"} == set(TASKS)
 
 
 def test_init_stops_when_it_solves_some_and_says_which(tmp_path):
@@ -332,35 +333,23 @@ def test_init_refuses_a_task_whose_answers_are_no_completions(tmp_path, name):
     ],
 )
 def test_a_completion_that_would_take_for_ever_to_compare_is_no_answer(tmp_path, completion):
-    """Without a time limit, which would let the machine's load decide a reward."""
-    file = tmp_path / "p.jsonl"
-    file.write_text(json.dumps({"prompt": "1+1=", "answer": "18"}) + "\n")
-    task = load_task("jsonl", {"file": str(file)})
+    """There is no time limit: it would let the machine's load decide a reward."""
+    file = _write(tmp_path / "p.jsonl", json.dumps({"prompt": "1+1=", "answer": "18"}))
+    task = load_task("jsonl", {"file": file})
     (problem,) = task.problems("train")
-    began = time.process_time()
+    began_s = time.process_time()
     assert task.reward(problem, completion) == 0.0
-    assert time.process_time() - began < 5.0
-    assert (
-        task.reward(problem, "\\boxed{2^4 + 2}")
-        == task.reward(problem, "it is $\\frac{36}{2}$")
-        == task.reward(problem, "18")
-        == 1.0
-    )
+    assert time.process_time() - began_s < 5.0
+    for right in ("\\boxed{2^4 + 2}", "it is $\\frac{36}{2}$", "18"):
+        assert task.reward(problem, right) == 1.0, right
 
 
 @pytest.mark.parametrize("answer", ["", None, True, {"a": 1}, [1]], ids=str)
 def test_an_answer_that_is_none_is_refused_with_its_line(tmp_path, answer):
-    file = tmp_path / "p.jsonl"
-    file.write_text(
-        json.dumps({"prompt": "1+1=", "answer": 2})
-        + "\n"
-        + json.dumps({"prompt": "1+2=", "answer": answer})
-        + "\n"
-    )
-    with pytest.raises(
-        ValueError, match=r"p.jsonl line 2 must have an \"answer\": a string that is not empty, or a number"
-    ):
-        load_task("jsonl", {"file": str(file)})
+    file = _write(tmp_path / "p.jsonl", GOOD, json.dumps({"prompt": "1+2=", "answer": answer}))
+    message = r"p.jsonl line 2 must have an \"answer\": a string that is not empty, or a number"
+    with pytest.raises(ValueError, match=message):
+        load_task("jsonl", {"file": file})
 
 
 def test_a_line_that_is_not_utf8_is_named(tmp_path):

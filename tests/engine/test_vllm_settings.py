@@ -1,4 +1,4 @@
-"""What the vLLM sampler refuses, and why; none of it needs vLLM."""
+"""What the vLLM samplers refuse, and why; no test needs vLLM."""
 
 import importlib.metadata
 import os
@@ -25,7 +25,7 @@ from zerokl.kernels.tile_tables import TABLES
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch):
-    """installed(vllm="0.32.0"): pretend that these distributions are installed, and no other vLLM."""
+    """installed(vllm="0.32.0"): pretend that these packages are installed, and no other vLLM."""
 
     def pretend(**versions: str) -> None:
         def version(name: str) -> str:
@@ -39,7 +39,7 @@ def installed(monkeypatch: pytest.MonkeyPatch):
 
 
 def check_on(config: Config, device: str) -> None:
-    """The table of settings, on a device, beside the vLLM that is (or seems to be) installed."""
+    """Check a configuration on a device, beside the vLLM that is installed or seems to be."""
     check_settings(config, device, installed_vllm())
 
 
@@ -55,9 +55,8 @@ def test_supported_versions(installed, versions):
 @pytest.mark.parametrize("version", ["0.31.9", "0.3.2", "0.34.0", "1.32.0"])
 def test_other_versions_are_refused_with_the_supported_ones(installed, version):
     installed(vllm=version)
-    with pytest.raises(
-        ValueError, match=rf"vllm: version {version} is installed; zerokl supports 0\.32, 0\.33"
-    ):
+    message = rf"vllm: version {version} is installed; zerokl supports 0\.32, 0\.33"
+    with pytest.raises(ValueError, match=message):
         require_vllm()
 
 
@@ -97,22 +96,10 @@ def test_other_settings_pass():
 
 def test_vllms_own_model_is_exact_on_a_gpu_only(installed, tmp_path: Path, capsys):
     installed(vllm="0.32.0")
-    words = [
-        "train",
-        "--preset",
-        "demo",
-        "--run-dir",
-        str(tmp_path / "run"),
-        "--sampler",
-        "vllm-stock",
-        "--device",
-        "cpu",
-    ]
-    assert main(words) == 2
-    assert (
-        "with exact = true needs a GPU: vLLM's kernels for CPUs are not batch-invariant"
-        in capsys.readouterr().err
-    )
+    words = ["--sampler", "vllm-stock", "--device", "cpu"]
+    assert main(["train", "--preset", "demo", "--run-dir", str(tmp_path / "run"), *words]) == 2
+    message = "with exact = true needs a GPU: vLLM's kernels for CPUs are not batch-invariant"
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
@@ -150,14 +137,15 @@ def test_vllm_for_gpus_samples_on_a_gpu(installed, sampler):
 
 
 def test_vllms_own_model_is_exact_with_its_own_tiles_only(installed):
-    """The tables are committed, and which one a run follows is a setting that decides bits."""
+    """The tables are in the repository; which of them a run follows is a setting that decides bits."""
     installed(vllm="0.33.0")
-    ours = {"sampler": "vllm-stock", "precision": {"tiles": "vllm-0.33"}}
-    check_on(Config(**ours), "cuda")
-    check_on(Config(sampler="vllm"), "cuda")  # its products are ours
+    same_tiles = Config(sampler="vllm-stock", precision={"tiles": "vllm-0.33"})
+    check_on(same_tiles, "cuda")
+    # This sampler runs our model, and so has our products.
+    check_on(Config(sampler="vllm"), "cuda")
     with pytest.raises(ValueError, match=r'precision.tiles \("vllm-0.32"\): vLLM 0.33.0 is installed'):
         check_on(Config(sampler="vllm-stock"), "cuda")
-    assert binding(Config(**ours)) != binding(Config(sampler="vllm-stock"))
+    assert binding(same_tiles) != binding(Config(sampler="vllm-stock"))
     assert set(SUPPORTED) == set(TABLES)
 
 
@@ -173,22 +161,19 @@ def test_tiles_are_those_of_the_version_asked_for(version, tuned):
     tiles.fix_table(version)
     assert tiles.block_k(4096, 4096, torch.bfloat16, "hopper") == tuned
     assert tiles.block_k(2048, 6144, torch.bfloat16, "hopper") == 128
-    assert (
-        tiles.block_k(4096, 4096, torch.float16, "hopper")
-        == tiles.block_k(4096, 4096, torch.bfloat16, "blackwell")
-        == 64
-    )
+    assert tiles.block_k(4096, 4096, torch.float16, "hopper") == 64
+    assert tiles.block_k(4096, 4096, torch.bfloat16, "blackwell") == 64
 
 
 @pytest.mark.usefixtures("unfixed")
 def test_tiles_are_fixed_once():
     with pytest.raises(ValueError, match=r"vLLM's version \(0.34.0\) must be one of 0.32, 0.33"):
         tiles.fix_table("0.34.0")
-    tiles.block_k(4096, 4096, torch.bfloat16, "hopper")  # the first product fixes the default
+    # The first product fixes the default.
+    tiles.block_k(4096, 4096, torch.bfloat16, "hopper")
     tiles.fix_table("0.32.5")
-    with pytest.raises(
-        ValueError, match="computes with the tiles of vLLM 0.32; start a new one for those of vLLM 0.33"
-    ):
+    message = r"computes with the tiles of vLLM 0\.32; start a new one for those of vLLM 0\.33"
+    with pytest.raises(ValueError, match=message):
         tiles.fix_table("0.33.0")
 
 
@@ -196,25 +181,21 @@ def test_batch_invariance_is_refused_where_vllm_was_imported_without_it(
     installed, monkeypatch: pytest.MonkeyPatch
 ):
     installed(vllm="0.32.0")
-    before = dict(os.environ)
-    monkeypatch.setattr(os, "environ", before)
+    environment = dict(os.environ)
+    monkeypatch.setattr(os, "environ", environment)
     monkeypatch.setattr(stock, "_prepared", False)
     stock.refuse_after_exact()
     monkeypatch.setitem(sys.modules, stock._READER, None)
-    with pytest.raises(
-        ValueError, match="imported in this process without VLLM_BATCH_INVARIANT = 1; start a new process"
-    ):
+    message = "imported in this process without VLLM_BATCH_INVARIANT = 1; start a new process"
+    with pytest.raises(ValueError, match=message):
         stock.prepare_batch_invariance()
     monkeypatch.delitem(sys.modules, stock._READER)
     stock.prepare_batch_invariance()
-    assert {
-        "VLLM_BATCH_INVARIANT": "1",
-        "TRITON_F32_DEFAULT": "ieee",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
-    }.items() <= before.items()
-    with pytest.raises(
-        ValueError, match=r"has sampled with vllm-stock exactly, .* start a new one for vLLM as it comes"
-    ):
+    assert environment["VLLM_BATCH_INVARIANT"] == "1"
+    assert environment["TRITON_F32_DEFAULT"] == "ieee"
+    assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    message = r"has sampled with vllm-stock exactly, .* start a new one for vLLM as it comes"
+    with pytest.raises(ValueError, match=message):
         VllmEngine(Path("model"), torch.float32, 64)
 
 
@@ -222,23 +203,23 @@ def test_batch_invariance_is_refused_where_vllm_was_imported_without_it(
 def test_a_rollout_of_other_weights_is_refused(versions):
     sampler = VllmSampler.__new__(VllmSampler)
     sampler.version = 3
-    done = SimpleNamespace(
+    completion = SimpleNamespace(
         weight_versions=[SimpleNamespace(version=v) for v in versions],
         token_ids=[5],
         logprobs=[],
         finish_reason="stop",
     )
     with pytest.raises(ValueError, match=r"prompt 4, sample 1 was drawn with weights .*, not with version 3"):
-        sampler._rollout(SimpleNamespace(outputs=[done], prompt_token_ids=[1]), 4, 1)
+        sampler._rollout(SimpleNamespace(outputs=[completion], prompt_token_ids=[1]), 4, 1)
 
 
 def test_exact_decides_the_tokens_that_vllms_own_model_draws(tmp_path):
-    """Drawn with the run's keys, or with vLLM's own random numbers:
+    """With exact, the run's keys draw them; without, vLLM's own random numbers.
 
-    it is chained there, and a resumed run cannot change it.
+    So the ledger's chain holds `exact` for this sampler, and a resumed run cannot change it.
     """
-    stock_exact, foreign = (Config(sampler="vllm-stock", exact=exact) for exact in (True, False))
-    assert binding(stock_exact) != binding(foreign)
+    stock_exact, external = (Config(sampler="vllm-stock", exact=exact) for exact in (True, False))
+    assert binding(stock_exact) != binding(external)
     assert binding(Config(exact=True)) == binding(Config(exact=False))
     (tmp_path / "config.toml").write_text(to_toml(stock_exact))
     with pytest.raises(ValueError, match=r"exact \(False, was True\) decides bits"):

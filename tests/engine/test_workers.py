@@ -1,4 +1,4 @@
-"""Other processes: the same bits whoever computes, their exceptions and their deaths."""
+"""Worker processes: equal bits whichever process computes, and what happens when one raises or dies."""
 
 import os
 import signal
@@ -46,9 +46,9 @@ def workers(request: pytest.FixtureRequest, model):
 
 
 def test_each_item_has_a_process_of_its_own(workers):
-    own, other = workers.map(_process_id, [None, None])
-    assert (own, other != own) == (os.getpid(), True)
-    assert workers.map(_process_id, [None]) == [own]
+    first, second = workers.map(_process_id, [None, None])
+    assert (first, second != first) == (os.getpid(), True)
+    assert workers.map(_process_id, [None]) == [first]
 
 
 def test_tokens_and_logprobs_are_those_of_one_sampler(workers):
@@ -58,31 +58,27 @@ def test_tokens_and_logprobs_are_those_of_one_sampler(workers):
     for prompts in (PROMPTS, PROMPTS[:1]):
         together = sampler.generate(prompts, SAMPLING, RngKey(1, 2))
         for a, b in zip(alone, together, strict=False):
-            assert (a.prompt, a.sample, a.completion_ids, a.weight_version) == (
-                b.prompt,
-                b.sample,
-                b.completion_ids,
-                b.weight_version,
-            )
+            assert (a.prompt, a.sample) == (b.prompt, b.sample)
+            assert (a.completion_ids, a.weight_version) == (b.completion_ids, b.weight_version)
             assert a.logprobs.tobytes() == b.logprobs.tobytes()
         assert len(together) == 3 * len(prompts)
 
 
+def _completions(sampler: NativeSampler | ParallelSampler) -> list[tuple[int, ...]]:
+    return [r.completion_ids for r in sampler.generate(PROMPTS, SAMPLING, RngKey(1, 2))]
+
+
 def test_a_change_of_the_weights_reaches_the_others(workers):
     decoder, sampler = workers.host.decoder, ParallelSampler(workers)
-    before = sampler.generate(PROMPTS, SAMPLING, RngKey(1, 2))
+    before = _completions(sampler)
     saved = decoder.flat.detach().clone()
     try:
         decoder.flat.mul_(1.25)
-        after = sampler.generate(PROMPTS, SAMPLING, RngKey(1, 2))
-        expected = NativeSampler(decoder).generate(PROMPTS, SAMPLING, RngKey(1, 2))
+        after = _completions(sampler)
+        expected = _completions(NativeSampler(decoder))
     finally:
         decoder.flat.copy_(saved)
-    assert (
-        [r.completion_ids for r in after]
-        == [r.completion_ids for r in expected]
-        != [r.completion_ids for r in before]
-    )
+    assert after == expected != before
 
 
 def test_gradients_come_back_and_empty_shards_have_none(workers):
@@ -110,9 +106,8 @@ def test_an_exception_that_does_not_survive_pickle_is_told_as_text():
 
 def test_a_worker_that_dies_is_named(model):
     workers = Workers(load_decoder(model, torch.float32), 4, 2)
-    with pytest.raises(
-        ChildProcessError, match=r"worker 1 \(process \d+\) was killed by SIGKILL.*memory.*workers = 1"
-    ):
+    message = r"worker 1 \(process \d+\) was killed by SIGKILL.*memory.*workers = 1"
+    with pytest.raises(ChildProcessError, match=message):
         workers.map(_die, [False, True])
     workers.close()
 
@@ -134,22 +129,23 @@ def test_their_number_is_a_power_of_two_that_divides_the_shards(model, asked, sh
 
 
 def test_a_worker_that_starts_late_touches_no_other_file(model, tmp_path):
-    """Descriptors' numbers are used again:
+    """A worker may start after its owner has gone, and must not open its memory by the descriptor's number.
 
-    a worker that opened its memory by number would map, and write to, whatever has it now.
+    Numbers of descriptors are used again. The worker would map, and write to, the file with that number now.
     """
     for i in range(4):
-        Workers(
-            load_decoder(model, torch.float32), 4, 4
-        )._others.clear()  # gone before any of them has started
+        workers = Workers(load_decoder(model, torch.float32), 4, 4)
+        # The owner is gone before any worker has started.
+        workers._others.clear()
+        del workers
         files = [open(tmp_path / f"{i}-{n}", "w+b") for n in range(12)]
         for file in files:
-            file.write(b"mine" * 1000)
+            file.write(b"data" * 1000)
             file.flush()
         time.sleep(1.5)
         for file in files:
             file.seek(0)
-            assert file.read() == b"mine" * 1000
+            assert file.read() == b"data" * 1000
             file.close()
 
 
@@ -158,8 +154,8 @@ def test_memory_that_became_another_file_is_refused(tmp_path):
     shared.tensor.fill_(3.0)
     assert map_tensor(shared.handle, 8, torch.float32).tolist() == [3.0] * 8
     (tmp_path / "file").write_bytes(bytes(32))
-    with open(tmp_path / "file", "r+b") as other:
-        os.dup2(other.fileno(), shared.fd)
+    with open(tmp_path / "file", "r+b") as file:
+        os.dup2(file.fileno(), shared.fd)
         stale = Handle(f"/proc/self/fd/{shared.fd}", *SharedTensor(8, torch.float32).handle[1:])
         with pytest.raises(OSError, match="is another file by now"):
             map_tensor(stale, 8, torch.float32)

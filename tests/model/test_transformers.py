@@ -39,8 +39,8 @@ SEEDS = range(8)
 def zerokl_results(folder, dtype: torch.dtype, shared: bool) -> dict[str, torch.Tensor]:
     """Our results as `logprobs_and_gradients` gives those of transformers.
 
-    All sequences are packed into one forward. Gradients are taken from `main_grad`. With `shared`, prompts are
-    read once.
+    All sequences are packed into one forward. Gradients are taken from `main_grad`. With `shared`,
+    prompts are read once.
     """
     decoder = load_decoder(folder, dtype)
     flat = torch.zeros(decoder.layout.numel, dtype=torch.promote_types(dtype, torch.float32))

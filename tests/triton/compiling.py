@@ -1,9 +1,9 @@
-"""Scripts that compile, run outside of this process: Triton's interpreter and its compiler exclude each
-other.
+"""Runs scripts that compile in other processes: Triton's interpreter and its compiler exclude each other.
 
-Each runs with the installed Triton and with those in the folders of OTHER_TRITONS (`make test-triton` names
-one: the Triton that torch 2.13 for CUDA comes with, and so vLLM 0.32 on a GPU). All of them at once, as a
-compiler keeps one core busy; all targets with the last one, to save time, and Hopper with the others.
+A script runs with the installed Triton, and with the Triton in each folder of OTHER_TRITONS. `make
+test-triton` names one such folder. It holds the Triton that torch 2.13 for CUDA comes with, and so vLLM 0.32
+on a GPU. All processes run at once, because a compiler keeps one core busy. To save time, only the last
+Triton compiles for all targets. The others compile for Hopper.
 """
 
 import json
@@ -18,28 +18,27 @@ INSTALLED = "installed"
 TRITONS = [INSTALLED, *filter(None, os.environ.get("OTHER_TRITONS", "").split(os.pathsep))]
 
 
-def targets(triton: str, every: Iterable[str]) -> list[str]:
-    """Of the targets of a script those it is to compile for with a Triton."""
-    return [target for target in every if triton == TRITONS[-1] or target == "sm_90"]
+def targets(triton: str, all_targets: Iterable[str]) -> list[str]:
+    """The targets that a Triton compiles for."""
+    return [target for target in all_targets if triton == TRITONS[-1] or target == "sm_90"]
 
 
-def reports(script: str, every: Iterable[str]) -> dict[str, Any]:
-    """What a script of this folder, given targets of `every`, prints last, as JSON, by Triton."""
-    running = {triton: _start(script, triton, targets(triton, every)) for triton in TRITONS}
-    found = {}
+def reports(script: str, all_targets: Iterable[str]) -> dict[str, Any]:
+    """The report of a script of this folder by Triton: the last line that the script prints, as JSON."""
+    running = {triton: _start(script, triton, targets(triton, all_targets)) for triton in TRITONS}
+    by_triton = {}
     for triton, process in running.items():
         out, err = process.communicate()
         assert process.returncode == 0, f"{triton}: {err[-4000:]}"
-        found[triton] = json.loads(out.splitlines()[-1])
-    return found
+        by_triton[triton] = json.loads(out.splitlines()[-1])
+    return by_triton
 
 
 def _start(script: str, triton: str, targets: list[str]) -> subprocess.Popen[str]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    folders = [
-        *([] if triton == INSTALLED else [str(Path(triton).resolve())]),
-        str(Path(__file__).parents[2]),
-    ]  # the tests' own modules
+    # The last folder holds the modules of the tests.
+    folders = [] if triton == INSTALLED else [str(Path(triton).resolve())]
+    folders.append(str(Path(__file__).parents[2]))
     environment["PYTHONPATH"] = os.pathsep.join(folders)
     command = [sys.executable, str(Path(__file__).parent / script), *targets]
     return subprocess.Popen(

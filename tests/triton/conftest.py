@@ -1,6 +1,6 @@
 """Triton's kernels on a CPU.
 
-`make test-triton` sets TRITON_INTERPRET=1, which must stand in the environment before Triton is.
+`make test-triton` sets TRITON_INTERPRET=1. It must be in the environment before Triton is imported.
 """
 
 import types

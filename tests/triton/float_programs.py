@@ -1,10 +1,11 @@
-"""Prints, as JSON, in how many places the float programs of vLLM's kernels and of ours differ; given targets.
-Run without TRITON_INTERPRET.
+"""Prints, as JSON, in how many places the float programs of vLLM's kernels and of our kernels differ.
 
-Both are compiled ahead of time with the same options and tiles; a float program is the ordered list of float
-instructions with their data flow, tensor-core instructions included (verify/binaries.py). vLLM leaves the
-precision of fp32 products to Triton's default: tf32, but TRITON_F32_DEFAULT is set here as exact training
-sets it (engine/rollout/vllm/stock.py).
+The arguments are the targets. Run without TRITON_INTERPRET.
+
+Both kernels are compiled ahead of time with the same options and tiles. A float program is the ordered list
+of float instructions with their data flow. Tensor-core instructions are included (verify/binaries.py). vLLM
+leaves the precision of fp32 products to Triton's default, which is tf32. Here TRITON_F32_DEFAULT is set as
+exact training sets it (engine/rollout/vllm/stock.py).
 """
 
 import json
@@ -25,26 +26,28 @@ from zerokl.verify.binaries import compile_launch, float_program
 
 from tests.triton.vllm_kernels import batch_invariant_module
 
-# Besides groups of 2 and head_dim 128.
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# The shapes that are compared besides groups of 2 and head_dim 128.
 ATTENTIONS = {", groups of 4": {"group": 4}, ", groups of 7, head_dim 64": {"D": 64, "group": 7}}
+Rows = dict[str, dict[str, int]]
 
 
-def theirs(module: Any, name: str, call: Callable[[], object]) -> Launch:
+def vllm_launch(module: Any, name: str, call: Callable[[], object]) -> Launch:
     """The launch that vLLM's wrapper makes of its kernel `name`, with the options that Triton defaults to."""
-    kernel, found = getattr(module, name), []
+    kernel, launches = getattr(module, name), []
 
     class Recorder:
         def __getitem__(self, grid: object) -> Callable[..., None]:
-            return lambda *args, **options: found.append((args, options))
+            return lambda *args, **options: launches.append((args, options))
 
     setattr(module, name, Recorder())
     call()
     setattr(module, name, kernel)
-    ((args, options),) = found
+    ((args, options),) = launches
     return Launch(kernel, args, {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": True} | options)
 
 
-def ours(target: str, call: Callable[[], object]) -> Launch:
+def our_launch(target: str, call: Callable[[], object]) -> Launch:
     with recording(target), recorded() as launches:
         call()
     return launches[0]
@@ -59,101 +62,139 @@ def differ(a: list[str], b: list[str]) -> int:
 
 
 def opcodes(lines: list[str]) -> Counter[str]:
-    """How often each instruction occurs, one that does two at once as two; shuffles that add nothing (idx)
-    are left out.
+    """How often each instruction occurs.
+
+    An instruction that does two operations at once counts as two. Shuffles that add nothing (idx) are left
+    out.
     """
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for opcode in (line.split(" ", 1)[0] for line in lines):
         if not opcode.startswith("shfl.sync.idx"):
-            found[opcode.removesuffix("x2")] += 1 + opcode.endswith("f32x2")
-    return found
+            counts[opcode.removesuffix("x2")] += 1 + opcode.endswith("f32x2")
+    return counts
 
 
 def expressions(lines: list[str]) -> Counter[int]:
-    """Each instruction with the instructions that made its operands, and so on: the program whatever the
-    compiler's order of what does not depend on each other. What is loaded, or comes from an earlier turn of a
-    loop, is a leaf without a name.
+    """Each instruction with the instructions that made its operands, and so on.
+
+    So the order of instructions that do not depend on each other does not count. A value that is loaded, or
+    comes from an earlier turn of a loop, is a leaf without a name.
     """
-    made: dict[str, int] = {}
-    found: Counter[int] = Counter()
+    values: dict[str, int] = {}
+    counts: Counter[int] = Counter()
     for line in lines:
         opcode, operands = line.split(" ", 1)
         names = re.findall(r"%\d+|[^\s,{}|]+", operands)
-        results = re.findall(
-            r"%\d+", operands.split("}")[0] if operands.startswith("{") else operands.split(",")[0]
-        )
-        value = hash((opcode, *(made.get(x, "leaf") if x.startswith("%") else x for x in names)))
-        found[value] += 1
-        made |= {x: hash((value, i)) for i, x in enumerate(results)}
-    return found
+        targets = operands.split("}")[0] if operands.startswith("{") else operands.split(",")[0]
+        value = hash((opcode, *(values.get(x, "leaf") if x.startswith("%") else x for x in names)))
+        counts[value] += 1
+        values |= {x: hash((value, i)) for i, x in enumerate(re.findall(r"%\d+", targets))}
+    return counts
 
 
-def apart(a: Counter[Any], b: Counter[Any]) -> int:
+def total_difference(a: Counter[Any], b: Counter[Any]) -> int:
     return ((a - b) + (b - a)).total()
 
 
 def matmul_launches(
     module: Any, dtype: torch.dtype, target: str, K: int = 1024, bias: bool = False
 ) -> tuple[Launch, Launch]:
+    """vLLM's launch, and our launch with vLLM's tiles."""
     x, w = (torch.empty(n, K, dtype=dtype, device="meta") for n in (256, 2048))
     b = torch.empty(2048, dtype=dtype, device="meta") if bias else None
-    their = theirs(module, "matmul_kernel_persistent", lambda: module.matmul_persistent(x, w.t(), b))
-    tiles = {f"BLOCK_{a}": their.options[f"BLOCK_SIZE_{a}"] for a in "MNK"} | {
-        k: their.options[k] for k in ("num_warps", "num_stages")
-    }
-    our = ours(target, lambda: matmul_triton.matmul(x, w.t(), b))
-    return their, our._replace(options=our.options | tiles)
+    vllm = vllm_launch(module, "matmul_kernel_persistent", lambda: module.matmul_persistent(x, w.t(), b))
+    tiles = {f"BLOCK_{a}": vllm.options[f"BLOCK_SIZE_{a}"] for a in "MNK"}
+    tiles |= {name: vllm.options[name] for name in ("num_warps", "num_stages")}
+    ours = our_launch(target, lambda: matmul_triton.matmul(x, w.t(), b))
+    return vllm, ours._replace(options=ours.options | tiles)
 
 
 def attention_launches(
     module: Any, dtype: torch.dtype, target: str, D: int = 128, group: int = 2
 ) -> tuple[Launch, Launch, Launch]:
-    """vLLM's, ours against pages, and ours against packed keys with lse."""
+    """vLLM's launch, our launch against pages, and our launch against packed keys with lse."""
     q, pages = (torch.empty(*n, D, dtype=dtype, device="meta") for n in ((64, 8 * group), (40, 32, 8)))
     starts, lengths, table = (
         torch.empty(*n, dtype=torch.int32, device="meta") for n in ((3,), (2,), (2, 16))
     )
     spans, o, scale = Spans(starts, lengths, table, 8, starts), torch.empty_like(q), D**-0.5
     rest = (starts, 64, lengths, 64, scale, True, (-1, -1), table, 0, None, None, None)
-    their = theirs(
-        module, "kernel_unified_attention", lambda: module.unified_attention(q, pages, pages, o, *rest)
-    )
-    paged = ours(target, lambda: attention_triton.attention_paged(q, pages, pages, spans, scale))
-    packed = ours(
-        target, lambda: attention_triton.attention_packed(q, q[:, :8], q[:, :8], spans, scale, want_lse=True)
-    )
-    return their, paged, packed
+
+    def call_vllm() -> None:
+        module.unified_attention(q, pages, pages, o, *rest)
+
+    def call_packed() -> None:
+        attention_triton.attention_packed(q, q[:, :8], q[:, :8], spans, scale, want_lse=True)
+
+    vllm = vllm_launch(module, "kernel_unified_attention", call_vllm)
+    paged = our_launch(target, lambda: attention_triton.attention_paged(q, pages, pages, spans, scale))
+    return vllm, paged, our_launch(target, call_packed)
 
 
 def controls(batch_invariant: Any, unified: Any) -> dict[str, int]:
-    """The same comparison on sm_90 with one thing changed in ours."""
-    found = {}
-    for what, (their, our), changes in (
-        ("matmul", matmul_launches(batch_invariant, torch.bfloat16, "sm_90"), ({"BLOCK_K": 32},)),
-        (
-            "attention",
-            attention_launches(unified, torch.bfloat16, "sm_90")[:2],
-            ({"enable_fp_fusion": False}, {"num_warps": 8}, {"TILE": 64}),
-        ),
+    """The same comparison on sm_90 with one thing changed in our launch."""
+    matmuls = matmul_launches(batch_invariant, torch.bfloat16, "sm_90")
+    attentions = attention_launches(unified, torch.bfloat16, "sm_90")[:2]
+    changes_of_attention = ({"enable_fp_fusion": False}, {"num_warps": 8}, {"TILE": 64})
+    counts = {}
+    for what, (vllm, ours), changes in (
+        ("matmul", matmuls, ({"BLOCK_K": 32},)),
+        ("attention", attentions, changes_of_attention),
     ):
-        expected = program(their, "sm_90")
+        expected = program(vllm, "sm_90")
         for change in changes:
-            found[f"{what} {change}"] = differ(
-                expected, program(our._replace(options=our.options | change), "sm_90")
-            )
-    their, our = matmul_launches(batch_invariant, torch.bfloat16, "sm_90", bias=True)
-    unfused = our._replace(options=our.options | {"enable_fp_fusion": False})
-    found["matmul with a bias, unfused"] = apart(
-        *(expressions(program(x, "sm_90")) for x in (their, unfused))
-    )
-    return found
+            changed = ours._replace(options=ours.options | change)
+            counts[f"{what} {change}"] = differ(expected, program(changed, "sm_90"))
+    vllm, ours = matmul_launches(batch_invariant, torch.bfloat16, "sm_90", bias=True)
+    unfused = ours._replace(options=ours.options | {"enable_fp_fusion": False})
+    both = (expressions(program(x, "sm_90")) for x in (vllm, unfused))
+    counts["matmul with a bias, unfused"] = total_difference(*both)
+    return counts
 
 
 def rounded_operands(batch_invariant: Any) -> dict[str, int]:
     """fp32 with vLLM's products as Triton makes them by default."""
     del os.environ["TRITON_F32_DEFAULT"]
-    their, our = matmul_launches(batch_invariant, torch.float32, "sm_90")
-    return {"matmul in fp32 by Triton's default": differ(program(their, "sm_90"), program(our, "sm_90"))}
+    vllm, ours = matmul_launches(batch_invariant, torch.float32, "sm_90")
+    return {"matmul in fp32 by Triton's default": differ(program(vllm, "sm_90"), program(ours, "sm_90"))}
+
+
+def row(vllm_program: list[str], places: int) -> dict[str, int]:
+    return {"instructions": len(vllm_program), "differ": places}
+
+
+def matmul_rows(batch_invariant: Any, target: str) -> Rows:
+    rows = {}
+    for dtype in DTYPES:
+        vllm, ours = (program(x, target) for x in matmul_launches(batch_invariant, dtype, target))
+        rows[f"matmul {target} {dtype}"] = row(vllm, differ(vllm, ours))
+        # The compiler reads the bias earlier in one of the two, so their order is left out.
+        for what, K in (("", 1024), (", uneven", 1000)):
+            launches = matmul_launches(batch_invariant, dtype, target, K, bias=True)
+            vllm, ours = (program(x, target) for x in launches)
+            places = total_difference(expressions(vllm), expressions(ours))
+            rows[f"matmul with a bias{what} {target} {dtype}"] = row(vllm, places)
+    return rows
+
+
+def attention_rows(unified: Any, target: str) -> Rows:
+    rows, logarithm = {}, Counter()
+    for what, shape in ATTENTIONS.items():
+        launches = attention_launches(unified, torch.bfloat16, target, **shape)[:2]
+        vllm, paged = (program(x, target) for x in launches)
+        rows[f"attention{what} {target} {torch.bfloat16}"] = row(vllm, differ(vllm, paged))
+    for dtype in DTYPES:
+        vllm, paged, packed = (program(x, target) for x in attention_launches(unified, dtype, target))
+        rows[f"attention paged {target} {dtype}"] = row(vllm, differ(vllm, paged))
+        # Ours against packed keys is the same program, followed by the logarithm of lse.
+        if dtype == torch.float32:
+            # On sm_90 the compiler exchanges two subtractions that do not depend on each other.
+            places = (expressions(vllm) - expressions(packed)).total()
+            places += total_difference(opcodes(packed), opcodes(vllm) + logarithm)
+        else:
+            places, logarithm = differ(vllm, packed[: len(vllm)]), opcodes(packed[len(vllm) :])
+        rows[f"attention packed {target} {dtype}"] = row(vllm, places)
+    return rows
 
 
 def main() -> None:
@@ -161,45 +202,9 @@ def main() -> None:
     batch_invariant = batch_invariant_module()  # before any other module of vLLM
     from vllm.v1.attention.ops import triton_unified_attention as unified
 
-    report = {}
+    report: dict[str, Any] = {}
     for target in sys.argv[1:]:
-        logarithm: Counter[str] = Counter()
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            at = f"{target} {dtype}"
-            their, our = matmul_launches(batch_invariant, dtype, target)
-            programs = [program(x, target) for x in (their, our)]
-            report[f"matmul {at}"] = {"instructions": len(programs[0]), "differ": differ(*programs)}
-            for what, K in (
-                ("", 1024),
-                (", uneven", 1000),
-            ):  # the compiler reads the bias earlier in one than in the other
-                programs = [
-                    program(x, target) for x in matmul_launches(batch_invariant, dtype, target, K, bias=True)
-                ]
-                report[f"matmul with a bias{what} {at}"] = {
-                    "instructions": len(programs[0]),
-                    "differ": apart(*map(expressions, programs)),
-                }
-            for what, shape in ATTENTIONS.items() if dtype == torch.bfloat16 else ():
-                programs = [
-                    program(x, target) for x in attention_launches(unified, dtype, target, **shape)[:2]
-                ]
-                report[f"attention{what} {at}"] = {
-                    "instructions": len(programs[0]),
-                    "differ": differ(*programs),
-                }
-            programs = [program(x, target) for x in attention_launches(unified, dtype, target)]
-            length = len(programs[0])
-            report[f"attention paged {at}"] = {"instructions": length, "differ": differ(*programs[:2])}
-            # After the same program comes the logarithm of lse.
-            if (
-                dtype == torch.float32
-            ):  # on sm_90 the compiler exchanges two subtractions of which neither needs the other
-                found = (expressions(programs[0]) - expressions(programs[2])).total()
-                found += apart(opcodes(programs[2]), opcodes(programs[0]) + logarithm)
-            else:
-                found, logarithm = differ(programs[0], programs[2][:length]), opcodes(programs[2][length:])
-            report[f"attention packed {at}"] = {"instructions": length, "differ": found}
+        report |= matmul_rows(batch_invariant, target) | attention_rows(unified, target)
     report["control"] = controls(batch_invariant, unified) | rounded_operands(batch_invariant)
     print(json.dumps(report))
 

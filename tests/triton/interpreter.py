@@ -1,11 +1,12 @@
-"""Triton 3.9's interpreter, mended for tests: bf16 that works, and matrix products that a GPU could have
-made.
+"""Triton 3.9's interpreter, mended for tests: bf16 works, and matrix products could come from a GPU.
 
-It keeps bf16 as raw uint16: its casts truncate, and its arithmetic and its matrix products work on those
-integers. Here casts round to nearest even and arithmetic widens to fp32. Still wrong, and not used by the
-tests: reductions of bf16 tensors, and fp8. It multiplies with numpy's BLAS, whose bits for a row may depend
-on where in the tile the row lies (so where there is no AVX-512). Tensor cores, and a GPU's fused
-multiply-adds, know no such place: here each element is one dot product, of its row and its column.
+The interpreter keeps bf16 as raw uint16. Its casts truncate, and its arithmetic and its matrix products work
+on these integers. Here casts round to nearest even, and arithmetic widens to fp32. Reductions of bf16 tensors
+and fp8 are still wrong; the tests do not use them.
+
+The interpreter multiplies with numpy's BLAS. There the bits of a row may depend on the place of the row in
+the tile, as on a machine without AVX-512. With tensor cores, and with a GPU's fused multiply-adds, they do
+not. Here each element is one dot product, of its row and its column.
 """
 
 import numpy as np
@@ -19,7 +20,7 @@ def widen(x: np.ndarray) -> np.ndarray:
 
 
 def narrow(x: np.ndarray) -> np.ndarray:
-    """fp32 -> bf16 held in uint16, to nearest even; every NaN becomes one quiet NaN."""
+    """fp32 -> bf16 held in uint16, rounded to nearest even; every NaN becomes the same quiet NaN."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(x), np.uint16(0x7FC0), rounded)
@@ -32,12 +33,9 @@ def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def patch() -> None:
-    """For the rest of the process."""
-    cast, binary, unary = (
-        InterpreterBuilder.cast_impl,
-        InterpreterBuilder.binary_op,
-        InterpreterBuilder.unary_op,
-    )
+    """Mend the interpreter for the rest of the process."""
+    cast, binary = InterpreterBuilder.cast_impl, InterpreterBuilder.binary_op
+    unary = InterpreterBuilder.unary_op
 
     def cast_impl(self, src, dst_type):
         if src.dtype.scalar == dst_type.scalar:
@@ -55,21 +53,18 @@ def patch() -> None:
         return TensorHandle(result if result.dtype == bool else narrow(result), tl.bfloat16)
 
     def unary_op(self, arg, op):
-        return (
-            TensorHandle(narrow(op(widen(arg.data))), tl.bfloat16)
-            if arg.dtype.scalar == tl.bfloat16
-            else unary(self, arg, op)
-        )
+        if arg.dtype.scalar != tl.bfloat16:
+            return unary(self, arg, op)
+        return TensorHandle(narrow(op(widen(arg.data))), tl.bfloat16)
 
     def create_dot(self, a, b, d, *rest):
         assert d.dtype.scalar == tl.float32, d.dtype
-        return TensorHandle(
-            product(*(widen(x.data) if x.dtype.scalar == tl.bfloat16 else x.data for x in (a, b))) + d.data,
-            tl.float32,
-        )
+        operands = (widen(x.data) if x.dtype.scalar == tl.bfloat16 else x.data for x in (a, b))
+        return TensorHandle(product(*operands) + d.data, tl.float32)
+
+    def create_fp_to_fp(self, src, dst_type, rounding_mode):
+        return cast_impl(self, src, dst_type)
 
     InterpreterBuilder.cast_impl, InterpreterBuilder.binary_op = cast_impl, binary_op
     InterpreterBuilder.unary_op, InterpreterBuilder.create_dot = unary_op, create_dot
-    InterpreterBuilder.create_fp_to_fp = lambda self, src, dst_type, rounding_mode: cast_impl(
-        self, src, dst_type
-    )
+    InterpreterBuilder.create_fp_to_fp = create_fp_to_fp

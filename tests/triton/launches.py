@@ -1,9 +1,10 @@
-"""Prints, as JSON, the launches of model runs that kernels/configurations.py does not list; given targets.
-Run without TRITON_INTERPRET.
+"""Prints, as JSON, the launches of model runs that kernels/compiled_cases.py does not list.
 
-Models of the supported families at their real widths, two layers each, train, score and sample on CPU memory
-with the GPU's code; each launch is recorded and none carried out, so the numbers are whatever the memory
-held. A launch is known by what Triton keys a binary with.
+The arguments are the targets. Run without TRITON_INTERPRET.
+
+The models are of the supported families, at their real widths, with two layers each. They train, score and
+sample on CPU memory with the GPU's code. Each launch is recorded and none is carried out, so the numbers are
+whatever the memory held. A launch is identified by Triton's key of its binary.
 """
 
 import json
@@ -28,7 +29,7 @@ from zerokl.model.scoring import logprobs, pack
 from zerokl.model.weights import Layout
 from zerokl.verify.binaries import specialised
 
-# Family, hidden, intermediate, query heads, key-value heads, head width, tied
+# Family, hidden width, intermediate width, query heads, key-value heads, head width, tied embeddings
 MODELS = {
     "Qwen3-0.6B": ("Qwen3", 1024, 3072, 16, 8, 128, True),
     "Qwen3-1.7B": ("Qwen3", 2048, 6144, 16, 8, 128, True),
@@ -40,14 +41,11 @@ VOCABULARY = 4096  # short, to save memory
 NARROW_CACHE, WIDE_HEAD = Numerics(cache=torch.bfloat16), Numerics(lm_head=torch.float32)
 SETTINGS = [(dtype, COMPUTE) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
 SETTINGS += [(torch.bfloat16, WIDE_HEAD), (torch.float16, WIDE_HEAD), (torch.float32, NARROW_CACHE)]
-DISTRIBUTIONS = (SamplingParams(), SamplingParams(0.7, 20, 0.9), SamplingParams(0.0))
+SAMPLING_PARAMS = (SamplingParams(), SamplingParams(0.7, 20, 0.9), SamplingParams(0.0))
 
 
 def binary_key(kernel: Any, args: tuple[Any, ...], options: Mapping[str, Any], target: str) -> str:
-    """What tells the binary of one launch from others, as in Triton's cache:
-
-    two launches with one key run the same binary.
-    """
+    """The key of a launch's binary, as in Triton's cache: two launches with one key run the same binary."""
     source, parsed, _ = specialised(kernel, args, options, target)
     return f"{source.hash()} {parsed.hash()}"
 
@@ -74,39 +72,42 @@ def decoder(name: str, dtype: torch.dtype, numerics: Numerics) -> Decoder:
         }
     )
     layout = Layout(config)
-    made = Decoder(config, torch.empty(layout.numel, dtype=dtype), layout, numerics)
-    for w in (*made.w.values(), made.lm_head):
+    model = Decoder(config, torch.empty(layout.numel, dtype=dtype), layout, numerics)
+    for w in (*model.w.values(), model.lm_head):
         w.main_grad = torch.empty(w.shape)
-    return made
+    return model
 
 
 def run(model: Decoder) -> None:
-    """Training with prompts read once and without, scoring, and sampling with prefill, chunks and decoding."""
-    prompts = [[3] * 40, [3] * 40, [5]]
-    pairs = [(prompt, [7] * n) for prompt, n in zip(prompts, (200, 3, 1), strict=True)]
-    for sampling_params in DISTRIBUTIONS[:2]:
-        for some in (pairs, pairs[2:]):
-            read = Prompts(model, [prompt for prompt, _ in some])
-            logprobs(model, pack(some, read.of), sampling_params, prompts=read)[0].sum().backward()
-            read.backward()
+    """Train with prompts that are read once, and with whole sequences; score; sample.
+
+    Sampling has a prefill, chunks and decode steps.
+    """
+    prompt_ids = [[3] * 40, [3] * 40, [5]]
+    pairs = [(prompt, [7] * n) for prompt, n in zip(prompt_ids, (200, 3, 1), strict=True)]
+    for sampling_params in SAMPLING_PARAMS[:2]:
+        for batch in (pairs, pairs[2:]):
+            prompts = Prompts(model, [prompt for prompt, _ in batch])
+            logprobs(model, pack(batch, prompts.of), sampling_params, prompts=prompts)[0].sum().backward()
+            prompts.backward()
         logprobs(model, pack(pairs), sampling_params)[0].sum().backward()
         with torch.no_grad():
             logprobs(model, pack(pairs), sampling_params)
-    for sampling_params in DISTRIBUTIONS:
+    for sampling_params in SAMPLING_PARAMS:
         native.NativeSampler(model, max_concurrency=4, max_batch_tokens=100).generate(
             [[3] * 150, [5]], GenerationParams(sampling_params, 2, 3, frozenset()), RngKey(0, 0)
         )
 
 
 def launches(work: Callable[[], None]) -> Iterator[Launch]:
-    """Those that `work` makes, one for each way in which Triton could see them:
+    """The distinct launches that `work` makes.
 
-    data types, alignments and numbers.
+    Two launches are distinct if Triton could see a difference: data types, alignments or numbers.
     """
-    with recorded() as found:
+    with recorded() as all_launches:
         work()
     distinct = {}
-    for launch in found:
+    for launch in all_launches:
         args = (((x.dtype, x.data_ptr() % 16) if isinstance(x, torch.Tensor) else x) for x in launch.args)
         distinct[launch.kernel.__name__, *args, *sorted(launch.options.items())] = launch
     yield from distinct.values()
@@ -123,20 +124,16 @@ def main() -> None:
                 for launch in launches(partial(run, decoder(name, dtype, numerics))):
                     seen, key = seen + 1, binary_key(*launch, target)
                     if key not in listed:
-                        missing[key] = (
-                            f"{launch.kernel.__name__} on {target}: {name} {dtype} {numerics} {launch.options}"
-                        )
+                        setting = f"{name} {dtype} {numerics} {launch.options}"
+                        missing[key] = f"{launch.kernel.__name__} on {target}: {setting}"
                     elif "attention backward" in listed[key]:
                         control.add(key)
-    print(
-        json.dumps(
-            {
-                "launches": seen,
-                "missing": list(missing.values()),
-                "without the attention's backward": len(control),
-            }
-        )
-    )
+    report = {
+        "launches": seen,
+        "missing": list(missing.values()),
+        "without the attention's backward": len(control),
+    }
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

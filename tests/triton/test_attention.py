@@ -1,6 +1,7 @@
-"""Attention, interpreted:
+"""Attention on Triton, interpreted, has the bits of vLLM's kernel, keeps the law and is accurate.
 
-bits beside vLLM's own kernel; prefill, chunks and decode; gradients' law; accuracy against fp64.
+The law is that prefill, chunks and decode are one result, and that gradients do not depend on other
+sequences. Accuracy is judged against fp64.
 """
 
 import numpy as np
@@ -20,31 +21,27 @@ LENGTHS = [5, 70, 33]
 def _paged(
     case: Case, page: int, contexts: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Spans]:
-    """The queries of `case` after `contexts` tokens, against pages scattered over a cache whose rest is NaN."""
+    """The queries of `case` after `contexts` tokens, and a cache with the keys and values on scattered pages.
+
+    The rest of the cache is NaN.
+    """
     (_, kv_heads, D), lengths = case.k.shape, np.array(case.lengths)
     pages = -(-lengths // page)
-    table = np.random.default_rng(0).permutation(pages.sum() + 2).astype(np.int32)[: pages.sum()]
-    k, v = (
-        torch.full((int(pages.sum()) + 2, page, kv_heads, D), float("nan"), dtype=case.q.dtype)
-        for _ in range(2)
-    )
+    ids = np.random.default_rng(0).permutation(pages.sum() + 2).astype(np.int32)[: pages.sum()]
+    shape = (int(pages.sum()) + 2, page, kv_heads, D)
+    k, v = (torch.full(shape, float("nan"), dtype=case.q.dtype) for _ in range(2))
     tables, queries = np.zeros((len(lengths), pages.max()), np.int32), []
-    for row, own, at, context in zip(
-        tables, np.split(table, np.cumsum(pages)[:-1]), case.spans(), contexts, strict=True
-    ):
-        row[: len(own)] = own
+    by_sequence = np.split(ids, np.cumsum(pages)[:-1])
+    for row, page_ids, rows, context in zip(tables, by_sequence, case.spans(), contexts, strict=True):
+        row[: len(page_ids)] = page_ids
         for cache, packed in ((k, case.k), (v, case.v)):
-            cache[torch.from_numpy(own).long()] = 0
-            for i, token in enumerate(packed[at]):
-                cache[own[i // page], i % page] = token
-        queries.append(case.q[at][context:])
+            cache[torch.from_numpy(page_ids).long()] = 0
+            for i, token in enumerate(packed[rows]):
+                cache[page_ids[i // page], i % page] = token
+        queries.append(case.q[rows][context:])
     starts = torch.tensor([0, *np.cumsum([len(q) for q in queries])], dtype=torch.int32)
-    return (
-        torch.cat(queries),
-        k,
-        v,
-        Spans(starts, torch.tensor(lengths, dtype=torch.int32), torch.from_numpy(tables), kv_heads),
-    )
+    seqused_k = torch.tensor(lengths, dtype=torch.int32)
+    return torch.cat(queries), k, v, Spans(starts, seqused_k, torch.from_numpy(tables), kv_heads)
 
 
 def _vllm(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, scale: float) -> torch.Tensor:
@@ -77,26 +74,21 @@ def _vllm(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, scale
 @pytest.mark.parametrize(("group", "kv_heads", "page"), [(2, 2, 16), (1, 1, 32), (7, 1, 64)])
 def test_bits_of_vllms_kernel_for_prefill_chunks_and_decode(batch_invariant, group, kv_heads, page, dtype):
     case = make_case([5, 45, 33], group, kv_heads, 48, dtype, seed=group)
-    at = case.spans()
     for contexts in ([0, 0, 0], [4, 25, 32], [4, 44, 32]):
         q, k, v, spans = _paged(case, page, contexts)
         ours = attention_paged(q, k, v, spans, case.scale)
         assert total_unequal([ours], [_vllm(q, k, v, spans, case.scale)]) == 0
-        assert (
-            total_unequal(
-                [ours], [torch.cat([whole(case)[a][c:] for a, c in zip(at, contexts, strict=True)])]
-            )
-            == 0
-        )
+        whole_sequences = zip(case.spans(), contexts, strict=True)
+        after = torch.cat([whole(case)[rows][context:] for rows, context in whole_sequences])
+        assert total_unequal([ours], [after]) == 0
 
 
 def test_control_another_key_tile_gives_other_bits(batch_invariant, monkeypatch):
     case = make_case(LENGTHS, 2, 2, 48, torch.float32, seed=1)
     q, k, v, spans = _paged(case, 16, [0, 0, 0])
     monkeypatch.setattr(attention_triton, "KEY_TILE", KEY_TILE // 2)
-    assert (
-        total_unequal([attention_paged(q, k, v, spans, case.scale)], [_vllm(q, k, v, spans, case.scale)]) > 0
-    )
+    ours = attention_paged(q, k, v, spans, case.scale)
+    assert total_unequal([ours], [_vllm(q, k, v, spans, case.scale)]) > 0
 
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
@@ -106,9 +98,8 @@ def test_pages_in_a_narrower_dtype_are_converted_exactly(narrow):
     stored = attention_paged(q, k.to(narrow), v.to(narrow), spans, case.scale)
     rounded = [x.to(narrow).float() for x in (k, v)]
     assert total_unequal([stored], [attention_paged(q, *rounded, spans, case.scale)]) == 0
-    assert total_unequal([stored], [attention_paged(q, k, v, spans, case.scale)]) > 0, (
-        "control: what was not rounded"
-    )
+    unrounded = attention_paged(q, k, v, spans, case.scale)
+    assert total_unequal([stored], [unrounded]) > 0, "control: the rounding is there"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -125,12 +116,12 @@ def test_sequence_is_independent_of_what_it_is_packed_with(dtype):
     case = make_case(LENGTHS, 3, 1, 32, dtype, seed=4)
     dy = randn(5, *case.q.shape, dtype=dtype)
     together, o = gradients(case, dy), whole(case)
-    for s, at in enumerate(case.spans()):
+    for s, rows in enumerate(case.spans()):
         alone, poisoned = case.sequence(s), case.with_others_nan(s)
-        assert total_unequal([whole(alone), whole(poisoned)[at]], [o[at]] * 2) == 0
-        expected = gradients(alone, dy[at])
-        assert total_unequal(expected, [g[at] for g in together]) == 0
-        assert total_unequal(expected, [g[at] for g in gradients(poisoned, dy)]) == 0
+        assert total_unequal([whole(alone), whole(poisoned)[rows]], [o[rows]] * 2) == 0
+        expected = gradients(alone, dy[rows])
+        assert total_unequal(expected, [g[rows] for g in together]) == 0
+        assert total_unequal(expected, [g[rows] for g in gradients(poisoned, dy)]) == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -153,8 +144,8 @@ def test_control_other_tiles_of_the_backward_give_other_bits(monkeypatch):
 
 def _plain(case: Case, leaves: list[torch.Tensor]) -> torch.Tensor:
     outs = []
-    for at in case.spans():
-        q, k, v = (x[at].transpose(0, 1).unsqueeze(0) for x in leaves)
+    for rows in case.spans():
+        q, k, v = (x[rows].transpose(0, 1).unsqueeze(0) for x in leaves)
         outs.append(
             torch.nn.functional.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=case.scale, enable_gqa=True
@@ -164,8 +155,9 @@ def _plain(case: Case, leaves: list[torch.Tensor]) -> torch.Tensor:
 
 
 def test_the_benchmarks_backward_with_atomics_computes_the_same():
-    """RngKey' and values' gradients to the bit; the queries', which it sums in another order, as near to fp64
-    as plain torch.
+    """The gradients of keys and values have equal bits. The gradient of the queries is only as accurate.
+
+    The benchmark's backward sums it in another order. It must be as near to fp64 as plain torch.
     """
     from zerokl.benchmarks.atomic_attention import attention_bwd_atomic
 
@@ -196,8 +188,8 @@ def test_accuracy(dtype):
             leaves = [x.to(plain_dtype).requires_grad_() for x in case[1:]]
             o = _plain(case, leaves)
             results.append([o.detach(), *torch.autograd.grad(o, leaves, dy.to(plain_dtype))])
-        for which, result in enumerate(results):
+        for i, result in enumerate(results):
             for name, x in zip(judged, result, strict=True):
-                judged[name][which].append(x.flatten())
+                judged[name][i].append(x.flatten())
     for name, parts in judged.items():
         assert_at_most_twice_the_error(*(torch.cat(p) for p in parts), f"{name} {dtype}")

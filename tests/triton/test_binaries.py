@@ -1,4 +1,4 @@
-"""Compiled for GPUs that need not be here."""
+"""The kernels, compiled for GPUs that need not be here, have no atomics, no spills and the recorded size."""
 
 import re
 from pathlib import Path
@@ -31,7 +31,7 @@ def report(triton, all_reports) -> dict[str, Any]:
 def test_every_binary_is_free_of_atomics_and_spills_and_as_recorded(triton, report):
     assert report["binaries"] == len(list(configurations())) * len(targets(triton, TARGETS))
     assert report["faults"] == []
-    assert "not compared" not in report["compared"], "the table is to have each Triton that is tested"
+    assert "not compared" not in report["compared"], "the table must have each Triton that is tested"
 
 
 def test_control_an_atomic_addition_is_found(report):

@@ -1,5 +1,6 @@
-"""silu_mul, rope and the embedding's gradient on Triton beside the arithmetic of vLLM's CUDA operations,
-written out in numpy.
+"""silu_mul, rope and the embedding's gradient on Triton have the bits of written-out arithmetic.
+
+For silu_mul and rope it is the arithmetic of vLLM's CUDA operations, in numpy and in fp64.
 """
 
 import numpy as np
@@ -24,7 +25,8 @@ def written_out_silu_mul(gu: torch.Tensor, round_silu: bool = True) -> torch.Ten
 @pytest.mark.parametrize("width", [1, 48, 1024, 1500])
 def test_silu_mul_has_the_written_out_bits(width, dtype):
     gu = randn(width, 5, 2 * width, dtype=dtype, scale=4.0)
-    gu[0, 0], gu[1, width] = -120.0, -0.0  # exp overflows; vLLM's + 0.0 turns a -0.0 of u around
+    # exp overflows at -120. vLLM adds 0.0 to u, which turns -0.0 into 0.0.
+    gu[0, 0], gu[1, width] = -120.0, -0.0
     assert total_unequal([silu_mul_fwd(gu)], [written_out_silu_mul(gu)]) == 0
 
 
@@ -34,7 +36,12 @@ def test_control_silu_that_is_not_rounded_has_other_bits():
 
 
 def fused_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """In fp64, where a product of two fp32 numbers is exact: fma(a, b, c) = round(a b + c)."""
+    """y1 = fma(x1, cos, -(x2 sin)) and y2 = fma(x2, cos, x1 sin), in fp64.
+
+    A product of two fp32 numbers is exact in fp64, so fma(a, b, c) = round(a b + c). On an H100, vLLM's
+    compiled rotary_embedding has these bits in bf16 and fp16. In fp32 it has the bits of
+    y2 = fma(x1, sin, x2 cos).
+    """
     x1, x2 = x.float().chunk(2, dim=-1)
     c, s = cos.unsqueeze(1), sin.unsqueeze(1)
     y1 = x1.double() * c.double() - (x2 * s).double()
@@ -47,7 +54,8 @@ def fused_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 def test_rope_has_the_bits_of_nvccs_fusion_both_ways(H, D, dtype):
     qkv = randn(D, 6, H + 2, D, dtype=dtype)
     cos, sin = (t[7:13].float() for t in rope_table([100.0 ** (-i / D) for i in range(D // 2)], 20, dtype))
-    for x in (qkv[:, :H], qkv[:, :H].clone()):  # a slice of wider rows, as the decoder's, and dense
+    # The first is a slice of wider rows, as in the decoder. The second is dense.
+    for x in (qkv[:, :H], qkv[:, :H].clone()):
         assert total_unequal([rotate(x, cos, sin)], [fused_rope(x, cos, sin)]) == 0
         assert total_unequal([rotate(x, cos, sin, inverse=True)], [fused_rope(x, cos, -sin)]) == 0
 

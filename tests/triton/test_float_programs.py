@@ -1,6 +1,6 @@
-"""The same arithmetic as vLLM's kernels, shown on what a GPU would run:
+"""Our matrix product and attention have the arithmetic of vLLM's kernels, instruction by instruction.
 
-the compiled float instructions, one by one.
+The float instructions compared are those of the compiled kernels, which a GPU would run.
 """
 
 from typing import Any

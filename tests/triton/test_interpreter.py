@@ -1,4 +1,4 @@
-"""The ground these tests stand on."""
+"""The mended interpreter runs vLLM's kernels, and its matrix products depend on row and column only."""
 
 import numpy as np
 import torch

@@ -1,7 +1,7 @@
-"""The law on Triton, interpreted: rows independent of the others, gradients of the split into micro-batches,
-accuracy against fp64.
+"""The law on Triton, interpreted: independent rows, gradients under any micro-batch, and accuracy.
 
-The operations and the comparisons are those of tests/kernels; in this process they run their Triton kernels.
+The operations and the comparisons are those of tests/law, as in tests/kernels. In this process the operations
+run their Triton kernels.
 """
 
 from itertools import pairwise
@@ -24,7 +24,7 @@ def _qk_norm(x: rows.Rows, D: int, seed: int) -> rows.Rows:
     return (qk_norm(x[0], wq, wk, 2, 1e-6),)
 
 
-# name -> the kernel that must have run
+# Name -> the kernel that must have run.
 NORMS = {name: "_rms_norm_bwd" for name in ("rms_norm", "rms_norm of heads", "add_rms_norm")}
 LOGPROBS = {name: "_logprob_bwd" for name in ("linear_logprob", "linear_logprob at a temperature")}
 TRUNCATED = {f"linear_logprob of {what}": "_logprob_bwd" for what in ("top-k", "top-p", "all three")}
@@ -68,9 +68,9 @@ def cases(names: dict[str, str], dtypes: tuple[torch.dtype, ...] = DTYPES) -> li
     seed=st.integers(0, 10_000),
 )
 def test_row_is_independent_of_the_others(name, kernel, dtype, width, T, other_T, poison, seed):
-    with recorded(and_run=True) as ran:
+    with recorded(and_run=True) as launches:
         assert rows.unequal_rows(OPS[name], dtype, width, T, other_T, poison, seed) == 0
-    assert kernel in {one.kernel.__name__ for one in ran}
+    assert kernel in {launch.kernel.__name__ for launch in launches}
 
 
 @pytest.mark.parametrize(("name", "kernel", "dtype"), cases(GRADIENT_OPS, (torch.float32, torch.bfloat16)))
@@ -81,27 +81,21 @@ def test_row_is_independent_of_the_others(name, kernel, dtype, width, T, other_T
     cuts=st.sets(st.integers(1, 2)),
 )
 def test_gradient_is_independent_of_the_split_into_micro_batches(name, kernel, dtype, width, lengths, cuts):
-    sequences = list(range(len(lengths)))
-    at = [0, *sorted(c for c in cuts if 0 < c < len(lengths)), len(lengths)]
-    with recorded(and_run=True) as ran:
-        together = gradients.main_grads(gradients.OPS[name], dtype, width, lengths, [sequences])
-        split = gradients.main_grads(
-            gradients.OPS[name], dtype, width, lengths, [sequences[a:b] for a, b in pairwise(at)]
-        )
+    op, sequences = gradients.OPS[name], list(range(len(lengths)))
+    bounds = [0, *sorted(c for c in cuts if 0 < c < len(lengths)), len(lengths)]
+    micro_batches = [sequences[a:b] for a, b in pairwise(bounds)]
+    with recorded(and_run=True) as launches:
+        together = gradients.main_grads(op, dtype, width, lengths, [sequences])
+        split = gradients.main_grads(op, dtype, width, lengths, micro_batches)
     assert total_unequal(together, split) == 0
-    assert kernel in {one.kernel.__name__ for one in ran}
+    assert kernel in {launch.kernel.__name__ for launch in launches}
 
 
 @pytest.mark.parametrize("name", GRADIENT_OPS)
 def test_control_another_order_of_the_sequences_is_found(name):
-    lengths = [150, 90, 40]
-    in_order = gradients.main_grads(gradients.OPS[name], torch.float32, 64, lengths, [[0], [1], [2]])
-    assert (
-        total_unequal(
-            in_order, gradients.main_grads(gradients.OPS[name], torch.float32, 64, lengths, [[2], [1], [0]])
-        )
-        > 0
-    )
+    op, lengths = gradients.OPS[name], [150, 90, 40]
+    in_order = gradients.main_grads(op, torch.float32, 64, lengths, [[0], [1], [2]])
+    assert total_unequal(in_order, gradients.main_grads(op, torch.float32, 64, lengths, [[2], [1], [0]])) > 0
 
 
 @pytest.mark.parametrize("name", [n for n in GRADIENT_OPS if n != "embedding"])
@@ -114,21 +108,17 @@ def test_control_blocks_across_sequences_are_found(name):
 
 @pytest.mark.parametrize("rows_at_once", [8, 32])
 def test_control_another_tile_of_rows_is_found(monkeypatch, rows_at_once):
-    before = gradients.main_grads(gradients.OPS["rms_norm"], torch.float32, 64, [150, 90], [[0, 1]])
+    op = gradients.OPS["rms_norm"]
+    before = gradients.main_grads(op, torch.float32, 64, [150, 90], [[0, 1]])
     monkeypatch.setattr(columns_triton, "ROWS", rows_at_once)
-    assert (
-        total_unequal(
-            before, gradients.main_grads(gradients.OPS["rms_norm"], torch.float32, 64, [150, 90], [[0, 1]])
-        )
-        > 0
-    )
+    assert total_unequal(before, gradients.main_grads(op, torch.float32, 64, [150, 90], [[0, 1]])) > 0
 
 
 @pytest.mark.parametrize(("name", "kernel", "dtype"), cases(ACCURATE_OPS))
 def test_error_is_at_most_twice_that_of_plain_torch(name, kernel, dtype):
-    with recorded(and_run=True) as ran:
+    with recorded(and_run=True) as launches:
         accuracy.assert_accurate(accuracy.OPS[name], dtype, SEEDS)
-    assert kernel in {one.kernel.__name__ for one in ran}
+    assert kernel in {launch.kernel.__name__ for launch in launches}
 
 
 def test_control_an_error_is_found():

@@ -1,4 +1,4 @@
-"""logprob's Triton kernels beside vLLM's, interpreted; sampler and trainer; the draw."""
+"""logprob's Triton kernels, interpreted: vLLM's bits, one result for sampler and trainer, and the draw."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from zerokl.kernels.sampling_params import SamplingParams
 from tests.helpers import DTYPES, assert_at_most_twice_the_error, randint, randn, total_unequal
 from tests.law import gradients
 
-DISTRIBUTIONS = (
+SAMPLING_PARAMS = (
     SamplingParams(),
     SamplingParams(0.7),
     SamplingParams(0.0),
@@ -23,9 +23,10 @@ DISTRIBUTIONS = (
 
 
 def rows(V: int, n: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of every second row the likely token:
+    """Logits [n, V], and the id of a token for each row.
 
-    its logprob, the log of a sum near 1, shows the last bit of that sum.
+    In every second row the token is the likely one. Its logprob is the log of a sum near 1, which shows the
+    last bit of the sum.
     """
     z, ids = randn(V, n, V), randint(V + 1, V, n)
     z[::2] -= 12.0
@@ -36,9 +37,9 @@ def rows(V: int, n: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("V", [1, 7, 1000, 1024, 2500, 4096])
 def test_logprob_has_vllms_bits(batch_invariant, V):
     z, ids = rows(V)
-    theirs = batch_invariant.log_softmax(z).gather(1, ids.unsqueeze(1)).squeeze(1)
-    assert total_unequal([token_logprobs(z, ids)[0]], [theirs]) == 0
-    assert total_unequal([token_logprobs(z[2:3], ids[2:3])[0]], [theirs[2:3]]) == 0
+    expected = batch_invariant.log_softmax(z).gather(1, ids.unsqueeze(1)).squeeze(1)
+    assert total_unequal([token_logprobs(z, ids)[0]], [expected]) == 0
+    assert total_unequal([token_logprobs(z[2:3], ids[2:3])[0]], [expected[2:3]]) == 0
 
 
 @pytest.mark.parametrize("V", [7, 1024, 2500])
@@ -46,36 +47,35 @@ def test_logprob_has_the_bits_of_vllms_second_runner(batch_invariant, V):
     from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
     z, ids = rows(V)
-    assert (
-        total_unequal([token_logprobs(z, ids)[0]], [compute_token_logprobs(z, ids.unsqueeze(1)).squeeze(1)])
-        == 0
-    )
+    expected = compute_token_logprobs(z, ids.unsqueeze(1)).squeeze(1)
+    assert total_unequal([token_logprobs(z, ids)[0]], [expected]) == 0
 
 
 @pytest.mark.parametrize("temperature", [0.3, 0.7, 1.7])
 def test_temperature_divides_first_and_then_logprob_has_vllms_bits(batch_invariant, temperature):
     z, ids = rows(2500)
-    theirs = batch_invariant.log_softmax(z / torch.tensor(temperature)).gather(1, ids.unsqueeze(1)).squeeze(1)
-    assert total_unequal([logprob_fwd(z, ids, temperature)[0]], [theirs]) == 0
+    expected = (
+        batch_invariant.log_softmax(z / torch.tensor(temperature)).gather(1, ids.unsqueeze(1)).squeeze(1)
+    )
+    assert total_unequal([logprob_fwd(z, ids, temperature)[0]], [expected]) == 0
 
 
 def test_control_another_tile_has_other_bits(batch_invariant, monkeypatch):
     z, ids = rows(5000, 20)
-    theirs = batch_invariant.log_softmax(z).gather(1, ids.unsqueeze(1)).squeeze(1)
+    expected = batch_invariant.log_softmax(z).gather(1, ids.unsqueeze(1)).squeeze(1)
     monkeypatch.setattr(logprob_triton, "TILE", 2048)
-    assert total_unequal([token_logprobs(z, ids)[0]], [theirs]) > 0
+    assert total_unequal([token_logprobs(z, ids)[0]], [expected]) > 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "sampling_params", DISTRIBUTIONS, ids=lambda d: f"{d.temperature}-{d.top_k}-{d.top_p}"
+    "sampling_params", SAMPLING_PARAMS, ids=lambda d: f"{d.temperature}-{d.top_k}-{d.top_p}"
 )
 def test_sampler_and_trainer_have_the_same_bits(sampling_params, dtype):
     h, w, ids = randn(0, 9, 32, dtype=dtype), randn(1, 1500, 32, dtype=dtype), randint(2, 1500, 9)
     z = scaled_logits(matmul(h, w), sampling_params)
-    drawn = draw(
-        z, torch.from_numpy(uniform_range(9, 3, Stream.SAMPLE)), greedy=sampling_params.temperature == 0.0
-    )
+    u = torch.from_numpy(uniform_range(9, 3, Stream.SAMPLE))
+    drawn = draw(z, u, greedy=sampling_params.temperature == 0.0)
     for tokens in (ids, drawn):
         trainer = linear_logprob(h.requires_grad_(), w, tokens, sampling_params)
         assert total_unequal(token_logprobs(z, tokens), [x.detach() for x in trainer]) == 0
@@ -98,30 +98,22 @@ def test_gradient_takes_the_place_of_the_logits(dtype):
         logp = torch.log_softmax(leaf / 0.7, 1).gather(1, ids.unsqueeze(1)).squeeze(1)
         return torch.autograd.grad(logp, leaf, dlogp.to(z.dtype))[0]
 
-    beside, plain, exact = (
-        torch.empty_like(logits),
-        autograd(logits.float()).to(dtype),
-        autograd(logits.double()),
-    )
-    logprob_bwd(logits, ids, dlogp, *stats, beside, 0.7, 0.7)
+    plain, exact = autograd(logits.float()).to(dtype), autograd(logits.double())
+    out_of_place = torch.empty_like(logits)
+    logprob_bwd(logits, ids, dlogp, *stats, out_of_place, 0.7, 0.7)
     logprob_bwd(logits, ids, dlogp, *stats, logits, 0.7, 0.7)
-    assert total_unequal([logits], [beside]) == 0
+    assert total_unequal([logits], [out_of_place]) == 0
     assert_at_most_twice_the_error(logits, plain, exact, "dlogits")
 
 
 def test_rows_held_at_once_decide_no_bit(monkeypatch):
-    lengths = [100, 3, 150]
+    op, lengths = gradients.OPS["linear_logprob"], [100, 3, 150]
     for dtype in (torch.float32, torch.bfloat16):
-        before = gradients.main_grads(gradients.OPS["linear_logprob"], dtype, 64, lengths, [[0, 1, 2]])
+        before = gradients.main_grads(op, dtype, 64, lengths, [[0, 1, 2]])
         with monkeypatch.context() as patch:
             patch.setattr(logprob, "CHUNK_BYTES", 1)
-            assert (
-                total_unequal(
-                    before,
-                    gradients.main_grads(gradients.OPS["linear_logprob"], dtype, 64, lengths, [[0, 1, 2]]),
-                )
-                == 0
-            )
+            after = gradients.main_grads(op, dtype, 64, lengths, [[0, 1, 2]])
+        assert total_unequal(before, after) == 0
 
 
 def test_prefix_sums_are_exact_and_a_rows_own():
@@ -137,10 +129,9 @@ def test_prefix_sums_are_exact_and_a_rows_own():
         assert exact.tolist() == expected
     assert (sums[1, 99:200] == sums[1, 99]).all()
     assert total_unequal([prefix_sums(e[2:3])], [sums[2:3]]) == 0
+    # control: fp64 sums do depend on the split
     halves = torch.cumsum(e.double(), 1)[:, 1499:1500] + torch.cumsum(e[:, 1500:].double(), 1)
-    assert (
-        total_unequal([halves], [torch.cumsum(e.double(), 1)[:, 1500:]]) > 0
-    )  # control: fp64 sums do depend on the split
+    assert total_unequal([halves], [torch.cumsum(e.double(), 1)[:, 1500:]]) > 0
 
 
 def test_draw_inverts_the_distribution_function():

@@ -1,4 +1,4 @@
-"""Matrix products, interpreted: bits beside vLLM's own kernel, the law, accuracy against fp64."""
+"""Matrix products on Triton, interpreted: the bits of vLLM's kernel, the law, and accuracy against fp64."""
 
 import pytest
 import torch
@@ -34,14 +34,13 @@ def test_control_another_tile_along_k_gives_other_bits(batch_invariant, monkeypa
 
 @pytest.mark.parametrize("family", ["ada", "hopper", "blackwell", "sm120"])
 def test_tiles_along_k_are_vllms(batch_invariant, family, monkeypatch):
-    from vllm.model_executor.determinism import batch_invariant_configs as theirs
+    from vllm.model_executor.determinism import batch_invariant_configs
 
     monkeypatch.setattr(tiles, "_fixed", tiles._FixedTable())  # put back afterwards
     tiles.fix_table(require_vllm())
-    tuned = theirs._BATCH_INVARIANT_MATMUL_TUNED_CONFIGS[family]
-    assert {shape: tiles.block_k(*shape, torch.bfloat16, family) for shape in tuned} == {
-        s: c.block_k for s, c in tuned.items()
-    }
+    tuned = batch_invariant_configs._BATCH_INVARIANT_MATMUL_TUNED_CONFIGS[family]
+    ours = {shape: tiles.block_k(*shape, torch.bfloat16, family) for shape in tuned}
+    assert ours == {shape: config.block_k for shape, config in tuned.items()}
     listed = [shape for shapes in tiles._fixed.get().tuned[family].values() for shape in shapes]
     assert set(listed) <= set(tuned)
     for dtype, default in ((torch.bfloat16, 64), (torch.float16, 64), (torch.float32, 32)):
@@ -55,16 +54,14 @@ def test_a_row_does_not_depend_on_the_others(dtype):
     dy = randn(4, 130, N, dtype=dtype)
     dx = matmul.matmul(dy, w.t())
     for rows in (slice(0, 1), slice(63, 70), slice(2, 130)):
-        assert (
-            total_unequal([linear(x[rows], w, b), matmul.matmul(dy[rows], w.t())], [together[rows], dx[rows]])
-            == 0
-        )
+        alone = [linear(x[rows], w, b), matmul.matmul(dy[rows], w.t())]
+        assert total_unequal(alone, [together[rows], dx[rows]]) == 0
 
 
 def test_strides_do_not_matter():
     x, w, _ = _inputs(33, torch.float32)
-    other = matmul.matmul(x.t().contiguous().t(), w.t().contiguous().t())
-    assert total_unequal([other], [matmul.matmul(x, w)]) == 0
+    y = matmul.matmul(x.t().contiguous().t(), w.t().contiguous().t())
+    assert total_unequal([y], [matmul.matmul(x, w)]) == 0
 
 
 LENGTHS = (150, 40, 129, 1, 128)
@@ -73,7 +70,7 @@ LENGTHS = (150, 40, 129, 1, 128)
 def _weight_gradient(
     dtype: torch.dtype, parts: list[tuple[int, int]], lengths: tuple[int, ...] = LENGTHS
 ) -> torch.Tensor:
-    """dw of the sequences parts[i] = [first, last) in one call each; sequences stay where they are."""
+    """dw, with one call for each part [first, last) of the sequences; no sequence moves."""
     dy, x = randn(5, sum(LENGTHS), N, dtype=dtype), randn(6, sum(LENGTHS), 80, dtype=dtype)
     acc = torch.zeros(N, 80)
     for first, last in parts:
@@ -105,7 +102,6 @@ def test_accuracy(dtype):
         y = linear(*leaves, token_blocks([110, 40])) if ours else torch.nn.functional.linear(*leaves)
         return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(dtype))]
 
-    for what, a, plain, exact in zip(
-        ("y", "dx", "dw", "db"), run(True, dtype), run(False, dtype), run(False, torch.float64), strict=True
-    ):
-        assert_at_most_twice_the_error(a, plain, exact, f"{what} {dtype}")
+    results = run(True, dtype), run(False, dtype), run(False, torch.float64)
+    for name, ours, plain, exact in zip(("y", "dx", "dw", "db"), *results, strict=True):
+        assert_at_most_twice_the_error(ours, plain, exact, f"{name} {dtype}")

@@ -33,12 +33,12 @@ RAW = {
     "hidden_act": "silu",
     "attention_bias": False,
 }
-# The second crosses a key tile.
+# The second pair crosses a key tile.
 PAIRS = [
     (randint(i, 61, p).tolist(), randint(50 + i, 61, c).tolist())
     for i, (p, c) in enumerate([(2, 3), (28, 7), (1, 4)])
 ]
-DIST = SamplingParams(0.7)
+SAMPLING = SamplingParams(0.7)
 
 
 def _decoder(dtype: torch.dtype) -> Decoder:
@@ -59,7 +59,7 @@ def decoder(request) -> Decoder:
 @torch.no_grad()
 def _score(decoder: Decoder, pairs: list) -> list[torch.Tensor]:
     batch = pack(pairs)
-    return list(logprobs(decoder, batch, DIST)[0].split(batch.completion_lengths))
+    return list(logprobs(decoder, batch, SAMPLING)[0].split(batch.completion_lengths))
 
 
 @pytest.fixture(scope="module")
@@ -75,12 +75,12 @@ def test_batch_and_padding(decoder, together):
 
 
 def test_chunked_prefill(decoder, together):
-    assert total_unequal(cached_scores(decoder, PAIRS, DIST, 13), together) == 0
+    assert total_unequal(cached_scores(decoder, PAIRS, SAMPLING, 13), together) == 0
 
 
 def test_decode_against_prefill(decoder, together):
     pairs = [PAIRS[0], PAIRS[2]]
-    assert total_unequal(cached_scores(decoder, pairs, DIST, 1), [together[0], together[2]]) == 0
+    assert total_unequal(cached_scores(decoder, pairs, SAMPLING, 1), [together[0], together[2]]) == 0
 
 
 def test_prompts_read_once(decoder, together):
@@ -88,29 +88,33 @@ def test_prompts_read_once(decoder, together):
     with torch.no_grad():
         prompts = Prompts(decoder, [prompt for prompt, _ in pairs])
         batch = pack(pairs, prompts.of)
-        once = logprobs(decoder, batch, DIST, prompts=prompts)[0].split(batch.completion_lengths)
+        once = logprobs(decoder, batch, SAMPLING, prompts=prompts)[0].split(batch.completion_lengths)
     assert total_unequal([once[0], once[2]], together[1:]) == 0
     assert total_unequal([once[1]], _score(decoder, pairs[1:2])) == 0
 
 
 def _gradient(pairs: list, micro_batch: int, dtype: torch.dtype) -> torch.Tensor:
-    """Two virtual shards of half the pairs each, `micro_batch` sequences at a time, their prompts once."""
+    """The gradient of two virtual shards, each of half the pairs, `micro_batch` sequences at a time.
+
+    Prompts are read once.
+    """
     shards, half = ShardSum(_decoder(dtype), 2), len(pairs) // 2
 
-    def work(decoder: Decoder, own: list) -> None:
-        prompts = Prompts(decoder, [prompt for prompt, _ in own])
-        for at in micro_batches(len(own), micro_batch):
-            logprobs(decoder, pack(own[at], prompts.of[at]), DIST, prompts=prompts)[0].sum().backward()
+    def work(decoder: Decoder, shard: list) -> None:
+        prompts = Prompts(decoder, [prompt for prompt, _ in shard])
+        for rows in micro_batches(len(shard), micro_batch):
+            batch = pack(shard[rows], prompts.of[rows])
+            logprobs(decoder, batch, SAMPLING, prompts=prompts)[0].sum().backward()
         prompts.backward()
 
-    for own in (pairs[:half], pairs[half:]):
-        shards.add(work, own)
+    for shard in (pairs[:half], pairs[half:]):
+        shards.add(work, shard)
     return shards.tree.take()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradient_micro_batch(dtype):
-    """Together, one by one, and (control) in another order."""
+    # Together, one by one, and (control) in another order.
     pairs = [PAIRS[0], (PAIRS[0][0], [4, 4, 2]), PAIRS[2], (PAIRS[2][0], [7, 8])]
     whole = _gradient(pairs, 2, dtype)
     assert whole.abs().max() > 0
@@ -119,7 +123,7 @@ def test_gradient_micro_batch(dtype):
 
 
 class _Called(TorchDispatchMode):
-    """Names of torch's operations that are called inside."""
+    """The names of torch's operations that are called inside."""
 
     def __init__(self):
         super().__init__()
@@ -131,8 +135,9 @@ class _Called(TorchDispatchMode):
 
 
 def test_no_operation_of_torch_that_adds_with_atomics_is_called():
-    """Those that torch.use_deterministic_algorithms names; our own kernels are searched in their binaries
-    (test_binaries.py).
+    """The operations are those that torch.use_deterministic_algorithms names.
+
+    test_binaries.py searches the binaries of our own kernels for atomics.
     """
     atomic = {
         "index_add",
@@ -155,7 +160,7 @@ def test_no_operation_of_torch_that_adds_with_atomics_is_called():
 
 
 def test_control_another_tile_along_k_is_found(monkeypatch):
-    """In fp32: bf16's rounding of the outputs hides it at these widths."""
+    # In fp32: at these widths bf16's rounding of the outputs hides the difference.
     decoder = _decoder(torch.float32)
     before = _score(decoder, PAIRS[:1])
     monkeypatch.setattr(tiles, "_32_BIT", 16)

@@ -1,6 +1,6 @@
-"""Our decoder on Triton beside vLLM's own Qwen3, Qwen2 and Llama in batch-invariant mode:
+"""Our decoder on Triton has the bits of vLLM's own Qwen3, Qwen2 and Llama in batch-invariant mode.
 
-every operation, the logits, the logprobs.
+Every operation, the logits and the logprobs are compared. Everything is interpreted on a CPU.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from zerokl.model.weights import Layout
 from tests.helpers import DTYPES, randint, randn, total_unequal
 from tests.triton.vllm_models import Batch, emulated_fused_add_rms_norm, logits_of, stock_model
 
-# Widths that no tile along K divides, and a vocabulary that vLLM pads.
+# No tile along K divides these widths, and vLLM pads this vocabulary.
 BASE = {
     "vocab_size": 61,
     "hidden_size": 96,
@@ -66,7 +66,7 @@ RAW = {
         "attention_bias": False,
     },
 }
-LENGTHS = (5, 37, 3)  # the second crosses a key tile
+LENGTHS = (5, 37, 3)  # the second sequence crosses a key tile
 IDS = randint(1, 61, sum(LENGTHS))
 PREFILL = Batch(LENGTHS, LENGTHS, 64)
 
@@ -84,7 +84,7 @@ def make_decoder(family: str, dtype: torch.dtype) -> Decoder:
 def stock(
     decoder: Decoder, folder: Path, patch: pytest.MonkeyPatch, one_order: bool = True
 ) -> torch.nn.Module:
-    """vLLM's model as exact training starts it, or with vLLM's own addition and norm."""
+    """vLLM's model as exact training starts it; without `one_order`, with vLLM's own addition and norm."""
     from vllm.model_executor import custom_op
     from zerokl.engine.rollout.vllm.norm import use_one_order
 
@@ -109,35 +109,39 @@ def pair(request, batch_invariant, tmp_path_factory) -> Iterator[tuple[Decoder, 
 
 @torch.no_grad()
 def our_trace(decoder: Decoder) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    outputs: dict[str, torch.Tensor] = {}
 
     def hook(name: str, x: torch.Tensor) -> None:
-        found.update({op: part.clone() for op, part in split_fused(name, x, decoder.config).items()})
+        outputs.update({op: part.clone() for op, part in split_fused(name, x, decoder.config).items()})
 
     hidden = decoder.hidden(IDS, PackedContext(LENGTHS, decoder.config), hook)
-    return found | {"logits": matmul(hidden, decoder.lm_head)}
+    return outputs | {"logits": matmul(hidden, decoder.lm_head)}
 
 
-def their_trace(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    handles = list(_hooks(model, lambda name, x: found.__setitem__(name, x.reshape(x.shape[0], -1).clone())))
+def trace_of_vllm(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    outputs: dict[str, torch.Tensor] = {}
+
+    def hook(name: str, x: torch.Tensor) -> None:
+        outputs[name] = x.reshape(x.shape[0], -1).clone()
+
+    handles = list(_hooks(model, hook))
     logits_of(model, IDS, PREFILL)
     for handle in handles:
         handle.remove()
-    return found
+    return outputs
 
 
-def differing(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
+def differing(ours: dict[str, torch.Tensor], vllm: dict[str, torch.Tensor]) -> list[str]:
     """The operations whose outputs differ, in the order of computation."""
-    assert set(ours) == set(theirs)
-    return [name for name in ours if total_unequal([ours[name]], [theirs[name]])]
+    assert set(ours) == set(vllm)
+    return [name for name in ours if total_unequal([ours[name]], [vllm[name]])]
 
 
 def test_every_operation_has_the_bits_of_vllms_model(pair):
     decoder, model = pair
     ours = our_trace(decoder)
     assert len(ours) > 2 * 14
-    assert differing(ours, their_trace(model)) == []
+    assert differing(ours, trace_of_vllm(model)) == []
 
 
 def test_prefill_and_then_decode_have_the_bits_of_the_whole_sequence(pair):
@@ -145,20 +149,15 @@ def test_prefill_and_then_decode_have_the_bits_of_the_whole_sequence(pair):
     whole = our_trace(decoder)["logits"].split(LENGTHS)
     prompts = [n - 2 for n in LENGTHS]
     ids = [x.tolist() for x in IDS.split(LENGTHS)]
-    first = logits_of(
-        model,
-        torch.tensor([t for x, n in zip(ids, prompts, strict=True) for t in x[:n]]),
-        Batch(prompts, prompts, 64),
-    )
-    assert total_unequal(first.split(prompts), [x[:n] for x, n in zip(whole, prompts, strict=True)]) == 0
+    prompt_ids = torch.tensor([t for x, n in zip(ids, prompts, strict=True) for t in x[:n]])
+    logits = logits_of(model, prompt_ids, Batch(prompts, prompts, 64))
+    assert total_unequal(logits.split(prompts), [x[:n] for x, n in zip(whole, prompts, strict=True)]) == 0
     for step in (0, 1):
-        at = [n + step for n in prompts]
-        logits = logits_of(
-            model,
-            torch.tensor([x[i] for x, i in zip(ids, at, strict=True)]),
-            Batch([i + 1 for i in at], [1] * 3, 64),
-        )
-        assert total_unequal([logits], [torch.stack([x[i] for x, i in zip(whole, at, strict=True)])]) == 0
+        positions = [n + step for n in prompts]
+        step_ids = torch.tensor([x[i] for x, i in zip(ids, positions, strict=True)])
+        logits = logits_of(model, step_ids, Batch([i + 1 for i in positions], [1] * 3, 64))
+        expected = torch.stack([x[i] for x, i in zip(whole, positions, strict=True)])
+        assert total_unequal([logits], [expected]) == 0
 
 
 @pytest.mark.parametrize(
@@ -167,8 +166,10 @@ def test_prefill_and_then_decode_have_the_bits_of_the_whole_sequence(pair):
     ids=lambda d: f"{d.temperature}-{d.top_k}-{d.top_p}",
 )
 def test_logprobs_drawn_are_the_trainers_and_vllms(batch_invariant, pair, sampling_params):
-    """Our logits processor on vLLM's logits, the trainer's logprob of what it drew, and vLLM's log-softmax
-    (in vLLM's order: first the temperature) of the set that is kept.
+    """Our logits processor draws from vLLM's logits, and its logprobs are compared with two others.
+
+    These are the trainer's logprobs of the drawn tokens, and vLLM's log-softmax of the kept set. vLLM's order
+    is: first the temperature.
     """
     from vllm.v1.sample.sampler import Sampler
     from zerokl.engine.rollout.vllm.draw import KeyedDraw, _Request
@@ -179,61 +180,61 @@ def test_logprobs_drawn_are_the_trainers_and_vllms(batch_invariant, pair, sampli
     drawing._rows = {
         i: _Request(sampling_params, i, 0, Uniforms(RngKey(7, 0), i, 0), []) for i in range(len(logits))
     }
-    left = drawing.apply(logits.clone())
-    drawn, ids = left.max(dim=1)
-    assert (left.isfinite().sum(dim=1) == 1).all()
+    # Only the drawn token is left finite: its logit is its logprob.
+    processed = drawing.apply(logits.clone())
+    drawn, ids = processed.max(dim=1)
+    assert (processed.isfinite().sum(dim=1) == 1).all()
     with torch.no_grad():
         hidden = decoder.hidden(IDS, PackedContext(LENGTHS, decoder.config))
         assert total_unequal([drawn], [linear_logprob(hidden, decoder.lm_head, ids, sampling_params)[0]]) == 0
     kept = scaled_logits(logits, sampling_params)
-    z = Sampler.apply_temperature(
-        logits, torch.full((len(logits),), sampling_params.temperature), all_random=True
-    )
+    temperature = torch.full((len(logits),), sampling_params.temperature)
+    z = Sampler.apply_temperature(logits, temperature, all_random=True)
     z = z.masked_fill(kept == float("-inf"), float("-inf"))
-    assert (
-        total_unequal([drawn], [batch_invariant.log_softmax(z).gather(1, ids.unsqueeze(1)).squeeze(1)]) == 0
-    )
+    expected = batch_invariant.log_softmax(z).gather(1, ids.unsqueeze(1)).squeeze(1)
+    assert total_unequal([drawn], [expected]) == 0
 
 
 @pytest.fixture(scope="module")
-def theirs(batch_invariant, tmp_path_factory) -> dict[str, torch.Tensor]:
+def vllm_trace(batch_invariant, tmp_path_factory) -> dict[str, torch.Tensor]:
     """The operations of vLLM's Qwen3 in fp32."""
+    decoder, folder = make_decoder("qwen3", torch.float32), tmp_path_factory.mktemp("model")
     with pytest.MonkeyPatch.context() as patch:
-        return their_trace(
-            stock(make_decoder("qwen3", torch.float32), tmp_path_factory.mktemp("model"), patch)
-        )
+        return trace_of_vllm(stock(decoder, folder, patch))
 
 
-def test_control_a_rope_table_of_another_precision_is_found(theirs, monkeypatch):
-    monkeypatch.setattr(
-        decoder_module,
-        "rope_table_fp32",
-        lambda *a: rope_table(ModelConfig.from_dict(RAW["qwen3"]).frequencies, *a[3:5]),
-    )
-    assert differing(our_trace(make_decoder("qwen3", torch.float32)), theirs)[0] == "layers.0.q_rope"
+def first_difference(vllm_trace: dict[str, torch.Tensor]) -> str:
+    return differing(our_trace(make_decoder("qwen3", torch.float32)), vllm_trace)[0]
 
 
-def test_control_another_epsilon_is_found(theirs, monkeypatch):
+def test_control_a_rope_table_of_another_precision_is_found(vllm_trace, monkeypatch):
+    frequencies = ModelConfig.from_dict(RAW["qwen3"]).frequencies
+    monkeypatch.setattr(decoder_module, "rope_table_fp32", lambda *a: rope_table(frequencies, *a[3:5]))
+    assert first_difference(vllm_trace) == "layers.0.q_rope"
+
+
+def test_control_another_epsilon_is_found(vllm_trace, monkeypatch):
     monkeypatch.setitem(RAW["qwen3"], "rms_norm_eps", 1e-5)
-    assert differing(our_trace(make_decoder("qwen3", torch.float32)), theirs)[0] == "layers.0.input_norm"
+    assert first_difference(vllm_trace) == "layers.0.input_norm"
 
 
-def test_control_another_tile_along_k_is_found(theirs, monkeypatch):
+def test_control_another_tile_along_k_is_found(vllm_trace, monkeypatch):
     monkeypatch.setattr(tiles, "_32_BIT", 16)
-    assert differing(our_trace(make_decoder("qwen3", torch.float32)), theirs)[0] == "layers.0.q_proj"
+    assert first_difference(vllm_trace) == "layers.0.q_proj"
 
 
 def test_control_vllms_own_addition_and_norm_are_found(batch_invariant, tmp_path, monkeypatch):
     decoder = make_decoder("qwen3", torch.float32)
-    found = differing(our_trace(decoder), their_trace(stock(decoder, tmp_path, monkeypatch, one_order=False)))
-    assert found[0] == "layers.0.post_norm"
+    model = stock(decoder, tmp_path, monkeypatch, one_order=False)
+    assert differing(our_trace(decoder), trace_of_vllm(model))[0] == "layers.0.post_norm"
 
 
 @pytest.mark.parametrize(("D", "depends"), [(256, False), (1024, True)])
 def test_vllms_own_addition_and_norm_depend_on_the_number_of_tokens(D, depends):
-    """Why it is replaced:
+    """Why zerokl replaces the operation, shown on the emulation of its source.
 
-    from 256 tokens on fewer threads sum a row, which shows where a row is wider than they are.
+    From 256 tokens on, at most 256 threads sum a row. The bits of a row change where the row is wider. On an
+    H100, rows of vLLM 0.32's build differed at width 4096, and not at smaller widths.
     """
     x, residual, w = randn(0, 300, D), randn(1, 300, D), torch.ones(D)
     few, many = x[:100].clone(), x.clone()

@@ -1,6 +1,6 @@
-"""benchmarks/device.sh beside vLLM's Python files, on a machine that has no vLLM:
+"""benchmarks/device.sh beside vLLM's Python files works on a machine that has no vLLM.
 
-interpreted here, in a process of its own.
+Here its comparison is interpreted, in a process of its own.
 """
 
 import json
@@ -28,7 +28,7 @@ print(json.dumps(list(vllm_equality(Machine(dry=True)))))
 
 @pytest.fixture
 def rows(tmp_path: Path):
-    """rows(argument): what vllm_equality yields where only vLLM's kernels and its version are to be found."""
+    """rows(argument) gives the rows of vllm_equality where only vLLM's kernels and its version exist."""
     (installed,) = find_spec("vllm").submodule_search_locations
     for name in (
         "_version.py",
@@ -36,11 +36,10 @@ def rows(tmp_path: Path):
         "v1/attention/ops/triton_unified_attention.py",
         "v1/attention/ops/triton_attention_helpers.py",
     ):
-        there = tmp_path / "vllm" / name
-        there.parent.mkdir(parents=True, exist_ok=True)
-        there.symlink_to(Path(installed) / name)
-
-    (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('this is to be read, not run')\n")
+        link = tmp_path / "vllm" / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(Path(installed) / name)
+    (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('read this file, do not run it')\n")
 
     def run(argument: str) -> list[dict]:
         root = Path(zerokl.__file__).parent
@@ -51,20 +50,20 @@ def rows(tmp_path: Path):
             "TRITON_F32_DEFAULT": "ieee",
         }
         command = [sys.executable, "-c", SCRIPT, argument]
-        done = subprocess.run(
+        process = subprocess.run(
             command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
         )
-        assert done.returncode == 0, done.stderr[-4000:]
-        return json.loads(done.stdout.splitlines()[-1])
+        assert process.returncode == 0, process.stderr[-4000:]
+        return json.loads(process.stdout.splitlines()[-1])
 
     return run
 
 
 def test_our_kernels_have_the_bits_of_vllms_files(rows):
-    found = rows("")
-    assert [row for row in found if row.get("unequal") != 0] == []
-    assert len(found) == 3 + 3 + 1 + 3
-    assert all(row["what"].startswith("vLLM ") for row in found)
+    compared = rows("")
+    assert [row for row in compared if row.get("unequal") != 0] == []
+    assert len(compared) == 3 + 3 + 1 + 3
+    assert all(row["what"].startswith("vLLM ") for row in compared)
 
 
 def test_control_other_tiles_are_found(rows):

