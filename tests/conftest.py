@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def diagonal(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Of the cases of one test, as few as hold every value of every parameter; all where there is one parameter."""
+    """Cases of one test: as few as hold every value of every parameter; all where there is one parameter."""
     indices = [getattr(getattr(item, "callspec", None), "indices", {}) for item in items]
     if len(indices[0]) < 2:
         return items

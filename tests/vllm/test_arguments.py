@@ -1,4 +1,4 @@
-"""Which arguments of vLLM's engine may be set: the list is complete for the installed vLLM."""
+"""Every argument of the installed vLLM's engine was looked at: it is allowed, set by zerokl, or refused."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 from zerokl.engine.rollout.vllm.arguments import ALLOWED, SET_BY_ZEROKL
 
 pytestmark = pytest.mark.vllm
-# Every argument that somebody has looked at, and found to be allowed, set by zerokl, or refused.
+# Every argument that somebody has looked at.
 REVIEWED = Path(__file__).with_name("engine_arguments.txt").read_text().split()
 
 
@@ -17,7 +17,7 @@ def not_reviewed(arguments: set[str]) -> set[str]:
 
 
 def engine_arguments() -> set[str]:
-    """Those of the installed vLLM."""
+    """The arguments of the installed vLLM's engine."""
     from vllm.engine.arg_utils import EngineArgs
 
     return {field.name for field in fields(EngineArgs)}

@@ -1,4 +1,4 @@
-"""`zerokl audit` with vLLM on a side."""
+"""`zerokl audit` with vLLM as the sampler, the trainer or both."""
 
 import json
 import random
@@ -16,22 +16,18 @@ pytestmark = pytest.mark.vllm
 
 
 def _audit(model: Path, out: Path, *words: str) -> tuple[int, dict]:
+    """The exit code and the report of `zerokl audit` with these arguments."""
     zerokl = str(Path(sys.executable).with_name("zerokl"))
-    done = subprocess.run(
-        [zerokl, "audit", str(model), "-n", "64", "--max-tokens", "64", "--out", str(out), *words],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (out / "audit.json").exists(), done.stdout[-1000:] + done.stderr[-3000:]
+    command = [zerokl, "audit", str(model), "-n", "64", "--max-tokens", "64", "--out", str(out), *words]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (out / "audit.json").exists(), process.stdout[-1000:] + process.stderr[-3000:]
     assert (out / "audit.html").stat().st_size > 10_000
-    return done.returncode, json.loads((out / "audit.json").read_text())
+    return process.returncode, json.loads((out / "audit.json").read_text())
 
 
 def test_vllm_with_zerokl_inside_equals_the_trainer(model, tmp_path):
-    code, report = _audit(
-        model, tmp_path / "out", "--sampler", "vllm-zerokl", "--trainer", "zerokl", "--temperature", "0.7"
-    )
+    words = ("--sampler", "vllm-zerokl", "--trainer", "zerokl", "--temperature", "0.7")
+    code, report = _audit(model, tmp_path / "out", *words)
     assert (code, report["frac_equal"], report["k3"]["value"]) == (0, 1.0, 0.0)
     assert report["tokens"] > 1000
 
@@ -48,10 +44,7 @@ def test_stock_vllm_differs_and_the_first_operation_is_named(model, tmp_path, si
 
 
 def test_stock_vllm_against_itself_parts_at_no_operation(model, tmp_path):
-    """Drawn and scored by one engine:
-
-    only how tokens were put together in its forwards can make a difference.
-    """
+    # One engine draws and scores. Only the company of a token in a forward can make a difference.
     report = _audit(model, tmp_path / "out", "--sampler", "vllm", "--trainer", "vllm")[1]
     assert report["first_divergence"] is None
 
@@ -60,67 +53,39 @@ def test_stock_vllm_against_itself_parts_at_no_operation(model, tmp_path):
     "words", [("--temperature", "0.7"), ("--temperature", "0"), ("--temperature", "1.3", "--top-k", "20")]
 )
 def test_stock_vllm_scores_the_distribution_that_was_drawn_from(model, tmp_path, words):
-    report = _audit(
-        model, tmp_path / "out", "--sampler", "native", "--trainer", "vllm", "--dtype", "float32", *words
-    )[1]
-    assert report["max_abs"] < 0.01, "another temperature would be off by tenths"
+    words = ("--sampler", "native", "--trainer", "vllm", "--dtype", "float32", *words)
+    report = _audit(model, tmp_path / "out", *words)[1]
+    assert report["max_abs"] < 0.01, "another temperature would make tenths of a difference"
 
 
 def test_stock_vllm_with_wide_logits(model, tmp_path):
-    words = (
-        "--sampler",
-        "vllm",
-        "--trainer",
-        "zerokl",
-        "--sampler-head-dtype",
-        "float32",
-        "--head-dtype",
-        "float32",
-    )
-    narrow = _audit(model, tmp_path / "narrow", "--sampler", "vllm", "--trainer", "zerokl")[1]
-    assert _audit(model, tmp_path / "wide", *words)[1]["k3"]["value"] < narrow["k3"]["value"]
+    sides = ("--sampler", "vllm", "--trainer", "zerokl")
+    wide_logits = ("--sampler-head-dtype", "float32", "--head-dtype", "float32")
+    narrow = _audit(model, tmp_path / "narrow", *sides)[1]
+    wide = _audit(model, tmp_path / "wide", *sides, *wide_logits)[1]
+    assert wide["k3"]["value"] < narrow["k3"]["value"]
 
 
 def test_zerokl_inside_vllm_with_wide_logits_equals_the_trainer(model, tmp_path):
-    assert (
-        _audit(
-            model,
-            tmp_path / "out",
-            "--sampler",
-            "vllm-zerokl",
-            "--trainer",
-            "zerokl",
-            "--head-dtype",
-            "float32",
-        )[0]
-        == 0
-    )
+    words = ("--sampler", "vllm-zerokl", "--trainer", "zerokl", "--head-dtype", "float32")
+    assert _audit(model, tmp_path / "out", *words)[0] == 0
 
 
-def _found(script: str, *words: str) -> dict:
-    """What a script beside this file prints."""
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name(script)), *words],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]
-    assert lines, done.stderr[-3000:]
-    return json.loads(lines[0][5:])
+def _report(script: str, *words: str) -> dict:
+    """The report of a script beside this file."""
+    command = [sys.executable, str(Path(__file__).with_name(script)), *words]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = [line for line in process.stdout.splitlines() if line.startswith("REPORT")]
+    assert lines, process.stderr[-3000:]
+    return json.loads(lines[0].removeprefix("REPORT"))
 
 
 def _with_a_flipped_bit(model: Path, folder: Path, rng: random.Random) -> str:
-    """A copy of the checkpoint with one bit of one projection's mantissa flipped.
-
-    Returns the projection's operation.
-    """
+    """Copy the checkpoint, and flip a bit of a mantissa in a projection; return the operation."""
     shutil.copytree(model, folder)
     weights = load_file(folder / "model.safetensors")
-    op, layer = (
-        rng.choice(["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
-        rng.randrange(4),
-    )
+    op = rng.choice(["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+    layer = rng.randrange(4)
     name = next(n for n in weights if n.startswith(f"model.layers.{layer}.") and f".{op}." in n)
     bits = weights[name].view(torch.int32).view(-1)
     bits[rng.randrange(len(bits))] ^= 1 << rng.randrange(14, 23)
@@ -131,35 +96,32 @@ def _with_a_flipped_bit(model: Path, folder: Path, rng: random.Random) -> str:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_difference_planted_in_stock_vllm_is_found_where_it_is(model, tmp_path, seed):
     trace = str(tmp_path / "trace.safetensors")
-    found = _found("audit_process.py", str(model), str(seed), trace)
-    assert found["operations"] == operations(4)
-    assert found["again"] is None
-    assert [(kind, op) for kind, _, op in found["planted"]] == [
-        (kind, expected) for kind, expected, _ in found["planted"]
-    ]
+    report = _report("audit_process.py", str(model), str(seed), trace)
+    assert report["operations"] == operations(4)
+    assert report["again"] is None
+    named = [(kind, op) for kind, _, op in report["planted"]]
+    assert named == [(kind, expected) for kind, expected, _ in report["planted"]]
     expected = _with_a_flipped_bit(model, tmp_path / "flipped", random.Random(seed))
-    assert _found("audit_process.py", str(tmp_path / "flipped"), str(seed), trace)["first"] == expected
+    assert _report("audit_process.py", str(tmp_path / "flipped"), str(seed), trace)["first"] == expected
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_stale_cache_is_named(model, seed):
-    for fault in (
-        "forgets",
-        "none",
-    ):  # control: without the fault, after the same update, every token is equal
-        found = _found("stale_process.py", str(model), str(seed), fault, "zerokl")
-        assert (found["frac_equal"] < 1.0) == (fault == "forgets")
-        assert ("used a stale cache" in found["verdict"]) == (fault == "forgets")
+    # none is the control: without the fault, after the same update, every token is equal.
+    for fault in ("forgets", "none"):
+        report = _report("stale_process.py", str(model), str(seed), fault, "zerokl")
+        assert (report["frac_equal"] < 1.0) == (fault == "forgets")
+        assert ("used a stale cache" in report["verdict"]) == (fault == "forgets")
 
 
 def test_a_stale_cache_is_named_where_the_engines_part_anyway(model):
     for fault in ("forgets", "none"):
-        found = _found("stale_process.py", str(model), "2", fault, "hf")
-        assert "They part at layers." in found["verdict"]
-        assert ("used a stale cache" in found["verdict"]) == (fault == "forgets")
+        report = _report("stale_process.py", str(model), "2", fault, "hf")
+        assert "They part at layers." in report["verdict"]
+        assert ("used a stale cache" in report["verdict"]) == (fault == "forgets")
 
 
 def test_what_only_vllms_process_computes_is_found_there(model):
-    """vLLM's own decoder has another epsilon; the trace is of its forward."""
-    found = _found("stale_process.py", str(model), "3", "inside", "zerokl")
-    assert "They part at layers.0.input_norm:" in found["verdict"]
+    """vLLM's own decoder has another epsilon, and the trace is that of vLLM's forward."""
+    report = _report("stale_process.py", str(model), "3", "inside", "zerokl")
+    assert "They part at layers.0.input_norm:" in report["verdict"]

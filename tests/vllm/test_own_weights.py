@@ -1,6 +1,7 @@
-"""vLLM in the trainer's process over the trainer's tensors, as on a GPU: our model, and vLLM's own. On a CPU,
-where vLLM's own model has other kernels, that shows the draw, the weights and the versions; its bits on a GPU
-are tests/triton/test_stock_model.py's.
+"""vLLM in the trainer's process over the trainer's tensors, as on a GPU: our model, and vLLM's own model.
+
+On a CPU vLLM's own model has other kernels. So this test shows the draw, the weights and the versions.
+tests/triton/test_stock_model.py shows the bits that vLLM's own model has on a GPU.
 """
 
 import subprocess
@@ -38,45 +39,47 @@ OURS = """
         if version:
             flat += 0.02 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(version)).to(dtype)
             vllm.sync_weights(version)
-        keys = RngKey(5, version)
-        a, b = vllm.generate(prompts, sampling, keys), native.generate(prompts, sampling, keys)
-        equal = all(x.completion_ids == y.completion_ids and (x.logprobs == y.logprobs).all() for x, y in zip(a, b))
+        key = RngKey(5, version)
+        a, b = vllm.generate(prompts, sampling, key), native.generate(prompts, sampling, key)
+        equal = all(
+            x.completion_ids == y.completion_ids and (x.logprobs == y.logprobs).all() for x, y in zip(a, b)
+        )
         print("RESULT", int(equal), {x.weight_version for x in a} == {version})
 """
 THEIRS = """
-    stock.ENVIRONMENT, stock.ARGUMENTS = {}, {}  # CPUs have neither
-    vllm, native = stock.StockSampler(folder, decoder.config, decoder.layout, flat, cfg), NativeSampler(decoder)
+    stock.ENVIRONMENT, stock.ARGUMENTS = {}, {}  # they are for GPUs
+    vllm = stock.StockSampler(folder, decoder.config, decoder.layout, flat, cfg)
+    native = NativeSampler(decoder)
     print("NORM", vllm.llm.apply_model(lambda m: type(m.model.norm).__name__)[0])
     for version in range(3):
         old = flat.clone()
         if version:
             flat += 0.02 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(version)).to(dtype)
             vllm.sync_weights(version)
-        keys = RngKey(5, version)
-        a, b = vllm.generate(prompts, sampling, keys), native.generate(prompts, sampling, keys)
-        same = sum(x.completion_ids == y.completion_ids for x, y in zip(a, b))
-        apart = max(abs(x.logprobs - y.logprobs).max() for x, y in zip(a, b) if x.completion_ids == y.completion_ids)
+        key = RngKey(5, version)
+        a, b = vllm.generate(prompts, sampling, key), native.generate(prompts, sampling, key)
+        same = [(x, y) for x, y in zip(a, b) if x.completion_ids == y.completion_ids]
+        difference = max(abs(x.logprobs - y.logprobs).max() for x, y in same)
         new = flat.clone()
         flat.copy_(old)
-        stale = native.generate(prompts, sampling, keys)
+        stale = native.generate(prompts, sampling, key)
         flat.copy_(new)
         n = [min(len(x.logprobs), len(y.logprobs)) for x, y in zip(a, stale)]
-        far = max(abs(x.logprobs[:k] - y.logprobs[:k]).max() for x, y, k in zip(a, stale, n))
-        print("RESULT", same, apart, far, {x.weight_version for x in a} == {version})
+        from_stale = max(abs(x.logprobs[:k] - y.logprobs[:k]).max() for x, y, k in zip(a, stale, n))
+        print("RESULT", len(same), difference, from_stale, {x.weight_version for x in a} == {version})
 """
 
 
 def _results(code: str, model: Path, dtype: str, folder: Path) -> list[list[str]]:
-    """In a process of its own, as vLLM keeps its threads and settings for good."""
+    """The results that the code prints, in a process of its own.
+
+    vLLM keeps its threads and settings for good.
+    """
     (folder / "code.py").write_text(HEAD + code)
-    done = subprocess.run(
-        [sys.executable, str(folder / "code.py"), str(model), dtype],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [line.split() for line in done.stdout.splitlines() if line.startswith(("RESULT", "NORM"))]
+    command = [sys.executable, str(folder / "code.py"), str(model), dtype]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr[-3000:]
+    return [line.split() for line in process.stdout.splitlines() if line.startswith(("RESULT", "NORM"))]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -88,8 +91,8 @@ def test_vllms_own_model_draws_with_our_keys_from_its_given_weights(model, tmp_p
     norm, *results = _results(THEIRS, model, "float32", tmp_path)
     assert norm == ["NORM", "OneOrderRMSNorm"]
     assert len(results) == 3
-    for version, (_, same, apart, far, right_version) in enumerate(results):
+    for version, (_, same, difference, from_stale, right_version) in enumerate(results):
         assert right_version == "True"
-        assert int(same) == 6, "fp32 engines differ by rounding, which no draw of these falls between"
-        assert float(apart) < 1e-3
-        assert version == 0 or float(far) > 1e-2, "control: older weights are seen"
+        assert int(same) == 6, "two fp32 engines differ by rounding, which changes none of these draws"
+        assert float(difference) < 1e-3
+        assert version == 0 or float(from_stale) > 1e-2, "control: older weights are seen"

@@ -1,4 +1,4 @@
-"""`zerokl train --sampler vllm`: a whole run's weights are those of the native sampler."""
+"""`zerokl train --sampler vllm` gives the weights and the fingerprint of a run with the native sampler."""
 
 import json
 import subprocess
@@ -33,11 +33,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _zerokl(*words: str) -> subprocess.CompletedProcess:
-    done = subprocess.run(
-        [str(Path(sys.executable).with_name("zerokl")), *words], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    return done
+    command = [str(Path(sys.executable).with_name("zerokl")), *words]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-3000:]
+    return process
 
 
 def _fingerprint(base: Path, run: Path, *words: str) -> tuple[str, str]:
@@ -51,12 +50,9 @@ def _fingerprint(base: Path, run: Path, *words: str) -> tuple[str, str]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_fingerprint_is_that_of_the_native_sampler(base, tmp_path, dtype):
     native = _fingerprint(base, tmp_path / "native", "--dtype", dtype)
-    assert _fingerprint(base, tmp_path / "vllm", "--dtype", dtype, "--sampler", "vllm") == native
-    assert (
-        _fingerprint(
-            base, tmp_path / "apart", "--dtype", dtype, "--sampler", "vllm", "--vllm.multiprocess", "true"
-        )
-        == native
-    )
-    other = _fingerprint(base, tmp_path / "other", "--dtype", dtype, "--sampler", "vllm", "--seed", "1")
-    assert other[1] != native[1], "the seed must matter"
+    words = ("--dtype", dtype, "--sampler", "vllm")
+    assert _fingerprint(base, tmp_path / "vllm", *words) == native
+    separate_process = ("--vllm.multiprocess", "true")
+    assert _fingerprint(base, tmp_path / "separate", *words, *separate_process) == native
+    other_seed = _fingerprint(base, tmp_path / "other", *words, "--seed", "1")
+    assert other_seed[1] != native[1], "the seed must matter"
