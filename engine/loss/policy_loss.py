@@ -104,14 +104,25 @@ def surrogate(cfg: LossConfig) -> Surrogate:
     user_surrogate = load_object(cfg.surrogate, "loss.surrogate")
 
     def checked(r, A, logp, low, high):
-        value, slope = user_surrogate(r, A, logp, low, high)
-        for name, x in (("value", value), ("slope", slope)):
+        try:
+            pair = user_surrogate(r, A, logp, low, high)
+        except Exception as error:  # the user's function may raise anything
+            raise ValueError(
+                f"loss.surrogate: {cfg.surrogate} raised {type(error).__name__} ({error})"
+            ) from error
+        if not (
+            isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(x, torch.Tensor) for x in pair)
+        ):
+            raise ValueError(f"loss.surrogate: {cfg.surrogate} must return two tensors, (value, slope)")
+        for name, x in zip(("value", "slope"), pair, strict=True):
             if x.shape != r.shape or x.dtype != r.dtype:
                 raise ValueError(
                     f"loss.surrogate: {cfg.surrogate} returned a {name} of {tuple(x.shape)} {x.dtype}; "
                     f"it must be {tuple(r.shape)} {r.dtype}, as the ratio"
                 )
-        return value, slope
+            if torch.isnan(x[A != 0]).any():
+                raise ValueError(f"loss.surrogate: {cfg.surrogate} returned a {name} that is NaN")
+        return pair
 
     return checked
 

@@ -147,6 +147,12 @@ def training_problems(task: Task, config: Config, model: Path) -> list[Problem]:
     perfectible = perfectible_set(model) if config.task.perfectible_only else None
     if perfectible and perfectible["task"] == config.task.name:
         prompts = set(perfectible["prompts"])
+        if not prompts:
+            raise ValueError(
+                f"task {config.task.name}: the perfectible set of {model} is empty, as the model solves each "
+                "training problem always or never; make the task harder or easier, or set "
+                "task.perfectible_only = false"
+            )
         problems = [problem for problem in problems if problem.prompt in prompts]
         if not problems:
             raise ValueError(

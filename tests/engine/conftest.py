@@ -56,6 +56,19 @@ def ppo(r, A, logp, low, high):
     return clip(r, A, logp, low, high)
 
 
+def alone(r, A, logp, low, high):
+    """A value without a slope."""
+    return r * A
+
+
+def raises(r, A, logp, low, high):
+    raise KeyError("missing")
+
+
+def nan(r, A, logp, low, high):
+    return r * A, r * A * float("nan")
+
+
 def half(r, A, logp, low, high):
     """Returns values for too few tokens."""
     return r[1:] * A[1:], r * A
