@@ -60,7 +60,7 @@ def test_a_surrogate_of_the_users_own_is_what_trains(config, tmp_path):
         ("toy:half", "returned a value of"),
         ("toy:alone", "must return two tensors"),
         ("toy:raises", "raised KeyError"),
-        ("toy:nan", "returned a slope that is not finite"),
+        ("toy:nan", "returned a slope that is NaN"),
         ("toy:nowhere", "cannot be imported"),
         ("nowhere:f", "cannot be imported"),
     ],
