@@ -40,7 +40,7 @@ def property_settings(examples: int) -> settings:
 
 
 def mostly_full(values: Iterable[Any], quick: Container[Any]) -> list[Any]:
-    """Parameters of a test, of which `make test` takes only those in `quick`."""
+    """The parameters of a test; `make test` takes only the parameters in `quick`."""
     return [pytest.param(value, marks=() if value in quick else pytest.mark.full) for value in values]
 
 

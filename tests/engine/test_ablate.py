@@ -64,6 +64,7 @@ def test_the_sanity_test_is_a_valid_grid():
     assert len({to_toml(c.config) for c in cells}) == len(cells)
 
 
+@pytest.mark.full
 def test_cells_are_ordinary_runs_and_the_report_sums_them_up(grid, tmp_path, read_jsonl, capsys):
     path = grid(
         'file = "{base}"\nseeds = [0, 3]\n[set]\nsteps = 3\nevaluation.every = 2\n'

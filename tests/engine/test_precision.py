@@ -200,7 +200,7 @@ def test_the_dynamic_scale_grows_shrinks_and_stays_within_its_bounds(model):
 
 
 @pytest.mark.parametrize("loss_scale", [2.0**-3, 2.0**40])
-def test_the_learner_divides_by_the_scale_exactly(model, loss_scale):
+def test_the_optimizer_divides_by_the_scale_exactly(model, loss_scale):
     plain, scaled = _optimizer(model), _optimizer(model)
     for seed in range(3):
         gradient = _gradient(plain, seed)

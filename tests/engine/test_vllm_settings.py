@@ -226,7 +226,7 @@ def test_exact_decides_the_tokens_that_vllms_own_model_draws(tmp_path):
         run_config(tmp_path, {"exact": "false"})
 
 
-def test_a_foreign_vllm_reads_nothing_of_this_process_on_a_gpu(installed):
+def test_an_external_vllm_reads_nothing_of_this_process_on_a_gpu(installed):
     installed(vllm="0.32.0")
     check_on(Config(sampler="vllm-stock", exact=False, vllm={"multiprocess": True}), "cuda")
     with pytest.raises(ValueError, match="multiprocess"):

@@ -22,7 +22,7 @@ def pairwise(leaves: list[Leaf]) -> Leaf:
 
 
 def tree_sum(tree: GradientTree, leaves: list[Leaf]) -> Leaf:
-    """The root of the tree; every leaf is pushed from the same buffer, as a worker does."""
+    """The root of the tree; every leaf is pushed from the same buffer, as ShardSum does it."""
     buffer = torch.empty(999)
     for leaf in leaves:
         tree.push(None if leaf is None else buffer.copy_(leaf))

@@ -25,7 +25,7 @@ def written_out_silu_mul(gu: torch.Tensor, round_silu: bool = True) -> torch.Ten
 @pytest.mark.parametrize("width", [1, 48, 1024, 1500])
 def test_silu_mul_has_the_written_out_bits(width, dtype):
     gu = randn(width, 5, 2 * width, dtype=dtype, scale=4.0)
-    # exp overflows at -120. vLLM adds 0.0 to u, which turns -0.0 into 0.0.
+    # exp(-g) overflows at g = -120. vLLM adds 0.0 to u, which turns -0.0 into 0.0.
     gu[0, 0], gu[1, width] = -120.0, -0.0
     assert total_unequal([silu_mul_fwd(gu)], [written_out_silu_mul(gu)]) == 0
 

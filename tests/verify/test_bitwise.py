@@ -19,10 +19,10 @@ def test_negative_zero_is_not_zero_but_its_neighbour(dtype):
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_nan_equals_nan_of_the_same_bits_only(dtype):
     nan = torch.tensor([float("nan")], dtype=dtype)
-    other = (bits(nan) + 1).view(dtype)
-    assert torch.isnan(other).all()
+    other_nan = (bits(nan) + 1).view(dtype)
+    assert torch.isnan(other_nan).all()
     assert count_unequal(nan, nan.clone()) == 0
-    assert count_unequal(nan, other) == 1
+    assert count_unequal(nan, other_nan) == 1
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

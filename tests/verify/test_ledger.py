@@ -187,7 +187,7 @@ def test_a_manifest_names_what_was_changed(tmp_path, how):
         manifest.write_bytes(before.replace(b'"bytes": 5', b'"bytes": 6'))
     else:
         manifest.unlink()
-    message = {
+    messages = {
         "flip": f"{victim} was altered",
         "short": f"{victim} is torn",
         "missing": f"{victim} is missing",
@@ -195,7 +195,7 @@ def test_a_manifest_names_what_was_changed(tmp_path, how):
         "foreign": f"{tmp_path / 'in' / 'c'} is foreign",
         "manifest": f"{manifest} was altered",
     }
-    assert manifest_damage(tmp_path).startswith(message[how])
+    assert manifest_damage(tmp_path).startswith(messages[how])
 
 
 @pytest.mark.parametrize("helpers", [0, 1, 5])

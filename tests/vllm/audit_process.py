@@ -22,7 +22,7 @@ PAIR = ((5, 6, 7, 8, 9), (10, 11, 12, 13, 14, 15))
 
 
 class HalfSiLU(torch.nn.Module):
-    """silu in bf16."""
+    """silu_mul whose silu is computed in bf16."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = x.chunk(2, dim=-1)

@@ -13,7 +13,7 @@ from zerokl.model.config import ModelConfig
 from zerokl.model.weights import FLAT_TILE, Layout
 from zerokl.verify.ledger import BLOCK
 
-from tests.engine.slices_process import CONFIG
+from tests.engine.zero_process import CONFIG
 from tests.helpers import mostly_full, torchrun
 
 RANKS = 4
@@ -47,7 +47,7 @@ def test_slices_are_whole_blocks_side_by_side(n, layers, vocabulary):
 )
 def report(request) -> dict:
     """The JSON line of the first rank, with the lines of all ranks under the key `ranks`."""
-    script = Path(__file__).with_name("slices_process.py")
+    script = Path(__file__).with_name("zero_process.py")
     process = subprocess.run(
         torchrun(RANKS, str(script), *request.param.split()),
         capture_output=True,
