@@ -7,6 +7,15 @@ from zerokl.engine.runs import init as initialise
 from zerokl.engine.tasks.tokenizer import character_tokenizer
 from zerokl.model.checkpoint import write_checkpoint
 
+ONE_LAYER = dict(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=16,
+)
+
 
 def random_model(root: Path, widths: dict[str, int], sharper: float = 1.0) -> Path:
     """Write a Qwen3 of these widths with the character tokenizer; return its folder, which is below `root`.

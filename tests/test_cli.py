@@ -16,16 +16,8 @@ from zerokl.cli import main
 from zerokl.engine.parallel.workers import ParallelSampler
 from zerokl.engine.runs import samplers
 
-from tests.random_model import random_model
+from tests.random_model import ONE_LAYER, random_model
 
-WIDTHS = dict(
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=16,
-)
 OPTIONS = "{ max_value = 9, train = 20, held_out = 10 }"
 REWARDS = """
 def letters(problem, completion):
@@ -57,7 +49,7 @@ class Fails:
 
 @pytest.fixture(scope="session")
 def model_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_model(tmp_path_factory.mktemp("cli"), WIDTHS)
+    return random_model(tmp_path_factory.mktemp("cli"), ONE_LAYER)
 
 
 @pytest.fixture

@@ -19,18 +19,10 @@ from zerokl.model.config import ModelConfig
 
 from tests.helpers import DTYPES
 from tests.law import accuracy, rows
-from tests.random_model import random_model
+from tests.random_model import ONE_LAYER, random_model
 
 ROOT = Path(zerokl.__file__).parent
 EXAMPLES = ROOT / "docs" / "examples"
-WIDTHS = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +38,7 @@ def _as_a_user(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    return random_model(tmp_path_factory.mktemp("extend"), WIDTHS)
+    return random_model(tmp_path_factory.mktemp("extend"), ONE_LAYER)
 
 
 @pytest.fixture
@@ -127,7 +119,7 @@ def test_the_task_solves_itself_and_makes_a_base_model(monkeypatch):
         assert len(task.problems(split)) == n
         for reward in (task.reward, mytask.closeness):
             assert all(reward(p, p.answer) == 1.0 and reward(p, "") == 0.0 for p in task.problems(split))
-    monkeypatch.setitem(initialise.PRESETS, "tiny", WIDTHS)
+    monkeypatch.setitem(initialise.PRESETS, "tiny", ONE_LAYER)
     monkeypatch.setattr(initialise, "TARGET", -1.0)  # reached at the first check
     words = "--task mytask:Reverse --task.options.length 3 --task.options.train 20 --task.options.held_out 10"
     assert main(["init", "base", *words.split()]) == 0

@@ -13,17 +13,9 @@ import zerokl
 from zerokl import cli
 from zerokl.engine.commands.ablate import read_grid
 
-from tests.random_model import random_model
+from tests.random_model import ONE_LAYER, random_model
 
 DOCS = Path(zerokl.__file__).parent / "docs"
-WIDTHS = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-}
 
 
 def commands(page: Path) -> list[str]:
@@ -85,7 +77,7 @@ def test_the_grid_has_a_run_for_each_dtype_sampler_and_seed():
 
 @pytest.fixture
 def model(tmp_path) -> Path:
-    return random_model(tmp_path, WIDTHS)
+    return random_model(tmp_path, ONE_LAYER)
 
 
 def test_a_runs_rollouts_are_a_log_that_an_audit_finds_equal(model, tmp_path, monkeypatch, capsys):

@@ -8,18 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import write_letters_reward
-from tests.random_model import random_model
+from tests.random_model import ONE_LAYER, random_model
 
 pytestmark = pytest.mark.slow
 
-_WIDTHS = dict(
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=16,
-)
 _STEPS = 1000
 
 # Prints the resident memory after each step, in pages, and the mismatch of the run.
@@ -39,7 +31,7 @@ print(json.dumps({"pages": pages, "unequal": summary.tokens_unequal, "max_abs": 
 
 
 def test_a_thousand_steps_stay_exact_and_flat(tmp_path: Path):
-    model = random_model(tmp_path, _WIDTHS)
+    model = random_model(tmp_path, ONE_LAYER)
     overrides = {
         "model": str(model),
         "steps": str(_STEPS),
