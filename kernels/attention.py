@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from .attention_plan import KEY_TILE, AttentionPlan
+from .attention_plan import KEY_TILE, AttentionPlan, Spans
 from .backend import on_triton
 from .grad import accumulate_dtype, check_dtype
 from .order import ALIGN
@@ -192,12 +192,12 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do):
-        q = ctx.saved_tensors[0]
+        q, *rest = ctx.saved_tensors  # only once: with recompute, the first reading computes them
         if on_triton(q):
             from .attention_bwd_triton import attention_bwd
 
-            return *attention_bwd(do, *ctx.saved_tensors, ctx.plan.on(q.device), ctx.scale), None, None
-        return *attention_bwd_ref(do, *ctx.saved_tensors, ctx.plan, ctx.scale), None, None
+            return *attention_bwd(do, q, *rest, ctx.plan.on(q.device), ctx.scale), None, None
+        return *attention_bwd_ref(do, q, *rest, ctx.plan, ctx.scale), None, None
 
 
 def _packed(
@@ -252,10 +252,13 @@ def attention(
     return _Attention.apply(q, k, v, plan, scale)
 
 
-def attention_cached(q: torch.Tensor, tiles: torch.Tensor, plan: AttentionPlan, scale: float) -> torch.Tensor:
+def attention_cached(
+    q: torch.Tensor, tiles: torch.Tensor, plan: AttentionPlan | Spans, scale: float
+) -> torch.Tensor:
     """Attention of new tokens against a cache that already holds their keys and values; forward only.
 
     q [T, Hq, D], tiles [blocks * Hkv, 2, KEY_TILE, D] -> [T, Hq, D]. The bits are those of `attention`.
+    Spans instead of a plan serve Triton only: their tensors lie on the device already.
     Tiles may be in a narrower dtype than q. They are converted as they are read, which is exact.
     Raises ValueError on a bad shape or dtype.
     """
@@ -274,7 +277,7 @@ def attention_cached(q: torch.Tensor, tiles: torch.Tensor, plan: AttentionPlan, 
     if on_triton(q):
         from .attention_triton import attention_paged
 
-        spans = plan.on(q.device)
+        spans = plan if isinstance(plan, Spans) else plan.on(q.device)
         blocks = tiles.view(-1, spans.kv_heads, 2, KEY_TILE, q.shape[-1])
         k, v = blocks.permute(2, 0, 3, 1, 4)  # [blocks, KEY_TILE, Hkv, D] each
         return attention_paged(q, k, v, spans, scale)

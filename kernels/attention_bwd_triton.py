@@ -16,13 +16,17 @@ Roundings: p and ds are rounded to the dtype before they meet do, q and k. dq, d
 each. Everything else is in fp32 (ieee, never tf32).
 Order: the tiles begin at the first position of a sequence, so a gradient depends on its own sequence only.
 Positions without a query add exact zeros.
+
+Most calls in 16 bits on Hopper have other tiles, and so other bits (attention_bwd_tma_triton.py).
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from .attention_bwd_tma_triton import attention_bwd_tma
 from .attention_plan import Spans
+from .attention_tma_triton import serves
 from .attention_triton import find_tile
 from .launch import launch, rows_contiguous
 from .tiles import generation
@@ -188,6 +192,8 @@ def attention_bwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv of packed attention, contiguous. do, q, o [T, Hq, D]; k, v [K, Hkv, D]; lse [T, Hq]."""
     assert spans.cu_seqlens_k is not None
+    if serves(q, spans, generation(q.device)):
+        return attention_bwd_tma(do, q, k, v, o, lse, spans, scale)
     do, q, k, v = map(rows_contiguous, (do, q, k, v))
     (T, H, D), kv_heads, sequences = q.shape, spans.kv_heads, len(spans.seqused_k)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))

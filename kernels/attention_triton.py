@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from .attention_plan import KEY_TILE, Spans
+from .attention_tma_triton import attention_tma, serves
 from .launch import launch, rows_contiguous
 from .tiles import generation
 
@@ -156,6 +157,8 @@ def attention_packed(
     Returns o [T, Hq, D], contiguous, and lse [T, Hq] in fp32, or None where lse is not wanted.
     """
     assert spans.cu_seqlens_k is not None
+    if serves(q, spans, generation(q.device)):
+        return attention_tma(q, k, v, spans, scale, want_lse)
     return _launch(q, k.unsqueeze(0), v.unsqueeze(0), spans, scale, 0, want_lse)
 
 

@@ -8,17 +8,23 @@ whole runs. verify/binaries.py compiles the list.
 """
 
 from collections.abc import Callable, Iterator
+from itertools import product
 
 import torch
 
+from .adamw import AdamW
+from .adamw_triton import adamw
 from .attention_bwd_triton import attention_bwd
 from .attention_plan import KEY_TILE, Spans
 from .attention_triton import attention_packed, attention_paged
+from .block_digest_triton import block_digests
 from .columns_triton import add_bias_columns
+from .draw_triton import draw_tokens
 from .embedding_triton import embedding_bwd
 from .launch import Launch, recorded
 from .logprob_triton import logprob_bwd, logprob_fwd
 from .matmul_triton import add_outer, matmul
+from .philox_triton import uniforms
 from .rms_norm_triton import add_weight_grad, rms_norm_bwd, rms_norm_fwd
 from .rope_triton import rotate
 from .silu_mul_triton import silu_mul_bwd, silu_mul_fwd
@@ -29,6 +35,8 @@ BF16, FP16, FP32 = DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ATTENTION_SHAPES = ((128, 2), (128, 4), (64, 7), (64, 4))
 # Rows of a decode and of a prefill. Their products have different row tiles.
 _ROWS = {"decode": 64, "prefill": 128}
+# Rows whose 16-bit products go through TMA on Hopper.
+_MANY_ROWS = 8192
 _BLOCKS = [(0, 128), (128, 256)]
 Case = tuple[str, Callable[[], object]]
 
@@ -52,7 +60,7 @@ def cases() -> Iterator[Case]:
         yield from _elementwise(dtype)
         yield from _products(dtype)
         yield from _attention(dtype)
-    for rows in _ROWS.values():  # another BLOCK_K on some generations
+    for rows in (*_ROWS.values(), _MANY_ROWS):  # another BLOCK_K on some generations
         square = f"bfloat16 {rows} rows, 2048 x 2048"
         yield (
             f"linear {square}",
@@ -67,6 +75,16 @@ def cases() -> Iterator[Case]:
             name = f"attention float32 {D}, groups of {group}, paged in {_name(cache_dtype)}"
             yield name, lambda D=D, group=group, cache_dtype=cache_dtype: _paged(FP32, cache_dtype, D, group)
     yield from _logprob()
+    for dtype in (FP32, BF16):  # any dtype of 4 bytes, and any of 2
+        blocks = _meta(torch.int64, 8, 2)
+        yield (
+            f"digests of {8 * dtype.itemsize} bits",
+            lambda dtype=dtype, blocks=blocks: block_digests(_meta(dtype, 1 << 18), blocks),
+        )
+    for dtype in (None, BF16, FP16):
+        suffix = f", {_name(dtype)} weights" if dtype else ""
+        yield f"adamw{suffix}", lambda dtype=dtype: _adamw(dtype)
+    yield "uniforms", lambda: uniforms(_meta(torch.int64, 4, 64), 1, 0)
 
 
 def _meta(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -107,6 +125,11 @@ def _norm(dtype: torch.dtype, H: int, D: int, with_residual: bool) -> None:
     add_weight_grad(_meta(FP32, D), y, s, r, _BLOCKS, 0, H)
 
 
+def _adamw(dtype: torch.dtype | None) -> None:
+    state = [_meta(FP32, 4096) for _ in range(4)]
+    adamw(*state, AdamW(1.0, 1e-4, 0.9, 0.95, 0.1, 0.05, 1e-8), dtype and _meta(dtype, 4096))
+
+
 def _products(dtype: torch.dtype) -> Iterator[Case]:
     """Forward products (also with a bias, and with uneven widths), input gradients and weight gradients."""
     name = _name(dtype)
@@ -119,8 +142,35 @@ def _products(dtype: torch.dtype) -> Iterator[Case]:
         yield f"linear {name} with a bias{suffix}", lambda x=x, w=forward, b=bias: matmul(x, w, b)
         x, uneven = _meta(dtype, rows, 1008), _transposed(dtype, 1008, 1008)
         yield f"linear {name} uneven{suffix}", lambda x=x, w=uneven: matmul(x, w)
-    dy, x = _meta(dtype, 256, 1024), _meta(dtype, 256, 2048)
-    yield f"weight gradient {name}", lambda: add_outer(_meta(FP32, 1024, 2048), dy, x, _BLOCKS)
+    for N, K in ((1024, 2048), (4096, 1024)):  # few tiles, and enough for every multiprocessor
+        dy, x, acc = _meta(dtype, 256, N), _meta(dtype, 256, K), _meta(FP32, N, K)
+        yield (
+            f"weight gradient {name}, {N} x {K}",
+            lambda dy=dy, x=x, acc=acc: add_outer(acc, dy, x, _BLOCKS),
+        )
+    if dtype != FP32:
+        yield from _products_of_many_rows(dtype)
+        yield from _decoding_of_wide_outputs(dtype)
+
+
+def _products_of_many_rows(dtype: torch.dtype) -> Iterator[Case]:
+    name, bias = _name(dtype), _meta(dtype, 2048)
+    x, w = _meta(dtype, _MANY_ROWS, 1024), _transposed(dtype, 1024, 2048)
+    yield f"linear {name} many rows", lambda: matmul(x, w)
+    yield f"linear {name} many rows with a bias", lambda: matmul(x, w, bias)
+    yield f"input gradient {name} many rows", lambda: matmul(x, _meta(dtype, 1024, 2048))
+
+
+def _decoding_of_wide_outputs(dtype: torch.dtype) -> Iterator[Case]:
+    """Products of few rows, whose tiles on Hopper depend on the outputs."""
+    for N in (4096, 8192):
+        x, w = _meta(dtype, 64, 1024), _transposed(dtype, 1024, N)
+        yield f"linear {_name(dtype)} decode, N {N}", lambda x=x, w=w: matmul(x, w)
+        w = _meta(dtype, 1024, N)
+        yield f"input gradient {_name(dtype)} decode, N {N}", lambda x=x, w=w: matmul(x, w)
+    for N in (4096, 12288) if dtype == BF16 else ():  # another BLOCK_K
+        x, w = _meta(dtype, 64, 2048), _transposed(dtype, 2048, N)
+        yield f"linear {_name(dtype)} decode, {N} x 2048", lambda x=x, w=w: matmul(x, w)
 
 
 def _attention(dtype: torch.dtype) -> Iterator[Case]:
@@ -146,7 +196,8 @@ def _spans(pages: int = 0) -> Spans:
     cu_seqlens, seqused = _meta(torch.int32, 3), _meta(torch.int32, 2)
     if pages:
         return Spans(cu_seqlens, seqused, _meta(torch.int32, 2, pages), 8)
-    return Spans(cu_seqlens, seqused, None, 8, cu_seqlens)
+    tables = _meta(torch.int32, 8, 4), _meta(torch.int32, 8, 6)
+    return Spans(cu_seqlens, seqused, None, 8, cu_seqlens, *tables)
 
 
 def _paged(dtype: torch.dtype, cache_dtype: torch.dtype, D: int, group: int) -> None:
@@ -158,12 +209,27 @@ def _logprob() -> Iterator[Case]:
     """Forward, and backward: over logits of the gradient's dtype, or from truncated logits in fp32."""
     ids, row = _meta(torch.int64, 64), _meta(FP32, 64)
 
-    def backward(logits: torch.dtype, dlogits: torch.dtype) -> Callable[[], None]:
+    def backward(logits: torch.dtype, dlogits: torch.dtype, temperature: float) -> Callable[[], None]:
         x, dx = _meta(logits, 64, 4096), _meta(dlogits, 64, 4096)
-        return lambda: logprob_bwd(x, ids, row, row, row, dx)
+        return lambda: logprob_bwd(x, ids, row, row, row, dx, temperature, temperature)
 
-    yield "logprob", lambda: logprob_fwd(_meta(FP32, 64, 4096), ids)
-    for dtype in DTYPES:
-        yield f"logprob of {_name(dtype)}", backward(dtype, dtype)
-    for dtype in (BF16, FP16):
-        yield f"truncated logprob of {_name(dtype)}", backward(FP32, dtype)
+    for temperature, dtype in product((1.0, 0.7), DTYPES):
+        suffix = "" if temperature == 1.0 else f" at temperature {temperature}"
+        yield (
+            f"logprob of {_name(dtype)} logits{suffix}",
+            lambda t=temperature, dtype=dtype: logprob_fwd(_meta(dtype, 64, 4096), ids, t),
+        )
+    # Vocabularies of up to 2^18: 128 and 152 thousand, and a small one.
+    for V, temperature, dtype in product((4096, 128256, 151936), (1.0, 0.7), DTYPES):
+        yield (
+            f"draw of {_name(dtype)} from {V} at temperature {temperature}",
+            lambda V=V, temperature=temperature, dtype=dtype: draw_tokens(
+                _meta(dtype, 64, V), _meta(torch.float64, 64), temperature
+            ),
+        )
+    for temperature in (1.0, 0.7):
+        suffix = "" if temperature == 1.0 else f" at temperature {temperature}"
+        for dtype in DTYPES:
+            yield f"logprob gradient of {_name(dtype)}{suffix}", backward(dtype, dtype, temperature)
+        for dtype in (BF16, FP16):
+            yield f"truncated logprob of {_name(dtype)}{suffix}", backward(FP32, dtype, temperature)

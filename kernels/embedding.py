@@ -10,7 +10,8 @@ Order: dw is summed token after token, in canonical order.
 import torch
 
 from .backend import on_triton
-from .grad import grad_buffer, returned_grad
+from .grad import by_shard, grad_buffer, returned_grad
+from .order import PassBlocks, one_sequence
 
 
 def embedding_ref(ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -25,22 +26,29 @@ def embedding_bwd_ref(acc: torch.Tensor, ids: torch.Tensor, dx: torch.Tensor) ->
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, ids, w):
+    def forward(ctx, ids, w, blocks):
         ctx.save_for_backward(ids)
-        ctx.w = w
+        ctx.w, ctx.blocks = w, blocks
         return embedding_ref(ids, w)
 
     @staticmethod
     def backward(ctx, dx):
         (ids,) = ctx.saved_tensors
         acc = grad_buffer(ctx.w)
-        if on_triton(dx):
-            from .embedding_triton import embedding_bwd
+        for shard_acc, blocks in by_shard(acc, ctx.blocks):
+            if blocks:
+                rows = slice(blocks[0][0], blocks[-1][1])
+                _backward(shard_acc, ids[rows], dx[rows])
+        return None, returned_grad(ctx.w, acc), None
 
-            embedding_bwd(acc, ids, dx)
-        else:
-            embedding_bwd_ref(acc, ids, dx)
-        return None, returned_grad(ctx.w, acc)
+
+def _backward(acc: torch.Tensor, ids: torch.Tensor, dx: torch.Tensor) -> None:
+    if on_triton(dx):
+        from .embedding_triton import embedding_bwd
+
+        embedding_bwd(acc, ids, dx)
+    else:
+        embedding_bwd_ref(acc, ids, dx)
 
 
 def check_ids(ids: torch.Tensor, V: int) -> None:
@@ -55,8 +63,11 @@ def check_ids(ids: torch.Tensor, V: int) -> None:
         )
 
 
-def embedding(ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def embedding(ids: torch.Tensor, w: torch.Tensor, blocks: PassBlocks | None = None) -> torch.Tensor:
     """Rows of w. ids [T] int64, w [V, D] -> [T, D]. Raises ValueError for an id outside 0..V-1.
+
+    `blocks` are token blocks, of which only the first row and the end decide anything: rows in no block have
+    no gradient.
 
     Ids on a GPU are not checked here. Code that makes ids on the host checks them there (check_ids, as
     Decoder.hidden does). A wrong id that was made on the GPU ends in a device-side assertion of torch's
@@ -67,4 +78,4 @@ def embedding(ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             f"embedding: ids must be a one-dimensional int64 tensor, got {ids.dtype} {tuple(ids.shape)}"
         )
     check_ids(ids, w.shape[0])
-    return _Embedding.apply(ids, w)
+    return _Embedding.apply(ids, w, one_sequence(ids, blocks))

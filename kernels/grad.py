@@ -4,9 +4,16 @@ A trainer gives each weight an fp32 tensor `main_grad` of the weight's shape. Th
 to `main_grad` in canonical order, and return nothing. So no gradient in a low precision ever exists, and no
 gradient of a whole batch. Without `main_grad` the same sum starts from zero. It is returned to autograd,
 rounded once to the weight's dtype.
+
+A pass may hold the rows of several virtual shards. Each shard has its own buffer then: `main_grad` has one
+more axis, and the token blocks are ShardBlocks.
 """
 
+from collections.abc import Iterator
+
 import torch
+
+from .order import Blocks, PassBlocks, ShardBlocks
 
 
 def grad_buffer(weight: torch.Tensor) -> torch.Tensor:
@@ -15,6 +22,15 @@ def grad_buffer(weight: torch.Tensor) -> torch.Tensor:
     if buffer is None:
         return torch.zeros(weight.shape, dtype=accumulate_dtype(weight.dtype), device=weight.device)
     return buffer
+
+
+def by_shard(buffer: torch.Tensor, blocks: PassBlocks) -> Iterator[tuple[torch.Tensor, Blocks]]:
+    """The buffer and the token blocks of each virtual shard of a pass; without shards, those of the pass."""
+    if isinstance(blocks, ShardBlocks):
+        for shard, shard_blocks in zip(blocks.shards, blocks.blocks, strict=True):
+            yield buffer[shard], shard_blocks
+    else:
+        yield buffer, blocks
 
 
 def returned_grad(weight: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor | None:

@@ -14,9 +14,9 @@ import torch
 
 from .backend import on_triton
 from .columns import add_columns
-from .grad import check_dtype, grad_buffer, returned_grad
+from .grad import by_shard, check_dtype, grad_buffer, returned_grad
 from .matmul import add_outer, matmul, matmul_ref
-from .order import Blocks, one_sequence
+from .order import PassBlocks, one_sequence
 
 
 def linear_ref(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
@@ -49,17 +49,19 @@ class _Linear(torch.autograd.Function):
         dx = matmul(dy, w.t()) if ctx.needs_input_grad[0] else None
         if ctx.needs_input_grad[1]:
             acc = grad_buffer(w)
-            add_outer(acc, dy, x, ctx.blocks)
+            for shard_acc, blocks in by_shard(acc, ctx.blocks):
+                add_outer(shard_acc, dy, x, blocks)
             dw = returned_grad(w, acc)
         if b is not None and ctx.needs_input_grad[2]:
             acc = grad_buffer(b)
-            add_columns(acc, dy, ctx.blocks)
+            for shard_acc, blocks in by_shard(acc, ctx.blocks):
+                add_columns(shard_acc, dy, blocks)
             db = returned_grad(b, acc)
         return dx, dw, db, None
 
 
 def linear(
-    x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None, blocks: Blocks | None = None
+    x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None, blocks: PassBlocks | None = None
 ) -> torch.Tensor:
     """y = x w^T + b. x [T, K], w [N, K], b [N] -> [T, N].
 

@@ -23,9 +23,9 @@ from collections.abc import Callable
 import torch
 
 from .backend import on_triton
-from .grad import accumulate_dtype, check_dtype, grad_buffer, returned_grad
+from .grad import accumulate_dtype, by_shard, check_dtype, grad_buffer, returned_grad
 from .matmul import add_outer, matmul, matmul_ref
-from .order import Blocks, one_sequence, sum_row
+from .order import Blocks, PassBlocks, one_sequence, sum_row
 from .sampling_params import SamplingParams
 
 # Bytes of one fp32 chunk of logits [rows, V]. Rows do not depend on each other, and the blocks of a weight
@@ -33,6 +33,9 @@ from .sampling_params import SamplingParams
 # On a GPU a chunk needs so many rows that the product takes longer than reading the lm_head again: 832 rows
 # at V = 151,936. Chunks of 64 rows would read the lm_head thirteen times as often.
 CHUNK_BYTES, GPU_CHUNK_BYTES = 1 << 25, 1 << 29
+# The same for 16-bit logits on a GPU from which nothing is truncated: they are the only copy. With 4,416 rows
+# at V = 151,936 the gradient of h has tiles for every multiprocessor.
+GPU_CHUNK_BYTES_16 = 5 << 28
 Tensor = torch.Tensor
 
 
@@ -139,10 +142,20 @@ def _invert(e: Tensor, u: Tensor) -> Tensor:
     return ids.clamp_(max=e.shape[1] - 1)
 
 
-def chunk_rows(V: int, device: torch.device) -> int:
-    """The rows of logits that a device holds at once: whole tiles of the matrix products."""
+def chunk_rows(V: int, device: torch.device, dtype: torch.dtype = torch.float32) -> int:
+    """The rows of logits that a device holds at once: whole tiles of the matrix products.
+
+    dtype: that of the logits, if no other copy of them is made; fp32 otherwise.
+    """
+    if device.type != "cpu" and dtype.itemsize == 2:
+        return max(64, GPU_CHUNK_BYTES_16 // (2 * V) // 64 * 64)
     chunk_bytes = CHUNK_BYTES if device.type == "cpu" else GPU_CHUNK_BYTES
     return max(64, chunk_bytes // (4 * V) // 64 * 64)
+
+
+def _chunk_rows(h: Tensor, w: Tensor, params: SamplingParams) -> int:
+    V = w.shape[0]
+    return chunk_rows(V, w.device, h.dtype if params.keeps_all(V) else torch.float32)
 
 
 def linear_logprob_ref(h: Tensor, w: Tensor, ids: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
@@ -164,11 +177,11 @@ def _forward(h: Tensor, w: Tensor, ids: Tensor, params: SamplingParams) -> tuple
         return tuple(torch.empty(0, dtype=torch.float32, device=h.device) for _ in range(4))
     from .logprob_triton import logprob_fwd
 
-    rows, parts = chunk_rows(w.shape[0], w.device), []
+    rows, parts = _chunk_rows(h, w, params), []
     for a in range(0, h.shape[0], rows):
         logits = matmul(h[a : a + rows], w)
         if params.keeps_all(w.shape[0]):
-            parts.append(logprob_fwd(logits.float(), ids[a : a + rows], params.temperature or 1.0))
+            parts.append(logprob_fwd(logits, ids[a : a + rows], params.temperature or 1.0))
         else:
             parts.append(logprob_fwd(scaled_logits(logits, params), ids[a : a + rows]))
     return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
@@ -229,12 +242,14 @@ class _LinearLogprob(torch.autograd.Function):
         h, ids, *stats = ctx.saved_tensors
         w, params = ctx.w, ctx.params
         dh, acc = torch.empty_like(h), grad_buffer(w)
-        for chunk in _chunks_of_blocks(ctx.blocks, chunk_rows(w.shape[0], w.device)):
-            a, b = chunk[0][0], chunk[-1][1]
-            logits, chunk_stats = matmul(h[a:b], w), tuple(s[a:b] for s in stats)
-            dlogits = _dlogits(logits, ids[a:b], dlogp[a:b], params, chunk_stats)
-            dh[a:b] = matmul(dlogits, w.t())
-            add_outer(acc, dlogits, h[a:b], [(start - a, end - a) for start, end in chunk])
+        rows = _chunk_rows(h, w, params)
+        for shard_acc, blocks in by_shard(acc, ctx.blocks):
+            for chunk in _chunks_of_blocks(blocks, rows):
+                a, b = chunk[0][0], chunk[-1][1]
+                logits, chunk_stats = matmul(h[a:b], w), tuple(s[a:b] for s in stats)
+                dlogits = _dlogits(logits, ids[a:b], dlogp[a:b], params, chunk_stats)
+                dh[a:b] = matmul(dlogits, w.t())
+                add_outer(shard_acc, dlogits, h[a:b], [(start - a, end - a) for start, end in chunk])
         return dh, returned_grad(w, acc), None, None, None
 
 
@@ -243,7 +258,7 @@ def linear_logprob(
     w: Tensor,
     ids: Tensor,
     params: SamplingParams | None = None,
-    blocks: Blocks | None = None,
+    blocks: PassBlocks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """logp of the ids under the logits h w^T, and the entropy, which has no gradient.
 

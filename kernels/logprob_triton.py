@@ -4,7 +4,12 @@ Forward: as vLLM 0.32's batch-invariant log_softmax (`_softmax_kernel`,
 model_executor/determinism/batch_invariant.py; `_topk_log_softmax_kernel` of the V2 runner sums in the same
 way). First the maximum of the row, then the sum of exp(z - max) over tiles of 1024 logits in ascending order,
 then z - max - log(sum) at the token. The sum of the entropy runs beside it. The division by the temperature
-is in the kernel and correctly rounded. Since z / 1.0 = z, one binary serves every temperature.
+is in the kernel and correctly rounded; z / 1.0 = z is left out.
+
+`_logprob_fwd_16` does the same from 16-bit logits, converted as they are read. It reads several tiles at
+once, sums each one as alone, and adds the sums one after another. `max_contiguous` gives a thread four
+neighbours, which is the layout of fp32 logits. Without it Triton takes eight, and the sums of 154 of 1024
+rows had other bits on an H100.
 
 Backward: element by element, from the forward's maximum and log(sum). Each gradient overwrites its logit.
 There is no sum, and no second [rows, V].
@@ -12,7 +17,7 @@ There is no sum, and no second [rows, V].
 `prefix_sums` adds integers. Integer sums are exact, and so the same in any order. This matters because
 torch's cumsum on a GPU splits one row in another way than many rows.
 
-Shapes: logits [rows, V] in fp32 (in the backward also the model's dtype); ids [rows]; logp, entropy, max,
+Shapes: logits [rows, V] in fp32 or 16 bits; ids [rows]; logp, entropy, max,
 log_sum [rows] in fp32.
 Roundings: dlogits once.
 Order: vLLM's tile and its four warps order the sums, so both are constants.
@@ -23,11 +28,21 @@ import triton
 import triton.language as tl
 
 from .launch import dense, launch
+from .tiles import generation
 
 # vLLM's tile and warps, which order the sums.
 TILE, WARPS = 1024, 4
+# Tiles that the forward from 16-bit logits reads at once, and columns at once for the maximum. They decide no
+# bit.
+TILES, MAX_TILE = 4, 4096
 # Elements of one program of the backward. This decides no bit: no element depends on another.
 BWD_TILE = 4096
+
+
+@triton.jit
+def over(z, temperature, DIVIDE: tl.constexpr):
+    """z / temperature, correctly rounded."""
+    return tl.div_rn(z, temperature) if DIVIDE else z
 
 
 @triton.jit
@@ -41,6 +56,7 @@ def _logprob_fwd(
     stride,
     V,
     temperature,
+    DIVIDE: tl.constexpr,
     TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -48,23 +64,69 @@ def _logprob_fwd(
     largest = -float("inf")
     for start in range(0, V, TILE):
         cols = start + tl.arange(0, TILE)
-        z = tl.div_rn(tl.load(logits + cols, mask=cols < V, other=-float("inf")), temperature)
+        z = over(tl.load(logits + cols, mask=cols < V, other=-float("inf")), temperature, DIVIDE)
         largest = tl.max(tl.maximum(z, largest))
     total = 0.0
     weighted = 0.0
     for start in range(0, V, TILE):
         cols = start + tl.arange(0, TILE)
         mask = cols < V
-        shifted = tl.div_rn(tl.load(logits + cols, mask=mask, other=0.0), temperature) - largest
+        shifted = over(tl.load(logits + cols, mask=mask, other=0.0), temperature, DIVIDE) - largest
         e = tl.exp(shifted)
         total += tl.sum(tl.where(mask, e, 0.0))
         weighted += tl.sum(tl.where(mask & (e > 0.0), e * shifted, 0.0))
     log_sum = tl.log(total)
-    z = tl.div_rn(tl.load(logits + tl.load(ids_ptr + row)), temperature)
+    z = over(tl.load(logits + tl.load(ids_ptr + row)), temperature, DIVIDE)
     tl.store(logp_ptr + row, z - largest - log_sum)
     tl.store(entropy_ptr + row, log_sum - tl.div_rn(weighted, total))
     tl.store(max_ptr + row, largest)
     tl.store(log_sum_ptr + row, log_sum)
+
+
+@triton.jit
+def _logprob_fwd_16(
+    logits_ptr,
+    ids_ptr,
+    logp_ptr,
+    entropy_ptr,
+    max_ptr,
+    log_sum_ptr,
+    stride,
+    V,
+    temperature,
+    DIVIDE: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    MAX_TILE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits = logits_ptr + row * stride
+    most = tl.full([MAX_TILE], float("-inf"), tl.float32)
+    for start in range(0, V, MAX_TILE):
+        cols = start + tl.arange(0, MAX_TILE)
+        z = tl.load(logits + cols, mask=cols < V, other=float("-inf"))
+        most = tl.maximum(most, z.to(tl.float32))
+    largest = over(tl.max(most), temperature, DIVIDE)  # the division keeps the order of the logits
+    total, weighted = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
+    tiles = tl.arange(0, TILES)
+    for start in range(0, V, TILE * TILES):
+        cols = start + tiles[:, None] * TILE + tl.max_contiguous(tl.arange(0, TILE), 4)[None, :]
+        mask = cols < V
+        z = tl.load(logits + cols, mask=mask, other=0.0).to(tl.float32)
+        shifted = over(z, temperature, DIVIDE) - largest
+        e = tl.exp(shifted)
+        sums = tl.sum(tl.where(mask, e, 0.0), axis=1)
+        weighted_sums = tl.sum(tl.where(mask & (e > 0.0), e * shifted, 0.0), axis=1)
+        for i in tl.static_range(TILES):  # picks one sum: the other terms are zeros
+            total += tl.sum(tl.where(tiles == i, sums, 0.0), axis=0)
+            weighted += tl.sum(tl.where(tiles == i, weighted_sums, 0.0), axis=0)
+    one = tl.arange(0, 1)
+    log_sum = tl.log(total)
+    z = over(tl.load(logits + tl.load(ids_ptr + row)).to(tl.float32), temperature, DIVIDE)
+    tl.store(logp_ptr + row + one, z - largest - log_sum)
+    tl.store(entropy_ptr + row + one, log_sum - tl.div_rn(weighted, total))
+    tl.store(max_ptr + row, largest)
+    tl.store(log_sum_ptr + row + one, log_sum)
 
 
 # These pointers are slices of whole columns, and may begin at any address.
@@ -79,30 +141,35 @@ def _logprob_bwd(
     V,
     temperature,
     divisor,
+    DIVIDE: tl.constexpr,
     TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = cols < V
-    z = tl.div_rn(
-        tl.load(logits_ptr + row * V + cols, mask=mask, other=-float("inf")).to(tl.float32), temperature
-    )
+    z = tl.load(logits_ptr + row * V + cols, mask=mask, other=-float("inf")).to(tl.float32)
+    z = over(z, temperature, DIVIDE)
     p = tl.exp(z - tl.load(max_ptr + row) - tl.load(log_sum_ptr + row))
     chosen = tl.where(cols == tl.load(ids_ptr + row), 1.0, 0.0)
-    dz = tl.div_rn((chosen - p) * tl.load(dlogp_ptr + row), divisor)
+    dz = over((chosen - p) * tl.load(dlogp_ptr + row), divisor, DIVIDE)
     tl.store(dlogits_ptr + row * V + cols, dz.to(dlogits_ptr.dtype.element_ty), mask=mask)
 
 
 def logprob_fwd(
     logits: torch.Tensor, ids: torch.Tensor, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """logp, entropy, max and log_sum, [rows] each, of fp32 logits [rows, V] divided by the temperature."""
+    """logp, entropy, max and log_sum, [rows] each, of logits [rows, V] divided by the temperature."""
     logits, (rows, V) = dense(logits), logits.shape
     logp, entropy, largest, log_sum = (
         torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(4)
     )
+    narrow, options = logits.dtype.itemsize == 2, {}
+    if narrow:
+        options = {"TILES": TILES, "MAX_TILE": MAX_TILE}
+        if generation(logits.device) == "ampere":
+            options["maxnreg"] = 128  # Triton 3.6 stops at 48 registers there, and spills 8 bytes
     launch(
-        _logprob_fwd,
+        _logprob_fwd_16 if narrow else _logprob_fwd,
         (rows,),
         logits,
         ids,
@@ -113,7 +180,9 @@ def logprob_fwd(
         V,
         V,
         float(temperature),
+        DIVIDE=temperature != 1.0,
         TILE=TILE,
+        **options,
         num_warps=WARPS,
     )
     return logp, entropy, largest, log_sum
@@ -148,6 +217,7 @@ def logprob_bwd(
         V,
         float(temperature),
         float(divisor),
+        DIVIDE=not temperature == divisor == 1.0,
         TILE=BWD_TILE,
         num_warps=WARPS,
     )

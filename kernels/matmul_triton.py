@@ -12,6 +12,8 @@ the arithmetic of vLLM 0.32's matmul_kernel_persistent. BLOCK_K depends on (N, K
 generation (tiles.py). For dw, one program owns one tile. The program begins with the value of the buffer, and
 adds chunks of tokens in the order of the token blocks. No chunk has tokens of two blocks. So a sum that stops
 at the end of a block and goes on in a later call has the same bits. There are no atomics and no split sums.
+
+Products of many rows in 16 bits on Hopper have the same sums in another kernel (matmul_tma_triton.py).
 """
 
 from functools import lru_cache
@@ -21,11 +23,9 @@ import triton
 import triton.language as tl
 
 from .launch import launch, rows_contiguous
+from .matmul_tma_triton import BAND, add_outer_tma, matmul_tma, readable, tile_place
 from .order import TOKEN_BLOCK, Blocks
-from .tiles import generation, matmul_tiles, multiprocessors, outer_tiles
-
-# Row tiles that use the same column tiles while these lie in the L2 cache.
-BAND = 8
+from .tiles import generation, matmul_tiles, multiprocessors, outer_tiles, tma_matmul_tiles, tma_outer_tiles
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -51,13 +51,10 @@ def _matmul(
     PROGRAMS: tl.constexpr,
 ):
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    in_band = BAND * tiles_n
     k = tl.arange(0, BLOCK_K)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
-        first = tile // in_band * BAND
-        height = min(tiles_m - first, BAND)
-        m = (first + tile % in_band % height) * BLOCK_M
-        n = tile % in_band // height * BLOCK_N
+        tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, BAND)
+        m, n = tile_m * BLOCK_M, tile_n * BLOCK_N
         r, c = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
         in_m, in_n = (m + r < M)[:, None], (n + c < N)[None, :]
         # Only the origin of a tile needs 64 bits.
@@ -121,11 +118,16 @@ def matmul(x_MK: torch.Tensor, w_KN: torch.Tensor, b_N: torch.Tensor | None = No
     x and w may have any strides. The bits of a row depend on this row, w and b only.
     """
     (M, K), N = x_MK.shape, w_KN.shape[1]
-    y = x_MK.new_empty(M, N)
     if not M:
-        return y
-    t = matmul_tiles(M, N, K, x_MK.dtype, generation(x_MK.device))
-    programs = multiprocessors(x_MK.device)
+        return x_MK.new_empty(M, N)
+    gpu, programs = generation(x_MK.device), multiprocessors(x_MK.device)
+    tma = tma_matmul_tiles(M, N, K, x_MK.dtype, gpu)
+    transposed = w_KN.stride(0) == 1
+    w = w_KN.t() if transposed else w_KN
+    if tma and N * x_MK.itemsize % 16 == 0 and readable(x_MK, w):
+        return matmul_tma(x_MK, w, b_N, transposed, tma, programs)
+    y = x_MK.new_empty(M, N)
+    t = matmul_tiles(M, N, K, x_MK.dtype, gpu)
     launch(
         _matmul,
         (min(programs, triton.cdiv(M, t.block_m) * triton.cdiv(N, t.block_n)),),
@@ -158,8 +160,11 @@ def add_outer(acc_NK: torch.Tensor, dy_TN: torch.Tensor, x_TK: torch.Tensor, blo
     assert acc_NK.dtype == torch.float32, acc_NK.dtype
     assert acc_NK.stride(1) == 1, acc_NK.stride()
     N, K = acc_NK.shape
-    t = outer_tiles(x.dtype, generation(x.device))
-    runs = _runs(tuple(blocks), x.device)
+    gpu, runs = generation(x.device), _runs(tuple(blocks), x.device)
+    tma = tma_outer_tiles(N, K, x.dtype, gpu)
+    if tma and len(runs) and readable(acc_NK, dy, x):
+        return add_outer_tma(acc_NK, dy, x, runs, tma, multiprocessors(x.device))
+    t = outer_tiles(x.dtype, gpu)
     launch(
         _outer,
         (triton.cdiv(K, t.block_n), triton.cdiv(N, t.block_m)),

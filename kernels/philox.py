@@ -9,6 +9,9 @@ integers only, so the numbers are the same on every machine.
 from enum import IntEnum
 
 import numpy as np
+import torch
+
+from .backend import on_triton
 
 
 class Stream(IntEnum):
@@ -26,6 +29,7 @@ class Stream(IntEnum):
     VERIFY_SAMPLE = 9  # a token of the law's checks of the sampler
     LOGIT_NOISE = 10  # the start of the noise of a token's logits: counter (position, sample, prompt, step)
     LOGIT_NOISE_TOKENS = 11  # the noise of a token's logits
+    DIGEST = 12  # the keys of the ledger's digests
 
 
 _MASK = np.uint64(0xFFFFFFFF)
@@ -75,3 +79,20 @@ def uniform_range(n: int, seed: int, stream: Stream, word: int = 0) -> np.ndarra
 def permutation(n: int, seed: int, stream: Stream, word: int = 0) -> np.ndarray:
     """A random order of 0 .. n - 1, sorted by one random number each. -> [n] int64."""
     return np.argsort(uniform_range(n, seed, stream, word), kind="stable")
+
+
+def uniforms_ref(counter: torch.Tensor, seed: int, stream: Stream) -> torch.Tensor:
+    """The reference of uniforms."""
+    return torch.from_numpy(uniform(counter.T.numpy(), seed, stream))
+
+
+def uniforms(counter: torch.Tensor, seed: int, stream: Stream) -> torch.Tensor:
+    """The numbers of `uniform`, made where the counters are.
+
+    counter [4, n] int64, of 32-bit words -> [n] fp64. On Triton nothing waits for the GPU.
+    """
+    if on_triton(counter):
+        from .philox_triton import uniforms as uniforms_triton
+
+        return uniforms_triton(counter, seed, int(stream))
+    return uniforms_ref(counter, seed, stream)

@@ -20,8 +20,8 @@ import torch
 
 from .backend import on_triton
 from .columns import add_columns_ref
-from .grad import accumulate_dtype, check_dtype, grad_buffer, returned_grad
-from .order import Blocks, one_sequence, sum_row, tree_sum
+from .grad import accumulate_dtype, by_shard, check_dtype, grad_buffer, returned_grad
+from .order import PassBlocks, one_sequence, sum_row, tree_sum
 
 
 def rms_norm_ref(x: torch.Tensor, w: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,7 +30,7 @@ def rms_norm_ref(x: torch.Tensor, w: torch.Tensor, eps: float) -> tuple[torch.Te
     Returns y like x, and r [..., 1] in fp32.
     """
     xf = x.to(accumulate_dtype(x.dtype))
-    # 1 / sqrt(x) rounds both operations exactly. rsqrt is approximate, and differs between vector widths.
+    # rsqrt differs between vector widths, and neither sqrt nor a reciprocal does.
     r = _sum_last(xf * xf).div_(x.shape[-1]).add_(eps).sqrt_().reciprocal_()
     return (xf * r).mul_(w.to(xf.dtype)).to(x.dtype), r
 
@@ -49,10 +49,11 @@ def _rms_norm_bwd(dy, x, r, w) -> tuple[torch.Tensor, torch.Tensor]:
     return dyw.sub_(xh.mul_(mean)).mul_(r), dw
 
 
-def _add_weight_grad(w: torch.Tensor, dw: torch.Tensor, blocks: Blocks) -> torch.Tensor | None:
+def _add_weight_grad(w: torch.Tensor, dw: torch.Tensor, blocks: PassBlocks) -> torch.Tensor | None:
     """Add dw [T, D] or [T, H, D], summed over heads and tokens, to the gradient of w [D]."""
-    acc = grad_buffer(w)
-    add_columns_ref(acc, dw if dw.dim() == 2 else tree_sum(dw, 1), blocks)
+    acc, rows = grad_buffer(w), dw if dw.dim() == 2 else tree_sum(dw, 1)
+    for shard_acc, shard_blocks in by_shard(acc, blocks):
+        add_columns_ref(shard_acc, rows, shard_blocks)
     return returned_grad(w, acc)
 
 
@@ -91,7 +92,8 @@ def _backward(dy, x, r, w, weights, blocks, ds=None):
     grads = []
     for weight, first, heads in weights:
         acc = grad_buffer(weight)
-        add_weight_grad(acc, dy, x, r, blocks, first, heads)
+        for shard_acc, shard_blocks in by_shard(acc, blocks):
+            add_weight_grad(shard_acc, dy, x, r, shard_blocks, first, heads)
         grads.append(returned_grad(weight, acc))
     return dx, *grads
 
@@ -142,7 +144,7 @@ class _AddRMSNorm(torch.autograd.Function):
         return dx, dx, dw, None, None
 
 
-def rms_norm(x: torch.Tensor, w: torch.Tensor, eps: float, blocks: Blocks | None = None) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, w: torch.Tensor, eps: float, blocks: PassBlocks | None = None) -> torch.Tensor:
     """y = x / sqrt(mean(x^2) + eps) * w over the last axis. x [T, D] or [T, H, D], w [D] -> the shape of x.
 
     `blocks` are token blocks (order.token_blocks): dw is summed in their order. Raises ValueError on a bad
@@ -155,7 +157,12 @@ def rms_norm(x: torch.Tensor, w: torch.Tensor, eps: float, blocks: Blocks | None
 
 
 def qk_norm(
-    x: torch.Tensor, wq: torch.Tensor, wk: torch.Tensor, heads: int, eps: float, blocks: Blocks | None = None
+    x: torch.Tensor,
+    wq: torch.Tensor,
+    wk: torch.Tensor,
+    heads: int,
+    eps: float,
+    blocks: PassBlocks | None = None,
 ) -> torch.Tensor:
     """rms_norm of each head of x [T, H, D] -> [T, H, D].
 
@@ -179,7 +186,7 @@ def _head_weights(wq: torch.Tensor, wk: torch.Tensor, heads: int, total: int) ->
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor, eps: float, blocks: Blocks | None = None
+    x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor, eps: float, blocks: PassBlocks | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(rms_norm(s, w), s) with s = x + residual. x, residual [T, D], w [D] -> [T, D], [T, D].
 

@@ -1,9 +1,10 @@
 """Triton kernel of rope.py, after vLLM's CUDA rotary_embedding (csrc, pos_encoding_kernels).
 
-    y1 = fma(x1, cos, -(x2 sin))          y2 = fma(x2, cos, x1 sin)
+    y1 = fma(x1, cos, -(x2 sin))          y2 = fma(x1, sin, x2 cos)
 
-The fused operations are written out, so that no compiler chooses them. The backward is the forward with -sin.
-On an H100, bf16 and fp16 have the bits of vLLM's compiled operation. fp32 differs from it.
+nvcc fuses the products with x1, as this file does. The fused operations are written out, so that no compiler
+chooses them. The backward is the forward with -sin. On an H100 these are the bits of vLLM's compiled
+operation in bf16, fp16 and fp32: none of 1,321 million elements differed.
 
 Roundings: everything is in fp32; y is rounded once.
 Order: no sums. Each element depends on its own pair only.
@@ -48,7 +49,7 @@ def _rope(
     x1 = tl.broadcast_to(x1, HEADS, HALF)
     cos, sin = tl.broadcast_to(cos, HEADS, HALF), tl.broadcast_to(sin, HEADS, HALF)
     y1 = tl.fma(x1, cos, x2 * (-1.0 * sin))
-    y2 = tl.fma(x2, cos, x1 * sin)
+    y2 = tl.fma(x1, sin, x2 * cos)
     out = y_ptr + token * H * (2 * half) + offset
     tl.store(out, y1.to(y_ptr.dtype.element_ty), mask=mask)
     tl.store(out + half, y2.to(y_ptr.dtype.element_ty), mask=mask)

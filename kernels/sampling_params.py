@@ -1,7 +1,9 @@
 """How logits become the distribution that tokens are drawn from: temperature, top-k, top-p (vLLM's words)."""
 
-import math
 from typing import NamedTuple
+
+# The smallest and the largest temperature. Logits divided by a smaller one leave the range of fp32.
+TEMPERATURES = (1e-5, 1e5)
 
 
 class SamplingParams(NamedTuple):
@@ -16,8 +18,11 @@ class SamplingParams(NamedTuple):
 
     def check(self) -> "SamplingParams":
         """These parameters. Raises ValueError for a value out of range."""
-        if not 0.0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature ({self.temperature}) must be 0 (greedy) or positive and finite")
+        low, high = TEMPERATURES
+        if self.temperature != 0.0 and not low <= self.temperature <= high:
+            raise ValueError(
+                f"temperature ({self.temperature}) must be 0 (greedy), or lie in {low:g} to {high:g}"
+            )
         if self.top_k < 0:
             raise ValueError(f"top_k ({self.top_k}) must be 0 (off) or positive")
         if not 0.0 < self.top_p <= 1.0:

@@ -12,26 +12,13 @@ Order: no sums. Each element depends on its own pair only.
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
 
-from .backend import INTERPRETED
+from .exp_triton import expf
 from .launch import dense, launch
 
 # Elements of one program, and its warps. They decide no bit: no element depends on another. A thread has 8
 # elements of each half, which makes whole 16-byte accesses of 16-bit numbers.
 TILE, WARPS = 1024, 4
-
-if INTERPRETED:  # the interpreter has no libdevice, and uses numpy's exp instead
-
-    @triton.jit
-    def _expf(x):
-        return tl.exp(x)
-
-else:
-
-    @triton.jit
-    def _expf(x):
-        return libdevice.exp(x)
 
 
 @triton.jit
@@ -42,7 +29,7 @@ def _silu_mul_fwd(gu_ptr, y_ptr, width, TILE: tl.constexpr):
     g = tl.load(gu_ptr + row * 2 * width + cols, mask=mask, other=0.0)
     u = tl.load(gu_ptr + row * 2 * width + width + cols, mask=mask, other=0.0)
     gf = g.to(tl.float32)
-    silu = tl.div_rn(gf, 1.0 + _expf(-gf)).to(g.dtype)
+    silu = tl.div_rn(gf, 1.0 + expf(-gf)).to(g.dtype)
     y = silu.to(tl.float32) * (u.to(tl.float32) + 0.0)
     tl.store(y_ptr + row * width + cols, y.to(g.dtype), mask=mask)
 
@@ -56,7 +43,7 @@ def _silu_mul_bwd(dy_ptr, gu_ptr, dgu_ptr, width, TILE: tl.constexpr):
     u = tl.load(gu_ptr + row * 2 * width + width + cols, mask=mask, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + row * width + cols, mask=mask, other=0.0).to(tl.float32)
     gf = g.to(tl.float32)
-    e = _expf(-gf)
+    e = expf(-gf)
     s = tl.div_rn(1.0, 1.0 + e)
     silu = tl.div_rn(gf, 1.0 + e)
     dg = (s + (1.0 - s) * silu) * u * dy

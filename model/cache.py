@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from ..kernels.attention import attention_cached
-from ..kernels.attention_plan import KEY_TILE, AttentionPlan
+from ..kernels.attention_plan import KEY_TILE, AttentionPlan, Spans
+from ..kernels.backend import on_triton
 from .config import ModelConfig
 
 
@@ -34,6 +35,11 @@ class BlockCache:
         self._owners = [0] * blocks
 
     @staticmethod
+    def blocks_for(tokens: int) -> int:
+        """The blocks that hold so many positions."""
+        return -(-tokens // KEY_TILE)
+
+    @staticmethod
     def bytes_per_block(config: ModelConfig, dtype: torch.dtype) -> int:
         """Memory of one block over all layers."""
         return config.layers * config.kv_heads * 2 * KEY_TILE * config.head_dim * dtype.itemsize
@@ -56,13 +62,13 @@ class BlockCache:
             self._owners[b] += 1
         return list(blocks)
 
-    def copy(self, source: int, target: int) -> None:
-        """Copy a block over all layers.
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy blocks over all layers.
 
         Each sample needs its own copy of a prompt's last block, where that block is only partly filled.
         """
         by_block = self.data.view(self.config.layers, self.blocks, -1)
-        by_block[:, target] = by_block[:, source]
+        by_block[:, list(targets)] = by_block[:, list(sources)]
 
     def release(self, blocks: Sequence[int]) -> None:
         """Take one owner from each block; a block without owners is free."""
@@ -70,6 +76,21 @@ class BlockCache:
             self._owners[b] -= 1
             if not self._owners[b]:
                 self._free.append(b)
+
+    def write(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, block: torch.Tensor, offset: torch.Tensor
+    ) -> None:
+        """Write k and v [T, Hkv, D] to the positions (block, offset), both [T] int64.
+
+        Where the cache is narrower than k and v, they were rounded to its dtype before (Decoder), so the
+        cache loses nothing.
+        """
+        self._by_token[layer].index_put_((block, offset), torch.stack([k, v], dim=1).to(self.data.dtype))
+
+    @property
+    def free(self) -> int:
+        """The number of free blocks."""
+        return len(self._free)
 
 
 class CachedContext:
@@ -101,18 +122,47 @@ class CachedContext:
         block_and_offset = np.stack([tables[seq, position // KEY_TILE], position % KEY_TILE])
         self._block, self._offset = torch.from_numpy(block_and_offset).to(cache.data.device)
         self._cache = cache
-        self.plan = AttentionPlan(lengths, contexts, tables, config.heads, config.kv_heads)
+        self._plan = AttentionPlan(lengths, contexts, tables, config.heads, config.kv_heads)
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Write k and v [T, Hkv, D] to the cache, then attend from q [T, Hq, D].
+        """Write k and v [T, Hkv, D] to the cache, then attend from q [T, Hq, D]."""
+        self._cache.write(layer, k, v, self._block, self._offset)
+        return attention_cached(q, self._cache.data[layer], self._plan, scale)
 
-        Where the cache is narrower than k and v, they were rounded to its dtype before (Decoder), so the
-        cache loses nothing.
-        """
-        data = self._cache.data
-        self._cache._by_token[layer].index_put_(
-            (self._block, self._offset), torch.stack([k, v], dim=1).to(data.dtype)
-        )
-        return attention_cached(q, data[layer], self.plan, scale)
+    def keep(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """See KeepingContext."""
+        self._cache.write(self._cache.config.layers - 1, k, v, self._block, self._offset)
+
+
+class DecodeContext:
+    """One new token of each of n sequences. On Triton nothing here waits for the GPU or depends on the host.
+
+    So the launches of a forward are the same each time, and a CUDA graph can replay them.
+
+    positions [n] int64: the position of each new token. table [n, J] int32: the blocks of each sequence.
+    """
+
+    blocks = None  # no weight gradient is ever taken here
+
+    def __init__(self, cache: BlockCache, positions: torch.Tensor, table: torch.Tensor):
+        n, config = len(positions), cache.config
+        self.positions, self._cache = positions, cache
+        self._block = table.gather(1, (positions // KEY_TILE).unsqueeze(1)).squeeze(1).long()
+        self._offset = positions % KEY_TILE
+        self._plan: AttentionPlan | Spans
+        if on_triton(cache.data):
+            starts = torch.arange(n + 1, dtype=torch.int32, device=positions.device)
+            self._plan = Spans(starts, (positions + 1).int(), table, config.kv_heads)
+        else:
+            self._plan = AttentionPlan(
+                [1] * n, positions.tolist(), table.numpy().astype(np.int64), config.heads, config.kv_heads
+            )
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Write k and v [n, Hkv, D] to the cache, then attend from q [n, Hq, D]."""
+        self._cache.write(layer, k, v, self._block, self._offset)
+        return attention_cached(q, self._cache.data[layer], self._plan, scale)

@@ -7,14 +7,17 @@ when it is whole: it is written to a temporary folder beside it, synced, and ren
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..verify.files import sync, write_manifest
+from ..verify.files import os_error_line, sync, write_manifest
+from ..verify.reading import read_json, shown
 from .config import ModelConfig
 from .decoder import Decoder
 from .weights import Layout
@@ -34,6 +37,8 @@ _COMPANIONS = (
 _SHARD_BYTES = 5 << 30
 STATE_FILE = "trainer/state.safetensors"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# The names of these dtypes in safetensors files.
+_STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def resolve_model(name: str) -> Path:
@@ -76,18 +81,50 @@ def read_weights(folder: Path, layout: Layout) -> torch.Tensor:
             "more than this machine has memory for"
         ) from None
     wanted = layout.checkpoint_views(flat)
-    for file, names in _files(folder).items():
-        try:
-            with safe_open(folder / file, framework="pt") as tensors:
-                for name in names if names is not None else tensors.keys():
-                    _place(tensors.get_tensor(name), name, wanted, layout, folder / file)
-        except FileNotFoundError:
-            raise ValueError(f"model: {folder / file} is missing, though {folder}'s index names it") from None
-        except SafetensorError as error:
-            raise ValueError(f"model: {folder / file} is corrupt or incomplete ({error})") from None
+    for file, listed in _files(folder).items():
+        with _opened(folder / file, listed) as (stored, names):
+            for name in names:
+                tensor = stored.get_tensor(name)
+                target = _take(name, tuple(tensor.shape), tensor.dtype, wanted, layout, folder / file)
+                if target is not None:
+                    target.copy_(tensor)
+    _refuse_lacking(wanted, folder)
+    return flat
+
+
+def check_weights(folder: Path, layout: Layout) -> None:
+    """Check that a folder has every weight of `layout` and no others, from the headers of its files.
+
+    Another library may fill in a missing weight at random. Raises ValueError (see read_weights).
+    """
+    wanted = layout.checkpoint_views(torch.empty(layout.numel, device="meta"))
+    for file, listed in _files(folder).items():
+        with _opened(folder / file, listed) as (stored, names):
+            for name in names:
+                part = stored.get_slice(name)
+                dtype = _STORED_DTYPES.get(part.get_dtype(), part.get_dtype())
+                _take(name, tuple(part.get_shape()), dtype, wanted, layout, folder / file)
+    _refuse_lacking(wanted, folder)
+
+
+@contextmanager
+def _opened(path: Path, names: list[str] | None) -> Iterator[tuple[Any, Iterable[str]]]:
+    """A safetensors file, opened, and the names of the tensors to read from it (names: see _files).
+
+    Raises ValueError, also for what goes wrong inside this context because the file is corrupt.
+    """
+    try:
+        with safe_open(path, framework="pt") as stored:
+            yield stored, stored.keys() if names is None else names
+    except FileNotFoundError:
+        raise ValueError(f"model: {path} is missing, though the folder's index names it") from None
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"model: {path} is corrupt or incomplete ({error})") from None
+
+
+def _refuse_lacking(wanted: Mapping[str, torch.Tensor], folder: Path) -> None:
     if wanted:
         raise ValueError(f"model: {folder} lacks {len(wanted)} weights, the first being {next(iter(wanted))}")
-    return flat
 
 
 def _files(folder: Path) -> dict[str, list[str] | None]:
@@ -95,11 +132,17 @@ def _files(folder: Path) -> dict[str, list[str] | None]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
-            file_of = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"].items())
+            file_of = dict(read_json(index)["weight_map"].items())
             if not all(isinstance(file, str) for file in file_of.values()):
                 raise TypeError("a file's name is not a string")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise ValueError(f"model: {index} is not a valid index of safetensors shards") from None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"model: {index} is not a valid index of safetensors shards ({shown(str(error))})"
+            ) from None
+        if outside := [file for file in file_of.values() if not _is_plain_name(file)]:
+            raise ValueError(
+                f"model: {index} names the file {shown(outside[0])}; a shard must lie beside its index"
+            )
         return {
             file: [name for name, its_file in file_of.items() if its_file == file]
             for file in dict.fromkeys(file_of.values())
@@ -112,28 +155,40 @@ def _files(folder: Path) -> dict[str, list[str] | None]:
     return {"model.safetensors": None}
 
 
-def _place(
-    tensor: torch.Tensor, name: str, wanted: dict[str, torch.Tensor], layout: Layout, path: Path
-) -> None:
-    """Copy a tensor of the file `path` to its view in `wanted`, and take the view out of `wanted`."""
+def _take(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype | str,
+    wanted: dict[str, torch.Tensor],
+    layout: Layout,
+    path: Path,
+) -> torch.Tensor | None:
+    """Take the view of a tensor of the file `path` out of `wanted`; None for a tensor that is not needed.
+
+    Raises ValueError for a tensor that has no place there, or has another shape or an unsupported dtype.
+    """
     if name == "lm_head.weight" and layout.config.tied:
-        return  # the embedding is stored under its own name as well
+        return None  # the embedding is stored under its own name as well
     target = wanted.pop(name, None)
     if target is None:
         raise ValueError(
-            f"model: {path} holds {name}, "
+            f"model: {path} holds {name[:200]}, "
             f"which a {layout.config.architecture} of this config has no place for"
         )
-    if tensor.shape != target.shape:
+    if shape != tuple(target.shape):
         raise ValueError(
-            f"model: {path}: {name} has shape {tuple(tensor.shape)}, "
-            f"config.json asks for {tuple(target.shape)}"
+            f"model: {path}: {name} has shape {shape}, config.json asks for {tuple(target.shape)}"
         )
-    if tensor.dtype not in DTYPES.values():
+    if dtype not in DTYPES.values():
         raise ValueError(
-            f"model: {path}: {name} has dtype {tensor.dtype}, which is not supported; use unquantised weights"
+            f"model: {path}: {name} has dtype {dtype}, which is not supported; use unquantised weights"
         )
-    target.copy_(tensor)
+    return target
+
+
+def _is_plain_name(file: str) -> bool:
+    """Whether a name is of a file in the same folder."""
+    return file not in ("", ".", "..") and not set(file) & {"/", "\\", "\0"}
 
 
 def load_decoder(folder: str | Path, dtype: torch.dtype, device: torch.device | None = None) -> Decoder:
@@ -190,8 +245,11 @@ def write_checkpoint(
         sync(target.parent)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        # The file's name is left out: it is that of a folder that is gone now.
+        has_number = isinstance(error, OSError) and error.errno is not None
+        reason = os_error_line(OSError(error.errno, error.strerror)) if has_number else error
         raise OSError(
-            f"checkpoint: {target} could not be written ({error}); nothing of it was kept"
+            f"checkpoint: {target} could not be written ({reason}); nothing of it was kept"
         ) from None
 
 

@@ -4,12 +4,14 @@ A field that asks for something unsupported is refused by name.
 """
 
 import dataclasses
-import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ..kernels.rope import llama3_frequencies, rope_frequencies
+from ..verify.reading import read_json, shown
 
 ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
 _ROPE_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -26,6 +28,8 @@ _SIZES = (
 # Upper limits of these sizes. A larger size is a mistake, and the mistake would take all time or memory
 # before anybody sees it.
 _LARGEST, _MOST_LAYERS = 1 << 24, 1 << 12
+# With a base below 1 the frequencies would rise, and fp32 does not hold those of a larger one.
+_ROPE_THETA = (1.0, 1e15)
 
 
 @dataclass(frozen=True)
@@ -73,13 +77,13 @@ class ModelConfig:
         """
         path = Path(folder) / "config.json"
         try:
-            raw = json.loads(path.read_text())
+            raw = read_json(path)
         except FileNotFoundError:
             raise ValueError(
                 f"model: {folder} holds no config.json; give a Hugging Face model folder or hub name"
             ) from None
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"model: {path} is not valid JSON ({error})") from None
+        except ValueError as error:
+            raise ValueError(f"model: {path} {error}") from None
         if not isinstance(raw, dict):
             raise ValueError(f"model: {path} must hold a JSON object")
         return cls.from_dict(raw, str(path))
@@ -91,20 +95,18 @@ class ModelConfig:
         Raises ValueError and names the field that is missing or unsupported.
         """
         names = raw.get("architectures")
-        name = str(names[0] if isinstance(names, list) and names else names or "(none)")
-        if name not in ARCHITECTURES:
+        name = names[0] if isinstance(names, list) and names else names
+        if not isinstance(name, str) or name not in ARCHITECTURES:
             raise ValueError(
-                f"model: {source}: architecture {name} is not supported; "
+                f"model: {source}: architecture {shown(name)} is not supported; "
                 f"supported are {', '.join(ARCHITECTURES)}"
             )
         try:
             config = cls._parse(name, raw, source)
-        except KeyError as error:
-            raise ValueError(f"model: {source} lacks the field {error.args[0]}") from None
         except _UnsupportedError:
             raise
-        except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-            raise ValueError(f"model: {source} has a field of the wrong type or value ({error})") from None
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"model: {source} has a field of the wrong type ({error})") from None
         config._check_sizes(source)
         return config
 
@@ -112,27 +114,27 @@ class ModelConfig:
     def _parse(cls, architecture: str, raw: dict[str, Any], source: str) -> "ModelConfig":
         """The fields of config.json, converted but with sizes unchecked."""
         _refuse(raw, source)
+        fields = _Fields(raw, source)
         family = ARCHITECTURES[architecture]
-        theta, llama3 = _rope(raw, source)
-        heads = int(raw["num_attention_heads"])
+        theta, llama3 = _rope(fields)
+        hidden_size, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+        bias = fields.flag("attention_bias")
         return cls(
             architecture=architecture,
-            vocab_size=int(raw["vocab_size"]),
-            hidden_size=int(raw["hidden_size"]),
-            intermediate_size=int(raw["intermediate_size"]),
-            layers=int(raw["num_hidden_layers"]),
+            vocab_size=fields.size("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=fields.size("intermediate_size"),
+            layers=fields.size("num_hidden_layers"),
             heads=heads,
-            kv_heads=int(raw.get("num_key_value_heads") or heads),
-            head_dim=int(
-                raw.get("head_dim") or (128 if family == "qwen3" else int(raw["hidden_size"]) // heads)
-            ),
-            max_positions=int(raw["max_position_embeddings"]),
-            eps=float(raw["rms_norm_eps"]),
+            kv_heads=fields.size("num_key_value_heads", heads),
+            head_dim=fields.size("head_dim", 128 if family == "qwen3" else hidden_size // heads),
+            max_positions=fields.size("max_position_embeddings"),
+            eps=fields.number("rms_norm_eps"),
             rope_theta=theta,
             rope_llama3=llama3,
-            tied=bool(raw.get("tie_word_embeddings", False)),
-            qkv_bias=family == "qwen2" or bool(raw.get("attention_bias", False)),
-            o_bias=family != "qwen2" and bool(raw.get("attention_bias", False)),
+            tied=fields.flag("tie_word_embeddings"),
+            qkv_bias=family == "qwen2" or bias,
+            o_bias=family != "qwen2" and bias,
             qk_norm=family == "qwen3",
             raw=raw,
         )
@@ -147,10 +149,11 @@ class ModelConfig:
                 raise ValueError(
                     f"model: {source}: {field} ({value}) is larger than zerokl takes ({largest})"
                 )
-        if not (self.rope_theta > 0.0 and self.eps >= 0.0):
+        low, high = _ROPE_THETA
+        if not low <= self.rope_theta <= high or self.eps < 0.0:
             raise ValueError(
-                f"model: {source}: rope_theta ({self.rope_theta}) must be positive, "
-                f"rms_norm_eps ({self.eps}) not negative"
+                f"model: {source}: rope_theta ({self.rope_theta}) must lie in {low:g} to {high:g}, "
+                f"rms_norm_eps ({self.eps}) must not be negative"
             )
         if self.heads % self.kv_heads:
             raise ValueError(
@@ -169,7 +172,7 @@ def _refuse(raw: dict[str, Any], source: str) -> None:
     """Raise ValueError for a field whose value changes the computation in a way the kernels do not know."""
 
     def no(field: str, value: object, remedy: str) -> None:
-        raise _UnsupportedError(f"model: {source}: {field} = {value!r} is not supported; {remedy}")
+        raise _UnsupportedError(f"model: {source}: {field} = {shown(value)} is not supported; {remedy}")
 
     if raw.get("quantization_config"):
         no(
@@ -197,26 +200,75 @@ def _refuse(raw: dict[str, Any], source: str) -> None:
         )
 
 
-def _rope(raw: dict[str, Any], source: str) -> tuple[float, dict[str, float] | None]:
+class _Fields:
+    """The fields of config.json by type. A field that is missing or null has its default, if it has one.
+
+    Any other value counts: 0 is not "not given". Raises _UnsupportedError that names the field.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], source: str):
+        self.raw, self.source = raw, source
+
+    def fail(self, problem: str) -> NoReturn:
+        """Raise _UnsupportedError."""
+        raise _UnsupportedError(f"model: {self.source}{problem}")
+
+    def _given(self, name: str, default: Any) -> Any:
+        value = self.raw.get(name)
+        if value is None and default is None:
+            self.fail(f" lacks the field {name}")
+        return default if value is None else value
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """A positive whole number."""
+        value = self._given(name, default)
+        if type(value) is not int or value < 1:
+            self.fail(f": {name} ({shown(value)}) must be a positive whole number")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite number."""
+        value = self._given(name, default)
+        # A whole number of thousands of digits is no fp64 number.
+        if type(value) not in (int, float) or not abs(value) < 1 << 1000 or not math.isfinite(value):
+            self.fail(f": {name} ({shown(value)}) must be a finite number")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        """true or false; false where it is missing."""
+        value = self._given(name, False)
+        if type(value) is not bool:
+            self.fail(f": {name} ({shown(value)}) must be true or false")
+        return value
+
+    def table(self, name: str) -> dict[str, Any]:
+        """An object; empty where it is missing."""
+        value = self._given(name, {})
+        if not isinstance(value, dict):
+            self.fail(f": {name} ({shown(value)}) must be an object")
+        return value
+
+
+def _rope(fields: _Fields) -> tuple[float, dict[str, float] | None]:
     """RoPE theta, and the parameters of llama3 scaling where the model has it.
 
     transformers 5 writes `rope_parameters`; earlier versions write `rope_theta` and `rope_scaling`.
     """
-    rope = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
-    if rope.get("partial_rotary_factor", 1.0) not in (1.0, None):
-        raise _UnsupportedError(
-            f"model: {source}: partial_rotary_factor = {rope['partial_rotary_factor']!r} "
-            "is not supported; only 1.0 is"
-        )
+    rope = _Fields(fields.table("rope_scaling") | fields.table("rope_parameters"), fields.source)
+    kinds = [rope.raw[name] for name in ("rope_type", "type") if rope.raw.get(name) is not None]
+    kind = kinds[0] if kinds else "default"
+    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
+    if rope.raw.get("partial_rotary_factor", 1.0) not in (1.0, None):
+        factor = shown(rope.raw["partial_rotary_factor"])
+        fields.fail(f": partial_rotary_factor = {factor} is not supported; only 1.0 is")
     if kind == "default":
         return theta, None
     if kind != "llama3":
-        raise _UnsupportedError(
-            f"model: {source}: rope_type = {kind!r} is not supported; supported are default and llama3"
+        fields.fail(f": rope_type = {shown(kind)} is not supported; supported are default and llama3")
+    values = {name: rope.number(name) for name in _ROPE_LLAMA3}
+    if min(values.values()) <= 0.0 or values["low_freq_factor"] >= values["high_freq_factor"]:
+        fields.fail(
+            f": rope_type llama3: {', '.join(_ROPE_LLAMA3)} must be positive, "
+            "and low_freq_factor below high_freq_factor"
         )
-    missing = [k for k in _ROPE_LLAMA3 if k not in rope]
-    if missing:
-        raise _UnsupportedError(f"model: {source}: rope_type llama3 lacks {', '.join(missing)}")
-    return theta, {k: float(rope[k]) for k in _ROPE_LLAMA3}
+    return theta, values

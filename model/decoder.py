@@ -11,18 +11,19 @@ SampleContext in prompts.py, CachedContext in cache.py. Everything else works on
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from ..kernels.attention import attention, varlen_plan
 from ..kernels.backend import on_triton
 from ..kernels.embedding import check_ids, embedding
 from ..kernels.grad import accumulate_dtype
 from ..kernels.linear import linear
-from ..kernels.order import ROW_TILE, Blocks, token_blocks
+from ..kernels.order import ROW_TILE, PassBlocks, shard_blocks
 from ..kernels.rms_norm import add_rms_norm, qk_norm, rms_norm
 from ..kernels.rope import rope, rope_table, rope_table_fp32
 from ..kernels.silu_mul import silu_mul
@@ -77,7 +78,7 @@ class Context(Protocol):
     """How the tokens of one forward belong together: positions [T], token blocks, and attention."""
 
     positions: torch.Tensor
-    blocks: Blocks | None
+    blocks: PassBlocks | None
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -102,14 +103,21 @@ class PackedContext:
 
     `padding` rows may follow, which nobody reads. They are one more sequence for attention. They are in no
     token block, and no gradient reaches them.
+    shards [S]: the virtual shard of each sequence, where the pass holds several (order.shard_blocks).
     """
 
-    def __init__(self, lengths: Sequence[int], config: ModelConfig, padding: int = 0):
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        config: ModelConfig,
+        padding: int = 0,
+        shards: Sequence[int] | None = None,
+    ):
         all_lengths = [*lengths, padding] if padding else list(lengths)
         self.positions = torch.from_numpy(
             np.concatenate([*map(np.arange, lengths), np.zeros(padding, np.int64)])
         )
-        self.blocks = token_blocks(lengths)
+        self.blocks = shard_blocks(lengths, shards)
         self._plan = varlen_plan(all_lengths, config.heads, config.kv_heads)
 
     def attend(
@@ -156,6 +164,8 @@ class Decoder:
     ):
         self.config, self.flat, self.numerics = config, flat, numerics
         self.layout = layout or Layout(config)
+        # Whether a backward computes each layer again instead of keeping its activations. It decides no bit.
+        self.recompute = False
         self._cos, self._sin = (
             t.to(flat.device, accumulate_dtype(flat.dtype)) for t in _rope_table(config, flat)
         )
@@ -222,7 +232,7 @@ class Decoder:
         """
         x, residual, rotation = self._embed(ids, context, hook)
         for i in range(self.config.layers):
-            x, residual = self._layer(i, x, residual, rotation, context, hook)
+            x, residual = self._run_layer(i, x, residual, rotation, context, hook)
         return x
 
     def read(self, ids: torch.Tensor, context: KeepingContext, hook: Hook = no_hook) -> None:
@@ -233,7 +243,7 @@ class Decoder:
         x, residual, rotation = self._embed(ids, context, hook)
         last = self.config.layers - 1
         for i in range(last):
-            x, residual = self._layer(i, x, residual, rotation, context, hook)
+            x, residual = self._run_layer(i, x, residual, rotation, context, hook)
         context.keep(*self._qkv(last, x, rotation, context, hook)[1:])
 
     def _embed(
@@ -245,11 +255,17 @@ class Decoder:
         rotation = self._cos[positions], self._sin[positions]
         if ids.device != self.device:  # here the check does not have to wait for the GPU; later it would
             check_ids(ids, c.vocab_size)
-        residual = embedding(ids.to(self.device), w["embed"])
+        residual = embedding(ids.to(self.device), w["embed"], context.blocks)
         hook("embed", residual)
         x = rms_norm(residual, w["layers.0.input_norm"], c.eps, context.blocks)
         hook("layers.0.input_norm", x)
         return x, residual, rotation
+
+    def _run_layer(self, i: int, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """_layer, whose activations are kept for the backward, or computed again there."""
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self._layer, i, *args, use_reentrant=False, preserve_rng_state=False)
+        return self._layer(i, *args)
 
     def _layer(
         self,

@@ -16,6 +16,7 @@ tokens of one forward; D width of a head.
 """
 
 from collections.abc import Sequence
+from itertools import compress
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ import torch
 from ..kernels.attention import attention, varlen_plan
 from ..kernels.embedding import embedding
 from ..kernels.grad import accumulate_dtype
-from ..kernels.order import token_blocks
+from ..kernels.order import shard_blocks
 from .decoder import Decoder, Hook, PackedContext, no_hook, with_padding
 
 # Tokens of the prompts of one pass, at most; a longer prompt has a pass of its own. It must stay constant,
@@ -31,12 +32,14 @@ from .decoder import Decoder, Hook, PackedContext, no_hook, with_padding
 PASS_TOKENS = 512
 
 
-def first_of_prompt(prompts: Sequence[Sequence[int]]) -> list[bool]:
-    """Whether each of n samples is the first of its prompt.
+def first_of_prompt(prompts: Sequence[Sequence[int]], shards: Sequence[int] | None = None) -> list[bool]:
+    """Whether each of n samples is the first of its prompt, and with `shards` of its prompt in its shard.
 
     prompts [n]: the prompt of each sample. Equal prompts lie side by side.
     """
-    return [i == 0 or prompt != prompts[i - 1] for i, prompt in enumerate(prompts)]
+    shards = [0] * len(prompts) if shards is None else shards
+    keys = list(zip(shards, prompts, strict=True))
+    return [i == 0 or key != keys[i - 1] for i, key in enumerate(keys)]
 
 
 def prompt_passes(prompts: Sequence[Sequence[int]]) -> list[slice]:
@@ -56,9 +59,17 @@ def prompt_passes(prompts: Sequence[Sequence[int]]) -> list[slice]:
 class Prompts:
     """The prompts of n samples, read by one forward."""
 
-    def __init__(self, decoder: Decoder, prompts: Sequence[Sequence[int]], hook: Hook = no_hook):
+    def __init__(
+        self,
+        decoder: Decoder,
+        prompts: Sequence[Sequence[int]],
+        hook: Hook = no_hook,
+        shards: Sequence[int] | None = None,
+    ):
         """prompts [n]: the prompt of each sample. Equal prompts lie side by side.
 
+        shards [n]: the virtual shard of each sample, where the pass holds several. A prompt with samples in
+        two shards is read once for each of them, because each shard sums its own gradient.
         `hook`: see Decoder.hidden. Raises ValueError for an empty prompt.
         """
         for i, prompt in enumerate(prompts):
@@ -66,13 +77,17 @@ class Prompts:
                 raise ValueError(
                     f"prompts: prompt {i} is empty; a completion needs at least one token before it"
                 )
-        firsts = first_of_prompt(prompts)
+        firsts = first_of_prompt(prompts, shards)
         self.of = tuple((np.cumsum(firsts) - 1).tolist())  # [n], the prompt of each sample
         prefixes = [prompt[:-1] for prompt, first in zip(prompts, firsts, strict=True) if first]
         self.lengths = np.array([len(prefix) for prefix in prefixes])  # [N]
         self.starts = np.cumsum(self.lengths) - self.lengths  # [N], in B
         ids = [token for prefix in prefixes for token in prefix]
-        self._read = _read(decoder, ids, [n for n in self.lengths.tolist() if n], hook) if ids else []
+        if shards is not None:
+            firsts_and_lengths = zip(compress(shards, firsts), self.lengths, strict=True)
+            shards = [shard for shard, n in firsts_and_lengths if n]
+        lengths = [n for n in self.lengths.tolist() if n]
+        self._read = _read(decoder, ids, lengths, hook, shards) if ids else []
         # The keys and values that the samples attend to, [B, 2 Hkv D] of each layer. They are leaves, and
         # their gradient is in fp32.
         self.kv = [kv.detach() for kv in self._read]
@@ -108,10 +123,12 @@ class _CollectedGradients(torch.autograd.Function):
         return None, *(kv.main_grad.to(kv.dtype) for kv in ctx.leaves)
 
 
-def _read(decoder: Decoder, ids: list[int], lengths: list[int], hook: Hook) -> list[torch.Tensor]:
+def _read(
+    decoder: Decoder, ids: list[int], lengths: list[int], hook: Hook, shards: list[int] | None
+) -> list[torch.Tensor]:
     """Keys and values of packed tokens, [B, 2 Hkv D] of each layer."""
     padded_ids, padding = with_padding(torch.tensor(ids), decoder)
-    context = _PromptContext(lengths, decoder.config, padding)
+    context = _PromptContext(lengths, decoder.config, padding, shards)
     decoder.read(padded_ids, context, hook)
     return context.kv
 
@@ -119,20 +136,22 @@ def _read(decoder: Decoder, ids: list[int], lengths: list[int], hook: Hook) -> l
 class _PromptContext(PackedContext):
     """Whole sequences, of which kv[layer] [B, 2 Hkv D] keeps the keys and values, without padding rows."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, lengths: list[int], *args):
+        super().__init__(lengths, *args)
         self.kv: list[torch.Tensor] = []
+        self._tokens = sum(lengths)
 
     def keep(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """See KeepingContext."""
-        B = self.blocks[-1][1]
+        B = self._tokens
         self.kv.append(torch.stack([k[:B], v[:B]], dim=1).view(B, -1))
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """See Context."""
-        self.keep(k, v)
+        if layer == len(self.kv):  # else a backward computes the layer again
+            self.keep(k, v)
         return super().attend(layer, q, k, v, scale)
 
 
@@ -144,6 +163,7 @@ class SampleContext:
 
     lengths [S]: rows of each sample.
     after [S]: the prompt of each sample, as an index into `prompts`.
+    shards [S]: the virtual shard of each sample, where the pass holds several.
     """
 
     def __init__(
@@ -153,6 +173,7 @@ class SampleContext:
         prompts: Prompts,
         after: Sequence[int],
         padding: int = 0,
+        shards: Sequence[int] | None = None,
     ):
         config, self._kv, of = decoder.config, prompts.kv, list(after)
         rows, prompt_rows, prompt_starts = np.array(lengths), prompts.lengths[of], prompts.starts[of]
@@ -160,7 +181,7 @@ class SampleContext:
             rows, prompt_rows, prompt_starts = (
                 np.append(x, n) for x, n in ((rows, padding), (prompt_rows, 0), (prompt_starts, 0))
             )
-        self.blocks = token_blocks(lengths)
+        self.blocks = shard_blocks(lengths, shards)
         self.positions = torch.from_numpy(_ranges(prompt_rows, rows))
         self._prompt_rows = torch.from_numpy(_ranges(prompt_starts, prompt_rows)).to(decoder.device)
         # Attention takes the keys of each sequence side by side: the rows of its prompt, copied for each

@@ -14,7 +14,7 @@ import torch
 
 from ..kernels.attention_plan import KEY_TILE
 from ..kernels.logprob import linear_logprob
-from ..kernels.order import token_blocks
+from ..kernels.order import shard_blocks
 from ..kernels.sampling_params import SamplingParams
 from .cache import BlockCache, CachedContext
 from .decoder import Decoder, Hook, PackedContext, no_hook, with_padding
@@ -32,10 +32,14 @@ class PackedBatch:
     completion_lengths: tuple[int, ...]  # sums to C
     # The prompt of each sequence, as an index into Prompts; None where no prompt was read before.
     after: tuple[int, ...] | None = None
+    # The virtual shard of each sequence, in ascending order; None where all are of one.
+    shards: tuple[int, ...] | None = None
 
 
 def pack(
-    sequences: Sequence[tuple[Sequence[int], Sequence[int]]], after: Sequence[int] | None = None
+    sequences: Sequence[tuple[Sequence[int], Sequence[int]]],
+    after: Sequence[int] | None = None,
+    shards: Sequence[int] | None = None,
 ) -> PackedBatch:
     """Pack (prompt_ids, completion_ids) pairs.
 
@@ -59,7 +63,11 @@ def pack(
         completion_lengths.append(len(completion))
     tensors = (torch.tensor(x, dtype=torch.int64) for x in (ids, rows, targets))
     return PackedBatch(
-        *tensors, tuple(lengths), tuple(completion_lengths), None if after is None else tuple(after)
+        *tensors,
+        tuple(lengths),
+        tuple(completion_lengths),
+        None if after is None else tuple(after),
+        None if shards is None else tuple(shards),
     )
 
 
@@ -92,9 +100,9 @@ def logprobs(
         )
     ids, padding = with_padding(batch.ids, decoder)
     context = (
-        PackedContext(batch.lengths, decoder.config, padding)
+        PackedContext(batch.lengths, decoder.config, padding, batch.shards)
         if prompts is None
-        else SampleContext(decoder, batch.lengths, prompts, batch.after, padding)
+        else SampleContext(decoder, batch.lengths, prompts, batch.after, padding, batch.shards)
     )
     hidden = decoder.hidden(ids, context, hook)
     # No row occurs twice, so the gradient of each is written once and nothing is added up.
@@ -105,7 +113,7 @@ def logprobs(
         lm_head,
         targets,
         sampling_params,
-        token_blocks(batch.completion_lengths),
+        shard_blocks(batch.completion_lengths, batch.shards),
     )
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..verify.ledger import BLOCK
+from ..kernels.block_digest import BLOCK
 from .config import ModelConfig
 
 # Views start at multiples of this many elements: at least 64 bytes in any dtype. So the matrix library always

@@ -10,7 +10,7 @@ from zerokl.kernels import logprob, order
 from zerokl.kernels.linear import linear
 
 from tests.helpers import DTYPES, property_settings, randn, threads, total_unequal
-from tests.law.gradients import OPS, main_grads
+from tests.law.gradients import OPS, main_grads, shard_grads
 
 CASES = [pytest.param(n, d, id=f"{n}-{d}".replace("torch.", "")) for n in OPS for d in DTYPES]
 
@@ -30,6 +30,19 @@ def test_micro_batches_of_any_split_give_the_same_gradient(name, dtype, width, l
     assert total_unequal(together, main_grads(OPS[name], dtype, width, lengths, split)) == 0
     one_by_one = [[s] for s in sequences]
     assert total_unequal(together, main_grads(OPS[name], dtype, width, lengths, one_by_one)) == 0
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+@property_settings(12)
+@given(
+    width=st.sampled_from([16, 33, 64]),
+    shards=st.lists(st.lists(st.integers(1, 300), min_size=1, max_size=3), min_size=2, max_size=4),
+)
+def test_shards_in_one_pass_have_the_gradients_of_each_alone(name, dtype, width, shards):
+    together = shard_grads(OPS[name], dtype, width, shards, together=True)
+    assert total_unequal(together, shard_grads(OPS[name], dtype, width, shards, together=False)) == 0
+    swapped = [buffers.flip(0) for buffers in together]  # control
+    assert total_unequal(together, swapped) > 0
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)

@@ -1,13 +1,14 @@
 """The kernels that have weights, and their weight gradients after any split into micro-batches."""
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 from zerokl.kernels.embedding import embedding
 from zerokl.kernels.linear import linear
 from zerokl.kernels.logprob import linear_logprob
-from zerokl.kernels.order import token_blocks
+from zerokl.kernels.order import shard_blocks, token_blocks
 from zerokl.kernels.rms_norm import add_rms_norm, rms_norm
 from zerokl.kernels.sampling_params import SamplingParams
 
@@ -52,7 +53,7 @@ OPS = {
         lambda width: (3, width),
     ),
     "add_rms_norm": Op(_vector, lambda x, ids, w, blocks: add_rms_norm(x, -2 * x, w[0], 1e-6, blocks)[0]),
-    "embedding": Op(_vocabulary, lambda x, ids, w, blocks: embedding(ids, w[0])),
+    "embedding": Op(_vocabulary, lambda x, ids, w, blocks: embedding(ids, w[0], blocks)),
     "linear_logprob": Op(
         _vocabulary,
         lambda x, ids, w, blocks: linear_logprob(x, w[0], ids, SamplingParams(0.8, 30, 0.9), blocks)[0],
@@ -83,3 +84,33 @@ def main_grads(
     # No gradient in the weight's own dtype beside the buffer.
     assert all(w.grad is None for w in weights)
     return [w.main_grad for w in weights]
+
+
+def shard_grads(
+    op: Op, dtype: torch.dtype, width: int, shards: Sequence[Sequence[int]], together: bool
+) -> list[torch.Tensor]:
+    """The fp32 gradient buffers [shards, ...] of one pass over several virtual shards.
+
+    shards: the lengths of each shard's sequences. Without `together`, each shard has a pass of its own, and
+    buffers of the weights' shapes.
+    """
+    T, out_shape, out_dtype = sum(map(sum, shards)), op.out_shape(width), op.out_dtype or dtype
+    x, ids = randn(0, T, width, dtype=dtype), randint(1, VOCAB, T)
+    dy = randn(2, T, *out_shape, dtype=out_dtype)
+    weights = [w.requires_grad_() for w in op.weights(width, dtype)]
+    buffers = [torch.zeros(len(shards), *w.shape) for w in weights]
+    if together:
+        lengths = [length for shard in shards for length in shard]
+        of = [i for i, shard in enumerate(shards) for _ in shard]
+        passes = [(slice(0, T), shard_blocks(lengths, of), buffers)]
+    else:
+        ends = [0, *accumulate(map(sum, shards))]
+        passes = [
+            (slice(*rows), token_blocks(shard), [buffer[i] for buffer in buffers])
+            for i, (rows, shard) in enumerate(zip(pairwise(ends), shards, strict=True))
+        ]
+    for rows, blocks, main_grads_of_pass in passes:
+        for w, main_grad in zip(weights, main_grads_of_pass, strict=True):
+            w.main_grad = main_grad
+        op.run(x[rows], ids[rows], weights, blocks).backward(dy[rows])
+    return buffers

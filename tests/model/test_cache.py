@@ -117,7 +117,7 @@ def test_samples_share_the_full_blocks_of_a_prompt_and_copy_the_last(folders):
     first = cache.allocate(2)
     read(decoder, cache, [prompt], [first], chunk=40)
     second = [*cache.share(first[:1]), *cache.allocate(1)]
-    cache.copy(first[1], second[1])
+    cache.copy(first[1:], second[1:])
     rows = read(decoder, cache, sequences, [first, second], chunk=1, start=40)
     assert total_unequal([r[40:] for r in whole(decoder, sequences)], rows) == 0
 

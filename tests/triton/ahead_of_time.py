@@ -114,10 +114,10 @@ def rope_beside_plain(ours: dict[str, Launch], dtype: torch.dtype) -> dict[str, 
 def logprob_beside_vllm(module: Any, ours: dict[str, Launch]) -> dict[str, int]:
     z = torch.empty(64, 4096, device="meta")
     options = {"BLOCK_SIZE": 1024, "LOG": True, "num_warps": 4, "enable_fp_fusion": True}
-    logprob = ours["logprob: logprob_fwd"]
+    logprob = ours["logprob of float32 logits: logprob_fwd"]
     log_softmax = Launch(module._softmax_kernel, (z, z, 4096, 1, 4096, 4096), options)
     other_tile = log_softmax._replace(options={**options, "BLOCK_SIZE": 2048})
-    # The division by the temperature is left out: z / 1.0 = z.
+    # The division is the entropy's.
     a, b = ([op for op in float_opcodes(ptx(x)) if op != "div.rn.f32"] for x in (logprob, log_softmax))
     other_sum = sum_of_exponentials(float_opcodes(ptx(other_tile)))
     return {

@@ -7,11 +7,14 @@ and fp8 are still wrong; the tests do not use them.
 The interpreter multiplies with numpy's BLAS. There the bits of a row may depend on the place of the row in
 the tile, as on a machine without AVX-512. With tensor cores, and with a GPU's fused multiply-adds, they do
 not. Here each element is one dot product, of its row and its column.
+
+The sum of a tile of 32 columns is the softmax's in attention. It has the order of mma.sync's layout with four
+warps along the columns, as on the GPUs of all these kernels.
 """
 
 import numpy as np
 import triton.language as tl
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, TensorHandle
 
 
 def widen(x: np.ndarray) -> np.ndarray:
@@ -32,10 +35,18 @@ def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.matmul(rows[:, None, None, :], columns[:, :, None])[:, :, 0, 0]
 
 
+def mma_row_sum(p: np.ndarray) -> np.ndarray:
+    """The sum of 32 columns, [M, 32] -> [M]: neighbours, lanes 2 and 1 apart, then warps 2 and 1 apart."""
+    p = p.reshape(len(p), 2, 2, 2, 2, 2)  # warp (2 bits), lane (2 bits), column of the thread
+    for axis in (5, 3, 3, 1, 1):
+        p = p.take(0, axis) + p.take(1, axis)
+    return p
+
+
 def patch() -> None:
     """Mend the interpreter for the rest of the process."""
     cast, binary = InterpreterBuilder.cast_impl, InterpreterBuilder.binary_op
-    unary = InterpreterBuilder.unary_op
+    unary, sum_of = InterpreterBuilder.unary_op, ReduceOps.sum
 
     def cast_impl(self, src, dst_type):
         if src.dtype.scalar == dst_type.scalar:
@@ -65,6 +76,13 @@ def patch() -> None:
     def create_fp_to_fp(self, src, dst_type, rounding_mode):
         return cast_impl(self, src, dst_type)
 
+    def sum_reduce(self, input):
+        x = input.handle.data
+        if x.dtype != np.float32 or x.shape[1:] != (32,) or self.axis != 1 or self.keep_dims:
+            return sum_of(self, input)
+        return self.to_tensor(mma_row_sum(x), input.dtype)
+
+    ReduceOps.sum = sum_reduce
     InterpreterBuilder.cast_impl, InterpreterBuilder.binary_op = cast_impl, binary_op
     InterpreterBuilder.unary_op, InterpreterBuilder.create_dot = unary_op, create_dot
     InterpreterBuilder.create_fp_to_fp = create_fp_to_fp

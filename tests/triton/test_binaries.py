@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from zerokl import kernels
 from zerokl.cli import main
+from zerokl.engine.commands import verify_binaries
 from zerokl.kernels.compiled_cases import configurations
 from zerokl.verify.binaries import TARGETS
 
@@ -88,3 +89,14 @@ def test_every_launch_of_a_model_run_is_compiled():
 def test_an_interpreting_process_refuses_to_compile(capsys):
     assert main(["verify", "binaries"]) == 2
     assert "TRITON_INTERPRET (1) must be unset" in capsys.readouterr().err
+
+
+def test_verify_binaries_says_how_far_it_is(monkeypatch, capsys):
+    monkeypatch.setattr(verify_binaries.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(verify_binaries, "INTERPRETED", False)
+    monkeypatch.setattr(verify_binaries, "configurations", lambda target: iter([("rms_norm: fwd", (1,))]))
+    monkeypatch.setattr(verify_binaries, "compile_launch", lambda *launch: launch)
+    monkeypatch.setattr(verify_binaries, "inspect", lambda *launch: launch)
+    built = verify_binaries.build(("sm_80", "sm_90"))
+    assert len(built) == 2
+    assert capsys.readouterr().out == "sm_80 1/1  rms_norm: fwd\nsm_90 1/1  rms_norm: fwd\n"

@@ -36,16 +36,15 @@ def test_control_silu_that_is_not_rounded_has_other_bits():
 
 
 def fused_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """y1 = fma(x1, cos, -(x2 sin)) and y2 = fma(x2, cos, x1 sin), in fp64.
+    """y1 = fma(x1, cos, -(x2 sin)) and y2 = fma(x1, sin, x2 cos), in fp64.
 
     A product of two fp32 numbers is exact in fp64, so fma(a, b, c) = round(a b + c). On an H100, vLLM's
-    compiled rotary_embedding has these bits in bf16 and fp16. In fp32 it has the bits of
-    y2 = fma(x1, sin, x2 cos).
+    compiled rotary_embedding has these bits in bf16, fp16 and fp32.
     """
     x1, x2 = x.float().chunk(2, dim=-1)
     c, s = cos.unsqueeze(1), sin.unsqueeze(1)
     y1 = x1.double() * c.double() - (x2 * s).double()
-    y2 = x2.double() * c.double() + (x1 * s).double()
+    y2 = x1.double() * s.double() + (x2 * c).double()
     return torch.cat([y1.float(), y2.float()], dim=-1).to(x.dtype)
 
 
@@ -58,6 +57,14 @@ def test_rope_has_the_bits_of_nvccs_fusion_both_ways(H, D, dtype):
     for x in (qkv[:, :H], qkv[:, :H].clone()):
         assert total_unequal([rotate(x, cos, sin)], [fused_rope(x, cos, sin)]) == 0
         assert total_unequal([rotate(x, cos, sin, inverse=True)], [fused_rope(x, cos, -sin)]) == 0
+
+
+def test_control_rope_with_the_other_product_fused_has_other_bits():
+    x = randn(0, 6, 4, 64)
+    cos, sin = rope_table([100.0 ** (-i / 64) for i in range(32)], 6, torch.float32)
+    (x1, x2), c, s = x.chunk(2, dim=-1), cos.unsqueeze(1), sin.unsqueeze(1)
+    other = (x2.double() * c.double() + (x1 * s).double()).float()
+    assert total_unequal([rotate(x, cos, sin)[..., 32:]], [other]) > 0
 
 
 def test_control_rope_without_fusion_has_other_bits():

@@ -60,6 +60,23 @@ def test_temperature_divides_first_and_then_logprob_has_vllms_bits(batch_invaria
     assert total_unequal([logprob_fwd(z, ids, temperature)[0]], [expected]) == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("V", [1, 1000, 2500, 9000])
+def test_16_bit_logits_have_the_bits_of_the_same_numbers_in_fp32(V, temperature, dtype):
+    z, ids = rows(V)
+    z = z.to(dtype)
+    narrow, wide = logprob_fwd(z, ids, temperature), logprob_fwd(z.float(), ids, temperature)
+    assert total_unequal(narrow, wide) == 0
+
+
+def test_control_another_tile_of_16_bit_logits_has_other_bits(monkeypatch):
+    z, ids = rows(9000, 20)
+    wide = logprob_fwd(z.bfloat16().float(), ids)
+    monkeypatch.setattr(logprob_triton, "TILE", 2048)
+    assert total_unequal(logprob_fwd(z.bfloat16(), ids), wide) > 0
+
+
 def test_control_another_tile_has_other_bits(batch_invariant, monkeypatch):
     z, ids = rows(5000, 20)
     expected = batch_invariant.log_softmax(z).gather(1, ids.unsqueeze(1)).squeeze(1)

@@ -93,23 +93,25 @@ def test_prompts_read_once(decoder, together):
     assert total_unequal([once[1]], _score(decoder, pairs[1:2])) == 0
 
 
-def _gradient(pairs: list, micro_batch: int, dtype: torch.dtype) -> torch.Tensor:
+def _gradient(pairs: list, micro_batch: int, dtype: torch.dtype, in_flight: int = 1) -> torch.Tensor:
     """The gradient of two virtual shards, each of half the pairs, `micro_batch` sequences at a time.
 
-    Prompts are read once.
+    Prompts are read once. in_flight: shards that are computed together.
     """
-    shards, half = ShardSum(_decoder(dtype), 2), len(pairs) // 2
+    sums, half = ShardSum(_decoder(dtype), 2, in_flight), len(pairs) // 2
 
-    def work(decoder: Decoder, shard: list) -> None:
-        prompts = Prompts(decoder, [prompt for prompt, _ in shard])
-        for rows in micro_batches(len(shard), micro_batch):
-            batch = pack(shard[rows], prompts.of[rows])
+    def work(decoder: Decoder, shards: list) -> list[None]:
+        together = [pair for shard in shards for pair in shard]
+        of = [i for i, shard in enumerate(shards) for _ in shard] if in_flight > 1 else None
+        prompts = Prompts(decoder, [prompt for prompt, _ in together], shards=of)
+        for rows in micro_batches(len(together), micro_batch):
+            batch = pack(together[rows], prompts.of[rows], of and of[rows])
             logprobs(decoder, batch, SAMPLING, prompts=prompts)[0].sum().backward()
         prompts.backward()
+        return [None] * len(shards)
 
-    for shard in (pairs[:half], pairs[half:]):
-        shards.add(work, shard)
-    return shards.tree.take()
+    sums.add(work, [pairs[:half], pairs[half:]])
+    return sums.tree.take()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -119,6 +121,8 @@ def test_gradient_micro_batch(dtype):
     whole = _gradient(pairs, 2, dtype)
     assert whole.abs().max() > 0
     assert total_unequal([_gradient(pairs, 1, dtype)], [whole]) == 0
+    for micro_batch in (1, 3, 4):  # with both shards in one pass
+        assert total_unequal([_gradient(pairs, micro_batch, dtype, in_flight=2)], [whole]) == 0
     assert total_unequal([_gradient([pairs[i] for i in (0, 2, 1, 3)], 2, dtype)], [whole]) > 0
 
 

@@ -1,0 +1,145 @@
+"""Decoding turns on Triton, interpreted and without a graph: their bits, and that a graph can replay them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from zerokl.engine.rollout import decode
+from zerokl.engine.rollout.decode import DecodeMemory, DecodeRows, Row
+from zerokl.engine.rollout.native import NativeSampler
+from zerokl.engine.rollout.types import GenerationParams, RngKey, Rollout
+from zerokl.kernels.launch import recorded
+from zerokl.kernels.philox import Stream, uniforms, uniforms_ref
+from zerokl.kernels.sampling_params import SamplingParams
+from zerokl.kernels.tiles import recording
+from zerokl.model.decoder import Decoder
+from zerokl.model.scoring import logprobs, pack
+
+from tests.helpers import property_settings, total_unequal
+from tests.triton.test_model import _decoder
+
+# A fifth of the vocabulary, so that completions end at different turns, before and after a look.
+STOP = frozenset(range(12))
+ALL = SamplingParams()
+PROMPTS = st.lists(st.lists(st.integers(12, 60), min_size=1, max_size=40), min_size=1, max_size=3)
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return _decoder(torch.bfloat16)
+
+
+def params(sampling_params: SamplingParams = ALL, stop: frozenset[int] = STOP) -> GenerationParams:
+    return GenerationParams(sampling_params, 2, 11, stop)
+
+
+def bits(rollouts: list[Rollout]) -> list[tuple]:
+    return [(r.prompt, r.sample, r.completion_ids, r.logprobs.tobytes(), r.finish) for r in rollouts]
+
+
+@property_settings(20)
+@given(
+    rows=st.lists(st.tuples(*[st.integers(0, (1 << 32) - 1)] * 4), min_size=1, max_size=300),
+    seed=st.integers(0, (1 << 32) - 1),
+    stream=st.sampled_from(Stream),
+)
+def test_uniform_numbers_of_the_device_are_the_hosts(rows, seed, stream):
+    counter = torch.tensor(rows).T.contiguous()
+    assert total_unequal([uniforms(counter, seed, stream)], [uniforms_ref(counter, seed, stream)]) == 0
+    assert total_unequal([uniforms(counter, seed, stream)], [uniforms_ref(counter, seed ^ 1, stream)]) > 0
+
+
+@property_settings(6)
+@given(prompts=PROMPTS, concurrency=st.integers(1, 6), look_every=st.integers(1, 8))
+def test_rows_buckets_and_looks_change_no_bit(decoder, prompts, concurrency, look_every):
+    expected = bits(NativeSampler(decoder).generate(prompts, params(), RngKey(1, 2)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "LOOK_EVERY", look_every)
+        rollouts = NativeSampler(decoder, concurrency).generate(prompts, params(), RngKey(1, 2))
+    assert bits(rollouts) == expected
+
+
+@pytest.mark.parametrize(
+    "sampling_params", [SamplingParams(), SamplingParams(0.7), SamplingParams(1.0, 5, 0.9)]
+)
+def test_the_trainers_logprobs_are_the_samplers(decoder, sampling_params):
+    prompts = [[20] * 33, [30, 31]]
+    rollouts = NativeSampler(decoder).generate(prompts, params(sampling_params), RngKey(1, 2))
+    with torch.no_grad():
+        logp, _ = logprobs(decoder, pack([r.pair for r in rollouts]), sampling_params)
+    assert logp.numpy().tobytes() == np.concatenate([r.logprobs for r in rollouts]).tobytes()
+
+
+def test_a_row_that_is_done_or_padding_writes_to_its_own_pages_only(decoder):
+    memory = DecodeMemory(decoder, rows=3, pages=2, blocks=6)
+    pages = [memory.cache.allocate(2) for _ in range(3)]
+    rows = [Row(20 + i, 0, 0, i, 0, pages[i]) for i in range(3)]
+    turns = DecodeRows(decoder, memory, params(stop=frozenset()), 0, Stream.SAMPLE)
+    turns.start(0)
+    turns.load(rows)
+    for _ in range(2):
+        turns.run(8)
+    assert memory.state[decode._Field.POSITION].tolist() == [10, 10, 10, 0]
+    by_block = memory.cache.data.view(2, memory.cache.blocks, 2, 2, 32, 16)
+    written = by_block.abs().amax(dim=(0, 2, 3, 5)) > 0  # [blocks, KEY_TILE]
+    assert written[[page for page, _ in pages]].sum(dim=1).tolist() == [11, 11, 11]
+    assert not written[[page for _, page in pages]].any()
+    assert written[memory.padding_page].sum() == 1
+
+
+class _OnTheDevice(TorchDispatchMode):
+    """Raises where an operation reads or makes a tensor of another device than `device`."""
+
+    def __init__(self, device: str):
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves((args, kwargs, out)):
+            if isinstance(x, torch.Tensor) and x.device.type != self._device:
+                raise AssertionError(f"{func} has a tensor on the {x.device.type}")
+        return out
+
+
+@contextmanager
+def _meta_turn(generation_params: GenerationParams) -> Iterator[DecodeRows]:
+    """Turns whose tensors have no memory, so that no operation can read a value on the host."""
+    plain = _decoder(torch.bfloat16)
+    with recording("sm_90"), recorded():
+        decoder = Decoder(plain.config, plain.flat.detach().to("meta"), plain.layout)
+        memory = DecodeMemory(decoder, rows=4, pages=3, blocks=8)
+        turns = DecodeRows(decoder, memory, generation_params, 0, Stream.SAMPLE)
+        turns.start(0)
+        turns.load([Row(5, 3, 0, 0, 0, [1, 2])])
+        yield turns
+
+
+@pytest.mark.parametrize("sampling_params", [SamplingParams(), SamplingParams(0.7), SamplingParams(0.0)])
+def test_a_turn_reads_no_number_on_the_host(sampling_params):
+    with _meta_turn(params(sampling_params)) as turns, _OnTheDevice("meta"):
+        turns._turn(4)
+
+
+def test_control_a_turn_that_reads_a_number_is_noticed(monkeypatch):
+    turn = DecodeRows._advance
+
+    def waits(self, state: torch.Tensor) -> None:
+        turn(self, state)
+        if state.sum() > 0:
+            state += 1
+
+    def copies(self, state: torch.Tensor) -> None:
+        turn(self, state)
+        state += torch.tensor(1).to(state.device)
+
+    for advance, error, message in ((waits, Exception, "meta"), (copies, AssertionError, "on the cpu")):
+        monkeypatch.setattr(DecodeRows, "_advance", advance)
+        with _meta_turn(params()) as turns, _OnTheDevice("meta"), pytest.raises(error, match=message):
+            turns._turn(4)
