@@ -4,16 +4,29 @@ A file is written to a temporary name, synced and renamed. A manifest is a JSON 
 SHA-256 of every file of its folder, and a SHA-256 over itself.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from .reading import read_json
+
 MANIFEST = "manifest.json"
+_REMEDIES = {
+    errno.ENOSPC: "make room on this disk",
+    errno.ENOMEM: "memory ran out; take a smaller model, micro_batch or number of workers",
+    errno.EDQUOT: "make room within the quota",
+    errno.EROFS: "choose a place that can be written",
+    errno.EACCES: "give yourself the right to it, or choose another place",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENOTDIR: "a part of this path is a file",
+}
 
 
 def canonical(x: Any) -> bytes:
@@ -44,6 +57,38 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give an OSError that names no file (a write to an open file has none) the name `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def os_error_line(error: OSError) -> str:
+    """An OSError in one line: the file, what is wrong, and a remedy where one is known."""
+    if error.errno is None or not error.strerror:
+        return str(error)
+    remedy = _REMEDIES.get(error.errno, "")
+    where = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
+    return f"{where}{error.strerror}{remedy and f'; {remedy}'}"
+
+
+def check_writable(folder: Path) -> None:
+    """Find out now whether files can be written to a folder that may not exist yet. Nothing is left behind.
+
+    Raises OSError that names the folder.
+    """
+    existing = next(p for p in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(p))
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".zerokl-", dir=existing))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(folder)) from None
+
+
 def write_whole(path: Path, content: bytes) -> None:
     """Replace the file `path`. At every moment it holds all of the old content or all of the new content.
 
@@ -51,7 +96,7 @@ def write_whole(path: Path, content: bytes) -> None:
     """
     temporary = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
-        with open(temporary, "wb") as handle:
+        with naming(path), open(temporary, "wb") as handle:
             handle.write(content)
             handle.flush()
             os.fsync(handle.fileno())
@@ -111,7 +156,7 @@ def manifest_damage(folder: Path) -> str | None:
     """
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = read_json(path)
         listed = manifest["files"]
         if set(manifest) != {"files", "sha256"} or manifest["sha256"] != hash_json(listed):
             return f"{path} was altered"

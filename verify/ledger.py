@@ -10,14 +10,15 @@ two machines that compute the same bits have the same chain. If the chains diffe
 first. `sum` guards the whole line, chained or not.
 
 A quantity may have a part for each weight. Its hash is then the root of a hash tree: H over its leaves, one
-for each weight. A leaf is H over the hashes of the weight's blocks. So several threads, or several ranks that
-each keep a part of the weight, can hash it together.
+for each weight. A leaf is SHA-256 over dtype, length and digest of each of the weight's blocks. A block's
+digest is 128 bits of integer sums (kernels/block_digest.py), which a GPU makes where the weight lies. So
+several threads, or several ranks that each keep a part of the weight, can hash it together, and nothing is
+copied whole to the host.
 """
 
 import hashlib
 import json
 import os
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -30,13 +31,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from .files import hash_json, whole_lines
+from .files import hash_json, naming, whole_lines
+from .reading import parse_json
 
 # The name of the file in a run's folder.
 LEDGER = "ledger.jsonl"
-FORMAT = 4
-# Elements of a block; the last block of a weight may be shorter.
-BLOCK = 1 << 16
+FORMAT = 5
 # Hexadecimal digits of a leaf: 128 bits, so that two different weights never share one by chance.
 _LEAF = 32
 
@@ -71,56 +71,18 @@ class Tree:
     leaves: list[str]
 
 
-# Threads that hash beside the calling thread: hashlib lets other threads run. The result does not depend on
-# which thread hashes which block.
-_HELPERS = min(8, os.cpu_count() or 1) - 1
-
-
 @cache
-def _pool() -> ThreadPoolExecutor:
-    # One thread more than the helpers: it waits for the disk.
-    return ThreadPoolExecutor(_HELPERS + 1, thread_name_prefix="ledger")
+def _disk() -> ThreadPoolExecutor:
+    """The thread that waits for the disk."""
+    return ThreadPoolExecutor(1, thread_name_prefix="ledger")
 
 
-class Hashing:
-    """Blocks that other threads have begun to hash. Nobody may change the tensors until `digests` returns.
-
-    blocks: for each block, the name of its weight, and the block of each tensor of the quantity.
-    """
-
-    def __init__(self, blocks: Iterable[tuple[str, Sequence[torch.Tensor]]]):
-        self._blocks = list(blocks)
-        self._waiting, self._hashes = deque(range(len(self._blocks))), [""] * len(self._blocks)
-        self._helpers = [_pool().submit(self._work) for _ in range(_HELPERS)]
-
-    def _work(self) -> None:
-        while True:
-            try:
-                i = self._waiting.popleft()
-            except IndexError:
-                return
-            self._hashes[i] = digest(*self._blocks[i][1])
-
-    def digests(self) -> list[tuple[str, str]]:
-        """The name of the weight and the hash of each block. The calling thread helps to hash."""
-        self._work()
-        for helper in self._helpers:
-            if not helper.cancel():  # the helper has begun
-                helper.result()
-        return [(name, block) for (name, _), block in zip(self._blocks, self._hashes, strict=True)]
-
-
-def hash_tree(*parts: Mapping[str, torch.Tensor]) -> Tree:
-    """The tree of a quantity. A leaf hashes the tensors that one weight has in each of `parts`."""
-    split = ((name, [part[name].reshape(-1).cpu().split(BLOCK) for part in parts]) for name in parts[0])
-    blocks = ((name, block) for name, pieces in split for block in zip(*pieces, strict=True))
-    return tree_of(Hashing(blocks).digests())
-
-
-def tree_of(digests: Iterable[tuple[str, str]]) -> Tree:
-    """The tree over (name of the weight, hash of a block). The blocks of one weight follow each other."""
+def tree_of(digests: Iterable[tuple[str, bytes]]) -> Tree:
+    """The tree over (name of the weight, digest of a block). The blocks of one weight follow each other."""
     by_weight = groupby(digests, key=itemgetter(0))
-    leaves = [hash_json([block for _, block in blocks])[:_LEAF] for _, blocks in by_weight]
+    leaves = [
+        hashlib.sha256(b"".join(block for _, block in blocks)).hexdigest()[:_LEAF] for _, blocks in by_weight
+    ]
     return Tree(hash_json(leaves), leaves)
 
 
@@ -203,7 +165,7 @@ def read_ledger(path: Path) -> LedgerFile:
     lines, ledger.torn = whole_lines(path.read_bytes())
     for number, line in enumerate(lines, 1):
         try:
-            _add_line(ledger, json.loads(line))
+            _add_line(ledger, parse_json(line))
         except _DamageError as error:
             ledger.damage = f"{path} line {number} {error}"
             break
@@ -269,7 +231,7 @@ class Ledger:
     def __init__(self, path: Path | None, head: Head, previous: LedgerFile | None = None):
         self.last: Line | None = None
         self._synced: Future[None] | None = None
-        self._file = open(path, "ab") if path is not None else None
+        self._path, self._file = path, open(path, "ab") if path is not None else None
         head.chain = head.chained()
         self.chain = head.chain if previous is None else previous.chain
         if previous is None:
@@ -289,14 +251,18 @@ class Ledger:
         if self._file is None:
             return
         self.sync()
-        self._file.write(json.dumps(line | {"sum": hash_json(line)}, separators=(",", ":")).encode() + b"\n")
-        self._file.flush()
-        self._synced = _pool().submit(os.fsync, self._file.fileno())
+        with naming(self._path):
+            self._file.write(
+                json.dumps(line | {"sum": hash_json(line)}, separators=(",", ":")).encode() + b"\n"
+            )
+            self._file.flush()
+        self._synced = _disk().submit(os.fsync, self._file.fileno())
 
     def sync(self) -> None:
         """Wait until every line is on the disk. Raises OSError."""
         if self._synced is not None:
-            self._synced.result()
+            with naming(self._path):
+                self._synced.result()
 
     def close(self) -> None:
         """Close the file, after every line is on the disk."""

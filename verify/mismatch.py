@@ -6,6 +6,15 @@ r = exp(d), over C tokens (Schulman, "Approximating KL divergence", 2020):
     k1 = mean(-d)     k2 = mean(d^2 / 2)     k3 = mean(r - 1 - d)        estimate KL(sampler || trainer)
     chi2 = mean(r^2) - 1        ess = (sum r)^2 / (C sum r^2), the effective sample size as a share of C
 
+Two kinds of token have no such figures, and are counted:
+
+    outside    p_trainer = 0 and p_sampler > 0: d = -inf, r = 0. Outside the trainer's top-p or top-k set.
+    infinite   p_sampler = 0 and p_trainer > 0, or d > 300: r is infinite, or its square has no place in fp64.
+
+k1, k2, k3 and max_abs are over the rest. The ratios of outside tokens are 0, which is a number: chi2, ess
+and the percentiles of r take them. They leave the infinite ones out. KL(sampler || trainer) itself is
+infinite where a token is outside. Where no token is left, a figure is NaN.
+
 All sums are correctly rounded in fp64 (math.fsum), so they do not depend on the order of the tokens.
 """
 
@@ -15,14 +24,16 @@ from collections.abc import Sequence
 import numpy as np
 
 _PERCENTILES = {"ratio_p1": 1, "ratio_p50": 50, "ratio_p99": 99}
+# A larger log ratio counts as infinite. The sum of the squares of 10^40 such ratios is still a number of
+# fp64.
+_LARGEST = 300.0
 
 
-def _mean(x: np.ndarray) -> float:
-    try:
-        return math.fsum(x.tolist()) / len(x)
-    except (OverflowError, ValueError):  # a sum beyond fp64, or infinities of both signs
-        with np.errstate(over="ignore", invalid="ignore"):
-            return float(x.mean())
+def mean(x: np.ndarray) -> float:
+    """The mean of x [n] from a correctly rounded sum. NaN where x is empty."""
+    if not len(x):
+        return math.nan
+    return math.fsum(x.tolist()) / len(x)
 
 
 def bits_equal(trainer: np.ndarray, sampler: np.ndarray) -> np.ndarray:
@@ -37,18 +48,47 @@ def log_ratios(trainer: np.ndarray, sampler: np.ndarray) -> np.ndarray:
     return np.where(bits_equal(trainer, sampler), 0.0, d)
 
 
+def outside(d: np.ndarray) -> np.ndarray:
+    """Which tokens have probability 0 for the trainer alone, [C]."""
+    return np.isneginf(d)
+
+
+def infinite(d: np.ndarray) -> np.ndarray:
+    """Which tokens have an infinite ratio, or one too large for fp64, [C]."""
+    return d > _LARGEST
+
+
+def rest(d: np.ndarray) -> np.ndarray:
+    """d of the tokens that are neither outside nor infinite, [<= C]."""
+    return d[~(outside(d) | infinite(d))]
+
+
 def ratios(d: np.ndarray, lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """r = exp(d) of each token, [C], and the product of r over each sequence, [S]."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        return np.exp(d), np.exp(np.add.reduceat(d, np.concatenate([[0], np.cumsum(lengths)[:-1]])))
+    """r = exp(d) of each token, [<= C], and the product of r over each sequence, [<= S].
+
+    Infinite ratios are left out.
+    """
+    with np.errstate(invalid="ignore"):  # -inf and inf in one sequence add up to NaN
+        sums = np.add.reduceat(d, np.concatenate([[0], np.cumsum(lengths)[:-1]]))
+    return np.exp(d[d <= _LARGEST]), np.exp(sums[sums <= _LARGEST])
 
 
 def spread(r: np.ndarray) -> dict[str, float]:
-    """chi2 and ess of the ratios r [n], and the smallest and the largest ratio."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        mean, square = _mean(r), _mean(r * r)
-    ess = mean * mean / square if square > 0 else 0.0
-    return {"chi2": square - 1.0, "ess": ess, "ratio_min": float(r.min()), "ratio_max": float(r.max())}
+    """chi2 and ess of the ratios r [n], and the smallest and the largest ratio. NaN where r is empty."""
+    first, square = mean(r), mean(r * r)
+    ess = 0.0 if square == 0.0 else first * first / square
+    low, high = (float(r.min()), float(r.max())) if len(r) else (math.nan, math.nan)
+    return {"chi2": square - 1.0, "ess": ess, "ratio_min": low, "ratio_max": high}
+
+
+def percentile(x: np.ndarray, q: float) -> float:
+    """The q-th percentile of x [n]; NaN where x is empty."""
+    return float(np.percentile(x, q)) if len(x) else math.nan
+
+
+def largest(x: np.ndarray) -> float:
+    """The largest of x [n]; NaN where x is empty."""
+    return float(x.max()) if len(x) else math.nan
 
 
 def mismatch_metrics(
@@ -70,15 +110,18 @@ def mismatch_metrics(
             raise ValueError(f"mismatch: the {name} logprob of token {int(missing[0])} is NaN")
     d = log_ratios(trainer, sampler)
     r, sequence_ratio = ratios(d, lengths)
+    known = rest(d)
     metrics = {
-        "k1": _mean(-d) + 0.0,  # + 0.0 turns -0.0 into 0.0
-        "k2": _mean(d * d / 2),
-        "k3": _mean(r - 1 - d),
-        "max_abs": float(np.abs(d).max()),
+        "k1": mean(-known) + 0.0,  # + 0.0 turns -0.0 into 0.0
+        "k2": mean(known * known / 2),
+        "k3": mean(np.exp(known) - 1 - known),
+        "max_abs": largest(np.abs(known)),
         "frac_equal": float(bits_equal(trainer, sampler).mean()),
-        **{name: float(np.percentile(r, q)) for name, q in _PERCENTILES.items()},
+        "frac_outside": float(outside(d).mean()),
+        "frac_infinite": float(infinite(d).mean()),
+        **{name: percentile(r, q) for name, q in _PERCENTILES.items()},
         **spread(r),
-        "sequence_ratio_min": float(sequence_ratio.min()),
-        "sequence_ratio_max": float(sequence_ratio.max()),
+        "sequence_ratio_min": -largest(-sequence_ratio),
+        "sequence_ratio_max": largest(sequence_ratio),
     }
     return {prefix + name: value for name, value in metrics.items()}

@@ -40,6 +40,11 @@ def compare_traces(a: Trace, b: Trace) -> list[OpDifference]:
     return [_compare(name, a[name], b[name]) for name in shared]
 
 
+def one_sided(a: Trace, b: Trace) -> tuple[list[str], list[str]]:
+    """The operations that only a holds, and those that only b holds."""
+    return [name for name in a if name not in b], [name for name in b if name not in a]
+
+
 def first_divergence(differences: list[OpDifference]) -> OpDifference | None:
     """The first operation whose outputs differ, or None."""
     return next((d for d in differences if d.unequal), None)

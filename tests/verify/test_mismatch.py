@@ -31,6 +31,8 @@ def slow_metrics(trainer: np.ndarray, sampler: np.ndarray, lengths: list[int]) -
         "k2": sum(x * x for x in d) / n / 2,
         "k3": sum(x - 1 - y for x, y in zip(r, d, strict=True)) / n,
         "max_abs": max(map(abs, d)),
+        "frac_outside": 0.0,
+        "frac_infinite": 0.0,
         "frac_equal": sum(t.tobytes() == s.tobytes() for t, s in zip(trainer, sampler, strict=True)) / n,
         "ratio_min": min(r),
         "ratio_p1": percentile(r, 1),
@@ -71,7 +73,7 @@ def test_metrics_equal_a_slow_independent_implementation(lengths, noise, seed):
 def test_equal_bits_give_exact_zeros_and_ones():
     _, sampler = _logprobs([5, 9], 0.0, 0)
     metrics = mismatch_metrics(sampler.copy(), sampler, [5, 9])
-    zeros = {"k1", "k2", "k3", "max_abs", "chi2"}
+    zeros = {"k1", "k2", "k3", "max_abs", "chi2", "frac_outside", "frac_infinite"}
     assert metrics == {name: 0.0 if name.removeprefix("mismatch/") in zeros else 1.0 for name in metrics}
     assert math.copysign(1.0, metrics["mismatch/k1"]) == 1.0
 
@@ -100,10 +102,49 @@ def test_negative_zero_is_not_equal_to_zero():
     assert metrics["max_abs"] == 0.0
 
 
-def test_token_impossible_for_both_is_equal_and_for_one_is_infinite():
-    impossible, possible = np.array([-np.inf, -1.0], np.float32), np.array([-2.0, -1.0], np.float32)
-    assert mismatch_metrics(impossible, impossible.copy(), [2], prefix="")["k3"] == 0.0
-    assert mismatch_metrics(impossible, possible, [2], prefix="")["k1"] == math.inf
+def test_a_token_impossible_for_both_is_equal():
+    impossible = np.array([-np.inf, -1.0], np.float32)
+    metrics = mismatch_metrics(impossible, impossible.copy(), [2], prefix="")
+    assert (metrics["k3"], metrics["frac_outside"], metrics["frac_infinite"]) == (0.0, 0.0, 0.0)
+
+
+def test_tokens_outside_are_counted_and_the_rest_is_estimated():
+    """The ratio of a token outside is 0, which the effective sample size takes; its log ratio has no mean."""
+    trainer = np.array([-np.inf, -1.0, -2.0, -1.5], np.float32)
+    sampler = np.array([-2.0, -1.5, -2.0, -np.inf], np.float32)
+    metrics = mismatch_metrics(trainer, sampler, [2, 2], prefix="")
+    rest = mismatch_metrics(trainer[1:3], sampler[1:3], [2], prefix="")
+    for name in ("k1", "k2", "k3", "max_abs"):
+        assert metrics[name] == rest[name]
+    assert (metrics["frac_outside"], metrics["frac_infinite"]) == (0.25, 0.25)
+    assert (metrics["ratio_min"], metrics["ratio_max"]) == (0.0, math.exp(0.5))
+    ratios = [0.0, math.exp(0.5), 1.0]
+    assert metrics["ess"] == pytest.approx(sum(ratios) ** 2 / (3 * sum(r * r for r in ratios)))
+    assert (metrics["sequence_ratio_min"], metrics["sequence_ratio_max"]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("logp", [-np.inf, 0.0])
+def test_where_every_ratio_is_0_or_infinite_nothing_is_estimated(logp):
+    trainer, sampler = np.full(3, logp, np.float32), np.full(3, -np.inf if logp == 0.0 else 0.0, np.float32)
+    metrics = mismatch_metrics(trainer, sampler, [1, 2], prefix="")
+    assert math.isnan(metrics["k3"])
+    assert metrics["frac_outside"] + metrics["frac_infinite"] == 1.0
+
+
+_LOGPROBS = st.sampled_from([0.0, -0.0, -1e-7, -0.5, -2.0, -200.0, -700.0, -1e4, -3e38, -np.inf])
+
+
+@property_settings(200)
+@given(pairs=st.lists(st.tuples(_LOGPROBS, _LOGPROBS), min_size=1, max_size=12), cut=st.integers(1, 12))
+@pytest.mark.filterwarnings("error")
+def test_no_logprobs_give_infinite_metrics_or_a_warning(pairs, cut):
+    trainer, sampler = (np.array(x, np.float32) for x in zip(*pairs, strict=True))
+    cut = min(cut, len(pairs))
+    lengths = [cut, len(pairs) - cut] if cut < len(pairs) else [cut]
+    metrics = mismatch_metrics(trainer, sampler, lengths, prefix="")
+    assert not any(math.isinf(x) for x in metrics.values())
+    left_out = metrics["frac_outside"] + metrics["frac_infinite"]
+    assert math.isnan(metrics["k3"]) == (left_out == 1.0)
 
 
 @pytest.mark.parametrize(

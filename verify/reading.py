@@ -1,0 +1,117 @@
+"""Reads JSON and TOML that anybody may have written, with bounds on length and depth; and shows their values.
+
+A text that is too long or too deep would otherwise take all time or memory, or end Python's stack somewhere
+else. Every error is a ValueError of one line. It says what is wrong; the caller says where.
+"""
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# Nested lists and tables: the deepest of our own files has six.
+DEPTH = 32
+# Characters or bytes of one JSON value. A line of rollouts.jsonl has about 30 bytes for each token.
+LONGEST_JSON = 1 << 28
+# tomllib is plain Python, at about 1 MB a second.
+LONGEST_TOML = 1 << 20
+# Characters of a value that an error shows.
+_SHOWN = 80
+# Characters of an error's line.
+_LINE = 2000
+
+
+def shown(value: object) -> str:
+    """repr(value), cut where it is long."""
+    # repr of a nested or long value may itself take all memory.
+    if isinstance(value, str | bytes) and len(value) > _SHOWN:
+        return f"{value[:_SHOWN]!r}... ({len(value):,} characters)"
+    if isinstance(value, int) and value.bit_length() > 3 * _SHOWN:
+        return f"an integer of {value.bit_length():,} bits"
+    text = repr(value)
+    return text if len(text) <= 2 * _SHOWN else f"{text[:_SHOWN]}... ({len(text):,} characters)"
+
+
+def printable(text: str, keep: str = "\n\t") -> str:
+    """A text with an escape for each character that a terminal would obey or hide.
+
+    These are control characters, changes of direction, and surrogates. Those in `keep` stay.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
+def one_line(text: str) -> str:
+    """A text as one line that a terminal can show: no control characters, and cut where it is long."""
+    line = printable(" ".join(text.split())[: 2 * _LINE])
+    return line if len(line) <= _LINE else f"{line[:_LINE]}..."
+
+
+def parse_json(text: str | bytes, non_finite: bool = False) -> Any:
+    """The value of a JSON text.
+
+    non_finite: takes NaN and Infinity too, which Python writes and JSON does not have. Raises ValueError.
+    """
+    _check_length(text, LONGEST_JSON, "JSON")
+    try:
+        value = json.loads(text, parse_constant=None if non_finite else _refuse_constant)
+    except RecursionError:
+        raise ValueError(f"is nested deeper than {DEPTH} levels") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 ({error.reason} at byte {error.start})") from None
+    except ValueError as error:  # JSONDecodeError, an integer of thousands of digits, or a refused constant
+        raise ValueError(f"is not JSON ({error})") from None
+    _check_depth(value)
+    return value
+
+
+def read_json(path: Path, non_finite: bool = False) -> Any:
+    """The value in a JSON file. See parse_json. Raises OSError and ValueError."""
+    return parse_json(path.read_bytes(), non_finite)
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The tables of a TOML text. Raises ValueError."""
+    _check_length(text, LONGEST_TOML, "TOML")
+    try:
+        value = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError(f"is nested deeper than {DEPTH} levels") from None
+    except ValueError as error:
+        raise ValueError(f"is not valid TOML ({error})") from None
+    _check_depth(value)
+    return value
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file. See parse_toml. Raises OSError and ValueError."""
+    content = path.read_bytes()
+    _check_length(content, LONGEST_TOML, "TOML")
+    try:
+        return parse_toml(content.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 ({error.reason} at byte {error.start})") from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _check_length(text: str | bytes, longest: int, kind: str) -> None:
+    if len(text) > longest:
+        raise ValueError(f"has {len(text):,} characters, more than {longest:,} of {kind} are not read")
+
+
+def _check_depth(value: Any) -> None:
+    level: Sequence[Any] = [value]
+    for _ in range(DEPTH + 1):
+        level = [x for nested in map(_members, level) for x in nested if isinstance(x, dict | list)]
+        if not level:
+            return
+    raise ValueError(f"is nested deeper than {DEPTH} levels")
+
+
+def _members(value: Any) -> Any:
+    return value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
