@@ -1,0 +1,4 @@
+"""Recorders for other frameworks: they write logs that `zerokl audit` and `zerokl diff` read.
+
+A recorder changes nothing of the run that it records.
+"""

@@ -1,0 +1,118 @@
+"""A recorder for one's own loop: every completion becomes a line of a log.
+
+with Recorder("log.jsonl", temperature=1.0) as recorder:
+    ...
+    recorder.record(prompt_ids, completion_ids, logprobs, trainer_logprobs=..., step=step)
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+# The other fields of a line; docs/log-format.md has their meaning.
+FIELDS = (
+    "trainer_logprobs",
+    "mask",
+    "temperature",
+    "top_k",
+    "top_p",
+    "weight_version",
+    "decimals",
+    "trainer_decimals",
+    "sampling_mask",
+    "routed_experts",
+    "reward",
+    "advantage",
+    "step",
+    "prompt",
+    "sample",
+    "prompt_text",
+    "completion_text",
+)
+
+
+class Recorder:
+    """Writes a log. Lists, arrays and tensors of any device and dtype are taken; none of them is changed.
+
+    constant: fields that are the same in every line, such as temperature and top_p.
+    Raises ValueError for an unknown field, and for a file that exists.
+    """
+
+    def __init__(self, path: str | Path, **constant: Any):
+        self.path = Path(path)
+        self._constant = _known(constant)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._file = open(self.path, "x", encoding="utf-8")
+        except FileExistsError:
+            raise ValueError(f"recorder: {self.path} exists; choose another file") from None
+
+    def record(self, prompt_ids: Any, completion_ids: Any, logprobs: Any = None, **fields: Any) -> None:
+        """Write one completion.
+
+        logprobs: the sampler's [C], of the distribution the token was drawn from; NaN or None where one is
+        missing, None for all of them. A completion of no token is passed over. Raises ValueError for columns
+        of another length than completion_ids.
+        """
+        completion = _plain(completion_ids)
+        count = len(completion)
+        if not count:
+            return
+        row = {
+            "prompt_ids": _plain(prompt_ids),
+            "completion_ids": completion,
+            "logprobs": [None] * count if logprobs is None else _plain(logprobs),
+        }
+        row |= {name: _plain(value) for name, value in (self._constant | _known(fields)).items()}
+        for name in ("logprobs", "trainer_logprobs", "mask"):
+            if row.get(name) is not None and len(row[name]) != count:
+                raise ValueError(f"recorder: {name} has {len(row[name])} entries for {count} completion_ids")
+        line = {name: value for name, value in row.items() if value is not None}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+
+    def flush(self) -> None:
+        """Put every line on the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Flush and close the log."""
+        if not self._file.closed:
+            self.flush()
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _known(fields: Mapping[str, Any]) -> dict[str, Any]:
+    unknown = [name for name in fields if name not in FIELDS]
+    if unknown:
+        raise ValueError(f"recorder: field {unknown[0]} is not known; a line takes {', '.join(FIELDS)}")
+    return dict(fields)
+
+
+def _plain(value: Any) -> Any:
+    """A value for JSON. A 16-bit float becomes the equal number; NaN becomes null."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if hasattr(value, "detach"):  # a tensor; numpy has no bfloat16
+        value = value.detach()
+        value = (value.float() if value.is_floating_point() else value).cpu().numpy()
+    if isinstance(value, (np.ndarray, np.generic)):
+        value = value.tolist()
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, (int, float)):
+        return None if math.isnan(value) else value
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
+        return [_plain(x) for x in value]
+    return value

@@ -1,0 +1,64 @@
+"""A recorder for verl's RayPPOTrainer (verl 0.9): a class to put before it.
+
+    class RecordedTrainer(RecordsRollouts, RayPPOTrainer):
+        pass
+
+verl calls _log_rollout_data for each step when trainer.rollout_data_dir is set. The recorder writes
+ROLLOUT_DATA_DIR.zerokl/STEP.jsonl with token ids and both columns, and then verl writes its texts.
+actor_rollout_ref.rollout.calculate_log_probs = True gives the sampler's column.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from .recorder import Recorder
+
+
+class RecordsRollouts:
+    """Records each step's batch before verl logs it. The batch is only read."""
+
+    def _log_rollout_data(self, batch: Any, *arguments: Any, **named: Any) -> None:
+        folder = Path(named["rollout_data_dir"] if "rollout_data_dir" in named else arguments[-1])
+        step = int(self.global_steps)
+        path = folder.with_name(f"{folder.name}.zerokl") / f"{step}.jsonl"
+        record_batch(batch, path, step, self.config)
+        super()._log_rollout_data(batch, *arguments, **named)
+
+
+def record_batch(batch: Any, path: str | Path, step: int, config: Any) -> None:
+    """Write a DataProto as a log.
+
+    step: verl's global step; the weights that drew the batch are those after step - 1 updates. config: verl's
+    configuration. Raises ValueError for a file that exists.
+    """
+    tensors, sampling = batch.batch, config.actor_rollout_ref.rollout
+    columns = {"logprobs": "rollout_log_probs", "mask": "response_mask", "advantage": "advantages"}
+    if not _bypassed(config):
+        columns["trainer_logprobs"] = "old_log_probs"
+    names = set(tensors.keys())
+    present = {ours: tensors[theirs] for ours, theirs in columns.items() if theirs in names}
+    P = tensors["prompts"].shape[1]
+    uids = batch.non_tensor_batch.get("uid")
+    with Recorder(
+        path,
+        temperature=float(sampling.temperature),
+        top_p=float(sampling.get("top_p", 1.0)),
+        top_k=max(0, int(sampling.get("top_k", 0))),
+        step=step,
+        weight_version=step - 1,
+    ) as recorder:
+        for i, attended in enumerate(tensors["attention_mask"].bool()):
+            response = attended[P:]
+            recorder.record(
+                tensors["prompts"][i][attended[:P]],
+                tensors["responses"][i][response],
+                reward=float(tensors["token_level_scores"][i].sum()),
+                prompt=None if uids is None else str(uids[i]),
+                **{name: column[i][response] for name, column in present.items()},
+            )
+
+
+def _bypassed(config: Any) -> bool:
+    """Whether verl takes the sampler's logprobs for the trainer's; then there is one column, not two."""
+    correction = config.algorithm.get("rollout_correction") or {}
+    return bool(correction.get("bypass_mode", False))

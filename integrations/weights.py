@@ -1,0 +1,48 @@
+"""The weights of a live engine as hashes: run this in the process that holds the model.
+
+    write_weight_hashes(llm.llm_engine.model_executor.driver_worker.model_runner.model, "engine.json")
+
+Then `zerokl weights engine.json CHECKPOINT` names the tensors that differ.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..engine.commands.weights import tensor_hashes, write_hashes
+
+
+def write_weight_hashes(model: torch.nn.Module, path: str | Path) -> None:
+    """Write the hashes of a module's parameters, by the names of its checkpoint.
+
+    What vLLM fuses (qkv_proj, gate_up_proj) is split again; the sizes come from model.config. Nothing of the
+    model changes. Raises ValueError where the file exists, and where a fused weight has another size.
+    """
+    write_hashes(tensor_hashes(_split(model)), Path(path))
+
+
+def _split(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in model.named_parameters():
+        fused = next((part for part in ("qkv_proj", "gate_up_proj") if f".{part}." in name), None)
+        if fused is None:
+            yield name, tensor
+            continue
+        parts = _parts(fused, model.config)
+        if sum(parts.values()) != len(tensor):
+            raise ValueError(
+                f"weights: {name} has {len(tensor)} rows, its config says {sum(parts.values())}; a part of a "
+                "sharded model cannot be hashed"
+            )
+        for part, rows in zip(parts, tensor.split(list(parts.values())), strict=True):
+            yield name.replace(fused, part), rows
+
+
+def _parts(fused: str, config: Any) -> dict[str, int]:
+    """The rows of each part of a fused weight."""
+    if fused == "gate_up_proj":
+        return {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    keys = config.num_key_value_heads * width
+    return {"q_proj": config.num_attention_heads * width, "k_proj": keys, "v_proj": keys}

@@ -1,0 +1,138 @@
+"""The recorders for one's own loop and for verl: what they write is read to the bit, and nothing changes."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from zerokl.cli import main
+from zerokl.engine.commands.audit.formats import zerokl as own
+from zerokl.engine.commands.audit.formats.registry import read_rollouts
+from zerokl.integrations.recorder import FIELDS, Recorder
+from zerokl.integrations.verl import RecordsRollouts
+
+from tests.helpers import property_settings
+
+
+def test_lists_arrays_and_tensors_are_taken_and_left_alone(tmp_path):
+    logprobs = torch.tensor([-0.1, -0.2], dtype=torch.bfloat16, requires_grad=True)
+    ids, mask = np.array([4, 5]), torch.tensor([True, False])
+    before = logprobs.detach().clone(), ids.copy()
+    with Recorder(tmp_path / "log.jsonl", temperature=0.5) as recorder:
+        recorder.record((1, 2), ids, logprobs, trainer_logprobs=[-0.1, float("nan")], mask=mask, step=3)
+        recorder.record([1], [], [])
+    ((_, rollout),) = read_rollouts(tmp_path / "log.jsonl")
+    assert rollout.logprobs[0] == logprobs[0].item()
+    assert np.isnan(rollout.trainer_logprobs).tolist() == [False, True]
+    assert (rollout.mask.tolist(), rollout.step, rollout.sampling_params.temperature) == (
+        [True, False],
+        3,
+        0.5,
+    )
+    assert torch.equal(before[0], logprobs)
+    assert (before[1] == ids).all()
+    assert logprobs.grad is None
+
+
+@property_settings(100)
+@given(values=st.lists(st.floats(-50, 0, width=32), min_size=1, max_size=8))
+def test_every_bit_of_a_logprob_comes_back(tmp_path_factory, values):
+    path = tmp_path_factory.getbasetemp() / "bits.jsonl"
+    path.unlink(missing_ok=True)
+    column = torch.tensor(values, dtype=torch.float32)
+    with Recorder(path, temperature=1.0) as recorder:
+        recorder.record([1], list(range(len(values))), column, trainer_logprobs=column.numpy())
+    ((_, rollout),) = read_rollouts(path)
+    assert rollout.logprobs.tobytes() == rollout.trainer_logprobs.tobytes() == column.numpy().tobytes()
+
+
+def test_a_recorded_log_is_audited_and_an_equal_one_is_equal(tmp_path):
+    for name in ("a", "b"):
+        with Recorder(tmp_path / f"{name}.jsonl", temperature=1.0) as recorder:
+            recorder.record([1], [2, 3], [-0.5, -1.0], trainer_logprobs=[-0.5, -1.0], sample=0)
+    assert main(["audit", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out")]) == 0
+    assert main(["diff", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"temprature": 1.0}, "field temprature is not known; a line takes trainer_logprobs"),
+        ({"mask": [1]}, "mask has 1 entries for 2 completion_ids"),
+        ({"trainer_logprobs": [-1.0] * 3}, "trainer_logprobs has 3 entries"),
+    ],
+)
+def test_a_wrong_field_is_refused(tmp_path, fields, reason):
+    with Recorder(tmp_path / "log.jsonl") as recorder, pytest.raises(ValueError, match=reason):
+        recorder.record([1], [2, 3], [-0.5, -1.0], **fields)
+    assert (tmp_path / "log.jsonl").read_text() == ""
+
+
+def test_a_log_is_not_overwritten(tmp_path):
+    Recorder(tmp_path / "log.jsonl").close()
+    with pytest.raises(ValueError, match=r"log\.jsonl exists; choose another file"):
+        Recorder(tmp_path / "log.jsonl")
+
+
+def test_the_recorder_knows_every_field_of_the_format():
+    schema = json.loads((Path(own.__file__).parent / "log.schema.json").read_text())
+    assert {*FIELDS, "prompt_ids", "completion_ids", "logprobs", "turns"} == set(schema["properties"])
+
+
+class Logs:
+    """In place of verl's trainer: its method of the same name. log_samples/write.py runs the real one."""
+
+    global_steps = 3
+
+    def __init__(self, bypass: bool = False):
+        self.logged: list[tuple] = []
+        rollout = SimpleNamespace(temperature=0.9, get={"top_p": 0.95, "top_k": -1}.get)
+        correction = {"rollout_correction": {"bypass_mode": bypass}}
+        self.config = SimpleNamespace(
+            actor_rollout_ref=SimpleNamespace(rollout=rollout), algorithm=correction
+        )
+
+    def _log_rollout_data(self, batch, extra, timing, rollout_data_dir):
+        self.logged.append((batch, extra, timing, rollout_data_dir))
+
+
+class RecordedLogs(RecordsRollouts, Logs):
+    pass
+
+
+def verl_batch() -> SimpleNamespace:
+    attended = torch.tensor([[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]])
+    response = attended[:, 2:]
+    return SimpleNamespace(
+        batch={
+            "prompts": torch.tensor([[0, 7], [8, 9]]),
+            "responses": torch.tensor([[4, 5, 6, 0], [1, 2, 3, 4]]),
+            "attention_mask": attended,
+            "response_mask": response * torch.tensor([[1, 0, 1, 1]]),
+            "rollout_log_probs": -0.5 * response,
+            "old_log_probs": -0.25 * response,
+            "token_level_scores": response.float(),
+        },
+        non_tensor_batch={"uid": np.array(["p", "q"], dtype=object)},
+    )
+
+
+@pytest.mark.parametrize("bypass", [False, True])
+def test_verls_batch_is_recorded_without_its_padding(tmp_path, bypass):
+    trainer, batch = RecordedLogs(bypass), verl_batch()
+    before = {name: tensor.clone() for name, tensor in batch.batch.items()}
+    trainer._log_rollout_data(batch, {"a": 1}, {}, str(tmp_path / "dump"))
+    assert trainer.logged == [(batch, {"a": 1}, {}, str(tmp_path / "dump"))]
+    assert all(torch.equal(before[name], tensor) for name, tensor in batch.batch.items())
+    first, second = (r for _, r in read_rollouts(tmp_path / "dump.zerokl" / "3.jsonl", "verl"))
+    assert (first.prompt_ids, first.completion_ids) == ((7,), (4, 5, 6))
+    assert (second.prompt_ids, second.completion_ids) == ((8, 9), (1, 2, 3, 4))
+    assert second.mask.tolist() == [True, False, True, True]
+    assert (first.sampling_params, first.weight_span) == ((0.9, 0, 0.95), (2, 2))
+    assert (first.prompt, first.reward) == ("p", 3.0)
+    # In bypass mode verl's old_log_probs are the sampler's: there is no second column.
+    assert (first.trainer_logprobs is None) == bypass

@@ -1,0 +1,5 @@
+"""TRL has an environment of its own (`make test-trl`). Elsewhere these tests are not even collected."""
+
+from importlib.util import find_spec
+
+collect_ignore_glob = [] if find_spec("trl") else ["test_record.py"]
