@@ -6,6 +6,8 @@ The log-probabilities that the trainer computes are bit for bit those that the s
     rollouts = policy.sample(["12+7="], n=4)             # token ids, and the logprobs they were drawn with
     scores = policy.score([r.pair for r in rollouts])    # the trainer's logprobs: the same bits
     summary = zerokl.train(zerokl.load_config(None, "demo", {}), "runs/demo")
+    run = zerokl.load_run("runs/demo")                   # metrics, rollouts and ledger of a run's folder
+    zerokl.write_report(["runs/demo"])                   # the page of `zerokl report`
     checks = zerokl.check_law("models/add")              # the checks of the law on this machine
 """
 
@@ -21,6 +23,9 @@ _NAMES = {
     "NativeSampler": "engine.rollout.native",
     "train": "engine.runs.run",
     "resume": "engine.runs.run",
+    "load_run": "engine.runs.loaded",
+    "LoadedRun": "engine.runs.loaded",
+    "write_report": "engine.commands.report.page",
     "initialise": "engine.runs.init",
     "check_law": "engine.commands.verify",
     "mismatch_metrics": "verify.mismatch",

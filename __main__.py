@@ -1,8 +1,6 @@
 """The entry point of `python -m zerokl`."""
 
-import sys
-
-from .cli import main
+from .cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

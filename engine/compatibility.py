@@ -147,6 +147,10 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        lambda s: s.config.vllm.cuda_graphs and s.uses_vllm and s.device == "cpu",
+        lambda s: "vllm.cuda_graphs (true): a CPU has no CUDA graphs; set it to false",
+    ),
+    Rule(
         _other_tiles,
         lambda s: (
             f'precision.tiles ("{s.config.precision.tiles}"): vLLM {s.vllm} is installed, '

@@ -7,11 +7,12 @@ compatibility.py says which settings go together.
 from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, Field, field_validator
 
 from ..kernels.sampling_params import SamplingParams
 from .loss.config import LossConfig
 from .precision import PrecisionConfig
+from .section import Section
 
 
 def section(model: type[BaseModel]) -> Parameter:
@@ -20,11 +21,15 @@ def section(model: type[BaseModel]) -> Parameter:
     return Parameter(group=Group(name, help=model.__doc__ or ""))
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+def _in_range(temperature: float) -> float:
+    return SamplingParams(temperature).check().temperature
 
 
-class TaskConfig(_Section):
+# 0, or a number by which logits can be divided.
+Temperature = Annotated[float, AfterValidator(_in_range)]
+
+
+class TaskConfig(Section):
     """What the model learns."""
 
     name: str = "add"
@@ -33,6 +38,10 @@ class TaskConfig(_Section):
     """Arguments of the task, e.g. { max_value = 99, train = 512, held_out = 256 } for add."""
     reward: str = ""
     """Your own reward as module:function(problem, completion) -> float; empty is the task's own."""
+    directory: str = ""
+    """Folder in which modules, and relative names of files in options, are looked up; empty is the current
+    one. A run writes down where it was started.
+    """
     perfectible_only: bool = True
     """Train only on problems that the model solved sometimes but not always in `zerokl init`. This has no
     effect where the model folder names no such problems for this task.
@@ -41,10 +50,10 @@ class TaskConfig(_Section):
     """Train on this many problems at most, the first ones; 0 is all."""
 
 
-class SamplingConfig(_Section):
+class SamplingConfig(Section):
     """How completions are drawn."""
 
-    temperature: float = Field(1.0, gt=0)
+    temperature: Temperature = Field(1.0, gt=0)
     """Temperature of the softmax. 0 (greedy) is refused: a greedy policy has no policy gradient."""
     top_k: int = Field(0, ge=0)
     """Keep the k most likely tokens; 0 keeps all."""
@@ -59,7 +68,7 @@ class SamplingConfig(_Section):
         return SamplingParams(self.temperature, self.top_k, self.top_p)
 
 
-class PerturbConfig(_Section):
+class PerturbConfig(Section):
     """Mismatch on demand: ways in which the native sampler differs from the trainer. Needs exact = false."""
 
     logit_noise: float = Field(0.0, ge=0)
@@ -68,7 +77,7 @@ class PerturbConfig(_Section):
     """The sampler's weights are rounded to this dtype."""
     gain: float = Field(1.0, ge=0)
     """Factor on the difference that round_weights makes."""
-    temperature: float = Field(0.0, ge=0)
+    temperature: Temperature = Field(0.0, ge=0)
     """Temperature of the sampler; 0 is the trainer's."""
     delay: int = Field(0, ge=0)
     """Steps by which the sampler's weights are late. Its rollouts name the current version all the same."""
@@ -79,18 +88,18 @@ class PerturbConfig(_Section):
         return bool(self.logit_noise or self.round_weights or self.temperature or self.delay)
 
 
-class NativeConfig(_Section):
+class NativeConfig(Section):
     """The native sampler. These settings change no bit of the result."""
 
     max_concurrency: int = Field(64, ge=1)
     """Samples drawn at once."""
-    max_batch_tokens: int = Field(1024, ge=1)
-    """Tokens of one forward; longer prompts are read in chunks."""
-    cache_bytes: int = Field(4 << 30, ge=1)
-    """Upper limit of the key-value cache, bytes."""
+    max_batch_tokens: int = Field(0, ge=0)
+    """Tokens of one forward that reads prompts; longer ones are read in chunks. 0 is 1024, on a GPU 16384."""
+    cache_bytes: int = Field(0, ge=0)
+    """Upper limit of the key-value cache, bytes. 0 is 4 GiB on a CPU, and 0.3 of the free memory of a GPU."""
 
 
-class VllmConfig(_Section):
+class VllmConfig(Section):
     """vLLM as the sampler. These settings change no bit of the result."""
 
     multiprocess: bool = False
@@ -109,11 +118,14 @@ class VllmConfig(_Section):
     """Positions of a cache block (block_size)."""
     cache_bytes: int = Field(1 << 30, ge=1)
     """Size of the key-value cache, bytes (kv_cache_memory_bytes)."""
+    cuda_graphs: bool = False
+    """Replay each decoding forward as a CUDA graph. vLLM then keeps a copy of the weights. On a GPU only; no
+    GPU has run it yet."""
     engine: dict[str, Any] = Field(default_factory=dict)
     """Other arguments of vllm.LLM, by vLLM's names. Arguments that could break exactness are refused."""
 
 
-class OptimizerConfig(_Section):
+class OptimizerConfig(Section):
     """AdamW (Loshchilov & Hutter, arXiv:1711.05101) on fp32 master weights."""
 
     lr: float = Field(1e-4, ge=0)
@@ -136,7 +148,7 @@ class OptimizerConfig(_Section):
     """A gradient with a larger global norm is scaled down to this norm; 0 is off."""
 
 
-class EvaluationConfig(_Section):
+class EvaluationConfig(Section):
     """Held-out evaluation."""
 
     every: int = Field(10, ge=0)
@@ -145,11 +157,11 @@ class EvaluationConfig(_Section):
     """Number of held-out problems at most."""
     num_generations: int = Field(1, ge=1)
     """Completions of each problem."""
-    temperature: float = Field(0.0, ge=0)
+    temperature: Temperature = Field(0.0, ge=0)
     """Temperature; 0 is greedy. top_k and top_p are those of the section sampling."""
 
 
-class CheckpointConfig(_Section):
+class CheckpointConfig(Section):
     """Checkpoints after some steps and always after the last one.
 
     They are in Hugging Face format, with the fp32 master weights and what a resumed run needs.
@@ -161,7 +173,7 @@ class CheckpointConfig(_Section):
     """The number of newest checkpoints to keep; 0 keeps all."""
 
 
-class LedgerConfig(_Section):
+class LedgerConfig(Section):
     """The run's ledger: hashes of all that a step computes."""
 
     detail: Literal["roots", "gradients", "full"] = "full"
@@ -174,7 +186,7 @@ class LedgerConfig(_Section):
     """
 
 
-class Config(_Section):
+class Config(Section):
     """A training run."""
 
     model: str = "init:tiny"
@@ -196,8 +208,14 @@ class Config(_Section):
     """Prompts of a step (P)."""
     num_generations: int = Field(8, ge=1)
     """Completions of each prompt (G)."""
-    micro_batch: int = Field(16, ge=1)
-    """Sequences of one forward and backward, in each worker. It bounds memory and changes no bit."""
+    micro_batch: int = Field(0, ge=0)
+    """Sequences of one forward and backward, in each worker. It bounds memory and changes no bit. 0 is 16,
+    and on a GPU as many as have 16,384 tokens and fit."""
+    shards_in_flight: int = Field(0, ge=0)
+    """Virtual shards that are computed together, each with a gradient buffer of its own. It changes no bit.
+    0 is 1 on a CPU, and on a GPU as many as a quarter of its free memory holds."""
+    recompute: Literal["none", "layer"] = "none"
+    """layer: the backward computes each layer again instead of keeping its activations. It changes no bit."""
     virtual_shards: int = Field(8, ge=1, le=1 << 16)
     """Parts into which a step's sequences are cut; a power of two. Sets the order of the gradient's sum."""
     updates_per_rollout: int = Field(1, ge=1)
@@ -221,6 +239,11 @@ class Config(_Section):
     max_staleness: int = Field(0, ge=0)
     """Updates by which the sampler's weights may be older than the trainer's. They are renewed before they
     become older than this.
+    """
+
+    tracking: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = ("tensorboard",)
+    """Where the metrics go besides RUN/metrics.jsonl; repeat the flag for several. All but tensorboard are
+    extras of the package. Each library takes its own environment variables. It changes no bit.
     """
 
     task: Annotated[TaskConfig, section(TaskConfig)] = TaskConfig()

@@ -5,7 +5,6 @@ there as overrides, so that everything is checked once, here.
 """
 
 import difflib
-import tomllib
 from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
@@ -14,11 +13,14 @@ from typing import Any
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
+from ..verify.reading import parse_toml, read_toml, shown
 from .compatibility import check_settings
 from .config import Config
 
 # Sections whose keys zerokl does not define.
 FREE_SECTIONS = ("task.options", "vllm.engine")
+# Characters of an unknown key that a message shows.
+_KEY = 100
 # Keys and sections as they were called before 0.1.0 -> their present names.
 RENAMED = {
     "samples": "num_generations",
@@ -55,6 +57,11 @@ def load_config(
     return config
 
 
+def file_keys(file: str) -> set[str]:
+    """The dotted keys that a TOML file sets, sections included. Raises ValueError."""
+    return set(_flatten(_read(file, None)))
+
+
 def validation_message(error: ValidationError) -> str:
     """The first error that pydantic found, in one line: key, value and rule."""
     first = error.errors()[0]
@@ -62,7 +69,7 @@ def validation_message(error: ValidationError) -> str:
     rule = first["msg"].removeprefix("Value error, ")
     if not key:
         return f"config: {rule}"
-    value = "" if isinstance(first["input"], dict) else f" ({first['input']!r})"
+    value = "" if isinstance(first["input"], dict) else f" ({shown(first['input'])})"
     return f"config: {key}{value}: {rule}"
 
 
@@ -77,15 +84,15 @@ def _read(file: str | None, preset: str | None) -> dict[str, Any]:
     if preset is not None:
         if preset not in preset_names():
             raise ValueError(f"config: preset {preset} is not known; choose {', '.join(preset_names())}")
-        return tomllib.loads(resources.files("zerokl.engine.presets").joinpath(f"{preset}.toml").read_text())
+        return parse_toml(resources.files("zerokl.engine.presets").joinpath(f"{preset}.toml").read_text())
     if file is None:
         return {}
     try:
-        return tomllib.loads(Path(file).read_text(encoding="utf-8"))
+        return read_toml(Path(file))
     except OSError as error:
         raise ValueError(f"config: {file} cannot be read ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"config: {file} is not valid TOML ({error})") from None
+    except ValueError as error:
+        raise ValueError(f"config: {file} {error}") from None
 
 
 def _put(values: dict[str, Any], key: str, value: Any) -> None:
@@ -95,7 +102,7 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
     for part in path:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
-            raise ValueError(f"config: {key}: {part} is {table!r}, not a section")
+            raise ValueError(f"config: {key}: {part} is {shown(table)}, not a section")
     table[last] = value
 
 
@@ -123,7 +130,7 @@ def check_key(key: str) -> None:
     for old, new in RENAMED.items():
         if key == old or key.startswith(f"{old}."):
             raise ValueError(f"config: {key} is called {new}{key.removeprefix(old)} now; rename it")
-    raise ValueError(f"config: unknown key {key}{_hint(key, known)}")
+    raise ValueError(f"config: unknown key {key[:_KEY]}{_hint(key, known)}")
 
 
 def _hint(key: str, known: list[str]) -> str:

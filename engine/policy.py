@@ -90,7 +90,7 @@ class Policy:
         options = dict(task.options)
         if not options and (model_task := task_of(self.folder)) and model_task["task"] == task.name:
             options = model_task["options"]
-        loaded_task = load_task(task.name, options)
+        loaded_task = load_task(task.name, options, task.directory)
         if split not in ("train", "held_out"):
             raise ValueError(f"split ({split}) must be train or held_out")
         if problems < 1:

@@ -3,16 +3,16 @@
 import math
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
+
+from .section import Section
 
 
-class PrecisionConfig(BaseModel):
+class PrecisionConfig(Section):
     """Dtypes other than the compute dtype, and loss scaling.
 
     The sampler has the trainer's dtypes, unless a sampler_ key names another.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     scaling: Literal["auto", "off", "static", "dynamic"] = "auto"
     """Loss scaling. auto is dynamic for float16 and off for the other dtypes, whose exponents need none."""

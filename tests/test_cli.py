@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -141,7 +142,7 @@ def test_every_command_that_computes_can_be_told_where(refused, words):
         ({"model": "nowhere"}, "nowhere is no folder"),
         ({"model": "init:huge"}, "preset huge is not known; choose tiny, small"),
         ({"task__name": "addd"}, "addd is not known"),
-        ({"task__options": "{ max = 1 }"}, "unexpected keyword argument 'max'"),
+        ({"task__options": "{ max = 1 }"}, "option max is not known; choose max_value"),
         ({"task__reward": "mine:nothing"}, "mine:nothing cannot be imported"),
         ({"task__reward": "no_such:f"}, "no_such:f cannot be imported"),
         ({"task__reward": "syntax:f"}, "syntax:f cannot be imported"),
@@ -234,13 +235,13 @@ def _damage(model: Path, what: str) -> None:
 DAMAGE = {
     "architectures": "is not supported; supported are",
     "architecture list": "is not supported; supported are",
-    "infinite": "has a field of the wrong type or value",
-    "theta": "rope_theta (-5.0) must be positive",
+    "infinite": "is no JSON number",
+    "theta": "rope_theta (-5.0) must lie in 1 to",
     "layers": "layers (1000000000) is larger than zerokl takes",
     "context": "max_positions (1000000000000) is larger than zerokl takes",
     "width": "more than this machine has memory for",
     "stop ids": "eos_token_id ([[1]]) must be a token id, or a list of them",
-    "nested": "config.json is not valid JSON",
+    "nested": "config.json is nested deeper than",
     "index": "is not a valid index of safetensors shards",
     "truncated": "model.safetensors is corrupt or incomplete",
     "no header": "model.safetensors is corrupt or incomplete",
@@ -250,7 +251,7 @@ DAMAGE = {
     "heads": "num_attention_heads (2) must be a multiple of num_key_value_heads (3)",
     "vocabulary too small": "has token id 63, the model's vocabulary ends at 49",
     "vocabulary too large": "has shape (64, 32), config.json asks for (70, 32)",
-    "architecture": "architecture GPT2LMHeadModel is not supported",
+    "architecture": "architecture 'GPT2LMHeadModel' is not supported",
     "missing tokenizer": "holds no tokenizer",
     "tokenizer is no JSON": "tokenizer",
     "tokenizer is no tokenizer": "tokenizer",
@@ -321,7 +322,7 @@ def test_a_bad_command_is_one_line(refused, words, message):
         ({"task__reward": "mine:raises"}, "reward: raised RuntimeError (two lines) for prompt"),
         ({"task__reward": "mine:huge", "loss__preset": "grpo"}, "reward"),
         ({"native__cache_bytes": 10}, "cache_bytes (10) cannot hold one sample"),
-        ({"optimizer__lr": "1e38", "steps": 3}, "not finite"),
+        ({"optimizer__lr": "1e37", "steps": 3}, "not finite"),
     ],
     ids=str,
 )
@@ -339,8 +340,37 @@ def test_a_run_that_was_refused_can_be_started_again_in_the_same_folder(training
     refused(*training(model="./nowhere"))
     assert main(training()) == 0
     end = r"mismatch 0\.0 over \d+ tokens\nplot .*reward\.png\n"
-    end += r"weights [0-9a-f]{64}\nfingerprint [0-9a-f]{64}\n$"
+    end += r"weights [0-9a-f]{64}\nfingerprint [0-9a-f]{64}\nreport run/report\.html\n"
+    end += r"run it again +zerokl train run/config\.toml --run-dir run-again\n"
+    end += r"compare the two +zerokl diff run run-again\ncheck it +zerokl verify run run\n"
+    end += r"train it further +zerokl train --resume run --steps 4\n$"
     assert re.search(end, capsys.readouterr().out)
+
+
+def test_the_commands_printed_at_the_end_work(training, capsys):
+    assert main(training(run_dir="my run")) == 0
+    printed = capsys.readouterr().out.splitlines()
+    commands = [shlex.split(line.partition(" zerokl ")[2]) for line in printed if " zerokl " in line]
+    assert [words[0] for words in commands] == ["train", "diff", "verify", "train"]
+    for words in commands:
+        assert main(words) == 0, words
+    assert "equal to the bit: 2 steps" in capsys.readouterr().out
+
+
+def test_with_a_schedule_over_the_steps_a_run_cannot_be_made_longer(training, capsys):
+    assert main(training(optimizer__schedule="linear")) == 0
+    assert "--resume" not in capsys.readouterr().out
+
+
+def test_the_version_is_said_without_loading_torch():
+    code = "import sys; from zerokl.cli import main; main(['--version']); assert 'torch' not in sys.modules"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert re.fullmatch(r"zerokl \d+\.\d+\.\d+\S* \(Python .*, torch .*\)\n", result.stdout), result.stderr
 
 
 def test_a_mismatch_is_one_line_and_exit_code_1(training, monkeypatch, capsys):
@@ -413,7 +443,10 @@ def test_sample_eval_and_verify_work(folder, capsys):
     result = r"add held_out: mean reward 0\.\d{4} over 7 problems x 2 generations"
     assert re.search(result, capsys.readouterr().out)
     assert main(["verify", "model", "--dtype", "float32", "--sequences", "3", "--longest", "40"]) == 0
-    rows = re.findall(r"float32 +\S+ +([\d,]+) +\S+ +(\d+)", capsys.readouterr().out)
+    out = capsys.readouterr().out
+    assert out.startswith("verify 1/9")
+    assert "verify 9/9  float32  gradient: threads and workers  " in out
+    rows = re.findall(r"float32 +\S+ +([\d,]+) +\S+ +(\d+)", out)
     assert len(rows) >= 8
     assert all(int(n.replace(",", "")) > 0 and unequal == "0" for n, unequal in rows)
 

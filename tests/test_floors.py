@@ -11,12 +11,14 @@ from zerokl.verify.environment import PACKAGE_ROOT
 # From the top: a place may import itself and the places after it. A file of engine/ is a place of its own.
 PLACES = (
     "cli",
+    "integrations",
     "engine.commands",
     "engine.runs",
     "engine.train",
     "engine.parallel",
     "engine.policy",
     "engine.rollout",
+    "engine.command_line",
     "engine.config_file",
     "engine.compatibility",
     "engine.perturb",
@@ -24,12 +26,14 @@ PLACES = (
     "engine.loss",
     "engine.tasks",
     "engine.precision",
+    "engine.section",
     "engine.shared_tensor",
+    "engine.stopwatch",
     "model",
     "kernels",
     "verify",
 )
-FLOORS = ("engine", "model", "kernels", "verify")
+FLOORS = ("integrations", "engine", "model", "kernels", "verify")
 # Floor 1 has two places. Neither imports the other.
 STRANGERS = {"kernels": {"verify"}, "verify": {"kernels"}}
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from rich.table import Table
 
-from ..runs.folder import METRICS
+from ...verify.reading import parse_json
+from ..runs.folder import FAILED, METRICS
+from .ablation_effects import effect_lines
 
-# The file in a run's folder that says why the run ended by itself.
-FAILED = "failed.json"
 # Metric -> title of its plot, by step.
 PLOTS = {
     "reward/mean": "reward",
@@ -40,9 +40,8 @@ def cell_result(path: Path, settings: Mapping[str, str], seed: int) -> dict[str,
 
     `series` holds the (step, value) pairs of each metric of PLOTS.
     """
-    lines = [json.loads(line) for line in _read(path / METRICS).splitlines()]
-    summary = json.loads(_read(path / "summary.json") or "{}")
-    failed = json.loads(_read(path / FAILED) or "{}")
+    lines = [_parsed(path / METRICS, line) for line in _read(path / METRICS).splitlines()]
+    summary, failed = (_parsed(path / name, _read(path / name) or "{}") for name in ("summary.json", FAILED))
     series = {name: [(m["step"], m[name]) for m in lines if m.get(name) is not None] for name in PLOTS}
     rewards, held_out = ([v for _, v in series[name]] for name in ("reward/mean", "eval/accuracy"))
     seconds = [m["time/sample_s"] + m["time/train_s"] for m in lines]
@@ -68,6 +67,17 @@ def cell_result(path: Path, settings: Mapping[str, str], seed: int) -> dict[str,
 
 def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def _parsed(path: Path, text: str) -> dict[str, Any]:
+    """A JSON object of the file `path`. Raises ValueError."""
+    try:
+        value = parse_json(text, non_finite=True)
+        if not isinstance(value, dict):
+            raise ValueError("holds something else than an object")
+    except ValueError as error:
+        raise ValueError(f"ablate: {path} {error}; remove the run's folder, and it is done again") from None
+    return value
 
 
 def collapse_step(rewards: Sequence[float]) -> int | None:
@@ -176,17 +186,21 @@ def _range(values: Mapping[str, float], template: str) -> str:
 
 
 def write_report(report: Mapping[str, Any], out: Path) -> None:
-    """Write ablation.md (the table) and a plot of each metric of PLOTS by step.
+    """Write ablation.md (the table, and what differs) and a plot of each metric of PLOTS by step.
 
     A plot has a line and a band for each combination: the mean over seeds, and minimum to maximum.
     """
     import matplotlib
 
-    (out / "ablation.md").write_text(_markdown(report["combinations"]), encoding="utf-8")
+    lines = "".join(f"- {line}\n" for line in effect_lines(report["effects"]))
+    text = _markdown(report["combinations"]) + (f"\n{lines}" if lines else "")
+    (out / "ablation.md").write_text(text, encoding="utf-8")
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     for metric, title in PLOTS.items():
+        if not any(c["by_step"][metric] for c in report["combinations"]):
+            continue  # evaluation was off, say
         figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
         for c in report["combinations"]:
             points = c["by_step"][metric]

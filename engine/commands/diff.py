@@ -1,17 +1,23 @@
-"""`zerokl diff`: the first difference of two runs or of two traces, in words."""
+"""`zerokl diff`: the first difference of two runs, of two traces, or of two logs, in words."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+from ...verify.bitwise import ulp_words
 from ...verify.divergence import Comparison, compare_runs, open_run
+from ...verify.reading import one_line, parse_json, shown
 from ..runs.folder import ROLLOUTS
 from ..runs.terminal import console
+from .log_diff import diff_logs, is_log
 from .trace import compare_trace_files, is_trace
 
 
 def diff(a: Path, b: Path) -> int:
     """Print the first difference. Returns 0 when there is none, else 1. Raises ValueError for bad input."""
+    if is_log(a) and is_log(b):
+        return diff_logs(a, b)
+    if is_log(a) != is_log(b):
+        raise ValueError(f"diff: {a} and {b} must both be logs, both be runs or both be traces")
     if is_trace(a) != is_trace(b):
         raise ValueError(f"diff: {a} and {b} must both be runs or both be traces")
     return _diff_traces(a, b) if is_trace(a) else _diff_runs(a, b)
@@ -26,9 +32,9 @@ def _diff_traces(a: Path, b: Path) -> int:
         return 0
     d = comparison.first
     row = f", {comparison.row}" if comparison.row else ""
-    ulp = f" ({d.max_ulp} representable numbers)" if d.max_ulp is not None else ""
+    ulp = f" ({words})" if (words := ulp_words(d.max_ulp)) else ""
     console.print(
-        f"first difference: {d.op}{row}; {d.unequal} of {d.elements} outputs differ, "
+        f"first difference: {one_line(d.op)}{row}; {d.unequal} of {d.elements} outputs differ, "
         f"by up to {d.max_abs:.3g}{ulp}"
     )
     return 1
@@ -48,7 +54,7 @@ def _diff_runs(a: Path, b: Path) -> int:
     if divergence.step is None:
         console.print(f"then {later}" if later else "every step that both have is equal to the bit")
     first = later or divergence
-    if first.step is not None and (rollout := _first_rollout(a, b, first.step)):
+    if first.step is not None and (rollout := first_rollout(a, b, first.step)):
         console.print(rollout)
     _explain(comparison)
     return 1
@@ -73,7 +79,7 @@ def _explain(comparison: Comparison) -> None:
 _FIELDS = ("prompt_ids", "completion_ids", "logprobs", "reward", "advantage")
 
 
-def _first_rollout(a: Path, b: Path, step: int) -> str:
+def first_rollout(a: Path, b: Path, step: int) -> str:
     """The first sequence of the step that differs in the rollouts.jsonl of both runs, and where it differs.
 
     Empty where a run has no such file, or where the files show no difference.
@@ -90,18 +96,18 @@ def _first_rollout(a: Path, b: Path, step: int) -> str:
 def _position(x: Any, y: Any) -> str:
     """Where two values of a field differ: lists at a position or in their length, other values as such."""
     if not isinstance(x, list):
-        return f" {x!r} and {y!r}"
+        return f" {shown(x)} and {shown(y)}"
     index = next((i for i, (p, q) in enumerate(zip(x, y, strict=False)) if p != q), None)
     if index is None:
         return f" of {len(x)} and {len(y)}"
-    return f" at position {index}: {x[index]!r} and {y[index]!r}"
+    return f" at position {index}: {shown(x[index])} and {shown(y[index])}"
 
 
 def _rollouts(run: Path, step: int) -> list[dict[str, Any]]:
     """The lines of rollouts.jsonl for the step; `run` is a run folder or a ledger in it."""
     file = (run if run.is_dir() else run.parent) / ROLLOUTS
     try:
-        lines = (json.loads(line) for line in file.read_text(encoding="utf-8").splitlines())
+        lines = (parse_json(line, non_finite=True) for line in file.read_bytes().splitlines())
         return [line for line in lines if line["step"] == step]
     except (OSError, ValueError, KeyError, TypeError):
         return []  # the lines only help to find the place; the ledger has shown the difference without them

@@ -1,33 +1,27 @@
-"""`zerokl replay` and `zerokl verify run`: steps of a run are done again and compared with its ledger."""
+"""`zerokl replay`: steps of a run are done again and compared with its ledger."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ...kernels.philox import Stream, permutation
-from ...verify.divergence import Divergence, compare_heads, compare_lines, open_run, run_ledger
-from ...verify.ledger import LedgerFile, read_ledger
-from ..config import Config
+from ...verify.divergence import Divergence, compare_heads, compare_lines, open_run
+from ...verify.ledger import LedgerFile
+from ..parallel.workers import use_threads
 from ..runs.base_model import base_model
 from ..runs.checkpoints import (
     Checkpoint,
-    checked_checkpoint,
     checkpoint_folders,
     restore,
     rewind,
     usable_checkpoint,
 )
-from ..runs.folder import METRICS, ROLLOUTS
 from ..runs.head import run_head
-from ..runs.resume import read_log, run_config
+from ..runs.resume import run_config
 from ..runs.setup import make_state
 from ..tasks import load_task
 from ..train.recorder import Recorder
-from ..train.state import TrainState
+from ..train.state import StepRecord, TrainState
 from ..train.step import train_step
 from .trace import trace_step
 
@@ -63,9 +57,9 @@ class Replayer:
         self.messages: list[str] = []  # a line for each checkpoint that cannot be used
         self.checkpoints = self._checkpoints() if checkpoints is None else checkpoints
         if self.config.threads:
-            torch.set_num_threads(self.config.threads)
-        task = load_task(self.config.task.name, self.config.task.options)
-        self.state: TrainState = make_state(self.config, base_model(self.config, path), task)
+            use_threads(self.config.threads)
+        self.task = load_task(self.config.task.name, self.config.task.options, self.config.task.directory)
+        self.state: TrainState = make_state(self.config, base_model(self.config, path), self.task)
         self._first_weights = self.state.optimizer.whole_master().clone()
         self._head = run_head(self.state, {"workers in use": self.state.parallel.n})
         if altered := compare_heads(self.ledger.head, self._head):
@@ -90,11 +84,13 @@ class Replayer:
         until: int | None = None,
         trace: Path | None = None,
         before: Callable[[TrainState], None] | None = None,
+        after: Callable[[StepRecord], None] | None = None,
     ) -> Replay:
         """Do the steps up to `until` (default `step`) again, from the newest checkpoint at or before `step`.
 
         trace: a file; every operation of step `step` is written to it. before: called with the state before
-        each step. Raises ValueError for steps that the ledger does not hold.
+        each step. after: called after each step that has the ledger's bits and is not traced. Raises
+        ValueError for steps that the ledger does not hold.
         """
         until, recorded = step if until is None else until, len(self.ledger.lines)
         if not 0 <= step <= until < recorded:
@@ -108,13 +104,16 @@ class Replayer:
             line = self.ledger.lines[state.step]
             if before:
                 before(state)
+            record = None
             if trace is not None and state.step == step:
                 trace_step(state, trace)
             else:
-                train_step(state)
+                record = train_step(state)
             again = state.recorder.ledger.last
             if divergence := compare_lines(self.ledger.head, line, again):
                 return Replay(first, line.step, divergence)
+            if after and record is not None:
+                after(record)
         return Replay(first, until, None)
 
     def _go_to(self, step: int) -> int:
@@ -137,91 +136,3 @@ class Replayer:
 
     def __exit__(self, *_: object) -> None:
         self.state.close()
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of `zerokl verify run`."""
-
-    what: str
-    result: str
-    holds: bool
-
-
-def verify_run(path: Path, replays: int, seed: int, overrides: Mapping[str, Any]) -> list[Finding]:
-    """Check a run: its ledger's chain, its summary, its checkpoints' hashes, its logs, and `replays` steps.
-
-    The steps are drawn at random with `seed`, and done again. Raises ValueError for a folder without a run,
-    and for an override that decides bits.
-    """
-    config = run_config(path, overrides)
-    ledger = read_ledger(run_ledger(path))
-    if ledger.damage or ledger.head is None:
-        return [Finding("ledger", ledger.damage or f"{ledger.path} has no whole head", False)]
-    chain = f"{len(ledger.lines)} steps, chain unbroken"
-    if ledger.torn:
-        chain += ", and a torn line after them"
-    findings = [
-        Finding("ledger", chain, not (ledger.torn and (path / "summary.json").exists())),
-        *_summary(path, ledger),
-    ]
-    intact: list[Checkpoint] = []  # newest first
-    for folder in reversed(checkpoint_folders(path)):
-        checkpoint, damage = checked_checkpoint(folder, ledger)
-        result = damage or "every hash right, its place in the chain, and the ledger's bits"
-        findings.append(Finding(folder.name, result, not damage))
-        intact = [checkpoint, *intact] if checkpoint else intact
-    findings += _logs(path, config, intact[0] if intact else None)
-    try:
-        replayer = Replayer(path, overrides, [] if config.samples_older_weights else intact)
-    except ValueError as error:
-        return [*findings, Finding("replay", str(error), False)]
-    with replayer:
-        return findings + _replays(replayer, replays, seed)
-
-
-def _replays(replayer: Replayer, n: int, seed: int) -> list[Finding]:
-    """Up to n steps of the run, drawn at random and done again in ascending order."""
-    recorded = len(replayer.ledger.lines)
-    if not recorded:
-        return []
-    findings = []
-    for step in sorted(permutation(recorded, seed, Stream.ORDER, 0)[:n].tolist()):
-        replay = replayer.replay(step)
-        if replay.divergence:
-            result = f"differs at {replay.divergence}"
-        else:
-            result = f"the same bits (from step {replay.first})"
-        findings.append(Finding(f"replay of step {step}", result, replay.divergence is None))
-    return findings
-
-
-def _logs(path: Path, config: Config, newest: Checkpoint | None) -> list[Finding]:
-    """Metrics and rollouts: every line in its place, and the hash that the newest checkpoint has of them."""
-    findings = []
-    for log in (
-        read_log(path / METRICS, 1),
-        read_log(path / ROLLOUTS, config.prompts * config.num_generations),
-    ):
-        wrong = log.damage
-        if (
-            not wrong
-            and newest
-            and (newest.step >= len(log.ends) or log.hash_at(newest.step) != newest.logs.get(log.path.name))
-        ):
-            wrong = f"was altered before step {newest.step}, as its hash in {newest.folder.name} shows"
-        findings.append(Finding(log.path.name, wrong or f"{len(log.ends) - 1} steps", not wrong))
-    return findings
-
-
-def _summary(path: Path, ledger: LedgerFile) -> list[Finding]:
-    file = path / "summary.json"
-    if not file.exists():
-        return [Finding("summary", "none: the run is not finished", True)]
-    try:
-        fits = json.loads(file.read_text(encoding="utf-8"))["fingerprint"] == ledger.chain
-    except (ValueError, KeyError, TypeError):
-        return [Finding("summary", f"{file} is damaged", False)]
-    return [
-        Finding("summary", f"its fingerprint is {'' if fits else 'not '}the ledger's last chain value", fits)
-    ]

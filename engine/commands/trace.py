@@ -34,6 +34,7 @@ from ...model.decoder import Context, Decoder, Hook, no_hook
 from ...model.op_names import in_order, split_fused
 from ...model.prompts import first_of_prompt, prompt_passes
 from ...verify.bitwise import unequal
+from ...verify.reading import parse_json
 from ...verify.trace import OpDifference, Trace, compare_traces, first_divergence
 from ..parallel.partition import virtual_shards
 from ..rollout.types import Rollout
@@ -203,9 +204,9 @@ def read_trace(path: Path) -> tuple[Trace, list[torch.Tensor], int]:
             if metadata.get("zerokl") != "trace":
                 raise ValueError(f"trace: {path} is no trace of zerokl replay")
             return (
-                {name: file.get_tensor(name) for name in json.loads(metadata["order"])},
+                {name: file.get_tensor(name) for name in parse_json(metadata["order"])},
                 [file.get_tensor(name) for name in _PLACES],
                 int(metadata["step"]),
             )
-    except (SafetensorError, KeyError, OSError) as error:
+    except (SafetensorError, KeyError, TypeError, OSError) as error:
         raise ValueError(f"trace: {path} cannot be read ({error})") from None

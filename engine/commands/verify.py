@@ -4,13 +4,13 @@ Every check computes the log-probabilities of the same tokens (or gradients, or 
 compares bits. The law says that the difference between the two ways must not matter.
 """
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
 from ...kernels import tiles
 from ...kernels.backend import find_device
@@ -20,6 +20,7 @@ from ...model.checkpoint import DTYPES, load_decoder, resolve_model
 from ...model.decoder import Decoder, named_numerics
 from ...model.scoring import cached_scores, logprobs, pack
 from ...verify.invariance import Check
+from ...verify.reading import one_line, read_json
 from ..loss.config import LossConfig
 from ..loss.policy_loss import sequence_weights
 from ..parallel.workers import Workers, cpu_threads, suits
@@ -45,17 +46,30 @@ def check_law(
     longest: int = 80,
     seed: int = 0,
     device: str = "auto",
+    progress: Callable[[list[str]], None] | None = None,
 ) -> list[Check]:
     """The law's checks for a model, each with its numbers of `comparisons` and `unequal`.
 
-    Without a model, a tiny random one is checked. Raises ValueError for an unknown model, dtype or device,
+    Without a model, a tiny random one is checked. progress: is called after each check, with words
+    about it. Raises ValueError for an unknown model, dtype or device,
     and for too few sequences or tokens.
     """
     for dtype in dtypes:
         if dtype not in DTYPES:
             raise ValueError(f"dtype ({dtype}) must be one of {', '.join(DTYPES)}")
-    folder = None if model is None else resolve_model(model)
-    return list(run_checks(folder, dtypes, sequences, longest, seed, find_device(device)))
+    folder, checks = None if model is None else resolve_model(model), []
+    for check in run_checks(folder, dtypes, sequences, longest, seed, find_device(device)):
+        checks.append(check)
+        if progress:
+            progress(
+                [check.dtype, check.name, f"{check.comparisons:,} comparisons, {check.unequal:,} unequal"]
+            )
+    return checks
+
+
+def count_checks(dtypes: Sequence[str]) -> int:
+    """The number of checks that check_law does."""
+    return len(_CHECKS) * len(dtypes)
 
 
 def run_checks(
@@ -78,17 +92,7 @@ def run_checks(
         decoder = _decoder(model, DTYPES[name], seed, device)
         length = min(longest, decoder.config.max_positions)
         pairs = random_pairs(sequences, length, decoder.config.vocab_size, seed)
-        for check in (
-            _composition,
-            _order,
-            _padding,
-            _chunked,
-            _decode,
-            _threads,
-            _concurrency,
-            _micro_batch,
-            _gradient_threads,
-        ):
+        for check in _CHECKS:
             yield check(decoder, pairs, name, seed)
 
 
@@ -259,6 +263,19 @@ def _gradient_threads(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed:
     return check
 
 
+_CHECKS = (
+    _composition,
+    _order,
+    _padding,
+    _chunked,
+    _decode,
+    _threads,
+    _concurrency,
+    _micro_batch,
+    _gradient_threads,
+)
+
+
 def check_case(case: Path, device: torch.device | None = None) -> list[Check]:
     """Score the rollouts of a saved mismatch again, and compare with what sampler and trainer had computed.
 
@@ -274,6 +291,12 @@ def check_case(case: Path, device: torch.device | None = None) -> list[Check]:
         named_numerics(saved.precision.head_dtype, saved.precision.cache_dtype),
     )
     pairs, sampling_params = saved.pairs, saved.sampling_params
+    longest, highest = max(len(p) + len(c) for p, c in pairs), max(max(p + c) for p, c in pairs)
+    if longest > decoder.config.max_positions or highest >= decoder.config.vocab_size:
+        raise ValueError(
+            f"verify: {case} holds a rollout of {longest} tokens up to id {highest}; its model has "
+            f"{decoder.config.max_positions} positions and {decoder.config.vocab_size} tokens"
+        )
     ways = {
         "together": _score(decoder, pairs, sampling_params),
         "alone": [_score(decoder, [p], sampling_params)[0] for p in pairs],
@@ -285,6 +308,23 @@ def check_case(case: Path, device: torch.device | None = None) -> list[Check]:
             checks.append(Check(f"{side}'s logprobs, scored again {way}", saved.dtype))
             _compare_all(checks[-1], logged, scores)
     return checks
+
+
+class _CaseRollout(BaseModel):
+    """A rollout of mismatch.json."""
+
+    model_config = ConfigDict(strict=True)
+
+    prompt_ids: list[NonNegativeInt] = Field(min_length=1)
+    completion_ids: list[NonNegativeInt] = Field(min_length=1)
+    sampling_logprobs: list[float]
+    trainer_logprobs: list[float]
+
+    @model_validator(mode="after")
+    def _as_long(self) -> "_CaseRollout":
+        if not len(self.completion_ids) == len(self.sampling_logprobs) == len(self.trainer_logprobs):
+            raise ValueError("must have a logprob of both sides for each token of the completion")
+        return self
 
 
 @dataclass(frozen=True)
@@ -301,20 +341,24 @@ class _Case:
 def _read_case(case: Path) -> _Case:
     """The mismatch that a run saved in `case`. Raises ValueError."""
     try:
-        report = json.loads((case / "mismatch.json").read_text(encoding="utf-8"))
-        config, rollouts = report["config"], report["rollouts"]
+        report = read_json(case / "mismatch.json", non_finite=True)  # logprobs may be infinite, or NaN
+        config = report["config"]
+        rollouts = [vars(_CaseRollout.model_validate(rollout)) for rollout in report["rollouts"]]
         if config["dtype"] not in DTYPES:
             raise ValueError(f"dtype {config['dtype']} is not known")
+        if not rollouts:
+            raise ValueError("it holds no rollout")
         sampling = config["sampling"]
         return _Case(
             config["dtype"],
             PrecisionConfig.model_validate(config.get("precision", {})),
-            SamplingParams(sampling["temperature"], sampling["top_k"], sampling["top_p"]),
+            SamplingParams(sampling["temperature"], sampling["top_k"], sampling["top_p"]).check(),
             [(list(r["prompt_ids"]), list(r["completion_ids"])) for r in rollouts],
             {
                 "sampler": [torch.tensor(r["sampling_logprobs"], dtype=torch.float32) for r in rollouts],
                 "trainer": [torch.tensor(r["trainer_logprobs"], dtype=torch.float32) for r in rollouts],
             },
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"verify: {case} holds no readable mismatch.json ({error})") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = one_line(str(error))
+        raise ValueError(f"verify: {case} holds no readable mismatch.json ({reason})") from None

@@ -10,6 +10,7 @@ from ... import kernels
 from ...kernels.backend import INTERPRETED
 from ...kernels.compiled_cases import configurations
 from ...verify.binaries import TARGETS, Binary, as_table, compile_launch, faults, inspect
+from ..runs.progress import Display
 from ..runs.terminal import console
 
 # Registers and shared memory of every binary, for each version of Triton: another version allocates other
@@ -64,9 +65,11 @@ def build(targets: tuple[str, ...]) -> list[Binary]:
             raise ValueError(f"verify binaries: target ({target}) must be one of {', '.join(TARGETS)}")
     binaries = []
     for target in targets:
-        binaries += [
-            inspect(name, target, compile_launch(*launch, target)) for name, launch in configurations(target)
-        ]
+        launches = list(configurations(target))
+        with Display(len(launches), target, transient=True) as display:
+            for name, launch in launches:
+                binaries.append(inspect(name, target, compile_launch(*launch, target)))
+                display.step([name])
     return binaries
 
 

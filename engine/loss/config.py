@@ -2,8 +2,9 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from ..section import Section
 from .presets import PRESETS
 
 Advantage = Literal["mean", "std", "leave_one_out", "batch"]
@@ -14,10 +15,8 @@ LossAggMode = Literal["constant", "tokens", "length"]
 Estimator = Literal["k1", "k2", "k3"]
 
 
-class LossConfig(BaseModel):
+class LossConfig(Section):
     """A preset, and choices that differ from it. docs/extend.md shows how to add a loss of your own."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     preset: Literal[tuple(PRESETS)] = "pg"  # type: ignore[valid-type]
     """Row of the table (loss/presets.py) that fills every choice left open below."""

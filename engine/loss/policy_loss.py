@@ -34,6 +34,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..tasks import load_object
+from ..tasks.users_code import call_user
 from .config import Estimator, Level, LossAggMode, LossConfig
 from .corrections import CORRECTIONS
 from .surrogates import BOUNDS, Surrogate
@@ -104,12 +105,7 @@ def surrogate(cfg: LossConfig) -> Surrogate:
     user_surrogate = load_object(cfg.surrogate, "loss.surrogate")
 
     def checked(r, A, logp, low, high):
-        try:
-            pair = user_surrogate(r, A, logp, low, high)
-        except Exception as error:  # the user's function may raise anything
-            raise ValueError(
-                f"loss.surrogate: {cfg.surrogate} raised {type(error).__name__} ({error})"
-            ) from error
+        pair = call_user(f"loss.surrogate: {cfg.surrogate}", "", user_surrogate, r, A, logp, low, high)
         if not (
             isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(x, torch.Tensor) for x in pair)
         ):

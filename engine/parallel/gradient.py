@@ -3,7 +3,7 @@
 All tensors here are flat over all weights (model/weights.py), [numel] fp32.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -12,6 +12,8 @@ from ...model.decoder import Decoder
 
 X = TypeVar("X")
 Y = TypeVar("Y")
+# Computes the gradients of some virtual shards, and returns a result for each; None is an empty shard.
+ShardsWork = Callable[[Decoder, Sequence[X | None]], list[Y | None]]
 
 
 class GradientTree:
@@ -66,39 +68,52 @@ class GradientTree:
 
 
 class ShardSum:
-    """The sum, by a tree, of the gradients of consecutive virtual shards, all computed with one decoder."""
+    """The sum, by a tree, of the gradients of consecutive virtual shards, all computed with one decoder.
 
-    def __init__(self, decoder: Decoder, shards: int):
-        self.decoder = decoder
+    `in_flight` shards are computed together, each with a gradient buffer of its own: a pass over the samples
+    of several shards keeps a GPU busy. With one, `main_grad` has the shape of its weight. With several, it
+    has an axis of shards before that (kernels/grad.py).
+    """
+
+    def __init__(self, decoder: Decoder, shards: int, in_flight: int = 1):
+        self.decoder, self.in_flight = decoder, min(in_flight, shards)
         self.tree = GradientTree(shards)
-        self._leaf = torch.empty(decoder.layout.numel, device=decoder.device)
-        views = decoder.layout.views(self._leaf)
+        numel = decoder.layout.numel
+        self._leaves = torch.empty(self.in_flight, numel, device=decoder.device)
+        views = [decoder.layout.views(leaf) for leaf in self._leaves]
         for name, weight in decoder.w.items():
-            weight.main_grad = views[name]
+            entry = decoder.layout.entries[name]
+            together = self._leaves[:, entry.offset : entry.offset + entry.numel]
+            weight.main_grad = together.view(-1, *entry.shape) if self.in_flight > 1 else views[0][name]
         # With tied embeddings lm_head has a gradient buffer of its own (see Decoder). It is added to the
         # embedding's gradient at the end of each shard.
-        self._tied = (
-            torch.zeros(decoder.lm_head.shape, device=decoder.device) if decoder.config.tied else None
-        )
-        if self._tied is not None:
-            decoder.lm_head.main_grad = self._tied
-        self._embed = views["embed"]
+        self._tied = None
+        if decoder.config.tied:
+            shape = (self.in_flight, *decoder.lm_head.shape)
+            self._tied = torch.zeros(shape, device=decoder.device)
+            decoder.lm_head.main_grad = self._tied if self.in_flight > 1 else self._tied[0]
+        self._embed = [view["embed"] for view in views]
 
-    def add(self, work: Callable[[Decoder, X], Y], shard: X | None) -> Y | None:
-        """Run the next shard's backward passes by work(decoder, shard), and return what it returns.
+    def add(self, work: ShardsWork, shards: Sequence[X | None]) -> list[Y | None]:
+        """Run the backward passes of the next shards by `work`, and return a result for each shard.
 
-        None is a shard without sequences.
+        work(decoder, shards) takes `in_flight` shards. None is a shard without sequences.
         """
-        if shard is None:
-            self.tree.push(None)
-            return None
-        self._leaf.zero_()
-        result = work(self.decoder, shard)
-        if self._tied is not None:
-            self._embed += self._tied
-            self._tied.zero_()
-        self.tree.push(self._leaf)
-        return result
+        results: list[Y | None] = []
+        for start in range(0, len(shards), self.in_flight):
+            together = shards[start : start + self.in_flight]
+            if all(shard is None for shard in together):
+                results += together
+            else:
+                self._leaves.zero_()
+                empty = [None] * (self.in_flight - len(together))
+                results += work(self.decoder, [*together, *empty])[: len(together)]
+            for i, shard in enumerate(together):
+                if shard is not None and self._tied is not None:
+                    self._embed[i] += self._tied[i]
+                    self._tied[i].zero_()
+                self.tree.push(None if shard is None else self._leaves[i])
+        return results
 
 
 def add_roots(roots: list[torch.Tensor | None]) -> torch.Tensor | None:

@@ -32,7 +32,7 @@ from ..config import NativeConfig
 from ..rollout.native import NativeSampler, check_prompts
 from ..rollout.types import GenerationParams, RngKey, Rollout
 from ..shared_tensor import SharedTensor, map_tensor
-from .gradient import ShardSum, add_roots
+from .gradient import ShardSum, ShardsWork, add_roots
 from .partition import virtual_shards
 
 X = TypeVar("X")
@@ -41,6 +41,8 @@ Y = TypeVar("Y")
 # A model with more parameters than this keeps the cores busy with one worker. And each worker needs memory
 # for a gradient of its own.
 _LARGE = 50_000_000
+# Threads or processes that a machine may be asked for.
+_MOST_PER_CORE, _MOST_ANYWHERE = 8, 64
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _NATIVE = NativeConfig()
 
@@ -53,6 +55,24 @@ def suits(parameters: int) -> bool:
 def automatic(parameters: int) -> int:
     """The number of workers for a model with so many parameters on this machine."""
     return torch.get_num_threads() if suits(parameters) else 1
+
+
+def use_threads(n: int) -> None:
+    """Make torch run its CPU operations on n threads from now on.
+
+    Raises ValueError for so many that starting them could end the process, without a Python exception.
+    """
+    _refuse_many("threads", n)
+    torch.set_num_threads(n)
+
+
+def _refuse_many(name: str, n: int) -> None:
+    cores = os.cpu_count() or 1
+    if n > max(_MOST_PER_CORE * cores, _MOST_ANYWHERE):
+        raise ValueError(
+            f"config: {name} ({n}) must be at most {max(_MOST_PER_CORE * cores, _MOST_ANYWHERE)} "
+            f"on this machine of {cores} cores"
+        )
 
 
 @contextmanager
@@ -84,9 +104,9 @@ def keep_freed_memory() -> None:
 class Host:
     """What one worker computes with. Its gradient is made at the first use, because sampling needs none."""
 
-    def __init__(self, decoder: Decoder, shards: int, native: NativeConfig, workers: int):
+    def __init__(self, decoder: Decoder, shards: int, native: NativeConfig, workers: int, in_flight: int = 1):
         keep_freed_memory()
-        self.decoder, self._shards = decoder, shards
+        self.decoder, self._shards, self._in_flight = decoder, shards, in_flight
         self.sampler = NativeSampler(decoder, **native.model_dump(), workers=workers)
         self._gradient: ShardSum | None = None
         # Shared memory through which worker 0 reads this worker's gradient. Worker 0 itself has none.
@@ -96,7 +116,7 @@ class Host:
     def gradient(self) -> ShardSum:
         """The sum of this worker's shards."""
         if self._gradient is None:
-            self._gradient = ShardSum(self.decoder, self._shards)
+            self._gradient = ShardSum(self.decoder, self._shards, self._in_flight)
         return self._gradient
 
 
@@ -104,13 +124,21 @@ class Workers:
     """`n` workers, rounded down to a power of two that divides `shards`, over the CPU threads torch has now.
 
     `shards` is the number of virtual shards that the workers sum at a time. With more than one worker, or
-    with `share`, the decoder's weights move to shared memory (`weights`). Raises ChildProcessError when a
-    worker has died.
+    with `share`, the decoder's weights move to shared memory (`weights`). `in_flight`: see ShardSum.
+
+    Raises ChildProcessError when a worker has died.
     """
 
     def __init__(
-        self, decoder: Decoder, shards: int, n: int = 1, native: NativeConfig = _NATIVE, share: bool = False
+        self,
+        decoder: Decoder,
+        shards: int,
+        n: int = 1,
+        native: NativeConfig = _NATIVE,
+        share: bool = False,
+        in_flight: int = 1,
     ):
+        _refuse_many("workers", min(n, shards))
         self.n, self.shards = 1 << (min(n, shards).bit_length() - 1), shards
         self._own_threads = max(1, torch.get_num_threads() // self.n)
         self._others: list[_Process] = []
@@ -121,13 +149,15 @@ class Workers:
                 decoder.config,
                 decoder.dtype,
                 decoder.numerics,
+                decoder.recompute,
                 shards // self.n,
                 native,
                 self.n,
                 self._own_threads,
+                in_flight,
             )
             self._others = [_Process(i, self.weights, head, decoder.layout.numel) for i in range(1, self.n)]
-        self.host = Host(decoder, shards // self.n, native, self.n)
+        self.host = Host(decoder, shards // self.n, native, self.n, in_flight)
 
     def own_threads(self) -> AbstractContextManager[None]:
         """Inside this context torch runs on one worker's share of the threads.
@@ -155,9 +185,9 @@ class Workers:
         return results
 
     def sum_shards(
-        self, work: Callable[[Decoder, X], Y], shards: Sequence[X | None]
+        self, work: ShardsWork, shards: Sequence[X | None]
     ) -> tuple[list[Y | None], torch.Tensor | None]:
-        """The results of work(decoder, shard) for each virtual shard, and the gradients' sum [numel].
+        """The result of `work` for each virtual shard (see ShardSum.add), and the gradients' sum [numel].
 
         None is a shard without sequences; the sum is None if all shards are None. The sum is valid until the
         next call. After an exception the gradient is incomplete, and these workers must not be used again.
@@ -187,7 +217,7 @@ class Workers:
 
 def _sum_part(host: Host, part: tuple[Callable, Sequence]) -> tuple[list, bool]:
     work, shards = part
-    results = [host.gradient.add(work, shard) for shard in shards]
+    results = host.gradient.add(work, shards)
     if host.root is None:
         return results, True  # worker 0: its caller reads the tree directly
     root = host.gradient.tree.take()
@@ -204,6 +234,11 @@ class ParallelSampler:
 
     def __init__(self, workers: Workers, version: int = 0):
         self.workers, self.version = workers, version
+
+    @property
+    def samples_at_once(self) -> int:
+        """Those of the first worker in its last call, times the workers."""
+        return self.workers.host.sampler.samples_at_once * self.workers.n
 
     def sync_weights(self, version: int) -> None:
         """See Sampler."""
@@ -276,7 +311,8 @@ class _Process:
         with worker_end:
             fd = worker_end.fileno()
             code = f"from zerokl.engine.parallel.workers import serve; serve({fd})"
-            self._process = start_python(code, fds=[fd, weights.fd, root.fd], stdin=subprocess.DEVNULL)
+            with _interrupts_blocked():
+                self._process = start_python(code, fds=[fd, weights.fd, root.fd], stdin=subprocess.DEVNULL)
         self._connection = Connection(caller_end.detach())
         self.send((weights.inherited, root.inherited, *head))
 
@@ -303,20 +339,33 @@ class _Process:
         self._process.wait()
 
 
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Processes that are started inside this context never see Ctrl-C, from their first instruction on.
+
+    Ctrl-C reaches all processes of a terminal. The caller alone decides what it means. It sees a Ctrl-C of
+    this time afterwards.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def serve(connection_fd: int) -> None:
     """What the process of another worker runs: it answers until the caller closes the connection."""
-    # Ctrl-C reaches all processes of a terminal. The caller alone decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(connection_fd)
     try:
         config: ModelConfig
-        weights, root, config, dtype, numerics, shards, native, workers, threads = pickle.loads(
+        weights, root, config, dtype, numerics, recompute, *sizes, threads, in_flight = pickle.loads(
             connection.recv_bytes()
         )
         torch.set_num_threads(threads)
         layout = Layout(config)
         decoder = Decoder(config, map_tensor(weights, layout.numel, dtype), layout, numerics)
-        host = Host(decoder, shards, native, workers)
+        decoder.recompute = recompute
+        host = Host(decoder, *sizes, in_flight)
         host.root = map_tensor(root, layout.numel, torch.float32)
         while True:
             work, item = pickle.loads(connection.recv_bytes())

@@ -10,7 +10,7 @@ Memory on each of W ranks, in bytes per weight, for bf16 or fp16 weights and S v
     2                            weights to compute with, which sampler and trainer share; sampling needs all
     4                            gradient of one shard
     (16 + 4 log2(S / W)) / W     the rank's slice: master weights, two moments, the sum over the ranks, and
-                                 the tree of this sum (ranked.py)
+                                 the tree of this sum (data_parallel.py)
 
 A checkpoint passes through the host memory of rank 0 and needs 12 bytes per weight there.
 """
@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from ...model.weights import FLAT_TILE, Layout
-from ...verify.ledger import Hashing, Tree, tree_of
+from ...verify.ledger import Tree, tree_of
 from .gradient import add_roots
-from .ranks import ALONE, Ranks, peers
+from .process_group import ALONE, Ranks, peers
+from .tree_hash import Hashing
 
 # Elements of a slice that are sent and added at a time. This bounds the W parts that the owner holds.
 _PIECE = 1 << 22
@@ -133,10 +134,8 @@ class Slices:
 
         tensors: this rank's slice of each; elements after the end of the slice are ignored.
         """
-        # The copy to the host is one for each tensor: a copy from a GPU for every block would take long.
-        on_host = [x.cpu() for x in tensors]
-        return Hashing((name, [x[start:stop] for x in on_host]) for name, start, stop in self.blocks)
+        return Hashing(self.blocks, *tensors)
 
     def hash_tree(self, hashing: Hashing) -> Tree:
         """The hash tree over the slices of all ranks; each block is hashed by its owner."""
-        return tree_of([block for blocks in self.ranks.gather(hashing.digests) for block in blocks])
+        return tree_of(digest for digests in self.ranks.gather(hashing.digests) for digest in digests)

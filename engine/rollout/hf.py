@@ -60,8 +60,10 @@ class HfEngine:
         device: torch.device | None = None,
     ):
         from transformers import AutoModelForCausalLM, GenerationConfig
+        from transformers.utils import logging
 
         self.name = f"hf {attention}"
+        logging.disable_progress_bar()  # it would be written across the audit's own display
         self.model = (
             AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
             .eval()

@@ -24,6 +24,7 @@ from .engine import Pair, ZeroklEngine, trace_decoder
 from .types import GenerationParams, RngKey, Rollout
 from .vllm.installed import is_cpu_build
 from .vllm.sampler import ON_A_GPU, VllmSampler, prepare_vllm
+from .vllm.start import starting_vllm
 from .vllm.stock import refuse_after_exact
 
 _CONTEXT, _CACHE_BYTES = 4096, 1 << 30
@@ -102,20 +103,21 @@ class VllmEngine:
 
         self.name, self._layers = "vllm", ModelConfig.from_file(folder).layers
         self._device = torch.device("cpu" if is_cpu_build() else "cuda")  # where vLLM's sampler computes
-        self.llm = LLM(
-            model=str(folder),
-            dtype=_name(dtype),
-            max_model_len=min(context, _CONTEXT),
-            enforce_eager=True,
-            skip_tokenizer_init=True,
-            # One forward takes a whole sequence, never a chunk of it.
-            max_num_batched_tokens=max(2048, min(context, _CONTEXT)),
-            logprobs_mode="processed_logprobs",
-            enable_prefix_caching=False,
-            kv_cache_memory_bytes=_CACHE_BYTES,
-            hf_overrides={} if head in (None, dtype) else {"head_dtype": _name(head)},
-            **({} if is_cpu_build() else ON_A_GPU),
-        )
+        with starting_vllm():
+            self.llm = LLM(
+                model=str(folder),
+                dtype=_name(dtype),
+                max_model_len=min(context, _CONTEXT),
+                enforce_eager=True,
+                skip_tokenizer_init=True,
+                # One forward takes a whole sequence, never a chunk of it.
+                max_num_batched_tokens=max(2048, min(context, _CONTEXT)),
+                logprobs_mode="processed_logprobs",
+                enable_prefix_caching=False,
+                kv_cache_memory_bytes=_CACHE_BYTES,
+                hf_overrides={} if head in (None, dtype) else {"head_dtype": _name(head)},
+                **({} if is_cpu_build() else ON_A_GPU),
+            )
 
     def generate(
         self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, seed: int

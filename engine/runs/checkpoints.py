@@ -6,22 +6,26 @@ a checkpoint never runs code from it.
 """
 
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 
 from ...model.checkpoint import STATE_FILE, read_weights, write_checkpoint
 from ...model.config import ModelConfig
 from ...model.weights import Layout
 from ...verify.files import manifest_damage
-from ...verify.ledger import LedgerFile, hash_tree
+from ...verify.ledger import LedgerFile
+from ...verify.reading import read_json
 from ..config import Config
+from ..parallel.tree_hash import hash_tree
 from ..train.loss_scaling import LossScaler
 from ..train.state import TrainState
 
@@ -49,6 +53,19 @@ class Checkpoint:
     updates: int
     chain: str
     scaler: dict[str, float]
+    logs: dict[str, str]
+
+
+class _TrainingState(BaseModel):
+    """The content of SMALL_FILE; see Checkpoint."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    step: int = Field(ge=0)
+    version: int = Field(ge=0)
+    updates: int = Field(ge=0)
+    chain: str
+    scaler: dict[Literal["scale", "clean", "in_a_row"], int | float]
     logs: dict[str, str]
 
 
@@ -88,7 +105,7 @@ def save_checkpoint(
 
 def checkpoint_folders(run: Path) -> list[Path]:
     """The checkpoint folders of a run, newest first, found by their names."""
-    folders = (p for p in run.glob("checkpoints/step-*") if p.is_dir() and p.name[5:].isdigit())
+    folders = (p for p in run.glob("checkpoints/step-*") if re.fullmatch("step-[0-9]{1,18}", p.name))
     return sorted(folders, key=lambda p: -int(p.name[5:]))
 
 
@@ -98,9 +115,8 @@ def open_checkpoint(folder: Path) -> tuple[Checkpoint | None, str]:
         return None, damage
     path = folder / SMALL_FILE
     try:
-        small: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        checkpoint = Checkpoint(folder, **small)
-    except (OSError, ValueError, TypeError) as error:
+        checkpoint = Checkpoint(folder, **vars(_TrainingState.model_validate(read_json(path))))
+    except (OSError, ValueError, TypeError) as error:  # pydantic's ValidationError is a ValueError
         return None, f"{path} is no training state ({type(error).__name__})"
     if folder.name != f"step-{checkpoint.step:06d}":
         return None, f"{folder} holds step {checkpoint.step}"
@@ -146,7 +162,7 @@ def _different_bits(folder: Path, hashes: Mapping[str, str]) -> str | None:
     layout = Layout(ModelConfig.from_file(folder))
 
     def root(*flat: torch.Tensor) -> str:
-        return hash_tree(*map(layout.checkpoint_views, flat)).root
+        return hash_tree(layout.blocks, *flat).root
 
     if "weights" in hashes and root(read_weights(folder, layout)) != hashes["weights"]:
         return "weights"

@@ -4,15 +4,20 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...verify.files import write_whole
+from ...verify.files import check_writable, naming, write_whole
 from ...verify.ledger import LEDGER
+from ...verify.reading import one_line
 from ..train.state import StepRecord
+from .trackers import TRACKERS, Trackers
 
 METRICS, ROLLOUTS = "metrics.jsonl", "rollouts.jsonl"
+# Why a run ended by itself: {"error": ...}. A run that goes on removes it.
+FAILED = "failed.json"
 # What a folder holds only if it is the folder of a run.
 _RUN_FILES = (
     "config.toml",
@@ -22,16 +27,40 @@ _RUN_FILES = (
     "checkpoints",
     "summary.json",
     "reward.png",
+    "report.html",
     "tensorboard",
+    TRACKERS,
     "mismatch",
+    "profile",
 )
 
 
 def refuse_taken(path: Path) -> None:
-    """Raise ValueError when the folder already holds a run."""
+    """Raise ValueError when the folder already holds a run, and OSError when it cannot be written."""
     present = [name for name in _RUN_FILES if (path / name).exists()]
     if present:
         raise ValueError(f"run: {path} already holds a run ({present[0]}); choose another --run_dir")
+    check_writable(path)
+
+
+def check_shape(path: Path, to_write: bool) -> None:
+    """Raise ValueError where a file of a run is no file, or a folder of it is no folder.
+
+    to_write: also where one cannot be written.
+    """
+    for name in ("config.toml", LEDGER, METRICS, ROLLOUTS, "summary.json", "reward.png"):
+        _check_kind(path / name, Path.is_file, "a file", to_write)
+    for name in (".", "checkpoints", "tensorboard"):
+        _check_kind(path / name, Path.is_dir, "a folder", to_write)
+
+
+def _check_kind(path: Path, is_kind: Callable[[Path], bool], kind: str, to_write: bool) -> None:
+    if not os.path.lexists(path):
+        return
+    if not is_kind(path):
+        raise ValueError(f"run: {path} is not {kind}, as a run needs; nothing was changed, put it back")
+    if to_write and not os.access(path, os.W_OK):
+        raise ValueError(f"run: {path} cannot be written; nothing was changed, make it writable")
 
 
 def finite(x: Any) -> Any:
@@ -57,11 +86,13 @@ class _Log:
     def write(self, lines: Sequence[dict[str, Any]]) -> None:
         content = "".join(json.dumps(line) + "\n" for line in lines).encode()
         self._hash.update(content)
-        self._file.write(content)
-        self._file.flush()
+        with naming(self.path):
+            self._file.write(content)
+            self._file.flush()
 
     def sync(self) -> str:
-        os.fsync(self._file.fileno())
+        with naming(self.path):
+            os.fsync(self._file.fileno())
         return self._hash.hexdigest()
 
     def close(self) -> None:
@@ -72,7 +103,7 @@ class RunFolder:
     """The files of a run in the folder `path`."""
 
     def __init__(self, path: Path, config_toml: str, steps_done: int | None = None):
-        """steps_done: of a run that goes on; None for a new run.
+        """steps_done: of a run that goes on; None for a new run. `trackers` can be set later.
 
         Raises ValueError for a new run in a folder that already holds one. No run is ever overwritten.
         """
@@ -80,23 +111,21 @@ class RunFolder:
         if steps_done is None:
             refuse_taken(path)
             path.mkdir(parents=True, exist_ok=True)
+        (path / FAILED).unlink(missing_ok=True)
         write_whole(path / "config.toml", config_toml.encode())
         self._metrics = _Log(path / METRICS)
         self._rollouts = _Log(path / ROLLOUTS)
-        from torch.utils.tensorboard import SummaryWriter
-
-        # TensorBoard then ignores what the interrupted run wrote about later steps.
-        self._board = SummaryWriter(str(path / "tensorboard"), purge_step=steps_done)
+        self.trackers: Trackers | None = None
 
     def record(self, record: StepRecord, extra: dict[str, float]) -> None:
         """Append the metrics and rollouts of a finished step. extra: further metrics of it."""
         metrics = record.metrics | extra
         self._metrics.write([finite(metrics | record.notes)])
-        for name, value in metrics.items():
-            if name != "step":
-                self._board.add_scalar(name, value, int(metrics["step"]))
         P, G = record.rewards.shape
-        self._rollouts.write([rollout_line(record, p, g, G) for p in range(P) for g in range(G)])
+        lines = [rollout_line(record, p, g, G) for p in range(P) for g in range(G)]
+        self._rollouts.write(lines)
+        if self.trackers:
+            self.trackers.record(metrics, lines)
 
     def sync(self) -> dict[str, str]:
         """Wait until metrics and rollouts are on the disk. Returns file name -> SHA-256 of the file so far.
@@ -105,11 +134,29 @@ class RunFolder:
         """
         return {log.path.name: log.sync() for log in (self._metrics, self._rollouts)}
 
-    def close(self) -> None:
-        """Close the files."""
+    def fail(self, error: Exception) -> None:
+        """Note why the run ends before its last step, though nobody ended it."""
+        reason = one_line(str(error))
+        write_whole(self.path / FAILED, (json.dumps({"error": reason}) + "\n").encode())
+
+    def discard(self) -> None:
+        """Remove the files of a new run that was refused before its first step was done."""
+        self.close({})
+        for name in ("config.toml", LEDGER, METRICS, ROLLOUTS, TRACKERS):
+            (self.path / name).unlink(missing_ok=True)
+        shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
+        if not any(self.path.iterdir()):
+            self.path.rmdir()
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        """Close the files. summary: for the trackers; empty for a run that did not reach its end.
+
+        Closing twice is allowed.
+        """
         self._metrics.close()
         self._rollouts.close()
-        self._board.close()
+        if self.trackers:
+            self.trackers.close(summary)
 
 
 class NoFolder:
@@ -122,14 +169,20 @@ class NoFolder:
         """Do nothing."""
         return {}
 
-    def close(self) -> None:
+    def fail(self, error: Exception) -> None:
+        """Do nothing."""
+
+    def discard(self) -> None:
+        """Do nothing."""
+
+    def close(self, summary: Mapping[str, Any]) -> None:
         """Do nothing."""
 
 
 def rollout_line(record: StepRecord, p: int, g: int, G: int) -> dict[str, Any]:
     """The line of rollouts.jsonl for generation g of prompt p; each prompt has G generations."""
     r = record.rollouts[p * G + g]
-    return {
+    line = {
         "step": record.metrics["step"],
         "prompt": p,
         "sample": g,
@@ -144,6 +197,9 @@ def rollout_line(record: StepRecord, p: int, g: int, G: int) -> dict[str, Any]:
         "completion_ids": list(r.completion_ids),
         "logprobs": [float(x) for x in r.logprobs],
     }
+    if record.trainer_logprobs is not None:
+        line["trainer_logprobs"] = [float(x) for x in record.trainer_logprobs[p * G + g]]
+    return line
 
 
 def plot_reward(metrics: list[dict[str, float]], path: Path) -> None:

@@ -20,6 +20,8 @@ REFERENCE = "loss.ref_model"
 # run may change them.
 FREE = {
     "micro_batch": "how many sequences one pass takes; by the law this decides no bit",
+    "shards_in_flight": "how many shards one pass takes; by the law this decides no bit",
+    "recompute": "what is kept for the backward; the same operations compute it again",
     "threads": "how the work is spread; by the law this decides no bit",
     "workers": "how the work is spread; by the law this decides no bit",
     "native": "limits of the sampler; by the law they decide no bit",
@@ -27,9 +29,11 @@ FREE = {
     "sampler": "native and vllm draw the same tokens (is_free: others do not)",
     "exact": "decides whether a run stops, not what it computes (is_free: vllm-stock draws otherwise)",
     "evaluation": "only reads the weights, with random numbers of its own",
+    "tracking": "decides only where the metrics are written as well",
     "checkpoint": "decides only what is kept",
     "ledger.detail": "decides only what is written down; the roots are the same",
     "loss.preset": "a name for the choices of the loss; each choice is chained instead",
+    "task.directory": "a place; the problems found there are chained instead",
     "model": "a place; the architecture and the weights found there are chained instead",
     REFERENCE: "a place; the weights found there are chained instead",
 }

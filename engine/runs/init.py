@@ -7,6 +7,7 @@ but not always: the perfectible set. On such a set a sound trainer must reach a 
 """
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from ...model.config import ModelConfig
 from ...model.decoder import Decoder
 from ...model.scoring import logprobs, pack
 from ...model.weights import Layout
+from ...verify.files import check_writable
 from ..config import OptimizerConfig
 from ..parallel.partition import virtual_shards
 from ..parallel.workers import ParallelSampler, Workers, automatic
@@ -33,7 +35,8 @@ from ..tasks.perfectible import PERFECTIBLE_FILE
 from ..tasks.tokenizer import Tokenizer, character_tokenizer
 from ..train.collect import step_problems
 from ..train.optimizer import Optimizer
-from .terminal import Display, console
+from .progress import Display
+from .terminal import console
 
 # The warm start ends when a sampled completion solves this share of the training problems.
 TARGET = 0.5
@@ -84,6 +87,7 @@ def initialise(
         raise ValueError(f"init: preset {preset} is not known; choose {', '.join(PRESETS)}")
     if out.exists():
         raise ValueError(f"init: {out} already exists; nothing was overwritten")
+    check_writable(out.parent)
     task, problems = _task_with_answers(task_name, options)
     characters = character_tokenizer()
     decoder = random_decoder(preset, len(characters), seed)
@@ -94,7 +98,7 @@ def initialise(
         with Workers(decoder, _SHARDS, automatic(decoder.layout.numel)) as workers:
             accuracy, steps = _warm_start(decoder, workers, tokenizer, problems, task.reward, seed)
             if accuracy > TOO_GOOD:
-                console.print(
+                console.say(
                     f"the warm start ended at {accuracy:.2f} of the training prompts, above the {TOO_GOOD} "
                     "it aims below: on a set this small accuracy rises in leaps; give the task more "
                     "training problems for a base model that errs more"
@@ -186,9 +190,10 @@ def _warm_start(
     longest = max(map(len, completions))
     generation_params = GenerationParams(SamplingParams(), 1, longest, tokenizer.stop_ids)
     optimizer = Optimizer(decoder, decoder.flat.detach(), _OPTIMIZER, _MAX_STEPS)
-    sampler, display, accuracy = ParallelSampler(workers), Display(100, "init"), 0.0
+    sampler, accuracy, tokens, began_s = ParallelSampler(workers), 0.0, 0, time.perf_counter()
     probe = problems[:_PROBE]
-    try:
+    # Accuracy rises slowly, then fast, so the time that is left does not follow from the time so far.
+    with Display(100, "warm start", curve=("training prompts solved", ()), shows_time_left=False) as display:
         for step in range(1, _MAX_STEPS + 1):
             chosen = step_problems(len(problems), min(_BATCH, len(problems)), seed, step, Stream.WARM_START)
             batch = [(prompts[i], completions[i]) for i in chosen]
@@ -196,6 +201,7 @@ def _warm_start(
             shards = [shard or None for shard in virtual_shards(batch, _SHARDS)]
             _, gradient = workers.sum_shards(work, shards)
             optimizer.update(gradient)
+            tokens += sum(len(prompt) + len(completion) for prompt, completion in batch)
             if step % (_CHECK_EVERY if accuracy < TARGET / 3 else _CHECK_OFTEN):
                 continue
             rng_key = RngKey(seed, step, Stream.WARM_START_PROBE)
@@ -204,23 +210,30 @@ def _warm_start(
                 sampler, tokenizer, probe, ids, reward, generation_params, rng_key
             ).mean_reward
             display.step(
-                f"step {step}  solves {accuracy:.2f} of the training prompts, until {TARGET}",
+                [
+                    f"until {TARGET}",
+                    f"step {step}",
+                    f"{tokens / (time.perf_counter() - began_s):,.0f} tokens/s",
+                ],
+                value=accuracy,
                 completed=min(100, int(100 * accuracy / TARGET)),
             )
             if accuracy >= TARGET:
                 return accuracy, step
-    finally:
-        display.close()
     raise ValueError(
         f"init: after {_MAX_STEPS} supervised steps the model solves {accuracy:.2f} of the training prompts, "
         f"not {TARGET}; make the task easier"
     )
 
 
-def _shard_gradient(decoder: Decoder, shard: Sequence[tuple[list[int], list[int]]], tokens: int) -> None:
-    """The gradient of the mean cross-entropy over `tokens` completion tokens."""
+def _shard_gradient(
+    decoder: Decoder, shards: Sequence[Sequence[tuple[list[int], list[int]]]], tokens: int
+) -> list[None]:
+    """The gradient of the mean cross-entropy over `tokens` completion tokens, of one shard."""
+    (shard,) = shards
     logp, _ = logprobs(decoder, pack(shard), SamplingParams())
     (-logp.sum() / tokens).backward()
+    return [None]
 
 
 def _perfectible(
@@ -233,13 +246,21 @@ def _perfectible(
     longest = max(len(tokenizer.encode(p.answer, chat=False)) for p in problems) + 1
     generation_params = GenerationParams(SamplingParams(), SET_SAMPLES, longest, tokenizer.stop_ids)
     prompts: list[str] = []
-    for start in range(0, len(problems), SET_SIZE):
-        batch = problems[start : start + SET_SIZE]
-        ids = tokenizer.encode_problems(batch, chat=False)
-        rng_key = RngKey(seed, start // SET_SIZE, Stream.PERFECTIBLE)
-        evaluation = evaluate(sampler, tokenizer, batch, ids, reward, generation_params, rng_key)
-        rates = evaluation.rewards.mean(axis=1)
-        prompts += [batch[i].prompt for i in np.flatnonzero((rates >= SOLVED[0]) & (rates <= SOLVED[1]))]
-        if len(prompts) >= SET_SIZE:
-            break
+    wanted = min(SET_SIZE, len(problems))
+    with Display(wanted, "perfectible set", shows_time_left=False) as display:
+        for start in range(0, len(problems), SET_SIZE):
+            batch = problems[start : start + SET_SIZE]
+            ids = tokenizer.encode_problems(batch, chat=False)
+            rng_key = RngKey(seed, start // SET_SIZE, Stream.PERFECTIBLE)
+            evaluation = evaluate(sampler, tokenizer, batch, ids, reward, generation_params, rng_key)
+            rates = evaluation.rewards.mean(axis=1)
+            solved_sometimes = np.flatnonzero((rates >= SOLVED[0]) & (rates <= SOLVED[1]))
+            prompts += [batch[i].prompt for i in solved_sometimes]
+            tried = min(start + SET_SIZE, len(problems))
+            display.step(
+                [f"{len(prompts)} prompts are solved sometimes", f"{tried} of {len(problems)} tried"],
+                completed=wanted if tried == len(problems) else min(wanted, len(prompts)),
+            )
+            if len(prompts) >= SET_SIZE:
+                break
     return prompts[:SET_SIZE]

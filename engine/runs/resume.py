@@ -2,37 +2,31 @@
 
 A run goes on from its newest intact checkpoint whose step the ledger, the metrics and the rollouts reach.
 These three files are then cut back to this step. A message names each damaged file. A file that is cut
-because of damage is first copied beside itself.
+because of damage is first copied beside itself. No step needs the rollouts of earlier steps: where they are
+missing, the run goes on without them.
+
+Nothing changes before all that is needed is known to be there. A run that is done is left as it is.
 """
 
-import hashlib
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from ...verify.files import first_free, whole_lines, write_whole
+from ...model.checkpoint import read_weights
+from ...model.config import ModelConfig
+from ...model.weights import Layout, fingerprint
+from ...verify.files import first_free, write_whole
 from ...verify.ledger import LEDGER, Head, LedgerFile, read_ledger
+from ...verify.reading import parse_json
 from ..config import Config
-from ..config_file import load_config
+from ..config_file import file_keys, load_config
 from .checkpoints import DAMAGED, Checkpoint, checkpoint_folders, clear_leftovers, usable_checkpoint
-from .folder import METRICS, ROLLOUTS
-from .head import REFERENCE, flat_settings, is_free
-
-
-@dataclass
-class Log:
-    """A JSONL file of a run, as far as it is intact. Its first `ends`[s] bytes hold the steps before s."""
-
-    path: Path
-    ends: list[int] = field(default_factory=lambda: [0])
-    damage: str | None = None
-
-    def hash_at(self, step: int) -> str:
-        """SHA-256 of the part of the file that holds the steps before `step`."""
-        return hashlib.sha256(self.path.read_bytes()[: self.ends[step]]).hexdigest()
+from .folder import METRICS, ROLLOUTS, check_shape
+from .head import REFERENCE, binding, flat_settings, is_free
+from .logs import Log, read_log
+from .summary import SUMMARY, Summary, numbers, read_summary, summarise, wrong_fields
 
 
 @dataclass
@@ -47,6 +41,8 @@ class Resumption:
     history: list[dict[str, float]]  # the metrics of the steps that are done
     messages: list[str]  # a line for each file that is damaged or not used
     unusable: list[Path]  # checkpoints that new ones will replace
+    summary: Summary | None = None  # of a run that is done: there is nothing left to do
+    wrong_summary: bool = False  # the run has a summary that is not its own
 
     @property
     def step(self) -> int:
@@ -61,9 +57,7 @@ class Resumption:
         first_head = self.ledger.head
         if first_head is None:
             return
-        for key in sorted(first_head.settings.keys() | head.settings.keys()):
-            if (was := first_head.settings.get(key)) != (now := head.settings.get(key)):
-                raise ValueError(f"resume: {self._altered(key, was, now)}")
+        self._check_settings(head.settings, first_head.settings.keys() | head.settings.keys())
         if first_head.data != head.data:
             raise ValueError(
                 "resume: the training problems are not those of the run; put the task's data back as it was"
@@ -72,6 +66,17 @@ class Resumption:
             raise ValueError(
                 f"resume: the weights of {self.config.model} are not those that the run began with"
             )
+
+    def check_config(self) -> None:
+        """Raise ValueError when a setting that decides bits is not the one in the run's ledger."""
+        now = binding(self.config)
+        self._check_settings(now, now.keys())
+
+    def _check_settings(self, now: Mapping[str, Any], keys: Iterable[str]) -> None:
+        head = self.ledger.head
+        for key in sorted(keys) if head else ():
+            if (was := head.settings.get(key)) != now.get(key):
+                raise ValueError(f"resume: {self._altered(key, was, now.get(key))}")
 
     def _altered(self, key: str, was: Any, now: Any) -> str:
         """Why a run cannot go on whose setting `key` was altered."""
@@ -85,6 +90,11 @@ class Resumption:
         file = "config.json of the run's first model" if of_model else self.path / "config.toml"
         return f"{key} is {now!r} in {file} and {was!r} in the ledger; the file was altered"
 
+    def ends(self) -> dict[Path, int]:
+        """The bytes of the ledger and of each log up to `step`."""
+        ends = {log.path: log.end(self.step) for log in self.logs}
+        return ends | {self.ledger.path: self.ledger.ends[self.step] if self.ledger.head else 0}
+
     def prepare(self) -> LedgerFile | None:
         """Cut the files back to `step`, and rename the unusable checkpoints.
 
@@ -93,15 +103,16 @@ class Resumption:
         clear_leftovers(self.path)
         for folder in self.unusable:
             folder.rename(_free_name(folder))
-        ends = {log.path: log.ends[self.step] for log in self.logs}
-        ends[self.ledger.path] = self.ledger.ends[self.step] if self.ledger.head else 0
-        for path, end in ends.items():
+        for path, end in self.ends().items():
             content = path.read_bytes() if path.exists() else b""
             if self.messages and len(content) > end:
                 write_whole(_free_name(path), content)
             if len(content) != end:
                 write_whole(path, content[:end])
-        (self.path / "summary.json").unlink(missing_ok=True)
+        summary = self.path / SUMMARY
+        if self.wrong_summary:
+            summary.rename(_free_name(summary))
+        summary.unlink(missing_ok=True)
         return read_ledger(self.ledger.path).whole() if self.ledger.head else None
 
 
@@ -113,12 +124,14 @@ def _free_name(path: Path) -> Path:
 def find_resumption(path: Path, overrides: Mapping[str, Any]) -> Resumption:
     """Where the run in the folder `path` can go on.
 
-    Raises ValueError for a folder without a run, or an override that decides bits.
+    Raises ValueError for a folder without a run, for a file of it that is no file, or an override that
+    decides bits.
     """
     config = run_config(path, overrides)
+    check_shape(path, to_write=True)
     ledger = read_ledger(path / LEDGER) if (path / LEDGER).exists() else LedgerFile(path / LEDGER)
     metrics = read_log(path / METRICS, 1)
-    rollouts = read_log(path / ROLLOUTS, config.prompts * config.num_generations)
+    rollouts = read_log(path / ROLLOUTS, config.prompts * config.num_generations, may_begin_later=True)
     files, logs = (ledger, metrics, rollouts), [metrics, rollouts]
     messages = [f"{file.damage}; going on from before it" for file in files if file.damage]
     checkpoint, unusable = None, []
@@ -133,9 +146,46 @@ def find_resumption(path: Path, overrides: Mapping[str, Any]) -> Resumption:
         raise ValueError(
             f"resume: steps ({config.steps}) must be at least {step}, the steps that {path} has done"
         )
-    lines = metrics.path.read_bytes()[: metrics.ends[step]].splitlines() if step else []
-    history = [_numbers(json.loads(line)) for line in lines]
-    return Resumption(path, config, checkpoint, ledger, logs, history, messages, unusable)
+    if step and rollouts.lost:
+        messages.append(f"{rollouts.path} is missing; from now on it begins at step {step}")
+    lines = metrics.path.read_bytes()[: metrics.end(step)].splitlines() if step else []
+    history = [numbers(parse_json(line, non_finite=True)) for line in lines]
+    resumption = Resumption(path, config, checkpoint, ledger, logs, history, messages, unusable)
+    resumption.check_config()
+    if step == config.steps and not unusable:
+        _find_summary(resumption)
+    return resumption
+
+
+def _find_summary(resumption: Resumption) -> None:
+    """Find out whether a run that has done all its steps has its files as it left them, summary included."""
+    path, checkpoint = resumption.path, resumption.checkpoint
+    assert checkpoint is not None
+    try:
+        summary = read_summary(path)
+        wrong = summary and wrong_fields(
+            summary, derived_summary(resumption.ledger, resumption.history, checkpoint)
+        )
+    except ValueError as error:
+        summary, wrong = None, [str(error)]
+    if wrong:
+        resumption.wrong_summary = True
+        resumption.messages.append(f"{path / SUMMARY}: {wrong[0]}; it is written again")
+    elif all((file.stat().st_size if file.exists() else 0) == end for file, end in resumption.ends().items()):
+        resumption.summary = summary
+
+
+def derived_summary(ledger: LedgerFile, history: list[dict[str, Any]], last: Checkpoint) -> Summary:
+    """What summary.json must hold. history: the metrics of all steps. last: the checkpoint after them.
+
+    Raises ValueError for metrics that are no metrics of a step, and for weights that cannot be read.
+    """
+    layout = Layout(ModelConfig.from_file(last.folder))
+    weights = fingerprint(layout, read_weights(last.folder, layout))
+    try:
+        return summarise(history, ledger.chain, weights, 0.0)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ValueError(f"{METRICS} lacks what a summary needs ({type(error).__name__}: {error})") from None
 
 
 def _checkpoint_within(
@@ -145,9 +195,10 @@ def _checkpoint_within(
     checkpoint, damage = usable_checkpoint(folder, ledger, config)
     if checkpoint is None:
         return None, f"{damage}; not used"
-    if checkpoint.step >= min(len(log.ends) for log in logs):
-        return None, f"{folder} is ahead of {METRICS} or {ROLLOUTS}; not used"
+    logs = [log for log in logs if not _needs_nothing(log, checkpoint.step)]
     for log in logs:
+        if checkpoint.step > log.stop:
+            return None, f"{folder} is ahead of {log.path.name}; not used"
         if log.hash_at(checkpoint.step) != checkpoint.logs.get(log.path.name):
             return None, (
                 f"{log.path} was altered before step {checkpoint.step}, as its hash in {folder} shows; "
@@ -156,20 +207,28 @@ def _checkpoint_within(
     return checkpoint, ""
 
 
-def _numbers(line: dict[str, Any]) -> dict[str, Any]:
-    """A line of metrics with its infinities. JSON has no number for them, so they were written as null."""
-    return {key: float("inf") if value is None else value for key, value in line.items()}
+def _needs_nothing(log: Log, step: int) -> bool:
+    """Whether a log holds nothing of the steps before `step`, and none of them needs it."""
+    return log.path.name == ROLLOUTS and (log.lost or (log.first >= step and not log.damage))
 
 
 def run_config(path: Path, overrides: Mapping[str, Any]) -> Config:
     """The configuration of the run in the folder `path`, with overrides.
 
-    Raises ValueError for an override that decides bits, or a folder without a run.
+    Raises ValueError for an override that decides bits, for a folder without a run, and for one with a file
+    that is no file.
     """
+    check_shape(path, to_write=False)
     file = path / "config.toml"
     if not file.exists():
         raise ValueError(f"run: {path} holds no run (no config.toml); start one with --run_dir {path}")
     was = load_config(str(file), None, {})
+    present = file_keys(str(file))
+    lacking = [key for key in flat_settings(was) if key not in present and not is_free(key, was)]
+    if lacking:
+        raise ValueError(
+            f"run: {file} lacks {lacking[0]}, which every run writes there; the file was altered: put it back"
+        )
     now = load_config(str(file), None, overrides)
     before, after = flat_settings(was), flat_settings(now)
     for key in sorted(before.keys() | after.keys()):
@@ -179,21 +238,3 @@ def run_config(path: Path, overrides: Mapping[str, Any]) -> Config:
                 "exists only what decides none can change, such as workers, threads and micro_batch"
             )
     return now
-
-
-def read_log(path: Path, lines_per_step: int) -> Log:
-    """Read a log, and check of every line that it is JSON and of the step that belongs there."""
-    log, end = Log(path), 0
-    lines, _ = whole_lines(path.read_bytes() if path.exists() else b"")
-    for number, raw in enumerate(lines, 1):
-        try:
-            fits = json.loads(raw)["step"] == (number - 1) // lines_per_step
-        except (ValueError, KeyError, TypeError):
-            fits = False
-        if not fits:
-            log.damage = f"{path} line {number} is damaged"
-            break
-        end += len(raw)
-        if number % lines_per_step == 0:
-            log.ends.append(end)
-    return log

@@ -4,29 +4,24 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ...kernels.philox import Stream
 from ...model.checkpoint import write_checkpoint
 from ...model.weights import fingerprint
-from ...verify.files import first_free, hold_folder, write_whole
+from ...verify.files import first_free, hold_folder, os_error_line
 from ...verify.ledger import LEDGER
 from ..compatibility import check_settings
 from ..config import Config
 from ..config_file import to_toml
 from ..loss.policy_loss import surrogate
-from ..parallel.ranks import Ranks, join_ranks, world_size
-from ..rollout.evaluate import Evaluation, evaluate
-from ..rollout.types import GenerationParams, RngKey
+from ..parallel.process_group import Ranks, join_ranks, world_size
+from ..parallel.workers import use_threads
 from ..rollout.vllm.arguments import check_engine_arguments
 from ..rollout.vllm.installed import require_vllm
-from ..tasks import load_reward, load_task, problems_of
-from ..tasks.base import Problem, Task
+from ..tasks import load_reward, load_task
+from ..tasks.base import Task
 from ..tasks.perfectible import TASK_FILE
 from ..train.monitor import MismatchError
 from ..train.recorder import Recorder
@@ -34,48 +29,46 @@ from ..train.state import StepRecord, TrainState
 from ..train.step import train_step
 from .base_model import base_model
 from .checkpoints import restore, save_checkpoint
+from .evaluation import ACCURACY, HeldOut
 from .folder import NoFolder, RunFolder, plot_reward, refuse_taken
-from .head import run_head
+from .head import flat_settings, run_head
+from .interrupt import FirstInterrupt, StoppedError
+from .profile import check_profiled_step, profiled
+from .progress import Display, Field
 from .resume import Resumption, find_resumption
-from .setup import check_prompt_lengths, make_state, with_device
-from .terminal import Display, console
+from .setup import make_state, settled
+from .summary import Summary, summarise, write_summary
+from .terminal import console
+from .trackers import Trackers, require_trackers
 
 # Metrics of mismatch and staleness that the display's lines of other metrics leave out.
 _NOT_LISTED = ("mismatch/max_abs", "mismatch/frac_equal", "staleness/versions")
 
-
-@dataclass(frozen=True)
-class Summary:
-    """How a run ended; the content of summary.json."""
-
-    fingerprint: str  # the last chain value of the ledger: the hash of everything that the run computed
-    weights: str  # the hash of the final weights alone
-    steps: int
-    tokens: int
-    tokens_unequal: int
-    mismatch_max_abs: float
-    reward_first: float
-    reward_last: float
-    reward_last5: float
-    held_out_accuracy: float | None
-    seconds: float
+_STOPPING = "Ctrl-C: the run ends after this step, with a checkpoint; Ctrl-C again ends it now"
 
 
-def train(config: Config, run_dir: str | Path) -> Summary:
+def train(config: Config, run_dir: str | Path, profile: int | None = None) -> Summary:
     """Run `config` in the folder `run_dir`. Both the command line and Python code start training here.
 
+    profile: the step of which a trace is written (profile.py).
+
     Raises ValueError for bad input, MismatchError when exact and a bit differs, OSError when a file cannot be
-    written.
+    written. Ctrl-C while it takes its steps raises StoppedError after the step, when there is a checkpoint; a
+    second one raises KeyboardInterrupt at once.
     """
     with _ranks(config) as ranks:
         refuse_taken(Path(run_dir))
-        return _run(config, Path(run_dir), None, ranks)
+        return _run(config, Path(run_dir), None, ranks, profile)
 
 
-def resume(run_dir: str | Path, overrides: Mapping[str, Any] | None = None) -> Summary:
+def resume(
+    run_dir: str | Path, overrides: Mapping[str, Any] | None = None, profile: int | None = None
+) -> Summary:
     """Go on with an interrupted run as if it had not been interrupted: the same bits, the same ledger.
 
-    overrides: settings that decide no bit, such as {"workers": 2}.
+    A run that is done, with all its files as it left them, stays as it is.
+
+    overrides: settings that decide no bit, such as {"workers": 2}. profile: see `train`.
 
     Raises what `train` raises, and ValueError for a folder without a run, or a run whose data, weights or
     configuration were altered.
@@ -84,9 +77,12 @@ def resume(run_dir: str | Path, overrides: Mapping[str, Any] | None = None) -> S
     with _ranks(resumption.config) as ranks:
         for line in resumption.messages:
             console.print(line)
+        if resumption.summary:
+            console.print(f"all {resumption.step} steps of {run_dir} are done; nothing was changed")
+            return resumption.summary
         start = f"from {resumption.checkpoint.folder}" if resumption.checkpoint else "the first"
         console.print(f"going on at step {resumption.step} of {resumption.config.steps}, {start}")
-        return _run(resumption.config, resumption.path, resumption, ranks)
+        return _run(resumption.config, resumption.path, resumption, ranks, profile)
 
 
 @contextmanager
@@ -98,27 +94,34 @@ def _ranks(config: Config) -> Iterator[Ranks]:
         yield ranks
 
 
-def _run(config: Config, path: Path, resumption: Resumption | None, ranks: Ranks) -> Summary:
-    """A new run, or the rest of an interrupted one."""
+def _run(
+    config: Config, path: Path, resumption: Resumption | None, ranks: Ranks, profile: int | None
+) -> Summary:
+    """A new run, or the rest of an interrupted one. profile: see `train`."""
     began_s = time.perf_counter()
+    check_profiled_step(profile, resumption.step if resumption else 0, config.steps)
     if config.threads:
-        torch.set_num_threads(config.threads)
+        use_threads(config.threads)
     if config.sampler.startswith("vllm"):
         require_vllm()
-    config = with_device(config)  # the configuration in the run's folder then names the device
+    config = settled(config)  # the configuration in the run's folder then names device and places
     check_engine_arguments(config.vllm.engine)
-    task = load_task(config.task.name, config.task.options)
+    require_trackers(config.tracking)
+    task = load_task(config.task.name, config.task.options, config.task.directory)
     # Both are loaded here so that a name that cannot be imported is found before the model is made.
     load_reward(task, config.task.reward)
     surrogate(config.loss.resolve())
     ranks.barrier()  # now every rank has read the folder, so rank 0 may change it
     model = ranks.from_first(lambda: base_model(config, path))
     with closing(make_state(config, model, task, ranks)) as state, ExitStack() as folder_lock:
-        history = _take_steps(state, path, model, task, resumption, folder_lock)
+        history = _take_steps(state, path, model, task, resumption, folder_lock, profile)
         summary = _summarise(state, history, time.perf_counter() - began_s)
     if ranks.first:
-        write_whole(path / "summary.json", (json.dumps(vars(summary), indent=2) + "\n").encode())
-        plot_reward(history, path / "reward.png")
+        write_summary(path, summary)
+        try:
+            plot_reward(history, path / "reward.png")
+        except OSError as error:  # a picture ends no run
+            console.print(f"no plot was drawn: {os_error_line(error)}")
     return summary
 
 
@@ -129,52 +132,70 @@ def _take_steps(
     task: Task,
     resumption: Resumption | None,
     folder_lock: ExitStack,
+    profile: int | None,
 ) -> list[dict[str, float]]:
     """Take the steps that are left, with evaluations and checkpoints.
 
-    folder_lock: keeps other processes from writing to the folder until it is closed.
+    folder_lock: keeps other processes from writing to the folder until it is closed. profile: see `train`.
     Returns the metrics of all steps of the run.
     """
     config = state.config
-    held_out = problems_of(task, config.task.name, "held_out")[: config.evaluation.problems]
-    held_out = held_out if config.evaluation.every else []
-    held_out_ids = state.tokenizer.encode_problems(held_out, task.chat)
-    check_prompt_lengths(held_out_ids, held_out, config, state.policy.config)
+    held_out = HeldOut(state, task)
     folder = _open_folder(state, path, resumption, folder_lock)
-    display, history = Display(config.steps, "train"), resumption.history if resumption else []
+    summary: dict[str, str] = {}
+    history = resumption.history if resumption else []
+    rewards = [m["reward/mean"] for m in history]
+    held_out_accuracy = next((m[ACCURACY] for m in reversed(history) if ACCURACY in m), None)
+    display = Display(config.steps, "train", state.step, ("reward", rewards))
+    # Ranks end at different moments of a step, and torchrun ends those that are left: nothing can be saved.
+    interrupt = FirstInterrupt(lambda: display.announce(_STOPPING), wanted=state.ranks.size == 1)
     try:
-        for _ in range(state.step, config.steps):
-            record = _guarded_step(state, path)
-            evaluation = {}
-            last = state.step == config.steps
-            if held_out and (last or state.step % config.evaluation.every == 0):
-                evaluation["eval/accuracy"] = _evaluate(state, held_out, held_out_ids).mean_reward
-            folder.record(record, evaluation)
-            history.append(record.metrics | evaluation)
-            display.step(_line(history[-1]), state.step)
-            _report_overflow(state, record)
-            if last or (config.checkpoint.every and state.step % config.checkpoint.every == 0):
-                target = path / "checkpoints" / f"step-{state.step:06d}"
-                task_json = json.dumps({"task": config.task.name, "options": config.task.options})
-                extra = {TASK_FILE: task_json + "\n"}
-                save_checkpoint(state, target, model, extra, folder.sync(), config.checkpoint.keep)
+        with display, interrupt:
+            for _ in range(state.step, config.steps):
+                with profiled(state, profile, path):
+                    record = _guarded_step(state, path)
+                evaluation, last = held_out.metrics(), state.step == config.steps
+                folder.record(record, evaluation)
+                history.append(record.metrics | evaluation)
+                held_out_accuracy = evaluation.get(ACCURACY, held_out_accuracy)
+                fields = _fields(record.metrics, held_out_accuracy)
+                display.step(*fields, value=record.metrics["reward/mean"], completed=state.step)
+                _report_overflow(state, record)
+                stops = interrupt.seen and not last
+                if last or stops or (config.checkpoint.every and state.step % config.checkpoint.every == 0):
+                    _save_checkpoint(state, path, model, folder.sync())
+                if stops:
+                    raise StoppedError(state.step)
+        summary["fingerprint"] = state.recorder.ledger.chain
+    except (ValueError, OSError, KeyboardInterrupt):
+        if resumption is None and not history:
+            folder.discard()
+        raise
+    except (MismatchError, FloatingPointError) as error:
+        _note_failure(folder, error)
+        raise
     finally:
-        display.close()
-        folder.close()
+        folder.close(summary)
     return history
 
 
-def _evaluate(state: TrainState, problems: list[Problem], prompt_ids: list[list[int]]) -> Evaluation:
-    """Evaluate the current policy on held-out problems."""
-    cfg = state.config
-    sampling_params = cfg.sampling.sampling_params._replace(temperature=cfg.evaluation.temperature)
-    generation_params = GenerationParams(
-        sampling_params, cfg.evaluation.num_generations, cfg.sampling.max_tokens, state.tokenizer.stop_ids
-    )
-    rng_key = RngKey(cfg.seed, state.step, Stream.EVALUATE)
-    return evaluate(
-        state.evaluator, state.tokenizer, problems, prompt_ids, state.reward, generation_params, rng_key
-    )
+def _save_checkpoint(state: TrainState, path: Path, model: Path, logs: dict[str, str]) -> None:
+    """Write a checkpoint of the current step to the run's folder. model: the folder of the run's first model.
+
+    logs: see Checkpoint.
+    """
+    task = state.config.task
+    extra = {TASK_FILE: json.dumps({"task": task.name, "options": task.options}) + "\n"}
+    target = path / "checkpoints" / f"step-{state.step:06d}"
+    save_checkpoint(state, target, model, extra, logs, state.config.checkpoint.keep)
+
+
+def _note_failure(folder: RunFolder | NoFolder, error: Exception) -> None:
+    """Write why the run ends by itself. A disk without room does not hide the error."""
+    try:
+        folder.fail(error)
+    except OSError as disk_error:
+        console.print(f"why the run ended could not be written: {os_error_line(disk_error)}")
 
 
 def _report_overflow(state: TrainState, record: StepRecord) -> None:
@@ -211,6 +232,9 @@ def _open_folder(
     if resumption is None:
         folder_lock.enter_context(hold_folder(path))
     state.recorder = Recorder(path / LEDGER, head, config.ledger, state.optimizer, ledger)
+    done = resumption.step if resumption else None
+    settings = flat_settings(config)
+    folder.trackers = Trackers(config.tracking, path, config.steps, done, settings, head.environment)
     if ledger is not None:
         last = ledger.resumed[-1]["environment"] if ledger.resumed else ledger.head.environment
         if head.environment != last:
@@ -248,44 +272,33 @@ def _save_mismatch(state: TrainState, error: MismatchError, target: Path) -> Non
     )
 
 
-def _line(metrics: dict[str, float]) -> str:
-    """What the display shows of a step."""
+def _fields(metrics: dict[str, float], held_out: float | None) -> list[list[Field]]:
+    """What the display shows of a step. held_out: the last accuracy that was measured."""
     m = metrics
-    held_out = f"  held-out {m['eval/accuracy']:.3f}" if "eval/accuracy" in m else ""
-    return (
-        f"reward {m['reward/mean']:.3f}  entropy {m['entropy']:.3f}  grad {m['grad_norm']:.3g}  "
-        f"mismatch {m['mismatch/max_abs']:.3g} (equal {m['mismatch/frac_equal']:.4f})  "
-        f"{m['time/sample_s'] + m['time/train_s']:.2f} s{held_out}"
-        f"{_metrics_line(m, 'mismatch')}{_metrics_line(m, 'staleness')}"
-    )
+    equal = m["mismatch/frac_equal"]
+    mismatch = f"mismatch {m['mismatch/max_abs']:.3g} (equal {equal:.4f})"
+    fields: list[Field] = [
+        f"entropy {m['entropy']:.3f}",
+        f"grad {m['grad_norm']:.3g}",
+        mismatch if equal == 1.0 else console.text(mismatch, "bold red"),
+        f"{m['time/sample_s'] + m['time/train_s']:.2f} s",
+        f"{m['perf/tokens_per_s']:,.0f} tokens/s",
+    ]
+    if held_out is not None:
+        fields.append(f"held-out {held_out:.3f}")
+    return [fields, _other_metrics(m, "mismatch"), _other_metrics(m, "staleness")]
 
 
-def _metrics_line(metrics: dict[str, float], group: str) -> str:
-    """A line with the other metrics of a group, mismatch or staleness; empty where no bit differs."""
+def _other_metrics(metrics: dict[str, float], group: str) -> list[Field]:
+    """The other metrics of a group, mismatch or staleness; none where no bit differs."""
     if metrics.get(f"{group}/frac_equal", 1.0) == 1.0:
-        return ""
+        return []
     names = [name for name in metrics if name.startswith(f"{group}/") and name not in _NOT_LISTED]
-    values = (f"{name.removeprefix(f'{group}/')} {metrics[name]:.4g}" for name in names)
-    return f"\n  {group}: " + "  ".join(values)
+    return [f"{group}:", *(f"{name.removeprefix(f'{group}/')} {metrics[name]:.4g}" for name in names)]
 
 
 def _summarise(state: TrainState, history: list[dict[str, float]], seconds: float) -> Summary:
     """The summary of a finished run. history: the metrics of all its steps."""
-    tokens = int(sum(m["tokens"] for m in history))
-    unequal = sum(round(m["tokens"] * (1 - m["mismatch/frac_equal"])) for m in history)
     layout, master = state.policy.layout, state.optimizer.collect_master()
-    last_rewards = [m["reward/mean"] for m in history[-5:]]
-    evaluations = [m["eval/accuracy"] for m in history if "eval/accuracy" in m]
-    return Summary(
-        fingerprint=state.recorder.ledger.chain,
-        weights=state.ranks.from_first(lambda: fingerprint(layout, master)),
-        steps=len(history),
-        tokens=tokens,
-        tokens_unequal=unequal,
-        mismatch_max_abs=max(m["mismatch/max_abs"] for m in history),
-        reward_first=history[0]["reward/mean"],
-        reward_last=history[-1]["reward/mean"],
-        reward_last5=sum(last_rewards) / len(last_rewards),
-        held_out_accuracy=evaluations[-1] if evaluations else None,
-        seconds=seconds,
-    )
+    weights = state.ranks.from_first(lambda: fingerprint(layout, master))
+    return summarise(history, state.recorder.ledger.chain, weights, seconds)

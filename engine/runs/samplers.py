@@ -49,9 +49,14 @@ class Samplers:
 
 
 def make_samplers(
-    config: Config, model: Path, model_config: ModelConfig, optimizer: Optimizer, workers: Workers
+    config: Config,
+    model: Path,
+    model_config: ModelConfig,
+    optimizer: Optimizer,
+    workers: Workers,
+    micro_batch: int,
 ) -> Samplers:
-    """The samplers that a configuration asks for.
+    """The samplers that a configuration asks for. micro_batch: sequences of one pass of a scorer.
 
     Raises ValueError for an engine that is not installed.
     """
@@ -69,12 +74,13 @@ def make_samplers(
     if not (config.max_staleness or config.perturb.any or config.precision.sampler_differs):
         return Samplers(shared, shared)
     own_workers = _separate_workers(config, model_config, optimizer, workers.n, sampler=True)
+    own_workers.host.sampler.stopwatch = workers.host.sampler.stopwatch  # a step has one
     separate = SeparateSampler(config, own_workers, optimizer)
     if not config.max_staleness:
         return Samplers(separate, shared)
     if config.perturb.any or config.precision.sampler_differs:
         separate.trainer = _separate_workers(config, model_config, optimizer, workers.n, sampler=False)
-    return Samplers(separate, shared, Scorer(separate.trainer or separate.workers, config.micro_batch))
+    return Samplers(separate, shared, Scorer(separate.trainer or separate.workers, micro_batch))
 
 
 def numerics_of(config: Config, sampler: bool = False) -> Numerics:

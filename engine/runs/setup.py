@@ -1,5 +1,6 @@
 """Everything a step needs, made from a configuration and a model folder: `make_state`."""
 
+import os
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,8 +14,8 @@ from ...model.decoder import Decoder
 from ...model.weights import Layout
 from ..compatibility import check_settings
 from ..config import Config
-from ..parallel.ranked import RankedSampler, RankedScorer, RankedWorkers, shards_at_once
-from ..parallel.ranks import ALONE, Ranks
+from ..parallel.data_parallel import RankedSampler, RankedScorer, RankedWorkers, shards_at_once
+from ..parallel.process_group import ALONE, Ranks
 from ..parallel.scorer import Scorer, frozen
 from ..parallel.workers import Workers, automatic
 from ..parallel.zero import Slices
@@ -26,6 +27,7 @@ from ..tasks.tokenizer import Tokenizer
 from ..train.loss_scaling import LossScaler
 from ..train.optimizer import Optimizer
 from ..train.state import TrainState
+from .memory import fit
 from .samplers import Samplers, make_samplers, numerics_of
 from .terminal import console
 
@@ -41,24 +43,28 @@ def make_state(config: Config, model: Path, task: Task, ranks: Ranks = ALONE) ->
     prompt_ids = tokenizer.encode_problems(problems, task.chat)
     check_prompt_lengths(prompt_ids, problems, config, model_config)
     device = run_device(config)
+    at_once = shards_at_once(config.virtual_shards, ranks.size, 1)
+    sizes = fit(config, model_config, device, at_once, ranks.size, max(map(len, prompt_ids)))
     tiles.fix_table(config.precision.tiles)
     layout = Layout(model_config)
     weights = read_weights(model, layout)
     policy = Decoder(model_config, weights.to(device, DTYPES[config.dtype]), layout, numerics_of(config))
     # The ranks compute shards in common rounds, so all have the same number of workers.
     n = min(ranks.gather(lambda: _workers_of_a_rank(config, policy)))
+    policy.recompute = config.recompute == "layer"
     share = config.sampler == "vllm" and device.type == "cpu"
     with ExitStack() as on_failure:  # closes what was started, unless all of it succeeds
         shards = shards_at_once(config.virtual_shards, ranks.size, n)
-        workers = on_failure.enter_context(Workers(policy, shards, n, config.native, share=share))
+        workers = Workers(policy, shards, n, config.native, share, sizes.shards_in_flight)
+        on_failure.enter_context(workers)
         slices = Slices(layout, ranks, device)
         updates = config.steps * config.updates_per_rollout
         optimizer = Optimizer(policy, weights, config.optimizer, updates, slices)
-        ref_policy = _ref_policy(config, model, model_config, workers.n)
+        ref_policy = _ref_policy(config, model, model_config, workers.n, sizes.micro_batch)
         if ref_policy:
             on_failure.callback(ref_policy.close)
         reward = load_reward(task, config.task.reward)
-        samplers = make_samplers(config, model, model_config, optimizer, workers)
+        samplers = make_samplers(config, model, model_config, optimizer, workers, sizes.micro_batch)
         on_failure.pop_all()
     parallel: Workers | RankedWorkers = workers
     if ranks.size > 1:
@@ -74,11 +80,13 @@ def make_state(config: Config, model: Path, task: Task, ranks: Ranks = ALONE) ->
         evaluator=samplers.evaluation,
         old_policy=samplers.old_policy,
         parallel=parallel,
+        micro_batch=sizes.micro_batch,
         ref_policy=ref_policy,
         tokenizer=tokenizer,
         reward=reward,
         problems=problems,
         prompt_ids=prompt_ids,
+        stopwatch=workers.host.sampler.stopwatch,
     )
 
 
@@ -101,7 +109,9 @@ def _spread(samplers: Samplers, ranks: Ranks) -> Samplers:
     )
 
 
-def _ref_policy(config: Config, model: Path, model_config: ModelConfig, n: int) -> Scorer | None:
+def _ref_policy(
+    config: Config, model: Path, model_config: ModelConfig, n: int, micro_batch: int
+) -> Scorer | None:
     """The frozen reference of the KL term; None without such a term.
 
     Raises ValueError for a model of another vocabulary.
@@ -117,12 +127,29 @@ def _ref_policy(config: Config, model: Path, model_config: ModelConfig, n: int) 
         )
     flat = load_decoder(folder, DTYPES[config.dtype], run_device(config)).flat.detach()
     decoder = Decoder(ref_config, flat, numerics=numerics_of(config))
-    return frozen(decoder, config.virtual_shards, n, config.micro_batch)
+    return frozen(decoder, config.virtual_shards, n, micro_batch)
 
 
-def with_device(config: Config) -> Config:
-    """The configuration with the device in place of "auto". Raises ValueError (see run_device)."""
-    return config.model_copy(update={"device": run_device(config).type})
+def settled(config: Config) -> Config:
+    """The configuration with the device in place of "auto", and with places that hold in any directory.
+
+    Raises ValueError (see run_device).
+    """
+    task = config.task.model_copy(update={"directory": os.path.abspath(config.task.directory)})
+    loss = config.loss.model_copy(update={"ref_model": _absolute(config.loss.ref_model)})
+    changes = {
+        "device": run_device(config).type,
+        "model": _absolute(config.model),
+        "task": task,
+        "loss": loss,
+    }
+    return config.model_copy(update=changes)
+
+
+def _absolute(model: str) -> str:
+    """The absolute path of a model folder; a hub name or init:PRESET as it is."""
+    folder = Path(model).expanduser()
+    return str(folder.absolute()) if model and folder.is_dir() else model
 
 
 def run_device(config: Config) -> torch.device:

@@ -1,53 +1,41 @@
-"""What the commands print: the console, the progress display, and the table of checks."""
+"""What the commands print: the console, and the table of checks. progress.py shows how far they are."""
 
-import sys
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from ...verify.invariance import Check
+from ...verify.reading import printable
 
-console = Console(highlight=False, markup=False, soft_wrap=True)
 
+class Printer(Console):
+    """rich's console, for texts that anybody may have written.
 
-class Display:
-    """Shows progress: on a terminal as a live bar, elsewhere as one line every few steps."""
+    Names of tensors, paths, completions and errors pass through here. A terminal obeys control characters, so
+    every string is printed with escapes in their place, in tables too. A rich.Text is printed as it is:
+    `text` makes one.
+    """
 
-    def __init__(self, total: int, title: str):
-        self._total, self._completed, self._title = total, 0, title
-        self._live: Live | None = None
-        if console.is_terminal:
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[text]}"),
-            )
-            self._progress = Progress(*columns, console=console)
-            self._task = self._progress.add_task(title, total=total, text="")
-            self._live = Live(self._progress, console=console, refresh_per_second=4)
-            self._live.start()
+    def render_str(self, text: str, **options: Any) -> Text:
+        """See Console."""
+        return super().render_str(printable(text), **options)
 
-    def step(self, text: str, completed: int | None = None) -> None:
-        """Show that a step is completed; `text` says how it went.
+    def say(self, text: str) -> None:
+        """Print prose: a terminal gets its lines broken between words, a file gets them whole.
 
-        completed: of `total`, by default one more than before.
+        Not for commands and paths. Those are copied, so `print` leaves them to the terminal as one line.
         """
-        self._completed = self._completed + 1 if completed is None else completed
-        if self._live is not None:
-            self._progress.update(self._task, completed=self._completed, text=text)
-        elif self._completed % max(1, self._total // 20) == 0 or self._completed in (1, self._total):
-            console.print(f"{self._title} {self._completed}/{self._total}  {text}")
-            sys.stdout.flush()
+        self.print(text, soft_wrap=not self.is_terminal)
 
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-        if self._live is not None:
-            self._live.stop()
+    def text(self, text: str, style: str = "") -> Text:
+        """A styled text without control characters."""
+        return Text(printable(text), style)
+
+
+console = Printer(highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def check_table(checks: Sequence[Check]) -> Table:

@@ -1,6 +1,7 @@
 """Tasks by name: add, sort, countdown, jsonl, or a task of the user's as `module:object`."""
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -8,33 +9,49 @@ from typing import Any
 
 import numpy as np
 
+from ...verify.reading import shown
 from .add import Add
 from .base import Problem, Task
 from .countdown import Countdown
 from .jsonl import Jsonl
 from .sort import Sort
+from .users_code import call_user
 
 # Larger rewards overflow the fp32 loss and the sums of squares of the advantages.
 _LARGEST_REWARD = 1e18
 
 TASKS: dict[str, Callable[..., Task]] = {"add": Add, "sort": Sort, "countdown": Countdown, "jsonl": Jsonl}
+# More problems than this take all memory.
+_LARGEST_OPTION, _LARGEST_SEED = 1_000_000, (1 << 32) - 1
+# Options of the task jsonl that name a file.
+_FILES = ("file", "held_out_file")
+_KINDS = {int: "a whole number", str: "a string"}
 Reward = Callable[[Problem, str], float]
 
 
-def load_task(name: str, options: Mapping[str, Any]) -> Task:
+def load_task(name: str, options: Mapping[str, Any], directory: str = "") -> Task:
     """Make the task `name` with its options.
+
+    directory: where modules of the user's, and files with relative names in `options`, are looked up; empty
+    is the current one.
 
     Raises ValueError for an unknown name or option, and for an object of the user's that is no task.
     """
+    for place in filter(None, (directory, os.getcwd())):
+        if place not in sys.path:
+            sys.path.append(place)
     factory = TASKS.get(name) or (load_object(name, "task") if ":" in name else None)
     if factory is None:
         raise ValueError(f"task: {name} is not known; choose {', '.join(TASKS)} or your own as module:object")
-    try:
+    if name in TASKS:
+        _check_options(name, factory, options)
+        files = {k: os.path.join(directory, options[k]) for k in _FILES if options.get(k)}
+        options = {**options, **files} if name == "jsonl" else options
         task = factory(**options)
-    except (ValueError, OSError):
-        raise
-    except Exception as error:  # the user's factory may raise anything
-        raise ValueError(f"task {name}: {error}") from error
+    else:
+        task = call_user(f"task {name}:", "", _made_or_refused, factory, options)
+        if isinstance(task, ValueError):
+            raise task
     if not isinstance(task, Task):
         raise ValueError(
             f"task {name}: {name} must make an object with `chat`, "
@@ -48,18 +65,11 @@ def problems_of(task: Task, name: str, split: str) -> list[Problem]:
 
     Raises ValueError where the task raises, and where it gives something else than problems.
     """
-    try:
-        problems = list(task.problems(split))
-    except (ValueError, OSError):
-        raise
-    except Exception as error:  # the user's method may raise anything
-        raise ValueError(
-            f"task {name}: problems({split!r}) raised {type(error).__name__} ({error})"
-        ) from error
+    problems = call_user(f"task {name}: problems({split!r})", "", lambda: list(task.problems(split)))
     wrong = next((p for p in problems if not (isinstance(p, Problem) and isinstance(p.prompt, str))), None)
     if wrong is not None:
         raise ValueError(
-            f"task {name}: problems({split!r}) holds {wrong!r}, "
+            f"task {name}: problems({split!r}) holds {shown(wrong)}, "
             "which is no Problem with a prompt that is a string"
         )
     return problems
@@ -78,12 +88,16 @@ def load_object(name: str, what: str) -> Any:
     module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
+    what = f"{what}: {name} cannot be imported as module:object; it"
+    return call_user(what, "", lambda: getattr(importlib.import_module(module), attribute))
+
+
+def _made_or_refused(factory: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """The task, or the ValueError with which it refuses its options in its own words."""
     try:
-        return getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # the user's module may raise anything
-        raise ValueError(
-            f"{what}: {name} cannot be imported as module:object ({type(error).__name__}: {error})"
-        ) from error
+        return factory(**options)
+    except ValueError as refusal:
+        return refusal
 
 
 def rewards(reward: Reward, problems: Sequence[Problem], completions: Sequence[Sequence[str]]) -> np.ndarray:
@@ -94,17 +108,33 @@ def rewards(reward: Reward, problems: Sequence[Problem], completions: Sequence[S
     table = np.empty((len(problems), len(completions[0])), np.float64)
     for p, (problem, group) in enumerate(zip(problems, completions, strict=True)):
         for g, text in enumerate(group):
-            try:
-                value = float(reward(problem, text))
-            except Exception as error:  # the user's function may raise anything
-                raise ValueError(
-                    f"reward: raised {type(error).__name__} ({error}) for {_place(problem, g, text)}"
-                ) from error
+            where = f" for {_place(problem, g, text)}"
+            value = call_user("reward:", where, _number_of, reward, problem, text)
             if not abs(value) <= _LARGEST_REWARD:
                 raise ValueError(f"reward: is {value} for {_place(problem, g, text)}")
             table[p, g] = value
     return table
 
 
+def _number_of(reward: Reward, problem: Problem, text: str) -> float:
+    return float(reward(problem, text))
+
+
 def _place(problem: Problem, sample: int, text: str) -> str:
-    return f"prompt {problem.id} ({problem.prompt!r}), sample {sample} ({text!r})"
+    return f"prompt {problem.id} ({shown(problem.prompt)}), sample {sample} ({shown(text)})"
+
+
+def _check_options(name: str, factory: Callable[..., Task], options: Mapping[str, Any]) -> None:
+    """Raise ValueError for an option that a task of ours does not have, or of another type or size."""
+    parameters = inspect.signature(factory).parameters
+    for option, value in options.items():
+        if option not in parameters:
+            raise ValueError(
+                f"task {name}: option {option[:100]} is not known; choose {', '.join(parameters)}"
+            )
+        kind = type(parameters[option].default)
+        if type(value) is not kind:
+            raise ValueError(f"task {name}: {option} ({shown(value)}) must be {_KINDS[kind]}")
+        largest = _LARGEST_SEED if option == "seed" else _LARGEST_OPTION
+        if kind is int and not 0 <= value <= largest:
+            raise ValueError(f"task {name}: {option} ({shown(value)}) must lie in 0 to {largest:,}")

@@ -12,8 +12,8 @@ class Add:
     chat = False
 
     def __init__(self, max_value: int = 99, train: int = 512, held_out: int = 256, seed: int = 0):
-        if max_value < 1:
-            raise ValueError(f"task add: max_value ({max_value}) must be at least 1")
+        if not 1 <= max_value <= 9999:  # all pairs are put into an order
+            raise ValueError(f"task add: max_value ({max_value}) must be at least 1 and at most 9999")
         side = max_value + 1
         order = permutation(side * side, seed, Stream.PROBLEMS)[: train + held_out]
         pairs = [

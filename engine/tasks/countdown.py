@@ -12,6 +12,8 @@ _OPERATIONS = {
     ast.Mult: lambda a, b: a * b,
     ast.Div: lambda a, b: a / b,
 }
+# Characters of an expression.
+_LONGEST = 100
 
 
 class Countdown:
@@ -28,6 +30,11 @@ class Countdown:
         held_out: int = 256,
         seed: int = 0,
     ):
+        if numbers * (len(str(max_number)) + 1) > _LONGEST:
+            raise ValueError(
+                f"task countdown: {numbers} numbers up to {max_number} may need more than the {_LONGEST} "
+                "characters of an expression; lower numbers or max_number"
+            )
         if numbers < 2 or max_number < 1 or max_target < 0:
             raise ValueError(
                 f"task countdown: numbers ({numbers}) must be at least 2, "
@@ -63,7 +70,7 @@ def evaluate(text: str) -> tuple[Fraction, list[int]]:
 
     Raises ValueError for any other text, and ZeroDivisionError.
     """
-    if len(text) > 100 or not re.fullmatch(r"[0-9+\-*/() ]*", text):
+    if len(text) > _LONGEST or not re.fullmatch(r"[0-9+\-*/() ]*", text):
         raise ValueError("not an arithmetic expression")
     try:
         tree = ast.parse(text, mode="eval")

@@ -1,14 +1,15 @@
 """Problems from a file of {"prompt": ..., "answer": ...} lines, with math-verify as the reward."""
 
-import json
 import logging
 from pathlib import Path
 
 from ...kernels.philox import Stream, permutation
+from ...verify.reading import parse_json, shown
 from .base import Problem, split_problems
 
-# Characters at the end of a completion in which its answer is searched.
+# Characters at the end of a completion in which its answer is searched, and the most of a problem's answer.
 _READ_CHARS = 4096
+_LARGEST_FILE_BYTES = 1 << 30
 # The largest exponent, and the largest number under a factorial, in an answer. sympy would take hours to
 # write out 9^(9^9).
 _LARGEST_POWER = 1000
@@ -48,7 +49,11 @@ class Jsonl:
         # comparison short instead.
         gold = parse(f"${problem.answer}$", parsing_timeout=None)
         if not gold:
-            raise ValueError(f"math-verify cannot read the answer {problem.answer!r} of problem {problem.id}")
+            answer = shown(problem.answer)
+            raise ValueError(f"math-verify cannot read the answer {answer} of problem {problem.id}")
+        if not all(map(_can_be_computed, gold)):
+            answer = shown(problem.answer)
+            raise ValueError(f"the answer {answer} of problem {problem.id} would take too long to compute")
         answers = [x for x in parse(completion[-_READ_CHARS:], parsing_timeout=None) if _can_be_computed(x)]
         return float(verify(gold, answers, timeout_seconds=None))
 
@@ -81,21 +86,24 @@ def read_pairs(file: str) -> list[tuple[str, str]]:
     if not file:
         raise ValueError('task jsonl: needs a file; set task.options = { file = "problems.jsonl" }')
     try:
+        size = Path(file).stat().st_size
+        if size > _LARGEST_FILE_BYTES:
+            raise ValueError(f"task jsonl: {file} has {size:,} bytes, more than {_LARGEST_FILE_BYTES:,}")
         content = Path(file).read_bytes()
         lines = content.decode().split("\n")  # not splitlines: it also cuts at U+2028, which JSON allows
     except UnicodeDecodeError as error:
         number = content.count(b"\n", 0, error.start) + 1
         raise ValueError(f"task jsonl: {file} line {number} is not UTF-8 ({error.reason})") from None
     except OSError as error:
-        raise ValueError(f"task jsonl: {file} cannot be read ({error})") from None
+        raise ValueError(f"task jsonl: {file} cannot be read ({error.strerror})") from None
     pairs = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"task jsonl: {file} line {number} is not JSON ({error})") from None
+            record = parse_json(line)
+        except ValueError as error:
+            raise ValueError(f"task jsonl: {file} line {number} {error}") from None
         if not isinstance(record, dict) or not record.get("prompt") or not isinstance(record["prompt"], str):
             raise ValueError(
                 f'task jsonl: {file} line {number} must be an object with "prompt" '
@@ -110,7 +118,15 @@ def read_pairs(file: str) -> list[tuple[str, str]]:
                 f'task jsonl: {file} line {number} must have an "answer": '
                 "a string that is not empty, or a number"
             )
-        pairs.append((record["prompt"], str(record["answer"])))
+        answer = record["answer"]
+        if not isinstance(answer, str) and not abs(answer) < float("inf"):
+            raise ValueError(f"task jsonl: {file} line {number}: the answer ({answer}) must be finite")
+        if len(answer := str(answer)) > _READ_CHARS:
+            raise ValueError(
+                f"task jsonl: {file} line {number}: the answer has {len(answer):,} characters, "
+                f"at most {_READ_CHARS:,} are compared"
+            )
+        pairs.append((record["prompt"], answer))
     if not pairs:
         raise ValueError(f"task jsonl: {file} holds no problems")
     return pairs

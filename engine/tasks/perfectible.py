@@ -1,8 +1,9 @@
 """The files in a model folder that name its task: options, and the problems that are worth training on."""
 
-import json
 from pathlib import Path
 from typing import Any
+
+from ...verify.reading import read_json
 
 # `zerokl init` writes it: the task, its options, and the prompts that the model solves sometimes but not
 # always.
@@ -36,7 +37,7 @@ def _read_task(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         return content | {"task": str(content["task"]), "options": dict(content["options"])}
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"model: {path} is not readable ({error})") from None

@@ -11,10 +11,10 @@ class Sort:
     def __init__(
         self, min_digits: int = 3, max_digits: int = 6, train: int = 512, held_out: int = 256, seed: int = 0
     ):
-        if not 1 <= min_digits <= max_digits:
+        if not 1 <= min_digits <= max_digits <= 512:
             raise ValueError(
                 f"task sort: min_digits ({min_digits}) must be at least 1, "
-                f"and max_digits ({max_digits}) at least min_digits"
+                f"and max_digits ({max_digits}) at least min_digits and at most 512"
             )
         n = 2 * (train + held_out)  # more than needed: duplicates are dropped
         lengths = random_integers(n, min_digits, max_digits, seed, word=0)

@@ -1,11 +1,11 @@
 """From text to token ids and back: the tokenizer of a model folder, and the one that `zerokl init` makes."""
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ...verify.reading import read_json, shown
 from .base import Problem
 
 _CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz+-*/=(),:> .?!'\"_;<[]{}|%"
@@ -48,13 +48,13 @@ class Tokenizer:
         path = folder / "generation_config.json"
         if path.exists():
             try:
-                more = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-            except (ValueError, AttributeError, RecursionError) as error:
+                more = read_json(path).get("eos_token_id")
+            except (ValueError, AttributeError) as error:
                 raise ValueError(f"model: {path} is not a JSON object ({error})") from None
             more = more if isinstance(more, list) else [] if more is None else [more]
             if not all(type(i) is int for i in more):
                 raise ValueError(
-                    f"model: {path}: eos_token_id ({more!r}) must be a token id, or a list of them"
+                    f"model: {path}: eos_token_id ({shown(more)}) must be a token id, or a list of them"
                 )
             ids += more
         return ids
@@ -68,7 +68,7 @@ class Tokenizer:
         try:
             prompt.encode()
         except UnicodeEncodeError:
-            raise ValueError(f"prompt {prompt!r} is not valid Unicode") from None
+            raise ValueError(f"prompt {shown(prompt)} is not valid Unicode") from None
         if chat and self._hf.chat_template:
             turn = [{"role": "user", "content": prompt}]
             ids = self._hf.apply_chat_template(
@@ -77,10 +77,10 @@ class Tokenizer:
         else:
             ids = self._hf.encode(prompt)
         if not ids:
-            raise ValueError(f"prompt {prompt!r} has no tokens")
+            raise ValueError(f"prompt {shown(prompt)} has no tokens")
         unknown = self._hf.unk_token_id
         if unknown is not None and unknown in ids:
-            raise ValueError(f"prompt {prompt!r} has a character that the tokenizer does not know")
+            raise ValueError(f"prompt {shown(prompt)} has a character that the tokenizer does not know")
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -89,6 +89,30 @@ class Tokenizer:
         It is for rewards and reports only. Training sees the ids.
         """
         return self._hf.decode(list(ids), skip_special_tokens=True)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token by itself, special tokens by their names. For people to look at only."""
+        return [self._hf.decode([i], skip_special_tokens=False) for i in ids]
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens by their names."""
+        return self._hf.decode(list(ids), skip_special_tokens=False)
+
+    def round_trip(self, ids: Sequence[int]) -> list[int]:
+        """The ids of the text of ids: what a program reads that decodes and encodes again."""
+        return self._hf.encode(self.text(ids), add_special_tokens=False)
+
+    @property
+    def special_ids(self) -> list[int]:
+        """The tokens that begin and end texts, and the padding."""
+        named = (self._hf.bos_token_id, self._hf.eos_token_id, self._hf.pad_token_id)
+        return [*dict.fromkeys(i for i in (*named, *sorted(self.stop_ids)) if i is not None)]
+
+    @property
+    def padding_ids(self) -> list[int]:
+        """What a batch may be padded with: the padding token, the end token, and 0."""
+        named = (self._hf.pad_token_id, self._hf.eos_token_id, 0)
+        return [*dict.fromkeys(i for i in named if i is not None)]
 
     def encode_problems(self, problems: Sequence[Problem], chat: bool) -> list[list[int]]:
         """Token ids of each problem's prompt."""

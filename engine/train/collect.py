@@ -78,7 +78,8 @@ def _draw_groups(state: TrainState, draw: int) -> list[_Group]:
     rng_key = RngKey(cfg.seed, state.step, first_prompt=draw * P)
     rollouts = state.sampler.generate([state.prompt_ids[i] for i in chosen], params, rng_key)
     texts = group_texts(state.tokenizer, rollouts, G)
-    rewards_PG = state.ranks.from_first(partial(rewards, state.reward, problems, texts))
+    with state.stopwatch.station("time/reward_s"):
+        rewards_PG = state.ranks.from_first(partial(rewards, state.reward, problems, texts))
     return [
         _Group(problem, rollouts[p * G : (p + 1) * G], texts[p], rewards_PG[p])
         for p, problem in enumerate(problems)

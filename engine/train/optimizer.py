@@ -1,19 +1,21 @@
 """The optimizer: AdamW on fp32 master weights.
 
 All tensors here are flat over all weights (model/weights.py), or over a rank's slice of them
-(parallel/zero.py). Elementwise work runs over SLICE elements at a time, to keep temporaries small. It uses
-only + - * / sqrt, which round exactly, so slices and threads decide no bit.
+(parallel/zero.py). Elementwise work runs over SLICE elements at a time, to keep temporaries small. Its
+operations are those of kernels/order.py, so slices and threads decide no bit.
 """
 
 import math
 
 import torch
 
+from ...kernels.adamw import AdamW, adamw
 from ...kernels.order import tree_sum
 from ...model.decoder import Decoder
 from ...model.weights import FLAT_TILE, Layout
-from ...verify.ledger import Tree, hash_tree
+from ...verify.ledger import Tree
 from ..config import OptimizerConfig
+from ..parallel.tree_hash import hash_tree
 from ..parallel.zero import Slices
 
 # Elements of one slice of an elementwise pass; a multiple of FLAT_TILE. On a CPU a temporary has 1 MiB and so
@@ -91,7 +93,7 @@ class Optimizer:
     def hash_weights(self) -> Tree:
         """The hash tree of the master weights. All ranks must call this together."""
         if self.in_place:  # the hash is of this rank's copy, so that ranks with different copies are found
-            return hash_tree(self.layout.checkpoint_views(self.decoder.flat))
+            return hash_tree(self.layout.blocks, self.decoder.flat)
         return self.slices.hash_tree(self.slices.hashing(self.master))
 
     def learning_rate(self) -> float:
@@ -130,23 +132,16 @@ class Optimizer:
             self.master[part].mul_(1.0 - lr * self.cfg.weight_decay)
         # clip / loss_scale has the significand of clip, so the loss scale adds no rounding of the gradient.
         self._adamw(grad, clip / loss_scale, lr)
-        if not self.in_place:
-            self.decoder.flat[self.slices.own] = self.master  # rounds once to the compute dtype
         self.slices.share(self.decoder.flat)
         return {"grad_norm": norm, "lr": lr}
 
     def _adamw(self, grad: torch.Tensor, grad_scale: float, lr: float) -> None:
-        """Update moments and master weights from the gradient `grad` times `grad_scale`."""
-        beta1, beta2 = self.cfg.beta1, self.cfg.beta2
-        correction1, correction2 = 1.0 - beta1**self.updates, 1.0 - beta2**self.updates
-        first, second = self.moments
-        for start in range(0, self.master.numel(), self._slice):
-            part = slice(start, min(start + self._slice, self.master.numel()))
-            g, m, v = grad[part] * grad_scale, first[part], second[part]
-            m.mul_(beta1).add_(g * (1.0 - beta1))
-            v.mul_(beta2).add_(g * g * (1.0 - beta2))
-            step = (m / correction1).div_((v / correction2).sqrt_().add_(self.cfg.eps)).mul_(lr)
-            self.master[part].sub_(step)
+        """Update moments, master weights and compute weights from the gradient `grad` times `grad_scale`."""
+        c = self.cfg
+        corrections = 1.0 - c.beta1**self.updates, 1.0 - c.beta2**self.updates
+        numbers = AdamW(grad_scale, lr, c.beta1, c.beta2, *corrections, c.eps)
+        out = None if self.in_place else self.decoder.flat.detach()[self.slices.own]
+        adamw(self.master, *self.moments, grad, numbers, out)
 
     def _norm(self, grad: torch.Tensor) -> float:
         """The global norm of all ranks' gradients.

@@ -9,10 +9,25 @@ import numpy as np
 import torch
 
 from ...verify.divergence import compare_lines
-from ...verify.ledger import Head, Ledger, LedgerFile, Line, Tree, digest, digest_ids, hash_tree
+from ...verify.ledger import Head, Ledger, LedgerFile, Line, Tree, digest, digest_ids
 from ..config import LedgerConfig
+from ..parallel.tree_hash import hash_tree
 from ..rollout.types import Rollout
 from .optimizer import Optimizer
+
+
+def hash_rollouts(rollouts: Sequence[Rollout]) -> dict[str, str]:
+    """The ledger's hashes of what the sampler gave in a step, in causal order."""
+    return {
+        "prompts": digest_ids([r.prompt_ids for r in rollouts]),
+        "tokens": digest_ids([r.completion_ids for r in rollouts]),
+        "sampling_logprobs": digest(np.concatenate([r.logprobs for r in rollouts])),
+    }
+
+
+def hash_rewards(rewards: np.ndarray, A: np.ndarray) -> dict[str, str]:
+    """The ledger's hashes of rewards and advantages, both [P, G]."""
+    return {"rewards": digest(rewards), "advantages": digest(A)}
 
 
 class Recorder:
@@ -70,12 +85,9 @@ class Recorder:
         began_s = time.perf_counter()
         first_logprobs = {name: h for name, h in self._updates.items() if name == "trainer_logprobs"}
         quantities = {
-            "prompts": digest_ids([r.prompt_ids for r in rollouts]),
-            "tokens": digest_ids([r.completion_ids for r in rollouts]),
-            "sampling_logprobs": digest(np.concatenate([r.logprobs for r in rollouts])),
+            **hash_rollouts(rollouts),
             **first_logprobs,
-            "rewards": digest(rewards),
-            "advantages": digest(A),
+            **hash_rewards(rewards, A),
             **{name: h for name, h in self._updates.items() if name not in first_logprobs},
         }
         if (step + 1) % self._config.state_every == 0:
@@ -92,8 +104,8 @@ class Recorder:
         self._keep(quantities, "optimizer", slices.hash_tree(slices.hashing(*optimizer.moments)))
         self._keep(quantities, "weights", optimizer.hash_weights())
         if not optimizer.in_place:
-            views = optimizer.layout.checkpoint_views(optimizer.decoder.flat)
-            self._keep(quantities, "compute_weights", hash_tree(views))
+            tree = hash_tree(optimizer.layout.blocks, optimizer.decoder.flat)
+            self._keep(quantities, "compute_weights", tree)
 
     def _keep(self, quantities: dict[str, str], name: str, tree: Tree) -> None:
         """Add the root of `tree` to `quantities`, and keep its leaves where ledger.detail asks for them."""

@@ -1,10 +1,11 @@
-"""The work of one virtual shard: forward and backward of its prompts and completions, in micro-batches.
+"""The work of virtual shards: forward and backward of their prompts and completions, in micro-batches.
 
 Shapes: n sequences in canonical order; C completion tokens of a micro-batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby, zip_longest
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ import torch
 from ...kernels.sampling_params import SamplingParams
 from ...model.decoder import Decoder, no_hook
 from ...model.prompts import Prompts, prompt_passes
-from ...model.scoring import logprobs, pack
+from ...model.scoring import PackedBatch, logprobs, pack
 from ..loss.policy_loss import LossConfig, policy_loss
 from ..parallel.partition import micro_batches, virtual_shards
 from ..rollout.types import Rollout
@@ -44,9 +45,27 @@ class Shard:
         return [self.part(slice(part.start, part.stop)) if part else None for part in parts]
 
 
+def _joined(shards: Sequence[Shard]) -> Shard:
+    """The sequences of several shards, one shard after another."""
+
+    def joined(logprobs: list[Sequence[np.ndarray] | None]) -> list[np.ndarray] | None:
+        return None if logprobs[0] is None else list(chain.from_iterable(logprobs))
+
+    return Shard(
+        list(chain.from_iterable(shard.rollouts for shard in shards)),
+        np.concatenate([shard.advantages for shard in shards]),
+        np.concatenate([shard.weights for shard in shards]),
+        joined([shard.old_logprobs for shard in shards]),
+        joined([shard.ref_logprobs for shard in shards]),
+    )
+
+
 @dataclass(frozen=True)
 class Scored:
-    """What a micro-batch leaves behind. A pass over prompts leaves only `underflow`; the rest is empty."""
+    """What a shard's sequences of a micro-batch leave behind.
+
+    A pass over prompts leaves only `underflow`; the rest is empty.
+    """
 
     logp: torch.Tensor  # [C], the trainer's
     losses: list[float]  # [C], weighted
@@ -56,7 +75,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class ShardWork:
-    """shard_gradient and its arguments except the shard. A step hands it to its workers, so it is picklable.
+    """shard_gradients and its arguments except the shards. A step hands it to its workers: it is picklable.
 
     loss: resolved. The loss is multiplied by `scale`. watch: count the gradients that the compute dtype could
     not hold.
@@ -68,33 +87,80 @@ class ShardWork:
     scale: float = 1.0
     watch: bool = False
 
-    def __call__(self, decoder: Decoder, shard: Shard) -> list[Scored]:
-        """See shard_gradient."""
-        return shard_gradient(decoder, shard, self)
+    def __call__(self, decoder: Decoder, shards: Sequence[Shard | None]) -> list[list[Scored] | None]:
+        """See shard_gradients."""
+        return shard_gradients(decoder, shards, self)
 
 
-def shard_gradient(decoder: Decoder, shard: Shard, work: ShardWork) -> list[Scored]:
-    """Forward and backward of a shard, work.micro_batch sequences at a time.
+def shard_gradients(
+    decoder: Decoder, shards: Sequence[Shard | None], work: ShardWork
+) -> list[list[Scored] | None]:
+    """Forward and backward of some virtual shards, work.micro_batch sequences at a time.
 
-    Gradients are added to `main_grad` of the weights: those of a pass's completions first, then those of its
-    prompts.
+    A forward may hold sequences of several shards. Gradients are added to `main_grad` of the weights, apart
+    for each shard. In a shard's sum, those of a pass's completions come first, then those of its prompts. So
+    the shards beside it decide no bit of its sum. Returns a list for each shard; None for an empty one.
     """
-    scored = []
-    for index in prompt_passes([rollout.prompt_ids for rollout in shard.rollouts]):
-        part = shard.part(index)
-        underflow = PromptUnderflow() if work.watch else None
-        hook = underflow.hook if underflow else no_hook
-        with torch.set_grad_enabled(_has_gradient(part, work.loss)):
-            prompts = Prompts(decoder, [r.prompt_ids for r in part.rollouts], hook)
-        if underflow:
-            underflow.watch(prompts)
-        for rows in micro_batches(len(part.rollouts), work.micro_batch):
-            batch = part.part(rows)
-            scored.append(_micro_batch_gradient(decoder, batch, prompts, prompts.of[rows], work, underflow))
-        prompts.backward()
-        if underflow:
-            scored.append(Scored(torch.empty(0), [], [], underflow.zeros))
+    passes = [
+        [shard.part(index) for index in prompt_passes([r.prompt_ids for r in shard.rollouts])]
+        if shard
+        else []
+        for shard in shards
+    ]
+    scored: list[list[Scored] | None] = [None if shard is None else [] for shard in shards]
+    for parts in zip_longest(*passes):
+        together = {i: part for i, part in enumerate(parts) if part is not None}
+        _pass_gradient(decoder, together, work, scored, apart=len(shards) > 1)
     return scored
+
+
+def _pass_gradient(
+    decoder: Decoder,
+    parts: dict[int, Shard],
+    work: ShardWork,
+    scored: list[list[Scored] | None],
+    apart: bool,
+) -> None:
+    """Forward and backward of one pass of some shards, by the index of the shard. Adds to `scored`.
+
+    apart: the weights have a gradient buffer for each shard.
+    """
+    whole = _joined(list(parts.values()))
+    of = [i for i, part in parts.items() for _ in part.rollouts]  # the shard of each sequence
+    underflow = PromptUnderflow() if work.watch else None
+    hook = underflow.hook if underflow else no_hook
+    with torch.set_grad_enabled(_has_gradient(whole, work.loss)):
+        prompt_ids = [r.prompt_ids for r in whole.rollouts]
+        prompts = Prompts(decoder, prompt_ids, hook, of if apart else None)
+    if underflow:
+        underflow.watch(prompts)
+    for rows in micro_batches(len(of), work.micro_batch):
+        pairs = [r.pair for r in whole.rollouts[rows]]
+        packed = pack(pairs, prompts.of[rows], of[rows] if apart else None)
+        micro_batch = _micro_batch_gradient(decoder, whole.part(rows), prompts, packed, work, underflow)
+        for i, part in _by_shard(micro_batch, of[rows], packed.completion_lengths):
+            scored[i].append(part)
+    prompts.backward()
+    if underflow:
+        scored[of[0]].append(Scored(torch.empty(0), [], [], underflow.zeros))
+
+
+def _by_shard(micro_batch: Scored, of: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[int, Scored]]:
+    """The parts of a micro-batch that belong to one shard each; the first part has the counts of underflow.
+
+    of [n]: the shard of each sequence. lengths [n]: its completion tokens.
+    """
+    start, underflow = 0, micro_batch.underflow
+    for shard, members in groupby(range(len(of)), key=of.__getitem__):
+        end = start + sum(lengths[i] for i in members)
+        tokens = slice(start, end)
+        yield (
+            shard,
+            Scored(
+                micro_batch.logp[tokens], micro_batch.losses[tokens], micro_batch.entropies[tokens], underflow
+            ),
+        )
+        start, underflow = end, dict.fromkeys(underflow, 0)
 
 
 def _has_gradient(part: Shard, loss: LossConfig) -> bool:
@@ -115,15 +181,11 @@ def _micro_batch_gradient(
     decoder: Decoder,
     batch: Shard,
     prompts: Prompts,
-    prompt_of: Sequence[int],
+    packed: PackedBatch,
     work: ShardWork,
     prompt_underflow: PromptUnderflow | None,
 ) -> Scored:
-    """Forward and backward of the completions of a micro-batch.
-
-    prompt_of [n]: the index, in `prompts`, of the prompt of each sequence.
-    """
-    packed = pack([r.pair for r in batch.rollouts], prompt_of)
+    """Forward and backward of the completions of a micro-batch. packed: the sequences of `batch`."""
     lengths = packed.completion_lengths
     tokens = torch.tensor(lengths)
     with torch.set_grad_enabled(_has_gradient(batch, work.loss)):

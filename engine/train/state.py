@@ -10,11 +10,12 @@ import numpy as np
 
 from ...model.decoder import Decoder
 from ..config import Config
-from ..parallel.ranked import RankedScorer, RankedWorkers
-from ..parallel.ranks import Ranks
+from ..parallel.data_parallel import RankedScorer, RankedWorkers
+from ..parallel.process_group import Ranks
 from ..parallel.scorer import Scorer
 from ..parallel.workers import Workers
 from ..rollout.types import GenerationParams, Rollout, Sampler
+from ..stopwatch import Stopwatch
 from ..tasks import Reward
 from ..tasks.base import Problem
 from ..tasks.tokenizer import Tokenizer
@@ -36,11 +37,13 @@ class TrainState:
     # Scores with the trainer's weights at the sampler's version; None where that is always the current one.
     old_policy: Scorer | RankedScorer | None
     parallel: Workers | RankedWorkers
+    micro_batch: int  # sequences of one pass
     ref_policy: Scorer | RankedScorer | None  # frozen, for the KL term; None without such a term
     tokenizer: Tokenizer
     reward: Reward
     problems: Sequence[Problem]  # for training
     prompt_ids: Sequence[Sequence[int]]  # the prompt of each of these problems
+    stopwatch: Stopwatch  # measures the stations of a step; the native sampler has the same one
     step: int = 0
     version: int = 0  # of the weights: the number of optimizer updates so far
     recorder: Recorder | None = None
@@ -78,4 +81,7 @@ class StepRecord:
     texts: list[list[str]]
     rewards: np.ndarray  # [P, G]
     advantages: np.ndarray  # [P, G]
+    # Of each rollout, with the weights that it was drawn with; None in an exact run, where they are the
+    # sampler's.
+    trainer_logprobs: list[np.ndarray] | None = None
     notes: dict[str, str] = field(default_factory=dict)  # metrics that are not numbers

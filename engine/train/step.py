@@ -2,7 +2,7 @@
 
 From rollouts to the update of the weights:
 
-1. `ShardWork` (shard.py) does the forward and backward of one virtual shard.
+1. `ShardWork` (shard.py) does the forward and backward of virtual shards.
 2. `state.parallel` (parallel/) does all shards, and adds their gradients by the fixed tree.
 3. `state.scaler` (loss_scaling.py) hands the sum to the optimizer (optimizer.py). After an overflow it skips
    the update.
@@ -24,6 +24,7 @@ from ..loss.reward_shaping import shaped_rewards
 from .collect import RolloutBatch, collect
 from .metrics import loss_metrics, rollout_metrics, step_losses
 from .monitor import Monitor
+from .performance import performance
 from .shard import Shard, ShardWork
 from .state import StepRecord, TrainState
 
@@ -31,15 +32,18 @@ from .state import StepRecord, TrainState
 def train_step(state: TrainState) -> StepRecord:
     """One step: sample, score and update. Where a bit differs, raises MismatchError before any update."""
     cfg, loss_cfg, began_s = state.config, state.config.loss.resolve(), time.perf_counter()
+    station = state.stopwatch.start()
     batch = collect(state)  # P prompts x G generations: tokens, sampling logprobs, rewards
     sampled_s = time.perf_counter()
-    step, metrics = prepare(state, batch)  # advantages, loss weights, old and reference logprobs
+    with station("time/score_s"):
+        step, metrics = prepare(state, batch)  # advantages, loss weights, old and reference logprobs
     lengths = [len(rollout.completion_ids) for rollout in batch.rollouts]
     monitor, notes = Monitor(state.step, cfg.exact, state.version, cfg.max_staleness), {}
     for update in range(cfg.updates_per_rollout):
         params, scale = cfg.sampling.sampling_params, state.scaler.scale
-        work = ShardWork(params, loss_cfg, cfg.micro_batch, scale, watch=state.scaler.on)
-        results, gradient = state.parallel.sum_shards(work, step.cut(cfg.virtual_shards))  # a fixed tree
+        work = ShardWork(params, loss_cfg, state.micro_batch, scale, watch=state.scaler.on)
+        with station("time/forward_backward_s"):
+            results, gradient = state.parallel.sum_shards(work, step.cut(cfg.virtual_shards))  # a fixed tree
         scored = [micro_batch for shard in results if shard for micro_batch in shard]
         logp = torch.cat([micro_batch.logp for micro_batch in scored])
         stale = update > 0 or step.old_logprobs is not None  # the weights are newer than those sampled from
@@ -52,20 +56,25 @@ def train_step(state: TrainState) -> StepRecord:
         if stale:
             metrics |= monitor.staleness(logp)
         recording = state.recorder.updating(logp, gradient, scale) if state.recorder else nullcontext()
-        with recording, state.parallel.own_threads():  # clipping, AdamW, fp32 master weights
+        # Clipping, AdamW, fp32 master weights.
+        with recording, state.parallel.own_threads(), station("time/optimizer_s"):
             updated = state.scaler.update(state.optimizer, gradient, scored)
         metrics, notes = metrics | updated.metrics, notes | updated.notes
         state.version += updated.applied
-    state.sampler.sync_weights(state.version)
+    with station("time/sync_s"):
+        state.sampler.sync_weights(state.version)
     metrics |= rollout_metrics(batch) | {"tokens": monitor.tokens}
     A = step.advantages.reshape(batch.rewards.shape)
     if state.recorder:  # hashes of tokens, logprobs, gradients, weights
         metrics["time/ledger_s"] = state.recorder.record(state.step, batch.rollouts, batch.rewards, A)
         state.recorder.check_ranks()
-    metrics |= {"time/sample_s": sampled_s - began_s, "time/train_s": time.perf_counter() - sampled_s}
+    times = {"time/sample_s": sampled_s - began_s, "time/train_s": time.perf_counter() - sampled_s}
+    times |= state.stopwatch.seconds()
+    metrics |= times | performance(state, step, times)
     state.step += 1
     metrics = {"step": state.step - 1} | metrics
-    return StepRecord(metrics, batch.rollouts, batch.problems, batch.texts, batch.rewards, A, notes)
+    own = None if cfg.exact else step.old_logprobs
+    return StepRecord(metrics, batch.rollouts, batch.problems, batch.texts, batch.rewards, A, own, notes)
 
 
 def prepare(state: TrainState, batch: RolloutBatch) -> tuple[Shard, dict[str, float]]:

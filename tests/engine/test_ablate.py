@@ -2,17 +2,25 @@
 
 import json
 import math
+import os
 import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import zerokl
 from zerokl.cli import main
-from zerokl.engine.commands import ablate as ablate_module
+from zerokl.engine.commands import ablation_cells as cells_module
 from zerokl.engine.commands.ablate import ablate, read_grid
+from zerokl.engine.commands.ablation_cells import CellRun
 from zerokl.engine.commands.ablation_report import collapse_step, spread
 from zerokl.engine.config_file import to_toml
 from zerokl.engine.runs.run import train
+from zerokl.verify.files import hold_folder
 
 GRID = """
 file = "{base}"
@@ -73,7 +81,8 @@ def test_cells_are_ordinary_runs_and_the_report_sums_them_up(grid, tmp_path, rea
     assert main(["ablate", str(path), "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
     assert "gspo" in printed
-    assert f"report {tmp_path / 'out' / 'ablation.json'}" in printed
+    assert f"figures {tmp_path / 'out' / 'ablation.json'}" in printed
+    assert (tmp_path / "out" / "report.html").exists()
     report = json.loads((tmp_path / "out" / "ablation.json").read_text())
     assert [c["settings"] for c in report["combinations"]] == [{"loss.preset": "pg"}, {"loss.preset": "gspo"}]
     for cell in read_grid(path):
@@ -91,11 +100,10 @@ def test_cells_are_ordinary_runs_and_the_report_sums_them_up(grid, tmp_path, rea
         assert (reported["skipped_steps"], reported["error"]) == (0, None)
         assert reported["held_out_last"] == lines[-1]["eval/accuracy"]
         assert reported["seconds"] > 0
-    headings, _, *rows = (
-        [cell.strip() for cell in line.split(" | ")]
-        for line in (tmp_path / "out" / "ablation.md").read_text().splitlines()
-    )
+    table, effects = (tmp_path / "out" / "ablation.md").read_text().split("\n\n")
+    headings, _, *rows = ([cell.strip() for cell in line.split(" | ")] for line in table.splitlines())
     assert [dict(zip(headings, row, strict=True))["| loss.preset"] for row in rows] == ["| pg", "| gspo"]
+    assert all(line.startswith("- loss.preset: gspo against pg, ") for line in effects.splitlines())
     for c in report["combinations"]:
         last_rewards = [r["reward_last"] for r in c["runs"]]
         mean = pytest.approx(sum(last_rewards) / 2)
@@ -107,17 +115,17 @@ def test_cells_are_ordinary_runs_and_the_report_sums_them_up(grid, tmp_path, rea
 
 
 @pytest.mark.full
-def test_ended_runs_are_kept_and_interrupted_ones_start_anew(grid, tmp_path, monkeypatch):
+def test_ended_runs_are_kept_and_interrupted_ones_go_on(grid, tmp_path, monkeypatch):
     path, out = grid('file = "{base}"\nseeds = [0, 1, 2]\n[set]\nsteps = 2\n'), tmp_path / "out"
     first, seeds_run = ablate(path, out), []
     (out / "cells" / "run" / "seed-1" / "summary.json").unlink()
-    run = ablate_module._run
+    start = CellRun.start
 
-    def counted(cell, folder):
-        seeds_run.append(cell.config.seed)
-        return run(cell, folder)
+    def counted(run, threads):
+        seeds_run.append(run.cell.config.seed)
+        start(run, threads)
 
-    monkeypatch.setattr(ablate_module, "_run", counted)
+    monkeypatch.setattr(CellRun, "start", counted)
     again = ablate(path, out)
     assert seeds_run == [1]
     before, after = (
@@ -141,14 +149,94 @@ def test_a_run_that_ends_by_itself_is_a_result(grid, tmp_path):
 
 
 @pytest.mark.full
-def test_what_a_run_refuses_and_a_run_that_is_killed_end_the_ablation(grid, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="task: none is not known"):
-        ablate(grid('file = "{base}"\nseeds = [0]\n[set]\ntask.name = "none"\n'), tmp_path / "refused")
-    monkeypatch.setattr(ablate_module.sys, "executable", "/bin/false")
-    with pytest.raises(ChildProcessError, match="the process of run/seed-0 ended with exit code 1"):
-        ablate(grid('file = "{base}"\nseeds = [0]\n[set]\nsteps = 1\n'), tmp_path / "killed")
+def test_a_cell_that_fails_is_named_and_ends_no_other(grid, tmp_path, capsys):
+    rewards = '["toy:letters", "toy:broken", "toy:nothing"]'
+    path = grid(f'file = "{{base}}"\nseeds = [0]\n[set]\nsteps = 1\n[grid]\ntask.reward = {rewards}\n')
+    out = tmp_path / "out"
+    assert main(["ablate", str(path), "--out", str(out), "--jobs", "2"]) == 2
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    assert "ablate: reward=toy:broken/seed-0 (and 1 more) failed: reward: raised RuntimeError" in line
+    report = json.loads((out / "ablation.json").read_text())
+    assert [c["settings"]["task.reward"] for c in report["combinations"]] == ["toy:letters"]
+    assert list(report["failures"]) == ["reward=toy:broken/seed-0", "reward=toy:nothing/seed-0"]
+    assert "raised RuntimeError" in (out / "cells" / "reward=toy:broken" / "seed-0.log").read_text()
+    assert "reward=toy:broken/seed-0 failed: reward: raised RuntimeError" in printed.out
 
 
+@pytest.mark.full
+def test_a_process_that_is_killed_is_a_failure(grid, tmp_path, monkeypatch):
+    monkeypatch.setattr(cells_module.sys, "executable", "/bin/false")
+    report = ablate(grid('file = "{base}"\nseeds = [0]\n[set]\nsteps = 1\n'), tmp_path / "killed")
+    (reason,) = report["failures"].values()
+    assert reason.startswith("its process ended with exit code 1; see ")
+    assert report["combinations"] == []
+
+
+@pytest.mark.full
+def test_cells_side_by_side_have_the_same_bits(grid, tmp_path):
+    path = grid(
+        'file = "{base}"\nseeds = [0, 1]\n[set]\nsteps = 3\ncheckpoint.every = 2\nworkers = 0\n'
+        '[grid]\ndtype = ["float32", "bfloat16"]\n'
+    )
+    folders = {jobs: tmp_path / f"jobs-{jobs}" for jobs in (1, 3)}
+    for jobs, out in folders.items():
+        ablate(path, out, jobs)
+    for cell in read_grid(path):
+        one, three = (out / "cells" / cell.folder for out in folders.values())
+        assert _decided(one) == _decided(three)
+
+
+def _decided(run: Path) -> dict[str, object]:
+    """All that the law decides of a run: its ledger without the environment, its tokens and its weights."""
+    head, *lines = map(json.loads, (run / "ledger.jsonl").read_text().splitlines())
+    head.pop("environment")
+    names = ("rollouts.jsonl", "checkpoints/step-000003/model.safetensors")
+    return {"head": head, "lines": lines} | {name: (run / name).read_bytes() for name in names}
+
+
+@pytest.mark.full
+def test_ctrl_c_ends_all_cells_and_the_same_command_goes_on(grid, tmp_path, capsys):
+    text = 'file = "{base}"\nseeds = [0, 1]\n[set]\nsteps = 400\ncheckpoint.every = 2\n'
+    path, out = grid(text), tmp_path / "out"
+    command = [sys.executable, "-m", "zerokl", "ablate", str(path), "--out", str(out), "--jobs", "2"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "2"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    cells = [out / "cells" / "run" / f"seed-{seed}" for seed in (0, 1)]
+    while not all((cell / "checkpoints" / "step-000004").exists() for cell in cells):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    printed, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"the same command goes on" in printed
+    assert error == b"zerokl: interrupted\n"
+    for cell in cells:
+        with hold_folder(cell):  # no process writes to it any more
+            assert not (cell / "summary.json").exists()
+    (path).write_text(path.read_text().replace("steps = 400", "steps = 401"))
+    assert main(["ablate", str(path), "--out", str(out)]) == 2
+    assert "holds a run of another configuration" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_an_interrupted_cell_goes_on_from_its_checkpoint(grid, tmp_path, capsys):
+    path = grid('file = "{base}"\nseeds = [0]\n[set]\nsteps = 4\ncheckpoint.every = 2\n')
+    first = ablate(path, tmp_path / "whole")
+    out = tmp_path / "cut"
+    shutil.copytree(tmp_path / "whole", out)
+    run = out / "cells" / "run" / "seed-0"
+    (run / "summary.json").unlink()
+    shutil.rmtree(run / "checkpoints" / "step-000004")
+    capsys.readouterr()
+    again = ablate(path, out)
+    assert "1 of them, interrupted before, go on" in capsys.readouterr().out
+    assert "going on at step 2 of 4" in (out / "cells" / "run" / "seed-0.log").read_text()
+    fingerprints = [report["combinations"][0]["runs"][0]["fingerprint"] for report in (first, again)]
+    assert fingerprints[0] == fingerprints[1]
+
+
+@pytest.mark.full
 def test_another_grid_in_the_same_folder_is_refused(grid, tmp_path):
     text = 'file = "{base}"\nseeds = [0]\n[set]\nsteps = 1\n'
     ablate(grid(text), tmp_path / "out")

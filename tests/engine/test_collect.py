@@ -8,11 +8,12 @@ import torch
 from zerokl.cli import main
 from zerokl.engine.config_file import to_toml
 from zerokl.engine.loss.presets import PRESETS
-from zerokl.engine.parallel.ranks import ALONE
+from zerokl.engine.parallel.process_group import ALONE
 from zerokl.engine.parallel.scorer import frozen
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import GenerationParams, RngKey
 from zerokl.engine.runs.run import train
+from zerokl.engine.stopwatch import Stopwatch
 from zerokl.engine.tasks.base import Problem
 from zerokl.engine.tasks.tokenizer import Tokenizer
 from zerokl.engine.train.collect import collect, step_problems
@@ -100,6 +101,7 @@ def collected(config, model):
             problems=problems,
             prompt_ids=ids,
             ranks=ALONE,
+            stopwatch=Stopwatch(torch.device("cpu")),
         )
         return collect(state)
 

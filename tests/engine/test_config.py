@@ -33,7 +33,7 @@ def _read(tmp_path_factory, text: str) -> Config:
 
 @given(
     options=st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), OPTION, max_size=4),
-    lr=st.floats(0, 1),
+    lr=st.one_of(st.just(0.0), st.floats(1e-37, 1)),
     model=st.text("aé/.\"\\'#\n😀"),
 )
 def test_toml_round_trip(tmp_path_factory, options, lr, model):
@@ -175,7 +175,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
     for file, message in (
         ("none.toml", "cannot be read"),
         ("bad.toml", "is not valid TOML"),
-        ("binary.toml", "is not valid TOML"),
+        ("binary.toml", "is not UTF-8"),
         (".", "cannot be read"),
     ):
         with pytest.raises(ValueError, match=message):

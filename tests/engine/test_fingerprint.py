@@ -9,6 +9,8 @@ FREE = [
     {"micro_batch": 3},
     {"micro_batch": 64},
     {"native__max_concurrency": 1},
+    {"shards_in_flight": 3, "micro_batch": 5, "workers": 1},
+    {"recompute": "layer"},
     {"native__max_concurrency": 7, "native__max_batch_tokens": 5},
     {"threads": 1},
     {"threads": 2},

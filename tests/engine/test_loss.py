@@ -229,15 +229,17 @@ def slow_choice(sequence: list[Token], t: int, A: float, cfg: LossConfig) -> tup
 
 
 LEVEL = st.sampled_from(["token", "sequence", "geometric"])
+# A configuration holds no number below 1e-37 but 0.
+BOUND = st.one_of(st.just(0.0), st.floats(1e-37, 1))
 CHOICES = st.fixed_dictionaries(
     {
         "importance_sampling_level": LEVEL,
         "bound": st.sampled_from(["none", "clip", "truncate", "mask", "clip_weight"]),
-        "clip_low": st.floats(0, 1),
-        "clip_high": st.floats(0, 9),
+        "clip_low": BOUND,
+        "clip_high": st.one_of(BOUND, st.floats(1, 9)),
         "correction": st.sampled_from(["none", "full", "truncate", "mask"]),
         "correction_level": LEVEL,
-        "correction_low": st.floats(0, 1),
+        "correction_low": BOUND,
         "correction_high": st.floats(1, 9),
     }
 )

@@ -174,34 +174,39 @@ def test_top_k_and_top_p_keep_to_the_likely_tokens(decoder, sampler):
         assert logp[list(drawn)].min() >= likely[kept - 1]
 
 
-def _bytes_for_one(decoder, prompt: int, max_tokens: int) -> int:
-    """Bytes of the cache that one prompt and one sample of it need."""
-    blocks = -(-prompt // KEY_TILE) + -(-(prompt + max_tokens) // KEY_TILE)
-    return blocks * BlockCache.bytes_per_block(decoder.config, decoder.dtype)
+def _cache_bytes(decoder, prompt: int, max_tokens: int, samples: int) -> int:
+    """Bytes of the cache that one prompt and some samples of it need: its full blocks are there once."""
+    shared, read = prompt // KEY_TILE, -(-prompt // KEY_TILE)
+    blocks = read + samples * (-(-(prompt + max_tokens - 1) // KEY_TILE) - shared)
+    return blocks * BlockCache.bytes_per_block(decoder.config, decoder.cache_dtype)
 
 
-def test_a_small_cache_lowers_concurrency_and_changes_no_bit(decoder, sampler):
-    prompts, params, rng_key = [[9] * 20, [8] * 5], generation_params(), RngKey(0, 0)
-    size = _bytes_for_one(decoder, 20, params.max_tokens)
+@pytest.mark.parametrize("prompt", [1, 20, KEY_TILE, KEY_TILE + 1, 2 * KEY_TILE + 6])
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+def test_a_small_cache_lowers_concurrency_and_changes_no_bit(decoder, sampler, prompt, at_once):
+    prompts, params, rng_key = [[9] * prompt, [8] * (1 + prompt // 4)], generation_params(), RngKey(0, 0)
     expected = bits(sampler.generate(prompts, params, rng_key))
-    for n in (1, 2):
-        small = NativeSampler(decoder, cache_bytes=(n + 1) * size - 1)
-        assert _Generation(small, prompts, params, rng_key).concurrency == n
-        assert bits(small.generate(prompts, params, rng_key)) == expected
+    small = NativeSampler(decoder, cache_bytes=_cache_bytes(decoder, prompt, params.max_tokens, at_once))
+    assert bits(small.generate(prompts, params, rng_key)) == expected
+    assert small.samples_at_once == at_once
+
+
+def test_a_cache_too_small_for_one_sample_is_refused(decoder):
+    size = _cache_bytes(decoder, 20, 20, 1)
     with pytest.raises(ValueError, match=f"cache_bytes \\({size - 1}\\) cannot hold one sample of 40 tokens"):
-        NativeSampler(decoder, cache_bytes=size - 1).generate(prompts, params, rng_key)
+        NativeSampler(decoder, cache_bytes=size - 1).generate([[9] * 20], generation_params(), RngKey(0, 0))
 
 
 def test_a_narrower_cache_holds_twice_as_many_samples_and_draws_the_same(model):
     plain = load_decoder(model, torch.float32)
     narrow = Decoder(plain.config, plain.flat.detach(), plain.layout, Numerics(cache=torch.bfloat16))
     prompts, params, rng_key = [[9] * 20, [8] * 5], generation_params(), RngKey(0, 0)
-    size = _bytes_for_one(plain, 20, params.max_tokens)
+    size = _cache_bytes(plain, 20, params.max_tokens, 1)
     small_plain, small_narrow = (NativeSampler(d, cache_bytes=size) for d in (plain, narrow))
-    assert _Generation(small_plain, prompts, params, rng_key).concurrency == 1
-    assert _Generation(small_narrow, prompts, params, rng_key).concurrency == 2
     expected = bits(NativeSampler(narrow).generate(prompts, params, rng_key))
     assert bits(small_narrow.generate(prompts, params, rng_key)) == expected
+    small_plain.generate(prompts, params, rng_key)
+    assert (small_plain.samples_at_once, small_narrow.samples_at_once) == (1, 2)
 
 
 @settings(deadline=None, max_examples=15)
@@ -212,15 +217,12 @@ def test_a_narrower_cache_holds_twice_as_many_samples_and_draws_the_same(model):
     tokens=st.integers(1, 40),
 )
 def test_every_cache_block_is_free_at_the_end(decoder, prompts, num_generations, concurrency, tokens):
-    generation = _Generation(
-        NativeSampler(decoder, concurrency, tokens),
-        prompts,
-        generation_params(num_generations=num_generations, max_tokens=9),
-        RngKey(0, 0),
-    )
+    sampler, rng_key = NativeSampler(decoder, concurrency, tokens), RngKey(0, 0)
+    params = generation_params(num_generations=num_generations, max_tokens=9)
+    memory = sampler._make_memory(prompts, params)
     with torch.no_grad():
-        generation.run()
-    assert len(generation.cache._free) == generation.cache.blocks > 0
+        _Generation(sampler, sampler._decoding_of(memory, params, rng_key), prompts, rng_key).run()
+    assert memory.cache.free == memory.cache.blocks > 0
 
 
 @pytest.mark.parametrize(

@@ -301,7 +301,7 @@ def test_the_fp32_head_reads_the_same_weights_and_feeds_the_same_gradient(model)
         ("precision.backoff", "0.3", "power"),
         ("precision.backoff", "1", "less than 1"),
         ("precision.scaling", "sometimes", "scaling"),
-        ("precision.scale", "1e300", "power of two"),
+        ("precision.scale", "1e300", "must be 0, or lie in 1e-37"),
         ("precision.minimum", "131072", "must lie between"),
         ("precision.sampler_dtype", "bfloat16", "set exact = false"),
         ("precision.head_dtype", "float16", "head_dtype"),

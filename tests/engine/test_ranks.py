@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from zerokl.engine.config import Config
 from zerokl.engine.config_file import to_toml
-from zerokl.engine.parallel.ranked import RankedScorer
-from zerokl.engine.parallel.ranks import ALONE
+from zerokl.engine.parallel.data_parallel import RankedScorer
+from zerokl.engine.parallel.process_group import ALONE
 from zerokl.engine.parallel.scorer import frozen
 from zerokl.engine.runs.run import resume, train
 

@@ -122,7 +122,7 @@ def test_the_architecture_of_the_model_is_in_the_ledger(
     assert f"configuration {key}" in " ".join(capsys.readouterr().out.split())
     message = rf"resume: {key} is {now} in config.json of the run's first model and .* in the ledger"
     with pytest.raises(ValueError, match=message):
-        resume(tmp_path / "run")
+        resume(tmp_path / "run", {"steps": 3})
 
 
 def test_a_reference_of_another_architecture_is_another_reference(with_kl, reference, tmp_path):
@@ -130,4 +130,4 @@ def test_a_reference_of_another_architecture_is_another_reference(with_kl, refer
     _edit(reference, rms_norm_eps=3e-3)
     assert train(with_kl, tmp_path / "other").fingerprint != first
     with pytest.raises(ValueError, match="weights of the reference"):
-        resume(tmp_path / "run")
+        resume(tmp_path / "run", {"steps": 3})

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from zerokl.engine.commands.replay import Replayer, verify_run
+from zerokl.engine.commands.replay import Replayer
+from zerokl.engine.commands.verify_run import verify_run
 from zerokl.engine.config import Config
 from zerokl.engine.runs import run as run_module
 from zerokl.engine.runs.checkpoints import open_checkpoint
@@ -69,7 +70,7 @@ def _same_run(path: Path, summary: Summary, whole: tuple[Path, Summary]) -> None
 
 def _metrics_without_times(path: Path) -> list[dict]:
     lines = [json.loads(line) for line in (path / "metrics.jsonl").open()]
-    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))} for line in lines]
 
 
 def _contents(path: Path) -> dict[Path, bytes]:
@@ -271,7 +272,7 @@ def test_a_ledger_of_another_format_is_refused_and_nothing_changes(small, tmp_pa
     del line["sum"]
     (path / "ledger.jsonl").write_text(json.dumps(line | {"sum": hash_json(line)}) + "\n" + steps)
     before = _contents(path)
-    message = r"has format 2, this zerokl reads 4; use the version that wrote it$"
+    message = r"has format 2, this zerokl reads 5; use the version that wrote it$"
     for read in (resume, Replayer):
         with pytest.raises(ValueError, match=rf"^ledger: .*ledger.jsonl {message}"):
             read(path)
@@ -348,10 +349,10 @@ def test_other_data_and_other_first_weights_are_refused(config, model, tmp_path)
     train(cfg, tmp_path / "run")
     data.write_text(data.read_text().replace("3+1=", "4+1=", 1))
     with pytest.raises(ValueError, match="training problems are not those of the run"):
-        resume(tmp_path / "run")
+        resume(tmp_path / "run", {"steps": "4"})
     data.write_text(data.read_text().replace("4+1=", "3+1=", 1))
     content = bytearray((base / "model.safetensors").read_bytes())
     content[-5] ^= 1
     (base / "model.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match=r"weights of .* are not those that the run began with"):
-        resume(tmp_path / "run")
+        resume(tmp_path / "run", {"steps": "4"})

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from zerokl.engine.config_file import load_config
 from zerokl.engine.loss.presets import PRESETS
 from zerokl.engine.runs.run import train
+from zerokl.engine.runs.setup import settled
 from zerokl.engine.tasks import load_task
 from zerokl.model.checkpoint import load_decoder, write_checkpoint
 from zerokl.model.config import ModelConfig
@@ -40,6 +42,16 @@ KEYS = {
     "time/sample_s",
     "time/train_s",
     "time/ledger_s",
+    "time/prompts_s",
+    "time/decode_s",
+    "time/reward_s",
+    "time/score_s",
+    "time/forward_backward_s",
+    "time/optimizer_s",
+    "time/sync_s",
+    "perf/tokens_per_s",
+    "perf/samples_at_once",
+    "perf/peak_memory_bytes",
 }
 
 
@@ -140,7 +152,8 @@ def test_summary_totals_the_metrics(run, read_jsonl):
 def test_config_toml_is_the_same_configuration_and_gives_the_same_run(run, four_steps, tmp_path):
     path, summary = run
     again = load_config(str(path / "config.toml"), None, {})
-    assert again == four_steps.model_copy(update={"loss": four_steps.loss.resolve(), "device": "cpu"})
+    assert again == settled(four_steps).model_copy(update={"loss": four_steps.loss.resolve()})
+    assert (again.device, again.task.directory) == ("cpu", os.getcwd())
     assert train(again, tmp_path / "again").fingerprint == summary.fingerprint
     assert (tmp_path / "again" / "config.toml").read_text() == (path / "config.toml").read_text()
 

@@ -122,7 +122,7 @@ def test_countdown_refuses_wrong_numbers_wrong_values_and_code(expression):
     ("name", "options", "message"),
     [
         ("addd", {}, "addd is not known; choose add, sort, countdown, jsonl"),
-        ("add", {"max": 9}, "unexpected keyword argument 'max'"),
+        ("add", {"max": 9}, "option max is not known; choose max_value"),
         (
             "add",
             {"max_value": 9, "train": 101, "held_out": 0},

@@ -103,6 +103,12 @@ def test_vllms_own_model_is_exact_on_a_gpu_only(installed, tmp_path: Path, capsy
     assert not (tmp_path / "run").exists()
 
 
+def test_cuda_graphs_need_a_gpu():
+    with pytest.raises(ValueError, match=r"vllm.cuda_graphs \(true\): a CPU has no CUDA graphs"):
+        check_settings(Config(sampler="vllm", vllm={"cuda_graphs": True}), "cpu")
+    check_settings(Config(sampler="vllm", vllm={"cuda_graphs": True}), "cuda")
+
+
 def test_vllms_own_model_has_no_other_head_or_cache():
     with pytest.raises(ValueError, match=r"head_dtype and cache_dtype: .* set both to \"compute\""):
         check_settings(Config(sampler="vllm-stock", precision={"head_dtype": "float32"}))

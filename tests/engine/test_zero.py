@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from zerokl.kernels.block_digest import BLOCK
 from zerokl.model.config import ModelConfig
 from zerokl.model.weights import FLAT_TILE, Layout
-from zerokl.verify.ledger import BLOCK
 
 from tests.engine.zero_process import CONFIG
 from tests.helpers import mostly_full, torchrun

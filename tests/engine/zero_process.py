@@ -11,14 +11,14 @@ import torch
 import zerokl.engine.parallel.zero as slices_module
 from zerokl.engine.config import OptimizerConfig
 from zerokl.engine.parallel.gradient import add_roots
-from zerokl.engine.parallel.ranks import join_ranks
+from zerokl.engine.parallel.process_group import join_ranks
+from zerokl.engine.parallel.tree_hash import hash_tree
 from zerokl.engine.parallel.zero import Slices
 from zerokl.engine.train.optimizer import GradientOverflowError, Optimizer
 from zerokl.model.config import ModelConfig
 from zerokl.model.decoder import Decoder
 from zerokl.model.weights import Layout
 from zerokl.verify.bitwise import count_unequal
-from zerokl.verify.ledger import hash_tree
 
 CONFIG = ModelConfig.from_dict(
     dict(
@@ -134,7 +134,7 @@ def main(dtype: torch.dtype, shape: str) -> dict[str, object]:
             unequal += count_differences(ours, alone)
             unequal_wrong_order += count_in_wrong_order(slices, root, has_root, gradient)
             tree = slices.hash_tree(slices.hashing(gradient))
-            assert tree == hash_tree(layout.checkpoint_views(whole))
+            assert tree == hash_tree(layout.blocks, whole)
         overflow = overflowing_weight(ours)
         part, state = slices.own, (ours.master, *ours.moments)
         sizes = [part.start, part.stop, *(x.numel() for x in state), slices._sum.numel()]

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from engine_process import ForgetsToReset
 from zerokl.engine.commands.audit.audit import compare
-from zerokl.engine.commands.audit.page import verdict
+from zerokl.engine.commands.audit.verdict import verdict
 from zerokl.engine.rollout.engine import ZeroklEngine
 from zerokl.engine.rollout.hf import HfEngine
 from zerokl.engine.rollout.types import GenerationParams, Rollout

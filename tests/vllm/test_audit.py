@@ -117,11 +117,11 @@ def test_a_stale_cache_is_named(model, seed):
 def test_a_stale_cache_is_named_where_the_engines_part_anyway(model):
     for fault in ("forgets", "none"):
         report = _report("stale_process.py", str(model), "2", fault, "hf")
-        assert "They part at layers." in report["verdict"]
+        assert "Bits first part at layers." in report["verdict"]
         assert ("used a stale cache" in report["verdict"]) == (fault == "forgets")
 
 
 def test_what_only_vllms_process_computes_is_found_there(model):
     """vLLM's own decoder has another epsilon, and the trace is that of vLLM's forward."""
     report = _report("stale_process.py", str(model), "3", "inside", "zerokl")
-    assert "They part at layers.0.input_norm:" in report["verdict"]
+    assert "Bits first part at layers.0.input_norm:" in report["verdict"]

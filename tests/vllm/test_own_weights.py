@@ -46,6 +46,17 @@ OURS = """
         )
         print("RESULT", int(equal), {x.weight_version for x in a} == {version})
 """
+# As with CUDA graphs, of which a CPU has none: vLLM's model has weights of its own.
+COPIED = (
+    """
+    cfg = cfg.model_copy(update={"cuda_graphs": True})
+"""
+    + OURS
+    + """
+    address, = vllm.llm.apply_model(lambda m: m.decoder.flat.data_ptr())
+    assert address != flat.data_ptr()
+"""
+)
 THEIRS = """
     stock.ENVIRONMENT, stock.ARGUMENTS = {}, {}  # they are for GPUs
     vllm = stock.StockSampler(folder, decoder.config, decoder.layout, flat, cfg)
@@ -85,6 +96,10 @@ def _results(code: str, model: Path, dtype: str, folder: Path) -> list[list[str]
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_our_model_over_the_trainers_tensor_draws_the_native_tokens(model, tmp_path, dtype):
     assert _results(OURS, model, dtype, tmp_path) == [["RESULT", "1", "True"]] * 3
+
+
+def test_our_model_over_a_copy_draws_the_native_tokens(model, tmp_path):
+    assert _results(COPIED, model, "bfloat16", tmp_path) == [["RESULT", "1", "True"]] * 3
 
 
 def test_vllms_own_model_draws_with_our_keys_from_its_given_weights(model, tmp_path):

@@ -4,8 +4,9 @@ The rollouts are drawn or read from a log, and the trainer scores them. Then one
 both engines. The result is one report (audit.json).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,30 +17,46 @@ import torch
 from ....kernels import tiles
 from ....kernels.backend import find_device
 from ....kernels.sampling_params import SamplingParams
-from ....model.checkpoint import DTYPES, resolve_model
+from ....model.checkpoint import DTYPES, check_weights, resolve_model
 from ....model.config import ModelConfig
-from ....verify.trace import OpDifference, compare_traces, first_divergence
+from ....model.weights import Layout
+from ....verify.mismatch import largest, log_ratios
 from ...rollout.engine import Engine, Pair, ZeroklEngine
 from ...rollout.hf import HfEngine
 from ...rollout.types import GenerationParams, Rollout
 from ...rollout.vllm.installed import is_cpu_build, require_vllm
 from ...rollout.vllm_stock import VllmEngine, VllmZeroklEngine
+from ...runs.progress import silent
 from ...tasks.tokenizer import Tokenizer
-from .logs import read_log
+from .bands import band_figures, in_band
+from .columns import rounding
+from .hypotheses.evidence import Scorer
+from .hypotheses.log_causes import log_causes, other_checkpoints
+from .locate import locate
+from .logs import Log, scan_log, with_sampler_logprobs
 from .measure import measure, worst_tokens
+from .operations import Checkpoint
+from .settings import assumed
+from .strip import strip, with_text
+from .verdict import cause, notes
 
 SAMPLERS = ("native", "hf", "hf-eager", "vllm", "vllm-zerokl")
 TRAINERS = ("zerokl", "hf", "hf-eager", "vllm")
+# Engines that are not ours.
+_LIBRARIES = ("hf", "hf-eager", "vllm", "vllm-zerokl")
 Rollouts = Sequence[tuple[Rollout, SamplingParams]]
 # Sequences on which each engine's own invariance is measured: they are scored one by one and token by token.
 _INVARIANCE_SEQUENCES = 8
+# Tokens of the traced sequence at most, where there is a choice: a trace holds its logits over the
+# vocabulary.
+_TRACED_TOKENS = 1024
 
 
 @dataclass(frozen=True)
 class AuditConfig:
     """What to compare. A dtype that is empty is the dtype named in its comment."""
 
-    model: str
+    model: str  # of both engines; of the sampler alone where trainer_model is given
     sampler: str = "native"  # one of SAMPLERS, or the path of a log (logs.py)
     trainer: str = "zerokl"  # one of TRAINERS
     dtype: str = "bfloat16"
@@ -55,6 +72,9 @@ class AuditConfig:
     # Of every engine: "cpu", "cuda" or "auto". "auto" is a GPU where there is one, and where vLLM, if it is
     # asked for, can use it.
     device: str = "auto"
+    format: str = "auto"  # of the log: a name in formats/registry.py
+    trainer_model: str = ""  # the trainer's, where the audit compares two checkpoints
+    checkpoints: tuple[str, ...] = ()  # of a log: other weights that may have drawn it
 
     def dtypes(self) -> dict[str, str]:
         """Compute dtype and dtype of the logits: of the trainer, then of the sampler."""
@@ -75,45 +95,97 @@ class Audit:
 
     @property
     def equal(self) -> bool:
-        """Every token's logprob has the same bits on both sides."""
-        return self.report["frac_equal"] == 1.0
+        """Every token's logprob has the same bits on both sides, or differs by the log's rounding alone."""
+        rounded = self.report.get("rounding")
+        return self.report["frac_equal"] == 1.0 or bool(rounded and rounded["tokens_beyond"] == 0)
 
-    def within(self, max_k3: float | None, max_abs: float | None) -> bool:
-        """Equal to the bit, or inside the tolerances where any is given."""
-        if max_k3 is None and max_abs is None:
+    def within(self, max_k3: float | None, max_abs: float | None, band: str | None = None) -> bool:
+        """Equal to the bit, or inside the tolerances and the band where any is given."""
+        if max_k3 is None and max_abs is None and band is None:
             return self.equal
         r = self.report
-        return (max_k3 is None or abs(r["k3"]["value"]) <= max_k3) and (
-            max_abs is None or r["max_abs"] <= max_abs
+        if r["outside"]["tokens"] or r["infinite"]["tokens"]:
+            return False  # the KL is infinite, whatever its estimate over the other tokens
+        return (
+            (max_k3 is None or abs(r["k3"]["value"]) <= max_k3)
+            and (max_abs is None or r["max_abs"] <= max_abs)
+            and (band is None or in_band(r, band))
         )
 
 
-def audit(cfg: AuditConfig) -> Audit:
-    """Run an audit. Raises ValueError for bad input."""
-    folder = resolve_model(cfg.model)
-    model = ModelConfig.from_file(folder)
-    tokenizer = Tokenizer(folder, model.vocab_size)
+def audit(cfg: AuditConfig, stage: Callable[[str], None] = silent) -> Audit:
+    """Run an audit. stage: is called with what begins now, in words. Raises ValueError for bad input."""
     _check(cfg)
+    folders = [resolve_model(name) for name in (cfg.model, cfg.trainer_model or cfg.model)]
+    model = _model(*folders)
+    tokenizer = Tokenizer(folders[0], model.vocab_size)
+    for folder in dict.fromkeys(folders):
+        check_weights(folder, Layout(ModelConfig.from_file(folder)))
     device = _device(cfg)
-    sampler, trainer = _engines(cfg, folder, device)
-    logged, redraw = None, None
+    stage(f"loading {cfg.trainer if cfg.sampler not in SAMPLERS else f'{cfg.sampler} and {cfg.trainer}'}")
+    with _library_errors(cfg, "start"):
+        sampler, trainer = _engines(cfg, folders, device)
+    log, redraw, checkpoints, scorer = None, None, (), None
     if sampler is None:
-        rollouts = read_log(Path(cfg.sampler), model.vocab_size, model.max_positions, cfg.weight_version)
-        logged, rollouts = len(rollouts), rollouts[: cfg.n]
+        stage(f"reading {cfg.sampler}")
+        others = other_checkpoints(cfg.checkpoints, folders[1])
+        dtype, head, *_ = map(_dtype, cfg.dtypes().values())
+        scorer = Scorer(trainer, folders[1], dtype, head, device, tokenizer, others)
+        log = scan_log(
+            Path(cfg.sampler),
+            model.vocab_size,
+            model.max_positions,
+            cfg.weight_version,
+            cfg.format,
+            cfg.n,
+            cfg.sampling_params,
+        )
+        rollouts = log.rollouts
+        drawn = {"log": cfg.sampler, "weight_version": rollouts[0][0].weight_version}
     else:
+        stage(f"drawing {cfg.n} completions with {sampler.name}")
         redraw = partial(_draw, cfg, sampler, tokenizer, model)
-        rollouts = redraw()
+        with _library_errors(cfg, "draw"):
+            rollouts = redraw()
+        checkpoints = _checkpoints(cfg, folders)
+        prompts = cfg.prompts or "sums such as 3+14="
+        drawn = {"seed": cfg.seed, "max_tokens": cfg.max_tokens, "prompts": prompts}
     report = {
-        "model": str(folder),
+        "model": str(folders[0]),
+        "trainer_model": str(folders[1]) if cfg.trainer_model else None,
         "sampler": sampler.name if sampler else cfg.sampler,
         "trainer": trainer.name,
         **cfg.dtypes(),
         "weight_version": rollouts[0][0].weight_version,
         "torch": torch.__version__,
         "device": device.type,
-        "logged": logged,
+        "logged": log.logged if log else None,
+        "log_notes": log.notes if log else [],
+        "assumed": assumed(cfg.dtypes(), [params for _, params in rollouts], device.type, drawn),
     }
-    return Audit(report | compare(trainer, rollouts, tokenizer, sampler, redraw))
+    with _library_errors(cfg, "compare"):
+        report |= compare(trainer, rollouts, tokenizer, sampler, redraw, checkpoints, log, stage, scorer)
+    return Audit(report | {"cause": cause(report), "notes": notes(report)})
+
+
+@contextmanager
+def _library_errors(cfg: AuditConfig, doing: str) -> Iterator[None]:
+    """Turn what a library raises inside this context into one line that names the engines.
+
+    Its exit code would otherwise be that of a difference. Errors of our own engines stay what they are.
+    """
+    engines = [name for name in (cfg.sampler, cfg.trainer) if name in _LIBRARIES]
+    try:
+        yield
+    except (ValueError, MemoryError):
+        raise
+    except Exception as error:  # a library may raise anything
+        if not engines:
+            raise
+        raise ValueError(
+            f"audit: {' and '.join(engines)} could not {doing} with {cfg.model} "
+            f"({type(error).__name__}: {error})"
+        ) from error
 
 
 def compare(
@@ -122,34 +194,51 @@ def compare(
     tokenizer: Tokenizer,
     sampler: Engine | None = None,
     redraw: Callable[[], Rollouts] | None = None,
+    checkpoints: Sequence[Checkpoint] = (),
+    log: Log | None = None,
+    stage: Callable[[str], None] = silent,
+    scorer: Scorer | None = None,
 ) -> dict[str, Any]:
     """The report on the trainer's logprobs of rollouts, beside the logprobs of their sampler.
 
     sampler: the engine that drew them, where it is at hand; then both engines are traced. redraw: draws the
     rollouts again from the same seeds, after the sampler has dropped its caches. Other bits then show that a
-    cache was stale.
+    cache was stale. checkpoints: see _checkpoints; each operation is judged by them. log: where the rollouts
+    come from, if they were logged. stage: see audit. scorer: the trainer's model; with a log, hypotheses are
+    tried on it.
     """
-    trainer_logprobs, sampling_logprobs = _score(trainer, rollouts), [r.logprobs for r, _ in rollouts]
+    stage(f"scoring {len(rollouts)} completions with {trainer.name}")
+    scored, drawn = _score(trainer, rollouts), [r.logprobs for r, _ in rollouts]
+    trainer_logprobs, sampling_logprobs, positions = (
+        with_sampler_logprobs(scored, drawn) if log else (scored, drawn, None)
+    )
+    worst = worst_tokens(trainer_logprobs, sampling_logprobs)
+    stage("scoring some of them alone and token by token")
+    if positions:
+        worst = [w | {"position": int(positions[w["sequence"]][w["position"]])} for w in worst]
     report = {
         **measure(trainer_logprobs, sampling_logprobs),
-        "worst": [
-            _with_text(w, rollouts, tokenizer) for w in worst_tokens(trainer_logprobs, sampling_logprobs)
-        ],
+        "worst": [with_text(w, rollouts, tokenizer) for w in worst],
+        "strip": strip(rollouts, scored, tokenizer, worst),
+        "corrections": band_figures(trainer_logprobs, sampling_logprobs),
         "own_invariance": {
             name: _own_invariance(engine, rollouts, drawn=engine is sampler)
             for name, engine in _by_name(sampler, trainer).items()
         },
     }
+    if log and (rounded := rounding(trainer_logprobs, sampling_logprobs, log.tolerances, log.decimals)):
+        report["rounding"] = rounded
+    if log and scorer:
+        stage("trying what may explain a difference")
+        report |= log_causes(rollouts, scored, log.lines, scorer)
     if sampler is None:
         return report
-    differences = _traced(sampler, trainer, rollouts)
-    first = first_divergence(differences)
-    report |= {
-        "operations": [asdict(d) for d in differences],
-        "first_divergence": asdict(first) if first else None,
-    }
+    stage("tracing every operation of one sequence in both engines")
+    traced, params = rollouts[_traced(rollouts, worst)]
+    report |= locate(sampler, trainer, traced.pair, params, checkpoints[:2], *checkpoints[2:])
     report["traced_outside"] = sampler.traced_outside
     if report["frac_equal"] < 1.0 and redraw is not None and sampler.drop_caches():
+        stage("drawing again without the sampler's caches")
         again = redraw()
         report["frac_equal_without_caches"] = measure(_score(trainer, again), [r.logprobs for r, _ in again])[
             "frac_equal"
@@ -159,6 +248,38 @@ def compare(
             for (a, _), (b, _) in zip(rollouts, again, strict=True)
         )
     return report
+
+
+def _traced(rollouts: Rollouts, worst: Sequence[dict[str, Any]]) -> int:
+    """The rollout that is traced: the one with the worst token, unless it is long; then the shortest."""
+    lengths = [sum(map(len, r.pair)) for r, _ in rollouts]
+    index = worst[0]["sequence"] if worst else 0
+    return index if lengths[index] <= _TRACED_TOKENS else lengths.index(min(lengths))
+
+
+def _model(folder: Path, trainer_folder: Path) -> ModelConfig:
+    """The config of the sampler's model. Raises ValueError for two models of different vocabularies."""
+    model, other = ModelConfig.from_file(folder), ModelConfig.from_file(trainer_folder)
+    if model.vocab_size != other.vocab_size:
+        raise ValueError(
+            f"audit: {folder} has a vocabulary of {model.vocab_size}, {trainer_folder} of "
+            f"{other.vocab_size}; "
+            "tokens of one have no probability under the other"
+        )
+    return replace(model, max_positions=min(model.max_positions, other.max_positions))
+
+
+def _checkpoints(cfg: AuditConfig, folders: Sequence[Path]) -> tuple[Checkpoint, ...]:
+    """The checkpoints of the sampler and of the trainer, in their dtypes.
+
+    With a model for each, a third one is the trainer's in the sampler's dtype.
+    """
+    dtypes = [_dtype(cfg.dtypes()[name]) for name in ("sampler_dtype", "dtype")]
+    sampler = Checkpoint.load(folders[0], dtypes[0])
+    if not cfg.trainer_model:
+        return sampler, sampler if dtypes[0] == dtypes[1] else Checkpoint.load(folders[1], dtypes[1])
+    trainer = Checkpoint.load(folders[1], dtypes[1])
+    return sampler, trainer, trainer if dtypes[0] == dtypes[1] else Checkpoint.load(folders[1], dtypes[0])
 
 
 def _by_name(sampler: Engine | None, trainer: Engine) -> dict[str, Engine]:
@@ -171,39 +292,52 @@ def _by_name(sampler: Engine | None, trainer: Engine) -> dict[str, Engine]:
 
 def _check(cfg: AuditConfig) -> None:
     """Raise ValueError for a pair that cannot be compared."""
-    if cfg.sampler not in SAMPLERS and not Path(cfg.sampler).is_file():
+    if cfg.sampler not in SAMPLERS and not Path(cfg.sampler).exists():
         raise ValueError(
             f"audit: sampler {cfg.sampler} is no file; "
             f"choose {', '.join(SAMPLERS)}, or name a log of rollouts"
         )
     if cfg.trainer not in TRAINERS:
         raise ValueError(f"audit: trainer {cfg.trainer} is not known; choose {', '.join(TRAINERS)}")
-    if cfg.n < 1:
-        raise ValueError(f"audit: n ({cfg.n}) must be at least 1")
+    for name, low, high in (("n", 1, 1 << 20), ("max_tokens", 1, 1 << 20), ("seed", 0, (1 << 32) - 1)):
+        if not low <= getattr(cfg, name) <= high:
+            raise ValueError(f"audit: {name} ({getattr(cfg, name)}) must lie in {low} to {high}")
+    cfg.sampling_params.check()
+    if cfg.checkpoints and cfg.sampler in SAMPLERS:
+        raise ValueError("audit: --checkpoints says which weights may have drawn a log; name a log")
     if cfg.weight_version is not None and cfg.sampler in SAMPLERS:
         raise ValueError(
             "audit: --weight_version chooses among the rollouts of a log; "
             "an engine draws with the model's weights"
         )
     dtype, head, *sampler_dtypes = map(_dtype, cfg.dtypes().values())
+    if cfg.trainer_model and cfg.sampler not in SAMPLERS:
+        raise ValueError(
+            "audit: a log was drawn elsewhere, so a second model has nothing to draw with; give the "
+            "trainer's alone"
+        )
+    if cfg.sampler == cfg.trainer == "vllm" and cfg.trainer_model:
+        raise ValueError(
+            "audit: two checkpoints in vLLM would be two engines in one process; audit each with zerokl"
+        )
     if cfg.sampler == cfg.trainer == "vllm" and sampler_dtypes != [dtype, head]:
         raise ValueError(
             "audit: vLLM in two dtypes would be two engines in one process; audit each of them against zerokl"
         )
 
 
-def _engines(cfg: AuditConfig, folder: Path, device: torch.device) -> tuple[Engine | None, Engine]:
+def _engines(cfg: AuditConfig, folders: Sequence[Path], device: torch.device) -> tuple[Engine | None, Engine]:
     """The sampler (None where it is a log) and the trainer."""
     dtype, head, *sampler_dtypes = map(_dtype, cfg.dtypes().values())
     if cfg.sampler == cfg.trainer == "vllm":
-        engine = _engine("vllm", folder, device, dtype, head)
+        engine = _engine("vllm", folders[0], device, dtype, head)
         return engine, engine
     sampler = (
-        _engine(cfg.sampler, folder, device, *sampler_dtypes, beside_vllm=cfg.trainer == "vllm")
+        _engine(cfg.sampler, folders[0], device, *sampler_dtypes, beside_vllm=cfg.trainer == "vllm")
         if cfg.sampler in SAMPLERS
         else None
     )
-    return sampler, _engine(cfg.trainer, folder, device, dtype, head)
+    return sampler, _engine(cfg.trainer, folders[1], device, dtype, head)
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -272,8 +406,10 @@ def _prompt_texts(cfg: AuditConfig) -> list[str]:
         texts = [
             line for line in Path(cfg.prompts).read_text(encoding="utf-8-sig").split("\n") if line.strip()
         ]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"audit: {cfg.prompts} cannot be read ({error})") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"audit: {cfg.prompts} is not UTF-8 ({error.reason})") from None
+    except OSError as error:
+        raise ValueError(f"audit: {cfg.prompts} cannot be read ({error.strerror})") from None
     if not texts:
         raise ValueError(f"audit: {cfg.prompts} holds no prompt")
     return texts
@@ -308,26 +444,7 @@ def _own_invariance(engine: Engine, rollouts: Rollouts, drawn: bool) -> dict[str
         way: {
             "tokens": len(together),
             "unequal": int((together.view(np.int32) != np.concatenate(logprobs).view(np.int32)).sum()),
-            "max_abs": float(np.abs(together.astype(np.float64) - np.concatenate(logprobs)).max()),
+            "max_abs": largest(np.abs(log_ratios(together, np.concatenate(logprobs)))),
         }
         for way, logprobs in ways.items()
-    }
-
-
-def _traced(sampler: Engine, trainer: Engine, rollouts: Rollouts) -> list[OpDifference]:
-    """The operations of both engines, compared on the first rollout; each computes it in one forward."""
-    rollout, sampling_params = rollouts[0]
-    return compare_traces(
-        sampler.trace(rollout.pair, sampling_params), trainer.trace(rollout.pair, sampling_params)
-    )
-
-
-def _with_text(worst: dict[str, Any], rollouts: Rollouts, tokenizer: Tokenizer) -> dict[str, Any]:
-    """One of the worst tokens, with its id, its text, and the end of the text before it."""
-    r, position = rollouts[worst["sequence"]][0], worst["position"]
-    before = tokenizer.decode([*r.prompt_ids, *r.completion_ids[:position]])[-60:]
-    return worst | {
-        "token": r.completion_ids[position],
-        "text": tokenizer.decode(r.completion_ids[position : position + 1]),
-        "before": before,
     }

@@ -1,106 +1,160 @@
-"""Logged rollouts of any framework: JSON lines.
+"""Logged rollouts for an audit: read, checked, and taken as what an engine would have drawn."""
 
-    {"prompt_ids": [..], "completion_ids": [..], "logprobs": [..],
-     "temperature": 1.0, "top_p": 1.0, "top_k": 0, "weight_version": 0}
-
-An object takes one line of the file. logprobs are the sampler's: one for each completion token, under the
-distribution that the token was drawn from. top_p, top_k and weight_version may be missing or null. A top_k of
-0 or below keeps all tokens.
-"""
-
-import json
-import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ....kernels.sampling_params import SamplingParams
 from ...rollout.types import Rollout
+from .formats.record import LoggedRollout
+from .formats.registry import find_format, log_files, read_rollouts
+
+
+@dataclass(frozen=True)
+class Log:
+    """The rollouts of a log that an audit compares, and what was read beside them."""
+
+    # A logprob that is NaN is not compared: its token was not drawn, or its logprob is missing.
+    rollouts: list[tuple[Rollout, SamplingParams]]
+    logged: int  # completions in the log, of the weight version that was asked for
+    tolerances: list[float]  # of each rollout: how much rounding moved its logprobs at most
+    decimals: int | None  # the fewest decimals of a rollout; None where nothing was rounded
+    notes: list[str]  # what a reader of the report should know
+    lines: list[LoggedRollout]  # of `rollouts`, all that the log says
 
 
 def read_log(
-    path: Path, vocab: int, longest: int = 0, version: int | None = None
+    path: Path, vocab: int, longest: int = 0, version: int | None = None, format: str = "zerokl"
 ) -> list[tuple[Rollout, SamplingParams]]:
-    """The rollouts of a log.
+    """The rollouts of a log; see scan_log."""
+    return scan_log(path, vocab, longest, version, format).rollouts
 
-    version: takes only the rollouts of this weight version; None takes all. longest: tokens of a rollout at
-    most; 0 is no limit. Raises ValueError that names the malformed line. Raises ValueError that names the
-    weight versions when the rollouts are of several, since a model has one.
+
+def scan_log(
+    path: Path,
+    vocab: int,
+    longest: int = 0,
+    version: int | None = None,
+    format: str = "auto",
+    most: int = 0,
+    assumed: SamplingParams | None = None,
+) -> Log:
+    """Read and check a whole log, and keep the rollouts that are compared with a model.
+
+    version: takes only the tokens of this weight version; None takes all. longest: tokens of a rollout at
+    most; 0 is no limit. most: rollouts to keep; 0 keeps all. assumed: the sampling parameters of a rollout
+    whose log says none; without it such a log is refused.
+    Raises ValueError that names the malformed line. Raises ValueError that names the weight versions when the
+    rollouts are of several, since a model has one.
     """
-    rollouts: list[tuple[Rollout, SamplingParams]] = []
+    kept: list[tuple[Rollout, SamplingParams]] = []
+    lines: list[LoggedRollout] = []
+    tolerances: list[float] = []
+    versions: set[int] = set()
+    decimals: list[int] = []
+    logged = unsaid = 0
+    own = format == "zerokl" or _is_own(path, format)
     try:
-        # Not splitlines: it also cuts at characters that JSON allows in a string.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"audit: {path} cannot be read ({error})") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            parsed = _parse(json.loads(line), len(rollouts), vocab)
-            if 0 < longest < (total := sum(map(len, parsed[0].pair))):
-                raise ValueError(f"has {total} tokens, more than the model's context ({longest})")
-        except (ValueError, TypeError, KeyError) as error:
-            reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else error
-            raise ValueError(f"audit: {path}, line {number}: {reason}") from None
-        if version in (None, parsed[0].weight_version):
-            rollouts.append(parsed)
-    if not rollouts:
+        for place, logged_rollout in read_rollouts(path, format):
+            try:
+                _check(logged_rollout, vocab, longest, path, format)
+                params = logged_rollout.sampling_params
+                if params is None:
+                    if own or assumed is None:
+                        raise ValueError("temperature is missing")
+                    params, unsaid = assumed, unsaid + 1
+                rollout = _taken(logged_rollout, logged, version)
+            except ValueError as error:
+                raise ValueError(f"{place}: {error}") from None
+            if rollout is None:
+                continue
+            logged += 1
+            versions |= {rollout.weight_version} if version is not None else _versions(logged_rollout)
+            if not most or len(kept) < most:
+                kept.append((rollout, params))
+                lines.append(logged_rollout)
+                tolerances.append(logged_rollout.tolerance(trainer_column=False))
+                decimals += [] if logged_rollout.decimals is None else [logged_rollout.decimals]
+    except ValueError as error:
+        raise ValueError(f"audit: {error}") from None
+    if not kept:
         raise ValueError(
             f"audit: {path} holds no rollout{'' if version is None else f' of weight version {version}'}"
         )
-    if len(versions := sorted({r.weight_version for r, _ in rollouts})) > 1:
+    if len(versions) > 1:
         raise ValueError(
-            f"audit: {path} holds rollouts of weight versions {versions}; "
+            f"audit: {path} holds rollouts of weight versions {sorted(versions)}; "
             "choose the model's with --weight_version"
         )
-    return rollouts
+    notes = []
+    if unsaid:
+        notes.append(
+            f"{unsaid} of {logged} rollouts do not say how they were drawn; "
+            f"temperature {assumed.temperature:g}, top_k {assumed.top_k} and top_p {assumed.top_p:g} were "
+            "assumed (--temperature, --top_k, --top_p)."
+        )
+    return Log(kept, logged, tolerances, min(decimals, default=None), notes, lines)
 
 
-def _parse(row: Any, index: int, vocab: int) -> tuple[Rollout, SamplingParams]:
-    """One line as a rollout. Raises ValueError for a wrong field, and KeyError for a missing one."""
-    if not isinstance(row, dict):
-        raise ValueError("is no JSON object")
-    ids = {name: _token_ids(name, row[name], vocab) for name in ("prompt_ids", "completion_ids")}
-    if not isinstance(row["logprobs"], list):
-        raise ValueError("logprobs must be a list of numbers")
-    values = [_number(f"logprobs[{i}]", x) for i, x in enumerate(row["logprobs"])]
-    if len(values) != len(ids["completion_ids"]):
-        raise ValueError(f"has {len(values)} logprobs for {len(ids['completion_ids'])} completion_ids")
-    wrong = next((i for i, x in enumerate(values) if not math.isfinite(x) or x > 0), None)
-    if wrong is not None:
-        raise ValueError(f"logprobs[{wrong}] ({values[wrong]}) is no log-probability")
-    sampling_params = SamplingParams(
-        _number("temperature", row["temperature"]),
-        max(0, _integer("top_k", row.get("top_k"), 0)),
-        _number("top_p", row.get("top_p"), 1.0),
-    ).check()
-    version = _integer("weight_version", row.get("weight_version"), 0)
-    logprobs = np.array(values, np.float32)
-    return Rollout(index, 0, ids["prompt_ids"], ids["completion_ids"], logprobs, "", version), sampling_params
+def with_sampler_logprobs(
+    trainer: Sequence[np.ndarray], sampler: Sequence[np.ndarray]
+) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
+    """Both columns without the tokens whose sampler logprob is NaN, and the positions of the others, [C]."""
+    positions = [np.flatnonzero(~np.isnan(s)) for s in sampler]
+    return (
+        [t[p] for t, p in zip(trainer, positions, strict=True)],
+        [s[p] for s, p in zip(sampler, positions, strict=True)],
+        positions,
+    )
 
 
-def _number(name: str, value: Any, default: float | None = None) -> float:
-    """A JSON number. A value that is null or missing is the default, where there is one."""
-    if value is None and default is not None:
-        return default
-    if type(value) not in (int, float):
-        raise ValueError(f"{name} ({value!r}) must be a number")
-    return float(value)
+def _is_own(path: Path, format: str) -> bool:
+    """Whether a log is in our own fields, which have a place for the temperature."""
+    try:
+        return find_format(log_files(path)[0], format).name == "zerokl"
+    except ValueError as error:
+        raise ValueError(f"audit: {error}") from None
 
 
-def _integer(name: str, value: Any, default: int) -> int:
-    number = _number(name, value, float(default))
-    if not number.is_integer():
-        raise ValueError(f"{name} ({value!r}) must be a whole number")
-    return int(number)
+def needs(rollout: LoggedRollout, remedy: str) -> None:
+    """Raise ValueError where a rollout has no token ids, or no logprobs of its sampler."""
+    told = f"; {remedy}" if remedy else ""
+    if rollout.completion_ids is None:
+        raise ValueError(f"holds text and no token ids{told}")
+    if rollout.logprobs is None:
+        raise ValueError(f"holds no logprobs of the sampler{told}")
 
 
-def _token_ids(name: str, value: Any, vocab: int) -> tuple[int, ...]:
-    if not isinstance(value, list) or not value or not all(type(t) is int for t in value):
-        raise ValueError(f"{name} must be a list of token ids that is not empty")
-    wrong = next((t for t in value if not 0 <= t < vocab), None)
-    if wrong is not None:
-        raise ValueError(f"{name} holds {wrong}, outside the model's vocabulary of {vocab}")
-    return tuple(value)
+def _check(rollout: LoggedRollout, vocab: int, longest: int, path: Path, format: str) -> None:
+    """Raise ValueError for a rollout that the model cannot score."""
+    if rollout.completion_ids is None or rollout.logprobs is None:
+        needs(rollout, find_format(log_files(path)[0], format).remedy)
+    for name, ids in (("prompt_ids", rollout.prompt_ids), ("completion_ids", rollout.completion_ids)):
+        if max(ids) >= vocab:
+            wrong = next(t for t in ids if t >= vocab)
+            raise ValueError(f"{name} holds {wrong}, outside the model's vocabulary of {vocab}")
+    total = len(rollout.prompt_ids) + len(rollout.completion_ids)
+    if 0 < longest < total:
+        raise ValueError(f"has {total} tokens, more than the model's context ({longest})")
+
+
+def _versions(rollout: LoggedRollout) -> set[int]:
+    """The weight versions of a rollout; 0 where the log says none."""
+    if rollout.token_versions is not None:
+        return set(rollout.token_versions[~np.isnan(rollout.logprobs)].tolist())
+    return set(rollout.weight_span or (0,))
+
+
+def _taken(rollout: LoggedRollout, index: int, version: int | None) -> Rollout | None:
+    """The rollout with the logprobs of one weight version; None where no token is left."""
+    logprobs, span = rollout.logprobs, rollout.weight_span or (0, 0)
+    if version is not None and rollout.token_versions is not None:
+        logprobs = np.where(rollout.token_versions == version, logprobs, np.float32(np.nan))
+    elif version is not None and span != (version, version):
+        return None
+    if np.isnan(logprobs).all():
+        return None
+    shown = span[0] if version is None else version
+    return Rollout(index, 0, rollout.prompt_ids, rollout.completion_ids, logprobs, "", shown)

@@ -3,7 +3,8 @@
     d = logp_trainer - logp_sampler     of a token
     r = exp(d)
 
-verify/mismatch.py defines k1, k2, k3, chi2 and ess.
+verify/mismatch.py defines k1, k2, k3, chi2 and ess, and which tokens have no such figures: tokens outside the
+trainer's top-p or top-k set (d = -inf), and tokens with an infinite ratio. The estimators are over the rest.
 """
 
 import math
@@ -12,7 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from ....verify.mismatch import log_ratios, mismatch_metrics, ratios, spread
+from ....verify.mismatch import (
+    infinite,
+    largest,
+    log_ratios,
+    mean,
+    mismatch_metrics,
+    outside,
+    percentile,
+    ratios,
+    rest,
+    spread,
+)
 
 _PERCENTILES = (50, 90, 99, 99.9)
 _WORST = 10
@@ -29,23 +41,42 @@ def measure(trainer: Sequence[np.ndarray], sampler: Sequence[np.ndarray]) -> dic
     metrics = mismatch_metrics(t, s, lengths, prefix="")
     d = log_ratios(t, s)
     r, sequence_ratio = ratios(d, lengths)
+    known = rest(d)
     return {
         "tokens": len(d),
         "sequences": len(lengths),
         "frac_equal": metrics["frac_equal"],
         "max_abs": metrics["max_abs"],
-        "abs_percentiles": {str(q): float(np.percentile(np.abs(d), q)) for q in _PERCENTILES},
+        "outside": _counted(outside(d), np.exp(s.astype(np.float64))),
+        "infinite": _counted(infinite(d), np.exp(s.astype(np.float64))),
+        "abs_percentiles": {str(q): percentile(np.abs(known), q) for q in _PERCENTILES},
         **{
             name: {"value": metrics[name], "standard_error": _standard_error(x)}
-            for name, x in _estimators(d, r).items()
+            for name, x in _estimators(known).items()
         },
-        "perplexity_sampler": _exp(-s.astype(np.float64).mean()),
-        "perplexity_trainer": _exp(-t.astype(np.float64).mean()),
+        "perplexity_sampler": _exp(-mean(_finite(s))),
+        "perplexity_trainer": _exp(-mean(_finite(t))),
         "token": spread(r),
         "sequence": spread(sequence_ratio),
         "by_position": _by_position(d, lengths),
-        "ratio_histogram": _histogram(d),
+        "ratio_histogram": _histogram(known),
     }
+
+
+def _counted(which: np.ndarray, probability: np.ndarray) -> dict[str, Any]:
+    """Count and share of some tokens, and the mean probability that the sampler gave them.
+
+    The share estimates the mass that the sampler draws there: the tokens were drawn from it.
+    """
+    return {
+        "tokens": int(which.sum()),
+        "share": float(which.mean()),
+        "mean_probability": mean(probability[which]) if which.any() else None,
+    }
+
+
+def _finite(logp: np.ndarray) -> np.ndarray:
+    return logp[np.isfinite(logp)].astype(np.float64)
 
 
 def worst_tokens(trainer: Sequence[np.ndarray], sampler: Sequence[np.ndarray]) -> list[dict[str, Any]]:
@@ -68,8 +99,8 @@ def worst_tokens(trainer: Sequence[np.ndarray], sampler: Sequence[np.ndarray]) -
     return worst
 
 
-def _estimators(d: np.ndarray, r: np.ndarray) -> dict[str, np.ndarray]:
-    return {"k1": -d, "k2": d * d / 2, "k3": r - 1 - d}
+def _estimators(d: np.ndarray) -> dict[str, np.ndarray]:
+    return {"k1": -d, "k2": d * d / 2, "k3": np.exp(d) - 1 - d}
 
 
 def _standard_error(x: np.ndarray) -> float:
@@ -77,24 +108,28 @@ def _standard_error(x: np.ndarray) -> float:
 
 
 def _exp(x: float) -> float:
-    return math.exp(x) if x < 700 else math.inf
+    return math.exp(x) if not x >= 700 else math.inf
 
 
 def _by_position(d: np.ndarray, lengths: Sequence[int]) -> list[dict[str, float]]:
-    """Mean and maximum of |d| by position in the completion, in buckets that double: 0, 1, 2-3, 4-7, ..."""
+    """Mean and maximum of |d| by position in the completion, in buckets that double: 0, 1, 2-3, 4-7, ...
+
+    Positions count from 0.
+    """
     position = np.concatenate([np.arange(n) for n in lengths])
     bucket = np.where(position == 0, 0, np.floor(np.log2(np.maximum(position, 1))).astype(int) + 1)
     rows = []
     for b in np.unique(bucket):
-        distances = np.abs(d[bucket == b])
+        known = np.abs(rest(d[bucket == b]))
         first = 0 if b == 0 else 1 << (int(b) - 1)
         rows.append(
             {
                 "from": first,
                 "to": 0 if b == 0 else 2 * first - 1,
-                "tokens": len(distances),
-                "mean_abs": float(distances.mean()),
-                "max_abs": float(distances.max()),
+                "tokens": len(known),
+                "left_out": int((bucket == b).sum()) - len(known),
+                "mean_abs": mean(known),
+                "max_abs": largest(known),
             }
         )
     return rows
@@ -102,10 +137,12 @@ def _by_position(d: np.ndarray, lengths: Sequence[int]) -> list[dict[str, float]
 
 def _histogram(d: np.ndarray) -> dict[str, list[float]]:
     """The histogram of the ratio r, with buckets of equal width in d."""
-    edge = max(float(np.abs(d[np.isfinite(d)]).max(initial=0.0)), 1e-12)
-    counts, edges = np.histogram(np.clip(d, -edge, edge), bins=41, range=(-edge, edge))
+    edge = max(float(np.abs(d).max(initial=0.0)), 1e-12)
+    counts, edges = np.histogram(d, bins=41, range=(-edge, edge))
+    with np.errstate(over="ignore"):
+        ratio_edges = np.exp(edges)
     return {
-        "ratio_edges": np.exp(edges).tolist(),
+        "ratio_edges": ratio_edges.tolist(),
         "log_ratio_edges": edges.tolist(),
         "tokens": counts.tolist(),
     }

@@ -1,236 +1,254 @@
-"""audit.html: one file that tells the result to someone who has never seen zerokl."""
+"""audit.html: one file that answers in this order: equal or not, why, how far, which tokens, where.
 
-import base64
+The page has no script and loads nothing; its policy forbids both, so that text of a model stays text. It is
+drawn from the report alone.
+"""
+
 import html
-import io
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-_STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
-    "table{border-collapse:collapse;margin:1rem 0}"
-    "td,th{border:1px solid #ccc;padding:.25rem .6rem;text-align:left}"
-    "td.n{text-align:right;font-variant-numeric:tabular-nums}"
-    "img{max-width:100%}code{background:#f3f3f3;padding:0 .2rem}"
+from .page_style import POLICY, STYLE
+from .plots import operations_plot, positions_plot, ratios_plot
+from .settings import rows as setting_rows
+from .strip import visible
+from .tables import (
+    HYPOTHESES,
+    OPERATIONS,
+    WORST,
+    figure_rows,
+    hypothesis_rows,
+    logprob,
+    operation_rows,
+    own_rows,
+    position_rows,
+    worst_rows,
 )
-# Name in the report -> its meaning.
-_MEANING = {
-    "tokens": "completion tokens compared",
-    "frac_equal": "share of them whose two log-probabilities have the same bits",
-    "max_abs": "largest |trainer - sampler| of a token's log-probability",
-    "k1": "mean of sampler - trainer; estimates KL(sampler || trainer), unbiased, noisy",
-    "k2": "mean of half the squared difference",
-    "k3": "mean of ratio - 1 - log ratio; estimates the same KL, never negative",
-    "perplexity_sampler": "exp of the sampler's mean negative log-probability",
-    "perplexity_trainer": "exp of the trainer's mean negative log-probability",
+from .verdict import cause, equal, headline, jump, notes, parting
+
+Report = Mapping[str, Any]
+
+# |trainer - sampler| from which a token has the next colour.
+STEPS = (1e-4, 1e-3, 1e-2, 0.1, 1.0)
+_SECTIONS = {
+    "cause": "Likely cause",
+    "figures": "Figures",
+    "tokens": "Tokens",
+    "operations": "Operations",
+    "settings": "Settings",
 }
-# Headings of the tokens that differ most.
-_WORST = ("sequence", "position", "text before", "token", "sampler", "trainer")
 
 
-def verdict(report: dict[str, Any]) -> str:
-    """The audit in a few sentences."""
-    sampler, trainer = report["sampler"], report["trainer"]
-    if report["frac_equal"] == 1.0:
-        return (
-            f"All {report['tokens']} tokens have the same log-probability, bit for bit, "
-            f"in {sampler} and in {trainer}."
-        )
-    share = math.floor(1e4 * report["frac_equal"]) / 1e4  # never 100% where a token differs
-    text = (
-        f"{sampler} and {trainer} agree to the bit on {share:.2%} of {report['tokens']} tokens; "
-        f"the largest difference of a log-probability is {report['max_abs']:.3g}, "
-        f"and KL(sampler || trainer) is about {report['k3']['value']:.2g} nats a token."
-    )
-    first = report.get("first_divergence")
-    if first:
-        ulp = "" if first["max_ulp"] is None else f", by up to {first['max_ulp']} representable numbers"
-        text += (
-            f" They part at {first['op']}: {first['unequal']} of its {first['elements']} outputs differ{ulp}."
-        )
-    if report.get("stale_cache"):
-        redrawn = (
-            "every log-probability is equal"
-            if report["frac_equal_without_caches"] == 1.0
-            else "the sampler gives other bits"
-        )
-        text += f" Drawn again with its caches dropped, {redrawn}: it had used a stale cache."
-    elif "operations" in report and not first:
-        text += _equal_operations(sampler, report["traced_outside"])
-    return text
+def write_page(report: Report, path: Path) -> None:
+    """Write audit.html. Raises OSError."""
+    path.write_text(page(report), encoding="utf-8")
 
 
-def _equal_operations(sampler: str, traced_outside: bool) -> str:
-    """The sentence for engines that differ although every operation of their traces is equal."""
-    outside = f", {sampler}'s outside of its process," if traced_outside else ""
-    process = ", or from what only that process computes" if traced_outside else ""
-    return (
-        f" Forwards over one sequence alone{outside} agree in every operation: "
-        f"the difference comes from batching, from the cache, or from other weights{process}."
-    )
-
-
-def summary_table(report: dict[str, Any]) -> Table:
-    """The figures, as the command line prints them."""
-    sampler = f"{report['sampler']} ({report['sampler_dtype']})"
-    trainer = f"{report['trainer']} ({report['dtype']})"
-    table = Table("figure", "value", "meaning", title=f"{sampler} against {trainer}")
-    for name, value, meaning in _rows(report):
-        table.add_row(name, value, meaning)
-    return table
-
-
-def worst_table(report: dict[str, Any]) -> Table:
-    """The tokens whose log-probabilities differ most, with their text, as the command line prints them."""
-    table = Table(*_WORST, title="tokens farthest apart")
-    for row in _worst_rows(report)[:5]:
-        table.add_row(*map(str, row))
-    return table
-
-
-def _worst_rows(report: dict[str, Any]) -> list[tuple]:
-    return [
-        (
-            w["sequence"],
-            w["position"],
-            repr(w["before"]),
-            repr(w["text"]),
-            f"{w['sampler']:.6f}",
-            f"{w['trainer']:.6f}",
-        )
-        for w in report["worst"]
-    ]
-
-
-def _rows(report: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Name, value and meaning of every figure."""
-    rows = []
-    if report.get("logged"):
-        compared = f"{report['sequences']} of {report['logged']}"
-        rows.append(("rollouts", compared, "compared, of those in the log; -n takes more or fewer"))
-    for name, meaning in _MEANING.items():
-        value = report[name]
-        shown = (
-            f"{value['value']:.4g} ± {value['standard_error']:.2g}"
-            if isinstance(value, dict)
-            else f"{value:.6g}"
-        )
-        rows.append((name, shown, meaning))
-    for q, value in report["abs_percentiles"].items():
-        rows.append((f"|d| p{q}", f"{value:.4g}", f"{q}% of the tokens differ by no more"))
-    for level in ("token", "sequence"):
-        rows += _ratio_rows(level, report[level])
-    for engine, ways in report["own_invariance"].items():
-        for way, figures in ways.items():
-            unequal = f"{figures['unequal']} of {figures['tokens']} unequal"
-            rows.append((f"{engine}: {way}", unequal, f"largest difference {figures['max_abs']:.3g}"))
-    for bucket in report["by_position"]:
-        last = f" to {bucket['to'] + 1}" if bucket["to"] > bucket["from"] else ""
-        meaning = f"mean |d| of {bucket['tokens']} tokens; largest {bucket['max_abs']:.3g}"
-        rows.append((f"position {bucket['from'] + 1}{last}", f"{bucket['mean_abs']:.4g}", meaning))
-    return rows
-
-
-def _ratio_rows(level: str, ratios: dict[str, float]) -> list[tuple[str, str, str]]:
-    """Name, value and meaning of the figures of the ratios of tokens, or of sequences."""
-    return [
-        (
-            f"ratio, {level}",
-            f"{ratios['ratio_min']:.6g} .. {ratios['ratio_max']:.6g}",
-            f"exp(trainer - sampler) of a {level}, smallest and largest",
-        ),
-        (
-            f"chi2, {level}",
-            f"{ratios['chi2']:.4g}",
-            "mean of the squared ratio, minus 1; the variance of the ratio where its mean is 1",
-        ),
-        (
-            f"ess, {level}",
-            f"{ratios['ess']:.6f}",
-            "effective sample size of importance sampling, as a share",
-        ),
-    ]
-
-
-def write_page(report: dict[str, Any], path: Path) -> None:
-    """Write audit.html, plots included."""
-    parts = [
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>zerokl audit</title>',
-        f"<style>{_STYLE}</style>",
-        f"<h1>Audit of {html.escape(report['model'])}</h1>",
-        f"<p><b>{html.escape(verdict(report))}</b></p>",
-        _table(("figure", "value", "meaning"), _rows(report)),
-        f'<p><img src="data:image/png;base64,{_plots(report)}" alt="plots"></p>',
-    ]
-    if report["worst"]:
-        parts += ["<h2>Tokens farthest apart</h2>", _table(_WORST, _worst_rows(report))]
+def page(report: Report) -> str:
+    """The whole page."""
+    title = f"{report['sampler']} against {report['trainer']}"
+    shown = {k: v for k, v in _SECTIONS.items() if k != "operations" or "operations" in report}
+    links = "".join(f'<li><a href="#{name}">{words}</a></li>' for name, words in shown.items())
+    sections = [_cause(report), _figures(report), _tokens(report)]
     if "operations" in report:
-        headings = ("operation", "outputs that differ", "largest ulp", "largest difference", "relative rms")
-        parts += [
-            "<h2>Operation by operation</h2>",
-            "<p>One sequence through both engines, in the order of computation.</p>",
-            _table(headings, _operation_rows(report)),
-        ]
-    path.write_text("".join(parts) + "</html>\n", encoding="utf-8")
+        sections.append(_operations(report))
+    sections.append(_section("settings", _table(("assumed", "value"), setting_rows(report))))
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">{POLICY}'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
+        f"<title>{_text(title)} - zerokl audit</title><style>{STYLE}</style></head><body>"
+        '<a class="skip" href="#cause">Skip to the cause</a>'
+        f"<header><h1>{_text(title)}</h1>{_answer(report)}</header>"
+        f'<nav aria-label="Sections"><ul>{links}</ul></nav><main>{"".join(sections)}</main></body></html>\n'
+    )
 
 
-def _operation_rows(report: dict[str, Any]) -> list[tuple]:
-    return [
+def _text(x: object) -> str:
+    """Anything as inert text of a page: nothing unprintable, no markup."""
+    return html.escape(visible(str(x)))
+
+
+def _section(name: str, body: str) -> str:
+    return f'<section id="{name}" tabindex="-1"><h2>{_SECTIONS[name]}</h2>{body}</section>'
+
+
+def _answer(report: Report) -> str:
+    sign, words, kind = ("=", "Equal to the bit", "equal") if equal(report) else ("≠", "Not equal", "unequal")
+    sign = f'<span aria-hidden="true">{sign}</span>'
+    return f'<p class="answer {kind}">{sign} {words}</p><p>{_text(headline(report))}</p>'
+
+
+def _cause(report: Report) -> str:
+    found = report.get("cause") or cause(report)
+    sentences = [*filter(None, (parting(report), jump(report))), *notes(report), *report.get("log_notes", [])]
+    details = "".join(f"<li>{_text(s)}</li>" for s in sentences)
+    text = found["text"][:1].upper() + found["text"][1:]
+    return _section(
+        "cause",
+        f'<p class="cause">{_text(text)}</p><p><strong>What to do:</strong> {_text(found["remedy"])}</p>'
+        + (f"<ul>{details}</ul>" if details else "")
+        + _hypotheses(report),
+    )
+
+
+def _hypotheses(report: Report) -> str:
+    """What was tried on a log, the nearest first; empty where nothing was."""
+    if not report.get("hypotheses", {}).get("rows"):
+        return ""
+    return "<h3>What would explain the difference, nearest first</h3>" + _table(
+        HYPOTHESES, hypothesis_rows(report)
+    )
+
+
+def _figures(report: Report) -> str:
+    headings = ("figure", "value", "meaning")
+    body = _table(headings, figure_rows(report))
+    body += "<h3>Each engine against itself</h3>" + _table(headings, own_rows(report))
+    body += "<h3>By position in the completion, from 0</h3>"
+    if not equal(report):
+        body += _figure(positions_plot(report))
+    body += _table(headings, position_rows(report))
+    if not equal(report):
+        body += "<h3>Ratios</h3>" + _figure(ratios_plot(report))
+    return _section("figures", body)
+
+
+def _figure(svg: str) -> str:
+    return f"<figure>{svg}</figure>"
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head = "".join(f'<th scope="col">{_text(h)}</th>' for h in headings)
+    return _table_of(head, ("".join(map(_cell, row)) for row in rows))
+
+
+def _cell(x: str) -> str:
+    """A cell; short figures do not break."""
+    short = ' class="n"' if x[:1] in "-0123456789" and len(x) < 24 else ""
+    return f"<td{short}>{_text(x)}</td>"
+
+
+def _table_of(head: str, rows: Iterable[str]) -> str:
+    """A table of rows of cells that are HTML already. A wide one scrolls by itself, by keyboard too."""
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="wide" tabindex="0">{table}</div>'
+
+
+# --- tokens ---
+
+
+def _tokens(report: Report) -> str:
+    strips, worst = report["strip"], report["worst"]
+    linked = {(w["sequence"], w["position"]) for w in worst}
+    opened = {w["sequence"] for w in worst} or {strips["sequences"][0]["sequence"]}
+    body = _legend() + (_worst(report) if worst else "<p>Every token is equal to the bit.</p>")
+    body += "".join(_strip(s, linked, s["sequence"] in opened) for s in strips["sequences"])
+    if strips["left_out"]:
+        body += f"<p>{strips['left_out']:,} further sequences are left out here; the figures hold them.</p>"
+    return _section("tokens", body)
+
+
+def _legend() -> str:
+    words = ["equal", "below 0.0001", *(f"{step:g} and more" for step in STEPS), "impossible for one side"]
+    marks = "".join(f'<span class="t d{i}">{name}</span> ' for i, name in enumerate(words))
+    return f'<p class="legend">Difference of the two log-probabilities: {marks}</p>'
+
+
+def _worst(report: Report) -> str:
+    shown = {(s["sequence"], i) for s in report["strip"]["sequences"] for i in range(len(s["tokens"]))}
+    head = "".join(f'<th scope="col">{h}</th>' for h in WORST)
+    rows = []
+    for w, cells in zip(report["worst"], worst_rows(report), strict=True):
+        parts = [*map(_cell, cells)]
+        parts[2] = f'<td class="text">{_text(cells[2])}</td>'
+        if (w["sequence"], w["position"]) in shown:
+            link = f'<a href="#{_token_id(w["sequence"], w["position"])}">{_text(cells[3])}</a>'
+            parts[3] = f"<td><bdi>{link}</bdi></td>"
+        rows.append("".join(parts))
+    return "<h3>Farthest apart</h3>" + _table_of(head, rows)
+
+
+def _token_id(sequence: int, position: int) -> str:
+    return f"s{sequence}t{position}"
+
+
+def _strip(strip: Mapping[str, Any], linked: set[tuple[int, int]], opened: bool) -> str:
+    """One sequence: its prompt, its tokens in colours, and their figures in a table for who cannot hover."""
+    sequence, tokens = strip["sequence"], strip["tokens"]
+    unequal = sum(level(s, t) > 0 for _, _, s, t in tokens)
+    spans = "".join(_token(sequence, i, token, linked) for i, token in enumerate(tokens))
+    rest = f" <em>{strip['left_out']:,} further tokens</em>" if strip["left_out"] else ""
+    headings = ("position", "token", "id", "sampler", "trainer", "trainer - sampler")
+    figures = _table(
+        headings,
         (
-            d["op"],
-            f"{d['unequal']} of {d['elements']}",
-            "-" if d["max_ulp"] is None else d["max_ulp"],
-            f"{d['max_abs']:.3g}",
-            f"{d['relative']:.3g}",
-        )
-        for d in report["operations"]
-    ]
+            (str(i), _shown(text, token), str(token), logprob(s), logprob(t), _difference(s, t))
+            for i, (text, token, s, t) in enumerate(tokens)
+        ),
+    )
+    return (
+        f"<details{' open' * opened}><summary>Sequence {sequence}: {unequal} of {len(tokens)} tokens "
+        "differ</summary>"
+        f'<p class="strip" dir="ltr"><span class="prompt">{_text(strip["prompt"])}</span>{spans}{rest}</p>'
+        f"<details><summary>Figures of these tokens</summary>{figures}</details></details>"
+    )
 
 
-def _table(headings: tuple[str, ...], rows: list[tuple]) -> str:
-    def line(tag: str, row: tuple) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(str(x))}</{tag}>" for x in row) + "</tr>"
+def _token(sequence: int, position: int, token: Sequence[Any], linked: set[tuple[int, int]]) -> str:
+    text, token_id, s, t = token
+    place = ""
+    if (sequence, position) in linked:
+        place = f' id="{_token_id(sequence, position)}" tabindex="-1"'
+    title = f"position {position}: sampler {logprob(s)}, trainer {logprob(t)}"
+    if s is None and t is None:
+        title = f"position {position}: not compared"
+    return f'<span class="t d{level(s, t)}"{place} title="{title}">{_text(_shown(text, token_id))}</span>'
 
-    return "<table>" + line("th", headings) + "".join(line("td", row) for row in rows) + "</table>"
+
+def _shown(text: str, token: int) -> str:
+    """The text of a token; its id where it has none (special tokens)."""
+    return text or f"<{token}>"
 
 
-def _plots(report: dict[str, Any]) -> str:
-    """The plots, as a PNG in base64.
+def level(s: float | None, t: float | None) -> int:
+    """The colour of a token with logprobs s and t: 0 equal, 1 to 6 by size, 7 impossible for one side."""
+    a, b = (-math.inf if x is None else x for x in (s, t))
+    if a == b:
+        return 0
+    if math.isinf(a) or math.isinf(b):
+        return 2 + len(STEPS)
+    return 1 + sum(abs(a - b) >= step for step in STEPS)
 
-    They show the histogram of the ratio, the growth of the difference with the position and, where there is a
-    trace, its growth with depth.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
-    operations = report.get("operations", [])
-    figure = Figure(figsize=(9, 3 * (2 + bool(operations))), layout="constrained")
-    axes = figure.subplots(2 + bool(operations), 1)
-    edges, counts = report["ratio_histogram"]["log_ratio_edges"], report["ratio_histogram"]["tokens"]
-    axes[0].stairs(counts, edges, fill=True)
-    axes[0].set(yscale="symlog", xlabel="log ratio of a token (trainer - sampler)", ylabel="tokens")
-    rows = report["by_position"]
-    axes[1].plot([r["from"] + 1 for r in rows], [r["mean_abs"] for r in rows], marker="o", label="mean")
-    axes[1].plot([r["from"] + 1 for r in rows], [r["max_abs"] for r in rows], marker="o", label="largest")
-    axes[1].set(xscale="log", xlabel="position in the completion, from 1", ylabel="|log ratio|")
-    axes[1].legend()
-    if operations:
-        relative = [d["relative"] for d in operations]
-        smallest = min(filter(None, relative), default=1.0)
-        axes[2].plot(relative, marker=".", linewidth=0.8)
-        axes[2].set_yscale("symlog", linthresh=smallest)  # equal operations lie at 0
-        axes[2].set_xlabel("operation, in the order of computation")
-        starts = {
-            i: d["op"].removesuffix(".input_norm")
-            for i, d in enumerate(operations)
-            if d["op"].endswith(".input_norm")
-        }
-        starts |= {i: d["op"] for i, d in enumerate(operations) if d["op"] in ("norm", "logits")}
-        axes[2].set_xticks(list(starts), starts.values(), rotation=45, ha="right", fontsize=7)
-        axes[2].set_ylabel("relative rms difference")
-    out = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(out)
-    return base64.b64encode(out.getvalue()).decode()
+def _difference(s: float | None, t: float | None) -> str:
+    a, b = (-math.inf if x is None else x for x in (s, t))
+    return "0" if a == b else f"{b - a:.3g}"
+
+
+# --- operations ---
+
+
+def _operations(report: Report) -> str:
+    body = f"<p>{_text(parting(report) or 'Every operation that both engines have is equal to the bit.')}</p>"
+    if text := jump(report):
+        body += f"<p>{_text(text)}</p>"
+    body += _figure(operations_plot(report))
+    for side, ops in report["one_sided"].items():
+        if ops:
+            listed = ", ".join(ops[:8]) + (f" and {len(ops) - 8} more" if len(ops) > 8 else "")
+            body += f"<p>Only {_text(report[side])} ({side}) has {_text(listed)}.</p>"
+    if report["other_shapes"]:
+        body += f"<p>Of another shape: {_text(', '.join(report['other_shapes'][:8]))}.</p>"
+    headings = (*OPERATIONS, *(f"own error, {name}" for name in report.get("own_errors", {})))
+    body += (
+        "<p>An own error is that of an operation from its own inputs, relative to the size of its outputs; "
+        "in "
+        "brackets, how many times what rounding gives.</p>"
+        "<details><summary>All operations, in the order of computation</summary>"
+        f"{_table(headings, operation_rows(report))}</details>"
+    )
+    return _section("operations", body)

@@ -4,6 +4,10 @@ A block of vLLM's cache holds `block_size` positions of one sequence over all ke
 block_size / KEY_TILE blocks of our own, [Hkv, 2, KEY_TILE, D] each, so that kernels/attention.py runs on it
 unchanged. The backend decides what lies inside a block: vLLM only moves, zeroes and shares whole blocks.
 
+On a GPU the metadata are tensors at fixed addresses, made without a wait for the GPU. So vLLM can replay a
+forward of one token for each request as a CUDA graph (vllm.cuda_graphs). A graph has padding rows. They have
+no request, and they write into vLLM's block 0, which holds nobody's keys.
+
 Shapes: T new tokens of all requests, Hq query heads and Hkv key-value heads of width D.
 """
 
@@ -14,6 +18,7 @@ import numpy as np
 import torch
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadataBuilder,
     AttentionType,
@@ -23,7 +28,8 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from ....kernels.attention import attention_cached
-from ....kernels.attention_plan import KEY_TILE, AttentionPlan
+from ....kernels.attention_plan import KEY_TILE, AttentionPlan, Spans
+from ....kernels.backend import on_triton
 
 
 class ZeroklAttentionBackend(AttentionBackend):
@@ -68,7 +74,7 @@ class ZeroklAttentionBackend(AttentionBackend):
 class ZeroklMetadata:
     """What attention needs to know of one forward. All layers share it."""
 
-    plan: AttentionPlan
+    plan: AttentionPlan | Spans
     block: torch.Tensor  # [T], our block for the key and value of each new token
     offset: torch.Tensor  # [T], their position in that block
 
@@ -76,29 +82,51 @@ class ZeroklMetadata:
 class ZeroklMetadataBuilder(AttentionMetadataBuilder[ZeroklMetadata]):
     """Turns vLLM's block tables into our attention plan."""
 
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._tiles = kv_cache_spec.block_size // KEY_TILE  # our blocks in one of vLLM's blocks
         self._heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
         self._kv_heads = kv_cache_spec.num_kv_heads
+        scheduler = vllm_config.scheduler_config
+        tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+        self._block, self._offset = (torch.zeros(tokens, dtype=torch.int64, device=device) for _ in range(2))
+        self._max_requests, self._table = scheduler.max_num_seqs, None
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> ZeroklMetadata:
         """See AttentionMetadataBuilder."""
         cm = common_attn_metadata
-        n, T = cm.num_reqs, cm.num_actual_tokens
+        T = cm.num_actual_tokens
+        slots = cm.slot_mapping[:T].clamp(min=0)  # a padding row has -1
+        torch.div(slots, KEY_TILE, rounding_mode="floor", out=self._block[:T])
+        torch.remainder(slots, KEY_TILE, out=self._offset[:T])
+        for places in (self._block, self._offset):
+            places[T:] = 0  # a graph may have more rows than this forward has tokens
+        plan = self._spans(cm) if on_triton(cm.slot_mapping) else self._plan(cm)
+        return ZeroklMetadata(plan, self._block[:T], self._offset[:T])
+
+    def _plan(self, cm: CommonAttentionMetadata) -> AttentionPlan:
+        """The reference's plan, from numbers on the host."""
+        n = cm.num_reqs
         lengths = np.diff(cm.query_start_loc_cpu[: n + 1].numpy())
         contexts = cm.seq_lens[:n].cpu().numpy() - lengths
         columns = -(-int(cm.max_seq_len) // (self._tiles * KEY_TILE))
         blocks = cm.block_table_tensor[:n, :columns].cpu().numpy().astype(np.int64)
         tables = (blocks[:, :, None] * self._tiles + np.arange(self._tiles)).reshape(n, -1)
-        slots = cm.slot_mapping[:T].long()
-        return ZeroklMetadata(
-            AttentionPlan(lengths, contexts, tables, self._heads, self._kv_heads),
-            torch.div(slots, KEY_TILE, rounding_mode="floor"),
-            slots % KEY_TILE,
-        )
+        return AttentionPlan(lengths, contexts, tables, self._heads, self._kv_heads)
+
+    def _spans(self, cm: CommonAttentionMetadata) -> Spans:
+        """The plan of the Triton kernels: vLLM's own buffers, and our table of blocks at a fixed address."""
+        n, blocks = cm.num_reqs, cm.block_table_tensor
+        if self._table is None:
+            shape = self._max_requests, blocks.shape[1], self._tiles
+            self._table = torch.zeros(shape, dtype=torch.int32, device=blocks.device)
+        ours = torch.arange(self._tiles, dtype=torch.int32, device=blocks.device)
+        torch.add(blocks[:n, :, None] * self._tiles, ours, out=self._table[:n])
+        return Spans(cm.query_start_loc[: n + 1], cm.seq_lens[:n], self._table[:n].flatten(1), self._kv_heads)
 
 
 class ZeroklAttentionImpl(AttentionImpl[ZeroklMetadata]):

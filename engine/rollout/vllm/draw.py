@@ -17,7 +17,8 @@ import torch
 import vllm
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
-from ....kernels.logprob import chunk_rows, drawn_logprobs, scaled_logits
+from ....kernels.draw import draw_tokens
+from ....kernels.logprob import chunk_rows
 from ....kernels.philox import Stream
 from ....kernels.sampling_params import SamplingParams
 from ..types import RngKey, Uniforms
@@ -98,11 +99,10 @@ class KeyedDraw(LogitsProcessor):
     def _draw(self, logits: torch.Tensor, rows: list[int], sampling_params: SamplingParams) -> None:
         """Draw for these rows of logits [n, V], which are in ascending order."""
         all_rows = len(rows) == logits.shape[0]  # the usual case, which needs no copy
-        z = scaled_logits(logits if all_rows else logits[rows], sampling_params)
         requests = [self._rows[row] for row in rows]
         uniforms = [r.uniforms.at(len(r.output)) for r in requests]
-        u = torch.tensor(uniforms, dtype=torch.float64, device=z.device)
-        ids, logp = drawn_logprobs(z, u, greedy=sampling_params.temperature == 0.0)
+        u = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)
+        ids, logp = draw_tokens(logits if all_rows else logits[rows], u, sampling_params)
         bad = (~torch.isfinite(logp)).nonzero()
         if len(bad):
             r = requests[int(bad[0])]

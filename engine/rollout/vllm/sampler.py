@@ -26,10 +26,14 @@ from ..native import check_prompts
 from ..types import GenerationParams, RngKey, Rollout
 from .arguments import check_engine_arguments
 from .installed import require_vllm
+from .start import starting_vllm
 
 # By default vLLM wants most of a GPU to be free when it starts, but the trainer is already there. vLLM takes
 # only vllm.cache_bytes and its weights.
 ON_A_GPU = {"gpu_memory_utilization": 0.01}
+# A whole forward of one token for each request is one CUDA graph. vLLM's compiler stays off: a graph replays
+# the operations as they are.
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 
 
 def prepare_vllm(multiprocess: bool) -> None:
@@ -80,7 +84,11 @@ class KeyedSampler:
         register()
         backend, init_info = transfer
         common = self._arguments(flat, cfg, backend)
-        self.llm = LLM(model=str(model), **(common | dict(arguments) | cfg.engine))
+        arguments = dict(arguments)
+        if cfg.cuda_graphs:
+            arguments["compilation_config"] = arguments.get("compilation_config", {}) | GRAPHS
+        with starting_vllm():
+            self.llm = LLM(model=str(model), **(common | arguments | cfg.engine))
         try:
             self.llm.init_weight_transfer_engine({"init_info": init_info})
             self.sync_weights(version)
@@ -94,7 +102,8 @@ class KeyedSampler:
 
         return dict(
             dtype=str(flat.dtype).removeprefix("torch."),
-            enforce_eager=True,
+            enforce_eager=not cfg.cuda_graphs,
+            # The draw needs the number of a request's tokens, which vLLM knows late when it schedules ahead.
             async_scheduling=False,
             skip_tokenizer_init=True,
             logprobs_mode="processed_logits",
@@ -191,7 +200,7 @@ class VllmSampler(KeyedSampler):
     """vLLM with zerokl's model and attention inside, which compute with the trainer's own memory.
 
     weights: [layout.numel] in the compute dtype. On a CPU, memory that vLLM's process can map. On a GPU vLLM
-        is in this process, and the weights are the trainer's tensor itself.
+        is in this process, and the weights are the trainer's tensor itself; with cfg.cuda_graphs a copy.
 
     Raises ValueError as KeyedSampler does.
     """
@@ -215,5 +224,5 @@ class VllmSampler(KeyedSampler):
         if isinstance(weights, SharedTensor):
             flat, transfer = weights.tensor, (SHARED, weights.handle._asdict())
         else:
-            flat, transfer = weights, (OWN, {"flat": weights})
+            flat, transfer = weights, (OWN, {"flat": weights, "copy": cfg.cuda_graphs})
         super().__init__(model, config, flat, cfg, transfer, version, {"hf_overrides": overrides})

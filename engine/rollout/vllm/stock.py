@@ -12,15 +12,15 @@ An H100 has run it, with vLLM 0.32's CUDA build:
 
 - bf16 and fp16: runs had mismatch 0.0 and the weights of the native sampler. With 2 versions of the weights,
   none of 2,304 logprobs each was unequal (benchmarks/stock_exact.py).
-- fp32: 1,956 and 1,858 of these logprobs were unequal. vLLM's compiled rotary embedding computes
-  y2 = fma(x1, sin, x2 cos), and kernels/rope_triton.py fuses the other product. With vLLM's product fused
-  there, none was unequal.
+- fp32: none was unequal, once kernels/rope_triton.py fused the product that vLLM's compiled rotary embedding
+  fuses, y2 = fma(x1, sin, x2 cos).
 
 On other GPUs or at other widths, a difference would show first in tiles of few rows. vLLM's tuned tables take
 such tiles, and another tensor-core instruction computes them (kernels/tiles.py).
 
-CUDA graphs and the compiler stay off. They replace operations, or freeze the tiles that were looked up for
-one number of rows. Prefix caching and chunked prefill are safe: keys and values are rows, and a row's bits do
+The compiler stays off, because it replaces operations. CUDA graphs are off by default (vllm.cuda_graphs): a
+graph freezes the tiles that vLLM looked up for its number of rows, and no GPU has compared such a run yet.
+Prefix caching and chunked prefill are safe: keys and values are rows, and a row's bits do
 not depend on the other rows. vLLM itself is not invariant in two cases: the addition before a norm, which
 norm.py replaces, and heads of 256 on Blackwell, whose tiles differ in a prefill.
 

@@ -1,8 +1,8 @@
 """The trainer's weights for vLLM (interface: vllm/distributed/weight_transfer/base.py).
 
-Our model computes with the trainer's own memory, so an update copies nothing. vLLM's own model has memory of
-its own, and an update loads the checkpoint again in vLLM's way. Each update carries a version, and vLLM's
-outputs name the version that they were drawn with.
+Our model computes with the trainer's own memory, so an update copies nothing; with CUDA graphs it copies
+once. vLLM's own model has memory of its own, and an update loads the checkpoint again in vLLM's way. Each
+update carries a version, and vLLM's outputs name the version that they were drawn with.
 """
 
 from contextlib import ExitStack
@@ -36,12 +36,14 @@ class OwnInit(WeightTransferInitInfo):
     """The weights themselves, [layout.numel] in the compute dtype, for vLLM in the trainer's process."""
 
     flat: torch.Tensor
+    copy: bool = False  # every update copies them, for CUDA graphs, which hold the addresses of vLLM's own
 
 
 @dataclass
-class StockInit(OwnInit):
+class StockInit(WeightTransferInitInfo):
     """The weights, and the layout that says where each tensor of a checkpoint lies in them."""
 
+    flat: torch.Tensor
     layout: Layout
 
 
@@ -92,7 +94,7 @@ class OwnWeightsEngine(SharedWeightsEngine):
     init_info_cls = OwnInit
 
     def init_transfer_engine(self, init_info: OwnInit) -> None:
-        """Compute with the trainer's tensor.
+        """Compute with the trainer's tensor, or with a copy of it.
 
         Raises ValueError for a tensor of another shape, dtype or device than the model's.
         """
@@ -103,13 +105,17 @@ class OwnWeightsEngine(SharedWeightsEngine):
                 f"vLLM's model has {tuple(current.shape)} {current.dtype} on {current.device}; "
                 "make the trainer's GPU the first that is visible (CUDA_VISIBLE_DEVICES)"
             )
-        self.model.use(flat)
+        self._source = flat if init_info.copy else None
+        if not init_info.copy:
+            self.model.use(flat)
 
     def receive_weights(self, update_info: Update) -> None:
         """Take the weights as they are now.
 
         They are not packed, because the trainer reads this tensor too, between its own updates.
         """
+        if self._source is not None:
+            self.model.decoder.flat.copy_(self._source)
         self.model.weights_changed()
 
 

@@ -3,7 +3,7 @@
 Each rank does its own part of the work, and every rank gets the results of all.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TypeVar
@@ -12,11 +12,10 @@ import numpy as np
 import torch
 
 from ...kernels.sampling_params import SamplingParams
-from ...model.decoder import Decoder
 from ..rollout.types import GenerationParams, RngKey, Rollout, Sampler
-from .gradient import GradientTree
+from .gradient import GradientTree, ShardsWork
 from .partition import virtual_shards
-from .ranks import Ranks
+from .process_group import Ranks
 from .scorer import Scorer
 from .workers import Workers
 from .zero import Slices
@@ -59,7 +58,7 @@ class RankedWorkers:
         return self._workers.own_threads()
 
     def sum_shards(
-        self, work: Callable[[Decoder, X], Y], shards: Sequence[X | None]
+        self, work: ShardsWork, shards: Sequence[X | None]
     ) -> tuple[list[Y | None], torch.Tensor | None]:
         """See Workers.sum_shards.
 
@@ -73,7 +72,7 @@ class RankedWorkers:
         return results, self._tree.take()
 
     def _sum_round(
-        self, work: Callable[[Decoder, X], Y], shards: Sequence[X | None]
+        self, work: ShardsWork, shards: Sequence[X | None]
     ) -> tuple[list[Y | None], torch.Tensor | None]:
         ranks, n = self._slices.ranks, self._workers.shards
         root: torch.Tensor | None = None

@@ -1,9 +1,9 @@
 """Ranks: the processes of `torchrun -m zerokl train`.
 
-Each rank has its own part of the prompts and of the virtual shards (ranked.py). The gradient is the root of
-one tree (gradient.py) over the shards of all ranks. The ranks' shards of a round are neighbours in this tree,
-and zero.py adds their sums in the tree's order. Each rank updates its own slice of the weights and sends this
-slice to all ranks. Only rank 0 writes files.
+Each rank has its own part of the prompts and of the virtual shards (data_parallel.py). The gradient is the
+root of one tree (gradient.py) over the shards of all ranks. The ranks' shards of a round are neighbours in
+this tree, and zero.py adds their sums in the tree's order. Each rank updates its own slice of the weights and
+sends this slice to all ranks. Only rank 0 writes files.
 """
 
 import os

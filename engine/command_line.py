@@ -1,0 +1,130 @@
+"""What was typed at the command line: settings by dotted key, TOML values, and errors in one line."""
+
+import json
+import traceback
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from platform import python_version
+from typing import Any
+
+import cyclopts
+from pydantic import BaseModel, ValidationError
+
+from ..verify.files import os_error_line
+from ..verify.reading import one_line, parse_toml, read_toml
+from .config import Config
+from .config_file import FREE_SECTIONS, check_key, validation_message
+
+# What libraries say in errors of other classes when the machine gives them no memory: torch's allocator on
+# CPU and GPU, a thread's stack, and the loader of a shared library.
+_NO_MEMORY = (
+    "can't allocate memory",
+    "CUDA out of memory",
+    "can't start new thread",
+    "failed to map segment from shared object",
+)
+
+
+def given_settings(settings: Config) -> dict[str, Any]:
+    """The settings that are given on the command line, by dotted key."""
+    given: dict[str, Any] = {}
+
+    def walk(section: BaseModel, prefix: str) -> None:
+        for name in section.model_fields_set:
+            key, value = prefix + name, getattr(section, name)
+            if isinstance(value, BaseModel):
+                walk(value, f"{key}.")
+            elif key in FREE_SECTIONS:
+                given.update({f"{key}.{option}": _toml_value(word) for option, word in value.items()})
+            else:
+                given[key] = value
+
+    walk(settings, "")
+    return given
+
+
+def version_line() -> str:
+    """The version of zerokl, and those of what decides bits beside it. Nothing is loaded for it."""
+    names = ("torch", "triton", "transformers", "vllm")
+    others = [f"{name} {found}" for name in names if (found := _version(name))]
+    own = _version("zerokl") or _source_version()
+    return f"zerokl {own} ({', '.join([f'Python {python_version()}', *others])})"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _source_version() -> str:
+    """The version of a source tree that is used without being installed."""
+    return read_toml(Path(__file__).parents[1] / "pyproject.toml")["project"]["version"]
+
+
+def toml_values(options: dict[str, str] | None) -> dict[str, Any]:
+    """A task's options with their values (see _toml_value)."""
+    return {name: _toml_value(word) for name, word in (options or {}).items()}
+
+
+def _toml_value(word: Any) -> Any:
+    """A word of the command line as a TOML value, or the word itself where it is not valid TOML."""
+    try:
+        return parse_toml(f"x = {word}")["x"] if isinstance(word, str) else word
+    except ValueError:
+        return word
+
+
+def spelt_out(words: Sequence[str]) -> list[str]:
+    """The words of a command line in the forms that the parser takes.
+
+    --key true and --key false become --key=true and --key=false, the only form with a value for a flag.
+    --task.options "{ a = 1 }" becomes --task.options.a=1.
+    """
+    result: list[str] = []
+    for word in words:
+        option = result[-1] if result and result[-1].startswith("--") and "=" not in result[-1] else ""
+        if option and word in ("true", "false"):
+            result[-1] += f"={word}"
+        elif option.removeprefix("--") in FREE_SECTIONS and isinstance(table := _toml_value(word), dict):
+            result[-1:] = [f"{option}.{name}={json.dumps(value)}" for name, value in table.items()]
+        else:
+            result.append(word)
+    return result
+
+
+def error_message(error: cyclopts.CycloptsError) -> str:
+    """What is wrong with the command line, in one line. Raises ValueError for an unknown setting."""
+    if isinstance(error, cyclopts.UnknownOptionError) and _takes_settings(error):
+        option = (error.token.keyword or error.token.value).partition("=")[0]
+        check_key(option.removeprefix("--").replace("-", "_"))  # its message names a renamed key's new name
+    if isinstance(error.__cause__, ValidationError):
+        return validation_message(error.__cause__)
+    return str(error)
+
+
+def _takes_settings(error: cyclopts.CycloptsError) -> bool:
+    """Whether the command takes the keys of the configuration."""
+    return error.command_chain is not None and error.command_chain[-1] in ("train", "replay", "run")
+
+
+def failure_line(error: Exception) -> str:
+    """An error that ends a command, in one line."""
+    return one_line(_failure(error))
+
+
+def _failure(error: Exception) -> str:
+    """What an error says of itself; of an error that nobody foresaw, also what it is and where."""
+    if isinstance(error, OSError):
+        return os_error_line(error)
+    if isinstance(error, ValueError | FloatingPointError):
+        return str(error)
+    if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
+        return "memory ran out; take a smaller model, micro_batch or number of workers"
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        f"internal error: {type(error).__name__} ({error}) in {last.filename} line {last.lineno}; "
+        "ZEROKL_TRACEBACK=1 shows the way there"
+    )

@@ -1,0 +1,121 @@
+"""What a mismatch costs a correction, and the bands that a test in CI can ask for.
+
+    r = exp(logp_trainer - logp_sampler)     of a token
+
+A correction by truncation (TIS) cuts a ratio that is above its bound. A correction by masking (MIS) drops the
+sequence. A band looks at the geometric mean of r over each sequence, as sequence masking does.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ....verify.mismatch import log_ratios, ratios
+
+# Lowest and highest geometric mean of a sequence's ratios. strict: the bounds with which NeMo-RL masks
+# sequences in its guide to ProRL v2.
+BANDS = {"strict": (0.999, 1.002), "1%": (0.99, 1.01), "5%": (0.95, 1.05)}
+_BOUNDS = (2.0, 3.0, 5.0, 10.0)
+
+
+def band_figures(trainer: Sequence[np.ndarray], sampler: Sequence[np.ndarray]) -> dict[str, Any]:
+    """For each band the share of sequences outside, and for each bound what is cut.
+
+    trainer, sampler: logprobs [C] fp32 of each sequence, without NaN.
+    """
+    lengths = [len(x) for x in sampler]
+    d = log_ratios(np.concatenate(trainer), np.concatenate(sampler))
+    r, whole = ratios(d, lengths)
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    with np.errstate(over="ignore", invalid="ignore"):
+        mean = np.exp(np.add.reduceat(d, starts) / lengths)
+    return {
+        "bands": {
+            name: {"low": low, "high": high, "sequences_outside": _share(~((mean >= low) & (mean <= high)))}
+            for name, (low, high) in BANDS.items()
+        },
+        "geometric_mean_min": float(mean.min()),
+        "geometric_mean_max": float(mean.max()),
+        "cut": [
+            {"bound": bound, "tokens": _share(~(r <= bound)), "sequences": _share(~(whole <= bound))}
+            for bound in _BOUNDS
+        ],
+    }
+
+
+def _share(marked: np.ndarray) -> float:
+    return float(marked.mean())
+
+
+def in_band(report: dict[str, Any], band: str) -> bool:
+    """Whether every sequence of an audit lies in a band."""
+    return report["corrections"]["bands"][band]["sequences_outside"] == 0.0
+
+
+def band_lines(report: dict[str, Any], band: str | None) -> list[str]:
+    """The figures as sentences for the terminal."""
+    corrections = report["corrections"]
+    lines = []
+    if band is not None:
+        row = corrections["bands"][band]
+        held = "holds" if in_band(report, band) else "does not hold"
+        lines.append(
+            f"Band {band} {held}: the geometric mean ratio of a sequence lies in "
+            f"{corrections['geometric_mean_min']:.6g} .. {corrections['geometric_mean_max']:.6g}, "
+            f"and the band is {row['low']:g} .. {row['high']:g}; "
+            f"{row['sequences_outside']:.2%} of the sequences lie outside."
+        )
+    cut = [row for row in corrections["cut"] if row["tokens"] or row["sequences"]]
+    if cut:
+        lines += [
+            f"A correction with the bound {row['bound']:g} cuts {row['tokens']:.2%} of the tokens (TIS), or "
+            f"masks {row['sequences']:.2%} of the sequences (MIS)."
+            for row in cut
+        ]
+    return lines
+
+
+def summary(report: dict[str, Any], verdict: str, passed: bool, band: str | None) -> str:
+    """A summary in GitHub's Markdown, for $GITHUB_STEP_SUMMARY."""
+    corrections = report["corrections"]
+    rows = [
+        ("tokens", f"{report['tokens']:,}"),
+        ("sequences", f"{report['sequences']:,}"),
+        ("equal to the bit", f"{report['frac_equal']:.4%}"),
+        ("largest difference", f"{report['max_abs']:.4g}"),
+        ("k3, nats a token", f"{report['k3']['value']:.4g} ± {report['k3']['standard_error']:.2g}"),
+        *(
+            (
+                f"sequences outside of {name} ({row['low']:g} .. {row['high']:g})",
+                f"{row['sequences_outside']:.2%}",
+            )
+            for name, row in corrections["bands"].items()
+        ),
+        *(
+            (
+                f"tokens / sequences above a ratio of {row['bound']:g}",
+                f"{row['tokens']:.2%} / {row['sequences']:.2%}",
+            )
+            for row in corrections["cut"]
+        ),
+    ]
+    asked = f" (band {band})" if band else ""
+    lines = [
+        f"### zerokl audit: {'passed' if passed else 'failed'}{asked}",
+        "",
+        _escaped(verdict),
+        "",
+        "| figure | value |",
+        "| --- | --- |",
+        *(f"| {name} | {value} |" for name, value in rows),
+    ]
+    lines += [""] + [f"- {_escaped(note)}" for note in report["log_notes"]] if report.get("log_notes") else []
+    return "\n".join(lines) + "\n"
+
+
+def _escaped(text: str) -> str:
+    """Text of a report as Markdown that shows it and does nothing else."""
+    for character, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "&#124;"), ("`", "&#96;")):
+        text = text.replace(character, entity)
+    return text

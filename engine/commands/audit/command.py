@@ -1,0 +1,56 @@
+"""What `zerokl audit` is asked to compare: two engines, a log and a model, or the two columns of a log."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from ...runs.progress import silent
+from .audit import Audit, AuditConfig, audit
+from .bands import summary
+from .columns import audit_columns
+from .verdict import verdict
+
+# Completions that engines draw, or that a model scores, where nothing else is asked for.
+_COMPLETIONS = 64
+
+
+def find_log(target: str) -> Path | None:
+    """The log that a target names, or None where it names a model.
+
+    A file is a log. So is a folder with JSON lines in it that is no model's and no run's.
+    """
+    path = Path(target)
+    if path.is_dir():
+        known = (path / "config.json").exists() or (path / "config.toml").exists()
+        return path if not known and next(path.rglob("*.jsonl"), None) else None
+    return path if path.is_file() else None
+
+
+def run_audit(target: str, n: int | None, cfg: AuditConfig, stage: Callable[[str], None] = silent) -> Audit:
+    """Audit a target: a model, or a log.
+
+    n: completions to compare; None is all of a log that has both columns, and 64 elsewhere. cfg.model: the
+    model that scores a log; empty where the target is the model, or where a log has a trainer column.
+    stage: is called with what begins now, in words. Raises ValueError for bad input.
+    """
+    if n is not None and n < 1:
+        raise ValueError(f"audit: n ({n}) must be at least 1")
+    log = find_log(target)
+    if log is None:
+        if cfg.model:
+            raise ValueError(f"audit: {target} is no log, so --model {cfg.model} would be a second model")
+        return audit(replace(cfg, model=target, n=n or _COMPLETIONS), stage)
+    if cfg.trainer_model:
+        raise ValueError(f"audit: {log} is a log; name the model that scores it with --model")
+    if cfg.sampler != "native":
+        raise ValueError(f"audit: {log} is a log, so it is the sampler; leave out --sampler {cfg.sampler}")
+    if not cfg.model:
+        stage(f"reading {log}")
+        return Audit(audit_columns(log, cfg.format, n or 0, cfg.weight_version))
+    return audit(replace(cfg, sampler=str(log), n=n or _COMPLETIONS), stage)
+
+
+def append_summary(result: Audit, passed: bool, band: str | None, file: Path) -> None:
+    """Append the summary in GitHub's Markdown. A file that exists is added to: a workflow shares one."""
+    with open(file, "a", encoding="utf-8") as out:
+        out.write(summary(result.report, verdict(result.report), passed, band))

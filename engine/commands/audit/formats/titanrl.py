@@ -1,0 +1,56 @@
+"""torchtitan's RL recorder: rollout_samples.jsonl, one line for each rollout, with its turns.
+
+The ids and the logprobs are there only with log_tensors and log_logprobs. A turn has the whole prompt that
+the model saw.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from . import fields
+from .record import LoggedRollout
+
+
+def recognises(row: dict[str, Any]) -> bool:
+    """Whether a line is a recorded rollout."""
+    turns = row.get("turns")
+    return "rollout_id" in row and isinstance(turns, list) and "reward_breakdown" in row
+
+
+def parse(row: dict[str, Any], path: Path) -> Iterator[LoggedRollout]:
+    """The turns of a line. Raises ValueError, or KeyError with a field."""
+    turns = fields.listed("turns", row["turns"], "turns")
+    for index, turn in enumerate(turns):
+        if not isinstance(turn, dict):
+            raise ValueError(f"turns[{index}] is no JSON object")
+        if "completion_token_ids" not in turn or "prompt_token_ids" not in turn:
+            raise ValueError(f"turns[{index}] has no token ids; set log_tensors in the recorder's Config")
+        name = f"turns[{index}].completion_token_ids"
+        completion = fields.token_ids(name, turn["completion_token_ids"])
+        logprobs = turn.get("completion_logprobs")
+        yield LoggedRollout(
+            prompt_ids=fields.token_ids(f"turns[{index}].prompt_token_ids", turn["prompt_token_ids"]),
+            completion_ids=completion,
+            logprobs=None
+            if logprobs is None
+            else fields.logprobs(f"turns[{index}].completion_logprobs", logprobs, len(completion)),
+            weight_span=_span(turn, index),
+            reward=fields.optional_number("reward", row.get("reward")),
+            advantage=fields.optional_number("advantage", row.get("advantage")),
+            prompt=fields.label("group_id", row.get("group_id")),
+            sample=fields.label("rollout_id", row.get("rollout_id")),
+            turn=index,
+        )
+
+
+def _span(turn: dict[str, Any], index: int) -> tuple[int, int] | None:
+    """The oldest and the newest weights of a turn."""
+    low = fields.optional_integer(f"turns[{index}].min_policy_version", turn.get("min_policy_version"))
+    high = fields.optional_integer(f"turns[{index}].max_policy_version", turn.get("max_policy_version"))
+    if low is None and high is None:
+        return None
+    low, high = high if low is None else low, low if high is None else high
+    if low > high:
+        raise ValueError(f"turns[{index}]: min_policy_version ({low}) is above max_policy_version ({high})")
+    return low, high

@@ -1,0 +1,229 @@
+"""The figures of a report in words and rows: for the terminal, and for audit.html."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from .settings import rows as setting_rows
+from .strip import visible
+
+Report = Mapping[str, Any]
+Row = tuple[str, ...]
+
+# Name in the report -> its meaning.
+_MEANING = {
+    "tokens": "completion tokens compared",
+    "frac_equal": "share of them whose two log-probabilities have the same bits",
+    "max_abs": "largest |trainer - sampler| of a token's log-probability",
+    "k1": "mean of sampler - trainer; estimates KL(sampler || trainer), unbiased, noisy",
+    "k2": "mean of half the squared difference",
+    "k3": "mean of ratio - 1 - log ratio; estimates the same KL, never negative",
+    "perplexity_sampler": "exp of the sampler's mean negative log-probability",
+    "perplexity_trainer": "exp of the trainer's mean negative log-probability",
+}
+# Headings of the tokens that differ most.
+WORST = ("sequence", "position", "text before", "token", "sampler", "trainer")
+# Headings of the hypotheses about a log, in nats a token.
+HYPOTHESES = ("hypothesis", "what it says", "nats explained", "nats left", "lines")
+OPERATIONS = (
+    "operation",
+    "outputs that differ",
+    "representable numbers apart",
+    "largest difference",
+    "relative rms",
+)
+
+
+def number(x: float | None, digits: int = 4) -> str:
+    """A figure; "-" where there is none, since JSON has neither infinities nor NaN."""
+    if x is None or math.isnan(x):
+        return "-"
+    return f"{x:.{digits}g}"
+
+
+def summary_table(report: Report) -> Table:
+    """The figures, as the command line prints them."""
+    sampler = f"{report['sampler']} ({report['sampler_dtype']})"
+    trainer = f"{report['trainer']} ({report['dtype']})"
+    title = f"{sampler} against {trainer}"
+    return _table(
+        ("figure", "value", "meaning"),
+        [*figure_rows(report), *own_rows(report), *position_rows(report)],
+        title,
+    )
+
+
+def worst_table(report: Report) -> Table:
+    """The tokens whose log-probabilities differ most, with their text, as the command line prints them."""
+    return _table(WORST, worst_rows(report)[:5], "tokens farthest apart")
+
+
+def settings_table(report: Report) -> Table:
+    """What the audit assumed, as the command line prints it."""
+    return _table(("assumed", "value"), setting_rows(report), "what these figures hold for")
+
+
+def hypotheses_table(report: Report) -> Table:
+    """The hypotheses that come nearest to a log, as the command line prints them."""
+    return _table(HYPOTHESES, hypothesis_rows(report)[:5], "what would explain the difference, nearest first")
+
+
+def hypothesis_rows(report: Report) -> list[Row]:
+    """Every hypothesis in its best form, the nearest to the log first."""
+    return [
+        (
+            row["name"] + (" (fits)" if row["fits"] else ""),
+            row["what"],
+            number(row["explained"]),
+            number(row["left"]),
+            f"{row['lines']} of {row['lines_tried']}",
+        )
+        for row in report["hypotheses"]["rows"]
+    ]
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], title: str) -> Table:
+    table = Table(*headings, title=visible(title))
+    for row in rows:
+        table.add_row(*map(visible, row))
+    return table
+
+
+def worst_rows(report: Report) -> list[Row]:
+    """The tokens farthest apart."""
+    return [
+        (
+            str(w["sequence"]),
+            str(w["position"]),
+            quoted(w["before"]),
+            quoted(w["text"]) if w["text"] else f"id {w['token']}",
+            logprob(w["sampler"]),
+            logprob(w["trainer"]),
+        )
+        for w in report["worst"]
+    ]
+
+
+def quoted(text: str) -> str:
+    """A model's text in quotes, with nothing that a terminal would obey."""
+    return f"'{visible(text)}'"
+
+
+def logprob(x: float | None) -> str:
+    """A log-probability. JSON holds null where it is minus infinity."""
+    return "-inf" if x is None or math.isinf(x) else f"{x:.6f}"
+
+
+def figure_rows(report: Report) -> list[Row]:
+    """Name, value and meaning of the figures over all tokens."""
+    rows = []
+    if report.get("logged"):
+        compared = f"{report['sequences']:,} of {report['logged']:,}"
+        rows.append(("rollouts", compared, "compared, of those in the log; -n takes more or fewer"))
+    for name, meaning in _MEANING.items():
+        value = report[name]
+        shown = (
+            f"{number(value['value'])} ± {number(value['standard_error'], 2)}"
+            if isinstance(value, dict)
+            else f"{value:,}"
+            if isinstance(value, int)
+            else number(value, 6)
+        )
+        rows.append((name, shown, meaning))
+        if name == "frac_equal":
+            rows += _left_out_rows(report)
+    for q, value in report["abs_percentiles"].items():
+        rows.append((f"|d| p{q}", number(value), f"{q}% of the tokens differ by no more"))
+    for level in ("token", "sequence"):
+        rows += _ratio_rows(level, report[level])
+    return rows
+
+
+def _left_out_rows(report: Report) -> list[Row]:
+    """Tokens that the estimators leave out, where there are any."""
+    meanings = {
+        "outside": "tokens that the trainer cannot draw; the estimates below leave them out",
+        "infinite": "tokens whose ratio is infinite; the estimates below leave them out",
+    }
+    return [
+        (name, f"{report[name]['tokens']:,} ({report[name]['share']:.2%})", meaning)
+        for name, meaning in meanings.items()
+        if report[name]["tokens"]
+    ]
+
+
+def own_rows(report: Report) -> list[Row]:
+    """Each engine against itself."""
+    return [
+        (
+            f"{engine}: {way}",
+            f"{figures['unequal']:,} of {figures['tokens']:,} unequal",
+            f"largest difference {number(figures['max_abs'], 3)}",
+        )
+        for engine, ways in report["own_invariance"].items()
+        for way, figures in ways.items()
+    ]
+
+
+def position_rows(report: Report) -> list[Row]:
+    """The difference by position in the completion. Positions count from 0."""
+    rows = []
+    for bucket in report["by_position"]:
+        left_out = f"; {bucket['left_out']} left out" if bucket["left_out"] else ""
+        meaning = f"mean |d| of {bucket['tokens']} tokens; largest {number(bucket['max_abs'], 3)}{left_out}"
+        rows.append((f"position {position_name(bucket)}", number(bucket["mean_abs"]), meaning))
+    return rows
+
+
+def position_name(bucket: Mapping[str, Any]) -> str:
+    """The positions of a row of by_position."""
+    return f"{bucket['from']} to {bucket['to']}" if bucket["to"] > bucket["from"] else str(bucket["from"])
+
+
+def _ratio_rows(level: str, ratios: Mapping[str, float]) -> list[Row]:
+    """Name, value and meaning of the figures of the ratios of tokens, or of sequences."""
+    return [
+        (
+            f"ratio, {level}",
+            f"{number(ratios['ratio_min'], 6)} .. {number(ratios['ratio_max'], 6)}",
+            f"exp(trainer - sampler) of a {level}, smallest and largest",
+        ),
+        (
+            f"chi2, {level}",
+            number(ratios["chi2"]),
+            "mean of the squared ratio, minus 1; the variance of the ratio where its mean is 1",
+        ),
+        (
+            f"ess, {level}",
+            number(ratios["ess"], 6),
+            "effective sample size of importance sampling, as a share",
+        ),
+    ]
+
+
+def operation_rows(report: Report) -> list[Row]:
+    """Every operation that both engines have, and the two own errors where they were measured."""
+    own = [
+        {e["op"]: f"{number(e['relative'], 2)} ({number(e['factor'], 2)}x)" for e in errors}
+        for errors in report.get("own_errors", {}).values()
+    ]
+    return [
+        (
+            d["op"],
+            f"{d['unequal']:,} of {d['elements']:,}",
+            distance(d["max_ulp"]),
+            number(d["max_abs"], 3),
+            number(d["relative"], 3),
+            *(errors.get(d["op"], "-") for errors in own),
+        )
+        for d in report["operations"]
+    ]
+
+
+def distance(max_ulp: int | None) -> str:
+    """A distance in representable numbers; a large one says nothing (bitwise.ulp_words)."""
+    if max_ulp is None:
+        return "-"
+    return f"{max_ulp:,}" if max_ulp <= 1 << 20 else "more than 2^20"

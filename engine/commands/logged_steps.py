@@ -1,0 +1,121 @@
+"""The steps of rollouts.jsonl, compared with what the ledger and the metrics say of them.
+
+The ledger has hashes of prompts, tokens, log-probabilities, rewards and advantages. Rewards, lengths and the
+mismatch of a step follow from these.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...verify.ledger import Line, digest
+from ...verify.mismatch import mismatch_metrics
+from ...verify.reading import shown
+from ..rollout.types import Rollout
+from ..train.collect import RolloutBatch
+from ..train.metrics import rollout_metrics
+from ..train.recorder import hash_rewards, hash_rollouts
+from ..train.state import TrainState
+
+
+@dataclass(frozen=True)
+class LoggedStep:
+    """The lines of one step, and what they hold."""
+
+    lines: list[dict[str, Any]]  # [P G]
+    rollouts: list[Rollout]  # [P G]
+    rewards: np.ndarray  # [P, G]
+    advantages: np.ndarray  # [P, G]
+
+
+def read_step(lines: Sequence[dict[str, Any]], G: int) -> LoggedStep:
+    """The lines of one step. Raises ValueError for a line that is no rollout."""
+    rewards = [_float(line, "reward") for line in lines]
+    advantages = [_float(line, "advantage") for line in lines]
+    return LoggedStep(
+        list(lines),
+        [_rollout(line, i, G) for i, line in enumerate(lines)],
+        np.array(rewards, np.float64).reshape(-1, G),
+        np.array(advantages, np.float64).reshape(-1, G),
+    )
+
+
+def _rollout(line: dict[str, Any], index: int, G: int) -> Rollout:
+    if (line.get("prompt"), line.get("sample")) != divmod(index, G):
+        raise ValueError(f"prompt {index // G}, sample {index % G} is missing where it belongs")
+    prompt_ids, completion_ids = _ids(line, "prompt_ids"), _ids(line, "completion_ids")
+    values = line.get("logprobs")
+    if not isinstance(values, list) or not all(type(x) is float for x in values):
+        raise ValueError("logprobs is no list of numbers")
+    exact = np.array(values, np.float64)
+    with np.errstate(over="ignore"):
+        logprobs = exact.astype(np.float32)
+    if len(values) != len(completion_ids) or logprobs.astype(np.float64).tobytes() != exact.tobytes():
+        raise ValueError("logprobs are not one fp32 number for each token")
+    if type(line.get("text")) is not str or type(line.get("weight_version")) is not int:
+        raise ValueError("has no text, or no weight_version")
+    finish = str(line.get("finish"))
+    return Rollout(*divmod(index, G), prompt_ids, completion_ids, logprobs, finish, line["weight_version"])
+
+
+def _float(line: dict[str, Any], name: str) -> float:
+    if type(line.get(name)) is not float:
+        raise ValueError(f"{name} ({shown(line.get(name))}) is not what a run writes")
+    return line[name]
+
+
+def _ids(line: dict[str, Any], name: str) -> tuple[int, ...]:
+    ids = line.get(name)
+    if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
+        raise ValueError(f"{name} is no list of token ids")
+    return tuple(ids)
+
+
+def rollouts_fault(step: LoggedStep, line: Line) -> str | None:
+    """The first quantity whose hash is not the one in the step's line of the ledger; None if all are."""
+    hashes = hash_rollouts(step.rollouts) | hash_rewards(step.rewards, step.advantages)
+    wrong = next((name for name, value in hashes.items() if line.quantities.get(name) != value), None)
+    return (
+        wrong and f"step {line.step}: the {wrong.replace('_', ' ')} are not those whose hash is in the ledger"
+    )
+
+
+def metrics_fault(
+    step: LoggedStep, line: Line, metrics: Mapping[str, Any], older_weights: bool
+) -> str | None:
+    """The first metric that is not the one that follows from the step's rollouts and ledger; None if none is.
+
+    older_weights: the mismatch is not that of the log-probabilities in the ledger.
+    """
+    P, G = step.rewards.shape
+    texts = [[step.lines[p * G + g]["text"] for g in range(G)] for p in range(P)]
+    batch = RolloutBatch([], step.rollouts, texts, step.rewards, 0)
+    lengths = [len(r.completion_ids) for r in step.rollouts]
+    derived = rollout_metrics(batch) | {"tokens": sum(lengths)}
+    sampled = np.concatenate([r.logprobs for r in step.rollouts])
+    if not older_weights and digest(torch.from_numpy(sampled)) == line.quantities.get("trainer_logprobs"):
+        derived |= mismatch_metrics(sampled, sampled, lengths)
+    wrong = next((k for k, v in derived.items() if json.dumps(metrics.get(k)) != json.dumps(v)), None)
+    return wrong and f"{wrong} is {shown(metrics.get(wrong))} and must be {derived[wrong]!r}"
+
+
+def texts_fault(step: LoggedStep, state: TrainState) -> str | None:
+    """The first text, problem or end of a completion that does not follow from the tokens; None if all do."""
+    problems = {problem.id: problem for problem in state.problems}
+    for line, rollout in zip(step.lines, step.rollouts, strict=True):
+        place = f"prompt {rollout.prompt}, sample {rollout.sample}"
+        problem = problems.get(line.get("problem"))
+        ended = rollout.completion_ids[-1] in state.tokenizer.stop_ids
+        expected = {
+            "prompt_text": problem and problem.prompt,
+            "text": state.tokenizer.decode(rollout.completion_ids),
+            "finish": "stop" if ended else "length",
+        }
+        wrong = next((name for name, value in expected.items() if line.get(name) != value), None)
+        if wrong:
+            return f"{place}: {wrong} is {shown(line.get(wrong))}, which does not follow from the tokens"
+    return None

@@ -1,0 +1,254 @@
+"""The charts of the page: which metric, and what a person should know about it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart of one metric by step. docs/metrics.md says more about each metric."""
+
+    section: str
+    metric: str
+    title: str
+    unit: str
+    what: str
+    healthy: str
+    red_flag: str
+    absent: str = ""  # why a run may lack the metric; such a chart is named where it is missing
+    smooth: bool = True  # whether the page may smooth the line
+    zero: bool = False  # whether the axis begins at 0
+
+
+LEARNING, EXACT, SPEED = "Learning", "Exactness", "Speed"
+
+CHARTS = (
+    Chart(
+        LEARNING,
+        "reward/mean",
+        "Reward",
+        "",
+        "Mean reward of the step's completions.",
+        "It rises.",
+        "It falls below 0.8 of its peak and stays there.",
+        zero=True,
+    ),
+    Chart(
+        LEARNING,
+        "eval/accuracy",
+        "Held-out accuracy",
+        "",
+        "Mean reward on problems that are not trained on.",
+        "It rises with the reward.",
+        "It falls while the reward rises: the training set is learnt by heart.",
+        absent="evaluation.every is 0, or the first evaluation is not done",
+        smooth=False,
+        zero=True,
+    ),
+    Chart(
+        LEARNING,
+        "entropy",
+        "Entropy",
+        "nats",
+        "Mean entropy of the distributions that the tokens were drawn from.",
+        "It falls slowly.",
+        "It drops to 0 within a few steps, or rises while the reward falls.",
+        zero=True,
+    ),
+    Chart(
+        LEARNING,
+        "response_len/mean",
+        "Length of a completion",
+        "tokens",
+        "Mean length, the stop token included.",
+        "It is steady, or grows with the reward.",
+        "It runs up to sampling.max_tokens.",
+    ),
+    Chart(
+        LEARNING,
+        "grad_norm",
+        "Gradient norm",
+        "",
+        "Global L2 norm of the gradient before clipping.",
+        "It is steady.",
+        "It jumps, or is 0 for many steps.",
+        zero=True,
+    ),
+    Chart(
+        LEARNING,
+        "reward/std",
+        "Spread of the rewards",
+        "",
+        "Standard deviation of the rewards of a step.",
+        "It is above 0.",
+        "It is 0: nothing is learnt in this step.",
+        zero=True,
+    ),
+    Chart(
+        LEARNING,
+        "groups/all_equal",
+        "Groups without a signal",
+        "groups",
+        "Groups whose completions all have the same reward. They give no gradient.",
+        "It stays well below the number of prompts of a step.",
+        "It is near that number: the problems are too easy or too hard.",
+        zero=True,
+    ),
+    Chart(
+        LEARNING,
+        "completions/cut",
+        "Completions cut short",
+        "completions",
+        "Completions that reached sampling.max_tokens without a stop token.",
+        "It is near 0.",
+        "It is most of them: raise sampling.max_tokens.",
+        zero=True,
+    ),
+    Chart(
+        EXACT,
+        "mismatch/max_abs",
+        "Mismatch: largest |Δlogp|",
+        "nats",
+        "Largest difference between the trainer's and the sampler's log-probability of one token.",
+        "It is 0.0 at every step.",
+        "It is anything else in an exact run; it rises with the step in another.",
+        smooth=False,
+        zero=True,
+    ),
+    Chart(
+        LEARNING,
+        "lr",
+        "Learning rate",
+        "",
+        "Learning rate of the step's last update.",
+        "It follows optimizer.schedule.",
+        "It is 0 before the run ends.",
+        smooth=False,
+        zero=True,
+    ),
+    Chart(
+        EXACT,
+        "mismatch/k3",
+        "Mismatch: KL (k3)",
+        "nats a token",
+        "Estimate of KL(sampler || trainer).",
+        "It is 0.0 at every step.",
+        "It rises with the step: the two engines drift apart.",
+        smooth=False,
+        zero=True,
+    ),
+    Chart(
+        EXACT,
+        "mismatch/frac_equal",
+        "Tokens with equal bits",
+        "share",
+        "Share of the tokens whose log-probability has the same bits in trainer and sampler.",
+        "It is 1 at every step.",
+        "It is below 1 in an exact run; it is 0 where the weights or the temperature are others.",
+        smooth=False,
+        zero=True,
+    ),
+    Chart(
+        EXACT,
+        "staleness/k3",
+        "Staleness: KL (k3)",
+        "nats a token",
+        "The trainer's newest weights against those that the tokens were drawn with.",
+        "It is small and steady.",
+        "It rises with the step: the updates are too large.",
+        absent="every update uses tokens of the current weights, so there is none",
+        zero=True,
+    ),
+    Chart(
+        EXACT,
+        "staleness/versions",
+        "Staleness: updates",
+        "updates",
+        "Updates by which the sampler's weights are older than the trainer's.",
+        "It stays within max_staleness.",
+        "It is always max_staleness.",
+        absent="max_staleness is 0",
+        smooth=False,
+        zero=True,
+    ),
+    Chart(
+        EXACT,
+        "ref/k3",
+        "Distance from the reference: KL (k3)",
+        "nats a token",
+        "Estimate of KL(policy || frozen reference).",
+        "It grows slowly, then levels off.",
+        "It grows without bound.",
+        absent="loss.kl_coef is 0",
+        zero=True,
+    ),
+    Chart(
+        EXACT,
+        "scaling/scale",
+        "Loss scale",
+        "",
+        "Factor on the loss that keeps small fp16 gradients from becoming 0.",
+        "It is steady, or doubles now and then.",
+        "It falls again and again.",
+        absent="the loss is not scaled (only float16 needs it)",
+        smooth=False,
+    ),
+    Chart(
+        EXACT,
+        "scaling/skipped",
+        "Skipped updates",
+        "0 or 1",
+        "1 where a gradient overflowed and the update was skipped.",
+        "It is 0 almost always.",
+        "It is 1 in several steps in a row; ten end the run.",
+        absent="the loss is not scaled",
+        smooth=False,
+        zero=True,
+    ),
+    Chart(
+        SPEED,
+        "perf/tokens_per_s",
+        "Tokens per second",
+        "tokens/s",
+        "Completion tokens of a step, divided by its seconds.",
+        "It is steady.",
+        "It falls while the lengths stay equal.",
+        zero=True,
+    ),
+    Chart(
+        SPEED,
+        "perf/mfu",
+        "GPU utilisation (MFU)",
+        "share of peak",
+        "Share of the GPU's peak rate that forward and backward reach.",
+        "It is steady.",
+        "It is below 0.05: the GPU waits for the host.",
+        absent="no GPU with a known peak rate",
+        zero=True,
+    ),
+    Chart(
+        SPEED,
+        "perf/peak_memory_bytes",
+        "Peak memory",
+        "bytes",
+        "The most memory held at once so far.",
+        "It is steady after two steps.",
+        "It grows from step to step.",
+        smooth=False,
+        zero=True,
+    ),
+)
+
+# The stations of a step: metric, name, and whether it belongs to sampling or to training. What the stations
+# leave of time/sample_s and time/train_s is shown as the rest.
+STATIONS = (
+    ("time/prompts_s", "reading prompts", "sample"),
+    ("time/decode_s", "drawing tokens", "sample"),
+    ("time/reward_s", "rewards", "sample"),
+    ("time/score_s", "older and reference weights", "train"),
+    ("time/forward_backward_s", "forward and backward", "train"),
+    ("time/optimizer_s", "optimizer", "train"),
+    ("time/sync_s", "handing over weights", "train"),
+    ("time/ledger_s", "ledger", "train"),
+)
+# Further metrics that the page computes with.
+ALSO = ("step", "tokens", "time/sample_s", "time/train_s")

@@ -1,0 +1,146 @@
+"""Puts the page together: one HTML file with its style, its scripts, a library for charts, and all data.
+
+The file asks the network for nothing, and its content security policy forbids it. Its scripts show all that
+comes from runs as text, so a rollout cannot bring markup or code along.
+"""
+
+import base64
+import hashlib
+import html
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ....verify.files import write_whole
+from ....verify.reading import read_json
+from .payload import Source, labels, page_title, payload
+from .rollouts import pack
+
+STATIC = Path(__file__).parent / "static"
+STYLES = ("uPlot.min.css", "page.css")
+SCRIPTS = (
+    "uPlot.iife.min.js",
+    "dom.js",
+    "source.js",
+    "charts.js",
+    "overview.js",
+    "factors.js",
+    "sections.js",
+    "rollouts.js",
+    "main.js",
+)
+# Every page has this line, by which a file can be told from one that zerokl has not made.
+MARK = '<meta name="generator" content="zerokl report">'
+REPORT = "report.html"
+
+
+def write_report(paths: Sequence[str | Path], out: str | Path | None = None) -> Path:
+    """Write the page of some runs, or of the cells of an ablation, to the file `out`. Returns the file.
+
+    out: by default report.html in the folder of the run or of the ablation; with several folders, in the
+    working directory. Raises ValueError for a folder without a run, for a run that cannot be read, and where
+    `out` is a file that is no report of zerokl.
+    """
+    folders = [Path(path) for path in paths]
+    if not folders:
+        raise ValueError("report: no run was given; name the folder of a run, or several")
+    file = Path(out) if out is not None else (folders[0] if len(folders) == 1 else Path()) / REPORT
+    if file.exists() and (file.is_dir() or MARK.encode() not in file.read_bytes()[:4096]):
+        raise ValueError(f"report: {file} is no report of zerokl and is not replaced; choose another --out")
+    sources = open_sources(folders)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, static_page(sources, page_title(folders)).encode("utf-8"))
+    return file
+
+
+def open_sources(folders: Sequence[Path]) -> list[Source]:
+    """The runs in the folders. The folder of an ablation stands for its cells.
+
+    Raises ValueError for a folder that holds neither.
+    """
+    paths: list[tuple[Path, dict[str, str] | None]] = []
+    for folder in folders:
+        paths += _cells(folder) or [(folder, None)]
+    names = labels([path for path, _ in paths])
+    return [Source(path, name, settings) for (path, settings), name in zip(paths, names, strict=True)]
+
+
+def _cells(folder: Path) -> list[tuple[Path, dict[str, str] | None]]:
+    """The cells of an ablation that have begun, and the settings of the combination of each; else empty."""
+    file = folder / "ablation.json"
+    if not file.exists():
+        if (folder / "audit.json").exists():
+            raise ValueError(f"report: {folder} holds an audit, whose page is {folder / 'audit.html'}")
+        return []
+    combinations = read_json(file)["combinations"]
+    cells = [(folder / _below(run["run"]), c["settings"]) for c in combinations for run in c["runs"]]
+    return [(path, settings) for path, settings in cells if (path / "config.toml").exists()]
+
+
+def _below(run: str) -> Path:
+    """The path of a cell below the ablation's folder, so that a folder that was moved can be read."""
+    return Path("cells", *Path(run).parts[-2:])
+
+
+def static_page(sources: Sequence[Source], title: str) -> str:
+    """The page with all its data."""
+    data = [_data("payload", pack(payload(sources, title)))]
+    for number, source in enumerate(sources):
+        for block_number, block in enumerate(source.log.all_blocks()):
+            data.append(_data(f"index-{number}-{block_number}", block.index))
+            data.append(_data(f"texts-{number}-{block_number}", block.texts))
+    return _page(title, "\n".join(data), connect="'none'")
+
+
+def live_page(title: str) -> str:
+    """The page without data. It asks the server that it comes from (watch.py)."""
+    return _page(title, '<script type="text/plain" id="live"></script>', connect="'self'")
+
+
+def _data(name: str, packed: bytes) -> str:
+    """Data that the page unpacks. Base64 has no character that HTML knows."""
+    return f'<script type="text/plain" id="{name}">{base64.b64encode(packed).decode()}</script>'
+
+
+def _page(title: str, data: str, connect: str) -> str:
+    style = "\n".join((STATIC / name).read_text(encoding="utf-8") for name in STYLES)
+    script = "\n".join((STATIC / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    values: dict[str, Any] = {
+        "policy": (
+            f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+            f"connect-src {connect}; img-src data:; base-uri 'none'; form-action 'none'"
+        ),
+        "mark": MARK,
+        "title": html.escape(title),
+        "style": style,
+        "script": script,
+        "data": data,
+    }
+    return _TEMPLATE.format(**values)
+
+
+def _hash(content: str) -> str:
+    """The hash by which the policy allows a style or a script of the page, and no other."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(content.encode('utf-8')).digest()).decode()}"
+
+
+_TEMPLATE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta name="referrer" content="no-referrer">
+{mark}
+<title>{title} · zerokl</title>
+<style>{style}</style>
+</head>
+<body>
+<noscript>This page needs JavaScript to draw its charts. It loads nothing from the network.</noscript>
+<div id="app"></div>
+{data}
+<script>{script}</script>
+</body>
+</html>
+"""

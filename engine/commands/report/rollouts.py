@@ -1,0 +1,184 @@
+"""The rollouts of a run, packed for the page: blocks of rows, each gzipped, unpacked when a person looks.
+
+A block has two parts. The index holds what is sorted and filtered by, in columns. The texts hold prompts,
+completions and tokens. So a page with 100,000 rollouts unpacks numbers at first, and texts a block at a time.
+"""
+
+import gzip
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ....verify.reading import parse_json
+
+BLOCK_ROWS = 1024
+# A report keeps this many rollouts at most, and reads this many bytes of the file at most.
+MAX_ROLLOUTS, MAX_BYTES = 200_000, 512 << 20
+_STEP_PREFIX = b'{"step": '
+
+
+def pack(x: Any) -> bytes:
+    """x as gzipped JSON, with the same bytes each time."""
+    content = json.dumps(x, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return gzip.compress(content.encode("utf-8", "replace"), 6, mtime=0)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Packed rows of a run."""
+
+    rows: int
+    index: bytes
+    texts: bytes
+
+
+class RolloutLog:
+    """rollouts.jsonl of a run, read as far as it is written.
+
+    `read` can be called again and again: it goes on where it stopped. The blocks that are full never change.
+    """
+
+    def __init__(self, file: Path):
+        self.file, self.blocks, self.ids = file, [], set()
+        self.damage = ""  # why reading stopped before the end
+        self._steps = _chosen_steps(file)
+        self._offset, self._rows = 0, []
+        self.left_out = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows that were read."""
+        return sum(block.rows for block in self.blocks) + len(self._rows)
+
+    def read(self) -> None:
+        """Read the lines that are new. A last line that is still being written waits for the next call."""
+        if not self.file.exists() or self.damage:
+            return
+        if self.file.stat().st_size < self._offset:  # a resumed run has cut its files back
+            self.blocks, self._rows, self._offset = [], [], 0
+        with open(self.file, "rb") as lines:
+            lines.seek(self._offset)
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    break
+                self._offset += len(line)
+                self._add(line)
+                if self.damage:
+                    break
+
+    def _add(self, line: bytes) -> None:
+        if self._is_left_out(_step(line)):
+            self.left_out += 1
+            return
+        try:
+            row = parse_json(line)
+            row = {name: row[name] for name in _NAMES} | {"trainer": row.get("trainer_logprobs")}
+        except (ValueError, KeyError, TypeError) as error:
+            self.damage = f"{self.file} has a line that is no rollout ({type(error).__name__}: {error})"
+            return
+        self.ids.update(row["completion_ids"])
+        self._rows.append(row)
+        if len(self._rows) == BLOCK_ROWS:
+            self.blocks.append(_block(self._rows))
+            self._rows = []
+
+    def _is_left_out(self, step: int | None) -> bool:
+        """Whether the step is not kept. Steps that came after the choice are kept."""
+        if self._steps is None or step is None:
+            return False
+        chosen, last = self._steps
+        return step <= last and step not in chosen
+
+    def all_blocks(self) -> list[Block]:
+        """The full blocks, and one with the rows after them."""
+        return [*self.blocks, _block(self._rows)] if self._rows else list(self.blocks)
+
+
+_NAMES = (
+    "step",
+    "prompt",
+    "sample",
+    "problem",
+    "prompt_text",
+    "text",
+    "reward",
+    "advantage",
+    "finish",
+    "completion_ids",
+    "logprobs",
+)
+
+
+def _step(line: bytes) -> int | None:
+    """The step of a line as zerokl writes it; None for another line."""
+    number = line[len(_STEP_PREFIX) : line.find(b",")] if line.startswith(_STEP_PREFIX) else b""
+    return int(number) if number.isdigit() else None
+
+
+def _chosen_steps(file: Path) -> tuple[frozenset[int], int] | None:
+    """The steps to keep of a file that is too large, evenly spaced, and the last step of the file.
+
+    None: all.
+    """
+    if not file.exists():
+        return None
+    counts: dict[int | None, int] = {}
+    with open(file, "rb") as lines:
+        for line in lines:
+            step = _step(line)
+            counts[step] = counts.get(step, 0) + 1
+    share = max(sum(counts.values()) / MAX_ROLLOUTS, file.stat().st_size / MAX_BYTES)
+    steps = sorted(step for step in counts if step is not None)
+    if share <= 1 or len(steps) < 2:
+        return None
+    keep = max(2, int(len(steps) / share))
+    chosen = frozenset(steps[round(i * (len(steps) - 1) / (keep - 1))] for i in range(keep))
+    return chosen, steps[-1]
+
+
+def _block(rows: list[dict[str, Any]]) -> Block:
+    index = {
+        "step": [row["step"] for row in rows],
+        "prompt": [row["prompt"] for row in rows],
+        "sample": [row["sample"] for row in rows],
+        "reward": [_short(row["reward"]) for row in rows],
+        "advantage": [_short(row["advantage"]) for row in rows],
+        "length": [len(row["completion_ids"]) for row in rows],
+        "cut": [int(row["finish"] == "length") for row in rows],
+        "logprob": [_short(_mean(row["logprobs"])) for row in rows],
+        "mismatch": [_short(_largest(row)) for row in rows],
+    }
+    prompts: dict[str, int] = {}
+    texts = {
+        "prompt": [prompts.setdefault(row["prompt_text"], len(prompts)) for row in rows],
+        "problem": [row["problem"] for row in rows],
+        "text": [row["text"] for row in rows],
+        "ids": [row["completion_ids"] for row in rows],
+        "logprobs": [[_short(x) for x in row["logprobs"]] for row in rows],
+        "differences": [
+            [_short(t - s) for t, s in zip(row["trainer"], row["logprobs"], strict=True)]
+            if row["trainer"]
+            else None
+            for row in rows
+        ],
+        "prompts": list(prompts),
+    }
+    return Block(len(rows), pack(index), pack(texts))
+
+
+def _short(x: float | None) -> float | None:
+    """x with four significant digits, which is enough to look at; None for a value that is not finite."""
+    return float(f"{x:.4g}") if x is not None and math.isfinite(x) else None
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _largest(row: dict[str, Any]) -> float | None:
+    """The largest |trainer - sampler| of a row; None where the row has no logprobs of the trainer."""
+    if not row["trainer"]:
+        return None
+    return max(abs(t - s) for t, s in zip(row["trainer"], row["logprobs"], strict=True))

@@ -1,0 +1,189 @@
+// The top of the page: did it learn, is the mismatch zero, what did it write, how to do it again.
+
+function masthead(data) {
+  const one = data.runs.length === 1 ? data.runs[0] : null;
+  return h("div.masthead", null,
+    h("h1", null, visible(data.title)),
+    one ? h(`span.pill.${one.status.state}`, null, visible(one.status.text)) : h("span.pill.done", null, plural(data.runs.length, "run")),
+    one && one.figures.seconds ? h("span.hint", null, duration(one.figures.seconds)) : null,
+    one && h("p.facts", null, visible([...one.facts, one.path].join("  ·  "))));
+}
+
+function overview(store) {
+  const data = store.data;
+  return data.runs.length === 1 ? overviewOfOne(store, data.runs[0]) : overviewOfSeveral(store);
+}
+
+function overviewOfOne(store, run) {
+  return h("section", { id: "overview", "aria-labelledby": "overview-title" }, h("h2.unseen", { id: "overview-title" }, "Overview"),
+    h("div.grid", null, figures(run), learntCard(store, "seven"), writesCard(run, "five"), commandsCard(run)));
+}
+
+function figure(kind, name, value, note) {
+  return h(`article.card.figure.quarter${kind ? `.${kind}` : ""}`, null, h("div.name", null, name), h("div.value", null, value), h("div.note", null, note));
+}
+
+const arrow = (first, last) => [isNumber(first) ? [h("small", null, fixed(first)), h("small", null, " → ")] : null, fixed(last)];
+
+function figures(run) {
+  const f = run.figures;
+  const collapsed = isNumber(f.collapse_step) && run.steps - f.collapse_step >= 5;
+  return [
+    figure(collapsed ? "bad" : "", "Training reward", arrow(f.reward_first, f.reward_last),
+      collapsed ? `it fell below 0.8 of its peak at step ${f.collapse_step}` : "first step → mean of the last five"),
+    figure("", "Held-out accuracy", isNumber(f.held_out_last) ? arrow(f.held_out_first, f.held_out_last) : "–",
+      isNumber(f.held_out_last) ? (isNumber(f.held_out_first) ? "first evaluation → last" : "the last evaluation") : "no evaluation yet"),
+    mismatchFigure(run),
+    figure("", "Speed", [number(f.tokens_per_s), h("small", null, " tokens/s")],
+      [plural(run.steps, "step"), f.skipped ? `, ${plural(f.skipped, "update")} skipped` : "", `, ${number(f.seconds / Math.max(1, run.steps))} s each`]),
+  ];
+}
+
+function mismatchFigure(run) {
+  const f = run.figures, tokens = f.tokens.toLocaleString("en");
+  if (f.max_abs === null) {
+    const stopped = run.status.state === "stopped";
+    return figure(stopped ? "bad" : "", "Mismatch, trainer − sampler", stopped ? "found" : "–", stopped ? "the first step was stopped" : "no step is done yet");
+  }
+  if (run.status.text.startsWith("stopped before")) return figure("bad", "Mismatch, trainer − sampler", "found", `after ${tokens} equal tokens; the run has stopped`);
+  if (f.unequal === 0 && f.max_abs === 0) return figure("good", "Mismatch, trainer − sampler", "0.0", `all ${tokens} tokens equal to the bit`);
+  return figure(run.exact ? "bad" : "", "Mismatch, trainer − sampler", [number(f.k3), h("small", null, " nats a token (k3)")],
+    `${f.unequal.toLocaleString("en")} of ${tokens} tokens unequal, by up to ${number(f.max_abs)}`);
+}
+
+// Reward and held-out accuracy in one chart.
+function learntCard(store, width) {
+  const box = h("div.plot.tall");
+  const reading = h("span.reading");
+  const several = lines(store.data).length > 1;
+  const curves = () => lines(store.data).filter((line) => !view.hidden.has(line.name)).flatMap((line) => {
+    const reward = columnsOf(line, "reward/mean", view.smooth), heldOut = columnsOf(line, "eval/accuracy", 0);
+    const color = lineColor(line.color);
+    return [
+      reward && { label: `${line.name} reward`, color, columns: reward, smooth: true },
+      heldOut && { label: `${line.name} held-out`, color: several ? color : lineColor(1), columns: heldOut, points: true, dash: [7, 4] },
+    ].filter(Boolean);
+  });
+  const describe = () => `${inWords(store.data, "reward/mean", "Reward")}. ${has(store.data, "eval/accuracy") ? inWords(store.data, "eval/accuracy", "Held-out accuracy") : ""}`;
+  const show = (index, data) => {
+    const list = curves();
+    if (several || index === null || index === undefined || !list.length) { reading.textContent = ""; return; }
+    const x = data[0][index];
+    const at = (columns) => columns.raw[Math.max(0, columns.x.findLastIndex((v) => v <= x))];
+    reading.textContent = `step ${number(x)}: ${list.map((c) => `${c.smooth ? "reward" : "held-out"} ${fixed(at(c.columns))}`).join(", ")}`;
+  };
+  queueMicrotask(() => draw(box, () => ({ curves: curves(), height: 250, zero: true, description: describe() }), show));
+  const keys = several
+    ? [h("li", null, "solid: training reward"), h("li", null, "dashed: held-out accuracy")]
+    : [h("li", null, swatch(lineColor(0)), "training reward"), has(store.data, "eval/accuracy") && h("li", null, swatch(lineColor(1)), "held-out accuracy, dashed")];
+  return h(`article.card.chart.${width}`, null,
+    h("div.head", null, h("h3", null, several ? "Who learnt?" : "Did it learn?"), reading), box, h("ul.key", null, keys));
+}
+
+// A reward as a badge: green is the best reward that the run's examples have, red the worst.
+function score(reward) {
+  const kind = reward >= 0.999 ? "good" : reward <= 0 ? "bad" : "mid";
+  return h(`span.score.${kind}`, { title: "reward" }, Number.isInteger(reward) ? reward.toFixed(1) : number(reward));
+}
+
+function writesCard(run, width) {
+  const steps = [...new Set(run.examples.map((e) => e.step))].sort((a, b) => a - b);
+  const list = (step) => h("div", null, h("h3", null, `step ${step}`),
+    h("ul", null, run.examples.filter((e) => e.step === step).map((e) => h("li", null,
+      h("span.said", null, h("span.prompt", null, visible(clip(e.prompt_text, 160))), h("b", null, visible(clip(e.text, 220))), e.finish === "length" ? h("span.prompt", null, " …") : null),
+      score(e.reward)))));
+  return h(`article.card.${width}`, null,
+    h("div.head", null, h("h3", null, "What the model wrote")),
+    steps.length ? h("div.writes", null, steps.map(list)) : h("p.hint", null, "No rollouts yet."),
+    h("p.hint", null, "The first completion of each of the step's first prompts, with its reward. ", h("a", { href: "#rollouts" }, "All of them"), "."));
+}
+const clip = (text, length) => (text.length > length ? `${text.slice(0, length)} …` : text);
+
+function commandsCard(run) {
+  return h("article.card", null,
+    h("h3", null, "Do it again"),
+    h("div.commands", null, run.commands.map(({ what, command }) => h("div.command", null,
+      h("div", null, h("span", null, what), h("code", { tabindex: "0" }, visible(command))), copyButton(command, `command: ${what}`))),
+    run.ledger.fingerprint ? h("div.command", null,
+      h("div", null, h("span", null, run.status.state === "done" ? "The fingerprint that an equal run ends with" : "The fingerprint so far"), h("code.hash", { tabindex: "0" }, run.ledger.fingerprint)),
+      copyButton(run.ledger.fingerprint, "fingerprint")) : null));
+}
+
+function overviewOfSeveral(store) {
+  const data = store.data;
+  return h("section", { id: "overview", "aria-labelledby": "overview-title" }, h("h2.unseen", { id: "overview-title" }, "Overview"),
+    h("div.grid", null, learntCard(store, "seven"), h("div.card.five", null, h("h3", null, "Differences"), differences(data)), runsCard(store)));
+}
+
+function differences(data) {
+  const differing = data.settings.filter((row) => row.differs);
+  const equal = data.comparisons.every((c) => c.equal);
+  return [
+    data.comparisons.length ? h("p", null, h(`span.pill.${equal ? "good" : "warn"}`, null, equal ? "equal to the bit" : "the runs differ")) : null,
+    data.comparisons.length === 1 ? h("p.wide", null, visible(data.comparisons[0].text)) : null,
+    differing.length
+      ? h("div.scroll", { tabindex: "0", role: "region", "aria-label": "settings that differ" }, h("table", null,
+        h("thead", null, h("tr", null, h("th", null, "setting"), h("th", null, "values"))),
+        h("tbody", null, differing.slice(0, 8).map((row) => h("tr", null, h("td", null, h("code", null, row.key)), h("td.wide", null, [...new Set(row.values)].map(visible).join(", ")))))))
+      : h("p.hint", null, "All settings are equal."),
+    h("p.hint", null, h("a", { href: "#ledger" }, "The ledgers"), " and ", h("a", { href: "#settings" }, "all settings"), "."),
+  ];
+}
+
+// How the runs of a line ended, and how many of them collapsed.
+function states(line) {
+  const words = { done: "finished", stopped: "stopped", open: "open" };
+  const many = line.runs.length > 1;
+  const pills = Object.keys(words).map((state) => {
+    const runs = line.runs.filter((run) => run.status.state === state);
+    return runs.length ? h(`span.pill.${state}`, { title: visible(runs[0].status.text) }, many ? `${runs.length} ${words[state]}` : words[state]) : null;
+  });
+  const collapsed = line.runs.filter((run) => isNumber(run.figures.collapse_step) && run.steps - run.figures.collapse_step >= 5).length;
+  return [...pills, collapsed ? h("span.pill.bad", null, many ? `${collapsed} collapsed` : "collapsed") : null];
+}
+
+// Runs, or groups of runs, as a table that sorts by each column.
+function runsCard(store) {
+  const mean = (values) => { const kept = values.filter(isNumber); return kept.length ? kept.reduce((a, b) => a + b, 0) / kept.length : null; };
+  const spread = (line, f, format) => {
+    const values = line.runs.map((run) => f(run)).filter(isNumber);
+    if (!values.length) return { sort: -Infinity, shown: "–" };
+    const low = Math.min(...values), high = Math.max(...values);
+    return { sort: mean(values), shown: low === high ? format(low) : [format(mean(values)), h("br"), h("span.hint", null, `${format(low)} to ${format(high)}`)] };
+  };
+  const columns = [
+    ["reward", (r) => r.figures.reward_last, fixed, "mean of the last five steps"],
+    ["held-out", (r) => r.figures.held_out_last, fixed, "the last evaluation"],
+    ["mismatch k3", (r) => r.figures.k3, exactly, "mean over steps, nats a token"],
+    ["max |Δlogp|", (r) => r.figures.max_abs, exactly, "nats"],
+    ["tokens/s", (r) => r.figures.tokens_per_s, number, ""],
+    ["steps", (r) => r.steps, number, ""],
+  ];
+  const all = lines(store.data).map((line) => ({ line, cells: columns.map(([, f, format]) => spread(line, f, format)) }));
+  // Whether the seeds of a combination are all below, or all above, those of the combination with the best mean.
+  const rewards = (line) => line.runs.map((run) => run.figures.reward_last).filter(isNumber);
+  const seeds = all.some(({ line }) => line.runs.length > 1);
+  const best = all.reduce((a, b) => (b.cells[0].sort > a.cells[0].sort ? b : a)).line;
+  const verdict = (line) => {
+    if (line === best) return "the best mean";
+    if (!rewards(line).length) return "–";
+    return largest(rewards(line)) < least(rewards(best)) ? h("span.score.bad", null, "below it with every seed") : "within the seeds' spread of it";
+  };
+  const body = h("tbody");
+  let sorted = null;
+  const show = () => fill(body, all.map(({ line, cells }) => h("tr", null,
+    h("td", null, swatch(lineColor(line.color)), " ", visible(line.name)),
+    h("td", null, states(line)),
+    seeds && h("td", null, verdict(line)),
+    cells.map((cell) => h("td.num", null, cell.shown)))));
+  const sort = (i) => {
+    sorted = sorted === i ? ~i : i;
+    const sign = sorted < 0 ? 1 : -1;
+    all.sort((a, b) => sign * (a.cells[i].sort - b.cells[i].sort));
+    show();
+  };
+  show();
+  return h("article.card", null, h("h3", null, "Runs"), h("div.scroll", { tabindex: "0", role: "region", "aria-label": "table of runs" }, h("table", null,
+    h("thead", null, h("tr", null, h("th", null, "run"), h("th", null, "state"), seeds && h("th", null, "reward against the best"),
+      columns.map(([name, , , title], i) => h("th.num", null, h("button", { type: "button", title: title || null, onclick: () => sort(i) }, name))))), body)));
+}

@@ -1,0 +1,243 @@
+"""`zerokl verify run`: is a run what it says it is?
+
+The ledger's chain, the hashes of the checkpoints and every field of the summary are checked. Each step of
+rollouts.jsonl is hashed again and compared with the ledger, and metrics are derived from the rollouts. Some
+steps, drawn at random, are done again: every bit is compared with the ledger, and every field with the logs.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...kernels.philox import Stream, permutation
+from ...verify.divergence import run_ledger
+from ...verify.ledger import LedgerFile, read_ledger
+from ...verify.reading import shown
+from ..config import Config
+from ..runs.checkpoints import Checkpoint, checked_checkpoint, checkpoint_folders
+from ..runs.evaluation import ACCURACY, HeldOut
+from ..runs.folder import METRICS, ROLLOUTS, finite, rollout_line
+from ..runs.logs import Log, read_log
+from ..runs.resume import derived_summary, run_config
+from ..runs.summary import numbers, read_summary, wrong_fields
+from ..train.state import StepRecord, TrainState
+from .logged_steps import LoggedStep, metrics_fault, read_step, rollouts_fault, texts_fault
+from .replay import Replayer
+
+# Metrics that are not the same when a step is done again.
+_MEASURED = ("time/", "perf/")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of `zerokl verify run`."""
+
+    what: str
+    result: str
+    holds: bool
+
+
+@dataclass
+class _Run:
+    """What the checks share: the run's files, as far as they are intact."""
+
+    path: Path
+    config: Config
+    ledger: LedgerFile
+    checkpoints: list[Checkpoint]  # intact, newest first
+    metrics: dict[int, dict[str, Any]]  # by step
+    rollouts: dict[int, LoggedStep]  # by step
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run has a summary, which it writes at its end."""
+        return (self.path / "summary.json").exists()
+
+
+def verify_run(path: Path, replays: int, seed: int, overrides: Mapping[str, Any]) -> Iterator[Finding]:
+    """Check a run, and do `replays` of its steps again, drawn at random with `seed`.
+
+    Yields each finding when it is known. Raises ValueError for a folder without a run, for an override that
+    decides bits, and for a number out of range.
+    """
+    if replays < 0 or not 0 <= seed < 1 << 32:
+        raise ValueError(
+            f"verify run: --replays ({replays}) must not be negative, "
+            f"and --draw ({seed}) must lie in 0 to 2^32 - 1"
+        )
+    config = run_config(path, overrides)
+    ledger = read_ledger(run_ledger(path))
+    if ledger.damage or ledger.head is None:
+        yield Finding("ledger", ledger.damage or f"{ledger.path} has no whole head", False)
+        return
+    run = _Run(path, config, ledger, [], {}, {})
+    yield _ledger(run)
+    yield from _checkpoints(run)
+    for check in (_metrics, _rollouts, _summary):
+        yield check(run)
+    try:
+        replayer = Replayer(path, overrides, [] if config.samples_older_weights else run.checkpoints)
+    except ValueError as error:
+        yield Finding("replay", str(error), False)
+        return
+    with replayer:
+        yield _texts(run, replayer.state)
+        yield from _replays(run, replayer, replays, seed)
+
+
+def _ledger(run: _Run) -> Finding:
+    chain = f"{len(run.ledger.lines)} steps, chain unbroken"
+    if run.ledger.torn:
+        chain += ", and a torn line after them"
+    return Finding("ledger", chain, not (run.ledger.torn and run.ended))
+
+
+def _checkpoints(run: _Run) -> Iterator[Finding]:
+    """Each checkpoint. Intact ones are added to the run."""
+    for folder in reversed(checkpoint_folders(run.path)):
+        checkpoint, damage = checked_checkpoint(folder, run.ledger)
+        result = damage or "every hash right, its place in the chain, and the ledger's bits"
+        yield Finding(folder.name, result, not damage)
+        if checkpoint:
+            run.checkpoints.insert(0, checkpoint)
+    steps = len(run.ledger.lines)
+    if run.ended and not (run.path / "checkpoints" / f"step-{steps:06d}").exists():
+        yield Finding("checkpoints", f"step-{steps:06d} is missing, which a run writes at its end", False)
+
+
+def _log_fault(log: Log, run: _Run) -> str | None:
+    """What is wrong with a log: a damaged line, lost steps, or another hash than the checkpoint's."""
+    recorded = len(run.ledger.lines)
+    if log.damage:
+        return log.damage
+    newest = run.checkpoints[0] if run.checkpoints else None
+    if newest and newest.step > log.stop:
+        return f"ends before step {newest.step}, of which there is a checkpoint"
+    if newest and log.first < newest.step and log.hash_at(newest.step) != newest.logs.get(log.path.name):
+        return f"was altered before step {newest.step}, as its hash in {newest.folder.name} shows"
+    if log.first:
+        return f"begins at step {log.first}: the steps before are lost"
+    if log.stop > recorded or (run.ended and log.stop < recorded):
+        return f"holds {log.stop} steps, the ledger {recorded}"
+    return None
+
+
+def _metrics(run: _Run) -> Finding:
+    """metrics.jsonl as a file; its values are compared with the rollouts and with replays."""
+    log = read_log(run.path / METRICS, 1)
+    run.metrics = {step: line for step, (line,) in log.steps()}
+    fault = _log_fault(log, run)
+    return Finding(METRICS, fault or f"{log.stop} steps", not fault)
+
+
+def _rollouts(run: _Run) -> Finding:
+    """Every step of rollouts.jsonl beside the ledger, and the metrics that follow from it."""
+    cfg = run.config
+    log = read_log(run.path / ROLLOUTS, cfg.prompts * cfg.num_generations, may_begin_later=True)
+    fault = _log_fault(log, run)
+    for step, lines in log.steps():
+        if step >= len(run.ledger.lines):
+            break
+        try:
+            logged = run.rollouts[step] = read_step(lines, cfg.num_generations)
+        except ValueError as error:
+            fault = fault or f"step {step}: {error}"
+            continue
+        line, metrics = run.ledger.lines[step], run.metrics.get(step)
+        fault = fault or rollouts_fault(logged, line)
+        if metrics and not fault and (wrong := metrics_fault(logged, line, metrics, cfg.max_staleness > 0)):
+            fault = f"step {step}: {wrong} in {METRICS}, as these rollouts show"
+    return Finding(ROLLOUTS, fault or f"{log.stop} steps, with the ledger's hashes", not fault)
+
+
+def _texts(run: _Run, state: TrainState) -> Finding:
+    """What rollouts.jsonl tells beside the quantities of the ledger: texts, problems, ends of completions."""
+    for step, logged in run.rollouts.items():
+        if fault := texts_fault(logged, state):
+            return Finding("texts", f"{ROLLOUTS}, step {step}: {fault}", False)
+    return Finding("texts", f"those of the tokens, in {len(run.rollouts)} steps", True)
+
+
+def _summary(run: _Run) -> Finding:
+    """Every field of summary.json, derived again."""
+    steps = len(run.ledger.lines)
+    try:
+        summary = read_summary(run.path)
+        if summary is None:
+            return Finding("summary", "none: the run is not finished", True)
+        if summary.fingerprint != run.ledger.chain:
+            return Finding("summary", "its fingerprint is not the ledger's last chain value", False)
+        last = next((c for c in run.checkpoints if c.step == steps), None)
+        if last is None:
+            return Finding("summary", f"cannot be derived: no intact checkpoint of step {steps}", False)
+        history = [numbers(line) for line in run.metrics.values()]
+        wrong = wrong_fields(summary, derived_summary(run.ledger, history, last))
+    except ValueError as error:
+        return Finding("summary", str(error), False)
+    return Finding(
+        "summary", wrong[0] if wrong else "every field but the seconds follows from the run", not wrong
+    )
+
+
+def _replays(run: _Run, replayer: Replayer, n: int, seed: int) -> Iterator[Finding]:
+    """Up to n steps of the run, drawn at random and done again in ascending order."""
+    recorded = len(replayer.ledger.lines)
+    if not recorded or not n:
+        return
+    held_out = HeldOut(replayer.state, replayer.task) if _same_evaluation(run) else None
+    for step in sorted(permutation(recorded, seed, Stream.ORDER, 0)[:n].tolist()):
+        faults: list[str] = []
+
+        def compare(record: StepRecord, step: int = step, faults: list[str] = faults) -> None:
+            if record.metrics["step"] == step:
+                faults += filter(None, [_logged_fault(run, record, held_out)])
+
+        replay = replayer.replay(step, after=compare)
+        if replay.divergence:
+            yield Finding(f"replay of step {step}", f"differs at {replay.divergence}", False)
+        else:
+            result = faults[0] if faults else f"the same bits (from step {replay.first})"
+            yield Finding(f"replay of step {step}", result, not faults)
+
+
+def _same_evaluation(run: _Run) -> bool:
+    """Whether the run was evaluated as its configuration says, from its beginning.
+
+    A run that goes on may be evaluated in another way from then on; the ledger notes it.
+    """
+    wanted = {f"process.evaluation.{k}": v for k, v in run.config.evaluation.model_dump().items()}
+    noted = [run.ledger.head.environment, *(entry["environment"] for entry in run.ledger.resumed)]
+    same_end = run.ledger.head.environment.get("process.steps", run.config.steps) == run.config.steps
+    return same_end and all(e.get(key) == value for e in noted for key, value in wanted.items())
+
+
+def _logged_fault(run: _Run, record: StepRecord, held_out: HeldOut | None) -> str | None:
+    """The first field of the logs that is not the one of the step, done again."""
+    step, (P, G) = record.metrics["step"], record.rewards.shape
+    if (logged := run.rollouts.get(step)) is not None:
+        again = [rollout_line(record, p, g, G) for p in range(P) for g in range(G)]
+        for was, now in zip(logged.lines, again, strict=True):
+            if name := _different(was, now, lambda name: True):
+                place = f"prompt {now['prompt']}, sample {now['sample']}"
+                return f"{ROLLOUTS} has another {name} at {place}: {shown(was.get(name))}"
+    if (line := run.metrics.get(step)) is not None:
+        metrics = record.metrics | (held_out.metrics() if held_out else {})
+        compared = [*_MEASURED, *([] if held_out else [ACCURACY])]
+        name = _different(
+            line, finite(metrics | record.notes), lambda name: not name.startswith(tuple(compared))
+        )
+        if name:
+            return f"{METRICS} has {name} = {shown(line.get(name))}, the step has {shown(metrics.get(name))}"
+    return None
+
+
+def _different(was: Mapping[str, Any], now: Mapping[str, Any], counts: Callable[[str], bool]) -> str | None:
+    """The first name that counts whose values differ, as JSON."""
+    for name in [*now, *(name for name in was if name not in now)]:
+        if counts(name) and (
+            (name in was) != (name in now) or json.dumps(was[name]) != json.dumps(now[name])
+        ):
+            return name
+    return None

@@ -1,0 +1,242 @@
+"""Decoding turns: each turn draws one token for each row of a table that stays where it is in memory.
+
+A turn reads and writes tensors of fixed addresses only, and the host decides nothing in it. So on a GPU the
+launches of a turn are captured in a CUDA graph, one for each number of rows (`bucket`), and replayed. The
+host looks at what was drawn every LOOK_EVERY turns. What a row drew past its end is dropped then.
+
+A row that is done, or that pads a bucket, goes on like any other row, but its position stays. A padding row
+has a page of its own. By the law no row changes the bits of another one.
+
+Shapes: n rows of a turn; V vocabulary; J pages of a row; L turns between two looks.
+"""
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ...kernels.backend import on_triton
+from ...kernels.draw import draw_tokens
+from ...kernels.logprob import chunk_rows
+from ...kernels.matmul import matmul
+from ...kernels.philox import Stream, uniforms
+from ...model.cache import BlockCache, DecodeContext
+from ...model.decoder import Decoder
+from .types import GenerationParams, logit_noise
+
+# Turns between two looks on a GPU. A turn of 64 rows of a 0.6B takes 2 to 3 ms on an H100, and a look costs a
+# wait. A completion that ends between two looks draws up to LOOK_EVERY - 1 tokens in vain.
+LOOK_EVERY = 8
+# Rows of a graph are a power of two up to this number, and a multiple of it above.
+_ROWS = 64
+
+
+class Row(NamedTuple):
+    """A completion at one turn."""
+
+    token: int  # the last token that is known, whose position has no keys yet
+    position: int  # of this token
+    drawn: int  # completion tokens that were drawn before
+    prompt: int  # index of the prompt in the step
+    sample: int
+    pages: Sequence[int]  # blocks of the cache
+
+
+class Drawn(NamedTuple):
+    """What the rows drew in some turns, [turns, n] each."""
+
+    ids: np.ndarray
+    logprobs: np.ndarray  # fp32; NaN where the logits were not finite
+
+
+class _Field(IntEnum):
+    """Lines of DecodeRows.state."""
+
+    TOKEN = 0
+    POSITION = 1
+    DONE = 2
+    # The counter of the row's uniform number; its first word is also the number of tokens drawn before.
+    DRAWN = 3
+    SAMPLE = 4
+    PROMPT = 5
+    STEP = 6
+
+
+def bucket(rows: int) -> int:
+    """The rows of the graph that serves `rows` rows."""
+    return 1 << (rows - 1).bit_length() if rows <= _ROWS else -(-rows // _ROWS) * _ROWS
+
+
+class DecodeMemory:
+    """The tensors that turns read and write: the cache, and a line for each row.
+
+    rows: the largest number of rows of a turn. pages: of a row. blocks: of the cache, for keys and values.
+    """
+
+    def __init__(self, decoder: Decoder, rows: int, pages: int, blocks: int):
+        device = decoder.device
+        self.padded = on_triton(decoder.flat)
+        rows = bucket(rows) if self.padded else rows
+        self.cache = BlockCache(decoder.config, blocks + self.padded, decoder.cache_dtype, device)
+        self.blocks, self.padding_page = blocks, self.cache.allocate(1)[0] if self.padded else 0
+        self.state = torch.zeros(len(_Field), rows, dtype=torch.int64, device=device)
+        self.table = torch.zeros(rows, pages, dtype=torch.int32, device=device)
+        self.ids = torch.zeros(LOOK_EVERY, rows, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(LOOK_EVERY, rows, dtype=torch.float32, device=device)
+        self.turn = torch.zeros(1, dtype=torch.int64, device=device)
+        self.pool: tuple[int, int] | None = None  # the memory that all graphs share: one runs at a time
+
+    def holds(self, rows: int, pages: int, blocks: int) -> bool:
+        """Whether this memory is large enough."""
+        return rows <= self.table.shape[0] and pages <= self.table.shape[1] and blocks <= self.blocks
+
+
+class DecodeRows:
+    """Turns with one kind of generation, over a DecodeMemory that others may use between two calls.
+
+    The graphs read the weights, the memory and the tensors of this object where they lie.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        memory: DecodeMemory,
+        generation_params: GenerationParams,
+        seed: int,
+        stream: Stream,
+    ):
+        self.decoder, self.memory, self.generation_params = decoder, memory, generation_params
+        self._seed, self._stream = seed, stream
+        stop_ids = torch.tensor(sorted(generation_params.stop_ids), dtype=torch.int64)
+        self._stop_ids = stop_ids.to(decoder.device)
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+
+    def start(self, step: int) -> None:
+        """Begin a `generate` call of a step, with the weights as they are now."""
+        self._step, self._rows = step, []
+        lm_head, flat = self.decoder.logits_weight(), self.decoder.flat
+        if not self._graphs or flat.data_ptr() != self._flat_address:
+            self._graphs.clear()
+            self._lm_head, self._flat_address = lm_head, flat.data_ptr()
+        elif lm_head.data_ptr() != self._lm_head.data_ptr():  # a copy in another dtype
+            self._lm_head.copy_(lm_head)
+
+    @property
+    def look_every(self) -> int:
+        """Turns of one `run` at most. Where no GPU is waited for, each turn is looked at."""
+        return LOOK_EVERY if self.memory.padded else 1
+
+    def first(self, rows: Sequence[Row], hidden: torch.Tensor) -> Drawn:
+        """Draw the first token of each row from the hidden states [n, D] of its prompt's last token."""
+        self._write(rows, len(rows))
+        self.memory.turn.zero_()
+        self._draw(len(rows), hidden, self._noise())
+        return self._look(1)
+
+    def load(self, rows: Sequence[Row]) -> None:
+        """The rows of the next turns."""
+        n = bucket(len(rows)) if self.memory.padded else len(rows)
+        if self._captured and n not in self._graphs:
+            self._capture(n)
+        self._write(rows, n)
+
+    def run(self, turns: int) -> Drawn:
+        """Draw `turns` tokens for each row, at most look_every."""
+        n = bucket(len(self._rows)) if self.memory.padded else len(self._rows)
+        self.memory.turn.zero_()
+        for _ in range(turns):
+            if self._captured:
+                self._graphs[n].replay()
+            else:
+                self._turn(n, self._noise())
+            self._turns += 1
+        return self._look(turns)
+
+    def _write(self, rows: Sequence[Row], n: int) -> None:
+        """Write the rows, and padding up to n rows, to the memory."""
+        memory = self.memory
+        state = np.zeros((len(_Field), n), np.int64)
+        table = np.full((n, memory.table.shape[1]), memory.padding_page, np.int32)
+        state[_Field.DONE, len(rows) :] = 1
+        state[_Field.STEP] = self._step
+        for i, row in enumerate(rows):
+            state[_Field.TOKEN, i], state[_Field.POSITION, i] = row.token, row.position
+            state[_Field.DRAWN, i], state[_Field.SAMPLE, i] = row.drawn, row.sample
+            state[_Field.PROMPT, i] = row.prompt
+            table[i, : len(row.pages)] = row.pages
+        memory.state[:, :n] = torch.from_numpy(state).to(memory.state.device)
+        memory.table[:n] = torch.from_numpy(table).to(memory.table.device)
+        self._rows, self._turns = list(rows), 0
+
+    def _look(self, turns: int) -> Drawn:
+        """What the rows drew in the last turns. It waits for the GPU."""
+        memory = self.memory
+        columns = (memory.ids, memory.logprobs)
+        return Drawn(*(column[:turns, : len(self._rows)].cpu().numpy() for column in columns))
+
+    @property
+    def _captured(self) -> bool:
+        """Whether a graph replays the turns. The noise of an ablation is made on the host."""
+        return self.decoder.device.type == "cuda" and not self.generation_params.logit_noise
+
+    def _capture(self, n: int) -> None:
+        """Make the graph of n rows. All rows are padding meanwhile: the turns before it compile kernels."""
+        memory = self.memory
+        memory.state[:, :n] = 0
+        memory.state[_Field.DONE, :n] = 1
+        memory.table[:n] = memory.padding_page
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                memory.turn.zero_()
+                self._turn(n)
+        torch.cuda.current_stream().wait_stream(side)
+        memory.pool = memory.pool or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=memory.pool):
+            self._turn(n)
+        self._graphs[n] = graph
+
+    def _turn(self, n: int, noise: torch.Tensor | None = None) -> None:
+        """One token for each of n rows. noise [n, V] fp32 is added to the logits."""
+        memory, state = self.memory, self.memory.state[:, :n]
+        context = DecodeContext(memory.cache, state[_Field.POSITION], memory.table[:n])
+        self._draw(n, self.decoder.hidden(state[_Field.TOKEN], context), noise)
+
+    def _draw(self, n: int, hidden: torch.Tensor, noise: torch.Tensor | None) -> None:
+        """One token for each of n rows, from its hidden state [n, D]."""
+        memory, params, state = self.memory, self.generation_params, self.memory.state[:, :n]
+        hidden = hidden.to(self._lm_head.dtype)
+        u = uniforms(state[_Field.DRAWN :], self._seed, self._stream)
+        rows = chunk_rows(self.decoder.config.vocab_size, self.decoder.device)
+        for a in range(0, n, rows):
+            b = min(a + rows, n)
+            logits = matmul(hidden[a:b], self._lm_head)
+            ids, logp = draw_tokens(
+                logits, u[a:b], params.sampling_params, None if noise is None else noise[a:b]
+            )
+            for column, values in ((memory.ids, ids), (memory.logprobs, logp)):
+                column[:, a:b].index_copy_(0, memory.turn, values.unsqueeze(0))
+            state[_Field.TOKEN, a:b] = ids
+        memory.turn += 1
+        self._advance(state)
+
+    def _advance(self, state: torch.Tensor) -> None:
+        """Count the tokens that the turn has drawn. state [fields, n]."""
+        done, drawn = state[_Field.DONE], state[_Field.DRAWN]
+        drawn += 1
+        ended = (state[_Field.TOKEN].unsqueeze(1) == self._stop_ids).any(dim=1)
+        done |= ended | (drawn >= self.generation_params.max_tokens)
+        state[_Field.POSITION] += 1 - done
+
+    def _noise(self) -> torch.Tensor | None:
+        """The noise of the logits [n, V] in this turn; None without noise."""
+        scale = self.generation_params.logit_noise
+        if not scale:
+            return None
+        places = [(row.prompt, row.sample, row.drawn + self._turns) for row in self._rows]
+        noise = logit_noise(self._seed, self._step, places, self.decoder.config.vocab_size)
+        return noise.to(self.decoder.device) * scale

@@ -1,0 +1,105 @@
+"""A run as its folder holds it, finished or still going: `zerokl.load_run`. Nothing here writes."""
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...verify.files import whole_lines
+from ...verify.ledger import LEDGER, LedgerFile, read_ledger
+from ...verify.reading import parse_json
+from ..config import Config
+from ..config_file import load_config
+from .folder import METRICS, ROLLOUTS
+
+CONFIG, SUMMARY = "config.toml", "summary.json"
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """The files of a run.
+
+    metrics: name -> a value for each step that is done, NaN where the step has none (text metrics: None). The
+    lists have equal lengths, so `pandas.DataFrame(run.metrics)` works. summary: None while the run goes on.
+    """
+
+    path: Path
+    config: Config
+    metrics: dict[str, list[Any]]
+    summary: dict[str, Any] | None
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that are done."""
+        return len(self.metrics["step"])
+
+    @property
+    def ledger(self) -> LedgerFile:
+        """The ledger: `.head`, `.lines` and `.damage`. It is read, and its chain checked, at each access.
+
+        Raises OSError when the run has no ledger, ValueError for one of another version.
+        """
+        return read_ledger(self.path / LEDGER)
+
+    def rollouts(self, steps: Collection[int] | None = None) -> Iterator[dict[str, Any]]:
+        """The lines of rollouts.jsonl, one for each completion, in the order of the steps.
+
+        steps: only these; None is all. A last line that is still being written is left out. Raises ValueError
+        for a line that is not JSON.
+        """
+        file = self.path / ROLLOUTS
+        if not file.exists():
+            return
+        with open(file, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.endswith(b"\n"):
+                    return
+                rollout = _parsed(line, file, number)
+                if steps is None or rollout["step"] in steps:
+                    yield rollout
+
+
+def load_run(path: str | Path) -> LoadedRun:
+    """Read a run from its folder. It may still be going.
+
+    Raises ValueError for a folder without a run, and for a file of it that cannot be read.
+    """
+    path = Path(path)
+    if not (path / CONFIG).is_file():
+        raise ValueError(f"run: {path} holds no run ({CONFIG} is missing)")
+    return LoadedRun(
+        path, load_config(str(path / CONFIG), None, {}), read_metrics(path / METRICS), _summary(path)
+    )
+
+
+def read_metrics(file: Path) -> dict[str, list[Any]]:
+    """The columns of metrics.jsonl, `step` first. A last line that is still being written is left out.
+
+    Raises ValueError for a line that is not JSON.
+    """
+    content = file.read_bytes() if file.exists() else b""
+    rows = [_parsed(line, file, number) for number, line in enumerate(whole_lines(content)[0], 1)]
+    names = {"step": None} | {name: None for row in rows for name in row}
+    return {name: _column([row.get(name) for row in rows]) for name in names}
+
+
+def _column(values: list[Any]) -> list[Any]:
+    """The values of a metric, NaN for JSON's null; text stays as it is."""
+    if any(isinstance(value, str) for value in values):
+        return values
+    return [math.nan if value is None else value for value in values]
+
+
+def _parsed(line: bytes, file: Path, number: int) -> dict[str, Any]:
+    try:
+        return parse_json(line)
+    except ValueError as error:
+        raise ValueError(f"run: {file} line {number} {error}") from None
+
+
+def _summary(path: Path) -> dict[str, Any] | None:
+    file = path / SUMMARY
+    if not file.exists():
+        return None
+    return _parsed(file.read_bytes(), file, 1)

@@ -1,0 +1,234 @@
+"""`verify run` finds whatever is altered in a run's logs and summary; resume changes nothing it must not."""
+
+import json
+import math
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from zerokl.cli import main
+from zerokl.engine.commands.verify_run import Finding, verify_run
+from zerokl.engine.runs.run import resume, train
+
+from tests.helpers import property_settings
+
+# Fields and metrics that only a replay can derive. Those that are measured cannot be derived at all.
+REPLAYED = {"weight_version", "loss", "entropy", "grad_norm", "lr", "eval/accuracy", "advantage"}
+MEASURED = ("time/", "perf/")
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def run(config, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("altered") / "run"
+    train(config(steps=STEPS, checkpoint__every=2, evaluation__every=2), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def cut(run, tmp_path_factory) -> Path:
+    """The run as a kill in its last step leaves it: step 4 is in the logs, and in no checkpoint."""
+    path = tmp_path_factory.mktemp("cut") / "run"
+    shutil.copytree(run, path)
+    shutil.rmtree(path / "checkpoints" / "step-000005")
+    (path / "summary.json").unlink()
+    return path
+
+
+def failed(findings: list[Finding]) -> list[str]:
+    return [f"{f.what}: {f.result}" for f in findings if not f.holds]
+
+
+def contents(path: Path) -> dict[Path, tuple]:
+    """Every file with bytes and time of change."""
+    return {p: (p.stat().st_mtime_ns, p.read_bytes() if p.is_file() else b"") for p in path.rglob("*")}
+
+
+def other(value: Any, draw: random.Random) -> Any:
+    """Another value of the same type, as close as can be."""
+    if isinstance(value, bool) or value is None:
+        return not value
+    if isinstance(value, int):
+        return value + draw.choice([-1, 1])
+    if isinstance(value, float):
+        return math.nextafter(value, draw.choice([-math.inf, math.inf]))
+    if isinstance(value, str):
+        return value + "x" if draw.random() < 0.5 or not value else value[:-1]
+    if not value or draw.random() < 0.3:
+        return value + value[:1] if value else [1]
+    index = draw.randrange(len(value))
+    return [*value[:index], other(value[index], draw), *value[index + 1 :]]
+
+
+def alter(file: Path, number: int, draw: random.Random, keep: Callable[[str], bool]) -> str:
+    """Alter one field of a line of a JSONL file, or of a JSON file. Returns the field's name."""
+    lines = file.read_text().split("\n") if file.suffix == ".jsonl" else [file.read_text()]
+    values = json.loads(lines[number])
+    name = draw.choice(sorted(name for name in values if keep(name)))
+    if draw.random() < 0.2:
+        del values[name]
+    else:
+        values[name] = other(values[name], draw)
+    lines[number] = json.dumps(values)
+    file.write_text("\n".join(lines))
+    return name
+
+
+def _alterations(cut: Path, folder: Path, seed: int, replays: int) -> Iterator[tuple[str, list[str]]]:
+    draw, path = random.Random(seed), folder / "run"
+    shutil.copytree(cut, path, ignore=shutil.ignore_patterns("tensorboard"))
+    name, per_step = draw.choice([("rollouts.jsonl", 9), ("metrics.jsonl", 1)])
+    number = 4 * per_step + draw.randrange(per_step)
+    forbidden = () if replays else tuple(REPLAYED)
+    field = alter(path / name, number, draw, lambda f: not f.startswith((*MEASURED, *forbidden)))
+    yield f"{name} {number} {field}", failed(verify_run(path, replays, 0, {}))
+    shutil.rmtree(path)
+
+
+def test_a_run_that_nobody_altered_holds(run, cut):
+    assert failed(verify_run(run, STEPS, 0, {})) == failed(verify_run(cut, STEPS, 0, {})) == []
+
+
+@pytest.mark.full
+@given(st.integers(0, 10**9))
+@property_settings(300)
+def test_whatever_is_altered_after_the_last_checkpoint_is_found(cut, tmp_path_factory, seed):
+    for what, found in _alterations(cut, tmp_path_factory.mktemp("a"), seed, replays=0):
+        assert found, what
+
+
+@pytest.mark.full
+@given(st.integers(0, 10**9))
+@property_settings(20)
+def test_a_replay_finds_what_only_a_replay_can_derive(cut, tmp_path_factory, seed):
+    for what, found in _alterations(cut, tmp_path_factory.mktemp("r"), seed, replays=STEPS):
+        assert found, what
+
+
+@pytest.mark.proof
+@given(st.integers(0, 10**9))
+@settings(parent=property_settings(10_000), max_examples=10_000)
+def test_ten_thousand_alterations_are_found(cut, tmp_path_factory, seed):
+    for what, found in _alterations(cut, tmp_path_factory.mktemp("p"), seed, replays=0):
+        assert found, what
+
+
+@pytest.mark.full
+def test_every_field_of_the_summary_is_derived_again(run, tmp_path, capsys):
+    names = json.loads((run / "summary.json").read_text())
+    for name, value in names.items():
+        path = tmp_path / name
+        shutil.copytree(run, path)
+        changed = names | {name: -1.0 if name == "seconds" else other(value, random.Random(0))}
+        (path / "summary.json").write_text(json.dumps(changed))
+        (line,) = failed(verify_run(path, 0, 0, {}))
+        assert line.startswith("summary: ")
+        assert name in line
+        resume(path)
+        assert failed(verify_run(path, 0, 0, {})) == []
+        assert json.loads((path / "summary.json.damaged").read_text()) == changed
+        capsys.readouterr()
+
+
+def test_a_finished_run_that_is_resumed_changes_nothing(run, tmp_path, capsys):
+    path = tmp_path / "run"
+    shutil.copytree(run, path)
+    before = contents(path)
+    assert vars(resume(path)) == json.loads((path / "summary.json").read_text())
+    assert vars(resume(path, {"workers": 2})) == json.loads((path / "summary.json").read_text())
+    (path / "reward.png").unlink()
+    (path / "rollouts.jsonl").unlink()
+    resume(path)
+    after = contents(path)
+    assert after == {p: c for p, c in before.items() if p.name not in ("reward.png", "rollouts.jsonl")}
+    assert "all 5 steps of " in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_without_rollouts_a_run_goes_on_and_verify_says_what_is_lost(run, cut, tmp_path, capsys):
+    path = tmp_path / "run"
+    shutil.copytree(cut, path)
+    (path / "rollouts.jsonl").unlink()
+    resume(path)
+    output = capsys.readouterr().out
+    assert "rollouts.jsonl is missing; from now on it begins at step 4" in output
+    assert "going on at step 4 of 5" in output
+    assert (path / "ledger.jsonl").read_bytes() == (run / "ledger.jsonl").read_bytes()
+    whole = (run / "rollouts.jsonl").read_bytes().splitlines(keepends=True)
+    assert (path / "rollouts.jsonl").read_bytes() == b"".join(whole[4 * 9 :])
+    assert failed(verify_run(path, 5, 0, {})) == [
+        "rollouts.jsonl: begins at step 4: the steps before are lost"
+    ]
+    shutil.rmtree(path / "checkpoints" / "step-000005")
+    (path / "summary.json").unlink()
+    resume(path)
+    assert (path / "rollouts.jsonl").read_bytes() == b"".join(whole[4 * 9 :])
+    # An older checkpoint than the first step that the file holds: the file begins there, the old one is kept.
+    shutil.rmtree(path / "checkpoints" / "step-000005")
+    (path / "checkpoints" / "step-000004" / "config.json").unlink()
+    resume(path)
+    assert (path / "rollouts.jsonl").read_bytes() == b"".join(whole[2 * 9 :])
+    assert (path / "rollouts.jsonl.damaged").read_bytes() == b"".join(whole[4 * 9 :])
+
+
+FILES = ("ledger.jsonl", "metrics.jsonl", "rollouts.jsonl", "summary.json", "reward.png", "config.toml")
+FOLDERS = ("checkpoints", "tensorboard")
+
+
+@pytest.mark.parametrize("name", [*FILES, *FOLDERS])
+@pytest.mark.parametrize("how", ["other kind", "link to nothing", "link to itself", "pipe"])
+def test_nothing_is_cut_when_a_file_of_the_run_is_no_file(cut, tmp_path, capsys, name, how):
+    path = tmp_path / "run"
+    shutil.copytree(cut, path)
+    with (path / "metrics.jsonl").open("a") as torn:
+        torn.write('{"step": 5')
+    victim = path / name
+    if victim.exists():
+        shutil.rmtree(victim) if victim.is_dir() else victim.unlink()
+    if how == "pipe":
+        os.mkfifo(victim)
+    elif how == "other kind":
+        victim.write_text("") if name in FOLDERS else victim.mkdir()
+    else:
+        victim.symlink_to(victim if how == "link to itself" else tmp_path / "nothing")
+
+    def regular():
+        return {p: p.read_bytes() if p.is_file() else None for p in path.rglob("*")}
+
+    before = regular()
+    assert main(["train", "--resume", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert str(victim) in error
+    assert regular() == before
+
+
+@pytest.mark.parametrize("content", ["", "[task]\n", "workers = 1\n"])
+def test_an_emptied_configuration_is_refused_first(cut, tmp_path, capsys, content):
+    path = tmp_path / "run"
+    shutil.copytree(cut, path)
+    (path / "config.toml").write_text(content)
+    before = contents(path)
+    for words in (["train", "--resume"], ["verify", "run"], ["replay", "--step", "0"]):
+        assert main([*words, str(path)]) == 2
+        error = capsys.readouterr().err
+        assert len(error.splitlines()) == 1
+        assert "config.toml lacks " in error
+    assert contents(path) == before
+
+
+def test_an_altered_setting_is_refused_before_the_model_is_read(cut, tmp_path, capsys):
+    path = tmp_path / "run"
+    shutil.copytree(cut, path)
+    text = (path / "config.toml").read_text()
+    (path / "config.toml").write_text(
+        text.replace("seed = 0", "seed = 1").replace('model = "/', 'model = "/no/')
+    )
+    assert main(["train", "--resume", str(path)]) == 2
+    assert "seed is 1 in" in capsys.readouterr().err

@@ -1,0 +1,130 @@
+"""Memory is predicted before a run: activations beside measured ones, and sizes that fit or are refused."""
+
+import pytest
+import torch
+from zerokl.engine.config import Config
+from zerokl.engine.runs.memory import (
+    CPU_MICRO_BATCH,
+    activation_bytes,
+    fit,
+    fit_into,
+    footprint,
+)
+from zerokl.kernels.sampling_params import SamplingParams
+from zerokl.model.checkpoint import load_decoder
+from zerokl.model.config import ModelConfig
+from zerokl.model.decoder import Decoder
+from zerokl.model.prompts import Prompts
+from zerokl.model.scoring import logprobs, pack
+
+from tests.helpers import DTYPES, total_unequal
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "attention_bias": False,
+}
+SMALL = ModelConfig.from_dict(QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072})
+LARGE = ModelConfig.from_dict(QWEN3 | {"hidden_size": 2048, "intermediate_size": 6144})
+GIB = 1 << 30
+
+
+def _kept_bytes(decoder: Decoder, rows: int) -> int:
+    """Bytes of the tensors that a forward of `rows` rows keeps for its backward, weights left out."""
+    storages: dict[int, int] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    prompts = Prompts(decoder, [[3, 4]])
+    weights = {decoder.flat.untyped_storage().data_ptr()}
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        logp, _ = logprobs(decoder, pack([([3, 4], [5] * rows)], [0]), SamplingParams(), prompts=prompts)
+    assert logp.requires_grad
+    return sum(n for address, n in storages.items() if address not in weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_predicted_activations_are_those_that_are_kept(model, dtype):
+    decoder, rows = load_decoder(model, dtype), 96
+    predicted = activation_bytes(decoder.config, dtype, rows, recompute=False)
+    layer = predicted // (decoder.config.layers + 1)
+    measured = _kept_bytes(decoder, rows)
+    assert 0.8 < measured / (predicted - layer) < 1.25, (measured, predicted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_recomputing_layers_changes_no_bit_and_keeps_less(model, dtype):
+    decoder = load_decoder(model, dtype)
+    pairs = [([9, 8, 7], [5, 6, 7, 8]), ([9, 8, 7], [4, 3]), ([2] * 40, [3] * 30)]
+
+    def gradient(recompute: bool) -> list[torch.Tensor]:
+        decoder.recompute = recompute
+        weights = [*decoder.w.values(), decoder.lm_head]
+        for w in weights:
+            w.main_grad = torch.zeros(w.shape)
+        prompts = Prompts(decoder, [prompt for prompt, _ in pairs])
+        logp = logprobs(decoder, pack(pairs, prompts.of), SamplingParams(), prompts=prompts)[0]
+        logp.sum().backward()
+        prompts.backward()
+        return [logp.detach(), *(w.main_grad for w in weights)]
+
+    plain = gradient(False)
+    assert total_unequal(gradient(True), plain) == 0
+    decoder.recompute = True
+    kept = _kept_bytes(decoder, 96)
+    decoder.recompute = False
+    assert kept < _kept_bytes(decoder, 96) / 2
+
+
+def test_eight_long_samples_of_a_1_7b_fit_80_gb_with_recompute():
+    config = Config(
+        prompts=1,
+        num_generations=8,
+        sampling={"max_tokens": 8192},
+        dtype="bfloat16",
+        recompute="layer",
+        micro_batch=1,
+        shards_in_flight=1,
+    )
+    fitted = fit_into(config, LARGE, int(79.1 * GIB), 8, 1, 200)
+    assert (fitted.micro_batch, fitted.shards_in_flight) == (1, 1)
+    assert sum(footprint(config, LARGE, 1, 1, 1, 200)) < 75 * GIB
+    with pytest.raises(ValueError, match=r'^memory: a step needs about .* GiB free; set recompute = "layer"'):
+        fit_into(
+            config.model_copy(update={"recompute": "none", "micro_batch": 4}), LARGE, 79 * GIB, 8, 1, 200
+        )
+
+
+def test_passes_become_as_large_as_the_memory_allows():
+    config = Config(prompts=8, num_generations=8, sampling={"max_tokens": 256}, dtype="bfloat16")
+    sizes = [
+        (fitted.micro_batch, fitted.shards_in_flight)
+        for fitted in (fit_into(config, SMALL, gib * GIB, 8, 1, 128) for gib in (139, 79, 30))
+    ]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == (64, 8)
+    assert sizes[2] < sizes[0]
+    for gib, (micro_batch, in_flight) in zip((139, 79, 30), sizes, strict=True):
+        assert sum(footprint(config, SMALL, micro_batch, in_flight, 1, 128)) <= 0.92 * gib * GIB
+    with pytest.raises(ValueError, match=r"lower sampling\.max_tokens, or spread the run over more ranks"):
+        fit_into(config, SMALL, 8 * GIB, 8, 1, 128)
+
+
+def test_a_cpu_takes_one_shard_at_a_time_and_what_is_named_stays():
+    cpu = torch.device("cpu")
+    fitted = fit(Config(), SMALL, cpu, 8)
+    assert (fitted.micro_batch, fitted.shards_in_flight) == (CPU_MICRO_BATCH, 1)
+    named = fit(Config(micro_batch=3, shards_in_flight=16), SMALL, cpu, 8)
+    assert (named.micro_batch, named.shards_in_flight) == (3, 8)

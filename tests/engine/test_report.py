@@ -1,0 +1,333 @@
+"""The page of `zerokl report`, the server of `zerokl watch`, and `load_run`, without a browser."""
+
+import base64
+import gzip
+import hashlib
+import http.client
+import json
+import math
+import re
+import threading
+
+import pytest
+import zerokl
+from zerokl.cli import main
+from zerokl.engine.commands.report import rollouts as packing
+from zerokl.engine.commands.report.charts import CHARTS, STATIONS
+from zerokl.engine.commands.report.page import open_sources, write_report
+from zerokl.engine.commands.report.rollouts import BLOCK_ROWS, RolloutLog
+from zerokl.engine.commands.report.watch import LiveRuns, Server
+from zerokl.engine.runs.run import train
+from zerokl.verify.environment import PACKAGE_ROOT
+
+from tests.made_run import HOSTILE, made_run, metrics_line, write_lines, write_rollouts
+
+
+def unpacked(html: str, name: str):
+    """The data called `name` in a page."""
+    content = re.search(rf'<script type="text/plain" id="{name}">([A-Za-z0-9+/=]*)</script>', html)[1]
+    return json.loads(gzip.decompress(base64.b64decode(content)))
+
+
+def payload_of(*runs):
+    return unpacked(write_report(runs, runs[0].parent / "page.html").read_text(), "payload")
+
+
+def test_every_chart_has_a_metric_that_the_documentation_explains():
+    documented = set(re.findall(r"^\| `([^`]+)`", (PACKAGE_ROOT / "docs/metrics.md").read_text(), re.M))
+    names = [chart.metric for chart in CHARTS] + [station[0] for station in STATIONS]
+    assert len(set(names)) == len(names)
+    assert set(names) <= documented
+
+
+def test_the_page_is_one_file_that_asks_the_network_for_nothing(tmp_path):
+    html = write_report([made_run(tmp_path / "run")]).read_text()
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html)[1]
+    assert policy.startswith("default-src 'none'; ")
+    assert "connect-src 'none'" in policy
+    assert "unsafe" not in policy
+    (script,) = re.findall(r"<script>(.*?)</script>", html, re.S)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in policy
+    assert not re.search(
+        r"""(src|href)=["'](?!data:|#)""", re.sub(r"<script.*?</script>", "", html, flags=re.S)
+    )
+
+
+def test_hostile_text_is_no_markup_in_the_file(tmp_path):
+    run = made_run(tmp_path / "<b>run", text=lambda i: HOSTILE)
+    html = write_report([run]).read_text()
+    assert "<title>&lt;b&gt;run · zerokl</title>" in html
+    assert "onerror" not in html
+    assert unpacked(html, "texts-0-0")["text"][0] == HOSTILE
+
+
+def test_the_figures_are_those_of_the_files(tmp_path):
+    run = made_run(tmp_path / "run", steps=6, k3=0.25, settings={"exact": False})
+    shown = payload_of(run)["runs"][0]
+    assert shown["figures"]["reward_first"] == 0.2
+    assert shown["figures"]["reward_last"] == pytest.approx(sum(0.2 + 0.7 * i / 5 for i in range(1, 6)) / 5)
+    assert (shown["figures"]["tokens"], shown["figures"]["unequal"]) == (192, 96)
+    assert shown["figures"]["max_abs"] == 0.75
+    assert shown["status"] == {"state": "done", "text": "finished, 6 steps"}
+    assert shown["ledger"]["fingerprint"] == json.loads((run / "summary.json").read_text())["fingerprint"]
+    assert shown["ledger"]["damage"] == ""
+    assert shown["pieces"]["3"] == "0"
+    assert {example["step"] for example in shown["examples"]} == {0, 5}
+
+
+def test_a_damaged_ledger_is_shown(tmp_path):
+    run = made_run(tmp_path / "run")
+    ledger = run / "ledger.jsonl"
+    ledger.write_bytes(ledger.read_bytes().replace(b'"step":2,', b'"step":3,', 1))
+    assert "line 4 was altered" in payload_of(run)["runs"][0]["ledger"]["damage"]
+
+
+def test_a_mismatch_that_stopped_the_run_is_told(tmp_path):
+    run = made_run(tmp_path / "run", steps=2, planned=9)
+    report = {"step": 2, "prompt": 1, "sample": 0, "position": 3, "trainer": -1.5, "sampler": -1.25}
+    (run / "mismatch").mkdir()
+    (run / "mismatch" / "mismatch.json").write_text(json.dumps(report | {"unequal": 7, "compared": 32}))
+    status = payload_of(run)["runs"][0]["status"]
+    assert status["state"] == "stopped"
+    assert "step 2" in status["text"]
+    assert "7 of 32 tokens" in status["text"]
+
+
+def test_runs_are_compared_with_the_first(tmp_path):
+    a, b, c = (made_run(tmp_path / name, fork=fork) for name, fork in [("a", None), ("b", 2), ("c", None)])
+    shown = payload_of(a, b, c)
+    assert [(x["equal"], x["text"]) for x in shown["comparisons"]] == [
+        (False, "step 2: tokens"),
+        (True, "equal to the bit: 4 steps"),
+    ]
+    assert not any(row["differs"] for row in shown["settings"])
+
+
+def test_settings_that_differ_are_marked(tmp_path):
+    shown = payload_of(made_run(tmp_path / "a"), made_run(tmp_path / "b", settings={"workers": 2}))
+    assert [(r["key"], r["values"], r["decides"]) for r in shown["settings"] if r["differs"]] == [
+        ("workers", ["0", "2"], False)
+    ]
+
+
+def test_the_folder_of_an_ablation_stands_for_its_cells(tmp_path):
+    runs = [made_run(tmp_path / "cells" / f"lr={lr}" / f"seed-{s}") for lr in (1, 2) for s in (0, 1)]
+    combinations = [
+        {
+            "settings": {"optimizer.lr": str(lr)},
+            "runs": [{"run": str(r)} for r in runs if f"lr={lr}" in str(r)],
+        }
+        for lr in (1, 2)
+    ]
+    (tmp_path / "ablation.json").write_text(json.dumps({"combinations": combinations}))
+    sources = open_sources([tmp_path])
+    assert [source.group for source in sources] == ["lr 1", "lr 1", "lr 2", "lr 2"]
+    assert sources[0].label == "lr=1/seed-0"
+
+
+def test_the_page_of_an_ablation_has_its_factors_and_effects(tmp_path):
+    runs = {
+        (lr, seed): made_run(
+            tmp_path / "cells" / f"lr={lr}" / f"seed-{seed}", k3=0.1 * lr, settings={"exact": False}
+        )
+        for lr in (1, 2)
+        for seed in (0, 1)
+    }
+    combinations = [
+        {"settings": {"lr": str(lr), "same": "x"}, "runs": [{"run": str(runs[lr, s])} for s in (0, 1)]}
+        for lr in (1, 2)
+    ]
+    (tmp_path / "ablation.json").write_text(json.dumps({"combinations": combinations}))
+    shown = unpacked(write_report([tmp_path]).read_text(), "payload")
+    assert shown["factors"] == ["lr"], "what all cells share is no factor"
+    assert shown["runs"][0]["factors"] == {"lr": "1", "same": "x"}
+    verdicts = {e["figure"]: e["verdict"] for e in shown["effects"]}
+    assert verdicts["mismatch_k3_mean"] == "exceeds"
+    assert verdicts["reward_last10"] == "within"
+    assert shown["effects"][0]["figure"] == "mismatch_k3_mean"
+    assert payload_of(runs[1, 0], runs[2, 0])["factors"] == []
+
+
+def test_blocks_hold_every_rollout_and_go_on_where_they_stopped(tmp_path):
+    run = made_run(tmp_path / "run", steps=40, P=4, G=8)
+    log = RolloutLog(run / "rollouts.jsonl")
+    log.read()
+    before = log.blocks[0]
+    write_rollouts(run, range(40, 42), 4, 8)
+    with open(run / "rollouts.jsonl", "a") as file:
+        file.write('{"step": 42, "pro')  # a line that is being written
+    log.read()
+    blocks = log.all_blocks()
+    assert blocks[0] is before
+    assert [block.rows for block in blocks] == [BLOCK_ROWS, 42 * 32 - BLOCK_ROWS]
+    steps = [s for block in blocks for s in json.loads(gzip.decompress(block.index))["step"]]
+    assert steps == [s for s in range(42) for _ in range(32)]
+    assert log.damage == ""
+
+
+def test_a_log_that_is_too_large_keeps_whole_steps_evenly(tmp_path, monkeypatch):
+    monkeypatch.setattr(packing, "MAX_ROLLOUTS", 40)
+    run = made_run(tmp_path / "run", steps=21)
+    log = RolloutLog(run / "rollouts.jsonl")
+    log.read()
+    index = json.loads(gzip.decompress(log.all_blocks()[0].index))
+    assert sorted(set(index["step"])) == [0, 5, 10, 15, 20]
+    assert (log.rows, log.left_out) == (40, 168 - 40)
+
+
+def test_a_line_that_is_no_rollout_is_said(tmp_path):
+    run = made_run(tmp_path / "run")
+    write_lines(run / "rollouts.jsonl", [{"step": 4}])
+    shown = payload_of(run)["runs"][0]["rollouts"]
+    assert shown["rows"] == 32
+    assert "a line that is no rollout" in shown["damage"]
+
+
+def test_load_run_gives_metrics_rollouts_and_ledger(tmp_path):
+    path = made_run(tmp_path / "run")
+    run = zerokl.load_run(path)
+    assert run.steps == 4
+    assert next(iter(run.metrics)) == "step"
+    assert {len(column) for column in run.metrics.values()} == {4}
+    accuracy = run.metrics["eval/accuracy"]
+    assert math.isnan(accuracy[0])
+    assert accuracy[3] == 0.7
+    assert [(r["step"], r["prompt"], r["sample"]) for r in run.rollouts({2})] == [
+        (2, p, g) for p in range(2) for g in range(4)
+    ]
+    assert len(list(run.rollouts())) == 32
+    assert [line.step for line in run.ledger.lines] == [0, 1, 2, 3]
+    assert run.ledger.chain == run.summary["fingerprint"]
+
+
+def test_load_run_of_a_run_that_goes_on(tmp_path):
+    path = made_run(tmp_path / "run", planned=9)
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        with open(path / name, "a") as file:
+            file.write('{"step": 4, ')
+    run = zerokl.load_run(path)
+    assert run.summary is None
+    assert run.steps == 4
+    assert len(list(run.rollouts())) == 32
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["report"], "no run was given"),
+        (["report", "nowhere"], "nowhere holds no run"),
+        (["report", "run", "--out", "mine.html"], "is no report of zerokl"),
+        (["report", "audit"], "audit holds an audit"),
+        (["report", "broken"], "line 5 is not JSON"),
+        (["watch"], "no run was given"),
+        (["watch", "nowhere"], "nowhere holds no run"),
+        (["watch", "run", "--port", "70000"], "port 70000 cannot be had"),
+    ],
+)
+def test_bad_input_is_one_line_and_changes_nothing(tmp_path, monkeypatch, capsys, words, said):
+    monkeypatch.chdir(tmp_path)
+    made_run(tmp_path / "run")
+    with open(made_run(tmp_path / "broken") / "metrics.jsonl", "a") as file:
+        file.write("{\n")
+    (tmp_path / "mine.html").write_text("mine")
+    (tmp_path / "audit").mkdir()
+    (tmp_path / "audit" / "audit.json").write_text("{}")
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert said in error
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_the_command_writes_the_page_again(tmp_path, capsys):
+    run = made_run(tmp_path / "run")
+    assert main(["report", str(run)]) == 0
+    assert main(["report", str(run)]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"report {run / 'report.html'}"] * 2
+
+
+@pytest.fixture
+def server(tmp_path):
+    server = Server(LiveRuns([made_run(tmp_path / "run", planned=9)]), 0)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def answer(server, path, host=None, **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+    connection.putrequest("GET", path, skip_host=True)
+    connection.putheader("Host", host or f"127.0.0.1:{server.server_port}")
+    for name, value in headers.items():
+        connection.putheader(name.replace("_", "-"), value)
+    connection.endheaders()
+    response = connection.getresponse()
+    return response.status, response.read()
+
+
+def test_watch_listens_on_this_machine_only_and_asks_for_the_token(server):
+    assert server.server_address[0] == "127.0.0.1"
+    assert server.address.startswith(f"http://127.0.0.1:{server.server_port}/?token=")
+    token = {"X_Zerokl_Token": server.token}
+    for path in ("/", "/data/payload", "/data/index-0-0", "/other"):
+        assert answer(server, path)[0] == 403
+        assert answer(server, path, X_Zerokl_Token="wrong")[0] == 403
+        assert answer(server, path, host="evil.example", **token)[0] == 403
+    assert answer(server, f"/?token={server.token}")[0] == 200
+    assert json.loads(gzip.decompress(answer(server, "/data/payload", **token)[1]))["title"] == "run"
+    for name in ("index-0-1", "index-1-0", "texts-0--1", "../config.toml", ""):
+        assert answer(server, f"/data/{name}", **token)[0] == 404
+
+
+def test_watch_changes_no_file(server, tmp_path):
+    before = {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file()}
+    for name in ("payload", "index-0-0", "texts-0-0"):
+        assert answer(server, f"/data/{name}", X_Zerokl_Token=server.token)[0] == 200
+    assert {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_watch_sees_new_steps_and_survives_a_file_that_is_being_cut(tmp_path):
+    run = made_run(tmp_path / "run", planned=9)
+    live = LiveRuns([run])
+
+    def steps():
+        live._next_s = 0.0  # as if the rest were over
+        return json.loads(gzip.decompress(live.get("payload")))["runs"][0]["steps"]
+
+    assert steps() == 4
+    write_lines(run / "metrics.jsonl", [metrics_line(4, 9, 8)])
+    assert steps() == 5
+    content = (run / "metrics.jsonl").read_bytes()
+    (run / "metrics.jsonl").write_bytes(b'{"step": 0\n')
+    assert steps() == 5
+    (run / "metrics.jsonl").write_bytes(content)
+    assert steps() == 5
+
+
+def test_watch_does_not_disturb_a_run(config, tmp_path):
+    """The same fingerprint with a reader that asks without rest as without one."""
+    settings = config(steps=3)
+    alone = train(settings, tmp_path / "alone")
+    ended, readings = threading.Event(), []
+
+    def read() -> None:
+        while not ended.is_set():
+            if not (tmp_path / "watched" / "ledger.jsonl").exists():
+                continue
+            live = LiveRuns([tmp_path / "watched"])
+            readings.append(json.loads(gzip.decompress(live.get("payload")))["runs"][0]["steps"])
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    watched = train(settings, tmp_path / "watched")
+    ended.set()
+    reader.join()
+    assert watched.fingerprint == alone.fingerprint
+    assert readings, "the run was read while it went on"
+    for name in ("config.toml", "ledger.jsonl", "rollouts.jsonl"):
+        assert (tmp_path / "watched" / name).exists()

@@ -1,0 +1,62 @@
+"""A transformers model against itself: a way that changes bits is named, with the module where it starts."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from zerokl.cli import main
+from zerokl.engine.commands.variants import WAYS, compare_ways
+
+PAIRS = [((5, 6, 7), (10, 11, 12, 13)), ((20, 21, 22, 23, 24, 25), (30, 31, 32))]
+CPU = torch.device("cpu")
+
+
+def rows(model: Path, dtype: str = "float32") -> dict[str, dict]:
+    return {row["way"]: row for row in compare_ways(model, PAIRS, dtype, CPU)}
+
+
+@pytest.fixture(scope="module")
+def dropout(model, tmp_path_factory) -> Path:
+    """The model with dropout in its attention, as a config of transformers can ask for."""
+    folder = tmp_path_factory.mktemp("dropout") / "model"
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
+    return folder
+
+
+def test_a_plain_model_changes_only_by_autocast_and_rounding(model):
+    found = rows(model)
+    assert list(found) == [way.name for way in WAYS]
+    for name in ("gradients on", "train mode", "gradient checkpointing"):
+        assert (found[name]["unequal"], found[name]["first"]) == (0, "")
+    assert found["autocast to bf16"]["unequal"] > 0
+    assert found["autocast to bf16"]["first"].startswith("model.layers.0")
+    for name in ("right padding", "left padding", "left padding without position_ids"):
+        assert found[name]["max_abs"] < 1e-5  # RoPE sees distances only, so a shift of all positions rounds
+
+
+def test_dropout_is_found_in_train_mode_and_nowhere_else(dropout):
+    found = rows(dropout)
+    assert found["train mode"]["unequal"] > 0
+    assert found["gradient checkpointing"]["unequal"] > 0
+    assert found["gradients on"]["unequal"] == 0
+    assert found["left padding"]["max_abs"] < 1e-5
+    assert found["train mode"]["first"] == "model.layers.0.self_attn.o_proj"
+    assert "dropout" in found["train mode"]["remedy"]
+
+
+def test_padding_without_a_mask_is_read(model):
+    found = rows(model)["left padding without a mask"]
+    assert found["unequal"] > 0
+    assert found["max_abs"] > 100 * rows(model)["left padding"]["max_abs"]
+    assert found["first"] == "model.layers.0.self_attn.o_proj"
+
+
+def test_the_command_prints_each_way(model, capsys):
+    assert main(["variants", str(model)]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "autocast" in out
+    assert main(["variants", "no/such/model"]) == 2
