@@ -1,20 +1,33 @@
 #!/usr/bin/env bash
-# Exactness, then rates, on a GPU, within 8 minutes. It needs a Python with torch, triton, transformers,
-# pydantic and cyclopts. Nothing is installed.
-#   benchmarks/device.sh                 on a CUDA machine; results go to benchmarks/results/<gpu>/device.json
-#   benchmarks/device.sh --dry-run       anywhere: the same code with toy sizes on the CPU; its figures say
-#                                        nothing about a GPU
+# Exactness and rates on a GPU, in parts of at most four minutes each. It needs a Python with torch, triton,
+# transformers, pydantic and cyclopts. Nothing is installed.
+#   benchmarks/device.sh PART            exact, kernels, step, decode or vllm; all (the default) runs one after
+#                                        another. Each part writes a file into benchmarks/results/<gpu>/.
+#   benchmarks/device.sh PART --device cpu --small     anywhere: the same code with toy sizes; it measures nothing
 #   PYTHON=... benchmarks/device.sh      another interpreter
-#   VLLM=<folder that holds vllm/> benchmarks/device.sh       vLLM's kernels beside ours
+#   VLLM=<folder that holds vllm/> benchmarks/device.sh      a vLLM that is not installed; its Python files alone
+#                                        are enough for its Triton kernels
+#   TRL_PYTHON=... benchmarks/device.sh step                 the interpreter that has TRL, where it is another
 #   COMMIT=<hash> benchmarks/device.sh   the commit for the results, where the files are without their history
 set -euo pipefail
 if [ -n "${VLLM:-}" ] && [ ! -d "$VLLM/vllm" ]; then
   echo "device: VLLM ($VLLM) must be a folder that holds vllm/" >&2
   exit 2
 fi
+parts=all
+if [ $# -gt 0 ] && [ "${1#-}" = "$1" ]; then
+  parts="$1"
+  shift
+fi
+[ "$parts" = all ] && parts="exact kernels step decode vllm"
 root="$(cd "$(dirname "$0")/.." && pwd)"
 # The repository root is the package: a link by its name makes it importable without an installation.
 link="$(mktemp -d)"
 trap 'rm -rf "$link"' EXIT
 ln -s "$root" "$link/zerokl"
-PYTHONPATH="$link${VLLM:+:$VLLM}" timeout 480 "${PYTHON:-python3}" -P "$root/benchmarks/device.py" "$@"
+export PYTHONPATH="$link${VLLM:+:$VLLM}${PYTHONPATH:+:$PYTHONPATH}"
+code=0
+for part in $parts; do
+  timeout -k 5 240 "${PYTHON:-python3}" -P -m zerokl.benchmarks.device "$part" "$@" || code=$?
+done
+exit $code

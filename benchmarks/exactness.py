@@ -1,4 +1,4 @@
-"""The comparisons on a GPU for device.py: the law on a model, and a run of exact policy gradient."""
+"""The comparisons on a GPU for device.sh: the law on a model, and a run of exact policy gradient."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -37,13 +37,12 @@ def exactness(m: Machine) -> Iterator[Row]:
     """
     from zerokl.engine.parallel.gradient import ShardSum
 
-    first = next(iter(m.shapes))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        decoder = m.decoder(first, 2, min(m.vocab, 4096), dtype)
+        decoder = m.decoder(m.first_shape, 2, min(m.vocab, 4096), dtype)
         generator = torch.Generator().manual_seed(1)
         ids = [
             torch.randint(100, (n,), generator=generator).tolist()
-            for n in ((9, 40, 5) if m.dry else (9, 300, 33, 130, 5, 64, 257))
+            for n in ((9, 40, 5) if m.small else (9, 300, 33, 130, 5, 64, 257))
         ]
         unequal = _forward_ways(decoder, ids)
         pairs = [(x[:4], completion) for x in ids for completion in (x[4:], x[:3])]
@@ -52,7 +51,8 @@ def exactness(m: Machine) -> Iterator[Row]:
         gradients = []
         for size in (len(pairs), 1):
             shard = ShardSum(decoder, 1)
-            logp = shard.add(partial(_differentiate, coefficients=torch.ones(len(pairs)), size=size), pairs)
+            work = partial(_differentiate, coefficients=torch.ones(len(pairs)), size=size)
+            (logp,) = shard.add(work, [pairs])
             unequal[f"prompts once, {size} sequences at a time"] = count_unequal(logp, whole)
             gradients.append(shard.tree.take().clone())
         unequal["gradient by micro-batches"] = count_unequal(*gradients)
@@ -61,14 +61,14 @@ def exactness(m: Machine) -> Iterator[Row]:
 
 
 def _differentiate(
-    decoder: Decoder, pairs: Sequence[Pair], coefficients: torch.Tensor, size: int
-) -> torch.Tensor:
+    decoder: Decoder, shards: Sequence[Sequence[Pair]], coefficients: torch.Tensor, size: int
+) -> list[torch.Tensor]:
     """logp [C] of the pairs' completions, on the CPU. The gradient of their weighted sum goes to the weights.
 
     coefficients [pairs]: the weight of each pair. The pairs are computed as a virtual shard is in training
     (engine/train/shard.py): each prompt is read once, and `size` pairs go through the model at a time.
     """
-    logprobs_of_parts = []
+    (pairs,), logprobs_of_parts = shards, []
     for pass_slice in prompt_passes([prompt for prompt, _ in pairs]):
         pass_pairs, pass_coefficients = pairs[pass_slice], coefficients[pass_slice]
         prompts = Prompts(decoder, [prompt for prompt, _ in pass_pairs])
@@ -80,7 +80,7 @@ def _differentiate(
             (logp * pass_coefficients[part].repeat_interleave(lengths)).sum().backward()
             logprobs_of_parts.append(logp.detach())
         prompts.backward()
-    return torch.cat(logprobs_of_parts)
+    return [torch.cat(logprobs_of_parts)]
 
 
 @torch.no_grad()
@@ -110,11 +110,11 @@ def _cached(decoder: Decoder, ids: list[int], chunk: int) -> torch.Tensor:
 
 
 def reinforcement(m: Machine) -> Iterator[Row]:
-    """20 steps (dry: 2) of policy gradient with the native sampler, run twice.
+    """20 steps (small: 2) of policy gradient with the native sampler, run twice.
 
     Every logprob is compared, and every step must change the weights.
     """
-    steps = 2 if m.dry else 20
+    steps = 2 if m.small else 20
     for dtype in (torch.bfloat16, torch.float16):
         what = f"policy gradient {name_of(dtype)}"
         runs = [_train(m, dtype, steps) for _ in range(2)]
@@ -144,12 +144,12 @@ def _train(m: Machine, dtype: torch.dtype, steps: int) -> tuple[list[str], int, 
     from zerokl.engine.rollout.types import GenerationParams, RngKey
     from zerokl.engine.train.optimizer import Optimizer
 
-    source = m.decoder(next(iter(m.shapes)), 2, 128, torch.float32)
+    source = m.decoder(m.first_shape, 2, 128, torch.float32)
     master = source.flat.detach()
     decoder = Decoder(source.config, master.to(dtype), source.layout)
     optimizer, shards = Optimizer(decoder, master, _OPTIMIZER, steps), ShardSum(decoder, 1)
     sampler = NativeSampler(decoder, max_concurrency=16)
-    generation_params = GenerationParams(SamplingParams(), 4, 8 if m.dry else 48, frozenset({0}))
+    generation_params = GenerationParams(SamplingParams(), 4, 8 if m.small else 48, frozenset({0}))
     fingerprints = [fingerprint(decoder.layout, optimizer.master)]
     tokens = unequal = 0
     for step in range(steps):
@@ -161,7 +161,7 @@ def _train(m: Machine, dtype: torch.dtype, steps: int) -> tuple[list[str], int, 
         A = (rewards_PG - rewards_PG.mean(1, keepdim=True)).flatten()
         sampled = torch.cat([torch.from_numpy(r.logprobs) for r in rollouts])
         differentiate = partial(_differentiate, coefficients=-A / len(sampled), size=6)
-        logp = shards.add(differentiate, [r.pair for r in rollouts])
+        (logp,) = shards.add(differentiate, [[r.pair for r in rollouts]])
         tokens, unequal = tokens + len(logp), unequal + count_unequal(logp, sampled)
         optimizer.update(shards.tree.take())
         fingerprints.append(fingerprint(decoder.layout, optimizer.master))

@@ -81,12 +81,15 @@ class Step:
         counts = Scale(torch.empty(0))
         total = ShardSum(self.decoder, len(self.shards))
         for s, shard in enumerate(self.shards):
-            total.add(partial(self._backward, counts, s, 2.0**k), shard)
+            total.add(partial(self._backward, counts, s, 2.0**k), [shard])
         counts.gradient = total.tree.take().clone() / 2.0**k
         return counts
 
-    def _backward(self, counts: Scale, s: int, scale: float, decoder: Decoder, shard: Shard) -> None:
+    def _backward(
+        self, counts: Scale, s: int, scale: float, decoder: Decoder, shards: Sequence[Shard]
+    ) -> list[None]:
         """The backward pass of shard s. A place is (s, first sample of a pass, prompts or completions)."""
+        (shard,) = shards
         for pass_slice in prompt_passes([r.prompt_ids for r in shard.rollouts]):
             part = shard.part(pass_slice)
             hooks = [
@@ -107,6 +110,7 @@ class Step:
             )
             ((loss * w).sum() * scale).backward()
             prompts.backward()
+        return [None]
 
     def _listen(self, counts: Scale, place: tuple[int, int, str], op: str, x: torch.Tensor) -> None:
         x.register_hook(lambda dx: self._count(counts, (*place, op), dx))

@@ -1,4 +1,4 @@
-"""The machine that the benchmarks of device.py run on, their sizes, and one row of their table."""
+"""The machine that the benchmarks of device.sh run on, their sizes, and one row of their table."""
 
 import statistics
 import time
@@ -10,8 +10,8 @@ from zerokl.model.decoder import Decoder
 from zerokl.model.weights import Layout
 
 Row = dict[str, object]
-# Seconds after which the table is printed, whatever is left to do. device.sh ends the process at 480.
-END_S = 460
+# Seconds after which a part's table is printed, whatever is left to do. device.sh ends its process at 240.
+END_S = 225
 # Clock cycles for which the GPU waits before a timed run, about a millisecond. The launches are in its queue
 # by then, so that Python is not timed.
 _WAIT_CYCLES = 2_000_000
@@ -27,19 +27,29 @@ TOY = {"toy": (64, 96, 2, 4, 2, 32)}
 
 
 class Machine:
-    """The device, and the sizes of everything that runs on it. dry: the CPU, and toy sizes."""
+    """The device, and the sizes of everything that runs on it. small: toy sizes, which measure nothing."""
 
-    def __init__(self, dry: bool):
-        self.dry, self.device = dry, torch.device("cpu" if dry else "cuda")
-        self.shapes = TOY if dry else SHAPES
-        self.vocab, self.tokens, self.length = (128, 64, 32) if dry else (151936, 4096, 512)
-        self.repeats = 1 if dry else 10
+    def __init__(self, device: str, small: bool):
+        self.device, self.small = torch.device(device), small
+        self.on_gpu = self.device.type == "cuda"
+        self.shapes = TOY if small else SHAPES
+        self.vocab, self.tokens, self.length = (128, 64, 32) if small else (151936, 4096, 512)
+        self.repeats = 1 if small else 10
         self._began = time.perf_counter()
-        self._flush = None if dry else torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+        self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device) if self.on_gpu else None
+
+    @property
+    def first_shape(self) -> str:
+        """The name of the smallest model."""
+        return next(iter(self.shapes))
 
     def elapsed_s(self) -> float:
         """Seconds since the start."""
         return time.perf_counter() - self._began
+
+    def left_s(self) -> float:
+        """Seconds until the table is due."""
+        return max(0.0, END_S - self.elapsed_s())
 
     def randn(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(shape, device=self.device) * scale).to(dtype)
@@ -51,7 +61,7 @@ class Machine:
         """
         times = []
         for i in range(self.repeats + 2):
-            if self.dry:
+            if not self.on_gpu:
                 began = time.perf_counter()
                 run()
                 times.append(1e3 * (time.perf_counter() - began))

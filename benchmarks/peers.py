@@ -1,4 +1,4 @@
-"""Other projects' kernels beside ours, for device.py.
+"""Other projects' kernels beside ours, for device.sh.
 
 vLLM's kernels: bits and rates. Liger-Kernel's: rates. Our attention's backward: beside one with atomics.
 
@@ -56,12 +56,12 @@ def vllm_equality(m: Machine) -> Iterator[Row]:
 def _vllm_products_and_norms(
     m: Machine, kernels: VllmKernels, name: str, D: int, inner: int, dtype: torch.dtype
 ) -> Iterator[Row]:
-    """Products with and without a bias, and norms, of 1 to 1000 rows (dry: to 64)."""
+    """Products with and without a bias, and norms, of 1 to 1000 rows (small: to 64)."""
     vllm = kernels.batch_invariant
     w, b = m.randn(2 * inner, D, dtype=dtype, scale=D**-0.5), m.randn(2 * inner, dtype=dtype)
     norm = m.randn(D, dtype=dtype)
     unequal = unequal_norm = 0
-    for M in (1, 16, 64, 65, 1000)[: 3 if m.dry else None]:
+    for M in (1, 16, 64, 65, 1000)[: 3 if m.small else None]:
         x = m.randn(M, D, dtype=dtype)
         for bias in (None, b):
             unequal += count_unequal(linear(x, w, bias), vllm.matmul_persistent(x, w.t(), bias))
@@ -117,7 +117,7 @@ def _vllm_attention(m: Machine, unified_attention: Callable[..., None], version:
 def vllm_rates(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
     """vLLM's batch-invariant kernels (plain_ms) beside ours: the time that each takes for the same bits."""
     kernels = vllm_kernels(m.device)
-    if kernels is None or m.dry:
+    if kernels is None or not m.on_gpu:
         yield _not_compared("rates of vLLM's kernels", kernels)
         return
     vllm = kernels.batch_invariant
@@ -249,7 +249,7 @@ def atomic_rates(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Ro
 
     ours_over_atomic is the price of a fixed order of sums.
     """
-    if m.dry:
+    if not m.on_gpu:
         yield {"what": "attention backward beside one with atomics: not compared (it needs a GPU)"}
         return
     from zerokl.benchmarks.atomic_attention import attention_bwd_atomic

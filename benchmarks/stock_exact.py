@@ -1,63 +1,29 @@
 """vLLM's own model in batch-invariant mode, beside the trainer's forward over the same weights.
 
-Every token's two logprobs are compared bit for bit. device.py runs this file in a process of its own, because
-vLLM keeps settings and memory for good. By hand, on a GPU with vLLM installed:
+Every token's two logprobs are compared bit for bit. device/beside_vllm.py runs this file in a process of its
+own, because vLLM keeps settings and memory for good. By hand, on a GPU with vLLM installed:
 
-    python benchmarks/stock_exact.py bfloat16              # a line of JSON for each version of the weights
-    python benchmarks/stock_exact.py bfloat16 --dry-run    # the same code on a CPU
+    python benchmarks/stock_exact.py bfloat16 --device cuda           # a line of JSON for each version
+    python benchmarks/stock_exact.py bfloat16 --device cpu --small    # the same code on a CPU
 
 On a CPU vLLM has other kernels, so bits differ there. On an H100 with vLLM 0.32, bf16 and fp16 had no unequal
 bit. fp32 had some, since vLLM's compiled rope has other bits there.
 """
 
-import importlib.metadata
-import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from zerokl.benchmarks.machine import END_S, Machine, Row, name_of
+from zerokl.benchmarks.device.processes import serve
+from zerokl.benchmarks.machine import Machine, Row, name_of
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.verify.bitwise import count_unequal
 
-# Seconds for each process.
-LIMIT_S = 75
 _MODEL = "vLLM's own model"
 
 
-def stock_equality(m: Machine) -> Iterator[Row]:
-    """The comparison in bf16 and in fp16, each in a process that has LIMIT_S seconds."""
-    if m.dry or not any(importlib.metadata.distributions(name="vllm")):
-        reason = "it needs a GPU and an installed vLLM; its Python files are not enough"
-        yield {"what": f"{_MODEL}: not compared ({reason})"}
-        return
-    for dtype in (torch.bfloat16, torch.float16):
-        command = [sys.executable, "-P", __file__, str(dtype).removeprefix("torch.")]
-        try:
-            process = subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                timeout=min(LIMIT_S, END_S - m.elapsed_s()),
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            yield {"what": f"{_MODEL} {name_of(dtype)}: not compared (no time left)"}
-            continue
-        rows = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
-        yield from rows
-        if process.returncode or not rows:
-            reason = (process.stderr.strip().splitlines() or ["no output"])[-1][:160]
-            yield {
-                "what": f"{_MODEL} {name_of(dtype)}: ended with {process.returncode}: {reason}",
-                "unequal": 1,
-            }
-
-
-def compare(dtype: torch.dtype, dry: bool) -> Iterator[Row]:
+def compare(m: Machine, dtype_name: str) -> Iterator[Row]:
     """Draw rollouts with two versions of random weights, and score them with the trainer's forward.
 
     The widths are those of the 1.7B, for which vLLM has tuned tiles.
@@ -70,11 +36,11 @@ def compare(dtype: torch.dtype, dry: bool) -> Iterator[Row]:
     from zerokl.model.checkpoint import write_checkpoint
     from zerokl.model.scoring import logprobs, pack
 
-    if dry:
+    dtype, sampling_params = getattr(torch, dtype_name), SamplingParams(0.9)
+    if not m.on_gpu:
         stock.ENVIRONMENT, stock.ARGUMENTS = {}, {}
     tiles.fix_table(require_vllm())
-    m, sampling_params = Machine(dry), SamplingParams(0.9)
-    decoder = m.decoder("toy" if dry else "1.7B", 2, m.vocab, dtype)
+    decoder = m.decoder("toy" if m.small else "1.7B", 2, m.vocab, dtype)
     flat = decoder.flat.detach()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
@@ -84,7 +50,7 @@ def compare(dtype: torch.dtype, dry: bool) -> Iterator[Row]:
         )
         generator = torch.Generator().manual_seed(2)
         prompts = [torch.randint(100, (n,), generator=generator).tolist() for n in (3, 17, 33, 64, 130, 300)]
-        generation_params = GenerationParams(sampling_params, 4, 8 if dry else 96, frozenset())
+        generation_params = GenerationParams(sampling_params, 4, 8 if m.small else 96, frozenset())
         for version in (0, 1):
             if version:
                 flat.mul_(0.875)
@@ -94,9 +60,8 @@ def compare(dtype: torch.dtype, dry: bool) -> Iterator[Row]:
                 scored = logprobs(decoder, pack([r.pair for r in rollouts]), sampling_params)[0].cpu()
             sampled = torch.cat([torch.from_numpy(r.logprobs) for r in rollouts])
             what = f"{_MODEL} {name_of(dtype)}, weights {version}: {len(sampled)} tokens beside the trainer's"
-            yield {"what": what, "differ" if dry else "unequal": count_unequal(scored, sampled)}
+            yield {"what": what, "unequal" if m.on_gpu else "differ": count_unequal(scored, sampled)}
 
 
 if __name__ == "__main__":
-    for line in compare(getattr(torch, sys.argv[1]), "--dry-run" in sys.argv):
-        print(json.dumps(line), flush=True)
+    serve(compare)

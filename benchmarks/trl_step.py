@@ -1,4 +1,4 @@
-"""Time one GRPO training step of TRL's own GRPOTrainer on a CPU.
+"""Time one GRPO training step of TRL's own GRPOTrainer, on a CPU or a GPU.
 
 One step samples `--num-generations` completions of exactly `--max-new-tokens` tokens for each of `--prompts`
 prompts (temperature 1, end-of-sequence never sampled). It scores them with a trivial reward. It makes one
@@ -6,7 +6,8 @@ AdamW update of the dr_grpo loss without a reference model (beta = 0).
 
 Each step waits for its turn (turns.py) at the end of the optimizer step before it. It is measured from there
 to its own end, so the time holds everything that TRL does, data loading included. With `--what generate` a
-turn is model.generate alone, on a model that no trainer has touched.
+turn is model.generate alone, on a model that no trainer has touched. With `--vllm` the samples are vLLM's, in
+the same process and on the same GPU (TRL's colocate mode, with TRL's defaults).
 """
 
 import argparse
@@ -39,6 +40,8 @@ def parse_args():
     p.add_argument("--max-new-tokens", type=int, default=64)
     p.add_argument("--micro-batch", type=int, default=32, help="completions per forward and backward pass")
     p.add_argument("--threads", type=int, default=2)
+    p.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    p.add_argument("--vllm", action="store_true", help="sample with vLLM instead of model.generate")
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args()
     args.total = args.prompts * args.num_generations
@@ -55,11 +58,12 @@ def load_model(args):
 def generate_alone(args, tokenizer, prompts, suppress):
     """model.generate, turn by turn."""
     model = load_model(args).eval()
+    model = model.to(args.device)
     batch = tokenizer(
         [p for p in prompts for _ in range(args.num_generations)],
         return_tensors="pt",
         return_token_type_ids=False,
-    )
+    ).to(args.device)
     config = GenerationConfig(
         do_sample=True,
         temperature=1.0,
@@ -73,7 +77,7 @@ def generate_alone(args, tokenizer, prompts, suppress):
     for _ in range(args.turns):
         turns.wait()
         start = time.perf_counter()
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=args.autocast):
+        with torch.no_grad(), torch.autocast(args.device, torch.bfloat16, enabled=args.autocast):
             out = model.generate(**batch, generation_config=config)
         turns.answer(generate_s=time.perf_counter() - start)
         assert out.shape[1] == batch["input_ids"].shape[1] + args.max_new_tokens, "generation stopped early"
@@ -90,6 +94,8 @@ class StepTurns(TrainerCallback):
         self.start = time.perf_counter()
 
     def on_step_end(self, args, state, control, **_):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         now = time.perf_counter()
         (sample_s,) = self.sample_s  # there is one generation for each update
         self.sample_s.clear()
@@ -107,7 +113,9 @@ class StepTurns(TrainerCallback):
 def grpo_config(args, folder, suppress):
     return GRPOConfig(
         output_dir=folder,
-        use_cpu=True,
+        use_cpu=args.device == "cpu",
+        use_vllm=args.vllm,
+        vllm_max_model_length=args.prompt_chars + args.max_new_tokens if args.vllm else None,
         seed=args.seed,
         max_steps=args.turns,
         # TRL turns both on by default. bf16 means autocast here, not the dtype of the weights.
@@ -141,10 +149,9 @@ def grpo_config(args, folder, suppress):
 
 def train(args, tokenizer, prompts, suppress):
     """TRL's training, one step a turn."""
-    target = tokenizer(prompts[0])["input_ids"][-1]
 
     def reward(completion_ids, **_):
-        return [ids.count(target) / len(ids) for ids in completion_ids]
+        return [sum(token % 2 for token in ids) / len(ids) for ids in completion_ids]
 
     with tempfile.TemporaryDirectory() as folder:
         config = grpo_config(args, folder, suppress)
@@ -184,7 +191,8 @@ def main():
     alphabet = sorted(t for t in tokenizer.get_vocab() if len(t) == 1 and t.isascii() and t.isalnum())
     prompts = ["".join(rng.choices(alphabet, k=args.prompt_chars)) for _ in range(args.prompts)]
     # The end token must never be sampled: TRL cuts a completion at the first one.
-    suppress = {"suppress_tokens": [tokenizer.eos_token_id]}
+    end = tokenizer.eos_token_id
+    suppress = {"ignore_eos": True, "logit_bias": {end: -100.0}} if args.vllm else {"suppress_tokens": [end]}
     (train if args.what == "train" else generate_alone)(args, tokenizer, prompts, suppress)
     assert torch.get_num_threads() == args.threads, "something changed the number of threads"
 

@@ -20,65 +20,33 @@ import turns
 
 HERE = Path(__file__).parent
 PROMPTS, SAMPLES, NEW_TOKENS, PROMPT_TOKENS = 8, 8, 64, 16
-MAX_SEQS, BATCH_TOKENS, CACHE_BYTES = 64, 2048, 1 << 29
+CACHE_BYTES = 1 << 29
 
 
-def prompts() -> list[list[int]]:
-    """Token ids of the prompts. No two prompts share a prefix."""
-    return [[20 + (7 * i + 3 * j) % 90 for j in range(PROMPT_TOKENS)] for i in range(PROMPTS)]
+def requests():
+    """What a call draws. No two prompts share a prefix."""
+    from zerokl.benchmarks.device.engines import Requests
+
+    prompts = [[20 + (7 * i + 3 * j) % 90 for j in range(PROMPT_TOKENS)] for i in range(PROMPTS)]
+    return Requests(prompts, SAMPLES, NEW_TOKENS, cache_bytes=CACHE_BYTES)
 
 
 def zerokl_calls(model: Path, dtype: str):
     """A function that draws all tokens of call i with zerokl inside vLLM, and returns their number."""
     import torch
-    from zerokl.engine.config import VllmConfig
-    from zerokl.engine.rollout.types import GenerationParams, RngKey
-    from zerokl.engine.rollout.vllm.sampler import VllmSampler
-    from zerokl.engine.shared_tensor import SharedTensor
-    from zerokl.kernels.sampling_params import SamplingParams
-    from zerokl.model.checkpoint import load_decoder
+    from zerokl.benchmarks.device.engines import zerokl_in_vllm
 
-    decoder = load_decoder(model, getattr(torch, dtype))
-    weights = SharedTensor(decoder.layout.numel, decoder.dtype)
-    decoder.move_to(weights.tensor)
-    cfg = VllmConfig(max_concurrency=MAX_SEQS, max_batch_tokens=BATCH_TOKENS, cache_bytes=CACHE_BYTES)
-    sampler = VllmSampler(model, decoder.config, weights, cfg)
-    generation_params = GenerationParams(SamplingParams(), SAMPLES, NEW_TOKENS, frozenset())
-    return lambda i: sum(
-        len(r.completion_ids) for r in sampler.generate(prompts(), generation_params, RngKey(0, i))
-    )
+    return zerokl_in_vllm(model, getattr(torch, dtype), torch.device("cpu"), requests())
 
 
 def stock_calls(model: Path, dtype: str):
     """A function like that of zerokl_calls, for vLLM's own model, attention and sampler."""
+    import torch
+    from zerokl.benchmarks.device.engines import vllm_as_it_comes
     from zerokl.engine.rollout.vllm.sampler import prepare_vllm
 
     prepare_vllm(multiprocess=False)
-    from vllm import LLM, SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    llm = LLM(
-        model=str(model),
-        dtype=dtype,
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        logprobs_mode="processed_logprobs",
-        disable_log_stats=True,
-        max_num_seqs=MAX_SEQS,
-        max_num_batched_tokens=BATCH_TOKENS,
-        kv_cache_memory_bytes=CACHE_BYTES,
-    )
-    params = SamplingParams(
-        temperature=1.0,
-        max_tokens=NEW_TOKENS,
-        ignore_eos=True,
-        logprobs=0,
-        detokenize=False,
-        flat_logprobs=True,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-    ids = [{"prompt_token_ids": p} for p in prompts() for _ in range(SAMPLES)]
-    return lambda i: sum(len(o.outputs[0].token_ids) for o in llm.generate(ids, params, use_tqdm=False))
+    return vllm_as_it_comes(model, getattr(torch, dtype), requests(), enforce_eager=True)
 
 
 SIDES = {"zerokl": zerokl_calls, "stock": stock_calls}

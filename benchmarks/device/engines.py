@@ -1,0 +1,157 @@
+"""Engines that decode: each is a function that draws all tokens of call i and returns their number.
+
+native, vllm and vllm-stock are zerokl's samplers; the latter two also exist with vllm.cuda_graphs. The others
+are vLLM as it comes (stock), with decode graphs and no compiler (stock-graphs), without either (stock-eager),
+and in batch-invariant mode, without and with graphs.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+Call = Callable[[int], int]
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What a call draws: `samples` completions of `new_tokens` tokens of each prompt."""
+
+    prompts: Sequence[Sequence[int]]
+    samples: int
+    new_tokens: int
+    context: int = 512
+    cache_bytes: int = 4 << 30
+    batch_tokens: int = 2048
+
+    @property
+    def sequences(self) -> int:
+        """Completions of a call."""
+        return len(self.prompts) * self.samples
+
+
+def native(model: Path, dtype: torch.dtype, device: torch.device, requests: Requests) -> Call:
+    """zerokl's own sampler."""
+    from zerokl.engine.rollout.native import NativeSampler
+    from zerokl.model.checkpoint import load_decoder
+
+    sampler = NativeSampler(
+        load_decoder(model, dtype, device),
+        max_concurrency=requests.sequences,
+        cache_bytes=requests.cache_bytes,
+    )
+    return _keyed(sampler, requests)
+
+
+def zerokl_in_vllm(
+    model: Path, dtype: torch.dtype, device: torch.device, requests: Requests, graphs: bool = False
+) -> Call:
+    """vLLM with zerokl's decoder, attention and draw."""
+    from zerokl.engine.rollout.vllm.sampler import VllmSampler
+    from zerokl.engine.shared_tensor import SharedTensor
+    from zerokl.model.checkpoint import load_decoder
+
+    decoder = load_decoder(model, dtype, device)
+    weights: object = decoder.flat.detach()
+    if device.type == "cpu":  # vLLM's process maps the trainer's memory
+        weights = SharedTensor(decoder.layout.numel, dtype)
+        decoder.move_to(weights.tensor)
+    return _keyed(VllmSampler(model, decoder.config, weights, _vllm_config(requests, graphs)), requests)
+
+
+def beside_vllm(
+    model: Path, dtype: torch.dtype, device: torch.device, requests: Requests, graphs: bool = False
+) -> Call:
+    """vLLM's own model in the mode that zerokl's trainer matches."""
+    from zerokl.engine.rollout.vllm.stock import StockSampler
+    from zerokl.model.checkpoint import load_decoder
+
+    decoder = load_decoder(model, dtype, device)
+    flat = decoder.flat.detach()
+    sampler = StockSampler(model, decoder.config, decoder.layout, flat, _vllm_config(requests, graphs))
+    return _keyed(sampler, requests)
+
+
+def _vllm_config(requests: Requests, graphs: bool):
+    from zerokl.engine.config import VllmConfig
+
+    return VllmConfig(
+        context=requests.context,
+        max_concurrency=requests.sequences,
+        max_batch_tokens=requests.batch_tokens,
+        cache_bytes=requests.cache_bytes,
+        cuda_graphs=graphs,
+    )
+
+
+def _keyed(sampler, requests: Requests) -> Call:
+    """Calls of a sampler of zerokl's."""
+    from zerokl.engine.rollout.types import GenerationParams, RngKey
+    from zerokl.kernels.sampling_params import SamplingParams
+
+    params = GenerationParams(SamplingParams(), requests.samples, requests.new_tokens, frozenset())
+    return lambda i: sum(
+        len(r.completion_ids) for r in sampler.generate(requests.prompts, params, RngKey(0, i))
+    )
+
+
+def vllm_as_it_comes(model: Path, dtype: torch.dtype, requests: Requests, **arguments: object) -> Call:
+    """vLLM's own model, attention and sampler. arguments: further ones of vllm.LLM."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm import LLM, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    llm = LLM(
+        model=str(model),
+        dtype=str(dtype).removeprefix("torch."),
+        skip_tokenizer_init=True,
+        logprobs_mode="processed_logprobs",
+        disable_log_stats=True,
+        max_model_len=requests.context,
+        max_num_seqs=requests.sequences,
+        max_num_batched_tokens=requests.batch_tokens,
+        kv_cache_memory_bytes=requests.cache_bytes,
+        **arguments,
+    )
+    params = SamplingParams(
+        temperature=1.0,
+        max_tokens=requests.new_tokens,
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    ids = [{"prompt_token_ids": list(p)} for p in requests.prompts for _ in range(requests.samples)]
+    return lambda i: sum(len(o.outputs[0].token_ids) for o in llm.generate(ids, params, use_tqdm=False))
+
+
+# Without the compiler (mode 0), and with one graph for each number of decoding samples.
+DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+
+
+def make(name: str, model: Path, dtype: torch.dtype, device: torch.device, requests: Requests) -> Call:
+    """The engine `name`."""
+    ours = {
+        "native": native,
+        "vllm": zerokl_in_vllm,
+        "vllm-graphs": partial(zerokl_in_vllm, graphs=True),
+        "vllm-stock": beside_vllm,
+        "vllm-stock-graphs": partial(beside_vllm, graphs=True),
+    }
+    if name in ours:
+        return ours[name](model, dtype, device, requests)
+    arguments: dict[str, object] = {
+        "stock": {},
+        "stock-graphs": {"compilation_config": DECODE_GRAPHS},
+        "stock-eager": {"enforce_eager": True},
+        "batch-invariant": {"enforce_eager": True, "attention_backend": "TRITON_ATTN"},
+        "batch-invariant-graphs": {"compilation_config": DECODE_GRAPHS, "attention_backend": "TRITON_ATTN"},
+    }[name]
+    if name.startswith("batch-invariant"):
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    return vllm_as_it_comes(model, dtype, requests, **arguments)

@@ -1,0 +1,92 @@
+"""Training steps of a random model in this process, without a run's folder."""
+
+import gc
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from zerokl.benchmarks.letters import characters
+from zerokl.benchmarks.machine import Machine
+from zerokl.engine.config import Config
+from zerokl.engine.runs.head import run_head
+from zerokl.engine.runs.setup import make_state
+from zerokl.engine.tasks import load_task
+from zerokl.engine.tasks.tokenizer import character_tokenizer
+from zerokl.engine.train.recorder import Recorder
+from zerokl.engine.train.step import train_step
+from zerokl.model.checkpoint import write_checkpoint
+from zerokl.model.weights import fingerprint
+
+TASK = "zerokl.benchmarks.letters:Letters"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What some steps left behind."""
+
+    steps: list[dict[str, float]]  # the metrics of each step
+    fingerprint: str  # of the ledger
+    weights: str
+
+    @property
+    def tokens(self) -> int:
+        """Completion tokens of all steps."""
+        return int(sum(m["tokens"] for m in self.steps))
+
+    @property
+    def unequal(self) -> int:
+        """Tokens whose trainer logprob is not the sampler's."""
+        return sum(round(m["tokens"] * (1 - m["mismatch/frac_equal"])) for m in self.steps)
+
+
+def write_model(
+    m: Machine, folder: Path, layers: int, vocab: int, dtype: torch.dtype = torch.float32
+) -> Path:
+    """Write a model of random weights, with the widths of the smallest shape, and a tokenizer of its size."""
+    character_tokenizer(characters(vocab - 3)).save_pretrained(folder / "tokenizer")
+    decoder = m.decoder(m.first_shape, layers, vocab, dtype)
+    write_checkpoint(folder / "model", decoder.layout, decoder.flat.detach(), companions=folder / "tokenizer")
+    return folder / "model"
+
+
+def settings(m: Machine, model: Path, dtype: torch.dtype, steps: int) -> dict[str, object]:
+    """The settings of a short run, as the configuration has them: 4 prompts x 4 samples."""
+    return {
+        "model": str(model),
+        "device": m.device.type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "steps": steps,
+        "prompts": 4,
+        "num_generations": 4,
+        "workers": 1,
+        "task": {"name": TASK},
+        "sampling": {"max_tokens": 8 if m.small else 48},
+        "evaluation": {"every": 0},
+        "optimizer": {"lr": 1e-3},
+        # Room for a cache beside what else is on the GPU.
+        "native": {"cache_bytes": 1 << 30},
+        "vllm": {"context": 512, "cache_bytes": 1 << 28},
+    }
+
+
+def take_steps(values: Mapping[str, object], cut: bool = True) -> Run:
+    """Take all steps of a run. With `cut` a completion ends with a stop token, else it has every token.
+
+    Raises MismatchError where a bit differs.
+    """
+    config = Config.model_validate(values)
+    task = load_task(config.task.name, config.task.options)
+    with closing(make_state(config, Path(config.model), task)) as state:
+        if not cut:
+            state.tokenizer.stop_ids = frozenset()
+        state.recorder = Recorder(None, run_head(state, {}), config.ledger, state.optimizer)
+        steps = [train_step(state).metrics for _ in range(config.steps)]
+        weights = fingerprint(state.policy.layout, state.optimizer.collect_master())
+        run = Run(steps, state.recorder.ledger.chain, weights)
+    del state
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return run

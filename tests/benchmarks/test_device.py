@@ -1,0 +1,272 @@
+"""benchmarks/device.sh runs here with toy sizes, so that it is not broken on the day a GPU is there.
+
+What needs vLLM or TRL is tested in their environments (tests/vllm/test_device.py, tests/trl/test_device.py).
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from zerokl.benchmarks.device import __main__ as device
+from zerokl.benchmarks.device import exact, report, step
+from zerokl.benchmarks.device.processes import rows_of
+from zerokl.benchmarks.device.runs import Run
+from zerokl.benchmarks.letters import Letters, characters
+from zerokl.benchmarks.machine import Machine
+from zerokl.verify.environment import PACKAGE_ROOT
+
+DEVICE = PACKAGE_ROOT / "benchmarks" / "device.sh"
+SMALL = ("--device", "cpu", "--small")
+# What device.sh does not ask for.
+MISSING = ("math_verify", "matplotlib", "tensorboard", "tomli_w")
+
+
+def run_device(*words: str, path: Path | None = None) -> subprocess.CompletedProcess:
+    """Run device.sh with this Python; `path` goes on its PYTHONPATH."""
+    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(path or "")}
+    return subprocess.run([DEVICE, *words], env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("part", "rows"),
+    [
+        pytest.param("exact", ["law fp32: alone", "stale rollouts bf16: "], marks=pytest.mark.full),
+        ("kernels", ["toy linear, 64 rows", "toy attention backward"]),
+        pytest.param("step", ["whole step of 2 x 4 x 8 tokens"], marks=pytest.mark.full),
+        pytest.param("decode", ["decoding 16 x 8 tokens after 8, zerokl"], marks=pytest.mark.full),
+        ("vllm", ["vLLM's kernels: not compared"]),
+    ],
+)
+def test_every_part_runs_in_a_python_with_few_packages(tmp_path, part, rows):
+    """All sections run, in a process without the packages that device.sh does not ask for."""
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({MISSING}))\n")
+    process = run_device(part, *SMALL, path=tmp_path)
+    assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-4000:]
+    assert process.stdout.splitlines()[-1] == f"{part}: unequal bits in 0 rows"
+    for row in rows:
+        assert re.search(rf"^{re.escape(row)}", process.stdout, re.M), row
+    if part == "exact":
+        assert "kill and resume: not compared (matplotlib, tensorboard, tomli_w is missing)" in process.stdout
+
+
+@pytest.mark.full
+def test_a_run_is_killed_and_resumed():
+    (row,) = exact.kill_and_resume(Machine("cpu", small=True), torch.float32)
+    assert re.fullmatch(r"kill -9 after [2-6] of 6 steps and resume fp32", row["what"])
+    assert row["unequal"] == 0
+
+
+@pytest.mark.full
+def test_the_split_of_a_step_is_there():
+    rows = list(step.whole_step(Machine("cpu", small=True)))
+    (ours,) = (row for row in rows if "zerokl, native sampler" in row["what"])
+    assert ours["unequal"] == 0
+    stations = ("prompts", "decode", "reward", "score", "forward_backward", "optimizer", "sync", "ledger")
+    assert {f"{name}_s" for name in stations} <= ours.keys()
+    assert ours["forward_backward_s"] < ours["train_s"] < ours["step_s"]
+
+
+def test_what_is_not_a_part_is_refused():
+    process = run_device("everything", *SMALL)
+    assert process.returncode == 2
+    assert "invalid choice: 'everything'" in process.stderr
+    process = run_device("kernels", "--device", "cpu")
+    assert process.returncode == 2
+    assert "--device cpu needs --small" in process.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_without_a_gpu_nothing_is_measured():
+    process = run_device("kernels")
+    assert process.returncode == 2
+    assert "torch finds no CUDA GPU here; --device cpu --small checks this code" in process.stderr
+
+
+def test_a_section_that_fails_or_differs_turns_the_part_red(monkeypatch, capsys):
+    def differs(m):
+        yield {"what": "one", "unequal": 3}
+        yield {"what": "two", "unequal": 0}
+
+    def fails(m):
+        yield {"what": "three", "ours_ms": 1.25}
+        raise RuntimeError("two\nlines")
+
+    def late(m):
+        yield {"what": "four"}
+
+    module = SimpleNamespace(SECTIONS=(differs, fails, late))
+    monkeypatch.setattr(device.importlib, "import_module", lambda name: module)
+    monkeypatch.setattr(sys, "argv", ["device", "exact", *SMALL])
+    monkeypatch.setattr(device.os, "environ", {})
+    assert device.main() == 1
+    output = capsys.readouterr()
+    assert re.search(r"^three +ours_ms 1\.25$", output.out, re.M)
+    assert "RuntimeError: two" in output.err
+    last = "exact: unequal bits in 2 rows: one; fails failed: RuntimeError: two"
+    assert output.out.splitlines()[-1] == last
+    assert re.search(r"^four", output.out, re.M), "the sections after it run"
+
+
+def test_a_section_that_begins_too_late_is_named(monkeypatch):
+    monkeypatch.setattr(device, "LAST_START_S", -1.0)
+    result = report.new_report("exact", torch.device("cpu"), measures=False)
+
+    def section(m):
+        raise AssertionError("it must not begin")
+
+    device._run_sections(Machine("cpu", small=True), (section,), result)
+    assert (result.rows, result.left_out) == ([], ["section"])
+
+
+def test_every_part_has_sections():
+    for name in device.PARTS.values():
+        sections = device.importlib.import_module(f"zerokl.benchmarks.device.{name}").SECTIONS
+        assert sections
+        assert len({section.__name__ for section in sections}) == len(sections)
+
+
+def _jobs(**codes: str) -> dict[str, list[str]]:
+    return {name: [sys.executable, "-c", code] for name, code in codes.items()}
+
+
+def test_processes_run_at_the_same_time_and_their_failures_are_rows():
+    jobs = _jobs(
+        slow="import time; time.sleep(1); print('{\"what\": 1}')",
+        turns="import sys; print('turn {\"lines\": %d}' % len(sys.stdin.readlines()))",
+        noise="print({'loss': 1.0}); print('{\"what\": 2}')",
+        fails="print('{\"what\": 3}', flush=True); raise ValueError('broken')",
+        silent="",
+    )
+    began = time.perf_counter()
+    rows = list(rows_of(Machine("cpu", small=True), jobs, 60, turns=4))
+    assert time.perf_counter() - began < 20
+    assert rows == [
+        ("slow", {"what": 1}),
+        ("turns", {"lines": 4}),
+        ("noise", {"what": 2}),
+        ("fails", {"what": 3}),
+        ("fails", {"what": "fails: ended with 1: ValueError: broken", "unequal": 1}),
+        ("silent", {"what": "silent: ended with 0: no output", "unequal": 1}),
+    ]
+
+
+def test_a_process_without_time_is_ended_with_its_children(tmp_path):
+    child = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    ((_, row),) = rows_of(Machine("cpu", small=True), _jobs(endless=code), 3)
+    assert row == {"what": "endless: not compared further (no time left)"}
+    pid = int((tmp_path / "pid").read_text())
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        if "State:\tZ" in Path(f"/proc/{pid}/status").read_text():
+            return
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    raise AssertionError("the child still runs")
+
+
+def test_a_child_process_has_not_the_variables_of_vllms_kernels(monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    monkeypatch.setenv("ZEROKL_KEPT", "1")
+    code = "import json, os; print(json.dumps({'what': [os.environ.get(name) for name in NAMES]}))"
+    code = code.replace("NAMES", "('VLLM_BATCH_INVARIANT', 'ZEROKL_KEPT')")
+    ((_, row),) = rows_of(Machine("cpu", small=True), _jobs(a=code), 60)
+    assert row == {"what": [None, "1"]}
+
+
+def _step(**metrics: float) -> dict[str, float]:
+    exactly = {"tokens": 10, "mismatch/frac_equal": 1.0, "ref/frac_equal": 0.5, "staleness/frac_equal": 0.5}
+    return exactly | {"staleness/versions": 0} | metrics
+
+
+def _verdicts(rows) -> list[int]:
+    return [row["unequal"] for row in rows]
+
+
+def test_control_a_reference_or_old_weights_that_do_nothing_are_found():
+    first, later = _step(**{"ref/frac_equal": 1.0}), _step()
+    for steps, verdicts in (
+        ([first, later, later], [0, 0, 0]),
+        ([first | {"mismatch/frac_equal": 0.9}, later, later], [1, 0, 0]),
+        ([later, later, later], [0, 5, 0]),
+        ([first, first, first], [0, 0, 2]),
+    ):
+        assert _verdicts(exact._reference_rows("bf16", Run(steps, "", ""))) == verdicts
+    stale = _step(**{"staleness/versions": 1})
+    for steps, verdicts in (
+        ([later, stale, later], [0, 0, 0]),
+        ([later, later, later], [0, 1, 0]),
+        ([later, stale | {"staleness/frac_equal": 1.0}, stale], [0, 0, 1]),
+    ):
+        assert _verdicts(exact._staleness_rows("bf16", Run(steps, "", ""))) == verdicts
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA GB200", "gb200"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("NVIDIA GeForce RTX 4090", "nvidia-geforce-rtx-4090"),
+    ],
+)
+def test_the_folder_of_a_gpu(name, folder):
+    assert report.gpu_folder(name) == folder
+
+
+def test_a_run_has_a_file_of_its_own(monkeypatch, tmp_path):
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(report, "environment", lambda *_: {"gpu": "NVIDIA H100 80GB HBM3"})
+    for suffix in ("", "-2", "-3"):
+        result = report.new_report("exact", torch.device("cuda"), measures=True)
+        result.rows.append({"what": "law", "unequal": 0})
+        result.write(1.5)
+        assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d-\w{{7}}-exact{suffix}\.json", result.target.name)
+        written = json.loads(result.target.read_text())
+        assert (written["part"], written["seconds"], written["rows"]) == ("exact", 1.5, result.rows)
+    assert len(list((tmp_path / "h100").iterdir())) == 3
+
+
+HISTORY = sorted(p for p in report.RESULTS.glob("*/*.json") if p.parent.name != "cpu")
+
+
+@pytest.mark.parametrize("path", HISTORY, ids=lambda path: path.stem)
+def test_the_history_says_what_ran_and_no_bit_is_unequal(path):
+    run = json.loads(path.read_text())
+    date, commit = run["date"], run["commit"][:7]
+    assert re.fullmatch(rf"{date}-{commit}-(all|{'|'.join(device.PARTS)})(-\d+)?", path.stem)
+    assert path.parent.name == report.gpu_folder(run["environment"]["gpu"])
+    assert {"torch", "triton", "driver", "python"} <= run["environment"].keys()
+    assert run["rows"]
+    assert [row["what"] for row in run["rows"] if row.get("unequal")] == []
+
+
+def test_the_history_begins_with_the_first_run():
+    assert HISTORY[0].name == "2026-11-22-cabfede-all.json"
+
+
+def test_letters_earn_different_rewards():
+    task = Letters(prompts=3, length=20)
+    problems = task.problems("train")
+    assert len({problem.prompt for problem in problems}) == 3
+    assert {len(problem.prompt) for problem in problems} == {20}
+    assert [task.reward(problems[0], text) for text in ("bd", "ab", "ac", "")] == [1.0, 0.5, 0.0, 0.0]
+    every = characters(151_933)
+    assert len(set(every)) == 151_933
+    assert set(problems[0].prompt) <= set(characters(125))
+    assert not any(0xD800 <= ord(c) < 0xE000 for c in every)
