@@ -257,7 +257,7 @@ def source(tmp_path) -> Path:
 
 
 def test_control_the_source_has_none_of_it_yet():
-    with pytest.raises(ValueError, match="MistralForCausalLM is not supported"):
+    with pytest.raises(ValueError, match="'MistralForCausalLM' is not supported"):
         ModelConfig.from_dict({"architectures": ["MistralForCausalLM"]})
     with pytest.raises(ValueError, match="dual_clip"):
         LossConfig(preset="dual_clip")

@@ -1,0 +1,297 @@
+"""The pages of `zerokl report` and `zerokl watch` in a real browser: what a person sees, hears and types."""
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import axe_core_python
+import pytest
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import Select, WebDriverWait
+from zerokl.engine.commands.report.page import write_report
+from zerokl.engine.commands.report.watch import LiveRuns, Server
+
+from tests.browser.conftest import NARROW, WIDE
+from tests.made_run import HOSTILE, made_run, metrics_line, write_lines, write_rollouts
+
+pytestmark = pytest.mark.browser
+AXE = (Path(axe_core_python.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
+SIZES = pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
+
+
+def text_of(driver: webdriver.Chrome, selector: str) -> str:
+    return wait_for(driver, selector).text
+
+
+def wait_for(driver: webdriver.Chrome, selector: str, seconds: float = 20):
+    return WebDriverWait(driver, seconds).until(lambda d: d.find_element(By.CSS_SELECTOR, selector))
+
+
+def shows(driver: webdriver.Chrome, selector: str, words: str, seconds: float = 20) -> None:
+    """Wait until the text of an element has the words."""
+    WebDriverWait(driver, seconds).until(lambda d: words in d.find_element(By.CSS_SELECTOR, selector).text)
+
+
+def axe(driver: webdriver.Chrome, rules: str = "wcag2a,wcag2aa,best-practice") -> list[list[str]]:
+    """What axe finds wrong: rule, element and what to do."""
+    driver.execute_script(AXE)
+    return driver.execute_async_script(
+        "const [rules, done] = arguments; axe.run(document, {runOnly: rules.split(',')}).then(r => done("
+        "r.violations.map(v => [v.id, v.nodes[0].html, v.nodes[0].failureSummary])))",
+        rules,
+    )
+
+
+def rollouts(driver: webdriver.Chrome, seconds: float = 20) -> list[str]:
+    """The shown rollouts, once they have been read."""
+    driver.execute_script("document.getElementById('rollouts').scrollIntoView()")
+    status = wait_for(driver, "#rollouts [role=status]")
+    WebDriverWait(driver, seconds).until(lambda _: "of" in status.text)
+    return [row.text for row in driver.find_elements(By.CSS_SELECTOR, "#rollouts ol.rows > li.row")]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_report([made_run(tmp_path_factory.mktemp("made") / "good")]).as_uri()
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("made")
+    a = made_run(folder / "a", steps=6)
+    b = made_run(folder / "b", steps=6, fork=3, k3=0.01, settings={"exact": False, "optimizer.lr": 3e-3})
+    return write_report([a, b], folder / "two.html").as_uri()
+
+
+@SIZES
+def test_the_first_screen_says_what_a_person_wants_to_know(open_page, page, size):
+    driver = open_page(page, size)
+    overview = text_of(driver, "#overview")
+    for words in ("0.200", "0.550", "0.0", "all 128 tokens equal to the bit", "answer 0", "zerokl train"):
+        assert words in overview, words
+    if size == WIDE:
+        last = driver.find_element(By.CSS_SELECTOR, "#overview .grid > :last-child")
+        assert last.rect["y"] + last.rect["height"] <= size[1], "all of it is above the fold"
+
+
+@SIZES
+@pytest.mark.parametrize("which", ["page", "comparison"])
+def test_nothing_is_wider_than_the_window(open_page, request, which, size):
+    driver = open_page(request.getfixturevalue(which), size)
+    rollouts(driver)
+    assert driver.execute_script("return document.documentElement.scrollWidth") <= size[0]
+
+
+def test_charts_are_drawn_and_described(open_page, page):
+    driver = open_page(page)
+    wait_for(driver, ".chart canvas")
+    charts = driver.find_elements(By.CSS_SELECTOR, ".plot[role=img]")
+    assert len(charts) > 10
+    labels = [chart.get_attribute("aria-label") for chart in charts]
+    assert any("Entropy by step. good: from 0.500 to 0.100" in label for label in labels), labels
+    # Something is drawn: the canvas has pixels of the line's colour.
+    blue = driver.execute_script(
+        "const c = document.querySelector('#learning canvas'), d = c.getContext('2d')"
+        ".getImageData(0, 0, c.width, c.height).data; let n = 0;"
+        "for (let i = 0; i < d.length; i += 4) n += d[i] === 31 && d[i + 1] === 111 && d[i + 2] === 209;"
+        "return n"
+    )
+    assert blue > 50
+
+
+@SIZES
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("which", ["page", "comparison"])
+def test_accessible_by_the_rules_of_axe(open_page, request, which, dark, size):
+    """Contrast, names of controls, order of headings, roles: WCAG 2 A and AA."""
+    driver = open_page(request.getfixturevalue(which), size, dark)
+    driver.refresh()  # the theme is chosen when the page opens, after the storage was cleared
+    rollouts(driver)
+    driver.find_element(By.CSS_SELECTOR, "#rollouts li.row button").click()
+    wait_for(driver, ".detail table")
+    theme = driver.execute_script("return document.documentElement.dataset.theme")
+    assert theme == ("dark" if dark else "light")
+    assert axe(driver) == []
+
+
+def test_control_axe_sees_a_faint_text(open_page, page):
+    driver = open_page(page)
+    wait_for(driver, "h1")
+    driver.execute_script("document.querySelector('h1').style.color = '#ccc'")
+    assert [found[0] for found in axe(driver, "wcag2aa")] == ["color-contrast"]
+
+
+def test_every_control_is_reached_by_the_keyboard_and_shows_its_focus(open_page, page):
+    driver = open_page(page)
+    rollouts(driver)
+    driver.execute_script("window.scrollTo(0, 0); document.activeElement.blur()")
+    controls = driver.execute_script(
+        "return [...document.querySelectorAll('a[href], button, input, select, summary, [tabindex=\"0\"]')]"
+        ".filter(e => !e.disabled).length"
+    )
+    reached = set()
+    for _ in range(controls + 5):
+        driver.switch_to.active_element.send_keys(Keys.TAB)
+        focused = driver.switch_to.active_element
+        if focused.tag_name == "body":
+            break
+        outline = driver.execute_script("return getComputedStyle(arguments[0]).outlineStyle", focused)
+        assert outline != "none", focused.get_attribute("outerHTML")[:200]
+        reached.add(focused.id)
+    assert len(reached) == controls
+
+
+def test_rollouts_worst_first_filtered_paged_and_opened_by_keyboard(open_page, page):
+    driver = open_page(page)
+    rows = rollouts(driver)
+    assert len(rows) == 25
+    assert rows[0].startswith("step 3")
+    assert "\n0.0\n" in rows[0]
+    driver.find_element(By.CSS_SELECTOR, "#rollouts [data-name=next]").send_keys(Keys.ENTER)
+    shows(driver, ".pager", "page 2 of 2")
+    assert len(rollouts(driver)) == 32 - 25
+    driver.find_element(By.CSS_SELECTOR, "#rollouts input[type=search]").send_keys("answer 17")
+    shows(driver, "#rollouts [role=status]", "1 rollout of 32")
+    more = driver.find_element(By.CSS_SELECTOR, "#rollouts li.row button")
+    more.send_keys(Keys.SPACE)
+    detail = wait_for(driver, "#rollouts .detail")
+    assert "The other completions of its group" in detail.text
+    assert len(detail.find_elements(By.CSS_SELECTOR, "li.row")) == 3
+    assert more.get_attribute("aria-expanded") == "true"
+
+
+def test_tokens_take_the_colour_that_is_chosen(open_page, comparison):
+    driver = open_page(comparison)
+    rollouts(driver)
+
+    def tints() -> set[str]:
+        marks = driver.find_elements(By.CSS_SELECTOR, "#rollouts li.row mark")
+        return {mark.value_of_css_property("background-color") for mark in marks}
+
+    def choose(label: str, value: str) -> None:
+        for field in driver.find_elements(By.CSS_SELECTOR, "#rollouts .filters > label"):
+            if field.text.startswith(label):
+                Select(field.find_element(By.TAG_NAME, "select")).select_by_visible_text(value)
+                time.sleep(0.5)
+
+    choose("colour", "mismatch |Δlogp|")
+    assert tints() == {"rgba(0, 0, 0, 0)"}, "the exact run has none"
+    choose("run", "b")
+    rollouts(driver)
+    assert len(tints()) == 1
+    assert tints() != {"rgba(0, 0, 0, 0)"}
+    choose("colour", "advantage")
+    assert tints() == {"rgba(214, 69, 40, 0.106)"}, "the worst have advantage -0.5"
+
+
+def test_two_runs_are_compared(open_page, comparison):
+    driver = open_page(comparison)
+    overview = text_of(driver, "#overview")
+    assert "the runs differ" in overview
+    assert "optimizer.lr" in overview
+    assert "configuration optimizer.lr: None and 0.003; then step 3: tokens" in text_of(driver, "#ledger")
+
+    def order() -> list[str]:
+        rows = driver.find_elements(By.CSS_SELECTOR, "#overview article:last-child tbody tr")
+        return [row.text.split()[0] for row in rows]
+
+    headings = driver.find_elements(By.CSS_SELECTOR, "#overview th button")
+    heading = next(button for button in headings if button.text == "mismatch k3")
+    heading.send_keys(Keys.ENTER)
+    assert order() == ["b", "a"]
+    heading.send_keys(Keys.ENTER)
+    assert order() == ["a", "b"]
+
+
+def test_hostile_text_stays_text(open_page, tmp_path):
+    run = made_run(
+        tmp_path / "<img src=x onerror=hacked=1>",
+        text=lambda i: HOSTILE,
+        token="<img src=x onerror=hacked=1>",
+        settings={"task.name": HOSTILE.replace("\x00", "").replace("\x1b", ""), "optimizer.lr": 1e-3},
+    )
+    driver = open_page(write_report([run], tmp_path / "out.html").as_uri())
+    rows = rollouts(driver)
+    assert "<img src=x onerror=hacked=1>" in rows[0]
+    driver.find_element(By.CSS_SELECTOR, "#rollouts li.row button").click()
+    wait_for(driver, ".detail table")
+    assert "‹U+202E›␀␛[31m" in text_of(driver, "#overview")
+    assert driver.execute_script("return window.hacked") is None
+    assert driver.find_elements(By.CSS_SELECTOR, "img, svg, iframe") == []
+
+
+def test_a_hundred_thousand_rollouts_open_without_freezing(open_page, tmp_path):
+    """A log of more than 50 MB. No task of the page may take longer than a person notices as a freeze."""
+    run = made_run(tmp_path / "large", steps=100, P=50, G=20, tokens=24)
+    assert (run / "rollouts.jsonl").stat().st_size > 50e6
+    file = write_report([run])
+    assert file.stat().st_size < 20e6
+    began_s = time.monotonic()
+    driver = open_page(file.as_uri())
+    assert "finished" in text_of(driver, ".masthead")
+    opened_s = time.monotonic() - began_s
+    driver.execute_script(
+        "window.longest = 0; new PerformanceObserver(l => { for (const e of l.getEntries())"
+        " window.longest = Math.max(window.longest, e.duration); }).observe({type: 'longtask'})"
+    )
+    assert len(rollouts(driver, 60)) == 25
+    assert "100,000 rollouts of 100,000" in text_of(driver, "#rollouts [role=status]")
+    driver.find_element(By.CSS_SELECTOR, "#rollouts input[type=search]").send_keys("answer 99999")
+    shows(driver, "#rollouts [role=status]", "1 rollout of", 120)
+    longest_ms = driver.execute_script("return window.longest")
+    size_mb = file.stat().st_size / 1e6
+    print(f"opened in {opened_s:.1f} s, longest task {longest_ms:.0f} ms, page {size_mb:.1f} MB")
+    assert opened_s < 15
+    assert longest_ms < 1000
+
+
+def test_the_live_page_follows_a_run(open_page, tmp_path):
+    run = made_run(tmp_path / "live", steps=3, planned=10)
+    server = Server(LiveRuns([run]), 0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        driver = open_page(server.address)
+        assert "3 of 10 steps" in text_of(driver, ".masthead")
+        assert len(rollouts(driver)) == 24
+        write_lines(run / "metrics.jsonl", [metrics_line(3, 4, 8)])
+        write_rollouts(run, range(3, 4), 2, 4)
+        shows(driver, ".masthead", "4 of 10 steps", 30)
+        shows(driver, "#rollouts .controls", "show 8 new rollouts")
+        driver.find_element(By.CSS_SELECTOR, "#rollouts .controls button").click()
+        shows(driver, "#rollouts [role=status]", "32 rollouts of 32")
+    finally:
+        driver.get("about:blank")
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture(scope="module")
+def ablation(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page of an ablation of two factors and two seeds, in which one factor changes the mismatch."""
+    folder, combinations = tmp_path_factory.mktemp("ablation"), []
+    for lr, loss in ((1, "pg"), (1, "gspo"), (2, "pg"), (2, "gspo")):
+        cells = folder / "cells" / f"lr={lr},loss={loss}"
+        runs = [made_run(cells / f"seed-{s}", k3=0.1 * lr, settings={"exact": False}) for s in (0, 1)]
+        combinations.append(
+            {"settings": {"lr": str(lr), "loss": loss}, "runs": [{"run": str(run)} for run in runs]}
+        )
+    (folder / "ablation.json").write_text(json.dumps({"combinations": combinations}))
+    return write_report([folder]).as_uri()
+
+
+@SIZES
+def test_an_ablation_has_a_chart_for_each_place_and_says_what_exceeds_the_seeds(open_page, ablation, size):
+    driver = open_page(ablation, size)
+    shows(driver, "#factors tbody tr", "exceeds the seeds' spread")
+    panels = [h.text for h in driver.find_elements(By.CSS_SELECTOR, "#factors .grid h3")]
+    assert panels == ["loss pg", "loss gspo"]
+    Select(driver.find_element(By.CSS_SELECTOR, "#factors select")).select_by_visible_text("loss")
+    panels = [h.text for h in driver.find_elements(By.CSS_SELECTOR, "#factors .grid h3")]
+    assert panels == ["lr 1", "lr 2"]
+    head = driver.find_element(By.XPATH, "//section[@id='factors']//th[button='difference']")
+    head.find_element(By.TAG_NAME, "button").click()
+    assert head.get_attribute("aria-sort") == "ascending"
+    assert axe(driver) == []
