@@ -93,6 +93,8 @@ def _type_name(annotation: object) -> str:
         return _type_name(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) is typing.Literal:
         return "one of " + ", ".join(f"`{json.dumps(v)}`" for v in typing.get_args(annotation))
+    if typing.get_origin(annotation) is tuple:
+        return f"list of {_type_name(typing.get_args(annotation)[0]).removeprefix('one of ')}"
     if typing.get_origin(annotation) is dict or annotation is dict:
         return "table"
     names = {str: "text", int: "whole number", float: "number", bool: "`true` or `false`"}
@@ -205,6 +207,15 @@ def ledger_format() -> str:
     return (
         f"The format of the file is number {FORMAT}. A ledger of another format is refused: "
         "use the version that wrote it."
+    )
+
+
+def log_fields() -> str:
+    """The fields of a log, from its JSON schema."""
+    schema = json.loads((ROOT / "engine/commands/audit/formats/log.schema.json").read_text())
+    return _table(
+        ["field", "meaning"],
+        [[f"`{name}`", field["description"]] for name, field in schema["properties"].items()],
     )
 
 
@@ -327,6 +338,7 @@ PARTS = {
     "free-keys": free_keys,
     "ledger-format": ledger_format,
     "places": places,
+    "log-fields": log_fields,
     "vllm-allowed": vllm_allowed,
     "vllm-set": vllm_set,
     "commands": commands,

@@ -15,7 +15,7 @@ from sphinx.util import logging
 ROOT = Path(__file__).resolve().parents[1]
 _LOG = logging.getLogger(__name__)
 _METRIC = re.compile(
-    r'"((?:reward|response_len|groups|completions|scaling|time|eval|staleness|ref|mismatch)/[a-z0-9_]*)"'
+    r'"((?:reward|response_len|groups|completions|scaling|time|perf|eval|staleness|ref|mismatch)/[a-z0-9_]*)"'
 )
 _DEFINES = r"^\s*(?:(?:def|class) {0}\b|{0}\b.*=)"
 # Metrics without a group.
@@ -50,7 +50,8 @@ def metric_names() -> set[str]:
 
     found = set(_PLAIN)
     for file in sorted((ROOT / "engine").rglob("*.py")):
-        if "commands" not in file.parts:
+        # trackers.py has the names of other frameworks.
+        if "commands" not in file.parts and file.name != "trackers.py":
             found |= {name for name in _METRIC.findall(file.read_text()) if not name.endswith("/")}
     watched = re.search(r"^WATCHED = \((.*)\)$", (ROOT / "engine/train/underflow.py").read_text(), re.M)[1]
     found |= {f"scaling/underflow_{name}" for name in re.findall(r'"(\w+)"', watched)}
