@@ -6,8 +6,8 @@ STAMP  := $(VENV)/.installed
 RUN    ?= runs/demo
 
 # TORCH: what pip is given for torch, e.g. TORCH='torch==2.13.0 --index-url ...' for another build.
-.PHONY: help demo test test-full test-slow test-proofs vllm test-vllm test-vllm-0.33 test-triton test-trl lint docs package \
-  pictures bench bench-vllm clean
+.PHONY: help demo test test-full test-slow test-proofs vllm test-vllm test-vllm-0.33 test-triton test-trl test-browser \
+  test-trackers lint docs package pictures bench bench-vllm clean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,7 +20,9 @@ help:
 	@echo "make test-vllm      vLLM as the sampler: tokens and logprobs beside the native sampler's and the trainer's"
 	@echo "make test-vllm-0.33 the same, and the Triton kernels, with vLLM 0.33's Python files"
 	@echo "make test-triton    the Triton kernels, interpreted on a CPU, beside vLLM's own; and compiled for four GPUs"
-	@echo "make test-trl       advantages, losses and gradients beside TRL's own"
+	@echo "make test-trl       advantages, losses and gradients beside TRL's own; the recorder beside a run without it"
+	@echo "make test-browser   the pages of audit, report and watch in Chromium (apt-get install chromium chromium-driver)"
+	@echo "make test-trackers  runs tracked by Weights & Biases, Trackio and MLflow, offline"
 	@echo "make docs           the documentation, in build/docs; a broken link fails"
 	@echo "make lint           ruff"
 	@echo "make pictures       the README's picture of the demo, from $(RUN)"
@@ -40,7 +42,8 @@ demo: $(STAMP)
 
 # One process a core, each with one OpenMP thread: threads of torch's wait for each other where cores are shared.
 JOBS   ?= $(shell nproc)
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not vllm and not proof and not trl"
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
+  -m "not slow and not vllm and not proof and not trl and not browser and not trackers"
 
 test: $(STAMP)
 	$(PYTEST) -n $(JOBS) --quick
@@ -90,6 +93,22 @@ test-vllm-0.33: .venv-vllm/vllm-0.33/.made
 
 test-trl: .venv-trl/.installed
 	.venv-trl/bin/python -m pytest -m trl tests/trl
+
+test-browser: $(VENV)/.browser
+	$(BIN)/python -m pytest -m browser tests/browser
+
+$(VENV)/.browser: $(STAMP)
+	$(BIN)/pip install -q -e ".[browser]"
+	touch $@
+
+test-trackers: .venv-trackers/.installed
+	.venv-trackers/bin/python -m pytest -m trackers tests/trackers
+
+.venv-trackers/.installed: pyproject.toml setup.py
+	test -x .venv-trackers/bin/python || $(PYTHON) -m venv .venv-trackers
+	.venv-trackers/bin/python -c "import torch" 2>/dev/null || .venv-trackers/bin/pip install -q $(TORCH)
+	.venv-trackers/bin/pip install -q -e ".[test,wandb,trackio,mlflow]"
+	touch $@
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
