@@ -37,20 +37,49 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def diagonal(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Cases of one test: as few as hold every value of every parameter; all where there is one parameter."""
-    indices = [getattr(getattr(item, "callspec", None), "indices", {}) for item in items]
-    if len(indices[0]) < 2:
+    """Cases of one test: as few as hold every value of every axis; all where there is one axis."""
+    cases = _places(items)
+    if len(cases[0]) < 2:
         return items
-    unseen = {(name, index) for case in indices for name, index in case.items()}
+    unseen = {(axis, place) for case in cases for axis, place in case.items()}
     kept = []
-    for item, case in sorted(zip(items, indices, strict=True), key=lambda pair: _off_diagonal(pair[1])):
+    for item, case in sorted(zip(items, cases, strict=True), key=lambda pair: _off_diagonal(pair[1])):
         if not unseen.isdisjoint(case.items()):
             unseen -= set(case.items())
             kept.append(item)
     return kept
 
 
-def _off_diagonal(case: dict[str, int]) -> tuple[int, list[int]]:
+def _places(items: list[pytest.Item]) -> list[dict[tuple[str, ...], int]]:
+    """For each case, its place on every axis. Names that one `parametrize` gives together are one axis.
+
+    A value is known by its identity: all cases of a matrix share the objects that were listed. pytest's own
+    callspec.indices number the cases (pytest 9.2), not the values.
+    """
+    numbers: dict[tuple[str, ...], dict[tuple[int, ...], int]] = defaultdict(dict)
+    places = []
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        place = {}
+        for axis in _axes(item, params):
+            values = tuple(id(params[name]) for name in axis)
+            place[axis] = numbers[axis].setdefault(values, len(numbers[axis]))
+        places.append(place)
+    return places
+
+
+def _axes(item: pytest.Item, params: dict[str, object]) -> list[tuple[str, ...]]:
+    together = []
+    for marker in item.iter_markers("parametrize"):
+        names = marker.args[0]
+        together.append(
+            tuple(n.strip() for n in names.split(",")) if isinstance(names, str) else tuple(names)
+        )
+    alone = params.keys() - {name for axis in together for name in axis}
+    return together + [(name,) for name in sorted(alone)]
+
+
+def _off_diagonal(case: dict[tuple[str, ...], int]) -> tuple[int, list[int]]:
     """How far a case lies from the diagonal, whose indices are equal."""
     values = list(case.values())
     return max(values) - min(values), values
