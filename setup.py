@@ -16,6 +16,7 @@ setup(
     package_dir={"zerokl": "."},
     packages=[
         "zerokl",
+        "zerokl.cli",
         "zerokl.kernels",
         "zerokl.verify",
         "zerokl.model",

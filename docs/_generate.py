@@ -291,7 +291,7 @@ def _command(title: str, function) -> list[str]:
         default = "required" if required else _argument_default(parameter.default)
         if parameter.name not in said:
             _LOG.warning(
-                "cli.py: %s: the docstring says nothing of %s", title, parameter.name, location="commands"
+                "cli: %s: the docstring says nothing of %s", title, parameter.name, location="commands"
             )
         rows.append([f"`{shown}`", _argument_type(hint), default, _prose(said.get(parameter.name, ""))])
     usage += ["[options]"] if any(row[0].startswith("`--") for row in rows) else []

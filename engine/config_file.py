@@ -1,6 +1,6 @@
 """Reads a configuration from a TOML file or preset with overrides, and writes it. Unknown keys are errors.
 
-`zerokl train` parses its command line into the models of config.py (see cli.py). It passes the settings given
+`zerokl train` parses its command line into the models of config.py (see cli/). It passes the settings given
 there as overrides, so that everything is checked once, here.
 """
 

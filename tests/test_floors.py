@@ -33,7 +33,7 @@ PLACES = (
     "kernels",
     "verify",
 )
-FLOORS = ("integrations", "engine", "model", "kernels", "verify")
+FLOORS = ("cli", "integrations", "engine", "model", "kernels", "verify")
 # Floor 1 has two places. Neither imports the other.
 STRANGERS = {"kernels": {"verify"}, "verify": {"kernels"}}
 

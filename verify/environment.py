@@ -27,7 +27,7 @@ def code_hash(root: Path) -> str:
     Tests, and environments that lie beside the package, do not count.
     """
     h = hashlib.sha256()
-    for folder in (root, *(root / name for name in ("kernels", "verify", "model", "engine"))):
+    for folder in (root, *(root / name for name in ("kernels", "verify", "model", "engine", "cli"))):
         for file in sorted(folder.glob("*.py") if folder == root else folder.rglob("*.py")):
             h.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes() + b"\0")
     return h.hexdigest()

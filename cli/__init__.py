@@ -1,0 +1,52 @@
+"""The command line: a function for each subcommand. Bad input gives one line on stderr and exit code 2."""
+
+import os
+import sys
+from importlib import import_module
+
+import cyclopts
+
+from ..engine.command_line import error_message, failure_line, spelt_out
+from .app import app
+
+for _name in ("runs", "models", "checks", "audits"):  # each registers its commands; help keeps this order
+    import_module(f".{_name}", __name__)
+
+# The exit code after Ctrl-C.
+INTERRUPTED = 130
+
+
+def _rank() -> str:
+    """The beginning of an error line: the rank of this process, where there are several."""
+    several = os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
+    return f"rank {os.environ['RANK']}: " if several else ""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit code of a command line. With ZEROKL_TRACEBACK=1 an error shows its traceback."""
+    words = spelt_out(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return app(words, exit_on_error=False, print_error=False) or 0
+        except cyclopts.CycloptsError as error:
+            raise ValueError(error_message(error)) from error
+    except Exception as error:
+        if os.environ.get("ZEROKL_TRACEBACK"):
+            raise
+        print(f"zerokl: {_rank()}{failure_line(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("zerokl: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def run() -> None:
+    """The console script: main, and the end of the process with its exit code."""
+    code = main()
+    if code == INTERRUPTED:
+        # Python waits at its end for the threads of executors. It never wakes one whose start Ctrl-C has
+        # broken off: the thread runs, and its executor does not know of it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

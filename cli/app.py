@@ -1,0 +1,32 @@
+"""The application whose commands the other files of this folder are, and the types of their options."""
+
+from typing import Annotated, Literal
+
+from cyclopts import App, Parameter
+
+from ..engine.command_line import version_line
+from ..engine.config import Config
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+Settings = Annotated[Config, Parameter(name="*")]
+TaskOptions = Annotated[dict[str, str] | None, Parameter(name="task.options")]
+TaskReward = Annotated[str, Parameter(name="task.reward")]
+LogFormat = Literal[
+    "auto", "zerokl", "nemo-rl", "tinker", "titanrl", "prime-rl", "skyrl", "slime", "trl", "verl"
+]
+Band = Literal["strict", "1%", "5%"]
+CountOrAll = Annotated[int | None, Parameter(alias="-n")]
+Count = Annotated[int, Parameter(alias="-n")]
+NO_SETTINGS = Config()
+app = App(
+    name="zerokl",
+    help="Exact reinforcement learning of language models: "
+    "the trainer's log-probabilities are bit for bit the sampler's.",
+    version=version_line,
+    default_parameter=Parameter(name_transform=lambda name: name, negative_iterable=()),
+    result_action="return_value",
+    suppress_keyboard_interrupt=False,  # main says what happened
+)
+verify_app = App(name="verify")
+app.command(verify_app)

@@ -1,0 +1,147 @@
+"""Commands about training-inference mismatch: audit, convert."""
+
+import json
+from pathlib import Path
+
+from ..verify.files import check_writable
+from .app import Band, CountOrAll, Device, Dtype, LogFormat, app
+
+
+@app.command
+def audit(
+    target: str,
+    trainer_model: str = "",
+    /,
+    *,
+    model: str = "",
+    format: LogFormat = "auto",
+    sampler: str = "native",
+    trainer: str = "zerokl",
+    dtype: Dtype = "bfloat16",
+    sampler_dtype: str = "",
+    head_dtype: str = "",
+    sampler_head_dtype: str = "",
+    prompts: str = "",
+    n: CountOrAll = None,
+    max_tokens: int = 256,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    weight_version: int | None = None,
+    checkpoints: list[str] | None = None,
+    device: Device = "auto",
+    out: str | None = None,
+    max_k3: float | None = None,
+    max_abs: float | None = None,
+    band: Band | None = None,
+    summary: str = "",
+) -> int:
+    """Measure how far a sampler and a trainer are apart, where their bits part, and what causes it.
+
+    With two models, the sampler computes with the first and the trainer with the second: `zerokl audit A B`.
+
+    The exit code is 0 when every log-probability is equal (or within the given tolerances), and 1 when not.
+
+    Args:
+        target: Model folder or hub name; or a log of rollouts, a file or a folder of files.
+        trainer_model: The trainer's model, to compare two checkpoints; by default the same.
+        model: The model that scores a log; by default the log's own trainer column is compared.
+        format: Which framework wrote the log; auto looks at its first row.
+        sampler: native, hf or hf-eager (transformers' generate), vllm (stock), vllm-zerokl, or a JSONL file
+            of rollouts.
+        trainer: zerokl, hf (sdpa attention), hf-eager, or vllm (prompt logprobs).
+        dtype: Compute dtype.
+        sampler_dtype: Compute dtype of the sampler; by default the same.
+        head_dtype: Dtype of the logits; by default the compute dtype.
+        sampler_head_dtype: Dtype of the sampler's logits; by default head_dtype.
+        prompts: Text file with one prompt in each line; by default sums such as 3+14=.
+        n: Number of completions to compare; by default 64, or all of a log that has both columns.
+        max_tokens: Tokens of a completion at most.
+        temperature: Temperature; 0 is greedy. Of a log that says none, what it was drawn with.
+        top_k: Keep the k most likely tokens; 0 keeps all.
+        top_p: Keep the most likely tokens until their probabilities together reach this; 1 keeps all.
+        seed: Seed of the draw.
+        weight_version: From a file of rollouts, take only those drawn with this version of the weights.
+        checkpoints: Other weights that may have drawn a log: a model, or a folder of models such as a run's
+            checkpoints. May be given several times.
+        device: Where all engines compute; auto is a GPU where there is one.
+        out: Folder for audit.json and audit.html; it must not hold an audit.
+        max_k3: Tolerance: k3 may be at most this, in nats a token.
+        max_abs: Tolerance: no log-probability may differ by more than this.
+        band: Tolerance: the geometric mean ratio of every sequence lies in 0.999 to 1.002 (strict), or within
+            1% or 5% of 1.
+        summary: File to which a summary in GitHub's Markdown is appended, such as $GITHUB_STEP_SUMMARY.
+    """
+    from ..engine.commands.audit.audit import AuditConfig
+    from ..engine.commands.audit.bands import band_lines
+    from ..engine.commands.audit.command import append_summary, run_audit
+    from ..engine.commands.audit.page import write_page
+    from ..engine.commands.audit.tables import hypotheses_table, settings_table, summary_table, worst_table
+    from ..engine.commands.audit.verdict import verdict
+    from ..engine.runs.folder import finite
+    from ..engine.runs.progress import Stages
+    from ..engine.runs.terminal import console
+    from ..kernels.sampling_params import SamplingParams
+
+    if not out:
+        raise ValueError("audit: --out is missing; name the folder of the report")
+    for name, value in (("max_k3", max_k3), ("max_abs", max_abs)):
+        if value is not None and not value >= 0.0:
+            raise ValueError(f"audit: {name} ({value}) must be 0 or more")
+    folder = Path(out)
+    if (folder / "audit.json").exists():
+        raise ValueError(f"audit: {folder} already holds an audit; choose another --out")
+    check_writable(folder)
+    config = AuditConfig(
+        model=model,
+        trainer_model=trainer_model,
+        sampler=sampler,
+        format=format,
+        trainer=trainer,
+        dtype=dtype,
+        sampler_dtype=sampler_dtype,
+        head_dtype=head_dtype,
+        sampler_head_dtype=sampler_head_dtype,
+        prompts=prompts,
+        max_tokens=max_tokens,
+        sampling_params=SamplingParams(temperature, top_k, top_p),
+        seed=seed,
+        weight_version=weight_version,
+        checkpoints=tuple(checkpoints or ()),
+        device=device,
+    )
+    with Stages("audit") as stage:
+        result = run_audit(target, n, config, stage)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "audit.json").write_text(json.dumps(finite(result.report), indent=1, allow_nan=False) + "\n")
+    write_page(result.report, folder / "audit.html")
+    console.print(summary_table(result.report))
+    if not result.equal:
+        console.print(worst_table(result.report))
+        if result.report.get("hypotheses", {}).get("rows"):
+            console.print(hypotheses_table(result.report))
+    console.print(settings_table(result.report))
+    passed = result.within(max_k3, max_abs, band)
+    if summary:
+        append_summary(result, passed, band, Path(summary))
+    for line in (verdict(result.report), *result.report["log_notes"], *band_lines(result.report, band)):
+        console.say(line)
+    console.print(f"report {folder / 'audit.html'}")
+    return 0 if passed else 1
+
+
+@app.command
+def convert(file: str, out: str = "", /, *, format: LogFormat = "auto") -> int:
+    """Write a log of another framework as a log of zerokl.
+
+    zerokl loads no pickle. Of one it prints the script that does this in the framework's own environment.
+
+    Args:
+        file: Log to read, a file or a folder of files.
+        out: File to write (.jsonl); it must not exist.
+        format: Which framework wrote the log; auto looks at its first row.
+    """
+    from ..engine.commands.convert import convert
+
+    return convert(Path(file), Path(out) if out else None, format)

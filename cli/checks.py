@@ -1,0 +1,147 @@
+"""Commands that check a machine or a run, and compare two: verify, diff, replay."""
+
+import os
+from pathlib import Path
+
+from ..engine.command_line import given_settings
+from ..verify.files import check_writable
+from .app import NO_SETTINGS, Device, Dtype, Settings, app, verify_app
+
+
+@verify_app.default
+def verify(
+    model: str | None = None,
+    /,
+    *,
+    dtype: tuple[Dtype, ...] = ("float32", "bfloat16", "float16"),
+    device: Device = "auto",
+    sequences: int = 12,
+    longest: int = 80,
+    seed: int = 0,
+    case: str = "",
+) -> int:
+    """Check the law on this machine: change what must not change a bit, and compare every bit.
+
+    The exit code is 1 when a bit differs.
+
+    Args:
+        model: Model folder or hub name; by default a tiny random model. Write ./run for a folder called run.
+        dtype: Compute dtypes to check; may be given several times.
+        device: Where to compute; auto is a GPU where there is one.
+        sequences: Number of random sequences to compare.
+        longest: Tokens of the longest sequence.
+        seed: Seed of the sequences.
+        case: Folder of a saved mismatch (RUN/mismatch). Its rollouts are scored again, instead of the checks.
+    """
+    from ..engine.commands.verify import check_case, check_law, count_checks
+    from ..engine.runs.progress import Display
+    from ..engine.runs.terminal import check_table, console
+    from ..kernels.backend import find_device
+
+    if case:
+        checks = check_case(Path(case), find_device(device))
+    else:
+        with Display(count_checks(dtype), "verify", transient=True) as display:
+            checks = check_law(model, dtype, sequences, longest, seed, device, display.step)
+    console.print(check_table(checks))
+    return 0 if all(check.holds for check in checks) else 1
+
+
+@verify_app.command(name="binaries")
+def verify_binaries(*, targets: tuple[str, ...] = (), record: bool = False) -> int:
+    """Compile every Triton kernel for GPUs, and check that the binaries have no atomics and no spills.
+
+    The GPUs need not be in this machine.
+
+    Args:
+        targets: sm_80, sm_90, sm_100 or gfx942; may be given several times. All of them by default.
+        record: Write the table of registers and shared memory again.
+    """
+    from ..engine.commands.verify_binaries import verify_binaries
+
+    return verify_binaries(targets, record)
+
+
+@verify_app.command(name="run")
+def verify_run(
+    path: str,
+    /,
+    *,
+    replays: int = 3,
+    draw: int | None = None,
+    settings: Settings = NO_SETTINGS,
+) -> int:
+    """Check a run: the chain of its ledger, the hashes of its checkpoints, and some of its steps, done again.
+
+    The exit code is 0 when all checks hold, and 1 when not. Settings that decide no bit can follow.
+
+    Args:
+        path: Run folder.
+        replays: Number of steps to do again; they are drawn at random.
+        draw: Seed of this draw; by default every call draws other steps.
+    """
+    from ..engine.commands.verify_run import verify_run
+    from ..engine.runs.terminal import console
+
+    seed = int.from_bytes(os.urandom(4)) if draw is None else draw
+    holds = True
+    for finding in verify_run(Path(path), replays, seed, given_settings(settings)):
+        holds = holds and finding.holds
+        console.print(f"{'ok  ' if finding.holds else 'FAIL'}  {finding.what}: {finding.result}")
+    console.print(f"steps to replay were drawn with --draw {seed}")
+    return 0 if holds else 1
+
+
+@app.command
+def diff(a: str, b: str, /) -> int:
+    """Name the first difference of two runs: its step, and the first quantity of this step in causal order.
+
+    Two traces, two logs of rollouts or two files of metrics are compared as well; the framework that wrote
+    them does not matter. The exit code is 0 when both are equal to the bit, and 1 when not.
+
+    Args:
+        a: Run folder, a trace that `zerokl replay` wrote (.safetensors), a log of rollouts, or a file of
+            metrics (.jsonl, .json, .csv).
+        b: Another one of the same kind.
+    """
+    from ..engine.commands.diff import diff
+
+    return diff(Path(a), Path(b))
+
+
+@app.command
+def replay(
+    path: str,
+    /,
+    *,
+    step: int,
+    until: int | None = None,
+    trace: str = "",
+    settings: Settings = NO_SETTINGS,
+) -> int:
+    """Do steps of a run again from the nearest checkpoint, and compare every quantity with the run's ledger.
+
+    The exit code is 0 when all bits are the same, and 1 when not. Settings that decide no bit can follow.
+
+    Args:
+        path: Run folder.
+        step: Step to do again, after the steps between the checkpoint before it and this step.
+        until: Last step to do again; by default this is step.
+        trace: File (.safetensors) for a record of every operation of the step; zerokl diff compares two such
+            files. This sets workers = 1.
+    """
+    from ..engine.commands.replay import Replayer
+    from ..engine.runs.terminal import console
+
+    if trace and not trace.endswith(".safetensors"):
+        raise ValueError(f"replay: --trace ({trace}) must end with .safetensors")
+    if trace:
+        check_writable(Path(trace).parent)
+    overrides = given_settings(settings) | ({"workers": 1} if trace else {})
+    with Replayer(Path(path), overrides) as replayer:
+        for line in replayer.messages:
+            console.print(line)
+        result = replayer.replay(step, until, Path(trace) if trace else None)
+    verdict = str(result.divergence or "every bit is the ledger's")
+    console.print(f"steps {result.first} to {result.last} done again: {verdict}")
+    return 1 if result.divergence else 0

@@ -1,0 +1,175 @@
+"""Commands about one model: sample, eval, weights, variants."""
+
+from pathlib import Path
+
+from ..engine.command_line import toml_values
+from .app import Count, Device, Dtype, TaskOptions, TaskReward, app
+
+
+@app.command
+def sample(
+    model: str,
+    /,
+    *,
+    prompt: str,
+    n: Count = 1,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    max_tokens: int = 64,
+    seed: int = 0,
+    dtype: Dtype = "float32",
+    device: Device = "auto",
+    chat: bool = False,
+) -> int:
+    """Sample completions of a prompt.
+
+    Args:
+        model: Model folder or hub name.
+        prompt: Text of the prompt.
+        n: Number of completions.
+        temperature: Temperature; 0 is greedy.
+        top_k: Keep the k most likely tokens; 0 keeps all.
+        top_p: Keep the most likely tokens until their probabilities together reach this; 1 keeps all.
+        max_tokens: Tokens of a completion at most.
+        seed: Seed of the draw.
+        dtype: Compute dtype.
+        device: Where to compute; auto is a GPU where there is one.
+        chat: Put the prompt through the tokenizer's chat template.
+    """
+    from ..engine.policy import load_policy
+    from ..engine.runs.terminal import console
+
+    policy = load_policy(model, dtype, device)
+    rollouts = policy.sample(
+        [prompt],
+        n=n,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        max_tokens=max_tokens,
+        seed=seed,
+        chat=chat,
+    )
+    for rollout in rollouts:
+        text = policy.tokenizer.decode(rollout.completion_ids)
+        console.print(f"{text!r}  logprob {float(rollout.logprobs.sum()):.4f}  {rollout.finish}")
+    return 0
+
+
+@app.command(name="eval")
+def evaluate(
+    model: str,
+    /,
+    *,
+    task: str = "add",
+    task_options: TaskOptions = None,
+    task_reward: TaskReward = "",
+    split: str = "held_out",
+    problems: int = 256,
+    num_generations: int = 1,
+    temperature: float = 0.0,
+    max_tokens: int = 32,
+    seed: int = 0,
+    dtype: Dtype = "float32",
+    device: Device = "auto",
+) -> int:
+    """Measure a model on a task.
+
+    Args:
+        model: Model folder or hub name.
+        task: add, sort, countdown, jsonl, or your own as module:object.
+        task_options: Arguments of the task, e.g. --task.options.max_value 49.
+        task_reward: Your own reward as module:function; empty is the task's own.
+        split: held_out or train.
+        problems: Number of problems at most.
+        num_generations: Completions of each problem.
+        temperature: Temperature; 0 is greedy.
+        max_tokens: Tokens of a completion at most.
+        seed: Seed of the draws.
+        dtype: Compute dtype.
+        device: Where to compute; auto is a GPU where there is one.
+    """
+    from ..engine.config import TaskConfig
+    from ..engine.policy import load_policy
+    from ..engine.runs.terminal import console
+
+    policy = load_policy(model, dtype, device)
+    evaluation = policy.evaluate(
+        TaskConfig(name=task, options=toml_values(task_options), reward=task_reward),
+        split=split,
+        problems=problems,
+        num_generations=num_generations,
+        temperature=temperature,
+        max_tokens=max_tokens,
+        seed=seed,
+    )
+    P, G = evaluation.rewards.shape
+    console.print(
+        f"{task} {split}: mean reward {evaluation.mean_reward:.4f} over {P} problems x {G} generations"
+    )
+    return 0
+
+
+@app.command
+def weights(a: str, b: str = "", /, *, out: str = "") -> int:
+    """Hash a model tensor by tensor, or name the tensors in which two models differ.
+
+    The exit code is 0 when all are equal, and 1 when not. An fp32 model and a bf16 one are equal when
+    rounding the first gives the second.
+
+    Args:
+        a: Model folder or hub name, a safetensors file, or hashes (.json) of an engine in its own process.
+        b: Another one.
+        out: File for the hashes of the first, where there is no second (.json); it must not exist.
+    """
+    from ..engine.commands.weights import compare_hashes, read_hashes, write_hashes
+    from ..engine.runs.terminal import console
+
+    if bool(b) == bool(out):
+        raise ValueError("weights: name a second model, or --out for the hashes of one")
+    first = read_hashes(a)
+    if out:
+        write_hashes(first, Path(out))
+        console.print(f"hashes of {len(first)} tensors in {out}")
+        return 0
+    differences = compare_hashes(first, read_hashes(b))
+    for line in differences:
+        console.print(line, markup=False)
+    console.print(f"{len(differences)} of {len(first)} tensors differ")
+    return 1 if differences else 0
+
+
+@app.command
+def variants(model: str, /, *, dtype: Dtype = "float32", device: Device = "auto") -> int:
+    """Call a transformers model in the ways in which trainers call it, and say which of them changes bits.
+
+    The ways are train mode, autocast, gradient checkpointing, another micro-batch, and padding on the left
+    and on the right, with and without position ids. The exit code is 0 when no way changes a bit, and 1 when
+    one does.
+
+    Args:
+        model: Model folder or hub name.
+        dtype: Compute dtype.
+        device: Where the model computes; auto is a GPU where there is one.
+    """
+    from rich.table import Table
+
+    from ..engine.commands.variants import compare_ways
+    from ..engine.runs.terminal import console
+    from ..engine.tasks.tokenizer import Tokenizer
+    from ..kernels.backend import find_device
+    from ..model.checkpoint import resolve_model
+    from ..model.config import ModelConfig
+
+    folder = resolve_model(model)
+    tokenizer = Tokenizer(folder, ModelConfig.from_file(folder).vocab_size)
+    texts = [("3+14=", "17"), ("125+7=", "132"), ("8+8=", "16, 32, 64")]
+    pairs = [tuple(tokenizer.encode(text, chat=False) for text in pair) for pair in texts]
+    rows = compare_ways(folder, pairs, dtype, find_device(device))
+    table = Table("way", "tokens that differ", "largest difference", "first at", "what to do")
+    for row in rows:
+        unequal = f"{row['unequal']} of {row['tokens']}"
+        table.add_row(row["way"], unequal, f"{row['max_abs']:.3g}", row["first"] or "-", row["remedy"] or "-")
+    console.print(table)
+    return 1 if any(row["unequal"] for row in rows) else 0

@@ -1,0 +1,183 @@
+"""Commands that make runs and show them: init, train, ablate, report, watch."""
+
+import sys
+from pathlib import Path
+
+from ..engine.command_line import given_settings, toml_values
+from ..engine.config_file import load_config
+from ..verify.reading import one_line
+from .app import NO_SETTINGS, Settings, TaskOptions, app
+
+# Lines about differences that `zerokl ablate` prints; its page has all of them.
+_MOST_EFFECTS = 12
+
+
+@app.command
+def init(
+    out: str,
+    /,
+    *,
+    task: str = "add",
+    task_options: TaskOptions = None,
+    preset: str = "tiny",
+    seed: int = 0,
+) -> int:
+    """Make a small base model for a task, trained until it solves about half of the training prompts.
+
+    Args:
+        out: Folder to write; it must not exist.
+        task: add, sort, countdown, or your own as module:object.
+        task_options: Arguments of the task, e.g. --task.options.max_value 49.
+        preset: Size of the model: tiny or small.
+        seed: Seed of the weights and of the order of the examples.
+    """
+    from ..engine.runs.init import initialise
+    from ..engine.runs.terminal import console
+
+    report = initialise(Path(out), task, toml_values(task_options), preset, seed)
+    console.print(
+        f"{out}: solves {report['accuracy']:.2f} of the training prompts after {report['steps']} supervised "
+        f"steps; {len(report['prompts'])} of them, solved sometimes but not always, are its perfectible set"
+    )
+    return 0
+
+
+@app.command
+def train(
+    config: str | None = None,
+    /,
+    *,
+    preset: str | None = None,
+    run_dir: str | None = None,
+    resume: str | None = None,
+    profile: int | None = None,
+    settings: Settings = NO_SETTINGS,
+) -> int:
+    """Train by exact on-policy reinforcement learning.
+
+    The exit code is 1 when a bit of the trainer differs from the sampler's. The run stops before the update.
+
+    Args:
+        config: TOML file.
+        preset: A configuration that comes with zerokl, instead of a file.
+        run_dir: Folder of the run; it must not hold a run.
+        resume: Folder of an interrupted run to go on with. Only settings that decide no bit can follow.
+        profile: A step of which a torch profiler's trace is written to the folder profile of the run. It
+            decides no bit.
+    """
+    from ..engine.runs.ending import after_interrupt, after_stop, figures, next_commands
+    from ..engine.runs.interrupt import StoppedError
+    from ..engine.runs.run import resume as resume_run
+    from ..engine.runs.run import train as start_run
+    from ..engine.runs.terminal import console
+    from ..engine.train.monitor import MismatchError
+    from ..verify.ledger import LEDGER
+
+    if resume and (config or preset or run_dir):
+        raise ValueError(
+            "train: --resume takes configuration and folder from the run; "
+            "leave out the file, --preset and --run_dir"
+        )
+    if not run_dir and not resume:
+        raise ValueError("train: --run_dir is missing; name the folder of the run")
+    overrides, folder = given_settings(settings), Path(run_dir or resume or "")
+    try:
+        if resume:
+            summary = resume_run(resume, overrides, profile)
+        else:
+            summary = start_run(load_config(config, preset, overrides), run_dir, profile)
+    except MismatchError as error:
+        print(f"zerokl: {one_line(str(error))}", file=sys.stderr)
+        _write_report(folder)
+        return 1
+    except StoppedError as stopped:
+        for line in after_stop(folder, stopped.step):
+            console.print(line)
+        raise
+    except KeyboardInterrupt:
+        if (folder / LEDGER).exists():
+            for line in after_interrupt(folder):
+                console.print(line)
+        raise
+    for line in figures(summary, folder):
+        console.print(line)
+    _write_report(folder)
+    for line in next_commands(folder):
+        console.print(line)
+    return 0
+
+
+@app.command
+def ablate(grid: str, /, *, out: str | None = None, jobs: int = 1) -> int:
+    """Run a grid of configurations and seeds, and compare the results.
+
+    After an interruption the same command goes on where it was. It keeps the runs that have ended.
+
+    Args:
+        grid: TOML file with seeds, [set], [grid] and [variants] (engine/commands/ablation_grid.py shows one).
+        out: Folder of the runs, of ablation.json and of the plots.
+        jobs: Runs side by side, each in a process with its share of the threads. It changes no bit.
+    """
+    from ..engine.commands.ablate import ablate
+    from ..engine.commands.ablation_effects import effect_lines
+    from ..engine.commands.ablation_report import result_table
+    from ..engine.runs.terminal import console
+    from ..verify.reading import one_line
+
+    if not out:
+        raise ValueError("ablate: --out is missing; name the folder of the ablation")
+    report = ablate(grid, out, jobs)
+    if report["combinations"]:
+        console.width = max(console.width, 130)  # a narrower table would be cut
+        console.print(result_table(report["combinations"]))
+        for line in effect_lines(report["effects"])[:_MOST_EFFECTS]:
+            console.print(one_line(line))
+        console.print(f"figures {Path(out) / 'ablation.json'}, plots beside it")
+        _write_report(out)
+    if failures := report["failures"]:
+        folder, reason = next(iter(failures.items()))
+        more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
+        raise ValueError(f"ablate: {folder}{more} failed: {reason}; the same command does what failed again")
+    return 0
+
+
+@app.command
+def report(runs: tuple[str, ...] = (), /, *, out: str | None = None) -> int:
+    """Write one HTML page about one or several runs. It needs no network and no server.
+
+    The page has the curves of all runs, the time split of a step, the settings and where they differ, the
+    ledgers and where they first differ, and every rollout with its tokens.
+
+    Args:
+        runs: Folders of runs, finished or not. The folder of an ablation stands for its runs.
+        out: File to write; by default report.html in the folder, and in the working directory for several.
+    """
+    from ..engine.commands.report.page import write_report
+    from ..engine.runs.terminal import console
+
+    console.print(f"report {write_report(runs, out)}")
+    return 0
+
+
+@app.command
+def watch(runs: tuple[str, ...] = (), /, *, port: int = 0) -> int:
+    """Show the page of `zerokl report` in a browser while the runs go on. Ctrl-C ends it.
+
+    It listens on 127.0.0.1 only. A token in the address guards it. It only reads the files of the runs.
+
+    Args:
+        runs: Folders of runs. The folder of an ablation stands for its runs.
+        port: Port to listen on; 0 takes a free one.
+    """
+    from ..engine.commands.report.watch import watch
+
+    return watch(runs, port)
+
+
+def _write_report(folder: str | Path) -> None:
+    """Write the page of a run or an ablation that has ended, and print its name. Rank 0 does it for all."""
+    from ..engine.commands.report.page import write_report
+    from ..engine.runs.terminal import console
+
+    if not console.quiet:
+        console.print(f"report {write_report([folder])}")
