@@ -30,6 +30,7 @@ def audit(
     seed: int = 0,
     weight_version: int | None = None,
     checkpoints: list[str] | None = None,
+    own: int = 0,
     device: Device = "auto",
     out: str | None = None,
     max_k3: float | None = None,
@@ -65,6 +66,8 @@ def audit(
         weight_version: From a file of rollouts, take only those drawn with this version of the weights.
         checkpoints: Other weights that may have drawn a log: a model, or a folder of models such as a run's
             checkpoints. May be given several times.
+        own: Requests at once, up to 256, with which the sampler is compared with itself: drawn alone, 2, 4, 8
+            and so on at once, again, with its caches dropped, and beside long prefills. 0 does not.
         device: Where all engines compute; auto is a GPU where there is one.
         out: Folder for audit.json and audit.html; it must not hold an audit.
         max_k3: Tolerance: k3 may be at most this, in nats a token.
@@ -109,6 +112,7 @@ def audit(
         seed=seed,
         weight_version=weight_version,
         checkpoints=tuple(checkpoints or ()),
+        own=own,
         device=device,
     )
     with Stages("audit") as stage:

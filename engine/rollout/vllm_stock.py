@@ -131,7 +131,7 @@ class VllmEngine:
                 top_p=sampling_params.top_p,
                 max_tokens=generation_params.max_tokens,
                 logprobs=0,
-                seed=seed * len(prompts) + i,
+                seed=(seed << 20) + i,  # a request's seed does not depend on its company
                 stop_token_ids=sorted(generation_params.stop_ids),
             )
             for i in range(len(prompts))

@@ -29,6 +29,7 @@ from ...rollout.vllm_stock import VllmEngine, VllmZeroklEngine
 from ...runs.progress import silent
 from ...tasks.tokenizer import Tokenizer
 from .bands import band_figures, in_band
+from .batch_invariance import MOST, batch_invariance
 from .columns import rounding
 from .hypotheses.evidence import Scorer
 from .hypotheses.log_causes import log_causes, other_checkpoints
@@ -75,6 +76,7 @@ class AuditConfig:
     format: str = "auto"  # of the log: a name in formats/registry.py
     trainer_model: str = ""  # the trainer's, where the audit compares two checkpoints
     checkpoints: tuple[str, ...] = ()  # of a log: other weights that may have drawn it
+    own: int = 0  # requests at once with which the sampler is compared with itself; 0 does not
 
     def dtypes(self) -> dict[str, str]:
         """Compute dtype and dtype of the logits: of the trainer, then of the sampler."""
@@ -95,7 +97,12 @@ class Audit:
 
     @property
     def equal(self) -> bool:
-        """Every token's logprob has the same bits on both sides, or differs by the log's rounding alone."""
+        """Every token's logprob has the same bits on both sides, or differs by the log's rounding alone.
+
+        With `own`, the sampler drew the same bits in any company, too.
+        """
+        if self.report.get("batch_invariance", {}).get("unequal_from"):
+            return False
         rounded = self.report.get("rounding")
         return self.report["frac_equal"] == 1.0 or bool(rounded and rounded["tokens_beyond"] == 0)
 
@@ -165,6 +172,11 @@ def audit(cfg: AuditConfig, stage: Callable[[str], None] = silent) -> Audit:
     }
     with _library_errors(cfg, "compare"):
         report |= compare(trainer, rollouts, tokenizer, sampler, redraw, checkpoints, log, stage, scorer)
+        if cfg.own:
+            prompts, max_tokens = _requests(cfg, tokenizer, model)
+            report["batch_invariance"] = batch_invariance(
+                sampler, prompts, cfg.own, max_tokens, tokenizer.stop_ids, model.max_positions, stage
+            )
     return Audit(report | {"cause": cause(report), "notes": notes(report)})
 
 
@@ -303,6 +315,10 @@ def _check(cfg: AuditConfig) -> None:
         if not low <= getattr(cfg, name) <= high:
             raise ValueError(f"audit: {name} ({getattr(cfg, name)}) must lie in {low} to {high}")
     cfg.sampling_params.check()
+    if cfg.own and not 2 <= cfg.own <= MOST:
+        raise ValueError(f"audit: own ({cfg.own}) must lie in 2 to {MOST}")
+    if cfg.own and cfg.sampler not in SAMPLERS:
+        raise ValueError("audit: --own compares a sampler with itself, and a log cannot draw again")
     if cfg.checkpoints and cfg.sampler in SAMPLERS:
         raise ValueError("audit: --checkpoints says which weights may have drawn a log; name a log")
     if cfg.weight_version is not None and cfg.sampler in SAMPLERS:
@@ -385,6 +401,14 @@ def _engine(
 
 
 def _draw(cfg: AuditConfig, sampler: Engine, tokenizer: Tokenizer, model: ModelConfig) -> Rollouts:
+    prompts, max_tokens = _requests(cfg, tokenizer, model)
+    generation_params = GenerationParams(cfg.sampling_params.check(), 1, max_tokens, tokenizer.stop_ids)
+    repeated = [prompts[i % len(prompts)] for i in range(cfg.n)]
+    return [(r, cfg.sampling_params) for r in sampler.generate(repeated, generation_params, cfg.seed)]
+
+
+def _requests(cfg: AuditConfig, tokenizer: Tokenizer, model: ModelConfig) -> tuple[list[list[int]], int]:
+    """The prompts, and the tokens that may follow the longest. Raises ValueError where none may."""
     prompts = [tokenizer.encode(p, chat=False) for p in _prompt_texts(cfg)]
     room = model.max_positions - max(map(len, prompts))
     if room < 1:
@@ -392,11 +416,7 @@ def _draw(cfg: AuditConfig, sampler: Engine, tokenizer: Tokenizer, model: ModelC
             f"audit: a prompt of {model.max_positions - room} tokens leaves no room "
             f"in the context ({model.max_positions})"
         )
-    generation_params = GenerationParams(
-        cfg.sampling_params.check(), 1, min(cfg.max_tokens, room), tokenizer.stop_ids
-    )
-    repeated = [prompts[i % len(prompts)] for i in range(cfg.n)]
-    return [(r, cfg.sampling_params) for r in sampler.generate(repeated, generation_params, cfg.seed)]
+    return prompts, min(cfg.max_tokens, room)
 
 
 def _prompt_texts(cfg: AuditConfig) -> list[str]:

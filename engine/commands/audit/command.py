@@ -44,6 +44,8 @@ def run_audit(target: str, n: int | None, cfg: AuditConfig, stage: Callable[[str
         raise ValueError(f"audit: {log} is a log; name the model that scores it with --model")
     if cfg.sampler != "native":
         raise ValueError(f"audit: {log} is a log, so it is the sampler; leave out --sampler {cfg.sampler}")
+    if not cfg.model and cfg.own:
+        raise ValueError("audit: --own compares a sampler with itself, and a log cannot draw again")
     if not cfg.model:
         stage(f"reading {log}")
         return Audit(audit_columns(log, cfg.format, n or 0, cfg.weight_version))

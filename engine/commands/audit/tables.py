@@ -156,7 +156,7 @@ def _left_out_rows(report: Report) -> list[Row]:
 
 def own_rows(report: Report) -> list[Row]:
     """Each engine against itself."""
-    return [
+    ways = [
         (
             f"{engine}: {way}",
             f"{figures['unequal']:,} of {figures['tokens']:,} unequal",
@@ -164,6 +164,14 @@ def own_rows(report: Report) -> list[Row]:
         )
         for engine, ways in report["own_invariance"].items()
         for way, figures in ways.items()
+    ]
+    return ways + [
+        (
+            f"{report['sampler']}: {row['way']}",
+            f"{row['unequal']:,} of {row['compared']:,} requests unequal",
+            f"to the same prompt drawn alone; largest difference {number(row['max_abs'], 3)}",
+        )
+        for row in report.get("batch_invariance", {}).get("rows", [])
     ]
 
 

@@ -32,8 +32,8 @@ _REMEDIES = {
 def verdict(report: Report) -> str:
     """The audit in a few lines, for a terminal."""
     sentences = [headline(report), parting(report), jump(report), *notes(report)]
-    if not equal(report):
-        found = cause(report)
+    found = cause(report)
+    if found["kind"] != "equal":
         sentences += [f"Likely cause: {found['text']}", f"What to do: {found['remedy']}"]
     return "\n".join(filter(None, sentences))
 
@@ -107,9 +107,29 @@ def notes(report: Report) -> list[str]:
         _infinite_ratios(report),
         _negative(report),
         *_cut_off(report),
+        _batch_invariance(report),
         *log_notes(report),
     )
     return [text for text in texts if text]
+
+
+def _batch_invariance(report: Report) -> str:
+    """What `--own` found, in a sentence; empty where it was not asked for."""
+    found = report.get("batch_invariance")
+    if not found:
+        return ""
+    name = report["sampler"]
+    if not found["unequal_from"]:
+        return f"{name} draws the same bits alone and with up to {found['requests']} requests at once."
+    row = next(row for row in found["rows"] if row["at_once"] == found["unequal_from"] and row["unequal"])
+    request, position = row["first"]["request"], row["first"]["position"]
+    from_what = (
+        f"from {row['at_once']} requests at once on" if row["at_once"] > 1 else "even of a request alone"
+    )
+    return (
+        f"{name} does not repeat its own bits, {from_what}: drawn {row['way']}, {row['unequal']} of "
+        f"{row['compared']} requests differ from themselves alone, request {request} at position {position}."
+    )
 
 
 def _cut_off(report: Report) -> list[str]:
@@ -172,6 +192,18 @@ def cause(report: Report) -> dict[str, str]:
         if found := find(report):
             return found
     raise AssertionError("the last finder always answers")
+
+
+def _not_batch_invariant(report: Report) -> dict[str, str] | None:
+    """A sampler that has the trainer's bits here, but not in any company."""
+    if not equal(report) or not report.get("batch_invariance", {}).get("unequal_from"):
+        return None
+    return finding(
+        "batch invariance",
+        f"{report['sampler']} is not batch-invariant: its bits depend on the requests beside a request.",
+        "Let the sampler use kernels whose sums have a fixed order (vLLM: VLLM_BATCH_INVARIANT=1), and audit "
+        "it again with --own.",
+    )
 
 
 def _equal(report: Report) -> dict[str, str] | None:
@@ -382,6 +414,7 @@ def _unknown(report: Report) -> dict[str, str]:
 
 
 _FINDERS = (
+    _not_batch_invariant,
     _equal,
     _rounded_log,
     fitting,
