@@ -1,10 +1,14 @@
 """Commands about training-inference mismatch: audit, convert."""
 
-import json
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..verify.files import check_writable
 from .app import Band, CountOrAll, Device, Dtype, LogFormat, app
+
+if TYPE_CHECKING:
+    from ..engine.commands.audit.audit import Audit
+    from ..engine.commands.audit.over_run import RunAudit
 
 
 @app.command
@@ -31,6 +35,7 @@ def audit(
     weight_version: int | None = None,
     checkpoints: list[str] | None = None,
     own: int = 0,
+    every: int = 0,
     device: Device = "auto",
     out: str | None = None,
     max_k3: float | None = None,
@@ -41,6 +46,7 @@ def audit(
     """Measure how far a sampler and a trainer are apart, where their bits part, and what causes it.
 
     With two models, the sampler computes with the first and the trainer with the second: `zerokl audit A B`.
+    With --every, mismatch is shown against the steps of a run: `zerokl audit RUN --every 10`.
 
     The exit code is 0 when every log-probability is equal (or within the given tolerances), and 1 when not.
 
@@ -68,6 +74,8 @@ def audit(
             checkpoints. May be given several times.
         own: Requests at once, up to 256, with which the sampler is compared with itself: drawn alone, 2, 4, 8
             and so on at once, again, with its caches dropped, and beside long prefills. 0 does not.
+        every: Audit the checkpoints of a run, the target, at each step that this divides; step 0 is the model
+            the run began with. 0 takes the target as a model or a log.
         device: Where all engines compute; auto is a GPU where there is one.
         out: Folder for audit.json and audit.html; it must not hold an audit.
         max_k3: Tolerance: k3 may be at most this, in nats a token.
@@ -77,14 +85,9 @@ def audit(
         summary: File to which a summary in GitHub's Markdown is appended, such as $GITHUB_STEP_SUMMARY.
     """
     from ..engine.commands.audit.audit import AuditConfig
-    from ..engine.commands.audit.bands import band_lines
-    from ..engine.commands.audit.command import append_summary, run_audit
-    from ..engine.commands.audit.page import write_page
-    from ..engine.commands.audit.tables import hypotheses_table, settings_table, summary_table, worst_table
-    from ..engine.commands.audit.verdict import verdict
-    from ..engine.runs.folder import finite
+    from ..engine.commands.audit.command import run_audit
+    from ..engine.commands.audit.over_run import audit_run
     from ..engine.runs.progress import Stages
-    from ..engine.runs.terminal import console
     from ..kernels.sampling_params import SamplingParams
 
     if not out:
@@ -92,6 +95,11 @@ def audit(
     for name, value in (("max_k3", max_k3), ("max_abs", max_abs)):
         if value is not None and not value >= 0.0:
             raise ValueError(f"audit: {name} ({value}) must be 0 or more")
+    if every and (trainer_model or model or summary):
+        raise ValueError(
+            "audit: --every audits the models of a run; a second model, --model and --summary do "
+            "not go with it"
+        )
     folder = Path(out)
     if (folder / "audit.json").exists():
         raise ValueError(f"audit: {folder} already holds an audit; choose another --out")
@@ -115,24 +123,66 @@ def audit(
         own=own,
         device=device,
     )
+    tolerances = Tolerances(max_k3, max_abs, band)
+    if every:
+        with Stages("audit") as stage:
+            of_run = audit_run(Path(target), every, n, config, folder, stage)
+        return _show_run(of_run, folder, tolerances)
     with Stages("audit") as stage:
         result = run_audit(target, n, config, stage)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "audit.json").write_text(json.dumps(finite(result.report), indent=1, allow_nan=False) + "\n")
-    write_page(result.report, folder / "audit.html")
-    console.print(summary_table(result.report))
+    return _show(result, folder, tolerances, summary)
+
+
+class Tolerances(NamedTuple):
+    """What Audit.within takes: nats a token, nats, and the name of a band; None demands nothing of it."""
+
+    max_k3: float | None
+    max_abs: float | None
+    band: Band | None
+
+
+def _show(result: "Audit", folder: Path, tolerances: Tolerances, summary: str) -> int:
+    """Write and print an audit. summary: a file for the summary in Markdown, or "". Returns the exit code."""
+    from ..engine.commands.audit.bands import band_lines
+    from ..engine.commands.audit.command import append_summary
+    from ..engine.commands.audit.over_run import write_reports
+    from ..engine.commands.audit.tables import hypotheses_table, settings_table, summary_table, worst_table
+    from ..engine.commands.audit.verdict import verdict
+    from ..engine.runs.terminal import console
+
+    report, band = result.report, tolerances.band
+    write_reports(report, folder)
+    console.print(summary_table(report))
     if not result.equal:
-        console.print(worst_table(result.report))
-        if result.report.get("hypotheses", {}).get("rows"):
-            console.print(hypotheses_table(result.report))
-    console.print(settings_table(result.report))
-    passed = result.within(max_k3, max_abs, band)
+        console.print(worst_table(report))
+        if report.get("hypotheses", {}).get("rows"):
+            console.print(hypotheses_table(report))
+    console.print(settings_table(report))
+    passed = result.within(*tolerances)
     if summary:
         append_summary(result, passed, band, Path(summary))
-    for line in (verdict(result.report), *result.report["log_notes"], *band_lines(result.report, band)):
+    for line in (verdict(report), *report["log_notes"], *band_lines(report, band)):
         console.say(line)
     console.print(f"report {folder / 'audit.html'}")
     return 0 if passed else 1
+
+
+def _show_run(of_run: "RunAudit", folder: Path, tolerances: Tolerances) -> int:
+    """Write and print the audits of a run's checkpoints. Returns the exit code."""
+    from ..engine.commands.audit.over_run import sentences, write_json
+    from ..engine.commands.audit.page import run_page
+    from ..engine.commands.audit.tables import settings_table, steps_table
+    from ..engine.runs.terminal import console
+
+    words = list(sentences(of_run.report))
+    write_json(of_run.report, folder)
+    (folder / "audit.html").write_text(run_page(of_run.report, words), encoding="utf-8")
+    console.print(steps_table(of_run.report))
+    console.print(settings_table(of_run.report))
+    for line in words:
+        console.say(line)
+    console.print(f"report {folder / 'audit.html'}")
+    return 0 if all(audit.within(*tolerances) for audit in of_run.audits.values()) else 1
 
 
 @app.command

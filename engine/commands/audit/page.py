@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from .page_style import POLICY, STYLE
-from .plots import operations_plot, positions_plot, ratios_plot
+from .plots import operations_plot, positions_plot, ratios_plot, steps_plot
 from .settings import rows as setting_rows
 from .strip import visible
 from .tables import (
     HYPOTHESES,
     OPERATIONS,
+    STEP_FIGURES,
     WORST,
     figure_rows,
     hypothesis_rows,
@@ -24,6 +25,7 @@ from .tables import (
     operation_rows,
     own_rows,
     position_rows,
+    step_rows,
     worst_rows,
 )
 from .verdict import cause, equal, headline, jump, notes, parting
@@ -54,15 +56,41 @@ def page(report: Report) -> str:
     sections = [_cause(report), _figures(report), _tokens(report)]
     if "operations" in report:
         sections.append(_operations(report))
-    sections.append(_section("settings", _table(("assumed", "value"), setting_rows(report))))
+    sections.append(_settings(report))
+    return _document(title, _answer(report), links, "".join(sections))
+
+
+def run_page(report: Report, words: Sequence[str]) -> str:
+    """The page over the checkpoints of a run. words: the answer, a sentence each, the first one first."""
+    title = f"{report['run']}: {report['sampler']} against {report['trainer']}"
+    rows = report["steps"]
+    body = "" if all(r["equal"] for r in rows) else _figure(steps_plot(rows))
+    head = "".join(f'<th scope="col">{_text(h)}</th>' for h in (*STEP_FIGURES, "report"))
+    links = (f'<td><a href="step-{r["step"]:06d}/audit.html">step {r["step"]}</a></td>' for r in rows)
+    cells = ("".join(map(_cell, cells)) for cells in step_rows(report))
+    body += _table_of(head, (x + link for x, link in zip(cells, links, strict=True)))
+    kind = "equal" if all(r["equal"] for r in rows) else "unequal"
+    answer = f'<p class="answer {kind}">{_text(words[0])}</p>'
+    cause = _section("cause", "".join(f"<p>{_text(sentence)}</p>" for sentence in words[1:] or words))
+    sections = {"cause": cause, "figures": _section("figures", body), "settings": _settings(report)}
+    listed = "".join(f'<li><a href="#{name}">{_SECTIONS[name]}</a></li>' for name in sections)
+    return _document(title, answer, listed, "".join(sections.values()))
+
+
+def _settings(report: Report) -> str:
+    return _section("settings", _table(("assumed", "value"), setting_rows(report)))
+
+
+def _document(title: str, answer: str, links: str, main: str) -> str:
+    """A page. title is text; the other three are HTML already."""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">{POLICY}'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
         f"<title>{_text(title)} - zerokl audit</title><style>{STYLE}</style></head><body>"
         '<a class="skip" href="#cause">Skip to the cause</a>'
-        f"<header><h1>{_text(title)}</h1>{_answer(report)}</header>"
-        f'<nav aria-label="Sections"><ul>{links}</ul></nav><main>{"".join(sections)}</main></body></html>\n'
+        f"<header><h1>{_text(title)}</h1>{answer}</header>"
+        f'<nav aria-label="Sections"><ul>{links}</ul></nav><main>{main}</main></body></html>\n'
     )
 
 

@@ -83,6 +83,23 @@ def positions_plot(report: Report) -> str:
     return _svg("Difference of a token by its position in the completion, from 0", "".join(body))
 
 
+def steps_plot(rows: Sequence[Report]) -> str:
+    """Largest difference and KL by step of a run. What is 0 has no mark: the scale is logarithmic."""
+    kinds = (("largest |d|", [r["max_abs"] for r in rows]), ("k3", [r["k3"]["value"] for r in rows]))
+    scale = _Log([value for _, values in kinds for value in values])
+    last = max(rows[-1]["step"], 1)
+    x = [_LEFT + 12 + r["step"] / last * (_WIDTH - _LEFT - _RIGHT - 24) for r in rows]
+    body = [scale.axis()]
+    for i, (words, values) in enumerate(kinds):
+        points = _points([(p, scale.y(value)) for p, value in zip(x, values, strict=True)])
+        body.append(
+            _line(points, f"s{i}") + _marks(points, f"s{i}", square=bool(i)) + _legend(i, words, bool(i))
+        )
+    every = max(1, math.ceil(len(rows) / 8))
+    body += [_tick(p, str(r["step"])) for p, r in list(zip(x, rows, strict=True))[::every]]
+    return _svg("Largest difference and k3 by step of the run", "".join(body))
+
+
 def ratios_plot(report: Report) -> str:
     """The histogram of the log ratio of a token."""
     counts = report["ratio_histogram"]["tokens"]

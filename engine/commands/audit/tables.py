@@ -27,6 +27,8 @@ _MEANING = {
 WORST = ("sequence", "position", "text before", "token", "sampler", "trainer")
 # Headings of the hypotheses about a log, in nats a token.
 HYPOTHESES = ("hypothesis", "what it says", "nats explained", "nats left", "lines")
+# Headings of the checkpoints of a run.
+STEP_FIGURES = ("step", "equal", "largest |d|", "k3", "perplexity", "bits part at", "tokens", "cause")
 OPERATIONS = (
     "operation",
     "outputs that differ",
@@ -63,6 +65,30 @@ def worst_table(report: Report) -> Table:
 def settings_table(report: Report) -> Table:
     """What the audit assumed, as the command line prints it."""
     return _table(("assumed", "value"), setting_rows(report), "what these figures hold for")
+
+
+def steps_table(report: Report) -> Table:
+    """The checkpoints of a run, as the command line prints them."""
+    title = f"{report['sampler']} against {report['trainer']}, by step of {report['run']}"
+    shown = 6  # more columns would not fit a terminal of 80
+    return _table(STEP_FIGURES[:shown], [cells[:shown] for cells in step_rows(report)], title)
+
+
+def step_rows(report: Report) -> list[Row]:
+    """The figures of each checkpoint of a run."""
+    return [
+        (
+            str(r["step"]),
+            f"{math.floor(1e4 * r['frac_equal']) / 1e4:.2%}",
+            number(r["max_abs"], 3),
+            number(r["k3"]["value"], 3),
+            number(r["perplexity_sampler"], 3),
+            r["bits_part_at"] or "-",
+            f"{r['tokens']:,}",
+            r["cause"]["kind"],
+        )
+        for r in report["steps"]
+    ]
 
 
 def hypotheses_table(report: Report) -> Table:
