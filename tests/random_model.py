@@ -16,6 +16,15 @@ ONE_LAYER = dict(
     head_dim=16,
 )
 
+TWO_LAYERS = dict(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+)
+
 
 def random_model(root: Path, widths: dict[str, int], sharper: float = 1.0) -> Path:
     """Write a Qwen3 of these widths with the character tokenizer; return its folder, which is below `root`.

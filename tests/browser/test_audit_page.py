@@ -13,17 +13,9 @@ from selenium.webdriver.remote.webelement import WebElement
 from zerokl.cli import main
 
 from tests.browser.conftest import NARROW, WIDE
-from tests.random_model import random_model
+from tests.random_model import TWO_LAYERS, random_model
 
 pytestmark = pytest.mark.browser
-WIDTHS = dict(
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-)
 
 # What a model may write, by the character whose token it becomes.
 HOSTILE = {
@@ -59,7 +51,7 @@ CONTRAST = """
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_model(tmp_path_factory.mktemp("model"), WIDTHS)
+    return random_model(tmp_path_factory.mktemp("model"), TWO_LAYERS)
 
 
 @pytest.fixture(scope="module")

@@ -17,16 +17,7 @@ from zerokl.engine.rollout.native import NativeSampler
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.decoder import Decoder
 
-from tests.random_model import random_model
-
-WIDTHS = dict(
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-)
+from tests.random_model import TWO_LAYERS, random_model
 
 # A model of random weights never adds up two numbers. It does write letters and digits, so with a reward for
 # letters some samples of a group are better than others.
@@ -120,7 +111,7 @@ def _threads():
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint folder of random weights with the character tokenizer, as `zerokl init` would write it."""
-    return random_model(tmp_path_factory.mktemp("model"), WIDTHS)
+    return random_model(tmp_path_factory.mktemp("model"), TWO_LAYERS)
 
 
 @pytest.fixture(scope="session", params=["float32", "bfloat16"])

@@ -13,6 +13,7 @@ from zerokl.kernels.attention_triton import attention_paged
 
 from tests.helpers import assert_at_most_twice_the_error, randn, total_unequal
 from tests.kernels.test_attention import CHUNKS, Case, after_contexts, cached, gradients, make_case, whole
+from tests.triton.attention_accuracy import assert_accurate, plain_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = [5, 70, 33]
@@ -142,18 +143,6 @@ def test_control_other_tiles_of_the_backward_give_other_bits(monkeypatch):
         assert total_unequal([a], [b]) > 0
 
 
-def _plain(case: Case, leaves: list[torch.Tensor]) -> torch.Tensor:
-    outs = []
-    for rows in case.spans():
-        q, k, v = (x[rows].transpose(0, 1).unsqueeze(0) for x in leaves)
-        outs.append(
-            torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=case.scale, enable_gqa=True
-            )
-        )
-    return torch.cat([o[0].transpose(0, 1) for o in outs])
-
-
 def test_the_benchmarks_backward_with_atomics_computes_the_same():
     """The gradients of keys and values have equal bits. The gradient of the queries is only as accurate.
 
@@ -174,22 +163,9 @@ def test_the_benchmarks_backward_with_atomics_computes_the_same():
 
 def _plain_gradients(case: Case, dy: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     leaves = [x.to(dtype).requires_grad_() for x in case[1:]]
-    return torch.autograd.grad(_plain(case, leaves), leaves, dy.to(dtype))
+    return torch.autograd.grad(plain_attention(case, leaves), leaves, dy.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_accuracy(dtype):
-    judged: dict[str, list[list[torch.Tensor]]] = {name: [[], [], []] for name in ("o", "dq", "dk", "dv")}
-    for seed in (10, 20, 30):
-        case = make_case([70, 40], 2, 1, 32, dtype, seed)
-        dy = randn(seed + 5, *case.q.shape, dtype=dtype)
-        results = [[whole(case), *gradients(case, dy)]]
-        for plain_dtype in (dtype, torch.float64):
-            leaves = [x.to(plain_dtype).requires_grad_() for x in case[1:]]
-            o = _plain(case, leaves)
-            results.append([o.detach(), *torch.autograd.grad(o, leaves, dy.to(plain_dtype))])
-        for i, result in enumerate(results):
-            for name, x in zip(judged, result, strict=True):
-                judged[name][i].append(x.flatten())
-    for name, parts in judged.items():
-        assert_at_most_twice_the_error(*(torch.cat(p) for p in parts), f"{name} {dtype}")
+    assert_accurate(dtype, head_dim=32)

@@ -13,9 +13,9 @@ from zerokl.kernels import attention_bwd_tma_triton, attention_tma_triton, atten
 from zerokl.kernels.attention import varlen_plan
 from zerokl.kernels.attention_plan import key_tile_table, query_tile_table
 
-from tests.helpers import assert_at_most_twice_the_error, property_settings, randn, total_unequal
+from tests.helpers import property_settings, randn, total_unequal
 from tests.kernels.test_attention import Case, after_contexts, gradients, make_case, whole
-from tests.triton.test_attention import _plain
+from tests.triton.attention_accuracy import assert_accurate
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -137,17 +137,4 @@ def test_tables_hold_every_query_and_every_key_once(lengths, kv_heads):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_accuracy(dtype):
-    judged: dict[str, list[list[torch.Tensor]]] = {name: [[], [], []] for name in ("o", "dq", "dk", "dv")}
-    for seed in (10, 20, 30):
-        case = make_case([70, 40], 2, 1, 64, dtype, seed)
-        dy = randn(seed + 5, *case.q.shape, dtype=dtype)
-        results = [[whole(case), *gradients(case, dy)]]
-        for plain_dtype in (dtype, torch.float64):
-            leaves = [x.to(plain_dtype).requires_grad_() for x in case[1:]]
-            o = _plain(case, leaves)
-            results.append([o.detach(), *torch.autograd.grad(o, leaves, dy.to(plain_dtype))])
-        for i, result in enumerate(results):
-            for name, x in zip(judged, result, strict=True):
-                judged[name][i].append(x.flatten())
-    for name, parts in judged.items():
-        assert_at_most_twice_the_error(*(torch.cat(p) for p in parts), f"{name} {dtype}")
+    assert_accurate(dtype, head_dim=64)

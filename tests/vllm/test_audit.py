@@ -26,10 +26,11 @@ def _audit(model: Path, out: Path, *words: str) -> tuple[int, dict]:
 
 
 def test_vllm_with_zerokl_inside_equals_the_trainer(model, tmp_path):
-    words = ("--sampler", "vllm-zerokl", "--trainer", "zerokl", "--temperature", "0.7")
+    words = ("--sampler", "vllm-zerokl", "--trainer", "zerokl", "--temperature", "0.7", "--own", "16")
     code, report = _audit(model, tmp_path / "out", *words)
     assert (code, report["frac_equal"], report["k3"]["value"]) == (0, 1.0, 0.0)
     assert report["tokens"] > 1000
+    assert report["batch_invariance"]["unequal_from"] is None
 
 
 @pytest.mark.parametrize(
