@@ -6,14 +6,14 @@ STAMP  := $(VENV)/.installed
 RUN    ?= runs/demo
 
 # TORCH: what pip is given for torch, e.g. TORCH='torch==2.13.0 --index-url ...' for another build.
-.PHONY: help demo test test-full test-slow test-proofs vllm test-vllm test-vllm-0.33 test-triton test-trl test-browser \
+.PHONY: help demo test test-rest test-full test-slow test-proofs vllm test-vllm test-vllm-0.33 test-triton test-trl test-browser \
   test-trackers lint docs package pictures bench bench-vllm clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo           train a small model to add, exactly on-policy; ends with reward curve, mismatch and fingerprint"
 	@echo "make test           the tests: one diagonal of each matrix (minutes)"
-	@echo "make test-full      all of them"
+	@echo "make test-full      all of them; make test-rest: what make test leaves out, and every property again"
 	@echo "make test-slow      the long proofs: 200-step runs, real vocabularies and head counts, memory, the demo twice"
 	@echo "make test-proofs    what CI has no time for: a run killed at fifty random moments and resumed"
 	@echo "make vllm           an environment with vLLM for CPUs, in .venv-vllm"
@@ -50,6 +50,9 @@ test: $(STAMP)
 
 test-full: $(STAMP)
 	$(PYTEST) -n $(JOBS) --durations=15
+
+test-rest: $(STAMP)
+	$(PYTEST) -n $(JOBS) --rest --durations=15
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

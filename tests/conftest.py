@@ -1,4 +1,4 @@
-"""Set before anything loads torch; and the quick profile of `make test`."""
+"""Set before anything loads torch; what `make test` runs, and what `make test-rest` does."""
 
 import os
 from collections import defaultdict
@@ -16,6 +16,7 @@ settings.load_profile("zerokl")
 def pytest_addoption(parser: pytest.Parser) -> None:
     help = "one diagonal of each matrix, few examples of each property, and no test marked full"
     parser.addoption("--quick", action="store_true", help=help)
+    parser.addoption("--rest", action="store_true", help="what --quick leaves out, and every property again")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -24,16 +25,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With --quick, deselect what `make test-full` runs beside it."""
-    if not config.getoption("--quick"):
+    """With --quick, deselect what `make test-full` runs beside it. --rest selects that, with all examples."""
+    if not (config.getoption("--quick") or config.getoption("--rest")):
         return
     by_function: dict[object, list[pytest.Item]] = defaultdict(list)
     for item in items:
         by_function[item.path, getattr(item, "originalname", item.name)].append(item)
     kept = {id(item) for same in by_function.values() for item in diagonal(same)}
     quick = [item for item in items if id(item) in kept and not item.get_closest_marker("full")]
-    config.hook.pytest_deselected(items=[item for item in items if item not in quick])
-    items[:] = quick
+    if config.getoption("--rest"):
+        done = {id(item) for item in quick if not getattr(item.obj, "is_hypothesis_test", False)}
+        chosen = [item for item in items if id(item) not in done]
+    else:
+        chosen = quick
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
 
 
 def diagonal(items: list[pytest.Item]) -> list[pytest.Item]:

@@ -1,4 +1,4 @@
-"""`--quick` keeps a diagonal of each matrix and drops what is marked full."""
+"""`--quick` keeps a diagonal of each matrix and drops what is marked full; `--rest` is what it leaves out."""
 
 import os
 import subprocess
@@ -7,6 +7,7 @@ from pathlib import Path
 
 MATRICES = """
 import pytest
+from hypothesis import given, strategies as st
 
 @pytest.fixture(params=["x", "y", "z"])
 def fixed(request):
@@ -24,38 +25,35 @@ def test_rows(a, b): ...
 
 @pytest.mark.full
 def test_long(): ...
+
+@given(st.integers())
+def test_property(x): ...
 """
 
 
-def test_quick_keeps_as_few_cases_as_hold_every_value(tmp_path):
-    (tmp_path / "test_matrices.py").write_text(MATRICES)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = full\n")
-    words = [
-        "-m",
-        "pytest",
-        "-p",
-        "conftest",
-        "--quick",
-        "--collect-only",
-        "-q",
-        "--rootdir",
-        tmp_path,
-        tmp_path,
-    ]
+def _collected(folder: Path, option: str) -> list[str]:
+    """The tests that pytest collects with this option."""
+    (folder / "test_matrices.py").write_text(MATRICES)
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = full\n")
+    words = ["-p", "conftest", option, "--collect-only", "-q", "--rootdir", folder, folder]
     process = subprocess.run(
-        [sys.executable, *words],
+        [sys.executable, "-m", "pytest", *words],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
-        cwd=tmp_path,
+        cwd=folder,
         capture_output=True,
         text=True,
         check=False,
     )
-    kept = [line.split("::")[1] for line in process.stdout.splitlines() if "::" in line]
+    return [line.split("::")[1] for line in process.stdout.splitlines() if "::" in line]
+
+
+def test_quick_keeps_as_few_cases_as_hold_every_value(tmp_path):
+    kept = _collected(tmp_path, "--quick")
     assert [name for name in kept if "matrix" in name] == [
         "test_matrix[True-1]",
         "test_matrix[False-2]",
         "test_matrix[False-3]",
-    ], process.stdout + process.stderr
+    ]
     assert [name for name in kept if "fixture" in name] == [
         "test_fixture[x-1]",
         "test_fixture[y-2]",
@@ -63,3 +61,10 @@ def test_quick_keeps_as_few_cases_as_hold_every_value(tmp_path):
     ]
     assert len([name for name in kept if "rows" in name]) == 4
     assert not any("long" in name for name in kept)
+
+
+def test_rest_is_what_quick_leaves_out_and_every_property(tmp_path):
+    everything, quick, rest = (_collected(tmp_path, option) for option in ("--color=no", "--quick", "--rest"))
+    assert len(everything) == 3 * 2 + 3 * 2 + 4 + 2
+    assert set(quick) | set(rest) == set(everything)
+    assert set(quick) & set(rest) == {"test_property"}
