@@ -1,6 +1,7 @@
 """Set before anything loads torch; what `make test` runs, and what `make test-rest` does."""
 
 import os
+import signal
 from collections import defaultdict
 
 import pytest
@@ -20,6 +21,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        # A shell's `make test &` ignores Ctrl-C, and so would the processes to which tests send it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--quick"):
         os.environ["ZEROKL_QUICK"] = "1"  # read by helpers.property_settings, in xdist's workers too
 

@@ -94,6 +94,14 @@ def test_a_mismatch_that_stopped_the_run_is_told(tmp_path):
     assert "7 of 32 tokens" in status["text"]
 
 
+def test_a_damaged_tokenizer_ends_no_report(tmp_path):
+    run = made_run(tmp_path / "run")
+    for name in ("step-000002", "step-000009.damaged"):
+        (run / "checkpoints" / name).mkdir(parents=True)
+        (run / "checkpoints" / name / "tokenizer.json").write_text("")
+    assert write_report([run]).exists()
+
+
 def test_runs_are_compared_with_the_first(tmp_path):
     a, b, c = (made_run(tmp_path / name, fork=fork) for name, fork in [("a", None), ("b", 2), ("c", None)])
     shown = payload_of(a, b, c)

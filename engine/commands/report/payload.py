@@ -12,6 +12,7 @@ from ....verify.divergence import compare_runs
 from ....verify.ledger import LedgerFile
 from ....verify.reading import read_json
 from ...config import Config
+from ...runs.checkpoints import checkpoint_folders
 from ...runs.folder import FAILED, ROLLOUTS
 from ...runs.head import flat_settings, is_free
 from ...runs.loaded import LoadedRun, load_run
@@ -305,11 +306,13 @@ def _comparison(a: Source, b: Source) -> dict[str, Any]:
 
 
 def _tokenizer(run: LoadedRun) -> Tokenizer | None:
-    """The tokenizer of the newest checkpoint, or else of the model that the run began with."""
-    checkpoints = sorted((run.path / "checkpoints").glob("step-*"), reverse=True)
-    for folder in (*checkpoints, run.path / "base", Path(run.config.model)):
+    """The tokenizer of the newest checkpoint that has a usable one, or else of the run's first model."""
+    for folder in (*checkpoint_folders(run.path), run.path / "base", Path(run.config.model)):
         if (folder / "tokenizer.json").exists():
-            return Tokenizer(folder, 1 << 31)
+            try:
+                return Tokenizer(folder, 1 << 31)
+            except ValueError:
+                continue  # a damaged one ends no report; resume and verify run name it
     return None
 
 
