@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -137,7 +138,11 @@ def test_a_run_outlives_its_reports(place, monkeypatch, capsys):
     task = ("--task.options.max_value", "9", "--task.options.train", "20", "--task.options.held_out", "10")
     assert main(["train", "--run-dir", "run", "--model", "model", *task, *SMALL]) == 0
     output = capsys.readouterr()
-    assert output.out.count("was removed); the run goes on without it") == 1
+    # The file is gone when a step is written, or when the tracker's thread opens it.
+    assert (
+        len(re.findall(r"^tracking: tensorboard failed \(.*; the run goes on without it$", output.out, re.M))
+        == 1
+    )
     assert output.out.count("no plot was drawn: run/reward.png") == 1
     assert not output.err
     assert Path("run/summary.json").exists()

@@ -270,6 +270,7 @@ def test_control_a_diff_fits_once_only(source):
         apply(EXAMPLES / "dual_clip.diff", source)
 
 
+@pytest.mark.full
 def test_the_diffs_fit_the_source_and_its_own_tests_pass(source):
     """The loss, the model family and the kernel of the page, tested as the page says."""
     for name in ("dual_clip", "mistral", "relu2_mul"):
