@@ -84,8 +84,8 @@ def audit(
             1% or 5% of 1.
         summary: File to which a summary in GitHub's Markdown is appended, such as $GITHUB_STEP_SUMMARY.
     """
-    from ..engine.commands.audit.audit import AuditConfig
     from ..engine.commands.audit.command import run_audit
+    from ..engine.commands.audit.config import AuditConfig
     from ..engine.commands.audit.over_run import audit_run
     from ..engine.runs.progress import Stages
     from ..kernels.sampling_params import SamplingParams
@@ -144,8 +144,7 @@ class Tolerances(NamedTuple):
 def _show(result: "Audit", folder: Path, tolerances: Tolerances, summary: str) -> int:
     """Write and print an audit. summary: a file for the summary in Markdown, or "". Returns the exit code."""
     from ..engine.commands.audit.bands import band_lines
-    from ..engine.commands.audit.command import append_summary
-    from ..engine.commands.audit.over_run import write_reports
+    from ..engine.commands.audit.command import append_summary, write_reports
     from ..engine.commands.audit.tables import hypotheses_table, settings_table, summary_table, worst_table
     from ..engine.commands.audit.verdict import verdict
     from ..engine.runs.terminal import console
@@ -169,7 +168,8 @@ def _show(result: "Audit", folder: Path, tolerances: Tolerances, summary: str) -
 
 def _show_run(of_run: "RunAudit", folder: Path, tolerances: Tolerances) -> int:
     """Write and print the audits of a run's checkpoints. Returns the exit code."""
-    from ..engine.commands.audit.over_run import sentences, write_json
+    from ..engine.commands.audit.command import write_json
+    from ..engine.commands.audit.over_run import sentences
     from ..engine.commands.audit.page import run_page
     from ..engine.commands.audit.tables import settings_table, steps_table
     from ..engine.runs.terminal import console

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from zerokl.cli import main
-from zerokl.engine.commands.audit.audit import AuditConfig, audit
+from zerokl.engine.commands.audit.audit import audit
+from zerokl.engine.commands.audit.config import AuditConfig
 from zerokl.engine.commands.audit.logs import read_log
 from zerokl.engine.commands.audit.measure import measure
 from zerokl.engine.commands.audit.verdict import verdict

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from zerokl.cli import main
-from zerokl.engine.commands.audit.audit import AuditConfig, audit
+from zerokl.engine.commands.audit.audit import audit
+from zerokl.engine.commands.audit.config import AuditConfig
 from zerokl.engine.commands.audit.judge import cut
 from zerokl.engine.commands.audit.locate import locate
 from zerokl.engine.commands.audit.operations import Checkpoint

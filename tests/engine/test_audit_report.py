@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.cli import main
-from zerokl.engine.commands.audit.audit import AuditConfig, audit
+from zerokl.engine.commands.audit.audit import audit
+from zerokl.engine.commands.audit.config import AuditConfig
 from zerokl.engine.commands.audit.measure import measure
 from zerokl.engine.commands.audit.page import level, page
 from zerokl.engine.commands.audit.strip import visible

@@ -5,12 +5,13 @@ import json
 import numpy as np
 import pytest
 from zerokl.cli import main
-from zerokl.engine.commands.audit.batch_invariance import batch_invariance
+from zerokl.engine.commands.audit.own_invariance import batch_invariance
 from zerokl.engine.rollout.engine import ZeroklEngine
 from zerokl.engine.rollout.types import GenerationParams, Rollout
 
 PROMPTS = [(1, 2), (3,), (4, 5, 6)]
 N = 11
+OPTIONS = ["--max-tokens", "8", "-n", "6", "--own", "9"]
 
 
 class Drawn:
@@ -102,19 +103,7 @@ def test_a_token_that_differs_counts_and_what_follows_does_not():
 
 
 def test_the_native_sampler_draws_the_same_bits_in_any_company(model, tmp_path, capsys):
-    words = [
-        "audit",
-        str(model),
-        "--max-tokens",
-        "8",
-        "-n",
-        "6",
-        "--own",
-        "9",
-        "--out",
-        str(tmp_path / "audit"),
-    ]
-    assert main(words) == 0
+    assert main(["audit", str(model), *OPTIONS, "--out", str(tmp_path / "audit")]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "native draws the same bits alone and with up to 9 requests at once." in shown
     report = json.loads((tmp_path / "audit" / "audit.json").read_text())["batch_invariance"]
@@ -131,19 +120,7 @@ def test_an_engine_that_depends_on_its_company_fails_the_audit(model, tmp_path, 
         return rollouts
 
     monkeypatch.setattr(ZeroklEngine, "generate", crowded)
-    words = [
-        "audit",
-        str(model),
-        "--max-tokens",
-        "8",
-        "-n",
-        "6",
-        "--own",
-        "9",
-        "--out",
-        str(tmp_path / "audit"),
-    ]
-    assert main(words) == 1
+    assert main(["audit", str(model), *OPTIONS, "--out", str(tmp_path / "audit")]) == 1
     shown = " ".join(capsys.readouterr().out.split())
     assert "native does not repeat its own bits, from 8 requests at once on" in shown
     assert "Likely cause: native is not batch-invariant" in shown

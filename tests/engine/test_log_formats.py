@@ -13,7 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.cli import main
-from zerokl.engine.commands.audit.audit import AuditConfig, audit
+from zerokl.engine.commands.audit.audit import audit
+from zerokl.engine.commands.audit.config import AuditConfig
 from zerokl.engine.commands.audit.formats import zerokl as own
 from zerokl.engine.commands.audit.formats.registry import FORMATS, find_format, read_rollouts
 from zerokl.kernels.sampling_params import SamplingParams

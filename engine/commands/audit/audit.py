@@ -4,9 +4,8 @@ The rollouts are drawn or read from a log, and the trainer scores them. Then one
 both engines. The result is one report (audit.json).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,79 +13,33 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....kernels import tiles
-from ....kernels.backend import find_device
 from ....kernels.sampling_params import SamplingParams
-from ....model.checkpoint import DTYPES, check_weights, resolve_model
+from ....model.checkpoint import check_weights, resolve_model
 from ....model.config import ModelConfig
 from ....model.weights import Layout
-from ....verify.mismatch import largest, log_ratios
-from ...rollout.engine import Engine, Pair, ZeroklEngine
-from ...rollout.hf import HfEngine
+from ...rollout.engine import Engine
 from ...rollout.types import GenerationParams, Rollout
-from ...rollout.vllm.installed import is_cpu_build, require_vllm
-from ...rollout.vllm_stock import VllmEngine, VllmZeroklEngine
 from ...runs.progress import silent
 from ...tasks.tokenizer import Tokenizer
 from .bands import band_figures, in_band
-from .batch_invariance import MOST, batch_invariance
 from .columns import rounding
+from .config import SAMPLERS, AuditConfig, check, dtype_of
+from .engines import device_of, library_errors, make_engines
 from .hypotheses.evidence import Scorer
 from .hypotheses.log_causes import log_causes, other_checkpoints
 from .locate import locate
 from .logs import Log, scan_log, with_sampler_logprobs
 from .measure import measure, worst_tokens
 from .operations import Checkpoint
+from .own_invariance import batch_invariance, own_invariance
 from .settings import assumed
 from .strip import strip, with_text
 from .verdict import cause, notes
 
-SAMPLERS = ("native", "hf", "hf-eager", "vllm", "vllm-zerokl")
-TRAINERS = ("zerokl", "hf", "hf-eager", "vllm")
-# Engines that are not ours.
-_LIBRARIES = ("hf", "hf-eager", "vllm", "vllm-zerokl")
 Rollouts = Sequence[tuple[Rollout, SamplingParams]]
-# Sequences on which each engine's own invariance is measured: they are scored one by one and token by token.
-_INVARIANCE_SEQUENCES = 8
 # Tokens of the traced sequence at most, where there is a choice: a trace holds its logits over the
 # vocabulary.
 _TRACED_TOKENS = 1024
-
-
-@dataclass(frozen=True)
-class AuditConfig:
-    """What to compare. A dtype that is empty is the dtype named in its comment."""
-
-    model: str  # of both engines; of the sampler alone where trainer_model is given
-    sampler: str = "native"  # one of SAMPLERS, or the path of a log (logs.py)
-    trainer: str = "zerokl"  # one of TRAINERS
-    dtype: str = "bfloat16"
-    sampler_dtype: str = ""  # of the sampler, where it differs from dtype
-    head_dtype: str = ""  # of the logits, where it differs from the compute dtype
-    sampler_head_dtype: str = ""  # of the sampler's logits, where it differs from head_dtype
-    prompts: str = ""  # a text file with one prompt a line
-    n: int = 64
-    max_tokens: int = 256
-    sampling_params: SamplingParams = field(default_factory=SamplingParams)
-    seed: int = 0
-    weight_version: int | None = None  # takes only those rollouts of a log that have this version
-    # Of every engine: "cpu", "cuda" or "auto". "auto" is a GPU where there is one, and where vLLM, if it is
-    # asked for, can use it.
-    device: str = "auto"
-    format: str = "auto"  # of the log: a name in formats/registry.py
-    trainer_model: str = ""  # the trainer's, where the audit compares two checkpoints
-    checkpoints: tuple[str, ...] = ()  # of a log: other weights that may have drawn it
-    own: int = 0  # requests at once with which the sampler is compared with itself; 0 does not
-
-    def dtypes(self) -> dict[str, str]:
-        """Compute dtype and dtype of the logits: of the trainer, then of the sampler."""
-        sampler = self.sampler_dtype or self.dtype
-        return {
-            "dtype": self.dtype,
-            "head_dtype": self.head_dtype or self.dtype,
-            "sampler_dtype": sampler,
-            "sampler_head_dtype": self.sampler_head_dtype or self.head_dtype or sampler,
-        }
 
 
 @dataclass(frozen=True)
@@ -122,21 +75,21 @@ class Audit:
 
 def audit(cfg: AuditConfig, stage: Callable[[str], None] = silent) -> Audit:
     """Run an audit. stage: is called with what begins now, in words. Raises ValueError for bad input."""
-    _check(cfg)
+    check(cfg)
     folders = [resolve_model(name) for name in (cfg.model, cfg.trainer_model or cfg.model)]
     model = _model(*folders)
     tokenizer = Tokenizer(folders[0], model.vocab_size)
     for folder in dict.fromkeys(folders):
         check_weights(folder, Layout(ModelConfig.from_file(folder)))
-    device = _device(cfg)
+    device = device_of(cfg)
     stage(f"loading {cfg.trainer if cfg.sampler not in SAMPLERS else f'{cfg.sampler} and {cfg.trainer}'}")
-    with _library_errors(cfg, "start"):
-        sampler, trainer = _engines(cfg, folders, device)
+    with library_errors(cfg, "start"):
+        sampler, trainer = make_engines(cfg, folders, device)
     log, redraw, checkpoints, scorer = None, None, (), None
     if sampler is None:
         stage(f"reading {cfg.sampler}")
         others = other_checkpoints(cfg.checkpoints, folders[1])
-        dtype, head, *_ = map(_dtype, cfg.dtypes().values())
+        dtype, head, *_ = map(dtype_of, cfg.dtypes().values())
         scorer = Scorer(trainer, folders[1], dtype, head, device, tokenizer, others)
         log = scan_log(
             Path(cfg.sampler),
@@ -152,7 +105,7 @@ def audit(cfg: AuditConfig, stage: Callable[[str], None] = silent) -> Audit:
     else:
         stage(f"drawing {cfg.n} completions with {sampler.name}")
         redraw = partial(_draw, cfg, sampler, tokenizer, model)
-        with _library_errors(cfg, "draw"):
+        with library_errors(cfg, "draw"):
             rollouts = redraw()
         checkpoints = _checkpoints(cfg, folders)
         prompts = cfg.prompts or "sums such as 3+14="
@@ -170,7 +123,7 @@ def audit(cfg: AuditConfig, stage: Callable[[str], None] = silent) -> Audit:
         "log_notes": log.notes if log else [],
         "assumed": assumed(cfg.dtypes(), [params for _, params in rollouts], device.type, drawn),
     }
-    with _library_errors(cfg, "compare"):
+    with library_errors(cfg, "compare"):
         report |= compare(trainer, rollouts, tokenizer, sampler, redraw, checkpoints, log, stage, scorer)
         if cfg.own:
             prompts, max_tokens = _requests(cfg, tokenizer, model)
@@ -178,26 +131,6 @@ def audit(cfg: AuditConfig, stage: Callable[[str], None] = silent) -> Audit:
                 sampler, prompts, cfg.own, max_tokens, tokenizer.stop_ids, model.max_positions, stage
             )
     return Audit(report | {"cause": cause(report), "notes": notes(report)})
-
-
-@contextmanager
-def _library_errors(cfg: AuditConfig, doing: str) -> Iterator[None]:
-    """Turn what a library raises inside this context into one line that names the engines.
-
-    Its exit code would otherwise be that of a difference. Errors of our own engines stay what they are.
-    """
-    engines = [name for name in (cfg.sampler, cfg.trainer) if name in _LIBRARIES]
-    try:
-        yield
-    except (ValueError, MemoryError):
-        raise
-    except Exception as error:  # a library may raise anything
-        if not engines:
-            raise
-        raise ValueError(
-            f"audit: {' and '.join(engines)} could not {doing} with {cfg.model} "
-            f"({type(error).__name__}: {error})"
-        ) from error
 
 
 def compare(
@@ -234,7 +167,7 @@ def compare(
         "strip": strip(rollouts, scored, tokenizer, worst),
         "corrections": band_figures(trainer_logprobs, sampling_logprobs),
         "own_invariance": {
-            name: _own_invariance(engine, rollouts, drawn=engine is sampler)
+            name: own_invariance(engine, rollouts, drawn=engine is sampler)
             for name, engine in _by_name(sampler, trainer).items()
         },
     }
@@ -286,7 +219,7 @@ def _checkpoints(cfg: AuditConfig, folders: Sequence[Path]) -> tuple[Checkpoint,
 
     With a model for each, a third one is the trainer's in the sampler's dtype.
     """
-    dtypes = [_dtype(cfg.dtypes()[name]) for name in ("sampler_dtype", "dtype")]
+    dtypes = [dtype_of(cfg.dtypes()[name]) for name in ("sampler_dtype", "dtype")]
     sampler = Checkpoint.load(folders[0], dtypes[0])
     if not cfg.trainer_model:
         return sampler, sampler if dtypes[0] == dtypes[1] else Checkpoint.load(folders[1], dtypes[1])
@@ -300,104 +233,6 @@ def _by_name(sampler: Engine | None, trainer: Engine) -> dict[str, Engine]:
         return {trainer.name: trainer}
     sides = {"sampler": sampler, "trainer": trainer}
     return {e.name if sampler.name != trainer.name else f"{e.name} ({side})": e for side, e in sides.items()}
-
-
-def _check(cfg: AuditConfig) -> None:
-    """Raise ValueError for a pair that cannot be compared."""
-    if cfg.sampler not in SAMPLERS and not Path(cfg.sampler).exists():
-        raise ValueError(
-            f"audit: sampler {cfg.sampler} is no file; "
-            f"choose {', '.join(SAMPLERS)}, or name a log of rollouts"
-        )
-    if cfg.trainer not in TRAINERS:
-        raise ValueError(f"audit: trainer {cfg.trainer} is not known; choose {', '.join(TRAINERS)}")
-    for name, low, high in (("n", 1, 1 << 20), ("max_tokens", 1, 1 << 20), ("seed", 0, (1 << 32) - 1)):
-        if not low <= getattr(cfg, name) <= high:
-            raise ValueError(f"audit: {name} ({getattr(cfg, name)}) must lie in {low} to {high}")
-    cfg.sampling_params.check()
-    if cfg.own and not 2 <= cfg.own <= MOST:
-        raise ValueError(f"audit: own ({cfg.own}) must lie in 2 to {MOST}")
-    if cfg.own and cfg.sampler not in SAMPLERS:
-        raise ValueError("audit: --own compares a sampler with itself, and a log cannot draw again")
-    if cfg.checkpoints and cfg.sampler in SAMPLERS:
-        raise ValueError("audit: --checkpoints says which weights may have drawn a log; name a log")
-    if cfg.weight_version is not None and cfg.sampler in SAMPLERS:
-        raise ValueError(
-            "audit: --weight_version chooses among the rollouts of a log; "
-            "an engine draws with the model's weights"
-        )
-    dtype, head, *sampler_dtypes = map(_dtype, cfg.dtypes().values())
-    if cfg.trainer_model and cfg.sampler not in SAMPLERS:
-        raise ValueError(
-            "audit: a log was drawn elsewhere, so a second model has nothing to draw with; give the "
-            "trainer's alone"
-        )
-    if cfg.sampler == cfg.trainer == "vllm" and cfg.trainer_model:
-        raise ValueError(
-            "audit: two checkpoints in vLLM would be two engines in one process; audit each with zerokl"
-        )
-    if cfg.sampler == cfg.trainer == "vllm" and sampler_dtypes != [dtype, head]:
-        raise ValueError(
-            "audit: vLLM in two dtypes would be two engines in one process; audit each of them against zerokl"
-        )
-
-
-def _engines(cfg: AuditConfig, folders: Sequence[Path], device: torch.device) -> tuple[Engine | None, Engine]:
-    """The sampler (None where it is a log) and the trainer."""
-    dtype, head, *sampler_dtypes = map(_dtype, cfg.dtypes().values())
-    if cfg.sampler == cfg.trainer == "vllm":
-        engine = _engine("vllm", folders[0], device, dtype, head)
-        return engine, engine
-    sampler = (
-        _engine(cfg.sampler, folders[0], device, *sampler_dtypes, beside_vllm=cfg.trainer == "vllm")
-        if cfg.sampler in SAMPLERS
-        else None
-    )
-    return sampler, _engine(cfg.trainer, folders[1], device, dtype, head)
-
-
-def _dtype(name: str) -> torch.dtype:
-    if name not in DTYPES:
-        raise ValueError(f"audit: dtype {name} is not known; choose {', '.join(DTYPES)}")
-    return DTYPES[name]
-
-
-def _device(cfg: AuditConfig) -> torch.device:
-    """The device of all engines. Raises ValueError where an engine cannot compute on it."""
-    vllm = {cfg.sampler, cfg.trainer} & {"vllm", "vllm-zerokl"}
-    if not vllm:
-        return find_device(cfg.device)
-    tiles.fix_table(require_vllm())
-    device = find_device("cpu" if cfg.device == "auto" and is_cpu_build() else cfg.device)
-    if is_cpu_build() and device.type == "cuda":
-        raise ValueError("audit: the vLLM installed here computes on a CPU; set --device cpu")
-    if not is_cpu_build() and device.type == "cpu":
-        obstacle = "audits there" if cfg.device == "cpu" else "torch finds none"
-        raise ValueError(f"audit: the vLLM installed here needs a GPU, and {obstacle}")
-    if vllm == {"vllm", "vllm-zerokl"} and device.type == "cuda":
-        raise ValueError(
-            "audit: on a GPU vllm and vllm-zerokl would be two engines in one process; "
-            "audit each of them against zerokl"
-        )
-    return device
-
-
-def _engine(
-    name: str,
-    folder: Path,
-    device: torch.device,
-    dtype: torch.dtype,
-    head: torch.dtype,
-    beside_vllm: bool = False,
-) -> Engine:
-    if name in ("native", "zerokl"):
-        return ZeroklEngine(folder, dtype, head, device, name)
-    if name == "vllm":
-        return VllmEngine(folder, dtype, ModelConfig.from_file(folder).max_positions, head)
-    if name == "vllm-zerokl":
-        # A process holds one vLLM engine.
-        return VllmZeroklEngine(folder, dtype, head, device, multiprocess=beside_vllm)
-    return HfEngine(folder, dtype, "eager" if name == "hf-eager" else "sdpa", head, device)
 
 
 def _draw(cfg: AuditConfig, sampler: Engine, tokenizer: Tokenizer, model: ModelConfig) -> Rollouts:
@@ -443,28 +278,3 @@ def _score(engine: Engine, rollouts: Rollouts) -> list[np.ndarray]:
         pairs = [rollouts[i][0].pair for i in indices]
         scored |= zip(indices, engine.score(pairs, sampling_params), strict=True)
     return [scored[i] for i in range(len(rollouts))]
-
-
-def _own_invariance(engine: Engine, rollouts: Rollouts, drawn: bool) -> dict[str, Any]:
-    """How an engine's logprobs of the first sequences depend on how it computes them.
-
-    The ways are: scored alone or in a batch, and read token by token. drawn: the engine drew the rollouts, so
-    its logprobs of then are compared with those that it computes now, too.
-    """
-    sampling_params = rollouts[0][1]
-    first = [r for r, params in rollouts if params == sampling_params][:_INVARIANCE_SEQUENCES]
-    pairs: list[Pair] = [r.pair for r in first]
-    together = np.concatenate(engine.score(pairs, sampling_params))
-    ways = {"drawn against scored": [r.logprobs for r in first]} if drawn else {}
-    if not isinstance(engine, VllmEngine) or engine.scores_together(sampling_params):
-        ways["solo against batched"] = engine.score(pairs, sampling_params, together=False)
-    if (decoded := engine.decode(pairs, sampling_params)) is not None:
-        ways["decode against prefill"] = decoded
-    return {
-        way: {
-            "tokens": len(together),
-            "unequal": int((together.view(np.int32) != np.concatenate(logprobs).view(np.int32)).sum()),
-            "max_abs": largest(np.abs(log_ratios(together, np.concatenate(logprobs)))),
-        }
-        for way, logprobs in ways.items()
-    }

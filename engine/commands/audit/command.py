@@ -1,13 +1,19 @@
 """What `zerokl audit` is asked to compare: two engines, a log and a model, or the two columns of a log."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from ...runs.folder import finite
 from ...runs.progress import silent
-from .audit import Audit, AuditConfig, audit
+from .audit import Audit, audit
 from .bands import summary
 from .columns import audit_columns
+from .config import AuditConfig
+from .own_invariance import check_requests
+from .page import write_page
 from .verdict import verdict
 
 # Completions that engines draw, or that a model scores, where nothing else is asked for.
@@ -44,12 +50,23 @@ def run_audit(target: str, n: int | None, cfg: AuditConfig, stage: Callable[[str
         raise ValueError(f"audit: {log} is a log; name the model that scores it with --model")
     if cfg.sampler != "native":
         raise ValueError(f"audit: {log} is a log, so it is the sampler; leave out --sampler {cfg.sampler}")
-    if not cfg.model and cfg.own:
-        raise ValueError("audit: --own compares a sampler with itself, and a log cannot draw again")
+    check_requests(cfg.own, of_log=True)
     if not cfg.model:
         stage(f"reading {log}")
         return Audit(audit_columns(log, cfg.format, n or 0, cfg.weight_version))
     return audit(replace(cfg, sampler=str(log), n=n or _COMPLETIONS), stage)
+
+
+def write_reports(report: Mapping[str, Any], folder: Path) -> None:
+    """Write audit.json and audit.html of one audit. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(report, folder)
+    write_page(report, folder / "audit.html")
+
+
+def write_json(report: Mapping[str, Any], folder: Path) -> None:
+    """Write audit.json. Raises OSError."""
+    (folder / "audit.json").write_text(json.dumps(finite(report), indent=1, allow_nan=False) + "\n")
 
 
 def append_summary(result: Audit, passed: bool, band: str | None, file: Path) -> None:

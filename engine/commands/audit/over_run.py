@@ -4,7 +4,6 @@ Each checkpoint is audited in a process of its own: a process holds one vLLM eng
 cache of the weights before.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -14,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ...runs.checkpoints import checkpoint_folders
-from ...runs.folder import finite
 from ...runs.loaded import load_run
 from ...runs.progress import silent
-from .audit import Audit, AuditConfig
-from .command import run_audit
-from .page import write_page
+from .audit import Audit
+from .command import run_audit, write_reports
+from .config import AuditConfig
 
 Report = Mapping[str, Any]
 
@@ -62,18 +60,6 @@ def audit_run(
         "steps": [_row(step, audit) for step, audit in audits.items()],
     }
     return RunAudit(report, audits)
-
-
-def write_reports(report: Report, folder: Path) -> None:
-    """Write audit.json and audit.html of one audit. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(report, folder)
-    write_page(report, folder / "audit.html")
-
-
-def write_json(report: Report, folder: Path) -> None:
-    """Write audit.json. Raises OSError."""
-    (folder / "audit.json").write_text(json.dumps(finite(report), indent=1, allow_nan=False) + "\n")
 
 
 def _models(run: Path, every: int) -> dict[int, Path]:

@@ -1,8 +1,10 @@
-"""Does an engine draw the same bits whatever else it computes at the same time? (`zerokl audit --own N`)
+"""An engine against itself: does it give the same bits however it scores, and whatever it draws beside?
 
-Each prompt is drawn alone first, greedily, so that no random number decides a token. Then it is drawn again
-in company. A request is equal when its tokens and the bits of their log-probabilities are those of the
-request alone.
+`own_invariance` scores the first sequences of every audit alone, together, and token by token.
+
+`batch_invariance` is `zerokl audit --own N`. Each prompt is drawn alone first, greedily, so that no random
+number decides a token. Then it is drawn again in company. A request is equal when its tokens and the bits of
+their log-probabilities are those of the request alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,18 +13,57 @@ from typing import Any
 import numpy as np
 
 from ....kernels.sampling_params import SamplingParams
-from ...rollout.engine import Engine
+from ....verify.mismatch import largest, log_ratios
+from ...rollout.engine import Engine, Pair
 from ...rollout.types import GenerationParams, Rollout
+from ...rollout.vllm_stock import VllmEngine
 from ...runs.progress import silent
 
+# Sequences on which each engine's own invariance is measured: they are scored one by one and token by token.
+_SCORED = 8
 # Requests at once, at most.
-MOST = 256
+_MOST = 256
 # Tokens of a prompt that joins as a long prefill, where the context has room for it.
 _LONG = 1024
 # One such prompt for so many requests.
 _REQUESTS_PER_LONG = 4
 
 Prompt = Sequence[int]
+
+
+def own_invariance(
+    engine: Engine, rollouts: Sequence[tuple[Rollout, SamplingParams]], drawn: bool
+) -> dict[str, Any]:
+    """How an engine's logprobs of the first sequences depend on how it computes them.
+
+    The ways are: scored alone or in a batch, and read token by token. drawn: the engine drew the rollouts, so
+    its logprobs of then are compared with those that it computes now, too.
+    """
+    sampling_params = rollouts[0][1]
+    first = [r for r, params in rollouts if params == sampling_params][:_SCORED]
+    pairs: list[Pair] = [r.pair for r in first]
+    together = np.concatenate(engine.score(pairs, sampling_params))
+    ways = {"drawn against scored": [r.logprobs for r in first]} if drawn else {}
+    if not isinstance(engine, VllmEngine) or engine.scores_together(sampling_params):
+        ways["solo against batched"] = engine.score(pairs, sampling_params, together=False)
+    if (decoded := engine.decode(pairs, sampling_params)) is not None:
+        ways["decode against prefill"] = decoded
+    return {
+        way: {
+            "tokens": len(together),
+            "unequal": int((together.view(np.int32) != np.concatenate(logprobs).view(np.int32)).sum()),
+            "max_abs": largest(np.abs(log_ratios(together, np.concatenate(logprobs)))),
+        }
+        for way, logprobs in ways.items()
+    }
+
+
+def check_requests(requests: int, of_log: bool) -> None:
+    """Raise ValueError where batch_invariance cannot be asked for. requests: 0 does not ask for it."""
+    if requests and of_log:
+        raise ValueError("audit: --own compares a sampler with itself, and a log cannot draw again")
+    if requests and not 2 <= requests <= _MOST:
+        raise ValueError(f"audit: own ({requests}) must lie in 2 to {_MOST}")
 
 
 def batch_invariance(
