@@ -21,6 +21,7 @@ from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 from .attention_plan import KEY_TILE, TILE_ROWS, Spans
 from .launch import launch
 from .matmul_tma_triton import readable
+from .tiles import through_tma
 
 # The widths of a head that were compared and measured.
 _WIDTHS = (64, 128)
@@ -101,7 +102,7 @@ def serves(q: torch.Tensor, spans: Spans, gpu: str) -> bool:
 
     The backward has other bits than attention_bwd_triton.py, so lengths and addresses may not decide.
     """
-    (_, H, D), dtype_fits = q.shape, gpu == "hopper" and q.dtype.itemsize == 2
+    (_, H, D), dtype_fits = q.shape, through_tma(q.dtype, gpu)
     return dtype_fits and D in _WIDTHS and H // spans.kv_heads <= 16 and spans.query_tiles is not None
 
 

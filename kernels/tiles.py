@@ -149,11 +149,14 @@ def matmul_tiles(M: int, N: int, K: int, dtype: torch.dtype, gpu: str) -> Tiles:
     return _fitting_tiles(64 if M <= 64 else 128, 128, bk, dtype, gpu)
 
 
+def through_tma(dtype: torch.dtype, gpu: str) -> bool:
+    """Whether products and attention go through TMA: in 16 bits, on Hopper."""
+    return gpu == "hopper" and dtype.itemsize == 2
+
+
 def tma_matmul_tiles(M: int, N: int, K: int, dtype: torch.dtype, gpu: str) -> Tiles | None:
     """The configuration through TMA, or None where the other kernel serves. BLOCK_K is that of block_k."""
-    if gpu != "hopper" or dtype.itemsize != 2:
-        return None
-    if -(-M // 128) * -(-N // 256) < _TMA_MIN_TILES:
+    if not through_tma(dtype, gpu) or -(-M // 128) * -(-N // 256) < _TMA_MIN_TILES:
         return None
     bk = block_k(N, K, dtype, gpu)
     # Four tiles of 128 x 256 with BLOCK_K = 128 do not fit in shared memory.
@@ -179,7 +182,7 @@ def tma_outer_tiles(N: int, K: int, dtype: torch.dtype, gpu: str) -> Tiles | Non
     block_m is along N, block_n along K, and block_k along the tokens, as in outer_tiles. Where tiles of 128 x
     256 are few (gate_up and o of the 0.6B), tiles of 64 x 256 are faster.
     """
-    if gpu != "hopper" or dtype.itemsize != 2:
+    if not through_tma(dtype, gpu):
         return None
     tiles = -(-N // 128) * -(-K // 256)
     uneven = 132 < tiles < 2 * 132 or tiles < 66  # a second round of few programs, or too few for one

@@ -12,6 +12,7 @@ from ...verify.environment import PACKAGE_ROOT, environment
 from ...verify.files import hash_json
 from ...verify.ledger import Head, digest_ids
 from ..config import Config
+from ..config_file import FREE_SECTIONS
 from ..train.state import TrainState
 
 # The head holds the hash of the frozen reference's weights under this key.
@@ -55,7 +56,7 @@ def flat_settings(config: Config) -> dict[str, Any]:
 
     def walk(values: Mapping[str, Any], prefix: str) -> None:
         for name, value in values.items():
-            if isinstance(value, Mapping) and f"{prefix}{name}" not in ("task.options", "vllm.engine"):
+            if isinstance(value, Mapping) and f"{prefix}{name}" not in FREE_SECTIONS:
                 walk(value, f"{prefix}{name}.")
             else:
                 flat[prefix + name] = value
