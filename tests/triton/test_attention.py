@@ -13,7 +13,7 @@ from zerokl.kernels.attention_triton import attention_paged
 
 from tests.helpers import assert_at_most_twice_the_error, randn, total_unequal
 from tests.kernels.test_attention import CHUNKS, Case, after_contexts, cached, gradients, make_case, whole
-from tests.triton.attention_accuracy import assert_accurate, plain_attention
+from tests.triton.attention_checks import assert_accurate, assert_independent_of_packing, plain_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = [5, 70, 33]
@@ -115,14 +115,7 @@ def test_prefill_chunks_and_decode_are_one_result(chunk, lengths, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sequence_is_independent_of_what_it_is_packed_with(dtype):
     case = make_case(LENGTHS, 3, 1, 32, dtype, seed=4)
-    dy = randn(5, *case.q.shape, dtype=dtype)
-    together, o = gradients(case, dy), whole(case)
-    for s, rows in enumerate(case.spans()):
-        alone, poisoned = case.sequence(s), case.with_others_nan(s)
-        assert total_unequal([whole(alone), whole(poisoned)[rows]], [o[rows]] * 2) == 0
-        expected = gradients(alone, dy[rows])
-        assert total_unequal(expected, [g[rows] for g in together]) == 0
-        assert total_unequal(expected, [g[rows] for g in gradients(poisoned, dy)]) == 0
+    assert_independent_of_packing(case, randn(5, *case.q.shape, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

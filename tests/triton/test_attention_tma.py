@@ -14,8 +14,8 @@ from zerokl.kernels.attention import varlen_plan
 from zerokl.kernels.attention_plan import key_tile_table, query_tile_table
 
 from tests.helpers import property_settings, randn, total_unequal
-from tests.kernels.test_attention import Case, after_contexts, gradients, make_case, whole
-from tests.triton.attention_accuracy import assert_accurate
+from tests.kernels.test_attention import Case, after_contexts, gradients, make_case
+from tests.triton.attention_checks import assert_accurate, assert_independent_of_packing
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -69,14 +69,7 @@ def test_control_another_order_of_the_row_sum_gives_other_bits(monkeypatch):
 @pytest.mark.parametrize("D", [64, 128])
 def test_sequence_is_independent_of_what_it_is_packed_with(D, dtype):
     case = make_case([5, 70, 33, 1], 3, 1, D, dtype, seed=4)
-    dy = randn(5, *case.q.shape, dtype=dtype)
-    together, o = gradients(case, dy), whole(case)
-    for s, rows in enumerate(case.spans()):
-        alone, poisoned = case.sequence(s), case.with_others_nan(s)
-        assert total_unequal([whole(alone), whole(poisoned)[rows]], [o[rows]] * 2) == 0
-        expected = gradients(alone, dy[rows])
-        assert total_unequal(expected, [g[rows] for g in together]) == 0
-        assert total_unequal(expected, [g[rows] for g in gradients(poisoned, dy)]) == 0
+    assert_independent_of_packing(case, randn(5, *case.q.shape, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,8 +1,8 @@
-"""The error of packed attention and of its gradients, beside that of plain torch."""
+"""What both packed attentions must hold: the law of packing, and an error near plain torch's."""
 
 import torch
 
-from tests.helpers import assert_at_most_twice_the_error, randn
+from tests.helpers import assert_at_most_twice_the_error, randn, total_unequal
 from tests.kernels.test_attention import Case, gradients, make_case, whole
 
 
@@ -35,3 +35,14 @@ def assert_accurate(dtype: torch.dtype, head_dim: int) -> None:
                 judged[name][i].append(x.flatten())
     for name, parts in judged.items():
         assert_at_most_twice_the_error(*(torch.cat(p) for p in parts), f"{name} {dtype}")
+
+
+def assert_independent_of_packing(case: Case, dy: torch.Tensor) -> None:
+    """Output and gradients of each sequence have the bits they have alone, and beside sequences of NaN."""
+    together, o = gradients(case, dy), whole(case)
+    for s, rows in enumerate(case.spans()):
+        alone, poisoned = case.sequence(s), case.with_others_nan(s)
+        assert total_unequal([whole(alone), whole(poisoned)[rows]], [o[rows]] * 2) == 0
+        expected = gradients(alone, dy[rows])
+        assert total_unequal(expected, [g[rows] for g in together]) == 0
+        assert total_unequal(expected, [g[rows] for g in gradients(poisoned, dy)]) == 0
