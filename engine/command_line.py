@@ -13,8 +13,8 @@ from pydantic import BaseModel, ValidationError
 
 from ..verify.files import os_error_line
 from ..verify.reading import one_line, parse_toml, read_toml
-from .config import Config
-from .config_file import FREE_SECTIONS, check_key, validation_message
+from .config import FREE_SECTIONS, Config
+from .config_file import check_key, validation_message
 
 # What libraries say in errors of other classes when the machine gives them no memory: torch's allocator on
 # CPU and GPU, a thread's stack, and the loader of a shared library.

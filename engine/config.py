@@ -14,6 +14,9 @@ from .loss.config import LossConfig
 from .precision import PrecisionConfig
 from .section import Section
 
+# Sections whose keys zerokl does not define.
+FREE_SECTIONS = ("task.options", "vllm.engine")
+
 
 def section(model: type[BaseModel]) -> Parameter:
     """The group in which the help shows a section's settings, under the section's docstring."""

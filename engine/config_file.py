@@ -15,10 +15,8 @@ from pydantic import BaseModel, ValidationError
 
 from ..verify.reading import parse_toml, read_toml, shown
 from .compatibility import check_settings
-from .config import Config
+from .config import FREE_SECTIONS, Config
 
-# Sections whose keys zerokl does not define.
-FREE_SECTIONS = ("task.options", "vllm.engine")
 # Characters of an unknown key that a message shows.
 _KEY = 100
 # Keys and sections as they were called before 0.1.0 -> their present names.

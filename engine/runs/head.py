@@ -11,8 +11,7 @@ from ...model.weights import fingerprint
 from ...verify.environment import PACKAGE_ROOT, environment
 from ...verify.files import hash_json
 from ...verify.ledger import Head, digest_ids
-from ..config import Config
-from ..config_file import FREE_SECTIONS
+from ..config import FREE_SECTIONS, Config
 from ..train.state import TrainState
 
 # The head holds the hash of the frozen reference's weights under this key.
