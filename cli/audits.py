@@ -26,6 +26,7 @@ def audit(
     head_dtype: str = "",
     sampler_head_dtype: str = "",
     prompts: str = "",
+    chat: bool = False,
     n: CountOrAll = None,
     max_tokens: int = 256,
     temperature: float = 1.0,
@@ -34,8 +35,10 @@ def audit(
     seed: int = 0,
     weight_version: int | None = None,
     checkpoints: list[str] | None = None,
+    full: bool = False,
     own: int = 0,
     every: int = 0,
+    against: str = "",
     device: Device = "auto",
     out: str | None = None,
     max_k3: float | None = None,
@@ -63,6 +66,7 @@ def audit(
         head_dtype: Dtype of the logits; by default the compute dtype.
         sampler_head_dtype: Dtype of the sampler's logits; by default head_dtype.
         prompts: Text file with one prompt in each line; by default sums such as 3+14=.
+        chat: Put each prompt into the tokenizer's chat template, as a user's turn.
         n: Number of completions to compare; by default 64, or all of a log that has both columns.
         max_tokens: Tokens of a completion at most.
         temperature: Temperature; 0 is greedy. Of a log that says none, what it was drawn with.
@@ -72,10 +76,14 @@ def audit(
         weight_version: From a file of rollouts, take only those drawn with this version of the weights.
         checkpoints: Other weights that may have drawn a log: a model, or a folder of models such as a run's
             checkpoints. May be given several times.
+        full: Compare the log-probabilities of the whole vocabulary at each place, too: the KL both ways,
+            total variation, ranks.
         own: Requests at once, up to 256, with which the sampler is compared with itself: drawn alone, 2, 4, 8
             and so on at once, again, with its caches dropped, and beside long prefills. 0 does not.
         every: Audit the checkpoints of a run, the target, at each step that this divides; step 0 is the model
             the run began with. 0 takes the target as a model or a log.
+        against: An earlier audit, its folder or audit.json: which of the engines' settings and versions have
+            changed since, and how far the figures have.
         device: Where all engines compute; auto is a GPU where there is one.
         out: Folder for audit.json and audit.html; it must not hold an audit.
         max_k3: Tolerance: k3 may be at most this, in nats a token.
@@ -120,6 +128,9 @@ def audit(
         seed=seed,
         weight_version=weight_version,
         checkpoints=tuple(checkpoints or ()),
+        full=full,
+        chat=chat,
+        against=against,
         own=own,
         device=device,
     )
@@ -145,7 +156,13 @@ def _show(result: "Audit", folder: Path, tolerances: Tolerances, summary: str) -
     """Write and print an audit. summary: a file for the summary in Markdown, or "". Returns the exit code."""
     from ..engine.commands.audit.bands import band_lines
     from ..engine.commands.audit.command import append_summary, write_reports
-    from ..engine.commands.audit.tables import hypotheses_table, settings_table, summary_table, worst_table
+    from ..engine.commands.audit.tables import (
+        against_table,
+        hypotheses_table,
+        settings_table,
+        summary_table,
+        worst_table,
+    )
     from ..engine.commands.audit.verdict import verdict
     from ..engine.runs.terminal import console
 
@@ -157,6 +174,8 @@ def _show(result: "Audit", folder: Path, tolerances: Tolerances, summary: str) -
         if report.get("hypotheses", {}).get("rows"):
             console.print(hypotheses_table(report))
     console.print(settings_table(report))
+    if "against" in report:
+        console.print(against_table(report))
     passed = result.within(*tolerances)
     if summary:
         append_summary(result, passed, band, Path(summary))

@@ -110,6 +110,20 @@ def token_logprobs(z: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     return token_logprobs_ref(z, ids)
 
 
+def log_distribution(z: Tensor) -> Tensor:
+    """logp of every token. z [T, V] from `scaled_logits` -> [T, V] fp32; -inf outside the kept set.
+
+    The value of a token has the bits that `token_logprobs` gives for it.
+    """
+    if on_triton(z):
+        from .logprob_triton import logprob_fwd
+
+        _, _, highest, log_total = logprob_fwd(z, torch.zeros(len(z), dtype=torch.int64, device=z.device))
+        return z - highest.unsqueeze(1) - log_total.unsqueeze(1)
+    shifted, _, total = _softmax_parts(z)
+    return shifted - torch.log(total).unsqueeze(1)
+
+
 def draw(z: Tensor, u: Tensor, greedy: bool = False) -> Tensor:
     """Draw one token for each row by inverting the distribution function.
 

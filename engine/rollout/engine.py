@@ -6,14 +6,14 @@ drawn from.
 Shapes: C completion tokens, T tokens of one sequence.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from ...kernels.logprob import linear_logprob
+from ...kernels.logprob import linear_logprob, log_distribution, scaled_logits
 from ...kernels.matmul import matmul
 from ...kernels.sampling_params import SamplingParams
 from ...model.checkpoint import load_decoder
@@ -21,6 +21,7 @@ from ...model.decoder import Decoder, Hook, Numerics, PackedContext
 from ...model.op_names import in_order, split_fused
 from ...model.scoring import cached_scores, logprobs, pack
 from ...verify.trace import Trace
+from .engine_settings import Settings, zerokl_settings
 from .native import NativeSampler
 from .types import GenerationParams, RngKey, Rollout
 
@@ -28,6 +29,8 @@ Pair = tuple[Sequence[int], Sequence[int]]  # prompt and completion
 
 # Sequences of one forward, where an engine scores many together.
 TOGETHER = 16
+# Rows of a chunk of whole distributions, [rows, V].
+DISTRIBUTIONS = 64
 
 
 class Engine(Protocol):
@@ -53,6 +56,17 @@ class Engine(Protocol):
 
     def decode(self, pairs: Sequence[Pair], sampling_params: SamplingParams) -> list[np.ndarray] | None:
         """As `score`, but token by token through the engine's cache; None where the engine cannot."""
+        ...
+
+    def distributions(self, pair: Pair, sampling_params: SamplingParams) -> Iterator[torch.Tensor]:
+        """logp of every token of the vocabulary at each place of a completion, on the CPU.
+
+        In chunks of DISTRIBUTIONS places, [rows, V] fp32; -inf for a token that cannot be drawn.
+        """
+        ...
+
+    def settings(self) -> Settings:
+        """What decides this engine's bits beside the checkpoint and the dtypes."""
         ...
 
     def trace(self, pair: Pair, sampling_params: SamplingParams) -> Trace:
@@ -102,6 +116,18 @@ class ZeroklEngine:
         """See Engine."""
         lists = [(list(prompt), list(completion)) for prompt, completion in pairs]
         return [logp.numpy() for logp in cached_scores(self.decoder, lists, sampling_params, chunk=1)]
+
+    @torch.no_grad()
+    def distributions(self, pair: Pair, sampling_params: SamplingParams) -> Iterator[torch.Tensor]:
+        """See Engine."""
+        batch, decoder, lm_head = pack([pair]), self.decoder, self.decoder.logits_weight()
+        hidden = decoder.hidden(batch.ids, PackedContext(batch.lengths, decoder.config))
+        for h in hidden[batch.rows.to(decoder.device)].to(lm_head.dtype).split(DISTRIBUTIONS):
+            yield log_distribution(scaled_logits(matmul(h, lm_head), sampling_params)).cpu()
+
+    def settings(self) -> Settings:
+        """See Engine."""
+        return zerokl_settings(self.decoder)
 
     @torch.no_grad()
     def trace(self, pair: Pair, sampling_params: SamplingParams) -> Trace:

@@ -6,7 +6,7 @@ and keys after rotary embedding, so a TorchFunctionMode reads them as inputs of 
 Shapes: C completion tokens, T tokens of one sequence, V vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from ...kernels.logprob import scaled_logits
 from ...kernels.sampling_params import SamplingParams
 from ...model.op_names import in_order, output
 from ...verify.trace import Trace
-from .engine import TOGETHER, Pair
+from .engine import DISTRIBUTIONS, TOGETHER, Pair
+from .engine_settings import Settings, hf_settings
 from .types import GenerationParams, Rollout
 
 _LAYER_MODULES = {
@@ -146,6 +147,18 @@ class HfEngine:
         return scores
 
     @torch.no_grad()
+    def distributions(self, pair: Pair, sampling_params: SamplingParams) -> Iterator[torch.Tensor]:
+        """See Engine."""
+        prompt, completion = pair
+        logits = self.model(self._tensor([[*prompt, *completion[:-1]]]), use_cache=False).logits[0]
+        for z in logits[len(prompt) - 1 :].split(DISTRIBUTIONS):
+            yield _log_softmax(z, sampling_params).cpu()
+
+    def settings(self) -> Settings:
+        """See Engine."""
+        return hf_settings(self.model)
+
+    @torch.no_grad()
     def trace(self, pair: Pair, sampling_params: SamplingParams) -> Trace:
         """See Engine."""
         prompt, completion = pair
@@ -190,9 +203,13 @@ def _logprobs(logits: torch.Tensor, tokens: Sequence[int], sampling_params: Samp
 
     By log_softmax, as trainers on transformers do.
     """
-    return _gather(
-        scaled_logits(logits, sampling_params), torch.tensor(list(tokens), device=logits.device)
-    ).cpu()
+    drawn = torch.tensor(list(tokens), device=logits.device)
+    return _log_softmax(logits, sampling_params).gather(1, drawn.unsqueeze(1)).squeeze(1).cpu()
+
+
+def _log_softmax(logits: torch.Tensor, sampling_params: SamplingParams) -> torch.Tensor:
+    """logits [C, V] -> logp of every token [C, V] fp32."""
+    return torch.log_softmax(scaled_logits(logits, sampling_params).float(), dim=-1)
 
 
 def _gather(z: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,8 @@ from ...model.op_names import in_order, output
 from ...verify.trace import Trace
 from ..config import VllmConfig
 from ..shared_tensor import SharedTensor
-from .engine import Pair, ZeroklEngine, trace_decoder
+from .engine import DISTRIBUTIONS, Pair, ZeroklEngine, trace_decoder
+from .engine_settings import Settings, vllm_settings
 from .types import GenerationParams, RngKey, Rollout
 from .vllm.installed import is_cpu_build
 from .vllm.sampler import ON_A_GPU, VllmSampler, prepare_vllm
@@ -85,6 +86,10 @@ class VllmZeroklEngine(ZeroklEngine):
         finally:
             self.sampler.llm.apply_model(lambda model: setattr(model, "hook", no_hook))
         return torch.cat(hidden_of_passes)
+
+    def settings(self) -> Settings:
+        """See Engine. Of a vLLM in another process, only our decoder's."""
+        return super().settings() if self.traced_outside else vllm_settings(self.sampler.llm)
 
     def drop_caches(self) -> bool:
         """See Engine."""
@@ -192,23 +197,37 @@ class VllmEngine:
     def _logprobs(
         self, logits: torch.Tensor, completion: Sequence[int], sampling_params: SamplingParams
     ) -> np.ndarray:
-        """logits [T, V] -> logp [C], in the steps of vllm/v1/sample/sampler.py.
+        """logits [T, V] -> logp [C] of the completion's tokens."""
+        logp = self._log_softmax(logits[-len(completion) :], sampling_params)
+        drawn = torch.tensor([*completion], device=logp.device).unsqueeze(1)
+        return logp.gather(1, drawn).squeeze(1).cpu().numpy()
+
+    def _log_softmax(self, logits: torch.Tensor, sampling_params: SamplingParams) -> torch.Tensor:
+        """logits [C, V] -> logp of every token [C, V] fp32, in the steps of vllm/v1/sample/sampler.py.
 
         The steps are: temperature, top-k and top-p, log-softmax.
         """
         from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
         from vllm.v1.sample.sampler import Sampler
 
-        C, device = len(completion), self._device
-        z = logits[-C:].to(device, torch.float32)
+        C, device = len(logits), self._device
+        z = logits.to(device, torch.float32)
         temperature, top_k, top_p = sampling_params
         if temperature > 0.0:
             z = Sampler.apply_temperature(z, torch.full((C,), temperature, device=device), all_random=True)
             k = torch.full((C,), top_k, device=device) if 0 < top_k < z.shape[1] else None
             p = torch.full((C,), top_p, device=device) if top_p < 1.0 else None
             z = apply_top_k_top_p(z, k, p)
-        drawn = torch.tensor([*completion], device=device).unsqueeze(1)
-        return Sampler.compute_logprobs(z).gather(1, drawn).squeeze(1).cpu().numpy()
+        return Sampler.compute_logprobs(z)
+
+    def distributions(self, pair: Pair, sampling_params: SamplingParams) -> Iterator[torch.Tensor]:
+        """See Engine."""
+        for logits in self._logits(pair)[-len(pair[1]) :].split(DISTRIBUTIONS):
+            yield self._log_softmax(logits, sampling_params).cpu()
+
+    def settings(self) -> Settings:
+        """See Engine."""
+        return vllm_settings(self.llm)
 
     def decode(self, pairs: Sequence[Pair], sampling_params: SamplingParams) -> None:
         """See Engine. It returns None: vLLM cannot be told which tokens to draw."""

@@ -371,3 +371,17 @@ def test_an_audit_is_not_overwritten(model, tmp_path, capsys):
     assert main(_words(model, tmp_path / "out")) == 0
     assert main(_words(model, tmp_path / "out")) == 2
     assert "already holds an audit" in capsys.readouterr().err
+
+
+def test_prompts_go_through_the_chat_template_where_asked(model, tmp_path):
+    folder = tmp_path / "chat"
+    shutil.copytree(model, folder)
+    template = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    (tmp_path / "prompts.txt").write_text("1+2\n")
+    words = ["audit", str(folder), "-n", "1", "--max-tokens", "2", "--prompts", str(tmp_path / "prompts.txt")]
+    for chat in (["--chat"], []):
+        out = tmp_path / f"out{len(chat)}"
+        assert main([*words, *chat, "--out", str(out)]) == 0
+        (sequence,) = json.loads((out / "audit.json").read_text())["strip"]["sequences"]
+        assert sequence["prompt"] == ("<1+2>" if chat else "1+2")

@@ -13,10 +13,11 @@ from zerokl.cli import main
 from zerokl.engine.commands.audit.audit import audit
 from zerokl.engine.commands.audit.config import AuditConfig
 from zerokl.engine.commands.audit.measure import measure
+from zerokl.engine.commands.audit.notes import negative_k1
 from zerokl.engine.commands.audit.page import level, page
 from zerokl.engine.commands.audit.strip import visible
 from zerokl.engine.commands.audit.tables import distance
-from zerokl.engine.commands.audit.verdict import negative_k1, parting
+from zerokl.engine.commands.audit.verdict import parting
 from zerokl.engine.rollout.engine import ZeroklEngine
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import GenerationParams, RngKey

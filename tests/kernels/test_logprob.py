@@ -11,6 +11,7 @@ from zerokl.kernels.logprob import (
     draw,
     drawn_logprobs,
     linear_logprob,
+    log_distribution,
     scaled_logits,
     token_logprobs,
 )
@@ -56,6 +57,17 @@ def test_kept_set_equals_a_slow_independent_one(V, temperature, top_k, top_p, st
     z = scaled_logits(logits, SamplingParams(temperature, top_k, top_p))
     for row, kept in zip(logits.tolist(), torch.isfinite(z), strict=True):
         assert set(kept.nonzero().flatten().tolist()) == slow_kept_set(row, temperature, top_k, top_p)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(0.7, 10, 0.9), SamplingParams(0.0)])
+def test_the_log_distribution_has_the_logprobs_bits_at_every_token(params):
+    z = scaled_logits(randn(1, 7, 300, scale=3.0), params)
+    table = log_distribution(z)
+    for token in range(300):
+        ids = torch.full((7,), token)
+        assert total_unequal([table[:, token]], [token_logprobs(z, ids)[0]]) == 0
+    # control: the same logarithm in one subtraction rounds otherwise
+    assert total_unequal([table], [z - z.logsumexp(dim=1, keepdim=True)]) > 0
 
 
 def test_kept_logits_are_the_scaled_logits_and_all_others_minus_infinity():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from zerokl.kernels import logprob, logprob_triton
-from zerokl.kernels.logprob import draw, linear_logprob, scaled_logits, token_logprobs
+from zerokl.kernels.logprob import draw, linear_logprob, log_distribution, scaled_logits, token_logprobs
 from zerokl.kernels.logprob_triton import logprob_bwd, logprob_fwd, prefix_sums
 from zerokl.kernels.matmul import matmul
 from zerokl.kernels.philox import Stream, uniform_range
@@ -40,6 +40,15 @@ def test_logprob_has_vllms_bits(batch_invariant, V):
     expected = batch_invariant.log_softmax(z).gather(1, ids.unsqueeze(1)).squeeze(1)
     assert total_unequal([token_logprobs(z, ids)[0]], [expected]) == 0
     assert total_unequal([token_logprobs(z[2:3], ids[2:3])[0]], [expected[2:3]]) == 0
+
+
+@pytest.mark.parametrize("params", [SamplingParams(0.7), SamplingParams(1.3, 20)])
+def test_the_log_distribution_has_the_logprobs_bits(params):
+    z = scaled_logits(randn(5, 6, 1500), params)
+    table = log_distribution(z)
+    for token in (0, 1, 700, 1024, 1499):
+        ids = torch.full((6,), token)
+        assert total_unequal([table[:, token]], [token_logprobs(z, ids)[0]]) == 0
 
 
 @pytest.mark.parametrize("V", [7, 1024, 2500])

@@ -18,23 +18,27 @@ from ....model.checkpoint import check_weights, resolve_model
 from ....model.config import ModelConfig
 from ....model.weights import Layout
 from ...rollout.engine import Engine
+from ...rollout.engine_settings import machine_settings
 from ...rollout.types import GenerationParams, Rollout
 from ...runs.progress import silent
 from ...tasks.tokenizer import Tokenizer
 from .bands import band_figures, in_band
+from .causes import cause
 from .columns import rounding
 from .config import SAMPLERS, AuditConfig, check, dtype_of
+from .earlier import compare_audits, fingerprint, read_audit
 from .engines import device_of, library_errors, make_engines
 from .hypotheses.evidence import Scorer
 from .hypotheses.log_causes import log_causes, other_checkpoints
 from .locate import locate
 from .logs import Log, scan_log, with_sampler_logprobs
 from .measure import measure, worst_tokens
+from .notes import notes
 from .operations import Checkpoint
 from .own_invariance import batch_invariance, own_invariance
 from .settings import assumed
 from .strip import strip, with_text
-from .verdict import cause, notes
+from .whole import whole_distributions
 
 Rollouts = Sequence[tuple[Rollout, SamplingParams]]
 # Tokens of the traced sequence at most, where there is a choice: a trace holds its logits over the
@@ -76,6 +80,7 @@ class Audit:
 def audit(cfg: AuditConfig, stage: Callable[[str], None] = silent) -> Audit:
     """Run an audit. stage: is called with what begins now, in words. Raises ValueError for bad input."""
     check(cfg)
+    earlier = read_audit(cfg.against) if cfg.against else None
     folders = [resolve_model(name) for name in (cfg.model, cfg.trainer_model or cfg.model)]
     model = _model(*folders)
     tokenizer = Tokenizer(folders[0], model.vocab_size)
@@ -122,14 +127,25 @@ def audit(cfg: AuditConfig, stage: Callable[[str], None] = silent) -> Audit:
         "logged": log.logged if log else None,
         "log_notes": log.notes if log else [],
         "assumed": assumed(cfg.dtypes(), [params for _, params in rollouts], device.type, drawn),
+        "engine_settings": {
+            **({"sampler": sampler.settings()} if sampler else {}),
+            "trainer": trainer.settings(),
+            "machine": machine_settings(device),
+        },
     }
+    report["settings_fingerprint"] = fingerprint(report)
     with library_errors(cfg, "compare"):
         report |= compare(trainer, rollouts, tokenizer, sampler, redraw, checkpoints, log, stage, scorer)
+        if cfg.full:
+            stage("comparing the whole distributions")
+            report["whole"] = whole_distributions(sampler, trainer, rollouts)
         if cfg.own:
             prompts, max_tokens = _requests(cfg, tokenizer, model)
             report["batch_invariance"] = batch_invariance(
                 sampler, prompts, cfg.own, max_tokens, tokenizer.stop_ids, model.max_positions, stage
             )
+    if earlier:
+        report["against"] = compare_audits(report, earlier, cfg.against)
     return Audit(report | {"cause": cause(report), "notes": notes(report)})
 
 
@@ -244,7 +260,7 @@ def _draw(cfg: AuditConfig, sampler: Engine, tokenizer: Tokenizer, model: ModelC
 
 def _requests(cfg: AuditConfig, tokenizer: Tokenizer, model: ModelConfig) -> tuple[list[list[int]], int]:
     """The prompts, and the tokens that may follow the longest. Raises ValueError where none may."""
-    prompts = [tokenizer.encode(p, chat=False) for p in _prompt_texts(cfg)]
+    prompts = [tokenizer.encode(p, cfg.chat) for p in _prompt_texts(cfg)]
     room = model.max_positions - max(map(len, prompts))
     if room < 1:
         raise ValueError(

@@ -36,6 +36,9 @@ class AuditConfig:
     format: str = "auto"  # of the log: a name in formats/registry.py
     trainer_model: str = ""  # the trainer's, where the audit compares two checkpoints
     checkpoints: tuple[str, ...] = ()  # of a log: other weights that may have drawn it
+    full: bool = False  # whether the log-probabilities of the whole vocabulary are compared, too
+    chat: bool = False  # whether prompts go through the tokenizer's chat template
+    against: str = ""  # an earlier audit (its folder or audit.json) to compare settings and figures with
     own: int = 0  # requests at once with which the sampler is compared with itself; 0 does not
 
     def dtypes(self) -> dict[str, str]:
@@ -70,6 +73,8 @@ def check(cfg: AuditConfig) -> None:
             "audit: --weight_version chooses among the rollouts of a log; "
             "an engine draws with the model's weights"
         )
+    if cfg.full and cfg.sampler not in SAMPLERS:
+        raise ValueError("audit: --full needs an engine as sampler; a log holds the drawn tokens only")
     dtype, head, *sampler_dtypes = map(dtype_of, cfg.dtypes().values())
     if cfg.trainer_model and cfg.sampler not in SAMPLERS:
         raise ValueError(

@@ -8,7 +8,7 @@ trainer's top-p or top-k set (d = -inf), and tokens with an infinite ratio. The 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,11 @@ def measure(trainer: Sequence[np.ndarray], sampler: Sequence[np.ndarray]) -> dic
         "by_position": _by_position(d, lengths),
         "ratio_histogram": _histogram(known),
     }
+
+
+def equal(report: Mapping[str, Any]) -> bool:
+    """Whether every log-probability has the same bits on both sides."""
+    return report["frac_equal"] == 1.0
 
 
 def _counted(which: np.ndarray, probability: np.ndarray) -> dict[str, Any]:

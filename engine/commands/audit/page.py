@@ -10,15 +10,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .causes import cause
+from .measure import equal
+from .notes import notes
 from .page_style import POLICY, STYLE
 from .plots import operations_plot, positions_plot, ratios_plot, steps_plot
 from .settings import rows as setting_rows
 from .strip import visible
 from .tables import (
+    AGAINST,
     HYPOTHESES,
     OPERATIONS,
     STEP_FIGURES,
     WORST,
+    against_rows,
     figure_rows,
     hypothesis_rows,
     logprob,
@@ -26,9 +31,10 @@ from .tables import (
     own_rows,
     position_rows,
     step_rows,
+    whole_rows,
     worst_rows,
 )
-from .verdict import cause, equal, headline, jump, notes, parting
+from .verdict import headline, jump, parting
 
 Report = Mapping[str, Any]
 
@@ -78,7 +84,10 @@ def run_page(report: Report, words: Sequence[str]) -> str:
 
 
 def _settings(report: Report) -> str:
-    return _section("settings", _table(("assumed", "value"), setting_rows(report)))
+    body = _table(("assumed", "value"), setting_rows(report))
+    if "against" in report:
+        body += f"<h3>Since {_text(report['against']['audit'])}</h3>" + _table(AGAINST, against_rows(report))
+    return _section("settings", body)
 
 
 def _document(title: str, answer: str, links: str, main: str) -> str:
@@ -134,6 +143,8 @@ def _hypotheses(report: Report) -> str:
 def _figures(report: Report) -> str:
     headings = ("figure", "value", "meaning")
     body = _table(headings, figure_rows(report))
+    if rows := whole_rows(report):
+        body += "<h3>The whole distributions</h3>" + _table(headings, rows)
     body += "<h3>Each engine against itself</h3>" + _table(headings, own_rows(report))
     body += "<h3>By position in the completion, from 0</h3>"
     if not equal(report):

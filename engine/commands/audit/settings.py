@@ -50,6 +50,16 @@ def rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     keys = ("seed", "prompts", "log", "weight_version", "max_tokens")
     shown += [(key.replace("_", " "), str(a[key])) for key in keys if a.get(key) is not None]
+    shown += [
+        (f"{where}'s {name}", value)
+        for where, settings in report.get("engine_settings", {}).items()
+        for name, value in settings.items()
+        if where != "machine"
+    ]
+    if machine := report.get("engine_settings", {}).get("machine"):
+        shown.append(("machine", ", ".join(f"{name} {value}" for name, value in machine.items())))
+    if "settings_fingerprint" in report:
+        shown.append(("fingerprint of the settings", report["settings_fingerprint"][:16]))
     return [*shown, ("versions", ", ".join(f"{name} {v}" for name, v in a["versions"].items()))]
 
 

@@ -29,6 +29,8 @@ WORST = ("sequence", "position", "text before", "token", "sampler", "trainer")
 HYPOTHESES = ("hypothesis", "what it says", "nats explained", "nats left", "lines")
 # Headings of the checkpoints of a run.
 STEP_FIGURES = ("step", "equal", "largest |d|", "k3", "perplexity", "bits part at", "tokens", "cause")
+# Headings of what changed since an earlier audit.
+AGAINST = ("setting or figure", "then", "now")
 OPERATIONS = (
     "operation",
     "outputs that differ",
@@ -52,7 +54,7 @@ def summary_table(report: Report) -> Table:
     title = f"{sampler} against {trainer}"
     return _table(
         ("figure", "value", "meaning"),
-        [*figure_rows(report), *own_rows(report), *position_rows(report)],
+        [*figure_rows(report), *whole_rows(report), *own_rows(report), *position_rows(report)],
         title,
     )
 
@@ -79,7 +81,7 @@ def step_rows(report: Report) -> list[Row]:
     return [
         (
             str(r["step"]),
-            f"{math.floor(1e4 * r['frac_equal']) / 1e4:.2%}",
+            percent(r["frac_equal"]),
             number(r["max_abs"], 3),
             number(r["k3"]["value"], 3),
             number(r["perplexity_sampler"], 3),
@@ -151,7 +153,7 @@ def figure_rows(report: Report) -> list[Row]:
     for name, meaning in _MEANING.items():
         value = report[name]
         shown = (
-            f"{number(value['value'])} ± {number(value['standard_error'], 2)}"
+            _with_error(value)
             if isinstance(value, dict)
             else f"{value:,}"
             if isinstance(value, int)
@@ -165,6 +167,68 @@ def figure_rows(report: Report) -> list[Row]:
     for level in ("token", "sequence"):
         rows += _ratio_rows(level, report[level])
     return rows
+
+
+def whole_rows(report: Report) -> list[Row]:
+    """The whole distributions, where they were compared (whole.py)."""
+    w = report.get("whole")
+    if not w:
+        return []
+    both = f"of {w['places']:,} places and {w['vocabulary']:,} tokens at each"
+    kl = "sum over the vocabulary, mean over the places, in nats"
+    where = f"in sequence {w['sequence']} at position {w['position']}, token {w['token']}"
+    rows = [
+        ("whole: places equal", percent(w["frac_places_equal"]), f"all log-probabilities equal; {both}"),
+        (
+            "whole: values equal",
+            percent(w["frac_values_equal"]),
+            "log-probabilities with equal bits",
+        ),
+        ("whole: largest |d|", number(w["max_abs"]), where if w["token"] is not None else "of any token"),
+        ("whole: KL(s || t)", _with_error(w["kl_sampler_trainer"]), f"sampler to trainer: {kl}"),
+        ("whole: KL(t || s)", _with_error(w["kl_trainer_sampler"]), f"trainer to sampler: {kl}"),
+        (
+            "whole: variation",
+            number(w["total_variation"]),
+            f"mean total variation; largest {number(w['total_variation_max'])}",
+        ),
+        ("whole: likeliest", percent(w["same_first"]), "places with the same likeliest token"),
+        (
+            f"whole: top {w['top']}",
+            percent(w["same_top"]),
+            f"places with the same {w['top']} likeliest",
+        ),
+        (
+            "whole: rank",
+            percent(w["same_rank"]),
+            "places where the drawn token has one rank on both sides; "
+            f"it moves by {w['rank_change_max']:,} at most",
+        ),
+    ]
+    if w["other_kept_set"]:
+        rows.append(("whole: kept sets", f"{w['other_kept_set']:,}", "places where they cut other tokens"))
+    return rows
+
+
+def against_table(report: Report) -> Table:
+    """What changed since an earlier audit, as the command line prints it."""
+    return _table(AGAINST, against_rows(report), f"since {report['against']['audit']}")
+
+
+def against_rows(report: Report) -> list[Row]:
+    """Settings and figures that changed since an earlier audit."""
+    found = report["against"]
+    figures = [(name, number(x["before"]), number(x["now"])) for name, x in found["figures"].items()]
+    return [*((c["setting"], c["before"], c["now"]) for c in found["changed"]), *figures]
+
+
+def percent(share: float) -> str:
+    """A share, never rounded up to 100%."""
+    return f"{math.floor(1e4 * share) / 1e4:.2%}"
+
+
+def _with_error(x: Mapping[str, float]) -> str:
+    return f"{number(x['value'])} ± {number(x['standard_error'], 2)}"
 
 
 def _left_out_rows(report: Report) -> list[Row]:
