@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from zerokl.cli import main
 from zerokl.engine.commands.audit.audit import audit
 from zerokl.engine.commands.audit.config import AuditConfig
-from zerokl.engine.commands.audit.judge import cut
+from zerokl.engine.commands.audit.judge import FAULT, cut, excess
 from zerokl.engine.commands.audit.locate import locate
 from zerokl.engine.commands.audit.operations import Checkpoint
 from zerokl.engine.rollout.engine import Engine, ZeroklEngine
@@ -48,6 +48,18 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # --- sound pairs ---
+
+
+def test_the_rounding_of_one_huge_output_is_no_fault():
+    """In real checkpoints, a few outputs of a projection are thousands of times larger than the others."""
+    expected = torch.randn(60, 500, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected[0, 3] = 20_000
+    plain = expected.float().double()
+    rounded = plain.clone()
+    rounded[0, 3] *= 1 + 2.4e-7  # two units in the last place, from another order of the sum
+    assert excess(rounded, expected, plain - expected, torch.float32) < FAULT
+    # control: all outputs too large by as much
+    assert excess(plain * (1 + 4e-5), expected, plain - expected, torch.float32) > FAULT
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

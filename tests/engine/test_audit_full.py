@@ -54,6 +54,13 @@ def test_figures_are_their_formulas():
     assert (w["same_rank"], w["rank_change_max"]) == (pytest.approx(2 / 3), 1)
 
 
+def test_an_error_of_the_mass_is_no_kl():
+    p = _logp([[0.5, 0.3, 0.2]])
+    w = whole_distributions(_Given(p), _Given(p + 1e-3), [_rollout([0])])
+    assert w["mass_trainer"] - w["mass_sampler"] == pytest.approx(1e-3, rel=1e-2)
+    assert 0 < w["kl_sampler_trainer"]["value"] < 1e-6
+
+
 def test_tokens_that_one_side_cannot_draw_make_the_kl_infinite_and_are_counted():
     p, q = [[0.5, 0.5, 0.0], [0.2, 0.3, 0.5]], [[1.0, 0.0, 0.0], [0.2, 0.3, 0.5]]
     w = whole_distributions(_Given(_logp(p)), _Given(_logp(q)), [_rollout([0, 2])])

@@ -188,6 +188,11 @@ def whole_rows(report: Report) -> list[Row]:
         ("whole: KL(s || t)", _with_error(w["kl_sampler_trainer"]), f"sampler to trainer: {kl}"),
         ("whole: KL(t || s)", _with_error(w["kl_trainer_sampler"]), f"trainer to sampler: {kl}"),
         (
+            "whole: mass - 1",
+            f"{number(w['mass_sampler'], 2)}, {number(w['mass_trainer'], 2)}",
+            "sum of all probabilities, less 1: sampler and trainer, mean over the places",
+        ),
+        (
             "whole: variation",
             number(w["total_variation"]),
             f"mean total variation; largest {number(w['total_variation_max'])}",

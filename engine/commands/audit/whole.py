@@ -2,11 +2,15 @@
 
 At each place of a completion the sampler has the distribution p, the trainer q, over V tokens:
 
-    KL(p || q) = sum_v p_v (log p_v - log q_v)      total variation = 1/2 sum_v |p_v - q_v|
+    KL(p || q) = sum_v p_v (log p_v - log q_v) - p_v + q_v      total variation = 1/2 sum_v |p_v - q_v|
+    mass = sum_v p_v
 
-A token with p_v = 0 adds nothing to the KL. Where p_v > 0 and q_v = 0 the KL is infinite; such places are
-counted, and the mean is over the rest. The sums are in fp64. The rank of a token is the number of tokens that
-are more likely.
+The mass should be 1, and is not where a log-softmax rounds its sum. The last two terms of the KL are 0 for
+masses of 1. With them no addend is negative, so an error of the mass does not count as a KL.
+
+A token with p_v = q_v = 0 adds nothing to the KL. Where p_v > 0 and q_v = 0 the KL is infinite; such places
+are counted, and the mean is over the rest. The sums are in fp64. The rank of a token is the number of tokens
+that are more likely.
 """
 
 import math
@@ -31,9 +35,9 @@ def whole_distributions(
     """Compare p and q at every place of every completion.
 
     Returns "places", "vocabulary", the share of places and of values with equal bits, the largest difference
-    of a log-probability (of tokens that both sides can draw) and where it is, the mean KL both ways, the mean
-    and largest total variation, what share of places has the same likeliest token and the same ten likeliest,
-    and how the drawn token's rank differs.
+    of a log-probability (of tokens that both sides can draw) and where it is, the mean KL both ways, how far
+    the mass is from 1 on average, the mean and largest total variation, what share of places has the same
+    likeliest token and the same ten likeliest, and how the drawn token's rank differs.
     """
     parts: dict[str, list[np.ndarray]] = {}
     worst = {"max_abs": 0.0, "sequence": None, "position": None, "token": None}
@@ -63,8 +67,10 @@ def _of_places(s: torch.Tensor, t: torch.Tensor, drawn: torch.Tensor) -> dict[st
     ranks = [_rank(x, drawn) for x in (s, t)]
     return {
         "equal": equal.sum(dim=1),
-        "kl_sampler_trainer": _kl(p, s, t),
-        "kl_trainer_sampler": _kl(q, t, s),
+        "kl_sampler_trainer": _kl(p, q, s, t),
+        "kl_trainer_sampler": _kl(q, p, t, s),
+        "mass_sampler": p.sum(dim=1) - 1.0,
+        "mass_trainer": q.sum(dim=1) - 1.0,
         "total_variation": (p - q).abs().sum(dim=1) / 2,
         "same_first": top[0][:, 0] == top[1][:, 0],
         "same_top": same_set,
@@ -74,9 +80,9 @@ def _of_places(s: torch.Tensor, t: torch.Tensor, drawn: torch.Tensor) -> dict[st
     }
 
 
-def _kl(p: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """sum p (a - b) over the tokens with p > 0, [C]."""
-    return torch.where(p > 0, p * (a.double() - b.double()), 0.0).sum(dim=1)
+def _kl(p: torch.Tensor, q: torch.Tensor, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """KL(p || q) of each place, [C]. All are [C, V]; p and q in fp64."""
+    return (torch.where(p > 0, p * (log_p.double() - log_q.double()), 0.0) - p + q).sum(dim=1)
 
 
 def _rank(logp: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
@@ -105,6 +111,7 @@ def _report(places: dict[str, np.ndarray], vocabulary: int) -> dict[str, Any]:
         "frac_places_equal": float((places["equal"] == vocabulary).mean()),
         "frac_values_equal": float(places["equal"].sum() / (n * vocabulary)),
         **{name: {"value": mean(x), "standard_error": _error(x)} for name, x in finite.items()},
+        **{name: mean(places[name]) for name in ("mass_sampler", "mass_trainer")},
         "infinite_kl": int(n - min(map(len, finite.values()))),
         "other_kept_set": int(places["other_kept_set"].sum()),
         "total_variation": float(places["total_variation"].mean()),
