@@ -5,6 +5,7 @@
 Then `zerokl weights engine.json CHECKPOINT` names the tensors that differ.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,26 @@ import torch
 
 from ..engine.commands.weights import tensor_hashes, write_hashes
 
+# All experts of a layer in one tensor: vLLM's RoutedExperts, and transformers 5.
+_EXPERTS = re.compile(r"experts\.(routed_experts\.)?(?P<kind>w13_weight|w2_weight|gate_up_proj|down_proj)$")
+_FUSED_EXPERTS = ("w13_weight", "gate_up_proj")
+
 
 def write_weight_hashes(model: torch.nn.Module, path: str | Path) -> None:
     """Write the hashes of a module's parameters, by the names of its checkpoint.
 
-    What vLLM fuses (qkv_proj, gate_up_proj) is split again; the sizes come from model.config. Nothing of the
-    model changes. Raises ValueError where the file exists, and where a fused weight has another size.
+    What vLLM fuses (qkv_proj, gate_up_proj) is split again; the sizes come from model.config. Experts in one
+    tensor, as vLLM and transformers 5 keep them, get a name each. Nothing of the model changes. Raises
+    ValueError where the file exists, and where a fused weight has another size.
     """
     write_hashes(tensor_hashes(_split(model)), Path(path))
 
 
 def _split(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in model.named_parameters():
+        if experts := _EXPERTS.search(name):
+            yield from _experts(name[: experts.start()], experts["kind"] in _FUSED_EXPERTS, tensor)
+            continue
         fused = next((part for part in ("qkv_proj", "gate_up_proj") if f".{part}." in name), None)
         if fused is None:
             yield name, tensor
@@ -37,6 +46,19 @@ def _split(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             )
         for part, rows in zip(parts, tensor.split(list(parts.values())), strict=True):
             yield name.replace(fused, part), rows
+
+
+def _experts(prefix: str, gated: bool, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The matrices of each expert by the names of a Qwen3-MoE checkpoint.
+
+    tensor: [E, 2 I, D] with gate and up (gated), or [E, D, I].
+    """
+    for e, expert in enumerate(tensor):
+        parts = (
+            zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True) if gated else [("down_proj", expert)]
+        )
+        for part, matrix in parts:
+            yield f"{prefix}experts.{e}.{part}.weight", matrix
 
 
 def _parts(fused: str, config: Any) -> dict[str, int]:

@@ -31,8 +31,9 @@ from .silu_mul_triton import silu_mul_bwd, silu_mul_fwd
 from .tiles import recording
 
 BF16, FP16, FP32 = DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Head widths and groups of the supported models: Qwen3-0.6B and 1.7B, 8B, Qwen2.5-0.5B, Llama-3.2-1B.
-ATTENTION_SHAPES = ((128, 2), (128, 4), (64, 7), (64, 4))
+# Head widths and groups of the supported models: Qwen3-0.6B and 1.7B, 8B, Qwen2.5-0.5B, Llama-3.2-1B,
+# SmolLM2-135M.
+ATTENTION_SHAPES = ((128, 2), (128, 4), (64, 7), (64, 4), (64, 3))
 # Rows of a decode and of a prefill. Their products have different row tiles.
 _ROWS = {"decode": 64, "prefill": 128}
 # Rows whose 16-bit products go through TMA on Hopper.
@@ -219,8 +220,8 @@ def _logprob() -> Iterator[Case]:
             f"logprob of {_name(dtype)} logits{suffix}",
             lambda t=temperature, dtype=dtype: logprob_fwd(_meta(dtype, 64, 4096), ids, t),
         )
-    # Vocabularies of up to 2^18: 128 and 152 thousand, and a small one.
-    for V, temperature, dtype in product((4096, 128256, 151936), (1.0, 0.7), DTYPES):
+    # Vocabularies of up to 2^18: 49, 128 and 152 thousand, and a small one.
+    for V, temperature, dtype in product((4096, 49152, 128256, 151936), (1.0, 0.7), DTYPES):
         yield (
             f"draw of {_name(dtype)} from {V} at temperature {temperature}",
             lambda V=V, temperature=temperature, dtype=dtype: draw_tokens(

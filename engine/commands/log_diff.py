@@ -12,6 +12,17 @@ from .audit.formats.record import LoggedRollout
 from .audit.formats.registry import read_rollouts
 from .metrics_diff import diff_metrics, is_metrics
 
+# What a first difference tells, by how its words begin.
+_MEANINGS = {
+    "prompt": "So the two were given other prompts, or their tokenizers differ: no engine computed yet.",
+    "sampler's logprob": "So the sampler computed other numbers for the same tokens: other weights, kernels, "
+    "caches or requests beside it. Seeds are not the cause.",
+    "completion token": "So the sampler computed the same numbers and drew otherwise: compare seeds, and the "
+    "order of requests where one generator draws for all.",
+    "trainer's logprob": "So the rollouts are equal, and the trainer computed other numbers for them: other "
+    "weights, kernels or micro-batches.",
+    "reward": "So the rollouts are equal, and the reward is not a function of them.",
+}
 Placed = tuple[str, LoggedRollout]
 
 
@@ -26,28 +37,30 @@ def diff_logs(a: Path, b: Path) -> int:
     """Print the first difference. Returns 0 when there is none, else 1. Raises ValueError for bad input."""
     try:
         if is_metrics(a) and is_metrics(b):
-            difference, seen = diff_metrics(a, b)
+            (difference, seen), meaning = diff_metrics(a, b), ""
         else:
-            difference, seen = _first_difference(a, b)
+            difference, meaning, seen = _first_difference(a, b)
     except ValueError as error:
         raise ValueError(f"diff: {error}") from None
     console.print(f"first difference {difference}" if difference else f"equal: {seen}")
+    if meaning:
+        console.say(meaning)
     return 1 if difference else 0
 
 
-def _first_difference(a: Path, b: Path) -> tuple[str, str]:
-    """The first difference in words, or "", and how much was compared."""
+def _first_difference(a: Path, b: Path) -> tuple[str, str, str]:
+    """The first difference in words, or "", what it means, and how much was compared."""
     by_step = all(_has_steps(path) for path in (a, b))
     count = 0
     for chunk_a, chunk_b in zip_longest(_chunks(a, by_step), _chunks(b, by_step), fillvalue=[]):
         if not chunk_a or not chunk_b:
             longer, place = (a, chunk_a[0][0]) if chunk_a else (b, chunk_b[0][0])
             shorter = b if longer is a else a
-            return f"after {count} completions: {shorter} ends, and {longer} goes on at {place}", ""
+            return f"after {count} completions: {shorter} ends, and {longer} goes on at {place}", "", ""
         if difference := _of_step(chunk_a, chunk_b):
-            return difference, ""
+            return *difference, ""
         count += len(chunk_a)
-    return "", f"{count} completions"
+    return "", "", f"{count} completions"
 
 
 def _has_steps(path: Path) -> bool:
@@ -67,20 +80,24 @@ def _chunks(path: Path, by_step: bool) -> Iterator[list[Placed]]:
         yield list(group)
 
 
-def _of_step(a: list[Placed], b: list[Placed]) -> str:
-    """The first difference of a step in causal order: prompts, tokens and logprobs, rewards, advantages."""
+def _of_step(a: list[Placed], b: list[Placed]) -> tuple[str, str] | None:
+    """The first difference of a step in causal order, and what it means.
+
+    The order is: prompts, tokens and logprobs, the trainer's logprobs, rewards and advantages.
+    """
     step_a, step_b = a[0][1].step, b[0][1].step
     if step_a != step_b and step_a is not None and step_b is not None:
-        return f"{a[0][0]} is of step {step_a}, and {b[0][0]} of step {step_b}"
+        return f"{a[0][0]} is of step {step_a}, and {b[0][0]} of step {step_b}", ""
     step = "" if step_a is None else f"at step {step_a}: "
     pairs = _paired(a, b)
     if len(a) != len(b):
-        return f"{step}{len(a)} and {len(b)} completions ({a[0][0]} and {b[0][0]})"
+        return f"{step}{len(a)} and {len(b)} completions ({a[0][0]} and {b[0][0]})", ""
     for compare in (_prompts, _completions, _trainer, _values):
         for (place_a, x), (place_b, y) in pairs:
             if said := compare(x, y):
-                return f"{step}{said} ({place_a} and {place_b})"
-    return ""
+                meaning = next((text for start, text in _MEANINGS.items() if said.startswith(start)), "")
+                return f"{step}{said} ({place_a} and {place_b})", meaning
+    return None
 
 
 def _paired(a: list[Placed], b: list[Placed]) -> list[tuple[Placed, Placed]]:

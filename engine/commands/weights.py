@@ -24,10 +24,16 @@ _HASHED = {
     torch.float16: (torch.float16,),
 }
 Hashes = dict[str, dict[str, Any]]
+# Elements that are hashed at once, and the constants of splitmix64 (Steele, Lea, Flood, 2014) as int64.
+_CHUNK = 1 << 22
+_MIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 
 
 def tensor_hashes(tensors: Iterable[tuple[str, torch.Tensor]]) -> Hashes:
-    """For each tensor its shape, its dtype, and the SHA-256 of its values in each dtype (_HASHED)."""
+    """For each tensor its shape, its dtype, and two hashes of its values in each dtype (_HASHED).
+
+    "sha256" is of the values in their order. "unordered" is the same for every order of the values.
+    """
     found = {}
     for name, tensor in tensors:
         dtypes = _HASHED.get(tensor.dtype, (tensor.dtype,))
@@ -35,6 +41,7 @@ def tensor_hashes(tensors: Iterable[tuple[str, torch.Tensor]]) -> Hashes:
             "shape": list(tensor.shape),
             "dtype": _name(tensor.dtype),
             "sha256": {_name(dtype): _sha256(tensor.detach().to(dtype)) for dtype in dtypes},
+            "unordered": {_name(dtype): _unordered(tensor.detach().to(dtype)) for dtype in dtypes},
         }
     return found
 
@@ -46,6 +53,18 @@ def _name(dtype: torch.dtype) -> str:
 def _sha256(tensor: torch.Tensor) -> str:
     # A matrix of 16-bit numbers has no numpy dtype, so its bytes are read.
     return hashlib.sha256(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy()).hexdigest()
+
+
+def _unordered(tensor: torch.Tensor) -> str:
+    """The sum, modulo 2^64, of a hash of each element's bits (splitmix64), as 16 hexadecimal digits."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
+    total = 0
+    for chunk in tensor.contiguous().cpu().reshape(-1).view(integers).split(_CHUNK):
+        z = chunk.to(torch.int64) + _MIX[0]
+        for shift, factor in ((30, _MIX[1]), (27, _MIX[2])):
+            z = (z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))) * factor
+        total += int((z ^ ((z >> 31) & ((1 << 33) - 1))).sum())
+    return f"{total % (1 << 64):016x}"
 
 
 def read_hashes(source: str) -> Hashes:
@@ -123,6 +142,9 @@ def _difference(name: str, x: Mapping[str, Any], y: Mapping[str, Any], names: Ma
         other = names.get(x["sha256"][dtype])
         if other not in (None, name):
             return f"the first holds what the second has as {other}"
+    orders = [side.get("unordered", {}) for side in (x, y)]
+    if any(dtype in orders[0] and orders[0][dtype] == orders[1].get(dtype) for dtype in shared):
+        return "the same values in another order (another layout, or experts or rows that were swapped)"
     return "other values"
 
 

@@ -46,6 +46,33 @@ def test_one_bit_fails(tmp_path):
     assert (worst["position"], worst["before"]) == (1, f"{log}, line 1")
 
 
+def test_small_differences_that_mask_every_sequence_are_said(tmp_path):
+    """trl#4772: 0.012 nats a token over 100 tokens is a ratio of 3.3, and every sequence is masked."""
+    sampler = [[-1.0] * 100 for _ in range(8)]
+    biased = write_log(tmp_path / "biased.jsonl", sampler, [[-0.988] * 100 for _ in range(8)])
+    code, report = run(biased, tmp_path / "out")
+    assert code == 1
+    (note,) = [n for n in report["notes"] if n.startswith("Small differences add up over the 100 tokens")]
+    assert "exceeds 3 in 0.00% of the tokens, that of a sequence in 100.00% of the sequences" in note
+    # control: differences of the same size that do not add up
+    signs = [[-1.0 + 0.012 * (-1) ** i for i in range(100)] for _ in range(8)]
+    sound = audit_columns(write_log(tmp_path / "sound.jsonl", sampler, signs))
+    assert not [n for n in sound["notes"] if n.startswith("Small differences")]
+
+
+def test_what_truncated_metrics_hide_is_said(tmp_path):
+    """trl#5231: the trainer logs ratios after their truncation at 2, where a few are 50."""
+    sampler = [[-1.0] * 19 + [-4.0]]
+    log = write_log(tmp_path / "log.jsonl", sampler, [[-1.0] * 19 + [-4.0 + math.log(50)]])
+    report = audit_columns(log)
+    row = report["corrections"]["cut"][0]
+    assert (row["bound"], row["tokens"]) == (2.0, 0.05)
+    assert row["mean_ratio"] == pytest.approx((19 + 50) / 20, rel=1e-5)
+    assert row["mean_truncated"] == pytest.approx((19 + 2) / 20, rel=1e-5)
+    said = "ratios reach 50, and their mean is 3.45, but 1.05 once they are cut at 2"
+    assert any(said in note for note in report["notes"])
+
+
 def test_the_figures_leave_out_what_was_not_drawn(tmp_path):
     log = write_log(
         tmp_path / "log.jsonl", [[-1.0, None, -3.0, -1.0]], [[-1.5, -1.0, -9.0, None]], mask=[1, 1, 0, 1]

@@ -4,7 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from zerokl.cli import main
+from zerokl.engine.rollout.native import NativeSampler
+from zerokl.engine.rollout.types import GenerationParams, RngKey
+from zerokl.kernels.sampling_params import SamplingParams
+from zerokl.model.checkpoint import load_decoder
 
 SAMPLES = Path(__file__).parent / "log_samples"
 
@@ -72,10 +77,49 @@ def test_the_first_difference_has_its_step_and_its_place(differ, change, said):
     b[2] |= change
     b[3] |= {"reward": 7.0}
     code, words = differ(a, b)
-    assert (code, words.count("\n")) == (1, 1)
+    first, *meaning = words.splitlines()
+    assert (code, len(meaning)) == (1, 1)
     assert words.startswith("first difference at step 1: ")
     assert said in words
-    assert "a.jsonl, line 3 and " in words
+    assert "a.jsonl, line 3 and " in first
+
+
+@pytest.mark.parametrize(
+    ("planted", "said", "meaning"),
+    [
+        ("seeds", "completion token at position", "compare seeds"),
+        ("kernels", "sampler's logprob at position", "Seeds are not the cause"),
+    ],
+)
+def test_one_seed_and_two_curves(tmp_path, capsys, model, planted, said, meaning):
+    """verl#3126: two runs of one seed part. The first difference tells the draw from the numbers."""
+    decoder = load_decoder(model, torch.float32)
+    if planted == "kernels":
+        other = load_decoder(model, torch.bfloat16)
+    files = []
+    for name in ("a", "b"):
+        changed = name == "b"
+        sampler = NativeSampler(other if changed and planted == "kernels" else decoder)
+        log = []
+        for step in range(3):
+            seed = 7 if changed and planted == "seeds" and step == 1 else 0
+            params = GenerationParams(SamplingParams(), 4, 8, frozenset())
+            drawn = sampler.generate([(5, 6, 7)], params, RngKey(seed, step))
+            log += [
+                {
+                    "prompt_ids": r.prompt_ids,
+                    "completion_ids": r.completion_ids,
+                    "logprobs": r.logprobs.tolist(),
+                    "step": step,
+                }
+                for r in drawn
+            ]
+        files.append(str(write(tmp_path / f"{name}.jsonl", log)))
+    assert main(["diff", *files]) == 1
+    words = " ".join(capsys.readouterr().out.split())
+    step = 1 if planted == "seeds" else 0
+    assert f"first difference at step {step}: {said}" in words
+    assert meaning in words
 
 
 def test_a_later_prompt_comes_before_an_earlier_reward(differ):

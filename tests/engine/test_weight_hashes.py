@@ -1,13 +1,20 @@
 """Hashes of weights: a sync that went wrong is named, tensor by tensor."""
 
+import copy
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from zerokl.cli import main
+from zerokl.engine.commands.weights import tensor_hashes
 from zerokl.integrations.weights import write_weight_hashes
+
+from tests.helpers import property_settings, randn
 
 Q, K = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"
 
@@ -79,6 +86,93 @@ def test_an_engine_with_fused_weights_is_compared_with_its_checkpoint(model, tmp
     capsys.readouterr()
     assert main(["weights", str(tmp_path / "after.json"), str(model)]) == 1
     assert f"{Q}: other values" in capsys.readouterr().out
+
+
+# --- experts ---
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory) -> tuple[Qwen3MoeForCausalLM, Path]:
+    """A Qwen3-MoE of transformers, with all experts in one tensor, and its checkpoint, with one each."""
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+    folder = tmp_path_factory.mktemp("experts")
+    model.save_pretrained(folder)
+    return model, folder / "model.safetensors"
+
+
+def _swap_gate_and_up(gate_up: torch.Tensor) -> None:
+    gate_up.copy_(torch.cat(gate_up.chunk(2, dim=1)[::-1], dim=1))
+
+
+def _interleave_rows(gate_up: torch.Tensor) -> None:
+    """Gate and up row by row, as some kernels of TensorRT-LLM read them."""
+    gate_up.copy_(torch.stack(gate_up.chunk(2, dim=1), dim=2).flatten(1, 2))
+
+
+def _rotate_experts(gate_up: torch.Tensor) -> None:
+    gate_up.copy_(gate_up.roll(1, dims=0))
+
+
+def _rotate_rows(gate_up: torch.Tensor) -> None:
+    """The layout of a kernel: other rows inside each half."""
+    gate_up.copy_(torch.cat([half.roll(3, dims=1) for half in gate_up.chunk(2, dim=1)], dim=1))
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "said"),
+    [
+        (_swap_gate_and_up, "the first holds what the second has as model.layers.0.mlp.experts.0.up_proj"),
+        (
+            _rotate_experts,
+            "what the second has as model.layers.0.mlp.experts.3.gate_proj",
+        ),
+        (_rotate_rows, "the same values in another order"),
+        (_interleave_rows, "other values"),
+        (lambda w: w[2].zero_(), "mlp.experts.2.gate_proj.weight: other values"),
+    ],
+    ids=["gate and up swapped", "experts rotated", "another layout", "interleaved", "one expert lost"],
+)
+def test_experts_that_a_sync_corrupted_are_named(experts, tmp_path, capsys, corrupt, said):
+    """SkyRL#1680, verl#7978: after a sync the experts lie in another layout, or are lost."""
+    model, checkpoint = experts
+    write_weight_hashes(model, tmp_path / "sound.json")
+    assert main(["weights", str(tmp_path / "sound.json"), str(checkpoint)]) == 0
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        corrupt(other.model.layers[0].mlp.experts.gate_up_proj)
+    write_weight_hashes(other, tmp_path / "corrupt.json")
+    capsys.readouterr()
+    assert main(["weights", str(tmp_path / "corrupt.json"), str(checkpoint)]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert said in out
+    assert "layers.1." not in out
+
+
+@property_settings(60)
+@given(st.integers(0, 1000), st.integers(2, 200), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_the_unordered_hash_is_of_the_values_alone(seed, n, dtype):
+    values = randn(seed, n).to(dtype)
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+
+    def unordered(x: torch.Tensor) -> str:
+        return tensor_hashes([("w", x)])["w"]["unordered"][str(dtype).removeprefix("torch.")]
+
+    assert unordered(values[order]) == unordered(values)
+    changed = values.clone()
+    changed[seed % n] = -changed[seed % n]
+    assert unordered(changed) != unordered(values)
 
 
 def test_hashes_are_written_once(model, tmp_path, capsys):

@@ -37,6 +37,7 @@ MODELS = {
     "Qwen3-8B": ("Qwen3", 4096, 12288, 32, 8, 128, False),
     "Qwen2.5-0.5B": ("Qwen2", 896, 4864, 14, 2, 64, True),
     "Llama-3.2-1B": ("Llama", 2048, 8192, 32, 8, 64, True),
+    "SmolLM2-135M": ("Llama", 576, 1536, 9, 3, 64, True),
 }
 VOCABULARY = 4096  # short, to save memory
 NARROW_CACHE, WIDE_HEAD = Numerics(cache=torch.bfloat16), Numerics(lm_head=torch.float32)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ....verify.mismatch import log_ratios, ratios
+from ....verify.mismatch import mean as mean_of
 
 # Lowest and highest geometric mean of a sequence's ratios. strict: the bounds with which NeMo-RL masks
 # sequences in its guide to ProRL v2.
@@ -38,7 +39,13 @@ def band_figures(trainer: Sequence[np.ndarray], sampler: Sequence[np.ndarray]) -
         "geometric_mean_min": float(mean.min()),
         "geometric_mean_max": float(mean.max()),
         "cut": [
-            {"bound": bound, "tokens": _share(~(r <= bound)), "sequences": _share(~(whole <= bound))}
+            {
+                "bound": bound,
+                "tokens": _share(~(r <= bound)),
+                "sequences": _share(~(whole <= bound)),
+                "mean_ratio": mean_of(r),
+                "mean_truncated": mean_of(np.minimum(r, bound)),
+            }
             for bound in _BOUNDS
         ],
     }
@@ -70,7 +77,8 @@ def band_lines(report: dict[str, Any], band: str | None) -> list[str]:
     if cut:
         lines += [
             f"A correction with the bound {row['bound']:g} cuts {row['tokens']:.2%} of the tokens (TIS), or "
-            f"masks {row['sequences']:.2%} of the sequences (MIS)."
+            f"masks {row['sequences']:.2%} of the sequences (MIS). The mean ratio of the tokens is "
+            f"{row['mean_ratio']:.4g} before TIS and {row['mean_truncated']:.4g} after it."
             for row in cut
         ]
     return lines

@@ -12,6 +12,10 @@ Report = Mapping[str, Any]
 
 # Standard errors below 0 from which k1 is no chance. Of sound pairs, one in 160 lies there.
 _BEYOND = 2.5
+# The mean ratio from which truncation hides something, as a multiple of the truncated mean.
+_HIDDEN = 1.05
+# Sequences that a correction masks, as a share, and tokens as a share of those.
+_MANY_SEQUENCES, _FEW_TOKENS = 0.1, 0.1
 # Changed settings that a sentence lists.
 LISTED = 4
 
@@ -22,6 +26,8 @@ def notes(report: Report) -> list[str]:
         _outside(report),
         _infinite_ratios(report),
         _negative(report),
+        _hidden_by_truncation(report),
+        _added_up(report),
         *_cut_off(report),
         _whole(report),
         _against(report),
@@ -48,6 +54,32 @@ def _batch_invariance(report: Report) -> str:
         f"{name} does not repeat its own bits, {from_what}: drawn {row['way']}, {row['unequal']} of "
         f"{row['compared']} requests differ from themselves alone, request {request} at position {position}."
     )
+
+
+def _hidden_by_truncation(report: Report) -> str:
+    """Ratios that a metric after truncation does not show; empty where there are none."""
+    row = report.get("corrections", {}).get("cut", [None])[0]
+    if not row or not row["tokens"] or row["mean_ratio"] <= _HIDDEN * row["mean_truncated"]:
+        return ""
+    return (
+        f"Metrics of truncated ratios hide a part of this: ratios reach {report['token']['ratio_max']:.3g}, "
+        f"and their mean is {row['mean_ratio']:.3g}, but {row['mean_truncated']:.3g} once they are cut at "
+        f"{row['bound']:g}."
+    )
+
+
+def _added_up(report: Report) -> str:
+    """Small differences that all have one sign; empty where a sequence is no worse off than its tokens."""
+    for row in reversed(report.get("corrections", {}).get("cut", [])):
+        if row["sequences"] >= _MANY_SEQUENCES and row["tokens"] <= _FEW_TOKENS * row["sequences"]:
+            length = report["tokens"] / report["sequences"]
+            return (
+                f"Small differences add up over the {length:.0f} tokens of a sequence: the ratio of a token "
+                f"exceeds {row['bound']:g} in {row['tokens']:.2%} of the tokens, that of a sequence in "
+                f"{row['sequences']:.2%} of the sequences, which a correction of sequences would mask. "
+                "Correct token by token, or by the geometric mean over a sequence."
+            )
+    return ""
 
 
 def _whole(report: Report) -> str:

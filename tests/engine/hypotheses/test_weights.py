@@ -36,6 +36,47 @@ def test_the_version_of_the_weights_is_named(case, tmp_path):
     assert str(steps[1]) in found["what"]
 
 
+@pytest.mark.parametrize("times", [2, 3])
+def test_an_adapter_merged_into_merged_weights_is_named(case, tmp_path, times):
+    """verl#7904: the second update merges an adapter into weights that hold the first merge."""
+    base = case.decoder.flat.detach().clone()
+    generator = torch.Generator().manual_seed(1)
+    adapter = torch.zeros_like(base)
+    for name, w in case.decoder.layout.checkpoint_views(adapter).items():
+        if "proj" in name:
+            a = torch.randn(2, w.shape[1], generator=generator)
+            b = torch.randn(w.shape[0], 2, generator=generator)
+            w.copy_(0.02 * (b @ a))
+    trainer = changed_weights(case, tmp_path / "once", lambda flat: flat + adapter)
+    sampler = changed_weights(case, tmp_path / "again", lambda flat: flat + times * adapter)
+    log = write(tmp_path / "log.jsonl", draw(load_decoder(sampler, torch.float32)))
+    report = report_of(replace(case, folder=trainer), log, "float32", "zerokl", case.folder)
+    found = report["hypotheses"]["found"]
+    assert found["name"] == "update applied again"
+    assert found["what"].endswith(f"in the sampler's weights {times} times")
+    assert "never into merged ones" in found["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("part", "words"), [("embed_tokens", "the embedding and lm_head"), (".mlp.", "the MLP's projections")]
+)
+def test_tensors_that_a_sync_left_out_are_named(case, tmp_path, part, words):
+    new = changed_weights(case, tmp_path / "new", lambda flat: perturbed(flat, 0.3))
+
+    def without(flat):
+        views, old = (case.decoder.layout.checkpoint_views(x) for x in (flat, case.decoder.flat.detach()))
+        for name in views:
+            if part in name:
+                views[name].copy_(old[name])
+        return flat
+
+    sampler = changed_weights(case, tmp_path / "sampler", lambda flat: without(perturbed(flat, 0.3)))
+    log = write(tmp_path / "log.jsonl", draw(load_decoder(sampler, torch.float32)))
+    found = report_of(replace(case, folder=new), log, "float32", "zerokl", case.folder)["hypotheses"]["found"]
+    assert (found["name"], found["left"]) == ("incomplete sync", 0.0)
+    assert found["what"].startswith(words)
+
+
 @torch.no_grad()
 def after_stale_prefix(old: Decoder, new: Decoder, rollout: Rollout) -> np.ndarray:
     """The logprobs of a completion after a prompt whose keys and values are of older weights."""

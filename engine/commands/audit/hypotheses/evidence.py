@@ -3,7 +3,7 @@
 Shapes: C completion tokens, T tokens of one sequence, D width of the model.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import torch
 from .....kernels.logprob import linear_logprob
 from .....kernels.sampling_params import SamplingParams
 from .....model.checkpoint import load_decoder
-from .....model.decoder import Decoder, Numerics, PackedContext
+from .....model.decoder import Decoder, Hook, Numerics, PackedContext, no_hook
 from .....model.scoring import pack
 from ....rollout.engine import TOGETHER, Engine, Pair, ZeroklEngine
 from ....tasks.tokenizer import Tokenizer
@@ -98,11 +98,15 @@ class Evidence:
 
 @torch.no_grad()
 def hidden_rows(
-    decoder: Decoder, pairs: Sequence[Pair], positions: Sequence[np.ndarray] | None = None
+    decoder: Decoder,
+    pairs: Sequence[Pair],
+    positions: Sequence[np.ndarray] | None = None,
+    hook_of: Callable[[PackedContext], Hook] | None = None,
 ) -> list[torch.Tensor]:
     """The rows [C, D] that predict each completion.
 
-    positions: of the input tokens [T] of each pair, in place of 0, 1, 2, ...
+    positions: of the input tokens [T] of each pair, in place of 0, 1, 2, ... hook_of: the hook of a forward;
+    it may write over the outputs that it is given.
     """
     rows = []
     for start in range(0, len(pairs), TOGETHER):
@@ -110,7 +114,7 @@ def hidden_rows(
         context = PackedContext(batch.lengths, decoder.config)
         if positions is not None:
             context.positions = torch.from_numpy(np.concatenate(positions[start : start + TOGETHER]))
-        hidden = decoder.hidden(batch.ids, context)
+        hidden = decoder.hidden(batch.ids, context, hook_of(context) if hook_of else no_hook)
         rows += hidden[batch.rows.to(hidden.device)].split(batch.completion_lengths)
     return rows
 
@@ -132,9 +136,12 @@ def read_rows(
 
 
 def decoder_scores(
-    decoder: Decoder, evidence: Evidence, positions: Sequence[np.ndarray] | None = None
+    decoder: Decoder,
+    evidence: Evidence,
+    positions: Sequence[np.ndarray] | None = None,
+    hook_of: Callable[[PackedContext], Hook] | None = None,
 ) -> Scores:
-    """The logprobs of all lines by a decoder, under the lines' own sampling parameters."""
+    """The logprobs of all lines by a decoder, under the lines' own sampling parameters (see hidden_rows)."""
     pairs = evidence.pairs()
-    rows = hidden_rows(decoder, pairs, positions)
+    rows = hidden_rows(decoder, pairs, positions, hook_of)
     return evidence.by_line(read_rows(decoder, rows, pairs, evidence.params()))

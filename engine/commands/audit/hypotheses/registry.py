@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from . import distributions, numbers, tokens, weights
+from . import distributions, numbers, operations, tokens, weights
 from .evidence import Evidence
 from .prediction import Prediction
 
@@ -79,6 +79,16 @@ HYPOTHESES = (
         "Reset the prefix cache whenever the weights change.",
     ),
     Hypothesis(
+        "incomplete sync",
+        weights.incomplete_sync,
+        "The sync left these tensors out, or the engine dropped them: hash both sides (zerokl weights).",
+    ),
+    Hypothesis(
+        "update applied again",
+        weights.repeated_update,
+        "Merge an adapter into the base weights each time, never into merged ones.",
+    ),
+    Hypothesis(
         "weights rounded",
         weights.rounded_weights,
         "Merge adapters and sync weights in the trainer's dtype, or score with the rounded weights too.",
@@ -92,6 +102,18 @@ HYPOTHESES = (
         "another dtype",
         weights.another_dtype,
         "Give both the same dtype, or correct for the difference (importance sampling).",
+    ),
+    Hypothesis(
+        "another rotary embedding",
+        operations.another_rotation,
+        "Compare rope_theta and rope_scaling of both configurations.",
+    ),
+    Hypothesis("another epsilon", operations.another_epsilon, "Compare rms_norm_eps of both configurations."),
+    Hypothesis(
+        "16-bit intermediates",
+        operations.narrow_intermediates,
+        "Switch the fused kernel off (Megatron: apply_rope_fusion, bias_activation_fusion), or let both "
+        "sides use it.",
     ),
     Hypothesis("another line's numbers", numbers.another_lines_numbers, _INDEX, needs_model=False),
     Hypothesis("another line's prompt", tokens.another_prompt, _INDEX),

@@ -21,6 +21,51 @@ def another_checkpoint(evidence: Evidence) -> Iterator[Prediction]:
         yield Prediction(f"the sampler computed with the weights of {folder}", scores)
 
 
+# Kinds of tensors that a sync may leave out, by a part of their names.
+_KINDS = {
+    "the embedding and lm_head": ("embed_tokens", "lm_head"),
+    "the norms": ("norm",),
+    "the attention's projections": ("self_attn",),
+    "the MLP's projections": (".mlp.",),
+    "the biases": (".bias",),
+}
+
+
+def incomplete_sync(evidence: Evidence) -> Iterator[Prediction]:
+    """One kind of tensors of another checkpoint, all others of the model."""
+    scorer = evidence.scorer
+    own = scorer.own()
+    for folder in scorer.checkpoints:
+        older = own.layout.checkpoint_views(scorer.decoder(folder).flat.detach())
+        for kind, parts in _KINDS.items():
+            flat = own.flat.detach().clone()
+            views = own.layout.checkpoint_views(flat)
+            left_out = [name for name in views if any(part in name for part in parts)]
+            if all(torch.equal(views[name], older[name]) for name in left_out):
+                continue
+            for name in left_out:
+                views[name].copy_(older[name])
+            what = f"{kind} in the sampler are of {folder}, all other tensors are the model's"
+            yield Prediction(what, decoder_scores(_with_weights(evidence, flat), evidence))
+
+
+def repeated_update(evidence: Evidence) -> Iterator[Prediction]:
+    """The step from another checkpoint to the model's, taken twice and three times.
+
+    A merge of an adapter into weights that it was merged into before leaves such weights.
+    """
+    scorer = evidence.scorer
+    exact = scorer.own().flat.detach()
+    for folder in scorer.checkpoints:
+        step = exact.double() - scorer.decoder(folder).flat.detach().double()
+        if not step.any():
+            continue
+        for times in (2, 3):
+            flat = (exact + (times - 1) * step).to(exact.dtype)
+            what = f"the update from {folder} to the model is in the sampler's weights {times} times"
+            yield Prediction(what, decoder_scores(_with_weights(evidence, flat), evidence))
+
+
 def stale_prefix(evidence: Evidence) -> Iterator[Prediction]:
     """Keys and values of the prompt by other weights, those of the completion by the model's own."""
     scorer = evidence.scorer
