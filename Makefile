@@ -27,7 +27,7 @@ help:
 	@echo "make test-real      the same model in short: converted, audited, trained two steps"
 	@echo "make docs           the documentation, in build/docs; a broken link fails"
 	@echo "make lint           ruff"
-	@echo "make pictures       the README's picture of the demo, from $(RUN)"
+	@echo "make pictures       the pictures of README and documentation, from $(RUN) (needs Chromium)"
 	@echo "make bench          one RL step beside TRL, sampling beside transformers, the linear beside plain torch"
 	@echo "make bench-vllm     tokens per second of vLLM with zerokl inside beside stock vLLM"
 
@@ -145,8 +145,8 @@ $(VENV)/.docs: $(STAMP)
 	$(BIN)/pip install -q -e ".[docs]"
 	touch $@
 
-pictures:
-	cp $(RUN)/reward.png docs/_static/demo-reward.png
+pictures: $(VENV)/.browser
+	$(BIN)/python docs/_pictures.py $(RUN)
 
 # sdist and wheel, and the wheel in an environment of its own (which borrows the installed dependencies).
 package: $(STAMP)

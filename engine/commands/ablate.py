@@ -23,10 +23,8 @@ from ..tasks.perfectible import perfectible_set
 from .ablation_cells import CellRun, State, run_cells
 from .ablation_display import GridDisplay
 from .ablation_effects import effects
-from .ablation_grid import Cell, read_grid
+from .ablation_grid import ABLATION, CELLS, Cell, read_grid
 from .ablation_report import cell_result, summarise, write_report
-
-ABLATION = "ablation.json"
 
 
 def ablate(grid: str | Path, out: str | Path, jobs: int = 1) -> dict[str, Any]:
@@ -44,12 +42,18 @@ def ablate(grid: str | Path, out: str | Path, jobs: int = 1) -> dict[str, Any]:
         runs = [CellRun(cell, out / "cells" / cell.folder) for cell in _with_models(cells, out)]
         for run in runs:
             _refuse_other_configuration(run)
+        write_whole(out / CELLS, (json.dumps(_planned(cells), indent=1) + "\n").encode())
         run_cells(runs, jobs, GridDisplay(runs))
         report = _report(Path(grid), runs)
         write_whole(out / ABLATION, (json.dumps(finite(report), indent=1) + "\n").encode())
         if report["combinations"]:
             write_report(report, out)
     return report
+
+
+def _planned(cells: Sequence[Cell]) -> dict[str, Any]:
+    """What cells.json holds: the folder of each cell below DIR/cells, and the settings of its combination."""
+    return {"cells": [{"folder": cell.folder, "settings": cell.settings} for cell in cells]}
 
 
 def _report(grid: Path, runs: Sequence[CellRun]) -> dict[str, Any]:

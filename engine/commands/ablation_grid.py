@@ -39,6 +39,11 @@ _KEYS: dict[str, tuple[type, str]] = {
 _MOST_CELLS = 10_000
 
 
+# Files of an ablation's folder: the figures of its finished cells, and all cells that are planned, for those
+# who look on while it goes on.
+ABLATION, CELLS = "ablation.json", "cells.json"
+
+
 @dataclass(frozen=True)
 class Cell:
     """One run of the grid: its combination's name and settings (axis -> label), and its configuration."""

@@ -295,3 +295,25 @@ def test_an_ablation_has_a_chart_for_each_place_and_says_what_exceeds_the_seeds(
     head.find_element(By.TAG_NAME, "button").click()
     assert head.get_attribute("aria-sort") == "ascending"
     assert axe(driver) == []
+
+
+def test_the_live_page_takes_up_the_cells_of_an_ablation(open_page, tmp_path):
+    cells = [{"folder": f"{lr}/seed-{s}", "settings": {"lr": str(lr)}} for lr in (1, 2) for s in (0, 1)]
+    (tmp_path / "cells.json").write_text(json.dumps({"cells": cells}))
+    made_run(tmp_path / "cells" / "1" / "seed-0", steps=3, planned=10)
+    server = Server(LiveRuns([tmp_path]), 0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        driver = open_page(server.address)
+        shows(driver, "#pulse", "live: 1 of 4 runs have begun", 30)
+        assert driver.find_elements(By.ID, "factors") == []
+        made_run(tmp_path / "cells" / "2" / "seed-0", steps=3, planned=10)
+        shows(driver, "#pulse", "live: 2 of 4 runs have begun", 30)
+        shows(driver, ".masthead", "2 runs", 30)
+        assert driver.find_elements(By.ID, "factors") != []
+        choices = driver.find_elements(By.CSS_SELECTOR, "#rollouts select option")
+        assert {"lr 1 · 1/seed-0", "lr 2 · 2/seed-0"} <= {option.text for option in choices}
+    finally:
+        driver.get("about:blank")
+        server.shutdown()
+        server.server_close()

@@ -317,6 +317,38 @@ def test_watch_sees_new_steps_and_survives_a_file_that_is_being_cut(tmp_path):
     assert steps() == 5
 
 
+def _planned(folder, *cells: str) -> None:
+    listed = [{"folder": cell, "settings": {"lr": cell.split("/")[0]}} for cell in cells]
+    (folder / "cells.json").write_text(json.dumps({"cells": listed}))
+
+
+def test_watch_takes_up_each_cell_of_an_ablation_as_it_begins(tmp_path):
+    _planned(tmp_path, "1/seed-0", "2/seed-0", "2/seed-1")
+    assert open_sources([tmp_path]) == []
+    with pytest.raises(ValueError, match="has begun"):
+        write_report([tmp_path])
+    made_run(tmp_path / "cells" / "2" / "seed-0")
+    live = LiveRuns([tmp_path])
+
+    def shown() -> dict:
+        live._next_s = 0.0
+        return json.loads(gzip.decompress(live.get("payload")))
+
+    assert (len(shown()["runs"]), shown()["planned"]) == (1, 3)
+    made_run(tmp_path / "cells" / "1" / "seed-0")
+    # What was there keeps its number: the page asks for rollouts by it.
+    assert [run["factors"]["lr"] for run in shown()["runs"]] == ["2", "1"]
+    assert [run["name"] for run in shown()["runs"]] == ["2/seed-0", "1/seed-0"]
+    assert live.get("index-1-0") is not None
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"cells": [{}]}', '{"cells": 3}', "{", '{"cells": ["x"]}'])
+def test_a_damaged_list_of_cells_is_named(tmp_path, text):
+    (tmp_path / "cells.json").write_text(text)
+    with pytest.raises(ValueError, match=r"cells\.json"):
+        write_report([tmp_path])
+
+
 def test_watch_does_not_disturb_a_run(config, tmp_path):
     """The same fingerprint with a reader that asks without rest as without one."""
     settings = config(steps=3)

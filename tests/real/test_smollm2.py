@@ -61,7 +61,9 @@ def test_vllm_with_zerokl_inside_has_the_trainers_bits(model, tmp_path):
 def test_training_it_is_exact(model, tmp_path):
     sizes = ("--prompts", "2", "--num_generations", "4", "--steps", "2", "--evaluation.every", "0")
     run = tmp_path / "run"
-    out = _run(ZEROKL, "train", str(REAL / "train.toml"), "--model", str(model), "--run_dir", str(run), *sizes)
+    out = _run(
+        ZEROKL, "train", str(REAL / "train.toml"), "--model", str(model), "--run_dir", str(run), *sizes
+    )
     assert "mismatch 0.0 over " in out
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["mismatch/frac_equal"] for row in rows] == [1.0, 1.0]

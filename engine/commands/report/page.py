@@ -13,6 +13,7 @@ from typing import Any
 
 from ....verify.files import write_whole
 from ....verify.reading import read_json
+from ..ablation_grid import ABLATION, CELLS
 from .payload import Source, labels, page_title, payload
 from .rollouts import pack
 
@@ -48,38 +49,58 @@ def write_report(paths: Sequence[str | Path], out: str | Path | None = None) -> 
     if file.exists() and (file.is_dir() or MARK.encode() not in file.read_bytes()[:4096]):
         raise ValueError(f"report: {file} is no report of zerokl and is not replaced; choose another --out")
     sources = open_sources(folders)
+    if not sources:
+        raise ValueError(f"report: no run of {', '.join(map(str, folders))} has begun")
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, static_page(sources, page_title(folders)).encode("utf-8"))
     return file
 
 
-def open_sources(folders: Sequence[Path]) -> list[Source]:
-    """The runs in the folders. The folder of an ablation stands for its cells.
+def open_sources(folders: Sequence[Path], known: Sequence[Source] = ()) -> list[Source]:
+    """The runs in the folders. The folder of an ablation stands for those of its cells that have begun.
 
-    Raises ValueError for a folder that holds neither.
+    known: runs that were opened before. They come first, and in their order. Raises ValueError for a folder
+    that holds neither a run nor an ablation.
     """
     paths: list[tuple[Path, dict[str, str] | None]] = []
     for folder in folders:
-        paths += _cells(folder) or [(folder, None)]
-    names = labels([path for path, _ in paths])
-    return [Source(path, name, settings) for (path, settings), name in zip(paths, names, strict=True)]
+        paths += _runs(folder)
+    opened = {source.path for source in known}
+    new = [(path, settings) for path, settings in paths if path not in opened]
+    sources = [*known, *(Source(path, "", settings) for path, settings in new)]
+    for source, name in zip(sources, labels([source.path for source in sources]), strict=True):
+        source.label = name
+    return sources
 
 
-def _cells(folder: Path) -> list[tuple[Path, dict[str, str] | None]]:
-    """The cells of an ablation that have begun, and the settings of the combination of each; else empty."""
-    file = folder / "ablation.json"
-    if not file.exists():
-        if (folder / "audit.json").exists():
-            raise ValueError(f"report: {folder} holds an audit, whose page is {folder / 'audit.html'}")
+def _runs(folder: Path) -> list[tuple[Path, dict[str, str] | None]]:
+    """The cells of an ablation that have begun, each with the settings of its combination; or the folder."""
+    planned = planned_cells(folder)
+    if not planned and (folder / "audit.json").exists():
+        raise ValueError(f"report: {folder} holds an audit, whose page is {folder / 'audit.html'}")
+    begun = [(path, settings) for path, settings in planned if (path / "config.toml").exists()]
+    return begun if planned else [(folder, None)]
+
+
+def planned_cells(folder: Path) -> list[tuple[Path, dict[str, str]]]:
+    """All cells of an ablation, those included that have not begun; empty for another folder.
+
+    The paths are below the ablation's folder, so that a folder that was moved can be read. Raises ValueError
+    for a list that cannot be read.
+    """
+    file = next((folder / name for name in (CELLS, ABLATION) if (folder / name).exists()), None)
+    if file is None:
         return []
-    combinations = read_json(file)["combinations"]
-    cells = [(folder / _below(run["run"]), c["settings"]) for c in combinations for run in c["runs"]]
-    return [(path, settings) for path, settings in cells if (path / "config.toml").exists()]
-
-
-def _below(run: str) -> Path:
-    """The path of a cell below the ablation's folder, so that a folder that was moved can be read."""
-    return Path("cells", *Path(run).parts[-2:])
+    try:
+        found = read_json(file)
+        if file.name == CELLS:
+            return [(folder / "cells" / c["folder"], c["settings"]) for c in found["cells"]]
+        runs = [(run["run"], c["settings"]) for c in found["combinations"] for run in c["runs"]]
+        return [(Path(folder, "cells", *Path(run).parts[-2:]), settings) for run, settings in runs]
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError(f"report: {file} does not list the cells of an ablation") from None
+    except ValueError as error:
+        raise ValueError(f"report: {file} {error}") from None
 
 
 def static_page(sources: Sequence[Source], title: str) -> str:

@@ -324,8 +324,8 @@ def page_title(paths: Sequence[Path]) -> str:
 
 def labels(paths: Sequence[Path]) -> list[str]:
     """A short name for each run: the folder's, with folders above it where two are called the same."""
-    parts = [path.resolve().parts for path in paths]
-    for depth in range(1, max(map(len, parts)) + 1):
+    parts, names = [path.resolve().parts for path in paths], []
+    for depth in range(1, max(map(len, parts), default=0) + 1):
         names = ["/".join(p[-depth:]) for p in parts]
         if len(set(names)) == len(names):
             break

@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from ...runs.terminal import console
-from .page import live_page, open_sources
+from .page import live_page, open_sources, planned_cells
 from .payload import Source, page_title, payload
 from .rollouts import pack
 
@@ -32,7 +32,7 @@ class LiveRuns:
 
     def __init__(self, folders: Sequence[Path]):
         """Raises ValueError for a folder without a run."""
-        self.title = page_title(folders)
+        self.title, self.folders = page_title(folders), folders
         self.sources: list[Source] = open_sources(folders)
         self._lock, self._next_s = threading.Lock(), 0.0
         self._packed = b""
@@ -51,16 +51,23 @@ class LiveRuns:
             block = blocks[int(found[3])]
             return block.index if found[1] == "index" else block.texts
 
+    def _planned(self) -> int:
+        """How many runs there will be: each cell of an ablation counts."""
+        return sum(max(1, len(planned_cells(folder))) for folder in self.folders)
+
     def _payload(self) -> bytes:
         began_s = time.monotonic()
         if began_s < self._next_s:
             return self._packed
+        # A cell of an ablation may have begun.
+        with contextlib.suppress(ValueError, OSError):
+            self.sources = open_sources(self.folders, self.sources)
         for source in self.sources:
             # A file that a resumed run is just cutting back may be unreadable for a moment: what was read
             # before stays on the page, and the next reading tries again.
             with contextlib.suppress(ValueError, OSError):
                 source.refresh()
-        self._packed = pack(payload(self.sources, self.title))
+        self._packed = pack(payload(self.sources, self.title) | {"planned": self._planned()})
         took_s = time.monotonic() - began_s
         self._next_s = time.monotonic() + max(_REST_S, _REST_SHARE * took_s)
         return self._packed
@@ -133,7 +140,15 @@ def watch(runs: Sequence[str], port: int) -> int:
     """
     if not runs:
         raise ValueError("watch: no run was given; name the folder of a run, or several")
-    live = LiveRuns([Path(run) for run in runs])
+    folders = [Path(run) for run in runs]
+    if not open_sources(folders):
+        console.print(f"waiting for the first run of {', '.join(runs)}; Ctrl-C ends it")
+    try:
+        while not open_sources(folders):
+            time.sleep(_REST_S)
+    except KeyboardInterrupt:
+        return 0
+    live = LiveRuns(folders)
     try:
         server = Server(live, port)
     except (OSError, OverflowError) as error:

@@ -52,6 +52,11 @@ function update() {
   store.browser.grown();
 }
 
+function pulseText(data, open) {
+  if (data.planned > data.runs.length) return `live: ${data.runs.length} of ${data.planned} runs have begun`;
+  return open ? "live" : "all runs have ended";
+}
+
 // Ask the server for what is new, some seconds after the last answer.
 async function follow() {
   let missed = 0;
@@ -63,14 +68,17 @@ async function follow() {
       if (!data) throw new Error("refused");
       missed = 0;
       const before = JSON.stringify(store.data.runs.map((run) => [run.steps, run.status, run.rollouts.rows]));
+      const begun = data.runs.length !== store.data.runs.length;
       const charted = store.data.charts.filter((chart) => has(store.data, chart.metric)).length;
       store.data = data;
       const changed = before !== JSON.stringify(data.runs.map((run) => [run.steps, run.status, run.rollouts.rows]));
       // A metric that appears for the first time needs a chart of its own.
-      if (charted !== data.charts.filter((chart) => has(data, chart.metric)).length) build();
+      // Another cell of an ablation has begun: the parts that list the runs are made again.
+      if (begun) { store.browser = null; build(); }
+      else if (charted !== data.charts.filter((chart) => has(data, chart.metric)).length) build();
       else if (changed) update();
       const open = data.runs.filter((run) => run.status.state === "open").length;
-      if (pulse) pulse.textContent = open ? "live" : "all runs have ended";
+      if (pulse) pulse.textContent = pulseText(data, open);
     } catch {
       missed += 1;
       if (pulse && missed > 1) pulse.textContent = "the server does not answer; this is what it said last";
