@@ -15,7 +15,7 @@ help:
 	@echo "make test           the tests: one diagonal of each matrix (minutes)"
 	@echo "make test-full      all of them; make test-rest: what make test leaves out, and every property again"
 	@echo "make test-slow      the long proofs: 200-step runs, real vocabularies and head counts, memory, the demo twice"
-	@echo "make test-proofs    what CI has no time for: a run killed at fifty random moments and resumed"
+	@echo "make test-proofs    what CI has no time for: 200 kills at random moments, and properties with 10,000 examples"
 	@echo "make vllm           an environment with vLLM for CPUs, in .venv-vllm"
 	@echo "make test-vllm      vLLM as the sampler: tokens and logprobs beside the native sampler's and the trainer's"
 	@echo "make test-vllm-0.33 the same, and the Triton kernels, with vLLM 0.33's Python files"
@@ -59,8 +59,9 @@ test-rest: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
 
-test-proofs: $(STAMP)
-	$(BIN)/python -m pytest -m proof
+test-proofs: $(STAMP) .venv-vllm/.installed
+	$(BIN)/python -m pytest -m "proof and not vllm"
+	.venv-vllm/bin/python -m pytest -m "proof and vllm" tests/vllm
 
 # vLLM in an environment of its own. See requirements-vllm.txt for why its own dependencies are not installed.
 vllm: .venv-vllm/.installed
@@ -73,7 +74,7 @@ vllm: .venv-vllm/.installed
 	touch $@
 
 test-vllm: .venv-vllm/.installed
-	.venv-vllm/bin/python -m pytest -m vllm tests/vllm
+	.venv-vllm/bin/python -m pytest -m "vllm and not proof" tests/vllm
 
 # The Triton that torch 2.13 for CUDA comes with, and so vLLM 0.32 on a GPU; the CPU environment has 3.9.0. Kernels are compiled by both.
 TRITON_OF_CUDA := .venv-vllm/triton-3.7.1
@@ -92,7 +93,7 @@ test-triton: $(TRITON_OF_CUDA)/.installed
 	touch $@
 
 test-vllm-0.33: .venv-vllm/vllm-0.33/.made
-	PYTHONPATH=$(CURDIR)/.venv-vllm/vllm-0.33 .venv-vllm/bin/python -m pytest -m vllm tests/vllm
+	PYTHONPATH=$(CURDIR)/.venv-vllm/vllm-0.33 .venv-vllm/bin/python -m pytest -m "vllm and not proof" tests/vllm
 	PYTHONPATH=$(CURDIR)/.venv-vllm/vllm-0.33 TRITON_INTERPRET=1 .venv-vllm/bin/python -m pytest tests/triton \
 	  --ignore tests/triton/test_binaries.py --ignore tests/triton/test_float_programs.py
 

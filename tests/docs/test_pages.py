@@ -7,12 +7,14 @@ import shlex
 import sys
 from pathlib import Path
 
+import matplotlib.pyplot
 import pytest
 import torch
 import zerokl
 from zerokl import cli
 from zerokl.engine.commands.ablate import read_grid
 
+from tests.made_run import made_run
 from tests.random_model import ONE_LAYER, random_model
 
 DOCS = Path(zerokl.__file__).parent / "docs"
@@ -25,7 +27,7 @@ def commands(page: Path) -> list[str]:
     return [" ".join(line.split()) for line in lines if re.search(r"(^|[/ ])zerokl ", line.split("#")[0])]
 
 
-COMMANDS = [(page.name, line) for page in sorted(DOCS.glob("*.md")) for line in commands(page)]
+COMMANDS = [(page.name, line) for page in sorted(DOCS.rglob("*.md")) for line in commands(page)]
 
 
 @pytest.fixture
@@ -103,3 +105,21 @@ def test_a_runs_rollouts_are_a_log_that_an_audit_finds_equal(model, tmp_path, mo
     assert audit("1.0", "same") == 0
     assert json.loads(Path("same/audit.json").read_text())["frac_equal"] == 1.0
     assert audit("0.9", "control") == 1  # not the temperature that the tokens were drawn at
+
+
+def test_the_notebook_cells_plot_a_comparison(tmp_path, monkeypatch, capsys):
+    matplotlib.use("Agg")
+    for name in ("demo", "again"):
+        made_run(tmp_path / "runs" / name, steps=20)
+    monkeypatch.chdir(tmp_path)
+    section = (DOCS / "report.md").read_text().split("## In a notebook")[1].split("\n## ")[0]
+    cells = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    assert len(cells) == 3
+    names: dict = {}
+    for cell in cells:
+        exec(compile(cell, "docs/report.md", "exec"), names)
+    lines = matplotlib.pyplot.gca().get_lines()
+    assert [line.get_label() for line in lines] == ["demo", "again"]
+    assert len(lines[0].get_ydata()) == 20
+    assert names["runs"]["demo"].ledger.chain in capsys.readouterr().out
+    assert len(names["last"]) == 8

@@ -1,5 +1,6 @@
 """A run that is killed at random moments and resumed each time ends with the ledger of an undisturbed run."""
 
+import contextlib
 import json
 import os
 import random
@@ -13,15 +14,22 @@ import pytest
 from zerokl.engine.config_file import to_toml
 from zerokl.engine.runs.run import train
 
+from tests.helpers import torchrun
+
 # The most seconds from the first sign of work to the kill. Sampling, backward, ledger and checkpoints take
 # turns in this time.
 _SPAN_S = 1.5
+# The share of kills that strike at start-up, within so many seconds of the process's own start.
+_EARLY, _EARLY_SPAN_S = 0.25, 4.0
 
 
-def _start(words: list[str], cwd: Path) -> subprocess.Popen:
+def _start(words: list[str], cwd: Path, ranks: int) -> subprocess.Popen:
+    train_words = ["zerokl", "train", *words]
+    command = [sys.executable, "-m", *train_words] if ranks == 1 else torchrun(ranks, "-m", *train_words)
     return subprocess.Popen(
-        [sys.executable, "-m", "zerokl", "train", *words],
+        command,
         cwd=cwd,
+        start_new_session=True,  # a kill strikes the run's own processes together, as losing a machine does
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -34,17 +42,21 @@ def _start(words: list[str], cwd: Path) -> subprocess.Popen:
     )
 
 
-def _kill_while_it_works(process: subprocess.Popen, path: Path, after_s: float) -> bool:
-    """Kill the process with SIGKILL, `after_s` seconds after it has opened the run's files.
+def _kill(process: subprocess.Popen, path: Path, draw: random.Random) -> bool:
+    """Kill the run with SIGKILL, at start-up or some time after it has opened the run's files.
 
     Returns whether it was still at work.
     """
-    before = _stamp(path)
-    while process.poll() is None and _stamp(path) == before:
-        time.sleep(0.01)
-    time.sleep(after_s)
+    if draw.random() < _EARLY:
+        time.sleep(draw.uniform(0, _EARLY_SPAN_S))
+    else:
+        before = _stamp(path)
+        while process.poll() is None and _stamp(path) == before:
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, _SPAN_S))
     alive = process.poll() is None
-    process.send_signal(signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     return alive
 
@@ -56,16 +68,16 @@ def _stamp(path: Path) -> tuple:
     )
 
 
-def kill_often(config_toml: str, path: Path, kills: int, seed: int) -> str:
+def kill_often(config_toml: str, path: Path, kills: int, seed: int, ranks: int = 1) -> str:
     """Run into `path`, killed `kills` times. Returns the output of the last process."""
     draw, killed = random.Random(seed), 0
     (path.parent / "config.toml").write_text(config_toml)
     new = ["config.toml", "--run-dir", str(path)]
     while True:
         begun = (path / "config.toml").exists()
-        process = _start(["--resume", str(path)] if begun else new, path.parent)
+        process = _start(["--resume", str(path)] if begun else new, path.parent, ranks)
         if killed < kills:
-            killed += _kill_while_it_works(process, path, draw.uniform(0, _SPAN_S))
+            killed += _kill(process, path, draw)
             # The run ended before the kill. Without its summary, the next process does the end once more.
             if (path / "summary.json").exists():
                 (path / "summary.json").unlink()
@@ -75,18 +87,17 @@ def kill_often(config_toml: str, path: Path, kills: int, seed: int) -> str:
         return output
 
 
-def check_kills(config, tmp_path: Path, kills: int, seed: int, **overrides) -> None:
-    cfg = config(
+def check_kills(config, tmp_path: Path, kills: int, seed: int, ranks: int = 1, **overrides) -> None:
+    common = dict(
         steps=40,
         checkpoint__every=3,
         checkpoint__keep=3,
         evaluation__every=7,
         prompts=4,
         num_generations=8,
-        **overrides,
     )
-    expected = train(cfg, tmp_path / "alone")
-    kill_often(to_toml(cfg), tmp_path / "run", kills, seed)
+    expected = train(config(**common), tmp_path / "alone")
+    kill_often(to_toml(config(**common, **overrides)), tmp_path / "run", kills, seed, ranks)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["fingerprint"], summary["weights"]) == (expected.fingerprint, expected.weights)
     for name in ("ledger.jsonl", "rollouts.jsonl"):
@@ -106,6 +117,7 @@ def test_three_kills(config, tmp_path):
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("workers", [1, 2])
-def test_fifty_kills(config, tmp_path, workers):
-    check_kills(config, tmp_path, 25, workers, workers=workers)
+@pytest.mark.parametrize(("kills", "workers", "ranks"), [(70, 1, 1), (60, 2, 1), (40, 1, 2)])
+def test_kills_at_random_moments(config, tmp_path, kills, workers, ranks):
+    """With tests/vllm/test_kills.py, two hundred."""
+    check_kills(config, tmp_path, kills, workers + ranks, ranks, workers=workers)
