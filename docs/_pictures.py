@@ -39,13 +39,12 @@ def main(run: Path) -> None:
         _zerokl("audit", str(run / "base"), "--sampler", "hf", "--out", str(audit), codes=(1,))
     if not ablation.exists():
         _zerokl("ablate", "docs/examples/curves.toml", "--out", str(ablation))
-    shutil.copy(run / "reward.png", PICTURES / "demo-reward.png")
     with _browser() as browser:
         _page(browser, run / "report.html", "report.png", 900)
         _page(browser, run / "report.html", "report-rollouts.png", 620, "#rollouts")
         _page(browser, audit / "audit.html", "audit.png", 820)
         _page(browser, ablation / "report.html", "ablation.png", 900, "#factors")
-    _terminal("terminal.svg", MADE / "terminal", run / "base")
+    _terminal("terminal.svg", MADE / "run", run / "base")
 
 
 def _zerokl(*words: str, codes: tuple[int, ...] = (0,)) -> None:
@@ -88,7 +87,9 @@ def _terminal(name: str, run: Path, model: Path) -> None:
     shown = subprocess.run(["script", "-qec", shell, "/dev/null"], capture_output=True, text=True, check=True)
     console = Console(record=True, width=_COLUMNS, file=StringIO())
     console.print(f"$ {words}", highlight=False)
-    console.print(Text.from_ansi(_LIVE.sub("", shown.stdout).replace("\r\n", "\n")))
+    # Of paths, what is below this checkout.
+    text = shown.stdout.replace(f"{Path.cwd()}/", "").replace("\r\n", "\n")
+    console.print(Text.from_ansi(_LIVE.sub("", text)))
     # A picture loads nothing: no font of a server.
     (PICTURES / name).write_text(_FONT.sub("", console.export_svg(title="zerokl")))
 
