@@ -127,26 +127,45 @@ def audit(cfg: AuditConfig, stage: Callable[[str], None] = silent) -> Audit:
         "logged": log.logged if log else None,
         "log_notes": log.notes if log else [],
         "assumed": assumed(cfg.dtypes(), [params for _, params in rollouts], device.type, drawn),
-        "engine_settings": {
-            **({"sampler": sampler.settings()} if sampler else {}),
-            "trainer": trainer.settings(),
-            "machine": machine_settings(device),
-        },
+        "engine_settings": _engine_settings(sampler, trainer, device),
     }
     report["settings_fingerprint"] = fingerprint(report)
     with library_errors(cfg, "compare"):
         report |= compare(trainer, rollouts, tokenizer, sampler, redraw, checkpoints, log, stage, scorer)
-        if cfg.full:
-            stage("comparing the whole distributions")
-            report["whole"] = whole_distributions(sampler, trainer, rollouts)
-        if cfg.own:
-            prompts, max_tokens = _requests(cfg, tokenizer, model)
-            report["batch_invariance"] = batch_invariance(
-                sampler, prompts, cfg.own, max_tokens, tokenizer.stop_ids, model.max_positions, stage
-            )
+        report |= _asked_for(cfg, sampler, trainer, rollouts, tokenizer, model, stage)
     if earlier:
         report["against"] = compare_audits(report, earlier, cfg.against)
     return Audit(report | {"cause": cause(report), "notes": notes(report)})
+
+
+def _engine_settings(
+    sampler: Engine | None, trainer: Engine, device: torch.device
+) -> dict[str, dict[str, str]]:
+    """The settings of the engines and of the machine, for JSON."""
+    engines = ({"sampler": sampler.settings()} if sampler else {}) | {"trainer": trainer.settings()}
+    return engines | {"machine": machine_settings(device)}
+
+
+def _asked_for(
+    cfg: AuditConfig,
+    sampler: Engine,
+    trainer: Engine,
+    rollouts: Rollouts,
+    tokenizer: Tokenizer,
+    model: ModelConfig,
+    stage: Callable[[str], None],
+) -> dict[str, Any]:
+    """What an audit compares only where it is asked to: whole distributions, and the sampler with itself."""
+    report = {}
+    if cfg.full:
+        stage("comparing the whole distributions")
+        report["whole"] = whole_distributions(sampler, trainer, rollouts)
+    if cfg.own:
+        prompts, max_tokens = _requests(cfg, tokenizer, model)
+        report["batch_invariance"] = batch_invariance(
+            sampler, prompts, cfg.own, max_tokens, tokenizer.stop_ids, model.max_positions, stage
+        )
+    return report
 
 
 def compare(
