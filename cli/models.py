@@ -155,19 +155,20 @@ def variants(model: str, /, *, dtype: Dtype = "float32", device: Device = "auto"
     """
     from rich.table import Table
 
-    from ..engine.commands.variants import compare_ways
+    from ..engine.commands.variants import compare_ways, vocabulary
     from ..engine.runs.terminal import console
     from ..engine.tasks.tokenizer import Tokenizer
     from ..kernels.backend import find_device
     from ..model.checkpoint import resolve_model
-    from ..model.config import ModelConfig
+    from ..verify.reading import read_json
 
     folder = resolve_model(model)
-    tokenizer = Tokenizer(folder, ModelConfig.from_file(folder).vocab_size)
+    tokenizer = Tokenizer(folder, vocabulary(read_json(folder / "config.json")))
     texts = [("3+14=", "17"), ("125+7=", "132"), ("8+8=", "16, 32, 64")]
     pairs = [tuple(tokenizer.encode(text, chat=False) for text in pair) for pair in texts]
     rows = compare_ways(folder, pairs, dtype, find_device(device))
     table = Table("way", "tokens that differ", "largest difference", "first at", "what to do")
+    table.columns[3].overflow = "fold"  # the name of a module is looked up, so none of it is left out
     for row in rows:
         unequal = f"{row['unequal']} of {row['tokens']}"
         table.add_row(row["way"], unequal, f"{row['max_abs']:.3g}", row["first"] or "-", row["remedy"] or "-")

@@ -1,6 +1,9 @@
 """The weights of a live engine as hashes: run this in the process that holds the model.
 
-    write_weight_hashes(llm.llm_engine.model_executor.driver_worker.model_runner.model, "engine.json")
+    llm.apply_model(partial(write_weight_hashes, path="engine.json"))
+
+for vLLM, whose engine must then be in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), or take a function
+(VLLM_ALLOW_INSECURE_SERIALIZATION=1). Of any other engine, call it with the torch module.
 
 Then `zerokl weights engine.json CHECKPOINT` names the tensors that differ.
 """
@@ -24,7 +27,8 @@ def write_weight_hashes(model: torch.nn.Module, path: str | Path) -> None:
 
     What vLLM fuses (qkv_proj, gate_up_proj) is split again; the sizes come from model.config. Experts in one
     tensor, as vLLM and transformers 5 keep them, get a name each. Nothing of the model changes. Raises
-    ValueError where the file exists, and where a fused weight has another size.
+    ValueError where the file exists, where a fused weight has another size, and where the engine has dropped
+    one, as vLLM for CPUs does.
     """
     write_hashes(tensor_hashes(_split(model)), Path(path))
 
@@ -39,6 +43,11 @@ def _split(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, tensor
             continue
         parts = _parts(fused, model.config)
+        if not tensor.numel():
+            raise ValueError(
+                f"weights: {name} is empty: the engine has packed it and dropped it, as vLLM for CPUs does; "
+                "it cannot be hashed any more"
+            )
         if sum(parts.values()) != len(tensor):
             raise ValueError(
                 f"weights: {name} has {len(tensor)} rows, its config says {sum(parts.values())}; a part of a "

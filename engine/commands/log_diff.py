@@ -9,7 +9,7 @@ import numpy as np
 from ...verify.ledger import LEDGER
 from ..runs.terminal import console
 from .audit.formats.record import LoggedRollout
-from .audit.formats.registry import read_rollouts
+from .audit.formats.registry import holds_logs, read_rollouts
 from .metrics_diff import diff_metrics, is_metrics
 
 # What a first difference tells, by how its words begin.
@@ -30,7 +30,7 @@ def is_log(path: Path) -> bool:
     """Whether a path looks like a log or like metrics, and not like a run or a trace."""
     if path.is_file():
         return path.suffix in (".jsonl", ".json", ".csv", ".parquet", ".pt") and path.name != LEDGER
-    return path.is_dir() and not (path / LEDGER).exists() and any(path.rglob("*.jsonl"))
+    return path.is_dir() and not (path / LEDGER).exists() and holds_logs(path)
 
 
 def diff_logs(a: Path, b: Path) -> int:

@@ -6,7 +6,7 @@ first. Nothing is trained, and no other engine takes part.
 Shapes: B sequences, T tokens of the longest, C completion tokens, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,20 +69,38 @@ WAYS = (
 )
 
 
+def vocabulary(config: Mapping[str, Any]) -> int:
+    """The vocabulary of any architecture, from its config.json. Raises ValueError where none is named."""
+    text = config.get("text_config") if isinstance(config, Mapping) else None
+    for fields in (config, text):
+        if isinstance(fields, Mapping) and type(fields.get("vocab_size")) is int and fields["vocab_size"] > 0:
+            return fields["vocab_size"]
+    raise ValueError("variants: the model's config.json names no vocab_size")
+
+
 def compare_ways(
     folder: Path, pairs: Sequence[Pair], dtype: str, device: torch.device
 ) -> list[dict[str, Any]]:
     """For each way how many log-probabilities have other bits than in the plain call, and where first.
 
-    Raises ValueError for a dtype that is not known.
+    Raises ValueError for a dtype that is not known, and for a model that transformers cannot compute with.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # it would be written across the table
     if dtype not in DTYPES:
         raise ValueError(f"variants: dtype {dtype} is not known; choose {', '.join(DTYPES)}")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).to(device)
-    plain = _run(model, pairs, Call())
-    return [_row(way, plain, _run(model, pairs, way.call)) for way in WAYS]
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).to(device)
+        plain = _run(model, pairs, Call())
+        return [_row(way, plain, _run(model, pairs, way.call)) for way in WAYS]
+    except (ValueError, MemoryError):
+        raise
+    except Exception as error:  # a library may raise anything
+        raise ValueError(
+            f"variants: transformers could not compute with {folder} ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _row(way: Way, plain: list[Outputs], other: list[Outputs]) -> dict[str, Any]:

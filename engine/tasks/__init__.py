@@ -42,7 +42,8 @@ def load_task(name: str, options: Mapping[str, Any], directory: str = "") -> Tas
             sys.path.append(place)
     factory = TASKS.get(name) or (load_object(name, "task") if ":" in name else None)
     if factory is None:
-        raise ValueError(f"task: {name} is not known; choose {', '.join(TASKS)} or your own as module:object")
+        known = ", ".join(TASKS)
+        raise ValueError(f"task: {name[:100]} is not known; choose {known} or your own as module:object")
     if name in TASKS:
         _check_options(name, factory, options)
         files = {k: os.path.join(directory, options[k]) for k in _FILES if options.get(k)}
@@ -88,7 +89,7 @@ def load_object(name: str, what: str) -> Any:
     module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    what = f"{what}: {name} cannot be imported as module:object; it"
+    what = f"{what}: {name[:200]} cannot be imported as module:object; it"
     return call_user(what, "", lambda: getattr(importlib.import_module(module), attribute))
 
 

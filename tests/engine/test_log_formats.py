@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.cli import main
 from zerokl.engine.commands.audit.audit import audit
+from zerokl.engine.commands.audit.command import find_log
 from zerokl.engine.commands.audit.config import AuditConfig
 from zerokl.engine.commands.audit.formats import zerokl as own
 from zerokl.engine.commands.audit.formats.registry import FORMATS, find_format, read_rollouts
@@ -149,6 +150,14 @@ class Opened:
 
     def __reduce__(self):
         return (Path.touch, (Path("opened"),))
+
+
+def test_a_folder_of_dumps_is_a_log(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        torch.save({"rollout_id": 5, "samples": [slime_sample()]}, tmp_path / folder / "5.pt")
+    assert find_log(str(tmp_path / "a")) == tmp_path / "a"
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
 
 
 @pytest.mark.parametrize(("name", "format"), [("x.pt", "slime"), ("x.pkl", "skyrl"), ("x.pkl", "verl")])

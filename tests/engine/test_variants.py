@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from zerokl.cli import main
 from zerokl.engine.commands.variants import WAYS, compare_ways
 
@@ -60,3 +61,38 @@ def test_the_command_prints_each_way(model, capsys):
     out = " ".join(capsys.readouterr().out.split())
     assert "autocast" in out
     assert main(["variants", "no/such/model"]) == 2
+
+
+def test_an_architecture_that_zerokl_does_not_compute_is_compared(tmp_path, model, capsys):
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    for file in model.glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    assert main(["variants", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "train mode" in out
+    assert "…" not in out, "a module's name is shown whole"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"), [({"vocab_size": "x"}, "vocab_size"), ({"hidden_size": -1}, "variants")]
+)
+def test_a_model_that_transformers_cannot_load_is_one_line(tmp_path, model, capsys, fields, said):
+    shutil.copytree(model, tmp_path / "m")
+    config = json.loads((model / "config.json").read_text())
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config | fields))
+    assert main(["variants", str(tmp_path / "m")]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1

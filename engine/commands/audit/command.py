@@ -12,6 +12,7 @@ from .audit import Audit, audit
 from .bands import summary
 from .columns import audit_columns
 from .config import AuditConfig
+from .formats.registry import holds_logs
 from .own_invariance import check_requests
 from .page import write_page
 from .verdict import verdict
@@ -23,12 +24,12 @@ _COMPLETIONS = 64
 def find_log(target: str) -> Path | None:
     """The log that a target names, or None where it names a model.
 
-    A file is a log. So is a folder with JSON lines in it that is no model's and no run's.
+    A file is a log. So is a folder with logs in it that is no model's and no run's.
     """
     path = Path(target)
     if path.is_dir():
         known = (path / "config.json").exists() or (path / "config.toml").exists()
-        return path if not known and next(path.rglob("*.jsonl"), None) else None
+        return path if not known and holds_logs(path) else None
     return path if path.is_file() else None
 
 

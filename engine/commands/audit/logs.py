@@ -64,13 +64,13 @@ def scan_log(
                 if params is None:
                     if own or assumed is None:
                         raise ValueError("temperature is missing")
-                    params, unsaid = assumed, unsaid + 1
+                    params = assumed
                 rollout = _taken(logged_rollout, logged, version)
             except ValueError as error:
                 raise ValueError(f"{place}: {error}") from None
             if rollout is None:
                 continue
-            logged += 1
+            logged, unsaid = logged + 1, unsaid + (logged_rollout.sampling_params is None)
             versions |= {rollout.weight_version} if version is not None else _versions(logged_rollout)
             if not most or len(kept) < most:
                 kept.append((rollout, params))

@@ -85,6 +85,11 @@ _RECORDED = ("slime", "skyrl", "verl", "trl")
 _LOG_SUFFIXES = (".jsonl", ".parquet", ".pt")
 
 
+def holds_logs(folder: Path) -> bool:
+    """Whether a folder has a file that may be a log, at any depth."""
+    return any(file.suffix in _LOG_SUFFIXES for file in folder.rglob("*"))
+
+
 def log_files(path: Path) -> list[Path]:
     """The files of a log: the file itself, or the logs below a folder, step 2 before step 10.
 

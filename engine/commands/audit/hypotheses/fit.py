@@ -10,6 +10,7 @@ from .evidence import Evidence, Line, Scores, decoder_scores
 from .prediction import Prediction
 from .registry import HYPOTHESES, Hypothesis
 from .weights import rounding_size
+from .words import BEYOND
 
 # A difference of one token counts so many nats at most: an impossible token alone must not decide.
 _MOST = 20.0
@@ -129,7 +130,9 @@ def _judge(
     if tokens < _FEWEST or not before:
         return None
     share, left = after / before, after / tokens
-    fits = share <= _LEFT or (left <= _ROUNDING * rounding and share <= _LESS)
+    # A difference that is itself of the size of rounding needs no explanation but an exact one.
+    beyond = before / tokens > BEYOND * rounding
+    fits = share <= _LEFT or (beyond and left <= _ROUNDING * rounding and share <= _LESS)
     # It must speak of most of the difference, or of the lines that were chosen as the farthest apart.
     fits = fits and (prediction.searched or before >= 0.5 * _total(evidence))
     return {

@@ -5,6 +5,9 @@ from typing import Any
 
 Report = Mapping[str, Any]
 
+# Times the size of rounding up to which a difference may be rounding alone.
+BEYOND = 3.0
+
 
 def finding(kind: str, text: str, remedy: str) -> dict[str, str]:
     """A likely cause: its kind, the cause in words, and what to do about it."""
@@ -20,7 +23,7 @@ def log_notes(report: Report) -> list[str]:
 
 def _trainer_column(tried: Report) -> str:
     """What the model says to the log's own trainer column: which side is at fault."""
-    if tried["distance"] <= 3 * tried["rounding"]:
+    if tried["distance"] <= BEYOND * tried["rounding"]:
         return "The log's trainer column is the model's, to within rounding."
     distance = f"The log's trainer column differs from the model by {tried['distance']:.3g} nats a token"
     if found := tried["found"]:
@@ -44,16 +47,21 @@ def fitting(report: Report) -> dict[str, str] | None:
     )
 
 
+def _rounding_of(report: Report) -> str:
+    """The dtype whose rounding a difference is compared with: without a model, that of an fp32 forward."""
+    return "an fp32 forward" if report["dtype"] not in ("float32", "bfloat16", "float16") else report["dtype"]
+
+
 def none_fits(report: Report) -> dict[str, str] | None:
     """A log that no hypothesis explains: rounding, or something that is not in the table."""
     tried = report.get("hypotheses")
     if not tried or not tried["tried"]:
         return None
-    if tried["distance"] <= 3 * tried["rounding"]:
+    if tried["distance"] <= BEYOND * tried["rounding"]:
         return finding(
             "rounding",
             f"rounding alone. None of {tried['tried']} hypotheses fits, and the difference of "
-            f"{tried['distance']:.2g} nats a token is of the size that {report['dtype']} rounds "
+            f"{tried['distance']:.2g} nats a token is of the size that {_rounding_of(report)} rounds "
             f"({tried['rounding']:.2g}).",
             "Nothing is broken. Another dtype makes it smaller; importance sampling corrects for it.",
         )
