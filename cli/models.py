@@ -168,7 +168,8 @@ def variants(model: str, /, *, dtype: Dtype = "float32", device: Device = "auto"
     pairs = [tuple(tokenizer.encode(text, chat=False) for text in pair) for pair in texts]
     rows = compare_ways(folder, pairs, dtype, find_device(device))
     table = Table("way", "tokens that differ", "largest difference", "first at", "what to do")
-    table.columns[3].overflow = "fold"  # the name of a module is looked up, so none of it is left out
+    for column in table.columns:
+        column.overflow = "fold"  # the name of a module is looked up, so none of it is left out
     for row in rows:
         unequal = f"{row['unequal']} of {row['tokens']}"
         table.add_row(row["way"], unequal, f"{row['max_abs']:.3g}", row["first"] or "-", row["remedy"] or "-")
