@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from enum import Enum
@@ -29,7 +28,7 @@ from .ablation_grid import Cell
 _POLL_S = 0.25
 # What the process of a cell runs: `python -m zerokl`, and it ends when the ablation is killed.
 _CODE = """
-from zerokl.engine.commands.ablation_cells import end_with
+from zerokl.engine.parallel.orphans import end_with
 end_with({parent})
 from zerokl.cli import run
 run()
@@ -227,17 +226,3 @@ def run_cells(runs: Sequence[CellRun], jobs: int, watcher: Watcher) -> None:
         for run in running:
             run.kill()
         watcher.close()
-
-
-def end_with(parent: int) -> None:
-    """End this process soon after the process `parent`, whose child it is, was killed.
-
-    Otherwise an ablation that is started again would find the run still being written to.
-    """
-    threading.Thread(target=_wait_for_the_end_of, args=(parent,), daemon=True).start()
-
-
-def _wait_for_the_end_of(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_POLL_S)
-    os._exit(1)

@@ -7,6 +7,7 @@ sends this slice to all ranks. Only rank 0 writes files.
 """
 
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from .orphans import end_with
 
 X = TypeVar("X")
 
@@ -85,6 +88,16 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1")) if "MASTER_ADDR" in os.environ else 1
 
 
+def _check_torchrun() -> None:
+    """Raise ChildProcessError where torchrun has ended already, whose store the ranks would wait for."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    try:
+        socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), 10.0).close()
+    except OSError as error:
+        raise ChildProcessError(f"torchrun, which started this rank, has ended ({error})") from None
+
+
 @contextmanager
 def join_ranks() -> Iterator[Ranks]:
     """The ranks among which torchrun started this process; one rank without torchrun.
@@ -95,6 +108,9 @@ def join_ranks() -> Iterator[Ranks]:
     if size == 1:
         yield ALONE
         return
+    # A torchrun that is killed leaves its ranks behind, and they would wait for each other.
+    end_with(os.getppid())
+    _check_torchrun()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")

@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from zerokl.engine.parallel.process_group import ALONE
 from zerokl.engine.parallel.scorer import frozen
 from zerokl.engine.runs.run import resume, train
 
-from tests.helpers import torchrun
+from tests.helpers import mostly_full, torchrun
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -82,6 +83,21 @@ def test_any_number_of_ranks_gives_one_ledger(plain, alone, tmp_path, ranks, wor
     output = _run(ranks, plain, tmp_path / "run", *settings)
     _same(tmp_path / "run", alone)
     assert len(re.findall("^fingerprint ", output, re.MULTILINE)) == 1, "only the first rank prints"
+
+
+@pytest.mark.parametrize("when", mostly_full(["at work", "start"], ["at work"]))
+def test_ranks_end_with_a_torchrun_that_is_killed(plain, tmp_path, when):
+    """They would wait for each other, and hold the run's folder."""
+    (tmp_path / "config.toml").write_text(to_toml(plain.model_copy(update={"steps": 4000})))
+    process = _launch(2, ["config.toml", "--run-dir", str(tmp_path / "run")], tmp_path)
+    if when == "at work":
+        while process.poll() is None and not (tmp_path / "run" / "ledger.jsonl").exists():
+            time.sleep(0.05)
+    else:
+        time.sleep(3.0)  # torchrun has started the ranks, which still import
+    process.kill()
+    # Their end closes the pipe.
+    process.communicate(timeout=60)
 
 
 @pytest.mark.full
