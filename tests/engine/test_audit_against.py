@@ -79,6 +79,16 @@ def test_what_is_no_audit_is_refused_before_any_work(model, tmp_path, capsys, te
     assert not (tmp_path / "out").exists()
 
 
+def test_a_figure_of_an_earlier_audit_that_is_no_number_is_refused(model, tmp_path, capsys):
+    report = _audit(model, tmp_path / "old")[1]
+    for value in (10**400, "x", [1]):
+        (tmp_path / "old" / "audit.json").write_text(json.dumps(report | {"max_abs": value}))
+        words = ["audit", str(model), "--against", str(tmp_path / "old"), "--out", str(tmp_path / "out")]
+        capsys.readouterr()
+        assert main(words) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_a_missing_earlier_audit_is_named(tmp_path):
     with pytest.raises(ValueError, match="cannot be read"):
         read_audit(str(tmp_path / "none"))

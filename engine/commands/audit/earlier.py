@@ -45,7 +45,7 @@ def read_audit(name: str) -> Report:
         figures(report)
     except OSError as error:
         raise ValueError(f"audit: --against {path} cannot be read ({error.strerror})") from None
-    except (AttributeError, KeyError, TypeError):
+    except (AttributeError, KeyError, OverflowError, TypeError):
         raise ValueError(f"audit: --against {path} is no audit of two engines with their settings") from None
     except ValueError as error:
         raise ValueError(f"audit: --against {path} {error}") from None
