@@ -317,6 +317,9 @@ def test_watch_sees_new_steps_and_survives_a_file_that_is_being_cut(tmp_path):
     assert steps() == 5
 
 
+OUTSIDE = '{"cells": [{"folder": "../../other", "settings": {}}]}'
+
+
 def _planned(folder, *cells: str) -> None:
     listed = [{"folder": cell, "settings": {"lr": cell.split("/")[0]}} for cell in cells]
     (folder / "cells.json").write_text(json.dumps({"cells": listed}))
@@ -342,7 +345,9 @@ def test_watch_takes_up_each_cell_of_an_ablation_as_it_begins(tmp_path):
     assert live.get("index-1-0") is not None
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", '{"cells": [{}]}', '{"cells": 3}', "{", '{"cells": ["x"]}'])
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", '{"cells": [{}]}', '{"cells": 3}', "{", '{"cells": ["x"]}', OUTSIDE]
+)
 def test_a_damaged_list_of_cells_is_named(tmp_path, text):
     (tmp_path / "cells.json").write_text(text)
     with pytest.raises(ValueError, match=r"cells\.json"):

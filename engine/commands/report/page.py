@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ....verify.files import write_whole
-from ....verify.reading import read_json
+from ....verify.reading import read_json, shown
 from ..ablation_grid import ABLATION, CELLS
 from .payload import Source, labels, page_title, payload
 from .rollouts import pack
@@ -94,13 +94,20 @@ def planned_cells(folder: Path) -> list[tuple[Path, dict[str, str]]]:
     try:
         found = read_json(file)
         if file.name == CELLS:
-            return [(folder / "cells" / c["folder"], c["settings"]) for c in found["cells"]]
+            return [(_inside(folder, c["folder"]), c["settings"]) for c in found["cells"]]
         runs = [(run["run"], c["settings"]) for c in found["combinations"] for run in c["runs"]]
         return [(Path(folder, "cells", *Path(run).parts[-2:]), settings) for run, settings in runs]
     except (KeyError, TypeError, AttributeError):
         raise ValueError(f"report: {file} does not list the cells of an ablation") from None
     except ValueError as error:
         raise ValueError(f"report: {file} {error}") from None
+
+
+def _inside(folder: Path, cell: str) -> Path:
+    """The folder of a cell. Raises ValueError for a name that leads out of the ablation's folder."""
+    if Path(cell).is_absolute() or ".." in Path(cell).parts:
+        raise ValueError(f"names the cell {shown(cell)}, which is not below the folder")
+    return folder / "cells" / cell
 
 
 def static_page(sources: Sequence[Source], title: str) -> str:
