@@ -317,7 +317,8 @@ def test_watch_sees_new_steps_and_survives_a_file_that_is_being_cut(tmp_path):
     assert steps() == 5
 
 
-OUTSIDE = '{"cells": [{"folder": "../../other", "settings": {}}]}'
+DAMAGED = ["{}", "[]", "{", '{"cells": 3}', '{"cells": [{}]}', '{"cells": ["x"]}']
+DAMAGED += ['{"cells": [{"folder": "../../other", "settings": {}}]}']
 
 
 def _planned(folder, *cells: str) -> None:
