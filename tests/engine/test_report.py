@@ -346,9 +346,7 @@ def test_watch_takes_up_each_cell_of_an_ablation_as_it_begins(tmp_path):
     assert live.get("index-1-0") is not None
 
 
-@pytest.mark.parametrize(
-    "text", ["{}", "[]", '{"cells": [{}]}', '{"cells": 3}', "{", '{"cells": ["x"]}', OUTSIDE]
-)
+@pytest.mark.parametrize("text", DAMAGED)
 def test_a_damaged_list_of_cells_is_named(tmp_path, text):
     (tmp_path / "cells.json").write_text(text)
     with pytest.raises(ValueError, match=r"cells\.json"):
