@@ -50,7 +50,11 @@ def rollouts(driver: webdriver.Chrome, seconds: float = 20) -> list[str]:
     driver.execute_script("document.getElementById('rollouts').scrollIntoView()")
     status = wait_for(driver, "#rollouts [role=status]")
     WebDriverWait(driver, seconds).until(lambda _: "of" in status.text)
-    return [row.text for row in driver.find_elements(By.CSS_SELECTOR, "#rollouts ol.rows > li.row")]
+    rows = "#rollouts ol.rows > li.row"
+    # The number is said before the rows are drawn.
+    if not status.text.startswith("0 "):
+        WebDriverWait(driver, seconds).until(lambda d: d.find_elements(By.CSS_SELECTOR, rows))
+    return [row.text for row in driver.find_elements(By.CSS_SELECTOR, rows)]
 
 
 @pytest.fixture(scope="module")
