@@ -23,7 +23,7 @@ help:
 	@echo "make test-trl       advantages, losses and gradients beside TRL's own; the recorder beside a run without it"
 	@echo "make test-browser   the pages of audit, report and watch in Chromium (apt-get install chromium chromium-driver)"
 	@echo "make test-trackers  runs tracked by Weights & Biases, Trackio and MLflow, offline"
-	@echo "make real           SmolLM2-135M-Instruct: transformers, vLLM and zerokl audited, then exact RL (20 minutes)"
+	@echo "make real           SmolLM2-135M-Instruct: transformers, vLLM and zerokl audited, then exact RL (16 minutes)"
 	@echo "make test-real      the same model in short: converted, audited, trained two steps"
 	@echo "make docs           the documentation, in build/docs; a broken link fails"
 	@echo "make lint           ruff"
