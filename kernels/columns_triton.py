@@ -1,47 +1,49 @@
-"""Column sums in canonical order on a GPU: the gradient of a bias or of a norm's weight. No atomics.
+"""Column sums in canonical order on a GPU: the gradient of a bias, and the end of that of a norm. No atomics.
 
     bias: acc += sum_t dy          norm: acc += sum_t dy x r
 
-There are two passes. First, one program for each token block and column tile sums the rows of the block into
-a partial sum. Then, one program for each column tile adds the partial sums to the gradient.
+There are two passes. First, one program for each run of rows sums the run into a partial sum. For a bias this
+is `_block_columns`, whose run is a token block. For a norm it is the backward kernel, whose runs are
+NORM_ROWS rows of a block. Then `_add_partials` adds the partial sums to the gradient.
 
-Shapes: dy, x [T, H, D]; r [T, H] in fp32; partial [blocks, D] and acc [D] in fp32. The H heads are summed
-with the tokens; H is 1 for a bias.
+Shapes: dy [T, D]; partial [blocks * runs of a block, D] and acc [D] in fp32.
 Roundings: none but those of fp32 itself.
-Order: the partial sums are added block after block, in the order of the blocks. The blocks of a sequence are
-the same whatever the sequence is packed with. So the bits depend on the order of the sequences only.
+Order: the partial sums of a block are added to each other, and block after block is added to the gradient.
+The blocks of a sequence are the same whatever the sequence is packed with. So the bits depend on the order of
+the sequences only.
 """
 
 from functools import lru_cache
+from itertools import chain
 
 import torch
 import triton
 import triton.language as tl
 
+from .grad import by_shard
 from .launch import dense, launch
-from .order import TOKEN_BLOCK, Blocks
+from .order import TOKEN_BLOCK, Blocks, PassBlocks, ShardBlocks
 
-# Columns of one program: 64 loads of 16 bits fill a cache line.
+# Columns of one program of _block_columns: 64 loads of 16 bits fill a cache line.
 COLUMNS = 64
 # Rows loaded at once: 16 rows of 64 columns are 8 elements for each of 128 threads. ROWS, COLUMNS and WARPS
 # order the sum.
 ROWS = 16
 WARPS = 4
+# Rows of one program of a norm's backward: enough to share a load of the weight, and few enough that 4,096
+# tokens give every multiprocessor of an H100 work. They order the sum.
+NORM_ROWS = 16
+# Columns of one program of _add_partials, and the blocks whose loads are in flight together. Neither orders
+# the sum.
+SUM_COLUMNS, UNROLL = 32, 8
 
 
-@triton.jit(do_not_specialize=["first", "heads"])
+@triton.jit
 def _block_columns(
     dy_ptr,
-    x_ptr,
-    r_ptr,
     table_ptr,
     partial_ptr,
-    x_stride_t,
-    H,
-    first,
-    heads,
     D,
-    HAS_X: tl.constexpr,
     TOKEN_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -54,79 +56,88 @@ def _block_columns(
     for i in range(0, TOKEN_BLOCK, ROWS):
         rows = (start + i + tl.arange(0, ROWS)).to(tl.int64)
         mask = (rows < end)[:, None] & (cols < D)[None, :]
-        for h in range(first, first + heads):
-            dy_tile = dy_ptr + rows[:, None] * (H * D) + h * D + cols[None, :]
-            dy = tl.load(dy_tile, mask=mask, other=0.0).to(tl.float32)
-            if HAS_X:
-                x_tile = x_ptr + rows[:, None] * x_stride_t + h * D + cols[None, :]
-                x = tl.load(x_tile, mask=mask, other=0.0).to(tl.float32)
-                r = tl.load(r_ptr + rows * H + h, mask=rows < end, other=0.0)
-                dy = dy * (x * r[:, None])
-            acc += dy
+        acc += tl.load(dy_ptr + rows[:, None] * D + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     tl.store(partial_ptr + block.to(tl.int64) * D + cols, tl.sum(acc, axis=0), mask=cols < D)
 
 
-# Triton does not specialise on the alignment of acc, a weight's place in the gradient buffer. The alignment
-# changes no order, and so one binary serves all weights.
-@triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["acc_ptr"])
-def _add_partials(acc_ptr, partial_ptr, blocks, D, COLUMNS: tl.constexpr):
+# Triton does not specialise on the alignment of acc, a weight's place in the gradient buffer, and of partial,
+# a shard's place among the sums. So one binary serves all. A thread holds whole columns, and adds a block's
+# runs in ascending order.
+@triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["acc_ptr", "partial_ptr"])
+def _add_partials(
+    acc_ptr, partial_ptr, blocks, D, RUNS: tl.constexpr, UNROLL: tl.constexpr, COLUMNS: tl.constexpr
+):
     cols = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    runs = tl.arange(0, RUNS)
     acc = tl.load(acc_ptr + cols, mask=cols < D, other=0.0)
-    partial = partial_ptr + cols
-    for _ in range(blocks):
-        acc += tl.load(partial, mask=cols < D, other=0.0)
-        partial += D
+    for first in range(0, blocks, UNROLL):
+        for i in tl.static_range(UNROLL):
+            rows = ((first + i) * RUNS + runs).to(tl.int64)
+            mask = (rows < blocks * RUNS)[:, None] & (cols < D)[None, :]
+            # Zeros past the last block change no bit: a sum that begins at +0 is never -0.
+            acc += tl.sum(
+                tl.load(partial_ptr + rows[:, None] * D + cols[None, :], mask=mask, other=0.0), axis=0
+            )
     tl.store(acc_ptr + cols, acc, mask=cols < D)
 
 
+def runs(blocks: PassBlocks, rows: int, device: torch.device) -> torch.Tensor:
+    """The first row and the end of each run of `rows` rows, [blocks * TOKEN_BLOCK / rows, 2] int32.
+
+    Every block has the same number of runs; past a short block's end they are empty. All shards' blocks lie
+    one after another.
+    """
+    flat = chain.from_iterable(blocks.blocks) if isinstance(blocks, ShardBlocks) else blocks
+    return _table(tuple(flat), rows, device)
+
+
 @lru_cache(maxsize=64)
-def _table(blocks: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
-    """The first row and the end of each token block, [blocks, 2] int32 on the device.
+def _table(blocks: tuple[tuple[int, int], ...], rows: int, device: torch.device) -> torch.Tensor:
+    """The table of `runs`. It is cached, because every layer of a micro-batch asks for the same one."""
+    starts = [
+        (min(start + i, end), min(start + i + rows, end))
+        for start, end in blocks
+        for i in range(0, TOKEN_BLOCK, rows)
+    ]
+    return torch.tensor(starts, dtype=torch.int32).to(device)
 
-    The result is cached, because every layer of a micro-batch asks for the same table.
+
+def add_partials(acc: torch.Tensor, partial: torch.Tensor, blocks: PassBlocks, rows: int) -> None:
+    """acc [D] += the partial sums of each block, in the order of the blocks; with shards, acc [shards, D].
+
+    partial [runs, D] in fp32, as `runs` numbers them.
     """
-    return torch.tensor(blocks, dtype=torch.int32).to(device)
+    D, of_block, first = partial.shape[1], TOKEN_BLOCK // rows, 0
+    for shard_acc, shard_blocks in by_shard(acc, blocks):
+        launch(
+            _add_partials,
+            (triton.cdiv(D, SUM_COLUMNS),),
+            shard_acc,
+            partial[first:],
+            len(shard_blocks),
+            D,
+            RUNS=of_block,
+            UNROLL=UNROLL,
+            COLUMNS=SUM_COLUMNS,
+            num_warps=1,
+        )
+        first += len(shard_blocks) * of_block
 
 
-def add_columns(
-    acc: torch.Tensor,
-    dy: torch.Tensor,
-    blocks: Blocks,
-    x: torch.Tensor | None = None,
-    r: torch.Tensor | None = None,
-    x_stride_t: int = 0,
-    first: int = 0,
-    heads: int = 1,
-) -> None:
-    """acc [D] += the sum of dy, or of dy x r, over the tokens and over `heads` heads from `first` on.
-
-    dy [T, H, D] dense; x [T, H, D], whose tokens are x_stride_t elements apart; r [T, H].
-    """
-    _, H, D = dy.shape
-    tiles = triton.cdiv(D, COLUMNS)
-    partial = torch.empty(len(blocks), D, dtype=torch.float32, device=dy.device)
+def add_bias_columns(acc_N: torch.Tensor, dy_TN: torch.Tensor, blocks: Blocks) -> None:
+    """columns.add_columns on Triton: acc [N] += the column sums of each block of dy [T, N]."""
+    dy, N = dense(dy_TN), dy_TN.shape[1]
+    partial = torch.empty(len(blocks), N, dtype=torch.float32, device=dy.device)
     launch(
         _block_columns,
-        (len(blocks), tiles),
+        (len(blocks), triton.cdiv(N, COLUMNS)),
         dy,
-        dy if x is None else x,
-        dy if r is None else r,
-        _table(tuple(blocks), dy.device),
+        runs(blocks, TOKEN_BLOCK, dy.device),
         partial,
-        x_stride_t,
-        H,
-        first,
-        heads,
-        D,
-        HAS_X=x is not None,
+        N,
         TOKEN_BLOCK=TOKEN_BLOCK,
         ROWS=ROWS,
         COLUMNS=COLUMNS,
         num_warps=WARPS,
     )
-    launch(_add_partials, (tiles,), acc, partial, len(blocks), D, COLUMNS=COLUMNS, num_warps=1)
-
-
-def add_bias_columns(acc_N: torch.Tensor, dy_TN: torch.Tensor, blocks: Blocks) -> None:
-    """columns.add_columns on Triton: acc [N] += the column sums of each block of dy [T, N]."""
-    add_columns(acc_N, dense(dy_TN).unsqueeze(1), blocks)
+    add_partials(acc_N, partial, blocks, TOKEN_BLOCK)

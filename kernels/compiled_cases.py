@@ -18,14 +18,15 @@ from .attention_bwd_triton import attention_bwd
 from .attention_plan import KEY_TILE, Spans
 from .attention_triton import attention_packed, attention_paged
 from .block_digest_triton import block_digests
-from .columns_triton import add_bias_columns
+from .columns_triton import NORM_ROWS, add_bias_columns, add_partials
 from .draw_triton import draw_tokens
 from .embedding_triton import embedding_bwd
 from .launch import Launch, recorded
 from .logprob_triton import logprob_bwd, logprob_fwd
 from .matmul_triton import add_outer, matmul
 from .philox_triton import uniforms
-from .rms_norm_triton import add_weight_grad, rms_norm_bwd, rms_norm_fwd
+from .qk_norm_triton import qk_norm_bwd, qk_norm_fwd
+from .rms_norm_triton import rms_norm_bwd, rms_norm_fwd
 from .rope_triton import rotate
 from .silu_mul_triton import silu_mul_bwd, silu_mul_fwd
 from .tiles import recording
@@ -105,10 +106,11 @@ def _elementwise(dtype: torch.dtype) -> Iterator[Case]:
     """Column sums, norms, silu_mul, rope and the gradient of the embedding."""
     name, D = _name(dtype), 1024  # any multiple of 16 gives the same binary
     yield f"columns {name}", lambda: add_bias_columns(_meta(FP32, D), _meta(dtype, 256, D), _BLOCKS)
-    # All widths above HEAD_COLUMNS that are multiples of 16 give one binary. Those up to it give one, too.
-    yield f"rms_norm {name}", lambda: _norm(dtype, 1, 1024, with_residual=False)
-    yield f"add_rms_norm {name}", lambda: _norm(dtype, 1, 1024, with_residual=True)
-    yield f"qk_norm {name}", lambda: _norm(dtype, 24, 128, with_residual=False)
+    for D in (1024, 2048, 4096):  # the widths of the models, rounded up to tiles
+        yield f"rms_norm {name} {D}", lambda D=D: _norm(dtype, D, with_residual=False)
+        yield f"add_rms_norm {name} {D}", lambda D=D: _norm(dtype, D, with_residual=True)
+    for heads, kv_heads in ((16, 8), (32, 8)):  # Qwen3's
+        yield f"qk_norm {name}, {heads} heads", lambda H=heads, kv=kv_heads: _heads(dtype, H, kv)
     gate_up = _meta(dtype, 256, 6144)
     yield f"silu_mul {name}", lambda: silu_mul_bwd(silu_mul_fwd(gate_up), gate_up)
     for D in (64, 128):
@@ -119,11 +121,18 @@ def _elementwise(dtype: torch.dtype) -> Iterator[Case]:
     yield f"embedding {name}", lambda: embedding_bwd(_meta(FP32, 1000, 1024), ids, dx)
 
 
-def _norm(dtype: torch.dtype, H: int, D: int, with_residual: bool) -> None:
-    x, w = _meta(dtype, 256, H, D), _meta(dtype, H, D) if H > 1 else _meta(dtype, D)
+def _norm(dtype: torch.dtype, D: int, with_residual: bool) -> None:
+    x, w = _meta(dtype, 256, D), _meta(dtype, D)
     y, r, s = rms_norm_fwd(x, w, 1e-6, x if with_residual else None)
-    rms_norm_bwd(y, s, w, r, y if with_residual else None)
-    add_weight_grad(_meta(FP32, D), y, s, r, _BLOCKS, 0, H)
+    _, partial = rms_norm_bwd(y, s, w, r, _BLOCKS, y if with_residual else None)
+    add_partials(_meta(FP32, D), partial, _BLOCKS, NORM_ROWS)
+
+
+def _heads(dtype: torch.dtype, heads: int, kv_heads: int) -> None:
+    x, w = _meta(dtype, 256, heads + kv_heads, 128), _meta(dtype, 128)
+    y, r = qk_norm_fwd(x, w, w, heads, 1e-6)
+    _, partials = qk_norm_bwd(y, x, w, w, r, heads, _BLOCKS)
+    add_partials(_meta(FP32, 128), partials[0], _BLOCKS, NORM_ROWS)
 
 
 def _adamw(dtype: torch.dtype | None) -> None:

@@ -24,7 +24,8 @@ from ..kernels.embedding import check_ids, embedding
 from ..kernels.grad import accumulate_dtype
 from ..kernels.linear import linear
 from ..kernels.order import ROW_TILE, PassBlocks, shard_blocks
-from ..kernels.rms_norm import add_rms_norm, qk_norm, rms_norm
+from ..kernels.qk_norm import qk_norm
+from ..kernels.rms_norm import add_rms_norm, rms_norm
 from ..kernels.rope import rope, rope_table, rope_table_fp32
 from ..kernels.silu_mul import silu_mul
 from .config import ModelConfig

@@ -5,6 +5,7 @@ bytes.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from zerokl.kernels import matmul, order
 from zerokl.kernels.attention import attention, attention_cached, varlen_plan
 from zerokl.kernels.attention_plan import KEY_TILE, AttentionPlan
 from zerokl.kernels.logprob import linear_logprob
+from zerokl.kernels.qk_norm import qk_norm
 from zerokl.kernels.rms_norm import add_rms_norm, rms_norm
 from zerokl.kernels.rope import rope
 from zerokl.kernels.silu_mul import silu_mul
@@ -26,7 +28,7 @@ def kernel_rates(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Ro
         yield from _linear_rates(m, name, D, 2 * inner, dtype)
         yield from _attention_rates(m, name, heads, kv_heads, head_dim, dtype)
         yield from _decode_rates(m, name, heads, kv_heads, head_dim, dtype)
-        yield from _row_rates(m, name, D, inner, heads + kv_heads, head_dim, dtype)
+        yield from _row_rates(m, name, D, inner, heads, kv_heads, head_dim, dtype)
         yield from _logprob_rates(m, name, D, dtype)
 
 
@@ -46,30 +48,34 @@ def _linear_rates(m: Machine, name: str, K: int, N: int, dtype: torch.dtype) -> 
 
 
 def _row_rates(
-    m: Machine, name: str, D: int, inner: int, heads: int, head_dim: int, dtype: torch.dtype
+    m: Machine, name: str, D: int, inner: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> Iterator[Row]:
-    T = m.tokens
+    T, H = m.tokens, heads + kv_heads
     x, gu, w = (m.randn(*n, dtype=dtype).requires_grad_() for n in ((T, D), (T, 2 * inner), (D,)))
-    qk, angle = m.randn(T, heads, head_dim, dtype=dtype), m.randn(T, head_dim // 2, dtype=torch.float32)
-    residual, cos, sin = m.randn(T, D, dtype=dtype), angle.cos(), angle.sin()
+    qk, wq, wk = (
+        m.randn(*n, dtype=dtype).requires_grad_() for n in ((T, H, head_dim), (head_dim,), (head_dim,))
+    )
+    angle, residual = m.randn(T, head_dim // 2, dtype=torch.float32), m.randn(T, D, dtype=dtype)
+    cos, sin = angle.cos(), angle.sin()
+    forward = {
+        "rms_norm": (2.0 * x.nbytes, lambda: rms_norm(x, w, 1e-6)),
+        "add_rms_norm": (4.0 * x.nbytes, lambda: add_rms_norm(x, residual, w, 1e-6)),
+        "qk_norm": (2.0 * qk.nbytes, lambda: qk_norm(qk, wq, wk, heads, 1e-6)),
+        "silu_mul": (1.5 * gu.nbytes, lambda: silu_mul(gu)),
+        "rope": (2.0 * qk.nbytes, lambda: rope(qk, cos, sin)),
+    }
     with torch.no_grad():
-        yield _beside_copy(m, f"{name} rms_norm", 2.0 * x.nbytes, lambda: rms_norm(x, w, 1e-6))
-        yield _beside_copy(
-            m, f"{name} add_rms_norm", 4.0 * x.nbytes, lambda: add_rms_norm(x, residual, w, 1e-6)
-        )
-        yield _beside_copy(m, f"{name} silu_mul", 1.5 * gu.nbytes, lambda: silu_mul(gu))
-        yield _beside_copy(m, f"{name} rope", 2.0 * qk.nbytes, lambda: rope(qk, cos, sin))
-    y, z = rms_norm(x, w, 1e-6), silu_mul(gu)
-    dy, dz = m.randn(T, D, dtype=dtype), m.randn(T, inner, dtype=dtype)
-
-    def norm_backward() -> object:
-        return torch.autograd.grad(y, (x, w), dy, retain_graph=True)
-
-    def silu_backward() -> object:
-        return torch.autograd.grad(z, gu, dz, retain_graph=True)
-
-    yield _beside_copy(m, f"{name} rms_norm backward", 3.0 * x.nbytes, norm_backward)
-    yield _beside_copy(m, f"{name} silu_mul backward", 2.5 * gu.nbytes, silu_backward)
+        for what, (nbytes, run) in forward.items():
+            yield _beside_copy(m, f"{name} {what}", nbytes, run)
+    for what, (nbytes, leaves) in {
+        "rms_norm": (3.0 * x.nbytes, (x, w)),
+        "qk_norm": (3.0 * qk.nbytes, (qk, wq, wk)),
+        "silu_mul": (2.5 * gu.nbytes, (gu,)),
+    }.items():
+        y = forward[what][1]()
+        dy = m.randn(*y.shape, dtype=dtype)
+        backward = partial(torch.autograd.grad, y, leaves, dy, retain_graph=True)
+        yield _beside_copy(m, f"{name} {what} backward", nbytes, backward)
 
 
 def _beside_copy(m: Machine, what: str, nbytes: float, run: Callable[[], object]) -> Row:

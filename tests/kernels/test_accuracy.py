@@ -18,7 +18,6 @@ SMALL = {
     "linear": ((5, 7), (3, 7)),
     "linear with bias": ((5, 7), (3, 7), (3,)),
     "rms_norm": ((5, 7), (7,)),
-    "rms_norm of heads": ((3, 2, 5), (5,)),
     "add_rms_norm": ((5, 7), (5, 7), (7,)),
     "qk_norm": ((3, 3, 5), (5,), (5,)),
     "silu_mul": ((5, 14),),

@@ -32,7 +32,7 @@ CASES = {
     ),
     "rms_norm dimensions": (
         lambda: rms_norm(_z(7), _z(7), 1e-6),
-        r"x \(7,\) must be \[T, D\] or \[T, H, D\]",
+        r"x \(7,\) must be \[T, D\]",
     ),
     "rms_norm eps": (lambda: rms_norm(_z(5, 7), _z(7), 0.0), r"eps \(0.0\) must be positive"),
     "add_rms_norm residual": (

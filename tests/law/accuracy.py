@@ -9,7 +9,8 @@ from zerokl.kernels.attention import attention, varlen_plan
 from zerokl.kernels.embedding import embedding
 from zerokl.kernels.linear import linear
 from zerokl.kernels.logprob import linear_logprob
-from zerokl.kernels.rms_norm import add_rms_norm, qk_norm, rms_norm
+from zerokl.kernels.qk_norm import qk_norm
+from zerokl.kernels.rms_norm import add_rms_norm, rms_norm
 from zerokl.kernels.rope import rope, rope_frequencies, rope_table
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.kernels.silu_mul import silu_mul
@@ -82,16 +83,14 @@ def _logprob(sampling_params: SamplingParams) -> Function:
     return lambda h, w: linear_logprob(h, w, IDS[: len(h)].remainder(len(w)), sampling_params)[0]
 
 
-def _norm(shape: tuple[int, ...]) -> Op:
-    shapes = shape, shape[-1:]
-    return Op(shapes, lambda x, w: rms_norm(x, w, EPS), lambda x, w: F.rms_norm(x, w.shape, w, EPS))
-
-
 OPS = {
     "linear": Op(((150, 200), (70, 200)), linear, F.linear),
     "linear with bias": Op(((150, 200), (70, 200), (70,)), linear, F.linear),
-    "rms_norm": _norm((150, 1000)),
-    "rms_norm of heads": _norm((50, 4, 64)),
+    "rms_norm": Op(
+        ((150, 1000), (1000,)),
+        lambda x, w: rms_norm(x, w, EPS),
+        lambda x, w: F.rms_norm(x, w.shape, w, EPS),
+    ),
     "add_rms_norm": Op(
         ((150, 200), (150, 200), (200,)),
         lambda x, residual, w: torch.cat(add_rms_norm(x, residual, w, EPS)),

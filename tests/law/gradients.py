@@ -9,6 +9,7 @@ from zerokl.kernels.embedding import embedding
 from zerokl.kernels.linear import linear
 from zerokl.kernels.logprob import linear_logprob
 from zerokl.kernels.order import shard_blocks, token_blocks
+from zerokl.kernels.qk_norm import qk_norm
 from zerokl.kernels.rms_norm import add_rms_norm, rms_norm
 from zerokl.kernels.sampling_params import SamplingParams
 
@@ -47,12 +48,12 @@ OPS = {
         lambda width: (width + 5,),
     ),
     "rms_norm": Op(_vector, lambda x, ids, w, blocks: rms_norm(x, w[0], 1e-6, blocks)),
-    "rms_norm of heads": Op(
-        _vector,
-        lambda x, ids, w, blocks: rms_norm(torch.stack([x, 2 * x, -x], 1), w[0], 1e-6, blocks),
+    "add_rms_norm": Op(_vector, lambda x, ids, w, blocks: add_rms_norm(x, -2 * x, w[0], 1e-6, blocks)[0]),
+    "qk_norm": Op(
+        lambda D, dtype: [randn(100 + i, D, dtype=dtype) for i in (0, 1)],
+        lambda x, ids, w, blocks: qk_norm(torch.stack([x, 2 * x, -x], 1), *w, 2, 1e-6, blocks),
         lambda width: (3, width),
     ),
-    "add_rms_norm": Op(_vector, lambda x, ids, w, blocks: add_rms_norm(x, -2 * x, w[0], 1e-6, blocks)[0]),
     "embedding": Op(_vocabulary, lambda x, ids, w, blocks: embedding(ids, w[0], blocks)),
     "linear_logprob": Op(
         _vocabulary,

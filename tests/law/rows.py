@@ -8,6 +8,7 @@ from zerokl.kernels.embedding import embedding
 from zerokl.kernels.linear import linear
 from zerokl.kernels.logprob import draw, linear_logprob
 from zerokl.kernels.philox import Stream, uniform_range
+from zerokl.kernels.qk_norm import qk_norm
 from zerokl.kernels.rms_norm import add_rms_norm, rms_norm
 from zerokl.kernels.rope import rope, rope_table
 from zerokl.kernels.sampling_params import SamplingParams
@@ -60,6 +61,11 @@ def _add_rms_norm(rows: Rows, D: int, seed: int) -> Rows:
     return add_rms_norm(*rows, randn(seed, D, dtype=rows[0].dtype), 1e-6)
 
 
+def _qk_norm(rows: Rows, D: int, seed: int) -> Rows:
+    wq, wk = (randn(seed + i, D, dtype=rows[0].dtype) for i in (0, 1))
+    return (qk_norm(rows[0], wq, wk, 2, 1e-6),)
+
+
 def _rope_rows(T: int, width: int, dtype: torch.dtype, seed: int) -> Rows:
     position = randint(seed, 500, T)
     cos, sin = rope_table([10.0 ** (-i / width) for i in range(width)], 500, dtype)
@@ -87,8 +93,8 @@ OPS = {
     "linear": Op(_x(None), _linear),
     "linear with bias": Op(_x(None), _linear_bias),
     "rms_norm": Op(_x(None), _rms_norm),
-    "rms_norm of heads": Op(_x(3), _rms_norm),
     "add_rms_norm": Op(_x(None, None), _add_rms_norm),
+    "qk_norm": Op(_x(3), _qk_norm),
     "silu_mul": Op(
         lambda T, width, dtype, seed: (randn(seed, T, 2 * width, dtype=dtype, scale=3.0),),
         lambda r, *_: (silu_mul(r[0]),),

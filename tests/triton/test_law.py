@@ -10,29 +10,21 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from zerokl.kernels import columns_triton
+from zerokl.kernels import columns_triton, rms_norm_triton
 from zerokl.kernels.launch import recorded
 from zerokl.kernels.order import token_blocks
-from zerokl.kernels.rms_norm import qk_norm
 
-from tests.helpers import DTYPES, property_settings, randn, total_unequal
+from tests.helpers import DTYPES, property_settings, total_unequal
 from tests.law import accuracy, gradients, rows
 
-
-def _qk_norm(x: rows.Rows, D: int, seed: int) -> rows.Rows:
-    wq, wk = (randn(seed + i, D, dtype=x[0].dtype) for i in (0, 1))
-    return (qk_norm(x[0], wq, wk, 2, 1e-6),)
-
-
 # Name -> the kernel that must have run.
-NORMS = {name: "_rms_norm_bwd" for name in ("rms_norm", "rms_norm of heads", "add_rms_norm")}
+NORMS = {"rms_norm": "_rms_norm_bwd", "add_rms_norm": "_rms_norm_bwd", "qk_norm": "_qk_norm_bwd"}
 LOGPROBS = {name: "_logprob_bwd" for name in ("linear_logprob", "linear_logprob at a temperature")}
 TRUNCATED = {f"linear_logprob of {what}": "_logprob_bwd" for what in ("top-k", "top-p", "all three")}
 ROW_OPS = {
     **NORMS,
     **LOGPROBS,
     **TRUNCATED,
-    "qk_norm": "_rms_norm_bwd",
     "silu_mul": "_silu_mul_bwd",
     "rope": "_rope",
 }
@@ -40,13 +32,11 @@ GRADIENT_OPS = {**NORMS, "linear_logprob": "_logprob_bwd", "embedding": "_embedd
 ACCURATE_OPS = {
     **NORMS,
     **LOGPROBS,
-    "qk_norm": "_block_columns",
     "silu_mul": "_silu_mul_bwd",
     "rope": "_rope",
     "embedding": "_embedding_bwd",
 }
 SEEDS = range(0, 40, 20)  # the interpreter is slow
-OPS = {**rows.OPS, "qk_norm": rows.Op(rows._x(3), _qk_norm)}
 
 
 def cases(names: dict[str, str], dtypes: tuple[torch.dtype, ...] = DTYPES) -> list:
@@ -69,7 +59,7 @@ def cases(names: dict[str, str], dtypes: tuple[torch.dtype, ...] = DTYPES) -> li
 )
 def test_row_is_independent_of_the_others(name, kernel, dtype, width, T, other_T, poison, seed):
     with recorded(and_run=True) as launches:
-        assert rows.unequal_rows(OPS[name], dtype, width, T, other_T, poison, seed) == 0
+        assert rows.unequal_rows(rows.OPS[name], dtype, width, T, other_T, poison, seed) == 0
     assert kernel in {launch.kernel.__name__ for launch in launches}
 
 
@@ -91,6 +81,17 @@ def test_gradient_is_independent_of_the_split_into_micro_batches(name, kernel, d
     assert kernel in {launch.kernel.__name__ for launch in launches}
 
 
+@pytest.mark.parametrize("name", NORMS)
+def test_shards_of_one_pass_have_the_gradients_of_a_pass_each(name):
+    shards = [[130, 3], [1, 40], [200]]
+    together, alone = (
+        gradients.shard_grads(gradients.OPS[name], torch.bfloat16, 33, shards, together)
+        for together in (True, False)
+    )
+    assert total_unequal(together, alone) == 0
+    assert all(grad.any() for buffer in together for grad in buffer)
+
+
 @pytest.mark.parametrize("name", GRADIENT_OPS)
 def test_control_another_order_of_the_sequences_is_found(name):
     op, lengths = gradients.OPS[name], [150, 90, 40]
@@ -110,7 +111,8 @@ def test_control_blocks_across_sequences_are_found(name):
 def test_control_another_tile_of_rows_is_found(monkeypatch, rows_at_once):
     op = gradients.OPS["rms_norm"]
     before = gradients.main_grads(op, torch.float32, 64, [150, 90], [[0, 1]])
-    monkeypatch.setattr(columns_triton, "ROWS", rows_at_once)
+    for module in (columns_triton, rms_norm_triton):
+        monkeypatch.setattr(module, "NORM_ROWS", rows_at_once)
     assert total_unequal(before, gradients.main_grads(op, torch.float32, 64, [150, 90], [[0, 1]])) > 0
 
 

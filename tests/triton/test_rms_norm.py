@@ -3,7 +3,8 @@
 import pytest
 import torch
 from zerokl.kernels import rms_norm_triton
-from zerokl.kernels.rms_norm import add_rms_norm, qk_norm, rms_norm, rms_norm_ref
+from zerokl.kernels.qk_norm import qk_norm
+from zerokl.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_ref
 
 from tests.helpers import DTYPES, randn, total_unequal
 
