@@ -1,5 +1,6 @@
 """The command line: a function for each subcommand. Bad input gives one line on stderr and exit code 2."""
 
+import atexit
 import os
 import sys
 from importlib import import_module
@@ -43,9 +44,11 @@ def main(argv: list[str] | None = None) -> int:
 def run() -> None:
     """The console script: main, and the end of the process with its exit code."""
     code = main()
-    if code == INTERRUPTED:
+    if code in (INTERRUPTED, 2):
         # Python waits at its end for the threads of executors. It never wakes one whose start Ctrl-C has
-        # broken off: the thread runs, and its executor does not know of it.
+        # broken off: the thread runs, and its executor does not know of it. And where memory ran out, the
+        # ends of some libraries crash, with an exit code of their own.
+        atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -20,9 +20,10 @@ from .config_file import check_key, validation_message
 # CPU and GPU, a thread's stack, and the loader of a shared library.
 _NO_MEMORY = (
     "can't allocate memory",
-    "CUDA out of memory",
+    "out of memory",
     "can't start new thread",
     "failed to map segment from shared object",
+    "could not create a primitive",  # oneDNN
 )
 
 

@@ -125,6 +125,8 @@ def check_key(key: str) -> None:
     known = list(known_keys())
     if key in known or key.startswith(tuple(f"{section}." for section in FREE_SECTIONS)):
         return
+    if key == "config":
+        raise ValueError("config: the file is given without an option: zerokl train FILE --run_dir DIR")
     for old, new in RENAMED.items():
         if key == old or key.startswith(f"{old}."):
             raise ValueError(f"config: {key} is called {new}{key.removeprefix(old)} now; rename it")

@@ -150,11 +150,12 @@ class ModelConfig:
                     f"model: {source}: {field} ({value}) is larger than zerokl takes ({largest})"
                 )
         low, high = _ROPE_THETA
-        if not low <= self.rope_theta <= high or self.eps < 0.0:
+        if not low <= self.rope_theta <= high:
             raise ValueError(
-                f"model: {source}: rope_theta ({self.rope_theta}) must lie in {low:g} to {high:g}, "
-                f"rms_norm_eps ({self.eps}) must not be negative"
+                f"model: {source}: rope_theta ({self.rope_theta}) must lie in {low:g} to {high:g}"
             )
+        if not self.eps >= 0.0:
+            raise ValueError(f"model: {source}: rms_norm_eps ({self.eps}) must not be negative")
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"model: {source}: num_attention_heads ({self.heads}) "

@@ -137,6 +137,7 @@ def test_every_command_that_computes_can_be_told_where(refused, words):
     [
         ({"optimizer__lrr": 1}, "unknown key optimizer.lrr; did you mean optimizer.lr?"),
         ({"stepz": 1}, "unknown key stepz; did you mean steps?"),
+        ({"config": "a.toml"}, "the file is given without an option: zerokl train FILE"),
         ({"steps": "many"}, "config: steps ('many')"),
         ({"model": "./nowhere"}, "./nowhere is no folder"),
         ({"model": "nowhere"}, "nowhere is no folder"),

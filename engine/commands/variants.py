@@ -89,10 +89,15 @@ def compare_ways(
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # it would be written across the table
+    logging.set_verbosity_error()  # what it warns of is refused below, in one line
     if dtype not in DTYPES:
         raise ValueError(f"variants: dtype {dtype} is not known; choose {', '.join(DTYPES)}")
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).to(device)
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=DTYPES[dtype], output_loading_info=True, ignore_mismatched_sizes=True
+        )
+        _refuse_random_weights(folder, loading)
+        model.to(device)
         plain = _run(model, pairs, Call())
         return [_row(way, plain, _run(model, pairs, way.call)) for way in WAYS]
     except (ValueError, MemoryError):
@@ -101,6 +106,16 @@ def compare_ways(
         raise ValueError(
             f"variants: transformers could not compute with {folder} ({type(error).__name__}: {error})"
         ) from error
+
+
+def _refuse_random_weights(folder: Path, loading: Mapping[str, Any]) -> None:
+    """Raise ValueError where transformers filled in weights at random, because the folder lacks them."""
+    lacking = sorted(loading["missing_keys"]) + sorted(name for name, *_ in loading["mismatched_keys"])
+    if lacking:
+        raise ValueError(
+            f"variants: {folder} lacks {len(lacking)} weights, or has them in another shape; "
+            f"the first is {lacking[0]}"
+        )
 
 
 def _row(way: Way, plain: list[Outputs], other: list[Outputs]) -> dict[str, Any]:

@@ -62,11 +62,10 @@ def verify_run(path: Path, replays: int, seed: int, overrides: Mapping[str, Any]
     Yields each finding when it is known. Raises ValueError for a folder without a run, for an override that
     decides bits, and for a number out of range.
     """
-    if replays < 0 or not 0 <= seed < 1 << 32:
-        raise ValueError(
-            f"verify run: --replays ({replays}) must not be negative, "
-            f"and --draw ({seed}) must lie in 0 to 2^32 - 1"
-        )
+    if replays < 0:
+        raise ValueError(f"verify run: --replays ({replays}) must not be negative")
+    if not 0 <= seed < 1 << 32:
+        raise ValueError(f"verify run: --draw ({seed}) must lie in 0 to 2^32 - 1")
     config = run_config(path, overrides)
     ledger = read_ledger(run_ledger(path))
     if ledger.damage or ledger.head is None:

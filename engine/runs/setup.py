@@ -4,6 +4,7 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from ...kernels import tiles
@@ -37,6 +38,8 @@ def make_state(config: Config, model: Path, task: Task, ranks: Ranks = ALONE) ->
 
     Raises ValueError.
     """
+    # OpenBLAS ends the process where it finds no memory for its buffer. The plot at the end of a run needs it.
+    np.linalg.inv(np.eye(1))
     model_config = ModelConfig.from_file(model)
     tokenizer = Tokenizer(model, model_config.vocab_size)
     problems = training_problems(task, config, model)

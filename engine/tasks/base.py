@@ -40,9 +40,12 @@ def split_problems(
 
     Raises ValueError when there are fewer pairs.
     """
-    if train < 1 or held_out < 0:
+    if held_out < 0:
+        raise ValueError(f"task {name}: held_out ({held_out}) must not be negative")
+    if train < 1:
         raise ValueError(
-            f"task {name}: train ({train}) must be at least 1 and held_out ({held_out}) not negative"
+            f"task {name}: train ({train}) must be at least 1; "
+            f"held_out takes {held_out} of {len(pairs)} problems"
         )
     if len(pairs) < train + held_out:
         raise ValueError(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from zerokl.cli import main
 from zerokl.engine.commands.variants import WAYS, compare_ways
@@ -54,6 +55,21 @@ def test_padding_without_a_mask_is_read(model):
     assert found["unequal"] > 0
     assert found["max_abs"] > 100 * rows(model)["left padding"]["max_abs"]
     assert found["first"] == "model.layers.0.self_attn.o_proj"
+
+
+@pytest.mark.parametrize("what", ["missing", "another shape"])
+def test_a_weight_that_transformers_would_fill_at_random_is_refused(model, tmp_path, capsys, what):
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.gate_proj.weight"
+    weight = weights.pop(name)
+    if what == "another shape":
+        weights[name] = weight[:-16].clone()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    assert main(["variants", str(folder)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"lacks 1 weights, or has them in another shape; the first is {name}" in line
 
 
 def test_the_command_prints_each_way(model, capsys):

@@ -78,7 +78,7 @@ def _norm_changes(op: str, actual: Tensor, exact: Operations, x: Tensor) -> Iter
     yield "the norm is missing: its outputs are its inputs", x
     yield "the weight is not applied", exact.norm(x, torch.ones_like(w), eps)
     yield "the weight is applied as 1 + weight", exact.norm(x, 1 + w, eps)
-    for other in (0.0, 1e-8, 1e-6, 1e-5, 1e-3, eps * 10, eps / 10, eps * 100, eps / 100):
+    for other in (1e-6, 1e-5, 1e-8, 0.0, 1e-3, eps * 10, eps / 10, eps * 100, eps / 100):
         yield f"eps is {other:.1g}, the checkpoint's is {eps:.1g}", exact.norm(x, w, other)
     unweighted = exact.normalised(x, len(w), eps).reshape(-1, len(w))
     columns = actual.reshape(-1, len(w))
