@@ -38,7 +38,7 @@ def make_state(config: Config, model: Path, task: Task, ranks: Ranks = ALONE) ->
 
     Raises ValueError.
     """
-    # OpenBLAS ends the process where it finds no memory for its buffer. The plot at the end of a run needs it.
+    # OpenBLAS ends a process that has no memory for its buffer. The plot at the end of a run needs it.
     np.linalg.inv(np.eye(1))
     model_config = ModelConfig.from_file(model)
     tokenizer = Tokenizer(model, model_config.vocab_size)
