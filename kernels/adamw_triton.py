@@ -7,8 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .adamw import AdamW
-from .launch import launch
+from .launch import ceil_div, launch
 
 # Elements of one program, and its warps. They decide no bit: no element depends on another.
 TILE, WARPS = 1024, 4
@@ -55,31 +54,31 @@ def adamw(
     first: torch.Tensor,
     second: torch.Tensor,
     grad: torch.Tensor,
-    numbers: AdamW,
+    numbers: tuple[float, ...],
     out: torch.Tensor | None,
 ) -> None:
-    """See adamw.adamw."""
-    n, a = master.numel(), numbers
+    """See adamw.adamw. numbers: an adamw.AdamW."""
+    n, (grad_scale, lr, beta1, beta2, correction1, correction2, eps) = master.numel(), numbers
     if not n:
         return
     launch(
         _adamw,
-        (triton.cdiv(n, TILE),),
+        (ceil_div(n, TILE),),
         master,
         first,
         second,
         grad,
         out,
         n,
-        a.grad_scale,
-        a.lr,
-        a.beta1,
-        1.0 - a.beta1,
-        a.beta2,
-        1.0 - a.beta2,
-        a.correction1,
-        a.correction2,
-        a.eps,
+        grad_scale,
+        lr,
+        beta1,
+        1.0 - beta1,
+        beta2,
+        1.0 - beta2,
+        correction1,
+        correction2,
+        eps,
         TILE=TILE,
         num_warps=WARPS,
         enable_fp_fusion=False,

@@ -28,7 +28,7 @@ from .attention_bwd_tma_triton import attention_bwd_tma
 from .attention_plan import Spans
 from .attention_tma_triton import serves
 from .attention_triton import find_tile
-from .launch import launch, rows_contiguous
+from .launch import launch, next_power_of_2, rows_contiguous
 from .tiles import generation
 
 
@@ -198,7 +198,7 @@ def attention_bwd(
     (T, H, D), kv_heads, sequences = q.shape, spans.kv_heads, len(spans.seqused_k)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty_like(lse)
-    width = triton.next_power_of_2(D)
+    width = next_power_of_2(D)
     q_options, kv_options = _tiles(q.dtype, width, generation(q.device))
     shape = {"GROUP": H // kv_heads, "D": D, "WIDTH": width}
 

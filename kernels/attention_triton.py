@@ -23,7 +23,7 @@ import triton.language as tl
 
 from .attention_plan import KEY_TILE, Spans
 from .attention_tma_triton import attention_tma, serves
-from .launch import launch, rows_contiguous
+from .launch import launch, next_power_of_2, rows_contiguous
 from .tiles import generation
 
 # Rows of one program (more only where a group has more heads), and its warps, which share the keys of a row.
@@ -180,7 +180,7 @@ def _launch(
     (T, H, D), kv_heads = q.shape, spans.kv_heads
     assert k.shape[2] == kv_heads, (k.shape, kv_heads)
     group, sequences = H // kv_heads, len(spans.seqused_k)
-    block_m, width = max(BLOCK_M, triton.next_power_of_2(group)), triton.next_power_of_2(D)
+    block_m, width = max(BLOCK_M, next_power_of_2(group)), next_power_of_2(D)
     o = torch.empty(T, H, D, dtype=q.dtype, device=q.device)
     lse = torch.empty(T, H, dtype=torch.float32, device=q.device) if want_lse else None
     table, key_starts = (spans.block_table, None) if page else (None, spans.cu_seqlens_k)

@@ -70,5 +70,5 @@ def block_digests(x: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     if on_triton(x):
         from .block_digest_triton import block_digests as block_digests_triton
 
-        return block_digests_triton(x, blocks)
+        return block_digests_triton(x, blocks, keys_on(x.device))
     return block_digests_ref(x, blocks)

@@ -4,7 +4,6 @@ import torch
 import triton
 import triton.language as tl
 
-from .block_digest import BLOCK, LANES, keys_on
 from .launch import launch
 
 # Elements of one turn of the loop. It decides no bit: the sums are associative.
@@ -27,19 +26,19 @@ def _block_digests(x_ptr, key_ptr, block_ptr, digest_ptr, BLOCK: tl.constexpr, T
     tl.store(digest_ptr + 2 * block + 1, tl.sum(second))
 
 
-def block_digests(x: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """See block_digest.block_digests."""
-    digests = torch.empty(len(blocks), LANES, dtype=torch.int64, device=x.device)
+def block_digests(x: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """See block_digest.block_digests. keys [2, elements of a block at most] int64."""
+    digests = torch.empty(len(blocks), len(keys), dtype=torch.int64, device=x.device)
     words = x.detach().view(torch.int16 if x.element_size() == 2 else torch.int32)
     if len(blocks):
         launch(
             _block_digests,
             (len(blocks),),
             words,
-            keys_on(x.device),
+            keys,
             blocks,
             digests,
-            BLOCK=BLOCK,
+            BLOCK=keys.shape[1],
             TILE=TILE,
             num_warps=WARPS,
         )

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from .grad import by_shard
-from .launch import dense, launch
+from .launch import ceil_div, dense, launch
 from .order import TOKEN_BLOCK, Blocks, PassBlocks, ShardBlocks
 
 # Columns of one program of _block_columns: 64 loads of 16 bits fill a cache line.
@@ -111,7 +111,7 @@ def add_partials(acc: torch.Tensor, partial: torch.Tensor, blocks: PassBlocks, r
     for shard_acc, shard_blocks in by_shard(acc, blocks):
         launch(
             _add_partials,
-            (triton.cdiv(D, SUM_COLUMNS),),
+            (ceil_div(D, SUM_COLUMNS),),
             shard_acc,
             partial[first:],
             len(shard_blocks),
@@ -130,7 +130,7 @@ def add_bias_columns(acc_N: torch.Tensor, dy_TN: torch.Tensor, blocks: Blocks) -
     partial = torch.empty(len(blocks), N, dtype=torch.float32, device=dy.device)
     launch(
         _block_columns,
-        (len(blocks), triton.cdiv(N, COLUMNS)),
+        (len(blocks), ceil_div(N, COLUMNS)),
         dy,
         runs(blocks, TOKEN_BLOCK, dy.device),
         partial,

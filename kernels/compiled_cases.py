@@ -17,6 +17,7 @@ from .adamw_triton import adamw
 from .attention_bwd_triton import attention_bwd
 from .attention_plan import KEY_TILE, Spans
 from .attention_triton import attention_packed, attention_paged
+from .block_digest import BLOCK, LANES
 from .block_digest_triton import block_digests
 from .columns_triton import NORM_ROWS, add_bias_columns, add_partials
 from .draw_triton import draw_tokens
@@ -77,11 +78,11 @@ def cases() -> Iterator[Case]:
             name = f"attention float32 {D}, groups of {group}, paged in {_name(cache_dtype)}"
             yield name, lambda D=D, group=group, cache_dtype=cache_dtype: _paged(FP32, cache_dtype, D, group)
     yield from _logprob()
+    blocks, keys = _meta(torch.int64, 8, 2), _meta(torch.int64, LANES, BLOCK)
     for dtype in (FP32, BF16):  # any dtype of 4 bytes, and any of 2
-        blocks = _meta(torch.int64, 8, 2)
         yield (
             f"digests of {8 * dtype.itemsize} bits",
-            lambda dtype=dtype, blocks=blocks: block_digests(_meta(dtype, 1 << 18), blocks),
+            lambda dtype=dtype: block_digests(_meta(dtype, 1 << 18), blocks, keys),
         )
     for dtype in (None, BF16, FP16):
         suffix = f", {_name(dtype)} weights" if dtype else ""

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from .exp_triton import expf
-from .launch import dense, launch
+from .launch import ceil_div, dense, launch, next_power_of_2
 from .logprob_triton import TILE, WARPS, over
 
 # Programs that share a row, and columns that one of them reads at once for the maximum. They decide no bit.
@@ -125,7 +125,7 @@ def draw_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See draw.draw_tokens. logits [n, V], u [n] -> ids [n], logp [n]."""
     logits, (n, V), device = dense(logits), logits.shape, logits.device
-    tiles = triton.cdiv(V, TILE)
+    tiles = ceil_div(V, TILE)
     largest = torch.empty(n, SPLITS, dtype=torch.float32, device=device)
     sums = torch.empty(n, tiles, dtype=torch.float32, device=device)
     counts = torch.empty(n, tiles, dtype=torch.int64, device=device)
@@ -147,7 +147,7 @@ def draw_tokens(
         ids,
         logp,
         *numbers,
-        TILES=triton.next_power_of_2(tiles),
+        TILES=next_power_of_2(tiles),
         **constants,
     )
     return ids, logp

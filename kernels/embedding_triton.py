@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import dense, launch
+from .launch import ceil_div, dense, launch
 
 # Columns of one program, and its warps. They decide no bit: each column is a sum of its own.
 TILE, WARPS = 256, 1
@@ -41,7 +41,7 @@ def embedding_bwd(acc: torch.Tensor, ids: torch.Tensor, dx: torch.Tensor) -> Non
     ends = torch.searchsorted(ordered, ordered, right=True).to(torch.int32)
     launch(
         _embedding_bwd,
-        (T, triton.cdiv(D, TILE)),
+        (T, ceil_div(D, TILE)),
         ordered,
         ends,
         order,

@@ -3,6 +3,10 @@
 `enable_fp_fusion` is pinned on, because vLLM's kernels are launched with Triton's default. The default is on
 up to Triton 3.9; Triton 3.10 changes it. Nothing is autotuned: each caller names num_warps, and num_stages
 where a loop is pipelined.
+
+Triton looks at every argument of every launch, to find the binary that is specialised on it. `launch` does so
+only for the first launch of a kind. Later ones go to the binary itself, which takes a third less of the
+host's time (benchmarks/host_cost.py).
 """
 
 from collections.abc import Iterator
@@ -28,20 +32,63 @@ class _Recording(NamedTuple):
     and_run: bool
 
 
+class _Handle(NamedTuple):
+    """A compiled binary, and the kernel's constants in the order of its parameters."""
+
+    binary: Any
+    constants: tuple[Any, ...]
+
+
 _recording: ContextVar[_Recording | None] = ContextVar("recording", default=None)
+# What Triton specialises on -> the binary. Triton keeps as many binaries itself.
+_handles: dict[tuple[Any, ...], _Handle] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **options: Any) -> None:
     """kernel[grid](*args, ...) with the fusion of multiply and add pinned.
 
-    The options may contain constexprs by name.
+    The options may contain constexprs by name. All other parameters of the kernel are in `args`.
     """
     options = {"num_warps": num_warps, "enable_fp_fusion": True, **options}
     recording = _recording.get()
     if recording is not None:
         recording.launches.append(Launch(kernel, args, options))
-    if recording is None or recording.and_run:
-        kernel[grid](*args, **options)
+        if not recording.and_run:
+            return
+    kind = (kernel, *options, *options.values(), *map(_specialised, args))
+    handle = _handles.get(kind)
+    if handle is not None:
+        handle.binary[grid + (1,) * (3 - len(grid))](*args, *handle.constants)
+        return
+    binary = kernel[grid](*args, **options)
+    if binary is not None and torch.version.hip is None:  # an interpreter compiles nothing
+        names = kernel.arg_names[len(args) :]
+        _handles[kind] = _Handle(binary, tuple(options[name] for name in names))
+
+
+def _specialised(x: Any) -> Any:
+    """What Triton may specialise a binary on, of one argument. For AMD it looks at a tensor's size, too.
+
+    Of a tensor that is its dtype and whether its address is a multiple of 16; of a whole number whether it is
+    1, a multiple of 16, or too large for 32 bits.
+    """
+    if isinstance(x, torch.Tensor):
+        return x.dtype, x.data_ptr() % 16 == 0, x.device
+    if type(x) is int:
+        return x == 1, x % 16 == 0, -(2**31) <= x < 2**31, x < 2**63
+    if hasattr(x, "block_shape"):  # a TensorDescriptor
+        return x.base.dtype, *x.block_shape, x.base.device
+    return type(x)
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up. triton.cdiv, which can run in a kernel too, takes the host ten times as long."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n. n is positive."""
+    return 1 << (n - 1).bit_length()
 
 
 @contextmanager

@@ -27,7 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import dense, launch
+from .launch import ceil_div, dense, launch
 from .tiles import generation
 
 # vLLM's tile and warps, which order the sums.
@@ -207,7 +207,7 @@ def logprob_bwd(
     assert out.is_contiguous()
     launch(
         _logprob_bwd,
-        (rows, triton.cdiv(V, BWD_TILE)),
+        (rows, ceil_div(V, BWD_TILE)),
         logits,
         ids,
         dlogp.contiguous(),

@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .launch import launch
+from .launch import ceil_div, launch
 from .tiles import Tiles
 
 # Row tiles that use the same column tiles while these lie in the L2 cache.
@@ -151,7 +151,7 @@ def matmul_tma(
     y = x_MK.new_empty(M, N)
     launch(
         _matmul_tma,
-        (min(programs, triton.cdiv(M, t.block_m) * triton.cdiv(N, t.block_n)),),
+        (min(programs, ceil_div(M, t.block_m) * ceil_div(N, t.block_n)),),
         _boxes(x_MK, t.block_m, t.block_k),
         _boxes(w, t.block_n, t.block_k) if transposed else _boxes(w, t.block_k, t.block_n),
         _boxes(y, t.block_m, t.block_n // 4),
@@ -179,7 +179,7 @@ def add_outer_tma(
     N, K = acc_NK.shape
     launch(
         _outer_tma,
-        (min(programs, triton.cdiv(N, t.block_m) * triton.cdiv(K, t.block_n)),),
+        (min(programs, ceil_div(N, t.block_m) * ceil_div(K, t.block_n)),),
         _boxes(acc_NK, t.block_m, t.block_n // 4),
         create_ragged_descriptor(dy_TN, [t.block_k, t.block_m]),
         create_ragged_descriptor(x_TK, [t.block_k, t.block_n]),

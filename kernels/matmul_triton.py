@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch, rows_contiguous
+from .launch import ceil_div, launch, rows_contiguous
 from .matmul_tma_triton import BAND, add_outer_tma, matmul_tma, readable, tile_place
 from .order import TOKEN_BLOCK, Blocks
 from .tiles import generation, matmul_tiles, multiprocessors, outer_tiles, tma_matmul_tiles, tma_outer_tiles
@@ -130,7 +130,7 @@ def matmul(x_MK: torch.Tensor, w_KN: torch.Tensor, b_N: torch.Tensor | None = No
     t = matmul_tiles(M, N, K, x_MK.dtype, gpu)
     launch(
         _matmul,
-        (min(programs, triton.cdiv(M, t.block_m) * triton.cdiv(N, t.block_n)),),
+        (min(programs, ceil_div(M, t.block_m) * ceil_div(N, t.block_n)),),
         x_MK,
         w_KN,
         b_N,
@@ -167,7 +167,7 @@ def add_outer(acc_NK: torch.Tensor, dy_TN: torch.Tensor, x_TK: torch.Tensor, blo
     t = outer_tiles(x.dtype, gpu)
     launch(
         _outer,
-        (triton.cdiv(K, t.block_n), triton.cdiv(N, t.block_m)),
+        (ceil_div(K, t.block_n), ceil_div(N, t.block_m)),
         acc_NK,
         dy,
         x,

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch
+from .launch import ceil_div, launch
 
 ROWS = 128
 
@@ -38,7 +38,7 @@ def uniforms(counter: torch.Tensor, seed: int, stream: int) -> torch.Tensor:
     seed -= seed >> 31 << 32  # its 32 bits as a signed number: one binary serves all seeds
     launch(
         _uniforms,
-        (triton.cdiv(n, ROWS),),
+        (ceil_div(n, ROWS),),
         counter,
         u,
         n,

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from .columns_triton import NORM_ROWS, runs
-from .launch import dense, launch
+from .launch import ceil_div, dense, launch, next_power_of_2
 from .order import PassBlocks
 from .rms_norm_triton import rms_norm_fwd
 
@@ -151,7 +151,7 @@ def qk_norm_fwd(
     r = torch.empty(T, H, dtype=torch.float32, device=x.device)
     launch(
         _qk_norm_fwd,
-        (T, triton.cdiv(H, at_once)),
+        (T, ceil_div(H, at_once)),
         x,
         dense(wq),
         dense(wk),
@@ -184,7 +184,7 @@ def qk_norm_bwd(
     """
     x, dy, (_, H, D) = _rows_of_heads(x), dense(dy), x.shape
     table = runs(blocks, NORM_ROWS, x.device)
-    heads_at_once, width = (triton.next_power_of_2(n) for n in (max(heads, H - heads), D))
+    heads_at_once, width = (next_power_of_2(n) for n in (max(heads, H - heads), D))
     dx = torch.empty_like(dy)
     partial = torch.empty(2, len(table), D, dtype=torch.float32, device=x.device)
     launch(

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from .columns_triton import NORM_ROWS, runs
-from .launch import dense, launch
+from .launch import dense, launch, next_power_of_2
 from .order import PassBlocks
 
 # vLLM's tile and warps. Each thread sums its 8 columns. Butterflies of 16, 8, 4, 2, 1 add the lanes, and then
@@ -165,7 +165,7 @@ def rms_norm_bwd(
     the blocks.
     """
     x, dy, D = dense(x), dense(dy), x.shape[1]
-    width = triton.next_power_of_2(D)
+    width = next_power_of_2(D)
     table = runs(blocks, NORM_ROWS, x.device)
     dx = torch.empty_like(dy)
     partial = torch.empty(len(table), D, dtype=torch.float32, device=x.device)

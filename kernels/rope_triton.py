@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import dense, launch
+from .launch import ceil_div, dense, launch, next_power_of_2
 
 # Heads of one program, and its warps: with halves of 64 columns, a thread has four elements of each half.
 # This decides no bit: no element depends on another program.
@@ -65,7 +65,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool 
     y = torch.empty(T, H, D, dtype=x.dtype, device=x.device)
     launch(
         _rope,
-        (T, triton.cdiv(H, HEADS)),
+        (T, ceil_div(H, HEADS)),
         x,
         dense(cos),
         dense(sin),
@@ -75,7 +75,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool 
         D // 2,
         INVERSE=inverse,
         HEADS=HEADS,
-        HALF=triton.next_power_of_2(D // 2),
+        HALF=next_power_of_2(D // 2),
         num_warps=WARPS,
     )
     return y

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .exp_triton import expf
-from .launch import dense, launch
+from .launch import ceil_div, dense, launch
 
 # Elements of one program, and its warps. They decide no bit: no element depends on another. A thread has 8
 # elements of each half, which makes whole 16-byte accesses of 16-bit numbers.
@@ -56,7 +56,7 @@ def silu_mul_fwd(gu: torch.Tensor) -> torch.Tensor:
     """silu(gu[:, :I]) * gu[:, I:]. gu [T, 2 I] -> [T, I]."""
     T, width = gu.shape[0], gu.shape[1] // 2
     y = torch.empty(T, width, dtype=gu.dtype, device=gu.device)
-    launch(_silu_mul_fwd, (T, triton.cdiv(width, TILE)), dense(gu), y, width, TILE=TILE, num_warps=WARPS)
+    launch(_silu_mul_fwd, (T, ceil_div(width, TILE)), dense(gu), y, width, TILE=TILE, num_warps=WARPS)
     return y
 
 
@@ -66,7 +66,7 @@ def silu_mul_bwd(dy: torch.Tensor, gu: torch.Tensor) -> torch.Tensor:
     dgu = torch.empty(gu.shape, dtype=gu.dtype, device=gu.device)
     launch(
         _silu_mul_bwd,
-        (T, triton.cdiv(width, TILE)),
+        (T, ceil_div(width, TILE)),
         dense(dy),
         dense(gu),
         dgu,

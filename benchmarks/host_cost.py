@@ -1,0 +1,151 @@
+"""What the host takes of a pass on a GPU, measured without a GPU: a driver that launches nothing.
+
+    .venv-vllm/bin/python -m zerokl.benchmarks.host_cost
+
+Everything but the driver is as on an H100: Triton compiles for sm_90, finds the binary of each launch, and
+hands it over. The widths are small, so that torch's own operations on the CPU take little. By turns, `launch`
+keeps the binaries that it has found, and does not. The C code of a launch is not in the figures.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+LAYERS = 28  # Qwen3-0.6B's
+
+
+class Driver:
+    """Triton's driver of a GPU that is not there. `calls`: what would have been launched, in order."""
+
+    class _Utilities:
+        def __init__(self) -> None:
+            self.binaries: dict[bytes, int] = {}
+
+        def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[int, ...]:
+            number = self.binaries.setdefault(binary, len(self.binaries))
+            return 0, number, 0, 0, 1024  # module, function, registers, spills, threads
+
+        def get_device_properties(self, device: int) -> dict[str, int]:
+            return {"max_shared_mem": 232_448, "multiprocessor_count": 132, "warpSize": 32}
+
+        def unload_module(self, module: int) -> None:
+            pass
+
+    def __init__(self) -> None:
+        self.utils, self.calls = Driver._Utilities(), []
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        return lambda *args: self.calls.append(args)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def pretend() -> Driver:
+    """Let this process compile and launch for a GPU on the CPU's memory. TRITON_INTERPRET must be unset."""
+    from triton.runtime.driver import driver
+    from zerokl.kernels import backend, embedding
+
+    backend.INTERPRETED = True  # the GPU's code on a CPU's memory
+    # Nothing is computed, so ids that were drawn are no ids. The embedding's forward is torch's.
+    embedding.check_ids = lambda *_: None
+    embedding.embedding_ref = lambda ids, w: w.new_empty(len(ids), w.shape[1])
+    driver.set_active(active := Driver())
+    return active
+
+
+def one_pass(layers: int) -> Callable[[], None]:
+    """A forward and backward of a Qwen3 of small width, with gradient buffers."""
+    from zerokl.kernels.sampling_params import SamplingParams
+    from zerokl.model.config import ModelConfig
+    from zerokl.model.decoder import COMPUTE, Decoder
+    from zerokl.model.scoring import logprobs, pack
+    from zerokl.model.weights import Layout
+
+    config = ModelConfig.from_dict(
+        {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "vocab_size": 1024,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 128,
+            "max_position_embeddings": 1024,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": True,
+            "hidden_act": "silu",
+            "attention_bias": False,
+        }
+    )
+    layout = Layout(config)
+    model = Decoder(config, torch.zeros(layout.numel, dtype=torch.bfloat16), layout, COMPUTE)
+    for w in (*model.w.values(), model.lm_head):
+        w.main_grad = torch.zeros(w.shape)
+    pairs = [([3] * 8, [7] * 8)] * 8
+    return lambda: logprobs(model, pack(pairs), SamplingParams())[0].sum().backward()
+
+
+class Forgetful(dict):
+    """Handles that are never kept: every launch goes the way of the first."""
+
+    def __setitem__(self, kind: Any, handle: Any) -> None:
+        pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--turns", type=int, default=15)
+    options = parser.parse_args()
+    import triton
+    from zerokl.kernels import launch
+    from zerokl.kernels.tiles import recording
+
+    torch.set_num_threads(1)
+    driver, run = pretend(), one_pass(options.layers)
+    ways = {"binaries kept": launch._handles, "each found by Triton": Forgetful()}
+    milliseconds: dict[str, list[float]] = {way: [] for way in ways}
+    with recording("sm_90"):
+        for turn in range(options.turns + 1):  # the first compiles
+            for way, handles in ways.items():
+                launch._handles = handles
+                driver.calls.clear()
+                began = time.perf_counter()
+                run()
+                if turn:
+                    milliseconds[way].append(1000 * (time.perf_counter() - began))
+    print(
+        json.dumps(
+            {
+                "what": f"host time of a pass of {options.layers} layers, {len(driver.calls)} launches",
+                "triton": triton.__version__,
+                "torch": torch.__version__,
+                "ms, median of turns": {w: round(statistics.median(x), 1) for w, x in milliseconds.items()},
+                "ms": {way: [round(x, 1) for x in turns] for way, turns in milliseconds.items()},
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,15 @@
+"""A launch that skips Triton's search for the binary runs the binary that Triton would have found."""
+
+from tests.triton.compiling import TRITONS, reports
+
+
+def test_a_kept_binary_is_the_one_that_triton_finds():
+    by_triton = reports("handles.py", ("sm_90",))
+    assert list(by_triton) == TRITONS
+    for report in by_triton.values():
+        assert report["unequal"] == 0
+        assert 100 < report["kinds"] < 300  # of 1,000 launches, so most run a kept binary
+        assert report["same binaries"]
+        assert report["launches"] > report["kept"] > 20
+        assert report["control: alignment left out"] > 0
+        assert report["control: numbers left out"] > 0
