@@ -115,7 +115,7 @@ class Forgetful(dict):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--layers", type=int, default=LAYERS)
-    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--turns", type=int, default=61)
     options = parser.parse_args()
     import triton
     from zerokl.kernels import launch
@@ -134,17 +134,17 @@ def main() -> None:
                 run()
                 if turn:
                     milliseconds[way].append(1000 * (time.perf_counter() - began))
-    print(
-        json.dumps(
-            {
-                "what": f"host time of a pass of {options.layers} layers, {len(driver.calls)} launches",
-                "triton": triton.__version__,
-                "torch": torch.__version__,
-                "ms, median of turns": {w: round(statistics.median(x), 1) for w, x in milliseconds.items()},
-                "ms": {way: [round(x, 1) for x in turns] for way, turns in milliseconds.items()},
-            }
-        )
-    )
+    ratios = sorted(kept / found for kept, found in zip(*milliseconds.values(), strict=True))
+    report = {
+        "what": f"host time of a pass of {options.layers} layers, {len(driver.calls)} launches",
+        "triton": triton.__version__,
+        "torch": torch.__version__,
+        "ms": {way: round(statistics.median(turns), 1) for way, turns in milliseconds.items()},
+        "ratio of a turn": round(statistics.median(ratios), 3),
+        "quarters": [round(ratios[len(ratios) * i // 4], 3) for i in (1, 3)],
+        "turns": {way: [round(x, 1) for x in turns] for way, turns in milliseconds.items()},
+    }
+    print(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":
