@@ -5,8 +5,8 @@ up to Triton 3.9; Triton 3.10 changes it. Nothing is autotuned: each caller name
 where a loop is pipelined.
 
 Triton looks at every argument of every launch, to find the binary that is specialised on it. `launch` does so
-only for the first launch of a kind. Later ones go to the binary itself, which takes a third less of the
-host's time (benchmarks/host_cost.py).
+only for the first launch of a kind. Later ones go to the binary itself, which takes a quarter off the host's
+time of a pass (benchmarks/host_cost.py).
 """
 
 from collections.abc import Iterator

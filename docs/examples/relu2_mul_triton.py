@@ -3,7 +3,7 @@
 import torch
 import triton
 import triton.language as tl
-from zerokl.kernels.launch import dense, launch
+from zerokl.kernels.launch import ceil_div, dense, launch
 
 # Elements of one program. Free: no element depends on another. 8 of each half for every thread.
 TILE, WARPS = 1024, 4
@@ -42,7 +42,7 @@ def relu2_mul_fwd(gu: torch.Tensor) -> torch.Tensor:
     """gu [T, 2 I] -> [T, I]."""
     T, width = gu.shape[0], gu.shape[1] // 2
     y = torch.empty(T, width, dtype=gu.dtype, device=gu.device)
-    grid = (T, triton.cdiv(width, TILE))
+    grid = (T, ceil_div(width, TILE))
     launch(_relu2_mul_fwd, grid, dense(gu), y, width, TILE=TILE, num_warps=WARPS)
     return y
 
@@ -51,6 +51,6 @@ def relu2_mul_bwd(dy: torch.Tensor, gu: torch.Tensor) -> torch.Tensor:
     """dgu [T, 2 I]."""
     T, width = dy.shape
     dgu = torch.empty(gu.shape, dtype=gu.dtype, device=gu.device)
-    grid = (T, triton.cdiv(width, TILE))
+    grid = (T, ceil_div(width, TILE))
     launch(_relu2_mul_bwd, grid, dense(dy), dense(gu), dgu, width, TILE=TILE, num_warps=WARPS)
     return dgu
