@@ -1,13 +1,12 @@
 """The command line: a function for each subcommand. Bad input gives one line on stderr and exit code 2."""
 
-import atexit
 import os
 import sys
 from importlib import import_module
 
 import cyclopts
 
-from ..engine.command_line import error_message, failure_line, spelt_out
+from ..engine.command_line import error_message, failure_line, memory_ran_out, spelt_out
 from .app import app
 
 for _name in ("runs", "models", "checks", "audits"):  # each registers its commands; help keeps this order
@@ -25,30 +24,34 @@ def _rank() -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """The exit code of a command line. With ZEROKL_TRACEBACK=1 an error shows its traceback."""
+    return _outcome(argv)[0]
+
+
+def _outcome(argv: list[str] | None) -> tuple[int, Exception | None]:
+    """The exit code of a command line, and the error that ended it."""
     words = spelt_out(sys.argv[1:] if argv is None else argv)
     try:
         try:
-            return app(words, exit_on_error=False, print_error=False) or 0
+            return app(words, exit_on_error=False, print_error=False) or 0, None
         except cyclopts.CycloptsError as error:
             raise ValueError(error_message(error)) from error
     except Exception as error:
         if os.environ.get("ZEROKL_TRACEBACK"):
             raise
         print(f"zerokl: {_rank()}{failure_line(error)}", file=sys.stderr)
-        return 2
+        return 2, error
     except KeyboardInterrupt:
         print("zerokl: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return INTERRUPTED, None
 
 
 def run() -> None:
     """The console script: main, and the end of the process with its exit code."""
-    code = main()
-    if code in (INTERRUPTED, 2):
+    code, error = _outcome(None)
+    if code == INTERRUPTED or memory_ran_out(error):
         # Python waits at its end for the threads of executors. It never wakes one whose start Ctrl-C has
         # broken off: the thread runs, and its executor does not know of it. And where memory ran out, the
         # ends of some libraries crash, with an exit code of their own.
-        atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -111,6 +111,11 @@ def _takes_settings(error: cyclopts.CycloptsError) -> bool:
     return error.command_chain is not None and error.command_chain[-1] in ("train", "replay", "run")
 
 
+def memory_ran_out(error: Exception | None) -> bool:
+    """Whether an error says that there was no memory; libraries say it in ways of their own."""
+    return isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY)
+
+
 def failure_line(error: Exception) -> str:
     """An error that ends a command, in one line."""
     return one_line(_failure(error))
@@ -122,7 +127,7 @@ def _failure(error: Exception) -> str:
         return os_error_line(error)
     if isinstance(error, ValueError | FloatingPointError):
         return str(error)
-    if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
+    if memory_ran_out(error):
         return "memory ran out; take a smaller model, micro_batch or number of workers"
     last = traceback.extract_tb(error.__traceback__)[-1]
     return (

@@ -272,3 +272,12 @@ def test_the_module_refuses_as_the_function_does(folder, words, message):
     assert (process.returncode, len(process.stderr.splitlines())) == (2, 1), process.stderr
     assert message in process.stderr
     assert not (folder / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [("MemoryError()", 2), ("ValueError()", 9)], ids=["memory", "control"]
+)
+def test_where_memory_ran_out_a_library_that_crashes_at_its_end_changes_no_exit_code(error, code):
+    crash = "import atexit, os; atexit.register(os._exit, 9)"
+    ended = f"import zerokl.cli as cli; cli._outcome = lambda argv: (2, {error}); cli.run()"
+    assert subprocess.run([sys.executable, "-c", f"{crash}; {ended}"]).returncode == code
