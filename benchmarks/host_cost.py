@@ -15,6 +15,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from zerokl.benchmarks.machine import model_config
+from zerokl.kernels import backend, embedding, launch
+from zerokl.kernels.sampling_params import SamplingParams
+from zerokl.kernels.tiles import recording
+from zerokl.model.decoder import COMPUTE, Decoder
+from zerokl.model.scoring import logprobs, pack
+from zerokl.model.weights import Layout
 
 LAYERS = 28  # Qwen3-0.6B's
 
@@ -48,55 +58,31 @@ class Driver:
     def get_current_stream(self, device: int) -> int:
         return 0
 
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
+    def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
 
 
-def pretend() -> Driver:
-    """Let this process compile and launch for a GPU on the CPU's memory. TRITON_INTERPRET must be unset."""
-    from triton.runtime.driver import driver
-    from zerokl.kernels import backend, embedding
-
-    backend.INTERPRETED = True  # the GPU's code on a CPU's memory
+def gpu_code_on_cpu() -> None:
+    """Let this process take the GPU's way with tensors on the CPU, where its kernels are not carried out."""
+    backend.INTERPRETED = True
     # Nothing is computed, so ids that were drawn are no ids. The embedding's forward is torch's.
     embedding.check_ids = lambda *_: None
     embedding.embedding_ref = lambda ids, w: w.new_empty(len(ids), w.shape[1])
+
+
+def pretend() -> Driver:
+    """Let this process compile and launch for a GPU on the CPU's memory. TRITON_INTERPRET must be unset."""
+    gpu_code_on_cpu()
     driver.set_active(active := Driver())
     return active
 
 
 def one_pass(layers: int) -> Callable[[], None]:
     """A forward and backward of a Qwen3 of small width, with gradient buffers."""
-    from zerokl.kernels.sampling_params import SamplingParams
-    from zerokl.model.config import ModelConfig
-    from zerokl.model.decoder import COMPUTE, Decoder
-    from zerokl.model.scoring import logprobs, pack
-    from zerokl.model.weights import Layout
-
-    config = ModelConfig.from_dict(
-        {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
-            "vocab_size": 1024,
-            "hidden_size": 128,
-            "intermediate_size": 256,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 128,
-            "max_position_embeddings": 1024,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 1e6,
-            "tie_word_embeddings": True,
-            "hidden_act": "silu",
-            "attention_bias": False,
-        }
-    )
+    config = model_config("Qwen3", 128, 256, 2, 1, 128, layers=layers, vocab=1024, context=1024)
     layout = Layout(config)
     model = Decoder(config, torch.zeros(layout.numel, dtype=torch.bfloat16), layout, COMPUTE)
     for w in (*model.w.values(), model.lm_head):
@@ -117,26 +103,22 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--turns", type=int, default=61)
     options = parser.parse_args()
-    import triton
-    from zerokl.kernels import launch
-    from zerokl.kernels.tiles import recording
-
     torch.set_num_threads(1)
-    driver, run = pretend(), one_pass(options.layers)
+    active, run = pretend(), one_pass(options.layers)
     ways = {"binaries kept": launch._handles, "each found by Triton": Forgetful()}
     milliseconds: dict[str, list[float]] = {way: [] for way in ways}
     with recording("sm_90"):
         for turn in range(options.turns + 1):  # the first compiles
             for way, handles in ways.items():
                 launch._handles = handles
-                driver.calls.clear()
+                active.calls.clear()
                 began = time.perf_counter()
                 run()
                 if turn:
                     milliseconds[way].append(1000 * (time.perf_counter() - began))
     ratios = sorted(kept / found for kept, found in zip(*milliseconds.values(), strict=True))
     report = {
-        "what": f"host time of a pass of {options.layers} layers, {len(driver.calls)} launches",
+        "what": f"host time of a pass of {options.layers} layers, {len(active.calls)} launches",
         "triton": triton.__version__,
         "torch": torch.__version__,
         "ms": {way: round(statistics.median(turns), 1) for way, turns in milliseconds.items()},

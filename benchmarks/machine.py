@@ -81,25 +81,7 @@ class Machine:
     def decoder(self, name: str, layers: int, vocab: int, dtype: torch.dtype) -> Decoder:
         """A Qwen3 with the widths of shape `name` and random weights."""
         D, inner, _, heads, kv_heads, head_dim = self.shapes[name]
-        config = ModelConfig.from_dict(
-            {
-                "architectures": ["Qwen3ForCausalLM"],
-                "model_type": "qwen3",
-                "vocab_size": vocab,
-                "hidden_size": D,
-                "intermediate_size": inner,
-                "num_hidden_layers": layers,
-                "num_attention_heads": heads,
-                "num_key_value_heads": kv_heads,
-                "head_dim": head_dim,
-                "max_position_embeddings": 4096,
-                "rms_norm_eps": 1e-6,
-                "rope_theta": 1e6,
-                "tie_word_embeddings": True,
-                "hidden_act": "silu",
-                "attention_bias": False,
-            }
-        )
+        config = model_config("Qwen3", D, inner, heads, kv_heads, head_dim, layers=layers, vocab=vocab)
         layout = Layout(config)
         torch.manual_seed(0)
         flat = torch.randn(layout.numel, device=self.device) * D**-0.5
@@ -107,6 +89,41 @@ class Machine:
             if view.dim() == 1:
                 view.fill_(1.0)
         return Decoder(config, flat.to(dtype), layout)
+
+
+def model_config(
+    family: str,
+    D: int,
+    inner: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    layers: int,
+    vocab: int,
+    tied: bool = True,
+    context: int = 4096,
+) -> ModelConfig:
+    """The configuration of a Qwen3, Qwen2 or Llama of these widths."""
+    return ModelConfig.from_dict(
+        {
+            "architectures": [f"{family}ForCausalLM"],
+            "model_type": family.lower(),
+            "vocab_size": vocab,
+            "hidden_size": D,
+            "intermediate_size": inner,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": head_dim,
+            "max_position_embeddings": context,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": tied,
+            "hidden_act": "silu",
+            "attention_bias": False,
+        }
+    )
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
+from zerokl.benchmarks.host_cost import gpu_code_on_cpu
+from zerokl.benchmarks.machine import model_config
 from zerokl.engine.rollout import native
 from zerokl.engine.rollout.types import GenerationParams, RngKey
-from zerokl.kernels import backend, embedding
 from zerokl.kernels.compiled_cases import configurations
 from zerokl.kernels.launch import Launch, recorded
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.kernels.tiles import recording
-from zerokl.model.config import ModelConfig
 from zerokl.model.decoder import COMPUTE, Decoder, Numerics
 from zerokl.model.prompts import Prompts
 from zerokl.model.scoring import logprobs, pack
@@ -54,24 +54,8 @@ def binary_key(kernel: Any, args: tuple[Any, ...], options: Mapping[str, Any], t
 
 def decoder(name: str, dtype: torch.dtype, numerics: Numerics) -> Decoder:
     family, D, inner, heads, kv_heads, head_dim, tied = MODELS[name]
-    config = ModelConfig.from_dict(
-        {
-            "architectures": [f"{family}ForCausalLM"],
-            "model_type": family.lower(),
-            "vocab_size": VOCABULARY,
-            "hidden_size": D,
-            "intermediate_size": inner,
-            "num_hidden_layers": 2,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "head_dim": head_dim,
-            "max_position_embeddings": 1024,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 1e6,
-            "tie_word_embeddings": tied,
-            "hidden_act": "silu",
-            "attention_bias": False,
-        }
+    config = model_config(
+        family, D, inner, heads, kv_heads, head_dim, layers=2, vocab=VOCABULARY, tied=tied, context=1024
     )
     layout = Layout(config)
     model = Decoder(config, torch.empty(layout.numel, dtype=dtype), layout, numerics)
@@ -122,11 +106,8 @@ def _seen_by_triton(x: Any) -> Any:
 
 
 def main() -> None:
-    backend.INTERPRETED = True  # the GPU's code on a CPU's memory
+    gpu_code_on_cpu()
     native._Generation._refuse = lambda *_: None
-    # No kernel is carried out, so ids that were drawn are no ids. The embedding's forward is torch's.
-    embedding.check_ids = lambda *_: None
-    embedding.embedding_ref = lambda ids, w: w.new_empty(len(ids), w.shape[1])
     seen, missing, control = 0, {}, set()
     for target in sys.argv[1:]:
         listed = {binary_key(*launch, target): name for name, launch in configurations(target)}
