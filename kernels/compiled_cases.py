@@ -155,10 +155,11 @@ def _products(dtype: torch.dtype) -> Iterator[Case]:
         yield f"linear {name} uneven{suffix}", lambda x=x, w=uneven: matmul(x, w)
     for N, K in ((1024, 2048), (4096, 1024)):  # few tiles, and enough for every multiprocessor
         dy, x, acc = _meta(dtype, 256, N), _meta(dtype, 256, K), _meta(FP32, N, K)
-        yield (
-            f"weight gradient {name}, {N} x {K}",
-            lambda dy=dy, x=x, acc=acc: add_outer(acc, dy, x, _BLOCKS),
-        )
+        for suffix, empty in (("", False), (", into an empty buffer", True)):
+            yield (
+                f"weight gradient {name}, {N} x {K}{suffix}",
+                lambda dy=dy, x=x, acc=acc, empty=empty: add_outer(acc, dy, x, _BLOCKS, empty),
+            )
     if dtype != FP32:
         yield from _products_of_many_rows(dtype)
         yield from _decoding_of_wide_outputs(dtype)

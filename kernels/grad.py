@@ -7,6 +7,9 @@ rounded once to the weight's dtype.
 
 A pass may hold the rows of several virtual shards. Each shard has its own buffer then: `main_grad` has one
 more axis, and the token blocks are ShardBlocks.
+
+The trainer need not zero a large buffer before a step. It lists the buffer's shards in the set
+`main_grad.empty_shards` instead. What an empty buffer holds is never read: the first sum is written over it.
 """
 
 from collections.abc import Iterator
@@ -25,12 +28,26 @@ def grad_buffer(weight: torch.Tensor) -> torch.Tensor:
 
 
 def by_shard(buffer: torch.Tensor, blocks: PassBlocks) -> Iterator[tuple[torch.Tensor, Blocks]]:
-    """The buffer and the token blocks of each virtual shard of a pass; without shards, those of the pass."""
+    """The buffer and the token blocks of each virtual shard of a pass; without shards, those of the pass.
+
+    An empty buffer is zeroed first.
+    """
+    for shard_buffer, shard_blocks, empty in by_shard_or_empty(buffer, blocks):
+        yield shard_buffer.zero_() if empty else shard_buffer, shard_blocks
+
+
+def by_shard_or_empty(
+    buffer: torch.Tensor, blocks: PassBlocks
+) -> Iterator[tuple[torch.Tensor, Blocks, bool]]:
+    """As by_shard, and whether the buffer is empty. The caller then writes its sum over the buffer."""
+    empty_shards = getattr(buffer, "empty_shards", set())
     if isinstance(blocks, ShardBlocks):
-        for shard, shard_blocks in zip(blocks.shards, blocks.blocks, strict=True):
-            yield buffer[shard], shard_blocks
+        parts = [(i, buffer[i], part) for i, part in zip(blocks.shards, blocks.blocks, strict=True)]
     else:
-        yield buffer, blocks
+        parts = [(0, buffer, blocks)]
+    for shard, shard_buffer, shard_blocks in parts:
+        yield shard_buffer, shard_blocks, shard in empty_shards
+        empty_shards.discard(shard)
 
 
 def returned_grad(weight: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor | None:

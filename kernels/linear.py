@@ -14,7 +14,7 @@ import torch
 
 from .backend import on_triton
 from .columns import add_columns
-from .grad import by_shard, check_dtype, grad_buffer, returned_grad
+from .grad import by_shard, by_shard_or_empty, check_dtype, grad_buffer, returned_grad
 from .matmul import add_outer, matmul, matmul_ref
 from .order import PassBlocks, one_sequence
 
@@ -49,8 +49,8 @@ class _Linear(torch.autograd.Function):
         dx = matmul(dy, w.t()) if ctx.needs_input_grad[0] else None
         if ctx.needs_input_grad[1]:
             acc = grad_buffer(w)
-            for shard_acc, blocks in by_shard(acc, ctx.blocks):
-                add_outer(shard_acc, dy, x, blocks)
+            for shard_acc, blocks, empty in by_shard_or_empty(acc, ctx.blocks):
+                add_outer(shard_acc, dy, x, blocks, empty)
             dw = returned_grad(w, acc)
         if b is not None and ctx.needs_input_grad[2]:
             acc = grad_buffer(b)

@@ -23,7 +23,7 @@ from collections.abc import Callable
 import torch
 
 from .backend import on_triton
-from .grad import accumulate_dtype, by_shard, check_dtype, grad_buffer, returned_grad
+from .grad import accumulate_dtype, by_shard_or_empty, check_dtype, grad_buffer, returned_grad
 from .matmul import add_outer, matmul, matmul_ref
 from .order import Blocks, PassBlocks, one_sequence, sum_row
 from .sampling_params import SamplingParams
@@ -257,13 +257,14 @@ class _LinearLogprob(torch.autograd.Function):
         w, params = ctx.w, ctx.params
         dh, acc = torch.empty_like(h), grad_buffer(w)
         rows = _chunk_rows(h, w, params)
-        for shard_acc, blocks in by_shard(acc, ctx.blocks):
+        for shard_acc, blocks, empty in by_shard_or_empty(acc, ctx.blocks):
             for chunk in _chunks_of_blocks(blocks, rows):
                 a, b = chunk[0][0], chunk[-1][1]
                 logits, chunk_stats = matmul(h[a:b], w), tuple(s[a:b] for s in stats)
                 dlogits = _dlogits(logits, ids[a:b], dlogp[a:b], params, chunk_stats)
                 dh[a:b] = matmul(dlogits, w.t())
-                add_outer(shard_acc, dlogits, h[a:b], [(start - a, end - a) for start, end in chunk])
+                add_outer(shard_acc, dlogits, h[a:b], [(start - a, end - a) for start, end in chunk], empty)
+                empty = False
         return dh, returned_grad(w, acc), None, None, None
 
 

@@ -75,8 +75,12 @@ def matmul_ref(x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
     return _narrow(y, N)
 
 
-def add_outer_ref(acc_NK: torch.Tensor, dy_TN: torch.Tensor, x_TK: torch.Tensor, blocks: Blocks) -> None:
+def add_outer_ref(
+    acc_NK: torch.Tensor, dy_TN: torch.Tensor, x_TK: torch.Tensor, blocks: Blocks, empty: bool = False
+) -> None:
     """The reference of add_outer, acc += dy^T x on a CPU."""
+    if empty:
+        acc_NK.zero_()
     dy, x = _pad_width(dy_TN.to(acc_NK.dtype)), _pad_width(x_TK.to(acc_NK.dtype))
     aligned = acc_NK.is_contiguous() and acc_NK.shape == (dy.shape[1], x.shape[1])
     padding = (0, x.shape[1] - acc_NK.shape[1], 0, dy.shape[1] - acc_NK.shape[0])
@@ -99,14 +103,19 @@ def matmul(x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
     return matmul_ref(x_TK, w_NK)
 
 
-def add_outer(acc_NK: torch.Tensor, dy_TN: torch.Tensor, x_TK: torch.Tensor, blocks: Blocks) -> None:
-    """acc += dy^T x, block by block in the order of `blocks`: the sum of a weight gradient."""
+def add_outer(
+    acc_NK: torch.Tensor, dy_TN: torch.Tensor, x_TK: torch.Tensor, blocks: Blocks, empty: bool = False
+) -> None:
+    """acc += dy^T x, block by block in the order of `blocks`: the sum of a weight gradient.
+
+    empty: acc counts as zeros, whatever it holds.
+    """
     if on_triton(x_TK):
         from . import matmul_triton
 
-        matmul_triton.add_outer(acc_NK, dy_TN, x_TK, blocks)
+        matmul_triton.add_outer(acc_NK, dy_TN, x_TK, blocks, empty)
     else:
-        add_outer_ref(acc_NK, dy_TN, x_TK, blocks)
+        add_outer_ref(acc_NK, dy_TN, x_TK, blocks, empty)
 
 
 @contextmanager

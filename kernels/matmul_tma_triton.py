@@ -118,11 +118,15 @@ def _outer_tma(
     BLOCK_T: tl.constexpr,
     BAND: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    EMPTY: tl.constexpr,
 ):
     tiles_n, tiles_k = tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K)
     for tile in tl.range(tl.program_id(0), tiles_n * tiles_k, PROGRAMS):
         n, k = tile_place(tile, tiles_n, tiles_k, BAND)
-        acc = _load_boxes(acc_desc, n * BLOCK_N, k * BLOCK_K, BLOCK_N, BLOCK_K // 4)
+        if EMPTY:
+            acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        else:
+            acc = _load_boxes(acc_desc, n * BLOCK_N, k * BLOCK_K, BLOCK_N, BLOCK_K // 4)
         for i in range(runs):
             start, end = tl.load(run_ptr + 2 * i), tl.load(run_ptr + 2 * i + 1)
             for t in range(0, end - start, BLOCK_T):
@@ -173,9 +177,18 @@ def matmul_tma(
 
 
 def add_outer_tma(
-    acc_NK: torch.Tensor, dy_TN: torch.Tensor, x_TK: torch.Tensor, runs: torch.Tensor, t: Tiles, programs: int
+    acc_NK: torch.Tensor,
+    dy_TN: torch.Tensor,
+    x_TK: torch.Tensor,
+    runs: torch.Tensor,
+    t: Tiles,
+    programs: int,
+    empty: bool,
 ) -> None:
-    """acc += dy^T x over runs of tokens [start, end) (int32 [runs, 2]), one run after another."""
+    """acc += dy^T x over runs of tokens [start, end) (int32 [runs, 2]), one run after another.
+
+    empty: acc counts as zeros and is not read.
+    """
     N, K = acc_NK.shape
     launch(
         _outer_tma,
@@ -192,6 +205,7 @@ def add_outer_tma(
         BLOCK_T=t.block_k,
         BAND=BAND,
         PROGRAMS=programs,
+        EMPTY=empty,
         num_warps=t.num_warps,
         num_stages=t.num_stages,
     )

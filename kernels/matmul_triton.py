@@ -154,8 +154,13 @@ def matmul(x_MK: torch.Tensor, w_KN: torch.Tensor, b_N: torch.Tensor | None = No
     return y
 
 
-def add_outer(acc_NK: torch.Tensor, dy_TN: torch.Tensor, x_TK: torch.Tensor, blocks: Blocks) -> None:
-    """acc += dy^T x, block after block. acc is fp32 with contiguous rows; dy and x have one dtype."""
+def add_outer(
+    acc_NK: torch.Tensor, dy_TN: torch.Tensor, x_TK: torch.Tensor, blocks: Blocks, empty: bool = False
+) -> None:
+    """acc += dy^T x, block after block. acc is fp32 with contiguous rows; dy and x have one dtype.
+
+    empty: acc counts as zeros, whatever it holds.
+    """
     dy, x = rows_contiguous(dy_TN), rows_contiguous(x_TK)
     assert acc_NK.dtype == torch.float32, acc_NK.dtype
     assert acc_NK.stride(1) == 1, acc_NK.stride()
@@ -163,7 +168,9 @@ def add_outer(acc_NK: torch.Tensor, dy_TN: torch.Tensor, x_TK: torch.Tensor, blo
     gpu, runs = generation(x.device), _runs(tuple(blocks), x.device)
     tma = tma_outer_tiles(N, K, x.dtype, gpu)
     if tma and len(runs) and readable(acc_NK, dy, x):
-        return add_outer_tma(acc_NK, dy, x, runs, tma, multiprocessors(x.device))
+        return add_outer_tma(acc_NK, dy, x, runs, tma, multiprocessors(x.device), empty)
+    if empty:
+        acc_NK.zero_()
     t = outer_tiles(x.dtype, gpu)
     launch(
         _outer,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+from zerokl.kernels.grad import by_shard
 from zerokl.verify.bitwise import count_unequal
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -26,6 +27,12 @@ def torchrun(ranks: int, *words: str) -> list[str]:
         str(ranks),
         *words,
     ]
+
+
+def add_to_grad(weight: torch.Tensor, value: float) -> None:
+    """Add `value` to each element of the weight's gradient, as a backward function does."""
+    for buffer, _ in by_shard(weight.main_grad, []):
+        buffer.add_(value)
 
 
 def property_settings(examples: int) -> settings:

@@ -35,13 +35,14 @@ def kernel_rates(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Ro
 def _linear_rates(m: Machine, name: str, K: int, N: int, dtype: torch.dtype) -> Iterator[Row]:
     T, w = m.tokens, m.randn(N, K, dtype=dtype, scale=K**-0.5)
     x, dy = m.randn(T, K, dtype=dtype), m.randn(T, N, dtype=dtype)
-    acc, blocks = torch.zeros(w.shape, device=m.device), order.token_blocks([T])
+    add = partial(matmul.add_outer, torch.zeros(w.shape, device=m.device), dy, x, order.token_blocks([T]))
     few, flops = x[:16].clone(), 2.0 * w.numel()
     calls = {
         "linear, 16 rows": (16, lambda: matmul.matmul(few, w), lambda: F.linear(few, w)),
         f"linear, {T} rows": (T, lambda: matmul.matmul(x, w), lambda: F.linear(x, w)),
         "input gradient": (T, lambda: matmul.matmul(dy, w.t()), lambda: dy @ w),
-        "weight gradient": (T, lambda: matmul.add_outer(acc, dy, x, blocks), lambda: dy.t() @ x),
+        "weight gradient": (T, add, lambda: dy.t() @ x),
+        "weight gradient into an empty buffer": (T, partial(add, empty=True), lambda: dy.t() @ x),
     }
     for what, (rows, ours, plain) in calls.items():
         yield row(m, f"{name} {what}", flops * rows, "TFLOP/s", ours, plain)

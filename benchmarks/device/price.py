@@ -9,7 +9,7 @@ from zerokl.engine.parallel.gradient import ShardSum
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.config import ModelConfig
 from zerokl.model.decoder import Decoder
-from zerokl.model.scoring import logprobs, pack
+from zerokl.model.scoring import PackedBatch, logprobs, pack
 
 # Forward and backward of 4,096 tokens of the 0.6B on an H100. A CUDA graph of prototypes took 38 to 39 ms.
 _GOAL_MS = 45.0
@@ -23,12 +23,12 @@ def price(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
         decoder = m.decoder(name, layers, vocab, dtype)
         ids = torch.randint(min(vocab, 256), (m.tokens // m.length, m.length + 1))
         batch = pack([(x[:1], x[1:]) for x in ids.tolist()])
-        ShardSum(decoder, 1)  # gives the weights their gradient buffers
+        shard_sum = ShardSum(decoder, 1)
         weights = {n: w.detach().clone().requires_grad_() for n, w in decoder.w.items()}
         on_device = ids.to(m.device)
 
-        def ours(decoder: Decoder = decoder, batch=batch) -> None:
-            logprobs(decoder, batch, SamplingParams())[0].sum().backward()
+        def ours(shard_sum: ShardSum = shard_sum, batch=batch) -> None:
+            shard_sum.add(_gradient, [batch])
 
         def plain(decoder: Decoder = decoder, weights=weights, ids=on_device) -> None:
             logits = _plain_hidden(decoder.config, weights, ids[:, :-1]) @ weights["embed"].t()
@@ -43,6 +43,13 @@ def price(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
             "plain_ms": plain_ms,
             "price": ours_ms / plain_ms,
         } | ({"goal_ms": _GOAL_MS} if (name, layers, vocab) == whole and not m.small else {})
+
+
+def _gradient(decoder: Decoder, batches: list[PackedBatch]) -> list[None]:
+    """Add the gradient of a shard, which is one packed batch."""
+    for batch in batches:
+        logprobs(decoder, batch, SamplingParams())[0].sum().backward()
+    return [None]
 
 
 def _plain_hidden(c: ModelConfig, w: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:

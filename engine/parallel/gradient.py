@@ -79,7 +79,8 @@ class ShardSum:
         self.decoder, self.in_flight = decoder, min(in_flight, shards)
         self.tree = GradientTree(shards)
         numel = decoder.layout.numel
-        self._leaves = torch.empty(self.in_flight, numel, device=decoder.device)
+        # Zeros, for what lies between the weights.
+        self._leaves = torch.zeros(self.in_flight, numel, device=decoder.device)
         views = [decoder.layout.views(leaf) for leaf in self._leaves]
         for name, weight in decoder.w.items():
             entry = decoder.layout.entries[name]
@@ -90,9 +91,15 @@ class ShardSum:
         self._tied = None
         if decoder.config.tied:
             shape = (self.in_flight, *decoder.lm_head.shape)
-            self._tied = torch.zeros(shape, device=decoder.device)
+            self._tied = torch.empty(shape, device=decoder.device)
             decoder.lm_head.main_grad = self._tied if self.in_flight > 1 else self._tied[0]
         self._embed = [view["embed"] for view in views]
+        # The weights of products have nearly all bytes, and their kernels can write over an empty buffer.
+        self._products = [weight.main_grad for weight in decoder.matrices()]
+        for main_grad in self._products:
+            main_grad.empty_shards = set()
+        others = [n for n, weight in decoder.w.items() if not hasattr(weight.main_grad, "empty_shards")]
+        self._others = [view[name] for view in views for name in others]
 
     def add(self, work: ShardsWork, shards: Sequence[X | None]) -> list[Y | None]:
         """Run the backward passes of the next shards by `work`, and return a result for each shard.
@@ -105,15 +112,28 @@ class ShardSum:
             if all(shard is None for shard in together):
                 results += together
             else:
-                self._leaves.zero_()
-                empty = [None] * (self.in_flight - len(together))
-                results += work(self.decoder, [*together, *empty])[: len(together)]
+                self._empty()
+                no_shards = [None] * (self.in_flight - len(together))
+                results += work(self.decoder, [*together, *no_shards])[: len(together)]
+                self._zero_empty([i for i, shard in enumerate(together) if shard is not None])
             for i, shard in enumerate(together):
                 if shard is not None and self._tied is not None:
                     self._embed[i] += self._tied[i]
-                    self._tied[i].zero_()
                 self.tree.push(None if shard is None else self._leaves[i])
         return results
+
+    def _empty(self) -> None:
+        """Let every sum start from zero: the products' buffers are marked as empty (kernels/grad.py)."""
+        torch._foreach_zero_(self._others)
+        for main_grad in self._products:
+            main_grad.empty_shards.update(range(self.in_flight))
+
+    def _zero_empty(self, shards: Sequence[int]) -> None:
+        """Zero the products' buffers to which these shards have added nothing."""
+        for main_grad in self._products:
+            for i in main_grad.empty_shards.intersection(shards):
+                (main_grad[i] if self.in_flight > 1 else main_grad).zero_()
+            main_grad.empty_shards.difference_update(shards)
 
 
 def add_roots(roots: list[torch.Tensor | None]) -> torch.Tensor | None:

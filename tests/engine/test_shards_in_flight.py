@@ -36,10 +36,17 @@ def step_of(samples: list[tuple[int, int]]) -> Shard:
 def summed(
     decoder: Decoder, step: Shard, in_flight: int, micro_batch: int, watch: bool = False
 ) -> tuple[list[list[Scored] | None], torch.Tensor]:
-    sums = ShardSum(decoder, SHARDS, in_flight)
+    sums = spoiled(ShardSum(decoder, SHARDS, in_flight))
     work = ShardWork(SamplingParams(), LossConfig().resolve(), micro_batch, watch=watch)
     scored = sums.add(work, step.cut(SHARDS))
     return scored, sums.tree.take().clone()
+
+
+def spoiled(sums: ShardSum) -> ShardSum:
+    """The gradient buffers of all products hold NaN, as if a loss had overflowed before."""
+    for weight in sums.decoder.matrices():
+        weight.main_grad.fill_(float("nan"))
+    return sums
 
 
 def flat(scored: list[list[Scored] | None]) -> tuple[torch.Tensor, list[float], list[float]]:
@@ -74,6 +81,13 @@ def test_control_another_assignment_to_shards_changes_bits(decoder):
     _, expected = summed(decoder, step, SHARDS, 8)
     moved = replace(step, rollouts=step.rollouts[::-1])
     assert total_unequal([summed(decoder, moved, SHARDS, 8)[1]], [expected]) > 0
+
+
+def test_control_a_buffer_that_is_not_marked_as_empty_is_read(decoder, monkeypatch):
+    step = step_of([(3, 5), (4, 9)])
+    assert summed(decoder, step, SHARDS, 8)[1].isfinite().all()
+    monkeypatch.setattr(ShardSum, "_empty", lambda sums: torch._foreach_zero_(sums._others))
+    assert summed(decoder, step, SHARDS, 8)[1].isnan().any()
 
 
 def test_the_counts_of_lost_gradients_are_the_same(decoder):

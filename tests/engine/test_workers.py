@@ -15,6 +15,8 @@ from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.decoder import Decoder
 
+from tests.helpers import add_to_grad
+
 PROMPTS = [(5, 6, 7), (8,), (9, 10, 11, 12), (5,), (6, 6)]
 SAMPLING = GenerationParams(SamplingParams(0.8), 3, 12, frozenset({1}))
 
@@ -36,7 +38,7 @@ def _die(host: Host, item: bool) -> None:
 def _ones(decoder: Decoder, shards: list[float]) -> list[float]:
     (factor,) = shards
     for w in decoder.w.values():
-        w.main_grad.add_(factor)
+        add_to_grad(w, factor)
     return shards
 
 

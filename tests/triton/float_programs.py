@@ -159,6 +159,29 @@ def rounded_operands(batch_invariant: Any) -> dict[str, int]:
     return {"matmul in fp32 by Triton's default": differ(program(vllm, "sm_90"), program(ours, "sm_90"))}
 
 
+def outer_lines(dtype: torch.dtype, empty: bool) -> list[str]:
+    """The float program of a weight gradient on sm_90, without the shuffles of a warp's number."""
+    dy, x = (torch.empty(256, n, dtype=dtype, device="meta") for n in (4096, 1024))
+    acc = torch.empty(4096, 1024, device="meta")
+    launch = our_launch("sm_90", lambda: matmul_triton.add_outer(acc, dy, x, [(0, 256)], empty))
+    return [line for line in program(launch, "sm_90") if not line.startswith("shfl.sync.idx")]
+
+
+def empty_buffer_rows() -> Rows:
+    """A weight gradient that is written over an empty buffer, beside one that is added to what it holds.
+
+    The control is a product that drops its accumulator instead of adding zeros to it.
+    """
+    rows = {}
+    for dtype in (torch.bfloat16, torch.float16):
+        adding, written = (expressions(outer_lines(dtype, empty)) for empty in (False, True))
+        rows[str(dtype)] = {"instructions": adding.total(), "differ": total_difference(adding, written)}
+    dropping = expressions(
+        [line.replace(", 1, 1, 1, 1", ", 0, 1, 1, 1") for line in outer_lines(dtype, True)]
+    )
+    return {"control": {"differ": total_difference(adding, dropping)}} | rows
+
+
 def row(vllm_program: list[str], places: int) -> dict[str, int]:
     return {"instructions": len(vllm_program), "differ": places}
 
@@ -205,6 +228,7 @@ def main() -> None:
     report: dict[str, Any] = {}
     for target in sys.argv[1:]:
         report |= matmul_rows(batch_invariant, target) | attention_rows(unified, target)
+    report["empty buffers"] = empty_buffer_rows()
     report["control"] = controls(batch_invariant, unified) | rounded_operands(batch_invariant)
     print(json.dumps(report))
 

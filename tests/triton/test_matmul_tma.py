@@ -68,16 +68,16 @@ def test_rows_that_tma_cannot_read_go_through_the_other_kernel(products, launche
     N=st.sampled_from([8, 136, 264]),
     K=st.sampled_from([16, 72, 264]),
     seed=st.integers(0, 1000),
-    fresh=st.booleans(),
+    empty=st.booleans(),
 )
 @property_settings(15)
-def test_weight_gradients_have_the_bits_of_the_other_kernel(lengths, N, K, seed, fresh):
+def test_weight_gradients_have_the_bits_of_the_other_kernel(lengths, N, K, seed, empty):
     dtype, T = DTYPES[seed % 2], sum(lengths)
     dy, x = randn(seed, T, N, dtype=dtype), randn(seed + 1, T, K, dtype=dtype)
-    before = torch.zeros(N, K) if fresh else randn(seed + 2, N, K)
-    tma, other = before.clone(), before.clone()
+    other = torch.zeros(N, K) if empty else randn(seed + 2, N, K)
+    tma = torch.full((N, K), float("nan")) if empty else other.clone()
     runs = matmul_triton._runs(tuple(token_blocks(lengths)), x.device)
-    matmul_tma_triton.add_outer_tma(tma, dy, x, runs, tiles.tma_outer_tiles(N, K, dtype, "hopper"), 4)
+    matmul_tma_triton.add_outer_tma(tma, dy, x, runs, tiles.tma_outer_tiles(N, K, dtype, "hopper"), 4, empty)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(matmul_triton, "tma_outer_tiles", lambda *_: None)
         matmul_triton.add_outer(other, dy, x, token_blocks(lengths))
@@ -91,7 +91,7 @@ def test_control_other_runs_give_other_bits():
         acc = torch.zeros(136, 72)
         runs = matmul_triton._runs(tuple(blocks), x.device)
         matmul_tma_triton.add_outer_tma(
-            acc, dy, x, runs, tiles.tma_outer_tiles(136, 72, x.dtype, "hopper"), 4
+            acc, dy, x, runs, tiles.tma_outer_tiles(136, 72, x.dtype, "hopper"), 4, False
         )
         results.append(acc)
     assert total_unequal(results[:1], results[1:]) > 0
