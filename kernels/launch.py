@@ -55,7 +55,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **opt
         recording.launches.append(Launch(kernel, args, options))
         if not recording.and_run:
             return
-    kind = (kernel, *options, *options.values(), *map(_specialised, args))
+    kind = (kernel.fn, *options, *options.values(), *map(_specialised, args))
     handle = _handles.get(kind)
     if handle is not None:
         handle.binary[grid + (1,) * (3 - len(grid))](*args, *handle.constants)
