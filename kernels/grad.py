@@ -39,15 +39,19 @@ def by_shard(buffer: torch.Tensor, blocks: PassBlocks) -> Iterator[tuple[torch.T
 def by_shard_or_empty(
     buffer: torch.Tensor, blocks: PassBlocks
 ) -> Iterator[tuple[torch.Tensor, Blocks, bool]]:
-    """As by_shard, and whether the buffer is empty. The caller then writes its sum over the buffer."""
+    """As by_shard, and whether the buffer is empty. The caller then writes its sum over the buffer.
+
+    A shard without rows is left out, so its buffer stays empty.
+    """
     empty_shards = getattr(buffer, "empty_shards", set())
     if isinstance(blocks, ShardBlocks):
         parts = [(i, buffer[i], part) for i, part in zip(blocks.shards, blocks.blocks, strict=True)]
     else:
         parts = [(0, buffer, blocks)]
     for shard, shard_buffer, shard_blocks in parts:
-        yield shard_buffer, shard_blocks, shard in empty_shards
-        empty_shards.discard(shard)
+        if shard_blocks:
+            yield shard_buffer, shard_blocks, shard in empty_shards
+            empty_shards.discard(shard)
 
 
 def returned_grad(weight: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor | None:

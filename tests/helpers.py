@@ -31,7 +31,7 @@ def torchrun(ranks: int, *words: str) -> list[str]:
 
 def add_to_grad(weight: torch.Tensor, value: float) -> None:
     """Add `value` to each element of the weight's gradient, as a backward function does."""
-    for buffer, _ in by_shard(weight.main_grad, []):
+    for buffer, _ in by_shard(weight.main_grad, [(0, 1)]):
         buffer.add_(value)
 
 

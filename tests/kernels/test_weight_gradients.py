@@ -63,6 +63,21 @@ def test_memory_bound_of_the_logits_decides_no_bit(monkeypatch):
     assert total_unequal(before, main_grads(op, torch.float32, 64, lengths, [[0, 1, 2]])) == 0
 
 
+def _first_logprob(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return logprob.linear_logprob(x, w, torch.zeros(len(x), dtype=torch.long))[0]
+
+
+@pytest.mark.parametrize("op", [linear, _first_logprob])
+def test_a_buffer_to_which_no_row_adds_stays_marked_as_empty(op):
+    w = torch.randn(16, 8, requires_grad=True)
+    w.main_grad = torch.full(w.shape, float("nan"))
+    w.main_grad.empty_shards = {0}
+    for rows, empty in ((0, {0}), (3, set())):
+        op(torch.ones(rows, 8, requires_grad=True), w).sum().backward()
+        assert w.main_grad.empty_shards == empty
+    assert w.main_grad.isfinite().all()
+
+
 def test_gradient_without_a_buffer_is_the_same_sum_rounded_once():
     x, w = randn(0, 200, 48, dtype=torch.bfloat16), randn(1, 32, 48, dtype=torch.bfloat16).requires_grad_()
     dy = randn(2, 200, 32, dtype=torch.bfloat16)
