@@ -85,20 +85,27 @@ def gpu_code_on_cpu() -> None:
 
 
 def pretend(keep_calls: bool) -> Driver:
-    """Let this process compile and launch for a GPU on the CPU's memory. TRITON_INTERPRET must be unset."""
+    """Let this process compile and launch for a GPU on the CPU's memory. TRITON_INTERPRET must be unset.
+
+    Products of a few rows are launched as those of many.
+    """
     gpu_code_on_cpu()
+    tiles._TMA_MIN_TILES = 1
     driver.set_active(active := Driver(keep_calls))
     return active
 
 
-def one_pass(layers: int) -> Callable[[], None]:
-    """A forward and backward of a Qwen3 of small width, with gradient buffers."""
+def one_pass(layers: int, pairs: list[tuple[list[int], list[int]]]) -> Callable[[], None]:
+    """A forward and backward of a Qwen3 of small width, with gradient buffers.
+
+    pairs: the ids of prompts and completions.
+    """
     config = model_config("Qwen3", 128, 256, 2, 1, 128, layers=layers, vocab=1024, context=1024)
     layout = Layout(config)
     model = Decoder(config, torch.zeros(layout.numel, dtype=torch.bfloat16), layout, COMPUTE)
     for w in (*model.w.values(), model.lm_head):
         w.main_grad = torch.zeros(w.shape)
-    batch = pack([([3], [7, 7])] * 2)
+    batch = pack(pairs)
     return lambda: logprobs(model, batch, SamplingParams())[0].sum().backward()
 
 
@@ -115,8 +122,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=61)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    tiles._TMA_MIN_TILES = 1  # products of a few rows take the way of many
-    active, run = pretend(keep_calls=False), one_pass(options.layers)
+    active, run = pretend(keep_calls=False), one_pass(options.layers, [([3], [7, 7])] * 2)
     ways = {"binaries kept": launch._handles, "each found by Triton": Forgetful()}
     milliseconds: dict[str, list[float]] = {way: [] for way in ways}
     with recording("sm_90"):

@@ -55,6 +55,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **opt
         recording.launches.append(Launch(kernel, args, options))
         if not recording.and_run:
             return
+    # The kernel's function, as a hash of the kernel itself takes the host 0.4 microseconds.
     kind = (kernel.fn, *options, *options.values(), *map(_specialised, args))
     handle = _handles.get(kind)
     if handle is not None:

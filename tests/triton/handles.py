@@ -78,7 +78,7 @@ def main() -> None:
     driver, report = pretend(keep_calls=True), {}
     report["unequal"] = unequal_launches(driver, LAUNCHES)
     report["kinds"] = len(launch._handles)
-    whole, specialised = one_pass(2), launch._specialised
+    whole, specialised = one_pass(2, [([3] * 8, [7] * 8)] * 8), launch._specialised
     with recording("sm_90"):
         by_triton = binaries_of(driver, whole, Forgetful())
         kept: dict = {}

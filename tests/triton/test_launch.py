@@ -10,6 +10,6 @@ def test_a_kept_binary_is_the_one_that_triton_finds():
         assert report["unequal"] == 0
         assert 100 < report["kinds"] < 300  # of 1,000 launches, so most run a kept binary
         assert report["same binaries"]
-        assert report["launches"] > report["kept"] > 15
+        assert report["launches"] > report["kept"] > 20
         assert report["control: alignment left out"] > 0
         assert report["control: numbers left out"] > 0
