@@ -40,7 +40,7 @@ $(STAMP): pyproject.toml setup.py
 	touch $(STAMP)
 
 demo: $(STAMP)
-	$(BIN)/zerokl train --preset demo --run-dir $(RUN)
+	$(BIN)/zerokl train --preset demo --run_dir $(RUN)
 
 # One process a core, each with one OpenMP thread: threads of torch's wait for each other where cores are shared.
 JOBS   ?= $(shell nproc)
@@ -149,15 +149,12 @@ $(VENV)/.docs: $(STAMP)
 pictures: $(VENV)/.browser
 	$(BIN)/python docs/_pictures.py $(RUN)
 
-# sdist and wheel, and the wheel in an environment of its own (which borrows the installed dependencies).
+# sdist and wheel; each is installed in an empty environment and used there.
 package: $(STAMP)
-	rm -rf dist build
+	rm -rf dist build/lib build/bdist*
 	$(BIN)/python -m build --no-isolation --outdir dist .
-	rm -rf build
-	$(BIN)/python -m venv --clear --system-site-packages build/wheel-venv
-	build/wheel-venv/bin/python -m pip install -q --no-deps --force-reinstall dist/*.whl
-	cd build && PYTHONPATH=$$(../$(BIN)/python -c "import site; print(site.getsitepackages()[0])") wheel-venv/bin/python -c \
-	  "import zerokl, zerokl.engine.config_file as c; assert 'build' in zerokl.__file__, zerokl.__file__; print(c.preset_names())"
+	rm -rf build/lib build/bdist*
+	$(PYTHON) tests/package/check.py dist $(TORCH)
 
 bench: $(STAMP) .venv-trl/.installed
 	$(BIN)/python benchmarks/bench_step.py --trl-python .venv-trl/bin/python

@@ -9,7 +9,8 @@ class _WithoutSetup(build_py):
 
     def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
         """The modules of a package without setup.py."""
-        return [m for m in super().find_package_modules(package, package_dir) if m[1] != "setup"]
+        modules = super().find_package_modules(package, package_dir)
+        return [module for module in modules if module[:2] != ("zerokl", "setup")]
 
 
 setup(

@@ -1,0 +1,102 @@
+"""What `make package` checks: wheel and sdist hold git's files, and each works in an empty environment.
+
+usage: check.py FOLDER REQUIREMENT ...
+
+FOLDER holds one wheel and one sdist. The requirements (a build of torch) are what pip installs before them.
+
+The environments are made outside of the repository, so nothing can come from the sources by accident.
+"""
+
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# Folders at the root that are no part of the package.
+OUTSIDE = {".ci", "benchmarks", "docs", "tests"}
+# What a user does first. An exit code other than 0 fails.
+WHEEL_COMMANDS = """
+zerokl --version
+zerokl train --preset demo --run-dir demo
+zerokl verify run demo
+zerokl report demo
+zerokl sample demo/base --prompt 3+14= --n 2
+zerokl eval demo/checkpoints/step-000220 --task add --problems 8
+zerokl audit demo/base --sampler native --n 4 --max_tokens 5 --out audit
+"""
+SDIST_COMMANDS = """
+python -m zerokl --version
+zerokl init base --task add
+zerokl train --preset demo --model base --run_dir run --steps 3
+zerokl verify run run
+zerokl report run
+zerokl sample base --prompt 3+14= --n 2
+zerokl audit base --sampler native --n 4 --max_tokens 5 --out audit
+"""
+
+
+def tracked() -> dict[str, bytes]:
+    """The files of the package in git, as they are in the working tree: name -> content."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    names = [name for name in listed.stdout.split("\0") if name]
+    inside = [n for n in names if (n.split("/")[0] not in OUTSIDE if "/" in n else n.startswith("__"))]
+    return {name: (ROOT / name).read_bytes() for name in inside}
+
+
+def wheel_files(path: Path) -> dict[str, bytes]:
+    """What a wheel installs as the package zerokl: name below it -> content."""
+    with zipfile.ZipFile(path) as wheel:
+        names = [name for name in wheel.namelist() if ".dist-info/" not in name]
+        return {name.removeprefix("zerokl/"): wheel.read(name) for name in names}
+
+
+def sdist_files(path: Path) -> dict[str, bytes]:
+    """The files of an sdist: name below its one folder -> content."""
+    with tarfile.open(path) as sdist:
+        members = [member for member in sdist if member.isfile()]
+        return {m.name.partition("/")[2]: sdist.extractfile(m).read() for m in members}
+
+
+def compare(expected: dict[str, bytes], files: dict[str, bytes], what: str, *, whole: bool) -> None:
+    """Exit with what is missing, altered or, with whole, too much in `files`."""
+    faults = [f"lacks {name}" for name in expected.keys() - files.keys()]
+    faults += [
+        f"holds another {name}" for name in expected.keys() & files.keys() if expected[name] != files[name]
+    ]
+    faults += [f"holds {name}, which git does not" for name in files.keys() - expected.keys() if whole]
+    if faults:
+        sys.exit(f"{what}: {'; '.join(sorted(faults))}")
+    print(f"{what}: the {len(expected)} files of git")
+
+
+def use(artefact: Path, requirements: list[str], commands: str, folder: Path) -> None:
+    """Install an artefact into an empty environment in `folder`, and run the commands there."""
+
+    def run(program: str, *words: str) -> None:
+        subprocess.run([program, *words], cwd=folder, check=True)
+
+    run(sys.executable, "-m", "venv", "env")
+    for wanted in (requirements, [str(artefact)]):
+        run("env/bin/python", "-m", "pip", "install", "-q", *wanted)
+    for line in commands.strip().splitlines():
+        print(f"$ {line}", flush=True)
+        program, *words = line.split()
+        run(f"env/bin/{program}", *words)
+
+
+def main(folder: Path, *requirements: str) -> None:
+    """Check the wheel and the sdist in `folder`."""
+    (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    expected = tracked()
+    compare(expected, wheel_files(wheel), wheel.name, whole=True)
+    compare(expected, sdist_files(sdist), sdist.name, whole=False)
+    for artefact, commands in ((wheel, WHEEL_COMMANDS), (sdist, SDIST_COMMANDS)):
+        with tempfile.TemporaryDirectory() as work:
+            use(artefact.resolve(), list(requirements), commands, Path(work))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])
