@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..engine.command_line import given_settings
 from ..verify.files import check_writable
-from .app import NO_SETTINGS, Device, Dtype, Settings, app, verify_app
+from .app import NO_SETTINGS, Device, Dtype, Settings, command, verify_app
 
 
 @verify_app.default
@@ -47,7 +47,7 @@ def verify(
     return 0 if all(check.holds for check in checks) else 1
 
 
-@verify_app.command(name="binaries")
+@command("zerokl verify binaries --targets sm_90", name="binaries", of=verify_app)
 def verify_binaries(*, targets: tuple[str, ...] = (), record: bool = False) -> int:
     """Compile every Triton kernel for GPUs, and check that the binaries have no atomics and no spills.
 
@@ -62,7 +62,7 @@ def verify_binaries(*, targets: tuple[str, ...] = (), record: bool = False) -> i
     return verify_binaries(targets, record)
 
 
-@verify_app.command(name="run")
+@command("zerokl verify run runs/demo --replays 5", name="run", of=verify_app)
 def verify_run(
     path: str,
     /,
@@ -87,12 +87,12 @@ def verify_run(
     holds = True
     for finding in verify_run(Path(path), replays, seed, given_settings(settings)):
         holds = holds and finding.holds
-        console.print(f"{'ok  ' if finding.holds else 'FAIL'}  {finding.what}: {finding.result}")
+        console.print(f"{finding.mark:<4}  {finding.what}: {finding.result}")
     console.print(f"steps to replay were drawn with --draw {seed}")
     return 0 if holds else 1
 
 
-@app.command
+@command("zerokl diff runs/a runs/b")
 def diff(a: str, b: str, /) -> int:
     """Name the first difference of two runs: its step, and the first quantity of this step in causal order.
 
@@ -109,7 +109,7 @@ def diff(a: str, b: str, /) -> int:
     return diff(Path(a), Path(b))
 
 
-@app.command
+@command("zerokl replay runs/demo --step 12 --trace step-12.safetensors")
 def replay(
     path: str,
     /,

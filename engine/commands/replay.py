@@ -1,6 +1,6 @@
 """`zerokl replay`: steps of a run are done again and compared with its ledger."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,7 @@ class Replayer:
         self.state: TrainState = make_state(self.config, base_model(self.config, path), self.task)
         self._first_weights = self.state.optimizer.whole_master().clone()
         self._head = run_head(self.state, {"workers in use": self.state.parallel.n})
+        self._exact = False  # whether the state is the run's own after state.step steps
         if altered := compare_heads(self.ledger.head, self._head):
             self.__exit__()
             raise ValueError(
@@ -86,7 +87,9 @@ class Replayer:
         before: Callable[[TrainState], None] | None = None,
         after: Callable[[StepRecord], None] | None = None,
     ) -> Replay:
-        """Do the steps up to `until` (default `step`) again, from the newest checkpoint at or before `step`.
+        """Do the steps up to `until` (default `step`) again, from the nearest state at or before `step`.
+
+        That is the newest checkpoint, or where an earlier replay ended with the ledger's bits.
 
         trace: a file; every operation of step `step` is written to it. before: called with the state before
         each step. after: called after each step that has the ledger's bits and is not traced. Raises
@@ -100,6 +103,7 @@ class Replayer:
             )
         first = self._go_to(step)
         state = self.state
+        self._exact = False
         while state.step <= until:
             line = self.ledger.lines[state.step]
             if before:
@@ -114,16 +118,41 @@ class Replayer:
                 return Replay(first, line.step, divergence)
             if after and record is not None:
                 after(record)
+        self._exact = True
         return Replay(first, until, None)
 
-    def _go_to(self, step: int) -> int:
-        """Restore the newest checkpoint at or before `step`, and the ledger up to it. Returns its step.
+    def passes(self, steps: Iterable[int]) -> list[tuple[int, int]]:
+        """The first and last step of each pass in which replays of `steps`, ascending, do steps again.
 
-        Without such a checkpoint, the state goes back to before the first step.
+        A pass begins at a checkpoint or at step 0, and goes on over the steps until a checkpoint is nearer.
+        """
+        passes: list[tuple[int, int]] = []
+        for step in steps:
+            start = self._start(step)
+            if passes and start <= passes[-1][1] + 1:
+                passes[-1] = (passes[-1][0], step)
+            else:
+                passes.append((start, step))
+        return passes
+
+    def _checkpoint(self, step: int) -> Checkpoint | None:
+        return next((c for c in self.checkpoints if c.step <= step), None)
+
+    def _start(self, step: int) -> int:
+        """The step of the newest checkpoint at or before `step`; 0 without one."""
+        checkpoint = self._checkpoint(step)
+        return checkpoint.step if checkpoint else 0
+
+    def _go_to(self, step: int) -> int:
+        """Bring the state to the nearest step at or before `step`, and the ledger with it. Returns this step.
+
+        It goes on from where it stands, if no checkpoint is nearer. Else the checkpoint is restored, and
+        without one the state goes back to before the first step.
         """
         state = self.state
-        checkpoint = next((c for c in self.checkpoints if c.step <= step), None)
-        if checkpoint is not None:
+        if self._exact and self._start(step) <= state.step <= step:
+            return state.step
+        if (checkpoint := self._checkpoint(step)) is not None:
             restore(state, checkpoint)
         else:
             rewind(state, self._first_weights)

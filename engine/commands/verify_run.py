@@ -6,7 +6,8 @@ steps, drawn at random, are done again: every bit is compared with the ledger, a
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,15 @@ from ..runs.checkpoints import Checkpoint, checked_checkpoint, checkpoint_folder
 from ..runs.evaluation import ACCURACY, HeldOut
 from ..runs.folder import METRICS, ROLLOUTS, finite, rollout_line
 from ..runs.logs import Log, read_log
+from ..runs.progress import duration
 from ..runs.resume import derived_summary, run_config
 from ..runs.summary import numbers, read_summary, wrong_fields
 from ..train.state import StepRecord, TrainState
 from .logged_steps import LoggedStep, metrics_fault, read_step, rollouts_fault, texts_fault
 from .replay import Replayer
 
+# The metrics whose sum is the time of a step.
+_STEP_SECONDS = ("time/sample_s", "time/train_s")
 # Metrics that are not the same when a step is done again.
 _MEASURED = ("time/", "perf/")
 
@@ -37,6 +41,12 @@ class Finding:
     what: str
     result: str
     holds: bool
+    checked: bool = True  # False: a note, which says something and checks nothing
+
+    @property
+    def mark(self) -> str:
+        """The word in front of the line: ok, FAIL or note."""
+        return "FAIL" if not self.holds else "ok" if self.checked else "note"
 
 
 @dataclass
@@ -186,7 +196,9 @@ def _replays(run: _Run, replayer: Replayer, n: int, seed: int) -> Iterator[Findi
     if not recorded or not n:
         return
     held_out = HeldOut(replayer.state, replayer.task) if _same_evaluation(run) else None
-    for step in sorted(permutation(recorded, seed, Stream.ORDER, 0)[:n].tolist()):
+    steps = sorted(permutation(recorded, seed, Stream.ORDER, 0)[:n].tolist())
+    yield Finding("replays", _plan(run, steps, replayer.passes(steps)), True, checked=False)
+    for step in steps:
         faults: list[str] = []
 
         def compare(record: StepRecord, step: int = step, faults: list[str] = faults) -> None:
@@ -197,8 +209,25 @@ def _replays(run: _Run, replayer: Replayer, n: int, seed: int) -> Iterator[Findi
         if replay.divergence:
             yield Finding(f"replay of step {step}", f"differs at {replay.divergence}", False)
         else:
-            result = faults[0] if faults else f"the same bits (from step {replay.first})"
+            result = faults[0] if faults else "the same bits"
             yield Finding(f"replay of step {step}", result, not faults)
+
+
+def _plan(run: _Run, steps: Sequence[int], passes: Sequence[tuple[int, int]]) -> str:
+    """Which steps are compared, what must be done again for it, and how long that takes."""
+    again = [step for first, last in passes for step in range(first, last + 1)]
+    seconds = [_seconds(run.metrics.get(step, {}), name) for step in again for name in _STEP_SECONDS]
+    ranges = " and ".join(f"{first} to {last}" for first, last in passes)
+    return (
+        f"{', '.join(map(str, steps))}, drawn at random; to reach them, steps {ranges} are done again, "
+        f"{duration(sum(seconds))} at the run's own speed"
+    )
+
+
+def _seconds(metrics: Mapping[str, Any], name: str) -> float:
+    """A time of a step, s; 0 where metrics.jsonl, which may be damaged, has none."""
+    value = metrics.get(name)
+    return value if isinstance(value, float) and 0 <= value < math.inf else 0.0
 
 
 def _same_evaluation(run: _Run) -> bool:

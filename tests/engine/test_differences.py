@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from zerokl.cli import main
+from zerokl.engine.commands import replay as replay_module
+from zerokl.engine.commands.replay import Replayer
 from zerokl.engine.parallel.workers import ParallelSampler, Workers
 from zerokl.engine.runs.run import train
 from zerokl.engine.train import collect
 from zerokl.engine.train.optimizer import Optimizer
+from zerokl.engine.train.step import train_step
 from zerokl.model import decoder as decoder_module
 from zerokl.verify.divergence import compare_runs, open_run
 from zerokl.verify.ledger import Ledger, Line
@@ -286,7 +289,8 @@ def test_verify_run_holds_and_names_what_does_not(good, tmp_path, monkeypatch, c
     assert main(["verify", "run", str(good), "--replays", "2"]) == 0
     output = capsys.readouterr().out
     *findings, last = output.splitlines()
-    assert output.count("ok  ") == len(findings) >= 8
+    assert output.count("ok  ") == len(findings) - 1 >= 8
+    assert output.count("note  replays: ") == 1
     assert re.fullmatch(r"steps to replay were drawn with --draw \d+", last)
     path = tmp_path / "run"
     shutil.copytree(good, path)
@@ -307,6 +311,48 @@ def test_verify_run_holds_and_names_what_does_not(good, tmp_path, monkeypatch, c
     (path / "ledger.jsonl").write_bytes(b"".join(lines[:-1]))
     assert main(verify) == 1
     assert "not the ledger's last chain value" in capsys.readouterr().out
+
+
+def test_verify_run_reaches_its_steps_in_one_pass(plain, tmp_path, monkeypatch, capsys):
+    """A checkpoint after 3 steps stands between some of them. No step is done twice for the sake of two."""
+    checkpoint = plain.checkpoint.model_copy(update={"every": 3})
+    train(plain.model_copy(update={"checkpoint": checkpoint}), tmp_path / "run")
+    done = []
+
+    def counted(state):
+        done.append(state.step)
+        return train_step(state)
+
+    monkeypatch.setattr(replay_module, "train_step", counted)
+    with Replayer(tmp_path / "run") as replayer:
+        for steps, passes in (
+            ([0, 1, 2], [(0, 2)]),
+            ([0, 1, 3, 4], [(0, 1), (3, 4)]),
+            ([1, 2, 4], [(0, 4)]),
+            ([2, 0], [(0, 2), (0, 0)]),
+        ):
+            done.clear()
+            assert all(replayer.replay(step).divergence is None for step in steps)
+            again = [step for first, last in passes for step in range(first, last + 1)]
+            assert done == again
+            if steps == sorted(steps):
+                assert replayer.passes(steps) == passes
+            replayer.replay(STEPS - 1)  # nothing can go on from the end
+    assert main(["verify", "run", str(tmp_path / "run"), "--draw", "1"]) == 0
+    note = re.search(
+        r"note  replays: (.*), drawn at random; .* steps (.*) are done again", capsys.readouterr().out
+    )
+    assert len(note[1].split(", ")) == 3
+    assert re.fullmatch(r"\d to \d( and \d to \d)?", note[2])
+
+
+def test_control_after_a_divergence_nothing_goes_on_from_the_wrong_state(good, monkeypatch):
+    with Replayer(good) as replayer:
+        rewards = collect.rewards
+        monkeypatch.setattr(collect, "rewards", lambda *args: rewards(*args) * 2)
+        assert replayer.replay(0).divergence
+        monkeypatch.setattr(collect, "rewards", rewards)
+        assert replayer.replay(1).divergence is None
 
 
 def test_control_verify_run_sees_a_machine_that_computes_otherwise(good, monkeypatch, capsys):
