@@ -1,17 +1,20 @@
 """The application whose commands the other files of this folder are, and the types of their options."""
 
-from typing import Annotated, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
 
 from cyclopts import App, Parameter
 
 from ..engine.command_line import version_line
 from ..engine.config import Config
+from ..engine.config_file import preset_names
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Settings = Annotated[Config, Parameter(name="*")]
 TaskOptions = Annotated[dict[str, str] | None, Parameter(name="task.options")]
 TaskReward = Annotated[str, Parameter(name="task.reward")]
+Preset = Literal[tuple(preset_names())]  # type: ignore[valid-type]
 LogFormat = Literal[
     "auto", "zerokl", "nemo-rl", "tinker", "titanrl", "prime-rl", "skyrl", "slime", "trl", "verl"
 ]
@@ -19,6 +22,7 @@ Band = Literal["strict", "1%", "5%"]
 CountOrAll = Annotated[int | None, Parameter(alias="-n")]
 Count = Annotated[int, Parameter(alias="-n")]
 NO_SETTINGS = Config()
+F = TypeVar("F", bound=Callable[..., Any])
 app = App(
     name="zerokl",
     help="Exact reinforcement learning of language models: "
@@ -28,5 +32,12 @@ app = App(
     result_action="return_value",
     suppress_keyboard_interrupt=False,  # main says what happened
 )
-verify_app = App(name="verify")
+
+
+def command(example: str, name: str | None = None, of: App = app) -> Callable[[F], F]:
+    """Make a function a subcommand whose help opens with an example. name: by default the function's."""
+    return of.command(name=name, help_prologue=f"Example: {example}")
+
+
+verify_app = App(name="verify", help_prologue="Example: zerokl verify runs/demo/base")
 app.command(verify_app)

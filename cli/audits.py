@@ -4,14 +4,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..verify.files import check_writable
-from .app import Band, CountOrAll, Device, Dtype, LogFormat, app
+from .app import Band, CountOrAll, Device, Dtype, LogFormat, command
 
 if TYPE_CHECKING:
     from ..engine.commands.audit.audit import Audit
     from ..engine.commands.audit.over_run import RunAudit
 
 
-@app.command
+@command("zerokl audit rollouts.jsonl --model MODEL --out audits/mine")
 def audit(
     target: str,
     trainer_model: str = "",
@@ -204,7 +204,7 @@ def _show_run(of_run: "RunAudit", folder: Path, tolerances: Tolerances) -> int:
     return 0 if all(audit.within(*tolerances) for audit in of_run.audits.values()) else 1
 
 
-@app.command
+@command("zerokl convert trl-log.jsonl rollouts.jsonl")
 def convert(file: str, out: str = "", /, *, format: LogFormat = "auto") -> int:
     """Write a log of another framework as a log of zerokl.
 

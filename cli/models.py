@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from ..engine.command_line import toml_values
-from .app import Count, Device, Dtype, TaskOptions, TaskReward, app
+from .app import Count, Device, Dtype, TaskOptions, TaskReward, command
 
 
-@app.command
+@command("zerokl sample runs/demo/base --prompt 3+14= --n 4")
 def sample(
     model: str,
     /,
@@ -57,7 +57,7 @@ def sample(
     return 0
 
 
-@app.command(name="eval")
+@command("zerokl eval runs/demo/base --task add", name="eval")
 def evaluate(
     model: str,
     /,
@@ -111,7 +111,7 @@ def evaluate(
     return 0
 
 
-@app.command
+@command("zerokl weights runs/a/checkpoints/step-000220 runs/b/checkpoints/step-000220")
 def weights(a: str, b: str = "", /, *, out: str = "") -> int:
     """Hash a model tensor by tensor, or name the tensors in which two models differ.
 
@@ -140,7 +140,7 @@ def weights(a: str, b: str = "", /, *, out: str = "") -> int:
     return 1 if differences else 0
 
 
-@app.command
+@command("zerokl variants MODEL --dtype bf16")
 def variants(model: str, /, *, dtype: Dtype = "float32", device: Device = "auto") -> int:
     """Call a transformers model in the ways in which trainers call it, and say which of them changes bits.
 

@@ -6,13 +6,13 @@ from pathlib import Path
 from ..engine.command_line import given_settings, toml_values
 from ..engine.config_file import load_config
 from ..verify.reading import one_line
-from .app import NO_SETTINGS, Settings, TaskOptions, app
+from .app import NO_SETTINGS, Preset, Settings, TaskOptions, command
 
 # Lines about differences that `zerokl ablate` prints; its page has all of them.
 _MOST_EFFECTS = 12
 
 
-@app.command
+@command("zerokl init models/add --task add")
 def init(
     out: str,
     /,
@@ -42,12 +42,12 @@ def init(
     return 0
 
 
-@app.command
+@command("zerokl train --preset demo --run_dir runs/mine")
 def train(
     config: str | None = None,
     /,
     *,
-    preset: str | None = None,
+    preset: Preset | None = None,
     run_dir: str | None = None,
     resume: str | None = None,
     profile: int | None = None,
@@ -107,7 +107,7 @@ def train(
     return 0
 
 
-@app.command
+@command("zerokl ablate grid.toml --out runs/grid --jobs 2")
 def ablate(grid: str, /, *, out: str | None = None, jobs: int = 1) -> int:
     """Run a grid of configurations and seeds, and compare the results.
 
@@ -141,7 +141,7 @@ def ablate(grid: str, /, *, out: str | None = None, jobs: int = 1) -> int:
     return 0
 
 
-@app.command
+@command("zerokl report runs/a runs/b --out both.html")
 def report(runs: tuple[str, ...] = (), /, *, out: str | None = None) -> int:
     """Write one HTML page about one or several runs. It needs no network and no server.
 
@@ -159,7 +159,7 @@ def report(runs: tuple[str, ...] = (), /, *, out: str | None = None) -> int:
     return 0
 
 
-@app.command
+@command("zerokl watch runs/mine")
 def watch(runs: tuple[str, ...] = (), /, *, port: int = 0) -> int:
     """Show the page of `zerokl report` in a browser while the runs go on. Ctrl-C ends it.
 

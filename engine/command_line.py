@@ -14,7 +14,8 @@ from pydantic import BaseModel, ValidationError
 from ..verify.files import os_error_line
 from ..verify.reading import one_line, parse_toml, read_toml
 from .config import FREE_SECTIONS, Config
-from .config_file import check_key, validation_message
+from .config_file import check_key, known_keys, validation_message
+from .precision import full_dtype
 
 # What libraries say in errors of other classes when the machine gives them no memory: torch's allocator on
 # CPU and GPU, a thread's stack, and the loader of a shared library.
@@ -82,6 +83,7 @@ def spelt_out(words: Sequence[str]) -> list[str]:
     """The words of a command line in the forms that the parser takes.
 
     --key true and --key false become --key=true and --key=false, the only form with a value for a flag.
+    The value of an option that names a dtype becomes the full name: --dtype bf16 is --dtype bfloat16.
     --task.options "{ a = 1 }" becomes --task.options.a=1.
     """
     result: list[str] = []
@@ -89,6 +91,9 @@ def spelt_out(words: Sequence[str]) -> list[str]:
         option = result[-1] if result and result[-1].startswith("--") and "=" not in result[-1] else ""
         if option and word in ("true", "false"):
             result[-1] += f"={word}"
+        elif _names_dtype(option or word):
+            name, equals, value = word.rpartition("=")
+            result.append(name + equals + full_dtype(value))
         elif option.removeprefix("--") in FREE_SECTIONS and isinstance(table := _toml_value(word), dict):
             result[-1:] = [f"{option}.{name}={json.dumps(value)}" for name, value in table.items()]
         else:
@@ -96,11 +101,18 @@ def spelt_out(words: Sequence[str]) -> list[str]:
     return result
 
 
+def _names_dtype(option: str) -> bool:
+    """Whether the value of an option, --key or --key=value, is a dtype."""
+    name = option.partition("=")[0].replace("-", "_")
+    return name.startswith("__") and name.endswith(("dtype", "round_weights"))
+
+
 def error_message(error: cyclopts.CycloptsError) -> str:
     """What is wrong with the command line, in one line. Raises ValueError for an unknown setting."""
     if isinstance(error, cyclopts.UnknownOptionError) and _takes_settings(error):
         option = (error.token.keyword or error.token.value).partition("=")[0]
-        check_key(option.removeprefix("--").replace("-", "_"))  # its message names a renamed key's new name
+        names = {argument.name.removeprefix("--") for argument in error.argument_collection}
+        check_key(option.removeprefix("--").replace("-", "_"), sorted(names - set(known_keys())))
     if isinstance(error.__cause__, ValidationError):
         return validation_message(error.__cause__)
     return str(error)

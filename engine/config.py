@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, Field, field_validator
 
 from ..kernels.sampling_params import SamplingParams
 from .loss.config import LossConfig
-from .precision import PrecisionConfig
+from .precision import PrecisionConfig, ShortNames
 from .section import Section
 
 # Sections whose keys zerokl does not define.
@@ -76,7 +76,9 @@ class PerturbConfig(Section):
 
     logit_noise: float = Field(0.0, ge=0)
     """Standard deviation of the noise that is added to each logit, after the temperature."""
-    round_weights: Literal["", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"] = ""
+    round_weights: Annotated[
+        Literal["", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"], ShortNames
+    ] = ""
     """The sampler's weights are rounded to this dtype."""
     gain: float = Field(1.0, ge=0)
     """Factor on the difference that round_weights makes."""
@@ -196,8 +198,10 @@ class Config(Section):
     """Model folder, hub name (owner/name), or init:PRESET, which makes a base model for the task as
     `zerokl init` does.
     """
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Compute dtype of sampler and trainer. Master weights and optimizer state are always fp32."""
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], ShortNames] = "float32"
+    """Compute dtype of sampler and trainer; fp32, bf16 and fp16 will do. Master weights and optimizer state
+    are always fp32.
+    """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where sampler and trainer compute. auto is a CUDA GPU where there is one, unless the vLLM that samples
     is a build for CPUs; otherwise it is the CPU. The device changes the bits: the kernels on a GPU sum in

@@ -4,8 +4,7 @@
 there as overrides, so that everything is checked once, here.
 """
 
-import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -16,19 +15,10 @@ from pydantic import BaseModel, ValidationError
 from ..verify.reading import parse_toml, read_toml, shown
 from .compatibility import check_settings
 from .config import FREE_SECTIONS, Config
+from .key_hints import hint
 
 # Characters of an unknown key that a message shows.
 _KEY = 100
-# Keys and sections as they were called before 0.1.0 -> their present names.
-RENAMED = {
-    "samples": "num_generations",
-    "evaluation.samples": "evaluation.num_generations",
-    "loss.ratio": "loss.importance_sampling_level",
-    "loss.normaliser": "loss.loss_agg_mode",
-    "loss.draws": "loss.max_resamples",
-    "loss.reference": "loss.ref_model",
-    "mismatch": "perturb",
-}
 
 
 def load_config(
@@ -65,10 +55,20 @@ def validation_message(error: ValidationError) -> str:
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     rule = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "model_type" and key:
+        return _not_a_section(key, first["input"])
     if not key:
         return f"config: {rule}"
     value = "" if isinstance(first["input"], dict) else f" ({shown(first['input'])})"
     return f"config: {key}{value}: {rule}"
+
+
+def _not_a_section(key: str, value: Any) -> str:
+    """The message about a section that was given a value."""
+    settings = [k for k in known_keys() if k.startswith(f"{key}.")]
+    chooses = next((k for k in (f"{key}.preset", f"{key}.name") if k in settings), None)
+    meant = f"did you mean {chooses}?" if chooses else f"its settings are {', '.join(settings)}"
+    return f"config: {key} ({shown(value)}) is a section; {meant}"
 
 
 def preset_names() -> list[str]:
@@ -120,34 +120,17 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield from _flatten(value, f"{prefix}{name}.")
 
 
-def check_key(key: str) -> None:
-    """Raise ValueError for an unknown key. The message names its new name, or the nearest known key."""
+def check_key(key: str, options: Sequence[str] = ()) -> None:
+    """Raise ValueError for an unknown key. The message says which one was probably meant.
+
+    options: what the command takes beside the keys, without dashes.
+    """
     known = list(known_keys())
     if key in known or key.startswith(tuple(f"{section}." for section in FREE_SECTIONS)):
         return
     if key == "config":
         raise ValueError("config: the file is given without an option: zerokl train FILE --run_dir DIR")
-    for old, new in RENAMED.items():
-        if key == old or key.startswith(f"{old}."):
-            raise ValueError(f"config: {key} is called {new}{key.removeprefix(old)} now; rename it")
-    raise ValueError(f"config: unknown key {key[:_KEY]}{_hint(key, known)}")
-
-
-def _hint(key: str, known: list[str]) -> str:
-    """The end of a message: the nearest known key.
-
-    This is a key with the same last word, or else one that is spelt similarly.
-    """
-    last_word, by_last_word = key.rsplit(".", 1)[-1], {k.rsplit(".", 1)[-1]: k for k in reversed(known)}
-    if last_word in by_last_word:
-        return f"; did you mean {by_last_word[last_word]}?"
-    similar = difflib.get_close_matches(key, known, 1)
-    similar = similar or [
-        by_last_word[word] for word in difflib.get_close_matches(last_word, by_last_word, 1)
-    ]
-    if similar:
-        return f"; did you mean {similar[0]}?"
-    return f"; keys are {', '.join(k for k in known if '.' not in k)}"
+    raise ValueError(f"config: unknown key {key[:_KEY]}{hint(key, known, options)}")
 
 
 def to_toml(config: Config) -> str:

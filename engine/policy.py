@@ -13,6 +13,7 @@ from ..model.checkpoint import DTYPES, load_decoder, resolve_model
 from ..model.config import ModelConfig
 from ..model.scoring import logprobs, pack
 from .config import TaskConfig
+from .precision import full_dtype
 from .rollout.evaluate import Evaluation, evaluate
 from .rollout.native import NativeSampler
 from .rollout.types import GenerationParams, RngKey, Rollout
@@ -110,10 +111,11 @@ class Policy:
 def load_policy(model: str, dtype: str = "float32", device: str = "auto") -> Policy:
     """Load a model folder or hub name.
 
-    dtype: float32, bfloat16 or float16. device: cpu, cuda, or auto, which is a GPU where there is one.
+    dtype: float32, bfloat16 or float16; fp32, bf16 and fp16 will do. device: cpu, cuda, or auto, which is a
+    GPU where there is one.
 
     Raises ValueError.
     """
-    if dtype not in DTYPES:
+    if (dtype := full_dtype(dtype)) not in DTYPES:
         raise ValueError(f"dtype ({dtype}) must be one of {', '.join(DTYPES)}")
     return Policy(resolve_model(model), DTYPES[dtype], find_device(device))

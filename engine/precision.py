@@ -1,11 +1,22 @@
 """Precision settings: the dtypes of the sampler and of the trainer, and the scaling of the loss."""
 
 import math
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from .section import Section
+
+SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def full_dtype(name: Any) -> Any:
+    """torch's name of a dtype for its short name, such as bfloat16 for bf16. Anything else stays as it is."""
+    return SHORT_DTYPES.get(name, name) if isinstance(name, str) else name
+
+
+# In front of a Literal of dtypes: the short names are accepted too, and the full one is kept.
+ShortNames = BeforeValidator(full_dtype)
 
 
 class PrecisionConfig(Section):
@@ -26,11 +37,11 @@ class PrecisionConfig(Section):
     """The lowest value of a dynamic scale; a power of two."""
     maximum: float = 16777216.0
     """The highest value of a dynamic scale; a power of two."""
-    head_dtype: Literal["compute", "float32"] = "compute"
+    head_dtype: Annotated[Literal["compute", "float32"], ShortNames] = "compute"
     """Dtype of the logits: the compute dtype, or float32. With float32, hidden states and lm_head are
     multiplied in fp32, and the logits are not rounded.
     """
-    cache_dtype: Literal["compute", "bfloat16", "float16"] = "compute"
+    cache_dtype: Annotated[Literal["compute", "bfloat16", "float16"], ShortNames] = "compute"
     """Dtype to which keys and values are rounded before attention reads them, in the sampler and in the
     trainer. Where this dtype is narrower than the compute dtype, the sampler's cache stores them in it: with
     float32 this halves the bytes.
@@ -39,11 +50,11 @@ class PrecisionConfig(Section):
     """The vLLM version whose tiles the matrix products use along the reduced dimension, on a GPU. These tiles
     decide the order of sums. With sampler = "vllm-stock" and exact = true it must be the vLLM that samples.
     """
-    sampler_dtype: Literal["", "float32", "bfloat16", "float16"] = ""
+    sampler_dtype: Annotated[Literal["", "float32", "bfloat16", "float16"], ShortNames] = ""
     """Compute dtype of the sampler; empty is the trainer's. Needs exact = false."""
-    sampler_head_dtype: Literal["", "compute", "float32"] = ""
+    sampler_head_dtype: Annotated[Literal["", "compute", "float32"], ShortNames] = ""
     """head_dtype of the sampler; empty is the trainer's. Needs exact = false."""
-    sampler_cache_dtype: Literal["", "compute", "bfloat16", "float16"] = ""
+    sampler_cache_dtype: Annotated[Literal["", "compute", "bfloat16", "float16"], ShortNames] = ""
     """cache_dtype of the sampler; empty is the trainer's. Needs exact = false."""
 
     @field_validator("scale", "backoff", "minimum", "maximum")

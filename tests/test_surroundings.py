@@ -80,7 +80,7 @@ def refused(capsys, *words: str) -> str:
 
 def test_a_run_with_relative_places_is_found_from_another_directory(place, tmp_path, monkeypatch, capsys):
     task = ("--task.name", "jsonl", "--task.options.file", "data.jsonl", "--task.reward", "mine_here:letters")
-    assert main(["train", "--run-dir", "run", "--model", "model", *task, *SMALL]) == 0
+    assert main(["train", "--run_dir", "run", "--model", "model", *task, *SMALL]) == 0
     shutil.copytree(place / "run", tmp_path / "again")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(place)])
@@ -103,7 +103,7 @@ def test_a_place_that_cannot_be_written_is_found_out_first(place, monkeypatch, c
     (place / "grid.toml").write_text('preset = "demo"\n')
     words = {
         "init": ["init", out],
-        "train": ["train", "--run-dir", out, "--model", "model", *SMALL],
+        "train": ["train", "--run_dir", out, "--model", "model", *SMALL],
         "audit": ["audit", "model", "--out", out],
         "ablate": ["ablate", "grid.toml", "--out", out],
         "replay": ["replay", "run", "--step", "0", "--trace", f"{out}.safetensors"],
@@ -115,7 +115,7 @@ def test_a_place_that_cannot_be_written_is_found_out_first(place, monkeypatch, c
 
 @pytest.mark.parametrize("name", ["exits", "cancels", "is_closed", "unprintable"])
 def test_whatever_a_reward_raises_is_named_and_the_folder_is_free_again(place, capsys, name):
-    words = ["train", "--run-dir", "run", "--model", "model", "--task.options.max_value", "9", *SMALL]
+    words = ["train", "--run_dir", "run", "--model", "model", "--task.options.max_value", "9", *SMALL]
     words += ["--task.options.train", "20", "--task.options.held_out", "10"]
     error = refused(capsys, *words, "--task.reward", f"mine_here:{name}")
     assert error.startswith("zerokl: reward: raised ")
@@ -136,7 +136,7 @@ def test_a_run_outlives_its_reports(place, monkeypatch, capsys):
 
     monkeypatch.setattr(run_module, "train_step", without_reports)
     task = ("--task.options.max_value", "9", "--task.options.train", "20", "--task.options.held_out", "10")
-    assert main(["train", "--run-dir", "run", "--model", "model", *task, *SMALL]) == 0
+    assert main(["train", "--run_dir", "run", "--model", "model", *task, *SMALL]) == 0
     output = capsys.readouterr()
     # The file is gone when a step is written, or when the tracker's thread opens it.
     assert (
@@ -151,7 +151,7 @@ def test_a_run_outlives_its_reports(place, monkeypatch, capsys):
 @pytest.mark.full
 @pytest.mark.parametrize("delay_s", [0.0, 0.2, 0.6])
 def test_ctrl_c_while_workers_start_is_one_line(place, delay_s):
-    words = ["--run-dir", "run", "--model", "model", "--workers", "2", "--threads", "2", "--steps", "500"]
+    words = ["--run_dir", "run", "--model", "model", "--workers", "2", "--threads", "2", "--steps", "500"]
     task = ["--task.options.max_value", "9", "--task.options.train", "20", "--task.options.held_out", "10"]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(

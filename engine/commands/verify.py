@@ -24,7 +24,7 @@ from ...verify.reading import one_line, read_json
 from ..loss.config import LossConfig
 from ..loss.policy_loss import sequence_weights
 from ..parallel.workers import Workers, cpu_threads, suits
-from ..precision import PrecisionConfig
+from ..precision import PrecisionConfig, full_dtype
 from ..rollout.native import NativeSampler
 from ..rollout.types import GenerationParams, RngKey, Rollout
 from ..runs.init import random_decoder
@@ -54,6 +54,7 @@ def check_law(
     about it. Raises ValueError for an unknown model, dtype or device,
     and for too few sequences or tokens.
     """
+    dtypes = [full_dtype(dtype) for dtype in dtypes]
     for dtype in dtypes:
         if dtype not in DTYPES:
             raise ValueError(f"dtype ({dtype}) must be one of {', '.join(DTYPES)}")

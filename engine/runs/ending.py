@@ -28,7 +28,7 @@ def figures(summary: Summary, folder: Path) -> Iterator[str]:
 def next_commands(folder: Path) -> Iterator[str]:
     """The commands for a finished run: to do it again, to compare, to check, and to go on."""
     config, again = load_config(str(folder / "config.toml")), folder.with_name(f"{folder.name}-again")
-    yield _command("run it again", "train", folder / "config.toml", "--run-dir", again)
+    yield _command("run it again", "train", folder / "config.toml", "--run_dir", again)
     yield _command("compare the two", "diff", folder, again)
     yield _command("check it", "verify", "run", folder)
     if is_free("steps", config):  # a schedule over the steps would make other bits

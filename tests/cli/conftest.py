@@ -80,7 +80,6 @@ def training(folder: Path) -> Callable[..., list[str]]:
 
     def words(**values: object) -> list[str]:
         options = {key.replace("__", "."): str(value) for key, value in {**base, **values}.items()}
-        options = {key.replace("run_dir", "run-dir"): value for key, value in options.items()}
         return ["train", *(word for key, value in options.items() for word in (f"--{key}", value))]
 
     return words

@@ -48,7 +48,7 @@ def test_a_bad_setting_of_a_run_is_one_line_and_leaves_nothing(training, refused
 
 def test_a_mistyped_key_in_a_file_names_the_nearest(folder, refused):
     (folder / "c.toml").write_text("[sampling]\ntemprature = 1.0\n")
-    assert "did you mean sampling.temperature?" in refused("train", "c.toml", "--run-dir", "run")
+    assert "did you mean sampling.temperature?" in refused("train", "c.toml", "--run_dir", "run")
 
 
 @pytest.mark.parametrize(
@@ -197,10 +197,13 @@ def test_a_damaged_checkpoint_is_one_line_for_every_command(folder, training, re
         (["init", "new", "--preset", "huge"], "preset huge is not known"),
         (["init", "new", "--task.options.max_value", "0"], "max_value (0)"),
         (["train", "--preset", "demo"], "--run_dir is missing"),
-        (["train", "--preset", "dem", "--run-dir", "run"], "preset dem is not known"),
-        (["train", "--run-dir", "run", "--exact=perhaps"], "exact"),
-        (["train", "none.toml", "--run-dir", "run"], "none.toml cannot be read"),
-        (["train", "--run-dir", "run", "--steps"], "--steps requires an argument"),
+        (
+            ["train", "--preset", "dem", "--run_dir", "run"],
+            'Invalid value "dem" for --preset. Choose from: "demo".',
+        ),
+        (["train", "--run_dir", "run", "--exact=perhaps"], "exact"),
+        (["train", "none.toml", "--run_dir", "run"], "none.toml cannot be read"),
+        (["train", "--run_dir", "run", "--steps"], "--steps requires an argument"),
         (["trian"], 'Unknown command "trian". Did you mean "train"?'),
     ],
     ids=lambda x: " ".join(x)[:60] if isinstance(x, list) else "",
@@ -261,7 +264,7 @@ def test_a_full_disk_while_a_checkpoint_is_written_leaves_no_part_of_it(folder, 
             "someone/something is no local folder and could not be had from the hub",
         ),
         (
-            ["train", "--preset", "demo", "--run-dir", "run", "--stepz", "3"],
+            ["train", "--preset", "demo", "--run_dir", "run", "--stepz", "3"],
             "unknown key stepz; did you mean steps?",
         ),
     ],

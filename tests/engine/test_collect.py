@@ -171,7 +171,7 @@ def test_a_reference_of_another_vocabulary_is_refused(config, tmp_path, capsys):
     raw = json.loads((reference / "config.json").read_text())
     (reference / "config.json").write_text(json.dumps(raw | {"vocab_size": 65}))
     (tmp_path / "c.toml").write_text(to_toml(config(loss__kl_coef=1.0, loss__ref_model=reference)))
-    assert main(["train", str(tmp_path / "c.toml"), "--run-dir", str(tmp_path / "run")]) == 2
+    assert main(["train", str(tmp_path / "c.toml"), "--run_dir", str(tmp_path / "run")]) == 2
     assert "has a vocabulary of 65, the model one of 64" in capsys.readouterr().err
 
 

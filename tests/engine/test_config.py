@@ -8,10 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 from zerokl.engine.config import Config
-from zerokl.engine.config_file import RENAMED, known_keys, load_config, preset_names, to_toml
+from zerokl.engine.config_file import known_keys, load_config, preset_names, to_toml
+from zerokl.engine.key_hints import OTHER_NAMES
 from zerokl.engine.loss.config import Bound, Correction
 from zerokl.engine.loss.corrections import CORRECTIONS
 from zerokl.engine.loss.surrogates import BOUNDS
+from zerokl.engine.precision import SHORT_DTYPES
 
 OPTION = st.recursive(
     st.one_of(
@@ -68,14 +70,28 @@ def test_every_field_has_its_line_of_meaning():
             assert is_section or (info.description or "").endswith("."), f"{model.__name__}.{name}"
 
 
-def test_a_renamed_key_is_refused_with_its_new_name():
-    for old, new in RENAMED.items():
-        with pytest.raises(ValueError, match=f"^config: {old} is called {new} now; rename it$"):
-            load_config(None, None, {old: 1})
-    message = r"^config: mismatch\.logit_noise is called perturb\.logit_noise now"
+def test_another_name_of_a_setting_is_refused_with_ours():
+    keys = set(known_keys()) | {"--run_dir", "--resume"}
+    for other, meant in OTHER_NAMES.items():
+        assert meant in keys
+        for key in {other, f"optimizer.{other}"} - keys:
+            with pytest.raises(ValueError, match=f"^config: unknown key {key}; did you mean {meant}\\?$"):
+                load_config(None, None, {key: 1})
+
+
+def test_a_value_for_a_section_is_refused_with_the_key_that_was_meant():
+    with pytest.raises(ValueError, match=r"^config: loss \('grpo'\) is a section; did you mean loss.preset"):
+        load_config(None, None, {"loss": "grpo"})
+    message = r"^config: optimizer \(1\) is a section; its settings are optimizer.lr"
     with pytest.raises(ValueError, match=message):
-        load_config(None, None, {"mismatch.logit_noise": 0.1})
-    assert set(RENAMED.values()) <= set(known_keys())
+        load_config(None, None, {"optimizer": 1})
+
+
+@pytest.mark.parametrize(("short", "full"), SHORT_DTYPES.items())
+def test_the_short_name_of_a_dtype_is_kept_as_the_full_one(short, full):
+    assert load_config(None, None, {"dtype": short}) == load_config(None, None, {"dtype": full})
+    config = load_config(None, None, {"exact": False, "precision.sampler_dtype": short})
+    assert config.precision.sampler_dtype == full
 
 
 def test_what_the_loss_may_be_is_what_the_registries_hold():

@@ -60,7 +60,7 @@ def test_in_the_last_step_it_changes_nothing(config, tmp_path, press):
 def test_the_command_says_how_to_go_on(config, tmp_path, press, capsys, times, first):
     (tmp_path / "c.toml").write_text(to_toml(config(steps=4)))
     press(1, times)
-    assert main(["train", str(tmp_path / "c.toml"), "--run-dir", str(tmp_path / "run")]) == 130
+    assert main(["train", str(tmp_path / "c.toml"), "--run_dir", str(tmp_path / "run")]) == 130
     out, error = capsys.readouterr()
     assert error == "zerokl: interrupted\n"
     *_, go_on, look = out.splitlines()
@@ -84,7 +84,7 @@ def test_a_run_that_samples_older_weights_says_that_it_goes_on_from_its_first_st
 ):
     (tmp_path / "c.toml").write_text(to_toml(config(steps=4, exact=False, perturb__delay=1)))
     press(1, 1)
-    assert main(["train", str(tmp_path / "c.toml"), "--run-dir", str(tmp_path / "run")]) == 130
+    assert main(["train", str(tmp_path / "c.toml"), "--run_dir", str(tmp_path / "run")]) == 130
     assert "it goes on from its first step" in capsys.readouterr().out
 
 

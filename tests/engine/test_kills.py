@@ -72,7 +72,7 @@ def kill_often(config_toml: str, path: Path, kills: int, seed: int, ranks: int =
     """Run into `path`, killed `kills` times. Returns the output of the last process."""
     draw, killed = random.Random(seed), 0
     (path.parent / "config.toml").write_text(config_toml)
-    new = ["config.toml", "--run-dir", str(path)]
+    new = ["config.toml", "--run_dir", str(path)]
     while True:
         begun = (path / "config.toml").exists()
         process = _start(["--resume", str(path)] if begun else new, path.parent, ranks)

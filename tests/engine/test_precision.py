@@ -259,7 +259,7 @@ def test_ten_overflows_in_a_row_end_the_run_with_the_reason(config, tmp_path, mo
     _Plant(monkeypatch, set(range(1, 30)))
     path = tmp_path / "c.toml"
     path.write_text(to_toml(config(dtype=HALF, steps=20)))
-    assert main(["train", str(path), "--run-dir", str(tmp_path / "run")]) == 2
+    assert main(["train", str(path), "--run_dir", str(tmp_path / "run")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
         "zerokl: 10 updates in a row overflowed, the last at loss scale 128 "

@@ -59,7 +59,7 @@ def _process(command: list[str], cwd: Path, environment: dict[str, str]) -> subp
 
 def _run(ranks: int, config: Config, path: Path, *words: str) -> str:
     (path.parent / "config.toml").write_text(to_toml(config))
-    process = _launch(ranks, ["config.toml", "--run-dir", str(path), *words], path.parent)
+    process = _launch(ranks, ["config.toml", "--run_dir", str(path), *words], path.parent)
     output, _ = process.communicate()
     assert process.returncode == 0, output
     return output
@@ -89,7 +89,7 @@ def test_any_number_of_ranks_gives_one_ledger(plain, alone, tmp_path, ranks, wor
 def test_ranks_end_with_a_torchrun_that_is_killed(plain, tmp_path, when):
     """They would wait for each other, and hold the run's folder."""
     (tmp_path / "config.toml").write_text(to_toml(plain.model_copy(update={"steps": 4000})))
-    process = _launch(2, ["config.toml", "--run-dir", str(tmp_path / "run")], tmp_path)
+    process = _launch(2, ["config.toml", "--run_dir", str(tmp_path / "run")], tmp_path)
     if when == "at work":
         while process.poll() is None and not (tmp_path / "run" / "ledger.jsonl").exists():
             time.sleep(0.05)
@@ -113,7 +113,7 @@ def test_ranks_with_other_numbers_of_threads_give_one_ledger(plain, alone, tmp_p
     (tmp_path / "config.toml").write_text(to_toml(plain))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", "zerokl", "train", "config.toml", "--run-dir", "run"]
+    command = [sys.executable, "-m", "zerokl", "train", "config.toml", "--run_dir", "run"]
     command += ["--workers", "0", "--threads", "0"]
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
     ranks = [
@@ -166,7 +166,7 @@ def test_a_mismatch_is_saved_whole_before_any_rank_ends(brief, tmp_path):
     )
     config = brief.model_copy(update={"task": brief.task.model_copy(update={"reward": "planted:letters"})})
     (tmp_path / "config.toml").write_text(to_toml(config))
-    process = _launch(2, ["config.toml", "--run-dir", str(tmp_path / "run")], tmp_path)
+    process = _launch(2, ["config.toml", "--run_dir", str(tmp_path / "run")], tmp_path)
     output, _ = process.communicate()
     assert process.returncode != 0
     assert "step 0, prompt 0, sample 0, position 0" in " ".join(output.split()), output
@@ -194,7 +194,7 @@ def test_a_rank_that_dies_ends_the_job_and_another_number_goes_on(brief, tmp_pat
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return sum(c.isalpha() for c in completion) / 8\n"
     )
-    process = _launch(2, ["config.toml", "--run-dir", str(path)], tmp_path)
+    process = _launch(2, ["config.toml", "--run_dir", str(path)], tmp_path)
     output, _ = process.communicate()
     assert process.returncode != 0
     assert re.search(r"exitcode\s*: -9", output), output
@@ -217,7 +217,7 @@ BAD = [
 @pytest.mark.parametrize(("ranks", "words", "message"), BAD)
 def test_bad_input_is_said_by_rank(brief, tmp_path, ranks, words, message):
     (tmp_path / "config.toml").write_text(to_toml(brief))
-    process = _launch(ranks, ["config.toml", "--run-dir", str(tmp_path / "run"), *words], tmp_path)
+    process = _launch(ranks, ["config.toml", "--run_dir", str(tmp_path / "run"), *words], tmp_path)
     output, _ = process.communicate()
     assert process.returncode != 0
     assert re.search(rf"^zerokl: rank \d: .*{re.escape(message)}", output, re.MULTILINE), output

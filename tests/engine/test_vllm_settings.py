@@ -63,7 +63,7 @@ def test_other_versions_are_refused_with_the_supported_ones(installed, version):
 def test_without_vllm_a_run_ends_with_one_line_and_writes_nothing(installed, tmp_path: Path, capsys):
     installed()
     run = tmp_path / "run"
-    assert main(["train", "--preset", "demo", "--run-dir", str(run), "--sampler", "vllm"]) == 2
+    assert main(["train", "--preset", "demo", "--run_dir", str(run), "--sampler", "vllm"]) == 2
     assert "vllm: is not installed in this environment" in capsys.readouterr().err
     assert not run.exists()
 
@@ -86,7 +86,7 @@ def test_an_argument_that_a_setting_stands_for_names_it(name):
 def test_a_refused_setting_is_said_before_anything_is_made(installed, tmp_path: Path, capsys):
     installed(vllm="0.32.0")
     words = ["--sampler", "vllm", "--vllm.engine", "{ kv_cache_dtype = 'fp8' }"]
-    assert main(["train", "--preset", "demo", "--run-dir", str(tmp_path / "run"), *words]) == 2
+    assert main(["train", "--preset", "demo", "--run_dir", str(tmp_path / "run"), *words]) == 2
     assert "kv_cache_dtype ('fp8') is not known to keep the bits of a result" in capsys.readouterr().err
 
 
@@ -97,7 +97,7 @@ def test_other_settings_pass():
 def test_vllms_own_model_is_exact_on_a_gpu_only(installed, tmp_path: Path, capsys):
     installed(vllm="0.32.0")
     words = ["--sampler", "vllm-stock", "--device", "cpu"]
-    assert main(["train", "--preset", "demo", "--run-dir", str(tmp_path / "run"), *words]) == 2
+    assert main(["train", "--preset", "demo", "--run_dir", str(tmp_path / "run"), *words]) == 2
     message = "with exact = true needs a GPU: vLLM's kernels for CPUs are not batch-invariant"
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -75,7 +75,7 @@ from letters_reward import reward
 
 def _peaks_gib(folder: Path, ranks: int, overrides: list[str]) -> list[float]:
     """The peak memory of each rank of a run."""
-    preset = ("--preset", "demo", "--run-dir", f"run{ranks}")
+    preset = ("--preset", "demo", "--run_dir", f"run{ranks}")
     command = torchrun(ranks, "-m", "zerokl", "train", *preset, *overrides)
     environment = os.environ | {"PYTHONPATH": "."}
     process = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)

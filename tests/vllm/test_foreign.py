@@ -52,7 +52,7 @@ def test_stock_vllm_computes_with_the_weights_it_was_given(model: Path, tmp_path
 
 def test_a_run_with_stock_vllm_as_the_sampler(model: Path, tmp_path: Path):
     options = {
-        "--run-dir": str(tmp_path / "run"),
+        "--run_dir": str(tmp_path / "run"),
         "--model": str(model),
         "--steps": "3",
         "--prompts": "2",

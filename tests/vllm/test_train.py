@@ -40,7 +40,7 @@ def _zerokl(*words: str) -> subprocess.CompletedProcess:
 
 
 def _fingerprint(base: Path, run: Path, *words: str) -> tuple[str, str]:
-    _zerokl("train", "--preset", "demo", "--run-dir", str(run), "--model", str(base), *RUN, *words)
+    _zerokl("train", "--preset", "demo", "--run_dir", str(run), "--model", str(base), *RUN, *words)
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["tokens_unequal"], summary["mismatch_max_abs"]) == (0, 0.0)
     assert summary["steps"] == 30
