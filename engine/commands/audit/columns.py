@@ -9,11 +9,14 @@ import numpy as np
 from ....kernels.sampling_params import SamplingParams
 from ....verify.mismatch import bits_equal, log_ratios
 from .bands import band_figures
+from .drawn_from import check
 from .formats.record import LoggedRollout
 from .formats.registry import find_format, log_files, read_rollouts
 from .hypotheses.log_causes import column_causes
+from .hypotheses.log_checks import DOUBLED
 from .logs import needs
 from .measure import measure, worst_tokens
+from .repeats import Drawn, group_of
 from .settings import assumed
 from .verdict import cause, notes
 
@@ -38,7 +41,8 @@ class _Columns:
         self.positions: list[np.ndarray] = []
         self.places: list[str] = []
         self.ids: list[np.ndarray] = []  # [C] of the whole completion
-        self.params: list[SamplingParams] = []
+        self.params: list[SamplingParams | None] = []
+        self.groups: list[int] = []
         self.tolerances: list[float] = []
         self.decimals: list[int] = []
         self.versions: list[np.ndarray] = []
@@ -51,7 +55,8 @@ class _Columns:
         self.trainer.append(rollout.trainer_logprobs[both])
         self.positions.append(np.flatnonzero(both).astype(np.int32))
         self.ids.append(np.array(rollout.completion_ids, np.int32))
-        self.params += [] if rollout.sampling_params is None else [rollout.sampling_params]
+        self.params.append(rollout.sampling_params)
+        self.groups.append(group_of(rollout))
         self.places.append(place if rollout.turn is None else f"{place}, turn {rollout.turn}")
         self.tolerances.append(rollout.tolerance())
         self.decimals += [x for x in (rollout.decimals, rollout.trainer_decimals) if x is not None]
@@ -64,6 +69,11 @@ class _Columns:
         self.count += int(both.sum())
         if len(self.first) < _EXPLAINED:
             self.first.append(rollout)
+
+    def drawn(self) -> list[Drawn]:
+        """The rollouts, to be asked whether they were drawn from the columns."""
+        columns = (self.groups, self.ids, self.positions, self.sampler, self.trainer, self.params)
+        return [Drawn(*rollout) for rollout in zip(*columns, strict=True)]
 
 
 def audit_columns(
@@ -138,12 +148,15 @@ def _report(path: Path, columns: _Columns, logged: int) -> dict[str, Any]:
         "own_invariance": {},
         "by_version": _by_version(columns),
         "corrections": band_figures(trainer, sampler),
-        "assumed": assumed(_LOGGED, columns.params, "none", {"log": str(path)}),
+        "assumed": assumed(_LOGGED, [p for p in columns.params if p], "none", {"log": str(path)}),
+        "distribution_unsaid": sum(p is None for p in columns.params),
         "log_notes": [],
     }
     if rounded := rounding(trainer, sampler, columns.tolerances, min(columns.decimals, default=None)):
         report["rounding"] = rounded
     report |= column_causes(columns.first)
+    doubled = any(x["name"] == DOUBLED for x in report["log_findings"])
+    report["distribution"] = check(columns.drawn(), doubled)
     if report["sequences"] < logged:
         report["log_notes"].append(f"{report['sequences']} of the {logged} completions were compared (-n).")
     if report["by_version"]:
