@@ -37,6 +37,8 @@ MISSING = 10.0
 # What a cut may leave unexplained of sum |d|: where the log declares the cut, and where it declares none. Of
 # a declared top-p, whose bound is known, rounding is left out up to so many times its size.
 _CUT, _UNDECLARED, _NOISE = 0.25, 0.02, 2.0
+# Tokens that a cut needs to be told, and the share that rounding may put out of a trainer's set at its edge.
+_FEWEST_CUT, _EDGE = 50, 0.02
 # Of the tempered check: what may be left of the predicted difference, and tokens that it needs. In a tenth of
 # these the rest of the mass is on few other tokens. Then the difference is little more than predicted.
 _TEMPERED, _FEWEST, _TIGHT = 0.1, 20, 2.0
@@ -228,22 +230,24 @@ def _cut(tokens: _Tokens) -> dict[str, str] | None:
     A trainer that cuts, but otherwise, gives probability 0 to some tokens. A trainer that gives it to none,
     and has mass on what the sampler does not draw, does not cut.
     """
-    if drawn_elsewhere(tokens.ratio, tokens.k1, tokens.k1_error) and _is_cut(tokens, tokens.d):
+    if drawn_elsewhere(tokens.ratio, tokens.k1, tokens.k1_error) and _is_cut(tokens, tokens.d, _EDGE):
         return _found_cut(tokens, "sampler", "trainer")
-    if mass_missing(tokens.ratio, len(tokens.d)) and _is_cut(tokens, -tokens.d):
+    if mass_missing(tokens.ratio, len(tokens.d)) and _is_cut(tokens, -tokens.d, 0.0):
         return _found_cut(tokens, "trainer", "sampler")
     return None
 
 
-def _is_cut(tokens: _Tokens, above: np.ndarray) -> bool:
+def _is_cut(tokens: _Tokens, above: np.ndarray, edge: float) -> bool:
     """Whether `above` [N], the log ratio of cut to uncut, has the sign and the bound of a cut.
 
     Where the bound is known, the mean ratio must keep it as well, and tokens keep both within rounding.
+    edge: the share of tokens that may have probability 0.
     """
-    if not np.isfinite(above).all():
+    finite = np.isfinite(above)
+    if finite.sum() < _FEWEST_CUT or finite.mean() < 1.0 - edge:
         return False
-    bounded = tokens.log_top_p < 0.0
-    bound = np.where(bounded, -tokens.log_top_p, np.inf)
+    above, bounded = above[finite], tokens.log_top_p[finite] < 0.0
+    bound = np.where(bounded, -tokens.log_top_p[finite], np.inf)
     if bounded.all() and mean(np.exp(-above)) < math.exp(-bound.max()) - ERRORS * _error(tokens):
         return False
     # The usual estimate of a standard deviation that tails do not move: 1.48 times the median deviation.
