@@ -106,6 +106,7 @@ def audit(cfg: AuditConfig, stage: Callable[[str], None] = silent) -> Audit:
             cfg.format,
             cfg.n,
             cfg.sampling_params,
+            cfg.sampling_params_given,
         )
         rollouts = log.rollouts
         drawn = {"log": cfg.sampler, "weight_version": rollouts[0][0].weight_version}

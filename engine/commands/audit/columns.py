@@ -77,15 +77,20 @@ class _Columns:
 
 
 def audit_columns(
-    path: Path, format: str = "auto", most: int = 0, version: int | None = None
+    path: Path,
+    format: str = "auto",
+    most: int = 0,
+    version: int | None = None,
+    assumed_params: SamplingParams | None = None,
 ) -> dict[str, Any]:
     """The report on the two columns of a log.
 
     most: rollouts to compare at most; 0 is no limit. version: takes only the tokens of this weight version.
+    assumed_params: the sampling parameters of a rollout whose log says none.
     Every line is read and checked. Raises ValueError that names the malformed line, and ValueError where a
     log has no trainer column.
     """
-    columns, logged = _Columns(), 0
+    columns, logged, unsaid = _Columns(), 0, 0
     try:
         remedy = find_format(log_files(path)[0], format).remedy
         for place, rollout in read_rollouts(path, format):
@@ -93,6 +98,9 @@ def audit_columns(
                 _named(place, rollout, remedy)
             if rollout.trainer_logprobs is None:
                 continue
+            if rollout.sampling_params is None:
+                unsaid += 1
+                rollout = replace(rollout, sampling_params=assumed_params)
             rollout = _of_version(rollout, version)
             if not (both := _both(rollout)).any():
                 continue
@@ -107,7 +115,23 @@ def audit_columns(
             f"audit: {path} holds no trainer logprobs{version_said} beside the sampler's; "
             "name the model that drew it with --model"
         )
-    return _report(path, columns, logged)
+    report = _report(path, columns, logged)
+    if unsaid:
+        report["log_notes"].append(_unsaid_words(unsaid, assumed_params))
+    return report
+
+
+def _unsaid_words(rollouts: int, assumed: SamplingParams | None) -> str:
+    """That a log does not say how it was drawn, and what was taken for it."""
+    lines = f"Of {rollouts} rollouts the log does not say how they were drawn"
+    if rollouts == 1:
+        lines = "Of 1 rollout the log does not say how it was drawn"
+    if assumed is None:
+        return f"{lines}: temperature is missing. --temperature, --top_p and --top_k say it."
+    return (
+        f"{lines}; temperature {assumed.temperature:g}, top_k {assumed.top_k} and top_p {assumed.top_p:g} "
+        "were assumed (--temperature, --top_k, --top_p)."
+    )
 
 
 def _named(place: str, rollout: LoggedRollout, remedy: str) -> None:
