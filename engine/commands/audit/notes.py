@@ -176,9 +176,9 @@ def _negative(report: Report) -> str:
 
 
 def _below_one(report: Report) -> str:
-    """A trainer with mass where the sampler draws nothing; empty where there is none."""
+    """A trainer with mass where the sampler draws nothing; empty where the cause says so already."""
     ratio = report.get("mean_ratio")
-    if not ratio or not mass_missing(ratio, report["tokens"]):
+    if not ratio or report.get("distribution", {}).get("found") or not mass_missing(ratio, report["tokens"]):
         return ""
     return (
         f"{ratio_words(ratio).capitalize()}, below 1: {1.0 - ratio['value']:.2%} of the trainer's mass is on "

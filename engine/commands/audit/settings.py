@@ -78,7 +78,7 @@ def distributions(report: Mapping[str, Any]) -> str:
     """How the tokens were drawn, as far as a log says it, as the beginning of a sentence."""
     if report.get("distribution_unsaid"):
         return "the log does not say how all of them were drawn"
-    return f"they were drawn {_distributions(report['assumed']['distributions'])}"
+    return f"the log says that they were drawn {_distributions(report['assumed']['distributions'])}"
 
 
 def kept_set(distributions: Sequence[Mapping[str, Any]]) -> str:
