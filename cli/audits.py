@@ -29,9 +29,9 @@ def audit(
     chat: bool = False,
     n: CountOrAll = None,
     max_tokens: int = 256,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
     seed: int = 0,
     weight_version: int | None = None,
     checkpoints: list[str] | None = None,
@@ -69,9 +69,10 @@ def audit(
         chat: Put each prompt into the tokenizer's chat template, as a user's turn.
         n: Number of completions to compare; by default 64, or all of a log that has both columns.
         max_tokens: Tokens of a completion at most.
-        temperature: Temperature; 0 is greedy. Of a log that says none, what it was drawn with.
-        top_k: Keep the k most likely tokens; 0 keeps all.
-        top_p: Keep the most likely tokens until their probabilities together reach this; 1 keeps all.
+        temperature: Temperature, by default 1; 0 is greedy. Of a log that says none, what it was drawn with.
+        top_k: Keep the k most likely tokens; 0, the default, keeps all.
+        top_p: Keep the most likely tokens until their probabilities together reach this; 1, the default,
+            keeps all.
         seed: Seed of the draw.
         weight_version: From a file of rollouts, take only those drawn with this version of the weights.
         checkpoints: Other weights that may have drawn a log: a model, or a folder of models such as a run's
@@ -85,21 +86,20 @@ def audit(
         against: An earlier audit, its folder or audit.json: which of the engines' settings and versions have
             changed since, and how far the figures have.
         device: Where all engines compute; auto is a GPU where there is one.
-        out: Folder for audit.json and audit.html; it must not hold an audit.
+        out: Folder for audit.json and audit.html; it must not hold an audit. By default audits/NAME, NAME
+            being the target's, or audits/NAME-2 and so on where that exists.
         max_k3: Tolerance: k3 may be at most this, in nats a token.
         max_abs: Tolerance: no log-probability may differ by more than this.
         band: Tolerance: the geometric mean ratio of every sequence lies in 0.999 to 1.002 (strict), or within
             1% or 5% of 1.
         summary: File to which a summary in GitHub's Markdown is appended, such as $GITHUB_STEP_SUMMARY.
     """
-    from ..engine.commands.audit.command import run_audit
+    from ..engine.commands.audit.command import free_folder, run_audit
     from ..engine.commands.audit.config import AuditConfig
     from ..engine.commands.audit.over_run import audit_run
     from ..engine.runs.progress import Stages
     from ..kernels.sampling_params import SamplingParams
 
-    if not out:
-        raise ValueError("audit: --out is missing; name the folder of the report")
     for name, value in (("max_k3", max_k3), ("max_abs", max_abs)):
         if value is not None and not value >= 0.0:
             raise ValueError(f"audit: {name} ({value}) must be 0 or more")
@@ -108,7 +108,7 @@ def audit(
             "audit: --every audits the models of a run; a second model, --model and --summary do "
             "not go with it"
         )
-    folder = Path(out)
+    folder = Path(out) if out else free_folder(target)
     if (folder / "audit.json").exists():
         raise ValueError(f"audit: {folder} already holds an audit; choose another --out")
     check_writable(folder)
@@ -124,7 +124,10 @@ def audit(
         sampler_head_dtype=sampler_head_dtype,
         prompts=prompts,
         max_tokens=max_tokens,
-        sampling_params=SamplingParams(temperature, top_k, top_p),
+        sampling_params=SamplingParams(
+            1.0 if temperature is None else temperature, top_k or 0, 1.0 if top_p is None else top_p
+        ),
+        sampling_params_given=temperature is not None or top_k is not None or top_p is not None,
         seed=seed,
         weight_version=weight_version,
         checkpoints=tuple(checkpoints or ()),

@@ -35,6 +35,8 @@ _COMPANIONS = (
     "generation_config.json",
 )
 _SHARD_BYTES = 5 << 30
+# The file by which a folder of peft is known.
+_ADAPTER = "adapter_config.json"
 STATE_FILE = "trainer/state.safetensors"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # The names of these dtypes in safetensors files.
@@ -44,10 +46,12 @@ _STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.flo
 def resolve_model(name: str) -> Path:
     """The local folder of a model: `name` itself, or a snapshot of the hub's repository of that name.
 
-    Raises ValueError when `name` is neither a folder nor a repository that can be downloaded.
+    Raises ValueError when `name` is neither a folder nor a repository that can be downloaded, and when it is
+    an adapter or a run, which hold no model of their own.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
+        _refuse_no_model(folder)
         return folder
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ValueError(f"model: {name} is no folder, and no hub name (owner/name) either")
@@ -66,6 +70,33 @@ def resolve_model(name: str) -> Path:
         raise ValueError(
             f"model: {name} is no local folder and could not be had from the hub ({reason})"
         ) from None
+
+
+def _refuse_no_model(folder: Path) -> None:
+    """Raise ValueError for a LoRA adapter and for the folder of a run, with what to give instead."""
+    if (folder / "config.json").exists():
+        return
+    if (folder / _ADAPTER).exists():
+        raise ValueError(
+            f"model: {folder} is a LoRA (PEFT) adapter{_base_of(folder / _ADAPTER)}, not a whole model; "
+            "merge it with peft (model.merge_and_unload().save_pretrained(FOLDER)), save the tokenizer "
+            "beside it, and give FOLDER"
+        )
+    if (folder / "config.toml").exists():
+        steps = [p for p in folder.glob("checkpoints/step-*") if p.name[5:].isdecimal()]
+        newest = max(steps, key=lambda p: int(p.name[5:]), default=None)
+        told = f"give its newest checkpoint, {newest}" if newest else "it has no checkpoint yet"
+        raise ValueError(f"model: {folder} is a run, not a model; {told}")
+
+
+def _base_of(config: Path) -> str:
+    """The model that an adapter belongs to, in words; empty where its config does not say."""
+    try:
+        raw = read_json(config)
+    except ValueError:
+        return ""  # what the folder is, is clear from the file's name
+    base = raw.get("base_model_name_or_path") if isinstance(raw, dict) else None
+    return f" of {shown(base)}" if isinstance(base, str) and base else ""
 
 
 def read_weights(folder: Path, layout: Layout) -> torch.Tensor:

@@ -4,7 +4,11 @@ The estimators use tokens that were drawn from the sampler. With d = logp_traine
 r = exp(d), over C tokens (Schulman, "Approximating KL divergence", 2020):
 
     k1 = mean(-d)     k2 = mean(d^2 / 2)     k3 = mean(r - 1 - d)        estimate KL(sampler || trainer)
-    chi2 = mean(r^2) - 1        ess = (sum r)^2 / (C sum r^2), the effective sample size as a share of C
+    chi2 = mean((r - 1)^2)      ess = (sum r)^2 / (C sum r^2), the effective sample size as a share of C
+
+E[r] = 1 where the tokens were drawn from the sampler's column and the trainer has its whole mass on what the
+sampler can draw. chi2 is the variance of r about this mean, and estimates the divergence chi2(trainer ||
+sampler). It is never negative.
 
 Two kinds of token have no such figures, and are counted:
 
@@ -78,7 +82,32 @@ def spread(r: np.ndarray) -> dict[str, float]:
     first, square = mean(r), mean(r * r)
     ess = 0.0 if square == 0.0 else first * first / square
     low, high = (float(r.min()), float(r.max())) if len(r) else (math.nan, math.nan)
-    return {"chi2": square - 1.0, "ess": ess, "ratio_min": low, "ratio_max": high}
+    return {"chi2": mean((r - 1.0) ** 2), "ess": ess, "ratio_min": low, "ratio_max": high}
+
+
+def standard_error(x: np.ndarray, lengths: Sequence[int]) -> float:
+    """The standard error of the mean of x [C], whose sequences are the clusters; NaN for fewer than 2 tokens.
+
+    lengths: the number of tokens of each of S sequences; they add up to C. Tokens of a sequence may depend on
+    each other in any way, sequences may not (Liang and Zeger, "Longitudinal data analysis using generalized
+    linear models", 1986, for a mean):
+
+        sqrt(S / (S - 1) sum_s (sum_{i in s} (x_i - mean))^2) / C
+
+    Few clusters make this estimate too small now and then, so it is never below the error of independent
+    tokens. That one alone is taken for one sequence.
+    """
+    count, lengths = len(x), [n for n in lengths if n]
+    if count < 2:
+        return math.nan
+    centred = x - mean(x)
+    independent = math.sqrt(math.fsum((centred * centred).tolist()) / (count - 1) / count)
+    if len(lengths) < 2:
+        return independent
+    sums = np.add.reduceat(centred, np.concatenate([[0], np.cumsum(lengths)[:-1]]))
+    clusters = len(lengths)
+    clustered = math.sqrt(math.fsum((sums * sums).tolist()) * clusters / (clusters - 1)) / count
+    return max(independent, clustered)
 
 
 def percentile(x: np.ndarray, q: float) -> float:

@@ -39,6 +39,14 @@ def _words(model: Path, out: Path, *more: str) -> list[str]:
 # --- the figures ---
 
 
+def _clustered(x: np.ndarray, lengths: tuple[int, ...]) -> float:
+    """The larger of the error of independent tokens and of the error with sequences as clusters."""
+    sums = [(part - x.mean()).sum() for part in np.split(x, np.cumsum(lengths)[:-1])]
+    count = len(lengths)
+    clustered = math.sqrt(sum(s * s for s in sums) * count / (count - 1)) / len(x)
+    return max(clustered, x.std(ddof=1) / math.sqrt(len(x)))
+
+
 def test_figures_are_their_formulas():
     rng = np.random.default_rng(0)
     sampler = [-rng.random(n).astype(np.float32) for n in (5, 1, 9)]
@@ -48,10 +56,16 @@ def test_figures_are_their_formulas():
     r = np.exp(d)
     for name, x in (("k1", -d), ("k2", d * d / 2), ("k3", r - 1 - d)):
         assert m[name]["value"] == pytest.approx(x.mean())
-        assert m[name]["standard_error"] == pytest.approx(x.std(ddof=1) / math.sqrt(15))
+        assert m[name]["standard_error"] == pytest.approx(_clustered(x, (5, 1, 9)))
+    assert m["mean_ratio"]["value"] == pytest.approx(r.mean())
+    assert m["mean_ratio"]["standard_error"] == pytest.approx(_clustered(r, (5, 1, 9)))
+    # The three stakes, each with a third of the capital.
+    assert m["mean_ratio"]["evidence"] == pytest.approx(
+        max(np.log1p(c * (r - 1)).sum() for c in (0.05, 0.3, 1.0)) - math.log(3)
+    )
     assert m["perplexity_sampler"] == pytest.approx(math.exp(-np.concatenate(sampler).mean()))
     sequence = np.exp([(t.astype(float) - s).sum() for t, s in zip(trainer, sampler, strict=True)])
-    assert m["sequence"]["chi2"] == pytest.approx((sequence**2).mean() - 1)
+    assert m["sequence"]["chi2"] == pytest.approx(((sequence - 1) ** 2).mean())
     assert m["sequence"]["ess"] == pytest.approx(sequence.sum() ** 2 / (3 * (sequence**2).sum()))
     assert [(row["from"], row["to"], row["tokens"]) for row in m["by_position"]] == [
         (0, 0, 3),

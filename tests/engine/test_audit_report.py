@@ -13,7 +13,7 @@ from zerokl.cli import main
 from zerokl.engine.commands.audit.audit import audit
 from zerokl.engine.commands.audit.config import AuditConfig
 from zerokl.engine.commands.audit.measure import measure
-from zerokl.engine.commands.audit.notes import negative_k1
+from zerokl.engine.commands.audit.notes import not_drawn_from
 from zerokl.engine.commands.audit.page import level, page
 from zerokl.engine.commands.audit.strip import visible
 from zerokl.engine.commands.audit.tables import distance
@@ -121,17 +121,20 @@ def test_a_negative_kl_is_explained(model, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("value", "error", "negative"),
+    ("k1", "error", "nats", "shown"),
     [
-        (-0.027, 0.010, True),
-        (-0.02, 0.010, False),
-        (0.5, 0.1, False),
-        (-1.0, None, False),
-        (None, None, False),
+        (-0.041, 0.010, 14.0, True),
+        (-0.039, 0.010, 14.0, False),  # within 4 standard errors
+        (-0.041, 0.010, 13.9, False),  # by chance in one of a million logs, whatever the tails
+        (0.5, 0.1, 14.0, False),
+        (-1.0, None, 14.0, False),
+        (None, None, None, False),
     ],
 )
-def test_k1_is_negative_beyond_its_error(value, error, negative):
-    assert negative_k1({"k1": {"value": value, "standard_error": error}}) is negative
+def test_a_negative_k1_needs_its_error_and_the_evidence(k1, error, nats, shown):
+    ratio = {"value": 1.0, "standard_error": 0.1, "evidence": nats}
+    report = {"k1": {"value": k1, "standard_error": error}, "mean_ratio": ratio}
+    assert not_drawn_from(report) is shown
 
 
 # --- assumptions, positions, distances ---

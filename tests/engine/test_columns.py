@@ -203,3 +203,33 @@ def test_a_gigabyte_takes_less_than_two(tmp_path):
     assert "of 1,0" in process.stderr, "progress"
     report = json.loads((tmp_path / "out" / "audit.json").read_text())
     assert report["sequences"] < report["logged"]
+
+
+def test_without_out_a_new_folder_is_made_and_said(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    log = write_log(tmp_path / "steps.jsonl", [[-1.0, -0.5]], [[-1.0, -0.5]])
+    for folder in ("audits/steps", "audits/steps-2"):
+        assert main(["audit", str(log)]) == 0
+        assert f"report {folder}/audit.html" in capsys.readouterr().out
+        assert (tmp_path / folder / "audit.json").exists()
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "adapter_config.json").write_text("{}")
+    assert main(["audit", "m"]) == 2
+    assert "is a LoRA (PEFT) adapter" in capsys.readouterr().err
+
+
+def test_a_temperature_that_the_log_does_not_say_is_asked_for_or_taken(tmp_path, model, capsys):
+    log = write_log(tmp_path / "log.jsonl", [[-1.0, -0.5]], [[-1.0, -0.5]])
+    _, report = run(log, tmp_path / "out")
+    assert "temperature is missing. --temperature" in report["log_notes"][-1]
+    assert "does not say how all of them were drawn" in report["cause"]["text"]
+    _, report = run(log, tmp_path / "said", "--temperature", "0.8")
+    assert report["assumed"]["distributions"][0]["temperature"] == 0.8
+    assert "they were drawn at temperature 0.8" in report["cause"]["text"]
+    words = ["audit", str(log), "--model", str(model), "--out", str(tmp_path / "model")]
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert "line 1: temperature is missing; write it into the log, or say with --temperature" in error
+    assert error.count("\n") == 1
+    assert main([*words, "--temperature", "0.8"]) == 1
+    assert "temperature 0.8, top_k 0 and top_p 1 were assumed" in " ".join(capsys.readouterr().out.split())

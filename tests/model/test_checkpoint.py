@@ -135,3 +135,24 @@ def test_resolve_model_takes_a_folder_and_refuses_other_names(tmp_path):
     for name in (str(tmp_path / "missing"), "./missing", "noslash"):
         with pytest.raises(ValueError, match="is no folder, and no hub name"):
             resolve_model(name)
+
+
+def test_an_adapter_and_a_run_are_refused_with_what_to_give(tmp_path):
+    adapter, run = tmp_path / "adapter", tmp_path / "run"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
+    with pytest.raises(ValueError, match=r"is a LoRA \(PEFT\) adapter of 'owner/base'.*merge_and_unload"):
+        resolve_model(str(adapter))
+    (adapter / "adapter_config.json").write_text("not JSON")
+    with pytest.raises(ValueError, match=r"is a LoRA \(PEFT\) adapter, not a whole model"):
+        resolve_model(str(adapter))
+    (adapter / "config.json").write_text("{}")  # merged: the whole model lies there as well
+    assert resolve_model(str(adapter)) == adapter
+    run.mkdir()
+    (run / "config.toml").write_text("")
+    with pytest.raises(ValueError, match="is a run, not a model; it has no checkpoint yet"):
+        resolve_model(str(run))
+    for name in ("step-000009", "step-000010", "step-000011.damaged"):
+        (run / "checkpoints" / name).mkdir(parents=True)
+    with pytest.raises(ValueError, match="give its newest checkpoint, .*step-000010$"):
+        resolve_model(str(run))

@@ -40,7 +40,7 @@ def slow_metrics(trainer: np.ndarray, sampler: np.ndarray, lengths: list[int]) -
         "ratio_p99": percentile(r, 99),
         "ratio_max": max(r),
         "ess": sum(r) ** 2 / (n * sum(x * x for x in r)),
-        "chi2": sum(x * x for x in r) / n - 1,
+        "chi2": sum((x - 1) ** 2 for x in r) / n,
         "sequence_ratio_min": min(sequences),
         "sequence_ratio_max": max(sequences),
     }

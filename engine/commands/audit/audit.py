@@ -26,6 +26,7 @@ from .bands import band_figures, in_band
 from .causes import cause
 from .columns import rounding
 from .config import SAMPLERS, AuditConfig, check, dtype_of
+from .drawn_from import check as check_distribution
 from .earlier import compare_audits, fingerprint, read_audit
 from .engines import device_of, library_errors, make_engines
 from .hypotheses.evidence import Scorer
@@ -36,6 +37,7 @@ from .measure import measure, worst_tokens
 from .notes import notes
 from .operations import Checkpoint
 from .own_invariance import batch_invariance, own_invariance
+from .repeats import Drawn, group_of
 from .settings import assumed
 from .strip import strip, with_text
 from .whole import whole_distributions
@@ -104,6 +106,7 @@ def audit(cfg: AuditConfig, stage: Callable[[str], None] = silent) -> Audit:
             cfg.format,
             cfg.n,
             cfg.sampling_params,
+            cfg.sampling_params_given,
         )
         rollouts = log.rollouts
         drawn = {"log": cfg.sampler, "weight_version": rollouts[0][0].weight_version}
@@ -208,6 +211,8 @@ def compare(
     }
     if log and (rounded := rounding(trainer_logprobs, sampling_logprobs, log.tolerances, log.decimals)):
         report["rounding"] = rounded
+    if log:
+        report["distribution"] = check_distribution(_as_drawn(rollouts, scored, log))
     if log and scorer:
         stage("trying what may explain a difference")
         report |= log_causes(rollouts, scored, log.lines, scorer)
@@ -228,6 +233,16 @@ def compare(
             for (a, _), (b, _) in zip(rollouts, again, strict=True)
         )
     return report
+
+
+def _as_drawn(rollouts: Rollouts, scored: Sequence[np.ndarray], log: Log) -> list[Drawn]:
+    """The tokens of a log that have the sampler's logprobs, beside what the trainer gives them."""
+    drawn = []
+    for (rollout, params), own, line in zip(rollouts, scored, log.lines, strict=True):
+        places = np.flatnonzero(~np.isnan(rollout.logprobs))
+        ids = np.array(rollout.completion_ids)
+        drawn.append(Drawn(group_of(line), ids, places, rollout.logprobs[places], own[places], params))
+    return drawn
 
 
 def _traced(rollouts: Rollouts, worst: Sequence[dict[str, Any]]) -> int:

@@ -5,11 +5,14 @@ from typing import Any
 
 from .hypotheses.words import finding, fitting, none_fits
 from .measure import equal
-from .notes import LISTED, negative_k1
+from .notes import LISTED
 from .operations import parts
+from .settings import distributions
 
 Report = Mapping[str, Any]
 
+# The kind of the cause where the two columns of a log are equal.
+EQUAL_COLUMNS = "equal columns"
 # What to look at, by the kind of the operation at fault.
 _REMEDIES = {
     "embed": "Compare the embedding in the engine's memory with the checkpoint's.",
@@ -34,6 +37,11 @@ def cause(report: Report) -> dict[str, str]:
     raise AssertionError("the last finder always answers")
 
 
+def columns_alone(report: Report) -> bool:
+    """Whether both columns are the log's, and no model was at hand."""
+    return report.get("dtype") == "logged"
+
+
 def _not_batch_invariant(report: Report) -> dict[str, str] | None:
     """A sampler that has the trainer's bits here, but not in any company."""
     if not equal(report) or not report.get("batch_invariance", {}).get("unequal_from"):
@@ -47,15 +55,29 @@ def _not_batch_invariant(report: Report) -> dict[str, str] | None:
 
 
 def _equal(report: Report) -> dict[str, str] | None:
-    if not equal(report):
+    if not equal(report) or _not_drawn(report):
         return None
-    return finding("equal", "nothing differs.", "Nothing is to be done.")
+    if not columns_alone(report):
+        return finding("equal", "nothing differs.", "Nothing is to be done.")
+    how = distributions(report)
+    return finding(
+        EQUAL_COLUMNS,
+        "nothing differs between the two columns. That is no proof that the tokens were drawn from this "
+        f"distribution: {how}, and two columns of the raw logits would be equal as well.",
+        "Name the model that drew the log with --model. It scores the tokens in the distribution that the "
+        "log declares, or that --temperature, --top_p and --top_k say.",
+    )
+
+
+def _not_drawn(report: Report) -> dict[str, str] | None:
+    """What the numbers of a log say against a column, whatever the other one is."""
+    return report.get("distribution", {}).get("found")
 
 
 def _rounded_log(report: Report) -> dict[str, str] | None:
     """A log whose numbers were cut, where the cut explains every difference."""
     found = report.get("rounding")
-    if not found or found["tokens_beyond"]:
+    if not found or found["tokens_beyond"] or _not_drawn(report):
         return None
     return finding(
         "rounded log",
@@ -191,18 +213,9 @@ def _other_than_it_scores(report: Report) -> dict[str, str] | None:
 
 
 def _other_distribution(report: Report) -> dict[str, str] | None:
-    """A log whose logprobs cannot be those of the drawn tokens, or whose tokens the trainer cuts."""
+    """A log whose tokens the trainer cuts."""
     if "operations" in report:
         return None
-    if negative_k1(report):
-        return finding(
-            "distribution",
-            "the sampler reported log-probabilities of another distribution than the one it drew from: most "
-            "often from before the temperature, top-k or top-p.",
-            "Let the sampler report processed log-probabilities (vLLM: "
-            "logprobs_mode='processed_logprobs'), and "
-            "write the temperature, top_p and top_k that it drew with into the log.",
-        )
     if report["outside"]["share"] > 0.001:
         return finding(
             "distribution",
@@ -278,6 +291,7 @@ _FINDERS = (
     _equal,
     _rounded_log,
     fitting,
+    _not_drawn,
     _stale_cache,
     _changed_settings,
     _at_fault,

@@ -9,11 +9,14 @@ import numpy as np
 from ....kernels.sampling_params import SamplingParams
 from ....verify.mismatch import bits_equal, log_ratios
 from .bands import band_figures
+from .drawn_from import check
 from .formats.record import LoggedRollout
 from .formats.registry import find_format, log_files, read_rollouts
 from .hypotheses.log_causes import column_causes
+from .hypotheses.log_checks import DOUBLED
 from .logs import needs
 from .measure import measure, worst_tokens
+from .repeats import Drawn, group_of
 from .settings import assumed
 from .verdict import cause, notes
 
@@ -38,7 +41,8 @@ class _Columns:
         self.positions: list[np.ndarray] = []
         self.places: list[str] = []
         self.ids: list[np.ndarray] = []  # [C] of the whole completion
-        self.params: list[SamplingParams] = []
+        self.params: list[SamplingParams | None] = []
+        self.groups: list[int] = []
         self.tolerances: list[float] = []
         self.decimals: list[int] = []
         self.versions: list[np.ndarray] = []
@@ -51,7 +55,8 @@ class _Columns:
         self.trainer.append(rollout.trainer_logprobs[both])
         self.positions.append(np.flatnonzero(both).astype(np.int32))
         self.ids.append(np.array(rollout.completion_ids, np.int32))
-        self.params += [] if rollout.sampling_params is None else [rollout.sampling_params]
+        self.params.append(rollout.sampling_params)
+        self.groups.append(group_of(rollout))
         self.places.append(place if rollout.turn is None else f"{place}, turn {rollout.turn}")
         self.tolerances.append(rollout.tolerance())
         self.decimals += [x for x in (rollout.decimals, rollout.trainer_decimals) if x is not None]
@@ -65,17 +70,27 @@ class _Columns:
         if len(self.first) < _EXPLAINED:
             self.first.append(rollout)
 
+    def drawn(self) -> list[Drawn]:
+        """The rollouts, to be asked whether they were drawn from the columns."""
+        columns = (self.groups, self.ids, self.positions, self.sampler, self.trainer, self.params)
+        return [Drawn(*rollout) for rollout in zip(*columns, strict=True)]
+
 
 def audit_columns(
-    path: Path, format: str = "auto", most: int = 0, version: int | None = None
+    path: Path,
+    format: str = "auto",
+    most: int = 0,
+    version: int | None = None,
+    assumed_params: SamplingParams | None = None,
 ) -> dict[str, Any]:
     """The report on the two columns of a log.
 
     most: rollouts to compare at most; 0 is no limit. version: takes only the tokens of this weight version.
+    assumed_params: the sampling parameters of a rollout whose log says none.
     Every line is read and checked. Raises ValueError that names the malformed line, and ValueError where a
     log has no trainer column.
     """
-    columns, logged = _Columns(), 0
+    columns, logged, unsaid = _Columns(), 0, 0
     try:
         remedy = find_format(log_files(path)[0], format).remedy
         for place, rollout in read_rollouts(path, format):
@@ -83,6 +98,9 @@ def audit_columns(
                 _named(place, rollout, remedy)
             if rollout.trainer_logprobs is None:
                 continue
+            if rollout.sampling_params is None:
+                unsaid += 1
+                rollout = replace(rollout, sampling_params=assumed_params)
             rollout = _of_version(rollout, version)
             if not (both := _both(rollout)).any():
                 continue
@@ -97,7 +115,23 @@ def audit_columns(
             f"audit: {path} holds no trainer logprobs{version_said} beside the sampler's; "
             "name the model that drew it with --model"
         )
-    return _report(path, columns, logged)
+    report = _report(path, columns, logged)
+    if unsaid:
+        report["log_notes"].append(_unsaid_words(unsaid, assumed_params))
+    return report
+
+
+def _unsaid_words(rollouts: int, assumed: SamplingParams | None) -> str:
+    """That a log does not say how it was drawn, and what was taken for it."""
+    lines = f"Of {rollouts} rollouts the log does not say how they were drawn"
+    if rollouts == 1:
+        lines = "Of 1 rollout the log does not say how it was drawn"
+    if assumed is None:
+        return f"{lines}: temperature is missing. --temperature, --top_p and --top_k say it."
+    return (
+        f"{lines}; temperature {assumed.temperature:g}, top_k {assumed.top_k} and top_p {assumed.top_p:g} "
+        "were assumed (--temperature, --top_k, --top_p)."
+    )
 
 
 def _named(place: str, rollout: LoggedRollout, remedy: str) -> None:
@@ -138,12 +172,15 @@ def _report(path: Path, columns: _Columns, logged: int) -> dict[str, Any]:
         "own_invariance": {},
         "by_version": _by_version(columns),
         "corrections": band_figures(trainer, sampler),
-        "assumed": assumed(_LOGGED, columns.params, "none", {"log": str(path)}),
+        "assumed": assumed(_LOGGED, [p for p in columns.params if p], "none", {"log": str(path)}),
+        "distribution_unsaid": sum(p is None for p in columns.params),
         "log_notes": [],
     }
     if rounded := rounding(trainer, sampler, columns.tolerances, min(columns.decimals, default=None)):
         report["rounding"] = rounded
     report |= column_causes(columns.first)
+    doubled = any(x["name"] == DOUBLED for x in report["log_findings"])
+    report["distribution"] = check(columns.drawn(), doubled)
     if report["sequences"] < logged:
         report["log_notes"].append(f"{report['sequences']} of the {logged} completions were compared (-n).")
     if report["by_version"]:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,22 @@ _COMPLETIONS = 64
 def find_log(target: str) -> Path | None:
     """The log that a target names, or None where it names a model.
 
-    A file is a log. So is a folder with logs in it that is no model's and no run's.
+    A file is a log. So is a folder with logs in it that is no model's, no adapter's and no run's.
     """
     path = Path(target)
     if path.is_dir():
-        known = (path / "config.json").exists() or (path / "config.toml").exists()
+        names = ("config.json", "config.toml", "adapter_config.json")
+        known = any((path / name).exists() for name in names)
         return path if not known and holds_logs(path) else None
     return path if path.is_file() else None
+
+
+def free_folder(target: str) -> Path:
+    """A folder for the report on a target that does not exist yet: audits/NAME, audits/NAME-2, and so on."""
+    path = Path(target)
+    name = (path.stem if path.is_file() else path.resolve().name) or "audit"
+    folders = (Path("audits") / (name if i == 1 else f"{name}-{i}") for i in count(1))
+    return next(folder for folder in folders if not folder.exists())
 
 
 def run_audit(target: str, n: int | None, cfg: AuditConfig, stage: Callable[[str], None] = silent) -> Audit:
@@ -54,7 +64,8 @@ def run_audit(target: str, n: int | None, cfg: AuditConfig, stage: Callable[[str
     check_requests(cfg.own, of_log=True)
     if not cfg.model:
         stage(f"reading {log}")
-        return Audit(audit_columns(log, cfg.format, n or 0, cfg.weight_version))
+        assumed = cfg.sampling_params if cfg.sampling_params_given else None
+        return Audit(audit_columns(log, cfg.format, n or 0, cfg.weight_version, assumed))
     return audit(replace(cfg, sampler=str(log), n=n or _COMPLETIONS), stage)
 
 

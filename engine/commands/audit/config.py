@@ -28,6 +28,8 @@ class AuditConfig:
     n: int = 64
     max_tokens: int = 256
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    # Whether these parameters were asked for. A log that says none takes them then.
+    sampling_params_given: bool = False
     seed: int = 0
     weight_version: int | None = None  # takes only those rollouts of a log that have this version
     # Of every engine: "cpu", "cuda" or "auto". "auto" is a GPU where there is one, and where vLLM, if it is

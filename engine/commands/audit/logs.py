@@ -40,12 +40,14 @@ def scan_log(
     format: str = "auto",
     most: int = 0,
     assumed: SamplingParams | None = None,
+    given: bool = False,
 ) -> Log:
     """Read and check a whole log, and keep the rollouts that are compared with a model.
 
     version: takes only the tokens of this weight version; None takes all. longest: tokens of a rollout at
     most; 0 is no limit. most: rollouts to keep; 0 keeps all. assumed: the sampling parameters of a rollout
-    whose log says none; without it such a log is refused.
+    whose log says none; without it such a log is refused. given: whether the user asked for them. Our own
+    format has a place for the temperature, so a log in it is refused where neither says it.
     Raises ValueError that names the malformed line. Raises ValueError that names the weight versions when the
     rollouts are of several, since a model has one.
     """
@@ -62,8 +64,11 @@ def scan_log(
                 _check(logged_rollout, vocab, longest, path, format)
                 params = logged_rollout.sampling_params
                 if params is None:
-                    if own or assumed is None:
-                        raise ValueError("temperature is missing")
+                    if assumed is None or (own and not given):
+                        raise ValueError(
+                            "temperature is missing; write it into the log, or say with --temperature what "
+                            "the tokens were drawn with"
+                        )
                     params = assumed
                 rollout = _taken(logged_rollout, logged, version)
             except ValueError as error:

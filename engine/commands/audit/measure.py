@@ -3,8 +3,9 @@
     d = logp_trainer - logp_sampler     of a token
     r = exp(d)
 
-verify/mismatch.py defines k1, k2, k3, chi2 and ess, and which tokens have no such figures: tokens outside the
-trainer's top-p or top-k set (d = -inf), and tokens with an infinite ratio. The estimators are over the rest.
+verify/mismatch.py defines k1, k2, k3, chi2, ess and the standard errors, and which tokens have no such
+figures: tokens outside the trainer's top-p or top-k set (d = -inf), and tokens with an infinite ratio. The
+estimators are over the rest. The mean ratio takes tokens outside, whose ratio is 0.
 """
 
 import math
@@ -24,10 +25,15 @@ from ....verify.mismatch import (
     ratios,
     rest,
     spread,
+    standard_error,
 )
 
 _PERCENTILES = (50, 90, 99, 99.9)
+# Tokens that must lie beyond a percentile. With fewer it is little more than the largest value.
+_BEYOND_PERCENTILE = 5
 _WORST = 10
+# Shares of its capital that a bet on r > 1 stakes (see evidence).
+_STAKES = (0.05, 0.3, 1.0)
 
 
 def measure(trainer: Sequence[np.ndarray], sampler: Sequence[np.ndarray]) -> dict[str, Any]:
@@ -41,17 +47,23 @@ def measure(trainer: Sequence[np.ndarray], sampler: Sequence[np.ndarray]) -> dic
     metrics = mismatch_metrics(t, s, lengths, prefix="")
     d = log_ratios(t, s)
     r, sequence_ratio = ratios(d, lengths)
-    known = rest(d)
+    places = ~(outside(d) | infinite(d))
+    known, known_lengths = d[places], kept_lengths(places, lengths)
     return {
+        "mean_ratio": mean_ratio(d, lengths),
         "tokens": len(d),
         "sequences": len(lengths),
         "frac_equal": metrics["frac_equal"],
         "max_abs": metrics["max_abs"],
         "outside": _counted(outside(d), np.exp(s.astype(np.float64))),
         "infinite": _counted(infinite(d), np.exp(s.astype(np.float64))),
-        "abs_percentiles": {str(q): percentile(np.abs(known), q) for q in _PERCENTILES},
+        "abs_percentiles": {
+            str(q): percentile(np.abs(known), q)
+            for q in _PERCENTILES
+            if len(known) * (1 - q / 100) >= _BEYOND_PERCENTILE
+        },
         **{
-            name: {"value": metrics[name], "standard_error": _standard_error(x)}
+            name: {"value": metrics[name], "standard_error": standard_error(x, known_lengths)}
             for name, x in _estimators(known).items()
         },
         "perplexity_sampler": _exp(-mean(_finite(s))),
@@ -108,8 +120,37 @@ def _estimators(d: np.ndarray) -> dict[str, np.ndarray]:
     return {"k1": -d, "k2": d * d / 2, "k3": np.exp(d) - 1 - d}
 
 
-def _standard_error(x: np.ndarray) -> float:
-    return float(x.std(ddof=1) / math.sqrt(len(x))) if len(x) > 1 else math.nan
+def kept_lengths(kept: np.ndarray, lengths: Sequence[int]) -> list[int]:
+    """How many tokens of each sequence are kept. kept: [C] bool; lengths add up to C."""
+    return np.add.reduceat(kept.astype(int), np.concatenate([[0], np.cumsum(lengths)[:-1]])).tolist()
+
+
+def mean_ratio(d: np.ndarray, lengths: Sequence[int]) -> dict[str, float]:
+    """The mean of r over all tokens but those with an infinite ratio, its error, and the evidence.
+
+    d: [C] log ratios. lengths: tokens of each sequence.
+    """
+    finite = ~infinite(d)
+    r = np.exp(d[finite])
+    return {
+        "value": mean(r),
+        "standard_error": standard_error(r, kept_lengths(finite, lengths)),
+        "evidence": evidence(r),
+    }
+
+
+def evidence(r: np.ndarray) -> float:
+    """Nats of evidence that the tokens were not drawn from the sampler's column, from their ratios r [n].
+
+    Whoever stakes a share c of a capital of 1 on each token ends with prod(1 + c (r - 1)). Where the tokens
+    were drawn from the sampler's column, and no trainer has more than its whole mass, E[r] <= 1 given the
+    tokens before. Then the capital grows to exp(x) with probability exp(-x) at most (Ville's inequality).
+    This holds for ratios of any tail, for any number of tokens, and for tokens that depend on each other.
+    With c = 1 it is the likelihood ratio of the two columns. The capital is spread over _STAKES.
+    """
+    with np.errstate(divide="ignore"):
+        capitals = [float(np.log1p(c * (r - 1.0)).sum()) for c in _STAKES]
+    return max(capitals) - math.log(len(_STAKES))
 
 
 def _exp(x: float) -> float:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from .drawn_from import drawn_elsewhere, mass_missing, ratio_words
 from .hypotheses.words import log_notes
 from .measure import equal
 from .settings import kept_set
@@ -10,8 +11,6 @@ from .tables import percent
 
 Report = Mapping[str, Any]
 
-# Standard errors below 0 from which k1 is no chance. Of sound pairs, one in 160 lies there.
-_BEYOND = 2.5
 # The mean ratio from which truncation hides something, as a multiple of the truncated mean.
 _HIDDEN = 1.05
 # Sequences that a correction masks, as a share, and tokens as a share of those.
@@ -26,6 +25,7 @@ def notes(report: Report) -> list[str]:
         _outside(report),
         _infinite_ratios(report),
         _negative(report),
+        _below_one(report),
         _hidden_by_truncation(report),
         _added_up(report),
         *_cut_off(report),
@@ -157,18 +157,31 @@ def _infinite_ratios(report: Report) -> str:
     )
 
 
-def negative_k1(report: Report) -> bool:
-    """Whether k1 lies below 0 by more than its error allows."""
+def not_drawn_from(report: Report) -> bool:
+    """Whether k1 and the mean ratio show that the tokens were not drawn from the sampler's column."""
     k1 = report["k1"]
-    known = k1["value"] is not None and k1["standard_error"] is not None
-    return known and k1["value"] < -_BEYOND * k1["standard_error"]
+    return drawn_elsewhere(report["mean_ratio"], k1["value"], k1["standard_error"])
 
 
 def _negative(report: Report) -> str:
-    if "k1" not in report or not negative_k1(report):
+    """A sampler's column that cannot be; empty where nothing was measured, as over the steps of a run."""
+    if "mean_ratio" not in report or not not_drawn_from(report):
         return ""
     k1 = report["k1"]
+    if k1["value"] is not None and k1["value"] < 0.0:
+        what = f"k1 is {k1['value']:.2g} ± {k1['standard_error']:.2g}: a KL cannot be negative"
+    else:
+        what = f"{ratio_words(report['mean_ratio'])}: it cannot be above 1".capitalize()
+    return f"{what}, so these log-probabilities are not of the distribution the tokens were drawn from."
+
+
+def _below_one(report: Report) -> str:
+    """A trainer with mass where the sampler draws nothing; empty where the cause says so already."""
+    ratio = report.get("mean_ratio")
+    if not ratio or report.get("distribution", {}).get("found") or not mass_missing(ratio, report["tokens"]):
+        return ""
     return (
-        f"k1 is {k1['value']:.2g} ± {k1['standard_error']:.2g}: a KL cannot be negative, so these "
-        "log-probabilities are not of the distribution the tokens were drawn from."
+        f"{ratio_words(ratio).capitalize()}, below 1: {1.0 - ratio['value']:.2%} of the trainer's mass is on "
+        "tokens that the sampler does not draw, outside of its top-p or top-k set, or on tokens too rare for "
+        "so few."
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .causes import cause
+from .causes import cause, columns_alone
 from .measure import equal
 from .notes import notes
 from .page_style import POLICY, STYLE
@@ -21,6 +21,7 @@ from .tables import (
     AGAINST,
     HYPOTHESES,
     OPERATIONS,
+    PLUS_MINUS,
     STEP_FIGURES,
     WORST,
     against_rows,
@@ -114,6 +115,8 @@ def _section(name: str, body: str) -> str:
 
 def _answer(report: Report) -> str:
     sign, words, kind = ("=", "Equal to the bit", "equal") if equal(report) else ("≠", "Not equal", "unequal")
+    if equal(report) and columns_alone(report):
+        words = "Equal columns"
     sign = f'<span aria-hidden="true">{sign}</span>'
     return f'<p class="answer {kind}">{sign} {words}</p><p>{_text(headline(report))}</p>'
 
@@ -142,7 +145,7 @@ def _hypotheses(report: Report) -> str:
 
 def _figures(report: Report) -> str:
     headings = ("figure", "value", "meaning")
-    body = _table(headings, figure_rows(report))
+    body = _table(headings, figure_rows(report)) + f"<p>{_text(PLUS_MINUS)}</p>"
     if rows := whole_rows(report):
         body += "<h3>The whole distributions</h3>" + _table(headings, rows)
     body += "<h3>Each engine against itself</h3>" + _table(headings, own_rows(report))

@@ -74,6 +74,13 @@ def distribution(params: Mapping[str, Any]) -> str:
     )
 
 
+def distributions(report: Mapping[str, Any]) -> str:
+    """How the tokens were drawn, as far as a log says it, as the beginning of a sentence."""
+    if report.get("distribution_unsaid"):
+        return "the log does not say how all of them were drawn"
+    return f"the log says that they were drawn {_distributions(report['assumed']['distributions'])}"
+
+
 def kept_set(distributions: Sequence[Mapping[str, Any]]) -> str:
     """The name of the set of tokens that the trainer keeps; empty where it keeps all."""
     cut = [d for d in distributions if d["temperature"] != 0.0]

@@ -23,6 +23,11 @@ _MEANING = {
     "perplexity_sampler": "exp of the sampler's mean negative log-probability",
     "perplexity_trainer": "exp of the trainer's mean negative log-probability",
 }
+# What ± means in every table, on the page and in the terminal.
+PLUS_MINUS = (
+    "± is the standard error of a mean over tokens. Sequences are its clusters: the tokens of one may depend "
+    "on each other."
+)
 # Headings of the tokens that differ most.
 WORST = ("sequence", "position", "text before", "token", "sampler", "trainer")
 # Headings of the hypotheses about a log, in nats a token.
@@ -52,11 +57,13 @@ def summary_table(report: Report) -> Table:
     sampler = f"{report['sampler']} ({report['sampler_dtype']})"
     trainer = f"{report['trainer']} ({report['dtype']})"
     title = f"{sampler} against {trainer}"
-    return _table(
+    table = _table(
         ("figure", "value", "meaning"),
         [*figure_rows(report), *whole_rows(report), *own_rows(report), *position_rows(report)],
         title,
     )
+    table.caption = PLUS_MINUS
+    return table
 
 
 def worst_table(report: Report) -> Table:
@@ -150,6 +157,8 @@ def figure_rows(report: Report) -> list[Row]:
     if report.get("logged"):
         compared = f"{report['sequences']:,} of {report['logged']:,}"
         rows.append(("rollouts", compared, "compared, of those in the log; -n takes more or fewer"))
+    ratio = report["mean_ratio"]
+    rows.insert(0, ("mean ratio", _with_error(ratio), "of exp(trainer - sampler); 1 where both are sound"))
     for name, meaning in _MEANING.items():
         value = report[name]
         shown = (
@@ -296,7 +305,7 @@ def _ratio_rows(level: str, ratios: Mapping[str, float]) -> list[Row]:
         (
             f"chi2, {level}",
             number(ratios["chi2"]),
-            "mean of the squared ratio, minus 1; the variance of the ratio where its mean is 1",
+            "variance of the ratio about 1: mean of (ratio - 1)^2",
         ),
         (
             f"ess, {level}",

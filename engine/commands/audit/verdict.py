@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ....verify.bitwise import ulp_words
-from .causes import cause
+from .causes import EQUAL_COLUMNS, cause
 from .measure import equal
 from .notes import notes
 from .tables import percent
@@ -17,7 +17,9 @@ def verdict(report: Report) -> str:
     """The audit in a few lines, for a terminal."""
     sentences = [headline(report), parting(report), jump(report), *notes(report)]
     found = cause(report)
-    if found["kind"] != "equal":
+    if found["kind"] == EQUAL_COLUMNS:
+        sentences += [f"The log: {found['text']}", f"What to do: {found['remedy']}"]
+    elif found["kind"] != "equal":
         sentences += [f"Likely cause: {found['text']}", f"What to do: {found['remedy']}"]
     return "\n".join(filter(None, sentences))
 

@@ -13,7 +13,6 @@ are counted, and the mean is over the rest. The sums are in fp64. The rank of a 
 that are more likely.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,9 +20,10 @@ import numpy as np
 import torch
 
 from ....kernels.sampling_params import SamplingParams
-from ....verify.mismatch import mean
+from ....verify.mismatch import mean, standard_error
 from ...rollout.engine import Engine
 from ...rollout.types import Rollout
+from .measure import kept_lengths
 
 # How many of the likeliest tokens are compared as a set.
 _TOP = 10
@@ -55,7 +55,9 @@ def whole_distributions(
             _note_worst(worst, s, t, sequence, position)
             position += len(s)
         vocabulary = s.shape[1]
-    return _report({name: np.concatenate(values) for name, values in parts.items()}, vocabulary) | worst
+    lengths = [len(rollout.completion_ids) for rollout, _ in rollouts]
+    places = {name: np.concatenate(values) for name, values in parts.items()}
+    return _report(places, lengths, vocabulary) | worst
 
 
 def _of_places(s: torch.Tensor, t: torch.Tensor, drawn: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -101,16 +103,23 @@ def _note_worst(
         worst |= {"max_abs": gap, "sequence": sequence, "position": position + row, "token": token}
 
 
-def _report(places: dict[str, np.ndarray], vocabulary: int) -> dict[str, Any]:
+def _report(places: dict[str, np.ndarray], lengths: Sequence[int], vocabulary: int) -> dict[str, Any]:
     n = len(places["equal"])
-    finite = {name: places[name][np.isfinite(places[name])] for name in places if name.startswith("kl_")}
+    known = {name: np.isfinite(places[name]) for name in places if name.startswith("kl_")}
+    finite = {name: places[name][which] for name, which in known.items()}
     rank_change = np.abs(places["rank_sampler"] - places["rank_trainer"])
     return {
         "places": n,
         "vocabulary": vocabulary,
         "frac_places_equal": float((places["equal"] == vocabulary).mean()),
         "frac_values_equal": float(places["equal"].sum() / (n * vocabulary)),
-        **{name: {"value": mean(x), "standard_error": _error(x)} for name, x in finite.items()},
+        **{
+            name: {
+                "value": mean(x),
+                "standard_error": standard_error(x, kept_lengths(known[name], lengths)),
+            }
+            for name, x in finite.items()
+        },
         **{name: mean(places[name]) for name in ("mass_sampler", "mass_trainer")},
         "infinite_kl": int(n - min(map(len, finite.values()))),
         "other_kept_set": int(places["other_kept_set"].sum()),
@@ -124,7 +133,3 @@ def _report(places: dict[str, np.ndarray], vocabulary: int) -> dict[str, Any]:
         "same_rank": float((rank_change == 0).mean()),
         "rank_change_max": int(rank_change.max()),
     }
-
-
-def _error(x: np.ndarray) -> float:
-    return float(x.std(ddof=1) / math.sqrt(len(x))) if len(x) > 1 else math.nan

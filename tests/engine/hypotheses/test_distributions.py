@@ -88,3 +88,20 @@ def test_the_checkpoints_generation_config_is_named(case, tmp_path):
     report = report_of(replace(case, folder=folder), write(tmp_path / "log.jsonl", drawn, RAW))
     assert report["hypotheses"]["found"]["name"] == "generation_config.json"
     assert "top_k 20" in report["cause"]["text"]
+
+
+def test_a_trainer_column_without_top_p_is_named_beside_the_model(case, tmp_path):
+    """In bf16 it is within rounding of the model's; beside the sampler's column it is not."""
+    params = SamplingParams(1.0, 0, 0.95)
+    rollouts = draw(case.decoder, params, each=12)
+    log = write(tmp_path / "log.jsonl", rollouts, params)
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    columns = {"sound": scores(case.decoder, rollouts, params), "uncut": scores(case.decoder, rollouts, RAW)}
+    notes = {}
+    for name, column in columns.items():
+        lines = [row | {"trainer_logprobs": x.tolist()} for row, x in zip(rows, column, strict=True)]
+        log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        notes[name] = " ".join(report_of(case, log, "bfloat16")["notes"])
+    assert "The log's trainer column is the model's, to within rounding." in notes["sound"]
+    assert "trainer column is the model's, to within rounding" not in notes["uncut"]
+    assert "the trainer's column is without the sampler's top-p" in notes["uncut"]

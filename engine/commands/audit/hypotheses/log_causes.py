@@ -13,7 +13,9 @@ from .....model.checkpoint import check_weights, resolve_model
 from .....model.config import ModelConfig
 from .....model.weights import Layout
 from ....rollout.types import Rollout
+from ..drawn_from import check
 from ..formats.record import LoggedRollout
+from ..repeats import Drawn, group_of
 from .evidence import Evidence, Line, Scorer
 from .fit import explain
 from .log_checks import check_log
@@ -38,8 +40,22 @@ def log_causes(
     )
     causes = {"hypotheses": explain(evidence), "log_findings": check_log(lines, scorer.tokenizer)}
     if any(x.trainer_logprobs is not None for x in lines):
-        causes["trainer_column"] = explain(_of_trainer(evidence, lines))
+        of_trainer = explain(_of_trainer(evidence, lines))
+        causes["trainer_column"] = of_trainer | {"distribution": check(_both_columns(rollouts, lines))}
     return causes
+
+
+def _both_columns(
+    rollouts: Sequence[tuple[Rollout, SamplingParams]], lines: Sequence[LoggedRollout]
+) -> list[Drawn]:
+    """The log's own two columns, of the tokens that have both."""
+    drawn = []
+    for (rollout, params), line in zip(rollouts, lines, strict=True):
+        if line.trainer_logprobs is not None:
+            places = np.flatnonzero(~(np.isnan(rollout.logprobs) | np.isnan(line.trainer_logprobs)))
+            columns = rollout.logprobs[places], line.trainer_logprobs[places]
+            drawn.append(Drawn(group_of(line), np.array(rollout.completion_ids), places, *columns, params))
+    return drawn
 
 
 def _of_trainer(evidence: Evidence, lines: Sequence[LoggedRollout]) -> Evidence:

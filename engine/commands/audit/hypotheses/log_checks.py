@@ -12,6 +12,7 @@ from ..formats.record import LoggedRollout
 
 # Doubled completions that chance gives a group at most, in expectation, for doubles to be a fault.
 _BY_CHANCE = 0.01
+DOUBLED = "lines doubled within a group"
 _FEWEST = 4  # completions from which the lack of an end token is told
 
 Finding = dict[str, str]
@@ -46,7 +47,7 @@ def _doubled(lines: Sequence[LoggedRollout]) -> Finding | None:
     if not doubled or expected > _BY_CHANCE * doubled:
         return None
     return {
-        "name": "lines doubled within a group",
+        "name": DOUBLED,
         "text": f"{doubled} completions repeat another one of the same prompt, in {prompts} groups; by "
         f"chance {expected:.1g} would. The samples of a group were drawn with one seed, or a line was "
         "written twice.",

@@ -22,10 +22,13 @@ def log_notes(report: Report) -> list[str]:
 
 
 def _trainer_column(tried: Report) -> str:
-    """What the model says to the log's own trainer column: which side is at fault."""
+    """What the model and the sampler's column say to the log's own trainer column."""
+    distance = f"The log's trainer column differs from the model by {tried['distance']:.3g} nats a token"
+    beside = tried["distribution"]["found"]
+    if beside and beside["kind"].startswith("trainer"):
+        return f"{distance}: {beside['text']} {beside['remedy']}"
     if tried["distance"] <= BEYOND * tried["rounding"]:
         return "The log's trainer column is the model's, to within rounding."
-    distance = f"The log's trainer column differs from the model by {tried['distance']:.3g} nats a token"
     if found := tried["found"]:
         return f"{distance}, and {found['name']} fits it: {found['what']}. {found['remedy']}"
     return f"{distance}, and no hypothesis fits it."
