@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from ...verify.reading import parse_json
@@ -23,6 +24,8 @@ PLOTS = {
 }
 # A run has collapsed when its reward falls below this share of its peak and stays there until the end.
 COLLAPSED = 0.8
+# Columns of the table on a terminal on which not all columns fit.
+_NARROW = ("seeds", "last 10 steps", "held-out", "collapsed", "k3")
 # Figures of a run that are averaged over seeds.
 FIGURES = (
     "reward_best",
@@ -162,11 +165,28 @@ def result_rows(combinations: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return rows
 
 
-def result_table(combinations: Sequence[Mapping[str, Any]]) -> Table:
-    """The rows for a terminal."""
-    headings, *rows = result_rows(combinations)
-    table = Table(*headings)
-    for row in rows:
+def result_table(combinations: Sequence[Mapping[str, Any]], console: Console) -> Table:
+    """The rows for a terminal: every column where they fit its width, or else those that say most.
+
+    The narrower table names a combination in one column, where a long name wraps.
+    """
+    headings, *full = result_rows(combinations)
+    whole = _table([headings, *full])
+    # A measure never exceeds the width of its options, so the wanted width is that in a space without end.
+    endless = console.options.update_width(1 << 16)
+    if console.measure(whole, options=endless).maximum <= console.width:
+        return whole
+    rows = [["combination", *_NARROW]]
+    for c, row in zip(combinations, full, strict=True):
+        values = dict(zip(headings, row, strict=True))
+        rows.append([", ".join(c["settings"].values()) or "all runs", *(values[name] for name in _NARROW)])
+    return _table(rows)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Table:
+    """A table of the rows, of which the first has the headings."""
+    table = Table(*rows[0])
+    for row in rows[1:]:
         table.add_row(*row)
     return table
 

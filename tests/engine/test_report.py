@@ -189,10 +189,10 @@ def test_the_page_of_an_ablation_has_its_factors_and_effects(tmp_path):
             tmp_path / "cells" / f"lr={lr}" / f"seed-{seed}", k3=0.1 * lr, settings={"exact": False}
         )
         for lr in (1, 2)
-        for seed in (0, 1)
+        for seed in (0, 1, 2)
     }
     combinations = [
-        {"settings": {"lr": str(lr), "same": "x"}, "runs": [{"run": str(runs[lr, s])} for s in (0, 1)]}
+        {"settings": {"lr": str(lr), "same": "x"}, "runs": [{"run": str(runs[lr, s])} for s in (0, 1, 2)]}
         for lr in (1, 2)
     ]
     (tmp_path / "ablation.json").write_text(json.dumps({"combinations": combinations}))

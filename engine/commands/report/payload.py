@@ -18,7 +18,7 @@ from ...runs.folder import FAILED, ROLLOUTS
 from ...runs.head import flat_settings, is_free
 from ...runs.loaded import LoadedRun, load_run
 from ...tasks.tokenizer import Tokenizer
-from ..ablation_effects import COMPARED, effects, rank, verdict
+from ..ablation_effects import COMPARED, LEAST_SEEDS, effects, rank, verdict
 from ..ablation_report import cell_result, collapse_step, summarise
 from ..diff import first_rollout
 from .charts import ALSO, CHARTS, STATIONS
@@ -101,6 +101,7 @@ def payload(sources: Sequence[Source], title: str) -> dict[str, Any]:
         "comparisons": [_comparison(sources[0], source) for source in sources[1:]],
         "factors": factors,
         "effects": _effects(sources) if factors else [],
+        "least_seeds": LEAST_SEEDS,
     }
 
 

@@ -89,11 +89,12 @@ function score(reward) {
 // A row for each prompt that occurs again: what was written early, and beside it what was written late.
 function writesCard(run, width) {
   const { same_prompts: same, prompts } = run.examples;
-  const written = (prompt, w) => h("li", null, h("span.hint", null, `step ${w.step}`),
+  const written = (prompt, w) => h("li", null,
     h("span.said", null, h("span.prompt", null, visible(clip(prompt, 160))), h("b", null, visible(clip(w.text, 220))), w.finish === "length" ? h("span.prompt", null, " …") : null),
-    score(w.reward), w.n > 1 && h("span.hint", { title: `mean reward of the group's ${w.n} completions` }, `mean ${number(w.mean)}`));
+    score(w.reward),
+    h("span.hint", null, `step ${w.step}`, w.n > 1 ? `, mean of ${w.n}: ${number(w.mean)}` : ""));
   const note = same
-    ? "The same prompts early and late: the first completion, its reward, and the mean of its group. "
+    ? "The same prompts early and late: the first completion of the step, its reward, and the mean of its group. "
     : "No prompt occurs in two steps, so these are other prompts: the first ones of the first and of the last step. ";
   return h(`article.card.${width}`, null,
     h("div.head", null, h("h3", null, "What the model wrote")),
@@ -145,6 +146,8 @@ function states(line) {
   return [...pills, collapsed ? h("span.pill.bad", null, many ? `${collapsed} collapsed` : "collapsed") : null];
 }
 
+const tooFew = (seeds) => `${plural(seeds, "seed")}: too few to tell`;
+
 // Runs, or groups of runs, as a table that sorts by each column.
 function runsCard(store) {
   const mean = (values) => { const kept = values.filter(isNumber); return kept.length ? kept.reduce((a, b) => a + b, 0) / kept.length : null; };
@@ -170,6 +173,8 @@ function runsCard(store) {
   const verdict = (line) => {
     if (line === best) return "the best mean";
     if (!rewards(line).length) return "–";
+    const seeds = Math.min(rewards(line).length, rewards(best).length);
+    if (seeds < store.data.least_seeds) return tooFew(seeds);
     return largest(rewards(line)) < least(rewards(best)) ? h("span.score.bad", null, "below it with every seed") : "within the seeds' spread of it";
   };
   const body = h("tbody");
