@@ -128,11 +128,10 @@ def ablate(grid: str, /, *, out: str | None = None, jobs: int = 1) -> int:
         raise ValueError("ablate: --out is missing; name the folder of the ablation")
     report = ablate(grid, out, jobs)
     if report["combinations"]:
-        console.width = max(console.width, 130)  # a narrower table would be cut
-        console.print(result_table(report["combinations"]))
+        console.print(result_table(report["combinations"], console))
         for line in effect_lines(report["effects"])[:_MOST_EFFECTS]:
-            console.print(one_line(line))
-        console.print(f"figures {Path(out) / 'ablation.json'}, plots beside it")
+            console.say(one_line(line))
+        console.print(f"figures {Path(out) / 'ablation.json'}, the whole table and plots beside it")
         _write_report(out)
     if failures := report["failures"]:
         folder, reason = next(iter(failures.items()))

@@ -157,7 +157,7 @@ class EvaluationConfig(Section):
     """Held-out evaluation."""
 
     every: int = Field(10, ge=0)
-    """Steps between evaluations; one more is done at the end. 0 is off."""
+    """Steps between evaluations; one more is done before the first step, and one at the end. 0 is off."""
     problems: int = Field(128, ge=1)
     """Number of held-out problems at most."""
     num_generations: int = Field(1, ge=1)

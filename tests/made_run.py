@@ -20,8 +20,9 @@ def made_run(path: Path, *, steps: int = 4, P: int = 2, G: int = 4, **options: A
     """A run folder with metrics, rollouts, ledger, tokenizer and summary.
 
     steps are done of `planned` (default: all). Options: settings (of the configuration), text (of completion
-    `i` of all, a function), k3 (of each step), fork (from this step on the ledger is another), tokens (of a
-    completion), token (an added token, which every completion begins with).
+    `i` of all, a function), problems (that the steps draw from), k3 (of each step), fork (from this step on
+    the ledger is another), tokens (of a completion), token (an added token, which every completion begins
+    with).
     """
     settings, planned = options.get("settings", {}), options.get("planned", steps)
     config = load_config(None, None, {"steps": planned, "prompts": P, "num_generations": G} | settings)
@@ -73,26 +74,28 @@ def metrics_line(step: int, steps: int, completions: int, k3: float = 0.0) -> di
         "perf/tokens_per_s": 4 * completions / 1.5,
         "perf/peak_memory_bytes": 3e8,
     }
+    metrics |= {"eval/base_accuracy": 0.25} if step == 0 else {}
     return metrics | ({"eval/accuracy": 0.3 + 0.4 * share} if step % 2 else {})
 
 
 def write_rollouts(
     path: Path, steps: range, P: int, G: int, options: dict[str, Any] | None = None, first_id: int = 3
 ) -> None:
-    """Append the rollouts of some steps."""
+    """Append the rollouts of some steps, which draw from `problems` problems (default: 3 for 2 prompts)."""
     options = options or {}
     text, k3, n = options.get("text"), options.get("k3", 0.0), options.get("tokens", 4)
     lines = []
     for i in range(steps.start * P * G, steps.stop * P * G):
         step, p, g = i // (P * G), i // G % P, i % G
+        problem = (step * P + p) % options.get("problems", 3 * P // 2)
         reward = float((i * 7919) % 11 > 5)
         logprobs = [-0.01 * ((i + k) % 300) for k in range(n)]
         line = {
             "step": step,
             "prompt": p,
             "sample": g,
-            "problem": p,
-            "prompt_text": f"{i % 97}+{i % 89}=",
+            "problem": problem,
+            "prompt_text": f"{problem}+{problem % 89}=",
             "text": text(i) if text else f"answer {i}",
             "reward": reward,
             "advantage": reward - 0.5,

@@ -4,7 +4,7 @@ A factor is an axis of the grid. Two of its values are compared where all other 
 of runs that differ in the seed within and in the factor between. The difference exceeds the seeds' spread
 when the two ranges, least to most over the seeds, do not overlap. With n seeds each, ranges of equal
 distributions are separate in 2 (n!)² / (2n)! of all cases: 1/3 with two seeds, 1/10 with three, 1/35 with
-four.
+four. Two seeds are therefore too few to tell: with fewer than LEAST_SEEDS nothing is called different.
 """
 
 import itertools
@@ -13,6 +13,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+# Seeds of either side that a verdict needs.
+LEAST_SEEDS = 3
 # The figures of a run that are compared, and their names for people.
 COMPARED = {
     "reward_last10": "reward of the last 10 steps",
@@ -25,8 +27,8 @@ def effects(combinations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """An entry for each factor, pair of its values, and figure of COMPARED that both have.
 
     difference: mean over the compared places of (second value - first value). places: how many places there
-    are. higher, lower: in how many of them the second value's range lies above or below the first's.
-    least_seeds: of one side of a place; with one seed, there is no spread.
+    are. higher, lower: in how many of them the second value's range lies above or below the first's; 0 with
+    fewer than LEAST_SEEDS. least_seeds: of one side of a place.
     """
     entries = []
     for factor in combinations[0]["settings"] if combinations else ():
@@ -62,6 +64,7 @@ def _effect(
     pairs: Sequence[tuple[Mapping[str, float], Mapping[str, float]]],
 ) -> dict[str, Any]:
     least_seeds = min(side["seeds"] for pair in pairs for side in pair)
+    enough = least_seeds >= LEAST_SEEDS
     return {
         "factor": factor,
         "first": first,
@@ -69,8 +72,8 @@ def _effect(
         "figure": figure,
         "difference": math.fsum(b["mean"] - a["mean"] for a, b in pairs) / len(pairs),
         "places": len(pairs),
-        "higher": sum(b["min"] > a["max"] for a, b in pairs) if least_seeds > 1 else 0,
-        "lower": sum(b["max"] < a["min"] for a, b in pairs) if least_seeds > 1 else 0,
+        "higher": sum(b["min"] > a["max"] for a, b in pairs) if enough else 0,
+        "lower": sum(b["max"] < a["min"] for a, b in pairs) if enough else 0,
         "least_seeds": least_seeds,
     }
 
@@ -78,9 +81,9 @@ def _effect(
 def verdict(effect: Mapping[str, Any]) -> str:
     """Whether an effect exceeds the seeds' spread: exceeds, partly, within, or unknown.
 
-    exceeds: in every place, each time the same way. partly: in some places. unknown: with one seed.
+    exceeds: in every place, each time the same way. partly: in some places. unknown: with too few seeds.
     """
-    if effect["least_seeds"] < 2:
+    if effect["least_seeds"] < LEAST_SEEDS:
         return "unknown"
     if effect["places"] in (effect["higher"], effect["lower"]):
         return "exceeds"
@@ -95,13 +98,25 @@ def effect_line(effect: Mapping[str, Any]) -> str:
     )
     found = verdict(e)
     if found == "unknown":
-        return line + "one seed, so there is no spread to compare with"
+        return line + f"{too_few(e['least_seeds'])} to tell"
+    chance = f" (one comparison by chance: 1 in {chance_in(e['least_seeds'])})"
     if found == "exceeds":
-        return line + f"exceeds the seeds' spread{_everywhere(e['places'])}"
+        return line + f"exceeds the seeds' spread{_everywhere(e['places'])}{chance}"
     if found == "partly":
         directions = [f"{n} {way}" for n, way in ((e["higher"], "above"), (e["lower"], "below")) if n]
-        return line + f"beyond the seeds' spread in {' and '.join(directions)} of {e['places']} comparisons"
+        where = f"{' and '.join(directions)} of {e['places']} comparisons"
+        return line + f"beyond the seeds' spread in {where}{chance}"
     return line + "within the seeds' spread"
+
+
+def too_few(seeds: int) -> str:
+    """That so many seeds are too few, in words."""
+    return "1 seed is too few" if seeds == 1 else f"{seeds} seeds are too few"
+
+
+def chance_in(seeds: int) -> int:
+    """Of how many comparisons of equal distributions one has separate ranges, with so many seeds each."""
+    return math.comb(2 * seeds, seeds) // 2
 
 
 def _everywhere(places: int) -> str:

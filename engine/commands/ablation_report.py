@@ -6,22 +6,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from ...verify.reading import parse_json
+from ..runs.accuracy import ACCURACY, held_out_curve
 from ..runs.folder import FAILED, METRICS
 from .ablation_effects import effect_lines
 
 # Metric -> title of its plot, by step.
 PLOTS = {
     "reward/mean": "reward",
-    "eval/accuracy": "held-out accuracy",
+    ACCURACY: "held-out accuracy",
     "mismatch/k3": "mismatch k3, nats a token",
     "entropy": "entropy, nats",
     "grad_norm": "gradient norm",
 }
 # A run has collapsed when its reward falls below this share of its peak and stays there until the end.
 COLLAPSED = 0.8
+# Columns of the table on a terminal on which not all columns fit.
+_NARROW = ("seeds", "last 10 steps", "held-out", "collapsed", "k3")
 # Figures of a run that are averaged over seeds.
 FIGURES = (
     "reward_best",
@@ -38,12 +42,13 @@ FIGURES = (
 def cell_result(path: Path, settings: Mapping[str, str], seed: int) -> dict[str, Any]:
     """The figures of one run, read from its folder.
 
-    `series` holds the (step, value) pairs of each metric of PLOTS.
+    `series` holds the (step, value) pairs of each metric of PLOTS; the held-out accuracy is by steps done.
     """
     lines = [_parsed(path / METRICS, line) for line in _read(path / METRICS).splitlines()]
     summary, failed = (_parsed(path / name, _read(path / name) or "{}") for name in ("summary.json", FAILED))
     series = {name: [(m["step"], m[name]) for m in lines if m.get(name) is not None] for name in PLOTS}
-    rewards, held_out = ([v for _, v in series[name]] for name in ("reward/mean", "eval/accuracy"))
+    series[ACCURACY] = held_out_curve(lines)
+    rewards, held_out = ([v for _, v in series[name]] for name in ("reward/mean", ACCURACY))
     seconds = [m["time/sample_s"] + m["time/train_s"] for m in lines]
     return {
         "settings": dict(settings),
@@ -160,11 +165,28 @@ def result_rows(combinations: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return rows
 
 
-def result_table(combinations: Sequence[Mapping[str, Any]]) -> Table:
-    """The rows for a terminal."""
-    headings, *rows = result_rows(combinations)
-    table = Table(*headings)
-    for row in rows:
+def result_table(combinations: Sequence[Mapping[str, Any]], console: Console) -> Table:
+    """The rows for a terminal: every column where they fit its width, or else those that say most.
+
+    The narrower table names a combination in one column, where a long name wraps.
+    """
+    headings, *full = result_rows(combinations)
+    whole = _table([headings, *full])
+    # A measure never exceeds the width of its options, so the wanted width is that in a space without end.
+    endless = console.options.update_width(1 << 16)
+    if console.measure(whole, options=endless).maximum <= console.width:
+        return whole
+    rows = [["combination", *_NARROW]]
+    for c, row in zip(combinations, full, strict=True):
+        values = dict(zip(headings, row, strict=True))
+        rows.append([", ".join(c["settings"].values()) or "all runs", *(values[name] for name in _NARROW)])
+    return _table(rows)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Table:
+    """A table of the rows, of which the first has the headings."""
+    table = Table(*rows[0])
+    for row in rows[1:]:
         table.add_row(*row)
     return table
 

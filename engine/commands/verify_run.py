@@ -18,7 +18,7 @@ from ...verify.ledger import LedgerFile, read_ledger
 from ...verify.reading import shown
 from ..config import Config
 from ..runs.checkpoints import Checkpoint, checked_checkpoint, checkpoint_folders
-from ..runs.evaluation import ACCURACY, HeldOut
+from ..runs.evaluation import HeldOut
 from ..runs.folder import METRICS, ROLLOUTS, finite, rollout_line
 from ..runs.logs import Log, read_log
 from ..runs.progress import duration
@@ -195,15 +195,18 @@ def _replays(run: _Run, replayer: Replayer, n: int, seed: int) -> Iterator[Findi
     recorded = len(replayer.ledger.lines)
     if not recorded or not n:
         return
-    held_out = HeldOut(replayer.state, replayer.task) if _same_evaluation(run) else None
     steps = sorted(permutation(recorded, seed, Stream.ORDER, 0)[:n].tolist())
+    held_out = HeldOut(replayer.state, replayer.task) if _same_evaluation(run) else None
+    # No step is done yet, so this evaluates the model that the run began with.
+    base = held_out.base_metrics() if held_out and steps[0] == 0 else {}
     yield Finding("replays", _plan(run, steps, replayer.passes(steps)), True, checked=False)
     for step in steps:
         faults: list[str] = []
 
         def compare(record: StepRecord, step: int = step, faults: list[str] = faults) -> None:
             if record.metrics["step"] == step:
-                faults += filter(None, [_logged_fault(run, record, held_out)])
+                evaluation = None if held_out is None else (base if step == 0 else {}) | held_out.metrics()
+                faults += filter(None, [_logged_fault(run, record, evaluation)])
 
         replay = replayer.replay(step, after=compare)
         if replay.divergence:
@@ -241,8 +244,11 @@ def _same_evaluation(run: _Run) -> bool:
     return same_end and all(e.get(key) == value for e in noted for key, value in wanted.items())
 
 
-def _logged_fault(run: _Run, record: StepRecord, held_out: HeldOut | None) -> str | None:
-    """The first field of the logs that is not the one of the step, done again."""
+def _logged_fault(run: _Run, record: StepRecord, evaluation: Mapping[str, float] | None) -> str | None:
+    """The first field of the logs that is not the one of the step, done again.
+
+    evaluation: the metrics of the step's evaluations; None where the run was not evaluated as it says.
+    """
     step, (P, G) = record.metrics["step"], record.rewards.shape
     if (logged := run.rollouts.get(step)) is not None:
         again = [rollout_line(record, p, g, G) for p in range(P) for g in range(G)]
@@ -251,11 +257,9 @@ def _logged_fault(run: _Run, record: StepRecord, held_out: HeldOut | None) -> st
                 place = f"prompt {now['prompt']}, sample {now['sample']}"
                 return f"{ROLLOUTS} has another {name} at {place}: {shown(was.get(name))}"
     if (line := run.metrics.get(step)) is not None:
-        metrics = record.metrics | (held_out.metrics() if held_out else {})
-        compared = [*_MEASURED, *([] if held_out else [ACCURACY])]
-        name = _different(
-            line, finite(metrics | record.notes), lambda name: not name.startswith(tuple(compared))
-        )
+        metrics = record.metrics | (evaluation or {})
+        left_out = _MEASURED if evaluation is not None else (*_MEASURED, "eval/")
+        name = _different(line, finite(metrics | record.notes), lambda name: not name.startswith(left_out))
         if name:
             return f"{METRICS} has {name} = {shown(line.get(name))}, the step has {shown(metrics.get(name))}"
     return None

@@ -6,9 +6,8 @@ from ..rollout.types import GenerationParams, RngKey
 from ..tasks import problems_of
 from ..tasks.base import Task
 from ..train.state import TrainState
+from .accuracy import ACCURACY, BASE_ACCURACY
 from .setup import check_prompt_lengths
-
-ACCURACY = "eval/accuracy"
 
 
 class HeldOut:
@@ -24,12 +23,23 @@ class HeldOut:
         self._prompt_ids = state.tokenizer.encode_problems(self._problems, task.chat)
         check_prompt_lengths(self._prompt_ids, self._problems, config, state.policy.config)
 
+    def base_metrics(self) -> dict[str, float]:
+        """The accuracy of the policy that the run begins with; nothing where a step is done already.
+
+        It is a metric of step 0, the first line that a run writes.
+        """
+        return {BASE_ACCURACY: self._accuracy()} if self._problems and self._state.step == 0 else {}
+
     def metrics(self) -> dict[str, float]:
         """The accuracy of the current policy, where it is due after the steps done so far; else nothing."""
-        state, cfg = self._state, self._state.config
-        last = state.step == cfg.steps
-        if not self._problems or not (last or state.step % cfg.evaluation.every == 0):
+        done, cfg = self._state.step, self._state.config
+        if not self._problems or not (done == cfg.steps or done % cfg.evaluation.every == 0):
             return {}
+        return {ACCURACY: self._accuracy()}
+
+    def _accuracy(self) -> float:
+        """The mean reward of the current policy. Its random keys are of a stream that training never uses."""
+        state, cfg = self._state, self._state.config
         sampling_params = cfg.sampling.sampling_params._replace(temperature=cfg.evaluation.temperature)
         generation_params = GenerationParams(
             sampling_params, cfg.evaluation.num_generations, cfg.sampling.max_tokens, state.tokenizer.stop_ids
@@ -39,4 +49,4 @@ class HeldOut:
         result = evaluate(
             state.evaluator, state.tokenizer, problems, ids, state.reward, generation_params, rng_key
         )
-        return {ACCURACY: result.mean_reward}
+        return result.mean_reward

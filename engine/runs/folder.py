@@ -13,6 +13,7 @@ from ...verify.files import check_writable, naming, write_whole
 from ...verify.ledger import LEDGER
 from ...verify.reading import one_line
 from ..train.state import StepRecord
+from .accuracy import held_out_curve
 from .trackers import TRACKERS, Trackers
 
 METRICS, ROLLOUTS = "metrics.jsonl", "rollouts.jsonl"
@@ -214,8 +215,7 @@ def plot_reward(metrics: list[dict[str, float]], path: Path) -> None:
         2, 1, sharex=True, figsize=(7, 5), height_ratios=[3, 1], layout="constrained"
     )
     above.plot(steps, [m["reward/mean"] for m in metrics], label="training reward")
-    evaluations = [(m["step"], m["eval/accuracy"]) for m in metrics if "eval/accuracy" in m]
-    if evaluations:
+    if evaluations := held_out_curve(metrics):
         above.plot(*zip(*evaluations, strict=True), "o-", label="held-out accuracy")
     above.set_ylabel("reward")
     above.set_ylim(bottom=min(0.0, *(m["reward/mean"] for m in metrics)))

@@ -11,6 +11,7 @@ from ...verify.ledger import LEDGER, LedgerFile, read_ledger
 from ...verify.reading import parse_json
 from ..config import Config
 from ..config_file import load_config
+from .accuracy import ACCURACY, BASE_ACCURACY, held_out_curve
 from .folder import METRICS, ROLLOUTS
 
 CONFIG, SUMMARY = "config.toml", "summary.json"
@@ -33,6 +34,13 @@ class LoadedRun:
     def steps(self) -> int:
         """The number of steps that are done."""
         return len(self.metrics["step"])
+
+    @property
+    def held_out(self) -> list[tuple[int, float]]:
+        """(steps done, held-out accuracy) of every evaluation. 0 steps: the model that the run began with."""
+        names = [name for name in ("step", BASE_ACCURACY, ACCURACY) if name in self.metrics]
+        columns = [self.metrics[name] for name in names]
+        return held_out_curve(dict(zip(names, line, strict=True)) for line in zip(*columns, strict=True))
 
     @property
     def ledger(self) -> LedgerFile:

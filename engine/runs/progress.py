@@ -95,24 +95,36 @@ class Display:
         self._times: deque[tuple[float, int]] = deque([(self._began_s, completed)], _RECENT_STEPS + 1)
         self._groups: tuple[Sequence[Field], ...] = ()
         self._curve, self._values = curve[0], list(curve[1])
+        # A result, and the number of steps that were done when it was measured.
+        self._result, self._result_of, self._result_printed_s = "", 0, -float("inf")
         self._notice, self._has_printed = "", False
         self._live: Live | None = None
 
     def step(
-        self, *groups: Sequence[Field], value: float | None = None, completed: int | None = None
+        self,
+        *groups: Sequence[Field],
+        value: float | None = None,
+        completed: int | None = None,
+        result: str = "",
     ) -> None:
         """Show that a step is completed. groups: fields that say how it went; each group begins a line.
 
-        value: the curve's. completed: of the total, by default one more than before.
+        value: the curve's. completed: of the total, by default one more than before. result: what only some
+        steps measure, such as an evaluation. A plain line has it where its own step measured it, and such
+        steps have lines of their own. A terminal keeps it, with the number of its step, until the next one.
         """
         self._completed = self._completed + 1 if completed is None else completed
         self._times.append((self._clock(), self._completed))
         self._groups = groups
         if value is not None:
             self._values.append(value)
-        if self._live is None and self._is_due():
+        if result:
+            self._result, self._result_of = result, self._completed
+        if self._live is None and self._is_due(bool(result)):
             self._has_printed, self._printed_s = True, self._clock()
-            console.print("\n  ".join(self._plain()))
+            if result:
+                self._result_printed_s = self._printed_s
+            console.print("\n  ".join(self._plain(result)))
 
     def announce(self, notice: str) -> None:
         """Show a notice below the display from now on, on a terminal. A signal handler may call this."""
@@ -134,19 +146,23 @@ class Display:
             self._notice = ""
             self._live.stop()
 
-    def _is_due(self) -> bool:
-        """Whether it is time for a plain line. The first and the last step always have one."""
+    def _is_due(self, has_result: bool) -> bool:
+        """Whether it is time for a plain line. The first and the last step always have one.
+
+        A step with a result waits for no line but the last one that had a result.
+        """
         elapsed_s = self._clock() - self._began_s
         wait_s = min(max(_LINE_EVERY_S, _LINE_SHARE * elapsed_s), _LINE_AT_LEAST_EVERY_S)
-        is_late = self._clock() - self._printed_s >= wait_s
+        printed_s = self._result_printed_s if has_result else self._printed_s
+        is_late = self._clock() - printed_s >= wait_s
         return is_late or not self._has_printed or self._completed == self._total
 
-    def _plain(self) -> Iterator[str]:
+    def _plain(self, result: str) -> Iterator[str]:
         value = [f"{self._curve} {self._values[-1]:.3f}"] if self._values else []
         first, *others = self._groups or ([],)
         time_left = f", {left} left" if (left := self._time_left()) else ""
         count = f"{self._title} {self._completed}/{self._total}{time_left}"
-        yield "  ".join([count, *value, *map(str, first)])
+        yield "  ".join([count, *value, *map(str, first), *([result] if result else [])])
         yield from ("  ".join(map(str, group)) for group in others if group)
 
     def _time_left(self) -> str:
@@ -167,15 +183,17 @@ class Display:
 
     def _all_groups(self, width: int) -> list[Sequence[Field]]:
         """The groups, with the curve before them: its first value, the blocks and its last value."""
-        values = self._values
+        values, (first, *others) = self._values, self._groups or ([],)
+        if self._result:
+            age = "" if self._result_of == self._completed else f" (step {self._result_of})"
+            first = [*first, f"{self._result}{age}"]
         if not values:
-            return list(self._groups)
+            return [first, *others]
         blocks = "" if console.options.ascii_only else sparkline(values, min(24, width // 4))
         curve = console.text(f"{self._curve} ", "bold")
         if blocks:
             curve = curve + Text(f"{values[0]:.3f} ") + Text(blocks, "cyan") + Text(" ")
         curve = curve + Text(f"{values[-1]:.3f}", "bold")
-        first, *others = self._groups or ([],)
         return [[curve, *first], *others]
 
     def _bar(self, width: int) -> RenderableType:

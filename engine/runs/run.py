@@ -27,9 +27,10 @@ from ..train.monitor import MismatchError
 from ..train.recorder import Recorder
 from ..train.state import StepRecord, TrainState
 from ..train.step import train_step
+from .accuracy import ACCURACY, BASE_ACCURACY
 from .base_model import base_model
 from .checkpoints import restore, save_checkpoint
-from .evaluation import ACCURACY, HeldOut
+from .evaluation import HeldOut
 from .folder import NoFolder, RunFolder, plot_reward, refuse_taken
 from .head import flat_settings, run_head
 from .interrupt import FirstInterrupt, StoppedError
@@ -145,21 +146,26 @@ def _take_steps(
     summary: dict[str, str] = {}
     history = resumption.history if resumption else []
     rewards = [m["reward/mean"] for m in history]
-    held_out_accuracy = next((m[ACCURACY] for m in reversed(history) if ACCURACY in m), None)
-    display = Display(config.steps, "train", state.step, ("reward", rewards))
-    # Ranks end at different moments of a step, and torchrun ends those that are left: nothing can be saved.
-    interrupt = FirstInterrupt(lambda: display.announce(_STOPPING), wanted=state.ranks.size == 1)
     try:
+        first_evaluation = _evaluate_base(held_out)
+        display = Display(config.steps, "train", state.step, ("reward", rewards))
+        # Ranks end at different moments of a step, and torchrun ends those that are left: nothing can be
+        # saved.
+        interrupt = FirstInterrupt(lambda: display.announce(_STOPPING), wanted=state.ranks.size == 1)
         with display, interrupt:
             for _ in range(state.step, config.steps):
                 with profiled(state, profile, path):
                     record = _guarded_step(state, path)
-                evaluation, last = held_out.metrics(), state.step == config.steps
+                evaluation, last = first_evaluation | held_out.metrics(), state.step == config.steps
+                first_evaluation = {}
                 folder.record(record, evaluation)
                 history.append(record.metrics | evaluation)
-                held_out_accuracy = evaluation.get(ACCURACY, held_out_accuracy)
-                fields = _fields(record.metrics, held_out_accuracy)
-                display.step(*fields, value=record.metrics["reward/mean"], completed=state.step)
+                display.step(
+                    *_fields(record.metrics),
+                    value=record.metrics["reward/mean"],
+                    completed=state.step,
+                    result=f"held-out {evaluation[ACCURACY]:.3f}" if ACCURACY in evaluation else "",
+                )
                 _report_overflow(state, record)
                 stops = interrupt.seen and not last
                 if last or stops or (config.checkpoint.every and state.step % config.checkpoint.every == 0):
@@ -177,6 +183,14 @@ def _take_steps(
     finally:
         folder.close(summary)
     return history
+
+
+def _evaluate_base(held_out: HeldOut) -> dict[str, float]:
+    """Evaluate the model that a run begins with, and print how good it is. Returns metrics of step 0."""
+    metrics = held_out.base_metrics()
+    if metrics:
+        console.print(f"held-out accuracy {metrics[BASE_ACCURACY]:.3f} before the first step")
+    return metrics
 
 
 def _save_checkpoint(state: TrainState, path: Path, model: Path, logs: dict[str, str]) -> None:
@@ -272,8 +286,8 @@ def _save_mismatch(state: TrainState, error: MismatchError, target: Path) -> Non
     )
 
 
-def _fields(metrics: dict[str, float], held_out: float | None) -> list[list[Field]]:
-    """What the display shows of a step. held_out: the last accuracy that was measured."""
+def _fields(metrics: dict[str, float]) -> list[list[Field]]:
+    """What the display shows of every step."""
     m = metrics
     equal = m["mismatch/frac_equal"]
     mismatch = f"mismatch {m['mismatch/max_abs']:.3g} (equal {equal:.4f})"
@@ -284,8 +298,6 @@ def _fields(metrics: dict[str, float], held_out: float | None) -> list[list[Fiel
         f"{m['time/sample_s'] + m['time/train_s']:.2f} s",
         f"{m['perf/tokens_per_s']:,.0f} tokens/s",
     ]
-    if held_out is not None:
-        fields.append(f"held-out {held_out:.3f}")
     return [fields, _other_metrics(m, "mismatch"), _other_metrics(m, "staleness")]
 
 

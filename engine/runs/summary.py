@@ -8,6 +8,7 @@ from typing import Any
 
 from ...verify.files import write_whole
 from ...verify.reading import read_json, shown
+from .accuracy import ACCURACY
 
 SUMMARY = "summary.json"
 
@@ -34,7 +35,7 @@ def summarise(
 ) -> Summary:
     """The summary of a finished run. history: the metrics of all its steps."""
     last_rewards = [m["reward/mean"] for m in history[-5:]]
-    evaluations = [m["eval/accuracy"] for m in history if "eval/accuracy" in m]
+    evaluations = [m[ACCURACY] for m in history if ACCURACY in m]
     return Summary(
         fingerprint=fingerprint,
         weights=weights,

@@ -74,7 +74,8 @@ def comparison(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_the_first_screen_says_what_a_person_wants_to_know(open_page, page, size):
     driver = open_page(page, size)
     overview = text_of(driver, "#overview")
-    for words in ("0.200", "0.550", "0.0", "all 128 tokens equal to the bit", "answer 0", "zerokl train"):
+    first = ("0.200", "0.550", "0.0", "all 128 tokens equal to the bit", "4 steps, 1.50 s each")
+    for words in (*first, "0.250", "before the first step", "answer 0", "The same prompts", "zerokl train"):
         assert words in overview, words
     if size == WIDE:
         last = driver.find_element(By.CSS_SELECTOR, "#overview .grid > :last-child")
@@ -274,11 +275,11 @@ def test_the_live_page_follows_a_run(open_page, tmp_path):
 
 @pytest.fixture(scope="module")
 def ablation(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The page of an ablation of two factors and two seeds, in which one factor changes the mismatch."""
+    """The page of an ablation of two factors and three seeds, in which one factor changes the mismatch."""
     folder, combinations = tmp_path_factory.mktemp("ablation"), []
     for lr, loss in ((1, "pg"), (1, "gspo"), (2, "pg"), (2, "gspo")):
         cells = folder / "cells" / f"lr={lr},loss={loss}"
-        runs = [made_run(cells / f"seed-{s}", k3=0.1 * lr, settings={"exact": False}) for s in (0, 1)]
+        runs = [made_run(cells / f"seed-{s}", k3=0.1 * lr, settings={"exact": False}) for s in (0, 1, 2)]
         combinations.append(
             {"settings": {"lr": str(lr), "loss": loss}, "runs": [{"run": str(run)} for run in runs]}
         )

@@ -17,6 +17,7 @@ from zerokl.cli import main
 from zerokl.engine.commands import ablation_cells as cells_module
 from zerokl.engine.commands.ablate import ablate, read_grid
 from zerokl.engine.commands.ablation_cells import CellRun
+from zerokl.engine.commands.ablation_effects import LEAST_SEEDS
 from zerokl.engine.commands.ablation_report import collapse_step, spread
 from zerokl.engine.config_file import to_toml
 from zerokl.engine.runs.run import train
@@ -72,6 +73,19 @@ def test_the_sanity_test_is_a_valid_grid():
     assert len({to_toml(c.config) for c in cells}) == len(cells)
 
 
+def test_the_precision_recipe_has_what_its_question_needs():
+    """An exact control, a correction axis, three seeds, and the held-out accuracy."""
+    cells = read_grid(Path(zerokl.__file__).parent / "benchmarks" / "precision.toml")
+    settings = [cell.settings for cell in cells]
+    assert {c.config.exact for c in cells if c.settings["sampler"] == "exact"} == {True}
+    assert {c.config.loss.resolve().correction for c in cells if c.settings["correction"] == "none"} == {
+        "none"
+    }
+    assert all(settings.count(s) >= LEAST_SEEDS for s in settings)
+    assert all(c.config.evaluation.every for c in cells)
+    assert len({to_toml(c.config) for c in cells}) == len(cells)
+
+
 @pytest.mark.full
 def test_cells_are_ordinary_runs_and_the_report_sums_them_up(grid, tmp_path, read_jsonl, capsys):
     path = grid(
@@ -109,7 +123,7 @@ def test_cells_are_ordinary_runs_and_the_report_sums_them_up(grid, tmp_path, rea
         mean = pytest.approx(sum(last_rewards) / 2)
         assert c["reward_last"] == {"mean": mean, "min": min(last_rewards), "max": max(last_rewards)}
         assert [p["step"] for p in c["by_step"]["reward/mean"]] == [0, 1, 2]
-        assert [p["step"] for p in c["by_step"]["eval/accuracy"]] == [1, 2]
+        assert [p["step"] for p in c["by_step"]["eval/accuracy"]] == [0, 2, 3]
     for name in ("reward", "eval-accuracy", "mismatch-k3", "entropy", "grad_norm"):
         assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 

@@ -1,5 +1,7 @@
 """What `zerokl ablate` shows: the grid at 80 columns, its lines without a terminal, and what differs."""
 
+import io
+import itertools
 import json
 import math
 from pathlib import Path
@@ -7,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.cells import cell_len
 from zerokl.engine.commands.ablation_cells import CellRun, State
 from zerokl.engine.commands.ablation_display import (
     SIGNS,
@@ -16,10 +19,18 @@ from zerokl.engine.commands.ablation_display import (
     seconds_left,
     shortened,
 )
-from zerokl.engine.commands.ablation_effects import COMPARED, effect_line, effect_lines, effects, verdict
+from zerokl.engine.commands.ablation_effects import (
+    COMPARED,
+    chance_in,
+    effect_line,
+    effect_lines,
+    effects,
+    verdict,
+)
 from zerokl.engine.commands.ablation_grid import Cell
-from zerokl.engine.commands.ablation_report import spread
+from zerokl.engine.commands.ablation_report import FIGURES, result_table, spread
 from zerokl.engine.config import Config
+from zerokl.engine.runs.terminal import Printer
 
 from tests.helpers import property_settings
 
@@ -126,10 +137,10 @@ def combination(settings: dict[str, str], rewards: list[float]) -> dict:
 def test_a_difference_exceeds_the_seeds_spread_where_the_ranges_do_not_overlap():
     found = effects(
         [
-            combination({"dtype": "a", "loss": "x"}, [0.1, 0.2]),
-            combination({"dtype": "a", "loss": "y"}, [0.1, 0.4]),
-            combination({"dtype": "b", "loss": "x"}, [0.3, 0.5]),
-            combination({"dtype": "b", "loss": "y"}, [0.5, 0.7]),
+            combination({"dtype": "a", "loss": "x"}, [0.1, 0.15, 0.2]),
+            combination({"dtype": "a", "loss": "y"}, [0.1, 0.25, 0.4]),
+            combination({"dtype": "b", "loss": "x"}, [0.3, 0.4, 0.5]),
+            combination({"dtype": "b", "loss": "y"}, [0.5, 0.6, 0.7]),
         ]
     )
     by_factor = {e["factor"]: e for e in found}
@@ -138,25 +149,57 @@ def test_a_difference_exceeds_the_seeds_spread_where_the_ranges_do_not_overlap()
     assert (dtype["higher"], dtype["lower"], dtype["places"]) == (2, 0, 2)
     assert dtype["difference"] == pytest.approx((0.25 + 0.35) / 2)
     assert verdict(dtype) == "exceeds"
-    assert "b against a, reward of the last 10 steps +0.3: exceeds the seeds' spread in all 2" in (
-        effect_line(dtype)
+    assert effect_line(dtype).endswith(
+        "b against a, reward of the last 10 steps +0.3: exceeds the seeds' spread in all 2 comparisons "
+        "(one comparison by chance: 1 in 10)"
     )
     assert (loss["higher"], loss["lower"], verdict(loss)) == (0, 0, "within"), "0.5 touches 0.5"
     assert effect_lines(found)[0] == effect_line(dtype)
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "answer"),
+    ("a", "b", "answer", "words"),
     [
-        ([0.1], [0.9], "unknown"),
-        ([0.1, math.nan], [0.9, 0.8], "unknown"),
-        ([0.5, 0.6], [0.1, 0.2], "exceeds"),
-        ([0.5, 0.6], [0.5, 0.6], "within"),
+        ([0.1], [0.9], "unknown", "1 seed is too few to tell"),
+        ([0.1, 0.2], [0.8, 0.9], "unknown", "2 seeds are too few to tell"),
+        ([0.1, 0.2, 0.3], [0.8, 0.9], "unknown", "2 seeds are too few to tell"),
+        ([0.1, 0.2, math.nan], [0.7, 0.8, 0.9], "unknown", "2 seeds are too few to tell"),
+        ([0.5, 0.6, 0.7], [0.1, 0.2, 0.3], "exceeds", "exceeds the seeds' spread (one comparison by chance:"),
+        ([0.5, 0.6, 0.7], [0.5, 0.6, 0.7], "within", "within the seeds' spread"),
     ],
 )
-def test_what_a_pair_of_values_shows(a, b, answer):
+def test_what_a_pair_of_values_shows(a, b, answer, words):
     (effect,) = effects([combination({"x": "1"}, a), combination({"x": "2"}, b)])
     assert verdict(effect) == answer
+    assert words in effect_line(effect)
+    assert (effect["higher"] + effect["lower"] > 0) == (answer == "exceeds")
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 4, 5])
+def test_the_chance_of_separate_ranges_is_that_of_all_orders(seeds):
+    """Of all ways to divide 2n different values among two sides, those in which the ranges are separate."""
+    ways = list(itertools.combinations(range(2 * seeds), seeds))
+    separate = [w for w in ways if w in (tuple(range(seeds)), tuple(range(seeds, 2 * seeds)))]
+    assert chance_in(seeds) == len(ways) / len(separate)
+
+
+def result(dtype: str, seeds: int) -> dict:
+    """A combination with all that the table shows."""
+    settings = {"dtype": dtype, "sampler": "amplified", "correction": "none"}
+    figures = {name: spread([0.123456 + 0.01 * seed for seed in range(seeds)]) for name in FIGURES}
+    return {"settings": settings, "seeds": list(range(seeds)), "collapsed": 1, "failed": 0} | figures
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_the_table_wraps_at_words_within_the_terminal(width):
+    """80 columns have the columns that say most; a wide terminal has all. No number is broken."""
+    console = Printer(width=width, file=io.StringIO(), soft_wrap=True)
+    console.print(result_table([result("float32", 3), result("bfloat16", 3)], console))
+    lines = console.file.getvalue().splitlines()
+    assert all(cell_len(line) <= width for line in lines)
+    words = console.file.getvalue().replace("┃", " ").replace("│", " ").split()
+    assert {"0.133", "bfloat16", "amplified", "held-out", "collapsed"} <= {word.strip(",") for word in words}
+    assert ("skipped" in words) == (width == 200)
 
 
 def test_opposite_directions_are_no_effect_of_the_factor():
@@ -164,10 +207,10 @@ def test_opposite_directions_are_no_effect_of_the_factor():
         e
         for e in effects(
             [
-                combination({"x": "1", "y": "1"}, [0.1, 0.2]),
-                combination({"x": "2", "y": "1"}, [0.8, 0.9]),
-                combination({"x": "1", "y": "2"}, [0.8, 0.9]),
-                combination({"x": "2", "y": "2"}, [0.1, 0.2]),
+                combination({"x": "1", "y": "1"}, [0.1, 0.15, 0.2]),
+                combination({"x": "2", "y": "1"}, [0.8, 0.85, 0.9]),
+                combination({"x": "1", "y": "2"}, [0.8, 0.85, 0.9]),
+                combination({"x": "2", "y": "2"}, [0.1, 0.15, 0.2]),
             ]
         )
         if e["factor"] == "x"

@@ -20,6 +20,7 @@ from tests.helpers import property_settings
 
 # Fields and metrics that only a replay can derive. Those that are measured cannot be derived at all.
 REPLAYED = {"weight_version", "loss", "entropy", "grad_norm", "lr", "eval/accuracy", "advantage"}
+REPLAYED |= {"eval/base_accuracy"}
 MEASURED = ("time/", "perf/")
 STEPS = 5
 
@@ -93,6 +94,21 @@ def _alterations(cut: Path, folder: Path, seed: int, replays: int) -> Iterator[t
 
 def test_a_run_that_nobody_altered_holds(run, cut):
     assert failed(verify_run(run, STEPS, 0, {})) == failed(verify_run(cut, STEPS, 0, {})) == []
+
+
+@pytest.mark.parametrize("value", [0.123, None])
+def test_a_replay_of_the_first_step_evaluates_the_base_model_again(cut, tmp_path, value):
+    path = tmp_path / "run"
+    shutil.copytree(cut, path)
+    first, *others = (path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    metrics = json.loads(first)
+    del metrics["eval/base_accuracy"]
+    metrics |= {} if value is None else {"eval/base_accuracy": value}
+    (path / "metrics.jsonl").write_text("".join([json.dumps(metrics) + "\n", *others]))
+    (line,) = [f for f in failed(verify_run(path, STEPS, 0, {})) if f.startswith("replay of step")]
+    assert line.startswith(
+        f"replay of step 0: metrics.jsonl has eval/base_accuracy = {value}, the step has 0."
+    )
 
 
 @pytest.mark.full

@@ -182,7 +182,7 @@ def test_eight_ranks_give_the_same_ledger(plain, alone, tmp_path):
 
 @pytest.mark.full
 def test_a_rank_that_dies_ends_the_job_and_another_number_goes_on(brief, tmp_path):
-    """Rank 0 is killed in the fourth step, after 9 rewards of each step before and 10 of an evaluation."""
+    """Rank 0 is killed in the fourth step, after 9 rewards of each step before and 10 of two evaluations."""
     path = tmp_path / "run"
     deadly = brief.model_copy(update={"task": brief.task.model_copy(update={"reward": "dies:letters"})})
     (tmp_path / "config.toml").write_text(to_toml(deadly))
@@ -190,7 +190,7 @@ def test_a_rank_that_dies_ends_the_job_and_another_number_goes_on(brief, tmp_pat
         "import os, signal\ncalls = []\n"
         "def letters(problem, completion):\n"
         "    calls.append(0)\n"
-        f"    if len(calls) > 9 * 3 + 10 and not os.path.exists({str(tmp_path / 'again')!r}):\n"
+        f"    if len(calls) > 9 * 3 + 20 and not os.path.exists({str(tmp_path / 'again')!r}):\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return sum(c.isalpha() for c in completion) / 8\n"
     )

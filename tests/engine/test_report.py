@@ -73,7 +73,56 @@ def test_the_figures_are_those_of_the_files(tmp_path):
     assert shown["ledger"]["fingerprint"] == json.loads((run / "summary.json").read_text())["fingerprint"]
     assert shown["ledger"]["damage"] == ""
     assert shown["pieces"]["3"] == "0"
-    assert {example["step"] for example in shown["examples"]} == {0, 5}
+    assert [done for done, _ in shown["held_out"]] == [0, 2, 4, 6]
+    assert [x for _, x in shown["held_out"]] == pytest.approx([0.25, 0.38, 0.54, 0.7])
+    assert (shown["figures"]["held_out_first"], shown["figures"]["held_out_last"]) == (0.25, 0.7)
+
+
+def test_seconds_a_step_are_those_of_the_steps(tmp_path):
+    """Not of the process, whose set-up, evaluations and checkpoints are in the summary's seconds."""
+    run = made_run(tmp_path / "run", steps=6)
+    figures = payload_of(run)["runs"][0]["figures"]
+    assert (figures["step_s"], figures["seconds"]) == (1.5, 12.5)
+
+
+def test_the_examples_are_the_same_prompts_early_and_late(tmp_path):
+    shown = payload_of(made_run(tmp_path / "run", steps=6))["runs"][0]["examples"]
+    assert shown["same_prompts"]
+    # Steps 0 to 5 draw the problems 0 1, 2 0, 1 2, 0 1, 2 0, 1 2. The pair nearest to both ends comes first.
+    steps = [(e["prompt_text"], *(w["step"] for w in e["written"])) for e in shown["prompts"]]
+    assert steps == [("1+1=", 0, 5), ("0+0=", 0, 4), ("2+2=", 1, 5)]
+    early, late = shown["prompts"][0]["written"]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    for written, prompt in ((early, 1), (late, 0)):
+        group = [r for r in lines if (r["step"], r["prompt"]) == (written["step"], prompt)]
+        assert (written["text"], written["reward"]) == (group[0]["text"], group[0]["reward"])
+        assert (written["n"], written["mean"]) == (4, sum(r["reward"] for r in group) / 4)
+
+
+@pytest.mark.parametrize(("steps", "shown_steps"), [(1, [0, 0]), (4, [0, 0, 3, 3])])
+def test_where_no_prompt_occurs_again_the_page_says_so(tmp_path, steps, shown_steps):
+    shown = payload_of(made_run(tmp_path / "run", steps=steps, problems=99))["runs"][0]["examples"]
+    assert not shown["same_prompts"]
+    assert [w["step"] for e in shown["prompts"] for w in e["written"]] == shown_steps
+    assert len({e["prompt_text"] for e in shown["prompts"]}) == len(shown_steps)
+
+
+def test_the_examples_begin_anew_with_a_log_that_was_cut_back(tmp_path):
+    run = made_run(tmp_path / "run", steps=6)
+    log = RolloutLog(run / "rollouts.jsonl")
+    log.read()
+    lines = (run / "rollouts.jsonl").read_text().splitlines(keepends=True)
+    (run / "rollouts.jsonl").write_text("".join(lines[: 2 * 8]))
+    log.read()
+    (example,) = log.history.examples()["prompts"]
+    assert [w["step"] for w in example["written"]] == [0, 1]
+    assert example["written"][0]["n"] == 4
+
+
+def test_counts_are_not_smoothed():
+    counts = {"groups", "completions", "updates", "0 or 1"}
+    assert {chart.unit for chart in CHARTS} >= counts
+    assert not [chart.metric for chart in CHARTS if chart.smooth and chart.unit in counts]
 
 
 def test_a_damaged_ledger_is_shown(tmp_path):
@@ -140,10 +189,10 @@ def test_the_page_of_an_ablation_has_its_factors_and_effects(tmp_path):
             tmp_path / "cells" / f"lr={lr}" / f"seed-{seed}", k3=0.1 * lr, settings={"exact": False}
         )
         for lr in (1, 2)
-        for seed in (0, 1)
+        for seed in (0, 1, 2)
     }
     combinations = [
-        {"settings": {"lr": str(lr), "same": "x"}, "runs": [{"run": str(runs[lr, s])} for s in (0, 1)]}
+        {"settings": {"lr": str(lr), "same": "x"}, "runs": [{"run": str(runs[lr, s])} for s in (0, 1, 2)]}
         for lr in (1, 2)
     ]
     (tmp_path / "ablation.json").write_text(json.dumps({"combinations": combinations}))

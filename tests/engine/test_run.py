@@ -9,6 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from zerokl.engine.config_file import load_config
 from zerokl.engine.loss.presets import PRESETS
+from zerokl.engine.policy import load_policy
+from zerokl.engine.runs.loaded import load_run
 from zerokl.engine.runs.run import train
 from zerokl.engine.runs.setup import settled
 from zerokl.engine.tasks import load_task
@@ -88,7 +90,21 @@ def test_metrics_have_one_object_a_step_with_every_key(run, read_jsonl):
         assert 0 < m["entropy"] <= math.log(64)
         assert m["time/sample_s"] > 0 < m["time/train_s"]
     assert [m["step"] for m in lines if "eval/accuracy" in m] == [1, 3]
+    assert [m["step"] for m in lines if "eval/base_accuracy" in m] == [0]
     assert len({m["loss"] for m in lines}) > 1 < len({m["grad_norm"] for m in lines})
+
+
+def test_the_held_out_curve_begins_at_the_base_model(run, four_steps):
+    """Each point is what the weights give by themselves: the base model's, and those of the checkpoints."""
+    path, cfg = run[0], four_steps
+    folders = {0: cfg.model, 2: path / "checkpoints/step-000002", 4: path / "checkpoints/step-000004"}
+
+    def accuracy(folder):
+        return load_policy(str(folder)).evaluate(cfg.task, max_tokens=cfg.sampling.max_tokens).mean_reward
+
+    curve = load_run(path).held_out
+    assert curve == [(done, accuracy(folder)) for done, folder in folders.items()]
+    assert len({x for _, x in curve}) > 1
 
 
 def test_metrics_sum_up_the_rollouts(run, read_jsonl):

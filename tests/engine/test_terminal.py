@@ -38,7 +38,14 @@ METRICS = {
     "time/train_s": 1.06,
     "perf/tokens_per_s": 12345.0,
 }
-NEEDED = ("7/60", "1:46 left", "0.550", "mismatch 0 (equal 1.0000)", "12,345 tokens/s", "held-out 0.500")
+NEEDED = (
+    "7/60",
+    "1:46 left",
+    "0.550",
+    "mismatch 0 (equal 1.0000)",
+    "12,345 tokens/s",
+    "held-out 0.500 (step 3)",
+)
 
 
 class Clock:
@@ -80,7 +87,8 @@ def seven_steps(printer: Printer) -> list[str]:
     with Display(60, "train", curve=("reward", ()), clock=clock) as display:
         for step in range(7):
             clock.now_s += 2.0
-            display.step(*_fields(METRICS, 0.5), value=0.25 + 0.05 * step)
+            result = {2: "held-out 0.500"}.get(step, "")
+            display.step(*_fields(METRICS), value=0.25 + 0.05 * step, result=result)
     return last_picture(printer)
 
 
@@ -121,7 +129,7 @@ def test_a_mismatch_is_red(terminal):
     printer = terminal(80)
     metrics = METRICS | {"mismatch/max_abs": 0.25, "mismatch/frac_equal": 0.5, "mismatch/k1": 0.125}
     with Display(2, "train") as display:
-        display.step(*_fields(metrics, None))
+        display.step(*_fields(metrics))
     assert "\x1b[1;31mmismatch 0.25 (equal 0.5000)" in written(printer)
     assert last_picture(printer)[-1] == "mismatch:  k1 0.125"
 
@@ -142,7 +150,7 @@ def plain_lines(capsys, steps: int, step_s: float) -> list[str]:
     with Display(steps, "train", curve=("reward", ()), clock=clock) as display:
         for _ in range(steps):
             clock.now_s += step_s
-            display.step(*_fields(METRICS, None), value=0.5)
+            display.step(*_fields(METRICS), value=0.5)
     return capsys.readouterr().out.splitlines()
 
 
@@ -164,6 +172,21 @@ def test_a_log_has_lines_at_a_rate_that_a_person_can_read(capsys, steps, step_s,
         f"train {steps}/{steps}  reward 0.500  entropy 1.235  grad 12.5  mismatch 0 ("
     )
     assert not any(c in "".join(lines) for c in "\x1b━▁█")
+
+
+def test_a_line_has_a_result_of_its_own_step_only(capsys):
+    """A step with a result has a line, however fast the steps are; no later line repeats it."""
+    clock = Clock()
+    with Display(200, "train", curve=("reward", ()), clock=clock) as display:
+        for step in range(1, 201):
+            clock.now_s += 0.11
+            display.step([], value=0.5, result=f"held-out 0.{step}" if step % 50 == 0 else "")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 20
+    found = [
+        (line.split(", ")[0].split("  ")[0], line.split("held-out ")[1]) for line in lines if "held" in line
+    ]
+    assert found == [(f"train {step}/200", f"0.{step}") for step in (50, 100, 150, 200)]
 
 
 def test_the_time_left_is_that_of_the_recent_steps(capsys):

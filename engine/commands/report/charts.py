@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from ...runs.accuracy import ACCURACY
+
 
 @dataclass(frozen=True)
 class Chart:
@@ -15,7 +17,7 @@ class Chart:
     healthy: str
     red_flag: str
     absent: str = ""  # why a run may lack the metric; such a chart is named where it is missing
-    smooth: bool = True  # whether the page may smooth the line
+    smooth: bool = True  # whether the page may smooth the line; a count is drawn as it is
     zero: bool = False  # whether the axis begins at 0
 
 
@@ -34,13 +36,14 @@ CHARTS = (
     ),
     Chart(
         LEARNING,
-        "eval/accuracy",
+        ACCURACY,
         "Held-out accuracy",
         "",
-        "Mean reward on problems that are not trained on.",
+        "Mean reward on problems that are not trained on, by steps done. At 0: the model that the run began "
+        "with.",
         "It rises with the reward.",
         "It falls while the reward rises: the training set is learnt by heart.",
-        absent="evaluation.every is 0, or the first evaluation is not done",
+        absent="evaluation.every is 0, or the task has no held-out problems",
         smooth=False,
         zero=True,
     ),
@@ -91,6 +94,7 @@ CHARTS = (
         "Groups whose completions all have the same reward. They give no gradient.",
         "It stays well below the number of prompts of a step.",
         "It is near that number: the problems are too easy or too hard.",
+        smooth=False,
         zero=True,
     ),
     Chart(
@@ -101,6 +105,7 @@ CHARTS = (
         "Completions that reached sampling.max_tokens without a stop token.",
         "It is near 0.",
         "It is most of them: raise sampling.max_tokens.",
+        smooth=False,
         zero=True,
     ),
     Chart(

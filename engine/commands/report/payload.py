@@ -12,19 +12,17 @@ from ....verify.divergence import compare_runs
 from ....verify.ledger import LedgerFile
 from ....verify.reading import read_json
 from ...config import Config
+from ...runs.accuracy import ACCURACY
 from ...runs.checkpoints import checkpoint_folders
 from ...runs.folder import FAILED, ROLLOUTS
 from ...runs.head import flat_settings, is_free
 from ...runs.loaded import LoadedRun, load_run
 from ...tasks.tokenizer import Tokenizer
-from ..ablation_effects import COMPARED, effects, rank, verdict
+from ..ablation_effects import COMPARED, LEAST_SEEDS, effects, rank, verdict
 from ..ablation_report import cell_result, collapse_step, summarise
 from ..diff import first_rollout
 from .charts import ALSO, CHARTS, STATIONS
 from .rollouts import RolloutLog
-
-# Completions that are shown of the first and of the last step: the first sample of as many prompts.
-EXAMPLES = 6
 
 
 class Source:
@@ -63,7 +61,7 @@ class Source:
         metrics = {
             name: [_number(x) for x in run.metrics[name]]
             for name in (*ALSO, *(chart.metric for chart in CHARTS), *(station[0] for station in STATIONS))
-            if name in run.metrics
+            if name in run.metrics and name != ACCURACY
         }
         return {
             "name": self.label,
@@ -77,8 +75,9 @@ class Source:
             "figures": _figures(run),
             "facts": _facts(run),
             "metrics": metrics,
+            "held_out": [(done, _number(x)) for done, x in run.held_out],
             "ledger": _ledger_facts(self.ledger, run),
-            "examples": _examples(run),
+            "examples": self.log.history.examples(),
             "commands": _commands(run, self.ledger),
             "pieces": self.pieces(),
             "rollouts": {
@@ -102,6 +101,7 @@ def payload(sources: Sequence[Source], title: str) -> dict[str, Any]:
         "comparisons": [_comparison(sources[0], source) for source in sources[1:]],
         "factors": factors,
         "effects": _effects(sources) if factors else [],
+        "least_seeds": LEAST_SEEDS,
     }
 
 
@@ -156,8 +156,12 @@ def _finite(run: LoadedRun, name: str) -> list[float]:
 
 
 def _figures(run: LoadedRun) -> dict[str, Any]:
-    """The figures at the top of the page."""
-    rewards, held_out = _finite(run, "reward/mean"), _finite(run, "eval/accuracy")
+    """The figures at the top of the page.
+
+    seconds: of the whole process where it has ended. step_s: of a step, without set-up, evaluations and
+    checkpoints.
+    """
+    rewards, held_out = _finite(run, "reward/mean"), [x for _, x in run.held_out]
     tokens, equal = run.metrics.get("tokens", []), run.metrics.get("mismatch/frac_equal", [])
     seconds = sum(_finite(run, "time/sample_s")) + sum(_finite(run, "time/train_s"))
     return {
@@ -172,6 +176,7 @@ def _figures(run: LoadedRun) -> dict[str, Any]:
         "k3": _number(sum(k3) / len(k3)) if (k3 := _finite(run, "mismatch/k3")) else None,
         "skipped": int(sum(_finite(run, "scaling/skipped"))),
         "tokens_per_s": sum(tokens) / seconds if seconds else None,
+        "step_s": seconds / run.steps if run.steps else None,
         "seconds": run.summary["seconds"] if run.summary else seconds,
     }
 
@@ -243,19 +248,6 @@ def _ledger_facts(ledger: LedgerFile | None, run: LoadedRun) -> dict[str, Any]:
         },
         "resumed": [entry["step"] for entry in ledger.resumed],
     }
-
-
-def _examples(run: LoadedRun) -> list[dict[str, Any]]:
-    """The first sample of the first prompts, in the first and in the last step that is done."""
-    if not run.steps:
-        return []
-    first, last = run.metrics["step"][0], run.metrics["step"][-1]
-    shown = []
-    for rollout in run.rollouts({first, last}):
-        if rollout["sample"] == 0 and rollout["prompt"] < EXAMPLES:
-            names = ("step", "prompt_text", "text", "reward", "finish")
-            shown.append({name: rollout[name] for name in names})
-    return shown
 
 
 def _commands(run: LoadedRun, ledger: LedgerFile | None) -> list[dict[str, str]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ....verify.reading import parse_json
+from .examples import PromptHistory
 
 BLOCK_ROWS = 1024
 # A report keeps this many rollouts at most, and reads this many bytes of the file at most.
@@ -42,6 +43,7 @@ class RolloutLog:
 
     def __init__(self, file: Path):
         self.file, self.blocks, self.ids = file, [], set()
+        self.history = PromptHistory()
         self.damage = ""  # why reading stopped before the end
         self._steps = _chosen_steps(file)
         self._offset, self._rows = 0, []
@@ -58,6 +60,7 @@ class RolloutLog:
             return
         if self.file.stat().st_size < self._offset:  # a resumed run has cut its files back
             self.blocks, self._rows, self._offset = [], [], 0
+            self.history = PromptHistory()
         with open(self.file, "rb") as lines:
             lines.seek(self._offset)
             for line in lines:
@@ -79,6 +82,7 @@ class RolloutLog:
             self.damage = f"{self.file} has a line that is no rollout ({type(error).__name__}: {error})"
             return
         self.ids.update(row["completion_ids"])
+        self.history.add(row)
         self._rows.append(row)
         if len(self._rows) == BLOCK_ROWS:
             self.blocks.append(_block(self._rows))

@@ -25,6 +25,21 @@ function positions(run, x) {
   });
 }
 
+const HELD_OUT = "eval/accuracy";
+
+// The points of a metric of a run. The held-out accuracy is of the weights after some steps, so its place is the
+// number of steps done: 0 is the model that the run began with.
+function points(run, metric, x) {
+  const at = positions(run, x);
+  if (metric === HELD_OUT) {
+    const place = (done) => (x === "step" ? done : done > 0 ? at[done - 1] : 0);
+    return { x: run.held_out.map(([done]) => place(done)), y: run.held_out.map(([, value]) => value) };
+  }
+  const values = run.metrics[metric] || [];
+  const kept = values.map((v, i) => i).filter((i) => isNumber(values[i]));
+  return { x: kept.map((i) => at[i]), y: kept.map((i) => values[i]) };
+}
+
 // An exponential mean whose beginning has no bias; gaps stay gaps.
 function smoothed(values, share) {
   let mean = 0, weight = 0;
@@ -39,14 +54,8 @@ function smoothed(values, share) {
 // Columns of one line: x, value, and for a group the least and the largest value as well.
 function columnsOf(line, metric, share) {
   const parts = line.runs
-    .map((run) => {
-      const x = positions(run, line.runs.length > 1 ? "step" : view.x);
-      const values = run.metrics[metric];
-      if (!values) return null;
-      const kept = values.map((v, i) => i).filter((i) => isNumber(values[i]));
-      return { x: kept.map((i) => x[i]), y: kept.map((i) => values[i]) };
-    })
-    .filter((part) => part && part.x.length);
+    .map((run) => points(run, metric, line.runs.length > 1 ? "step" : view.x))
+    .filter((part) => part.x.length);
   if (!parts.length) return null;
   if (parts.length === 1) return { x: parts[0].x, y: smoothed(parts[0].y, share), raw: parts[0].y };
   const at = new Map();
@@ -161,7 +170,7 @@ function chartCard(store, chart) {
     h("p", null, chart.what, " ", h("b", null, "Healthy: "), lower(chart.healthy), " ", h("b", null, "Red flag: "), lower(chart.red_flag)));
   const curves = () => lines(store.data)
     .filter((line) => !view.hidden.has(line.name))
-    .map((line) => ({ label: line.name, color: lineColor(line.color), smooth: chart.smooth, points: chart.metric === "eval/accuracy",
+    .map((line) => ({ label: line.name, color: lineColor(line.color), smooth: chart.smooth, points: chart.metric === HELD_OUT,
       columns: columnsOf(line, chart.metric, chart.smooth ? view.smooth : 0) }))
     .filter((curve) => curve.columns);
   const show = (index, data) => {
@@ -182,7 +191,7 @@ function chartCard(store, chart) {
 }
 const lower = (sentence) => sentence.charAt(0).toLowerCase() + sentence.slice(1);
 
-const has = (data, metric) => data.runs.some((run) => (run.metrics[metric] || []).some(isNumber));
+const has = (data, metric) => data.runs.some((run) => points(run, metric, "step").x.length > 0);
 
 function redrawCharts() {
   for (const chart of charts) if (chart.box.isConnected) chart.redraw();
@@ -207,7 +216,7 @@ function chartSections(store) {
   const controls = h("div.controls", null,
     h("label", null, "by", h("select", { onchange: (e) => { view.x = e.target.value; redrawCharts(); } },
       Object.entries(X_NAMES).map(([key, name]) => h("option", { value: key }, name)))),
-    h("label", null, "smooth", h("input", { type: "range", min: "0", max: "0.98", step: "0.02", value: String(view.smooth),
+    h("label", { title: "means and rates; a count is drawn as it is" }, "smooth", h("input", { type: "range", min: "0", max: "0.98", step: "0.02", value: String(view.smooth),
       oninput: (e) => { view.smooth = Number(e.target.value); redrawCharts(); } })),
     h("span.hint", null, "Drag over a chart to zoom, double-click to go back."));
   const names = [...new Set(store.data.charts.map((chart) => chart.section))];

@@ -20,7 +20,7 @@ function panels(data, factor) {
 
 function panelCurves(panel, chart) {
   return panel.lines
-    .map((line) => ({ label: line.name, color: lineColor(line.color), smooth: chart.smooth, points: chart.metric === "eval/accuracy",
+    .map((line) => ({ label: line.name, color: lineColor(line.color), smooth: chart.smooth, points: chart.metric === HELD_OUT,
       columns: columnsOf(line, chart.metric, chart.smooth ? view.smooth : 0) }))
     .filter((curve) => curve.columns);
 }
@@ -42,7 +42,7 @@ function panelCard(panel, chart, shared) {
 
 function effectsCard(effects) {
   const kinds = { exceeds: "span.pill.good", partly: "span.pill.warn", within: "span.hint", unknown: "span.hint" };
-  const names = { exceeds: "exceeds the seeds' spread", partly: "in some places", within: "within the seeds' spread", unknown: "one seed: no spread" };
+  const names = { exceeds: "exceeds the seeds' spread", partly: "in some places", within: "within the seeds' spread" };
   const columns = [
     ["factor", (e) => e.factor, (e) => h("td", null, h("code", null, visible(e.factor)))],
     ["values", (e) => `${e.second} ${e.first}`, (e) => h("td.wide", null, visible(`${e.second} against ${e.first}`))],
@@ -50,7 +50,7 @@ function effectsCard(effects) {
     ["difference", (e) => e.difference, (e) => h("td.num", null, `${e.difference > 0 ? "+" : ""}${exactly(e.difference)}`)],
     ["above", (e) => e.higher, (e) => h("td.num", null, `${e.higher} of ${e.places}`), "comparisons in which every seed of the first value lies above every seed of the second"],
     ["below", (e) => e.lower, (e) => h("td.num", null, `${e.lower} of ${e.places}`), "comparisons in which every seed of the first value lies below every seed of the second"],
-    ["verdict", (e) => Object.keys(kinds).indexOf(e.verdict), (e) => h("td", null, h(kinds[e.verdict], null, names[e.verdict]))],
+    ["verdict", (e) => Object.keys(kinds).indexOf(e.verdict), (e) => h("td", null, h(kinds[e.verdict], null, names[e.verdict] || tooFew(e.least_seeds)))],
   ];
   const body = h("tbody"), all = [...effects];
   let sorted = null;
@@ -67,7 +67,7 @@ function effectsCard(effects) {
   }, name)));
   show();
   return h("article.card", null, h("h3", null, "Which differences exceed the seeds' spread?"),
-    h("p.hint", null, "Two values of a factor are compared wherever all other settings are equal. The difference exceeds the seeds' spread where the ranges over the seeds do not overlap. With two seeds that happens by chance in one of three comparisons, with three in one of ten, with four in one of 35."),
+    h("p.hint", null, "Two values of a factor are compared wherever all other settings are equal. The difference exceeds the seeds' spread where the ranges over the seeds do not overlap. With two seeds that happens by chance in one of three comparisons, which is too often to tell; with three in one of ten, with four in one of 35."),
     h("div.scroll", { tabindex: "0", role: "region", "aria-label": "differences between the values of each factor" }, h("table", null, h("thead", null, h("tr", null, heads)), body)));
 }
 

@@ -32,10 +32,10 @@ function figures(run) {
     figure(collapsed ? "bad" : "", "Training reward", arrow(f.reward_first, f.reward_last),
       collapsed ? `it fell below 0.8 of its peak at step ${f.collapse_step}` : "first step → mean of the last five"),
     figure("", "Held-out accuracy", isNumber(f.held_out_last) ? arrow(f.held_out_first, f.held_out_last) : "–",
-      isNumber(f.held_out_last) ? (isNumber(f.held_out_first) ? "first evaluation → last" : "the last evaluation") : "no evaluation yet"),
+      isNumber(f.held_out_last) ? (isNumber(f.held_out_first) ? `${run.held_out[0][0] === 0 ? "before the first step" : "first evaluation"} → last evaluation` : "the last evaluation") : "no evaluation yet"),
     mismatchFigure(run),
     figure("", "Speed", [number(f.tokens_per_s), h("small", null, " tokens/s")],
-      [plural(run.steps, "step"), f.skipped ? `, ${plural(f.skipped, "update")} skipped` : "", `, ${number(f.seconds / Math.max(1, run.steps))} s each`]),
+      [plural(run.steps, "step"), f.skipped ? `, ${plural(f.skipped, "update")} skipped` : "", isNumber(f.step_s) ? `, ${number(f.step_s)} s each` : ""]),
   ];
 }
 
@@ -57,14 +57,14 @@ function learntCard(store, width) {
   const reading = h("span.reading");
   const several = lines(store.data).length > 1;
   const curves = () => lines(store.data).filter((line) => !view.hidden.has(line.name)).flatMap((line) => {
-    const reward = columnsOf(line, "reward/mean", view.smooth), heldOut = columnsOf(line, "eval/accuracy", 0);
+    const reward = columnsOf(line, "reward/mean", view.smooth), heldOut = columnsOf(line, HELD_OUT, 0);
     const color = lineColor(line.color);
     return [
       reward && { label: `${line.name} reward`, color, columns: reward, smooth: true },
       heldOut && { label: `${line.name} held-out`, color: several ? color : lineColor(1), columns: heldOut, points: true, dash: [7, 4] },
     ].filter(Boolean);
   });
-  const describe = () => `${inWords(store.data, "reward/mean", "Reward")}. ${has(store.data, "eval/accuracy") ? inWords(store.data, "eval/accuracy", "Held-out accuracy") : ""}`;
+  const describe = () => `${inWords(store.data, "reward/mean", "Reward")}. ${has(store.data, HELD_OUT) ? inWords(store.data, HELD_OUT, "Held-out accuracy") : ""}`;
   const show = (index, data) => {
     const list = curves();
     if (several || index === null || index === undefined || !list.length) { reading.textContent = ""; return; }
@@ -75,7 +75,7 @@ function learntCard(store, width) {
   queueMicrotask(() => draw(box, () => ({ curves: curves(), height: 250, zero: true, description: describe() }), show));
   const keys = several
     ? [h("li", null, "solid: training reward"), h("li", null, "dashed: held-out accuracy")]
-    : [h("li", null, swatch(lineColor(0)), "training reward"), has(store.data, "eval/accuracy") && h("li", null, swatch(lineColor(1)), "held-out accuracy, dashed")];
+    : [h("li", null, swatch(lineColor(0)), "training reward"), has(store.data, HELD_OUT) && h("li", null, swatch(lineColor(1)), "held-out accuracy, dashed")];
   return h(`article.card.chart.${width}`, null,
     h("div.head", null, h("h3", null, several ? "Who learnt?" : "Did it learn?"), reading), box, h("ul.key", null, keys));
 }
@@ -86,16 +86,20 @@ function score(reward) {
   return h(`span.score.${kind}`, { title: "reward" }, Number.isInteger(reward) ? reward.toFixed(1) : number(reward));
 }
 
+// A row for each prompt that occurs again: what was written early, and beside it what was written late.
 function writesCard(run, width) {
-  const steps = [...new Set(run.examples.map((e) => e.step))].sort((a, b) => a - b);
-  const list = (step) => h("div", null, h("h3", null, `step ${step}`),
-    h("ul", null, run.examples.filter((e) => e.step === step).map((e) => h("li", null,
-      h("span.said", null, h("span.prompt", null, visible(clip(e.prompt_text, 160))), h("b", null, visible(clip(e.text, 220))), e.finish === "length" ? h("span.prompt", null, " …") : null),
-      score(e.reward)))));
+  const { same_prompts: same, prompts } = run.examples;
+  const written = (prompt, w) => h("li", null,
+    h("span.said", null, h("span.prompt", null, visible(clip(prompt, 160))), h("b", null, visible(clip(w.text, 220))), w.finish === "length" ? h("span.prompt", null, " …") : null),
+    score(w.reward),
+    h("span.hint", null, `step ${w.step}`, w.n > 1 ? `, mean of ${w.n}: ${number(w.mean)}` : ""));
+  const note = same
+    ? "The same prompts early and late: the first completion of the step, its reward, and the mean of its group. "
+    : "No prompt occurs in two steps, so these are other prompts: the first ones of the first and of the last step. ";
   return h(`article.card.${width}`, null,
     h("div.head", null, h("h3", null, "What the model wrote")),
-    steps.length ? h("div.writes", null, steps.map(list)) : h("p.hint", null, "No rollouts yet."),
-    h("p.hint", null, "The first completion of each of the step's first prompts, with its reward. ", h("a", { href: "#rollouts" }, "All of them"), "."));
+    prompts.length ? h(same ? "ul.writes.pairs" : "ul.writes", null, prompts.map((e) => e.written.map((w) => written(e.prompt_text, w)))) : h("p.hint", null, "No rollouts yet."),
+    prompts.length > 0 && h("p.hint", null, note, h("a", { href: "#rollouts" }, "All completions"), "."));
 }
 const clip = (text, length) => (text.length > length ? `${text.slice(0, length)} …` : text);
 
@@ -142,6 +146,8 @@ function states(line) {
   return [...pills, collapsed ? h("span.pill.bad", null, many ? `${collapsed} collapsed` : "collapsed") : null];
 }
 
+const tooFew = (seeds) => `${plural(seeds, "seed")}: too few to tell`;
+
 // Runs, or groups of runs, as a table that sorts by each column.
 function runsCard(store) {
   const mean = (values) => { const kept = values.filter(isNumber); return kept.length ? kept.reduce((a, b) => a + b, 0) / kept.length : null; };
@@ -167,6 +173,8 @@ function runsCard(store) {
   const verdict = (line) => {
     if (line === best) return "the best mean";
     if (!rewards(line).length) return "–";
+    const seeds = Math.min(rewards(line).length, rewards(best).length);
+    if (seeds < store.data.least_seeds) return tooFew(seeds);
     return largest(rewards(line)) < least(rewards(best)) ? h("span.score.bad", null, "below it with every seed") : "within the seeds' spread of it";
   };
   const body = h("tbody");
