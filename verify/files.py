@@ -5,19 +5,24 @@ SHA-256 of every file of its folder, and a SHA-256 over itself.
 """
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
+import platform
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from .reading import read_json
 
 MANIFEST = "manifest.json"
+# The file of a folder's lock, and in it who holds it.
+LOCK = ".lock"
 _REMEDIES = {
     errno.ENOSPC: "make room on this disk",
     errno.ENOMEM: "memory ran out; take a smaller model, micro_batch or number of workers",
@@ -109,22 +114,42 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @contextmanager
 def hold_folder(folder: Path) -> Iterator[None]:
-    """Hold the lock of `folder` inside this context. All writers to the folder must use this lock.
+    """Hold the lock of `folder` inside this context, and make the folder where it does not exist.
 
-    Raises ValueError when another process holds the lock.
+    All writers to the folder must use this lock. It ends with the process, however the process ends. Folders
+    that were made for it and are still empty at the end are removed.
+
+    Raises ValueError, which names the holder, when another process holds the lock.
     """
-    fd = os.open(folder, os.O_RDONLY)
+    made = [p for p in (folder, *folder.parents) if not p.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / LOCK
+    lock = FileLock(file)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the lock ends with the process, however it ends
-        except BlockingIOError:
-            raise ValueError(
-                f"run: another process is still writing to {folder}; "
-                "end it first (ranks may outlive their torchrun)"
-            ) from None
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(
+            f"run: {folder} is being written to by {_holder(file)}; "
+            "end it first (ranks may outlive their torchrun)"
+        ) from None
+    try:
+        file.write_text(f"process {os.getpid()} of {platform.node()}, since {time.strftime('%F %T')}\n")
         yield
     finally:
-        os.close(fd)
+        # Removed while it is held: who waits for it sees that it locked a removed file, and tries again.
+        file.unlink(missing_ok=True)
+        lock.release()
+        for path in made:
+            with suppress(OSError):  # it is not empty
+                path.rmdir()
+
+
+def _holder(file: Path) -> str:
+    """Who holds a lock, as it has written down itself."""
+    try:
+        return file.read_text().strip() or "another process"
+    except OSError:
+        return "another process"
 
 
 def first_free(names: Iterable[Path]) -> Path:

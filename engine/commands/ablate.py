@@ -37,7 +37,6 @@ def ablate(grid: str | Path, out: str | Path, jobs: int = 1) -> dict[str, Any]:
     if jobs < 1:
         raise ValueError(f"ablate: jobs ({jobs}) must be at least 1")
     check_writable(out)
-    out.mkdir(parents=True, exist_ok=True)
     with hold_folder(out):
         runs = [CellRun(cell, out / "cells" / cell.folder) for cell in _with_models(cells, out)]
         for run in runs:

@@ -103,15 +103,9 @@ class _Log:
 class RunFolder:
     """The files of a run in the folder `path`."""
 
-    def __init__(self, path: Path, config_toml: str, steps_done: int | None = None):
-        """steps_done: of a run that goes on; None for a new run. `trackers` can be set later.
-
-        Raises ValueError for a new run in a folder that already holds one. No run is ever overwritten.
-        """
+    def __init__(self, path: Path, config_toml: str):
+        """`trackers` can be set later."""
         self.path = path
-        if steps_done is None:
-            refuse_taken(path)
-            path.mkdir(parents=True, exist_ok=True)
         (path / FAILED).unlink(missing_ok=True)
         write_whole(path / "config.toml", config_toml.encode())
         self._metrics = _Log(path / METRICS)
@@ -146,8 +140,6 @@ class RunFolder:
         for name in ("config.toml", LEDGER, METRICS, ROLLOUTS, TRACKERS):
             (self.path / name).unlink(missing_ok=True)
         shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
-        if not any(self.path.iterdir()):
-            self.path.rmdir()
 
     def close(self, summary: Mapping[str, Any]) -> None:
         """Close the files. summary: for the trackers; empty for a run that did not reach its end.

@@ -36,7 +36,7 @@ from .head import flat_settings, run_head
 from .interrupt import FirstInterrupt, StoppedError
 from .profile import check_profiled_step, profiled
 from .progress import Display, Field
-from .resume import Resumption, find_resumption
+from .resume import Resumption, find_resumption, run_config
 from .setup import make_state, settled
 from .summary import Summary, summarise, write_summary
 from .terminal import console
@@ -57,7 +57,7 @@ def train(config: Config, run_dir: str | Path, profile: int | None = None) -> Su
     written. Ctrl-C while it takes its steps raises StoppedError after the step, when there is a checkpoint; a
     second one raises KeyboardInterrupt at once.
     """
-    with _ranks(config) as ranks:
+    with _ranks(config) as ranks, _held(Path(run_dir), ranks):
         refuse_taken(Path(run_dir))
         return _run(config, Path(run_dir), None, ranks, profile)
 
@@ -74,16 +74,17 @@ def resume(
     Raises what `train` raises, and ValueError for a folder without a run, or a run whose data, weights or
     configuration were altered.
     """
-    resumption = find_resumption(Path(run_dir), overrides or {})
-    with _ranks(resumption.config) as ranks:
+    path, overrides = Path(run_dir), overrides or {}
+    with _ranks(run_config(path, overrides)) as ranks, _held(path, ranks):
+        resumption = find_resumption(path, overrides)
         for line in resumption.messages:
             console.print(line)
         if resumption.summary:
-            console.print(f"all {resumption.step} steps of {run_dir} are done; nothing was changed")
+            console.print(f"all {resumption.step} steps of {path} are done; nothing was changed")
             return resumption.summary
         start = f"from {resumption.checkpoint.folder}" if resumption.checkpoint else "the first"
         console.print(f"going on at step {resumption.step} of {resumption.config.steps}, {start}")
-        return _run(resumption.config, resumption.path, resumption, ranks, profile)
+        return _run(resumption.config, path, resumption, ranks, profile)
 
 
 @contextmanager
@@ -93,6 +94,17 @@ def _ranks(config: Config) -> Iterator[Ranks]:
     with join_ranks() as ranks:
         console.quiet = not ranks.first
         yield ranks
+
+
+@contextmanager
+def _held(path: Path, ranks: Ranks) -> Iterator[None]:
+    """The folder of a run, in which no other process may write inside this context. Rank 0 holds its lock.
+
+    Raises ValueError in every rank where another process holds it.
+    """
+    with ExitStack() as lock:
+        ranks.from_first(lambda: lock.enter_context(hold_folder(path)))
+        yield
 
 
 def _run(
@@ -114,8 +126,8 @@ def _run(
     surrogate(config.loss.resolve())
     ranks.barrier()  # now every rank has read the folder, so rank 0 may change it
     model = ranks.from_first(lambda: base_model(config, path))
-    with closing(make_state(config, model, task, ranks)) as state, ExitStack() as folder_lock:
-        history = _take_steps(state, path, model, task, resumption, folder_lock, profile)
+    with closing(make_state(config, model, task, ranks)) as state:
+        history = _take_steps(state, path, model, task, resumption, profile)
         summary = _summarise(state, history, time.perf_counter() - began_s)
     if ranks.first:
         write_summary(path, summary)
@@ -132,17 +144,15 @@ def _take_steps(
     model: Path,
     task: Task,
     resumption: Resumption | None,
-    folder_lock: ExitStack,
     profile: int | None,
 ) -> list[dict[str, float]]:
-    """Take the steps that are left, with evaluations and checkpoints.
+    """Take the steps that are left, with evaluations and checkpoints. profile: see `train`.
 
-    folder_lock: keeps other processes from writing to the folder until it is closed. profile: see `train`.
     Returns the metrics of all steps of the run.
     """
     config = state.config
     held_out = HeldOut(state, task)
-    folder = _open_folder(state, path, resumption, folder_lock)
+    folder = _open_folder(state, path, resumption)
     summary: dict[str, str] = {}
     history = resumption.history if resumption else []
     rewards = [m["reward/mean"] for m in history]
@@ -222,13 +232,10 @@ def _report_overflow(state: TrainState, record: StepRecord) -> None:
         )
 
 
-def _open_folder(
-    state: TrainState, path: Path, resumption: Resumption | None, folder_lock: ExitStack
-) -> RunFolder | NoFolder:
+def _open_folder(state: TrainState, path: Path, resumption: Resumption | None) -> RunFolder | NoFolder:
     """Open the run's files, and put a Recorder for its ledger into `state`.
 
     For a run that goes on, the state is restored from its checkpoint. Its files change only after all checks.
-    No other process may write to the folder until `folder_lock` is closed.
     """
     config, ledger = state.config, None
     head = run_head(state, {"workers in use": state.parallel.n, "ranks": state.ranks.size})
@@ -236,15 +243,12 @@ def _open_folder(
         resumption.check_head(head)
         if resumption.checkpoint:
             restore(state, resumption.checkpoint)
-        state.ranks.from_first(lambda: folder_lock.enter_context(hold_folder(path)))
         state.ranks.barrier()  # no rank reads the files after this, so rank 0 may cut them back
         ledger = state.ranks.from_first(resumption.prepare)
     if not state.ranks.first:
         state.recorder = Recorder(None, head, config.ledger, state.optimizer, ledger)
         return NoFolder()
-    folder = RunFolder(path, to_toml(config), resumption.step if resumption else None)
-    if resumption is None:
-        folder_lock.enter_context(hold_folder(path))
+    folder = RunFolder(path, to_toml(config))
     state.recorder = Recorder(path / LEDGER, head, config.ledger, state.optimizer, ledger)
     done = resumption.step if resumption else None
     settings = flat_settings(config)

@@ -154,5 +154,5 @@ def test_an_adapter_and_a_run_are_refused_with_what_to_give(tmp_path):
         resolve_model(str(run))
     for name in ("step-000009", "step-000010", "step-000011.damaged"):
         (run / "checkpoints" / name).mkdir(parents=True)
-    with pytest.raises(ValueError, match="give its newest checkpoint, .*step-000010$"):
+    with pytest.raises(ValueError, match=r"give its newest checkpoint, .*step-000010$"):
         resolve_model(str(run))
