@@ -15,7 +15,7 @@ from ...verify.ledger import LEDGER
 from ..compatibility import check_settings
 from ..config import Config
 from ..config_file import to_toml
-from ..loss.policy_loss import surrogate
+from ..loss.surrogate_check import check_surrogate
 from ..parallel.process_group import Ranks, join_ranks, world_size
 from ..parallel.workers import use_threads
 from ..rollout.vllm.arguments import check_engine_arguments
@@ -108,9 +108,9 @@ def _run(
     check_engine_arguments(config.vllm.engine)
     require_trackers(config.tracking)
     task = load_task(config.task.name, config.task.options, config.task.directory)
-    # Both are loaded here so that a name that cannot be imported is found before the model is made.
+    # Both are loaded here so that a bad name or a wrong slope is found before the model is made.
     load_reward(task, config.task.reward)
-    surrogate(config.loss.resolve())
+    check_surrogate(config.loss.resolve())
     ranks.barrier()  # now every rank has read the folder, so rank 0 may change it
     model = ranks.from_first(lambda: base_model(config, path))
     with closing(make_state(config, model, task, ranks)) as state, ExitStack() as folder_lock:

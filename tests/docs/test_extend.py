@@ -150,6 +150,24 @@ def test_dual_clip_is_its_equation_and_its_slope_the_derivative():
     assert (value != clipped).any()  # control: the floor was reached
 
 
+def test_the_slopes_of_the_page_are_checked_when_a_run_begins(train, monkeypatch, capsys):
+    import mysurrogate
+
+    settings = {"loss__preset": "grpo", "loss__surrogate": "mysurrogate:truncated_weight"}
+    assert train("weight", **settings)["tokens_unequal"] == 0
+    taken = mysurrogate.truncated_weight
+    monkeypatch.setattr(
+        mysurrogate, "truncated_weight", lambda r, A, logp, low, high: taken(r, A, logp, low, high, r)
+    )
+    with pytest.raises(AssertionError):
+        train("refused", **settings)
+    capsys.readouterr()
+    monkeypatch.setattr(mysurrogate, "dual_clip", lambda r, A, logp, low, high: (r * A, A))
+    with pytest.raises(AssertionError):
+        train("no ratio", loss__preset="grpo", loss__surrogate="mysurrogate:dual_clip")
+    assert capsys.readouterr().err.strip() in (EXAMPLES.parent / "extend.md").read_text()
+
+
 def test_a_run_trains_with_the_surrogate(train, monkeypatch):
     import mysurrogate
 
