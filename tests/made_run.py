@@ -73,7 +73,7 @@ def metrics_line(step: int, steps: int, completions: int, k3: float = 0.0) -> di
         "perf/tokens_per_s": 4 * completions / 1.5,
         "perf/peak_memory_bytes": 3e8,
     }
-    return metrics | ({"eval/accuracy": 0.3 + 0.4 * share} if step % 2 else {})
+    return metrics | ({"eval/reward": 0.3 + 0.4 * share} if step % 2 else {})
 
 
 def write_rollouts(

@@ -15,7 +15,7 @@ from .ablation_effects import effect_lines
 # Metric -> title of its plot, by step.
 PLOTS = {
     "reward/mean": "reward",
-    "eval/accuracy": "held-out accuracy",
+    "eval/reward": "held-out reward",
     "mismatch/k3": "mismatch k3, nats a token",
     "entropy": "entropy, nats",
     "grad_norm": "gradient norm",
@@ -43,7 +43,7 @@ def cell_result(path: Path, settings: Mapping[str, str], seed: int) -> dict[str,
     lines = [_parsed(path / METRICS, line) for line in _read(path / METRICS).splitlines()]
     summary, failed = (_parsed(path / name, _read(path / name) or "{}") for name in ("summary.json", FAILED))
     series = {name: [(m["step"], m[name]) for m in lines if m.get(name) is not None] for name in PLOTS}
-    rewards, held_out = ([v for _, v in series[name]] for name in ("reward/mean", "eval/accuracy"))
+    rewards, held_out = ([v for _, v in series[name]] for name in ("reward/mean", "eval/reward"))
     seconds = [m["time/sample_s"] + m["time/train_s"] for m in lines]
     return {
         "settings": dict(settings),

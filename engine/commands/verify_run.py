@@ -17,11 +17,11 @@ from ...verify.ledger import LedgerFile, read_ledger
 from ...verify.reading import shown
 from ..config import Config
 from ..runs.checkpoints import Checkpoint, checked_checkpoint, checkpoint_folders
-from ..runs.evaluation import ACCURACY, HeldOut
+from ..runs.evaluation import HeldOut
 from ..runs.folder import METRICS, ROLLOUTS, finite, rollout_line
 from ..runs.logs import Log, read_log
 from ..runs.resume import derived_summary, run_config
-from ..runs.summary import numbers, read_summary, wrong_fields
+from ..runs.summary import ACCURACY, MEAN_REWARD, numbers, read_summary, wrong_fields
 from ..train.state import StepRecord, TrainState
 from .logged_steps import LoggedStep, metrics_fault, read_step, rollouts_fault, texts_fault
 from .replay import Replayer
@@ -223,7 +223,7 @@ def _logged_fault(run: _Run, record: StepRecord, held_out: HeldOut | None) -> st
                 return f"{ROLLOUTS} has another {name} at {place}: {shown(was.get(name))}"
     if (line := run.metrics.get(step)) is not None:
         metrics = record.metrics | (held_out.metrics() if held_out else {})
-        compared = [*_MEASURED, *([] if held_out else [ACCURACY])]
+        compared = [*_MEASURED, *([] if held_out else [MEAN_REWARD, ACCURACY])]
         name = _different(
             line, finite(metrics | record.notes), lambda name: not name.startswith(tuple(compared))
         )

@@ -1,14 +1,14 @@
 """The held-out evaluation of a run."""
 
 from ...kernels.philox import Stream
+from ...verify.reading import shown
 from ..rollout.evaluate import evaluate
 from ..rollout.types import GenerationParams, RngKey
-from ..tasks import problems_of
+from ..tasks import check_answers, problems_of
 from ..tasks.base import Task
 from ..train.state import TrainState
 from .setup import check_prompt_lengths
-
-ACCURACY = "eval/accuracy"
+from .summary import ACCURACY, MEAN_REWARD
 
 
 class HeldOut:
@@ -22,10 +22,11 @@ class HeldOut:
         problems = problems_of(task, config.task.name, "held_out")[: config.evaluation.problems]
         self._state, self._problems = state, problems if config.evaluation.every else []
         self._prompt_ids = state.tokenizer.encode_problems(self._problems, task.chat)
+        check_answers(state.reward, self._problems)
         check_prompt_lengths(self._prompt_ids, self._problems, config, state.policy.config)
 
     def metrics(self) -> dict[str, float]:
-        """The accuracy of the current policy, where it is due after the steps done so far; else nothing."""
+        """The reward of the current policy, where it is due after the steps done so far; else nothing."""
         state, cfg = self._state, self._state.config
         last = state.step == cfg.steps
         if not self._problems or not (last or state.step % cfg.evaluation.every == 0):
@@ -39,4 +40,16 @@ class HeldOut:
         result = evaluate(
             state.evaluator, state.tokenizer, problems, ids, state.reward, generation_params, rng_key
         )
-        return {ACCURACY: result.mean_reward}
+        accuracy = {} if result.accuracy is None else {ACCURACY: result.accuracy}
+        return {MEAN_REWARD: result.mean_reward} | accuracy
+
+    def overlap(self) -> str | None:
+        """A line about held-out prompts that are also trained on; None where there are none."""
+        trained = {problem.prompt for problem in self._state.problems}
+        shared = [problem.prompt for problem in self._problems if problem.prompt in trained]
+        if not shared:
+            return None
+        return (
+            f"{len(shared)} of {len(self._problems)} held-out prompts are training prompts as well, such as "
+            f"{shown(shared[0][:60])}: the held-out reward counts what is learnt by heart"
+        )

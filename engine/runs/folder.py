@@ -203,7 +203,7 @@ def rollout_line(record: StepRecord, p: int, g: int, G: int) -> dict[str, Any]:
 
 
 def plot_reward(metrics: list[dict[str, float]], path: Path) -> None:
-    """Write a picture with reward, held-out accuracy and mismatch by step."""
+    """Write a picture with reward, held-out reward and mismatch by step."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -214,9 +214,9 @@ def plot_reward(metrics: list[dict[str, float]], path: Path) -> None:
         2, 1, sharex=True, figsize=(7, 5), height_ratios=[3, 1], layout="constrained"
     )
     above.plot(steps, [m["reward/mean"] for m in metrics], label="training reward")
-    evaluations = [(m["step"], m["eval/accuracy"]) for m in metrics if "eval/accuracy" in m]
+    evaluations = [(m["step"], m["eval/reward"]) for m in metrics if "eval/reward" in m]
     if evaluations:
-        above.plot(*zip(*evaluations, strict=True), "o-", label="held-out accuracy")
+        above.plot(*zip(*evaluations, strict=True), "o-", label="held-out reward")
     above.set_ylabel("reward")
     above.set_ylim(bottom=min(0.0, *(m["reward/mean"] for m in metrics)))
     above.grid(alpha=0.3)

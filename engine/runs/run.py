@@ -29,7 +29,7 @@ from ..train.state import StepRecord, TrainState
 from ..train.step import train_step
 from .base_model import base_model
 from .checkpoints import restore, save_checkpoint
-from .evaluation import ACCURACY, HeldOut
+from .evaluation import HeldOut
 from .folder import NoFolder, RunFolder, plot_reward, refuse_taken
 from .head import flat_settings, run_head
 from .interrupt import FirstInterrupt, StoppedError
@@ -37,7 +37,7 @@ from .profile import check_profiled_step, profiled
 from .progress import Display, Field
 from .resume import Resumption, find_resumption
 from .setup import make_state, settled
-from .summary import Summary, summarise, write_summary
+from .summary import MEAN_REWARD, Summary, summarise, write_summary
 from .terminal import console
 from .trackers import Trackers, require_trackers
 
@@ -141,11 +141,13 @@ def _take_steps(
     """
     config = state.config
     held_out = HeldOut(state, task)
+    if line := held_out.overlap():
+        console.print(line)
     folder = _open_folder(state, path, resumption, folder_lock)
     summary: dict[str, str] = {}
     history = resumption.history if resumption else []
     rewards = [m["reward/mean"] for m in history]
-    held_out_accuracy = next((m[ACCURACY] for m in reversed(history) if ACCURACY in m), None)
+    held_out_reward = next((m[MEAN_REWARD] for m in reversed(history) if MEAN_REWARD in m), None)
     display = Display(config.steps, "train", state.step, ("reward", rewards))
     # Ranks end at different moments of a step, and torchrun ends those that are left: nothing can be saved.
     interrupt = FirstInterrupt(lambda: display.announce(_STOPPING), wanted=state.ranks.size == 1)
@@ -157,8 +159,8 @@ def _take_steps(
                 evaluation, last = held_out.metrics(), state.step == config.steps
                 folder.record(record, evaluation)
                 history.append(record.metrics | evaluation)
-                held_out_accuracy = evaluation.get(ACCURACY, held_out_accuracy)
-                fields = _fields(record.metrics, held_out_accuracy)
+                held_out_reward = evaluation.get(MEAN_REWARD, held_out_reward)
+                fields = _fields(record.metrics, held_out_reward)
                 display.step(*fields, value=record.metrics["reward/mean"], completed=state.step)
                 _report_overflow(state, record)
                 stops = interrupt.seen and not last
@@ -273,7 +275,7 @@ def _save_mismatch(state: TrainState, error: MismatchError, target: Path) -> Non
 
 
 def _fields(metrics: dict[str, float], held_out: float | None) -> list[list[Field]]:
-    """What the display shows of a step. held_out: the last accuracy that was measured."""
+    """What the display shows of a step. held_out: the last mean reward that was measured."""
     m = metrics
     equal = m["mismatch/frac_equal"]
     mismatch = f"mismatch {m['mismatch/max_abs']:.3g} (equal {equal:.4f})"

@@ -10,6 +10,8 @@ from ...verify.files import write_whole
 from ...verify.reading import read_json, shown
 
 SUMMARY = "summary.json"
+# Of every evaluation the mean reward, and the share of solved problems where the reward is 0 or 1.
+MEAN_REWARD, ACCURACY = "eval/reward", "eval/accuracy"
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class Summary:
     reward_first: float
     reward_last: float
     reward_last5: float
-    held_out_accuracy: float | None
+    held_out_reward: float | None
+    held_out_accuracy: float | None  # of a reward that is 0 or 1
     seconds: float
 
 
@@ -34,7 +37,7 @@ def summarise(
 ) -> Summary:
     """The summary of a finished run. history: the metrics of all its steps."""
     last_rewards = [m["reward/mean"] for m in history[-5:]]
-    evaluations = [m["eval/accuracy"] for m in history if "eval/accuracy" in m]
+    held_out = [m for m in history if MEAN_REWARD in m]
     return Summary(
         fingerprint=fingerprint,
         weights=weights,
@@ -45,7 +48,8 @@ def summarise(
         reward_first=history[0]["reward/mean"],
         reward_last=history[-1]["reward/mean"],
         reward_last5=sum(last_rewards) / len(last_rewards),
-        held_out_accuracy=evaluations[-1] if evaluations else None,
+        held_out_reward=held_out[-1][MEAN_REWARD] if held_out else None,
+        held_out_accuracy=held_out[-1].get(ACCURACY) if held_out else None,
         seconds=seconds,
     )
 

@@ -19,7 +19,7 @@ from zerokl.engine.runs.run import resume, train
 from tests.helpers import property_settings
 
 # Fields and metrics that only a replay can derive. Those that are measured cannot be derived at all.
-REPLAYED = {"weight_version", "loss", "entropy", "grad_norm", "lr", "eval/accuracy", "advantage"}
+REPLAYED = {"weight_version", "loss", "entropy", "grad_norm", "lr", "eval/reward", "advantage"}
 MEASURED = ("time/", "perf/")
 STEPS = 5
 

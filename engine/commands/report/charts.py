@@ -34,10 +34,10 @@ CHARTS = (
     ),
     Chart(
         LEARNING,
-        "eval/accuracy",
-        "Held-out accuracy",
+        "eval/reward",
+        "Held-out reward",
         "",
-        "Mean reward on problems that are not trained on.",
+        "Mean reward on problems that are not trained on. It is the accuracy where a reward is 0 or 1.",
         "It rises with the reward.",
         "It falls while the reward rises: the training set is learnt by heart.",
         absent="evaluation.every is 0, or the first evaluation is not done",

@@ -157,7 +157,7 @@ def _finite(run: LoadedRun, name: str) -> list[float]:
 
 def _figures(run: LoadedRun) -> dict[str, Any]:
     """The figures at the top of the page."""
-    rewards, held_out = _finite(run, "reward/mean"), _finite(run, "eval/accuracy")
+    rewards, held_out = _finite(run, "reward/mean"), _finite(run, "eval/reward")
     tokens, equal = run.metrics.get("tokens", []), run.metrics.get("mismatch/frac_equal", [])
     seconds = sum(_finite(run, "time/sample_s")) + sum(_finite(run, "time/train_s"))
     return {
@@ -166,6 +166,7 @@ def _figures(run: LoadedRun) -> dict[str, Any]:
         "collapse_step": collapse_step(rewards),
         "held_out_first": held_out[0] if len(held_out) > 1 else None,
         "held_out_last": held_out[-1] if held_out else None,
+        "held_out_is_accuracy": "eval/accuracy" in run.metrics,
         "tokens": int(sum(tokens)),
         "unequal": sum(round(n * (1 - share)) for n, share in zip(tokens, equal, strict=True)),
         "max_abs": max(_finite(run, "mismatch/max_abs"), default=None),

@@ -161,7 +161,7 @@ function chartCard(store, chart) {
     h("p", null, chart.what, " ", h("b", null, "Healthy: "), lower(chart.healthy), " ", h("b", null, "Red flag: "), lower(chart.red_flag)));
   const curves = () => lines(store.data)
     .filter((line) => !view.hidden.has(line.name))
-    .map((line) => ({ label: line.name, color: lineColor(line.color), smooth: chart.smooth, points: chart.metric === "eval/accuracy",
+    .map((line) => ({ label: line.name, color: lineColor(line.color), smooth: chart.smooth, points: chart.metric === "eval/reward",
       columns: columnsOf(line, chart.metric, chart.smooth ? view.smooth : 0) }))
     .filter((curve) => curve.columns);
   const show = (index, data) => {

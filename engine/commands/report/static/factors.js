@@ -20,7 +20,7 @@ function panels(data, factor) {
 
 function panelCurves(panel, chart) {
   return panel.lines
-    .map((line) => ({ label: line.name, color: lineColor(line.color), smooth: chart.smooth, points: chart.metric === "eval/accuracy",
+    .map((line) => ({ label: line.name, color: lineColor(line.color), smooth: chart.smooth, points: chart.metric === "eval/reward",
       columns: columnsOf(line, chart.metric, chart.smooth ? view.smooth : 0) }))
     .filter((curve) => curve.columns);
 }

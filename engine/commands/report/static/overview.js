@@ -31,7 +31,7 @@ function figures(run) {
   return [
     figure(collapsed ? "bad" : "", "Training reward", arrow(f.reward_first, f.reward_last),
       collapsed ? `it fell below 0.8 of its peak at step ${f.collapse_step}` : "first step → mean of the last five"),
-    figure("", "Held-out accuracy", isNumber(f.held_out_last) ? arrow(f.held_out_first, f.held_out_last) : "–",
+    figure("", f.held_out_is_accuracy ? "Held-out accuracy" : "Held-out mean reward", isNumber(f.held_out_last) ? arrow(f.held_out_first, f.held_out_last) : "–",
       isNumber(f.held_out_last) ? (isNumber(f.held_out_first) ? "first evaluation → last" : "the last evaluation") : "no evaluation yet"),
     mismatchFigure(run),
     figure("", "Speed", [number(f.tokens_per_s), h("small", null, " tokens/s")],
@@ -51,20 +51,20 @@ function mismatchFigure(run) {
     `${f.unequal.toLocaleString("en")} of ${tokens} tokens unequal, by up to ${number(f.max_abs)}`);
 }
 
-// Reward and held-out accuracy in one chart.
+// Reward and held-out reward in one chart.
 function learntCard(store, width) {
   const box = h("div.plot.tall");
   const reading = h("span.reading");
   const several = lines(store.data).length > 1;
   const curves = () => lines(store.data).filter((line) => !view.hidden.has(line.name)).flatMap((line) => {
-    const reward = columnsOf(line, "reward/mean", view.smooth), heldOut = columnsOf(line, "eval/accuracy", 0);
+    const reward = columnsOf(line, "reward/mean", view.smooth), heldOut = columnsOf(line, "eval/reward", 0);
     const color = lineColor(line.color);
     return [
       reward && { label: `${line.name} reward`, color, columns: reward, smooth: true },
       heldOut && { label: `${line.name} held-out`, color: several ? color : lineColor(1), columns: heldOut, points: true, dash: [7, 4] },
     ].filter(Boolean);
   });
-  const describe = () => `${inWords(store.data, "reward/mean", "Reward")}. ${has(store.data, "eval/accuracy") ? inWords(store.data, "eval/accuracy", "Held-out accuracy") : ""}`;
+  const describe = () => `${inWords(store.data, "reward/mean", "Reward")}. ${has(store.data, "eval/reward") ? inWords(store.data, "eval/reward", "Held-out reward") : ""}`;
   const show = (index, data) => {
     const list = curves();
     if (several || index === null || index === undefined || !list.length) { reading.textContent = ""; return; }
@@ -74,8 +74,8 @@ function learntCard(store, width) {
   };
   queueMicrotask(() => draw(box, () => ({ curves: curves(), height: 250, zero: true, description: describe() }), show));
   const keys = several
-    ? [h("li", null, "solid: training reward"), h("li", null, "dashed: held-out accuracy")]
-    : [h("li", null, swatch(lineColor(0)), "training reward"), has(store.data, "eval/accuracy") && h("li", null, swatch(lineColor(1)), "held-out accuracy, dashed")];
+    ? [h("li", null, "solid: training reward"), h("li", null, "dashed: held-out reward")]
+    : [h("li", null, swatch(lineColor(0)), "training reward"), has(store.data, "eval/reward") && h("li", null, swatch(lineColor(1)), "held-out reward, dashed")];
   return h(`article.card.chart.${width}`, null,
     h("div.head", null, h("h3", null, several ? "Who learnt?" : "Did it learn?"), reading), box, h("ul.key", null, keys));
 }
