@@ -21,6 +21,7 @@ def sample(
     dtype: Dtype = "float32",
     device: Device = "auto",
     chat: bool = False,
+    system: str = "",
 ) -> int:
     """Sample completions of a prompt.
 
@@ -36,6 +37,7 @@ def sample(
         dtype: Compute dtype.
         device: Where to compute; auto is a GPU where there is one.
         chat: Put the prompt through the tokenizer's chat template.
+        system: System prompt before it; with chat.
     """
     from ..engine.policy import load_policy
     from ..engine.runs.terminal import console
@@ -50,6 +52,7 @@ def sample(
         max_tokens=max_tokens,
         seed=seed,
         chat=chat,
+        system=system,
     )
     for rollout in rollouts:
         text = policy.tokenizer.decode(rollout.completion_ids)
@@ -80,7 +83,7 @@ def evaluate(
         model: Model folder or hub name.
         task: add, sort, countdown, jsonl, or your own as module:object.
         task_options: Arguments of the task, e.g. --task.options.max_value 49.
-        task_reward: Your own reward as module:function; empty is the task's own.
+        task_reward: exact, numeric, math, or your own as module:function; empty is the task's own.
         split: held_out or train.
         problems: Number of problems at most.
         num_generations: Completions of each problem.
@@ -105,8 +108,9 @@ def evaluate(
         seed=seed,
     )
     P, G = evaluation.rewards.shape
+    measure = "mean reward" if evaluation.accuracy is None else "accuracy"
     console.print(
-        f"{task} {split}: mean reward {evaluation.mean_reward:.4f} over {P} problems x {G} generations"
+        f"{task} {split}: {measure} {evaluation.mean_reward:.4f} over {P} problems x {G} generations"
     )
     return 0
 

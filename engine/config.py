@@ -40,7 +40,9 @@ class TaskConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the task, e.g. { max_value = 99, train = 512, held_out = 256 } for add."""
     reward: str = ""
-    """Your own reward as module:function(problem, completion) -> float; empty is the task's own."""
+    """exact, numeric, math (engine/tasks/answers.py), or your own as module:function(problem, completion) ->
+    float; empty is the task's own.
+    """
     directory: str = ""
     """Folder in which modules, and relative names of files in options, are looked up; empty is the current
     one. A run writes down where it was started.

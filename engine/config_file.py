@@ -26,12 +26,16 @@ def load_config(
 ) -> Config:
     """The configuration of a TOML file or a preset, with overrides by dotted key: {"optimizer.lr": 3e-4}.
 
+    The options of a task are those of the task that they stand beside: an override with the name of another
+    task leaves them behind.
+
     Raises ValueError, with a message of one line, for a file that cannot be read, an unknown key (the message
     names the nearest known key), a bad value, or settings that do not go together.
     """
     if file is not None and preset is not None:
         raise ValueError("config: give a file or --preset, not both")
     values = _read(file, preset)
+    _leave_options(values, (overrides or {}).get("task.name"))
     for key, value in (overrides or {}).items():
         check_key(key)
         _put(values, key, value)
@@ -91,6 +95,13 @@ def _read(file: str | None, preset: str | None) -> dict[str, Any]:
         raise ValueError(f"config: {file} cannot be read ({error.strerror})") from None
     except ValueError as error:
         raise ValueError(f"config: {file} {error}") from None
+
+
+def _leave_options(values: dict[str, Any], task: Any) -> None:
+    """Take away the options of the task that `values` names, where `task` takes the place of another one."""
+    section = values.get("task")
+    if isinstance(section, dict) and task is not None and section.get("name", task) != task:
+        section.pop("options", None)
 
 
 def _put(values: dict[str, Any], key: str, value: Any) -> None:

@@ -17,7 +17,7 @@ from .precision import full_dtype
 from .rollout.evaluate import Evaluation, evaluate
 from .rollout.native import NativeSampler
 from .rollout.types import GenerationParams, RngKey, Rollout
-from .tasks import load_reward, load_task, problems_of
+from .tasks import check_answers, load_reward, load_task, problems_of
 from .tasks.perfectible import task_of
 from .tasks.tokenizer import Tokenizer
 
@@ -44,14 +44,16 @@ class Policy:
         max_tokens: int = 64,
         seed: int = 0,
         chat: bool = False,
+        system: str = "",
     ) -> list[Rollout]:
         """n completions of each prompt, prompt by prompt, each with the logprobs [C] of its C tokens.
 
-        prompts: text or token ids.
+        prompts: text or token ids. chat, system: whether texts go through the tokenizer's chat template, and
+        the system prompt before them.
 
         Raises ValueError for a prompt that is empty or too long, or a setting out of range.
         """
-        ids = [self.tokenizer.encode(p, chat) if isinstance(p, str) else list(p) for p in prompts]
+        ids = [self.tokenizer.encode(p, chat, system) if isinstance(p, str) else list(p) for p in prompts]
         generation_params = GenerationParams(
             SamplingParams(temperature, top_k, top_p), n, max_tokens, self.tokenizer.stop_ids
         )
@@ -102,6 +104,7 @@ class Policy:
         ids = self.tokenizer.encode_problems(chosen, loaded_task.chat)
         rng_key = RngKey(seed, 0, Stream.EVALUATE)
         reward = load_reward(loaded_task, task.reward)
+        check_answers(reward, chosen)
         generation_params = GenerationParams(
             SamplingParams(temperature), num_generations, max_tokens, self.tokenizer.stop_ids
         )

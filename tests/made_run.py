@@ -74,8 +74,8 @@ def metrics_line(step: int, steps: int, completions: int, k3: float = 0.0) -> di
         "perf/tokens_per_s": 4 * completions / 1.5,
         "perf/peak_memory_bytes": 3e8,
     }
-    metrics |= {"eval/base_accuracy": 0.25} if step == 0 else {}
-    return metrics | ({"eval/accuracy": 0.3 + 0.4 * share} if step % 2 else {})
+    metrics |= {"eval/base_reward": 0.25} if step == 0 else {}
+    return metrics | ({"eval/reward": 0.3 + 0.4 * share} if step % 2 else {})
 
 
 def write_rollouts(

@@ -11,6 +11,7 @@ class Reverse:
     """Distinct words of `length` random letters, to be written backwards."""
 
     chat = False  # the prompt goes to the model as it is
+    binary = True  # its own reward is 0 or 1: the mean is an accuracy
 
     def __init__(self, length: int = 4, train: int = 512, held_out: int = 128, seed: int = 0):
         if not 1 <= length <= 20:

@@ -18,7 +18,7 @@ LEAST_SEEDS = 3
 # The figures of a run that are compared, and their names for people.
 COMPARED = {
     "reward_last10": "reward of the last 10 steps",
-    "held_out_last": "held-out accuracy",
+    "held_out_last": "held-out reward",
     "mismatch_k3_mean": "mismatch k3",
 }
 

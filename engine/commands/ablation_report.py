@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.table import Table
 
 from ...verify.reading import parse_json
-from ..runs.accuracy import ACCURACY, held_out_curve
 from ..runs.folder import FAILED, METRICS
+from ..runs.held_out import MEAN_REWARD, held_out_curve
 from .ablation_effects import effect_lines
 
 # Metric -> title of its plot, by step.
 PLOTS = {
     "reward/mean": "reward",
-    ACCURACY: "held-out accuracy",
+    MEAN_REWARD: "held-out reward",
     "mismatch/k3": "mismatch k3, nats a token",
     "entropy": "entropy, nats",
     "grad_norm": "gradient norm",
@@ -42,13 +42,13 @@ FIGURES = (
 def cell_result(path: Path, settings: Mapping[str, str], seed: int) -> dict[str, Any]:
     """The figures of one run, read from its folder.
 
-    `series` holds the (step, value) pairs of each metric of PLOTS; the held-out accuracy is by steps done.
+    `series` holds the (step, value) pairs of each metric of PLOTS; the held-out reward is by steps done.
     """
     lines = [_parsed(path / METRICS, line) for line in _read(path / METRICS).splitlines()]
     summary, failed = (_parsed(path / name, _read(path / name) or "{}") for name in ("summary.json", FAILED))
     series = {name: [(m["step"], m[name]) for m in lines if m.get(name) is not None] for name in PLOTS}
-    series[ACCURACY] = held_out_curve(lines)
-    rewards, held_out = ([v for _, v in series[name]] for name in ("reward/mean", ACCURACY))
+    series[MEAN_REWARD] = held_out_curve(lines)
+    rewards, held_out = ([v for _, v in series[name]] for name in ("reward/mean", MEAN_REWARD))
     seconds = [m["time/sample_s"] + m["time/train_s"] for m in lines]
     return {
         "settings": dict(settings),

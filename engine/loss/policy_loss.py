@@ -37,7 +37,7 @@ from ..tasks import load_object
 from ..tasks.users_code import call_user
 from .config import Estimator, Level, LossAggMode, LossConfig
 from .corrections import CORRECTIONS
-from .surrogates import BOUNDS, Surrogate
+from .surrogates import BOUNDS, Surrogate, with_detached
 
 
 def sequence_weights(lengths: Sequence[int], loss_agg_mode: LossAggMode, max_tokens: int) -> list[float]:
@@ -81,7 +81,7 @@ def policy_loss(
     now = logp.detach()
     log_r = _difference(now, old_logprobs)
     r = _ratio(log_r, lengths, cfg.importance_sampling_level)
-    value, slope = surrogate(cfg)(r, A, now, 1.0 - cfg.clip_low, 1.0 + cfg.clip_high)
+    value, slope = surrogate(cfg)(r, A, now, 1.0 - cfg.clip_low, 1.0 + cfg.clip_high, r)
     rho = _ratio(_difference(old_logprobs, sampling_logprobs), lengths, cfg.correction_level)
     c = CORRECTIONS[cfg.correction](rho, cfg.correction_low, cfg.correction_high)
     value, slope = (-torch.where((x == 0) | (c == 0) | (A == 0), 0.0, x * c) for x in (value, slope))
@@ -101,11 +101,12 @@ def surrogate(cfg: LossConfig) -> Surrogate:
     Raises ValueError where the user's function cannot be imported.
     """
     if not cfg.surrogate:
-        return BOUNDS[cfg.bound]
-    user_surrogate = load_object(cfg.surrogate, "loss.surrogate")
+        return with_detached(BOUNDS[cfg.bound])
+    user_surrogate = with_detached(load_object(cfg.surrogate, "loss.surrogate"))
 
-    def checked(r, A, logp, low, high):
-        pair = call_user(f"loss.surrogate: {cfg.surrogate}", "", user_surrogate, r, A, logp, low, high)
+    def checked(r, A, logp, low, high, r_detached):
+        arguments = (r, A, logp, low, high, r_detached)
+        pair = call_user(f"loss.surrogate: {cfg.surrogate}", "", user_surrogate, *arguments)
         if not (
             isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(x, torch.Tensor) for x in pair)
         ):

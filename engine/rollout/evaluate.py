@@ -1,4 +1,4 @@
-"""Accuracy of a policy on problems of a task."""
+"""The reward of a policy on problems of a task."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,11 +18,17 @@ class Evaluation:
     rewards: np.ndarray
     rollouts: list[Rollout]
     texts: list[list[str]]
+    binary: bool = False  # whether the reward is 0 or 1 by its own word (tasks.LoadedReward)
 
     @property
     def mean_reward(self) -> float:
-        """Mean over problems and samples. It is the accuracy where every reward is 0 or 1."""
+        """Mean over problems and samples."""
         return float(self.rewards.mean())
+
+    @property
+    def accuracy(self) -> float | None:
+        """The share of completions that solve their problem; None for a graded reward."""
+        return self.mean_reward if self.binary else None
 
 
 def group_texts(tokenizer: Tokenizer, rollouts: Sequence[Rollout], num_generations: int) -> list[list[str]]:
@@ -43,4 +49,5 @@ def evaluate(
     """Sample completions of each problem and compute their rewards. Raises ValueError (see tasks.rewards)."""
     rollouts = sampler.generate(prompt_ids, generation_params, rng_key)
     texts = group_texts(tokenizer, rollouts, generation_params.num_generations)
-    return Evaluation(rewards(reward, problems, texts), rollouts, texts)
+    binary = getattr(reward, "binary", False)
+    return Evaluation(rewards(reward, problems, texts), rollouts, texts, binary)

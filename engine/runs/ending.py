@@ -18,6 +18,8 @@ def figures(summary: Summary, folder: Path) -> Iterator[str]:
     yield f"reward {s.reward_first:.3f} -> {s.reward_last:.3f} (last 5 steps {s.reward_last5:.3f})"
     if s.held_out_accuracy is not None:
         yield f"held-out accuracy {s.held_out_accuracy:.3f}"
+    elif s.held_out_reward is not None:
+        yield f"held-out mean reward {s.held_out_reward:.3f}"
     unequal = f", {s.tokens_unequal} of them unequal" if s.tokens_unequal else ""
     yield f"mismatch {s.mismatch_max_abs} over {s.tokens} tokens{unequal}"
     yield f"plot {folder / 'reward.png'}"

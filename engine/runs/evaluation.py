@@ -1,19 +1,20 @@
 """The held-out evaluation of a run."""
 
 from ...kernels.philox import Stream
-from ..rollout.evaluate import evaluate
+from ...verify.reading import shown
+from ..rollout.evaluate import Evaluation, evaluate
 from ..rollout.types import GenerationParams, RngKey
-from ..tasks import problems_of
+from ..tasks import check_answers, problems_of
 from ..tasks.base import Task
 from ..train.state import TrainState
-from .accuracy import ACCURACY, BASE_ACCURACY
+from .held_out import ACCURACY, BASE_REWARD, MEAN_REWARD
 from .setup import check_prompt_lengths
 
 
 class HeldOut:
     """The held-out problems of a run; none where evaluation is off.
 
-    Raises ValueError for a prompt that is too long.
+    Raises ValueError for a prompt that is too long, and for an answer that the reward cannot read.
     """
 
     def __init__(self, state: TrainState, task: Task):
@@ -21,24 +22,30 @@ class HeldOut:
         problems = problems_of(task, config.task.name, "held_out")[: config.evaluation.problems]
         self._state, self._problems = state, problems if config.evaluation.every else []
         self._prompt_ids = state.tokenizer.encode_problems(self._problems, task.chat)
+        check_answers(state.reward, self._problems)
         check_prompt_lengths(self._prompt_ids, self._problems, config, state.policy.config)
 
     def base_metrics(self) -> dict[str, float]:
-        """The accuracy of the policy that the run begins with; nothing where a step is done already.
+        """The mean reward of the policy that the run begins with; nothing where a step is done already.
 
         It is a metric of step 0, the first line that a run writes.
         """
-        return {BASE_ACCURACY: self._accuracy()} if self._problems and self._state.step == 0 else {}
+        return {BASE_REWARD: self._evaluate().mean_reward} if self._problems and self._state.step == 0 else {}
 
     def metrics(self) -> dict[str, float]:
-        """The accuracy of the current policy, where it is due after the steps done so far; else nothing."""
+        """The mean reward of the current policy, where it is due after the steps done so far; else nothing.
+
+        Of a reward that is 0 or 1, the accuracy as well.
+        """
         done, cfg = self._state.step, self._state.config
         if not self._problems or not (done == cfg.steps or done % cfg.evaluation.every == 0):
             return {}
-        return {ACCURACY: self._accuracy()}
+        result = self._evaluate()
+        accuracy = {} if result.accuracy is None else {ACCURACY: result.accuracy}
+        return {MEAN_REWARD: result.mean_reward} | accuracy
 
-    def _accuracy(self) -> float:
-        """The mean reward of the current policy. Its random keys are of a stream that training never uses."""
+    def _evaluate(self) -> Evaluation:
+        """The rewards of the current policy. Their random keys are of a stream that training never uses."""
         state, cfg = self._state, self._state.config
         sampling_params = cfg.sampling.sampling_params._replace(temperature=cfg.evaluation.temperature)
         generation_params = GenerationParams(
@@ -46,7 +53,17 @@ class HeldOut:
         )
         rng_key = RngKey(cfg.seed, state.step, Stream.EVALUATE)
         problems, ids = self._problems, self._prompt_ids
-        result = evaluate(
+        return evaluate(
             state.evaluator, state.tokenizer, problems, ids, state.reward, generation_params, rng_key
         )
-        return result.mean_reward
+
+    def overlap(self) -> str | None:
+        """A line about held-out prompts that are also trained on; None where there are none."""
+        trained = {problem.prompt for problem in self._state.problems}
+        shared = [problem.prompt for problem in self._problems if problem.prompt in trained]
+        if not shared:
+            return None
+        return (
+            f"{len(shared)} of {len(self._problems)} held-out prompts are training prompts as well, such as "
+            f"{shown(shared[0][:60])}: the held-out reward counts what is learnt by heart"
+        )

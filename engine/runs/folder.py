@@ -13,7 +13,7 @@ from ...verify.files import check_writable, naming, write_whole
 from ...verify.ledger import LEDGER
 from ...verify.reading import one_line
 from ..train.state import StepRecord
-from .accuracy import held_out_curve
+from .held_out import held_out_curve
 from .trackers import TRACKERS, Trackers
 
 METRICS, ROLLOUTS = "metrics.jsonl", "rollouts.jsonl"
@@ -196,7 +196,7 @@ def rollout_line(record: StepRecord, p: int, g: int, G: int) -> dict[str, Any]:
 
 
 def plot_reward(metrics: list[dict[str, float]], path: Path) -> None:
-    """Write a picture with reward, held-out accuracy and mismatch by step."""
+    """Write a picture with reward, held-out reward and mismatch by step."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -208,7 +208,7 @@ def plot_reward(metrics: list[dict[str, float]], path: Path) -> None:
     )
     above.plot(steps, [m["reward/mean"] for m in metrics], label="training reward")
     if evaluations := held_out_curve(metrics):
-        above.plot(*zip(*evaluations, strict=True), "o-", label="held-out accuracy")
+        above.plot(*zip(*evaluations, strict=True), "o-", label="held-out reward")
     above.set_ylabel("reward")
     above.set_ylim(bottom=min(0.0, *(m["reward/mean"] for m in metrics)))
     above.grid(alpha=0.3)

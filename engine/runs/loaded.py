@@ -11,8 +11,8 @@ from ...verify.ledger import LEDGER, LedgerFile, read_ledger
 from ...verify.reading import parse_json
 from ..config import Config
 from ..config_file import load_config
-from .accuracy import ACCURACY, BASE_ACCURACY, held_out_curve
 from .folder import METRICS, ROLLOUTS
+from .held_out import BASE_REWARD, MEAN_REWARD, held_out_curve
 
 CONFIG, SUMMARY = "config.toml", "summary.json"
 
@@ -37,8 +37,8 @@ class LoadedRun:
 
     @property
     def held_out(self) -> list[tuple[int, float]]:
-        """(steps done, held-out accuracy) of every evaluation. 0 steps: the model that the run began with."""
-        names = [name for name in ("step", BASE_ACCURACY, ACCURACY) if name in self.metrics]
+        """(steps done, held-out reward) of every evaluation. 0 steps: the model that the run began with."""
+        names = [name for name in ("step", BASE_REWARD, MEAN_REWARD) if name in self.metrics]
         columns = [self.metrics[name] for name in names]
         return held_out_curve(dict(zip(names, line, strict=True)) for line in zip(*columns, strict=True))
 

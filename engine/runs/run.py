@@ -15,7 +15,7 @@ from ...verify.ledger import LEDGER
 from ..compatibility import check_settings
 from ..config import Config
 from ..config_file import to_toml
-from ..loss.policy_loss import surrogate
+from ..loss.surrogate_check import check_surrogate
 from ..parallel.process_group import Ranks, join_ranks, world_size
 from ..parallel.workers import use_threads
 from ..rollout.vllm.arguments import check_engine_arguments
@@ -27,12 +27,12 @@ from ..train.monitor import MismatchError
 from ..train.recorder import Recorder
 from ..train.state import StepRecord, TrainState
 from ..train.step import train_step
-from .accuracy import ACCURACY, BASE_ACCURACY
 from .base_model import base_model
 from .checkpoints import restore, save_checkpoint
 from .evaluation import HeldOut
 from .folder import NoFolder, RunFolder, plot_reward, refuse_taken
 from .head import flat_settings, run_head
+from .held_out import BASE_REWARD, MEAN_REWARD
 from .interrupt import FirstInterrupt, StoppedError
 from .profile import check_profiled_step, profiled
 from .progress import Display, Field
@@ -121,9 +121,9 @@ def _run(
     check_engine_arguments(config.vllm.engine)
     require_trackers(config.tracking)
     task = load_task(config.task.name, config.task.options, config.task.directory)
-    # Both are loaded here so that a name that cannot be imported is found before the model is made.
+    # Both are loaded here so that a bad name or a wrong slope is found before the model is made.
     load_reward(task, config.task.reward)
-    surrogate(config.loss.resolve())
+    check_surrogate(config.loss.resolve())
     ranks.barrier()  # now every rank has read the folder, so rank 0 may change it
     model = ranks.from_first(lambda: base_model(config, path))
     with closing(make_state(config, model, task, ranks)) as state:
@@ -152,6 +152,8 @@ def _take_steps(
     """
     config = state.config
     held_out = HeldOut(state, task)
+    if line := held_out.overlap():
+        console.print(line)
     folder = _open_folder(state, path, resumption)
     summary: dict[str, str] = {}
     history = resumption.history if resumption else []
@@ -174,7 +176,7 @@ def _take_steps(
                     *_fields(record.metrics),
                     value=record.metrics["reward/mean"],
                     completed=state.step,
-                    result=f"held-out {evaluation[ACCURACY]:.3f}" if ACCURACY in evaluation else "",
+                    result=f"held-out {evaluation[MEAN_REWARD]:.3f}" if MEAN_REWARD in evaluation else "",
                 )
                 _report_overflow(state, record)
                 stops = interrupt.seen and not last
@@ -199,7 +201,7 @@ def _evaluate_base(held_out: HeldOut) -> dict[str, float]:
     """Evaluate the model that a run begins with, and print how good it is. Returns metrics of step 0."""
     metrics = held_out.base_metrics()
     if metrics:
-        console.print(f"held-out accuracy {metrics[BASE_ACCURACY]:.3f} before the first step")
+        console.print(f"held-out {metrics[BASE_REWARD]:.3f} before the first step")
     return metrics
 
 

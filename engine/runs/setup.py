@@ -21,7 +21,7 @@ from ..parallel.scorer import Scorer, frozen
 from ..parallel.workers import Workers, automatic
 from ..parallel.zero import Slices
 from ..rollout.vllm.installed import installed_vllm, is_cpu_build
-from ..tasks import load_reward, problems_of
+from ..tasks import check_answers, load_reward, problems_of
 from ..tasks.base import Problem, Task
 from ..tasks.perfectible import perfectible_set
 from ..tasks.tokenizer import Tokenizer
@@ -43,6 +43,8 @@ def make_state(config: Config, model: Path, task: Task, ranks: Ranks = ALONE) ->
     model_config = ModelConfig.from_file(model)
     tokenizer = Tokenizer(model, model_config.vocab_size)
     problems = training_problems(task, config, model)
+    reward = load_reward(task, config.task.reward)
+    check_answers(reward, problems)
     prompt_ids = tokenizer.encode_problems(problems, task.chat)
     check_prompt_lengths(prompt_ids, problems, config, model_config)
     device = run_device(config)
@@ -66,7 +68,6 @@ def make_state(config: Config, model: Path, task: Task, ranks: Ranks = ALONE) ->
         ref_policy = _ref_policy(config, model, model_config, workers.n, sizes.micro_batch)
         if ref_policy:
             on_failure.callback(ref_policy.close)
-        reward = load_reward(task, config.task.reward)
         samplers = make_samplers(config, model, model_config, optimizer, workers, sizes.micro_batch)
         on_failure.pop_all()
     parallel: Workers | RankedWorkers = workers

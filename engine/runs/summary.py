@@ -8,7 +8,7 @@ from typing import Any
 
 from ...verify.files import write_whole
 from ...verify.reading import read_json, shown
-from .accuracy import ACCURACY
+from .held_out import ACCURACY, MEAN_REWARD
 
 SUMMARY = "summary.json"
 
@@ -26,7 +26,8 @@ class Summary:
     reward_first: float
     reward_last: float
     reward_last5: float
-    held_out_accuracy: float | None
+    held_out_reward: float | None
+    held_out_accuracy: float | None  # of a reward that is 0 or 1
     seconds: float
 
 
@@ -35,7 +36,7 @@ def summarise(
 ) -> Summary:
     """The summary of a finished run. history: the metrics of all its steps."""
     last_rewards = [m["reward/mean"] for m in history[-5:]]
-    evaluations = [m[ACCURACY] for m in history if ACCURACY in m]
+    held_out = [m for m in history if MEAN_REWARD in m]
     return Summary(
         fingerprint=fingerprint,
         weights=weights,
@@ -46,7 +47,8 @@ def summarise(
         reward_first=history[0]["reward/mean"],
         reward_last=history[-1]["reward/mean"],
         reward_last5=sum(last_rewards) / len(last_rewards),
-        held_out_accuracy=evaluations[-1] if evaluations else None,
+        held_out_reward=held_out[-1][MEAN_REWARD] if held_out else None,
+        held_out_accuracy=held_out[-1].get(ACCURACY) if held_out else None,
         seconds=seconds,
     )
 

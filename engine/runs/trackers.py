@@ -39,7 +39,6 @@ ALIASES = {
     "ref/k3": ("train/kl", "actor/kl_loss"),
     "response_len/mean": ("train/completions/mean_length", "response_length/mean"),
     "response_len/max": ("train/completions/max_length", "response_length/max"),
-    "eval/accuracy": ("eval/reward",),
     "perf/tokens_per_s": ("perf/throughput",),
 }
 # The package that each tracker needs; its extra has the tracker's name.

@@ -5,12 +5,14 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, get_args
 
 import numpy as np
 
 from ...verify.reading import shown
 from .add import Add
+from .answers import NAMED_REWARDS
 from .base import Problem, Task
 from .countdown import Countdown
 from .jsonl import Jsonl
@@ -25,8 +27,26 @@ TASKS: dict[str, Callable[..., Task]] = {"add": Add, "sort": Sort, "countdown": 
 _LARGEST_OPTION, _LARGEST_SEED = 1_000_000, (1 << 32) - 1
 # Options of the task jsonl that name a file.
 _FILES = ("file", "held_out_file")
-_KINDS = {int: "a whole number", str: "a string"}
+_KINDS = {
+    (int,): "a whole number",
+    (str,): "a string",
+    (bool,): "true or false",
+    (int, float): "a whole number, or a share between 0 and 1",
+}
 Reward = Callable[[Problem, str], float]
+
+
+@dataclass(frozen=True)
+class LoadedReward:
+    """A reward, and what is known of it beside its values."""
+
+    function: Reward
+    binary: bool  # whether every value is 0 or 1, so that their mean is an accuracy
+    check: Callable[[Problem], None] | None  # raises ValueError for an answer that the reward cannot read
+
+    def __call__(self, problem: Problem, completion: str) -> float:
+        """The reward of a completion's text."""
+        return self.function(problem, completion)
 
 
 def load_task(name: str, options: Mapping[str, Any], directory: str = "") -> Task:
@@ -76,9 +96,25 @@ def problems_of(task: Task, name: str, split: str) -> list[Problem]:
     return problems
 
 
-def load_reward(task: Task, name: str) -> Reward:
-    """The function `module:object`, or the task's own reward for an empty name."""
-    return load_object(name, "reward") if name else task.reward
+def load_reward(task: Task, name: str) -> LoadedReward:
+    """The reward exact, numeric or math, the function `module:object`, or the task's own for an empty name.
+
+    It is binary where the task, or the function, has an attribute `binary` that is True.
+
+    Raises ValueError for an unknown name.
+    """
+    if name and name not in NAMED_REWARDS and ":" not in name:
+        known = ", ".join(NAMED_REWARDS)
+        raise ValueError(f"reward: {name[:100]} is not known; choose {known} or your own as module:function")
+    owner = (NAMED_REWARDS.get(name) or load_object(name, "reward")) if name else task
+    function = owner if name else task.reward
+    return LoadedReward(function, getattr(owner, "binary", False) is True, getattr(owner, "check", None))
+
+
+def check_answers(reward: LoadedReward, problems: Sequence[Problem]) -> None:
+    """Raise ValueError for the first problem whose answer the reward cannot read."""
+    for problem in problems if reward.check else ():
+        reward.check(problem)
 
 
 def load_object(name: str, what: str) -> Any:
@@ -104,7 +140,8 @@ def _made_or_refused(factory: Callable[..., Any], options: Mapping[str, Any]) ->
 def rewards(reward: Reward, problems: Sequence[Problem], completions: Sequence[Sequence[str]]) -> np.ndarray:
     """The reward of each completion, [P, G] fp64.
 
-    Raises ValueError that names prompt and sample when a reward fails, is not finite or is too large.
+    Raises ValueError that names prompt and sample when a reward fails, is not finite or is too large, and
+    when a binary one is neither 0 nor 1.
     """
     table = np.empty((len(problems), len(completions[0])), np.float64)
     for p, (problem, group) in enumerate(zip(problems, completions, strict=True)):
@@ -113,6 +150,10 @@ def rewards(reward: Reward, problems: Sequence[Problem], completions: Sequence[S
             value = call_user("reward:", where, _number_of, reward, problem, text)
             if not abs(value) <= _LARGEST_REWARD:
                 raise ValueError(f"reward: is {value} for {_place(problem, g, text)}")
+            if getattr(reward, "binary", False) and value not in (0.0, 1.0):
+                raise ValueError(
+                    f"reward: is {value} for {_place(problem, g, text)}, and its `binary` says 0 or 1"
+                )
             table[p, g] = value
     return table
 
@@ -133,9 +174,10 @@ def _check_options(name: str, factory: Callable[..., Task], options: Mapping[str
             raise ValueError(
                 f"task {name}: option {option[:100]} is not known; choose {', '.join(parameters)}"
             )
-        kind = type(parameters[option].default)
-        if type(value) is not kind:
-            raise ValueError(f"task {name}: {option} ({shown(value)}) must be {_KINDS[kind]}")
+        annotation = parameters[option].annotation
+        kinds = get_args(annotation) or (annotation,)
+        if type(value) not in kinds:
+            raise ValueError(f"task {name}: {option} ({shown(value)}) must be {_KINDS[kinds]}")
         largest = _LARGEST_SEED if option == "seed" else _LARGEST_OPTION
-        if kind is int and not 0 <= value <= largest:
+        if type(value) is int and not 0 <= value <= largest:
             raise ValueError(f"task {name}: {option} ({shown(value)}) must lie in 0 to {largest:,}")

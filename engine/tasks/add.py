@@ -10,6 +10,7 @@ class Add:
     """All pairs of numbers 0 .. max_value, in a random order. train and held_out are disjoint parts of it."""
 
     chat = False
+    binary = True
 
     def __init__(self, max_value: int = 99, train: int = 512, held_out: int = 256, seed: int = 0):
         if not 1 <= max_value <= 9999:  # all pairs are put into an order

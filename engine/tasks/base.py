@@ -16,11 +16,16 @@ class Problem:
     id: int  # its index in its split
     prompt: str
     answer: str  # a correct completion, or what the reward compares a completion with
+    system: str = ""  # the system prompt before it; only with a chat template
 
 
 @runtime_checkable
 class Task(Protocol):
-    """The members of every task. A task of the user's needs no base class."""
+    """The members of every task. A task of the user's needs no base class.
+
+    Two more are optional. `binary` is True where every reward is 0 or 1: the mean reward is then an accuracy.
+    `check(problem)` raises ValueError for an answer that the reward cannot read; a run begins with it.
+    """
 
     chat: bool  # whether prompts go through the tokenizer's chat template, if it has one
 

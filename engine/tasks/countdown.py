@@ -20,6 +20,7 @@ class Countdown:
     """`numbers` random numbers 1 .. max_number, and a target 0 .. max_target that they can reach."""
 
     chat = False
+    binary = True
 
     def __init__(
         self,

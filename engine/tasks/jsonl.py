@@ -1,41 +1,66 @@
-"""Problems from a file of {"prompt": ..., "answer": ...} lines, with math-verify as the reward."""
+"""Problems from a file of JSON objects, a line each: one column is the prompt, another one the answer."""
 
-import logging
 from pathlib import Path
+from typing import Any
 
 from ...kernels.philox import Stream, permutation
 from ...verify.reading import parse_json, shown
+from .answers import NAMED_REWARDS, READ_CHARS
 from .base import Problem, split_problems
 
-# Characters at the end of a completion in which its answer is searched, and the most of a problem's answer.
-_READ_CHARS = 4096
 _LARGEST_FILE_BYTES = 1 << 30
-# The largest exponent, and the largest number under a factorial, in an answer. sympy would take hours to
-# write out 9^(9^9).
-_LARGEST_POWER = 1000
+_PLACE = "{prompt}"
+# Columns of a file that a message names.
+_MOST_COLUMNS = 12
 
 
 class Jsonl:
-    """The problems of `file`. The held-out split is `held_out_file`, or `held_out` lines drawn from `file`.
+    """The problems of `file`. The reward is math-verify's; task.reward names another.
+
+    prompt, answer: names of columns. answer_after: only what follows the last occurrence of this text is the
+    answer; GSM8K has "####". template: the prompt that the model sees, with {prompt} for that of the file.
+    system: the system prompt. chat: whether prompts go through the tokenizer's chat template.
+
+    The held-out split is `held_out_file`, or `held_out` lines of `file`, chosen by `seed`: a number of lines,
+    or a share between 0 and 1.
 
     Raises ValueError for a missing or empty file, and for a malformed line, whose number it names.
     """
 
-    chat = True
+    binary = True
 
-    def __init__(self, file: str = "", held_out_file: str = "", held_out: int = 0, seed: int = 0):
-        # math-verify warns that it has no time limit (see reward).
-        logging.getLogger("math_verify").setLevel(logging.ERROR)
-        pairs = read_pairs(file)
+    def __init__(
+        self,
+        file: str = "",
+        prompt: str = "prompt",
+        answer: str = "answer",
+        answer_after: str = "",
+        template: str = "",
+        system: str = "",
+        chat: bool = True,
+        held_out_file: str = "",
+        held_out: int | float = 0,
+        seed: int = 0,
+    ):
+        if template and _PLACE not in template:
+            raise ValueError(f"task jsonl: template ({shown(template)}) must hold {_PLACE}")
+        if system and not chat:
+            raise ValueError("task jsonl: system needs a chat template; leave out chat = false, or system")
+        if held_out and held_out_file:
+            raise ValueError("task jsonl: held_out and held_out_file are two ways to say the same; give one")
+        self.chat, self._template, self._system = chat, template or _PLACE, system
+        pairs = read_pairs(file, prompt, answer, answer_after)
         if held_out_file:
-            held_out_pairs = read_pairs(held_out_file)
-            self._splits = split_problems(pairs, len(pairs), 0, "jsonl")
-            self._splits["held_out"] = split_problems(held_out_pairs, len(held_out_pairs), 0, "jsonl")[
-                "train"
-            ]
+            others = read_pairs(held_out_file, prompt, answer, answer_after)
+            self._splits = {"train": self._problems(pairs), "held_out": self._problems(others)}
         else:
+            n = _count(held_out, len(pairs))
             shuffled = [pairs[i] for i in permutation(len(pairs), seed, Stream.PROBLEMS)]
-            self._splits = split_problems(shuffled, len(pairs) - held_out, held_out, "jsonl")
+            splits = split_problems(shuffled, len(pairs) - n, n, "jsonl")
+            self._splits = {
+                split: self._problems([(p.prompt, p.answer) for p in problems])
+                for split, problems in splits.items()
+            }
 
     def problems(self, split: str) -> list[Problem]:
         """See Task."""
@@ -43,90 +68,129 @@ class Jsonl:
 
     def reward(self, problem: Problem, completion: str) -> float:
         """1.0 when math-verify finds the completion's last answer equal to the problem's, else 0.0."""
-        from math_verify import parse, verify
+        return NAMED_REWARDS["math"](problem, completion)
 
-        # No time limits: on a busy machine they would decide a reward. Bounds on length and size keep the
-        # comparison short instead.
-        gold = parse(f"${problem.answer}$", parsing_timeout=None)
-        if not gold:
-            answer = shown(problem.answer)
-            raise ValueError(f"math-verify cannot read the answer {answer} of problem {problem.id}")
-        if not all(map(_can_be_computed, gold)):
-            answer = shown(problem.answer)
-            raise ValueError(f"the answer {answer} of problem {problem.id} would take too long to compute")
-        answers = [x for x in parse(completion[-_READ_CHARS:], parsing_timeout=None) if _can_be_computed(x)]
-        return float(verify(gold, answers, timeout_seconds=None))
+    def check(self, problem: Problem) -> None:
+        """Raise ValueError for an answer that math-verify cannot read."""
+        NAMED_REWARDS["math"].check(problem)
+
+    def _problems(self, pairs: list[tuple[str, str]]) -> list[Problem]:
+        return [
+            Problem(i, self._template.replace(_PLACE, prompt), answer, self._system)
+            for i, (prompt, answer) in enumerate(pairs)
+        ]
 
 
-def _can_be_computed(x: object) -> bool:
-    """Whether a comparison with x takes a bounded time.
+def _count(held_out: int | float, lines: int) -> int:
+    """The number of held-out lines: held_out itself, or its share of the lines, at least one."""
+    if isinstance(held_out, int):
+        return held_out
+    if not 0 < held_out < 1:
+        raise ValueError(
+            f"task jsonl: held_out ({held_out}) must be a number of lines, or a share between 0 and 1"
+        )
+    return max(1, int(held_out * lines))
 
-    It does for a string, and for an expression without towers of powers, large factorials, sums, products and
-    integrals.
+
+def read_pairs(
+    file: str, prompt: str = "prompt", answer: str = "answer", answer_after: str = ""
+) -> list[tuple[str, str]]:
+    """(prompt, answer) of each line, from these columns. Raises ValueError that names file and wrong line.
+
+    answer_after: see Jsonl.
     """
-    from sympy import Basic, Integral, Pow, Product, Sum, factorial, preorder_traversal
-
-    if not isinstance(x, Basic):
-        return True
-    for node in preorder_traversal(x):
-        if isinstance(node, Sum | Product | Integral):
-            return False
-        grows = node.exp if isinstance(node, Pow) else node.args[0] if isinstance(node, factorial) else None
-        if (
-            grows is not None
-            and not grows.free_symbols
-            and not (grows.is_Rational and abs(grows) <= _LARGEST_POWER)
-        ):
-            return False
-    return True
-
-
-def read_pairs(file: str) -> list[tuple[str, str]]:
-    """(prompt, answer) of each line. Raises ValueError that names the file and the wrong line."""
     if not file:
         raise ValueError('task jsonl: needs a file; set task.options = { file = "problems.jsonl" }')
+    pairs = []
+    for number, line in enumerate(_lines(file), 1):
+        if not line.strip():
+            continue
+        where = f"task jsonl: {file} line {number}"
+        try:
+            record = parse_json(line)
+        except ValueError as error:
+            raise ValueError(f"{where} {error}") from None
+        if not isinstance(record, dict):
+            raise ValueError(f'{where} must be an object with "{prompt}" and "{answer}"')
+        for option, column in (("prompt", prompt), ("answer", answer)):
+            if column not in record:
+                raise ValueError(
+                    f'{where} must have {_article(option)} "{column}"; it has {_columns(record)}: name the '
+                    f"column in task.options.{option}"
+                )
+        pairs.append((_prompt(record[prompt], where, prompt), _answer(record[answer], where, answer)))
+        if answer_after:
+            pairs[-1] = (pairs[-1][0], _after(pairs[-1][1], answer_after, where))
+    if not pairs:
+        raise ValueError(f"task jsonl: {file} holds no problems")
+    return pairs
+
+
+def _lines(file: str) -> list[str]:
     try:
         size = Path(file).stat().st_size
         if size > _LARGEST_FILE_BYTES:
             raise ValueError(f"task jsonl: {file} has {size:,} bytes, more than {_LARGEST_FILE_BYTES:,}")
         content = Path(file).read_bytes()
-        lines = content.decode().split("\n")  # not splitlines: it also cuts at U+2028, which JSON allows
+        return content.decode().split("\n")  # not splitlines: it also cuts at U+2028, which JSON allows
     except UnicodeDecodeError as error:
         number = content.count(b"\n", 0, error.start) + 1
         raise ValueError(f"task jsonl: {file} line {number} is not UTF-8 ({error.reason})") from None
     except OSError as error:
         raise ValueError(f"task jsonl: {file} cannot be read ({error.strerror})") from None
-    pairs = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = parse_json(line)
-        except ValueError as error:
-            raise ValueError(f"task jsonl: {file} line {number} {error}") from None
-        if not isinstance(record, dict) or not record.get("prompt") or not isinstance(record["prompt"], str):
-            raise ValueError(
-                f'task jsonl: {file} line {number} must be an object with "prompt" '
-                '(a string that is not empty) and "answer"'
-            )
-        if (
-            isinstance(record.get("answer"), bool)
-            or not isinstance(record.get("answer"), str | int | float)
-            or record["answer"] == ""
-        ):
-            raise ValueError(
-                f'task jsonl: {file} line {number} must have an "answer": '
-                "a string that is not empty, or a number"
-            )
-        answer = record["answer"]
-        if not isinstance(answer, str) and not abs(answer) < float("inf"):
-            raise ValueError(f"task jsonl: {file} line {number}: the answer ({answer}) must be finite")
-        if len(answer := str(answer)) > _READ_CHARS:
-            raise ValueError(
-                f"task jsonl: {file} line {number}: the answer has {len(answer):,} characters, "
-                f"at most {_READ_CHARS:,} are compared"
-            )
-        pairs.append((record["prompt"], answer))
-    if not pairs:
-        raise ValueError(f"task jsonl: {file} holds no problems")
-    return pairs
+
+
+def _article(option: str) -> str:
+    return "an" if option == "answer" else "a"
+
+
+def _columns(record: dict[str, Any]) -> str:
+    names = ", ".join(shown(name) for name in [*record][:_MOST_COLUMNS])
+    more = f" and {len(record) - _MOST_COLUMNS} more" if len(record) > _MOST_COLUMNS else ""
+    return f"{names}{more}" if record else "no column"
+
+
+def _prompt(value: Any, where: str, column: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        is_empty = isinstance(value, str)
+        raise ValueError(
+            f'{where} must have a "{column}": a string that is not empty; this one is '
+            f"{'empty' if is_empty else _kind(value)}"
+        )
+    return value
+
+
+def _answer(value: Any, where: str, column: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or value == "":
+        raise ValueError(
+            f'{where} must have an "{column}": a string that is not empty, or a number; this one is '
+            f"{'empty' if value == '' else _kind(value)}"
+        )
+    if not isinstance(value, str) and not abs(value) < float("inf"):
+        raise ValueError(f"{where}: the answer ({value}) must be finite")
+    return _short_enough(str(value), where)
+
+
+def _after(answer: str, marker: str, where: str) -> str:
+    """What follows the last `marker`. Raises ValueError where there is none, and where nothing follows it."""
+    _, found, rest = answer.rpartition(marker)
+    if not found or not rest.strip():
+        what = "nothing after it" if found else "no such text"
+        raise ValueError(
+            f"{where}: task.options.answer_after is {shown(marker)}, and the answer "
+            f"{shown(answer[-60:])} has {what}"
+        )
+    return rest.strip()
+
+
+def _short_enough(answer: str, where: str) -> str:
+    if len(answer) > READ_CHARS:
+        raise ValueError(
+            f"{where}: the answer has {len(answer):,} characters, at most {READ_CHARS:,} are compared"
+        )
+    return answer
+
+
+def _kind(value: Any) -> str:
+    kinds = {list: "a list", dict: "an object", bool: "true or false", type(None): "null"}
+    return kinds.get(type(value), "a number")

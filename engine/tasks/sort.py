@@ -7,6 +7,7 @@ class Sort:
     """Distinct strings of min_digits .. max_digits random digits. The answer has them in ascending order."""
 
     chat = False
+    binary = True
 
     def __init__(
         self, min_digits: int = 3, max_digits: int = 6, train: int = 512, held_out: int = 256, seed: int = 0

@@ -59,21 +59,24 @@ class Tokenizer:
             ids += more
         return ids
 
-    def encode(self, prompt: str, chat: bool) -> list[int]:
+    def encode(self, prompt: str, chat: bool, system: str = "") -> list[int]:
         """Token ids of a prompt.
 
-        chat: the prompt is a user's turn of the chat template, if the tokenizer has one. Raises ValueError
-        for an empty prompt, and for a character that the tokenizer does not know.
+        chat: the prompt is a user's turn of the chat template, if the tokenizer has one. system: the turn
+        before it. Raises ValueError for an empty prompt, for a character that the tokenizer does not know,
+        and for a system prompt without a chat template that takes one.
         """
         try:
             prompt.encode()
         except UnicodeEncodeError:
             raise ValueError(f"prompt {shown(prompt)} is not valid Unicode") from None
         if chat and self._hf.chat_template:
-            turn = [{"role": "user", "content": prompt}]
-            ids = self._hf.apply_chat_template(
-                turn, add_generation_prompt=True, tokenize=True, return_dict=True
-            )["input_ids"]
+            ids = self._chat_ids(prompt, system)
+        elif system:
+            raise ValueError(
+                f"the system prompt {shown(system)} needs chat, and a tokenizer with a chat template; "
+                "put its words into the prompt"
+            )
         else:
             ids = self._hf.encode(prompt)
         if not ids:
@@ -82,6 +85,18 @@ class Tokenizer:
         if unknown is not None and unknown in ids:
             raise ValueError(f"prompt {shown(prompt)} has a character that the tokenizer does not know")
         return ids
+
+    def _chat_ids(self, prompt: str, system: str) -> list[int]:
+        from jinja2 import TemplateError
+
+        turns = [{"role": "system", "content": system}] if system else []
+        turns.append({"role": "user", "content": prompt})
+        try:
+            return self._hf.apply_chat_template(
+                turns, add_generation_prompt=True, tokenize=True, return_dict=True
+            )["input_ids"]
+        except TemplateError as error:  # a template may refuse a system prompt
+            raise ValueError(f"the chat template refuses the prompt {shown(prompt)} ({error})") from None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of a completion, without special tokens.
@@ -116,7 +131,7 @@ class Tokenizer:
 
     def encode_problems(self, problems: Sequence[Problem], chat: bool) -> list[list[int]]:
         """Token ids of each problem's prompt."""
-        return [self.encode(p.prompt, chat) for p in problems]
+        return [self.encode(p.prompt, chat, p.system) for p in problems]
 
 
 def character_tokenizer(characters: str = _CHARACTERS) -> Any:

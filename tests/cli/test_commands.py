@@ -71,7 +71,7 @@ def test_sample_eval_and_verify_work(folder, capsys):
     words = "--task add --problems 7 --num-generations 2"
     words += " --task.options.max_value 9 --task.options.train 20 --task.options.held_out 9"
     assert main(["eval", "model", *words.split()]) == 0
-    result = r"add held_out: mean reward 0\.\d{4} over 7 problems x 2 generations"
+    result = r"add held_out: accuracy 0\.\d{4} over 7 problems x 2 generations"
     assert re.search(result, capsys.readouterr().out)
     assert main(["verify", "model", "--dtype", "float32", "--sequences", "3", "--longest", "40"]) == 0
     out = capsys.readouterr().out

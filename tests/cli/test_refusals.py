@@ -59,7 +59,7 @@ def test_a_mistyped_key_in_a_file_names_the_nearest(folder, refused):
         ("", "problems.jsonl holds no problems"),
         ('{"prompt": "' + "1" * 600 + '", "answer": "2"}\n', "600 tokens"),
         ('{"prompt": "\u4e2d", "answer": "2"}\n', "a character that the tokenizer does not know"),
-        ('{"prompt": "", "answer": "2"}\n', "problems.jsonl line 1 must be an object"),
+        ('{"prompt": "", "answer": "2"}\n', "this one is empty"),
     ],
     ids=["malformed", "field", "empty", "long", "character", "blank"],
 )

@@ -84,7 +84,8 @@ def test_a_run_trains_exactly_on_the_task_with_the_reward(train):
     summary = train("run")
     assert (summary["mismatch_max_abs"], summary["tokens_unequal"]) == (0.0, 0)
     assert summary["tokens"] > 0
-    assert summary["held_out_accuracy"] is not None
+    assert summary["held_out_reward"] is not None
+    assert summary["held_out_accuracy"] is None  # closeness is graded
     problems = {p.id: p for p in mytask.Reverse(3, 20, 10).problems("train")}
     lines = rollouts("run")
     assert len(lines) == 2 * 2 * 3
@@ -148,6 +149,24 @@ def test_dual_clip_is_its_equation_and_its_slope_the_derivative():
     assert torch.equal(value, equation)
     assert torch.allclose(torch.autograd.grad(equation.sum(), logp)[0], slope, rtol=1e-14, atol=0)
     assert (value != clipped).any()  # control: the floor was reached
+
+
+def test_the_slopes_of_the_page_are_checked_when_a_run_begins(train, monkeypatch, capsys):
+    import mysurrogate
+
+    settings = {"loss__preset": "grpo", "loss__surrogate": "mysurrogate:truncated_weight"}
+    assert train("weight", **settings)["tokens_unequal"] == 0
+    taken = mysurrogate.truncated_weight
+    monkeypatch.setattr(
+        mysurrogate, "truncated_weight", lambda r, A, logp, low, high: taken(r, A, logp, low, high, r)
+    )
+    with pytest.raises(AssertionError):
+        train("refused", **settings)
+    capsys.readouterr()
+    monkeypatch.setattr(mysurrogate, "dual_clip", lambda r, A, logp, low, high: (r * A, A))
+    with pytest.raises(AssertionError):
+        train("no ratio", loss__preset="grpo", loss__surrogate="mysurrogate:dual_clip")
+    assert capsys.readouterr().err.strip() in (EXAMPLES.parent / "extend.md").read_text()
 
 
 def test_a_run_trains_with_the_surrogate(train, monkeypatch):

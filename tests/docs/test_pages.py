@@ -94,17 +94,21 @@ def test_a_runs_rollouts_are_a_log_that_an_audit_finds_equal(model, tmp_path, mo
     )
     torch.set_num_threads(threads)
 
-    def audit(temperature: str, out: str) -> int:
+    def audit(temperature: float, out: str) -> int:
+        config = Path("run/config.toml")
+        config.write_text(
+            re.sub(r"(?m)^temperature = 1.0", f"temperature = {temperature}", config.read_text())
+        )
         capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["to_log.py", "run", temperature])
+        monkeypatch.setattr(sys, "argv", ["to_log.py", "run"])
         runpy.run_path(str(DOCS / "examples" / "to_log.py"))
         Path("log.jsonl").write_text(capsys.readouterr().out)
         words = ["--weight_version", "0", "--dtype", "float32", "--out", out]
         return cli.main(["audit", str(model), "--sampler", "log.jsonl", *words])
 
-    assert audit("1.0", "same") == 0
+    assert audit(1.0, "same") == 0
     assert json.loads(Path("same/audit.json").read_text())["frac_equal"] == 1.0
-    assert audit("0.9", "control") == 1  # not the temperature that the tokens were drawn at
+    assert audit(0.9, "control") == 1  # not the temperature that the tokens were drawn at
 
 
 def test_the_notebook_cells_plot_a_comparison(tmp_path, monkeypatch, capsys):

@@ -60,6 +60,11 @@ def nan(r, A, logp, low, high):
     return r * A, r * A * float("nan")
 
 
+def wrong(r, A, logp, low, high):
+    """The slope lacks the ratio."""
+    return r * A, A
+
+
 def half(r, A, logp, low, high):
     """Returns values for too few tokens."""
     return r[1:] * A[1:], r * A

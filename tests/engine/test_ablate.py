@@ -112,7 +112,7 @@ def test_cells_are_ordinary_runs_and_the_report_sums_them_up(grid, tmp_path, rea
         assert reported["fingerprint"] == plain.fingerprint
         assert (reported["mismatch_k3_mean"], reported["mismatch_max_abs"]) == (0.0, 0.0)
         assert (reported["skipped_steps"], reported["error"]) == (0, None)
-        assert reported["held_out_last"] == lines[-1]["eval/accuracy"]
+        assert reported["held_out_last"] == lines[-1]["eval/reward"]
         assert reported["seconds"] > 0
     table, effects = (tmp_path / "out" / "ablation.md").read_text().split("\n\n")
     headings, _, *rows = ([cell.strip() for cell in line.split(" | ")] for line in table.splitlines())
@@ -123,8 +123,8 @@ def test_cells_are_ordinary_runs_and_the_report_sums_them_up(grid, tmp_path, rea
         mean = pytest.approx(sum(last_rewards) / 2)
         assert c["reward_last"] == {"mean": mean, "min": min(last_rewards), "max": max(last_rewards)}
         assert [p["step"] for p in c["by_step"]["reward/mean"]] == [0, 1, 2]
-        assert [p["step"] for p in c["by_step"]["eval/accuracy"]] == [0, 2, 3]
-    for name in ("reward", "eval-accuracy", "mismatch-k3", "entropy", "grad_norm"):
+        assert [p["step"] for p in c["by_step"]["eval/reward"]] == [0, 2, 3]
+    for name in ("reward", "eval-reward", "mismatch-k3", "entropy", "grad_norm"):
         assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 

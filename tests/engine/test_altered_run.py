@@ -19,8 +19,8 @@ from zerokl.engine.runs.run import resume, train
 from tests.helpers import property_settings
 
 # Fields and metrics that only a replay can derive. Those that are measured cannot be derived at all.
-REPLAYED = {"weight_version", "loss", "entropy", "grad_norm", "lr", "eval/accuracy", "advantage"}
-REPLAYED |= {"eval/base_accuracy"}
+REPLAYED = {"weight_version", "loss", "entropy", "grad_norm", "lr", "eval/reward", "advantage"}
+REPLAYED |= {"eval/base_reward"}
 MEASURED = ("time/", "perf/")
 STEPS = 5
 
@@ -102,13 +102,11 @@ def test_a_replay_of_the_first_step_evaluates_the_base_model_again(cut, tmp_path
     shutil.copytree(cut, path)
     first, *others = (path / "metrics.jsonl").read_text().splitlines(keepends=True)
     metrics = json.loads(first)
-    del metrics["eval/base_accuracy"]
-    metrics |= {} if value is None else {"eval/base_accuracy": value}
+    del metrics["eval/base_reward"]
+    metrics |= {} if value is None else {"eval/base_reward": value}
     (path / "metrics.jsonl").write_text("".join([json.dumps(metrics) + "\n", *others]))
     (line,) = [f for f in failed(verify_run(path, STEPS, 0, {})) if f.startswith("replay of step")]
-    assert line.startswith(
-        f"replay of step 0: metrics.jsonl has eval/base_accuracy = {value}, the step has 0."
-    )
+    assert line.startswith(f"replay of step 0: metrics.jsonl has eval/base_reward = {value}, the step has 0.")
 
 
 @pytest.mark.full

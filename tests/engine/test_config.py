@@ -14,6 +14,7 @@ from zerokl.engine.loss.config import Bound, Correction
 from zerokl.engine.loss.corrections import CORRECTIONS
 from zerokl.engine.loss.surrogates import BOUNDS
 from zerokl.engine.precision import SHORT_DTYPES
+from zerokl.engine.tasks import load_task
 
 OPTION = st.recursive(
     st.one_of(
@@ -200,3 +201,22 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
         load_config("a.toml", "demo", {})
     with pytest.raises(ValueError, match=r"preset dem is not known; choose .*demo"):
         load_config(None, "dem", {})
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_another_task_leaves_the_options_of_the_first_behind(tmp_path, as_file):
+    (tmp_path / "c.toml").write_text(to_toml(load_config(None, "demo")))
+    source = (str(tmp_path / "c.toml"), None) if as_file else (None, "demo")
+    assert load_config(*source).task.options["max_value"] == 99
+    assert load_config(*source, {"task.name": "add"}).task.options["max_value"] == 99
+    assert load_config(*source, {"task.name": "sort"}).task.options == {}
+    given = {"task.options.train": 20, "task.name": "sort"}
+    for order in (given, dict(reversed(given.items()))):
+        config = load_config(*source, order)
+        assert config.task.options == {"train": 20}
+        assert load_task(config.task.name, config.task.options).problems("train")[19].id == 19
+
+
+def test_the_options_of_a_file_without_a_task_are_those_of_the_task_that_is_given(tmp_path):
+    (tmp_path / "c.toml").write_text("[task.options]\ntrain = 20\n")
+    assert load_config(str(tmp_path / "c.toml"), None, {"task.name": "sort"}).task.options == {"train": 20}

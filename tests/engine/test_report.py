@@ -247,7 +247,7 @@ def test_load_run_gives_metrics_rollouts_and_ledger(tmp_path):
     assert run.steps == 4
     assert next(iter(run.metrics)) == "step"
     assert {len(column) for column in run.metrics.values()} == {4}
-    accuracy = run.metrics["eval/accuracy"]
+    accuracy = run.metrics["eval/reward"]
     assert math.isnan(accuracy[0])
     assert accuracy[3] == 0.7
     assert [(r["step"], r["prompt"], r["sample"]) for r in run.rollouts({2})] == [

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from zerokl.engine.config_file import load_config
 from zerokl.engine.loss.presets import PRESETS
 from zerokl.engine.policy import load_policy
+from zerokl.engine.runs.ending import figures
 from zerokl.engine.runs.loaded import load_run
 from zerokl.engine.runs.run import train
 from zerokl.engine.runs.setup import settled
@@ -89,8 +91,8 @@ def test_metrics_have_one_object_a_step_with_every_key(run, read_jsonl):
             assert m[f"mismatch/{name}"] == 1.0, name
         assert 0 < m["entropy"] <= math.log(64)
         assert m["time/sample_s"] > 0 < m["time/train_s"]
-    assert [m["step"] for m in lines if "eval/accuracy" in m] == [1, 3]
-    assert [m["step"] for m in lines if "eval/base_accuracy" in m] == [0]
+    assert [m["step"] for m in lines if "eval/reward" in m] == [1, 3]
+    assert [m["step"] for m in lines if "eval/base_reward" in m] == [0]
     assert len({m["loss"] for m in lines}) > 1 < len({m["grad_norm"] for m in lines})
 
 
@@ -162,7 +164,7 @@ def test_summary_totals_the_metrics(run, read_jsonl):
     assert (summary.steps, summary.tokens) == (4, sum(m["tokens"] for m in lines))
     assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
     assert (summary.reward_first, summary.reward_last) == (lines[0]["reward/mean"], lines[-1]["reward/mean"])
-    assert summary.held_out_accuracy == lines[-1]["eval/accuracy"]
+    assert (summary.held_out_reward, summary.held_out_accuracy) == (lines[-1]["eval/reward"], None)
 
 
 def test_config_toml_is_the_same_configuration_and_gives_the_same_run(run, four_steps, tmp_path):
@@ -258,3 +260,18 @@ def test_the_display_shows_every_mismatch_metric_where_a_bit_differs(config, tmp
     assert all(f"{name.removeprefix('mismatch/')} {metrics[name]:.4g}" in output for name in names)
     train(config(steps=1), tmp_path / "exact")
     assert "k1" not in capsys.readouterr().out
+
+
+def test_held_out_prompts_that_are_trained_on_are_counted_in_one_line(config, tmp_path, capsys):
+    lines = [json.dumps({"prompt": f"{i}+1=", "answer": i + 1}) + "\n" for i in range(6)]
+    (tmp_path / "train.jsonl").write_text("".join(lines))
+    (tmp_path / "test.jsonl").write_text("".join(lines[4:]) + '{"prompt": "9+9=", "answer": 18}\n')
+    options = {"file": str(tmp_path / "train.jsonl"), "held_out_file": str(tmp_path / "test.jsonl")}
+    jsonl = config(task__name="jsonl", task__options=options, task__reward="", evaluation__every=1, steps=1)
+    summary = train(jsonl, tmp_path / "run")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "2 of 3 held-out prompts are training prompts as well, such as '4+1='" in said
+    assert summary.held_out_accuracy == summary.held_out_reward is not None
+    assert any(line.startswith("held-out accuracy ") for line in figures(summary, tmp_path / "run"))
+    graded = replace(summary, held_out_accuracy=None)
+    assert any(line.startswith("held-out mean reward ") for line in figures(graded, tmp_path / "run"))

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.engine.runs.init import initialise
-from zerokl.engine.tasks import TASKS, load_reward, load_task, rewards
+from zerokl.engine.tasks import TASKS, check_answers, load_reward, load_task, rewards
+from zerokl.engine.tasks.answers import NAMED_REWARDS
 from zerokl.engine.tasks.base import Problem
 
 # The tasks that generate their problems.
@@ -356,3 +358,117 @@ def test_a_line_that_is_not_utf8_is_named(tmp_path):
     (tmp_path / "p.jsonl").write_bytes(b'{"prompt": "1+1=", "answer": 2}\n{"prompt": "\xff", "answer": 2}\n')
     with pytest.raises(ValueError, match=r"p.jsonl line 2 is not UTF-8"):
         load_task("jsonl", {"file": str(tmp_path / "p.jsonl")})
+
+
+ROW = json.dumps({"question": "How many?", "solution": "6 * 7 is it.\n#### 42", "id": 1})
+
+
+def test_jsonl_takes_columns_the_part_of_an_answer_a_template_and_a_system_prompt(tmp_path):
+    options = {"file": _write(tmp_path / "a.jsonl", ROW), "prompt": "question", "answer": "solution"}
+    problem = Problem(0, "Q: How many?\nA: {b}", "42", "Be short.")
+    options |= {"answer_after": "####", "template": "Q: {prompt}\nA: {b}", "system": "Be short."}
+    assert load_task("jsonl", options).problems("train") == [problem]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {},
+            "line 1 must have a \"prompt\"; it has 'question', 'solution', 'id': name the column in "
+            "task.options.prompt",
+        ),
+        ({"prompt": "question"}, 'line 1 must have an "answer"; it has'),
+        ({"prompt": "question", "answer": "solution", "answer_after": "=>"}, "has no such text"),
+        ({"prompt": "question", "answer": "solution", "answer_after": "42"}, "has nothing after it"),
+        ({"prompt": "id", "answer": "solution"}, 'a "id": a string that is not empty; this one is a number'),
+        ({"template": "Q"}, "template ('Q') must hold {prompt}"),
+        ({"system": "s", "chat": False}, "system needs a chat template"),
+        ({"chat": 1}, "chat (1) must be true or false"),
+        ({"held_out": 1.5}, "held_out (1.5) must be a number of lines, or a share"),
+        ({"held_out": "2"}, "held_out ('2') must be a whole number, or a share"),
+        ({"held_out": 1, "held_out_file": "b.jsonl"}, "give one"),
+    ],
+    ids=str,
+)
+def test_trouble_with_a_file_is_one_line_that_names_the_remedy(tmp_path, options, message):
+    columns = {"prompt": "question", "answer": "solution"} if options.keys() - {"prompt", "answer"} else {}
+    options = {"file": _write(tmp_path / "a.jsonl", ROW)} | columns | options
+    with pytest.raises(ValueError, match=re.escape(message)) as refused:
+        load_task("jsonl", options)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_share_is_held_out_by_the_seed(tmp_path):
+    lines = [json.dumps({"prompt": f"q{i}", "answer": i}) for i in range(30)]
+    file = _write(tmp_path / "a.jsonl", *lines)
+
+    def held_out(share: float, seed: int) -> list[str]:
+        task = load_task("jsonl", {"file": file, "held_out": share, "seed": seed})
+        return [p.prompt for p in task.problems("held_out")]
+
+    assert held_out(0.1, 0) == held_out(0.1, 0) == held_out(3, 0) != held_out(0.1, 1)
+    assert (len(held_out(0.1, 0)), len(held_out(0.01, 0))) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "right", "wrong"),
+    [
+        ("exact", "Paris", ["Paris", " Paris\n"], ["paris", "It is Paris", ""]),
+        (
+            "numeric",
+            "1,200",
+            ["1200", "1 + 1199 = 1,200.", "$1200.00", "#### 1200"],
+            ["120", "1200 or 7", ""],
+        ),
+        ("numeric", "-3", ["it is -3", "\u22123"], ["3", "10-3", "- 3"]),
+        ("numeric", "3/4", ["0.75", ".75", "6/8"], ["3", "4", "3/0", "3 / 4"]),
+        ("numeric", "75\\%", ["75%"], ["0.75", "x"]),
+        ("math", "\\frac{1}{2}", ["\\boxed{0.5}"], ["\\boxed{2}"]),
+    ],
+)
+def test_a_reward_by_name_compares_as_it_says(name, answer, right, wrong):
+    reward = load_reward(load_task("add", {}), name)
+    problem = Problem(0, "q", answer)
+    assert reward.binary
+    check_answers(reward, [problem])
+    assert [reward(problem, text) for text in right] == [1.0] * len(right)
+    assert [reward(problem, text) for text in wrong] == [0.0] * len(wrong)
+
+
+@given(completion=st.one_of(st.text(), st.text("0123456789.,/-$% ")), answer=st.integers(-9999, 9999))
+def test_any_completion_has_a_numeric_reward(completion, answer):
+    reward, problem = NAMED_REWARDS["numeric"], Problem(0, "q", f"{answer:,}")
+    assert reward(problem, completion) in (0.0, 1.0)
+    assert reward(problem, f"{completion} = {answer}") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "message"),
+    [
+        ("numeric", "#### 42", r"'#### 42' of problem 5 is no number; name .* task\.options\.answer_after"),
+        ("numeric", "1/0", "is no number"),
+        ("math", "9^{9^{9^9}}", "of problem 5 would take too long to compute"),
+        ("", "9^{9^{9^9}}", "of problem 5 would take too long to compute"),
+    ],
+)
+def test_an_answer_that_the_reward_cannot_read_is_found_at_the_start(tmp_path, name, answer, message):
+    task = load_task("jsonl", {"file": _write(tmp_path / "a.jsonl", GOOD)})
+    with pytest.raises(ValueError, match=message):
+        check_answers(load_reward(task, name), [Problem(4, "q", "1"), Problem(5, "q", answer)])
+
+
+def test_a_reward_says_whether_its_mean_is_an_accuracy():
+    task = load_task("toy:Digits", {})
+    assert not load_reward(task, "").binary
+    assert not load_reward(task, "toy:letters").binary
+    assert all(load_reward(load_task(name, {}), "").binary for name in GENERATED)
+    with pytest.raises(ValueError, match="maths is not known; choose exact, numeric, math or your own"):
+        load_reward(task, "maths")
+
+
+def test_a_binary_reward_that_is_graded_is_refused():
+    task = load_task("toy:Digits", {})
+    task.binary, task.reward = True, lambda problem, text: 0.5
+    with pytest.raises(ValueError, match=r"reward: is 0\.5 for prompt 0 .* its `binary` says 0 or 1"):
+        rewards(load_reward(task, ""), task.problems("train")[:1], [["a"]])

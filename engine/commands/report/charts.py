@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ...runs.accuracy import ACCURACY
+from ...runs.held_out import MEAN_REWARD
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ CHARTS = (
     ),
     Chart(
         LEARNING,
-        ACCURACY,
-        "Held-out accuracy",
+        MEAN_REWARD,
+        "Held-out reward",
         "",
         "Mean reward on problems that are not trained on, by steps done. At 0: the model that the run began "
-        "with.",
+        "with. It is the accuracy where a reward is 0 or 1.",
         "It rises with the reward.",
         "It falls while the reward rises: the training set is learnt by heart.",
         absent="evaluation.every is 0, or the task has no held-out problems",

@@ -25,9 +25,9 @@ function positions(run, x) {
   });
 }
 
-const HELD_OUT = "eval/accuracy";
+const HELD_OUT = "eval/reward";
 
-// The points of a metric of a run. The held-out accuracy is of the weights after some steps, so its place is the
+// The points of a metric of a run. The held-out reward is of the weights after some steps, so its place is the
 // number of steps done: 0 is the model that the run began with.
 function points(run, metric, x) {
   const at = positions(run, x);

@@ -31,7 +31,7 @@ function figures(run) {
   return [
     figure(collapsed ? "bad" : "", "Training reward", arrow(f.reward_first, f.reward_last),
       collapsed ? `it fell below 0.8 of its peak at step ${f.collapse_step}` : "first step → mean of the last five"),
-    figure("", "Held-out accuracy", isNumber(f.held_out_last) ? arrow(f.held_out_first, f.held_out_last) : "–",
+    figure("", f.held_out_is_accuracy ? "Held-out accuracy" : "Held-out mean reward", isNumber(f.held_out_last) ? arrow(f.held_out_first, f.held_out_last) : "–",
       isNumber(f.held_out_last) ? (isNumber(f.held_out_first) ? `${run.held_out[0][0] === 0 ? "before the first step" : "first evaluation"} → last evaluation` : "the last evaluation") : "no evaluation yet"),
     mismatchFigure(run),
     figure("", "Speed", [number(f.tokens_per_s), h("small", null, " tokens/s")],
@@ -51,7 +51,7 @@ function mismatchFigure(run) {
     `${f.unequal.toLocaleString("en")} of ${tokens} tokens unequal, by up to ${number(f.max_abs)}`);
 }
 
-// Reward and held-out accuracy in one chart.
+// Reward and held-out reward in one chart.
 function learntCard(store, width) {
   const box = h("div.plot.tall");
   const reading = h("span.reading");
@@ -64,7 +64,7 @@ function learntCard(store, width) {
       heldOut && { label: `${line.name} held-out`, color: several ? color : lineColor(1), columns: heldOut, points: true, dash: [7, 4] },
     ].filter(Boolean);
   });
-  const describe = () => `${inWords(store.data, "reward/mean", "Reward")}. ${has(store.data, HELD_OUT) ? inWords(store.data, HELD_OUT, "Held-out accuracy") : ""}`;
+  const describe = () => `${inWords(store.data, "reward/mean", "Reward")}. ${has(store.data, HELD_OUT) ? inWords(store.data, HELD_OUT, "Held-out reward") : ""}`;
   const show = (index, data) => {
     const list = curves();
     if (several || index === null || index === undefined || !list.length) { reading.textContent = ""; return; }
@@ -74,8 +74,8 @@ function learntCard(store, width) {
   };
   queueMicrotask(() => draw(box, () => ({ curves: curves(), height: 250, zero: true, description: describe() }), show));
   const keys = several
-    ? [h("li", null, "solid: training reward"), h("li", null, "dashed: held-out accuracy")]
-    : [h("li", null, swatch(lineColor(0)), "training reward"), has(store.data, HELD_OUT) && h("li", null, swatch(lineColor(1)), "held-out accuracy, dashed")];
+    ? [h("li", null, "solid: training reward"), h("li", null, "dashed: held-out reward")]
+    : [h("li", null, swatch(lineColor(0)), "training reward"), has(store.data, HELD_OUT) && h("li", null, swatch(lineColor(1)), "held-out reward, dashed")];
   return h(`article.card.chart.${width}`, null,
     h("div.head", null, h("h3", null, several ? "Who learnt?" : "Did it learn?"), reading), box, h("ul.key", null, keys));
 }
