@@ -171,7 +171,11 @@ def _page(app, path: Path, files: set[Path], folders: set[Path], body: str) -> t
     ]
     title = path.relative_to(ROOT).as_posix()
     above = f"<p>In {' / '.join(parts)}</p>" if parts else ""
-    return _name(path), {"title": title, "body": f"<h1>{escape(title)}</h1>{above}{body}"}, "page.html"
+    return (
+        _name(path),
+        {"title": title, "body": f"<h1>{escape(title).replace('/', '/<wbr>')}</h1>{above}{body}"},
+        "page.html",
+    )
 
 
 def _listing(app, folder: Path, files: set[Path], folders: set[Path]) -> str:
