@@ -10,10 +10,12 @@ import json
 import re
 import types
 import typing
+from importlib import import_module
 from pathlib import Path
 
 import annotated_types
 import cyclopts
+import zerokl
 from pydantic import BaseModel
 from sphinx.util import logging
 from zerokl.cli import app as cli
@@ -30,8 +32,9 @@ _MARK = re.compile(r"^<!-- generated: ([a-z-]+) -->$", re.M)
 
 
 def setup(app):
-    """Fill in the marks of every page."""
+    """Fill in the marks of every page, and make docstrings fit for autodoc."""
     app.connect("source-read", _fill)
+    app.connect("autodoc-process-docstring", _docstring)
 
 
 def _fill(app, page: str, source: list[str]) -> None:
@@ -252,6 +255,70 @@ def vllm_set() -> str:
     )
 
 
+# The Python API
+
+
+def public_names() -> str:
+    """Every public name of the package, in the order of its table, from its docstring."""
+    return "\n".join(_documented("zerokl", name) for name in zerokl._NAMES)
+
+
+def imported_names() -> str:
+    """Every other name that a page or an example imports from zerokl, by module, from its docstring."""
+    pages = [file for kind in ("md", "py") for file in (ROOT / "docs").rglob(f"[!_]*.{kind}")]
+    names: dict[str, set[str]] = {}
+    for module, imported in re.findall(
+        r"^from (zerokl\.[\w.]+) import (\w+(?:, \w+)*)$", "\n".join(p.read_text() for p in pages), re.M
+    ):
+        names.setdefault(module, set()).update(imported.split(", "))
+    parts = []
+    for module in sorted(names):
+        said = " ".join((import_module(module).__doc__ or "").split())
+        parts += [f"### `{module}`", "", _prose(re.split(r"(?<=\.) ", said)[0]), ""]
+        parts += [_documented(module, name) for name in sorted(names[module])]
+    return "\n".join(parts)
+
+
+def _documented(module: str, name: str) -> str:
+    thing = getattr(import_module(module), name)
+    if not inspect.isclass(thing):
+        kind, options = "autofunction", []
+    elif issubclass(thing, BaseModel):  # its fields are the keys that configuration.md has
+        kind, options = "autoclass", []
+        name += "()"
+    else:
+        kind, options = "autoclass", ["   :members:"]
+    return "\n".join(["```{eval-rst}", f".. {kind}:: {module}.{name}", *options, "```", ""])
+
+
+def _docstring(app, what: str, name: str, thing: object, options, lines: list[str]) -> None:
+    """For autodoc: a docstring as reStructuredText. Paragraphs that explain parameters become lists."""
+    try:
+        parameters = "|".join(inspect.signature(thing).parameters) or "-"
+    except (TypeError, ValueError):
+        parameters = "-"
+    start = rf"(?:^|(?<=[.;] ))((?:{parameters})(?:, (?:{parameters}))*)((?: \[[^\]]*\])?): "
+    said = []
+    for paragraph in "\n".join(lines).split("\n\n"):
+        text = " ".join(paragraph.split())
+        if re.match(start, text):
+            _, *items = re.split(start, text)
+            for names, shape, meaning in zip(items[::3], items[1::3], items[2::3], strict=True):
+                said.append(f"* ``{names}``{_rst(shape)}: {_rst(meaning.strip())}")
+            said.append("")
+        elif paragraph.startswith("    ") or "\n    " in paragraph:  # an example, or items of a list
+            said += [*paragraph.split("\n"), ""]
+        else:
+            said += [_rst(text), ""]
+    lines[:] = said
+
+
+def _rst(text: str) -> str:
+    """Prose as reStructuredText: `code` stays, nothing else is markup by chance."""
+    parts = re.split(r"(`[^`]*`)", text)
+    return "".join(part if i % 2 else re.sub(r"([*_|\\])", r"\\\1", part) for i, part in enumerate(parts))
+
+
 # The commands
 
 
@@ -341,5 +408,7 @@ PARTS = {
     "log-fields": log_fields,
     "vllm-allowed": vllm_allowed,
     "vllm-set": vllm_set,
+    "public-names": public_names,
+    "imported-names": imported_names,
     "commands": commands,
 }

@@ -1,46 +1,212 @@
-"""Links to the code that fail the build when the code moves.
+"""Links to the source, which fail the build when the code moves, and the pages of source that they lead to.
 
 {src}`engine/train/step.py`                  the file or folder must exist
 {src}`engine/train/step.py::train_step`      and it must define that name (or TEST::test_name)
 
+A link leads to _source/PATH.html, a page of this site with the file and its line numbers; that of a folder
+lists its files. Only what a page names has a page. So the site needs no other server.
+
 And the check of metrics.md: every metric whose name stands in the engine's code has its row there.
 """
 
+import ast
+import inspect
+import posixpath
 import re
+import sys
+from collections.abc import Iterator
+from html import escape
 from pathlib import Path
 
+from _definitions import ROOT, line_of
 from docutils import nodes
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import get_lexer_for_filename
+from pygments.lexers.special import TextLexer
+from pygments.util import ClassNotFound
+from sphinx.addnodes import pending_xref
 from sphinx.util import logging
 
-ROOT = Path(__file__).resolve().parents[1]
 _LOG = logging.getLogger(__name__)
+# The folder of the pages of source in the site.
+_PAGES = "_source"
 _METRIC = re.compile(
     r'"((?:reward|response_len|groups|completions|scaling|time|perf|eval|staleness|ref|mismatch)/[a-z0-9_]*)"'
 )
-_DEFINES = r"^\s*(?:(?:def|class) {0}\b|{0}\b.*=)"
 # Metrics without a group.
 _PLAIN = ("step", "tokens", "loss", "entropy", "grad_norm", "lr")
 
 
 def setup(app):
     """Make the role known; read every page in each build, as the code may have changed; check the metrics."""
+
+    def source_role(name, rawtext, text, lineno, inliner, options=None, content=None):
+        """A path from the root, as a link. A warning, and so an error, where it does not exist."""
+        docname = inliner.document.settings.env.docname
+        node = nodes.literal(rawtext, "", classes=["src"])
+        for part in re.split(r"(?<=[/:_])(?=[^:])", text):  # a browser may break the line after each
+            node += [nodes.Text(part), nodes.raw("", "<wbr>", format="html")]
+        try:
+            target = source_target(text)
+        except ValueError as error:
+            _LOG.warning("src: %s", error, location=(docname, lineno))
+            return [node], []
+        page, _, line = target.partition("#")
+        uri = app.builder.get_relative_uri(docname, page) + (f"#{line}" if line else "")
+        return [nodes.reference("", "", node, internal=True, refuri=uri)], []
+
     app.add_role("src", source_role)
     app.connect("env-get-outdated", lambda app, env, added, changed, removed: sorted(env.found_docs))
     app.connect("env-check-consistency", check_metrics)
+    app.connect("missing-reference", link_type)
+    app.connect("html-collect-pages", source_pages)
 
 
-def source_role(name, rawtext, text, lineno, inliner, options=None, content=None):
-    """A path from the repository's root, as code. A warning, and so an error, where it does not exist."""
+# The pages of source
+
+
+def source_target(text: str) -> str:
+    """The page and line of `PATH` or `PATH::NAME`. Raises ValueError where there is none."""
     path, _, member = text.partition("::")
-    node, place = nodes.literal(rawtext, "", classes=["src"]), ROOT / path
-    for part in re.split(r"(?<=[/:_])(?=[^:])", text):  # a browser may break the line after each
-        node += [nodes.Text(part), nodes.raw("", "<wbr>", format="html")]
-    where = (inliner.document.settings.env.docname, lineno)
-    if not place.exists():
-        _LOG.warning("src: %s does not exist", path, location=where)
-    elif member and not re.search(_DEFINES.format(re.escape(member)), place.read_text(), re.M):
-        _LOG.warning("src: %s does not define %s", path, member, location=where)
-    return [node], []
+    path = path.rstrip("/")
+    if not (ROOT / path).exists():
+        raise ValueError(f"{path} does not exist")
+    if (ROOT / path).is_dir() and not member:
+        return f"{_PAGES}/{path}/index"
+    line = line_of(path, member) if member else None
+    if member and line is None:
+        raise ValueError(f"{path} does not define {member}")
+    return f"{_PAGES}/{path}" + (f"#L-{line}" if line else "")
+
+
+def linkcode_resolve(domain: str, info: dict[str, str]) -> str | None:
+    """For sphinx.ext.linkcode: the address of an object's source, from a page at the site's root."""
+    page, _, line = (_target_of(info["module"], info["fullname"]) or "").partition("#")
+    return f"{page}.html#{line}" if page else None
+
+
+def link_type(app, env, node, child):
+    """For Sphinx: a class in a signature that no page documents is a link to its source."""
+    target = _type_target(node)
+    if target is None:
+        return None
+    page, _, line = target.partition("#")
+    uri = app.builder.get_relative_uri(node["refdoc"], page)
+    return nodes.reference("", "", child, internal=True, refuri=f"{uri}#{line}")
+
+
+def _type_target(node: pending_xref) -> str | None:
+    """The page and line of the class of this package that a signature names."""
+    module, _, name = node.get("reftarget", "").rpartition(".")
+    return _target_of(module, name) if module.startswith("zerokl.") else None
+
+
+def _target_of(module: str, name: str) -> str | None:
+    """The page and line of a class, function or method of this package; None where it is none."""
+    thing = sys.modules.get(module)
+    for part in name.split("."):
+        thing = getattr(thing, part, None)
+    thing = inspect.unwrap(thing.fget if isinstance(thing, property) else thing) if thing else None
+    if not (inspect.isclass(thing) or inspect.isfunction(thing)):
+        return None
+    path = Path(inspect.getsourcefile(thing)).resolve()
+    if not path.is_relative_to(ROOT):
+        return None
+    return source_target(f"{path.relative_to(ROOT).as_posix()}::{thing.__qualname__}")
+
+
+def source_pages(app) -> Iterator[tuple[str, dict, str]]:
+    """For Sphinx: (name, context, template) of the page of each file and folder that a link leads to."""
+    linked = set()
+    for docname in app.env.found_docs:
+        doctree = app.env.get_doctree(docname)
+        for link in doctree.findall(nodes.reference):
+            uri = posixpath.join(posixpath.dirname(docname), link.get("refuri", "").partition("#")[0])
+            linked.add(posixpath.normpath(uri).removesuffix(".html"))
+        for link in doctree.findall(pending_xref):
+            linked.add((_type_target(link) or "").partition("#")[0])
+    paths = {
+        page.removeprefix(f"{_PAGES}/").removesuffix("/index") for page in linked if page.startswith(_PAGES)
+    }
+    files = {file for path in paths for file in _files(ROOT / path)}
+    folders = {ROOT / path for path in paths if (ROOT / path).is_dir()}
+    folders |= {
+        folder for file in files for folder in file.parents if any(f in folders for f in folder.parents)
+    }
+    for folder in sorted(folders):
+        yield _page(app, folder, files, folders, _listing(app, folder, files, folders))
+    for file in sorted(files):
+        yield _page(app, file, files, folders, _highlighted(file))
+
+
+def _files(path: Path) -> list[Path]:
+    """The text files of a folder and of the folders in it, or the file itself."""
+    if path.is_file():
+        return [path]
+    return [
+        file
+        for file in path.rglob("*")
+        if file.is_file()
+        and not any(part.startswith((".", "__pycache__")) for part in file.relative_to(ROOT).parts)
+        and b"\0" not in file.read_bytes()
+    ]
+
+
+def _name(path: Path) -> str:
+    """The name of the page of a file or folder."""
+    return f"{_PAGES}/{path.relative_to(ROOT).as_posix()}" + ("/index" if path.is_dir() else "")
+
+
+def _link(app, origin: Path, path: Path) -> str:
+    uri = app.builder.get_relative_uri(_name(origin), _name(path))
+    return f'<a href="{uri}"><code>{escape(path.name)}</code></a>'
+
+
+def _page(app, path: Path, files: set[Path], folders: set[Path], body: str) -> tuple[str, dict, str]:
+    """The page of a file or folder: its path, each folder of which is a link where it has a page."""
+    parts = [
+        _link(app, path, part) if part in folders else f"<code>{escape(part.name)}</code>"
+        for part in reversed([part for part in path.parents if part.is_relative_to(ROOT) and part != ROOT])
+    ]
+    title = path.relative_to(ROOT).as_posix()
+    above = f"<p>In {' / '.join(parts)}</p>" if parts else ""
+    return (
+        _name(path),
+        {"title": title, "body": f"<h1>{escape(title).replace('/', '/<wbr>')}</h1>{above}{body}"},
+        "page.html",
+    )
+
+
+def _listing(app, folder: Path, files: set[Path], folders: set[Path]) -> str:
+    """The files and folders of a folder, each with the first sentence of its docstring."""
+    inside = [path for path in sorted(folder.iterdir()) if path in files | folders]
+    rows = [f"<dt>{_link(app, folder, path)}</dt><dd>{escape(_said(path))}</dd>" for path in inside]
+    return f"<dl>{''.join(rows)}</dl>"
+
+
+def _said(path: Path) -> str:
+    """The first sentence of the docstring of a Python file, or of a folder's __init__.py."""
+    file = path / "__init__.py" if path.is_dir() else path
+    if file.suffix != ".py" or not file.exists():
+        return ""
+    text = ast.get_docstring(ast.parse(file.read_text())) or ""
+    return re.split(r"(?<=\.) ", " ".join(text.split()))[0]
+
+
+def _highlighted(file: Path) -> str:
+    """The text of a file with a line number before each line; line 12 has the id L-12."""
+    try:
+        lexer = get_lexer_for_filename(file.name, stripnl=False)
+    except ClassNotFound:
+        lexer = TextLexer(stripnl=False)
+    formatter = HtmlFormatter(
+        linenos="inline", linespans="L", anchorlinenos=True, cssclass="highlight source"
+    )
+    return highlight(file.read_text(), lexer, formatter)
+
+
+# The check of metrics.md
 
 
 def metric_names() -> set[str]:

@@ -18,10 +18,21 @@ author = "the zerokl authors"
 copyright = "the zerokl authors, Apache-2.0"
 release = version = metadata.version("zerokl")
 
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.linkcode"]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_static", "Thumbs.db"]
 nitpicky = True
+smartquotes = False
+# Types in signatures that stand on no page of this site.
+nitpick_ignore_regex = [("py:.*", r"(?!zerokl\.).*")]
+
+# Docstrings have Markdown's `code`.
+default_role = "literal"
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 90
+add_module_names = False
+linkcode_resolve = _sources.linkcode_resolve
 
 myst_enable_extensions = ["attrs_block", "attrs_inline", "colon_fence", "deflist"]
 myst_heading_anchors = 3

@@ -27,7 +27,11 @@ def commands(page: Path) -> list[str]:
     return [" ".join(line.split()) for line in lines if re.search(r"(^|[/ ])zerokl ", line.split("#")[0])]
 
 
-COMMANDS = [(page.name, line) for page in sorted(DOCS.rglob("*.md")) for line in commands(page)]
+COMMANDS = [
+    (page.relative_to(DOCS).as_posix(), line)
+    for page in sorted(DOCS.rglob("*.md"))
+    for line in commands(page)
+]
 
 
 @pytest.fixture
@@ -49,7 +53,19 @@ def test_every_command_of_the_pages_parses(parsed, page, line):
     assert parsed(line) == (0, "")
 
 
-@pytest.mark.parametrize("page", ["extend.md", "audit.md", "precision.md", "reproduce.md"])
+def test_options_have_one_spelling_that_of_the_keys():
+    root = DOCS.parent
+    pages = [root / "README.md", *sorted(DOCS.rglob("*.md")), root / "Makefile"]
+    # These two say that hyphens will do as well.
+    pages = [page for page in pages if page.name not in ("commands.md", "configuration.md")]
+    options = set(re.findall(r"--[a-z]+(?:_[a-z0-9]+)+", " ".join(page.read_text() for page in pages)))
+    assert {"--run_dir", "--max_tokens"} <= options
+    for page in pages:
+        hyphened = set(re.findall(r"--[a-z]+(?:-[a-z0-9]+)+", page.read_text()))
+        assert not hyphened & {option[:2] + option[2:].replace("_", "-") for option in options}, page
+
+
+@pytest.mark.parametrize("page", ["extend.md", "audit/index.md", "precision.md", "reproduce.md"])
 def test_control_a_misspelt_option_is_found(parsed, page):
     line = next(line for name, line in COMMANDS if name == page and " --" in line)
     code, message = parsed(line.replace(" --", " --z", 1))
@@ -59,7 +75,9 @@ def test_control_a_misspelt_option_is_found(parsed, page):
 
 def test_every_file_that_a_page_shows_is_an_example():
     shown = {
-        name for page in DOCS.glob("*.md") for name in re.findall(r"literalinclude\} (\S+)", page.read_text())
+        name.removeprefix("../")
+        for page in DOCS.rglob("*.md")
+        for name in re.findall(r"literalinclude\} (\S+)", page.read_text())
     }
     assert {f"examples/{file.name}" for file in (DOCS / "examples").iterdir() if file.is_file()} == shown
 
@@ -75,6 +93,14 @@ def test_the_grid_has_a_run_for_each_dtype_sampler_and_seed():
     }
     assert by_sampler["hf"].sampler == "hf"
     assert by_sampler["rounded"].perturb.gain == 8.0
+
+
+def test_the_grid_of_the_page_about_mismatch_has_a_late_sampler():
+    cells = read_grid(DOCS.parent / "benchmarks" / "late.toml")
+    assert len(cells) == 3 * 3
+    late = {cell.settings["sampler"]: cell.config for cell in cells}
+    assert [late[name].perturb.delay for name in ("exact", "late", "late_truncated")] == [0, 1, 1]
+    assert [late[name].loss.resolve().correction for name in late] == ["none", "none", "truncate"]
 
 
 @pytest.fixture

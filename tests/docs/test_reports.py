@@ -1,4 +1,4 @@
-"""The public reports in docs/audit.md: each that is called named has a test that plants its fault."""
+"""The public reports in docs/audit/log.md: each that is called named has a test that plants its fault."""
 
 import ast
 import re
@@ -42,8 +42,8 @@ PLANTED = {
 
 
 def _rows() -> dict[str, str]:
-    """What docs/audit.md says to each report."""
-    table = (ROOT / "docs" / "audit.md").read_text().split("## Twenty-five reports")[1]
+    """What docs/audit/log.md says to each report."""
+    table = (ROOT / "docs" / "audit" / "log.md").read_text().split("## Twenty-five reports")[1]
     rows = re.findall(r"^\| ([\w./-]+#\d+) \| [^|]+ \| ([^|]+) \|$", table, re.M)
     return {report: says.strip() for report, says in rows}
 
