@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from ...verify.reading import parse_json
 from ..runs.accuracy import ACCURACY, held_out_curve
 from ..runs.folder import FAILED, METRICS
+from ..runs.terminal import Printer
 from .ablation_effects import effect_lines
 
 # Metric -> title of its plot, by step.
@@ -165,7 +165,7 @@ def result_rows(combinations: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return rows
 
 
-def result_table(combinations: Sequence[Mapping[str, Any]], console: Console) -> Table:
+def result_table(combinations: Sequence[Mapping[str, Any]], console: Printer) -> Table:
     """The rows for a terminal: every column where they fit its width, or else those that say most.
 
     The narrower table names a combination in one column, where a long name wraps.
