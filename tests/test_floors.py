@@ -20,6 +20,7 @@ PLACES = (
     "engine.rollout",
     "engine.command_line",
     "engine.config_file",
+    "engine.key_hints",
     "engine.compatibility",
     "engine.perturb",
     "engine.config",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..config_file import load_config
 from .head import is_free
+from .held_out import held_out_name
 from .summary import Summary
 
 # The label of a command and the command, in two columns.
@@ -16,10 +17,8 @@ def figures(summary: Summary, folder: Path) -> Iterator[str]:
     """How a finished run in `folder` went, a line for each figure."""
     s = summary
     yield f"reward {s.reward_first:.3f} -> {s.reward_last:.3f} (last 5 steps {s.reward_last5:.3f})"
-    if s.held_out_accuracy is not None:
-        yield f"held-out accuracy {s.held_out_accuracy:.3f}"
-    elif s.held_out_reward is not None:
-        yield f"held-out mean reward {s.held_out_reward:.3f}"
+    if s.held_out_reward is not None:
+        yield f"{held_out_name(s.held_out_accuracy is not None)} {s.held_out_reward:.3f}"
     unequal = f", {s.tokens_unequal} of them unequal" if s.tokens_unequal else ""
     yield f"mismatch {s.mismatch_max_abs} over {s.tokens} tokens{unequal}"
     yield f"plot {folder / 'reward.png'}"

@@ -10,6 +10,11 @@ MEAN_REWARD, BASE_REWARD = "eval/reward", "eval/base_reward"
 ACCURACY = "eval/accuracy"
 
 
+def held_out_name(binary: bool) -> str:
+    """What the mean of held-out rewards is called. binary: whether every reward is 0 or 1 by its own word."""
+    return "held-out accuracy" if binary else "held-out mean reward"
+
+
 def held_out_curve(lines: Iterable[Mapping[str, Any]]) -> list[tuple[int, float]]:
     """(steps done, mean held-out reward) of every evaluation; 0 steps are the model that the run began with.
 

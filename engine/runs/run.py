@@ -32,7 +32,7 @@ from .checkpoints import restore, save_checkpoint
 from .evaluation import HeldOut
 from .folder import NoFolder, RunFolder, plot_reward, refuse_taken
 from .head import flat_settings, run_head
-from .held_out import BASE_REWARD, MEAN_REWARD
+from .held_out import BASE_REWARD, MEAN_REWARD, held_out_name
 from .interrupt import FirstInterrupt, StoppedError
 from .profile import check_profiled_step, profiled
 from .progress import Display, Field
@@ -159,7 +159,9 @@ def _take_steps(
     history = resumption.history if resumption else []
     rewards = [m["reward/mean"] for m in history]
     try:
-        first_evaluation = _evaluate_base(held_out)
+        if first_evaluation := held_out.base_metrics():
+            name = held_out_name(state.reward.binary)
+            console.print(f"{name} {first_evaluation[BASE_REWARD]:.3f} before the first step")
         display = Display(config.steps, "train", state.step, ("reward", rewards))
         # Ranks end at different moments of a step, and torchrun ends those that are left: nothing can be
         # saved.
@@ -195,14 +197,6 @@ def _take_steps(
     finally:
         folder.close(summary)
     return history
-
-
-def _evaluate_base(held_out: HeldOut) -> dict[str, float]:
-    """Evaluate the model that a run begins with, and print how good it is. Returns metrics of step 0."""
-    metrics = held_out.base_metrics()
-    if metrics:
-        console.print(f"held-out {metrics[BASE_REWARD]:.3f} before the first step")
-    return metrics
 
 
 def _save_checkpoint(state: TrainState, path: Path, model: Path, logs: dict[str, str]) -> None:

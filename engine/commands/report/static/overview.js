@@ -92,7 +92,7 @@ function writesCard(run, width) {
   const written = (prompt, w) => h("li", null,
     h("span.said", null, h("span.prompt", null, visible(clip(prompt, 160))), h("b", null, visible(clip(w.text, 220))), w.finish === "length" ? h("span.prompt", null, " …") : null),
     score(w.reward),
-    h("span.hint", null, `step ${w.step}`, w.n > 1 ? `, mean of ${w.n}: ${number(w.mean)}` : ""));
+    h("span.hint", null, `step ${w.step}`, w.n > 1 ? `, mean of ${w.n}: ${fixed(w.mean)}` : ""));
   const note = same
     ? "The same prompts early and late: the first completion of the step, its reward, and the mean of its group. "
     : "No prompt occurs in two steps, so these are other prompts: the first ones of the first and of the last step. ";
