@@ -16,7 +16,7 @@ from ..parallel.scorer import Scorer
 from ..parallel.workers import Workers
 from ..rollout.types import GenerationParams, Rollout, Sampler
 from ..stopwatch import Stopwatch
-from ..tasks import Reward
+from ..tasks import LoadedReward
 from ..tasks.base import Problem
 from ..tasks.tokenizer import Tokenizer
 from .loss_scaling import LossScaler
@@ -40,7 +40,7 @@ class TrainState:
     micro_batch: int  # sequences of one pass
     ref_policy: Scorer | RankedScorer | None  # frozen, for the KL term; None without such a term
     tokenizer: Tokenizer
-    reward: Reward
+    reward: LoadedReward
     problems: Sequence[Problem]  # for training
     prompt_ids: Sequence[Sequence[int]]  # the prompt of each of these problems
     stopwatch: Stopwatch  # measures the stations of a step; the native sampler has the same one
