@@ -1,4 +1,4 @@
-"""The command line: a function for each subcommand. Bad input gives one line on stderr and exit code 2."""
+"""The command line: a function for each subcommand. An error is one line on stderr (see exit_codes.py)."""
 
 import os
 import sys
@@ -6,14 +6,12 @@ from importlib import import_module
 
 import cyclopts
 
-from ..engine.command_line import error_message, failure_line, memory_ran_out, spelt_out
+from ..engine.command_line import error_message, failure_line, foreseen, memory_ran_out, spelt_out
 from .app import app
+from .exit_codes import ExitCode
 
 for _name in ("runs", "models", "checks", "audits"):  # each registers its commands; help keeps this order
     import_module(f".{_name}", __name__)
-
-# The exit code after Ctrl-C.
-INTERRUPTED = 130
 
 
 def _rank() -> str:
@@ -32,23 +30,23 @@ def _outcome(argv: list[str] | None) -> tuple[int, Exception | None]:
     words = spelt_out(sys.argv[1:] if argv is None else argv)
     try:
         try:
-            return app(words, exit_on_error=False, print_error=False) or 0, None
+            return app(words, exit_on_error=False, print_error=False) or ExitCode.DONE, None
         except cyclopts.CycloptsError as error:
             raise ValueError(error_message(error)) from error
     except Exception as error:
         if os.environ.get("ZEROKL_TRACEBACK"):
             raise
         print(f"zerokl: {_rank()}{failure_line(error)}", file=sys.stderr)
-        return 2, error
+        return ExitCode.REFUSED if foreseen(error) else ExitCode.INTERNAL, error
     except KeyboardInterrupt:
         print("zerokl: interrupted", file=sys.stderr)
-        return INTERRUPTED, None
+        return ExitCode.INTERRUPTED, None
 
 
 def run() -> None:
     """The console script: main, and the end of the process with its exit code."""
     code, error = _outcome(None)
-    if code == INTERRUPTED or memory_ran_out(error):
+    if code == ExitCode.INTERRUPTED or memory_ran_out(error):
         # Python waits at its end for the threads of executors. It never wakes one whose start Ctrl-C has
         # broken off: the thread runs, and its executor does not know of it. And where memory ran out, the
         # ends of some libraries crash, with an exit code of their own.

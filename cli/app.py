@@ -8,6 +8,7 @@ from cyclopts import App, Parameter
 from ..engine.command_line import version_line
 from ..engine.config import Config
 from ..engine.config_file import preset_names
+from ..engine.runs.output import PipedConsole
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -28,6 +29,7 @@ app = App(
     help="Exact reinforcement learning of language models: "
     "the trainer's log-probabilities are bit for bit the sampler's.",
     version=version_line,
+    console=PipedConsole(),
     default_parameter=Parameter(name_transform=lambda name: name, negative_iterable=()),
     result_action="return_value",
     suppress_keyboard_interrupt=False,  # main says what happened

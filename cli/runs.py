@@ -3,10 +3,11 @@
 import sys
 from pathlib import Path
 
-from ..engine.command_line import given_settings, toml_values
+from ..engine.command_line import failure_line, given_settings, toml_values
 from ..engine.config_file import load_config
 from ..verify.reading import one_line
 from .app import NO_SETTINGS, Preset, Settings, TaskOptions, command
+from .exit_codes import ExitCode
 
 # Lines about differences that `zerokl ablate` prints; its page has all of them.
 _MOST_EFFECTS = 12
@@ -89,7 +90,7 @@ def train(
     except MismatchError as error:
         print(f"zerokl: {one_line(str(error))}", file=sys.stderr)
         _write_report(folder)
-        return 1
+        return ExitCode.DIFFERS
     except StoppedError as stopped:
         for line in after_stop(folder, stopped.step):
             console.print(line)
@@ -174,9 +175,16 @@ def watch(runs: tuple[str, ...] = (), /, *, port: int = 0) -> int:
 
 
 def _write_report(folder: str | Path) -> None:
-    """Write the page of a run or an ablation that has ended, and print its name. Rank 0 does it for all."""
+    """Write the page of a run or an ablation that has ended, and print its name. Rank 0 does it for all.
+
+    Where it cannot be written, a line says so: what was computed is complete without it.
+    """
     from ..engine.commands.report.page import write_report
     from ..engine.runs.terminal import console
 
-    if not console.quiet:
+    if console.quiet:
+        return
+    try:
         console.print(f"report {write_report([folder])}")
+    except (ValueError, OSError) as error:
+        print(f"zerokl: no report was written: {failure_line(error)}", file=sys.stderr)

@@ -128,6 +128,11 @@ def memory_ran_out(error: Exception | None) -> bool:
     return isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY)
 
 
+def foreseen(error: Exception) -> bool:
+    """Whether an error says what is wrong with input, files or machine; others are faults of zerokl's."""
+    return isinstance(error, OSError | ValueError | FloatingPointError) or memory_ran_out(error)
+
+
 def failure_line(error: Exception) -> str:
     """An error that ends a command, in one line."""
     return one_line(_failure(error))

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from filelock import FileLock, Timeout
 
@@ -71,6 +71,17 @@ def naming(path: Path) -> Iterator[None]:
         if error.errno is None or error.filename is not None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def check_in_place(file: IO[bytes], path: Path) -> None:
+    """Raise FileNotFoundError where an open file is not the one called `path` any more.
+
+    Somebody has removed or replaced it. What is written to it would be lost without a word.
+    """
+    with suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return
+    raise FileNotFoundError(errno.ENOENT, "was removed or replaced while it was being written", str(path))
 
 
 def os_error_line(error: OSError) -> str:

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .files import hash_json, naming, whole_lines
+from .files import check_in_place, hash_json, naming, whole_lines
 from .reading import parse_json
 
 # The name of the file in a run's folder.
@@ -263,6 +263,7 @@ class Ledger:
         if self._synced is not None:
             with naming(self._path):
                 self._synced.result()
+            check_in_place(self._file, self._path)
 
     def close(self) -> None:
         """Close the file, after every line is on the disk."""

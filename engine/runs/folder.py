@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...verify.files import check_writable, naming, write_whole
+from ...verify.files import check_in_place, check_writable, naming, write_whole
 from ...verify.ledger import LEDGER
 from ...verify.reading import one_line
 from ..train.state import StepRecord
@@ -87,6 +87,7 @@ class _Log:
     def write(self, lines: Sequence[dict[str, Any]]) -> None:
         content = "".join(json.dumps(line) + "\n" for line in lines).encode()
         self._hash.update(content)
+        check_in_place(self._file, self.path)
         with naming(self.path):
             self._file.write(content)
             self._file.flush()
@@ -94,6 +95,7 @@ class _Log:
     def sync(self) -> str:
         with naming(self.path):
             os.fsync(self._file.fileno())
+        check_in_place(self._file, self.path)
         return self._hash.hexdigest()
 
     def close(self) -> None:

@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ...verify.invariance import Check
 from ...verify.reading import printable
+from .output import PipedConsole
 
 
-class Printer(Console):
-    """rich's console, for texts that anybody may have written.
+class Printer(PipedConsole):
+    """A console for texts that anybody may have written.
 
     Names of tensors, paths, completions and errors pass through here. A terminal obeys control characters, so
     every string is printed with escapes in their place, in tables too. A rich.Text is printed as it is:
@@ -20,7 +20,7 @@ class Printer(Console):
     """
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """See Console."""
+        """See rich.console.Console."""
         return super().render_str(printable(text), **options)
 
     def say(self, text: str) -> None:

@@ -297,7 +297,12 @@ def test_nothing_else_prints():
         for name, text in texts.items()
         if re.search(r"^from rich\.text|rich\.console|Text\(", text, re.M)
     }
-    ours = {"engine/runs/terminal.py", "engine/runs/progress.py", "engine/commands/ablation_display.py"}
+    ours = {
+        "engine/runs/output.py",
+        "engine/runs/terminal.py",
+        "engine/runs/progress.py",
+        "engine/commands/ablation_display.py",
+    }
     assert users == ours
     prints = [
         (name, call)

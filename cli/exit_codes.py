@@ -1,0 +1,22 @@
+"""The exit codes of every subcommand, each for one thing."""
+
+from enum import IntEnum
+
+from ..engine.runs.output import OUTPUT_CLOSED
+
+
+class ExitCode(IntEnum):
+    """What the end of a command says. docs/commands.md has the same table, and a test compares the two."""
+
+    DONE = 0
+    """It was done; what was compared is equal, or within the tolerance."""
+    DIFFERS = 1
+    """Something that was compared differs: a bit, a run, an audit beyond its tolerance."""
+    REFUSED = 2
+    """It could not be done, for a reason that the line on stderr gives: input, a file, the machine."""
+    INTERNAL = 70
+    """An error that nobody foresaw: a fault of zerokl's."""
+    INTERRUPTED = 130
+    """Ctrl-C ended it."""
+    OUTPUT_CLOSED = OUTPUT_CLOSED
+    """Whoever read its output ended first, as in `| head -1`."""
