@@ -284,6 +284,15 @@ def write_checkpoint(
         ) from None
 
 
+def different_companion(a: Path, b: Path) -> str | None:
+    """The first tokenizer or chat file that two model folders do not have with the same bytes; or None."""
+
+    def content(path: Path) -> bytes | None:
+        return path.read_bytes() if path.exists() else None
+
+    return next((name for name in _COMPANIONS if content(a / name) != content(b / name)), None)
+
+
 def _write_config(folder: Path, config: ModelConfig, dtype: torch.dtype) -> None:
     """Write the config.json that was read, with `dtype` in place of the old dtype."""
     fields = {name: value for name, value in config.raw.items() if name != "torch_dtype"}

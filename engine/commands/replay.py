@@ -59,7 +59,8 @@ class Replayer:
         if self.config.threads:
             use_threads(self.config.threads)
         self.task = load_task(self.config.task.name, self.config.task.options, self.config.task.directory)
-        self.state: TrainState = make_state(self.config, base_model(self.config, path), self.task)
+        self.model = base_model(self.config, path)
+        self.state: TrainState = make_state(self.config, self.model, self.task)
         self._first_weights = self.state.optimizer.whole_master().clone()
         self._head = run_head(self.state, {"workers in use": self.state.parallel.n})
         self._exact = False  # whether the state is the run's own after state.step steps

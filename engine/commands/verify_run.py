@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from ...kernels.philox import Stream, permutation
+from ...model.checkpoint import different_companion
 from ...verify.divergence import run_ledger
 from ...verify.ledger import LedgerFile, read_ledger
 from ...verify.reading import shown
 from ..config import Config
-from ..runs.checkpoints import Checkpoint, checked_checkpoint, checkpoint_folders
+from ..runs.checkpoints import Checkpoint, checked_checkpoint, checkpoint_folders, unchecked
 from ..runs.evaluation import HeldOut
 from ..runs.folder import METRICS, ROLLOUTS, finite, rollout_line
+from ..runs.head import altered_free_setting
 from ..runs.logs import Log, read_log
 from ..runs.progress import duration
 from ..runs.resume import derived_summary, run_config
@@ -83,6 +85,7 @@ def verify_run(path: Path, replays: int, seed: int, overrides: Mapping[str, Any]
         return
     run = _Run(path, config, ledger, [], {}, {})
     yield _ledger(run)
+    yield _configuration(run)
     yield from _checkpoints(run)
     for check in (_metrics, _rollouts, _summary):
         yield check(run)
@@ -92,6 +95,7 @@ def verify_run(path: Path, replays: int, seed: int, overrides: Mapping[str, Any]
         yield Finding("replay", str(error), False)
         return
     with replayer:
+        yield from _companions(run, replayer.model)
         yield _texts(run, replayer.state)
         yield from _replays(run, replayer, replays, seed)
 
@@ -103,6 +107,12 @@ def _ledger(run: _Run) -> Finding:
     return Finding("ledger", chain, not (run.ledger.torn and run.ended))
 
 
+def _configuration(run: _Run) -> Finding:
+    """config.toml beside the free settings that the ledger notes; replays compare those that decide bits."""
+    altered = altered_free_setting(run_config(run.path, {}), run.ledger)
+    return Finding("config.toml", altered or "the settings of the run's last start", not altered)
+
+
 def _checkpoints(run: _Run) -> Iterator[Finding]:
     """Each checkpoint. Intact ones are added to the run."""
     for folder in reversed(checkpoint_folders(run.path)):
@@ -111,6 +121,8 @@ def _checkpoints(run: _Run) -> Iterator[Finding]:
         yield Finding(folder.name, result, not damage)
         if checkpoint:
             run.checkpoints.insert(0, checkpoint)
+            if left_out := unchecked(checkpoint, run.ledger):
+                yield Finding(folder.name, f"not checked: {', '.join(left_out)}", True, checked=False)
     steps = len(run.ledger.lines)
     if run.ended and not (run.path / "checkpoints" / f"step-{steps:06d}").exists():
         yield Finding("checkpoints", f"step-{steps:06d} is missing, which a run writes at its end", False)
@@ -161,6 +173,13 @@ def _rollouts(run: _Run) -> Finding:
     return Finding(ROLLOUTS, fault or f"{log.stop} steps, with the ledger's hashes", not fault)
 
 
+def _companions(run: _Run, model: Path) -> Iterator[Finding]:
+    """Each checkpoint with a tokenizer or chat file that is not that of the run's first model, in `model`."""
+    for checkpoint in run.checkpoints:
+        if name := different_companion(checkpoint.folder, model):
+            yield Finding(checkpoint.folder.name, f"its {name} is not the one of {model}", False)
+
+
 def _texts(run: _Run, state: TrainState) -> Finding:
     """What rollouts.jsonl tells beside the quantities of the ledger: texts, problems, ends of completions."""
     for step, logged in run.rollouts.items():
@@ -178,6 +197,9 @@ def _summary(run: _Run) -> Finding:
             return Finding("summary", "none: the run is not finished", True)
         if summary.fingerprint != run.ledger.chain:
             return Finding("summary", "its fingerprint is not the ledger's last chain value", False)
+        if steps != run.config.steps:
+            what = f"of a run of {run.config.steps} steps, of which the ledger holds {steps}"
+            return Finding("summary", what, False)
         last = next((c for c in run.checkpoints if c.step == steps), None)
         if last is None:
             return Finding("summary", f"cannot be derived: no intact checkpoint of step {steps}", False)
@@ -199,6 +221,10 @@ def _replays(run: _Run, replayer: Replayer, n: int, seed: int) -> Iterator[Findi
     held_out = HeldOut(replayer.state, replayer.task) if _same_evaluation(run) else None
     # No step is done yet, so this evaluates the model that the run began with.
     base = held_out.base_metrics() if held_out and steps[0] == 0 else {}
+    if held_out is None:
+        yield Finding(
+            "held-out rewards", "not checked: the run was evaluated in several ways", True, checked=False
+        )
     yield Finding("replays", _plan(run, steps, replayer.passes(steps)), True, checked=False)
     for step in steps:
         faults: list[str] = []

@@ -22,12 +22,14 @@ from ...model.checkpoint import STATE_FILE, read_weights, write_checkpoint
 from ...model.config import ModelConfig
 from ...model.weights import Layout
 from ...verify.files import manifest_damage
-from ...verify.ledger import LedgerFile
-from ...verify.reading import read_json
+from ...verify.ledger import Head, LedgerFile
+from ...verify.reading import read_json, shown
 from ..config import Config
 from ..parallel.tree_hash import hash_tree
+from ..tasks.perfectible import TASK_FILE
 from ..train.loss_scaling import LossScaler
 from ..train.state import TrainState
+from .head import architecture
 
 SMALL_FILE = "trainer/state.json"
 # Added to the name of a checkpoint that cannot be used. A new one can then take its place, and the old one is
@@ -35,6 +37,8 @@ SMALL_FILE = "trainer/state.json"
 DAMAGED = ".damaged"
 # The optimizer's moments in STATE_FILE: [layout.numel] fp32 each, for any number of ranks.
 _MOMENTS = ("first_moment", "second_moment")
+# What the ledger has a hash of, in words.
+_HASHED = {"weights": "weights", "optimizer": "optimizer's moments"}
 # The whole state of a LossScaler.
 _SCALER = ("scale", "clean", "in_a_row")
 
@@ -133,15 +137,57 @@ def checked_checkpoint(folder: Path, ledger: LedgerFile) -> tuple[Checkpoint | N
         return None, damage
     if ledger.chain_at(checkpoint.step) != checkpoint.chain:
         return None, f"{folder} is not a checkpoint of {ledger.path}"
-    if not checkpoint.step:  # nothing is in the ledger yet
-        return checkpoint, ""
     try:
+        if wrong := _wrong_state(checkpoint, ledger.head):
+            return None, f"{folder}: {wrong}; the file was altered"
+        if not checkpoint.step:  # nothing is in the ledger yet
+            return checkpoint, ""
         different = _different_bits(folder, ledger.lines[checkpoint.step - 1].quantities)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return None, str(error)
     if different:
         return None, f"the {different} in {folder} are not those whose hash is in {ledger.path}"
     return checkpoint, ""
+
+
+def _wrong_state(checkpoint: Checkpoint, head: Head) -> str | None:
+    """What in the small files of a checkpoint is not what follows from the ledger's head; None if all is.
+
+    Raises ValueError for a config.json that is no model's.
+    """
+    held = architecture(ModelConfig.from_file(checkpoint.folder))
+    for name, value in held.items():
+        if (was := head.settings.get(f"model.{name}")) != json.loads(json.dumps(value)):
+            return f"{name} is {shown(value)} in config.json, and {shown(was)} in the ledger"
+    task = read_json(checkpoint.folder / TASK_FILE)
+    if task != {"task": head.settings["task.name"], "options": head.settings["task.options"]}:
+        return f"{TASK_FILE} names another task than the ledger"
+    if not known_counters(head):
+        return None
+    updates = checkpoint.step * head.settings["updates_per_rollout"]
+    counters = {"updates": updates, "version": updates, "scale": 1.0, "clean": updates, "in_a_row": 0}
+    held = checkpoint.scaler | {"updates": checkpoint.updates, "version": checkpoint.version}
+    wrong = next((name for name, value in counters.items() if held.get(name) != value), None)
+    return (
+        wrong
+        and f"{wrong} is {held.get(wrong)} in {SMALL_FILE}, and {counters[wrong]} follows from the steps"
+    )
+
+
+def unchecked(checkpoint: Checkpoint, ledger: LedgerFile) -> list[str]:
+    """What of an intact checkpoint the ledger says nothing about."""
+    hashes = ledger.lines[checkpoint.step - 1].quantities if checkpoint.step else {}
+    names = [words for name, words in _HASHED.items() if checkpoint.step and name not in hashes]
+    return names if known_counters(ledger.head) else [*names, "the counters of updates and loss scale"]
+
+
+def known_counters(head: Head) -> bool:
+    """Whether the counters of a checkpoint follow from the number of its steps.
+
+    They do where no loss is scaled: then no update is ever skipped.
+    """
+    scaling, dtype = head.environment.get("process.precision.scaling"), head.settings["dtype"]
+    return scaling == "off" or (scaling == "auto" and dtype != "float16")
 
 
 def usable_checkpoint(folder: Path, ledger: LedgerFile, config: Config) -> tuple[Checkpoint | None, str]:
@@ -165,10 +211,10 @@ def _different_bits(folder: Path, hashes: Mapping[str, str]) -> str | None:
         return hash_tree(layout.blocks, *flat).root
 
     if "weights" in hashes and root(read_weights(folder, layout)) != hashes["weights"]:
-        return "weights"
+        return _HASHED["weights"]
     with _moments(folder, layout) as moments:
         if "optimizer" in hashes and root(*(part[:] for part in moments)) != hashes["optimizer"]:
-            return "optimizer's moments"
+            return _HASHED["optimizer"]
     return None
 
 

@@ -10,7 +10,8 @@ from ...model.config import ModelConfig
 from ...model.weights import fingerprint
 from ...verify.environment import PACKAGE_ROOT, environment
 from ...verify.files import hash_json
-from ...verify.ledger import Head, digest_ids
+from ...verify.ledger import Head, LedgerFile, digest_ids
+from ...verify.reading import shown
 from ..config import FREE_SECTIONS, Config
 from ..train.state import TrainState
 
@@ -89,7 +90,7 @@ def run_head(state: TrainState, process: Mapping[str, Any]) -> Head:
     """
     config = state.config
     settings = binding(config)
-    settings |= {f"model.{name}": value for name, value in _architecture(state.policy.config).items()}
+    settings |= {f"model.{name}": value for name, value in architecture(state.policy.config).items()}
     free = {key: value for key, value in flat_settings(config).items() if key not in settings}
     tree = state.optimizer.hash_weights()
     problems = [[p.id, p.prompt, repr(p.answer)] for p in state.problems]
@@ -102,7 +103,20 @@ def run_head(state: TrainState, process: Mapping[str, Any]) -> Head:
     return Head(settings, config.seed, data, tree.root, names, tree.leaves, recorded)
 
 
-def _architecture(config: ModelConfig) -> dict[str, Any]:
+def altered_free_setting(config: Config, ledger: LedgerFile) -> str | None:
+    """The first free setting that is not that of the run's last start, in words; None if none is.
+
+    config: of the run's folder. The ledger notes the free settings of each start beside its chain.
+    """
+    noted = (ledger.resumed[-1] if ledger.resumed else vars(ledger.head))["environment"]
+    for key, value in flat_settings(config).items():
+        name = f"process.{key}"
+        if name in noted and noted[name] != value:
+            return f"{key} is {shown(value)}, and {shown(noted[name])} in {ledger.path}: the file was altered"
+    return None
+
+
+def architecture(config: ModelConfig) -> dict[str, Any]:
     """The values of a model's config.json that decide bits. The context length is only a limit."""
     names = [f.name for f in fields(config) if f.compare and f.name != "max_positions"]
     return {name: getattr(config, name) for name in names}
@@ -117,4 +131,4 @@ def _ref_weights(state: TrainState) -> str:
         return ""
     decoder = state.ref_policy.decoder
     weights = fingerprint(decoder.layout, decoder.flat.detach())
-    return f"sha256:{hash_json([_architecture(decoder.config), weights])}"
+    return f"sha256:{hash_json([architecture(decoder.config), weights])}"

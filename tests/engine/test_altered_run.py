@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from zerokl.cli import main
 from zerokl.engine.commands.verify_run import Finding, verify_run
+from zerokl.engine.runs.checkpoints import open_checkpoint
+from zerokl.engine.runs.resume import derived_summary
 from zerokl.engine.runs.run import resume, train
+from zerokl.engine.runs.summary import write_summary
+from zerokl.verify.files import MANIFEST, write_manifest
+from zerokl.verify.ledger import read_ledger
 
 from tests.helpers import property_settings
 
@@ -246,3 +252,72 @@ def test_an_altered_setting_is_refused_before_the_model_is_read(cut, tmp_path, c
     )
     assert main(["train", "--resume", str(path)]) == 2
     assert "seed is 1 in" in capsys.readouterr().err
+
+
+def _forge(folder: Path, file: str, change: Callable[[dict], Any]) -> None:
+    """Change a JSON file of a checkpoint, and write a manifest that fits."""
+    values = json.loads((folder / file).read_text())
+    change(values)
+    (folder / file).write_text(json.dumps(values))
+    (folder / MANIFEST).unlink()
+    write_manifest(folder)
+
+
+FORGED = {
+    "updates": ("trainer/state.json", lambda x: x.update(updates=x["updates"] + 500)),
+    "version": ("trainer/state.json", lambda x: x.update(version=x["version"] + 1)),
+    "scale": ("trainer/state.json", lambda x: x["scaler"].update(scale=2.0)),
+    "clean": ("trainer/state.json", lambda x: x["scaler"].update(clean=0)),
+    "in_a_row": ("trainer/state.json", lambda x: x["scaler"].update(in_a_row=1)),
+    "rms_norm_eps": ("config.json", lambda x: x.update(rms_norm_eps=1e-3)),
+    "task.json": ("task.json", lambda x: x["options"].update(max_value=8)),
+    "tokenizer.json": ("tokenizer.json", lambda x: x["model"]["vocab"].update({"+": 1, "1": 2})),
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_a_checkpoint_whose_small_files_are_forged_is_found(run, cut, tmp_path, what):
+    path = tmp_path / "run"
+    shutil.copytree(cut, path)
+    _forge(path / "checkpoints" / "step-000004", *FORGED[what])
+    lines = failed(verify_run(path, 0, 0, {}))
+    assert any("step-000004" in line and what.removeprefix("rms_norm_") in line for line in lines), lines
+    resume(path)  # from the checkpoint before it, or with a tokenizer that the ledger's tokens contradict
+    if what != "tokenizer.json":
+        assert (path / "ledger.jsonl").read_bytes() == (run / "ledger.jsonl").read_bytes()
+        assert failed(verify_run(path, 0, 0, {})) == []
+
+
+def test_a_forged_accuracy_is_found_although_a_free_setting_was_changed_too(run, tmp_path):
+    path = tmp_path / "run"
+    shutil.copytree(run, path)
+    config = path / "config.toml"
+    config.write_text(re.sub(r"(\[evaluation\]\nevery = )2", r"\g<1>3", config.read_text()))
+    (line,) = failed(verify_run(path, 0, 0, {}))
+    assert re.search(r"^config.toml: evaluation.every is 3, and 2 in .*: the file was altered$", line)
+
+
+def test_a_run_that_is_cut_is_not_finished(run, tmp_path):
+    """The ledger, the logs and the checkpoints of 4 steps, with a summary that fits them."""
+    path = tmp_path / "run"
+    shutil.copytree(run, path)
+    shutil.rmtree(path / "checkpoints" / "step-000005")
+    for name, each in (("ledger.jsonl", 1), ("metrics.jsonl", 1), ("rollouts.jsonl", 9)):
+        lines = (path / name).read_text().splitlines(keepends=True)
+        (path / name).write_text("".join(lines[:-each]))
+    ledger = read_ledger(path / "ledger.jsonl")
+    checkpoint, _ = open_checkpoint(path / "checkpoints" / "step-000004")
+    history = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    write_summary(path, derived_summary(ledger, history, checkpoint))
+    assert failed(verify_run(path, 0, 0, {})) == ["summary: of a run of 5 steps, of which the ledger holds 4"]
+
+
+def test_what_no_hash_binds_is_said_and_is_no_ok(config, run, tmp_path):
+    train(config(steps=2, ledger__state_every=3, checkpoint__every=1), tmp_path / "run")
+    notes = [f for f in verify_run(tmp_path / "run", 0, 0, {}) if not f.checked]
+    message = "not checked: weights, optimizer's moments"
+    assert [(f.what, f.result, f.mark) for f in notes] == [
+        ("step-000001", message, "note"),
+        ("step-000002", message, "note"),
+    ]
+    assert all(f.checked for f in verify_run(run, 0, 0, {}))
