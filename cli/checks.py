@@ -117,6 +117,7 @@ def replay(
     step: int,
     until: int | None = None,
     trace: str = "",
+    update: int = 0,
     settings: Settings = NO_SETTINGS,
 ) -> int:
     """Do steps of a run again from the nearest checkpoint, and compare every quantity with the run's ledger.
@@ -129,19 +130,22 @@ def replay(
         until: Last step to do again; by default this is step.
         trace: File (.safetensors) for a record of every operation of the step; zerokl diff compares two such
             files. This sets workers = 1.
+        update: Update of the step that is traced; a step has updates_per_rollout of them, from 0.
     """
     from ..engine.commands.replay import Replayer
     from ..engine.runs.terminal import console
 
     if trace and not trace.endswith(".safetensors"):
         raise ValueError(f"replay: --trace ({trace}) must end with .safetensors")
+    if update and not trace:
+        raise ValueError(f"replay: --update ({update}) chooses what is traced; give --trace FILE too")
     if trace:
         check_writable(Path(trace).parent)
     overrides = given_settings(settings) | ({"workers": 1} if trace else {})
     with Replayer(Path(path), overrides) as replayer:
         for line in replayer.messages:
             console.print(line)
-        result = replayer.replay(step, until, Path(trace) if trace else None)
+        result = replayer.replay(step, until, Path(trace) if trace else None, update)
     verdict = str(result.divergence or "every bit is the ledger's")
     console.print(f"steps {result.first} to {result.last} done again: {verdict}")
     return 1 if result.divergence else 0

@@ -26,6 +26,7 @@ from ..kernels.embedding import embedding
 from ..kernels.grad import accumulate_dtype
 from ..kernels.order import shard_blocks
 from .decoder import Decoder, Hook, PackedContext, no_hook, with_padding
+from .observer import Observer, Rows, observed
 
 # Tokens of the prompts of one pass, at most; a longer prompt has a pass of its own. It must stay constant,
 # because it orders the weights' gradients.
@@ -65,12 +66,14 @@ class Prompts:
         prompts: Sequence[Sequence[int]],
         hook: Hook = no_hook,
         shards: Sequence[int] | None = None,
+        observer: Observer | None = None,
     ):
         """prompts [n]: the prompt of each sample. Equal prompts lie side by side.
 
         shards [n]: the virtual shard of each sample, where the pass holds several. A prompt with samples in
         two shards is read once for each of them, because each shard sums its own gradient.
-        `hook`: see Decoder.hidden. Raises ValueError for an empty prompt.
+        `hook`: see Decoder.hidden. observer: its rows are of the n samples. Raises ValueError for an empty
+        prompt.
         """
         for i, prompt in enumerate(prompts):
             if not len(prompt):
@@ -83,6 +86,11 @@ class Prompts:
         self.lengths = np.array([len(prefix) for prefix in prefixes])  # [N]
         self.starts = np.cumsum(self.lengths) - self.lengths  # [N], in B
         ids = [token for prefix in prefixes for token in prefix]
+        if observer is not None and ids:
+            first_samples = np.repeat(np.flatnonzero(firsts), self.lengths)
+            positions = _ranges(np.zeros_like(self.lengths), self.lengths)
+            rows = Rows(torch.tensor(ids), *map(torch.from_numpy, (first_samples, positions)))
+            hook = observed(observer, rows, hook)
         if shards is not None:
             firsts_and_lengths = zip(compress(shards, firsts), self.lengths, strict=True)
             shards = [shard for shard, n in firsts_and_lengths if n]

@@ -18,6 +18,7 @@ from ..kernels.order import shard_blocks
 from ..kernels.sampling_params import SamplingParams
 from .cache import BlockCache, CachedContext
 from .decoder import Decoder, Hook, PackedContext, no_hook, with_padding
+from .observer import Observer, Rows, observed
 from .prompts import Prompts, SampleContext
 
 
@@ -77,15 +78,17 @@ def logprobs(
     sampling_params: SamplingParams,
     hook: Hook = no_hook,
     prompts: Prompts | None = None,
+    observer: Observer | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logp [C] of the completion tokens, and the entropy [C], in fp32 on the decoder's device.
 
     Both are of the distribution that the tokens are drawn from. logp is differentiable in the decoder's
     weights, the entropy is not.
 
-    hook: see Decoder.hidden.
+    hook: see Decoder.hidden. The last operation is `logprob` [C].
     prompts: the prompts that were read before, for a batch that `pack` was given `after` for. They change no
         bit.
+    observer: its rows are of the batch's sequences.
 
     Raises ValueError for a sequence that is longer than the context.
     """
@@ -104,17 +107,23 @@ def logprobs(
         if prompts is None
         else SampleContext(decoder, batch.lengths, prompts, batch.after, padding, batch.shards)
     )
+    if observer is not None:
+        T, lengths = len(batch.ids), torch.tensor(batch.lengths)
+        rows = Rows(batch.ids, torch.arange(len(lengths)).repeat_interleave(lengths), context.positions[:T])
+        hook = observed(observer, rows, hook)
     hidden = decoder.hidden(ids, context, hook)
     # No row occurs twice, so the gradient of each is written once and nothing is added up.
     rows, targets = batch.rows.to(decoder.device), batch.targets.to(decoder.device)
     lm_head = decoder.logits_weight()
-    return linear_logprob(
+    logp, entropy = linear_logprob(
         hidden[rows].to(lm_head.dtype),
         lm_head,
         targets,
         sampling_params,
         shard_blocks(batch.completion_lengths, batch.shards),
     )
+    hook("logprob", logp)
+    return logp, entropy
 
 
 @torch.no_grad()

@@ -25,8 +25,8 @@ def diff(a: Path, b: Path) -> int:
 
 def _diff_traces(a: Path, b: Path) -> int:
     comparison = compare_trace_files(a, b)
-    if comparison.steps[0] != comparison.steps[1]:
-        console.print(f"the traces are of steps {comparison.steps[0]} and {comparison.steps[1]}")
+    if comparison.moments[0] != comparison.moments[1]:
+        console.print("the traces are of " + " and of ".join(comparison.moments))
     if comparison.first is None:
         console.print(f"equal to the bit: {comparison.operations} operations")
         return 0

@@ -23,7 +23,7 @@ from ..tasks import load_task
 from ..train.recorder import Recorder
 from ..train.state import StepRecord, TrainState
 from ..train.step import train_step
-from .trace import trace_step
+from .trace import check_trace, trace_step
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,7 @@ class Replayer:
         step: int,
         until: int | None = None,
         trace: Path | None = None,
+        trace_update: int = 0,
         before: Callable[[TrainState], None] | None = None,
         after: Callable[[StepRecord], None] | None = None,
     ) -> Replay:
@@ -92,9 +93,10 @@ class Replayer:
 
         That is the newest checkpoint, or where an earlier replay ended with the ledger's bits.
 
-        trace: a file; every operation of step `step` is written to it. before: called with the state before
-        each step. after: called after each step that has the ledger's bits and is not traced. Raises
-        ValueError for steps that the ledger does not hold.
+        trace: a file; every operation of update number `trace_update` of step `step` is written to it.
+        before: called with the state before each step. after: called after each step that has the ledger's
+        bits. Raises ValueError for steps that the ledger does not hold, and for a trace that cannot be made
+        (see check_trace).
         """
         until, recorded = step if until is None else until, len(self.ledger.lines)
         if not 0 <= step <= until < recorded:
@@ -102,22 +104,23 @@ class Replayer:
                 f"replay: steps {step} to {until} must lie in 0 to {recorded - 1}, "
                 f"the steps that {self.ledger.path} holds"
             )
-        first = self._go_to(step)
         state = self.state
+        if trace is not None:
+            check_trace(state, trace, trace_update)
+        first = self._go_to(step)
         self._exact = False
         while state.step <= until:
             line = self.ledger.lines[state.step]
             if before:
                 before(state)
-            record = None
             if trace is not None and state.step == step:
-                trace_step(state, trace)
+                record = trace_step(state, trace, trace_update)
             else:
                 record = train_step(state)
             again = state.recorder.ledger.last
             if divergence := compare_lines(self.ledger.head, line, again):
                 return Replay(first, line.step, divergence)
-            if after and record is not None:
+            if after:
                 after(record)
         self._exact = True
         return Replay(first, until, None)

@@ -1,4 +1,4 @@
-"""Traces of one training step: the output of every operation, in a safetensors file.
+"""Traces of one update of a training step: the output of every operation, in a safetensors file.
 
 `zerokl replay --trace FILE` writes a trace. `zerokl diff` finds the first operation that differs between two
 traces.
@@ -8,36 +8,32 @@ A file holds these tensors, in the order of computation:
     token_ids [T]
     the operations of the trainer's forward (model/op_names.py) [T, ...]; after the last layer's keys [C, ...]
     logprob [C]
-    gradient.NAME, first_moment.NAME, second_moment.NAME and weight.NAME of each weight
+    gradient.NAME, first_moment.NAME, second_moment.NAME and weight.NAME of each weight, after the update
 
-T rows of the step, in canonical order; C of them are rows of samples. The rows of a pass are first its
-prompts, once for all their samples (model/prompts.py), then its samples. A sample's rows go from its prompt's
-last token to its own last but one.
+T rows of the step, ordered by their place (prompt, sample, position); C of them are rows of samples. A
+sample's rows go from its prompt's last token to its own last but one. The rows of a prompt before its last
+token are computed once for all its samples in a virtual shard, and have the place of the first of them.
 
-The sampler's forwards are the same operations on the same rows, in an order that decides no bit. They are not
-in the file.
+So the rows and their order depend on no setting that decides no bit. The sampler's forwards are the same
+operations on the same rows. They are not in the file.
 """
 
 import json
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import compress
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ...model.decoder import Context, Decoder, Hook, no_hook
+from ...model.config import ModelConfig
+from ...model.decoder import Hook, no_hook
 from ...model.op_names import in_order, split_fused
-from ...model.prompts import first_of_prompt, prompt_passes
 from ...verify.bitwise import unequal
 from ...verify.reading import parse_json
 from ...verify.trace import OpDifference, Trace, compare_traces, first_divergence
-from ..parallel.partition import virtual_shards
-from ..rollout.types import Rollout
 from ..train.state import StepRecord, TrainState
 from ..train.step import train_step
 
@@ -49,110 +45,118 @@ _PLACES = ("place", "place of samples' rows", "place of drawn tokens")
 _OF_WEIGHTS = ("gradient.", "first_moment.", "second_moment.", "weight.")
 
 
-@contextmanager
-def _recording(decoder: Decoder, outputs: dict[str, list[torch.Tensor]]) -> Iterator[None]:
-    """Inside, every forward of the trainer through `decoder` adds its operations' outputs to `outputs`.
+class _Forward:
+    """What one forward of the trainer computed: `outputs` of operations, one row for each of `places`."""
 
-    Padding rows are left out.
-    """
+    def __init__(self, ids: torch.Tensor, places: torch.Tensor, config: ModelConfig):
+        self.places, self._config = places, config
+        self.outputs: Trace = {"token_ids": ids.unsqueeze(1)}
 
-    def recorded(plain: Callable) -> Callable:
-        def forward(ids: torch.Tensor, context: Context, hook: Hook = no_hook) -> torch.Tensor | None:
-            if context.blocks is None:  # a forward of the sampler
-                return plain(ids, context, hook)
-            T = context.blocks[-1][1]
-
-            def record(name: str, x: torch.Tensor) -> None:
-                for op, part in split_fused(name, x.detach()[:T], decoder.config).items():
-                    outputs[op].append(part.clone())
-                hook(name, x)
-
-            outputs["token_ids"].append(ids[:T].clone())
-            return plain(ids, context, record)
-
-        return forward
-
-    decoder.hidden, decoder.read = recorded(decoder.hidden), recorded(decoder.read)
-    try:
-        yield
-    finally:
-        del decoder.hidden, decoder.read
+    def hook(self, name: str, x: torch.Tensor) -> None:
+        """See StepObserver.forward."""
+        for op, part in split_fused(name, x, self._config).items():
+            self.outputs[op] = part.to("cpu", copy=True)
 
 
-def trace_step(state: TrainState, file: Path) -> StepRecord:
-    """Do the next step and write its trace to `file`.
+class _Recording:
+    """Keeps what update number `update` of a step computes (StepObserver)."""
 
-    Raises ValueError where several processes compute the step, and where `file` exists.
+    def __init__(self, state: TrainState, update: int):
+        self._state, self._update = state, update
+        self._forwards: list[_Forward] = []
+        self._of_weights: Trace = {}
+
+    def forward(self, update: int, ids: torch.Tensor, places: torch.Tensor) -> Hook:
+        """See StepObserver."""
+        if update != self._update:
+            return no_hook
+        self._forwards.append(_Forward(ids, places, self._state.policy.config))
+        return self._forwards[-1].hook
+
+    def updated(self, update: int, gradient: torch.Tensor) -> None:
+        """See StepObserver."""
+        if update != self._update:
+            return
+        optimizer, views = self._state.optimizer, self._state.policy.layout.checkpoint_views
+        flats = (gradient, *optimizer.moments, optimizer.master)
+        for prefix, flat in zip(_OF_WEIGHTS, flats, strict=True):
+            for name, view in views(flat).items():
+                self._of_weights[prefix + name] = view.to("cpu", copy=True).reshape(view.shape[0], -1)
+
+    def trace(self) -> tuple[Trace, list[torch.Tensor]]:
+        """The trace, and the tensors of _PLACES."""
+        samples = [f for f in self._forwards if "logprob" in f.outputs]
+        (place, rows), (sample_place, sample_rows) = map(_in_places, (self._forwards, samples))
+        layers = self._state.policy.config.layers
+        operations = {"token_ids": rows["token_ids"]} | in_order(sample_rows | rows, layers)
+        drawn_place = sample_place + torch.tensor([0, 0, 1])
+        return operations | self._of_weights, [place, sample_place, drawn_place]
+
+
+def _in_places(forwards: Sequence[_Forward]) -> tuple[torch.Tensor, Trace]:
+    """The places of all rows in ascending order [rows, 3], and the operations that all forwards have."""
+    places = torch.cat([f.places for f in forwards])
+    order = torch.from_numpy(np.lexsort(places.numpy().T[::-1]))
+    shared = [op for op in forwards[0].outputs if all(op in f.outputs for f in forwards)]
+    return places[order], {op: torch.cat([f.outputs[op] for f in forwards])[order] for op in shared}
+
+
+def check_trace(state: TrainState, file: Path, update: int = 0) -> None:
+    """Raise ValueError where `trace_step` would.
+
+    That is where several processes compute the step, where a step has no such update, and where `file`
+    exists.
     """
     if state.parallel.n > 1:
         raise ValueError(
             f"trace: workers ({state.parallel.n}) must be 1: operations of other processes cannot be recorded"
         )
+    updates = state.config.updates_per_rollout
+    if not 0 <= update < updates:
+        raise ValueError(
+            f"trace: update ({update}) must lie in 0 to {updates - 1}: a step of this run has "
+            f"{updates} (updates_per_rollout)"
+        )
     if file.exists():
         raise ValueError(f"trace: {file} already exists; nothing was overwritten")
-    assert state.recorder is not None
-    step, outputs = state.step, defaultdict(list)
-    views = state.policy.layout.checkpoint_views
 
-    def record_update(logp: torch.Tensor, gradient: torch.Tensor) -> None:
-        outputs["logprob"].append(logp.clone())
-        for name, view in views(gradient).items():
-            outputs[f"gradient.{name}"].append(view.clone())
 
-    state.recorder.listener = record_update
-    with _recording(state.policy, outputs):
-        record = train_step(state)
-    state.recorder.listener = None
-    trace = {name: torch.cat([x.reshape(x.shape[0], -1) for x in parts]) for name, parts in outputs.items()}
-    trace = (
-        {"token_ids": trace["token_ids"]}
-        | in_order(trace, state.policy.config.layers)
-        | {name: x for name, x in trace.items() if name.startswith("gradient.")}
-    )
-    first_moment, second_moment = state.optimizer.moments
-    updated = {
-        "first_moment": first_moment,
-        "second_moment": second_moment,
-        "weight": state.optimizer.master,
-    }
-    trace |= {f"{what}.{name}": view for what, flat in updated.items() for name, view in views(flat).items()}
-    _write(trace, _places(record.rollouts, state.config.virtual_shards), step, file)
+def trace_step(state: TrainState, file: Path, update: int = 0) -> StepRecord:
+    """Do the next step and write the trace of one of its updates to `file`.
+
+    update: counts from 0. Raises ValueError (see check_trace).
+    """
+    check_trace(state, file, update)
+    step, recording = state.step, _Recording(state, update)
+    record = train_step(state, recording)
+    trace, places = recording.trace()
+    metadata = {"zerokl": "trace", "step": str(step), "update": str(update), "order": json.dumps(list(trace))}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    tensors = trace | dict(zip(_PLACES, places, strict=True))
+    save_file({name: x.contiguous() for name, x in tensors.items()}, file, metadata)
     return record
 
 
-def _places(rollouts: Sequence[Rollout], shards: int) -> list[torch.Tensor]:
-    """The tensors of _PLACES. A prompt's rows carry the first sample that they were computed for."""
-    rows, sample_rows, drawn_tokens = [], [], []
-    for shard in virtual_shards(rollouts, shards):
-        for pass_slice in prompt_passes([r.prompt_ids for r in shard]):
-            group = shard[pass_slice]
-            firsts = compress(group, first_of_prompt([r.prompt_ids for r in group]))
-            rows += [(r.prompt, r.sample, i) for r in firsts for i in range(len(r.prompt_ids) - 1)]
-            places = [
-                (r.prompt, r.sample, len(r.prompt_ids) - 1 + i)
-                for r in group
-                for i in range(len(r.completion_ids))
-            ]
-            rows += places
-            sample_rows += places
-            drawn_tokens += [(prompt, sample, position + 1) for prompt, sample, position in places]
-    return [torch.tensor(x) for x in (rows, sample_rows, drawn_tokens)]
+@dataclass(frozen=True)
+class TraceFile:
+    """A trace that was read."""
 
+    operations: Trace  # in the order of computation
+    places: list[torch.Tensor]  # the tensors of _PLACES
+    step: int
+    update: int  # of the step, from 0
 
-def _write(trace: Trace, places: list[torch.Tensor], step: int, file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {k: v.contiguous() for k, v in (trace | dict(zip(_PLACES, places, strict=True))).items()},
-        file,
-        {"zerokl": "trace", "step": str(step), "order": json.dumps(list(trace))},
-    )
+    @property
+    def moment(self) -> str:
+        """What was traced, in words."""
+        return f"step {self.step}, update {self.update}"
 
 
 @dataclass(frozen=True)
 class TraceComparison:
     """What `compare_trace_files` finds."""
 
-    steps: tuple[int, int]
+    moments: tuple[str, str]  # the step and update of each
     operations: int  # compared
     first: OpDifference | None  # the first operation that differs; None where all are equal
     row: str = ""  # the first row of that operation that differs, in words
@@ -163,16 +167,17 @@ def compare_trace_files(a: Path, b: Path) -> TraceComparison:
 
     Raises ValueError for a file that is no trace, and for traces of different tokens.
     """
-    (x, places, step_x), (y, _, step_y) = read_trace(a), read_trace(b)
-    if x["token_ids"].shape != y["token_ids"].shape or unequal(x["token_ids"], y["token_ids"]).any():
-        raise ValueError(
-            f"trace: {a} and {b} are of different tokens; "
-            "`zerokl diff` of the two runs finds their first difference"
-        )
-    differences = compare_traces(x, y)
+    x, y = read_trace(a), read_trace(b)
+    for left, right in ((x.operations["token_ids"], y.operations["token_ids"]), (x.places[0], y.places[0])):
+        if left.shape != right.shape or unequal(left, right).any():
+            raise ValueError(
+                f"trace: {a} and {b} are of different tokens; "
+                "`zerokl diff` of the two runs finds their first difference"
+            )
+    differences = compare_traces(x.operations, y.operations)
     first = first_divergence(differences)
-    row = _first_row(first.op, x[first.op], y[first.op], places) if first else ""
-    return TraceComparison((step_x, step_y), len(differences), first, row)
+    row = _first_row(first.op, x.operations[first.op], y.operations[first.op], x.places) if first else ""
+    return TraceComparison((x.moment, y.moment), len(differences), first, row)
 
 
 def _first_row(op: str, x: torch.Tensor, y: torch.Tensor, places: list[torch.Tensor]) -> str:
@@ -193,8 +198,8 @@ def is_trace(path: Path) -> bool:
     return path.is_file() and path.suffix == ".safetensors"
 
 
-def read_trace(path: Path) -> tuple[Trace, list[torch.Tensor], int]:
-    """(operations in the order of computation, tensors of _PLACES, step).
+def read_trace(path: Path) -> TraceFile:
+    """Read a trace.
 
     Raises ValueError for a file that cannot be read or is no trace.
     """
@@ -203,10 +208,11 @@ def read_trace(path: Path) -> tuple[Trace, list[torch.Tensor], int]:
             metadata = file.metadata() or {}
             if metadata.get("zerokl") != "trace":
                 raise ValueError(f"trace: {path} is no trace of zerokl replay")
-            return (
+            return TraceFile(
                 {name: file.get_tensor(name) for name in parse_json(metadata["order"])},
                 [file.get_tensor(name) for name in _PLACES],
                 int(metadata["step"]),
+                int(metadata["update"]),
             )
     except (SafetensorError, KeyError, TypeError, OSError) as error:
         raise ValueError(f"trace: {path} cannot be read ({error})") from None

@@ -1,7 +1,7 @@
 """Writes the run's ledger (verify/ledger.py): the hash of each quantity of a step."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -51,8 +51,6 @@ class Recorder:
         self._leaves: dict[str, list[str]] = {}
         self._scales: list[float] = []
         self._seconds = 0.0
-        # Called with logp and gradient of each update.
-        self.listener: Callable[[torch.Tensor, torch.Tensor], None] | None = None
 
     @contextmanager
     def updating(self, logp: torch.Tensor, gradient: torch.Tensor, scale: float = 1.0) -> Iterator[None]:
@@ -74,8 +72,6 @@ class Recorder:
         began_s = time.perf_counter()
         self._keep(self._updates, f"gradient{suffix}", slices.hash_tree(hashing))
         self._seconds += time.perf_counter() - began_s
-        if self.listener:
-            self.listener(logp, gradient)
 
     def record(self, step: int, rollouts: Sequence[Rollout], rewards: np.ndarray, A: np.ndarray) -> float:
         """Write the line of a finished step. Returns the seconds that the step's hashing took.

@@ -3,7 +3,7 @@
 Shapes: n sequences in canonical order; C completion tokens of a micro-batch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, zip_longest
 
@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from ...kernels.sampling_params import SamplingParams
-from ...model.decoder import Decoder, no_hook
+from ...model.decoder import Decoder, Hook, no_hook
+from ...model.observer import Observer, Rows
 from ...model.prompts import Prompts, prompt_passes
 from ...model.scoring import PackedBatch, logprobs, pack
 from ..loss.policy_loss import LossConfig, policy_loss
@@ -73,12 +74,16 @@ class Scored:
     underflow: dict[str, int]  # zeros in the watched gradients (underflow.py); empty unless ShardWork.watch
 
 
+# Called before each forward with its ids [T] and places [T, 3] (see StepObserver.forward).
+ForwardObserver = Callable[[torch.Tensor, torch.Tensor], Hook]
+
+
 @dataclass(frozen=True)
 class ShardWork:
     """shard_gradients and its arguments except the shards. A step hands it to its workers: it is picklable.
 
     loss: resolved. The loss is multiplied by `scale`. watch: count the gradients that the compute dtype could
-    not hold.
+    not hold. observer: is shown each forward, in this process; only a step with one worker may have it.
     """
 
     sampling_params: SamplingParams
@@ -86,6 +91,7 @@ class ShardWork:
     micro_batch: int
     scale: float = 1.0
     watch: bool = False
+    observer: ForwardObserver | None = None
 
     def __call__(self, decoder: Decoder, shards: Sequence[Shard | None]) -> list[list[Scored] | None]:
         """See shard_gradients."""
@@ -131,7 +137,8 @@ def _pass_gradient(
     hook = underflow.hook if underflow else no_hook
     with torch.set_grad_enabled(_has_gradient(whole, work.loss)):
         prompt_ids = [r.prompt_ids for r in whole.rollouts]
-        prompts = Prompts(decoder, prompt_ids, hook, of if apart else None)
+        observer = _placed(work.observer, whole.rollouts)
+        prompts = Prompts(decoder, prompt_ids, hook, of if apart else None, observer)
     if underflow:
         underflow.watch(prompts)
     for rows in micro_batches(len(of), work.micro_batch):
@@ -143,6 +150,18 @@ def _pass_gradient(
     prompts.backward()
     if underflow:
         scored[of[0]].append(Scored(torch.empty(0), [], [], underflow.zeros))
+
+
+def _placed(observer: ForwardObserver | None, rollouts: Sequence[Rollout]) -> Observer | None:
+    """An observer of forwards over `rollouts`, which tells `observer` the place of each row."""
+    if observer is None:
+        return None
+    samples = torch.tensor([(r.prompt, r.sample) for r in rollouts])
+
+    def forward(rows: Rows) -> Hook:
+        return observer(rows.ids, torch.column_stack([samples[rows.sequences], rows.positions]))
+
+    return forward
 
 
 def _by_shard(micro_batch: Scored, of: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[int, Scored]]:
@@ -191,8 +210,10 @@ def _micro_batch_gradient(
     with torch.set_grad_enabled(_has_gradient(batch, work.loss)):
         counter = Underflow(packed, prompt_underflow) if prompt_underflow else None
         hook = counter.hook if counter else no_hook
+        observer = _placed(work.observer, batch.rollouts)
+        scores = logprobs(decoder, packed, work.sampling_params, hook, prompts, observer)
         # What follows is small. It is computed on the CPU, where its sums have one order.
-        logp, entropy = (x.cpu() for x in logprobs(decoder, packed, work.sampling_params, hook, prompts))
+        logp, entropy = (x.cpu() for x in scores)
         sampling_logprobs = _concatenated([r.logprobs for r in batch.rollouts])
         old_logprobs = logp.detach() if batch.old_logprobs is None else _concatenated(batch.old_logprobs)
         ref_logprobs = _concatenated(batch.ref_logprobs)

@@ -14,6 +14,7 @@ generation), C completion tokens.
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,13 +25,17 @@ from ..loss.reward_shaping import shaped_rewards
 from .collect import RolloutBatch, collect
 from .metrics import loss_metrics, rollout_metrics, step_losses
 from .monitor import Monitor
+from .observer import StepObserver
 from .performance import performance
 from .shard import Shard, ShardWork
 from .state import StepRecord, TrainState
 
 
-def train_step(state: TrainState) -> StepRecord:
-    """One step: sample, score and update. Where a bit differs, raises MismatchError before any update."""
+def train_step(state: TrainState, observer: StepObserver | None = None) -> StepRecord:
+    """One step: sample, score and update. Where a bit differs, raises MismatchError before any update.
+
+    observer: is shown the step. It sees this process only, so state.parallel.n must be 1.
+    """
     cfg, loss_cfg, began_s = state.config, state.config.loss.resolve(), time.perf_counter()
     station = state.stopwatch.start()
     batch = collect(state)  # P prompts x G generations: tokens, sampling logprobs, rewards
@@ -41,7 +46,8 @@ def train_step(state: TrainState) -> StepRecord:
     monitor, notes = Monitor(state.step, cfg.exact, state.version, cfg.max_staleness), {}
     for update in range(cfg.updates_per_rollout):
         params, scale = cfg.sampling.sampling_params, state.scaler.scale
-        work = ShardWork(params, loss_cfg, state.micro_batch, scale, watch=state.scaler.on)
+        observe = partial(observer.forward, update) if observer else None
+        work = ShardWork(params, loss_cfg, state.micro_batch, scale, state.scaler.on, observe)
         with station("time/forward_backward_s"):
             results, gradient = state.parallel.sum_shards(work, step.cut(cfg.virtual_shards))  # a fixed tree
         scored = [micro_batch for shard in results if shard for micro_batch in shard]
@@ -60,6 +66,8 @@ def train_step(state: TrainState) -> StepRecord:
         with recording, state.parallel.own_threads(), station("time/optimizer_s"):
             updated = state.scaler.update(state.optimizer, gradient, scored)
         metrics, notes = metrics | updated.metrics, notes | updated.notes
+        if observer:
+            observer.updated(update, gradient / scale)  # exact: the scale is a power of two
         state.version += updated.applied
     with station("time/sync_s"):
         state.sampler.sync_weights(state.version)

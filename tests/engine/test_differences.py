@@ -11,6 +11,7 @@ import torch
 from zerokl.cli import main
 from zerokl.engine.commands import replay as replay_module
 from zerokl.engine.commands.replay import Replayer
+from zerokl.engine.commands.trace import read_trace
 from zerokl.engine.parallel.workers import ParallelSampler, Workers
 from zerokl.engine.runs.run import train
 from zerokl.engine.train import collect
@@ -239,6 +240,11 @@ def test_replay_repeats_every_step_from_the_nearest_checkpoint(good, capsys):
         (["--step", "2", "--until", "1"], "must lie in 0 to 4"),
         (["--step", "1", "--optimizer.lr", "1"], "optimizer.lr (1.0, was 0.01) decides bits"),
         (["--step", "1", "--trace", "x.txt"], "must end with .safetensors"),
+        (
+            ["--step", "1", "--trace", "x.safetensors", "--update", "1"],
+            "trace: update (1) must lie in 0 to 0",
+        ),
+        (["--step", "1", "--update", "1"], "--update (1) chooses what is traced"),
     ],
     ids=str,
 )
@@ -282,6 +288,91 @@ def test_a_fault_in_one_operation_is_named_by_the_traces(good, tmp_path, monkeyp
     # their samples.
     layer = (0, 0, 1)[call]
     place = f"layers.{layer}.silu_mul, prompt 0, sample 0, position "
+    assert f"first difference: {place}" in capsys.readouterr().out
+
+
+def _trace(run: Path, file: Path, *words: str) -> Path:
+    """The trace of the last step of `run`, in `file`."""
+    assert main(["replay", str(run), "--step", "1", "--trace", str(file), *words]) in (0, 1)
+    return file
+
+
+@pytest.fixture(scope="module")
+def in_flight(config, tmp_path_factory) -> Path:
+    """A run of 2 steps with 2 updates each. 4 shards cut 3 x 3 samples, so some begin within a prompt."""
+    path = tmp_path_factory.mktemp("in_flight") / "run"
+    settings = dict(steps=2, updates_per_rollout=2, shards_in_flight=2, loss__preset="dapo", exact=False)
+    train(config(**settings, loss__max_resamples=2), path)
+    return path
+
+
+def test_traces_are_equal_whatever_is_computed_together(in_flight, tmp_path, capsys):
+    """Settings that decide no bit decide no row of a trace either, and each update has its own trace."""
+    a = _trace(in_flight, tmp_path / "a.safetensors")
+    for name, words in {
+        "one": ["--shards_in_flight", "1", "--micro_batch", "1"],
+        "two": ["--shards_in_flight", "2", "--micro_batch", "2", "--recompute", "layer"],
+        "four": ["--shards_in_flight", "4", "--micro_batch", "5"],
+    }.items():
+        b = _trace(in_flight, tmp_path / f"{name}.safetensors", *words)
+        capsys.readouterr()
+        assert main(["diff", str(a), str(b)]) == 0, name
+        assert re.fullmatch(r"equal to the bit: \d+ operations\n", capsys.readouterr().out)
+    traced = read_trace(a)
+    rows = [tuple(place) for place in traced.places[0].tolist()]
+    assert rows == sorted(set(rows)), "every row once, in canonical order"
+    second = _trace(in_flight, tmp_path / "second.safetensors", "--update", "1")
+    capsys.readouterr()
+    assert main(["diff", str(a), str(second)]) == 1
+    first_line, difference = capsys.readouterr().out.splitlines()
+    assert first_line == "the traces are of step 1, update 0 and of step 1, update 1"
+    assert difference.startswith("first difference: embed, prompt 0, sample 0, position 0"), "newer weights"
+
+
+def test_the_rows_of_a_trace_are_those_of_the_rollouts(in_flight, tmp_path):
+    """Ids and logprobs at each place are what the step's rollouts hold there."""
+    traced, rollouts = [], {}
+    with Replayer(in_flight, {"shards_in_flight": 4, "workers": 1}) as replayer:
+        file = tmp_path / "a.safetensors"
+        replayer.replay(1, trace=file, after=traced.append)
+    for rollout in traced[-1].rollouts:
+        rollouts[rollout.prompt, rollout.sample] = rollout
+    trace = read_trace(file)
+    for (prompt, sample, position), token in zip(
+        trace.places[0].tolist(), trace.operations["token_ids"][:, 0].tolist(), strict=True
+    ):
+        r = rollouts[prompt, sample]
+        assert token == (*r.prompt_ids, *r.completion_ids)[position]
+    logp = trace.operations["logprob"][:, 0].numpy()
+    for (prompt, sample, position), value in zip(trace.places[2].tolist(), logp, strict=True):
+        r = rollouts[prompt, sample]
+        assert value == r.logprobs[position - len(r.prompt_ids)]
+    assert len(logp) == sum(len(r.completion_ids) for r in rollouts.values())
+
+
+@pytest.mark.parametrize("in_flight_shards", [1, 2, 4])
+def test_a_fault_is_named_at_its_place_with_shards_in_flight(
+    in_flight, tmp_path, monkeypatch, capsys, in_flight_shards
+):
+    """One element of the last row of a chosen sample moves by one ulp."""
+    words = ["--shards_in_flight", str(in_flight_shards)]
+    a = _trace(in_flight, tmp_path / "a.safetensors", *words)
+    trace = read_trace(a)
+    index = int((trace.places[0][:, 1] == 2).nonzero()[-1])
+    prompt, sample, position = trace.places[0][index].tolist()
+    row, plain = trace.operations["layers.0.silu_mul"][index], decoder_module.silu_mul
+
+    def planted(x):
+        y = plain(x)
+        for i in (y.detach() == row).all(1).nonzero()[:, 0].tolist():
+            y.detach()[i, 3:4].view(torch.int32).add_(1)
+        return y
+
+    monkeypatch.setattr(decoder_module, "silu_mul", planted)
+    b = _trace(in_flight, tmp_path / "b.safetensors", *words)
+    capsys.readouterr()
+    assert main(["diff", str(a), str(b)]) == 1
+    place = f"layers.0.silu_mul, prompt {prompt}, sample {sample}, position {position}; 1 of "
     assert f"first difference: {place}" in capsys.readouterr().out
 
 
