@@ -259,16 +259,20 @@ class Ledger:
         self._synced = _disk().submit(os.fsync, self._file.fileno())
 
     def sync(self) -> None:
-        """Wait until every line is on the disk. Raises OSError."""
+        """Wait until every line is on the disk, under the file's name. Raises OSError."""
+        self._wait()
+        if self._file is not None:
+            check_in_place(self._file, self._path)
+
+    def _wait(self) -> None:
         if self._synced is not None:
             with naming(self._path):
                 self._synced.result()
-            check_in_place(self._file, self._path)
 
     def close(self) -> None:
         """Close the file, after every line is on the disk."""
         if self._file is not None:
             try:
-                self.sync()
+                self._wait()
             finally:
                 self._file.close()

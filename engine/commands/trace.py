@@ -129,12 +129,16 @@ def trace_step(state: TrainState, file: Path, update: int = 0) -> StepRecord:
     check_trace(state, file, update)
     step, recording = state.step, _Recording(state, update)
     record = train_step(state, recording)
-    trace, places = recording.trace()
+    write_trace(file, *recording.trace(), step, update)
+    return record
+
+
+def write_trace(file: Path, trace: Trace, places: list[torch.Tensor], step: int, update: int) -> None:
+    """Write a trace. places: the tensors of _PLACES."""
     metadata = {"zerokl": "trace", "step": str(step), "update": str(update), "order": json.dumps(list(trace))}
     file.parent.mkdir(parents=True, exist_ok=True)
     tensors = trace | dict(zip(_PLACES, places, strict=True))
     save_file({name: x.contiguous() for name, x in tensors.items()}, file, metadata)
-    return record
 
 
 @dataclass(frozen=True)

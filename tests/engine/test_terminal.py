@@ -18,7 +18,7 @@ from rich.table import Table
 from safetensors.torch import load_file, save_file
 from zerokl.cli import main
 from zerokl.engine.commands.ablation_report import PLOTS, write_report
-from zerokl.engine.commands.trace import _write as write_trace
+from zerokl.engine.commands.trace import write_trace
 from zerokl.engine.runs import progress
 from zerokl.engine.runs.progress import Display, Stages, duration, packed, sparkline
 from zerokl.engine.runs.run import _fields
@@ -266,7 +266,7 @@ def test_hostile_names_reach_no_terminal_through_the_commands(model, tmp_path, c
     )
     for name, value in (("a", 0.0), ("b", 1.0)):
         trace = {"token_ids": torch.tensor([1, 2]), hostile: torch.tensor([[1.0], [value]])}
-        write_trace(trace, [torch.zeros(2, 3) for _ in range(3)], 0, tmp_path / f"{name}.safetensors")
+        write_trace(tmp_path / f"{name}.safetensors", trace, [torch.zeros(2, 3) for _ in range(3)], 0, 0)
     grid = tmp_path / "grid.toml"
     grid.write_text(f'preset = "demo"\n[variants.label]\n{json.dumps(hostile)} = {{ steps = "x" }}\n')
     commands = {
