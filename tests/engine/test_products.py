@@ -143,7 +143,7 @@ def joined(make: Callable[[Row], Config], missing: list[Pair]) -> tuple[Row | No
 
 
 def run_and_read(config: Config, folder: Path, capsys: pytest.CaptureFixture) -> None:
-    """Run twice, and read the run by diff, verify run, report, load_run and audit."""
+    """Run twice, and read the run by diff, verify run, replay with a trace, report, load_run and audit."""
     a, b = folder / "a", folder / "b"
     for path in (a, b):
         train(config, path)
@@ -151,6 +151,7 @@ def run_and_read(config: Config, folder: Path, capsys: pytest.CaptureFixture) ->
         ("diff", a, a),
         ("diff", a, b),
         ("verify", "run", a, "--replays", "1", "--draw", "0"),
+        ("replay", a, "--step", STEPS - 1, "--trace", folder / "trace.safetensors"),
         ("report", a, "--out", folder / "report.html"),
     ]
     for words in commands:
