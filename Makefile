@@ -15,7 +15,7 @@ help:
 	@echo "make test           the tests: one diagonal of each matrix (minutes)"
 	@echo "make test-full      all of them; make test-rest: what make test leaves out, and every property again"
 	@echo "make test-slow      the long proofs: 200-step runs, real vocabularies and head counts, memory, the demo twice"
-	@echo "make test-proofs    what CI has no time for: 200 kills at random moments, and properties with 10,000 examples"
+	@echo "make test-proofs    what CI has no time for: 200 kills at random moments, properties with 10,000 examples, every pair of settings"
 	@echo "make vllm           an environment with vLLM for CPUs, in .venv-vllm"
 	@echo "make test-vllm      vLLM as the sampler: tokens and logprobs beside the native sampler's and the trainer's"
 	@echo "make test-vllm-0.33 the same, and the Triton kernels, with vLLM 0.33's Python files"

@@ -78,6 +78,14 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        lambda s: s.config.loss.kl_coef > 0 and (s.config.sampling.top_k > 0 or s.config.sampling.top_p < 1),
+        lambda s: (
+            f"loss.kl_coef ({s.config.loss.kl_coef}) with sampling.top_k or sampling.top_p: the KL "
+            "divergence is infinite where the reference's cut leaves a drawn token out; "
+            "set top_k = 0 and top_p = 1, or kl_coef = 0"
+        ),
+    ),
+    Rule(
         lambda s: (
             s.config.precision.scaling in ("auto", "dynamic")
             and not s.config.precision.minimum <= s.config.precision.scale <= s.config.precision.maximum

@@ -97,6 +97,11 @@ class RankedSampler:
     def __init__(self, sampler: Sampler, ranks: Ranks):
         self._sampler, self._ranks = sampler, ranks
 
+    @property
+    def samples_at_once(self) -> int | None:
+        """See Sampler. Those of this rank."""
+        return self._sampler.samples_at_once
+
     def sync_weights(self, version: int) -> None:
         """See Sampler."""
         self._sampler.sync_weights(version)

@@ -89,6 +89,11 @@ class Rollout:
 class Sampler(Protocol):
     """The interface of every sampler."""
 
+    @property
+    def samples_at_once(self) -> int | None:
+        """Samples that ran at once at the beginning of the last call; None where the engine does not tell."""
+        ...
+
     def generate(
         self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, rng_key: RngKey
     ) -> list[Rollout]:

@@ -113,6 +113,11 @@ class SeparateSampler:
         # weights, or nothing needs them.
         self.trainer: Workers | None = None
 
+    @property
+    def samples_at_once(self) -> int:
+        """See ParallelSampler."""
+        return self._sampler.samples_at_once
+
     @torch.no_grad()
     def sync_weights(self, version: int) -> None:
         """See Sampler.
@@ -164,6 +169,8 @@ class ExternalSampler:
 
     The engine draws tokens with its own random numbers. Their seed is made from the run's rng_key.
     """
+
+    samples_at_once = None  # see Sampler
 
     def __init__(self, engine: _Engine, config: ModelConfig, optimizer: Optimizer):
         self._engine, self._config, self._optimizer, self.version = engine, config, optimizer, 0

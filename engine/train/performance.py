@@ -22,8 +22,6 @@ import torch
 from ...model.config import ModelConfig
 from ...model.prompts import first_of_prompt
 from ..loss.config import LossConfig
-from ..parallel.workers import ParallelSampler
-from ..rollout.native import NativeSampler
 from .shard import Shard
 from .state import TrainState
 
@@ -79,8 +77,8 @@ def performance(state: TrainState, shard: Shard, times: dict[str, float]) -> dic
     tokens = sum(len(rollout.completion_ids) for rollout in shard.rollouts)
     step_s, device = times["time/sample_s"] + times["time/train_s"], state.policy.device
     metrics = {"perf/tokens_per_s": tokens / step_s, "perf/peak_memory_bytes": peak_memory_bytes(device)}
-    if isinstance(state.sampler, (NativeSampler, ParallelSampler)):
-        metrics["perf/samples_at_once"] = float(state.sampler.samples_at_once)
+    if (at_once := state.sampler.samples_at_once) is not None:
+        metrics["perf/samples_at_once"] = float(at_once)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     peak, training_s = peak_flops(name, state.policy.dtype), times.get("time/forward_backward_s")
     if peak is not None and training_s is not None:

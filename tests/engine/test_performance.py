@@ -68,6 +68,7 @@ def test_a_full_cache_shows_in_the_samples_at_once(config, tmp_path, read_jsonl)
 def test_a_separate_sampler_is_measured_too(config, tmp_path, read_jsonl):
     train(config(max_staleness=1, evaluation__every=1), tmp_path / "run")
     for m in read_jsonl(tmp_path / "run" / "metrics.jsonl"):
+        assert m["perf/samples_at_once"] == 9
         assert 0 < m["time/decode_s"] < m["time/prompts_s"] + m["time/decode_s"] <= m["time/sample_s"]
 
 
@@ -213,9 +214,12 @@ def test_mfu_is_the_trainers_work_over_its_time_and_the_peak(monkeypatch, config
     rollouts = [SimpleNamespace(prompt_ids=(1,) * p, completion_ids=(2,) * c) for p, c in [(4, 3), (4, 6)]]
     shard = Shard(rollouts, np.array([0.5, 0.0]), np.ones(2))
     times = {"time/sample_s": 1.0, "time/train_s": 2.0, "time/forward_backward_s": 0.5}
+    sampler = SimpleNamespace(samples_at_once=None)
     for overrides, gradient in (({}, False), ({"loss__kl_coef": 0.1}, True)):
         settings = config(updates_per_rollout=2, **overrides)
-        state = SimpleNamespace(policy=policy, config=settings, ranks=SimpleNamespace(size=4), sampler=None)
+        state = SimpleNamespace(
+            policy=policy, config=settings, ranks=SimpleNamespace(size=4), sampler=sampler
+        )
         metrics = performance.performance(state, shard, times)
         flops = 2 * training_flops(model, [(4, 3, True, True), (4, 6, False, gradient)])
         assert metrics == {

@@ -74,6 +74,14 @@ def _same(path: Path, alone: Path) -> None:
     assert [x for x in a if x["kind"] == "step"] == [x for x in b if x["kind"] == "step"]
 
 
+def _same_metrics(path: Path, alone: Path) -> None:
+    """No metric is lost over ranks, and those that are no times or sizes are equal."""
+    for a, b in zip(*(map(json.loads, (p / "metrics.jsonl").open()) for p in (path, alone)), strict=True):
+        assert a.keys() == b.keys()
+        measured = {name for name in a if name.startswith(("time/", "perf/"))}
+        assert {name: a[name] for name in a.keys() - measured} == {n: b[n] for n in b.keys() - measured}
+
+
 @pytest.mark.parametrize(
     ("ranks", "workers", "micro_batch"),
     [(2, 1, 1), pytest.param(2, 2, 3, marks=pytest.mark.slow), pytest.param(4, 1, 5, marks=pytest.mark.slow)],
@@ -82,6 +90,7 @@ def test_any_number_of_ranks_gives_one_ledger(plain, alone, tmp_path, ranks, wor
     settings = ["--micro_batch", str(micro_batch), "--workers", str(workers)]
     output = _run(ranks, plain, tmp_path / "run", *settings)
     _same(tmp_path / "run", alone)
+    _same_metrics(tmp_path / "run", alone)
     assert len(re.findall("^fingerprint ", output, re.MULTILINE)) == 1, "only the first rank prints"
 
 
@@ -135,6 +144,7 @@ def test_older_weights_and_a_reference_are_scored_over_the_ranks(config, tmp_pat
     train(older, tmp_path / "alone")
     _run(2, older, tmp_path / "run")
     _same(tmp_path / "run", tmp_path / "alone")
+    _same_metrics(tmp_path / "run", tmp_path / "alone")
 
 
 def test_what_is_saved_of_older_weights_is_the_decoder_that_scored(decoder):

@@ -64,6 +64,8 @@ class KeyedSampler:
     Raises ValueError for a vLLM that is not supported, or for a setting of `cfg.engine` that is refused.
     """
 
+    samples_at_once = None  # see Sampler
+
     def __init__(
         self,
         model: Path,

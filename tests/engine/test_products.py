@@ -1,0 +1,241 @@
+"""Products of features: every pair of settings that go together is run, and read again by every reader.
+
+A covering array (allpairspy) holds each pair of values of SETTINGS in some row. A row is a run of two steps.
+A pair that compatibility.py refuses is in no row; that it is refused in one line is a test of its own.
+
+A run with exact = false and a cut (top_k, top_p) may hold a trainer logprob of -infinity in rollouts.jsonl.
+"""
+
+import json
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from itertools import combinations, islice, product
+from pathlib import Path
+
+import pytest
+from allpairspy import AllPairs
+from zerokl.cli import main
+from zerokl.engine.compatibility import check_settings
+from zerokl.engine.config import Config
+from zerokl.engine.loss.presets import PRESETS
+from zerokl.engine.runs.loaded import load_run
+from zerokl.engine.runs.run import train
+
+from tests.random_model import ONE_LAYER, random_model
+
+STEPS = 2
+# The first value of each is the default of a run here. What refuses others comes first: allpairspy chooses
+# the values of a row in this order, and asks the filter after each.
+SETTINGS: OrderedDict[str, list] = OrderedDict(
+    {
+        "exact": [True, False],
+        "loss.preset": list(PRESETS),
+        "num_generations": [3, 1],
+        "sampler": ["native", "hf"],
+        "max_staleness": [0, 2],
+        "precision.sampler_dtype": ["", "float32", "bfloat16"],
+        "precision.sampler_head_dtype": ["", "float32"],
+        "precision.sampler_cache_dtype": ["", "bfloat16"],
+        "perturb.logit_noise": [0.0, 0.1],
+        "perturb.round_weights": ["", "float8_e4m3fn"],
+        "perturb.temperature": [0.0, 1.3],
+        "perturb.delay": [0, 1],
+        "dtype": ["float32", "bfloat16", "float16"],
+        "precision.head_dtype": ["compute", "float32"],
+        "precision.cache_dtype": ["compute", "bfloat16"],
+        "precision.scaling": ["auto", "static"],
+        "loss.max_resamples": [None, 2],
+        "loss.kl_coef": [0.0, 0.1],
+        "loss.kl": ["k3", "k1", "k2"],
+        "loss.kl_in": ["loss", "reward"],
+        "loss.surrogate": [None, "toy:ppo"],
+        "updates_per_rollout": [1, 2],
+        "micro_batch": [0, 1, 5],
+        "shards_in_flight": [1, 2, 4],
+        "virtual_shards": [4, 1, 8],
+        "workers": [1, 2],
+        "recompute": ["none", "layer"],
+        "native.max_concurrency": [64, 2],
+        "native.max_batch_tokens": [0, 3],
+        "sampling.temperature": [1.0, 0.7],
+        "sampling.top_p": [1.0, 0.9],
+        "sampling.top_k": [0, 5],
+        "evaluation.every": [0, 1],
+        "checkpoint.every": [0, 1],
+        "ledger.detail": ["full", "roots", "gradients"],
+        "ledger.state_every": [1, 2],
+        "tracking": [[], ["tensorboard"]],
+        "optimizer.schedule": ["constant", "linear"],
+    }
+)
+Row = dict[str, object]
+Pair = tuple[tuple[str, int], tuple[str, int]]  # of settings, each with the place of its value
+
+
+@pytest.fixture(scope="module")
+def make(config, tmp_path_factory) -> Callable[[Row], Config]:
+    """The configuration of a row, or of a part of one, with the smallest model."""
+    model = random_model(tmp_path_factory.mktemp("smallest"), ONE_LAYER)
+
+    def make(row: Row) -> Config:
+        chosen = {k.replace(".", "__"): v for k, v in row.items() if v is not None}
+        return config(**{"steps": STEPS, "model": model, "tracking": [], **chosen})
+
+    return make
+
+
+def allowed(make: Callable[[Row], Config], row: Row) -> bool:
+    """Whether compatibility.py takes these settings."""
+    try:
+        check_settings(make(row), "cpu")
+    except ValueError:
+        return False
+    return True
+
+
+def pairs(row: Row) -> Iterator[Pair]:
+    """All pairs of values of a row."""
+    return combinations([(key, SETTINGS[key].index(value)) for key, value in row.items()], 2)
+
+
+def covering_rows(make: Callable[[Row], Config]) -> Iterator[Row]:
+    """Rows that hold every pair of values that go together."""
+    seen: set[Pair] = set()
+    for values in AllPairs(list(SETTINGS.values()), filter_func=lambda part: allowed(make, named(part))):
+        seen.update(pairs(named(values)))
+        yield named(values)
+    # allpairspy ends with a row that holds no new pair, and with a filter this is too early.
+    places = [[(key, i) for i in range(len(values))] for key, values in SETTINGS.items()]
+    missing = [(a, b) for x, y in combinations(places, 2) for a in x for b in y if (a, b) not in seen]
+    while missing:
+        row, missing = joined(make, missing)
+        if row:
+            yield row
+
+
+def named(values: list) -> Row:
+    """The values of a row, or of its first settings, by name."""
+    return dict(zip(SETTINGS, values, strict=False))
+
+
+def joined(make: Callable[[Row], Config], missing: list[Pair]) -> tuple[Row | None, list[Pair]]:
+    """A row with the first of these pairs and as many others as go with it, and the pairs that are left.
+
+    No row where the first pair is refused with every default of exact and loss.preset.
+    """
+    defaults = named([values[0] for values in SETTINGS.values()])
+    first, *others = missing
+    for exact, preset in ((True, "pg"), (False, "pg"), (True, "reinforce++"), (False, "reinforce++")):
+        chosen = {"exact": exact, "loss.preset": preset} | {key: SETTINGS[key][i] for key, i in first}
+        if allowed(make, defaults | chosen):
+            break
+    else:
+        return None, others
+    left = []
+    for pair in others:
+        both = chosen | {key: SETTINGS[key][i] for key, i in pair}
+        if all(both[key] == value for key, value in chosen.items()) and allowed(make, defaults | both):
+            chosen = both
+        else:
+            left.append(pair)
+    return defaults | chosen, left
+
+
+def run_and_read(config: Config, folder: Path, capsys: pytest.CaptureFixture) -> None:
+    """Run twice, and read the run by diff, verify run, replay with a trace, report, load_run and audit."""
+    a, b = folder / "a", folder / "b"
+    for path in (a, b):
+        train(config, path)
+    commands = [
+        ("diff", a, a),
+        ("diff", a, b),
+        ("verify", "run", a, "--replays", "1", "--draw", "0"),
+        ("replay", a, "--step", STEPS - 1, "--trace", folder / "trace.safetensors"),
+        ("report", a, "--out", folder / "report.html"),
+    ]
+    for words in commands:
+        code = main([str(word) for word in words])
+        assert code == 0, (words[0], *capsys.readouterr())
+    run = load_run(a)
+    rollouts = list(run.rollouts())
+    assert run.steps == STEPS == len(run.ledger.lines)
+    assert run.summary["fingerprint"] == run.ledger.lines[-1].chain
+    assert len(rollouts) == STEPS * config.prompts * config.num_generations
+    code = main([str(word) for word in audit_words(config, a, rollouts, folder)])
+    errors = capsys.readouterr().err
+    assert code == 0 or (code == 1 and differs(config)), errors
+
+
+def audit_words(config: Config, run: Path, rollouts: list[dict], folder: Path) -> list[object]:
+    """The command that audits a run's log: between its columns, or with the model that drew its first step.
+
+    The log lacks only the temperature.
+    """
+    params = config.sampling.sampling_params._asdict()
+    lines = (run / "rollouts.jsonl").read_text().splitlines()
+    (folder / "log.jsonl").write_text("".join(json.dumps(json.loads(x) | params) + "\n" for x in lines))
+    words: list[object] = ["audit", folder / "log.jsonl", "--out", folder / "audit"]
+    if all("trainer_logprobs" in rollout for rollout in rollouts):
+        return words
+    words += ["--model", config.model, "--weight_version", "0", "--dtype", config.dtype]
+    head = config.precision.head_dtype
+    return words if head == "compute" else [*words, "--head_dtype", head]
+
+
+def differs(config: Config) -> bool:
+    """Whether an audit may find a difference: the sampler has one, or a cache that no option sets."""
+    return not config.exact or config.precision.cache_dtype != "compute"
+
+
+def run_rows(
+    rows: Iterable[Row], make: Callable[[Row], Config], folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Run and read all rows. Fails with all that do not hold, each by its settings that are no defaults."""
+    failures = []
+    for number, row in enumerate(rows):
+        target = folder / str(number)
+        target.mkdir()
+        try:
+            run_and_read(make(row), target, capsys)
+        except Exception as error:  # the next row is run too
+            others = {key: value for key, value in row.items() if value != SETTINGS[key][0]}
+            failures.append(f"{others}\n    {type(error).__name__}: {error}")
+        shutil.rmtree(target)
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.full
+def test_a_sample_of_the_products_is_run_and_read_again(make, tmp_path, capsys):
+    """The rows with the most new pairs, and among them one with two workers."""
+    rows = list(islice(covering_rows(make), 12))
+    alone = [row for row in rows if row["workers"] == 1]
+    beside = [row for row in rows if row["workers"] == 2 and row["max_staleness"] == 0]
+    run_rows([*alone[:5], *beside[:1]], make, tmp_path, capsys)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("share", range(8))
+def test_every_pair_is_run_and_read_again(make, tmp_path, capsys, share):
+    run_rows(islice(covering_rows(make), share, None, 8), make, tmp_path, capsys)
+
+
+@pytest.mark.full
+def test_every_pair_is_in_a_row_or_is_refused_in_one_line(make, tmp_path, capsys):
+    """A pair in no row is refused with every value of the settings that a refusal looks at."""
+    seen = {pair for row in covering_rows(make) for pair in pairs(row)}
+    defaults = named([values[0] for values in SETTINGS.values()])
+    refused = 0
+    for a, b in combinations([(key, i) for key, values in SETTINGS.items() for i in range(len(values))], 2):
+        if a[0] == b[0] or (a, b) in seen:
+            continue
+        chosen = {key: SETTINGS[key][i] for key, i in (a, b)}
+        for exact, preset in product(SETTINGS["exact"], SETTINGS["loss.preset"]):
+            row = defaults | {"exact": exact, "loss.preset": preset} | chosen
+            with pytest.raises(ValueError) as refusal:  # noqa: PT011 (the table has the words)
+                train(make(row), tmp_path / "run")
+            assert str(refusal.value).startswith("config: ")
+            assert len(str(refusal.value).splitlines()) == 1
+        refused += 1
+    assert refused
+    assert not (tmp_path / "run").exists()
