@@ -48,6 +48,7 @@ def test_a_reader_that_ends_first_is_no_mismatch(words):
     assert (process.returncode, process.stderr) == (ExitCode.OUTPUT_CLOSED, b"")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["ledger.jsonl", "metrics.jsonl", "rollouts.jsonl"])
 @pytest.mark.parametrize("calls", [5, 8], ids=["in the second step", "in the last call"])
 def test_a_file_that_is_removed_while_a_run_writes_it_ends_the_run(folder, training, capsys, name, calls):

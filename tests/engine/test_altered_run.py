@@ -275,6 +275,7 @@ FORGED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", FORGED)
 def test_a_checkpoint_whose_small_files_are_forged_is_found(run, cut, tmp_path, what):
     path = tmp_path / "run"
