@@ -27,6 +27,7 @@ PLACES = (
     "engine.tasks",
     "engine.precision",
     "engine.section",
+    "engine.processes",
     "engine.shared_tensor",
     "engine.stopwatch",
     "model",

@@ -33,8 +33,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..tasks import load_object
-from ..tasks.users_code import call_user
+from ..tasks.guard import guarded
+from ..tasks.users_code import load_object
 from .config import Estimator, Level, LossAggMode, LossConfig
 from .corrections import CORRECTIONS
 from .surrogates import BOUNDS, Surrogate
@@ -102,10 +102,10 @@ def surrogate(cfg: LossConfig) -> Surrogate:
     """
     if not cfg.surrogate:
         return BOUNDS[cfg.bound]
-    user_surrogate = load_object(cfg.surrogate, "loss.surrogate")
+    user_surrogate = guarded(f"loss.surrogate: {cfg.surrogate}", load_object, cfg.surrogate, "loss.surrogate")
 
     def checked(r, A, logp, low, high):
-        pair = call_user(f"loss.surrogate: {cfg.surrogate}", "", user_surrogate, r, A, logp, low, high)
+        pair = guarded(f"loss.surrogate: {cfg.surrogate}", user_surrogate, r, A, logp, low, high)
         if not (
             isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(x, torch.Tensor) for x in pair)
         ):

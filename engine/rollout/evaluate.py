@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..tasks import Reward, rewards
 from ..tasks.base import Problem
+from ..tasks.executor import Executor
+from ..tasks.rewards import Reward, rewards
 from ..tasks.tokenizer import Tokenizer
 from .types import GenerationParams, RngKey, Rollout, Sampler
 
@@ -36,11 +37,11 @@ def evaluate(
     tokenizer: Tokenizer,
     problems: Sequence[Problem],
     prompt_ids: Sequence[Sequence[int]],
-    reward: Reward,
+    reward: Reward | Executor,
     generation_params: GenerationParams,
     rng_key: RngKey,
 ) -> Evaluation:
-    """Sample completions of each problem and compute their rewards. Raises ValueError (see tasks.rewards)."""
+    """Sample completions of each problem and compute their rewards. Raises ValueError (see rewards)."""
     rollouts = sampler.generate(prompt_ids, generation_params, rng_key)
     texts = group_texts(tokenizer, rollouts, generation_params.num_generations)
     return Evaluation(rewards(reward, problems, texts), rollouts, texts)

@@ -3,8 +3,8 @@
 from ...kernels.philox import Stream
 from ..rollout.evaluate import evaluate
 from ..rollout.types import GenerationParams, RngKey
-from ..tasks import problems_of
 from ..tasks.base import Task
+from ..tasks.loading import problems_of
 from ..train.state import TrainState
 from .setup import check_prompt_lengths
 

@@ -20,9 +20,11 @@ from ..parallel.process_group import Ranks, join_ranks, world_size
 from ..parallel.workers import use_threads
 from ..rollout.vllm.arguments import check_engine_arguments
 from ..rollout.vllm.installed import require_vllm
-from ..tasks import load_reward, load_task
 from ..tasks.base import Task
+from ..tasks.executor import Executor
+from ..tasks.loading import load_task
 from ..tasks.perfectible import TASK_FILE
+from ..tasks.rewards import Reward, open_reward
 from ..train.monitor import MismatchError
 from ..train.recorder import Recorder
 from ..train.state import StepRecord, TrainState
@@ -108,14 +110,15 @@ def _run(
     check_engine_arguments(config.vllm.engine)
     require_trackers(config.tracking)
     task = load_task(config.task.name, config.task.options, config.task.directory)
-    # Both are loaded here so that a name that cannot be imported is found before the model is made.
-    load_reward(task, config.task.reward)
     surrogate(config.loss.resolve())
-    ranks.barrier()  # now every rank has read the folder, so rank 0 may change it
-    model = ranks.from_first(lambda: base_model(config, path))
-    with closing(make_state(config, model, task, ranks)) as state, ExitStack() as folder_lock:
-        history = _take_steps(state, path, model, task, resumption, folder_lock, profile)
-        summary = _summarise(state, history, time.perf_counter() - began_s)
+    # As the surrogate, it is loaded here so that a name that cannot be imported is found before the model is
+    # made.
+    with _reward(config, task, ranks) as reward:
+        ranks.barrier()  # now every rank has read the folder, so rank 0 may change it
+        model = ranks.from_first(lambda: base_model(config, path))
+        with closing(make_state(config, model, task, reward, ranks)) as state, ExitStack() as folder_lock:
+            history = _take_steps(state, path, model, task, resumption, folder_lock, profile)
+            summary = _summarise(state, history, time.perf_counter() - began_s)
     if ranks.first:
         write_summary(path, summary)
         try:
@@ -123,6 +126,19 @@ def _run(
         except OSError as error:  # a picture ends no run
             console.print(f"no plot was drawn: {os_error_line(error)}")
     return summary
+
+
+@contextmanager
+def _reward(config: Config, task: Task, ranks: Ranks) -> Iterator[Reward | Executor]:
+    """The run's reward. Only rank 0 computes rewards, and has processes for them."""
+    with ExitStack() as stack:
+        opened: list[Reward | Executor] = []
+
+        def open_here() -> None:
+            opened.append(stack.enter_context(open_reward(task, config.task.reward_settings, console.print)))
+
+        ranks.from_first(open_here)
+        yield opened[0] if opened else task.reward
 
 
 def _take_steps(

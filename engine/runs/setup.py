@@ -21,9 +21,11 @@ from ..parallel.scorer import Scorer, frozen
 from ..parallel.workers import Workers, automatic
 from ..parallel.zero import Slices
 from ..rollout.vllm.installed import installed_vllm, is_cpu_build
-from ..tasks import load_reward, problems_of
 from ..tasks.base import Problem, Task
+from ..tasks.executor import Executor
+from ..tasks.loading import problems_of
 from ..tasks.perfectible import perfectible_set
+from ..tasks.rewards import Reward
 from ..tasks.tokenizer import Tokenizer
 from ..train.loss_scaling import LossScaler
 from ..train.optimizer import Optimizer
@@ -33,8 +35,12 @@ from .samplers import Samplers, make_samplers, numerics_of
 from .terminal import console
 
 
-def make_state(config: Config, model: Path, task: Task, ranks: Ranks = ALONE) -> TrainState:
+def make_state(
+    config: Config, model: Path, task: Task, reward: Reward | Executor, ranks: Ranks = ALONE
+) -> TrainState:
     """Load a model folder and set up everything that a step needs, in this process of `ranks`.
+
+    reward: of the completions (see open_reward); rank 0 computes it.
 
     Raises ValueError.
     """
@@ -66,7 +72,6 @@ def make_state(config: Config, model: Path, task: Task, ranks: Ranks = ALONE) ->
         ref_policy = _ref_policy(config, model, model_config, workers.n, sizes.micro_batch)
         if ref_policy:
             on_failure.callback(ref_policy.close)
-        reward = load_reward(task, config.task.reward)
         samplers = make_samplers(config, model, model_config, optimizer, workers, sizes.micro_batch)
         on_failure.pop_all()
     parallel: Workers | RankedWorkers = workers

@@ -24,8 +24,6 @@ class Jsonl:
     chat = True
 
     def __init__(self, file: str = "", held_out_file: str = "", held_out: int = 0, seed: int = 0):
-        # math-verify warns that it has no time limit (see reward).
-        logging.getLogger("math_verify").setLevel(logging.ERROR)
         pairs = read_pairs(file)
         if held_out_file:
             held_out_pairs = read_pairs(held_out_file)
@@ -42,20 +40,26 @@ class Jsonl:
         return self._splits[split]
 
     def reward(self, problem: Problem, completion: str) -> float:
-        """1.0 when math-verify finds the completion's last answer equal to the problem's, else 0.0."""
-        from math_verify import parse, verify
+        """See `solved`."""
+        return solved(problem, completion)
 
-        # No time limits: on a busy machine they would decide a reward. Bounds on length and size keep the
-        # comparison short instead.
-        gold = parse(f"${problem.answer}$", parsing_timeout=None)
-        if not gold:
-            answer = shown(problem.answer)
-            raise ValueError(f"math-verify cannot read the answer {answer} of problem {problem.id}")
-        if not all(map(_can_be_computed, gold)):
-            answer = shown(problem.answer)
-            raise ValueError(f"the answer {answer} of problem {problem.id} would take too long to compute")
-        answers = [x for x in parse(completion[-_READ_CHARS:], parsing_timeout=None) if _can_be_computed(x)]
-        return float(verify(gold, answers, timeout_seconds=None))
+
+def solved(problem: Problem, completion: str) -> float:
+    """1.0 when math-verify finds the completion's last answer equal to the problem's, else 0.0."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit
+    from math_verify import parse, verify
+
+    # No time limits: on a busy machine they would decide a reward. Bounds on length and size keep the
+    # comparison short instead.
+    gold = parse(f"${problem.answer}$", parsing_timeout=None)
+    if not gold:
+        answer = shown(problem.answer)
+        raise ValueError(f"math-verify cannot read the answer {answer} of problem {problem.id}")
+    if not all(map(_can_be_computed, gold)):
+        answer = shown(problem.answer)
+        raise ValueError(f"the answer {answer} of problem {problem.id} would take too long to compute")
+    answers = [x for x in parse(completion[-_READ_CHARS:], parsing_timeout=None) if _can_be_computed(x)]
+    return float(verify(gold, answers, timeout_seconds=None))
 
 
 def _can_be_computed(x: object) -> bool:

@@ -18,8 +18,8 @@ from ...kernels.philox import Stream, permutation
 from ..loss.advantage import all_equal
 from ..rollout.evaluate import group_texts
 from ..rollout.types import RngKey, Rollout
-from ..tasks import rewards
 from ..tasks.base import Problem
+from ..tasks.rewards import rewards
 from .state import TrainState
 
 
@@ -50,7 +50,7 @@ class _Group:
 def collect(state: TrainState) -> RolloutBatch:
     """Sample and reward the prompts of the next step; rank 0 computes the rewards.
 
-    Raises ValueError (see tasks.rewards).
+    Raises ValueError (see rewards).
     """
     P, max_resamples = state.config.prompts, state.config.loss.resolve().max_resamples
     groups: list[_Group] = []

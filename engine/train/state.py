@@ -16,8 +16,9 @@ from ..parallel.scorer import Scorer
 from ..parallel.workers import Workers
 from ..rollout.types import GenerationParams, Rollout, Sampler
 from ..stopwatch import Stopwatch
-from ..tasks import Reward
 from ..tasks.base import Problem
+from ..tasks.executor import Executor
+from ..tasks.rewards import Reward
 from ..tasks.tokenizer import Tokenizer
 from .loss_scaling import LossScaler
 from .optimizer import Optimizer
@@ -40,7 +41,7 @@ class TrainState:
     micro_batch: int  # sequences of one pass
     ref_policy: Scorer | RankedScorer | None  # frozen, for the KL term; None without such a term
     tokenizer: Tokenizer
-    reward: Reward
+    reward: Reward | Executor  # whoever opened it closes it
     problems: Sequence[Problem]  # for training
     prompt_ids: Sequence[Sequence[int]]  # the prompt of each of these problems
     stopwatch: Stopwatch  # measures the stations of a step; the native sampler has the same one

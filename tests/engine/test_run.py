@@ -11,7 +11,7 @@ from zerokl.engine.config_file import load_config
 from zerokl.engine.loss.presets import PRESETS
 from zerokl.engine.runs.run import train
 from zerokl.engine.runs.setup import settled
-from zerokl.engine.tasks import load_task
+from zerokl.engine.tasks.loading import load_task
 from zerokl.model.checkpoint import load_decoder, write_checkpoint
 from zerokl.model.config import ModelConfig
 from zerokl.model.weights import Layout, fingerprint

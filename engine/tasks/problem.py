@@ -1,0 +1,12 @@
+"""One problem of a task."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem."""
+
+    id: int  # its index in its split
+    prompt: str
+    answer: str  # a correct completion, or what the reward compares a completion with
