@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..verify.files import check_writable
+from ..verify.inputs import append_text
 from .app import Band, CountOrAll, Device, Dtype, LogFormat, command
 
 if TYPE_CHECKING:
@@ -112,6 +113,8 @@ def audit(
     if (folder / "audit.json").exists():
         raise ValueError(f"audit: {folder} already holds an audit; choose another --out")
     check_writable(folder)
+    if summary and Path(summary).exists():
+        append_text(summary, "")  # a pipe or a device is refused now, and not after the audit
     config = AuditConfig(
         model=model,
         trainer_model=trainer_model,

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ..verify.files import os_error_line, sync, write_manifest
+from ..verify.inputs import check_folder, open_tensors
 from ..verify.reading import read_json, shown
 from .config import ModelConfig
 from .decoder import Decoder
@@ -44,10 +45,12 @@ _STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.flo
 def resolve_model(name: str) -> Path:
     """The local folder of a model: `name` itself, or a snapshot of the hub's repository of that name.
 
-    Raises ValueError when `name` is neither a folder nor a repository that can be downloaded.
+    Raises ValueError when `name` is neither a folder nor a repository that can be downloaded, and InputError
+    for a folder that holds something else than files and folders, such as a FIFO.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
+        check_folder(folder)
         return folder
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ValueError(f"model: {name} is no folder, and no hub name (owner/name) either")
@@ -114,7 +117,7 @@ def _opened(path: Path, names: list[str] | None) -> Iterator[tuple[Any, Iterable
     Raises ValueError, also for what goes wrong inside this context because the file is corrupt.
     """
     try:
-        with safe_open(path, framework="pt") as stored:
+        with open_tensors(path) as stored:
             yield stored, stored.keys() if names is None else names
     except FileNotFoundError:
         raise ValueError(f"model: {path} is missing, though the folder's index names it") from None

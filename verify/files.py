@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from .inputs import open_input
 from .reading import read_json
 
 MANIFEST = "manifest.json"
@@ -133,7 +134,7 @@ def first_free(names: Iterable[Path]) -> Path:
 
 
 def _hash_file(path: Path) -> str:
-    with open(path, "rb") as handle:
+    with open_input(path) as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 

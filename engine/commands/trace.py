@@ -27,13 +27,14 @@ from itertools import compress
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ...model.decoder import Context, Decoder, Hook, no_hook
 from ...model.op_names import in_order, split_fused
 from ...model.prompts import first_of_prompt, prompt_passes
 from ...verify.bitwise import unequal
+from ...verify.inputs import open_tensors
 from ...verify.reading import parse_json
 from ...verify.trace import OpDifference, Trace, compare_traces, first_divergence
 from ..parallel.partition import virtual_shards
@@ -199,7 +200,7 @@ def read_trace(path: Path) -> tuple[Trace, list[torch.Tensor], int]:
     Raises ValueError for a file that cannot be read or is no trace.
     """
     try:
-        with safe_open(path, framework="pt") as file:
+        with open_tensors(path) as file:
             metadata = file.metadata() or {}
             if metadata.get("zerokl") != "trace":
                 raise ValueError(f"trace: {path} is no trace of zerokl replay")

@@ -1,9 +1,9 @@
 """Problems from a file of {"prompt": ..., "answer": ...} lines, with math-verify as the reward."""
 
 import logging
-from pathlib import Path
 
 from ...kernels.philox import Stream, permutation
+from ...verify.inputs import read_bytes
 from ...verify.reading import parse_json, shown
 from .base import Problem, split_problems
 
@@ -86,10 +86,7 @@ def read_pairs(file: str) -> list[tuple[str, str]]:
     if not file:
         raise ValueError('task jsonl: needs a file; set task.options = { file = "problems.jsonl" }')
     try:
-        size = Path(file).stat().st_size
-        if size > _LARGEST_FILE_BYTES:
-            raise ValueError(f"task jsonl: {file} has {size:,} bytes, more than {_LARGEST_FILE_BYTES:,}")
-        content = Path(file).read_bytes()
+        content = read_bytes(file, _LARGEST_FILE_BYTES)
         lines = content.decode().split("\n")  # not splitlines: it also cuts at U+2028, which JSON allows
     except UnicodeDecodeError as error:
         number = content.count(b"\n", 0, error.start) + 1
