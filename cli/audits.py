@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..verify.files import check_writable
 from .app import Band, CountOrAll, Device, Dtype, LogFormat, command
+from .exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from ..engine.commands.audit.audit import Audit
@@ -112,6 +113,8 @@ def audit(
     if (folder / "audit.json").exists():
         raise ValueError(f"audit: {folder} already holds an audit; choose another --out")
     check_writable(folder)
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    given = {name: value for name, value in options.items() if value is not None}
     config = AuditConfig(
         model=model,
         trainer_model=trainer_model,
@@ -124,10 +127,8 @@ def audit(
         sampler_head_dtype=sampler_head_dtype,
         prompts=prompts,
         max_tokens=max_tokens,
-        sampling_params=SamplingParams(
-            1.0 if temperature is None else temperature, top_k or 0, 1.0 if top_p is None else top_p
-        ),
-        sampling_params_given=temperature is not None or top_k is not None or top_p is not None,
+        sampling_params=SamplingParams(**given),
+        sampling_params_given=bool(given),
         seed=seed,
         weight_version=weight_version,
         checkpoints=tuple(checkpoints or ()),
@@ -185,7 +186,7 @@ def _show(result: "Audit", folder: Path, tolerances: Tolerances, summary: str) -
     for line in (verdict(report), *report["log_notes"], *band_lines(report, band)):
         console.say(line)
     console.print(f"report {folder / 'audit.html'}")
-    return 0 if passed else 1
+    return ExitCode.DONE if passed else ExitCode.DIFFERS
 
 
 def _show_run(of_run: "RunAudit", folder: Path, tolerances: Tolerances) -> int:
@@ -204,7 +205,8 @@ def _show_run(of_run: "RunAudit", folder: Path, tolerances: Tolerances) -> int:
     for line in words:
         console.say(line)
     console.print(f"report {folder / 'audit.html'}")
-    return 0 if all(audit.within(*tolerances) for audit in of_run.audits.values()) else 1
+    passed = all(audit.within(*tolerances) for audit in of_run.audits.values())
+    return ExitCode.DONE if passed else ExitCode.DIFFERS
 
 
 @command("zerokl convert trl-log.jsonl rollouts.jsonl")

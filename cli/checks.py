@@ -6,6 +6,7 @@ from pathlib import Path
 from ..engine.command_line import given_settings
 from ..verify.files import check_writable
 from .app import NO_SETTINGS, Device, Dtype, Settings, command, verify_app
+from .exit_codes import ExitCode
 
 
 @verify_app.default
@@ -44,7 +45,7 @@ def verify(
         with Display(count_checks(dtype), "verify", transient=True) as display:
             checks = check_law(model, dtype, sequences, longest, seed, device, display.step)
     console.print(check_table(checks))
-    return 0 if all(check.holds for check in checks) else 1
+    return ExitCode.DONE if all(check.holds for check in checks) else ExitCode.DIFFERS
 
 
 @command("zerokl verify binaries --targets sm_90", name="binaries", of=verify_app)
@@ -89,7 +90,7 @@ def verify_run(
         holds = holds and finding.holds
         console.print(f"{finding.mark:<4}  {finding.what}: {finding.result}")
     console.print(f"steps to replay were drawn with --draw {seed}")
-    return 0 if holds else 1
+    return ExitCode.DONE if holds else ExitCode.DIFFERS
 
 
 @command("zerokl diff runs/a runs/b")
@@ -148,4 +149,4 @@ def replay(
         result = replayer.replay(step, until, Path(trace) if trace else None, update)
     verdict = str(result.divergence or "every bit is the ledger's")
     console.print(f"steps {result.first} to {result.last} done again: {verdict}")
-    return 1 if result.divergence else 0
+    return ExitCode.DIFFERS if result.divergence else ExitCode.DONE

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from ..engine.command_line import toml_values
 from .app import Count, Device, Dtype, TaskOptions, TaskReward, command
+from .exit_codes import ExitCode
 
 
 @command("zerokl sample runs/demo/base --prompt 3+14= --n 4")
@@ -141,7 +142,7 @@ def weights(a: str, b: str = "", /, *, out: str = "") -> int:
     for line in differences:
         console.print(line, markup=False)
     console.print(f"{len(differences)} of {len(first)} tensors differ")
-    return 1 if differences else 0
+    return ExitCode.DIFFERS if differences else ExitCode.DONE
 
 
 @command("zerokl variants MODEL --dtype bf16")
@@ -178,4 +179,4 @@ def variants(model: str, /, *, dtype: Dtype = "float32", device: Device = "auto"
         unequal = f"{row['unequal']} of {row['tokens']}"
         table.add_row(row["way"], unequal, f"{row['max_abs']:.3g}", row["first"] or "-", row["remedy"] or "-")
     console.print(table)
-    return 1 if any(row["unequal"] for row in rows) else 0
+    return ExitCode.DIFFERS if any(row["unequal"] for row in rows) else ExitCode.DONE

@@ -140,14 +140,14 @@ def failure_line(error: Exception) -> str:
 
 def _failure(error: Exception) -> str:
     """What an error says of itself; of an error that nobody foresaw, also what it is and where."""
+    if not foreseen(error):
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        return (
+            f"internal error: {type(error).__name__} ({error}) in {last.filename} line {last.lineno}; "
+            "ZEROKL_TRACEBACK=1 shows the way there"
+        )
     if isinstance(error, OSError):
         return os_error_line(error)
     if isinstance(error, ValueError | FloatingPointError):
         return str(error)
-    if memory_ran_out(error):
-        return "memory ran out; take a smaller model, micro_batch or number of workers"
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return (
-        f"internal error: {type(error).__name__} ({error}) in {last.filename} line {last.lineno}; "
-        "ZEROKL_TRACEBACK=1 shows the way there"
-    )
+    return "memory ran out; take a smaller model, micro_batch or number of workers"

@@ -142,6 +142,12 @@ class LedgerFile:
         assert self.head is not None
         return self.lines[-1].chain if self.lines else self.head.chain
 
+    @property
+    def environment(self) -> dict[str, Any]:
+        """The environment in which the run was last started."""
+        assert self.head is not None
+        return self.resumed[-1]["environment"] if self.resumed else self.head.environment
+
     def chain_at(self, step: int) -> str | None:
         """The chain value at the start of `step`; None if the ledger does not reach this step."""
         if self.head is None or not 0 <= step <= len(self.lines):

@@ -37,7 +37,7 @@ from ..tasks import load_object
 from ..tasks.users_code import call_user
 from .config import Estimator, Level, LossAggMode, LossConfig
 from .corrections import CORRECTIONS
-from .surrogates import BOUNDS, Surrogate, with_detached
+from .surrogates import SURROGATES, Surrogate, with_detached
 
 
 def sequence_weights(lengths: Sequence[int], loss_agg_mode: LossAggMode, max_tokens: int) -> list[float]:
@@ -101,7 +101,7 @@ def surrogate(cfg: LossConfig) -> Surrogate:
     Raises ValueError where the user's function cannot be imported.
     """
     if not cfg.surrogate:
-        return with_detached(BOUNDS[cfg.bound])
+        return SURROGATES[cfg.bound]
     user_surrogate = with_detached(load_object(cfg.surrogate, "loss.surrogate"))
 
     def checked(r, A, logp, low, high, r_detached):

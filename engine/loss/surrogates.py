@@ -83,3 +83,8 @@ def _parameters(function: Callable[..., object]) -> list[str]:
         return list(inspect.signature(function).parameters)
     except (TypeError, ValueError):
         return []
+
+
+# The same functions, each with the argument r_detached. A loss calls one for every micro-batch, so their
+# parameters are looked at once.
+SURROGATES: dict[str, Surrogate] = {name: with_detached(function) for name, function in BOUNDS.items()}

@@ -155,8 +155,7 @@ def _wrong_state(checkpoint: Checkpoint, head: Head) -> str | None:
 
     Raises ValueError for a config.json that is no model's.
     """
-    held = architecture(ModelConfig.from_file(checkpoint.folder))
-    for name, value in held.items():
+    for name, value in architecture(ModelConfig.from_file(checkpoint.folder)).items():
         if (was := head.settings.get(f"model.{name}")) != json.loads(json.dumps(value)):
             return f"{name} is {shown(value)} in config.json, and {shown(was)} in the ledger"
     task = read_json(checkpoint.folder / TASK_FILE)

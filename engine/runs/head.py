@@ -108,7 +108,7 @@ def altered_free_setting(config: Config, ledger: LedgerFile) -> str | None:
 
     config: of the run's folder. The ledger notes the free settings of each start beside its chain.
     """
-    noted = (ledger.resumed[-1] if ledger.resumed else vars(ledger.head))["environment"]
+    noted = ledger.environment
     for key, value in flat_settings(config).items():
         name = f"process.{key}"
         if name in noted and noted[name] != value:

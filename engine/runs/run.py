@@ -249,10 +249,8 @@ def _open_folder(state: TrainState, path: Path, resumption: Resumption | None) -
     done = resumption.step if resumption else None
     settings = flat_settings(config)
     folder.trackers = Trackers(config.tracking, path, config.steps, done, settings, head.environment)
-    if ledger is not None:
-        last = ledger.resumed[-1]["environment"] if ledger.resumed else ledger.head.environment
-        if head.environment != last:
-            state.recorder.ledger.resumed(state.step, head.environment)
+    if ledger is not None and head.environment != ledger.environment:
+        state.recorder.ledger.resumed(state.step, head.environment)
     return folder
 
 

@@ -15,7 +15,7 @@ from ...config import Config
 from ...runs.checkpoints import checkpoint_folders
 from ...runs.folder import FAILED, ROLLOUTS
 from ...runs.head import flat_settings, is_free
-from ...runs.held_out import MEAN_REWARD
+from ...runs.held_out import ACCURACY, MEAN_REWARD
 from ...runs.loaded import LoadedRun, load_run
 from ...tasks.tokenizer import Tokenizer
 from ..ablation_effects import COMPARED, LEAST_SEEDS, effects, rank, verdict
@@ -170,7 +170,7 @@ def _figures(run: LoadedRun) -> dict[str, Any]:
         "collapse_step": collapse_step(rewards),
         "held_out_first": held_out[0] if len(held_out) > 1 else None,
         "held_out_last": held_out[-1] if held_out else None,
-        "held_out_is_accuracy": "eval/accuracy" in run.metrics,
+        "held_out_is_accuracy": ACCURACY in run.metrics,
         "tokens": int(sum(tokens)),
         "unequal": sum(round(n * (1 - share)) for n, share in zip(tokens, equal, strict=True)),
         "max_abs": max(_finite(run, "mismatch/max_abs"), default=None),
