@@ -114,13 +114,8 @@ class RankedSampler:
         own_prompts = parts[self._ranks.rank]
         first_prompt = rng_key.first_prompt + sum(map(len, parts[: self._ranks.rank]))
         own_key = replace(rng_key, first_prompt=first_prompt)
-
-        def generate_own() -> list[Rollout]:
-            if not len(own_prompts):
-                return []
-            return self._sampler.generate(own_prompts, generation_params, own_key)
-
-        return [rollout for rollouts in self._ranks.gather(generate_own) for rollout in rollouts]
+        gathered = self._ranks.gather(lambda: self._sampler.generate(own_prompts, generation_params, own_key))
+        return [rollout for rollouts in gathered for rollout in rollouts]
 
     def close(self) -> None:
         """See Sampler."""

@@ -134,8 +134,9 @@ class NativeSampler:
         check_prompts(
             prompts, generation_params, self.decoder.config.max_positions, self.decoder.config.vocab_size
         )
-        if not prompts:
-            return []
+        if not prompts:  # a rank without a share: its times are zeros, as the trainer's are
+            with self.stopwatch.station("time/prompts_s"), self.stopwatch.station("time/decode_s"):
+                return []
         memory = self._make_memory(prompts, generation_params)
         decoding = self._decoding_of(memory, generation_params, rng_key)
         self._memory = None  # a call that fails leaves blocks that nobody releases

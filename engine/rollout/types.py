@@ -97,7 +97,7 @@ class Sampler(Protocol):
     def generate(
         self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, rng_key: RngKey
     ) -> list[Rollout]:
-        """P prompts x G samples, in canonical order: prompt by prompt, sample by sample."""
+        """P prompts x G samples, in canonical order: prompt by prompt, sample by sample. P may be 0."""
         ...
 
     def sync_weights(self, version: int) -> None:

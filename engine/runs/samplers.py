@@ -189,6 +189,8 @@ class ExternalSampler:
     ) -> list[Rollout]:
         """See Sampler."""
         check_prompts(prompts, generation_params, self._config.max_positions, self._config.vocab_size)
+        if not prompts:
+            return []
         stream, G = int(rng_key.stream), generation_params.num_generations
         counter = [(rng_key.first_prompt, rng_key.step, stream, 0)]
         seed = int(philox(counter, (rng_key.seed, stream))[0, 0])

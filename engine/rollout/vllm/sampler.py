@@ -149,6 +149,8 @@ class KeyedSampler:
         from .draw import request_arguments
 
         check_prompts(prompts, generation_params, self.context, self.vocab)
+        if not prompts:
+            return []
         places = [(p, s) for p in range(len(prompts)) for s in range(generation_params.num_generations)]
         params = [
             vllm.SamplingParams(
