@@ -1,6 +1,7 @@
 """The command line: a function for each subcommand. An error is one line on stderr (see exit_codes.py)."""
 
 import os
+import resource
 import sys
 from importlib import import_module
 
@@ -13,11 +14,21 @@ from .exit_codes import ExitCode
 for _name in ("runs", "models", "checks", "audits"):  # each registers its commands; help keeps this order
     import_module(f".{_name}", __name__)
 
+# Open files that a command may need: it has two dozen, and a library that can open no more may print pages.
+_OPEN_FILES = 64
+
 
 def _rank() -> str:
     """The beginning of an error line: the rank of this process, where there are several."""
     several = os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
     return f"rank {os.environ['RANK']}: " if several else ""
+
+
+def _check_open_files() -> None:
+    """Raise ValueError where the process may not open as many files as a command needs."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= limit < _OPEN_FILES:  # -1 is no limit
+        raise ValueError(f"open files ({limit}) must be at least {_OPEN_FILES}; raise the limit (ulimit -n)")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,6 +41,7 @@ def _outcome(argv: list[str] | None) -> tuple[int, Exception | None]:
     words = spelt_out(sys.argv[1:] if argv is None else argv)
     try:
         try:
+            _check_open_files()
             return app(words, exit_on_error=False, print_error=False) or ExitCode.DONE, None
         except cyclopts.CycloptsError as error:
             raise ValueError(error_message(error)) from error

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..verify.files import check_writable
+from ..verify.inputs import append_text
 from .app import Band, CountOrAll, Device, Dtype, LogFormat, command
 from .exit_codes import ExitCode
 
@@ -115,6 +116,8 @@ def audit(
     check_writable(folder)
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     given = {name: value for name, value in options.items() if value is not None}
+    if summary and Path(summary).exists():
+        append_text(summary, "")  # a pipe or a device is refused now, and not after the audit
     config = AuditConfig(
         model=model,
         trainer_model=trainer_model,

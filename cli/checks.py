@@ -1,6 +1,7 @@
 """Commands that check a machine or a run, and compare two: verify, diff, replay."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 from ..engine.command_line import given_settings
@@ -58,6 +59,8 @@ def verify_binaries(*, targets: tuple[str, ...] = (), record: bool = False) -> i
         targets: sm_80, sm_90, sm_100 or gfx942; may be given several times. All of them by default.
         record: Write the table of registers and shared memory again.
     """
+    if not find_spec("triton"):
+        raise ValueError("verify binaries: Triton is not installed; pip install triton (Linux only)")
     from ..engine.commands.verify_binaries import verify_binaries
 
     return verify_binaries(targets, record)

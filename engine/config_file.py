@@ -5,18 +5,19 @@ there as overrides, so that everything is checked once, here.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from ..verify.reading import parse_toml, read_toml, shown
+from ..verify.reading import read_toml, shown
 from .compatibility import check_settings
 from .config import FREE_SECTIONS, Config
 from .key_hints import hint
 
+# The configurations that come with zerokl.
+PRESETS = Path(__file__).parent / "presets"
 # Characters of an unknown key that a message shows.
 _KEY = 100
 
@@ -77,8 +78,7 @@ def _not_a_section(key: str, value: Any) -> str:
 
 def preset_names() -> list[str]:
     """The presets that come with zerokl."""
-    folder = resources.files("zerokl.engine.presets")
-    return sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml"))
+    return sorted(file.stem for file in PRESETS.glob("*.toml"))
 
 
 def _read(file: str | None, preset: str | None) -> dict[str, Any]:
@@ -86,15 +86,20 @@ def _read(file: str | None, preset: str | None) -> dict[str, Any]:
     if preset is not None:
         if preset not in preset_names():
             raise ValueError(f"config: preset {preset} is not known; choose {', '.join(preset_names())}")
-        return parse_toml(resources.files("zerokl.engine.presets").joinpath(f"{preset}.toml").read_text())
+        return read_toml(PRESETS / f"{preset}.toml")
     if file is None:
         return {}
     try:
-        return read_toml(Path(file))
+        values = read_toml(Path(file), stream=True)
     except OSError as error:
         raise ValueError(f"config: {file} cannot be read ({error.strerror})") from None
     except ValueError as error:
         raise ValueError(f"config: {file} {error}") from None
+    if not values:
+        raise ValueError(
+            f"config: {file} sets no key; a file must set one, and without a file all are default"
+        )
+    return values
 
 
 def _leave_options(values: dict[str, Any], task: Any) -> None:

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ..verify.files import os_error_line, sync, write_manifest
+from ..verify.inputs import check_folder, open_tensors
 from ..verify.reading import read_json, shown
 from .config import ModelConfig
 from .decoder import Decoder
@@ -47,10 +48,12 @@ def resolve_model(name: str) -> Path:
     """The local folder of a model: `name` itself, or a snapshot of the hub's repository of that name.
 
     Raises ValueError when `name` is neither a folder nor a repository that can be downloaded, and when it is
-    an adapter or a run, which hold no model of their own.
+    an adapter or a run, which hold no model of their own. Raises InputError for a folder that holds something
+    else than files and folders, such as a FIFO.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
+        check_folder(folder)
         _refuse_no_model(folder)
         return folder
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
@@ -145,7 +148,7 @@ def _opened(path: Path, names: list[str] | None) -> Iterator[tuple[Any, Iterable
     Raises ValueError, also for what goes wrong inside this context because the file is corrupt.
     """
     try:
-        with safe_open(path, framework="pt") as stored:
+        with open_tensors(path) as stored:
             yield stored, stored.keys() if names is None else names
     except FileNotFoundError:
         raise ValueError(f"model: {path} is missing, though the folder's index names it") from None

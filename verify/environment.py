@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from .inputs import read_bytes, read_text
+
 # The folder of the package zerokl, the parent of verify/.
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("numpy", "safetensors", "transformers", "tokenizers", "triton", "vllm")
@@ -29,7 +31,7 @@ def code_hash(root: Path) -> str:
     h = hashlib.sha256()
     for folder in (root, *(root / name for name in ("kernels", "verify", "model", "engine", "cli"))):
         for file in sorted(folder.glob("*.py") if folder == root else folder.rglob("*.py")):
-            h.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes() + b"\0")
+            h.update(f"{file.relative_to(root)}\n".encode() + read_bytes(file) + b"\0")
     return h.hexdigest()
 
 
@@ -67,7 +69,7 @@ def _version(package: str) -> str | None:
 
 def _cpu() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = read_text("/proc/cpuinfo").splitlines()
     except OSError:
         return f"{platform.processor()} {sys.platform}"
     return next(
@@ -78,6 +80,6 @@ def _cpu() -> str:
 
 def _driver() -> str | None:
     try:
-        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+        return read_text("/proc/driver/nvidia/version").splitlines()[0]
     except (OSError, IndexError):
         return None

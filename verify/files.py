@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from filelock import FileLock, Timeout
 
+from .inputs import open_input
 from .reading import read_json
 
 MANIFEST = "manifest.json"
@@ -169,7 +170,7 @@ def first_free(names: Iterable[Path]) -> Path:
 
 
 def _hash_file(path: Path) -> str:
-    with open(path, "rb") as handle:
+    with open_input(path) as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 from .files import check_in_place, hash_json, naming, whole_lines
+from .inputs import read_bytes
 from .reading import parse_json
 
 # The name of the file in a run's folder.
@@ -168,7 +169,7 @@ def read_ledger(path: Path) -> LedgerFile:
     their roots. Raises OSError, and FormatError for a ledger of another version.
     """
     ledger, end = LedgerFile(path), 0
-    lines, ledger.torn = whole_lines(path.read_bytes())
+    lines, ledger.torn = whole_lines(read_bytes(path))
     for number, line in enumerate(lines, 1):
         try:
             _add_line(ledger, parse_json(line))

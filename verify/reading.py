@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .inputs import LINE_BYTES, read_bytes
+
 # Nested lists and tables: the deepest of our own files has six.
 DEPTH = 32
 # Characters or bytes of one JSON value. A line of rollouts.jsonl has about 30 bytes for each token.
-LONGEST_JSON = 1 << 28
+LONGEST_JSON = LINE_BYTES
 # tomllib is plain Python, at about 1 MB a second.
 LONGEST_TOML = 1 << 20
 # Characters of a value that an error shows.
@@ -69,7 +71,7 @@ def parse_json(text: str | bytes, non_finite: bool = False) -> Any:
 
 def read_json(path: Path, non_finite: bool = False) -> Any:
     """The value in a JSON file. See parse_json. Raises OSError and ValueError."""
-    return parse_json(path.read_bytes(), non_finite)
+    return parse_json(read_bytes(path, LONGEST_JSON), non_finite)
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -85,10 +87,9 @@ def parse_toml(text: str) -> dict[str, Any]:
     return value
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file. See parse_toml. Raises OSError and ValueError."""
-    content = path.read_bytes()
-    _check_length(content, LONGEST_TOML, "TOML")
+def read_toml(path: Path, stream: bool = False) -> dict[str, Any]:
+    """The tables of a TOML file; with `stream`, also of a pipe. Raises OSError and ValueError."""
+    content = read_bytes(path, LONGEST_TOML, stream)
     try:
         return parse_toml(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...verify.files import check_writable, hold_folder, write_whole
+from ...verify.inputs import read_text
 from ..config import Config
 from ..config_file import load_config, to_toml
 from ..runs.base_model import is_base, make_base
@@ -33,7 +34,7 @@ def ablate(grid: str | Path, out: str | Path, jobs: int = 1) -> dict[str, Any]:
     Writes ablation.json, ablation.md and plots to `out`; `failures` in them names the cells without a result.
     Raises ValueError for a grid that cannot be run, and for a folder that holds runs of another grid.
     """
-    cells, out = read_grid(grid), Path(out)
+    cells, text, out = read_grid(grid), read_text(grid), Path(out)
     if jobs < 1:
         raise ValueError(f"ablate: jobs ({jobs}) must be at least 1")
     check_writable(out)
@@ -43,7 +44,7 @@ def ablate(grid: str | Path, out: str | Path, jobs: int = 1) -> dict[str, Any]:
             _refuse_other_configuration(run)
         write_whole(out / CELLS, (json.dumps(_planned(cells), indent=1) + "\n").encode())
         run_cells(runs, jobs, GridDisplay(runs))
-        report = _report(Path(grid), runs)
+        report = _report(text, runs)
         write_whole(out / ABLATION, (json.dumps(finite(report), indent=1) + "\n").encode())
         if report["combinations"]:
             write_report(report, out)
@@ -55,8 +56,8 @@ def _planned(cells: Sequence[Cell]) -> dict[str, Any]:
     return {"cells": [{"folder": cell.folder, "settings": cell.settings} for cell in cells]}
 
 
-def _report(grid: Path, runs: Sequence[CellRun]) -> dict[str, Any]:
-    """What ablation.json holds: the grid's text, a summary of each combination, and what differs."""
+def _report(grid: str, runs: Sequence[CellRun]) -> dict[str, Any]:
+    """What ablation.json holds: the grid file's text, a summary of each combination, and what differs."""
     results = [
         cell_result(run.path, run.cell.settings, run.cell.config.seed)
         for run in runs
@@ -64,7 +65,7 @@ def _report(grid: Path, runs: Sequence[CellRun]) -> dict[str, Any]:
     ]
     combinations = summarise(results)
     return {
-        "grid": grid.read_text(encoding="utf-8"),
+        "grid": grid,
         "combinations": combinations,
         "effects": effects(combinations),
         "failures": {run.cell.folder: run.reason for run in runs if run.state is State.FAILED},

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import torch
 
+from ...verify.inputs import open_input
 from ...verify.reading import one_line, parse_json, read_json
 from ..config_file import to_toml
 from ..parallel.workers import ending
@@ -136,7 +137,7 @@ class CellRun:
 
     def _last_words(self) -> str:
         """The line in which the process said why it ends; empty where it said nothing."""
-        with open(self.log, "rb") as log:
+        with open_input(self.log) as log:
             log.seek(self._log_begins_at)
             lines = log.read().decode(errors="replace").splitlines()
         said = [line.removeprefix("zerokl: ") for line in lines if line.startswith("zerokl: ")]
@@ -146,7 +147,7 @@ class CellRun:
         """Count the steps that were written since, and read the rewards."""
         file = self.path / METRICS
         try:
-            with open(file, "rb") as log:
+            with open_input(file) as log:
                 if os.fstat(log.fileno()).st_size < self._bytes_read:
                     self._bytes_read = self.steps = 0  # a run that goes on has cut it back to its checkpoint
                 log.seek(self._bytes_read)

@@ -69,6 +69,8 @@ def read_grid(path: str | Path) -> list[Cell]:
         raise ValueError(f"ablate: {path} cannot be read ({error.strerror})") from None
     except ValueError as error:
         raise ValueError(f"ablate: {path} {error}") from None
+    if not grid:
+        raise ValueError(f"ablate: {path} is empty; it must have one of the keys {', '.join(_KEYS)}")
     for key, value in grid.items():
         if key not in _KEYS:
             raise ValueError(f"ablate: {path}: unknown key {key[:100]}; keys are {', '.join(_KEYS)}")

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from ...verify.inputs import RUN_FILE_BYTES, read_text
 from ...verify.reading import parse_json
 from ..runs.folder import FAILED, METRICS
 from ..runs.held_out import MEAN_REWARD, held_out_curve
@@ -71,7 +72,7 @@ def cell_result(path: Path, settings: Mapping[str, str], seed: int) -> dict[str,
 
 
 def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.exists() else ""
+    return read_text(path, RUN_FILE_BYTES) if path.exists() else ""
 
 
 def _parsed(path: Path, text: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from ...verify.inputs import read_text
 from ..runs.terminal import console
 from .audit.formats.registry import find_format, log_files, read_rollouts
 from .audit.formats.zerokl import as_row
@@ -36,14 +37,14 @@ def _script(source: Path, format: str) -> str:
         try:
             next(found.rows(source), None)
         except ValueError:
-            return (_SCRIPTS / "slime_to_log.py").read_text()
+            return read_text(_SCRIPTS / "slime_to_log.py")
     if found.name != "skyrl":
         return ""
     if format == "auto":
         raise ValueError(f"{source} is a pickle; say who wrote it with --format skyrl, verl or slime")
     if not (script := _SCRIPTS / f"{format}_to_log.py").exists():
         raise ValueError(f"{source} is a pickle, and {format} writes none that zerokl knows of")
-    return script.read_text()
+    return read_text(script)
 
 
 def _write(source: Path, out: Path, format: str) -> int:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ...verify.inputs import read_text
 from ...verify.reading import parse_json
 from .audit.formats.lines import json_rows
 
@@ -72,11 +73,13 @@ def _rows(path: Path) -> list[Row]:
     if path.suffix == ".jsonl":
         return [row for _, row in json_rows(path)]
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(path)
         if path.suffix == ".csv":
             return list(csv.DictReader(text.splitlines()))
         content = parse_json(text, non_finite=True)
-    except (OSError, ValueError, csv.Error) as error:
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+    except (ValueError, csv.Error) as error:
         raise ValueError(f"{path} cannot be read ({error})") from None
     if isinstance(content, dict):
         content = content.get("log_history", content)

@@ -25,13 +25,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ...model.config import ModelConfig
 from ...model.decoder import Hook, no_hook
 from ...model.op_names import in_order, split_fused
 from ...verify.bitwise import unequal
+from ...verify.inputs import open_tensors
 from ...verify.reading import parse_json
 from ...verify.trace import OpDifference, Trace, compare_traces, first_divergence
 from ..train.state import StepRecord, TrainState
@@ -208,7 +209,7 @@ def read_trace(path: Path) -> TraceFile:
     Raises ValueError for a file that cannot be read or is no trace.
     """
     try:
-        with safe_open(path, framework="pt") as file:
+        with open_tensors(path) as file:
             metadata = file.metadata() or {}
             if metadata.get("zerokl") != "trace":
                 raise ValueError(f"trace: {path} is no trace of zerokl replay")

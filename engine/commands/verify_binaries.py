@@ -1,6 +1,5 @@
 """`zerokl verify binaries`: every kernel, compiled for every target, checked and compared with the table."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from ... import kernels
 from ...kernels.backend import INTERPRETED
 from ...kernels.compiled_cases import configurations
 from ...verify.binaries import TARGETS, Binary, as_table, compile_launch, faults, inspect
+from ...verify.reading import read_json
 from ..runs.progress import Display
 from ..runs.terminal import console
 
@@ -52,10 +52,8 @@ def _table(binaries: list[Binary]) -> Table:
 def build(targets: tuple[str, ...]) -> list[Binary]:
     """Compile every configuration of kernels/compiled_cases.py for the targets, and read the binaries.
 
-    Raises ValueError for an unknown target, and where Triton is missing or interpreted.
+    Raises ValueError for an unknown target, and where Triton is interpreted.
     """
-    if not importlib.util.find_spec("triton"):
-        raise ValueError("verify binaries: Triton is not installed; pip install triton (Linux only)")
     if INTERPRETED:
         raise ValueError(
             "verify binaries: TRITON_INTERPRET (1) must be unset; interpreted kernels cannot be compiled"
@@ -77,7 +75,7 @@ def write_table(binaries: list[Binary]) -> None:
     """Record registers and shared memory of these binaries, for the Triton that is installed."""
     import triton
 
-    tables = json.loads(TABLE.read_text()) | {triton.__version__: as_table(binaries)}
+    tables = read_json(TABLE) | {triton.__version__: as_table(binaries)}
     text = []
     for version, table in sorted(tables.items()):
         rows = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(table.items())]
@@ -89,7 +87,7 @@ def check(binaries: list[Binary]) -> tuple[list[str], str]:
     """The faults, and a line that says which version's table the binaries were compared with."""
     import triton
 
-    tables = json.loads(TABLE.read_text())
+    tables = read_json(TABLE)
     table = tables.get(triton.__version__)
     comparison = f"Triton {triton.__version__}"
     if not table:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from ...model.checkpoint import resolve_model
+from ...verify.inputs import open_tensors
 from ...verify.reading import read_json, shown
 
 # Dtype of a tensor -> the dtypes in which it is hashed.
@@ -84,7 +85,7 @@ def read_hashes(source: str) -> Hashes:
 def _tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
     for file in files:
         try:
-            with safe_open(file, framework="pt") as stored:
+            with open_tensors(file) as stored:
                 names = stored.keys()
                 for name in names:
                     yield name, stored.get_tensor(name)

@@ -20,7 +20,7 @@ from ...model.cache import BlockCache, CachedContext
 from ...model.decoder import Decoder
 from ..stopwatch import Stopwatch
 from .decode import DecodeMemory, DecodeRows, Drawn, Row
-from .types import GenerationParams, RngKey, Rollout
+from .types import GenerationParams, RngKey, Rollout, check_room
 
 # Tokens of one forward where none are named. A GPU is kept busy by a few large passes.
 _BATCH_TOKENS, _GPU_BATCH_TOKENS = 1024, 16384
@@ -225,6 +225,7 @@ def check_prompts(
             f"max_tokens ({generation_params.max_tokens}) and "
             f"num_generations ({generation_params.num_generations}) must be at least 1"
         )
+    check_room(len(prompts) * generation_params.num_generations, generation_params.max_tokens)
 
 
 class _Generation:

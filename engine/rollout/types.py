@@ -3,6 +3,7 @@
 Prompts and completions are token ids from end to end. Nothing is detokenised in between.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -84,6 +85,21 @@ class Rollout:
     def pair(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(prompt_ids, completion_ids)."""
         return self.prompt_ids, self.completion_ids
+
+
+# Bytes of a completion in memory: the object, and what each token adds: a Python integer and an fp32 number.
+_ROLLOUT_BYTES, _TOKEN_BYTES = 370, 44
+
+
+def check_room(completions: int, max_tokens: int) -> None:
+    """Raise ValueError for more completions of max_tokens tokens than the machine's memory can hold."""
+    needed = completions * (_ROLLOUT_BYTES + max_tokens * _TOKEN_BYTES)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > memory:
+        raise ValueError(
+            f"{completions:,} completions of up to {max_tokens:,} tokens can take {needed / 1e9:,.1f} GB of "
+            f"memory, and this machine has {memory / 1e9:,.1f} GB; ask for fewer, or lower max_tokens"
+        )
 
 
 class Sampler(Protocol):

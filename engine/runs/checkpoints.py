@@ -16,12 +16,13 @@ from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from ...model.checkpoint import STATE_FILE, read_weights, write_checkpoint
 from ...model.config import ModelConfig
 from ...model.weights import Layout
 from ...verify.files import manifest_damage
+from ...verify.inputs import open_tensors
 from ...verify.ledger import Head, LedgerFile
 from ...verify.reading import read_json, shown
 from ..config import Config
@@ -225,7 +226,7 @@ def _moments(folder: Path, layout: Layout) -> Iterator[list[Any]]:
     """
     path = folder / STATE_FILE
     try:
-        with safe_open(path, framework="pt") as stored:
+        with open_tensors(path) as stored:
             parts = [stored.get_slice(name) for name in _MOMENTS]
             for part, name in zip(parts, _MOMENTS, strict=True):
                 if part.get_shape() != [layout.numel] or part.get_dtype() != "F32":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...verify.files import check_in_place, check_writable, naming, write_whole
+from ...verify.inputs import read_bytes
 from ...verify.ledger import LEDGER
 from ...verify.reading import one_line
 from ..train.state import StepRecord
@@ -81,7 +82,7 @@ class _Log:
 
     def __init__(self, path: Path):
         self.path = path
-        self._hash = hashlib.sha256(path.read_bytes() if path.exists() else b"")
+        self._hash = hashlib.sha256(read_bytes(path) if path.exists() else b"")
         self._file = open(path, "ab")
 
     def write(self, lines: Sequence[dict[str, Any]]) -> None:

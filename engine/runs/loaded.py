@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...verify.files import whole_lines
+from ...verify.inputs import input_lines, open_input, read_bytes
 from ...verify.ledger import LEDGER, LedgerFile, read_ledger
 from ...verify.reading import parse_json
 from ..config import Config
@@ -59,8 +60,8 @@ class LoadedRun:
         file = self.path / ROLLOUTS
         if not file.exists():
             return
-        with open(file, "rb") as lines:
-            for number, line in enumerate(lines, 1):
+        with open_input(file) as lines:
+            for number, line in enumerate(input_lines(lines, file), 1):
                 if not line.endswith(b"\n"):
                     return
                 rollout = _parsed(line, file, number)
@@ -86,7 +87,7 @@ def read_metrics(file: Path) -> dict[str, list[Any]]:
 
     Raises ValueError for a line that is not JSON.
     """
-    content = file.read_bytes() if file.exists() else b""
+    content = read_bytes(file) if file.exists() else b""
     rows = [_parsed(line, file, number) for number, line in enumerate(whole_lines(content)[0], 1)]
     names = {"step": None} | {name: None for row in rows for name in row}
     return {name: _column([row.get(name) for row in rows]) for name in names}
@@ -110,4 +111,4 @@ def _summary(path: Path) -> dict[str, Any] | None:
     file = path / SUMMARY
     if not file.exists():
         return None
-    return _parsed(file.read_bytes(), file, 1)
+    return _parsed(read_bytes(file), file, 1)

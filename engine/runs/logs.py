@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...verify.files import whole_lines
+from ...verify.inputs import read_bytes
 from ...verify.reading import parse_json
 
 
@@ -39,14 +40,14 @@ class Log:
 
     def hash_at(self, step: int) -> str:
         """SHA-256 of the part of the file that holds the steps before `step`."""
-        return hashlib.sha256(self.path.read_bytes()[: self.end(step)]).hexdigest()
+        return hashlib.sha256(read_bytes(self.path)[: self.end(step)]).hexdigest()
 
     def steps(self) -> Iterator[tuple[int, list[dict[str, Any]]]]:
         """Each step that the file holds, with its lines."""
         if self.lost:
             return
         n = self.lines_per_step
-        lines, _ = whole_lines(self.path.read_bytes()[: self.ends[-1]])
+        lines, _ = whole_lines(read_bytes(self.path)[: self.ends[-1]])
         for start in range(0, len(lines), n):
             yield (
                 self.first + start // n,
@@ -60,7 +61,7 @@ def read_log(path: Path, lines_per_step: int, may_begin_later: bool = False) -> 
     may_begin_later: the log may begin at another step than 0.
     """
     log, end = Log(path, lines_per_step), 0
-    lines, _ = whole_lines(path.read_bytes() if path.exists() else b"")
+    lines, _ = whole_lines(read_bytes(path) if path.exists() else b"")
     for number, raw in enumerate(lines, 1):
         step = _step(raw)
         if number == 1 and may_begin_later and step is not None:

@@ -18,6 +18,7 @@ from ...model.checkpoint import read_weights
 from ...model.config import ModelConfig
 from ...model.weights import Layout, fingerprint
 from ...verify.files import first_free, write_whole
+from ...verify.inputs import read_bytes
 from ...verify.ledger import LEDGER, Head, LedgerFile, read_ledger
 from ...verify.reading import parse_json
 from ..config import Config
@@ -104,7 +105,7 @@ class Resumption:
         for folder in self.unusable:
             folder.rename(_free_name(folder))
         for path, end in self.ends().items():
-            content = path.read_bytes() if path.exists() else b""
+            content = read_bytes(path) if path.exists() else b""
             if self.messages and len(content) > end:
                 write_whole(_free_name(path), content)
             if len(content) != end:
@@ -148,7 +149,7 @@ def find_resumption(path: Path, overrides: Mapping[str, Any]) -> Resumption:
         )
     if step and rollouts.lost:
         messages.append(f"{rollouts.path} is missing; from now on it begins at step {step}")
-    lines = metrics.path.read_bytes()[: metrics.end(step)].splitlines() if step else []
+    lines = read_bytes(metrics.path)[: metrics.end(step)].splitlines() if step else []
     history = [numbers(parse_json(line, non_finite=True)) for line in lines]
     resumption = Resumption(path, config, checkpoint, ledger, logs, history, messages, unusable)
     resumption.check_config()

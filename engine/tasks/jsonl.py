@@ -1,9 +1,9 @@
 """Problems from a file of JSON objects, a line each: one column is the prompt, another one the answer."""
 
-from pathlib import Path
 from typing import Any
 
 from ...kernels.philox import Stream, permutation
+from ...verify.inputs import read_bytes
 from ...verify.reading import parse_json, shown
 from .answers import NAMED_REWARDS, READ_CHARS
 from .base import Problem, split_problems
@@ -128,10 +128,7 @@ def read_pairs(
 
 def _lines(file: str) -> list[str]:
     try:
-        size = Path(file).stat().st_size
-        if size > _LARGEST_FILE_BYTES:
-            raise ValueError(f"task jsonl: {file} has {size:,} bytes, more than {_LARGEST_FILE_BYTES:,}")
-        content = Path(file).read_bytes()
+        content = read_bytes(file, _LARGEST_FILE_BYTES)
         return content.decode().split("\n")  # not splitlines: it also cuts at U+2028, which JSON allows
     except UnicodeDecodeError as error:
         number = content.count(b"\n", 0, error.start) + 1

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ...verify.inputs import check_folder
 from ...verify.reading import read_json, shown
 from .base import Problem
+from .limits import LONGEST_PROMPT, check_template, check_tokenizer
 
 _CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz+-*/=(),:> .?!'\"_;<[]{}|%"
 _SPECIAL = ("<pad>", "<eos>", "<unk>")
@@ -22,14 +24,16 @@ class Tokenizer:
             raise ValueError(
                 f"model: {folder} holds no tokenizer (tokenizer.json, vocab.json or tokenizer.model)"
             )
+        check_folder(folder)
+        if (folder / "tokenizer.json").exists():
+            check_tokenizer(folder / "tokenizer.json")
         from transformers import AutoTokenizer
 
+        self._folder = folder
         try:
-            self._hf = AutoTokenizer.from_pretrained(folder)
+            self._hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         except Exception as error:  # the tokenizers library raises bare Exception for a file it cannot read
-            raise ValueError(
-                f"model: {folder} has no usable tokenizer ({str(error).strip().splitlines()[0]})"
-            ) from None
+            raise ValueError(f"model: {folder} has no usable tokenizer ({_first_line(error)})") from None
         highest = max(self._hf.get_vocab().values(), default=-1)
         if highest >= vocab_size:
             raise ValueError(
@@ -63,9 +67,12 @@ class Tokenizer:
         """Token ids of a prompt.
 
         chat: the prompt is a user's turn of the chat template, if the tokenizer has one. system: the turn
-        before it. Raises ValueError for an empty prompt, for a character that the tokenizer does not know,
-        and for a system prompt without a chat template that takes one.
+        before it. Raises ValueError for an empty prompt, for one that is longer than any context, for a
+        character that the tokenizer does not know, for a system prompt without a chat template that takes
+        one, and for a template that fails.
         """
+        if len(prompt) > LONGEST_PROMPT:
+            raise ValueError(f"prompt {shown(prompt)} must have at most {LONGEST_PROMPT:,}")
         try:
             prompt.encode()
         except UnicodeEncodeError:
@@ -87,8 +94,12 @@ class Tokenizer:
         return ids
 
     def _chat_ids(self, prompt: str, system: str) -> list[int]:
+        """The ids of a user's turn in the chat template. Raises ValueError where the template fails."""
         from jinja2 import TemplateError
 
+        source = f"the chat template of {self._folder}"
+        if isinstance(self._hf.chat_template, str):
+            check_template(self._hf.chat_template, source)
         turns = [{"role": "system", "content": system}] if system else []
         turns.append({"role": "user", "content": prompt})
         try:
@@ -97,6 +108,8 @@ class Tokenizer:
             )["input_ids"]
         except TemplateError as error:  # a template may refuse a system prompt
             raise ValueError(f"the chat template refuses the prompt {shown(prompt)} ({error})") from None
+        except Exception as error:  # a template can raise anything
+            raise ValueError(f"model: {source} fails ({_first_line(error)})") from None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of a completion, without special tokens.
@@ -132,6 +145,12 @@ class Tokenizer:
     def encode_problems(self, problems: Sequence[Problem], chat: bool) -> list[list[int]]:
         """Token ids of each problem's prompt."""
         return [self.encode(p.prompt, chat, p.system) for p in problems]
+
+
+def _first_line(error: Exception) -> str:
+    """The kind of an error, and the first line of what it says."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def character_tokenizer(characters: str = _CHARACTERS) -> Any:

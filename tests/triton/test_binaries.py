@@ -93,7 +93,6 @@ def test_an_interpreting_process_refuses_to_compile(capsys):
 
 
 def test_verify_binaries_says_how_far_it_is(monkeypatch, capsys):
-    monkeypatch.setattr(verify_binaries.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(verify_binaries, "INTERPRETED", False)
     monkeypatch.setattr(verify_binaries, "configurations", lambda target: iter([("rms_norm: fwd", (1,))]))
     monkeypatch.setattr(verify_binaries, "compile_launch", lambda *launch: launch)

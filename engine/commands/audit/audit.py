@@ -17,6 +17,7 @@ from ....kernels.sampling_params import SamplingParams
 from ....model.checkpoint import check_weights, resolve_model
 from ....model.config import ModelConfig
 from ....model.weights import Layout
+from ....verify.inputs import read_text
 from ...rollout.engine import Engine
 from ...rollout.engine_settings import machine_settings
 from ...rollout.types import GenerationParams, Rollout
@@ -308,13 +309,12 @@ def _prompt_texts(cfg: AuditConfig) -> list[str]:
     if not cfg.prompts:
         return [f"{a}+{b}=" for a in range(1, 9) for b in range(11, 19)]
     try:
-        texts = [
-            line for line in Path(cfg.prompts).read_text(encoding="utf-8-sig").split("\n") if line.strip()
-        ]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"audit: {cfg.prompts} is not UTF-8 ({error.reason})") from None
+        lines = read_text(cfg.prompts, stream=True).split("\n")
     except OSError as error:
         raise ValueError(f"audit: {cfg.prompts} cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise ValueError(f"audit: {cfg.prompts} {error}") from None
+    texts = [line for line in lines if line.strip()]
     if not texts:
         raise ValueError(f"audit: {cfg.prompts} holds no prompt")
     return texts

@@ -7,6 +7,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from ....verify.inputs import append_text
 from ...runs.folder import finite
 from ...runs.progress import silent
 from .audit import Audit, audit
@@ -83,5 +84,4 @@ def write_json(report: Mapping[str, Any], folder: Path) -> None:
 
 def append_summary(result: Audit, passed: bool, band: str | None, file: Path) -> None:
     """Append the summary in GitHub's Markdown. A file that exists is added to: a workflow shares one."""
-    with open(file, "a", encoding="utf-8") as out:
-        out.write(summary(result.report, verdict(result.report), passed, band))
+    append_text(file, summary(result.report, verdict(result.report), passed, band))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ....verify.files import write_whole
+from ....verify.inputs import open_input, read_text
 from ....verify.reading import read_json, shown
 from ..ablation_grid import ABLATION, CELLS
 from .payload import Source, labels, page_title, payload
@@ -46,7 +47,7 @@ def write_report(paths: Sequence[str | Path], out: str | Path | None = None) -> 
     if not folders:
         raise ValueError("report: no run was given; name the folder of a run, or several")
     file = Path(out) if out is not None else (folders[0] if len(folders) == 1 else Path()) / REPORT
-    if file.exists() and (file.is_dir() or MARK.encode() not in file.read_bytes()[:4096]):
+    if file.exists() and (file.is_dir() or not _is_report(file)):
         raise ValueError(f"report: {file} is no report of zerokl and is not replaced; choose another --out")
     sources = open_sources(folders)
     if not sources:
@@ -54,6 +55,11 @@ def write_report(paths: Sequence[str | Path], out: str | Path | None = None) -> 
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, static_page(sources, page_title(folders)).encode("utf-8"))
     return file
+
+
+def _is_report(file: Path) -> bool:
+    with open_input(file) as handle:
+        return MARK.encode() in handle.read(4096)
 
 
 def open_sources(folders: Sequence[Path], known: Sequence[Source] = ()) -> list[Source]:
@@ -131,8 +137,8 @@ def _data(name: str, packed: bytes) -> str:
 
 
 def _page(title: str, data: str, connect: str) -> str:
-    style = "\n".join((STATIC / name).read_text(encoding="utf-8") for name in STYLES)
-    script = "\n".join((STATIC / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    style = "\n".join(read_text(STATIC / name) for name in STYLES)
+    script = "\n".join(read_text(STATIC / name) for name in SCRIPTS)
     values: dict[str, Any] = {
         "policy": (
             f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ....verify.inputs import input_lines, open_input
 from ....verify.reading import parse_json
 from .examples import PromptHistory
 
@@ -61,9 +62,9 @@ class RolloutLog:
         if self.file.stat().st_size < self._offset:  # a resumed run has cut its files back
             self.blocks, self._rows, self._offset = [], [], 0
             self.history = PromptHistory()
-        with open(self.file, "rb") as lines:
+        with open_input(self.file) as lines:
             lines.seek(self._offset)
-            for line in lines:
+            for line in input_lines(lines, self.file):
                 if not line.endswith(b"\n"):
                     break
                 self._offset += len(line)
@@ -129,8 +130,8 @@ def _chosen_steps(file: Path) -> tuple[frozenset[int], int] | None:
     if not file.exists():
         return None
     counts: dict[int | None, int] = {}
-    with open(file, "rb") as lines:
-        for line in lines:
+    with open_input(file) as lines:
+        for line in input_lines(lines, file):
             step = _step(line)
             counts[step] = counts.get(step, 0) + 1
     share = max(sum(counts.values()) / MAX_ROLLOUTS, file.stat().st_size / MAX_BYTES)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from .....verify.inputs import input_lines, open_input
 from .....verify.reading import one_line, parse_json
 
 # A smaller file is read before anybody wonders.
@@ -20,14 +21,14 @@ def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises ValueError that names file and line for a line that is none, and for a file that cannot be read.
     """
     try:
-        with open(path, "rb") as file:
+        with open_input(path) as file:
             for number, line in enumerate(_shown(path, file), 1):
                 if number == 1:
                     line = line.removeprefix(_BOM)
                 if line.strip():
                     yield f"line {number}", _object(path, number, line)
     except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error})") from None
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
 
 
 def _object(path: Path, number: int, line: bytes) -> dict[str, Any]:
@@ -44,10 +45,10 @@ def _shown(path: Path, file: BinaryIO) -> Iterator[bytes]:
     """The lines of a file. Of a large one, standard error says now and then how much is read."""
     size = path.stat().st_size
     if size < _LARGE_BYTES:
-        yield from file
+        yield from input_lines(file, path)
         return
     read, last = 0, time.monotonic()
-    for line in file:
+    for line in input_lines(file, path):
         yield line
         read += len(line)
         if time.monotonic() - last > _REPORT_EVERY_S:

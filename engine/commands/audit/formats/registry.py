@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from .....verify.inputs import open_input
 from . import nemo_rl, prime_rl, slime, text_only, tinker, titanrl, zerokl
 from .lines import json_rows
 from .record import LoggedRollout
@@ -141,10 +142,10 @@ def _json_format(path: Path, name: str) -> Format:
 
 def _magic(path: Path) -> bytes:
     try:
-        with open(path, "rb") as file:
+        with open_input(path) as file:
             return file.read(4)
     except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error})") from None
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
 
 
 def read_rollouts(path: Path, format: str = "auto") -> Iterator[tuple[str, LoggedRollout]]:

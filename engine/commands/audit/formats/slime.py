@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .....verify.inputs import check_input
 from . import fields
 from .record import LoggedRollout
 
@@ -19,7 +20,10 @@ from .record import LoggedRollout
 def rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The samples of a dump, with their places. Raises ValueError for a file that does not open safely."""
     try:
+        check_input(path)
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(

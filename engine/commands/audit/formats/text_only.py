@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from .....verify.inputs import check_input
 from . import fields
 from .record import LoggedRollout
 
@@ -35,6 +36,7 @@ def trl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     except ImportError:
         raise ValueError(f"{path} is a Parquet file; pip install pyarrow to read it") from None
     try:
+        check_input(path)
         file = ParquetFile(path)
     except (ArrowInvalid, OSError) as error:
         raise ValueError(f"{path} cannot be read ({error})") from None
