@@ -156,7 +156,7 @@ def test_a_stream_is_read_to_its_end(fifo):
 
 def test_a_stream_ends_in_time_and_within_its_size(fifo, monkeypatch):
     monkeypatch.setattr(inputs, "STREAM_S", 0.2)
-    with pytest.raises(InputError, match="did not end in"):
+    with pytest.raises(InputError, match="did not end within"):
         read_bytes(fifo, stream=True)  # nobody writes
     writer = _write(fifo, [b"x" * 200], 0)
     with pytest.raises(InputError, match="more bytes, and 100 are read at most"):
