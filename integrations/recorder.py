@@ -14,6 +14,8 @@ from typing import Any, Self
 
 import numpy as np
 
+from ..verify.reading import json_ready
+
 # The other fields of a line; docs/log-format.md has their meaning.
 FIELDS = (
     "trainer_logprobs",
@@ -101,7 +103,7 @@ def _known(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value for JSON. A 16-bit float becomes the equal number; NaN becomes null."""
+    """A value for JSON. A 16-bit float becomes the equal number; NaN becomes null, infinity its name."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if hasattr(value, "detach"):  # a tensor; numpy has no bfloat16
@@ -112,7 +114,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bool):
         return value
     if isinstance(value, (int, float)):
-        return None if math.isnan(value) else value
+        return None if math.isnan(value) else json_ready(value)
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
         return [_plain(x) for x in value]
     return value

@@ -5,6 +5,7 @@ else. Every error is a ValueError of one line. It says what is wrong; the caller
 """
 
 import json
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -67,6 +68,31 @@ def parse_json(text: str | bytes, non_finite: bool = False) -> Any:
         raise ValueError(f"is not JSON ({error})") from None
     _check_depth(value)
     return value
+
+
+# JSON has no infinities and no NaN. Where a value may be one, as a log-probability may, it is its name.
+_NON_FINITE = ("Infinity", "-Infinity", "NaN")
+
+
+def json_ready(x: Any) -> Any:
+    """A copy of x for JSON: each infinity and each NaN is replaced by its name, which json_number reads.
+
+    x: dicts, lists and values.
+    """
+    if isinstance(x, dict):
+        return {k: json_ready(v) for k, v in x.items()}
+    if isinstance(x, list):
+        return [json_ready(v) for v in x]
+    if isinstance(x, float) and not math.isfinite(x):
+        return "NaN" if math.isnan(x) else "Infinity" if x > 0 else "-Infinity"
+    return x
+
+
+def json_number(x: Any) -> Any:
+    """The number that x is the name of (see json_ready), or x itself. Of a list, each member."""
+    if isinstance(x, list):
+        return [json_number(v) for v in x] if str in set(map(type, x)) else x
+    return float(x) if isinstance(x, str) and x in _NON_FINITE else x
 
 
 def read_json(path: Path, non_finite: bool = False) -> Any:

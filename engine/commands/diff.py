@@ -6,8 +6,9 @@ from typing import Any
 from ...verify.bitwise import ulp_words
 from ...verify.divergence import Comparison, compare_runs, open_run
 from ...verify.inputs import read_bytes
-from ...verify.reading import one_line, parse_json, shown
+from ...verify.reading import one_line, shown
 from ..runs.folder import ROLLOUTS
+from ..runs.rollout_lines import parse_rollout
 from ..runs.terminal import console
 from .log_diff import diff_logs, is_log
 from .trace import compare_trace_files, is_trace
@@ -108,7 +109,7 @@ def _rollouts(run: Path, step: int) -> list[dict[str, Any]]:
     """The lines of rollouts.jsonl for the step; `run` is a run folder or a ledger in it."""
     file = (run if run.is_dir() else run.parent) / ROLLOUTS
     try:
-        lines = (parse_json(line, non_finite=True) for line in read_bytes(file).splitlines())
+        lines = (parse_rollout(line) for line in read_bytes(file).splitlines())
         return [line for line in lines if line["step"] == step]
     except (OSError, ValueError, KeyError, TypeError):
         return []  # the lines only help to find the place; the ledger has shown the difference without them

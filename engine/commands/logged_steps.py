@@ -14,7 +14,7 @@ import torch
 
 from ...verify.ledger import Line, digest
 from ...verify.mismatch import mismatch_metrics
-from ...verify.reading import shown
+from ...verify.reading import json_number, shown
 from ..rollout.types import Rollout
 from ..train.collect import RolloutBatch
 from ..train.metrics import rollout_metrics
@@ -48,7 +48,7 @@ def _rollout(line: dict[str, Any], index: int, G: int) -> Rollout:
     if (line.get("prompt"), line.get("sample")) != divmod(index, G):
         raise ValueError(f"prompt {index // G}, sample {index % G} is missing where it belongs")
     prompt_ids, completion_ids = _ids(line, "prompt_ids"), _ids(line, "completion_ids")
-    values = line.get("logprobs")
+    values = json_number(line.get("logprobs"))
     if not isinstance(values, list) or not all(type(x) is float for x in values):
         raise ValueError("logprobs is no list of numbers")
     exact = np.array(values, np.float64)
@@ -63,9 +63,10 @@ def _rollout(line: dict[str, Any], index: int, G: int) -> Rollout:
 
 
 def _float(line: dict[str, Any], name: str) -> float:
-    if type(line.get(name)) is not float:
-        raise ValueError(f"{name} ({shown(line.get(name))}) is not what a run writes")
-    return line[name]
+    value = json_number(line.get(name))
+    if type(value) is not float:
+        raise ValueError(f"{name} ({shown(value)}) is not what a run writes")
+    return value
 
 
 def _ids(line: dict[str, Any], name: str) -> tuple[int, ...]:

@@ -4,9 +4,10 @@ Every check computes the log-probabilities of the same tokens (or gradients, or 
 compares bits. The law says that the difference between the two ways must not matter.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from ...model.checkpoint import DTYPES, load_decoder, resolve_model
 from ...model.decoder import Decoder, named_numerics
 from ...model.scoring import cached_scores, logprobs, pack
 from ...verify.invariance import Check
-from ...verify.reading import one_line, read_json
+from ...verify.reading import json_number, one_line, read_json
 from ..loss.config import LossConfig
 from ..loss.policy_loss import sequence_weights
 from ..parallel.workers import Workers, cpu_threads, suits
@@ -328,6 +329,11 @@ class _CaseRollout(BaseModel):
         return self
 
 
+def _numbers(rollout: Mapping[str, Any]) -> dict[str, Any]:
+    """A rollout of mismatch.json whose logprobs may be infinite, or NaN."""
+    return {name: json_number(value) for name, value in rollout.items()}
+
+
 @dataclass(frozen=True)
 class _Case:
     """A saved mismatch."""
@@ -342,9 +348,9 @@ class _Case:
 def _read_case(case: Path) -> _Case:
     """The mismatch that a run saved in `case`. Raises ValueError."""
     try:
-        report = read_json(case / "mismatch.json", non_finite=True)  # logprobs may be infinite, or NaN
+        report = read_json(case / "mismatch.json")
         config = report["config"]
-        rollouts = [vars(_CaseRollout.model_validate(rollout)) for rollout in report["rollouts"]]
+        rollouts = [vars(_CaseRollout.model_validate(_numbers(rollout))) for rollout in report["rollouts"]]
         if config["dtype"] not in DTYPES:
             raise ValueError(f"dtype {config['dtype']} is not known")
         if not rollouts:

@@ -15,6 +15,7 @@ from ...verify.ledger import LEDGER
 from ...verify.reading import one_line
 from ..train.state import StepRecord
 from .held_out import held_out_curve
+from .rollout_lines import rollout_line
 from .trackers import TRACKERS, Trackers
 
 METRICS, ROLLOUTS = "metrics.jsonl", "rollouts.jsonl"
@@ -173,29 +174,6 @@ class NoFolder:
 
     def close(self, summary: Mapping[str, Any]) -> None:
         """Do nothing."""
-
-
-def rollout_line(record: StepRecord, p: int, g: int, G: int) -> dict[str, Any]:
-    """The line of rollouts.jsonl for generation g of prompt p; each prompt has G generations."""
-    r = record.rollouts[p * G + g]
-    line = {
-        "step": record.metrics["step"],
-        "prompt": p,
-        "sample": g,
-        "problem": record.problems[p].id,
-        "prompt_text": record.problems[p].prompt,
-        "text": record.texts[p][g],
-        "reward": float(record.rewards[p, g]),
-        "advantage": float(record.advantages[p, g]),
-        "finish": r.finish,
-        "weight_version": r.weight_version,
-        "prompt_ids": list(r.prompt_ids),
-        "completion_ids": list(r.completion_ids),
-        "logprobs": [float(x) for x in r.logprobs],
-    }
-    if record.trainer_logprobs is not None:
-        line["trainer_logprobs"] = [float(x) for x in record.trainer_logprobs[p * G + g]]
-    return line
 
 
 def plot_reward(metrics: list[dict[str, float]], path: Path) -> None:

@@ -1,7 +1,7 @@
 """A run as its folder holds it, finished or still going: `zerokl.load_run`. Nothing here writes."""
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from ..config import Config
 from ..config_file import load_config
 from .folder import METRICS, ROLLOUTS
 from .held_out import BASE_REWARD, MEAN_REWARD, held_out_curve
+from .rollout_lines import parse_rollout
 
 CONFIG, SUMMARY = "config.toml", "summary.json"
 
@@ -64,7 +65,7 @@ class LoadedRun:
             for number, line in enumerate(input_lines(lines, file), 1):
                 if not line.endswith(b"\n"):
                     return
-                rollout = _parsed(line, file, number)
+                rollout = _parsed(line, file, number, parse_rollout)
                 if steps is None or rollout["step"] in steps:
                     yield rollout
 
@@ -100,9 +101,11 @@ def _column(values: list[Any]) -> list[Any]:
     return [math.nan if value is None else value for value in values]
 
 
-def _parsed(line: bytes, file: Path, number: int) -> dict[str, Any]:
+def _parsed(
+    line: bytes, file: Path, number: int, parse: Callable[[bytes], dict[str, Any]] = parse_json
+) -> dict[str, Any]:
     try:
-        return parse_json(line)
+        return parse(line)
     except ValueError as error:
         raise ValueError(f"run: {file} line {number} {error}") from None
 

@@ -12,6 +12,7 @@ from ...model.checkpoint import write_checkpoint
 from ...model.weights import fingerprint
 from ...verify.files import first_free, hold_folder, os_error_line
 from ...verify.ledger import LEDGER
+from ...verify.reading import json_ready
 from ..compatibility import check_settings
 from ..config import Config
 from ..config_file import to_toml
@@ -273,7 +274,7 @@ def _guarded_step(state: TrainState, path: Path) -> StepRecord:
 
 def _save_mismatch(state: TrainState, error: MismatchError, target: Path) -> None:
     """Write the report, and the weights that the compared logprobs are of, to the folder `target`."""
-    report = json.dumps(error.report | {"config": state.config.model_dump()}, indent=2) + "\n"
+    report = json.dumps(json_ready(error.report) | {"config": state.config.model_dump()}, indent=2) + "\n"
     layout = state.policy.layout
     is_current = error.report["weight_version"] == state.version
     decoder = state.policy if is_current else state.old_policy.decoder

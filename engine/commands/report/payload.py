@@ -10,7 +10,7 @@ from typing import Any
 
 from ....verify.divergence import compare_runs
 from ....verify.ledger import LedgerFile
-from ....verify.reading import read_json
+from ....verify.reading import json_number, read_json
 from ...config import Config
 from ...runs.checkpoints import checkpoint_folders
 from ...runs.folder import FAILED, ROLLOUTS
@@ -216,7 +216,9 @@ def _mismatch(run: LoadedRun) -> str:
     return (
         "stopped before the update of step {step}: at prompt {prompt}, sample {sample}, position {position} "
         "the trainer's log-probability is {trainer!r}, the sampler's {sampler!r}; "
-        "{unequal} of {compared} tokens of this step are unequal".format(**last)
+        "{unequal} of {compared} tokens of this step are unequal".format(
+            **{name: json_number(value) for name, value in last.items()}
+        )
     )
 
 

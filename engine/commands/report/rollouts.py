@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ....verify.inputs import input_lines, open_input
-from ....verify.reading import parse_json
+from ....verify.reading import json_ready
+from ...runs.rollout_lines import parse_rollout
 from .examples import PromptHistory
 
 BLOCK_ROWS = 1024
@@ -77,7 +78,7 @@ class RolloutLog:
             self.left_out += 1
             return
         try:
-            row = parse_json(line)
+            row = parse_rollout(line)
             row = {name: row[name] for name in _NAMES} | {"trainer": row.get("trainer_logprobs")}
         except (ValueError, KeyError, TypeError) as error:
             self.damage = f"{self.file} has a line that is no rollout ({type(error).__name__}: {error})"
@@ -173,9 +174,9 @@ def _block(rows: list[dict[str, Any]]) -> Block:
     return Block(len(rows), pack(index), pack(texts))
 
 
-def _short(x: float | None) -> float | None:
-    """x with four significant digits, which is enough to look at; None for a value that is not finite."""
-    return float(f"{x:.4g}") if x is not None and math.isfinite(x) else None
+def _short(x: float | None) -> float | str | None:
+    """x with four significant digits, which is enough to look at. The page reads the names of infinities."""
+    return None if x is None or math.isnan(x) else json_ready(float(f"{x:.4g}"))
 
 
 def _mean(values: list[float]) -> float | None:

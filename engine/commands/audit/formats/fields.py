@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from .....kernels.sampling_params import SamplingParams
+from .....verify.reading import json_number
 from .record import TokenIds
 
 # A log-probability is at most 0. In 16 bits, logit - logsumexp can round to a little more.
@@ -97,12 +98,16 @@ def mask(name: str, value: Any, count: int) -> np.ndarray | None:
     return np.array(value, bool)
 
 
-def logprobs(name: str, value: Any, count: int, drawn: np.ndarray | None = None) -> np.ndarray:
+def logprobs(
+    name: str, value: Any, count: int, drawn: np.ndarray | None = None, trainer: bool = False
+) -> np.ndarray:
     """Log-probabilities, [count] fp32; NaN for null, and for a token that was not drawn.
 
     drawn: [count] bool; what stands beside the other tokens does not matter. None: all were drawn.
+    trainer: the column is a trainer's, which may be "-Infinity": its top-k or top-p may cut what was drawn.
     """
-    types = set(map(type, listed(name, value, "numbers")))
+    value = json_number(listed(name, value, "numbers"))
+    types = set(map(type, value))
     if not types <= {int, float, type(None)}:
         index = next(i for i, x in enumerate(value) if type(x) not in (int, float, type(None)))
         raise ValueError(f"{name}[{index}] ({_short(value[index])}) must be a number")
@@ -112,12 +117,14 @@ def logprobs(name: str, value: Any, count: int, drawn: np.ndarray | None = None)
         value = [np.nan if x is None else x for x in value]
     try:
         with np.errstate(over="ignore"):
-            result = np.array(value, np.float64).astype(np.float32)
+            exact = np.array(value, np.float64)
+            result = exact.astype(np.float32)
     except OverflowError:
         raise ValueError(f"{name} holds a number beyond those of a computer") from None
     if drawn is not None:
         result[~drawn] = np.nan
-    wrong = np.flatnonzero(np.isinf(result) | (result > _HIGHEST))
+    impossible = np.isinf(result) & ~(np.isneginf(exact) if trainer else np.zeros(count, bool))
+    wrong = np.flatnonzero(impossible | (result > _HIGHEST))
     if len(wrong):
         raise ValueError(f"{name}[{wrong[0]}] ({value[wrong[0]]}) is no log-probability")
     return result

@@ -63,7 +63,8 @@ def parse(row: dict[str, Any], path: Path) -> Iterator[LoggedRollout]:
 def _column(columns: dict[str, list], name: str, start: int, count: int, drawn: Any) -> Any:
     if name not in columns:
         return None
-    return fields.logprobs(name, columns[name][start : start + count], count, drawn)
+    values, trainer = columns[name][start : start + count], name == "prev_logprobs"
+    return fields.logprobs(name, values, count, drawn, trainer)
 
 
 def _sequence(value: Any) -> Any:

@@ -81,7 +81,9 @@ def _either(row: dict[str, Any], name: str, other: str) -> Any:
 
 
 def _column(row: dict[str, Any], name: str, count: int, drawn: Any) -> Any:
-    return None if row.get(name) is None else fields.logprobs(name, row[name], count, drawn)
+    return (
+        None if row.get(name) is None else fields.logprobs(name, row[name], count, drawn, name == "log_probs")
+    )
 
 
 def _span(versions: Any) -> tuple[int, int] | None:

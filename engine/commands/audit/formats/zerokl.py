@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from .....verify.reading import json_ready
 from . import fields
 from .record import LoggedRollout
 
@@ -72,7 +73,7 @@ def _completion(row: dict[str, Any], turn: int | None) -> LoggedRollout:
         logprobs=fields.logprobs("logprobs", row["logprobs"], count, drawn),
         trainer_logprobs=None
         if trainer is None
-        else fields.logprobs("trainer_logprobs", trainer, count, drawn),
+        else fields.logprobs("trainer_logprobs", trainer, count, drawn, trainer=True),
         mask=drawn,
         sampling_params=fields.sampling_params(row["temperature"], row.get("top_k"), row.get("top_p"))
         if known
@@ -132,6 +133,6 @@ def as_row(rollout: LoggedRollout) -> dict[str, Any]:
     return {name: value for name, value in row.items() if value is not None}
 
 
-def _numbers(values: Any) -> list[float | None] | None:
-    """fp32 values as JSON numbers; a NaN is null."""
-    return None if values is None else [None if x != x else x for x in values.tolist()]
+def _numbers(values: Any) -> list[float | str | None] | None:
+    """fp32 values for JSON; a NaN is null, and -infinity its name."""
+    return None if values is None else [None if x != x else json_ready(x) for x in values.tolist()]

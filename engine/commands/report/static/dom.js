@@ -49,6 +49,7 @@ const isNumber = (x) => typeof x === "number" && Number.isFinite(x);
 
 // A number with about three significant digits.
 function number(x, unit) {
+  if (x === Infinity || x === -Infinity) return x > 0 ? "∞" : "−∞";
   if (!isNumber(x)) return "–";
   if (unit === "bytes") return bytes(x);
   const size = Math.abs(x);

@@ -168,7 +168,7 @@ class RolloutBrowser {
   }
 
   token(row, texts, i, k) {
-    return { id: texts.ids[i][k], logprob: texts.logprobs[i][k], advantage: this.log.columns.advantage[row], difference: texts.differences[i] ? texts.differences[i][k] : 0 };
+    return { id: texts.ids[i][k], logprob: fromJson(texts.logprobs[i][k]), advantage: this.log.columns.advantage[row], difference: texts.differences[i] ? fromJson(texts.differences[i][k]) : 0 };
   }
 
   // The completion's tokens, each with its colour. A long one is cut here; "more" has all of it.

@@ -32,6 +32,8 @@ const served = {
 const source = document.getElementById("live") ? served : embedded;
 const BLOCK_ROWS = 1024;  // as in rollouts.py
 const COLUMNS = ["step", "prompt", "sample", "reward", "advantage", "length", "cut", "logprob", "mismatch"];
+// JSON has no infinities: their names stand for them.
+const fromJson = (x) => (typeof x === "string" ? Number(x) : x);
 const pause = () => new Promise((resolve) => { setTimeout(resolve); });
 
 // The rollouts of one run. `rows` is the number of rows that are known here.
@@ -62,7 +64,7 @@ class Rollouts {
       const first = grows ? this.firsts[last] : this.rows;
       for (const name of COLUMNS) {
         this.columns[name].length = first;
-        for (const value of columns[name]) this.columns[name].push(value);
+        for (const value of columns[name]) this.columns[name].push(fromJson(value));
       }
       this.firsts[block] = first;
       this.texts.delete(block);

@@ -1,0 +1,43 @@
+"""The lines of rollouts.jsonl: how they are written, and how everything in zerokl reads them again."""
+
+from typing import Any
+
+from ...verify.reading import json_number, json_ready, parse_json
+from ..train.state import StepRecord
+
+# The fields that hold numbers which may be infinite.
+_NUMBERS = ("reward", "advantage", "logprobs", "trainer_logprobs")
+
+
+def parse_rollout(line: bytes) -> dict[str, Any]:
+    """A line as it was before it was written. Raises ValueError for a line that is no JSON object."""
+    row = parse_json(line)
+    if not isinstance(row, dict):
+        raise ValueError("is no JSON object")
+    return row | {name: json_number(row[name]) for name in _NUMBERS if name in row}
+
+
+def rollout_line(record: StepRecord, p: int, g: int, G: int) -> dict[str, Any]:
+    """The line of rollouts.jsonl for generation g of prompt p; each prompt has G generations.
+
+    A logprob of the trainer is -infinity where its top-k or top-p cuts a token that the sampler drew.
+    """
+    r = record.rollouts[p * G + g]
+    line = {
+        "step": record.metrics["step"],
+        "prompt": p,
+        "sample": g,
+        "problem": record.problems[p].id,
+        "prompt_text": record.problems[p].prompt,
+        "text": record.texts[p][g],
+        "reward": float(record.rewards[p, g]),
+        "advantage": float(record.advantages[p, g]),
+        "finish": r.finish,
+        "weight_version": r.weight_version,
+        "prompt_ids": list(r.prompt_ids),
+        "completion_ids": list(r.completion_ids),
+        "logprobs": [float(x) for x in r.logprobs],
+    }
+    if record.trainer_logprobs is not None:
+        line["trainer_logprobs"] = [float(x) for x in record.trainer_logprobs[p * G + g]]
+    return json_ready(line)
