@@ -70,7 +70,7 @@ def parse_json(text: str | bytes, non_finite: bool = False) -> Any:
     return value
 
 
-# JSON has no infinities and no NaN. Where a value may be one, as a log-probability may, it is its name.
+# JSON has no infinities and no NaN. Where a value may be one, as a log-probability may, it is named instead.
 _NON_FINITE = ("Infinity", "-Infinity", "NaN")
 
 

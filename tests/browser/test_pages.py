@@ -270,7 +270,7 @@ def test_the_live_page_follows_a_run(open_page, tmp_path):
     finally:
         driver.get("about:blank")
         server.shutdown()
-        server.server_close()
+        server.close()
 
 
 @pytest.fixture(scope="module")
@@ -321,4 +321,4 @@ def test_the_live_page_takes_up_the_cells_of_an_ablation(open_page, tmp_path):
     finally:
         driver.get("about:blank")
         server.shutdown()
-        server.server_close()
+        server.close()

@@ -7,12 +7,14 @@ import http.client
 import json
 import math
 import re
+import socket
 import threading
 
 import pytest
 import zerokl
 from zerokl.cli import main
 from zerokl.engine.commands.report import rollouts as packing
+from zerokl.engine.commands.report import watch
 from zerokl.engine.commands.report.charts import CHARTS, STATIONS
 from zerokl.engine.commands.report.page import open_sources, write_report
 from zerokl.engine.commands.report.rollouts import BLOCK_ROWS, RolloutLog
@@ -312,7 +314,7 @@ def server(tmp_path):
     thread.start()
     yield server
     server.shutdown()
-    server.server_close()
+    server.close()
     thread.join()
 
 
@@ -328,7 +330,7 @@ def answer(server, path, host=None, **headers):
 
 
 def test_watch_listens_on_this_machine_only_and_asks_for_the_token(server):
-    assert server.server_address[0] == "127.0.0.1"
+    assert server._server.socket.getsockname()[0] == "127.0.0.1"
     assert server.address.startswith(f"http://127.0.0.1:{server.server_port}/?token=")
     token = {"X_Zerokl_Token": server.token}
     for path in ("/", "/data/payload", "/data/index-0-0", "/other"):
@@ -424,3 +426,78 @@ def test_watch_does_not_disturb_a_run(config, tmp_path):
     assert readings, "the run was read while it went on"
     for name in ("config.toml", "ledger.jsonl", "rollouts.jsonl"):
         assert (tmp_path / "watched" / name).exists()
+
+
+def _open(server, request: bytes) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", server.server_port), timeout=20)
+    connection.sendall(request)
+    return connection
+
+
+def test_slow_connections_cost_no_threads(server):
+    before = threading.active_count()
+    slow = [_open(server, b"GET / HTTP/1.1\r\nHost: ") for _ in range(60)]
+    assert answer(server, f"/?token={server.token}")[0] == 200
+    assert threading.active_count() <= before
+    for connection in slow:
+        connection.close()
+
+
+def test_a_silent_connection_is_closed(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "_IDLE_S", 0.2)
+    server = Server(LiveRuns([made_run(tmp_path / "run")]), 0)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    with _open(server, b"GET / HTTP/1.1\r\n") as connection:
+        assert connection.recv(1) == b""
+    server.shutdown()
+    server.close()
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/data/index-0-" + "9" * 5000, "http://[::1", "/data/index-0-99", "//", "/%ff", "*", "/?token=%ff"],
+    ids=lambda path: path[:20],
+)
+def test_a_strange_request_is_answered_and_prints_nothing(server, capfd, path):
+    with _open(server, f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{server.server_port}\r\n".encode()) as sent:
+        sent.sendall(f"X-Zerokl-Token: {server.token}\r\nConnection: close\r\n\r\n".encode())
+        assert re.match(rb"HTTP/1\.[01] (200|400|403|404) ", sent.recv(100))
+    assert answer(server, f"/?token={server.token}")[0] == 200
+    assert "".join(capfd.readouterr()) == ""
+
+
+def test_an_endless_request_is_refused(server, capfd):
+    with _open(server, b"GET / HTTP/1.1\r\nA: " + b"x" * (1 << 15)) as sent:
+        assert re.match(rb"HTTP/1\.[01] 431 ", sent.recv(100))
+    assert "".join(capfd.readouterr()) == ""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"reward": "x"}, {"reward": 10**400}, {"logprobs": [0.0]}, {"trainer_logprobs": [-1.0]}),
+        *({"completion_ids": 3}, {"completion_ids": ["x"]}, {"step": None}, {"text": None}),
+    ],
+    ids=str,
+)
+def test_a_line_that_is_no_rollout_ends_neither_page_nor_server(tmp_path, change):
+    run = made_run(tmp_path / "run", planned=9)
+    lines = (run / "rollouts.jsonl").read_text().splitlines()
+    lines[1] = json.dumps(json.loads(lines[1]) | change)
+    (run / "rollouts.jsonl").write_text("\n".join(lines) + "\n")
+    live = LiveRuns([run])
+    shown = json.loads(gzip.decompress(live.get("payload")))["runs"][0]
+    assert "has a line that is no rollout" in shown["rollouts"]["damage"]
+    assert live.get("index-0-0") is not None
+
+
+def test_what_nobody_foresaw_is_one_line_on_the_terminal(server, capsys, monkeypatch):
+    def fails(name: str) -> bytes:
+        raise ZeroDivisionError("two\nlines")
+
+    monkeypatch.setattr(server.runs, "get", fails)
+    assert answer(server, "/data/payload", X_Zerokl_Token=server.token)[0] == 500
+    out, err = capsys.readouterr()
+    assert (out, err) == ("watch: /data/payload: ZeroDivisionError: two lines\n", "")

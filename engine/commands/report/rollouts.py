@@ -80,6 +80,7 @@ class RolloutLog:
         try:
             row = parse_rollout(line)
             row = {name: row[name] for name in _NAMES} | {"trainer": row.get("trainer_logprobs")}
+            _check(row)
         except (ValueError, KeyError, TypeError) as error:
             self.damage = f"{self.file} has a line that is no rollout ({type(error).__name__}: {error})"
             return
@@ -115,6 +116,26 @@ _NAMES = (
     "completion_ids",
     "logprobs",
 )
+
+
+def _check(row: dict[str, Any]) -> None:
+    """Raise ValueError for a row that cannot be shown, because a field is not what a run writes."""
+    if not all(type(row[name]) is str for name in ("prompt_text", "text", "finish")):
+        raise ValueError("prompt_text, text and finish must be texts")
+    if not all(type(row[name]) is int for name in ("step", "prompt", "sample", "problem")):
+        raise ValueError("step, prompt, sample and problem must be whole numbers")
+    if not all(_is_number(row[name]) for name in ("reward", "advantage")):
+        raise ValueError("reward and advantage must be numbers")
+    ids, sampler, trainer = row["completion_ids"], row["logprobs"], row["trainer"]
+    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
+        raise ValueError("completion_ids must be token ids")
+    for column in (sampler, *([] if trainer is None else [trainer])):
+        if not isinstance(column, list) or len(column) != len(ids) or not all(map(_is_number, column)):
+            raise ValueError("logprobs must be a number for each token")
+
+
+def _is_number(x: Any) -> bool:
+    return type(x) is float or (type(x) is int and x.bit_length() < 64)
 
 
 def _step(line: bytes) -> int | None:

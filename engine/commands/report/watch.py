@@ -6,25 +6,34 @@ times as long as a reading took, so it takes a tenth of one core at most.
 
 import contextlib
 import hmac
+import logging
 import os
 import re
 import secrets
 import threading
 import time
-from collections.abc import Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from urllib.parse import parse_qs, urlsplit
+from typing import Any
+from urllib.parse import parse_qs
 
+from waitress import create_server
+
+from ....verify.reading import one_line
 from ...runs.terminal import console
 from .page import live_page, open_sources, planned_cells
 from .payload import Source, page_title, payload
 from .rollouts import pack
 
 HOST = "127.0.0.1"
-_BLOCK = re.compile(r"(index|texts)-(\d+)-(\d+)")
+_BLOCK = re.compile(r"(index|texts)-([0-9]{1,9})-([0-9]{1,9})")
 # Seconds between two readings at least, and how many times as long as the last reading took.
 _REST_S, _REST_SHARE = 1.0, 10.0
+# Threads that answer, connections at most, and the bytes of a request, which has no body.
+_THREADS, _CONNECTIONS, _REQUEST_BYTES = 4, 200, 1 << 14
+# Seconds after which a silent connection is closed, and between two looks at whether to stop.
+_IDLE_S, _LOOK_S = 20, 0.5
+_TEXT = "text/plain; charset=utf-8"
 
 
 class LiveRuns:
@@ -73,64 +82,97 @@ class LiveRuns:
         return self._packed
 
 
-class Server(ThreadingHTTPServer):
-    """Serves the page and its data to those who know the token."""
+class Server:
+    """Serves the page and its data to those who know the token.
 
-    daemon_threads = True
+    waitress answers: one thread reads all connections, so that a slow one costs a socket and no thread.
+    """
 
     def __init__(self, runs: LiveRuns, port: int):
-        """port: 0 takes a free one. Raises OSError for a port that is taken."""
+        """port: 0 takes a free one. Raises OSError, OverflowError or ValueError for one that is taken."""
         self.runs, self.token = runs, secrets.token_urlsafe(24)
-        super().__init__((HOST, port), _Handler)
+        self._sockets: dict[int, Any] = {}
+        self._server = create_server(
+            self._respond,
+            map=self._sockets,
+            host=HOST,
+            port=port,
+            threads=_THREADS,
+            connection_limit=_CONNECTIONS,
+            channel_timeout=_IDLE_S,
+            cleanup_interval=_IDLE_S,
+            max_request_header_size=_REQUEST_BYTES,
+            max_request_body_size=_REQUEST_BYTES,
+            log_socket_errors=False,
+            ident=None,
+        )
+        logging.getLogger("waitress.queue").setLevel(logging.ERROR)  # that it is busy is no news
+        self.server_port = self._server.effective_port
+        self._stop, self._stopped = threading.Event(), threading.Event()
 
     @property
     def address(self) -> str:
         """The address to open, with the token."""
         return f"http://{HOST}:{self.server_port}/?token={self.token}"
 
+    def serve_forever(self) -> None:
+        """Answer until `shutdown` is called, or until Ctrl-C."""
+        try:
+            while not self._stop.is_set():
+                self._server.asyncore.loop(timeout=_LOOK_S, use_poll=True, map=self._sockets, count=1)
+        finally:
+            self._stopped.set()
 
-class _Handler(BaseHTTPRequestHandler):
-    """Answers GET and nothing else."""
+    def shutdown(self) -> None:
+        """End serve_forever, which runs in another thread."""
+        self._stop.set()
+        self._stopped.wait()
 
-    server: Server
-    server_version, sys_version = "zerokl", ""
+    def close(self) -> None:
+        """Close every socket, and end the threads that answer."""
+        self._server.task_dispatcher.shutdown(timeout=1)
+        self._server.asyncore.close_all(self._sockets, ignore_all=True)
 
-    def do_GET(self) -> None:
-        url = urlsplit(self.path)
-        if not self._allowed(url.query):
-            self._answer(403, "text/plain; charset=utf-8", b"The token is missing or wrong.\n")
-        elif url.path == "/":
-            self._answer(200, "text/html; charset=utf-8", live_page(self.server.runs.title).encode())
-        elif url.path.startswith("/data/") and (content := self.server.runs.get(url.path[6:])) is not None:
-            self._answer(200, "application/octet-stream", content)
-        else:
-            self._answer(404, "text/plain; charset=utf-8", b"There is nothing here.\n")
+    def _respond(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> list[bytes]:
+        """Answer a request (PEP 3333). What goes wrong is one line on the terminal."""
+        try:
+            status, kind, content = self._answer(environ)
+        except Exception as error:  # a file of a run may hold anything
+            console.say(one_line(f"watch: {environ.get('PATH_INFO')}: {type(error).__name__}: {error}"))
+            status, kind, content = "500 Internal Server Error", _TEXT, b"This cannot be shown.\n"
+        headers = {
+            "Content-Type": kind,
+            "Content-Length": str(len(content)),
+            "Cache-Control": "no-store",
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+        }
+        start_response(status, list(headers.items()))
+        return [content]
 
-    def _allowed(self, query: str) -> bool:
+    def _answer(self, environ: dict[str, Any]) -> tuple[str, str, bytes]:
+        """Status, type and content of the answer to a request."""
+        path = environ["PATH_INFO"]
+        if environ["REQUEST_METHOD"] != "GET":
+            return "405 Method Not Allowed", _TEXT, b"It only answers GET.\n"
+        if not self._allowed(environ):
+            return "403 Forbidden", _TEXT, b"The token is missing or wrong.\n"
+        if path == "/":
+            return "200 OK", "text/html; charset=utf-8", live_page(self.runs.title).encode()
+        if path.startswith("/data/") and (content := self.runs.get(path.removeprefix("/data/"))) is not None:
+            return "200 OK", "application/octet-stream", content
+        return "404 Not Found", _TEXT, b"There is nothing here.\n"
+
+    def _allowed(self, environ: dict[str, Any]) -> bool:
         """Whether the token is right, and the address is ours.
 
         Another address that leads here is a web site's that wants to read the page in a person's browser.
         """
-        port = self.server.server_port
-        if self.headers.get("Host") not in (f"{HOST}:{port}", f"localhost:{port}"):
+        if environ.get("HTTP_HOST") not in (f"{HOST}:{self.server_port}", f"localhost:{self.server_port}"):
             return False
-        given = self.headers.get("X-Zerokl-Token") or parse_qs(query).get("token", [""])[0]
-        return hmac.compare_digest(given.encode(), self.server.token.encode())
-
-    def _answer(self, code: int, kind: str, content: bytes) -> None:
-        self.send_response(code)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("Cache-Control", "no-store")
-        self.send_header("X-Content-Type-Options", "nosniff")
-        self.send_header("Referrer-Policy", "no-referrer")
-        self.end_headers()
-        # The browser may have gone away.
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self.wfile.write(content)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Print nothing: a line would show the token."""
+        query = parse_qs(environ.get("QUERY_STRING", ""))
+        given = environ.get("HTTP_X_ZEROKL_TOKEN") or query.get("token", [""])[0]
+        return hmac.compare_digest(given.encode("utf-8", "replace"), self.token.encode())
 
 
 def watch(runs: Sequence[str], port: int) -> int:
@@ -151,10 +193,10 @@ def watch(runs: Sequence[str], port: int) -> int:
     live = LiveRuns(folders)
     try:
         server = Server(live, port)
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, ValueError) as error:
         raise ValueError(f"watch: port {port} cannot be had ({error}); choose another --port") from None
     os.nice(19)  # the run needs the processor more
     console.print(f"watching {', '.join(runs)}; Ctrl-C ends it\n{server.address}")
-    with contextlib.suppress(KeyboardInterrupt), server:
+    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(server):
         server.serve_forever()
     return 0
