@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ..verify.files import os_error_line, sync, write_manifest
-from ..verify.inputs import check_folder, open_tensors
+from ..verify.inputs import check_folder, open_tensors, read_bytes
 from ..verify.reading import read_json, shown
 from .config import ModelConfig
 from .decoder import Decoder
@@ -291,7 +291,7 @@ def different_companion(a: Path, b: Path) -> str | None:
     """The first tokenizer or chat file that two model folders do not have with the same bytes; or None."""
 
     def content(path: Path) -> bytes | None:
-        return path.read_bytes() if path.exists() else None
+        return read_bytes(path) if path.exists() else None
 
     return next((name for name in _COMPANIONS if content(a / name) != content(b / name)), None)
 

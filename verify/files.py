@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from filelock import FileLock, Timeout
 
-from .inputs import open_input
+from .inputs import open_input, read_text
 from .reading import read_json
 
 MANIFEST = "manifest.json"
@@ -159,7 +159,7 @@ def hold_folder(folder: Path) -> Iterator[None]:
 def _holder(file: Path) -> str:
     """Who holds a lock, as it has written down itself."""
     try:
-        return file.read_text().strip() or "another process"
+        return read_text(file).strip() or "another process"
     except OSError:
         return "another process"
 

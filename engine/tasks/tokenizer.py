@@ -95,8 +95,6 @@ class Tokenizer:
 
     def _chat_ids(self, prompt: str, system: str) -> list[int]:
         """The ids of a user's turn in the chat template. Raises ValueError where the template fails."""
-        from jinja2 import TemplateError
-
         source = f"the chat template of {self._folder}"
         if isinstance(self._hf.chat_template, str):
             check_template(self._hf.chat_template, source)
@@ -106,10 +104,9 @@ class Tokenizer:
             return self._hf.apply_chat_template(
                 turns, add_generation_prompt=True, tokenize=True, return_dict=True
             )["input_ids"]
-        except TemplateError as error:  # a template may refuse a system prompt
-            raise ValueError(f"the chat template refuses the prompt {shown(prompt)} ({error})") from None
         except Exception as error:  # a template can raise anything
-            raise ValueError(f"model: {source} fails ({_first_line(error)})") from None
+            turns = " with a system prompt" if system else ""
+            raise ValueError(f"model: {source} fails{turns} ({_first_line(error)})") from None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of a completion, without special tokens.

@@ -28,8 +28,8 @@ READERS = {
     "torch.from_file": ("engine/shared_tensor.py",),  # memory of this machine's processes
     # model folders, after check_folder
     "from_pretrained": ("engine/tasks/tokenizer.py", "engine/commands/variants.py", "engine/rollout/hf.py"),
-    # folders whose lists of names are synced or locked, and shared memory
-    "os.open": ("verify/files.py", "engine/shared_tensor.py"),
+    # folders whose lists of names are synced or locked, shared memory, and /dev/null
+    "os.open": ("verify/files.py", "engine/shared_tensor.py", "engine/runs/output.py"),
 }
 WRITING = {"w", "a", "x"}
 

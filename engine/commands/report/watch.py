@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -89,14 +90,14 @@ class Server:
     """
 
     def __init__(self, runs: LiveRuns, port: int):
-        """port: 0 takes a free one. Raises OSError, OverflowError or ValueError for one that is taken."""
+        """port: 0 takes a free one. Raises OSError or OverflowError for one that cannot be had."""
         self.runs, self.token = runs, secrets.token_urlsafe(24)
         self._sockets: dict[int, Any] = {}
+        listener = socket.create_server((HOST, port))  # waitress would take port 70000 for 4464
         self._server = create_server(
             self._respond,
             map=self._sockets,
-            host=HOST,
-            port=port,
+            sockets=[listener],
             threads=_THREADS,
             connection_limit=_CONNECTIONS,
             channel_timeout=_IDLE_S,
@@ -106,7 +107,8 @@ class Server:
             log_socket_errors=False,
             ident=None,
         )
-        logging.getLogger("waitress.queue").setLevel(logging.ERROR)  # that it is busy is no news
+        # It would log that it is busy, and each request that it closes because its address is none.
+        logging.getLogger("waitress").setLevel(logging.CRITICAL)
         self.server_port = self._server.effective_port
         self._stop, self._stopped = threading.Event(), threading.Event()
 
@@ -193,7 +195,7 @@ def watch(runs: Sequence[str], port: int) -> int:
     live = LiveRuns(folders)
     try:
         server = Server(live, port)
-    except (OSError, OverflowError, ValueError) as error:
+    except (OSError, OverflowError) as error:
         raise ValueError(f"watch: port {port} cannot be had ({error}); choose another --port") from None
     os.nice(19)  # the run needs the processor more
     console.print(f"watching {', '.join(runs)}; Ctrl-C ends it\n{server.address}")
