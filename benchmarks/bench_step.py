@@ -86,7 +86,7 @@ def zerokl_side(args: argparse.Namespace, model: str, dtype: str) -> None:
         "sampler": args.sampler,
     }
     config = load_config(None, None, {k: str(v) for k, v in values.items()})
-    state = make_state(config, Path(model), Letters())
+    state = make_state(config, Path(model), Letters(), Letters().reward)
     state.tokenizer.stop_ids = frozenset()  # every completion has exactly NEW_TOKENS tokens, as on TRL's side
     for _ in range(args.turns):
         turns.wait()

@@ -32,7 +32,7 @@ from zerokl.engine.loss.advantage import advantages
 from zerokl.engine.loss.policy_loss import policy_loss, sequence_weights
 from zerokl.engine.parallel.gradient import ShardSum
 from zerokl.engine.runs.setup import make_state
-from zerokl.engine.tasks import load_task
+from zerokl.engine.tasks.loading import load_task
 from zerokl.engine.tasks.perfectible import task_of
 from zerokl.engine.train.collect import collect
 from zerokl.engine.train.shard import Shard
@@ -60,7 +60,8 @@ class Step:
     """The shards of one step, which can be differentiated at any scale."""
 
     def __init__(self, config: Config, model: Path):
-        state = make_state(config, model, load_task(config.task.name, config.task.options))
+        task = load_task(config.task.name, config.task.options)
+        state = make_state(config, model, task, task.reward)
         try:
             batch = collect(state)
         finally:

@@ -13,6 +13,7 @@ from ..kernels.sampling_params import SamplingParams
 from .loss.config import LossConfig
 from .precision import PrecisionConfig, ShortNames
 from .section import Section
+from .tasks.rewards import RewardSettings
 
 # Sections whose keys zerokl does not define.
 FREE_SECTIONS = ("task.options", "vllm.engine")
@@ -43,6 +44,12 @@ class TaskConfig(Section):
     """exact, numeric, math (engine/tasks/answers.py), or your own as module:function(problem, completion) ->
     float; empty is the task's own.
     """
+    reward_processes: int = Field(0, ge=0, le=256)
+    """Processes that compute rewards of yours, and math's; 0 is one for each core, 16 at most."""
+    reward_timeout_s: float = Field(300.0, gt=0, le=1e6)
+    """Seconds that one reward may take. A reward that takes longer ends the run, and decides no bit."""
+    reward_memory_bytes: int = Field(0, ge=0)
+    """Bytes of memory that each of these processes may ask for; 0 is half of the machine's memory."""
     directory: str = ""
     """Folder in which modules, and relative names of files in options, are looked up; empty is the current
     one. A run writes down where it was started.
@@ -53,6 +60,19 @@ class TaskConfig(Section):
     """
     problems: int = Field(0, ge=0)
     """Train on this many problems at most, the first ones; 0 is all."""
+
+    @property
+    def reward_settings(self) -> RewardSettings:
+        """Which reward there is, and how it is computed."""
+        return RewardSettings(
+            self.name,
+            self.options,
+            self.directory,
+            self.reward,
+            self.reward_processes,
+            self.reward_timeout_s,
+            self.reward_memory_bytes,
+        )
 
 
 class SamplingConfig(Section):

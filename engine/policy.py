@@ -17,8 +17,9 @@ from .precision import full_dtype
 from .rollout.evaluate import Evaluation, evaluate
 from .rollout.native import NativeSampler
 from .rollout.types import GenerationParams, RngKey, Rollout
-from .tasks import check_answers, load_reward, load_task, problems_of
+from .tasks.loading import load_task, problems_of
 from .tasks.perfectible import task_of
+from .tasks.rewards import open_reward
 from .tasks.tokenizer import Tokenizer
 
 
@@ -103,12 +104,13 @@ class Policy:
             raise ValueError(f"task {task.name}: the split {split} has no problems")
         ids = self.tokenizer.encode_problems(chosen, loaded_task.chat)
         rng_key = RngKey(seed, 0, Stream.EVALUATE)
-        reward = load_reward(loaded_task, task.reward)
-        check_answers(reward, chosen)
         generation_params = GenerationParams(
             SamplingParams(temperature), num_generations, max_tokens, self.tokenizer.stop_ids
         )
-        return evaluate(self.sampler, self.tokenizer, chosen, ids, reward, generation_params, rng_key)
+        settings = task.model_copy(update={"options": options}).reward_settings
+        with open_reward(loaded_task, settings) as reward:
+            reward.check_answers(chosen)
+            return evaluate(self.sampler, self.tokenizer, chosen, ids, reward, generation_params, rng_key)
 
 
 def load_policy(model: str, dtype: str = "float32", device: str = "auto") -> Policy:

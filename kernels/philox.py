@@ -3,15 +3,12 @@
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11. A number is a function of (seed,
 stream, counter) and of nothing else. No generator is kept, and none is advanced. So the number of one token
 does not depend on the numbers beside it or before it, or on the number of workers. The host computes with
-integers only, so the numbers are the same on every machine.
+integers only, so the numbers are the same on every machine. `uniforms.py` makes them where a tensor lies.
 """
 
 from enum import IntEnum
 
 import numpy as np
-import torch
-
-from .backend import on_triton
 
 
 class Stream(IntEnum):
@@ -79,20 +76,3 @@ def uniform_range(n: int, seed: int, stream: Stream, word: int = 0) -> np.ndarra
 def permutation(n: int, seed: int, stream: Stream, word: int = 0) -> np.ndarray:
     """A random order of 0 .. n - 1, sorted by one random number each. -> [n] int64."""
     return np.argsort(uniform_range(n, seed, stream, word), kind="stable")
-
-
-def uniforms_ref(counter: torch.Tensor, seed: int, stream: Stream) -> torch.Tensor:
-    """The reference of uniforms."""
-    return torch.from_numpy(uniform(counter.T.numpy(), seed, stream))
-
-
-def uniforms(counter: torch.Tensor, seed: int, stream: Stream) -> torch.Tensor:
-    """The numbers of `uniform`, made where the counters are.
-
-    counter [4, n] int64, of 32-bit words -> [n] fp64. On Triton nothing waits for the GPU.
-    """
-    if on_triton(counter):
-        from .philox_triton import uniforms as uniforms_triton
-
-        return uniforms_triton(counter, seed, int(stream))
-    return uniforms_ref(counter, seed, stream)

@@ -18,8 +18,8 @@ from zerokl.engine.config import Config
 from zerokl.engine.config_file import known_keys, load_config, to_toml
 from zerokl.engine.runs import run as run_module
 from zerokl.engine.runs.run import train
-from zerokl.engine.tasks import load_task
 from zerokl.engine.tasks.jsonl import read_pairs
+from zerokl.engine.tasks.loading import load_task
 from zerokl.model.checkpoint import check_weights, load_decoder
 from zerokl.model.config import ModelConfig
 from zerokl.model.weights import Layout

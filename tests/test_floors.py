@@ -28,6 +28,7 @@ PLACES = (
     "engine.tasks",
     "engine.precision",
     "engine.section",
+    "engine.processes",
     "engine.shared_tensor",
     "engine.stopwatch",
     "model",

@@ -20,7 +20,7 @@ import torch
 from ...verify.inputs import open_input
 from ...verify.reading import one_line, parse_json, read_json
 from ..config_file import to_toml
-from ..parallel.workers import ending
+from ..processes import ending
 from ..runs.folder import FAILED, METRICS
 from ..runs.summary import SUMMARY
 from .ablation_grid import Cell

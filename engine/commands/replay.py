@@ -1,6 +1,7 @@
 """`zerokl replay`: steps of a run are done again and compared with its ledger."""
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from ..runs.checkpoints import (
 from ..runs.head import run_head
 from ..runs.resume import run_config
 from ..runs.setup import make_state
-from ..tasks import load_task
+from ..runs.terminal import console
+from ..tasks.loading import load_task
+from ..tasks.rewards import open_reward
 from ..train.recorder import Recorder
 from ..train.state import StepRecord, TrainState
 from ..train.step import train_step
@@ -59,8 +62,12 @@ class Replayer:
         if self.config.threads:
             use_threads(self.config.threads)
         self.task = load_task(self.config.task.name, self.config.task.options, self.config.task.directory)
-        self.model = base_model(self.config, path)
-        self.state: TrainState = make_state(self.config, self.model, self.task)
+        with ExitStack() as on_failure:
+            settings = self.config.task.reward_settings
+            reward = on_failure.enter_context(open_reward(self.task, settings, console.print))
+            model = base_model(self.config, path)
+            self.state: TrainState = make_state(self.config, model, self.task, reward)
+            self._open = on_failure.pop_all()
         self._first_weights = self.state.optimizer.whole_master().clone()
         self._head = run_head(self.state, {"workers in use": self.state.parallel.n})
         self._exact = False  # whether the state is the run's own after state.step steps
@@ -168,4 +175,5 @@ class Replayer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.state.close()
+        with self._open:
+            self.state.close()

@@ -33,8 +33,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..tasks import load_object
-from ..tasks.users_code import call_user
+from ..tasks.guard import guarded
+from ..tasks.users_code import load_object
 from .config import Estimator, Level, LossAggMode, LossConfig
 from .corrections import CORRECTIONS
 from .surrogates import SURROGATES, Surrogate, with_detached
@@ -102,23 +102,23 @@ def surrogate(cfg: LossConfig) -> Surrogate:
     """
     if not cfg.surrogate:
         return SURROGATES[cfg.bound]
-    user_surrogate = with_detached(load_object(cfg.surrogate, "loss.surrogate"))
+    what = f"loss.surrogate: {cfg.surrogate}"
+    user_surrogate = with_detached(guarded(what, load_object, cfg.surrogate, "loss.surrogate"))
 
     def checked(r, A, logp, low, high, r_detached):
-        arguments = (r, A, logp, low, high, r_detached)
-        pair = call_user(f"loss.surrogate: {cfg.surrogate}", "", user_surrogate, *arguments)
+        pair = guarded(what, user_surrogate, r, A, logp, low, high, r_detached)
         if not (
             isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(x, torch.Tensor) for x in pair)
         ):
-            raise ValueError(f"loss.surrogate: {cfg.surrogate} must return two tensors, (value, slope)")
+            raise ValueError(f"{what} must return two tensors, (value, slope)")
         for name, x in zip(("value", "slope"), pair, strict=True):
             if x.shape != r.shape or x.dtype != r.dtype:
                 raise ValueError(
-                    f"loss.surrogate: {cfg.surrogate} returned a {name} of {tuple(x.shape)} {x.dtype}; "
+                    f"{what} returned a {name} of {tuple(x.shape)} {x.dtype}; "
                     f"it must be {tuple(r.shape)} {r.dtype}, as the ratio"
                 )
             if torch.isnan(x[A != 0]).any():
-                raise ValueError(f"loss.surrogate: {cfg.surrogate} returned a {name} that is NaN")
+                raise ValueError(f"{what} returned a {name} that is NaN")
         return pair
 
     return checked

@@ -1,9 +1,9 @@
-"""Workers, sampler and scorer of one rank among several.
+"""Workers, sampler, scorer and reward of one rank among several.
 
 Each rank does its own part of the work, and every rank gets the results of all.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TypeVar
@@ -13,6 +13,8 @@ import torch
 
 from ...kernels.sampling_params import SamplingParams
 from ..rollout.types import GenerationParams, RngKey, Rollout, Sampler
+from ..tasks.problem import Problem
+from ..tasks.rewards import Reward
 from .gradient import GradientTree, ShardsWork
 from .partition import virtual_shards
 from .process_group import Ranks
@@ -140,3 +142,25 @@ class RankedScorer:
     def close(self) -> None:
         """See Scorer."""
         self._scorer.close()
+
+
+class RankedReward:
+    """A reward that rank 0 computes; every rank gets the values."""
+
+    def __init__(self, opened: Callable[[], Reward], ranks: Ranks):
+        """opened: makes the reward, in rank 0 alone. Raises in every rank what it raises there."""
+        self._ranks, self._reward = ranks, None
+
+        def open_here() -> bool:
+            self._reward = opened()
+            return self._reward.binary
+
+        self.binary = ranks.from_first(open_here)
+
+    def values(self, problems: Sequence[Problem], completions: Sequence[Sequence[str]]) -> np.ndarray:
+        """See Reward."""
+        return self._ranks.from_first(lambda: self._reward.values(problems, completions))
+
+    def check_answers(self, problems: Sequence[Problem]) -> None:
+        """See Reward."""
+        self._ranks.from_first(lambda: self._reward.check_answers(problems))

@@ -15,7 +15,6 @@ import pickle
 import signal
 import socket
 import subprocess
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -29,6 +28,7 @@ from ...model.config import ModelConfig
 from ...model.decoder import Decoder
 from ...model.weights import Layout
 from ..config import NativeConfig
+from ..processes import ending, start_python
 from ..rollout.native import NativeSampler, check_prompts
 from ..rollout.types import GenerationParams, RngKey, Rollout
 from ..shared_tensor import SharedTensor, map_tensor
@@ -280,25 +280,6 @@ def _attempt(work: Callable[[Host, X], Y], host: Host, item: X) -> Y | _Failure:
         return work(host, item)
     except Exception as error:
         return _Failure(error)
-
-
-def ending(code: int) -> str:
-    """How a process ended, in words, from its exit code."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    hint = "; this is how Linux ends a process when memory runs out" if code == -signal.SIGKILL else ""
-    return f"was killed by {signal.Signals(-code).name}{hint}"
-
-
-def start_python(code: str, *words: str, fds: Sequence[int], stdin: int | None = None) -> subprocess.Popen:
-    """A Python process that runs `code`, with the modules of this process and the file descriptors `fds`.
-
-    It is not a fork, because OpenMP does not survive one. It is not started by multiprocessing, because this
-    would run the caller's script again.
-    """
-    path = os.pathsep.join(os.path.abspath(p) for p in sys.path)
-    command = [sys.executable, "-P", "-c", code, *words]
-    return subprocess.Popen(command, pass_fds=fds, env=os.environ | {"PYTHONPATH": path}, stdin=stdin)
 
 
 class _Process:

@@ -21,7 +21,8 @@ from ...kernels.backend import on_triton
 from ...kernels.draw import draw_tokens
 from ...kernels.logprob import chunk_rows
 from ...kernels.matmul import matmul
-from ...kernels.philox import Stream, uniforms
+from ...kernels.philox import Stream
+from ...kernels.uniforms import uniforms
 from ...model.cache import BlockCache, DecodeContext
 from ...model.decoder import Decoder
 from .types import GenerationParams, logit_noise

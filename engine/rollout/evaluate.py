@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..tasks import Reward, rewards
 from ..tasks.base import Problem
+from ..tasks.rewards import Reward
 from ..tasks.tokenizer import Tokenizer
 from .types import GenerationParams, RngKey, Rollout, Sampler
 
@@ -18,7 +18,7 @@ class Evaluation:
     rewards: np.ndarray
     rollouts: list[Rollout]
     texts: list[list[str]]
-    binary: bool = False  # whether the reward is 0 or 1 by its own word (tasks.LoadedReward)
+    binary: bool = False  # whether the reward is 0 or 1 by its own word (see Reward)
 
     @property
     def mean_reward(self) -> float:
@@ -46,8 +46,7 @@ def evaluate(
     generation_params: GenerationParams,
     rng_key: RngKey,
 ) -> Evaluation:
-    """Sample completions of each problem and compute their rewards. Raises ValueError (see tasks.rewards)."""
+    """Sample completions of each problem and compute their rewards. Raises ValueError (see Reward.values)."""
     rollouts = sampler.generate(prompt_ids, generation_params, rng_key)
     texts = group_texts(tokenizer, rollouts, generation_params.num_generations)
-    binary = getattr(reward, "binary", False)
-    return Evaluation(rewards(reward, problems, texts), rollouts, texts, binary)
+    return Evaluation(reward.values(problems, texts), rollouts, texts, reward.binary)

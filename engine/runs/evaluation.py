@@ -4,8 +4,8 @@ from ...kernels.philox import Stream
 from ...verify.reading import shown
 from ..rollout.evaluate import Evaluation, evaluate
 from ..rollout.types import GenerationParams, RngKey
-from ..tasks import check_answers, problems_of
 from ..tasks.base import Task
+from ..tasks.loading import problems_of
 from ..train.state import TrainState
 from .held_out import ACCURACY, BASE_REWARD, MEAN_REWARD
 from .setup import check_prompt_lengths
@@ -22,7 +22,7 @@ class HeldOut:
         problems = problems_of(task, config.task.name, "held_out")[: config.evaluation.problems]
         self._state, self._problems = state, problems if config.evaluation.every else []
         self._prompt_ids = state.tokenizer.encode_problems(self._problems, task.chat)
-        check_answers(state.reward, self._problems)
+        state.reward.check_answers(self._problems)
         check_prompt_lengths(self._prompt_ids, self._problems, config, state.policy.config)
 
     def base_metrics(self) -> dict[str, float]:

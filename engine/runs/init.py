@@ -24,14 +24,15 @@ from ...model.decoder import Decoder
 from ...model.scoring import logprobs, pack
 from ...model.weights import Layout
 from ...verify.files import check_writable
-from ..config import OptimizerConfig
+from ..config import OptimizerConfig, TaskConfig
 from ..parallel.partition import virtual_shards
 from ..parallel.workers import ParallelSampler, Workers, automatic
 from ..rollout.evaluate import evaluate
 from ..rollout.types import GenerationParams, RngKey, Sampler
-from ..tasks import Reward, load_task, problems_of
 from ..tasks.base import Problem, Task
+from ..tasks.loading import load_task, problems_of
 from ..tasks.perfectible import PERFECTIBLE_FILE
+from ..tasks.rewards import Reward, open_reward
 from ..tasks.tokenizer import Tokenizer, character_tokenizer
 from ..train.collect import step_problems
 from ..train.optimizer import Optimizer
@@ -88,32 +89,34 @@ def initialise(
     if out.exists():
         raise ValueError(f"init: {out} already exists; nothing was overwritten")
     check_writable(out.parent)
-    task, problems = _task_with_answers(task_name, options)
-    characters = character_tokenizer()
-    decoder = random_decoder(preset, len(characters), seed)
+    task = load_task(task_name, options)
+    settings = TaskConfig(name=task_name, options=dict(options)).reward_settings
+    with open_reward(task, settings, console.print) as reward:
+        problems = _problems_with_answers(task_name, task, reward)
+        report = {"task": task_name, "options": dict(options), "preset": preset, "seed": seed}
+        return _initialise(out, report, problems, reward)
+
+
+def _initialise(
+    out: Path, report: dict[str, Any], problems: Sequence[Problem], reward: Reward
+) -> dict[str, Any]:
+    """See initialise. report: what is asked for. Returns it with what became of it."""
+    seed, characters = report["seed"], character_tokenizer()
+    decoder = random_decoder(report["preset"], len(characters), seed)
     scratch = out.with_name(f".{out.name}.tokenizer")
     characters.save_pretrained(scratch)
     try:
         tokenizer = Tokenizer(scratch, decoder.config.vocab_size)
         with Workers(decoder, _SHARDS, automatic(decoder.layout.numel)) as workers:
-            accuracy, steps = _warm_start(decoder, workers, tokenizer, problems, task.reward, seed)
+            accuracy, steps = _warm_start(decoder, workers, tokenizer, problems, reward, seed)
             if accuracy > TOO_GOOD:
                 console.say(
                     f"the warm start ended at {accuracy:.2f} of the training prompts, above the {TOO_GOOD} "
                     "it aims below: on a set this small accuracy rises in leaps; give the task more "
                     "training problems for a base model that errs more"
                 )
-            prompts = _perfectible(ParallelSampler(workers), tokenizer, problems, task.reward, seed)
-        report = {
-            "task": task_name,
-            "options": dict(options),
-            "preset": preset,
-            "seed": seed,
-            "accuracy": accuracy,
-            "steps": steps,
-            "samples": SET_SAMPLES,
-            "prompts": prompts,
-        }
+            prompts = _perfectible(ParallelSampler(workers), tokenizer, problems, reward, seed)
+        report |= {"accuracy": accuracy, "steps": steps, "samples": SET_SAMPLES, "prompts": prompts}
         extra = {PERFECTIBLE_FILE: json.dumps(report) + "\n"}
         write_checkpoint(out, decoder.layout, decoder.flat.detach(), companions=scratch, extra=extra)
     finally:
@@ -123,18 +126,17 @@ def initialise(
     return report
 
 
-def _task_with_answers(name: str, options: Mapping[str, Any]) -> tuple[Task, list[Problem]]:
-    """The task and its training problems. Raises ValueError where an answer is not a correct completion."""
-    task = load_task(name, options)
+def _problems_with_answers(name: str, task: Task, reward: Reward) -> list[Problem]:
+    """The training problems of a task. Raises ValueError where an answer is not a correct completion."""
     problems = problems_of(task, name, "train")
     if not problems:
         raise ValueError(f"task {name}: has no training problems")
-    if any(task.reward(p, p.answer) != 1.0 for p in problems) or task.chat:
+    if task.chat or (reward.values(problems, [[p.answer] for p in problems]) != 1.0).any():
         raise ValueError(
             f"init: task {name} has answers that are no completions; "
             "init needs add, sort, countdown or a task like them"
         )
-    return task, problems
+    return problems
 
 
 def random_decoder(preset: str, vocab_size: int, seed: int) -> Decoder:

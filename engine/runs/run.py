@@ -17,13 +17,15 @@ from ..compatibility import check_settings
 from ..config import Config
 from ..config_file import to_toml
 from ..loss.surrogate_check import check_surrogate
+from ..parallel.data_parallel import RankedReward
 from ..parallel.process_group import Ranks, join_ranks, world_size
 from ..parallel.workers import use_threads
 from ..rollout.vllm.arguments import check_engine_arguments
 from ..rollout.vllm.installed import require_vllm
-from ..tasks import load_reward, load_task
 from ..tasks.base import Task
+from ..tasks.loading import load_task
 from ..tasks.perfectible import TASK_FILE
+from ..tasks.rewards import Reward, open_reward
 from ..train.monitor import MismatchError
 from ..train.recorder import Recorder
 from ..train.state import StepRecord, TrainState
@@ -122,14 +124,14 @@ def _run(
     check_engine_arguments(config.vllm.engine)
     require_trackers(config.tracking)
     task = load_task(config.task.name, config.task.options, config.task.directory)
-    # Both are loaded here so that a bad name or a wrong slope is found before the model is made.
-    load_reward(task, config.task.reward)
+    # Both are found wrong before the model is made: a slope that is none, a reward that cannot be imported.
     check_surrogate(config.loss.resolve())
-    ranks.barrier()  # now every rank has read the folder, so rank 0 may change it
-    model = ranks.from_first(lambda: base_model(config, path))
-    with closing(make_state(config, model, task, ranks)) as state:
-        history = _take_steps(state, path, model, task, resumption, profile)
-        summary = _summarise(state, history, time.perf_counter() - began_s)
+    with _reward(config, task, ranks) as reward:
+        ranks.barrier()  # now every rank has read the folder, so rank 0 may change it
+        model = ranks.from_first(lambda: base_model(config, path))
+        with closing(make_state(config, model, task, reward, ranks)) as state:
+            history = _take_steps(state, path, model, task, resumption, profile)
+            summary = _summarise(state, history, time.perf_counter() - began_s)
     if ranks.first:
         write_summary(path, summary)
         try:
@@ -137,6 +139,17 @@ def _run(
         except OSError as error:  # a picture ends no run
             console.print(f"no plot was drawn: {os_error_line(error)}")
     return summary
+
+
+@contextmanager
+def _reward(config: Config, task: Task, ranks: Ranks) -> Iterator[Reward | RankedReward]:
+    """The run's reward. Only rank 0 computes rewards, and has processes for them."""
+    with ExitStack() as stack:
+
+        def opened() -> Reward:
+            return stack.enter_context(open_reward(task, config.task.reward_settings, console.print))
+
+        yield opened() if ranks.size == 1 else RankedReward(opened, ranks)
 
 
 def _take_steps(

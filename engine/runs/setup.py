@@ -15,15 +15,16 @@ from ...model.decoder import Decoder
 from ...model.weights import Layout
 from ..compatibility import check_settings
 from ..config import Config
-from ..parallel.data_parallel import RankedSampler, RankedScorer, RankedWorkers, shards_at_once
+from ..parallel.data_parallel import RankedReward, RankedSampler, RankedScorer, RankedWorkers, shards_at_once
 from ..parallel.process_group import ALONE, Ranks
 from ..parallel.scorer import Scorer, frozen
 from ..parallel.workers import Workers, automatic
 from ..parallel.zero import Slices
 from ..rollout.vllm.installed import installed_vllm, is_cpu_build
-from ..tasks import check_answers, load_reward, problems_of
 from ..tasks.base import Problem, Task
+from ..tasks.loading import problems_of
 from ..tasks.perfectible import perfectible_set
+from ..tasks.rewards import Reward
 from ..tasks.tokenizer import Tokenizer
 from ..train.loss_scaling import LossScaler
 from ..train.optimizer import Optimizer
@@ -33,8 +34,12 @@ from .samplers import Samplers, make_samplers, numerics_of
 from .terminal import console
 
 
-def make_state(config: Config, model: Path, task: Task, ranks: Ranks = ALONE) -> TrainState:
+def make_state(
+    config: Config, model: Path, task: Task, reward: Reward | RankedReward, ranks: Ranks = ALONE
+) -> TrainState:
     """Load a model folder and set up everything that a step needs, in this process of `ranks`.
+
+    reward: of the completions; whoever opened it closes it.
 
     Raises ValueError.
     """
@@ -43,8 +48,7 @@ def make_state(config: Config, model: Path, task: Task, ranks: Ranks = ALONE) ->
     model_config = ModelConfig.from_file(model)
     tokenizer = Tokenizer(model, model_config.vocab_size)
     problems = training_problems(task, config, model)
-    reward = load_reward(task, config.task.reward)
-    check_answers(reward, problems)
+    reward.check_answers(problems)
     prompt_ids = tokenizer.encode_problems(problems, task.chat)
     check_prompt_lengths(prompt_ids, problems, config, model_config)
     device = run_device(config)

@@ -12,7 +12,7 @@ import re
 from fractions import Fraction
 
 from ...verify.reading import shown
-from .base import Problem
+from .problem import Problem
 
 # Characters at the end of a completion in which its answer is searched, and the most of a problem's answer.
 READ_CHARS = 4096

@@ -1,22 +1,12 @@
 """A task: problems with known answers, and a reward for the text of a completion."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from ...kernels.philox import Stream, uniform_range
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One problem."""
-
-    id: int  # its index in its split
-    prompt: str
-    answer: str  # a correct completion, or what the reward compares a completion with
-    system: str = ""  # the system prompt before it; only with a chat template
+from .problem import Problem
 
 
 @runtime_checkable
@@ -34,7 +24,7 @@ class Task(Protocol):
         ...
 
     def reward(self, problem: Problem, completion: str) -> float:
-        """A finite number. 1.0 means solved, 0.0 not solved."""
+        """A finite number. 1.0 means solved, 0.0 not solved. It may be `async`."""
         ...
 
 

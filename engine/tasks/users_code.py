@@ -1,10 +1,34 @@
-"""Calls of code that a user wrote: whatever it raises becomes one line that names the place."""
+"""Code that a user wrote: how it is imported, and how one line names whatever it raises.
 
+Nothing here loads torch or numpy (see processes.py).
+"""
+
+import importlib
+import os
+import sys
 import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+def add_places(directory: str) -> None:
+    """Let modules of the user's be found in `directory`, if there is one, and in the current one."""
+    for place in filter(None, (directory, os.getcwd())):
+        if place not in sys.path:
+            sys.path.append(place)
+
+
+def load_object(name: str, what: str) -> Any:
+    """Import `module:object`. The working directory is searched as well.
+
+    Raises ValueError when the object cannot be imported.
+    """
+    module, _, attribute = name.partition(":")
+    add_places("")
+    what = f"{what}: {name[:200]} cannot be imported as module:object; it"
+    return call_user(what, "", lambda: getattr(importlib.import_module(module), attribute))
 
 
 def call_user(what: str, where: str, function: Callable[..., T], /, *args: Any, **options: Any) -> T:
@@ -18,9 +42,16 @@ def call_user(what: str, where: str, function: Callable[..., T], /, *args: Any, 
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a user's code may raise anything
-        raise ValueError(
-            f"{what} raised {type(error).__name__} ({_text(error)}){where}{_line(error)}"
-        ) from error
+        reason, place = raised(error)
+        raise ValueError(f"{what} {reason}{where}{place}") from error
+
+
+def raised(error: BaseException) -> tuple[str, str]:
+    """What was raised, and the line of code that raised it: "raised X (its message)", ", in FILE line N".
+
+    The line is empty where the exception comes from our own call.
+    """
+    return f"raised {type(error).__name__} ({_text(error)})", _line(error)
 
 
 def _text(error: BaseException) -> str:

@@ -10,7 +10,6 @@ step depends on how many draws another step needed.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -18,7 +17,6 @@ from ...kernels.philox import Stream, permutation
 from ..loss.advantage import all_equal
 from ..rollout.evaluate import group_texts
 from ..rollout.types import RngKey, Rollout
-from ..tasks import rewards
 from ..tasks.base import Problem
 from .state import TrainState
 
@@ -50,7 +48,7 @@ class _Group:
 def collect(state: TrainState) -> RolloutBatch:
     """Sample and reward the prompts of the next step; rank 0 computes the rewards.
 
-    Raises ValueError (see tasks.rewards).
+    Raises ValueError (see Reward.values).
     """
     P, max_resamples = state.config.prompts, state.config.loss.resolve().max_resamples
     groups: list[_Group] = []
@@ -79,7 +77,7 @@ def _draw_groups(state: TrainState, draw: int) -> list[_Group]:
     rollouts = state.sampler.generate([state.prompt_ids[i] for i in chosen], params, rng_key)
     texts = group_texts(state.tokenizer, rollouts, G)
     with state.stopwatch.station("time/reward_s"):
-        rewards_PG = state.ranks.from_first(partial(rewards, state.reward, problems, texts))
+        rewards_PG = state.reward.values(problems, texts)
     return [
         _Group(problem, rollouts[p * G : (p + 1) * G], texts[p], rewards_PG[p])
         for p, problem in enumerate(problems)

@@ -10,14 +10,14 @@ import numpy as np
 
 from ...model.decoder import Decoder
 from ..config import Config
-from ..parallel.data_parallel import RankedScorer, RankedWorkers
+from ..parallel.data_parallel import RankedReward, RankedScorer, RankedWorkers
 from ..parallel.process_group import Ranks
 from ..parallel.scorer import Scorer
 from ..parallel.workers import Workers
 from ..rollout.types import GenerationParams, Rollout, Sampler
 from ..stopwatch import Stopwatch
-from ..tasks import LoadedReward
 from ..tasks.base import Problem
+from ..tasks.rewards import Reward
 from ..tasks.tokenizer import Tokenizer
 from .loss_scaling import LossScaler
 from .optimizer import Optimizer
@@ -40,7 +40,7 @@ class TrainState:
     micro_batch: int  # sequences of one pass
     ref_policy: Scorer | RankedScorer | None  # frozen, for the KL term; None without such a term
     tokenizer: Tokenizer
-    reward: LoadedReward
+    reward: Reward | RankedReward  # whoever opened it closes it
     problems: Sequence[Problem]  # for training
     prompt_ids: Sequence[Sequence[int]]  # the prompt of each of these problems
     stopwatch: Stopwatch  # measures the stations of a step; the native sampler has the same one

@@ -146,6 +146,7 @@ def config(model: Path) -> Callable[..., Config]:
         "optimizer.lr": "1e-2",
         "evaluation.every": "0",
         "task.reward": "toy:letters",
+        "task.reward_processes": "1",
         "workers": "1",
         "task.options": {"max_value": 9, "train": 20, "held_out": 10},
     }

@@ -15,7 +15,7 @@ from zerokl.engine.runs.ending import figures
 from zerokl.engine.runs.loaded import load_run
 from zerokl.engine.runs.run import train
 from zerokl.engine.runs.setup import settled
-from zerokl.engine.tasks import load_task
+from zerokl.engine.tasks.loading import load_task
 from zerokl.model.checkpoint import load_decoder, write_checkpoint
 from zerokl.model.config import ModelConfig
 from zerokl.model.weights import Layout, fingerprint

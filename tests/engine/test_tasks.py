@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from zerokl.engine.config import TaskConfig
 from zerokl.engine.runs.init import initialise
 from zerokl.engine.tasks import TASKS, check_answers, load_reward, load_task, rewards
 from zerokl.engine.tasks.answers import NAMED_REWARDS
 from zerokl.engine.tasks.base import Problem
+from zerokl.engine.tasks.loading import TASKS, load_task
+from zerokl.engine.tasks.rewards import open_reward, rewards
 
 # The tasks that generate their problems.
 GENERATED = ["add", "sort", "countdown"]
@@ -149,8 +152,11 @@ def test_a_bad_task_is_refused(name, options, message):
 def test_a_task_of_the_users_own_is_named_as_module_object():
     task = load_task("toy:Digits", {"n": 3})
     assert [p.prompt for p in task.problems("train")] == ["0=", "1=", "2="]
-    assert load_reward(task, "")(task.problems("train")[2], "2") == 1.0
-    assert load_reward(task, "toy:letters")(task.problems("train")[2], "ab") == 0.25
+    problem = task.problems("train")[2]
+    for name, completion, expected in (("", "2", 1.0), ("toy:letters", "ab", 0.25)):
+        settings = TaskConfig(name="toy:Digits", options={"n": 3}, reward=name).reward_settings
+        with open_reward(task, settings) as reward:
+            assert rewards(reward, [problem], [[completion]]).tolist() == [[expected]]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -236,7 +242,7 @@ def test_jsonl_refuses_a_file_that_is_missing_or_no_text(tmp_path):
 def test_jsonl_is_read_as_utf8_whatever_the_locale(tmp_path):
     file = _write(tmp_path / "a.jsonl", '{"prompt": "né", "answer": 1}')
     code = (
-        "from zerokl.engine.tasks import load_task; "
+        "from zerokl.engine.tasks.loading import load_task; "
         f"task = load_task('jsonl', {{'file': {file!r}}}); "
         "print(ascii(task.problems('train')[0].prompt))"
     )

@@ -15,9 +15,10 @@ from zerokl.engine.rollout.decode import DecodeMemory, DecodeRows, Row
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import GenerationParams, RngKey, Rollout
 from zerokl.kernels.launch import recorded
-from zerokl.kernels.philox import Stream, uniforms, uniforms_ref
+from zerokl.kernels.philox import Stream
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.kernels.tiles import recording
+from zerokl.kernels.uniforms import uniforms, uniforms_ref
 from zerokl.model.decoder import Decoder
 from zerokl.model.scoring import logprobs, pack
 

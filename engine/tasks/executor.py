@@ -1,0 +1,244 @@
+"""An executor: code of the user's runs in processes of its own, so that it can reach no state of the trainer.
+
+Each process computes one call at a time. The order in which calls end decides nothing: a result has the place
+of its call, and of several calls that fail, the first is named.
+
+A pool of multiprocessing's would import the caller's script again in each process. None that we know ends
+what the processes have started in their turn, or says which call a process died in and of what.
+"""
+
+import json
+import os
+import pickle
+import selectors
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from ...verify.reading import one_line
+from ..processes import KeptProcess, ending
+from .serve import Setup
+
+_ENTRY = "zerokl.engine.tasks.serve:serve"
+# Sets have one order in every process. Threads would decide bits of the user's code, and take the cores that
+# the other processes need.
+_ENVIRONMENT = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+# The most lines that are shown of what the calls of one `map` print, and the most characters of a line.
+_LINES, _LINE = 20, 200
+# How long a process that has closed its connection may take to end, in seconds.
+_END_S = 1.0
+_READ_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one process. memory_bytes: that it may ask for; 0 is no limit. timeout_s: of one call."""
+
+    timeout_s: float
+    memory_bytes: int
+
+
+class CallError(Exception):
+    """A call that has no value. index: its place; reason, line: what happened and in which line of code."""
+
+    def __init__(self, index: int, reason: str, line: str = ""):
+        super().__init__(reason)
+        self.index, self.reason, self.line = index, reason, line
+
+
+@dataclass(eq=False)
+class _Worker:
+    """A process, as the executor sees it."""
+
+    process: KeptProcess
+    connection: Connection
+    output: int  # the descriptor from which its stdout and stderr are read
+    call: int | None = None  # the place of the call that it computes
+    deadline: float = 0.0
+    unfinished_line: bytes = b""
+
+
+class Executor:
+    """n processes that each make a function with maker(*arguments), and call it.
+
+    maker: module:function of zerokl. say: shows a line that a call printed. about: what the function says of
+    itself, its attribute `about`.
+
+    Raises ValueError with the words of the maker's refusal, and where a process ends before it is ready.
+    """
+
+    def __init__(
+        self, maker: str, arguments: tuple[Any, ...], n: int, limits: Limits, say: Callable[[str], None]
+    ):
+        self._limits, self._say, self._lines = limits, say, 0
+        self._selector = selectors.DefaultSelector()
+        self._workers: list[_Worker] = []
+        setup = Setup(maker, arguments, limits.memory_bytes, os.environ.get("PYTHONPATH"))
+        try:
+            for _ in range(n):
+                self._workers.append(self._started())
+            # The place of a process stands for that of a call.
+            self.about: dict[str, Any] = self._compute([pickle.dumps(setup)] * n, is_setup=True)[0]
+        except CallError as error:
+            self.close()
+            raise ValueError(f"reward: {error.reason} before the first call") from None
+        except BaseException:
+            self.close()
+            raise
+
+    def map(self, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The values of function(*call), in order.
+
+        Raises CallError for the first call without one. The executor is closed then.
+        """
+        self._lines = 0
+        try:
+            values = self._compute([_pickled(i, call) for i, call in enumerate(calls)])
+        except BaseException:
+            self._read_output()
+            self.close()
+            raise
+        self._read_output()
+        return values
+
+    def close(self) -> None:
+        """End the processes, and all that they have started."""
+        for worker in self._workers:
+            worker.connection.close()
+            worker.process.close()
+            os.close(worker.output)
+        self._workers = []
+        self._selector.close()
+
+    def _started(self) -> _Worker:
+        ours, theirs = socket.socketpair()
+        output, writer = os.pipe()
+        with theirs:
+            process = KeptProcess(_ENTRY, theirs.fileno(), writer, _ENVIRONMENT)
+        os.close(writer)
+        os.set_blocking(output, False)
+        worker = _Worker(process, Connection(ours.detach()), output)
+        for source in (process, worker.connection, output):
+            self._selector.register(source, selectors.EVENT_READ, worker)
+        return worker
+
+    def _compute(self, messages: Sequence[bytes | CallError], is_setup: bool = False) -> list[Any]:
+        """The answer to each message. The first one in their order that fails raises its CallError."""
+        answers: dict[int, Any] = {}
+        waiting, failure = deque(enumerate(messages)), None
+        while True:
+            end = failure.index if failure else len(messages)
+            for worker in self._workers:
+                if worker.call is None and waiting and waiting[0][0] < end:
+                    index, message = waiting.popleft()
+                    if isinstance(message, CallError):
+                        failure = message
+                        break
+                    self._send(worker, index, message)
+            end = failure.index if failure else end
+            if not any(w.call is not None and w.call < end for w in self._workers):
+                break
+            for worker, answer in self._answers():
+                index, worker.call = worker.call, None
+                answers[index] = answer
+                failed = _failure(index, answer, is_setup)
+                if failed and index < end:
+                    failure, end = failed, index
+        if failure:
+            raise failure
+        return [answers[i].get("value") for i in range(len(messages))]
+
+    def _send(self, worker: _Worker, index: int, message: bytes) -> None:
+        worker.call, worker.deadline = index, time.monotonic() + self._limits.timeout_s
+        with suppress(BrokenPipeError, ConnectionResetError):  # _answers says how it ended
+            worker.connection.send_bytes(message)
+
+    def _answers(self) -> list[tuple[_Worker, dict[str, Any]]]:
+        """Wait for answers. A process that has ended, or that takes too long, has answered with that."""
+        busy = [worker for worker in self._workers if worker.call is not None]
+        wait_s = min(worker.deadline for worker in busy) - time.monotonic()
+        ready = {(key.data, key.fileobj) for key, _ in self._selector.select(max(0.0, wait_s))}
+        answers, now = [], time.monotonic()
+        for worker in self._workers:
+            if (worker, worker.output) in ready:
+                self._print(worker)
+            if (worker, worker.connection) in ready:
+                answer = self._received(worker)
+            elif (worker, worker.process) in ready:
+                answer = _ended(worker)
+            elif worker.call is not None and now >= worker.deadline:
+                answer = {"reason": f"took more than {self._limits.timeout_s:g} s (task.reward_timeout_s)"}
+            else:
+                continue
+            if worker.call is None:
+                reason = answer.get("reason", "its process wrote to the run")
+                raise ChildProcessError(f"reward: {reason} between two calls")
+            answers.append((worker, answer))
+        return answers
+
+    def _received(self, worker: _Worker) -> dict[str, Any]:
+        try:
+            answer = json.loads(worker.connection.recv_bytes())
+            if isinstance(answer, dict):
+                return answer
+        except (EOFError, OSError):
+            with selectors.DefaultSelector() as selector:
+                selector.register(worker.process, selectors.EVENT_READ)
+                if selector.select(_END_S):
+                    return _ended(worker)
+            return {"reason": "closed the connection of its process to the run"}
+        except (ValueError, RecursionError):
+            pass
+        return {"reason": "wrote into the connection of its process to the run"}
+
+    def _read_output(self) -> None:
+        """Show what was printed before the last answers; then how many lines more there were."""
+        for worker in self._workers:
+            self._print(worker)
+            self._say_line(worker.unfinished_line)
+            worker.unfinished_line = b""
+        if self._lines > _LINES:
+            self._say(f"reward: {self._lines - _LINES:,} more lines that it printed are not shown")
+
+    def _print(self, worker: _Worker) -> None:
+        """Show what the process has printed so far."""
+        try:
+            printed = os.read(worker.output, _READ_BYTES)
+        except BlockingIOError:
+            return
+        if not printed and worker.output in self._selector.get_map():
+            self._selector.unregister(worker.output)
+        *lines, rest = (worker.unfinished_line + printed).split(b"\n")
+        worker.unfinished_line = rest[:_READ_BYTES]
+        for line in lines:
+            self._say_line(line)
+
+    def _say_line(self, line: bytes) -> None:
+        if text := one_line(line.decode(errors="replace")):
+            self._lines += 1
+            if self._lines <= _LINES:
+                self._say(f"reward prints: {text[:_LINE]}")
+
+
+def _pickled(index: int, call: tuple[Any, ...]) -> bytes | CallError:
+    try:
+        return pickle.dumps(call)
+    except Exception as error:  # a user's problem may hold anything
+        return CallError(index, f"has a problem that cannot be sent to its process ({error})")
+
+
+def _failure(index: int, answer: dict[str, Any], is_setup: bool) -> CallError | None:
+    if is_setup and answer.get("refusal"):
+        raise ValueError(answer["refusal"])
+    if "reason" in answer:
+        return CallError(index, str(answer["reason"]), str(answer.get("place", "")))
+    return None
+
+
+def _ended(worker: _Worker) -> dict[str, Any]:
+    return {"reason": f"its process {ending(worker.process.exit_code())}"}

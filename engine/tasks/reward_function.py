@@ -1,0 +1,62 @@
+"""The reward as a process of the executor calls it.
+
+Nothing here loads torch or numpy (see processes.py), unless the task is one of the user's.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from .answers import NAMED_REWARDS
+from .problem import Problem
+from .users_code import add_places, load_object
+
+
+class RewardFunction:
+    """Of a problem and a completion: the reward. Of a problem alone: why its answer is refused, or ""."""
+
+    def __init__(self, owner: Any, function: Any):
+        self._function, self._check = function, getattr(owner, "check", None)
+        self.about = {"binary": getattr(owner, "binary", False) is True, "checks": self._check is not None}
+
+    def __call__(self, problem: Problem, completion: str | None = None) -> float | str:
+        """Raises whatever the reward or its check raises; a ValueError of a check is its answer."""
+        if completion is not None:
+            return float(_awaited(self._function(problem, completion)))
+        try:
+            _awaited(self._check(problem))
+        except ValueError as refusal:
+            return str(refusal) or "reward: its check refuses the answer"
+        return ""
+
+
+def reward_function(name: str, task: str, options: Mapping[str, Any], directory: str) -> RewardFunction:
+    """The reward of this name, or module:function; for an empty name the reward of the task.
+
+    options, directory: see load_task. Raises ValueError.
+    """
+    add_places(directory)
+    if name or task == "jsonl":
+        owner = NAMED_REWARDS.get(name or "math") or load_object(name, "reward")
+        function = owner
+    else:
+        from .loading import load_task  # it loads numpy
+
+        owner = load_task(task, options, directory)
+        function = owner.reward
+    if not callable(function):
+        raise ValueError(f"reward: {name or task} is a {type(function).__name__}; it must be a function")
+    return RewardFunction(owner, function)
+
+
+def _awaited(value: Any) -> Any:
+    """The value, or what it gives when it is awaited."""
+    return _event_loop().run_until_complete(value) if hasattr(value, "__await__") else value
+
+
+@cache
+def _event_loop() -> Any:
+    """The event loop in which a reward's coroutines run: always one, to which a client of theirs belongs."""
+    import asyncio  # few rewards need it
+
+    return asyncio.new_event_loop()
