@@ -100,20 +100,29 @@ class Executor:
         try:
             values = self._compute([_pickled(i, call) for i, call in enumerate(calls)])
         except BaseException:
-            self._read_output()
             self.close()
             raise
-        self._read_output()
+        finally:
+            self._read_output()
         return values
 
     def close(self) -> None:
         """End the processes, and all that they have started."""
-        for worker in self._workers:
-            worker.connection.close()
-            worker.process.close()
-            os.close(worker.output)
-        self._workers = []
+        for worker in [*self._workers]:
+            self._retire(worker)
         self._selector.close()
+
+    def _retire(self, worker: _Worker) -> None:
+        """Show what a process has printed, and end it."""
+        self._print(worker)
+        self._say_line(worker.unfinished_line)
+        for source in (worker.process, worker.connection, worker.output):
+            if source in self._selector.get_map():
+                self._selector.unregister(source)
+        self._workers.remove(worker)
+        worker.connection.close()
+        worker.process.close()
+        os.close(worker.output)
 
     def _started(self) -> _Worker:
         ours, theirs = socket.socketpair()
@@ -147,8 +156,9 @@ class Executor:
                 index, worker.call = worker.call, None
                 answers[index] = answer
                 failed = _failure(index, answer, is_setup)
-                if failed and index < end:
-                    failure, end = failed, index
+                if failed:
+                    self._retire(worker)
+                    failure, end = (failed, index) if index < end else (failure, end)
         if failure:
             raise failure
         return [answers[i].get("value") for i in range(len(messages))]

@@ -34,9 +34,9 @@ class Setup:
 
 
 def serve(fd: int) -> None:
-    """Answer calls through the socket `fd` until the run closes it."""
+    """Answer calls through the socket `fd` until the run, or a call, closes it."""
     connection = Connection(fd)
-    with suppress(EOFError, ConnectionResetError, BrokenPipeError):
+    with suppress(EOFError, OSError):
         setup = pickle.loads(connection.recv_bytes())
         _prepare(setup)
         function, refusal = _made(setup)

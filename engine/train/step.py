@@ -65,6 +65,8 @@ def train_step(state: TrainState, observer: StepObserver | None = None) -> StepR
         # Clipping, AdamW, fp32 master weights.
         with recording, state.parallel.own_threads(), station("time/optimizer_s"):
             updated = state.scaler.update(state.optimizer, gradient, scored)
+        if loss_cfg.surrogate and update == 0 and updated.metrics["grad_norm"] == 0.0:
+            _refuse_no_gradient(loss_cfg.surrogate, step.advantages)
         metrics, notes = metrics | updated.metrics, notes | updated.notes
         if observer:
             observer.updated(update, gradient / scale)  # exact: the scale is a power of two
@@ -83,6 +85,15 @@ def train_step(state: TrainState, observer: StepObserver | None = None) -> StepR
     metrics = {"step": state.step - 1} | metrics
     own = None if cfg.exact else step.old_logprobs
     return StepRecord(metrics, batch.rollouts, batch.problems, batch.texts, batch.rewards, A, own, notes)
+
+
+def _refuse_no_gradient(surrogate: str, A: np.ndarray) -> None:
+    """Raise ValueError if there is an advantage that is not 0: a run would go on, and learn nothing."""
+    if count := np.count_nonzero(A):
+        raise ValueError(
+            f"loss.surrogate: {surrogate} gave a gradient of exactly 0, although the advantages of {count} "
+            f"of {len(A)} completions are not 0; its slope must be the derivative of its value by logp"
+        )
 
 
 def prepare(state: TrainState, batch: RolloutBatch) -> tuple[Shard, dict[str, float]]:
