@@ -103,13 +103,11 @@ def test_control_a_sampler_with_noise_is_not_the_trainer(train):
     assert summary["tokens_unequal"] > 0
 
 
-def test_another_reward_is_another_run(train, monkeypatch):
-    import mytask
-
+def test_another_reward_is_another_run(train):
+    Path("length.py").write_text("def length(problem, completion):\n    return float(len(completion))\n")
     weights = train("one")["weights"]
     assert train("two")["weights"] == weights
-    monkeypatch.setattr(mytask, "closeness", lambda problem, completion: float(len(completion)))
-    assert train("three")["weights"] != weights
+    assert train("three", task__reward="length:length")["weights"] != weights
 
 
 def test_the_task_solves_itself_and_makes_a_base_model(monkeypatch):
