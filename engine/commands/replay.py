@@ -65,8 +65,8 @@ class Replayer:
         with ExitStack() as on_failure:
             settings = self.config.task.reward_settings
             reward = on_failure.enter_context(open_reward(self.task, settings, console.print))
-            model = base_model(self.config, path)
-            self.state: TrainState = make_state(self.config, model, self.task, reward)
+            self.model = base_model(self.config, path)
+            self.state: TrainState = make_state(self.config, self.model, self.task, reward)
             self._open = on_failure.pop_all()
         self._first_weights = self.state.optimizer.whole_master().clone()
         self._head = run_head(self.state, {"workers in use": self.state.parallel.n})

@@ -32,6 +32,22 @@ def constant(problem, completion):
     return 0.1
 
 
+class Strict:
+    """A reward that says 0 or 1 and does not keep to it, and takes answers of digits."""
+
+    binary = True
+
+    def __call__(self, problem, completion):
+        return 0.5
+
+    def check(self, problem):
+        if not problem.answer[0].isdigit():
+            raise ValueError(f"{problem.answer} is no answer")
+
+
+strict = Strict()
+
+
 def nothing(problem, completion):
     return float("nan")
 

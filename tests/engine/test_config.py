@@ -14,7 +14,7 @@ from zerokl.engine.loss.config import Bound, Correction
 from zerokl.engine.loss.corrections import CORRECTIONS
 from zerokl.engine.loss.surrogates import BOUNDS
 from zerokl.engine.precision import SHORT_DTYPES
-from zerokl.engine.tasks import load_task
+from zerokl.engine.tasks.loading import load_task
 
 OPTION = st.recursive(
     st.one_of(

@@ -14,6 +14,7 @@ from zerokl.engine.commands.replay import Replayer
 from zerokl.engine.commands.trace import read_trace
 from zerokl.engine.parallel.workers import ParallelSampler, Workers
 from zerokl.engine.runs.run import train
+from zerokl.engine.tasks.rewards import Reward
 from zerokl.engine.train import collect
 from zerokl.engine.train.optimizer import Optimizer
 from zerokl.engine.train.step import train_step
@@ -128,16 +129,16 @@ def test_a_swapped_order_of_the_data_is_found(plain, good, tmp_path, monkeypatch
 def test_a_changed_reward_is_found(plain, good, tmp_path, monkeypatch, capsys, seed):
     draw = random.Random(seed)
     step, p, g, calls = draw.randrange(STEPS), draw.randrange(3), draw.randrange(3), []
-    rewards = collect.rewards
+    values = Reward.values
 
     def changed(*args):
-        r = rewards(*args)
+        r = values(*args)
         calls.append(0)
         if len(calls) == step + 1:
             r[p, g] += 0.125
         return r
 
-    monkeypatch.setattr(collect, "rewards", changed)
+    monkeypatch.setattr(Reward, "values", changed)
     train(plain, tmp_path / "run")
     d = _first(good, tmp_path / "run")
     assert (d.step, d.quantity) == (step, "rewards")
@@ -439,16 +440,16 @@ def test_verify_run_reaches_its_steps_in_one_pass(plain, tmp_path, monkeypatch, 
 
 def test_control_after_a_divergence_nothing_goes_on_from_the_wrong_state(good, monkeypatch):
     with Replayer(good) as replayer:
-        rewards = collect.rewards
-        monkeypatch.setattr(collect, "rewards", lambda *args: rewards(*args) * 2)
+        values = Reward.values
+        monkeypatch.setattr(Reward, "values", lambda *args: values(*args) * 2)
         assert replayer.replay(0).divergence
-        monkeypatch.setattr(collect, "rewards", rewards)
+        monkeypatch.setattr(Reward, "values", values)
         assert replayer.replay(1).divergence is None
 
 
 def test_control_verify_run_sees_a_machine_that_computes_otherwise(good, monkeypatch, capsys):
-    rewards = collect.rewards
-    monkeypatch.setattr(collect, "rewards", lambda *args: rewards(*args) * 2)
+    values = Reward.values
+    monkeypatch.setattr(Reward, "values", lambda *args: values(*args) * 2)
     assert main(["verify", "run", str(good), "--replays", "1"]) == 1
     assert "rewards" in capsys.readouterr().out
 

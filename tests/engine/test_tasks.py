@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.engine.config import TaskConfig
 from zerokl.engine.runs.init import initialise
-from zerokl.engine.tasks import TASKS, check_answers, load_reward, load_task, rewards
 from zerokl.engine.tasks.answers import NAMED_REWARDS
 from zerokl.engine.tasks.base import Problem
 from zerokl.engine.tasks.loading import TASKS, load_task
-from zerokl.engine.tasks.rewards import open_reward, rewards
+from zerokl.engine.tasks.rewards import Reward, open_reward
 
 # The tasks that generate their problems.
 GENERATED = ["add", "sort", "countdown"]
@@ -156,7 +156,7 @@ def test_a_task_of_the_users_own_is_named_as_module_object():
     for name, completion, expected in (("", "2", 1.0), ("toy:letters", "ab", 0.25)):
         settings = TaskConfig(name="toy:Digits", options={"n": 3}, reward=name).reward_settings
         with open_reward(task, settings) as reward:
-            assert rewards(reward, [problem], [[completion]]).tolist() == [[expected]]
+            assert reward.values([problem], [[completion]]).tolist() == [[expected]]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -164,20 +164,20 @@ def test_a_reward_that_is_not_finite_is_refused_by_prompt_and_sample(bad):
     problems = [Problem(7, "1+1=", "2"), Problem(8, "1+2=", "3")]
     message = r"reward: is -?(nan|inf) for prompt 8 \('1\+2='\), sample 1 \('x'\)"
     with pytest.raises(ValueError, match=message):
-        rewards(lambda p, text: bad if (p.id, text) == (8, "x") else 1.0, problems, [["a", "b"], ["c", "x"]])
+        _graded(lambda p, text: bad if (p.id, text) == (8, "x") else 1.0).values(
+            problems, [["a", "b"], ["c", "x"]]
+        )
 
 
-@pytest.mark.parametrize("value", [None, "high", [1.0], 1j])
-def test_a_reward_that_is_no_number_is_refused(value):
-    with pytest.raises(ValueError, match=r"reward: raised .* for prompt 0"):
-        rewards(lambda p, text: value, [Problem(0, "1=", "1")], [["a", "b"]])
+def _graded(function) -> Reward:
+    return Reward(function, binary=False, checker=None)
 
 
-def test_a_reward_that_raises_is_named_with_its_cause():
-    message = r"reward: raised ZeroDivisionError .* for prompt 0 \('1='\), sample 0"
-    with pytest.raises(ValueError, match=message) as caught:
-        rewards(lambda p, text: 1 / 0, [Problem(0, "1=", "1")], [["a"]])
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+@contextmanager
+def _opened(task: str, **settings: object):
+    config = TaskConfig(name=task, reward_processes=1, **settings)
+    with open_reward(load_task(task, config.options), config.reward_settings) as reward:
+        yield reward
 
 
 def _write(path: Path, *lines: str) -> str:
@@ -434,12 +434,12 @@ def test_a_share_is_held_out_by_the_seed(tmp_path):
     ],
 )
 def test_a_reward_by_name_compares_as_it_says(name, answer, right, wrong):
-    reward = load_reward(load_task("add", {}), name)
     problem = Problem(0, "q", answer)
-    assert reward.binary
-    check_answers(reward, [problem])
-    assert [reward(problem, text) for text in right] == [1.0] * len(right)
-    assert [reward(problem, text) for text in wrong] == [0.0] * len(wrong)
+    with _opened("add", reward=name) as reward:
+        assert reward.binary
+        reward.check_answers([problem])
+        assert reward.values([problem], [right]).tolist() == [[1.0] * len(right)]
+        assert reward.values([problem], [wrong]).tolist() == [[0.0] * len(wrong)]
 
 
 @given(completion=st.one_of(st.text(), st.text("0123456789.,/-$% ")), answer=st.integers(-9999, 9999))
@@ -459,22 +459,32 @@ def test_any_completion_has_a_numeric_reward(completion, answer):
     ],
 )
 def test_an_answer_that_the_reward_cannot_read_is_found_at_the_start(tmp_path, name, answer, message):
-    task = load_task("jsonl", {"file": _write(tmp_path / "a.jsonl", GOOD)})
-    with pytest.raises(ValueError, match=message):
-        check_answers(load_reward(task, name), [Problem(4, "q", "1"), Problem(5, "q", answer)])
+    options = {"file": _write(tmp_path / "a.jsonl", GOOD)}
+    with _opened("jsonl", options=options, reward=name) as reward, pytest.raises(ValueError, match=message):
+        reward.check_answers([Problem(4, "q", "1"), Problem(5, "q", answer)])
+
+
+def test_a_check_of_the_users_refuses_in_its_own_words():
+    problems = [Problem(4, "q", "1"), Problem(5, "q", "odd"), Problem(6, "q", "")]
+    with _opened("add", reward="toy:strict") as reward:
+        reward.check_answers(problems[:1])
+        with pytest.raises(ValueError, match=r"^odd is no answer$"):
+            reward.check_answers(problems[:2])
+        with pytest.raises(ValueError, match=r"reward: its check raised IndexError .* for problem 6 \(''\)"):
+            reward.check_answers(problems[2:])
 
 
 def test_a_reward_says_whether_its_mean_is_an_accuracy():
-    task = load_task("toy:Digits", {})
-    assert not load_reward(task, "").binary
-    assert not load_reward(task, "toy:letters").binary
-    assert all(load_reward(load_task(name, {}), "").binary for name in GENERATED)
-    with pytest.raises(ValueError, match="maths is not known; choose exact, numeric, math or your own"):
-        load_reward(task, "maths")
+    tasks = ("toy:Digits", "toy:letters"), ("toy:Digits", ""), *((name, "") for name in GENERATED)
+    for task, reward_name in tasks:
+        with _opened("toy:Digits" if ":" in task else task, reward=reward_name) as reward:
+            assert reward.binary == (task in GENERATED)
+    message = "maths is not known; choose exact, numeric, math or your own"
+    with pytest.raises(ValueError, match=message), _opened("toy:Digits", reward="maths"):
+        pass
 
 
 def test_a_binary_reward_that_is_graded_is_refused():
-    task = load_task("toy:Digits", {})
-    task.binary, task.reward = True, lambda problem, text: 0.5
-    with pytest.raises(ValueError, match=r"reward: is 0\.5 for prompt 0 .* its `binary` says 0 or 1"):
-        rewards(load_reward(task, ""), task.problems("train")[:1], [["a"]])
+    message = r"reward: is 0\.5 for prompt 4 .* its `binary` says 0 or 1"
+    with _opened("add", reward="toy:strict") as reward, pytest.raises(ValueError, match=message):
+        reward.values([Problem(4, "q", "1")], [["a"]])

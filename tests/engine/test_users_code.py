@@ -21,7 +21,7 @@ from zerokl.engine.runs.run import train
 from zerokl.engine.tasks.base import Problem
 from zerokl.engine.tasks.guard import guarded
 from zerokl.engine.tasks.loading import load_task
-from zerokl.engine.tasks.rewards import open_reward, rewards
+from zerokl.engine.tasks.rewards import Reward, open_reward
 
 # Each of these rewards is `letters` of the module toy, and does something else beside it.
 MODULE = '''
@@ -177,8 +177,8 @@ class Odd:
         return 0.0
 
 
-def no_gradient(r, A, logp, low, high):
-    return r * A, r * 0.0
+def no_gradient(r, A, logp, low, high, r_detached):
+    return r_detached * A, r * 0.0
 
 
 def turns_gradients_off(r, A, logp, low, high):
@@ -229,7 +229,7 @@ def marked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable
 def _table(name: str, texts: list[str], say=print, **settings: object) -> np.ndarray:
     settings = TaskConfig(reward=f"odd:{name}", **{"reward_processes": 2, **settings}).reward_settings
     with open_reward(load_task("add", {}), settings, say) as reward:
-        return rewards(reward, [Problem(7, "1=", "1")], [texts])
+        return reward.values([Problem(7, "1=", "1")], [texts])
 
 
 def test_a_reward_changes_no_bit_of_the_run(config, tmp_path, capfd):
@@ -243,11 +243,10 @@ def test_a_reward_changes_no_bit_of_the_run(config, tmp_path, capfd):
 
 def test_control_the_same_reward_in_this_process_changes_the_weights(config, tmp_path, monkeypatch):
     import odd
-    from zerokl.engine.train import collect
 
     expected = train(config(), tmp_path / "toy")
-    compute = collect.rewards
-    monkeypatch.setattr(collect, "rewards", lambda _, *args: compute(odd.default_dtype, *args))
+    here, values = Reward(odd.default_dtype, binary=False, checker=None), Reward.values
+    monkeypatch.setattr(Reward, "values", lambda _, *args: values(here, *args))
     try:
         run = train(config(exact=False), tmp_path / "here")
     finally:
