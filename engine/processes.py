@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 
 # Options of prctl (linux/prctl.h).
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
@@ -172,7 +173,6 @@ def _children() -> list[int]:
     """This process's children; none where the kernel does not list them."""
     pid = os.getpid()
     try:
-        with open(f"/proc/{pid}/task/{pid}/children") as file:
-            return [int(word) for word in file.read().split()]
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []

@@ -117,6 +117,6 @@ def _write_ledger(file: Path, steps: int, seed: int, settings: dict[str, Any], f
     for step in range(steps):
         other = fork is not None and step >= fork
         quantities = {name: hash_json([name, step, other]) for name in ("tokens", "gradient", "weights")}
-        ledger.append(Line(step, {"seed": seed, "step": step}, quantities))
+        ledger.append(Line(step, {"seed": seed, "step": step}, quantities, updates=step + 1))
     ledger.close()
     return ledger.chain

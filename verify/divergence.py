@@ -97,7 +97,7 @@ def compare_lines(head: Head, a: Line, b: Line) -> Divergence | None:
     for name in [*a.quantities, *(n for n in b.quantities if n not in a.quantities)]:
         if a.quantities.get(name) != b.quantities.get(name):
             return _weights(a.step, name, head.names, a.leaves.get(name), b.leaves.get(name))
-    return None
+    return None if a.updates == b.updates else Divergence(a.step, "updates", "so far", (a.updates, b.updates))
 
 
 def _weights(

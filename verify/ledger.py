@@ -1,8 +1,8 @@
 """The run ledger: one JSON line a step, each chained to the one before by SHA-256.
 
     chain_0     = H(head)           head: hashes of configuration, data and first weights; seed
-    chain_{n+1} = H(chain_n, line)  line: step, random keys, and the hash of every quantity of the step,
-                                    in causal order
+    chain_{n+1} = H(chain_n, line)  line: step, random keys, the hash of every quantity of the step in causal
+                                    order, and the number of updates that the weights have had
 
 H is SHA-256 over canonical JSON. The chain holds the settings that decide bits, by the law, and the bits
 themselves. The environment (versions, device, threads) is recorded beside the chain and is not part of it. So
@@ -37,7 +37,7 @@ from .reading import parse_json
 
 # The name of the file in a run's folder.
 LEDGER = "ledger.jsonl"
-FORMAT = 5
+FORMAT = 6
 # Hexadecimal digits of a leaf: 128 bits, so that two different weights never share one by chance.
 _LEAF = 32
 
@@ -96,12 +96,13 @@ class Line:
     quantities: dict[str, str]  # name -> hash, in causal order
     # Of the quantities that are trees, as far as the setting ledger.detail asks for them.
     leaves: dict[str, list[str]] = field(default_factory=dict)
+    updates: int = 0  # of the weights, from the run's first step on; a skipped one does not count
     notes: dict[str, Any] = field(default_factory=dict)  # recorded, not chained
     chain: str = ""
 
     def chained(self, before: str) -> str:
         """The chain value of this line. `before` is the chain value of the line before it."""
-        return hash_json([before, self.step, self.keys, list(self.quantities.items())])
+        return hash_json([before, self.step, self.keys, list(self.quantities.items()), self.updates])
 
 
 @dataclass
@@ -146,8 +147,13 @@ class LedgerFile:
     @property
     def environment(self) -> dict[str, Any]:
         """The environment in which the run was last started."""
+        return self.starts[-1][1]
+
+    @property
+    def starts(self) -> list[tuple[int, dict[str, Any]]]:
+        """(step, environment) of each start of the run in another environment than before."""
         assert self.head is not None
-        return self.resumed[-1]["environment"] if self.resumed else self.head.environment
+        return [(0, self.head.environment), *((r["step"], r["environment"]) for r in self.resumed)]
 
     def chain_at(self, step: int) -> str | None:
         """The chain value at the start of `step`; None if the ledger does not reach this step."""

@@ -8,14 +8,14 @@ steps, drawn at random, are done again: every bit is compared with the ledger, a
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ...kernels.philox import Stream, permutation
 from ...model.checkpoint import different_companion
 from ...verify.divergence import run_ledger
-from ...verify.ledger import LedgerFile, read_ledger
+from ...verify.ledger import LedgerFile, Line, read_ledger
 from ...verify.reading import shown
 from ..config import Config
 from ..runs.checkpoints import Checkpoint, checked_checkpoint, checkpoint_folders, unchecked
@@ -219,21 +219,18 @@ def _replays(run: _Run, replayer: Replayer, n: int, seed: int) -> Iterator[Findi
     if not recorded or not n:
         return
     steps = sorted(permutation(recorded, seed, Stream.ORDER, 0)[:n].tolist())
-    held_out = HeldOut(replayer.state, replayer.task) if _same_evaluation(run) else None
+    held_out = _held_out(run, replayer)
     # No step is done yet, so this evaluates the model that the run began with.
-    base = held_out.base_metrics() if held_out and steps[0] == 0 else {}
-    if held_out is None:
-        yield Finding(
-            "held-out rewards", "not checked: the run was evaluated in several ways", True, checked=False
-        )
+    base = held_out(0).base_metrics() if steps[0] == 0 else {}
     yield Finding("replays", _plan(run, steps, replayer.passes(steps)), True, checked=False)
     for step in steps:
         faults: list[str] = []
 
         def compare(record: StepRecord, step: int = step, faults: list[str] = faults) -> None:
             if record.metrics["step"] == step:
-                evaluation = None if held_out is None else (base if step == 0 else {}) | held_out.metrics()
-                faults += filter(None, [_logged_fault(run, record, evaluation)])
+                metrics = record.metrics | (base if step == 0 else {}) | held_out(step).metrics()
+                again = replayer.state.recorder.ledger.last
+                faults += filter(None, [_logged_fault(run, replace(record, metrics=metrics), again)])
 
         replay = replayer.replay(step, after=compare)
         if replay.divergence:
@@ -260,35 +257,38 @@ def _seconds(metrics: Mapping[str, Any], name: str) -> float:
     return value if isinstance(value, float) and 0 <= value < math.inf else 0.0
 
 
-def _same_evaluation(run: _Run) -> bool:
-    """Whether the run was evaluated as its configuration says, from its beginning.
+def _held_out(run: _Run, replayer: Replayer) -> Callable[[int], HeldOut]:
+    """Step -> the evaluation that the run had there. A run that goes on may be evaluated in another way."""
 
-    A run that goes on may be evaluated in another way from then on; the ledger notes it.
-    """
-    wanted = {f"process.evaluation.{k}": v for k, v in run.config.evaluation.model_dump().items()}
-    noted = [run.ledger.head.environment, *(entry["environment"] for entry in run.ledger.resumed)]
-    same_end = run.ledger.head.environment.get("process.steps", run.config.steps) == run.config.steps
-    return same_end and all(e.get(key) == value for e in noted for key, value in wanted.items())
+    def evaluated(environment: Mapping[str, Any]) -> HeldOut:
+        noted = {key.removeprefix("process."): value for key, value in environment.items()}
+        own = run.config.evaluation
+        values = {name: noted.get(f"evaluation.{name}", value) for name, value in own.model_dump().items()}
+        changes = {"steps": noted.get("steps", run.config.steps), "evaluation": own.model_copy(update=values)}
+        return HeldOut(replayer.state, replayer.task, run.config.model_copy(update=changes))
+
+    starts = [(first, evaluated(environment)) for first, environment in reversed(run.ledger.starts)]
+    return lambda step: next(held_out for first, held_out in starts if first <= step)
 
 
-def _logged_fault(run: _Run, record: StepRecord, evaluation: Mapping[str, float] | None) -> str | None:
-    """The first field of the logs that is not the one of the step, done again.
+def _logged_fault(run: _Run, record: StepRecord, again: Line) -> str | None:
+    """The first field of logs or ledger that is not the one of the step, done again.
 
-    evaluation: the metrics of the step's evaluations; None where the run was not evaluated as it says.
+    record: with the metrics of the step's evaluations. again: its line of the ledger.
     """
     step, (P, G) = record.metrics["step"], record.rewards.shape
     if (logged := run.rollouts.get(step)) is not None:
-        again = [rollout_line(record, p, g, G) for p in range(P) for g in range(G)]
-        for was, now in zip(logged.lines, again, strict=True):
+        lines = [rollout_line(record, p, g, G) for p in range(P) for g in range(G)]
+        for was, now in zip(logged.lines, lines, strict=True):
             if name := _different(was, now, lambda name: True):
                 place = f"prompt {now['prompt']}, sample {now['sample']}"
                 return f"{ROLLOUTS} has another {name} at {place}: {shown(was.get(name))}"
     if (line := run.metrics.get(step)) is not None:
-        metrics = record.metrics | (evaluation or {})
-        left_out = _MEASURED if evaluation is not None else (*_MEASURED, "eval/")
-        name = _different(line, finite(metrics | record.notes), lambda name: not name.startswith(left_out))
-        if name:
+        metrics = finite(record.metrics | record.notes)
+        if name := _different(line, metrics, lambda name: not name.startswith(_MEASURED)):
             return f"{METRICS} has {name} = {shown(line.get(name))}, the step has {shown(metrics.get(name))}"
+    if name := _different(run.ledger.lines[step].notes, again.notes, lambda name: True):
+        return f"the ledger notes another {name}: {shown(run.ledger.lines[step].notes.get(name))}"
     return None
 
 

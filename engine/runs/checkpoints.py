@@ -23,7 +23,7 @@ from ...model.config import ModelConfig
 from ...model.weights import Layout
 from ...verify.files import manifest_damage
 from ...verify.inputs import open_tensors
-from ...verify.ledger import Head, LedgerFile
+from ...verify.ledger import LedgerFile
 from ...verify.reading import read_json, shown
 from ..config import Config
 from ..parallel.tree_hash import hash_tree
@@ -40,8 +40,6 @@ DAMAGED = ".damaged"
 _MOMENTS = ("first_moment", "second_moment")
 # What the ledger has a hash of, in words.
 _HASHED = {"weights": "weights", "optimizer": "optimizer's moments"}
-# The whole state of a LossScaler.
-_SCALER = ("scale", "clean", "in_a_row")
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ def save_checkpoint(
         "version": state.version,
         "updates": optimizer.updates,
         "chain": state.recorder.ledger.chain,
-        "scaler": {name: getattr(state.scaler, name) for name in _SCALER},
+        "scaler": state.scaler.state,
         "logs": logs,
     }
     texts = extra | {SMALL_FILE: json.dumps(small, indent=1) + "\n"}
@@ -139,7 +137,7 @@ def checked_checkpoint(folder: Path, ledger: LedgerFile) -> tuple[Checkpoint | N
     if ledger.chain_at(checkpoint.step) != checkpoint.chain:
         return None, f"{folder} is not a checkpoint of {ledger.path}"
     try:
-        if wrong := _wrong_state(checkpoint, ledger.head):
+        if wrong := _wrong_state(checkpoint, ledger):
             return None, f"{folder}: {wrong}; the file was altered"
         if not checkpoint.step:  # nothing is in the ledger yet
             return checkpoint, ""
@@ -151,43 +149,32 @@ def checked_checkpoint(folder: Path, ledger: LedgerFile) -> tuple[Checkpoint | N
     return checkpoint, ""
 
 
-def _wrong_state(checkpoint: Checkpoint, head: Head) -> str | None:
-    """What in the small files of a checkpoint is not what follows from the ledger's head; None if all is.
+def _wrong_state(checkpoint: Checkpoint, ledger: LedgerFile) -> str | None:
+    """What in the small files of a checkpoint is not what the ledger says; None if all is.
 
     Raises ValueError for a config.json that is no model's.
     """
+    settings = ledger.head.settings
     for name, value in architecture(ModelConfig.from_file(checkpoint.folder)).items():
-        if (was := head.settings.get(f"model.{name}")) != json.loads(json.dumps(value)):
+        if (was := settings.get(f"model.{name}")) != json.loads(json.dumps(value)):
             return f"{name} is {shown(value)} in config.json, and {shown(was)} in the ledger"
     task = read_json(checkpoint.folder / TASK_FILE)
-    if task != {"task": head.settings["task.name"], "options": head.settings["task.options"]}:
+    if task != {"task": settings["task.name"], "options": settings["task.options"]}:
         return f"{TASK_FILE} names another task than the ledger"
-    if not known_counters(head):
-        return None
-    updates = checkpoint.step * head.settings["updates_per_rollout"]
-    counters = {"updates": updates, "version": updates, "scale": 1.0, "clean": updates, "in_a_row": 0}
+    line = ledger.lines[checkpoint.step - 1] if checkpoint.step else None
+    updates, scaler = (line.updates, line.notes["scaler"]) if line else (0, {"clean": 0, "in_a_row": 0})
+    counters = {"updates": updates, "version": updates} | scaler
     held = checkpoint.scaler | {"updates": checkpoint.updates, "version": checkpoint.version}
-    wrong = next((name for name, value in counters.items() if held.get(name) != value), None)
-    return (
-        wrong
-        and f"{wrong} is {held.get(wrong)} in {SMALL_FILE}, and {counters[wrong]} follows from the steps"
-    )
+    for name, value in counters.items():
+        if held.get(name) != value:
+            return f"{name} is {held.get(name)} in {SMALL_FILE}, and {value} in the ledger"
+    return None
 
 
 def unchecked(checkpoint: Checkpoint, ledger: LedgerFile) -> list[str]:
-    """What of an intact checkpoint the ledger says nothing about."""
+    """What of an intact checkpoint the ledger has no hash of."""
     hashes = ledger.lines[checkpoint.step - 1].quantities if checkpoint.step else {}
-    names = [words for name, words in _HASHED.items() if checkpoint.step and name not in hashes]
-    return names if known_counters(ledger.head) else [*names, "the counters of updates and loss scale"]
-
-
-def known_counters(head: Head) -> bool:
-    """Whether the counters of a checkpoint follow from the number of its steps.
-
-    They do where no loss is scaled: then no update is ever skipped.
-    """
-    scaling, dtype = head.environment.get("process.precision.scaling"), head.settings["dtype"]
-    return scaling == "off" or (scaling == "auto" and dtype != "float16")
+    return [words for name, words in _HASHED.items() if checkpoint.step and name not in hashes]
 
 
 def usable_checkpoint(folder: Path, ledger: LedgerFile, config: Config) -> tuple[Checkpoint | None, str]:
@@ -246,8 +233,7 @@ def restore(state: TrainState, checkpoint: Checkpoint) -> None:
     with _moments(checkpoint.folder, optimizer.layout) as moments:
         for moment, stored in zip(optimizer.moments, moments, strict=True):
             moment.copy_(stored[optimizer.slices.own])
-    for name in _SCALER:
-        setattr(state.scaler, name, checkpoint.scaler[name])
+    state.scaler.load(checkpoint.scaler)
     optimizer.updates = checkpoint.updates
     master = read_weights(checkpoint.folder, state.policy.layout)
     _begin_at(state, master, checkpoint.step, checkpoint.version)

@@ -2,6 +2,7 @@
 
 from ...kernels.philox import Stream
 from ...verify.reading import shown
+from ..config import Config
 from ..rollout.evaluate import Evaluation, evaluate
 from ..rollout.types import GenerationParams, RngKey
 from ..tasks.base import Task
@@ -14,11 +15,13 @@ from .setup import check_prompt_lengths
 class HeldOut:
     """The held-out problems of a run; none where evaluation is off.
 
+    config: says how they are evaluated; the state's own where none is given.
+
     Raises ValueError for a prompt that is too long, and for an answer that the reward cannot read.
     """
 
-    def __init__(self, state: TrainState, task: Task):
-        config = state.config
+    def __init__(self, state: TrainState, task: Task, config: Config | None = None):
+        self._config = config = config or state.config
         problems = problems_of(task, config.task.name, "held_out")[: config.evaluation.problems]
         self._state, self._problems = state, problems if config.evaluation.every else []
         self._prompt_ids = state.tokenizer.encode_problems(self._problems, task.chat)
@@ -37,7 +40,7 @@ class HeldOut:
 
         Of a reward that is 0 or 1, the accuracy as well.
         """
-        done, cfg = self._state.step, self._state.config
+        done, cfg = self._state.step, self._config
         if not self._problems or not (done == cfg.steps or done % cfg.evaluation.every == 0):
             return {}
         result = self._evaluate()
@@ -46,7 +49,7 @@ class HeldOut:
 
     def _evaluate(self) -> Evaluation:
         """The rewards of the current policy. Their random keys are of a stream that training never uses."""
-        state, cfg = self._state, self._state.config
+        state, cfg = self._state, self._config
         sampling_params = cfg.sampling.sampling_params._replace(temperature=cfg.evaluation.temperature)
         generation_params = GenerationParams(
             sampling_params, cfg.evaluation.num_generations, cfg.sampling.max_tokens, state.tokenizer.stop_ids

@@ -13,6 +13,8 @@ from ...verify.files import check_in_place, check_writable, naming, write_whole
 from ...verify.inputs import read_bytes
 from ...verify.ledger import LEDGER
 from ...verify.reading import one_line
+from ..config import Config
+from ..config_file import to_toml
 from ..train.state import StepRecord
 from .held_out import held_out_curve
 from .rollout_lines import rollout_line
@@ -107,14 +109,17 @@ class _Log:
 class RunFolder:
     """The files of a run in the folder `path`."""
 
-    def __init__(self, path: Path, config_toml: str):
+    def __init__(self, path: Path):
         """`trackers` can be set later."""
         self.path = path
         (path / FAILED).unlink(missing_ok=True)
-        write_whole(path / "config.toml", config_toml.encode())
         self._metrics = _Log(path / METRICS)
         self._rollouts = _Log(path / ROLLOUTS)
         self.trackers: Trackers | None = None
+
+    def write_config(self, config: Config) -> None:
+        """Write the whole resolved configuration."""
+        write_whole(self.path / "config.toml", to_toml(config).encode())
 
     def record(self, record: StepRecord, extra: dict[str, float]) -> None:
         """Append the metrics and rollouts of a finished step. extra: further metrics of it."""

@@ -109,14 +109,22 @@ def run_head(state: TrainState, process: Mapping[str, Any]) -> Head:
 def altered_free_setting(config: Config, ledger: LedgerFile) -> str | None:
     """The first free setting that is not that of the run's last start, in words; None if none is.
 
-    config: of the run's folder. The ledger notes the free settings of each start beside its chain.
+    config: of the run's folder. The ledger notes the free settings of each start beside its chain, before
+    config.toml is written. So until the next step the settings of the start before are right as well.
     """
-    noted = ledger.environment
-    for key, value in flat_settings(config).items():
-        name = f"process.{key}"
-        if name in noted and noted[name] != value:
-            return f"{key} is {shown(value)}, and {shown(noted[name])} in {ledger.path}: the file was altered"
+    (step, environment), *before = reversed(ledger.starts)
+    if before and step == len(ledger.lines) and not _altered(config, before[0][1]):
+        return None
+    if key := _altered(config, environment):
+        values = f"{shown(flat_settings(config)[key])}, and {shown(environment[f'process.{key}'])}"
+        return f"{key} is {values} in {ledger.path}: the file was altered"
     return None
+
+
+def _altered(config: Config, environment: Mapping[str, Any]) -> str | None:
+    """The first free setting that is another one in this environment of a start."""
+    settings = flat_settings(config).items()
+    return next((k for k, v in settings if environment.get(f"process.{k}", v) != v), None)
 
 
 def architecture(config: ModelConfig) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from ...verify.ledger import LEDGER
 from ...verify.reading import json_ready
 from ..compatibility import check_settings
 from ..config import Config
-from ..config_file import to_toml
 from ..loss.surrogate_check import check_surrogate
 from ..parallel.data_parallel import RankedReward
 from ..parallel.process_group import Ranks, join_ranks, world_size
@@ -258,13 +257,17 @@ def _open_folder(state: TrainState, path: Path, resumption: Resumption | None) -
     if not state.ranks.first:
         state.recorder = Recorder(None, head, config.ledger, state.optimizer, ledger)
         return NoFolder()
-    folder = RunFolder(path, to_toml(config))
+    folder = RunFolder(path)
+    if ledger is None:
+        folder.write_config(config)
     state.recorder = Recorder(path / LEDGER, head, config.ledger, state.optimizer, ledger)
     done = resumption.step if resumption else None
     settings = flat_settings(config)
     folder.trackers = Trackers(config.tracking, path, config.steps, done, settings, head.environment)
     if ledger is not None and head.environment != ledger.environment:
         state.recorder.ledger.resumed(state.step, head.environment)
+    if ledger is not None:  # after the ledger's note of it: a kill between the two is then no forgery
+        folder.write_config(config)
     return folder
 
 

@@ -16,7 +16,7 @@ the scale by `backoff` at an overflow, and doubles it after `growth_interval` up
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -44,16 +44,22 @@ class Update:
 
 
 class LossScaler:
-    """The scale of the loss.
-
-    Its whole state: `scale`, `clean` (updates since the scale last changed) and `in_a_row` (overflows).
-    """
+    """The scale of the loss."""
 
     def __init__(self, cfg: PrecisionConfig, dtype: torch.dtype):
         self.cfg = cfg
         self.kind = cfg.scaling if cfg.scaling != "auto" else ("dynamic" if dtype == torch.float16 else "off")
         self.scale = 1.0 if self.kind == "off" else cfg.scale
         self.clean = self.in_a_row = 0
+
+    @property
+    def state(self) -> dict[str, float]:
+        """The whole state: the scale, the updates since it last changed, and the overflows in a row."""
+        return {"scale": self.scale, "clean": self.clean, "in_a_row": self.in_a_row}
+
+    def load(self, state: Mapping[str, float]) -> None:
+        """Take over a state."""
+        self.scale, self.clean, self.in_a_row = state["scale"], state["clean"], state["in_a_row"]
 
     @property
     def on(self) -> bool:

@@ -1,7 +1,7 @@
 """Writes the run's ledger (verify/ledger.py): the hash of each quantity of a step."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -73,10 +73,17 @@ class Recorder:
         self._keep(self._updates, f"gradient{suffix}", slices.hash_tree(hashing))
         self._seconds += time.perf_counter() - began_s
 
-    def record(self, step: int, rollouts: Sequence[Rollout], rewards: np.ndarray, A: np.ndarray) -> float:
+    def record(
+        self,
+        step: int,
+        rollouts: Sequence[Rollout],
+        rewards: np.ndarray,
+        A: np.ndarray,
+        scaler: Mapping[str, float],
+    ) -> float:
         """Write the line of a finished step. Returns the seconds that the step's hashing took.
 
-        rewards, A (advantages): [P, G].
+        rewards, A (advantages): [P, G]. scaler: the state of the loss scaler after the step.
         """
         began_s = time.perf_counter()
         first_logprobs = {name: h for name, h in self._updates.items() if name == "trainer_logprobs"}
@@ -89,7 +96,9 @@ class Recorder:
         if (step + 1) % self._config.state_every == 0:
             self._hash_state(quantities)
         keys = {"seed": self.head.seed, "step": step}
-        self.ledger.append(Line(step, keys, quantities, self._leaves, {"loss_scale": self._scales}))
+        # By the law the scale decides no bit, so it is not chained. Checkpoints are compared with it.
+        notes = {"loss_scale": self._scales, "scaler": dict(scaler)}
+        self.ledger.append(Line(step, keys, quantities, self._leaves, self._optimizer.updates, notes))
         seconds = self._seconds + time.perf_counter() - began_s
         self._updates, self._leaves, self._scales, self._seconds = {}, {}, [], 0.0
         return seconds

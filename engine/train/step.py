@@ -76,7 +76,8 @@ def train_step(state: TrainState, observer: StepObserver | None = None) -> StepR
     metrics |= rollout_metrics(batch) | {"tokens": monitor.tokens}
     A = step.advantages.reshape(batch.rewards.shape)
     if state.recorder:  # hashes of tokens, logprobs, gradients, weights
-        metrics["time/ledger_s"] = state.recorder.record(state.step, batch.rollouts, batch.rewards, A)
+        rows = batch.rollouts, batch.rewards, A
+        metrics["time/ledger_s"] = state.recorder.record(state.step, *rows, state.scaler.state)
         state.recorder.check_ranks()
     times = {"time/sample_s": sampled_s - began_s, "time/train_s": time.perf_counter() - sampled_s}
     times |= state.stopwatch.seconds()

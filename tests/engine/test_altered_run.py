@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from zerokl.cli import main
 from zerokl.engine.commands.verify_run import Finding, verify_run
 from zerokl.engine.runs.checkpoints import open_checkpoint
+from zerokl.engine.runs.folder import RunFolder
 from zerokl.engine.runs.resume import derived_summary
 from zerokl.engine.runs.run import resume, train
 from zerokl.engine.runs.summary import write_summary
-from zerokl.verify.files import MANIFEST, write_manifest
+from zerokl.verify.files import MANIFEST, hash_json, write_manifest
 from zerokl.verify.ledger import read_ledger
 
 from tests.helpers import property_settings
@@ -239,7 +240,7 @@ def test_an_emptied_configuration_is_refused_first(cut, tmp_path, capsys, conten
         assert main([*words, str(path)]) == 2
         error = capsys.readouterr().err
         assert len(error.splitlines()) == 1
-        assert "config.toml lacks " in error
+        assert ("config.toml sets no key" if not content else "config.toml lacks ") in error
     assert contents(path) == before
 
 
@@ -267,7 +268,7 @@ FORGED = {
     "updates": ("trainer/state.json", lambda x: x.update(updates=x["updates"] + 500)),
     "version": ("trainer/state.json", lambda x: x.update(version=x["version"] + 1)),
     "scale": ("trainer/state.json", lambda x: x["scaler"].update(scale=2.0)),
-    "clean": ("trainer/state.json", lambda x: x["scaler"].update(clean=0)),
+    "clean": ("trainer/state.json", lambda x: x["scaler"].update(clean=x["scaler"]["clean"] + 1)),
     "in_a_row": ("trainer/state.json", lambda x: x["scaler"].update(in_a_row=1)),
     "rms_norm_eps": ("config.json", lambda x: x.update(rms_norm_eps=1e-3)),
     "task.json": ("task.json", lambda x: x["options"].update(max_value=8)),
@@ -287,6 +288,78 @@ def test_a_checkpoint_whose_small_files_are_forged_is_found(run, cut, tmp_path, 
     if what != "tokenizer.json":
         assert (path / "ledger.jsonl").read_bytes() == (run / "ledger.jsonl").read_bytes()
         assert failed(verify_run(path, 0, 0, {})) == []
+
+
+@pytest.fixture(scope="module")
+def skipping(config, tmp_path_factory) -> Path:
+    """A run whose loss scale grows until an update overflows and is skipped."""
+    path = tmp_path_factory.mktemp("skipping") / "run"
+    scale = {"scaling": "dynamic", "scale": 2.0**22, "growth_interval": 1}
+    settings = {f"precision__{name}": value for name, value in scale.items()}
+    train(config(steps=STEPS, checkpoint__every=2, dtype="float16", **settings), path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["updates", "version", "scale", "clean", "in_a_row"])
+def test_counters_of_a_run_with_skipped_updates_are_bound(skipping, tmp_path, name):
+    assert failed(verify_run(skipping, STEPS, 0, {})) == []
+    updates = [line.updates for line in read_ledger(skipping / "ledger.jsonl").lines]
+    assert 0 < updates[-1] < STEPS, "some updates were skipped"
+    path = tmp_path / "run"
+    shutil.copytree(skipping, path)
+    _forge(path / "checkpoints" / "step-000004", *FORGED[name])
+    (line,) = failed(verify_run(path, 0, 0, {}))
+    assert re.search(rf"step-000004: .*{name} is .*, and .* in the ledger; the file was altered$", line)
+
+
+def test_a_scale_that_is_forged_in_checkpoint_and_ledger_is_found_by_the_replay(skipping, tmp_path):
+    path = tmp_path / "run"
+    shutil.copytree(skipping, path)
+    _forge(path / "checkpoints" / "step-000004", *FORGED["scale"])
+    lines = [json.loads(line) for line in (path / "ledger.jsonl").read_text().splitlines()]
+    lines[4]["notes"]["scaler"]["scale"] = 2.0
+    lines[4]["sum"] = hash_json({name: value for name, value in lines[4].items() if name != "sum"})
+    (path / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    faults = failed(verify_run(path, STEPS, 0, {}))
+    assert any(line.startswith("replay of step 3: the ledger notes another scaler") for line in faults), (
+        faults
+    )
+
+
+def test_held_out_rewards_of_a_run_that_was_evaluated_in_several_ways_are_checked(cut, tmp_path):
+    path = tmp_path / "run"
+    shutil.copytree(cut, path)
+    resume(path, {"evaluation.every": 1, "evaluation.num_generations": 2, "evaluation.temperature": 1.0})
+    findings = list(verify_run(path, STEPS, 0, {}))
+    assert failed(findings) == []
+    assert [f.what for f in findings if not f.checked] == ["replays"]
+    for step in (0, 4):  # evaluated in the first way, and in the second
+        forged = tmp_path / f"step {step}"
+        shutil.copytree(path, forged)
+        lines = (forged / "metrics.jsonl").read_text().splitlines()
+        name = "eval/reward" if step else "eval/base_reward"
+        values = json.loads(lines[step])
+        lines[step] = json.dumps(values | {name: math.nextafter(values[name], 2.0)})
+        (forged / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        faults = failed(verify_run(forged, STEPS, 0, {}))
+        assert any(line.startswith(f"replay of step {step}: metrics.jsonl has {name}") for line in faults), (
+            faults
+        )
+
+
+def test_a_kill_between_the_note_of_a_resume_and_config_toml_is_no_forgery(cut, tmp_path, monkeypatch):
+    path = tmp_path / "run"
+    shutil.copytree(cut, path)
+    monkeypatch.setattr(RunFolder, "write_config", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        resume(path, {"evaluation.every": 3})
+    monkeypatch.undo()
+    assert failed(verify_run(path, 0, 0, {})) == []
+    config = path / "config.toml"
+    config.write_text(re.sub(r"(\[evaluation\]\nevery = )2", r"\g<1>4", config.read_text()))
+    assert len(failed(verify_run(path, 0, 0, {}))) == 1
+    resume(path)
+    assert failed(verify_run(path, 0, 0, {})) == []
 
 
 def test_a_forged_accuracy_is_found_although_a_free_setting_was_changed_too(run, tmp_path):

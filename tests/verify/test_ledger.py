@@ -42,6 +42,7 @@ def _line(step: int, scale: float = 1.0) -> Line:
         {"seed": 1, "step": step},
         {"tokens": digest_ids([[step]]), "gradient": tree.root},
         {"gradient": tree.leaves},
+        step + 1,
         {"scale": scale},
     )
 
