@@ -7,8 +7,8 @@ from importlib import import_module
 
 import cyclopts
 
-from ..engine.command_line import error_message, failure_line, foreseen, memory_ran_out, spelt_out
 from .app import app
+from .command_line import error_message, failure_line, foreseen, memory_ran_out, spelt_out
 from .exit_codes import ExitCode
 
 for _name in ("runs", "models", "checks", "audits"):  # each registers its commands; help keeps this order

@@ -3,16 +3,30 @@
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
-from cyclopts import App, Parameter
+from cyclopts import App, Group, Parameter
+from pydantic import create_model
 
-from ..engine.command_line import version_line
 from ..engine.config import Config
 from ..engine.config_file import preset_names
-from ..engine.runs.output import PipedConsole
+from ..engine.display.output import PipedConsole
+from ..engine.section import Section
+from .command_line import version_line
+
+
+def _grouped(config: type[Config]) -> type[Config]:
+    """The configuration, each section of which is a group of the help under the section's docstring."""
+    fields: dict[str, Any] = {}
+    for name, field in config.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            group = Group(name, help=field.annotation.__doc__ or "")
+            fields[name] = (Annotated[field.annotation, Parameter(group=group)], field.default)
+    return create_model("Config", __base__=config, **fields)
+
+
+Settings = Annotated[_grouped(Config), Parameter(name="*")]
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
-Settings = Annotated[Config, Parameter(name="*")]
 TaskOptions = Annotated[dict[str, str] | None, Parameter(name="task.options")]
 TaskReward = Annotated[str, Parameter(name="task.reward")]
 Preset = Literal[tuple(preset_names())]  # type: ignore[valid-type]

@@ -99,7 +99,7 @@ def audit(
     from ..engine.commands.audit.command import free_folder, run_audit
     from ..engine.commands.audit.config import AuditConfig
     from ..engine.commands.audit.over_run import audit_run
-    from ..engine.runs.progress import Stages
+    from ..engine.display.progress import Stages
     from ..kernels.sampling_params import SamplingParams
 
     for name, value in (("max_k3", max_k3), ("max_abs", max_abs)):
@@ -171,7 +171,7 @@ def _show(result: "Audit", folder: Path, tolerances: Tolerances, summary: str) -
         worst_table,
     )
     from ..engine.commands.audit.verdict import verdict
-    from ..engine.runs.terminal import console
+    from ..engine.display.terminal import console
 
     report, band = result.report, tolerances.band
     write_reports(report, folder)
@@ -198,7 +198,7 @@ def _show_run(of_run: "RunAudit", folder: Path, tolerances: Tolerances) -> int:
     from ..engine.commands.audit.over_run import sentences
     from ..engine.commands.audit.page import run_page
     from ..engine.commands.audit.tables import settings_table, steps_table
-    from ..engine.runs.terminal import console
+    from ..engine.display.terminal import console
 
     words = list(sentences(of_run.report))
     write_json(of_run.report, folder)

@@ -4,9 +4,9 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..engine.command_line import given_settings
 from ..verify.files import check_writable
 from .app import NO_SETTINGS, Device, Dtype, Settings, command, verify_app
+from .command_line import given_settings
 from .exit_codes import ExitCode
 
 
@@ -36,8 +36,8 @@ def verify(
         case: Folder of a saved mismatch (RUN/mismatch). Its rollouts are scored again, instead of the checks.
     """
     from ..engine.commands.verify import check_case, check_law, count_checks
-    from ..engine.runs.progress import Display
-    from ..engine.runs.terminal import check_table, console
+    from ..engine.display.progress import Display
+    from ..engine.display.terminal import check_table, console
     from ..kernels.backend import find_device
 
     if case:
@@ -85,7 +85,7 @@ def verify_run(
         draw: Seed of this draw; by default every call draws other steps.
     """
     from ..engine.commands.verify_run import verify_run
-    from ..engine.runs.terminal import console
+    from ..engine.display.terminal import console
 
     seed = int.from_bytes(os.urandom(4)) if draw is None else draw
     holds = True
@@ -137,7 +137,7 @@ def replay(
         update: Update of the step that is traced; a step has updates_per_rollout of them, from 0.
     """
     from ..engine.commands.replay import Replayer
-    from ..engine.runs.terminal import console
+    from ..engine.display.terminal import console
 
     if trace and not trace.endswith(".safetensors"):
         raise ValueError(f"replay: --trace ({trace}) must end with .safetensors")

@@ -2,7 +2,7 @@
 
 from enum import IntEnum
 
-from ..engine.runs.output import OUTPUT_CLOSED
+from ..engine.display.output import OUTPUT_CLOSED
 
 
 class ExitCode(IntEnum):

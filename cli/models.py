@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from ..engine.command_line import toml_values
 from .app import Count, Device, Dtype, TaskOptions, TaskReward, command
+from .command_line import toml_values
 from .exit_codes import ExitCode
 
 
@@ -40,8 +40,8 @@ def sample(
         chat: Put the prompt through the tokenizer's chat template.
         system: System prompt before it; with chat.
     """
+    from ..engine.display.terminal import console
     from ..engine.policy import load_policy
-    from ..engine.runs.terminal import console
 
     policy = load_policy(model, dtype, device)
     rollouts = policy.sample(
@@ -95,8 +95,8 @@ def evaluate(
         device: Where to compute; auto is a GPU where there is one.
     """
     from ..engine.config import TaskConfig
+    from ..engine.display.terminal import console
     from ..engine.policy import load_policy
-    from ..engine.runs.terminal import console
 
     policy = load_policy(model, dtype, device)
     evaluation = policy.evaluate(
@@ -129,7 +129,7 @@ def weights(a: str, b: str = "", /, *, out: str = "") -> int:
         out: File for the hashes of the first, where there is no second (.json); it must not exist.
     """
     from ..engine.commands.weights import compare_hashes, read_hashes, write_hashes
-    from ..engine.runs.terminal import console
+    from ..engine.display.terminal import console
 
     if bool(b) == bool(out):
         raise ValueError("weights: name a second model, or --out for the hashes of one")
@@ -161,7 +161,7 @@ def variants(model: str, /, *, dtype: Dtype = "float32", device: Device = "auto"
     from rich.table import Table
 
     from ..engine.commands.variants import compare_ways, vocabulary
-    from ..engine.runs.terminal import console
+    from ..engine.display.terminal import console
     from ..engine.tasks.tokenizer import Tokenizer
     from ..kernels.backend import find_device
     from ..model.checkpoint import resolve_model

@@ -3,10 +3,10 @@
 import sys
 from pathlib import Path
 
-from ..engine.command_line import failure_line, given_settings, toml_values
 from ..engine.config_file import load_config
 from ..verify.reading import one_line
 from .app import NO_SETTINGS, Preset, Settings, TaskOptions, command
+from .command_line import failure_line, given_settings, toml_values
 from .exit_codes import ExitCode
 
 # Lines about differences that `zerokl ablate` prints; its page has all of them.
@@ -32,8 +32,8 @@ def init(
         preset: Size of the model: tiny or small.
         seed: Seed of the weights and of the order of the examples.
     """
+    from ..engine.display.terminal import console
     from ..engine.runs.init import initialise
-    from ..engine.runs.terminal import console
 
     report = initialise(Path(out), task, toml_values(task_options), preset, seed)
     console.print(
@@ -66,11 +66,11 @@ def train(
         profile: A step of which a torch profiler's trace is written to the folder profile of the run. It
             decides no bit.
     """
+    from ..engine.display.interrupt import StoppedError
+    from ..engine.display.terminal import console
     from ..engine.runs.ending import after_interrupt, after_stop, figures, next_commands
-    from ..engine.runs.interrupt import StoppedError
     from ..engine.runs.run import resume as resume_run
     from ..engine.runs.run import train as start_run
-    from ..engine.runs.terminal import console
     from ..engine.train.monitor import MismatchError
     from ..verify.ledger import LEDGER
 
@@ -115,14 +115,14 @@ def ablate(grid: str, /, *, out: str | None = None, jobs: int = 1) -> int:
     After an interruption the same command goes on where it was. It keeps the runs that have ended.
 
     Args:
-        grid: TOML file with seeds, [set], [grid] and [variants] (engine/commands/ablation_grid.py shows one).
+        grid: TOML file with seeds, [set], [grid] and [variants]; engine/commands/ablations/grid.py shows one.
         out: Folder of the runs, of ablation.json and of the plots.
         jobs: Runs side by side, each in a process with its share of the threads. It changes no bit.
     """
-    from ..engine.commands.ablate import ablate
-    from ..engine.commands.ablation_effects import effect_lines
-    from ..engine.commands.ablation_report import result_table
-    from ..engine.runs.terminal import console
+    from ..engine.commands.ablations.ablate import ablate
+    from ..engine.commands.ablations.effects import effect_lines
+    from ..engine.commands.ablations.report import result_table
+    from ..engine.display.terminal import console
     from ..verify.reading import one_line
 
     if not out:
@@ -153,7 +153,7 @@ def report(runs: tuple[str, ...] = (), /, *, out: str | None = None) -> int:
         out: File to write; by default report.html in the folder, and in the working directory for several.
     """
     from ..engine.commands.report.page import write_report
-    from ..engine.runs.terminal import console
+    from ..engine.display.terminal import console
 
     console.print(f"report {write_report(runs, out)}")
     return 0
@@ -180,7 +180,7 @@ def _write_report(folder: str | Path) -> None:
     Where it cannot be written, a line says so: what was computed is complete without it.
     """
     from ..engine.commands.report.page import write_report
-    from ..engine.runs.terminal import console
+    from ..engine.display.terminal import console
 
     if console.quiet:
         return

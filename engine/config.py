@@ -6,8 +6,7 @@ compatibility.py says which settings go together.
 
 from typing import Annotated, Any, Literal
 
-from cyclopts import Group, Parameter
-from pydantic import AfterValidator, BaseModel, Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from ..kernels.sampling_params import SamplingParams
 from .loss.config import LossConfig
@@ -17,12 +16,6 @@ from .tasks.rewards import RewardSettings
 
 # Sections whose keys zerokl does not define.
 FREE_SECTIONS = ("task.options", "vllm.engine")
-
-
-def section(model: type[BaseModel]) -> Parameter:
-    """The group in which the help shows a section's settings, under the section's docstring."""
-    name = model.__name__.removesuffix("Config").lower()
-    return Parameter(group=Group(name, help=model.__doc__ or ""))
 
 
 def _in_range(temperature: float) -> float:
@@ -275,17 +268,17 @@ class Config(Section):
     extras of the package. Each library takes its own environment variables. It changes no bit.
     """
 
-    task: Annotated[TaskConfig, section(TaskConfig)] = TaskConfig()
-    sampling: Annotated[SamplingConfig, section(SamplingConfig)] = SamplingConfig()
-    loss: Annotated[LossConfig, section(LossConfig)] = LossConfig()
-    optimizer: Annotated[OptimizerConfig, section(OptimizerConfig)] = OptimizerConfig()
-    precision: Annotated[PrecisionConfig, section(PrecisionConfig)] = PrecisionConfig()
-    evaluation: Annotated[EvaluationConfig, section(EvaluationConfig)] = EvaluationConfig()
-    checkpoint: Annotated[CheckpointConfig, section(CheckpointConfig)] = CheckpointConfig()
-    ledger: Annotated[LedgerConfig, section(LedgerConfig)] = LedgerConfig()
-    native: Annotated[NativeConfig, section(NativeConfig)] = NativeConfig()
-    vllm: Annotated[VllmConfig, section(VllmConfig)] = VllmConfig()
-    perturb: Annotated[PerturbConfig, section(PerturbConfig)] = PerturbConfig()
+    task: TaskConfig = TaskConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    loss: LossConfig = LossConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    ledger: LedgerConfig = LedgerConfig()
+    native: NativeConfig = NativeConfig()
+    vllm: VllmConfig = VllmConfig()
+    perturb: PerturbConfig = PerturbConfig()
 
     @property
     def samples_older_weights(self) -> bool:

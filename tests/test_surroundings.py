@@ -15,7 +15,7 @@ import pytest
 import transformers
 from safetensors.torch import load_file, save_file
 from zerokl.cli import main
-from zerokl.engine.command_line import failure_line
+from zerokl.cli.command_line import failure_line
 from zerokl.engine.runs import run as run_module
 
 from tests.random_model import ONE_LAYER, random_model

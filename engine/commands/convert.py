@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from ...verify.inputs import read_text
-from ..runs.terminal import console
+from ..display.terminal import console
 from .audit.formats.registry import find_format, log_files, read_rollouts
 from .audit.formats.zerokl import as_row
 

@@ -7,9 +7,9 @@ from ...verify.bitwise import ulp_words
 from ...verify.divergence import Comparison, compare_runs, open_run
 from ...verify.inputs import read_bytes
 from ...verify.reading import one_line, shown
+from ..display.terminal import console
 from ..runs.folder import ROLLOUTS
 from ..runs.rollout_lines import parse_rollout
-from ..runs.terminal import console
 from .log_diff import diff_logs, is_log
 from .trace import compare_trace_files, is_trace
 

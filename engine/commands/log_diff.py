@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from ...verify.ledger import LEDGER
-from ..runs.terminal import console
+from ..display.terminal import console
 from .audit.formats.record import LoggedRollout
 from .audit.formats.registry import holds_logs, read_rollouts
 from .metrics_diff import diff_metrics, is_metrics

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...verify.divergence import Divergence, compare_heads, compare_lines, open_run
 from ...verify.ledger import LedgerFile
+from ..display.terminal import console
 from ..parallel.workers import use_threads
 from ..runs.base_model import base_model
 from ..runs.checkpoints import (
@@ -20,7 +21,6 @@ from ..runs.checkpoints import (
 from ..runs.head import run_head
 from ..runs.resume import run_config
 from ..runs.setup import make_state
-from ..runs.terminal import console
 from ..tasks.loading import load_task
 from ..tasks.rewards import open_reward
 from ..train.recorder import Recorder

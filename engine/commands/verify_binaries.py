@@ -10,8 +10,8 @@ from ...kernels.backend import INTERPRETED
 from ...kernels.compiled_cases import configurations
 from ...verify.binaries import TARGETS, Binary, as_table, compile_launch, faults, inspect
 from ...verify.reading import read_json
-from ..runs.progress import Display
-from ..runs.terminal import console
+from ..display.progress import Display
+from ..display.terminal import console
 
 # Registers and shared memory of every binary, for each version of Triton: another version allocates other
 # numbers. The versions are those that torch for CUDA comes with (torch 2.11: Triton 3.6.0, 2.13: 3.7.1,

@@ -18,12 +18,12 @@ from ...verify.divergence import run_ledger
 from ...verify.ledger import LedgerFile, Line, read_ledger
 from ...verify.reading import shown
 from ..config import Config
+from ..display.progress import duration
 from ..runs.checkpoints import Checkpoint, checked_checkpoint, checkpoint_folders, unchecked
 from ..runs.evaluation import HeldOut
 from ..runs.folder import METRICS, ROLLOUTS, finite
 from ..runs.head import altered_free_setting
 from ..runs.logs import Log, read_log
-from ..runs.progress import duration
 from ..runs.resume import derived_summary, run_config
 from ..runs.rollout_lines import rollout_line
 from ..runs.summary import numbers, read_summary, wrong_fields

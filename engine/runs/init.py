@@ -25,6 +25,8 @@ from ...model.scoring import logprobs, pack
 from ...model.weights import Layout
 from ...verify.files import check_writable
 from ..config import OptimizerConfig, TaskConfig
+from ..display.progress import Display
+from ..display.terminal import console
 from ..parallel.partition import virtual_shards
 from ..parallel.workers import ParallelSampler, Workers, automatic
 from ..rollout.evaluate import evaluate
@@ -36,8 +38,6 @@ from ..tasks.rewards import Reward, open_reward
 from ..tasks.tokenizer import Tokenizer, character_tokenizer
 from ..train.collect import step_problems
 from ..train.optimizer import Optimizer
-from .progress import Display
-from .terminal import console
 
 # The warm start ends when a sampled completion solves this share of the training problems.
 TARGET = 0.5

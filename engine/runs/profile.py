@@ -13,8 +13,8 @@ from pathlib import Path
 from torch.profiler import ProfilerActivity, profile
 
 from ...verify.files import first_free
+from ..display.terminal import console
 from ..train.state import TrainState
-from .terminal import console
 
 FOLDER = "profile"
 

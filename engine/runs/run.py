@@ -15,6 +15,9 @@ from ...verify.ledger import LEDGER
 from ...verify.reading import json_ready
 from ..compatibility import check_settings
 from ..config import Config
+from ..display.interrupt import FirstInterrupt, StoppedError
+from ..display.progress import Display, Field
+from ..display.terminal import console
 from ..loss.surrogate_check import check_surrogate
 from ..parallel.data_parallel import RankedReward
 from ..parallel.process_group import Ranks, join_ranks, world_size
@@ -35,13 +38,10 @@ from .evaluation import HeldOut
 from .folder import NoFolder, RunFolder, plot_reward, refuse_taken
 from .head import flat_settings, run_head
 from .held_out import BASE_REWARD, MEAN_REWARD, held_out_name
-from .interrupt import FirstInterrupt, StoppedError
 from .profile import check_profiled_step, profiled
-from .progress import Display, Field
 from .resume import Resumption, find_resumption, run_config
 from .setup import make_state, settled
 from .summary import Summary, summarise, write_summary
-from .terminal import console
 from .trackers import Trackers, require_trackers
 
 # Metrics of mismatch and staleness that the display's lines of other metrics leave out.

@@ -15,6 +15,7 @@ from ...model.decoder import Decoder
 from ...model.weights import Layout
 from ..compatibility import check_settings
 from ..config import Config
+from ..display.terminal import console
 from ..parallel.data_parallel import RankedReward, RankedSampler, RankedScorer, RankedWorkers, shards_at_once
 from ..parallel.process_group import ALONE, Ranks
 from ..parallel.scorer import Scorer, frozen
@@ -31,7 +32,6 @@ from ..train.optimizer import Optimizer
 from ..train.state import TrainState
 from .memory import fit
 from .samplers import Samplers, make_samplers, numerics_of
-from .terminal import console
 
 
 def make_state(

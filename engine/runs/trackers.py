@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 from ...verify.files import write_whole
 from ...verify.reading import read_json
+from ..display.terminal import console
 from .board import Board
-from .terminal import console
 
 # The file in a run's folder with the name that each tracker has for the run, so that a resumed run goes on
 # in the same place.

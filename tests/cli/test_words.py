@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from cyclopts import App
 from zerokl.cli.app import app
-from zerokl.engine.command_line import spelt_out
+from zerokl.cli.command_line import spelt_out
 
 
 def _commands(parent: App, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], App]]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import zerokl
 from zerokl import cli
-from zerokl.engine.commands.ablate import read_grid
+from zerokl.engine.commands.ablations.ablate import read_grid
 
 from tests.made_run import made_run
 from tests.random_model import ONE_LAYER, random_model

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import zerokl
 from zerokl.cli import main
-from zerokl.engine.commands import ablation_cells as cells_module
-from zerokl.engine.commands.ablate import ablate, read_grid
-from zerokl.engine.commands.ablation_cells import CellRun
-from zerokl.engine.commands.ablation_effects import LEAST_SEEDS
-from zerokl.engine.commands.ablation_report import collapse_step, spread
+from zerokl.engine.commands.ablations import cells as cells_module
+from zerokl.engine.commands.ablations.ablate import ablate, read_grid
+from zerokl.engine.commands.ablations.cells import CellRun
+from zerokl.engine.commands.ablations.effects import LEAST_SEEDS
+from zerokl.engine.commands.ablations.report import collapse_step, spread
 from zerokl.engine.config_file import to_toml
 from zerokl.engine.runs.run import train
 from zerokl.verify.files import hold_folder

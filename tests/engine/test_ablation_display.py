@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
-from zerokl.engine.commands.ablation_cells import CellRun, State
-from zerokl.engine.commands.ablation_display import (
+from zerokl.engine.commands.ablations.cells import CellRun, State
+from zerokl.engine.commands.ablations.display import (
     SIGNS,
     GridDisplay,
     duration,
@@ -19,7 +19,7 @@ from zerokl.engine.commands.ablation_display import (
     seconds_left,
     shortened,
 )
-from zerokl.engine.commands.ablation_effects import (
+from zerokl.engine.commands.ablations.effects import (
     COMPARED,
     chance_in,
     effect_line,
@@ -27,10 +27,10 @@ from zerokl.engine.commands.ablation_effects import (
     effects,
     verdict,
 )
-from zerokl.engine.commands.ablation_grid import Cell
-from zerokl.engine.commands.ablation_report import FIGURES, result_table, spread
+from zerokl.engine.commands.ablations.grid import Cell
+from zerokl.engine.commands.ablations.report import FIGURES, result_table, spread
 from zerokl.engine.config import Config
-from zerokl.engine.runs.terminal import Printer
+from zerokl.engine.display.terminal import Printer
 
 from tests.helpers import property_settings
 

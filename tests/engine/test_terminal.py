@@ -17,12 +17,12 @@ from rich.cells import cell_len
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 from zerokl.cli import main
-from zerokl.engine.commands.ablation_report import PLOTS, write_report
+from zerokl.engine.commands.ablations.report import PLOTS, write_report
 from zerokl.engine.commands.trace import write_trace
-from zerokl.engine.runs import progress
-from zerokl.engine.runs.progress import Display, Stages, duration, packed, sparkline
+from zerokl.engine.display import progress
+from zerokl.engine.display.progress import Display, Stages, duration, packed, sparkline
+from zerokl.engine.display.terminal import Printer, console
 from zerokl.engine.runs.run import _fields
-from zerokl.engine.runs.terminal import Printer, console
 
 ESCAPE = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
 COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])")
@@ -298,10 +298,10 @@ def test_nothing_else_prints():
         if re.search(r"^from rich\.text|rich\.console|Text\(", text, re.M)
     }
     ours = {
-        "engine/runs/output.py",
-        "engine/runs/terminal.py",
-        "engine/runs/progress.py",
-        "engine/commands/ablation_display.py",
+        "engine/display/output.py",
+        "engine/display/terminal.py",
+        "engine/display/progress.py",
+        "engine/commands/ablations/display.py",
     }
     assert users == ours
     prints = [
@@ -351,7 +351,7 @@ def test_stages_are_lines_in_a_log_and_go_from_a_terminal(terminal, capsys):
 
 
 def test_a_plot_without_data_is_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr("zerokl.engine.commands.ablation_report._markdown", lambda combinations: "")
+    monkeypatch.setattr("zerokl.engine.commands.ablations.report._markdown", lambda combinations: "")
     points = [{"step": step, "mean": 0.5, "min": 0.25, "max": 0.75} for step in range(3)]
     by_step = {metric: [] if metric.startswith("eval/") else points for metric in PLOTS}
     write_report({"combinations": [{"settings": {}, "by_step": by_step}], "effects": []}, tmp_path)

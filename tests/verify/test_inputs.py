@@ -29,7 +29,7 @@ READERS = {
     # model folders, after check_folder
     "from_pretrained": ("engine/tasks/tokenizer.py", "engine/commands/variants.py", "engine/rollout/hf.py"),
     # folders whose lists of names are synced or locked, shared memory, and /dev/null
-    "os.open": ("verify/files.py", "engine/shared_tensor.py", "engine/runs/output.py"),
+    "os.open": ("verify/files.py", "engine/shared_tensor.py", "engine/display/output.py"),
 }
 WRITING = {"w", "a", "x"}
 

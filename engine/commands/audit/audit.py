@@ -18,10 +18,10 @@ from ....model.checkpoint import check_weights, resolve_model
 from ....model.config import ModelConfig
 from ....model.weights import Layout
 from ....verify.inputs import read_text
+from ...display.progress import silent
 from ...rollout.engine import Engine
 from ...rollout.engine_settings import machine_settings
 from ...rollout.types import GenerationParams, Rollout
-from ...runs.progress import silent
 from ...tasks.tokenizer import Tokenizer
 from .bands import band_figures, in_band
 from .causes import cause

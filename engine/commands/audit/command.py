@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ....verify.inputs import append_text
+from ...display.progress import silent
 from ...runs.folder import finite
-from ...runs.progress import silent
 from .audit import Audit, audit
 from .bands import summary
 from .columns import audit_columns

@@ -12,9 +12,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from ...display.progress import silent
 from ...runs.checkpoints import checkpoint_folders
 from ...runs.loaded import load_run
-from ...runs.progress import silent
 from .audit import Audit
 from .command import run_audit, write_reports
 from .config import AuditConfig

@@ -14,10 +14,10 @@ import numpy as np
 
 from ....kernels.sampling_params import SamplingParams
 from ....verify.mismatch import largest, log_ratios
+from ...display.progress import silent
 from ...rollout.engine import Engine, Pair
 from ...rollout.types import GenerationParams, Rollout
 from ...rollout.vllm_stock import VllmEngine
-from ...runs.progress import silent
 
 # Sequences on which each engine's own invariance is measured: they are scored one by one and token by token.
 _SCORED = 8

@@ -14,7 +14,7 @@ from typing import Any
 from ....verify.files import write_whole
 from ....verify.inputs import open_input, read_text
 from ....verify.reading import read_json, shown
-from ..ablation_grid import ABLATION, CELLS
+from ..ablations.grid import ABLATION, CELLS
 from .payload import Source, labels, page_title, payload
 from .rollouts import pack
 

@@ -18,8 +18,8 @@ from ...runs.head import flat_settings, is_free
 from ...runs.held_out import ACCURACY, MEAN_REWARD
 from ...runs.loaded import LoadedRun, load_run
 from ...tasks.tokenizer import Tokenizer
-from ..ablation_effects import COMPARED, LEAST_SEEDS, effects, rank, verdict
-from ..ablation_report import cell_result, collapse_step, summarise
+from ..ablations.effects import COMPARED, LEAST_SEEDS, effects, rank, verdict
+from ..ablations.report import cell_result, collapse_step, summarise
 from ..diff import first_rollout
 from .charts import ALSO, CHARTS, STATIONS
 from .rollouts import RolloutLog

@@ -11,11 +11,11 @@ from typing import Any
 import cyclopts
 from pydantic import BaseModel, ValidationError
 
+from ..engine.config import FREE_SECTIONS, Config
+from ..engine.config_file import check_key, known_keys, validation_message
+from ..engine.precision import full_dtype
 from ..verify.files import os_error_line
 from ..verify.reading import one_line, parse_toml, read_toml
-from .config import FREE_SECTIONS, Config
-from .config_file import check_key, known_keys, validation_message
-from .precision import full_dtype
 
 # What libraries say in errors of other classes when the machine gives them no memory: torch's allocator on
 # CPU and GPU, a thread's stack, and the loader of a shared library.

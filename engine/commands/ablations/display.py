@@ -13,9 +13,9 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from ...verify.reading import one_line
-from ..runs.terminal import console
-from .ablation_cells import CellRun, State
+from ....verify.reading import one_line
+from ...display.terminal import console
+from .cells import CellRun, State
 
 # A sign for each state, its form where the terminal has ASCII only, and its colour.
 SIGNS = {

@@ -8,12 +8,12 @@ from typing import Any
 
 from rich.table import Table
 
-from ...verify.inputs import RUN_FILE_BYTES, read_text
-from ...verify.reading import parse_json
-from ..runs.folder import FAILED, METRICS
-from ..runs.held_out import MEAN_REWARD, held_out_curve
-from ..runs.terminal import Printer
-from .ablation_effects import effect_lines
+from ....verify.inputs import RUN_FILE_BYTES, read_text
+from ....verify.reading import parse_json
+from ...display.terminal import Printer
+from ...runs.folder import FAILED, METRICS
+from ...runs.held_out import MEAN_REWARD, held_out_curve
+from .effects import effect_lines
 
 # Metric -> title of its plot, by step.
 PLOTS = {

@@ -13,19 +13,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...verify.files import check_writable, hold_folder, write_whole
-from ...verify.inputs import read_text
-from ..config import Config
-from ..config_file import load_config, to_toml
-from ..runs.base_model import is_base, make_base
-from ..runs.folder import finite
-from ..runs.setup import settled
-from ..tasks.perfectible import perfectible_set
-from .ablation_cells import CellRun, State, run_cells
-from .ablation_display import GridDisplay
-from .ablation_effects import effects
-from .ablation_grid import ABLATION, CELLS, Cell, read_grid
-from .ablation_report import cell_result, summarise, write_report
+from ....verify.files import check_writable, hold_folder, write_whole
+from ....verify.inputs import read_text
+from ...config import Config
+from ...config_file import load_config, to_toml
+from ...runs.base_model import is_base, make_base
+from ...runs.folder import finite
+from ...runs.setup import settled
+from ...tasks.perfectible import perfectible_set
+from .cells import CellRun, State, run_cells
+from .display import GridDisplay
+from .effects import effects
+from .grid import ABLATION, CELLS, Cell, read_grid
+from .report import cell_result, summarise, write_report
 
 
 def ablate(grid: str | Path, out: str | Path, jobs: int = 1) -> dict[str, Any]:

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...verify.reading import read_toml, shown
-from ..config import Config
-from ..config_file import load_config
+from ....verify.reading import read_toml, shown
+from ...config import Config
+from ...config_file import load_config
 
 # The keys of a grid file, each with its type and the type's name.
 _KEYS: dict[str, tuple[type, str]] = {

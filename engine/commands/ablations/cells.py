@@ -17,13 +17,13 @@ from typing import Protocol
 
 import torch
 
-from ...verify.inputs import open_input
-from ...verify.reading import one_line, parse_json, read_json
-from ..config_file import to_toml
-from ..processes import ending
-from ..runs.folder import FAILED, METRICS
-from ..runs.summary import SUMMARY
-from .ablation_grid import Cell
+from ....verify.inputs import open_input
+from ....verify.reading import one_line, parse_json, read_json
+from ...config_file import to_toml
+from ...processes import ending
+from ...runs.folder import FAILED, METRICS
+from ...runs.summary import SUMMARY
+from .grid import Cell
 
 # How often the cells are looked at, in seconds.
 _POLL_S = 0.25

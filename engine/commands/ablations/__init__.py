@@ -1,0 +1,1 @@
+"""`zerokl ablate`: grids of runs over settings and seeds."""

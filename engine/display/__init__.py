@@ -1,0 +1,1 @@
+"""The terminal: its console, a run's progress, Ctrl-C."""
