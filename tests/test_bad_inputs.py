@@ -16,7 +16,6 @@ from zerokl.engine.commands.ablations.ablate import read_grid
 from zerokl.engine.commands.audit.logs import read_log
 from zerokl.engine.config import Config
 from zerokl.engine.config_file import known_keys, load_config, to_toml
-from zerokl.engine.runs import run as run_module
 from zerokl.engine.runs.run import train
 from zerokl.engine.tasks.jsonl import read_pairs
 from zerokl.engine.tasks.loading import load_task
@@ -356,7 +355,6 @@ def _check_folder(run: Path, folder: Path, how: str, file: int, place: int, caps
 def test_any_run_folder(run, tmp_path, capsys, monkeypatch, examples):
     """Whatever happens to a file of a run: one line, or the run goes on to its own ledger."""
     place = st.integers(0, 1 << 30)
-    monkeypatch.setattr(run_module, "plot_reward", lambda history, path: None)  # it takes most of the time
 
     def check(case: tuple[str, int, int, bool]) -> None:
         how, file, at, unfinished = case

@@ -23,7 +23,7 @@ from zerokl.benchmarks.machine import Machine, Row, name_of
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # What a run's folder needs beside the packages of device.sh.
-_FOLDER_PACKAGES = ("matplotlib", "tensorboard", "tomli_w")
+_FOLDER_PACKAGES = ("tensorboard", "tomli_w")
 # Seconds for a process to come to its third step, with its kernels to compile.
 _START_S = 90
 

@@ -21,7 +21,6 @@ def figures(summary: Summary, folder: Path) -> Iterator[str]:
         yield f"{held_out_name(s.held_out_accuracy is not None)} {s.held_out_reward:.3f}"
     unequal = f", {s.tokens_unequal} of them unequal" if s.tokens_unequal else ""
     yield f"mismatch {s.mismatch_max_abs} over {s.tokens} tokens{unequal}"
-    yield f"plot {folder / 'reward.png'}"
     yield f"weights {s.weights}"
     yield f"fingerprint {s.fingerprint}"
 

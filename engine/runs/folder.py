@@ -1,4 +1,4 @@
-"""The files of a run: its configuration, metrics, rollouts, TensorBoard files and plot."""
+"""The files of a run: its configuration, metrics, rollouts and TensorBoard files."""
 
 import hashlib
 import json
@@ -16,7 +16,6 @@ from ...verify.reading import one_line
 from ..config import Config
 from ..config_file import to_toml
 from ..train.state import StepRecord
-from .held_out import held_out_curve
 from .rollout_lines import rollout_line
 from .trackers import TRACKERS, Trackers
 
@@ -31,7 +30,6 @@ _RUN_FILES = (
     ROLLOUTS,
     "checkpoints",
     "summary.json",
-    "reward.png",
     "report.html",
     "tensorboard",
     TRACKERS,
@@ -53,7 +51,7 @@ def check_shape(path: Path, to_write: bool) -> None:
 
     to_write: also where one cannot be written.
     """
-    for name in ("config.toml", LEDGER, METRICS, ROLLOUTS, "summary.json", "reward.png"):
+    for name in ("config.toml", LEDGER, METRICS, ROLLOUTS, "summary.json"):
         _check_kind(path / name, Path.is_file, "a file", to_write)
     for name in (".", "checkpoints", "tensorboard"):
         _check_kind(path / name, Path.is_dir, "a folder", to_write)
@@ -179,29 +177,3 @@ class NoFolder:
 
     def close(self, summary: Mapping[str, Any]) -> None:
         """Do nothing."""
-
-
-def plot_reward(metrics: list[dict[str, float]], path: Path) -> None:
-    """Write a picture with reward, held-out reward and mismatch by step."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    steps = [m["step"] for m in metrics]
-    figure, (above, below) = plt.subplots(
-        2, 1, sharex=True, figsize=(7, 5), height_ratios=[3, 1], layout="constrained"
-    )
-    above.plot(steps, [m["reward/mean"] for m in metrics], label="training reward")
-    if evaluations := held_out_curve(metrics):
-        above.plot(*zip(*evaluations, strict=True), "o-", label="held-out reward")
-    above.set_ylabel("reward")
-    above.set_ylim(bottom=min(0.0, *(m["reward/mean"] for m in metrics)))
-    above.grid(alpha=0.3)
-    above.legend(loc="lower right")
-    below.plot(steps, [m["mismatch/max_abs"] for m in metrics], color="tab:red")
-    below.set_ylabel("max |Δlogp|\ntrainer − sampler")
-    below.set_xlabel("step")
-    below.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)

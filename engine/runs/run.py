@@ -35,7 +35,7 @@ from ..train.step import train_step
 from .base_model import base_model
 from .checkpoints import restore, save_checkpoint
 from .evaluation import HeldOut
-from .folder import NoFolder, RunFolder, plot_reward, refuse_taken
+from .folder import NoFolder, RunFolder, refuse_taken
 from .head import flat_settings, run_head
 from .held_out import BASE_REWARD, MEAN_REWARD, held_out_name
 from .profile import check_profiled_step, profiled
@@ -133,10 +133,6 @@ def _run(
             summary = _summarise(state, history, time.perf_counter() - began_s)
     if ranks.first:
         write_summary(path, summary)
-        try:
-            plot_reward(history, path / "reward.png")
-        except OSError as error:  # a picture ends no run
-            console.print(f"no plot was drawn: {os_error_line(error)}")
     return summary
 
 

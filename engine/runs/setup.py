@@ -4,7 +4,6 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from ...kernels import tiles
@@ -43,8 +42,6 @@ def make_state(
 
     Raises ValueError.
     """
-    # OpenBLAS ends a process that has no memory for its buffer. The plot at the end of a run needs it.
-    np.linalg.inv(np.eye(1))
     model_config = ModelConfig.from_file(model)
     tokenizer = Tokenizer(model, model_config.vocab_size)
     problems = training_problems(task, config, model)

@@ -163,11 +163,10 @@ def test_a_finished_run_that_is_resumed_changes_nothing(run, tmp_path, capsys):
     before = contents(path)
     assert vars(resume(path)) == json.loads((path / "summary.json").read_text())
     assert vars(resume(path, {"workers": 2})) == json.loads((path / "summary.json").read_text())
-    (path / "reward.png").unlink()
     (path / "rollouts.jsonl").unlink()
     resume(path)
     after = contents(path)
-    assert after == {p: c for p, c in before.items() if p.name not in ("reward.png", "rollouts.jsonl")}
+    assert after == {p: c for p, c in before.items() if p.name != "rollouts.jsonl"}
     assert "all 5 steps of " in capsys.readouterr().out
 
 
@@ -198,7 +197,7 @@ def test_without_rollouts_a_run_goes_on_and_verify_says_what_is_lost(run, cut, t
     assert (path / "rollouts.jsonl.damaged").read_bytes() == b"".join(whole[4 * 9 :])
 
 
-FILES = ("ledger.jsonl", "metrics.jsonl", "rollouts.jsonl", "summary.json", "reward.png", "config.toml")
+FILES = ("ledger.jsonl", "metrics.jsonl", "rollouts.jsonl", "summary.json", "config.toml")
 FOLDERS = ("checkpoints", "tensorboard")
 
 

@@ -73,9 +73,8 @@ def run(four_steps, tmp_path_factory: pytest.TempPathFactory):
 def test_a_run_folder_holds_everything(run):
     path, _ = run
     logs = {"ledger.jsonl", "metrics.jsonl", "rollouts.jsonl", "tensorboard"}
-    others = {"config.toml", "checkpoints", "reward.png", "summary.json"}
+    others = {"config.toml", "checkpoints", "summary.json"}
     assert {p.name for p in path.iterdir()} == logs | others
-    assert (path / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(p.name for p in (path / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
 
 
