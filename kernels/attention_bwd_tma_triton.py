@@ -27,7 +27,7 @@ import triton.language as tl
 from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .attention_plan import TILE_KEYS, TILE_ROWS, Spans
+from .attention_tables import TILE_KEYS, TILE_ROWS, Spans
 from .attention_tma_triton import heads_flat, heads_readable
 from .launch import dense, launch
 
@@ -38,6 +38,7 @@ QUERIES = 32
 
 @triton.jit(do_not_specialize=["heads"])
 def _backward_q_tma(
+    # pointers and descriptors of TMA
     q_ptr,
     k_desc,
     v_desc,
@@ -47,10 +48,13 @@ def _backward_q_tma(
     delta_ptr,
     dq_ptr,
     table_ptr,
+    # scale and sizes
     scale,
     heads,
+    # strides, in elements
     q_stride_t,
     q_stride_h,
+    # constants
     GROUP: tl.constexpr,
     D: tl.constexpr,
     ROWS: tl.constexpr,
@@ -100,6 +104,7 @@ def _add_queries(dk, dv, k, v, q, do, lse2, delta, key_step, step, scale):
 
 @triton.jit(do_not_specialize=["heads"])
 def _backward_kv_tma(
+    # pointers and descriptors of TMA
     q_desc,
     q_runs,
     k_ptr,
@@ -111,12 +116,15 @@ def _backward_kv_tma(
     dk_ptr,
     dv_ptr,
     table_ptr,
+    # scale and sizes
     scale,
     heads,
+    # strides, in elements
     k_stride_t,
     k_stride_h,
     v_stride_t,
     v_stride_h,
+    # constants
     GROUP: tl.constexpr,
     D: tl.constexpr,
     QUERIES: tl.constexpr,

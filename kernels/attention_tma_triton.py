@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 
-from .attention_plan import KEY_TILE, TILE_ROWS, Spans
+from .attention_plan import KEY_TILE
+from .attention_tables import TILE_ROWS, Spans
 from .launch import launch
 from .matmul_tma_triton import readable
 from .tiles import through_tma
@@ -44,16 +45,20 @@ def row_sum(p, ROWS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["heads"])
 def _forward_tma(
+    # pointers and descriptors of TMA
     q_ptr,
     k_desc,
     v_desc,
     o_ptr,
     lse_ptr,
     table_ptr,
+    # scale and sizes
     scale,
     heads,
+    # strides, in elements
     q_stride_t,
     q_stride_h,
+    # constants
     GROUP: tl.constexpr,
     D: tl.constexpr,
     WANT_LSE: tl.constexpr,

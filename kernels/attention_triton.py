@@ -21,7 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention_plan import KEY_TILE, Spans
+from .attention_plan import KEY_TILE
+from .attention_tables import Spans
 from .attention_tma_triton import attention_tma, serves
 from .launch import launch, next_power_of_2, rows_contiguous
 from .tiles import generation
@@ -55,6 +56,7 @@ def find_tile(cu_ptr, tile, sequences, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["sequences", "table_stride", "heads"])
 def _forward(
+    # pointers
     q_ptr,
     k_ptr,
     v_ptr,
@@ -64,10 +66,12 @@ def _forward(
     key_cu_ptr,
     length_ptr,
     table_ptr,
+    # scale, sizes, and the stride of the block table
     scale,
     sequences,
     table_stride,
     heads,
+    # strides, in elements
     q_stride_t,
     q_stride_h,
     o_stride_t,
@@ -78,6 +82,7 @@ def _forward(
     v_stride_page,
     v_stride_t,
     v_stride_h,
+    # constants
     GROUP: tl.constexpr,
     D: tl.constexpr,
     WIDTH: tl.constexpr,

@@ -15,7 +15,8 @@ import torch
 from .adamw import AdamW
 from .adamw_triton import adamw
 from .attention_bwd_triton import attention_bwd
-from .attention_plan import KEY_TILE, Spans
+from .attention_plan import KEY_TILE
+from .attention_tables import Spans
 from .attention_triton import attention_packed, attention_paged
 from .block_digest import BLOCK, LANES
 from .block_digest_triton import block_digests
@@ -67,11 +68,11 @@ def cases() -> Iterator[Case]:
         square = f"bfloat16 {rows} rows, 2048 x 2048"
         yield (
             f"linear {square}",
-            lambda rows=rows: matmul(_meta(BF16, rows, 2048), _transposed(BF16, 2048, 2048)),
+            lambda rows=rows: matmul(_meta(BF16, rows, 2048), _meta(BF16, 2048, 2048)),
         )
         yield (
             f"input gradient {square}",
-            lambda rows=rows: matmul(_meta(BF16, rows, 2048), _meta(BF16, 2048, 2048)),
+            lambda rows=rows: matmul(_meta(BF16, rows, 2048), _transposed(BF16, 2048, 2048)),
         )
     for cache_dtype in (BF16, FP16):
         for D, group in ATTENTION_SHAPES:
@@ -94,9 +95,9 @@ def _meta(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def _transposed(dtype: torch.dtype, K: int, N: int) -> torch.Tensor:
-    """A [K, N] view of a contiguous [N, K], as the forward products read a weight."""
-    return _meta(dtype, N, K).t()
+def _transposed(dtype: torch.dtype, N: int, K: int) -> torch.Tensor:
+    """A [N, K] view of a contiguous [K, N], as the products of input gradients read a weight."""
+    return _meta(dtype, K, N).t()
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -146,12 +147,12 @@ def _products(dtype: torch.dtype) -> Iterator[Case]:
     name = _name(dtype)
     for phase, rows in _ROWS.items():
         x, bias = _meta(dtype, rows, 2048), _meta(dtype, 1024)
-        forward, backward = _transposed(dtype, 2048, 1024), _meta(dtype, 2048, 1024)
+        forward, backward = _meta(dtype, 1024, 2048), _transposed(dtype, 1024, 2048)
         yield f"linear {name} {phase}", lambda x=x, w=forward: matmul(x, w)
         yield f"input gradient {name} {phase}", lambda x=x, w=backward: matmul(x, w)
         suffix = ", decode" if phase == "decode" else ""
         yield f"linear {name} with a bias{suffix}", lambda x=x, w=forward, b=bias: matmul(x, w, b)
-        x, uneven = _meta(dtype, rows, 1008), _transposed(dtype, 1008, 1008)
+        x, uneven = _meta(dtype, rows, 1008), _meta(dtype, 1008, 1008)
         yield f"linear {name} uneven{suffix}", lambda x=x, w=uneven: matmul(x, w)
     for N, K in ((1024, 2048), (4096, 1024)):  # few tiles, and enough for every multiprocessor
         dy, x, acc = _meta(dtype, 256, N), _meta(dtype, 256, K), _meta(FP32, N, K)
@@ -167,21 +168,21 @@ def _products(dtype: torch.dtype) -> Iterator[Case]:
 
 def _products_of_many_rows(dtype: torch.dtype) -> Iterator[Case]:
     name, bias = _name(dtype), _meta(dtype, 2048)
-    x, w = _meta(dtype, _MANY_ROWS, 1024), _transposed(dtype, 1024, 2048)
+    x, w = _meta(dtype, _MANY_ROWS, 1024), _meta(dtype, 2048, 1024)
     yield f"linear {name} many rows", lambda: matmul(x, w)
     yield f"linear {name} many rows with a bias", lambda: matmul(x, w, bias)
-    yield f"input gradient {name} many rows", lambda: matmul(x, _meta(dtype, 1024, 2048))
+    yield f"input gradient {name} many rows", lambda: matmul(x, _transposed(dtype, 2048, 1024))
 
 
 def _decoding_of_wide_outputs(dtype: torch.dtype) -> Iterator[Case]:
     """Products of few rows, whose tiles on Hopper depend on the outputs."""
     for N in (4096, 8192):
-        x, w = _meta(dtype, 64, 1024), _transposed(dtype, 1024, N)
+        x, w = _meta(dtype, 64, 1024), _meta(dtype, N, 1024)
         yield f"linear {_name(dtype)} decode, N {N}", lambda x=x, w=w: matmul(x, w)
-        w = _meta(dtype, 1024, N)
+        w = _transposed(dtype, N, 1024)
         yield f"input gradient {_name(dtype)} decode, N {N}", lambda x=x, w=w: matmul(x, w)
     for N in (4096, 12288) if dtype == BF16 else ():  # another BLOCK_K
-        x, w = _meta(dtype, 64, 2048), _transposed(dtype, 2048, N)
+        x, w = _meta(dtype, 64, 2048), _meta(dtype, N, 2048)
         yield f"linear {_name(dtype)} decode, {N} x 2048", lambda x=x, w=w: matmul(x, w)
 
 

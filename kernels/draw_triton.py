@@ -80,6 +80,7 @@ def _tile_sums(
 
 @triton.jit
 def _pick(
+    # pointers
     logits_ptr,
     max_ptr,
     sum_ptr,
@@ -87,10 +88,12 @@ def _pick(
     u_ptr,
     id_ptr,
     logp_ptr,
+    # sizes and scales
     V,
     tiles,
     temperature,
     units,
+    # constants
     SPLITS: tl.constexpr,
     DIVIDE: tl.constexpr,
     TILE: tl.constexpr,

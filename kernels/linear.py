@@ -30,7 +30,7 @@ def _forward(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.
         return linear_ref(x, w, b)
     from .matmul_triton import matmul as matmul_with_bias
 
-    return matmul_with_bias(x, w.t(), b)
+    return matmul_with_bias(x, w, b)
 
 
 class _Linear(torch.autograd.Function):

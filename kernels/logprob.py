@@ -44,15 +44,15 @@ def prefix_sums_ref(e: Tensor) -> Tensor:
     return torch.cumsum(e.double(), dim=1)
 
 
-def _prefix_sums(e: Tensor) -> Tensor:
+def prefix_sums(e: Tensor) -> Tensor:
     """Prefix sums along each row; on Triton they have a common factor. [T, V] -> [T, V].
 
     The prefix sums of a row depend on this row only.
     """
     if on_triton(e):
-        from .logprob_triton import prefix_sums
+        from . import logprob_triton
 
-        return prefix_sums(e)
+        return logprob_triton.prefix_sums(e)
     return prefix_sums_ref(e)
 
 
@@ -63,10 +63,10 @@ def scaled_logits_ref(logits: Tensor, params: SamplingParams) -> Tensor:
 
 def scaled_logits(logits: Tensor, params: SamplingParams) -> Tensor:
     """z of this file's equations, in fp32. logits [T, V] -> [T, V]."""
-    return _scaled(logits, params, _prefix_sums)
+    return _scaled(logits, params, prefix_sums)
 
 
-def _scaled(logits: Tensor, params: SamplingParams, prefix_sums: Callable[[Tensor], Tensor]) -> Tensor:
+def _scaled(logits: Tensor, params: SamplingParams, row_prefix_sums: Callable[[Tensor], Tensor]) -> Tensor:
     z = logits.to(accumulate_dtype(logits.dtype))
     if params.temperature not in (0.0, 1.0):
         # The divisor is a tensor: torch may turn a Python scalar into a product with its reciprocal.
@@ -79,13 +79,13 @@ def _scaled(logits: Tensor, params: SamplingParams, prefix_sums: Callable[[Tenso
         drop |= ascending < ascending[:, -params.top_k].unsqueeze(1)
     if params.top_p < 1.0:
         kept = ascending.masked_fill(drop, float("-inf"))
-        below = prefix_sums(torch.exp(kept - kept[:, -1:]))
+        below = row_prefix_sums(torch.exp(kept - kept[:, -1:]))
         drop |= below <= (1.0 - params.top_p) * below[:, -1:]
         drop[:, -1] = False
     return z.masked_fill(torch.zeros_like(drop).scatter_(1, index, drop), float("-inf"))
 
 
-def _softmax_parts(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def softmax_parts(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """z - max [T, V], its exponential [T, V], and the sum of the exponentials along each row [T]."""
     shifted = z - z.amax(dim=1, keepdim=True)
     e = torch.exp(shifted)
@@ -94,7 +94,7 @@ def _softmax_parts(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def token_logprobs_ref(z: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """The reference of token_logprobs."""
-    shifted, e, total = _softmax_parts(z)
+    shifted, e, total = softmax_parts(z)
     log_total = torch.log(total)
     logp = shifted.gather(1, ids.unsqueeze(1)).squeeze(1) - log_total
     mean = sum_row(torch.where(e > 0, e * shifted, 0.0)) / total
@@ -120,40 +120,8 @@ def log_distribution(z: Tensor) -> Tensor:
 
         _, _, highest, log_total = logprob_fwd(z, torch.zeros(len(z), dtype=torch.int64, device=z.device))
         return z - highest.unsqueeze(1) - log_total.unsqueeze(1)
-    shifted, _, total = _softmax_parts(z)
+    shifted, _, total = softmax_parts(z)
     return shifted - torch.log(total).unsqueeze(1)
-
-
-def draw(z: Tensor, u: Tensor, greedy: bool = False) -> Tensor:
-    """Draw one token for each row by inverting the distribution function.
-
-    z [T, V], u [T] fp64 in [0, 1) -> ids [T]. The token of a row depends on the row's own z and u only (see
-    _prefix_sums). `greedy` takes the largest logit instead.
-    """
-    return z.argmax(dim=1) if greedy else _invert(torch.exp(z - z.amax(dim=1, keepdim=True)), u)
-
-
-def drawn_logprobs(z: Tensor, u: Tensor, greedy: bool = False) -> tuple[Tensor, Tensor]:
-    """The tokens of `draw` and their logp of `token_logprobs`. z [T, V], u [T] -> ids [T], logp [T] in fp32.
-
-    The reference computes one exponential for both.
-    """
-    if on_triton(z):
-        ids = draw(z, u, greedy)
-        return ids, token_logprobs(z, ids)[0]
-    shifted, e, total = _softmax_parts(z)
-    ids = z.argmax(dim=1) if greedy else _invert(e, u)
-    return ids, shifted.gather(1, ids.unsqueeze(1)).squeeze(1) - torch.log(total)
-
-
-def _invert(e: Tensor, u: Tensor) -> Tensor:
-    """The first token at which the distribution function of the weights e [T, V] exceeds u [T]."""
-    cdf = _prefix_sums(e)
-    total = cdf[:, -1:]
-    target = torch.minimum(u.unsqueeze(1) * total, torch.nextafter(total, torch.zeros_like(total)))
-    ids = torch.searchsorted(cdf, target, right=True).squeeze(1)
-    # NaN logits would give an id out of bounds. A later check finds the NaN.
-    return ids.clamp_(max=e.shape[1] - 1)
 
 
 def chunk_rows(V: int, device: torch.device, dtype: torch.dtype = torch.float32) -> int:
@@ -214,7 +182,7 @@ def _chunks_of_blocks(blocks: Blocks, rows: int) -> list[list[tuple[int, int]]]:
 
 def dlogits_ref(logits: Tensor, ids: Tensor, dlogp: Tensor, params: SamplingParams) -> Tensor:
     """The gradient of logits [rows, V], rounded once to their dtype. ids, dlogp [rows]."""
-    _, e, total = _softmax_parts(scaled_logits_ref(logits, params))
+    _, e, total = softmax_parts(scaled_logits_ref(logits, params))
     dz = e.div_(total.unsqueeze(1)).neg_()
     dz.scatter_add_(1, ids.unsqueeze(1), torch.ones_like(dz[:, :1]))
     dz *= dlogp.unsqueeze(1)

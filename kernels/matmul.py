@@ -99,7 +99,7 @@ def matmul(x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
     if on_triton(x_TK):
         from . import matmul_triton
 
-        return matmul_triton.matmul(x_TK, w_NK.t())
+        return matmul_triton.matmul(x_TK, w_NK)
     return matmul_ref(x_TK, w_NK)
 
 

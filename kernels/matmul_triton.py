@@ -2,7 +2,7 @@
 
     y = x w^T + b        dx = dy w        dw += sum over token blocks of dy_b^T x_b
 
-Shapes: x [M, K]; w [K, N], a view with any strides; b [N]; y [M, N]. For dw: dy [T, N]; x [T, K]; dw [N, K]
+Shapes: x [M, K]; w [N, K], a view with any strides; b [N]; y [M, N]. For dw: dy [T, N]; x [T, K]; dw [N, K]
 in fp32.
 Roundings: y is rounded once. The bias is added to the fp32 sum before the rounding, as in vLLM's
 matmul_kernel_persistent (the CPU reference rounds the product first). dw is not rounded. fp32 operands are
@@ -30,18 +30,22 @@ from .tiles import generation, matmul_tiles, multiprocessors, outer_tiles, tma_m
 
 @triton.jit(do_not_specialize=["M"])
 def _matmul(
+    # pointers
     x_ptr,
     w_ptr,
     b_ptr,
     y_ptr,
+    # sizes
     M,
     N,
     K,
+    # strides, in elements
     stride_xm,
     stride_xk,
     stride_wk,
     stride_wn,
     stride_ym,
+    # constants
     HAS_BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -112,18 +116,18 @@ def _outer(
     tl.store(acc_tile, acc, mask=inside)
 
 
-def matmul(x_MK: torch.Tensor, w_KN: torch.Tensor, b_N: torch.Tensor | None = None) -> torch.Tensor:
-    """x w + b, rounded once to the dtype of x. -> [M, N].
+def matmul(x_MK: torch.Tensor, w_NK: torch.Tensor, b_N: torch.Tensor | None = None) -> torch.Tensor:
+    """x w^T + b, rounded once to the dtype of x. -> [M, N].
 
     x and w may have any strides. The bits of a row depend on this row, w and b only.
     """
-    (M, K), N = x_MK.shape, w_KN.shape[1]
+    (M, K), N = x_MK.shape, w_NK.shape[0]
     if not M:
         return x_MK.new_empty(M, N)
     gpu, programs = generation(x_MK.device), multiprocessors(x_MK.device)
     tma = tma_matmul_tiles(M, N, K, x_MK.dtype, gpu)
-    transposed = w_KN.stride(0) == 1
-    w = w_KN.t() if transposed else w_KN
+    transposed = w_NK.stride(1) == 1
+    w = w_NK if transposed else w_NK.t()
     if tma and N * x_MK.itemsize % 16 == 0 and readable(x_MK, w):
         return matmul_tma(x_MK, w, b_N, transposed, tma, programs)
     y = x_MK.new_empty(M, N)
@@ -132,14 +136,15 @@ def matmul(x_MK: torch.Tensor, w_KN: torch.Tensor, b_N: torch.Tensor | None = No
         _matmul,
         (min(programs, ceil_div(M, t.block_m) * ceil_div(N, t.block_n)),),
         x_MK,
-        w_KN,
+        w_NK,
         b_N,
         y,
         M,
         N,
         K,
         *x_MK.stride(),
-        *w_KN.stride(),
+        w_NK.stride(1),
+        w_NK.stride(0),
         N,
         HAS_BIAS=b_N is not None,
         EVEN_K=K % t.block_k == 0,

@@ -77,6 +77,7 @@ def _qk_norm_fwd(
 
 @triton.jit
 def _qk_norm_bwd(
+    # pointers
     dy_ptr,
     x_ptr,
     wq_ptr,
@@ -85,10 +86,13 @@ def _qk_norm_bwd(
     dx_ptr,
     partial_ptr,
     table_ptr,
+    # strides, in elements
     x_stride_t,
+    # sizes
     H,
     heads,
     D,
+    # constants
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from ..kernels.attention import attention_cached
-from ..kernels.attention_plan import KEY_TILE, AttentionPlan, Spans
+from ..kernels.attention_plan import KEY_TILE, AttentionPlan
+from ..kernels.attention_tables import Spans
 from ..kernels.backend import on_triton
 from .config import ModelConfig
 

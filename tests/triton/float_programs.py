@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from zerokl.engine.rollout.vllm.stock import ENVIRONMENT
 from zerokl.kernels import attention_triton, matmul_triton
-from zerokl.kernels.attention_plan import Spans
+from zerokl.kernels.attention_tables import Spans
 from zerokl.kernels.launch import Launch, recorded
 from zerokl.kernels.tiles import recording
 from zerokl.verify.binaries import compile_launch, float_program
@@ -105,7 +105,7 @@ def matmul_launches(
     vllm = vllm_launch(module, "matmul_kernel_persistent", lambda: module.matmul_persistent(x, w.t(), b))
     tiles = {f"BLOCK_{a}": vllm.options[f"BLOCK_SIZE_{a}"] for a in "MNK"}
     tiles |= {name: vllm.options[name] for name in ("num_warps", "num_stages")}
-    ours = our_launch(target, lambda: matmul_triton.matmul(x, w.t(), b))
+    ours = our_launch(target, lambda: matmul_triton.matmul(x, w, b))
     return vllm, ours._replace(options=ours.options | tiles)
 
 

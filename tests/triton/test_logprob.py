@@ -3,7 +3,8 @@
 import pytest
 import torch
 from zerokl.kernels import logprob, logprob_triton
-from zerokl.kernels.logprob import draw, linear_logprob, log_distribution, scaled_logits, token_logprobs
+from zerokl.kernels.draw import draw
+from zerokl.kernels.logprob import linear_logprob, log_distribution, scaled_logits, token_logprobs
 from zerokl.kernels.logprob_triton import logprob_bwd, logprob_fwd, prefix_sums
 from zerokl.kernels.matmul import matmul
 from zerokl.kernels.philox import Stream, uniform_range
