@@ -3,10 +3,9 @@
     y = x w^T + b          dx = dy w          dw = dy^T x          db = sum_t dy
 
 Shapes: x [T, K]; w [N, K]; b [N]; y [T, N].
-Roundings: y is rounded once, from an fp32 sum. The bias differs between the devices. On a CPU it is added to
-the rounded product, and the sum is rounded again, as in a matrix product followed by an addition. On a GPU it
-joins the fp32 sum before the rounding, as in vLLM's kernel. dx is rounded once. dw and db are not rounded
-where the weight has an fp32 `main_grad` (grad.py).
+Roundings: y is rounded once. The bias is added to the fp32 sum before the rounding, as in vLLM's kernel. So
+on a CPU a 16-bit product with a bias is computed from fp32 numbers. dx is rounded once. dw and db are not
+rounded where the weight has an fp32 `main_grad` (grad.py).
 Order: as in matmul.py and columns.py. A row of y or dx depends on its own row of x or dy only.
 """
 
@@ -14,15 +13,17 @@ import torch
 
 from .backend import on_triton
 from .columns import add_columns
-from .grad import by_shard, by_shard_or_empty, check_dtype, grad_buffer, returned_grad
+from .grad import accumulate_dtype, by_shard, by_shard_or_empty, check_dtype, grad_buffer, returned_grad
 from .matmul import add_outer, matmul, matmul_ref
 from .order import PassBlocks, one_sequence
 
 
 def linear_ref(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
     """Forward only. x [T, K], w [N, K], b [N] -> [T, N]."""
-    y = matmul_ref(x, w)
-    return y if b is None else y + b
+    if b is None:
+        return matmul_ref(x, w)
+    dtype = accumulate_dtype(x.dtype)
+    return (matmul_ref(x.to(dtype), w.to(dtype)) + b.to(dtype)).to(x.dtype)
 
 
 def _forward(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:

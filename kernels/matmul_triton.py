@@ -5,8 +5,8 @@
 Shapes: x [M, K]; w [N, K], a view with any strides; b [N]; y [M, N]. For dw: dy [T, N]; x [T, K]; dw [N, K]
 in fp32.
 Roundings: y is rounded once. The bias is added to the fp32 sum before the rounding, as in vLLM's
-matmul_kernel_persistent (the CPU reference rounds the product first). dw is not rounded. fp32 operands are
-multiplied as they are (ieee), never rounded to tf32.
+matmul_kernel_persistent. dw is not rounded. fp32 operands are multiplied as they are (ieee), never rounded to
+tf32.
 Order: for y, a program walks tiles of BLOCK_K along K in ascending order, with one fp32 accumulator. This is
 the arithmetic of vLLM 0.32's matmul_kernel_persistent. BLOCK_K depends on (N, K, dtype) and on the GPU's
 generation (tiles.py). For dw, one program owns one tile. The program begins with the value of the buffer, and

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.kernels import matmul as matmul_module
+from zerokl.kernels.linear import linear
 from zerokl.kernels.matmul import matmul, packed
 from zerokl.kernels.order import ROW_TILE
 from zerokl.verify.bitwise import count_unequal
@@ -47,6 +48,17 @@ def test_bf16_where_the_library_has_none(monkeypatch):
     with packed([w]):
         assert not hasattr(w, "packed")
         assert count_unequal(torch.cat([matmul(part, w) for part in x.split(7)]), whole) == 0
+
+
+@pytest.mark.parametrize(("dtype", "one"), [(torch.bfloat16, 257.0), (torch.float16, 2049.0)])
+def test_a_bias_is_added_before_the_one_rounding(dtype, one):
+    # `one` lies halfway between two numbers of the dtype, and rounds down. With the bias it is the upper one.
+    x = torch.ones(3, 16, dtype=dtype)
+    w = torch.zeros(16, 16, dtype=dtype)
+    w[:, 0], w[:, 1] = one - 1, 1.0
+    y = linear(x, w, torch.ones(16, dtype=dtype))
+    assert (y == one + 1).all()
+    assert (matmul(x, w) + torch.ones(16, dtype=dtype) == one - 1).all(), "control: two roundings"
 
 
 @pytest.fixture
