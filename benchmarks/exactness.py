@@ -74,7 +74,7 @@ def _differentiate(
         prompts = Prompts(decoder, [prompt for prompt, _ in pass_pairs])
         for start in range(0, len(pass_pairs), size):
             part = slice(start, start + size)
-            packed = pack(pass_pairs[part], prompts.of[part])
+            packed = pack(pass_pairs[part], prompts.prompt_of_sample[part])
             logp = logprobs(decoder, packed, SamplingParams(), prompts=prompts)[0].cpu()
             lengths = torch.tensor(packed.completion_lengths)
             (logp * pass_coefficients[part].repeat_interleave(lengths)).sum().backward()

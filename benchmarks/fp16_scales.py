@@ -97,7 +97,7 @@ class Step:
                 for side in ("prompts", "completions")
             ]
             prompts = Prompts(decoder, [r.prompt_ids for r in part.rollouts], hooks[0])
-            packed = pack([r.pair for r in part.rollouts], prompts.of)
+            packed = pack([r.pair for r in part.rollouts], prompts.prompt_of_sample)
             lengths = torch.tensor(packed.completion_lengths)
             logp, _ = logprobs(decoder, packed, self.config.sampling.sampling_params, hooks[1], prompts)
             sampling_logprobs = torch.from_numpy(np.concatenate([r.logprobs for r in part.rollouts]))

@@ -22,7 +22,7 @@ from triton.runtime.driver import driver
 from zerokl.benchmarks.machine import model_config
 from zerokl.kernels import backend, embedding, launch, tiles
 from zerokl.kernels.sampling_params import SamplingParams
-from zerokl.kernels.tiles import recording
+from zerokl.kernels.tiles import tiles_of_target
 from zerokl.model.decoder import COMPUTE, Decoder
 from zerokl.model.scoring import logprobs, pack
 from zerokl.model.weights import Layout
@@ -125,7 +125,7 @@ def main() -> None:
     active, run = pretend(keep_calls=False), one_pass(options.layers, [([3], [7, 7])] * 2)
     ways = {"binaries kept": launch._handles, "each found by Triton": Forgetful()}
     milliseconds: dict[str, list[float]] = {way: [] for way in ways}
-    with recording("sm_90"):
+    with tiles_of_target("sm_90"):
         for turn in range(options.turns + 1):  # the first compiles
             for way, handles in ways.items():
                 launch._handles = handles

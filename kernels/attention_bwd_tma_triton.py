@@ -156,11 +156,11 @@ def _backward_kv_tma(
         dk, dv = _add_queries(dk, dv, k, v, q, do, lse2, delta, key_step, step, scale)
     begin = tl.where(begin < 0, begin + QUERIES, begin)
     for i in range(0, tl.cdiv(tl.maximum(queries - begin, 0), QUERIES) * GROUP):
-        at, head = begin + i // GROUP * QUERIES, h * GROUP + i % GROUP
-        step = at + r
+        place, head = begin + i // GROUP * QUERIES, h * GROUP + i % GROUP
+        step = place + r
         asks = step < queries
-        q = load_ragged(q_runs, start, queries, [at, head * D])
-        do = load_ragged(do_runs, start, queries, [at, head * D])
+        q = load_ragged(q_runs, start, queries, [place, head * D])
+        do = load_ragged(do_runs, start, queries, [place, head * D])
         at_row = (start + step) * heads + head
         lse2 = tl.load(lse_ptr + at_row, mask=asks, other=float("inf")) * LOG2E
         delta = tl.load(delta_ptr + at_row, mask=asks, other=0.0)
@@ -173,7 +173,7 @@ def _backward_kv_tma(
 def attention_bwd_tma(
     do, q, k, v, o, lse, spans: Spans, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """attention_bwd_triton.attention_bwd for a call that attention_tma_triton.serves accepts."""
+    """attention_bwd_triton.attention_bwd for a call that attention_tma_triton.supports_tma accepts."""
     do, (q, k, v) = dense(do), map(heads_readable, (q, k, v))
     (_, H, D), kv_heads = q.shape, spans.kv_heads
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))

@@ -26,7 +26,7 @@ import triton.language as tl
 
 from .attention_bwd_tma_triton import attention_bwd_tma
 from .attention_tables import Spans
-from .attention_tma_triton import serves
+from .attention_tma_triton import supports_tma
 from .attention_triton import find_tile
 from .launch import launch, next_power_of_2, rows_contiguous
 from .tiles import generation
@@ -200,7 +200,7 @@ def attention_bwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv of packed attention, contiguous. do, q, o [T, Hq, D]; k, v [K, Hkv, D]; lse [T, Hq]."""
     assert spans.cu_seqlens_k is not None
-    if serves(q, spans, generation(q.device)):
+    if supports_tma(q, spans, generation(q.device)):
         return attention_bwd_tma(do, q, k, v, o, lse, spans, scale)
     do, q, k, v = map(rows_contiguous, (do, q, k, v))
     (T, H, D), kv_heads, sequences = q.shape, spans.kv_heads, len(spans.seqused_k)

@@ -23,7 +23,7 @@ import triton.language as tl
 
 from .attention_plan import KEY_TILE
 from .attention_tables import Spans
-from .attention_tma_triton import attention_tma, serves
+from .attention_tma_triton import attention_tma, supports_tma
 from .launch import launch, next_power_of_2, rows_contiguous
 from .tiles import generation
 
@@ -162,7 +162,7 @@ def attention_packed(
     Returns o [T, Hq, D], contiguous, and lse [T, Hq] in fp32, or None where lse is not wanted.
     """
     assert spans.cu_seqlens_k is not None
-    if serves(q, spans, generation(q.device)):
+    if supports_tma(q, spans, generation(q.device)):
         return attention_tma(q, k, v, spans, scale, want_lse)
     return _launch(q, k.unsqueeze(0), v.unsqueeze(0), spans, scale, 0, want_lse)
 

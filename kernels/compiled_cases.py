@@ -1,10 +1,10 @@
 """Every Triton kernel with every configuration that is launched at the shapes of the supported models.
 
-A case has a name, and calls the launchers with meta tensors. A recording of the case (launch.recorded) gives
-the launches, constants and options of a real run. So this list cannot drift from the code that launches. One
-case for each binary is enough: for example, Triton compiles once for all integers that are multiples of 16.
-Every launch of all cases has its own name. tests/triton/launches.py compares this list with the launches of
-whole runs. verify/binaries.py compiles the list.
+A case has a name, and calls the launchers with meta tensors. A recording of the case
+(launch.recorded_launches) gives the launches, constants and options of a real run. So this list cannot drift
+from the code that launches. One case for each binary is enough: for example, Triton compiles once for all
+integers that are multiples of 16. Every launch of all cases has its own name. tests/triton/launches.py
+compares this list with the launches of whole runs. verify/binaries.py compiles the list.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ from .block_digest_triton import block_digests
 from .columns_triton import NORM_ROWS, add_bias_columns, add_partials
 from .draw_triton import draw_tokens
 from .embedding_triton import embedding_bwd
-from .launch import Launch, recorded
+from .launch import Launch, recorded_launches
 from .logprob_triton import logprob_bwd, logprob_fwd
 from .matmul_triton import add_outer, matmul
 from .philox_triton import uniforms
@@ -31,7 +31,7 @@ from .qk_norm_triton import qk_norm_bwd, qk_norm_fwd
 from .rms_norm_triton import rms_norm_bwd, rms_norm_fwd
 from .rope_triton import rotate
 from .silu_mul_triton import silu_mul_bwd, silu_mul_fwd
-from .tiles import recording
+from .tiles import tiles_of_target
 
 BF16, FP16, FP32 = DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Head widths and groups of the supported models: Qwen3-0.6B and 1.7B, 8B, Qwen2.5-0.5B, Llama-3.2-1B,
@@ -51,7 +51,7 @@ def configurations(target: str = "sm_90") -> Iterator[tuple[str, Launch]]:
     The name is made of the names of the case and of the kernel.
     """
     for name, run in cases():
-        with recording(target), recorded() as launches:
+        with tiles_of_target(target), recorded_launches() as launches:
             run()
         assert launches, f"case {name!r} launched nothing"
         for launch in launches:

@@ -46,9 +46,9 @@ def _largest(max_ptr, row, temperature, SPLITS: tl.constexpr, DIVIDE: tl.constex
 
 
 @triton.jit
-def _scaled(logits_ptr, at, mask, temperature, DIVIDE: tl.constexpr):
-    """z at some places of the logits."""
-    z = tl.load(logits_ptr + at, mask=mask, other=0.0).to(tl.float32)
+def _scaled(logits_ptr, offset, mask, temperature, DIVIDE: tl.constexpr):
+    """z of the logits at `offset`."""
+    z = tl.load(logits_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     return over(z, temperature, DIVIDE)
 
 

@@ -49,7 +49,7 @@ PassBlocks = Blocks | ShardBlocks
 
 
 def shard_blocks(lengths: Sequence[int], shards: Sequence[int] | None) -> PassBlocks:
-    """The token blocks of packed sequences; with `shards`, apart for each shard.
+    """The token blocks of packed sequences; with `shards`, separate for each shard.
 
     shards [S]: the shard of each sequence, in ascending order.
     """

@@ -81,7 +81,7 @@ class Prompts:
                     f"prompts: prompt {i} is empty; a completion needs at least one token before it"
                 )
         firsts = first_of_prompt(prompts, shards)
-        self.of = tuple((np.cumsum(firsts) - 1).tolist())  # [n], the prompt of each sample
+        self.prompt_of_sample = tuple((np.cumsum(firsts) - 1).tolist())  # [n]
         prefixes = [prompt[:-1] for prompt, first in zip(prompts, firsts, strict=True) if first]
         self.lengths = np.array([len(prefix) for prefix in prefixes])  # [N]
         self.starts = np.cumsum(self.lengths) - self.lengths  # [N], in B
@@ -183,8 +183,9 @@ class SampleContext:
         padding: int = 0,
         shards: Sequence[int] | None = None,
     ):
-        config, self._kv, of = decoder.config, prompts.kv, list(after)
-        rows, prompt_rows, prompt_starts = np.array(lengths), prompts.lengths[of], prompts.starts[of]
+        config, self._kv, prompt_of_sample = decoder.config, prompts.kv, list(after)
+        rows = np.array(lengths)
+        prompt_rows, prompt_starts = (x[prompt_of_sample] for x in (prompts.lengths, prompts.starts))
         if padding:  # one more sequence, without a prompt
             rows, prompt_rows, prompt_starts = (
                 np.append(x, n) for x, n in ((rows, padding), (prompt_rows, 0), (prompt_starts, 0))

@@ -81,23 +81,23 @@ class Layout:
 
     def _add_layer(self, i: int, c: ModelConfig) -> None:
         D, I, q, kv = c.hidden_size, c.intermediate_size, c.heads * c.head_dim, c.kv_heads * c.head_dim
-        # The prefixes of our names and of the checkpoint's names.
-        ours, hf, hf_attention = f"layers.{i}.", f"model.layers.{i}.", f"model.layers.{i}.self_attn."
+        # hf: the prefixes of the checkpoint's names.
+        prefix, hf, hf_attention = f"layers.{i}.", f"model.layers.{i}.", f"model.layers.{i}.self_attn."
         qkv = (("q", q), ("k", kv), ("v", kv))
-        self._add(ours + "input_norm", (), (hf + "input_layernorm.weight", D))
-        self._add(ours + "qkv", (D,), *((f"{hf_attention}{p}_proj.weight", rows) for p, rows in qkv))
+        self._add(prefix + "input_norm", (), (hf + "input_layernorm.weight", D))
+        self._add(prefix + "qkv", (D,), *((f"{hf_attention}{p}_proj.weight", rows) for p, rows in qkv))
         if c.qkv_bias:
-            self._add(ours + "qkv_bias", (), *((f"{hf_attention}{p}_proj.bias", rows) for p, rows in qkv))
+            self._add(prefix + "qkv_bias", (), *((f"{hf_attention}{p}_proj.bias", rows) for p, rows in qkv))
         if c.qk_norm:
-            self._add(ours + "q_norm", (), (hf_attention + "q_norm.weight", c.head_dim))
-            self._add(ours + "k_norm", (), (hf_attention + "k_norm.weight", c.head_dim))
-        self._add(ours + "o", (q,), (hf_attention + "o_proj.weight", D))
+            self._add(prefix + "q_norm", (), (hf_attention + "q_norm.weight", c.head_dim))
+            self._add(prefix + "k_norm", (), (hf_attention + "k_norm.weight", c.head_dim))
+        self._add(prefix + "o", (q,), (hf_attention + "o_proj.weight", D))
         if c.o_bias:
-            self._add(ours + "o_bias", (), (hf_attention + "o_proj.bias", D))
-        self._add(ours + "post_norm", (), (hf + "post_attention_layernorm.weight", D))
+            self._add(prefix + "o_bias", (), (hf_attention + "o_proj.bias", D))
+        self._add(prefix + "post_norm", (), (hf + "post_attention_layernorm.weight", D))
         gate, up = (hf + "mlp.gate_proj.weight", I), (hf + "mlp.up_proj.weight", I)
-        self._add(ours + "gate_up", (D,), gate, up)
-        self._add(ours + "down", (I,), (hf + "mlp.down_proj.weight", D))
+        self._add(prefix + "gate_up", (D,), gate, up)
+        self._add(prefix + "down", (I,), (hf + "mlp.down_proj.weight", D))
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """A view of `flat` for each weight, by its name in zerokl."""

@@ -75,7 +75,7 @@ def test_recomputing_layers_changes_no_bit_and_keeps_less(model, dtype):
         for w in weights:
             w.main_grad = torch.zeros(w.shape)
         prompts = Prompts(decoder, [prompt for prompt, _ in pairs])
-        logp = logprobs(decoder, pack(pairs, prompts.of), SamplingParams(), prompts=prompts)[0]
+        logp = logprobs(decoder, pack(pairs, prompts.prompt_of_sample), SamplingParams(), prompts=prompts)[0]
         logp.sum().backward()
         prompts.backward()
         return [logp.detach(), *(w.main_grad for w in weights)]

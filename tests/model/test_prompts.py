@@ -54,7 +54,7 @@ def gradients(
     order = list(order or range(len(pairs)))
     for a in range(0, len(order), size):
         samples = order[a : a + size]
-        batch = pack([pairs[i] for i in samples], [prompts.of[i] for i in samples])
+        batch = pack([pairs[i] for i in samples], [prompts.prompt_of_sample[i] for i in samples])
         logp, entropy = logprobs(decoder, batch, SAMPLING, prompts=prompts)
         parts = [x.split(batch.completion_lengths) for x in (logp, entropy)]
         scores |= {i: (x, y) for i, x, y in zip(samples, *parts, strict=True)}
@@ -131,7 +131,7 @@ def test_prompts_read_without_gradients_leave_none_behind(folder):
         w.main_grad = torch.zeros(w.shape)
     with torch.no_grad():
         prompts = Prompts(decoder, [prompt for prompt, _ in pairs])
-        logp, _ = logprobs(decoder, pack(pairs, prompts.of), SAMPLING, prompts=prompts)
+        logp, _ = logprobs(decoder, pack(pairs, prompts.prompt_of_sample), SAMPLING, prompts=prompts)
     prompts.backward()
     assert total_unequal([logp], [torch.cat(whole(decoder, pairs)[::2])]) == 0
     assert not any(w.main_grad.any() for w in decoder.w.values())
@@ -156,7 +156,7 @@ def test_a_sequence_longer_than_the_context_is_refused(folder):
     decoder = load_decoder(folder, torch.float32)
     prompts = Prompts(decoder, [[1] * 300])
     with pytest.raises(ValueError, match=r"a sequence of 513 tokens is longer than the context \(512\)"):
-        logprobs(decoder, pack([([1] * 300, [2] * 214)], prompts.of), SAMPLING, prompts=prompts)
+        logprobs(decoder, pack([([1] * 300, [2] * 214)], prompts.prompt_of_sample), SAMPLING, prompts=prompts)
 
 
 def test_an_empty_prompt_is_refused(folder):

@@ -51,7 +51,7 @@ def zerokl_results(folder, dtype: torch.dtype, shared: bool) -> dict[str, torch.
         decoder.lm_head.main_grad = torch.zeros_like(views["embed"])
     prompts = Prompts(decoder, [prompt for prompt, _ in PAIRS]) if shared else None
     logp, _ = logprobs(
-        decoder, pack(PAIRS, prompts.of if prompts else None), SamplingParams(), prompts=prompts
+        decoder, pack(PAIRS, prompts.prompt_of_sample if prompts else None), SamplingParams(), prompts=prompts
     )
     losses = sequence_losses(logp, PAIRS, DY)
     losses.sum().backward()

@@ -20,8 +20,8 @@ import torch
 from zerokl.engine.rollout.vllm.stock import ENVIRONMENT
 from zerokl.kernels import attention_triton, matmul_triton
 from zerokl.kernels.attention_tables import Spans
-from zerokl.kernels.launch import Launch, recorded
-from zerokl.kernels.tiles import recording
+from zerokl.kernels.launch import Launch, recorded_launches
+from zerokl.kernels.tiles import tiles_of_target
 from zerokl.verify.binaries import compile_launch, float_program
 
 from tests.triton.vllm_kernels import batch_invariant_module
@@ -48,7 +48,7 @@ def vllm_launch(module: Any, name: str, call: Callable[[], object]) -> Launch:
 
 
 def our_launch(target: str, call: Callable[[], object]) -> Launch:
-    with recording(target), recorded() as launches:
+    with tiles_of_target(target), recorded_launches() as launches:
         call()
     return launches[0]
 

@@ -21,9 +21,9 @@ from zerokl.benchmarks.machine import model_config
 from zerokl.engine.rollout import native
 from zerokl.engine.rollout.types import GenerationParams, RngKey
 from zerokl.kernels.compiled_cases import configurations
-from zerokl.kernels.launch import Launch, recorded
+from zerokl.kernels.launch import Launch, recorded_launches
 from zerokl.kernels.sampling_params import SamplingParams
-from zerokl.kernels.tiles import recording
+from zerokl.kernels.tiles import tiles_of_target
 from zerokl.model.decoder import COMPUTE, Decoder, Numerics
 from zerokl.model.prompts import Prompts
 from zerokl.model.scoring import logprobs, pack
@@ -74,7 +74,8 @@ def run(model: Decoder) -> None:
     for sampling_params in SAMPLING_PARAMS[:2]:
         for batch in (pairs, pairs[2:]):
             prompts = Prompts(model, [prompt for prompt, _ in batch])
-            logprobs(model, pack(batch, prompts.of), sampling_params, prompts=prompts)[0].sum().backward()
+            packed = pack(batch, prompts.prompt_of_sample)
+            logprobs(model, packed, sampling_params, prompts=prompts)[0].sum().backward()
             prompts.backward()
         logprobs(model, pack(pairs), sampling_params)[0].sum().backward()
         with torch.no_grad():
@@ -90,7 +91,7 @@ def launches(work: Callable[[], None]) -> Iterator[Launch]:
 
     Two launches are distinct if Triton could see a difference: data types, alignments or numbers.
     """
-    with recorded() as all_launches:
+    with recorded_launches() as all_launches:
         work()
     distinct = {}
     for launch in all_launches:
@@ -111,7 +112,7 @@ def main() -> None:
     seen, missing, control = 0, {}, set()
     for target in sys.argv[1:]:
         listed = {binary_key(*launch, target): name for name, launch in configurations(target)}
-        with recording(target):
+        with tiles_of_target(target):
             for name, (dtype, numerics) in product(MODELS, SETTINGS):
                 for launch in launches(partial(run, decoder(name, dtype, numerics))):
                     seen, key = seen + 1, binary_key(*launch, target)

@@ -14,10 +14,10 @@ from zerokl.engine.rollout import decode
 from zerokl.engine.rollout.decode import DecodeMemory, DecodeRows, Row
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import GenerationParams, RngKey, Rollout
-from zerokl.kernels.launch import recorded
+from zerokl.kernels.launch import recorded_launches
 from zerokl.kernels.philox import Stream, uniforms, uniforms_ref
 from zerokl.kernels.sampling_params import SamplingParams
-from zerokl.kernels.tiles import recording
+from zerokl.kernels.tiles import tiles_of_target
 from zerokl.model.decoder import Decoder
 from zerokl.model.scoring import logprobs, pack
 
@@ -112,7 +112,7 @@ class _OnTheDevice(TorchDispatchMode):
 def _meta_turn(generation_params: GenerationParams) -> Iterator[DecodeRows]:
     """Turns whose tensors have no memory, so that no operation can read a value on the host."""
     plain = _decoder(torch.bfloat16)
-    with recording("sm_90"), recorded():
+    with tiles_of_target("sm_90"), recorded_launches():
         decoder = Decoder(plain.config, plain.flat.detach().to("meta"), plain.layout)
         memory = DecodeMemory(decoder, rows=4, pages=3, blocks=8)
         turns = DecodeRows(decoder, memory, generation_params, 0, Stream.SAMPLE)

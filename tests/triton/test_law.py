@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.kernels import columns_triton, rms_norm_triton
-from zerokl.kernels.launch import recorded
+from zerokl.kernels.launch import recorded_launches
 from zerokl.kernels.order import token_blocks
 
 from tests.helpers import DTYPES, property_settings, total_unequal
@@ -58,7 +58,7 @@ def cases(names: dict[str, str], dtypes: tuple[torch.dtype, ...] = DTYPES) -> li
     seed=st.integers(0, 10_000),
 )
 def test_row_is_independent_of_the_others(name, kernel, dtype, width, T, other_T, poison, seed):
-    with recorded(and_run=True) as launches:
+    with recorded_launches(and_run=True) as launches:
         assert rows.unequal_rows(rows.OPS[name], dtype, width, T, other_T, poison, seed) == 0
     assert kernel in {launch.kernel.__name__ for launch in launches}
 
@@ -74,7 +74,7 @@ def test_gradient_is_independent_of_the_split_into_micro_batches(name, kernel, d
     op, sequences = gradients.OPS[name], list(range(len(lengths)))
     bounds = [0, *sorted(c for c in cuts if 0 < c < len(lengths)), len(lengths)]
     micro_batches = [sequences[a:b] for a, b in pairwise(bounds)]
-    with recorded(and_run=True) as launches:
+    with recorded_launches(and_run=True) as launches:
         together = gradients.main_grads(op, dtype, width, lengths, [sequences])
         split = gradients.main_grads(op, dtype, width, lengths, micro_batches)
     assert total_unequal(together, split) == 0
@@ -118,7 +118,7 @@ def test_control_another_tile_of_rows_is_found(monkeypatch, rows_at_once):
 
 @pytest.mark.parametrize(("name", "kernel", "dtype"), cases(ACCURATE_OPS))
 def test_error_is_at_most_twice_that_of_plain_torch(name, kernel, dtype):
-    with recorded(and_run=True) as launches:
+    with recorded_launches(and_run=True) as launches:
         accuracy.assert_accurate(accuracy.OPS[name], dtype, SEEDS)
     assert kernel in {launch.kernel.__name__ for launch in launches}
 
