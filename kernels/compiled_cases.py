@@ -26,6 +26,7 @@ from .embedding_triton import embedding_bwd
 from .launch import Launch, recorded_launches
 from .logprob_triton import logprob_bwd, logprob_fwd
 from .matmul_triton import add_outer, matmul
+from .order import token_blocks
 from .philox_triton import uniforms
 from .qk_norm_triton import qk_norm_bwd, qk_norm_fwd
 from .rms_norm_triton import rms_norm_bwd, rms_norm_fwd
@@ -41,7 +42,7 @@ ATTENTION_SHAPES = ((128, 2), (128, 4), (64, 7), (64, 4), (64, 3))
 _ROWS = {"decode": 64, "prefill": 128}
 # Rows whose 16-bit products go through TMA on Hopper.
 _MANY_ROWS = 8192
-_BLOCKS = [(0, 128), (128, 256)]
+_BLOCKS = token_blocks([256])
 Case = tuple[str, Callable[[], object]]
 
 
@@ -107,7 +108,7 @@ def _name(dtype: torch.dtype) -> str:
 def _elementwise(dtype: torch.dtype) -> Iterator[Case]:
     """Column sums, norms, silu_mul, rope and the gradient of the embedding."""
     name, D = _name(dtype), 1024  # any multiple of 16 gives the same binary
-    yield f"columns {name}", lambda: add_bias_columns(_meta(FP32, D), _meta(dtype, 256, D), _BLOCKS)
+    yield f"columns {name}", lambda: add_bias_columns(_meta(FP32, 1, D), _meta(dtype, 256, D), _BLOCKS)
     for D in (1024, 2048, 4096):  # the widths of the models, rounded up to tiles
         yield f"rms_norm {name} {D}", lambda D=D: _norm(dtype, D, with_residual=False)
         yield f"add_rms_norm {name} {D}", lambda D=D: _norm(dtype, D, with_residual=True)
@@ -127,14 +128,14 @@ def _norm(dtype: torch.dtype, D: int, with_residual: bool) -> None:
     x, w = _meta(dtype, 256, D), _meta(dtype, D)
     y, r, s = rms_norm_fwd(x, w, 1e-6, x if with_residual else None)
     _, partial = rms_norm_bwd(y, s, w, r, _BLOCKS, y if with_residual else None)
-    add_partials(_meta(FP32, D), partial, _BLOCKS, NORM_ROWS)
+    add_partials(_meta(FP32, 1, D), partial, _BLOCKS, NORM_ROWS)
 
 
 def _heads(dtype: torch.dtype, heads: int, kv_heads: int) -> None:
     x, w = _meta(dtype, 256, heads + kv_heads, 128), _meta(dtype, 128)
     y, r = qk_norm_fwd(x, w, w, heads, 1e-6)
     _, partials = qk_norm_bwd(y, x, w, w, r, heads, _BLOCKS)
-    add_partials(_meta(FP32, 128), partials[0], _BLOCKS, NORM_ROWS)
+    add_partials(_meta(FP32, 1, 128), partials[0], _BLOCKS, NORM_ROWS)
 
 
 def _adamw(dtype: torch.dtype | None) -> None:
@@ -155,7 +156,7 @@ def _products(dtype: torch.dtype) -> Iterator[Case]:
         x, uneven = _meta(dtype, rows, 1008), _meta(dtype, 1008, 1008)
         yield f"linear {name} uneven{suffix}", lambda x=x, w=uneven: matmul(x, w)
     for N, K in ((1024, 2048), (4096, 1024)):  # few tiles, and enough for every multiprocessor
-        dy, x, acc = _meta(dtype, 256, N), _meta(dtype, 256, K), _meta(FP32, N, K)
+        dy, x, acc = _meta(dtype, 256, N), _meta(dtype, 256, K), _meta(FP32, 1, N, K)
         for suffix, empty in (("", False), (", into an empty buffer", True)):
             yield (
                 f"weight gradient {name}, {N} x {K}{suffix}",

@@ -23,9 +23,10 @@ from collections.abc import Callable
 import torch
 
 from .backend import on_triton
-from .grad import accumulate_dtype, by_shard_or_empty, check_dtype, grad_buffer, returned_grad
+from .grad import accumulate_dtype, check_dtype
 from .matmul import add_outer, matmul, matmul_ref
-from .order import Blocks, PassBlocks, one_sequence, sum_row
+from .order import sum_row
+from .passes import ONE_SEQUENCE, Pass
 from .sampling_params import SamplingParams
 
 # Bytes of one fp32 chunk of logits [rows, V]. Rows do not depend on each other, and the blocks of a weight
@@ -169,17 +170,6 @@ def _forward(h: Tensor, w: Tensor, ids: Tensor, params: SamplingParams) -> tuple
     return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
 
 
-def _chunks_of_blocks(blocks: Blocks, rows: int) -> list[list[tuple[int, int]]]:
-    """Consecutive blocks in chunks of at most `rows` rows; a single block may be longer."""
-    chunks: list[list[tuple[int, int]]] = []
-    for start, end in blocks:
-        if chunks and end - chunks[-1][0][0] <= rows:
-            chunks[-1].append((start, end))
-        else:
-            chunks.append([(start, end)])
-    return chunks
-
-
 def dlogits_ref(logits: Tensor, ids: Tensor, dlogp: Tensor, params: SamplingParams) -> Tensor:
     """The gradient of logits [rows, V], rounded once to their dtype. ids, dlogp [rows]."""
     _, e, total = softmax_parts(scaled_logits_ref(logits, params))
@@ -212,28 +202,28 @@ def _dlogits(
 
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, w, ids, params, blocks):
+    def forward(ctx, h, w, ids, params, in_pass):
         logp, entropy, *stats = _forward(h, w, ids, params)
         ctx.save_for_backward(h, ids, *stats)
-        ctx.w, ctx.params, ctx.blocks = w, params, blocks
+        ctx.w, ctx.params, ctx.in_pass = w, params, in_pass
         ctx.mark_non_differentiable(entropy)
         return logp, entropy
 
     @staticmethod
     def backward(ctx, dlogp, _):
         h, ids, *stats = ctx.saved_tensors
-        w, params = ctx.w, ctx.params
-        dh, acc = torch.empty_like(h), grad_buffer(w)
-        rows = _chunk_rows(h, w, params)
-        for shard_acc, blocks, empty in by_shard_or_empty(acc, ctx.blocks):
-            for chunk in _chunks_of_blocks(blocks, rows):
-                a, b = chunk[0][0], chunk[-1][1]
-                logits, chunk_stats = matmul(h[a:b], w), tuple(s[a:b] for s in stats)
-                dlogits = _dlogits(logits, ids[a:b], dlogp[a:b], params, chunk_stats)
+        w, params, in_pass = ctx.w, ctx.params, ctx.in_pass
+        wants_dh, wants_dw = ctx.needs_input_grad[:2]
+        dh = torch.empty_like(h) if wants_dh else None
+        buffer = in_pass.buffer(w) if wants_dw else None
+        for a, b, blocks in in_pass.blocks.chunks(_chunk_rows(h, w, params)):
+            logits, chunk_stats = matmul(h[a:b], w), tuple(s[a:b] for s in stats)
+            dlogits = _dlogits(logits, ids[a:b], dlogp[a:b], params, chunk_stats)
+            if wants_dh:
                 dh[a:b] = matmul(dlogits, w.t())
-                add_outer(shard_acc, dlogits, h[a:b], [(start - a, end - a) for start, end in chunk], empty)
-                empty = False
-        return dh, returned_grad(w, acc), None, None, None
+            if wants_dw:
+                add_outer(buffer, dlogits, h[a:b], blocks)
+        return dh, in_pass.returned_grad(w, buffer) if wants_dw else None, None, None, None
 
 
 def linear_logprob(
@@ -241,12 +231,12 @@ def linear_logprob(
     w: Tensor,
     ids: Tensor,
     params: SamplingParams | None = None,
-    blocks: PassBlocks | None = None,
+    in_pass: Pass = ONE_SEQUENCE,
 ) -> tuple[Tensor, Tensor]:
     """logp of the ids under the logits h w^T, and the entropy, which has no gradient.
 
-    h [T, D], w [V, D], ids [T] -> [T], [T] in fp32. `blocks` are token blocks: dw is summed in their order.
-    Raises ValueError on a bad shape, dtype or sampling parameter.
+    h [T, D], w [V, D], ids [T] -> [T], [T] in fp32. dw is summed in the order of the pass's token blocks,
+    which the host must know. Raises ValueError on a bad shape, dtype or sampling parameter.
     """
     check_dtype("linear_logprob", h=h, w=w)
     params = (params or SamplingParams()).check()
@@ -257,4 +247,4 @@ def linear_logprob(
         )
     if not torch.is_grad_enabled():
         return _forward(h, w, ids, params)[:2]
-    return _LinearLogprob.apply(h, w, ids, params, one_sequence(h, blocks))
+    return _LinearLogprob.apply(h, w, ids, params, in_pass.over(h))

@@ -10,7 +10,8 @@ Training and sampling differ in the context only, which is how attention finds i
 SampleContext in prompts.py, CachedContext in cache.py. Everything else works on rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -21,9 +22,10 @@ from torch.utils.checkpoint import checkpoint
 from ..kernels.attention import attention, varlen_plan
 from ..kernels.backend import on_triton
 from ..kernels.embedding import check_ids, embedding
-from ..kernels.grad import accumulate_dtype
+from ..kernels.grad import GradBuffer, accumulate_dtype
 from ..kernels.linear import linear
-from ..kernels.order import ROW_TILE, PassBlocks, shard_blocks
+from ..kernels.order import ROW_TILE, token_blocks
+from ..kernels.passes import Pass
 from ..kernels.qk_norm import qk_norm
 from ..kernels.rms_norm import add_rms_norm, rms_norm
 from ..kernels.rope import rope, rope_table, rope_table_fp32
@@ -35,6 +37,8 @@ Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [T, D / 2]
 # Called with the name and the output of each operation (names: op_names.py). The decoder computes some
 # operations as one; these are called qkv, qk_norm, rope and gate_up.
 Hook = Callable[[str, torch.Tensor], None]
+Buffers = Mapping[torch.Tensor, GradBuffer]  # of the gradients, by weight
+NO_BUFFERS: Buffers = MappingProxyType({})
 
 
 def no_hook(name: str, x: torch.Tensor) -> None:
@@ -76,10 +80,13 @@ class _RoundThrough(torch.autograd.Function):
 
 
 class Context(Protocol):
-    """How the tokens of one forward belong together: positions [T], token blocks, and attention."""
+    """How the tokens of one forward belong together: positions [T], attention, and the operations' pass.
+
+    `in_pass` has the token blocks, the buffers of the weights' gradients, and the packed weights.
+    """
 
     positions: torch.Tensor
-    blocks: PassBlocks | None
+    in_pass: Pass
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -104,7 +111,8 @@ class PackedContext:
 
     `padding` rows may follow, which nobody reads. They are one more sequence for attention. They are in no
     token block, and no gradient reaches them.
-    shards [S]: the virtual shard of each sequence, where the pass holds several (order.shard_blocks).
+    shards [S]: the virtual shard of each sequence, in ascending order; None where all are of shard 0.
+    buffers: where the weights' gradients are summed (kernels/passes.py).
     """
 
     def __init__(
@@ -113,12 +121,13 @@ class PackedContext:
         config: ModelConfig,
         padding: int = 0,
         shards: Sequence[int] | None = None,
+        buffers: Buffers = NO_BUFFERS,
     ):
         all_lengths = [*lengths, padding] if padding else list(lengths)
         self.positions = torch.from_numpy(
             np.concatenate([*map(np.arange, lengths), np.zeros(padding, np.int64)])
         )
-        self.blocks = shard_blocks(lengths, shards)
+        self.in_pass = Pass(token_blocks(lengths, shards), buffers)
         self._plan = varlen_plan(all_lengths, config.heads, config.kv_heads)
 
     def attend(
@@ -209,15 +218,17 @@ class Decoder:
     def logits_weight(self) -> torch.Tensor:
         """lm_head in the dtype of the logits, [V, D]; the caller converts hidden states to that dtype.
 
-        Its gradient goes to the gradient of lm_head.
+        Where that is another dtype, it is a copy, through which the gradient goes to lm_head.
         """
-        if self.numerics.lm_head in (None, self.dtype):
-            return self.lm_head
-        if not hasattr(self.lm_head, "main_grad"):
-            return self.lm_head.to(self.numerics.lm_head)
-        wide = self.lm_head.detach().to(self.numerics.lm_head).requires_grad_()
-        wide.main_grad = self.lm_head.main_grad
-        return wide
+        return self.lm_head if self.numerics.lm_head is None else self.lm_head.to(self.numerics.lm_head)
+
+    def logits_weight_and_buffers(self, buffers: Buffers) -> tuple[torch.Tensor, Buffers]:
+        """`logits_weight`, and the buffers in which its gradient has the buffer of lm_head."""
+        weight, buffer = self.logits_weight(), buffers.get(self.lm_head)
+        if weight is self.lm_head or buffer is None:
+            return weight, buffers
+        weight = weight.detach().requires_grad_()
+        return weight, {weight: buffer}
 
     def matrices(self) -> list[torch.Tensor]:
         """The weights of the matrix products, each [N, K]."""
@@ -256,9 +267,9 @@ class Decoder:
         rotation = self._cos[positions], self._sin[positions]
         if ids.device != self.device:  # here the check does not have to wait for the GPU; later it would
             check_ids(ids, c.vocab_size)
-        residual = embedding(ids.to(self.device), w["embed"], context.blocks)
+        residual = embedding(ids.to(self.device), w["embed"], context.in_pass)
         hook("embed", residual)
-        x = rms_norm(residual, w["layers.0.input_norm"], c.eps, context.blocks)
+        x = rms_norm(residual, w["layers.0.input_norm"], c.eps, context.in_pass)
         hook("layers.0.input_norm", x)
         return x, residual, rotation
 
@@ -278,22 +289,22 @@ class Decoder:
         hook: Hook,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The next layer's input, and the residual. After the last layer, the final norm's output."""
-        c, w, prefix, blocks = self.config, self.w, f"layers.{i}.", context.blocks
+        c, w, prefix, in_pass = self.config, self.w, f"layers.{i}.", context.in_pass
         o = context.attend(i, *self._qkv(i, x, rotation, context, hook), c.head_dim**-0.5)
         hook(prefix + "attention", o)
-        x = linear(o.reshape(x.shape[0], -1), w[prefix + "o"], w.get(prefix + "o_bias"), blocks)
+        x = linear(o.reshape(x.shape[0], -1), w[prefix + "o"], w.get(prefix + "o_bias"), in_pass)
         hook(prefix + "o_proj", x)
-        x, residual = add_rms_norm(x, residual, w[prefix + "post_norm"], c.eps, blocks)
+        x, residual = add_rms_norm(x, residual, w[prefix + "post_norm"], c.eps, in_pass)
         hook(prefix + "attention_residual", residual)
         hook(prefix + "post_norm", x)
-        x = linear(x, w[prefix + "gate_up"], None, blocks)
+        x = linear(x, w[prefix + "gate_up"], None, in_pass)
         hook(prefix + "gate_up", x)
         x = silu_mul(x)
         hook(prefix + "silu_mul", x)
-        x = linear(x, w[prefix + "down"], None, blocks)
+        x = linear(x, w[prefix + "down"], None, in_pass)
         hook(prefix + "down_proj", x)
         next_norm = f"layers.{i + 1}.input_norm" if i + 1 < c.layers else "norm"
-        x, residual = add_rms_norm(x, residual, w[next_norm], c.eps, blocks)
+        x, residual = add_rms_norm(x, residual, w[next_norm], c.eps, in_pass)
         hook(prefix + "mlp_residual", residual)
         hook(next_norm, x)
         return x, residual
@@ -302,13 +313,13 @@ class Decoder:
         self, i: int, x: torch.Tensor, rotation: Rotation, context: Context, hook: Hook
     ) -> tuple[torch.Tensor, ...]:
         """q [T, Hq, D], k and v [T, Hkv, D], as attention reads them."""
-        c, w, prefix, blocks = self.config, self.w, f"layers.{i}.", context.blocks
-        qkv = linear(x, w[prefix + "qkv"], w.get(prefix + "qkv_bias"), blocks)
+        c, w, prefix, in_pass = self.config, self.w, f"layers.{i}.", context.in_pass
+        qkv = linear(x, w[prefix + "qkv"], w.get(prefix + "qkv_bias"), in_pass)
         qkv = qkv.view(x.shape[0], -1, c.head_dim)
         hook(prefix + "qkv", qkv)
         qk, v = qkv.split([c.heads + c.kv_heads, c.kv_heads], dim=1)
         if c.qk_norm:
-            qk = qk_norm(qk, w[prefix + "q_norm"], w[prefix + "k_norm"], c.heads, c.eps, blocks)
+            qk = qk_norm(qk, w[prefix + "q_norm"], w[prefix + "k_norm"], c.heads, c.eps, in_pass)
             hook(prefix + "qk_norm", qk)
         qk = rope(qk, *rotation)
         hook(prefix + "rope", qk)

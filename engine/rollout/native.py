@@ -14,7 +14,7 @@ import torch
 
 from ...kernels.attention_plan import KEY_TILE
 from ...kernels.backend import on_triton
-from ...kernels.matmul import packed
+from ...kernels.matmul import UNPACKED, pack_weights
 from ...kernels.philox import Stream
 from ...model.cache import BlockCache, CachedContext
 from ...model.decoder import Decoder
@@ -140,9 +140,9 @@ class NativeSampler:
         memory = self._make_memory(prompts, generation_params)
         decoding = self._decoding_of(memory, generation_params, rng_key)
         self._memory = None  # a call that fails leaves blocks that nobody releases
-        with packed(self.decoder.matrices()):
-            generation = _Generation(self, decoding, prompts, rng_key)
-            rollouts = generation.run()
+        generation = _Generation(self, decoding, prompts, rng_key)
+        rollouts = generation.run()
+        decoding.packed = UNPACKED  # the weights may change now
         self.samples_at_once = generation.samples_at_once
         if self.decoder.device.type == "cuda":
             self._memory = memory
@@ -197,7 +197,7 @@ class NativeSampler:
             decoding = self._decoding[key] = DecodeRows(
                 self.decoder, memory, generation_params, rng_key.seed, rng_key.stream
             )
-        decoding.start(rng_key.step)
+        decoding.start(rng_key.step, pack_weights(self.decoder.matrices()))
         return decoding
 
 
@@ -331,7 +331,11 @@ class _Generation:
                 tokens += batch[-1][2] - batch[-1][1]
             lengths = [end - start for _, start, end in batch]
             context = CachedContext(
-                self.cache, lengths, [start for _, start, _ in batch], [p.blocks for p, _, _ in batch]
+                self.cache,
+                lengths,
+                [start for _, start, _ in batch],
+                [p.blocks for p, _, _ in batch],
+                self.decoding.packed,
             )
             ids = torch.tensor([token for p, start, end in batch for token in p.ids[start:end]])
             rows = self.sampler.decoder.hidden(ids, context).split(lengths)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ...kernels.sampling_params import SamplingParams
-from ...model.decoder import Decoder, Hook, no_hook
+from ...model.decoder import Buffers, Decoder, Hook, no_hook
 from ...model.observer import Observer, Rows
 from ...model.prompts import Prompts, prompt_passes
 from ...model.scoring import PackedBatch, logprobs, pack
@@ -93,17 +93,19 @@ class ShardWork:
     watch: bool = False
     observer: ForwardObserver | None = None
 
-    def __call__(self, decoder: Decoder, shards: Sequence[Shard | None]) -> list[list[Scored] | None]:
+    def __call__(
+        self, decoder: Decoder, shards: Sequence[Shard | None], buffers: Buffers
+    ) -> list[list[Scored] | None]:
         """See shard_gradients."""
-        return shard_gradients(decoder, shards, self)
+        return shard_gradients(decoder, shards, buffers, self)
 
 
 def shard_gradients(
-    decoder: Decoder, shards: Sequence[Shard | None], work: ShardWork
+    decoder: Decoder, shards: Sequence[Shard | None], buffers: Buffers, work: ShardWork
 ) -> list[list[Scored] | None]:
     """Forward and backward of some virtual shards, work.micro_batch sequences at a time.
 
-    A forward may hold sequences of several shards. Gradients are added to `main_grad` of the weights,
+    A forward may hold sequences of several shards. Gradients are added to the weights' buffers,
     separately for each shard. In a shard's sum, those of a pass's completions come first, then those of its
     prompts. So the shards beside it decide no bit of its sum. Returns a list for each shard; None for an
     empty one.
@@ -117,21 +119,18 @@ def shard_gradients(
     scored: list[list[Scored] | None] = [None if shard is None else [] for shard in shards]
     for parts in zip_longest(*passes):
         together = {i: part for i, part in enumerate(parts) if part is not None}
-        _pass_gradient(decoder, together, work, scored, separate=len(shards) > 1)
+        _pass_gradient(decoder, together, buffers, work, scored)
     return scored
 
 
 def _pass_gradient(
     decoder: Decoder,
     parts: dict[int, Shard],
+    buffers: Buffers,
     work: ShardWork,
     scored: list[list[Scored] | None],
-    separate: bool,
 ) -> None:
-    """Forward and backward of one pass of some shards, by the index of the shard. Adds to `scored`.
-
-    separate: the weights have a gradient buffer for each shard.
-    """
+    """Forward and backward of one pass of some shards, by the index of the shard. Adds to `scored`."""
     joined = _joined(list(parts.values()))
     shard_of = [i for i, part in parts.items() for _ in part.rollouts]  # the shard of each sequence
     underflow = PromptUnderflow() if work.watch else None
@@ -139,12 +138,12 @@ def _pass_gradient(
     with torch.set_grad_enabled(_has_gradient(joined, work.loss)):
         prompt_ids = [r.prompt_ids for r in joined.rollouts]
         observer = _placed(work.observer, joined.rollouts)
-        prompts = Prompts(decoder, prompt_ids, hook, shard_of if separate else None, observer)
+        prompts = Prompts(decoder, prompt_ids, hook, shard_of, observer, buffers)
     if underflow:
         underflow.watch(prompts)
     for rows in micro_batches(len(shard_of), work.micro_batch):
         pairs = [r.pair for r in joined.rollouts[rows]]
-        packed = pack(pairs, prompts.prompt_of_sample[rows], shard_of[rows] if separate else None)
+        packed = pack(pairs, prompts.prompt_of_sample[rows], shard_of[rows])
         micro_batch = _micro_batch_gradient(decoder, joined.part(rows), prompts, packed, work, underflow)
         for i, part in _by_shard(micro_batch, shard_of[rows], packed.completion_lengths):
             scored[i].append(part)

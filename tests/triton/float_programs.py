@@ -21,6 +21,7 @@ from zerokl.engine.rollout.vllm.stock import ENVIRONMENT
 from zerokl.kernels import attention_triton, matmul_triton
 from zerokl.kernels.attention_tables import Spans
 from zerokl.kernels.launch import Launch, recorded_launches
+from zerokl.kernels.order import token_blocks
 from zerokl.kernels.tiles import tiles_of_target
 from zerokl.verify.binaries import compile_launch, float_program
 
@@ -162,8 +163,8 @@ def rounded_operands(batch_invariant: Any) -> dict[str, int]:
 def outer_lines(dtype: torch.dtype, empty: bool) -> list[str]:
     """The float program of a weight gradient on sm_90, without the shuffles of a warp's number."""
     dy, x = (torch.empty(256, n, dtype=dtype, device="meta") for n in (4096, 1024))
-    acc = torch.empty(4096, 1024, device="meta")
-    launch = our_launch("sm_90", lambda: matmul_triton.add_outer(acc, dy, x, [(0, 256)], empty))
+    acc = torch.empty(1, 4096, 1024, device="meta")
+    launch = our_launch("sm_90", lambda: matmul_triton.add_outer(acc, dy, x, token_blocks([256]), empty))
     return [line for line in program(launch, "sm_90") if not line.startswith("shfl.sync.idx")]
 
 

@@ -15,6 +15,7 @@ from zerokl.engine.rollout.decode import DecodeMemory, DecodeRows, Row
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import GenerationParams, RngKey, Rollout
 from zerokl.kernels.launch import recorded_launches
+from zerokl.kernels.matmul import UNPACKED
 from zerokl.kernels.philox import Stream, uniforms, uniforms_ref
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.kernels.tiles import tiles_of_target
@@ -81,7 +82,7 @@ def test_a_row_that_is_done_or_padding_writes_to_its_own_pages_only(decoder):
     pages = [memory.cache.allocate(2) for _ in range(3)]
     rows = [Row(20 + i, 0, 0, i, 0, pages[i]) for i in range(3)]
     turns = DecodeRows(decoder, memory, params(stop=frozenset()), 0, Stream.SAMPLE)
-    turns.start(0)
+    turns.start(0, UNPACKED)
     turns.load(rows)
     for _ in range(2):
         turns.run(8)
@@ -116,7 +117,7 @@ def _meta_turn(generation_params: GenerationParams) -> Iterator[DecodeRows]:
         decoder = Decoder(plain.config, plain.flat.detach().to("meta"), plain.layout)
         memory = DecodeMemory(decoder, rows=4, pages=3, blocks=8)
         turns = DecodeRows(decoder, memory, generation_params, 0, Stream.SAMPLE)
-        turns.start(0)
+        turns.start(0, UNPACKED)
         turns.load([Row(5, 3, 0, 0, 0, [1, 2])])
         yield turns
 

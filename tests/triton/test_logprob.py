@@ -136,10 +136,10 @@ def test_gradient_takes_the_place_of_the_logits(dtype):
 def test_rows_held_at_once_decide_no_bit(monkeypatch):
     op, lengths = gradients.OPS["linear_logprob"], [100, 3, 150]
     for dtype in (torch.float32, torch.bfloat16):
-        before = gradients.main_grads(op, dtype, 64, lengths, [[0, 1, 2]])
+        before = gradients.summed_grads(op, dtype, 64, lengths, [[0, 1, 2]])
         with monkeypatch.context() as patch:
             patch.setattr(logprob, "CHUNK_BYTES", 1)
-            after = gradients.main_grads(op, dtype, 64, lengths, [[0, 1, 2]])
+            after = gradients.summed_grads(op, dtype, 64, lengths, [[0, 1, 2]])
         assert total_unequal(before, after) == 0
 
 

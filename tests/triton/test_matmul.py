@@ -4,8 +4,10 @@ import pytest
 import torch
 from zerokl.engine.rollout.vllm.installed import require_vllm
 from zerokl.kernels import matmul, matmul_triton, tiles
+from zerokl.kernels.grad import GradBuffer
 from zerokl.kernels.linear import linear
 from zerokl.kernels.order import token_blocks
+from zerokl.kernels.passes import Pass
 
 from tests.helpers import assert_at_most_twice_the_error, randn, total_unequal
 
@@ -72,11 +74,11 @@ def _weight_gradient(
 ) -> torch.Tensor:
     """dw, with one call for each part [first, last) of the sequences; no sequence moves."""
     dy, x = randn(5, sum(LENGTHS), N, dtype=dtype), randn(6, sum(LENGTHS), 80, dtype=dtype)
-    acc = torch.zeros(N, 80)
+    acc = GradBuffer(torch.zeros(1, N, 80))
     for first, last in parts:
         a, b = sum(lengths[:first]), sum(lengths[:last])
         matmul.add_outer(acc, dy[a:b], x[a:b], token_blocks(lengths[first:last]))
-    return acc
+    return acc.sums[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -99,7 +101,7 @@ def test_accuracy(dtype):
 
     def run(ours: bool, dtype: torch.dtype) -> list[torch.Tensor]:
         leaves = [t.to(dtype).requires_grad_() for t in (x, w, b)]
-        y = linear(*leaves, token_blocks([110, 40])) if ours else torch.nn.functional.linear(*leaves)
+        y = linear(*leaves, Pass(token_blocks([110, 40]))) if ours else torch.nn.functional.linear(*leaves)
         return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(dtype))]
 
     results = run(True, dtype), run(False, dtype), run(False, torch.float64)
