@@ -151,6 +151,25 @@ def token_blocks(lengths: Sequence[int], shards: Sequence[int] | None = None) ->
     return _of_shards(by_shard)
 
 
+def blocks_of_counts(counts: torch.Tensor, rows: int) -> TokenBlocks:
+    """The token blocks of groups of rows that lie one after another, made where `counts` lies.
+
+    counts [S] int: the rows of each group. The group's number takes the place of the shard. rows: the most
+    that the counts can sum to, which bounds the tables. Nothing waits for the device. A group without rows
+    has no blocks.
+    """
+    S, counts = len(counts), counts.int()
+    blocks_of_group = (counts + TOKEN_BLOCK - 1) // TOKEN_BLOCK
+    first = torch.cat([counts.new_zeros(1), blocks_of_group.cumsum(0).int()])
+    block = torch.arange(rows // TOKEN_BLOCK + S, dtype=torch.int32, device=counts.device)
+    group = torch.searchsorted(first[1:], block, right=True).clamp(max=S - 1)
+    group_end = counts.cumsum(0).int()
+    start = (group_end - counts)[group] + (block - first[group]) * TOKEN_BLOCK
+    end = torch.minimum(start + TOKEN_BLOCK, group_end[group])
+    is_there = (block < first[-1]).unsqueeze(1)
+    return TokenBlocks(torch.stack([start, end], dim=1).where(is_there, 0), first, tuple(range(S)))
+
+
 def _of_shards(by_shard: Mapping[int, list[tuple[int, int]]]) -> TokenBlocks:
     rows = list(chain.from_iterable(by_shard.values()))
     first = [0, *accumulate(map(len, by_shard.values()))]
