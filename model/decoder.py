@@ -8,6 +8,8 @@ key-value heads, V vocabulary.
 
 Training and sampling differ in the context only, which is how attention finds its keys: PackedContext here,
 SampleContext in prompts.py, CachedContext in cache.py. Everything else works on rows.
+A layer asks a source of weights for its own (weights.py), and for them only: the addition of an MLP's output
+belongs to the norm of the next layer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,9 +33,11 @@ from ..kernels.rms_norm import add_rms_norm, rms_norm
 from ..kernels.rope import rope, rope_table, rope_table_fp32
 from ..kernels.silu_mul import silu_mul
 from .config import ModelConfig
-from .weights import Layout
+from .weights import FlatWeights, LayerWeights, Layout
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [T, D / 2]
+# What a layer gives to the next one, [T, D] each: the output of its MLP, and the residual to add it to.
+Stream = tuple[torch.Tensor | None, torch.Tensor]
 # Called with the name and the output of each operation (names: op_names.py). The decoder computes some
 # operations as one; these are called qkv, qk_norm, rope and gate_up.
 Hook = Callable[[str, torch.Tensor], None]
@@ -182,10 +186,15 @@ class Decoder:
         self._bind()
 
     def _bind(self) -> None:
-        self.w = {name: view.requires_grad_() for name, view in self.layout.views(self.flat.detach()).items()}
+        self.weights = FlatWeights(self.layout, self.flat)
         # With tied embeddings lm_head is a second tensor over the embedding's memory. So its gradient has a
         # buffer of its own. In one buffer, the order of the two uses would depend on the micro-batch size.
         self.lm_head = self.w["embed"].detach().requires_grad_() if self.config.tied else self.w["lm_head"]
+
+    @property
+    def w(self) -> dict[str, torch.Tensor]:
+        """All weights by name."""
+        return self.weights.named
 
     def move_to(self, flat: torch.Tensor) -> None:
         """Copy the weights to `flat` [layout.numel] and compute with `flat` from now on.
@@ -242,9 +251,13 @@ class Decoder:
         `hook` is called with the name and the output of every operation. Raises ValueError for an id outside
         the vocabulary, if the ids are on the CPU (see embedding).
         """
-        x, residual, rotation = self._embed(ids, context, hook)
-        for i in range(self.config.layers):
-            x, residual = self._run_layer(i, x, residual, rotation, context, hook)
+        c, stream = self.config, self._embed(ids, context, hook)
+        rotation = self._rotation(context)
+        for i in range(c.layers):
+            stream = self._run_layer(i, stream, rotation, context, hook)
+        x, residual = add_rms_norm(*stream, self.w["norm"], c.eps, context.in_pass)
+        hook(f"layers.{c.layers - 1}.mlp_residual", residual)
+        hook("norm", x)
         return x
 
     def read(self, ids: torch.Tensor, context: KeepingContext, hook: Hook = no_hook) -> None:
@@ -252,77 +265,89 @@ class Decoder:
 
         The forward ends with the keys and values of the last layer.
         """
-        x, residual, rotation = self._embed(ids, context, hook)
-        last = self.config.layers - 1
+        stream, last = self._embed(ids, context, hook), self.config.layers - 1
+        rotation = self._rotation(context)
         for i in range(last):
-            x, residual = self._run_layer(i, x, residual, rotation, context, hook)
-        context.keep(*self._qkv(last, x, rotation, context, hook)[1:])
+            stream = self._run_layer(i, stream, rotation, context, hook)
+        with self.weights.layer(last) as w:
+            x, _ = self._input_norm(last, w, stream, context, hook)
+            context.keep(*self._qkv(last, w, x, rotation, context, hook)[1:])
 
-    def _embed(
-        self, ids: torch.Tensor, context: Context, hook: Hook
-    ) -> tuple[torch.Tensor, torch.Tensor, Rotation]:
-        """The first layer's input, the residual, and cos and sin of the positions."""
-        c, w = self.config, self.w
+    def _rotation(self, context: Context) -> Rotation:
+        """cos and sin of the positions."""
         positions = context.positions.to(self.device)
-        rotation = self._cos[positions], self._sin[positions]
-        if ids.device != self.device:  # here the check does not have to wait for the GPU; later it would
-            check_ids(ids, c.vocab_size)
-        residual = embedding(ids.to(self.device), w["embed"], context.in_pass)
-        hook("embed", residual)
-        x = rms_norm(residual, w["layers.0.input_norm"], c.eps, context.in_pass)
-        hook("layers.0.input_norm", x)
-        return x, residual, rotation
+        return self._cos[positions], self._sin[positions]
 
-    def _run_layer(self, i: int, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def _embed(self, ids: torch.Tensor, context: Context, hook: Hook) -> Stream:
+        """The stream before the first layer, which has nothing to add."""
+        if ids.device != self.device:  # here the check does not have to wait for the GPU; later it would
+            check_ids(ids, self.config.vocab_size)
+        residual = embedding(ids.to(self.device), self.w["embed"], context.in_pass)
+        hook("embed", residual)
+        return None, residual
+
+    def _run_layer(self, i: int, *args: Any) -> Stream:
         """_layer, whose activations are kept for the backward, or computed again there."""
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._layer, i, *args, use_reentrant=False, preserve_rng_state=False)
         return self._layer(i, *args)
 
-    def _layer(
-        self,
-        i: int,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        rotation: Rotation,
-        context: Context,
-        hook: Hook,
+    def _layer(self, i: int, stream: Stream, rotation: Rotation, context: Context, hook: Hook) -> Stream:
+        """The stream after layer i, of whose weights the layer asks once."""
+        with self.weights.layer(i) as w:
+            x, residual = self._input_norm(i, w, stream, context, hook)
+            x = self._attention(i, w, x, rotation, context, hook)
+            x, residual = add_rms_norm(x, residual, w["post_norm"], self.config.eps, context.in_pass)
+            hook(f"layers.{i}.attention_residual", residual)
+            hook(f"layers.{i}.post_norm", x)
+            return self._mlp(i, w, x, context, hook), residual
+
+    def _input_norm(
+        self, i: int, w: LayerWeights, stream: Stream, context: Context, hook: Hook
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next layer's input, and the residual. After the last layer, the final norm's output."""
-        c, w, prefix, in_pass = self.config, self.w, f"layers.{i}.", context.in_pass
-        o = context.attend(i, *self._qkv(i, x, rotation, context, hook), c.head_dim**-0.5)
-        hook(prefix + "attention", o)
-        x = linear(o.reshape(x.shape[0], -1), w[prefix + "o"], w.get(prefix + "o_bias"), in_pass)
-        hook(prefix + "o_proj", x)
-        x, residual = add_rms_norm(x, residual, w[prefix + "post_norm"], c.eps, in_pass)
-        hook(prefix + "attention_residual", residual)
-        hook(prefix + "post_norm", x)
-        x = linear(x, w[prefix + "gate_up"], None, in_pass)
-        hook(prefix + "gate_up", x)
-        x = silu_mul(x)
-        hook(prefix + "silu_mul", x)
-        x = linear(x, w[prefix + "down"], None, in_pass)
-        hook(prefix + "down_proj", x)
-        next_norm = f"layers.{i + 1}.input_norm" if i + 1 < c.layers else "norm"
-        x, residual = add_rms_norm(x, residual, w[next_norm], c.eps, in_pass)
-        hook(prefix + "mlp_residual", residual)
-        hook(next_norm, x)
+        """The input of attention and the residual, [T, D] each. Adds the output of the MLP before it."""
+        (x, residual), eps, in_pass = stream, self.config.eps, context.in_pass
+        if x is None:
+            x = rms_norm(residual, w["input_norm"], eps, in_pass)
+        else:
+            x, residual = add_rms_norm(x, residual, w["input_norm"], eps, in_pass)
+            hook(f"layers.{i - 1}.mlp_residual", residual)
+        hook(f"layers.{i}.input_norm", x)
         return x, residual
 
+    def _attention(
+        self, i: int, w: LayerWeights, x: torch.Tensor, rotation: Rotation, context: Context, hook: Hook
+    ) -> torch.Tensor:
+        """Attention and its output projection. x [T, D] -> [T, D]."""
+        o = context.attend(i, *self._qkv(i, w, x, rotation, context, hook), self.config.head_dim**-0.5)
+        hook(f"layers.{i}.attention", o)
+        x = linear(o.reshape(x.shape[0], -1), w["o"], w.get("o_bias"), context.in_pass)
+        hook(f"layers.{i}.o_proj", x)
+        return x
+
+    def _mlp(self, i: int, w: LayerWeights, x: torch.Tensor, context: Context, hook: Hook) -> torch.Tensor:
+        """x [T, D] -> [T, D]."""
+        x = linear(x, w["gate_up"], None, context.in_pass)
+        hook(f"layers.{i}.gate_up", x)
+        x = silu_mul(x)
+        hook(f"layers.{i}.silu_mul", x)
+        x = linear(x, w["down"], None, context.in_pass)
+        hook(f"layers.{i}.down_proj", x)
+        return x
+
     def _qkv(
-        self, i: int, x: torch.Tensor, rotation: Rotation, context: Context, hook: Hook
+        self, i: int, w: LayerWeights, x: torch.Tensor, rotation: Rotation, context: Context, hook: Hook
     ) -> tuple[torch.Tensor, ...]:
         """q [T, Hq, D], k and v [T, Hkv, D], as attention reads them."""
-        c, w, prefix, in_pass = self.config, self.w, f"layers.{i}.", context.in_pass
-        qkv = linear(x, w[prefix + "qkv"], w.get(prefix + "qkv_bias"), in_pass)
-        qkv = qkv.view(x.shape[0], -1, c.head_dim)
-        hook(prefix + "qkv", qkv)
+        c, in_pass = self.config, context.in_pass
+        qkv = linear(x, w["qkv"], w.get("qkv_bias"), in_pass).view(x.shape[0], -1, c.head_dim)
+        hook(f"layers.{i}.qkv", qkv)
         qk, v = qkv.split([c.heads + c.kv_heads, c.kv_heads], dim=1)
         if c.qk_norm:
-            qk = qk_norm(qk, w[prefix + "q_norm"], w[prefix + "k_norm"], c.heads, c.eps, in_pass)
-            hook(prefix + "qk_norm", qk)
+            qk = qk_norm(qk, w["q_norm"], w["k_norm"], c.heads, c.eps, in_pass)
+            hook(f"layers.{i}.qk_norm", qk)
         qk = rope(qk, *rotation)
-        hook(prefix + "rope", qk)
+        hook(f"layers.{i}.rope", qk)
         q, k = qk.split([c.heads, c.kv_heads], dim=1)
         if self.numerics.cache not in (None, self.dtype):
             k, v = (_RoundThrough.apply(x, self.numerics.cache) for x in (k, v))

@@ -6,10 +6,12 @@ order.
 """
 
 import hashlib
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -139,6 +141,33 @@ class Layout:
             for b in self.blocks
             if part.start <= b.start < part.stop
         ]
+
+
+LayerWeights = Mapping[str, torch.Tensor]
+
+
+class WeightSource(Protocol):
+    """Where a decoder's layers find their weights."""
+
+    def layer(self, i: int) -> AbstractContextManager[LayerWeights]:
+        """The weights of layer i, by their names in the layer. They may be read inside the context only."""
+        ...
+
+
+class FlatWeights:
+    """The weights as views of one flat tensor [layout.numel]: a source that has all of them at any time."""
+
+    def __init__(self, layout: Layout, flat: torch.Tensor):
+        self.named = {name: view.requires_grad_() for name, view in layout.views(flat.detach()).items()}
+        self._layers: list[dict[str, torch.Tensor]] = [{} for _ in range(layout.config.layers)]
+        for name, view in self.named.items():
+            if name.startswith("layers."):
+                _, i, name_in_layer = name.split(".")
+                self._layers[int(i)][name_in_layer] = view
+
+    def layer(self, i: int) -> AbstractContextManager[LayerWeights]:
+        """See WeightSource."""
+        return nullcontext(self._layers[i])
 
 
 def fingerprint(layout: Layout, flat: torch.Tensor) -> str:
