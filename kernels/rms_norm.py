@@ -61,7 +61,10 @@ def _forward(x, w, eps, residual=None):
 
 
 def _backward(dy, x, r, w, in_pass, wants_dw, ds=None):
-    """dx, and the gradient of w where it is wanted and no buffer takes it."""
+    """dx, and the gradient of w where it is wanted and no buffer takes it.
+
+    A kernel computes both together, and autograd drops a dx that it does not need.
+    """
     if not on_triton(x):
         dx, dw = rms_norm_bwd_ref(dy, x, r, w)
         dx = (dx if ds is None else dx.add_(ds.to(dx.dtype))).to(dy.dtype)

@@ -189,7 +189,10 @@ class Decoder:
         self.weights = FlatWeights(self.layout, self.flat)
         # With tied embeddings lm_head is a second tensor over the embedding's memory. So its gradient has a
         # buffer of its own. In one buffer, the order of the two uses would depend on the micro-batch size.
-        self.lm_head = self.w["embed"].detach().requires_grad_() if self.config.tied else self.w["lm_head"]
+        embed = self.w["embed"]
+        self.lm_head = (
+            embed.detach().requires_grad_(embed.requires_grad) if self.config.tied else self.w["lm_head"]
+        )
 
     @property
     def w(self) -> dict[str, torch.Tensor]:

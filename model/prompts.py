@@ -110,9 +110,15 @@ class Prompts:
         Call it after the backward of all samples. Nothing happens where the prompts were read without
         gradients.
         """
-        if self._read and self._read[0].requires_grad:
-            buffers = [self.kv_buffers[kv] for kv in self.kv]
-            _CollectedGradients.apply(buffers, *self._read).backward()
+        # The keys of a first layer whose weights are all frozen have no gradient.
+        collected = [
+            (read, self.kv_buffers[kv])
+            for kv, read in zip(self.kv, self._read, strict=True)
+            if kv.requires_grad
+        ]
+        if collected:
+            read, buffers = zip(*collected, strict=True)
+            _CollectedGradients.apply(buffers, *read).backward()
 
 
 class _CollectedGradients(torch.autograd.Function):

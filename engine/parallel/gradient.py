@@ -1,6 +1,6 @@
 """The gradient of a step: virtual shards as the leaves of one fixed binary tree.
 
-All tensors here are flat over all weights (model/weights.py), [numel] fp32.
+All tensors here are flat over the weights that are trained (model/weights.py), [numel] fp32.
 """
 
 from collections.abc import Callable, Sequence
@@ -81,21 +81,20 @@ class ShardSum:
         self.tree = GradientTree(shards)
         layout = decoder.layout
         # Zeros, for what lies between the weights.
-        self._leaves = torch.zeros(self.in_flight, layout.numel, device=decoder.device)
+        self._leaves = torch.zeros(self.in_flight, layout.trained_numel, device=decoder.device)
         self.buffers: dict[torch.Tensor, GradBuffer] = {}
-        for name, weight in decoder.w.items():
-            entry = layout.entries[name]
+        for entry in layout.trained:
             sums = self._leaves[:, entry.offset : entry.offset + entry.numel].view(-1, *entry.shape)
-            self.buffers[weight] = GradBuffer(sums)
+            self.buffers[decoder.w[entry.name]] = GradBuffer(sums)
         # With tied embeddings lm_head has a gradient buffer of its own (see Decoder). It is added to the
         # embedding's gradient at the end of each shard.
         self._tied = None
-        if decoder.config.tied:
+        if decoder.config.tied and decoder.lm_head.requires_grad:
             shape = (self.in_flight, *decoder.lm_head.shape)
             self._tied = torch.empty(shape, device=decoder.device)
             self.buffers[decoder.lm_head] = GradBuffer(self._tied)
         # The weights of products have nearly all bytes, and their kernels can write over an empty buffer.
-        self._products = [self.buffers[weight] for weight in decoder.matrices()]
+        self._products = [self.buffers[w] for w in decoder.matrices() if w in self.buffers]
         products = set(self._products)
         self._small = [buffer.sums for buffer in self.buffers.values() if buffer not in products]
 
