@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from zerokl.kernels.attention_bwd_triton import _tiles
-from zerokl.kernels.attention_plan import Spans
+from zerokl.kernels.attention_tables import Spans
 from zerokl.kernels.attention_triton import find_tile
 from zerokl.kernels.launch import launch
 from zerokl.kernels.tiles import generation

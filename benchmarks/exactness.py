@@ -9,7 +9,7 @@ from zerokl.benchmarks.machine import Machine, Row, name_of
 from zerokl.kernels.attention_plan import KEY_TILE
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.cache import BlockCache, CachedContext
-from zerokl.model.decoder import Decoder, PackedContext
+from zerokl.model.decoder import Buffers, Decoder, PackedContext
 from zerokl.model.prompts import Prompts, prompt_passes
 from zerokl.model.scoring import logprobs, pack
 from zerokl.model.weights import fingerprint
@@ -61,7 +61,11 @@ def exactness(m: Machine) -> Iterator[Row]:
 
 
 def _differentiate(
-    decoder: Decoder, shards: Sequence[Sequence[Pair]], coefficients: torch.Tensor, size: int
+    decoder: Decoder,
+    shards: Sequence[Sequence[Pair]],
+    buffers: Buffers,
+    coefficients: torch.Tensor,
+    size: int,
 ) -> list[torch.Tensor]:
     """logp [C] of the pairs' completions, on the CPU. The gradient of their weighted sum goes to the weights.
 
@@ -71,10 +75,10 @@ def _differentiate(
     (pairs,), logprobs_of_parts = shards, []
     for pass_slice in prompt_passes([prompt for prompt, _ in pairs]):
         pass_pairs, pass_coefficients = pairs[pass_slice], coefficients[pass_slice]
-        prompts = Prompts(decoder, [prompt for prompt, _ in pass_pairs])
+        prompts = Prompts(decoder, [prompt for prompt, _ in pass_pairs], buffers=buffers)
         for start in range(0, len(pass_pairs), size):
             part = slice(start, start + size)
-            packed = pack(pass_pairs[part], prompts.of[part])
+            packed = pack(pass_pairs[part], prompts.prompt_of_sample[part])
             logp = logprobs(decoder, packed, SamplingParams(), prompts=prompts)[0].cpu()
             lengths = torch.tensor(packed.completion_lengths)
             (logp * pass_coefficients[part].repeat_interleave(lengths)).sum().backward()

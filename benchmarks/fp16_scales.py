@@ -36,7 +36,7 @@ from zerokl.engine.tasks.loading import load_task
 from zerokl.engine.tasks.perfectible import task_of
 from zerokl.engine.train.collect import collect
 from zerokl.engine.train.shard import Shard
-from zerokl.model.decoder import Decoder
+from zerokl.model.decoder import Buffers, Decoder
 from zerokl.model.prompts import Prompts, prompt_passes
 from zerokl.model.scoring import logprobs, pack
 from zerokl.verify.bitwise import count_unequal
@@ -87,7 +87,13 @@ class Step:
         return counts
 
     def _backward(
-        self, counts: Scale, s: int, scale: float, decoder: Decoder, shards: Sequence[Shard]
+        self,
+        counts: Scale,
+        s: int,
+        scale: float,
+        decoder: Decoder,
+        shards: Sequence[Shard],
+        buffers: Buffers,
     ) -> list[None]:
         """The backward pass of shard s. A place is (s, first sample of a pass, prompts or completions)."""
         (shard,) = shards
@@ -97,8 +103,9 @@ class Step:
                 partial(self._listen, counts, (s, pass_slice.start, side))
                 for side in ("prompts", "completions")
             ]
-            prompts = Prompts(decoder, [r.prompt_ids for r in part.rollouts], hooks[0])
-            packed = pack([r.pair for r in part.rollouts], prompts.of)
+            prompt_ids = [r.prompt_ids for r in part.rollouts]
+            prompts = Prompts(decoder, prompt_ids, hooks[0], buffers=buffers)
+            packed = pack([r.pair for r in part.rollouts], prompts.prompt_of_sample)
             lengths = torch.tensor(packed.completion_lengths)
             logp, _ = logprobs(decoder, packed, self.config.sampling.sampling_params, hooks[1], prompts)
             sampling_logprobs = torch.from_numpy(np.concatenate([r.logprobs for r in part.rollouts]))

@@ -21,8 +21,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from zerokl.benchmarks.machine import model_config
 from zerokl.kernels import backend, embedding, launch, tiles
+from zerokl.kernels.grad import GradBuffer
 from zerokl.kernels.sampling_params import SamplingParams
-from zerokl.kernels.tiles import recording
+from zerokl.kernels.tiles import tiles_of_target
 from zerokl.model.decoder import COMPUTE, Decoder
 from zerokl.model.scoring import logprobs, pack
 from zerokl.model.weights import Layout
@@ -103,10 +104,9 @@ def one_pass(layers: int, pairs: list[tuple[list[int], list[int]]]) -> Callable[
     config = model_config("Qwen3", 128, 256, 2, 1, 128, layers=layers, vocab=1024, context=1024)
     layout = Layout(config)
     model = Decoder(config, torch.zeros(layout.numel, dtype=torch.bfloat16), layout, COMPUTE)
-    for w in (*model.w.values(), model.lm_head):
-        w.main_grad = torch.zeros(w.shape)
+    buffers = {w: GradBuffer(torch.zeros(1, *w.shape)) for w in (*model.w.values(), model.lm_head)}
     batch = pack(pairs)
-    return lambda: logprobs(model, batch, SamplingParams())[0].sum().backward()
+    return lambda: logprobs(model, batch, SamplingParams(), buffers=buffers)[0].sum().backward()
 
 
 class Forgetful(dict):
@@ -125,7 +125,7 @@ def main() -> None:
     active, run = pretend(keep_calls=False), one_pass(options.layers, [([3], [7, 7])] * 2)
     ways = {"binaries kept": launch._handles, "each found by Triton": Forgetful()}
     milliseconds: dict[str, list[float]] = {way: [] for way in ways}
-    with recording("sm_90"):
+    with tiles_of_target("sm_90"):
         for turn in range(options.turns + 1):  # the first compiles
             for way, handles in ways.items():
                 launch._handles = handles

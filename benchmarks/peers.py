@@ -14,7 +14,7 @@ from zerokl.benchmarks.machine import Machine, Row, name_of, row
 from zerokl.benchmarks.vllm_files import VllmKernels, vllm_kernels
 from zerokl.kernels import matmul, tiles
 from zerokl.kernels.attention import varlen_plan
-from zerokl.kernels.attention_plan import Spans
+from zerokl.kernels.attention_tables import Spans
 from zerokl.kernels.backend import on_triton
 from zerokl.kernels.linear import linear
 from zerokl.kernels.logprob import token_logprobs

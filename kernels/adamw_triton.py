@@ -18,11 +18,13 @@ TILE, WARPS = 1024, 4
     do_not_specialize_on_alignment=["master_ptr", "first_ptr", "second_ptr", "grad_ptr", "out_ptr"],
 )
 def _adamw(
+    # pointers
     master_ptr,
     first_ptr,
     second_ptr,
     grad_ptr,
     out_ptr,
+    # numbers of the update (adamw.AdamW)
     n,
     grad_scale,
     lr,
@@ -33,6 +35,7 @@ def _adamw(
     correction1,
     correction2,
     eps,
+    # constants
     TILE: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)

@@ -23,7 +23,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from .attention_plan import KEY_TILE, AttentionPlan, Spans
+from .attention_plan import KEY_TILE, AttentionPlan
+from .attention_tables import Spans
 from .backend import on_triton
 from .grad import accumulate_dtype, check_dtype
 from .order import ALIGN

@@ -27,7 +27,7 @@ import triton.language as tl
 from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .attention_plan import TILE_KEYS, TILE_ROWS, Spans
+from .attention_tables import TILE_KEYS, TILE_ROWS, Spans
 from .attention_tma_triton import heads_flat, heads_readable
 from .launch import dense, launch
 
@@ -38,6 +38,7 @@ QUERIES = 32
 
 @triton.jit(do_not_specialize=["heads"])
 def _backward_q_tma(
+    # pointers and descriptors of TMA
     q_ptr,
     k_desc,
     v_desc,
@@ -47,10 +48,13 @@ def _backward_q_tma(
     delta_ptr,
     dq_ptr,
     table_ptr,
+    # scale and sizes
     scale,
     heads,
+    # strides, in elements
     q_stride_t,
     q_stride_h,
+    # constants
     GROUP: tl.constexpr,
     D: tl.constexpr,
     ROWS: tl.constexpr,
@@ -100,6 +104,7 @@ def _add_queries(dk, dv, k, v, q, do, lse2, delta, key_step, step, scale):
 
 @triton.jit(do_not_specialize=["heads"])
 def _backward_kv_tma(
+    # pointers and descriptors of TMA
     q_desc,
     q_runs,
     k_ptr,
@@ -111,12 +116,15 @@ def _backward_kv_tma(
     dk_ptr,
     dv_ptr,
     table_ptr,
+    # scale and sizes
     scale,
     heads,
+    # strides, in elements
     k_stride_t,
     k_stride_h,
     v_stride_t,
     v_stride_h,
+    # constants
     GROUP: tl.constexpr,
     D: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -148,11 +156,11 @@ def _backward_kv_tma(
         dk, dv = _add_queries(dk, dv, k, v, q, do, lse2, delta, key_step, step, scale)
     begin = tl.where(begin < 0, begin + QUERIES, begin)
     for i in range(0, tl.cdiv(tl.maximum(queries - begin, 0), QUERIES) * GROUP):
-        at, head = begin + i // GROUP * QUERIES, h * GROUP + i % GROUP
-        step = at + r
+        place, head = begin + i // GROUP * QUERIES, h * GROUP + i % GROUP
+        step = place + r
         asks = step < queries
-        q = load_ragged(q_runs, start, queries, [at, head * D])
-        do = load_ragged(do_runs, start, queries, [at, head * D])
+        q = load_ragged(q_runs, start, queries, [place, head * D])
+        do = load_ragged(do_runs, start, queries, [place, head * D])
         at_row = (start + step) * heads + head
         lse2 = tl.load(lse_ptr + at_row, mask=asks, other=float("inf")) * LOG2E
         delta = tl.load(delta_ptr + at_row, mask=asks, other=0.0)
@@ -165,7 +173,7 @@ def _backward_kv_tma(
 def attention_bwd_tma(
     do, q, k, v, o, lse, spans: Spans, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """attention_bwd_triton.attention_bwd for a call that attention_tma_triton.serves accepts."""
+    """attention_bwd_triton.attention_bwd for a call that attention_tma_triton.supports_tma accepts."""
     do, (q, k, v) = dense(do), map(heads_readable, (q, k, v))
     (_, H, D), kv_heads = q.shape, spans.kv_heads
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))

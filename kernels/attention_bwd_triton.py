@@ -25,8 +25,8 @@ import triton
 import triton.language as tl
 
 from .attention_bwd_tma_triton import attention_bwd_tma
-from .attention_plan import Spans
-from .attention_tma_triton import serves
+from .attention_tables import Spans
+from .attention_tma_triton import supports_tma
 from .attention_triton import find_tile
 from .launch import launch, next_power_of_2, rows_contiguous
 from .tiles import generation
@@ -34,6 +34,7 @@ from .tiles import generation
 
 @triton.jit(do_not_specialize=["sequences", "heads"])
 def _backward_q(
+    # pointers
     q_ptr,
     k_ptr,
     v_ptr,
@@ -44,9 +45,11 @@ def _backward_q(
     dq_ptr,
     cu_ptr,
     key_cu_ptr,
+    # scale and sizes
     scale,
     sequences,
     heads,
+    # strides, in elements
     q_stride_t,
     q_stride_h,
     k_stride_t,
@@ -59,6 +62,7 @@ def _backward_q(
     do_stride_h,
     dq_stride_t,
     dq_stride_h,
+    # constants
     GROUP: tl.constexpr,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -107,6 +111,7 @@ def _backward_q(
 
 @triton.jit(do_not_specialize=["sequences", "heads"])
 def _backward_kv(
+    # pointers
     q_ptr,
     k_ptr,
     v_ptr,
@@ -117,9 +122,11 @@ def _backward_kv(
     dv_ptr,
     cu_ptr,
     key_cu_ptr,
+    # scale and sizes
     scale,
     sequences,
     heads,
+    # strides, in elements
     q_stride_t,
     q_stride_h,
     k_stride_t,
@@ -132,6 +139,7 @@ def _backward_kv(
     dk_stride_h,
     dv_stride_t,
     dv_stride_h,
+    # constants
     GROUP: tl.constexpr,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -192,7 +200,7 @@ def attention_bwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv of packed attention, contiguous. do, q, o [T, Hq, D]; k, v [K, Hkv, D]; lse [T, Hq]."""
     assert spans.cu_seqlens_k is not None
-    if serves(q, spans, generation(q.device)):
+    if supports_tma(q, spans, generation(q.device)):
         return attention_bwd_tma(do, q, k, v, o, lse, spans, scale)
     do, q, k, v = map(rows_contiguous, (do, q, k, v))
     (T, H, D), kv_heads, sequences = q.shape, spans.kv_heads, len(spans.seqused_k)

@@ -1,8 +1,8 @@
 """Which query rows meet which keys: the plan of one attention call, shared by all layers of a forward.
 
-The Triton kernels need only the start, the length and the block table of each sequence (`Spans`). The
-reference (attention.py) works with an index plan, which is built at its first use. The reference knows two
-kinds of tiles only:
+The Triton kernels need only the start, the length and the block table of each sequence (attention_tables.py).
+The reference (attention.py) works with an index plan, which is built at its first use. The reference knows
+two kinds of tiles only:
 
 - A query tile is R rows of one (sequence, key-value head), with row = position * group + head within the
   group. So a decoding token brings all its `group` query heads to one tile. By definition, the bits of a row
@@ -23,11 +23,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from .attention_tables import Spans, make_spans
 from .order import same_bits
 
 # The query tile that defines a row's bits has a multiple of this number of rows.
@@ -38,11 +38,6 @@ ROW_UNIT = 8
 _LONG_TILES, _SHORT_TILE = (32, 16), 4
 # Keys of one partial sum of the softmax. A constant, because it fixes the order of the softmax's sums.
 KEY_TILE = 32
-# The rows of a program of the kernels that read through TMA (attention_tma_triton.py), and the keys of one in
-# their backward, where they order sums.
-TILE_ROWS, TILE_KEYS = 64, 64
-# Programs of these kernels that run at about the same time on an H100: four on each multiprocessor.
-_WAVE = 528
 # Key tiles that one group gathers at most. The query tiles of one place, for all key-value heads, may need
 # more. The limit bounds memory only.
 GROUP_TILES = 1024
@@ -65,18 +60,6 @@ class IndexPlan:
     rows: torch.Tensor  # [n * R] int64, rows of q.view(T * Hq, D); an unused row repeats a valid one
     inverse: torch.Tensor  # [T * Hq] int64, the index of each row of q among the n * R tile rows
     groups: list[Group]
-
-
-class Spans(NamedTuple):
-    """One attention call as the Triton kernels take it: int32 tensors on the kernels' device."""
-
-    cu_seqlens_q: torch.Tensor  # [S + 1], the first row of each sequence in q, and T
-    seqused_k: torch.Tensor  # [S], tokens of each sequence, including those before its queries
-    block_table: torch.Tensor | None  # [S, J], the pages of each sequence's keys; None for packed keys
-    kv_heads: int
-    cu_seqlens_k: torch.Tensor | None = None  # [S + 1], the first key of each sequence, and K; packed only
-    query_tiles: torch.Tensor | None = None  # query_tile_table; packed only
-    key_tiles: torch.Tensor | None = None  # key_tile_table; packed only
 
 
 @dataclass(frozen=True)
@@ -121,24 +104,8 @@ class AttentionPlan:
     def on(self, device: torch.device) -> Spans:
         """The tensors for the Triton kernels, made once for each device."""
         if device not in self._spans:
-
-            def int32(numbers: Sequence[int] | np.ndarray) -> torch.Tensor:
-                return torch.from_numpy(np.array(numbers, np.int32)).to(device)
-
-            starts, key_starts = ([0, *np.cumsum(x)] for x in (self.query_lengths, self.lengths))
-            is_packed, lengths = self.tables is None, (self.query_lengths, self.contexts, self.kv_heads)
-            group = self.heads // self.kv_heads
-            self._spans[device] = Spans(
-                cu_seqlens_q=int32(starts),
-                seqused_k=int32(self.lengths),
-                block_table=None if is_packed else int32(self.tables),
-                kv_heads=self.kv_heads,
-                cu_seqlens_k=int32(key_starts) if is_packed else None,
-                query_tiles=int32(query_tile_table(*lengths, max(1, TILE_ROWS // group)))
-                if is_packed
-                else None,
-                key_tiles=int32(key_tile_table(*lengths[:2], TILE_KEYS)) if is_packed else None,
-            )
+            lengths = self.query_lengths, self.contexts
+            self._spans[device] = make_spans(*lengths, self.tables, self.heads, self.kv_heads, device)
         return self._spans[device]
 
     @cached_property
@@ -148,46 +115,6 @@ class AttentionPlan:
     @cached_property
     def _indices(self) -> dict[tuple[int, torch.dtype], IndexPlan]:
         return {}
-
-
-def query_tile_table(
-    query_lengths: Sequence[int], contexts: Sequence[int], kv_heads: int, positions: int
-) -> np.ndarray:
-    """Tiles of `positions` queries: [tiles, 4], the programs of a packed forward in their order.
-
-    A row is: the tile's first row in q, its positions, the first one's place in its sequence, and the first
-    key of the sequence. The sequences of about one wave of programs come together, and of those the tiles
-    with most keys first. With all sequences together, keys and values would leave the L2 cache between two
-    programs that read them.
-    """
-    queries, context = np.asarray(query_lengths, np.int64), np.asarray(contexts, np.int64)
-    tiles = -(-queries // positions)
-    seq = np.repeat(np.arange(len(queries)), tiles)
-    within = (np.arange(len(seq)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * positions
-    start, key_start = np.cumsum(queries) - queries, np.cumsum(queries + context) - queries - context
-    count = np.minimum(positions, queries[seq] - within)
-    first = context[seq] + within
-    wave = (np.cumsum(tiles) - tiles)[seq] * kv_heads // _WAVE
-    order = np.lexsort((-(first + count), wave))
-    return np.stack([start[seq] + within, count, first, key_start[seq]], axis=1)[order]
-
-
-def key_tile_table(query_lengths: Sequence[int], contexts: Sequence[int], keys: int) -> np.ndarray:
-    """Tiles of `keys` keys: [tiles, 6], the programs of a packed backward, those with most queries first.
-
-    A row is: the tile's first row in k, its keys, the first one's place in its sequence, and of the sequence
-    the first row in q, the number of queries, and the number of positions before them.
-    """
-    queries, context = np.asarray(query_lengths, np.int64), np.asarray(contexts, np.int64)
-    lengths = queries + context
-    tiles = -(-lengths // keys)
-    seq = np.repeat(np.arange(len(lengths)), tiles)
-    first = (np.arange(len(seq)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * keys
-    start, key_start = np.cumsum(queries) - queries, np.cumsum(lengths) - lengths
-    count = np.minimum(keys, lengths[seq] - first)
-    columns = [key_start[seq] + first, count, first, start[seq], queries[seq], context[seq]]
-    order = np.argsort(np.maximum(context[seq], first) - lengths[seq], kind="stable")
-    return np.stack(columns, axis=1)[order]
 
 
 def tile_rows(query_lengths: Sequence[int], group: int, D: int, dtype: torch.dtype) -> int:

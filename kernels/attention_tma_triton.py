@@ -7,7 +7,7 @@ bit is the same: tiles of KEY_TILE keys in ascending order, the running maximum,
 it meets v, and the order of the sum of p, which is written out (`row_sum`). The rows of a program, the
 tensor-core instruction (both add chunks of 16 to one fp32 accumulator in ascending order), TMA, and a mask
 that is left out where all keys of a tile are visible decide none (tests/triton/test_attention_tma.py;
-benchmarks/device.sh kernels). attention_triton.py says which of the two kernels serves a call.
+benchmarks/device.sh kernels). attention_triton.py says which of the two kernels takes a call.
 
 Shapes: q, o [T, Hq, D]; k, v [K, Hkv, D]; lse [T, Hq] in fp32. The heads of a token lie side by side.
 `load_ragged` reads zeros past the last key that a program sees, so nothing of a neighbour is read.
@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 
-from .attention_plan import KEY_TILE, TILE_ROWS, Spans
+from .attention_plan import KEY_TILE
+from .attention_tables import TILE_ROWS, Spans
 from .launch import launch
 from .matmul_tma_triton import readable
 from .tiles import through_tma
@@ -44,16 +45,20 @@ def row_sum(p, ROWS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["heads"])
 def _forward_tma(
+    # pointers and descriptors of TMA
     q_ptr,
     k_desc,
     v_desc,
     o_ptr,
     lse_ptr,
     table_ptr,
+    # scale and sizes
     scale,
     heads,
+    # strides, in elements
     q_stride_t,
     q_stride_h,
+    # constants
     GROUP: tl.constexpr,
     D: tl.constexpr,
     WANT_LSE: tl.constexpr,
@@ -97,7 +102,7 @@ def _forward_tma(
         tl.store(lse_ptr + token * heads + head, m + tl.log(l), mask=used)
 
 
-def serves(q: torch.Tensor, spans: Spans, gpu: str) -> bool:
+def supports_tma(q: torch.Tensor, spans: Spans, gpu: str) -> bool:
     """Whether these kernels, forward and backward, take the calls of a model of these widths.
 
     The backward has other bits than attention_bwd_triton.py, so lengths and addresses may not decide.
@@ -109,7 +114,7 @@ def serves(q: torch.Tensor, spans: Spans, gpu: str) -> bool:
 def attention_tma(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, scale: float, want_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """attention_triton.attention_packed for a call that `serves` accepts."""
+    """attention_triton.attention_packed for a call that `supports_tma` accepts."""
     q, k, v = map(heads_readable, (q, k, v))
     (T, H, D), kv_heads = q.shape, spans.kv_heads
     o = torch.empty(T, H, D, dtype=q.dtype, device=q.device)

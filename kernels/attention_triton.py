@@ -21,8 +21,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention_plan import KEY_TILE, Spans
-from .attention_tma_triton import attention_tma, serves
+from .attention_plan import KEY_TILE
+from .attention_tables import Spans
+from .attention_tma_triton import attention_tma, supports_tma
 from .launch import launch, next_power_of_2, rows_contiguous
 from .tiles import generation
 
@@ -55,6 +56,7 @@ def find_tile(cu_ptr, tile, sequences, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["sequences", "table_stride", "heads"])
 def _forward(
+    # pointers
     q_ptr,
     k_ptr,
     v_ptr,
@@ -64,10 +66,12 @@ def _forward(
     key_cu_ptr,
     length_ptr,
     table_ptr,
+    # scale, sizes, and the stride of the block table
     scale,
     sequences,
     table_stride,
     heads,
+    # strides, in elements
     q_stride_t,
     q_stride_h,
     o_stride_t,
@@ -78,6 +82,7 @@ def _forward(
     v_stride_page,
     v_stride_t,
     v_stride_h,
+    # constants
     GROUP: tl.constexpr,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -157,7 +162,7 @@ def attention_packed(
     Returns o [T, Hq, D], contiguous, and lse [T, Hq] in fp32, or None where lse is not wanted.
     """
     assert spans.cu_seqlens_k is not None
-    if serves(q, spans, generation(q.device)):
+    if supports_tma(q, spans, generation(q.device)):
         return attention_tma(q, k, v, spans, scale, want_lse)
     return _launch(q, k.unsqueeze(0), v.unsqueeze(0), spans, scale, 0, want_lse)
 

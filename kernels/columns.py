@@ -4,7 +4,7 @@
 
 This file is the reference. On a GPU columns_triton.py sums the same blocks in the same order.
 
-Shapes: dy [T, N]; acc [N] in fp32 (fp64 for fp64).
+Shapes: dy [T, N]; acc [shards, N] in fp32 (fp64 for fp64).
 Roundings: none but the accumulator's own.
 Order: the rows of a block are padded with zeros to a power of two, and a binary tree sums them. More zeros
 change no bit. So all blocks are padded to one length, and their trees run together.
@@ -13,24 +13,30 @@ change no bit. So all blocks are padded to one length, and their trees run toget
 import torch
 
 from .backend import on_triton
-from .order import Blocks, tree_sum
+from .grad import GradBuffer
+from .order import TokenBlocks, tree_sum
 
 
-def add_columns_ref(acc_N: torch.Tensor, dy_TN: torch.Tensor, blocks: Blocks) -> None:
-    """The reference of add_columns."""
-    longest = max(end - start for start, end in blocks)
-    rows = dy_TN.new_zeros(len(blocks), 1 << (longest - 1).bit_length(), dy_TN.shape[1], dtype=acc_N.dtype)
-    for block, (start, end) in zip(rows, blocks, strict=True):
-        block[: end - start] = dy_TN[start:end]
-    for column_sums in tree_sum(rows, 1):
-        acc_N += column_sums
+def add_columns_ref(acc_SN: torch.Tensor, dy_TN: torch.Tensor, blocks: TokenBlocks) -> None:
+    """The reference of add_columns. acc [shards, N]."""
+    for shard, shard_blocks in blocks.parts:
+        longest = max((end - start for start, end in shard_blocks), default=0)
+        if not longest:
+            continue
+        padded = 1 << (longest - 1).bit_length()
+        rows = dy_TN.new_zeros(len(shard_blocks), padded, dy_TN.shape[1], dtype=acc_SN.dtype)
+        for block, (start, end) in zip(rows, shard_blocks, strict=True):
+            block[: end - start] = dy_TN[start:end]
+        for column_sums in tree_sum(rows, 1):
+            acc_SN[shard] += column_sums
 
 
-def add_columns(acc_N: torch.Tensor, dy_TN: torch.Tensor, blocks: Blocks) -> None:
-    """acc [N] += the column sums of each block of dy [T, N], in the order of `blocks`."""
+def add_columns(buffer: GradBuffer, dy_TN: torch.Tensor, blocks: TokenBlocks) -> None:
+    """buffer [shards, N] += the column sums of each block of dy [T, N], in the order of `blocks`."""
+    sums = buffer.zeroed(blocks.shards)
     if on_triton(dy_TN):
         from .columns_triton import add_bias_columns
 
-        add_bias_columns(acc_N, dy_TN, blocks)
+        add_bias_columns(sums, dy_TN, blocks)
     else:
-        add_columns_ref(acc_N, dy_TN, blocks)
+        add_columns_ref(sums, dy_TN, blocks)

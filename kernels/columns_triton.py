@@ -6,23 +6,19 @@ There are two passes. First, one program for each run of rows sums the run into 
 is `_block_columns`, whose run is a token block. For a norm it is the backward kernel, whose runs are
 NORM_ROWS rows of a block. Then `_add_partials` adds the partial sums to the gradient.
 
-Shapes: dy [T, D]; partial [blocks * runs of a block, D] and acc [D] in fp32.
+Shapes: dy [T, D]; partial [blocks * runs of a block, D] and acc [shards, D] in fp32.
 Roundings: none but those of fp32 itself.
 Order: the partial sums of a block are added to each other, and block after block is added to the gradient.
 The blocks of a sequence are the same whatever the sequence is packed with. So the bits depend on the order of
-the sequences only.
+the sequences only. One launch adds the blocks of all shards, each to the shard's sum.
 """
-
-from functools import lru_cache
-from itertools import chain
 
 import torch
 import triton
 import triton.language as tl
 
-from .grad import by_shard
 from .launch import ceil_div, dense, launch
-from .order import TOKEN_BLOCK, Blocks, PassBlocks, ShardBlocks
+from .order import TOKEN_BLOCK, TokenBlocks
 
 # Columns of one program of _block_columns: 64 loads of 16 bits fill a cache line.
 COLUMNS = 64
@@ -60,79 +56,67 @@ def _block_columns(
     tl.store(partial_ptr + block.to(tl.int64) * D + cols, tl.sum(acc, axis=0), mask=cols < D)
 
 
-# Triton does not specialise on the alignment of acc, a weight's place in the gradient buffer, and of partial,
-# a shard's place among the sums. So one binary serves all. A thread holds whole columns, and adds a block's
-# runs in ascending order.
-@triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["acc_ptr", "partial_ptr"])
+# Triton does not specialise on the place of acc, a weight in the gradient buffers, nor on that of partial. So
+# one binary serves all. A thread holds whole columns, and adds a block's runs in ascending order.
+@triton.jit(do_not_specialize=["acc_stride"], do_not_specialize_on_alignment=["acc_ptr", "partial_ptr"])
 def _add_partials(
-    acc_ptr, partial_ptr, blocks, D, RUNS: tl.constexpr, UNROLL: tl.constexpr, COLUMNS: tl.constexpr
+    acc_ptr,
+    partial_ptr,
+    shard_ptr,
+    first_ptr,
+    acc_stride,
+    D,
+    RUNS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    cols = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    cols, part = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(1)
     runs = tl.arange(0, RUNS)
-    acc = tl.load(acc_ptr + cols, mask=cols < D, other=0.0)
-    for first in range(0, blocks, UNROLL):
+    place = acc_ptr + tl.load(shard_ptr + part).to(tl.int64) * acc_stride + cols
+    end = tl.load(first_ptr + part + 1)
+    acc = tl.load(place, mask=cols < D, other=0.0)
+    for first in range(tl.load(first_ptr + part), end, UNROLL):
         for i in tl.static_range(UNROLL):
             rows = ((first + i) * RUNS + runs).to(tl.int64)
-            mask = (rows < blocks * RUNS)[:, None] & (cols < D)[None, :]
+            mask = (rows < end * RUNS)[:, None] & (cols < D)[None, :]
             # Zeros past the last block change no bit: a sum that begins at +0 is never -0.
             acc += tl.sum(
                 tl.load(partial_ptr + rows[:, None] * D + cols[None, :], mask=mask, other=0.0), axis=0
             )
-    tl.store(acc_ptr + cols, acc, mask=cols < D)
+    tl.store(place, acc, mask=cols < D)
 
 
-def runs(blocks: PassBlocks, rows: int, device: torch.device) -> torch.Tensor:
-    """The first row and the end of each run of `rows` rows, [blocks * TOKEN_BLOCK / rows, 2] int32.
+def add_partials(acc_SD: torch.Tensor, partial: torch.Tensor, blocks: TokenBlocks, rows: int) -> None:
+    """acc [shards, D] += the partial sums of each block, in the order of the blocks.
 
-    Every block has the same number of runs; past a short block's end they are empty. All shards' blocks lie
-    one after another.
+    partial [blocks * TOKEN_BLOCK / rows, D] in fp32: of each piece of `rows` rows (order.BlockTables).
     """
-    flat = chain.from_iterable(blocks.blocks) if isinstance(blocks, ShardBlocks) else blocks
-    return _table(tuple(flat), rows, device)
+    D, tables = partial.shape[1], blocks.on(partial.device)
+    launch(
+        _add_partials,
+        (ceil_div(D, SUM_COLUMNS), len(blocks.shards)),
+        acc_SD,
+        partial,
+        tables.shards,
+        tables.first,
+        acc_SD.stride(0),
+        D,
+        RUNS=TOKEN_BLOCK // rows,
+        UNROLL=UNROLL,
+        COLUMNS=SUM_COLUMNS,
+        num_warps=1,
+    )
 
 
-@lru_cache(maxsize=64)
-def _table(blocks: tuple[tuple[int, int], ...], rows: int, device: torch.device) -> torch.Tensor:
-    """The table of `runs`. It is cached, because every layer of a micro-batch asks for the same one."""
-    starts = [
-        (min(start + i, end), min(start + i + rows, end))
-        for start, end in blocks
-        for i in range(0, TOKEN_BLOCK, rows)
-    ]
-    return torch.tensor(starts, dtype=torch.int32).to(device)
-
-
-def add_partials(acc: torch.Tensor, partial: torch.Tensor, blocks: PassBlocks, rows: int) -> None:
-    """acc [D] += the partial sums of each block, in the order of the blocks; with shards, acc [shards, D].
-
-    partial [runs, D] in fp32, as `runs` numbers them.
-    """
-    D, of_block, first = partial.shape[1], TOKEN_BLOCK // rows, 0
-    for shard_acc, shard_blocks in by_shard(acc, blocks):
-        launch(
-            _add_partials,
-            (ceil_div(D, SUM_COLUMNS),),
-            shard_acc,
-            partial[first:],
-            len(shard_blocks),
-            D,
-            RUNS=of_block,
-            UNROLL=UNROLL,
-            COLUMNS=SUM_COLUMNS,
-            num_warps=1,
-        )
-        first += len(shard_blocks) * of_block
-
-
-def add_bias_columns(acc_N: torch.Tensor, dy_TN: torch.Tensor, blocks: Blocks) -> None:
-    """columns.add_columns on Triton: acc [N] += the column sums of each block of dy [T, N]."""
-    dy, N = dense(dy_TN), dy_TN.shape[1]
-    partial = torch.empty(len(blocks), N, dtype=torch.float32, device=dy.device)
+def add_bias_columns(acc_SN: torch.Tensor, dy_TN: torch.Tensor, blocks: TokenBlocks) -> None:
+    """columns.add_columns on Triton: acc [shards, N] += the column sums of each block of dy [T, N]."""
+    dy, N, table = dense(dy_TN), dy_TN.shape[1], blocks.on(dy_TN.device).rows
+    partial = torch.empty(len(table), N, dtype=torch.float32, device=dy.device)
     launch(
         _block_columns,
-        (len(blocks), ceil_div(N, COLUMNS)),
+        (len(table), ceil_div(N, COLUMNS)),
         dy,
-        runs(blocks, TOKEN_BLOCK, dy.device),
+        table,
         partial,
         N,
         TOKEN_BLOCK=TOKEN_BLOCK,
@@ -140,4 +124,4 @@ def add_bias_columns(acc_N: torch.Tensor, dy_TN: torch.Tensor, blocks: Blocks) -
         COLUMNS=COLUMNS,
         num_warps=WARPS,
     )
-    add_partials(acc_N, partial, blocks, TOKEN_BLOCK)
+    add_partials(acc_SN, partial, blocks, TOKEN_BLOCK)

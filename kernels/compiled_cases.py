@@ -1,10 +1,10 @@
 """Every Triton kernel with every configuration that is launched at the shapes of the supported models.
 
-A case has a name, and calls the launchers with meta tensors. A recording of the case (launch.recorded) gives
-the launches, constants and options of a real run. So this list cannot drift from the code that launches. One
-case for each binary is enough: for example, Triton compiles once for all integers that are multiples of 16.
-Every launch of all cases has its own name. tests/triton/launches.py compares this list with the launches of
-whole runs. verify/binaries.py compiles the list.
+A case has a name, and calls the launchers with meta tensors. A recording of the case
+(launch.recorded_launches) gives the launches, constants and options of a real run. So this list cannot drift
+from the code that launches. One case for each binary is enough: for example, Triton compiles once for all
+integers that are multiples of 16. Every launch of all cases has its own name. tests/triton/launches.py
+compares this list with the launches of whole runs. verify/binaries.py compiles the list.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,22 +15,24 @@ import torch
 from .adamw import AdamW
 from .adamw_triton import adamw
 from .attention_bwd_triton import attention_bwd
-from .attention_plan import KEY_TILE, Spans
+from .attention_plan import KEY_TILE
+from .attention_tables import Spans
 from .attention_triton import attention_packed, attention_paged
 from .block_digest import BLOCK, LANES
 from .block_digest_triton import block_digests
 from .columns_triton import NORM_ROWS, add_bias_columns, add_partials
 from .draw_triton import draw_tokens
 from .embedding_triton import embedding_bwd
-from .launch import Launch, recorded
+from .launch import Launch, recorded_launches
 from .logprob_triton import logprob_bwd, logprob_fwd
 from .matmul_triton import add_outer, matmul
+from .order import token_blocks
 from .philox_triton import uniforms
 from .qk_norm_triton import qk_norm_bwd, qk_norm_fwd
 from .rms_norm_triton import rms_norm_bwd, rms_norm_fwd
 from .rope_triton import rotate
 from .silu_mul_triton import silu_mul_bwd, silu_mul_fwd
-from .tiles import recording
+from .tiles import tiles_of_target
 
 BF16, FP16, FP32 = DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Head widths and groups of the supported models: Qwen3-0.6B and 1.7B, 8B, Qwen2.5-0.5B, Llama-3.2-1B,
@@ -40,7 +42,7 @@ ATTENTION_SHAPES = ((128, 2), (128, 4), (64, 7), (64, 4), (64, 3))
 _ROWS = {"decode": 64, "prefill": 128}
 # Rows whose 16-bit products go through TMA on Hopper.
 _MANY_ROWS = 8192
-_BLOCKS = [(0, 128), (128, 256)]
+_BLOCKS = token_blocks([256])
 Case = tuple[str, Callable[[], object]]
 
 
@@ -50,7 +52,7 @@ def configurations(target: str = "sm_90") -> Iterator[tuple[str, Launch]]:
     The name is made of the names of the case and of the kernel.
     """
     for name, run in cases():
-        with recording(target), recorded() as launches:
+        with tiles_of_target(target), recorded_launches() as launches:
             run()
         assert launches, f"case {name!r} launched nothing"
         for launch in launches:
@@ -67,11 +69,11 @@ def cases() -> Iterator[Case]:
         square = f"bfloat16 {rows} rows, 2048 x 2048"
         yield (
             f"linear {square}",
-            lambda rows=rows: matmul(_meta(BF16, rows, 2048), _transposed(BF16, 2048, 2048)),
+            lambda rows=rows: matmul(_meta(BF16, rows, 2048), _meta(BF16, 2048, 2048)),
         )
         yield (
             f"input gradient {square}",
-            lambda rows=rows: matmul(_meta(BF16, rows, 2048), _meta(BF16, 2048, 2048)),
+            lambda rows=rows: matmul(_meta(BF16, rows, 2048), _transposed(BF16, 2048, 2048)),
         )
     for cache_dtype in (BF16, FP16):
         for D, group in ATTENTION_SHAPES:
@@ -94,9 +96,9 @@ def _meta(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def _transposed(dtype: torch.dtype, K: int, N: int) -> torch.Tensor:
-    """A [K, N] view of a contiguous [N, K], as the forward products read a weight."""
-    return _meta(dtype, N, K).t()
+def _transposed(dtype: torch.dtype, N: int, K: int) -> torch.Tensor:
+    """A [N, K] view of a contiguous [K, N], as the products of input gradients read a weight."""
+    return _meta(dtype, K, N).t()
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -106,7 +108,7 @@ def _name(dtype: torch.dtype) -> str:
 def _elementwise(dtype: torch.dtype) -> Iterator[Case]:
     """Column sums, norms, silu_mul, rope and the gradient of the embedding."""
     name, D = _name(dtype), 1024  # any multiple of 16 gives the same binary
-    yield f"columns {name}", lambda: add_bias_columns(_meta(FP32, D), _meta(dtype, 256, D), _BLOCKS)
+    yield f"columns {name}", lambda: add_bias_columns(_meta(FP32, 1, D), _meta(dtype, 256, D), _BLOCKS)
     for D in (1024, 2048, 4096):  # the widths of the models, rounded up to tiles
         yield f"rms_norm {name} {D}", lambda D=D: _norm(dtype, D, with_residual=False)
         yield f"add_rms_norm {name} {D}", lambda D=D: _norm(dtype, D, with_residual=True)
@@ -126,14 +128,14 @@ def _norm(dtype: torch.dtype, D: int, with_residual: bool) -> None:
     x, w = _meta(dtype, 256, D), _meta(dtype, D)
     y, r, s = rms_norm_fwd(x, w, 1e-6, x if with_residual else None)
     _, partial = rms_norm_bwd(y, s, w, r, _BLOCKS, y if with_residual else None)
-    add_partials(_meta(FP32, D), partial, _BLOCKS, NORM_ROWS)
+    add_partials(_meta(FP32, 1, D), partial, _BLOCKS, NORM_ROWS)
 
 
 def _heads(dtype: torch.dtype, heads: int, kv_heads: int) -> None:
     x, w = _meta(dtype, 256, heads + kv_heads, 128), _meta(dtype, 128)
     y, r = qk_norm_fwd(x, w, w, heads, 1e-6)
     _, partials = qk_norm_bwd(y, x, w, w, r, heads, _BLOCKS)
-    add_partials(_meta(FP32, 128), partials[0], _BLOCKS, NORM_ROWS)
+    add_partials(_meta(FP32, 1, 128), partials[0], _BLOCKS, NORM_ROWS)
 
 
 def _adamw(dtype: torch.dtype | None) -> None:
@@ -146,15 +148,15 @@ def _products(dtype: torch.dtype) -> Iterator[Case]:
     name = _name(dtype)
     for phase, rows in _ROWS.items():
         x, bias = _meta(dtype, rows, 2048), _meta(dtype, 1024)
-        forward, backward = _transposed(dtype, 2048, 1024), _meta(dtype, 2048, 1024)
+        forward, backward = _meta(dtype, 1024, 2048), _transposed(dtype, 1024, 2048)
         yield f"linear {name} {phase}", lambda x=x, w=forward: matmul(x, w)
         yield f"input gradient {name} {phase}", lambda x=x, w=backward: matmul(x, w)
         suffix = ", decode" if phase == "decode" else ""
         yield f"linear {name} with a bias{suffix}", lambda x=x, w=forward, b=bias: matmul(x, w, b)
-        x, uneven = _meta(dtype, rows, 1008), _transposed(dtype, 1008, 1008)
+        x, uneven = _meta(dtype, rows, 1008), _meta(dtype, 1008, 1008)
         yield f"linear {name} uneven{suffix}", lambda x=x, w=uneven: matmul(x, w)
     for N, K in ((1024, 2048), (4096, 1024)):  # few tiles, and enough for every multiprocessor
-        dy, x, acc = _meta(dtype, 256, N), _meta(dtype, 256, K), _meta(FP32, N, K)
+        dy, x, acc = _meta(dtype, 256, N), _meta(dtype, 256, K), _meta(FP32, 1, N, K)
         for suffix, empty in (("", False), (", into an empty buffer", True)):
             yield (
                 f"weight gradient {name}, {N} x {K}{suffix}",
@@ -167,21 +169,21 @@ def _products(dtype: torch.dtype) -> Iterator[Case]:
 
 def _products_of_many_rows(dtype: torch.dtype) -> Iterator[Case]:
     name, bias = _name(dtype), _meta(dtype, 2048)
-    x, w = _meta(dtype, _MANY_ROWS, 1024), _transposed(dtype, 1024, 2048)
+    x, w = _meta(dtype, _MANY_ROWS, 1024), _meta(dtype, 2048, 1024)
     yield f"linear {name} many rows", lambda: matmul(x, w)
     yield f"linear {name} many rows with a bias", lambda: matmul(x, w, bias)
-    yield f"input gradient {name} many rows", lambda: matmul(x, _meta(dtype, 1024, 2048))
+    yield f"input gradient {name} many rows", lambda: matmul(x, _transposed(dtype, 2048, 1024))
 
 
 def _decoding_of_wide_outputs(dtype: torch.dtype) -> Iterator[Case]:
     """Products of few rows, whose tiles on Hopper depend on the outputs."""
     for N in (4096, 8192):
-        x, w = _meta(dtype, 64, 1024), _transposed(dtype, 1024, N)
+        x, w = _meta(dtype, 64, 1024), _meta(dtype, N, 1024)
         yield f"linear {_name(dtype)} decode, N {N}", lambda x=x, w=w: matmul(x, w)
-        w = _meta(dtype, 1024, N)
+        w = _transposed(dtype, N, 1024)
         yield f"input gradient {_name(dtype)} decode, N {N}", lambda x=x, w=w: matmul(x, w)
     for N in (4096, 12288) if dtype == BF16 else ():  # another BLOCK_K
-        x, w = _meta(dtype, 64, 2048), _transposed(dtype, 2048, N)
+        x, w = _meta(dtype, 64, 2048), _meta(dtype, N, 2048)
         yield f"linear {_name(dtype)} decode, {N} x 2048", lambda x=x, w=w: matmul(x, w)
 
 

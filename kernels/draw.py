@@ -2,15 +2,16 @@
 
     the first id at which the distribution function of exp(z) exceeds u, and its logp (logprob.py)
 
-Shapes: logits [n, V] in the compute dtype or fp32; u, logp [n]; ids [n].
-On Triton, draw_triton.py serves the draw from the whole vocabulary. Greedy draws, top-k, top-p and noise go
-through logprob.py's functions. Both have the same bits, and neither waits for the GPU.
+Shapes: logits [n, V] in the compute dtype or fp32; z [n, V] in fp32, the scaled logits of logprob.py;
+u, logp [n]; ids [n].
+On Triton, draw_triton.py computes the draw from the whole vocabulary. Greedy draws, top-k, top-p and noise go
+through `drawn_logprobs`. Both have the same bits, and neither waits for the GPU.
 """
 
 import torch
 
 from .backend import on_triton
-from .logprob import drawn_logprobs, scaled_logits
+from .logprob import prefix_sums, scaled_logits, softmax_parts, token_logprobs
 from .sampling_params import SamplingParams
 
 
@@ -31,3 +32,37 @@ def draw_tokens(
     if noise is not None:
         z[: len(noise)] += noise
     return drawn_logprobs(z, u, greedy)
+
+
+def draw(z: torch.Tensor, u: torch.Tensor, greedy: bool = False) -> torch.Tensor:
+    """Draw one token for each row by inverting the distribution function.
+
+    z [T, V], u [T] fp64 in [0, 1) -> ids [T]. The token of a row depends on the row's own z and u only (see
+    logprob.prefix_sums). `greedy` takes the largest logit instead.
+    """
+    return z.argmax(dim=1) if greedy else _invert(torch.exp(z - z.amax(dim=1, keepdim=True)), u)
+
+
+def drawn_logprobs(
+    z: torch.Tensor, u: torch.Tensor, greedy: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens of `draw`, and their logp of `logprob.token_logprobs`.
+
+    z [T, V], u [T] -> ids [T], logp [T] in fp32. The reference computes one exponential for both.
+    """
+    if on_triton(z):
+        ids = draw(z, u, greedy)
+        return ids, token_logprobs(z, ids)[0]
+    shifted, e, total = softmax_parts(z)
+    ids = z.argmax(dim=1) if greedy else _invert(e, u)
+    return ids, shifted.gather(1, ids.unsqueeze(1)).squeeze(1) - torch.log(total)
+
+
+def _invert(e: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """The first token at which the distribution function of the weights e [T, V] exceeds u [T]."""
+    cdf = prefix_sums(e)
+    total = cdf[:, -1:]
+    target = torch.minimum(u.unsqueeze(1) * total, torch.nextafter(total, torch.zeros_like(total)))
+    ids = torch.searchsorted(cdf, target, right=True).squeeze(1)
+    # NaN logits would give an id out of bounds. A later check finds the NaN.
+    return ids.clamp_(max=e.shape[1] - 1)

@@ -46,9 +46,9 @@ def _largest(max_ptr, row, temperature, SPLITS: tl.constexpr, DIVIDE: tl.constex
 
 
 @triton.jit
-def _scaled(logits_ptr, at, mask, temperature, DIVIDE: tl.constexpr):
-    """z at some places of the logits."""
-    z = tl.load(logits_ptr + at, mask=mask, other=0.0).to(tl.float32)
+def _scaled(logits_ptr, offset, mask, temperature, DIVIDE: tl.constexpr):
+    """z of the logits at `offset`."""
+    z = tl.load(logits_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     return over(z, temperature, DIVIDE)
 
 
@@ -80,6 +80,7 @@ def _tile_sums(
 
 @triton.jit
 def _pick(
+    # pointers
     logits_ptr,
     max_ptr,
     sum_ptr,
@@ -87,10 +88,12 @@ def _pick(
     u_ptr,
     id_ptr,
     logp_ptr,
+    # sizes and scales
     V,
     tiles,
     temperature,
     units,
+    # constants
     SPLITS: tl.constexpr,
     DIVIDE: tl.constexpr,
     TILE: tl.constexpr,

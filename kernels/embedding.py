@@ -10,8 +10,7 @@ Order: dw is summed token after token, in canonical order.
 import torch
 
 from .backend import on_triton
-from .grad import by_shard, grad_buffer, returned_grad
-from .order import PassBlocks, one_sequence
+from .passes import ONE_SEQUENCE, Pass
 
 
 def embedding_ref(ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -26,20 +25,21 @@ def embedding_bwd_ref(acc: torch.Tensor, ids: torch.Tensor, dx: torch.Tensor) ->
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, ids, w, blocks):
+    def forward(ctx, ids, w, in_pass):
         ctx.save_for_backward(ids)
-        ctx.w, ctx.blocks = w, blocks
+        ctx.w, ctx.in_pass = w, in_pass
         return embedding_ref(ids, w)
 
     @staticmethod
     def backward(ctx, dx):
         (ids,) = ctx.saved_tensors
-        acc = grad_buffer(ctx.w)
-        for shard_acc, blocks in by_shard(acc, ctx.blocks):
-            if blocks:
-                rows = slice(blocks[0][0], blocks[-1][1])
-                _backward(shard_acc, ids[rows], dx[rows])
-        return None, returned_grad(ctx.w, acc), None
+        blocks, buffer = ctx.in_pass.blocks, ctx.in_pass.buffer(ctx.w)
+        sums = buffer.zeroed(blocks.shards)
+        for shard, shard_blocks in blocks.parts:
+            if shard_blocks:
+                rows = slice(shard_blocks[0][0], shard_blocks[-1][1])
+                _backward(sums[shard], ids[rows], dx[rows])
+        return None, ctx.in_pass.returned_grad(ctx.w, buffer), None
 
 
 def _backward(acc: torch.Tensor, ids: torch.Tensor, dx: torch.Tensor) -> None:
@@ -63,11 +63,11 @@ def check_ids(ids: torch.Tensor, V: int) -> None:
         )
 
 
-def embedding(ids: torch.Tensor, w: torch.Tensor, blocks: PassBlocks | None = None) -> torch.Tensor:
+def embedding(ids: torch.Tensor, w: torch.Tensor, in_pass: Pass = ONE_SEQUENCE) -> torch.Tensor:
     """Rows of w. ids [T] int64, w [V, D] -> [T, D]. Raises ValueError for an id outside 0..V-1.
 
-    `blocks` are token blocks, of which only the first row and the end decide anything: rows in no block have
-    no gradient.
+    Of the pass's token blocks only the first row and the end of each shard decide anything: rows in no block
+    have no gradient. The host must know them.
 
     Ids on a GPU are not checked here. Code that makes ids on the host checks them there (check_ids, as
     Decoder.hidden does). A wrong id that was made on the GPU ends in a device-side assertion of torch's
@@ -78,4 +78,4 @@ def embedding(ids: torch.Tensor, w: torch.Tensor, blocks: PassBlocks | None = No
             f"embedding: ids must be a one-dimensional int64 tensor, got {ids.dtype} {tuple(ids.shape)}"
         )
     check_ids(ids, w.shape[0])
-    return _Embedding.apply(ids, w, one_sequence(ids, blocks))
+    return _Embedding.apply(ids, w, in_pass.over(ids))

@@ -1,62 +1,54 @@
-"""Where the gradient of a weight goes: into the weight's fp32 buffer, or back to autograd.
+"""Where the gradient of a weight goes: into an fp32 buffer of the pass, or back to autograd.
 
-A trainer gives each weight an fp32 tensor `main_grad` of the weight's shape. The backward functions then add
-to `main_grad` in canonical order, and return nothing. So no gradient in a low precision ever exists, and no
-gradient of a whole batch. Without `main_grad` the same sum starts from zero. It is returned to autograd,
-rounded once to the weight's dtype.
-
-A pass may hold the rows of several virtual shards. Each shard has its own buffer then: `main_grad` has one
-more axis, and the token blocks are ShardBlocks.
-
-The trainer need not zero a large buffer before a step. It lists the buffer's shards in the set
-`main_grad.empty_shards` instead. What an empty buffer holds is never read: the first sum is written over it.
+A trainer hands each pass an fp32 buffer for every weight (passes.py). The backward functions then add to it
+in canonical order, and return nothing. So no gradient in a low precision ever exists, and no gradient of a
+whole batch. Without a buffer the same sum starts from zero. It is returned to autograd, rounded once to the
+weight's dtype.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import torch
 
-from .order import Blocks, PassBlocks, ShardBlocks
+from .order import TokenBlocks
 
 
-def grad_buffer(weight: torch.Tensor) -> torch.Tensor:
-    """The tensor to add the weight's gradient to, in fp32 (fp64 for fp64 weights)."""
-    buffer = getattr(weight, "main_grad", None)
-    if buffer is None:
-        return torch.zeros(weight.shape, dtype=accumulate_dtype(weight.dtype), device=weight.device)
-    return buffer
+class GradBuffer:
+    """The sums of one weight's gradient, one for each virtual shard that a pass may hold.
 
-
-def by_shard(buffer: torch.Tensor, blocks: PassBlocks) -> Iterator[tuple[torch.Tensor, Blocks]]:
-    """The buffer and the token blocks of each virtual shard of a pass; without shards, those of the pass.
-
-    An empty buffer is zeroed first.
+    sums [shards, *shape] in fp32 (fp64 for fp64 weights).
+    empty: the shards whose sum counts as zero, whatever the memory holds. So the trainer need not zero a
+    large buffer before a step: the first sum is written over it.
     """
-    for shard_buffer, shard_blocks, empty in by_shard_or_empty(buffer, blocks):
-        yield shard_buffer.zero_() if empty else shard_buffer, shard_blocks
 
+    def __init__(self, sums: torch.Tensor, empty: Iterable[int] = ()):
+        self.sums, self.empty = sums, set(empty)
 
-def by_shard_or_empty(
-    buffer: torch.Tensor, blocks: PassBlocks
-) -> Iterator[tuple[torch.Tensor, Blocks, bool]]:
-    """As by_shard, and whether the buffer is empty. The caller then writes its sum over the buffer.
+    @classmethod
+    def like(cls, weight: torch.Tensor) -> "GradBuffer":
+        """A new and empty buffer of one shard."""
+        dtype = accumulate_dtype(weight.dtype)
+        return cls(torch.empty(1, *weight.shape, dtype=dtype, device=weight.device), [0])
 
-    A shard without rows is left out, so its buffer stays empty.
-    """
-    empty_shards = getattr(buffer, "empty_shards", set())
-    if isinstance(blocks, ShardBlocks):
-        parts = [(i, buffer[i], part) for i, part in zip(blocks.shards, blocks.blocks, strict=True)]
-    else:
-        parts = [(0, buffer, blocks)]
-    for shard, shard_buffer, shard_blocks in parts:
-        if shard_blocks:
-            yield shard_buffer, shard_blocks, shard in empty_shards
-            empty_shards.discard(shard)
+    def zeroed(self, shards: Iterable[int]) -> torch.Tensor:
+        """The sums, after those of these shards that are empty were zeroed."""
+        for shard in self.empty.intersection(shards):
+            self.sums[shard].zero_()
+        self.empty.difference_update(shards)
+        return self.sums
 
+    def begin(self, blocks: TokenBlocks) -> bool:
+        """Begin a sum over `blocks`. Returns whether it must be written over the buffer, as all is empty.
 
-def returned_grad(weight: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor | None:
-    """The value that a backward function returns for `weight`, after it has added to `buffer`."""
-    return None if getattr(weight, "main_grad", None) is buffer else buffer.to(weight.dtype)
+        Otherwise the empty shards among them were zeroed, and the sum must be added. Afterwards no shard of
+        `blocks` is empty.
+        """
+        all_empty = self.empty.issuperset(blocks.shards)
+        if all_empty:
+            self.empty.difference_update(blocks.shards)
+        else:
+            self.zeroed(blocks.shards)
+        return all_empty
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -26,7 +26,7 @@ class Launch(NamedTuple):
 
 
 class _Recording(NamedTuple):
-    """The state of `recorded`: the launches so far, and whether they are carried out too."""
+    """The state of `recorded_launches`: the launches so far, and whether they are carried out too."""
 
     launches: list[Launch]
     and_run: bool
@@ -93,13 +93,13 @@ def next_power_of_2(n: int) -> int:
 
 
 @contextmanager
-def recorded(and_run: bool = False) -> Iterator[list[Launch]]:
+def recorded_launches(and_run: bool = False) -> Iterator[list[Launch]]:
     """List each launch that is made inside this context.
 
     A launch is carried out only with `and_run`. Without `and_run` the launchers can be called with meta
     tensors.
     """
-    assert _recording.get() is None, "recorded() does not nest"
+    assert _recording.get() is None, "recorded_launches() does not nest"
     token = _recording.set(_Recording([], and_run))
     try:
         yield _recording.get().launches

@@ -3,10 +3,9 @@
     y = x w^T + b          dx = dy w          dw = dy^T x          db = sum_t dy
 
 Shapes: x [T, K]; w [N, K]; b [N]; y [T, N].
-Roundings: y is rounded once, from an fp32 sum. The bias differs between the devices. On a CPU it is added to
-the rounded product, and the sum is rounded again, as in a matrix product followed by an addition. On a GPU it
-joins the fp32 sum before the rounding, as in vLLM's kernel. dx is rounded once. dw and db are not rounded
-where the weight has an fp32 `main_grad` (grad.py).
+Roundings: y is rounded once. The bias is added to the fp32 sum before the rounding, as in vLLM's kernel. So
+on a CPU a 16-bit product with a bias is computed from fp32 numbers. dx is rounded once. dw and db are not
+rounded where the pass has fp32 buffers (grad.py).
 Order: as in matmul.py and columns.py. A row of y or dx depends on its own row of x or dy only.
 """
 
@@ -14,59 +13,61 @@ import torch
 
 from .backend import on_triton
 from .columns import add_columns
-from .grad import by_shard, by_shard_or_empty, check_dtype, grad_buffer, returned_grad
+from .grad import accumulate_dtype, check_dtype
 from .matmul import add_outer, matmul, matmul_ref
-from .order import PassBlocks, one_sequence
+from .passes import ONE_SEQUENCE, Pass
 
 
-def linear_ref(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
-    """Forward only. x [T, K], w [N, K], b [N] -> [T, N]."""
-    y = matmul_ref(x, w)
-    return y if b is None else y + b
+def linear_ref(
+    x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None, pack: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Forward only. x [T, K], w [N, K], b [N] -> [T, N]. pack: see matmul."""
+    if b is None:
+        return matmul_ref(x, w, pack)
+    dtype = accumulate_dtype(x.dtype)
+    y = matmul_ref(x.to(dtype), w.to(dtype), pack if w.dtype == dtype else None)
+    return (y + b.to(dtype)).to(x.dtype)
 
 
-def _forward(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+def _forward(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, in_pass: Pass) -> torch.Tensor:
     if not on_triton(x):
-        return linear_ref(x, w, b)
+        return linear_ref(x, w, b, in_pass.packed.get(w))
     from .matmul_triton import matmul as matmul_with_bias
 
-    return matmul_with_bias(x, w.t(), b)
+    return matmul_with_bias(x, w, b)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w, b, blocks):
-        # w and b are attributes of ctx and do not go through save_for_backward: the backward needs the tensor
-        # object itself, for its main_grad.
+    def forward(ctx, x, w, b, in_pass):
+        # w and b do not go through save_for_backward: their identity finds their buffers.
         ctx.save_for_backward(x)
-        ctx.w, ctx.b, ctx.blocks = w, b, blocks
-        return _forward(x, w, b)
+        ctx.w, ctx.b, ctx.in_pass = w, b, in_pass
+        return _forward(x, w, b, in_pass)
 
     @staticmethod
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
-        w, b, dw, db = ctx.w, ctx.b, None, None
+        w, b, in_pass, dw, db = ctx.w, ctx.b, ctx.in_pass, None, None
         dx = matmul(dy, w.t()) if ctx.needs_input_grad[0] else None
         if ctx.needs_input_grad[1]:
-            acc = grad_buffer(w)
-            for shard_acc, blocks, empty in by_shard_or_empty(acc, ctx.blocks):
-                add_outer(shard_acc, dy, x, blocks, empty)
-            dw = returned_grad(w, acc)
+            buffer = in_pass.buffer(w)
+            add_outer(buffer, dy, x, in_pass.blocks)
+            dw = in_pass.returned_grad(w, buffer)
         if b is not None and ctx.needs_input_grad[2]:
-            acc = grad_buffer(b)
-            for shard_acc, blocks in by_shard(acc, ctx.blocks):
-                add_columns(shard_acc, dy, blocks)
-            db = returned_grad(b, acc)
+            buffer = in_pass.buffer(b)
+            add_columns(buffer, dy, in_pass.blocks)
+            db = in_pass.returned_grad(b, buffer)
         return dx, dw, db, None
 
 
 def linear(
-    x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None, blocks: PassBlocks | None = None
+    x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None, in_pass: Pass = ONE_SEQUENCE
 ) -> torch.Tensor:
     """y = x w^T + b. x [T, K], w [N, K], b [N] -> [T, N].
 
-    `blocks` are token blocks (order.token_blocks): the weight gradient is summed in their order. By default
-    all rows are one sequence. Raises ValueError on a shape or dtype that does not fit.
+    The weight gradient is summed in the order of the pass's token blocks. Raises ValueError on a shape or
+    dtype that does not fit.
     """
     check_dtype("linear", x=x, w=w, **({} if b is None else {"b": b}))
     if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1]:
@@ -76,5 +77,5 @@ def linear(
     if b is not None and b.shape != (w.shape[0],):
         raise ValueError(f"linear: b {tuple(b.shape)} must be [{w.shape[0]}], the rows of w")
     if not torch.is_grad_enabled():
-        return _forward(x, w, b)
-    return _Linear.apply(x, w, b, one_sequence(x, blocks))
+        return _forward(x, w, b, in_pass)
+    return _Linear.apply(x, w, b, in_pass.over(x))

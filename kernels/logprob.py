@@ -23,9 +23,10 @@ from collections.abc import Callable
 import torch
 
 from .backend import on_triton
-from .grad import accumulate_dtype, by_shard_or_empty, check_dtype, grad_buffer, returned_grad
+from .grad import accumulate_dtype, check_dtype
 from .matmul import add_outer, matmul, matmul_ref
-from .order import Blocks, PassBlocks, one_sequence, sum_row
+from .order import sum_row
+from .passes import ONE_SEQUENCE, Pass
 from .sampling_params import SamplingParams
 
 # Bytes of one fp32 chunk of logits [rows, V]. Rows do not depend on each other, and the blocks of a weight
@@ -44,15 +45,15 @@ def prefix_sums_ref(e: Tensor) -> Tensor:
     return torch.cumsum(e.double(), dim=1)
 
 
-def _prefix_sums(e: Tensor) -> Tensor:
+def prefix_sums(e: Tensor) -> Tensor:
     """Prefix sums along each row; on Triton they have a common factor. [T, V] -> [T, V].
 
     The prefix sums of a row depend on this row only.
     """
     if on_triton(e):
-        from .logprob_triton import prefix_sums
+        from . import logprob_triton
 
-        return prefix_sums(e)
+        return logprob_triton.prefix_sums(e)
     return prefix_sums_ref(e)
 
 
@@ -63,10 +64,10 @@ def scaled_logits_ref(logits: Tensor, params: SamplingParams) -> Tensor:
 
 def scaled_logits(logits: Tensor, params: SamplingParams) -> Tensor:
     """z of this file's equations, in fp32. logits [T, V] -> [T, V]."""
-    return _scaled(logits, params, _prefix_sums)
+    return _scaled(logits, params, prefix_sums)
 
 
-def _scaled(logits: Tensor, params: SamplingParams, prefix_sums: Callable[[Tensor], Tensor]) -> Tensor:
+def _scaled(logits: Tensor, params: SamplingParams, row_prefix_sums: Callable[[Tensor], Tensor]) -> Tensor:
     z = logits.to(accumulate_dtype(logits.dtype))
     if params.temperature not in (0.0, 1.0):
         # The divisor is a tensor: torch may turn a Python scalar into a product with its reciprocal.
@@ -79,13 +80,13 @@ def _scaled(logits: Tensor, params: SamplingParams, prefix_sums: Callable[[Tenso
         drop |= ascending < ascending[:, -params.top_k].unsqueeze(1)
     if params.top_p < 1.0:
         kept = ascending.masked_fill(drop, float("-inf"))
-        below = prefix_sums(torch.exp(kept - kept[:, -1:]))
+        below = row_prefix_sums(torch.exp(kept - kept[:, -1:]))
         drop |= below <= (1.0 - params.top_p) * below[:, -1:]
         drop[:, -1] = False
     return z.masked_fill(torch.zeros_like(drop).scatter_(1, index, drop), float("-inf"))
 
 
-def _softmax_parts(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def softmax_parts(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """z - max [T, V], its exponential [T, V], and the sum of the exponentials along each row [T]."""
     shifted = z - z.amax(dim=1, keepdim=True)
     e = torch.exp(shifted)
@@ -94,7 +95,7 @@ def _softmax_parts(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def token_logprobs_ref(z: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """The reference of token_logprobs."""
-    shifted, e, total = _softmax_parts(z)
+    shifted, e, total = softmax_parts(z)
     log_total = torch.log(total)
     logp = shifted.gather(1, ids.unsqueeze(1)).squeeze(1) - log_total
     mean = sum_row(torch.where(e > 0, e * shifted, 0.0)) / total
@@ -120,40 +121,8 @@ def log_distribution(z: Tensor) -> Tensor:
 
         _, _, highest, log_total = logprob_fwd(z, torch.zeros(len(z), dtype=torch.int64, device=z.device))
         return z - highest.unsqueeze(1) - log_total.unsqueeze(1)
-    shifted, _, total = _softmax_parts(z)
+    shifted, _, total = softmax_parts(z)
     return shifted - torch.log(total).unsqueeze(1)
-
-
-def draw(z: Tensor, u: Tensor, greedy: bool = False) -> Tensor:
-    """Draw one token for each row by inverting the distribution function.
-
-    z [T, V], u [T] fp64 in [0, 1) -> ids [T]. The token of a row depends on the row's own z and u only (see
-    _prefix_sums). `greedy` takes the largest logit instead.
-    """
-    return z.argmax(dim=1) if greedy else _invert(torch.exp(z - z.amax(dim=1, keepdim=True)), u)
-
-
-def drawn_logprobs(z: Tensor, u: Tensor, greedy: bool = False) -> tuple[Tensor, Tensor]:
-    """The tokens of `draw` and their logp of `token_logprobs`. z [T, V], u [T] -> ids [T], logp [T] in fp32.
-
-    The reference computes one exponential for both.
-    """
-    if on_triton(z):
-        ids = draw(z, u, greedy)
-        return ids, token_logprobs(z, ids)[0]
-    shifted, e, total = _softmax_parts(z)
-    ids = z.argmax(dim=1) if greedy else _invert(e, u)
-    return ids, shifted.gather(1, ids.unsqueeze(1)).squeeze(1) - torch.log(total)
-
-
-def _invert(e: Tensor, u: Tensor) -> Tensor:
-    """The first token at which the distribution function of the weights e [T, V] exceeds u [T]."""
-    cdf = _prefix_sums(e)
-    total = cdf[:, -1:]
-    target = torch.minimum(u.unsqueeze(1) * total, torch.nextafter(total, torch.zeros_like(total)))
-    ids = torch.searchsorted(cdf, target, right=True).squeeze(1)
-    # NaN logits would give an id out of bounds. A later check finds the NaN.
-    return ids.clamp_(max=e.shape[1] - 1)
 
 
 def chunk_rows(V: int, device: torch.device, dtype: torch.dtype = torch.float32) -> int:
@@ -201,20 +170,9 @@ def _forward(h: Tensor, w: Tensor, ids: Tensor, params: SamplingParams) -> tuple
     return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
 
 
-def _chunks_of_blocks(blocks: Blocks, rows: int) -> list[list[tuple[int, int]]]:
-    """Consecutive blocks in chunks of at most `rows` rows; a single block may be longer."""
-    chunks: list[list[tuple[int, int]]] = []
-    for start, end in blocks:
-        if chunks and end - chunks[-1][0][0] <= rows:
-            chunks[-1].append((start, end))
-        else:
-            chunks.append([(start, end)])
-    return chunks
-
-
 def dlogits_ref(logits: Tensor, ids: Tensor, dlogp: Tensor, params: SamplingParams) -> Tensor:
     """The gradient of logits [rows, V], rounded once to their dtype. ids, dlogp [rows]."""
-    _, e, total = _softmax_parts(scaled_logits_ref(logits, params))
+    _, e, total = softmax_parts(scaled_logits_ref(logits, params))
     dz = e.div_(total.unsqueeze(1)).neg_()
     dz.scatter_add_(1, ids.unsqueeze(1), torch.ones_like(dz[:, :1]))
     dz *= dlogp.unsqueeze(1)
@@ -244,28 +202,28 @@ def _dlogits(
 
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, w, ids, params, blocks):
+    def forward(ctx, h, w, ids, params, in_pass):
         logp, entropy, *stats = _forward(h, w, ids, params)
         ctx.save_for_backward(h, ids, *stats)
-        ctx.w, ctx.params, ctx.blocks = w, params, blocks
+        ctx.w, ctx.params, ctx.in_pass = w, params, in_pass
         ctx.mark_non_differentiable(entropy)
         return logp, entropy
 
     @staticmethod
     def backward(ctx, dlogp, _):
         h, ids, *stats = ctx.saved_tensors
-        w, params = ctx.w, ctx.params
-        dh, acc = torch.empty_like(h), grad_buffer(w)
-        rows = _chunk_rows(h, w, params)
-        for shard_acc, blocks, empty in by_shard_or_empty(acc, ctx.blocks):
-            for chunk in _chunks_of_blocks(blocks, rows):
-                a, b = chunk[0][0], chunk[-1][1]
-                logits, chunk_stats = matmul(h[a:b], w), tuple(s[a:b] for s in stats)
-                dlogits = _dlogits(logits, ids[a:b], dlogp[a:b], params, chunk_stats)
+        w, params, in_pass = ctx.w, ctx.params, ctx.in_pass
+        wants_dh, wants_dw = ctx.needs_input_grad[:2]
+        dh = torch.empty_like(h) if wants_dh else None
+        buffer = in_pass.buffer(w) if wants_dw else None
+        for a, b, blocks in in_pass.blocks.chunks(_chunk_rows(h, w, params)):
+            logits, chunk_stats = matmul(h[a:b], w), tuple(s[a:b] for s in stats)
+            dlogits = _dlogits(logits, ids[a:b], dlogp[a:b], params, chunk_stats)
+            if wants_dh:
                 dh[a:b] = matmul(dlogits, w.t())
-                add_outer(shard_acc, dlogits, h[a:b], [(start - a, end - a) for start, end in chunk], empty)
-                empty = False
-        return dh, returned_grad(w, acc), None, None, None
+            if wants_dw:
+                add_outer(buffer, dlogits, h[a:b], blocks)
+        return dh, in_pass.returned_grad(w, buffer) if wants_dw else None, None, None, None
 
 
 def linear_logprob(
@@ -273,12 +231,12 @@ def linear_logprob(
     w: Tensor,
     ids: Tensor,
     params: SamplingParams | None = None,
-    blocks: PassBlocks | None = None,
+    in_pass: Pass = ONE_SEQUENCE,
 ) -> tuple[Tensor, Tensor]:
     """logp of the ids under the logits h w^T, and the entropy, which has no gradient.
 
-    h [T, D], w [V, D], ids [T] -> [T], [T] in fp32. `blocks` are token blocks: dw is summed in their order.
-    Raises ValueError on a bad shape, dtype or sampling parameter.
+    h [T, D], w [V, D], ids [T] -> [T], [T] in fp32. dw is summed in the order of the pass's token blocks,
+    which the host must know. Raises ValueError on a bad shape, dtype or sampling parameter.
     """
     check_dtype("linear_logprob", h=h, w=w)
     params = (params or SamplingParams()).check()
@@ -289,4 +247,4 @@ def linear_logprob(
         )
     if not torch.is_grad_enabled():
         return _forward(h, w, ids, params)[:2]
-    return _LinearLogprob.apply(h, w, ids, params, one_sequence(h, blocks))
+    return _LinearLogprob.apply(h, w, ids, params, in_pass.over(h))

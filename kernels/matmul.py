@@ -22,15 +22,16 @@ shape this file. They were measured with torch 2.13, MKL 2024.2 and oneDNN 3.12,
   multiple of 16.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
 
 from .backend import on_triton
-from .order import ALIGN, ROW_TILE, Blocks, same_bits
+from .grad import GradBuffer
+from .order import ALIGN, ROW_TILE, TokenBlocks, same_bits
 
 # Rows of the tiles that replace several tiles of ROW_TILE rows, longest first. They take 0.4 to 0.9 of the
 # time.
@@ -41,6 +42,8 @@ _PROBE_LIMIT = 1 << 31
 # Tiles of at most so many rows read packed weights, and the packed copies have at most so many bytes. The
 # limits bound time and memory.
 _PACKED_ROWS, _PACKED_BYTES = 128, 1 << 28
+PackedWeights = Mapping[torch.Tensor, torch.Tensor]  # by weight, its packed copy
+UNPACKED: PackedWeights = MappingProxyType({})
 _ONEDNN = torch.backends.mkldnn.is_available()
 _ONEDNN_BF16 = _ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 # The product of two numbers of these dtypes is exact in fp32, and it is summed in fp32: fp16 (five times
@@ -48,16 +51,12 @@ _ONEDNN_BF16 = _ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 _THROUGH_FP32 = (torch.float16,) if _ONEDNN_BF16 else (torch.float16, torch.bfloat16)
 
 
-def matmul_ref(x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
-    """The reference of matmul: x w^T on a CPU.
-
-    Reads `w_NK.packed`, the copy that `packed` makes, where it exists.
-    """
+def matmul_ref(x_TK: torch.Tensor, w_NK: torch.Tensor, pack: torch.Tensor | None = None) -> torch.Tensor:
+    """The reference of matmul: x w^T on a CPU. pack: the packed copy of w (`pack_weights`)."""
     dtype = x_TK.dtype
     if dtype in _THROUGH_FP32:
         return matmul_ref(x_TK.float(), w_NK.float()).to(dtype)
     T, N = x_TK.shape[0], w_NK.shape[0]
-    pack = getattr(w_NK, "packed", None)
     x, w = _pad_width(x_TK), _pad_both(w_NK.t())
     if _one_product(T, x, w):
         return _narrow(_product(x, w, pack), N)
@@ -76,11 +75,9 @@ def matmul_ref(x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
 
 
 def add_outer_ref(
-    acc_NK: torch.Tensor, dy_TN: torch.Tensor, x_TK: torch.Tensor, blocks: Blocks, empty: bool = False
+    acc_NK: torch.Tensor, dy_TN: torch.Tensor, x_TK: torch.Tensor, blocks: Sequence[tuple[int, int]]
 ) -> None:
-    """The reference of add_outer, acc += dy^T x on a CPU."""
-    if empty:
-        acc_NK.zero_()
+    """acc += dy^T x of one shard on a CPU, block by block."""
     dy, x = _pad_width(dy_TN.to(acc_NK.dtype)), _pad_width(x_TK.to(acc_NK.dtype))
     aligned = acc_NK.is_contiguous() and acc_NK.shape == (dy.shape[1], x.shape[1])
     padding = (0, x.shape[1] - acc_NK.shape[1], 0, dy.shape[1] - acc_NK.shape[0])
@@ -91,52 +88,46 @@ def add_outer_ref(
         acc_NK.copy_(acc[: acc_NK.shape[0], : acc_NK.shape[1]])
 
 
-def matmul(x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
+def matmul(x_TK: torch.Tensor, w_NK: torch.Tensor, pack: torch.Tensor | None = None) -> torch.Tensor:
     """x w^T. -> [T, N]. The bits of a row do not depend on the other rows, on T or on the number of threads.
 
-    `w_NK` may have any strides: a transposed view gives x w.
+    `w_NK` may have any strides: a transposed view gives x w. pack: the packed copy of w (`pack_weights`).
     """
     if on_triton(x_TK):
         from . import matmul_triton
 
-        return matmul_triton.matmul(x_TK, w_NK.t())
-    return matmul_ref(x_TK, w_NK)
+        return matmul_triton.matmul(x_TK, w_NK)
+    return matmul_ref(x_TK, w_NK, pack)
 
 
-def add_outer(
-    acc_NK: torch.Tensor, dy_TN: torch.Tensor, x_TK: torch.Tensor, blocks: Blocks, empty: bool = False
-) -> None:
-    """acc += dy^T x, block by block in the order of `blocks`: the sum of a weight gradient.
-
-    empty: acc counts as zeros, whatever it holds.
-    """
+def add_outer(buffer: GradBuffer, dy_TN: torch.Tensor, x_TK: torch.Tensor, blocks: TokenBlocks) -> None:
+    """buffer [shards, N, K] += dy^T x, block by block in the order of `blocks`: a weight's gradient."""
+    if not blocks.shards:
+        return
     if on_triton(x_TK):
         from . import matmul_triton
 
-        matmul_triton.add_outer(acc_NK, dy_TN, x_TK, blocks, empty)
+        matmul_triton.add_outer(buffer.sums, dy_TN, x_TK, blocks, buffer.begin(blocks))
     else:
-        add_outer_ref(acc_NK, dy_TN, x_TK, blocks, empty)
+        sums = buffer.zeroed(blocks.shards)
+        for shard, shard_blocks in blocks.parts:
+            add_outer_ref(sums[shard], dy_TN, x_TK, shard_blocks)
 
 
-@contextmanager
-def packed(weights_NK: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Give each weight a copy in the layout of the library, as its attribute `packed`, inside this context.
+def pack_weights(weights_NK: Iterable[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+    """By weight, a copy in the layout of the library, as far as there is memory for copies.
 
-    Products of few rows read the copy, so nobody may change the weights inside the context. The copies decide
-    no bit: a copy is made only where a probe finds the same bits with it (`_pack_agrees`).
+    Products of few rows read the copy that they are given. So nobody may change the weights while the copies
+    are in use. They decide no bit: a copy is made only where a probe finds the same bits with it
+    (`_pack_agrees`).
     """
-    packed_weights, bytes_left = [], _PACKED_BYTES
+    packs, bytes_left = {}, _PACKED_BYTES
     for w in weights_NK:
         fits = w.nbytes <= bytes_left and not on_triton(w)
         if _ONEDNN and fits and _pack_agrees(w.dtype, *w.shape, torch.get_num_threads()):
-            w.packed = _pack(w.detach())
-            packed_weights.append(w)
+            packs[w] = _pack(w.detach())
             bytes_left -= w.nbytes
-    try:
-        yield
-    finally:
-        for w in packed_weights:
-            del w.packed
+    return packs
 
 
 def _product(x: torch.Tensor, w_KN: torch.Tensor, pack: torch.Tensor | None = None) -> torch.Tensor:

@@ -19,6 +19,7 @@ from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import ceil_div, launch
+from .order import BlockTables
 from .tiles import Tiles
 
 # Row tiles that use the same column tiles while these lie in the L2 cache.
@@ -47,22 +48,27 @@ def _beside(left, right, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _store_boxes(desc, r, c, x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Store x [ROWS, 4 WIDTH] as four boxes. One wide box would take the shared memory of two stages."""
+def _quarters(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """x [ROWS, 4 WIDTH] as four boxes. One wide box would take the shared memory of two stages."""
     left, right = _halves(x, ROWS, 2 * WIDTH)
     first, second = _halves(left, ROWS, WIDTH)
-    desc.store([r, c], first.to(desc.dtype))
-    desc.store([r, c + WIDTH], second.to(desc.dtype))
     third, fourth = _halves(right, ROWS, WIDTH)
-    desc.store([r, c + 2 * WIDTH], third.to(desc.dtype))
-    desc.store([r, c + 3 * WIDTH], fourth.to(desc.dtype))
+    return first, second, third, fourth
 
 
 @triton.jit
-def _load_boxes(desc, r, c, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def _load_box(desc, shard, r, c, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """A box of a shard's sums."""
+    return tl.reshape(desc.load([shard, r, c]), (ROWS, WIDTH))
+
+
+@triton.jit
+def _load_boxes(desc, shard, r, c, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """[ROWS, 4 WIDTH] as four boxes, straight into the layout of the accumulator."""
-    left = _beside(desc.load([r, c]), desc.load([r, c + WIDTH]), ROWS, WIDTH)
-    right = _beside(desc.load([r, c + 2 * WIDTH]), desc.load([r, c + 3 * WIDTH]), ROWS, WIDTH)
+    first = _load_box(desc, shard, r, c, ROWS, WIDTH)
+    left = _beside(first, _load_box(desc, shard, r, c + WIDTH, ROWS, WIDTH), ROWS, WIDTH)
+    third = _load_box(desc, shard, r, c + 2 * WIDTH, ROWS, WIDTH)
+    right = _beside(third, _load_box(desc, shard, r, c + 3 * WIDTH, ROWS, WIDTH), ROWS, WIDTH)
     return _beside(left, right, ROWS, 2 * WIDTH)
 
 
@@ -101,18 +107,27 @@ def _matmul_tma(
         if HAS_BIAS:
             c = n * BLOCK_N + tl.arange(0, BLOCK_N)
             acc += tl.load(b_ptr + c, mask=c < N, other=0.0).to(tl.float32)[None, :]
-        _store_boxes(y_desc, m * BLOCK_M, n * BLOCK_N, acc, BLOCK_M, BLOCK_N // 4)
+        first, second, third, fourth = _quarters(acc, BLOCK_M, BLOCK_N // 4)
+        y_desc.store([m * BLOCK_M, n * BLOCK_N], first.to(y_desc.dtype))
+        y_desc.store([m * BLOCK_M, n * BLOCK_N + BLOCK_N // 4], second.to(y_desc.dtype))
+        y_desc.store([m * BLOCK_M, n * BLOCK_N + 2 * (BLOCK_N // 4)], third.to(y_desc.dtype))
+        y_desc.store([m * BLOCK_M, n * BLOCK_N + 3 * (BLOCK_N // 4)], fourth.to(y_desc.dtype))
 
 
-@triton.jit(do_not_specialize=["runs"])
+@triton.jit(do_not_specialize=["parts"])
 def _outer_tma(
+    # descriptors of TMA and pointers
     acc_desc,
     dy_desc,
     x_desc,
+    shard_ptr,
+    first_ptr,
     run_ptr,
-    runs,
+    # sizes
+    parts,
     N,
     K,
+    # constants
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -120,20 +135,27 @@ def _outer_tma(
     PROGRAMS: tl.constexpr,
     EMPTY: tl.constexpr,
 ):
+    WIDTH: tl.constexpr = BLOCK_K // 4
     tiles_n, tiles_k = tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K)
-    for tile in tl.range(tl.program_id(0), tiles_n * tiles_k, PROGRAMS):
-        n, k = tile_place(tile, tiles_n, tiles_k, BAND)
+    for tile in tl.range(tl.program_id(0), tiles_n * tiles_k * parts, PROGRAMS):
+        part = tile // (tiles_n * tiles_k)
+        n, k = tile_place(tile % (tiles_n * tiles_k), tiles_n, tiles_k, BAND)
+        shard, r, c = tl.load(shard_ptr + part), n * BLOCK_N, k * BLOCK_K
         if EMPTY:
             acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
         else:
-            acc = _load_boxes(acc_desc, n * BLOCK_N, k * BLOCK_K, BLOCK_N, BLOCK_K // 4)
-        for i in range(runs):
+            acc = _load_boxes(acc_desc, shard, r, c, BLOCK_N, WIDTH)
+        for i in range(tl.load(first_ptr + part), tl.load(first_ptr + part + 1)):
             start, end = tl.load(run_ptr + 2 * i), tl.load(run_ptr + 2 * i + 1)
             for t in range(0, end - start, BLOCK_T):
-                dy = load_ragged(dy_desc, start, end - start, [t, n * BLOCK_N])
-                x = load_ragged(x_desc, start, end - start, [t, k * BLOCK_K])
+                dy = load_ragged(dy_desc, start, end - start, [t, r])
+                x = load_ragged(x_desc, start, end - start, [t, c])
                 acc = tl.dot(dy.T, x, acc)
-        _store_boxes(acc_desc, n * BLOCK_N, k * BLOCK_K, acc, BLOCK_N, BLOCK_K // 4)
+        first, second, third, fourth = _quarters(acc, BLOCK_N, WIDTH)
+        acc_desc.store([shard, r, c], tl.reshape(first, (1, BLOCK_N, WIDTH)))
+        acc_desc.store([shard, r, c + WIDTH], tl.reshape(second, (1, BLOCK_N, WIDTH)))
+        acc_desc.store([shard, r, c + 2 * WIDTH], tl.reshape(third, (1, BLOCK_N, WIDTH)))
+        acc_desc.store([shard, r, c + 3 * WIDTH], tl.reshape(fourth, (1, BLOCK_N, WIDTH)))
 
 
 def readable(*tensors: torch.Tensor) -> bool:
@@ -177,27 +199,30 @@ def matmul_tma(
 
 
 def add_outer_tma(
-    acc_NK: torch.Tensor,
+    acc_SNK: torch.Tensor,
     dy_TN: torch.Tensor,
     x_TK: torch.Tensor,
-    runs: torch.Tensor,
+    tables: BlockTables,
     t: Tiles,
     programs: int,
     empty: bool,
 ) -> None:
-    """acc += dy^T x over runs of tokens [start, end) (int32 [runs, 2]), one run after another.
+    """acc [shards, N, K] += dy^T x over the runs of tokens of each shard, one run after another.
 
     empty: acc counts as zeros and is not read.
     """
-    N, K = acc_NK.shape
+    (_, N, K), (runs, first), parts = acc_SNK.shape, tables.runs, len(tables.shards)
+    shape, strides, box = list(acc_SNK.shape), list(acc_SNK.stride()), [1, t.block_m, t.block_n // 4]
     launch(
         _outer_tma,
-        (min(programs, ceil_div(N, t.block_m) * ceil_div(K, t.block_n)),),
-        _boxes(acc_NK, t.block_m, t.block_n // 4),
+        (min(programs, ceil_div(N, t.block_m) * ceil_div(K, t.block_n) * parts),),
+        TensorDescriptor(acc_SNK, shape, strides, box),
         create_ragged_descriptor(dy_TN, [t.block_k, t.block_m]),
         create_ragged_descriptor(x_TK, [t.block_k, t.block_n]),
+        tables.shards,
+        first,
         runs,
-        len(runs),
+        parts,
         N,
         K,
         BLOCK_N=t.block_m,

@@ -2,21 +2,20 @@
 
     y = x w^T + b        dx = dy w        dw += sum over token blocks of dy_b^T x_b
 
-Shapes: x [M, K]; w [K, N], a view with any strides; b [N]; y [M, N]. For dw: dy [T, N]; x [T, K]; dw [N, K]
-in fp32.
+Shapes: x [M, K]; w [N, K], a view with any strides; b [N]; y [M, N]. For dw: dy [T, N]; x [T, K];
+dw [shards, N, K] in fp32.
 Roundings: y is rounded once. The bias is added to the fp32 sum before the rounding, as in vLLM's
-matmul_kernel_persistent (the CPU reference rounds the product first). dw is not rounded. fp32 operands are
-multiplied as they are (ieee), never rounded to tf32.
+matmul_kernel_persistent. dw is not rounded. fp32 operands are multiplied as they are (ieee), never rounded to
+tf32.
 Order: for y, a program walks tiles of BLOCK_K along K in ascending order, with one fp32 accumulator. This is
 the arithmetic of vLLM 0.32's matmul_kernel_persistent. BLOCK_K depends on (N, K, dtype) and on the GPU's
-generation (tiles.py). For dw, one program owns one tile. The program begins with the value of the buffer, and
-adds chunks of tokens in the order of the token blocks. No chunk has tokens of two blocks. So a sum that stops
-at the end of a block and goes on in a later call has the same bits. There are no atomics and no split sums.
+generation (tiles.py). For dw, one program owns one tile of one shard. The program begins with the value of
+the buffer, and adds chunks of tokens in the order of the token blocks. No chunk has tokens of two blocks. So
+a sum that stops at the end of a block and goes on in a later call has the same bits. There are no atomics and
+no split sums.
 
 Products of many rows in 16 bits on Hopper have the same sums in another kernel (matmul_tma_triton.py).
 """
-
-from functools import lru_cache
 
 import torch
 import triton
@@ -24,24 +23,28 @@ import triton.language as tl
 
 from .launch import ceil_div, launch, rows_contiguous
 from .matmul_tma_triton import BAND, add_outer_tma, matmul_tma, readable, tile_place
-from .order import TOKEN_BLOCK, Blocks
+from .order import TokenBlocks
 from .tiles import generation, matmul_tiles, multiprocessors, outer_tiles, tma_matmul_tiles, tma_outer_tiles
 
 
 @triton.jit(do_not_specialize=["M"])
 def _matmul(
+    # pointers
     x_ptr,
     w_ptr,
     b_ptr,
     y_ptr,
+    # sizes
     M,
     N,
     K,
+    # strides, in elements
     stride_xm,
     stride_xk,
     stride_wk,
     stride_wn,
     stride_ym,
+    # constants
     HAS_BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -76,33 +79,40 @@ def _matmul(
         tl.store(y_tile, acc.to(y_ptr.dtype.element_ty), mask=in_m & in_n)
 
 
-# Triton does not specialise on the alignment of acc, a weight's place in the gradient buffer: it differs from
-# weight to weight.
-@triton.jit(do_not_specialize=["runs"], do_not_specialize_on_alignment=["acc_ptr"])
+# Triton does not specialise on the alignment of acc, a weight's place in the gradient buffer, nor on the
+# stride between shards: they differ from weight to weight.
+@triton.jit(do_not_specialize=["stride_shard"], do_not_specialize_on_alignment=["acc_ptr"])
 def _outer(
+    # pointers
     acc_ptr,
     dy_ptr,
     x_ptr,
+    shard_ptr,
+    first_ptr,
     run_ptr,
-    runs,
+    # sizes
     N,
     K,
+    # strides, in elements
+    stride_shard,
     stride_acc,
     stride_dy,
     stride_x,
+    # constants
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    n, k = tl.program_id(1) * BLOCK_N, tl.program_id(0) * BLOCK_K
+    n, k, part = tl.program_id(1) * BLOCK_N, tl.program_id(0) * BLOCK_K, tl.program_id(2)
     rn, rk, rt = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_T)
     dy_tile = dy_ptr + rt[:, None] * stride_dy + (n + rn)[None, :]
     x_tile = x_ptr + rt[:, None] * stride_x + (k + rk)[None, :]
     in_n, in_k = n + rn < N, k + rk < K
     inside = in_n[:, None] & in_k[None, :]
+    acc_ptr += tl.load(shard_ptr + part).to(tl.int64) * stride_shard
     acc_tile = acc_ptr + n.to(tl.int64) * stride_acc + k + rn[:, None] * stride_acc + rk[None, :]
     acc = tl.load(acc_tile, mask=inside, other=0.0)
-    for i in range(runs):
+    for i in range(tl.load(first_ptr + part), tl.load(first_ptr + part + 1)):
         end = tl.load(run_ptr + 2 * i + 1)
         for t in range(tl.load(run_ptr + 2 * i), end, BLOCK_T):
             in_run = (t + rt < end)[:, None]
@@ -112,18 +122,18 @@ def _outer(
     tl.store(acc_tile, acc, mask=inside)
 
 
-def matmul(x_MK: torch.Tensor, w_KN: torch.Tensor, b_N: torch.Tensor | None = None) -> torch.Tensor:
-    """x w + b, rounded once to the dtype of x. -> [M, N].
+def matmul(x_MK: torch.Tensor, w_NK: torch.Tensor, b_N: torch.Tensor | None = None) -> torch.Tensor:
+    """x w^T + b, rounded once to the dtype of x. -> [M, N].
 
     x and w may have any strides. The bits of a row depend on this row, w and b only.
     """
-    (M, K), N = x_MK.shape, w_KN.shape[1]
+    (M, K), N = x_MK.shape, w_NK.shape[0]
     if not M:
         return x_MK.new_empty(M, N)
     gpu, programs = generation(x_MK.device), multiprocessors(x_MK.device)
     tma = tma_matmul_tiles(M, N, K, x_MK.dtype, gpu)
-    transposed = w_KN.stride(0) == 1
-    w = w_KN.t() if transposed else w_KN
+    transposed = w_NK.stride(1) == 1
+    w = w_NK if transposed else w_NK.t()
     if tma and N * x_MK.itemsize % 16 == 0 and readable(x_MK, w):
         return matmul_tma(x_MK, w, b_N, transposed, tma, programs)
     y = x_MK.new_empty(M, N)
@@ -132,14 +142,15 @@ def matmul(x_MK: torch.Tensor, w_KN: torch.Tensor, b_N: torch.Tensor | None = No
         _matmul,
         (min(programs, ceil_div(M, t.block_m) * ceil_div(N, t.block_n)),),
         x_MK,
-        w_KN,
+        w_NK,
         b_N,
         y,
         M,
         N,
         K,
         *x_MK.stride(),
-        *w_KN.stride(),
+        w_NK.stride(1),
+        w_NK.stride(0),
         N,
         HAS_BIAS=b_N is not None,
         EVEN_K=K % t.block_k == 0,
@@ -155,34 +166,38 @@ def matmul(x_MK: torch.Tensor, w_KN: torch.Tensor, b_N: torch.Tensor | None = No
 
 
 def add_outer(
-    acc_NK: torch.Tensor, dy_TN: torch.Tensor, x_TK: torch.Tensor, blocks: Blocks, empty: bool = False
+    acc_SNK: torch.Tensor, dy_TN: torch.Tensor, x_TK: torch.Tensor, blocks: TokenBlocks, empty: bool = False
 ) -> None:
-    """acc += dy^T x, block after block. acc is fp32 with contiguous rows; dy and x have one dtype.
+    """acc [shards, N, K] += dy^T x, block after block, all shards in one launch.
 
-    empty: acc counts as zeros, whatever it holds.
+    acc is fp32 with contiguous rows; dy and x have one dtype. empty: the shards of `blocks` count as zeros in
+    acc, whatever it holds.
     """
     dy, x = rows_contiguous(dy_TN), rows_contiguous(x_TK)
-    assert acc_NK.dtype == torch.float32, acc_NK.dtype
-    assert acc_NK.stride(1) == 1, acc_NK.stride()
-    N, K = acc_NK.shape
-    gpu, runs = generation(x.device), _runs(tuple(blocks), x.device)
+    assert acc_SNK.dtype == torch.float32, acc_SNK.dtype
+    assert acc_SNK.stride(2) == 1, acc_SNK.stride()
+    N, K = acc_SNK.shape[1:]
+    gpu, tables = generation(x.device), blocks.on(x.device)
     tma = tma_outer_tiles(N, K, x.dtype, gpu)
-    if tma and len(runs) and readable(acc_NK, dy, x):
-        return add_outer_tma(acc_NK, dy, x, runs, tma, multiprocessors(x.device), empty)
+    if tma and readable(acc_SNK[0], dy, x) and acc_SNK.stride(0) % 4 == 0:
+        return add_outer_tma(acc_SNK, dy, x, tables, tma, multiprocessors(x.device), empty)
     if empty:
-        acc_NK.zero_()
-    t = outer_tiles(x.dtype, gpu)
+        for shard in blocks.shards:
+            acc_SNK[shard].zero_()
+    t, (runs, first) = outer_tiles(x.dtype, gpu), tables.runs
     launch(
         _outer,
-        (ceil_div(K, t.block_n), ceil_div(N, t.block_m)),
-        acc_NK,
+        (ceil_div(K, t.block_n), ceil_div(N, t.block_m), len(blocks.shards)),
+        acc_SNK,
         dy,
         x,
+        tables.shards,
+        first,
         runs,
-        len(runs),
         N,
         K,
-        acc_NK.stride(0),
+        acc_SNK.stride(0),
+        acc_SNK.stride(1),
         dy.stride(0),
         x.stride(0),
         BLOCK_N=t.block_m,
@@ -191,19 +206,3 @@ def add_outer(
         num_warps=t.num_warps,
         num_stages=t.num_stages,
     )
-
-
-@lru_cache(maxsize=32)
-def _runs(blocks: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
-    """Token blocks as runs [start, end) of blocks that follow each other: [runs, 2] int32.
-
-    All blocks of a run but the last are full. So a kernel that walks a run from its start, in chunks that
-    divide TOKEN_BLOCK, never has tokens of two blocks in one chunk.
-    """
-    runs: list[list[int]] = []
-    for start, end in blocks:
-        if runs and runs[-1][1] == start and (start - runs[-1][0]) % TOKEN_BLOCK == 0:
-            runs[-1][1] = end
-        else:
-            runs.append([start, end])
-    return torch.tensor(runs, dtype=torch.int32).to(device)

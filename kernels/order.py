@@ -17,8 +17,10 @@ Some operations of torch differ between the vector body and the scalar tail: sil
 Shapes: T rows (tokens), N width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, chain, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -34,53 +36,148 @@ ALIGN = 16
 # Elements of one partial sum along a row.
 SUM_TILE = 4096
 
-Blocks = Sequence[tuple[int, int]]
 
+@dataclass(frozen=True, eq=False)
+class TokenBlocks:
+    """The token blocks of a pass, as tensors: the rows of a block may be known on the device only.
 
-@dataclass(frozen=True)
-class ShardBlocks:
-    """Token blocks of several virtual shards in one pass. The rows of the shards lie one after another."""
-
-    shards: tuple[int, ...]  # the buffer of each shard that has rows here (grad.by_shard)
-    blocks: tuple[Blocks, ...]
-
-
-PassBlocks = Blocks | ShardBlocks
-
-
-def shard_blocks(lengths: Sequence[int], shards: Sequence[int] | None) -> PassBlocks:
-    """The token blocks of packed sequences; with `shards`, apart for each shard.
-
-    shards [S]: the shard of each sequence, in ascending order.
+    The blocks of virtual shard shards[s] are first[s] to first[s + 1], in canonical order. first[S] is their
+    number. Tables may be longer: a block that is not there has start = end.
     """
-    if shards is None:
-        return token_blocks(lengths)
-    by_shard: dict[int, list[tuple[int, int]]] = {}
-    start = 0
-    for length, shard in zip(lengths, shards, strict=True):
-        blocks = token_blocks([length])
-        by_shard.setdefault(shard, []).extend((start + a, start + b) for a, b in blocks)
-        start += length
-    return ShardBlocks(tuple(by_shard), tuple(by_shard.values()))
+
+    rows: torch.Tensor  # [n, 2] int32, the first row and the end of each block
+    first: torch.Tensor  # [S + 1] int32
+    shards: tuple[int, ...]  # [S], the buffer that each shard adds to (grad.GradBuffer)
+
+    @cached_property
+    def parts(self) -> list[tuple[int, list[tuple[int, int]]]]:
+        """Each shard with its blocks, on the host. It waits for a device that made the tensors."""
+        rows, first = ([tuple(row) for row in self.rows.tolist()], self.first.tolist())
+        return [(shard, rows[a:b]) for shard, (a, b) in zip(self.shards, pairwise(first), strict=True)]
+
+    def on(self, device: torch.device) -> "BlockTables":
+        """The tables of the Triton kernels, made once for each device."""
+        if device not in self._tables:
+            self._tables[device] = BlockTables(self, device)
+        return self._tables[device]
+
+    @cached_property
+    def _tables(self) -> dict[torch.device, "BlockTables"]:
+        return {}
+
+    def chunks(self, rows: int) -> Iterator[tuple[int, int, "TokenBlocks"]]:
+        """Consecutive blocks in chunks of at most `rows` rows; a single block may be longer. For the host.
+
+        Of each chunk the first row and the end, and its blocks, whose rows count from the chunk's first row.
+        """
+        pending: list[tuple[int, int, int]] = []  # shard, start and end
+        for shard, blocks in self.parts:
+            for start, end in blocks:
+                if pending and end - pending[0][1] > rows:
+                    yield _chunk(pending)
+                    pending = []
+                pending.append((shard, start, end))
+        if pending:
+            yield _chunk(pending)
 
 
-def token_blocks(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Rows [start, end) of the token blocks of packed sequences, in canonical order.
+class BlockTables:
+    """Token blocks on a device, in the forms that the Triton kernels walk. Nothing waits for the device."""
+
+    def __init__(self, blocks: TokenBlocks, device: torch.device):
+        self.shards = torch.tensor(blocks.shards, dtype=torch.int32).to(device)  # [S]
+        self.first = blocks.first.to(device)  # [S + 1]
+        self.rows = blocks.rows.to(device)  # [n, 2]
+        self._pieces: dict[int, torch.Tensor] = {}
+
+    def pieces(self, rows: int) -> torch.Tensor:
+        """The first row and the end of each piece of `rows` rows, [n * TOKEN_BLOCK / rows, 2] int32.
+
+        Every block has the same number of pieces; past a short block's end they are empty.
+        """
+        if rows not in self._pieces:
+            offsets = torch.arange(0, TOKEN_BLOCK + rows, rows, dtype=torch.int32, device=self.rows.device)
+            bounds = torch.minimum(self.rows[:, :1] + offsets, self.rows[:, 1:])
+            self._pieces[rows] = torch.stack([bounds[:, :-1], bounds[:, 1:]], dim=2).view(-1, 2)
+        return self._pieces[rows]
+
+    @cached_property
+    def runs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs of blocks that follow each other, [n, 2] int32, and the first run of each shard, [S + 1].
+
+        All blocks of a run but the last are full. So a kernel that walks a run from its start, in chunks that
+        divide TOKEN_BLOCK, never has tokens of two blocks in one chunk. Runs that are not there are empty.
+        """
+        (start, end), n = self.rows.unbind(1), len(self.rows)
+        begins = torch.ones(n + 1, dtype=torch.bool, device=self.rows.device)  # whether a block begins a run
+        begins[1:n] = (start[1:] != end[:-1]) | (end[:-1] - start[:-1] != TOKEN_BLOCK)
+        begins.index_fill_(0, self.first.long(), True)
+        run = begins[:n].cumsum(0) - 1
+        before = torch.cat([run.new_zeros(1), run + 1]).int()  # runs that begin before each block
+        first = start.new_full((n,), 2**31 - 1).scatter_reduce(0, run, start, "amin")
+        last = start.new_zeros(n).scatter_reduce(0, run, end, "amax")
+        return torch.stack([torch.minimum(first, last), last], dim=1), before[self.first.long()]
+
+
+def _chunk(blocks: Sequence[tuple[int, int, int]]) -> tuple[int, int, TokenBlocks]:
+    begin, by_shard = blocks[0][1], {}
+    for shard, start, end in blocks:
+        by_shard.setdefault(shard, []).append((start - begin, end - begin))
+    return begin, blocks[-1][2], _of_shards(by_shard)
+
+
+def blocks_of_rows(rows: Sequence[tuple[int, int]]) -> TokenBlocks:
+    """These blocks [start, end), all of shard 0."""
+    return _of_shards({0: list(rows)})
+
+
+def token_blocks(lengths: Sequence[int], shards: Sequence[int] | None = None) -> TokenBlocks:
+    """The token blocks of packed sequences, in canonical order.
+
+    lengths [sequences], in rows. shards [sequences]: the virtual shard of each sequence, in ascending order;
+    None: all are of shard 0. A shard without rows has no part.
 
     A block never holds tokens of two sequences. So the contribution of a sequence to a weight gradient is the
     same, whatever the sequence is packed with.
     """
-    blocks, start = [], 0
-    for length in lengths:
+    by_shard: dict[int, list[tuple[int, int]]] = {}
+    start = 0
+    for length, shard in zip(lengths, [0] * len(lengths) if shards is None else shards, strict=True):
         end = start + length
-        blocks += [(s, min(s + TOKEN_BLOCK, end)) for s in range(start, end, TOKEN_BLOCK)]
+        if length:
+            blocks = by_shard.setdefault(shard, [])
+            blocks += [(s, min(s + TOKEN_BLOCK, end)) for s in range(start, end, TOKEN_BLOCK)]
         start = end
-    return blocks
+    return _of_shards(by_shard)
 
 
-def one_sequence(x: torch.Tensor, blocks: PassBlocks | None) -> PassBlocks:
-    """`blocks`, or the blocks of all rows of x taken as one sequence."""
-    return token_blocks([x.shape[0]]) if blocks is None else blocks
+def blocks_of_counts(counts: torch.Tensor, rows: int) -> TokenBlocks:
+    """The token blocks of groups of rows that lie one after another, made where `counts` lies.
+
+    counts [S] int: the rows of each group. The group's number takes the place of the shard. rows: the most
+    that the counts can sum to, which bounds the tables. Nothing waits for the device. A group without rows
+    has no blocks.
+    """
+    S, counts = len(counts), counts.int()
+    blocks_of_group = (counts + TOKEN_BLOCK - 1) // TOKEN_BLOCK
+    first = torch.cat([counts.new_zeros(1), blocks_of_group.cumsum(0).int()])
+    block = torch.arange(rows // TOKEN_BLOCK + S, dtype=torch.int32, device=counts.device)
+    group = torch.searchsorted(first[1:], block, right=True).clamp(max=S - 1)
+    group_end = counts.cumsum(0).int()
+    start = (group_end - counts)[group] + (block - first[group]) * TOKEN_BLOCK
+    end = torch.minimum(start + TOKEN_BLOCK, group_end[group])
+    is_there = (block < first[-1]).unsqueeze(1)
+    return TokenBlocks(torch.stack([start, end], dim=1).where(is_there, 0), first, tuple(range(S)))
+
+
+def _of_shards(by_shard: Mapping[int, list[tuple[int, int]]]) -> TokenBlocks:
+    rows = list(chain.from_iterable(by_shard.values()))
+    first = [0, *accumulate(map(len, by_shard.values()))]
+    return TokenBlocks(
+        torch.tensor(rows, dtype=torch.int32).view(-1, 2),
+        torch.tensor(first, dtype=torch.int32),
+        tuple(by_shard),
+    )
 
 
 def sum_row(x_TN: torch.Tensor) -> torch.Tensor:

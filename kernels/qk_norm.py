@@ -15,10 +15,9 @@ Order: the heads of a token are summed in a tree, then the tokens block after bl
 import torch
 
 from .backend import on_triton
-from .columns import add_columns_ref
-from .grad import by_shard, grad_buffer, returned_grad
-from .order import PassBlocks, one_sequence, tree_sum
-from .rms_norm import check_norm, rms_norm_bwd_ref, rms_norm_ref
+from .order import tree_sum
+from .passes import ONE_SEQUENCE, Pass
+from .rms_norm import add_rows, check_norm, rms_norm_bwd_ref, rms_norm_ref
 
 
 def _head_weights(wq: torch.Tensor, wk: torch.Tensor, heads: int, total: int) -> torch.Tensor:
@@ -35,37 +34,34 @@ def _forward(x, wq, wk, heads, eps):
     return qk_norm_fwd(x, wq.detach(), wk.detach(), heads, eps)
 
 
-def _backward(dy, x, r, wq, wk, heads, blocks):
-    """dx, and the gradients of wq and wk where no buffer takes them."""
-    buffers = [grad_buffer(w) for w in (wq, wk)]
+def _backward(dy, x, r, wq, wk, heads, in_pass):
+    """dx, and the contributions to dwq and dwk that rms_norm.add_rows takes."""
     if not on_triton(x):
         dx, dw = rms_norm_bwd_ref(dy, x, r, _head_weights(wq, wk, heads, x.shape[1]))
-        dx = dx.to(dy.dtype)
-        for acc, rows in zip(buffers, (dw[:, :heads], dw[:, heads:]), strict=True):
-            for shard_acc, shard_blocks in by_shard(acc, blocks):
-                add_columns_ref(shard_acc, tree_sum(rows, 1), shard_blocks)
-    else:
-        from .columns_triton import NORM_ROWS, add_partials
-        from .qk_norm_triton import qk_norm_bwd
+        return dx.to(dy.dtype), [tree_sum(rows, 1) for rows in (dw[:, :heads], dw[:, heads:])]
+    from .qk_norm_triton import qk_norm_bwd
 
-        dx, partials = qk_norm_bwd(dy, x, wq.detach(), wk.detach(), r, heads, blocks)
-        for acc, partial in zip(buffers, partials, strict=True):
-            add_partials(acc, partial, blocks, NORM_ROWS)
-    return dx, *(returned_grad(w, acc) for w, acc in zip((wq, wk), buffers, strict=True))
+    return qk_norm_bwd(dy, x, wq.detach(), wk.detach(), r, heads, in_pass.blocks)
 
 
 class _QKNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, wq, wk, heads, eps, blocks):
+    def forward(ctx, x, wq, wk, heads, eps, in_pass):
         y, r = _forward(x, wq, wk, heads, eps)
         ctx.save_for_backward(x, r)
-        ctx.weights, ctx.heads, ctx.blocks = (wq, wk), heads, blocks
+        ctx.weights, ctx.heads, ctx.in_pass = (wq, wk), heads, in_pass
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        x, r = ctx.saved_tensors
-        return *_backward(dy, x, r, *ctx.weights, ctx.heads, ctx.blocks), None, None, None
+        (x, r), in_pass, returned = ctx.saved_tensors, ctx.in_pass, []
+        dx, contributions = _backward(dy, x, r, *ctx.weights, ctx.heads, in_pass)
+        for w, dw, wanted in zip(ctx.weights, contributions, ctx.needs_input_grad[1:3], strict=True):
+            buffer = in_pass.buffer(w) if wanted else None
+            if wanted:
+                add_rows(buffer, dw, in_pass.blocks)
+            returned.append(in_pass.returned_grad(w, buffer) if wanted else None)
+        return dx, *returned, None, None, None
 
 
 def qk_norm(
@@ -74,13 +70,13 @@ def qk_norm(
     wk: torch.Tensor,
     heads: int,
     eps: float,
-    blocks: PassBlocks | None = None,
+    in_pass: Pass = ONE_SEQUENCE,
 ) -> torch.Tensor:
     """rms_norm of each head of x [T, H, D] -> [T, H, D].
 
     The weight of the first `heads` heads (queries) is wq [D]. The weight of the other heads (keys) is wk [D].
-    `blocks` are token blocks (order.token_blocks): dwq and dwk are summed in their order. Raises ValueError
-    on a bad shape, dtype or eps.
+    dwq and dwk are summed in the order of the pass's token blocks. Raises ValueError on a bad shape, dtype or
+    eps.
     """
     check_norm("qk_norm", x, wq, eps)
     check_norm("qk_norm", x, wk, eps)
@@ -90,4 +86,4 @@ def qk_norm(
         )
     if not torch.is_grad_enabled():
         return _forward(x, wq, wk, heads, eps)[0]
-    return _QKNorm.apply(x, wq, wk, heads, eps, one_sequence(x, blocks))
+    return _QKNorm.apply(x, wq, wk, heads, eps, in_pass.over(x))

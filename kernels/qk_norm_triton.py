@@ -19,9 +19,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .columns_triton import NORM_ROWS, runs
+from .columns_triton import NORM_ROWS
 from .launch import ceil_div, dense, launch, next_power_of_2
-from .order import PassBlocks
+from .order import TokenBlocks
 from .rms_norm_triton import rms_norm_fwd
 
 # The widest head that lies in the first warp of vLLM's tile, in every dtype.
@@ -77,6 +77,7 @@ def _qk_norm_fwd(
 
 @triton.jit
 def _qk_norm_bwd(
+    # pointers
     dy_ptr,
     x_ptr,
     wq_ptr,
@@ -85,10 +86,13 @@ def _qk_norm_bwd(
     dx_ptr,
     partial_ptr,
     table_ptr,
+    # strides, in elements
     x_stride_t,
+    # sizes
     H,
     heads,
     D,
+    # constants
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -176,14 +180,14 @@ def qk_norm_bwd(
     wk: torch.Tensor,
     r: torch.Tensor,
     heads: int,
-    blocks: PassBlocks,
+    blocks: TokenBlocks,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dx, like dy, and the sums of dy x r over each run's query heads and key heads, [2, runs, D].
 
     dy, x [T, H, D]. Every row must be in one of the blocks.
     """
     x, dy, (_, H, D) = _rows_of_heads(x), dense(dy), x.shape
-    table = runs(blocks, NORM_ROWS, x.device)
+    table = blocks.on(x.device).pieces(NORM_ROWS)
     heads_at_once, width = (next_power_of_2(n) for n in (max(heads, H - heads), D))
     dx = torch.empty_like(dy)
     partial = torch.empty(2, len(table), D, dtype=torch.float32, device=x.device)

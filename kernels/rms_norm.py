@@ -19,8 +19,9 @@ import torch
 
 from .backend import on_triton
 from .columns import add_columns_ref
-from .grad import accumulate_dtype, by_shard, check_dtype, grad_buffer, returned_grad
-from .order import PassBlocks, one_sequence, sum_row
+from .grad import GradBuffer, accumulate_dtype, check_dtype
+from .order import TokenBlocks, sum_row
+from .passes import ONE_SEQUENCE, Pass
 
 
 def rms_norm_ref(x: torch.Tensor, w: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,66 +60,81 @@ def _forward(x, w, eps, residual=None):
     return y, r, x if residual is None else s
 
 
-def _backward(dy, x, r, w, blocks, ds=None):
-    """dx, and the gradient of w where no buffer takes it."""
-    acc = grad_buffer(w)
+def _backward(dy, x, r, w, in_pass, wants_dw, ds=None):
+    """dx, and the gradient of w where it is wanted and no buffer takes it.
+
+    A kernel computes both together, and autograd drops a dx that it does not need.
+    """
     if not on_triton(x):
         dx, dw = rms_norm_bwd_ref(dy, x, r, w)
         dx = (dx if ds is None else dx.add_(ds.to(dx.dtype))).to(dy.dtype)
-        for shard_acc, shard_blocks in by_shard(acc, blocks):
-            add_columns_ref(shard_acc, dw, shard_blocks)
-        return dx, returned_grad(w, acc)
-    from .columns_triton import NORM_ROWS, add_partials
-    from .rms_norm_triton import rms_norm_bwd
+    else:
+        from .rms_norm_triton import rms_norm_bwd
 
-    dx, partial = rms_norm_bwd(dy, x, w.detach(), r, blocks, ds)
-    add_partials(acc, partial, blocks, NORM_ROWS)
-    return dx, returned_grad(w, acc)
+        dx, dw = rms_norm_bwd(dy, x, w.detach(), r, in_pass.blocks, ds)
+    if not wants_dw:
+        return dx, None
+    buffer = in_pass.buffer(w)
+    add_rows(buffer, dw, in_pass.blocks)
+    return dx, in_pass.returned_grad(w, buffer)
+
+
+def add_rows(buffer: GradBuffer, dw: torch.Tensor, blocks: TokenBlocks) -> None:
+    """buffer [shards, D] += the contributions to a norm's dw, in the order of `blocks`.
+
+    dw: of each row [T, D] from the reference, of each run of rows from Triton (order.BlockTables).
+    """
+    sums = buffer.zeroed(blocks.shards)
+    if not on_triton(dw):
+        add_columns_ref(sums, dw, blocks)
+    else:
+        from .columns_triton import NORM_ROWS, add_partials
+
+        add_partials(sums, dw, blocks, NORM_ROWS)
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w, eps, blocks):
+    def forward(ctx, x, w, eps, in_pass):
         y, r, _ = _forward(x, w, eps)
         ctx.save_for_backward(x, r)
-        ctx.w, ctx.blocks = w, blocks
+        ctx.w, ctx.in_pass = w, in_pass
         return y
 
     @staticmethod
     def backward(ctx, dy):
         x, r = ctx.saved_tensors
-        return *_backward(dy, x, r, ctx.w, ctx.blocks), None, None
+        return *_backward(dy, x, r, ctx.w, ctx.in_pass, ctx.needs_input_grad[1]), None, None
 
 
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, residual, w, eps, blocks):
+    def forward(ctx, x, residual, w, eps, in_pass):
         y, r, s = _forward(x, w, eps, residual)
         ctx.save_for_backward(s, r)
-        ctx.w, ctx.blocks = w, blocks
+        ctx.w, ctx.in_pass = w, in_pass
         return y, s
 
     @staticmethod
     def backward(ctx, dy, ds):
         s, r = ctx.saved_tensors
-        dx, dw = _backward(dy, s, r, ctx.w, ctx.blocks, ds)
+        dx, dw = _backward(dy, s, r, ctx.w, ctx.in_pass, ctx.needs_input_grad[2], ds)
         return dx, dx, dw, None, None
 
 
-def rms_norm(x: torch.Tensor, w: torch.Tensor, eps: float, blocks: PassBlocks | None = None) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, w: torch.Tensor, eps: float, in_pass: Pass = ONE_SEQUENCE) -> torch.Tensor:
     """y = x / sqrt(mean(x^2) + eps) * w over the last axis. x [T, D], w [D] -> [T, D].
 
-    `blocks` are token blocks (order.token_blocks): dw is summed in their order. Raises ValueError on a bad
-    shape, dtype or eps.
+    dw is summed in the order of the pass's token blocks. Raises ValueError on a bad shape, dtype or eps.
     """
     _check("rms_norm", x, w, eps)
     if not torch.is_grad_enabled():
         return _forward(x, w, eps)[0]
-    return _RMSNorm.apply(x, w, eps, one_sequence(x, blocks))
+    return _RMSNorm.apply(x, w, eps, in_pass.over(x))
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor, eps: float, blocks: PassBlocks | None = None
+    x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor, eps: float, in_pass: Pass = ONE_SEQUENCE
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(rms_norm(s, w), s) with s = x + residual. x, residual [T, D], w [D] -> [T, D], [T, D].
 
@@ -133,7 +149,7 @@ def add_rms_norm(
     if not torch.is_grad_enabled():
         y, _, s = _forward(x, w, eps, residual)
         return y, s
-    return _AddRMSNorm.apply(x, residual, w, eps, one_sequence(x, blocks))
+    return _AddRMSNorm.apply(x, residual, w, eps, in_pass.over(x))
 
 
 def _check(op: str, x: torch.Tensor, w: torch.Tensor, eps: float) -> None:

@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .columns_triton import NORM_ROWS, runs
+from .columns_triton import NORM_ROWS
 from .launch import dense, launch, next_power_of_2
-from .order import PassBlocks
+from .order import TokenBlocks
 
 # vLLM's tile and warps. Each thread sums its 8 columns. Butterflies of 16, 8, 4, 2, 1 add the lanes, and then
 # the warps are added.
@@ -156,17 +156,17 @@ def rms_norm_bwd(
     x: torch.Tensor,
     w: torch.Tensor,
     r: torch.Tensor,
-    blocks: PassBlocks,
+    blocks: TokenBlocks,
     ds: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dx, like dy, and the sums of dy x r over runs of NORM_ROWS rows, [runs, D] (columns_triton.runs).
+    """dx, like dy, and the sums of dy x r over runs of NORM_ROWS rows, [runs, D] (order.BlockTables).
 
     dy, ds [T, D]; x is the input of the norm, the s that rms_norm_fwd returned. Every row must be in one of
     the blocks.
     """
     x, dy, D = dense(x), dense(dy), x.shape[1]
     width = next_power_of_2(D)
-    table = runs(blocks, NORM_ROWS, x.device)
+    table = blocks.on(x.device).pieces(NORM_ROWS)
     dx = torch.empty_like(dy)
     partial = torch.empty(len(table), D, dtype=torch.float32, device=x.device)
     launch(

@@ -6,6 +6,11 @@
 Shapes: x, y [T, H, D]; cos, sin [T, D/2]. cos and sin are rows of a table that is rounded to the model's
 dtype (as vLLM and transformers keep it). They come in this dtype, or already converted to fp32.
 Roundings: products and sums are in fp32. y and dx are rounded once.
+The table is the one input that the devices make differently (decoder.py chooses). The reference computes it
+in fp64 and rounds it once. A GPU computes it in fp32, as vLLM's models do, and so has vLLM's bits. In fp32
+about half of the elements differ in their last bits, in bf16 up to 0.4% of them. The reference keeps fp64: an
+fp32 table would change every weight that was trained on a CPU, and there torch's fp32 cos and sin may differ
+between the vector body and the scalar tail.
 """
 
 import math

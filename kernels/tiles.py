@@ -95,29 +95,29 @@ def fix_table(vllm: str) -> None:
     _fixed.fix(vllm)
 
 
-# The generation for which launches are recorded (kernels/compiled_cases.py); None outside `recording`.
-_recording: ContextVar[str | None] = ContextVar("recording", default=None)
+# The generation for which launches are recorded (kernels/compiled_cases.py); None outside `tiles_of_target`.
+_target_generation: ContextVar[str | None] = ContextVar("target_generation", default=None)
 
 
 @contextmanager
-def recording(target: str) -> Iterator[None]:
+def tiles_of_target(target: str) -> Iterator[None]:
     """Use the tiles of an ahead-of-time target inside this context: sm_80, sm_90, sm_100 or gfx942."""
     capability = (int(target[3:-1]), int(target[-1])) if target.startswith("sm_") else None
-    token = _recording.set(generation_of(capability))
+    token = _target_generation.set(generation_of(capability))
     try:
         yield
     finally:
-        _recording.reset(token)
+        _target_generation.reset(token)
 
 
 def generation(device: torch.device) -> str:
     """The generation of the GPU `device`. Interpreted kernels take the tiles of Hopper."""
-    return _recording.get() or _gpu_properties(device)[0]
+    return _target_generation.get() or _gpu_properties(device)[0]
 
 
 def multiprocessors(device: torch.device) -> int:
     """The number of programs that run at once. It decides no bit."""
-    return 132 if _recording.get() else _gpu_properties(device)[1]
+    return 132 if _target_generation.get() else _gpu_properties(device)[1]
 
 
 @lru_cache(maxsize=16)

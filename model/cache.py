@@ -9,8 +9,11 @@ import numpy as np
 import torch
 
 from ..kernels.attention import attention_cached
-from ..kernels.attention_plan import KEY_TILE, AttentionPlan, Spans
+from ..kernels.attention_plan import KEY_TILE, AttentionPlan
+from ..kernels.attention_tables import Spans
 from ..kernels.backend import on_triton
+from ..kernels.matmul import UNPACKED, PackedWeights
+from ..kernels.passes import Pass
 from .config import ModelConfig
 
 
@@ -99,9 +102,8 @@ class CachedContext:
     lengths [S]: new tokens of each sequence.
     contexts [S]: tokens of each sequence that are already in the cache.
     block_lists: the blocks of each sequence, long enough for both.
+    packed: see matmul.pack_weights.
     """
-
-    blocks = None  # no weight gradient is ever taken here
 
     def __init__(
         self,
@@ -109,8 +111,10 @@ class CachedContext:
         lengths: Sequence[int],
         contexts: Sequence[int],
         block_lists: Sequence[Sequence[int]],
+        packed: PackedWeights = UNPACKED,
     ):
         config = cache.config
+        self.in_pass = Pass(packed=packed)
         length, context = np.asarray(lengths, np.int64), np.asarray(contexts, np.int64)
         tables = np.zeros((len(block_lists), max(len(b) for b in block_lists)), np.int64)
         for row, blocks in zip(tables, block_lists, strict=True):
@@ -142,12 +146,18 @@ class DecodeContext:
     So the launches of a forward are the same each time, and a CUDA graph can replay them.
 
     positions [n] int64: the position of each new token. table [n, J] int32: the blocks of each sequence.
+    packed: see matmul.pack_weights.
     """
 
-    blocks = None  # no weight gradient is ever taken here
-
-    def __init__(self, cache: BlockCache, positions: torch.Tensor, table: torch.Tensor):
+    def __init__(
+        self,
+        cache: BlockCache,
+        positions: torch.Tensor,
+        table: torch.Tensor,
+        packed: PackedWeights = UNPACKED,
+    ):
         n, config = len(positions), cache.config
+        self.in_pass = Pass(packed=packed)
         self.positions, self._cache = positions, cache
         self._block = table.gather(1, (positions // KEY_TILE).unsqueeze(1)).squeeze(1).long()
         self._offset = positions % KEY_TILE

@@ -8,9 +8,12 @@ key-value heads, V vocabulary.
 
 Training and sampling differ in the context only, which is how attention finds its keys: PackedContext here,
 SampleContext in prompts.py, CachedContext in cache.py. Everything else works on rows.
+A layer asks a source of weights for its own (weights.py), and for them only: the addition of an MLP's output
+belongs to the norm of the next layer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -21,20 +24,25 @@ from torch.utils.checkpoint import checkpoint
 from ..kernels.attention import attention, varlen_plan
 from ..kernels.backend import on_triton
 from ..kernels.embedding import check_ids, embedding
-from ..kernels.grad import accumulate_dtype
+from ..kernels.grad import GradBuffer, accumulate_dtype
 from ..kernels.linear import linear
-from ..kernels.order import ROW_TILE, PassBlocks, shard_blocks
+from ..kernels.order import ROW_TILE, token_blocks
+from ..kernels.passes import Pass
 from ..kernels.qk_norm import qk_norm
 from ..kernels.rms_norm import add_rms_norm, rms_norm
 from ..kernels.rope import rope, rope_table, rope_table_fp32
 from ..kernels.silu_mul import silu_mul
 from .config import ModelConfig
-from .weights import Layout
+from .weights import FlatWeights, LayerWeights, Layout
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [T, D / 2]
+# What a layer gives to the next one, [T, D] each: the output of its MLP, and the residual to add it to.
+Stream = tuple[torch.Tensor | None, torch.Tensor]
 # Called with the name and the output of each operation (names: op_names.py). The decoder computes some
 # operations as one; these are called qkv, qk_norm, rope and gate_up.
 Hook = Callable[[str, torch.Tensor], None]
+Buffers = Mapping[torch.Tensor, GradBuffer]  # of the gradients, by weight
+NO_BUFFERS: Buffers = MappingProxyType({})
 
 
 def no_hook(name: str, x: torch.Tensor) -> None:
@@ -76,10 +84,13 @@ class _RoundThrough(torch.autograd.Function):
 
 
 class Context(Protocol):
-    """How the tokens of one forward belong together: positions [T], token blocks, and attention."""
+    """How the tokens of one forward belong together: positions [T], attention, and the operations' pass.
+
+    `in_pass` has the token blocks, the buffers of the weights' gradients, and the packed weights.
+    """
 
     positions: torch.Tensor
-    blocks: PassBlocks | None
+    in_pass: Pass
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -104,7 +115,8 @@ class PackedContext:
 
     `padding` rows may follow, which nobody reads. They are one more sequence for attention. They are in no
     token block, and no gradient reaches them.
-    shards [S]: the virtual shard of each sequence, where the pass holds several (order.shard_blocks).
+    shards [S]: the virtual shard of each sequence, in ascending order; None where all are of shard 0.
+    buffers: where the weights' gradients are summed (kernels/passes.py).
     """
 
     def __init__(
@@ -113,12 +125,13 @@ class PackedContext:
         config: ModelConfig,
         padding: int = 0,
         shards: Sequence[int] | None = None,
+        buffers: Buffers = NO_BUFFERS,
     ):
         all_lengths = [*lengths, padding] if padding else list(lengths)
         self.positions = torch.from_numpy(
             np.concatenate([*map(np.arange, lengths), np.zeros(padding, np.int64)])
         )
-        self.blocks = shard_blocks(lengths, shards)
+        self.in_pass = Pass(token_blocks(lengths, shards), buffers)
         self._plan = varlen_plan(all_lengths, config.heads, config.kv_heads)
 
     def attend(
@@ -173,10 +186,18 @@ class Decoder:
         self._bind()
 
     def _bind(self) -> None:
-        self.w = {name: view.requires_grad_() for name, view in self.layout.views(self.flat.detach()).items()}
+        self.weights = FlatWeights(self.layout, self.flat)
         # With tied embeddings lm_head is a second tensor over the embedding's memory. So its gradient has a
         # buffer of its own. In one buffer, the order of the two uses would depend on the micro-batch size.
-        self.lm_head = self.w["embed"].detach().requires_grad_() if self.config.tied else self.w["lm_head"]
+        embed = self.w["embed"]
+        self.lm_head = (
+            embed.detach().requires_grad_(embed.requires_grad) if self.config.tied else self.w["lm_head"]
+        )
+
+    @property
+    def w(self) -> dict[str, torch.Tensor]:
+        """All weights by name."""
+        return self.weights.named
 
     def move_to(self, flat: torch.Tensor) -> None:
         """Copy the weights to `flat` [layout.numel] and compute with `flat` from now on.
@@ -209,15 +230,17 @@ class Decoder:
     def logits_weight(self) -> torch.Tensor:
         """lm_head in the dtype of the logits, [V, D]; the caller converts hidden states to that dtype.
 
-        Its gradient goes to the gradient of lm_head.
+        Where that is another dtype, it is a copy, through which the gradient goes to lm_head.
         """
-        if self.numerics.lm_head in (None, self.dtype):
-            return self.lm_head
-        if not hasattr(self.lm_head, "main_grad"):
-            return self.lm_head.to(self.numerics.lm_head)
-        wide = self.lm_head.detach().to(self.numerics.lm_head).requires_grad_()
-        wide.main_grad = self.lm_head.main_grad
-        return wide
+        return self.lm_head if self.numerics.lm_head is None else self.lm_head.to(self.numerics.lm_head)
+
+    def logits_weight_and_buffers(self, buffers: Buffers) -> tuple[torch.Tensor, Buffers]:
+        """`logits_weight`, and the buffers in which its gradient has the buffer of lm_head."""
+        weight, buffer = self.logits_weight(), buffers.get(self.lm_head)
+        if weight is self.lm_head or buffer is None:
+            return weight, buffers
+        weight = weight.detach().requires_grad_()
+        return weight, {weight: buffer}
 
     def matrices(self) -> list[torch.Tensor]:
         """The weights of the matrix products, each [N, K]."""
@@ -231,9 +254,13 @@ class Decoder:
         `hook` is called with the name and the output of every operation. Raises ValueError for an id outside
         the vocabulary, if the ids are on the CPU (see embedding).
         """
-        x, residual, rotation = self._embed(ids, context, hook)
-        for i in range(self.config.layers):
-            x, residual = self._run_layer(i, x, residual, rotation, context, hook)
+        c, stream = self.config, self._embed(ids, context, hook)
+        rotation = self._rotation(context)
+        for i in range(c.layers):
+            stream = self._run_layer(i, stream, rotation, context, hook)
+        x, residual = add_rms_norm(*stream, self.w["norm"], c.eps, context.in_pass)
+        hook(f"layers.{c.layers - 1}.mlp_residual", residual)
+        hook("norm", x)
         return x
 
     def read(self, ids: torch.Tensor, context: KeepingContext, hook: Hook = no_hook) -> None:
@@ -241,77 +268,89 @@ class Decoder:
 
         The forward ends with the keys and values of the last layer.
         """
-        x, residual, rotation = self._embed(ids, context, hook)
-        last = self.config.layers - 1
+        stream, last = self._embed(ids, context, hook), self.config.layers - 1
+        rotation = self._rotation(context)
         for i in range(last):
-            x, residual = self._run_layer(i, x, residual, rotation, context, hook)
-        context.keep(*self._qkv(last, x, rotation, context, hook)[1:])
+            stream = self._run_layer(i, stream, rotation, context, hook)
+        with self.weights.layer(last) as w:
+            x, _ = self._input_norm(last, w, stream, context, hook)
+            context.keep(*self._qkv(last, w, x, rotation, context, hook)[1:])
 
-    def _embed(
-        self, ids: torch.Tensor, context: Context, hook: Hook
-    ) -> tuple[torch.Tensor, torch.Tensor, Rotation]:
-        """The first layer's input, the residual, and cos and sin of the positions."""
-        c, w = self.config, self.w
+    def _rotation(self, context: Context) -> Rotation:
+        """cos and sin of the positions."""
         positions = context.positions.to(self.device)
-        rotation = self._cos[positions], self._sin[positions]
-        if ids.device != self.device:  # here the check does not have to wait for the GPU; later it would
-            check_ids(ids, c.vocab_size)
-        residual = embedding(ids.to(self.device), w["embed"], context.blocks)
-        hook("embed", residual)
-        x = rms_norm(residual, w["layers.0.input_norm"], c.eps, context.blocks)
-        hook("layers.0.input_norm", x)
-        return x, residual, rotation
+        return self._cos[positions], self._sin[positions]
 
-    def _run_layer(self, i: int, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def _embed(self, ids: torch.Tensor, context: Context, hook: Hook) -> Stream:
+        """The stream before the first layer, which has nothing to add."""
+        if ids.device != self.device:  # here the check does not have to wait for the GPU; later it would
+            check_ids(ids, self.config.vocab_size)
+        residual = embedding(ids.to(self.device), self.w["embed"], context.in_pass)
+        hook("embed", residual)
+        return None, residual
+
+    def _run_layer(self, i: int, *args: Any) -> Stream:
         """_layer, whose activations are kept for the backward, or computed again there."""
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._layer, i, *args, use_reentrant=False, preserve_rng_state=False)
         return self._layer(i, *args)
 
-    def _layer(
-        self,
-        i: int,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        rotation: Rotation,
-        context: Context,
-        hook: Hook,
+    def _layer(self, i: int, stream: Stream, rotation: Rotation, context: Context, hook: Hook) -> Stream:
+        """The stream after layer i, of whose weights the layer asks once."""
+        with self.weights.layer(i) as w:
+            x, residual = self._input_norm(i, w, stream, context, hook)
+            x = self._attention(i, w, x, rotation, context, hook)
+            x, residual = add_rms_norm(x, residual, w["post_norm"], self.config.eps, context.in_pass)
+            hook(f"layers.{i}.attention_residual", residual)
+            hook(f"layers.{i}.post_norm", x)
+            return self._mlp(i, w, x, context, hook), residual
+
+    def _input_norm(
+        self, i: int, w: LayerWeights, stream: Stream, context: Context, hook: Hook
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next layer's input, and the residual. After the last layer, the final norm's output."""
-        c, w, prefix, blocks = self.config, self.w, f"layers.{i}.", context.blocks
-        o = context.attend(i, *self._qkv(i, x, rotation, context, hook), c.head_dim**-0.5)
-        hook(prefix + "attention", o)
-        x = linear(o.reshape(x.shape[0], -1), w[prefix + "o"], w.get(prefix + "o_bias"), blocks)
-        hook(prefix + "o_proj", x)
-        x, residual = add_rms_norm(x, residual, w[prefix + "post_norm"], c.eps, blocks)
-        hook(prefix + "attention_residual", residual)
-        hook(prefix + "post_norm", x)
-        x = linear(x, w[prefix + "gate_up"], None, blocks)
-        hook(prefix + "gate_up", x)
-        x = silu_mul(x)
-        hook(prefix + "silu_mul", x)
-        x = linear(x, w[prefix + "down"], None, blocks)
-        hook(prefix + "down_proj", x)
-        next_norm = f"layers.{i + 1}.input_norm" if i + 1 < c.layers else "norm"
-        x, residual = add_rms_norm(x, residual, w[next_norm], c.eps, blocks)
-        hook(prefix + "mlp_residual", residual)
-        hook(next_norm, x)
+        """The input of attention and the residual, [T, D] each. Adds the output of the MLP before it."""
+        (x, residual), eps, in_pass = stream, self.config.eps, context.in_pass
+        if x is None:
+            x = rms_norm(residual, w["input_norm"], eps, in_pass)
+        else:
+            x, residual = add_rms_norm(x, residual, w["input_norm"], eps, in_pass)
+            hook(f"layers.{i - 1}.mlp_residual", residual)
+        hook(f"layers.{i}.input_norm", x)
         return x, residual
 
+    def _attention(
+        self, i: int, w: LayerWeights, x: torch.Tensor, rotation: Rotation, context: Context, hook: Hook
+    ) -> torch.Tensor:
+        """Attention and its output projection. x [T, D] -> [T, D]."""
+        o = context.attend(i, *self._qkv(i, w, x, rotation, context, hook), self.config.head_dim**-0.5)
+        hook(f"layers.{i}.attention", o)
+        x = linear(o.reshape(x.shape[0], -1), w["o"], w.get("o_bias"), context.in_pass)
+        hook(f"layers.{i}.o_proj", x)
+        return x
+
+    def _mlp(self, i: int, w: LayerWeights, x: torch.Tensor, context: Context, hook: Hook) -> torch.Tensor:
+        """x [T, D] -> [T, D]."""
+        x = linear(x, w["gate_up"], None, context.in_pass)
+        hook(f"layers.{i}.gate_up", x)
+        x = silu_mul(x)
+        hook(f"layers.{i}.silu_mul", x)
+        x = linear(x, w["down"], None, context.in_pass)
+        hook(f"layers.{i}.down_proj", x)
+        return x
+
     def _qkv(
-        self, i: int, x: torch.Tensor, rotation: Rotation, context: Context, hook: Hook
+        self, i: int, w: LayerWeights, x: torch.Tensor, rotation: Rotation, context: Context, hook: Hook
     ) -> tuple[torch.Tensor, ...]:
         """q [T, Hq, D], k and v [T, Hkv, D], as attention reads them."""
-        c, w, prefix, blocks = self.config, self.w, f"layers.{i}.", context.blocks
-        qkv = linear(x, w[prefix + "qkv"], w.get(prefix + "qkv_bias"), blocks)
-        qkv = qkv.view(x.shape[0], -1, c.head_dim)
-        hook(prefix + "qkv", qkv)
+        c, in_pass = self.config, context.in_pass
+        qkv = linear(x, w["qkv"], w.get("qkv_bias"), in_pass).view(x.shape[0], -1, c.head_dim)
+        hook(f"layers.{i}.qkv", qkv)
         qk, v = qkv.split([c.heads + c.kv_heads, c.kv_heads], dim=1)
         if c.qk_norm:
-            qk = qk_norm(qk, w[prefix + "q_norm"], w[prefix + "k_norm"], c.heads, c.eps, blocks)
-            hook(prefix + "qk_norm", qk)
+            qk = qk_norm(qk, w["q_norm"], w["k_norm"], c.heads, c.eps, in_pass)
+            hook(f"layers.{i}.qk_norm", qk)
         qk = rope(qk, *rotation)
-        hook(prefix + "rope", qk)
+        hook(f"layers.{i}.rope", qk)
         q, k = qk.split([c.heads, c.kv_heads], dim=1)
         if self.numerics.cache not in (None, self.dtype):
             k, v = (_RoundThrough.apply(x, self.numerics.cache) for x in (k, v))

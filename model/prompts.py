@@ -23,9 +23,10 @@ import torch
 
 from ..kernels.attention import attention, varlen_plan
 from ..kernels.embedding import embedding
-from ..kernels.grad import accumulate_dtype
-from ..kernels.order import shard_blocks
-from .decoder import Decoder, Hook, PackedContext, no_hook, with_padding
+from ..kernels.grad import GradBuffer
+from ..kernels.order import token_blocks
+from ..kernels.passes import Pass
+from .decoder import NO_BUFFERS, Buffers, Decoder, Hook, PackedContext, no_hook, with_padding
 from .observer import Observer, Rows, observed
 
 # Tokens of the prompts of one pass, at most; a longer prompt has a pass of its own. It must stay constant,
@@ -67,21 +68,23 @@ class Prompts:
         hook: Hook = no_hook,
         shards: Sequence[int] | None = None,
         observer: Observer | None = None,
+        buffers: Buffers = NO_BUFFERS,
     ):
         """prompts [n]: the prompt of each sample. Equal prompts lie side by side.
 
         shards [n]: the virtual shard of each sample, where the pass holds several. A prompt with samples in
         two shards is read once for each of them, because each shard sums its own gradient.
-        `hook`: see Decoder.hidden. observer: its rows are of the n samples. Raises ValueError for an empty
-        prompt.
+        `hook`: see Decoder.hidden. observer: its rows are of the n samples. buffers: where the gradients of
+        the weights are summed, by the prompts and by their samples. Raises ValueError for an empty prompt.
         """
+        self.buffers = buffers
         for i, prompt in enumerate(prompts):
             if not len(prompt):
                 raise ValueError(
                     f"prompts: prompt {i} is empty; a completion needs at least one token before it"
                 )
         firsts = first_of_prompt(prompts, shards)
-        self.of = tuple((np.cumsum(firsts) - 1).tolist())  # [n], the prompt of each sample
+        self.prompt_of_sample = tuple((np.cumsum(firsts) - 1).tolist())  # [n]
         prefixes = [prompt[:-1] for prompt, first in zip(prompts, firsts, strict=True) if first]
         self.lengths = np.array([len(prefix) for prefix in prefixes])  # [N]
         self.starts = np.cumsum(self.lengths) - self.lengths  # [N], in B
@@ -95,15 +98,11 @@ class Prompts:
             firsts_and_lengths = zip(compress(shards, firsts), self.lengths, strict=True)
             shards = [shard for shard, n in firsts_and_lengths if n]
         lengths = [n for n in self.lengths.tolist() if n]
-        self._read = _read(decoder, ids, lengths, hook, shards) if ids else []
+        self._read = _read(decoder, ids, lengths, hook, shards, buffers) if ids else []
         # The keys and values that the samples attend to, [B, 2 Hkv D] of each layer. They are leaves, and
         # their gradient is in fp32.
-        self.kv = [kv.detach() for kv in self._read]
-        for kv, read in zip(self.kv, self._read, strict=True):
-            if read.requires_grad:
-                kv.requires_grad_().main_grad = torch.zeros(
-                    kv.shape, dtype=accumulate_dtype(kv.dtype), device=kv.device
-                )
+        self.kv = [kv.detach().requires_grad_(kv.requires_grad) for kv in self._read]
+        self.kv_buffers = {kv: GradBuffer.like(kv) for kv in self.kv if kv.requires_grad}
 
     def backward(self) -> None:
         """Send the collected gradients of the keys and values through the prompts, to the weights.
@@ -111,32 +110,45 @@ class Prompts:
         Call it after the backward of all samples. Nothing happens where the prompts were read without
         gradients.
         """
-        if self._read and self._read[0].requires_grad:
-            _CollectedGradients.apply(self.kv, *self._read).backward()
+        # The keys of a first layer whose weights are all frozen have no gradient.
+        collected = [
+            (read, self.kv_buffers[kv])
+            for kv, read in zip(self.kv, self._read, strict=True)
+            if kv.requires_grad
+        ]
+        if collected:
+            read, buffers = zip(*collected, strict=True)
+            _CollectedGradients.apply(buffers, *read).backward()
 
 
 class _CollectedGradients(torch.autograd.Function):
-    """A scalar. Its gradient with respect to what was read is what the leaves have collected.
+    """A scalar. Its gradient with respect to what was read is what the buffers have collected.
 
-    torch.autograd.backward takes gradients too, but imports sympy for it.
+    torch.autograd.backward takes gradients too. But it imports sympy for it (torch 2.13), which costs each
+    worker 0.3 s and 36 MB.
     """
 
     @staticmethod
-    def forward(ctx, leaves, *read):
-        ctx.leaves = leaves
+    def forward(ctx, buffers, *read):
+        ctx.buffers, ctx.dtype = buffers, read[0].dtype
         return read[0].new_zeros(())
 
     @staticmethod
     def backward(ctx, _):
-        return None, *(kv.main_grad.to(kv.dtype) for kv in ctx.leaves)
+        return None, *(buffer.zeroed([0])[0].to(ctx.dtype) for buffer in ctx.buffers)
 
 
 def _read(
-    decoder: Decoder, ids: list[int], lengths: list[int], hook: Hook, shards: list[int] | None
+    decoder: Decoder,
+    ids: list[int],
+    lengths: list[int],
+    hook: Hook,
+    shards: list[int] | None,
+    buffers: Buffers,
 ) -> list[torch.Tensor]:
     """Keys and values of packed tokens, [B, 2 Hkv D] of each layer."""
     padded_ids, padding = with_padding(torch.tensor(ids), decoder)
-    context = _PromptContext(lengths, decoder.config, padding, shards)
+    context = _PromptContext(lengths, decoder.config, padding, shards, buffers)
     decoder.read(padded_ids, context, hook)
     return context.kv
 
@@ -183,13 +195,15 @@ class SampleContext:
         padding: int = 0,
         shards: Sequence[int] | None = None,
     ):
-        config, self._kv, of = decoder.config, prompts.kv, list(after)
-        rows, prompt_rows, prompt_starts = np.array(lengths), prompts.lengths[of], prompts.starts[of]
+        config, self._kv, prompt_of_sample = decoder.config, prompts.kv, list(after)
+        self._kv_pass = Pass(buffers=prompts.kv_buffers)
+        rows = np.array(lengths)
+        prompt_rows, prompt_starts = (x[prompt_of_sample] for x in (prompts.lengths, prompts.starts))
         if padding:  # one more sequence, without a prompt
             rows, prompt_rows, prompt_starts = (
                 np.append(x, n) for x, n in ((rows, padding), (prompt_rows, 0), (prompt_starts, 0))
             )
-        self.blocks = shard_blocks(lengths, shards)
+        self.in_pass = Pass(token_blocks(lengths, shards), prompts.buffers)
         self.positions = torch.from_numpy(_ranges(prompt_rows, rows))
         self._prompt_rows = torch.from_numpy(_ranges(prompt_starts, prompt_rows)).to(decoder.device)
         # Attention takes the keys of each sequence side by side: the rows of its prompt, copied for each
@@ -207,7 +221,7 @@ class SampleContext:
         if not len(self._prompt_rows):
             return attention(q, k, v, self._plan, scale)
         # The gradient of embedding adds up one row after another.
-        prompt_kv = embedding(self._prompt_rows, self._kv[layer])
+        prompt_kv = embedding(self._prompt_rows, self._kv[layer], self._kv_pass)
         kv = torch.cat([prompt_kv, torch.stack([k, v], dim=1).view(len(k), -1)])
         k, v = _Reordered.apply(kv, *self._order).view(-1, 2, *k.shape[1:]).unbind(1)
         return attention(q, k, v, self._plan, scale)

@@ -14,10 +14,11 @@ import torch
 
 from ..kernels.attention_plan import KEY_TILE
 from ..kernels.logprob import linear_logprob
-from ..kernels.order import shard_blocks
+from ..kernels.order import token_blocks
+from ..kernels.passes import Pass
 from ..kernels.sampling_params import SamplingParams
 from .cache import BlockCache, CachedContext
-from .decoder import Decoder, Hook, PackedContext, no_hook, with_padding
+from .decoder import NO_BUFFERS, Buffers, Decoder, Hook, PackedContext, no_hook, with_padding
 from .observer import Observer, Rows, observed
 from .prompts import Prompts, SampleContext
 
@@ -79,6 +80,7 @@ def logprobs(
     hook: Hook = no_hook,
     prompts: Prompts | None = None,
     observer: Observer | None = None,
+    buffers: Buffers = NO_BUFFERS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logp [C] of the completion tokens, and the entropy [C], in fp32 on the decoder's device.
 
@@ -89,6 +91,7 @@ def logprobs(
     prompts: the prompts that were read before, for a batch that `pack` was given `after` for. They change no
         bit.
     observer: its rows are of the batch's sequences.
+    buffers: where the gradients of the weights are summed; with prompts, `prompts.buffers` are taken.
 
     Raises ValueError for a sequence that is longer than the context.
     """
@@ -103,7 +106,7 @@ def logprobs(
         )
     ids, padding = with_padding(batch.ids, decoder)
     context = (
-        PackedContext(batch.lengths, decoder.config, padding, batch.shards)
+        PackedContext(batch.lengths, decoder.config, padding, batch.shards, buffers)
         if prompts is None
         else SampleContext(decoder, batch.lengths, prompts, batch.after, padding, batch.shards)
     )
@@ -114,13 +117,13 @@ def logprobs(
     hidden = decoder.hidden(ids, context, hook)
     # No row occurs twice, so the gradient of each is written once and nothing is added up.
     rows, targets = batch.rows.to(decoder.device), batch.targets.to(decoder.device)
-    lm_head = decoder.logits_weight()
+    lm_head, buffers = decoder.logits_weight_and_buffers(context.in_pass.buffers)
     logp, entropy = linear_logprob(
         hidden[rows].to(lm_head.dtype),
         lm_head,
         targets,
         sampling_params,
-        shard_blocks(batch.completion_lengths, batch.shards),
+        Pass(token_blocks(batch.completion_lengths, batch.shards), buffers),
     )
     hook("logprob", logp)
     return logp, entropy

@@ -6,10 +6,12 @@ order.
 """
 
 import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -53,23 +55,41 @@ class Block(NamedTuple):
 
 
 class Layout:
-    """Names, shapes and offsets of a model's weights.
+    """Names, shapes and offsets of a model's weights, trained ones first, then frozen ones.
 
     As in vLLM, q, k and v are one matrix, and gate and up are one matrix.
+
+    The gradient, the master weights, the optimizer's state, the norm and the ledger's hashes are of the first
+    `trained_numel` elements. Without frozen weights these are all.
     """
 
-    def __init__(self, config: ModelConfig):
-        self.config = config
+    def __init__(self, config: ModelConfig, frozen: Collection[str] = ()):
+        """frozen: names of weights that are not trained. With tied embeddings, embed is lm_head too.
+
+        Raises ValueError for the name of no weight, and where nothing is trained.
+        """
+        self.config, self.frozen = config, frozenset(frozen)
         self.entries: dict[str, Entry] = {}
-        self.numel = 0
+        self._shapes: dict[str, tuple[tuple[int, ...], tuple[tuple[str, int], ...]]] = {}
         self._add_all(config)
-        self.numel += -self.numel % FLAT_TILE
+        unknown = sorted(self.frozen - self._shapes.keys())
+        trained = [name for name in self._shapes if name not in self.frozen]
+        if unknown or not trained:
+            what = f"{unknown[0]} is no weight of the model" if unknown else "no weight is left to train"
+            raise ValueError(f"frozen ({', '.join(sorted(self.frozen))}): {what}")
+        self.trained_numel = self._place(trained, 0)
+        self.numel = self._place([name for name in self._shapes if name in self.frozen], self.trained_numel)
+
+    def _place(self, names: Sequence[str], offset: int) -> int:
+        """Lay out these weights from `offset` on. Returns where the next ones can begin."""
+        for name in names:
+            shape, parts = self._shapes[name]
+            entry = self.entries[name] = Entry(name, shape, offset, parts)
+            offset += entry.numel + -entry.numel % _ALIGN
+        return offset + -offset % FLAT_TILE
 
     def _add(self, name: str, width: tuple[int, ...], *parts: tuple[str, int]) -> None:
-        shape = (sum(rows for _, rows in parts), *width)
-        entry = Entry(name, shape, self.numel, parts)
-        self.entries[name] = entry
-        self.numel += entry.numel + -entry.numel % _ALIGN
+        self._shapes[name] = (sum(rows for _, rows in parts), *width), parts
 
     def _add_all(self, c: ModelConfig) -> None:
         self._add("embed", (c.hidden_size,), ("model.embed_tokens.weight", c.vocab_size))
@@ -81,23 +101,23 @@ class Layout:
 
     def _add_layer(self, i: int, c: ModelConfig) -> None:
         D, I, q, kv = c.hidden_size, c.intermediate_size, c.heads * c.head_dim, c.kv_heads * c.head_dim
-        # The prefixes of our names and of the checkpoint's names.
-        ours, hf, hf_attention = f"layers.{i}.", f"model.layers.{i}.", f"model.layers.{i}.self_attn."
+        # hf: the prefixes of the checkpoint's names.
+        prefix, hf, hf_attention = f"layers.{i}.", f"model.layers.{i}.", f"model.layers.{i}.self_attn."
         qkv = (("q", q), ("k", kv), ("v", kv))
-        self._add(ours + "input_norm", (), (hf + "input_layernorm.weight", D))
-        self._add(ours + "qkv", (D,), *((f"{hf_attention}{p}_proj.weight", rows) for p, rows in qkv))
+        self._add(prefix + "input_norm", (), (hf + "input_layernorm.weight", D))
+        self._add(prefix + "qkv", (D,), *((f"{hf_attention}{p}_proj.weight", rows) for p, rows in qkv))
         if c.qkv_bias:
-            self._add(ours + "qkv_bias", (), *((f"{hf_attention}{p}_proj.bias", rows) for p, rows in qkv))
+            self._add(prefix + "qkv_bias", (), *((f"{hf_attention}{p}_proj.bias", rows) for p, rows in qkv))
         if c.qk_norm:
-            self._add(ours + "q_norm", (), (hf_attention + "q_norm.weight", c.head_dim))
-            self._add(ours + "k_norm", (), (hf_attention + "k_norm.weight", c.head_dim))
-        self._add(ours + "o", (q,), (hf_attention + "o_proj.weight", D))
+            self._add(prefix + "q_norm", (), (hf_attention + "q_norm.weight", c.head_dim))
+            self._add(prefix + "k_norm", (), (hf_attention + "k_norm.weight", c.head_dim))
+        self._add(prefix + "o", (q,), (hf_attention + "o_proj.weight", D))
         if c.o_bias:
-            self._add(ours + "o_bias", (), (hf_attention + "o_proj.bias", D))
-        self._add(ours + "post_norm", (), (hf + "post_attention_layernorm.weight", D))
+            self._add(prefix + "o_bias", (), (hf_attention + "o_proj.bias", D))
+        self._add(prefix + "post_norm", (), (hf + "post_attention_layernorm.weight", D))
         gate, up = (hf + "mlp.gate_proj.weight", I), (hf + "mlp.up_proj.weight", I)
-        self._add(ours + "gate_up", (D,), gate, up)
-        self._add(ours + "down", (I,), (hf + "mlp.down_proj.weight", D))
+        self._add(prefix + "gate_up", (D,), gate, up)
+        self._add(prefix + "down", (I,), (hf + "mlp.down_proj.weight", D))
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """A view of `flat` for each weight, by its name in zerokl."""
@@ -111,11 +131,16 @@ class Layout:
             views |= zip((part for part, _ in parts), view.split([rows for _, rows in parts]), strict=True)
         return views
 
+    @property
+    def trained(self) -> list[Entry]:
+        """The weights that are trained, in the order of the flat tensor."""
+        return [entry for name, entry in self.entries.items() if name not in self.frozen]
+
     @cached_property
     def blocks(self) -> list[Block]:
-        """The blocks of the checkpoint's tensors, in the order of the flat tensor."""
+        """The blocks of the trained tensors of the checkpoint, in the order of the flat tensor."""
         blocks = []
-        for entry in self.entries.values():
+        for entry in self.trained:
             start, width = entry.offset, entry.numel // entry.shape[0]
             for name, rows in entry.parts:
                 stop = start + rows * width
@@ -124,12 +149,13 @@ class Layout:
         return blocks
 
     def cut(self, n: int) -> list[slice]:
-        """n neighbouring slices of the flat tensor, of about the same length, each of whole blocks.
+        """n neighbouring slices of the trained part, of about the same length, each of whole blocks.
 
         With few blocks some slices are empty.
         """
-        starts = [*(block.start for block in self.blocks), self.numel]
-        ends = [min(starts, key=lambda start: abs(start * n - k * self.numel)) for k in range(n + 1)]
+        numel = self.trained_numel
+        starts = [*(block.start for block in self.blocks), numel]
+        ends = [min(starts, key=lambda start: abs(start * n - k * numel)) for k in range(n + 1)]
         return [slice(a, b) for a, b in pairwise(ends)]
 
     def blocks_in(self, part: slice) -> list[Block]:
@@ -139,6 +165,36 @@ class Layout:
             for b in self.blocks
             if part.start <= b.start < part.stop
         ]
+
+
+LayerWeights = Mapping[str, torch.Tensor]
+
+
+class WeightSource(Protocol):
+    """Where a decoder's layers find their weights."""
+
+    def layer(self, i: int) -> AbstractContextManager[LayerWeights]:
+        """The weights of layer i, by their names in the layer. They may be read inside the context only."""
+        ...
+
+
+class FlatWeights:
+    """The weights as views of one flat tensor [layout.numel]: a source that has all of them at any time."""
+
+    def __init__(self, layout: Layout, flat: torch.Tensor):
+        self.named = {
+            name: view.requires_grad_(name not in layout.frozen)
+            for name, view in layout.views(flat.detach()).items()
+        }
+        self._layers: list[dict[str, torch.Tensor]] = [{} for _ in range(layout.config.layers)]
+        for name, view in self.named.items():
+            if name.startswith("layers."):
+                _, i, name_in_layer = name.split(".")
+                self._layers[int(i)][name_in_layer] = view
+
+    def layer(self, i: int) -> AbstractContextManager[LayerWeights]:
+        """See WeightSource."""
+        return nullcontext(self._layers[i])
 
 
 def fingerprint(layout: Layout, flat: torch.Tensor) -> str:

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
-from zerokl.kernels.grad import by_shard
+from zerokl.kernels.grad import GradBuffer
 from zerokl.verify.bitwise import count_unequal
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -29,10 +29,19 @@ def torchrun(ranks: int, *words: str) -> list[str]:
     ]
 
 
-def add_to_grad(weight: torch.Tensor, value: float) -> None:
-    """Add `value` to each element of the weight's gradient, as a backward function does."""
-    for buffer, _ in by_shard(weight.main_grad, [(0, 1)]):
-        buffer.add_(value)
+def add_to_grad(buffer: GradBuffer, value: float) -> None:
+    """Add `value` to each element of a weight's gradient in shard 0, as a backward function does."""
+    buffer.zeroed([0])[0].add_(value)
+
+
+def zero_buffers(weights: Iterable[torch.Tensor]) -> dict[torch.Tensor, GradBuffer]:
+    """A gradient buffer of one shard for each weight."""
+    return {w: GradBuffer.like(w) for w in weights}
+
+
+def sums_of(buffers: Mapping[torch.Tensor, GradBuffer]) -> list[torch.Tensor]:
+    """The sums of one shard in each buffer, in the order of the buffers."""
+    return [buffer.zeroed([0])[0] for buffer in buffers.values()]
 
 
 def property_settings(examples: int) -> settings:

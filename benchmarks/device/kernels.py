@@ -15,6 +15,7 @@ from zerokl.benchmarks.peers import atomic_rates, liger_rates
 from zerokl.kernels import matmul, order
 from zerokl.kernels.attention import attention, attention_cached, varlen_plan
 from zerokl.kernels.attention_plan import KEY_TILE, AttentionPlan
+from zerokl.kernels.grad import GradBuffer
 from zerokl.kernels.logprob import linear_logprob
 from zerokl.kernels.qk_norm import qk_norm
 from zerokl.kernels.rms_norm import add_rms_norm, rms_norm
@@ -35,14 +36,19 @@ def kernel_rates(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Ro
 def _linear_rates(m: Machine, name: str, K: int, N: int, dtype: torch.dtype) -> Iterator[Row]:
     T, w = m.tokens, m.randn(N, K, dtype=dtype, scale=K**-0.5)
     x, dy = m.randn(T, K, dtype=dtype), m.randn(T, N, dtype=dtype)
-    add = partial(matmul.add_outer, torch.zeros(w.shape, device=m.device), dy, x, order.token_blocks([T]))
+    buffer, blocks = GradBuffer(torch.zeros(1, *w.shape, device=m.device)), order.token_blocks([T])
+
+    def add(empty: bool) -> None:
+        buffer.empty.update([0] if empty else [])
+        matmul.add_outer(buffer, dy, x, blocks)
+
     few, flops = x[:16].clone(), 2.0 * w.numel()
     calls = {
         "linear, 16 rows": (16, lambda: matmul.matmul(few, w), lambda: F.linear(few, w)),
         f"linear, {T} rows": (T, lambda: matmul.matmul(x, w), lambda: F.linear(x, w)),
         "input gradient": (T, lambda: matmul.matmul(dy, w.t()), lambda: dy @ w),
-        "weight gradient": (T, add, lambda: dy.t() @ x),
-        "weight gradient into an empty buffer": (T, partial(add, empty=True), lambda: dy.t() @ x),
+        "weight gradient": (T, partial(add, False), lambda: dy.t() @ x),
+        "weight gradient into an empty buffer": (T, partial(add, True), lambda: dy.t() @ x),
     }
     for what, (rows, ours, plain) in calls.items():
         yield row(m, f"{name} {what}", flops * rows, "TFLOP/s", ours, plain)

@@ -8,7 +8,7 @@ from zerokl.benchmarks.machine import Machine, Row
 from zerokl.engine.parallel.gradient import ShardSum
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.config import ModelConfig
-from zerokl.model.decoder import Decoder
+from zerokl.model.decoder import Buffers, Decoder
 from zerokl.model.scoring import PackedBatch, logprobs, pack
 
 # Forward and backward of 4,096 tokens of the 0.6B on an H100. A CUDA graph of prototypes took 38 to 39 ms.
@@ -45,10 +45,10 @@ def price(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
         } | ({"goal_ms": _GOAL_MS} if (name, layers, vocab) == whole and not m.small else {})
 
 
-def _gradient(decoder: Decoder, batches: list[PackedBatch]) -> list[None]:
+def _gradient(decoder: Decoder, batches: list[PackedBatch], buffers: Buffers) -> list[None]:
     """Add the gradient of a shard, which is one packed batch."""
     for batch in batches:
-        logprobs(decoder, batch, SamplingParams())[0].sum().backward()
+        logprobs(decoder, batch, SamplingParams(), buffers=buffers)[0].sum().backward()
     return [None]
 
 

@@ -1,6 +1,6 @@
 """The gradient of a step: virtual shards as the leaves of one fixed binary tree.
 
-All tensors here are flat over all weights (model/weights.py), [numel] fp32.
+All tensors here are flat over the weights that are trained (model/weights.py), [numel] fp32.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,12 +8,14 @@ from typing import TypeVar
 
 import torch
 
-from ...model.decoder import Decoder
+from ...kernels.grad import GradBuffer
+from ...model.decoder import Buffers, Decoder
 
 X = TypeVar("X")
 Y = TypeVar("Y")
-# Computes the gradients of some virtual shards, and returns a result for each; None is an empty shard.
-ShardsWork = Callable[[Decoder, Sequence[X | None]], list[Y | None]]
+# Adds the gradients of some virtual shards to the buffers, and returns a result for each shard; None is an
+# empty shard.
+ShardsWork = Callable[[Decoder, Sequence[X | None], Buffers], list[Y | None]]
 
 
 class GradientTree:
@@ -71,69 +73,64 @@ class ShardSum:
     """The sum, by a tree, of the gradients of consecutive virtual shards, all computed with one decoder.
 
     `in_flight` shards are computed together, each with a gradient buffer of its own: a pass over the samples
-    of several shards keeps a GPU busy. With one, `main_grad` has the shape of its weight. With several, it
-    has an axis of shards before that (kernels/grad.py).
+    of several shards keeps a GPU busy.
     """
 
     def __init__(self, decoder: Decoder, shards: int, in_flight: int = 1):
         self.decoder, self.in_flight = decoder, min(in_flight, shards)
         self.tree = GradientTree(shards)
-        numel = decoder.layout.numel
+        layout = decoder.layout
         # Zeros, for what lies between the weights.
-        self._leaves = torch.zeros(self.in_flight, numel, device=decoder.device)
-        views = [decoder.layout.views(leaf) for leaf in self._leaves]
-        for name, weight in decoder.w.items():
-            entry = decoder.layout.entries[name]
-            together = self._leaves[:, entry.offset : entry.offset + entry.numel]
-            weight.main_grad = together.view(-1, *entry.shape) if self.in_flight > 1 else views[0][name]
+        self._leaves = torch.zeros(self.in_flight, layout.trained_numel, device=decoder.device)
+        self.buffers: dict[torch.Tensor, GradBuffer] = {}
+        for entry in layout.trained:
+            sums = self._leaves[:, entry.offset : entry.offset + entry.numel].view(-1, *entry.shape)
+            self.buffers[decoder.w[entry.name]] = GradBuffer(sums)
         # With tied embeddings lm_head has a gradient buffer of its own (see Decoder). It is added to the
         # embedding's gradient at the end of each shard.
         self._tied = None
-        if decoder.config.tied:
+        if decoder.config.tied and decoder.lm_head.requires_grad:
             shape = (self.in_flight, *decoder.lm_head.shape)
             self._tied = torch.empty(shape, device=decoder.device)
-            decoder.lm_head.main_grad = self._tied if self.in_flight > 1 else self._tied[0]
-        self._embed = [view["embed"] for view in views]
+            self.buffers[decoder.lm_head] = GradBuffer(self._tied)
         # The weights of products have nearly all bytes, and their kernels can write over an empty buffer.
-        self._products = [weight.main_grad for weight in decoder.matrices()]
-        for main_grad in self._products:
-            main_grad.empty_shards = set()
-        others = [n for n, weight in decoder.w.items() if not hasattr(weight.main_grad, "empty_shards")]
-        self._others = [view[name] for view in views for name in others]
+        self._products = [self.buffers[w] for w in decoder.matrices() if w in self.buffers]
+        products = set(self._products)
+        self._small = [buffer.sums for buffer in self.buffers.values() if buffer not in products]
 
     def add(self, work: ShardsWork, shards: Sequence[X | None]) -> list[Y | None]:
         """Run the backward passes of the next shards by `work`, and return a result for each shard.
 
-        work(decoder, shards) takes `in_flight` shards. None is a shard without sequences.
+        work(decoder, shards, buffers) takes `in_flight` shards. None is a shard without sequences.
         """
         results: list[Y | None] = []
         for start in range(0, len(shards), self.in_flight):
             together = shards[start : start + self.in_flight]
-            if all(shard is None for shard in together):
+            present = [i for i, shard in enumerate(together) if shard is not None]
+            if not present:
                 results += together
             else:
                 self._empty()
                 no_shards = [None] * (self.in_flight - len(together))
-                results += work(self.decoder, [*together, *no_shards])[: len(together)]
-                self._zero_empty([i for i, shard in enumerate(together) if shard is not None])
+                results += work(self.decoder, [*together, *no_shards], self.buffers)[: len(together)]
+                assert all(w.grad is None for w in self.buffers), "a gradient that missed its buffer"
+                for buffer in self.buffers.values():
+                    buffer.zeroed(present)
             for i, shard in enumerate(together):
                 if shard is not None and self._tied is not None:
-                    self._embed[i] += self._tied[i]
+                    self._leaf("embed", i).add_(self._tied[i])
                 self.tree.push(None if shard is None else self._leaves[i])
         return results
 
     def _empty(self) -> None:
-        """Let every sum start from zero: the products' buffers are marked as empty (kernels/grad.py)."""
-        torch._foreach_zero_(self._others)
-        for main_grad in self._products:
-            main_grad.empty_shards.update(range(self.in_flight))
+        """Let every sum start from zero. The products' buffers are only marked: they are written over."""
+        torch._foreach_zero_(self._small)
+        for buffer in self._products:
+            buffer.empty.update(range(self.in_flight))
 
-    def _zero_empty(self, shards: Sequence[int]) -> None:
-        """Zero the products' buffers to which these shards have added nothing."""
-        for main_grad in self._products:
-            for i in main_grad.empty_shards.intersection(shards):
-                (main_grad[i] if self.in_flight > 1 else main_grad).zero_()
-            main_grad.empty_shards.difference_update(shards)
+    def _leaf(self, name: str, i: int) -> torch.Tensor:
+        """The gradient of one weight in the i-th of the shards in flight."""
+        return self.buffers[self.decoder.w[name]].sums[i]
 
 
 def add_roots(roots: list[torch.Tensor | None]) -> torch.Tensor | None:

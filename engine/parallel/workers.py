@@ -24,7 +24,6 @@ from typing import TypeVar
 
 import torch
 
-from ...model.config import ModelConfig
 from ...model.decoder import Decoder
 from ...model.weights import Layout
 from ..config import NativeConfig
@@ -146,7 +145,7 @@ class Workers:
         if self.weights is not None:
             decoder.move_to(self.weights.tensor)
             head = (
-                decoder.config,
+                decoder.layout,
                 decoder.dtype,
                 decoder.numerics,
                 decoder.recompute,
@@ -156,7 +155,8 @@ class Workers:
                 self._own_threads,
                 in_flight,
             )
-            self._others = [_Process(i, self.weights, head, decoder.layout.numel) for i in range(1, self.n)]
+            numel = decoder.layout.trained_numel
+            self._others = [_Process(i, self.weights, head, numel) for i in range(1, self.n)]
         self.host = Host(decoder, shards // self.n, native, self.n, in_flight)
 
     def own_threads(self) -> AbstractContextManager[None]:
@@ -187,10 +187,11 @@ class Workers:
     def sum_shards(
         self, work: ShardsWork, shards: Sequence[X | None]
     ) -> tuple[list[Y | None], torch.Tensor | None]:
-        """The result of `work` for each virtual shard (see ShardSum.add), and the gradients' sum [numel].
+        """The result of `work` for each virtual shard (see ShardSum.add), and the gradients' sum.
 
-        None is a shard without sequences; the sum is None if all shards are None. The sum is valid until the
-        next call. After an exception the gradient is incomplete, and these workers must not be used again.
+        The sum is flat over the trained weights. None is a shard without sequences; the sum is None if all
+        shards are None. The sum is valid until the next call. After an exception the gradient is incomplete,
+        and these workers must not be used again.
         """
         n = len(shards) // self.n
         parts = self.map(_sum_part, [(work, shards[i * n : (i + 1) * n]) for i in range(self.n)])
@@ -338,16 +339,15 @@ def serve(connection_fd: int) -> None:
     """What the process of another worker runs: it answers until the caller closes the connection."""
     connection = Connection(connection_fd)
     try:
-        config: ModelConfig
-        weights, root, config, dtype, numerics, recompute, *sizes, threads, in_flight = pickle.loads(
+        layout: Layout
+        weights, root, layout, dtype, numerics, recompute, *sizes, threads, in_flight = pickle.loads(
             connection.recv_bytes()
         )
         torch.set_num_threads(threads)
-        layout = Layout(config)
-        decoder = Decoder(config, map_tensor(weights, layout.numel, dtype), layout, numerics)
+        decoder = Decoder(layout.config, map_tensor(weights, layout.numel, dtype), layout, numerics)
         decoder.recompute = recompute
         host = Host(decoder, *sizes, in_flight)
-        host.root = map_tensor(root, layout.numel, torch.float32)
+        host.root = map_tensor(root, layout.trained_numel, torch.float32)
         while True:
             work, item = pickle.loads(connection.recv_bytes())
             connection.send_bytes(_pickled(_attempt(work, host, item)))

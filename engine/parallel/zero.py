@@ -29,7 +29,7 @@ _PIECE = 1 << 22
 
 
 class Slices:
-    """The slices of the flat tensors of `layout` (model/weights.py); `own` is the slice of this rank.
+    """The slices of what `layout` (model/weights.py) trains; `own` is the slice of this rank.
 
     All ranks must call a method that sends something together. Such a method raises ChildProcessError when a
     rank has died.
@@ -53,9 +53,9 @@ class Slices:
     def sum_roots(self, root: torch.Tensor | None, has_root: list[bool]) -> torch.Tensor | None:
         """This rank's part of the gradient (see of_gradient), summed over the root of every rank.
 
-        root: this rank's, [layout.numel] fp32. has_root: which ranks have a root. A rank without a root adds
-        nothing; zeros in its place would change bits, because -0.0 + 0.0 is not -0.0. Returns None when no
-        rank has a root.
+        root: this rank's, [layout.trained_numel] fp32. has_root: which ranks have a root. A rank without a
+        root adds nothing; zeros in its place would change bits, because -0.0 + 0.0 is not -0.0. Returns None
+        when no rank has a root.
         """
         if self.ranks.size == 1 or not any(has_root):
             return root
@@ -96,21 +96,22 @@ class Slices:
                     dist.broadcast(flat[part].view(torch.uint8), owner)
 
     def everywhere(self, own_slice: torch.Tensor) -> torch.Tensor:
-        """The whole tensor [layout.numel] in every rank, from the `own_slice` of each rank.
+        """The whole tensor [layout.trained_numel] in every rank, from the `own_slice` of each rank.
 
         Without other ranks this is `own_slice` itself.
         """
         if self.ranks.size == 1:
             return own_slice
-        flat = own_slice.new_empty(self.layout.numel)
+        flat = own_slice.new_empty(self.layout.trained_numel)
         flat[self.own] = own_slice
         self.share(flat)
         return flat
 
     def collect(self, own_slice: torch.Tensor) -> torch.Tensor | None:
-        """The whole tensor [layout.numel] in rank 0, from the `own_slice` of each rank; None in the others.
+        """The whole tensor [layout.trained_numel] in rank 0, from the `own_slice` of each rank.
 
-        Without other ranks this is `own_slice` itself. Otherwise it is a tensor in the host's memory.
+        The other ranks get None. Without other ranks this is `own_slice` itself. Otherwise it is a tensor in
+        the host's memory.
         """
         if self.ranks.size == 1:
             return own_slice
@@ -119,7 +120,7 @@ class Slices:
                 with peers():
                     dist.send(own_slice, 0)
             return None
-        whole = torch.empty(self.layout.numel, dtype=own_slice.dtype)
+        whole = torch.empty(self.layout.trained_numel, dtype=own_slice.dtype)
         whole[self.own] = own_slice.cpu()
         for owner, part in enumerate(self.parts[1:], 1):
             if part.start < part.stop:

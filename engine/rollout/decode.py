@@ -20,7 +20,7 @@ import torch
 from ...kernels.backend import on_triton
 from ...kernels.draw import draw_tokens
 from ...kernels.logprob import chunk_rows
-from ...kernels.matmul import matmul
+from ...kernels.matmul import UNPACKED, PackedWeights, matmul
 from ...kernels.philox import Stream
 from ...kernels.uniforms import uniforms
 from ...model.cache import BlockCache, DecodeContext
@@ -113,10 +113,11 @@ class DecodeRows:
         stop_ids = torch.tensor(sorted(generation_params.stop_ids), dtype=torch.int64)
         self._stop_ids = stop_ids.to(decoder.device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.packed = UNPACKED  # copies of the weights as they are during one `generate` call
 
-    def start(self, step: int) -> None:
-        """Begin a `generate` call of a step, with the weights as they are now."""
-        self._step, self._rows = step, []
+    def start(self, step: int, packed: PackedWeights) -> None:
+        """Begin a `generate` call of a step, with the weights as they are now, and their packed copies."""
+        self._step, self._rows, self.packed = step, [], packed
         lm_head, flat = self.decoder.logits_weight(), self.decoder.flat
         if not self._graphs or flat.data_ptr() != self._flat_address:
             self._graphs.clear()
@@ -204,7 +205,7 @@ class DecodeRows:
     def _turn(self, n: int, noise: torch.Tensor | None = None) -> None:
         """One token for each of n rows. noise [n, V] fp32 is added to the logits."""
         memory, state = self.memory, self.memory.state[:, :n]
-        context = DecodeContext(memory.cache, state[_Field.POSITION], memory.table[:n])
+        context = DecodeContext(memory.cache, state[_Field.POSITION], memory.table[:n], self.packed)
         self._draw(n, self.decoder.hidden(state[_Field.TOKEN], context), noise)
 
     def _draw(self, n: int, hidden: torch.Tensor, noise: torch.Tensor | None) -> None:
@@ -215,7 +216,7 @@ class DecodeRows:
         rows = chunk_rows(self.decoder.config.vocab_size, self.decoder.device)
         for a in range(0, n, rows):
             b = min(a + rows, n)
-            logits = matmul(hidden[a:b], self._lm_head)
+            logits = matmul(hidden[a:b], self._lm_head, self.packed.get(self._lm_head))
             ids, logp = draw_tokens(
                 logits, u[a:b], params.sampling_params, None if noise is None else noise[a:b]
             )

@@ -14,7 +14,7 @@ import torch
 
 from ...kernels.attention_plan import KEY_TILE
 from ...kernels.backend import on_triton
-from ...kernels.matmul import packed
+from ...kernels.matmul import UNPACKED, pack_weights
 from ...kernels.philox import Stream
 from ...model.cache import BlockCache, CachedContext
 from ...model.decoder import Decoder
@@ -69,7 +69,7 @@ class _Sample:
         return Row(last, place, len(tokens), self.prompt.index, self.index, self.blocks)
 
 
-def own_blocks(prompt_tokens: int, max_tokens: int) -> int:
+def completion_blocks(prompt_tokens: int, max_tokens: int) -> int:
     """Cache blocks of a sample, without the prompt's full blocks, which it shares.
 
     The last token that it draws has no keys in the cache.
@@ -140,9 +140,9 @@ class NativeSampler:
         memory = self._make_memory(prompts, generation_params)
         decoding = self._decoding_of(memory, generation_params, rng_key)
         self._memory = None  # a call that fails leaves blocks that nobody releases
-        with packed(self.decoder.matrices()):
-            generation = _Generation(self, decoding, prompts, rng_key)
-            rollouts = generation.run()
+        generation = _Generation(self, decoding, prompts, rng_key)
+        rollouts = generation.run()
+        decoding.packed = UNPACKED  # the weights may change now
         self.samples_at_once = generation.samples_at_once
         if self.decoder.device.type == "cuda":
             self._memory = memory
@@ -159,9 +159,9 @@ class NativeSampler:
         samples = min(self.max_concurrency, len(prompts) * generation_params.num_generations)
         pages = BlockCache.blocks_for(lengths[-1] + max_tokens - 1)
         # A prompt's blocks are there once for all its samples. At most `samples` prompts have samples.
-        own = max(own_blocks(n, max_tokens) for n in lengths)
-        wanted = min(samples, len(prompts)) * BlockCache.blocks_for(lengths[-1]) + samples * own
-        one = max(BlockCache.blocks_for(n) + own_blocks(n, max_tokens) for n in lengths)
+        new_blocks = max(completion_blocks(n, max_tokens) for n in lengths)
+        wanted = min(samples, len(prompts)) * BlockCache.blocks_for(lengths[-1]) + samples * new_blocks
+        one = max(BlockCache.blocks_for(n) + completion_blocks(n, max_tokens) for n in lengths)
         if self._memory is not None and self._memory.holds(samples, pages, wanted):
             return self._memory
         block_bytes = BlockCache.bytes_per_block(self.decoder.config, self.decoder.cache_dtype)
@@ -197,7 +197,7 @@ class NativeSampler:
             decoding = self._decoding[key] = DecodeRows(
                 self.decoder, memory, generation_params, rng_key.seed, rng_key.stream
             )
-        decoding.start(rng_key.step)
+        decoding.start(rng_key.step, pack_weights(self.decoder.matrices()))
         return decoding
 
 
@@ -293,13 +293,15 @@ class _Generation:
 
     def _has_room(self, ids: Sequence[int], is_new: bool) -> bool:
         """Whether the cache has room for a sample of the prompt `ids`, and for the prompt where it is new."""
-        needed = own_blocks(len(ids), self.generation_params.max_tokens)
+        needed = completion_blocks(len(ids), self.generation_params.max_tokens)
         return self.cache.free >= needed + (BlockCache.blocks_for(len(ids)) if is_new else 0)
 
     def _start_sample(self, prompt: _Prompt) -> _Sample:
         """A new sample with blocks for max_tokens. It shares the prompt's full blocks."""
-        own = self.cache.allocate(own_blocks(len(prompt.ids), self.generation_params.max_tokens))
-        blocks = self.cache.share(prompt.blocks[: len(prompt.ids) // KEY_TILE]) + own
+        new_blocks = self.cache.allocate(
+            completion_blocks(len(prompt.ids), self.generation_params.max_tokens)
+        )
+        blocks = self.cache.share(prompt.blocks[: len(prompt.ids) // KEY_TILE]) + new_blocks
         prompt.started += 1
         return _Sample(prompt, prompt.started - 1, blocks)
 
@@ -330,7 +332,11 @@ class _Generation:
                 tokens += batch[-1][2] - batch[-1][1]
             lengths = [end - start for _, start, end in batch]
             context = CachedContext(
-                self.cache, lengths, [start for _, start, _ in batch], [p.blocks for p, _, _ in batch]
+                self.cache,
+                lengths,
+                [start for _, start, _ in batch],
+                [p.blocks for p, _, _ in batch],
+                self.decoding.packed,
             )
             ids = torch.tensor([token for p, start, end in batch for token in p.ids[start:end]])
             rows = self.sampler.decoder.hidden(ids, context).split(lengths)

@@ -36,7 +36,7 @@ SMALL_FILE = "trainer/state.json"
 # Added to the name of a checkpoint that cannot be used. A new one can then take its place, and the old one is
 # kept.
 DAMAGED = ".damaged"
-# The optimizer's moments in STATE_FILE: [layout.numel] fp32 each, for any number of ranks.
+# The optimizer's moments in STATE_FILE: [layout.trained_numel] fp32 each, for any number of ranks.
 _MOMENTS = ("first_moment", "second_moment")
 # What the ledger has a hash of, in words.
 _HASHED = {"weights": "weights", "optimizer": "optimizer's moments"}
@@ -207,7 +207,7 @@ def _different_bits(folder: Path, hashes: Mapping[str, str]) -> str | None:
 
 @contextmanager
 def _moments(folder: Path, layout: Layout) -> Iterator[list[Any]]:
-    """The moments in a checkpoint, [layout.numel] fp32 each, which can be read slice by slice.
+    """The moments in a checkpoint, [layout.trained_numel] fp32 each, which can be read slice by slice.
 
     Raises ValueError where they are of another model.
     """
@@ -216,7 +216,7 @@ def _moments(folder: Path, layout: Layout) -> Iterator[list[Any]]:
         with open_tensors(path) as stored:
             parts = [stored.get_slice(name) for name in _MOMENTS]
             for part, name in zip(parts, _MOMENTS, strict=True):
-                if part.get_shape() != [layout.numel] or part.get_dtype() != "F32":
+                if part.get_shape() != [layout.trained_numel] or part.get_dtype() != "F32":
                     raise ValueError(f"checkpoint: {path}: {name} is of another model")
             yield parts
     except SafetensorError as error:

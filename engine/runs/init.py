@@ -20,7 +20,7 @@ from ...kernels.philox import Stream, uniform_range
 from ...kernels.sampling_params import SamplingParams
 from ...model.checkpoint import write_checkpoint
 from ...model.config import ModelConfig
-from ...model.decoder import Decoder
+from ...model.decoder import Buffers, Decoder
 from ...model.scoring import logprobs, pack
 from ...model.weights import Layout
 from ...verify.files import check_writable
@@ -229,11 +229,14 @@ def _warm_start(
 
 
 def _shard_gradient(
-    decoder: Decoder, shards: Sequence[Sequence[tuple[list[int], list[int]]]], tokens: int
+    decoder: Decoder,
+    shards: Sequence[Sequence[tuple[list[int], list[int]]]],
+    buffers: Buffers,
+    tokens: int,
 ) -> list[None]:
     """The gradient of the mean cross-entropy over `tokens` completion tokens, of one shard."""
     (shard,) = shards
-    logp, _ = logprobs(decoder, pack(shard), SamplingParams())
+    logp, _ = logprobs(decoder, pack(shard), SamplingParams(), buffers=buffers)
     (-logp.sum() / tokens).backward()
     return [None]
 

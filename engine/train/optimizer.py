@@ -1,8 +1,9 @@
 """The optimizer: AdamW on fp32 master weights.
 
-All tensors here are flat over all weights (model/weights.py), or over a rank's slice of them
-(parallel/zero.py). Elementwise work runs over SLICE elements at a time, to keep temporaries small. Its
-operations are those of kernels/order.py, so slices and threads decide no bit.
+All tensors here are flat over the weights that are trained (model/weights.py), or over a rank's slice of
+them (parallel/zero.py). Frozen weights have no state: they are kept as they were given. Elementwise work runs
+over SLICE elements at a time, to keep temporaries small. Its operations are those of kernels/order.py, so
+slices and threads decide no bit.
 """
 
 import math
@@ -37,7 +38,7 @@ class GradientOverflowError(FloatingPointError):
 class Optimizer:
     """Owns the master weights and the optimizer state of a decoder, or one rank's slice of both.
 
-    `master` and the two `moments` are [own] fp32: the rank's slice, which without ranks is [layout.numel].
+    `master` and the two `moments` are [own] fp32: the rank's slice. Without ranks it is all that is trained.
     With an fp32 decoder the compute weights are the master weights themselves (`in_place`).
     """
 
@@ -61,10 +62,11 @@ class Optimizer:
         self.master = (
             decoder.flat.detach()[own] if self.in_place else weights[own].to(decoder.device, copy=True)
         )
+        self._keep_frozen(weights)
         self.moments = torch.zeros_like(self.master), torch.zeros_like(self.master)
         self.updates = 0
         self._slice = GPU_SLICE if self.master.is_cuda else SLICE
-        matrices = [e for e in self.layout.entries.values() if len(e.shape) > 1]
+        matrices = [e for e in self.layout.trained if len(e.shape) > 1]
         overlaps = ((max(e.offset, own.start), min(e.offset + e.numel, own.stop)) for e in matrices)
         # The parts of `master` that belong to matrices.
         self._decayed = [slice(a - own.start, b - own.start) for a, b in overlaps if a < b]
@@ -75,23 +77,38 @@ class Optimizer:
         self.decoder.flat.detach().copy_(weights)
         if not self.in_place:
             self.master.copy_(weights[self.slices.own])
+            self._keep_frozen(weights)
 
     def whole_master(self) -> torch.Tensor:
         """The master weights of all ranks, [layout.numel] fp32. The next update may change this tensor.
 
         All ranks must call this together.
         """
-        return self.decoder.flat.detach() if self.in_place else self.slices.everywhere(self.master)
+        if self.in_place:
+            return self.decoder.flat.detach()
+        return self._with_frozen(self.slices.everywhere(self.master))
 
     def collect_master(self) -> torch.Tensor | None:
         """The master weights of all ranks, [layout.numel] fp32, at least in rank 0; see `whole_master`.
 
         All ranks must call this together. Ranks other than 0 may get None.
         """
-        return self.decoder.flat.detach() if self.in_place else self.slices.collect(self.master)
+        if self.in_place:
+            return self.decoder.flat.detach()
+        trained = self.slices.collect(self.master)
+        return None if trained is None else self._with_frozen(trained)
+
+    def _keep_frozen(self, weights: torch.Tensor) -> None:
+        """Keep the frozen part of `weights` in fp32, on the host: nothing computes with it."""
+        self._frozen = None if self.in_place else weights[self.layout.trained_numel :].to("cpu", copy=True)
+
+    def _with_frozen(self, trained: torch.Tensor) -> torch.Tensor:
+        """The trained weights with the frozen ones after them, [layout.numel]."""
+        frozen = self._frozen
+        return torch.cat([trained, frozen.to(trained.device)]) if len(frozen) else trained
 
     def hash_weights(self) -> Tree:
-        """The hash tree of the master weights. All ranks must call this together."""
+        """The hash tree of the trained master weights. All ranks must call this together."""
         if self.in_place:  # the hash is of this rank's copy, so that ranks with different copies are found
             return hash_tree(self.layout.blocks, self.decoder.flat)
         return self.slices.hash_tree(self.slices.hashing(self.master))
@@ -111,8 +128,8 @@ class Optimizer:
     def update(self, grad: torch.Tensor | None, loss_scale: float = 1.0) -> dict[str, float]:
         """One AdamW update. Returns grad_norm (before clipping) and lr.
 
-        grad: the gradient of the loss times `loss_scale`, [layout.numel] fp32; None is zero. With ranks it
-        is this rank's part (Slices.of_gradient), and all ranks must call this together.
+        grad: the gradient of the loss times `loss_scale`, [layout.trained_numel] fp32; None is zero. With
+        ranks it is this rank's part (Slices.of_gradient), and all ranks must call this together.
         loss_scale: a power of two; the gradient is divided by it.
 
         Raises GradientOverflowError when the gradient is not finite. Weights and state are then unchanged.

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ...kernels.sampling_params import SamplingParams
-from ...model.decoder import Decoder, Hook, no_hook
+from ...model.decoder import Buffers, Decoder, Hook, no_hook
 from ...model.observer import Observer, Rows
 from ...model.prompts import Prompts, prompt_passes
 from ...model.scoring import PackedBatch, logprobs, pack
@@ -93,19 +93,22 @@ class ShardWork:
     watch: bool = False
     observer: ForwardObserver | None = None
 
-    def __call__(self, decoder: Decoder, shards: Sequence[Shard | None]) -> list[list[Scored] | None]:
+    def __call__(
+        self, decoder: Decoder, shards: Sequence[Shard | None], buffers: Buffers
+    ) -> list[list[Scored] | None]:
         """See shard_gradients."""
-        return shard_gradients(decoder, shards, self)
+        return shard_gradients(decoder, shards, buffers, self)
 
 
 def shard_gradients(
-    decoder: Decoder, shards: Sequence[Shard | None], work: ShardWork
+    decoder: Decoder, shards: Sequence[Shard | None], buffers: Buffers, work: ShardWork
 ) -> list[list[Scored] | None]:
     """Forward and backward of some virtual shards, work.micro_batch sequences at a time.
 
-    A forward may hold sequences of several shards. Gradients are added to `main_grad` of the weights, apart
-    for each shard. In a shard's sum, those of a pass's completions come first, then those of its prompts. So
-    the shards beside it decide no bit of its sum. Returns a list for each shard; None for an empty one.
+    A forward may hold sequences of several shards. Gradients are added to the weights' buffers,
+    separately for each shard. In a shard's sum, those of a pass's completions come first, then those of its
+    prompts. So the shards beside it decide no bit of its sum. Returns a list for each shard; None for an
+    empty one.
     """
     passes = [
         [shard.part(index) for index in prompt_passes([r.prompt_ids for r in shard.rollouts])]
@@ -116,40 +119,37 @@ def shard_gradients(
     scored: list[list[Scored] | None] = [None if shard is None else [] for shard in shards]
     for parts in zip_longest(*passes):
         together = {i: part for i, part in enumerate(parts) if part is not None}
-        _pass_gradient(decoder, together, work, scored, apart=len(shards) > 1)
+        _pass_gradient(decoder, together, buffers, work, scored)
     return scored
 
 
 def _pass_gradient(
     decoder: Decoder,
     parts: dict[int, Shard],
+    buffers: Buffers,
     work: ShardWork,
     scored: list[list[Scored] | None],
-    apart: bool,
 ) -> None:
-    """Forward and backward of one pass of some shards, by the index of the shard. Adds to `scored`.
-
-    apart: the weights have a gradient buffer for each shard.
-    """
-    whole = _joined(list(parts.values()))
-    of = [i for i, part in parts.items() for _ in part.rollouts]  # the shard of each sequence
+    """Forward and backward of one pass of some shards, by the index of the shard. Adds to `scored`."""
+    joined = _joined(list(parts.values()))
+    shard_of = [i for i, part in parts.items() for _ in part.rollouts]  # the shard of each sequence
     underflow = PromptUnderflow() if work.watch else None
     hook = underflow.hook if underflow else no_hook
-    with torch.set_grad_enabled(_has_gradient(whole, work.loss)):
-        prompt_ids = [r.prompt_ids for r in whole.rollouts]
-        observer = _placed(work.observer, whole.rollouts)
-        prompts = Prompts(decoder, prompt_ids, hook, of if apart else None, observer)
+    with torch.set_grad_enabled(_has_gradient(joined, work.loss)):
+        prompt_ids = [r.prompt_ids for r in joined.rollouts]
+        observer = _placed(work.observer, joined.rollouts)
+        prompts = Prompts(decoder, prompt_ids, hook, shard_of, observer, buffers)
     if underflow:
         underflow.watch(prompts)
-    for rows in micro_batches(len(of), work.micro_batch):
-        pairs = [r.pair for r in whole.rollouts[rows]]
-        packed = pack(pairs, prompts.of[rows], of[rows] if apart else None)
-        micro_batch = _micro_batch_gradient(decoder, whole.part(rows), prompts, packed, work, underflow)
-        for i, part in _by_shard(micro_batch, of[rows], packed.completion_lengths):
+    for rows in micro_batches(len(shard_of), work.micro_batch):
+        pairs = [r.pair for r in joined.rollouts[rows]]
+        packed = pack(pairs, prompts.prompt_of_sample[rows], shard_of[rows])
+        micro_batch = _micro_batch_gradient(decoder, joined.part(rows), prompts, packed, work, underflow)
+        for i, part in _by_shard(micro_batch, shard_of[rows], packed.completion_lengths):
             scored[i].append(part)
     prompts.backward()
     if underflow:
-        scored[of[0]].append(Scored(torch.empty(0), [], [], underflow.zeros))
+        scored[shard_of[0]].append(Scored(torch.empty(0), [], [], underflow.zeros))
 
 
 def _placed(observer: ForwardObserver | None, rollouts: Sequence[Rollout]) -> Observer | None:
@@ -164,13 +164,15 @@ def _placed(observer: ForwardObserver | None, rollouts: Sequence[Rollout]) -> Ob
     return forward
 
 
-def _by_shard(micro_batch: Scored, of: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[int, Scored]]:
+def _by_shard(
+    micro_batch: Scored, shard_of: Sequence[int], lengths: Sequence[int]
+) -> Iterator[tuple[int, Scored]]:
     """The parts of a micro-batch that belong to one shard each; the first part has the counts of underflow.
 
-    of [n]: the shard of each sequence. lengths [n]: its completion tokens.
+    shard_of [n]: the shard of each sequence. lengths [n]: its completion tokens.
     """
     start, underflow = 0, micro_batch.underflow
-    for shard, members in groupby(range(len(of)), key=of.__getitem__):
+    for shard, members in groupby(range(len(shard_of)), key=shard_of.__getitem__):
         end = start + sum(lengths[i] for i in members)
         tokens = slice(start, end)
         yield (

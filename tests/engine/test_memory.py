@@ -17,7 +17,7 @@ from zerokl.model.decoder import Decoder
 from zerokl.model.prompts import Prompts
 from zerokl.model.scoring import logprobs, pack
 
-from tests.helpers import DTYPES, total_unequal
+from tests.helpers import DTYPES, sums_of, total_unequal, zero_buffers
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -71,14 +71,12 @@ def test_recomputing_layers_changes_no_bit_and_keeps_less(model, dtype):
 
     def gradient(recompute: bool) -> list[torch.Tensor]:
         decoder.recompute = recompute
-        weights = [*decoder.w.values(), decoder.lm_head]
-        for w in weights:
-            w.main_grad = torch.zeros(w.shape)
-        prompts = Prompts(decoder, [prompt for prompt, _ in pairs])
-        logp = logprobs(decoder, pack(pairs, prompts.of), SamplingParams(), prompts=prompts)[0]
+        buffers = zero_buffers([*decoder.w.values(), decoder.lm_head])
+        prompts = Prompts(decoder, [prompt for prompt, _ in pairs], buffers=buffers)
+        logp = logprobs(decoder, pack(pairs, prompts.prompt_of_sample), SamplingParams(), prompts=prompts)[0]
         logp.sum().backward()
         prompts.backward()
-        return [logp.detach(), *(w.main_grad for w in weights)]
+        return [logp.detach(), *sums_of(buffers)]
 
     plain = gradient(False)
     assert total_unequal(gradient(True), plain) == 0

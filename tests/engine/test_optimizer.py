@@ -13,7 +13,7 @@ from zerokl.engine.config import OptimizerConfig
 from zerokl.engine.parallel.gradient import GradientTree, ShardSum
 from zerokl.engine.train.optimizer import Optimizer
 from zerokl.model.checkpoint import load_decoder
-from zerokl.model.decoder import Decoder
+from zerokl.model.decoder import Buffers, Decoder
 
 from tests.helpers import add_to_grad
 
@@ -181,12 +181,12 @@ def test_a_shard_starts_from_zero_and_an_empty_one_adds_nothing(model, tied):
     assert decoder.config.tied
     sums = ShardSum(decoder, 4)
 
-    def add_ones(decoder: Decoder, shards: list[float]) -> list[str]:
+    def add_ones(decoder: Decoder, shards: list[float], buffers: Buffers) -> list[str]:
         (extra,) = shards
         for w in decoder.w.values():
-            add_to_grad(w, 1.0)
+            add_to_grad(buffers[w], 1.0)
         if tied:
-            add_to_grad(decoder.lm_head, extra)
+            add_to_grad(buffers[decoder.lm_head], extra)
         return ["done"]
 
     assert sums.add(add_ones, [1.0, None, 1.0, None]) == ["done", None, "done", None]

@@ -18,12 +18,13 @@ from zerokl.engine.train.loss_scaling import IN_A_ROW, LossScaler
 from zerokl.engine.train.optimizer import GradientOverflowError, Optimizer
 from zerokl.engine.train.underflow import Underflow
 from zerokl.kernels.logprob import linear_logprob
+from zerokl.kernels.passes import Pass
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.decoder import Decoder, Numerics
 from zerokl.model.scoring import logprobs, pack
 
-from tests.helpers import total_unequal
+from tests.helpers import sums_of, total_unequal, zero_buffers
 
 HALF = "float16"
 SMALLEST_NORMAL = 2.0**-14
@@ -72,15 +73,19 @@ class _Backward:
     """
 
     def __init__(self, decoder: Decoder, k: int):
-        for w in (*decoder.w.values(), decoder.lm_head):
-            w.main_grad = torch.zeros(w.shape)
+        buffers = zero_buffers([*decoder.w.values(), decoder.lm_head])
         self.order: list[tuple[str, bool]] = []
         batch = pack(random_pairs(6, 14, decoder.config.vocab_size, 0))
         logp, _ = logprobs(
-            decoder, batch, SamplingParams(), lambda name, x: x.register_hook(lambda dx: self._see(name, dx))
+            decoder,
+            batch,
+            SamplingParams(),
+            lambda name, x: x.register_hook(lambda dx: self._see(name, dx)),
+            buffers=buffers,
         )
         (logp.sum() * 2.0 ** (k - 6)).backward()
-        self.gradients = {name: w.main_grad * 2.0**-k for name, w in decoder.w.items()}
+        scaled = [sums * 2.0**-k for sums in sums_of(buffers)]
+        self.gradients = dict(zip(decoder.w, scaled, strict=False))
 
     def _see(self, name: str, dx: torch.Tensor | None) -> None:
         if dx is not None:
@@ -284,11 +289,10 @@ def test_the_fp32_head_reads_the_same_weights_and_feeds_the_same_gradient(model)
     expected = plain.lm_head.detach().float().requires_grad_()
     linear_logprob(h.float(), expected, ids)[0].sum().backward()
     assert total_unequal([wide.logits_weight().detach()], [expected.detach()]) == 0
-    wide.lm_head.main_grad = torch.zeros(wide.lm_head.shape)
-    logp, _ = linear_logprob(h.float(), wide.logits_weight(), ids)
-    logp.sum().backward()
-    assert total_unequal([wide.lm_head.main_grad], [expected.grad]) == 0
-    del wide.lm_head.main_grad
+    lm_head_buffers = zero_buffers([wide.lm_head])
+    weight, buffers = wide.logits_weight_and_buffers(lm_head_buffers)
+    linear_logprob(h.float(), weight, ids, in_pass=Pass(buffers=buffers))[0].sum().backward()
+    assert total_unequal(sums_of(lm_head_buffers), [expected.grad]) == 0
     linear_logprob(h.float(), wide.logits_weight(), ids)[0].sum().backward()
     assert total_unequal([wide.lm_head.grad], [expected.grad.bfloat16()]) == 0
 

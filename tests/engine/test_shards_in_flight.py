@@ -45,7 +45,7 @@ def summed(
 def spoiled(sums: ShardSum) -> ShardSum:
     """The gradient buffers of all products hold NaN, as if a loss had overflowed before."""
     for weight in sums.decoder.matrices():
-        weight.main_grad.fill_(float("nan"))
+        sums.buffers[weight].sums.fill_(float("nan"))
     return sums
 
 
@@ -86,7 +86,7 @@ def test_control_another_assignment_to_shards_changes_bits(decoder):
 def test_control_a_buffer_that_is_not_marked_as_empty_is_read(decoder, monkeypatch):
     step = step_of([(3, 5), (4, 9)])
     assert summed(decoder, step, SHARDS, 8)[1].isfinite().all()
-    monkeypatch.setattr(ShardSum, "_empty", lambda sums: torch._foreach_zero_(sums._others))
+    monkeypatch.setattr(ShardSum, "_empty", lambda sums: torch._foreach_zero_(sums._small))
     assert summed(decoder, step, SHARDS, 8)[1].isnan().any()
 
 

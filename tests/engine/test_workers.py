@@ -13,7 +13,7 @@ from zerokl.engine.rollout.types import GenerationParams, RngKey
 from zerokl.engine.shared_tensor import Handle, SharedTensor, map_tensor
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
-from zerokl.model.decoder import Decoder
+from zerokl.model.decoder import Buffers, Decoder
 
 from tests.helpers import add_to_grad
 
@@ -35,10 +35,10 @@ def _die(host: Host, item: bool) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _ones(decoder: Decoder, shards: list[float]) -> list[float]:
+def _ones(decoder: Decoder, shards: list[float], buffers: Buffers) -> list[float]:
     (factor,) = shards
     for w in decoder.w.values():
-        add_to_grad(w, factor)
+        add_to_grad(buffers[w], factor)
     return shards
 
 

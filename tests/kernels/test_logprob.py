@@ -6,10 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from zerokl.kernels.draw import draw, drawn_logprobs
 from zerokl.kernels.logprob import (
     chunk_rows,
-    draw,
-    drawn_logprobs,
     linear_logprob,
     log_distribution,
     scaled_logits,

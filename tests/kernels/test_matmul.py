@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.kernels import matmul as matmul_module
-from zerokl.kernels.matmul import matmul, packed
+from zerokl.kernels.linear import linear
+from zerokl.kernels.matmul import matmul, pack_weights
 from zerokl.kernels.order import ROW_TILE
 from zerokl.verify.bitwise import count_unequal
 
@@ -44,9 +45,19 @@ def test_bf16_where_the_library_has_none(monkeypatch):
     x, w = (randn(i, 100, 64, dtype=torch.bfloat16) for i in (0, 1))
     whole = matmul(x, w)
     assert count_unequal(whole, matmul(x.float(), w.float()).bfloat16()) == 0
-    with packed([w]):
-        assert not hasattr(w, "packed")
-        assert count_unequal(torch.cat([matmul(part, w) for part in x.split(7)]), whole) == 0
+    assert not pack_weights([w])
+    assert count_unequal(torch.cat([matmul(part, w) for part in x.split(7)]), whole) == 0
+
+
+@pytest.mark.parametrize(("dtype", "one"), [(torch.bfloat16, 257.0), (torch.float16, 2049.0)])
+def test_a_bias_is_added_before_the_one_rounding(dtype, one):
+    # `one` lies halfway between two numbers of the dtype, and rounds down. With the bias it is the upper one.
+    x = torch.ones(3, 16, dtype=dtype)
+    w = torch.zeros(16, 16, dtype=dtype)
+    w[:, 0], w[:, 1] = one - 1, 1.0
+    y = linear(x, w, torch.ones(16, dtype=dtype))
+    assert (y == one + 1).all()
+    assert (matmul(x, w) + torch.ones(16, dtype=dtype) == one - 1).all(), "control: two roundings"
 
 
 @pytest.fixture
@@ -86,10 +97,9 @@ def test_packed_weights_change_no_bit(dtype, T, K, N, n, seed):
     w, x = randn(seed, N, K, dtype=dtype), randn(seed + 1, T, K, dtype=dtype)
     with threads(n):
         plain = matmul(x, w)
-        with packed([w]):
-            assert count_unequal(matmul(x, w), plain) == 0
-            assert count_unequal(matmul(x, w), plain) == 0
-        assert not hasattr(w, "packed")
+        pack = pack_weights([w]).get(w)
+        assert count_unequal(matmul(x, w, pack), plain) == 0
+        assert count_unequal(matmul(x, w, pack), plain) == 0
 
 
 @pytest.mark.parametrize(
@@ -97,10 +107,10 @@ def test_packed_weights_change_no_bit(dtype, T, K, N, n, seed):
 )
 def test_packed_weights_are_read_and_control_stale_ones_are_seen(dtype):
     w, x = randn(0, 64, 96, dtype=dtype), randn(1, 40, 96, dtype=dtype)
-    with packed([w]):
-        before = matmul(x, w)
-        w += 1
-        assert count_unequal(matmul(x, w), before) == 0, "the packed copy is read"
+    pack = pack_weights([w])[w]
+    before = matmul(x, w, pack)
+    w += 1
+    assert count_unequal(matmul(x, w, pack), before) == 0, "the packed copy is read"
     assert count_unequal(matmul(x, w), before) > 0
 
 
@@ -109,15 +119,15 @@ def test_packed_weights_with_other_bits_are_not_taken(monkeypatch):
     w, x = randn(0, 64, 96), randn(1, 40, 96)
     plain, pack = matmul(x, w), matmul_module._pack
     monkeypatch.setattr(matmul_module, "_pack", lambda w: pack(w * 1.0000001))
-    with forgotten(matmul_module._pack_agrees), packed([w]):
-        assert count_unequal(matmul(x, w), plain) == 0
+    with forgotten(matmul_module._pack_agrees):
+        assert not pack_weights([w])
     monkeypatch.setattr(matmul_module, "_pack_agrees", lambda *_: True)
-    with packed([w]):
-        assert count_unequal(matmul(x, w), plain) > 0, "control: without the probe they would be taken"
+    taken = pack_weights([w])[w]
+    assert count_unequal(matmul(x, w, taken), plain) > 0, "control: without the probe they would be taken"
 
 
 def test_no_more_memory_than_allowed_is_packed(monkeypatch):
     w = [randn(i, 64, 96) for i in range(3)]
     monkeypatch.setattr(matmul_module, "_PACKED_BYTES", w[0].nbytes * 2)
-    with packed(w):
-        assert [hasattr(x, "packed") for x in w] == [True, True, False]
+    packs = pack_weights(w)
+    assert [x in packs for x in w] == [True, True, False]

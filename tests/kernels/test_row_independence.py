@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from zerokl.kernels.draw import draw
 from zerokl.kernels.linear import linear
-from zerokl.kernels.logprob import draw, linear_logprob
+from zerokl.kernels.logprob import linear_logprob
 from zerokl.kernels.philox import Stream, uniform_range
 from zerokl.kernels.rms_norm import rms_norm
 from zerokl.kernels.sampling_params import SamplingParams

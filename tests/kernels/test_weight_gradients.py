@@ -1,5 +1,6 @@
-"""Weight gradients in `main_grad` have the same bits for any micro-batches and any number of threads."""
+"""Weight gradients in fp32 buffers have the same bits for any micro-batches and any number of threads."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -7,10 +8,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.kernels import logprob, order
+from zerokl.kernels.grad import GradBuffer
 from zerokl.kernels.linear import linear
+from zerokl.kernels.order import blocks_of_counts, token_blocks
+from zerokl.kernels.passes import Pass
 
-from tests.helpers import DTYPES, property_settings, randn, threads, total_unequal
-from tests.law.gradients import OPS, main_grads, shard_grads
+from tests.helpers import (
+    DTYPES,
+    property_settings,
+    randint,
+    randn,
+    sums_of,
+    threads,
+    total_unequal,
+    zero_buffers,
+)
+from tests.law.gradients import OPS, VOCAB, shard_grads, summed_grads
 
 CASES = [pytest.param(n, d, id=f"{n}-{d}".replace("torch.", "")) for n in OPS for d in DTYPES]
 
@@ -26,10 +39,10 @@ def test_micro_batches_of_any_split_give_the_same_gradient(name, dtype, width, l
     sequences = range(len(lengths))
     bounds = [0, *sorted(c for c in cuts if c < len(lengths)), len(lengths)]
     split = [sequences[a:b] for a, b in pairwise(bounds)]
-    together = main_grads(OPS[name], dtype, width, lengths, [sequences])
-    assert total_unequal(together, main_grads(OPS[name], dtype, width, lengths, split)) == 0
+    together = summed_grads(OPS[name], dtype, width, lengths, [sequences])
+    assert total_unequal(together, summed_grads(OPS[name], dtype, width, lengths, split)) == 0
     one_by_one = [[s] for s in sequences]
-    assert total_unequal(together, main_grads(OPS[name], dtype, width, lengths, one_by_one)) == 0
+    assert total_unequal(together, summed_grads(OPS[name], dtype, width, lengths, one_by_one)) == 0
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
@@ -45,11 +58,44 @@ def test_shards_in_one_pass_have_the_gradients_of_each_alone(name, dtype, width,
     assert total_unequal(together, swapped) > 0
 
 
+@property_settings(40)
+@given(counts=st.lists(st.integers(0, 300), min_size=1, max_size=6), room=st.integers(0, 300))
+def test_blocks_of_a_tensor_of_counts_are_those_of_the_lengths(counts, room):
+    made = blocks_of_counts(torch.tensor(counts), sum(counts) + room)
+    expected = token_blocks(counts, range(len(counts)))
+    assert [part for part in made.parts if part[1]] == expected.parts
+    tables, expected_tables = (blocks.on(torch.device("cpu")) for blocks in (made, expected))
+    for rows in (16, order.TOKEN_BLOCK):
+        pieces = expected_tables.pieces(rows)
+        assert torch.equal(tables.pieces(rows)[: len(pieces)], pieces)
+        assert not tables.pieces(rows)[len(pieces) :].any()
+    for group, (shard, blocks) in enumerate(made.parts):
+        runs, first = tables.runs
+        assert shard == group
+        # Blocks of one group follow each other, so all of them are one run.
+        walked = [tuple(run) for run in runs[first[group] : first[group + 1]].tolist()]
+        assert walked == ([(blocks[0][0], blocks[-1][1])] if blocks else [])
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_blocks_that_the_device_has_made_give_the_gradients_of_the_hosts(name):
+    counts, op = [130, 0, 20, 257], OPS[name]
+    T = sum(counts)
+    x, ids, weights = randn(0, T, 64), randint(1, VOCAB, T), op.weights(64, torch.float32)
+    dy, sums = randn(2, T, *op.out_shape(64)), []
+    for blocks in (token_blocks(counts, range(4)), blocks_of_counts(torch.tensor(counts), T)):
+        buffers = {w.requires_grad_(): GradBuffer(torch.zeros(4, *w.shape)) for w in weights}
+        op.run(x, ids, weights, Pass(blocks, buffers)).backward(dy)
+        sums.append([buffer.sums for buffer in buffers.values()])
+    assert total_unequal(*sums) == 0
+    assert all(buffer[i].any() for buffer in sums[0] for i in (0, 2, 3))
+
+
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_gradient_is_independent_of_the_number_of_threads(name, dtype):
     def run(n: int) -> list[torch.Tensor]:
         with threads(n):
-            return main_grads(OPS[name], dtype, 896, [130, 20, 257], [[0, 1, 2]])
+            return summed_grads(OPS[name], dtype, 896, [130, 20, 257], [[0, 1, 2]])
 
     one_thread = run(1)
     assert total_unequal(one_thread, run(2)) == 0
@@ -58,34 +104,33 @@ def test_gradient_is_independent_of_the_number_of_threads(name, dtype):
 
 def test_memory_bound_of_the_logits_decides_no_bit(monkeypatch):
     op, lengths = OPS["linear_logprob"], [200, 3, 150]
-    before = main_grads(op, torch.float32, 64, lengths, [[0, 1, 2]])
+    before = summed_grads(op, torch.float32, 64, lengths, [[0, 1, 2]])
     monkeypatch.setattr(logprob, "CHUNK_BYTES", 1)
-    assert total_unequal(before, main_grads(op, torch.float32, 64, lengths, [[0, 1, 2]])) == 0
+    assert total_unequal(before, summed_grads(op, torch.float32, 64, lengths, [[0, 1, 2]])) == 0
 
 
-def _first_logprob(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return logprob.linear_logprob(x, w, torch.zeros(len(x), dtype=torch.long))[0]
+def _first_logprob(x: torch.Tensor, w: torch.Tensor, in_pass: Pass) -> torch.Tensor:
+    return logprob.linear_logprob(x, w, torch.zeros(len(x), dtype=torch.long), in_pass=in_pass)[0]
 
 
 @pytest.mark.parametrize("op", [linear, _first_logprob])
 def test_a_buffer_to_which_no_row_adds_stays_marked_as_empty(op):
     w = torch.randn(16, 8, requires_grad=True)
-    w.main_grad = torch.full(w.shape, float("nan"))
-    w.main_grad.empty_shards = {0}
+    buffer = GradBuffer(torch.full((1, *w.shape), float("nan")), empty=[0])
     for rows, empty in ((0, {0}), (3, set())):
-        op(torch.ones(rows, 8, requires_grad=True), w).sum().backward()
-        assert w.main_grad.empty_shards == empty
-    assert w.main_grad.isfinite().all()
+        op(torch.ones(rows, 8, requires_grad=True), w, in_pass=Pass(buffers={w: buffer})).sum().backward()
+        assert buffer.empty == empty
+    assert buffer.sums.isfinite().all()
 
 
 def test_gradient_without_a_buffer_is_the_same_sum_rounded_once():
     x, w = randn(0, 200, 48, dtype=torch.bfloat16), randn(1, 32, 48, dtype=torch.bfloat16).requires_grad_()
     dy = randn(2, 200, 32, dtype=torch.bfloat16)
     linear(x, w).backward(dy)
-    returned, w.grad, w.main_grad = w.grad, None, torch.zeros(32, 48)
-    linear(x, w).backward(dy)
+    returned, w.grad, buffers = w.grad, None, zero_buffers([w])
+    linear(x, w, in_pass=Pass(buffers=buffers)).backward(dy)
     assert w.grad is None
-    assert total_unequal([returned], [w.main_grad.bfloat16()]) == 0
+    assert total_unequal([returned], [sums_of(buffers)[0].bfloat16()]) == 0
 
 
 # Controls. Embedding has no token blocks: it adds the tokens one after another.
@@ -93,23 +138,25 @@ def test_gradient_without_a_buffer_is_the_same_sum_rounded_once():
 
 @pytest.mark.parametrize("name", [n for n in OPS if n != "embedding"])
 def test_control_another_token_block_is_found(name, monkeypatch):
-    before = main_grads(OPS[name], torch.float32, 64, [300, 200], [[0, 1]])
+    before = summed_grads(OPS[name], torch.float32, 64, [300, 200], [[0, 1]])
     monkeypatch.setattr(order, "TOKEN_BLOCK", 48)
-    assert total_unequal(before, main_grads(OPS[name], torch.float32, 64, [300, 200], [[0, 1]])) > 0
+    assert total_unequal(before, summed_grads(OPS[name], torch.float32, 64, [300, 200], [[0, 1]])) > 0
 
 
 @pytest.mark.parametrize("name", OPS)
 def test_control_another_order_of_the_sequences_is_found(name):
     lengths = [150, 90, 40]
-    in_order = main_grads(OPS[name], torch.float32, 64, lengths, [[0], [1], [2]])
-    assert total_unequal(in_order, main_grads(OPS[name], torch.float32, 64, lengths, [[2], [1], [0]])) > 0
+    in_order = summed_grads(OPS[name], torch.float32, 64, lengths, [[0], [1], [2]])
+    assert total_unequal(in_order, summed_grads(OPS[name], torch.float32, 64, lengths, [[2], [1], [0]])) > 0
 
 
 @pytest.mark.parametrize("name", [n for n in OPS if n != "embedding"])
 def test_control_blocks_across_sequences_are_found(name):
     lengths = [150, 90, 40]
-    before = main_grads(OPS[name], torch.float32, 64, lengths, [[0, 1, 2]])
+    before = summed_grads(OPS[name], torch.float32, 64, lengths, [[0, 1, 2]])
     # Token blocks as if the three sequences were one.
-    blocks = [(a, min(a + 128, 280)) for a in range(0, 280, 128)]
-    wrong = OPS[name]._replace(run=lambda x, ids, w, _: OPS[name].run(x, ids, w, blocks))
-    assert total_unequal(before, main_grads(wrong, torch.float32, 64, lengths, [[0, 1, 2]])) > 0
+    blocks = token_blocks([280])
+    wrong = OPS[name]._replace(
+        run=lambda x, ids, w, in_pass: OPS[name].run(x, ids, w, replace(in_pass, blocks=blocks))
+    )
+    assert total_unequal(before, summed_grads(wrong, torch.float32, 64, lengths, [[0, 1, 2]])) > 0

@@ -6,14 +6,16 @@ from typing import NamedTuple
 
 import torch
 from zerokl.kernels.embedding import embedding
+from zerokl.kernels.grad import GradBuffer
 from zerokl.kernels.linear import linear
 from zerokl.kernels.logprob import linear_logprob
-from zerokl.kernels.order import shard_blocks, token_blocks
+from zerokl.kernels.order import token_blocks
+from zerokl.kernels.passes import Pass
 from zerokl.kernels.qk_norm import qk_norm
 from zerokl.kernels.rms_norm import add_rms_norm, rms_norm
 from zerokl.kernels.sampling_params import SamplingParams
 
-from tests.helpers import randint, randn
+from tests.helpers import randint, randn, sums_of, zero_buffers
 
 VOCAB = 71
 
@@ -22,13 +24,13 @@ class Op(NamedTuple):
     """An operation with weights.
 
     weights(width, dtype) makes the weights.
-    run(x [T, width], ids [T], weights, blocks) gives the output from which the gradient comes.
+    run(x [T, width], ids [T], weights, in_pass) gives the output from which the gradient comes.
     out_shape(width) is the shape of one row of the output.
     out_dtype is the dtype of the output; None is the dtype of x.
     """
 
     weights: Callable[[int, torch.dtype], list[torch.Tensor]]
-    run: Callable[[torch.Tensor, torch.Tensor, list[torch.Tensor], list[tuple[int, int]]], torch.Tensor]
+    run: Callable[[torch.Tensor, torch.Tensor, list[torch.Tensor], Pass], torch.Tensor]
     out_shape: Callable[[int], tuple[int, ...]] = lambda width: (width,)
     out_dtype: torch.dtype | None = None
 
@@ -44,30 +46,30 @@ def _vocabulary(D: int, dtype: torch.dtype) -> list[torch.Tensor]:
 OPS = {
     "linear": Op(
         lambda D, dtype: [randn(102, D + 5, D, dtype=dtype), randn(103, D + 5, dtype=dtype)],
-        lambda x, ids, w, blocks: linear(x, w[0], w[1], blocks),
+        lambda x, ids, w, in_pass: linear(x, w[0], w[1], in_pass),
         lambda width: (width + 5,),
     ),
-    "rms_norm": Op(_vector, lambda x, ids, w, blocks: rms_norm(x, w[0], 1e-6, blocks)),
-    "add_rms_norm": Op(_vector, lambda x, ids, w, blocks: add_rms_norm(x, -2 * x, w[0], 1e-6, blocks)[0]),
+    "rms_norm": Op(_vector, lambda x, ids, w, in_pass: rms_norm(x, w[0], 1e-6, in_pass)),
+    "add_rms_norm": Op(_vector, lambda x, ids, w, in_pass: add_rms_norm(x, -2 * x, w[0], 1e-6, in_pass)[0]),
     "qk_norm": Op(
         lambda D, dtype: [randn(100 + i, D, dtype=dtype) for i in (0, 1)],
-        lambda x, ids, w, blocks: qk_norm(torch.stack([x, 2 * x, -x], 1), *w, 2, 1e-6, blocks),
+        lambda x, ids, w, in_pass: qk_norm(torch.stack([x, 2 * x, -x], 1), *w, 2, 1e-6, in_pass),
         lambda width: (3, width),
     ),
-    "embedding": Op(_vocabulary, lambda x, ids, w, blocks: embedding(ids, w[0], blocks)),
+    "embedding": Op(_vocabulary, lambda x, ids, w, in_pass: embedding(ids, w[0], in_pass)),
     "linear_logprob": Op(
         _vocabulary,
-        lambda x, ids, w, blocks: linear_logprob(x, w[0], ids, SamplingParams(0.8, 30, 0.9), blocks)[0],
+        lambda x, ids, w, in_pass: linear_logprob(x, w[0], ids, SamplingParams(0.8, 30, 0.9), in_pass)[0],
         lambda width: (),
         torch.float32,
     ),
 }
 
 
-def main_grads(
+def summed_grads(
     op: Op, dtype: torch.dtype, width: int, lengths: Sequence[int], micro_batches: Sequence[Sequence[int]]
 ) -> list[torch.Tensor]:
-    """The fp32 gradient buffers after a backward pass of each micro-batch.
+    """The sums in the fp32 gradient buffers after a backward pass of each micro-batch.
 
     A micro-batch is given as the indices of its sequences.
     """
@@ -75,43 +77,39 @@ def main_grads(
     data = randn(0, T, width, dtype=dtype), randint(1, VOCAB, T), randn(2, T, *out_shape, dtype=out_dtype)
     x, ids, dy = (t.split(list(lengths)) for t in data)
     weights = [w.requires_grad_() for w in op.weights(width, dtype)]
-    for w in weights:
-        w.main_grad = torch.zeros(w.shape)
+    buffers = zero_buffers(weights)
     for batch in micro_batches:
         if batch:
-            blocks = token_blocks([lengths[s] for s in batch])
+            in_pass = Pass(token_blocks([lengths[s] for s in batch]), buffers)
             x_batch, ids_batch, dy_batch = (torch.cat([t[s] for s in batch]) for t in (x, ids, dy))
-            op.run(x_batch, ids_batch, weights, blocks).backward(dy_batch)
+            op.run(x_batch, ids_batch, weights, in_pass).backward(dy_batch)
     # No gradient in the weight's own dtype beside the buffer.
     assert all(w.grad is None for w in weights)
-    return [w.main_grad for w in weights]
+    return sums_of(buffers)
 
 
 def shard_grads(
     op: Op, dtype: torch.dtype, width: int, shards: Sequence[Sequence[int]], together: bool
 ) -> list[torch.Tensor]:
-    """The fp32 gradient buffers [shards, ...] of one pass over several virtual shards.
+    """The sums in the fp32 gradient buffers, [shards, ...], of one pass over several virtual shards.
 
-    shards: the lengths of each shard's sequences. Without `together`, each shard has a pass of its own, and
-    buffers of the weights' shapes.
+    shards: the lengths of each shard's sequences. Without `together`, each shard has a pass of its own.
     """
     T, out_shape, out_dtype = sum(map(sum, shards)), op.out_shape(width), op.out_dtype or dtype
     x, ids = randn(0, T, width, dtype=dtype), randint(1, VOCAB, T)
     dy = randn(2, T, *out_shape, dtype=out_dtype)
     weights = [w.requires_grad_() for w in op.weights(width, dtype)]
-    buffers = [torch.zeros(len(shards), *w.shape) for w in weights]
+    buffers = {w: GradBuffer(torch.zeros(len(shards), *w.shape)) for w in weights}
     if together:
         lengths = [length for shard in shards for length in shard]
-        of = [i for i, shard in enumerate(shards) for _ in shard]
-        passes = [(slice(0, T), shard_blocks(lengths, of), buffers)]
+        shard_of = [i for i, shard in enumerate(shards) for _ in shard]
+        passes = [(slice(0, T), token_blocks(lengths, shard_of))]
     else:
         ends = [0, *accumulate(map(sum, shards))]
         passes = [
-            (slice(*rows), token_blocks(shard), [buffer[i] for buffer in buffers])
+            (slice(*rows), token_blocks(shard, [i] * len(shard)))
             for i, (rows, shard) in enumerate(zip(pairwise(ends), shards, strict=True))
         ]
-    for rows, blocks, main_grads_of_pass in passes:
-        for w, main_grad in zip(weights, main_grads_of_pass, strict=True):
-            w.main_grad = main_grad
-        op.run(x[rows], ids[rows], weights, blocks).backward(dy[rows])
-    return buffers
+    for rows, blocks in passes:
+        op.run(x[rows], ids[rows], weights, Pass(blocks, buffers)).backward(dy[rows])
+    return [buffer.sums for buffer in buffers.values()]

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from zerokl.kernels.draw import draw
 from zerokl.kernels.embedding import embedding
 from zerokl.kernels.linear import linear
-from zerokl.kernels.logprob import draw, linear_logprob
+from zerokl.kernels.logprob import linear_logprob
 from zerokl.kernels.philox import Stream, uniform_range
 from zerokl.kernels.qk_norm import qk_norm
 from zerokl.kernels.rms_norm import add_rms_norm, rms_norm

@@ -16,7 +16,16 @@ from zerokl.model.decoder import Decoder, Numerics
 from zerokl.model.prompts import PASS_TOKENS, Prompts, prompt_passes
 from zerokl.model.scoring import logprobs, pack
 
-from tests.helpers import DTYPES, property_settings, randint, randn, threads, total_unequal
+from tests.helpers import (
+    DTYPES,
+    property_settings,
+    randint,
+    randn,
+    sums_of,
+    threads,
+    total_unequal,
+    zero_buffers,
+)
 from tests.model.checkpoints import FAMILIES, Pairs, save_random
 
 SAMPLING = SamplingParams(0.9)
@@ -48,13 +57,12 @@ def gradients(
     `order` is the order of the samples.
     """
     weights = [*decoder.w.values(), *([decoder.lm_head] if decoder.config.tied else [])]
-    for w in weights:
-        w.main_grad = torch.zeros(w.shape)
-    prompts, scores = Prompts(decoder, [prompt for prompt, _ in pairs]), {}
+    buffers = zero_buffers(weights)
+    prompts, scores = Prompts(decoder, [prompt for prompt, _ in pairs], buffers=buffers), {}
     order = list(order or range(len(pairs)))
     for a in range(0, len(order), size):
         samples = order[a : a + size]
-        batch = pack([pairs[i] for i in samples], [prompts.of[i] for i in samples])
+        batch = pack([pairs[i] for i in samples], [prompts.prompt_of_sample[i] for i in samples])
         logp, entropy = logprobs(decoder, batch, SAMPLING, prompts=prompts)
         parts = [x.split(batch.completion_lengths) for x in (logp, entropy)]
         scores |= {i: (x, y) for i, x, y in zip(samples, *parts, strict=True)}
@@ -62,7 +70,7 @@ def gradients(
         upstream = torch.cat([randn(i, len(pairs[i][1])) for i in samples])
         (logp * upstream).sum().backward()
     prompts.backward()
-    return [x.detach() for i in range(len(pairs)) for x in scores[i]], [w.main_grad for w in weights]
+    return [x.detach() for i in range(len(pairs)) for x in scores[i]], sums_of(buffers)
 
 
 @torch.no_grad()
@@ -127,14 +135,13 @@ def test_keys_are_rounded_to_the_cache_dtype_for_both(folder):
 
 def test_prompts_read_without_gradients_leave_none_behind(folder):
     decoder, pairs = load_decoder(folder, torch.float32), make_pairs([(9, [2, 3]), (1, [4])])
-    for w in decoder.w.values():
-        w.main_grad = torch.zeros(w.shape)
+    buffers = zero_buffers(decoder.w.values())
     with torch.no_grad():
-        prompts = Prompts(decoder, [prompt for prompt, _ in pairs])
-        logp, _ = logprobs(decoder, pack(pairs, prompts.of), SAMPLING, prompts=prompts)
+        prompts = Prompts(decoder, [prompt for prompt, _ in pairs], buffers=buffers)
+        logp, _ = logprobs(decoder, pack(pairs, prompts.prompt_of_sample), SAMPLING, prompts=prompts)
     prompts.backward()
     assert total_unequal([logp], [torch.cat(whole(decoder, pairs)[::2])]) == 0
-    assert not any(w.main_grad.any() for w in decoder.w.values())
+    assert not any(sums.any() for sums in sums_of(buffers))
 
 
 @property_settings(60)
@@ -156,7 +163,7 @@ def test_a_sequence_longer_than_the_context_is_refused(folder):
     decoder = load_decoder(folder, torch.float32)
     prompts = Prompts(decoder, [[1] * 300])
     with pytest.raises(ValueError, match=r"a sequence of 513 tokens is longer than the context \(512\)"):
-        logprobs(decoder, pack([([1] * 300, [2] * 214)], prompts.of), SAMPLING, prompts=prompts)
+        logprobs(decoder, pack([([1] * 300, [2] * 214)], prompts.prompt_of_sample), SAMPLING, prompts=prompts)
 
 
 def test_an_empty_prompt_is_refused(folder):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from zerokl.kernels.grad import GradBuffer
 from zerokl.kernels.matmul import matmul
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
@@ -39,26 +40,24 @@ SEEDS = range(8)
 def zerokl_results(folder, dtype: torch.dtype, shared: bool) -> dict[str, torch.Tensor]:
     """Our results as `logprobs_and_gradients` gives those of transformers.
 
-    All sequences are packed into one forward. Gradients are taken from `main_grad`. With `shared`,
-    prompts are read once.
+    All sequences are packed into one forward. Gradients are taken from buffers. With `shared`, prompts
+    are read once.
     """
     decoder = load_decoder(folder, dtype)
     flat = torch.zeros(decoder.layout.numel, dtype=torch.promote_types(dtype, torch.float32))
     views = decoder.layout.views(flat)
-    for name, weight in decoder.w.items():
-        weight.main_grad = views[name]
+    buffers = {weight: GradBuffer(views[name].unsqueeze(0)) for name, weight in decoder.w.items()}
     if decoder.config.tied:
-        decoder.lm_head.main_grad = torch.zeros_like(views["embed"])
-    prompts = Prompts(decoder, [prompt for prompt, _ in PAIRS]) if shared else None
-    logp, _ = logprobs(
-        decoder, pack(PAIRS, prompts.of if prompts else None), SamplingParams(), prompts=prompts
-    )
+        buffers[decoder.lm_head] = GradBuffer(torch.zeros_like(views["embed"]).unsqueeze(0))
+    prompts = Prompts(decoder, [prompt for prompt, _ in PAIRS], buffers=buffers) if shared else None
+    packed = pack(PAIRS, prompts.prompt_of_sample if prompts else None)
+    logp, _ = logprobs(decoder, packed, SamplingParams(), prompts=prompts, buffers=buffers)
     losses = sequence_losses(logp, PAIRS, DY)
     losses.sum().backward()
     if prompts:
         prompts.backward()
     if decoder.config.tied:
-        views["embed"] += decoder.lm_head.main_grad
+        views["embed"] += buffers[decoder.lm_head].sums[0]
     return {"logp": logp.detach(), "losses": losses.detach(), **decoder.layout.checkpoint_views(flat)}
 
 

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from zerokl.engine.rollout.vllm.stock import ENVIRONMENT
 from zerokl.kernels import attention_triton, matmul_triton
-from zerokl.kernels.attention_plan import Spans
-from zerokl.kernels.launch import Launch, recorded
-from zerokl.kernels.tiles import recording
+from zerokl.kernels.attention_tables import Spans
+from zerokl.kernels.launch import Launch, recorded_launches
+from zerokl.kernels.order import token_blocks
+from zerokl.kernels.tiles import tiles_of_target
 from zerokl.verify.binaries import compile_launch, float_program
 
 from tests.triton.vllm_kernels import batch_invariant_module
@@ -48,7 +49,7 @@ def vllm_launch(module: Any, name: str, call: Callable[[], object]) -> Launch:
 
 
 def our_launch(target: str, call: Callable[[], object]) -> Launch:
-    with recording(target), recorded() as launches:
+    with tiles_of_target(target), recorded_launches() as launches:
         call()
     return launches[0]
 
@@ -105,7 +106,7 @@ def matmul_launches(
     vllm = vllm_launch(module, "matmul_kernel_persistent", lambda: module.matmul_persistent(x, w.t(), b))
     tiles = {f"BLOCK_{a}": vllm.options[f"BLOCK_SIZE_{a}"] for a in "MNK"}
     tiles |= {name: vllm.options[name] for name in ("num_warps", "num_stages")}
-    ours = our_launch(target, lambda: matmul_triton.matmul(x, w.t(), b))
+    ours = our_launch(target, lambda: matmul_triton.matmul(x, w, b))
     return vllm, ours._replace(options=ours.options | tiles)
 
 
@@ -162,8 +163,8 @@ def rounded_operands(batch_invariant: Any) -> dict[str, int]:
 def outer_lines(dtype: torch.dtype, empty: bool) -> list[str]:
     """The float program of a weight gradient on sm_90, without the shuffles of a warp's number."""
     dy, x = (torch.empty(256, n, dtype=dtype, device="meta") for n in (4096, 1024))
-    acc = torch.empty(4096, 1024, device="meta")
-    launch = our_launch("sm_90", lambda: matmul_triton.add_outer(acc, dy, x, [(0, 256)], empty))
+    acc = torch.empty(1, 4096, 1024, device="meta")
+    launch = our_launch("sm_90", lambda: matmul_triton.add_outer(acc, dy, x, token_blocks([256]), empty))
     return [line for line in program(launch, "sm_90") if not line.startswith("shfl.sync.idx")]
 
 

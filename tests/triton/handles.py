@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from zerokl.benchmarks.host_cost import Driver, Forgetful, one_pass, pretend
 from zerokl.kernels import launch
-from zerokl.kernels.tiles import recording
+from zerokl.kernels.tiles import tiles_of_target
 
 # Few of each, so that kinds of launches recur.
 DTYPES = (torch.bfloat16, torch.int64)
@@ -79,7 +79,7 @@ def main() -> None:
     report["unequal"] = unequal_launches(driver, LAUNCHES)
     report["kinds"] = len(launch._handles)
     whole, specialised = one_pass(2, [([3] * 8, [7] * 8)] * 8), launch._specialised
-    with recording("sm_90"):
+    with tiles_of_target("sm_90"):
         by_triton = binaries_of(driver, whole, Forgetful())
         kept: dict = {}
         first, second = (binaries_of(driver, whole, kept) for _ in range(2))

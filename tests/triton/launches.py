@@ -21,9 +21,10 @@ from zerokl.benchmarks.machine import model_config
 from zerokl.engine.rollout import native
 from zerokl.engine.rollout.types import GenerationParams, RngKey
 from zerokl.kernels.compiled_cases import configurations
-from zerokl.kernels.launch import Launch, recorded
+from zerokl.kernels.grad import GradBuffer
+from zerokl.kernels.launch import Launch, recorded_launches
 from zerokl.kernels.sampling_params import SamplingParams
-from zerokl.kernels.tiles import recording
+from zerokl.kernels.tiles import tiles_of_target
 from zerokl.model.decoder import COMPUTE, Decoder, Numerics
 from zerokl.model.prompts import Prompts
 from zerokl.model.scoring import logprobs, pack
@@ -59,8 +60,6 @@ def decoder(name: str, dtype: torch.dtype, numerics: Numerics) -> Decoder:
     )
     layout = Layout(config)
     model = Decoder(config, torch.empty(layout.numel, dtype=dtype), layout, numerics)
-    for w in (*model.w.values(), model.lm_head):
-        w.main_grad = torch.empty(w.shape)
     return model
 
 
@@ -71,12 +70,14 @@ def run(model: Decoder) -> None:
     """
     prompt_ids = [[3] * 40, [3] * 40, [5]]
     pairs = [(prompt, [7] * n) for prompt, n in zip(prompt_ids, (200, 3, 1), strict=True)]
+    buffers = {w: GradBuffer(torch.empty(1, *w.shape)) for w in (*model.w.values(), model.lm_head)}
     for sampling_params in SAMPLING_PARAMS[:2]:
         for batch in (pairs, pairs[2:]):
-            prompts = Prompts(model, [prompt for prompt, _ in batch])
-            logprobs(model, pack(batch, prompts.of), sampling_params, prompts=prompts)[0].sum().backward()
+            prompts = Prompts(model, [prompt for prompt, _ in batch], buffers=buffers)
+            packed = pack(batch, prompts.prompt_of_sample)
+            logprobs(model, packed, sampling_params, prompts=prompts)[0].sum().backward()
             prompts.backward()
-        logprobs(model, pack(pairs), sampling_params)[0].sum().backward()
+        logprobs(model, pack(pairs), sampling_params, buffers=buffers)[0].sum().backward()
         with torch.no_grad():
             logprobs(model, pack(pairs), sampling_params)
     for sampling_params in SAMPLING_PARAMS:
@@ -90,7 +91,7 @@ def launches(work: Callable[[], None]) -> Iterator[Launch]:
 
     Two launches are distinct if Triton could see a difference: data types, alignments or numbers.
     """
-    with recorded() as all_launches:
+    with recorded_launches() as all_launches:
         work()
     distinct = {}
     for launch in all_launches:
@@ -111,7 +112,7 @@ def main() -> None:
     seen, missing, control = 0, {}, set()
     for target in sys.argv[1:]:
         listed = {binary_key(*launch, target): name for name, launch in configurations(target)}
-        with recording(target):
+        with tiles_of_target(target):
             for name, (dtype, numerics) in product(MODELS, SETTINGS):
                 for launch in launches(partial(run, decoder(name, dtype, numerics))):
                     seen, key = seen + 1, binary_key(*launch, target)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from zerokl.kernels import attention_bwd_triton, attention_triton
-from zerokl.kernels.attention_plan import KEY_TILE, Spans
+from zerokl.kernels.attention_plan import KEY_TILE
+from zerokl.kernels.attention_tables import Spans
 from zerokl.kernels.attention_triton import attention_paged
 
 from tests.helpers import assert_at_most_twice_the_error, randn, total_unequal

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.kernels import attention_bwd_tma_triton, attention_tma_triton, attention_triton
 from zerokl.kernels.attention import varlen_plan
-from zerokl.kernels.attention_plan import key_tile_table, query_tile_table
+from zerokl.kernels.attention_tables import key_tile_table, query_tile_table
 
 from tests.helpers import property_settings, randn, total_unequal
 from tests.kernels.test_attention import Case, after_contexts, gradients, make_case

@@ -14,10 +14,11 @@ from zerokl.engine.rollout import decode
 from zerokl.engine.rollout.decode import DecodeMemory, DecodeRows, Row
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import GenerationParams, RngKey, Rollout
-from zerokl.kernels.launch import recorded
+from zerokl.kernels.launch import recorded_launches
+from zerokl.kernels.matmul import UNPACKED
 from zerokl.kernels.philox import Stream
 from zerokl.kernels.sampling_params import SamplingParams
-from zerokl.kernels.tiles import recording
+from zerokl.kernels.tiles import tiles_of_target
 from zerokl.kernels.uniforms import uniforms, uniforms_ref
 from zerokl.model.decoder import Decoder
 from zerokl.model.scoring import logprobs, pack
@@ -82,7 +83,7 @@ def test_a_row_that_is_done_or_padding_writes_to_its_own_pages_only(decoder):
     pages = [memory.cache.allocate(2) for _ in range(3)]
     rows = [Row(20 + i, 0, 0, i, 0, pages[i]) for i in range(3)]
     turns = DecodeRows(decoder, memory, params(stop=frozenset()), 0, Stream.SAMPLE)
-    turns.start(0)
+    turns.start(0, UNPACKED)
     turns.load(rows)
     for _ in range(2):
         turns.run(8)
@@ -113,11 +114,11 @@ class _OnTheDevice(TorchDispatchMode):
 def _meta_turn(generation_params: GenerationParams) -> Iterator[DecodeRows]:
     """Turns whose tensors have no memory, so that no operation can read a value on the host."""
     plain = _decoder(torch.bfloat16)
-    with recording("sm_90"), recorded():
+    with tiles_of_target("sm_90"), recorded_launches():
         decoder = Decoder(plain.config, plain.flat.detach().to("meta"), plain.layout)
         memory = DecodeMemory(decoder, rows=4, pages=3, blocks=8)
         turns = DecodeRows(decoder, memory, generation_params, 0, Stream.SAMPLE)
-        turns.start(0)
+        turns.start(0, UNPACKED)
         turns.load([Row(5, 3, 0, 0, 0, [1, 2])])
         yield turns
 

@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.kernels import draw_triton
-from zerokl.kernels.draw import draw_tokens
-from zerokl.kernels.logprob import _invert
+from zerokl.kernels.draw import _invert, draw_tokens
 from zerokl.kernels.logprob_triton import logprob_fwd
 from zerokl.kernels.philox import Stream, uniform_range
 from zerokl.kernels.sampling_params import SamplingParams

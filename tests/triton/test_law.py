@@ -4,6 +4,7 @@ The operations and the comparisons are those of tests/law, as in tests/kernels. 
 run their Triton kernels.
 """
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.kernels import columns_triton, rms_norm_triton
-from zerokl.kernels.launch import recorded
+from zerokl.kernels.launch import recorded_launches
 from zerokl.kernels.order import token_blocks
 
 from tests.helpers import DTYPES, property_settings, total_unequal
@@ -58,7 +59,7 @@ def cases(names: dict[str, str], dtypes: tuple[torch.dtype, ...] = DTYPES) -> li
     seed=st.integers(0, 10_000),
 )
 def test_row_is_independent_of_the_others(name, kernel, dtype, width, T, other_T, poison, seed):
-    with recorded(and_run=True) as launches:
+    with recorded_launches(and_run=True) as launches:
         assert rows.unequal_rows(rows.OPS[name], dtype, width, T, other_T, poison, seed) == 0
     assert kernel in {launch.kernel.__name__ for launch in launches}
 
@@ -74,9 +75,9 @@ def test_gradient_is_independent_of_the_split_into_micro_batches(name, kernel, d
     op, sequences = gradients.OPS[name], list(range(len(lengths)))
     bounds = [0, *sorted(c for c in cuts if 0 < c < len(lengths)), len(lengths)]
     micro_batches = [sequences[a:b] for a, b in pairwise(bounds)]
-    with recorded(and_run=True) as launches:
-        together = gradients.main_grads(op, dtype, width, lengths, [sequences])
-        split = gradients.main_grads(op, dtype, width, lengths, micro_batches)
+    with recorded_launches(and_run=True) as launches:
+        together = gradients.summed_grads(op, dtype, width, lengths, [sequences])
+        split = gradients.summed_grads(op, dtype, width, lengths, micro_batches)
     assert total_unequal(together, split) == 0
     assert kernel in {launch.kernel.__name__ for launch in launches}
 
@@ -95,30 +96,33 @@ def test_shards_of_one_pass_have_the_gradients_of_a_pass_each(name):
 @pytest.mark.parametrize("name", GRADIENT_OPS)
 def test_control_another_order_of_the_sequences_is_found(name):
     op, lengths = gradients.OPS[name], [150, 90, 40]
-    in_order = gradients.main_grads(op, torch.float32, 64, lengths, [[0], [1], [2]])
-    assert total_unequal(in_order, gradients.main_grads(op, torch.float32, 64, lengths, [[2], [1], [0]])) > 0
+    in_order = gradients.summed_grads(op, torch.float32, 64, lengths, [[0], [1], [2]])
+    assert (
+        total_unequal(in_order, gradients.summed_grads(op, torch.float32, 64, lengths, [[2], [1], [0]])) > 0
+    )
 
 
 @pytest.mark.parametrize("name", [n for n in GRADIENT_OPS if n != "embedding"])
 def test_control_blocks_across_sequences_are_found(name):
     lengths, op = [150, 90, 40], gradients.OPS[name]
-    before = gradients.main_grads(op, torch.float32, 64, lengths, [[0, 1, 2]])
-    wrong = op._replace(run=lambda x, ids, w, _: op.run(x, ids, w, token_blocks([sum(lengths)])))
-    assert total_unequal(before, gradients.main_grads(wrong, torch.float32, 64, lengths, [[0, 1, 2]])) > 0
+    before = gradients.summed_grads(op, torch.float32, 64, lengths, [[0, 1, 2]])
+    blocks = token_blocks([sum(lengths)])
+    wrong = op._replace(run=lambda x, ids, w, in_pass: op.run(x, ids, w, replace(in_pass, blocks=blocks)))
+    assert total_unequal(before, gradients.summed_grads(wrong, torch.float32, 64, lengths, [[0, 1, 2]])) > 0
 
 
 @pytest.mark.parametrize("rows_at_once", [8, 32])
 def test_control_another_tile_of_rows_is_found(monkeypatch, rows_at_once):
     op = gradients.OPS["rms_norm"]
-    before = gradients.main_grads(op, torch.float32, 64, [150, 90], [[0, 1]])
+    before = gradients.summed_grads(op, torch.float32, 64, [150, 90], [[0, 1]])
     for module in (columns_triton, rms_norm_triton):
         monkeypatch.setattr(module, "NORM_ROWS", rows_at_once)
-    assert total_unequal(before, gradients.main_grads(op, torch.float32, 64, [150, 90], [[0, 1]])) > 0
+    assert total_unequal(before, gradients.summed_grads(op, torch.float32, 64, [150, 90], [[0, 1]])) > 0
 
 
 @pytest.mark.parametrize(("name", "kernel", "dtype"), cases(ACCURATE_OPS))
 def test_error_is_at_most_twice_that_of_plain_torch(name, kernel, dtype):
-    with recorded(and_run=True) as launches:
+    with recorded_launches(and_run=True) as launches:
         accuracy.assert_accurate(accuracy.OPS[name], dtype, SEEDS)
     assert kernel in {launch.kernel.__name__ for launch in launches}
 

@@ -3,9 +3,12 @@
 import pytest
 import torch
 from zerokl.engine.rollout.vllm.installed import require_vllm
-from zerokl.kernels import matmul, matmul_triton, tiles
+from zerokl.kernels import columns, matmul, matmul_triton, tiles
+from zerokl.kernels.grad import GradBuffer
+from zerokl.kernels.launch import recorded_launches
 from zerokl.kernels.linear import linear
-from zerokl.kernels.order import token_blocks
+from zerokl.kernels.order import blocks_of_counts, token_blocks
+from zerokl.kernels.passes import Pass
 
 from tests.helpers import assert_at_most_twice_the_error, randn, total_unequal
 
@@ -29,7 +32,7 @@ def test_bits_of_vllms_kernel(batch_invariant, M, dtype):
 def test_control_another_tile_along_k_gives_other_bits(batch_invariant, monkeypatch):
     x, w, _ = _inputs(65, torch.float32)
     monkeypatch.setattr(tiles, "_32_BIT", 64)
-    assert total_unequal([matmul_triton.matmul(x, w.t())], [batch_invariant.matmul_persistent(x, w.t())]) > 0
+    assert total_unequal([matmul_triton.matmul(x, w)], [batch_invariant.matmul_persistent(x, w.t())]) > 0
 
 
 @pytest.mark.parametrize("family", ["ada", "hopper", "blackwell", "sm120"])
@@ -72,11 +75,11 @@ def _weight_gradient(
 ) -> torch.Tensor:
     """dw, with one call for each part [first, last) of the sequences; no sequence moves."""
     dy, x = randn(5, sum(LENGTHS), N, dtype=dtype), randn(6, sum(LENGTHS), 80, dtype=dtype)
-    acc = torch.zeros(N, 80)
+    acc = GradBuffer(torch.zeros(1, N, 80))
     for first, last in parts:
         a, b = sum(lengths[:first]), sum(lengths[:last])
         matmul.add_outer(acc, dy[a:b], x[a:b], token_blocks(lengths[first:last]))
-    return acc
+    return acc.sums[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -84,6 +87,25 @@ def test_weight_gradient_does_not_depend_on_the_micro_batch(dtype):
     whole = _weight_gradient(dtype, [(0, 5)])
     for parts in ([(i, i + 1) for i in range(5)], [(0, 2), (2, 5)], [(0, 4), (4, 5)]):
         assert total_unequal([_weight_gradient(dtype, parts)], [whole]) == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_that_the_device_has_made_give_the_gradients_of_the_hosts(dtype):
+    counts, T = [130, 0, 20, 257], 407
+    dy, x, sums = randn(5, T, N, dtype=dtype), randn(6, T, 80, dtype=dtype), []
+    for blocks in (token_blocks(counts, range(4)), blocks_of_counts(torch.tensor(counts), T)):
+        dw, db = GradBuffer(torch.zeros(4, N, 80)), GradBuffer(torch.zeros(4, N))
+        with recorded_launches(and_run=True) as launches:
+            matmul.add_outer(dw, dy, x, blocks)
+        assert len(launches) == 1, "one launch adds all groups"
+        columns.add_columns(db, dy, blocks)
+        sums.append([dw.sums, db.sums])
+    assert total_unequal(*sums) == 0
+    for i, (shard, _) in enumerate(blocks.parts):
+        rows = slice(sum(counts[:i]), sum(counts[: i + 1]))
+        alone = GradBuffer(torch.zeros(1, N, 80))
+        matmul.add_outer(alone, dy[rows], x[rows], token_blocks(counts[i : i + 1]))
+        assert total_unequal([alone.sums[0]], [sums[1][0][shard]]) == 0
 
 
 def test_control_another_order_or_other_blocks_give_other_bits():
@@ -99,7 +121,7 @@ def test_accuracy(dtype):
 
     def run(ours: bool, dtype: torch.dtype) -> list[torch.Tensor]:
         leaves = [t.to(dtype).requires_grad_() for t in (x, w, b)]
-        y = linear(*leaves, token_blocks([110, 40])) if ours else torch.nn.functional.linear(*leaves)
+        y = linear(*leaves, Pass(token_blocks([110, 40]))) if ours else torch.nn.functional.linear(*leaves)
         return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(dtype))]
 
     results = run(True, dtype), run(False, dtype), run(False, torch.float64)

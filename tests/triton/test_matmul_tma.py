@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.kernels import matmul_tma_triton, matmul_triton, tiles
-from zerokl.kernels.order import token_blocks
+from zerokl.kernels.order import blocks_of_rows, token_blocks
 
 from tests.helpers import property_settings, randn, total_unequal
 
@@ -47,9 +47,9 @@ def test_forward_and_input_gradient_have_the_bits_of_the_other_kernel(products, 
     x, w, b = randn(1, M, K, dtype=dtype), randn(2, N, K, dtype=dtype), randn(3, N, dtype=dtype)
     dy = randn(4, M, N, dtype=dtype)
     for call in (
-        lambda: matmul_triton.matmul(x, w.t()),
-        lambda: matmul_triton.matmul(x, w.t(), b),
-        lambda: matmul_triton.matmul(dy, w),
+        lambda: matmul_triton.matmul(x, w),
+        lambda: matmul_triton.matmul(x, w, b),
+        lambda: matmul_triton.matmul(dy, w.t()),
     ):
         tma, other = products(call)
         assert total_unequal([tma], [other]) == 0
@@ -58,7 +58,7 @@ def test_forward_and_input_gradient_have_the_bits_of_the_other_kernel(products, 
 
 def test_rows_that_tma_cannot_read_go_through_the_other_kernel(products, launched):
     x, w = randn(1, 130, 141, dtype=DTYPES[0])[:, :140], randn(2, 264, 140, dtype=DTYPES[0])
-    tma, other = products(lambda: matmul_triton.matmul(x, w.t()))
+    tma, other = products(lambda: matmul_triton.matmul(x, w))
     assert total_unequal([tma], [other]) == 0
     assert not launched
 
@@ -74,13 +74,17 @@ def test_rows_that_tma_cannot_read_go_through_the_other_kernel(products, launche
 def test_weight_gradients_have_the_bits_of_the_other_kernel(lengths, N, K, seed, empty):
     dtype, T = DTYPES[seed % 2], sum(lengths)
     dy, x = randn(seed, T, N, dtype=dtype), randn(seed + 1, T, K, dtype=dtype)
-    other = torch.zeros(N, K) if empty else randn(seed + 2, N, K)
-    tma = torch.full((N, K), float("nan")) if empty else other.clone()
-    runs = matmul_triton._runs(tuple(token_blocks(lengths)), x.device)
-    matmul_tma_triton.add_outer_tma(tma, dy, x, runs, tiles.tma_outer_tiles(N, K, dtype, "hopper"), 4, empty)
+    # Several shards: all sequences but the last are of shard 0, and nothing is of shard 1.
+    blocks = token_blocks(lengths, [0] * (len(lengths) - 1) + [2])
+    other = torch.zeros(3, N, K) if empty else randn(seed + 2, 3, N, K)
+    tma = torch.full((3, N, K), float("nan")) if empty else other.clone()
+    for shard in {0, 1, 2}.difference(blocks.shards):
+        tma[shard] = other[shard]
+    chosen = tiles.tma_outer_tiles(N, K, dtype, "hopper")
+    matmul_tma_triton.add_outer_tma(tma, dy, x, blocks.on(x.device), chosen, 4, empty)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(matmul_triton, "tma_outer_tiles", lambda *_: None)
-        matmul_triton.add_outer(other, dy, x, token_blocks(lengths))
+        matmul_triton.add_outer(other, dy, x, blocks)
     assert total_unequal([tma], [other]) == 0
 
 
@@ -88,22 +92,20 @@ def test_control_other_runs_give_other_bits():
     dy, x = randn(1, 300, 136, dtype=DTYPES[0]), randn(2, 300, 72, dtype=DTYPES[0])
     results = []
     for blocks in ([(0, 300)], [(0, 37), (37, 300)]):
-        acc = torch.zeros(136, 72)
-        runs = matmul_triton._runs(tuple(blocks), x.device)
-        matmul_tma_triton.add_outer_tma(
-            acc, dy, x, runs, tiles.tma_outer_tiles(136, 72, x.dtype, "hopper"), 4, False
-        )
+        acc, tables = torch.zeros(1, 136, 72), blocks_of_rows(blocks).on(x.device)
+        chosen = tiles.tma_outer_tiles(136, 72, x.dtype, "hopper")
+        matmul_tma_triton.add_outer_tma(acc, dy, x, tables, chosen, 4, False)
         results.append(acc)
     assert total_unequal(results[:1], results[1:]) > 0
 
 
 def test_a_token_of_a_neighbour_is_not_read():
     dy, x = randn(1, 300, 136, dtype=DTYPES[0]), randn(2, 300, 72, dtype=DTYPES[0])
-    acc, alone = torch.zeros(136, 72), torch.zeros(136, 72)
-    matmul_triton.add_outer(alone, dy[100:137], x[100:137], [(0, 37)])
+    acc, alone = torch.zeros(1, 136, 72), torch.zeros(1, 136, 72)
+    matmul_triton.add_outer(alone, dy[100:137], x[100:137], blocks_of_rows([(0, 37)]))
     for tensor in (dy, x):
         tensor[:100], tensor[137:] = float("nan"), float("nan")
-    matmul_triton.add_outer(acc, dy, x, [(100, 137)])
+    matmul_triton.add_outer(acc, dy, x, blocks_of_rows([(100, 137)]))
     assert total_unequal([acc], [alone]) == 0
 
 

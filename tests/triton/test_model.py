@@ -9,7 +9,7 @@ from zerokl.engine.train.shard import micro_batches
 from zerokl.kernels import tiles
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.config import ModelConfig
-from zerokl.model.decoder import Decoder
+from zerokl.model.decoder import Buffers, Decoder
 from zerokl.model.prompts import Prompts
 from zerokl.model.scoring import logprobs, pack
 from zerokl.model.weights import Layout
@@ -87,7 +87,7 @@ def test_prompts_read_once(decoder, together):
     pairs = [PAIRS[1], (PAIRS[1][0], [9, 8, 7]), PAIRS[2]]
     with torch.no_grad():
         prompts = Prompts(decoder, [prompt for prompt, _ in pairs])
-        batch = pack(pairs, prompts.of)
+        batch = pack(pairs, prompts.prompt_of_sample)
         once = logprobs(decoder, batch, SAMPLING, prompts=prompts)[0].split(batch.completion_lengths)
     assert total_unequal([once[0], once[2]], together[1:]) == 0
     assert total_unequal([once[1]], _score(decoder, pairs[1:2])) == 0
@@ -100,12 +100,12 @@ def _gradient(pairs: list, micro_batch: int, dtype: torch.dtype, in_flight: int 
     """
     sums, half = ShardSum(_decoder(dtype), 2, in_flight), len(pairs) // 2
 
-    def work(decoder: Decoder, shards: list) -> list[None]:
+    def work(decoder: Decoder, shards: list, buffers: Buffers) -> list[None]:
         together = [pair for shard in shards for pair in shard]
-        of = [i for i, shard in enumerate(shards) for _ in shard] if in_flight > 1 else None
-        prompts = Prompts(decoder, [prompt for prompt, _ in together], shards=of)
+        shard_of = [i for i, shard in enumerate(shards) for _ in shard]
+        prompts = Prompts(decoder, [prompt for prompt, _ in together], shards=shard_of, buffers=buffers)
         for rows in micro_batches(len(together), micro_batch):
-            batch = pack(together[rows], prompts.of[rows], of and of[rows])
+            batch = pack(together[rows], prompts.prompt_of_sample[rows], shard_of[rows])
             logprobs(decoder, batch, SAMPLING, prompts=prompts)[0].sum().backward()
         prompts.backward()
         return [None] * len(shards)

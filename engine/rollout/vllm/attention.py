@@ -28,7 +28,8 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from ....kernels.attention import attention_cached
-from ....kernels.attention_plan import KEY_TILE, AttentionPlan, Spans
+from ....kernels.attention_plan import KEY_TILE, AttentionPlan
+from ....kernels.attention_tables import Spans
 from ....kernels.backend import on_triton
 
 

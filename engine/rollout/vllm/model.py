@@ -8,7 +8,8 @@ import torch
 from vllm.model_executor.layers.attention import Attention
 
 from ....kernels.embedding import embedding
-from ....kernels.matmul import matmul
+from ....kernels.matmul import UNPACKED, PackedWeights, matmul
+from ....kernels.passes import Pass
 from ....model.config import ModelConfig
 from ....model.decoder import Decoder, Numerics, no_hook
 from ....model.weights import Layout
@@ -21,10 +22,8 @@ class _VllmContext:
     vLLM's attention layers hold the cache and know the requests.
     """
 
-    blocks = None  # no weight gradient is ever taken here
-
-    def __init__(self, positions: torch.Tensor, layers: torch.nn.ModuleList):
-        self.positions, self._layers = positions, layers
+    def __init__(self, positions: torch.Tensor, layers: torch.nn.ModuleList, packed: PackedWeights):
+        self.positions, self._layers, self.in_pass = positions, layers, Pass(packed=packed)
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -72,8 +71,10 @@ class ZeroklForCausalLM(torch.nn.Module):
     def weights_changed(self) -> None:
         """Must be called after every change of the weights.
 
-        Where lm_head has another dtype than the weights, it is converted here and not at every token.
+        Where lm_head has another dtype than the weights, it is converted here and not at every token. Packed
+        copies are of the weights before, and are dropped.
         """
+        self.packed: PackedWeights = UNPACKED
         self._lm_head = self.decoder.logits_weight()
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -82,13 +83,13 @@ class ZeroklForCausalLM(torch.nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """input_ids, positions [T] -> hidden states [T, D]."""
-        return self.decoder.hidden(
-            input_ids.long(), _VllmContext(positions.long(), self.attention), self.hook
-        )
+        context = _VllmContext(positions.long(), self.attention, self.packed)
+        return self.decoder.hidden(input_ids.long(), context, self.hook)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden_states [n, D] -> logits [n, V]."""
-        return matmul(hidden_states.to(self._lm_head.dtype), self._lm_head)
+        hidden_states = hidden_states.to(self._lm_head.dtype)
+        return matmul(hidden_states, self._lm_head, self.packed.get(self._lm_head))
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Copy a checkpoint's tensors into place. Returns their names.

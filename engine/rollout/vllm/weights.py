@@ -5,9 +5,7 @@ once. vLLM's own model has memory of its own, and an update loads the checkpoint
 update carries a version, and vLLM's outputs name the version that they were drawn with.
 """
 
-from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -17,7 +15,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from ....kernels.matmul import packed
+from ....kernels.matmul import UNPACKED, pack_weights
 from ....model.weights import Layout
 from ...shared_tensor import Handle, map_tensor
 
@@ -58,10 +56,6 @@ class SharedWeightsEngine(WeightTransferEngine[SharedInit, Update]):
     init_info_cls = SharedInit
     update_info_cls = Update
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._packs = ExitStack()
-
     def init_transfer_engine(self, init_info: SharedInit) -> None:
         """Map the trainer's weights and compute with them."""
         flat = self.model.decoder.flat
@@ -77,15 +71,14 @@ class SharedWeightsEngine(WeightTransferEngine[SharedInit, Update]):
         That is safe, because only vLLM's model reads this mapping of the weights.
         """
         self.model.weights_changed()
-        self._packs.close()
-        self._packs.enter_context(packed(self.model.decoder.matrices()))
+        self.model.packed = pack_weights(self.model.decoder.matrices())
 
     def finish_weight_update(self) -> None:
         """Nothing to finish: the caller resets the caches."""
 
     def shutdown(self) -> None:
         """Let go of the packed weights."""
-        self._packs.close()
+        self.model.packed = UNPACKED
 
 
 class OwnWeightsEngine(SharedWeightsEngine):

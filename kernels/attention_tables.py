@@ -1,0 +1,97 @@
+"""The tables of one attention call for the Triton kernels: where sequences, tiles and pages lie.
+
+Shapes: S sequences, T rows of q, K packed keys, J pages of a sequence.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+# The rows of a program of the kernels that read through TMA (attention_tma_triton.py), and the keys of one in
+# their backward, where they order sums.
+TILE_ROWS, TILE_KEYS = 64, 64
+# Programs of these kernels that run at about the same time on an H100: four on each multiprocessor.
+_WAVE = 528
+
+
+class Spans(NamedTuple):
+    """One attention call as the Triton kernels take it: int32 tensors on the kernels' device."""
+
+    cu_seqlens_q: torch.Tensor  # [S + 1], the first row of each sequence in q, and T
+    seqused_k: torch.Tensor  # [S], tokens of each sequence, including those before its queries
+    block_table: torch.Tensor | None  # [S, J], the pages of each sequence's keys; None for packed keys
+    kv_heads: int
+    cu_seqlens_k: torch.Tensor | None = None  # [S + 1], the first key of each sequence, and K; packed only
+    query_tiles: torch.Tensor | None = None  # query_tile_table; packed only
+    key_tiles: torch.Tensor | None = None  # key_tile_table; packed only
+
+
+def make_spans(
+    query_lengths: Sequence[int],
+    contexts: Sequence[int],
+    tables: np.ndarray | None,
+    heads: int,
+    kv_heads: int,
+    device: torch.device,
+) -> Spans:
+    """The tensors of a plan on `device`. attention_plan.AttentionPlan explains the other arguments."""
+
+    def int32(numbers: Sequence[int] | np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.array(numbers, np.int32)).to(device)
+
+    lengths = np.add(contexts, query_lengths)
+    starts, key_starts = ([0, *np.cumsum(x)] for x in (query_lengths, lengths))
+    if tables is not None:
+        return Spans(int32(starts), int32(lengths), int32(tables), kv_heads)
+    positions = max(1, TILE_ROWS // (heads // kv_heads))
+    return Spans(
+        cu_seqlens_q=int32(starts),
+        seqused_k=int32(lengths),
+        block_table=None,
+        kv_heads=kv_heads,
+        cu_seqlens_k=int32(key_starts),
+        query_tiles=int32(query_tile_table(query_lengths, contexts, kv_heads, positions)),
+        key_tiles=int32(key_tile_table(query_lengths, contexts, TILE_KEYS)),
+    )
+
+
+def query_tile_table(
+    query_lengths: Sequence[int], contexts: Sequence[int], kv_heads: int, positions: int
+) -> np.ndarray:
+    """Tiles of `positions` queries: [tiles, 4], the programs of a packed forward in their order.
+
+    A row is: the tile's first row in q, its positions, the first one's place in its sequence, and the first
+    key of the sequence. The sequences of about one wave of programs come together, and of those the tiles
+    with most keys first. With all sequences together, keys and values would leave the L2 cache between two
+    programs that read them.
+    """
+    queries, context = np.asarray(query_lengths, np.int64), np.asarray(contexts, np.int64)
+    tiles = -(-queries // positions)
+    seq = np.repeat(np.arange(len(queries)), tiles)
+    within = (np.arange(len(seq)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * positions
+    start, key_start = np.cumsum(queries) - queries, np.cumsum(queries + context) - queries - context
+    count = np.minimum(positions, queries[seq] - within)
+    first = context[seq] + within
+    wave = (np.cumsum(tiles) - tiles)[seq] * kv_heads // _WAVE
+    order = np.lexsort((-(first + count), wave))
+    return np.stack([start[seq] + within, count, first, key_start[seq]], axis=1)[order]
+
+
+def key_tile_table(query_lengths: Sequence[int], contexts: Sequence[int], keys: int) -> np.ndarray:
+    """Tiles of `keys` keys: [tiles, 6], the programs of a packed backward, those with most queries first.
+
+    A row is: the tile's first row in k, its keys, the first one's place in its sequence, and of the sequence
+    the first row in q, the number of queries, and the number of positions before them.
+    """
+    queries, context = np.asarray(query_lengths, np.int64), np.asarray(contexts, np.int64)
+    lengths = queries + context
+    tiles = -(-lengths // keys)
+    seq = np.repeat(np.arange(len(lengths)), tiles)
+    first = (np.arange(len(seq)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * keys
+    start, key_start = np.cumsum(queries) - queries, np.cumsum(lengths) - lengths
+    count = np.minimum(keys, lengths[seq] - first)
+    columns = [key_start[seq] + first, count, first, start[seq], queries[seq], context[seq]]
+    order = np.argsort(np.maximum(context[seq], first) - lengths[seq], kind="stable")
+    return np.stack(columns, axis=1)[order]

@@ -1,0 +1,44 @@
+"""What the operations of one forward and its backward share, beside their operands.
+
+A pass may hold the rows of several virtual shards. Its token blocks say which rows belong to which shard.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from .grad import GradBuffer
+from .order import TokenBlocks, token_blocks
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The token blocks of the rows, and by weight the buffers of gradients and the packed copies.
+
+    Weights are found by identity. A weight without a buffer has its gradient returned to autograd. A weight
+    without a packed copy is read itself (matmul.pack_weights).
+    """
+
+    blocks: TokenBlocks | None = None  # None: all rows are one sequence
+    buffers: Mapping[torch.Tensor, GradBuffer] = field(default_factory=dict)
+    packed: Mapping[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+
+    def over(self, x: torch.Tensor) -> "Pass":
+        """This pass over the rows of x [T, ...]: its blocks are never None."""
+        return self if self.blocks is not None else replace(self, blocks=token_blocks([x.shape[0]]))
+
+    def buffer(self, weight: torch.Tensor) -> GradBuffer:
+        """The buffer of the weight's gradient: the pass's, or a new one that is empty."""
+        buffer = self.buffers.get(weight)
+        return GradBuffer.like(weight) if buffer is None else buffer
+
+    def returned_grad(self, weight: torch.Tensor, buffer: GradBuffer) -> torch.Tensor | None:
+        """What a backward function returns for `weight`, after it has added to `buffer`.
+
+        The sum of a new buffer is rounded once to the weight's dtype.
+        """
+        return None if self.buffers.get(weight) is buffer else buffer.zeroed([0])[0].to(weight.dtype)
+
+
+ONE_SEQUENCE = Pass()
