@@ -1,7 +1,7 @@
 """Commands about training-inference mismatch: audit, convert."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ..verify.files import check_writable
 from .app import Band, CountOrAll, Device, Dtype, LogFormat, command
@@ -9,6 +9,7 @@ from .exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from ..engine.commands.audit.audit import Audit
+    from ..engine.commands.audit.outcome import Outcome
     from ..engine.commands.audit.over_run import RunAudit
 
 
@@ -52,7 +53,8 @@ def audit(
     With two models, the sampler computes with the first and the trainer with the second: `zerokl audit A B`.
     With --every, mismatch is shown against the steps of a run: `zerokl audit RUN --every 10`.
 
-    The exit code is 0 when every log-probability is equal (or within the given tolerances), and 1 when not.
+    The exit code is 0 when every log-probability is equal (or within the given tolerances) and no fault is
+    named, and 1 when not.
 
     Args:
         target: Model folder or hub name; or a log of rollouts, a file or a folder of files.
@@ -97,13 +99,13 @@ def audit(
     """
     from ..engine.commands.audit.command import free_folder, run_audit
     from ..engine.commands.audit.config import AuditConfig
+    from ..engine.commands.audit.outcome import Tolerances
     from ..engine.commands.audit.over_run import audit_run
     from ..engine.runs.progress import Stages
     from ..kernels.sampling_params import SamplingParams
 
-    for name, value in (("max_k3", max_k3), ("max_abs", max_abs)):
-        if value is not None and not value >= 0.0:
-            raise ValueError(f"audit: {name} ({value}) must be 0 or more")
+    tolerances = Tolerances(max_k3, max_abs, band)
+    tolerances.check()
     if every and (trainer_model or model or summary):
         raise ValueError(
             "audit: --every audits the models of a run; a second model, --model and --summary do "
@@ -137,26 +139,18 @@ def audit(
         against=against,
         own=own,
         device=device,
+        tolerances=tolerances,
     )
-    tolerances = Tolerances(max_k3, max_abs, band)
     if every:
         with Stages("audit") as stage:
             of_run = audit_run(Path(target), every, n, config, folder, stage)
-        return _show_run(of_run, folder, tolerances)
+        return _show_run(of_run, folder)
     with Stages("audit") as stage:
         result = run_audit(target, n, config, stage)
-    return _show(result, folder, tolerances, summary)
+    return _show(result, folder, band, summary)
 
 
-class Tolerances(NamedTuple):
-    """What Audit.within takes: nats a token, nats, and the name of a band; None demands nothing of it."""
-
-    max_k3: float | None
-    max_abs: float | None
-    band: Band | None
-
-
-def _show(result: "Audit", folder: Path, tolerances: Tolerances, summary: str) -> int:
+def _show(result: "Audit", folder: Path, band: Band | None, summary: str) -> int:
     """Write and print an audit. summary: a file for the summary in Markdown, or "". Returns the exit code."""
     from ..engine.commands.audit.bands import band_lines
     from ..engine.commands.audit.command import append_summary, write_reports
@@ -170,26 +164,33 @@ def _show(result: "Audit", folder: Path, tolerances: Tolerances, summary: str) -
     from ..engine.commands.audit.verdict import verdict
     from ..engine.runs.terminal import console
 
-    report, band = result.report, tolerances.band
+    report = result.report
     write_reports(report, folder)
     console.print(summary_table(report))
-    if not result.equal:
+    if report["worst"]:
         console.print(worst_table(report))
         if report.get("hypotheses", {}).get("rows"):
             console.print(hypotheses_table(report))
     console.print(settings_table(report))
     if "against" in report:
         console.print(against_table(report))
-    passed = result.within(*tolerances)
     if summary:
-        append_summary(result, passed, band, Path(summary))
+        append_summary(result, band, Path(summary))
     for line in (verdict(report), *report["log_notes"], *band_lines(report, band)):
         console.say(line)
+    return _end(result.outcome, folder)
+
+
+def _end(outcome: "Outcome", folder: Path) -> int:
+    """Print the outcome and where the report is. Returns the exit code."""
+    from ..engine.runs.terminal import console
+
+    console.print(f"outcome: {outcome.words}")
     console.print(f"report {folder / 'audit.html'}")
-    return ExitCode.DONE if passed else ExitCode.DIFFERS
+    return ExitCode.DONE if outcome.passed else ExitCode.DIFFERS
 
 
-def _show_run(of_run: "RunAudit", folder: Path, tolerances: Tolerances) -> int:
+def _show_run(of_run: "RunAudit", folder: Path) -> int:
     """Write and print the audits of a run's checkpoints. Returns the exit code."""
     from ..engine.commands.audit.command import write_json
     from ..engine.commands.audit.over_run import sentences
@@ -204,9 +205,7 @@ def _show_run(of_run: "RunAudit", folder: Path, tolerances: Tolerances) -> int:
     console.print(settings_table(of_run.report))
     for line in words:
         console.say(line)
-    console.print(f"report {folder / 'audit.html'}")
-    passed = all(audit.within(*tolerances) for audit in of_run.audits.values())
-    return ExitCode.DONE if passed else ExitCode.DIFFERS
+    return _end(of_run.outcome, folder)
 
 
 @command("zerokl convert trl-log.jsonl rollouts.jsonl")

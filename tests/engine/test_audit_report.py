@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from zerokl.cli import main
 from zerokl.engine.commands.audit.audit import audit
 from zerokl.engine.commands.audit.config import AuditConfig
+from zerokl.engine.commands.audit.faults import not_drawn_from
 from zerokl.engine.commands.audit.measure import measure
-from zerokl.engine.commands.audit.notes import not_drawn_from
+from zerokl.engine.commands.audit.outcome import Kind, Tolerances
 from zerokl.engine.commands.audit.page import level, page
 from zerokl.engine.commands.audit.strip import visible
 from zerokl.engine.commands.audit.tables import distance
@@ -78,9 +79,11 @@ def test_tokens_outside_the_trainers_set_are_counted_and_said(model, tmp_path, c
 
 def test_no_tolerance_holds_with_an_infinite_kl(model, tmp_path):
     _write_log(model, tmp_path / "log.jsonl", SamplingParams(), top_k=10)
-    result = audit(AuditConfig(str(model), str(tmp_path / "log.jsonl"), dtype="float32"))
+    tolerances = Tolerances(1e9, 1e9)
+    log = str(tmp_path / "log.jsonl")
+    result = audit(AuditConfig(str(model), log, dtype="float32", tolerances=tolerances))
     assert result.report["outside"]["tokens"] > 0
-    assert not result.within(1e9, 1e9)
+    assert result.outcome.kind is Kind.BEYOND
 
 
 _LOGPROBS = st.sampled_from([0.0, -0.0, -1e-7, -0.5, -2.0, -400.0, -800.0, -1e4, -3e38, -np.inf])

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from zerokl.cli import main
+from zerokl.engine.commands.audit.outcome import Kind, Outcome
 from zerokl.engine.commands.audit.over_run import sentences
 from zerokl.engine.runs.run import train
 
@@ -23,10 +24,10 @@ def test_the_native_sampler_is_equal_at_every_checkpoint(run, tmp_path, capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert "native and zerokl are equal to the bit at all 3 checkpoints." in shown
     report = json.loads((out / "audit.json").read_text())
-    assert [(row["step"], row["equal"], row["max_abs"]) for row in report["steps"]] == [
-        (0, True, 0.0),
-        (2, True, 0.0),
-        (4, True, 0.0),
+    assert [(row["step"], row["outcome"]["kind"], row["max_abs"]) for row in report["steps"]] == [
+        (0, "equal", 0.0),
+        (2, "equal", 0.0),
+        (4, "equal", 0.0),
     ]
 
 
@@ -53,13 +54,22 @@ def test_a_row_is_the_audit_of_its_checkpoint(run, tmp_path, capsys):
 
 
 def test_growth_is_said_in_words():
-    def row(step, equal, max_abs):
+    def row(step, max_abs):
+        kind = Kind.DIFFERS if max_abs else Kind.EQUAL
         figures = {"k3": {"value": max_abs / 8}, "perplexity_sampler": 2.0 + step}
         cause = {"kind": "k", "text": f"cause {step}", "remedy": f"remedy {step}"}
-        return {"step": step, "equal": equal, "max_abs": max_abs, **figures, "cause": cause}
+        return {
+            "step": step,
+            "outcome": Outcome(kind),
+            "frac_equal": float(not max_abs),
+            "max_abs": max_abs,
+            **figures,
+            "cause": cause,
+        }
 
-    rows = [row(0, True, 0.0), row(10, False, 0.25), row(20, False, 0.125)]
-    words = list(sentences({"sampler": "a", "trainer": "b", "steps": rows}))
+    rows = [row(0, 0.0), row(10, 0.25), row(20, 0.125)]
+    outcome = Outcome(Kind.DIFFERS)
+    words = list(sentences({"sampler": "a", "trainer": "b", "steps": rows, "outcome": outcome}))
     assert words == [
         "2 of 3 checkpoints differ, first that of step 10.",
         "The largest difference of a log-probability is 0 at step 0 and 0.125 at step 20.",

@@ -22,20 +22,21 @@ from ...rollout.engine_settings import machine_settings
 from ...rollout.types import GenerationParams, Rollout
 from ...runs.progress import silent
 from ...tasks.tokenizer import Tokenizer
-from .bands import band_figures, in_band
-from .causes import cause
+from .bands import band_figures
 from .columns import rounding
+from .conclusion import concluded
 from .config import SAMPLERS, AuditConfig, check, dtype_of
 from .drawn_from import check as check_distribution
 from .earlier import compare_audits, fingerprint, read_audit
 from .engines import device_of, library_errors, make_engines
 from .hypotheses.evidence import Scorer
 from .hypotheses.log_causes import log_causes, other_checkpoints
+from .hypotheses.log_checks import DOUBLED
 from .locate import locate
 from .logs import Log, scan_log, with_sampler_logprobs
 from .measure import measure, worst_tokens
-from .notes import notes
 from .operations import Checkpoint
+from .outcome import Outcome
 from .own_invariance import batch_invariance, own_invariance
 from .repeats import Drawn, group_of
 from .settings import assumed
@@ -55,28 +56,9 @@ class Audit:
     report: dict[str, Any]
 
     @property
-    def equal(self) -> bool:
-        """Every token's logprob has the same bits on both sides, or differs by the log's rounding alone.
-
-        With `own`, the sampler drew the same bits in any company, too.
-        """
-        if self.report.get("batch_invariance", {}).get("unequal_from"):
-            return False
-        rounded = self.report.get("rounding")
-        return self.report["frac_equal"] == 1.0 or bool(rounded and rounded["tokens_beyond"] == 0)
-
-    def within(self, max_k3: float | None, max_abs: float | None, band: str | None = None) -> bool:
-        """Equal to the bit, or inside the tolerances and the band where any is given."""
-        if max_k3 is None and max_abs is None and band is None:
-            return self.equal
-        r = self.report
-        if r["outside"]["tokens"] or r["infinite"]["tokens"]:
-            return False  # the KL is infinite, whatever its estimate over the other tokens
-        return (
-            (max_k3 is None or abs(r["k3"]["value"]) <= max_k3)
-            and (max_abs is None or r["max_abs"] <= max_abs)
-            and (band is None or in_band(r, band))
-        )
+    def outcome(self) -> Outcome:
+        """The one answer to "is it equal?"."""
+        return self.report["outcome"]
 
 
 def audit(cfg: AuditConfig, stage: Callable[[str], None] = silent) -> Audit:
@@ -138,7 +120,7 @@ def audit(cfg: AuditConfig, stage: Callable[[str], None] = silent) -> Audit:
         report |= _asked_for(cfg, sampler, trainer, rollouts, tokenizer, model, stage)
     if earlier:
         report["against"] = compare_audits(report, earlier, cfg.against)
-    return Audit(report | {"cause": cause(report), "notes": notes(report)})
+    return Audit(concluded(report, cfg.tolerances))
 
 
 def _engine_settings(
@@ -211,11 +193,12 @@ def compare(
     }
     if log and (rounded := rounding(trainer_logprobs, sampling_logprobs, log.tolerances, log.decimals)):
         report["rounding"] = rounded
-    if log:
-        report["distribution"] = check_distribution(_as_drawn(rollouts, scored, log))
     if log and scorer:
         stage("trying what may explain a difference")
         report |= log_causes(rollouts, scored, log.lines, scorer)
+    if log:
+        doubled = any(fault["name"] == DOUBLED for fault in report.get("log_findings", []))
+        report["distribution"] = check_distribution(_as_drawn(rollouts, scored, log), doubled)
     if sampler is None:
         return report
     stage("tracing every operation of one sequence in both engines")

@@ -1,12 +1,14 @@
 """The likely cause of a difference, and what to do: the first of these rules that knows an answer."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .faults import columns_alone
 from .hypotheses.words import finding, fitting, none_fits
 from .measure import equal
 from .notes import LISTED
 from .operations import parts
+from .outcome import Kind, Outcome
 from .settings import distributions
 
 Report = Mapping[str, Any]
@@ -29,33 +31,21 @@ _REMEDIES = {
 }
 
 
-def cause(report: Report) -> dict[str, str]:
-    """The likely cause: its kind, the cause in words, and what to do about it."""
+def cause(report: Report, outcome: Outcome, found_faults: Sequence[dict[str, str]]) -> dict[str, str]:
+    """The likely cause: its kind, the cause in words, and what to do about it.
+
+    Where the outcome is a fault, this is the first of found_faults.
+    """
+    if outcome.kind is Kind.FAULT:
+        return found_faults[0]
     for find in _FINDERS:
         if found := find(report):
             return found
     raise AssertionError("the last finder always answers")
 
 
-def columns_alone(report: Report) -> bool:
-    """Whether both columns are the log's, and no model was at hand."""
-    return report.get("dtype") == "logged"
-
-
-def _not_batch_invariant(report: Report) -> dict[str, str] | None:
-    """A sampler that has the trainer's bits here, but not in any company."""
-    if not equal(report) or not report.get("batch_invariance", {}).get("unequal_from"):
-        return None
-    return finding(
-        "batch invariance",
-        f"{report['sampler']} is not batch-invariant: its bits depend on the requests beside a request.",
-        "Let the sampler use kernels whose sums have a fixed order (vLLM: VLLM_BATCH_INVARIANT=1), and audit "
-        "it again with --own.",
-    )
-
-
 def _equal(report: Report) -> dict[str, str] | None:
-    if not equal(report) or _not_drawn(report):
+    if not equal(report) or _whole_differs(report):
         return None
     if not columns_alone(report):
         return finding("equal", "nothing differs.", "Nothing is to be done.")
@@ -69,6 +59,11 @@ def _equal(report: Report) -> dict[str, str] | None:
     )
 
 
+def _whole_differs(report: Report) -> bool:
+    """Whether the whole distributions were compared, and differ."""
+    return "whole" in report and report["whole"]["frac_values_equal"] < 1.0
+
+
 def _not_drawn(report: Report) -> dict[str, str] | None:
     """What the numbers of a log say against a column, whatever the other one is."""
     return report.get("distribution", {}).get("found")
@@ -77,12 +72,13 @@ def _not_drawn(report: Report) -> dict[str, str] | None:
 def _rounded_log(report: Report) -> dict[str, str] | None:
     """A log whose numbers were cut, where the cut explains every difference."""
     found = report.get("rounding")
-    if not found or found["tokens_beyond"] or _not_drawn(report):
+    if not found or found["tokens_beyond"]:
         return None
+    proof = " Two columns of one source would be equal as well." if columns_alone(report) else ""
     return finding(
         "rounded log",
         f"none that shows: the log keeps {found['decimals']} decimals, and no difference is larger than that "
-        f"rounding ({found['tolerance']:.1g}).",
+        f"rounding ({found['tolerance']:.1g}).{proof}",
         "Nothing is to be done. A log with all digits would tell whether the bits are equal.",
     )
 
@@ -287,7 +283,6 @@ def _unknown(report: Report) -> dict[str, str]:
 
 
 _FINDERS = (
-    _not_batch_invariant,
     _equal,
     _rounded_log,
     fitting,

@@ -9,6 +9,7 @@ import numpy as np
 from ....kernels.sampling_params import SamplingParams
 from ....verify.mismatch import bits_equal, log_ratios
 from .bands import band_figures
+from .conclusion import concluded
 from .drawn_from import check
 from .formats.record import LoggedRollout
 from .formats.registry import find_format, log_files, read_rollouts
@@ -16,9 +17,9 @@ from .hypotheses.log_causes import column_causes
 from .hypotheses.log_checks import DOUBLED
 from .logs import needs
 from .measure import measure, worst_tokens
+from .outcome import NO_TOLERANCES, Tolerances
 from .repeats import Drawn, group_of
 from .settings import assumed
-from .verdict import cause, notes
 
 # Tokens that are compared at most: what the figures of so many take is within 2 GB.
 _MOST_TOKENS = 2**23
@@ -82,11 +83,12 @@ def audit_columns(
     most: int = 0,
     version: int | None = None,
     assumed_params: SamplingParams | None = None,
+    tolerances: Tolerances = NO_TOLERANCES,
 ) -> dict[str, Any]:
     """The report on the two columns of a log.
 
     most: rollouts to compare at most; 0 is no limit. version: takes only the tokens of this weight version.
-    assumed_params: the sampling parameters of a rollout whose log says none.
+    assumed_params: the sampling parameters of a rollout whose log says none. tolerances: of the outcome.
     Every line is read and checked. Raises ValueError that names the malformed line, and ValueError where a
     log has no trainer column.
     """
@@ -118,7 +120,7 @@ def audit_columns(
     report = _report(path, columns, logged)
     if unsaid:
         report["log_notes"].append(_unsaid_words(unsaid, assumed_params))
-    return report
+    return concluded(report, tolerances)
 
 
 def _unsaid_words(rollouts: int, assumed: SamplingParams | None) -> str:
@@ -196,7 +198,7 @@ def _report(path: Path, columns: _Columns, logged: int) -> dict[str, Any]:
             "Two columns that are equal in every bit can be one column written twice: "
             "some trainers take the sampler's logprobs for their own (verl's bypass mode)."
         )
-    return report | {"cause": cause(report), "notes": notes(report)}
+    return report
 
 
 def rounding(

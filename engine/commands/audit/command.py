@@ -10,12 +10,13 @@ from typing import Any
 from ...runs.folder import finite
 from ...runs.progress import silent
 from .audit import Audit, audit
-from .bands import summary
 from .columns import audit_columns
 from .config import AuditConfig
 from .formats.registry import holds_logs
+from .outcome import Outcome
 from .own_invariance import check_requests
 from .page import write_page
+from .summary import summary
 from .verdict import verdict
 
 # Completions that engines draw, or that a model scores, where nothing else is asked for.
@@ -65,7 +66,8 @@ def run_audit(target: str, n: int | None, cfg: AuditConfig, stage: Callable[[str
     if not cfg.model:
         stage(f"reading {log}")
         assumed = cfg.sampling_params if cfg.sampling_params_given else None
-        return Audit(audit_columns(log, cfg.format, n or 0, cfg.weight_version, assumed))
+        columns = audit_columns(log, cfg.format, n or 0, cfg.weight_version, assumed, cfg.tolerances)
+        return Audit(columns)
     return audit(replace(cfg, sampler=str(log), n=n or _COMPLETIONS), stage)
 
 
@@ -78,10 +80,19 @@ def write_reports(report: Mapping[str, Any], folder: Path) -> None:
 
 def write_json(report: Mapping[str, Any], folder: Path) -> None:
     """Write audit.json. Raises OSError."""
-    (folder / "audit.json").write_text(json.dumps(finite(report), indent=1, allow_nan=False) + "\n")
+    (folder / "audit.json").write_text(json.dumps(finite(_as_json(report)), indent=1, allow_nan=False) + "\n")
 
 
-def append_summary(result: Audit, passed: bool, band: str | None, file: Path) -> None:
+def _as_json(value: Any) -> Any:
+    """A report with every outcome in it as JSON."""
+    if isinstance(value, Outcome):
+        return value.as_json()
+    if isinstance(value, Mapping):
+        return {name: _as_json(x) for name, x in value.items()}
+    return [_as_json(x) for x in value] if isinstance(value, list | tuple) else value
+
+
+def append_summary(result: Audit, band: str | None, file: Path) -> None:
     """Append the summary in GitHub's Markdown. A file that exists is added to: a workflow shares one."""
     with open(file, "a", encoding="utf-8") as out:
-        out.write(summary(result.report, verdict(result.report), passed, band))
+        out.write(summary(result.report, verdict(result.report), result.outcome, band))

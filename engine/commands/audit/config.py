@@ -7,6 +7,7 @@ import torch
 
 from ....kernels.sampling_params import SamplingParams
 from ....model.checkpoint import DTYPES
+from .outcome import NO_TOLERANCES, Tolerances
 from .own_invariance import check_requests
 
 SAMPLERS = ("native", "hf", "hf-eager", "vllm", "vllm-zerokl")
@@ -41,6 +42,7 @@ class AuditConfig:
     full: bool = False  # whether the log-probabilities of the whole vocabulary are compared, too
     chat: bool = False  # whether prompts go through the tokenizer's chat template
     against: str = ""  # an earlier audit (its folder or audit.json) to compare settings and figures with
+    tolerances: Tolerances = NO_TOLERANCES  # what the two sides may differ by
     own: int = 0  # requests at once with which the sampler is compared with itself; 0 does not
 
     def dtypes(self) -> dict[str, str]:
@@ -67,6 +69,7 @@ def check(cfg: AuditConfig) -> None:
         if not low <= getattr(cfg, name) <= high:
             raise ValueError(f"audit: {name} ({getattr(cfg, name)}) must lie in {low} to {high}")
     cfg.sampling_params.check()
+    cfg.tolerances.check()
     check_requests(cfg.own, of_log=cfg.sampler not in SAMPLERS)
     if cfg.checkpoints and cfg.sampler in SAMPLERS:
         raise ValueError("audit: --checkpoints says which weights may have drawn a log; name a log")

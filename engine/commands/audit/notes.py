@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .drawn_from import drawn_elsewhere, mass_missing, ratio_words
+from .drawn_from import mass_missing, ratio_words
+from .faults import not_drawn_from
 from .hypotheses.words import log_notes
 from .measure import equal
 from .settings import kept_set
@@ -155,12 +156,6 @@ def _infinite_ratios(report: Report) -> str:
         f"{found['tokens']:,} of {report['tokens']:,} tokens have an infinite ratio: the sampler reported "
         "(almost) no probability for a token that it drew. They are left out of the estimates."
     )
-
-
-def not_drawn_from(report: Report) -> bool:
-    """Whether k1 and the mean ratio show that the tokens were not drawn from the sampler's column."""
-    k1 = report["k1"]
-    return drawn_elsewhere(report["mean_ratio"], k1["value"], k1["standard_error"])
 
 
 def _negative(report: Report) -> str:

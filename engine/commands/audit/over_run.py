@@ -18,8 +18,10 @@ from ...runs.progress import silent
 from .audit import Audit
 from .command import run_audit, write_reports
 from .config import AuditConfig
+from .outcome import Kind, Outcome, outcome_of_run
 
 Report = Mapping[str, Any]
+_KINDS = list(Kind)
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,11 @@ class RunAudit:
     """The audits of a run's checkpoints, by step. `report` is what audit.json holds."""
 
     report: dict[str, Any]
-    audits: dict[int, Audit]
+
+    @property
+    def outcome(self) -> Outcome:
+        """That of the worst checkpoint."""
+        return self.report["outcome"]
 
 
 def audit_run(
@@ -57,9 +63,10 @@ def audit_run(
         "model": f"checkpoints of {run}",
         "every": every,
         **{name: first[name] for name in ("sampler", "trainer", *cfg.dtypes(), "assumed")},
+        "outcome": outcome_of_run([audit.outcome for audit in audits.values()]),
         "steps": [_row(step, audit) for step, audit in audits.items()],
     }
-    return RunAudit(report, audits)
+    return RunAudit(report)
 
 
 def _models(run: Path, every: int) -> dict[int, Path]:
@@ -83,7 +90,7 @@ def _row(step: int, audit: Audit) -> dict[str, Any]:
     names = ("tokens", "frac_equal", "max_abs", "k1", "k3", "perplexity_sampler", "perplexity_trainer")
     return {
         "step": step,
-        "equal": audit.equal,
+        "outcome": audit.outcome,
         **{name: report[name] for name in names},
         "bits_part_at": first["op"] if first else None,
         "error_jumps_at": jump["op"] if jump else None,
@@ -94,12 +101,13 @@ def _row(step: int, audit: Audit) -> dict[str, Any]:
 def sentences(report: Report) -> Iterator[str]:
     """Whether the mismatch grows, and what the last checkpoint's audit gives as its cause."""
     rows: Sequence[Report] = report["steps"]
-    unequal = [r["step"] for r in rows if not r["equal"]]
-    if not unequal:
+    unequal = [r["step"] for r in rows if r["frac_equal"] < 1.0]
+    if not unequal and report["outcome"].passed:
         steps = f"all {len(rows)} checkpoints" if len(rows) > 1 else "the checkpoint"
         yield f"{report['sampler']} and {report['trainer']} are equal to the bit at {steps}."
         return
-    yield f"{len(unequal)} of {len(rows)} checkpoints differ, first that of step {unequal[0]}."
+    if unequal:
+        yield f"{len(unequal)} of {len(rows)} checkpoints differ, first that of step {unequal[0]}."
     first, last = rows[0], rows[-1]
     if first is not last:
         for words, a, b in (
@@ -108,9 +116,14 @@ def sentences(report: Report) -> Iterator[str]:
             ("The sampler's perplexity", first["perplexity_sampler"], last["perplexity_sampler"]),
         ):
             yield f"{words} is {_figure(a)} at step {first['step']} and {_figure(b)} at step {last['step']}."
-    worst = max((r for r in rows if not r["equal"]), key=lambda r: r["max_abs"] or math.inf)
+    worst = max(rows, key=lambda r: (_KINDS.index(r["outcome"].kind), _size(r["max_abs"])))
     yield f"Likely cause at step {worst['step']}: {worst['cause']['text']}"
     yield f"What to do: {worst['cause']['remedy']}"
+
+
+def _size(max_abs: float | None) -> float:
+    """The largest difference; one that is not finite is the largest."""
+    return math.inf if max_abs is None or not math.isfinite(max_abs) else max_abs
 
 
 def _figure(x: float | None) -> str:

@@ -10,9 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .causes import cause, columns_alone
 from .measure import equal
-from .notes import notes
+from .outcome import Outcome
 from .page_style import POLICY, STYLE
 from .plots import operations_plot, positions_plot, ratios_plot, steps_plot
 from .settings import rows as setting_rows
@@ -64,20 +63,19 @@ def page(report: Report) -> str:
     if "operations" in report:
         sections.append(_operations(report))
     sections.append(_settings(report))
-    return _document(title, _answer(report), links, "".join(sections))
+    return _document(title, _answer(report["outcome"], headline(report)), links, "".join(sections))
 
 
 def run_page(report: Report, words: Sequence[str]) -> str:
     """The page over the checkpoints of a run. words: the answer, a sentence each, the first one first."""
     title = f"{report['run']}: {report['sampler']} against {report['trainer']}"
     rows = report["steps"]
-    body = "" if all(r["equal"] for r in rows) else _figure(steps_plot(rows))
+    body = "" if all(r["frac_equal"] == 1.0 for r in rows) else _figure(steps_plot(rows))
     head = "".join(f'<th scope="col">{_text(h)}</th>' for h in (*STEP_FIGURES, "report"))
     links = (f'<td><a href="step-{r["step"]:06d}/audit.html">step {r["step"]}</a></td>' for r in rows)
     cells = ("".join(map(_cell, cells)) for cells in step_rows(report))
     body += _table_of(head, (x + link for x, link in zip(cells, links, strict=True)))
-    kind = "equal" if all(r["equal"] for r in rows) else "unequal"
-    answer = f'<p class="answer {kind}">{_text(words[0])}</p>'
+    answer = _answer(report["outcome"], words[0])
     cause = _section("cause", "".join(f"<p>{_text(sentence)}</p>" for sentence in words[1:] or words))
     sections = {"cause": cause, "figures": _section("figures", body), "settings": _settings(report)}
     listed = "".join(f'<li><a href="#{name}">{_SECTIONS[name]}</a></li>' for name in sections)
@@ -113,17 +111,15 @@ def _section(name: str, body: str) -> str:
     return f'<section id="{name}" tabindex="-1"><h2>{_SECTIONS[name]}</h2>{body}</section>'
 
 
-def _answer(report: Report) -> str:
-    sign, words, kind = ("=", "Equal to the bit", "equal") if equal(report) else ("≠", "Not equal", "unequal")
-    if equal(report) and columns_alone(report):
-        words = "Equal columns"
-    sign = f'<span aria-hidden="true">{sign}</span>'
-    return f'<p class="answer {kind}">{sign} {words}</p><p>{_text(headline(report))}</p>'
+def _answer(outcome: Outcome, sentence: str) -> str:
+    """The outcome in its colour, and a sentence below."""
+    sign = f'<span aria-hidden="true">{outcome.sign}</span>'
+    return f'<p class="answer {outcome.css_class}">{sign} {_text(outcome.words)}</p><p>{_text(sentence)}</p>'
 
 
 def _cause(report: Report) -> str:
-    found = report.get("cause") or cause(report)
-    sentences = [*filter(None, (parting(report), jump(report))), *notes(report), *report.get("log_notes", [])]
+    found = report["cause"]
+    sentences = [*filter(None, (parting(report), jump(report))), *report["notes"], *report["log_notes"]]
     details = "".join(f"<li>{_text(s)}</li>" for s in sentences)
     text = found["text"][:1].upper() + found["text"][1:]
     return _section(

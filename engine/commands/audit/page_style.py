@@ -36,6 +36,7 @@ section:focus { outline: none }
 .answer { font-size: 2rem; font-weight: 700; margin: .4rem 0 }
 .equal { color: var(--good) }
 .unequal { color: var(--bad) }
+.unproven { color: var(--fg) }
 nav {
   position: sticky; top: 0; background: var(--bg); border-bottom: 1px solid var(--line); z-index: 1;
 }

@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ....verify.bitwise import ulp_words
-from .causes import EQUAL_COLUMNS, cause
+from .causes import EQUAL_COLUMNS
 from .measure import equal
-from .notes import notes
 from .tables import percent
 
 Report = Mapping[str, Any]
@@ -15,8 +14,8 @@ Report = Mapping[str, Any]
 
 def verdict(report: Report) -> str:
     """The audit in a few lines, for a terminal."""
-    sentences = [headline(report), parting(report), jump(report), *notes(report)]
-    found = cause(report)
+    sentences = [headline(report), parting(report), jump(report), *report["notes"]]
+    found = report["cause"]
     if found["kind"] == EQUAL_COLUMNS:
         sentences += [f"The log: {found['text']}", f"What to do: {found['remedy']}"]
     elif found["kind"] != "equal":

@@ -76,7 +76,8 @@ def test_the_side_at_fault_is_named(case, tmp_path):
     rows = [row | {"trainer_logprobs": x.tolist()} for row, x in zip(rows, whole, strict=True)]
     log.write_text("".join(json.dumps(row) + "\n" for row in rows))
     report = report_of(case, log)
-    assert report["cause"]["kind"] == "equal"
+    assert report["frac_equal"] == 1.0, "the sampler's column is the model's"
+    assert report["cause"]["kind"] == "the log's trainer column, top-p and top-k not renormalised"
     assert report["trainer_column"]["found"]["name"] == "top-p and top-k not renormalised"
     assert any("The log's trainer column differs" in note for note in report["notes"])
 

@@ -177,6 +177,6 @@ def test_a_retokenised_prompt_is_named(case, tmp_path):
 def test_doubled_lines_are_named(case, tmp_path, capsys):
     doubled = [r for pair in zip(case.rollouts[::2], case.rollouts[::2], strict=True) for r in pair]
     log = write(tmp_path / "log.jsonl", doubled)
-    assert main(audit_words(case, log, tmp_path / "o")) == 0, "the log-probabilities are right"
+    assert main(audit_words(case, log, tmp_path / "o")) == 1, "the log-probabilities are right"
     assert "lines doubled within a group: 4 completions" in " ".join(capsys.readouterr().out.split())
     assert "lines doubled within a group" in (tmp_path / "o" / "audit.html").read_text()

@@ -34,6 +34,20 @@ def _trainer_column(tried: Report) -> str:
     return f"{distance}, and no hypothesis fits it."
 
 
+def trainer_column_fault(report: Report) -> dict[str, str] | None:
+    """A named error of the log's own trainer column, where the log was audited with a model."""
+    tried = report.get("trainer_column")
+    if not tried:
+        return None
+    beside = tried["distribution"]["found"]
+    if beside and beside["kind"].startswith("trainer"):
+        return finding(beside["kind"], _trainer_column(tried), beside["remedy"])
+    if tried["found"] and tried["distance"] > BEYOND * tried["rounding"]:
+        name = f"the log's trainer column, {tried['found']['name']}"
+        return finding(name, _trainer_column(tried), tried["found"]["remedy"])
+    return None
+
+
 def fitting(report: Report) -> dict[str, str] | None:
     """What was tried on a log and explains its numbers."""
     found = report.get("hypotheses", {}).get("found")
