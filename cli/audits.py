@@ -8,9 +8,9 @@ from .app import Band, CountOrAll, Device, Dtype, LogFormat, command
 from .exit_codes import ExitCode
 
 if TYPE_CHECKING:
-    from ..engine.commands.audit.audit import Audit
-    from ..engine.commands.audit.outcome import Outcome
-    from ..engine.commands.audit.over_run import RunAudit
+    from ..audit.audit import Audit
+    from ..audit.conclusion.outcome import Outcome
+    from ..audit.over_run import RunAudit
 
 
 @command("zerokl audit rollouts.jsonl --model MODEL --out audits/mine")
@@ -97,10 +97,10 @@ def audit(
             1% or 5% of 1.
         summary: File to which a summary in GitHub's Markdown is appended, such as $GITHUB_STEP_SUMMARY.
     """
-    from ..engine.commands.audit.command import free_folder, run_audit
-    from ..engine.commands.audit.config import AuditConfig
-    from ..engine.commands.audit.outcome import Tolerances
-    from ..engine.commands.audit.over_run import audit_run
+    from ..audit.command import free_folder, run_audit
+    from ..audit.conclusion.outcome import Tolerances
+    from ..audit.config import AuditConfig
+    from ..audit.over_run import audit_run
     from ..engine.runs.progress import Stages
     from ..kernels.sampling_params import SamplingParams
 
@@ -152,16 +152,16 @@ def audit(
 
 def _show(result: "Audit", folder: Path, band: Band | None, summary: str) -> int:
     """Write and print an audit. summary: a file for the summary in Markdown, or "". Returns the exit code."""
-    from ..engine.commands.audit.bands import band_lines
-    from ..engine.commands.audit.command import append_summary, write_reports
-    from ..engine.commands.audit.tables import (
+    from ..audit.command import append_summary, write_reports
+    from ..audit.conclusion.verdict import verdict
+    from ..audit.figures.bands import band_lines
+    from ..audit.page.tables import (
         against_table,
         hypotheses_table,
         settings_table,
         summary_table,
         worst_table,
     )
-    from ..engine.commands.audit.verdict import verdict
     from ..engine.runs.terminal import console
 
     report = result.report
@@ -192,10 +192,10 @@ def _end(outcome: "Outcome", folder: Path) -> int:
 
 def _show_run(of_run: "RunAudit", folder: Path) -> int:
     """Write and print the audits of a run's checkpoints. Returns the exit code."""
-    from ..engine.commands.audit.command import write_json
-    from ..engine.commands.audit.over_run import sentences
-    from ..engine.commands.audit.page import run_page
-    from ..engine.commands.audit.tables import settings_table, steps_table
+    from ..audit.command import write_json
+    from ..audit.over_run import sentences
+    from ..audit.page.page import run_page
+    from ..audit.page.tables import settings_table, steps_table
     from ..engine.runs.terminal import console
 
     words = list(sentences(of_run.report))
@@ -219,6 +219,6 @@ def convert(file: str, out: str = "", /, *, format: LogFormat = "auto") -> int:
         out: File to write (.jsonl); it must not exist.
         format: Which framework wrote the log; auto looks at its first row.
     """
-    from ..engine.commands.convert import convert
+    from ..audit.logs.convert import convert
 
     return convert(Path(file), Path(out) if out else None, format)

@@ -215,7 +215,7 @@ def ledger_format() -> str:
 
 def log_fields() -> str:
     """The fields of a log, from its JSON schema."""
-    schema = json.loads((ROOT / "engine/commands/audit/formats/log.schema.json").read_text())
+    schema = json.loads((ROOT / "audit/formats/log.schema.json").read_text())
     return _table(
         ["field", "meaning"],
         [[f"`{name}`", field["description"]] for name, field in schema["properties"].items()],

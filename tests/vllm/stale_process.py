@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 from engine_process import ForgetsToReset
-from zerokl.engine.commands.audit.audit import compare
-from zerokl.engine.commands.audit.verdict import verdict
-from zerokl.engine.rollout.engine import ZeroklEngine
-from zerokl.engine.rollout.hf import HfEngine
+from zerokl.audit.audit import compare
+from zerokl.audit.conclusion.verdict import verdict
+from zerokl.audit.engines.engine import ZeroklEngine
+from zerokl.audit.engines.hf import HfEngine
+from zerokl.audit.engines.vllm import VllmZeroklEngine
 from zerokl.engine.rollout.types import GenerationParams, Rollout
-from zerokl.engine.rollout.vllm_stock import VllmZeroklEngine
 from zerokl.engine.tasks.tokenizer import Tokenizer
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.decoder import Decoder

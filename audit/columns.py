@@ -1,0 +1,275 @@
+"""The audit of a log that has both columns, the sampler's logprobs and the trainer's. It needs no model."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..kernels.sampling_params import SamplingParams
+from ..verify.mismatch import bits_equal, log_ratios
+from .conclusion.conclude import concluded
+from .conclusion.outcome import NO_TOLERANCES, Tolerances
+from .figures.bands import band_figures
+from .figures.drawn_from import check
+from .figures.measure import measure, worst_tokens
+from .figures.repeats import Drawn, group_of
+from .formats.record import LoggedRollout
+from .formats.registry import find_format, log_files, read_rollouts
+from .hypotheses.log_causes import column_causes
+from .hypotheses.log_checks import DOUBLED
+from .logs.scan import needs
+from .settings import assumed
+
+# Tokens that are compared at most: what the figures of so many take is within 2 GB.
+_MOST_TOKENS = 2**23
+# Sequences and tokens of each that audit.html shows.
+_STRIPS, _STRIP_TOKENS = 12, 500
+# A log does not say in which dtypes its columns were computed.
+_LOGGED = {name: "logged" for name in ("dtype", "head_dtype", "sampler_dtype", "sampler_head_dtype")}
+# Completions on which hypotheses are tried: the first ones.
+_EXPLAINED = 256
+# Weight versions that the report shows at most.
+_MOST_VERSIONS = 1000
+
+
+class _Columns:
+    """Both columns of the tokens that have both, rollout by rollout."""
+
+    def __init__(self) -> None:
+        self.sampler: list[np.ndarray] = []
+        self.trainer: list[np.ndarray] = []
+        self.positions: list[np.ndarray] = []
+        self.places: list[str] = []
+        self.ids: list[np.ndarray] = []  # [C] of the whole completion
+        self.params: list[SamplingParams | None] = []
+        self.groups: list[int] = []
+        self.tolerances: list[float] = []
+        self.decimals: list[int] = []
+        self.versions: list[np.ndarray] = []
+        self.count = 0
+        self.first: list[LoggedRollout] = []
+
+    def add(self, place: str, rollout: LoggedRollout, both: np.ndarray) -> None:
+        """Take the tokens of a rollout that have both columns, [C] bool."""
+        self.sampler.append(rollout.logprobs[both])
+        self.trainer.append(rollout.trainer_logprobs[both])
+        self.positions.append(np.flatnonzero(both).astype(np.int32))
+        self.ids.append(np.array(rollout.completion_ids, np.int32))
+        self.params.append(rollout.sampling_params)
+        self.groups.append(group_of(rollout))
+        self.places.append(place if rollout.turn is None else f"{place}, turn {rollout.turn}")
+        self.tolerances.append(rollout.tolerance())
+        self.decimals += [x for x in (rollout.decimals, rollout.trainer_decimals) if x is not None]
+        if rollout.token_versions is not None:
+            self.versions.append(rollout.token_versions[both])
+        else:
+            span = rollout.weight_span
+            version = span[0] if span is not None and span[0] == span[1] else -1
+            self.versions.append(np.full(int(both.sum()), version))
+        self.count += int(both.sum())
+        if len(self.first) < _EXPLAINED:
+            self.first.append(rollout)
+
+    def drawn(self) -> list[Drawn]:
+        """The rollouts, to be asked whether they were drawn from the columns."""
+        columns = (self.groups, self.ids, self.positions, self.sampler, self.trainer, self.params)
+        return [Drawn(*rollout) for rollout in zip(*columns, strict=True)]
+
+
+def audit_columns(
+    path: Path,
+    format: str = "auto",
+    most: int = 0,
+    version: int | None = None,
+    assumed_params: SamplingParams | None = None,
+    tolerances: Tolerances = NO_TOLERANCES,
+) -> dict[str, Any]:
+    """The report on the two columns of a log.
+
+    most: rollouts to compare at most; 0 is no limit. version: takes only the tokens of this weight version.
+    assumed_params: the sampling parameters of a rollout whose log says none. tolerances: of the outcome.
+    Every line is read and checked. Raises ValueError that names the malformed line, and ValueError where a
+    log has no trainer column.
+    """
+    columns, logged, unsaid = _Columns(), 0, 0
+    try:
+        remedy = find_format(log_files(path)[0], format).remedy
+        for place, rollout in read_rollouts(path, format):
+            if rollout.logprobs is None:
+                _named(place, rollout, remedy)
+            if rollout.trainer_logprobs is None:
+                continue
+            if rollout.sampling_params is None:
+                unsaid += 1
+                rollout = replace(rollout, sampling_params=assumed_params)
+            rollout = _of_version(rollout, version)
+            if not (both := _both(rollout)).any():
+                continue
+            logged += 1
+            if columns.count < _MOST_TOKENS and not 0 < most <= len(columns.sampler):
+                columns.add(place, rollout, both)
+    except ValueError as error:
+        raise ValueError(f"audit: {error}") from None
+    if not columns.count:
+        version_said = "" if version is None else f" of weight version {version}"
+        raise ValueError(
+            f"audit: {path} holds no trainer logprobs{version_said} beside the sampler's; "
+            "name the model that drew it with --model"
+        )
+    report = _report(path, columns, logged)
+    if unsaid:
+        report["log_notes"].append(_unsaid_words(unsaid, assumed_params))
+    return concluded(report, tolerances)
+
+
+def _unsaid_words(rollouts: int, assumed: SamplingParams | None) -> str:
+    """That a log does not say how it was drawn, and what was taken for it."""
+    lines = f"Of {rollouts} rollouts the log does not say how they were drawn"
+    if rollouts == 1:
+        lines = "Of 1 rollout the log does not say how it was drawn"
+    if assumed is None:
+        return f"{lines}: temperature is missing. --temperature, --top_p and --top_k say it."
+    return (
+        f"{lines}; temperature {assumed.temperature:g}, top_k {assumed.top_k} and top_p {assumed.top_p:g} "
+        "were assumed (--temperature, --top_k, --top_p)."
+    )
+
+
+def _named(place: str, rollout: LoggedRollout, remedy: str) -> None:
+    try:
+        needs(rollout, remedy)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
+
+
+def _both(rollout: LoggedRollout) -> np.ndarray:
+    """Which tokens were drawn and have both logprobs, [C] bool."""
+    return ~(np.isnan(rollout.logprobs) | np.isnan(rollout.trainer_logprobs)) & rollout.drawn()
+
+
+def _of_version(rollout: LoggedRollout, version: int | None) -> LoggedRollout:
+    """The rollout with the tokens of one version marked as drawn, and no others."""
+    if version is None:
+        return rollout
+    if rollout.token_versions is not None:
+        mask = rollout.drawn() & (rollout.token_versions == version)
+    else:
+        mask = rollout.drawn() & (rollout.weight_span == (version, version))
+    return replace(rollout, mask=mask)
+
+
+def _report(path: Path, columns: _Columns, logged: int) -> dict[str, Any]:
+    trainer, sampler = columns.trainer, columns.sampler
+    worst = [_with_place(w, columns) for w in worst_tokens(trainer, sampler)]
+    report = {
+        "model": str(path),
+        "sampler": f"the sampler's column of {path}",
+        "trainer": "the trainer's column",
+        **_LOGGED,
+        "logged": logged,
+        **measure(trainer, sampler),
+        "worst": worst,
+        "strip": _strip(columns, worst),
+        "own_invariance": {},
+        "by_version": _by_version(columns),
+        "corrections": band_figures(trainer, sampler),
+        "assumed": assumed(_LOGGED, [p for p in columns.params if p], "none", {"log": str(path)}),
+        "distribution_unsaid": sum(p is None for p in columns.params),
+        "log_notes": [],
+    }
+    if rounded := rounding(trainer, sampler, columns.tolerances, min(columns.decimals, default=None)):
+        report["rounding"] = rounded
+    report |= column_causes(columns.first)
+    doubled = any(x["name"] == DOUBLED for x in report["log_findings"])
+    report["distribution"] = check(columns.drawn(), doubled)
+    if report["sequences"] < logged:
+        report["log_notes"].append(f"{report['sequences']} of the {logged} completions were compared (-n).")
+    if report["by_version"]:
+        best, *_, worst = sorted(report["by_version"], key=lambda row: row["k3"])
+        report["log_notes"].append(
+            f"By weight version, k3 is smallest at version {best['weight_version']} ({best['k3']:.3g} over "
+            f"{best['tokens']} tokens) and largest at version {worst['weight_version']} "
+            f"({worst['k3']:.3g} over {worst['tokens']} tokens); -1 stands for tokens of an "
+            "unknown version."
+        )
+    if report["frac_equal"] == 1.0:
+        report["log_notes"].append(
+            "Two columns that are equal in every bit can be one column written twice: "
+            "some trainers take the sampler's logprobs for their own (verl's bypass mode)."
+        )
+    return report
+
+
+def rounding(
+    trainer: list[np.ndarray], sampler: list[np.ndarray], tolerances: list[float], decimals: int | None
+) -> dict[str, Any] | None:
+    """How many tokens differ by more than the rounding of the log explains; None where nothing was rounded.
+
+    tolerances: of each sequence, half of the last decimal for each rounded side.
+    """
+    if decimals is None:
+        return None
+    allowed = np.repeat(tolerances, [len(x) for x in sampler])
+    t, s = np.concatenate(trainer), np.concatenate(sampler)
+    # fp32 stores a decimal number with an error of half an ulp; both sides have one.
+    slack = (np.spacing(np.abs(t)) + np.spacing(np.abs(s))).astype(np.float64)
+    beyond = (np.abs(log_ratios(t, s)) > allowed + slack) & ~bits_equal(t, s)
+    return {"decimals": decimals, "tolerance": float(max(tolerances)), "tokens_beyond": int(beyond.sum())}
+
+
+def _strip(columns: _Columns, worst: list[dict[str, Any]]) -> dict[str, Any]:
+    """Sequences with their tokens for audit.html, those with the worst tokens first."""
+    order = list(dict.fromkeys([*(w["sequence"] for w in worst), *range(min(len(columns.ids), _STRIPS))]))
+    sequences = []
+    for sequence in order[:_STRIPS]:
+        ids, pairs = columns.ids[sequence][:_STRIP_TOKENS], {}
+        values = (columns.positions[sequence], columns.sampler[sequence], columns.trainer[sequence])
+        for position, s, t in zip(*(x.tolist() for x in values), strict=True):
+            pairs[position] = (s, t)
+        sequences.append(
+            {
+                "sequence": sequence,
+                "prompt": f"{columns.places[sequence]}: ",
+                "tokens": [[f"{t} ", t, *pairs.get(i, (None, None))] for i, t in enumerate(ids.tolist())],
+                "left_out": len(columns.ids[sequence]) - len(ids),
+            }
+        )
+    return {"sequences": sequences, "left_out": len(columns.ids) - len(sequences)}
+
+
+def _with_place(worst: dict[str, Any], columns: _Columns) -> dict[str, Any]:
+    """One of the worst tokens, with its line. A log has ids and no tokenizer, so ids stand for the text."""
+    sequence, index = worst["sequence"], worst["position"]
+    position = int(columns.positions[sequence][index])
+    token = int(columns.ids[sequence][position])
+    return worst | {
+        "position": position,
+        "token": token,
+        "text": f"token {token}",
+        "before": columns.places[sequence],
+    }
+
+
+def _by_version(columns: _Columns) -> list[dict[str, Any]]:
+    """The figures of each weight version, oldest first; -1 stands for tokens whose version is not known."""
+    versions = np.concatenate(columns.versions)
+    known = np.unique(versions)
+    if len(known) < 2 or len(known) > _MOST_VERSIONS:
+        return []
+    d = log_ratios(np.concatenate(columns.trainer), np.concatenate(columns.sampler))
+    rows = []
+    for version in known.tolist():
+        part = d[versions == version]
+        with np.errstate(over="ignore"):
+            k3 = float((np.exp(part) - 1 - part).mean())
+        rows.append(
+            {
+                "weight_version": version,
+                "tokens": len(part),
+                "frac_equal": float((part == 0).mean()),
+                "max_abs": float(np.abs(part).max()),
+                "k3": k3,
+            }
+        )
+    return rows
