@@ -1,238 +1,170 @@
 """The audit: how the log-probabilities of a sampler and of a trainer differ.
 
-The rollouts are drawn or read from a log, and the trainer scores them. Then one sequence is traced through
-both engines. The result is one report (audit.json).
+The rollouts are drawn or read from a log, and the trainer scores them. The result is one report.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 
-from ..engine.rollout.types import GenerationParams, Rollout
 from ..engine.runs.progress import silent
 from ..engine.tasks.tokenizer import Tokenizer
-from ..kernels.sampling_params import SamplingParams
-from ..model.checkpoint import check_weights, resolve_model
+from ..model.checkpoint import DTYPES, check_weights, resolve_model
 from ..model.config import ModelConfig
 from ..model.weights import Layout
-from .changes_since import compare_audits, fingerprint, read_audit
-from .columns import rounding
+from .changes_since import changes_since, fingerprint, read_audit, settings_of
+from .compare import Comparison, Rollouts, compare_engines, compare_log
 from .conclusion.conclude import concluded
-from .conclusion.outcome import Outcome
-from .config import SAMPLERS, AuditConfig, check, dtype_of
+from .config import AuditConfig, check
+from .drawing import SUMS, draw, requests
 from .engines.engine import Engine
 from .engines.make import device_of, library_errors, make_engines
 from .engines.settings import machine_settings
-from .figures.bands import band_figures
-from .figures.batch_invariance import batch_invariance, own_invariance
-from .figures.drawn_from import check as check_distribution
-from .figures.full_vocab import whole_distributions
-from .figures.measure import measure, worst_tokens
-from .figures.repeats import Drawn, group_of
-from .hypotheses.evidence import Scorer
-from .hypotheses.log_causes import log_causes, other_checkpoints
-from .hypotheses.log_checks import DOUBLED
-from .logs.scan import Log, scan_log, with_sampler_logprobs
-from .operations.locate import locate
+from .figures.batch_invariance import batch_invariance
+from .figures.full_vocab import compare_full_vocab
+from .hypotheses.log_causes import other_checkpoints
+from .hypotheses.scorer import Scorer
+from .logs.scan import scan_log
 from .operations.operations import Checkpoint
-from .page.token_texts import strip, with_text
-from .settings import assumed
-
-Rollouts = Sequence[tuple[Rollout, SamplingParams]]
-# Tokens of the traced sequence at most, where there is a choice: a trace holds its logits over the
-# vocabulary.
-_TRACED_TOKENS = 1024
+from .report import Measurements, Report
+from .sections import BatchInvariance, EngineSection
+from .settings import Source, assumed
 
 
 @dataclass(frozen=True)
-class Audit:
-    """The result of an audit. `report` is what audit.json holds."""
+class _Setup:
+    """What an audit computes with."""
 
-    report: dict[str, Any]
+    cfg: AuditConfig
+    folders: list[Path]  # of the sampler's model and of the trainer's
+    model: ModelConfig
+    tokenizer: Tokenizer
+    device: torch.device
+    sampler: Engine | None  # None where it is a log
+    trainer: Engine
+    stage: Callable[[str], None]
 
-    @property
-    def outcome(self) -> Outcome:
-        """The one answer to "is it equal?"."""
-        return self.report["outcome"]
 
-
-def audit(cfg: AuditConfig, stage: Callable[[str], None] = silent) -> Audit:
+def audit(cfg: AuditConfig, stage: Callable[[str], None] = silent) -> Report:
     """Run an audit. stage: is called with what begins now, in words. Raises ValueError for bad input."""
     check(cfg)
-    earlier = read_audit(cfg.against) if cfg.against else None
+    past = read_audit(cfg.against) if cfg.against else None
+    setup = _set_up(cfg, stage)
+    if setup.sampler is None:
+        measured = _audit_log(setup)
+    else:
+        measured = _audit_engine(setup, setup.sampler)
+    if past:
+        measured = replace(measured, against=changes_since(past, _settings(measured), measured.figures))
+    return concluded(measured, cfg.tolerances)
+
+
+def _settings(measured: Measurements) -> dict[str, str]:
+    """The settings of an audit, as its fingerprint is of them."""
+    sides = {"sampler": measured.sampler, "trainer": measured.trainer} | vars(measured.dtypes)
+    return settings_of(sides, measured.assumed.versions, measured.engines.engine_settings)
+
+
+def _set_up(cfg: AuditConfig, stage: Callable[[str], None]) -> _Setup:
     folders = [resolve_model(name) for name in (cfg.model, cfg.trainer_model or cfg.model)]
     model = _model(*folders)
     tokenizer = Tokenizer(folders[0], model.vocab_size)
     for folder in dict.fromkeys(folders):
         check_weights(folder, Layout(ModelConfig.from_file(folder)))
     device = device_of(cfg)
-    stage(f"loading {cfg.trainer if cfg.sampler not in SAMPLERS else f'{cfg.sampler} and {cfg.trainer}'}")
+    stage(f"loading {cfg.trainer if cfg.of_log else f'{cfg.sampler} and {cfg.trainer}'}")
     with library_errors(cfg, "start"):
         sampler, trainer = make_engines(cfg, folders, device)
-    log, redraw, checkpoints, scorer = None, None, (), None
-    if sampler is None:
-        stage(f"reading {cfg.sampler}")
-        others = other_checkpoints(cfg.checkpoints, folders[1])
-        dtype, head, *_ = map(dtype_of, cfg.dtypes().values())
-        scorer = Scorer(trainer, folders[1], dtype, head, device, tokenizer, others)
-        log = scan_log(
-            Path(cfg.sampler),
-            model.vocab_size,
-            model.max_positions,
-            cfg.weight_version,
-            cfg.format,
-            cfg.n,
-            cfg.sampling_params,
-            cfg.sampling_params_given,
-        )
-        rollouts = log.rollouts
-        drawn = {"log": cfg.sampler, "weight_version": rollouts[0][0].weight_version}
-    else:
-        stage(f"drawing {cfg.n} completions with {sampler.name}")
-        redraw = partial(_draw, cfg, sampler, tokenizer, model)
-        with library_errors(cfg, "draw"):
-            rollouts = redraw()
-        checkpoints = _checkpoints(cfg, folders)
-        prompts = cfg.prompts or "sums such as 3+14="
-        drawn = {"seed": cfg.seed, "max_tokens": cfg.max_tokens, "prompts": prompts}
-    report = {
-        "model": str(folders[0]),
-        "trainer_model": str(folders[1]) if cfg.trainer_model else None,
-        "sampler": sampler.name if sampler else cfg.sampler,
-        "trainer": trainer.name,
-        **cfg.dtypes(),
-        "weight_version": rollouts[0][0].weight_version,
-        "torch": torch.__version__,
-        "device": device.type,
-        "logged": log.logged if log else None,
-        "log_notes": log.notes if log else [],
-        "assumed": assumed(cfg.dtypes(), [params for _, params in rollouts], device.type, drawn),
-        "engine_settings": _engine_settings(sampler, trainer, device),
-    }
-    report["settings_fingerprint"] = fingerprint(report)
-    with library_errors(cfg, "compare"):
-        report |= compare(trainer, rollouts, tokenizer, sampler, redraw, checkpoints, log, stage, scorer)
-        report |= _asked_for(cfg, sampler, trainer, rollouts, tokenizer, model, stage)
-    if earlier:
-        report["against"] = compare_audits(report, earlier, cfg.against)
-    return Audit(concluded(report, cfg.tolerances))
+    return _Setup(cfg, folders, model, tokenizer, device, sampler, trainer, stage)
 
 
-def _engine_settings(
-    sampler: Engine | None, trainer: Engine, device: torch.device
-) -> dict[str, dict[str, str]]:
-    """The settings of the engines and of the machine, for JSON."""
-    engines = ({"sampler": sampler.settings()} if sampler else {}) | {"trainer": trainer.settings()}
-    return engines | {"machine": machine_settings(device)}
-
-
-def _asked_for(
-    cfg: AuditConfig,
-    sampler: Engine,
-    trainer: Engine,
-    rollouts: Rollouts,
-    tokenizer: Tokenizer,
-    model: ModelConfig,
-    stage: Callable[[str], None],
-) -> dict[str, Any]:
-    """What an audit compares only where it is asked to: whole distributions, and the sampler with itself."""
-    report = {}
-    if cfg.full:
-        stage("comparing the whole distributions")
-        report["whole"] = whole_distributions(sampler, trainer, rollouts)
-    if cfg.own:
-        prompts, max_tokens = _requests(cfg, tokenizer, model)
-        report["batch_invariance"] = batch_invariance(
-            sampler, prompts, cfg.own, max_tokens, tokenizer.stop_ids, model.max_positions, stage
-        )
-    return report
-
-
-def compare(
-    trainer: Engine,
-    rollouts: Rollouts,
-    tokenizer: Tokenizer,
-    sampler: Engine | None = None,
-    redraw: Callable[[], Rollouts] | None = None,
-    checkpoints: Sequence[Checkpoint] = (),
-    log: Log | None = None,
-    stage: Callable[[str], None] = silent,
-    scorer: Scorer | None = None,
-) -> dict[str, Any]:
-    """The report on the trainer's logprobs of rollouts, beside the logprobs of their sampler.
-
-    sampler: the engine that drew them, where it is at hand; then both engines are traced. redraw: draws the
-    rollouts again from the same seeds, after the sampler has dropped its caches. Other bits then show that a
-    cache was stale. checkpoints: see _checkpoints; each operation is judged by them. log: where the rollouts
-    come from, if they were logged. stage: see audit. scorer: the trainer's model; with a log, hypotheses are
-    tried on it.
-    """
-    stage(f"scoring {len(rollouts)} completions with {trainer.name}")
-    scored, drawn = _score(trainer, rollouts), [r.logprobs for r, _ in rollouts]
-    trainer_logprobs, sampling_logprobs, positions = (
-        with_sampler_logprobs(scored, drawn) if log else (scored, drawn, None)
+def _audit_log(setup: _Setup) -> Measurements:
+    """Compare a log with the trainer's model."""
+    cfg, model = setup.cfg, setup.model
+    setup.stage(f"reading {cfg.sampler}")
+    others = other_checkpoints(cfg.checkpoints, setup.folders[1])
+    dtype, head = (DTYPES[name] for name in (cfg.dtypes.dtype, cfg.dtypes.head_dtype))
+    scorer = Scorer(setup.trainer, setup.folders[1], dtype, head, setup.device, setup.tokenizer, others)
+    log = scan_log(
+        Path(cfg.sampler),
+        model.vocab_size,
+        model.max_positions,
+        cfg.weight_version,
+        cfg.format,
+        cfg.n,
+        cfg.sampling_params,
+        cfg.given_params is not None,
     )
-    worst = worst_tokens(trainer_logprobs, sampling_logprobs)
-    stage("scoring some of them alone and token by token")
-    if positions:
-        worst = [w | {"position": int(positions[w["sequence"]][w["position"]])} for w in worst]
-    report = {
-        **measure(trainer_logprobs, sampling_logprobs),
-        "worst": [with_text(w, rollouts, tokenizer) for w in worst],
-        "strip": strip(rollouts, scored, tokenizer, worst),
-        "corrections": band_figures(trainer_logprobs, sampling_logprobs),
-        "own_invariance": {
-            name: own_invariance(engine, rollouts, drawn=engine is sampler)
-            for name, engine in _by_name(sampler, trainer).items()
-        },
+    source = Source(log=cfg.sampler, weight_version=log.rollouts[0][0].weight_version)
+    with library_errors(cfg, "compare"):
+        comparison = compare_log(log.rollouts, setup.tokenizer, log, scorer, setup.stage)
+    return _measured(setup, log.rollouts, source, comparison, log.notes)
+
+
+def _audit_engine(setup: _Setup, sampler: Engine) -> Measurements:
+    """Let the sampler draw, and compare it with the trainer."""
+    cfg, tokenizer, stage = setup.cfg, setup.tokenizer, setup.stage
+    stage(f"drawing {cfg.n} completions with {sampler.name}")
+    redraw = partial(draw, cfg, sampler, tokenizer, setup.model)
+    with library_errors(cfg, "draw"):
+        rollouts = redraw()
+    checkpoints = _checkpoints(cfg, setup.folders)
+    source = Source(seed=cfg.seed, max_tokens=cfg.max_tokens, prompts=cfg.prompts or SUMS)
+    vocab = invariance = None
+    with library_errors(cfg, "compare"):
+        comparison = compare_engines(sampler, setup.trainer, rollouts, tokenizer, redraw, checkpoints, stage)
+        if cfg.full_vocab:
+            stage("comparing the whole vocabulary")
+            vocab = compare_full_vocab(sampler, setup.trainer, rollouts)
+        if cfg.batch_invariance:
+            invariance = _batch_invariance(setup, sampler)
+    measured = _measured(setup, rollouts, source, comparison, [])
+    return replace(measured, full_vocab=vocab, batch_invariance=invariance)
+
+
+def _batch_invariance(setup: _Setup, sampler: Engine) -> BatchInvariance:
+    prompts, max_tokens = requests(setup.cfg, setup.tokenizer, setup.model)
+    return batch_invariance(
+        sampler,
+        prompts,
+        setup.cfg.batch_invariance,
+        max_tokens,
+        setup.tokenizer.stop_ids,
+        setup.model.max_positions,
+        setup.stage,
+    )
+
+
+def _measured(
+    setup: _Setup, rollouts: Rollouts, source: Source, comparison: Comparison, log_notes: list[str]
+) -> Measurements:
+    cfg, sampler, trainer = setup.cfg, setup.sampler, setup.trainer
+    sides = {"sampler": sampler.name if sampler else cfg.sampler, "trainer": trainer.name}
+    assumptions = assumed(cfg.dtypes, [params for _, params in rollouts], setup.device.type, source)
+    engine_settings = ({"sampler": sampler.settings()} if sampler else {}) | {
+        "trainer": trainer.settings(),
+        "machine": machine_settings(setup.device),
     }
-    if log and (rounded := rounding(trainer_logprobs, sampling_logprobs, log.tolerances, log.decimals)):
-        report["rounding"] = rounded
-    if log and scorer:
-        stage("trying what may explain a difference")
-        report |= log_causes(rollouts, scored, log.lines, scorer)
-    if log:
-        doubled = any(fault["name"] == DOUBLED for fault in report.get("log_findings", []))
-        report["distribution"] = check_distribution(_as_drawn(rollouts, scored, log), doubled)
-    if sampler is None:
-        return report
-    stage("tracing every operation of one sequence in both engines")
-    traced, params = rollouts[_traced(rollouts, worst)]
-    report |= locate(sampler, trainer, traced.pair, params, checkpoints[:2], *checkpoints[2:])
-    report["traced_outside"] = sampler.traced_outside
-    if report["frac_equal"] < 1.0 and redraw is not None and sampler.drop_caches():
-        stage("drawing again without the sampler's caches")
-        again = redraw()
-        report["frac_equal_without_caches"] = measure(_score(trainer, again), [r.logprobs for r, _ in again])[
-            "frac_equal"
-        ]
-        report["stale_cache"] = any(
-            a.completion_ids != b.completion_ids or a.logprobs.tobytes() != b.logprobs.tobytes()
-            for (a, _), (b, _) in zip(rollouts, again, strict=True)
-        )
-    return report
-
-
-def _as_drawn(rollouts: Rollouts, scored: Sequence[np.ndarray], log: Log) -> list[Drawn]:
-    """The tokens of a log that have the sampler's logprobs, beside what the trainer gives them."""
-    drawn = []
-    for (rollout, params), own, line in zip(rollouts, scored, log.lines, strict=True):
-        places = np.flatnonzero(~np.isnan(rollout.logprobs))
-        ids = np.array(rollout.completion_ids)
-        drawn.append(Drawn(group_of(line), ids, places, rollout.logprobs[places], own[places], params))
-    return drawn
-
-
-def _traced(rollouts: Rollouts, worst: Sequence[dict[str, Any]]) -> int:
-    """The rollout that is traced: the one with the worst token, unless it is long; then the shortest."""
-    lengths = [sum(map(len, r.pair)) for r, _ in rollouts]
-    index = worst[0]["sequence"] if worst else 0
-    return index if lengths[index] <= _TRACED_TOKENS else lengths.index(min(lengths))
+    settings = settings_of(sides | vars(cfg.dtypes), assumptions.versions, engine_settings)
+    return Measurements(
+        model=str(setup.folders[0]),
+        trainer_model=str(setup.folders[1]) if cfg.trainer_model else None,
+        **sides,
+        dtypes=cfg.dtypes,
+        engines=EngineSection(
+            weight_version=rollouts[0][0].weight_version,
+            torch=torch.__version__,
+            device=setup.device.type,
+            engine_settings=engine_settings,
+            settings_fingerprint=fingerprint(settings),
+        ),
+        log_notes=log_notes,
+        assumed=assumptions,
+        **vars(comparison),
+    )
 
 
 def _model(folder: Path, trainer_folder: Path) -> ModelConfig:
@@ -252,62 +184,9 @@ def _checkpoints(cfg: AuditConfig, folders: Sequence[Path]) -> tuple[Checkpoint,
 
     With a model for each, a third one is the trainer's in the sampler's dtype.
     """
-    dtypes = [dtype_of(cfg.dtypes()[name]) for name in ("sampler_dtype", "dtype")]
+    dtypes = DTYPES[cfg.dtypes.sampler_dtype], DTYPES[cfg.dtypes.dtype]
     sampler = Checkpoint.load(folders[0], dtypes[0])
     if not cfg.trainer_model:
         return sampler, sampler if dtypes[0] == dtypes[1] else Checkpoint.load(folders[1], dtypes[1])
     trainer = Checkpoint.load(folders[1], dtypes[1])
     return sampler, trainer, trainer if dtypes[0] == dtypes[1] else Checkpoint.load(folders[1], dtypes[0])
-
-
-def _by_name(sampler: Engine | None, trainer: Engine) -> dict[str, Engine]:
-    """The engines by name. Two engines of one name get their side as well."""
-    if sampler in (None, trainer):
-        return {trainer.name: trainer}
-    sides = {"sampler": sampler, "trainer": trainer}
-    return {e.name if sampler.name != trainer.name else f"{e.name} ({side})": e for side, e in sides.items()}
-
-
-def _draw(cfg: AuditConfig, sampler: Engine, tokenizer: Tokenizer, model: ModelConfig) -> Rollouts:
-    prompts, max_tokens = _requests(cfg, tokenizer, model)
-    generation_params = GenerationParams(cfg.sampling_params.check(), 1, max_tokens, tokenizer.stop_ids)
-    repeated = [prompts[i % len(prompts)] for i in range(cfg.n)]
-    return [(r, cfg.sampling_params) for r in sampler.generate(repeated, generation_params, cfg.seed)]
-
-
-def _requests(cfg: AuditConfig, tokenizer: Tokenizer, model: ModelConfig) -> tuple[list[list[int]], int]:
-    """The prompts, and the tokens that may follow the longest. Raises ValueError where none may."""
-    prompts = [tokenizer.encode(p, cfg.chat) for p in _prompt_texts(cfg)]
-    room = model.max_positions - max(map(len, prompts))
-    if room < 1:
-        raise ValueError(
-            f"audit: a prompt of {model.max_positions - room} tokens leaves no room "
-            f"in the context ({model.max_positions})"
-        )
-    return prompts, min(cfg.max_tokens, room)
-
-
-def _prompt_texts(cfg: AuditConfig) -> list[str]:
-    if not cfg.prompts:
-        return [f"{a}+{b}=" for a in range(1, 9) for b in range(11, 19)]
-    try:
-        texts = [
-            line for line in Path(cfg.prompts).read_text(encoding="utf-8-sig").split("\n") if line.strip()
-        ]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"audit: {cfg.prompts} is not UTF-8 ({error.reason})") from None
-    except OSError as error:
-        raise ValueError(f"audit: {cfg.prompts} cannot be read ({error.strerror})") from None
-    if not texts:
-        raise ValueError(f"audit: {cfg.prompts} holds no prompt")
-    return texts
-
-
-def _score(engine: Engine, rollouts: Rollouts) -> list[np.ndarray]:
-    """The engine's logprobs of each rollout. Rollouts with equal sampling parameters are scored together."""
-    scored: dict[int, np.ndarray] = {}
-    for sampling_params in dict.fromkeys(params for _, params in rollouts):
-        indices = [i for i, (_, params) in enumerate(rollouts) if params == sampling_params]
-        pairs = [rollouts[i][0].pair for i in indices]
-        scored |= zip(indices, engine.score(pairs, sampling_params), strict=True)
-    return [scored[i] for i in range(len(rollouts))]

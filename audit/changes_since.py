@@ -9,72 +9,104 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..verify.reading import read_json
-
-Report = Mapping[str, Any]
+from .figures.measure import Figures
 
 _DTYPES = ("dtype", "head_dtype", "sampler_dtype", "sampler_head_dtype")
 # How many times larger a KL must be to count as grown: k3 of a few hundred tokens varies by less.
 _GROWN = 2.0
 
 
-def settings_of(report: Report) -> dict[str, str]:
-    """The settings that a fingerprint is of, by name: engines, machine, versions, dtypes."""
-    sides = {side: report[side] for side in ("sampler", "trainer")}
-    values = sides | {name.replace("_", " "): report[name] for name in _DTYPES}
-    values |= {f"version of {name}": v for name, v in report["assumed"]["versions"].items()}
-    for where, settings in report["engine_settings"].items():
+@dataclass(frozen=True)
+class Change:
+    """A setting that changed; "-" is none."""
+
+    setting: str
+    before: str
+    now: str
+
+
+@dataclass(frozen=True)
+class ThenAndNow:
+    """A figure of two audits; NaN where it was not finite."""
+
+    before: float
+    now: float
+
+
+@dataclass(frozen=True)
+class Since:
+    """What differs between an audit and an earlier one."""
+
+    audit: str  # the earlier one, as it was named
+    changed: list[Change]
+    figures: dict[str, ThenAndNow]
+    grown: bool  # whether equal bits became unequal, or KL is more than twice as large
+
+
+@dataclass(frozen=True)
+class PastAudit:
+    """What two audits are compared by: settings and figures by name. A figure that is not finite is NaN."""
+
+    name: str
+    settings: dict[str, str]
+    figures: dict[str, float]
+
+
+def settings_of(
+    sides: Mapping[str, Any], versions: Mapping[str, str], engine_settings: Mapping[str, Mapping[str, str]]
+) -> dict[str, str]:
+    """The settings that a fingerprint is of, by name: engines, dtypes, versions, machine.
+
+    sides: what a report calls sampler and trainer, and their dtypes.
+    """
+    values = {side: sides[side] for side in ("sampler", "trainer")}
+    values |= {name.replace("_", " "): sides[name] for name in _DTYPES}
+    values |= {f"version of {name}": v for name, v in versions.items()}
+    for where, settings in engine_settings.items():
         values |= {f"{where}: {name}": value for name, value in settings.items()}
     return {name: str(value) for name, value in values.items()}
 
 
-def fingerprint(report: Report) -> str:
+def fingerprint(settings: Mapping[str, str]) -> str:
     """SHA-256 over the settings, 64 hexadecimal digits."""
-    return hashlib.sha256(json.dumps(settings_of(report), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
-def read_audit(name: str) -> Report:
-    """The report of an audit: its folder, or its audit.json. Raises ValueError for anything else."""
+def read_audit(name: str) -> PastAudit:
+    """An earlier audit: its folder, or its audit.json. Raises ValueError for anything else."""
     path = Path(name) / "audit.json" if Path(name).is_dir() else Path(name)
     try:
         report = read_json(path)
-        settings_of(report)
-        figures(report)
+        settings = settings_of(report, report["assumed"]["versions"], report["engine_settings"])
+        figures = {x: report[x] for x in ("frac_equal", "max_abs")} | {"k3": report["k3"]["value"]}
+        known = {x: math.nan if value is None else float(value) for x, value in figures.items()}
     except OSError as error:
         raise ValueError(f"audit: --against {path} cannot be read ({error.strerror})") from None
     except (AttributeError, KeyError, OverflowError, TypeError):
         raise ValueError(f"audit: --against {path} is no audit of two engines with their settings") from None
     except ValueError as error:
         raise ValueError(f"audit: --against {path} {error}") from None
-    return report
+    return PastAudit(name, settings, known)
 
 
-def figures(report: Report) -> dict[str, float]:
-    """The figures that two audits are compared by. A figure that is not finite is NaN."""
-    values = {name: report[name] for name in ("frac_equal", "max_abs")} | {"k3": report["k3"]["value"]}
-    return {name: math.nan if value is None else float(value) for name, value in values.items()}
-
-
-def compare_audits(report: Report, earlier: Report, name: str) -> dict[str, Any]:
-    """What differs between a report and an earlier one.
-
-    Returns "audit" (the earlier one's name), "changed" (setting, before, now), and "figures" (before and now
-    of each), and "grown": whether equal bits became unequal, or KL is more than twice as large.
-    """
-    before, now = settings_of(earlier), settings_of(report)
+def changes_since(past: PastAudit, settings: Mapping[str, str], figures: Figures) -> Since:
+    """What differs between an audit, by its settings and figures, and an earlier one."""
     changed = [
-        {"setting": key, "before": before.get(key, "-"), "now": now.get(key, "-")}
-        for key in dict.fromkeys((*before, *now))
-        if before.get(key) != now.get(key)
+        Change(key, past.settings.get(key, "-"), settings.get(key, "-"))
+        for key in dict.fromkeys((*past.settings, *settings))
+        if past.settings.get(key) != settings.get(key)
     ]
-    old, new = figures(earlier), figures(report)
-    larger = new["k3"] > _GROWN * old["k3"] or (math.isnan(new["k3"]) and not math.isnan(old["k3"]))
-    return {
-        "audit": name,
-        "changed": changed,
-        "figures": {key: {"before": old[key], "now": new[key]} for key in new},
-        "grown": new["frac_equal"] < 1.0 and (old["frac_equal"] == 1.0 or larger),
-    }
+    now = {"frac_equal": figures.frac_equal, "max_abs": figures.max_abs, "k3": figures.k3.value}
+    before = past.figures
+    larger = now["k3"] > _GROWN * before["k3"] or (math.isnan(now["k3"]) and not math.isnan(before["k3"]))
+    return Since(
+        past.name,
+        changed,
+        {name: ThenAndNow(before[name], value) for name, value in now.items()},
+        now["frac_equal"] < 1.0 and (before["frac_equal"] == 1.0 or larger),
+    )

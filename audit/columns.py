@@ -1,8 +1,8 @@
 """The audit of a log that has both columns, the sampler's logprobs and the trainer's. It needs no model."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -12,21 +12,21 @@ from .conclusion.conclude import concluded
 from .conclusion.outcome import NO_TOLERANCES, Tolerances
 from .figures.bands import band_figures
 from .figures.drawn_from import check
-from .figures.measure import measure, worst_tokens
+from .figures.measure import Figures, WorstToken, measure, worst_tokens
 from .figures.repeats import Drawn, group_of
 from .formats.record import LoggedRollout
 from .formats.registry import find_format, log_files, read_rollouts
-from .hypotheses.log_causes import column_causes
-from .hypotheses.log_checks import DOUBLED
-from .logs.scan import needs
-from .settings import assumed
+from .hypotheses.column_causes import try_columns
+from .hypotheses.log_checks import check_log
+from .log_section import LogSection, Rounding, VersionFigures, is_doubled
+from .page.token_texts import SequenceTexts, TokenTexts
+from .report import Measurements, Report
+from .settings import LOGGED, Source, assumed
 
 # Tokens that are compared at most: what the figures of so many take is within 2 GB.
 _MOST_TOKENS = 2**23
 # Sequences and tokens of each that audit.html shows.
-_STRIPS, _STRIP_TOKENS = 12, 500
-# A log does not say in which dtypes its columns were computed.
-_LOGGED = {name: "logged" for name in ("dtype", "head_dtype", "sampler_dtype", "sampler_head_dtype")}
+_SEQUENCES, _TOKENS = 12, 500
 # Completions on which hypotheses are tried: the first ones.
 _EXPLAINED = 256
 # Weight versions that the report shows at most.
@@ -84,7 +84,7 @@ def audit_columns(
     version: int | None = None,
     assumed_params: SamplingParams | None = None,
     tolerances: Tolerances = NO_TOLERANCES,
-) -> dict[str, Any]:
+) -> Report:
     """The report on the two columns of a log.
 
     most: rollouts to compare at most; 0 is no limit. version: takes only the tokens of this weight version.
@@ -97,7 +97,7 @@ def audit_columns(
         remedy = find_format(log_files(path)[0], format).remedy
         for place, rollout in read_rollouts(path, format):
             if rollout.logprobs is None:
-                _named(place, rollout, remedy)
+                _check_scored(place, rollout, remedy)
             if rollout.trainer_logprobs is None:
                 continue
             if rollout.sampling_params is None:
@@ -112,15 +112,12 @@ def audit_columns(
     except ValueError as error:
         raise ValueError(f"audit: {error}") from None
     if not columns.count:
-        version_said = "" if version is None else f" of weight version {version}"
+        of_version = "" if version is None else f" of weight version {version}"
         raise ValueError(
-            f"audit: {path} holds no trainer logprobs{version_said} beside the sampler's; "
+            f"audit: {path} holds no trainer logprobs{of_version} beside the sampler's; "
             "name the model that drew it with --model"
         )
-    report = _report(path, columns, logged)
-    if unsaid:
-        report["log_notes"].append(_unsaid_words(unsaid, assumed_params))
-    return concluded(report, tolerances)
+    return concluded(_measured(path, columns, logged, assumed_params, unsaid), tolerances)
 
 
 def _unsaid_words(rollouts: int, assumed: SamplingParams | None) -> str:
@@ -136,9 +133,9 @@ def _unsaid_words(rollouts: int, assumed: SamplingParams | None) -> str:
     )
 
 
-def _named(place: str, rollout: LoggedRollout, remedy: str) -> None:
+def _check_scored(place: str, rollout: LoggedRollout, remedy: str) -> None:
     try:
-        needs(rollout, remedy)
+        rollout.check_scored(remedy)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
 
@@ -159,51 +156,63 @@ def _of_version(rollout: LoggedRollout, version: int | None) -> LoggedRollout:
     return replace(rollout, mask=mask)
 
 
-def _report(path: Path, columns: _Columns, logged: int) -> dict[str, Any]:
+def _measured(
+    path: Path, columns: _Columns, logged: int, assumed_params: SamplingParams | None, unsaid: int
+) -> Measurements:
     trainer, sampler = columns.trainer, columns.sampler
     worst = [_with_place(w, columns) for w in worst_tokens(trainer, sampler)]
-    report = {
-        "model": str(path),
-        "sampler": f"the sampler's column of {path}",
-        "trainer": "the trainer's column",
-        **_LOGGED,
-        "logged": logged,
-        **measure(trainer, sampler),
-        "worst": worst,
-        "strip": _strip(columns, worst),
-        "own_invariance": {},
-        "by_version": _by_version(columns),
-        "corrections": band_figures(trainer, sampler),
-        "assumed": assumed(_LOGGED, [p for p in columns.params if p], "none", {"log": str(path)}),
-        "distribution_unsaid": sum(p is None for p in columns.params),
-        "log_notes": [],
-    }
-    if rounded := rounding(trainer, sampler, columns.tolerances, min(columns.decimals, default=None)):
-        report["rounding"] = rounded
-    report |= column_causes(columns.first)
-    doubled = any(x["name"] == DOUBLED for x in report["log_findings"])
-    report["distribution"] = check(columns.drawn(), doubled)
-    if report["sequences"] < logged:
-        report["log_notes"].append(f"{report['sequences']} of the {logged} completions were compared (-n).")
-    if report["by_version"]:
-        best, *_, worst = sorted(report["by_version"], key=lambda row: row["k3"])
-        report["log_notes"].append(
-            f"By weight version, k3 is smallest at version {best['weight_version']} ({best['k3']:.3g} over "
-            f"{best['tokens']} tokens) and largest at version {worst['weight_version']} "
-            f"({worst['k3']:.3g} over {worst['tokens']} tokens); -1 stands for tokens of an "
+    figures, log_faults = measure(trainer, sampler), check_log(columns.first, None)
+    by_version = _by_version(columns)
+    log = LogSection(
+        logged=logged,
+        distribution=check(columns.drawn(), is_doubled(log_faults)),
+        hypotheses=try_columns(columns.first),
+        log_faults=log_faults,
+        rounding=rounding(trainer, sampler, columns.tolerances, min(columns.decimals, default=None)),
+        by_version=by_version,
+        distribution_unsaid=sum(p is None for p in columns.params),
+    )
+    notes = _notes(figures, logged, by_version)
+    return Measurements(
+        model=str(path),
+        sampler=f"the sampler's column of {path}",
+        trainer="the trainer's column",
+        dtypes=LOGGED,
+        log=log,
+        log_notes=[*notes, _unsaid_words(unsaid, assumed_params)] if unsaid else notes,
+        assumed=assumed(LOGGED, [p for p in columns.params if p], "none", Source(log=str(path))),
+        figures=figures,
+        worst=worst,
+        token_texts=_token_texts(columns, worst),
+        corrections=band_figures(trainer, sampler),
+        own_invariance={},
+    )
+
+
+def _notes(figures: Figures, logged: int, by_version: Sequence[VersionFigures]) -> list[str]:
+    """What a reader of the report should know of the log."""
+    notes = []
+    if figures.sequences < logged:
+        notes.append(f"{figures.sequences} of the {logged} completions were compared (-n).")
+    if by_version:
+        best, *_, worst = sorted(by_version, key=lambda row: row.k3)
+        notes.append(
+            f"By weight version, k3 is smallest at version {best.weight_version} ({best.k3:.3g} over "
+            f"{best.tokens} tokens) and largest at version {worst.weight_version} "
+            f"({worst.k3:.3g} over {worst.tokens} tokens); -1 stands for tokens of an "
             "unknown version."
         )
-    if report["frac_equal"] == 1.0:
-        report["log_notes"].append(
+    if figures.equal:
+        notes.append(
             "Two columns that are equal in every bit can be one column written twice: "
             "some trainers take the sampler's logprobs for their own (verl's bypass mode)."
         )
-    return report
+    return notes
 
 
 def rounding(
     trainer: list[np.ndarray], sampler: list[np.ndarray], tolerances: list[float], decimals: int | None
-) -> dict[str, Any] | None:
+) -> Rounding | None:
     """How many tokens differ by more than the rounding of the log explains; None where nothing was rounded.
 
     tolerances: of each sequence, half of the last decimal for each rounded side.
@@ -215,43 +224,40 @@ def rounding(
     # fp32 stores a decimal number with an error of half an ulp; both sides have one.
     slack = (np.spacing(np.abs(t)) + np.spacing(np.abs(s))).astype(np.float64)
     beyond = (np.abs(log_ratios(t, s)) > allowed + slack) & ~bits_equal(t, s)
-    return {"decimals": decimals, "tolerance": float(max(tolerances)), "tokens_beyond": int(beyond.sum())}
+    return Rounding(decimals, float(max(tolerances)), int(beyond.sum()))
 
 
-def _strip(columns: _Columns, worst: list[dict[str, Any]]) -> dict[str, Any]:
+def _token_texts(columns: _Columns, worst: Sequence[WorstToken]) -> TokenTexts:
     """Sequences with their tokens for audit.html, those with the worst tokens first."""
-    order = list(dict.fromkeys([*(w["sequence"] for w in worst), *range(min(len(columns.ids), _STRIPS))]))
+    order = list(dict.fromkeys([*(w.sequence for w in worst), *range(min(len(columns.ids), _SEQUENCES))]))
     sequences = []
-    for sequence in order[:_STRIPS]:
-        ids, pairs = columns.ids[sequence][:_STRIP_TOKENS], {}
+    for sequence in order[:_SEQUENCES]:
+        ids, pairs = columns.ids[sequence][:_TOKENS], {}
         values = (columns.positions[sequence], columns.sampler[sequence], columns.trainer[sequence])
         for position, s, t in zip(*(x.tolist() for x in values), strict=True):
             pairs[position] = (s, t)
         sequences.append(
-            {
-                "sequence": sequence,
-                "prompt": f"{columns.places[sequence]}: ",
-                "tokens": [[f"{t} ", t, *pairs.get(i, (None, None))] for i, t in enumerate(ids.tolist())],
-                "left_out": len(columns.ids[sequence]) - len(ids),
-            }
+            SequenceTexts(
+                sequence,
+                f"{columns.places[sequence]}: ",
+                [(f"{t} ", t, *pairs.get(i, (None, None))) for i, t in enumerate(ids.tolist())],
+                len(columns.ids[sequence]) - len(ids),
+            )
         )
-    return {"sequences": sequences, "left_out": len(columns.ids) - len(sequences)}
+    return TokenTexts(sequences, len(columns.ids) - len(sequences))
 
 
-def _with_place(worst: dict[str, Any], columns: _Columns) -> dict[str, Any]:
+def _with_place(worst: WorstToken, columns: _Columns) -> WorstToken:
     """One of the worst tokens, with its line. A log has ids and no tokenizer, so ids stand for the text."""
-    sequence, index = worst["sequence"], worst["position"]
+    sequence, index = worst.sequence, worst.position
     position = int(columns.positions[sequence][index])
     token = int(columns.ids[sequence][position])
-    return worst | {
-        "position": position,
-        "token": token,
-        "text": f"token {token}",
-        "before": columns.places[sequence],
-    }
+    return replace(
+        worst, position=position, token=token, text=f"token {token}", before=columns.places[sequence]
+    )
 
 
-def _by_version(columns: _Columns) -> list[dict[str, Any]]:
+def _by_version(columns: _Columns) -> list[VersionFigures]:
     """The figures of each weight version, oldest first; -1 stands for tokens whose version is not known."""
     versions = np.concatenate(columns.versions)
     known = np.unique(versions)
@@ -264,12 +270,6 @@ def _by_version(columns: _Columns) -> list[dict[str, Any]]:
         with np.errstate(over="ignore"):
             k3 = float((np.exp(part) - 1 - part).mean())
         rows.append(
-            {
-                "weight_version": version,
-                "tokens": len(part),
-                "frac_equal": float((part == 0).mean()),
-                "max_abs": float(np.abs(part).max()),
-                "k3": k3,
-            }
+            VersionFigures(version, len(part), float((part == 0).mean()), float(np.abs(part).max()), k3)
         )
     return rows

@@ -5,45 +5,31 @@ cache of the weights before.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 from ..engine.runs.checkpoints import checkpoint_folders
 from ..engine.runs.loaded import load_run
 from ..engine.runs.progress import silent
-from .audit import Audit
 from .command import run_audit, write_reports
-from .conclusion.outcome import Kind, Outcome, outcome_of_run
-from .config import AuditConfig
+from .conclusion.outcome import Kind, outcome_of_run
+from .config import AuditSettings
+from .report import Report
+from .run_report import RunReport, Step
 
-Report = Mapping[str, Any]
 _KINDS = list(Kind)
-
-
-@dataclass(frozen=True)
-class RunAudit:
-    """The audits of a run's checkpoints, by step. `report` is what audit.json holds."""
-
-    report: dict[str, Any]
-
-    @property
-    def outcome(self) -> Outcome:
-        """That of the worst checkpoint."""
-        return self.report["outcome"]
 
 
 def audit_run(
     run: Path,
     every: int,
     n: int | None,
-    cfg: AuditConfig,
+    settings: AuditSettings,
     out: Path,
     stage: Callable[[str], None] = silent,
-) -> RunAudit:
+) -> RunReport:
     """Audit the checkpoints of a run whose step `every` divides; step 0 is the model it began with.
 
     Each audit's own audit.json and audit.html go to out/step-NNNNNN. stage: is called with what begins now,
@@ -51,22 +37,24 @@ def audit_run(
     input.
     """
     models = _models(run, every)
-    audits = {}
+    reports: dict[int, Report] = {}
     for step, model in models.items():
-        stage(f"step {step} ({len(audits) + 1} of {len(models)} checkpoints)")
+        stage(f"step {step} ({len(reports) + 1} of {len(models)} checkpoints)")
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-            audits[step] = process.submit(run_audit, str(model), n, cfg).result()
-        write_reports(audits[step].report, out / f"step-{step:06d}")
-    first = next(iter(audits.values())).report
-    report = {
-        "run": str(run),
-        "model": f"checkpoints of {run}",
-        "every": every,
-        **{name: first[name] for name in ("sampler", "trainer", *cfg.dtypes(), "assumed")},
-        "outcome": outcome_of_run([audit.outcome for audit in audits.values()]),
-        "steps": [_row(step, audit) for step, audit in audits.items()],
-    }
-    return RunAudit(report)
+            reports[step] = process.submit(run_audit, str(model), "", n, settings).result()
+        write_reports(reports[step], out / f"step-{step:06d}")
+    first = next(iter(reports.values()))
+    return RunReport(
+        run=str(run),
+        model=f"checkpoints of {run}",
+        every=every,
+        sampler=first.sampler,
+        trainer=first.trainer,
+        dtypes=first.dtypes,
+        assumed=first.assumed,
+        outcome=outcome_of_run([report.outcome for report in reports.values()]),
+        steps=[_step(step, report) for step, report in reports.items()],
+    )
 
 
 def _models(run: Path, every: int) -> dict[int, Path]:
@@ -74,57 +62,57 @@ def _models(run: Path, every: int) -> dict[int, Path]:
     if every < 1:
         raise ValueError(f"audit: every ({every}) must be at least 1")
     base = Path(load_run(run).config.model)
-    there = {0: base} if base.is_dir() else {}
-    there |= {int(folder.name[5:]): folder for folder in reversed(checkpoint_folders(run))}
-    models = {step: folder for step, folder in there.items() if step % every == 0}
+    by_step = {0: base} if base.is_dir() else {}
+    by_step |= {int(folder.name[5:]): folder for folder in reversed(checkpoint_folders(run))}
+    models = {step: folder for step, folder in by_step.items() if step % every == 0}
     if not models:
-        steps = ", ".join(map(str, there)) or "none"
+        steps = ", ".join(map(str, by_step)) or "none"
         raise ValueError(f"audit: {run} has no checkpoint of a step that {every} divides (it has {steps})")
     return models
 
 
-def _row(step: int, audit: Audit) -> dict[str, Any]:
+def _step(step: int, report: Report) -> Step:
     """What the report over a run says of one checkpoint."""
-    report = audit.report
-    first, jump = report.get("first_divergence"), report.get("jump")
+    figures, trace = report.figures, report.trace
+    first, jump = (trace.first_divergence, trace.jump) if trace else (None, None)
     names = ("tokens", "frac_equal", "max_abs", "k1", "k3", "perplexity_sampler", "perplexity_trainer")
-    return {
-        "step": step,
-        "outcome": audit.outcome,
-        **{name: report[name] for name in names},
-        "bits_part_at": first["op"] if first else None,
-        "error_jumps_at": jump["op"] if jump else None,
-        "cause": report["cause"],
-    }
+    return Step(
+        step=step,
+        outcome=report.outcome,
+        **{name: getattr(figures, name) for name in names},
+        bits_part_at=first.op if first else None,
+        error_jumps_at=jump.op if jump else None,
+        cause=report.cause,
+    )
 
 
-def sentences(report: Report) -> Iterator[str]:
-    """Whether the mismatch grows, and what the last checkpoint's audit gives as its cause."""
-    rows: Sequence[Report] = report["steps"]
-    unequal = [r["step"] for r in rows if r["frac_equal"] < 1.0]
-    if not unequal and report["outcome"].passed:
+def sentences(report: RunReport) -> Iterator[str]:
+    """Whether the mismatch grows, and what the worst checkpoint's audit gives as its cause."""
+    rows = report.steps
+    unequal = [r.step for r in rows if r.frac_equal < 1.0]
+    if not unequal and report.outcome.passed:
         steps = f"all {len(rows)} checkpoints" if len(rows) > 1 else "the checkpoint"
-        yield f"{report['sampler']} and {report['trainer']} are equal to the bit at {steps}."
+        yield f"{report.sampler} and {report.trainer} are equal to the bit at {steps}."
         return
     if unequal:
         yield f"{len(unequal)} of {len(rows)} checkpoints differ, first that of step {unequal[0]}."
     first, last = rows[0], rows[-1]
     if first is not last:
         for words, a, b in (
-            ("The largest difference of a log-probability", first["max_abs"], last["max_abs"]),
-            ("KL(sampler || trainer), by k3,", first["k3"]["value"], last["k3"]["value"]),
-            ("The sampler's perplexity", first["perplexity_sampler"], last["perplexity_sampler"]),
+            ("The largest difference of a log-probability", first.max_abs, last.max_abs),
+            ("KL(sampler || trainer), by k3,", first.k3.value, last.k3.value),
+            ("The sampler's perplexity", first.perplexity_sampler, last.perplexity_sampler),
         ):
-            yield f"{words} is {_figure(a)} at step {first['step']} and {_figure(b)} at step {last['step']}."
-    worst = max(rows, key=lambda r: (_KINDS.index(r["outcome"].kind), _size(r["max_abs"])))
-    yield f"Likely cause at step {worst['step']}: {worst['cause']['text']}"
-    yield f"What to do: {worst['cause']['remedy']}"
+            yield f"{words} is {_figure(a)} at step {first.step} and {_figure(b)} at step {last.step}."
+    worst = max(rows, key=lambda r: (_KINDS.index(r.outcome.kind), _size(r.max_abs)))
+    yield f"Likely cause at step {worst.step}: {worst.cause.text}"
+    yield f"What to do: {worst.cause.remedy}"
 
 
-def _size(max_abs: float | None) -> float:
+def _size(max_abs: float) -> float:
     """The largest difference; one that is not finite is the largest."""
-    return math.inf if max_abs is None or not math.isfinite(max_abs) else max_abs
+    return max_abs if math.isfinite(max_abs) else math.inf
 
 
-def _figure(x: float | None) -> str:
-    return "not finite" if x is None or not math.isfinite(x) else f"{x:.3g}"
+def _figure(x: float) -> str:
+    return f"{x:.3g}" if math.isfinite(x) else "not finite"

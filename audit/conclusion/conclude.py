@@ -1,21 +1,19 @@
 """What an audit concludes from its figures, each derived once: the outcome, the likely cause, the notes."""
 
-from collections.abc import Mapping
-from typing import Any
-
+from ..report import Measurements, Report
 from .causes import cause
 from .faults import faults
 from .notes import notes
-from .outcome import Tolerances, outcome_of
+from .outcome import Kind, Tolerances, outcome_of
 
 
-def concluded(report: Mapping[str, Any], tolerances: Tolerances) -> dict[str, Any]:
-    """The report with its outcome, cause and notes."""
-    found_faults = faults(report)
-    outcome = outcome_of(report, tolerances, [fault["kind"] for fault in found_faults])
-    return {
-        **report,
-        "outcome": outcome,
-        "cause": cause(report, outcome, found_faults),
-        "notes": notes(report),
-    }
+def concluded(measured: Measurements, tolerances: Tolerances) -> Report:
+    """The report: the measurements with outcome, cause and notes."""
+    named_faults = faults(measured)
+    outcome = outcome_of(measured, tolerances, [fault.kind for fault in named_faults])
+    return Report(
+        **{name: getattr(measured, name) for name in Measurements.__dataclass_fields__},
+        outcome=outcome,
+        cause=named_faults[0] if outcome.kind is Kind.FAULT else cause(measured),
+        notes=notes(measured),
+    )

@@ -19,15 +19,15 @@ size of the difference: a sampler whose bits depend on its batch, tokens that we
 sampler's column, a log with doubled lines, a trainer column with an error of its own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..figures.bands import in_band
-from .faults import columns_alone
-
-Report = Mapping[str, Any]
+if TYPE_CHECKING:
+    from ..figures.bands import Corrections
+    from ..figures.measure import Figures
+    from ..report import Measurements
 
 
 class Kind(StrEnum):
@@ -76,18 +76,18 @@ class Tolerances:
         """Whether any was asked for."""
         return any(value is not None for value in asdict(self).values())
 
-    def hold(self, report: Report) -> bool:
+    def hold(self, figures: "Figures", corrections: "Corrections") -> bool:
         """Whether the figures of a report lie within all of them.
 
         With tokens outside the trainer's set, or of an infinite ratio, none holds: the KL is infinite,
         whatever its estimate over the other tokens.
         """
-        if report["outside"]["tokens"] or report["infinite"]["tokens"]:
+        if figures.outside.tokens or figures.infinite.tokens:
             return False
         return (
-            (self.max_k3 is None or abs(report["k3"]["value"]) <= self.max_k3)
-            and (self.max_abs is None or report["max_abs"] <= self.max_abs)
-            and (self.band is None or in_band(report, self.band))
+            (self.max_k3 is None or abs(figures.k3.value) <= self.max_k3)
+            and (self.max_abs is None or figures.max_abs <= self.max_abs)
+            and (self.band is None or corrections.in_band(self.band))
         )
 
 
@@ -132,24 +132,24 @@ class Outcome:
         }
 
 
-def outcome_of(report: Report, tolerances: Tolerances, faults: Sequence[str]) -> Outcome:
+def outcome_of(measured: "Measurements", tolerances: Tolerances, faults: Sequence[str]) -> Outcome:
     """The outcome of one audit. faults: the names of the faults that it found."""
-    kind = _agreement(report)
+    kind = _agreement(measured)
     if tolerances.given and kind is not Kind.EQUAL and kind is not Kind.EQUAL_COLUMNS:
-        if not tolerances.hold(report):
+        if not tolerances.hold(measured.figures, measured.corrections):
             return Outcome(Kind.BEYOND, tuple(faults))
         kind = Kind.WITHIN if kind is Kind.DIFFERS else kind
     return Outcome(Kind.FAULT if faults and kind is not Kind.DIFFERS else kind, tuple(faults))
 
 
-def _agreement(report: Report) -> Kind:
+def _agreement(measured: "Measurements") -> Kind:
     """How the two sides agree, without tolerances and faults."""
-    whole = report.get("whole")
-    if report["frac_equal"] == 1.0 and (whole is None or whole["frac_values_equal"] == 1.0):
-        return Kind.EQUAL_COLUMNS if columns_alone(report) else Kind.EQUAL
-    rounding = report.get("rounding")
-    if rounding and rounding["tokens_beyond"] == 0:
-        return Kind.ROUNDED_COLUMNS if columns_alone(report) else Kind.ROUNDED
+    vocab = measured.full_vocab
+    if measured.figures.equal and (vocab is None or vocab.frac_values_equal == 1.0):
+        return Kind.EQUAL_COLUMNS if measured.columns_alone else Kind.EQUAL
+    rounding = measured.log and measured.log.rounding
+    if rounding and rounding.tokens_beyond == 0:
+        return Kind.ROUNDED_COLUMNS if measured.columns_alone else Kind.ROUNDED
     return Kind.DIFFERS
 
 

@@ -1,80 +1,64 @@
 """The audit in words: equal or not, where bits part, where the error jumps, the cause, what to do."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
-from ...verify.bitwise import ulp_words
-from ..figures.measure import equal
-from ..page.tables import percent
+from ...verify.distance import ulp_words
+from ..page.numbers import percent
+from ..report import Measurements, Report
 from .causes import EQUAL_COLUMNS
-
-Report = Mapping[str, Any]
 
 
 def verdict(report: Report) -> str:
     """The audit in a few lines, for a terminal."""
-    sentences = [headline(report), parting(report), jump(report), *report["notes"]]
-    found = report["cause"]
-    if found["kind"] == EQUAL_COLUMNS:
-        sentences += [f"The log: {found['text']}", f"What to do: {found['remedy']}"]
-    elif found["kind"] != "equal":
-        sentences += [f"Likely cause: {found['text']}", f"What to do: {found['remedy']}"]
+    sentences = [headline(report), parting(report), jump(report), *report.notes]
+    if report.cause.kind == EQUAL_COLUMNS:
+        sentences += [f"The log: {report.cause.text}", f"What to do: {report.cause.remedy}"]
+    elif report.cause.kind != "equal":
+        sentences += [f"Likely cause: {report.cause.text}", f"What to do: {report.cause.remedy}"]
     return "\n".join(filter(None, sentences))
 
 
-def headline(report: Report) -> str:
-    """Equal or not, and how far apart."""
-    sampler, trainer = report["sampler"], report["trainer"]
-    if equal(report):
+def headline(measured: Measurements) -> str:
+    """The tokens with equal bits, and how far the others are apart."""
+    sampler, trainer, figures = measured.sampler, measured.trainer, measured.figures
+    if figures.equal:
         return (
-            f"All {report['tokens']:,} tokens have the same log-probability, bit for bit, "
+            f"All {figures.tokens:,} tokens have the same log-probability, bit for bit, "
             f"in {sampler} and in {trainer}."
         )
-    share = percent(report["frac_equal"])
-    text = f"{sampler} and {trainer} agree to the bit on {share} of {report['tokens']:,} tokens"
-    if not _known(report):
+    share = percent(figures.frac_equal)
+    text = f"{sampler} and {trainer} agree to the bit on {share} of {figures.tokens:,} tokens"
+    if not figures.known:
         return f"{text}; no token has a finite ratio."
-    known = _known(report)
-    scope = f" Over the {known:,} with a finite ratio," if known < report["tokens"] else ""
+    scope = f" Over the {figures.known:,} with a finite ratio," if figures.known < figures.tokens else ""
     return (
         f"{text}{'.' if scope else ';'}{scope} the largest difference of a log-probability is "
-        f"{report['max_abs']:.3g}, and KL(sampler || trainer) is about {report['k3']['value']:.2g} nats a "
+        f"{figures.max_abs:.3g}, and KL(sampler || trainer) is about {figures.k3.value:.2g} nats a "
         "token."
     )
 
 
-def _known(report: Report) -> int:
-    """Tokens whose ratio is neither 0 nor infinite: the estimators are over them."""
-    return report["tokens"] - sum(report.get(name, {}).get("tokens", 0) for name in ("outside", "infinite"))
-
-
-def parting(report: Report) -> str:
+def parting(measured: Measurements) -> str:
     """Where bits first part; empty where nothing was traced, and where all is equal."""
-    first = report.get("first_divergence")
+    first = measured.trace and measured.trace.first_divergence
     if not first:
         return ""
-    distance = ulp_words(first["max_ulp"])
-    size = f", by up to {distance}" if distance else f", by {first['relative']:.2g} of their size"
-    share = f"{first['unequal']:,} of its {first['elements']:,} outputs"
-    return f"Bits first part at {first['op']}: {share} differ{size}."
+    distance = ulp_words(first.max_ulp)
+    size = f", by up to {distance}" if distance else f", by {first.relative:.2g} of their size"
+    share = f"{first.unequal:,} of its {first.elements:,} outputs"
+    return f"Bits first part at {first.op}: {share} differ{size}."
 
 
-def jump(report: Report) -> str:
+def jump(measured: Measurements) -> str:
     """Where the error jumps; empty where nothing was judged."""
-    if "own_errors" not in report:
+    trace = measured.trace
+    if trace is None or trace.own_errors is None:
         return ""
-    found = report["jump"]
-    if found is None:
+    if trace.jump is None:
         return "The error jumps nowhere: every operation does what the checkpoint says, and rounds."
-    factor = "infinitely many" if _infinite(found["factor"]) else f"{found['factor']:,.0f}"
-    own = "" if _infinite(found["relative"]) else f" is {found['relative']:.2g} of their size,"
+    factor = "infinitely many" if math.isinf(trace.jump.factor) else f"{trace.jump.factor:,.0f}"
+    size = "" if math.isinf(trace.jump.relative) else f" is {trace.jump.relative:.2g} of their size,"
     return (
-        f"The error jumps at {found['op']} of {found['engine']}: from the same inputs, the error of its "
-        "outputs"
-        f"{own} {factor} times what {found['dtype']} rounds."
+        f"The error jumps at {trace.jump.op} of {trace.jump.engine}: from the same inputs, the error of its "
+        f"outputs{size} {factor} times what {trace.jump.dtype} rounds."
     )
-
-
-def _infinite(x: float | None) -> bool:
-    return x is None or math.isinf(x)

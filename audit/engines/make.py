@@ -9,8 +9,9 @@ import torch
 from ...engine.rollout.vllm.installed import is_cpu_build, require_vllm
 from ...kernels import tiles
 from ...kernels.backend import find_device
+from ...model.checkpoint import DTYPES
 from ...model.config import ModelConfig
-from ..config import SAMPLERS, AuditConfig, dtype_of
+from ..config import AuditConfig
 from .engine import Engine, ZeroklEngine
 from .hf import HfEngine
 from .vllm import VllmEngine, VllmZeroklEngine
@@ -23,14 +24,14 @@ def make_engines(
     cfg: AuditConfig, folders: Sequence[Path], device: torch.device
 ) -> tuple[Engine | None, Engine]:
     """The sampler (None where it is a log) and the trainer."""
-    dtype, head, *sampler_dtypes = map(dtype_of, cfg.dtypes().values())
+    dtype, head, *sampler_dtypes = (DTYPES[name] for name in vars(cfg.dtypes).values())
     if cfg.sampler == cfg.trainer == "vllm":
         engine = _engine("vllm", folders[0], device, dtype, head)
         return engine, engine
     sampler = (
-        _engine(cfg.sampler, folders[0], device, *sampler_dtypes, beside_vllm=cfg.trainer == "vllm")
-        if cfg.sampler in SAMPLERS
-        else None
+        None
+        if cfg.of_log
+        else _engine(cfg.sampler, folders[0], device, *sampler_dtypes, beside_vllm=cfg.trainer == "vllm")
     )
     return sampler, _engine(cfg.trainer, folders[1], device, dtype, head)
 

@@ -2,27 +2,25 @@
 
 `own_invariance` scores the first sequences of every audit alone, together, and token by token.
 
-`batch_invariance` is `zerokl audit --own N`. Each prompt is drawn alone first, greedily, so that no random
-number decides a token. Then it is drawn again in company. A request is equal when its tokens and the bits of
-their log-probabilities are those of the request alone.
+`batch_invariance` is `zerokl audit --batch_invariance N`. Each prompt is drawn alone first, greedily, so that
+no random number decides a token. Then it is drawn again in company. A request is equal when its tokens and
+the bits of their log-probabilities are those of the request alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
 from ...engine.rollout.types import GenerationParams, Rollout
 from ...engine.runs.progress import silent
 from ...kernels.sampling_params import SamplingParams
-from ...verify.mismatch import largest, log_ratios
+from ...verify.mismatch import bits_equal, largest, log_ratios
 from ..engines.engine import Engine, Pair
 from ..engines.vllm import VllmEngine
+from ..sections import BatchInvariance, Place, RequestsFigures, WayFigures
 
 # Sequences on which each engine's own invariance is measured: they are scored one by one and token by token.
 _SCORED = 8
-# Requests at once, at most.
-_MOST = 256
 # Tokens of a prompt that joins as a long prefill, where the context has room for it.
 _LONG = 1024
 # One such prompt for so many requests.
@@ -33,7 +31,7 @@ Prompt = Sequence[int]
 
 def own_invariance(
     engine: Engine, rollouts: Sequence[tuple[Rollout, SamplingParams]], drawn: bool
-) -> dict[str, Any]:
+) -> dict[str, WayFigures]:
     """How an engine's logprobs of the first sequences depend on how it computes them.
 
     The ways are: scored alone or in a batch, and read token by token. drawn: the engine drew the rollouts, so
@@ -49,21 +47,13 @@ def own_invariance(
     if (decoded := engine.decode(pairs, sampling_params)) is not None:
         ways["decode against prefill"] = decoded
     return {
-        way: {
-            "tokens": len(together),
-            "unequal": int((together.view(np.int32) != np.concatenate(logprobs).view(np.int32)).sum()),
-            "max_abs": largest(np.abs(log_ratios(together, np.concatenate(logprobs)))),
-        }
+        way: WayFigures(
+            len(together),
+            int((~bits_equal(together, np.concatenate(logprobs))).sum()),
+            largest(np.abs(log_ratios(together, np.concatenate(logprobs)))),
+        )
         for way, logprobs in ways.items()
     }
-
-
-def check_requests(requests: int, of_log: bool) -> None:
-    """Raise ValueError where batch_invariance cannot be asked for. requests: 0 does not ask for it."""
-    if requests and of_log:
-        raise ValueError("audit: --own compares a sampler with itself, and a log cannot draw again")
-    if requests and not 2 <= requests <= _MOST:
-        raise ValueError(f"audit: own ({requests}) must lie in 2 to {_MOST}")
 
 
 def batch_invariance(
@@ -74,15 +64,11 @@ def batch_invariance(
     stop_ids: frozenset[int],
     context: int,
     stage: Callable[[str], None] = silent,
-) -> dict[str, Any]:
+) -> BatchInvariance:
     """Draw up to `requests` completions at once, and compare each with the same prompt drawn alone.
 
     prompts: are repeated until there are enough. context: tokens of a sequence at most. stage: is called with
     what begins now, in words.
-
-    Returns "requests", "rows" (a way of drawing each: its name, requests at once, requests compared and
-    unequal, the first place that differs, the largest difference there is before the tokens part), and
-    "unequal_from": the lowest number of requests at once at which a bit differs; None where none does.
     """
     asked = [tuple(prompts[i % len(prompts)]) for i in range(requests)]
     greedy = GenerationParams(SamplingParams(temperature=0.0), 1, max_tokens, stop_ids)
@@ -93,13 +79,13 @@ def batch_invariance(
     stage(f"drawing each of {len(set(asked))} prompts alone")
     alone = {prompt: draw([prompt])[0] for prompt in dict.fromkeys(asked)}
     again = [draw([prompt])[0] for prompt in alone]
-    rows = [{"way": "alone, again", "at_once": 1} | _compare(again, list(alone.values()))]
+    rows = [_compare("alone, again", 1, again, list(alone.values()))]
     for way, company in _ways(engine, asked, context - max_tokens):
         stage(f"drawing {way}")
         reference = [alone[prompt] for prompt in company[:requests]]
-        rows.append({"way": way, "at_once": len(company)} | _compare(draw(company)[:requests], reference))
-    together = [row["at_once"] for row in rows if row["unequal"]]
-    return {"requests": requests, "rows": rows, "unequal_from": min(together, default=None)}
+        rows.append(_compare(way, len(company), draw(company)[:requests], reference))
+    together = [row.at_once for row in rows if row.unequal]
+    return BatchInvariance(requests, rows, min(together, default=None))
 
 
 def _ways(engine: Engine, asked: Sequence[Prompt], room: int) -> Iterator[tuple[str, Sequence[Prompt]]]:
@@ -112,13 +98,15 @@ def _ways(engine: Engine, asked: Sequence[Prompt], room: int) -> Iterator[tuple[
     yield f"{len(asked)} at once, again", asked
     if engine.drop_caches():
         yield f"{len(asked)} at once, caches dropped", asked
-    words = [token for prompt in asked for token in prompt]
+    tokens = [token for prompt in asked for token in prompt]
     length = min(_LONG, room)
-    long = [tuple(np.resize(words[i:], length).tolist()) for i in range(-(-len(asked) // _REQUESTS_PER_LONG))]
+    long = [
+        tuple(np.resize(tokens[i:], length).tolist()) for i in range(-(-len(asked) // _REQUESTS_PER_LONG))
+    ]
     yield f"{len(asked)} at once beside {len(long)} prefills of {length} tokens", [*asked, *long]
 
 
-def _compare(drawn: Sequence[Rollout], alone: Sequence[Rollout]) -> dict[str, Any]:
+def _compare(way: str, at_once: int, drawn: Sequence[Rollout], alone: Sequence[Rollout]) -> RequestsFigures:
     """How many requests differ from the same prompts drawn alone, and where the first of them does."""
     unequal, first, max_abs = 0, None, 0.0
     for request, (a, b) in enumerate(zip(drawn, alone, strict=True)):
@@ -126,11 +114,11 @@ def _compare(drawn: Sequence[Rollout], alone: Sequence[Rollout]) -> dict[str, An
         if position is None:
             continue
         unequal += 1
-        first = first or {"request": request, "position": position}
+        first = first or Place(request, position)
         same = _same_tokens(a, b)
         gaps = np.abs(a.logprobs[:same].astype(np.float64) - b.logprobs[:same])
         max_abs = max(max_abs, float(gaps.max(initial=0.0)))
-    return {"compared": len(drawn), "unequal": unequal, "first": first, "max_abs": max_abs}
+    return RequestsFigures(way, at_once, len(drawn), unequal, first, max_abs)
 
 
 def _same_tokens(a: Rollout, b: Rollout) -> int:

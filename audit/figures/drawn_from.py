@@ -18,15 +18,14 @@ A token of temperature 0 was not drawn from any column, and is passed over.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from ...kernels.sampling_params import SamplingParams
 from ...verify.mismatch import infinite, log_ratios, mean, outside, rest, standard_error
-from ..conclusion.log_findings import finding
-from .measure import kept_lengths, mean_ratio
-from .repeats import Drawn, repeats
+from ..finding import Finding
+from .measure import MeanRatio, kept_lengths, mean_ratio
+from .repeats import Drawn, Repeats, repeats
 
 # Standard errors, and nats of evidence (chance exp(-14), one in a million), from which nothing is chance.
 ERRORS, EVIDENCE = 4.0, 14.0
@@ -61,13 +60,42 @@ class _Tokens:
     temperature: np.ndarray  # 1 where the log declares none
     log_top_p: np.ndarray  # 0 where it declares none
     cut: np.ndarray  # whether it declares top-p or top-k
-    ratio: dict[str, float]
+    ratio: MeanRatio
     k1: float
     k1_error: float
 
 
-def check(rollouts: Sequence[Drawn], doubled: bool = False) -> dict[str, Any]:
-    """The part of a report on whether tokens were drawn from the columns, for JSON; `found` names the fault.
+@dataclass(frozen=True)
+class Signs:
+    """How many tokens are no less likely for one side, and the largest difference each way, in nats."""
+
+    sampler_not_less: int
+    trainer_not_less: int
+    sampler_above: float
+    trainer_above: float
+
+    def not_less(self, side: str) -> int:
+        """Tokens that are no less likely for a side, "sampler" or "trainer"."""
+        return self.sampler_not_less if side == "sampler" else self.trainer_not_less
+
+    def above(self, side: str) -> float:
+        """By how much the log-probability of a side is the larger one, at most."""
+        return self.sampler_above if side == "sampler" else self.trainer_above
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Whether tokens were drawn from the columns. Nothing is known where no token was judged."""
+
+    tokens: int
+    found: Finding | None = None  # the fault
+    mean_ratio: MeanRatio | None = None
+    signs: Signs | None = None
+    repeats: Repeats | None = None
+
+
+def check(rollouts: Sequence[Drawn], doubled: bool = False) -> Distribution:
+    """The part of a report on whether tokens were drawn from the columns.
 
     doubled: whether the log holds lines twice; then repeats say nothing.
     """
@@ -77,16 +105,11 @@ def check(rollouts: Sequence[Drawn], doubled: bool = False) -> dict[str, Any]:
             judged.append(x)
             count += len(x.sampler)
     if not judged:
-        return {"tokens": 0, "found": None}
+        return Distribution(0)
     tokens = _tokens(judged)
-    result = {
-        "tokens": len(tokens.d),
-        "mean_ratio": tokens.ratio,
-        "signs": _signs(tokens),
-        "repeats": None if doubled else repeats(judged),
-    }
-    result["found"] = _cut(tokens) or _tempered(tokens) or _sampler(tokens) or _repeated(result, tokens)
-    return result
+    repeated = None if doubled else repeats(judged)
+    fault = _cut(tokens) or _tempered(tokens) or _sampler(tokens) or _repeated(repeated, tokens)
+    return Distribution(len(tokens.d), fault, tokens.ratio, _signs(tokens), repeated)
 
 
 def _tokens(rollouts: Sequence[Drawn]) -> _Tokens:
@@ -114,23 +137,22 @@ def _tokens(rollouts: Sequence[Drawn]) -> _Tokens:
     )
 
 
-def _signs(tokens: _Tokens) -> dict[str, Any]:
-    """How many tokens are no less likely for one side, and the largest difference each way, in nats."""
+def _signs(tokens: _Tokens) -> Signs:
     known = rest(tokens.d)
-    return {
-        "sampler_not_less": int((tokens.d <= _SAME).sum()),
-        "trainer_not_less": int((tokens.d >= -_SAME).sum()),
-        "sampler_above": abs(float(known.min(initial=0.0))),
-        "trainer_above": float(known.max(initial=0.0)),
-    }
+    return Signs(
+        sampler_not_less=int((tokens.d <= _SAME).sum()),
+        trainer_not_less=int((tokens.d >= -_SAME).sum()),
+        sampler_above=abs(float(known.min(initial=0.0))),
+        trainer_above=float(known.max(initial=0.0)),
+    )
 
 
 # --- the temperature ---
 
 
-def _tempered(tokens: _Tokens) -> dict[str, str] | None:
+def _tempered(tokens: _Tokens) -> Finding | None:
     """A column of the raw logits beside one of the declared temperature."""
-    evident = tokens.ratio["evidence"]
+    evident = tokens.ratio.evidence
     # A trainer without the temperature does not make the sampler's column a wrong one. The reverse does.
     if evident < EVIDENCE and (seen := _one_is_tempered(tokens, tokens.trainer, tokens.sampler)):
         return _found_tempered("trainer", "sampler", seen)
@@ -171,9 +193,9 @@ def _logit(logp: np.ndarray) -> np.ndarray:
     return -np.log(np.expm1(-logp))
 
 
-def _found_tempered(raw: str, other: str, seen: tuple[int, int, str]) -> dict[str, str]:
+def _found_tempered(raw: str, other: str, seen: tuple[int, int, str]) -> Finding:
     agree, told, words = seen
-    return finding(
+    return Finding(
         f"{raw} without the temperature",
         f"the {raw}'s column is without the temperature: {words} is declared, and only the {other}'s "
         f"column has it. It takes a probability p above 1/2 to p^a / (p^a + (1 - p)^a) or further, where a "
@@ -197,17 +219,17 @@ def _remedy(side: str) -> str:
 # --- mean ratio, sign and bound ---
 
 
-def drawn_elsewhere(ratio: dict[str, float], k1: float | None, k1_error: float | None) -> bool:
+def drawn_elsewhere(ratio: MeanRatio, k1: float | None, k1_error: float | None) -> bool:
     """Whether the tokens were not drawn from the sampler's column. ratio: measure.mean_ratio."""
-    above = _beyond(ratio["value"], 1.0 + LEAST, ratio["standard_error"])
+    above = _beyond(ratio.value, 1.0 + LEAST, ratio.standard_error)
     negative = _beyond(0.0, k1, k1_error)
-    return (ratio["evidence"] or 0.0) >= EVIDENCE and (above or negative)
+    return (ratio.evidence or 0.0) >= EVIDENCE and (above or negative)
 
 
-def mass_missing(ratio: dict[str, float], tokens: int) -> bool:
+def mass_missing(ratio: MeanRatio, tokens: int) -> bool:
     """Whether the trainer has mass on tokens that the sampler does not draw. tokens: how many were drawn."""
-    below = _beyond(1.0 - LEAST, ratio["value"], ratio["standard_error"])
-    return below and (1.0 - ratio["value"]) * tokens >= MISSING
+    below = _beyond(1.0 - LEAST, ratio.value, ratio.standard_error)
+    return below and (1.0 - ratio.value) * tokens >= MISSING
 
 
 def _beyond(larger: float | None, smaller: float | None, error: float | None) -> bool:
@@ -217,14 +239,14 @@ def _beyond(larger: float | None, smaller: float | None, error: float | None) ->
     return larger - smaller > ERRORS * error and larger - smaller > 0.0
 
 
-def ratio_words(ratio: dict[str, float]) -> str:
+def ratio_words(ratio: MeanRatio) -> str:
     """The mean ratio with its error."""
-    error = ratio["standard_error"]
+    error = ratio.standard_error
     with_error = "" if error is None or math.isnan(error) else f" ± {error:.2g}"
-    return f"the mean ratio is {ratio['value']:.4g}{with_error}"
+    return f"the mean ratio is {ratio.value:.4g}{with_error}"
 
 
-def _cut(tokens: _Tokens) -> dict[str, str] | None:
+def _cut(tokens: _Tokens) -> Finding | None:
     """One column without the cut of the other.
 
     A trainer that cuts, but otherwise, gives probability 0 to some tokens. A trainer that gives it to none,
@@ -259,14 +281,14 @@ def _is_cut(tokens: _Tokens, above: np.ndarray, edge: float) -> bool:
 
 def _error(tokens: _Tokens) -> float:
     """The standard error of the mean ratio; 0 for a single token."""
-    return np.nan_to_num(tokens.ratio["standard_error"])
+    return np.nan_to_num(tokens.ratio.standard_error)
 
 
-def _sampler(tokens: _Tokens) -> dict[str, str] | None:
+def _sampler(tokens: _Tokens) -> Finding | None:
     """A sampler's column that the tokens were not drawn from, whatever it is."""
     if not drawn_elsewhere(tokens.ratio, tokens.k1, tokens.k1_error):
         return None
-    return finding(
+    return Finding(
         "distribution",
         "the sampler reported log-probabilities of another distribution than the one it drew from: most "
         "often from before the temperature, top-k or top-p. The trainer's column explains the drawn tokens "
@@ -275,14 +297,14 @@ def _sampler(tokens: _Tokens) -> dict[str, str] | None:
     )
 
 
-def _found_cut(tokens: _Tokens, without: str, other: str) -> dict[str, str]:
+def _found_cut(tokens: _Tokens, without: str, other: str) -> Finding:
     signs, count = _signs(tokens), len(tokens.d)
     what, bound = _cut_words(tokens)
-    return finding(
+    return Finding(
         f"{without} without {what}",
         f"the {without}'s column is without the sampler's {what}: the {other}'s log-probability is not the "
-        f"smaller one in {signs[f'{other}_not_less']:,} of {count:,} tokens, and is larger by "
-        f"{signs[f'{other}_above']:.3g} at most{bound}; {ratio_words(tokens.ratio)}, where sound columns "
+        f"smaller one in {signs.not_less(other):,} of {count:,} tokens, and is larger by "
+        f"{signs.above(other):.3g} at most{bound}; {ratio_words(tokens.ratio)}, where sound columns "
         "have 1.",
         _remedy(without),
     )
@@ -301,22 +323,21 @@ def _cut_words(tokens: _Tokens) -> tuple[str, str]:
 # --- repeats ---
 
 
-def _repeated(result: dict[str, Any], tokens: _Tokens) -> dict[str, str] | None:
+def _repeated(seen: Repeats | None, tokens: _Tokens) -> Finding | None:
     """Completions of one prompt that show the sampler's column not to be what was drawn from."""
-    seen = result["repeats"]
-    if not seen or seen["places"] < _FEWEST_PLACES:
+    if not seen or seen.places < _FEWEST_PLACES:
         return None
-    apart = seen["same"] - seen["expected"]
-    if abs(apart) < _AGREE or abs(apart) <= ERRORS * seen["standard_error"]:
+    excess = seen.same - seen.expected
+    if abs(excess) < _AGREE or abs(excess) <= ERRORS * seen.standard_error:
         return None
     both = " and so neither column is" if not tokens.d.any() else " and so the sampler's column is not"
-    how = "sharper" if apart > 0 else "flatter"
-    return finding(
+    how = "sharper" if excess > 0 else "flatter"
+    return Finding(
         "distribution",
         f"the tokens were drawn from a {how} distribution than the sampler's column,{both} the one: where "
-        f"completions of one prompt agree so far, two of them draw the same token in {seen['same']:.2%} of "
-        f"the cases, and the column says {seen['expected']:.2%} ± {seen['standard_error']:.2%} "
-        f"({seen['places']:,} places). Most often the temperature, top-p or top-k is not in the column; "
+        f"completions of one prompt agree so far, two of them draw the same token in {seen.same:.2%} of "
+        f"the cases, and the column says {seen.expected:.2%} ± {seen.standard_error:.2%} "
+        f"({seen.places:,} places). Most often the temperature, top-p or top-k is not in the column; "
         "completions drawn with one seed look like this, too.",
         _remedy("sampler"),
     )

@@ -1,4 +1,4 @@
-"""`zerokl audit --full`: the log-probabilities of the whole vocabulary, not of the drawn token only.
+"""`zerokl audit --full_vocab`: the log-probabilities of the whole vocabulary, not of the drawn token only.
 
 At each place of a completion the sampler has the distribution p, the trainer q, over V tokens:
 
@@ -14,7 +14,7 @@ that are more likely.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,24 +23,23 @@ from ...engine.rollout.types import Rollout
 from ...kernels.sampling_params import SamplingParams
 from ...verify.mismatch import mean, standard_error
 from ..engines.engine import Engine
-from .measure import kept_lengths
+from ..sections import FullVocab
+from .measure import Estimate, kept_lengths
 
 # How many of the likeliest tokens are compared as a set.
 _TOP = 10
 
 
-def whole_distributions(
+def compare_full_vocab(
     sampler: Engine, trainer: Engine, rollouts: Sequence[tuple[Rollout, SamplingParams]]
-) -> dict[str, Any]:
+) -> FullVocab:
     """Compare p and q at every place of every completion.
 
-    Returns "places", "vocabulary", the share of places and of values with equal bits, the largest difference
-    of a log-probability (of tokens that both sides can draw) and where it is, the mean KL both ways, how far
-    the mass is from 1 on average, the mean and largest total variation, what share of places has the same
-    likeliest token and the same ten likeliest, and how the drawn token's rank differs.
+    max_abs is the largest difference of a log-probability of the tokens that both sides can draw; sequence,
+    position and token say where it is.
     """
     parts: dict[str, list[np.ndarray]] = {}
-    worst = {"max_abs": 0.0, "sequence": None, "position": None, "token": None}
+    worst = _Worst()
     for sequence, (rollout, params) in enumerate(rollouts):
         position = 0
         chunks = zip(
@@ -52,12 +51,12 @@ def whole_distributions(
             drawn = torch.tensor(rollout.completion_ids[position : position + len(s)])
             for name, values in _of_places(s, t, drawn).items():
                 parts.setdefault(name, []).append(values.numpy())
-            _note_worst(worst, s, t, sequence, position)
+            worst = max(worst, _worst(s, t, sequence, position), key=lambda w: w.max_abs)
             position += len(s)
         vocabulary = s.shape[1]
     lengths = [len(rollout.completion_ids) for rollout, _ in rollouts]
     places = {name: np.concatenate(values) for name, values in parts.items()}
-    return _report(places, lengths, vocabulary) | worst
+    return _report(places, lengths, vocabulary, worst)
 
 
 def _of_places(s: torch.Tensor, t: torch.Tensor, drawn: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -92,44 +91,50 @@ def _rank(logp: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     return (logp > logp.gather(1, drawn.unsqueeze(1))).sum(dim=1)
 
 
-def _note_worst(
-    worst: dict[str, Any], s: torch.Tensor, t: torch.Tensor, sequence: int, position: int
-) -> None:
-    """Keep the token with the largest difference so far, of those that both sides can draw."""
+@dataclass(frozen=True)
+class _Worst:
+    """The token with the largest difference, of those that both sides can draw."""
+
+    max_abs: float = 0.0
+    sequence: int | None = None
+    position: int | None = None
+    token: int | None = None
+
+
+def _worst(s: torch.Tensor, t: torch.Tensor, sequence: int, position: int) -> _Worst:
+    """The worst token of a chunk. s, t [C, V]; position: of the chunk's first row."""
     gaps = torch.where(s.isneginf() | t.isneginf(), 0.0, (s.double() - t.double()).abs())
-    index = int(gaps.argmax())
-    row, token = divmod(index, gaps.shape[1])
-    if (gap := float(gaps[row, token])) > worst["max_abs"]:
-        worst |= {"max_abs": gap, "sequence": sequence, "position": position + row, "token": token}
+    row, token = divmod(int(gaps.argmax()), gaps.shape[1])
+    return _Worst(float(gaps[row, token]), sequence, position + row, token)
 
 
-def _report(places: dict[str, np.ndarray], lengths: Sequence[int], vocabulary: int) -> dict[str, Any]:
+def _report(
+    places: dict[str, np.ndarray], lengths: Sequence[int], vocabulary: int, worst: _Worst
+) -> FullVocab:
     n = len(places["equal"])
     known = {name: np.isfinite(places[name]) for name in places if name.startswith("kl_")}
     finite = {name: places[name][which] for name, which in known.items()}
     rank_change = np.abs(places["rank_sampler"] - places["rank_trainer"])
-    return {
-        "places": n,
-        "vocabulary": vocabulary,
-        "frac_places_equal": float((places["equal"] == vocabulary).mean()),
-        "frac_values_equal": float(places["equal"].sum() / (n * vocabulary)),
+    return FullVocab(
+        places=n,
+        vocabulary=vocabulary,
+        frac_places_equal=float((places["equal"] == vocabulary).mean()),
+        frac_values_equal=float(places["equal"].sum() / (n * vocabulary)),
         **{
-            name: {
-                "value": mean(x),
-                "standard_error": standard_error(x, kept_lengths(known[name], lengths)),
-            }
+            name: Estimate(mean(x), standard_error(x, kept_lengths(known[name], lengths)))
             for name, x in finite.items()
         },
         **{name: mean(places[name]) for name in ("mass_sampler", "mass_trainer")},
-        "infinite_kl": int(n - min(map(len, finite.values()))),
-        "other_kept_set": int(places["other_kept_set"].sum()),
-        "total_variation": float(places["total_variation"].mean()),
-        "total_variation_max": float(places["total_variation"].max()),
-        "same_first": float(places["same_first"].mean()),
-        "same_top": float(places["same_top"].mean()),
-        "top": min(_TOP, vocabulary),
-        "rank_sampler": float(np.median(places["rank_sampler"])),
-        "rank_trainer": float(np.median(places["rank_trainer"])),
-        "same_rank": float((rank_change == 0).mean()),
-        "rank_change_max": int(rank_change.max()),
-    }
+        infinite_kl=int(n - min(map(len, finite.values()))),
+        other_kept_set=int(places["other_kept_set"].sum()),
+        total_variation=float(places["total_variation"].mean()),
+        total_variation_max=float(places["total_variation"].max()),
+        same_first=float(places["same_first"].mean()),
+        same_top=float(places["same_top"].mean()),
+        top=min(_TOP, vocabulary),
+        rank_sampler=float(np.median(places["rank_sampler"])),
+        rank_trainer=float(np.median(places["rank_trainer"])),
+        same_rank=float((rank_change == 0).mean()),
+        rank_change_max=int(rank_change.max()),
+        **vars(worst),
+    )

@@ -4,7 +4,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -33,7 +32,18 @@ def group_of(rollout: LoggedRollout) -> int:
     return hash((rollout.prompt_ids, rollout.step, rollout.weight_span, rollout.sampling_params))
 
 
-def repeats(rollouts: Sequence[Drawn]) -> dict[str, Any] | None:
+@dataclass(frozen=True)
+class Repeats:
+    """How often completions of a prompt draw the same token, and how often the column says that they do."""
+
+    places: int
+    prompts: int
+    same: float
+    expected: float
+    standard_error: float
+
+
+def repeats(rollouts: Sequence[Drawn]) -> Repeats | None:
     """How often completions of one prompt draw the same token where they agree so far, and what is expected.
 
     At such a place n completions were drawn from one distribution p. Two of them draw the same token with
@@ -47,23 +57,23 @@ def repeats(rollouts: Sequence[Drawn]) -> dict[str, Any] | None:
         groups[x.group].append(x)
     rows, lengths = [], []
     for group in groups.values():
-        found = list(_places(group)) if len(group) > 1 else []
-        if found and len(rows) < _MOST_PLACES:
-            rows += found
-            lengths.append(len(found))
+        places = list(_places(group)) if len(group) > 1 else []
+        if places and len(rows) < _MOST_PLACES:
+            rows += places
+            lengths.append(len(places))
     if not rows:
         return None
     weight, same, expected, variance = np.array(rows).T
     total = float(weight.sum())
     clustered = standard_error(weight * (same - expected), lengths) * len(rows)
     error = math.sqrt(float((weight**2 * variance).sum()))
-    return {
-        "places": len(rows),
-        "prompts": len(lengths),
-        "same": float((weight * same).sum()) / total,
-        "expected": float((weight * expected).sum()) / total,
-        "standard_error": (error if math.isnan(clustered) else max(error, clustered)) / total,
-    }
+    return Repeats(
+        places=len(rows),
+        prompts=len(lengths),
+        same=float((weight * same).sum()) / total,
+        expected=float((weight * expected).sum()) / total,
+        standard_error=(error if math.isnan(clustered) else max(error, clustered)) / total,
+    )
 
 
 def _places(group: Sequence[Drawn]) -> Iterator[tuple[float, float, float, float]]:

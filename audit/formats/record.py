@@ -49,6 +49,14 @@ class LoggedRollout:
         """Which tokens were drawn, [C] bool."""
         return np.ones(len(self.completion_ids), bool) if self.mask is None else self.mask
 
+    def check_scored(self, remedy: str) -> None:
+        """Raise ValueError where there are no token ids, or no logprobs of the sampler. remedy: or empty."""
+        told = f"; {remedy}" if remedy else ""
+        if self.completion_ids is None:
+            raise ValueError(f"holds text and no token ids{told}")
+        if self.logprobs is None:
+            raise ValueError(f"holds no logprobs of the sampler{told}")
+
     def tolerance(self, trainer_column: bool = True) -> float:
         """Half of the last decimal of each rounded column: equal logprobs can differ by this much.
 

@@ -5,8 +5,9 @@ from functools import partial
 
 from ...kernels.sampling_params import SamplingParams
 from ...verify.reading import read_json
-from .evidence import Evidence, hidden_rows, read_rows
+from .evidence import Evidence
 from .prediction import Prediction
+from .scorer import hidden_rows, read_rows
 
 # Temperatures and cuts that are tried where the log's own do not fit.
 TEMPERATURES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)
@@ -19,7 +20,7 @@ Change = Callable[[SamplingParams], SamplingParams]
 def _others(evidence: Evidence, changes: list[tuple[str, Change]]) -> Iterator[Prediction]:
     """The scores of the same rows under changed parameters; a change that changes nothing is left out."""
     scorer, pairs, params = evidence.scorer, evidence.pairs(), evidence.params()
-    decoder, rows = scorer.own(), None
+    decoder, rows = scorer.model(), None
     for what, change in changes:
         changed = [change(p) for p in params]
         if changed == params:

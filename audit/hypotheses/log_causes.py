@@ -2,9 +2,8 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -16,9 +15,22 @@ from ...model.weights import Layout
 from ..figures.drawn_from import check
 from ..figures.repeats import Drawn, group_of
 from ..formats.record import LoggedRollout
-from .evidence import Evidence, Line, Scorer
-from .fit import explain
-from .log_checks import check_log
+from ..log_section import TrainerColumn
+from .column_causes import is_masked
+from .evidence import Evidence, Line
+from .fit import Tried, explain
+from .log_checks import LogFault, check_log
+from .predictors import PREDICTORS
+from .scorer import Scorer
+
+
+@dataclass(frozen=True)
+class LogCauses:
+    """The hypotheses about a log, the faults in its ids, and the same of its own trainer column."""
+
+    hypotheses: Tried
+    log_faults: list[LogFault]
+    trainer_column: TrainerColumn | None
 
 
 def log_causes(
@@ -26,23 +38,24 @@ def log_causes(
     scored: Sequence[np.ndarray],
     lines: Sequence[LoggedRollout],
     scorer: Scorer,
-) -> dict[str, Any]:
-    """The part of a report that says why a log and a model differ, for JSON.
+) -> LogCauses:
+    """Why a log and a model differ.
 
     scored: the trainer's logprobs [C] of each rollout. lines: what the log says beside them.
     """
     evidence = Evidence(
         [
-            Line(i, r.prompt_ids, r.completion_ids, r.logprobs, own, params, _masked(line))
-            for i, ((r, params), own, line) in enumerate(zip(rollouts, scored, lines, strict=True))
+            Line(i, r.prompt_ids, r.completion_ids, r.logprobs, scores, params, is_masked(line))
+            for i, ((r, params), scores, line) in enumerate(zip(rollouts, scored, lines, strict=True))
         ],
         scorer,
     )
-    causes = {"hypotheses": explain(evidence), "log_findings": check_log(lines, scorer.tokenizer)}
+    trainer_column = None
     if any(x.trainer_logprobs is not None for x in lines):
-        of_trainer = explain(_of_trainer(evidence, lines))
-        causes["trainer_column"] = of_trainer | {"distribution": check(_both_columns(rollouts, lines))}
-    return causes
+        of_trainer = explain(_of_trainer(evidence, lines), PREDICTORS)
+        distribution = check(_both_columns(rollouts, lines))
+        trainer_column = TrainerColumn(**vars(of_trainer), distribution=distribution)
+    return LogCauses(explain(evidence, PREDICTORS), check_log(lines, scorer.tokenizer), trainer_column)
 
 
 def _both_columns(
@@ -70,50 +83,27 @@ def _of_trainer(evidence: Evidence, lines: Sequence[LoggedRollout]) -> Evidence:
     )
 
 
-def column_causes(lines: Sequence[LoggedRollout]) -> dict[str, Any]:
-    """The same of a log with both columns, without a model: what needs none."""
-    evidence = Evidence(
-        [
-            Line(
-                i,
-                line.prompt_ids or (),
-                line.completion_ids,
-                np.where(line.drawn(), line.logprobs, np.float32(np.nan)),
-                np.where(line.drawn(), line.trainer_logprobs, np.float32(np.nan)),
-                line.sampling_params,
-                _masked(line),
-            )
-            for i, line in enumerate(lines)
-        ]
-    )
-    return {"hypotheses": explain(evidence), "log_findings": check_log(lines, None)}
-
-
-def _masked(line: LoggedRollout) -> bool:
-    return line.mask is not None and not line.mask.all()
-
-
 def other_checkpoints(names: Sequence[str], folder: Path) -> tuple[Path, ...]:
     """The checkpoints that were named, each a model, or a folder of models in the order of their numbers.
 
     folder: the model of the audit, which is left out. Raises ValueError for one of another architecture.
     """
-    found = []
+    folders = []
     for name in names:
         inside = (
             [config.parent for config in Path(name).glob("**/config.json")] if Path(name).is_dir() else []
         )
         inside = [x for x in inside if x != Path(name)]
-        found += [resolve_model(name)] if not inside else sorted(inside, key=_natural)
-    found = [x for x in dict.fromkeys(found) if x.resolve() != folder.resolve()]
-    for other in found:
+        folders += [resolve_model(name)] if not inside else sorted(inside, key=_natural)
+    folders = [x for x in dict.fromkeys(folders) if x.resolve() != folder.resolve()]
+    for other in folders:
         if different := _other_shape(folder, other):
             raise ValueError(
                 f"audit: --checkpoints {other} has another {different} than {folder}; its weights cannot "
                 "have drawn this log"
             )
         check_weights(other, Layout(ModelConfig.from_file(other)))
-    return tuple(found)
+    return tuple(folders)
 
 
 def _natural(path: Path) -> list[int | str]:

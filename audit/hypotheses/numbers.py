@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator
 
 import numpy as np
-import torch
 
 from .evidence import Evidence, Line, Scores
 from .prediction import Prediction
@@ -40,14 +39,23 @@ def rounded(evidence: Evidence) -> Iterator[Prediction]:
                 what, _mapped(evidence, lambda line, n=decimals: np.round(line.scored.astype(np.float64), n))
             )
             break
-    for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
-        if np.array_equal(_through(values.astype(np.float32), dtype), values.astype(np.float32)):
+    for name, rounding in (("bfloat16", through_bfloat16), ("float16", _through_float16)):
+        if np.array_equal(rounding(values.astype(np.float32)), values.astype(np.float32)):
             what = f"the logged numbers are rounded to {name}"
-            yield Prediction(what, _mapped(evidence, lambda line, d=dtype: _through(line.scored, d)))
+            yield Prediction(what, _mapped(evidence, lambda line, r=rounding: r(line.scored)))
 
 
-def _through(x: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    return torch.from_numpy(x).to(dtype).float().numpy()
+def through_bfloat16(x: np.ndarray) -> np.ndarray:
+    """x fp32, rounded to bf16: to the nearest, ties to the even one. NumPy has no such type."""
+    bits = x.astype(np.float32).view(np.uint32)
+    to_even = (bits >> np.uint32(16)) & np.uint32(1)
+    rounded = ((bits + np.uint32(0x7FFF) + to_even) & np.uint32(0xFFFF0000)).view(np.float32)
+    return np.where(np.isnan(x), x, rounded)
+
+
+def _through_float16(x: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return x.astype(np.float16).astype(np.float32)
 
 
 def another_base(evidence: Evidence) -> Iterator[Prediction]:
@@ -117,5 +125,17 @@ def another_lines_numbers(evidence: Evidence) -> Iterator[Prediction]:
 
 def closest(line: Line, candidates: list[np.ndarray]) -> np.ndarray:
     """The candidate [C] that is nearest to the logged numbers of a line."""
-    apart = [np.nansum(np.minimum(np.abs(c - line.logged), 20.0)) for c in candidates]
-    return candidates[int(np.argmin(apart))]
+    distances = [np.nansum(np.minimum(np.abs(c - line.logged), 20.0)) for c in candidates]
+    return candidates[int(np.argmin(distances))]
+
+
+# By the name in registry.py.
+PREDICTORS = {
+    "rounded log-probabilities": rounded,
+    "logarithms to another base": another_base,
+    "means in place of tokens": sequence_mean,
+    "off by one": shifted,
+    "mask off by one": mask_off_by_one,
+    "zeros for tokens not drawn": zeros,
+    "another line's numbers": another_lines_numbers,
+}

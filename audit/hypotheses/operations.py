@@ -8,8 +8,9 @@ import torch
 from ...kernels.rope import rope_table
 from ...model.config import ModelConfig
 from ...model.decoder import Decoder, Hook, PackedContext
-from .evidence import Evidence, decoder_scores
+from .evidence import Evidence
 from .prediction import Prediction
+from .scorer import decoder_scores
 
 # Bases of the rotary embedding of the supported families, and epsilons of their norms.
 _THETAS = (1e4, 1e5, 5e5, 1e6)
@@ -18,7 +19,7 @@ _EPSILONS = (1e-5, 1e-6, 1e-8)
 
 def another_rotation(evidence: Evidence) -> Iterator[Prediction]:
     """Another base of the rotary embedding, or one without the checkpoint's scaling."""
-    config = evidence.scorer.own().config
+    config = evidence.scorer.model().config
     for theta in dict.fromkeys((*_THETAS, config.rope_theta / 2, config.rope_theta * 2)):
         if theta != config.rope_theta:
             what = f"the sampler's rope_theta is {theta:g}, the checkpoint's {config.rope_theta:g}"
@@ -30,7 +31,7 @@ def another_rotation(evidence: Evidence) -> Iterator[Prediction]:
 
 def another_epsilon(evidence: Evidence) -> Iterator[Prediction]:
     """Another epsilon in all norms."""
-    config = evidence.scorer.own().config
+    config = evidence.scorer.model().config
     for eps in _EPSILONS:
         if eps != config.eps:
             what = f"the epsilon of the sampler's norms is {eps:g}, the checkpoint's {config.eps:g}"
@@ -38,19 +39,19 @@ def another_epsilon(evidence: Evidence) -> Iterator[Prediction]:
 
 
 def _with_config(evidence: Evidence, what: str, config: ModelConfig) -> Prediction:
-    own = evidence.scorer.own()
-    decoder = Decoder(config, own.flat.detach(), own.layout, own.numerics)
+    model = evidence.scorer.model()
+    decoder = Decoder(config, model.flat.detach(), model.layout, model.numerics)
     return Prediction(what, decoder_scores(decoder, evidence))
 
 
 def narrow_intermediates(evidence: Evidence) -> Iterator[Prediction]:
     """A fused rotary embedding or activation that keeps its intermediates in 16 bits."""
-    own = evidence.scorer.own()
+    model = evidence.scorer.model()
     parts = {"rotary embedding": ("rope",), "activation": ("silu_mul",)}
     parts["rotary embedding and activation"] = ("rope", "silu_mul")
     for dtype in (torch.bfloat16, torch.float16):
         for words, ops in parts.items():
-            scores = decoder_scores(own, evidence, hook_of=_narrowing(own, ops, dtype))
+            scores = decoder_scores(model, evidence, hook_of=_narrowing(model, ops, dtype))
             name = str(dtype).removeprefix("torch.")
             yield Prediction(f"intermediates of the sampler's {words} are in {name}", scores)
 

@@ -1,8 +1,9 @@
 """One thing that may have happened, and the log-probabilities that the log would then hold."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from .evidence import Scores
+from .evidence import Evidence, Scores
 
 
 @dataclass(frozen=True)
@@ -12,3 +13,6 @@ class Prediction:
     what: str
     scores: Scores
     searched: bool = False  # whether only the lines farthest apart were tried
+
+
+Predictor = Callable[[Evidence], Iterator[Prediction]]

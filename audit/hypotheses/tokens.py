@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from ..engines.engine import Pair
-from .evidence import Evidence, Line, decoder_scores
+from .evidence import Evidence, Line
 from .numbers import closest
 from .prediction import Prediction
+from .scorer import decoder_scores
 
 # Lines for which other prompts and completions are tried, those farthest apart first; and how many of each.
 _SEARCHED, _CANDIDATES = 6, 32
@@ -62,7 +63,7 @@ def _farthest(evidence: Evidence) -> list[int]:
 
 def _fits(evidence: Evidence, pair: Pair) -> bool:
     """Whether the model's context holds a pair."""
-    return len(pair[0]) + len(pair[1]) <= evidence.scorer.own().config.max_positions
+    return len(pair[0]) + len(pair[1]) <= evidence.scorer.model().config.max_positions
 
 
 def _with_prompts(
@@ -120,7 +121,7 @@ def padding_read(evidence: Evidence) -> Iterator[Prediction]:
 def shifted_positions(evidence: Evidence) -> Iterator[Prediction]:
     """Padding between prompt and completion: masked out, but counted in the positions."""
     scorer = evidence.scorer
-    most = scorer.own().config.max_positions
+    most = scorer.model().config.max_positions
     for words, length in _padded_lengths(evidence):
         gaps = [length(len(line.prompt_ids)) - len(line.prompt_ids) for line in evidence.lines]
         longest = max(
@@ -129,7 +130,7 @@ def shifted_positions(evidence: Evidence) -> Iterator[Prediction]:
         if any(gaps) and longest <= most:
             positions = [_positions(line, gap) for line, gap in zip(evidence.lines, gaps, strict=True)]
             what = f"the positions of the completion count padding after prompts that are padded to {words}"
-            yield Prediction(what, decoder_scores(scorer.own(), evidence, positions))
+            yield Prediction(what, decoder_scores(scorer.model(), evidence, positions))
 
 
 def restarted_positions(evidence: Evidence) -> Iterator[Prediction]:
@@ -141,8 +142,8 @@ def restarted_positions(evidence: Evidence) -> Iterator[Prediction]:
         ("the positions of the completion are one too low", lambda line: -1),
     ):
         positions = [_positions(line, gap(line)) for line in evidence.lines]
-        if max(p.max() for p in positions) < scorer.own().config.max_positions:
-            yield Prediction(what, decoder_scores(scorer.own(), evidence, positions))
+        if max(p.max() for p in positions) < scorer.model().config.max_positions:
+            yield Prediction(what, decoder_scores(scorer.model(), evidence, positions))
 
 
 def _positions(line: Line, gap: int) -> np.ndarray:

@@ -2,15 +2,15 @@
 
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 
 from ...kernels.attention_plan import KEY_TILE
 from ...model.cache import BlockCache, CachedContext
 from ...model.checkpoint import DTYPES
 from ...model.decoder import Decoder, Numerics
-from .evidence import Evidence, decoder_scores, read_rows
+from .evidence import Evidence
 from .prediction import Prediction
+from .scorer import decoder_scores, read_rows
 
 
 def another_checkpoint(evidence: Evidence) -> Iterator[Prediction]:
@@ -34,12 +34,12 @@ _KINDS = {
 def incomplete_sync(evidence: Evidence) -> Iterator[Prediction]:
     """One kind of tensors of another checkpoint, all others of the model."""
     scorer = evidence.scorer
-    own = scorer.own()
+    model = scorer.model()
     for folder in scorer.checkpoints:
-        older = own.layout.checkpoint_views(scorer.decoder(folder).flat.detach())
+        older = model.layout.checkpoint_views(scorer.decoder(folder).flat.detach())
         for kind, parts in _KINDS.items():
-            flat = own.flat.detach().clone()
-            views = own.layout.checkpoint_views(flat)
+            flat = model.flat.detach().clone()
+            views = model.layout.checkpoint_views(flat)
             left_out = [name for name in views if any(part in name for part in parts)]
             if all(torch.equal(views[name], older[name]) for name in left_out):
                 continue
@@ -55,7 +55,7 @@ def repeated_update(evidence: Evidence) -> Iterator[Prediction]:
     A merge of an adapter into weights that it was merged into before leaves such weights.
     """
     scorer = evidence.scorer
-    exact = scorer.own().flat.detach()
+    exact = scorer.model().flat.detach()
     for folder in scorer.checkpoints:
         step = exact.double() - scorer.decoder(folder).flat.detach().double()
         if not step.any():
@@ -67,27 +67,29 @@ def repeated_update(evidence: Evidence) -> Iterator[Prediction]:
 
 
 def stale_prefix(evidence: Evidence) -> Iterator[Prediction]:
-    """Keys and values of the prompt by other weights, those of the completion by the model's own."""
+    """Keys and values of the prompt by other weights, those of the completion by the model's model."""
     scorer = evidence.scorer
     for folder in scorer.checkpoints:
         older = scorer.decoder(folder)
-        rows = [_after_prefix(older, scorer.own(), line.prompt_ids, line.pair[1]) for line in evidence.lines]
-        scores = read_rows(scorer.own(), rows, evidence.pairs(), evidence.params())
+        rows = [
+            _after_prefix(older, scorer.model(), line.prompt_ids, line.pair[1]) for line in evidence.lines
+        ]
+        scores = read_rows(scorer.model(), rows, evidence.pairs(), evidence.params())
         what = f"the sampler's cache of the prompts was computed with the weights of {folder}"
         yield Prediction(what, evidence.by_line(scores))
 
 
 @torch.no_grad()
-def _after_prefix(older: Decoder, own: Decoder, prompt: tuple[int, ...], completion: tuple[int, ...]):
+def _after_prefix(older: Decoder, model: Decoder, prompt: tuple[int, ...], completion: tuple[int, ...]):
     """The rows [C, D] of a completion whose prompt, but for its last token, is in the cache of `older`."""
     inputs, first = [*prompt, *completion[:-1]], len(prompt) - 1
-    cache = BlockCache(own.config, -(-len(inputs) // KEY_TILE), own.cache_dtype, own.device)
+    cache = BlockCache(model.config, -(-len(inputs) // KEY_TILE), model.cache_dtype, model.device)
     blocks = [cache.allocate(cache.blocks)]
     if first:
         context = CachedContext(cache, [first], [0], blocks)
         older.hidden(torch.tensor(inputs[:first]), context)
     rest = inputs[first:]
-    return own.hidden(torch.tensor(rest), CachedContext(cache, [len(rest)], [first], blocks))
+    return model.hidden(torch.tensor(rest), CachedContext(cache, [len(rest)], [first], blocks))
 
 
 def rounded_weights(evidence: Evidence) -> Iterator[Prediction]:
@@ -96,7 +98,7 @@ def rounded_weights(evidence: Evidence) -> Iterator[Prediction]:
     A merge of an adapter in bf16 leaves such weights, and so does a sync in a narrower dtype.
     """
     scorer = evidence.scorer
-    exact = scorer.own().flat.detach()
+    exact = scorer.model().flat.detach()
     for name in ("bfloat16", "float16"):
         rounded = exact.to(DTYPES[name]).to(exact.dtype)
         if not torch.equal(rounded, exact):
@@ -109,8 +111,8 @@ def rounded_weights(evidence: Evidence) -> Iterator[Prediction]:
 def quantised_weights(evidence: Evidence) -> Iterator[Prediction]:
     """The matrices of all layers in fp8 e4m3, with one scale for each."""
     scorer = evidence.scorer
-    flat = scorer.own().flat.detach().clone()
-    for name, w in scorer.own().layout.checkpoint_views(flat).items():
+    flat = scorer.model().flat.detach().clone()
+    for name, w in scorer.model().layout.checkpoint_views(flat).items():
         if w.ndim == 2 and ".layers." in name:
             scale = w.abs().max().float().clamp(min=1e-12) / 448.0
             w.copy_((w.float() / scale).to(torch.float8_e4m3fn).float() * scale)
@@ -121,9 +123,9 @@ def quantised_weights(evidence: Evidence) -> Iterator[Prediction]:
 
 
 def _with_weights(evidence: Evidence, flat: torch.Tensor) -> Decoder:
-    own = evidence.scorer.own()
-    decoder = Decoder(own.config, flat, own.layout)
-    decoder.numerics = own.numerics
+    model = evidence.scorer.model()
+    decoder = Decoder(model.config, flat, model.layout)
+    decoder.numerics = model.numerics
     return decoder
 
 
@@ -135,20 +137,7 @@ def another_dtype(evidence: Evidence) -> Iterator[Prediction]:
             scores = decoder_scores(scorer.decoder(dtype=dtype), evidence)
             yield Prediction(f"the sampler computed in {name}", scores)
     if scorer.head != torch.float32:
-        decoder = _with_weights(evidence, scorer.own().flat.detach())
+        decoder = _with_weights(evidence, scorer.model().flat.detach())
         decoder.numerics = Numerics(lm_head=torch.float32)
         what = "the sampler's logits are in float32"
         yield Prediction(what, decoder_scores(decoder, evidence))
-
-
-def rounding_size(evidence: Evidence) -> float:
-    """Mean |d| in nats between the trainer's dtype and fp32: what rounding alone makes of this model."""
-    scorer = evidence.scorer
-    if scorer.dtype == torch.float32:
-        return 0.0
-    exact = decoder_scores(scorer.decoder(dtype=torch.float32), evidence)
-    with np.errstate(invalid="ignore"):
-        apart = [np.abs(line.scored - exact[i]) for i, line in enumerate(evidence.lines)]
-    known = np.concatenate([np.empty(0), *apart])
-    known = known[np.isfinite(known)]
-    return float(known.mean()) if len(known) else 0.0

@@ -57,14 +57,14 @@ def scan_log(
     versions: set[int] = set()
     decimals: list[int] = []
     logged = unsaid = 0
-    own = format == "zerokl" or _is_own(path, format)
+    is_zerokls = format == "zerokl" or _is_zerokls(path, format)
     try:
         for place, logged_rollout in read_rollouts(path, format):
             try:
                 _check(logged_rollout, vocab, longest, path, format)
                 params = logged_rollout.sampling_params
                 if params is None:
-                    if assumed is None or (own and not given):
+                    if assumed is None or (is_zerokls and not given):
                         raise ValueError(
                             "temperature is missing; write it into the log, or say with --temperature what "
                             "the tokens were drawn with"
@@ -115,7 +115,7 @@ def with_sampler_logprobs(
     )
 
 
-def _is_own(path: Path, format: str) -> bool:
+def _is_zerokls(path: Path, format: str) -> bool:
     """Whether a log is in our own fields, which have a place for the temperature."""
     try:
         return find_format(log_files(path)[0], format).name == "zerokl"
@@ -123,19 +123,10 @@ def _is_own(path: Path, format: str) -> bool:
         raise ValueError(f"audit: {error}") from None
 
 
-def needs(rollout: LoggedRollout, remedy: str) -> None:
-    """Raise ValueError where a rollout has no token ids, or no logprobs of its sampler."""
-    told = f"; {remedy}" if remedy else ""
-    if rollout.completion_ids is None:
-        raise ValueError(f"holds text and no token ids{told}")
-    if rollout.logprobs is None:
-        raise ValueError(f"holds no logprobs of the sampler{told}")
-
-
 def _check(rollout: LoggedRollout, vocab: int, longest: int, path: Path, format: str) -> None:
     """Raise ValueError for a rollout that the model cannot score."""
     if rollout.completion_ids is None or rollout.logprobs is None:
-        needs(rollout, find_format(log_files(path)[0], format).remedy)
+        rollout.check_scored(find_format(log_files(path)[0], format).remedy)
     for name, ids in (("prompt_ids", rollout.prompt_ids), ("completion_ids", rollout.completion_ids)):
         if max(ids) >= vocab:
             wrong = next(t for t in ids if t >= vocab)

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 
 from ...kernels.rope import rope_frequencies
 from ...kernels.sampling_params import SamplingParams
+from .names import parts
 from .operation_errors import FIT, excess, in_dtype, recorded, rms
-from .operations import Lookup, Operations, Tensor, input_names, linear, parts, weight_names
+from .operations import Lookup, Operations, Tensor, input_names, linear, weight_names
 
 Change = tuple[str, Tensor]  # what would be changed, in words, and the output that it would give
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -1,12 +1,11 @@
 """Where two engines part, and why: one sequence through both, operation by operation.
 
 Bits part first where some operation rounds otherwise, which is harmless. The error jumps where an operation
-does something else than its checkpoint says (judge.py). Only the second is a fault.
+does something else than its checkpoint says (operation_errors.py). Only the second is a fault.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -14,10 +13,12 @@ from ...kernels.sampling_params import SamplingParams
 from ...model.op_names import operations
 from ...verify.trace import Trace, compare_traces, first_divergence, one_sided
 from ..engines.engine import Engine, Pair
+from ..sections import Jump, TraceSection
 from .checkpoints import SHAPES, compare_checkpoints
 from .explain import explain
+from .names import parts
 from .operation_errors import OwnError, own_errors
-from .operations import Checkpoint, Operations, parts
+from .operations import Checkpoint, Operations
 
 # Further operations at fault that a report lists by name.
 _LISTED = 12
@@ -43,7 +44,7 @@ def locate(
     params: SamplingParams,
     checkpoints: Sequence[Checkpoint],
     other: Checkpoint | None = None,
-) -> dict[str, Any]:
+) -> TraceSection:
     """The part of the report on the operations of both engines over one sequence.
 
     checkpoints: of the sampler and of the trainer, each in its engine's dtype; without them own errors are
@@ -55,27 +56,28 @@ def locate(
     differences = compare_traces(*({n: x for n, x in t.items() if n in same_shape} for t in traces))
     first = first_divergence(differences)
     only = one_sided(*traces)
-    report: dict[str, Any] = {
-        "operations": [asdict(d) for d in differences],
-        "first_divergence": asdict(first) if first else None,
-        "one_sided": {"sampler": only[0], "trainer": only[1]},
-        "other_shapes": [n for n in traces[0] if n in traces[1] and n not in same_shape],
-        "jump": None,
-    }
+    section = TraceSection(
+        operations=differences,
+        first_divergence=first,
+        one_sided={"sampler": only[0], "trainer": only[1]},
+        other_shapes=[n for n in traces[0] if n in traces[1] and n not in same_shape],
+        jump=None,
+        traced_outside=sampler.traced_outside,
+    )
     if not checkpoints:
-        return report
+        return section
     names = _names(sampler, trainer)
     sides = [Side(*each) for each in zip(names, traces, checkpoints, strict=True)]
-    own = [side.own_errors(pair, params, side.checkpoint) for side in sides]
-    report["own_errors"] = {
-        name: [asdict(e) for e in errors] for name, errors in zip(names, own, strict=True)
-    }
-    report["jump"] = _jump(sides, own, [s.checkpoint for s in sides], pair, params)
-    if other is not None:
-        report["checkpoints"] = compare_checkpoints(checkpoints[0], other)
-        if report["jump"] is None:
-            report["jump"] = _jump_between(sides[0], other, pair, params)
-    return report
+    errors = [side.own_errors(pair, params, side.checkpoint) for side in sides]
+    jump = _jump(sides, errors, [s.checkpoint for s in sides], pair, params)
+    if jump is None and other is not None:
+        jump = _jump_between(sides[0], other, pair, params)
+    return replace(
+        section,
+        jump=jump,
+        own_errors=dict(zip(names, errors, strict=True)),
+        checkpoints=None if other is None else compare_checkpoints(checkpoints[0], other),
+    )
 
 
 def _names(sampler: Engine, trainer: Engine) -> tuple[str, str]:
@@ -85,41 +87,42 @@ def _names(sampler: Engine, trainer: Engine) -> tuple[str, str]:
     return f"{sampler.name} (sampler)", f"{trainer.name} (trainer)"
 
 
-def _jump_between(side: Side, other: Checkpoint, pair: Pair, params: SamplingParams) -> dict[str, Any] | None:
+def _jump_between(side: Side, other: Checkpoint, pair: Pair, params: SamplingParams) -> Jump | None:
     """Where an engine, sound by its own checkpoint, does something else than the other checkpoint says."""
     if any(getattr(side.checkpoint.config, name) != getattr(other.config, name) for name in SHAPES):
         return None
     jump = _jump([side], [side.own_errors(pair, params, other)], [other], pair, params)
-    return jump and jump | {"between_checkpoints": True}
+    return jump and replace(jump, between_checkpoints=True)
 
 
 def _jump(
     sides: Sequence[Side],
-    own: Sequence[Sequence[OwnError]],
-    judges: Sequence[Checkpoint],
+    own_errors: Sequence[Sequence[OwnError]],
+    yardsticks: Sequence[Checkpoint],
     pair: Pair,
     params: SamplingParams,
-) -> dict[str, Any] | None:
+) -> Jump | None:
     """The first operation at fault, of either side, and what explains it; None where all are sound."""
-    layers = max(judge.config.layers for judge in judges)
+    layers = max(checkpoint.config.layers for checkpoint in yardsticks)
     order = {op: i for i, op in enumerate(operations(layers))}
-    faults = [(order[e.op], i, e) for i, errors in enumerate(own) for e in errors if e.at_fault]
+    faults = [(order[e.op], i, e) for i, errors in enumerate(own_errors) for e in errors if e.at_fault]
     if not faults:
         return None
     _, i, error = min(faults, key=lambda fault: fault[:2])
     others = [e.op for _, j, e in faults if j == i and e.op != error.op]
-    exact = Operations(judges[i], *pair, params)
+    exact = Operations(yardsticks[i], *pair, params)
     both = len(sides) > 1 and any(j != i and e.op == error.op for _, j, e in faults)
-    return asdict(error) | {
-        "engine": sides[i].name,
-        "dtype": _dtype(sides[i].trace[error.op]),
-        "explanation": explain(error.op, sides[i].trace, exact),
-        "absent": _absent(error.op, sides[i].trace, judges[i]),
-        "both_engines": both,
-        "others": len(others),
-        "other_kinds": sorted({parts(op)[1] for op in others}),
-        "other_operations": others[:_LISTED],
-    }
+    return Jump(
+        **asdict(error),
+        engine=sides[i].name,
+        dtype=_dtype(sides[i].trace[error.op]),
+        explanation=explain(error.op, sides[i].trace, exact),
+        absent=_absent(error.op, sides[i].trace, yardsticks[i]),
+        both_engines=both,
+        others=len(others),
+        other_kinds=sorted({parts(op)[1] for op in others}),
+        other_operations=others[:_LISTED],
+    )
 
 
 def _absent(op: str, trace: Trace, checkpoint: Checkpoint) -> str:

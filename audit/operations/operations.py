@@ -18,6 +18,7 @@ from ...kernels.sampling_params import SamplingParams
 from ...model.checkpoint import load_decoder
 from ...model.config import ModelConfig
 from ...model.decoder import Decoder
+from .names import parts
 
 Tensor = torch.Tensor
 Lookup = Callable[[str], Tensor]  # the output of an operation, [T, width], by its name (model/op_names.py)
@@ -71,12 +72,6 @@ class Checkpoint:
     def device(self) -> torch.device:
         """The device of the weights."""
         return self.weights["model.embed_tokens.weight"].device
-
-
-def parts(op: str) -> tuple[str, str]:
-    """An operation's name as the prefix of its layer ("" outside the layers) and its kind."""
-    layer, _, kind = op.rpartition(".")
-    return f"{layer}." if layer else "", kind
 
 
 def weight_names(op: str, checkpoint: Checkpoint) -> tuple[str, str | None]:

@@ -6,17 +6,17 @@ drawn from the report alone.
 
 import html
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..conclusion.outcome import Outcome
 from ..conclusion.verdict import headline, jump, parting
-from ..figures.measure import equal
-from ..settings import rows as setting_rows
+from ..report import Report
+from ..run_report import RunReport
+from ..sections import TraceSection
+from .numbers import logprob
 from .plots import operations_plot, positions_plot, ratios_plot, steps_plot
-from .style import POLICY, STYLE
-from .tables import (
+from .rows import (
     AGAINST,
     HYPOTHESES,
     OPERATIONS,
@@ -25,18 +25,18 @@ from .tables import (
     WORST,
     against_rows,
     figure_rows,
+    full_vocab_rows,
     hypothesis_rows,
-    logprob,
     operation_rows,
     own_rows,
     position_rows,
+    setting_rows,
     step_rows,
-    whole_rows,
     worst_rows,
 )
-from .token_texts import visible
-
-Report = Mapping[str, Any]
+from .style import POLICY, STYLE
+from .token_texts import SequenceTexts
+from .visible import visible
 
 # |trainer - sampler| from which a token has the next colour.
 STEPS = (1e-4, 1e-3, 1e-2, 0.1, 1.0)
@@ -49,43 +49,38 @@ _SECTIONS = {
 }
 
 
-def write_page(report: Report, path: Path) -> None:
-    """Write audit.html. Raises OSError."""
-    path.write_text(page(report), encoding="utf-8")
-
-
 def page(report: Report) -> str:
     """The whole page."""
-    title = f"{report['sampler']} against {report['trainer']}"
-    shown = {k: v for k, v in _SECTIONS.items() if k != "operations" or "operations" in report}
-    links = "".join(f'<li><a href="#{name}">{words}</a></li>' for name, words in shown.items())
+    title = f"{report.sampler} against {report.trainer}"
+    shown = {k: v for k, v in _SECTIONS.items() if k != "operations" or report.trace}
+    links = "".join(f'<li><a href="#{name}">{heading}</a></li>' for name, heading in shown.items())
     sections = [_cause(report), _figures(report), _tokens(report)]
-    if "operations" in report:
-        sections.append(_operations(report))
+    if report.trace:
+        sections.append(_operations(report, report.trace))
     sections.append(_settings(report))
-    return _document(title, _answer(report["outcome"], headline(report)), links, "".join(sections))
+    return _document(title, _answer(report.outcome, headline(report)), links, "".join(sections))
 
 
-def run_page(report: Report, words: Sequence[str]) -> str:
-    """The page over the checkpoints of a run. words: the answer, a sentence each, the first one first."""
-    title = f"{report['run']}: {report['sampler']} against {report['trainer']}"
-    rows = report["steps"]
-    body = "" if all(r["frac_equal"] == 1.0 for r in rows) else _figure(steps_plot(rows))
+def run_page(report: RunReport, sentences: Sequence[str]) -> str:
+    """The page over the checkpoints of a run. sentences: what it says, the first one beside the outcome."""
+    title = f"{report.run}: {report.sampler} against {report.trainer}"
+    rows = report.steps
+    body = "" if all(r.frac_equal == 1.0 for r in rows) else _figure(steps_plot(rows))
     head = "".join(f'<th scope="col">{_text(h)}</th>' for h in (*STEP_FIGURES, "report"))
-    links = (f'<td><a href="step-{r["step"]:06d}/audit.html">step {r["step"]}</a></td>' for r in rows)
+    links = (f'<td><a href="step-{r.step:06d}/audit.html">step {r.step}</a></td>' for r in rows)
     cells = ("".join(map(_cell, cells)) for cells in step_rows(report))
     body += _table_of(head, (x + link for x, link in zip(cells, links, strict=True)))
-    answer = _answer(report["outcome"], words[0])
-    cause = _section("cause", "".join(f"<p>{_text(sentence)}</p>" for sentence in words[1:] or words))
+    answer = _answer(report.outcome, sentences[0])
+    cause = _section("cause", "".join(f"<p>{_text(sentence)}</p>" for sentence in sentences[1:] or sentences))
     sections = {"cause": cause, "figures": _section("figures", body), "settings": _settings(report)}
     listed = "".join(f'<li><a href="#{name}">{_SECTIONS[name]}</a></li>' for name in sections)
     return _document(title, answer, listed, "".join(sections.values()))
 
 
-def _settings(report: Report) -> str:
+def _settings(report: Report | RunReport) -> str:
     body = _table(("assumed", "value"), setting_rows(report))
-    if "against" in report:
-        body += f"<h3>Since {_text(report['against']['audit'])}</h3>" + _table(AGAINST, against_rows(report))
+    if isinstance(report, Report) and report.against:
+        body += f"<h3>Since {_text(report.against.audit)}</h3>" + _table(AGAINST, against_rows(report))
     return _section("settings", body)
 
 
@@ -118,13 +113,12 @@ def _answer(outcome: Outcome, sentence: str) -> str:
 
 
 def _cause(report: Report) -> str:
-    found = report["cause"]
-    sentences = [*filter(None, (parting(report), jump(report))), *report["notes"], *report["log_notes"]]
+    sentences = [*filter(None, (parting(report), jump(report))), *report.notes, *report.log_notes]
     details = "".join(f"<li>{_text(s)}</li>" for s in sentences)
-    text = found["text"][:1].upper() + found["text"][1:]
+    text = report.cause.text[:1].upper() + report.cause.text[1:]
     return _section(
         "cause",
-        f'<p class="cause">{_text(text)}</p><p><strong>What to do:</strong> {_text(found["remedy"])}</p>'
+        f'<p class="cause">{_text(text)}</p><p><strong>What to do:</strong> {_text(report.cause.remedy)}</p>'
         + (f"<ul>{details}</ul>" if details else "")
         + _hypotheses(report),
     )
@@ -132,25 +126,24 @@ def _cause(report: Report) -> str:
 
 def _hypotheses(report: Report) -> str:
     """What was tried on a log, the nearest first; empty where nothing was."""
-    if not report.get("hypotheses", {}).get("rows"):
+    if not (rows := hypothesis_rows(report)):
         return ""
-    return "<h3>What would explain the difference, nearest first</h3>" + _table(
-        HYPOTHESES, hypothesis_rows(report)
-    )
+    return "<h3>What would explain the difference, nearest first</h3>" + _table(HYPOTHESES, rows)
 
 
 def _figures(report: Report) -> str:
     headings = ("figure", "value", "meaning")
     body = _table(headings, figure_rows(report)) + f"<p>{_text(PLUS_MINUS)}</p>"
-    if rows := whole_rows(report):
-        body += "<h3>The whole distributions</h3>" + _table(headings, rows)
+    if rows := full_vocab_rows(report.full_vocab):
+        body += "<h3>The whole vocabulary</h3>" + _table(headings, rows)
     body += "<h3>Each engine against itself</h3>" + _table(headings, own_rows(report))
     body += "<h3>By position in the completion, from 0</h3>"
-    if not equal(report):
-        body += _figure(positions_plot(report))
+    figures = report.figures
+    if not figures.equal:
+        body += _figure(positions_plot(figures.by_position))
     body += _table(headings, position_rows(report))
-    if not equal(report):
-        body += "<h3>Ratios</h3>" + _figure(ratios_plot(report))
+    if not figures.equal:
+        body += "<h3>Ratios</h3>" + _figure(ratios_plot(figures.ratio_histogram))
     return _section("figures", body)
 
 
@@ -180,31 +173,31 @@ def _table_of(head: str, rows: Iterable[str]) -> str:
 
 
 def _tokens(report: Report) -> str:
-    strips, worst = report["strip"], report["worst"]
-    linked = {(w["sequence"], w["position"]) for w in worst}
-    opened = {w["sequence"] for w in worst} or {strips["sequences"][0]["sequence"]}
+    texts, worst = report.token_texts, report.worst
+    linked = {(w.sequence, w.position) for w in worst}
+    opened = {w.sequence for w in worst} or {texts.sequences[0].sequence}
     body = _legend() + (_worst(report) if worst else "<p>Every token is equal to the bit.</p>")
-    body += "".join(_strip(s, linked, s["sequence"] in opened) for s in strips["sequences"])
-    if strips["left_out"]:
-        body += f"<p>{strips['left_out']:,} further sequences are left out here; the figures hold them.</p>"
+    body += "".join(_sequence(s, linked, s.sequence in opened) for s in texts.sequences)
+    if texts.left_out:
+        body += f"<p>{texts.left_out:,} further sequences are left out here; the figures hold them.</p>"
     return _section("tokens", body)
 
 
 def _legend() -> str:
-    words = ["equal", "below 0.0001", *(f"{step:g} and more" for step in STEPS), "impossible for one side"]
-    marks = "".join(f'<span class="t d{i}">{name}</span> ' for i, name in enumerate(words))
+    names = ["equal", "below 0.0001", *(f"{step:g} and more" for step in STEPS), "impossible for one side"]
+    marks = "".join(f'<span class="t d{i}">{name}</span> ' for i, name in enumerate(names))
     return f'<p class="legend">Difference of the two log-probabilities: {marks}</p>'
 
 
 def _worst(report: Report) -> str:
-    shown = {(s["sequence"], i) for s in report["strip"]["sequences"] for i in range(len(s["tokens"]))}
+    shown = {(s.sequence, i) for s in report.token_texts.sequences for i in range(len(s.tokens))}
     head = "".join(f'<th scope="col">{h}</th>' for h in WORST)
     rows = []
-    for w, cells in zip(report["worst"], worst_rows(report), strict=True):
+    for w, cells in zip(report.worst, worst_rows(report), strict=True):
         parts = [*map(_cell, cells)]
         parts[2] = f'<td class="text">{_text(cells[2])}</td>'
-        if (w["sequence"], w["position"]) in shown:
-            link = f'<a href="#{_token_id(w["sequence"], w["position"])}">{_text(cells[3])}</a>'
+        if (w.sequence, w.position) in shown:
+            link = f'<a href="#{_token_id(w.sequence, w.position)}">{_text(cells[3])}</a>'
             parts[3] = f"<td><bdi>{link}</bdi></td>"
         rows.append("".join(parts))
     return "<h3>Farthest apart</h3>" + _table_of(head, rows)
@@ -214,12 +207,12 @@ def _token_id(sequence: int, position: int) -> str:
     return f"s{sequence}t{position}"
 
 
-def _strip(strip: Mapping[str, Any], linked: set[tuple[int, int]], opened: bool) -> str:
+def _sequence(texts: SequenceTexts, linked: set[tuple[int, int]], opened: bool) -> str:
     """One sequence: its prompt, its tokens in colours, and their figures in a table for who cannot hover."""
-    sequence, tokens = strip["sequence"], strip["tokens"]
+    sequence, tokens = texts.sequence, texts.tokens
     unequal = sum(level(s, t) > 0 for _, _, s, t in tokens)
     spans = "".join(_token(sequence, i, token, linked) for i, token in enumerate(tokens))
-    rest = f" <em>{strip['left_out']:,} further tokens</em>" if strip["left_out"] else ""
+    rest = f" <em>{texts.left_out:,} further tokens</em>" if texts.left_out else ""
     headings = ("position", "token", "id", "sampler", "trainer", "trainer - sampler")
     figures = _table(
         headings,
@@ -231,7 +224,7 @@ def _strip(strip: Mapping[str, Any], linked: set[tuple[int, int]], opened: bool)
     return (
         f"<details{' open' * opened}><summary>Sequence {sequence}: {unequal} of {len(tokens)} tokens "
         "differ</summary>"
-        f'<p class="strip" dir="ltr"><span class="prompt">{_text(strip["prompt"])}</span>{spans}{rest}</p>'
+        f'<p class="texts" dir="ltr"><span class="prompt">{_text(texts.prompt)}</span>{spans}{rest}</p>'
         f"<details><summary>Figures of these tokens</summary>{figures}</details></details>"
     )
 
@@ -270,18 +263,18 @@ def _difference(s: float | None, t: float | None) -> str:
 # --- operations ---
 
 
-def _operations(report: Report) -> str:
+def _operations(report: Report, trace: TraceSection) -> str:
     body = f"<p>{_text(parting(report) or 'Every operation that both engines have is equal to the bit.')}</p>"
     if text := jump(report):
         body += f"<p>{_text(text)}</p>"
-    body += _figure(operations_plot(report))
-    for side, ops in report["one_sided"].items():
+    body += _figure(operations_plot(trace))
+    for side, ops in trace.one_sided.items():
         if ops:
             listed = ", ".join(ops[:8]) + (f" and {len(ops) - 8} more" if len(ops) > 8 else "")
-            body += f"<p>Only {_text(report[side])} ({side}) has {_text(listed)}.</p>"
-    if report["other_shapes"]:
-        body += f"<p>Of another shape: {_text(', '.join(report['other_shapes'][:8]))}.</p>"
-    headings = (*OPERATIONS, *(f"own error, {name}" for name in report.get("own_errors", {})))
+            body += f"<p>Only {_text(getattr(report, side))} ({side}) has {_text(listed)}.</p>"
+    if trace.other_shapes:
+        body += f"<p>Of another shape: {_text(', '.join(trace.other_shapes[:8]))}.</p>"
+    headings = (*OPERATIONS, *(f"own error, {name}" for name in trace.own_errors or {}))
     body += (
         "<p>An own error is that of an operation from its own inputs, relative to the size of its outputs; "
         "in "

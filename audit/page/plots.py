@@ -2,12 +2,14 @@
 
 import html
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from .tables import number, position_name
+from ..figures.measure import Bucket, Histogram
+from ..run_report import Step
+from ..sections import TraceSection
+from .numbers import number
+from .rows import position_name
 
-Report = Mapping[str, Any]
 Points = Sequence[tuple[float, float]]  # in pixels
 
 _WIDTH, _HEIGHT = 720, 270
@@ -34,48 +36,46 @@ class _Log:
 
     def axis(self) -> str:
         """Grid lines and their labels, at most seven."""
-        every = max(1, math.ceil((self._high - self._low) / 6))
+        stride = max(1, math.ceil((self._high - self._low) / 6))
         lines = []
-        for exponent in range(self._low, self._high + 1, every):
+        for exponent in range(self._low, self._high + 1, stride):
             y = self.y(10.0**exponent)
             lines.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>')
             lines.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">1e{exponent}</text>')
         return "".join(lines)
 
 
-def operations_plot(report: Report) -> str:
+def operations_plot(trace: TraceSection) -> str:
     """The difference of every operation, and the own errors of both engines, in the order of computation."""
-    operations = report["operations"]
-    own = report.get("own_errors", {})
-    values = [d["relative"] for d in operations] + [e["relative"] for es in own.values() for e in es]
-    scale, x = _Log(values, _FLAGS), {d["op"]: _column(i, len(operations)) for i, d in enumerate(operations)}
+    operations, own_errors = trace.operations, trace.own_errors or {}
+    values = [d.relative for d in operations] + [e.relative for es in own_errors.values() for e in es]
+    scale, x = _Log(values, _FLAGS), {d.op: _column(i, len(operations)) for i, d in enumerate(operations)}
     body = [scale.axis()]
-    for i, (engine, errors) in enumerate(own.items()):
-        points = _points([(x[e["op"]], scale.y(e["relative"])) for e in errors if e["op"] in x])
+    for i, (engine, errors) in enumerate(own_errors.items()):
+        points = _points([(x[e.op], scale.y(e.relative)) for e in errors if e.op in x])
         body.append(
             _marks(points, f"s{i + 1}", square=bool(i)) + _legend(i + 1, f"own error of {engine}", bool(i))
         )
-    between = _points([(x[d["op"]], scale.y(d["relative"])) for d in operations])
+    between = _points([(x[d.op], scale.y(d.relative)) for d in operations])
     body.append(_line(between, "s0") + _legend(0, "between the two"))
-    if first := report["first_divergence"]:
-        body.append(_flag(x[first["op"]], f"bits part: {first['op']}", 0))
-    if (jump := report["jump"]) and jump["op"] in x:
-        body.append(_flag(x[jump["op"]], f"error jumps: {jump['op']}", 1))
-    starts = [d["op"] for d in operations if d["op"].endswith(".input_norm")]
-    every = max(1, len(starts) // 8)
-    body += [_tick(x[op], op.removesuffix(".input_norm")) for op in starts[::every]]
+    if first := trace.first_divergence:
+        body.append(_flag(x[first.op], f"bits part: {first.op}", 0))
+    if (jump := trace.jump) and jump.op in x:
+        body.append(_flag(x[jump.op], f"error jumps: {jump.op}", 1))
+    starts = [d.op for d in operations if d.op.endswith(".input_norm")]
+    stride = max(1, len(starts) // 8)
+    body += [_tick(x[op], op.removesuffix(".input_norm")) for op in starts[::stride]]
     label = "Relative difference of every operation, in the order of computation"
     return _svg(label, "".join(body))
 
 
-def positions_plot(report: Report) -> str:
+def positions_plot(rows: Sequence[Bucket]) -> str:
     """Mean and largest difference by position in the completion."""
-    rows = report["by_position"]
-    scale = _Log([r[k] for r in rows for k in ("mean_abs", "max_abs")])
+    scale = _Log([value for r in rows for value in (r.mean_abs, r.max_abs)])
     x = [_column(i, len(rows)) for i in range(len(rows))]
     body = [scale.axis()]
     for i, (key, words) in enumerate((("mean_abs", "mean |d|"), ("max_abs", "largest |d|"))):
-        points = _points(list(zip(x, (scale.y(r[key]) for r in rows), strict=True)))
+        points = _points(list(zip(x, (scale.y(getattr(r, key)) for r in rows), strict=True)))
         body.append(
             _line(points, f"s{i}") + _marks(points, f"s{i}", square=bool(i)) + _legend(i, words, bool(i))
         )
@@ -83,27 +83,26 @@ def positions_plot(report: Report) -> str:
     return _svg("Difference of a token by its position in the completion, from 0", "".join(body))
 
 
-def steps_plot(rows: Sequence[Report]) -> str:
+def steps_plot(rows: Sequence[Step]) -> str:
     """Largest difference and KL by step of a run. What is 0 has no mark: the scale is logarithmic."""
-    kinds = (("largest |d|", [r["max_abs"] for r in rows]), ("k3", [r["k3"]["value"] for r in rows]))
+    kinds = (("largest |d|", [r.max_abs for r in rows]), ("k3", [r.k3.value for r in rows]))
     scale = _Log([value for _, values in kinds for value in values])
-    last = max(rows[-1]["step"], 1)
-    x = [_LEFT + 12 + r["step"] / last * (_WIDTH - _LEFT - _RIGHT - 24) for r in rows]
+    last = max(rows[-1].step, 1)
+    x = [_LEFT + 12 + r.step / last * (_WIDTH - _LEFT - _RIGHT - 24) for r in rows]
     body = [scale.axis()]
     for i, (words, values) in enumerate(kinds):
         points = _points([(p, scale.y(value)) for p, value in zip(x, values, strict=True)])
         body.append(
             _line(points, f"s{i}") + _marks(points, f"s{i}", square=bool(i)) + _legend(i, words, bool(i))
         )
-    every = max(1, math.ceil(len(rows) / 8))
-    body += [_tick(p, str(r["step"])) for p, r in list(zip(x, rows, strict=True))[::every]]
+    stride = max(1, math.ceil(len(rows) / 8))
+    body += [_tick(p, str(r.step)) for p, r in list(zip(x, rows, strict=True))[::stride]]
     return _svg("Largest difference and k3 by step of the run", "".join(body))
 
 
-def ratios_plot(report: Report) -> str:
+def ratios_plot(histogram: Histogram) -> str:
     """The histogram of the log ratio of a token."""
-    counts = report["ratio_histogram"]["tokens"]
-    edges = report["ratio_histogram"]["log_ratio_edges"]
+    counts, edges = histogram.tokens, histogram.log_ratio_edges
     scale = _Log([0.5, *counts])
     width = (_WIDTH - _LEFT - _RIGHT) / len(counts)
     floor = _HEIGHT - _BOTTOM

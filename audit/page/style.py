@@ -47,6 +47,7 @@ nav li { white-space: nowrap }
   padding: .8rem 1rem; margin: .4rem 0 1rem;
 }
 header:has(.equal) ~ main .cause { border-color: var(--good) }
+header:has(.unproven) ~ main .cause { border-color: var(--soft) }
 .wide { overflow-x: auto; margin: .6rem 0 }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums }
 td, th {
@@ -64,8 +65,8 @@ summary { cursor: pointer; padding: .2rem 0 }
 """
 
 _TOKENS = """
-.strip, .legend .t { font-family: ui-monospace, monospace }
-.strip {
+.texts, .legend .t { font-family: ui-monospace, monospace }
+.texts {
   white-space: pre-wrap; overflow-wrap: anywhere; overflow: clip; line-height: 1.9; margin: .4rem 0;
   background: var(--panel); padding: .6rem .8rem; border-radius: 6px;
 }

@@ -1,47 +1,47 @@
 """The summary of an audit in GitHub's Markdown, for $GITHUB_STEP_SUMMARY."""
 
-from typing import Any
+from ..conclusion.verdict import verdict
+from ..report import Report
 
-from ..conclusion.outcome import Outcome
 
-
-def summary(report: dict[str, Any], verdict: str, outcome: Outcome, band: str | None) -> str:
+def summary(report: Report, band: str | None) -> str:
     """The outcome, the verdict and the figures as Markdown. band: the one that was asked for."""
-    corrections = report["corrections"]
+    corrections, figures = report.corrections, report.figures
     rows = [
-        ("tokens", f"{report['tokens']:,}"),
-        ("sequences", f"{report['sequences']:,}"),
-        ("equal to the bit", f"{report['frac_equal']:.4%}"),
-        ("largest difference", f"{report['max_abs']:.4g}"),
-        ("k3, nats a token", f"{report['k3']['value']:.4g} ± {report['k3']['standard_error']:.2g}"),
+        ("tokens", f"{figures.tokens:,}"),
+        ("sequences", f"{figures.sequences:,}"),
+        ("equal to the bit", f"{figures.frac_equal:.4%}"),
+        ("largest difference", f"{figures.max_abs:.4g}"),
+        ("k3, nats a token", f"{figures.k3.value:.4g} ± {figures.k3.standard_error:.2g}"),
         *(
             (
-                f"sequences outside of {name} ({row['low']:g} .. {row['high']:g})",
-                f"{row['sequences_outside']:.2%}",
+                f"sequences outside of {name} ({row.low:g} .. {row.high:g})",
+                f"{row.sequences_outside:.2%}",
             )
-            for name, row in corrections["bands"].items()
+            for name, row in corrections.bands.items()
         ),
         *(
             (
-                f"tokens / sequences above a ratio of {row['bound']:g}",
-                f"{row['tokens']:.2%} / {row['sequences']:.2%}",
+                f"tokens / sequences above a ratio of {row.bound:g}",
+                f"{row.tokens:.2%} / {row.sequences:.2%}",
             )
-            for row in corrections["cut"]
+            for row in corrections.cut
         ),
     ]
     asked = f" (band {band})" if band else ""
     lines = [
-        f"### zerokl audit: {'passed' if outcome.passed else 'failed'}{asked}",
+        f"### zerokl audit: {'passed' if report.outcome.passed else 'failed'}{asked}",
         "",
-        f"**{_escaped(outcome.words)}**",
+        f"**{_escaped(report.outcome.words)}**",
         "",
-        _escaped(verdict),
+        _escaped(verdict(report)),
         "",
         "| figure | value |",
         "| --- | --- |",
         *(f"| {name} | {value} |" for name, value in rows),
     ]
-    lines += [""] + [f"- {_escaped(note)}" for note in report["log_notes"]] if report.get("log_notes") else []
+    if report.log_notes:
+        lines += ["", *(f"- {_escaped(note)}" for note in report.log_notes)]
     return "\n".join(lines) + "\n"
 
 

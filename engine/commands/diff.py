@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from ...verify.bitwise import ulp_words
+from ...verify.distance import ulp_words
 from ...verify.divergence import Comparison, compare_runs, open_run
 from ...verify.reading import one_line, parse_json, shown
 from ..runs.folder import ROLLOUTS

@@ -14,7 +14,6 @@ from zerokl.audit.audit import audit
 from zerokl.audit.conclusion.conclude import concluded
 from zerokl.audit.conclusion.outcome import NO_TOLERANCES, Kind
 from zerokl.audit.conclusion.verdict import verdict
-from zerokl.audit.config import AuditConfig
 from zerokl.audit.engines.engine import ZeroklEngine
 from zerokl.audit.engines.hf import HfEngine
 from zerokl.audit.figures.measure import measure
@@ -26,6 +25,8 @@ from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.op_names import operations
 from zerokl.verify.trace import compare_traces, first_divergence
+
+from tests.audit.settings import audit_config, audit_json
 
 PAIR = ((5, 6, 7, 8, 9), (10, 11, 12, 13, 14, 15))
 SAMPLING = SamplingParams()
@@ -175,19 +176,19 @@ def test_transformers_against_zerokl_differs_and_names_the_operation(model, tmp_
 
 
 def test_a_sampler_in_another_dtype_parts_at_the_embedding(model):
-    report = audit(
-        AuditConfig(str(model), "native", "zerokl", "float32", sampler_dtype="bfloat16", n=4, max_tokens=8)
-    ).report
+    report = audit_json(
+        audit_config(str(model), "native", "zerokl", "float32", sampler_dtype="bfloat16", n=4, max_tokens=8)
+    )
     assert report["first_divergence"]["op"] == "embed"
     assert report["first_divergence"]["max_ulp"] is None
 
 
 def test_logits_in_another_dtype_on_one_side_are_named(model):
-    settings = AuditConfig(
+    settings = audit_config(
         str(model), "native", "zerokl", "bfloat16", head_dtype="float32", n=4, max_tokens=8
     )
     assert audit(settings).outcome.kind is Kind.EQUAL
-    report = audit(replace(settings, sampler_head_dtype="bfloat16")).report
+    report = audit_json(replace(settings, sampler_head_dtype="bfloat16"))
     assert (report["first_divergence"]["op"], report["first_divergence"]["max_ulp"]) == ("logits", None)
     assert (report["head_dtype"], report["sampler_head_dtype"]) == ("float32", "bfloat16")
 
@@ -277,7 +278,7 @@ def test_transformers_draws_from_the_whole_distribution(model, tmp_path):
 
 
 def test_two_engines_of_one_name_are_told_apart(model):
-    report = audit(AuditConfig(str(model), "hf", "hf", sampler_dtype="float32", n=4, max_tokens=8)).report
+    report = audit_json(audit_config(str(model), "hf", "hf", sampler_dtype="float32", n=4, max_tokens=8))
     assert set(report["own_invariance"]) == {"hf sdpa (sampler)", "hf sdpa (trainer)"}
     ways = {way for ways in report["own_invariance"].values() for way in ways}
     assert ways >= {"drawn against scored", "decode against prefill"}
@@ -304,9 +305,9 @@ def test_rollouts_of_older_weights_are_told_apart_from_another_operation(model, 
     rows = _write_log(model, tmp_path / "log.jsonl")
     rows[0]["logprobs"][3] += -0.25
     _write_rows(tmp_path / "log.jsonl", rows)
-    (worst,) = audit(AuditConfig(str(model), str(tmp_path / "log.jsonl"), "zerokl")).report["worst"]
+    (worst,) = audit_json(audit_config(str(model), str(tmp_path / "log.jsonl"), "zerokl"))["worst"]
     assert (worst["sequence"], worst["position"]) == (0, 3)
-    report = audit(AuditConfig(str(model), "native", "zerokl", n=4, max_tokens=8)).report
+    report = audit_json(audit_config(str(model), "native", "zerokl", n=4, max_tokens=8))
     report |= {"frac_equal": 0.5}  # as a sampler with a stale cache would leave it
     report = concluded(report, NO_TOLERANCES)
     assert "comes from batching, from the cache, or from other weights" in verdict(report)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from zerokl.audit.columns import audit_columns
 from zerokl.audit.figures.bands import BANDS, band_figures
 from zerokl.cli import main
+
+from tests.audit.settings import columns_json
 
 SAMPLES = Path(__file__).parent / "log_samples"
 
@@ -56,7 +57,7 @@ def test_small_differences_that_mask_every_sequence_are_said(tmp_path):
     assert "exceeds 3 in 0.00% of the tokens, that of a sequence in 100.00% of the sequences" in note
     # control: differences of the same size that do not add up
     signs = [[-1.0 + 0.012 * (-1) ** i for i in range(100)] for _ in range(8)]
-    sound = audit_columns(write_log(tmp_path / "sound.jsonl", sampler, signs))
+    sound = columns_json(write_log(tmp_path / "sound.jsonl", sampler, signs))
     assert not [n for n in sound["notes"] if n.startswith("Small differences")]
 
 
@@ -64,7 +65,7 @@ def test_what_truncated_metrics_hide_is_said(tmp_path):
     """trl#5231: the trainer logs ratios after their truncation at 2, where a few are 50."""
     sampler = [[-1.0] * 19 + [-4.0]]
     log = write_log(tmp_path / "log.jsonl", sampler, [[-1.0] * 19 + [-4.0 + math.log(50)]])
-    report = audit_columns(log)
+    report = columns_json(log)
     row = report["corrections"]["cut"][0]
     assert (row["bound"], row["tokens"]) == (2.0, 0.05)
     assert row["mean_ratio"] == pytest.approx((19 + 50) / 20, rel=1e-5)
@@ -77,7 +78,7 @@ def test_the_figures_leave_out_what_was_not_drawn(tmp_path):
     log = write_log(
         tmp_path / "log.jsonl", [[-1.0, None, -3.0, -1.0]], [[-1.5, -1.0, -9.0, None]], mask=[1, 1, 0, 1]
     )
-    report = audit_columns(log)
+    report = columns_json(log)
     assert (report["tokens"], report["max_abs"]) == (1, 0.5)
 
 
@@ -106,15 +107,15 @@ def test_weight_versions_have_their_own_figures(tmp_path):
     log = write_log(
         tmp_path / "log.jsonl", [[-1.0] * 4], [[-1.0, -1.0, -1.5, -1.0]], weight_version=[3, 3, 4, 4]
     )
-    report = audit_columns(log)
+    report = columns_json(log)
     assert [(r["weight_version"], r["tokens"], r["max_abs"]) for r in report["by_version"]] == [
         (3, 2, 0.0),
         (4, 2, 0.5),
     ]
-    assert audit_columns(log, version=3)["frac_equal"] == 1.0
-    assert audit_columns(log, version=4)["frac_equal"] == 0.5
+    assert columns_json(log, version=3)["frac_equal"] == 1.0
+    assert columns_json(log, version=4)["frac_equal"] == 0.5
     with pytest.raises(ValueError, match="no trainer logprobs of weight version 5"):
-        audit_columns(log, version=5)
+        columns_json(log, version=5)
 
 
 def test_bands_and_cuts_are_those_of_plain_formulas():
@@ -171,11 +172,11 @@ def test_bad_words_are_one_line(tmp_path, capsys, words, reason):
 
 def test_n_limits_what_is_compared_and_not_what_is_checked(tmp_path, capsys):
     log = write_log(tmp_path / "log.jsonl", [[-1.0]] * 5, [[-1.5]] * 5)
-    report = audit_columns(log, most=2)
+    report = columns_json(log, most=2)
     assert (report["sequences"], report["logged"]) == (2, 5)
     log.write_text(log.read_text() + "{}\n")
     with pytest.raises(ValueError, match="line 6: prompt_ids is missing"):
-        audit_columns(log, most=2)
+        columns_json(log, most=2)
 
 
 PEAK = """

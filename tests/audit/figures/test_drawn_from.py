@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from zerokl.audit.columns import audit_columns
 from zerokl.audit.conclusion.verdict import verdict
 from zerokl.audit.figures.drawn_from import check
 from zerokl.audit.figures.measure import evidence
@@ -18,6 +17,8 @@ from zerokl.audit.page.page import page
 from zerokl.cli import main
 from zerokl.kernels.sampling_params import SamplingParams as P
 from zerokl.verify.mismatch import standard_error
+
+from tests.audit.settings import columns_json
 
 VOCAB, RAW = 48, P()
 
@@ -213,7 +214,7 @@ def test_a_fault_is_the_same_in_terminal_json_and_page(tmp_path, capsys):
 
 def test_equal_columns_are_no_proof_and_the_page_says_so(tmp_path):
     shape = (8, 1, 10)  # one completion of each prompt: nothing repeats
-    report = audit_columns(write_log(tmp_path / "log.jsonl", draw(0, P(0.8), RAW, RAW, shape=shape)))
+    report = columns_json(write_log(tmp_path / "log.jsonl", draw(0, P(0.8), RAW, RAW, shape=shape)))
     assert report["cause"]["kind"] == "equal columns"
     for text in (verdict(report), page(report)):
         assert "no proof that the tokens were drawn from this distribution" in text
@@ -223,6 +224,6 @@ def test_equal_columns_are_no_proof_and_the_page_says_so(tmp_path):
 
 
 def test_the_mean_ratio_is_the_first_figure_and_few_tokens_have_no_percentiles(tmp_path):
-    report = audit_columns(write_log(tmp_path / "log.jsonl", draw(0, RAW, RAW, RAW, 0.01, shape=(2, 3, 10))))
+    report = columns_json(write_log(tmp_path / "log.jsonl", draw(0, RAW, RAW, RAW, 0.01, shape=(2, 3, 10))))
     assert page(report).index("<td>mean ratio</td>") < page(report).index("<td>tokens</td>")
     assert list(report["abs_percentiles"]) == ["50", "90"], "6 tokens lie beyond p90, and none beyond p99"

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.audit.audit import audit
 from zerokl.audit.command import find_log
-from zerokl.audit.config import AuditConfig
 from zerokl.audit.formats import zerokl as own
 from zerokl.audit.formats.registry import FORMATS, find_format, read_rollouts
 from zerokl.cli import main
 from zerokl.kernels.sampling_params import SamplingParams
 
+from tests.audit.settings import audit_config, audit_json
 from tests.helpers import property_settings
 
 SAMPLES = Path(__file__).parents[1] / "log_samples"
@@ -394,24 +394,24 @@ def test_the_format_can_be_said(format):
 
 def test_a_model_scores_only_what_it_drew(model, tmp_path):
     """A tool's tokens, missing logprobs and tokens of other weights stay out of the figures."""
-    base = audit(AuditConfig(str(model), n=1, max_tokens=6, dtype="float32"))
+    base = audit(audit_config(str(model), n=1, max_tokens=6, dtype="float32"))
     assert base.report["corrections"]["bands"]["strict"]["sequences_outside"] == 0.0
     row = FULL | {"temperature": 1.0, "top_k": None, "top_p": None, "sampling_mask": None, "decimals": None}
     log = write_rows(tmp_path / "log.jsonl", row)
-    report = audit(AuditConfig(str(model), str(log), dtype="float32", weight_version=4)).report
+    report = audit_json(audit_config(str(model), str(log), dtype="float32", weight_version=4))
     assert report["tokens"] == 1  # of four: one missing, one a tool's, one of version 3
     assert [w["position"] for w in report["worst"]] == [3]
-    report = audit(AuditConfig(str(model), str(log), dtype="float32", weight_version=3)).report
+    report = audit_json(audit_config(str(model), str(log), dtype="float32", weight_version=3))
     assert [w["position"] for w in report["worst"]] == [0]
     with pytest.raises(ValueError, match=r"weight versions \[3, 4\]"):
-        audit(AuditConfig(str(model), str(log), dtype="float32"))
+        audit(audit_config(str(model), str(log), dtype="float32"))
 
 
 def test_a_log_without_a_temperature_is_scored_with_the_one_given(model, tmp_path):
     log = SAMPLES / "train_data_step4.jsonl"
-    report = audit(
-        AuditConfig(str(model), str(log), dtype="float32", sampling_params=SamplingParams(0.5))
-    ).report
+    report = audit_json(
+        audit_config(str(model), str(log), dtype="float32", sampling_params=SamplingParams(0.5))
+    )
     assert report["log_notes"] == [
         "2 of 2 rollouts do not say how they were drawn; temperature 0.5, top_k 0 and top_p 1 were assumed "
         "(--temperature, --top_k, --top_p)."

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from zerokl.audit.audit import audit
-from zerokl.audit.config import AuditConfig
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import GenerationParams, RngKey, Rollout
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import write_checkpoint
 from zerokl.model.decoder import Decoder
 from zerokl.model.scoring import logprobs, pack
+
+from tests.audit.settings import audit_config, audit_json
 
 WIDTHS = dict(
     hidden_size=32,
@@ -86,8 +86,8 @@ def write(path: Path, rollouts, params: SamplingParams = SAMPLING, **more) -> Pa
 def report_of(
     case: Case, log: Path, dtype: str = "float32", trainer: str = "zerokl", *checkpoints: Path
 ) -> dict:
-    cfg = AuditConfig(str(case.folder), str(log), trainer, dtype, checkpoints=tuple(map(str, checkpoints)))
-    return audit(cfg).report
+    cfg = audit_config(str(case.folder), str(log), trainer, dtype, checkpoints=tuple(map(str, checkpoints)))
+    return audit_json(cfg)
 
 
 def pairs_scored(case: Case, pairs) -> list[np.ndarray]:

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from zerokl.audit.audit import audit
-from zerokl.audit.config import AuditConfig
 from zerokl.audit.engines.engine import Engine, ZeroklEngine
 from zerokl.audit.engines.hf import HfEngine
 from zerokl.audit.operations.locate import locate
@@ -18,6 +16,7 @@ from zerokl.audit.operations.operations import Checkpoint
 from zerokl.cli import main
 from zerokl.kernels.sampling_params import SamplingParams
 
+from tests.audit.settings import audit_config, audit_json
 from tests.random_model import random_model
 
 LAYERS = 4
@@ -76,7 +75,7 @@ def test_a_sound_pair_has_no_jump(deep, dtype, attention):
 
 @pytest.mark.full
 def test_two_dtypes_are_no_fault(deep):
-    report = audit(AuditConfig(str(deep), sampler="hf", sampler_dtype="float32", n=2, max_tokens=6)).report
+    report = audit_json(audit_config(str(deep), sampler="hf", sampler_dtype="float32", n=2, max_tokens=6))
     assert report["first_divergence"]["op"] == "embed"
     assert report["jump"] is None
     assert report["cause"]["kind"] == "dtype"

@@ -13,20 +13,20 @@ from zerokl.audit.audit import audit
 from zerokl.audit.conclusion.faults import not_drawn_from
 from zerokl.audit.conclusion.outcome import Kind, Tolerances
 from zerokl.audit.conclusion.verdict import parting
-from zerokl.audit.config import AuditConfig
 from zerokl.audit.engines.engine import ZeroklEngine
 from zerokl.audit.figures.measure import measure
+from zerokl.audit.page.numbers import distance
 from zerokl.audit.page.page import level, page
-from zerokl.audit.page.tables import distance
-from zerokl.audit.page.token_texts import visible
+from zerokl.audit.page.visible import visible
 from zerokl.cli import main
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import GenerationParams, RngKey
 from zerokl.engine.runs.folder import finite
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
-from zerokl.verify.bitwise import ulp_words
+from zerokl.verify.distance import ulp_words
 
+from tests.audit.settings import audit_config, audit_json
 from tests.helpers import property_settings
 
 
@@ -81,7 +81,7 @@ def test_no_tolerance_holds_with_an_infinite_kl(model, tmp_path):
     _write_log(model, tmp_path / "log.jsonl", SamplingParams(), top_k=10)
     tolerances = Tolerances(1e9, 1e9)
     log = str(tmp_path / "log.jsonl")
-    result = audit(AuditConfig(str(model), log, dtype="float32", tolerances=tolerances))
+    result = audit(audit_config(str(model), log, dtype="float32", tolerances=tolerances))
     assert result.report["outside"]["tokens"] > 0
     assert result.outcome.kind is Kind.BEYOND
 
@@ -157,7 +157,7 @@ def test_what_was_assumed_is_in_the_terminal_the_json_and_the_page(model, tmp_pa
 
 
 def test_positions_count_from_0(model):
-    report = audit(AuditConfig(str(model), "hf", n=3, max_tokens=6)).report
+    report = audit_json(audit_config(str(model), "hf", n=3, max_tokens=6))
     assert report["by_position"][0]["from"] == 0
     assert "<td>position 0</td>" in page(report)
     assert "position 0: sampler" in page(report)
