@@ -6,6 +6,7 @@ from ..figures.drawn_from import mass_missing, ratio_words
 from ..figures.measure import Estimate
 from ..page.numbers import percent
 from ..report import Measurements
+from ..sections import FullVocab
 from ..settings import kept_set
 from .faults import not_drawn_from
 from .log_findings import log_notes
@@ -28,7 +29,7 @@ def notes(measured: Measurements) -> list[str]:
         _hidden_by_truncation(measured),
         _added_up(measured),
         *_cut_off(measured),
-        _full_vocab(measured),
+        full_vocab_note(measured.full_vocab, measured.figures.equal),
         _against(measured),
         _batch_invariance(measured),
         *log_notes(measured),
@@ -80,9 +81,11 @@ def _added_up(measured: Measurements) -> str:
     return ""
 
 
-def _full_vocab(measured: Measurements) -> str:
-    """What --full_vocab shows beyond the drawn tokens; empty where it was not asked for."""
-    w = measured.full_vocab
+def full_vocab_note(w: FullVocab | None, drawn_equal: bool) -> str:
+    """What --full_vocab shows beyond the drawn tokens; empty where it was not asked for.
+
+    drawn_equal: whether the drawn tokens have equal bits.
+    """
     if not w:
         return ""
     if w.frac_places_equal == 1.0:
@@ -97,7 +100,7 @@ def _full_vocab(measured: Measurements) -> str:
     )
     if w.infinite_kl:
         text += f" At {w.infinite_kl:,} places one side cannot draw what the other can."
-    if measured.figures.equal:
+    if drawn_equal:
         text += " The drawn tokens alone do not show this."
     return text
 

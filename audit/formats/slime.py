@@ -10,14 +10,20 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from . import fields
 from .record import LoggedRollout
 
 
 def rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The samples of a dump, with their places. Raises ValueError for a file that does not open safely."""
+    """The samples of a dump, with their places.
+
+    Raises ValueError for a file that does not open safely, and where torch is not installed: no other format
+    needs it.
+    """
+    try:
+        import torch
+    except ImportError:
+        raise ValueError(f"{path} is a file of torch's; pip install torch to read it") from None
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError) as error:
@@ -36,7 +42,8 @@ def rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _plain(value: Any) -> Any:
-    return value.tolist() if torch.is_tensor(value) else value
+    """A tensor as lists; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def recognises(row: dict[str, Any]) -> bool:

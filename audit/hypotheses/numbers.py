@@ -39,7 +39,7 @@ def rounded(evidence: Evidence) -> Iterator[Prediction]:
                 what, _mapped(evidence, lambda line, n=decimals: np.round(line.scored.astype(np.float64), n))
             )
             break
-    for name, rounding in (("bfloat16", through_bfloat16), ("float16", _through_float16)):
+    for name, rounding in (("bfloat16", through_bfloat16), ("float16", through_float16)):
         if np.array_equal(rounding(values.astype(np.float32)), values.astype(np.float32)):
             what = f"the logged numbers are rounded to {name}"
             yield Prediction(what, _mapped(evidence, lambda line, r=rounding: r(line.scored)))
@@ -53,7 +53,8 @@ def through_bfloat16(x: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(x), x, rounded)
 
 
-def _through_float16(x: np.ndarray) -> np.ndarray:
+def through_float16(x: np.ndarray) -> np.ndarray:
+    """x fp32, rounded to fp16."""
     with np.errstate(over="ignore"):
         return x.astype(np.float16).astype(np.float32)
 

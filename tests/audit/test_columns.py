@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from zerokl.audit.as_json import as_json
 from zerokl.audit.figures.bands import BANDS, band_figures
 from zerokl.cli import main
 
@@ -121,7 +122,7 @@ def test_weight_versions_have_their_own_figures(tmp_path):
 def test_bands_and_cuts_are_those_of_plain_formulas():
     sampler = [np.float32([-1.0, -2.0]), np.float32([-3.0])]
     trainer = [np.float32([-1.0, -1.992]), np.float32([-3.0 + math.log(4.0)])]
-    figures = band_figures(trainer, sampler)
+    figures = as_json(band_figures(trainer, sampler))
     means = [math.exp(float(trainer[0][1] - sampler[0][1]) / 2), 4.0]
     for name, (low, high) in BANDS.items():
         outside = [not low <= mean <= high for mean in means]
@@ -159,7 +160,7 @@ def test_a_summary_is_appended_and_shows_markup_as_text(tmp_path):
         (["--sampler", "hf"], "is a log, so it is the sampler"),
         (["-n", "0"], "n (0) must be at least 1"),
         (["--format", "tinker"], "holds no trainer logprobs beside the sampler's; name the model"),
-        (["--band", "2%"], "for --band"),
+        (["--band", "2%"], "config: band ('2%')"),
     ],
 )
 def test_bad_words_are_one_line(tmp_path, capsys, words, reason):

@@ -1,9 +1,12 @@
 """`zerokl audit RUN --every K`: the checkpoints of a run, each as an audit of its own says."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from zerokl.audit.conclusion.outcome import Kind, Outcome
+from zerokl.audit.figures.measure import Estimate
+from zerokl.audit.finding import Finding
 from zerokl.audit.over_run import sentences
 from zerokl.cli import main
 from zerokl.engine.runs.run import train
@@ -56,20 +59,21 @@ def test_a_row_is_the_audit_of_its_checkpoint(run, tmp_path, capsys):
 def test_growth_is_said_in_words():
     def row(step, max_abs):
         kind = Kind.DIFFERS if max_abs else Kind.EQUAL
-        figures = {"k3": {"value": max_abs / 8}, "perplexity_sampler": 2.0 + step}
-        cause = {"kind": "k", "text": f"cause {step}", "remedy": f"remedy {step}"}
-        return {
-            "step": step,
-            "outcome": Outcome(kind),
-            "frac_equal": float(not max_abs),
-            "max_abs": max_abs,
+        figures = {"k3": Estimate(max_abs / 8, 0.0), "perplexity_sampler": 2.0 + step}
+        cause = Finding("k", f"cause {step}", f"remedy {step}")
+        return SimpleNamespace(
+            step=step,
+            outcome=Outcome(kind),
+            frac_equal=float(not max_abs),
+            max_abs=max_abs,
+            cause=cause,
             **figures,
-            "cause": cause,
-        }
+        )
 
     rows = [row(0, 0.0), row(10, 0.25), row(20, 0.125)]
     outcome = Outcome(Kind.DIFFERS)
-    words = list(sentences({"sampler": "a", "trainer": "b", "steps": rows, "outcome": outcome}))
+    report = SimpleNamespace(sampler="a", trainer="b", steps=rows, outcome=outcome)
+    words = list(sentences(report))
     assert words == [
         "2 of 3 checkpoints differ, first that of step 10.",
         "The largest difference of a log-probability is 0 at step 0 and 0.125 at step 20.",

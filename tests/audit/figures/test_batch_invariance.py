@@ -1,9 +1,10 @@
-"""`zerokl audit --own N`: what an engine draws beside other requests, against what it draws alone."""
+"""`zerokl audit --batch_invariance N`: what an engine draws beside other requests and what it draws alone."""
 
 import json
 
 import numpy as np
 import pytest
+from zerokl.audit.as_json import as_json
 from zerokl.audit.engines.engine import ZeroklEngine
 from zerokl.audit.figures.batch_invariance import batch_invariance
 from zerokl.cli import main
@@ -11,7 +12,7 @@ from zerokl.engine.rollout.types import GenerationParams, Rollout
 
 PROMPTS = [(1, 2), (3,), (4, 5, 6)]
 N = 11
-OPTIONS = ["--max-tokens", "8", "-n", "6", "--own", "9"]
+OPTIONS = ["--max-tokens", "8", "-n", "6", "--batch_invariance", "9"]
 
 
 class Drawn:
@@ -37,7 +38,7 @@ class Drawn:
 
 
 def _report(engine: Drawn) -> dict:
-    return batch_invariance(engine, PROMPTS, N, 4, frozenset(), 64)
+    return as_json(batch_invariance(engine, PROMPTS, N, 4, frozenset(), 64))
 
 
 def test_every_way_is_compared_and_equal_bits_are_equal():
@@ -126,10 +127,12 @@ def test_an_engine_that_depends_on_its_company_fails_the_audit(model, tmp_path, 
     assert "Likely cause: native is not batch-invariant" in shown
 
 
-@pytest.mark.parametrize(("own", "message"), [("1", "must lie in 2 to 256"), ("257", "must lie in 2 to 256")])
-def test_a_number_out_of_range_is_refused(model, tmp_path, capsys, own, message):
-    assert main(["audit", str(model), "--own", own, "--out", str(tmp_path / "audit")]) == 2
-    assert message in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("requests", "message"), [("1", "must lie in 2 to 256"), ("257", "must lie in 2 to 256")]
+)
+def test_a_number_out_of_range_is_refused(model, tmp_path, capsys, requests, message):
+    assert main(["audit", str(model), "--batch_invariance", requests, "--out", str(tmp_path / "audit")]) == 2
+    assert "must lie in 2 to 256" in capsys.readouterr().err
 
 
 def test_a_log_cannot_draw_again(model, tmp_path, capsys):
@@ -138,5 +141,8 @@ def test_a_log_cannot_draw_again(model, tmp_path, capsys):
         '{"prompt_ids": [1], "completion_ids": [2], "logprobs": [-1.0], "trainer_logprobs": [-1.0]}\n'
     )
     for words in ([], ["--model", str(model)]):
-        assert main(["audit", str(log), *words, "--own", "4", "--out", str(tmp_path / "audit")]) == 2
+        assert (
+            main(["audit", str(log), *words, "--batch_invariance", "4", "--out", str(tmp_path / "audit")])
+            == 2
+        )
         assert "a log cannot draw again" in capsys.readouterr().err

@@ -9,16 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from zerokl.audit.columns import audit_columns
 from zerokl.audit.conclusion.verdict import verdict
-from zerokl.audit.figures.drawn_from import check
+from zerokl.audit.figures.drawn_from import Distribution, check
 from zerokl.audit.figures.measure import evidence
 from zerokl.audit.figures.repeats import Drawn, repeats
 from zerokl.audit.page.page import page
 from zerokl.cli import main
 from zerokl.kernels.sampling_params import SamplingParams as P
 from zerokl.verify.mismatch import standard_error
-
-from tests.audit.settings import columns_json
 
 VOCAB, RAW = 48, P()
 
@@ -65,8 +64,8 @@ def draw(
 
 
 def kind(rollouts: list[Drawn]) -> str | None:
-    found = check(rollouts)["found"]
-    return found and found["kind"]
+    fault = check(rollouts).found
+    return fault and fault.kind
 
 
 @pytest.mark.parametrize("noise", [0.0, 1e-6, 0.01])
@@ -124,12 +123,12 @@ def test_rare_tokens_that_were_not_drawn_are_no_fault():
         s, t = (np.full(10, math.log(p), np.float32) for p in (0.999, trainer))
         ids = np.zeros(10, int)
         log = [Drawn(i // 4, ids, np.arange(10), s, t, RAW) for i in range(100)]
-        assert check(log)["found"] is None, trainer
+        assert check(log).found is None, trainer
 
 
 def test_greedy_tokens_are_passed_over():
     log = [Drawn(0, x.ids, x.positions, x.sampler, x.trainer, P(0.0)) for x in draw(0, P(0.2), RAW, P(0.2))]
-    assert check(log) == {"tokens": 0, "found": None}
+    assert check(log) == Distribution(0)
 
 
 def test_repeats_show_two_equal_columns_of_another_distribution():
@@ -137,10 +136,9 @@ def test_repeats_show_two_equal_columns_of_another_distribution():
     for declared, name in ((P(0.7), "distribution"), (P(1.0, 0, 0.8), "distribution"), (RAW, None)):
         log = draw(3, declared, RAW, RAW, shape=shape)
         assert kind(log) == name, declared
-    found = check(draw(3, P(0.7), RAW, RAW, shape=shape))["found"]
+    fault = check(draw(3, P(0.7), RAW, RAW, shape=shape)).found
     assert (
-        "drawn from a sharper distribution than the sampler's column, and so neither column is"
-        in found["text"]
+        "drawn from a sharper distribution than the sampler's column, and so neither column is" in fault.text
     )
 
 
@@ -148,7 +146,7 @@ def test_the_error_of_repeats_covers_what_sound_logs_scatter():
     z = []
     for seed in range(40):
         seen = repeats(draw(seed, RAW, RAW, RAW, shape=(6, 6, 4), scale=2.0))
-        z.append((seen["same"] - seen["expected"]) / seen["standard_error"])
+        z.append((seen.same - seen.expected) / seen.standard_error)
     assert np.mean(z) == pytest.approx(0.0, abs=0.5)
     assert np.std(z) <= 1.2
 
@@ -214,8 +212,8 @@ def test_a_fault_is_the_same_in_terminal_json_and_page(tmp_path, capsys):
 
 def test_equal_columns_are_no_proof_and_the_page_says_so(tmp_path):
     shape = (8, 1, 10)  # one completion of each prompt: nothing repeats
-    report = columns_json(write_log(tmp_path / "log.jsonl", draw(0, P(0.8), RAW, RAW, shape=shape)))
-    assert report["cause"]["kind"] == "equal columns"
+    report = audit_columns(write_log(tmp_path / "log.jsonl", draw(0, P(0.8), RAW, RAW, shape=shape)))
+    assert report.cause.kind == "equal columns"
     for text in (verdict(report), page(report)):
         assert "no proof that the tokens were drawn from this distribution" in text
         assert "they were drawn at temperature 0.8" in text
@@ -224,6 +222,8 @@ def test_equal_columns_are_no_proof_and_the_page_says_so(tmp_path):
 
 
 def test_the_mean_ratio_is_the_first_figure_and_few_tokens_have_no_percentiles(tmp_path):
-    report = columns_json(write_log(tmp_path / "log.jsonl", draw(0, RAW, RAW, RAW, 0.01, shape=(2, 3, 10))))
+    report = audit_columns(write_log(tmp_path / "log.jsonl", draw(0, RAW, RAW, RAW, 0.01, shape=(2, 3, 10))))
     assert page(report).index("<td>mean ratio</td>") < page(report).index("<td>tokens</td>")
-    assert list(report["abs_percentiles"]) == ["50", "90"], "6 tokens lie beyond p90, and none beyond p99"
+    assert list(report.figures.abs_percentiles) == ["50", "90"], (
+        "6 tokens lie beyond p90, and none beyond p99"
+    )

@@ -394,8 +394,8 @@ def test_the_format_can_be_said(format):
 
 def test_a_model_scores_only_what_it_drew(model, tmp_path):
     """A tool's tokens, missing logprobs and tokens of other weights stay out of the figures."""
-    base = audit(audit_config(str(model), n=1, max_tokens=6, dtype="float32"))
-    assert base.report["corrections"]["bands"]["strict"]["sequences_outside"] == 0.0
+    base = audit_json(audit_config(str(model), n=1, max_tokens=6, dtype="float32"))
+    assert base["corrections"]["bands"]["strict"]["sequences_outside"] == 0.0
     row = FULL | {"temperature": 1.0, "top_k": None, "top_p": None, "sampling_mask": None, "decimals": None}
     log = write_rows(tmp_path / "log.jsonl", row)
     report = audit_json(audit_config(str(model), str(log), dtype="float32", weight_version=4))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from zerokl.audit.as_json import as_json
 from zerokl.audit.engines.engine import Engine, ZeroklEngine
 from zerokl.audit.engines.hf import HfEngine
 from zerokl.audit.operations.locate import locate
@@ -61,13 +62,18 @@ def test_the_rounding_of_one_huge_output_is_no_fault():
     assert excess(plain * (1 + 4e-5), expected, plain - expected, torch.float32) > FAULT
 
 
+def located(*args) -> dict:
+    """What `locate` says, as audit.json has it."""
+    return as_json(locate(*args))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_sound_pair_has_no_jump(deep, dtype, attention):
     checkpoint = Checkpoint.load(deep, DTYPES[dtype])
     engines = HfEngine(deep, DTYPES[dtype], attention), ZeroklEngine(deep, DTYPES[dtype])
     for params in (SAMPLING, SamplingParams()):
-        report = locate(*engines, PAIR, params, (checkpoint, checkpoint))
+        report = located(*engines, PAIR, params, (checkpoint, checkpoint))
         assert report["first_divergence"] is not None, "control: the two round otherwise"
         assert report["jump"] is None
         assert {len(errors) for errors in report["own_errors"].values()} == {len(report["operations"])}
@@ -233,7 +239,7 @@ def test_a_fault_in_our_own_engine_is_ours(deep, dtype):
 
 def _assert_named(deep: Path, dtype: str, sampler: Engine, trainer: Engine, op: str, engine: str, words: str):
     checkpoint = Checkpoint.load(deep, DTYPES[dtype])
-    report = locate(sampler, trainer, PAIR, SAMPLING, (checkpoint, checkpoint))
+    report = located(sampler, trainer, PAIR, SAMPLING, (checkpoint, checkpoint))
     jump = report["jump"]
     assert report["first_divergence"]["op"].startswith("layers.0."), "a harmless rounding comes first"
     assert (jump["op"], jump["engine"]) == (op, engine)
@@ -259,7 +265,7 @@ def test_cutting_off_is_rounding_and_is_said(deep, dtype):
     cuts, ours = HfEngine(deep, DTYPES[dtype]), ZeroklEngine(deep, DTYPES[dtype])
     cuts.model.model.layers[1].mlp = _CutMlp(cuts.model.model.layers[1].mlp)
     checkpoint = Checkpoint.load(deep, DTYPES[dtype])
-    report = locate(cuts, ours, PAIR, SAMPLING, (checkpoint, checkpoint))
+    report = located(cuts, ours, PAIR, SAMPLING, (checkpoint, checkpoint))
     assert report["jump"] is None
     assert [e["op"] for e in report["own_errors"]["hf sdpa"] if e["cut_off"]] == ["layers.1.silu_mul"]
     assert not any(e["cut_off"] for e in report["own_errors"]["zerokl"])
@@ -277,7 +283,7 @@ def test_a_cache_in_fewer_bits_is_named(deep):
     checkpoint = Checkpoint.load(deep, torch.bfloat16)
     narrow, plain = ZeroklEngine(deep, torch.bfloat16), HfEngine(deep, torch.bfloat16)
     narrow.decoder.numerics = narrow.decoder.numerics._replace(cache=torch.float8_e4m3fn)
-    report = locate(narrow, plain, PAIR, SAMPLING, (checkpoint, checkpoint))
+    report = located(narrow, plain, PAIR, SAMPLING, (checkpoint, checkpoint))
     assert (report["jump"]["op"], report["jump"]["engine"]) == ("layers.0.attention", "zerokl")
     assert "rounded to fp8 e4m3: the cache's dtype" in report["jump"]["explanation"]
 
@@ -287,7 +293,7 @@ def test_all_operations_at_fault_are_counted(deep):
     with torch.no_grad():
         _fp8_everywhere(broken.model)
     checkpoint = Checkpoint.load(deep, torch.bfloat16)
-    jump = locate(broken, ours, PAIR, SAMPLING, (checkpoint, checkpoint))["jump"]
+    jump = located(broken, ours, PAIR, SAMPLING, (checkpoint, checkpoint))["jump"]
     assert jump["others"] == 7 * LAYERS - 1
     assert jump["other_kinds"] == sorted(f"{x}_proj" for x in ("q", "k", "v", "o", "gate", "up", "down"))
 
@@ -388,7 +394,7 @@ def test_an_engine_that_skips_an_operation_of_its_checkpoint_is_at_fault(deep, t
     """transformers runs the weights as a Llama, zerokl as the Qwen3 that they are."""
     llama = HfEngine(_without_qk_norm(deep, tmp_path / "llama"), torch.bfloat16)
     checkpoint = Checkpoint.load(deep, torch.bfloat16)
-    report = locate(llama, ZeroklEngine(deep, torch.bfloat16), PAIR, SAMPLING, (checkpoint, checkpoint))
+    report = located(llama, ZeroklEngine(deep, torch.bfloat16), PAIR, SAMPLING, (checkpoint, checkpoint))
     assert (report["jump"]["op"], report["jump"]["engine"]) == ("layers.0.q_rope", "hf sdpa")
     assert report["jump"]["explanation"] == "q_norm is missing before it"
     assert report["one_sided"]["trainer"][0] == "layers.0.q_norm"

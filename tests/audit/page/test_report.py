@@ -3,30 +3,31 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from zerokl.audit.as_json import as_json
 from zerokl.audit.audit import audit
 from zerokl.audit.conclusion.faults import not_drawn_from
-from zerokl.audit.conclusion.outcome import Kind, Tolerances
+from zerokl.audit.conclusion.outcome import Kind
 from zerokl.audit.conclusion.verdict import parting
 from zerokl.audit.engines.engine import ZeroklEngine
-from zerokl.audit.figures.measure import measure
+from zerokl.audit.figures.measure import Estimate, MeanRatio, measure
 from zerokl.audit.page.numbers import distance
 from zerokl.audit.page.page import level, page
 from zerokl.audit.page.visible import visible
 from zerokl.cli import main
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import GenerationParams, RngKey
-from zerokl.engine.runs.folder import finite
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
 from zerokl.verify.distance import ulp_words
 
-from tests.audit.settings import audit_config, audit_json
+from tests.audit.settings import audit_config
 from tests.helpers import property_settings
 
 
@@ -79,10 +80,9 @@ def test_tokens_outside_the_trainers_set_are_counted_and_said(model, tmp_path, c
 
 def test_no_tolerance_holds_with_an_infinite_kl(model, tmp_path):
     _write_log(model, tmp_path / "log.jsonl", SamplingParams(), top_k=10)
-    tolerances = Tolerances(1e9, 1e9)
     log = str(tmp_path / "log.jsonl")
-    result = audit(audit_config(str(model), log, dtype="float32", tolerances=tolerances))
-    assert result.report["outside"]["tokens"] > 0
+    result = audit(audit_config(str(model), log, dtype="float32", max_k3=1e9, max_abs=1e9))
+    assert result.figures.outside.tokens > 0
     assert result.outcome.kind is Kind.BEYOND
 
 
@@ -95,7 +95,7 @@ _LOGPROBS = st.sampled_from([0.0, -0.0, -1e-7, -0.5, -2.0, -400.0, -800.0, -1e4,
 def test_any_logprobs_give_json_and_no_warning(sequences):
     trainer, sampler = ([np.array([x[i] for x in s], np.float32) for s in sequences] for i in (0, 1))
     report = measure(trainer, sampler)
-    again = json.loads(json.dumps(finite(report), allow_nan=False))
+    again = json.loads(json.dumps(as_json(report), allow_nan=False))
     assert again["outside"]["tokens"] + again["infinite"]["tokens"] <= again["tokens"]
     assert (again["k3"]["value"] is None) == (
         again["outside"]["tokens"] + again["infinite"]["tokens"] == again["tokens"]
@@ -130,14 +130,13 @@ def test_a_negative_kl_is_explained(model, tmp_path, capsys):
         (-0.039, 0.010, 14.0, False),  # within 4 standard errors
         (-0.041, 0.010, 13.9, False),  # by chance in one of a million logs, whatever the tails
         (0.5, 0.1, 14.0, False),
-        (-1.0, None, 14.0, False),
-        (None, None, None, False),
+        (-1.0, math.nan, 14.0, False),
+        (math.nan, math.nan, math.nan, False),
     ],
 )
 def test_a_negative_k1_needs_its_error_and_the_evidence(k1, error, nats, shown):
-    ratio = {"value": 1.0, "standard_error": 0.1, "evidence": nats}
-    report = {"k1": {"value": k1, "standard_error": error}, "mean_ratio": ratio}
-    assert not_drawn_from(report) is shown
+    figures = SimpleNamespace(k1=Estimate(k1, error), mean_ratio=MeanRatio(1.0, 0.1, nats))
+    assert not_drawn_from(figures) is shown
 
 
 # --- assumptions, positions, distances ---
@@ -157,8 +156,8 @@ def test_what_was_assumed_is_in_the_terminal_the_json_and_the_page(model, tmp_pa
 
 
 def test_positions_count_from_0(model):
-    report = audit_json(audit_config(str(model), "hf", n=3, max_tokens=6))
-    assert report["by_position"][0]["from"] == 0
+    report = audit(audit_config(str(model), "hf", n=3, max_tokens=6))
+    assert report.figures.by_position[0].first == 0
     assert "<td>position 0</td>" in page(report)
     assert "position 0: sampler" in page(report)
 
@@ -179,7 +178,9 @@ def test_large_distances_are_not_printed(ulp, words, cell):
 
 def test_where_a_distance_tells_nothing_the_size_is_said():
     first = {"op": "embed", "unequal": 3, "elements": 4, "max_ulp": 1 << 30, "relative": 0.25}
-    assert parting({"first_divergence": first}).endswith("3 of its 4 outputs differ, by 0.25 of their size.")
+    trace = SimpleNamespace(first_divergence=SimpleNamespace(**first))
+    words = parting(SimpleNamespace(trace=trace))
+    assert words.endswith("3 of its 4 outputs differ, by 0.25 of their size.")
 
 
 # --- text of a model ---
