@@ -22,8 +22,8 @@ def _trainer_column(tried: TrainerColumn) -> str:
         return f"{distance}: {beside.text} {beside.remedy}"
     if tried.is_rounding:
         return "The log's trainer column is the model's, to within rounding."
-    if fitting_row := tried.found:
-        return f"{distance}, and {fitting_row.name} fits it: {fitting_row.what}. {fitting_row.remedy}"
+    if row := tried.found:
+        return f"{distance}, and {row.name} fits it: {row.what}. {row.remedy}"
     return f"{distance}, and no hypothesis fits it."
 
 

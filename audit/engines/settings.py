@@ -85,16 +85,16 @@ def vllm_settings(llm: Any) -> Settings:
 
 def _backends(model: torch.nn.Module) -> dict[str, list[str]]:
     """The classes that compute attention, products and experts in a model of vLLM, each named once."""
-    found: dict[str, list[str]] = {"attention": [], "linear": [], "experts": []}
+    classes: dict[str, list[str]] = {"attention": [], "linear": [], "experts": []}
     for module in model.modules():
         if backend := getattr(module, "attn_backend", None):
-            found["attention"].append(backend.__name__)
+            classes["attention"].append(backend.__name__)
         if (method := getattr(module, "quant_method", None)) is None:
             continue
         experts = "MoE" in type(method).__name__ or "MoE" in type(module).__name__
         choices = [f"{k} {_enum(v)}" for k, v in sorted(vars(method).items()) if k.endswith("backend")]
-        found["experts" if experts else "linear"].append(" ".join([type(method).__name__, *choices]))
-    return {kind: _each_once(names) for kind, names in found.items()}
+        classes["experts" if experts else "linear"].append(" ".join([type(method).__name__, *choices]))
+    return {kind: _each_once(names) for kind, names in classes.items()}
 
 
 def machine_settings(device: torch.device) -> Settings:

@@ -133,7 +133,7 @@ def _decimals(logprobs: np.ndarray) -> int | None:
 
 def _params(trace: dict[str, Any], path: list[int]) -> SamplingParams | None:
     """The sampling parameters of a path's calls, where all have the same."""
-    found = set()
+    distinct = set()
     for call in fields.listed("calls", trace.get("calls") or [], "calls"):
         call = fields.mapping("calls", call)
         if call.get("node") not in path:
@@ -142,8 +142,8 @@ def _params(trace: dict[str, Any], path: list[int]) -> SamplingParams | None:
         if sampling.get("temperature") is None:
             return None
         values = (sampling.get(name) for name in ("temperature", "top_k", "top_p"))
-        found.add(fields.sampling_params(*values))
-    return found.pop() if len(found) == 1 else None
+        distinct.add(fields.sampling_params(*values))
+    return distinct.pop() if len(distinct) == 1 else None
 
 
 def _span(policy: Any) -> tuple[int, int] | None:

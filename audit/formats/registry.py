@@ -131,12 +131,12 @@ def _json_format(path: Path, name: str) -> Format:
     place, row = next(json_rows(path), ("", None))
     if row is None:
         raise ValueError(f"{path} holds no row")
-    found = next((f for f in FORMATS.values() if f.recognises(row)), None)
-    if found is None or (name != "auto" and found.name not in (name, "zerokl")):
+    known = next((f for f in FORMATS.values() if f.recognises(row)), None)
+    if known is None or (name != "auto" and known.name not in (name, "zerokl")):
         keys = ", ".join(list(row)[:8]) or "no field"
         wanted = ", ".join(FORMATS) if name == "auto" else name
         raise ValueError(f"{path}, {place}: a row with {keys} is not of a known format ({wanted})")
-    return replace(found, rows=json_rows)
+    return replace(known, rows=json_rows)
 
 
 def _magic(path: Path) -> bytes:

@@ -57,8 +57,8 @@ def _searched(
 
 
 def _farthest(evidence: Evidence) -> list[int]:
-    apart = [np.nanmean(np.minimum(np.abs(x.logged - x.scored), 20.0)) for x in evidence.lines]
-    return np.argsort(apart)[::-1][:_SEARCHED].tolist()
+    distances = [np.nanmean(np.minimum(np.abs(x.logged - x.scored), 20.0)) for x in evidence.lines]
+    return np.argsort(distances)[::-1][:_SEARCHED].tolist()
 
 
 def _fits(evidence: Evidence, pair: Pair) -> bool:

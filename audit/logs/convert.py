@@ -31,13 +31,13 @@ def _script(source: Path, format: str) -> str:
     """The script for a pickle; empty for a log that zerokl reads. Raises ValueError for an unknown pickle."""
     if not source.is_file():
         return ""
-    found = find_format(source, format)
-    if found.name == "slime":
+    known = find_format(source, format)
+    if known.name == "slime":
         try:
-            next(found.rows(source), None)
+            next(known.rows(source), None)
         except ValueError:
             return (_SCRIPTS / "slime_to_log.py").read_text()
-    if found.name != "skyrl":
+    if known.name != "skyrl":
         return ""
     if format == "auto":
         raise ValueError(f"{source} is a pickle; say who wrote it with --format skyrl, verl or slime")

@@ -101,9 +101,11 @@ def _of_step(a: list[Placed], b: list[Placed]) -> tuple[str, str] | None:
         return f"{step}{len(a)} and {len(b)} completions ({a[0][0]} and {b[0][0]})", ""
     for compare in (_prompts, _completions, _trainer, _values):
         for (place_a, x), (place_b, y) in pairs:
-            if said := compare(x, y):
-                meaning = next((text for start, text in _MEANINGS.items() if said.startswith(start)), "")
-                return f"{step}{said} ({place_a} and {place_b})", meaning
+            if difference := compare(x, y):
+                meaning = next(
+                    (text for start, text in _MEANINGS.items() if difference.startswith(start)), ""
+                )
+                return f"{step}{difference} ({place_a} and {place_b})", meaning
     return None
 
 

@@ -53,38 +53,52 @@ def scan_log(
     """
     kept: list[tuple[Rollout, SamplingParams]] = []
     lines: list[LoggedRollout] = []
-    tolerances: list[float] = []
     versions: set[int] = set()
-    decimals: list[int] = []
     logged = unsaid = 0
-    is_zerokls = format == "zerokl" or _is_zerokls(path, format)
+    if not given and (format == "zerokl" or _is_zerokls(path, format)):
+        assumed = None
     try:
-        for place, logged_rollout in read_rollouts(path, format):
+        for place, line in read_rollouts(path, format):
             try:
-                _check(logged_rollout, vocab, longest, path, format)
-                params = logged_rollout.sampling_params
-                if params is None:
-                    if assumed is None or (is_zerokls and not given):
-                        raise ValueError(
-                            "temperature is missing; write it into the log, or say with --temperature what "
-                            "the tokens were drawn with"
-                        )
-                    params = assumed
-                rollout = _taken(logged_rollout, logged, version)
+                _check(line, vocab, longest, path, format)
+                params = _params(line, assumed)
+                rollout = _taken(line, logged, version)
             except ValueError as error:
                 raise ValueError(f"{place}: {error}") from None
             if rollout is None:
                 continue
-            logged, unsaid = logged + 1, unsaid + (logged_rollout.sampling_params is None)
-            versions |= {rollout.weight_version} if version is not None else _versions(logged_rollout)
+            logged, unsaid = logged + 1, unsaid + (line.sampling_params is None)
+            versions |= {rollout.weight_version} if version is not None else _versions(line)
             if not most or len(kept) < most:
                 kept.append((rollout, params))
-                lines.append(logged_rollout)
-                tolerances.append(logged_rollout.tolerance(trainer_column=False))
-                decimals += [] if logged_rollout.decimals is None else [logged_rollout.decimals]
+                lines.append(line)
     except ValueError as error:
         raise ValueError(f"audit: {error}") from None
-    if not kept:
+    _check_versions(path, version, versions)
+    return Log(
+        kept,
+        logged,
+        [line.tolerance(trainer_column=False) for line in lines],
+        min((line.decimals for line in lines if line.decimals is not None), default=None),
+        [_assumed_words(unsaid, logged, assumed)] if unsaid else [],
+        lines,
+    )
+
+
+def _params(line: LoggedRollout, assumed: SamplingParams | None) -> SamplingParams:
+    """What a line was drawn with. Raises ValueError where it does not say it and nothing is assumed."""
+    params = line.sampling_params or assumed
+    if params is None:
+        raise ValueError(
+            "temperature is missing; write it into the log, or say with --temperature what "
+            "the tokens were drawn with"
+        )
+    return params
+
+
+def _check_versions(path: Path, version: int | None, versions: set[int]) -> None:
+    """Raise ValueError for a log without a rollout of the version asked for, and for one of several."""
+    if not versions:
         raise ValueError(
             f"audit: {path} holds no rollout{'' if version is None else f' of weight version {version}'}"
         )
@@ -93,14 +107,14 @@ def scan_log(
             f"audit: {path} holds rollouts of weight versions {sorted(versions)}; "
             "choose the model's with --weight_version"
         )
-    notes = []
-    if unsaid:
-        notes.append(
-            f"{unsaid} of {logged} rollouts do not say how they were drawn; "
-            f"temperature {assumed.temperature:g}, top_k {assumed.top_k} and top_p {assumed.top_p:g} were "
-            "assumed (--temperature, --top_k, --top_p)."
-        )
-    return Log(kept, logged, tolerances, min(decimals, default=None), notes, lines)
+
+
+def _assumed_words(unsaid: int, logged: int, assumed: SamplingParams) -> str:
+    return (
+        f"{unsaid} of {logged} rollouts do not say how they were drawn; "
+        f"temperature {assumed.temperature:g}, top_k {assumed.top_k} and top_p {assumed.top_p:g} were "
+        "assumed (--temperature, --top_k, --top_p)."
+    )
 
 
 def with_sampler_logprobs(

@@ -198,8 +198,8 @@ def _siblings(op: str, name: str, exact: Operations) -> list[str]:
 
 def _moved_heads(actual: Tensor, expected: Tensor, head_dim: int) -> Iterator[Change]:
     """The heads in other places: each head of the output is compared with all heads of the checkpoint's."""
-    found, heads = (x.reshape(len(x), -1, head_dim) for x in (actual, expected))
-    places = torch.cdist(found.transpose(0, 1).flatten(1), heads.transpose(0, 1).flatten(1)).argmin(dim=1)
+    outputs, heads = (x.reshape(len(x), -1, head_dim) for x in (actual, expected))
+    places = torch.cdist(outputs.transpose(0, 1).flatten(1), heads.transpose(0, 1).flatten(1)).argmin(dim=1)
     moved = [i for i, j in enumerate(places.tolist()) if i != j]
     if moved:
         sources = [int(places[i]) for i in moved]

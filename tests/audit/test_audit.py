@@ -364,7 +364,9 @@ def test_a_file_that_is_no_log_is_refused(tmp_path, text, reason):
     [
         (["--sampler", "nothing"], "sampler nothing is no file; choose native, hf"),
         (["--trainer", "trl"], "trainer trl is not known; choose zerokl, hf"),
-        (["--dtype", "fp8"], "config: dtype ('fp8')"),
+        (["--own", "4"], "audit: --own is called --batch_invariance now"),
+        (["--full"], "audit: --full is called --full_vocab now"),
+        (["--dtype", "fp8"], "audit: dtype ('fp8')"),
         (["-n", "0"], "n (0) must be at least 1"),
         (["--weight-version", "3"], "chooses among the rollouts of a log"),
         (["--prompts", "/no/such/file"], "/no/such/file cannot be read"),

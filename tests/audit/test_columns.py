@@ -160,7 +160,7 @@ def test_a_summary_is_appended_and_shows_markup_as_text(tmp_path):
         (["--sampler", "hf"], "is a log, so it is the sampler"),
         (["-n", "0"], "n (0) must be at least 1"),
         (["--format", "tinker"], "holds no trainer logprobs beside the sampler's; name the model"),
-        (["--band", "2%"], "config: band ('2%')"),
+        (["--band", "2%"], "audit: band ('2%')"),
     ],
 )
 def test_bad_words_are_one_line(tmp_path, capsys, words, reason):

@@ -16,9 +16,9 @@ with open(sys.argv[2], "x") as out:
         count = int(response.sum())
         row = {"prompt_ids": ids[:-count], "completion_ids": ids[-count:], "temperature": float(sys.argv[3])}
         names = {"logprobs": "rollout_logprobs", "trainer_logprobs": "action_log_probs", "mask": "loss_mask"}
-        for ours, theirs in names.items():
-            if batch.get(theirs) is not None:
-                row[ours] = batch[theirs][i][response].tolist()
+        for ours, name_in_pickle in names.items():
+            if batch.get(name_in_pickle) is not None:
+                row[ours] = batch[name_in_pickle][i][response].tolist()
         row.setdefault("logprobs", [None] * count)
         if count:
             print(json.dumps(row), file=out)

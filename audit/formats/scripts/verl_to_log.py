@@ -25,8 +25,8 @@ with open(sys.argv[2], "x") as out:
             "trainer_logprobs": "old_log_probs",
             "mask": "response_mask",
         }
-        for ours, theirs in names.items():
-            if batch.get(theirs, None) is not None:
-                row[ours] = batch[theirs][i][response].tolist()
+        for ours, name_in_batch in names.items():
+            if batch.get(name_in_batch, None) is not None:
+                row[ours] = batch[name_in_batch][i][response].tolist()
         if count:
             print(json.dumps(row), file=out)
