@@ -30,10 +30,6 @@ Device = Literal["auto", "cpu", "cuda"]
 TaskOptions = Annotated[dict[str, str] | None, Parameter(name="task.options")]
 TaskReward = Annotated[str, Parameter(name="task.reward")]
 Preset = Literal[tuple(preset_names())]  # type: ignore[valid-type]
-LogFormat = Literal[
-    "auto", "zerokl", "nemo-rl", "tinker", "titanrl", "prime-rl", "skyrl", "slime", "trl", "verl"
-]
-Band = Literal["strict", "1%", "5%"]
 CountOrAll = Annotated[int | None, Parameter(alias="-n")]
 Count = Annotated[int, Parameter(alias="-n")]
 NO_SETTINGS = Config()

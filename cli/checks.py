@@ -108,9 +108,10 @@ def diff(a: str, b: str, /) -> int:
             metrics (.jsonl, .json, .csv).
         b: Another one of the same kind.
     """
+    from ..audit.logs.diff import are_logs, diff_logs
     from ..engine.commands.diff import diff
 
-    return diff(Path(a), Path(b))
+    return diff_logs(Path(a), Path(b)) if are_logs(Path(a), Path(b)) else diff(Path(a), Path(b))
 
 
 @command("zerokl replay runs/demo --step 12 --trace step-12.safetensors")

@@ -28,6 +28,10 @@ _NO_MEMORY = (
 )
 
 
+# Options that have another name now, by the command that takes them.
+_RENAMED = {"audit": {"own": "batch_invariance", "full": "full_vocab"}}
+
+
 def given_settings(settings: Config) -> dict[str, Any]:
     """The settings that are given on the command line, by dotted key."""
     given: dict[str, Any] = {}
@@ -109,12 +113,18 @@ def _names_dtype(option: str) -> bool:
 
 def error_message(error: cyclopts.CycloptsError) -> str:
     """What is wrong with the command line, in one line. Raises ValueError for an unknown setting."""
-    if isinstance(error, cyclopts.UnknownOptionError) and _takes_settings(error):
+    command = error.command_chain[-1] if error.command_chain else ""
+    if isinstance(error, cyclopts.UnknownOptionError):
         option = (error.token.keyword or error.token.value).partition("=")[0]
-        names = {argument.name.removeprefix("--") for argument in error.argument_collection}
-        check_key(option.removeprefix("--").replace("-", "_"), sorted(names - set(known_keys())))
+        option = option.removeprefix("--").replace("-", "_")
+        if new_name := _RENAMED.get(command, {}).get(option):
+            return f"{command}: --{option} is called --{new_name} now"
+        if _takes_settings(error):
+            names = {argument.name.removeprefix("--") for argument in error.argument_collection}
+            check_key(option, sorted(names - set(known_keys())))
     if isinstance(error.__cause__, ValidationError):
-        return validation_message(error.__cause__)
+        message = validation_message(error.__cause__)
+        return message if _takes_settings(error) else message.replace("config:", f"{command}:", 1)
     return str(error)
 
 

@@ -11,7 +11,7 @@ class ExitCode(IntEnum):
     DONE = 0
     """It was done; what was compared is equal, or within the tolerance."""
     DIFFERS = 1
-    """Something that was compared differs: a bit, a run, an audit beyond its tolerance."""
+    """Something that was compared differs: a bit, a run, an audit beyond its tolerance or with a fault."""
     REFUSED = 2
     """It could not be done, for a reason that the line on stderr gives: input, a file, the machine."""
     INTERNAL = 70

@@ -215,7 +215,7 @@ def ledger_format() -> str:
 
 def log_fields() -> str:
     """The fields of a log, from its JSON schema."""
-    schema = json.loads((ROOT / "engine/commands/audit/formats/log.schema.json").read_text())
+    schema = json.loads((ROOT / "audit/formats/log.schema.json").read_text())
     return _table(
         ["field", "meaning"],
         [[f"`{name}`", field["description"]] for name, field in schema["properties"].items()],
@@ -344,7 +344,9 @@ def _command(title: str, function) -> list[str]:
             (m for m in getattr(hint, "__metadata__", ()) if isinstance(m, cyclopts.Parameter)), None
         )
         if extra is not None and "*" in (extra.name or ()):
-            settings = True
+            model = typing.get_args(hint)[0]
+            settings = model is Config
+            rows += [] if settings else map(_setting, *zip(*model.model_fields.items(), strict=True))
             continue
         required = parameter.default is inspect.Parameter.empty
         if parameter.kind is parameter.POSITIONAL_ONLY:
@@ -373,10 +375,16 @@ def _command(title: str, function) -> list[str]:
     return parts
 
 
+def _setting(name: str, field) -> list[str]:
+    """The row of a setting that a command takes as an option, and that no page of the configuration has."""
+    default = _argument_default(field.default)
+    return [f"`--{name}`", _argument_type(field.annotation), default, _prose(field.description or "")]
+
+
 def _argument_type(hint: object) -> str:
     if typing.get_origin(hint) is typing.Annotated:
         hint = typing.get_args(hint)[0]
-    if typing.get_origin(hint) is types.UnionType:
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return " or ".join(_argument_type(a) for a in typing.get_args(hint) if a is not types.NoneType)
     if typing.get_origin(hint) is tuple:
         return f"{_argument_type(typing.get_args(hint)[0])}, may be repeated"

@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from zerokl.audit.logs.scan import read_log
 from zerokl.cli import main
 from zerokl.engine.commands.ablations.ablate import read_grid
-from zerokl.engine.commands.audit.logs import read_log
 from zerokl.engine.config import Config
 from zerokl.engine.config_file import known_keys, load_config, to_toml
 from zerokl.engine.runs.run import train

@@ -5,9 +5,6 @@
 
 import torch
 
-# A larger distance in representable numbers says nothing: between 1e-30 and 1 lie almost as many of them as
-# between 1 and 1e30.
-_TELLING = 1 << 20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -44,10 +41,3 @@ def ulp_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return torch.where(i < 0, smallest - i - 1, i)
 
     return (ordered(a) - ordered(b)).abs()
-
-
-def ulp_words(distance: int | None) -> str:
-    """A distance in representable numbers, in words; empty where it is unknown or too large to tell."""
-    if distance is None or distance > _TELLING:
-        return ""
-    return f"{distance:,} representable number{'' if distance == 1 else 's'}"

@@ -18,7 +18,17 @@ _COMPLETIONS, _MAX_TOKENS = 16, 48
 def audit(model: Path, out: Path, dtype: str, sampler: str, trainer: str) -> dict:
     """The report of one pair. Raises SystemExit where the audit cannot be made."""
     folder = out / f"{dtype}-{sampler}-{trainer}"
-    words = ["audit", str(model), "--sampler", sampler, "--trainer", trainer, "--dtype", dtype, "--full"]
+    words = [
+        "audit",
+        str(model),
+        "--sampler",
+        sampler,
+        "--trainer",
+        trainer,
+        "--dtype",
+        dtype,
+        "--full_vocab",
+    ]
     words += ["--prompts", str(Path(__file__).with_name("prompts.txt")), "--chat"]
     words += ["-n", str(_COMPLETIONS), "--max_tokens", str(_MAX_TOKENS), "--out", str(folder)]
     zerokl = Path(sys.executable).with_name("zerokl")
@@ -41,7 +51,7 @@ def row(report: dict) -> list[str]:
         f"{report['frac_equal']:.1%}" if report["frac_equal"] < 0.999 else f"{report['frac_equal']:.4%}",
         f"{report['max_abs']:.2g}",
         f"{report['k3']['value']:.1e}",
-        f"{report['whole']['kl_sampler_trainer']['value']:.1e}",
+        f"{report['full_vocab']['kl_sampler_trainer']['value']:.1e}",
         first["op"] if first else "nowhere",
         report["cause"]["kind"],
     ]

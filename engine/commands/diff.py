@@ -1,25 +1,20 @@
-"""`zerokl diff`: the first difference of two runs, of two traces, or of two logs, in words."""
+"""`zerokl diff`: the first difference of two runs, or of two traces, in words. Logs: audit/logs/diff.py."""
 
 from pathlib import Path
 from typing import Any
 
-from ...verify.bitwise import ulp_words
+from ...verify.distance import ulp_words
 from ...verify.divergence import Comparison, compare_runs, open_run
 from ...verify.inputs import read_bytes
 from ...verify.reading import one_line, shown
 from ..display.terminal import console
 from ..runs.folder import ROLLOUTS
 from ..runs.rollout_lines import parse_rollout
-from .log_diff import diff_logs, is_log
 from .trace import compare_trace_files, is_trace
 
 
 def diff(a: Path, b: Path) -> int:
     """Print the first difference. Returns 0 when there is none, else 1. Raises ValueError for bad input."""
-    if is_log(a) and is_log(b):
-        return diff_logs(a, b)
-    if is_log(a) != is_log(b):
-        raise ValueError(f"diff: {a} and {b} must both be logs, both be runs or both be traces")
     if is_trace(a) != is_trace(b):
         raise ValueError(f"diff: {a} and {b} must both be runs or both be traces")
     return _diff_traces(a, b) if is_trace(a) else _diff_runs(a, b)

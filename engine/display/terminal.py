@@ -1,14 +1,16 @@
 """What the commands print: the console, and the table of checks. progress.py shows how far they are."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
 
-from ...verify.invariance import Check
 from ...verify.reading import printable
 from .output import PipedConsole
+
+if TYPE_CHECKING:
+    from ...verify.invariance import Check
 
 
 class Printer(PipedConsole):
@@ -38,7 +40,7 @@ class Printer(PipedConsole):
 console = Printer(highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
-def check_table(checks: Sequence[Check]) -> Table:
+def check_table(checks: "Sequence[Check]") -> Table:
     """The table of `zerokl verify`."""
     table = Table("check", "dtype", "comparisons", "unequal")
     for c in checks:

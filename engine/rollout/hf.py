@@ -1,69 +1,29 @@
-"""transformers as an engine of an audit: its own model with eager or sdpa attention, and its own generate.
+"""transformers as a sampler: its own model with eager or sdpa attention, and its own generate.
 
-Nothing of transformers is patched. Forward hooks read the outputs of modules. No module returns the queries
-and keys after rotary embedding, so a TorchFunctionMode reads them as inputs of the attention product.
-
-Shapes: C completion tokens, T tokens of one sequence, V vocabulary.
+Nothing of transformers is patched. Shapes: C completion tokens.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
-from torch.overrides import TorchFunctionMode
 
-from ...kernels.logprob import scaled_logits
-from ...kernels.sampling_params import SamplingParams
-from ...model.op_names import in_order, output
-from ...verify.trace import Trace
-from .engine import DISTRIBUTIONS, TOGETHER, Pair
-from .engine_settings import Settings, hf_settings
 from .types import GenerationParams, Rollout
 
-_LAYER_MODULES = {
-    "input_norm": "input_layernorm",
-    "q_proj": "self_attn.q_proj",
-    "k_proj": "self_attn.k_proj",
-    "v_proj": "self_attn.v_proj",
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-    "o_proj": "self_attn.o_proj",
-    "post_norm": "post_attention_layernorm",
-    "gate_proj": "mlp.gate_proj",
-    "up_proj": "mlp.up_proj",
-    "down_proj": "mlp.down_proj",
-    "mlp_residual": "",
-}
-# The input of these modules is the output of an operation that is not a module.
-_LAYER_INPUTS = {
-    "attention": "self_attn.o_proj",
-    "attention_residual": "post_attention_layernorm",
-    "silu_mul": "mlp.down_proj",
-}
 
-
-class HfEngine:
-    """AutoModelForCausalLM in one dtype; its logits are in `head` where that is given.
-
-    attention: "eager" or "sdpa".
-    """
-
-    traced_outside = False
+class HfGenerator:
+    """AutoModelForCausalLM in one dtype. attention: "eager" or "sdpa"."""
 
     def __init__(
         self,
         folder: Path,
         dtype: torch.dtype,
         attention: str = "sdpa",
-        head: torch.dtype | None = None,
         device: torch.device | None = None,
     ):
         from transformers import AutoModelForCausalLM, GenerationConfig
         from transformers.utils import logging
 
-        self.name = f"hf {attention}"
         logging.disable_progress_bar()  # it would be written across the audit's own display
         self.model = (
             AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
@@ -72,18 +32,19 @@ class HfEngine:
         )
         # The checkpoint's own generation config may penalise tokens or cut the distribution.
         self.model.generation_config = GenerationConfig()
-        if head not in (None, dtype):
-            self.model.lm_head = _WideLmHead(self.model.lm_head.weight.detach().to(head))
 
     @torch.no_grad()
     def generate(
         self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, seed: int
     ) -> list[Rollout]:
-        """See Engine. All prompts are padded on the left and drawn together, as trainers call `generate`."""
+        """One completion of each prompt, with the logprobs of its tokens.
+
+        All prompts are padded on the left and drawn together, as trainers call `generate`.
+        """
         torch.manual_seed(seed)  # transformers draws from the global generator
         params, longest = generation_params.sampling_params, max(map(len, prompts))
-        ids = self._tensor([[0] * (longest - len(p)) + list(p) for p in prompts])
-        mask = self._tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+        ids = self.tensor([[0] * (longest - len(p)) + list(p) for p in prompts])
+        mask = self.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
         random = dict(do_sample=True, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
         out = self.model.generate(
             ids,
@@ -116,174 +77,10 @@ class HfEngine:
         for name, parameter in self.model.named_parameters():
             parameter.copy_(weights[name])
 
-    @torch.no_grad()
-    def score(
-        self, pairs: Sequence[Pair], sampling_params: SamplingParams, together: bool = True
-    ) -> list[np.ndarray]:
-        """See Engine. Sequences are padded on the right."""
-        scores, size = [], TOGETHER if together else 1
-        for start in range(0, len(pairs), size):
-            batch = pairs[start : start + size]
-            inputs = [[*prompt, *completion[:-1]] for prompt, completion in batch]
-            longest = max(map(len, inputs))
-            ids = self._tensor([x + [0] * (longest - len(x)) for x in inputs])
-            mask = self._tensor([[1] * len(x) + [0] * (longest - len(x)) for x in inputs])
-            logits = self.model(ids, attention_mask=mask, use_cache=False).logits
-            for z, x, (prompt, completion) in zip(logits, inputs, batch, strict=True):
-                scores.append(_logprobs(z[len(prompt) - 1 : len(x)], completion, sampling_params).numpy())
-        return scores
-
-    @torch.no_grad()
-    def decode(self, pairs: Sequence[Pair], sampling_params: SamplingParams) -> list[np.ndarray]:
-        """See Engine."""
-        scores = []
-        for prompt, completion in pairs:
-            out = self.model(self._tensor([list(prompt)]), use_cache=True)
-            rows = [out.logits[0, -1:]]
-            for token in completion[:-1]:
-                out = self.model(self._tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
-                rows.append(out.logits[0])
-            scores.append(_logprobs(torch.cat(rows), completion, sampling_params).numpy())
-        return scores
-
-    @torch.no_grad()
-    def distributions(self, pair: Pair, sampling_params: SamplingParams) -> Iterator[torch.Tensor]:
-        """See Engine."""
-        prompt, completion = pair
-        logits = self.model(self._tensor([[*prompt, *completion[:-1]]]), use_cache=False).logits[0]
-        for z in logits[len(prompt) - 1 :].split(DISTRIBUTIONS):
-            yield _log_softmax(z, sampling_params).cpu()
-
-    def settings(self) -> Settings:
-        """See Engine."""
-        return hf_settings(self.model)
-
-    @torch.no_grad()
-    def trace(self, pair: Pair, sampling_params: SamplingParams) -> Trace:
-        """See Engine."""
-        prompt, completion = pair
-        trace: Trace = {}
-        layers = self.model.model.layers
-        with _Hooks(trace) as hooks, _AttentionInputs(trace, self.model.config) as attention:
-            hooks.output("embed", self.model.model.embed_tokens)
-            for i, layer in enumerate(layers):
-                for op, path in _LAYER_MODULES.items():
-                    if (module := _submodule(layer, path)) is not None:
-                        hooks.output(f"layers.{i}.{op}", module)
-                for op, path in _LAYER_INPUTS.items():
-                    hooks.input(f"layers.{i}.{op}", _submodule(layer, path))
-                hooks.handles.append(layer.self_attn.register_forward_pre_hook(attention.enter(i)))
-            hooks.output("norm", self.model.model.norm)
-            hooks.output("logits", self.model.lm_head)
-            logits = self.model(self._tensor([[*prompt, *completion[:-1]]]), use_cache=False).logits[0]
-        trace["logprob"] = _logprobs(logits[len(prompt) - 1 :], completion, sampling_params).unsqueeze(1)
-        return in_order(trace, len(layers))
-
-    def drop_caches(self) -> bool:
-        """See Engine."""
-        return False
-
-    def _tensor(self, ids: list[list[int]]) -> torch.Tensor:
+    def tensor(self, ids: list[list[int]]) -> torch.Tensor:
+        """Token ids of one length, on the model's device."""
         return torch.tensor(ids, device=self.model.device)
-
-
-class _WideLmHead(torch.nn.Module):
-    """lm_head [V, D] in a dtype of its own. An embedding that shared its weight keeps the old dtype."""
-
-    def __init__(self, weight: torch.Tensor):
-        super().__init__()
-        self.weight = torch.nn.Parameter(weight, requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(x.to(self.weight.dtype), self.weight)
-
-
-def _logprobs(logits: torch.Tensor, tokens: Sequence[int], sampling_params: SamplingParams) -> torch.Tensor:
-    """logits [C, V], tokens [C] -> logp [C] fp32 on the CPU.
-
-    By log_softmax, as trainers on transformers do.
-    """
-    drawn = torch.tensor(list(tokens), device=logits.device)
-    return _log_softmax(logits, sampling_params).gather(1, drawn.unsqueeze(1)).squeeze(1).cpu()
-
-
-def _log_softmax(logits: torch.Tensor, sampling_params: SamplingParams) -> torch.Tensor:
-    """logits [C, V] -> logp of every token [C, V] fp32."""
-    return torch.log_softmax(scaled_logits(logits, sampling_params).float(), dim=-1)
 
 
 def _gather(z: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return torch.log_softmax(z.float(), dim=-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
-
-
-def _submodule(layer: torch.nn.Module, path: str) -> torch.nn.Module | None:
-    """The module at `path` (dotted; "" is the layer itself), None where the layer has none."""
-    for name in path.split(".") if path else ():
-        layer = getattr(layer, name, None)
-        if layer is None:
-            return None
-    return layer
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x [1, T, ...] -> a copy on the CPU, [T, width]."""
-    return x[0].reshape(x.shape[1], -1).to("cpu", copy=True)
-
-
-class _Hooks:
-    """Forward hooks that write into `trace` and are removed at the end."""
-
-    def __init__(self, trace: Trace):
-        self.trace, self.handles = trace, []
-
-    def __enter__(self) -> "_Hooks":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-    def output(self, name: str, module: torch.nn.Module) -> None:
-        """Record what the module returns."""
-
-        def hook(_module: torch.nn.Module, _inputs: Any, out: Any) -> None:
-            self.trace[name] = _rows(output(out))
-
-        self.handles.append(module.register_forward_hook(hook))
-
-    def input(self, name: str, module: torch.nn.Module) -> None:
-        """Record what the module is given."""
-
-        def hook(_module: torch.nn.Module, inputs: Any) -> None:
-            self.trace[name] = _rows(inputs[0])
-
-        self.handles.append(module.register_forward_pre_hook(hook))
-
-
-class _AttentionInputs(TorchFunctionMode):
-    """Records the queries and keys that each layer first multiplies."""
-
-    def __init__(self, trace: Trace, config: Any):
-        super().__init__()
-        self._trace, self._kv_heads, self._layer = trace, config.num_key_value_heads, None
-
-    def enter(self, layer: int):
-        """A pre-hook of a layer's attention. The next attention product is the one of this layer."""
-
-        def hook(*_: Any) -> None:
-            self._layer = layer
-
-        return hook
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        sdpa = function is torch.nn.functional.scaled_dot_product_attention
-        product = function in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
-        if self._layer is not None and (sdpa or product) and args[0].dim() == 4:
-            query, key = args[0], args[1] if sdpa else args[1].transpose(2, 3)
-            key = key[:, :: key.shape[1] // self._kv_heads]  # heads may have been repeated
-            self._trace[f"layers.{self._layer}.q_rope"] = _rows(query.transpose(1, 2))
-            self._trace[f"layers.{self._layer}.k_rope"] = _rows(key.transpose(1, 2))
-            self._layer = None
-        return function(*args, **(kwargs or {}))

@@ -1,125 +1,42 @@
-"""vLLM as an engine of an audit: stock (its own model, attention and sampler), and with zerokl inside.
+"""Stock vLLM as a sampler: its own model, attention and sampler, in this process. Nothing is patched."""
 
-Nothing of stock vLLM is patched. Its prompt logprobs are the score, and forward hooks on its in-process model
-read the operations.
-
-Shapes: C completion tokens, T tokens of one sequence, V vocabulary.
-"""
-
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from ...kernels.sampling_params import SamplingParams
-from ...model.config import ModelConfig
-from ...model.decoder import Hook, no_hook
-from ...model.op_names import in_order, output
-from ...verify.trace import Trace
-from ..config import VllmConfig
-from ..shared_tensor import SharedTensor
-from .engine import DISTRIBUTIONS, Pair, ZeroklEngine, trace_decoder
-from .engine_settings import Settings, vllm_settings
-from .types import GenerationParams, RngKey, Rollout
+from .types import GenerationParams, Rollout
 from .vllm.installed import is_cpu_build
-from .vllm.sampler import ON_A_GPU, VllmSampler, prepare_vllm
+from .vllm.sampler import ON_A_GPU, prepare_vllm
 from .vllm.start import starting_vllm
 from .vllm.stock import refuse_after_exact
 
-_CONTEXT, _CACHE_BYTES = 4096, 1 << 30
-Record = Callable[[str, torch.Tensor], None]
+# Tokens of a sequence at most, and bytes of the key-value cache.
+CONTEXT, CACHE_BYTES = 4096, 1 << 30
 
 
-class VllmZeroklEngine(ZeroklEngine):
-    """Draws with a vLLM that runs our decoder, and traces that decoder. Scores outside vLLM.
-
-    Both compute with the same weights. On a GPU both are in this process. With `multiprocess`, vLLM runs in a
-    process of its own. Its model is then out of reach, so the trace is of a forward outside vLLM.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        dtype: torch.dtype,
-        head: torch.dtype | None = None,
-        device: torch.device | None = None,
-        multiprocess: bool = False,
-    ):
-        super().__init__(folder, dtype, head, device, "vllm-zerokl")
-        self.traced_outside = multiprocess
-        weights = self.decoder.flat.detach()
-        if self.decoder.device.type == "cpu":
-            weights = SharedTensor(self.decoder.layout.numel, dtype)
-            self.decoder.move_to(weights.tensor)
-        cfg = VllmConfig(context=_CONTEXT, cache_bytes=_CACHE_BYTES, multiprocess=multiprocess)
-        self.sampler = VllmSampler(folder, self.decoder.config, weights, cfg, self.decoder.numerics)
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, seed: int
-    ) -> list[Rollout]:
-        """See Engine."""
-        return self.sampler.generate(prompts, generation_params, RngKey(seed, 0))
-
-    @torch.no_grad()
-    def trace(self, pair: Pair, sampling_params: SamplingParams) -> Trace:
-        """See Engine."""
-        return trace_decoder(
-            self.decoder, pair, sampling_params, None if self.traced_outside else self._forward
-        )
-
-    def _forward(self, ids: torch.Tensor, hook: Hook) -> torch.Tensor:
-        """vLLM's forward over one prompt, after which it draws one token: hidden states [T, D]."""
-        hidden_of_passes: list[torch.Tensor] = []
-
-        def hook_and_keep(name: str, x: torch.Tensor) -> None:
-            hook(name, x)
-            if name == "norm":
-                hidden_of_passes.append(x.clone())
-
-        self.drop_caches()
-        self.sampler.llm.apply_model(lambda model: setattr(model, "hook", hook_and_keep))
-        try:
-            one_token = GenerationParams(SamplingParams(), 1, 1, frozenset())
-            self.sampler.generate([ids.tolist()], one_token, RngKey(0, 0))
-        finally:
-            self.sampler.llm.apply_model(lambda model: setattr(model, "hook", no_hook))
-        return torch.cat(hidden_of_passes)
-
-    def settings(self) -> Settings:
-        """See Engine. Of a vLLM in another process, only our decoder's."""
-        return super().settings() if self.traced_outside else vllm_settings(self.sampler.llm)
-
-    def drop_caches(self) -> bool:
-        """See Engine."""
-        return self.sampler.llm.reset_prefix_cache()
-
-
-class VllmEngine:
-    """Stock vLLM in this process, uncompiled, without a prefix cache."""
-
-    traced_outside = False
+class VllmGenerator:
+    """Stock vLLM in this process, uncompiled, with no prefix cache. Its logits are in `head` where given."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, context: int, head: torch.dtype | None = None):
         refuse_after_exact()
         prepare_vllm(multiprocess=False)
         from vllm import LLM
 
-        self.name, self._layers = "vllm", ModelConfig.from_file(folder).layers
-        self._device = torch.device("cpu" if is_cpu_build() else "cuda")  # where vLLM's sampler computes
         with starting_vllm():
             self.llm = LLM(
                 model=str(folder),
                 dtype=_name(dtype),
-                max_model_len=min(context, _CONTEXT),
+                max_model_len=min(context, CONTEXT),
                 enforce_eager=True,
                 skip_tokenizer_init=True,
                 # One forward takes a whole sequence, never a chunk of it.
-                max_num_batched_tokens=max(2048, min(context, _CONTEXT)),
+                max_num_batched_tokens=max(2048, min(context, CONTEXT)),
                 logprobs_mode="processed_logprobs",
                 enable_prefix_caching=False,
-                kv_cache_memory_bytes=_CACHE_BYTES,
+                kv_cache_memory_bytes=CACHE_BYTES,
                 hf_overrides={} if head in (None, dtype) else {"head_dtype": _name(head)},
                 **({} if is_cpu_build() else ON_A_GPU),
             )
@@ -127,10 +44,10 @@ class VllmEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, seed: int
     ) -> list[Rollout]:
-        """See Engine."""
+        """One completion of each prompt, with the logprobs of its tokens."""
         sampling_params = generation_params.sampling_params
         requests = [
-            _params(
+            request_params(
                 temperature=sampling_params.temperature,
                 top_k=sampling_params.top_k,
                 top_p=sampling_params.top_p,
@@ -142,7 +59,7 @@ class VllmEngine:
             for i in range(len(prompts))
         ]
         rollouts = []
-        for i, out in enumerate(self._run([list(p) for p in prompts], requests)):
+        for i, out in enumerate(self.run([list(p) for p in prompts], requests)):
             (completion,) = out.outputs
             tokens = tuple(completion.token_ids)
             logprobs = [completion.logprobs[n][token].logprob for n, token in enumerate(tokens)]
@@ -162,200 +79,17 @@ class VllmEngine:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(list(weights.items()))})
         self.llm.apply_model(pack_head)
 
-    def scores_together(self, sampling_params: SamplingParams) -> bool:
-        """Whether `score` can put several sequences into one forward.
-
-        It can for the distribution that vLLM's prompt logprobs are under.
-        """
-        return sampling_params.temperature == 0.0 or sampling_params == SamplingParams()
-
-    def score(
-        self, pairs: Sequence[Pair], sampling_params: SamplingParams, together: bool = True
-    ) -> list[np.ndarray]:
-        """See Engine.
-
-        vLLM's prompt logprobs ignore temperature, top-k and top-p. Where one of them is set, vLLM's logits go
-        through the steps of its sampler instead.
-        """
-        if not self.scores_together(sampling_params):
-            return [self._logprobs(self._logits(pair), pair[1], sampling_params) for pair in pairs]
-        sequences = [[*prompt, *completion] for prompt, completion in pairs]
-        request = _params(max_tokens=1, prompt_logprobs=0)
-        if together:
-            outputs = self._run(sequences, request)
-        else:
-            outputs = [self._run([ids], request)[0] for ids in sequences]
-        return [
-            _prompt_logprobs(out, len(completion))
-            for out, (_, completion) in zip(outputs, pairs, strict=True)
-        ]
-
-    def _logits(self, pair: Pair) -> torch.Tensor:
-        """vLLM's logits [T, V] of one sequence's inputs."""
-        return self._hooked(pair, lambda model, record: [_logits_hook(model, record)])["logits"]
-
-    def _logprobs(
-        self, logits: torch.Tensor, completion: Sequence[int], sampling_params: SamplingParams
-    ) -> np.ndarray:
-        """logits [T, V] -> logp [C] of the completion's tokens."""
-        logp = self._log_softmax(logits[-len(completion) :], sampling_params)
-        drawn = torch.tensor([*completion], device=logp.device).unsqueeze(1)
-        return logp.gather(1, drawn).squeeze(1).cpu().numpy()
-
-    def _log_softmax(self, logits: torch.Tensor, sampling_params: SamplingParams) -> torch.Tensor:
-        """logits [C, V] -> logp of every token [C, V] fp32, in the steps of vllm/v1/sample/sampler.py.
-
-        The steps are: temperature, top-k and top-p, log-softmax.
-        """
-        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-        from vllm.v1.sample.sampler import Sampler
-
-        C, device = len(logits), self._device
-        z = logits.to(device, torch.float32)
-        temperature, top_k, top_p = sampling_params
-        if temperature > 0.0:
-            z = Sampler.apply_temperature(z, torch.full((C,), temperature, device=device), all_random=True)
-            k = torch.full((C,), top_k, device=device) if 0 < top_k < z.shape[1] else None
-            p = torch.full((C,), top_p, device=device) if top_p < 1.0 else None
-            z = apply_top_k_top_p(z, k, p)
-        return Sampler.compute_logprobs(z)
-
-    def distributions(self, pair: Pair, sampling_params: SamplingParams) -> Iterator[torch.Tensor]:
-        """See Engine."""
-        for logits in self._logits(pair)[-len(pair[1]) :].split(DISTRIBUTIONS):
-            yield self._log_softmax(logits, sampling_params).cpu()
-
-    def settings(self) -> Settings:
-        """See Engine."""
-        return vllm_settings(self.llm)
-
-    def decode(self, pairs: Sequence[Pair], sampling_params: SamplingParams) -> None:
-        """See Engine. It returns None: vLLM cannot be told which tokens to draw."""
-
-    def trace(self, pair: Pair, sampling_params: SamplingParams) -> Trace:
-        """See Engine."""
-        trace = self._hooked(pair, lambda model, record: list(_hooks(model, record)))
-        logp = self._logprobs(trace["logits"], pair[1], sampling_params)
-        trace["logprob"] = torch.from_numpy(logp).unsqueeze(1)
-        return in_order(trace, self._layers)
-
-    def drop_caches(self) -> bool:
-        """See Engine."""
-        return False
-
-    def _hooked(self, pair: Pair, attach: Callable[[torch.nn.Module, Record], list[Any]]) -> Trace:
-        """The records of one sequence's forward, made by hooks that `attach` puts on vLLM's model.
-
-        vLLM computes the logits in two calls: first the last row, to draw from it, then the rows before it,
-        for the prompt's logprobs.
-        """
-        records: dict[str, list[torch.Tensor]] = {}
-
-        def record(name: str, x: torch.Tensor) -> None:
-            records.setdefault(name, []).append(x.reshape(x.shape[0], -1).to("cpu", copy=True))
-
-        handles = self.llm.apply_model(lambda model: attach(model, record))[0]
-        try:
-            self._run([[*pair[0], *pair[1][:-1]]], _params(max_tokens=1, prompt_logprobs=0))
-        finally:
-            for handle in handles:
-                handle.remove()
-        return {name: torch.cat(parts[::-1]) for name, parts in records.items()}
-
-    def _run(self, ids: list[list[int]], params: Any) -> list[Any]:
+    def run(self, ids: list[list[int]], params: Any) -> list[Any]:
+        """vLLM's own outputs for prompts of token ids. params: vLLM's own, one for all or one for each."""
         return self.llm.generate([{"prompt_token_ids": x} for x in ids], params, use_tqdm=False)
 
 
-def _params(**options: Any) -> Any:
+def request_params(**options: Any) -> Any:
     """vLLM's own SamplingParams."""
     from vllm import SamplingParams
 
     return SamplingParams(ignore_eos=True, detokenize=False, **options)
 
 
-def _prompt_logprobs(out: Any, tokens: int) -> np.ndarray:
-    """The logprobs of the last `tokens` tokens of a prompt."""
-    rows = list(zip(out.prompt_logprobs, out.prompt_token_ids, strict=True))[-tokens:]
-    return np.array([row[token].logprob for row, token in rows], np.float32)
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _after(module: torch.nn.Module, take: Callable[[Any], None]) -> Any:
-    """Hand every output of `module` to `take`. Returns the hook's handle."""
-    return module.register_forward_hook(lambda _module, _inputs, out: take(out))
-
-
-def _logits_hook(causal: torch.nn.Module, record: Record) -> Any:
-    return _after(causal.logits_processor, lambda out: record("logits", out))
-
-
-def _hooks(causal: torch.nn.Module, record: Record) -> Iterator[Any]:
-    """Attach hooks to vLLM's Qwen and Llama models, under the names of model/op_names.py.
-
-    vLLM fuses projections, and fuses residual additions with norms. Their outputs are recorded separately.
-    """
-    model = causal.model
-    yield _after(model.embed_tokens, lambda out: record("embed", out))
-    for i, layer in enumerate(model.layers):
-        yield from _layer_hooks(i, layer, record)
-    yield from _rope_hooks(model, record)
-    yield _after(model.norm, _norm(record, "norm", f"layers.{len(model.layers) - 1}.mlp_residual"))
-    yield _logits_hook(causal, record)
-
-
-def _layer_hooks(i: int, layer: torch.nn.Module, record: Record) -> Iterator[Any]:
-    prefix, attn, mlp = f"layers.{i}.", layer.self_attn, layer.mlp
-
-    def take(op: str) -> Callable[[Any], None]:
-        return lambda out: record(prefix + op, output(out))
-
-    def split(ops: Sequence[str], widths: Sequence[int]) -> Callable[[Any], None]:
-        def record_parts(out: Any) -> None:
-            for op, part in zip(ops, output(out).split(list(widths), dim=-1), strict=True):
-                record(prefix + op, part)
-
-        return record_parts
-
-    yield _after(layer.input_layernorm, _norm(record, prefix + "input_norm", f"layers.{i - 1}.mlp_residual"))
-    qkv_widths = (attn.q_size, attn.kv_size, attn.kv_size)
-    yield _after(attn.qkv_proj, split(("q_proj", "k_proj", "v_proj"), qkv_widths))
-    for op in ("q_norm", "k_norm"):
-        if hasattr(attn, op):
-            yield _after(getattr(attn, op), take(op))
-    yield _after(attn.attn, take("attention"))
-    yield _after(attn.o_proj, take("o_proj"))
-    after_attention = _norm(record, prefix + "post_norm", prefix + "attention_residual")
-    yield _after(layer.post_attention_layernorm, after_attention)
-    gate_up_widths = (mlp.gate_up_proj.output_size // 2,) * 2
-    yield _after(mlp.gate_up_proj, split(("gate_proj", "up_proj"), gate_up_widths))
-    yield _after(mlp.act_fn, take("silu_mul"))
-    yield _after(mlp.down_proj, take("down_proj"))
-
-
-def _norm(record: Record, name: str, residual: str) -> Callable[[Any], None]:
-    """Records a norm's output, and the residual stream where the norm adds to it."""
-
-    def take(out: Any) -> None:
-        if isinstance(out, tuple):
-            record(name, out[0])
-            record(residual, out[1])
-        else:
-            record(name, out)
-
-    return take
-
-
-def _rope_hooks(model: torch.nn.Module, record: Record) -> Iterator[Any]:
-    """All layers share one rotary module, so a hook on each layer's attention notes which layer runs."""
-    current = [0]
-
-    def take(out: Any) -> None:
-        for name, x in zip(("q_rope", "k_rope"), out, strict=True):
-            record(f"layers.{current[0]}.{name}", x)
-
-    for i, layer in enumerate(model.layers):
-        yield layer.self_attn.register_forward_pre_hook(lambda *_, i=i: current.__setitem__(0, i))
-    yield _after(model.layers[0].self_attn.rotary_emb, take)

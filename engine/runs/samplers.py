@@ -30,12 +30,12 @@ from ..config import Config
 from ..parallel.scorer import Scorer
 from ..parallel.workers import ParallelSampler, Workers
 from ..perturb import Delayed, perturbed_weights
-from ..rollout.hf import HfEngine
+from ..rollout.hf import HfGenerator
 from ..rollout.native import check_prompts
 from ..rollout.types import GenerationParams, RngKey, Rollout, Sampler
 from ..rollout.vllm.sampler import VllmSampler
 from ..rollout.vllm.stock import StockSampler
-from ..rollout.vllm_stock import VllmEngine
+from ..rollout.vllm_stock import VllmGenerator
 from ..train.optimizer import Optimizer
 
 
@@ -208,5 +208,5 @@ class ExternalSampler:
 def _engine(config: Config, model: Path, model_config: ModelConfig, device: torch.device) -> _Engine:
     dtype = DTYPES[config.precision.sampler_dtype or config.dtype]
     if config.sampler == "hf":
-        return HfEngine(model, dtype, device=device)
-    return VllmEngine(model, dtype, config.vllm.context or model_config.max_positions)
+        return HfGenerator(model, dtype, device=device)
+    return VllmGenerator(model, dtype, config.vllm.context or model_config.max_positions)

@@ -72,7 +72,7 @@ def report(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ["audit", str(folder / "model"), str(model), "--sampler", "hf", "-n", "12", "--max-tokens", "40"]
     words += ["--top-p", "0.95", "--prompts", str(prompts), "--out", str(folder / "out")]
     assert main(words) == 1
-    shown = json.loads((folder / "out" / "audit.json").read_text())["strip"]["sequences"]
+    shown = json.loads((folder / "out" / "audit.json").read_text())["token_texts"]["sequences"]
     texts = {token[0] for sequence in shown for token in sequence["tokens"]}
     assert texts >= set(HOSTILE.values()), "control: the model wrote each of them"
     return folder / "out"
@@ -132,7 +132,7 @@ def test_hostile_text_is_text(opened, report, requests):
     assert requests(0.3) == [(report / "audit.html").as_uri()], "nothing else is loaded"
     assert driver.title == "hf sdpa against zerokl - zerokl audit"  # a dialog would raise an exception here
     assert driver.find_elements(By.CSS_SELECTOR, "script, img, iframe, [onload], [onerror]") == []
-    strips = "".join(e.get_property("textContent") for e in driver.find_elements(By.CSS_SELECTOR, ".strip"))
+    strips = "".join(e.get_property("textContent") for e in driver.find_elements(By.CSS_SELECTOR, ".texts"))
     visible = [HOSTILE[character] for character in "adh1g"]
     for text in (*visible, "\\x1b[31m", "\\u202e"):
         assert text in strips

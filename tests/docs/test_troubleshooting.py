@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("cli", "engine", "kernels", "model", "verify", "integrations")
+FOLDERS = ("cli", "audit", "engine", "kernels", "model", "verify", "integrations")
 # What another program says.
 OTHERS = {"zerokl: command not found"}
 # What stands for a value: ..., quoted or bracketed text, numbers, names in capitals.

@@ -1,9 +1,7 @@
-"""The `device` key: where a run and an audit compute, and what is refused."""
+"""The `device` key: where a run computes, and what is refused."""
 
 import pytest
 import torch
-from zerokl.engine.commands.audit import engines
-from zerokl.engine.commands.audit.config import AuditConfig
 from zerokl.engine.config import Config, VllmConfig
 from zerokl.engine.config_file import load_config
 from zerokl.engine.runs import setup
@@ -28,28 +26,6 @@ def test_unknown_device_is_refused():
         load_config(None, None, {"device": "tpu"})
     with pytest.raises(ValueError, match=r'^device \("tpu"\) must be auto, cpu or cuda$'):
         backend.find_device("tpu")
-
-
-def test_an_audit_computes_where_vllm_does(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(engines, "require_vllm", lambda: "0.32.0")
-    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
-    for cpu_build in (True, False):
-        monkeypatch.setattr(engines, "is_cpu_build", lambda cpu_build=cpu_build: cpu_build)
-        assert engines.device_of(AuditConfig("model", "hf")) == gpu
-        assert engines.device_of(AuditConfig("model", "hf", device="cpu")) == cpu
-        assert engines.device_of(AuditConfig("model", "vllm-zerokl")) == (cpu if cpu_build else gpu)
-        message = "computes on a CPU; set --device cpu" if cpu_build else "needs a GPU, and audits there"
-        with pytest.raises(ValueError, match=message):
-            engines.device_of(AuditConfig("model", "vllm", device="cuda" if cpu_build else "cpu"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="the vLLM installed here needs a GPU, and torch finds none"):
-        engines.device_of(AuditConfig("model", "vllm"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ValueError, match="on a GPU vllm and vllm-zerokl would be two engines in one process"):
-        engines.device_of(AuditConfig("model", "vllm-zerokl", "vllm"))
 
 
 def test_a_gpu_has_one_worker_and_a_sampler_that_computes_there(monkeypatch):

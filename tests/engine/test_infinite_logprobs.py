@@ -9,10 +9,10 @@ import jsonschema
 import numpy as np
 import pytest
 import zerokl
+from zerokl.audit.columns import audit_columns
+from zerokl.audit.formats import zerokl as own
+from zerokl.audit.formats.fields import logprobs
 from zerokl.cli import main
-from zerokl.engine.commands.audit.columns import audit_columns
-from zerokl.engine.commands.audit.formats import zerokl as own
-from zerokl.engine.commands.audit.formats.fields import logprobs
 from zerokl.engine.commands.report.payload import Source
 from zerokl.engine.config_file import load_config
 from zerokl.engine.runs.run import train

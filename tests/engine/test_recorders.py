@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from zerokl.audit.formats import zerokl as own
+from zerokl.audit.formats.registry import read_rollouts
 from zerokl.cli import main
-from zerokl.engine.commands.audit.formats import zerokl as own
-from zerokl.engine.commands.audit.formats.registry import read_rollouts
 from zerokl.integrations.recorder import FIELDS, Recorder
 from zerokl.integrations.verl import RecordsRollouts
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from zerokl.audit.engines.vllm import VllmEngine
 from zerokl.cli import main
 from zerokl.engine.compatibility import check_settings
 from zerokl.engine.config import Config
@@ -16,7 +17,6 @@ from zerokl.engine.rollout.vllm import stock
 from zerokl.engine.rollout.vllm.arguments import SET_BY_ZEROKL, check_engine_arguments
 from zerokl.engine.rollout.vllm.installed import SUPPORTED, installed_vllm, require_vllm
 from zerokl.engine.rollout.vllm.sampler import VllmSampler
-from zerokl.engine.rollout.vllm_stock import VllmEngine
 from zerokl.engine.runs.head import binding
 from zerokl.engine.runs.resume import run_config
 from zerokl.kernels import tiles

@@ -28,7 +28,16 @@ def model(tmp_path_factory) -> Path:
 
 
 def _audit(model: Path, out: Path, *words: str) -> dict:
-    prompts = ("--prompts", str(REAL / "prompts.txt"), "--chat", "-n", "3", "--max_tokens", "12", "--full")
+    prompts = (
+        "--prompts",
+        str(REAL / "prompts.txt"),
+        "--chat",
+        "-n",
+        "3",
+        "--max_tokens",
+        "12",
+        "--full_vocab",
+    )
     _run(ZEROKL, "audit", str(model), *prompts, "--out", str(out), *words, codes=(0, 1))
     return json.loads((out / "audit.json").read_text())
 
@@ -48,13 +57,13 @@ def test_transformers_and_zerokl_only_round(model, tmp_path, dtype, most):
     assert report["cause"]["kind"] == "rounding"
     assert report["jump"] is None
     assert 0 < report["max_abs"] < most
-    assert report["whole"]["vocabulary"] == 49152
-    assert abs(report["whole"]["mass_trainer"]) < 1e-6
+    assert report["full_vocab"]["vocabulary"] == 49152
+    assert abs(report["full_vocab"]["mass_trainer"]) < 1e-6
 
 
 def test_vllm_with_zerokl_inside_has_the_trainers_bits(model, tmp_path):
     report = _audit(model, tmp_path / "out", "--sampler", "vllm-zerokl", "--dtype", "bfloat16")
-    assert (report["frac_equal"], report["whole"]["frac_places_equal"]) == (1.0, 1.0)
+    assert (report["frac_equal"], report["full_vocab"]["frac_places_equal"]) == (1.0, 1.0)
     assert report["tokens"] > 10
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from zerokl.engine.rollout.engine import split_fused
+from zerokl.audit.engines.engine import split_fused
+from zerokl.audit.engines.vllm import _hooks
 from zerokl.engine.rollout.types import RngKey, Uniforms
-from zerokl.engine.rollout.vllm_stock import _hooks
 from zerokl.kernels import tiles
 from zerokl.kernels.logprob import linear_logprob, scaled_logits
 from zerokl.kernels.matmul import matmul

@@ -10,8 +10,8 @@ import torch
 from datasets import Dataset
 from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
 from trl import GRPOConfig, GRPOTrainer
+from zerokl.audit.formats.registry import read_rollouts
 from zerokl.cli import main
-from zerokl.engine.commands.audit.formats.registry import read_rollouts
 from zerokl.engine.tasks.tokenizer import character_tokenizer
 from zerokl.integrations.trl import record
 

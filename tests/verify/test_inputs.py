@@ -15,7 +15,7 @@ from zerokl.verify.inputs import InputError, append_text, input_lines, open_inpu
 from tests.test_floors import FLOORS
 
 # Programs of their own, which import nothing of zerokl; they are given files that zerokl has written.
-PROGRAMS = ("engine/commands/audit/formats/scripts", "engine/tasks/try_tokenizer.py")
+PROGRAMS = ("audit/formats/scripts", "engine/tasks/try_tokenizer.py")
 # What opens a file for reading, and readers of other libraries that are given a name: where each is allowed.
 READERS = {
     "read_text": ("engine/processes.py",),  # the kernel's list of children
@@ -23,8 +23,8 @@ READERS = {
     "safe_open": (),
     "load_file": (),
     "fdopen": (),
-    "ParquetFile": ("engine/commands/audit/formats/text_only.py",),  # after check_input
-    "torch.load": ("engine/commands/audit/formats/slime.py",),  # after check_input
+    "ParquetFile": ("audit/formats/text_only.py",),  # after check_input
+    "torch.load": ("audit/formats/slime.py",),  # after check_input
     "torch.from_file": ("engine/shared_tensor.py",),  # memory of this machine's processes
     # model folders, after check_folder
     "from_pretrained": ("engine/tasks/tokenizer.py", "engine/commands/variants.py", "engine/rollout/hf.py"),

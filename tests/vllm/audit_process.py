@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from zerokl.engine.rollout.vllm_stock import VllmEngine
+from zerokl.audit.engines.vllm import VllmEngine
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.verify.trace import compare_traces, first_divergence
 

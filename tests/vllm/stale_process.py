@@ -15,12 +15,17 @@ from pathlib import Path
 
 import torch
 from engine_process import ForgetsToReset
-from zerokl.engine.commands.audit.audit import compare
-from zerokl.engine.commands.audit.verdict import verdict
-from zerokl.engine.rollout.engine import ZeroklEngine
-from zerokl.engine.rollout.hf import HfEngine
+from zerokl.audit.compare import compare_engines
+from zerokl.audit.conclusion.conclude import concluded
+from zerokl.audit.conclusion.outcome import NO_TOLERANCES
+from zerokl.audit.conclusion.verdict import verdict
+from zerokl.audit.config import AuditSettings
+from zerokl.audit.engines.engine import ZeroklEngine
+from zerokl.audit.engines.hf import HfEngine
+from zerokl.audit.engines.vllm import VllmZeroklEngine
+from zerokl.audit.report import Measurements
+from zerokl.audit.settings import Source, assumed
 from zerokl.engine.rollout.types import GenerationParams, Rollout
-from zerokl.engine.rollout.vllm_stock import VllmZeroklEngine
 from zerokl.engine.tasks.tokenizer import Tokenizer
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.decoder import Decoder
@@ -58,9 +63,19 @@ def main() -> None:
     else:
         trainer.decoder.flat.detach().copy_(engine.decoder.flat)
     tokenizer = Tokenizer(model, engine.decoder.config.vocab_size)
-    report = {"sampler": engine.name, "trainer": trainer.name}
-    report |= compare(trainer, draw(), tokenizer, engine, draw)
-    print("REPORT", json.dumps({"frac_equal": report["frac_equal"], "verdict": verdict(report)}), flush=True)
+    comparison = compare_engines(engine, trainer, draw(), tokenizer, draw)
+    dtypes = AuditSettings().dtypes
+    measured = Measurements(
+        model=str(model),
+        sampler=engine.name,
+        trainer=trainer.name,
+        dtypes=dtypes,
+        log_notes=[],
+        assumed=assumed(dtypes, [SamplingParams()], "cpu", Source()),
+        **vars(comparison),
+    )
+    words = verdict(concluded(measured, NO_TOLERANCES))
+    print("REPORT", json.dumps({"frac_equal": comparison.figures.frac_equal, "verdict": words}), flush=True)
     os._exit(0)
 
 

@@ -33,15 +33,15 @@ def test_vllm_with_zerokl_inside_equals_the_trainer(model, tmp_path):
         "zerokl",
         "--temperature",
         "0.7",
-        "--own",
+        "--batch_invariance",
         "16",
-        "--full",
+        "--full_vocab",
     )
     code, report = _audit(model, tmp_path / "out", *words)
     assert (code, report["frac_equal"], report["k3"]["value"]) == (0, 1.0, 0.0)
     assert report["tokens"] > 1000
     assert report["batch_invariance"]["unequal_from"] is None
-    assert report["whole"]["frac_places_equal"] == 1.0
+    assert report["full_vocab"]["frac_places_equal"] == 1.0
     assert "Zerokl" in report["engine_settings"]["sampler"]["attention backend"]
 
 
@@ -66,11 +66,11 @@ def test_stock_vllm_against_itself_parts_at_no_operation(model, tmp_path):
     "words", [("--temperature", "0.7"), ("--temperature", "0"), ("--temperature", "1.3", "--top-k", "20")]
 )
 def test_stock_vllm_scores_the_distribution_that_was_drawn_from(model, tmp_path, words):
-    words = ("--sampler", "native", "--trainer", "vllm", "--dtype", "float32", "--full", *words)
+    words = ("--sampler", "native", "--trainer", "vllm", "--dtype", "float32", "--full_vocab", *words)
     report = _audit(model, tmp_path / "out", *words)[1]
     assert report["max_abs"] < 0.01, "another temperature would make tenths of a difference"
-    assert report["whole"]["max_abs"] < 0.01
-    assert report["whole"]["kl_sampler_trainer"]["value"] < 1e-5
+    assert report["full_vocab"]["max_abs"] < 0.01
+    assert report["full_vocab"]["kl_sampler_trainer"]["value"] < 1e-5
     assert report["engine_settings"]["trainer"]["attention backend"] == "CPUAttentionBackend"
 
 

@@ -15,8 +15,8 @@ if __name__ == "__main__":
     from pathlib import Path
 
     import torch
-    from zerokl.engine.rollout.hf import HfEngine
-    from zerokl.engine.rollout.vllm_stock import VllmEngine
+    from zerokl.audit.engines.hf import HfEngine
+    from zerokl.audit.engines.vllm import VllmEngine
     from zerokl.kernels.sampling_params import SamplingParams
     from zerokl.model.checkpoint import read_weights
     from zerokl.model.config import ModelConfig

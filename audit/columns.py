@@ -1,0 +1,280 @@
+"""The audit of a log that has both columns, the sampler's logprobs and the trainer's. It needs no model."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from ..kernels.sampling_params import SamplingParams
+from ..verify.mismatch import bits_equal, largest, log_ratios, mean, rest
+from .conclusion.conclude import concluded
+from .conclusion.outcome import NO_TOLERANCES, Tolerances
+from .figures.bands import band_figures
+from .figures.drawn_from import check
+from .figures.measure import Figures, WorstToken, measure, worst_tokens
+from .figures.repeats import Drawn, group_of
+from .formats.record import LoggedRollout
+from .formats.registry import find_format, log_files, read_rollouts
+from .hypotheses.column_causes import try_columns
+from .hypotheses.log_checks import check_log
+from .log_section import LogSection, Rounding, VersionFigures, is_doubled
+from .page.token_texts import SequenceTexts, TokenTexts
+from .report import Measurements, Report
+from .settings import LOGGED, Source, assumed
+
+# Tokens that are compared at most: what the figures of so many take is within 2 GB.
+_MOST_TOKENS = 2**23
+# Sequences and tokens of each that audit.html shows.
+_SEQUENCES, _TOKENS = 12, 500
+# Completions on which hypotheses are tried: the first ones.
+_EXPLAINED = 256
+# Weight versions that the report shows at most.
+_MOST_VERSIONS = 1000
+
+
+class _Columns:
+    """Both columns of the tokens that have both, rollout by rollout."""
+
+    def __init__(self) -> None:
+        self.sampler: list[np.ndarray] = []
+        self.trainer: list[np.ndarray] = []
+        self.positions: list[np.ndarray] = []
+        self.places: list[str] = []
+        self.ids: list[np.ndarray] = []  # [C] of the whole completion
+        self.params: list[SamplingParams | None] = []
+        self.groups: list[int] = []
+        self.tolerances: list[float] = []
+        self.decimals: list[int] = []
+        self.versions: list[np.ndarray] = []
+        self.count = 0
+        self.first: list[LoggedRollout] = []
+
+    def add(self, place: str, rollout: LoggedRollout, both: np.ndarray) -> None:
+        """Take the tokens of a rollout that have both columns, [C] bool."""
+        self.sampler.append(rollout.logprobs[both])
+        self.trainer.append(rollout.trainer_logprobs[both])
+        self.positions.append(np.flatnonzero(both).astype(np.int32))
+        self.ids.append(np.array(rollout.completion_ids, np.int32))
+        self.params.append(rollout.sampling_params)
+        self.groups.append(group_of(rollout))
+        self.places.append(place if rollout.turn is None else f"{place}, turn {rollout.turn}")
+        self.tolerances.append(rollout.tolerance())
+        self.decimals += [x for x in (rollout.decimals, rollout.trainer_decimals) if x is not None]
+        if rollout.token_versions is not None:
+            self.versions.append(rollout.token_versions[both])
+        else:
+            span = rollout.weight_span
+            version = span[0] if span is not None and span[0] == span[1] else -1
+            self.versions.append(np.full(int(both.sum()), version))
+        self.count += int(both.sum())
+        if len(self.first) < _EXPLAINED:
+            self.first.append(rollout)
+
+    def drawn(self) -> list[Drawn]:
+        """The rollouts, to be asked whether they were drawn from the columns."""
+        columns = (self.groups, self.ids, self.positions, self.sampler, self.trainer, self.params)
+        return [Drawn(*rollout) for rollout in zip(*columns, strict=True)]
+
+
+def audit_columns(
+    path: Path,
+    format: str = "auto",
+    most: int = 0,
+    version: int | None = None,
+    assumed_params: SamplingParams | None = None,
+    tolerances: Tolerances = NO_TOLERANCES,
+) -> Report:
+    """The report on the two columns of a log.
+
+    most: rollouts to compare at most; 0 is no limit. version: takes only the tokens of this weight version.
+    assumed_params: the sampling parameters of a rollout whose log says none. tolerances: of the outcome.
+    Every line is read and checked. Raises ValueError that names the malformed line, and ValueError where a
+    log has no trainer column.
+    """
+    columns, logged, unsaid = _Columns(), 0, 0
+    try:
+        remedy = find_format(log_files(path)[0], format).remedy
+        for place, rollout in read_rollouts(path, format):
+            if rollout.logprobs is None:
+                _check_scored(place, rollout, remedy)
+            if rollout.trainer_logprobs is None:
+                continue
+            if rollout.sampling_params is None:
+                unsaid += 1
+                rollout = replace(rollout, sampling_params=assumed_params)
+            rollout = _of_version(rollout, version)
+            if not (both := _both(rollout)).any():
+                continue
+            logged += 1
+            if columns.count < _MOST_TOKENS and not 0 < most <= len(columns.sampler):
+                columns.add(place, rollout, both)
+    except ValueError as error:
+        raise ValueError(f"audit: {error}") from None
+    if not columns.count:
+        of_version = "" if version is None else f" of weight version {version}"
+        raise ValueError(
+            f"audit: {path} holds no trainer logprobs{of_version} beside the sampler's; "
+            "name the model that drew it with --model"
+        )
+    return concluded(_measured(path, columns, logged, assumed_params, unsaid), tolerances)
+
+
+def _unsaid_words(rollouts: int, assumed: SamplingParams | None) -> str:
+    """That a log does not say how it was drawn, and what was taken for it."""
+    lines = f"Of {rollouts} rollouts the log does not say how they were drawn"
+    if rollouts == 1:
+        lines = "Of 1 rollout the log does not say how it was drawn"
+    if assumed is None:
+        return f"{lines}: temperature is missing. --temperature, --top_p and --top_k say it."
+    return (
+        f"{lines}; temperature {assumed.temperature:g}, top_k {assumed.top_k} and top_p {assumed.top_p:g} "
+        "were assumed (--temperature, --top_k, --top_p)."
+    )
+
+
+def _check_scored(place: str, rollout: LoggedRollout, remedy: str) -> None:
+    try:
+        rollout.check_scored(remedy)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
+
+
+def _both(rollout: LoggedRollout) -> np.ndarray:
+    """Which tokens were drawn and have both logprobs, [C] bool."""
+    return ~(np.isnan(rollout.logprobs) | np.isnan(rollout.trainer_logprobs)) & rollout.drawn()
+
+
+def _of_version(rollout: LoggedRollout, version: int | None) -> LoggedRollout:
+    """The rollout with the tokens of one version marked as drawn, and no others."""
+    if version is None:
+        return rollout
+    if rollout.token_versions is not None:
+        mask = rollout.drawn() & (rollout.token_versions == version)
+    else:
+        mask = rollout.drawn() & (rollout.weight_span == (version, version))
+    return replace(rollout, mask=mask)
+
+
+def _measured(
+    path: Path, columns: _Columns, logged: int, assumed_params: SamplingParams | None, unsaid: int
+) -> Measurements:
+    trainer, sampler = columns.trainer, columns.sampler
+    worst = [_with_place(w, columns) for w in worst_tokens(trainer, sampler)]
+    figures, log_faults = measure(trainer, sampler), check_log(columns.first, None)
+    by_version = _by_version(columns)
+    log = LogSection(
+        logged=logged,
+        distribution=check(columns.drawn(), is_doubled(log_faults)),
+        hypotheses=try_columns(columns.first),
+        log_faults=log_faults,
+        rounding=rounding(trainer, sampler, columns.tolerances, min(columns.decimals, default=None)),
+        by_version=by_version,
+        distribution_unsaid=sum(p is None for p in columns.params),
+    )
+    notes = _notes(figures, logged, by_version)
+    return Measurements(
+        model=str(path),
+        sampler=f"the sampler's column of {path}",
+        trainer="the trainer's column",
+        dtypes=LOGGED,
+        log=log,
+        log_notes=[*notes, _unsaid_words(unsaid, assumed_params)] if unsaid else notes,
+        assumed=assumed(LOGGED, [p for p in columns.params if p], "none", Source(log=str(path))),
+        figures=figures,
+        worst=worst,
+        token_texts=_token_texts(columns, worst),
+        corrections=band_figures(trainer, sampler),
+        own_invariance={},
+    )
+
+
+def _notes(figures: Figures, logged: int, by_version: Sequence[VersionFigures]) -> list[str]:
+    """What a reader of the report should know of the log."""
+    notes = []
+    if figures.sequences < logged:
+        notes.append(f"{figures.sequences} of the {logged} completions were compared (-n).")
+    if by_version:
+        best, *_, worst = sorted(by_version, key=lambda row: row.k3)
+        notes.append(
+            f"By weight version, k3 is smallest at version {best.weight_version} ({best.k3:.3g} over "
+            f"{best.tokens} tokens) and largest at version {worst.weight_version} "
+            f"({worst.k3:.3g} over {worst.tokens} tokens); -1 stands for tokens of an "
+            "unknown version."
+        )
+    if figures.equal:
+        notes.append(
+            "Two columns that are equal in every bit can be one column written twice: "
+            "some trainers take the sampler's logprobs for their own (verl's bypass mode)."
+        )
+    return notes
+
+
+def rounding(
+    trainer: list[np.ndarray], sampler: list[np.ndarray], tolerances: list[float], decimals: int | None
+) -> Rounding | None:
+    """How many tokens differ by more than the rounding of the log explains; None where nothing was rounded.
+
+    tolerances: of each sequence, half of the last decimal for each rounded side.
+    """
+    if decimals is None:
+        return None
+    allowed = np.repeat(tolerances, [len(x) for x in sampler])
+    t, s = np.concatenate(trainer), np.concatenate(sampler)
+    # fp32 stores a decimal number with an error of half an ulp; both sides have one. An infinity has none.
+    slack = np.nan_to_num((np.spacing(np.abs(t)) + np.spacing(np.abs(s))).astype(np.float64))
+    beyond = (np.abs(log_ratios(t, s)) > allowed + slack) & ~bits_equal(t, s)
+    return Rounding(decimals, float(max(tolerances)), int(beyond.sum()))
+
+
+def _token_texts(columns: _Columns, worst: Sequence[WorstToken]) -> TokenTexts:
+    """Sequences with their tokens for audit.html, those with the worst tokens first."""
+    order = list(dict.fromkeys([*(w.sequence for w in worst), *range(min(len(columns.ids), _SEQUENCES))]))
+    sequences = []
+    for sequence in order[:_SEQUENCES]:
+        ids, pairs = columns.ids[sequence][:_TOKENS], {}
+        values = (columns.positions[sequence], columns.sampler[sequence], columns.trainer[sequence])
+        for position, s, t in zip(*(x.tolist() for x in values), strict=True):
+            pairs[position] = (s, t)
+        sequences.append(
+            SequenceTexts(
+                sequence,
+                f"{columns.places[sequence]}: ",
+                [(f"{t} ", t, *pairs.get(i, (None, None))) for i, t in enumerate(ids.tolist())],
+                len(columns.ids[sequence]) - len(ids),
+            )
+        )
+    return TokenTexts(sequences, len(columns.ids) - len(sequences))
+
+
+def _with_place(worst: WorstToken, columns: _Columns) -> WorstToken:
+    """One of the worst tokens, with its line. A log has ids and no tokenizer, so ids stand for the text."""
+    sequence, index = worst.sequence, worst.position
+    position = int(columns.positions[sequence][index])
+    token = int(columns.ids[sequence][position])
+    return replace(
+        worst, position=position, token=token, text=f"token {token}", before=columns.places[sequence]
+    )
+
+
+def _by_version(columns: _Columns) -> list[VersionFigures]:
+    """The figures of each weight version, oldest first; -1 stands for tokens whose version is not known."""
+    versions = np.concatenate(columns.versions)
+    known = np.unique(versions)
+    if len(known) < 2 or len(known) > _MOST_VERSIONS:
+        return []
+    d = log_ratios(np.concatenate(columns.trainer), np.concatenate(columns.sampler))
+    rows = []
+    for version in known.tolist():
+        part = d[versions == version]
+        known = rest(part)  # as in measure: an infinite ratio has no k3
+        rows.append(
+            VersionFigures(
+                version,
+                len(part),
+                float((part == 0).mean()),
+                largest(np.abs(known)),
+                mean(np.exp(known) - 1 - known),
+            )
+        )
+    return rows

@@ -1,0 +1,97 @@
+"""What `zerokl audit` is given: a model or a log. And the files that it writes."""
+
+import json
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+from ..engine.display.progress import silent
+from ..verify.inputs import append_text
+from .as_json import as_json
+from .columns import audit_columns
+from .config import COMPLETIONS, AuditConfig, AuditSettings, check_requests
+from .formats.registry import holds_logs
+from .page.page import page
+from .page.summary import summary
+from .report import Report
+from .run_report import RunReport
+
+
+def find_log(target: str) -> Path | None:
+    """The log that a target names, or None where it names a model.
+
+    A file is a log. So is a folder with logs in it that is no model's, no adapter's and no run's.
+    """
+    path = Path(target)
+    if path.is_dir():
+        names = ("config.json", "config.toml", "adapter_config.json")
+        known = any((path / name).exists() for name in names)
+        return path if not known and holds_logs(path) else None
+    return path if path.is_file() else None
+
+
+def free_folder(target: str) -> Path:
+    """A folder for the report on a target that does not exist yet: audits/NAME, audits/NAME-2, and so on."""
+    path = Path(target)
+    name = (path.stem if path.is_file() else path.resolve().name) or "audit"
+    folders = (Path("audits") / (name if i == 1 else f"{name}-{i}") for i in count(1))
+    return next(folder for folder in folders if not folder.exists())
+
+
+def run_audit(
+    target: str,
+    trainer_model: str,
+    n: int | None,
+    settings: AuditSettings,
+    stage: Callable[[str], None] = silent,
+) -> Report:
+    """Audit a target: a model, or a log.
+
+    trainer_model: the trainer's, or "" where it is the same. n: completions to compare; None is all of a log
+    that has both columns, and 64 elsewhere. settings.model: the model that scores a log; empty where the
+    target is the model, or where a log has a trainer column. stage: is called with what begins now, in words.
+    Raises ValueError for bad input.
+    """
+    if n is not None and n < 1:
+        raise ValueError(f"audit: n ({n}) must be at least 1")
+    log = find_log(target)
+    if log is None and settings.model:
+        raise ValueError(f"audit: {target} is no log, so --model {settings.model} would be a second model")
+    if log is not None:
+        _check_log(log, trainer_model, settings)
+        if not settings.model:
+            stage(f"reading {log}")
+            version, given = settings.weight_version, settings.given_params
+            return audit_columns(log, settings.format, n or 0, version, given, settings.tolerances)
+    from .audit import audit  # torch is loaded only where a model computes
+
+    source = {"sampler": str(log)} if log else {"model": target, "trainer_model": trainer_model}
+    return audit(AuditConfig(**settings.model_dump() | source, n=n or COMPLETIONS), stage)
+
+
+def _check_log(log: Path, trainer_model: str, settings: AuditSettings) -> None:
+    """Raise ValueError for what does not go with a log."""
+    if trainer_model:
+        raise ValueError(f"audit: {log} is a log; name the model that scores it with --model")
+    if settings.sampler != "native":
+        raise ValueError(
+            f"audit: {log} is a log, so it is the sampler; leave out --sampler {settings.sampler}"
+        )
+    check_requests(settings.batch_invariance, of_log=True)
+
+
+def write_reports(report: Report, folder: Path) -> None:
+    """Write audit.json and audit.html of one audit. Raises OSError."""
+    write_json(report, folder)
+    (folder / "audit.html").write_text(page(report), encoding="utf-8")
+
+
+def write_json(report: Report | RunReport, folder: Path) -> None:
+    """Write audit.json, and make the folder where it is missing. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "audit.json").write_text(json.dumps(as_json(report), indent=1, allow_nan=False) + "\n")
+
+
+def append_summary(report: Report, band: str | None, file: Path) -> None:
+    """Append the summary in GitHub's Markdown. A file that exists is added to: a workflow shares one."""
+    append_text(file, summary(report, band))

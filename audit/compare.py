@@ -1,0 +1,181 @@
+"""Compares the log-probabilities of a sampler and of a trainer, and the operations of both engines.
+
+The trainer scores the rollouts. Then one sequence is traced through both engines, where the sampler is one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..engine.display.progress import silent
+from ..engine.rollout.types import Rollout
+from ..engine.tasks.tokenizer import Tokenizer
+from ..kernels.sampling_params import SamplingParams
+from ..verify.mismatch import bits_equal
+from .columns import rounding
+from .engines.engine import Engine
+from .figures.bands import Corrections, band_figures
+from .figures.batch_invariance import own_invariance
+from .figures.drawn_from import check as check_distribution
+from .figures.measure import Figures, WorstToken, measure, worst_tokens
+from .figures.repeats import Drawn, group_of
+from .hypotheses.log_causes import log_causes
+from .hypotheses.scorer import Scorer
+from .log_section import LogSection, is_doubled
+from .logs.scan import Log, with_sampler_logprobs
+from .operations.locate import locate
+from .operations.operations import Checkpoint
+from .page.token_texts import TokenTexts, token_texts, with_text
+from .sections import CacheSection, TraceSection, WayFigures
+
+Rollouts = Sequence[tuple[Rollout, SamplingParams]]
+# Tokens of the traced sequence at most, where there is a choice: a trace holds its logits over the
+# vocabulary.
+_TRACED_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The sections of a report on which two engines, or a log and a model, are compared."""
+
+    figures: Figures
+    worst: list[WorstToken]
+    token_texts: TokenTexts
+    corrections: Corrections
+    own_invariance: dict[str, dict[str, WayFigures]]
+    log: LogSection | None = None
+    trace: TraceSection | None = None
+    caches: CacheSection | None = None
+
+
+def compare_log(
+    rollouts: Rollouts,
+    tokenizer: Tokenizer,
+    log: Log,
+    scorer: Scorer,
+    stage: Callable[[str], None] = silent,
+) -> Comparison:
+    """Compare a log with a model, and try on it what may explain a difference. stage: see audit."""
+    trainer = scorer.trainer
+    stage(f"scoring {len(rollouts)} completions with {trainer.name}")
+    scored = score(trainer, rollouts)
+    columns = with_sampler_logprobs(scored, [r.logprobs for r, _ in rollouts])
+    trainer_logprobs, sampling_logprobs, positions = columns
+    stage("scoring some of them alone and token by token")
+    comparison = _compared(rollouts, tokenizer, scored, trainer_logprobs, sampling_logprobs, positions)
+    stage("trying what may explain a difference")
+    causes = log_causes(rollouts, scored, log.lines, scorer)
+    section = LogSection(
+        logged=log.logged,
+        distribution=check_distribution(_as_drawn(rollouts, scored, log), is_doubled(causes.log_faults)),
+        hypotheses=causes.hypotheses,
+        log_faults=causes.log_faults,
+        rounding=rounding(trainer_logprobs, sampling_logprobs, log.tolerances, log.decimals),
+        trainer_column=causes.trainer_column,
+    )
+    ways = {trainer.name: own_invariance(trainer, rollouts, drawn=False)}
+    return replace(comparison, own_invariance=ways, log=section)
+
+
+def compare_engines(
+    sampler: Engine,
+    trainer: Engine,
+    rollouts: Rollouts,
+    tokenizer: Tokenizer,
+    redraw: Callable[[], Rollouts] | None = None,
+    checkpoints: Sequence[Checkpoint] = (),
+    stage: Callable[[str], None] = silent,
+) -> Comparison:
+    """Compare the engine that drew rollouts with a trainer.
+
+    redraw: draws the rollouts again from the same seeds, after the sampler has dropped its caches. Other bits
+    then show that a cache was stale. checkpoints: of the sampler and of the trainer, and the trainer's in the
+    sampler's dtype where the two have two; each operation is judged by them. stage: see audit.
+    """
+    stage(f"scoring {len(rollouts)} completions with {trainer.name}")
+    scored = score(trainer, rollouts)
+    stage("scoring some of them alone and token by token")
+    comparison = _compared(rollouts, tokenizer, scored, scored, [r.logprobs for r, _ in rollouts])
+    ways = {
+        name: own_invariance(engine, rollouts, drawn=engine is sampler)
+        for name, engine in _by_name(sampler, trainer).items()
+    }
+    stage("tracing every operation of one sequence in both engines")
+    traced, params = rollouts[_traced(rollouts, comparison.worst)]
+    trace = locate(sampler, trainer, traced.pair, params, checkpoints[:2], *checkpoints[2:])
+    caches = None
+    if not comparison.figures.equal and redraw is not None and sampler.drop_caches():
+        stage("drawing again without the sampler's caches")
+        caches = _without_caches(trainer, rollouts, redraw())
+    return replace(comparison, own_invariance=ways, trace=trace, caches=caches)
+
+
+def _compared(
+    rollouts: Rollouts,
+    tokenizer: Tokenizer,
+    scored: Sequence[np.ndarray],
+    trainer_logprobs: Sequence[np.ndarray],
+    sampling_logprobs: Sequence[np.ndarray],
+    positions: Sequence[np.ndarray] | None = None,
+) -> Comparison:
+    """The figures of both columns.
+
+    scored: the trainer's logprobs of whole completions. positions: in the completions, of the tokens that are
+    compared; None where all are.
+    """
+    worst = worst_tokens(trainer_logprobs, sampling_logprobs)
+    if positions:
+        worst = [replace(w, position=int(positions[w.sequence][w.position])) for w in worst]
+    return Comparison(
+        figures=measure(trainer_logprobs, sampling_logprobs),
+        worst=[with_text(w, rollouts, tokenizer) for w in worst],
+        token_texts=token_texts(rollouts, scored, tokenizer, worst),
+        corrections=band_figures(trainer_logprobs, sampling_logprobs),
+        own_invariance={},
+    )
+
+
+def _without_caches(trainer: Engine, rollouts: Rollouts, again: Rollouts) -> CacheSection:
+    """What the sampler drew again after its caches were dropped, beside what it drew before."""
+    figures = measure(score(trainer, again), [r.logprobs for r, _ in again])
+    stale = any(
+        a.completion_ids != b.completion_ids or not bits_equal(a.logprobs, b.logprobs).all()
+        for (a, _), (b, _) in zip(rollouts, again, strict=True)
+    )
+    return CacheSection(figures.frac_equal, stale)
+
+
+def _as_drawn(rollouts: Rollouts, scored: Sequence[np.ndarray], log: Log) -> list[Drawn]:
+    """The tokens of a log that have the sampler's logprobs, beside what the trainer gives them."""
+    drawn = []
+    for (rollout, params), scores, line in zip(rollouts, scored, log.lines, strict=True):
+        places = np.flatnonzero(~np.isnan(rollout.logprobs))
+        ids = np.array(rollout.completion_ids)
+        drawn.append(Drawn(group_of(line), ids, places, rollout.logprobs[places], scores[places], params))
+    return drawn
+
+
+def _traced(rollouts: Rollouts, worst: Sequence[WorstToken]) -> int:
+    """The rollout that is traced: the one with the worst token, unless it is long; then the shortest."""
+    lengths = [sum(map(len, r.pair)) for r, _ in rollouts]
+    index = worst[0].sequence if worst else 0
+    return index if lengths[index] <= _TRACED_TOKENS else lengths.index(min(lengths))
+
+
+def _by_name(sampler: Engine, trainer: Engine) -> dict[str, Engine]:
+    """The engines by name. Two engines of one name get their side as well."""
+    if sampler is trainer:
+        return {trainer.name: trainer}
+    sides = {"sampler": sampler, "trainer": trainer}
+    return {e.name if sampler.name != trainer.name else f"{e.name} ({side})": e for side, e in sides.items()}
+
+
+def score(engine: Engine, rollouts: Rollouts) -> list[np.ndarray]:
+    """The engine's logprobs of each rollout. Rollouts with equal sampling parameters are scored together."""
+    scored: dict[int, np.ndarray] = {}
+    for sampling_params in dict.fromkeys(params for _, params in rollouts):
+        indices = [i for i, (_, params) in enumerate(rollouts) if params == sampling_params]
+        pairs = [rollouts[i][0].pair for i in indices]
+        scored |= zip(indices, engine.score(pairs, sampling_params), strict=True)
+    return [scored[i] for i in range(len(rollouts))]

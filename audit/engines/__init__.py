@@ -1,0 +1,1 @@
+"""The engines that an audit compares: ours, transformers, vLLM."""

@@ -1,0 +1,1 @@
+"""The figures of an audit, and the statistics on which it rests."""

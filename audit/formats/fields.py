@@ -1,0 +1,204 @@
+"""Checks of the values of a log's line. Each raises ValueError that names the field and the value."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ...kernels.sampling_params import SamplingParams
+from ...verify.reading import json_number
+from .record import TokenIds
+
+# A log-probability is at most 0. In 16 bits, logit - logsumexp can round to a little more.
+_HIGHEST = 2.0**-6
+_NUMBERS = {int, float}
+# Beyond it a JSON number is no exact whole number in every reader.
+_LARGEST = 2**53
+
+
+def number(name: str, value: Any, default: float | None = None) -> float:
+    """A JSON number. A value that is null or missing is the default, where there is one."""
+    if value is None and default is not None:
+        return default
+    if type(value) not in _NUMBERS:
+        raise ValueError(f"{name} ({_short(value)}) must be a number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is beyond the numbers of a computer") from None
+
+
+def optional_number(name: str, value: Any) -> float | None:
+    """A number, or None where there is none."""
+    return None if value is None else number(name, value)
+
+
+def integer(name: str, value: Any, default: int | None = None) -> int:
+    """A whole number; 2.0 is one."""
+    result = number(name, value, None if default is None else float(default))
+    if not result.is_integer() or abs(result) > _LARGEST:
+        raise ValueError(f"{name} ({_short(value)}) must be a whole number")
+    return int(result)
+
+
+def optional_integer(name: str, value: Any) -> int | None:
+    """A whole number, or None where there is none."""
+    return None if value is None else integer(name, value)
+
+
+def label(name: str, value: Any) -> int | str | None:
+    """A name or a number of a prompt or a sample."""
+    if value is not None and type(value) not in (int, str):
+        raise ValueError(f"{name} ({_short(value)}) must be a whole number or a text")
+    return value
+
+
+def text(name: str, value: Any) -> str | None:
+    """A text, or None where there is none."""
+    if value is not None and type(value) is not str:
+        raise ValueError(f"{name} ({_short(value)}) must be a text")
+    return value
+
+
+def mapping(name: str, value: Any) -> dict[str, Any]:
+    """A JSON object; empty where there is none."""
+    if value is not None and type(value) is not dict:
+        raise ValueError(f"{name} ({_short(value)}) must be a JSON object")
+    return value or {}
+
+
+def listed(name: str, value: Any, of: str) -> list:
+    """A JSON list; `of` says what it holds."""
+    if type(value) is not list:
+        raise ValueError(f"{name} must be a list of {of}")
+    return value
+
+
+def token_ids(name: str, value: Any) -> TokenIds:
+    """Token ids, at least one."""
+    if type(value) is not list or not value or set(map(type, value)) != {int}:
+        raise ValueError(f"{name} must be a list of token ids that is not empty")
+    if not 0 <= min(value) <= max(value) < 2**31:
+        wrong = next(t for t in value if not 0 <= t < 2**31)
+        raise ValueError(f"{name} holds {wrong}, which is no token id")
+    return tuple(value)
+
+
+def mask(name: str, value: Any, count: int) -> np.ndarray | None:
+    """Which tokens were drawn, [count] bool; None where all were."""
+    if value is None:
+        return None
+    if type(value) is not list or not set(map(type, value)) <= {int, float, bool}:
+        raise ValueError(f"{name} must be a list of 0 and 1")
+    if len(value) != count:
+        raise ValueError(f"{name} has {len(value)} entries for {count} completion_ids")
+    if not set(value) <= {0, 1}:
+        raise ValueError(f"{name} must hold 0 and 1, and nothing else")
+    return np.array(value, bool)
+
+
+def logprobs(
+    name: str, value: Any, count: int, drawn: np.ndarray | None = None, trainer: bool = False
+) -> np.ndarray:
+    """Log-probabilities, [count] fp32; NaN for null, and for a token that was not drawn.
+
+    drawn: [count] bool; what stands beside the other tokens does not matter. None: all were drawn.
+    trainer: the column is a trainer's, which may be "-Infinity": its top-k or top-p may cut what was drawn.
+    """
+    value = json_number(listed(name, value, "numbers"))
+    types = set(map(type, value))
+    if not types <= {int, float, type(None)}:
+        index = next(i for i, x in enumerate(value) if type(x) not in (int, float, type(None)))
+        raise ValueError(f"{name}[{index}] ({_short(value[index])}) must be a number")
+    if len(value) != count:
+        raise ValueError(f"has {len(value)} {name} for {count} completion_ids")
+    if type(None) in types:
+        value = [np.nan if x is None else x for x in value]
+    try:
+        with np.errstate(over="ignore"):
+            exact = np.array(value, np.float64)
+            result = exact.astype(np.float32)
+    except OverflowError:
+        raise ValueError(f"{name} holds a number beyond those of a computer") from None
+    if drawn is not None:
+        result[~drawn] = np.nan
+    impossible = np.isinf(result) & ~(np.isneginf(exact) if trainer else np.zeros(count, bool))
+    wrong = np.flatnonzero(impossible | (result > _HIGHEST))
+    if len(wrong):
+        raise ValueError(f"{name}[{wrong[0]}] ({value[wrong[0]]}) is no log-probability")
+    return result
+
+
+def sampling_params(temperature: Any, top_k: Any, top_p: Any) -> SamplingParams:
+    """The distribution. A top_k of 0 or below, and a top_p that is missing, keep all tokens."""
+    return SamplingParams(
+        number("temperature", temperature), max(0, integer("top_k", top_k, 0)), number("top_p", top_p, 1.0)
+    ).check()
+
+
+def versions(name: str, value: Any, count: int) -> tuple[tuple[int, int] | None, np.ndarray | None]:
+    """The oldest and newest weights, and the version of each token where `value` is a list of them."""
+    if value is None:
+        return None, None
+    if type(value) is not list:
+        version = integer(name, value)
+        return (version, version), None
+    if len(value) != count or set(map(type, value)) != {int} or max(map(abs, value)) > _LARGEST:
+        raise ValueError(f"{name} must be a whole number, or one for each of the {count} completion_ids")
+    return (min(value), max(value)), np.array(value, np.int64)
+
+
+def decimals(name: str, value: Any) -> int | None:
+    """How many decimals a column has, or None where nothing was cut."""
+    if value is None:
+        return None
+    if not 0 <= (count := integer(name, value)) <= 20:
+        raise ValueError(f"{name} ({count}) must lie in 0 .. 20")
+    return count
+
+
+def advantage(name: str, value: Any, count: int) -> float | tuple[float, ...] | None:
+    """One advantage, or one for each token; NaN for null."""
+    if type(value) is not list:
+        return optional_number(name, value)
+    if len(value) != count:
+        raise ValueError(f"{name} has {len(value)} entries for {count} completion_ids")
+    return tuple(number(f"{name}[{i}]", x, math.nan) for i, x in enumerate(value))
+
+
+def sampling_mask(name: str, value: Any, completion: TokenIds) -> tuple[TokenIds | None, ...] | None:
+    """The kept ids of each token. A token that is not among its own kept ids was not drawn from them."""
+    if value is None:
+        return None
+    if len(listed(name, value, "lists of token ids")) != len(completion):
+        raise ValueError(f"{name} has {len(value)} entries for {len(completion)} completion_ids")
+    kept = tuple(None if ids is None else token_ids(f"{name}[{i}]", ids) for i, ids in enumerate(value))
+    for i, (token, ids) in enumerate(zip(completion, kept, strict=True)):
+        if ids is not None and token not in ids:
+            raise ValueError(
+                f"{name}[{i}] keeps {len(ids)} ids, and the drawn token {token} is not among them"
+            )
+    return kept
+
+
+def routed_experts(name: str, value: Any, lengths: Sequence[int]) -> np.ndarray | None:
+    """Expert ids [tokens, layers, k] int32; `lengths` are the numbers of tokens that are allowed."""
+    if value is None:
+        return None
+    try:
+        experts = np.array(value)
+    except ValueError:
+        experts = np.empty(0)
+    if experts.ndim != 3 or experts.dtype.kind != "i" or experts.min(initial=0) < 0:
+        raise ValueError(f"{name} must be expert ids, nested as tokens, layers, k")
+    if len(experts) not in lengths:
+        allowed = " or ".join(map(str, dict.fromkeys(lengths)))
+        raise ValueError(f"{name} has {len(experts)} tokens, not {allowed}")
+    return experts.astype(np.int32)
+
+
+def _short(value: Any) -> str:
+    """repr, cut: one line must stay readable."""
+    shown = repr(value)
+    return shown if len(shown) <= 60 else shown[:57] + "..."

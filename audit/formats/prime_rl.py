@@ -1,0 +1,164 @@
+"""prime-rl and verifiers: rollouts/step_N/.../traces.jsonl, one line for each episode (or for each trace).
+
+A trace is a graph of messages, and every path from its root to a leaf is a sequence. A message has its
+tokens, a mask of those that were drawn, and the logprobs of the drawn ones alone. The record rounds them to
+four decimals.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...kernels.sampling_params import SamplingParams
+from . import fields
+from .record import LoggedRollout
+
+# What the record keeps, unless its writer was asked for every digit.
+_DECIMALS = 4
+
+
+def recognises(row: dict[str, Any]) -> bool:
+    """Whether a line is an episode or a trace."""
+    return isinstance(row.get("traces"), list) or (isinstance(row.get("nodes"), list) and "task" in row)
+
+
+def parse(row: dict[str, Any], path: Path) -> Iterator[LoggedRollout]:
+    """The paths on which a token was drawn. Raises ValueError, or KeyError with a field."""
+    traces = fields.listed("traces", row["traces"], "traces") if "traces" in row else [row]
+    for index, trace in enumerate(traces):
+        if not isinstance(trace, dict):
+            raise ValueError(f"traces[{index}] is no JSON object")
+        try:
+            yield from _paths(trace, row)
+        except KeyError as missing:
+            raise ValueError(f"traces[{index}]: {missing.args[0]} is missing") from None
+        except ValueError as error:
+            raise ValueError(f"traces[{index}]: {error}") from None
+
+
+def _paths(trace: dict[str, Any], episode: dict[str, Any]) -> Iterator[LoggedRollout]:
+    nodes = fields.listed("nodes", trace["nodes"], "messages")
+    for index, node in enumerate(nodes):
+        _check_node(index, node)
+    parents = {node.get("parent") for node in nodes}
+    seen: set[int] = set()
+    for leaf in (index for index in range(len(nodes)) if index not in parents):
+        path = _path(nodes, leaf)
+        # Paths that part late share their beginning; its tokens count once.
+        rollout = _sequence(nodes, path, seen, trace, episode)
+        seen |= set(path)
+        if rollout is not None:
+            yield rollout
+
+
+def _check_node(index: int, node: Any) -> None:
+    if not isinstance(node, dict):
+        raise ValueError(f"nodes[{index}] is no JSON object")
+    parent = node.get("parent")
+    if parent is not None and not (type(parent) is int and 0 <= parent < index):
+        raise ValueError(f"nodes[{index}].parent ({parent!r}) must be the index of an earlier message")
+
+
+def _path(nodes: list[dict[str, Any]], leaf: int) -> list[int]:
+    """The messages from the root to a leaf."""
+    path = [leaf]
+    while (parent := nodes[path[-1]].get("parent")) is not None:
+        path.append(parent)
+    return path[::-1]
+
+
+def _sequence(
+    nodes: list[dict[str, Any]],
+    path: list[int],
+    seen: set[int],
+    trace: dict[str, Any],
+    episode: dict[str, Any],
+) -> LoggedRollout | None:
+    ids: list[int] = []
+    masks: list[np.ndarray] = []
+    new: list[np.ndarray] = []
+    columns: dict[str, list[np.ndarray]] = {"logprobs": [], "trainer_logprobs": []}
+    for index in path:
+        node = nodes[index]
+        place = f"nodes[{index}]"
+        tokens = fields.token_ids(f"{place}.token_ids", node["token_ids"]) if node.get("token_ids") else ()
+        drawn = fields.mask(f"{place}.mask", node.get("mask") or [0] * len(tokens), len(tokens))
+        for name, column in columns.items():
+            column.append(_spread(f"{place}.{name}", node.get(name), drawn, name == "trainer_logprobs"))
+        ids += tokens
+        masks.append(drawn)
+        new.append(drawn & (index not in seen))
+    mask = np.concatenate(new)
+    if not mask.any():
+        return None
+    start = int(np.concatenate(masks).argmax())
+    if start == 0:
+        raise ValueError("the first token of a path was drawn, so there is no prompt")
+    sampler, trainer = (np.concatenate(column)[start:] for column in columns.values())
+    sampler, trainer = (np.where(mask[start:], x, np.float32(np.nan)) for x in (sampler, trainer))
+    work = fields.mapping("run.work", fields.mapping("run", episode.get("run")).get("work"))
+    return LoggedRollout(
+        prompt_ids=tuple(ids[:start]),
+        completion_ids=tuple(ids[start:]),
+        logprobs=sampler,
+        trainer_logprobs=None if np.isnan(trainer).all() else trainer,
+        mask=mask[start:],
+        sampling_params=_params(trace, path),
+        weight_span=_span(work.get("policy")),
+        decimals=_decimals(sampler),
+        trainer_decimals=_decimals(trainer),
+        reward=_reward(trace),
+        step=fields.optional_integer("run.work.step", work.get("step")),
+        prompt=fields.label("group.id", fields.mapping("group", episode.get("group")).get("id")),
+        sample=fields.label("id", trace.get("id")),
+    )
+
+
+def _spread(name: str, values: Any, mask: np.ndarray, trainer: bool = False) -> np.ndarray:
+    """The logprobs of the drawn tokens at their places, [tokens] fp32; NaN elsewhere."""
+    result = np.full(len(mask), np.nan, np.float32)
+    if values:
+        result[mask] = fields.logprobs(name, values, int(mask.sum()), trainer=trainer)
+    return result
+
+
+def _decimals(logprobs: np.ndarray) -> int | None:
+    """Four, where no value has more. The record's writer can be asked for every digit."""
+    known = logprobs[~np.isnan(logprobs)].astype(np.float64)
+    rounded = np.round(known, _DECIMALS).astype(np.float32)
+    return _DECIMALS if len(known) and (rounded == known.astype(np.float32)).all() else None
+
+
+def _params(trace: dict[str, Any], path: list[int]) -> SamplingParams | None:
+    """The sampling parameters of a path's calls, where all have the same."""
+    distinct = set()
+    for call in fields.listed("calls", trace.get("calls") or [], "calls"):
+        call = fields.mapping("calls", call)
+        if call.get("node") not in path:
+            continue
+        sampling = fields.mapping("sampling", call.get("sampling"))
+        if sampling.get("temperature") is None:
+            return None
+        values = (sampling.get(name) for name in ("temperature", "top_k", "top_p"))
+        distinct.add(fields.sampling_params(*values))
+    return distinct.pop() if len(distinct) == 1 else None
+
+
+def _span(policy: Any) -> tuple[int, int] | None:
+    if not isinstance(policy, dict):
+        return None
+    start = fields.integer("run.work.policy.start", policy.get("start"))
+    return start, fields.integer("run.work.policy.end", policy.get("end"))
+
+
+def _reward(trace: dict[str, Any]) -> float | None:
+    """The weighted sum of a trace's rewards."""
+    rewards = [fields.mapping("rewards", r) for r in fields.mapping("rewards", trace.get("rewards")).values()]
+    values = [
+        fields.number("score", r["score"]) * fields.number("weight", r.get("weight"), 1.0)
+        for r in rewards
+        if r
+    ]
+    return sum(values) if values else None

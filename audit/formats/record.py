@@ -1,0 +1,66 @@
+"""One logged completion, in the same words for every framework.
+
+Shapes: C completion tokens.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...kernels.sampling_params import SamplingParams
+
+TokenIds = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LoggedRollout:
+    """A completion with whatever its log says about it. None stands for what the log does not say.
+
+    A log of text has prompt_text and completion_text in place of the ids.
+    """
+
+    prompt_ids: TokenIds | None = None
+    completion_ids: TokenIds | None = None
+    # [C] fp32, of the sampler and of the trainer; NaN where there is none.
+    logprobs: np.ndarray | None = None
+    trainer_logprobs: np.ndarray | None = None
+    # [C] bool: which tokens the model drew. The others came from tools, templates or the user.
+    mask: np.ndarray | None = None
+    sampling_params: SamplingParams | None = None
+    # The oldest and the newest weights that drew a token, and [C] int64 with the version for each token.
+    weight_span: tuple[int, int] | None = None
+    token_versions: np.ndarray | None = None
+    # Decimals that are left of the sampler's and of the trainer's logprobs; None where none was cut.
+    decimals: int | None = None
+    trainer_decimals: int | None = None
+    # For each token the ids that it could be drawn from, or None for all.
+    sampling_mask: tuple[TokenIds | None, ...] | None = None
+    routed_experts: np.ndarray | None = None  # [tokens, layers, k]; the tokens may include the prompt
+    reward: float | None = None
+    advantage: float | tuple[float, ...] | None = None
+    step: int | None = None
+    prompt: int | str | None = None  # which prompt of the step; completions of one prompt are a group
+    sample: int | str | None = None  # which completion of the group
+    turn: int | None = None  # which turn of the completion, where each turn has a prompt of its own
+    prompt_text: str | None = None
+    completion_text: str | None = None
+
+    def drawn(self) -> np.ndarray:
+        """Which tokens were drawn, [C] bool."""
+        return np.ones(len(self.completion_ids), bool) if self.mask is None else self.mask
+
+    def check_scored(self, remedy: str) -> None:
+        """Raise ValueError where there are no token ids, or no logprobs of the sampler. remedy: or empty."""
+        told = f"; {remedy}" if remedy else ""
+        if self.completion_ids is None:
+            raise ValueError(f"holds text and no token ids{told}")
+        if self.logprobs is None:
+            raise ValueError(f"holds no logprobs of the sampler{told}")
+
+    def tolerance(self, trainer_column: bool = True) -> float:
+        """Half of the last decimal of each rounded column: equal logprobs can differ by this much.
+
+        trainer_column: the trainer's logprobs are the log's; a model's own are not rounded.
+        """
+        columns = (self.decimals, self.trainer_decimals if trainer_column else None)
+        return sum(0.5 * 10.0**-decimals for decimals in columns if decimals is not None)

@@ -1,0 +1,34 @@
+"""What may have gone wrong with a log of two columns, without a model."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..formats.record import LoggedRollout
+from .evidence import Evidence, Line
+from .fit import Tried, explain
+from .numbers import PREDICTORS
+
+
+def try_columns(lines: Sequence[LoggedRollout]) -> Tried:
+    """What the hypotheses that need no model say to a log with both columns."""
+    evidence = Evidence(
+        [
+            Line(
+                i,
+                line.prompt_ids or (),
+                line.completion_ids,
+                np.where(line.drawn(), line.logprobs, np.float32(np.nan)),
+                np.where(line.drawn(), line.trainer_logprobs, np.float32(np.nan)),
+                line.sampling_params,
+                is_masked(line),
+            )
+            for i, line in enumerate(lines)
+        ]
+    )
+    return explain(evidence, PREDICTORS)
+
+
+def is_masked(line: LoggedRollout) -> bool:
+    """Whether the log says that some tokens were not drawn."""
+    return line.mask is not None and not line.mask.all()

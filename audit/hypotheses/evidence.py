@@ -1,0 +1,55 @@
+"""What hypotheses are tried on: the lines of a log with two columns. It needs no model.
+
+Shapes: C completion tokens.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...kernels.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from .scorer import Scorer
+
+Scores = dict[int, np.ndarray]  # of a line, by its index in Evidence.lines: [C] fp32, NaN where unknown
+
+
+@dataclass(frozen=True)
+class Line:
+    """One completion of the log."""
+
+    index: int  # of the rollout in the report
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    logged: np.ndarray  # [C] fp32, the sampler's; NaN where there is none
+    scored: np.ndarray  # [C] fp32, the trainer's; NaN where there is none
+    params: SamplingParams | None = None
+    masked: bool = False  # whether the log says that some tokens were not drawn
+
+    @property
+    def pair(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(prompt_ids, completion_ids)."""
+        return self.prompt_ids, self.completion_ids
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The lines on which hypotheses are tried. scorer: None where the log has both columns and no model."""
+
+    lines: list[Line]
+    scorer: "Scorer | None" = None
+
+    def params(self) -> list[SamplingParams]:
+        """The sampling parameters of each line."""
+        return [line.params or SamplingParams() for line in self.lines]
+
+    def pairs(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """The pair of each line."""
+        return [line.pair for line in self.lines]
+
+    def by_line(self, scores: Iterable[np.ndarray]) -> Scores:
+        """Scores of all lines, in their order."""
+        return dict(enumerate(scores))

@@ -1,0 +1,118 @@
+"""What may have gone wrong with a log: the hypotheses and the checks of its ids, as a part of the report."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import numpy as np
+
+from ...engine.rollout.types import Rollout
+from ...kernels.sampling_params import SamplingParams
+from ...model.checkpoint import check_weights, resolve_model
+from ...model.config import ModelConfig
+from ...model.weights import Layout
+from ..figures.drawn_from import check
+from ..figures.repeats import Drawn, group_of
+from ..formats.record import LoggedRollout
+from ..log_section import TrainerColumn
+from .column_causes import is_masked
+from .evidence import Evidence, Line
+from .fit import Tried, explain
+from .log_checks import LogFault, check_log
+from .predictors import PREDICTORS
+from .scorer import Scorer
+
+
+@dataclass(frozen=True)
+class LogCauses:
+    """The hypotheses about a log, the faults in its ids, and the same of its own trainer column."""
+
+    hypotheses: Tried
+    log_faults: list[LogFault]
+    trainer_column: TrainerColumn | None
+
+
+def log_causes(
+    rollouts: Sequence[tuple[Rollout, SamplingParams]],
+    scored: Sequence[np.ndarray],
+    lines: Sequence[LoggedRollout],
+    scorer: Scorer,
+) -> LogCauses:
+    """Why a log and a model differ.
+
+    scored: the trainer's logprobs [C] of each rollout. lines: what the log says beside them.
+    """
+    evidence = Evidence(
+        [
+            Line(i, r.prompt_ids, r.completion_ids, r.logprobs, scores, params, is_masked(line))
+            for i, ((r, params), scores, line) in enumerate(zip(rollouts, scored, lines, strict=True))
+        ],
+        scorer,
+    )
+    trainer_column = None
+    if any(x.trainer_logprobs is not None for x in lines):
+        of_trainer = explain(_of_trainer(evidence, lines), PREDICTORS)
+        distribution = check(_both_columns(rollouts, lines))
+        trainer_column = TrainerColumn(**vars(of_trainer), distribution=distribution)
+    return LogCauses(explain(evidence, PREDICTORS), check_log(lines, scorer.tokenizer), trainer_column)
+
+
+def _both_columns(
+    rollouts: Sequence[tuple[Rollout, SamplingParams]], lines: Sequence[LoggedRollout]
+) -> list[Drawn]:
+    """The log's own two columns, of the tokens that have both."""
+    drawn = []
+    for (rollout, params), line in zip(rollouts, lines, strict=True):
+        if line.trainer_logprobs is not None:
+            places = np.flatnonzero(~(np.isnan(rollout.logprobs) | np.isnan(line.trainer_logprobs)))
+            columns = rollout.logprobs[places], line.trainer_logprobs[places]
+            drawn.append(Drawn(group_of(line), np.array(rollout.completion_ids), places, *columns, params))
+    return drawn
+
+
+def _of_trainer(evidence: Evidence, lines: Sequence[LoggedRollout]) -> Evidence:
+    """The lines with the log's trainer column in place of the sampler's."""
+    return replace(
+        evidence,
+        lines=[
+            replace(line, logged=logged.trainer_logprobs)
+            for line, logged in zip(evidence.lines, lines, strict=True)
+            if logged.trainer_logprobs is not None
+        ],
+    )
+
+
+def other_checkpoints(names: Sequence[str], folder: Path) -> tuple[Path, ...]:
+    """The checkpoints that were named, each a model, or a folder of models in the order of their numbers.
+
+    folder: the model of the audit, which is left out. Raises ValueError for one of another architecture.
+    """
+    folders = []
+    for name in names:
+        inside = (
+            [config.parent for config in Path(name).glob("**/config.json")] if Path(name).is_dir() else []
+        )
+        inside = [x for x in inside if x != Path(name)]
+        folders += [resolve_model(name)] if not inside else sorted(inside, key=_natural)
+    folders = [x for x in dict.fromkeys(folders) if x.resolve() != folder.resolve()]
+    for other in folders:
+        if different := _other_shape(folder, other):
+            raise ValueError(
+                f"audit: --checkpoints {other} has another {different} than {folder}; its weights cannot "
+                "have drawn this log"
+            )
+        check_weights(other, Layout(ModelConfig.from_file(other)))
+    return tuple(folders)
+
+
+def _natural(path: Path) -> list[int | str]:
+    """Step 2 before step 10."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(path))]
+
+
+def _other_shape(a: Path, b: Path) -> str | None:
+    """The first field in which two configs differ, but for the file as it was read; None where none does."""
+    x, y = ModelConfig.from_file(a), ModelConfig.from_file(b)
+    names = [f.name for f in fields(x) if f.name not in ("raw", "max_positions")]
+    return next((name for name in names if getattr(x, name) != getattr(y, name)), None)

@@ -1,0 +1,103 @@
+"""The table of hypotheses, their order and their remedies. It needs no model.
+
+A new one is a row here, a function that says what the log would hold, and its name beside this function: in
+numbers.py where it needs no model, else in predictors.py.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """One kind of explanation."""
+
+    name: str
+    remedy: str
+
+
+_PROCESSED = (
+    "Let the sampler report processed log-probabilities (vLLM: logprobs_mode='processed_logprobs'), and "
+    "apply the same temperature, top-p and top-k in the trainer."
+)
+_SAME_SETTINGS = "Give the sampler and the trainer the same temperature, top-p and top-k."
+_INDEX = "Carry prompt, completion and log-probabilities in one record from the sampler to the trainer."
+_POSITIONS = (
+    "Give the forward position_ids that count real tokens (cumsum of the attention mask), and the "
+    "attention mask itself."
+)
+_ALIGN = "The logits at token i predict token i + 1: shift labels, mask and log-probabilities alike."
+
+# Of several that fit equally well, the first is named. So the simple ones stand first.
+HYPOTHESES = (
+    Hypothesis(
+        "rounded log-probabilities",
+        "Log all 9 digits of an fp32 number, or say in the log how many decimals it keeps (decimals).",
+    ),
+    Hypothesis("raw logits", _PROCESSED),
+    Hypothesis("temperature not applied", _PROCESSED),
+    Hypothesis("top-p and top-k not renormalised", _PROCESSED),
+    Hypothesis(
+        "generation_config.json",
+        "Give the sampler its settings explicitly (vLLM: generation_config='vllm').",
+    ),
+    Hypothesis("temperature applied otherwise", "Divide the logits by it once."),
+    Hypothesis("another temperature", _SAME_SETTINGS),
+    Hypothesis("another top-p or top-k", _SAME_SETTINGS),
+    Hypothesis("logarithms to another base", "Log natural logarithms."),
+    Hypothesis("means in place of tokens", "Log one number for each token."),
+    Hypothesis("off by one", _ALIGN),
+    Hypothesis("mask off by one", _ALIGN),
+    Hypothesis("zeros for tokens not drawn", "Mask these tokens out of the loss, and log null for them."),
+    Hypothesis(
+        "another checkpoint",
+        "The sync did not reach the sampler, or came late: compare weight versions before each draw.",
+    ),
+    Hypothesis(
+        "stale prefix cache",
+        "Reset the prefix cache whenever the weights change.",
+    ),
+    Hypothesis(
+        "incomplete sync",
+        "The sync left these tensors out, or the engine dropped them: hash both sides (zerokl weights).",
+    ),
+    Hypothesis(
+        "update applied again",
+        "Merge an adapter into the base weights each time, never into merged ones.",
+    ),
+    Hypothesis(
+        "weights rounded",
+        "Merge adapters and sync weights in the trainer's dtype, or score with the rounded weights too.",
+    ),
+    Hypothesis(
+        "weights quantised",
+        "Let the trainer score with the quantised weights, or correct for it (importance sampling).",
+    ),
+    Hypothesis(
+        "another dtype",
+        "Give both the same dtype, or correct for the difference (importance sampling).",
+    ),
+    Hypothesis(
+        "another rotary embedding",
+        "Compare rope_theta and rope_scaling of both configurations.",
+    ),
+    Hypothesis("another epsilon", "Compare rms_norm_eps of both configurations."),
+    Hypothesis(
+        "16-bit intermediates",
+        "Switch the fused kernel off (Megatron: apply_rope_fusion, bias_activation_fusion), or let both "
+        "sides use it.",
+    ),
+    Hypothesis("another line's numbers", _INDEX),
+    Hypothesis("another line's prompt", _INDEX),
+    Hypothesis("another line's completion", _INDEX),
+    Hypothesis(
+        "a special token",
+        "Hand the sampler's own token ids to the trainer; apply the chat template once.",
+    ),
+    Hypothesis("padding is read", _POSITIONS),
+    Hypothesis("positions shifted by padding", _POSITIONS),
+    Hypothesis("other positions", _POSITIONS),
+    Hypothesis(
+        "retokenised text",
+        "Hand token ids from the sampler to the trainer; never decode and encode again.",
+    ),
+)

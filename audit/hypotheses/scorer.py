@@ -1,0 +1,128 @@
+"""Ways to score the lines of a log otherwise, with a model.
+
+Shapes: C completion tokens, T tokens of one sequence, D width of the model.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ...engine.tasks.tokenizer import Tokenizer
+from ...kernels.logprob import linear_logprob
+from ...kernels.sampling_params import SamplingParams
+from ...model.checkpoint import load_decoder
+from ...model.decoder import Decoder, Hook, Numerics, PackedContext, no_hook
+from ...model.scoring import pack
+from ..engines.engine import TOGETHER, Engine, Pair, ZeroklEngine
+from .evidence import Evidence, Scores
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """The model behind the trainer's column."""
+
+    trainer: Engine
+    folder: Path
+    dtype: torch.dtype
+    head: torch.dtype
+    device: torch.device
+    tokenizer: Tokenizer
+    checkpoints: tuple[Path, ...] = ()  # other weights that may have drawn the log
+    _loaded: list[Decoder] = field(default_factory=list)
+
+    def decoder(self, folder: Path | None = None, dtype: torch.dtype | None = None) -> Decoder:
+        """Our decoder of a checkpoint. The trainer's own is used where it is ours."""
+        folder, dtype = folder or self.folder, dtype or self.dtype
+        if folder == self.folder and dtype == self.dtype and isinstance(self.trainer, ZeroklEngine):
+            return self.trainer.decoder
+        decoder = load_decoder(folder, dtype, self.device)
+        decoder.numerics = Numerics(lm_head=self.head if dtype == self.dtype else None)
+        return decoder
+
+    def model(self) -> Decoder:
+        """Our decoder of the trainer's checkpoint, kept from the first call on."""
+        if not self._loaded:
+            self._loaded.append(self.decoder())
+        return self._loaded[0]
+
+    def score(self, pairs: Sequence[Pair], params: Sequence[SamplingParams]) -> list[np.ndarray]:
+        """The trainer's logprobs [C] of each pair, each under its own sampling parameters."""
+        scores: dict[int, np.ndarray] = {}
+        for same in dict.fromkeys(params):
+            indices = [i for i, p in enumerate(params) if p == same]
+            scores |= zip(indices, self.trainer.score([pairs[i] for i in indices], same), strict=True)
+        return [scores[i] for i in range(len(pairs))]
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the trainer's column is our decoder's."""
+        return isinstance(self.trainer, ZeroklEngine)
+
+    def scores(self, evidence: Evidence) -> Scores:
+        """The logprobs of all lines by our decoder of the trainer's checkpoint."""
+        return decoder_scores(self.model(), evidence)
+
+    def rounding_size(self, evidence: Evidence) -> float:
+        """Mean |d| in nats between the trainer's dtype and fp32: what rounding alone makes of this model."""
+        if self.dtype == torch.float32:
+            return 0.0
+        exact = decoder_scores(self.decoder(dtype=torch.float32), evidence)
+        with np.errstate(invalid="ignore"):
+            gaps = [np.abs(line.scored - exact[i]) for i, line in enumerate(evidence.lines)]
+        known = np.concatenate([np.empty(0), *gaps])
+        known = known[np.isfinite(known)]
+        return float(known.mean()) if len(known) else 0.0
+
+
+@torch.no_grad()
+def hidden_rows(
+    decoder: Decoder,
+    pairs: Sequence[Pair],
+    positions: Sequence[np.ndarray] | None = None,
+    hook_of: Callable[[PackedContext], Hook] | None = None,
+) -> list[torch.Tensor]:
+    """The rows [C, D] that predict each completion.
+
+    positions: of the input tokens [T] of each pair, in place of 0, 1, 2, ... hook_of: the hook of a forward;
+    it may write over the outputs that it is given.
+    """
+    rows = []
+    for start in range(0, len(pairs), TOGETHER):
+        batch = pack(pairs[start : start + TOGETHER])
+        context = PackedContext(batch.lengths, decoder.config)
+        if positions is not None:
+            context.positions = torch.from_numpy(np.concatenate(positions[start : start + TOGETHER]))
+        hidden = decoder.hidden(batch.ids, context, hook_of(context) if hook_of else no_hook)
+        rows += hidden[batch.rows.to(hidden.device)].split(batch.completion_lengths)
+    return rows
+
+
+@torch.no_grad()
+def read_rows(
+    decoder: Decoder, rows: Sequence[torch.Tensor], pairs: Sequence[Pair], params: Sequence[SamplingParams]
+) -> list[np.ndarray]:
+    """logp [C] of each completion from its rows [C, D]."""
+    lm_head = decoder.logits_weight()
+    return [
+        linear_logprob(
+            h.to(lm_head.dtype), lm_head, torch.tensor(list(completion), device=h.device), sampling_params
+        )[0]
+        .cpu()
+        .numpy()
+        for h, (_, completion), sampling_params in zip(rows, pairs, params, strict=True)
+    ]
+
+
+def decoder_scores(
+    decoder: Decoder,
+    evidence: Evidence,
+    positions: Sequence[np.ndarray] | None = None,
+    hook_of: Callable[[PackedContext], Hook] | None = None,
+) -> Scores:
+    """The logprobs of all lines by a decoder, under the lines' own sampling parameters (see hidden_rows)."""
+    pairs = evidence.pairs()
+    rows = hidden_rows(decoder, pairs, positions, hook_of)
+    return evidence.by_line(read_rows(decoder, rows, pairs, evidence.params()))

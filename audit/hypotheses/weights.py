@@ -1,0 +1,143 @@
+"""Hypotheses about the weights: another checkpoint, a stale cache, weights or sums in another dtype."""
+
+from collections.abc import Iterator
+
+import torch
+
+from ...kernels.attention_plan import KEY_TILE
+from ...model.cache import BlockCache, CachedContext
+from ...model.checkpoint import DTYPES
+from ...model.decoder import Decoder, Numerics
+from .evidence import Evidence
+from .prediction import Prediction
+from .scorer import decoder_scores, read_rows
+
+
+def another_checkpoint(evidence: Evidence) -> Iterator[Prediction]:
+    """The other checkpoints that were named, one by one."""
+    scorer = evidence.scorer
+    for folder in scorer.checkpoints:
+        scores = decoder_scores(scorer.decoder(folder), evidence)
+        yield Prediction(f"the sampler computed with the weights of {folder}", scores)
+
+
+# Kinds of tensors that a sync may leave out, by a part of their names.
+_KINDS = {
+    "the embedding and lm_head": ("embed_tokens", "lm_head"),
+    "the norms": ("norm",),
+    "the attention's projections": ("self_attn",),
+    "the MLP's projections": (".mlp.",),
+    "the biases": (".bias",),
+}
+
+
+def incomplete_sync(evidence: Evidence) -> Iterator[Prediction]:
+    """One kind of tensors of another checkpoint, all others of the model."""
+    scorer = evidence.scorer
+    model = scorer.model()
+    for folder in scorer.checkpoints:
+        older = model.layout.checkpoint_views(scorer.decoder(folder).flat.detach())
+        for kind, parts in _KINDS.items():
+            flat = model.flat.detach().clone()
+            views = model.layout.checkpoint_views(flat)
+            left_out = [name for name in views if any(part in name for part in parts)]
+            if all(torch.equal(views[name], older[name]) for name in left_out):
+                continue
+            for name in left_out:
+                views[name].copy_(older[name])
+            what = f"{kind} in the sampler are of {folder}, all other tensors are the model's"
+            yield Prediction(what, decoder_scores(_with_weights(evidence, flat), evidence))
+
+
+def repeated_update(evidence: Evidence) -> Iterator[Prediction]:
+    """The step from another checkpoint to the model's, taken twice and three times.
+
+    A merge of an adapter into weights that it was merged into before leaves such weights.
+    """
+    scorer = evidence.scorer
+    exact = scorer.model().flat.detach()
+    for folder in scorer.checkpoints:
+        step = exact.double() - scorer.decoder(folder).flat.detach().double()
+        if not step.any():
+            continue
+        for times in (2, 3):
+            flat = (exact + (times - 1) * step).to(exact.dtype)
+            what = f"the update from {folder} to the model is in the sampler's weights {times} times"
+            yield Prediction(what, decoder_scores(_with_weights(evidence, flat), evidence))
+
+
+def stale_prefix(evidence: Evidence) -> Iterator[Prediction]:
+    """Keys and values of the prompt by other weights, those of the completion by the model's model."""
+    scorer = evidence.scorer
+    for folder in scorer.checkpoints:
+        older = scorer.decoder(folder)
+        rows = [
+            _after_prefix(older, scorer.model(), line.prompt_ids, line.pair[1]) for line in evidence.lines
+        ]
+        scores = read_rows(scorer.model(), rows, evidence.pairs(), evidence.params())
+        what = f"the sampler's cache of the prompts was computed with the weights of {folder}"
+        yield Prediction(what, evidence.by_line(scores))
+
+
+@torch.no_grad()
+def _after_prefix(older: Decoder, model: Decoder, prompt: tuple[int, ...], completion: tuple[int, ...]):
+    """The rows [C, D] of a completion whose prompt, but for its last token, is in the cache of `older`."""
+    inputs, first = [*prompt, *completion[:-1]], len(prompt) - 1
+    cache = BlockCache(model.config, -(-len(inputs) // KEY_TILE), model.cache_dtype, model.device)
+    blocks = [cache.allocate(cache.blocks)]
+    if first:
+        context = CachedContext(cache, [first], [0], blocks)
+        older.hidden(torch.tensor(inputs[:first]), context)
+    rest = inputs[first:]
+    return model.hidden(torch.tensor(rest), CachedContext(cache, [len(rest)], [first], blocks))
+
+
+def rounded_weights(evidence: Evidence) -> Iterator[Prediction]:
+    """The weights in a narrower dtype than the trainer's.
+
+    A merge of an adapter in bf16 leaves such weights, and so does a sync in a narrower dtype.
+    """
+    scorer = evidence.scorer
+    exact = scorer.model().flat.detach()
+    for name in ("bfloat16", "float16"):
+        rounded = exact.to(DTYPES[name]).to(exact.dtype)
+        if not torch.equal(rounded, exact):
+            yield Prediction(
+                f"the sampler's weights are rounded to {name}, the trainer's are not",
+                decoder_scores(_with_weights(evidence, rounded), evidence),
+            )
+
+
+def quantised_weights(evidence: Evidence) -> Iterator[Prediction]:
+    """The matrices of all layers in fp8 e4m3, with one scale for each."""
+    scorer = evidence.scorer
+    flat = scorer.model().flat.detach().clone()
+    for name, w in scorer.model().layout.checkpoint_views(flat).items():
+        if w.ndim == 2 and ".layers." in name:
+            scale = w.abs().max().float().clamp(min=1e-12) / 448.0
+            w.copy_((w.float() / scale).to(torch.float8_e4m3fn).float() * scale)
+    yield Prediction(
+        "the sampler's weights are quantised to fp8 e4m3, one scale for each matrix",
+        decoder_scores(_with_weights(evidence, flat), evidence),
+    )
+
+
+def _with_weights(evidence: Evidence, flat: torch.Tensor) -> Decoder:
+    model = evidence.scorer.model()
+    decoder = Decoder(model.config, flat, model.layout)
+    decoder.numerics = model.numerics
+    return decoder
+
+
+def another_dtype(evidence: Evidence) -> Iterator[Prediction]:
+    """The whole forward, or the logits alone, in another dtype."""
+    scorer = evidence.scorer
+    for name, dtype in DTYPES.items():
+        if dtype != scorer.dtype:
+            scores = decoder_scores(scorer.decoder(dtype=dtype), evidence)
+            yield Prediction(f"the sampler computed in {name}", scores)
+    if scorer.head != torch.float32:
+        decoder = _with_weights(evidence, scorer.model().flat.detach())
+        decoder.numerics = Numerics(lm_head=torch.float32)
+        what = "the sampler's logits are in float32"
+        yield Prediction(what, decoder_scores(decoder, evidence))

@@ -1,0 +1,58 @@
+"""The section of a report about a log."""
+
+from dataclasses import dataclass, field
+
+from .as_json import OPTIONAL
+from .figures.drawn_from import Distribution
+from .hypotheses.fit import Tried
+from .hypotheses.log_checks import DOUBLED, LogFault
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How far the numbers of a log were cut, and what this does not explain."""
+
+    decimals: int  # the fewest that a line keeps
+    tolerance: float  # half of the last decimal of each rounded side, in nats
+    tokens_beyond: int  # tokens that differ by more
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerColumn(Tried):
+    """The log's own trainer column beside a model, and beside the sampler's column."""
+
+    distribution: Distribution
+
+
+@dataclass(frozen=True)
+class VersionFigures:
+    """The figures of one weight version; -1 stands for tokens of an unknown one."""
+
+    weight_version: int
+    tokens: int
+    frac_equal: float
+    max_abs: float
+    k3: float
+
+
+@dataclass(frozen=True)
+class LogSection:
+    """What a log says, and what may have gone wrong with it."""
+
+    logged: int  # completions in the log, of the weight version that was asked for
+    distribution: Distribution
+    hypotheses: Tried
+    log_faults: list[LogFault] = field(metadata={"json": "log_findings"})
+    # where something was rounded
+    rounding: Rounding | None = field(default=None, metadata=OPTIONAL)
+    # where the log has one and a model is at hand
+    trainer_column: TrainerColumn | None = field(default=None, metadata=OPTIONAL)
+    # where both columns are the log's
+    by_version: list[VersionFigures] | None = field(default=None, metadata=OPTIONAL)
+    # rollouts that do not say how they were drawn, of such a log
+    distribution_unsaid: int | None = field(default=None, metadata=OPTIONAL)
+
+
+def is_doubled(faults: list[LogFault]) -> bool:
+    """Whether a log holds lines twice."""
+    return any(fault.name == DOUBLED for fault in faults)

@@ -1,0 +1,1 @@
+"""Logs of rollouts: read for an audit, compared with each other, converted."""

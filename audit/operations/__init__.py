@@ -1,0 +1,1 @@
+"""Where two engines part, and why: one sequence, operation by operation."""

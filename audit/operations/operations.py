@@ -1,0 +1,229 @@
+"""The operations of a decoder, each alone, in any dtype, with plain torch.
+
+They are the yardstick of an audit. In fp64 an operation is exact beside an engine's. In the engine's dtype it
+shows how much a sound computation rounds. Nothing here calls our kernels, so a fault of theirs is seen too.
+
+Shapes: T tokens, D width of a head, V vocabulary, C completion tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from ...kernels.logprob import scaled_logits_ref
+from ...kernels.sampling_params import SamplingParams
+from ...model.checkpoint import load_decoder
+from ...model.config import ModelConfig
+from ...model.decoder import Decoder
+from .names import parts
+
+Tensor = torch.Tensor
+Lookup = Callable[[str], Tensor]  # the output of an operation, [T, width], by its name (model/op_names.py)
+
+# Rows of a weight that are converted to fp64 at a time: the lm_head of a large vocabulary would take
+# gigabytes.
+_ROWS = 16384
+_LINEAR = {
+    "q_proj": ("self_attn.q_proj", "input_norm"),
+    "k_proj": ("self_attn.k_proj", "input_norm"),
+    "v_proj": ("self_attn.v_proj", "input_norm"),
+    "o_proj": ("self_attn.o_proj", "attention"),
+    "gate_proj": ("mlp.gate_proj", "post_norm"),
+    "up_proj": ("mlp.up_proj", "post_norm"),
+    "down_proj": ("mlp.down_proj", "silu_mul"),
+}
+_NORMS = {
+    "input_norm": "input_layernorm",
+    "post_norm": "post_attention_layernorm",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint as an engine computes with it: its config, and its weights in the engine's dtype.
+
+    weights: by their names in the checkpoint.
+    """
+
+    config: ModelConfig
+    weights: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, decoder: Decoder) -> "Checkpoint":
+        """The checkpoint that a decoder was loaded from."""
+        return cls(decoder.config, decoder.layout.checkpoint_views(decoder.flat.detach()))
+
+    @classmethod
+    def load(cls, folder: Path, dtype: torch.dtype) -> "Checkpoint":
+        """Read a folder, on the CPU. Raises ValueError (see load_decoder)."""
+        return cls.of(load_decoder(folder, dtype))
+
+    @property
+    def lm_head(self) -> str:
+        """The name of the weight that makes the logits."""
+        return "model.embed_tokens.weight" if self.config.tied else "lm_head.weight"
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self.weights["model.embed_tokens.weight"].device
+
+
+def weight_names(op: str, checkpoint: Checkpoint) -> tuple[str, str | None]:
+    """The checkpoint's names of an operation's weight and bias ("" and None where it has none)."""
+    prefix, kind = parts(op)
+    if kind == "embed":
+        return "model.embed_tokens.weight", None
+    if kind == "logits":
+        return checkpoint.lm_head, None
+    if kind == "norm":
+        return "model.norm.weight", None
+    if kind in _NORMS:
+        return f"model.{prefix}{_NORMS[kind]}.weight", None
+    if kind in _LINEAR:
+        module = f"model.{prefix}{_LINEAR[kind][0]}"
+        bias = f"{module}.bias"
+        return f"{module}.weight", bias if bias in checkpoint.weights else None
+    return "", None
+
+
+def input_names(op: str, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """The operations that an operation reads."""
+    prefix, kind = parts(op)
+    if kind in _LINEAR:
+        return (prefix + _LINEAR[kind][1],)
+    before = "embed"
+    if prefix and (layer := int(prefix.split(".")[1])):
+        before = f"layers.{layer - 1}.mlp_residual"
+    qk = "norm" if checkpoint.config.qk_norm else "proj"
+    inputs = {
+        "embed": (),
+        "input_norm": (before,),
+        "q_norm": (prefix + "q_proj",),
+        "k_norm": (prefix + "k_proj",),
+        "q_rope": (f"{prefix}q_{qk}",),
+        "k_rope": (f"{prefix}k_{qk}",),
+        "attention": (prefix + "q_rope", prefix + "k_rope", prefix + "v_proj"),
+        "attention_residual": (before, prefix + "o_proj"),
+        "post_norm": (prefix + "attention_residual",),
+        "silu_mul": (prefix + "gate_proj", prefix + "up_proj"),
+        "mlp_residual": (prefix + "attention_residual", prefix + "down_proj"),
+        "norm": (f"layers.{checkpoint.config.layers - 1}.mlp_residual",),
+        "logits": ("norm",),
+        "logprob": ("logits",),
+    }
+    return inputs[kind]
+
+
+@dataclass(frozen=True)
+class Operations:
+    """The operations of one checkpoint over one sequence, computed in `dtype`."""
+
+    checkpoint: Checkpoint
+    prompt: Sequence[int]
+    completion: Sequence[int]
+    sampling_params: SamplingParams
+    dtype: torch.dtype = torch.float64
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of norms and of the softmax, as in transformers: fp32, or fp64 where all is."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    def weight(self, name: str) -> Tensor:
+        """A weight in the dtype of the computation."""
+        return self.checkpoint.weights[name].to(self.dtype)
+
+    def compute(self, op: str, lookup: Lookup) -> Tensor:
+        """The output of an operation, [T, width], from its inputs."""
+        _, kind = parts(op)
+        x = [lookup(name).to(self.dtype) for name in input_names(op, self.checkpoint)]
+        name, bias = weight_names(op, self.checkpoint)
+        if kind == "embed":
+            ids = torch.tensor([*self.prompt, *self.completion[:-1]], device=self.checkpoint.device)
+            return self.checkpoint.weights[name][ids].to(self.dtype)
+        if kind == "logprob":
+            return self.logprob(x[0])
+        if kind == "logits" or kind in _LINEAR:
+            return linear(x[0], self.checkpoint.weights[name], self.weight(bias) if bias else None)
+        if kind == "norm" or kind in _NORMS:
+            return self.norm(x[0], self.weight(name), self.checkpoint.config.eps)
+        if kind in ("q_rope", "k_rope"):
+            return self.rope(x[0], self.checkpoint.config.frequencies)
+        if kind == "attention":
+            return self.attention(*x)
+        if kind == "silu_mul":
+            return F.silu(x[0]) * x[1]
+        return x[0] + x[1]
+
+    def normalised(self, x: Tensor, width: int, eps: float) -> Tensor:
+        """x [T, n * width] divided by the root mean square of each group of `width`, unweighted."""
+        groups = x.to(self.wide).reshape(len(x), -1, width)
+        scale = torch.rsqrt((groups * groups).mean(dim=2, keepdim=True) + eps)
+        return (groups * scale).to(self.dtype)
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMS norm over the width of `weight`: over the row, or over each head."""
+        return (self.normalised(x, len(weight), eps) * weight).reshape(x.shape)
+
+    def rope(
+        self, x: Tensor, frequencies: Sequence[float], shift: int = 0, interleaved: bool = False
+    ) -> Tensor:
+        """Rotary embedding of heads [T, n * D]. shift is added to the positions.
+
+        interleaved: rotates neighbours (0, 1), (2, 3), ... and not the halves of a head.
+        """
+        T, D = len(x), self.checkpoint.config.head_dim
+        positions = torch.arange(shift, T + shift, dtype=self.wide, device=x.device)
+        angles = torch.outer(positions, torch.tensor(frequencies, dtype=self.wide, device=x.device))
+        cos, sin = (t.to(self.dtype).unsqueeze(1) for t in (angles.cos(), angles.sin()))
+        heads = x.reshape(T, -1, D)
+        if interleaved:
+            a, b = heads[..., ::2], heads[..., 1::2]
+            return torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).reshape(x.shape)
+        a, b = heads.chunk(2, dim=2)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=2).reshape(x.shape)
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float | None = None,
+        causal: bool = True,
+        tiled: bool = False,
+    ) -> Tensor:
+        """Attention of q [T, Hq * D] over k and v [T, Hkv * D], one head at a time.
+
+        tiled: query head i reads key-value head i modulo Hkv, and not i // (Hq / Hkv).
+        """
+        c, T = self.checkpoint.config, len(q)
+        heads_q, heads_k, heads_v = (x.reshape(T, -1, c.head_dim) for x in (q, k, v))
+        scale = c.head_dim**-0.5 if scale is None else scale
+        hidden = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
+        outputs = []
+        for i in range(c.heads):
+            j = i % c.kv_heads if tiled else i // (c.heads // c.kv_heads)
+            scores = (heads_q[:, i] @ heads_k[:, j].T) * scale
+            scores = scores.masked_fill(hidden, float("-inf")) if causal else scores
+            p = torch.softmax(scores.to(self.wide), dim=1).to(self.dtype)
+            outputs.append(p @ heads_v[:, j])
+        return torch.cat(outputs, dim=1)
+
+    def logprob(self, logits: Tensor, sampling_params: SamplingParams | None = None) -> Tensor:
+        """logits [T, V] -> logp [C, 1] of the completion."""
+        params = self.sampling_params if sampling_params is None else sampling_params
+        z = scaled_logits_ref(logits[-len(self.completion) :], params)
+        drawn = torch.tensor([*self.completion], device=z.device).unsqueeze(1)
+        return torch.log_softmax(z.to(self.wide), dim=1).gather(1, drawn)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, K], weight [N, K] of any dtype -> [T, N] in the dtype of x."""
+    y = torch.cat([x @ rows.to(x.dtype).T for rows in weight.split(_ROWS)], dim=1)
+    return y if bias is None else y + bias

@@ -1,0 +1,1 @@
+"""What an audit shows: the page, the tables of the terminal, the summary in Markdown."""

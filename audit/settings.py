@@ -1,0 +1,130 @@
+"""What an audit assumed: the settings, prompts and versions under which its figures hold."""
+
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+
+from ..kernels.sampling_params import SamplingParams
+from .as_json import OPTIONAL, PART
+
+_PACKAGES = ("zerokl", "torch", "transformers", "tokenizers", "vllm", "numpy")
+# Different sampling parameters of a log that are listed.
+_LISTED = 4
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """Compute dtype and dtype of the logits, of trainer and sampler; "logged" where a log has both."""
+
+    dtype: str
+    head_dtype: str
+    sampler_dtype: str
+    sampler_head_dtype: str
+
+    def words(self, side: str) -> str:
+        """The dtypes of a side, "sampler" or "trainer", in words."""
+        dtype, head = self.dtype, self.head_dtype
+        if side == "sampler":
+            dtype, head = self.sampler_dtype, self.sampler_head_dtype
+        return dtype if dtype == head else f"{dtype}, logits in {head}"
+
+
+# A log does not say in which dtypes its columns were computed.
+LOGGED = Dtypes("logged", "logged", "logged", "logged")
+
+
+@dataclass(frozen=True)
+class DrawnWith:
+    """Sampling parameters, and how many rollouts were drawn with them."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    rollouts: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """How the rollouts came about: drawn by an engine, or logged. None is what does not apply."""
+
+    seed: int | None = field(default=None, metadata=OPTIONAL)
+    max_tokens: int | None = field(default=None, metadata=OPTIONAL)
+    prompts: str | None = field(default=None, metadata=OPTIONAL)
+    log: str | None = field(default=None, metadata=OPTIONAL)
+    weight_version: int | None = field(default=None, metadata=OPTIONAL)
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """What the figures of a report rest on."""
+
+    distributions: list[DrawnWith]
+    dtypes: Dtypes = field(metadata=PART)
+    device: str
+    source: Source = field(metadata=PART)
+    versions: dict[str, str]
+
+
+def assumed(
+    dtypes: Dtypes, sampling_params: Iterable[SamplingParams], device: str, source: Source
+) -> Assumed:
+    """What the figures rest on. sampling_params: of every rollout."""
+    versions = {name: known for name in _PACKAGES if (known := _version(name))}
+    return Assumed(
+        [DrawnWith(*params, count) for params, count in _counted(sampling_params).items()],
+        dtypes,
+        device,
+        source,
+        versions | {"python": platform.python_version()},
+    )
+
+
+def distribution(params: DrawnWith) -> str:
+    """Sampling parameters in words, those that cut nothing included."""
+    if params.temperature == 0.0:
+        return "greedy (temperature 0; log-probabilities of temperature 1)"
+    top_k, top_p = params.top_k, params.top_p
+    return (
+        f"temperature {params.temperature:g}, top-p {'off' if top_p >= 1.0 else f'{top_p:g}'}, "
+        f"top-k {'off' if top_k <= 0 else top_k}"
+    )
+
+
+def kept_set(distributions: Sequence[DrawnWith]) -> str:
+    """The name of the set of tokens that the trainer keeps; empty where it keeps all."""
+    cut = [d for d in distributions if d.temperature != 0.0]
+    names = [
+        name
+        for name, cuts in (
+            ("top-k", any(d.top_k > 0 for d in cut)),
+            ("top-p", any(d.top_p < 1.0 for d in cut)),
+        )
+        if cuts
+    ]
+    return " and ".join(names)
+
+
+def _counted(sampling_params: Iterable[SamplingParams]) -> dict[SamplingParams, int]:
+    counts: dict[SamplingParams, int] = {}
+    for params in sampling_params:
+        counts[params] = counts.get(params, 0) + 1
+    return counts
+
+
+def distribution_words(distributions: Sequence[DrawnWith]) -> str:
+    """How tokens were drawn, in words."""
+    if not distributions:
+        return "the log does not say how"
+    if len(distributions) == 1:
+        return f"at {distribution(distributions[0])}"
+    parts = [f"{d.rollouts} at {distribution(d)}" for d in distributions[:_LISTED]]
+    left = len(distributions) - _LISTED
+    return "; ".join(parts) + (f"; {left} other settings" if left > 0 else "")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

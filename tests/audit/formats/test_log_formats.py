@@ -1,0 +1,418 @@
+"""Logs of other frameworks: each sample is read for what it says, and no input breaks a reader."""
+
+import copy
+import json
+import pickle
+import re
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from zerokl.audit.audit import audit
+from zerokl.audit.command import find_log
+from zerokl.audit.formats import zerokl as own
+from zerokl.audit.formats.registry import FORMATS, find_format, read_rollouts
+from zerokl.cli import main
+from zerokl.kernels.sampling_params import SamplingParams
+
+from tests.audit.settings import audit_config, audit_json
+from tests.helpers import property_settings
+
+SAMPLES = Path(__file__).parents[1] / "log_samples"
+SCHEMA = json.loads((Path(own.__file__).parent / "log.schema.json").read_text())
+VALID = jsonschema.Draft202012Validator(SCHEMA)
+FULL = {
+    "prompt_ids": [12, 5, 39],
+    "completion_ids": [4, 8, 15, 16],
+    "logprobs": [-0.25, None, -1.5, -0.125],
+    "trainer_logprobs": [-0.25, -0.5, -1.5, None],
+    "mask": [1, 1, 0, 1],
+    "temperature": 0.8,
+    "top_k": 20,
+    "top_p": 0.9,
+    "weight_version": [3, 3, 4, 4],
+    "decimals": 4,
+    "trainer_decimals": 6,
+    "sampling_mask": [[4, 5], None, None, [16]],
+    "routed_experts": [[[0, 1]], [[2, 1]], [[0, 3]], [[1, 2]]],
+    "reward": 1.0,
+    "advantage": [0.5, 0.5, 0.5, 0.5],
+    "step": 2,
+    "prompt": "sums",
+    "sample": 1,
+    "prompt_text": "1+2=",
+    "completion_text": "3",
+}
+
+
+def slime_sample() -> dict:
+    """A sample as slime's Sample.to_dict() has it; the fields are documented in slime/utils/types.py."""
+    return {
+        "group_index": 2,
+        "index": 9,
+        "tokens": [12, 5, 39, 4, 8, 15],
+        "response_length": 3,
+        "loss_mask": [1, 0, 1],
+        "weight_versions": ["3", "4"],
+        "rollout_log_probs": [-0.5, 0.0, -0.25],
+        "rollout_top_p_token_ids": torch.tensor([4, 7, 15], dtype=torch.int32),
+        "rollout_top_p_token_offsets": torch.tensor([0, 2, 2, 3], dtype=torch.int32),
+        "reward": 1.0,
+        "status": "completed",
+        "metadata": {},
+    }
+
+
+def read(path: Path, name: str = "auto") -> list:
+    return [rollout for _, rollout in read_rollouts(path, name)]
+
+
+def write_rows(path: Path, *rows: dict) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_turn_with_a_tools_answer_of_prime_rl():
+    first, second = read(SAMPLES / "prime-rl.jsonl")
+    assert first.prompt_ids == (12, 5, 39, 2)
+    assert first.completion_ids == (27, 29, 5, 19, 8, 9, 2, 33, 25, 40)
+    assert first.mask.tolist() == [True] * 4 + [False] * 3 + [True] * 3
+    assert np.isnan(first.logprobs).tolist() == (~first.mask).tolist()
+    assert (
+        first.logprobs[first.mask].tolist()
+        == np.float32([-0.1133, -1.5471, -0.2545, -0.5187, -0.3339, -2.3469, -2.5836]).tolist()
+    )
+    assert first.trainer_logprobs[0] == np.float32(-0.1123)
+    assert (first.decimals, first.trainer_decimals, first.tolerance()) == (4, 4, 1e-4)
+    assert first.sampling_params == SamplingParams(0.8)
+    assert (first.weight_span, second.weight_span) == ((5, 6), (5, 5))
+    assert (first.step, first.prompt, first.sample, first.reward) == (7, "group-0", "trace-0", 1.0)
+
+
+def test_paths_that_part_late_count_their_beginning_once():
+    row = json.loads((SAMPLES / "prime-rl.jsonl").read_text().splitlines()[0])
+    nodes = row["traces"][0]["nodes"]
+    nodes.append(copy.deepcopy(nodes[3]) | {"parent": 1, "token_ids": [2, 6, 6, 6]})
+    first, second = FORMATS["prime-rl"].parse(row, Path())
+    assert int(first.mask.sum()) == 7
+    assert second.completion_ids == (27, 29, 5, 19, 2, 6, 6, 6)
+    assert second.mask.tolist() == [False] * 5 + [True] * 3
+
+
+def test_both_columns_and_the_padding_of_nemo_rl():
+    first, second = read(SAMPLES / "train_data_step4.jsonl")
+    assert (first.prompt_ids, len(first.completion_ids)) == ((12, 5, 39), 4)
+    assert second.mask.tolist() == [True] * 4 + [False] * 2 + [True] * 2
+    np.testing.assert_allclose(first.trainer_logprobs, first.logprobs * 1.001, rtol=1e-6)
+    assert np.isnan(second.trainer_logprobs[4:6]).all()
+    assert (first.step, first.reward, second.sample) == (4, 1.0, 1)
+    assert first.sampling_params is None
+
+
+def test_the_samples_of_a_call_of_tinker():
+    rollouts = read(SAMPLES / "tinker.jsonl")
+    assert [r.completion_ids for r in rollouts] == [(27, 29, 5, 19), (33, 25, 40, 16, 35, 11)]
+    assert {r.sampling_params for r in rollouts} == {SamplingParams(1.0)}
+    assert [(r.step, r.prompt, r.sample) for r in rollouts] == [(3, 0, 0), (3, 0, 1)]
+
+
+def test_the_turns_of_titanrl():
+    rollouts = read(SAMPLES / "titanrl.jsonl")
+    assert [(r.sample, r.turn, r.weight_span) for r in rollouts] == [
+        (0, 0, (3, 3)),
+        (0, 1, (3, 4)),
+        (1, 0, (3, 3)),
+    ]
+    first, second = rollouts[:2]
+    assert second.prompt_ids == (*first.prompt_ids, *first.completion_ids, 8, 9)
+
+
+def test_a_dump_of_slime_opens_without_running_code(tmp_path):
+    torch.save({"rollout_id": 5, "samples": [slime_sample()]}, tmp_path / "5.pt")
+    (rollout,) = read(tmp_path / "5.pt")
+    assert (rollout.prompt_ids, rollout.completion_ids) == ((12, 5, 39), (4, 8, 15))
+    assert rollout.sampling_mask == ((4, 7), None, (15,))
+    assert (rollout.weight_span, rollout.step, rollout.prompt) == ((3, 4), 5, 2)
+    assert np.isnan(rollout.logprobs).tolist() == [False, True, False]
+    trained = {"tokens": [1, 2, 3], "response_lengths": 1, "loss_masks": torch.ones(1)}
+    trained |= {"log_probs": torch.tensor([-0.5]), "rollout_log_probs": torch.tensor([-0.25])}
+    torch.save({"format_version": 2, "rollout_id": 5, "samples": [trained]}, tmp_path / "train.pt")
+    (rollout,) = read(tmp_path / "train.pt")
+    assert (rollout.trainer_logprobs.tolist(), rollout.logprobs.tolist()) == ([-0.5], [-0.25])
+
+
+class Opened:
+    """Leaves a mark when a pickle of it is loaded."""
+
+    def __reduce__(self):
+        return (Path.touch, (Path("opened"),))
+
+
+def test_a_folder_of_dumps_is_a_log(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        torch.save({"rollout_id": 5, "samples": [slime_sample()]}, tmp_path / folder / "5.pt")
+    assert find_log(str(tmp_path / "a")) == tmp_path / "a"
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+
+
+@pytest.mark.parametrize(("name", "format"), [("x.pt", "slime"), ("x.pkl", "skyrl"), ("x.pkl", "verl")])
+def test_a_pickle_is_never_loaded(tmp_path, monkeypatch, capsys, name, format):
+    monkeypatch.chdir(tmp_path)
+    if name == "x.pt":
+        torch.save({"samples": [Opened()]}, name)
+    else:
+        Path(name).write_bytes(pickle.dumps(Opened()))
+    assert main(["audit", name, "--out", "out"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert f"zerokl convert {name} --format" in error
+    assert main(["convert", name, "--format", format]) == 0
+    script = capsys.readouterr().out
+    compile(script, "script", "exec")
+    assert f"in {'SkyRL' if format == 'skyrl' else format}'s environment" in script
+    assert not Path("opened").exists()
+    pickle.loads(pickle.dumps(Opened()))  # control: loading it leaves the mark
+    assert Path("opened").exists()
+
+
+@pytest.mark.parametrize("name", ["skyrl.jsonl", "verl-recorded.jsonl", "trl.jsonl"])
+def test_recorded_and_converted_logs_are_ours(name):
+    framework = name.split(".")[0].split("-")[0]
+    rollouts = read(SAMPLES / name, framework)
+    assert all(r.trainer_logprobs is not None and r.sampling_params is not None for r in rollouts)
+    for line in (SAMPLES / name).read_text().splitlines():
+        VALID.validate(json.loads(line))
+
+
+def test_texts_are_refused_with_the_way_out(tmp_path, capsys):
+    assert main(["audit", str(SAMPLES / "verl.jsonl"), "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert (
+        "verl.jsonl, line 1: holds text and no token ids; record the run with zerokl.integrations.verl"
+        in error
+    )
+    assert main(["convert", str(SAMPLES / "verl.jsonl"), str(tmp_path / "log.jsonl")]) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ids_that_titanrl_left_out_are_asked_for(tmp_path, capsys):
+    row = json.loads((SAMPLES / "titanrl.jsonl").read_text().splitlines()[0])
+    del row["turns"][1]["completion_token_ids"]
+    write_rows(tmp_path / "log.jsonl", row)
+    assert main(["audit", str(tmp_path / "log.jsonl"), "--out", str(tmp_path / "out")]) == 2
+    assert "line 1: turns[1] has no token ids; set log_tensors" in capsys.readouterr().err
+
+
+def test_every_field_of_our_own_is_read():
+    VALID.validate(FULL)
+    (rollout,) = own.parse(FULL, Path())
+    assert np.isnan(rollout.logprobs).tolist() == [False, True, True, False]
+    assert rollout.weight_span == (3, 4)
+    assert rollout.sampling_params == SamplingParams(0.8, 20, 0.9)
+    assert rollout.tolerance() == pytest.approx(0.5e-4 + 0.5e-6)
+    assert rollout.routed_experts.shape == (4, 1, 2)
+    undrawn = FULL | {"logprobs": [-0.25, None, None, -0.125], "trainer_logprobs": [-0.25, -0.5, None, None]}
+    assert own.as_row(rollout) == undrawn
+    assert set(SCHEMA["properties"]) == {*FULL, "turns"}
+
+
+def test_turns_take_what_is_said_beside_them():
+    turns = [{k: FULL[k] for k in ("prompt_ids", "completion_ids", "logprobs")}] * 2
+    first, second = own.parse({"turns": turns, "temperature": 0.5, "weight_version": 7}, Path())
+    assert (first.turn, second.turn) == (0, 1)
+    assert first.sampling_params.temperature == second.sampling_params.temperature == 0.5
+    assert second.weight_span == (7, 7)
+
+
+# verl's own log holds text.
+WITH_IDS = sorted(path for path in SAMPLES.glob("*.jsonl") if path.name != "verl.jsonl")
+
+
+@pytest.mark.parametrize("file", WITH_IDS, ids=lambda p: p.name)
+def test_a_converted_log_says_the_same(file, tmp_path):
+    out = tmp_path / "log.jsonl"
+    assert main(["convert", str(file), str(out)]) == 0
+    for line in out.read_text().splitlines():
+        VALID.validate(json.loads(line))
+    for a, b in zip(read(file), read(out, "zerokl"), strict=True):
+        for name in (
+            "prompt_ids",
+            "completion_ids",
+            "sampling_params",
+            "decimals",
+            "reward",
+            "step",
+            "prompt",
+        ):
+            assert getattr(a, name) == getattr(b, name), name
+        for name in ("logprobs", "trainer_logprobs", "mask"):
+            x, y = getattr(a, name), getattr(b, name)
+            assert (x is None and y is None) or x.tobytes() == y.tobytes(), name
+    assert main(["convert", str(file), str(out)]) == 2  # nothing is overwritten
+
+
+BAD = [
+    ({"logprobs": [-1.0]}, "has 1 logprobs for 4 completion_ids"),
+    ({"trainer_logprobs": [-1.0] * 3}, "has 3 trainer_logprobs for 4 completion_ids"),
+    ({"trainer_logprobs": [-1.0, 2.0, -1.0, -1.0]}, "trainer_logprobs[1] (2.0) is no log-probability"),
+    ({"mask": [1, 1]}, "mask has 2 entries for 4 completion_ids"),
+    ({"mask": [1, 2, 1, 1]}, "mask must hold 0 and 1"),
+    ({"mask": "1111"}, "mask must be a list of 0 and 1"),
+    ({"weight_version": [1, 2]}, "weight_version must be a whole number, or one for each of the 4"),
+    ({"weight_version": 2.5}, "weight_version (2.5) must be a whole number"),
+    ({"decimals": 30}, "decimals (30) must lie in 0 .. 20"),
+    ({"sampling_mask": [[4], None, None, [15]]}, "the drawn token 16 is not among them"),
+    ({"sampling_mask": [[4]]}, "sampling_mask has 1 entries"),
+    ({"routed_experts": [[1], [2]]}, "routed_experts must be expert ids, nested as tokens, layers, k"),
+    ({"routed_experts": [[[1]], [[2]]]}, "routed_experts has 2 tokens, not 4 or 7 or 6"),
+    ({"advantage": [1.0]}, "advantage has 1 entries for 4 completion_ids"),
+    ({"reward": "good"}, "reward ('good') must be a number"),
+    ({"prompt": [1]}, "prompt ([1]) must be a whole number or a text"),
+    ({"prompt_text": 5}, "prompt_text (5) must be a text"),
+    ({"completion_ids": [-1, 1, 1, 1]}, "completion_ids holds -1, which is no token id"),
+    ({"turns": [{"prompt_ids": [1]}]}, "has turns, and prompt_ids beside them"),
+    ({"step": 1e300}, "step (1e+300) must be a whole number"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), BAD, ids=[reason for _, reason in BAD])
+def test_a_wrong_field_is_named_with_file_and_line(tmp_path, capsys, change, reason):
+    write_rows(tmp_path / "log.jsonl", FULL, FULL | change)
+    assert main(["audit", str(tmp_path / "log.jsonl"), "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"zerokl: audit: {tmp_path / 'log.jsonl'}, line 2: ")
+    assert reason in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "holds no row"),
+        (b"\xff\xfe\n", "line 1: is not UTF-8"),
+        (b"[" * 100_000, "line 1: is nested deeper than 32 levels"),
+        (b'{"a": 1}\n', "line 1: a row with a is not of a known format"),
+        (b"PK\x03\x04broken", "holds more than tensors and plain values"),
+        (b"PAR1broken", "Parquet"),
+    ],
+)
+def test_a_file_that_is_no_log_is_named(tmp_path, capsys, content, reason):
+    (tmp_path / "log.jsonl").write_bytes(content)
+    assert main(["audit", str(tmp_path / "log.jsonl"), "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert str(tmp_path / "log.jsonl") in error
+    assert reason in error or (reason == "Parquet" and "cannot be read" in error)
+    assert error.count("\n") == 1
+
+
+def test_a_folder_is_read_in_the_order_of_its_numbers(tmp_path):
+    for step in (10, 2, 1):
+        (tmp_path / f"step_{step}").mkdir()
+        write_rows(tmp_path / f"step_{step}" / "x.jsonl", FULL | {"step": step})
+    assert [r.step for r in read(tmp_path)] == [1, 2, 10]
+
+
+def places(value: object, path: tuple = ()) -> list[tuple]:
+    """Every place of a JSON value below its root."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [p for key, inner in items for p in [(*path, key), *places(inner, (*path, key))]]
+
+
+ANY = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+def plain(row: dict) -> dict:
+    return {k: v.tolist() if torch.is_tensor(v) else v for k, v in row.items()}
+
+
+def sample_rows() -> list[tuple[str, dict]]:
+    files = {"prime-rl": "prime-rl", "tinker": "tinker", "titanrl": "titanrl", "verl": "verl"}
+    rows = [(f, json.loads((SAMPLES / f"{n}.jsonl").read_text().splitlines()[0])) for f, n in files.items()]
+    nemo = json.loads((SAMPLES / "train_data_step4.jsonl").read_text().splitlines()[1])
+    trl = {"step": 1, "prompt": "a", "completion": "b", "advantage": 0.5, "reward": 1.0}
+    turns = {"turns": [{k: FULL[k] for k in ("prompt_ids", "completion_ids", "logprobs")}], "temperature": 1}
+    rows += [("nemo-rl", nemo), ("slime", plain(slime_sample())), ("trl", trl)]
+    return [*rows, ("zerokl", FULL), ("zerokl", turns)]
+
+
+@pytest.mark.parametrize(("format", "row"), sample_rows(), ids=lambda x: x if isinstance(x, str) else "")
+@property_settings(200)
+@given(data=st.data())
+def test_a_reader_takes_a_row_or_says_why_not(format, row, data):
+    """Any value at any place: the reader returns completions whose columns fit, or raises ValueError."""
+    changed = copy.deepcopy(row)
+    for _ in range(data.draw(st.integers(1, 2))):
+        path = data.draw(st.sampled_from(places(changed) or [("x",)]))
+        parent = changed
+        for key in path[:-1]:
+            parent = parent[key]
+        if data.draw(st.booleans()) and isinstance(parent, (dict, list)) and len(path) and path[-1] != "x":
+            del parent[path[-1]]
+        else:
+            parent[path[-1]] = data.draw(ANY)
+    try:
+        rollouts = list(FORMATS[format].parse(changed, Path("train_data_step4.jsonl")))
+    except (ValueError, KeyError):
+        return
+    for rollout in rollouts:
+        if rollout.completion_ids is None:
+            assert rollout.completion_text is None or isinstance(rollout.completion_text, str)
+            continue
+        for column in (rollout.logprobs, rollout.trainer_logprobs, rollout.mask):
+            assert column is None or len(column) == len(rollout.completion_ids)
+        assert rollout.prompt_ids
+        line = json.loads(json.dumps(own.as_row(rollout)))
+        assert VALID.is_valid(line), line
+        (again,) = own.parse(line, Path())
+        assert again.completion_ids == rollout.completion_ids
+
+
+@property_settings(300)
+@given(content=st.binary(max_size=200) | st.text(max_size=60).map(str.encode))
+def test_bytes_that_are_no_log_are_named(tmp_path_factory, content):
+    file = tmp_path_factory.getbasetemp() / "any.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(str(file))):
+        list(read_rollouts(file))
+
+
+@pytest.mark.parametrize("format", ["zerokl", "nemo-rl", "tinker", "prime-rl"])
+def test_the_format_can_be_said(format):
+    file = {"zerokl": "trl.jsonl", "nemo-rl": "train_data_step4.jsonl"}.get(format, f"{format}.jsonl")
+    assert find_format(SAMPLES / file, format).name == format == find_format(SAMPLES / file).name
+
+
+def test_a_model_scores_only_what_it_drew(model, tmp_path):
+    """A tool's tokens, missing logprobs and tokens of other weights stay out of the figures."""
+    base = audit_json(audit_config(str(model), n=1, max_tokens=6, dtype="float32"))
+    assert base["corrections"]["bands"]["strict"]["sequences_outside"] == 0.0
+    row = FULL | {"temperature": 1.0, "top_k": None, "top_p": None, "sampling_mask": None, "decimals": None}
+    log = write_rows(tmp_path / "log.jsonl", row)
+    report = audit_json(audit_config(str(model), str(log), dtype="float32", weight_version=4))
+    assert report["tokens"] == 1  # of four: one missing, one a tool's, one of version 3
+    assert [w["position"] for w in report["worst"]] == [3]
+    report = audit_json(audit_config(str(model), str(log), dtype="float32", weight_version=3))
+    assert [w["position"] for w in report["worst"]] == [0]
+    with pytest.raises(ValueError, match=r"weight versions \[3, 4\]"):
+        audit(audit_config(str(model), str(log), dtype="float32"))
+
+
+def test_a_log_without_a_temperature_is_scored_with_the_one_given(model, tmp_path):
+    log = SAMPLES / "train_data_step4.jsonl"
+    report = audit_json(
+        audit_config(str(model), str(log), dtype="float32", sampling_params=SamplingParams(0.5))
+    )
+    assert report["log_notes"] == [
+        "2 of 2 rollouts do not say how they were drawn; temperature 0.5, top_k 0 and top_p 1 were assumed "
+        "(--temperature, --top_k, --top_p)."
+    ]

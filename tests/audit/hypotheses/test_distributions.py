@@ -1,0 +1,108 @@
+"""A log of another distribution is named; a sound log names nothing."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from zerokl.audit.hypotheses.registry import HYPOTHESES
+from zerokl.kernels.sampling_params import SamplingParams
+from zerokl.model.checkpoint import load_decoder
+
+from tests.audit.hypotheses.planted import (
+    CUT,
+    RAW,
+    changed_weights,
+    draw,
+    perturbed,
+    relogged,
+    report_of,
+    scores,
+    write,
+)
+
+
+@pytest.mark.parametrize("trainer", ["zerokl", "hf"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_sound_log_names_none(case, tmp_path, trainer, dtype):
+    drawn = draw(load_decoder(case.folder, getattr(torch, dtype)), CUT)
+    other = changed_weights(case, tmp_path / "other", perturbed)
+    report = report_of(case, write(tmp_path / "log.jsonl", drawn, CUT), dtype, trainer, other)
+    assert report["hypotheses"]["found"] is None
+    assert report["log_findings"] == []
+    assert (report["frac_equal"] == 1.0) == (trainer == "zerokl")
+    assert report["cause"]["kind"] == ("equal" if trainer == "zerokl" else "rounding")
+
+
+def test_a_fault_that_no_row_knows_fits_none(case, tmp_path):
+    noise = np.random.default_rng(0)
+    logged = [np.minimum(r.logprobs + noise.normal(0, 0.3, len(r.logprobs)), 0.0) for r in case.rollouts]
+    report = report_of(case, write(tmp_path / "log.jsonl", relogged(case.rollouts, logged)))
+    assert report["hypotheses"]["found"] is None
+    assert report["hypotheses"]["tried"] == len(HYPOTHESES)
+    assert report["cause"]["kind"] == "unknown"
+    assert f"none of {len(HYPOTHESES)} hypotheses fits" in report["cause"]["text"]
+
+
+DISTRIBUTIONS = {
+    "raw logits": (CUT, RAW),
+    "temperature not applied": (CUT, SamplingParams(1.0, 0, 0.9)),
+    "top-p and top-k not renormalised": (CUT, SamplingParams(0.7, 0, 1.0)),
+    "temperature applied otherwise": (SamplingParams(0.7), SamplingParams(0.49)),
+    "another temperature": (SamplingParams(1.0), SamplingParams(0.6)),
+    "another top-p or top-k": (SamplingParams(1.0), SamplingParams(1.0, 20)),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_another_distribution_is_named(case, tmp_path, name, dtype):
+    said, real = DISTRIBUTIONS[name]
+    drawn = draw(case.decoder, real if name.startswith("another") else said)
+    log = write(tmp_path / "log.jsonl", relogged(drawn, scores(case.decoder, drawn, real)), said)
+    found = report_of(case, log, dtype)["hypotheses"]["found"]
+    assert found["name"] == name
+    assert found["explained"] > 0.6 * found["distance"] > 0
+
+
+def test_the_side_at_fault_is_named(case, tmp_path):
+    """The sampler's numbers are of the top-p set; the trainer's own column is over the whole vocabulary."""
+    drawn = draw(case.decoder, CUT)
+    log = write(tmp_path / "log.jsonl", drawn, CUT)
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    whole = scores(case.decoder, drawn, SamplingParams(0.7))
+    rows = [row | {"trainer_logprobs": x.tolist()} for row, x in zip(rows, whole, strict=True)]
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = report_of(case, log)
+    assert report["frac_equal"] == 1.0, "the sampler's column is the model's"
+    assert report["cause"]["kind"] == "the log's trainer column, top-p and top-k not renormalised"
+    assert report["trainer_column"]["found"]["name"] == "top-p and top-k not renormalised"
+    assert any("The log's trainer column differs" in note for note in report["notes"])
+
+
+def test_the_checkpoints_generation_config_is_named(case, tmp_path):
+    folder = changed_weights(case, tmp_path / "model", lambda flat: flat)
+    (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "top_p": 0.95}')
+    drawn = draw(case.decoder, SamplingParams(0.6, 20, 0.95))
+    report = report_of(replace(case, folder=folder), write(tmp_path / "log.jsonl", drawn, RAW))
+    assert report["hypotheses"]["found"]["name"] == "generation_config.json"
+    assert "top_k 20" in report["cause"]["text"]
+
+
+def test_a_trainer_column_without_top_p_is_named_beside_the_model(case, tmp_path):
+    """In bf16 it is within rounding of the model's; beside the sampler's column it is not."""
+    params = SamplingParams(1.0, 0, 0.95)
+    rollouts = draw(case.decoder, params, each=12)
+    log = write(tmp_path / "log.jsonl", rollouts, params)
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    columns = {"sound": scores(case.decoder, rollouts, params), "uncut": scores(case.decoder, rollouts, RAW)}
+    notes = {}
+    for name, column in columns.items():
+        lines = [row | {"trainer_logprobs": x.tolist()} for row, x in zip(rows, column, strict=True)]
+        log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        notes[name] = " ".join(report_of(case, log, "bfloat16")["notes"])
+    assert "The log's trainer column is the model's, to within rounding." in notes["sound"]
+    assert "trainer column is the model's, to within rounding" not in notes["uncut"]
+    assert "the trainer's column is without the sampler's top-p" in notes["uncut"]

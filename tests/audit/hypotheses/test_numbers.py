@@ -1,0 +1,58 @@
+"""Numbers that are not natural logarithms of the drawn tokens are named."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from zerokl.cli import main
+
+from tests.audit.hypotheses.planted import (
+    relogged,
+    report_of,
+    write,
+)
+
+
+def shifted(x: np.ndarray, by: int) -> np.ndarray:
+    return np.roll(x, by)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("rounded log-probabilities", lambda x: np.round(x.astype(np.float64), 2)),
+        ("rounded log-probabilities", lambda x: torch.from_numpy(x).bfloat16().float().numpy()),
+        ("logarithms to another base", lambda x: x / np.log(10)),
+        ("means in place of tokens", lambda x: np.full_like(x, x.mean())),
+        ("off by one", lambda x: shifted(x, 1)),
+        ("off by one", lambda x: shifted(x, -1)),
+    ],
+)
+def test_other_numbers_are_named(case, tmp_path, name, change):
+    logged = [change(r.logprobs) for r in case.rollouts]
+    log = write(tmp_path / "log.jsonl", relogged(case.rollouts, logged))
+    assert report_of(case, log)["hypotheses"]["found"]["name"] == name
+
+
+@pytest.mark.parametrize("by", [1, -1])
+def test_a_mask_off_by_one_is_named_with_and_without_a_model(case, tmp_path, by):
+    mask = [1, 1, 1, 0, 0, 0, 1, 1, 1, 1, 1, 1]
+    logged = [np.where(np.roll(mask, by), np.roll(r.logprobs, by), np.nan) for r in case.rollouts]
+    rollouts = relogged(case.rollouts, logged)
+    log = write(tmp_path / "log.jsonl", rollouts, mask=np.roll(mask, by).tolist())
+    assert report_of(case, log)["hypotheses"]["found"]["name"] == "mask off by one"
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    rows = [
+        row | {"trainer_logprobs": r.logprobs.tolist()} for row, r in zip(rows, case.rollouts, strict=True)
+    ]
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["audit", str(log), "--out", str(tmp_path / "out")]) == 1
+    assert json.loads((tmp_path / "out" / "audit.json").read_text())["cause"]["kind"] == "mask off by one"
+
+
+def test_zeros_for_tokens_that_were_not_drawn_are_named(case, tmp_path):
+    logged = [np.where(np.arange(12) % 5 == 3, 0.0, r.logprobs) for r in case.rollouts]
+    log = write(tmp_path / "log.jsonl", relogged(case.rollouts, logged))
+    assert report_of(case, log)["hypotheses"]["found"]["name"] == "zeros for tokens not drawn"

@@ -1,0 +1,182 @@
+"""Tokens, positions and lines that are not those of the draw are named."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from zerokl.cli import main
+from zerokl.kernels.logprob import linear_logprob
+from zerokl.kernels.sampling_params import SamplingParams
+from zerokl.model.decoder import PackedContext
+from zerokl.model.scoring import pack
+
+from tests.audit.hypotheses.planted import (
+    PROMPTS,
+    SAMPLING,
+    Case,
+    audit_words,
+    changed_weights,
+    draw,
+    pairs_scored,
+    relogged,
+    report_of,
+    scores,
+    write,
+)
+
+
+def rolled(items: list) -> list:
+    return [*items[2:], *items[:2]]  # two completions a prompt
+
+
+@pytest.mark.full
+def test_lines_that_were_mixed_up_are_told_apart(case, tmp_path):
+    prompts, completions, logged = zip(*((*r.pair, r.logprobs) for r in case.rollouts), strict=True)
+    swapped_prompts = [replace(r, prompt_ids=p) for r, p in zip(case.rollouts, rolled(prompts), strict=True)]
+    swapped_completions = [
+        replace(r, completion_ids=c) for r, c in zip(case.rollouts, rolled(completions), strict=True)
+    ]
+    for name, rollouts in (
+        ("another line's prompt", swapped_prompts),
+        ("another line's completion", swapped_completions),
+        ("another line's numbers", relogged(case.rollouts, rolled(logged))),
+    ):
+        found = report_of(case, write(tmp_path / "log.jsonl", rollouts))["hypotheses"]["found"]
+        assert found["name"] == name
+
+
+def test_one_line_with_another_prompt_is_enough(case, tmp_path):
+    rollouts = [replace(case.rollouts[0], prompt_ids=case.rollouts[4].prompt_ids), *case.rollouts[1:]]
+    found = report_of(case, write(tmp_path / "log.jsonl", rollouts))["hypotheses"]["found"]
+    assert (found["name"], found["lines"]) == ("another line's prompt", 1)
+
+
+@torch.no_grad()
+def at_positions(case: Case, gaps) -> list[np.ndarray]:
+    """The logprobs with a gap between the positions of prompt and completion."""
+    out = []
+    for r, gap in zip(case.rollouts, gaps, strict=True):
+        batch = pack([r.pair])
+        context = PackedContext(batch.lengths, case.decoder.config)
+        context.positions[len(r.prompt_ids) :] += gap
+        h = case.decoder.hidden(batch.ids, context)[batch.rows]
+        out.append(linear_logprob(h, case.decoder.logits_weight(), batch.targets, SAMPLING)[0].numpy())
+    return out
+
+
+@pytest.mark.full
+def test_positions_and_padding_are_told_apart(case, tmp_path):
+    longest = max(map(len, PROMPTS))
+    counted = at_positions(case, [longest - len(r.prompt_ids) for r in case.rollouts])
+    again = at_positions(case, [-len(r.prompt_ids) for r in case.rollouts])
+    read = pairs_scored(
+        case, [((0,) * (longest - len(r.prompt_ids)) + r.prompt_ids, r.completion_ids) for r in case.rollouts]
+    )
+    for name, logged in (
+        ("positions shifted by padding", counted),
+        ("padding is read", read),
+        ("other positions", again),
+    ):
+        log = write(tmp_path / "log.jsonl", relogged(case.rollouts, logged))
+        found = report_of(case, log)["hypotheses"]["found"]
+        assert found["name"] == name
+
+
+def test_a_missing_special_token_is_named(case, tmp_path):
+    logged = pairs_scored(case, [((*r.prompt_ids, 1), r.completion_ids) for r in case.rollouts])
+    found = report_of(case, write(tmp_path / "log.jsonl", relogged(case.rollouts, logged)))["hypotheses"][
+        "found"
+    ]
+    assert (found["name"], "<eos>" in found["what"]) == ("a special token", True)
+
+
+def test_an_end_token_that_is_left_out_is_named(case, tmp_path):
+    """Nothing is wrong with the log-probabilities: the exit code stays 0, and the report says it."""
+    params = SamplingParams(2.0)
+    drawn = draw(case.decoder, params, frozenset(range(1, 20, 2)), 6)
+    drawn = [r for r in drawn if len(r.completion_ids) > 1]
+    ended = [
+        replace(r, completion_ids=(*r.completion_ids[:-1], 1)) if r.finish == "stop" else r for r in drawn
+    ]
+    ended = relogged(ended, scores(case.decoder, ended, params))
+    cut = [
+        replace(r, completion_ids=r.completion_ids[:-1], logprobs=r.logprobs[:-1])
+        if r.finish == "stop"
+        else r
+        for r in ended
+    ]
+    for rollouts, names in ((ended, []), (cut, ["end token left out"])):
+        report = report_of(case, write(tmp_path / "log.jsonl", rollouts, params))
+        assert [x["name"] for x in report["log_findings"]] == names
+        assert report["frac_equal"] == 1.0
+
+
+def test_turns_that_were_retokenised_are_named(case, tmp_path):
+    """The next turn begins with the same text as the turn before, in other ids."""
+    first = replace(case.rollouts[0], completion_ids=(*case.rollouts[0].completion_ids[:-1], 5))
+    first = relogged([first], scores(case.decoder, [first]))[0]
+    again = (*first.prompt_ids, *first.completion_ids)
+
+    def turns(prompt) -> dict:
+        after = replace(case.rollouts[0], prompt_ids=tuple(prompt))
+        after = relogged([after], scores(case.decoder, [after]))[0]
+        rows = [
+            {"prompt_ids": r.prompt_ids, "completion_ids": r.completion_ids, "logprobs": r.logprobs.tolist()}
+            for r in (first, after)
+        ]
+        return {"temperature": SAMPLING.temperature, "turns": rows}
+
+    for text, names in (("sound", []), ("drift", ["retokenised turns"])):
+        # The character tokenizer has one id for each text, so one with two ids for it stands in.
+        log = tmp_path / f"{text}.jsonl"
+        log.write_text(json.dumps(turns(again)) + "\n")
+        folder = case.folder if text == "sound" else two_ids_for_one_text(case, tmp_path / "model")
+        if text == "drift":
+            log.write_text(json.dumps(turns((*again[:-1], 63))) + "\n")
+        report = report_of(replace(case, folder=folder), log)
+        assert [x["name"] for x in report["log_findings"]] == names
+        assert report["frac_equal"] == 1.0
+
+
+def two_ids_for_one_text(case: Case, folder: Path) -> Path:
+    """The case's model with a tokenizer that decodes ids 5 and 63 to the same text."""
+    changed_weights(case, folder, lambda flat: flat)
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tokenizer["decoder"] = {
+        "type": "Sequence",
+        "decoders": [
+            {
+                "type": "Replace",
+                "pattern": {"String": character(tokenizer, 63)},
+                "content": character(tokenizer, 5),
+            },
+            tokenizer["decoder"],
+        ],
+    }
+    path.write_text(json.dumps(tokenizer))
+    return folder
+
+
+def character(tokenizer: dict, token: int) -> str:
+    return next(text for text, i in tokenizer["model"]["vocab"].items() if i == token)
+
+
+def test_a_retokenised_prompt_is_named(case, tmp_path):
+    """The log has the id that was drawn; the sampler was given the text, which encodes to another id."""
+    folder = two_ids_for_one_text(case, tmp_path / "model")
+    rollouts = [replace(r, prompt_ids=(*r.prompt_ids[:-1], 63)) for r in case.rollouts]
+    read = pairs_scored(case, [((*r.prompt_ids[:-1], 5), r.completion_ids) for r in rollouts])
+    report = report_of(replace(case, folder=folder), write(tmp_path / "log.jsonl", relogged(rollouts, read)))
+    assert report["hypotheses"]["found"]["name"] == "retokenised text"
+
+
+def test_doubled_lines_are_named(case, tmp_path, capsys):
+    doubled = [r for pair in zip(case.rollouts[::2], case.rollouts[::2], strict=True) for r in pair]
+    log = write(tmp_path / "log.jsonl", doubled)
+    assert main(audit_words(case, log, tmp_path / "o")) == 1, "the log-probabilities are right"
+    assert "lines doubled within a group: 4 completions" in " ".join(capsys.readouterr().out.split())
+    assert "lines doubled within a group" in (tmp_path / "o" / "audit.html").read_text()
