@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..verify.files import os_error_line, sync, write_manifest
-from ..verify.inputs import check_folder, open_tensors, read_bytes
+from ..verify.inputs import check_folder, check_input, read_bytes
 from ..verify.reading import read_json, shown
 from .config import ModelConfig
 from .decoder import Decoder
@@ -139,6 +139,14 @@ def check_weights(folder: Path, layout: Layout) -> None:
                 dtype = _STORED_DTYPES.get(part.get_dtype(), part.get_dtype())
                 _take(name, tuple(part.get_shape()), dtype, wanted, layout, folder / file)
     _refuse_lacking(wanted, folder)
+
+
+@contextmanager
+def open_tensors(path: str | Path) -> Iterator[Any]:
+    """A safetensors file, opened for reading into torch. Raises OSError and SafetensorError."""
+    check_input(path)
+    with safe_open(path, framework="pt") as stored:
+        yield stored
 
 
 @contextmanager

@@ -14,11 +14,8 @@ import select
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
-
-from safetensors import safe_open
 
 # Bytes of a file that is read piece by piece, so that its size is no matter of memory: 16 TiB, any there is.
 PIECEWISE_BYTES = 1 << 44
@@ -118,14 +115,6 @@ def input_lines(handle: BinaryIO, path: str | Path, most_bytes: int = LINE_BYTES
             reason = f"has a line of more than {most_bytes:,} bytes, which is not read"
             raise InputError(errno.EFBIG, reason, str(path))
         yield line
-
-
-@contextmanager
-def open_tensors(path: str | Path) -> Iterator[Any]:
-    """A safetensors file, opened for reading into torch. Raises OSError and SafetensorError."""
-    check_input(path)
-    with safe_open(path, framework="pt") as stored:
-        yield stored
 
 
 def append_text(path: str | Path, text: str) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from ...model.checkpoint import resolve_model
-from ...verify.inputs import open_tensors
+from ...model.checkpoint import open_tensors, resolve_model
 from ...verify.reading import read_json, shown
 
 # Dtype of a tensor -> the dtypes in which it is hashed.

@@ -18,11 +18,10 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
 
-from ...model.checkpoint import STATE_FILE, read_weights, write_checkpoint
+from ...model.checkpoint import STATE_FILE, open_tensors, read_weights, write_checkpoint
 from ...model.config import ModelConfig
 from ...model.weights import Layout
 from ...verify.files import manifest_damage
-from ...verify.inputs import open_tensors
 from ...verify.ledger import LedgerFile
 from ...verify.reading import read_json, shown
 from ..config import Config

@@ -87,7 +87,7 @@ def test_report_diff_verify_and_audit_read_it(run, tmp_path, capsys):
     code = main(["audit", str(run / "rollouts.jsonl"), "--out", str(tmp_path / "audit")])
     assert code == 1
     report = _strict((tmp_path / "audit" / "audit.json").read_text())
-    assert report["outside"]["tokens"] > 0
+    assert report.figures.outside.tokens > 0
     capsys.readouterr()
 
 
@@ -119,8 +119,8 @@ def test_an_audit_of_rounded_columns_counts_an_infinite_difference(tmp_path):
     file = tmp_path / "log.jsonl"
     file.write_text(json.dumps(row | {"trainer_logprobs": [-0.5, "-Infinity"], "trainer_decimals": 2}) + "\n")
     report = audit_columns(file)
-    assert report["rounding"]["tokens_beyond"] == 1
-    assert report["outside"]["tokens"] == 1
+    assert report.log.rounding.tokens_beyond == 1
+    assert report.figures.outside.tokens == 1
 
 
 def test_only_a_trainer_may_give_a_drawn_token_no_probability():
@@ -133,7 +133,7 @@ def test_only_a_trainer_may_give_a_drawn_token_no_probability():
 def test_a_recorder_writes_what_its_readers_read(tmp_path):
     with Recorder(tmp_path / "log.jsonl", temperature=1.0) as recorder:
         recorder.record([1], [2, 3], [-0.5, -1.0], trainer_logprobs=[-math.inf, -1.0])
-    assert audit_columns(tmp_path / "log.jsonl")["outside"]["tokens"] == 1
+    assert audit_columns(tmp_path / "log.jsonl").figures.outside.tokens == 1
 
 
 def test_what_json_has_no_number_for_comes_back():
