@@ -87,7 +87,7 @@ def test_report_diff_verify_and_audit_read_it(run, tmp_path, capsys):
     code = main(["audit", str(run / "rollouts.jsonl"), "--out", str(tmp_path / "audit")])
     assert code == 1
     report = _strict((tmp_path / "audit" / "audit.json").read_text())
-    assert report.figures.outside.tokens > 0
+    assert report["outside"]["tokens"] > 0
     capsys.readouterr()
 
 
