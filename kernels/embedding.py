@@ -78,4 +78,6 @@ def embedding(ids: torch.Tensor, w: torch.Tensor, in_pass: Pass = ONE_SEQUENCE) 
             f"embedding: ids must be a one-dimensional int64 tensor, got {ids.dtype} {tuple(ids.shape)}"
         )
     check_ids(ids, w.shape[0])
+    if not torch.is_grad_enabled():  # a decoding turn makes no token blocks
+        return embedding_ref(ids, w)
     return _Embedding.apply(ids, w, in_pass.over(ids))

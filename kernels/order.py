@@ -112,11 +112,13 @@ class BlockTables:
         begins = torch.ones(n + 1, dtype=torch.bool, device=self.rows.device)  # whether a block begins a run
         begins[1:n] = (start[1:] != end[:-1]) | (end[:-1] - start[:-1] != TOKEN_BLOCK)
         begins.index_fill_(0, self.first.long(), True)
-        run = begins[:n].cumsum(0) - 1
-        before = torch.cat([run.new_zeros(1), run + 1]).int()  # runs that begin before each block
-        first = start.new_full((n,), 2**31 - 1).scatter_reduce(0, run, start, "amin")
-        last = start.new_zeros(n).scatter_reduce(0, run, end, "amax")
-        return torch.stack([torch.minimum(first, last), last], dim=1), before[self.first.long()]
+        # The blocks that begin runs, in ascending order, and then n. A sort needs no atomics; a cumsum may.
+        block = torch.arange(n + 1, dtype=torch.int32, device=self.rows.device)
+        block = block.where(begins, n).sort().values
+        is_there = (block[:-1] < n).unsqueeze(1)
+        run_start, run_end = start[block[:-1].clamp(max=n - 1)], end[block[1:] - 1]
+        runs = torch.stack([run_start, run_end], dim=1).where(is_there, 0)
+        return runs, torch.searchsorted(block, self.first).int()
 
 
 def _chunk(blocks: Sequence[tuple[int, int, int]]) -> tuple[int, int, TokenBlocks]:
@@ -159,15 +161,20 @@ def blocks_of_counts(counts: torch.Tensor, rows: int) -> TokenBlocks:
     has no blocks.
     """
     S, counts = len(counts), counts.int()
-    blocks_of_group = (counts + TOKEN_BLOCK - 1) // TOKEN_BLOCK
-    first = torch.cat([counts.new_zeros(1), blocks_of_group.cumsum(0).int()])
+    first = _ends((counts + TOKEN_BLOCK - 1) // TOKEN_BLOCK)
     block = torch.arange(rows // TOKEN_BLOCK + S, dtype=torch.int32, device=counts.device)
     group = torch.searchsorted(first[1:], block, right=True).clamp(max=S - 1)
-    group_end = counts.cumsum(0).int()
+    group_end = _ends(counts)[1:]
     start = (group_end - counts)[group] + (block - first[group]) * TOKEN_BLOCK
     end = torch.minimum(start + TOKEN_BLOCK, group_end[group])
     is_there = (block < first[-1]).unsqueeze(1)
     return TokenBlocks(torch.stack([start, end], dim=1).where(is_there, 0), first, tuple(range(S)))
+
+
+def _ends(counts: torch.Tensor) -> torch.Tensor:
+    """0, and the sum of the first s counts for each s. counts [S] int32 -> [S + 1]. Without atomics."""
+    up_to = torch.ones(len(counts) + 1, len(counts), dtype=torch.bool, device=counts.device).tril(-1)
+    return torch.where(up_to, counts, 0).sum(1, dtype=torch.int32)
 
 
 def _of_shards(by_shard: Mapping[int, list[tuple[int, int]]]) -> TokenBlocks:
