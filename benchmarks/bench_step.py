@@ -73,6 +73,7 @@ def zerokl_side(args: argparse.Namespace, model: str, dtype: str) -> None:
     import torch
     from zerokl.engine.config_file import load_config
     from zerokl.engine.runs.setup import make_state
+    from zerokl.engine.tasks.rewards import Reward
     from zerokl.engine.train.step import train_step
 
     torch.set_num_threads(args.threads)
@@ -86,7 +87,7 @@ def zerokl_side(args: argparse.Namespace, model: str, dtype: str) -> None:
         "sampler": args.sampler,
     }
     config = load_config(None, None, {k: str(v) for k, v in values.items()})
-    state = make_state(config, Path(model), Letters(), Letters().reward)
+    state = make_state(config, Path(model), Letters(), Reward(Letters().reward))
     state.tokenizer.stop_ids = frozenset()  # every completion has exactly NEW_TOKENS tokens, as on TRL's side
     for _ in range(args.turns):
         turns.wait()

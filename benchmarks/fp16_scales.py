@@ -20,6 +20,7 @@ is rounded, too, but it is not counted. With head_dtype = "float32" it is not ro
 import argparse
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from zerokl.engine.parallel.gradient import ShardSum
 from zerokl.engine.runs.setup import make_state
 from zerokl.engine.tasks.loading import load_task
 from zerokl.engine.tasks.perfectible import task_of
+from zerokl.engine.tasks.rewards import open_reward
 from zerokl.engine.train.collect import collect
 from zerokl.engine.train.shard import Shard
 from zerokl.model.decoder import Buffers, Decoder
@@ -61,11 +63,11 @@ class Step:
 
     def __init__(self, config: Config, model: Path):
         task = load_task(config.task.name, config.task.options)
-        state = make_state(config, model, task, task.reward)
-        try:
+        with (
+            open_reward(task, config.task.reward_settings) as reward,
+            closing(make_state(config, model, task, reward)) as state,
+        ):
             batch = collect(state)
-        finally:
-            state.close()
         self.config, self.loss, self.decoder = config, config.loss.resolve(), state.policy
         weights = sequence_weights(
             [len(r.completion_ids) for r in batch.rollouts],

@@ -18,7 +18,7 @@ from zerokl.engine.config_file import load_config
 from zerokl.engine.runs.init import random_decoder
 from zerokl.engine.runs.setup import make_state, settled
 from zerokl.engine.tasks.loading import load_task
-from zerokl.engine.tasks.rewards import open_reward
+from zerokl.engine.tasks.rewards import Reward, open_reward
 from zerokl.engine.tasks.tokenizer import character_tokenizer
 from zerokl.engine.train.step import train_step
 from zerokl.model.checkpoint import write_checkpoint
@@ -45,7 +45,7 @@ def main() -> None:
         began_s = time.perf_counter()
         with open_reward(task, config.task.reward_settings) as processes:
             print(f"start of the processes: {time.perf_counter() - began_s:.2f} s")
-            sides = {"in processes": processes, "by the trainer": mytask.closeness}
+            sides = {"in processes": processes, "by the trainer": Reward(mytask.closeness)}
             steps_s = {side: [] for side in sides}
             rewards_s = {side: [] for side in sides}
             with closing(make_state(config, model, task, processes)) as state:

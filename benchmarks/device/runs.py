@@ -13,6 +13,7 @@ from zerokl.engine.config import Config
 from zerokl.engine.runs.head import run_head
 from zerokl.engine.runs.setup import make_state
 from zerokl.engine.tasks.loading import load_task
+from zerokl.engine.tasks.rewards import Reward
 from zerokl.engine.tasks.tokenizer import character_tokenizer
 from zerokl.engine.train.recorder import Recorder
 from zerokl.engine.train.step import train_step
@@ -78,7 +79,7 @@ def take_steps(values: Mapping[str, object], cut: bool = True) -> Run:
     """
     config = Config.model_validate(values)
     task = load_task(config.task.name, config.task.options)
-    with closing(make_state(config, Path(config.model), task, task.reward)) as state:
+    with closing(make_state(config, Path(config.model), task, Reward(task.reward))) as state:
         if not cut:
             state.tokenizer.stop_ids = frozenset()
         state.recorder = Recorder(None, run_head(state, {}), config.ledger, state.optimizer)

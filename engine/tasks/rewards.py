@@ -44,8 +44,9 @@ class Reward:
     """A reward, and what is known of it beside its values."""
 
     function: Callable[[Problem, str], float] | Executor
-    binary: bool  # whether every value is 0 or 1, so that their mean is an accuracy
-    checker: Callable[[Problem], None] | Executor | None  # refuses an answer that the reward cannot read
+    binary: bool = False  # whether every value is 0 or 1, so that their mean is an accuracy
+    # Refuses an answer that the reward cannot read.
+    checker: Callable[[Problem], None] | Executor | None = None
 
     def values(self, problems: Sequence[Problem], completions: Sequence[Sequence[str]]) -> np.ndarray:
         """The reward of each completion, [P, G] fp64.

@@ -15,6 +15,7 @@ from zerokl.engine.rollout.types import GenerationParams, RngKey
 from zerokl.engine.runs.run import train
 from zerokl.engine.stopwatch import Stopwatch
 from zerokl.engine.tasks.base import Problem
+from zerokl.engine.tasks.rewards import Reward
 from zerokl.engine.tasks.tokenizer import Tokenizer
 from zerokl.engine.train.collect import collect, step_problems
 from zerokl.kernels.sampling_params import SamplingParams
@@ -97,7 +98,7 @@ def collected(config, model):
             step=step,
             sampler=sampler,
             tokenizer=tokenizer,
-            reward=_Uneven(differ),
+            reward=Reward(_Uneven(differ)),
             problems=problems,
             prompt_ids=ids,
             ranks=ALONE,

@@ -280,7 +280,7 @@ def test_a_ledger_of_another_format_is_refused_and_nothing_changes(small, tmp_pa
     del line["sum"]
     (path / "ledger.jsonl").write_text(json.dumps(line | {"sum": hash_json(line)}) + "\n" + steps)
     before = _contents(path)
-    message = r"has format 2, this zerokl reads 5; use the version that wrote it$"
+    message = r"has format 2, this zerokl reads 6; use the version that wrote it$"
     for read in (resume, Replayer):
         with pytest.raises(ValueError, match=rf"^ledger: .*ledger.jsonl {message}"):
             read(path)

@@ -170,7 +170,7 @@ def test_a_reward_that_is_not_finite_is_refused_by_prompt_and_sample(bad):
 
 
 def _graded(function) -> Reward:
-    return Reward(function, binary=False, checker=None)
+    return Reward(function)
 
 
 @contextmanager

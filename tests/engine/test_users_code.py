@@ -245,7 +245,7 @@ def test_control_the_same_reward_in_this_process_changes_the_weights(config, tmp
     import odd
 
     expected = train(config(), tmp_path / "toy")
-    here, values = Reward(odd.default_dtype, binary=False, checker=None), Reward.values
+    here, values = Reward(odd.default_dtype), Reward.values
     monkeypatch.setattr(Reward, "values", lambda _, *args: values(here, *args))
     try:
         run = train(config(exact=False), tmp_path / "here")
