@@ -33,13 +33,14 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dx):
         (ids,) = ctx.saved_tensors
-        blocks, buffer = ctx.in_pass.blocks, ctx.in_pass.buffer(ctx.w)
+        in_pass = ctx.in_pass.over(dx)
+        blocks, buffer = in_pass.blocks, in_pass.buffer(ctx.w)
         sums = buffer.zeroed(blocks.shards)
         for shard, shard_blocks in blocks.parts:
             if shard_blocks:
                 rows = slice(shard_blocks[0][0], shard_blocks[-1][1])
                 _backward(sums[shard], ids[rows], dx[rows])
-        return None, ctx.in_pass.returned_grad(ctx.w, buffer), None
+        return None, in_pass.returned_grad(ctx.w, buffer), None
 
 
 def _backward(acc: torch.Tensor, ids: torch.Tensor, dx: torch.Tensor) -> None:
@@ -80,4 +81,4 @@ def embedding(ids: torch.Tensor, w: torch.Tensor, in_pass: Pass = ONE_SEQUENCE) 
     check_ids(ids, w.shape[0])
     if not torch.is_grad_enabled():  # a decoding turn makes no token blocks
         return embedding_ref(ids, w)
-    return _Embedding.apply(ids, w, in_pass.over(ids))
+    return _Embedding.apply(ids, w, in_pass)

@@ -48,7 +48,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
-        w, b, in_pass, dw, db = ctx.w, ctx.b, ctx.in_pass, None, None
+        w, b, in_pass, dw, db = ctx.w, ctx.b, ctx.in_pass.over(dy), None, None
         dx = matmul(dy, w.t()) if ctx.needs_input_grad[0] else None
         if ctx.needs_input_grad[1]:
             buffer = in_pass.buffer(w)
@@ -78,4 +78,4 @@ def linear(
         raise ValueError(f"linear: b {tuple(b.shape)} must be [{w.shape[0]}], the rows of w")
     if not torch.is_grad_enabled():
         return _forward(x, w, b, in_pass)
-    return _Linear.apply(x, w, b, in_pass.over(x))
+    return _Linear.apply(x, w, b, in_pass)

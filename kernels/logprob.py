@@ -212,7 +212,7 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dlogp, _):
         h, ids, *stats = ctx.saved_tensors
-        w, params, in_pass = ctx.w, ctx.params, ctx.in_pass
+        w, params, in_pass = ctx.w, ctx.params, ctx.in_pass.over(dlogp)
         wants_dh, wants_dw = ctx.needs_input_grad[:2]
         dh = torch.empty_like(h) if wants_dh else None
         buffer = in_pass.buffer(w) if wants_dw else None
@@ -247,4 +247,4 @@ def linear_logprob(
         )
     if not torch.is_grad_enabled():
         return _forward(h, w, ids, params)[:2]
-    return _LinearLogprob.apply(h, w, ids, params, in_pass.over(h))
+    return _LinearLogprob.apply(h, w, ids, params, in_pass)

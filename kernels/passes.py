@@ -25,7 +25,7 @@ class Pass:
     packed: Mapping[torch.Tensor, torch.Tensor] = field(default_factory=dict)
 
     def over(self, x: torch.Tensor) -> "Pass":
-        """This pass over the rows of x [T, ...]: its blocks are never None."""
+        """This pass over the rows of x [T, ...]: its blocks are never None. Only a backward needs them."""
         return self if self.blocks is not None else replace(self, blocks=token_blocks([x.shape[0]]))
 
     def buffer(self, weight: torch.Tensor) -> GradBuffer:

@@ -54,7 +54,7 @@ class _QKNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        (x, r), in_pass, returned = ctx.saved_tensors, ctx.in_pass, []
+        (x, r), in_pass, returned = ctx.saved_tensors, ctx.in_pass.over(dy), []
         dx, contributions = _backward(dy, x, r, *ctx.weights, ctx.heads, in_pass)
         for w, dw, wanted in zip(ctx.weights, contributions, ctx.needs_input_grad[1:3], strict=True):
             buffer = in_pass.buffer(w) if wanted else None
@@ -86,4 +86,4 @@ def qk_norm(
         )
     if not torch.is_grad_enabled():
         return _forward(x, wq, wk, heads, eps)[0]
-    return _QKNorm.apply(x, wq, wk, heads, eps, in_pass.over(x))
+    return _QKNorm.apply(x, wq, wk, heads, eps, in_pass)

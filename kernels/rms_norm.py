@@ -65,6 +65,7 @@ def _backward(dy, x, r, w, in_pass, wants_dw, ds=None):
 
     A kernel computes both together, and autograd drops a dx that it does not need.
     """
+    in_pass = in_pass.over(dy)
     if not on_triton(x):
         dx, dw = rms_norm_bwd_ref(dy, x, r, w)
         dx = (dx if ds is None else dx.add_(ds.to(dx.dtype))).to(dy.dtype)
@@ -130,7 +131,7 @@ def rms_norm(x: torch.Tensor, w: torch.Tensor, eps: float, in_pass: Pass = ONE_S
     _check("rms_norm", x, w, eps)
     if not torch.is_grad_enabled():
         return _forward(x, w, eps)[0]
-    return _RMSNorm.apply(x, w, eps, in_pass.over(x))
+    return _RMSNorm.apply(x, w, eps, in_pass)
 
 
 def add_rms_norm(
@@ -149,7 +150,7 @@ def add_rms_norm(
     if not torch.is_grad_enabled():
         y, _, s = _forward(x, w, eps, residual)
         return y, s
-    return _AddRMSNorm.apply(x, residual, w, eps, in_pass.over(x))
+    return _AddRMSNorm.apply(x, residual, w, eps, in_pass)
 
 
 def _check(op: str, x: torch.Tensor, w: torch.Tensor, eps: float) -> None:
