@@ -136,7 +136,6 @@ class CachedContext:
         return attention_cached(q, self._cache.data[layer], self._plan, scale)
 
     def keep(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """See KeepingContext."""
         self._cache.write(self._cache.config.layers - 1, k, v, self._block, self._offset)
 
 

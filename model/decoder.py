@@ -137,7 +137,6 @@ class PackedContext:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """See Context."""
         return attention(q, k, v, self._plan, scale)
 
 

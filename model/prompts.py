@@ -162,14 +162,12 @@ class _PromptContext(PackedContext):
         self._tokens = sum(lengths)
 
     def keep(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """See KeepingContext."""
         B = self._tokens
         self.kv.append(torch.stack([k[:B], v[:B]], dim=1).view(B, -1))
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """See Context."""
         if layer == len(self.kv):  # else a backward computes the layer again
             self.keep(k, v)
         return super().attend(layer, q, k, v, scale)
@@ -217,7 +215,6 @@ class SampleContext:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """See Context."""
         if not len(self._prompt_rows):
             return attention(q, k, v, self._plan, scale)
         # The gradient of embedding adds up one row after another.

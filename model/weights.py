@@ -193,7 +193,6 @@ class FlatWeights:
                 self._layers[int(i)][name_in_layer] = view
 
     def layer(self, i: int) -> AbstractContextManager[LayerWeights]:
-        """See WeightSource."""
         return nullcontext(self._layers[i])
 
 

@@ -97,14 +97,12 @@ class ZeroklEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, seed: int
     ) -> list[Rollout]:
-        """See Engine."""
         return NativeSampler(self.decoder).generate(prompts, generation_params, RngKey(seed, 0))
 
     @torch.no_grad()
     def score(
         self, pairs: Sequence[Pair], sampling_params: SamplingParams, together: bool = True
     ) -> list[np.ndarray]:
-        """See Engine."""
         scores, size = [], TOGETHER if together else 1
         for start in range(0, len(pairs), size):
             batch = pack(pairs[start : start + size])
@@ -113,29 +111,24 @@ class ZeroklEngine:
         return scores
 
     def decode(self, pairs: Sequence[Pair], sampling_params: SamplingParams) -> list[np.ndarray]:
-        """See Engine."""
         lists = [(list(prompt), list(completion)) for prompt, completion in pairs]
         return [logp.numpy() for logp in cached_scores(self.decoder, lists, sampling_params, chunk=1)]
 
     @torch.no_grad()
     def distributions(self, pair: Pair, sampling_params: SamplingParams) -> Iterator[torch.Tensor]:
-        """See Engine."""
         batch, decoder, lm_head = pack([pair]), self.decoder, self.decoder.logits_weight()
         hidden = decoder.hidden(batch.ids, PackedContext(batch.lengths, decoder.config))
         for h in hidden[batch.rows.to(decoder.device)].to(lm_head.dtype).split(DISTRIBUTIONS):
             yield log_distribution(scaled_logits(matmul(h, lm_head), sampling_params)).cpu()
 
     def settings(self) -> Settings:
-        """See Engine."""
         return zerokl_settings(self.decoder)
 
     @torch.no_grad()
     def trace(self, pair: Pair, sampling_params: SamplingParams) -> Trace:
-        """See Engine."""
         return trace_decoder(self.decoder, pair, sampling_params)
 
     def drop_caches(self) -> bool:
-        """See Engine."""
         return False
 
 

@@ -84,7 +84,6 @@ class HfEngine(HfGenerator):
 
     @torch.no_grad()
     def decode(self, pairs: Sequence[Pair], sampling_params: SamplingParams) -> list[np.ndarray]:
-        """See Engine."""
         scores = []
         for prompt, completion in pairs:
             out = self.model(self.tensor([list(prompt)]), use_cache=True)
@@ -97,19 +96,16 @@ class HfEngine(HfGenerator):
 
     @torch.no_grad()
     def distributions(self, pair: Pair, sampling_params: SamplingParams) -> Iterator[torch.Tensor]:
-        """See Engine."""
         prompt, completion = pair
         logits = self.model(self.tensor([[*prompt, *completion[:-1]]]), use_cache=False).logits[0]
         for z in logits[len(prompt) - 1 :].split(DISTRIBUTIONS):
             yield _log_softmax(z, sampling_params).cpu()
 
     def settings(self) -> Settings:
-        """See Engine."""
         return hf_settings(self.model)
 
     @torch.no_grad()
     def trace(self, pair: Pair, sampling_params: SamplingParams) -> Trace:
-        """See Engine."""
         prompt, completion = pair
         trace: Trace = {}
         layers = self.model.model.layers
@@ -129,7 +125,6 @@ class HfEngine(HfGenerator):
         return in_order(trace, len(layers))
 
     def drop_caches(self) -> bool:
-        """See Engine."""
         return False
 
 

@@ -57,12 +57,10 @@ class VllmZeroklEngine(ZeroklEngine):
     def generate(
         self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, seed: int
     ) -> list[Rollout]:
-        """See Engine."""
         return self.sampler.generate(prompts, generation_params, RngKey(seed, 0))
 
     @torch.no_grad()
     def trace(self, pair: Pair, sampling_params: SamplingParams) -> Trace:
-        """See Engine."""
         return trace_decoder(
             self.decoder, pair, sampling_params, None if self.traced_outside else self._forward
         )
@@ -90,7 +88,6 @@ class VllmZeroklEngine(ZeroklEngine):
         return super().settings() if self.traced_outside else vllm_settings(self.sampler.llm)
 
     def drop_caches(self) -> bool:
-        """See Engine."""
         return self.sampler.llm.reset_prefix_cache()
 
 
@@ -163,26 +160,22 @@ class VllmEngine(VllmGenerator):
         return Sampler.compute_logprobs(z)
 
     def distributions(self, pair: Pair, sampling_params: SamplingParams) -> Iterator[torch.Tensor]:
-        """See Engine."""
         for logits in self._logits(pair)[-len(pair[1]) :].split(DISTRIBUTIONS):
             yield self._log_softmax(logits, sampling_params).cpu()
 
     def settings(self) -> Settings:
-        """See Engine."""
         return vllm_settings(self.llm)
 
     def decode(self, pairs: Sequence[Pair], sampling_params: SamplingParams) -> None:
         """See Engine. It returns None: vLLM cannot be told which tokens to draw."""
 
     def trace(self, pair: Pair, sampling_params: SamplingParams) -> Trace:
-        """See Engine."""
         trace = self._hooked(pair, lambda model, record: list(_hooks(model, record)))
         logp = self._logprobs(trace["logits"], pair[1], sampling_params)
         trace["logprob"] = torch.from_numpy(logp).unsqueeze(1)
         return in_order(trace, self._layers)
 
     def drop_caches(self) -> bool:
-        """See Engine."""
         return False
 
     def _hooked(self, pair: Pair, attach: Callable[[torch.nn.Module, Record], list[Any]]) -> Trace:

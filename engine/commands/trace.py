@@ -54,7 +54,6 @@ class _Forward:
         self.outputs: Trace = {"token_ids": ids.unsqueeze(1)}
 
     def hook(self, name: str, x: torch.Tensor) -> None:
-        """See StepObserver.forward."""
         for op, part in split_fused(name, x, self._config).items():
             self.outputs[op] = part.to("cpu", copy=True)
 
@@ -68,14 +67,12 @@ class _Recording:
         self._of_weights: Trace = {}
 
     def forward(self, update: int, ids: torch.Tensor, places: torch.Tensor) -> Hook:
-        """See StepObserver."""
         if update != self._update:
             return no_hook
         self._forwards.append(_Forward(ids, places, self._state.policy.config))
         return self._forwards[-1].hook
 
     def updated(self, update: int, gradient: torch.Tensor) -> None:
-        """See StepObserver."""
         if update != self._update:
             return
         optimizer, views = self._state.optimizer, self._state.policy.layout.checkpoint_views

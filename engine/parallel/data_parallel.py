@@ -56,7 +56,6 @@ class RankedWorkers:
         return self._workers.n
 
     def own_threads(self) -> AbstractContextManager[None]:
-        """See Workers.own_threads."""
         return self._workers.own_threads()
 
     def sum_shards(
@@ -105,13 +104,11 @@ class RankedSampler:
         return self._sampler.samples_at_once
 
     def sync_weights(self, version: int) -> None:
-        """See Sampler."""
         self._sampler.sync_weights(version)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, rng_key: RngKey
     ) -> list[Rollout]:
-        """See Sampler."""
         parts = virtual_shards(prompts, self._ranks.size)
         own_prompts = parts[self._ranks.rank]
         first_prompt = rng_key.first_prompt + sum(map(len, parts[: self._ranks.rank]))
@@ -120,7 +117,6 @@ class RankedSampler:
         return [rollout for rollouts in gathered for rollout in rollouts]
 
     def close(self) -> None:
-        """See Sampler."""
         self._sampler.close()
 
 
@@ -131,7 +127,6 @@ class RankedScorer:
         self._scorer, self._ranks, self.decoder = scorer, ranks, scorer.decoder
 
     def score(self, rollouts: Sequence[Rollout], sampling_params: SamplingParams) -> list[np.ndarray]:
-        """See Scorer."""
         own_rollouts = virtual_shards(rollouts, self._ranks.size)[self._ranks.rank]
 
         def score_own() -> list[np.ndarray]:
@@ -140,7 +135,6 @@ class RankedScorer:
         return [logp for scores in self._ranks.gather(score_own) for logp in scores]
 
     def close(self) -> None:
-        """See Scorer."""
         self._scorer.close()
 
 
@@ -158,9 +152,7 @@ class RankedReward:
         self.binary = ranks.from_first(open_here)
 
     def values(self, problems: Sequence[Problem], completions: Sequence[Sequence[str]]) -> np.ndarray:
-        """See Reward."""
         return self._ranks.from_first(lambda: self._reward.values(problems, completions))
 
     def check_answers(self, problems: Sequence[Problem]) -> None:
-        """See Reward."""
         self._ranks.from_first(lambda: self._reward.check_answers(problems))

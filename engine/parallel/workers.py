@@ -242,7 +242,6 @@ class ParallelSampler:
         return self.workers.host.sampler.samples_at_once * self.workers.n
 
     def sync_weights(self, version: int) -> None:
-        """See Sampler."""
         self.workers.host.sampler.sync_weights(version)
         self.version = version
 

@@ -115,7 +115,6 @@ class SeparateSampler:
 
     @property
     def samples_at_once(self) -> int:
-        """See ParallelSampler."""
         return self._sampler.samples_at_once
 
     @torch.no_grad()
@@ -142,7 +141,6 @@ class SeparateSampler:
     def generate(
         self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, rng_key: RngKey
     ) -> list[Rollout]:
-        """See Sampler."""
         sampling_params = generation_params.sampling_params
         if self._perturb.temperature:
             sampling_params = sampling_params._replace(temperature=self._perturb.temperature)
@@ -187,7 +185,6 @@ class ExternalSampler:
     def generate(
         self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, rng_key: RngKey
     ) -> list[Rollout]:
-        """See Sampler."""
         check_prompts(prompts, generation_params, self._config.max_positions, self._config.vocab_size)
         if not prompts:
             return []

@@ -227,7 +227,6 @@ class Trackers:
         settings: Mapping[str, Any],
         environment: Mapping[str, Any],
     ):
-        """See RunStart."""
         file = path / TRACKERS
         run_ids = read_json(file) if file.exists() and steps_done is not None else {}
         self._every, self._last = max(1, steps // _TABLES), steps - 1

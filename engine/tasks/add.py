@@ -24,7 +24,6 @@ class Add:
         self._splits = split_problems(pairs, train, held_out, "add")
 
     def problems(self, split: str) -> list[Problem]:
-        """See Task."""
         return self._splits[split]
 
     def reward(self, problem: Problem, completion: str) -> float:

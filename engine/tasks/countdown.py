@@ -53,7 +53,6 @@ class Countdown:
         self._splits = split_problems(list(pairs.items()), train, held_out, "countdown")
 
     def problems(self, split: str) -> list[Problem]:
-        """See Task."""
         return self._splits[split]
 
     def reward(self, problem: Problem, completion: str) -> float:

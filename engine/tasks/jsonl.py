@@ -63,7 +63,6 @@ class Jsonl:
             }
 
     def problems(self, split: str) -> list[Problem]:
-        """See Task."""
         return self._splits[split]
 
     def reward(self, problem: Problem, completion: str) -> float:

@@ -27,7 +27,6 @@ class Sort:
         self._splits = split_problems([(t + ">", "".join(sorted(t))) for t in texts], train, held_out, "sort")
 
     def problems(self, split: str) -> list[Problem]:
-        """See Task."""
         return self._splits[split]
 
     def reward(self, problem: Problem, completion: str) -> float:

@@ -62,12 +62,10 @@ class ZeroklAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type["ZeroklAttentionImpl"]:
-        """See AttentionBackend."""
         return ZeroklAttentionImpl
 
     @staticmethod
     def get_builder_cls() -> type["ZeroklMetadataBuilder"]:
-        """See AttentionBackend."""
         return ZeroklMetadataBuilder
 
 
@@ -98,7 +96,6 @@ class ZeroklMetadataBuilder(AttentionMetadataBuilder[ZeroklMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> ZeroklMetadata:
-        """See AttentionMetadataBuilder."""
         cm = common_attn_metadata
         T = cm.num_actual_tokens
         slots = cm.slot_mapping[:T].clamp(min=0)  # a padding row has -1

@@ -28,7 +28,6 @@ class _VllmContext:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """See Context."""
         return self._layers[layer](q, k, v).view(q.shape)
 
 
