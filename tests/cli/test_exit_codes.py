@@ -55,7 +55,10 @@ def test_a_file_that_is_removed_while_a_run_writes_it_ends_the_run(folder, train
     """A step has 4 rewards. The last one comes before the last lines are written."""
     (folder / "removing.py").write_text(REMOVES.format(calls=calls, name=name))
     sys.modules.pop("removing", None)
-    assert main(training(task__reward="removing:removes", workers=1)) == ExitCode.REFUSED
+    assert (
+        main(training(task__reward="removing:removes", task__reward_processes=1, workers=1))
+        == ExitCode.REFUSED
+    )
     error = capsys.readouterr().err
     assert f"run/{name}: was removed or replaced while it was being written" in error
     assert len(error.splitlines()) == 1
