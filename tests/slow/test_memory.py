@@ -65,9 +65,9 @@ _PEAK = """
 import atexit, os, sys
 def peak():
     line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
-    with open(f"peak-{os.environ.get('RANK', '0')}", "w") as out:
+    with open(f"peak-{os.environ['RANK']}", "w") as out:
         out.write(line.split()[1])
-if "-m" in sys.orig_argv:  # a rank, not one of its workers
+if "-m" in sys.orig_argv and "RANK" in os.environ:  # a rank; not torchrun, and none of the rank's workers
     atexit.register(peak)
 """
 
