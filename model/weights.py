@@ -178,7 +178,7 @@ class WeightSource(Protocol):
         ...
 
 
-class FlatWeights:
+class FlatWeights(WeightSource):
     """The weights as views of one flat tensor [layout.numel]: a source that has all of them at any time."""
 
     def __init__(self, layout: Layout, flat: torch.Tensor):

@@ -128,11 +128,8 @@ class RankedScorer:
 
     def score(self, rollouts: Sequence[Rollout], sampling_params: SamplingParams) -> list[np.ndarray]:
         own_rollouts = virtual_shards(rollouts, self._ranks.size)[self._ranks.rank]
-
-        def score_own() -> list[np.ndarray]:
-            return self._scorer.score(own_rollouts, sampling_params) if len(own_rollouts) else []
-
-        return [logp for scores in self._ranks.gather(score_own) for logp in scores]
+        gathered = self._ranks.gather(lambda: self._scorer.score(own_rollouts, sampling_params))
+        return [logp for scores in gathered for logp in scores]
 
     def close(self) -> None:
         self._scorer.close()

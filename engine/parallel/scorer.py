@@ -31,7 +31,9 @@ class Scorer:
         return self.workers.host.decoder
 
     def score(self, rollouts: Sequence[Rollout], sampling_params: SamplingParams) -> list[np.ndarray]:
-        """logp [C] fp32 of each rollout's C completion tokens, by the trainer's forward."""
+        """logp [C] fp32 of each rollout's C completion tokens, by the trainer's forward; of none, none."""
+        if not len(rollouts):
+            return []
         parts = virtual_shards(rollouts, min(self.workers.n, len(rollouts)))
         items = [([r.pair for r in part], sampling_params, self.micro_batch) for part in parts]
         return [logp for scores in self.workers.map(_score, items) for logp in scores]

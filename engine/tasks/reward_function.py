@@ -36,7 +36,7 @@ def reward_function(name: str, task: str, options: Mapping[str, Any], directory:
     options, directory: see load_task. Raises ValueError.
     """
     add_places(directory)
-    if name or task == "jsonl":
+    if name or task == "jsonl":  # the reward of jsonl is known without its file, which may be large
         owner = NAMED_REWARDS.get(name or "math") or load_object(name, "reward")
         function = owner
     else:

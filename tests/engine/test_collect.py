@@ -8,7 +8,6 @@ import torch
 from zerokl.cli import main
 from zerokl.engine.config_file import to_toml
 from zerokl.engine.loss.presets import PRESETS
-from zerokl.engine.parallel.process_group import ALONE
 from zerokl.engine.parallel.scorer import frozen
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import GenerationParams, RngKey
@@ -101,7 +100,6 @@ def collected(config, model):
             reward=Reward(_Uneven(differ)),
             problems=problems,
             prompt_ids=ids,
-            ranks=ALONE,
             stopwatch=Stopwatch(torch.device("cpu")),
         )
         return collect(state)

@@ -185,16 +185,7 @@ def test_two_engines(model, audited, words, kind):
     assert disagreements(audited(model, *DRAWN, *words), kind) == []
 
 
-def test_a_sampler_that_varies_with_its_batch(model, audited, monkeypatch):
-    plain = ZeroklEngine.generate
-
-    def crowded(self, prompts, generation_params, seed):
-        rollouts = plain(self, prompts, generation_params, seed)
-        if len(prompts) >= 8 and generation_params.sampling_params.temperature == 0.0:
-            rollouts[3].logprobs[-1] += 0.25
-        return rollouts
-
-    monkeypatch.setattr(ZeroklEngine, "generate", crowded)
+def test_a_sampler_that_varies_with_its_batch(model, audited, crowded_sampler):
     said = audited(model, *DRAWN, "--batch_invariance", "9")
     assert said.report["frac_equal"] == 1.0
     assert disagreements(said, Kind.FAULT, ("batch invariance",)) == []

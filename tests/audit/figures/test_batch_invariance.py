@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 from zerokl.audit.as_json import as_json
-from zerokl.audit.engines.engine import ZeroklEngine
 from zerokl.audit.figures.batch_invariance import batch_invariance
 from zerokl.cli import main
 from zerokl.engine.rollout.types import GenerationParams, Rollout
@@ -111,16 +110,7 @@ def test_the_native_sampler_draws_the_same_bits_in_any_company(model, tmp_path, 
     assert sum(row["compared"] for row in report["rows"]) == 9 + 2 + 4 + 8 + 3 * 9
 
 
-def test_an_engine_that_depends_on_its_company_fails_the_audit(model, tmp_path, capsys, monkeypatch):
-    plain = ZeroklEngine.generate
-
-    def crowded(self, prompts, generation_params, seed):
-        rollouts = plain(self, prompts, generation_params, seed)
-        if len(prompts) >= 8 and generation_params.sampling_params.temperature == 0.0:
-            rollouts[3].logprobs[-1] += 0.25
-        return rollouts
-
-    monkeypatch.setattr(ZeroklEngine, "generate", crowded)
+def test_an_engine_that_depends_on_its_company_fails_the_audit(model, tmp_path, capsys, crowded_sampler):
     assert main(["audit", str(model), *OPTIONS, "--out", str(tmp_path / "audit")]) == 1
     shown = " ".join(capsys.readouterr().out.split())
     assert "native does not repeat its own bits, from 8 requests at once on" in shown
