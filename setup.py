@@ -27,6 +27,7 @@ setup(
         "zerokl.audit.logs",
         "zerokl.audit.operations",
         "zerokl.audit.page",
+        "zerokl.files",
         "zerokl.kernels",
         "zerokl.verify",
         "zerokl.model",

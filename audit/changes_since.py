@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..verify.reading import read_json
+from ..files.reading import read_json
 from .figures.measure import Figures
 
 _DTYPES = ("dtype", "head_dtype", "sampler_dtype", "sampler_head_dtype")

@@ -6,7 +6,7 @@ from itertools import count
 from pathlib import Path
 
 from ..engine.display.progress import silent
-from ..verify.inputs import append_text
+from ..files.inputs import append_text
 from .as_json import as_json
 from .columns import audit_columns
 from .config import COMPLETIONS, AuditConfig, AuditSettings, check_requests

@@ -2,8 +2,8 @@
 
 from ..engine.rollout.types import GenerationParams
 from ..engine.tasks.tokenizer import Tokenizer
+from ..files.inputs import read_text
 from ..model.config import ModelConfig
-from ..verify.inputs import read_text
 from .compare import Rollouts
 from .config import AuditConfig
 from .engines.engine import Engine

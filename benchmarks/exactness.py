@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import torch
 from zerokl.benchmarks.machine import Machine, Row, name_of
+from zerokl.files.bitwise import count_unequal
 from zerokl.kernels.attention_plan import KEY_TILE
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.cache import BlockCache, CachedContext
@@ -13,7 +14,6 @@ from zerokl.model.decoder import Buffers, Decoder, PackedContext
 from zerokl.model.prompts import Prompts, prompt_passes
 from zerokl.model.scoring import logprobs, pack
 from zerokl.model.weights import fingerprint
-from zerokl.verify.bitwise import count_unequal
 
 Pair = tuple[Sequence[int], Sequence[int]]
 _OPTIMIZER = SimpleNamespace(

@@ -38,10 +38,10 @@ from zerokl.engine.tasks.perfectible import task_of
 from zerokl.engine.tasks.rewards import open_reward
 from zerokl.engine.train.collect import collect
 from zerokl.engine.train.shard import Shard
+from zerokl.files.bitwise import count_unequal
 from zerokl.model.decoder import Buffers, Decoder
 from zerokl.model.prompts import Prompts, prompt_passes
 from zerokl.model.scoring import logprobs, pack
-from zerokl.verify.bitwise import count_unequal
 
 SCALES = range(25)
 

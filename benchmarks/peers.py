@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from zerokl.benchmarks.machine import Machine, Row, name_of, row
 from zerokl.benchmarks.vllm_files import VllmKernels, vllm_kernels
+from zerokl.files.bitwise import count_unequal
 from zerokl.kernels import matmul, tiles
 from zerokl.kernels.attention import varlen_plan
 from zerokl.kernels.attention_tables import Spans
@@ -21,7 +22,6 @@ from zerokl.kernels.logprob import token_logprobs
 from zerokl.kernels.rms_norm import rms_norm
 from zerokl.kernels.rope import rope
 from zerokl.kernels.silu_mul import silu_mul
-from zerokl.verify.bitwise import count_unequal
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _Outputs = torch.Tensor | tuple[torch.Tensor, ...]

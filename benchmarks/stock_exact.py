@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from zerokl.benchmarks.device.processes import serve
 from zerokl.benchmarks.machine import Machine, Row, name_of
+from zerokl.files.bitwise import count_unequal
 from zerokl.kernels.sampling_params import SamplingParams
-from zerokl.verify.bitwise import count_unequal
 
 _MODEL = "vLLM's own model"
 

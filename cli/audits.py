@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from ..audit.config import AuditSettings, LogFormat
-from ..verify.files import check_writable
-from ..verify.inputs import append_text
+from ..files.inputs import append_text
+from ..files.writing import check_writable
 from .app import CountOrAll, command
 from .exit_codes import ExitCode
 

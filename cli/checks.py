@@ -4,7 +4,7 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..verify.files import check_writable
+from ..files.writing import check_writable
 from .app import NO_SETTINGS, Device, Dtype, Settings, command, verify_app
 from .command_line import given_settings
 from .exit_codes import ExitCode

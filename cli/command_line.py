@@ -14,8 +14,8 @@ from pydantic import BaseModel, ValidationError
 from ..engine.config import FREE_SECTIONS, Config
 from ..engine.config_file import check_key, known_keys, validation_message
 from ..engine.precision import full_dtype
-from ..verify.files import os_error_line
-from ..verify.reading import one_line, parse_toml, read_toml
+from ..files.reading import one_line, parse_toml, read_toml
+from ..files.writing import os_error_line
 
 # What libraries say in errors of other classes when the machine gives them no memory: torch's allocator on
 # CPU and GPU, a thread's stack, and the loader of a shared library.

@@ -163,9 +163,9 @@ def variants(model: str, /, *, dtype: Dtype = "float32", device: Device = "auto"
     from ..engine.commands.variants import compare_ways, vocabulary
     from ..engine.display.terminal import console
     from ..engine.tasks.tokenizer import Tokenizer
+    from ..files.reading import read_json
     from ..kernels.backend import find_device
     from ..model.checkpoint import resolve_model
-    from ..verify.reading import read_json
 
     folder = resolve_model(model)
     tokenizer = Tokenizer(folder, vocabulary(read_json(folder / "config.json")))

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from ..engine.config_file import load_config
-from ..verify.reading import one_line
+from ..files.reading import one_line
 from .app import NO_SETTINGS, Preset, Settings, TaskOptions, command
 from .command_line import failure_line, given_settings, toml_values
 from .exit_codes import ExitCode
@@ -123,7 +123,7 @@ def ablate(grid: str, /, *, out: str | None = None, jobs: int = 1) -> int:
     from ..engine.commands.ablations.effects import effect_lines
     from ..engine.commands.ablations.report import result_table
     from ..engine.display.terminal import console
-    from ..verify.reading import one_line
+    from ..files.reading import one_line
 
     if not out:
         raise ValueError("ablate: --out is missing; name the folder of the ablation")

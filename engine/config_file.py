@@ -11,7 +11,7 @@ from typing import Any
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from ..verify.reading import read_toml, shown
+from ..files.reading import read_toml, shown
 from .compatibility import check_settings
 from .config import FREE_SECTIONS, Config
 from .key_hints import hint

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..verify.reading import json_ready
+from ..files.reading import json_ready
 
 # The other fields of a line; docs/log-format.md has their meaning.
 FIELDS = (

@@ -27,8 +27,8 @@ from functools import cache, cached_property
 import numpy as np
 import torch
 
+from ..files.bitwise import equal
 from .attention_tables import Spans, make_spans
-from .order import same_bits
 
 # The query tile that defines a row's bits has a multiple of this number of rows.
 ROW_UNIT = 8
@@ -149,7 +149,7 @@ def _agree(rows: int, defining: int, D: int, dtype: torch.dtype, threads: int) -
         outputs.baddbmm_(p.view(-1, R, KEY_TILE), tiles[:, 1])
         return torch.cat([scores.view(-1), outputs.view(-1)])
 
-    return same_bits(products(rows), products(defining))
+    return equal(products(rows), products(defining))
 
 
 def _index_plan(

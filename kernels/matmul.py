@@ -29,9 +29,10 @@ from types import MappingProxyType
 import torch
 import torch.nn.functional as F
 
+from ..files.bitwise import equal
 from .backend import on_triton
 from .grad import GradBuffer
-from .order import ALIGN, ROW_TILE, TokenBlocks, same_bits
+from .order import ALIGN, ROW_TILE, TokenBlocks
 
 # Rows of the tiles that replace several tiles of ROW_TILE rows, longest first. They take 0.4 to 0.9 of the
 # time.
@@ -158,9 +159,7 @@ def _pack_agrees(dtype: torch.dtype, N: int, K: int, threads: int) -> bool:
     x, w = (torch.randn(n, K, generator=g).to(dtype) for n in (_PACKED_ROWS, N))
     pack, expected = _pack(w), torch.cat([_product(tile, w.t()) for tile in x.split(ROW_TILE)])
     tiles = [rows for rows in (*_LONG_TILES, ROW_TILE) if rows <= _PACKED_ROWS]
-    return all(
-        same_bits(torch.cat([_linear(tile, pack) for tile in x.split(rows)]), expected) for rows in tiles
-    )
+    return all(equal(torch.cat([_linear(tile, pack) for tile in x.split(rows)]), expected) for rows in tiles)
 
 
 def _one_product(rows: int, x: torch.Tensor, w_KN: torch.Tensor) -> bool:
@@ -183,7 +182,7 @@ def _agrees(rows: int, dtype: torch.dtype, K: int, N: int, strides: tuple[int, i
     x = torch.randn(rows, K, generator=g, dtype=torch.float32).to(dtype)
     w = torch.empty_strided((K, N), strides, dtype=dtype)
     w.copy_(torch.randn(K, N, generator=g, dtype=torch.float32))
-    return same_bits(_product(x, w), torch.cat([_product(tile, w) for tile in x.split(ROW_TILE)]))
+    return equal(_product(x, w), torch.cat([_product(tile, w) for tile in x.split(ROW_TILE)]))
 
 
 def _narrow(y: torch.Tensor, N: int) -> torch.Tensor:

@@ -207,9 +207,3 @@ def tree_sum(x: torch.Tensor, dim: int) -> torch.Tensor:
             low = low + high
         x = low
     return x.squeeze(dim)
-
-
-def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype and shape are equal as integers. The probes decide by this."""
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
-    return torch.equal(x.view(integers), y.view(integers))

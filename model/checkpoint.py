@@ -16,9 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..verify.files import os_error_line, sync, write_manifest
-from ..verify.inputs import check_folder, check_input, read_bytes
-from ..verify.reading import read_json, shown
+from ..files.inputs import check_folder, check_input, read_bytes
+from ..files.reading import read_json, shown
+from ..files.writing import os_error_line, sync, write_manifest
 from .config import ModelConfig
 from .decoder import Decoder
 from .weights import Layout
@@ -260,7 +260,7 @@ def write_checkpoint(
     state: tensors that are not weights, for STATE_FILE. STATE_FILE lies in a folder of its own, because vLLM
         takes every safetensors file beside the weights for weights.
 
-    A manifest (verify/files.py) lists the hash of every file. Raises FileExistsError when `target` exists.
+    A manifest (files/writing.py) lists the hash of every file. Raises FileExistsError when `target` exists.
     Raises OSError when it cannot be written, and leaves nothing behind.
     """
     if target.exists():

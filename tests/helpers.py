@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+from zerokl.files.bitwise import count_unequal
 from zerokl.kernels.grad import GradBuffer
-from zerokl.verify.bitwise import count_unequal
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

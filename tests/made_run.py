@@ -7,7 +7,7 @@ from typing import Any
 
 from zerokl.engine.config_file import load_config, to_toml
 from zerokl.engine.tasks.tokenizer import character_tokenizer
-from zerokl.verify.files import hash_json
+from zerokl.files.writing import hash_json
 from zerokl.verify.ledger import LEDGER, Head, Ledger, Line
 
 # Would run, or open a window, wherever text becomes markup or code.

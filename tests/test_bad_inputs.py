@@ -19,10 +19,10 @@ from zerokl.engine.config_file import known_keys, load_config, to_toml
 from zerokl.engine.runs.run import train
 from zerokl.engine.tasks.jsonl import read_pairs
 from zerokl.engine.tasks.loading import load_task
+from zerokl.files.reading import parse_json
 from zerokl.model.checkpoint import check_weights, load_decoder
 from zerokl.model.config import ModelConfig
 from zerokl.model.weights import Layout
-from zerokl.verify.reading import parse_json
 
 from tests.helpers import property_settings
 from tests.random_model import ONE_LAYER, random_model

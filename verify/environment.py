@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .inputs import read_bytes, read_text
+from ..files.inputs import read_bytes, read_text
 
 # The folder of the package zerokl, the parent of verify/.
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .bitwise import count_unequal
+from ..files.bitwise import count_unequal
 
 
 @dataclass

@@ -31,9 +31,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from .files import check_in_place, hash_json, naming, whole_lines
-from .inputs import read_bytes
-from .reading import parse_json
+from ..files.inputs import read_bytes
+from ..files.reading import parse_json
+from ..files.writing import check_in_place, hash_json, naming, whole_lines
 
 # The name of the file in a run's folder.
 LEDGER = "ledger.jsonl"

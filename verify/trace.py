@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .bitwise import ulp_distance, unequal
+from ..files.bitwise import ulp_distance, unequal
 
 Trace = dict[str, torch.Tensor]
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from ...engine.rollout.types import Rollout
+from ...files.bitwise import unequal
 from ...kernels.sampling_params import SamplingParams
 from ...verify.mismatch import mean, standard_error
 from ..engines.engine import Engine
@@ -61,13 +62,12 @@ def compare_full_vocab(
 
 def _of_places(s: torch.Tensor, t: torch.Tensor, drawn: torch.Tensor) -> dict[str, torch.Tensor]:
     """Figures of each place. s, t [C, V] fp32: logp of the sampler and the trainer; drawn [C] -> [C] each."""
-    equal = s.view(torch.int32) == t.view(torch.int32)
     p, q = s.double().exp(), t.double().exp()
     top = [x.topk(min(_TOP, x.shape[1])).indices for x in (s, t)]
     same_set = (top[0].sort().values == top[1].sort().values).all(dim=1)
     ranks = [_rank(x, drawn) for x in (s, t)]
     return {
-        "equal": equal.sum(dim=1),
+        "equal": (~unequal(s, t)).sum(dim=1),
         "kl_sampler_trainer": _kl(p, q, s, t),
         "kl_trainer_sampler": _kl(q, p, t, s),
         "mass_sampler": p.sum(dim=1) - 1.0,

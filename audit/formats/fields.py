@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from ...files.reading import json_number
 from ...kernels.sampling_params import SamplingParams
-from ...verify.reading import json_number
 from .record import TokenIds
 
 # A log-probability is at most 0. In 16 bits, logit - logsumexp can round to a little more.

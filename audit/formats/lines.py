@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ...verify.inputs import input_lines, open_input
-from ...verify.reading import one_line, parse_json
+from ...files.inputs import input_lines, open_input
+from ...files.reading import one_line, parse_json
 
 # A smaller file is read before anybody wonders.
 _LARGE_BYTES = 64 * 2**20

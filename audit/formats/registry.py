@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...verify.inputs import open_input
+from ...files.inputs import open_input
 from . import nemo_rl, prime_rl, slime, text_only, tinker, titanrl, zerokl
 from .lines import json_rows
 from .record import LoggedRollout

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ...verify.inputs import check_input
+from ...files.inputs import check_input
 from . import fields
 from .record import LoggedRollout
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ...verify.inputs import check_input
+from ...files.inputs import check_input
 from . import fields
 from .record import LoggedRollout
 

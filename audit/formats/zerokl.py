@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ...verify.reading import json_ready
+from ...files.reading import json_ready
 from . import fields
 from .record import LoggedRollout
 

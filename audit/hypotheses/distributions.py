@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from ...files.reading import read_json
 from ...kernels.sampling_params import SamplingParams
-from ...verify.reading import read_json
 from .evidence import Evidence
 from .prediction import Prediction
 from .scorer import hidden_rows, read_rows

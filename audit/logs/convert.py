@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from ...engine.display.terminal import console
-from ...verify.inputs import read_text
+from ...files.inputs import read_text
 from ..formats.registry import find_format, log_files, read_rollouts
 from ..formats.zerokl import as_row
 

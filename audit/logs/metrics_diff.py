@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ...verify.inputs import read_text
-from ...verify.reading import parse_json
+from ...files.inputs import read_text
+from ...files.reading import parse_json
 from ..formats.lines import json_rows
 
 # What a clock or a machine decides. Two equal runs differ in it.

@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 
-from ...verify.bitwise import count_unequal
+from ...files.bitwise import count_unequal
 from ..sections import CheckpointsDifference, TensorDifference
 from .operation_errors import rms
 from .operations import Checkpoint

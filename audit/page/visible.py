@@ -4,7 +4,7 @@ It is hostile: it may hold control characters, escape sequences of terminals, ma
 the direction of writing. Pages escape markup as well.
 """
 
-from ...verify.reading import printable
+from ...files.reading import printable
 
 
 def visible(text: str) -> str:

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import torch
 from zerokl.benchmarks.device.processes import serve
 from zerokl.benchmarks.machine import Machine, Row, name_of
+from zerokl.files.bitwise import count_unequal
 from zerokl.kernels.rms_norm import add_rms_norm
 from zerokl.kernels.rope import rope
 from zerokl.kernels.silu_mul import silu_mul
-from zerokl.verify.bitwise import count_unequal
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _THETA, _EPS = 1e6, 1e-6

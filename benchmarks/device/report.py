@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 from zerokl.benchmarks.machine import Row
+from zerokl.files.writing import first_free
 from zerokl.verify.environment import environment
-from zerokl.verify.files import first_free
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+from ...files.inputs import read_bytes
+from ...files.reading import one_line, shown
 from ...verify.distance import ulp_words
 from ...verify.divergence import Comparison, compare_runs, open_run
-from ...verify.inputs import read_bytes
-from ...verify.reading import one_line, shown
 from ..display.terminal import console
 from ..runs.folder import ROLLOUTS
 from ..runs.rollout_lines import parse_rollout

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...files.reading import json_number, shown
 from ...verify.ledger import Line, digest
 from ...verify.mismatch import mismatch_metrics
-from ...verify.reading import json_number, shown
 from ..rollout.types import Rollout
 from ..train.collect import RolloutBatch
 from ..train.metrics import rollout_metrics

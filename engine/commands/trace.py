@@ -28,12 +28,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from ...files.bitwise import unequal
+from ...files.reading import parse_json
 from ...model.checkpoint import open_tensors
 from ...model.config import ModelConfig
 from ...model.decoder import Hook, no_hook
 from ...model.op_names import in_order, split_fused
-from ...verify.bitwise import unequal
-from ...verify.reading import parse_json
 from ...verify.trace import OpDifference, Trace, compare_traces, first_divergence
 from ..train.state import StepRecord, TrainState
 from ..train.step import train_step

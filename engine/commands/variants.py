@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from ...files.bitwise import count_unequal
 from ...model.checkpoint import DTYPES
-from ...verify.bitwise import count_unequal
 
 Pair = tuple[Sequence[int], Sequence[int]]  # prompt and completion
 Outputs = dict[str, torch.Tensor]  # of each module that ran, the rows of one sequence's own tokens

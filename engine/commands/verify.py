@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
+from ...files.reading import json_number, one_line, read_json
 from ...kernels import tiles
 from ...kernels.backend import find_device
 from ...kernels.philox import Stream, permutation, uniform_range
@@ -21,7 +22,6 @@ from ...model.checkpoint import DTYPES, load_decoder, resolve_model
 from ...model.decoder import Decoder, named_numerics
 from ...model.scoring import cached_scores, logprobs, pack
 from ...verify.invariance import Check
-from ...verify.reading import json_number, one_line, read_json
 from ..loss.config import LossConfig
 from ..loss.policy_loss import sequence_weights
 from ..parallel.workers import Workers, cpu_threads, suits

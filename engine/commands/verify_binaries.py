@@ -6,10 +6,10 @@ from pathlib import Path
 from rich.table import Table
 
 from ... import kernels
+from ...files.reading import read_json
 from ...kernels.backend import INTERPRETED
 from ...kernels.compiled_cases import configurations
 from ...verify.binaries import TARGETS, Binary, as_table, compile_launch, faults, inspect
-from ...verify.reading import read_json
 from ..display.progress import Display
 from ..display.terminal import console
 

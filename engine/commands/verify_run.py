@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ...files.reading import shown
 from ...kernels.philox import Stream, permutation
 from ...model.checkpoint import different_companion
 from ...verify.divergence import run_ledger
 from ...verify.ledger import LedgerFile, Line, read_ledger
-from ...verify.reading import shown
 from ..config import Config
 from ..display.progress import duration
 from ..runs.checkpoints import Checkpoint, checked_checkpoint, checkpoint_folders, unchecked

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from ...files.reading import read_json, shown
 from ...model.checkpoint import open_tensors, resolve_model
-from ...verify.reading import read_json, shown
 
 # Dtype of a tensor -> the dtypes in which it is hashed.
 _HASHED = {

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from ...verify.reading import printable
+from ...files.reading import printable
 from .output import PipedConsole
 
 if TYPE_CHECKING:

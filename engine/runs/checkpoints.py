@@ -18,12 +18,12 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
 
+from ...files.reading import read_json, shown
+from ...files.writing import manifest_damage
 from ...model.checkpoint import STATE_FILE, open_tensors, read_weights, write_checkpoint
 from ...model.config import ModelConfig
 from ...model.weights import Layout
-from ...verify.files import manifest_damage
 from ...verify.ledger import LedgerFile
-from ...verify.reading import read_json, shown
 from ..config import Config
 from ..parallel.tree_hash import hash_tree
 from ..tasks.perfectible import TASK_FILE

@@ -1,7 +1,7 @@
 """The held-out evaluation of a run."""
 
+from ...files.reading import shown
 from ...kernels.philox import Stream
-from ...verify.reading import shown
 from ..config import Config
 from ..rollout.evaluate import Evaluation, evaluate
 from ..rollout.types import GenerationParams, RngKey

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...verify.files import check_in_place, check_writable, naming, write_whole
-from ...verify.inputs import read_bytes
+from ...files.inputs import read_bytes
+from ...files.reading import one_line
+from ...files.writing import check_in_place, check_writable, naming, write_whole
 from ...verify.ledger import LEDGER
-from ...verify.reading import one_line
 from ..config import Config
 from ..config_file import to_toml
 from ..train.state import StepRecord

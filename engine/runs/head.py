@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
+from ...files.reading import shown
+from ...files.writing import hash_json
 from ...model.config import ModelConfig
 from ...model.weights import fingerprint
 from ...verify.environment import PACKAGE_ROOT, environment
-from ...verify.files import hash_json
 from ...verify.ledger import Head, LedgerFile, digest_ids
-from ...verify.reading import shown
 from ..config import FREE_SECTIONS, Config
 from ..train.state import TrainState
 

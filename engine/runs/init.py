@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...files.writing import check_writable
 from ...kernels.philox import Stream, uniform_range
 from ...kernels.sampling_params import SamplingParams
 from ...model.checkpoint import write_checkpoint
@@ -23,7 +24,6 @@ from ...model.config import ModelConfig
 from ...model.decoder import Buffers, Decoder
 from ...model.scoring import logprobs, pack
 from ...model.weights import Layout
-from ...verify.files import check_writable
 from ..config import OptimizerConfig, TaskConfig
 from ..display.progress import Display
 from ..display.terminal import console

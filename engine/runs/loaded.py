@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...verify.files import whole_lines
-from ...verify.inputs import input_lines, open_input, read_bytes
+from ...files.inputs import input_lines, open_input, read_bytes
+from ...files.reading import parse_json
+from ...files.writing import whole_lines
 from ...verify.ledger import LEDGER, LedgerFile, read_ledger
-from ...verify.reading import parse_json
 from ..config import Config
 from ..config_file import load_config
 from .folder import METRICS, ROLLOUTS

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...verify.files import whole_lines
-from ...verify.inputs import read_bytes
-from ...verify.reading import parse_json
+from ...files.inputs import read_bytes
+from ...files.reading import parse_json
+from ...files.writing import whole_lines
 
 
 @dataclass

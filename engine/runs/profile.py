@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
 
-from ...verify.files import first_free
+from ...files.writing import first_free
 from ..display.terminal import console
 from ..train.state import TrainState
 

@@ -14,13 +14,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from ...files.inputs import read_bytes
+from ...files.reading import parse_json
+from ...files.writing import first_free, write_whole
 from ...model.checkpoint import read_weights
 from ...model.config import ModelConfig
 from ...model.weights import Layout, fingerprint
-from ...verify.files import first_free, write_whole
-from ...verify.inputs import read_bytes
 from ...verify.ledger import LEDGER, Head, LedgerFile, read_ledger
-from ...verify.reading import parse_json
 from ..config import Config
 from ..config_file import file_keys, load_config
 from .checkpoints import DAMAGED, Checkpoint, checkpoint_folders, clear_leftovers, usable_checkpoint

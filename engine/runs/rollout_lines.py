@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ...verify.reading import json_number, json_ready, parse_json
+from ...files.reading import json_number, json_ready, parse_json
 from ..train.state import StepRecord
 
 # The fields that hold numbers which may be infinite.

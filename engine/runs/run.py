@@ -8,11 +8,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from ...files.reading import json_ready
+from ...files.writing import first_free, hold_folder, os_error_line
 from ...model.checkpoint import write_checkpoint
 from ...model.weights import fingerprint
-from ...verify.files import first_free, hold_folder, os_error_line
 from ...verify.ledger import LEDGER
-from ...verify.reading import json_ready
 from ..compatibility import check_settings
 from ..config import Config
 from ..display.interrupt import FirstInterrupt, StoppedError

@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ...verify.files import write_whole
-from ...verify.reading import read_json, shown
+from ...files.reading import read_json, shown
+from ...files.writing import write_whole
 from .held_out import ACCURACY, MEAN_REWARD
 
 SUMMARY = "summary.json"

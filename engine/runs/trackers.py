@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...verify.files import write_whole
-from ...verify.reading import read_json
+from ...files.reading import read_json
+from ...files.writing import write_whole
 from ..display.terminal import console
 from .board import Board
 

@@ -11,7 +11,7 @@ import logging
 import re
 from fractions import Fraction
 
-from ...verify.reading import shown
+from ...files.reading import shown
 from .problem import Problem
 
 # Characters at the end of a completion in which its answer is searched, and the most of a problem's answer.

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ...verify.reading import one_line
+from ...files.reading import one_line
 from ..processes import KeptProcess, ending
 from .serve import Setup
 

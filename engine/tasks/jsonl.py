@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from ...files.inputs import read_bytes
+from ...files.reading import parse_json, shown
 from ...kernels.philox import Stream, permutation
-from ...verify.inputs import read_bytes
-from ...verify.reading import parse_json, shown
 from .answers import NAMED_REWARDS, READ_CHARS
 from .base import Problem, split_problems
 

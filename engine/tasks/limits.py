@@ -14,7 +14,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from ...verify.inputs import read_bytes
+from ...files.inputs import read_bytes
 from . import try_tokenizer
 
 # Limits of a trial. The largest tokenizers in use take a second and half a gibibyte.

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
-from ...verify.reading import shown
+from ...files.reading import shown
 from .add import Add
 from .base import Problem, Task
 from .countdown import Countdown

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from ...verify.reading import read_json
+from ...files.reading import read_json
 
 # `zerokl init` writes it: the task, its options, and the prompts that the model solves sometimes but not
 # always.

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ...verify.reading import shown
+from ...files.reading import shown
 from .answers import NAMED_REWARDS
 from .base import Problem, Task
 from .executor import CallError, Executor, Limits

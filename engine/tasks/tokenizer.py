@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...verify.inputs import check_folder
-from ...verify.reading import read_json, shown
+from ...files.inputs import check_folder
+from ...files.reading import read_json, shown
 from .base import Problem
 from .limits import LONGEST_PROMPT, check_template, check_tokenizer
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ...verify.bitwise import ulp_distance, unequal
+from ...files.bitwise import ulp_distance, unequal
 from ...verify.mismatch import mismatch_metrics
 from ..rollout.types import Rollout
 

@@ -50,7 +50,7 @@ def endless(request, tmp_path_factory) -> tuple[str, str]:
 
 @pytest.fixture(autouse=True)
 def _short_streams(monkeypatch):
-    monkeypatch.setattr("zerokl.verify.inputs.STREAM_S", 0.2)
+    monkeypatch.setattr("zerokl.files.inputs.STREAM_S", 0.2)
 
 
 @pytest.mark.parametrize(

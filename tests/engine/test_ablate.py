@@ -21,7 +21,7 @@ from zerokl.engine.commands.ablations.effects import LEAST_SEEDS
 from zerokl.engine.commands.ablations.report import collapse_step, spread
 from zerokl.engine.config_file import to_toml
 from zerokl.engine.runs.run import train
-from zerokl.verify.files import hold_folder
+from zerokl.files.writing import hold_folder
 
 GRID = """
 file = "{base}"

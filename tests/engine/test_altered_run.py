@@ -20,7 +20,7 @@ from zerokl.engine.runs.folder import RunFolder
 from zerokl.engine.runs.resume import derived_summary
 from zerokl.engine.runs.run import resume, train
 from zerokl.engine.runs.summary import write_summary
-from zerokl.verify.files import MANIFEST, hash_json, write_manifest
+from zerokl.files.writing import MANIFEST, hash_json, write_manifest
 from zerokl.verify.ledger import read_ledger
 
 from tests.helpers import property_settings

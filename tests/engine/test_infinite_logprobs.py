@@ -16,8 +16,8 @@ from zerokl.cli import main
 from zerokl.engine.commands.report.payload import Source
 from zerokl.engine.config_file import load_config
 from zerokl.engine.runs.run import train
+from zerokl.files.reading import json_number, json_ready, parse_json
 from zerokl.integrations.recorder import Recorder
-from zerokl.verify.reading import json_number, json_ready, parse_json
 
 from tests.random_model import ONE_LAYER, random_model
 

@@ -13,10 +13,10 @@ import torch
 from zerokl.cli import main
 from zerokl.engine.commands.replay import Replayer
 from zerokl.engine.runs.run import resume, train
+from zerokl.files.writing import hash_json
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.weights import fingerprint
 from zerokl.verify.divergence import open_run
-from zerokl.verify.files import hash_json
 
 
 def _flip(folder: Path) -> None:

@@ -15,7 +15,7 @@ from zerokl.engine.config import Config
 from zerokl.engine.runs import run as run_module
 from zerokl.engine.runs.checkpoints import open_checkpoint
 from zerokl.engine.runs.run import Summary, resume, train
-from zerokl.verify.files import MANIFEST, hash_json, hold_folder, write_manifest
+from zerokl.files.writing import MANIFEST, hash_json, hold_folder, write_manifest
 
 from tests.helpers import mostly_full, property_settings
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from zerokl.cli import main
-from zerokl.verify.files import LOCK, hold_folder
+from zerokl.files.writing import LOCK, hold_folder
 
 from tests.random_model import ONE_LAYER, random_model
 
@@ -65,7 +65,7 @@ def test_two_runs_or_resumes_started_at_once_leave_one_whole_run(tmp_path):
 
 def test_a_holder_that_is_killed_holds_nothing(tmp_path):
     code = (
-        "import sys, time; from pathlib import Path; from zerokl.verify.files import hold_folder\n"
+        "import sys, time; from pathlib import Path; from zerokl.files.writing import hold_folder\n"
         "with hold_folder(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "run")]

@@ -15,10 +15,10 @@ from zerokl.engine.parallel.process_group import join_ranks
 from zerokl.engine.parallel.tree_hash import hash_tree
 from zerokl.engine.parallel.zero import Slices
 from zerokl.engine.train.optimizer import GradientOverflowError, Optimizer
+from zerokl.files.bitwise import count_unequal
 from zerokl.model.config import ModelConfig
 from zerokl.model.decoder import Decoder
 from zerokl.model.weights import Layout
-from zerokl.verify.bitwise import count_unequal
 
 CONFIG = ModelConfig.from_dict(
     dict(

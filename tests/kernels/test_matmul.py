@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from zerokl.files.bitwise import count_unequal
 from zerokl.kernels import matmul as matmul_module
 from zerokl.kernels.linear import linear
 from zerokl.kernels.matmul import matmul, pack_weights
 from zerokl.kernels.order import ROW_TILE
-from zerokl.verify.bitwise import count_unequal
 
 from tests.helpers import forgotten, property_settings, randn, threads
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from zerokl.verify.files import manifest_damage, whole_lines, write_manifest, write_whole
+from zerokl.files.writing import manifest_damage, whole_lines, write_manifest, write_whole
 from zerokl.verify.ledger import (
     Head,
     Ledger,
@@ -144,7 +144,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     def full(fd):
         raise OSError("no space left")
 
-    monkeypatch.setattr("zerokl.verify.files.os.fsync", full)
+    monkeypatch.setattr("zerokl.files.writing.os.fsync", full)
     with pytest.raises(OSError, match="no space"):
         write_whole(tmp_path / "x", b"new")
     assert [p.name for p in tmp_path.iterdir()] == ["x"]

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ....verify.files import check_writable, hold_folder, write_whole
-from ....verify.inputs import read_text
+from ....files.inputs import read_text
+from ....files.writing import check_writable, hold_folder, write_whole
 from ...config import Config
 from ...config_file import load_config, to_toml
 from ...runs.base_model import is_base, make_base

@@ -17,8 +17,8 @@ from typing import Protocol
 
 import torch
 
-from ....verify.inputs import open_input
-from ....verify.reading import one_line, parse_json, read_json
+from ....files.inputs import open_input
+from ....files.reading import one_line, parse_json, read_json
 from ...config_file import to_toml
 from ...processes import ending
 from ...runs.folder import FAILED, METRICS

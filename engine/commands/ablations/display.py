@@ -13,7 +13,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from ....verify.reading import one_line
+from ....files.reading import one_line
 from ...display.terminal import console
 from .cells import CellRun, State
 

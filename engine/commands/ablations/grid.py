@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ....verify.reading import read_toml, shown
+from ....files.reading import read_toml, shown
 from ...config import Config
 from ...config_file import load_config
 

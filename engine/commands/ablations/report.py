@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from ....verify.inputs import RUN_FILE_BYTES, read_text
-from ....verify.reading import parse_json
+from ....files.inputs import RUN_FILE_BYTES, read_text
+from ....files.reading import parse_json
 from ...display.terminal import Printer
 from ...runs.folder import FAILED, METRICS
 from ...runs.held_out import MEAN_REWARD, held_out_curve

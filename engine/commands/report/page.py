@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ....verify.files import write_whole
-from ....verify.inputs import open_input, read_text
-from ....verify.reading import read_json, shown
+from ....files.inputs import open_input, read_text
+from ....files.reading import read_json, shown
+from ....files.writing import write_whole
 from ..ablations.grid import ABLATION, CELLS
 from .payload import Source, labels, page_title, payload
 from .rollouts import pack

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ....files.reading import json_number, read_json
 from ....verify.divergence import compare_runs
 from ....verify.ledger import LedgerFile
-from ....verify.reading import json_number, read_json
 from ...config import Config
 from ...runs.checkpoints import checkpoint_folders
 from ...runs.folder import FAILED, ROLLOUTS

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ....verify.inputs import input_lines, open_input
-from ....verify.reading import json_ready
+from ....files.inputs import input_lines, open_input
+from ....files.reading import json_ready
 from ...runs.rollout_lines import parse_rollout
 from .examples import PromptHistory
 

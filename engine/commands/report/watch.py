@@ -20,7 +20,7 @@ from urllib.parse import parse_qs
 
 from waitress import create_server
 
-from ....verify.reading import one_line
+from ....files.reading import one_line
 from ...display.terminal import console
 from .page import live_page, open_sources, planned_cells
 from .payload import Source, page_title, payload

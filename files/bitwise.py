@@ -23,6 +23,11 @@ def unequal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return bits(a) != bits(b)
 
 
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether all bits of a and b are equal. Raises ValueError when the shapes or the dtypes differ."""
+    return not bool(unequal(a, b).any())
+
+
 def count_unequal(a: torch.Tensor, b: torch.Tensor) -> int:
     """The number of elements whose bits differ."""
     return int(unequal(a, b).sum())

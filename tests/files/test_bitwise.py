@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from zerokl.verify.bitwise import bits, count_unequal, ulp_distance, unequal
+from zerokl.files.bitwise import bits, count_unequal, ulp_distance, unequal
 from zerokl.verify.invariance import Check
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -1,4 +1,4 @@
-"""Inputs that never end, or are no files, are refused at once; nothing but verify/inputs.py opens any."""
+"""Inputs that never end, or are no files, are refused at once; nothing but files/inputs.py opens any."""
 
 import ast
 import os
@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from zerokl.verify import inputs
+from zerokl.files import inputs
+from zerokl.files.inputs import InputError, append_text, input_lines, open_input, read_bytes, read_text
 from zerokl.verify.environment import PACKAGE_ROOT
-from zerokl.verify.inputs import InputError, append_text, input_lines, open_input, read_bytes, read_text
 
 from tests.test_floors import FLOORS
 
@@ -29,7 +29,7 @@ READERS = {
     # model folders, after check_folder
     "from_pretrained": ("engine/tasks/tokenizer.py", "engine/commands/variants.py", "engine/rollout/hf.py"),
     # folders whose lists of names are synced or locked, shared memory, and /dev/null
-    "os.open": ("verify/files.py", "engine/shared_tensor.py", "engine/display/output.py"),
+    "os.open": ("files/writing.py", "engine/shared_tensor.py", "engine/display/output.py"),
 }
 WRITING = {"w", "a", "x"}
 
@@ -41,7 +41,7 @@ def own_readings(source: str, file: str) -> list[str]:
         name = ast.unparse(node.func)
         last = name.rpartition(".")[2]
         if name in ("read_text", "read_bytes"):
-            continue  # those of verify/inputs.py
+            continue  # those of files/inputs.py
         places = READERS.get(name, READERS.get(last))
         if places is not None and file not in places:
             found.append(f"{file} line {node.lineno}: {name}")
@@ -62,7 +62,7 @@ def test_no_other_module_opens_an_input():
     found = []
     for path in sorted(p for floor in FLOORS for p in (PACKAGE_ROOT / floor).rglob("*.py")):
         file = str(path.relative_to(PACKAGE_ROOT))
-        if file != "verify/inputs.py" and not file.startswith(PROGRAMS):
+        if file != "files/inputs.py" and not file.startswith(PROGRAMS):
             found += own_readings(path.read_text(), file)
     assert found == []
 
