@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from bench_step import make_model
 from zerokl.engine.rollout.native import NativeSampler
-from zerokl.engine.rollout.types import GenerationParams, RngKey
+from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.cache import BlockCache
 from zerokl.model.checkpoint import load_decoder
@@ -48,7 +48,7 @@ def main() -> None:
         for _ in range(ROUNDS):
             for way, decoder in ways.items():
                 began = time.process_time()
-                NativeSampler(decoder).generate(ids, generation_params, RngKey(0, 0))
+                complete(NativeSampler(decoder), ids, generation_params, RngKey(0, 0))
                 seconds[way].append(time.process_time() - began)
         for way, decoder in ways.items():
             size = BlockCache.bytes_per_block(decoder.config, decoder.cache_dtype)

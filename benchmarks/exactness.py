@@ -80,7 +80,7 @@ def _differentiate(
             part = slice(start, start + size)
             packed = pack(pass_pairs[part], prompts.prompt_of_sample[part])
             logp = logprobs(decoder, packed, SamplingParams(), prompts=prompts)[0].cpu()
-            lengths = torch.tensor(packed.completion_lengths)
+            lengths = torch.tensor(packed.drawn_lengths)
             (logp * pass_coefficients[part].repeat_interleave(lengths)).sum().backward()
             logprobs_of_parts.append(logp.detach())
         prompts.backward()
@@ -145,7 +145,7 @@ def _train(m: Machine, dtype: torch.dtype, steps: int) -> tuple[list[str], int, 
     """
     from zerokl.engine.parallel.gradient import ShardSum
     from zerokl.engine.rollout.native import NativeSampler
-    from zerokl.engine.rollout.types import GenerationParams, RngKey
+    from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
     from zerokl.engine.train.optimizer import Optimizer
 
     source = m.decoder(m.first_shape, 2, 128, torch.float32)
@@ -158,7 +158,7 @@ def _train(m: Machine, dtype: torch.dtype, steps: int) -> tuple[list[str], int, 
     tokens = unequal = 0
     for step in range(steps):
         prompts = [[3 + p, 7, 11 + step % 5] for p in range(4)]
-        rollouts = sampler.generate(prompts, generation_params, RngKey(0, step))
+        rollouts = complete(sampler, prompts, generation_params, RngKey(0, step))
         # Samples of a group have different rewards, so every step has a gradient.
         rewards = [sum(r.completion_ids) / len(r.completion_ids) / 128 for r in rollouts]
         rewards_PG = torch.tensor(rewards).view(4, 4)

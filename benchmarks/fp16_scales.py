@@ -108,16 +108,14 @@ class Step:
             prompt_ids = [r.prompt_ids for r in part.rollouts]
             prompts = Prompts(decoder, prompt_ids, hooks[0], buffers=buffers)
             packed = pack([r.pair for r in part.rollouts], prompts.prompt_of_sample)
-            lengths = torch.tensor(packed.completion_lengths)
+            lengths = torch.tensor(packed.drawn_lengths)
             logp, _ = logprobs(decoder, packed, self.config.sampling.sampling_params, hooks[1], prompts)
             sampling_logprobs = torch.from_numpy(np.concatenate([r.logprobs for r in part.rollouts]))
             A, w = (
                 torch.from_numpy(x).float().repeat_interleave(lengths)
                 for x in (part.advantages, part.weights)
             )
-            loss = policy_loss(
-                logp, logp.detach(), sampling_logprobs, A, packed.completion_lengths, self.loss
-            )
+            loss = policy_loss(logp, logp.detach(), sampling_logprobs, A, packed.drawn_lengths, self.loss)
             ((loss * w).sum() * scale).backward()
             prompts.backward()
         return [None]

@@ -29,7 +29,7 @@ def compare(m: Machine, dtype_name: str) -> Iterator[Row]:
     The widths are those of the 1.7B, for which vLLM has tuned tiles.
     """
     from zerokl.engine.config import VllmConfig
-    from zerokl.engine.rollout.types import GenerationParams, RngKey
+    from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
     from zerokl.engine.rollout.vllm import stock
     from zerokl.engine.rollout.vllm.installed import require_vllm
     from zerokl.kernels import tiles
@@ -55,7 +55,7 @@ def compare(m: Machine, dtype_name: str) -> Iterator[Row]:
             if version:
                 flat.mul_(0.875)
                 sampler.sync_weights(version)
-            rollouts = sampler.generate(prompts, generation_params, RngKey(0, version))
+            rollouts = complete(sampler, prompts, generation_params, RngKey(0, version))
             with torch.no_grad():
                 scored = logprobs(decoder, pack([r.pair for r in rollouts]), sampling_params)[0].cpu()
             sampled = torch.cat([torch.from_numpy(r.logprobs) for r in rollouts])

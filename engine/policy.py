@@ -16,7 +16,7 @@ from .config import TaskConfig
 from .precision import full_dtype
 from .rollout.evaluate import Evaluation, evaluate
 from .rollout.native import NativeSampler
-from .rollout.types import GenerationParams, RngKey, Rollout
+from .rollout.types import GenerationParams, RngKey, Rollout, complete
 from .tasks.loading import load_task, problems_of
 from .tasks.perfectible import task_of
 from .tasks.rewards import open_reward
@@ -58,7 +58,7 @@ class Policy:
         generation_params = GenerationParams(
             SamplingParams(temperature, top_k, top_p), n, max_tokens, self.tokenizer.stop_ids
         )
-        return self.sampler.generate(ids, generation_params, RngKey(seed, 0))
+        return complete(self.sampler, ids, generation_params, RngKey(seed, 0))
 
     @torch.no_grad()
     def score(
@@ -74,7 +74,7 @@ class Policy:
         """
         batch = pack(pairs)
         logp, _ = logprobs(self.decoder, batch, SamplingParams(temperature, top_k, top_p))
-        return [x.numpy() for x in logp.cpu().split(batch.completion_lengths)]
+        return [x.numpy() for x in logp.cpu().split(batch.drawn_lengths)]
 
     def evaluate(
         self,

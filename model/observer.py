@@ -12,13 +12,14 @@ from .decoder import Hook
 
 
 class Rows(NamedTuple):
-    """The rows of one forward, T of them, without padding. All are int64 [T] on the CPU."""
+    """The rows of one forward, T of them, without padding. All are int64 on the CPU, [T] but for the last."""
 
     ids: torch.Tensor
     # The sequence of each row, as an index into the sequences that the forward is for. Where a prompt is read
     # once for several samples, the rows are of the first.
     sequences: torch.Tensor
     positions: torch.Tensor  # in the sequence, its prompt included
+    predicting: torch.Tensor  # [C], those of the rows from which a drawn token is predicted, in order
 
 
 # Called before a forward. Returns the hook of this forward: it is called once for each operation, with the

@@ -92,7 +92,8 @@ class Prompts:
         if observer is not None and ids:
             first_samples = np.repeat(np.flatnonzero(firsts), self.lengths)
             positions = _ranges(np.zeros_like(self.lengths), self.lengths)
-            rows = Rows(torch.tensor(ids), *map(torch.from_numpy, (first_samples, positions)))
+            columns = map(torch.from_numpy, (first_samples, positions))
+            rows = Rows(torch.tensor(ids), *columns, torch.empty(0, dtype=torch.int64))
             hook = observed(observer, rows, hook)
         if shards is not None:
             firsts_and_lengths = zip(compress(shards, firsts), self.lengths, strict=True)

@@ -1,15 +1,17 @@
-"""Log-probabilities of given completions: the trainer's side of every comparison.
+"""Log-probabilities of drawn tokens: the trainer's side of every comparison.
 
-Shapes: S sequences, T packed input tokens, C completion tokens.
+Shapes: S sequences, T packed input tokens, C drawn tokens.
 
-The row before a completion token predicts that token. So a sequence of p prompt tokens and c completion
-tokens has p + c - 1 input rows, and the last c of them are read. Where its prompt was read before
-(prompts.py), the sequence has only these c rows.
+The row before a token predicts that token. So a sequence of p prompt tokens and c completion tokens has
+p + c - 1 input rows, and the last c of them predict the completion. Where its prompt was read before
+(prompts.py), the sequence has only these c rows. Tokens of a completion that nobody drew, as between two
+turns, are inputs like the others, but the row before them is not read.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ..kernels.attention_plan import KEY_TILE
@@ -28,10 +30,10 @@ class PackedBatch:
     """Sequences packed for one forward. Build with `pack`."""
 
     ids: torch.Tensor  # [T] int64, inputs
-    rows: torch.Tensor  # [C] int64, the input row that predicts each completion token
+    rows: torch.Tensor  # [C] int64, the input row that predicts each drawn token
     targets: torch.Tensor  # [C] int64
     lengths: tuple[int, ...]  # input tokens of each sequence, sums to T
-    completion_lengths: tuple[int, ...]  # sums to C
+    drawn_lengths: tuple[int, ...]  # drawn tokens of each sequence, sums to C
     # The prompt of each sequence, as an index into Prompts; None where no prompt was read before.
     after: tuple[int, ...] | None = None
     # The virtual shard of each sequence, in ascending order; None where all are of one.
@@ -42,15 +44,18 @@ def pack(
     sequences: Sequence[tuple[Sequence[int], Sequence[int]]],
     after: Sequence[int] | None = None,
     shards: Sequence[int] | None = None,
+    masks: Sequence[np.ndarray] | None = None,
 ) -> PackedBatch:
     """Pack (prompt_ids, completion_ids) pairs.
 
     after: the prompt of each pair as an index into Prompts, where the prompts were read before. The first
     input token of a pair is then the prompt's last token.
+    masks: which tokens of each completion were drawn, bool; without masks, all of them.
 
-    Raises ValueError for an empty prompt or completion, and names the pair.
+    Raises ValueError for an empty prompt or completion, or a mask of another length or without a drawn token,
+    and names the pair.
     """
-    ids, rows, targets, lengths, completion_lengths = [], [], [], [], []
+    ids, rows, targets, lengths, drawn_lengths = [], [], [], [], []
     for s, (prompt, completion) in enumerate(sequences):
         if not len(prompt) or not len(completion):
             raise ValueError(
@@ -59,18 +64,29 @@ def pack(
             )
         inputs = [*(prompt if after is None else prompt[-1:]), *completion[:-1]]
         ids += inputs
-        rows += range(len(ids) - len(completion), len(ids))
-        targets += completion
+        drawn = range(len(completion)) if masks is None else _drawn_places(masks[s], len(completion), s)
+        rows += [len(ids) - len(completion) + i for i in drawn]
+        targets += [completion[i] for i in drawn]
         lengths.append(len(inputs))
-        completion_lengths.append(len(completion))
+        drawn_lengths.append(len(drawn))
     tensors = (torch.tensor(x, dtype=torch.int64) for x in (ids, rows, targets))
     return PackedBatch(
         *tensors,
         tuple(lengths),
-        tuple(completion_lengths),
+        tuple(drawn_lengths),
         None if after is None else tuple(after),
         None if shards is None else tuple(shards),
     )
+
+
+def _drawn_places(mask: np.ndarray, length: int, sequence: int) -> list[int]:
+    """The places in a completion of `length` tokens that its mask selects."""
+    if len(mask) != length or not mask.any():
+        raise ValueError(
+            f"pack: the mask of sequence {sequence} has {len(mask)} entries, {int(np.sum(mask))} of them "
+            f"true; it needs one for each of {length} completion tokens, and at least one true"
+        )
+    return np.flatnonzero(mask).tolist()
 
 
 def logprobs(
@@ -82,7 +98,7 @@ def logprobs(
     observer: Observer | None = None,
     buffers: Buffers = NO_BUFFERS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """logp [C] of the completion tokens, and the entropy [C], in fp32 on the decoder's device.
+    """logp [C] of the drawn tokens, and the entropy [C], in fp32 on the decoder's device.
 
     Both are of the distribution that the tokens are drawn from. logp is differentiable in the decoder's
     weights, the entropy is not.
@@ -112,7 +128,8 @@ def logprobs(
     )
     if observer is not None:
         T, lengths = len(batch.ids), torch.tensor(batch.lengths)
-        rows = Rows(batch.ids, torch.arange(len(lengths)).repeat_interleave(lengths), context.positions[:T])
+        sequences = torch.arange(len(lengths)).repeat_interleave(lengths)
+        rows = Rows(batch.ids, sequences, context.positions[:T], batch.rows)
         hook = observed(observer, rows, hook)
     hidden = decoder.hidden(ids, context, hook)
     # No row occurs twice, so the gradient of each is written once and nothing is added up.
@@ -123,7 +140,7 @@ def logprobs(
         lm_head,
         targets,
         sampling_params,
-        Pass(token_blocks(batch.completion_lengths, batch.shards), buffers),
+        Pass(token_blocks(batch.drawn_lengths, batch.shards), buffers),
     )
     hook("logprob", logp)
     return logp, entropy

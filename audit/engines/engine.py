@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ...engine.rollout.native import NativeSampler
-from ...engine.rollout.types import GenerationParams, RngKey, Rollout
+from ...engine.rollout.types import GenerationParams, RngKey, Rollout, complete
 from ...kernels.logprob import linear_logprob, log_distribution, scaled_logits
 from ...kernels.matmul import matmul
 from ...kernels.sampling_params import SamplingParams
@@ -97,7 +97,7 @@ class ZeroklEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, seed: int
     ) -> list[Rollout]:
-        return NativeSampler(self.decoder).generate(prompts, generation_params, RngKey(seed, 0))
+        return complete(NativeSampler(self.decoder), prompts, generation_params, RngKey(seed, 0))
 
     @torch.no_grad()
     def score(
@@ -107,7 +107,7 @@ class ZeroklEngine:
         for start in range(0, len(pairs), size):
             batch = pack(pairs[start : start + size])
             logp, _ = logprobs(self.decoder, batch, sampling_params)
-            scores += [x.numpy() for x in logp.cpu().split(batch.completion_lengths)]
+            scores += [x.numpy() for x in logp.cpu().split(batch.drawn_lengths)]
         return scores
 
     def decode(self, pairs: Sequence[Pair], sampling_params: SamplingParams) -> list[np.ndarray]:

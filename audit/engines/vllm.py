@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ...engine.config import VllmConfig
-from ...engine.rollout.types import GenerationParams, RngKey, Rollout
+from ...engine.rollout.types import GenerationParams, RngKey, Rollout, complete
 from ...engine.rollout.vllm.installed import is_cpu_build
 from ...engine.rollout.vllm.sampler import VllmSampler
 from ...engine.rollout.vllm_stock import CACHE_BYTES, CONTEXT, VllmGenerator, request_params
@@ -57,7 +57,7 @@ class VllmZeroklEngine(ZeroklEngine):
     def generate(
         self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, seed: int
     ) -> list[Rollout]:
-        return self.sampler.generate(prompts, generation_params, RngKey(seed, 0))
+        return complete(self.sampler, prompts, generation_params, RngKey(seed, 0))
 
     @torch.no_grad()
     def trace(self, pair: Pair, sampling_params: SamplingParams) -> Trace:
@@ -78,7 +78,7 @@ class VllmZeroklEngine(ZeroklEngine):
         self.sampler.llm.apply_model(lambda model: setattr(model, "hook", hook_and_keep))
         try:
             one_token = GenerationParams(SamplingParams(), 1, 1, frozenset())
-            self.sampler.generate([ids.tolist()], one_token, RngKey(0, 0))
+            complete(self.sampler, [ids.tolist()], one_token, RngKey(0, 0))
         finally:
             self.sampler.llm.apply_model(lambda model: setattr(model, "hook", no_hook))
         return torch.cat(hidden_of_passes)

@@ -96,7 +96,7 @@ def hidden_rows(
         if positions is not None:
             context.positions = torch.from_numpy(np.concatenate(positions[start : start + TOGETHER]))
         hidden = decoder.hidden(batch.ids, context, hook_of(context) if hook_of else no_hook)
-        rows += hidden[batch.rows.to(hidden.device)].split(batch.completion_lengths)
+        rows += hidden[batch.rows.to(hidden.device)].split(batch.drawn_lengths)
     return rows
 
 

@@ -167,4 +167,4 @@ def _taken(rollout: LoggedRollout, index: int, version: int | None) -> Rollout |
     if np.isnan(logprobs).all():
         return None
     shown = span[0] if version is None else version
-    return Rollout(index, 0, rollout.prompt_ids, rollout.completion_ids, logprobs, "", shown)
+    return Rollout.of_one_turn(index, 0, rollout.prompt_ids, rollout.completion_ids, logprobs, "", shown)

@@ -89,12 +89,12 @@ def _vllm_config(requests: Requests, graphs: bool):
 
 def _keyed(sampler, requests: Requests) -> Call:
     """Calls of a sampler of zerokl's."""
-    from zerokl.engine.rollout.types import GenerationParams, RngKey
+    from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
     from zerokl.kernels.sampling_params import SamplingParams
 
     params = GenerationParams(SamplingParams(), requests.samples, requests.new_tokens, frozenset())
     return lambda i: sum(
-        len(r.completion_ids) for r in sampler.generate(requests.prompts, params, RngKey(0, i))
+        len(r.completion_ids) for r in complete(sampler, requests.prompts, params, RngKey(0, i))
     )
 
 

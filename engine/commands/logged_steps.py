@@ -48,18 +48,29 @@ def _rollout(line: dict[str, Any], index: int, G: int) -> Rollout:
     if (line.get("prompt"), line.get("sample")) != divmod(index, G):
         raise ValueError(f"prompt {index // G}, sample {index % G} is missing where it belongs")
     prompt_ids, completion_ids = _ids(line, "prompt_ids"), _ids(line, "completion_ids")
+    drawn = _ids(line, "mask") if "mask" in line else (1,) * len(completion_ids)
     values = json_number(line.get("logprobs"))
-    if not isinstance(values, list) or not all(type(x) is float for x in values):
-        raise ValueError("logprobs is no list of numbers")
-    exact = np.array(values, np.float64)
+    if not isinstance(values, list) or len({len(drawn), len(completion_ids), len(values)}) > 1:
+        raise ValueError("has not one logprob, and one entry of the mask, for each token")
+    if not all(type(x) is (float if d else type(None)) for x, d in zip(values, drawn, strict=True)):
+        raise ValueError("logprobs is no list of numbers, with null for each token that was not drawn")
+    exact = np.array([x for x in values if x is not None], np.float64)
     with np.errstate(over="ignore"):
         logprobs = exact.astype(np.float32)
-    if len(values) != len(completion_ids) or logprobs.astype(np.float64).tobytes() != exact.tobytes():
-        raise ValueError("logprobs are not one fp32 number for each token")
+    if logprobs.astype(np.float64).tobytes() != exact.tobytes():
+        raise ValueError("logprobs are not fp32 numbers")
     if type(line.get("text")) is not str or type(line.get("weight_version")) is not int:
         raise ValueError("has no text, or no weight_version")
-    finish = str(line.get("finish"))
-    return Rollout(*divmod(index, G), prompt_ids, completion_ids, logprobs, finish, line["weight_version"])
+    p = len(prompt_ids)
+    return Rollout(
+        *divmod(index, G),
+        ids=(*prompt_ids, *completion_ids),
+        drawn=np.array([0] * p + list(drawn), bool),
+        logprobs=logprobs,
+        turn_starts=_ids(line, "turn_starts") if "mask" in line else (p,),
+        finish=str(line.get("finish")),
+        weight_version=line["weight_version"],
+    ).check()
 
 
 def _float(line: dict[str, Any], name: str) -> float:
@@ -95,7 +106,7 @@ def metrics_fault(
     P, G = step.rewards.shape
     texts = [[step.lines[p * G + g]["text"] for g in range(G)] for p in range(P)]
     batch = RolloutBatch([], step.rollouts, texts, step.rewards, 0)
-    lengths = [len(r.completion_ids) for r in step.rollouts]
+    lengths = [len(r.logprobs) for r in step.rollouts]
     derived = rollout_metrics(batch) | {"tokens": sum(lengths)}
     sampled = np.concatenate([r.logprobs for r in step.rollouts])
     if not older_weights and digest(torch.from_numpy(sampled)) == line.quantities.get("trainer_logprobs"):

@@ -6,13 +6,14 @@ traces.
 A file holds these tensors, in the order of computation:
 
     token_ids [T]
-    the operations of the trainer's forward (model/op_names.py) [T, ...]; after the last layer's keys [C, ...]
+    the operations of the trainer's forward (model/op_names.py) [T, ...]; after the last layer's keys [S, ...]
     logprob [C]
     gradient.NAME, first_moment.NAME, second_moment.NAME and weight.NAME of each weight, after the update
 
-T rows of the step, ordered by their place (prompt, sample, position); C of them are rows of samples. A
-sample's rows go from its prompt's last token to its own last but one. The rows of a prompt before its last
-token are computed once for all its samples in a virtual shard, and have the place of the first of them.
+T rows of the step, ordered by their place (prompt, sample, position); S of them are rows of samples, and C of
+these predict a drawn token. A sample's rows go from its prompt's last token to its own last but one. The rows
+of a prompt before its last token are computed once for all its samples in a virtual shard, and have the place
+of the first of them.
 
 So the rows and their order depend on no setting that decides no bit. The sampler's forwards are the same
 operations on the same rows. They are not in the file.
@@ -39,7 +40,7 @@ from ..train.state import StepRecord, TrainState
 from ..train.step import train_step
 
 # Tensors of a file that are no operations. They hold the (prompt, sample, position) of each of the T rows, of
-# each of the C rows, and of each of the C drawn tokens.
+# each of the S rows, and of each of the C drawn tokens.
 _PLACES = ("place", "place of samples' rows", "place of drawn tokens")
 
 # Operations whose rows are rows of a weight, not of the tokens.
@@ -47,10 +48,15 @@ _OF_WEIGHTS = ("gradient.", "first_moment.", "second_moment.", "weight.")
 
 
 class _Forward:
-    """What one forward of the trainer computed: `outputs` of operations, one row for each of `places`."""
+    """What one forward of the trainer computed: `outputs` of operations, one row for each of `places`.
 
-    def __init__(self, ids: torch.Tensor, places: torch.Tensor, config: ModelConfig):
-        self.places, self._config = places, config
+    The last, `logprob`, has a row for each of `predicting`.
+    """
+
+    def __init__(
+        self, ids: torch.Tensor, places: torch.Tensor, predicting: torch.Tensor, config: ModelConfig
+    ):
+        self.places, self.predicting, self._config = places, places[predicting], config
         self.outputs: Trace = {"token_ids": ids.unsqueeze(1)}
 
     def hook(self, name: str, x: torch.Tensor) -> None:
@@ -66,10 +72,10 @@ class _Recording:
         self._forwards: list[_Forward] = []
         self._of_weights: Trace = {}
 
-    def forward(self, update: int, ids: torch.Tensor, places: torch.Tensor) -> Hook:
+    def forward(self, update: int, ids: torch.Tensor, places: torch.Tensor, predicting: torch.Tensor) -> Hook:
         if update != self._update:
             return no_hook
-        self._forwards.append(_Forward(ids, places, self._state.policy.config))
+        self._forwards.append(_Forward(ids, places, predicting, self._state.policy.config))
         return self._forwards[-1].hook
 
     def updated(self, update: int, gradient: torch.Tensor) -> None:
@@ -83,20 +89,26 @@ class _Recording:
 
     def trace(self) -> tuple[Trace, list[torch.Tensor]]:
         """The trace, and the tensors of _PLACES."""
-        samples = [f for f in self._forwards if "logprob" in f.outputs]
-        (place, rows), (sample_place, sample_rows) = map(_in_places, (self._forwards, samples))
+        samples = [f for f in self._forwards if len(f.predicting)]
+        logprobs = [{"logprob": f.outputs.pop("logprob")} for f in samples]
+        place, rows = _in_places([f.places for f in self._forwards], [f.outputs for f in self._forwards])
+        sample_place, sample_rows = _in_places([f.places for f in samples], [f.outputs for f in samples])
+        predicting, logprob = _in_places([f.predicting for f in samples], logprobs)
         layers = self._state.policy.config.layers
-        operations = {"token_ids": rows["token_ids"]} | in_order(sample_rows | rows, layers)
-        drawn_place = sample_place + torch.tensor([0, 0, 1])
+        operations = {"token_ids": rows["token_ids"]} | in_order(sample_rows | rows | logprob, layers)
+        drawn_place = predicting + torch.tensor([0, 0, 1])
         return operations | self._of_weights, [place, sample_place, drawn_place]
 
 
-def _in_places(forwards: Sequence[_Forward]) -> tuple[torch.Tensor, Trace]:
-    """The places of all rows in ascending order [rows, 3], and the operations that all forwards have."""
-    places = torch.cat([f.places for f in forwards])
-    order = torch.from_numpy(np.lexsort(places.numpy().T[::-1]))
-    shared = [op for op in forwards[0].outputs if all(op in f.outputs for f in forwards)]
-    return places[order], {op: torch.cat([f.outputs[op] for f in forwards])[order] for op in shared}
+def _in_places(places: Sequence[torch.Tensor], outputs: Sequence[Trace]) -> tuple[torch.Tensor, Trace]:
+    """The places of all rows in ascending order [rows, 3], and the operations that all `outputs` have.
+
+    places [n, 3] and outputs [n, ...]: of each forward.
+    """
+    together = torch.cat(list(places))
+    order = torch.from_numpy(np.lexsort(together.numpy().T[::-1]))
+    shared = [op for op in outputs[0] if all(op in x for x in outputs)]
+    return together[order], {op: torch.cat([x[op] for x in outputs])[order] for op in shared}
 
 
 def check_trace(state: TrainState, file: Path, update: int = 0) -> None:

@@ -7,7 +7,7 @@ compares bits. The law says that the difference between the two ways must not ma
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from ..loss.policy_loss import sequence_weights
 from ..parallel.workers import Workers, cpu_threads, suits
 from ..precision import PrecisionConfig, full_dtype
 from ..rollout.native import NativeSampler
-from ..rollout.types import GenerationParams, RngKey, Rollout
+from ..rollout.types import GenerationParams, RngKey, Rollout, complete
 from ..runs.init import random_decoder
 from ..train.shard import Shard, ShardWork
 
@@ -121,7 +121,7 @@ def random_pairs(n: int, longest: int, vocab: int, seed: int) -> list[Pair]:
 def _score(decoder: Decoder, pairs: Sequence[Pair], sampling_params: SamplingParams) -> list[torch.Tensor]:
     """logp [completion tokens] of each pair, scored together; on the CPU."""
     batch = pack(pairs)
-    return list(logprobs(decoder, batch, sampling_params)[0].cpu().split(batch.completion_lengths))
+    return list(logprobs(decoder, batch, sampling_params)[0].cpu().split(batch.drawn_lengths))
 
 
 def _compare_all(check: Check, left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> None:
@@ -204,11 +204,10 @@ def _concurrency(decoder: Decoder, pairs: Sequence[Pair], dtype: str, seed: int)
             sampling_params, 3, min(24, room - max(len(p) for p, _ in pairs)), frozenset({0})
         )
         prompts, rng_key = [p for p, _ in pairs[:4]], RngKey(seed, 0, Stream.VERIFY_SAMPLE)
-        expected = NativeSampler(decoder, 64).generate(prompts, generation_params, rng_key)
+        expected = complete(NativeSampler(decoder, 64), prompts, generation_params, rng_key)
         for concurrency, tokens in ((1, 1024), (5, 9)):
-            rollouts = NativeSampler(decoder, concurrency, tokens).generate(
-                prompts, generation_params, rng_key
-            )
+            sampler = NativeSampler(decoder, concurrency, tokens)
+            rollouts = complete(sampler, prompts, generation_params, rng_key)
             for a, b in zip(expected, rollouts, strict=True):
                 n = max(len(a.completion_ids), len(b.completion_ids))
                 ids = [torch.tensor([*r.completion_ids, *[-1] * (n - len(r.completion_ids))]) for r in (a, b)]
@@ -229,7 +228,7 @@ def _step(decoder: Decoder, pairs: Sequence[Pair]) -> Shard:
     """The pairs as a training step: rollouts with the trainer's logprobs, advantages and loss weights."""
     scores = _score(decoder, pairs, SamplingParams())
     rollouts = [
-        Rollout(i, 0, tuple(prompt), tuple(completion), score.numpy(), "length", 0)
+        Rollout.of_one_turn(i, 0, prompt, completion, score.numpy(), "length", 0)
         for i, ((prompt, completion), score) in enumerate(zip(pairs, scores, strict=True))
     ]
     advantages = np.array([1.0 - 0.25 * i for i in range(len(pairs))])
@@ -308,7 +307,8 @@ def check_case(case: Path, device: torch.device | None = None) -> list[Check]:
     for side, logged in saved.logprobs.items():
         for way, scores in ways.items():
             checks.append(Check(f"{side}'s logprobs, scored again {way}", saved.dtype))
-            _compare_all(checks[-1], logged, scores)
+            drawn = [x[mask] for x, mask in zip(scores, saved.masks, strict=True)]
+            _compare_all(checks[-1], logged, drawn)
     return checks
 
 
@@ -319,13 +319,16 @@ class _CaseRollout(BaseModel):
 
     prompt_ids: list[NonNegativeInt] = Field(min_length=1)
     completion_ids: list[NonNegativeInt] = Field(min_length=1)
+    mask: list[Literal[0, 1]]  # which of completion_ids were drawn
     sampling_logprobs: list[float]
     trainer_logprobs: list[float]
 
     @model_validator(mode="after")
     def _as_long(self) -> "_CaseRollout":
-        if not len(self.completion_ids) == len(self.sampling_logprobs) == len(self.trainer_logprobs):
-            raise ValueError("must have a logprob of both sides for each token of the completion")
+        if len(self.mask) != len(self.completion_ids):
+            raise ValueError("must have an entry of the mask for each token of the completion")
+        if not sum(self.mask) == len(self.sampling_logprobs) == len(self.trainer_logprobs):
+            raise ValueError("must have a logprob of both sides for each drawn token of the completion")
         return self
 
 
@@ -342,6 +345,7 @@ class _Case:
     precision: PrecisionConfig
     sampling_params: SamplingParams
     pairs: list[Pair]
+    masks: list[torch.Tensor]  # which tokens of each completion were drawn, bool
     logprobs: dict[str, list[torch.Tensor]]  # of sampler and trainer, for each pair
 
 
@@ -361,6 +365,7 @@ def _read_case(case: Path) -> _Case:
             PrecisionConfig.model_validate(config.get("precision", {})),
             SamplingParams(sampling["temperature"], sampling["top_k"], sampling["top_p"]).check(),
             [(list(r["prompt_ids"]), list(r["completion_ids"])) for r in rollouts],
+            [torch.tensor(r["mask"], dtype=torch.bool) for r in rollouts],
             {
                 "sampler": [torch.tensor(r["sampling_logprobs"], dtype=torch.float32) for r in rollouts],
                 "trainer": [torch.tensor(r["trainer_logprobs"], dtype=torch.float32) for r in rollouts],

@@ -5,18 +5,17 @@ Each rank does its own part of the work, and every rank gets the results of all.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
 import torch
 
 from ...kernels.sampling_params import SamplingParams
-from ..rollout.types import GenerationParams, RngKey, Rollout, Sampler
+from ..rollout.types import Completion, Request, Rollout, Sampler
 from ..tasks.problem import Problem
 from ..tasks.rewards import Reward
 from .gradient import GradientTree, ShardsWork
-from .partition import virtual_shards
+from .partition import parts_of_prompts, virtual_shards
 from .process_group import Ranks
 from .scorer import Scorer
 from .workers import Workers
@@ -106,15 +105,10 @@ class RankedSampler:
     def sync_weights(self, version: int) -> None:
         self._sampler.sync_weights(version)
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, rng_key: RngKey
-    ) -> list[Rollout]:
-        parts = virtual_shards(prompts, self._ranks.size)
-        own_prompts = parts[self._ranks.rank]
-        first_prompt = rng_key.first_prompt + sum(map(len, parts[: self._ranks.rank]))
-        own_key = replace(rng_key, first_prompt=first_prompt)
-        gathered = self._ranks.gather(lambda: self._sampler.generate(own_prompts, generation_params, own_key))
-        return [rollout for rollouts in gathered for rollout in rollouts]
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        own_requests = parts_of_prompts(requests, self._ranks.size)[self._ranks.rank]
+        gathered = self._ranks.gather(lambda: self._sampler.generate(own_requests))
+        return [completion for completions in gathered for completion in completions]
 
     def close(self) -> None:
         self._sampler.close()

@@ -35,7 +35,7 @@ class Scorer:
         if not len(rollouts):
             return []
         parts = virtual_shards(rollouts, min(self.workers.n, len(rollouts)))
-        items = [([r.pair for r in part], sampling_params, self.micro_batch) for part in parts]
+        items = [(list(part), sampling_params, self.micro_batch) for part in parts]
         return [logp for scores in self.workers.map(_score, items) for logp in scores]
 
     def close(self) -> None:
@@ -50,10 +50,10 @@ def frozen(decoder: Decoder, shards: int, n: int, micro_batch: int) -> Scorer:
 
 @torch.no_grad()
 def _score(host: Host, item: tuple[Sequence, SamplingParams, int]) -> list[np.ndarray]:
-    pairs, sampling_params, micro_batch = item
+    rollouts, sampling_params, micro_batch = item
     scores = []
-    for rows in micro_batches(len(pairs), micro_batch):
-        batch = pack(pairs[rows])
+    for rows in micro_batches(len(rollouts), micro_batch):
+        batch = pack([r.pair for r in rollouts[rows]], masks=[r.mask for r in rollouts[rows]])
         logp, _ = logprobs(host.decoder, batch, sampling_params)
-        scores += [x.numpy() for x in logp.cpu().split(batch.completion_lengths)]
+        scores += [x.numpy() for x in logp.cpu().split(batch.drawn_lengths)]
     return scores

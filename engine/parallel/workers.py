@@ -18,7 +18,8 @@ import subprocess
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import chain
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
@@ -28,11 +29,11 @@ from ...model.decoder import Decoder
 from ...model.weights import Layout
 from ..config import NativeConfig
 from ..processes import ending, start_python
-from ..rollout.native import NativeSampler, check_prompts
-from ..rollout.types import GenerationParams, RngKey, Rollout
+from ..rollout.native import NativeSampler
+from ..rollout.types import Completion, Request, check_requests
 from ..shared_tensor import SharedTensor, map_tensor
 from .gradient import ShardSum, ShardsWork, add_roots
-from .partition import virtual_shards
+from .partition import parts_of_prompts
 
 X = TypeVar("X")
 Y = TypeVar("Y")
@@ -248,24 +249,18 @@ class ParallelSampler:
     def close(self) -> None:
         """Do nothing: the owner of the workers closes them."""
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, rng_key: RngKey
-    ) -> list[Rollout]:
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """See Sampler, NativeSampler.generate."""
         config = self.workers.host.decoder.config
-        check_prompts(prompts, generation_params, config.max_positions, config.vocab_size)
-        items, first = [], rng_key.first_prompt
-        for part in virtual_shards(prompts, max(1, min(self.workers.n, len(prompts)))):
-            items.append((list(part), generation_params, replace(rng_key, first_prompt=first), self.version))
-            first += len(part)
-        return [rollout for rollouts in self.workers.map(_generate, items) for rollout in rollouts]
+        check_requests(requests, config.max_positions, config.vocab_size)
+        parts = parts_of_prompts(requests, self.workers.n)
+        items = [(part, self.version) for part in parts if part] or [([], self.version)]
+        return list(chain.from_iterable(self.workers.map(_generate, items)))
 
 
-def _generate(
-    host: Host, item: tuple[Sequence[Sequence[int]], GenerationParams, RngKey, int]
-) -> list[Rollout]:
-    prompts, generation_params, rng_key, host.sampler.version = item
-    return host.sampler.generate(prompts, generation_params, rng_key)
+def _generate(host: Host, item: tuple[list[Request], int]) -> list[Completion]:
+    requests, host.sampler.version = item
+    return host.sampler.generate(requests)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from ...kernels.philox import Stream
 from ...kernels.uniforms import uniforms
 from ...model.cache import BlockCache, DecodeContext
 from ...model.decoder import Decoder
-from .types import GenerationParams, logit_noise
+from .types import DrawParams, RngKey, logit_noise
 
 # Turns between two looks on a GPU. A turn of 64 rows of a 0.6B takes 2 to 3 ms on an H100, and a look costs a
 # wait. A completion that ends between two looks draws up to LOOK_EVERY - 1 tokens in vain.
@@ -39,9 +39,9 @@ class Row(NamedTuple):
 
     token: int  # the last token that is known, whose position has no keys yet
     position: int  # of this token
-    drawn: int  # completion tokens that were drawn before
-    prompt: int  # index of the prompt in the step
-    sample: int
+    drawn: int  # tokens of the trajectory that were drawn before
+    last: int  # the completion ends when so many tokens of the trajectory are drawn
+    rng_key: RngKey
     pages: Sequence[int]  # blocks of the cache
 
 
@@ -58,11 +58,12 @@ class _Field(IntEnum):
     TOKEN = 0
     POSITION = 1
     DONE = 2
-    # The counter of the row's uniform number; its first word is also the number of tokens drawn before.
-    DRAWN = 3
-    SAMPLE = 4
-    PROMPT = 5
-    STEP = 6
+    LAST = 3
+    # The counter of the row's uniform number. Its first word is the number of tokens drawn before.
+    DRAWN = 4
+    SAMPLE = 5
+    PROMPT = 6
+    STEP = 7
 
 
 def bucket(rows: int) -> int:
@@ -104,20 +105,20 @@ class DecodeRows:
         self,
         decoder: Decoder,
         memory: DecodeMemory,
-        generation_params: GenerationParams,
+        draw_params: DrawParams,
         seed: int,
         stream: Stream,
     ):
-        self.decoder, self.memory, self.generation_params = decoder, memory, generation_params
+        self.decoder, self.memory, self.draw_params = decoder, memory, draw_params
         self._seed, self._stream = seed, stream
-        stop_ids = torch.tensor(sorted(generation_params.stop_ids), dtype=torch.int64)
+        stop_ids = torch.tensor(sorted(draw_params.stop_ids), dtype=torch.int64)
         self._stop_ids = stop_ids.to(decoder.device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.packed = UNPACKED  # copies of the weights as they are during one `generate` call
 
-    def start(self, step: int, packed: PackedWeights) -> None:
-        """Begin a `generate` call of a step, with the weights as they are now, and their packed copies."""
-        self._step, self._rows, self.packed = step, [], packed
+    def start(self, packed: PackedWeights) -> None:
+        """Begin a `generate` call with the weights as they are now, and their packed copies."""
+        self._rows, self.packed = [], packed
         lm_head, flat = self.decoder.logits_weight(), self.decoder.flat
         if not self._graphs or flat.data_ptr() != self._flat_address:
             self._graphs.clear()
@@ -131,7 +132,7 @@ class DecodeRows:
         return LOOK_EVERY if self.memory.padded else 1
 
     def first(self, rows: Sequence[Row], hidden: torch.Tensor) -> Drawn:
-        """Draw the first token of each row from the hidden states [n, D] of its prompt's last token."""
+        """Draw the first token of each row from the hidden states [n, D] of its last known token."""
         self._write(rows, len(rows))
         self.memory.turn.zero_()
         self._draw(len(rows), hidden, self._noise())
@@ -162,12 +163,9 @@ class DecodeRows:
         state = np.zeros((len(_Field), n), np.int64)
         table = np.full((n, memory.table.shape[1]), memory.padding_page, np.int32)
         state[_Field.DONE, len(rows) :] = 1
-        state[_Field.STEP] = self._step
-        for i, row in enumerate(rows):
-            state[_Field.TOKEN, i], state[_Field.POSITION, i] = row.token, row.position
-            state[_Field.DRAWN, i], state[_Field.SAMPLE, i] = row.drawn, row.sample
-            state[_Field.PROMPT, i] = row.prompt
-            table[i, : len(row.pages)] = row.pages
+        for i, (token, position, drawn, last, key, pages) in enumerate(rows):
+            state[:, i] = token, position, 0, last, drawn, key.sample, key.prompt, key.step  # as in _Field
+            table[i, : len(pages)] = pages
         memory.state[:, :n] = torch.from_numpy(state).to(memory.state.device)
         memory.table[:n] = torch.from_numpy(table).to(memory.table.device)
         self._rows, self._turns = list(rows), 0
@@ -181,7 +179,7 @@ class DecodeRows:
     @property
     def _captured(self) -> bool:
         """Whether a graph replays the turns. The noise of an ablation is made on the host."""
-        return self.decoder.device.type == "cuda" and not self.generation_params.logit_noise
+        return self.decoder.device.type == "cuda" and not self.draw_params.logit_noise
 
     def _capture(self, n: int) -> None:
         """Make the graph of n rows. All rows are padding meanwhile: the turns before it compile kernels."""
@@ -210,7 +208,7 @@ class DecodeRows:
 
     def _draw(self, n: int, hidden: torch.Tensor, noise: torch.Tensor | None) -> None:
         """One token for each of n rows, from its hidden state [n, D]."""
-        memory, params, state = self.memory, self.generation_params, self.memory.state[:, :n]
+        memory, params, state = self.memory, self.draw_params, self.memory.state[:, :n]
         hidden = hidden.to(self._lm_head.dtype)
         u = uniforms(state[_Field.DRAWN :], self._seed, self._stream)
         rows = chunk_rows(self.decoder.config.vocab_size, self.decoder.device)
@@ -231,14 +229,16 @@ class DecodeRows:
         done, drawn = state[_Field.DONE], state[_Field.DRAWN]
         drawn += 1
         ended = (state[_Field.TOKEN].unsqueeze(1) == self._stop_ids).any(dim=1)
-        done |= ended | (drawn >= self.generation_params.max_tokens)
+        done |= ended | (drawn >= state[_Field.LAST])
         state[_Field.POSITION] += 1 - done
 
     def _noise(self) -> torch.Tensor | None:
         """The noise of the logits [n, V] in this turn; None without noise."""
-        scale = self.generation_params.logit_noise
+        scale = self.draw_params.logit_noise
         if not scale:
             return None
-        places = [(row.prompt, row.sample, row.drawn + self._turns) for row in self._rows]
-        noise = logit_noise(self._seed, self._step, places, self.decoder.config.vocab_size)
+        counters = np.array(
+            [(r.drawn + self._turns, r.rng_key.sample, r.rng_key.prompt, r.rng_key.step) for r in self._rows]
+        )
+        noise = logit_noise(self._seed, counters, self.decoder.config.vocab_size)
         return noise.to(self.decoder.device) * scale

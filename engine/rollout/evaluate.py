@@ -8,7 +8,7 @@ import numpy as np
 from ..tasks.base import Problem
 from ..tasks.rewards import Reward
 from ..tasks.tokenizer import Tokenizer
-from .types import GenerationParams, RngKey, Rollout, Sampler
+from .types import GenerationParams, RngKey, Rollout, Sampler, complete
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,6 @@ def evaluate(
     rng_key: RngKey,
 ) -> Evaluation:
     """Sample completions of each problem and compute their rewards. Raises ValueError (see Reward.values)."""
-    rollouts = sampler.generate(prompt_ids, generation_params, rng_key)
+    rollouts = complete(sampler, prompt_ids, generation_params, rng_key)
     texts = group_texts(tokenizer, rollouts, generation_params.num_generations)
     return Evaluation(reward.values(problems, texts), rollouts, texts, reward.binary)

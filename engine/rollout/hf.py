@@ -64,7 +64,7 @@ class HfGenerator:
             end = next((n + 1 for n, t in enumerate(tokens) if t in generation_params.stop_ids), len(tokens))
             finish = "stop" if tokens[end - 1] in generation_params.stop_ids else "length"
             rollouts.append(
-                Rollout(i, 0, tuple(prompt), tuple(tokens[:end]), logp[i, :end].numpy(), finish, 0)
+                Rollout.of_one_turn(i, 0, prompt, tuple(tokens[:end]), logp[i, :end].numpy(), finish, 0)
             )
         return rollouts
 

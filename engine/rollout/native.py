@@ -1,13 +1,16 @@
 """The native sampler: continuous batching over our own key-value cache, in process.
 
-A prompt is read once, and its samples share its cache blocks. Its last row draws their first tokens. Then
-each turn draws one token for each running sample (decode.py). When samples end, the next ones take their
-places. None of this decides a bit: a token depends on its own sequence, the weights and its own key.
+Ids that several requests continue are read once, and their samples share the cache blocks. The last row
+draws their first tokens. Then each turn draws one token for each running sample (decode.py). When samples
+end, the next ones take their places. None of this decides a bit: a token depends on its own sequence, the
+weights and its own key.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +23,7 @@ from ...model.cache import BlockCache, CachedContext
 from ...model.decoder import Decoder
 from ..stopwatch import Stopwatch
 from .decode import DecodeMemory, DecodeRows, Drawn, Row
-from .types import GenerationParams, RngKey, Rollout, check_room
+from .types import Completion, DrawParams, Request, check_requests
 
 # Tokens of one forward where none are named. A GPU is kept busy by a few large passes.
 _BATCH_TOKENS, _GPU_BATCH_TOKENS = 1024, 16384
@@ -28,14 +31,21 @@ _BATCH_TOKENS, _GPU_BATCH_TOKENS = 1024, 16384
 _CACHE_BYTES, _GPU_CACHE_SHARE = 4 << 30, 0.3
 
 
-@dataclass
-class _Prompt:
-    """A prompt that is read, or about to be read."""
+class _Kind(NamedTuple):
+    """What the requests of one pass share. Graphs are made for it."""
 
-    index: int
+    draw_params: DrawParams
+    seed: int
+    stream: Stream
+
+
+@dataclass
+class _Prefix:
+    """Ids that are read, or about to be read, once for several requests."""
+
     ids: tuple[int, ...]
-    blocks: list[int]
-    started: int = 0  # samples that have started
+    waiting: deque[tuple[int, Request]]  # those that have not started, each with its index in the call
+    blocks: list[int] = field(default_factory=list)  # of the cache, once the reading begins
     # [1, D], hidden state of the last token: predicts the first token of each sample
     last: torch.Tensor | None = None
 
@@ -44,37 +54,49 @@ class _Prompt:
 class _Sample:
     """A completion that is being drawn."""
 
-    prompt: _Prompt
-    index: int
+    prefix: _Prefix
+    index: int  # of the request in the call
+    request: Request
     blocks: list[int]
+    is_last: bool  # of its prefix
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: str = ""
 
-    def append(self, token: int, logprob: float, generation_params: GenerationParams) -> None:
+    def append(self, token: int, logprob: float) -> None:
         """Take a drawn token; set `finish` when it was the last token."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        if token in generation_params.stop_ids:
+        if token in self.request.draw_params.stop_ids:
             self.finish = "stop"
-        elif len(self.tokens) == generation_params.max_tokens:
+        elif not self.tokens_left:
             self.finish = "length"
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that it may still draw."""
+        return self.request.max_tokens - len(self.tokens)
+
+    @property
+    def drawn(self) -> int:
+        """Tokens of the trajectory that were drawn so far."""
+        return self.request.drawn + len(self.tokens)
 
     @property
     def row(self) -> Row:
         """What decode.py needs of this sample."""
-        ids, tokens = self.prompt.ids, self.tokens
-        last = tokens[-1] if tokens else ids[-1]
-        place = len(ids) + len(tokens) - 1
-        return Row(last, place, len(tokens), self.prompt.index, self.index, self.blocks)
+        ids, tokens, request = self.prefix.ids, self.tokens, self.request
+        token, place = tokens[-1] if tokens else ids[-1], len(ids) + len(tokens) - 1
+        last = request.drawn + request.max_tokens
+        return Row(token, place, self.drawn, last, request.rng_key, self.blocks)
 
 
-def completion_blocks(prompt_tokens: int, max_tokens: int) -> int:
-    """Cache blocks of a sample, without the prompt's full blocks, which it shares.
+def completion_blocks(prefix_tokens: int, max_tokens: int) -> int:
+    """Cache blocks of a sample, without the prefix's full blocks, which it shares.
 
     The last token that it draws has no keys in the cache.
     """
-    return BlockCache.blocks_for(prompt_tokens + max_tokens - 1) - prompt_tokens // KEY_TILE
+    return BlockCache.blocks_for(prefix_tokens + max_tokens - 1) - prefix_tokens // KEY_TILE
 
 
 class NativeSampler:
@@ -113,7 +135,7 @@ class NativeSampler:
         self._cache_bytes = cache_bytes
         # On a GPU they outlive a call, because graphs read them where they lie.
         self._memory: DecodeMemory | None = None
-        self._decoding: dict[tuple[GenerationParams, int, Stream], DecodeRows] = {}
+        self._decoding: dict[_Kind, DecodeRows] = {}
 
     def sync_weights(self, version: int) -> None:
         """See Sampler. The decoder's weights are the trainer's, or their owner has changed them already."""
@@ -123,45 +145,54 @@ class NativeSampler:
         """Nothing runs outside this process."""
 
     @torch.no_grad()
-    def generate(
-        self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, rng_key: RngKey
-    ) -> list[Rollout]:
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """See Sampler.
 
-        Raises ValueError for an empty prompt, for a prompt that is too long, or where the cache cannot hold
-        one sample. Raises FloatingPointError where logits are not finite.
+        Requests of one kind run together, one kind after another. Raises ValueError for an empty prompt, for
+        a prompt that is too long, or where the cache cannot hold one sample. Raises FloatingPointError where
+        logits are not finite.
         """
-        check_prompts(
-            prompts, generation_params, self.decoder.config.max_positions, self.decoder.config.vocab_size
-        )
-        if not prompts:  # a rank without a share: its times are zeros, as the trainer's are
+        check_requests(requests, self.decoder.config.max_positions, self.decoder.config.vocab_size)
+        if not requests:  # a rank without a share: its times are zeros, as the trainer's are
             with self.stopwatch.station("time/prompts_s"), self.stopwatch.station("time/decode_s"):
                 return []
-        memory = self._make_memory(prompts, generation_params)
-        decoding = self._decoding_of(memory, generation_params, rng_key)
+        kinds: dict[_Kind, list[int]] = {}
+        for i, request in enumerate(requests):
+            key = request.rng_key
+            kinds.setdefault(_Kind(request.draw_params, key.seed, key.stream), []).append(i)
+        completions: dict[int, Completion] = {}
+        self.samples_at_once = 0
+        for kind, indices in kinds.items():
+            completions |= self._generate_kind(kind, _prefixes(requests, indices))
+        return [completions[i] for i in range(len(requests))]
+
+    def _generate_kind(self, kind: _Kind, prefixes: Sequence[_Prefix]) -> dict[int, Completion]:
+        """The completions by the index of their request."""
+        memory = self._make_memory(prefixes)
+        decoding = self._decoding_of(memory, kind)
         self._memory = None  # a call that fails leaves blocks that nobody releases
-        generation = _Generation(self, decoding, prompts, rng_key)
-        rollouts = generation.run()
+        generation = _Generation(self, decoding, prefixes)
+        completions = generation.run()
         decoding.packed = UNPACKED  # the weights may change now
-        self.samples_at_once = generation.samples_at_once
+        self.samples_at_once = self.samples_at_once or generation.samples_at_once
         if self.decoder.device.type == "cuda":
             self._memory = memory
-        return rollouts
+        return completions
 
-    def _make_memory(
-        self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams
-    ) -> DecodeMemory:
-        """Memory for these prompts, within the limit of the cache; the last call's where it is large enough.
+    def _make_memory(self, prefixes: Sequence[_Prefix]) -> DecodeMemory:
+        """Memory for these prefixes, within the limit of the cache; the last call's where it is large enough.
 
         Raises ValueError where the limit is too low for one sample.
         """
-        lengths, max_tokens = sorted(set(map(len, prompts))), generation_params.max_tokens
-        samples = min(self.max_concurrency, len(prompts) * generation_params.num_generations)
-        pages = BlockCache.blocks_for(lengths[-1] + max_tokens - 1)
-        # A prompt's blocks are there once for all its samples. At most `samples` prompts have samples.
-        new_blocks = max(completion_blocks(n, max_tokens) for n in lengths)
-        wanted = min(samples, len(prompts)) * BlockCache.blocks_for(lengths[-1]) + samples * new_blocks
-        one = max(BlockCache.blocks_for(n) + completion_blocks(n, max_tokens) for n in lengths)
+        sizes = {(len(p.ids), request.max_tokens) for p in prefixes for _, request in p.waiting}
+        longest = max(n + max_tokens for n, max_tokens in sizes)
+        samples = min(self.max_concurrency, sum(len(p.waiting) for p in prefixes))
+        pages = BlockCache.blocks_for(longest - 1)
+        # A prefix's blocks are there once for all its samples. At most `samples` prefixes have samples.
+        new_blocks = max(completion_blocks(n, max_tokens) for n, max_tokens in sizes)
+        prefix_blocks = BlockCache.blocks_for(max(len(p.ids) for p in prefixes))
+        wanted = min(samples, len(prefixes)) * prefix_blocks + samples * new_blocks
+        one = max(BlockCache.blocks_for(n) + completion_blocks(n, max_tokens) for n, max_tokens in sizes)
         if self._memory is not None and self._memory.holds(samples, pages, wanted):
             return self._memory
         block_bytes = BlockCache.bytes_per_block(self.decoder.config, self.decoder.cache_dtype)
@@ -174,7 +205,7 @@ class NativeSampler:
             for_each = f" for each of {self.workers} workers" if self.workers > 1 else ""
             raise ValueError(
                 f"sampler: cache_bytes ({limit * self.workers}) cannot hold one sample of "
-                f"{lengths[-1] + max_tokens} tokens ({block_bytes * (one + padding)} bytes)"
+                f"{longest} tokens ({block_bytes * (one + padding)} bytes)"
                 f"{for_each}; raise it or lower max_tokens"
             )
         return DecodeMemory(self.decoder, samples, pages, min(fit, wanted))
@@ -187,78 +218,46 @@ class NativeSampler:
             return int(_GPU_CACHE_SHARE * torch.cuda.mem_get_info(self.decoder.device)[0])
         return _CACHE_BYTES
 
-    def _decoding_of(
-        self, memory: DecodeMemory, generation_params: GenerationParams, rng_key: RngKey
-    ) -> DecodeRows:
-        """The turns of this kind of generation, with the graphs of earlier calls."""
-        key = (generation_params, rng_key.seed, rng_key.stream)
-        decoding = self._decoding.get(key)
+    def _decoding_of(self, memory: DecodeMemory, kind: _Kind) -> DecodeRows:
+        """The turns of this kind of request, with the graphs of earlier calls."""
+        decoding = self._decoding.get(kind)
         if decoding is None or decoding.memory is not memory:
-            decoding = self._decoding[key] = DecodeRows(
-                self.decoder, memory, generation_params, rng_key.seed, rng_key.stream
-            )
-        decoding.start(rng_key.step, pack_weights(self.decoder.matrices()))
+            decoding = self._decoding[kind] = DecodeRows(self.decoder, memory, *kind)
+        decoding.start(pack_weights(self.decoder.matrices()))
         return decoding
 
 
-def check_prompts(
-    prompts: Sequence[Sequence[int]], generation_params: GenerationParams, limit: int, vocab: int
-) -> None:
-    """Raise ValueError for prompts or settings that no sampler can draw from.
-
-    limit: the context, in tokens.
-    """
-    generation_params.sampling_params.check()
-    for i, ids in enumerate(prompts):
-        if not len(ids):
-            raise ValueError(f"prompt {i} is empty; a completion needs at least one token before it")
-        if len(ids) + generation_params.max_tokens > limit:
-            raise ValueError(
-                f"prompt {i} has {len(ids)} tokens, with max_tokens ({generation_params.max_tokens}) "
-                f"more than the context ({limit}); shorten it or lower max_tokens"
-            )
-        wrong = next((t for t in ids if not 0 <= t < vocab), None)
-        if wrong is not None:
-            raise ValueError(f"prompt {i} has token id {wrong}, outside the model's vocabulary of {vocab}")
-    if generation_params.max_tokens < 1 or generation_params.num_generations < 1:
-        raise ValueError(
-            f"max_tokens ({generation_params.max_tokens}) and "
-            f"num_generations ({generation_params.num_generations}) must be at least 1"
-        )
-    check_room(len(prompts) * generation_params.num_generations, generation_params.max_tokens)
+def _prefixes(requests: Sequence[Request], indices: Iterable[int]) -> list[_Prefix]:
+    """The requests at these indices, those side by side with equal ids together."""
+    return [
+        _Prefix(ids, deque((i, requests[i]) for i in group))
+        for ids, group in groupby(indices, key=lambda i: requests[i].ids)
+    ]
 
 
 class _Generation:
-    """The state of one `generate` call."""
+    """The state of one pass over requests of one kind."""
 
-    def __init__(
-        self,
-        sampler: NativeSampler,
-        decoding: DecodeRows,
-        prompts: Sequence[Sequence[int]],
-        rng_key: RngKey,
-    ):
+    def __init__(self, sampler: NativeSampler, decoding: DecodeRows, prefixes: Sequence[_Prefix]):
         self.sampler, self.decoding, self.cache = sampler, decoding, decoding.memory.cache
-        self.generation_params = decoding.generation_params
-        first = rng_key.first_prompt
-        self.waiting = [(first + i, tuple(int(t) for t in ids)) for i, ids in enumerate(prompts)][::-1]
-        self.open: _Prompt | None = None  # the prompt whose samples start next
+        self.waiting = list(prefixes)[::-1]
+        self.open: _Prefix | None = None  # the prefix whose samples start next
         self.running: list[_Sample] = []
-        self.ended: dict[tuple[int, int], Rollout] = {}
+        self.ended: dict[int, Completion] = {}
         self.samples_at_once = 0
 
-    def run(self) -> list[Rollout]:
-        """Draw everything. Returns the rollouts in canonical order: prompt by prompt, sample by sample."""
+    def run(self) -> dict[int, Completion]:
+        """Draw everything. Returns the completions by the index of their request."""
         changed = False
         while True:
             started = self._start_samples()
             if not self.running:
                 if not self.waiting and self.open is None:
-                    return [self.ended[place] for place in sorted(self.ended)]
+                    return self.ended
                 assert started, "an empty cache has room for a sample"
                 continue  # all samples ended with their first token
             changed |= started
-            left = self.generation_params.max_tokens - min(len(sample.tokens) for sample in self.running)
+            left = max(sample.tokens_left for sample in self.running)
             with self.sampler.stopwatch.station("time/decode_s"):
                 if changed:
                     self.decoding.load([sample.row for sample in self.running])
@@ -266,63 +265,65 @@ class _Generation:
             changed = self._take(self.running, drawn)
 
     def _start_samples(self) -> bool:
-        """Start samples in canonical order while there is room; returns whether any started."""
-        prompts, samples = [], []
+        """Start samples in the order of the requests while there is room; returns whether any started."""
+        prefixes, samples = [], []
         while len(self.running) + len(samples) < self.sampler.max_concurrency:
             if self.open is None:
-                if not self.waiting or not self._has_room(self.waiting[-1][1], is_new=True):
+                if not self.waiting or not self._has_room(self.waiting[-1], is_new=True):
                     break
-                index, ids = self.waiting.pop()
-                self.open = _Prompt(index, ids, self.cache.allocate(BlockCache.blocks_for(len(ids))))
-                prompts.append(self.open)
-            elif not self._has_room(self.open.ids, is_new=False):
+                self.open = self.waiting.pop()
+                self.open.blocks = self.cache.allocate(BlockCache.blocks_for(len(self.open.ids)))
+                prefixes.append(self.open)
+            elif not self._has_room(self.open, is_new=False):
                 break
             samples.append(self._start_sample(self.open))
-            if self.open.started == self.generation_params.num_generations:
+            if not self.open.waiting:
                 self.open = None
         if not samples:
             return False
         with self.sampler.stopwatch.station("time/prompts_s"):
-            self._read(prompts)
+            self._read(prefixes)
         self._copy_partial_blocks(samples)
         self.running += samples
         self.samples_at_once = self.samples_at_once or len(self.running)
-        hidden = torch.cat([sample.prompt.last for sample in samples])
+        hidden = torch.cat([sample.prefix.last for sample in samples])
         self._take(samples, self.decoding.first([sample.row for sample in samples], hidden))
         return True
 
-    def _has_room(self, ids: Sequence[int], is_new: bool) -> bool:
-        """Whether the cache has room for a sample of the prompt `ids`, and for the prompt where it is new."""
-        needed = completion_blocks(len(ids), self.generation_params.max_tokens)
-        return self.cache.free >= needed + (BlockCache.blocks_for(len(ids)) if is_new else 0)
+    def _has_room(self, prefix: _Prefix, is_new: bool) -> bool:
+        """Whether the cache has room for the next sample of a prefix, and for the prefix where it is new."""
+        needed = completion_blocks(len(prefix.ids), prefix.waiting[0][1].max_tokens)
+        return self.cache.free >= needed + (BlockCache.blocks_for(len(prefix.ids)) if is_new else 0)
 
-    def _start_sample(self, prompt: _Prompt) -> _Sample:
-        """A new sample with blocks for max_tokens. It shares the prompt's full blocks."""
-        new_blocks = self.cache.allocate(
-            completion_blocks(len(prompt.ids), self.generation_params.max_tokens)
-        )
-        blocks = self.cache.share(prompt.blocks[: len(prompt.ids) // KEY_TILE]) + new_blocks
-        prompt.started += 1
-        return _Sample(prompt, prompt.started - 1, blocks)
+    def _start_sample(self, prefix: _Prefix) -> _Sample:
+        """The next sample, with blocks for all its tokens. It shares the prefix's full blocks."""
+        index, request = prefix.waiting.popleft()
+        new_blocks = self.cache.allocate(completion_blocks(len(prefix.ids), request.max_tokens))
+        blocks = self.cache.share(prefix.blocks[: len(prefix.ids) // KEY_TILE]) + new_blocks
+        return _Sample(prefix, index, request, blocks, is_last=not prefix.waiting)
 
     def _copy_partial_blocks(self, samples: Sequence[_Sample]) -> None:
-        """Give each new sample its copy of its prompt's last block, where that is only partly filled.
+        """Give each new sample its copy of its prefix's last block, where that is only partly filled.
 
-        The prompt of a last sample is released: nobody reads it again.
+        The prefix of a last sample is released: nobody reads it again.
         """
-        partial = [(s, len(s.prompt.ids) // KEY_TILE) for s in samples if len(s.prompt.ids) % KEY_TILE]
-        if partial and self.generation_params.max_tokens > 1:
-            self.cache.copy([s.prompt.blocks[i] for s, i in partial], [s.blocks[i] for s, i in partial])
+        partial = [
+            (s, len(s.prefix.ids) // KEY_TILE)
+            for s in samples
+            if len(s.prefix.ids) % KEY_TILE and s.request.max_tokens > 1
+        ]
+        if partial:
+            self.cache.copy([s.prefix.blocks[i] for s, i in partial], [s.blocks[i] for s, i in partial])
         for sample in samples:
-            if sample.index + 1 == self.generation_params.num_generations:
-                self.cache.release(sample.prompt.blocks)
+            if sample.is_last:
+                self.cache.release(sample.prefix.blocks)
 
-    def _read(self, prompts: Sequence[_Prompt]) -> None:
-        """Read prompts in passes of at most max_batch_tokens; a longer prompt is read in chunks."""
+    def _read(self, prefixes: Sequence[_Prefix]) -> None:
+        """Read prefixes in passes of at most max_batch_tokens; a longer one is read in chunks."""
         limit = self.sampler.max_batch_tokens
         chunks = deque(
             (p, start, min(len(p.ids), start + limit))
-            for p in prompts
+            for p in prefixes
             for start in range(0, len(p.ids), limit)
         )
         while chunks:
@@ -351,26 +352,24 @@ class _Generation:
                     break  # what it drew past its end is dropped
                 if not np.isfinite(logprobs[i]):
                     self._refuse(sample)
-                sample.append(int(ids[i]), float(logprobs[i]), self.generation_params)
+                sample.append(int(ids[i]), float(logprobs[i]))
         ended = [sample for sample in samples if sample.finish]
         for sample in ended:
             self._end(sample)
         return bool(ended)
 
     def _refuse(self, sample: _Sample) -> None:
+        key = sample.request.rng_key
         raise FloatingPointError(
-            f"sampler: the logits of prompt {sample.prompt.index}, sample {sample.index}, "
-            f"position {len(sample.tokens)} are not finite; the weights (version {self.sampler.version}) "
+            f"sampler: the logits of prompt {key.prompt}, sample {key.sample}, "
+            f"position {sample.drawn} are not finite; the weights (version {self.sampler.version}) "
             f"are damaged or overflow in {self.sampler.decoder.dtype}"
         )
 
     def _end(self, sample: _Sample) -> None:
         self.running.remove(sample)
         self.cache.release(sample.blocks)
-        self.ended[sample.prompt.index, sample.index] = Rollout(
-            sample.prompt.index,
-            sample.index,
-            sample.prompt.ids,
+        self.ended[sample.index] = Completion(
             tuple(sample.tokens),
             np.array(sample.logprobs, np.float32),
             sample.finish,

@@ -1,12 +1,18 @@
 """What a sampler is asked for and what it returns.
 
+A sampler continues ids: it is given requests, and gives the completion of each. A trajectory (Rollout) is
+made of completions, with ids between them that nobody drew. A prompt with one completion is the case of one
+turn.
+
 Prompts and completions are token ids from end to end. Nothing is detokenised in between.
+
+Shapes: T tokens of a trajectory; C of them were drawn.
 """
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -16,12 +22,49 @@ from ...kernels.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
-class GenerationParams:
-    """How completions are drawn."""
+class RngKey:
+    """The key of a trajectory's random numbers. Its n-th drawn token takes the number with counter n.
+
+    prompt, sample: indices in the step. A key of several prompts has the indices of the first trajectory.
+    """
+
+    seed: int
+    step: int
+    stream: Stream = Stream.SAMPLE
+    prompt: int = 0
+    sample: int = 0
+
+    def uniforms(self, counters: Sequence[int]) -> np.ndarray:
+        """One uniform number for each counter, [n] fp64."""
+        counter = np.empty((len(counters), 4), np.uint64)
+        for column, values in enumerate((counters, self.sample, self.prompt, self.step)):
+            counter[:, column] = values
+        return uniform(counter, self.seed, self.stream)
+
+
+# Tokens whose numbers are computed at once.
+_AHEAD = 64
+
+
+class Uniforms:
+    """The uniform numbers of one trajectory's tokens, fp64."""
+
+    def __init__(self, rng_key: RngKey):
+        self._rng_key, self._start, self._numbers = rng_key, -_AHEAD, np.empty(0)
+
+    def at(self, counter: int) -> float:
+        """The number that draws the token which has `counter` drawn tokens before it."""
+        start = counter - counter % _AHEAD
+        if start != self._start:
+            self._numbers = self._rng_key.uniforms(range(start, start + _AHEAD))
+            self._start = start
+        return self._numbers[counter - start]
+
+
+class DrawParams(NamedTuple):
+    """The distribution that tokens are drawn from, and the tokens that end a completion."""
 
     sampling_params: SamplingParams
-    num_generations: int  # completions of each prompt
-    max_tokens: int  # completion tokens at most, the stop token included
     # A completion ends with the first of these tokens. That token is part of the completion and trained on.
     stop_ids: frozenset[int]
     # Standard deviation of the noise on each logit (see logit_noise below). Only the native sampler has it.
@@ -29,57 +72,152 @@ class GenerationParams:
 
 
 @dataclass(frozen=True)
-class RngKey:
-    """The key of the random numbers of one `generate` call, beside prompt, sample and position."""
+class Request:
+    """Ids to continue, with all that decides a bit of the continuation except the weights.
 
-    seed: int
-    step: int
-    stream: Stream = Stream.SAMPLE
-    first_prompt: int = 0  # index in the step of the call's first prompt, where a call draws a part of a step
+    So whoever serves a request, beside which others, gives the same bits. Where requests side by side have
+    equal `ids`, a sampler may read them once.
+    """
 
-    def uniforms(
-        self, prompts: Sequence[int], samples: Sequence[int], positions: Sequence[int]
-    ) -> np.ndarray:
-        """One uniform number for each (prompt, sample, position), [n] fp64."""
-        counter = np.empty((len(prompts), 4), np.uint64)
-        for column, values in enumerate((positions, samples, prompts, self.step)):
-            counter[:, column] = values
-        return uniform(counter, self.seed, self.stream)
+    ids: tuple[int, ...]  # all tokens of the trajectory so far
+    rng_key: RngKey
+    draw_params: DrawParams
+    max_tokens: int  # tokens to draw at most, the stop token included
+    drawn: int = 0  # tokens of the trajectory that were drawn before; random numbers count on from here
 
 
-# Positions whose numbers are computed at once.
-_AHEAD = 64
+@dataclass(frozen=True)
+class Completion:
+    """What a sampler has drawn for one request."""
+
+    ids: tuple[int, ...]  # never empty; ends with a stop id, or was cut at max_tokens
+    logprobs: np.ndarray  # [C] fp32, log-probability of each token under the distribution it was drawn from
+    finish: str  # "stop" or "length"
+    weight_version: int
 
 
-class Uniforms:
-    """The uniform numbers of one completion's positions, fp64."""
+@dataclass(frozen=True)
+class GenerationParams:
+    """How completions of prompts are drawn, each prompt num_generations times."""
 
-    def __init__(self, rng_key: RngKey, prompt: int, sample: int):
-        self._rng_key, self._prompt, self._sample = rng_key, prompt, sample
-        self._start, self._numbers = -_AHEAD, np.empty(0)
+    sampling_params: SamplingParams
+    num_generations: int
+    max_tokens: int  # completion tokens at most, the stop token included
+    stop_ids: frozenset[int]
+    logit_noise: float = 0.0
 
-    def at(self, position: int) -> float:
-        """The number that draws the token at `position`."""
-        start = position - position % _AHEAD
-        if start != self._start:
-            self._numbers = self._rng_key.uniforms(
-                [self._prompt] * _AHEAD, [self._sample] * _AHEAD, range(start, start + _AHEAD)
+    def requests(self, prompts: Iterable[Sequence[int]], rng_key: RngKey) -> list[Request]:
+        """P prompts x G requests, prompt by prompt.
+
+        rng_key: of the first prompt; those after it count on. Raises ValueError for more completions than the
+        machine's memory can hold.
+        """
+        prompts = [tuple(map(int, ids)) for ids in prompts]
+        if self.max_tokens < 1 or self.num_generations < 1:
+            raise ValueError(
+                f"max_tokens ({self.max_tokens}) and num_generations ({self.num_generations}) "
+                "must be at least 1"
             )
-            self._start = start
-        return self._numbers[position - start]
+        check_room(len(prompts) * self.num_generations, self.max_tokens)
+        draw_params = DrawParams(self.sampling_params, self.stop_ids, self.logit_noise)
+        return [
+            Request(ids, replace(rng_key, prompt=rng_key.prompt + p, sample=s), draw_params, self.max_tokens)
+            for p, ids in enumerate(prompts)
+            for s in range(self.num_generations)
+        ]
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One completion. prompt and sample are its indices in the step, [P, G]."""
+    """A trajectory: ids, and which of them were drawn. prompt and sample are its indices in the step, [P, G].
+
+    The first ids are the prompt. Drawn tokens follow, and between two turns ids that nobody drew may stand,
+    such as the result of a tool. The last token is a drawn one.
+    """
 
     prompt: int
     sample: int
-    prompt_ids: tuple[int, ...]
-    completion_ids: tuple[int, ...]  # never empty; ends with a stop id, or was cut at max_tokens
-    logprobs: np.ndarray  # [C] fp32, log-probability of each token under the distribution it was drawn from
-    finish: str  # "stop" or "length"
+    ids: tuple[int, ...]  # [T]
+    drawn: np.ndarray  # [T] bool
+    logprobs: np.ndarray  # [C] fp32, of the drawn tokens (see Completion)
+    turn_starts: tuple[int, ...]  # for each turn the place of its first drawn token in ids
+    finish: str  # of the last turn, "stop" or "length"
     weight_version: int
+
+    @classmethod
+    def of_one_turn(
+        cls,
+        prompt: int,
+        sample: int,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        logprobs: np.ndarray,
+        finish: str,
+        weight_version: int,
+    ) -> "Rollout":
+        """A prompt with one completion."""
+        p, ids = len(prompt_ids), (*prompt_ids, *completion_ids)
+        return cls(prompt, sample, ids, np.arange(len(ids)) >= p, logprobs, (p,), finish, weight_version)
+
+    def with_turn(self, between: Sequence[int], completion: Completion) -> "Rollout":
+        """This trajectory with one more turn. between: ids that stand before the turn and were not drawn."""
+        start = len(self.ids) + len(between)
+        ids = (*self.ids, *between, *completion.ids)
+        return replace(
+            self,
+            ids=ids,
+            drawn=np.concatenate([self.drawn, np.arange(len(self.ids), len(ids)) >= start]),
+            logprobs=np.concatenate([self.logprobs, completion.logprobs]),
+            turn_starts=(*self.turn_starts, start),
+            finish=completion.finish,
+            weight_version=completion.weight_version,
+        )
+
+    def check(self) -> "Rollout":
+        """Return this rollout. Raises ValueError where its parts contradict each other."""
+        T, starts = len(self.ids), list(self.turn_starts)
+        if len(self.drawn) != T or int(self.drawn.sum()) != len(self.logprobs):
+            raise ValueError(
+                f"has {T} ids, a mask of {len(self.drawn)} with {int(self.drawn.sum())} drawn tokens, and "
+                f"{len(self.logprobs)} logprobs"
+            )
+        if T < 2 or self.drawn[0] or not self.drawn[-1]:
+            raise ValueError("must begin with an id of the prompt, and end with a drawn token")
+        resumed = (np.flatnonzero(self.drawn[1:] & ~self.drawn[:-1]) + 1).tolist()
+        in_order = starts == sorted(set(starts)) and all(0 < i < T and self.drawn[i] for i in starts)
+        if not in_order or not set(resumed) <= set(starts):
+            raise ValueError(
+                f"turn_starts ({starts}) must ascend, lie on drawn tokens, and hold each drawn token that "
+                f"follows one that was not drawn ({resumed})"
+            )
+        return self
+
+    @property
+    def turns(self) -> int:
+        """The number of turns, at least 1."""
+        return len(self.turn_starts)
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The ids before the first drawn token."""
+        return self.ids[: self.turn_starts[0]]
+
+    @property
+    def completion_ids(self) -> tuple[int, ...]:
+        """The ids after the prompt. With several turns, tokens that nobody drew are among them."""
+        return self.ids[self.turn_starts[0] :]
+
+    @property
+    def mask(self) -> np.ndarray:
+        """Which of completion_ids were drawn, bool."""
+        return self.drawn[self.turn_starts[0] :]
+
+    @property
+    def drawn_ids(self) -> tuple[int, ...]:
+        """The drawn tokens, [C]."""
+        if len(self.logprobs) == len(self.completion_ids):
+            return self.completion_ids
+        return tuple(np.array(self.ids)[self.drawn].tolist())
 
     @property
     def pair(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -87,19 +225,47 @@ class Rollout:
         return self.prompt_ids, self.completion_ids
 
 
-# Bytes of a completion in memory: the object, and what each token adds: a Python integer and an fp32 number.
-_ROLLOUT_BYTES, _TOKEN_BYTES = 370, 44
+# Bytes of a completion in memory: its request and the objects, and what each token adds: a Python integer and
+# an fp32 number.
+_COMPLETION_BYTES, _TOKEN_BYTES = 700, 44
 
 
 def check_room(completions: int, max_tokens: int) -> None:
     """Raise ValueError for more completions of max_tokens tokens than the machine's memory can hold."""
-    needed = completions * (_ROLLOUT_BYTES + max_tokens * _TOKEN_BYTES)
+    needed = completions * (_COMPLETION_BYTES + max_tokens * _TOKEN_BYTES)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > memory:
         raise ValueError(
             f"{completions:,} completions of up to {max_tokens:,} tokens can take {needed / 1e9:,.1f} GB of "
             f"memory, and this machine has {memory / 1e9:,.1f} GB; ask for fewer, or lower max_tokens"
         )
+
+
+def check_requests(requests: Sequence[Request], limit: int, vocab: int) -> None:
+    """Raise ValueError for a request that no sampler can serve.
+
+    limit: the context, in tokens. vocab: the model's token ids are below it.
+    """
+    checked: set[tuple[int, ...]] = set()
+    for draw_params in {request.draw_params for request in requests}:
+        draw_params.sampling_params.check()
+    for request in requests:
+        name, ids = f"prompt {request.rng_key.prompt}", request.ids
+        if not ids:
+            raise ValueError(f"{name} is empty; a completion needs at least one token before it")
+        if request.max_tokens < 1:
+            raise ValueError(f"{name}: max_tokens ({request.max_tokens}) must be at least 1")
+        if len(ids) + request.max_tokens > limit:
+            raise ValueError(
+                f"{name} has {len(ids)} tokens, with max_tokens ({request.max_tokens}) "
+                f"more than the context ({limit}); shorten it or lower max_tokens"
+            )
+        if ids in checked:
+            continue
+        checked.add(ids)
+        wrong = next((t for t in ids if not 0 <= t < vocab), None)
+        if wrong is not None:
+            raise ValueError(f"{name} has token id {wrong}, outside the model's vocabulary of {vocab}")
 
 
 class Sampler(Protocol):
@@ -110,14 +276,12 @@ class Sampler(Protocol):
         """Samples that ran at once at the beginning of the last call; None where the engine does not tell."""
         ...
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, rng_key: RngKey
-    ) -> list[Rollout]:
-        """P prompts x G samples, in canonical order: prompt by prompt, sample by sample. P may be 0."""
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """The completion of each request, in their order. There may be no request."""
         ...
 
     def sync_weights(self, version: int) -> None:
-        """Sample with the trainer's weights as they are now. From now on rollouts carry `version`."""
+        """Sample with the trainer's weights as they are now. From now on completions carry `version`."""
         ...
 
     def close(self) -> None:
@@ -125,15 +289,38 @@ class Sampler(Protocol):
         ...
 
 
-def logit_noise(seed: int, step: int, places: Sequence[tuple[int, int, int]], V: int) -> torch.Tensor:
-    """Standard normal numbers [n, V] fp32, one row for each of n places (prompt, sample, position).
+def complete(
+    sampler: Sampler,
+    prompts: Iterable[Sequence[int]],
+    generation_params: GenerationParams,
+    rng_key: RngKey,
+) -> list[Rollout]:
+    """Trajectories of one turn: P prompts x G completions in canonical order, prompt by prompt.
 
-    They come from counter-based uniform numbers, by Box and Muller (1958).
+    rng_key: see GenerationParams.requests. Raises ValueError for prompts that no sampler can continue.
     """
-    counter = np.array(
-        [(position, sample, prompt, step) for prompt, sample, position in places], np.uint64
-    ).reshape(-1, 4)
-    words = philox(counter, (seed, int(Stream.LOGIT_NOISE)))
+    requests = generation_params.requests(prompts, rng_key)
+    return [
+        Rollout.of_one_turn(
+            request.rng_key.prompt,
+            request.rng_key.sample,
+            request.ids,
+            completion.ids,
+            completion.logprobs,
+            completion.finish,
+            completion.weight_version,
+        )
+        for request, completion in zip(requests, sampler.generate(requests), strict=True)
+    ]
+
+
+def logit_noise(seed: int, counters: np.ndarray, V: int) -> torch.Tensor:
+    """Standard normal numbers [n, V] fp32, one row for each of n counters.
+
+    counters [n, 4]: tokens drawn before, sample, prompt, step. The numbers come from counter-based uniform
+    numbers, by Box and Muller (1958).
+    """
+    words = philox(counters.astype(np.uint64), (seed, int(Stream.LOGIT_NOISE)))
     rows = []
     for high, low in words[:, :2].tolist():
         u = uniform_range(2 * V, seed, Stream.LOGIT_NOISE_TOKENS, (high << 32) | low)

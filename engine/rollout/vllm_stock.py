@@ -64,7 +64,7 @@ class VllmGenerator:
             tokens = tuple(completion.token_ids)
             logprobs = [completion.logprobs[n][token].logprob for n, token in enumerate(tokens)]
             logp, finish = np.array(logprobs, np.float32), completion.finish_reason
-            rollouts.append(Rollout(i, 0, tuple(prompts[i]), tokens, logp, finish, 0))
+            rollouts.append(Rollout.of_one_turn(i, 0, prompts[i], tokens, logp, finish, 0))
         return rollouts
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:

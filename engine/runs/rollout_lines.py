@@ -2,7 +2,10 @@
 
 from typing import Any
 
+import numpy as np
+
 from ...files.reading import json_number, json_ready, parse_json
+from ..rollout.types import Rollout
 from ..train.state import StepRecord
 
 # The fields that hold numbers which may be infinite.
@@ -20,7 +23,8 @@ def parse_rollout(line: bytes) -> dict[str, Any]:
 def rollout_line(record: StepRecord, p: int, g: int, G: int) -> dict[str, Any]:
     """The line of rollouts.jsonl for generation g of prompt p; each prompt has G generations.
 
-    A logprob of the trainer is -infinity where its top-k or top-p cuts a token that the sampler drew.
+    Of several turns, completion_ids holds what stands between them too, and `mask` says which were drawn. A
+    logprob of the trainer is -infinity where its top-k or top-p cuts a token that the sampler drew.
     """
     r = record.rollouts[p * G + g]
     line = {
@@ -36,8 +40,16 @@ def rollout_line(record: StepRecord, p: int, g: int, G: int) -> dict[str, Any]:
         "weight_version": r.weight_version,
         "prompt_ids": list(r.prompt_ids),
         "completion_ids": list(r.completion_ids),
-        "logprobs": [float(x) for x in r.logprobs],
+        "logprobs": _by_place(r, r.logprobs),
     }
+    if r.turns > 1:
+        line |= {"mask": r.mask.astype(int).tolist(), "turn_starts": list(r.turn_starts)}
     if record.trainer_logprobs is not None:
-        line["trainer_logprobs"] = [float(x) for x in record.trainer_logprobs[p * G + g]]
+        line["trainer_logprobs"] = _by_place(r, record.trainer_logprobs[p * G + g])
     return json_ready(line)
+
+
+def _by_place(rollout: Rollout, logprobs: np.ndarray) -> list[float | None]:
+    """logprobs [C] as a list for completion_ids; None for a token that was not drawn."""
+    values = iter(logprobs.tolist())
+    return [next(values) if drawn else None for drawn in rollout.mask]

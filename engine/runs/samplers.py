@@ -31,8 +31,7 @@ from ..parallel.scorer import Scorer
 from ..parallel.workers import ParallelSampler, Workers
 from ..perturb import Delayed, perturbed_weights
 from ..rollout.hf import HfGenerator
-from ..rollout.native import check_prompts
-from ..rollout.types import GenerationParams, RngKey, Rollout, Sampler
+from ..rollout.types import Completion, GenerationParams, Request, Rollout, Sampler, check_requests
 from ..rollout.vllm.sampler import VllmSampler
 from ..rollout.vllm.stock import StockSampler
 from ..rollout.vllm_stock import VllmGenerator
@@ -138,16 +137,16 @@ class SeparateSampler:
             self.trainer.host.decoder.flat.copy_(master)
         self._sampler.version = version
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, rng_key: RngKey
-    ) -> list[Rollout]:
-        sampling_params = generation_params.sampling_params
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        return self._sampler.generate([self._perturbed(request) for request in requests])
+
+    def _perturbed(self, request: Request) -> Request:
+        params = request.draw_params
+        sampling_params = params.sampling_params
         if self._perturb.temperature:
             sampling_params = sampling_params._replace(temperature=self._perturb.temperature)
-        perturbed = replace(
-            generation_params, sampling_params=sampling_params, logit_noise=self._perturb.logit_noise
-        )
-        return self._sampler.generate(prompts, perturbed, rng_key)
+        params = params._replace(sampling_params=sampling_params, logit_noise=self._perturb.logit_noise)
+        return replace(request, draw_params=params)
 
     def close(self) -> None:
         """End the workers of this sampler."""
@@ -182,21 +181,21 @@ class ExternalSampler:
         self._load()
         self.version = version
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, rng_key: RngKey
-    ) -> list[Rollout]:
-        check_prompts(prompts, generation_params, self._config.max_positions, self._config.vocab_size)
-        if not prompts:
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        check_requests(requests, self._config.max_positions, self._config.vocab_size)
+        if not requests:
             return []
-        stream, G = int(rng_key.stream), generation_params.num_generations
-        counter = [(rng_key.first_prompt, rng_key.step, stream, 0)]
-        seed = int(philox(counter, (rng_key.seed, stream))[0, 0])
-        repeated = [ids for ids in prompts for _ in range(G)]
-        rollouts = self._engine.generate(repeated, generation_params, seed)
-        return [
-            replace(r, prompt=rng_key.first_prompt + i // G, sample=i % G, weight_version=self.version)
-            for i, r in enumerate(rollouts)
-        ]
+        # An engine that is not ours has one setting for all that it draws together.
+        kinds = {(request.draw_params, request.max_tokens) for request in requests}
+        if len(kinds) > 1:
+            raise ValueError(f"sampler: one call of an external engine draws in one way, not in {len(kinds)}")
+        ((draw_params, max_tokens),) = kinds
+        key = requests[0].rng_key
+        counter = [(key.prompt, key.step, int(key.stream), requests[0].drawn)]
+        seed = int(philox(counter, (key.seed, int(key.stream)))[0, 0])
+        params = GenerationParams(draw_params.sampling_params, 1, max_tokens, draw_params.stop_ids)
+        rollouts = self._engine.generate([request.ids for request in requests], params, seed)
+        return [Completion(r.completion_ids, r.logprobs, r.finish, self.version) for r in rollouts]
 
     def close(self) -> None:
         """Do nothing: nothing runs outside this process."""

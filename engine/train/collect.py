@@ -16,7 +16,7 @@ import numpy as np
 from ...kernels.philox import Stream, permutation
 from ..loss.advantage import all_equal
 from ..rollout.evaluate import group_texts
-from ..rollout.types import RngKey, Rollout
+from ..rollout.types import RngKey, Rollout, complete
 from ..tasks.base import Problem
 from .state import TrainState
 
@@ -73,8 +73,8 @@ def _draw_groups(state: TrainState, draw: int) -> list[_Group]:
     draws_before = state.step * cfg.loss.resolve().max_resamples + draw
     chosen = step_problems(len(state.problems), P, cfg.seed, draws_before)
     problems = [state.problems[i] for i in chosen]
-    rng_key = RngKey(cfg.seed, state.step, first_prompt=draw * P)
-    rollouts = state.sampler.generate([state.prompt_ids[i] for i in chosen], params, rng_key)
+    rng_key = RngKey(cfg.seed, state.step, prompt=draw * P)
+    rollouts = complete(state.sampler, [state.prompt_ids[i] for i in chosen], params, rng_key)
     texts = group_texts(state.tokenizer, rollouts, G)
     with state.stopwatch.station("time/reward_s"):
         rewards_PG = state.reward.values(problems, texts)

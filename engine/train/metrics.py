@@ -2,7 +2,7 @@
 
 Sums are correctly rounded (math.fsum), so their order decides no bit. docs/metrics.md explains every metric.
 
-Shapes: P prompts, G generations of each, C completion tokens.
+Shapes: P prompts, G generations of each, C drawn tokens.
 """
 
 import math
@@ -28,7 +28,7 @@ def step_losses(parts: Sequence[Scored]) -> dict[str, float]:
 
 def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     """Rewards and lengths of a step, and how many groups and completions are special cases."""
-    lengths = [len(rollout.completion_ids) for rollout in batch.rollouts]
+    lengths = [len(rollout.logprobs) for rollout in batch.rollouts]
     rewards = batch.rewards.reshape(-1).tolist()
     mean = math.fsum(rewards) / len(rewards)
     return {

@@ -66,14 +66,14 @@ class Monitor:
             )
         self._trainer.append(trainer.numpy())
         self._sampler.append(sampler)
-        self._lengths += [len(r.completion_ids) for r in rollouts]
+        self._lengths += [len(r.logprobs) for r in rollouts]
 
     def _report(
         self, trainer: torch.Tensor, sampler: torch.Tensor, differs: torch.Tensor, rollouts: Sequence[Rollout]
     ) -> dict:
         """The first place where differs [C] is true, both values there, and all that was compared."""
         index = int(differs.nonzero()[0])
-        ends = np.cumsum([len(r.completion_ids) for r in rollouts])
+        ends = np.cumsum([len(r.logprobs) for r in rollouts])
         i = int(np.searchsorted(ends, index, side="right"))
         rollout, position = rollouts[i], index - int(ends[i - 1] if i else 0)
         hexadecimal = [f"0x{int(x[index].view(torch.int32)) & 0xFFFFFFFF:08x}" for x in (trainer, sampler)]
@@ -82,7 +82,7 @@ class Monitor:
             "prompt": rollout.prompt,
             "sample": rollout.sample,
             "position": position,
-            "token": rollout.completion_ids[position],
+            "token": rollout.drawn_ids[position],
             "trainer": float(trainer[index]),
             "sampler": float(sampler[index]),
             "trainer_bits": hexadecimal[0],
@@ -97,6 +97,7 @@ class Monitor:
                     "sample": r.sample,
                     "prompt_ids": list(r.prompt_ids),
                     "completion_ids": list(r.completion_ids),
+                    "mask": r.mask.astype(int).tolist(),
                     "sampling_logprobs": [float(x) for x in r.logprobs],
                     "trainer_logprobs": [float(x) for x in trainer_logprobs],
                 }

@@ -50,31 +50,31 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     return None
 
 
-def training_flops(config: ModelConfig, sequences: Iterable[tuple[int, int, bool, bool]]) -> float:
+def training_flops(config: ModelConfig, sequences: Iterable[tuple[int, int, int, bool, bool]]) -> float:
     """Floating-point operations of one forward and backward.
 
-    sequences: of each, the tokens of its prompt and of its completion, whether it is the first of its prompt,
-    and whether it has a gradient.
+    sequences: of each, the tokens of its prompt, of its completion, and the drawn ones of these, whether it
+    is the first of its prompt, and whether it has a gradient.
     """
     c = config
     q_width, kv_width = c.heads * c.head_dim, c.kv_heads * c.head_dim
     layer = c.hidden_size * (q_width + 2 * kv_width) + q_width * c.hidden_size
     layer += 3 * c.hidden_size * c.intermediate_size
     flops = 0.0
-    for prompt, completion, first, has_gradient in sequences:
+    for prompt, completion, drawn, first, has_gradient in sequences:
         # A sample begins with the prompt's last token (model/prompts.py), so it has `completion` rows.
         tokens, pairs = completion, completion * prompt + completion * (completion - 1) // 2
         if first:
             tokens, pairs = tokens + prompt - 1, pairs + prompt * (prompt - 1) // 2
         forward = 2.0 * c.layers * (layer * tokens + 2 * q_width * pairs)
-        forward += 2.0 * c.vocab_size * c.hidden_size * completion
+        forward += 2.0 * c.vocab_size * c.hidden_size * drawn
         flops += forward * (3.0 if has_gradient else 1.0)
     return flops
 
 
 def performance(state: TrainState, shard: Shard, times: dict[str, float]) -> dict[str, float]:
     """The metrics perf/* of a step. shard: the whole step. times: its metrics time/*."""
-    tokens = sum(len(rollout.completion_ids) for rollout in shard.rollouts)
+    tokens = sum(len(rollout.logprobs) for rollout in shard.rollouts)
     step_s, device = times["time/sample_s"] + times["time/train_s"], state.policy.device
     metrics = {"perf/tokens_per_s": tokens / step_s, "perf/peak_memory_bytes": peak_memory_bytes(device)}
     if (at_once := state.sampler.samples_at_once) is not None:
@@ -88,12 +88,13 @@ def performance(state: TrainState, shard: Shard, times: dict[str, float]) -> dic
     return metrics
 
 
-def _sequences(shard: Shard, loss: LossConfig) -> Iterator[tuple[int, int, bool, bool]]:
+def _sequences(shard: Shard, loss: LossConfig) -> Iterator[tuple[int, int, int, bool, bool]]:
     """What training_flops asks for. loss: resolved."""
     firsts = first_of_prompt([rollout.prompt_ids for rollout in shard.rollouts])
     for rollout, first, A in zip(shard.rollouts, firsts, shard.advantages.tolist(), strict=True):
         has_gradient = bool(loss.square or loss.kl_coef or A)
-        yield len(rollout.prompt_ids), len(rollout.completion_ids), first, has_gradient
+        drawn = len(rollout.logprobs)
+        yield len(rollout.prompt_ids), len(rollout.completion_ids), drawn, first, has_gradient
 
 
 def peak_memory_bytes(device: torch.device) -> float:

@@ -17,12 +17,25 @@ from .optimizer import Optimizer
 
 
 def hash_rollouts(rollouts: Sequence[Rollout]) -> dict[str, str]:
-    """The ledger's hashes of what the sampler gave in a step, in causal order."""
+    """The ledger's hashes of what the sampler gave in a step, in causal order.
+
+    `between_turns` is of what nobody drew after the prompts: for each rollout the starts of its turns, then
+    those ids and their places. A step whose rollouts have one turn each has no such hash.
+    """
+    between = {}
+    if any(r.turns > 1 for r in rollouts):
+        between["between_turns"] = digest_ids([ids for r in rollouts for ids in _between_turns(r)])
     return {
         "prompts": digest_ids([r.prompt_ids for r in rollouts]),
-        "tokens": digest_ids([r.completion_ids for r in rollouts]),
+        "tokens": digest_ids([r.drawn_ids for r in rollouts]),
+        **between,
         "sampling_logprobs": digest(np.concatenate([r.logprobs for r in rollouts])),
     }
+
+
+def _between_turns(rollout: Rollout) -> tuple[Sequence[int], ...]:
+    places = np.flatnonzero(~rollout.drawn)[len(rollout.prompt_ids) :].tolist()
+    return rollout.turn_starts, [rollout.ids[i] for i in places], places
 
 
 def hash_rewards(rewards: np.ndarray, A: np.ndarray) -> dict[str, str]:

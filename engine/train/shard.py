@@ -1,6 +1,6 @@
 """The work of virtual shards: forward and backward of their prompts and completions, in micro-batches.
 
-Shapes: n sequences in canonical order; C completion tokens of a micro-batch.
+Shapes: n sequences in canonical order; C drawn tokens of a micro-batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -74,8 +74,8 @@ class Scored:
     underflow: dict[str, int]  # zeros in the watched gradients (underflow.py); empty unless ShardWork.watch
 
 
-# Called before each forward with its ids [T] and places [T, 3] (see StepObserver.forward).
-ForwardObserver = Callable[[torch.Tensor, torch.Tensor], Hook]
+# Called before each forward with its ids, places and predicting rows (see StepObserver.forward).
+ForwardObserver = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Hook]
 
 
 @dataclass(frozen=True)
@@ -143,9 +143,10 @@ def _pass_gradient(
         underflow.watch(prompts)
     for rows in micro_batches(len(shard_of), work.micro_batch):
         pairs = [r.pair for r in joined.rollouts[rows]]
-        packed = pack(pairs, prompts.prompt_of_sample[rows], shard_of[rows])
+        masks = [r.mask for r in joined.rollouts[rows]]
+        packed = pack(pairs, prompts.prompt_of_sample[rows], shard_of[rows], masks)
         micro_batch = _micro_batch_gradient(decoder, joined.part(rows), prompts, packed, work, underflow)
-        for i, part in _by_shard(micro_batch, shard_of[rows], packed.completion_lengths):
+        for i, part in _by_shard(micro_batch, shard_of[rows], packed.drawn_lengths):
             scored[i].append(part)
     prompts.backward()
     if underflow:
@@ -159,7 +160,8 @@ def _placed(observer: ForwardObserver | None, rollouts: Sequence[Rollout]) -> Ob
     samples = torch.tensor([(r.prompt, r.sample) for r in rollouts])
 
     def forward(rows: Rows) -> Hook:
-        return observer(rows.ids, torch.column_stack([samples[rows.sequences], rows.positions]))
+        places = torch.column_stack([samples[rows.sequences], rows.positions])
+        return observer(rows.ids, places, rows.predicting)
 
     return forward
 
@@ -169,7 +171,7 @@ def _by_shard(
 ) -> Iterator[tuple[int, Scored]]:
     """The parts of a micro-batch that belong to one shard each; the first part has the counts of underflow.
 
-    shard_of [n]: the shard of each sequence. lengths [n]: its completion tokens.
+    shard_of [n]: the shard of each sequence. lengths [n]: its drawn tokens.
     """
     start, underflow = 0, micro_batch.underflow
     for shard, members in groupby(range(len(shard_of)), key=shard_of.__getitem__):
@@ -206,8 +208,8 @@ def _micro_batch_gradient(
     work: ShardWork,
     prompt_underflow: PromptUnderflow | None,
 ) -> Scored:
-    """Forward and backward of the completions of a micro-batch. packed: the sequences of `batch`."""
-    lengths = packed.completion_lengths
+    """Forward and backward of the drawn tokens of a micro-batch. packed: the sequences of `batch`."""
+    lengths = packed.drawn_lengths
     tokens = torch.tensor(lengths)
     with torch.set_grad_enabled(_has_gradient(batch, work.loss)):
         counter = Underflow(packed, prompt_underflow) if prompt_underflow else None

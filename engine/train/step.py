@@ -8,7 +8,7 @@ From rollouts to the update of the weights:
    the update.
 
 Shapes: P prompts, G generations of each, sequences in canonical order (prompt by prompt, generation by
-generation), C completion tokens.
+generation), C drawn tokens.
 """
 
 import time
@@ -42,7 +42,7 @@ def train_step(state: TrainState, observer: StepObserver | None = None) -> StepR
     sampled_s = time.perf_counter()
     with station("time/score_s"):
         step, metrics = prepare(state, batch)  # advantages, loss weights, old and reference logprobs
-    lengths = [len(rollout.completion_ids) for rollout in batch.rollouts]
+    lengths = [len(rollout.logprobs) for rollout in batch.rollouts]
     monitor, notes = Monitor(state.step, cfg.exact, state.version, cfg.max_staleness), {}
     for update in range(cfg.updates_per_rollout):
         params, scale = cfg.sampling.sampling_params, state.scaler.scale
@@ -104,7 +104,7 @@ def prepare(state: TrainState, batch: RolloutBatch) -> tuple[Shard, dict[str, fl
     """
     cfg, loss_cfg = state.config, state.config.loss.resolve()
     params, rollouts = cfg.sampling.sampling_params, batch.rollouts
-    lengths = [len(rollout.completion_ids) for rollout in rollouts]
+    lengths = [len(rollout.logprobs) for rollout in rollouts]
     ref_logprobs = state.ref_policy.score(rollouts, params) if state.ref_policy else None
     max_tokens, sampling_logprobs = cfg.sampling.max_tokens, [rollout.logprobs for rollout in rollouts]
     shaped = shaped_rewards(batch.rewards, lengths, loss_cfg, max_tokens, sampling_logprobs, ref_logprobs)

@@ -21,7 +21,7 @@ from zerokl.audit.figures.measure import measure
 from zerokl.audit.logs.scan import read_log
 from zerokl.cli import main
 from zerokl.engine.rollout.native import NativeSampler
-from zerokl.engine.rollout.types import GenerationParams, RngKey
+from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.op_names import operations
@@ -212,8 +212,11 @@ def _write_rows(path: Path, rows: list[dict]) -> None:
 def _write_log(model: Path, path: Path, **changes: object) -> list[dict]:
     """Write a log of four rollouts, drawn in bf16, with `changes` in every row; returns its rows."""
     generation_params = GenerationParams(SamplingParams(0.7, 0, 0.9), 2, 8, frozenset({1}))
-    rollouts = NativeSampler(load_decoder(model, torch.bfloat16)).generate(
-        [(5, 6, 7), (8, 9)], generation_params, RngKey(0, 0)
+    rollouts = complete(
+        NativeSampler(load_decoder(model, torch.bfloat16)),
+        [(5, 6, 7), (8, 9)],
+        generation_params,
+        RngKey(0, 0),
     )
     rows = [
         {

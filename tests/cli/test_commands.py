@@ -50,10 +50,10 @@ def test_the_version_is_said_without_loading_torch():
 
 def test_a_mismatch_is_one_line_and_exit_code_1(training, monkeypatch, capsys):
     class Planted(ParallelSampler):
-        def generate(self, prompts, generation_params, rng_key):
-            rollouts = super().generate(prompts, generation_params, rng_key)
-            rollouts[1].logprobs[0] += 1
-            return rollouts
+        def generate(self, requests):
+            completions = super().generate(requests)
+            completions[1].logprobs[0] += 1
+            return completions
 
     monkeypatch.setattr(samplers, "ParallelSampler", Planted)
     assert main(training()) == 1

@@ -10,7 +10,7 @@ from zerokl.engine.config_file import to_toml
 from zerokl.engine.loss.presets import PRESETS
 from zerokl.engine.parallel.scorer import frozen
 from zerokl.engine.rollout.native import NativeSampler
-from zerokl.engine.rollout.types import GenerationParams, RngKey
+from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
 from zerokl.engine.runs.run import train
 from zerokl.engine.stopwatch import Stopwatch
 from zerokl.engine.tasks.base import Problem
@@ -178,7 +178,7 @@ def test_a_reference_of_another_vocabulary_is_refused(config, tmp_path, capsys):
 def test_a_scorer_gives_the_samplers_bits(model, n):
     decoder = load_decoder(model, torch.bfloat16)
     generation_params = GenerationParams(SamplingParams(0.8, 0, 0.95), 2, 9, frozenset({1}))
-    rollouts = NativeSampler(decoder).generate([[3, 4], [5], [6, 7, 8]], generation_params, RngKey(0, 0))
+    rollouts = complete(NativeSampler(decoder), [[3, 4], [5], [6, 7, 8]], generation_params, RngKey(0, 0))
     scorer = frozen(load_decoder(model, torch.bfloat16), 4, n, 4)
     try:
         scores = scorer.score(rollouts, generation_params.sampling_params)

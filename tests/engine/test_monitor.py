@@ -34,25 +34,28 @@ class Plant:
         plant = self
 
         class Planted(ParallelSampler):
-            def generate(self, prompts, generation_params, rng_key):
-                rollouts = super().generate(prompts, generation_params, rng_key)
-                if (rng_key.stream, rng_key.step) == (Stream.SAMPLE, plant.step):
-                    plant.rollout = rollouts[index] = dataclasses.replace(
-                        rollouts[index], weight_version=rollouts[index].weight_version + version
+            def generate(self, requests):
+                completions = super().generate(requests)
+                key = requests[index].rng_key if requests else None
+                if key and (key.stream, key.step) == (Stream.SAMPLE, plant.step):
+                    plant.key, drawn = key, completions[index]
+                    completions[index] = dataclasses.replace(
+                        drawn, weight_version=drawn.weight_version + version
                     )
-                    logprobs = plant.rollout.logprobs
+                    logprobs = drawn.logprobs
                     plant.position = int(fraction * len(logprobs))
+                    plant.token = drawn.ids[plant.position]
                     plant.true = logprobs[plant.position].item()
                     if not version:
                         logprobs.view(np.int32)[plant.position] ^= 1
                     plant.false = logprobs[plant.position].item()
-                return rollouts
+                return completions
 
         monkeypatch.setattr(samplers_module, "ParallelSampler", Planted)
 
     @property
     def prompt_and_sample(self) -> str:
-        return f"prompt {self.rollout.prompt}, sample {self.rollout.sample}"
+        return f"prompt {self.key.prompt}, sample {self.key.sample}"
 
 
 def _weights(folder) -> str:
@@ -121,11 +124,11 @@ def test_verify_case_blames_the_side_that_does_not_reproduce(config, monkeypatch
 
 def test_the_first_of_several_is_named_and_all_are_counted(config, monkeypatch, tmp_path):
     class Planted(ParallelSampler):
-        def generate(self, prompts, generation_params, rng_key):
-            rollouts = super().generate(prompts, generation_params, rng_key)
-            for r in rollouts[5:]:
-                r.logprobs.view(np.int32)[-1] ^= 1
-            return rollouts
+        def generate(self, requests):
+            completions = super().generate(requests)
+            for completion in completions[5:]:
+                completion.logprobs.view(np.int32)[-1] ^= 1
+            return completions
 
     monkeypatch.setattr(samplers_module, "ParallelSampler", Planted)
     with pytest.raises(MismatchError, match=r"step 0, prompt 1, sample 2, position \d+ .* 4 of \d+ tokens"):

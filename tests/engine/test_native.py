@@ -5,8 +5,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zerokl.engine.rollout.native import NativeSampler, _Generation
-from zerokl.engine.rollout.types import GenerationParams, RngKey, Rollout
+from zerokl.engine.rollout.native import NativeSampler, _Generation, _Kind, _prefixes
+from zerokl.engine.rollout.types import GenerationParams, RngKey, Rollout, complete
 from zerokl.kernels.attention_plan import KEY_TILE
 from zerokl.kernels.matmul import matmul
 from zerokl.kernels.sampling_params import SamplingParams
@@ -62,8 +62,8 @@ def test_concurrency_and_chunks_do_not_change_a_bit(
 ):
     chunked = NativeSampler(decoder, concurrency, batch_tokens)
     rng_key, params = RngKey(3, 5), generation_params(sampling_params)
-    assert bits(chunked.generate(prompts, params, rng_key)) == bits(
-        sampler.generate(prompts, params, rng_key)
+    assert bits(complete(chunked, prompts, params, rng_key)) == bits(
+        complete(sampler, prompts, params, rng_key)
     )
 
 
@@ -75,9 +75,12 @@ def test_concurrency_and_chunks_do_not_change_a_bit(
     num_generations=st.integers(2, 5),
 )
 def test_prompts_and_samples_beside_it_do_not_change_a_bit(sampler, prompt, place, beside, num_generations):
-    alone = sampler.generate([*[[1]] * place, prompt], generation_params(num_generations=1), RngKey(0, 0))[-1]
+    *_, alone = complete(
+        sampler, [*[[1]] * place, prompt], generation_params(num_generations=1), RngKey(0, 0)
+    )
     before = beside[:place]
-    crowd = sampler.generate(
+    crowd = complete(
+        sampler,
         [*before, *[[2]] * (place - len(before)), prompt, *beside],
         generation_params(num_generations=num_generations),
         RngKey(0, 0),
@@ -88,32 +91,32 @@ def test_prompts_and_samples_beside_it_do_not_change_a_bit(sampler, prompt, plac
 @settings(deadline=None, max_examples=15)
 @given(prompts=st.lists(PROMPT, min_size=1, max_size=3), sampling_params=st.sampled_from(SAMPLING))
 def test_the_trainers_logprobs_are_the_samplers(decoder, sampler, prompts, sampling_params):
-    rollouts = sampler.generate(prompts, generation_params(sampling_params), RngKey(0, 0))
+    rollouts = complete(sampler, prompts, generation_params(sampling_params), RngKey(0, 0))
     with torch.no_grad():
         logp, _ = logprobs(decoder, pack([r.pair for r in rollouts]), sampling_params)
     assert logp.numpy().tobytes() == np.concatenate([r.logprobs for r in rollouts]).tobytes()
 
 
 def test_rollouts_come_prompt_by_prompt_and_sample_by_sample(sampler):
-    rollouts = sampler.generate([[9, 8], [7]], generation_params(), RngKey(0, 0))
+    rollouts = complete(sampler, [[9, 8], [7]], generation_params(), RngKey(0, 0))
     assert [(r.prompt, r.sample, r.prompt_ids) for r in rollouts] == [
         (p, g, ids) for p, ids in ((0, (9, 8)), (1, (7,))) for g in range(3)
     ]
-    assert sampler.generate([], generation_params(), RngKey(0, 0)) == []
+    assert complete(sampler, [], generation_params(), RngKey(0, 0)) == []
 
 
 def test_every_part_of_the_key_matters(sampler):
     prompts, params = [[9, 9, 9], [9, 9, 9]], generation_params(num_generations=4, stop=frozenset())
-    base = tokens(sampler.generate(prompts, params, RngKey(0, 0)))
+    base = tokens(complete(sampler, prompts, params, RngKey(0, 0)))
     assert len(set(base)) == 8, "samples of a group, and groups of one text, must differ"
-    assert tokens(sampler.generate(prompts, params, RngKey(0, 0))) == base
+    assert tokens(complete(sampler, prompts, params, RngKey(0, 0))) == base
     for rng_key in (RngKey(1, 0), RngKey(0, 1)):
-        assert not set(base) & set(tokens(sampler.generate(prompts, params, rng_key)))
+        assert not set(base) & set(tokens(complete(sampler, prompts, params, rng_key)))
 
 
 def test_first_tokens_follow_the_distribution(decoder, sampler):
     prompt, n, sampling_params = [9, 30, 12], 4000, SamplingParams(0.2)
-    rollouts = sampler.generate([prompt], generation_params(sampling_params, n, 1), RngKey(0, 0))
+    rollouts = complete(sampler, [prompt], generation_params(sampling_params, n, 1), RngKey(0, 0))
     drawn = [ids[0] for ids in tokens(rollouts)]
     with torch.no_grad():
         logp, _ = logprobs(decoder, pack([(prompt, [v]) for v in range(VOCAB)]), sampling_params)
@@ -124,7 +127,7 @@ def test_first_tokens_follow_the_distribution(decoder, sampler):
 
 def test_a_completion_ends_with_its_first_stop_token_or_at_the_limit(sampler):
     params = generation_params(num_generations=40, max_tokens=8)
-    rollouts = sampler.generate([[9, 8, 7]], params, RngKey(0, 0))
+    rollouts = complete(sampler, [[9, 8, 7]], params, RngKey(0, 0))
     assert {r.finish for r in rollouts} == {"stop", "length"}
     for r in rollouts:
         assert len(r.logprobs) == len(r.completion_ids)
@@ -138,8 +141,8 @@ def test_a_completion_ends_with_its_first_stop_token_or_at_the_limit(sampler):
 
 def test_stop_ids_and_limit_only_cut(sampler):
     without_stop = generation_params(num_generations=20, max_tokens=12, stop=frozenset())
-    whole = sampler.generate([[9, 8, 7]], without_stop, RngKey(0, 0))
-    cut = sampler.generate([[9, 8, 7]], generation_params(num_generations=20, max_tokens=5), RngKey(0, 0))
+    whole = complete(sampler, [[9, 8, 7]], without_stop, RngKey(0, 0))
+    cut = complete(sampler, [[9, 8, 7]], generation_params(num_generations=20, max_tokens=5), RngKey(0, 0))
     for long, short in zip(whole, cut, strict=True):
         n = len(short.completion_ids)
         assert long.completion_ids[:n] == short.completion_ids
@@ -149,7 +152,7 @@ def test_stop_ids_and_limit_only_cut(sampler):
 def test_greedy_takes_the_most_likely_token_each_time(decoder, sampler):
     prompt = [9, 8, 7]
     greedy = generation_params(SamplingParams(0.0), 2, 10, frozenset())
-    a, b = sampler.generate([prompt], greedy, RngKey(0, 0))
+    a, b = complete(sampler, [prompt], greedy, RngKey(0, 0))
     assert a.completion_ids == b.completion_ids
     ids = list(prompt)
     with torch.no_grad():
@@ -168,7 +171,7 @@ def test_top_k_and_top_p_keep_to_the_likely_tokens(decoder, sampler):
     top_k = int((logp >= likely[4]).sum())
     top_p = 1 + int((likely.double().exp().cumsum(0) < 0.3).sum())
     for sampling_params, kept in ((SamplingParams(0.2, 5), top_k), (SamplingParams(0.2, 0, 0.3), top_p)):
-        rollouts = sampler.generate([prompt], generation_params(sampling_params, 300, 1), RngKey(0, 0))
+        rollouts = complete(sampler, [prompt], generation_params(sampling_params, 300, 1), RngKey(0, 0))
         drawn = {ids[0] for ids in tokens(rollouts)}
         assert len(drawn) == kept
         assert logp[list(drawn)].min() >= likely[kept - 1]
@@ -185,16 +188,16 @@ def _cache_bytes(decoder, prompt: int, max_tokens: int, samples: int) -> int:
 @pytest.mark.parametrize("at_once", [1, 2, 3])
 def test_a_small_cache_lowers_concurrency_and_changes_no_bit(decoder, sampler, prompt, at_once):
     prompts, params, rng_key = [[9] * prompt, [8] * (1 + prompt // 4)], generation_params(), RngKey(0, 0)
-    expected = bits(sampler.generate(prompts, params, rng_key))
+    expected = bits(complete(sampler, prompts, params, rng_key))
     small = NativeSampler(decoder, cache_bytes=_cache_bytes(decoder, prompt, params.max_tokens, at_once))
-    assert bits(small.generate(prompts, params, rng_key)) == expected
+    assert bits(complete(small, prompts, params, rng_key)) == expected
     assert small.samples_at_once == at_once
 
 
 def test_a_cache_too_small_for_one_sample_is_refused(decoder):
     size = _cache_bytes(decoder, 20, 20, 1)
     with pytest.raises(ValueError, match=f"cache_bytes \\({size - 1}\\) cannot hold one sample of 40 tokens"):
-        NativeSampler(decoder, cache_bytes=size - 1).generate([[9] * 20], generation_params(), RngKey(0, 0))
+        complete(NativeSampler(decoder, cache_bytes=size - 1), [[9] * 20], generation_params(), RngKey(0, 0))
 
 
 def test_a_narrower_cache_holds_twice_as_many_samples_and_draws_the_same(model):
@@ -203,9 +206,9 @@ def test_a_narrower_cache_holds_twice_as_many_samples_and_draws_the_same(model):
     prompts, params, rng_key = [[9] * 20, [8] * 5], generation_params(), RngKey(0, 0)
     size = _cache_bytes(plain, 20, params.max_tokens, 1)
     small_plain, small_narrow = (NativeSampler(d, cache_bytes=size) for d in (plain, narrow))
-    expected = bits(NativeSampler(narrow).generate(prompts, params, rng_key))
-    assert bits(small_narrow.generate(prompts, params, rng_key)) == expected
-    small_plain.generate(prompts, params, rng_key)
+    expected = bits(complete(NativeSampler(narrow), prompts, params, rng_key))
+    assert bits(complete(small_narrow, prompts, params, rng_key)) == expected
+    complete(small_plain, prompts, params, rng_key)
     assert (small_plain.samples_at_once, small_narrow.samples_at_once) == (1, 2)
 
 
@@ -219,9 +222,12 @@ def test_a_narrower_cache_holds_twice_as_many_samples_and_draws_the_same(model):
 def test_every_cache_block_is_free_at_the_end(decoder, prompts, num_generations, concurrency, tokens):
     sampler, rng_key = NativeSampler(decoder, concurrency, tokens), RngKey(0, 0)
     params = generation_params(num_generations=num_generations, max_tokens=9)
-    memory = sampler._make_memory(prompts, params)
+    requests = params.requests(prompts, rng_key)
+    prefixes = _prefixes(requests, range(len(requests)))
+    memory = sampler._make_memory(prefixes)
+    kind = _Kind(requests[0].draw_params, rng_key.seed, rng_key.stream)
     with torch.no_grad():
-        _Generation(sampler, sampler._decoding_of(memory, params, rng_key), prompts, rng_key).run()
+        _Generation(sampler, sampler._decoding_of(memory, kind), prefixes).run()
     assert memory.cache.free == memory.cache.blocks > 0
 
 
@@ -240,12 +246,12 @@ def test_every_cache_block_is_free_at_the_end(decoder, prompts, num_generations,
 )
 def test_bad_prompts_are_refused_by_number(sampler, prompts, message):
     with pytest.raises(ValueError, match=message):
-        sampler.generate(prompts, generation_params(), RngKey(0, 0))
+        complete(sampler, prompts, generation_params(), RngKey(0, 0))
 
 
 def test_a_prompt_may_fill_the_context(sampler):
     params = generation_params(num_generations=1, stop=frozenset())
-    (rollout,) = sampler.generate([[9] * (CONTEXT - 20)], params, RngKey(0, 0))
+    (rollout,) = complete(sampler, [[9] * (CONTEXT - 20)], params, RngKey(0, 0))
     assert len(rollout.completion_ids) == 20
 
 
@@ -260,16 +266,16 @@ def test_a_prompt_may_fill_the_context(sampler):
 )
 def test_settings_out_of_range_are_refused(sampler, params):
     with pytest.raises(ValueError, match="must"):
-        sampler.generate([[9]], generation_params(**params), RngKey(0, 0))
+        complete(sampler, [[9]], generation_params(**params), RngKey(0, 0))
 
 
 def test_new_weights_give_new_tokens_and_their_version(decoder):
     copy = Decoder(decoder.config, decoder.flat.detach().clone(), decoder.layout)
     sampler, params = NativeSampler(copy), generation_params(stop=frozenset())
-    before = sampler.generate([[9]], params, RngKey(0, 0))
+    before = complete(sampler, [[9]], params, RngKey(0, 0))
     copy.flat.neg_()
     sampler.sync_weights(7)
-    after = sampler.generate([[9]], params, RngKey(0, 0))
+    after = complete(sampler, [[9]], params, RngKey(0, 0))
     assert {r.weight_version for r in before} == {0}
     assert {r.weight_version for r in after} == {7}
     assert tokens(before) != tokens(after)

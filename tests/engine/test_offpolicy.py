@@ -5,6 +5,7 @@ that makes the sampler differ from the trainer.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -82,11 +83,11 @@ def test_a_flipped_bit_of_an_older_rollout_is_found_and_its_weights_saved(
     config, tmp_path, monkeypatch, capsys
 ):
     class Planted(ParallelSampler):
-        def generate(self, prompts, generation_params, rng_key):
-            rollouts = super().generate(prompts, generation_params, rng_key)
-            if rng_key.step == 2:
-                rollouts[4].logprobs.view(np.int32)[0] ^= 1
-            return rollouts
+        def generate(self, requests):
+            completions = super().generate(requests)
+            if requests[0].rng_key.step == 2:
+                completions[4].logprobs.view(np.int32)[0] ^= 1
+            return completions
 
     monkeypatch.setattr(samplers_module, "ParallelSampler", Planted)
     with pytest.raises(MismatchError, match=r"step 2, prompt 1, sample 1, position 0 .* 1 ulp apart"):
@@ -102,9 +103,8 @@ def test_a_flipped_bit_of_an_older_rollout_is_found_and_its_weights_saved(
 
 def test_rollouts_older_than_allowed_are_refused(config, tmp_path, monkeypatch):
     class Late(ParallelSampler):
-        def generate(self, prompts, generation_params, rng_key):
-            rollouts = super().generate(prompts, generation_params, rng_key)
-            return [dataclasses.replace(r, weight_version=-1) for r in rollouts]
+        def generate(self, requests):
+            return [dataclasses.replace(c, weight_version=-1) for c in super().generate(requests)]
 
     monkeypatch.setattr(samplers_module, "ParallelSampler", Late)
     with pytest.raises(ValueError, match="has weight version -1; the trainer is at 1, max_staleness is 1"):
@@ -173,18 +173,20 @@ def test_delayed_weights_are_those_of_so_many_steps_ago(delay, n):
 
 @property_settings(20)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 1000))
-def test_logit_noise_depends_on_its_own_place_only(seed, step):
-    places = [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (7, 3, 40)]
-    noise = logit_noise(seed, step, places, 33)
+def test_logit_noise_depends_on_its_own_counter_only(seed, step):
+    places = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (40, 3, 7)]
+    counters = np.array([(*place, step) for place in places])
+    noise = logit_noise(seed, counters, 33)
     assert noise.shape == (5, 33)
-    for i, place in enumerate(places):
-        assert total_unequal([noise[i : i + 1]], [logit_noise(seed, step, [place], 33)]) == 0
+    for i in range(len(counters)):
+        assert total_unequal([noise[i : i + 1]], [logit_noise(seed, counters[i : i + 1], 33)]) == 0
     assert len({tuple(row) for row in noise.tolist()}) == 5
-    assert not torch.equal(noise, logit_noise(seed, step + 1, places, 33))
+    assert not torch.equal(noise, logit_noise(seed, counters + np.array([0, 0, 0, 1]), 33))
 
 
 def test_logit_noise_is_standard_normal():
-    x = logit_noise(0, 0, [(p, s, t) for p in range(4) for s in range(4) for t in range(4)], 256).double()
+    counters = np.array(list(itertools.product(range(4), range(4), range(4), [0])))
+    x = logit_noise(0, counters, 256).double()
     assert abs(x.mean()) < 4 / math.sqrt(x.numel())
     assert abs(x.var() - 1) < 4 * math.sqrt(2 / x.numel())
     assert abs((x > 1.96).double().mean() - 0.025) < 4 * math.sqrt(0.025 / x.numel())

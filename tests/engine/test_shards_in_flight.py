@@ -24,7 +24,7 @@ SAMPLES = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12)), min_size=1
 
 def step_of(samples: list[tuple[int, int]]) -> Shard:
     rollouts = [
-        Rollout(
+        Rollout.of_one_turn(
             i, 0, tuple([7] * p), tuple(randint(i, 60, c).tolist()), np.full(c, -2.0, np.float32), "stop", 0
         )
         for i, (p, c) in enumerate(sorted(samples))

@@ -9,7 +9,7 @@ import torch
 from zerokl.engine.config import NativeConfig
 from zerokl.engine.parallel.workers import Host, ParallelSampler, Workers, _Failure, _pickled
 from zerokl.engine.rollout.native import NativeSampler
-from zerokl.engine.rollout.types import GenerationParams, RngKey
+from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
 from zerokl.engine.shared_tensor import Handle, SharedTensor, map_tensor
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
@@ -56,10 +56,10 @@ def test_each_item_has_a_process_of_its_own(workers):
 
 def test_tokens_and_logprobs_are_those_of_one_sampler(workers):
     decoder = workers.host.decoder
-    alone = NativeSampler(decoder, version=3).generate(PROMPTS, SAMPLING, RngKey(1, 2))
+    alone = complete(NativeSampler(decoder, version=3), PROMPTS, SAMPLING, RngKey(1, 2))
     sampler = ParallelSampler(workers, version=3)
     for prompts in (PROMPTS, PROMPTS[:1]):
-        together = sampler.generate(prompts, SAMPLING, RngKey(1, 2))
+        together = complete(sampler, prompts, SAMPLING, RngKey(1, 2))
         for a, b in zip(alone, together, strict=False):
             assert (a.prompt, a.sample) == (b.prompt, b.sample)
             assert (a.completion_ids, a.weight_version) == (b.completion_ids, b.weight_version)
@@ -68,7 +68,7 @@ def test_tokens_and_logprobs_are_those_of_one_sampler(workers):
 
 
 def _completions(sampler: NativeSampler | ParallelSampler) -> list[tuple[int, ...]]:
-    return [r.completion_ids for r in sampler.generate(PROMPTS, SAMPLING, RngKey(1, 2))]
+    return [r.completion_ids for r in complete(sampler, PROMPTS, SAMPLING, RngKey(1, 2))]
 
 
 def test_a_change_of_the_weights_reaches_the_others(workers):

@@ -64,7 +64,7 @@ def gradients(
         samples = order[a : a + size]
         batch = pack([pairs[i] for i in samples], [prompts.prompt_of_sample[i] for i in samples])
         logp, entropy = logprobs(decoder, batch, SAMPLING, prompts=prompts)
-        parts = [x.split(batch.completion_lengths) for x in (logp, entropy)]
+        parts = [x.split(batch.drawn_lengths) for x in (logp, entropy)]
         scores |= {i: (x, y) for i, x, y in zip(samples, *parts, strict=True)}
         # A sample has the same upstream gradient in every micro-batch.
         upstream = torch.cat([randn(i, len(pairs[i][1])) for i in samples])
@@ -77,7 +77,7 @@ def gradients(
 def whole(decoder: Decoder, pairs: Pairs) -> list[torch.Tensor]:
     """logp and entropy of each pair, every prompt computed anew."""
     batch = pack(pairs)
-    parts = [x.split(batch.completion_lengths) for x in logprobs(decoder, batch, SAMPLING)]
+    parts = [x.split(batch.drawn_lengths) for x in logprobs(decoder, batch, SAMPLING)]
     return [x for pair in zip(*parts, strict=True) for x in pair]
 
 

@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from zerokl.benchmarks.host_cost import gpu_code_on_cpu
 from zerokl.benchmarks.machine import model_config
 from zerokl.engine.rollout import native
-from zerokl.engine.rollout.types import GenerationParams, RngKey
+from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
 from zerokl.kernels.compiled_cases import configurations
 from zerokl.kernels.grad import GradBuffer
 from zerokl.kernels.launch import Launch, recorded_launches
@@ -81,8 +81,11 @@ def run(model: Decoder) -> None:
         with torch.no_grad():
             logprobs(model, pack(pairs), sampling_params)
     for sampling_params in SAMPLING_PARAMS:
-        native.NativeSampler(model, max_concurrency=4, max_batch_tokens=100).generate(
-            [[3] * 150, [5]], GenerationParams(sampling_params, 2, 3, frozenset()), RngKey(0, 0)
+        complete(
+            native.NativeSampler(model, max_concurrency=4, max_batch_tokens=100),
+            [[3] * 150, [5]],
+            GenerationParams(sampling_params, 2, 3, frozenset()),
+            RngKey(0, 0),
         )
 
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from zerokl.engine.rollout import decode
 from zerokl.engine.rollout.decode import DecodeMemory, DecodeRows, Row
 from zerokl.engine.rollout.native import NativeSampler
-from zerokl.engine.rollout.types import GenerationParams, RngKey, Rollout
+from zerokl.engine.rollout.types import GenerationParams, RngKey, Rollout, complete
 from zerokl.kernels.launch import recorded_launches
 from zerokl.kernels.matmul import UNPACKED
 from zerokl.kernels.philox import Stream
@@ -60,10 +60,10 @@ def test_uniform_numbers_of_the_device_are_the_hosts(rows, seed, stream):
 @property_settings(6)
 @given(prompts=PROMPTS, concurrency=st.integers(1, 6), look_every=st.integers(1, 8))
 def test_rows_buckets_and_looks_change_no_bit(decoder, prompts, concurrency, look_every):
-    expected = bits(NativeSampler(decoder).generate(prompts, params(), RngKey(1, 2)))
+    expected = bits(complete(NativeSampler(decoder), prompts, params(), RngKey(1, 2)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode, "LOOK_EVERY", look_every)
-        rollouts = NativeSampler(decoder, concurrency).generate(prompts, params(), RngKey(1, 2))
+        rollouts = complete(NativeSampler(decoder, concurrency), prompts, params(), RngKey(1, 2))
     assert bits(rollouts) == expected
 
 
@@ -72,7 +72,7 @@ def test_rows_buckets_and_looks_change_no_bit(decoder, prompts, concurrency, loo
 )
 def test_the_trainers_logprobs_are_the_samplers(decoder, sampling_params):
     prompts = [[20] * 33, [30, 31]]
-    rollouts = NativeSampler(decoder).generate(prompts, params(sampling_params), RngKey(1, 2))
+    rollouts = complete(NativeSampler(decoder), prompts, params(sampling_params), RngKey(1, 2))
     with torch.no_grad():
         logp, _ = logprobs(decoder, pack([r.pair for r in rollouts]), sampling_params)
     assert logp.numpy().tobytes() == np.concatenate([r.logprobs for r in rollouts]).tobytes()

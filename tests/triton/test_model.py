@@ -59,7 +59,7 @@ def decoder(request) -> Decoder:
 @torch.no_grad()
 def _score(decoder: Decoder, pairs: list) -> list[torch.Tensor]:
     batch = pack(pairs)
-    return list(logprobs(decoder, batch, SAMPLING)[0].split(batch.completion_lengths))
+    return list(logprobs(decoder, batch, SAMPLING)[0].split(batch.drawn_lengths))
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_prompts_read_once(decoder, together):
     with torch.no_grad():
         prompts = Prompts(decoder, [prompt for prompt, _ in pairs])
         batch = pack(pairs, prompts.prompt_of_sample)
-        once = logprobs(decoder, batch, SAMPLING, prompts=prompts)[0].split(batch.completion_lengths)
+        once = logprobs(decoder, batch, SAMPLING, prompts=prompts)[0].split(batch.drawn_lengths)
     assert total_unequal([once[0], once[2]], together[1:]) == 0
     assert total_unequal([once[1]], _score(decoder, pairs[1:2])) == 0
 

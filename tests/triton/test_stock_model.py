@@ -172,13 +172,15 @@ def test_logprobs_drawn_are_the_trainers_and_vllms(batch_invariant, pair, sampli
     is: first the temperature.
     """
     from vllm.v1.sample.sampler import Sampler
-    from zerokl.engine.rollout.vllm.draw import KeyedDraw, _Request
+    from zerokl.engine.rollout.vllm.draw import KeyedDraw, _Row
 
     decoder, model = pair
     logits = logits_of(model, IDS, PREFILL).float()
     drawing = KeyedDraw(None, torch.device("cpu"), False)
     drawing._rows = {
-        i: _Request(sampling_params, i, 0, Uniforms(RngKey(7, 0), i, 0), []) for i in range(len(logits))
+        i: _Row(sampling_params, key, 0, Uniforms(key), [])
+        for i in range(len(logits))
+        for key in [RngKey(7, 0, prompt=i)]
     }
     # Only the drawn token is left finite: its logit is its logprob.
     processed = drawing.apply(logits.clone())

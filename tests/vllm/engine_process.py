@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from zerokl.engine.config import VllmConfig
-from zerokl.engine.rollout.types import GenerationParams, RngKey
+from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
 from zerokl.engine.rollout.vllm.sampler import VllmSampler
 from zerokl.engine.shared_tensor import SharedTensor
 from zerokl.kernels.sampling_params import SamplingParams
@@ -45,14 +45,14 @@ def answer(sampler: VllmSampler, decoder: Decoder, prompts: list[list[int]], cal
         decoder.flat.mul_(1.01)
         sampler.sync_weights(sampler.version + 1)
         few_tokens = GenerationParams(SamplingParams(), 1, 4, frozenset())
-        sampler.generate(prompts[:2], few_tokens, RngKey(9, sampler.version))
+        complete(sampler, prompts[:2], few_tokens, RngKey(9, sampler.version))
     generation_params = GenerationParams(
         SamplingParams(*call["sampling_params"]),
         call["num_generations"],
         call["max_tokens"],
         frozenset(call["stop_ids"]),
     )
-    rollouts = sampler.generate(prompts, generation_params, RngKey(*call["key"]))
+    rollouts = complete(sampler, prompts, generation_params, RngKey(*call["key"]))
     return [
         [r.completion_ids, r.logprobs.view("int32").tolist(), r.finish, r.weight_version] for r in rollouts
     ]

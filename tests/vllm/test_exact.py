@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from zerokl.engine.rollout.native import NativeSampler
-from zerokl.engine.rollout.types import GenerationParams, RngKey, Rollout
+from zerokl.engine.rollout.types import GenerationParams, RngKey, Rollout, complete
 from zerokl.kernels.philox import Stream, uniform_range
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
@@ -90,10 +90,10 @@ def _native(
         decoder.flat.mul_(1.01)
     sampling_params = SamplingParams(*call["sampling_params"])
     generation_params = GenerationParams(sampling_params, 1, 64, frozenset({STOP}))
-    rollouts = NativeSampler(decoder).generate(prompts, generation_params, RngKey(3, 4))
+    rollouts = complete(NativeSampler(decoder), prompts, generation_params, RngKey(3, 4))
     with torch.no_grad():
         packed = pack([r.pair for r in rollouts])
-        scored = logprobs(decoder, packed, sampling_params)[0].split(packed.completion_lengths)
+        scored = logprobs(decoder, packed, sampling_params)[0].split(packed.drawn_lengths)
     return rollouts, [s.numpy().view(np.int32) for s in scored]
 
 

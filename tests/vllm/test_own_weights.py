@@ -20,7 +20,7 @@ if __name__ == "__main__":
     import torch
     from zerokl.engine.config import VllmConfig
     from zerokl.engine.rollout.native import NativeSampler
-    from zerokl.engine.rollout.types import RngKey, GenerationParams
+    from zerokl.engine.rollout.types import RngKey, GenerationParams, complete
     from zerokl.engine.rollout.vllm import stock
     from zerokl.engine.rollout.vllm.sampler import VllmSampler
     from zerokl.kernels.sampling_params import SamplingParams
@@ -40,7 +40,7 @@ OURS = """
             flat += 0.02 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(version)).to(dtype)
             vllm.sync_weights(version)
         key = RngKey(5, version)
-        a, b = vllm.generate(prompts, sampling, key), native.generate(prompts, sampling, key)
+        a, b = complete(vllm, prompts, sampling, key), complete(native, prompts, sampling, key)
         equal = all(
             x.completion_ids == y.completion_ids and (x.logprobs == y.logprobs).all() for x, y in zip(a, b)
         )
@@ -68,12 +68,12 @@ THEIRS = """
             flat += 0.02 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(version)).to(dtype)
             vllm.sync_weights(version)
         key = RngKey(5, version)
-        a, b = vllm.generate(prompts, sampling, key), native.generate(prompts, sampling, key)
+        a, b = complete(vllm, prompts, sampling, key), complete(native, prompts, sampling, key)
         same = [(x, y) for x, y in zip(a, b) if x.completion_ids == y.completion_ids]
         difference = max(abs(x.logprobs - y.logprobs).max() for x, y in same)
         new = flat.clone()
         flat.copy_(old)
-        stale = native.generate(prompts, sampling, key)
+        stale = complete(native, prompts, sampling, key)
         flat.copy_(new)
         n = [min(len(x.logprobs), len(y.logprobs)) for x, y in zip(a, stale)]
         from_stale = max(abs(x.logprobs[:k] - y.logprobs[:k]).max() for x, y, k in zip(a, stale, n))

@@ -21,31 +21,40 @@ from ....kernels.draw import draw_tokens
 from ....kernels.logprob import chunk_rows
 from ....kernels.philox import Stream
 from ....kernels.sampling_params import SamplingParams
-from ..types import RngKey, Uniforms
+from ..types import Request, RngKey, Uniforms
 
 EXTRA = "zerokl"  # the key of our arguments in SamplingParams.extra_args
 
 
-def request_arguments(
-    sampling_params: SamplingParams, rng_key: RngKey, prompt: int, sample: int
-) -> dict[str, Any]:
+def request_arguments(request: Request) -> dict[str, Any]:
     """The extra_args of vLLM's SamplingParams for one completion.
 
     They are plain numbers, because they cross process boundaries.
     """
-    key = [rng_key.seed, rng_key.step, int(rng_key.stream), prompt, sample]
-    return {EXTRA: {"sampling_params": list(sampling_params), "key": key}}
+    key = request.rng_key
+    return {
+        EXTRA: {
+            "sampling_params": list(request.draw_params.sampling_params),
+            "key": [key.seed, key.step, int(key.stream), key.prompt, key.sample],
+            "drawn": request.drawn,
+        }
+    }
 
 
 @dataclass
-class _Request:
+class _Row:
     """A row of the batch. `output` is vLLM's own list of the tokens that the request has so far."""
 
     sampling_params: SamplingParams
-    prompt: int
-    sample: int
+    rng_key: RngKey
+    drawn_before: int  # tokens of the trajectory that were drawn before the request
     uniforms: Uniforms
     output: list[int]
+
+    @property
+    def drawn(self) -> int:
+        """Tokens of the trajectory that were drawn so far."""
+        return self.drawn_before + len(self.output)
 
 
 class KeyedDraw(LogitsProcessor):
@@ -60,7 +69,7 @@ class KeyedDraw(LogitsProcessor):
             )
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
-        self._rows: dict[int, _Request] = {}
+        self._rows: dict[int, _Row] = {}
 
     def is_argmax_invariant(self) -> bool:
         """False, so that vLLM applies it to greedy requests too."""
@@ -76,8 +85,9 @@ class KeyedDraw(LogitsProcessor):
             arguments = params.extra_args[EXTRA]
             sampling_params = SamplingParams(*arguments["sampling_params"])
             seed, step, stream, prompt, sample = arguments["key"]
-            uniforms = Uniforms(RngKey(seed, step, Stream(stream)), prompt, sample)
-            self._rows[index] = _Request(sampling_params, prompt, sample, uniforms, output)
+            rng_key = RngKey(seed, step, Stream(stream), prompt, sample)
+            row = _Row(sampling_params, rng_key, arguments["drawn"], Uniforms(rng_key), output)
+            self._rows[index] = row
         for a, b, direction in batch_update.moved:
             first, second = self._rows.pop(a, None), self._rows.pop(b, None)
             if first is not None:
@@ -99,16 +109,16 @@ class KeyedDraw(LogitsProcessor):
     def _draw(self, logits: torch.Tensor, rows: list[int], sampling_params: SamplingParams) -> None:
         """Draw for these rows of logits [n, V], which are in ascending order."""
         all_rows = len(rows) == logits.shape[0]  # the usual case, which needs no copy
-        requests = [self._rows[row] for row in rows]
-        uniforms = [r.uniforms.at(len(r.output)) for r in requests]
+        drawing = [self._rows[row] for row in rows]
+        uniforms = [r.uniforms.at(r.drawn) for r in drawing]
         u = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)
         ids, logp = draw_tokens(logits if all_rows else logits[rows], u, sampling_params)
         bad = (~torch.isfinite(logp)).nonzero()
         if len(bad):
-            r = requests[int(bad[0])]
+            r = drawing[int(bad[0])]
             raise FloatingPointError(
-                f"sampler: the logits of prompt {r.prompt}, sample {r.sample}, "
-                f"position {len(r.output)} are not finite"
+                f"sampler: the logits of prompt {r.rng_key.prompt}, sample {r.rng_key.sample}, "
+                f"position {r.drawn} are not finite"
             )
         logits[slice(None) if all_rows else rows] = float("-inf")
         logits[rows, ids] = logp

@@ -22,8 +22,7 @@ from ....model.config import ModelConfig
 from ....model.decoder import COMPUTE, Numerics
 from ...config import VllmConfig
 from ...shared_tensor import SharedTensor
-from ..native import check_prompts
-from ..types import GenerationParams, RngKey, Rollout
+from ..types import Completion, Request, check_requests
 from .arguments import check_engine_arguments
 from .installed import require_vllm
 from .start import starting_vllm
@@ -135,65 +134,51 @@ class KeyedSampler:
             )
         self.version = version
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, rng_key: RngKey
-    ) -> list[Rollout]:
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """See Sampler.
 
-        Raises ValueError for prompts or settings that no sampler can draw from, and for a rollout that was
-        drawn with another version of the weights.
+        Raises ValueError for requests that no sampler can serve, and for a completion that was drawn with
+        another version of the weights.
         """
         import vllm
         from vllm.sampling_params import RequestOutputKind
 
         from .draw import request_arguments
 
-        check_prompts(prompts, generation_params, self.context, self.vocab)
-        if not prompts:
+        check_requests(requests, self.context, self.vocab)
+        if not requests:
             return []
-        places = [(p, s) for p in range(len(prompts)) for s in range(generation_params.num_generations)]
         params = [
             vllm.SamplingParams(
                 temperature=0.0,
-                max_tokens=generation_params.max_tokens,
-                stop_token_ids=sorted(generation_params.stop_ids),
+                max_tokens=request.max_tokens,
+                stop_token_ids=sorted(request.draw_params.stop_ids),
                 ignore_eos=True,
                 logprobs=0,
                 detokenize=False,
                 flat_logprobs=True,
                 output_kind=RequestOutputKind.FINAL_ONLY,
-                extra_args=request_arguments(
-                    generation_params.sampling_params, rng_key, rng_key.first_prompt + p, s
-                ),
+                extra_args=request_arguments(request),
             )
-            for p, s in places
+            for request in requests
         ]
-        ids = [{"prompt_token_ids": [int(t) for t in prompts[p]]} for p, _ in places]
+        ids = [{"prompt_token_ids": list(request.ids)} for request in requests]
         outputs = self.llm.generate(ids, params, use_tqdm=False)
-        return [
-            self._rollout(output, rng_key.first_prompt + p, s)
-            for output, (p, s) in zip(outputs, places, strict=True)
-        ]
+        return [self._completion(*pair) for pair in zip(requests, outputs, strict=True)]
 
-    def _rollout(self, output: Any, prompt: int, sample: int) -> Rollout:
+    def _completion(self, request: Request, output: Any) -> Completion:
         (completion,) = output.outputs
         versions = {span.version for span in completion.weight_versions}
         if versions != {str(self.version)}:
             raise ValueError(
-                f"vllm: prompt {prompt}, sample {sample} was drawn with weights {versions}, "
+                f"vllm: prompt {request.rng_key.prompt}, sample {request.rng_key.sample} was drawn with "
+                f"weights {versions}, "
                 f"not with version {self.version}"
             )
         tokens = tuple(completion.token_ids)
         logprobs = [completion.logprobs[i][token].logprob for i, token in enumerate(tokens)]
-        return Rollout(
-            prompt,
-            sample,
-            tuple(output.prompt_token_ids),
-            tokens,
-            np.array(logprobs, np.float32),
-            completion.finish_reason,
-            self.version,
-        )
+        logp = np.array(logprobs, np.float32)
+        return Completion(tokens, logp, completion.finish_reason, self.version)
 
     def close(self) -> None:
         """End the engine."""

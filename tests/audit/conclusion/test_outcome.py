@@ -15,7 +15,7 @@ from zerokl.audit.conclusion.outcome import Kind, Outcome, Tolerances, outcome_o
 from zerokl.audit.engines.engine import ZeroklEngine
 from zerokl.cli import main
 from zerokl.engine.rollout.native import NativeSampler
-from zerokl.engine.rollout.types import GenerationParams, RngKey
+from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
 from zerokl.engine.runs.run import train
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
@@ -99,7 +99,7 @@ def drawn_rows(model: Path, n: int = 6) -> list[dict]:
     return [
         {"prompt_ids": r.prompt_ids, "completion_ids": r.completion_ids, "logprobs": r.logprobs.tolist()}
         | {"temperature": 1.0}
-        for r in sampler.generate([(5, 6, 7)], params, RngKey(0, 0))
+        for r in complete(sampler, [(5, 6, 7)], params, RngKey(0, 0))
     ]
 
 

@@ -28,7 +28,7 @@ class Drawn:
             logprobs = -np.arange(1, 5, dtype=np.float32) / (1 + sum(prompt))
             if i == 1 and self.faulty(self.calls, prompts):
                 logprobs[2] = np.nextafter(logprobs[2], 0)
-            rollouts.append(Rollout(i, 0, tuple(prompt), (7, 8, 9, 7), logprobs, "length", 0))
+            rollouts.append(Rollout.of_one_turn(i, 0, prompt, (7, 8, 9, 7), logprobs, "length", 0))
         return rollouts
 
     def drop_caches(self) -> bool:
@@ -93,7 +93,7 @@ def test_a_token_that_differs_counts_and_what_follows_does_not():
             rollouts = super().generate(prompts, generation_params, seed)
             if len(prompts) == 2:
                 r = rollouts[0]
-                rollouts[0] = Rollout(
+                rollouts[0] = Rollout.of_one_turn(
                     0, 0, r.prompt_ids, (7, 1, 1, 1), r.logprobs - np.float32([0, 1, 1, 1]), "length", 0
                 )
             return rollouts

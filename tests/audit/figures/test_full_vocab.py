@@ -30,7 +30,7 @@ class _Given:
 
 def _rollout(tokens: list[int]) -> tuple[Rollout, SamplingParams]:
     logp = np.zeros(len(tokens), np.float32)
-    return Rollout(0, 0, (1,), tuple(tokens), logp, "length", 0), SamplingParams()
+    return Rollout.of_one_turn(0, 0, (1,), tuple(tokens), logp, "length", 0), SamplingParams()
 
 
 def _logp(rows: list[list[float]]) -> torch.Tensor:

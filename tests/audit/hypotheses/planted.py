@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from zerokl.engine.rollout.native import NativeSampler
-from zerokl.engine.rollout.types import GenerationParams, RngKey, Rollout
+from zerokl.engine.rollout.types import GenerationParams, RngKey, Rollout, complete
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import write_checkpoint
 from zerokl.model.decoder import Decoder
@@ -41,7 +41,7 @@ def draw(
     decoder: Decoder, params: SamplingParams = SAMPLING, stop: frozenset = frozenset(), each: int = 2
 ) -> list[Rollout]:
     generation_params = GenerationParams(params, each, 12, stop)
-    return NativeSampler(decoder).generate(PROMPTS, generation_params, RngKey(0, 0))
+    return complete(NativeSampler(decoder), PROMPTS, generation_params, RngKey(0, 0))
 
 
 def changed_weights(case: Case, folder: Path, change) -> Path:
@@ -59,7 +59,7 @@ def perturbed(flat: torch.Tensor, size: float = 0.1, seed: int = 0) -> torch.Ten
 @torch.no_grad()
 def scores(decoder: Decoder, rollouts, params: SamplingParams = SAMPLING) -> list[np.ndarray]:
     batch = pack([r.pair for r in rollouts])
-    return [x.numpy() for x in logprobs(decoder, batch, params)[0].split(batch.completion_lengths)]
+    return [x.numpy() for x in logprobs(decoder, batch, params)[0].split(batch.drawn_lengths)]
 
 
 def relogged(rollouts, logged) -> list[Rollout]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from zerokl.cli import main
 from zerokl.engine.rollout.native import NativeSampler
-from zerokl.engine.rollout.types import GenerationParams, RngKey
+from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
 
@@ -104,7 +104,7 @@ def test_one_seed_and_two_curves(tmp_path, capsys, model, planted, said, meaning
         for step in range(3):
             seed = 7 if changed and planted == "seeds" and step == 1 else 0
             params = GenerationParams(SamplingParams(), 4, 8, frozenset())
-            drawn = sampler.generate([(5, 6, 7)], params, RngKey(seed, step))
+            drawn = complete(sampler, [(5, 6, 7)], params, RngKey(seed, step))
             log += [
                 {
                     "prompt_ids": r.prompt_ids,

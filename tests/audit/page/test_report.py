@@ -22,7 +22,7 @@ from zerokl.audit.page.page import level, page
 from zerokl.audit.page.visible import visible
 from zerokl.cli import main
 from zerokl.engine.rollout.native import NativeSampler
-from zerokl.engine.rollout.types import GenerationParams, RngKey
+from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
 from zerokl.verify.distance import ulp_words
@@ -35,7 +35,7 @@ def _write_log(model: Path, path: Path, drawn: SamplingParams, n: int = 12, **sa
     """A log of n rollouts of the model; `said` is what the log says that they were drawn with."""
     decoder = load_decoder(model, torch.float32)
     params = GenerationParams(drawn, n, 16, frozenset({1}))
-    rollouts = NativeSampler(decoder).generate([(5, 6, 7)], params, RngKey(0, 0))
+    rollouts = complete(NativeSampler(decoder), [(5, 6, 7)], params, RngKey(0, 0))
     rows = [
         {"prompt_ids": r.prompt_ids, "completion_ids": r.completion_ids, "logprobs": r.logprobs.tolist()}
         | {"temperature": drawn.temperature, "top_p": drawn.top_p, "top_k": drawn.top_k}
