@@ -73,7 +73,7 @@ def _explain(comparison: Comparison) -> None:
 
 
 # What rollouts.jsonl holds of a sequence, in causal order.
-_FIELDS = ("prompt_ids", "completion_ids", "logprobs", "reward", "advantage")
+_FIELDS = ("prompt_ids", "completion_ids", "mask", "turn_starts", "logprobs", "reward", "advantage")
 
 
 def first_rollout(a: Path, b: Path, step: int) -> str:
@@ -86,7 +86,7 @@ def first_rollout(a: Path, b: Path, step: int) -> str:
         for x, y in zip(rollouts_a, rollouts_b, strict=False):
             if x.get(name) != y.get(name):
                 place = f"prompt {x['prompt']}, sample {x['sample']}"
-                return f"{place}: {name.replace('_', ' ')}{_position(x[name], y[name])}"
+                return f"{place}: {name.replace('_', ' ')}{_position(x.get(name), y.get(name))}"
     return ""
 
 

@@ -7,6 +7,7 @@ completions and tokens. So a page with 100,000 rollouts unpacks numbers at first
 import gzip
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,8 @@ class RolloutLog:
             return
         try:
             row = parse_rollout(line)
-            row = {name: row[name] for name in _NAMES} | {"trainer": row.get("trainer_logprobs")}
+            kept = {name: row[name] for name in _NAMES}
+            row = kept | {"trainer": row.get("trainer_logprobs"), "mask": row.get("mask")}
             _check(row)
         except (ValueError, KeyError, TypeError) as error:
             self.damage = f"{self.file} has a line that is no rollout ({type(error).__name__}: {error})"
@@ -129,9 +131,12 @@ def _check(row: dict[str, Any]) -> None:
     ids, sampler, trainer = row["completion_ids"], row["logprobs"], row["trainer"]
     if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
         raise ValueError("completion_ids must be token ids")
+    drawn = row["mask"] or [1] * len(ids)
     for column in (sampler, *([] if trainer is None else [trainer])):
-        if not isinstance(column, list) or len(column) != len(ids) or not all(map(_is_number, column)):
-            raise ValueError("logprobs must be a number for each token")
+        if not isinstance(column, list) or not len(column) == len(drawn) == len(ids):
+            raise ValueError("logprobs and mask must have an entry for each token")
+        if not all(_is_number(x) if d else x is None for x, d in zip(column, drawn, strict=True)):
+            raise ValueError("logprobs must be a number for each drawn token, and null for the others")
 
 
 def _is_number(x: Any) -> bool:
@@ -172,9 +177,9 @@ def _block(rows: list[dict[str, Any]]) -> Block:
         "sample": [row["sample"] for row in rows],
         "reward": [_short(row["reward"]) for row in rows],
         "advantage": [_short(row["advantage"]) for row in rows],
-        "length": [len(row["completion_ids"]) for row in rows],
+        "length": [len(_drawn(row["logprobs"])) for row in rows],
         "cut": [int(row["finish"] == "length") for row in rows],
-        "logprob": [_short(_mean(row["logprobs"])) for row in rows],
+        "logprob": [_short(_mean(_drawn(row["logprobs"]))) for row in rows],
         "mismatch": [_short(_largest(row)) for row in rows],
     }
     prompts: dict[str, int] = {}
@@ -185,9 +190,7 @@ def _block(rows: list[dict[str, Any]]) -> Block:
         "ids": [row["completion_ids"] for row in rows],
         "logprobs": [[_short(x) for x in row["logprobs"]] for row in rows],
         "differences": [
-            [_short(t - s) for t, s in zip(row["trainer"], row["logprobs"], strict=True)]
-            if row["trainer"]
-            else None
+            row["trainer"] and [_short(None if t is None else t - s) for t, s in _columns(row)]
             for row in rows
         ],
         "prompts": list(prompts),
@@ -200,6 +203,16 @@ def _short(x: float | None) -> float | str | None:
     return None if x is None or math.isnan(x) else json_ready(float(f"{x:.4g}"))
 
 
+def _drawn(logprobs: list[float | None]) -> list[float]:
+    """Those of the drawn tokens; the others have none."""
+    return [x for x in logprobs if x is not None]
+
+
+def _columns(row: dict[str, Any]) -> Iterator[tuple[float | None, float | None]]:
+    """The logprob of trainer and sampler of each token; None twice for a token that was not drawn."""
+    return zip(row["trainer"], row["logprobs"], strict=True)
+
+
 def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
@@ -208,4 +221,4 @@ def _largest(row: dict[str, Any]) -> float | None:
     """The largest |trainer - sampler| of a row; None where the row has no logprobs of the trainer."""
     if not row["trainer"]:
         return None
-    return max(abs(t - s) for t, s in zip(row["trainer"], row["logprobs"], strict=True))
+    return max(abs(t - s) for t, s in _columns(row) if t is not None)

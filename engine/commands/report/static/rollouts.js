@@ -177,6 +177,7 @@ class RolloutBrowser {
     const marks = texts.ids[i].slice(0, limit).map((id, k) => {
       const token = this.token(row, texts, i, k);
       const piece = this.piece(id);
+      if (token.logprob === null) return h("span.between", { title: `token ${id}, not drawn by the model` }, visible(piece));
       const mark = h(/^<.*>$/.test(piece) ? "mark.special" : "mark", { title: `token ${id}, probability ${isNumber(token.logprob) ? number(Math.exp(token.logprob)) : "–"}, log-probability ${number(token.logprob)}${token.difference ? `, trainer − sampler ${number(token.difference)}` : ""}` }, visible(piece));
       mark.style.setProperty("--tint", color(token));
       return mark;
@@ -198,8 +199,8 @@ class RolloutBrowser {
     const rows = texts.ids[i].slice(0, 2000).map((id, k) => {
       const token = this.token(row, texts, i, k);
       return h("tr", null, h("td.num", null, String(k)), h("td.num", null, String(id)), h("td", null, h("span.said", null, visible(this.piece(id)))),
-        h("td.num", null, number(token.logprob)), h("td.num", null, isNumber(token.logprob) ? number(Math.exp(token.logprob)) : "–"),
-        h("td.num", null, texts.differences[i] ? exactly(token.difference) : run.exact ? "0.0" : "not recorded"));
+        h("td.num", null, token.logprob === null ? "not drawn" : number(token.logprob)), h("td.num", null, isNumber(token.logprob) ? number(Math.exp(token.logprob)) : "–"),
+        h("td.num", null, token.logprob === null ? "–" : texts.differences[i] ? exactly(token.difference) : run.exact ? "0.0" : "not recorded"));
     });
     return h("div.scroll", { tabindex: "0", role: "region", "aria-label": "tokens" }, h("p.hint", null, `Problem ${visible(texts.problem[i])}. Tokens:`), h("table", null,
       h("thead", null, h("tr", null, ["position", "id"].map((n) => h("th.num", null, n)), h("th", null, "token"), ["log-probability", "probability", "trainer − sampler"].map((n) => h("th.num", null, n)))), h("tbody", null, rows)));
