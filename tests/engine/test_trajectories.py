@@ -35,6 +35,7 @@ from zerokl.model.scoring import logprobs, pack
 from zerokl.verify.ledger import read_ledger
 
 from tests.helpers import property_settings, sums_of, zero_buffers
+from tests.trajectories import in_three_turns
 
 STOP = frozenset(range(6))
 KEY = RngKey(3, 5)
@@ -226,25 +227,6 @@ def test_a_rollout_whose_parts_contradict_each_other_is_refused(fields, message)
     assert two.completion_ids == (4, 5, 6, 7, 8, 9, 10, 11)
     with pytest.raises(ValueError, match=message):
         replace(two, **fields).check()
-
-
-def in_three_turns(sampler: Sampler, prompts, generation_params: GenerationParams, rng_key: RngKey):
-    """As `complete`, but each completion goes on twice, after ids that nobody drew."""
-    rollouts = complete(sampler, prompts, generation_params, rng_key)
-    for between in ([11, 12, 13], [14]):
-        requests = generation_params.requests([r.ids for r in rollouts], rng_key)
-        requests = [
-            replace(
-                request,
-                ids=(*r.ids, *between),
-                rng_key=replace(rng_key, prompt=r.prompt, sample=r.sample),
-                drawn=len(r.logprobs),
-            )
-            for r, request in zip(rollouts, requests[:: generation_params.num_generations], strict=True)
-        ]
-        completions = sampler.generate(requests)
-        rollouts = [r.with_turn(between, c) for r, c in zip(rollouts, completions, strict=True)]
-    return rollouts
 
 
 @pytest.fixture

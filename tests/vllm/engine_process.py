@@ -18,6 +18,9 @@ from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.decoder import Decoder
 
+sys.path.append(str(Path(__file__).parents[1]))
+from trajectories import in_three_turns
+
 
 class ForgetsToReset(VllmSampler):
     """The mistake of keeping keys and values of older weights."""
@@ -52,10 +55,9 @@ def answer(sampler: VllmSampler, decoder: Decoder, prompts: list[list[int]], cal
         call["max_tokens"],
         frozenset(call["stop_ids"]),
     )
-    rollouts = complete(sampler, prompts, generation_params, RngKey(*call["key"]))
-    return [
-        [r.completion_ids, r.logprobs.view("int32").tolist(), r.finish, r.weight_version] for r in rollouts
-    ]
+    draw = in_three_turns if call.get("turns") else complete
+    rollouts = draw(sampler, prompts, generation_params, RngKey(*call["key"]))
+    return [[r.drawn_ids, r.logprobs.view("int32").tolist(), r.finish, r.weight_version] for r in rollouts]
 
 
 def main() -> None:

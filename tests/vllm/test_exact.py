@@ -20,6 +20,8 @@ from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.scoring import logprobs, pack
 
+from tests.trajectories import in_three_turns
+
 pytestmark = pytest.mark.vllm
 
 STOP = 1
@@ -89,10 +91,11 @@ def _native(
     for _ in range(updates):
         decoder.flat.mul_(1.01)
     sampling_params = SamplingParams(*call["sampling_params"])
-    generation_params = GenerationParams(sampling_params, 1, 64, frozenset({STOP}))
-    rollouts = complete(NativeSampler(decoder), prompts, generation_params, RngKey(3, 4))
+    generation_params = GenerationParams(sampling_params, 1, call["max_tokens"], frozenset({STOP}))
+    draw = in_three_turns if call.get("turns") else complete
+    rollouts = draw(NativeSampler(decoder), prompts, generation_params, RngKey(3, 4))
     with torch.no_grad():
-        packed = pack([r.pair for r in rollouts])
+        packed = pack([r.pair for r in rollouts], masks=[r.mask for r in rollouts])
         scored = logprobs(decoder, packed, sampling_params)[0].split(packed.drawn_lengths)
     return rollouts, [s.numpy().view(np.int32) for s in scored]
 
@@ -105,9 +108,9 @@ def _compare(drawn: list, expected: tuple[list[Rollout], list[np.ndarray]], vers
     compared = unequal = 0
     for (ids, bits, finish, weight_version), rollout, trainer in zip(drawn, *expected, strict=True):
         assert weight_version == version
-        tokens = max(len(ids), len(rollout.completion_ids))
+        tokens = max(len(ids), len(rollout.drawn_ids))
         compared += tokens
-        if tuple(ids) != rollout.completion_ids or finish != rollout.finish:
+        if tuple(ids) != rollout.drawn_ids or finish != rollout.finish:
             unequal += tokens
             continue
         bits = np.array(bits, np.int32)
@@ -125,6 +128,16 @@ def test_every_token_and_logprob_is_the_trainers(model, dtype, cache):
         compared, unequal = _compare(drawn, _native(model, dtype, call, prompts, 0), version=0)
         assert compared > 1000, name
         assert unequal == 0, f"{name}: {unequal} of {compared} tokens differ"
+
+
+@pytest.mark.parametrize("cache", ["prefix cache, chunked", "no prefix cache, chunked"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_three_turns_too(model, dtype, cache):
+    """A turn goes on from what vLLM has cached of the turns before, or reads it again."""
+    prompts, call = _prompts(), _call(SAMPLING_PARAMS["T=0.7"]) | {"turns": True, "max_tokens": 20}
+    report = _engine(model, dtype, CACHES[cache], [call], prompts)
+    compared, unequal = _compare(report["drawn"][0], _native(model, dtype, call, prompts, 0), version=0)
+    assert (compared > 1000, unequal) == (True, 0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
