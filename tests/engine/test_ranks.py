@@ -219,6 +219,20 @@ def test_a_rank_that_dies_ends_the_job_and_another_number_goes_on(brief, tmp_pat
     assert weights == train(brief, tmp_path / "alone").weights
 
 
+def test_one_rank_has_no_mesh_and_loads_nothing_for_one():
+    code = (
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "from zerokl.engine.parallel.process_group import join_ranks\n"
+        "with join_ranks() as ranks:\n"
+        "    assert (ranks.mesh, ranks.rank, ranks.size, ranks.first) == (None, 0, 1, True)\n"
+        "    assert not torch.distributed.is_initialized()\n"
+        "print([name for name in set(sys.modules) - before if name.startswith('torch.distributed')])\n"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert loaded.stdout == "[]\n"
+
+
 BAD = [
     (3, [], "ranks (3) must be a power of two"),
     (2, ["--task.reward", "toy:broken"], "raised RuntimeError"),
