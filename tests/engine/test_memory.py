@@ -16,6 +16,7 @@ from zerokl.model.config import ModelConfig
 from zerokl.model.decoder import Decoder
 from zerokl.model.prompts import Prompts
 from zerokl.model.scoring import logprobs, pack
+from zerokl.model.weights import Layout
 
 from tests.helpers import DTYPES, sums_of, total_unequal, zero_buffers
 
@@ -34,8 +35,8 @@ QWEN3 = {
     "hidden_act": "silu",
     "attention_bias": False,
 }
-SMALL = ModelConfig.from_dict(QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072})
-LARGE = ModelConfig.from_dict(QWEN3 | {"hidden_size": 2048, "intermediate_size": 6144})
+SMALL = Layout(ModelConfig.from_dict(QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072}))
+LARGE = Layout(ModelConfig.from_dict(QWEN3 | {"hidden_size": 2048, "intermediate_size": 6144}))
 GIB = 1 << 30
 
 
@@ -58,7 +59,7 @@ def _kept_bytes(decoder: Decoder, rows: int) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_predicted_activations_are_those_that_are_kept(model, dtype):
     decoder, rows = load_decoder(model, dtype), 96
-    predicted = activation_bytes(decoder.config, dtype, rows, recompute=False)
+    predicted = activation_bytes(decoder.layout, dtype, rows, recompute=False)
     layer = predicted // (decoder.config.layers + 1)
     measured = _kept_bytes(decoder, rows)
     assert 0.8 < measured / (predicted - layer) < 1.25, (measured, predicted)

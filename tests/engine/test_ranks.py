@@ -6,6 +6,7 @@ A rank that dies ends the job with a reason.
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -136,6 +137,18 @@ def test_ranks_with_other_numbers_of_threads_give_one_ledger(plain, alone, tmp_p
     outputs = [rank.communicate()[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
     _same(tmp_path / "run", alone)
+
+
+def test_frozen_weights_are_those_of_one_process(plain, tmp_path):
+    """The slices of the ranks are of what is trained, and a checkpoint holds what is frozen as well."""
+    frozen_layer = plain.model_copy(update={"frozen": ("model.layers.0.*",)})
+    train(frozen_layer, tmp_path / "alone")
+    _run(2, frozen_layer, tmp_path / "run", "--micro_batch", "2")
+    _same(tmp_path / "run", tmp_path / "alone")
+    (tmp_path / "run" / "summary.json").unlink()
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000004")
+    resume(tmp_path / "run")
+    _same(tmp_path / "run", tmp_path / "alone")
 
 
 @pytest.mark.full
