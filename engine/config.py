@@ -238,6 +238,11 @@ class Config(Section):
     0 is 1 on a CPU, and on a GPU as many as a quarter of its free memory holds."""
     recompute: Literal["none", "layer"] = "none"
     """layer: the backward computes each layer again instead of keeping its activations. It changes no bit."""
+    frozen: tuple[str, ...] = ()
+    """Weights that are not trained, as patterns of their names in the checkpoint, such as
+    model.embed_tokens.* or model.layers.0.*; repeat the flag for several. With tied embeddings lm_head and
+    the embedding are one weight. The ledger chains the names and hashes of the frozen weights.
+    """
     virtual_shards: int = Field(8, ge=1, le=1 << 16)
     """Parts into which a step's sequences are cut; a power of two. Sets the order of the gradient's sum."""
     updates_per_rollout: int = Field(1, ge=1)

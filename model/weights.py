@@ -6,7 +6,7 @@ order.
 """
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -125,11 +125,16 @@ class Layout:
 
     def checkpoint_views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """A view of `flat` for each tensor of a Hugging Face checkpoint, by its name in the checkpoint."""
-        views = {}
-        for name, view in self.views(flat).items():
-            parts = self.entries[name].parts
-            views |= zip((part for part, _ in parts), view.split([rows for _, rows in parts]), strict=True)
-        return views
+        return _part_views(self.entries.values(), flat, 0)
+
+    def trained_views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """A view of `flat` [trained_numel] for each tensor of the checkpoint that is trained."""
+        return _part_views(self.trained, flat, 0)
+
+    def frozen_views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """A view of `flat` [numel - trained_numel] for each tensor of the checkpoint that is frozen."""
+        frozen = (entry for name, entry in self.entries.items() if name in self.frozen)
+        return _part_views(frozen, flat, self.trained_numel)
 
     @property
     def trained(self) -> list[Entry]:
@@ -165,6 +170,15 @@ class Layout:
             for b in self.blocks
             if part.start <= b.start < part.stop
         ]
+
+
+def _part_views(entries: Iterable[Entry], flat: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
+    """A view for each tensor of the checkpoint that the entries hold. `flat` begins at offset `start`."""
+    views = {}
+    for e in entries:
+        view = flat[e.offset - start : e.offset - start + e.numel].view(e.shape)
+        views |= zip((part for part, _ in e.parts), view.split([rows for _, rows in e.parts]), strict=True)
+    return views
 
 
 LayerWeights = Mapping[str, torch.Tensor]

@@ -1,32 +1,57 @@
-"""Ranks: the processes of `torchrun -m zerokl train`.
+"""Ranks: the processes of `torchrun -m zerokl train`, a mesh with named dimensions (torch's DeviceMesh).
 
-Each rank has its own part of the prompts and of the virtual shards (data_parallel.py). The gradient is the
-root of one tree (gradient.py) over the shards of all ranks. The ranks' shards of a round are neighbours in
-this tree, and zero.py adds their sums in the tree's order. Each rank updates its own slice of the weights and
-sends this slice to all ranks. Only rank 0 writes files.
+What is spread along a dimension asks the Ranks of this dimension for rank and size, and sends through its
+group. Today the mesh has one dimension. Along it, each rank has its own part of the prompts and of the
+virtual shards (data_parallel.py). The gradient is the root of one tree (gradient.py) over the shards of all
+ranks. The ranks' shards of a round are neighbours in this tree, and zero.py adds their sums in the tree's
+order. Each rank updates its own slice of the weights and sends this slice to all ranks. Only rank 0 writes
+files.
 """
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .orphans import end_with
 
 X = TypeVar("X")
 
+# The data-parallel dimension of the mesh, along which prompts, virtual shards and slices are spread.
+DATA_PARALLEL = "dp"
+
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place among `size` ranks."""
+    """The ranks along one dimension of the mesh, as this process sees them.
 
-    rank: int = 0
-    size: int = 1
+    mesh: of this one dimension. A single rank has no mesh, and no process group. A method in which ranks
+    wait for each other raises ChildProcessError when one of them has died.
+    """
+
+    mesh: DeviceMesh | None = None
+
+    @property
+    def rank(self) -> int:
+        """This process's place among the ranks."""
+        return 0 if self.mesh is None else self.mesh.get_local_rank()
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return 1 if self.mesh is None else self.mesh.size()
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """What the ranks send through. A single rank has none."""
+        assert self.mesh is not None, "a single rank sends nothing"
+        return self.mesh.get_group()
 
     @property
     def first(self) -> bool:
@@ -34,10 +59,26 @@ class Ranks:
         return self.rank == 0
 
     def barrier(self) -> None:
-        """Wait for all ranks. Raises ChildProcessError when one has died."""
+        """Wait for all ranks."""
         if self.size > 1:
-            with peers():
-                dist.barrier()
+            with _peers():
+                dist.barrier(self.group)
+
+    def send(self, tensor: torch.Tensor, receiver: int) -> None:
+        """Send a tensor to a rank, which receives it."""
+        with _peers():
+            dist.send(tensor, group=self.group, group_dst=receiver)
+
+    def receive(self, tensors: Iterable[tuple[torch.Tensor, int]]) -> None:
+        """Receive into each tensor what its rank sends. They may arrive in any order."""
+        with _peers():
+            for request in [dist.irecv(x, group=self.group, group_src=sender) for x, sender in tensors]:
+                request.wait()
+
+    def broadcast(self, tensor: torch.Tensor, sender: int) -> None:
+        """Copy a rank's tensor into that of every other rank. All ranks must call this together."""
+        with _peers():
+            dist.broadcast(tensor, group=self.group, group_src=sender)
 
     def gather(self, make: Callable[[], X]) -> list[X]:
         """The results of make() in every rank, in the order of the ranks.
@@ -51,8 +92,8 @@ class Ranks:
         except Exception as error:
             outcome = (False, error)
         outcomes: list[Any] = [None] * self.size
-        with peers():
-            dist.all_gather_object(outcomes, outcome)
+        with _peers():
+            dist.all_gather_object(outcomes, outcome, self.group)
         for rank, (succeeded, value) in enumerate(outcomes):
             if not succeeded:
                 raise (
@@ -71,7 +112,7 @@ ALONE = Ranks()
 
 
 @contextmanager
-def peers() -> Iterator[None]:
+def _peers() -> Iterator[None]:
     """Turn the error of a collective operation into a ChildProcessError with one line that explains it."""
     try:
         yield
@@ -104,7 +145,7 @@ def join_ranks() -> Iterator[Ranks]:
 
     compatibility.py says which settings ranks can be used with.
     """
-    size, rank = world_size(), int(os.environ.get("RANK", "0"))
+    size = world_size()
     if size == 1:
         yield ALONE
         return
@@ -113,8 +154,10 @@ def join_ranks() -> Iterator[Ranks]:
     _check_torchrun()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    has_gpu = torch.cuda.is_available()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpu else "gloo")
     try:
-        yield Ranks(rank, size)
+        mesh = init_device_mesh("cuda" if has_gpu else "cpu", (size,), mesh_dim_names=(DATA_PARALLEL,))
+        yield Ranks(mesh[DATA_PARALLEL])
     finally:
         dist.destroy_process_group()

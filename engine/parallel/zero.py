@@ -16,12 +16,11 @@ A checkpoint passes through the host memory of rank 0 and needs 12 bytes per wei
 """
 
 import torch
-import torch.distributed as dist
 
 from ...model.weights import FLAT_TILE, Layout
 from ...verify.ledger import Tree, tree_of
 from .gradient import add_roots
-from .process_group import ALONE, Ranks, peers
+from .process_group import ALONE, Ranks
 from .tree_hash import Hashing
 
 # Elements of a slice that are sent and added at a time. This bounds the W parts that the owner holds.
@@ -69,8 +68,7 @@ class Slices:
                     total = self._receive(root, has_root, piece)
                     self._sum[piece.start - own_part.start : piece.stop - own_part.start] = total
                 elif root is not None:
-                    with peers():
-                        dist.send(root[piece], owner)
+                    self.ranks.send(root[piece], owner)
         return self._sum
 
     def _receive(self, root: torch.Tensor | None, has_root: list[bool], piece: slice) -> torch.Tensor | None:
@@ -79,21 +77,18 @@ class Slices:
         parts = [torch.empty(n, device=self._device) if has else None for has in has_root]
         if root is not None:
             parts[self.ranks.rank] = root[piece].clone()
-        with peers():
-            others = [(x, rank) for rank, x in enumerate(parts) if x is not None and rank != self.ranks.rank]
-            for request in [dist.irecv(x, rank) for x, rank in others]:
-                request.wait()
+        own_rank = self.ranks.rank
+        self.ranks.receive((x, rank) for rank, x in enumerate(parts) if x is not None and rank != own_rank)
         return add_roots(parts)
 
     def share(self, flat: torch.Tensor) -> None:
         """Copy every rank's slice of `flat` [layout.numel] to the same place in all other ranks."""
         if self.ranks.size == 1:
             return
-        with peers():
-            for owner, part in enumerate(self.parts):
-                if part.start < part.stop:
-                    # As bytes, because gloo does not know every dtype.
-                    dist.broadcast(flat[part].view(torch.uint8), owner)
+        for owner, part in enumerate(self.parts):
+            if part.start < part.stop:
+                # As bytes, because gloo does not know every dtype.
+                self.ranks.broadcast(flat[part].view(torch.uint8), owner)
 
     def everywhere(self, own_slice: torch.Tensor) -> torch.Tensor:
         """The whole tensor [layout.trained_numel] in every rank, from the `own_slice` of each rank.
@@ -117,16 +112,14 @@ class Slices:
             return own_slice
         if not self.ranks.first:
             if own_slice.numel():
-                with peers():
-                    dist.send(own_slice, 0)
+                self.ranks.send(own_slice, 0)
             return None
         whole = torch.empty(self.layout.trained_numel, dtype=own_slice.dtype)
         whole[self.own] = own_slice.cpu()
         for owner, part in enumerate(self.parts[1:], 1):
             if part.start < part.stop:
                 received = own_slice.new_empty(part.stop - part.start)
-                with peers():
-                    dist.recv(received, owner)
+                self.ranks.receive([(received, owner)])
                 whole[part] = received.cpu()
         return whole
 

@@ -23,13 +23,13 @@ from ...files.writing import manifest_damage
 from ...model.checkpoint import STATE_FILE, open_tensors, read_weights, write_checkpoint
 from ...model.config import ModelConfig
 from ...model.weights import Layout
-from ...verify.ledger import LedgerFile
+from ...verify.ledger import Head, LedgerFile
 from ..config import Config
 from ..parallel.tree_hash import hash_tree
 from ..tasks.perfectible import TASK_FILE
 from ..train.loss_scaling import LossScaler
 from ..train.state import TrainState
-from .head import architecture
+from .head import architecture, other_frozen_weight, run_layout
 
 SMALL_FILE = "trainer/state.json"
 # Added to the name of a checkpoint that cannot be used. A new one can then take its place, and the old one is
@@ -138,9 +138,8 @@ def checked_checkpoint(folder: Path, ledger: LedgerFile) -> tuple[Checkpoint | N
     try:
         if wrong := _wrong_state(checkpoint, ledger):
             return None, f"{folder}: {wrong}; the file was altered"
-        if not checkpoint.step:  # nothing is in the ledger yet
-            return checkpoint, ""
-        different = _different_bits(folder, ledger.lines[checkpoint.step - 1].quantities)
+        line = ledger.lines[checkpoint.step - 1] if checkpoint.step else None
+        different = _different_bits(folder, ledger.head, line.quantities if line else {})
     except (ValueError, OSError) as error:
         return None, str(error)
     if different:
@@ -185,19 +184,24 @@ def usable_checkpoint(folder: Path, ledger: LedgerFile, config: Config) -> tuple
     return checked_checkpoint(folder, ledger)
 
 
-def _different_bits(folder: Path, hashes: Mapping[str, str]) -> str | None:
+def _different_bits(folder: Path, head: Head, hashes: Mapping[str, str]) -> str | None:
     """The first quantity whose bits in the checkpoint differ from its hash; None where no quantity does.
 
-    hashes: name -> hash, from the step's line in the ledger. A quantity without a hash is not checked.
-    Raises ValueError for a checkpoint of another model.
+    head: of the ledger; it has the hashes of the frozen weights. hashes: name -> hash, from the step's line
+    in the ledger. A quantity without a hash is not checked. Raises ValueError for a checkpoint of another
+    model.
     """
-    layout = Layout(ModelConfig.from_file(folder))
+    layout = run_layout(ModelConfig.from_file(folder), head)
 
     def root(*flat: torch.Tensor) -> str:
         return hash_tree(layout.blocks, *flat).root
 
-    if "weights" in hashes and root(read_weights(folder, layout)) != hashes["weights"]:
-        return _HASHED["weights"]
+    if "weights" in hashes or layout.frozen:
+        weights = read_weights(folder, layout)
+        if "weights" in hashes and root(weights) != hashes["weights"]:
+            return _HASHED["weights"]
+        if name := other_frozen_weight(layout, weights, head):
+            return f"frozen weights ({name})"
     with _moments(folder, layout) as moments:
         if "optimizer" in hashes and root(*(part[:] for part in moments)) != hashes["optimizer"]:
             return _HASHED["optimizer"]

@@ -9,14 +9,17 @@ import torch
 from ...files.reading import shown
 from ...files.writing import hash_json
 from ...model.config import ModelConfig
-from ...model.weights import fingerprint
+from ...model.freezing import frozen_weights
+from ...model.weights import Layout, fingerprint
 from ...verify.environment import PACKAGE_ROOT, environment
-from ...verify.ledger import Head, LedgerFile, digest_ids
+from ...verify.ledger import Head, LedgerFile, digest, digest_ids
 from ..config import FREE_SECTIONS, Config
 from ..train.state import TrainState
 
 # The head holds the hash of the frozen reference's weights under this key.
 REFERENCE = "loss.ref_model"
+# The head holds the hash of each frozen weight under this prefix and the weight's name.
+_FROZEN = "frozen."
 # Keys of the configuration that decide no bit of the training, and why. They are not chained, and a resumed
 # run may change them.
 FREE = {
@@ -39,6 +42,7 @@ FREE = {
     "task.reward_memory_bytes": "decides whether a run stops, not what it computes",
     "task.directory": "a place; the problems found there are chained instead",
     "model": "a place; the architecture and the weights found there are chained instead",
+    "frozen": "patterns; the names and the bits of the weights that they freeze are chained instead",
     REFERENCE: "a place; the weights found there are chained instead",
 }
 # The scale of the loss changes no bit unless a gradient overflows or underflows, and then the hash of the
@@ -101,9 +105,39 @@ def run_head(state: TrainState, process: Mapping[str, Any]) -> Head:
     process = {**process, "threads": torch.get_num_threads()}
     recorded = environment(PACKAGE_ROOT, state.policy.flat.device, process)
     recorded |= {f"process.{key}": value for key, value in free.items()}
-    names = list(state.policy.layout.checkpoint_views(state.policy.flat))
-    settings |= {REFERENCE: _ref_weights(state)}
+    names = list(state.policy.layout.trained_views(state.policy.flat))
+    settings |= {REFERENCE: _ref_weights(state)} | _frozen_settings(state)
     return Head(settings, config.seed, data, tree.root, names, tree.leaves, recorded)
+
+
+def _frozen_settings(state: TrainState) -> dict[str, str]:
+    """The settings of the head that bind the frozen weights; none where all weights are trained."""
+    views = state.policy.layout.frozen_views(state.optimizer.frozen)
+    return {f"{_FROZEN}{name}": f"sha256:{digest(weight)}" for name, weight in views.items()}
+
+
+def frozen_name(key: str) -> str | None:
+    """The weight whose hash a setting of the head is; None for a setting that binds no frozen weight."""
+    return key.removeprefix(_FROZEN) if key.startswith(_FROZEN) else None
+
+
+def run_layout(config: ModelConfig, head: Head) -> Layout:
+    """The layout of the weights of a run with this head. config: of its model.
+
+    Raises ValueError where the head freezes what is no weight of the model.
+    """
+    names = list(filter(None, map(frozen_name, head.settings)))
+    return Layout(config, frozen_weights(config, names))
+
+
+def other_frozen_weight(layout: Layout, weights: torch.Tensor, head: Head) -> str | None:
+    """The first frozen weight whose bits are not those that the head binds; None where all are.
+
+    layout: see run_layout. weights: [layout.numel] fp32.
+    """
+    views = layout.frozen_views(weights[layout.trained_numel :])
+    hashes = ((name, f"sha256:{digest(weight)}") for name, weight in views.items())
+    return next((name for name, value in hashes if head.settings[f"{_FROZEN}{name}"] != value), None)
 
 
 def altered_free_setting(config: Config, ledger: LedgerFile) -> str | None:

@@ -58,28 +58,45 @@ def layer_bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:
     return elements * dtype.itemsize + 4 * (2 + 2 * model.heads + model.kv_heads)
 
 
-def activation_bytes(model: ModelConfig, dtype: torch.dtype, rows: int, recompute: bool) -> int:
+def activation_bytes(layout: Layout, dtype: torch.dtype, rows: int, recompute: bool) -> int:
     """What a pass of `rows` rows keeps for its backward, and the temporaries of one layer's backward.
 
-    With recompute, a layer keeps its two inputs only, and one layer at a time is computed again.
+    The layers before the first weight that is trained have no backward, and keep nothing. With recompute, a
+    layer keeps its two inputs only, and one layer at a time is computed again.
     """
+    model = layout.config
     layer = layer_bytes_per_token(model, dtype)
     inputs = 2 * model.hidden_size * dtype.itemsize
-    kept = model.layers * inputs + layer if recompute else model.layers * layer
+    layers = model.layers - _layers_without_backward(layout)
+    kept = layers * inputs + layer if recompute else layers * layer
     return rows * (kept + layer)
 
 
+def _layers_without_backward(layout: Layout) -> int:
+    """How many of the first layers have frozen weights only, with a frozen embedding before them."""
+    first_trained = layout.trained[0].name
+    if first_trained.startswith("layers."):
+        return int(first_trained.split(".")[1])
+    return 0 if first_trained == "embed" else layout.config.layers
+
+
+def _lm_head_elements(layout: Layout) -> int:
+    """The elements of the gradient buffer that lm_head has beside the embedding's, where both are one."""
+    model = layout.config
+    return model.vocab_size * model.hidden_size if model.tied and "embed" not in layout.frozen else 0
+
+
 def footprint(
-    config: Config, model: ModelConfig, micro_batch: int, in_flight: int, ranks: int, prompt_tokens: int
+    config: Config, layout: Layout, micro_batch: int, in_flight: int, ranks: int, prompt_tokens: int
 ) -> Footprint:
     """The peak of a step with these sizes.
 
-    The gradients are one buffer for each shard in flight (with tied embeddings, another one of lm_head), and
-    the partial sums of the tree. prompt_tokens: of the longest prompt.
+    Optimizer state and gradients are of the trained weights. The gradients are one buffer for each shard in
+    flight (with tied embeddings, another one of lm_head), and the partial sums of the tree. prompt_tokens: of
+    the longest prompt.
     """
-    numel, dtype = Layout(model).numel, DTYPES[config.dtype]
+    model, trained, dtype = layout.config, layout.trained_numel, DTYPES[config.dtype]
     wide = dtype == torch.float32
-    tied = model.vocab_size * model.hidden_size if model.tied else 0
     levels = max(1, config.virtual_shards // ranks).bit_length() - 1
     row_tokens = config.sampling.max_tokens + prompt_tokens
     samples = min(config.native.max_concurrency, -(-config.prompts // ranks) * config.num_generations)
@@ -87,11 +104,11 @@ def footprint(
     blocks = samples * BlockCache.blocks_for(row_tokens)
     cache = blocks * BlockCache.bytes_per_block(model, cache_dtype)
     return Footprint(
-        weights=numel * dtype.itemsize,
-        optimizer=numel * (8 if wide else 12) // ranks,
-        gradients=4 * (in_flight * (numel + tied) + levels * numel),
+        weights=layout.numel * dtype.itemsize,
+        optimizer=trained * (8 if wide else 12) // ranks,
+        gradients=4 * (in_flight * (trained + _lm_head_elements(layout)) + levels * trained),
         activations=activation_bytes(
-            model, dtype, micro_batch * config.sampling.max_tokens, config.recompute == "layer"
+            layout, dtype, micro_batch * config.sampling.max_tokens, config.recompute == "layer"
         ),
         logits=max(3 * GPU_CHUNK_BYTES, GPU_CHUNK_BYTES_16),
         cache=min(cache, config.native.cache_bytes) if config.native.cache_bytes else cache,
@@ -100,7 +117,7 @@ def footprint(
 
 def fit(
     config: Config,
-    model: ModelConfig,
+    layout: Layout,
     device: torch.device,
     shards: int,
     ranks: int = 1,
@@ -113,20 +130,20 @@ def fit(
     """
     if device.type == "cpu":
         return PassSizes(config.micro_batch or CPU_MICRO_BATCH, min(config.shards_in_flight or 1, shards))
-    return fit_into(config, model, torch.cuda.mem_get_info(device)[0], shards, ranks, prompt_tokens)
+    return fit_into(config, layout, torch.cuda.mem_get_info(device)[0], shards, ranks, prompt_tokens)
 
 
 def fit_into(
-    config: Config, model: ModelConfig, free_bytes: int, shards: int, ranks: int, prompt_tokens: int
+    config: Config, layout: Layout, free_bytes: int, shards: int, ranks: int, prompt_tokens: int
 ) -> PassSizes:
     """See fit. free_bytes: of the GPU, before the run has put anything on it."""
-    tied = model.vocab_size * model.hidden_size if model.tied else 0
-    most = max(1, int(_GRADIENT_SHARE * free_bytes) // (4 * (Layout(model).numel + tied)))
+    buffer_bytes = 4 * (layout.trained_numel + _lm_head_elements(layout))
+    most = max(1, int(_GRADIENT_SHARE * free_bytes) // buffer_bytes)
     rounds = -(-shards // most)
     in_flight = min(config.shards_in_flight or -(-shards // rounds), shards)
     micro_batch = config.micro_batch or max(1, PASS_TOKENS // config.sampling.max_tokens)
     while True:
-        needed = footprint(config, model, micro_batch, in_flight, ranks, prompt_tokens)
+        needed = footprint(config, layout, micro_batch, in_flight, ranks, prompt_tokens)
         if sum(needed) <= _USABLE * free_bytes:
             return PassSizes(micro_batch, in_flight)
         if not config.micro_batch and micro_batch > 1:

@@ -25,7 +25,7 @@ from ..config import Config
 from ..config_file import file_keys, load_config
 from .checkpoints import DAMAGED, Checkpoint, checkpoint_folders, clear_leftovers, usable_checkpoint
 from .folder import METRICS, ROLLOUTS, check_shape
-from .head import REFERENCE, binding, flat_settings, is_free
+from .head import REFERENCE, binding, flat_settings, frozen_name, is_free
 from .logs import Log, read_log
 from .summary import SUMMARY, Summary, numbers, read_summary, summarise, wrong_fields
 
@@ -87,9 +87,21 @@ class Resumption:
                 f"the weights of the reference, {place}, are {now}; the run began with {was}; "
                 f"put them back, or set {REFERENCE} to where they are"
             )
+        if (name := frozen_name(key)) is not None:
+            return self._altered_frozen(name, was, now)
         of_model = key.startswith("model.")
         file = "config.json of the run's first model" if of_model else self.path / "config.toml"
         return f"{key} is {now!r} in {file} and {was!r} in the ledger; the file was altered"
+
+    def _altered_frozen(self, name: str, was: str | None, now: str | None) -> str:
+        """Why a run cannot go on whose frozen weight `name` was altered. was, now: its hashes, if frozen."""
+        if was and now:
+            return (
+                f"the frozen weight {name} of {self.config.model} is {now}; the run began with {was}; "
+                "put it back"
+            )
+        states = ["frozen" if frozen else "trained" for frozen in (now, was)]
+        return f"{name} is {states[0]} now, and was {states[1]} in the run; set frozen as it was"
 
     def ends(self) -> dict[Path, int]:
         """The bytes of the ledger and of each log up to `step`."""

@@ -62,7 +62,8 @@ def make_samplers(
     shared = ParallelSampler(workers)
     if config.sampler == "vllm":
         flat = workers.host.decoder.flat
-        vllm = VllmSampler(model, model_config, workers.weights or flat, config.vllm, numerics_of(config))
+        weights, frozen = workers.weights or flat, optimizer.layout.frozen
+        vllm = VllmSampler(model, model_config, weights, config.vllm, numerics_of(config), frozen=frozen)
         return Samplers(vllm, vllm)
     if config.sampler == "vllm-stock" and config.exact:
         stock = StockSampler(model, model_config, optimizer.layout, workers.host.decoder.flat, config.vllm)

@@ -11,6 +11,7 @@ from ...kernels.backend import find_device
 from ...model.checkpoint import DTYPES, load_decoder, read_weights, resolve_model
 from ...model.config import ModelConfig
 from ...model.decoder import Decoder
+from ...model.freezing import frozen_weights
 from ...model.weights import Layout
 from ..compatibility import check_settings
 from ..config import Config
@@ -48,11 +49,10 @@ def make_state(
     reward.check_answers(problems)
     prompt_ids = tokenizer.encode_problems(problems, task.chat)
     check_prompt_lengths(prompt_ids, problems, config, model_config)
-    device = run_device(config)
+    device, layout = run_device(config), Layout(model_config, frozen_weights(model_config, config.frozen))
     at_once = shards_at_once(config.virtual_shards, ranks.size, 1)
-    sizes = fit(config, model_config, device, at_once, ranks.size, max(map(len, prompt_ids)))
+    sizes = fit(config, layout, device, at_once, ranks.size, max(map(len, prompt_ids)))
     tiles.fix_table(config.precision.tiles)
-    layout = Layout(model_config)
     weights = read_weights(model, layout)
     policy = Decoder(model_config, weights.to(device, DTYPES[config.dtype]), layout, numerics_of(config))
     # The ranks compute shards in common rounds, so all have the same number of workers.

@@ -102,9 +102,14 @@ class Optimizer:
         """Keep the frozen part of `weights` in fp32, on the host: nothing computes with it."""
         self._frozen = None if self.in_place else weights[self.layout.trained_numel :].to("cpu", copy=True)
 
+    @property
+    def frozen(self) -> torch.Tensor:
+        """The weights that are not trained, [layout.numel - layout.trained_numel] fp32."""
+        return self.decoder.flat.detach()[self.layout.trained_numel :] if self.in_place else self._frozen
+
     def _with_frozen(self, trained: torch.Tensor) -> torch.Tensor:
         """The trained weights with the frozen ones after them, [layout.numel]."""
-        frozen = self._frozen
+        frozen = self.frozen
         return torch.cat([trained, frozen.to(trained.device)]) if len(frozen) else trained
 
     def hash_weights(self) -> Tree:

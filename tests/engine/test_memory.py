@@ -9,13 +9,16 @@ from zerokl.engine.runs.memory import (
     fit,
     fit_into,
     footprint,
+    layer_bytes_per_token,
 )
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.config import ModelConfig
 from zerokl.model.decoder import Decoder
+from zerokl.model.freezing import frozen_weights
 from zerokl.model.prompts import Prompts
 from zerokl.model.scoring import logprobs, pack
+from zerokl.model.weights import Layout
 
 from tests.helpers import DTYPES, sums_of, total_unequal, zero_buffers
 
@@ -34,8 +37,8 @@ QWEN3 = {
     "hidden_act": "silu",
     "attention_bias": False,
 }
-SMALL = ModelConfig.from_dict(QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072})
-LARGE = ModelConfig.from_dict(QWEN3 | {"hidden_size": 2048, "intermediate_size": 6144})
+SMALL = Layout(ModelConfig.from_dict(QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072}))
+LARGE = Layout(ModelConfig.from_dict(QWEN3 | {"hidden_size": 2048, "intermediate_size": 6144}))
 GIB = 1 << 30
 
 
@@ -55,11 +58,24 @@ def _kept_bytes(decoder: Decoder, rows: int) -> int:
     return sum(n for address, n in storages.items() if address not in weights)
 
 
+@pytest.mark.parametrize(
+    ("patterns", "layers"),
+    [
+        ([], 2),
+        (["model.layers.0.*"], 2),  # the embedding before it is trained
+        (["model.embed_tokens.*", "model.layers.0.self_attn.*"], 2),
+        (["model.embed_tokens.*", "model.layers.0.*"], 1),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_predicted_activations_are_those_that_are_kept(model, dtype):
+def test_predicted_activations_are_those_that_are_kept(model, dtype, patterns, layers):
     decoder, rows = load_decoder(model, dtype), 96
-    predicted = activation_bytes(decoder.config, dtype, rows, recompute=False)
-    layer = predicted // (decoder.config.layers + 1)
+    layout = Layout(decoder.config, frozen_weights(decoder.config, patterns))
+    decoder = Decoder(decoder.config, torch.zeros(layout.numel, dtype=dtype), layout)
+    predicted = activation_bytes(layout, dtype, rows, recompute=False)
+    layer = layer_bytes_per_token(decoder.config, dtype) * rows
+    assert predicted == layer * (layers + 1)
     measured = _kept_bytes(decoder, rows)
     assert 0.8 < measured / (predicted - layer) < 1.25, (measured, predicted)
 
@@ -118,6 +134,22 @@ def test_passes_become_as_large_as_the_memory_allows():
         assert sum(footprint(config, SMALL, micro_batch, in_flight, 1, 128)) <= 0.92 * gib * GIB
     with pytest.raises(ValueError, match=r"lower sampling\.max_tokens, or spread the run over more ranks"):
         fit_into(config, SMALL, 8 * GIB, 8, 1, 128)
+
+
+def test_what_is_frozen_has_no_state_and_no_gradient():
+    config = Config(prompts=8, num_generations=8, sampling={"max_tokens": 256}, dtype="bfloat16")
+    model = SMALL.config
+    embedding = model.vocab_size * model.hidden_size  # and lm_head
+    half = Layout(model, frozen_weights(model, ["model.embed_tokens.*", "model.layers.[0-9].*"]))
+    every, some = (footprint(config, layout, 16, 2, 2, 128) for layout in (SMALL, half))
+    assert (every.optimizer, some.optimizer) == (6 * SMALL.numel, 6 * half.trained_numel)
+    # Two shards in flight, and the tree of the 4 shards of a rank.
+    assert every.gradients == 4 * (2 * (SMALL.numel + embedding) + 2 * SMALL.numel)
+    assert some.gradients == 4 * 4 * half.trained_numel
+    assert abs(some.weights - every.weights) <= 2 * 4096, "all weights are needed"
+    assert some.activations < every.activations
+    sizes = [fit_into(config, layout, 30 * GIB, 8, 1, 128) for layout in (SMALL, half)]
+    assert sizes[1].micro_batch * sizes[1].shards_in_flight > sizes[0].micro_batch * sizes[0].shards_in_flight
 
 
 def test_a_cpu_takes_one_shard_at_a_time_and_what_is_named_stays():

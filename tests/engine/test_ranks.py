@@ -6,6 +6,7 @@ A rank that dies ends the job with a reason.
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -138,6 +139,18 @@ def test_ranks_with_other_numbers_of_threads_give_one_ledger(plain, alone, tmp_p
     _same(tmp_path / "run", alone)
 
 
+def test_frozen_weights_are_those_of_one_process(plain, tmp_path):
+    """The slices of the ranks are of what is trained, and a checkpoint holds what is frozen as well."""
+    frozen_layer = plain.model_copy(update={"frozen": ("model.layers.0.*",)})
+    train(frozen_layer, tmp_path / "alone")
+    _run(2, frozen_layer, tmp_path / "run", "--micro_batch", "2")
+    _same(tmp_path / "run", tmp_path / "alone")
+    (tmp_path / "run" / "summary.json").unlink()
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000004")
+    resume(tmp_path / "run")
+    _same(tmp_path / "run", tmp_path / "alone")
+
+
 @pytest.mark.full
 def test_older_weights_and_a_reference_are_scored_over_the_ranks(config, tmp_path):
     older = config(steps=4, virtual_shards=8, max_staleness=1, loss__kl_coef=0.1)
@@ -217,6 +230,20 @@ def test_a_rank_that_dies_ends_the_job_and_another_number_goes_on(brief, tmp_pat
     assert "going on at step 2 of 4" in output
     weights = json.loads((path / "summary.json").read_text())["weights"]
     assert weights == train(brief, tmp_path / "alone").weights
+
+
+def test_one_rank_has_no_mesh_and_loads_nothing_for_one():
+    code = (
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "from zerokl.engine.parallel.process_group import join_ranks\n"
+        "with join_ranks() as ranks:\n"
+        "    assert (ranks.mesh, ranks.rank, ranks.size, ranks.first) == (None, 0, 1, True)\n"
+        "    assert not torch.distributed.is_initialized()\n"
+        "print([name for name in set(sys.modules) - before if name.startswith('torch.distributed')])\n"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert loaded.stdout == "[]\n"
 
 
 BAD = [

@@ -91,3 +91,15 @@ def test_a_rank_keeps_its_slice_only(report):
 
 def test_every_rank_names_the_weight_that_overflowed(report):
     assert [line["overflow"] for line in report["ranks"]] == ["model.layers.0.mlp.up_proj.weight"] * RANKS
+
+
+def test_ranks_send_along_their_dimension_of_the_mesh_only(report):
+    """Four ranks as a mesh of 2 x 2: each works with the other rank of its row or of its column."""
+    for line in report["ranks"]:
+        rank, dimensions = line["dimensions"]
+        rows = {"dp": [rank % 2, rank % 2 + 2], "tp": [rank - rank % 2, rank - rank % 2 + 1]}
+        assert {name: got["ranks"] for name, got in dimensions.items()} == rows
+        for name, got in dimensions.items():
+            assert (got["first"], got["wrong"]) == (rows[name][0], 0)
+            owned = {r for r, (start, stop) in zip(rows[name], got["slices"], strict=True) if start < stop}
+            assert set(got["shared"]) == owned

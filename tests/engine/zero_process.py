@@ -1,4 +1,4 @@
-"""One rank of test_slices.py: updates over all ranks' slices beside the same updates in one process.
+"""One rank of test_zero.py: updates over all ranks' slices beside the same updates in one process.
 
 The two are compared bit for bit. Each rank prints one JSON line.
 """
@@ -9,9 +9,10 @@ import sys
 
 import torch
 import zerokl.engine.parallel.zero as slices_module
+from torch.distributed.device_mesh import init_device_mesh
 from zerokl.engine.config import OptimizerConfig
 from zerokl.engine.parallel.gradient import add_roots
-from zerokl.engine.parallel.process_group import join_ranks
+from zerokl.engine.parallel.process_group import Ranks, join_ranks
 from zerokl.engine.parallel.tree_hash import hash_tree
 from zerokl.engine.parallel.zero import Slices
 from zerokl.engine.train.optimizer import GradientOverflowError, Optimizer
@@ -115,6 +116,30 @@ def overflowing_weight(optimizer: Optimizer) -> str:
         return error.weight
 
 
+def along_dimensions(world_rank: int, layout: Layout) -> dict[str, object]:
+    """What a rank of a mesh of 2 x 2 ranks gets along each dimension: of its own two ranks, and no others.
+
+    world_rank: among all four.
+    """
+    mesh, got = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), {}
+    for name in mesh.mesh_dim_names:
+        ranks = Ranks(mesh[name])
+        slices = Slices(layout, ranks)
+        roots = [random_vector(rank, layout.numel) for rank in ranks.gather(lambda: world_rank)]
+        part = Slices.of_gradient(slices.own)
+        gradient = slices.sum_roots(roots[ranks.rank].clone(), [True, True])
+        shared = torch.full((layout.numel,), float(world_rank))
+        slices.share(shared)
+        got[name] = {
+            "ranks": ranks.gather(lambda: world_rank),
+            "first": ranks.from_first(lambda: world_rank),
+            "wrong": count_unequal(gradient, add_roots(roots)[part]) if gradient.numel() else 0,
+            "slices": [[part.start, part.stop] for part in slices.parts],
+            "shared": shared.unique().tolist(),
+        }
+    return got
+
+
 def main(dtype: torch.dtype, shape: str) -> dict[str, object]:
     slices_module._PIECE = 8192  # so that a slice has several pieces
     config = ModelConfig.from_dict(CONFIG.raw | SHAPES[shape])
@@ -147,6 +172,7 @@ def main(dtype: torch.dtype, shape: str) -> dict[str, object]:
             "overflow": overflow,
             "numel": layout.numel,
             "slices": ranks.gather(lambda: sizes),
+            "dimensions": [ranks.rank, along_dimensions(ranks.rank, layout)],
         }
 
 

@@ -12,6 +12,8 @@ import pytest
 
 pytestmark = pytest.mark.vllm
 
+# They lie after the trained weights in the trainer's memory.
+FROZEN = ("embed", "layers.0.qkv")
 HEAD = """
 if __name__ == "__main__":
     import sys
@@ -25,15 +27,22 @@ if __name__ == "__main__":
     from zerokl.engine.rollout.vllm.sampler import VllmSampler
     from zerokl.kernels.sampling_params import SamplingParams
     from zerokl.model.checkpoint import load_decoder
+    from zerokl.model.decoder import Decoder
+    from zerokl.model.weights import Layout
 
     folder, dtype = Path(sys.argv[1]), getattr(torch, sys.argv[2])
     prompts, sampling = [[3, 4, 5], [11, 2]], GenerationParams(SamplingParams(0.8), 3, 12, frozenset({1}))
     cfg = VllmConfig(context=64, cache_bytes=1 << 26)
-    decoder = load_decoder(folder, dtype)
-    flat = decoder.flat.detach()
+    plain = load_decoder(folder, dtype)
+    layout = Layout(plain.config, sys.argv[3:])
+    flat = torch.zeros(layout.numel, dtype=dtype)
+    for name, view in layout.views(flat).items():
+        view.copy_(plain.w[name].detach())
+    decoder = Decoder(plain.config, flat, layout)
 """
 OURS = """
-    vllm, native = VllmSampler(folder, decoder.config, flat, cfg), NativeSampler(decoder)
+    vllm = VllmSampler(folder, decoder.config, flat, cfg, frozen=layout.frozen)
+    native = NativeSampler(decoder)
     drawn = [None]
     for version in range(3):
         if version:
@@ -81,25 +90,27 @@ THEIRS = """
 """
 
 
-def _results(code: str, model: Path, dtype: str, folder: Path) -> list[list[str]]:
+def _results(code: str, model: Path, dtype: str, folder: Path, *frozen: str) -> list[list[str]]:
     """The results that the code prints, in a process of its own.
 
-    vLLM keeps its threads and settings for good.
+    frozen: weights of the layout. vLLM keeps its threads and settings for good.
     """
     (folder / "code.py").write_text(HEAD + code)
-    command = [sys.executable, str(folder / "code.py"), str(model), dtype]
+    command = [sys.executable, str(folder / "code.py"), str(model), dtype, *frozen]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr[-3000:]
     return [line.split() for line in process.stdout.splitlines() if line.startswith(("RESULT", "NORM"))]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_our_model_over_the_trainers_tensor_draws_the_native_tokens(model, tmp_path, dtype):
-    assert _results(OURS, model, dtype, tmp_path) == [["RESULT", "1", "True"]] * 3
+@pytest.mark.parametrize("frozen", [(), FROZEN], ids=["all trained", "frozen"])
+def test_our_model_over_the_trainers_tensor_draws_the_native_tokens(model, tmp_path, dtype, frozen):
+    assert _results(OURS, model, dtype, tmp_path, *frozen) == [["RESULT", "1", "True"]] * 3
 
 
-def test_our_model_over_a_copy_draws_the_native_tokens(model, tmp_path):
-    assert _results(COPIED, model, "bfloat16", tmp_path) == [["RESULT", "1", "True"]] * 3
+@pytest.mark.parametrize("frozen", [(), FROZEN], ids=["all trained", "frozen"])
+def test_our_model_over_a_copy_draws_the_native_tokens(model, tmp_path, frozen):
+    assert _results(COPIED, model, "bfloat16", tmp_path, *frozen) == [["RESULT", "1", "True"]] * 3
 
 
 def test_vllms_own_model_draws_with_our_keys_from_its_given_weights(model, tmp_path):

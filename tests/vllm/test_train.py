@@ -56,3 +56,12 @@ def test_fingerprint_is_that_of_the_native_sampler(base, tmp_path, dtype):
     assert _fingerprint(base, tmp_path / "separate", *words, *separate_process) == native
     other_seed = _fingerprint(base, tmp_path / "other", *words, "--seed", "1")
     assert other_seed[1] != native[1], "the seed must matter"
+
+
+@pytest.mark.parametrize("separate_process", ["false", "true"])
+def test_frozen_weights_lie_in_vllm_where_they_lie_in_the_trainer(base, tmp_path, separate_process):
+    """Frozen weights follow the trained ones, so the embedding does not lie first here."""
+    words = ("--dtype", "bfloat16", "--frozen", "model.embed_tokens.*", "--frozen", "model.layers.0.mlp.*")
+    native = _fingerprint(base, tmp_path / "native", *words)
+    vllm = ("--sampler", "vllm", "--vllm.multiprocess", separate_process)
+    assert _fingerprint(base, tmp_path / "vllm", *words, *vllm) == native

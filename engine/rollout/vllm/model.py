@@ -14,6 +14,7 @@ from ....model.config import ModelConfig
 from ....model.decoder import Decoder, Numerics, no_hook
 from ....model.weights import Layout
 from .attention import ZeroklAttentionBackend
+from .plugin import FROZEN
 
 
 class _VllmContext:
@@ -38,7 +39,7 @@ class ZeroklForCausalLM(torch.nn.Module):
         super().__init__()
         model_config = vllm_config.model_config
         self.zerokl_config = ModelConfig.from_file(Path(model_config.model))
-        layout = Layout(self.zerokl_config)
+        layout = Layout(self.zerokl_config, getattr(model_config.hf_config, FROZEN, ()))
         self.numerics = Numerics(lm_head=model_config.head_dtype)
         self.decoder = Decoder(
             self.zerokl_config, torch.zeros(layout.numel, dtype=model_config.dtype), layout, self.numerics

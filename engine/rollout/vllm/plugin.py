@@ -4,6 +4,9 @@ ARCHITECTURE = "ZeroklForCausalLM"
 # Weight transfer engines (weights.py). SHARED: our model, in memory that two processes map. OWN: our model,
 # in the trainer's process. STOCK: vLLM's own model, in the trainer's process.
 SHARED, OWN, STOCK = "zerokl", "zerokl-own", "zerokl-stock"
+# The attribute of vLLM's model configuration that names the layout's frozen weights: they decide where each
+# weight lies in the trainer's memory.
+FROZEN = "zerokl_frozen"
 _ENGINES = {SHARED: "SharedWeightsEngine", OWN: "OwnWeightsEngine", STOCK: "StockWeightsEngine"}
 
 _registered = False

@@ -11,7 +11,7 @@ also 0.0 in one step with the 28 layers of the 0.6B model (6,144 tokens).
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +190,7 @@ class VllmSampler(KeyedSampler):
 
     weights: [layout.numel] in the compute dtype. On a CPU, memory that vLLM's process can map. On a GPU vLLM
         is in this process, and the weights are the trainer's tensor itself; with cfg.cuda_graphs a copy.
+    frozen: the weights that are not trained, by their names in the layout.
 
     Raises ValueError as KeyedSampler does.
     """
@@ -202,12 +203,14 @@ class VllmSampler(KeyedSampler):
         cfg: VllmConfig,
         numerics: Numerics = COMPUTE,
         version: int = 0,
+        frozen: Collection[str] = (),
     ):
-        from .plugin import ARCHITECTURE, OWN, SHARED
+        from .plugin import ARCHITECTURE, FROZEN, OWN, SHARED
 
         assert numerics.cache is None, "engine/compatibility.py refuses it"
         overrides = {
             "architectures": [ARCHITECTURE],
+            FROZEN: sorted(frozen),
             **({"head_dtype": str(numerics.lm_head)[6:]} if numerics.lm_head else {}),
         }
         if isinstance(weights, SharedTensor):

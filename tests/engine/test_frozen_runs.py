@@ -1,0 +1,223 @@
+"""Runs that freeze weights: the bits of what is trained, and what binds the rest.
+
+Resume, replay and `verify run` refuse other frozen weights.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from zerokl.cli import main
+from zerokl.engine.commands.replay import Replayer
+from zerokl.engine.commands.verify_run import verify_run
+from zerokl.engine.config import Config
+from zerokl.engine.runs.run import resume, train
+from zerokl.files.bitwise import count_unequal
+from zerokl.files.writing import MANIFEST, write_manifest
+from zerokl.verify.divergence import open_run
+
+from tests.helpers import mostly_full
+
+PATTERNS = ("lm_head.*", "model.layers.0.*")  # lm_head is the embedding in this model
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def is_frozen(name: str) -> bool:
+    return name == EMBEDDING or name.startswith("model.layers.0.")
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def alter(folder: Path, name: str) -> None:
+    """Flip the last bit of one element of a weight in a model folder."""
+    weights = weights_of(folder)
+    weights[name].view(torch.int32).view(-1)[3] ^= 1
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def base(model, tmp_path_factory) -> Path:
+    """A copy of the model, because tests change weights of it."""
+    return shutil.copytree(model, tmp_path_factory.mktemp("base") / "model")
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def plain(request, config, base) -> Config:
+    """The run in which every weight is trained."""
+    return config(dtype=request.param, model=base, checkpoint__every=2)
+
+
+@pytest.fixture(scope="module")
+def frozen(plain) -> Config:
+    return plain.model_copy(update={"frozen": PATTERNS})
+
+
+@pytest.fixture(scope="module")
+def run(frozen, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("frozen") / "run"
+    summary = train(frozen, path)
+    assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
+    return path
+
+
+@pytest.fixture
+def cut(run, base, tmp_path) -> Path:
+    """The run, as if it had ended after its second step. Its model lies in tmp_path / "model"."""
+    shutil.copytree(base, tmp_path / "model")
+    path = shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(path / "checkpoints" / "step-000003")
+    (path / "summary.json").unlink()
+    return path
+
+
+def test_the_first_gradient_of_a_trained_weight_has_the_bits_of_the_run_that_trains_all(plain, run, tmp_path):
+    train(plain, tmp_path / "plain")
+    every, some = open_run(tmp_path / "plain"), open_run(run)
+    assert some.head.names == [name for name in every.head.names if not is_frozen(name)]
+    assert 0 < len(some.head.names) < len(every.head.names)
+
+    def gradients(step: int) -> list[dict[str, str]]:
+        """The hash of each weight's gradient in both runs."""
+        leaves = ((r.head.names, r.lines[step].leaves["gradient"]) for r in (every, some))
+        return [dict(zip(names, hashes, strict=True)) for names, hashes in leaves]
+
+    (first, first_of_some), (second, second_of_some) = gradients(0), gradients(1)
+    assert first_of_some == {name: first[name] for name in first_of_some}
+    for name in ("tokens", "sampling_logprobs", "trainer_logprobs", "advantages"):
+        assert some.lines[0].quantities[name] == every.lines[0].quantities[name]
+    assert second_of_some != {name: second[name] for name in second_of_some}, "control: other weights by then"
+
+
+def test_frozen_weights_keep_every_bit_and_the_others_move(run, base):
+    before, after = weights_of(base), weights_of(run / "checkpoints" / "step-000003")
+    assert before.keys() == after.keys(), "a checkpoint is a whole model"
+    unequal = {name: count_unequal(before[name], after[name]) for name in before}
+    assert all((n == 0) == is_frozen(name) for name, n in unequal.items()), unequal
+    state = load_file(run / "checkpoints" / "step-000003" / "trainer" / "state.safetensors")
+    trained = sum(w.numel() for name, w in before.items() if not is_frozen(name))
+    assert all(trained <= moment.numel() < trained + 4096 + 64 * len(before) for moment in state.values())
+
+
+CUTS = [
+    {"micro_batch": 1},
+    {"workers": 2, "micro_batch": 2},
+    {"shards_in_flight": 3, "micro_batch": 5},
+    {"recompute": "layer"},
+]
+
+
+@pytest.mark.parametrize("cut_up", mostly_full(CUTS, quick=CUTS[1:3]), ids=str)
+def test_how_the_work_is_cut_decides_no_bit(frozen, run, tmp_path, cut_up):
+    summary = train(frozen.model_copy(update=cut_up), tmp_path / "run")
+    assert summary.fingerprint == json.loads((run / "summary.json").read_text())["fingerprint"]
+
+
+def test_the_same_weights_named_otherwise_are_the_same_run(frozen, run, tmp_path):
+    named = {"frozen": (EMBEDDING, "model.layers.0.[!m]*", "*.0.mlp.*", "*.0.mlp.*")}
+    summary = train(frozen.model_copy(update=named), tmp_path / "run")
+    assert summary.fingerprint == json.loads((run / "summary.json").read_text())["fingerprint"]
+
+
+def test_the_head_binds_the_frozen_weights_and_only_them(plain, run, tmp_path, capsys):
+    train(plain, tmp_path / "plain")
+    settings = [open_run(path).head.settings for path in (tmp_path / "plain", run)]
+    more = {
+        key.removeprefix("frozen."): value for key, value in settings[1].items() if key not in settings[0]
+    }
+    assert settings[1].items() >= settings[0].items()
+    assert sorted(more) == sorted(filter(is_frozen, weights_of(run / "checkpoints" / "step-000003")))
+    assert all(value.startswith("sha256:") for value in more.values())
+    assert main(["diff", str(tmp_path / "plain"), str(run)]) == 1
+    assert f"configuration frozen.{EMBEDDING}: None and 'sha256:" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_run_goes_on_is_replayed_traced_and_verified(run, cut, tmp_path):
+    assert [f"{f.what}: {f.result}" for f in verify_run(cut, 2, 0, {}) if not f.holds] == []
+    command = ["replay", str(cut), "--step", "1", "--trace", str(tmp_path / "t.safetensors")]
+    assert main(command) == 0
+    names = load_file(tmp_path / "t.safetensors").keys()
+    assert any("model.layers.1.mlp.down_proj.weight" in name for name in names)
+    assert not any("model.layers.0." in name for name in names)
+    resume(cut)
+    assert (cut / "ledger.jsonl").read_bytes() == (run / "ledger.jsonl").read_bytes()
+
+
+def moved_model(path: Path, model: Path) -> None:
+    """Make a run start from another folder, as a run does whose model was moved."""
+    file = path / "config.toml"
+    lines = [f'model = "{model}"' if x.startswith("model = ") else x for x in file.read_text().split("\n")]
+    file.write_text("\n".join(lines))
+
+
+@pytest.mark.parametrize("name", [EMBEDDING, "model.layers.0.mlp.up_proj.weight"])
+def test_another_frozen_weight_of_the_model_is_refused_by_name(cut, tmp_path, name):
+    moved_model(cut, tmp_path / "model")
+    assert not [f for f in verify_run(cut, 0, 0, {}) if not f.holds and f.what == "replay"], "control"
+    alter(tmp_path / "model", name)
+    before = (cut / "ledger.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=f"^resume: the frozen weight {name} of .* is sha256:.* put it back"):
+        resume(cut)
+    with pytest.raises(ValueError, match=f"what it started from is another now.* frozen.{name}: 'sha256:"):
+        Replayer(cut)
+    assert [f.what for f in verify_run(cut, 1, 0, {}) if not f.holds and f.what == "replay"] == ["replay"]
+    assert (cut / "ledger.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (["model.layers.0.*"], f"{EMBEDDING} is trained now, and was frozen in the run"),
+        ([*PATTERNS, "model.norm.*"], "model.norm.weight is frozen now, and was trained in the run"),
+        ([], "is trained now, and was frozen in the run; set frozen as it was"),
+        (["model.embd_tokens.*"], "matches no weight of the model; did you mean 'model.embed_tokens.*'"),
+    ],
+)
+def test_a_run_does_not_go_on_with_other_patterns(cut, patterns, message):
+    with pytest.raises(ValueError, match=r"^(resume: |frozen )") as error:
+        resume(cut, {"frozen": patterns})
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", [EMBEDDING, "model.layers.0.input_layernorm.weight", "model.norm.weight"])
+def test_a_checkpoint_with_another_frozen_weight_is_not_used(run, cut, capsys, name):
+    """Its manifest is made again, as a forger would. The last name is of a trained weight."""
+    folder = cut / "checkpoints" / "step-000002"
+    alter(folder, name)
+    (folder / MANIFEST).unlink()
+    write_manifest(folder)
+    what = f"frozen weights ({name})" if is_frozen(name) else "weights"
+    message = f"the {what} in {folder} are not those whose hash is in {cut / 'ledger.jsonl'}"
+    assert [f.result for f in verify_run(cut, 0, 0, {}) if f.what == "step-000002"] == [message]
+    resume(cut)
+    assert f"{message}; not used" in " ".join(capsys.readouterr().out.split())
+    assert (cut / "ledger.jsonl").read_bytes() == (run / "ledger.jsonl").read_bytes(), "from its first step"
+
+
+@pytest.mark.parametrize(
+    "separate",
+    mostly_full(
+        [
+            {"max_staleness": 1},
+            {"max_staleness": 1, "exact": False, "precision__sampler_dtype": "bfloat16"},
+            {"exact": False, "perturb__round_weights": "float16", "perturb__delay": 1},
+            {"exact": False, "sampler": "hf"},
+        ],
+        quick=({"max_staleness": 1},),
+    ),
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_samplers_with_weights_of_their_own(config: Callable[..., Config], tmp_path, dtype, separate):
+    """The first step's tokens are those of the run that trains all; an exact run compares every bit."""
+    cfg = config(dtype=dtype, frozen=PATTERNS, **separate)
+    train(cfg, tmp_path / "run")
+    train(cfg.model_copy(update={"frozen": ()}), tmp_path / "plain")
+    a, b = (open_run(tmp_path / name).lines for name in ("run", "plain"))
+    assert a[0].quantities["sampling_logprobs"] == b[0].quantities["sampling_logprobs"]
+    assert a[2].quantities["sampling_logprobs"] != b[2].quantities["sampling_logprobs"], "control"
