@@ -14,6 +14,7 @@ from ...kernels.sampling_params import SamplingParams
 from ..rollout.types import Completion, Request, Rollout, Sampler
 from ..tasks.problem import Problem
 from ..tasks.rewards import Reward
+from .exchange import pack_completions, pack_scores, unpack_completions, unpack_scores
 from .gradient import GradientTree, ShardsWork
 from .partition import parts_of_prompts, virtual_shards
 from .process_group import Ranks
@@ -107,8 +108,8 @@ class RankedSampler:
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         own_requests = parts_of_prompts(requests, self._ranks.size)[self._ranks.rank]
-        gathered = self._ranks.gather(lambda: self._sampler.generate(own_requests))
-        return [completion for completions in gathered for completion in completions]
+        gathered = self._ranks.gather_tensors(lambda: pack_completions(self._sampler.generate(own_requests)))
+        return [completion for tensors in gathered for completion in unpack_completions(tensors)]
 
     def close(self) -> None:
         self._sampler.close()
@@ -122,8 +123,10 @@ class RankedScorer:
 
     def score(self, rollouts: Sequence[Rollout], sampling_params: SamplingParams) -> list[np.ndarray]:
         own_rollouts = virtual_shards(rollouts, self._ranks.size)[self._ranks.rank]
-        gathered = self._ranks.gather(lambda: self._scorer.score(own_rollouts, sampling_params))
-        return [logp for scores in gathered for logp in scores]
+        gathered = self._ranks.gather_tensors(
+            lambda: pack_scores(self._scorer.score(own_rollouts, sampling_params))
+        )
+        return [logp for tensors in gathered for logp in unpack_scores(tensors)]
 
     def close(self) -> None:
         self._scorer.close()

@@ -10,7 +10,7 @@ files.
 
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -102,6 +102,28 @@ class Ranks:
                     else value
                 )
         return [value for _, value in outcomes]
+
+    def gather_tensors(self, make: Callable[[], Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """The tensors that make() returns in every rank, in the order of the ranks; on the host.
+
+        Only their shapes and dtypes are pickled. Where make() fails, all ranks raise as in `gather`.
+        """
+        own: list[torch.Tensor] = []
+
+        def shapes() -> list[tuple[torch.Size, torch.dtype]]:
+            own.extend(x.contiguous() for x in make())
+            return [(x.shape, x.dtype) for x in own]
+
+        gathered = self.gather(shapes)
+        if self.size == 1:
+            return [own]
+        all_tensors = [[torch.empty(shape, dtype=dtype) for shape, dtype in of_rank] for of_rank in gathered]
+        all_tensors[self.rank] = own
+        for sender, tensors in enumerate(all_tensors):
+            for x in tensors:
+                if x.numel():
+                    self.broadcast(x.view(-1).view(torch.uint8), sender)  # gloo does not know every dtype
+        return all_tensors
 
     def from_first(self, make: Callable[[], X]) -> X:
         """The result of make() in rank 0, returned in every rank; the other ranks do not call make."""

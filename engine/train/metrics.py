@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from ...verify.mismatch import mismatch_metrics
 from ..loss.advantage import all_equal
@@ -19,11 +20,9 @@ from .shard import Scored
 
 def step_losses(parts: Sequence[Scored]) -> dict[str, float]:
     """The loss, summed over the tokens of a step, and the mean entropy of these tokens."""
-    entropies = [e for part in parts for e in part.entropies]
-    return {
-        "loss": math.fsum(x for part in parts for x in part.losses),
-        "entropy": math.fsum(entropies) / len(entropies),
-    }
+    losses = torch.cat([part.losses for part in parts]).tolist()
+    entropies = torch.cat([part.entropies for part in parts]).tolist()
+    return {"loss": math.fsum(losses), "entropy": math.fsum(entropies) / len(entropies)}
 
 
 def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:

@@ -69,8 +69,8 @@ class Scored:
     """
 
     logp: torch.Tensor  # [C], the trainer's
-    losses: list[float]  # [C], weighted
-    entropies: list[float]  # [C]
+    losses: torch.Tensor  # [C], weighted
+    entropies: torch.Tensor  # [C]
     underflow: dict[str, int]  # zeros in the watched gradients (underflow.py); empty unless ShardWork.watch
 
 
@@ -150,7 +150,7 @@ def _pass_gradient(
             scored[i].append(part)
     prompts.backward()
     if underflow:
-        scored[shard_of[0]].append(Scored(torch.empty(0), [], [], underflow.zeros))
+        scored[shard_of[0]].append(Scored(*[torch.empty(0)] * 3, underflow.zeros))
 
 
 def _placed(observer: ForwardObserver | None, rollouts: Sequence[Rollout]) -> Observer | None:
@@ -177,12 +177,9 @@ def _by_shard(
     for shard, members in groupby(range(len(shard_of)), key=shard_of.__getitem__):
         end = start + sum(lengths[i] for i in members)
         tokens = slice(start, end)
-        yield (
-            shard,
-            Scored(
-                micro_batch.logp[tokens], micro_batch.losses[tokens], micro_batch.entropies[tokens], underflow
-            ),
-        )
+        # Copies, because a part of a tensor is pickled with all of it.
+        columns = (micro_batch.logp, micro_batch.losses, micro_batch.entropies)
+        yield shard, Scored(*(x[tokens].clone() for x in columns), underflow)
         start, underflow = end, dict.fromkeys(underflow, 0)
 
 
@@ -228,4 +225,4 @@ def _micro_batch_gradient(
             if counter:
                 counter.watch(logp)
             (loss.sum() * work.scale).backward()
-    return Scored(logp.detach(), loss.detach().tolist(), entropy.tolist(), counter.zeros if counter else {})
+    return Scored(logp.detach(), loss.detach(), entropy, counter.zeros if counter else {})
