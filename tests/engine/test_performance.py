@@ -165,7 +165,9 @@ def test_the_operations_are_those_that_torch_counts(prompt, completion, head_dim
         logits = model(torch.arange(T).unsqueeze(0), logits_to_keep=completion).logits
         if backward:
             logits.sum().backward()
-    flops = training_flops(ModelConfig.from_dict(hf.to_dict()), [(prompt, completion, True, backward)])
+    flops = training_flops(
+        ModelConfig.from_dict(hf.to_dict()), [(prompt, completion, completion, True, backward)]
+    )
     hidden_pairs = T * T - T * (T + 1) // 2
     hidden = (3 if backward else 1) * 4 * layers * 6 * head_dim * hidden_pairs
     angles = counter.get_total_flops() - flops - hidden  # of rope: positions times frequencies
@@ -174,11 +176,13 @@ def test_the_operations_are_those_that_torch_counts(prompt, completion, head_dim
 
 def test_a_prompt_counts_once_and_only_what_has_a_gradient_counts_thrice():
     c = ModelConfig.from_dict(_config(16, 2, True).to_dict())
-    forward = training_flops(c, [(7, 5, True, False)])
-    assert training_flops(c, [(7, 5, True, True)]) == 3 * forward
-    again = training_flops(c, [(7, 5, False, False)])
-    assert training_flops(c, [(7, 5, True, False), (7, 5, False, False)]) == forward + again
-    assert forward - again == training_flops(c, [(6, 1, True, False)]) - 2 * 96 * 48
+    forward = training_flops(c, [(7, 5, 5, True, False)])
+    assert training_flops(c, [(7, 5, 5, True, True)]) == 3 * forward
+    again = training_flops(c, [(7, 5, 5, False, False)])
+    assert training_flops(c, [(7, 5, 5, True, False), (7, 5, 5, False, False)]) == forward + again
+    unseen = training_flops(c, [(7, 5, 2, True, False)])  # three tokens were not drawn, and have no logits
+    assert forward - unseen == 2 * 3 * c.vocab_size * c.hidden_size
+    assert forward - again == training_flops(c, [(6, 1, 1, True, False)]) - 2 * 96 * 48
 
 
 @pytest.mark.parametrize(
@@ -221,7 +225,7 @@ def test_mfu_is_the_trainers_work_over_its_time_and_the_peak(monkeypatch, config
             policy=policy, config=settings, ranks=SimpleNamespace(size=4), sampler=sampler
         )
         metrics = performance.performance(state, shard, times)
-        flops = 2 * training_flops(model, [(4, 3, True, True), (4, 6, False, gradient)])
+        flops = 2 * training_flops(model, [(4, 3, 3, True, True), (4, 6, 6, False, gradient)])
         assert metrics == {
             "perf/tokens_per_s": 3.0,
             "perf/mfu": flops / (0.5 * 989.4e12 * 4),
