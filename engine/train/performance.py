@@ -10,7 +10,8 @@ N weights of the layers' matrices, T tokens that go through the layers, V vocabu
 with logits, L layers, H query heads, D' width of a head, S pairs of a token and a key that it sees.
 
 It counts the work that the step needs, not the work that is done: a prompt once for its samples, and nothing
-that the backward computes again. A sequence without a gradient counts its forward only.
+that the backward computes again. A sequence without a gradient counts its forward only. Frozen weights count
+as if they were trained.
 """
 
 import resource
