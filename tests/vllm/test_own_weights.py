@@ -1,7 +1,7 @@
 """vLLM in the trainer's process over the trainer's tensors, as on a GPU: our model, and vLLM's own model.
 
 On a CPU vLLM's own model has other kernels. So this test shows the draw, the weights and the versions.
-tests/triton/test_stock_model.py shows the bits that vLLM's own model has on a GPU.
+tests/triton/test_vllm_model.py shows the bits that vLLM's own model has on a GPU.
 """
 
 import subprocess
@@ -21,8 +21,8 @@ if __name__ == "__main__":
     from zerokl.engine.config import VllmConfig
     from zerokl.engine.rollout.native import NativeSampler
     from zerokl.engine.rollout.types import RngKey, GenerationParams
-    from zerokl.engine.rollout.vllm import stock
-    from zerokl.engine.rollout.vllm.sampler import VllmSampler
+    from zerokl.engine.rollout.vllm import exact
+    from zerokl.engine.rollout.vllm.sampler import VllmZeroklSampler
     from zerokl.kernels.sampling_params import SamplingParams
     from zerokl.model.checkpoint import load_decoder
 
@@ -33,7 +33,7 @@ if __name__ == "__main__":
     flat = decoder.flat.detach()
 """
 OURS = """
-    vllm, native = VllmSampler(folder, decoder.config, flat, cfg), NativeSampler(decoder)
+    vllm, native = VllmZeroklSampler(folder, decoder.config, flat, cfg), NativeSampler(decoder)
     drawn = [None]
     for version in range(3):
         if version:
@@ -58,8 +58,8 @@ COPIED = (
 """
 )
 THEIRS = """
-    stock.ENVIRONMENT, stock.ARGUMENTS = {}, {}  # they are for GPUs
-    vllm = stock.StockSampler(folder, decoder.config, decoder.layout, flat, cfg)
+    exact.ENVIRONMENT, exact.ARGUMENTS = {}, {}  # they are for GPUs
+    vllm = exact.VllmExactSampler(folder, decoder.config, decoder.layout, flat, cfg)
     native = NativeSampler(decoder)
     print("NORM", vllm.llm.apply_model(lambda m: type(m.model.norm).__name__)[0])
     for version in range(3):

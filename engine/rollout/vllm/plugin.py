@@ -2,9 +2,9 @@
 
 ARCHITECTURE = "ZeroklForCausalLM"
 # Weight transfer engines (weights.py). SHARED: our model, in memory that two processes map. OWN: our model,
-# in the trainer's process. STOCK: vLLM's own model, in the trainer's process.
-SHARED, OWN, STOCK = "zerokl", "zerokl-own", "zerokl-stock"
-_ENGINES = {SHARED: "SharedWeightsEngine", OWN: "OwnWeightsEngine", STOCK: "StockWeightsEngine"}
+# in the trainer's process. EXACT: vLLM's own model, in the trainer's process.
+SHARED, OWN, EXACT = "zerokl", "zerokl-own", "zerokl-exact"
+_ENGINES = {SHARED: "SharedWeightsEngine", OWN: "OwnWeightsEngine", EXACT: "ExactWeightsEngine"}
 
 _registered = False
 
