@@ -99,8 +99,7 @@ def _workers_of_a_rank(config: Config, policy: Decoder) -> int:
     """The number of processes that sample and train side by side in this rank."""
     if config.workers:
         return config.workers
-    # vLLM allows nothing else to set the threads of its process.
-    # vllm-zerokl alone can run in a process of its own.
+    # vLLM allows nothing else to set the threads of its process. Only vllm-zerokl can run in another one.
     in_process = config.sampler.startswith("vllm") and not (
         config.sampler == "vllm-zerokl" and config.vllm.multiprocess
     )
