@@ -29,7 +29,7 @@ help:
 	@echo "make lint           ruff"
 	@echo "make pictures       the pictures of README and documentation, from $(RUN) (needs Chromium)"
 	@echo "make bench          one RL step beside TRL, sampling beside transformers, the linear beside plain torch"
-	@echo "make bench-vllm     tokens per second of vLLM with zerokl inside beside stock vLLM"
+	@echo "make bench-vllm     tokens per second of vLLM with zerokl inside (vllm-zerokl) beside vLLM as it comes (vllm)"
 
 # torch first, so that an installed build (a CPU one, say) is kept: later packages ask for torch in any version.
 TORCH ?= torch==2.13.0

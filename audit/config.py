@@ -3,16 +3,38 @@
 The text under a field gives its meaning and unit. `zerokl audit --help` and docs/commands.md show it.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+from pydantic import Field
+
+from ..engine import sampler_names
 from ..engine.section import Section
 from ..kernels.sampling_params import SamplingParams
 from .conclusion.outcome import Tolerances
 from .settings import Dtypes
 
-SAMPLERS = ("native", "hf", "hf-eager", "vllm", "vllm-zerokl")
-TRAINERS = ("zerokl", "hf", "hf-eager", "vllm")
+# Names that an audit does not take, and why.
+_NO_SAMPLER = {
+    "vllm-exact": "only train draws with it, and compares all its tokens; to audit vLLM in batch-invariant "
+    "mode, set VLLM_BATCH_INVARIANT=1 and take vllm",
+}
+_NO_TRAINER = {
+    "native": "it only draws; its forward is zerokl",
+    "vllm-exact": "only train draws with it, and it scores nothing",
+    "vllm-zerokl": "it only draws; its forward is zerokl",
+}
+# The engines of an audit: those that draw, and those that score.
+SAMPLERS = {name: line for name, line in sampler_names.SAMPLERS.items() if name not in _NO_SAMPLER} | {
+    "hf-eager": "hf with eager attention; hf has sdpa"
+}
+TRAINERS = {
+    "zerokl": "the forward that zerokl trains with",
+    "hf": "the forward of transformers, with sdpa attention",
+    "hf-eager": "the same with eager attention",
+    "vllm": "the prompt log-probabilities of vLLM as it comes",
+}
 Dtype = Literal["float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 LogFormat = Literal[
@@ -33,12 +55,10 @@ class AuditSettings(Section):
     """The model that scores a log; by default the log's own trainer column is compared."""
     format: LogFormat = "auto"
     """Which framework wrote the log; auto looks at its first row."""
-    sampler: str = "native"
-    """native, hf or hf-eager (transformers' generate), vllm (stock), vllm-zerokl, or a JSONL file of
-    rollouts.
-    """
-    trainer: str = "zerokl"
-    """zerokl, hf (sdpa attention), hf-eager, or vllm (prompt logprobs)."""
+    sampler: str = Field(
+        "native", description=f"{sampler_names.listed(SAMPLERS)}; or a JSONL file of rollouts."
+    )
+    trainer: str = Field("zerokl", description=f"{sampler_names.listed(TRAINERS)}.")
     dtype: Dtype = "bfloat16"
     """Compute dtype."""
     sampler_dtype: str = ""
@@ -142,12 +162,13 @@ class AuditConfig(AuditSettings):
 def check(cfg: AuditConfig) -> None:
     """Raise ValueError for a pair that cannot be compared."""
     if cfg.of_log and not Path(cfg.sampler).exists():
+        refusal = _refusal(cfg.sampler, _NO_SAMPLER, "is no file")
         raise ValueError(
-            f"audit: sampler {cfg.sampler} is no file; "
-            f"choose {', '.join(SAMPLERS)}, or name a log of rollouts"
+            f"audit: sampler {cfg.sampler} {refusal}; choose {', '.join(SAMPLERS)}, or name a log of rollouts"
         )
     if cfg.trainer not in TRAINERS:
-        raise ValueError(f"audit: trainer {cfg.trainer} is not known; choose {', '.join(TRAINERS)}")
+        refusal = _refusal(cfg.trainer, _NO_TRAINER, "is not known")
+        raise ValueError(f"audit: trainer {cfg.trainer} {refusal}; choose {', '.join(TRAINERS)}")
     for name, low, high in (("n", 1, 1 << 20), ("max_tokens", 1, 1 << 20), ("seed", 0, (1 << 32) - 1)):
         if not low <= getattr(cfg, name) <= high:
             raise ValueError(f"audit: {name} ({getattr(cfg, name)}) must lie in {low} to {high}")
@@ -159,6 +180,13 @@ def check(cfg: AuditConfig) -> None:
             raise ValueError(f"audit: dtype {name} is not known; choose {', '.join(DTYPES)}")
     _check_for_sampler(cfg)
     _check_vllm(cfg)
+
+
+def _refusal(name: str, reasons: Mapping[str, str], otherwise: str) -> str:
+    """Why an audit does not take the engine `name`, as the end of a message about the name."""
+    if name in reasons:
+        return f"cannot be audited: {reasons[name]}"
+    return sampler_names.RENAMED.get(name, otherwise)
 
 
 def check_requests(requests: int, of_log: bool) -> None:

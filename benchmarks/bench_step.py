@@ -169,9 +169,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
         "--sampler",
-        choices=("native", "vllm"),
+        choices=("native", "vllm-zerokl"),
         default="native",
-        help="zerokl's sampler; vllm where this Python has it",
+        help="zerokl's sampler; vllm-zerokl where this Python has it",
     )
     parser.add_argument("--out", default=str(HERE / "results" / "cpu" / "bench_step.json"))
     # DTYPE:MODEL: this process is zerokl's side.

@@ -1,4 +1,4 @@
-"""Tokens a second of vLLM with zerokl inside, beside stock vLLM: same model and same requests, in one run.
+"""Tokens a second of vllm-zerokl beside those of vllm as it comes: same model and requests, in one run.
 
     .venv-vllm/bin/python benchmarks/vllm_rate.py [--model FOLDER]
 
@@ -31,16 +31,16 @@ def requests():
     return Requests(prompts, SAMPLES, NEW_TOKENS, cache_bytes=CACHE_BYTES)
 
 
-def zerokl_calls(model: Path, dtype: str):
+def vllm_zerokl_calls(model: Path, dtype: str):
     """A function that draws all tokens of call i with zerokl inside vLLM, and returns their number."""
     import torch
-    from zerokl.benchmarks.device.engines import zerokl_in_vllm
+    from zerokl.benchmarks.device.engines import vllm_zerokl
 
-    return zerokl_in_vllm(model, getattr(torch, dtype), torch.device("cpu"), requests())
+    return vllm_zerokl(model, getattr(torch, dtype), torch.device("cpu"), requests())
 
 
-def stock_calls(model: Path, dtype: str):
-    """A function like that of zerokl_calls, for vLLM's own model, attention and sampler."""
+def vllm_calls(model: Path, dtype: str):
+    """A function like that of vllm_zerokl_calls, for vLLM's own model, attention and sampler."""
     import torch
     from zerokl.benchmarks.device.engines import vllm_as_it_comes
     from zerokl.engine.rollout.vllm.sampler import prepare_vllm
@@ -49,7 +49,7 @@ def stock_calls(model: Path, dtype: str):
     return vllm_as_it_comes(model, getattr(torch, dtype), requests(), enforce_eager=True)
 
 
-SIDES = {"zerokl": zerokl_calls, "stock": stock_calls}
+SIDES = {"vllm-zerokl": vllm_zerokl_calls, "vllm": vllm_calls}
 
 
 def serve(side: str, model: Path, dtype: str, calls: int) -> None:
@@ -79,9 +79,9 @@ def compare(model: str, dtype: str, args: argparse.Namespace, scratch: Path) -> 
         for answers in turns.alternate(sides, args.turns, args.warmup)
     ]
     medians = {side: statistics.median(row[side] for row in rows) for side in SIDES}
-    spread = turns.spread([row["zerokl"] / row["stock"] for row in rows])
+    spread = turns.spread([row["vllm-zerokl"] / row["vllm"] for row in rows])
     print(
-        f"{dtype}: zerokl {medians['zerokl']:.0f} tokens/s, stock vLLM {medians['stock']:.0f}, "
+        f"{dtype}: vllm-zerokl {medians['vllm-zerokl']:.0f} tokens/s, vllm {medians['vllm']:.0f}, "
         f"ratio {spread['median']:.2f} ({spread['p10']:.2f} to {spread['p90']:.2f})",
         flush=True,
     )

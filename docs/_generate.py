@@ -18,12 +18,14 @@ import cyclopts
 import zerokl
 from pydantic import BaseModel
 from sphinx.util import logging
+from zerokl.audit import config as audit_config
 from zerokl.cli import app as cli
 from zerokl.engine.config import Config
 from zerokl.engine.loss.config import LossConfig
 from zerokl.engine.loss.presets import PRESETS
 from zerokl.engine.rollout.vllm.arguments import ALLOWED, SET_BY_ZEROKL
 from zerokl.engine.runs.head import FREE
+from zerokl.engine.sampler_names import EXTERNAL, SAMPLERS
 from zerokl.verify.ledger import FORMAT
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -236,6 +238,28 @@ def places() -> str:
     return _table(["place", "what lives there"], rows)
 
 
+def samplers() -> str:
+    """Every sampler: which engine it is, and which command takes it."""
+    rows = []
+    for name, line in (SAMPLERS | audit_config.SAMPLERS).items():
+        train = "no" if name not in SAMPLERS else "with `exact = false`" if name in EXTERNAL else "yes"
+        rows.append([f"`{name}`", _prose(line), train, "yes" if name in audit_config.SAMPLERS else "no"])
+    return _table(["sampler", "engine", "`zerokl train`", "`zerokl audit`"], rows)
+
+
+def audit_samplers() -> str:
+    """The engines that draw in an audit."""
+    rows = [[f"`{name}`", _prose(line)] for name, line in audit_config.SAMPLERS.items()]
+    rows.append(["a file", "nothing: [a log](log.md) of rollouts that were drawn elsewhere"])
+    return _table(["`--sampler`", "draws with"], rows)
+
+
+def audit_trainers() -> str:
+    """The engines that score in an audit."""
+    rows = [[f"`{name}`", _prose(line)] for name, line in audit_config.TRAINERS.items()]
+    return _table(["`--trainer`", "scores with"], rows)
+
+
 def vllm_allowed() -> str:
     """The allowed arguments of vLLM's engine, by reason."""
     by_reason: dict[str, list[str]] = {}
@@ -414,6 +438,9 @@ PARTS = {
     "ledger-format": ledger_format,
     "places": places,
     "log-fields": log_fields,
+    "samplers": samplers,
+    "audit-samplers": audit_samplers,
+    "audit-trainers": audit_trainers,
     "vllm-allowed": vllm_allowed,
     "vllm-set": vllm_set,
     "public-names": public_names,

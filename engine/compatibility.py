@@ -22,14 +22,19 @@ class Setting(NamedTuple):
     ranks: int = 1
 
     @property
-    def exact_stock(self) -> bool:
-        """Whether vLLM samples with its own model, in exact mode."""
-        return self.config.sampler == "vllm-stock" and self.config.exact
+    def vllm_exact(self) -> bool:
+        """Whether vLLM samples with its own model in batch-invariant mode."""
+        return self.config.sampler == "vllm-exact"
 
     @property
     def uses_vllm(self) -> bool:
-        """Whether vLLM samples, with our decoder or with its own model."""
+        """Whether vLLM samples: as it comes, batch-invariant, or with our decoder."""
         return self.config.sampler.startswith("vllm")
+
+    @property
+    def keyed_vllm(self) -> bool:
+        """Whether vLLM draws with zerokl's keys, over the trainer's own weights."""
+        return self.config.sampler in ("vllm-exact", "vllm-zerokl")
 
     @property
     def vllm_on_cpu(self) -> bool:
@@ -52,7 +57,7 @@ class Rule(NamedTuple):
 
 def _other_tiles(s: Setting) -> bool:
     return (
-        s.exact_stock
+        s.vllm_exact
         and s.vllm is not None
         and minor_version(s.vllm) != minor_version(s.config.precision.tiles)
     )
@@ -96,18 +101,27 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        lambda s: s.config.exact and s.config.sampler == "vllm",
         lambda s: (
-            s.config.exact
-            and (s.config.precision.sampler_differs or s.config.perturb.any or s.config.sampler == "hf")
-        ),
-        lambda s: (
-            "precision.sampler_*, perturb.* and an external sampler make sampler and trainer differ; "
-            "set exact = false"
+            'sampler ("vllm") with exact = true: vllm is vLLM as it comes now, and no trainer has its bits; '
+            'set exact = false, or sampler = "vllm-zerokl", which is zerokl\'s decoder inside vLLM, '
+            'or, on a GPU, "vllm-exact"'
         ),
     ),
     Rule(
+        lambda s: s.config.exact and s.config.sampler == "hf",
         lambda s: (
-            s.exact_stock
+            'sampler ("hf") with exact = true: hf is transformers as it comes, and no trainer has its bits; '
+            'set exact = false, or sampler = "native"'
+        ),
+    ),
+    Rule(
+        lambda s: s.config.exact and (s.config.precision.sampler_differs or s.config.perturb.any),
+        lambda s: "precision.sampler_* and perturb.* make sampler and trainer differ; set exact = false",
+    ),
+    Rule(
+        lambda s: (
+            s.vllm_exact
             and (s.config.precision.head_dtype, s.config.precision.cache_dtype) != ("compute", "compute")
         ),
         lambda s: (
@@ -123,17 +137,25 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        lambda s: s.config.sampler == "vllm" and s.config.precision.cache_dtype != "compute",
+        lambda s: s.keyed_vllm and s.config.precision.sampler_dtype not in ("", s.config.dtype),
+        lambda s: (
+            f'precision.sampler_dtype ("{s.config.precision.sampler_dtype}"): sampler '
+            f'"{s.config.sampler}" computes with the trainer\'s own weights; leave it empty, or set '
+            'sampler = "native"'
+        ),
+    ),
+    Rule(
+        lambda s: s.config.sampler == "vllm-zerokl" and s.config.precision.cache_dtype != "compute",
         lambda s: (
             "precision.cache_dtype: vLLM's cache holds the compute dtype; "
             'set it to "compute", or sampler = "native"'
         ),
     ),
     Rule(
-        lambda s: s.exact_stock and s.device == "cpu",
+        lambda s: s.vllm_exact and s.device == "cpu",
         lambda s: (
-            'sampler ("vllm-stock") with exact = true needs a GPU: vLLM\'s kernels for CPUs are not '
-            'batch-invariant; set exact = false, or sampler = "vllm"'
+            'sampler ("vllm-exact") needs a GPU: vLLM\'s kernels for CPUs are not batch-invariant; '
+            'set sampler = "vllm-zerokl"'
         ),
     ),
     Rule(
@@ -144,11 +166,7 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        lambda s: (
-            s.device == "cuda"
-            and s.config.vllm.multiprocess
-            and (s.config.sampler == "vllm" or s.exact_stock)
-        ),
+        lambda s: s.keyed_vllm and s.device == "cuda" and s.config.vllm.multiprocess,
         lambda s: (
             "vllm.multiprocess (true): on a GPU vLLM reads the trainer's own tensors, "
             "which are in this process; set it to false"

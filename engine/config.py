@@ -11,11 +11,16 @@ from pydantic import AfterValidator, Field, field_validator
 from ..kernels.sampling_params import SamplingParams
 from .loss.config import LossConfig
 from .precision import PrecisionConfig, ShortNames
+from .sampler_names import RENAMED, SAMPLERS, SamplerName, listed
 from .section import Section
 from .tasks.rewards import RewardSettings
 
 # Sections whose keys zerokl does not define.
 FREE_SECTIONS = ("task.options", "vllm.engine")
+_SAMPLER_HELP = (
+    f"The engine that draws the completions: {listed(SAMPLERS)}. native and vllm-zerokl draw the same "
+    "tokens. hf and vllm need exact = false; vllm-exact needs a GPU."
+)
 
 
 def _in_range(temperature: float) -> float:
@@ -257,12 +262,7 @@ class Config(Section):
     """Processes that sample and train side by side, each on its share of the threads. The number is rounded
     down to a power of two; 0 chooses by model size. It changes no bit.
     """
-    sampler: Literal["native", "vllm", "hf", "vllm-stock"] = "native"
-    """The engine that draws the completions. native is zerokl's own, and vllm is vLLM (where it is installed)
-    with our decoder; both draw the same tokens. On a GPU, vllm-stock is vLLM with its own model in
-    batch-invariant mode, whose arithmetic our kernels follow. With exact = false there are external engines:
-    hf is transformers' generate, and vllm-stock is vLLM as it comes.
-    """
+    sampler: SamplerName = Field("native", description=_SAMPLER_HELP)
     max_staleness: int = Field(0, ge=0)
     """Updates by which the sampler's weights may be older than the trainer's. They are renewed before they
     become older than this.
@@ -292,6 +292,13 @@ class Config(Section):
         Such a run can be resumed or replayed from its first step only.
         """
         return bool(self.max_staleness or self.perturb.delay)
+
+    @field_validator("sampler", mode="before")
+    @classmethod
+    def _renamed(cls, value: Any) -> Any:
+        if isinstance(value, str) and value in RENAMED:
+            raise ValueError(RENAMED[value])
+        return value
 
     @field_validator("virtual_shards")
     @classmethod

@@ -48,7 +48,7 @@ class PrecisionConfig(Section):
     """
     tiles: Literal["vllm-0.32", "vllm-0.33"] = "vllm-0.32"
     """The vLLM version whose tiles the matrix products use along the reduced dimension, on a GPU. These tiles
-    decide the order of sums. With sampler = "vllm-stock" and exact = true it must be the vLLM that samples.
+    decide the order of sums. With sampler = "vllm-exact" it must be the vLLM that samples.
     """
     sampler_dtype: Annotated[Literal["", "float32", "bfloat16", "float16"], ShortNames] = ""
     """Compute dtype of the sampler; empty is the trainer's. Needs exact = false."""

@@ -28,6 +28,7 @@ PLACES = (
     "engine.loss",
     "engine.tasks",
     "engine.precision",
+    "engine.sampler_names",
     "engine.section",
     "engine.processes",
     "engine.shared_tensor",

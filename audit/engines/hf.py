@@ -61,7 +61,7 @@ class HfEngine(HfGenerator):
         device: torch.device | None = None,
     ):
         super().__init__(folder, dtype, attention, device)
-        self.name = f"hf {attention}"
+        self.name = "hf-eager" if attention == "eager" else "hf"
         if head not in (None, dtype):
             self.model.lm_head = _WideLmHead(self.model.lm_head.weight.detach().to(head))
 

@@ -16,7 +16,7 @@ from .engine import Engine, ZeroklEngine
 from .hf import HfEngine
 from .vllm import VllmEngine, VllmZeroklEngine
 
-# Engines that are not ours.
+# Engines in which a library computes.
 _LIBRARIES = ("hf", "hf-eager", "vllm", "vllm-zerokl")
 
 

@@ -1,6 +1,6 @@
-"""vLLM as an engine of an audit: stock (its own model, attention and sampler), and with zerokl inside.
+"""vLLM as an engine of an audit: `vllm`, as it comes, and `vllm-zerokl`, with zerokl inside.
 
-Nothing of stock vLLM is patched. Its prompt logprobs are the score, and forward hooks on its in-process model
+Nothing of `vllm` is patched. Its prompt logprobs are the score, and forward hooks on its in-process model
 read the operations.
 
 Shapes: C completion tokens, T tokens of one sequence, V vocabulary.
@@ -15,9 +15,9 @@ import torch
 
 from ...engine.config import VllmConfig
 from ...engine.rollout.types import GenerationParams, RngKey, Rollout, complete
+from ...engine.rollout.vllm.generator import CACHE_BYTES, CONTEXT, VllmGenerator, request_params
 from ...engine.rollout.vllm.installed import is_cpu_build
-from ...engine.rollout.vllm.sampler import VllmSampler
-from ...engine.rollout.vllm_stock import CACHE_BYTES, CONTEXT, VllmGenerator, request_params
+from ...engine.rollout.vllm.sampler import VllmZeroklSampler
 from ...engine.shared_tensor import SharedTensor
 from ...kernels.sampling_params import SamplingParams
 from ...model.config import ModelConfig
@@ -52,7 +52,7 @@ class VllmZeroklEngine(ZeroklEngine):
             weights = SharedTensor(self.decoder.layout.numel, dtype)
             self.decoder.move_to(weights.tensor)
         cfg = VllmConfig(context=CONTEXT, cache_bytes=CACHE_BYTES, multiprocess=multiprocess)
-        self.sampler = VllmSampler(folder, self.decoder.config, weights, cfg, self.decoder.numerics)
+        self.sampler = VllmZeroklSampler(folder, self.decoder.config, weights, cfg, self.decoder.numerics)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, seed: int
@@ -92,7 +92,7 @@ class VllmZeroklEngine(ZeroklEngine):
 
 
 class VllmEngine(VllmGenerator):
-    """Stock vLLM in this process, uncompiled, without a prefix cache."""
+    """vLLM as it comes in this process, uncompiled, without a prefix cache."""
 
     traced_outside = False
 

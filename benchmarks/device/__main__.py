@@ -3,7 +3,7 @@
     exact     the law, exact policy gradient, a KL reference, rollouts of older weights, kill and resume
     kernels   each kernel beside plain torch, beside atomics, beside Liger-Kernel's
     step      forward and backward; the whole exact step and its split, beside TRL with vLLM
-    decode    tokens a second: the native sampler, zerokl in vLLM and beside its model, stock vLLM
+    decode    tokens a second: the samplers native, vllm-zerokl and vllm-exact, and vLLM as it comes
     vllm      vLLM's kernels and compiled operations, and runs in which vLLM samples, beside zerokl's
 
 The sections of a part run in order of importance. A section that would begin after LAST_START_S is left out,

@@ -2,9 +2,9 @@
 
 - its Triton kernels, where its Python files are on the path: bits and rates;
 - its compiled operations;
-- `--sampler vllm` and `--sampler vllm-stock` in three dtypes, bf16 also with vllm.cuda_graphs: mismatch, and
-  the native sampler's weights;
-- its own model beside the trainer's forward, at the widths of the 1.7B (stock_exact.py).
+- the samplers vllm-zerokl and vllm-exact in three dtypes, bf16 also with vllm.cuda_graphs: mismatch, and the
+  native sampler's weights;
+- its own model beside the trainer's forward, at the widths of the 1.7B (vllm_exact.py).
 
 All but the first need an installed vLLM. What is not there is left out with a line.
 """
@@ -48,10 +48,10 @@ def compiled(m: Machine) -> Iterator[Row]:
 
 def samplers(m: Machine) -> Iterator[Row]:
     """Runs with vLLM as the sampler, three dtypes at the same time, and bf16 with CUDA graphs."""
-    for sampler in ("vllm", "vllm-stock"):
+    for sampler in ("vllm-zerokl", "vllm-exact"):
         if not _INSTALLED:
             yield _left_out(f"sampler {sampler}")
-        elif sampler == "vllm-stock" and not m.on_gpu:
+        elif sampler == "vllm-exact" and not m.on_gpu:
             yield {"what": f"sampler {sampler}: not compared (it needs a GPU)"}
         else:
             cases = [(dtype, "eager") for dtype in _DTYPES] + [(_DTYPES[0], "graphs")] * m.on_gpu
@@ -63,12 +63,12 @@ def samplers(m: Machine) -> Iterator[Row]:
                 yield row
 
 
-def stock_model(m: Machine) -> Iterator[Row]:
+def own_model(m: Machine) -> Iterator[Row]:
     """vLLM's own model beside the trainer's forward, three dtypes at the same time."""
     if not _INSTALLED:
         yield _left_out("vLLM's own model")
         return
-    jobs = {f"vLLM's own model {dtype}": module_command(m, "stock_exact", dtype) for dtype in _DTYPES}
+    jobs = {f"vLLM's own model {dtype}": module_command(m, "vllm_exact", dtype) for dtype in _DTYPES}
     for _, row in rows_of(m, jobs, _LIMIT_S):
         yield row
 
@@ -89,13 +89,13 @@ def _run(m: Machine, sampler: str, dtype_name: str, mode: str) -> Iterator[Row]:
     yield {"what": f"{what}: {other.tokens} tokens, trainer against sampler", "unequal": other.unequal}
     unequal = int(other.weights != native.weights)
     yield {"what": f"{what}: weights that are not the native sampler's", "unequal": unequal}
-    if sampler == "vllm":
+    if sampler == "vllm-zerokl":
         unequal = int(other.fingerprint != native.fingerprint)
         yield {"what": f"{what}: a fingerprint that is not the native sampler's", "unequal": unequal}
 
 
 # The first and the last run in this process, the others in processes of their own.
-SECTIONS = (vllm_equality, compiled, samplers, stock_model, vllm_rates)
+SECTIONS = (vllm_equality, compiled, samplers, own_model, vllm_rates)
 
 if __name__ == "__main__":
     serve(_run)

@@ -1,8 +1,8 @@
 """Engines that decode: each is a function that draws all tokens of call i and returns their number.
 
-native, vllm and vllm-stock are zerokl's samplers; the latter two also exist with vllm.cuda_graphs. The others
-are vLLM as it comes (stock), with decode graphs and no compiler (stock-graphs), without either (stock-eager),
-and in batch-invariant mode, without and with graphs.
+native, vllm-zerokl and vllm-exact are zerokl's samplers; the latter two also exist with vllm.cuda_graphs. The
+others are vLLM as it comes (vllm), with decode graphs and no compiler (vllm-graphs), without either
+(vllm-eager), and in batch-invariant mode with its own draw, without and with graphs.
 """
 
 import os
@@ -46,11 +46,11 @@ def native(model: Path, dtype: torch.dtype, device: torch.device, requests: Requ
     return _keyed(sampler, requests)
 
 
-def zerokl_in_vllm(
+def vllm_zerokl(
     model: Path, dtype: torch.dtype, device: torch.device, requests: Requests, graphs: bool = False
 ) -> Call:
     """vLLM with zerokl's decoder, attention and draw."""
-    from zerokl.engine.rollout.vllm.sampler import VllmSampler
+    from zerokl.engine.rollout.vllm.sampler import VllmZeroklSampler
     from zerokl.engine.shared_tensor import SharedTensor
     from zerokl.model.checkpoint import load_decoder
 
@@ -59,19 +59,19 @@ def zerokl_in_vllm(
     if device.type == "cpu":  # vLLM's process maps the trainer's memory
         weights = SharedTensor(decoder.layout.numel, dtype)
         decoder.move_to(weights.tensor)
-    return _keyed(VllmSampler(model, decoder.config, weights, _vllm_config(requests, graphs)), requests)
+    return _keyed(VllmZeroklSampler(model, decoder.config, weights, _vllm_config(requests, graphs)), requests)
 
 
-def beside_vllm(
+def vllm_exact(
     model: Path, dtype: torch.dtype, device: torch.device, requests: Requests, graphs: bool = False
 ) -> Call:
     """vLLM's own model in the mode that zerokl's trainer matches."""
-    from zerokl.engine.rollout.vllm.stock import StockSampler
+    from zerokl.engine.rollout.vllm.exact import VllmExactSampler
     from zerokl.model.checkpoint import load_decoder
 
     decoder = load_decoder(model, dtype, device)
     flat = decoder.flat.detach()
-    sampler = StockSampler(model, decoder.config, decoder.layout, flat, _vllm_config(requests, graphs))
+    sampler = VllmExactSampler(model, decoder.config, decoder.layout, flat, _vllm_config(requests, graphs))
     return _keyed(sampler, requests)
 
 
@@ -138,17 +138,17 @@ def make(name: str, model: Path, dtype: torch.dtype, device: torch.device, reque
     """The engine `name`."""
     ours = {
         "native": native,
-        "vllm": zerokl_in_vllm,
-        "vllm-graphs": partial(zerokl_in_vllm, graphs=True),
-        "vllm-stock": beside_vllm,
-        "vllm-stock-graphs": partial(beside_vllm, graphs=True),
+        "vllm-zerokl": vllm_zerokl,
+        "vllm-zerokl-graphs": partial(vllm_zerokl, graphs=True),
+        "vllm-exact": vllm_exact,
+        "vllm-exact-graphs": partial(vllm_exact, graphs=True),
     }
     if name in ours:
         return ours[name](model, dtype, device, requests)
     arguments: dict[str, object] = {
-        "stock": {},
-        "stock-graphs": {"compilation_config": DECODE_GRAPHS},
-        "stock-eager": {"enforce_eager": True},
+        "vllm": {},
+        "vllm-graphs": {"compilation_config": DECODE_GRAPHS},
+        "vllm-eager": {"enforce_eager": True},
         "batch-invariant": {"enforce_eager": True, "attention_backend": "TRITON_ATTN"},
         "batch-invariant-graphs": {"compilation_config": DECODE_GRAPHS, "attention_backend": "TRITON_ATTN"},
     }[name]

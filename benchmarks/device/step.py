@@ -57,7 +57,7 @@ def whole_step(m: Machine) -> Iterator[Row]:
 
 def _jobs(m: Machine, model: Path) -> dict[str, list[str]]:
     """Engine -> the command of its process; empty where it is not installed."""
-    samplers = ["native", *(["vllm"] if find_spec("vllm") else [])]
+    samplers = ["native", *(["vllm-zerokl"] if find_spec("vllm") else [])]
     jobs = {f"zerokl, {s} sampler": module_command(m, "device.step", s, str(model)) for s in samplers}
     python = os.environ.get("TRL_PYTHON", sys.executable)
     has_vllm = m.on_gpu and _imports(python, "vllm")

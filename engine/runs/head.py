@@ -30,8 +30,8 @@ FREE = {
     "workers": "how the work is spread; by the law this decides no bit",
     "native": "limits of the sampler; by the law they decide no bit",
     "vllm": "limits of the sampler; by the law they decide no bit",
-    "sampler": "native and vllm draw the same tokens (is_free: others do not)",
-    "exact": "decides whether a run stops, not what it computes (is_free: vllm-stock draws otherwise)",
+    "sampler": "native and vllm-zerokl draw the same tokens (is_free: others do not)",
+    "exact": "decides whether a run stops, not what it computes",
     "evaluation": "only reads the weights, with random numbers of its own",
     "tracking": "decides only where the metrics are written as well",
     "checkpoint": "decides only what is kept",
@@ -77,10 +77,7 @@ def is_free(key: str, config: Config) -> bool:
     if key == "steps":  # it decides bits only through the schedule of the learning rate
         return config.optimizer.schedule == "constant"
     if key == "sampler":
-        return config.sampler in ("native", "vllm")
-    if key == "exact":
-        # With exact = true, vLLM's own model is sampled with the run's random numbers, otherwise with vLLM's.
-        return config.sampler != "vllm-stock"
+        return config.sampler in ("native", "vllm-zerokl")
     return any(key == free or key.startswith(f"{free}.") for free in FREE)
 
 

@@ -225,6 +225,21 @@ def _needs_nothing(log: Log, step: int) -> bool:
     return log.path.name == ROLLOUTS and (log.lost or (log.first >= step and not log.damage))
 
 
+def _check_sampler(config: Config, path: Path) -> None:
+    """Raise ValueError where config.toml names vLLM as it comes, and the run did not sample with it.
+
+    The ledger chains the names of samplers that do not draw the native sampler's tokens.
+    """
+    if config.sampler != "vllm" or not (path / LEDGER).exists():
+        return
+    head = read_ledger(path / LEDGER).head
+    if head and "sampler" not in head.settings:
+        raise ValueError(
+            f'run: sampler ("vllm") in {path / "config.toml"} is vLLM as it comes now, and this run sampled '
+            'with zerokl\'s decoder inside vLLM; set it to "vllm-zerokl" there'
+        )
+
+
 def run_config(path: Path, overrides: Mapping[str, Any]) -> Config:
     """The configuration of the run in the folder `path`, with overrides.
 
@@ -236,6 +251,7 @@ def run_config(path: Path, overrides: Mapping[str, Any]) -> Config:
     if not file.exists():
         raise ValueError(f"run: {path} holds no run (no config.toml); start one with --run_dir {path}")
     was = load_config(str(file), None, {})
+    _check_sampler(was, path)
     present = file_keys(str(file))
     lacking = [key for key in flat_settings(was) if key not in present and not is_free(key, was)]
     if lacking:

@@ -1,10 +1,9 @@
 """The sampler of a run, and the scorer of its rollouts when its weights are not the trainer's.
 
-    shared      the default: the native sampler, vLLM with our decoder, or (on a GPU) vLLM's own model, over
-                the trainer's own weights
+    shared      native, the default; vllm-zerokl; or, on a GPU, vllm-exact: over the trainer's own weights
     separate    the native sampler over weights of its own: older ones (max_staleness), weights in another
                 precision, or perturbed ones (perturb.py)
-    external    transformers or stock vLLM (rollout/hf.py, rollout/vllm_stock.py)
+    external    hf or vllm (rollout/hf.py, rollout/vllm/generator.py)
 
 With max_staleness = N rollouts may be up to N versions old. The sampler keeps its weights until they would be
 more than N updates behind, and its rollouts name their version. So the sampler's decoder still has the
@@ -32,9 +31,10 @@ from ..parallel.workers import ParallelSampler, Workers
 from ..perturb import Delayed, perturbed_weights
 from ..rollout.hf import HfGenerator
 from ..rollout.types import Completion, GenerationParams, Request, Rollout, Sampler, check_requests
-from ..rollout.vllm.sampler import VllmSampler
-from ..rollout.vllm.stock import StockSampler
-from ..rollout.vllm_stock import VllmGenerator
+from ..rollout.vllm.exact import VllmExactSampler
+from ..rollout.vllm.generator import VllmGenerator
+from ..rollout.vllm.sampler import VllmZeroklSampler
+from ..sampler_names import EXTERNAL
 from ..train.optimizer import Optimizer
 
 
@@ -60,15 +60,21 @@ def make_samplers(
     Raises ValueError for an engine that is not installed.
     """
     shared = ParallelSampler(workers)
-    if config.sampler == "vllm":
-        flat = workers.host.decoder.flat
-        weights, frozen = workers.weights or flat, optimizer.layout.frozen
-        vllm = VllmSampler(model, model_config, weights, config.vllm, numerics_of(config), frozen=frozen)
+    flat = workers.host.decoder.flat
+    if config.sampler == "vllm-zerokl":
+        vllm = VllmZeroklSampler(
+            model,
+            model_config,
+            workers.weights or flat,
+            config.vllm,
+            numerics_of(config),
+            frozen=optimizer.layout.frozen,
+        )
         return Samplers(vllm, vllm)
-    if config.sampler == "vllm-stock" and config.exact:
-        stock = StockSampler(model, model_config, optimizer.layout, workers.host.decoder.flat, config.vllm)
-        return Samplers(stock, stock)
-    if config.sampler in ("hf", "vllm-stock"):
+    if config.sampler == "vllm-exact":
+        own_model = VllmExactSampler(model, model_config, optimizer.layout, flat, config.vllm)
+        return Samplers(own_model, own_model)
+    if config.sampler in EXTERNAL:
         engine = _engine(config, model, model_config, optimizer.decoder.device)
         return Samplers(ExternalSampler(engine, model_config, optimizer), shared)
     if not (config.max_staleness or config.perturb.any or config.precision.sampler_differs):

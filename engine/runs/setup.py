@@ -58,7 +58,7 @@ def make_state(
     # The ranks compute shards in common rounds, so all have the same number of workers.
     n = min(ranks.gather(lambda: _workers_of_a_rank(config, policy)))
     policy.recompute = config.recompute == "layer"
-    share = config.sampler == "vllm" and device.type == "cpu"
+    share = config.sampler == "vllm-zerokl" and device.type == "cpu"
     with ExitStack() as on_failure:  # closes what was started, unless all of it succeeds
         shards = shards_at_once(config.virtual_shards, ranks.size, n)
         workers = Workers(policy, shards, n, config.native, share, sizes.shards_in_flight)
@@ -99,9 +99,11 @@ def _workers_of_a_rank(config: Config, policy: Decoder) -> int:
     """The number of processes that sample and train side by side in this rank."""
     if config.workers:
         return config.workers
-    # vLLM allows nothing else to set the threads of its process.
-    vllm_inside = config.sampler == "vllm" and not config.vllm.multiprocess
-    if vllm_inside or config.sampler == "vllm-stock" or policy.device.type == "cuda":
+    # vLLM allows nothing else to set the threads of its process. Only vllm-zerokl can run in another one.
+    in_process = config.sampler.startswith("vllm") and not (
+        config.sampler == "vllm-zerokl" and config.vllm.multiprocess
+    )
+    if in_process or policy.device.type == "cuda":
         return 1
     return automatic(policy.layout.numel)
 

@@ -283,10 +283,10 @@ def test_transformers_draws_from_the_whole_distribution(model, tmp_path):
 
 def test_two_engines_of_one_name_are_told_apart(model):
     report = audit_json(audit_config(str(model), "hf", "hf", sampler_dtype="float32", n=4, max_tokens=8))
-    assert set(report["own_invariance"]) == {"hf sdpa (sampler)", "hf sdpa (trainer)"}
+    assert set(report["own_invariance"]) == {"hf (sampler)", "hf (trainer)"}
     ways = {way for ways in report["own_invariance"].values() for way in ways}
     assert ways >= {"drawn against scored", "decode against prefill"}
-    assert "drawn against scored" not in report["own_invariance"]["hf sdpa (trainer)"]
+    assert "drawn against scored" not in report["own_invariance"]["hf (trainer)"]
 
 
 def test_a_log_of_several_weight_versions_must_be_told_which(model, tmp_path, capsys):
@@ -366,6 +366,11 @@ def test_a_file_that_is_no_log_is_refused(tmp_path, text, reason):
     ("words", "reason"),
     [
         (["--sampler", "nothing"], "sampler nothing is no file; choose native, hf"),
+        (["--sampler", "vllm-exact"], "vllm-exact cannot be audited: only train draws with it"),
+        (["--sampler", "vllm-stock"], 'write "vllm-exact" (vLLM\'s own model in'),
+        (["--trainer", "vllm-exact"], "it scores nothing; choose zerokl, hf"),
+        (["--trainer", "vllm-zerokl"], "its forward is zerokl; choose zerokl, hf"),
+        (["--trainer", "native"], "its forward is zerokl; choose zerokl, hf"),
         (["--trainer", "trl"], "trainer trl is not known; choose zerokl, hf"),
         (["--own", "4"], "audit: --own is called --batch_invariance now"),
         (["--full"], "audit: --full is called --full_vocab now"),

@@ -98,7 +98,7 @@ def press(driver: webdriver.Chrome, key: str) -> WebElement:
 
 def test_it_answers_in_order(opened):
     driver = opened()
-    assert one(driver, "h1").text == "hf sdpa against zerokl"
+    assert one(driver, "h1").text == "hf against zerokl"
     assert one(driver, ".answer").text.endswith("Not equal")
     headings = [heading.text for heading in driver.find_elements(By.TAG_NAME, "h2")]
     assert headings == ["Likely cause", "Figures", "Tokens", "Operations", "Settings"]
@@ -130,7 +130,7 @@ def test_hostile_text_is_text(opened, report, requests):
     """open_page sees to it that nothing was written to the console."""
     driver = opened()
     assert requests(0.3) == [(report / "audit.html").as_uri()], "nothing else is loaded"
-    assert driver.title == "hf sdpa against zerokl - zerokl audit"  # a dialog would raise an exception here
+    assert driver.title == "hf against zerokl - zerokl audit"  # a dialog would raise an exception here
     assert driver.find_elements(By.CSS_SELECTOR, "script, img, iframe, [onload], [onerror]") == []
     strips = "".join(e.get_property("textContent") for e in driver.find_elements(By.CSS_SELECTOR, ".texts"))
     visible = [HOSTILE[character] for character in "adh1g"]

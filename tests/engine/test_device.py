@@ -41,15 +41,15 @@ def test_a_gpu_has_one_worker_and_a_sampler_that_computes_there(monkeypatch):
     assert run_device(Config(device="cpu", workers=2)) == torch.device("cpu")
     for cpu_build, device in ((True, torch.device("cpu")), (False, torch.device("cuda", 0))):
         pretend_vllm("0.32.0+cpu" if cpu_build else "0.32.0")
-        assert run_device(Config(sampler="vllm")) == device
+        assert run_device(Config(sampler="vllm-zerokl")) == device
     with pytest.raises(ValueError, match=r"workers \(2\) must be 0 or 1 on a GPU"):
         run_device(Config(workers=2))
     with pytest.raises(ValueError, match=r"vllm.multiprocess \(true\): on a GPU"):
-        run_device(Config(device="cuda", sampler="vllm", vllm=VllmConfig(multiprocess=True)))
+        run_device(Config(device="cuda", sampler="vllm-zerokl", vllm=VllmConfig(multiprocess=True)))
     pretend_vllm("0.32.0+cpu")
-    message = r'sampler \("vllm"\): the vLLM installed here computes on CPUs only; set device = "cpu"'
+    message = r'sampler \("vllm-zerokl"\): the vLLM installed here computes on CPUs only; set device = "cpu"'
     with pytest.raises(ValueError, match=message):
-        run_device(Config(device="cuda", sampler="vllm"))
+        run_device(Config(device="cuda", sampler="vllm-zerokl"))
     monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"a GPU needs Triton; pip install triton"):
         run_device(Config())

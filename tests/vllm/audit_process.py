@@ -1,4 +1,4 @@
-"""Plants differences in stock vLLM's model, one after another, and prints where its trace first differs.
+"""Plants differences in vLLM's model, one after another, and prints where its trace first differs.
 
     audit_process.py MODEL SEED TRACE
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from zerokl.engine.config import VllmConfig
 from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
-from zerokl.engine.rollout.vllm.sampler import VllmSampler
+from zerokl.engine.rollout.vllm.sampler import VllmZeroklSampler
 from zerokl.engine.shared_tensor import SharedTensor
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
@@ -22,7 +22,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from trajectories import in_three_turns
 
 
-class ForgetsToReset(VllmSampler):
+class ForgetsToReset(VllmZeroklSampler):
     """The mistake of keeping keys and values of older weights."""
 
     def sync_weights(self, version):
@@ -42,7 +42,7 @@ def plant_silu() -> None:
     decoder.silu_mul = silu_mul
 
 
-def answer(sampler: VllmSampler, decoder: Decoder, prompts: list[list[int]], call: dict) -> list[list]:
+def answer(sampler: VllmZeroklSampler, decoder: Decoder, prompts: list[list[int]], call: dict) -> list[list]:
     """The rollouts of a call: ids, bits of the logprobs, finish reason and version of the weights."""
     for _ in range(call.get("updates", 0)):
         decoder.flat.mul_(1.01)
@@ -67,7 +67,7 @@ def main() -> None:
     decoder = load_decoder(Path(request["model"]), getattr(torch, request["dtype"]))
     weights = SharedTensor(decoder.layout.numel, decoder.dtype)
     decoder.move_to(weights.tensor)
-    sampler_class = ForgetsToReset if request.get("plant") == "stale" else VllmSampler
+    sampler_class = ForgetsToReset if request.get("plant") == "stale" else VllmZeroklSampler
     sampler = sampler_class(Path(request["model"]), decoder.config, weights, VllmConfig(**request["vllm"]))
     drawn = [answer(sampler, decoder, request["prompts"], call) for call in request["calls"]]
     metrics = {}

@@ -48,7 +48,7 @@ def test_vllm_with_zerokl_inside_equals_the_trainer(model, tmp_path):
 @pytest.mark.parametrize(
     "sides", [("vllm", "hf"), ("vllm", "zerokl"), ("hf", "vllm"), ("vllm-zerokl", "vllm")]
 )
-def test_stock_vllm_differs_and_the_first_operation_is_named(model, tmp_path, sides):
+def test_vllm_differs_and_the_first_operation_is_named(model, tmp_path, sides):
     code, report = _audit(model, tmp_path / "out", "--sampler", sides[0], "--trainer", sides[1])
     assert code == 1
     assert report["k3"]["value"] > 0
@@ -56,7 +56,7 @@ def test_stock_vllm_differs_and_the_first_operation_is_named(model, tmp_path, si
     assert {d["op"] for d in report["operations"]} == set(operations(4))
 
 
-def test_stock_vllm_against_itself_parts_at_no_operation(model, tmp_path):
+def test_vllm_against_itself_parts_at_no_operation(model, tmp_path):
     # One engine draws and scores. Only the company of a token in a forward can make a difference.
     report = _audit(model, tmp_path / "out", "--sampler", "vllm", "--trainer", "vllm")[1]
     assert report["first_divergence"] is None
@@ -65,7 +65,7 @@ def test_stock_vllm_against_itself_parts_at_no_operation(model, tmp_path):
 @pytest.mark.parametrize(
     "words", [("--temperature", "0.7"), ("--temperature", "0"), ("--temperature", "1.3", "--top-k", "20")]
 )
-def test_stock_vllm_scores_the_distribution_that_was_drawn_from(model, tmp_path, words):
+def test_vllm_scores_the_distribution_that_was_drawn_from(model, tmp_path, words):
     words = ("--sampler", "native", "--trainer", "vllm", "--dtype", "float32", "--full_vocab", *words)
     report = _audit(model, tmp_path / "out", *words)[1]
     assert report["max_abs"] < 0.01, "another temperature would make tenths of a difference"
@@ -74,7 +74,7 @@ def test_stock_vllm_scores_the_distribution_that_was_drawn_from(model, tmp_path,
     assert report["engine_settings"]["trainer"]["attention backend"] == "CPUAttentionBackend"
 
 
-def test_stock_vllm_with_wide_logits(model, tmp_path):
+def test_vllm_with_wide_logits(model, tmp_path):
     sides = ("--sampler", "vllm", "--trainer", "zerokl")
     wide_logits = ("--sampler-head-dtype", "float32", "--head-dtype", "float32")
     narrow = _audit(model, tmp_path / "narrow", *sides)[1]
@@ -110,7 +110,7 @@ def _with_a_flipped_bit(model: Path, folder: Path, rng: random.Random) -> str:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_difference_planted_in_stock_vllm_is_found_where_it_is(model, tmp_path, seed):
+def test_a_difference_planted_in_vllm_is_found_where_it_is(model, tmp_path, seed):
     trace = str(tmp_path / "trace.safetensors")
     report = _report("audit_process.py", str(model), str(seed), trace)
     assert report["operations"] == operations(4)

@@ -13,7 +13,9 @@ def test_vllm_samples_beside_zerokl():
     process = run_device("vllm", *SMALL)
     assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-4000:]
     for dtype in ("bf16", "fp16", "fp32"):
-        assert f"sampler vllm {dtype} eager: weights that are not the native sampler's" in process.stdout
+        assert (
+            f"sampler vllm-zerokl {dtype} eager: weights that are not the native sampler's" in process.stdout
+        )
         assert f"vLLM's rotary_embedding {dtype} toy" in process.stdout
         assert re.search(rf"vLLM's own model {dtype}, weights 1: .* differ \d+", process.stdout)
     assert process.stdout.splitlines()[-1] == "vllm: unequal bits in 0 rows"
@@ -22,5 +24,5 @@ def test_vllm_samples_beside_zerokl():
 def test_vllm_decodes_beside_zerokl():
     process = run_device("decode", *SMALL)
     assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-4000:]
-    for engine in ("zerokl, native sampler", "zerokl inside vLLM", "stock vLLM, eager"):
+    for engine in ("zerokl, native sampler", "zerokl inside vLLM", "vLLM as it comes, eager"):
         assert re.search(rf"^decoding 16 x 8 tokens after 8, {engine} +tokens_per_s ", process.stdout, re.M)

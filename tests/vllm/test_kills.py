@@ -21,4 +21,4 @@ def test_thirty_kills(model, tmp_path):
     def config(**overrides: object) -> Config:
         return load_config(None, None, base | {k.replace("__", "."): v for k, v in overrides.items()})
 
-    check_kills(config, tmp_path, 30, 3, sampler="vllm")
+    check_kills(config, tmp_path, 30, 3, sampler="vllm-zerokl")

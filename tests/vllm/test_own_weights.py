@@ -1,7 +1,7 @@
 """vLLM in the trainer's process over the trainer's tensors, as on a GPU: our model, and vLLM's own model.
 
 On a CPU vLLM's own model has other kernels. So this test shows the draw, the weights and the versions.
-tests/triton/test_stock_model.py shows the bits that vLLM's own model has on a GPU.
+tests/triton/test_vllm_model.py shows the bits that vLLM's own model has on a GPU.
 """
 
 import subprocess
@@ -23,8 +23,8 @@ if __name__ == "__main__":
     from zerokl.engine.config import VllmConfig
     from zerokl.engine.rollout.native import NativeSampler
     from zerokl.engine.rollout.types import RngKey, GenerationParams, complete
-    from zerokl.engine.rollout.vllm import stock
-    from zerokl.engine.rollout.vllm.sampler import VllmSampler
+    from zerokl.engine.rollout.vllm import exact
+    from zerokl.engine.rollout.vllm.sampler import VllmZeroklSampler
     from zerokl.kernels.sampling_params import SamplingParams
     from zerokl.model.checkpoint import load_decoder
     from zerokl.model.decoder import Decoder
@@ -41,7 +41,7 @@ if __name__ == "__main__":
     decoder = Decoder(plain.config, flat, layout)
 """
 OURS = """
-    vllm = VllmSampler(folder, decoder.config, flat, cfg, frozen=layout.frozen)
+    vllm = VllmZeroklSampler(folder, decoder.config, flat, cfg, frozen=layout.frozen)
     native = NativeSampler(decoder)
     drawn = [None]
     for version in range(3):
@@ -67,8 +67,8 @@ COPIED = (
 """
 )
 THEIRS = """
-    stock.ENVIRONMENT, stock.ARGUMENTS = {}, {}  # they are for GPUs
-    vllm = stock.StockSampler(folder, decoder.config, decoder.layout, flat, cfg)
+    exact.ENVIRONMENT, exact.ARGUMENTS = {}, {}  # they are for GPUs
+    vllm = exact.VllmExactSampler(folder, decoder.config, decoder.layout, flat, cfg)
     native = NativeSampler(decoder)
     print("NORM", vllm.llm.apply_model(lambda m: type(m.model.norm).__name__)[0])
     for version in range(3):

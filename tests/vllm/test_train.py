@@ -1,4 +1,4 @@
-"""`zerokl train --sampler vllm` gives the weights and the fingerprint of a run with the native sampler."""
+"""`train --sampler vllm-zerokl` gives the weights and the fingerprint of a run with the native sampler."""
 
 import json
 import subprocess
@@ -50,7 +50,7 @@ def _fingerprint(base: Path, run: Path, *words: str) -> tuple[str, str]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_fingerprint_is_that_of_the_native_sampler(base, tmp_path, dtype):
     native = _fingerprint(base, tmp_path / "native", "--dtype", dtype)
-    words = ("--dtype", dtype, "--sampler", "vllm")
+    words = ("--dtype", dtype, "--sampler", "vllm-zerokl")
     assert _fingerprint(base, tmp_path / "vllm", *words) == native
     separate_process = ("--vllm.multiprocess", "true")
     assert _fingerprint(base, tmp_path / "separate", *words, *separate_process) == native

@@ -65,7 +65,7 @@ class KeyedDraw(LogitsProcessor):
         """Raise ValueError for a request that was not made by `request_arguments`."""
         if EXTRA not in (sampling_params.extra_args or {}):
             raise ValueError(
-                "zerokl: this engine draws only for VllmSampler; the request has no zerokl key in extra_args"
+                "zerokl: this engine draws only for KeyedSampler; the request has no zerokl key in extra_args"
             )
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):

@@ -2,12 +2,12 @@
 
 ARCHITECTURE = "ZeroklForCausalLM"
 # Weight transfer engines (weights.py). SHARED: our model, in memory that two processes map. OWN: our model,
-# in the trainer's process. STOCK: vLLM's own model, in the trainer's process.
-SHARED, OWN, STOCK = "zerokl", "zerokl-own", "zerokl-stock"
+# in the trainer's process. EXACT: vLLM's own model, in the trainer's process.
+SHARED, OWN, EXACT = "zerokl", "zerokl-own", "zerokl-exact"
 # The attribute of vLLM's model configuration that names the layout's frozen weights: they decide where each
 # weight lies in the trainer's memory.
 FROZEN = "zerokl_frozen"
-_ENGINES = {SHARED: "SharedWeightsEngine", OWN: "OwnWeightsEngine", STOCK: "StockWeightsEngine"}
+_ENGINES = {SHARED: "SharedWeightsEngine", OWN: "OwnWeightsEngine", EXACT: "ExactWeightsEngine"}
 
 _registered = False
 

@@ -1,6 +1,6 @@
-"""vLLM as zerokl's sampler.
+"""The sampler `vllm-zerokl`: vLLM with zerokl's decoder inside. And what it shares with `vllm-exact`.
 
-    python -m zerokl train CONFIG.toml --sampler vllm
+    python -m zerokl train CONFIG.toml --sampler vllm-zerokl
 
 vLLM schedules, keeps the paged cache and shares prefixes. Our model, attention and draw run inside it (the
 other modules of this package). So the tokens and their logprobs are those of the native sampler, bit for bit.
@@ -185,7 +185,7 @@ class KeyedSampler:
         self.llm.llm_engine.engine_core.shutdown()
 
 
-class VllmSampler(KeyedSampler):
+class VllmZeroklSampler(KeyedSampler):
     """vLLM with zerokl's model and attention inside, which compute with the trainer's own memory.
 
     weights: [layout.numel] in the compute dtype. On a CPU, memory that vLLM's process can map. On a GPU vLLM

@@ -38,7 +38,7 @@ class OwnInit(WeightTransferInitInfo):
 
 
 @dataclass
-class StockInit(WeightTransferInitInfo):
+class ExactInit(WeightTransferInitInfo):
     """The weights, and the layout that says where each tensor of a checkpoint lies in them."""
 
     flat: torch.Tensor
@@ -112,13 +112,13 @@ class OwnWeightsEngine(SharedWeightsEngine):
         self.model.weights_changed()
 
 
-class StockWeightsEngine(WeightTransferEngine[StockInit, Update]):
+class ExactWeightsEngine(WeightTransferEngine[ExactInit, Update]):
     """For vLLM's own model in the trainer's process."""
 
-    init_info_cls = StockInit
+    init_info_cls = ExactInit
     update_info_cls = Update
 
-    def init_transfer_engine(self, init_info: StockInit) -> None:
+    def init_transfer_engine(self, init_info: ExactInit) -> None:
         """Keep the trainer's tensor."""
         self._init = init_info
 

@@ -226,7 +226,7 @@ def test_a_fault_between_transformers_and_zerokl_is_named(deep, dtype, fault):
     broken, ours = HfEngine(deep, DTYPES[dtype]), ZeroklEngine(deep, DTYPES[dtype])
     with torch.no_grad():
         plant(broken.model)
-    _assert_named(deep, dtype, broken, ours, op, "hf sdpa", words)
+    _assert_named(deep, dtype, broken, ours, op, "hf", words)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -267,7 +267,7 @@ def test_cutting_off_is_rounding_and_is_said(deep, dtype):
     checkpoint = Checkpoint.load(deep, DTYPES[dtype])
     report = located(cuts, ours, PAIR, SAMPLING, (checkpoint, checkpoint))
     assert report["jump"] is None
-    assert [e["op"] for e in report["own_errors"]["hf sdpa"] if e["cut_off"]] == ["layers.1.silu_mul"]
+    assert [e["op"] for e in report["own_errors"]["hf"] if e["cut_off"]] == ["layers.1.silu_mul"]
     assert not any(e["cut_off"] for e in report["own_errors"]["zerokl"])
 
 
@@ -395,7 +395,7 @@ def test_an_engine_that_skips_an_operation_of_its_checkpoint_is_at_fault(deep, t
     llama = HfEngine(_without_qk_norm(deep, tmp_path / "llama"), torch.bfloat16)
     checkpoint = Checkpoint.load(deep, torch.bfloat16)
     report = located(llama, ZeroklEngine(deep, torch.bfloat16), PAIR, SAMPLING, (checkpoint, checkpoint))
-    assert (report["jump"]["op"], report["jump"]["engine"]) == ("layers.0.q_rope", "hf sdpa")
+    assert (report["jump"]["op"], report["jump"]["engine"]) == ("layers.0.q_rope", "hf")
     assert report["jump"]["explanation"] == "q_norm is missing before it"
     assert report["one_sided"]["trainer"][0] == "layers.0.q_norm"
 

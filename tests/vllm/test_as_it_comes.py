@@ -1,4 +1,4 @@
-"""Stock vLLM as the sampler of an ablation draws from the weights that are trained."""
+"""vLLM as it comes, as the sampler of an ablation, draws from the weights that are trained."""
 
 import subprocess
 import sys
@@ -37,7 +37,7 @@ if __name__ == "__main__":
 """
 
 
-def test_stock_vllm_computes_with_the_weights_it_was_given(model: Path, tmp_path: Path):
+def test_vllm_computes_with_the_weights_it_was_given(model: Path, tmp_path: Path):
     (tmp_path / "reload.py").write_text(CODE)
     command = [sys.executable, str(tmp_path / "reload.py"), str(model)]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -50,7 +50,7 @@ def test_stock_vllm_computes_with_the_weights_it_was_given(model: Path, tmp_path
         assert after < 1e-3 < 1e-2 < before
 
 
-def test_a_run_with_stock_vllm_as_the_sampler(model: Path, tmp_path: Path):
+def test_a_run_with_vllm_as_it_comes(model: Path, tmp_path: Path):
     options = {
         "--run_dir": str(tmp_path / "run"),
         "--model": str(model),
@@ -59,7 +59,7 @@ def test_a_run_with_stock_vllm_as_the_sampler(model: Path, tmp_path: Path):
         "--num_generations": "3",
         "--sampling.max_tokens": "6",
         "--task.options": "{ max_value = 9, train = 20, held_out = 10 }",
-        "--sampler": "vllm-stock",
+        "--sampler": "vllm",
         "--exact": "false",
         "--evaluation.every": "2",
         "--loss.preset": "tis",

@@ -1,4 +1,4 @@
-"""Stock vLLM as a sampler: its own model, attention and sampler, in this process. Nothing is patched."""
+"""The sampler `vllm`: vLLM as it comes, with its own model, attention and draw. Nothing is patched."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,18 +7,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from .types import GenerationParams, Rollout
-from .vllm.installed import is_cpu_build
-from .vllm.sampler import ON_A_GPU, prepare_vllm
-from .vllm.start import starting_vllm
-from .vllm.stock import refuse_after_exact
+from ..types import GenerationParams, Rollout
+from .exact import refuse_after_exact
+from .installed import is_cpu_build
+from .sampler import ON_A_GPU, prepare_vllm
+from .start import starting_vllm
 
 # Tokens of a sequence at most, and bytes of the key-value cache.
 CONTEXT, CACHE_BYTES = 4096, 1 << 30
 
 
 class VllmGenerator:
-    """Stock vLLM in this process, uncompiled, with no prefix cache. Its logits are in `head` where given."""
+    """vLLM in this process, uncompiled, with no prefix cache. Its logits are in `head` where given."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, context: int, head: torch.dtype | None = None):
         refuse_after_exact()
@@ -72,7 +72,7 @@ class VllmGenerator:
 
         They have checkpoint names and any float dtype, and are rounded to the model's dtype.
         """
-        from .vllm.weights import pack_head
+        from .weights import pack_head
 
         # vLLM's own way of loading again. It undoes and repeats what vLLM did to the weights after it first
         # loaded them. vLLM is in this process, so nothing is pickled.

@@ -22,7 +22,7 @@ from zerokl.model.decoder import Decoder, PackedContext
 from zerokl.model.weights import Layout
 
 from tests.helpers import DTYPES, randint, randn, total_unequal
-from tests.triton.vllm_models import Batch, emulated_fused_add_rms_norm, logits_of, stock_model
+from tests.triton.vllm_models import Batch, emulated_fused_add_rms_norm, logits_of, vllm_model
 
 # No tile along K divides these widths, and vLLM pads this vocabulary.
 BASE = {
@@ -81,7 +81,7 @@ def make_decoder(family: str, dtype: torch.dtype) -> Decoder:
     return Decoder(config, flat.to(dtype), layout)
 
 
-def stock(
+def model_of_vllm(
     decoder: Decoder, folder: Path, patch: pytest.MonkeyPatch, one_order: bool = True
 ) -> torch.nn.Module:
     """vLLM's model as exact training starts it; without `one_order`, with vLLM's own addition and norm."""
@@ -91,7 +91,7 @@ def stock(
     patch.setattr(custom_op, "op_registry_oot", {})
     if one_order:
         use_one_order()
-    return stock_model(decoder, folder, patch)
+    return vllm_model(decoder, folder, patch)
 
 
 CASES = [("qwen3", d) for d in DTYPES] + [
@@ -104,7 +104,7 @@ def pair(request, batch_invariant, tmp_path_factory) -> Iterator[tuple[Decoder, 
     """Our decoder, and vLLM's model with its weights."""
     with pytest.MonkeyPatch.context() as patch:
         decoder = make_decoder(*request.param)
-        yield decoder, stock(decoder, tmp_path_factory.mktemp("model"), patch)
+        yield decoder, model_of_vllm(decoder, tmp_path_factory.mktemp("model"), patch)
 
 
 @torch.no_grad()
@@ -202,7 +202,7 @@ def vllm_trace(batch_invariant, tmp_path_factory) -> dict[str, torch.Tensor]:
     """The operations of vLLM's Qwen3 in fp32."""
     decoder, folder = make_decoder("qwen3", torch.float32), tmp_path_factory.mktemp("model")
     with pytest.MonkeyPatch.context() as patch:
-        return trace_of_vllm(stock(decoder, folder, patch))
+        return trace_of_vllm(model_of_vllm(decoder, folder, patch))
 
 
 def first_difference(vllm_trace: dict[str, torch.Tensor]) -> str:
@@ -227,7 +227,7 @@ def test_control_another_tile_along_k_is_found(vllm_trace, monkeypatch):
 
 def test_control_vllms_own_addition_and_norm_are_found(batch_invariant, tmp_path, monkeypatch):
     decoder = make_decoder("qwen3", torch.float32)
-    model = stock(decoder, tmp_path, monkeypatch, one_order=False)
+    model = model_of_vllm(decoder, tmp_path, monkeypatch, one_order=False)
     assert differing(our_trace(decoder), trace_of_vllm(model))[0] == "layers.0.post_norm"
 
 

@@ -1,17 +1,17 @@
-"""vLLM's own model as an exact sampler: batch-invariant mode on a GPU, tokens drawn with zerokl's keys.
+"""The sampler `vllm-exact`: vLLM's own model in batch-invariant mode, tokens drawn with zerokl's keys.
 
-    python -m zerokl train CONFIG.toml --device cuda --sampler vllm-stock
+    python -m zerokl train CONFIG.toml --device cuda --sampler vllm-exact
 
 The model, its kernels, the paged cache and the scheduler are vLLM's. Three things are ours: the draw
 (draw.py), the source of the weights (weights.py), and the addition before a norm, which is an operation of
 its own (norm.py). The trainer's Triton kernels have the arithmetic of vLLM's kernels, operation by operation
-(tests/triton/test_stock_model.py): a matrix product's tiles along K, one order of every sum, one rounding at
+(tests/triton/test_vllm_model.py): a matrix product's tiles along K, one order of every sum, one rounding at
 each place. The monitor compares every token.
 
 An H100 has run it, with vLLM 0.32's CUDA build:
 
 - bf16 and fp16: runs had mismatch 0.0 and the weights of the native sampler. With 2 versions of the weights,
-  none of 2,304 logprobs each was unequal (benchmarks/stock_exact.py).
+  none of 2,304 logprobs each was unequal (benchmarks/vllm_exact.py).
 - fp32: none was unequal, once kernels/rope_triton.py fused the product that vLLM's compiled rotary embedding
   fuses, y2 = fma(x1, sin, x2 cos).
 
@@ -38,7 +38,7 @@ import torch
 from ....model.config import ModelConfig
 from ....model.weights import Layout
 from ...config import VllmConfig
-from .plugin import STOCK
+from .plugin import EXACT
 from .sampler import KeyedSampler, prepare_vllm
 
 # What vLLM reads from the environment. It reads most of it when it is imported.
@@ -83,12 +83,12 @@ def refuse_after_exact() -> None:
     """
     if _prepared:
         raise ValueError(
-            "vllm: this process has sampled with vllm-stock exactly, in batch-invariant mode; "
+            "vllm: this process has sampled with vllm-exact, in batch-invariant mode; "
             "start a new one for vLLM as it comes"
         )
 
 
-class StockSampler(KeyedSampler):
+class VllmExactSampler(KeyedSampler):
     """vLLM's own model. At every update it loads the trainer's weights `flat` [layout.numel].
 
     For a GPU only: on a CPU vLLM has other kernels, which are not batch-invariant (engine/compatibility.py
@@ -109,5 +109,5 @@ class StockSampler(KeyedSampler):
 
         use_one_order()
         super().__init__(
-            model, config, flat, cfg, (STOCK, {"flat": flat, "layout": layout}), version, ARGUMENTS
+            model, config, flat, cfg, (EXACT, {"flat": flat, "layout": layout}), version, ARGUMENTS
         )

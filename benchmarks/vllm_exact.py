@@ -1,10 +1,10 @@
-"""vLLM's own model in batch-invariant mode, beside the trainer's forward over the same weights.
+"""The sampler vllm-exact beside the trainer's forward over the same weights.
 
 Every token's two logprobs are compared bit for bit. device/beside_vllm.py runs this file in a process of its
 own, because vLLM keeps settings and memory for good. By hand, on a GPU with vLLM installed:
 
-    python benchmarks/stock_exact.py bfloat16 --device cuda           # a line of JSON for each version
-    python benchmarks/stock_exact.py bfloat16 --device cpu --small    # the same code on a CPU
+    python benchmarks/vllm_exact.py bfloat16 --device cuda           # a line of JSON for each version
+    python benchmarks/vllm_exact.py bfloat16 --device cpu --small    # the same code on a CPU
 
 On a CPU vLLM has other kernels, so bits differ there. On an H100 with vLLM 0.32, bf16 and fp16 had no unequal
 bit. fp32 had some, since vLLM's compiled rope has other bits there.
@@ -30,7 +30,7 @@ def compare(m: Machine, dtype_name: str) -> Iterator[Row]:
     """
     from zerokl.engine.config import VllmConfig
     from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
-    from zerokl.engine.rollout.vllm import stock
+    from zerokl.engine.rollout.vllm import exact
     from zerokl.engine.rollout.vllm.installed import require_vllm
     from zerokl.kernels import tiles
     from zerokl.model.checkpoint import write_checkpoint
@@ -38,14 +38,14 @@ def compare(m: Machine, dtype_name: str) -> Iterator[Row]:
 
     dtype, sampling_params = getattr(torch, dtype_name), SamplingParams(0.9)
     if not m.on_gpu:
-        stock.ENVIRONMENT, stock.ARGUMENTS = {}, {}
+        exact.ENVIRONMENT, exact.ARGUMENTS = {}, {}
     tiles.fix_table(require_vllm())
     decoder = m.decoder("toy" if m.small else "1.7B", 2, m.vocab, dtype)
     flat = decoder.flat.detach()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         write_checkpoint(model, decoder.layout, flat)
-        sampler = stock.StockSampler(
+        sampler = exact.VllmExactSampler(
             model, decoder.config, decoder.layout, flat, VllmConfig(context=512, cache_bytes=1 << 28)
         )
         generator = torch.Generator().manual_seed(2)
