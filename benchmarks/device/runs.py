@@ -10,7 +10,7 @@ import torch
 from zerokl.benchmarks.letters import characters
 from zerokl.benchmarks.machine import Machine
 from zerokl.engine.config import Config
-from zerokl.engine.runs.head import run_head
+from zerokl.engine.runs.ledger_head import run_head
 from zerokl.engine.runs.setup import make_state
 from zerokl.engine.tasks.loading import load_task
 from zerokl.engine.tasks.rewards import Reward

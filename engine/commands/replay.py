@@ -18,7 +18,7 @@ from ..runs.checkpoints import (
     rewind,
     usable_checkpoint,
 )
-from ..runs.head import run_head
+from ..runs.ledger_head import run_head
 from ..runs.resume import run_config
 from ..runs.setup import make_state
 from ..tasks.loading import load_task

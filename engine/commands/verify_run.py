@@ -22,7 +22,7 @@ from ..display.progress import duration
 from ..runs.checkpoints import Checkpoint, checked_checkpoint, checkpoint_folders, unchecked
 from ..runs.evaluation import HeldOut
 from ..runs.folder import METRICS, ROLLOUTS, finite
-from ..runs.head import altered_free_setting
+from ..runs.ledger_head import altered_free_setting
 from ..runs.logs import Log, read_log
 from ..runs.resume import derived_summary, run_config
 from ..runs.rollout_lines import rollout_line

@@ -29,7 +29,7 @@ from ..parallel.tree_hash import hash_tree
 from ..tasks.perfectible import TASK_FILE
 from ..train.loss_scaling import LossScaler
 from ..train.state import TrainState
-from .head import architecture
+from .ledger_head import architecture
 
 SMALL_FILE = "trainer/state.json"
 # Added to the name of a checkpoint that cannot be used. A new one can then take its place, and the old one is

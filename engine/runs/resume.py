@@ -25,7 +25,7 @@ from ..config import Config
 from ..config_file import file_keys, load_config
 from .checkpoints import DAMAGED, Checkpoint, checkpoint_folders, clear_leftovers, usable_checkpoint
 from .folder import METRICS, ROLLOUTS, check_shape
-from .head import REFERENCE, binding, flat_settings, is_free
+from .ledger_head import REFERENCE, binding, flat_settings, is_free
 from .logs import Log, read_log
 from .summary import SUMMARY, Summary, numbers, read_summary, summarise, wrong_fields
 

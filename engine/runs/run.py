@@ -36,8 +36,8 @@ from .base_model import base_model
 from .checkpoints import restore, save_checkpoint
 from .evaluation import HeldOut
 from .folder import NoFolder, RunFolder, refuse_taken
-from .head import flat_settings, run_head
 from .held_out import BASE_REWARD, MEAN_REWARD, held_out_name
+from .ledger_head import flat_settings, run_head
 from .profile import check_profiled_step, profiled
 from .resume import Resumption, find_resumption, run_config
 from .setup import make_state, settled

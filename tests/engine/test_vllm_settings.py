@@ -17,7 +17,7 @@ from zerokl.engine.rollout.vllm import stock
 from zerokl.engine.rollout.vllm.arguments import SET_BY_ZEROKL, check_engine_arguments
 from zerokl.engine.rollout.vllm.installed import SUPPORTED, installed_vllm, require_vllm
 from zerokl.engine.rollout.vllm.sampler import VllmSampler
-from zerokl.engine.runs.head import binding
+from zerokl.engine.runs.ledger_head import binding
 from zerokl.engine.runs.resume import run_config
 from zerokl.kernels import tiles
 from zerokl.kernels.tile_tables import TABLES
