@@ -165,7 +165,8 @@ def _rope_table(c: ModelConfig, flat: torch.Tensor) -> tuple[torch.Tensor, torch
 class Decoder:
     """Weights in one dtype, and the forward over them.
 
-    `flat` [layout.numel] holds the weights in the compute dtype.
+    `flat` [layout.numel] holds the weights in the compute dtype. With `recompute` a backward computes each
+    layer again instead of keeping its activations. That decides no bit.
     """
 
     def __init__(
@@ -174,11 +175,10 @@ class Decoder:
         flat: torch.Tensor,
         layout: Layout | None = None,
         numerics: Numerics = COMPUTE,
+        recompute: bool = False,
     ):
         self.config, self.flat, self.numerics = config, flat, numerics
-        self.layout = layout or Layout(config)
-        # Whether a backward computes each layer again instead of keeping its activations. It decides no bit.
-        self.recompute = False
+        self.layout, self.recompute = layout or Layout(config), recompute
         self._cos, self._sin = (
             t.to(flat.device, accumulate_dtype(flat.dtype)) for t in _rope_table(config, flat)
         )

@@ -125,6 +125,10 @@ class DecodeRows:
         elif lm_head.data_ptr() != self._lm_head.data_ptr():  # a copy in another dtype
             self._lm_head.copy_(lm_head)
 
+    def stop(self) -> None:
+        """End a `generate` call. The weights may change now, so their packed copies are dropped."""
+        self.packed = UNPACKED
+
     @property
     def look_every(self) -> int:
         """Turns of one `run` at most. Where no GPU is waited for, each turn is looked at."""

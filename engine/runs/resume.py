@@ -9,7 +9,7 @@ Nothing changes before all that is needed is known to be there. A run that is do
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from .logs import Log, read_log
 from .summary import SUMMARY, Summary, numbers, read_summary, summarise, wrong_fields
 
 
-@dataclass
+@dataclass(frozen=True)
 class Resumption:
     """Where a run goes on. Only `prepare` changes files."""
 
@@ -153,13 +153,11 @@ def find_resumption(path: Path, overrides: Mapping[str, Any]) -> Resumption:
     history = [numbers(parse_json(line, non_finite=True)) for line in lines]
     resumption = Resumption(path, config, checkpoint, ledger, logs, history, messages, unusable)
     resumption.check_config()
-    if step == config.steps and not unusable:
-        _find_summary(resumption)
-    return resumption
+    return _with_summary(resumption) if step == config.steps and not unusable else resumption
 
 
-def _find_summary(resumption: Resumption) -> None:
-    """Find out whether a run that has done all its steps has its files as it left them, summary included."""
+def _with_summary(resumption: Resumption) -> Resumption:
+    """Of a run that has done all its steps: with its summary, if the run has its files as it left them."""
     path, checkpoint = resumption.path, resumption.checkpoint
     assert checkpoint is not None
     try:
@@ -170,10 +168,11 @@ def _find_summary(resumption: Resumption) -> None:
     except ValueError as error:
         summary, wrong = None, [str(error)]
     if wrong:
-        resumption.wrong_summary = True
-        resumption.messages.append(f"{path / SUMMARY}: {wrong[0]}; it is written again")
-    elif all((file.stat().st_size if file.exists() else 0) == end for file, end in resumption.ends().items()):
-        resumption.summary = summary
+        messages = [*resumption.messages, f"{path / SUMMARY}: {wrong[0]}; it is written again"]
+        return replace(resumption, messages=messages, wrong_summary=True)
+    if all((file.stat().st_size if file.exists() else 0) == end for file, end in resumption.ends().items()):
+        return replace(resumption, summary=summary)
+    return resumption
 
 
 def derived_summary(ledger: LedgerFile, history: list[dict[str, Any]], last: Checkpoint) -> Summary:
