@@ -220,7 +220,9 @@ class DecodeRows:
         rows = chunk_rows(self.decoder.config.vocab_size, self.decoder.device)
         for a in range(0, n, rows):
             b = min(a + rows, n)
-            logits = matmul(hidden[a:b], self._lm_head, self.packed.get(self._lm_head))
+            logits = matmul(
+                hidden[a:b], self._lm_head, self.packed.get(self._lm_head), self.decoder.numerics.tiles
+            )
             ids, logp = draw_tokens(
                 logits, u[a:b], params.sampling_params, None if noise is None else noise[a:b]
             )

@@ -88,9 +88,9 @@ def make_samplers(
 
 
 def numerics_of(config: Config, sampler: bool = False) -> Numerics:
-    """The dtypes of lm_head and cache: of the trainer, or of the sampler."""
+    """The dtypes of lm_head and cache, of the trainer or of the sampler, and the tiles of both."""
     precision = config.precision.of_sampler if sampler else config.precision
-    return named_numerics(precision.head_dtype, precision.cache_dtype)
+    return named_numerics(precision.head_dtype, precision.cache_dtype, precision.tiles)
 
 
 def _separate_workers(

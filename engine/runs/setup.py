@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from ...kernels import tiles
 from ...kernels.backend import find_device
 from ...model.checkpoint import DTYPES, load_decoder, read_weights, resolve_model
 from ...model.config import ModelConfig
@@ -52,7 +51,6 @@ def make_state(
     device = run_device(config)
     at_once = shards_at_once(config.virtual_shards, ranks.size, 1)
     sizes = fit(config, model_config, device, at_once, ranks.size, max(map(len, prompt_ids)))
-    tiles.fix_table(config.precision.tiles)
     layout = Layout(model_config)
     weights = read_weights(model, layout)
     flat, recompute = weights.to(device, DTYPES[config.dtype]), config.recompute == "layer"

@@ -218,11 +218,12 @@ class VllmSampler(KeyedSampler):
         numerics: Numerics = COMPUTE,
         version: int = 0,
     ):
-        from .plugin import ARCHITECTURE, OWN, SHARED
+        from .plugin import ARCHITECTURE, OWN, SHARED, TILES_OVERRIDE
 
         assert numerics.cache is None, "engine/compatibility.py refuses it"
         overrides = {
             "architectures": [ARCHITECTURE],
+            TILES_OVERRIDE: numerics.tiles.vllm,
             **({"head_dtype": str(numerics.lm_head)[6:]} if numerics.lm_head else {}),
         }
         if isinstance(weights, SharedTensor):
