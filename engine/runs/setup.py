@@ -176,7 +176,7 @@ def training_problems(task: Task, config: Config, model: Path) -> list[Problem]:
 
     Raises ValueError for a task without training problems, or with none in this set.
     """
-    problems = problems_of(task, config.task.name, "train")
+    problems = problems_of(task, config.task.name, "train", config.task.directory)
     perfectible = perfectible_set(model) if config.task.perfectible_only else None
     if perfectible and perfectible["task"] == config.task.name:
         prompts = set(perfectible["prompts"])

@@ -51,7 +51,9 @@ def train_step(
     for update in range(cfg.updates_per_rollout):
         params, scale = cfg.sampling.sampling_params, state.scaler.scale
         observe = partial(observer.forward, update) if observer else None
-        work = ShardWork(params, loss_cfg, state.micro_batch, scale, state.scaler.on, observe)
+        work = ShardWork(
+            params, loss_cfg, state.micro_batch, cfg.task.directory, scale, state.scaler.on, observe
+        )
         with station("time/forward_backward_s"):
             results, gradient = state.parallel.sum_shards(work, step.cut(cfg.virtual_shards))  # a fixed tree
         scored = [micro_batch for shard in results if shard for micro_batch in shard]
