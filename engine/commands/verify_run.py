@@ -52,9 +52,9 @@ class Finding:
         return "FAIL" if not self.holds else "ok" if self.checked else "note"
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Run:
-    """What the checks share: the run's files, as far as they are intact."""
+    """What the checks share: the run's files. Each check adds those that it finds intact."""
 
     path: Path
     config: Config
@@ -149,7 +149,7 @@ def _log_fault(log: Log, run: _Run) -> str | None:
 def _metrics(run: _Run) -> Finding:
     """metrics.jsonl as a file; its values are compared with the rollouts and with replays."""
     log = read_log(run.path / METRICS, 1)
-    run.metrics = {step: line for step, (line,) in log.steps()}
+    run.metrics.update({step: line for step, (line,) in log.steps()})
     fault = _log_fault(log, run)
     return Finding(METRICS, fault or f"{log.stop} steps", not fault)
 

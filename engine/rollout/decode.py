@@ -87,11 +87,17 @@ class DecodeMemory:
         self.ids = torch.zeros(LOOK_EVERY, rows, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(LOOK_EVERY, rows, dtype=torch.float32, device=device)
         self.turn = torch.zeros(1, dtype=torch.int64, device=device)
-        self.pool: tuple[int, int] | None = None  # the memory that all graphs share: one runs at a time
+        self._graph_pool: tuple[int, int] | None = None
 
     def holds(self, rows: int, pages: int, blocks: int) -> bool:
         """Whether this memory is large enough."""
         return rows <= self.table.shape[0] and pages <= self.table.shape[1] and blocks <= self.blocks
+
+    @property
+    def graph_pool(self) -> tuple[int, int]:
+        """The memory that all graphs share: one runs at a time."""
+        self._graph_pool = self._graph_pool or torch.cuda.graph_pool_handle()
+        return self._graph_pool
 
 
 class DecodeRows:
@@ -200,9 +206,8 @@ class DecodeRows:
                 memory.turn.zero_()
                 self._turn(n)
         torch.cuda.current_stream().wait_stream(side)
-        memory.pool = memory.pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=memory.pool):
+        with torch.cuda.graph(graph, pool=memory.graph_pool):
             self._turn(n)
         self._graphs[n] = graph
 
