@@ -21,7 +21,7 @@ from .conclusion.conclude import concluded
 from .config import AuditConfig, check
 from .drawing import SUMS, draw, requests
 from .engines.engine import Engine
-from .engines.make import device_of, library_errors, make_engines
+from .engines.make import device_of, library_errors, make_engines, tiles_of
 from .engines.settings import machine_settings
 from .figures.batch_invariance import batch_invariance
 from .figures.full_vocab import compare_full_vocab
@@ -87,7 +87,8 @@ def _audit_log(setup: _Setup) -> Measurements:
     setup.stage(f"reading {cfg.sampler}")
     others = other_checkpoints(cfg.checkpoints, setup.folders[1])
     dtype, head = (DTYPES[name] for name in (cfg.dtypes.dtype, cfg.dtypes.head_dtype))
-    scorer = Scorer(setup.trainer, setup.folders[1], dtype, head, setup.device, setup.tokenizer, others)
+    trainer, folder, tiles = setup.trainer, setup.folders[1], tiles_of(cfg)
+    scorer = Scorer(trainer, folder, dtype, head, setup.device, setup.tokenizer, tiles, others)
     log = scan_log(
         Path(cfg.sampler),
         model.vocab_size,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 from zerokl.model.config import ModelConfig
-from zerokl.model.decoder import Decoder
+from zerokl.model.decoder import COMPUTE, Decoder, Numerics
 from zerokl.model.weights import Layout
 
 Row = dict[str, object]
@@ -78,7 +78,9 @@ class Machine:
                 times = []
         return statistics.median(times)
 
-    def decoder(self, name: str, layers: int, vocab: int, dtype: torch.dtype) -> Decoder:
+    def decoder(
+        self, name: str, layers: int, vocab: int, dtype: torch.dtype, numerics: Numerics = COMPUTE
+    ) -> Decoder:
         """A Qwen3 with the widths of shape `name` and random weights."""
         D, inner, _, heads, kv_heads, head_dim = self.shapes[name]
         config = model_config("Qwen3", D, inner, heads, kv_heads, head_dim, layers=layers, vocab=vocab)
@@ -88,7 +90,7 @@ class Machine:
         for view in layout.views(flat).values():
             if view.dim() == 1:
                 view.fill_(1.0)
-        return Decoder(config, flat.to(dtype), layout)
+        return Decoder(config, flat.to(dtype), layout, numerics)
 
 
 def model_config(

@@ -13,7 +13,7 @@ import torch
 from zerokl.benchmarks.machine import Machine, Row, name_of, row
 from zerokl.benchmarks.vllm_files import VllmKernels, vllm_kernels
 from zerokl.files.bitwise import count_unequal
-from zerokl.kernels import matmul, tiles
+from zerokl.kernels import matmul
 from zerokl.kernels.attention import varlen_plan
 from zerokl.kernels.attention_tables import Spans
 from zerokl.kernels.backend import on_triton
@@ -22,6 +22,7 @@ from zerokl.kernels.logprob import token_logprobs
 from zerokl.kernels.rms_norm import rms_norm
 from zerokl.kernels.rope import rope
 from zerokl.kernels.silu_mul import silu_mul
+from zerokl.kernels.tile_tables import tile_table
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _Outputs = torch.Tensor | tuple[torch.Tensor, ...]
@@ -40,7 +41,6 @@ def vllm_equality(m: Machine) -> Iterator[Row]:
     if kernels is None or not on_triton(m.randn(1, dtype=torch.float32)):
         yield _not_compared("vLLM's kernels", kernels)
         return
-    tiles.fix_table(kernels.version)
     for name, (D, inner, *_) in m.shapes.items():
         for dtype in _DTYPES:
             yield from _vllm_products_and_norms(m, kernels, name, D, inner, dtype)
@@ -57,14 +57,15 @@ def _vllm_products_and_norms(
     m: Machine, kernels: VllmKernels, name: str, D: int, inner: int, dtype: torch.dtype
 ) -> Iterator[Row]:
     """Products with and without a bias, and norms, of 1 to 1000 rows (small: to 64)."""
-    vllm = kernels.batch_invariant
+    vllm, tiles = kernels.batch_invariant, tile_table(kernels.version)
     w, b = m.randn(2 * inner, D, dtype=dtype, scale=D**-0.5), m.randn(2 * inner, dtype=dtype)
     norm = m.randn(D, dtype=dtype)
     unequal = unequal_norm = 0
     for M in (1, 16, 64, 65, 1000)[: 3 if m.small else None]:
         x = m.randn(M, D, dtype=dtype)
         for bias in (None, b):
-            unequal += count_unequal(linear(x, w, bias), vllm.matmul_persistent(x, w.t(), bias))
+            ours = linear(x, w, bias, tiles=tiles)
+            unequal += count_unequal(ours, vllm.matmul_persistent(x, w.t(), bias))
         unequal_norm += count_unequal(rms_norm(x, norm, 1e-6), vllm.rms_norm_batch_invariant(x, norm, 1e-6))
     yield {
         "what": f"vLLM {kernels.version}'s matmul_persistent {name_of(dtype)} {name}",

@@ -32,15 +32,16 @@ def compare(m: Machine, dtype_name: str) -> Iterator[Row]:
     from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
     from zerokl.engine.rollout.vllm import exact
     from zerokl.engine.rollout.vllm.installed import require_vllm
-    from zerokl.kernels import tiles
+    from zerokl.kernels.tile_tables import tile_table
     from zerokl.model.checkpoint import write_checkpoint
+    from zerokl.model.decoder import Numerics
     from zerokl.model.scoring import logprobs, pack
 
     dtype, sampling_params = getattr(torch, dtype_name), SamplingParams(0.9)
     if not m.on_gpu:
         exact.ENVIRONMENT, exact.ARGUMENTS = {}, {}
-    tiles.fix_table(require_vllm())
-    decoder = m.decoder("toy" if m.small else "1.7B", 2, m.vocab, dtype)
+    numerics = Numerics(tiles=tile_table(require_vllm()))
+    decoder = m.decoder("toy" if m.small else "1.7B", 2, m.vocab, dtype, numerics)
     flat = decoder.flat.detach()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"

@@ -24,7 +24,7 @@ from zerokl.engine.config import Config
 from zerokl.engine.loss.config import LossConfig
 from zerokl.engine.loss.presets import PRESETS
 from zerokl.engine.rollout.vllm.arguments import ALLOWED, SET_BY_ZEROKL
-from zerokl.engine.runs.head import FREE
+from zerokl.engine.runs.ledger_head import FREE
 from zerokl.engine.sampler_names import EXTERNAL, SAMPLERS
 from zerokl.verify.ledger import FORMAT
 

@@ -99,7 +99,7 @@ class Policy:
             raise ValueError(f"split ({split}) must be train or held_out")
         if problems < 1:
             raise ValueError(f"problems ({problems}) must be at least 1")
-        chosen = problems_of(loaded_task, task.name, split)[:problems]
+        chosen = problems_of(loaded_task, task.name, split, task.directory)[:problems]
         if not chosen:
             raise ValueError(f"task {task.name}: the split {split} has no problems")
         ids = self.tokenizer.encode_problems(chosen, loaded_task.chat)

@@ -16,6 +16,7 @@ from .columns import add_columns
 from .grad import accumulate_dtype, check_dtype
 from .matmul import add_outer, matmul, matmul_ref
 from .passes import ONE_SEQUENCE, Pass
+from .tile_tables import DEFAULT_TABLE, TileTable
 
 
 def linear_ref(
@@ -29,27 +30,29 @@ def linear_ref(
     return (y + b.to(dtype)).to(x.dtype)
 
 
-def _forward(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, in_pass: Pass) -> torch.Tensor:
+def _forward(
+    x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, in_pass: Pass, tiles: TileTable
+) -> torch.Tensor:
     if not on_triton(x):
         return linear_ref(x, w, b, in_pass.packed.get(w))
     from .matmul_triton import matmul as matmul_with_bias
 
-    return matmul_with_bias(x, w, b)
+    return matmul_with_bias(x, w, b, tiles)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w, b, in_pass):
+    def forward(ctx, x, w, b, in_pass, tiles):
         # w and b do not go through save_for_backward: their identity finds their buffers.
         ctx.save_for_backward(x)
-        ctx.w, ctx.b, ctx.in_pass = w, b, in_pass
-        return _forward(x, w, b, in_pass)
+        ctx.w, ctx.b, ctx.in_pass, ctx.tiles = w, b, in_pass, tiles
+        return _forward(x, w, b, in_pass, tiles)
 
     @staticmethod
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
         w, b, in_pass, dw, db = ctx.w, ctx.b, ctx.in_pass.over(dy), None, None
-        dx = matmul(dy, w.t()) if ctx.needs_input_grad[0] else None
+        dx = matmul(dy, w.t(), tiles=ctx.tiles) if ctx.needs_input_grad[0] else None
         if ctx.needs_input_grad[1]:
             buffer = in_pass.buffer(w)
             add_outer(buffer, dy, x, in_pass.blocks)
@@ -58,16 +61,20 @@ class _Linear(torch.autograd.Function):
             buffer = in_pass.buffer(b)
             add_columns(buffer, dy, in_pass.blocks)
             db = in_pass.returned_grad(b, buffer)
-        return dx, dw, db, None
+        return dx, dw, db, None, None
 
 
 def linear(
-    x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None, in_pass: Pass = ONE_SEQUENCE
+    x: torch.Tensor,
+    w: torch.Tensor,
+    b: torch.Tensor | None = None,
+    in_pass: Pass = ONE_SEQUENCE,
+    tiles: TileTable = DEFAULT_TABLE,
 ) -> torch.Tensor:
     """y = x w^T + b. x [T, K], w [N, K], b [N] -> [T, N].
 
-    The weight gradient is summed in the order of the pass's token blocks. Raises ValueError on a shape or
-    dtype that does not fit.
+    The weight gradient is summed in the order of the pass's token blocks. tiles: see matmul. Raises
+    ValueError on a shape or dtype that does not fit.
     """
     check_dtype("linear", x=x, w=w, **({} if b is None else {"b": b}))
     if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1]:
@@ -77,5 +84,5 @@ def linear(
     if b is not None and b.shape != (w.shape[0],):
         raise ValueError(f"linear: b {tuple(b.shape)} must be [{w.shape[0]}], the rows of w")
     if not torch.is_grad_enabled():
-        return _forward(x, w, b, in_pass)
-    return _Linear.apply(x, w, b, in_pass)
+        return _forward(x, w, b, in_pass, tiles)
+    return _Linear.apply(x, w, b, in_pass, tiles)

@@ -28,6 +28,7 @@ from .matmul import add_outer, matmul, matmul_ref
 from .order import sum_row
 from .passes import ONE_SEQUENCE, Pass
 from .sampling_params import SamplingParams
+from .tile_tables import DEFAULT_TABLE, TileTable
 
 # Bytes of one fp32 chunk of logits [rows, V]. Rows do not depend on each other, and the blocks of a weight
 # gradient keep their order in any chunks (matmul.add_outer). So this limit bounds memory and decides no bit.
@@ -152,7 +153,9 @@ def linear_logprob_ref(h: Tensor, w: Tensor, ids: Tensor, params: SamplingParams
     return logp, entropy
 
 
-def _forward(h: Tensor, w: Tensor, ids: Tensor, params: SamplingParams) -> tuple[Tensor, ...]:
+def _forward(
+    h: Tensor, w: Tensor, ids: Tensor, params: SamplingParams, tiles: TileTable
+) -> tuple[Tensor, ...]:
     """logp and entropy, [T] each. On Triton also each row's maximum and log of the sum, for the backward."""
     if not on_triton(h):
         return linear_logprob_ref(h, w, ids, params)
@@ -162,7 +165,7 @@ def _forward(h: Tensor, w: Tensor, ids: Tensor, params: SamplingParams) -> tuple
 
     rows, parts = _chunk_rows(h, w, params), []
     for a in range(0, h.shape[0], rows):
-        logits = matmul(h[a : a + rows], w)
+        logits = matmul(h[a : a + rows], w, tiles=tiles)
         if params.keeps_all(w.shape[0]):
             parts.append(logprob_fwd(logits, ids[a : a + rows], params.temperature or 1.0))
         else:
@@ -202,10 +205,10 @@ def _dlogits(
 
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, w, ids, params, in_pass):
-        logp, entropy, *stats = _forward(h, w, ids, params)
+    def forward(ctx, h, w, ids, params, in_pass, tiles):
+        logp, entropy, *stats = _forward(h, w, ids, params, tiles)
         ctx.save_for_backward(h, ids, *stats)
-        ctx.w, ctx.params, ctx.in_pass = w, params, in_pass
+        ctx.w, ctx.params, ctx.in_pass, ctx.tiles = w, params, in_pass, tiles
         ctx.mark_non_differentiable(entropy)
         return logp, entropy
 
@@ -217,13 +220,13 @@ class _LinearLogprob(torch.autograd.Function):
         dh = torch.empty_like(h) if wants_dh else None
         buffer = in_pass.buffer(w) if wants_dw else None
         for a, b, blocks in in_pass.blocks.chunks(_chunk_rows(h, w, params)):
-            logits, chunk_stats = matmul(h[a:b], w), tuple(s[a:b] for s in stats)
+            logits, chunk_stats = matmul(h[a:b], w, tiles=ctx.tiles), tuple(s[a:b] for s in stats)
             dlogits = _dlogits(logits, ids[a:b], dlogp[a:b], params, chunk_stats)
             if wants_dh:
-                dh[a:b] = matmul(dlogits, w.t())
+                dh[a:b] = matmul(dlogits, w.t(), tiles=ctx.tiles)
             if wants_dw:
                 add_outer(buffer, dlogits, h[a:b], blocks)
-        return dh, in_pass.returned_grad(w, buffer) if wants_dw else None, None, None, None
+        return dh, in_pass.returned_grad(w, buffer) if wants_dw else None, None, None, None, None
 
 
 def linear_logprob(
@@ -232,11 +235,13 @@ def linear_logprob(
     ids: Tensor,
     params: SamplingParams | None = None,
     in_pass: Pass = ONE_SEQUENCE,
+    tiles: TileTable = DEFAULT_TABLE,
 ) -> tuple[Tensor, Tensor]:
     """logp of the ids under the logits h w^T, and the entropy, which has no gradient.
 
     h [T, D], w [V, D], ids [T] -> [T], [T] in fp32. dw is summed in the order of the pass's token blocks,
-    which the host must know. Raises ValueError on a bad shape, dtype or sampling parameter.
+    which the host must know. tiles: see matmul. Raises ValueError on a bad shape, dtype or sampling
+    parameter.
     """
     check_dtype("linear_logprob", h=h, w=w)
     params = (params or SamplingParams()).check()
@@ -246,5 +251,5 @@ def linear_logprob(
             "[T, D], [V, D], [T]"
         )
     if not torch.is_grad_enabled():
-        return _forward(h, w, ids, params)[:2]
-    return _LinearLogprob.apply(h, w, ids, params, in_pass)
+        return _forward(h, w, ids, params, tiles)[:2]
+    return _LinearLogprob.apply(h, w, ids, params, in_pass, tiles)

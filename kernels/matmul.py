@@ -33,6 +33,7 @@ from ..files.bitwise import equal
 from .backend import on_triton
 from .grad import GradBuffer
 from .order import ALIGN, ROW_TILE, TokenBlocks
+from .tile_tables import DEFAULT_TABLE, TileTable
 
 # Rows of the tiles that replace several tiles of ROW_TILE rows, longest first. They take 0.4 to 0.9 of the
 # time.
@@ -89,15 +90,21 @@ def add_outer_ref(
         acc_NK.copy_(acc[: acc_NK.shape[0], : acc_NK.shape[1]])
 
 
-def matmul(x_TK: torch.Tensor, w_NK: torch.Tensor, pack: torch.Tensor | None = None) -> torch.Tensor:
+def matmul(
+    x_TK: torch.Tensor,
+    w_NK: torch.Tensor,
+    pack: torch.Tensor | None = None,
+    tiles: TileTable = DEFAULT_TABLE,
+) -> torch.Tensor:
     """x w^T. -> [T, N]. The bits of a row do not depend on the other rows, on T or on the number of threads.
 
     `w_NK` may have any strides: a transposed view gives x w. pack: the packed copy of w (`pack_weights`).
+    tiles: the table of a GPU's tiles along K, which order the sum.
     """
     if on_triton(x_TK):
         from . import matmul_triton
 
-        return matmul_triton.matmul(x_TK, w_NK)
+        return matmul_triton.matmul(x_TK, w_NK, tiles=tiles)
     return matmul_ref(x_TK, w_NK, pack)
 
 

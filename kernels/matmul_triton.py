@@ -8,11 +8,11 @@ Roundings: y is rounded once. The bias is added to the fp32 sum before the round
 matmul_kernel_persistent. dw is not rounded. fp32 operands are multiplied as they are (ieee), never rounded to
 tf32.
 Order: for y, a program walks tiles of BLOCK_K along K in ascending order, with one fp32 accumulator. This is
-the arithmetic of vLLM 0.32's matmul_kernel_persistent. BLOCK_K depends on (N, K, dtype) and on the GPU's
-generation (tiles.py). For dw, one program owns one tile of one shard. The program begins with the value of
-the buffer, and adds chunks of tokens in the order of the token blocks. No chunk has tokens of two blocks. So
-a sum that stops at the end of a block and goes on in a later call has the same bits. There are no atomics and
-no split sums.
+the arithmetic of vLLM 0.32's matmul_kernel_persistent. BLOCK_K depends on (N, K, dtype), on the GPU's
+generation, and on the table that the call is given (tiles.py). For dw, one program owns one tile of one
+shard. The program begins with the value of the buffer, and adds chunks of tokens in the order of the token
+blocks. No chunk has tokens of two blocks. So a sum that stops at the end of a block and goes on in a later
+call has the same bits. There are no atomics and no split sums.
 
 Products of many rows in 16 bits on Hopper have the same sums in another kernel (matmul_tma_triton.py).
 """
@@ -24,6 +24,7 @@ import triton.language as tl
 from .launch import ceil_div, launch, rows_contiguous
 from .matmul_tma_triton import BAND, add_outer_tma, matmul_tma, readable, tile_place
 from .order import TokenBlocks
+from .tile_tables import DEFAULT_TABLE, TileTable
 from .tiles import generation, matmul_tiles, multiprocessors, outer_tiles, tma_matmul_tiles, tma_outer_tiles
 
 
@@ -122,22 +123,27 @@ def _outer(
     tl.store(acc_tile, acc, mask=inside)
 
 
-def matmul(x_MK: torch.Tensor, w_NK: torch.Tensor, b_N: torch.Tensor | None = None) -> torch.Tensor:
+def matmul(
+    x_MK: torch.Tensor,
+    w_NK: torch.Tensor,
+    b_N: torch.Tensor | None = None,
+    tiles: TileTable = DEFAULT_TABLE,
+) -> torch.Tensor:
     """x w^T + b, rounded once to the dtype of x. -> [M, N].
 
-    x and w may have any strides. The bits of a row depend on this row, w and b only.
+    x and w may have any strides. The bits of a row depend on this row, w, b and `tiles` only.
     """
     (M, K), N = x_MK.shape, w_NK.shape[0]
     if not M:
         return x_MK.new_empty(M, N)
     gpu, programs = generation(x_MK.device), multiprocessors(x_MK.device)
-    tma = tma_matmul_tiles(M, N, K, x_MK.dtype, gpu)
+    tma = tma_matmul_tiles(M, N, K, x_MK.dtype, gpu, tiles)
     transposed = w_NK.stride(1) == 1
     w = w_NK if transposed else w_NK.t()
     if tma and N * x_MK.itemsize % 16 == 0 and readable(x_MK, w):
         return matmul_tma(x_MK, w, b_N, transposed, tma, programs)
     y = x_MK.new_empty(M, N)
-    t = matmul_tiles(M, N, K, x_MK.dtype, gpu)
+    t = matmul_tiles(M, N, K, x_MK.dtype, gpu, tiles)
     launch(
         _matmul,
         (min(programs, ceil_div(M, t.block_m) * ceil_div(N, t.block_n)),),

@@ -3,7 +3,8 @@
 BLOCK_K is the tile along the reduced dimension, and it orders a sum. It depends on (N, K, dtype) and on the
 GPU's generation only. It is the BLOCK_K that vLLM uses in batch-invariant mode
 (vllm/model_executor/determinism/batch_invariant.py and batch_invariant_configs.py). The tests compare the
-two. vLLM 0.33 has tuned more shapes than 0.32. So the version is a setting of a run (precision.tiles).
+two. vLLM 0.33 has tuned more shapes than 0.32. So the version is a setting of a run (precision.tiles), and
+its table is handed to every product: a decoder has it in its numerics.
 """
 
 from collections.abc import Mapping
@@ -64,6 +65,14 @@ TABLES: dict[str, TileTable] = {
     "0.32": TileTable("0.32", _TUNED_0_32),
     "0.33": TileTable("0.33", _TUNED_0_32 | {"hopper": {128: _HOPPER_0_32 + _HOPPER_MORE_IN_0_33}}),
 }
+
+
+DEFAULT_TABLE = TABLES["0.32"]
+
+
+def tile_table(vllm: str) -> TileTable:
+    """The table of a version of vLLM. Raises ValueError for a version without a table (minor_version)."""
+    return TABLES[minor_version(vllm)]
 
 
 def minor_version(vllm: str) -> str:

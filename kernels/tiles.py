@@ -1,7 +1,7 @@
 """Tile sizes of the matrix products on a GPU. Nothing is timed at run time.
 
-BLOCK_K is the tile along the reduced dimension. It comes from a committed table (tile_tables.py), which a
-process fixes once. Tiles along M and N are free, with one exception: BLOCK_M is never below 64. On Hopper and
+BLOCK_K is the tile along the reduced dimension. It comes from a committed table (tile_tables.py), which every
+product is given. Tiles along M and N are free, with one exception: BLOCK_M is never below 64. On Hopper and
 later a tile of fewer than 64 rows uses another tensor-core instruction (mma.sync) than a larger tile (wgmma,
 tcgen05).
 
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from .backend import INTERPRETED
-from .tile_tables import TABLES, TileTable, minor_version
+from .tile_tables import TileTable
 
 # BLOCK_K of the shapes that no table lists, by the size of the dtype.
 _16_BIT, _32_BIT = 64, 32
@@ -61,40 +61,6 @@ def generation_of(capability: tuple[int, int] | None) -> str:
     return {12: "sm120", 10: "blackwell", 9: "hopper"}.get(capability[0], "ampere")
 
 
-class _FixedTable:
-    """The table of this process. The first call of `fix` or `get` fixes it."""
-
-    def __init__(self) -> None:
-        self._table: TileTable | None = None
-
-    def fix(self, vllm: str) -> None:
-        table = TABLES[minor_version(vllm)]
-        if self._table not in (None, table):
-            raise ValueError(
-                f"tiles: this process computes with the tiles of vLLM {self._table.vllm}; "
-                f"start a new one for those of vLLM {table.vllm}"
-            )
-        self._table = table
-
-    def get(self) -> TileTable:
-        if self._table is None:
-            self.fix(DEFAULT_TABLE)
-        return self._table
-
-
-DEFAULT_TABLE = "0.32"
-_fixed = _FixedTable()
-
-
-def fix_table(vllm: str) -> None:
-    """Use the tiles of a vLLM version (tile_tables.minor_version) for every product of this process.
-
-    This must be called before the first product. Raises ValueError for a version without a table, or when the
-    process has already fixed another table.
-    """
-    _fixed.fix(vllm)
-
-
 # The generation for which launches are recorded (kernels/compiled_cases.py); None outside `tiles_of_target`.
 _target_generation: ContextVar[str | None] = ContextVar("target_generation", default=None)
 
@@ -129,17 +95,17 @@ def _gpu_properties(device: torch.device) -> tuple[str, int]:
     return generation_of(capability), torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def block_k(N: int, K: int, dtype: torch.dtype, gpu: str) -> int:
+def block_k(N: int, K: int, dtype: torch.dtype, gpu: str, table: TileTable) -> int:
     """The tile along K of x [M, K] w [N, K]^T on a GPU of generation `gpu`."""
     if dtype == torch.float32:
         return _32_BIT
-    tuned = _fixed.get().block_k(N, K, gpu) if dtype == torch.bfloat16 else None
+    tuned = table.block_k(N, K, gpu) if dtype == torch.bfloat16 else None
     return tuned or _16_BIT
 
 
-def matmul_tiles(M: int, N: int, K: int, dtype: torch.dtype, gpu: str) -> Tiles:
+def matmul_tiles(M: int, N: int, K: int, dtype: torch.dtype, gpu: str, table: TileTable) -> Tiles:
     """The configuration of x [M, K] w [N, K]^T on a GPU of generation `gpu`."""
-    bk = block_k(N, K, dtype, gpu)
+    bk = block_k(N, K, dtype, gpu, table)
     if dtype == torch.float32:
         return _fitting_tiles(64, 64, bk, dtype, gpu)
     if M <= 64 and gpu == "hopper":
@@ -154,11 +120,11 @@ def through_tma(dtype: torch.dtype, gpu: str) -> bool:
     return gpu == "hopper" and dtype.itemsize == 2
 
 
-def tma_matmul_tiles(M: int, N: int, K: int, dtype: torch.dtype, gpu: str) -> Tiles | None:
+def tma_matmul_tiles(M: int, N: int, K: int, dtype: torch.dtype, gpu: str, table: TileTable) -> Tiles | None:
     """The configuration through TMA, or None where the other kernel serves. BLOCK_K is that of block_k."""
     if not through_tma(dtype, gpu) or -(-M // 128) * -(-N // 256) < _TMA_MIN_TILES:
         return None
-    bk = block_k(N, K, dtype, gpu)
+    bk = block_k(N, K, dtype, gpu, table)
     # Four tiles of 128 x 256 with BLOCK_K = 128 do not fit in shared memory.
     return Tiles(128, 256, bk, 8, 4) if bk == 64 else Tiles(128, 128, bk, 8, 3)
 

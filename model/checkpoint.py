@@ -20,7 +20,7 @@ from ..files.inputs import check_folder, check_input, read_bytes
 from ..files.reading import read_json, shown
 from ..files.writing import os_error_line, sync, write_manifest
 from .config import ModelConfig
-from .decoder import Decoder
+from .decoder import COMPUTE, Decoder, Numerics
 from .weights import Layout
 
 # Files that a checkpoint takes over from the model it came from, beside the weights.
@@ -233,7 +233,9 @@ def _is_plain_name(file: str) -> bool:
     return file not in ("", ".", "..") and not set(file) & {"/", "\\", "\0"}
 
 
-def load_decoder(folder: str | Path, dtype: torch.dtype, device: torch.device | None = None) -> Decoder:
+def load_decoder(
+    folder: str | Path, dtype: torch.dtype, device: torch.device | None = None, numerics: Numerics = COMPUTE
+) -> Decoder:
     """A decoder with the checkpoint's weights, rounded once to `dtype`, on the CPU or on `device`.
 
     Raises ValueError (see ModelConfig.from_file and read_weights).
@@ -241,7 +243,7 @@ def load_decoder(folder: str | Path, dtype: torch.dtype, device: torch.device | 
     folder = Path(folder)
     config = ModelConfig.from_file(folder)
     layout = Layout(config)
-    return Decoder(config, read_weights(folder, layout).to(device, dtype), layout)
+    return Decoder(config, read_weights(folder, layout).to(device, dtype), layout, numerics)
 
 
 def write_checkpoint(

@@ -32,6 +32,7 @@ from ..kernels.qk_norm import qk_norm
 from ..kernels.rms_norm import add_rms_norm, rms_norm
 from ..kernels.rope import rope, rope_table, rope_table_fp32
 from ..kernels.silu_mul import silu_mul
+from ..kernels.tile_tables import DEFAULT_TABLE, TileTable, tile_table
 from .config import ModelConfig
 from .weights import FlatWeights, LayerWeights, Layout
 
@@ -50,25 +51,25 @@ def no_hook(name: str, x: torch.Tensor) -> None:
 
 
 class Numerics(NamedTuple):
-    """Dtypes of the parts that may differ from the compute dtype; None is the compute dtype."""
+    """What decides bits beside the weights: dtypes, of which None is the compute dtype, and a GPU's tiles."""
 
     lm_head: torch.dtype | None = None  # of the logits' matrix product
     # Keys and values are rounded to this dtype before attention reads them. Where it is narrower than the
     # compute dtype, the cache stores them in it.
     cache: torch.dtype | None = None
+    tiles: TileTable = DEFAULT_TABLE  # of the matrix products along K
 
 
 COMPUTE = Numerics()
 
 
-def named_numerics(head_dtype: str, cache_dtype: str) -> Numerics:
-    """Numerics from the settings precision.head_dtype and precision.cache_dtype.
+def named_numerics(head_dtype: str, cache_dtype: str, tiles: str) -> Numerics:
+    """Numerics from the settings precision.head_dtype, precision.cache_dtype and precision.tiles.
 
-    "compute" is the compute dtype.
+    The dtype "compute" is the compute dtype. Raises ValueError (see tile_table).
     """
-    return Numerics(
-        *(None if name == "compute" else getattr(torch, name) for name in (head_dtype, cache_dtype))
-    )
+    dtypes = (None if name == "compute" else getattr(torch, name) for name in (head_dtype, cache_dtype))
+    return Numerics(*dtypes, tile_table(tiles))
 
 
 class _RoundThrough(torch.autograd.Function):
@@ -165,7 +166,8 @@ def _rope_table(c: ModelConfig, flat: torch.Tensor) -> tuple[torch.Tensor, torch
 class Decoder:
     """Weights in one dtype, and the forward over them.
 
-    `flat` [layout.numel] holds the weights in the compute dtype.
+    `flat` [layout.numel] holds the weights in the compute dtype. With `recompute` a backward computes each
+    layer again instead of keeping its activations. That decides no bit.
     """
 
     def __init__(
@@ -174,11 +176,10 @@ class Decoder:
         flat: torch.Tensor,
         layout: Layout | None = None,
         numerics: Numerics = COMPUTE,
+        recompute: bool = False,
     ):
         self.config, self.flat, self.numerics = config, flat, numerics
-        self.layout = layout or Layout(config)
-        # Whether a backward computes each layer again instead of keeping its activations. It decides no bit.
-        self.recompute = False
+        self.layout, self.recompute = layout or Layout(config), recompute
         self._cos, self._sin = (
             t.to(flat.device, accumulate_dtype(flat.dtype)) for t in _rope_table(config, flat)
         )
@@ -323,17 +324,17 @@ class Decoder:
         """Attention and its output projection. x [T, D] -> [T, D]."""
         o = context.attend(i, *self._qkv(i, w, x, rotation, context, hook), self.config.head_dim**-0.5)
         hook(f"layers.{i}.attention", o)
-        x = linear(o.reshape(x.shape[0], -1), w["o"], w.get("o_bias"), context.in_pass)
+        x = linear(o.reshape(x.shape[0], -1), w["o"], w.get("o_bias"), context.in_pass, self.numerics.tiles)
         hook(f"layers.{i}.o_proj", x)
         return x
 
     def _mlp(self, i: int, w: LayerWeights, x: torch.Tensor, context: Context, hook: Hook) -> torch.Tensor:
         """x [T, D] -> [T, D]."""
-        x = linear(x, w["gate_up"], None, context.in_pass)
+        x = linear(x, w["gate_up"], None, context.in_pass, self.numerics.tiles)
         hook(f"layers.{i}.gate_up", x)
         x = silu_mul(x)
         hook(f"layers.{i}.silu_mul", x)
-        x = linear(x, w["down"], None, context.in_pass)
+        x = linear(x, w["down"], None, context.in_pass, self.numerics.tiles)
         hook(f"layers.{i}.down_proj", x)
         return x
 
@@ -342,7 +343,9 @@ class Decoder:
     ) -> tuple[torch.Tensor, ...]:
         """q [T, Hq, D], k and v [T, Hkv, D], as attention reads them."""
         c, in_pass = self.config, context.in_pass
-        qkv = linear(x, w["qkv"], w.get("qkv_bias"), in_pass).view(x.shape[0], -1, c.head_dim)
+        qkv = linear(x, w["qkv"], w.get("qkv_bias"), in_pass, self.numerics.tiles).view(
+            x.shape[0], -1, c.head_dim
+        )
         hook(f"layers.{i}.qkv", qkv)
         qk, v = qkv.split([c.heads + c.kv_heads, c.kv_heads], dim=1)
         if c.qk_norm:

@@ -141,6 +141,7 @@ def logprobs(
         targets,
         sampling_params,
         Pass(token_blocks(batch.drawn_lengths, batch.shards), buffers),
+        decoder.numerics.tiles,
     )
     hook("logprob", logp)
     return logp, entropy
@@ -174,6 +175,8 @@ def cached_scores(
     for (_, completion), rows in zip(pairs, hidden, strict=True):
         h = torch.cat(rows)[-len(completion) :]
         targets = torch.tensor(completion, device=h.device)
-        logp, _ = linear_logprob(h.to(lm_head.dtype), lm_head, targets, sampling_params)
+        logp, _ = linear_logprob(
+            h.to(lm_head.dtype), lm_head, targets, sampling_params, tiles=decoder.numerics.tiles
+        )
         scores.append(logp.cpu())
     return scores

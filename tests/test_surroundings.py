@@ -128,11 +128,11 @@ def test_whatever_a_reward_raises_is_named_and_the_folder_is_free_again(place, c
 def test_a_run_outlives_its_reports(place, monkeypatch, capsys):
     train_step = run_module.train_step
 
-    def without_reports(state):
+    def without_reports(state, recorder):
         shutil.rmtree("run/tensorboard", ignore_errors=True)
         if state.step == 1:
             Path("run/report.html").mkdir()
-        return train_step(state)
+        return train_step(state, recorder)
 
     monkeypatch.setattr(run_module, "train_step", without_reports)
     task = ("--task.options.max_value", "9", "--task.options.train", "20", "--task.options.held_out", "10")

@@ -18,6 +18,7 @@ from ...engine.rollout.types import GenerationParams, RngKey, Rollout, complete
 from ...kernels.logprob import linear_logprob, log_distribution, scaled_logits
 from ...kernels.matmul import matmul
 from ...kernels.sampling_params import SamplingParams
+from ...kernels.tile_tables import DEFAULT_TABLE, TileTable
 from ...model.checkpoint import load_decoder
 from ...model.decoder import Decoder, Hook, Numerics, PackedContext
 from ...model.op_names import in_order, split_fused
@@ -79,7 +80,10 @@ class Engine(Protocol):
 
 
 class ZeroklEngine:
-    """Our decoder in one dtype; its logits are in `head` where that is given."""
+    """Our decoder in one dtype; its logits are in `head` where that is given.
+
+    tiles: of its products on a GPU.
+    """
 
     traced_outside = False
 
@@ -90,9 +94,10 @@ class ZeroklEngine:
         head: torch.dtype | None = None,
         device: torch.device | None = None,
         name: str = "zerokl",
+        tiles: TileTable = DEFAULT_TABLE,
     ):
-        self.decoder, self.name = load_decoder(folder, dtype, device), name
-        self.decoder.numerics = Numerics(lm_head=head)
+        numerics = Numerics(lm_head=head, tiles=tiles)
+        self.decoder, self.name = load_decoder(folder, dtype, device, numerics), name
 
     def generate(
         self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, seed: int
@@ -119,7 +124,8 @@ class ZeroklEngine:
         batch, decoder, lm_head = pack([pair]), self.decoder, self.decoder.logits_weight()
         hidden = decoder.hidden(batch.ids, PackedContext(batch.lengths, decoder.config))
         for h in hidden[batch.rows.to(decoder.device)].to(lm_head.dtype).split(DISTRIBUTIONS):
-            yield log_distribution(scaled_logits(matmul(h, lm_head), sampling_params)).cpu()
+            logits = matmul(h, lm_head, tiles=decoder.numerics.tiles)
+            yield log_distribution(scaled_logits(logits, sampling_params)).cpu()
 
     def settings(self) -> Settings:
         return zerokl_settings(self.decoder)
@@ -157,7 +163,8 @@ def trace_decoder(
     else:
         hidden = decoder.hidden(batch.ids, PackedContext(batch.lengths, config), hook)
     hidden = hidden.to(lm_head.dtype)
-    hook("logits", matmul(hidden, lm_head))
+    tiles = decoder.numerics.tiles
+    hook("logits", matmul(hidden, lm_head, tiles=tiles))
     rows, targets = batch.rows.to(decoder.device), batch.targets.to(decoder.device)
-    hook("logprob", linear_logprob(hidden[rows], lm_head, targets, sampling_params)[0])
+    hook("logprob", linear_logprob(hidden[rows], lm_head, targets, sampling_params, tiles=tiles)[0])
     return in_order(trace, config.layers)

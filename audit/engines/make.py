@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from ...engine.rollout.vllm.installed import is_cpu_build, require_vllm
-from ...kernels import tiles
 from ...kernels.backend import find_device
+from ...kernels.tile_tables import DEFAULT_TABLE, TileTable, tile_table
 from ...model.checkpoint import DTYPES
 from ...model.config import ModelConfig
 from ..config import AuditConfig
@@ -25,23 +25,35 @@ def make_engines(
 ) -> tuple[Engine | None, Engine]:
     """The sampler (None where it is a log) and the trainer."""
     dtype, head, *sampler_dtypes = (DTYPES[name] for name in vars(cfg.dtypes).values())
+    tiles = tiles_of(cfg)
     if cfg.sampler == cfg.trainer == "vllm":
-        engine = _engine("vllm", folders[0], device, dtype, head)
+        engine = _engine("vllm", folders[0], device, tiles, dtype, head)
         return engine, engine
-    sampler = (
-        None
-        if cfg.of_log
-        else _engine(cfg.sampler, folders[0], device, *sampler_dtypes, beside_vllm=cfg.trainer == "vllm")
-    )
-    return sampler, _engine(cfg.trainer, folders[1], device, dtype, head)
+    sampler = None
+    if not cfg.of_log:
+        beside_vllm = cfg.trainer == "vllm"
+        sampler = _engine(cfg.sampler, folders[0], device, tiles, *sampler_dtypes, beside_vllm)
+    return sampler, _engine(cfg.trainer, folders[1], device, tiles, dtype, head)
+
+
+def tiles_of(cfg: AuditConfig) -> TileTable:
+    """The tiles of our products: those of the installed vLLM, where it is one of the engines.
+
+    Raises ValueError for a vLLM that is missing or not supported.
+    """
+    return tile_table(require_vllm()) if _of_vllm(cfg) else DEFAULT_TABLE
+
+
+def _of_vllm(cfg: AuditConfig) -> set[str]:
+    return {cfg.sampler, cfg.trainer} & {"vllm", "vllm-zerokl"}
 
 
 def device_of(cfg: AuditConfig) -> torch.device:
     """The device of all engines. Raises ValueError where an engine cannot compute on it."""
-    vllm = {cfg.sampler, cfg.trainer} & {"vllm", "vllm-zerokl"}
+    vllm = _of_vllm(cfg)
     if not vllm:
         return find_device(cfg.device)
-    tiles.fix_table(require_vllm())
+    require_vllm()
     device = find_device("cpu" if cfg.device == "auto" and is_cpu_build() else cfg.device)
     if is_cpu_build() and device.type == "cuda":
         raise ValueError("audit: the vLLM installed here computes on a CPU; set --device cpu")
@@ -60,17 +72,18 @@ def _engine(
     name: str,
     folder: Path,
     device: torch.device,
+    tiles: TileTable,
     dtype: torch.dtype,
     head: torch.dtype,
     beside_vllm: bool = False,
 ) -> Engine:
     if name in ("native", "zerokl"):
-        return ZeroklEngine(folder, dtype, head, device, name)
+        return ZeroklEngine(folder, dtype, head, device, name, tiles)
     if name == "vllm":
         return VllmEngine(folder, dtype, ModelConfig.from_file(folder).max_positions, head)
     if name == "vllm-zerokl":
         # A process holds one vLLM engine.
-        return VllmZeroklEngine(folder, dtype, head, device, multiprocess=beside_vllm)
+        return VllmZeroklEngine(folder, dtype, head, device, beside_vllm, tiles)
     return HfEngine(folder, dtype, "eager" if name == "hf-eager" else "sdpa", head, device)
 
 

@@ -20,6 +20,7 @@ from ...engine.rollout.vllm.installed import is_cpu_build
 from ...engine.rollout.vllm.sampler import VllmZeroklSampler
 from ...engine.shared_tensor import SharedTensor
 from ...kernels.sampling_params import SamplingParams
+from ...kernels.tile_tables import DEFAULT_TABLE, TileTable
 from ...model.config import ModelConfig
 from ...model.decoder import Hook, no_hook
 from ...model.op_names import in_order, output
@@ -44,8 +45,9 @@ class VllmZeroklEngine(ZeroklEngine):
         head: torch.dtype | None = None,
         device: torch.device | None = None,
         multiprocess: bool = False,
+        tiles: TileTable = DEFAULT_TABLE,
     ):
-        super().__init__(folder, dtype, head, device, "vllm-zerokl")
+        super().__init__(folder, dtype, head, device, "vllm-zerokl", tiles)
         self.traced_outside = multiprocess
         weights = self.decoder.flat.detach()
         if self.decoder.device.type == "cpu":

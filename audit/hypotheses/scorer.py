@@ -13,6 +13,7 @@ import torch
 from ...engine.tasks.tokenizer import Tokenizer
 from ...kernels.logprob import linear_logprob
 from ...kernels.sampling_params import SamplingParams
+from ...kernels.tile_tables import TileTable
 from ...model.checkpoint import load_decoder
 from ...model.decoder import Decoder, Hook, Numerics, PackedContext, no_hook
 from ...model.scoring import pack
@@ -30,6 +31,7 @@ class Scorer:
     head: torch.dtype
     device: torch.device
     tokenizer: Tokenizer
+    tiles: TileTable
     checkpoints: tuple[Path, ...] = ()  # other weights that may have drawn the log
     _loaded: list[Decoder] = field(default_factory=list)
 
@@ -38,9 +40,8 @@ class Scorer:
         folder, dtype = folder or self.folder, dtype or self.dtype
         if folder == self.folder and dtype == self.dtype and isinstance(self.trainer, ZeroklEngine):
             return self.trainer.decoder
-        decoder = load_decoder(folder, dtype, self.device)
-        decoder.numerics = Numerics(lm_head=self.head if dtype == self.dtype else None)
-        return decoder
+        head = self.head if dtype == self.dtype else None
+        return load_decoder(folder, dtype, self.device, Numerics(lm_head=head, tiles=self.tiles))
 
     def model(self) -> Decoder:
         """Our decoder of the trainer's checkpoint, kept from the first call on."""
@@ -108,7 +109,11 @@ def read_rows(
     lm_head = decoder.logits_weight()
     return [
         linear_logprob(
-            h.to(lm_head.dtype), lm_head, torch.tensor(list(completion), device=h.device), sampling_params
+            h.to(lm_head.dtype),
+            lm_head,
+            torch.tensor(list(completion), device=h.device),
+            sampling_params,
+            tiles=decoder.numerics.tiles,
         )[0]
         .cpu()
         .numpy()

@@ -7,7 +7,7 @@ import torch
 from ...kernels.attention_plan import KEY_TILE
 from ...model.cache import BlockCache, CachedContext
 from ...model.checkpoint import DTYPES
-from ...model.decoder import Decoder, Numerics
+from ...model.decoder import Decoder
 from .evidence import Evidence
 from .prediction import Prediction
 from .scorer import decoder_scores, read_rows
@@ -124,9 +124,7 @@ def quantised_weights(evidence: Evidence) -> Iterator[Prediction]:
 
 def _with_weights(evidence: Evidence, flat: torch.Tensor) -> Decoder:
     model = evidence.scorer.model()
-    decoder = Decoder(model.config, flat, model.layout)
-    decoder.numerics = model.numerics
-    return decoder
+    return Decoder(model.config, flat, model.layout, model.numerics)
 
 
 def another_dtype(evidence: Evidence) -> Iterator[Prediction]:
@@ -137,7 +135,8 @@ def another_dtype(evidence: Evidence) -> Iterator[Prediction]:
             scores = decoder_scores(scorer.decoder(dtype=dtype), evidence)
             yield Prediction(f"the sampler computed in {name}", scores)
     if scorer.head != torch.float32:
-        decoder = _with_weights(evidence, scorer.model().flat.detach())
-        decoder.numerics = Numerics(lm_head=torch.float32)
+        model = scorer.model()
+        numerics = model.numerics._replace(lm_head=torch.float32)
+        decoder = Decoder(model.config, model.flat.detach(), model.layout, numerics)
         what = "the sampler's logits are in float32"
         yield Prediction(what, decoder_scores(decoder, evidence))

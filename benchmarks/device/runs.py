@@ -10,7 +10,7 @@ import torch
 from zerokl.benchmarks.letters import characters
 from zerokl.benchmarks.machine import Machine
 from zerokl.engine.config import Config
-from zerokl.engine.runs.head import run_head
+from zerokl.engine.runs.ledger_head import run_head
 from zerokl.engine.runs.setup import make_state
 from zerokl.engine.tasks.loading import load_task
 from zerokl.engine.tasks.rewards import Reward
@@ -82,10 +82,10 @@ def take_steps(values: Mapping[str, object], cut: bool = True) -> Run:
     with closing(make_state(config, Path(config.model), task, Reward(task.reward))) as state:
         if not cut:
             state.tokenizer.stop_ids = frozenset()
-        state.recorder = Recorder(None, run_head(state, {}), config.ledger, state.optimizer)
-        steps = [train_step(state).metrics for _ in range(config.steps)]
+        recorder = Recorder(None, run_head(state, {}), config.ledger, state.optimizer)
+        steps = [train_step(state, recorder).metrics for _ in range(config.steps)]
         weights = fingerprint(state.policy.layout, state.optimizer.collect_master())
-        run = Run(steps, state.recorder.ledger.chain, weights)
+        run = Run(steps, recorder.ledger.chain, weights)
     del state
     gc.collect()
     if torch.cuda.is_available():

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...verify.divergence import Divergence, compare_heads, compare_lines, open_run
-from ...verify.ledger import LedgerFile
+from ...verify.ledger import LedgerFile, Line
 from ..display.terminal import console
 from ..parallel.workers import use_threads
 from ..runs.base_model import base_model
@@ -18,7 +18,7 @@ from ..runs.checkpoints import (
     rewind,
     usable_checkpoint,
 )
-from ..runs.head import run_head
+from ..runs.ledger_head import run_head
 from ..runs.resume import run_config
 from ..runs.setup import make_state
 from ..tasks.loading import load_task
@@ -70,6 +70,7 @@ class Replayer:
             self._open = on_failure.pop_all()
         self._first_weights = self.state.optimizer.whole_master().clone()
         self._head = run_head(self.state, {"workers in use": self.state.parallel.n})
+        self._recorder = self._new_recorder([])
         self._exact = False  # whether the state is the run's own after state.step steps
         if altered := compare_heads(self.ledger.head, self._head):
             self.__exit__()
@@ -121,11 +122,10 @@ class Replayer:
             if before:
                 before(state)
             if trace is not None and state.step == step:
-                record = trace_step(state, trace, trace_update)
+                record = trace_step(state, self._recorder, trace, trace_update)
             else:
-                record = train_step(state)
-            again = state.recorder.ledger.last
-            if divergence := compare_lines(self.ledger.head, line, again):
+                record = train_step(state, self._recorder)
+            if divergence := compare_lines(self.ledger.head, line, self.last_line):
                 return Replay(first, line.step, divergence)
             if after:
                 after(record)
@@ -167,9 +167,18 @@ class Replayer:
             restore(state, checkpoint)
         else:
             rewind(state, self._first_weights)
-        before = LedgerFile(self.ledger.path, self.ledger.head, self.ledger.lines[: state.step])
-        state.recorder = Recorder(None, self._head, self.config.ledger, state.optimizer, before)
+        self._recorder = self._new_recorder(self.ledger.lines[: state.step])
         return state.step
+
+    def _new_recorder(self, before: list[Line]) -> Recorder:
+        """A recorder whose ledger is in memory only. before: the lines of the steps that are done."""
+        previous = LedgerFile(self.ledger.path, self.ledger.head, before)
+        return Recorder(None, self._head, self.config.ledger, self.state.optimizer, previous)
+
+    @property
+    def last_line(self) -> Line:
+        """The line that the ledger would have of the last step that was done again."""
+        return self._recorder.ledger.last
 
     def __enter__(self) -> "Replayer":
         return self

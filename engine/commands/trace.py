@@ -36,6 +36,7 @@ from ...model.config import ModelConfig
 from ...model.decoder import Hook, no_hook
 from ...model.op_names import in_order, split_fused
 from ...verify.trace import OpDifference, Trace, compare_traces, first_divergence
+from ..train.recorder import Recorder
 from ..train.state import StepRecord, TrainState
 from ..train.step import train_step
 
@@ -131,14 +132,14 @@ def check_trace(state: TrainState, file: Path, update: int = 0) -> None:
         raise ValueError(f"trace: {file} already exists; nothing was overwritten")
 
 
-def trace_step(state: TrainState, file: Path, update: int = 0) -> StepRecord:
+def trace_step(state: TrainState, recorder: Recorder | None, file: Path, update: int = 0) -> StepRecord:
     """Do the next step and write the trace of one of its updates to `file`.
 
-    update: counts from 0. Raises ValueError (see check_trace).
+    recorder: see train_step. update: counts from 0. Raises ValueError (see check_trace).
     """
     check_trace(state, file, update)
     step, recording = state.step, _Recording(state, update)
-    record = train_step(state, recording)
+    record = train_step(state, recorder, recording)
     write_trace(file, *recording.trace(), step, update)
     return record
 

@@ -14,7 +14,6 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
 from ...files.reading import json_number, one_line, read_json
-from ...kernels import tiles
 from ...kernels.backend import find_device
 from ...kernels.philox import Stream, permutation, uniform_range
 from ...kernels.sampling_params import SamplingParams
@@ -284,12 +283,11 @@ def check_case(case: Path, device: torch.device | None = None) -> list[Check]:
     """
     saved = _read_case(case)
     loaded = load_decoder(case, DTYPES[saved.dtype], device)
-    tiles.fix_table(saved.precision.tiles)
     decoder = Decoder(
         loaded.config,
         loaded.flat.detach(),
         loaded.layout,
-        named_numerics(saved.precision.head_dtype, saved.precision.cache_dtype),
+        named_numerics(saved.precision.head_dtype, saved.precision.cache_dtype, saved.precision.tiles),
     )
     pairs, sampling_params = saved.pairs, saved.sampling_params
     longest, highest = max(len(p) + len(c) for p, c in pairs), max(max(p + c) for p, c in pairs)

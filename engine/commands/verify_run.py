@@ -22,7 +22,7 @@ from ..display.progress import duration
 from ..runs.checkpoints import Checkpoint, checked_checkpoint, checkpoint_folders, unchecked
 from ..runs.evaluation import HeldOut
 from ..runs.folder import METRICS, ROLLOUTS, finite
-from ..runs.head import altered_free_setting
+from ..runs.ledger_head import altered_free_setting
 from ..runs.logs import Log, read_log
 from ..runs.resume import derived_summary, run_config
 from ..runs.rollout_lines import rollout_line
@@ -52,9 +52,9 @@ class Finding:
         return "FAIL" if not self.holds else "ok" if self.checked else "note"
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Run:
-    """What the checks share: the run's files, as far as they are intact."""
+    """What the checks share: the run's files. Each check adds those that it finds intact."""
 
     path: Path
     config: Config
@@ -149,7 +149,7 @@ def _log_fault(log: Log, run: _Run) -> str | None:
 def _metrics(run: _Run) -> Finding:
     """metrics.jsonl as a file; its values are compared with the rollouts and with replays."""
     log = read_log(run.path / METRICS, 1)
-    run.metrics = {step: line for step, (line,) in log.steps()}
+    run.metrics.update({step: line for step, (line,) in log.steps()})
     fault = _log_fault(log, run)
     return Finding(METRICS, fault or f"{log.stop} steps", not fault)
 
@@ -229,7 +229,7 @@ def _replays(run: _Run, replayer: Replayer, n: int, seed: int) -> Iterator[Findi
         def compare(record: StepRecord, step: int = step, faults: list[str] = faults) -> None:
             if record.metrics["step"] == step:
                 metrics = record.metrics | (base if step == 0 else {}) | held_out(step).metrics()
-                again = replayer.state.recorder.ledger.last
+                again = replayer.last_line
                 faults += filter(None, [_logged_fault(run, replace(record, metrics=metrics), again)])
 
         replay = replayer.replay(step, after=compare)

@@ -34,7 +34,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..tasks.guard import guarded
-from ..tasks.users_code import load_object
+from ..tasks.users_code import importable, load_object
 from .config import Estimator, Level, LossAggMode, LossConfig
 from .corrections import CORRECTIONS
 from .surrogates import SURROGATES, Surrogate, with_detached
@@ -71,17 +71,18 @@ def policy_loss(
     lengths: Sequence[int],
     cfg: LossConfig,
     ref_logprobs: torch.Tensor | None = None,
+    directory: str = "",
 ) -> torch.Tensor:
     """The loss of each token, before its weight w. -> [C] fp32.
 
     logp (with gradient), old_logprobs, sampling_logprobs, A, ref_logprobs: [C] fp32. lengths: tokens of each
-    sequence, C in all. cfg: resolved. Raises ValueError for a surrogate of the user's that returns another
-    shape or dtype.
+    sequence, C in all. cfg: resolved. directory: where a surrogate of the user's is looked up. Raises
+    ValueError for a surrogate of the user's that returns another shape or dtype.
     """
     now = logp.detach()
     log_r = _difference(now, old_logprobs)
     r = _ratio(log_r, lengths, cfg.importance_sampling_level)
-    value, slope = surrogate(cfg)(r, A, now, 1.0 - cfg.clip_low, 1.0 + cfg.clip_high, r)
+    value, slope = surrogate(cfg, directory)(r, A, now, 1.0 - cfg.clip_low, 1.0 + cfg.clip_high, r)
     rho = _ratio(_difference(old_logprobs, sampling_logprobs), lengths, cfg.correction_level)
     c = CORRECTIONS[cfg.correction](rho, cfg.correction_low, cfg.correction_high)
     value, slope = (-torch.where((x == 0) | (c == 0) | (A == 0), 0.0, x * c) for x in (value, slope))
@@ -95,18 +96,21 @@ def policy_loss(
     return _Known.apply(logp, value, slope)
 
 
-def surrogate(cfg: LossConfig) -> Surrogate:
+def surrogate(cfg: LossConfig, directory: str = "") -> Surrogate:
     """The function that bounds the staleness ratio: the user's own, or the function of cfg.bound.
+
+    directory: where the user's own is looked up, beside the current one.
 
     Raises ValueError where the user's function cannot be imported.
     """
     if not cfg.surrogate:
         return SURROGATES[cfg.bound]
     what = f"loss.surrogate: {cfg.surrogate}"
-    user_surrogate = with_detached(guarded(what, load_object, cfg.surrogate, "loss.surrogate"))
+    user_surrogate = with_detached(guarded(what, load_object, cfg.surrogate, "loss.surrogate", directory))
 
     def checked(r, A, logp, low, high, r_detached):
-        pair = guarded(what, user_surrogate, r, A, logp, low, high, r_detached)
+        with importable(directory):
+            pair = guarded(what, user_surrogate, r, A, logp, low, high, r_detached)
         if not (
             isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(x, torch.Tensor) for x in pair)
         ):

@@ -28,15 +28,14 @@ _STEP = 1e-5
 _TOLERANCE, _KINK = 1e-5, 1e-2
 
 
-def check_surrogate(cfg: LossConfig) -> None:
+def check_surrogate(cfg: LossConfig, directory: str = "") -> None:
     """Raise ValueError where a user's surrogate returns a slope that is not the derivative of its value.
 
-    cfg: resolved. A bound of our own is not checked here, but by the tests.
+    cfg: resolved. directory: see policy_loss. A bound of our own is not checked here, but by the tests.
     """
     if cfg.surrogate:
-        check_slope(
-            surrogate(cfg), 1.0 - cfg.clip_low, 1.0 + cfg.clip_high, f"loss.surrogate: {cfg.surrogate}"
-        )
+        bounds = 1.0 - cfg.clip_low, 1.0 + cfg.clip_high
+        check_slope(surrogate(cfg, directory), *bounds, f"loss.surrogate: {cfg.surrogate}")
 
 
 def check_slope(function: Surrogate, low: float, high: float, what: str) -> None:

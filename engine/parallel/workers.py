@@ -32,6 +32,7 @@ from ..processes import ending, start_python
 from ..rollout.native import NativeSampler
 from ..rollout.types import Completion, Request, check_requests
 from ..shared_tensor import SharedTensor, map_tensor
+from ..stopwatch import Stopwatch
 from .gradient import ShardSum, ShardsWork, add_roots
 from .partition import parts_of_prompts
 
@@ -102,15 +103,25 @@ def keep_freed_memory() -> None:
 
 
 class Host:
-    """What one worker computes with. Its gradient is made at the first use, because sampling needs none."""
+    """What one worker computes with. Its gradient is made at the first use, because sampling needs none.
 
-    def __init__(self, decoder: Decoder, shards: int, native: NativeConfig, workers: int, in_flight: int = 1):
+    root: shared memory through which worker 0 reads this worker's gradient. Worker 0 itself has none.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        shards: int,
+        native: NativeConfig,
+        workers: int,
+        in_flight: int = 1,
+        root: torch.Tensor | None = None,
+        stopwatch: Stopwatch | None = None,
+    ):
         keep_freed_memory()
-        self.decoder, self._shards, self._in_flight = decoder, shards, in_flight
-        self.sampler = NativeSampler(decoder, **native.model_dump(), workers=workers)
+        self.decoder, self._shards, self._in_flight, self.root = decoder, shards, in_flight, root
+        self.sampler = NativeSampler(decoder, **native.model_dump(), workers=workers, stopwatch=stopwatch)
         self._gradient: ShardSum | None = None
-        # Shared memory through which worker 0 reads this worker's gradient. Worker 0 itself has none.
-        self.root: torch.Tensor | None = None
 
     @property
     def gradient(self) -> ShardSum:
@@ -125,6 +136,7 @@ class Workers:
 
     `shards` is the number of virtual shards that the workers sum at a time. With more than one worker, or
     with `share`, the decoder's weights move to shared memory (`weights`). `in_flight`: see ShardSum.
+    `stopwatch`: measures the sampler of the caller's process.
 
     Raises ChildProcessError when a worker has died.
     """
@@ -137,6 +149,7 @@ class Workers:
         native: NativeConfig = _NATIVE,
         share: bool = False,
         in_flight: int = 1,
+        stopwatch: Stopwatch | None = None,
     ):
         _refuse_many("workers", min(n, shards))
         self.n, self.shards = 1 << (min(n, shards).bit_length() - 1), shards
@@ -158,7 +171,7 @@ class Workers:
             )
             numel = decoder.layout.trained_numel
             self._others = [_Process(i, self.weights, head, numel) for i in range(1, self.n)]
-        self.host = Host(decoder, shards // self.n, native, self.n, in_flight)
+        self.host = Host(decoder, shards // self.n, native, self.n, in_flight, stopwatch=stopwatch)
 
     def own_threads(self) -> AbstractContextManager[None]:
         """Inside this context torch runs on one worker's share of the threads.
@@ -259,7 +272,8 @@ class ParallelSampler:
 
 
 def _generate(host: Host, item: tuple[list[Request], int]) -> list[Completion]:
-    requests, host.sampler.version = item
+    requests, version = item
+    host.sampler.sync_weights(version)
     return host.sampler.generate(requests)
 
 
@@ -338,10 +352,9 @@ def serve(connection_fd: int) -> None:
             connection.recv_bytes()
         )
         torch.set_num_threads(threads)
-        decoder = Decoder(layout.config, map_tensor(weights, layout.numel, dtype), layout, numerics)
-        decoder.recompute = recompute
-        host = Host(decoder, *sizes, in_flight)
-        host.root = map_tensor(root, layout.trained_numel, torch.float32)
+        flat = map_tensor(weights, layout.numel, dtype)
+        decoder = Decoder(layout.config, flat, layout, numerics, recompute)
+        host = Host(decoder, *sizes, in_flight, map_tensor(root, layout.trained_numel, torch.float32))
         while True:
             work, item = pickle.loads(connection.recv_bytes())
             connection.send_bytes(_pickled(_attempt(work, host, item)))

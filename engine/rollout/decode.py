@@ -88,11 +88,17 @@ class DecodeMemory:
         self.ids = torch.zeros(LOOK_EVERY, rows, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(LOOK_EVERY, rows, dtype=torch.float32, device=device)
         self.turn = torch.zeros(1, dtype=torch.int64, device=device)
-        self.pool: tuple[int, int] | None = None  # the memory that all graphs share: one runs at a time
+        self._graph_pool: tuple[int, int] | None = None
 
     def holds(self, rows: int, pages: int, blocks: int) -> bool:
         """Whether this memory is large enough."""
         return rows <= self.table.shape[0] and pages <= self.table.shape[1] and blocks <= self.blocks
+
+    @property
+    def graph_pool(self) -> tuple[int, int]:
+        """The memory that all graphs share: one runs at a time."""
+        self._graph_pool = self._graph_pool or torch.cuda.graph_pool_handle()
+        return self._graph_pool
 
 
 class DecodeRows:
@@ -125,6 +131,10 @@ class DecodeRows:
             self._lm_head, self._flat_address = lm_head, flat.data_ptr()
         elif lm_head.data_ptr() != self._lm_head.data_ptr():  # a copy in another dtype
             self._lm_head.copy_(lm_head)
+
+    def stop(self) -> None:
+        """End a `generate` call. The weights may change now, so their packed copies are dropped."""
+        self.packed = UNPACKED
 
     @property
     def look_every(self) -> int:
@@ -194,9 +204,8 @@ class DecodeRows:
                 memory.turn.zero_()
                 self._turn(n)
         torch.cuda.current_stream().wait_stream(side)
-        memory.pool = memory.pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=memory.pool):
+        with torch.cuda.graph(graph, pool=memory.graph_pool):
             self._turn(n)
         self._graphs[n] = graph
 
@@ -214,7 +223,9 @@ class DecodeRows:
         rows = chunk_rows(self.decoder.config.vocab_size, self.decoder.device)
         for a in range(0, n, rows):
             b = min(a + rows, n)
-            logits = matmul(hidden[a:b], self._lm_head, self.packed.get(self._lm_head))
+            logits = matmul(
+                hidden[a:b], self._lm_head, self.packed.get(self._lm_head), self.decoder.numerics.tiles
+            )
             ids, logp = draw_tokens(
                 logits, u[a:b], params.sampling_params, None if noise is None else noise[a:b]
             )

@@ -17,7 +17,7 @@ import torch
 
 from ...kernels.attention_plan import KEY_TILE
 from ...kernels.backend import on_triton
-from ...kernels.matmul import UNPACKED, pack_weights
+from ...kernels.matmul import pack_weights
 from ...kernels.philox import Stream
 from ...model.cache import BlockCache, CachedContext
 from ...model.decoder import Decoder
@@ -108,6 +108,7 @@ class NativeSampler:
     cache_bytes: upper limit of the key-value cache. Where it cannot hold all samples, fewer run at once. 0 is
         4 GiB on a CPU, and on a GPU 0.3 of the memory that is free when the cache is made.
     workers: number of samplers that share these limits; this sampler is one of them and takes its part.
+    stopwatch: measures the stations of a call; None is one of its own.
 
     samples_at_once: the number of samples that ran at once at the beginning of the last call.
     """
@@ -120,6 +121,7 @@ class NativeSampler:
         cache_bytes: int = 0,
         version: int = 0,
         workers: int = 1,
+        stopwatch: Stopwatch | None = None,
     ):
         if max_concurrency < 1:
             raise ValueError(f"sampler: max_concurrency ({max_concurrency}) must be at least 1")
@@ -131,7 +133,7 @@ class NativeSampler:
         default = _GPU_BATCH_TOKENS if decoder.device.type == "cuda" else _BATCH_TOKENS
         self.max_batch_tokens = -(-(max_batch_tokens or default) // workers)
         self.workers, self.samples_at_once = workers, 0
-        self.stopwatch = Stopwatch(decoder.device)
+        self.stopwatch = stopwatch or Stopwatch(decoder.device)
         self._cache_bytes = cache_bytes
         # On a GPU they outlive a call, because graphs read them where they lie.
         self._memory: DecodeMemory | None = None
@@ -173,7 +175,7 @@ class NativeSampler:
         self._memory = None  # a call that fails leaves blocks that nobody releases
         generation = _Generation(self, decoding, prefixes)
         completions = generation.run()
-        decoding.packed = UNPACKED  # the weights may change now
+        decoding.stop()
         self.samples_at_once = self.samples_at_once or generation.samples_at_once
         if self.decoder.device.type == "cuda":
             self._memory = memory

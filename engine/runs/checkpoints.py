@@ -23,13 +23,13 @@ from ...files.writing import manifest_damage
 from ...model.checkpoint import STATE_FILE, open_tensors, read_weights, write_checkpoint
 from ...model.config import ModelConfig
 from ...model.weights import Layout
-from ...verify.ledger import Head, LedgerFile
+from ...verify.ledger import Head, Ledger, LedgerFile
 from ..config import Config
 from ..parallel.tree_hash import hash_tree
 from ..tasks.perfectible import TASK_FILE
 from ..train.loss_scaling import LossScaler
 from ..train.state import TrainState
-from .head import architecture, other_frozen_weight, run_layout
+from .ledger_head import architecture, other_frozen_weight, run_layout
 
 SMALL_FILE = "trainer/state.json"
 # Added to the name of a checkpoint that cannot be used. A new one can then take its place, and the old one is
@@ -72,12 +72,18 @@ class _TrainingState(BaseModel):
 
 
 def save_checkpoint(
-    state: TrainState, target: Path, companions: Path, extra: dict[str, str], logs: dict[str, str], keep: int
+    state: TrainState,
+    ledger: Ledger,
+    target: Path,
+    companions: Path,
+    extra: dict[str, str],
+    logs: dict[str, str],
 ) -> None:
-    """Write everything that a resumed run needs, and delete all but the `keep` newest checkpoints.
+    """Write everything that a resumed run needs, and delete old checkpoints (config.checkpoint.keep).
 
-    keep: 0 deletes none. companions: the folder whose tokenizer and chat files are copied. extra: further
-    files, name -> text. logs: see Checkpoint. All ranks must call this together; rank 0 writes.
+    ledger: of the run; a checkpoint is never ahead of it on the disk. companions: the folder whose tokenizer
+    and chat files are copied. extra: further files, name -> text. logs: see Checkpoint. All ranks must call
+    this together; rank 0 writes.
 
     Raises OSError. Then no part of the new checkpoint is left.
     """
@@ -85,19 +91,19 @@ def save_checkpoint(
     master, *moments = optimizer.collect_master(), *map(optimizer.slices.collect, optimizer.moments)
     if not state.ranks.first:
         return
-    assert state.recorder is not None
-    state.recorder.ledger.sync()  # a checkpoint must never be ahead of the ledger on the disk
+    ledger.sync()
     small = {
         "step": state.step,
         "version": state.version,
         "updates": optimizer.updates,
-        "chain": state.recorder.ledger.chain,
+        "chain": ledger.chain,
         "scaler": state.scaler.state,
         "logs": logs,
     }
     texts = extra | {SMALL_FILE: json.dumps(small, indent=1) + "\n"}
     tensors = dict(zip(_MOMENTS, moments, strict=True))
     write_checkpoint(target, optimizer.layout, master, companions, texts, state=tensors)
+    keep = state.config.checkpoint.keep  # 0 keeps all
     for folder in checkpoint_folders(target.parent.parent)[keep:] if keep else []:
         # Renamed first, so that a half-deleted folder does not look like a checkpoint.
         dropped = folder.with_name(f".{folder.name}.dropped")
@@ -237,9 +243,8 @@ def restore(state: TrainState, checkpoint: Checkpoint) -> None:
         for moment, stored in zip(optimizer.moments, moments, strict=True):
             moment.copy_(stored[optimizer.slices.own])
     state.scaler.load(checkpoint.scaler)
-    optimizer.updates = checkpoint.updates
-    master = read_weights(checkpoint.folder, state.policy.layout)
-    _begin_at(state, master, checkpoint.step, checkpoint.version)
+    optimizer.load(read_weights(checkpoint.folder, state.policy.layout), checkpoint.updates)
+    _begin_at(state, checkpoint.step, checkpoint.version)
 
 
 @torch.no_grad()
@@ -247,13 +252,12 @@ def rewind(state: TrainState, master: torch.Tensor) -> None:
     """Put the state back to before the first step. master: the first weights, [layout.numel] fp32."""
     for moment in state.optimizer.moments:
         moment.zero_()
-    state.optimizer.updates = 0
-    state.scaler = LossScaler(state.config.precision, state.policy.dtype)
-    _begin_at(state, master, 0, 0)
+    state.optimizer.load(master, updates=0)
+    state.scaler.load(LossScaler(state.config.precision, state.policy.dtype).state)
+    _begin_at(state, 0, 0)
 
 
-def _begin_at(state: TrainState, master: torch.Tensor, step: int, version: int) -> None:
-    state.optimizer.load(master)
+def _begin_at(state: TrainState, step: int, version: int) -> None:
     state.step, state.version = step, version
     state.sampler.sync_weights(version)
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..config_file import load_config
-from .head import is_free
 from .held_out import held_out_name
+from .ledger_head import is_free
 from .summary import Summary
 
 # The label of a command and the command, in two columns.

@@ -22,7 +22,8 @@ class HeldOut:
 
     def __init__(self, state: TrainState, task: Task, config: Config | None = None):
         self._config = config = config or state.config
-        problems = problems_of(task, config.task.name, "held_out")[: config.evaluation.problems]
+        problems = problems_of(task, config.task.name, "held_out", config.task.directory)
+        problems = problems[: config.evaluation.problems]
         self._state, self._problems = state, problems if config.evaluation.every else []
         self._prompt_ids = state.tokenizer.encode_problems(self._problems, task.chat)
         state.reward.check_answers(self._problems)

@@ -15,6 +15,7 @@ from ...files.writing import check_in_place, check_writable, naming, write_whole
 from ...verify.ledger import LEDGER
 from ..config import Config
 from ..config_file import to_toml
+from ..train.recorder import Recorder
 from ..train.state import StepRecord
 from .rollout_lines import rollout_line
 from .trackers import TRACKERS, Trackers
@@ -104,20 +105,22 @@ class _Log:
         self._file.close()
 
 
-class RunFolder:
-    """The files of a run in the folder `path`."""
+def write_config(path: Path, config: Config) -> None:
+    """Write the whole resolved configuration of the run in the folder `path`."""
+    write_whole(path / "config.toml", to_toml(config).encode())
 
-    def __init__(self, path: Path):
-        """`trackers` can be set later."""
-        self.path = path
+
+class RunFolder:
+    """The files of a run in the folder `path`.
+
+    recorder: writes the ledger among them; whoever opened it closes it.
+    """
+
+    def __init__(self, path: Path, recorder: Recorder, trackers: Trackers):
+        self.path, self.recorder, self._trackers = path, recorder, trackers
         (path / FAILED).unlink(missing_ok=True)
         self._metrics = _Log(path / METRICS)
         self._rollouts = _Log(path / ROLLOUTS)
-        self.trackers: Trackers | None = None
-
-    def write_config(self, config: Config) -> None:
-        """Write the whole resolved configuration."""
-        write_whole(self.path / "config.toml", to_toml(config).encode())
 
     def record(self, record: StepRecord, extra: dict[str, float]) -> None:
         """Append the metrics and rollouts of a finished step. extra: further metrics of it."""
@@ -126,8 +129,7 @@ class RunFolder:
         P, G = record.rewards.shape
         lines = [rollout_line(record, p, g, G) for p in range(P) for g in range(G)]
         self._rollouts.write(lines)
-        if self.trackers:
-            self.trackers.record(metrics, lines)
+        self._trackers.record(metrics, lines)
 
     def sync(self) -> dict[str, str]:
         """Wait until metrics and rollouts are on the disk. Returns file name -> SHA-256 of the file so far.
@@ -155,12 +157,14 @@ class RunFolder:
         """
         self._metrics.close()
         self._rollouts.close()
-        if self.trackers:
-            self.trackers.close(summary)
+        self._trackers.close(summary)
 
 
 class NoFolder:
-    """Takes the place of a RunFolder in a rank that writes nothing."""
+    """Takes the place of a RunFolder in a rank that writes nothing. Its recorder has the ledger in memory."""
+
+    def __init__(self, recorder: Recorder):
+        self.recorder = recorder
 
     def record(self, record: StepRecord, extra: dict[str, float]) -> None:
         """Do nothing."""

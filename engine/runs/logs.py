@@ -1,8 +1,8 @@
 """The logs of a run, as far as they are intact: metrics.jsonl and rollouts.jsonl."""
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from ...files.reading import parse_json
 from ...files.writing import whole_lines
 
 
-@dataclass
+@dataclass(frozen=True)
 class Log:
     """A JSONL file of a run, as far as it is intact. Its first `ends`[i] bytes hold i steps.
 
@@ -20,9 +20,9 @@ class Log:
 
     path: Path
     lines_per_step: int
-    first: int = 0
-    ends: list[int] = field(default_factory=lambda: [0])
-    damage: str | None = None
+    first: int
+    ends: Sequence[int]
+    damage: str | None
 
     @property
     def stop(self) -> int:
@@ -60,19 +60,19 @@ def read_log(path: Path, lines_per_step: int, may_begin_later: bool = False) -> 
 
     may_begin_later: the log may begin at another step than 0.
     """
-    log, end = Log(path, lines_per_step), 0
+    first, ends, damage, end = 0, [0], None, 0
     lines, _ = whole_lines(read_bytes(path) if path.exists() else b"")
     for number, raw in enumerate(lines, 1):
         step = _step(raw)
         if number == 1 and may_begin_later and step is not None:
-            log.first = step
-        if step != log.first + (number - 1) // lines_per_step:
-            log.damage = f"{path} line {number} is damaged"
+            first = step
+        if step != first + (number - 1) // lines_per_step:
+            damage = f"{path} line {number} is damaged"
             break
         end += len(raw)
         if number % lines_per_step == 0:
-            log.ends.append(end)
-    return log
+            ends.append(end)
+    return Log(path, lines_per_step, first, ends, damage)
 
 
 def _step(raw: bytes) -> int | None:

@@ -9,7 +9,7 @@ Nothing changes before all that is needed is known to be there. A run that is do
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,12 @@ from ..config import Config
 from ..config_file import file_keys, load_config
 from .checkpoints import DAMAGED, Checkpoint, checkpoint_folders, clear_leftovers, usable_checkpoint
 from .folder import METRICS, ROLLOUTS, check_shape
-from .head import REFERENCE, binding, flat_settings, frozen_name, is_free
+from .ledger_head import REFERENCE, binding, flat_settings, frozen_name, is_free
 from .logs import Log, read_log
 from .summary import SUMMARY, Summary, numbers, read_summary, summarise, wrong_fields
 
 
-@dataclass
+@dataclass(frozen=True)
 class Resumption:
     """Where a run goes on. Only `prepare` changes files."""
 
@@ -165,13 +165,11 @@ def find_resumption(path: Path, overrides: Mapping[str, Any]) -> Resumption:
     history = [numbers(parse_json(line, non_finite=True)) for line in lines]
     resumption = Resumption(path, config, checkpoint, ledger, logs, history, messages, unusable)
     resumption.check_config()
-    if step == config.steps and not unusable:
-        _find_summary(resumption)
-    return resumption
+    return _with_summary(resumption) if step == config.steps and not unusable else resumption
 
 
-def _find_summary(resumption: Resumption) -> None:
-    """Find out whether a run that has done all its steps has its files as it left them, summary included."""
+def _with_summary(resumption: Resumption) -> Resumption:
+    """Of a run that has done all its steps: with its summary, if the run has its files as it left them."""
     path, checkpoint = resumption.path, resumption.checkpoint
     assert checkpoint is not None
     try:
@@ -182,10 +180,11 @@ def _find_summary(resumption: Resumption) -> None:
     except ValueError as error:
         summary, wrong = None, [str(error)]
     if wrong:
-        resumption.wrong_summary = True
-        resumption.messages.append(f"{path / SUMMARY}: {wrong[0]}; it is written again")
-    elif all((file.stat().st_size if file.exists() else 0) == end for file, end in resumption.ends().items()):
-        resumption.summary = summary
+        messages = [*resumption.messages, f"{path / SUMMARY}: {wrong[0]}; it is written again"]
+        return replace(resumption, messages=messages, wrong_summary=True)
+    if all((file.stat().st_size if file.exists() else 0) == end for file, end in resumption.ends().items()):
+        return replace(resumption, summary=summary)
+    return resumption
 
 
 def derived_summary(ledger: LedgerFile, history: list[dict[str, Any]], last: Checkpoint) -> Summary:

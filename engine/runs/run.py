@@ -35,9 +35,9 @@ from ..train.step import train_step
 from .base_model import base_model
 from .checkpoints import restore, save_checkpoint
 from .evaluation import HeldOut
-from .folder import NoFolder, RunFolder, refuse_taken
-from .head import flat_settings, run_head
+from .folder import NoFolder, RunFolder, refuse_taken, write_config
 from .held_out import BASE_REWARD, MEAN_REWARD, held_out_name
+from .ledger_head import flat_settings, run_head
 from .profile import check_profiled_step, profiled
 from .resume import Resumption, find_resumption, run_config
 from .setup import make_state, settled
@@ -124,13 +124,19 @@ def _run(
     require_trackers(config.tracking)
     task = load_task(config.task.name, config.task.options, config.task.directory)
     # Both are found wrong before the model is made: a slope that is none, a reward that cannot be imported.
-    check_surrogate(config.loss.resolve())
+    check_surrogate(config.loss.resolve(), config.task.directory)
     with _reward(config, task, ranks) as reward:
         ranks.barrier()  # now every rank has read the folder, so rank 0 may change it
         model = ranks.from_first(lambda: base_model(config, path))
         with closing(make_state(config, model, task, reward, ranks)) as state:
-            history = _take_steps(state, path, model, task, resumption, profile)
-            summary = _summarise(state, history, time.perf_counter() - began_s)
+            held_out = HeldOut(state, task)
+            if line := held_out.overlap():
+                console.print(line)
+            folder = _open_folder(state, path, resumption)
+            with closing(folder.recorder):
+                history = _take_steps(state, folder, held_out, path, model, resumption, profile)
+            chain = folder.recorder.ledger.chain
+            summary = _summarise(state, history, chain, time.perf_counter() - began_s)
     if ranks.first:
         write_summary(path, summary)
     return summary
@@ -149,9 +155,10 @@ def _reward(config: Config, task: Task, ranks: Ranks) -> Iterator[Reward | Ranke
 
 def _take_steps(
     state: TrainState,
+    folder: RunFolder | NoFolder,
+    held_out: HeldOut,
     path: Path,
     model: Path,
-    task: Task,
     resumption: Resumption | None,
     profile: int | None,
 ) -> list[dict[str, float]]:
@@ -160,10 +167,6 @@ def _take_steps(
     Returns the metrics of all steps of the run.
     """
     config = state.config
-    held_out = HeldOut(state, task)
-    if line := held_out.overlap():
-        console.print(line)
-    folder = _open_folder(state, path, resumption)
     summary: dict[str, str] = {}
     history = resumption.history if resumption else []
     rewards = [m["reward/mean"] for m in history]
@@ -178,7 +181,7 @@ def _take_steps(
         with display, interrupt:
             for _ in range(state.step, config.steps):
                 with profiled(state, profile, path):
-                    record = _guarded_step(state, path)
+                    record = _guarded_step(state, folder.recorder, path)
                 evaluation, last = first_evaluation | held_out.metrics(), state.step == config.steps
                 first_evaluation = {}
                 folder.record(record, evaluation)
@@ -192,10 +195,10 @@ def _take_steps(
                 _report_overflow(state, record)
                 stops = interrupt.seen and not last
                 if last or stops or (config.checkpoint.every and state.step % config.checkpoint.every == 0):
-                    _save_checkpoint(state, path, model, folder.sync())
+                    _save_checkpoint(state, folder, path, model)
                 if stops:
                     raise StoppedError(state.step)
-        summary["fingerprint"] = state.recorder.ledger.chain
+        summary["fingerprint"] = folder.recorder.ledger.chain
     except (ValueError, OSError, KeyboardInterrupt):
         if resumption is None and not history:
             folder.discard()
@@ -208,15 +211,12 @@ def _take_steps(
     return history
 
 
-def _save_checkpoint(state: TrainState, path: Path, model: Path, logs: dict[str, str]) -> None:
-    """Write a checkpoint of the current step to the run's folder. model: the folder of the run's first model.
-
-    logs: see Checkpoint.
-    """
+def _save_checkpoint(state: TrainState, folder: RunFolder | NoFolder, path: Path, model: Path) -> None:
+    """Write a checkpoint of the current step to the run's folder. model: that of the run's first model."""
     task = state.config.task
     extra = {TASK_FILE: json.dumps({"task": task.name, "options": task.options}) + "\n"}
     target = path / "checkpoints" / f"step-{state.step:06d}"
-    save_checkpoint(state, target, model, extra, logs, state.config.checkpoint.keep)
+    save_checkpoint(state, folder.recorder.ledger, target, model, extra, folder.sync())
 
 
 def _note_failure(folder: RunFolder | NoFolder, error: Exception) -> None:
@@ -238,7 +238,7 @@ def _report_overflow(state: TrainState, record: StepRecord) -> None:
 
 
 def _open_folder(state: TrainState, path: Path, resumption: Resumption | None) -> RunFolder | NoFolder:
-    """Open the run's files, and put a Recorder for its ledger into `state`.
+    """Open the run's files, the ledger among them.
 
     For a run that goes on, the state is restored from its checkpoint. Its files change only after all checks.
     """
@@ -251,26 +251,28 @@ def _open_folder(state: TrainState, path: Path, resumption: Resumption | None) -
         state.ranks.barrier()  # no rank reads the files after this, so rank 0 may cut them back
         ledger = state.ranks.from_first(resumption.prepare)
     if not state.ranks.first:
-        state.recorder = Recorder(None, head, config.ledger, state.optimizer, ledger)
-        return NoFolder()
-    folder = RunFolder(path)
+        return NoFolder(Recorder(None, head, config.ledger, state.optimizer, ledger))
     if ledger is None:
-        folder.write_config(config)
-    state.recorder = Recorder(path / LEDGER, head, config.ledger, state.optimizer, ledger)
-    done = resumption.step if resumption else None
-    settings = flat_settings(config)
-    folder.trackers = Trackers(config.tracking, path, config.steps, done, settings, head.environment)
-    if ledger is not None and head.environment != ledger.environment:
-        state.recorder.ledger.resumed(state.step, head.environment)
-    if ledger is not None:  # after the ledger's note of it: a kill between the two is then no forgery
-        folder.write_config(config)
+        write_config(path, config)
+    with ExitStack() as on_failure:  # closes what was opened, unless all of it succeeds
+        recorder = Recorder(path / LEDGER, head, config.ledger, state.optimizer, ledger)
+        on_failure.callback(recorder.close)
+        if ledger is not None and head.environment != ledger.environment:
+            recorder.ledger.resumed(state.step, head.environment)
+        if ledger is not None:  # after the ledger's note of it: a kill between the two is then no forgery
+            write_config(path, config)
+        done, settings = resumption.step if resumption else None, flat_settings(config)
+        trackers = Trackers(config.tracking, path, config.steps, done, settings, head.environment)
+        on_failure.callback(trackers.close, {})
+        folder = RunFolder(path, recorder, trackers)
+        on_failure.pop_all()
     return folder
 
 
-def _guarded_step(state: TrainState, path: Path) -> StepRecord:
+def _guarded_step(state: TrainState, recorder: Recorder, path: Path) -> StepRecord:
     """Take a step. Where bits differ, save what is needed to find out why: the report and the weights."""
     try:
-        return train_step(state)
+        return train_step(state, recorder)
     except MismatchError as error:
         try:
             if state.ranks.first:
@@ -320,8 +322,8 @@ def _other_metrics(metrics: dict[str, float], group: str) -> list[Field]:
     return [f"{group}:", *(f"{name.removeprefix(f'{group}/')} {metrics[name]:.4g}" for name in names)]
 
 
-def _summarise(state: TrainState, history: list[dict[str, float]], seconds: float) -> Summary:
-    """The summary of a finished run. history: the metrics of all its steps."""
+def _summarise(state: TrainState, history: list[dict[str, float]], chain: str, seconds: float) -> Summary:
+    """The summary of a finished run. history: the metrics of all its steps. chain: of its ledger."""
     layout, master = state.policy.layout, state.optimizer.collect_master()
     weights = state.ranks.from_first(lambda: fingerprint(layout, master))
-    return summarise(history, state.recorder.ledger.chain, weights, seconds)
+    return summarise(history, chain, weights, seconds)

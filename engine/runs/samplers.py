@@ -35,6 +35,7 @@ from ..rollout.vllm.exact import VllmExactSampler
 from ..rollout.vllm.generator import VllmGenerator
 from ..rollout.vllm.sampler import VllmZeroklSampler
 from ..sampler_names import EXTERNAL
+from ..stopwatch import Stopwatch
 from ..train.optimizer import Optimizer
 
 
@@ -54,8 +55,11 @@ def make_samplers(
     optimizer: Optimizer,
     workers: Workers,
     micro_batch: int,
+    stopwatch: Stopwatch,
 ) -> Samplers:
-    """The samplers that a configuration asks for. micro_batch: sequences of one pass of a scorer.
+    """The samplers that a configuration asks for.
+
+    micro_batch: sequences of one pass of a scorer. stopwatch: measures the stations of a step.
 
     Raises ValueError for an engine that is not installed.
     """
@@ -79,45 +83,53 @@ def make_samplers(
         return Samplers(ExternalSampler(engine, model_config, optimizer), shared)
     if not (config.max_staleness or config.perturb.any or config.precision.sampler_differs):
         return Samplers(shared, shared)
-    own_workers = _separate_workers(config, model_config, optimizer, workers.n, sampler=True)
-    own_workers.host.sampler.stopwatch = workers.host.sampler.stopwatch  # a step has one
-    separate = SeparateSampler(config, own_workers, optimizer)
+    sampling = _separate_workers(config, model_config, optimizer, workers.n, True, stopwatch)
     if not config.max_staleness:
-        return Samplers(separate, shared)
+        return Samplers(SeparateSampler(config, sampling, optimizer), shared)
+    scoring = sampling
     if config.perturb.any or config.precision.sampler_differs:
-        separate.trainer = _separate_workers(config, model_config, optimizer, workers.n, sampler=False)
-    return Samplers(separate, shared, Scorer(separate.trainer or separate.workers, micro_batch))
+        scoring = _separate_workers(config, model_config, optimizer, workers.n, sampler=False)
+    separate = SeparateSampler(config, sampling, optimizer, scoring)
+    return Samplers(separate, shared, Scorer(scoring, micro_batch))
 
 
 def numerics_of(config: Config, sampler: bool = False) -> Numerics:
-    """The dtypes of lm_head and cache: of the trainer, or of the sampler."""
+    """The dtypes of lm_head and cache, of the trainer or of the sampler, and the tiles of both."""
     precision = config.precision.of_sampler if sampler else config.precision
-    return named_numerics(precision.head_dtype, precision.cache_dtype)
+    return named_numerics(precision.head_dtype, precision.cache_dtype, precision.tiles)
 
 
 def _separate_workers(
-    config: Config, model_config: ModelConfig, optimizer: Optimizer, n: int, sampler: bool
+    config: Config,
+    model_config: ModelConfig,
+    optimizer: Optimizer,
+    n: int,
+    sampler: bool,
+    stopwatch: Stopwatch | None = None,
 ) -> Workers:
     """Workers with a copy of the weights: the sampler's weights, or the trainer's."""
     dtype = DTYPES[(sampler and config.precision.sampler_dtype) or config.dtype]
     master = optimizer.whole_master()
     flat = (perturbed_weights(config.perturb, master) if sampler else master).to(dtype, copy=True)
     decoder = Decoder(model_config, flat, optimizer.layout, numerics_of(config, sampler))
-    return Workers(decoder, config.virtual_shards, n, config.native)
+    return Workers(decoder, config.virtual_shards, n, config.native, stopwatch=stopwatch)
 
 
 class SeparateSampler:
-    """The native sampler over weights of its own."""
+    """The native sampler over weights of its own.
 
-    def __init__(self, config: Config, workers: Workers, optimizer: Optimizer):
-        self.workers, self._optimizer = workers, optimizer
+    scoring: workers that need the trainer's weights at the sampler's version, if there are any. They are
+    `workers` themselves where the sampler has these weights.
+    """
+
+    def __init__(
+        self, config: Config, workers: Workers, optimizer: Optimizer, scoring: Workers | None = None
+    ):
+        self.workers, self._scoring, self._optimizer = workers, scoring, optimizer
         self._perturb, self._max_staleness = config.perturb, config.max_staleness
         self._sampler, self._delayed = ParallelSampler(workers), Delayed(config.perturb.delay)
         if config.perturb.delay:
             self._delayed.push(optimizer.whole_master())
-        # Workers with the trainer's weights at the sampler's version. None where the sampler itself has these
-        # weights, or nothing needs them.
-        self.trainer: Workers | None = None
 
     @property
     def samples_at_once(self) -> int:
@@ -140,9 +152,9 @@ class SeparateSampler:
         if not too_old:
             return
         self.workers.host.decoder.flat.copy_(perturbed_weights(self._perturb, source))
-        if self.trainer is not None:
-            self.trainer.host.decoder.flat.copy_(master)
-        self._sampler.version = version
+        if self._scoring not in (None, self.workers):
+            self._scoring.host.decoder.flat.copy_(master)
+        self._sampler.sync_weights(version)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         return self._sampler.generate([self._perturbed(request) for request in requests])

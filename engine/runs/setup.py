@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from ...kernels import tiles
 from ...kernels.backend import find_device
 from ...model.checkpoint import DTYPES, load_decoder, read_weights, resolve_model
 from ...model.config import ModelConfig
@@ -22,6 +21,7 @@ from ..parallel.scorer import Scorer, frozen
 from ..parallel.workers import Workers, automatic
 from ..parallel.zero import Slices
 from ..rollout.vllm.installed import installed_vllm, is_cpu_build
+from ..stopwatch import Stopwatch
 from ..tasks.base import Problem, Task
 from ..tasks.loading import problems_of
 from ..tasks.perfectible import perfectible_set
@@ -52,16 +52,15 @@ def make_state(
     device, layout = run_device(config), Layout(model_config, frozen_weights(model_config, config.frozen))
     at_once = shards_at_once(config.virtual_shards, ranks.size, 1)
     sizes = fit(config, layout, device, at_once, ranks.size, max(map(len, prompt_ids)))
-    tiles.fix_table(config.precision.tiles)
     weights = read_weights(model, layout)
-    policy = Decoder(model_config, weights.to(device, DTYPES[config.dtype]), layout, numerics_of(config))
+    flat, recompute = weights.to(device, DTYPES[config.dtype]), config.recompute == "layer"
+    policy = Decoder(model_config, flat, layout, numerics_of(config), recompute)
     # The ranks compute shards in common rounds, so all have the same number of workers.
     n = min(ranks.gather(lambda: _workers_of_a_rank(config, policy)))
-    policy.recompute = config.recompute == "layer"
-    share = config.sampler == "vllm-zerokl" and device.type == "cpu"
+    share, stopwatch = config.sampler == "vllm-zerokl" and device.type == "cpu", Stopwatch(device)
     with ExitStack() as on_failure:  # closes what was started, unless all of it succeeds
         shards = shards_at_once(config.virtual_shards, ranks.size, n)
-        workers = Workers(policy, shards, n, config.native, share, sizes.shards_in_flight)
+        workers = Workers(policy, shards, n, config.native, share, sizes.shards_in_flight, stopwatch)
         on_failure.enter_context(workers)
         slices = Slices(layout, ranks, device)
         updates = config.steps * config.updates_per_rollout
@@ -69,7 +68,9 @@ def make_state(
         ref_policy = _ref_policy(config, model, model_config, workers.n, sizes.micro_batch)
         if ref_policy:
             on_failure.callback(ref_policy.close)
-        samplers = make_samplers(config, model, model_config, optimizer, workers, sizes.micro_batch)
+        samplers = make_samplers(
+            config, model, model_config, optimizer, workers, sizes.micro_batch, stopwatch
+        )
         on_failure.pop_all()
     parallel: Workers | RankedWorkers = workers
     if ranks.size > 1:
@@ -91,7 +92,7 @@ def make_state(
         reward=reward,
         problems=problems,
         prompt_ids=prompt_ids,
-        stopwatch=workers.host.sampler.stopwatch,
+        stopwatch=stopwatch,
     )
 
 
@@ -177,7 +178,7 @@ def training_problems(task: Task, config: Config, model: Path) -> list[Problem]:
 
     Raises ValueError for a task without training problems, or with none in this set.
     """
-    problems = problems_of(task, config.task.name, "train")
+    problems = problems_of(task, config.task.name, "train", config.task.directory)
     perfectible = perfectible_set(model) if config.task.perfectible_only else None
     if perfectible and perfectible["task"] == config.task.name:
         prompts = set(perfectible["prompts"])

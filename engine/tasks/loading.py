@@ -12,7 +12,7 @@ from .countdown import Countdown
 from .guard import guarded
 from .jsonl import Jsonl
 from .sort import Sort
-from .users_code import add_places, load_object
+from .users_code import importable, load_object
 
 TASKS: dict[str, Callable[..., Task]] = {"add": Add, "sort": Sort, "countdown": Countdown, "jsonl": Jsonl}
 # More problems than this take all memory.
@@ -36,10 +36,9 @@ def load_task(name: str, options: Mapping[str, Any], directory: str = "") -> Tas
     Raises ValueError for an unknown name or option, and for an object of the user's that is no task, or that
     changes the state of this process (see guard.py).
     """
-    add_places(directory)
     factory = TASKS.get(name)
     if factory is None and ":" in name:
-        factory = guarded(f"task {name}:", load_object, name, "task", may_draw=True)
+        factory = guarded(f"task {name}:", load_object, name, "task", directory, may_draw=True)
     if factory is None:
         known = ", ".join(TASKS)
         raise ValueError(f"task: {name[:100]} is not known; choose {known} or your own as module:object")
@@ -49,7 +48,8 @@ def load_task(name: str, options: Mapping[str, Any], directory: str = "") -> Tas
         options = {**options, **files} if name == "jsonl" else options
         task = factory(**options)
     else:
-        task = guarded(f"task {name}:", _made_or_refused, factory, options, may_draw=True)
+        with importable(directory):
+            task = guarded(f"task {name}:", _made_or_refused, factory, options, may_draw=True)
         if isinstance(task, ValueError):
             raise task
     if not isinstance(task, Task):
@@ -60,13 +60,14 @@ def load_task(name: str, options: Mapping[str, Any], directory: str = "") -> Tas
     return task
 
 
-def problems_of(task: Task, name: str, split: str) -> list[Problem]:
-    """The problems of one split of a task.
+def problems_of(task: Task, name: str, split: str, directory: str = "") -> list[Problem]:
+    """The problems of one split of a task. directory: see load_task.
 
     Raises ValueError where the task raises, and where it gives something else than problems.
     """
     what = f"task {name}: problems({split!r})"
-    problems = guarded(what, lambda: list(task.problems(split)), may_draw=True)
+    with importable(directory):
+        problems = guarded(what, lambda: list(task.problems(split)), may_draw=True)
     wrong = next((p for p in problems if not (isinstance(p, Problem) and isinstance(p.prompt, str))), None)
     if wrong is not None:
         raise ValueError(

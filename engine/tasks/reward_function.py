@@ -35,9 +35,11 @@ def reward_function(name: str, task: str, options: Mapping[str, Any], directory:
 
     options, directory: see load_task. Raises ValueError.
     """
+    # For good: this process exists for this task alone. The reward may import modules whenever it is called,
+    # and a problem when it is unpickled.
     add_places(directory)
     if name or task == "jsonl":  # the reward of jsonl is known without its file, which may be large
-        owner = NAMED_REWARDS.get(name or "math") or load_object(name, "reward")
+        owner = NAMED_REWARDS.get(name or "math") or load_object(name, "reward", directory)
         function = owner
     else:
         from .loading import load_task  # it loads numpy

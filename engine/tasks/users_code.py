@@ -7,28 +7,47 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-def add_places(directory: str) -> None:
-    """Let modules of the user's be found in `directory`, if there is one, and in the current one."""
-    for place in filter(None, (directory, os.getcwd())):
-        if place not in sys.path:
-            sys.path.append(place)
+def add_places(directory: str) -> list[str]:
+    """Let this process find modules of the user's in `directory`, if there is one, and in the current one.
+
+    Returns what the search path did not have before.
+    """
+    added = [place for place in (directory, os.getcwd()) if place and place not in sys.path]
+    sys.path.extend(added)
+    return added
 
 
-def load_object(name: str, what: str) -> Any:
-    """Import `module:object`. The working directory is searched as well.
+@contextmanager
+def importable(directory: str) -> Iterator[None]:
+    """Inside this context modules of the user's are found (see add_places); afterwards they no longer are.
+
+    A module may import others of its place when it is called. So calls of its functions belong inside, too.
+    """
+    added = add_places(directory)
+    try:
+        yield
+    finally:
+        for place in added:
+            if place in sys.path:
+                sys.path.remove(place)
+
+
+def load_object(name: str, what: str, directory: str) -> Any:
+    """Import `module:object` (see importable).
 
     Raises ValueError when the object cannot be imported.
     """
     module, _, attribute = name.partition(":")
-    add_places("")
     what = f"{what}: {name[:200]} cannot be imported as module:object; it"
-    return call_user(what, "", lambda: getattr(importlib.import_module(module), attribute))
+    with importable(directory):
+        return call_user(what, "", lambda: getattr(importlib.import_module(module), attribute))
 
 
 def call_user(what: str, where: str, function: Callable[..., T], /, *args: Any, **options: Any) -> T:

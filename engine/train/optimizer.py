@@ -72,8 +72,12 @@ class Optimizer:
         self._decayed = [slice(a - own.start, b - own.start) for a, b in overlaps if a < b]
 
     @torch.no_grad()
-    def load(self, weights: torch.Tensor) -> None:
-        """Replace the master weights by `weights` [layout.numel] fp32, and the compute weights with them."""
+    def load(self, weights: torch.Tensor, updates: int) -> None:
+        """Replace the master weights by `weights` [layout.numel] fp32, and the compute weights with them.
+
+        updates: the number of updates that these weights have had.
+        """
+        self.updates = updates
         self.decoder.flat.detach().copy_(weights)
         if not self.in_place:
             self.master.copy_(weights[self.slices.own])

@@ -82,13 +82,15 @@ ForwardObserver = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Hook]
 class ShardWork:
     """shard_gradients and its arguments except the shards. A step hands it to its workers: it is picklable.
 
-    loss: resolved. The loss is multiplied by `scale`. watch: count the gradients that the compute dtype could
-    not hold. observer: is shown each forward, in this process; only a step with one worker may have it.
+    loss: resolved. directory: where a surrogate of the user's is looked up. The loss is multiplied by
+    `scale`. watch: count the gradients that the compute dtype could not hold. observer: is shown each
+    forward, in this process; only a step with one worker may have it.
     """
 
     sampling_params: SamplingParams
     loss: LossConfig
     micro_batch: int
+    directory: str = ""
     scale: float = 1.0
     watch: bool = False
     observer: ForwardObserver | None = None
@@ -219,7 +221,8 @@ def _micro_batch_gradient(
         old_logprobs = logp.detach() if batch.old_logprobs is None else _concatenated(batch.old_logprobs)
         ref_logprobs = _concatenated(batch.ref_logprobs)
         A = torch.from_numpy(batch.advantages).float().repeat_interleave(tokens)
-        loss = policy_loss(logp, old_logprobs, sampling_logprobs, A, lengths, work.loss, ref_logprobs)
+        of_tokens = logp, old_logprobs, sampling_logprobs, A
+        loss = policy_loss(*of_tokens, lengths, work.loss, ref_logprobs, work.directory)
         loss = loss * torch.from_numpy(batch.weights).float().repeat_interleave(tokens)
         if loss.requires_grad:
             if counter:

@@ -21,12 +21,15 @@ from ..tasks.rewards import Reward
 from ..tasks.tokenizer import Tokenizer
 from .loss_scaling import LossScaler
 from .optimizer import Optimizer
-from .recorder import Recorder
 
 
 @dataclass
 class TrainState:
-    """Everything a step reads and changes."""
+    """Everything a step reads and changes.
+
+    It is whole when it is made. A step changes the weights, the optimizer's state and the loss scale in
+    place, and counts `step` and `version`.
+    """
 
     config: Config
     policy: Decoder
@@ -43,10 +46,9 @@ class TrainState:
     reward: Reward | RankedReward  # whoever opened it closes it
     problems: Sequence[Problem]  # for training
     prompt_ids: Sequence[Sequence[int]]  # the prompt of each of these problems
-    stopwatch: Stopwatch  # measures the stations of a step; the native sampler has the same one
-    step: int = 0
+    stopwatch: Stopwatch  # measures the stations of a step; the samplers have the same one
+    step: int = 0  # steps that are done
     version: int = 0  # of the weights: the number of optimizer updates so far
-    recorder: Recorder | None = None
 
     @property
     def ranks(self) -> Ranks:
@@ -65,8 +67,8 @@ class TrainState:
         )
 
     def close(self) -> None:
-        """End the other processes of this run, and close the ledger's file."""
-        for part in (self.recorder, self.sampler, self.old_policy, self.ref_policy, self.parallel):
+        """End the other processes of this run."""
+        for part in (self.sampler, self.old_policy, self.ref_policy, self.parallel):
             if part is not None:
                 part.close()
 

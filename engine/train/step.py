@@ -27,13 +27,17 @@ from .metrics import loss_metrics, rollout_metrics, step_losses
 from .monitor import Monitor
 from .observer import StepObserver
 from .performance import performance
+from .recorder import Recorder
 from .shard import Shard, ShardWork
 from .state import StepRecord, TrainState
 
 
-def train_step(state: TrainState, observer: StepObserver | None = None) -> StepRecord:
+def train_step(
+    state: TrainState, recorder: Recorder | None = None, observer: StepObserver | None = None
+) -> StepRecord:
     """One step: sample, score and update. Where a bit differs, raises MismatchError before any update.
 
+    recorder: writes the step's line of the ledger. Ranks must have one, or none, together.
     observer: is shown the step. It sees this process only, so state.parallel.n must be 1.
     """
     cfg, loss_cfg, began_s = state.config, state.config.loss.resolve(), time.perf_counter()
@@ -47,7 +51,9 @@ def train_step(state: TrainState, observer: StepObserver | None = None) -> StepR
     for update in range(cfg.updates_per_rollout):
         params, scale = cfg.sampling.sampling_params, state.scaler.scale
         observe = partial(observer.forward, update) if observer else None
-        work = ShardWork(params, loss_cfg, state.micro_batch, scale, state.scaler.on, observe)
+        work = ShardWork(
+            params, loss_cfg, state.micro_batch, cfg.task.directory, scale, state.scaler.on, observe
+        )
         with station("time/forward_backward_s"):
             results, gradient = state.parallel.sum_shards(work, step.cut(cfg.virtual_shards))  # a fixed tree
         scored = [micro_batch for shard in results if shard for micro_batch in shard]
@@ -61,7 +67,7 @@ def train_step(state: TrainState, observer: StepObserver | None = None) -> StepR
             metrics |= monitor.metrics() | step_losses(scored)
         if stale:
             metrics |= monitor.staleness(logp)
-        recording = state.recorder.updating(logp, gradient, scale) if state.recorder else nullcontext()
+        recording = recorder.updating(logp, gradient, scale) if recorder else nullcontext()
         # Clipping, AdamW, fp32 master weights.
         with recording, state.parallel.own_threads(), station("time/optimizer_s"):
             updated = state.scaler.update(state.optimizer, gradient, scored)
@@ -75,10 +81,10 @@ def train_step(state: TrainState, observer: StepObserver | None = None) -> StepR
         state.sampler.sync_weights(state.version)
     metrics |= rollout_metrics(batch) | {"tokens": monitor.tokens}
     A = step.advantages.reshape(batch.rewards.shape)
-    if state.recorder:  # hashes of tokens, logprobs, gradients, weights
+    if recorder:  # hashes of tokens, logprobs, gradients, weights
         rows = batch.rollouts, batch.rewards, A
-        metrics["time/ledger_s"] = state.recorder.record(state.step, *rows, state.scaler.state)
-        state.recorder.check_ranks()
+        metrics["time/ledger_s"] = recorder.record(state.step, *rows, state.scaler.state)
+        recorder.check_ranks()
     times = {"time/sample_s": sampled_s - began_s, "time/train_s": time.perf_counter() - sampled_s}
     times |= state.stopwatch.seconds()
     metrics |= times | performance(state, step, times)

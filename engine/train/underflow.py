@@ -80,9 +80,9 @@ class Underflow:
             for rows in np.split(predicting, np.cumsum(self._batch.lengths)[:-1])
         ]
         if self._prompts:
-            self._prompts.reached |= {
+            self._prompts.reached.update(
                 prompt for prompt, rows in zip(self._batch.after or (), reached, strict=True) if rows[0]
-            }
+            )
         self._predicting = torch.from_numpy(predicting)
         self._reached = torch.from_numpy(np.concatenate(reached))
 

@@ -411,9 +411,9 @@ def test_verify_run_reaches_its_steps_in_one_pass(plain, tmp_path, monkeypatch, 
     train(plain.model_copy(update={"checkpoint": checkpoint}), tmp_path / "run")
     done = []
 
-    def counted(state):
+    def counted(state, recorder):
         done.append(state.step)
-        return train_step(state)
+        return train_step(state, recorder)
 
     monkeypatch.setattr(replay_module, "train_step", counted)
     with Replayer(tmp_path / "run") as replayer:

@@ -18,10 +18,10 @@ def press(monkeypatch):
     take_step = run_module.train_step
 
     def prepare(step: int, times: int) -> None:
-        def pressed(state):
+        def pressed(state, recorder):
             for _ in range(times if state.step == step else 0):
                 os.kill(os.getpid(), signal.SIGINT)
-            return take_step(state)
+            return take_step(state, recorder)
 
         monkeypatch.setattr(run_module, "train_step", pressed)
 

@@ -30,8 +30,8 @@ def _interrupted(config: Config, path: Path, step: int) -> None:
     """A run that ends in the middle of `step`: only the ledger's line of this step is written."""
     train_step = run_module.train_step
 
-    def stopped(state):
-        record = train_step(state)
+    def stopped(state, recorder):
+        record = train_step(state, recorder)
         if state.step == step + 1:
             raise StopError
         return record

@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import sys
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,10 +18,14 @@ from zerokl.engine.rollout.vllm import exact
 from zerokl.engine.rollout.vllm.arguments import SET_BY_ZEROKL, check_engine_arguments
 from zerokl.engine.rollout.vllm.installed import SUPPORTED, installed_vllm, require_vllm
 from zerokl.engine.rollout.vllm.sampler import VllmZeroklSampler
-from zerokl.engine.runs.head import binding
+from zerokl.engine.runs.ledger_head import binding
+from zerokl.engine.runs.setup import make_state
 from zerokl.engine.sampler_names import SAMPLERS
-from zerokl.kernels import tiles
-from zerokl.kernels.tile_tables import TABLES
+from zerokl.engine.tasks.loading import load_task
+from zerokl.engine.tasks.rewards import Reward
+from zerokl.kernels.tile_tables import TABLES, tile_table
+from zerokl.kernels.tiles import block_k
+from zerokl.model.decoder import named_numerics
 
 
 @pytest.fixture
@@ -161,32 +166,36 @@ def test_vllms_own_model_is_exact_with_its_own_tiles_only(installed):
     assert set(SUPPORTED) == set(TABLES)
 
 
-@pytest.fixture
-def unfixed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that has not multiplied yet."""
-    monkeypatch.setattr(tiles, "_fixed", tiles._FixedTable())
-
-
-@pytest.mark.usefixtures("unfixed")
 @pytest.mark.parametrize(("version", "tuned"), [("0.32.0", 64), ("vllm-0.33", 128), ("vllm-0.32", 64)])
 def test_tiles_are_those_of_the_version_asked_for(version, tuned):
-    tiles.fix_table(version)
-    assert tiles.block_k(4096, 4096, torch.bfloat16, "hopper") == tuned
-    assert tiles.block_k(2048, 6144, torch.bfloat16, "hopper") == 128
-    assert tiles.block_k(4096, 4096, torch.float16, "hopper") == 64
-    assert tiles.block_k(4096, 4096, torch.bfloat16, "blackwell") == 64
+    table = tile_table(version)
+    assert block_k(4096, 4096, torch.bfloat16, "hopper", table) == tuned
+    assert block_k(2048, 6144, torch.bfloat16, "hopper", table) == 128
+    assert block_k(4096, 4096, torch.float16, "hopper", table) == 64
+    assert block_k(4096, 4096, torch.bfloat16, "blackwell", table) == 64
+    assert named_numerics("compute", "compute", version).tiles is table
 
 
-@pytest.mark.usefixtures("unfixed")
-def test_tiles_are_fixed_once():
+def test_a_version_without_tiles_is_refused():
     with pytest.raises(ValueError, match=r"vLLM's version \(0.34.0\) must be one of 0.32, 0.33"):
-        tiles.fix_table("0.34.0")
-    # The first product fixes the default.
-    tiles.block_k(4096, 4096, torch.bfloat16, "hopper")
-    tiles.fix_table("0.32.5")
-    message = r"computes with the tiles of vLLM 0\.32; start a new one for those of vLLM 0\.33"
-    with pytest.raises(ValueError, match=message):
-        tiles.fix_table("0.33.0")
+        tile_table("0.34.0")
+
+
+def test_every_part_of_a_run_has_the_runs_tiles(config, model, tmp_path):
+    """Trainer, workers' sampler, separate sampler and reference. The tiles are the same on a CPU, too."""
+    cfg = config(
+        model=str(model), workers=2, max_staleness=1, precision__tiles="vllm-0.33", loss__kl_coef=0.1, steps=1
+    )
+    task = load_task(cfg.task.name, cfg.task.options)
+    with closing(make_state(cfg, model, task, Reward(task.reward))) as state:
+        workers = (state.parallel, state.evaluator.workers, state.sampler.workers, state.ref_policy.workers)
+        decoders = [state.policy, *(w.host.decoder for w in workers)]
+        assert {decoder.numerics.tiles.vllm for decoder in decoders} == {"0.33"}
+        assert state.parallel.map(_tiles_of_worker, [None, None]) == ["0.33", "0.33"]
+
+
+def _tiles_of_worker(host, _):
+    return host.decoder.numerics.tiles.vllm
 
 
 def test_batch_invariance_is_refused_where_vllm_was_imported_without_it(
@@ -195,7 +204,6 @@ def test_batch_invariance_is_refused_where_vllm_was_imported_without_it(
     installed(vllm="0.32.0")
     environment = dict(os.environ)
     monkeypatch.setattr(os, "environ", environment)
-    monkeypatch.setattr(exact, "_prepared", False)
     exact.refuse_after_exact()
     monkeypatch.setitem(sys.modules, exact._READER, None)
     message = "imported in this process without VLLM_BATCH_INVARIANT = 1; start a new process"
@@ -206,6 +214,11 @@ def test_batch_invariance_is_refused_where_vllm_was_imported_without_it(
     assert environment["VLLM_BATCH_INVARIANT"] == "1"
     assert environment["TRITON_F32_DEFAULT"] == "ieee"
     assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    exact.refuse_after_exact()  # a user may have set the environment for vLLM as it comes
+    registry = SimpleNamespace(op_registry_oot={"RMSNorm": SimpleNamespace(__module__="other.plugin")})
+    monkeypatch.setitem(sys.modules, exact._REGISTRY, registry)
+    exact.refuse_after_exact()
+    registry.op_registry_oot["RMSNorm"].__module__ = "zerokl.engine.rollout.vllm.norm"
     message = r"has sampled with vllm-exact, .* start a new one for vLLM as it comes"
     with pytest.raises(ValueError, match=message):
         VllmEngine(Path("model"), torch.float32, 64)

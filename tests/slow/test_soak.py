@@ -20,8 +20,8 @@ import json, sys
 from zerokl.engine.runs import run
 from zerokl.engine.config_file import load_config
 plain, pages = run.train_step, []
-def measured(state):
-    record = plain(state)
+def measured(state, recorder):
+    record = plain(state, recorder)
     pages.append(int(open("/proc/self/statm").read().split()[1]))
     return record
 run.train_step = measured

@@ -9,6 +9,7 @@ from zerokl.kernels.launch import recorded_launches
 from zerokl.kernels.linear import linear
 from zerokl.kernels.order import blocks_of_counts, token_blocks
 from zerokl.kernels.passes import Pass
+from zerokl.kernels.tile_tables import tile_table
 
 from tests.helpers import assert_at_most_twice_the_error, randn, total_unequal
 
@@ -36,18 +37,17 @@ def test_control_another_tile_along_k_gives_other_bits(batch_invariant, monkeypa
 
 
 @pytest.mark.parametrize("family", ["ada", "hopper", "blackwell", "sm120"])
-def test_tiles_along_k_are_vllms(batch_invariant, family, monkeypatch):
+def test_tiles_along_k_are_vllms(batch_invariant, family):
     from vllm.model_executor.determinism import batch_invariant_configs
 
-    monkeypatch.setattr(tiles, "_fixed", tiles._FixedTable())  # put back afterwards
-    tiles.fix_table(require_vllm())
+    table = tile_table(require_vllm())
     tuned = batch_invariant_configs._BATCH_INVARIANT_MATMUL_TUNED_CONFIGS[family]
-    ours = {shape: tiles.block_k(*shape, torch.bfloat16, family) for shape in tuned}
+    ours = {shape: tiles.block_k(*shape, torch.bfloat16, family, table) for shape in tuned}
     assert ours == {shape: config.block_k for shape, config in tuned.items()}
-    listed = [shape for shapes in tiles._fixed.get().tuned[family].values() for shape in shapes]
+    listed = [shape for shapes in table.tuned[family].values() for shape in shapes]
     assert set(listed) <= set(tuned)
     for dtype, default in ((torch.bfloat16, 64), (torch.float16, 64), (torch.float32, 32)):
-        assert tiles.block_k(1000, 1000, dtype, family) == default
+        assert tiles.block_k(1000, 1000, dtype, family, table) == default
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

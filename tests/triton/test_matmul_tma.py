@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.kernels import matmul_tma_triton, matmul_triton, tiles
 from zerokl.kernels.order import blocks_of_rows, token_blocks
+from zerokl.kernels.tile_tables import DEFAULT_TABLE, TABLES
 
 from tests.helpers import property_settings, randn, total_unequal
 
@@ -112,15 +113,17 @@ def test_a_token_of_a_neighbour_is_not_read():
 @pytest.mark.parametrize("gpu", ["ampere", "ada", "blackwell", "sm120", "amd"])
 def test_only_hopper_takes_tma(gpu):
     for dtype in (*DTYPES, torch.float32):
-        assert tiles.tma_matmul_tiles(4096, 4096, 1024, dtype, gpu) is None
+        assert tiles.tma_matmul_tiles(4096, 4096, 1024, dtype, gpu, DEFAULT_TABLE) is None
         assert tiles.tma_outer_tiles(4096, 1024, dtype, gpu) is None
-    assert tiles.tma_matmul_tiles(4096, 4096, 1024, torch.float32, "hopper") is None
+    assert tiles.tma_matmul_tiles(4096, 4096, 1024, torch.float32, "hopper", DEFAULT_TABLE) is None
 
 
-def test_the_tile_along_k_is_the_tables():
-    for N, K in ((4096, 1024), (2048, 2048), (151936, 2048)):
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+def test_the_tile_along_k_is_the_tables(table):
+    for N, K in ((4096, 1024), (2048, 2048), (151936, 2048), (4096, 4096)):
         for M in (1, 64, 4096):
-            expected = tiles.block_k(N, K, torch.bfloat16, "hopper")
-            chosen = [tiles.matmul_tiles(M, N, K, torch.bfloat16, "hopper")]
-            chosen += filter(None, [tiles.tma_matmul_tiles(M, N, K, torch.bfloat16, "hopper")])
+            shape = M, N, K, torch.bfloat16, "hopper", table
+            expected = tiles.block_k(*shape[1:])
+            chosen = [tiles.matmul_tiles(*shape), tiles.tma_matmul_tiles(*shape)]
+            chosen = [t for t in chosen if t is not None]
             assert {t.block_k for t in chosen} == {expected}

@@ -5,11 +5,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from zerokl.engine.commands.verify import cached_scores
 from zerokl.engine.parallel.gradient import ShardSum
+from zerokl.engine.rollout.native import NativeSampler
+from zerokl.engine.rollout.types import GenerationParams, RngKey
 from zerokl.engine.train.shard import micro_batches
 from zerokl.kernels import tiles
+from zerokl.kernels.launch import recorded_launches
 from zerokl.kernels.sampling_params import SamplingParams
+from zerokl.kernels.tile_tables import DEFAULT_TABLE, TileTable
 from zerokl.model.config import ModelConfig
-from zerokl.model.decoder import Buffers, Decoder
+from zerokl.model.decoder import Buffers, Decoder, Numerics
 from zerokl.model.prompts import Prompts
 from zerokl.model.scoring import logprobs, pack
 from zerokl.model.weights import Layout
@@ -65,6 +69,34 @@ def _score(decoder: Decoder, pairs: list) -> list[torch.Tensor]:
 @pytest.fixture(scope="module")
 def together(decoder) -> list[torch.Tensor]:
     return _score(decoder, PAIRS)
+
+
+def _tiles_along_k(table: TileTable) -> set[int]:
+    """BLOCK_K of every product of training, scoring and sampling with a decoder that has this table."""
+    plain = _decoder(torch.bfloat16)
+    model = Decoder(plain.config, plain.flat.detach(), plain.layout, Numerics(tiles=table))
+    pairs, completions = PAIRS[::2], GenerationParams(SAMPLING, 1, 2, frozenset())
+    prompts = [prompt for prompt, _ in pairs]
+    with recorded_launches(and_run=True) as launches:
+        logprobs(model, pack(pairs), SAMPLING)[0].sum().backward()
+        read = Prompts(model, prompts)
+        logprobs(model, pack(pairs, read.prompt_of_sample), SAMPLING, prompts=read)[0].sum().backward()
+        read.backward()
+        _score(model, pairs)
+        cached_scores(model, pairs, SAMPLING, 13)
+        NativeSampler(model).generate(prompts, completions, RngKey(0, 0))
+    products = [launch for launch in launches if launch.kernel.__name__ == "_matmul"]
+    assert len(products) > 80
+    return {launch.options["BLOCK_K"] for launch in products}
+
+
+def test_every_product_has_the_decoders_tiles():
+    """The table of a decoder reaches the products of all its uses; by default it is vLLM 0.32's."""
+    plain = _decoder(torch.bfloat16)
+    shapes = [tuple(w.shape) for w in plain.matrices()]
+    both_ways = (*shapes, *(shape[::-1] for shape in shapes))  # the products of input gradients too
+    assert _tiles_along_k(TileTable("of this test", {"hopper": {16: both_ways}})) == {16}
+    assert _tiles_along_k(DEFAULT_TABLE) == {64}
 
 
 def test_batch_and_padding(decoder, together):

@@ -14,8 +14,8 @@ from ....verify.ledger import LedgerFile
 from ...config import Config
 from ...runs.checkpoints import checkpoint_folders
 from ...runs.folder import FAILED, ROLLOUTS
-from ...runs.head import flat_settings, is_free
 from ...runs.held_out import ACCURACY, MEAN_REWARD
+from ...runs.ledger_head import flat_settings, is_free
 from ...runs.loaded import LoadedRun, load_run
 from ...tasks.tokenizer import Tokenizer
 from ..ablations.effects import COMPARED, LEAST_SEEDS, effects, rank, verdict

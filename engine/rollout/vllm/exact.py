@@ -56,7 +56,8 @@ ARGUMENTS: dict[str, Any] = {
 }
 # A module of vLLM that reads ENVIRONMENT as it is imported.
 _READER = "vllm.v1.attention.ops.triton_unified_attention"
-_prepared = False
+# vLLM's registry of replaced operations, which norm.py adds to.
+_REGISTRY = "vllm.model_executor.custom_op"
 
 
 def prepare_batch_invariance() -> None:
@@ -72,16 +73,17 @@ def prepare_batch_invariance() -> None:
         )
     os.environ.update(ENVIRONMENT)
     prepare_vllm(multiprocess=False)
-    global _prepared
-    _prepared = True
 
 
 def refuse_after_exact() -> None:
-    """Raise ValueError where `prepare_batch_invariance` has changed the vLLM of this process.
+    """Raise ValueError where a VllmExactSampler has changed the vLLM of this process.
 
-    The change is for good, so this process cannot have vLLM as it comes any more.
+    The change is for good, so this process cannot have vLLM as it comes any more. vLLM's own registry shows
+    it: there norm.py has replaced RMSNorm. The environment does not show it, because a user may set it for
+    vLLM as it comes.
     """
-    if _prepared:
+    replaced = getattr(sys.modules.get(_REGISTRY), "op_registry_oot", {}).get("RMSNorm")
+    if replaced is not None and replaced.__module__ == f"{__package__}.norm":
         raise ValueError(
             "vllm: this process has sampled with vllm-exact, in batch-invariant mode; "
             "start a new one for vLLM as it comes"

@@ -10,11 +10,12 @@ from vllm.model_executor.layers.attention import Attention
 from ....kernels.embedding import embedding
 from ....kernels.matmul import UNPACKED, PackedWeights, matmul
 from ....kernels.passes import Pass
+from ....kernels.tile_tables import DEFAULT_TABLE, tile_table
 from ....model.config import ModelConfig
 from ....model.decoder import Decoder, Numerics, no_hook
 from ....model.weights import Layout
 from .attention import ZeroklAttentionBackend
-from .plugin import FROZEN
+from .plugin import FROZEN, TILES_OVERRIDE
 
 
 class _VllmContext:
@@ -40,7 +41,8 @@ class ZeroklForCausalLM(torch.nn.Module):
         model_config = vllm_config.model_config
         self.zerokl_config = ModelConfig.from_file(Path(model_config.model))
         layout = Layout(self.zerokl_config, getattr(model_config.hf_config, FROZEN, ()))
-        self.numerics = Numerics(lm_head=model_config.head_dtype)
+        version = getattr(model_config.hf_config, TILES_OVERRIDE, DEFAULT_TABLE.vllm)
+        self.numerics = Numerics(lm_head=model_config.head_dtype, tiles=tile_table(version))
         self.decoder = Decoder(
             self.zerokl_config, torch.zeros(layout.numel, dtype=model_config.dtype), layout, self.numerics
         )
@@ -89,7 +91,8 @@ class ZeroklForCausalLM(torch.nn.Module):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden_states [n, D] -> logits [n, V]."""
         hidden_states = hidden_states.to(self._lm_head.dtype)
-        return matmul(hidden_states, self._lm_head, self.packed.get(self._lm_head))
+        packed, tiles = self.packed.get(self._lm_head), self.numerics.tiles
+        return matmul(hidden_states, self._lm_head, packed, tiles)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Copy a checkpoint's tensors into place. Returns their names.

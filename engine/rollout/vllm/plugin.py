@@ -1,6 +1,8 @@
 """The entry point `vllm.general_plugins`. vLLM calls `register` in each of its processes."""
 
 ARCHITECTURE = "ZeroklForCausalLM"
+# The key in the model's configuration under which our model finds the version of its tile table.
+TILES_OVERRIDE = "zerokl_tiles"
 # Weight transfer engines (weights.py). SHARED: our model, in memory that two processes map. OWN: our model,
 # in the trainer's process. EXACT: vLLM's own model, in the trainer's process.
 SHARED, OWN, EXACT = "zerokl", "zerokl-own", "zerokl-exact"
@@ -9,21 +11,17 @@ SHARED, OWN, EXACT = "zerokl", "zerokl-own", "zerokl-exact"
 FROZEN = "zerokl_frozen"
 _ENGINES = {SHARED: "SharedWeightsEngine", OWN: "OwnWeightsEngine", EXACT: "ExactWeightsEngine"}
 
-_registered = False
-
 
 def register() -> None:
-    """Register our model and our weight transfer engines by name.
+    """Register our model and our weight transfer engines by name, once in a process.
 
     vLLM imports them when it uses them.
     """
-    global _registered
-    if _registered:
-        return
     from vllm import ModelRegistry
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    ModelRegistry.register_model(ARCHITECTURE, "zerokl.engine.rollout.vllm.model:ZeroklForCausalLM")
+    if ARCHITECTURE in ModelRegistry.get_supported_archs():
+        return
     for name, engine in _ENGINES.items():
         WeightTransferEngineFactory.register_engine(name, "zerokl.engine.rollout.vllm.weights", engine)
-    _registered = True
+    ModelRegistry.register_model(ARCHITECTURE, "zerokl.engine.rollout.vllm.model:ZeroklForCausalLM")

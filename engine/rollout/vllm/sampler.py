@@ -205,12 +205,13 @@ class VllmZeroklSampler(KeyedSampler):
         version: int = 0,
         frozen: Collection[str] = (),
     ):
-        from .plugin import ARCHITECTURE, FROZEN, OWN, SHARED
+        from .plugin import ARCHITECTURE, FROZEN, OWN, SHARED, TILES_OVERRIDE
 
         assert numerics.cache is None, "engine/compatibility.py refuses it"
         overrides = {
             "architectures": [ARCHITECTURE],
             FROZEN: sorted(frozen),
+            TILES_OVERRIDE: numerics.tiles.vllm,
             **({"head_dtype": str(numerics.lm_head)[6:]} if numerics.lm_head else {}),
         }
         if isinstance(weights, SharedTensor):
