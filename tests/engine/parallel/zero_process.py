@@ -1,4 +1,4 @@
-"""One rank of test_slices.py: updates over all ranks' slices beside the same updates in one process.
+"""One rank of test_zero.py: updates over all ranks' slices beside the same updates in one process.
 
 The two are compared bit for bit. Each rank prints one JSON line.
 """
