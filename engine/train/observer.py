@@ -18,7 +18,7 @@ class StepObserver(Protocol):
         forward depends on settings that decide no bit, so the order of the calls does as well.
 
         The hook is called once for each operation with its name and its output [T, ...], padding left out
-        (model/op_names.py; some are computed as one). The last is `logprob` [T] of the tokens that samples'
+        (model/operations.py; some are computed as one). The last is `logprob` [T] of the tokens that samples'
         rows predict. Prompts end with the last layer's keys and values.
         """
         ...
