@@ -4,17 +4,17 @@ A field that asks for something unsupported is refused by name.
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, FiniteFloat, PositiveInt, ValidationError
 
 from ..files.reading import read_json, shown
 from ..kernels.rope import llama3_frequencies, rope_frequencies
 
 ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
-_ROPE_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -114,25 +114,24 @@ class ModelConfig:
     def _parse(cls, architecture: str, raw: dict[str, Any], source: str) -> "ModelConfig":
         """The fields of config.json, converted but with sizes unchecked."""
         _refuse(raw, source)
-        fields = _Fields(raw, source)
+        fields = _read(_ConfigFields, raw, source)
         family = ARCHITECTURES[architecture]
-        theta, llama3 = _rope(fields)
-        hidden_size, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-        bias = fields.flag("attention_bias")
+        theta, llama3 = _rope(fields, source)
+        heads, bias = fields.num_attention_heads, fields.attention_bias
         return cls(
             architecture=architecture,
-            vocab_size=fields.size("vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=fields.size("intermediate_size"),
-            layers=fields.size("num_hidden_layers"),
+            vocab_size=fields.vocab_size,
+            hidden_size=fields.hidden_size,
+            intermediate_size=fields.intermediate_size,
+            layers=fields.num_hidden_layers,
             heads=heads,
-            kv_heads=fields.size("num_key_value_heads", heads),
-            head_dim=fields.size("head_dim", 128 if family == "qwen3" else hidden_size // heads),
-            max_positions=fields.size("max_position_embeddings"),
-            eps=fields.number("rms_norm_eps"),
+            kv_heads=fields.num_key_value_heads or heads,
+            head_dim=fields.head_dim or (128 if family == "qwen3" else fields.hidden_size // heads),
+            max_positions=fields.max_position_embeddings,
+            eps=fields.rms_norm_eps,
             rope_theta=theta,
             rope_llama3=llama3,
-            tied=fields.flag("tie_word_embeddings"),
+            tied=fields.tie_word_embeddings,
             qkv_bias=family == "qwen2" or bias,
             o_bias=family != "qwen2" and bias,
             qk_norm=family == "qwen3",
@@ -201,75 +200,102 @@ def _refuse(raw: dict[str, Any], source: str) -> None:
         )
 
 
-class _Fields:
-    """The fields of config.json by type. A field that is missing or null has its default, if it has one.
+class _Strict(BaseModel):
+    """Fields of a JSON object. Nothing is converted; a field that is not listed is not looked at."""
 
-    Any other value counts: 0 is not "not given". Raises _UnsupportedError that names the field.
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class _ConfigFields(_Strict):
+    """The fields of config.json. One that is missing or null has its default, if it has one.
+
+    Any other value counts: 0 is not "not given".
     """
 
-    def __init__(self, raw: Mapping[str, Any], source: str):
-        self.raw, self.source = raw, source
-
-    def fail(self, problem: str) -> NoReturn:
-        """Raise _UnsupportedError."""
-        raise _UnsupportedError(f"model: {self.source}{problem}")
-
-    def _given(self, name: str, default: Any) -> Any:
-        value = self.raw.get(name)
-        if value is None and default is None:
-            self.fail(f" lacks the field {name}")
-        return default if value is None else value
-
-    def size(self, name: str, default: int | None = None) -> int:
-        """A positive whole number."""
-        value = self._given(name, default)
-        if type(value) is not int or value < 1:
-            self.fail(f": {name} ({shown(value)}) must be a positive whole number")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """A finite number."""
-        value = self._given(name, default)
-        # A whole number of thousands of digits is no fp64 number.
-        if type(value) not in (int, float) or not abs(value) < 1 << 1000 or not math.isfinite(value):
-            self.fail(f": {name} ({shown(value)}) must be a finite number")
-        return float(value)
-
-    def flag(self, name: str) -> bool:
-        """true or false; false where it is missing."""
-        value = self._given(name, False)
-        if type(value) is not bool:
-            self.fail(f": {name} ({shown(value)}) must be true or false")
-        return value
-
-    def table(self, name: str) -> dict[str, Any]:
-        """An object; empty where it is missing."""
-        value = self._given(name, {})
-        if not isinstance(value, dict):
-            self.fail(f": {name} ({shown(value)}) must be an object")
-        return value
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    max_position_embeddings: PositiveInt
+    rms_norm_eps: FiniteFloat
+    rope_theta: FiniteFloat = 10000.0
+    rope_scaling: dict[str, Any] = {}
+    rope_parameters: dict[str, Any] = {}
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
 
 
-def _rope(fields: _Fields) -> tuple[float, dict[str, float] | None]:
+class _RopeFields(_Strict):
+    """The fields of `rope_parameters` or `rope_scaling`."""
+
+    rope_type: Any = None
+    type: Any = None  # the older name of rope_type
+    rope_theta: FiniteFloat | None = None
+    partial_rotary_factor: Any = 1.0
+
+
+class _Llama3Fields(_Strict):
+    """The fields of rope_type llama3."""
+
+    factor: FiniteFloat
+    low_freq_factor: FiniteFloat
+    high_freq_factor: FiniteFloat
+    original_max_position_embeddings: FiniteFloat
+
+
+# The beginning of the name that pydantic gives to an error -> what the field must be.
+_RULES = {
+    "int": "a positive whole number",
+    "greater": "a positive whole number",
+    "float": "a finite number",
+    "finite": "a finite number",
+    "bool": "true or false",
+    "dict": "an object",
+}
+_FieldsT = TypeVar("_FieldsT", bound=_Strict)
+
+
+def _read(kind: type[_FieldsT], raw: Mapping[str, Any], source: str) -> _FieldsT:
+    """The fields of a JSON object. Raises _UnsupportedError, which names the first wrong field."""
+    try:
+        return kind.model_validate({name: value for name, value in raw.items() if value is not None})
+    except ValidationError as errors:
+        error = errors.errors(include_url=False)[0]
+    name = error["loc"][0]
+    if error["type"] == "missing":
+        raise _UnsupportedError(f"model: {source} lacks the field {name}")
+    rule = _RULES[error["type"].split("_")[0]]
+    raise _UnsupportedError(f"model: {source}: {name} ({shown(raw[name])}) must be {rule}")
+
+
+def _rope(fields: _ConfigFields, source: str) -> tuple[float, dict[str, float] | None]:
     """RoPE theta, and the parameters of llama3 scaling where the model has it.
 
     transformers 5 writes `rope_parameters`; earlier versions write `rope_theta` and `rope_scaling`.
     """
-    rope = _Fields(fields.table("rope_scaling") | fields.table("rope_parameters"), fields.source)
-    kinds = [rope.raw[name] for name in ("rope_type", "type") if rope.raw.get(name) is not None]
+    raw = fields.rope_scaling | fields.rope_parameters
+    rope = _read(_RopeFields, raw, source)
+    kinds = [kind for kind in (rope.rope_type, rope.type) if kind is not None]
     kind = kinds[0] if kinds else "default"
-    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
-    if rope.raw.get("partial_rotary_factor", 1.0) not in (1.0, None):
-        factor = shown(rope.raw["partial_rotary_factor"])
-        fields.fail(f": partial_rotary_factor = {factor} is not supported; only 1.0 is")
+    theta = fields.rope_theta if rope.rope_theta is None else rope.rope_theta
+    if rope.partial_rotary_factor != 1.0:
+        factor = shown(rope.partial_rotary_factor)
+        raise _UnsupportedError(
+            f"model: {source}: partial_rotary_factor = {factor} is not supported; only 1.0 is"
+        )
     if kind == "default":
         return theta, None
     if kind != "llama3":
-        fields.fail(f": rope_type = {shown(kind)} is not supported; supported are default and llama3")
-    values = {name: rope.number(name) for name in _ROPE_LLAMA3}
+        raise _UnsupportedError(
+            f"model: {source}: rope_type = {shown(kind)} is not supported; supported are default and llama3"
+        )
+    values = _read(_Llama3Fields, raw, source).model_dump()
     if min(values.values()) <= 0.0 or values["low_freq_factor"] >= values["high_freq_factor"]:
-        fields.fail(
-            f": rope_type llama3: {', '.join(_ROPE_LLAMA3)} must be positive, "
+        raise _UnsupportedError(
+            f"model: {source}: rope_type llama3: {', '.join(values)} must be positive, "
             "and low_freq_factor below high_freq_factor"
         )
     return theta, values

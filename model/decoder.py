@@ -39,7 +39,7 @@ from .weights import FlatWeights, LayerWeights, Layout
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [T, D / 2]
 # What a layer gives to the next one, [T, D] each: the output of its MLP, and the residual to add it to.
 Stream = tuple[torch.Tensor | None, torch.Tensor]
-# Called with the name and the output of each operation (names: op_names.py). The decoder computes some
+# Called with the name and the output of each operation (names: operations.py). The decoder computes some
 # operations as one; these are called qkv, qk_norm, rope and gate_up.
 Hook = Callable[[str, torch.Tensor], None]
 Buffers = Mapping[torch.Tensor, GradBuffer]  # of the gradients, by weight

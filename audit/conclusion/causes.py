@@ -2,8 +2,8 @@
 
 import math
 
+from ...model.operations import operation
 from ..finding import Finding
-from ..operations.names import parts
 from ..report import Measurements
 from ..sections import CheckpointsDifference, Jump
 from ..settings import distribution_words
@@ -12,20 +12,6 @@ from .notes import LISTED
 
 # The kind of the cause where the two columns of a log are equal.
 EQUAL_COLUMNS = "equal columns"
-# What to look at, by the kind of the operation at fault.
-_REMEDIES = {
-    "embed": "Compare the embedding in the engine's memory with the checkpoint's.",
-    "norm": "Compare the norm's weight and its epsilon with the checkpoint's.",
-    "rope": "Compare rope_theta, rope_scaling and the positions that both engines use.",
-    "proj": "Compare this weight in the engine's memory with the checkpoint's: a sync, a merge of an "
-    "adapter, a "
-    "quantisation or a sharding changed it.",
-    "attention": "Compare the mask, the scale, the dtype of the cache and the attention backend.",
-    "silu_mul": "Compare hidden_act, and the dtype of the activation (fused kernels may keep fewer bits).",
-    "residual": "Compare how the engine adds to the residual stream, and in which dtype.",
-    "logits": "Compare lm_head, the tying of the embeddings, and the dtype of the logits.",
-    "logprob": "Compare temperature, top-k, top-p and the kind of log-probability that the engine reports.",
-}
 
 
 def cause(measured: Measurements) -> Finding:
@@ -133,12 +119,7 @@ def _at_fault(measured: Measurements) -> Finding | None:
     if jump.others:
         kinds = ", ".join(jump.other_kinds)
         text += f" {jump.others} further operation{'s' * (jump.others > 1)} of it do so too ({kinds})."
-    return Finding("operation", text, _remedy(jump.op))
-
-
-def _remedy(op: str) -> str:
-    kind = parts(op)[1]
-    return next(text for name, text in _REMEDIES.items() if kind.endswith(name))
+    return Finding("operation", text, operation(jump.op).remedy)
 
 
 def _checkpoints(measured: Measurements) -> Finding | None:
@@ -235,7 +216,9 @@ def _rounding(measured: Measurements) -> Finding | None:
     if not first:
         return None
     if measured.trace.own_errors is None:
-        return Finding("operation", f"{first.op} is the first operation that differs.", _remedy(first.op))
+        return Finding(
+            "operation", f"{first.op} is the first operation that differs.", operation(first.op).remedy
+        )
     return Finding(
         "rounding",
         f"rounding alone. The two engines sum and round in another order, from {first.op} on.",

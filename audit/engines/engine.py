@@ -21,7 +21,7 @@ from ...kernels.sampling_params import SamplingParams
 from ...kernels.tile_tables import DEFAULT_TABLE, TileTable
 from ...model.checkpoint import load_decoder
 from ...model.decoder import Decoder, Hook, Numerics, PackedContext
-from ...model.op_names import in_order, split_fused
+from ...model.operations import in_order, split_fused
 from ...model.scoring import cached_scores, logprobs, pack
 from ...verify.trace import Trace
 from .settings import Settings, zerokl_settings
@@ -71,7 +71,7 @@ class Engine(Protocol):
         ...
 
     def trace(self, pair: Pair, sampling_params: SamplingParams) -> Trace:
-        """The output of every operation of the forward over one sequence (names: model/op_names.py)."""
+        """The output of every operation of the forward over one sequence (names: model/operations.py)."""
         ...
 
     def drop_caches(self) -> bool:

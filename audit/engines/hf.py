@@ -6,7 +6,7 @@ and keys after rotary embedding, so a TorchFunctionMode reads them as inputs of 
 Shapes: C completion tokens, T tokens of one sequence, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +17,12 @@ from torch.overrides import TorchFunctionMode
 from ...engine.rollout.hf import HfGenerator
 from ...kernels.logprob import scaled_logits
 from ...kernels.sampling_params import SamplingParams
-from ...model.op_names import in_order, output
+from ...model.operation import Shown
+from ...model.operations import in_order, sites
 from ...verify.trace import Trace
 from .engine import DISTRIBUTIONS, TOGETHER, Pair
+from .modules import module_at, output
 from .settings import Settings, hf_settings
-
-_LAYER_MODULES = {
-    "input_norm": "input_layernorm",
-    "q_proj": "self_attn.q_proj",
-    "k_proj": "self_attn.k_proj",
-    "v_proj": "self_attn.v_proj",
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-    "o_proj": "self_attn.o_proj",
-    "post_norm": "post_attention_layernorm",
-    "gate_proj": "mlp.gate_proj",
-    "up_proj": "mlp.up_proj",
-    "down_proj": "mlp.down_proj",
-    "mlp_residual": "",
-}
-# The input of these modules is the output of an operation that is not a module.
-_LAYER_INPUTS = {
-    "attention": "self_attn.o_proj",
-    "attention_residual": "post_attention_layernorm",
-    "silu_mul": "mlp.down_proj",
-}
 
 
 class HfEngine(HfGenerator):
@@ -108,21 +89,21 @@ class HfEngine(HfGenerator):
     def trace(self, pair: Pair, sampling_params: SamplingParams) -> Trace:
         prompt, completion = pair
         trace: Trace = {}
-        layers = self.model.model.layers
+        layers = len(self.model.model.layers)
         with _Hooks(trace) as hooks, _AttentionInputs(trace, self.model.config) as attention:
-            hooks.output("embed", self.model.model.embed_tokens)
-            for i, layer in enumerate(layers):
-                for op, path in _LAYER_MODULES.items():
-                    if (module := _submodule(layer, path)) is not None:
-                        hooks.output(f"layers.{i}.{op}", module)
-                for op, path in _LAYER_INPUTS.items():
-                    hooks.input(f"layers.{i}.{op}", _submodule(layer, path))
-                hooks.handles.append(layer.self_attn.register_forward_pre_hook(attention.enter(i)))
-            hooks.output("norm", self.model.model.norm)
-            hooks.output("logits", self.model.lm_head)
+            for name, row, site in sites("transformers", layers):
+                module = module_at(self.model, row, site)
+                if module is None:
+                    continue
+                if site.shown is Shown.OUTPUT:
+                    hooks.output(name, module)
+                elif site.shown is Shown.INPUT:
+                    hooks.input(name, module)
+                else:
+                    hooks.handles.append(module.register_forward_pre_hook(attention.enter(site.shown, name)))
             logits = self.model(self.tensor([[*prompt, *completion[:-1]]]), use_cache=False).logits[0]
         trace["logprob"] = _logprobs(logits[len(prompt) - 1 :], completion, sampling_params).unsqueeze(1)
-        return in_order(trace, len(layers))
+        return in_order(trace, layers)
 
     def drop_caches(self) -> bool:
         return False
@@ -151,15 +132,6 @@ def _logprobs(logits: torch.Tensor, tokens: Sequence[int], sampling_params: Samp
 def _log_softmax(logits: torch.Tensor, sampling_params: SamplingParams) -> torch.Tensor:
     """logits [C, V] -> logp of every token [C, V] fp32."""
     return torch.log_softmax(scaled_logits(logits, sampling_params).float(), dim=-1)
-
-
-def _submodule(layer: torch.nn.Module, path: str) -> torch.nn.Module | None:
-    """The module at `path` (dotted; "" is the layer itself), None where the layer has none."""
-    for name in path.split(".") if path else ():
-        layer = getattr(layer, name, None)
-        if layer is None:
-            return None
-    return layer
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -202,13 +174,14 @@ class _AttentionInputs(TorchFunctionMode):
 
     def __init__(self, trace: Trace, config: Any):
         super().__init__()
-        self._trace, self._kv_heads, self._layer = trace, config.num_key_value_heads, None
+        self._trace, self._kv_heads = trace, config.num_key_value_heads
+        self._next: dict[Shown, str] = {}  # names of what the next attention product multiplies
 
-    def enter(self, layer: int):
+    def enter(self, shown: Shown, name: str) -> Callable[..., None]:
         """A pre-hook of a layer's attention. The next attention product is the one of this layer."""
 
         def hook(*_: Any) -> None:
-            self._layer = layer
+            self._next[shown] = name
 
         return hook
 
@@ -217,10 +190,9 @@ class _AttentionInputs(TorchFunctionMode):
     ) -> Any:
         sdpa = function is torch.nn.functional.scaled_dot_product_attention
         product = function in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
-        if self._layer is not None and (sdpa or product) and args[0].dim() == 4:
+        if self._next and (sdpa or product) and args[0].dim() == 4:
             query, key = args[0], args[1] if sdpa else args[1].transpose(2, 3)
             key = key[:, :: key.shape[1] // self._kv_heads]  # heads may have been repeated
-            self._trace[f"layers.{self._layer}.q_rope"] = _rows(query.transpose(1, 2))
-            self._trace[f"layers.{self._layer}.k_rope"] = _rows(key.transpose(1, 2))
-            self._layer = None
+            for shown, x in ((Shown.QUERY, query), (Shown.KEY, key)):
+                self._trace[self._next.pop(shown)] = _rows(x.transpose(1, 2))
         return function(*args, **(kwargs or {}))

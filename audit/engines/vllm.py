@@ -6,7 +6,7 @@ read the operations.
 Shapes: C completion tokens, T tokens of one sequence, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,11 @@ from ...kernels.sampling_params import SamplingParams
 from ...kernels.tile_tables import DEFAULT_TABLE, TileTable
 from ...model.config import ModelConfig
 from ...model.decoder import Hook, no_hook
-from ...model.op_names import in_order, output
+from ...model.operation import Site
+from ...model.operations import in_order, sites
 from ...verify.trace import Trace
 from .engine import DISTRIBUTIONS, Pair, ZeroklEngine, trace_decoder
+from .modules import module_at, output
 from .settings import Settings, vllm_settings
 
 Record = Callable[[str, torch.Tensor], None]
@@ -100,7 +102,7 @@ class VllmEngine(VllmGenerator):
 
     def __init__(self, folder: Path, dtype: torch.dtype, context: int, head: torch.dtype | None = None):
         super().__init__(folder, dtype, context, head)
-        self.name, self._layers = "vllm", ModelConfig.from_file(folder).layers
+        self.name, self._config = "vllm", ModelConfig.from_file(folder)
         self._device = torch.device("cpu" if is_cpu_build() else "cuda")  # where vLLM's sampler computes
 
     def scores_together(self, sampling_params: SamplingParams) -> bool:
@@ -133,7 +135,8 @@ class VllmEngine(VllmGenerator):
 
     def _logits(self, pair: Pair) -> torch.Tensor:
         """vLLM's logits [T, V] of one sequence's inputs."""
-        return self._hooked(pair, lambda model, record: [_logits_hook(model, record)])["logits"]
+        name = "logits"
+        return self._hooked(pair, lambda model, record: _hooks(model, record, self._config, [name]))[name]
 
     def _logprobs(
         self, logits: torch.Tensor, completion: Sequence[int], sampling_params: SamplingParams
@@ -172,10 +175,10 @@ class VllmEngine(VllmGenerator):
         """See Engine. It returns None: vLLM cannot be told which tokens to draw."""
 
     def trace(self, pair: Pair, sampling_params: SamplingParams) -> Trace:
-        trace = self._hooked(pair, lambda model, record: list(_hooks(model, record)))
+        trace = self._hooked(pair, lambda model, record: _hooks(model, record, self._config))
         logp = self._logprobs(trace["logits"], pair[1], sampling_params)
         trace["logprob"] = torch.from_numpy(logp).unsqueeze(1)
-        return in_order(trace, self._layers)
+        return in_order(trace, self._config.layers)
 
     def drop_caches(self) -> bool:
         return False
@@ -211,74 +214,44 @@ def _after(module: torch.nn.Module, take: Callable[[Any], None]) -> Any:
     return module.register_forward_hook(lambda _module, _inputs, out: take(out))
 
 
-def _logits_hook(causal: torch.nn.Module, record: Record) -> Any:
-    return _after(causal.logits_processor, lambda out: record("logits", out))
-
-
-def _hooks(causal: torch.nn.Module, record: Record) -> Iterator[Any]:
-    """Attach hooks to vLLM's Qwen and Llama models, under the names of model/op_names.py.
+def _hooks(
+    causal: torch.nn.Module, record: Record, config: ModelConfig, only: Collection[str] = ()
+) -> list[Any]:
+    """Attach hooks to vLLM's Qwen and Llama models, under the names of model/operations.py.
 
     vLLM fuses projections, and fuses residual additions with norms. Their outputs are recorded separately.
+    only: the names of these operations; all where it is empty.
     """
-    model = causal.model
-    yield _after(model.embed_tokens, lambda out: record("embed", out))
-    for i, layer in enumerate(model.layers):
-        yield from _layer_hooks(i, layer, record)
-    yield from _rope_hooks(model, record)
-    yield _after(model.norm, _norm(record, "norm", f"layers.{len(model.layers) - 1}.mlp_residual"))
-    yield _logits_hook(causal, record)
+    running = [0]  # the layer, as layers may share a module, such as the one of the rotary embedding
+    handles = [
+        layer.register_forward_pre_hook(lambda *_, i=i: running.__setitem__(0, i))
+        for i, layer in enumerate(causal.model.layers)
+    ]
+    outputs: dict[Site, list[tuple[str, int]]] = {}
+    modules = {}
+    for name, row, site in sites("vllm", config.layers):
+        module = module_at(causal, row, site)
+        if module is not None and (not only or name in only):
+            modules[site] = module
+            outputs.setdefault(site, []).append((name, row.width(config)))
+    for site, parts in outputs.items():
+        handles.append(_after(modules[site], _take(record, site, parts, running)))
+    return handles
 
 
-def _layer_hooks(i: int, layer: torch.nn.Module, record: Record) -> Iterator[Any]:
-    prefix, attn, mlp = f"layers.{i}.", layer.self_attn, layer.mlp
-
-    def take(op: str) -> Callable[[Any], None]:
-        return lambda out: record(prefix + op, output(out))
-
-    def split(ops: Sequence[str], widths: Sequence[int]) -> Callable[[Any], None]:
-        def record_parts(out: Any) -> None:
-            for op, part in zip(ops, output(out).split(list(widths), dim=-1), strict=True):
-                record(prefix + op, part)
-
-        return record_parts
-
-    yield _after(layer.input_layernorm, _norm(record, prefix + "input_norm", f"layers.{i - 1}.mlp_residual"))
-    qkv_widths = (attn.q_size, attn.kv_size, attn.kv_size)
-    yield _after(attn.qkv_proj, split(("q_proj", "k_proj", "v_proj"), qkv_widths))
-    for op in ("q_norm", "k_norm"):
-        if hasattr(attn, op):
-            yield _after(getattr(attn, op), take(op))
-    yield _after(attn.attn, take("attention"))
-    yield _after(attn.o_proj, take("o_proj"))
-    after_attention = _norm(record, prefix + "post_norm", prefix + "attention_residual")
-    yield _after(layer.post_attention_layernorm, after_attention)
-    gate_up_widths = (mlp.gate_up_proj.output_size // 2,) * 2
-    yield _after(mlp.gate_up_proj, split(("gate_proj", "up_proj"), gate_up_widths))
-    yield _after(mlp.act_fn, take("silu_mul"))
-    yield _after(mlp.down_proj, take("down_proj"))
-
-
-def _norm(record: Record, name: str, residual: str) -> Callable[[Any], None]:
-    """Records a norm's output, and the residual stream where the norm adds to it."""
+def _take(
+    record: Record, site: Site, parts: Sequence[tuple[str, int]], running: Sequence[int]
+) -> Callable[[Any], None]:
+    """Records what a site shows. parts: names and widths of the operations in it, side by side."""
+    in_layer = site.module.startswith("model.layers.")
+    layer = int(site.module.split(".")[2]) if in_layer else None
 
     def take(out: Any) -> None:
-        if isinstance(out, tuple):
-            record(name, out[0])
-            record(residual, out[1])
-        else:
-            record(name, out)
+        if layer not in (None, running[0]):
+            return
+        x = output(out, site.element)
+        widths = [width for _, width in parts] if len(parts) > 1 else [x.shape[-1]]
+        for (name, _), part in zip(parts, x.split(widths, dim=-1), strict=True):
+            record(name, part)
 
     return take
-
-
-def _rope_hooks(model: torch.nn.Module, record: Record) -> Iterator[Any]:
-    """All layers share one rotary module, so a hook on each layer's attention notes which layer runs."""
-    current = [0]
-
-    def take(out: Any) -> None:
-        for name, x in zip(("q_rope", "k_rope"), out, strict=True):
-            record(f"layers.{current[0]}.{name}", x)
-
-    for i, layer in enumerate(model.layers):
-        yield layer.self_attn.register_forward_pre_hook(lambda *_, i=i: current.__setitem__(0, i))
-    yield _after(model.layers[0].self_attn.rotary_emb, take)

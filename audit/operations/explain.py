@@ -12,9 +12,10 @@ import torch.nn.functional as F
 
 from ...kernels.rope import rope_frequencies
 from ...kernels.sampling_params import SamplingParams
-from .names import parts
+from ...model.operation import Equation
+from ...model.operations import input_names, operation, rows_of, split_name
 from .operation_errors import FIT, excess, in_dtype, recorded, rms
-from .operations import Lookup, Operations, Tensor, input_names, linear, weight_names
+from .operations import Lookup, Operations, Tensor, linear, weight_names
 
 Change = tuple[str, Tensor]  # what would be changed, in words, and the output that it would give
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -50,24 +51,23 @@ def _changes(
     op: str, actual: Tensor, exact: Operations, lookup: Lookup, trace: dict[str, Tensor]
 ) -> Iterator[Change]:
     """Changed operations, the likeliest first."""
-    kind = parts(op)[1]
-    weight = weight_names(op, exact.checkpoint)[0]
-    inputs = [lookup(name).double() for name in input_names(op, exact.checkpoint)]
-    if kind.endswith("norm"):
-        yield from _norm_changes(op, actual, exact, *inputs)
-    elif kind.endswith("rope"):
-        yield from _rope_changes(op, exact, lookup, trace)
-    elif weight:
-        yield from _weight_changes(op, actual, exact, lookup)
-    elif kind == "attention":
-        yield from _attention_changes(exact, *inputs)
-    elif kind == "silu_mul":
-        yield from _activation_changes(*inputs)
-    elif kind == "logprob":
-        yield from _logprob_changes(exact, *inputs)
-    else:
-        yield "it leaves the residual stream out", inputs[1]
-        yield "it leaves the branch out: it is the residual stream before", inputs[0]
+    inputs = [lookup(name).double() for name in input_names(op, exact.checkpoint.config)]
+    match operation(op).equation:
+        case Equation.NORM:
+            yield from _norm_changes(op, actual, exact, *inputs)
+        case Equation.ROPE:
+            yield from _rope_changes(op, exact, lookup, trace)
+        case Equation.EMBEDDING | Equation.LINEAR:
+            yield from _weight_changes(op, actual, exact, lookup)
+        case Equation.ATTENTION:
+            yield from _attention_changes(exact, *inputs)
+        case Equation.SILU_MUL:
+            yield from _activation_changes(*inputs)
+        case Equation.LOGPROB:
+            yield from _logprob_changes(exact, *inputs)
+        case Equation.SUM:
+            yield "it leaves the residual stream out", inputs[1]
+            yield "it leaves the branch out: it is the residual stream before", inputs[0]
     expected = exact.compute(op, lookup)
     scale = float((actual * expected).sum() / expected.square().sum())
     yield f"its outputs are {scale:.4g} times the checkpoint's", scale * expected
@@ -95,8 +95,8 @@ def _norm_changes(op: str, actual: Tensor, exact: Operations, x: Tensor) -> Iter
 
 
 def _rope_changes(op: str, exact: Operations, lookup: Lookup, trace: dict[str, Tensor]) -> Iterator[Change]:
-    config, prefix = exact.checkpoint.config, parts(op)[0]
-    (name,) = input_names(op, exact.checkpoint)
+    config, (prefix, _) = exact.checkpoint.config, split_name(op)
+    (name,) = input_names(op, config)
     x, theta = lookup(name).double(), config.rope_theta
     yield "no position is encoded: its outputs are its inputs", x
     if config.rope_llama3 is not None:
@@ -123,36 +123,32 @@ def _rope_changes(op: str, exact: Operations, lookup: Lookup, trace: dict[str, T
         "neighbouring elements are rotated in pairs, where the checkpoint rotates the halves of a head",
         exact.rope(x, config.frequencies, interleaved=True),
     )
-    side = op.removeprefix(prefix)[0]
-    norm = f"{prefix}{side}_norm"
-    if not config.qk_norm and norm in trace:
-        normed = lookup(norm).double()
-        yield (
-            f"{side}_norm comes before it, which the checkpoint lacks",
-            exact.rope(normed, config.frequencies),
-        )
+    (norm,) = operation(op).reads
+    if not config.qk_norm and prefix + norm in trace:
+        normed = lookup(prefix + norm).double()
+        yield f"{norm} comes before it, which the checkpoint lacks", exact.rope(normed, config.frequencies)
     if config.qk_norm:
-        raw = lookup(f"{prefix}{side}_proj").double()
-        yield f"{side}_norm is missing before it", exact.rope(raw, config.frequencies)
+        (raw,) = input_names(prefix + norm, config)
+        yield f"{norm} is missing before it", exact.rope(lookup(raw).double(), config.frequencies)
 
 
 def _weight_changes(op: str, actual: Tensor, exact: Operations, lookup: Lookup) -> Iterator[Change]:
     """Changes of a matrix: rounded, taken from elsewhere, its bias left out, its heads in other places."""
-    c, kind = exact.checkpoint, parts(op)[1]
+    c, row = exact.checkpoint, operation(op)
     name, bias = weight_names(op, c)
     w, b = c.weights[name], exact.weight(bias) if bias else None
-    if kind == "embed":
+    if row.equation is Equation.EMBEDDING:
         ids = torch.tensor([*exact.prompt, *exact.completion[:-1]], device=w.device)
 
         def output(weight: Tensor, bias: Tensor | None = None) -> Tensor:
             return weight[ids].double()
     else:
-        x = lookup(input_names(op, c)[0]).double()
+        x = lookup(input_names(op, c.config)[0]).double()
 
         def output(weight: Tensor, bias: Tensor | None = b) -> Tensor:
             return linear(x, weight, bias)
 
-    if kind in ("q_proj", "k_proj", "v_proj"):
+    if row.fused == "qkv":
         yield from _moved_heads(actual, output(w), c.config.head_dim)
     for words, rounded in _roundings(w):
         yield f"{name} is rounded to {words}", output(rounded.to(w.dtype))
@@ -184,10 +180,9 @@ def _roundings(w: Tensor) -> Iterator[Change]:
 
 def _siblings(op: str, name: str, exact: Operations) -> list[str]:
     """Weights that could be taken for this one: of the same layer, and of layers nearby."""
-    prefix, kind = parts(op)
-    groups = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-    group = next((g for g in groups if kind in g), ())
-    same = [weight_names(prefix + other, exact.checkpoint)[0] for other in group if other != kind]
+    (prefix, kind), fused = split_name(op), operation(op).fused
+    group = [row.name for row in rows_of(fused) if row.name != kind] if fused else []
+    same = [weight_names(prefix + other, exact.checkpoint)[0] for other in group]
     if not prefix:
         return same
     layer = int(prefix.split(".")[1])

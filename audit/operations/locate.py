@@ -10,13 +10,12 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from ...kernels.sampling_params import SamplingParams
-from ...model.op_names import operations
+from ...model.operations import STREAM, operation, operation_names, split_name
 from ...verify.trace import Trace, compare_traces, first_divergence, one_sided
 from ..engines.engine import Engine, Pair
 from ..sections import Jump, TraceSection
 from .checkpoints import SHAPES, compare_checkpoints
 from .explain import explain
-from .names import parts
 from .operation_errors import OwnError, own_errors
 from .operations import Checkpoint, Operations
 
@@ -104,7 +103,7 @@ def _jump(
 ) -> Jump | None:
     """The first operation at fault, of either side, and what explains it; None where all are sound."""
     layers = max(checkpoint.config.layers for checkpoint in yardsticks)
-    order = {op: i for i, op in enumerate(operations(layers))}
+    order = {op: i for i, op in enumerate(operation_names(layers))}
     faults = [(order[e.op], i, e) for i, errors in enumerate(own_errors) for e in errors if e.at_fault]
     if not faults:
         return None
@@ -120,18 +119,21 @@ def _jump(
         absent=_absent(error.op, sides[i].trace, yardsticks[i]),
         both_engines=both,
         others=len(others),
-        other_kinds=sorted({parts(op)[1] for op in others}),
+        other_kinds=sorted({split_name(op)[1] for op in others}),
         other_operations=others[:_LISTED],
     )
 
 
 def _absent(op: str, trace: Trace, checkpoint: Checkpoint) -> str:
     """The operation before this one that only the checkpoint or only the engine has; else empty."""
-    prefix, kind = parts(op)
-    if kind not in ("q_rope", "k_rope"):
-        return ""
-    name = f"{prefix}{kind[0]}_norm"
-    return name if (name in trace) != checkpoint.config.qk_norm else ""
+    prefix, _ = split_name(op)
+    optional = [prefix + source for source in operation(op).reads if _is_optional(source)]
+    return next((x for x in optional if (x in trace) != operation(x).is_in(checkpoint.config)), "")
+
+
+def _is_optional(source: str) -> bool:
+    """Whether what an operation reads is one that only some models have."""
+    return source != STREAM and bool(operation(source).only_with)
 
 
 def _dtype(x: torch.Tensor) -> str:

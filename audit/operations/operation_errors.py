@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ...model.op_names import operations
+from ...model.operation import Equation
+from ...model.operations import operation, operation_names
 from ...verify.trace import Trace
 from .operations import Lookup, Operations, Tensor
 
@@ -64,14 +65,9 @@ def own_errors(trace: Trace, exact: Operations, names: Iterable[str] = ()) -> li
     chosen = set(names) or set(trace)
     return [
         own_error(op, trace[op].to(exact.checkpoint.device), exact, lookup)
-        for op in operations(exact.checkpoint.config.layers)
-        if op in trace and op in chosen and _known(op, exact)
+        for op in operation_names(exact.checkpoint.config.layers)
+        if op in trace and op in chosen and operation(op).is_in(exact.checkpoint.config)
     ]
-
-
-def _known(op: str, exact: Operations) -> bool:
-    """Whether the checkpoint has the operation."""
-    return exact.checkpoint.config.qk_norm or not op.endswith(("q_norm", "k_norm"))
 
 
 def recorded(trace: Trace, exact: Operations) -> Lookup:
@@ -102,7 +98,7 @@ def own_error(op: str, output: Tensor, exact: Operations, lookup: Lookup) -> Own
     # Outside the dtype's range plain torch is infinite as well. A drawn token outside the kept set is counted
     # elsewhere.
     usable = plain.isfinite() & expected.isfinite()
-    if op == "logprob":
+    if operation(op).equation is Equation.LOGPROB:
         usable &= output.isfinite()
     expected, plain = (torch.where(usable, x, 0.0) for x in (expected, plain))
     actual = torch.where(usable, output.double(), 0.0)

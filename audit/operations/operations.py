@@ -18,29 +18,17 @@ from ...kernels.sampling_params import SamplingParams
 from ...model.checkpoint import load_decoder
 from ...model.config import ModelConfig
 from ...model.decoder import Decoder
-from .names import parts
+from ...model.operation import Equation
+from ...model.operations import input_names, operation, split_name
 
 Tensor = torch.Tensor
-Lookup = Callable[[str], Tensor]  # the output of an operation, [T, width], by its name (model/op_names.py)
+Lookup = Callable[[str], Tensor]  # the output of an operation, [T, width], by its name (model/operations.py)
 
 # Rows of a weight that are converted to fp64 at a time: the lm_head of a large vocabulary would take
 # gigabytes.
 _ROWS = 16384
-_LINEAR = {
-    "q_proj": ("self_attn.q_proj", "input_norm"),
-    "k_proj": ("self_attn.k_proj", "input_norm"),
-    "v_proj": ("self_attn.v_proj", "input_norm"),
-    "o_proj": ("self_attn.o_proj", "attention"),
-    "gate_proj": ("mlp.gate_proj", "post_norm"),
-    "up_proj": ("mlp.up_proj", "post_norm"),
-    "down_proj": ("mlp.down_proj", "silu_mul"),
-}
-_NORMS = {
-    "input_norm": "input_layernorm",
-    "post_norm": "post_attention_layernorm",
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-}
+# Equations with a weight. The weight of the logits may be the embedding's.
+_WEIGHTED = (Equation.EMBEDDING, Equation.NORM, Equation.LINEAR)
 
 
 @dataclass(frozen=True)
@@ -76,48 +64,15 @@ class Checkpoint:
 
 def weight_names(op: str, checkpoint: Checkpoint) -> tuple[str, str | None]:
     """The checkpoint's names of an operation's weight and bias ("" and None where it has none)."""
-    prefix, kind = parts(op)
-    if kind == "embed":
-        return "model.embed_tokens.weight", None
-    if kind == "logits":
+    (prefix, _), row = split_name(op), operation(op)
+    if row.equation not in _WEIGHTED:
+        return "", None
+    module = row.transformers.module
+    if module == "lm_head":
         return checkpoint.lm_head, None
-    if kind == "norm":
-        return "model.norm.weight", None
-    if kind in _NORMS:
-        return f"model.{prefix}{_NORMS[kind]}.weight", None
-    if kind in _LINEAR:
-        module = f"model.{prefix}{_LINEAR[kind][0]}"
-        bias = f"{module}.bias"
-        return f"{module}.weight", bias if bias in checkpoint.weights else None
-    return "", None
-
-
-def input_names(op: str, checkpoint: Checkpoint) -> tuple[str, ...]:
-    """The operations that an operation reads."""
-    prefix, kind = parts(op)
-    if kind in _LINEAR:
-        return (prefix + _LINEAR[kind][1],)
-    before = "embed"
-    if prefix and (layer := int(prefix.split(".")[1])):
-        before = f"layers.{layer - 1}.mlp_residual"
-    qk = "norm" if checkpoint.config.qk_norm else "proj"
-    inputs = {
-        "embed": (),
-        "input_norm": (before,),
-        "q_norm": (prefix + "q_proj",),
-        "k_norm": (prefix + "k_proj",),
-        "q_rope": (f"{prefix}q_{qk}",),
-        "k_rope": (f"{prefix}k_{qk}",),
-        "attention": (prefix + "q_rope", prefix + "k_rope", prefix + "v_proj"),
-        "attention_residual": (before, prefix + "o_proj"),
-        "post_norm": (prefix + "attention_residual",),
-        "silu_mul": (prefix + "gate_proj", prefix + "up_proj"),
-        "mlp_residual": (prefix + "attention_residual", prefix + "down_proj"),
-        "norm": (f"layers.{checkpoint.config.layers - 1}.mlp_residual",),
-        "logits": ("norm",),
-        "logprob": ("logits",),
-    }
-    return inputs[kind]
+    module = f"model.{prefix}{module}" if row.in_layer else module
+    bias = f"{module}.bias"
+    return f"{module}.weight", bias if bias in checkpoint.weights else None
 
 
 @dataclass(frozen=True)
@@ -141,25 +96,27 @@ class Operations:
 
     def compute(self, op: str, lookup: Lookup) -> Tensor:
         """The output of an operation, [T, width], from its inputs."""
-        _, kind = parts(op)
-        x = [lookup(name).to(self.dtype) for name in input_names(op, self.checkpoint)]
+        equation, config = operation(op).equation, self.checkpoint.config
+        x = [lookup(name).to(self.dtype) for name in input_names(op, config)]
         name, bias = weight_names(op, self.checkpoint)
-        if kind == "embed":
-            ids = torch.tensor([*self.prompt, *self.completion[:-1]], device=self.checkpoint.device)
-            return self.checkpoint.weights[name][ids].to(self.dtype)
-        if kind == "logprob":
-            return self.logprob(x[0])
-        if kind == "logits" or kind in _LINEAR:
-            return linear(x[0], self.checkpoint.weights[name], self.weight(bias) if bias else None)
-        if kind == "norm" or kind in _NORMS:
-            return self.norm(x[0], self.weight(name), self.checkpoint.config.eps)
-        if kind in ("q_rope", "k_rope"):
-            return self.rope(x[0], self.checkpoint.config.frequencies)
-        if kind == "attention":
-            return self.attention(*x)
-        if kind == "silu_mul":
-            return F.silu(x[0]) * x[1]
-        return x[0] + x[1]
+        match equation:
+            case Equation.EMBEDDING:
+                ids = torch.tensor([*self.prompt, *self.completion[:-1]], device=self.checkpoint.device)
+                return self.checkpoint.weights[name][ids].to(self.dtype)
+            case Equation.LINEAR:
+                return linear(x[0], self.checkpoint.weights[name], self.weight(bias) if bias else None)
+            case Equation.NORM:
+                return self.norm(x[0], self.weight(name), config.eps)
+            case Equation.ROPE:
+                return self.rope(x[0], config.frequencies)
+            case Equation.ATTENTION:
+                return self.attention(*x)
+            case Equation.SILU_MUL:
+                return F.silu(x[0]) * x[1]
+            case Equation.SUM:
+                return x[0] + x[1]
+            case Equation.LOGPROB:
+                return self.logprob(x[0])
 
     def normalised(self, x: Tensor, width: int, eps: float) -> Tensor:
         """x [T, n * width] divided by the root mean square of each group of `width`, unweighted."""

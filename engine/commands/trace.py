@@ -6,7 +6,7 @@ traces.
 A file holds these tensors, in the order of computation:
 
     token_ids [T]
-    the operations of the trainer's forward (model/op_names.py) [T, ...]; after the last layer's keys [S, ...]
+    the trainer's operations (model/operations.py) [T, ...]; after the last layer's keys [S, ...]
     logprob [C]
     gradient.NAME, first_moment.NAME, second_moment.NAME and weight.NAME of each weight, after the update
 
@@ -34,7 +34,7 @@ from ...files.reading import parse_json
 from ...model.checkpoint import open_tensors
 from ...model.config import ModelConfig
 from ...model.decoder import Hook, no_hook
-from ...model.op_names import in_order, split_fused
+from ...model.operations import in_order, split_fused
 from ...verify.trace import OpDifference, Trace, compare_traces, first_divergence
 from ..train.recorder import Recorder
 from ..train.state import StepRecord, TrainState

@@ -1,7 +1,4 @@
-"""The memory that a run needs on its device, predicted before it begins; and the size of its passes.
-
-Shapes: T rows of a pass, D hidden size, Q width of q, k and v together, I inner width, V vocabulary.
-"""
+"""The memory that a run needs on its device, predicted before it begins; and the size of its passes."""
 
 from typing import NamedTuple
 
@@ -10,7 +7,7 @@ import torch
 from ...kernels.logprob import GPU_CHUNK_BYTES, GPU_CHUNK_BYTES_16
 from ...model.cache import BlockCache
 from ...model.checkpoint import DTYPES
-from ...model.config import ModelConfig
+from ...model.operations import layer_bytes_per_token
 from ...model.weights import Layout
 from ..config import Config
 
@@ -46,18 +43,6 @@ class Footprint(NamedTuple):
         return ", ".join(f"{name} {value / _GIB:.1f}" for name, value in self._asdict().items())
 
 
-def layer_bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:
-    """What one layer keeps of a row for its backward.
-
-    Two residuals, two outputs of norms, q, k and v of the product, q and k after rope, the keys and values in
-    the order of attention (twice), attention's output, gate and up, and their product. Beside them the fp32
-    numbers of two norms, the norms of all heads and the log-sum-exp of all query heads.
-    """
-    D, q, kv = model.hidden_size, model.heads * model.head_dim, model.kv_heads * model.head_dim
-    elements = 4 * D + (q + 2 * kv) + (q + kv) + 4 * kv + q + 3 * model.intermediate_size
-    return elements * dtype.itemsize + 4 * (2 + 2 * model.heads + model.kv_heads)
-
-
 def activation_bytes(layout: Layout, dtype: torch.dtype, rows: int, recompute: bool) -> int:
     """What a pass of `rows` rows keeps for its backward, and the temporaries of one layer's backward.
 
@@ -65,7 +50,7 @@ def activation_bytes(layout: Layout, dtype: torch.dtype, rows: int, recompute: b
     layer keeps its two inputs only, and one layer at a time is computed again.
     """
     model = layout.config
-    layer = layer_bytes_per_token(model, dtype)
+    layer = layer_bytes_per_token(model, dtype.itemsize)
     inputs = 2 * model.hidden_size * dtype.itemsize
     layers = model.layers - _layers_without_backward(layout)
     kept = layers * inputs + layer if recompute else layers * layer

@@ -19,8 +19,8 @@ class StepObserver(Protocol):
         rows share a forward depends on settings that decide no bit, so the order of the calls does as well.
 
         The hook is called once for each operation with its name and its output [T, ...], padding left out
-        (model/op_names.py; some are computed as one). The last is `logprob` [C] of the drawn tokens. Prompts
-        end with the last layer's keys and values.
+        (model/operations.py; some are computed as one). The last is `logprob` [C] of the drawn tokens.
+        Prompts end with the last layer's keys and values.
         """
         ...
 

@@ -21,6 +21,8 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from ...model.config import ModelConfig
+from ...model.operation import Work
+from ...model.operations import forward_flops
 from ...model.prompts import first_of_prompt
 from ..loss.config import LossConfig
 from .shard import Shard
@@ -57,18 +59,13 @@ def training_flops(config: ModelConfig, sequences: Iterable[tuple[int, int, int,
     sequences: of each, the tokens of its prompt, of its completion, and the drawn ones of these, whether it
     is the first of its prompt, and whether it has a gradient.
     """
-    c = config
-    q_width, kv_width = c.heads * c.head_dim, c.kv_heads * c.head_dim
-    layer = c.hidden_size * (q_width + 2 * kv_width) + q_width * c.hidden_size
-    layer += 3 * c.hidden_size * c.intermediate_size
     flops = 0.0
     for prompt, completion, drawn, first, has_gradient in sequences:
         # A sample begins with the prompt's last token (model/prompts.py), so it has `completion` rows.
         tokens, pairs = completion, completion * prompt + completion * (completion - 1) // 2
         if first:
             tokens, pairs = tokens + prompt - 1, pairs + prompt * (prompt - 1) // 2
-        forward = 2.0 * c.layers * (layer * tokens + 2 * q_width * pairs)
-        forward += 2.0 * c.vocab_size * c.hidden_size * drawn
+        forward = forward_flops(config, Work(tokens, pairs, drawn))
         flops += forward * (3.0 if has_gradient else 1.0)
     return flops
 

@@ -266,7 +266,7 @@ def apply(diff: Path, root: Path) -> None:
 def source(tmp_path) -> Path:
     """A copy of the package and its tests."""
     copy = tmp_path / "zerokl"
-    for folder in ("kernels", "verify", "model", "engine", "tests"):
+    for folder in ("files", "kernels", "verify", "model", "engine", "tests"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in (*ROOT.glob("*.py"), ROOT / "pyproject.toml"):
         shutil.copyfile(file, copy / file.name)
@@ -297,7 +297,7 @@ def test_the_diffs_fit_the_source_and_its_own_tests_pass(source):
         text = text.replace("from zerokl.kernels.", "from .").replace("from relu2_mul", "from .relu2_mul")
         (source / "kernels" / f"{name}.py").write_text(text)
     files = {
-        "engine/test_loss.py": "dual_clip",
+        "engine/loss/test_loss.py": "dual_clip",
         "model/test_transformers.py": "mistral",
         "model/test_refusals.py": "unsupported_config",
         "kernels/test_row_independence.py": "relu2_mul",

@@ -56,6 +56,10 @@ def test_control_the_config_without_changes_is_accepted():
         ),
         ({"head_dim": 24}, r"head_dim \(24\) must be a multiple of 16"),
         ({"vocab_size": "many"}, r"vocab_size \('many'\) must be a positive whole number"),
+        ({"vocab_size": True}, r"vocab_size \(True\) must be a positive whole number"),
+        ({"head_dim": 0}, r"head_dim \(0\) must be a positive whole number"),
+        ({"tie_word_embeddings": "no"}, r"tie_word_embeddings \('no'\) must be true or false"),
+        ({"rope_parameters": [1]}, r"rope_parameters \(\[1\]\) must be an object"),
         ({"rope_theta": "many"}, r"rope_theta \('many'\) must be a finite number"),
         *[
             ({name: None}, rf"lacks the field {name}")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from zerokl.model.op_names import operations
+from zerokl.model.operations import operation_names
 
 pytestmark = pytest.mark.vllm
 
@@ -52,8 +52,8 @@ def test_vllm_differs_and_the_first_operation_is_named(model, tmp_path, sides):
     code, report = _audit(model, tmp_path / "out", "--sampler", sides[0], "--trainer", sides[1])
     assert code == 1
     assert report["k3"]["value"] > 0
-    assert report["first_divergence"]["op"] in operations(4)
-    assert {d["op"] for d in report["operations"]} == set(operations(4))
+    assert report["first_divergence"]["op"] in operation_names(4)
+    assert {d["op"] for d in report["operations"]} == set(operation_names(4))
 
 
 def test_vllm_against_itself_parts_at_no_operation(model, tmp_path):
@@ -113,7 +113,7 @@ def _with_a_flipped_bit(model: Path, folder: Path, rng: random.Random) -> str:
 def test_a_difference_planted_in_vllm_is_found_where_it_is(model, tmp_path, seed):
     trace = str(tmp_path / "trace.safetensors")
     report = _report("audit_process.py", str(model), str(seed), trace)
-    assert report["operations"] == operations(4)
+    assert report["operations"] == operation_names(4)
     assert report["again"] is None
     named = [(kind, op) for kind, _, op in report["planted"]]
     assert named == [(kind, expected) for kind, expected, _ in report["planted"]]

@@ -4,7 +4,7 @@ import pytest
 from zerokl.engine.config import Config
 from zerokl.engine.config_file import load_config
 
-from tests.engine.test_kills import check_kills
+from tests.engine.runs.test_kills import check_kills
 
 pytestmark = [pytest.mark.vllm, pytest.mark.proof]
 

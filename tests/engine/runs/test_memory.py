@@ -9,13 +9,13 @@ from zerokl.engine.runs.memory import (
     fit,
     fit_into,
     footprint,
-    layer_bytes_per_token,
 )
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.config import ModelConfig
 from zerokl.model.decoder import Decoder
 from zerokl.model.freezing import frozen_weights
+from zerokl.model.operations import layer_bytes_per_token
 from zerokl.model.prompts import Prompts
 from zerokl.model.scoring import logprobs, pack
 from zerokl.model.weights import Layout
@@ -74,7 +74,7 @@ def test_predicted_activations_are_those_that_are_kept(model, dtype, patterns, l
     layout = Layout(decoder.config, frozen_weights(decoder.config, patterns))
     decoder = Decoder(decoder.config, torch.zeros(layout.numel, dtype=dtype), layout)
     predicted = activation_bytes(layout, dtype, rows, recompute=False)
-    layer = layer_bytes_per_token(decoder.config, dtype) * rows
+    layer = layer_bytes_per_token(decoder.config, dtype.itemsize) * rows
     assert predicted == layer * (layers + 1)
     measured = _kept_bytes(decoder, rows)
     assert 0.8 < measured / (predicted - layer) < 1.25, (measured, predicted)

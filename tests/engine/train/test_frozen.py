@@ -16,7 +16,7 @@ from zerokl.model.checkpoint import load_decoder
 from zerokl.model.decoder import Decoder
 from zerokl.model.weights import Layout
 
-from tests.engine.test_shards_in_flight import step_of
+from tests.engine.train.test_shards_in_flight import step_of
 from tests.helpers import DTYPES, total_unequal
 
 STEP = step_of([(3, 5), (4, 9), (20, 8), (31, 7), (31, 2)])

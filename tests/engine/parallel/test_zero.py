@@ -13,7 +13,7 @@ from zerokl.kernels.block_digest import BLOCK
 from zerokl.model.config import ModelConfig
 from zerokl.model.weights import FLAT_TILE, Layout
 
-from tests.engine.zero_process import CONFIG
+from tests.engine.parallel.zero_process import CONFIG
 from tests.helpers import mostly_full, torchrun
 
 RANKS = 4
@@ -52,7 +52,7 @@ def report(request) -> dict:
         torchrun(RANKS, str(script), *request.param.split()),
         capture_output=True,
         text=True,
-        cwd=script.parents[2],
+        cwd=script.parents[3],
     )
     lines = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
     assert len(lines) == RANKS, process.stderr

@@ -1,0 +1,25 @@
+"""The modules of an engine's model that show its operations (the sites of model/operations.py)."""
+
+from typing import Any
+
+import torch
+
+from ...model.operation import Operation, Site
+
+
+def module_at(model: torch.nn.Module, row: Operation, site: Site) -> torch.nn.Module | None:
+    """The module of a site, which is named from the model; None for an operation that the model lacks.
+
+    Raises AttributeError where the model lacks what every decoder has.
+    """
+    try:
+        return model.get_submodule(site.module)
+    except AttributeError:
+        if row.only_with:
+            return None
+        raise
+
+
+def output(out: Any, element: int = 0) -> torch.Tensor:
+    """What a module returned; where that is a tuple, one element of it."""
+    return out[element] if isinstance(out, tuple) else out

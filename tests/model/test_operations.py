@@ -1,0 +1,131 @@
+"""The table of operations: its rows hold for what the decoder computes, and no other list is kept."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
+from zerokl.audit.engines.engine import ZeroklEngine
+from zerokl.audit.engines.hf import HfEngine
+from zerokl.audit.operations.operation_errors import own_errors
+from zerokl.audit.operations.operations import Checkpoint, Operations
+from zerokl.engine.train.performance import training_flops
+from zerokl.kernels.sampling_params import SamplingParams
+from zerokl.model import operations
+from zerokl.model.config import ModelConfig
+from zerokl.model.operation import Equation, Operation, Site, Work
+from zerokl.model.operations import (
+    OPERATIONS,
+    forward_flops,
+    input_names,
+    layer_bytes_per_token,
+    operation,
+    operation_names,
+)
+from zerokl.verify.environment import PACKAGE_ROOT
+
+LAYERS = 2
+PAIR = ([3, 1, 4, 1], [5, 9, 2])
+SIZES = dict(
+    vocab_size=70,
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=32,
+)
+FAMILIES = {
+    "with qk_norm": Qwen3Config(head_dim=16, **SIZES),
+    "without": Qwen2Config(**SIZES | {"hidden_size": 64}),
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request, tmp_path_factory) -> Path:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("model")
+    AutoModelForCausalLM.from_config(FAMILIES[request.param]).save_pretrained(folder)
+    return folder
+
+
+def test_every_operation_has_the_width_and_reads_what_the_table_says(folder):
+    config = ModelConfig.from_file(folder)
+    names = [name for name in operation_names(LAYERS) if operation(name).is_in(config)]
+    for engine in (ZeroklEngine(folder, torch.float32), HfEngine(folder, torch.float32)):
+        trace = engine.trace(PAIR, SamplingParams())
+        assert list(trace) == names
+        for i, (name, x) in enumerate(trace.items()):
+            assert x.shape == (3 if name == "logprob" else 6, operation(name).width(config)), name
+            assert set(input_names(name, config)) <= set(names[:i]), name
+
+
+def test_flops_are_those_of_the_matrices_and_the_scores():
+    config = ModelConfig.from_dict(FAMILIES["without"].to_dict())
+    linear = sum(
+        p.numel()
+        for p in AutoModelForCausalLM.from_config(FAMILIES["without"]).model.layers.parameters()
+        if p.dim() == 2
+    )
+    assert forward_flops(config, Work(1, 0, 0)) == 2 * linear
+    assert forward_flops(config, Work(0, 1, 0)) == LAYERS * 2 * 2 * 64
+    assert forward_flops(config, Work(0, 0, 1)) == 2 * 64 * 70
+
+
+# A row that the decoder lacks: the values once more. What transformers shows of it is the module's output.
+AGAIN = Operation(
+    name="v_again",
+    equation=Equation.LINEAR,
+    reads=("input_norm",),
+    width=operation("v_proj").width,
+    flops=lambda c, work: 1000 * work.tokens,
+    kept=lambda c: 7,
+    transformers=Site("self_attn.v_proj"),
+    vllm=None,
+    remedy="Look twice.",
+)
+
+
+def test_a_new_operation_is_one_row(folder, monkeypatch):
+    config, place = ModelConfig.from_file(folder), OPERATIONS.index(operation("v_proj")) + 1
+    before = training_flops(config, [(4, 3, 3, True, False)]), layer_bytes_per_token(config, 2)
+    monkeypatch.setattr(operations, "OPERATIONS", (*OPERATIONS[:place], AGAIN, *OPERATIONS[place:]))
+    assert training_flops(config, [(4, 3, 3, True, False)]) == before[0] + LAYERS * 1000 * 6
+    assert layer_bytes_per_token(config, 2) == before[1] + 7 * 2
+    trace = HfEngine(folder, torch.float32).trace(PAIR, SamplingParams())
+    assert list(trace).index("layers.1.v_again") == list(trace).index("layers.1.v_proj") + 1
+    exact = Operations(Checkpoint.load(folder, torch.float32), *PAIR, SamplingParams())
+    (error,) = own_errors(trace, exact, ["layers.1.v_again"])
+    assert not error.at_fault
+    assert operation(error.op).remedy == "Look twice."
+
+
+# The table is the only list
+
+
+def lists_of_operations(root: Path, folders: tuple[str, ...]) -> Iterator[str]:
+    """The places of literals, outside the table, that hold three names of operations or more."""
+    names = {row.name for row in OPERATIONS}
+    for file in sorted(f for folder in folders for f in (root / folder).rglob("*.py")):
+        if file == root / "model" / "operations.py":
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            members = getattr(node, "keys", None) or getattr(node, "elts", None) or ()
+            if len({m.value for m in members if isinstance(m, ast.Constant)} & names) >= 3:
+                yield f"{file.relative_to(root)}:{node.lineno}"
+
+
+def test_no_other_module_lists_operations():
+    folders = ("audit", "benchmarks", "cli", "engine", "integrations", "model", "verify")
+    assert list(lists_of_operations(PACKAGE_ROOT, folders)) == []
+
+
+@pytest.mark.parametrize(
+    "line", ['X = ("embed", "norm", "logits")', 'X = {"q_proj": 1, "o_proj": 2, "silu_mul": 3}']
+)
+def test_control_another_list_is_found(tmp_path, line):
+    (tmp_path / "audit").mkdir()
+    (tmp_path / "audit" / "wrong.py").write_text(line)
+    assert list(lists_of_operations(tmp_path, ("audit",))) == ["audit/wrong.py:1"]
