@@ -14,6 +14,7 @@ from zerokl.cli import main
 from zerokl.engine.compatibility import check_settings
 from zerokl.engine.config import Config
 from zerokl.engine.config_file import known_keys
+from zerokl.engine.rollout.types import DrawParams, Request, RngKey
 from zerokl.engine.rollout.vllm import exact
 from zerokl.engine.rollout.vllm.arguments import SET_BY_ZEROKL, check_engine_arguments
 from zerokl.engine.rollout.vllm.installed import SUPPORTED, installed_vllm, require_vllm
@@ -23,6 +24,7 @@ from zerokl.engine.runs.setup import make_state
 from zerokl.engine.sampler_names import SAMPLERS
 from zerokl.engine.tasks.loading import load_task
 from zerokl.engine.tasks.rewards import Reward
+from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.kernels.tile_tables import TABLES, tile_table
 from zerokl.kernels.tiles import block_k
 from zerokl.model.decoder import named_numerics
@@ -234,8 +236,10 @@ def test_a_rollout_of_other_weights_is_refused(versions):
         logprobs=[],
         finish_reason="stop",
     )
+    draw_params = DrawParams(SamplingParams(), frozenset())
+    request = Request((1,), RngKey(0, 0, prompt=4, sample=1), draw_params, 1)
     with pytest.raises(ValueError, match=r"prompt 4, sample 1 was drawn with weights .*, not with version 3"):
-        sampler._rollout(SimpleNamespace(outputs=[completion], prompt_token_ids=[1]), 4, 1)
+        sampler._completion(request, SimpleNamespace(outputs=[completion]))
 
 
 def test_exact_decides_no_token():
