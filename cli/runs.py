@@ -1,6 +1,7 @@
 """Commands that make runs and show them: init, train, ablate, report, watch."""
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from ..engine.config_file import load_config
@@ -67,7 +68,6 @@ def train(
             decides no bit.
     """
     from ..engine.display.interrupt import StoppedError
-    from ..engine.display.terminal import console
     from ..engine.runs.ending import after_interrupt, after_stop, figures, next_commands
     from ..engine.runs.run import resume as resume_run
     from ..engine.runs.run import train as start_run
@@ -92,20 +92,23 @@ def train(
         _write_report(folder)
         return ExitCode.DIFFERS
     except StoppedError as stopped:
-        for line in after_stop(folder, stopped.step):
-            console.print(line)
+        _print_lines(after_stop(folder, stopped.step))
         raise
     except KeyboardInterrupt:
         if (folder / LEDGER).exists():
-            for line in after_interrupt(folder):
-                console.print(line)
+            _print_lines(after_interrupt(folder))
         raise
-    for line in figures(summary, folder):
-        console.print(line)
+    _print_lines(figures(summary, folder))
     _write_report(folder)
-    for line in next_commands(folder):
-        console.print(line)
+    _print_lines(next_commands(folder))
     return 0
+
+
+def _print_lines(lines: Iterable[str]) -> None:
+    from ..engine.display.terminal import console
+
+    for line in lines:
+        console.print(line)
 
 
 @command("zerokl ablate grid.toml --out runs/grid --jobs 2")
