@@ -102,14 +102,18 @@ def run_head(state: TrainState, process: Mapping[str, Any]) -> Head:
     process = {**process, "threads": torch.get_num_threads()}
     recorded = environment(PACKAGE_ROOT, state.policy.flat.device, process)
     recorded |= {f"process.{key}": value for key, value in free.items()}
-    names = list(state.policy.layout.trained_views(state.policy.flat))
-    settings |= {REFERENCE: _ref_weights(state)} | _frozen_settings(state)
+    layout = state.policy.layout
+    names = list(layout.trained_views(state.policy.flat))
+    settings |= {REFERENCE: _ref_weights(state)} | _frozen_settings(layout, state.optimizer.frozen)
     return Head(settings, config.seed, data, tree.root, names, tree.leaves, recorded)
 
 
-def _frozen_settings(state: TrainState) -> dict[str, str]:
-    """The settings of the head that bind the frozen weights; none where all weights are trained."""
-    views = state.policy.layout.frozen_views(state.optimizer.frozen)
+def _frozen_settings(layout: Layout, frozen: torch.Tensor) -> dict[str, str]:
+    """The settings of the head that bind the frozen weights; none where all weights are trained.
+
+    frozen: [layout.numel - layout.trained_numel] fp32.
+    """
+    views = layout.frozen_views(frozen)
     return {f"{_FROZEN}{name}": f"sha256:{digest(weight)}" for name, weight in views.items()}
 
 
@@ -132,9 +136,8 @@ def other_frozen_weight(layout: Layout, weights: torch.Tensor, head: Head) -> st
 
     layout: see run_layout. weights: [layout.numel] fp32.
     """
-    views = layout.frozen_views(weights[layout.trained_numel :])
-    hashes = ((name, f"sha256:{digest(weight)}") for name, weight in views.items())
-    return next((name for name, value in hashes if head.settings[f"{_FROZEN}{name}"] != value), None)
+    settings = _frozen_settings(layout, weights[layout.trained_numel :]).items()
+    return next((frozen_name(key) for key, value in settings if head.settings[key] != value), None)
 
 
 def altered_free_setting(config: Config, ledger: LedgerFile) -> str | None:
