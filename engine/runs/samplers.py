@@ -55,11 +55,8 @@ def make_samplers(
     optimizer: Optimizer,
     workers: Workers,
     micro_batch: int,
-    stopwatch: Stopwatch,
 ) -> Samplers:
-    """The samplers that a configuration asks for.
-
-    micro_batch: sequences of one pass of a scorer. stopwatch: measures the stations of a step.
+    """The samplers that a configuration asks for. micro_batch: sequences of one pass of a scorer.
 
     Raises ValueError for an engine that is not installed.
     """
@@ -83,6 +80,7 @@ def make_samplers(
         return Samplers(ExternalSampler(engine, model_config, optimizer), shared)
     if not (config.max_staleness or config.perturb.any or config.precision.sampler_differs):
         return Samplers(shared, shared)
+    stopwatch = workers.host.sampler.stopwatch  # a step has one
     sampling = _separate_workers(config, model_config, optimizer, workers.n, True, stopwatch)
     if not config.max_staleness:
         return Samplers(SeparateSampler(config, sampling, optimizer), shared)

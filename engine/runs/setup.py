@@ -21,7 +21,6 @@ from ..parallel.scorer import Scorer, frozen
 from ..parallel.workers import Workers, automatic
 from ..parallel.zero import Slices
 from ..rollout.vllm.installed import installed_vllm, is_cpu_build
-from ..stopwatch import Stopwatch
 from ..tasks.base import Problem, Task
 from ..tasks.loading import problems_of
 from ..tasks.perfectible import perfectible_set
@@ -57,10 +56,10 @@ def make_state(
     policy = Decoder(model_config, flat, layout, numerics_of(config), recompute)
     # The ranks compute shards in common rounds, so all have the same number of workers.
     n = min(ranks.gather(lambda: _workers_of_a_rank(config, policy)))
-    share, stopwatch = config.sampler == "vllm-zerokl" and device.type == "cpu", Stopwatch(device)
+    share = config.sampler == "vllm-zerokl" and device.type == "cpu"
     with ExitStack() as on_failure:  # closes what was started, unless all of it succeeds
         shards = shards_at_once(config.virtual_shards, ranks.size, n)
-        workers = Workers(policy, shards, n, config.native, share, sizes.shards_in_flight, stopwatch)
+        workers = Workers(policy, shards, n, config.native, share, sizes.shards_in_flight)
         on_failure.enter_context(workers)
         slices = Slices(layout, ranks, device)
         updates = config.steps * config.updates_per_rollout
@@ -68,9 +67,7 @@ def make_state(
         ref_policy = _ref_policy(config, model, model_config, workers.n, sizes.micro_batch)
         if ref_policy:
             on_failure.callback(ref_policy.close)
-        samplers = make_samplers(
-            config, model, model_config, optimizer, workers, sizes.micro_batch, stopwatch
-        )
+        samplers = make_samplers(config, model, model_config, optimizer, workers, sizes.micro_batch)
         on_failure.pop_all()
     parallel: Workers | RankedWorkers = workers
     if ranks.size > 1:
@@ -92,7 +89,7 @@ def make_state(
         reward=reward,
         problems=problems,
         prompt_ids=prompt_ids,
-        stopwatch=stopwatch,
+        stopwatch=workers.host.sampler.stopwatch,
     )
 
 

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from zerokl.cli import main
 from zerokl.engine.commands.verify_run import Finding, verify_run
+from zerokl.engine.runs import run as run_module
 from zerokl.engine.runs.checkpoints import open_checkpoint
-from zerokl.engine.runs.folder import RunFolder
 from zerokl.engine.runs.resume import derived_summary
 from zerokl.engine.runs.run import resume, train
 from zerokl.engine.runs.summary import write_summary
@@ -349,7 +349,7 @@ def test_held_out_rewards_of_a_run_that_was_evaluated_in_several_ways_are_checke
 def test_a_kill_between_the_note_of_a_resume_and_config_toml_is_no_forgery(cut, tmp_path, monkeypatch):
     path = tmp_path / "run"
     shutil.copytree(cut, path)
-    monkeypatch.setattr(RunFolder, "write_config", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(run_module, "write_config", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         resume(path, {"evaluation.every": 3})
     monkeypatch.undo()
