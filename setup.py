@@ -47,7 +47,6 @@ setup(
         "zerokl.integrations",
     ],
     package_data={
-        "zerokl.kernels": ["binaries.json"],
         "zerokl.engine.presets": ["*.toml"],
         "zerokl.audit.formats": ["log.schema.json", "scripts/*.py"],
         "zerokl.engine.commands.report": ["static/*"],

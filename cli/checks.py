@@ -50,20 +50,21 @@ def verify(
 
 
 @command("zerokl verify binaries --targets sm_90", name="binaries", of=verify_app)
-def verify_binaries(*, targets: tuple[str, ...] = (), record: bool = False) -> int:
+def verify_binaries(*, targets: tuple[str, ...] = (), table: str | None = None, record: bool = False) -> int:
     """Compile every Triton kernel for GPUs, and check that the binaries have no atomics and no spills.
 
     The GPUs need not be in this machine.
 
     Args:
         targets: sm_80, sm_90, sm_100 or gfx942; may be given several times. All of them by default.
-        record: Write the table of registers and shared memory again.
+        table: File of registers and shared memory, by version of Triton. A binary that takes more is a fault.
+        record: Write this Triton's part of the table again.
     """
     if not find_spec("triton"):
         raise ValueError("verify binaries: Triton is not installed; pip install triton (Linux only)")
     from ..engine.commands.verify_binaries import verify_binaries
 
-    return verify_binaries(targets, record)
+    return verify_binaries(targets, Path(table) if table else None, record)
 
 
 @command("zerokl verify run runs/demo --replays 5", name="run", of=verify_app)

@@ -1,4 +1,10 @@
-"""Set before anything loads torch; what `make test` runs, and what `make test-rest` does."""
+"""Set before anything loads torch; and which tests `make test` and `make test-rest` run.
+
+`make test` is pytest --quick. It leaves tests out in two ways:
+
+- the marker `full`, on a test or on one of its parameters;
+- of every other test, few cases: one diagonal of a matrix, and a fifth of the examples of a property.
+"""
 
 import os
 import signal
@@ -10,12 +16,14 @@ from hypothesis import settings
 # A barrier of several threads on a busy core spins until the others are scheduled; passive ones sleep.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-settings.register_profile("zerokl", deadline=None)  # a busy machine fails no test
-settings.load_profile("zerokl")
+# The same examples in every run, and a busy machine fails no test. helpers.property_settings takes the number
+# of examples as a share of a test's own, in percent.
+settings.register_profile("zerokl", deadline=None, derandomize=True, max_examples=100)
+settings.register_profile("quick", settings.get_profile("zerokl"), max_examples=20)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    help = "one diagonal of each matrix, few examples of each property, and no test marked full"
+    help = "no test marked full, and few cases of every other one"
     parser.addoption("--quick", action="store_true", help=help)
     parser.addoption("--rest", action="store_true", help="what --quick leaves out, and every property again")
 
@@ -24,12 +32,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         # A shell's `make test &` ignores Ctrl-C, and so would the processes to which tests send it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if config.getoption("--quick"):
-        os.environ["ZEROKL_QUICK"] = "1"  # read by helpers.property_settings, in xdist's workers too
+    settings.load_profile("quick" if config.getoption("--quick") else "zerokl")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With --quick, deselect what `make test-full` runs beside it. --rest selects that, with all examples."""
+    """With --quick, deselect what `make test` leaves out. --rest selects that, and every property."""
     if not (config.getoption("--quick") or config.getoption("--rest")):
         return
     by_function: dict[object, list[pytest.Item]] = defaultdict(list)

@@ -1,13 +1,10 @@
 """Helpers that several tests share: seeded inputs, threads, equal bits, and accuracy against fp64."""
 
-import os
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 from hypothesis import settings
 from zerokl.files.bitwise import count_unequal
@@ -45,19 +42,11 @@ def sums_of(buffers: Mapping[torch.Tensor, GradBuffer]) -> list[torch.Tensor]:
 
 
 def property_settings(examples: int) -> settings:
-    """Settings of Hypothesis: the same examples in every run, and no limit on the time of an example.
+    """Settings of a property: the number of its examples, of which `make test` takes a fifth.
 
-    `make test` runs a fifth of the examples.
+    The share is that of the profile in conftest.py, in percent.
     """
-    quick = "ZEROKL_QUICK" in os.environ
-    return settings(
-        max_examples=max(2, examples // 5) if quick else examples, deadline=None, derandomize=True
-    )
-
-
-def mostly_full(values: Iterable[Any], quick: Container[Any]) -> list[Any]:
-    """The parameters of a test; `make test` takes only the parameters in `quick`."""
-    return [pytest.param(value, marks=() if value in quick else pytest.mark.full) for value in values]
+    return settings(max_examples=max(2, examples * settings.default.max_examples // 100))
 
 
 def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`--quick` keeps a diagonal of each matrix and drops what is marked full; `--rest` is what it leaves out."""
+"""`--quick` drops what is marked full, and takes few cases of the rest; `--rest` is what it leaves out."""
 
 import os
 import subprocess
@@ -26,16 +26,41 @@ def test_rows(a, b): ...
 @pytest.mark.full
 def test_long(): ...
 
+@pytest.mark.parametrize("x", ["short", pytest.param("long", marks=pytest.mark.full)])
+def test_partly(x): ...
+
 @given(st.integers())
 def test_property(x): ...
 """
 
 
+EXAMPLES = """
+from hypothesis import given, strategies as st
+from helpers import property_settings
+
+ran = []
+
+@property_settings(50)
+@given(st.integers())
+def test_property(x):
+    ran.append(x)
+
+def test_number():
+    print(f"ran {len(ran)}")
+"""
+
+
 def _collected(folder: Path, option: str) -> list[str]:
-    """The tests that pytest collects with this option."""
-    (folder / "test_matrices.py").write_text(MATRICES)
+    """The tests of MATRICES that pytest collects with this option."""
+    out = _pytest(folder, MATRICES, option, "--collect-only")
+    return [line.split("::")[1] for line in out.splitlines() if "::" in line]
+
+
+def _pytest(folder: Path, tests: str, *options: str) -> str:
+    """What pytest prints for a file of tests."""
+    (folder / "test_file.py").write_text(tests)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = full\n")
-    words = ["-p", "conftest", option, "--collect-only", "-q", "--rootdir", folder, folder]
+    words = ["-p", "conftest", "-q", *options, "--rootdir", folder, folder]
     process = subprocess.run(
         [sys.executable, "-m", "pytest", *words],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
@@ -44,7 +69,7 @@ def _collected(folder: Path, option: str) -> list[str]:
         text=True,
         check=False,
     )
-    return [line.split("::")[1] for line in process.stdout.splitlines() if "::" in line]
+    return process.stdout
 
 
 def test_quick_keeps_as_few_cases_as_hold_every_value(tmp_path):
@@ -61,10 +86,16 @@ def test_quick_keeps_as_few_cases_as_hold_every_value(tmp_path):
     ]
     assert len([name for name in kept if "rows" in name]) == 4
     assert not any("long" in name for name in kept)
+    assert "test_partly[short]" in kept
+
+
+def test_quick_takes_a_fifth_of_the_examples(tmp_path):
+    assert "ran 10" in _pytest(tmp_path, EXAMPLES, "--quick", "-s")
+    assert "ran 50" in _pytest(tmp_path, EXAMPLES, "--color=no", "-s")
 
 
 def test_rest_is_what_quick_leaves_out_and_every_property(tmp_path):
     everything, quick, rest = (_collected(tmp_path, option) for option in ("--color=no", "--quick", "--rest"))
-    assert len(everything) == 3 * 2 + 3 * 2 + 4 + 2
+    assert len(everything) == 3 * 2 + 3 * 2 + 4 + 2 + 2
     assert set(quick) | set(rest) == set(everything)
     assert set(quick) & set(rest) == {"test_property"}

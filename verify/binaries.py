@@ -104,10 +104,12 @@ def _cuobjdump(cubin: bytes, option: str) -> str:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def faults(binaries: Iterable[Binary], table: Mapping[str, Mapping[str, list[int]]] | None) -> list[str]:
+def faults(
+    binaries: Iterable[Binary], table: Mapping[str, Mapping[str, tuple[int, int]]] | None
+) -> list[str]:
     """One line for each rule that a binary breaks.
 
-    `table`: name -> target -> [registers, shared_bytes]. With None, no binary is compared with a table.
+    `table`: name -> target -> registers, shared_bytes. With None, no binary is compared with a table.
     """
     lines = []
     for b in binaries:
@@ -129,11 +131,11 @@ def faults(binaries: Iterable[Binary], table: Mapping[str, Mapping[str, list[int
     return lines
 
 
-def as_table(binaries: Iterable[Binary]) -> dict[str, dict[str, list[int]]]:
-    """The table of the binaries: name -> target -> [registers, shared_bytes]."""
-    table: dict[str, dict[str, list[int]]] = {}
+def as_table(binaries: Iterable[Binary]) -> dict[str, dict[str, tuple[int, int]]]:
+    """The table of the binaries: name -> target -> registers, shared_bytes."""
+    table: dict[str, dict[str, tuple[int, int]]] = {}
     for b in binaries:
-        table.setdefault(b.name, {})[b.target] = [b.registers, b.shared_bytes]
+        table.setdefault(b.name, {})[b.target] = b.registers, b.shared_bytes
     return table
 
 

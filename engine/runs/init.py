@@ -7,6 +7,7 @@ but not always: the perfectible set. On such a set a sound trainer must reach a 
 """
 
 import json
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -120,9 +121,7 @@ def _initialise(
         extra = {PERFECTIBLE_FILE: json.dumps(report) + "\n"}
         write_checkpoint(out, decoder.layout, decoder.flat.detach(), companions=scratch, extra=extra)
     finally:
-        for file in scratch.iterdir():
-            file.unlink()
-        scratch.rmdir()
+        shutil.rmtree(scratch)
     return report
 
 

@@ -7,12 +7,13 @@ import json
 import re
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from zerokl.engine.commands.verify_binaries import build, check
+from zerokl.engine.commands.verify_binaries import build, check, read_tables
 from zerokl.kernels.compiled_cases import configurations
 from zerokl.kernels.launch import Launch
 from zerokl.verify.binaries import TARGETS, Binary, compile_launch, faults, float_program, inspect
@@ -20,6 +21,7 @@ from zerokl.verify.binaries import TARGETS, Binary, compile_launch, faults, floa
 from tests.triton.ptx_values import values, without_load
 from tests.triton.vllm_kernels import batch_invariant_module
 
+TABLE = Path(__file__).with_name("binaries.json")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -159,7 +161,7 @@ def beside_vllm() -> dict[str, int]:
 
 def main() -> None:
     binaries = build(tuple(sys.argv[1:]))
-    faults_found, compared = check(binaries)
+    faults_found, compared = check(binaries, read_tables(TABLE))
     x = torch.empty(1024, device="meta")
     options = {"N": 1024, "num_warps": 4, "enable_fp_fusion": True}
     base = Launch(squares, (x, x), options)

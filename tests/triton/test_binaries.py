@@ -11,6 +11,7 @@ from zerokl.engine.commands import verify_binaries
 from zerokl.kernels.compiled_cases import configurations
 from zerokl.verify.binaries import TARGETS
 
+from tests.triton.ahead_of_time import TABLE
 from tests.triton.compiling import TRITONS, reports, targets
 
 
@@ -100,3 +101,29 @@ def test_verify_binaries_says_how_far_it_is(monkeypatch, capsys):
     built = verify_binaries.build(("sm_80", "sm_90"))
     assert len(built) == 2
     assert capsys.readouterr().out == "sm_80 1/1  rms_norm: fwd\nsm_90 1/1  rms_norm: fwd\n"
+
+
+def test_a_table_is_written_as_it_was_read(tmp_path):
+    tables = verify_binaries.read_tables(TABLE)
+    verify_binaries.write_tables(tmp_path / "table.json", tables)
+    assert (tmp_path / "table.json").read_bytes() == TABLE.read_bytes()
+    assert len(tables) == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [
+        ('{"3.9.0": {"rms_norm: fwd": {"sm_90": [32]}}}', r"3.9.0.rms_norm: fwd.sm_90.1: "),
+        ("[]", "it: "),
+        ("{", "it: "),
+    ],
+)
+def test_a_file_that_holds_no_table_is_refused(tmp_path, content, place):
+    (tmp_path / "table.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"table.json is no table of registers \({place}"):
+        verify_binaries.read_tables(tmp_path / "table.json")
+
+
+def test_a_record_needs_a_file(capsys):
+    assert main(["verify", "binaries", "--record"]) == 2
+    assert "--table FILE" in capsys.readouterr().err

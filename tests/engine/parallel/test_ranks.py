@@ -21,7 +21,7 @@ from zerokl.engine.parallel.process_group import ALONE
 from zerokl.engine.parallel.scorer import frozen
 from zerokl.engine.runs.run import resume, train
 
-from tests.helpers import mostly_full, torchrun
+from tests.helpers import torchrun
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -95,7 +95,7 @@ def test_any_number_of_ranks_gives_one_ledger(plain, alone, tmp_path, ranks, wor
     assert len(re.findall("^fingerprint ", output, re.MULTILINE)) == 1, "only the first rank prints"
 
 
-@pytest.mark.parametrize("when", mostly_full(["at work", "start"], ["at work"]))
+@pytest.mark.parametrize("when", ["at work", pytest.param("start", marks=pytest.mark.full)])
 def test_ranks_end_with_a_torchrun_that_is_killed(plain, tmp_path, when):
     """They would wait for each other, and hold the run's folder."""
     (tmp_path / "config.toml").write_text(to_toml(plain.model_copy(update={"steps": 4000})))

@@ -17,7 +17,7 @@ from zerokl.engine.runs.checkpoints import open_checkpoint
 from zerokl.engine.runs.run import Summary, resume, train
 from zerokl.files.writing import MANIFEST, hash_json, hold_folder, write_manifest
 
-from tests.helpers import mostly_full, property_settings
+from tests.helpers import property_settings
 
 LOGS = ("ledger.jsonl", "metrics.jsonl", "rollouts.jsonl")
 
@@ -80,7 +80,7 @@ def _contents(path: Path) -> dict[Path, bytes]:
     return {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
 
 
-@pytest.mark.parametrize("step", mostly_full([0, 1, 2, 4, 5], quick=(4,)))
+@pytest.mark.parametrize("step", [4, *(pytest.param(step, marks=pytest.mark.full) for step in (0, 1, 2, 5))])
 def test_a_run_that_was_cut_goes_on_to_the_same_ledger(six_steps, whole, tmp_path, monkeypatch, step):
     _interrupted(six_steps, tmp_path / "run", step)
     assert not (tmp_path / "run" / "summary.json").exists()
