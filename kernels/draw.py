@@ -11,8 +11,9 @@ through `drawn_logprobs`. Both have the same bits, and neither waits for the GPU
 import torch
 
 from .backend import on_triton
-from .logprob import prefix_sums, scaled_logits, softmax_parts, token_logprobs
+from .logprob import softmax_parts, token_logprobs
 from .sampling_params import SamplingParams
+from .truncation import prefix_sums, scaled_logits
 
 
 def draw_tokens(

@@ -1,14 +1,12 @@
 """Log-probability of a token under the distribution it is drawn from, for the sampler and for the trainer.
 
-    z = logits / temperature,  z_v = -inf outside the kept set (top-k, then top-p)
+    z = logits / temperature,  z_v = -inf outside the kept set (truncation.py)
     logp = z_id - lse,  lse = log sum_v exp(z_v),  entropy = lse - sum_v p_v z_v,  p = exp(z - lse)
     (all relative to max z)
     dz_v = dlogp (1[v = id] - p_v),   dlogits = dz / temperature;   dh = dlogits w,   dw = dlogits^T h
 
-The sampler and the trainer both call this file. The kept set counts as constant in the gradient. Top-k keeps
-every logit that is not below the k-th largest. Top-p keeps the smallest set of largest probabilities whose
-sum reaches top_p, and at least one token (vLLM's apply_top_k_top_p). Greedy sampling (temperature 0) is
-reported under the distribution of temperature 1, as vLLM does.
+The sampler and the trainer both call this file. The kept set counts as constant in the gradient. Greedy
+sampling (temperature 0) is reported under the distribution of temperature 1, as vLLM does.
 
 Shapes: h [T, D]; w [V, D]; ids, logp, entropy [T]. Logits [rows, V] exist only for a chunk of rows, in the
 forward and in the backward.
@@ -17,8 +15,6 @@ dlogits and dh are rounded once to the dtype of h.
 GPU: the Triton kernels are in logprob_triton.py. The other operations on a GPU are torch's: sorts, maxima,
 comparisons and elementwise operations. They are exact, or depend on their own row only.
 """
-
-from collections.abc import Callable
 
 import torch
 
@@ -29,6 +25,7 @@ from .order import sum_row
 from .passes import ONE_SEQUENCE, Pass
 from .sampling_params import SamplingParams
 from .tile_tables import DEFAULT_TABLE, TileTable
+from .truncation import scaled_logits, scaled_logits_ref
 
 # Bytes of one fp32 chunk of logits [rows, V]. Rows do not depend on each other, and the blocks of a weight
 # gradient keep their order in any chunks (matmul.add_outer). So this limit bounds memory and decides no bit.
@@ -39,52 +36,6 @@ CHUNK_BYTES, GPU_CHUNK_BYTES = 1 << 25, 1 << 29
 # at V = 151,936 the gradient of h has tiles for every multiprocessor.
 GPU_CHUNK_BYTES_16 = 5 << 28
 Tensor = torch.Tensor
-
-
-def prefix_sums_ref(e: Tensor) -> Tensor:
-    """Prefix sums along each row in fp64, added one element after another. [T, V] -> [T, V]."""
-    return torch.cumsum(e.double(), dim=1)
-
-
-def prefix_sums(e: Tensor) -> Tensor:
-    """Prefix sums along each row; on Triton they have a common factor. [T, V] -> [T, V].
-
-    The prefix sums of a row depend on this row only.
-    """
-    if on_triton(e):
-        from . import logprob_triton
-
-        return logprob_triton.prefix_sums(e)
-    return prefix_sums_ref(e)
-
-
-def scaled_logits_ref(logits: Tensor, params: SamplingParams) -> Tensor:
-    """The reference of scaled_logits."""
-    return _scaled(logits, params, prefix_sums_ref)
-
-
-def scaled_logits(logits: Tensor, params: SamplingParams) -> Tensor:
-    """z of this file's equations, in fp32. logits [T, V] -> [T, V]."""
-    return _scaled(logits, params, prefix_sums)
-
-
-def _scaled(logits: Tensor, params: SamplingParams, row_prefix_sums: Callable[[Tensor], Tensor]) -> Tensor:
-    z = logits.to(accumulate_dtype(logits.dtype))
-    if params.temperature not in (0.0, 1.0):
-        # The divisor is a tensor: torch may turn a Python scalar into a product with its reciprocal.
-        z = z / z.new_tensor(params.temperature)
-    if params.keeps_all(z.shape[1]):
-        return z
-    ascending, index = torch.sort(z, dim=1, stable=True)
-    drop = torch.zeros_like(ascending, dtype=torch.bool)
-    if 0 < params.top_k < z.shape[1]:
-        drop |= ascending < ascending[:, -params.top_k].unsqueeze(1)
-    if params.top_p < 1.0:
-        kept = ascending.masked_fill(drop, float("-inf"))
-        below = row_prefix_sums(torch.exp(kept - kept[:, -1:]))
-        drop |= below <= (1.0 - params.top_p) * below[:, -1:]
-        drop[:, -1] = False
-    return z.masked_fill(torch.zeros_like(drop).scatter_(1, index, drop), float("-inf"))
 
 
 def softmax_parts(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:

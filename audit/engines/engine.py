@@ -15,10 +15,11 @@ import torch
 
 from ...engine.rollout.native import NativeSampler
 from ...engine.rollout.types import GenerationParams, RngKey, Rollout, complete
-from ...kernels.logprob import linear_logprob, log_distribution, scaled_logits
+from ...kernels.logprob import linear_logprob, log_distribution
 from ...kernels.matmul import matmul
 from ...kernels.sampling_params import SamplingParams
 from ...kernels.tile_tables import DEFAULT_TABLE, TileTable
+from ...kernels.truncation import scaled_logits
 from ...model.checkpoint import load_decoder
 from ...model.decoder import Decoder, Hook, Numerics, PackedContext
 from ...model.operations import in_order, split_fused

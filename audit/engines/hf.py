@@ -15,8 +15,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ...engine.rollout.hf import HfGenerator
-from ...kernels.logprob import scaled_logits
 from ...kernels.sampling_params import SamplingParams
+from ...kernels.truncation import scaled_logits
 from ...model.operation import Shown
 from ...model.operations import in_order, sites
 from ...verify.trace import Trace

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from ...kernels.logprob import scaled_logits_ref
 from ...kernels.sampling_params import SamplingParams
+from ...kernels.truncation import scaled_logits_ref
 from ...model.checkpoint import load_decoder
 from ...model.config import ModelConfig
 from ...model.decoder import Decoder

@@ -11,11 +11,11 @@ from zerokl.kernels.logprob import (
     chunk_rows,
     linear_logprob,
     log_distribution,
-    scaled_logits,
     token_logprobs,
 )
 from zerokl.kernels.philox import Stream, uniform_range
 from zerokl.kernels.sampling_params import SamplingParams
+from zerokl.kernels.truncation import scaled_logits
 
 from tests.helpers import DTYPES, property_settings, randn, total_unequal
 

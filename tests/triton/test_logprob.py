@@ -4,11 +4,12 @@ import pytest
 import torch
 from zerokl.kernels import logprob, logprob_triton
 from zerokl.kernels.draw import draw
-from zerokl.kernels.logprob import linear_logprob, log_distribution, scaled_logits, token_logprobs
+from zerokl.kernels.logprob import linear_logprob, log_distribution, token_logprobs
 from zerokl.kernels.logprob_triton import logprob_bwd, logprob_fwd, prefix_sums
 from zerokl.kernels.matmul import matmul
 from zerokl.kernels.philox import Stream, uniform_range
 from zerokl.kernels.sampling_params import SamplingParams
+from zerokl.kernels.truncation import scaled_logits
 
 from tests.helpers import DTYPES, assert_at_most_twice_the_error, randint, randn, total_unequal
 from tests.law import gradients

@@ -12,10 +12,11 @@ from zerokl.audit.engines.engine import split_fused
 from zerokl.audit.engines.vllm import _hooks
 from zerokl.engine.rollout.types import RngKey, Uniforms
 from zerokl.kernels import tiles
-from zerokl.kernels.logprob import linear_logprob, scaled_logits
+from zerokl.kernels.logprob import linear_logprob
 from zerokl.kernels.matmul import matmul
 from zerokl.kernels.rope import rope_table
 from zerokl.kernels.sampling_params import SamplingParams
+from zerokl.kernels.truncation import scaled_logits
 from zerokl.model import decoder as decoder_module
 from zerokl.model.config import ModelConfig
 from zerokl.model.decoder import Decoder, PackedContext
