@@ -45,7 +45,7 @@ SHARDS, SAMPLES, PROMPT, COMPLETION = 4, 8, 128, 256
 ROWS, PAGES = 64, 12  # of a decoding turn
 GREEDY, TOP_P = SamplingParams(0.0), SamplingParams(0.7, 20, 0.9)
 # Operations of torch that only make or name memory.
-_MEMORY = ("empty", "new_empty", "detach", "alias", "_unsafe_view", "lift", "set_", "resize_")
+_MEMORY = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "alias", "_unsafe_view", "resize_")
 # Operations of torch that the host waits for, wherever their result lies.
 _WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique")
 

@@ -1,4 +1,4 @@
-"""Launches, descriptors, operations, uploads and waits of a pass and of a turn are at most the recorded ones."""
+"""What the host does in a pass and in a turn is at most what is recorded (benchmarks/budget.py)."""
 
 from pathlib import Path
 
