@@ -20,13 +20,14 @@ from .attention_tables import Spans
 from .attention_triton import attention_packed, attention_paged
 from .block_digest import BLOCK, LANES
 from .block_digest_triton import block_digests
-from .columns_triton import NORM_ROWS, add_bias_columns, add_partials
+from .columns_triton import NORM_ROWS, add_all_partials, add_partials, bias_columns
 from .draw_triton import draw_tokens
 from .embedding_triton import embedding_bwd
+from .grad import PartialSums
 from .launch import Launch, recorded_launches
 from .logprob_triton import logprob_bwd, logprob_fwd
 from .matmul_triton import add_outer, matmul
-from .order import token_blocks
+from .order import TOKEN_BLOCK, token_blocks
 from .philox_triton import uniforms
 from .qk_norm_triton import qk_norm_bwd, qk_norm_fwd
 from .rms_norm_triton import rms_norm_bwd, rms_norm_fwd
@@ -61,6 +62,7 @@ def configurations(target: str = "sm_90") -> Iterator[tuple[str, Launch]]:
 
 def cases() -> Iterator[Case]:
     """All cases, kernel by kernel."""
+    yield "norms together", _norms_together
     for dtype in DTYPES:
         yield from _elementwise(dtype)
         yield from _products(dtype)
@@ -108,7 +110,7 @@ def _name(dtype: torch.dtype) -> str:
 def _elementwise(dtype: torch.dtype) -> Iterator[Case]:
     """Column sums, norms, silu_mul, rope and the gradient of the embedding."""
     name, D = _name(dtype), 1024  # any multiple of 16 gives the same binary
-    yield f"columns {name}", lambda: add_bias_columns(_meta(FP32, 1, D), _meta(dtype, 256, D), _BLOCKS)
+    yield f"columns {name}", lambda: _columns(dtype, D)
     for D in (1024, 2048, 4096):  # the widths of the models, rounded up to tiles
         yield f"rms_norm {name} {D}", lambda D=D: _norm(dtype, D, with_residual=False)
         yield f"add_rms_norm {name} {D}", lambda D=D: _norm(dtype, D, with_residual=True)
@@ -122,6 +124,19 @@ def _elementwise(dtype: torch.dtype) -> Iterator[Case]:
         yield f"rope backward {name} D={D}", lambda x=x, cos=cos: rotate(x, cos, cos, inverse=True)
     ids, dx = _meta(torch.int64, 256), _meta(dtype, 256, 1024)
     yield f"embedding {name}", lambda: embedding_bwd(_meta(FP32, 1000, 1024), ids, dx)
+
+
+def _columns(dtype: torch.dtype, D: int) -> None:
+    """Of one bias, and of two together."""
+    acc, partial = _meta(FP32, 1, D), bias_columns(_meta(dtype, 256, D), _BLOCKS)
+    add_partials(acc, partial, _BLOCKS, TOKEN_BLOCK)
+    add_all_partials([PartialSums(acc, partial, _BLOCKS, TOKEN_BLOCK)] * 2)
+
+
+def _norms_together() -> None:
+    """The last sums of two norms, by one launch."""
+    acc, partial = _meta(FP32, 1, 1024), _meta(FP32, 2 * TOKEN_BLOCK // NORM_ROWS, 1024)
+    add_all_partials([PartialSums(acc, partial, _BLOCKS, NORM_ROWS)] * 2)
 
 
 def _norm(dtype: torch.dtype, D: int, with_residual: bool) -> None:
