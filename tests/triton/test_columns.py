@@ -1,4 +1,4 @@
-"""Column sums that wait for each other, so that one launch adds many, have the bits of sums that do not wait."""
+"""Column sums that wait for each other have the bits of sums that do not wait."""
 
 import pytest
 import torch
