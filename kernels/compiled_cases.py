@@ -22,7 +22,7 @@ from .block_digest import BLOCK, LANES
 from .block_digest_triton import block_digests
 from .columns_triton import NORM_ROWS, add_all_partials, add_partials, bias_columns
 from .draw_triton import draw_tokens
-from .embedding_triton import embedding_bwd
+from .embedding_triton import embedding_bwd, sorted_ids
 from .grad import PartialSums
 from .launch import Launch, recorded_launches
 from .logprob_triton import logprob_bwd, logprob_fwd
@@ -123,7 +123,7 @@ def _elementwise(dtype: torch.dtype) -> Iterator[Case]:
         yield f"rope {name} D={D}", lambda x=x, cos=cos: rotate(x, cos, cos, inverse=False)
         yield f"rope backward {name} D={D}", lambda x=x, cos=cos: rotate(x, cos, cos, inverse=True)
     ids, dx = _meta(torch.int64, 256), _meta(dtype, 256, 1024)
-    yield f"embedding {name}", lambda: embedding_bwd(_meta(FP32, 1000, 1024), ids, dx)
+    yield f"embedding {name}", lambda: embedding_bwd(_meta(FP32, 1000, 1024), sorted_ids(ids), dx)
 
 
 def _columns(dtype: torch.dtype, D: int) -> None:

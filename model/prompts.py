@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from ..kernels.attention import attention, varlen_plan
-from ..kernels.embedding import embedding
+from ..kernels.embedding import RowIds, read_rows
 from ..kernels.grad import GradBuffer
 from ..kernels.order import token_blocks
 from ..kernels.passes import Pass
@@ -204,7 +204,8 @@ class SampleContext:
             )
         self.in_pass = Pass(token_blocks(lengths, shards), prompts.buffers)
         self.positions = torch.from_numpy(_ranges(prompt_rows, rows))
-        self._prompt_rows = torch.from_numpy(_ranges(prompt_starts, prompt_rows)).to(decoder.device)
+        rows_read = torch.from_numpy(_ranges(prompt_starts, prompt_rows))
+        self._prompt_rows = RowIds(rows_read.to(decoder.device))
         # Attention takes the keys of each sequence side by side: the rows of its prompt, copied for each
         # sample, then the sample's rows.
         starts = np.cumsum(prompt_rows + rows) - (prompt_rows + rows)
@@ -218,8 +219,7 @@ class SampleContext:
     ) -> torch.Tensor:
         if not len(self._prompt_rows):
             return attention(q, k, v, self._plan, scale)
-        # The gradient of embedding adds up one row after another.
-        prompt_kv = embedding(self._prompt_rows, self._kv[layer], self._kv_pass)
+        prompt_kv = read_rows(self._prompt_rows, self._kv[layer], self._kv_pass)
         kv = torch.cat([prompt_kv, torch.stack([k, v], dim=1).view(len(k), -1)])
         k, v = _Reordered.apply(kv, *self._order).view(-1, 2, *k.shape[1:]).unbind(1)
         return attention(q, k, v, self._plan, scale)
