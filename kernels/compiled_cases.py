@@ -21,6 +21,7 @@ from .attention_triton import attention_packed, attention_paged
 from .block_digest import BLOCK, LANES
 from .block_digest_triton import block_digests
 from .columns_triton import NORM_ROWS, add_all_partials, add_partials, bias_columns
+from .decode_heads_triton import heads_to_cache
 from .draw_triton import draw_tokens
 from .embedding_triton import embedding_bwd, sorted_ids
 from .grad import PartialSums
@@ -116,6 +117,10 @@ def _elementwise(dtype: torch.dtype) -> Iterator[Case]:
         yield f"add_rms_norm {name} {D}", lambda D=D: _norm(dtype, D, with_residual=True)
     for heads, kv_heads in ((16, 8), (32, 8)):  # Qwen3's
         yield f"qk_norm {name}, {heads} heads", lambda H=heads, kv=kv_heads: _heads(dtype, H, kv)
+    caches = DTYPES if dtype == FP32 else (dtype,)
+    for cache, (D, has_norm) in product(caches, ((128, True), (128, False), (64, False))):
+        what = f"heads{' with qk_norm' if has_norm else ''} {name} D={D}, cache in {_name(cache)}"
+        yield what, lambda c=cache, D=D, norm=has_norm: _decoded_heads(dtype, c, D, norm)
     gate_up = _meta(dtype, 256, 6144)
     yield f"silu_mul {name}", lambda: silu_mul_bwd(silu_mul_fwd(gate_up), gate_up)
     for D in (64, 128):
@@ -144,6 +149,12 @@ def _norm(dtype: torch.dtype, D: int, with_residual: bool) -> None:
     y, r, s = rms_norm_fwd(x, w, 1e-6, x if with_residual else None)
     _, partial = rms_norm_bwd(y, s, w, r, _BLOCKS, y if with_residual else None)
     add_partials(_meta(FP32, 1, D), partial, _BLOCKS, NORM_ROWS)
+
+
+def _decoded_heads(dtype: torch.dtype, cache: torch.dtype, D: int, has_norm: bool) -> None:
+    qkv, w, cos = _meta(dtype, 64, 32, D), _meta(dtype, D), _meta(FP32, 64, D // 2)
+    pages, place = _meta(cache, 64 * 8, 2, KEY_TILE, D), _meta(torch.int64, 64)
+    heads_to_cache(qkv, (w, w) if has_norm else None, 1e-6, cos, cos, 16, pages, place, place)
 
 
 def _heads(dtype: torch.dtype, heads: int, kv_heads: int) -> None:
@@ -191,7 +202,10 @@ def _products_of_many_rows(dtype: torch.dtype) -> Iterator[Case]:
 
 
 def _decoding_of_wide_outputs(dtype: torch.dtype) -> Iterator[Case]:
-    """Products of few rows, whose tiles on Hopper depend on the outputs."""
+    """Products of few rows, whose tiles on Hopper depend on the outputs, on K and on the rows."""
+    for rows, K in ((32, 1024), (64, 3072)):  # 64 x 16; other launches of 2048 outputs have 16 x 32
+        x, w = _meta(dtype, rows, K), _meta(dtype, 2048, K)
+        yield f"linear {_name(dtype)} decode, {rows} rows, K {K}", lambda x=x, w=w: matmul(x, w)
     for N in (4096, 8192):
         x, w = _meta(dtype, 64, 1024), _meta(dtype, N, 1024)
         yield f"linear {_name(dtype)} decode, N {N}", lambda x=x, w=w: matmul(x, w)
