@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from zerokl.benchmarks.machine import model_config
 from zerokl.kernels import backend, embedding, launch, tiles
-from zerokl.kernels.grad import GradBuffer
+from zerokl.kernels.grad import GradBuffer, PendingSums
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.kernels.tiles import tiles_of_target
 from zerokl.model.decoder import COMPUTE, Decoder
@@ -104,7 +104,11 @@ def one_pass(layers: int, pairs: list[tuple[list[int], list[int]]]) -> Callable[
     config = model_config("Qwen3", 128, 256, 2, 1, 128, layers=layers, vocab=1024, context=1024)
     layout = Layout(config)
     model = Decoder(config, torch.zeros(layout.numel, dtype=torch.bfloat16), layout, COMPUTE)
-    buffers = {w: GradBuffer(torch.zeros(1, *w.shape)) for w in (*model.w.values(), model.lm_head)}
+    pending = PendingSums()  # as in engine/parallel/gradient.py
+    buffers = {
+        w: GradBuffer(torch.zeros(1, *w.shape), pending=pending if w.dim() == 1 else None)
+        for w in (*model.w.values(), model.lm_head)
+    }
     batch = pack(pairs)
     return lambda: logprobs(model, batch, SamplingParams(), buffers=buffers)[0].sum().backward()
 

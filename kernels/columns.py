@@ -14,7 +14,7 @@ import torch
 
 from .backend import on_triton
 from .grad import GradBuffer
-from .order import TokenBlocks, tree_sum
+from .order import TOKEN_BLOCK, TokenBlocks, tree_sum
 
 
 def add_columns_ref(acc_SN: torch.Tensor, dy_TN: torch.Tensor, blocks: TokenBlocks) -> None:
@@ -33,10 +33,9 @@ def add_columns_ref(acc_SN: torch.Tensor, dy_TN: torch.Tensor, blocks: TokenBloc
 
 def add_columns(buffer: GradBuffer, dy_TN: torch.Tensor, blocks: TokenBlocks) -> None:
     """buffer [shards, N] += the column sums of each block of dy [T, N], in the order of `blocks`."""
-    sums = buffer.zeroed(blocks.shards)
     if on_triton(dy_TN):
-        from .columns_triton import add_bias_columns
+        from .columns_triton import bias_columns
 
-        add_bias_columns(sums, dy_TN, blocks)
+        buffer.add_partials(bias_columns(dy_TN, blocks), blocks, TOKEN_BLOCK)
     else:
-        add_columns_ref(sums, dy_TN, blocks)
+        add_columns_ref(buffer.zeroed(blocks.shards), dy_TN, blocks)

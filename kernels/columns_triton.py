@@ -10,13 +10,18 @@ Shapes: dy [T, D]; partial [blocks * runs of a block, D] and acc [shards, D] in 
 Roundings: none but those of fp32 itself.
 Order: the partial sums of a block are added to each other, and block after block is added to the gradient.
 The blocks of a sequence are the same whatever the sequence is packed with. So the bits depend on the order of
-the sequences only. One launch adds the blocks of all shards, each to the shard's sum.
+the sequences only. One launch adds the blocks of all shards, each to the shard's sum, and those of several
+weights where they wait for each other (grad.PendingSums).
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from .grad import PartialSums
 from .launch import ceil_div, dense, launch
 from .order import TOKEN_BLOCK, TokenBlocks
 
@@ -32,6 +37,8 @@ NORM_ROWS = 16
 # Columns of one program of _add_partials, and the blocks whose loads are in flight together. Neither orders
 # the sum.
 SUM_COLUMNS, UNROLL = 32, 8
+# Weights of one launch of _add_all_partials: two launches for the norms of the 0.6B.
+WEIGHTS = 32
 
 
 @triton.jit
@@ -56,10 +63,8 @@ def _block_columns(
     tl.store(partial_ptr + block.to(tl.int64) * D + cols, tl.sum(acc, axis=0), mask=cols < D)
 
 
-# Triton does not specialise on the place of acc, a weight in the gradient buffers, nor on that of partial. So
-# one binary serves all. A thread holds whole columns, and adds a block's runs in ascending order.
-@triton.jit(do_not_specialize=["acc_stride"], do_not_specialize_on_alignment=["acc_ptr", "partial_ptr"])
-def _add_partials(
+@triton.jit
+def _add_runs(
     acc_ptr,
     partial_ptr,
     shard_ptr,
@@ -70,6 +75,7 @@ def _add_partials(
     UNROLL: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Add the partial sums of one shard to some columns. A thread holds whole columns."""
     cols, part = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(1)
     runs = tl.arange(0, RUNS)
     place = acc_ptr + tl.load(shard_ptr + part).to(tl.int64) * acc_stride + cols
@@ -84,6 +90,51 @@ def _add_partials(
                 tl.load(partial_ptr + rows[:, None] * D + cols[None, :], mask=mask, other=0.0), axis=0
             )
     tl.store(place, acc, mask=cols < D)
+
+
+# Triton does not specialise on the place of acc, a weight in the gradient buffers, nor on that of partial. So
+# one binary serves all, and a block's runs are added in ascending order.
+@triton.jit(do_not_specialize=["acc_stride"], do_not_specialize_on_alignment=["acc_ptr", "partial_ptr"])
+def _add_partials(
+    acc_ptr,
+    partial_ptr,
+    shard_ptr,
+    first_ptr,
+    acc_stride,
+    D,
+    RUNS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    _add_runs(acc_ptr, partial_ptr, shard_ptr, first_ptr, acc_stride, D, RUNS, UNROLL, COLUMNS)
+
+
+@triton.jit
+def _pick(pointers, which, N: tl.constexpr):
+    """pointers[which]. An address as a number is aligned to nothing, which is what _add_partials assumes."""
+    address = pointers[0].to(tl.int64)
+    for i in tl.static_range(1, N):
+        address = tl.where(which == i, pointers[i].to(tl.int64), address)
+    return address.to(tl.pointer_type(tl.float32))
+
+
+@triton.jit(do_not_specialize=["acc_stride"])
+def _add_all_partials(
+    acc_ptrs,
+    partial_ptrs,
+    shard_ptr,
+    first_ptr,
+    acc_stride,
+    D,
+    RUNS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+):
+    """_add_partials for several weights, one after another along the grid's third axis."""
+    acc_ptr = _pick(acc_ptrs, tl.program_id(2), WEIGHTS)
+    partial_ptr = _pick(partial_ptrs, tl.program_id(2), WEIGHTS)
+    _add_runs(acc_ptr, partial_ptr, shard_ptr, first_ptr, acc_stride, D, RUNS, UNROLL, COLUMNS)
 
 
 def add_partials(acc_SD: torch.Tensor, partial: torch.Tensor, blocks: TokenBlocks, rows: int) -> None:
@@ -108,8 +159,43 @@ def add_partials(acc_SD: torch.Tensor, partial: torch.Tensor, blocks: TokenBlock
     )
 
 
-def add_bias_columns(acc_SN: torch.Tensor, dy_TN: torch.Tensor, blocks: TokenBlocks) -> None:
-    """columns.add_columns on Triton: acc [shards, N] += the column sums of each block of dy [T, N]."""
+def add_all_partials(waiting: Sequence[PartialSums]) -> None:
+    """add_partials for sums of different weights, those that are alike in launches of up to WEIGHTS."""
+    alike: dict[tuple[Any, ...], list[PartialSums]] = {}
+    for one in waiting:
+        kind = (one.partial.shape, one.sums.stride(0), one.rows, one.blocks)
+        alike.setdefault(kind, []).append(one)
+    for group in alike.values():
+        for start in range(0, len(group), WEIGHTS):
+            _add_group(group[start : start + WEIGHTS])
+
+
+def _add_group(group: Sequence[PartialSums]) -> None:
+    """Partial sums of one shape over the same blocks, at most WEIGHTS of them."""
+    acc, partial, blocks, rows = group[0]
+    if len(group) == 1:
+        return add_partials(acc, partial, blocks, rows)
+    D, tables = partial.shape[1], blocks.on(partial.device)
+    filled = [*group, *[group[0]] * (WEIGHTS - len(group))]  # one number of pointers is one binary
+    launch(
+        _add_all_partials,
+        (ceil_div(D, SUM_COLUMNS), len(blocks.shards), len(group)),
+        tuple(one.sums for one in filled),
+        tuple(one.partial for one in filled),
+        tables.shards,
+        tables.first,
+        acc.stride(0),
+        D,
+        RUNS=TOKEN_BLOCK // rows,
+        UNROLL=UNROLL,
+        COLUMNS=SUM_COLUMNS,
+        WEIGHTS=WEIGHTS,
+        num_warps=1,
+    )
+
+
+def bias_columns(dy_TN: torch.Tensor, blocks: TokenBlocks) -> torch.Tensor:
+    """The column sums of each block of dy [T, N], [blocks, N] in fp32."""
     dy, N, table = dense(dy_TN), dy_TN.shape[1], blocks.on(dy_TN.device).rows
     partial = torch.empty(len(table), N, dtype=torch.float32, device=dy.device)
     launch(
@@ -124,4 +210,4 @@ def add_bias_columns(acc_SN: torch.Tensor, dy_TN: torch.Tensor, blocks: TokenBlo
         COLUMNS=COLUMNS,
         num_warps=WARPS,
     )
-    add_partials(acc_SN, partial, blocks, TOKEN_BLOCK)
+    return partial

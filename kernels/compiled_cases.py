@@ -20,13 +20,15 @@ from .attention_tables import Spans
 from .attention_triton import attention_packed, attention_paged
 from .block_digest import BLOCK, LANES
 from .block_digest_triton import block_digests
-from .columns_triton import NORM_ROWS, add_bias_columns, add_partials
+from .columns_triton import NORM_ROWS, add_all_partials, add_partials, bias_columns
+from .decode_heads_triton import heads_to_cache
 from .draw_triton import draw_tokens
-from .embedding_triton import embedding_bwd
+from .embedding_triton import embedding_bwd, sorted_ids
+from .grad import PartialSums
 from .launch import Launch, recorded_launches
 from .logprob_triton import logprob_bwd, logprob_fwd
 from .matmul_triton import add_outer, matmul
-from .order import token_blocks
+from .order import TOKEN_BLOCK, token_blocks
 from .philox_triton import uniforms
 from .qk_norm_triton import qk_norm_bwd, qk_norm_fwd
 from .rms_norm_triton import rms_norm_bwd, rms_norm_fwd
@@ -61,6 +63,7 @@ def configurations(target: str = "sm_90") -> Iterator[tuple[str, Launch]]:
 
 def cases() -> Iterator[Case]:
     """All cases, kernel by kernel."""
+    yield "norms together", _norms_together
     for dtype in DTYPES:
         yield from _elementwise(dtype)
         yield from _products(dtype)
@@ -108,12 +111,16 @@ def _name(dtype: torch.dtype) -> str:
 def _elementwise(dtype: torch.dtype) -> Iterator[Case]:
     """Column sums, norms, silu_mul, rope and the gradient of the embedding."""
     name, D = _name(dtype), 1024  # any multiple of 16 gives the same binary
-    yield f"columns {name}", lambda: add_bias_columns(_meta(FP32, 1, D), _meta(dtype, 256, D), _BLOCKS)
+    yield f"columns {name}", lambda: _columns(dtype, D)
     for D in (1024, 2048, 4096):  # the widths of the models, rounded up to tiles
         yield f"rms_norm {name} {D}", lambda D=D: _norm(dtype, D, with_residual=False)
         yield f"add_rms_norm {name} {D}", lambda D=D: _norm(dtype, D, with_residual=True)
     for heads, kv_heads in ((16, 8), (32, 8)):  # Qwen3's
         yield f"qk_norm {name}, {heads} heads", lambda H=heads, kv=kv_heads: _heads(dtype, H, kv)
+    caches = DTYPES if dtype == FP32 else (dtype,)
+    for cache, (D, has_norm) in product(caches, ((128, True), (128, False), (64, False))):
+        what = f"heads{' with qk_norm' if has_norm else ''} {name} D={D}, cache in {_name(cache)}"
+        yield what, lambda c=cache, D=D, norm=has_norm: _decoded_heads(dtype, c, D, norm)
     gate_up = _meta(dtype, 256, 6144)
     yield f"silu_mul {name}", lambda: silu_mul_bwd(silu_mul_fwd(gate_up), gate_up)
     for D in (64, 128):
@@ -121,7 +128,20 @@ def _elementwise(dtype: torch.dtype) -> Iterator[Case]:
         yield f"rope {name} D={D}", lambda x=x, cos=cos: rotate(x, cos, cos, inverse=False)
         yield f"rope backward {name} D={D}", lambda x=x, cos=cos: rotate(x, cos, cos, inverse=True)
     ids, dx = _meta(torch.int64, 256), _meta(dtype, 256, 1024)
-    yield f"embedding {name}", lambda: embedding_bwd(_meta(FP32, 1000, 1024), ids, dx)
+    yield f"embedding {name}", lambda: embedding_bwd(_meta(FP32, 1000, 1024), sorted_ids(ids), dx)
+
+
+def _columns(dtype: torch.dtype, D: int) -> None:
+    """Of one bias, and of two together."""
+    acc, partial = _meta(FP32, 1, D), bias_columns(_meta(dtype, 256, D), _BLOCKS)
+    add_partials(acc, partial, _BLOCKS, TOKEN_BLOCK)
+    add_all_partials([PartialSums(acc, partial, _BLOCKS, TOKEN_BLOCK)] * 2)
+
+
+def _norms_together() -> None:
+    """The last sums of two norms, by one launch."""
+    acc, partial = _meta(FP32, 1, 1024), _meta(FP32, 2 * TOKEN_BLOCK // NORM_ROWS, 1024)
+    add_all_partials([PartialSums(acc, partial, _BLOCKS, NORM_ROWS)] * 2)
 
 
 def _norm(dtype: torch.dtype, D: int, with_residual: bool) -> None:
@@ -129,6 +149,12 @@ def _norm(dtype: torch.dtype, D: int, with_residual: bool) -> None:
     y, r, s = rms_norm_fwd(x, w, 1e-6, x if with_residual else None)
     _, partial = rms_norm_bwd(y, s, w, r, _BLOCKS, y if with_residual else None)
     add_partials(_meta(FP32, 1, D), partial, _BLOCKS, NORM_ROWS)
+
+
+def _decoded_heads(dtype: torch.dtype, cache: torch.dtype, D: int, has_norm: bool) -> None:
+    qkv, w, cos = _meta(dtype, 64, 32, D), _meta(dtype, D), _meta(FP32, 64, D // 2)
+    pages, place = _meta(cache, 64 * 8, 2, KEY_TILE, D), _meta(torch.int64, 64)
+    heads_to_cache(qkv, (w, w) if has_norm else None, 1e-6, cos, cos, 16, pages, place, place)
 
 
 def _heads(dtype: torch.dtype, heads: int, kv_heads: int) -> None:
@@ -176,7 +202,10 @@ def _products_of_many_rows(dtype: torch.dtype) -> Iterator[Case]:
 
 
 def _decoding_of_wide_outputs(dtype: torch.dtype) -> Iterator[Case]:
-    """Products of few rows, whose tiles on Hopper depend on the outputs."""
+    """Products of few rows, whose tiles on Hopper depend on the outputs, on K and on the rows."""
+    for rows, K in ((32, 1024), (64, 3072)):  # 64 x 16; other launches of 2048 outputs have 16 x 32
+        x, w = _meta(dtype, rows, K), _meta(dtype, 2048, K)
+        yield f"linear {_name(dtype)} decode, {rows} rows, K {K}", lambda x=x, w=w: matmul(x, w)
     for N in (4096, 8192):
         x, w = _meta(dtype, 64, 1024), _meta(dtype, N, 1024)
         yield f"linear {_name(dtype)} decode, N {N}", lambda x=x, w=w: matmul(x, w)

@@ -7,10 +7,16 @@ Roundings: none in the forward. dw is summed in fp32.
 Order: dw is summed token after token, in canonical order.
 """
 
+from functools import cached_property
+from typing import TYPE_CHECKING
+
 import torch
 
 from .backend import on_triton
 from .passes import ONE_SEQUENCE, Pass
+
+if TYPE_CHECKING:
+    from .embedding_triton import SortedIds
 
 
 def embedding_ref(ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -45,11 +51,55 @@ class _Embedding(torch.autograd.Function):
 
 def _backward(acc: torch.Tensor, ids: torch.Tensor, dx: torch.Tensor) -> None:
     if on_triton(dx):
-        from .embedding_triton import embedding_bwd
+        from .embedding_triton import embedding_bwd, sorted_ids
 
-        embedding_bwd(acc, ids, dx)
+        embedding_bwd(acc, sorted_ids(ids), dx)
     else:
         embedding_bwd_ref(acc, ids, dx)
+
+
+class RowIds:
+    """Rows that several tensors are read at, [T] int64. Their order by value is found once for all."""
+
+    def __init__(self, ids: torch.Tensor):
+        self.ids = ids
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @cached_property
+    def sorted(self) -> "SortedIds":
+        """See embedding_triton.sorted_ids."""
+        from .embedding_triton import sorted_ids
+
+        return sorted_ids(self.ids)
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, w, in_pass):
+        ctx.rows, ctx.w, ctx.in_pass = rows, w, in_pass
+        return embedding_ref(rows.ids, w)
+
+    @staticmethod
+    def backward(ctx, dx):
+        buffer = ctx.in_pass.buffer(ctx.w)
+        (acc,) = buffer.zeroed([0])
+        if on_triton(dx):
+            from .embedding_triton import embedding_bwd
+
+            embedding_bwd(acc, ctx.rows.sorted, dx)
+        else:
+            embedding_bwd_ref(acc, ctx.rows.ids, dx)
+        return None, ctx.in_pass.returned_grad(ctx.w, buffer), None
+
+
+def read_rows(rows: RowIds, w: torch.Tensor, in_pass: Pass) -> torch.Tensor:
+    """Rows of w [V, D] -> [T, D]: `embedding` with one virtual shard, for rows that are known to be there.
+
+    The gradient adds up one row after another.
+    """
+    return _Rows.apply(rows, w, in_pass) if torch.is_grad_enabled() else embedding_ref(rows.ids, w)
 
 
 def check_ids(ids: torch.Tensor, V: int) -> None:

@@ -7,6 +7,8 @@ first of these tokens owns the row of v. It adds all of them to the row of the f
 So the split into micro-batches changes no bit.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -34,17 +36,29 @@ def _embedding_bwd(ids_ptr, ends_ptr, order_ptr, dx_ptr, acc_ptr, D, TILE: tl.co
         tl.store(row, acc, mask=mask)
 
 
-def embedding_bwd(acc: torch.Tensor, ids: torch.Tensor, dx: torch.Tensor) -> None:
-    """acc [V, D] fp32 += the gradient. ids [T] int64, dx [T, D]."""
-    T, D = dx.shape
+class SortedIds(NamedTuple):
+    """Ids in ascending order, those that are equal in canonical order. [T] each."""
+
+    ids: torch.Tensor
+    ends: torch.Tensor  # int32, the place after the last id that is equal
+    order: torch.Tensor  # where each id stood
+
+
+def sorted_ids(ids: torch.Tensor) -> SortedIds:
+    """ids [T] int64, sorted stably."""
     ordered, order = torch.sort(ids, stable=True)
-    ends = torch.searchsorted(ordered, ordered, right=True).to(torch.int32)
+    return SortedIds(ordered, torch.searchsorted(ordered, ordered, right=True, out_int32=True), order)
+
+
+def embedding_bwd(acc: torch.Tensor, ids: SortedIds, dx: torch.Tensor) -> None:
+    """acc [V, D] fp32 += the gradient. dx [T, D]."""
+    T, D = dx.shape
     launch(
         _embedding_bwd,
         (T, ceil_div(D, TILE)),
-        ordered,
-        ends,
-        order,
+        ids.ids,
+        ids.ends,
+        ids.order,
         dense(dx),
         acc,
         D,

@@ -7,10 +7,48 @@ weight's dtype.
 """
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 
 from .order import TokenBlocks
+
+
+class PartialSums(NamedTuple):
+    """Partial sums [runs, D] in fp32 of a weight's gradient on a GPU, and where they are to be added.
+
+    sums [shards, D]; blocks and rows: see columns_triton.add_partials.
+    """
+
+    sums: torch.Tensor
+    partial: torch.Tensor
+    blocks: TokenBlocks
+    rows: int
+
+
+class PendingSums:
+    """Partial sums of several weights that wait, so that one launch adds many of them.
+
+    A weight waits once at most: the sums that come first are added first. What waits keeps little memory
+    alive: a layer's partial sums are made while its activations, which are larger, are freed.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[torch.Tensor, PartialSums] = {}  # by the weight's sums
+
+    def add(self, partial_sums: PartialSums) -> None:
+        """Let these wait. The weight's own that wait are added before."""
+        if partial_sums.sums in self._waiting:
+            self.finish()
+        self._waiting[partial_sums.sums] = partial_sums
+
+    def finish(self) -> None:
+        """Add all that waits to its sums."""
+        if self._waiting:
+            from .columns_triton import add_all_partials
+
+            waiting, self._waiting = list(self._waiting.values()), {}
+            add_all_partials(waiting)
 
 
 class GradBuffer:
@@ -19,10 +57,18 @@ class GradBuffer:
     sums [shards, *shape] in fp32 (fp64 for fp64 weights).
     empty: the shards whose sum counts as zero, whatever the memory holds. So the trainer need not zero a
     large buffer before a step: the first sum is written over it.
+    pending: where partial sums of several buffers wait; None if none wait. `sums` is read after them.
     """
 
-    def __init__(self, sums: torch.Tensor, empty: Iterable[int] = ()):
-        self.sums, self.empty = sums, set(empty)
+    def __init__(self, sums: torch.Tensor, empty: Iterable[int] = (), pending: PendingSums | None = None):
+        self._sums, self.empty, self._pending = sums, set(empty), pending
+
+    @property
+    def sums(self) -> torch.Tensor:
+        """The sums, after all that waited was added."""
+        if self._pending is not None:
+            self._pending.finish()
+        return self._sums
 
     @classmethod
     def like(cls, weight: torch.Tensor) -> "GradBuffer":
@@ -32,10 +78,16 @@ class GradBuffer:
 
     def zeroed(self, shards: Iterable[int]) -> torch.Tensor:
         """The sums, after those of these shards that are empty were zeroed."""
-        for shard in self.empty.intersection(shards):
-            self.sums[shard].zero_()
-        self.empty.difference_update(shards)
+        self._zero(shards)
         return self.sums
+
+    def add_partials(self, partial: torch.Tensor, blocks: TokenBlocks, rows: int) -> None:
+        """Add partial sums on a GPU (columns_triton.add_partials), now or together with those of others."""
+        self._zero(blocks.shards)
+        pending = self._pending or PendingSums()
+        pending.add(PartialSums(self._sums, partial, blocks, rows))
+        if self._pending is None:
+            pending.finish()
 
     def begin(self, blocks: TokenBlocks) -> bool:
         """Begin a sum over `blocks`. Returns whether it must be written over the buffer, as all is empty.
@@ -47,8 +99,13 @@ class GradBuffer:
         if all_empty:
             self.empty.difference_update(blocks.shards)
         else:
-            self.zeroed(blocks.shards)
+            self._zero(blocks.shards)
         return all_empty
+
+    def _zero(self, shards: Iterable[int]) -> None:
+        for shard in self.empty.intersection(shards):
+            self._sums[shard].zero_()
+        self.empty.difference_update(shards)
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

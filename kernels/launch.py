@@ -79,6 +79,8 @@ def _specialised(x: Any) -> Any:
         return x == 1, x % 16 == 0, -(2**31) <= x < 2**31, x < 2**63
     if hasattr(x, "block_shape"):  # a TensorDescriptor
         return x.base.dtype, *x.block_shape, x.base.device
+    if isinstance(x, tuple):
+        return tuple(map(_specialised, x))
     return type(x)
 
 

@@ -85,13 +85,12 @@ def add_rows(buffer: GradBuffer, dw: torch.Tensor, blocks: TokenBlocks) -> None:
 
     dw: of each row [T, D] from the reference, of each run of rows from Triton (order.BlockTables).
     """
-    sums = buffer.zeroed(blocks.shards)
     if not on_triton(dw):
-        add_columns_ref(sums, dw, blocks)
+        add_columns_ref(buffer.zeroed(blocks.shards), dw, blocks)
     else:
-        from .columns_triton import NORM_ROWS, add_partials
+        from .columns_triton import NORM_ROWS
 
-        add_partials(sums, dw, blocks, NORM_ROWS)
+        buffer.add_partials(dw, blocks, NORM_ROWS)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -12,6 +12,7 @@ from ..kernels.attention import attention_cached
 from ..kernels.attention_plan import KEY_TILE, AttentionPlan
 from ..kernels.attention_tables import Spans
 from ..kernels.backend import on_triton
+from ..kernels.decode_heads import CacheSlots
 from ..kernels.matmul import UNPACKED, PackedWeights
 from ..kernels.passes import Pass
 from .config import ModelConfig
@@ -30,10 +31,6 @@ class BlockCache:
         self.data = torch.zeros(
             config.layers, blocks * config.kv_heads, 2, KEY_TILE, config.head_dim, dtype=dtype, device=device
         )
-        # The same memory as [layers, block, offset, 2, Hkv, D]. A write of new tokens indexes this view.
-        self._by_token = self.data.view(
-            config.layers, blocks, config.kv_heads, 2, KEY_TILE, config.head_dim
-        ).permute(0, 1, 4, 3, 2, 5)
         self._free = list(range(blocks - 1, -1, -1))
         self._owners = [0] * blocks
 
@@ -80,15 +77,13 @@ class BlockCache:
             if not self._owners[b]:
                 self._free.append(b)
 
-    def write(
-        self, layer: int, k: torch.Tensor, v: torch.Tensor, block: torch.Tensor, offset: torch.Tensor
-    ) -> None:
-        """Write k and v [T, Hkv, D] to the positions (block, offset), both [T] int64.
+    def slots(self, layer: int, block: torch.Tensor, offset: torch.Tensor) -> CacheSlots:
+        """The positions (block, offset) of a layer, both [T] int64.
 
-        Where the cache is narrower than k and v, they were rounded to its dtype before (Decoder), so the
-        cache loses nothing.
+        Where the cache is narrower than keys and values, they were rounded to its dtype before (Decoder), so
+        the cache loses nothing.
         """
-        self._by_token[layer].index_put_((block, offset), torch.stack([k, v], dim=1).to(self.data.dtype))
+        return CacheSlots(self.data[layer], block, offset)
 
     @property
     def free(self) -> int:
@@ -132,11 +127,11 @@ class CachedContext:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """Write k and v [T, Hkv, D] to the cache, then attend from q [T, Hq, D]."""
-        self._cache.write(layer, k, v, self._block, self._offset)
+        self._cache.slots(layer, self._block, self._offset).write(k, v)
         return attention_cached(q, self._cache.data[layer], self._plan, scale)
 
     def keep(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        self._cache.write(self._cache.config.layers - 1, k, v, self._block, self._offset)
+        self._cache.slots(self._cache.config.layers - 1, self._block, self._offset).write(k, v)
 
 
 class DecodeContext:
@@ -173,5 +168,13 @@ class DecodeContext:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """Write k and v [n, Hkv, D] to the cache, then attend from q [n, Hq, D]."""
-        self._cache.write(layer, k, v, self._block, self._offset)
+        self.slots(layer).write(k, v)
+        return self.attend_cached(layer, q, scale)
+
+    def slots(self, layer: int) -> CacheSlots:
+        """Where the keys and values of the new tokens go."""
+        return self._cache.slots(layer, self._block, self._offset)
+
+    def attend_cached(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
+        """As `attend`, after k and v of the new tokens were written."""
         return attention_cached(q, self._cache.data[layer], self._plan, scale)

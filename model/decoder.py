@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..kernels.attention import attention, varlen_plan
 from ..kernels.backend import on_triton
+from ..kernels.decode_heads import QKNormWeights, heads_to_cache
 from ..kernels.embedding import check_ids, embedding
 from ..kernels.grad import GradBuffer, accumulate_dtype
 from ..kernels.linear import linear
@@ -34,6 +35,7 @@ from ..kernels.rope import rope, rope_table, rope_table_fp32
 from ..kernels.silu_mul import silu_mul
 from ..kernels.tile_tables import DEFAULT_TABLE, TileTable, tile_table
 from ..kernels.upload import Tables, upload_tables
+from .cache import DecodeContext
 from .config import ModelConfig
 from .weights import FlatWeights, LayerWeights, Layout
 
@@ -338,7 +340,12 @@ class Decoder:
         self, i: int, w: LayerWeights, x: torch.Tensor, rotation: Rotation, context: Context, hook: Hook
     ) -> torch.Tensor:
         """Attention and its output projection. x [T, D] -> [T, D]."""
-        o = context.attend(i, *self._qkv(i, w, x, rotation, context, hook), self.config.head_dim**-0.5)
+        scale = self.config.head_dim**-0.5
+        if isinstance(context, DecodeContext) and hook is no_hook and self._cache_rounds_once:
+            q = self._heads_to_cache(i, w, x, rotation, context)
+            o = context.attend_cached(i, q, scale)
+        else:
+            o = context.attend(i, *self._qkv(i, w, x, rotation, context, hook), scale)
         hook(f"layers.{i}.attention", o)
         x = linear(o.reshape(x.shape[0], -1), w["o"], w.get("o_bias"), context.in_pass, self.numerics.tiles)
         hook(f"layers.{i}.o_proj", x)
@@ -358,10 +365,7 @@ class Decoder:
         self, i: int, w: LayerWeights, x: torch.Tensor, rotation: Rotation, context: Context, hook: Hook
     ) -> tuple[torch.Tensor, ...]:
         """q [T, Hq, D], k and v [T, Hkv, D], as attention reads them."""
-        c, in_pass = self.config, context.in_pass
-        qkv = linear(x, w["qkv"], w.get("qkv_bias"), in_pass, self.numerics.tiles).view(
-            x.shape[0], -1, c.head_dim
-        )
+        c, in_pass, qkv = self.config, context.in_pass, self._projected_heads(w, x, context)
         hook(f"layers.{i}.qkv", qkv)
         qk, v = qkv.split([c.heads + c.kv_heads, c.kv_heads], dim=1)
         if c.qk_norm:
@@ -373,3 +377,21 @@ class Decoder:
         if self.numerics.cache not in (None, self.dtype):
             k, v = (_RoundThrough.apply(x, self.numerics.cache) for x in (k, v))
         return q, k, v
+
+    def _projected_heads(self, w: LayerWeights, x: torch.Tensor, context: Context) -> torch.Tensor:
+        """x [T, D] -> [T, Hq + 2 Hkv, D]."""
+        qkv = linear(x, w["qkv"], w.get("qkv_bias"), context.in_pass, self.numerics.tiles)
+        return qkv.view(x.shape[0], -1, self.config.head_dim)
+
+    @property
+    def _cache_rounds_once(self) -> bool:
+        """Whether keys and values need no other rounding than to the dtype that the cache stores."""
+        return self.numerics.cache in (None, self.cache_dtype)
+
+    def _heads_to_cache(
+        self, i: int, w: LayerWeights, x: torch.Tensor, rotation: Rotation, context: DecodeContext
+    ) -> torch.Tensor:
+        """As `_qkv` without a hook, with the keys and values in the cache. x [n, D] -> q [n, Hq, D]."""
+        c, qkv = self.config, self._projected_heads(w, x, context)
+        norm = QKNormWeights(w["q_norm"], w["k_norm"], c.eps) if c.qk_norm else None
+        return heads_to_cache(qkv, norm, *rotation, c.heads, context.slots(i))

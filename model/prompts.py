@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from ..kernels.attention import attention, varlen_plan
-from ..kernels.embedding import embedding
+from ..kernels.embedding import RowIds, read_rows
 from ..kernels.grad import GradBuffer
 from ..kernels.order import token_blocks
 from ..kernels.passes import Pass
@@ -208,7 +208,7 @@ class SampleContext:
             )
         self.in_pass = Pass(token_blocks(lengths, shards), prompts.buffers)
         self.positions = torch.from_numpy(_ranges(prompt_rows, rows))
-        self._prompt_rows = torch.from_numpy(_ranges(prompt_starts, prompt_rows))
+        self._prompt_rows = RowIds(torch.from_numpy(_ranges(prompt_starts, prompt_rows)))
         # Attention takes the keys of each sequence side by side: the rows of its prompt, copied for each
         # sample, then the sample's rows.
         starts = np.cumsum(prompt_rows + rows) - (prompt_rows + rows)
@@ -222,9 +222,9 @@ class SampleContext:
     ) -> tuple[torch.Tensor, ...]:
         """See PackedContext.place."""
         tables = [self.in_pass.blocks, self._plan, *tables]
-        own = self.positions, self._prompt_rows, *self._order
-        self.positions, self._prompt_rows, *rest = upload_tables(device, tables, *own, *tensors)
-        self._order = rest[0], rest[1]
+        own = self.positions, self._prompt_rows.ids, *self._order
+        self.positions, prompt_rows, *rest = upload_tables(device, tables, *own, *tensors)
+        self._prompt_rows, self._order = RowIds(prompt_rows), (rest[0], rest[1])
         return tuple(rest[2:])
 
     def attend(
@@ -232,8 +232,7 @@ class SampleContext:
     ) -> torch.Tensor:
         if not len(self._prompt_rows):
             return attention(q, k, v, self._plan, scale)
-        # The gradient of embedding adds up one row after another.
-        prompt_kv = embedding(self._prompt_rows, self._kv[layer], self._kv_pass)
+        prompt_kv = read_rows(self._prompt_rows, self._kv[layer], self._kv_pass)
         kv = torch.cat([prompt_kv, torch.stack([k, v], dim=1).view(len(k), -1)])
         k, v = _Reordered.apply(kv, *self._order).view(-1, 2, *k.shape[1:]).unbind(1)
         return attention(q, k, v, self._plan, scale)

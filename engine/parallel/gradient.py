@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from ...kernels.grad import GradBuffer
+from ...kernels.grad import GradBuffer, PendingSums
 from ...model.decoder import Buffers, Decoder
 
 X = TypeVar("X")
@@ -83,9 +83,12 @@ class ShardSum:
         # Zeros, for what lies between the weights.
         self._leaves = torch.zeros(self.in_flight, layout.trained_numel, device=decoder.device)
         self.buffers: dict[torch.Tensor, GradBuffer] = {}
+        # The gradients of norms and biases wait for each other, so that few launches add them.
+        pending = PendingSums()
         for entry in layout.trained:
             sums = self._leaves[:, entry.offset : entry.offset + entry.numel].view(-1, *entry.shape)
-            self.buffers[decoder.w[entry.name]] = GradBuffer(sums)
+            is_vector = len(entry.shape) == 1
+            self.buffers[decoder.w[entry.name]] = GradBuffer(sums, pending=pending if is_vector else None)
         # With tied embeddings lm_head has a gradient buffer of its own (see Decoder). It is added to the
         # embedding's gradient at the end of each shard.
         self._tied = None
@@ -96,7 +99,7 @@ class ShardSum:
         # The weights of products have nearly all bytes, and their kernels can write over an empty buffer.
         self._products = [self.buffers[w] for w in decoder.matrices() if w in self.buffers]
         products = set(self._products)
-        self._small = [buffer.sums for buffer in self.buffers.values() if buffer not in products]
+        self._small = [buffer for buffer in self.buffers.values() if buffer not in products]
 
     def add(self, work: ShardsWork, shards: Sequence[X | None]) -> list[Y | None]:
         """Run the backward passes of the next shards by `work`, and return a result for each shard.
@@ -124,7 +127,7 @@ class ShardSum:
 
     def _empty(self) -> None:
         """Let every sum start from zero. The products' buffers are only marked: they are written over."""
-        torch._foreach_zero_(self._small)
+        torch._foreach_zero_([buffer.sums for buffer in self._small])
         for buffer in self._products:
             buffer.empty.update(range(self.in_flight))
 

@@ -18,7 +18,7 @@ from zerokl.kernels.compiled_cases import configurations
 from zerokl.kernels.launch import Launch
 from zerokl.verify.binaries import TARGETS, Binary, compile_launch, faults, float_program, inspect
 
-from tests.triton.ptx_values import values, without_load
+from tests.triton.ptx_values import form, values, without_load
 from tests.triton.vllm_kernels import batch_invariant_module
 
 TABLE = Path(__file__).with_name("binaries.json")
@@ -103,6 +103,36 @@ def heads_beside_vllm(ours: Launch, vllm: Launch, target: str) -> int:
     return ((expected - found) + (found - expected)).total()
 
 
+def results(launch: Launch, target: str, operation: str) -> set[str]:
+    """The forms of the numbers of a thread that end with `operation`, and are stored."""
+    found, _ = values(ptx(launch, target))
+    return {form(x) for x in found.get("round", found["store"]) if x.startswith(operation)}
+
+
+def decoded_heads(ours: dict[str, Launch], dtype: torch.dtype, target: str) -> tuple[Launch, set[str]]:
+    """The launch of qk_norm, rope and write, and the forms that the three launches give one after another."""
+    name = str(dtype).removeprefix("torch.")
+    fused = ours[f"heads with qk_norm {name} D=128, cache in {name}: heads_to_cache"]
+    (norm,) = results(ours[f"qk_norm {name}, 16 heads: qk_norm_fwd"], target, "mul")
+    x = norm if dtype == torch.float32 else f"round({norm})"
+    rotated = {form(y) for y in ("fma(L,L,mul(L,neg(L)))", "fma(L,L,mul(L,L))")}
+    assert results(ours[f"rope {name} D=128: rope"], target, "fma") == rotated
+    first, second = sorted(["neg(L)", x]), sorted(["L", x])
+    return fused, {f"fma({x},L,mul({','.join(pair)}))" for pair in (first, second)}
+
+
+def heads_beside_three(ours: dict[str, Launch], dtype: torch.dtype) -> dict[str, int]:
+    """In how many forms one launch for the heads of a decoding turn differs from three."""
+    counts = {}
+    for target in ("sm_80", "sm_90", "sm_100"):
+        fused, expected = decoded_heads(ours, dtype, target)
+        counts[f"heads of a turn {dtype} {target}"] = len(results(fused, target, "fma") ^ expected)
+        if target == "sm_90":
+            other = results(unfused(fused), target, "fma") ^ expected
+            counts[f"control: unfused heads of a turn {dtype}"] = len(other)
+    return counts
+
+
 def sum_of_exponentials(opcodes: list[str]) -> list[str]:
     """The additions and butterflies that follow the first eight exponentials of a row.
 
@@ -156,6 +186,7 @@ def beside_vllm() -> dict[str, int]:
     counts = logprob_beside_vllm(module, ours)
     for dtype in DTYPES:
         counts |= norms_beside_vllm(module, ours, dtype) | rope_beside_plain(ours, dtype)
+        counts |= heads_beside_three(ours, dtype)
     return counts
 
 

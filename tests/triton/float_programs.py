@@ -20,6 +20,8 @@ import torch
 from zerokl.engine.rollout.vllm.exact import ENVIRONMENT
 from zerokl.kernels import attention_triton, matmul_triton
 from zerokl.kernels.attention_tables import Spans
+from zerokl.kernels.columns_triton import NORM_ROWS, add_all_partials, add_partials
+from zerokl.kernels.grad import PartialSums
 from zerokl.kernels.launch import Launch, recorded_launches
 from zerokl.kernels.order import token_blocks
 from zerokl.kernels.tiles import tiles_of_target
@@ -186,6 +188,27 @@ def empty_buffer_rows() -> Rows:
     return rows
 
 
+def column_sum_rows() -> Rows:
+    """The end of a norm's gradient, of several weights by one launch, beside one launch for one weight.
+
+    The control has runs of half as many rows.
+    """
+    acc, partial = (torch.empty(n, 1024, device="meta") for n in (1, 64))
+    blocks = token_blocks([1024])
+    one = our_launch("sm_90", lambda: add_partials(acc, partial, blocks, NORM_ROWS))
+    waiting = [PartialSums(acc, partial, blocks, NORM_ROWS)] * 2
+    several = our_launch("sm_90", lambda: add_all_partials(waiting))
+    half = one._replace(options=one.options | {"RUNS": one.options["RUNS"] // 2})
+    expected, found, other = (expressions(program(x, "sm_90")) for x in (one, several, half))
+    return {
+        "norms": {
+            "instructions": expected.total(),
+            "differ": total_difference(expected, found),
+            "control": total_difference(expected, other),
+        }
+    }
+
+
 def row(vllm_program: list[str], places: int) -> dict[str, int]:
     return {"instructions": len(vllm_program), "differ": places}
 
@@ -232,7 +255,7 @@ def main() -> None:
     report: dict[str, Any] = {}
     for target in sys.argv[1:]:
         report |= matmul_rows(batch_invariant, target) | attention_rows(unified, target)
-    report["empty buffers"] = empty_buffer_rows()
+    report["empty buffers"], report["column sums"] = empty_buffer_rows(), column_sum_rows()
     report["control"] = controls(batch_invariant, unified) | rounded_operands(batch_invariant)
     print(json.dumps(report))
 

@@ -21,7 +21,7 @@ from zerokl.benchmarks.machine import model_config
 from zerokl.engine.rollout import native
 from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
 from zerokl.kernels.compiled_cases import configurations
-from zerokl.kernels.grad import GradBuffer
+from zerokl.kernels.grad import GradBuffer, PendingSums
 from zerokl.kernels.launch import Launch, recorded_launches
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.kernels.tiles import tiles_of_target
@@ -70,7 +70,11 @@ def run(model: Decoder) -> None:
     """
     prompt_ids = [[3] * 40, [3] * 40, [5]]
     pairs = [(prompt, [7] * n) for prompt, n in zip(prompt_ids, (200, 3, 1), strict=True)]
-    buffers = {w: GradBuffer(torch.empty(1, *w.shape)) for w in (*model.w.values(), model.lm_head)}
+    pending = PendingSums()
+    buffers = {
+        w: GradBuffer(torch.empty(1, *w.shape), pending=pending if w.dim() == 1 else None)
+        for w in (*model.w.values(), model.lm_head)
+    }
     for sampling_params in SAMPLING_PARAMS[:2]:
         for batch in (pairs, pairs[2:]):
             prompts = Prompts(model, [prompt for prompt, _ in batch], buffers=buffers)
@@ -78,6 +82,7 @@ def run(model: Decoder) -> None:
             logprobs(model, packed, sampling_params, prompts=prompts)[0].sum().backward()
             prompts.backward()
         logprobs(model, pack(pairs), sampling_params, buffers=buffers)[0].sum().backward()
+        pending.finish()
         with torch.no_grad():
             logprobs(model, pack(pairs), sampling_params)
     for sampling_params in SAMPLING_PARAMS:

@@ -16,8 +16,8 @@ def values(ptx: str) -> tuple[dict[str, list[str]], list[str]]:
 
     The operands are those of the butterflies ("bfly"), of the conversions that round ("round") and of the
     stores to global memory ("store"). A loaded element is named by its load and its place in it: 3.0 is the
-    first of the fourth load. A butterfly of offset 8 is bfly8(operand). Widening, selections and copies have
-    the value of their first operand.
+    first of the fourth load. A butterfly of offset 8 is bfly8(operand), a rounded number is round(operand).
+    Widening, selections and copies have the value of their first operand.
     """
     known: dict[str, Value] = {}
     operands: dict[str, list[str]] = {}
@@ -41,6 +41,8 @@ def values(ptx: str) -> tuple[dict[str, list[str]], list[str]]:
                 known[register] = inputs[0][i] if isinstance(inputs[0], tuple) else f"{inputs[0]}.{i}"
         elif opcode.startswith("cvt.rn.") and not opcode.endswith(".s32"):
             operands.setdefault("round", []).extend(inputs)
+            rounded = tuple(f"round({x})" for x in reversed(inputs))  # two in one register: the low one last
+            known[target] = rounded if len(rounded) > 1 else rounded[0]
         elif opcode.startswith(("mov.", "selp.", "shfl.sync.idx", "cvt.")):
             known[target] = inputs[0]
         elif ".f32" in opcode and "." in opcode:
@@ -67,6 +69,15 @@ def _applied(opcode: str, inputs: list[Value]) -> Value:
     name = opcode.split(".")[0]
     ordered = sorted(map(str, inputs)) if name in ("add", "mul") else list(map(str, inputs))
     return f"{name}({','.join(ordered)})"
+
+
+def form(value: str) -> str:
+    """`value` with L for everything that was loaded or comes from elsewhere. Constants stay."""
+    name, _, rest = value.partition("(")
+    if not rest:
+        return value if value.startswith("0f") else "L"
+    parts = [form(part) for part in _arguments(rest[:-1])]
+    return f"{name}({','.join(sorted(parts) if name in ('add', 'mul') else parts)})"
 
 
 def without_load(load: str, value: str) -> str:

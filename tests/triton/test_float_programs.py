@@ -9,6 +9,7 @@ import pytest
 
 from tests.triton.compiling import FLOAT_TRITONS, reports, targets
 
+OTHERS = ("control", "empty buffers", "column sums")  # rows that compare ours with ours
 GPUS = ("sm_80", "sm_90", "sm_100")
 
 
@@ -28,7 +29,7 @@ def report(triton, all_reports) -> dict[str, dict[str, int]]:
 
 
 def test_matrix_product_and_attention_run_vllms_float_instructions(triton, report):
-    compared = {name: row for name, row in report.items() if name not in ("control", "empty buffers")}
+    compared = {name: row for name, row in report.items() if name not in OTHERS}
     assert len(compared) == len(targets(triton, GPUS)) * (3 * 5 + 2)
     assert all(row["instructions"] > 20 for row in compared.values()), compared
     assert {name: row["differ"] for name, row in compared.items() if row["differ"]} == {}
@@ -44,3 +45,10 @@ def test_a_sum_over_an_empty_buffer_begins_with_zeros_and_is_the_same_sum(report
     assert len(rows) == 2
     assert all(row["control"] > 0 for row in rows), rows
     assert all(row["instructions"] >= 4 and not row["differ"] for row in rows), rows
+
+
+def test_one_launch_for_several_column_sums_adds_as_one_for_each(report):
+    row = report["column sums"]["norms"]
+    assert row["control"] > 0
+    assert row["instructions"] > 20
+    assert not row["differ"], row
