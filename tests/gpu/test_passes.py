@@ -94,16 +94,8 @@ def train(
 
 
 LOGPROBS = "engine/train/shard.py: _micro_batch_gradient"  # to the host; their gradient comes back
-# Ids, positions and tables of a forward.
-COPIES = {
-    LOGPROBS,
-    "kernels/attention_tables.py: make_spans",
-    "kernels/order.py: BlockTables.__init__",
-    "model/decoder.py: Decoder._embed",
-    "model/decoder.py: Decoder._rotation",
-    "model/prompts.py: SampleContext.__init__",
-    "model/scoring.py: logprobs",
-}
+# Ids, positions and tables of a forward go to the device together.
+COPIES = {LOGPROBS, "kernels/upload.py: upload"}
 UNDERFLOW = {"engine/train/underflow.py: Underflow._find_rows", "engine/train/underflow.py: _zeros"}
 
 

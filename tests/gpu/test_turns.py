@@ -58,12 +58,12 @@ AROUND = {
     "engine/rollout/decode.py: DecodeRows.__init__",
     "engine/rollout/decode.py: DecodeRows._look",
     "engine/rollout/decode.py: DecodeRows._write",
-    "kernels/attention_tables.py: make_spans",
-    "model/cache.py: BlockCache.allocate",
-    "model/cache.py: BlockCache.copy",
+    "kernels/upload.py: upload",
     "model/cache.py: CachedContext.__init__",
     "model/decoder.py: Decoder._embed",
     "model/decoder.py: Decoder._rotation",
+    "model/cache.py: BlockCache.allocate",
+    "model/cache.py: BlockCache.copy",
 }
 NOISE = "engine/rollout/decode.py: DecodeRows._noise"
 
