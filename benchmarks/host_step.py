@@ -97,6 +97,9 @@ def main() -> None:
                     times[name].append(1000 * (time.perf_counter() - began))
             assert all(result == results[0] for result in results), f"{part.__name__}: other bits"
         report[part.__name__] = {name: round(statistics.median(x), 1) for name, x in times.items()}
+        ratios = [times["this version"][i] / x for i, x in enumerate(times.get("beside it", ()))]
+        if ratios:
+            report[part.__name__]["ratio of a turn"] = round(statistics.median(ratios), 2)
     print(json.dumps(report | {"torch": torch.__version__}, indent=1))
 
 
