@@ -58,7 +58,7 @@ AROUND = {
     "engine/rollout/decode.py: DecodeRows.__init__",
     "engine/rollout/decode.py: DecodeRows._look",
     "engine/rollout/decode.py: DecodeRows._write",
-    "kernels/attention_tables.py: make_spans",
+    "kernels/upload.py: upload",
     "model/cache.py: BlockCache.allocate",
     "model/cache.py: BlockCache.copy",
     "model/cache.py: CachedContext.__init__",
