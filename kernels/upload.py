@@ -39,9 +39,9 @@ def upload(device: torch.device, *tensors: torch.Tensor) -> tuple[torch.Tensor, 
     host = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
     packed = host.numpy()
     for x, start in zip(from_host, starts, strict=True):
-        # A clone, because one element that was expanded counts as contiguous whatever its stride.
-        whole = x.clone(memory_format=torch.contiguous_format)
-        packed[start : start + x.nbytes] = whole.view(-1).view(torch.uint8).numpy()
+        # A tensor of one element is contiguous with any stride, and a clone of it has stride 1.
+        dense = x.clone(memory_format=torch.contiguous_format).view(-1)
+        packed[start : start + x.nbytes] = dense.view(torch.uint8).numpy()
     on_device = host.to(device, non_blocking=True)
     placed = iter(
         on_device[start : start + x.nbytes].view(x.dtype).view(x.shape)

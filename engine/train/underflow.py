@@ -93,4 +93,4 @@ class Underflow:
 
 def _zeros(dx: torch.Tensor, rows: torch.Tensor) -> int:
     """The number of zeros in dx [T + padding, D], in those of its rows where rows [T] is true."""
-    return int((dx[: len(rows)][rows.to(dx.device)] == 0).sum())
+    return int(((dx[: len(rows)] == 0) & rows.to(dx.device).unsqueeze(1)).sum())

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from zerokl.verify.environment import PACKAGE_ROOT
@@ -160,6 +161,7 @@ class FakeCuda(TorchDispatchMode):
         self.events: list[Event] = []
         self.capture: Capture | None = None
         self.memory, self._answer = memory, answer
+        self._pinned: dict[int, StorageWeakRef] = {}
 
     def __enter__(self) -> "FakeCuda":
         torch._C._set_only_lift_cpu_tensors(True)  # so that torch.tensor shows its copy to a device
@@ -188,6 +190,7 @@ class FakeCuda(TorchDispatchMode):
         if not any(there):
             return self._of_host(func, args, kwargs, target)
         if packet is aten._to_copy and target == "cpu":
+            # torch makes pinned memory for a copy back that does not wait.
             self.note("upload" if kwargs.get("non_blocking") else "wait", "_to_copy")
             return self._numbers(args[0]).to(kwargs.get("dtype") or args[0].dtype)
         if packet is aten.copy_ and there[0] != there[1]:
@@ -210,22 +213,35 @@ class FakeCuda(TorchDispatchMode):
             is_copy = packet is aten._to_copy
             return self._upload(*args, **kwargs) if is_copy else self._compute(func, args, kwargs)
         if packet is aten.is_pinned:
-            return False
+            return self._is_pinned(args[0])
         if packet is aten._pin_memory:
-            return args[0].clone()
-        return func(*args, **(kwargs | {"pin_memory": False} if kwargs.get("pin_memory") else kwargs))
+            return self._pin(args[0].clone())
+        if kwargs.pop("pin_memory", False):
+            return self._pin(func(*args, **kwargs))
+        return func(*args, **kwargs)
+
+    def _pin(self, x: torch.Tensor) -> torch.Tensor:
+        """Remember that the memory of x is pinned."""
+        storage = StorageWeakRef(x.untyped_storage())
+        self._pinned[storage.cdata] = storage
+        return x
+
+    def _is_pinned(self, x: torch.Tensor) -> bool:
+        storage = self._pinned.get(x.untyped_storage()._cdata)
+        return storage is not None and not storage.expired()
 
     def _upload(
         self, x: torch.Tensor, dtype: torch.dtype | None = None, non_blocking: bool = False, **rest: Any
     ) -> torch.Tensor:
         """A copy of x, which lies on the host, on the device."""
-        self.note("upload" if non_blocking else "copy", "_to_copy")
+        self.note("upload" if non_blocking and self._is_pinned(x) else "copy", "_to_copy")
         return DeviceTensor.over(x.to(self.memory, dtype or x.dtype, copy=True))
 
     def _copy(self, to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         """copy_ between host and device."""
         back = isinstance(source, DeviceTensor)
-        self.note("upload" if non_blocking else "wait" if back else "copy", "copy_")
+        pinned = non_blocking and self._is_pinned(to if back else source)
+        self.note("upload" if pinned else "wait" if back else "copy", "copy_")
         if back:
             return to.copy_(self._numbers(source))
         memory_of(to).copy_(source)

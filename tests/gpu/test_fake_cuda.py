@@ -32,6 +32,7 @@ COPIES = {
     "torch.tensor": lambda x: torch.tensor([1.0], device=x.device),
     "as_tensor": lambda x: torch.as_tensor(1.0, device=x.device),
     "to(cuda)": lambda x: HOST.to(x.device),
+    "to(cuda) of memory that is not pinned": lambda x: HOST.to(x.device, non_blocking=True),
     "copy_ to the device": lambda x: x.copy_(HOST),
     "assignment": lambda x: x.__setitem__(slice(None), HOST.float()),
     "reading by a list": lambda x: x[[0, 2]],
@@ -41,8 +42,12 @@ COPIES = {
 }
 UPLOADS = {
     "to(cuda)": lambda x: HOST.pin_memory().to(x.device, non_blocking=True),
-    "copy_": lambda x: x.copy_(HOST, non_blocking=True),
-    "copy_ back": lambda x: torch.empty(3, pin_memory=True).copy_(x, non_blocking=True),
+    "copy_": lambda x: x.copy_(HOST.pin_memory(), non_blocking=True),
+    "memory that was made pinned": lambda x: x[1:].copy_(
+        torch.empty(3, pin_memory=True)[1:], non_blocking=True
+    ),
+    "to(cpu)": lambda x: x.to("cpu", non_blocking=True),
+    "copy_ to pinned memory": lambda x: torch.empty(3, pin_memory=True).copy_(x, non_blocking=True),
 }
 NOTHING = {
     "arithmetic": lambda x: (x / 0.7 + 1).softmax(0).sort().values.masked_fill(x > 2, 0.0),

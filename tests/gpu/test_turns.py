@@ -59,11 +59,11 @@ AROUND = {
     "engine/rollout/decode.py: DecodeRows._look",
     "engine/rollout/decode.py: DecodeRows._write",
     "kernels/upload.py: upload",
+    "model/cache.py: BlockCache.allocate",
+    "model/cache.py: BlockCache.copy",
     "model/cache.py: CachedContext.__init__",
     "model/decoder.py: Decoder._embed",
     "model/decoder.py: Decoder._rotation",
-    "model/cache.py: BlockCache.allocate",
-    "model/cache.py: BlockCache.copy",
 }
 NOISE = "engine/rollout/decode.py: DecodeRows._noise"
 

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zerokl.engine.commands.verify import cached_scores
 from zerokl.engine.parallel.gradient import ShardSum
 from zerokl.engine.rollout.native import NativeSampler
-from zerokl.engine.rollout.types import GenerationParams, RngKey
+from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
 from zerokl.engine.train.shard import micro_batches
 from zerokl.kernels import tiles
 from zerokl.kernels.launch import recorded_launches
@@ -84,7 +84,7 @@ def _tiles_along_k(table: TileTable) -> set[int]:
         read.backward()
         _score(model, pairs)
         cached_scores(model, pairs, SAMPLING, 13)
-        NativeSampler(model).generate(prompts, completions, RngKey(0, 0))
+        complete(NativeSampler(model), prompts, completions, RngKey(0, 0))
     products = [launch for launch in launches if launch.kernel.__name__ == "_matmul"]
     assert len(products) > 80
     return {launch.options["BLOCK_K"] for launch in products}
