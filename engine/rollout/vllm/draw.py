@@ -58,7 +58,7 @@ class _Row:
 
 
 class KeyedDraw(LogitsProcessor):
-    """Draws every token of every request. Raises FloatingPointError for logits that are no distribution."""
+    """Draws every token of every request."""
 
     @classmethod
     def validate_params(cls, sampling_params: vllm.SamplingParams) -> None:
@@ -107,18 +107,27 @@ class KeyedDraw(LogitsProcessor):
         return logits
 
     def _draw(self, logits: torch.Tensor, rows: list[int], sampling_params: SamplingParams) -> None:
-        """Draw for these rows of logits [n, V], which are in ascending order."""
-        all_rows = len(rows) == logits.shape[0]  # the usual case, which needs no copy
+        """Draw for these rows of logits [n, V], which are in ascending order. Nothing waits for the device.
+
+        The logp of a row whose logits are no distribution is NaN, which KeyedSampler refuses.
+        """
         drawing = [self._rows[row] for row in rows]
-        uniforms = [r.uniforms.at(r.drawn) for r in drawing]
-        u = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)
-        ids, logp = draw_tokens(logits if all_rows else logits[rows], u, sampling_params)
-        bad = (~torch.isfinite(logp)).nonzero()
-        if len(bad):
-            r = drawing[int(bad[0])]
-            raise FloatingPointError(
-                f"sampler: the logits of prompt {r.rng_key.prompt}, sample {r.rng_key.sample}, "
-                f"position {r.drawn} are not finite"
-            )
-        logits[slice(None) if all_rows else rows] = float("-inf")
-        logits[rows, ids] = logp
+        u = _to_device([r.uniforms.at(r.drawn) for r in drawing], torch.float64, logits.device)
+        if len(rows) == logits.shape[0]:  # the usual case, which needs no copy
+            _leave_only(logits, *draw_tokens(logits, u, sampling_params))
+            return
+        index = _to_device(rows, torch.int64, logits.device)
+        part = logits[index]
+        _leave_only(part, *draw_tokens(part, u, sampling_params))
+        logits.index_copy_(0, index, part)
+
+
+def _to_device(values: list[int] | list[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """values [n] on the device. A copy from memory that is not pinned would wait for a GPU."""
+    values = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return values.to(device, non_blocking=True)
+
+
+def _leave_only(logits: torch.Tensor, ids: torch.Tensor, logp: torch.Tensor) -> None:
+    """Let logp [n] at ids [n] be the only finite number of each row of logits [n, V]."""
+    logits.fill_(float("-inf")).scatter_(1, ids.unsqueeze(1), logp.to(logits.dtype).unsqueeze(1))
