@@ -78,13 +78,16 @@ test-vllm: .venv-vllm/.installed
 
 # The Triton that torch 2.13 for CUDA comes with, and so vLLM 0.32 on a GPU; the CPU environment has 3.9.0. Kernels are compiled by both.
 TRITON_OF_CUDA := .venv-vllm/triton-3.7.1
-$(TRITON_OF_CUDA)/.installed: .venv-vllm/.installed
-	.venv-vllm/bin/pip install -q --no-deps --upgrade --target $(@D) triton==3.7.1
+# Those of torch 2.11 and of torch 2.14, which vLLM 0.33 has: the float instructions are compared for them too.
+FLOAT_TRITONS := .venv-vllm/triton-3.6.0 .venv-vllm/triton-3.8.0
+$(TRITON_OF_CUDA)/.installed $(FLOAT_TRITONS:=/.installed): .venv-vllm/.installed
+	.venv-vllm/bin/pip install -q --no-deps --upgrade --target $(@D) triton==$(patsubst .venv-vllm/triton-%,%,$(@D))
 	touch $@
 
 # Triton's interpreter is chosen when Triton is imported, so interpreted kernels have a process of their own.
-test-triton: $(TRITON_OF_CUDA)/.installed
-	OTHER_TRITONS=$(TRITON_OF_CUDA) TRITON_INTERPRET=1 .venv-vllm/bin/python -m pytest tests/triton
+empty :=
+test-triton: $(TRITON_OF_CUDA)/.installed $(FLOAT_TRITONS:=/.installed)
+	OTHER_TRITONS=$(TRITON_OF_CUDA) FLOAT_TRITONS=$(subst $(empty) $(empty),:,$(FLOAT_TRITONS)) TRITON_INTERPRET=1 .venv-vllm/bin/python -m pytest tests/triton
 
 # vLLM 0.33 has no build for CPUs: its Python files over the compiled operations of 0.32 (tests/vllm/overlay.py). Not in CI.
 .venv-vllm/vllm-0.33/.made: .venv-vllm/.installed tests/vllm/overlay.py

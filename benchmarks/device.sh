@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Exactness and rates on a GPU, in parts of at most four minutes each. It needs a Python with torch, triton,
-# transformers, pydantic and cyclopts. Nothing is installed.
+# Exactness and rates on a GPU, in parts of at most four minutes each. It needs a Python with torch, triton and
+# transformers, and the packages of wheels.sh. Nothing is installed.
 #   benchmarks/device.sh PART            exact, kernels, step, decode or vllm; all (the default) runs one after
-#                                        another. Each part writes a file into benchmarks/results/<gpu>/.
+#                                        another. Each part writes a file into benchmarks/results/<gpu>/. The
+#                                        exit code is 1 where a bit is unequal, 3 where something did not run.
+#   RESULTS=<folder> benchmarks/device.sh      another folder for the files, in place of benchmarks/results
 #   benchmarks/device.sh PART --device cpu --small     anywhere: the same code with toy sizes; it measures nothing
 #   PYTHON=... benchmarks/device.sh      another interpreter
 #   VLLM=<folder that holds vllm/> benchmarks/device.sh      a vLLM that is not installed; its Python files alone

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 from zerokl.model.config import ModelConfig
@@ -27,16 +28,18 @@ TOY = {"toy": (64, 96, 2, 4, 2, 32)}
 
 
 class Machine:
-    """The device, and the sizes of everything that runs on it. small: toy sizes, which measure nothing."""
+    """The device, and the sizes of everything that runs on it.
 
-    def __init__(self, device: str, small: bool):
-        self.device, self.small = torch.device(device), small
+    small: toy sizes, which measure nothing. end_s: seconds from now until the results are due.
+    """
+
+    def __init__(self, device: str, small: bool, end_s: float = END_S):
+        self.device, self.small, self._end_s = torch.device(device), small, end_s
         self.on_gpu = self.device.type == "cuda"
         self.shapes = TOY if small else SHAPES
         self.vocab, self.tokens, self.length = (128, 64, 32) if small else (151936, 4096, 512)
         self.repeats = 1 if small else 10
         self._began = time.perf_counter()
-        self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device) if self.on_gpu else None
 
     @property
     def first_shape(self) -> str:
@@ -49,7 +52,11 @@ class Machine:
 
     def left_s(self) -> float:
         """Seconds until the table is due."""
-        return max(0.0, END_S - self.elapsed_s())
+        return max(0.0, self._end_s - self.elapsed_s())
+
+    @cached_property
+    def _flush(self) -> torch.Tensor:
+        return torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=self.device)
 
     def randn(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(shape, device=self.device) * scale).to(dtype)

@@ -29,6 +29,7 @@ import torch
 
 from ..files.bitwise import equal
 from .attention_tables import Spans, make_spans
+from .upload import upload
 
 # The query tile that defines a row's bits has a multiple of this number of rows.
 ROW_UNIT = 8
@@ -104,9 +105,22 @@ class AttentionPlan:
     def on(self, device: torch.device) -> Spans:
         """The tensors for the Triton kernels, made once for each device."""
         if device not in self._spans:
-            lengths = self.query_lengths, self.contexts
-            self._spans[device] = make_spans(*lengths, self.tables, self.heads, self.kv_heads, device)
+            self.arrived(device, upload(device, *self.host_tensors))
         return self._spans[device]
+
+    @property
+    def host_tensors(self) -> list[torch.Tensor]:
+        """See upload.Tables: those of the spans, in the order of their fields."""
+        return [x for x in self._host_spans if isinstance(x, torch.Tensor)]
+
+    def arrived(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
+        placed = iter(tensors)
+        fields = (next(placed) if isinstance(x, torch.Tensor) else x for x in self._host_spans)
+        self._spans[device] = Spans(*fields)
+
+    @cached_property
+    def _host_spans(self) -> Spans:
+        return make_spans(self.query_lengths, self.contexts, self.tables, self.heads, self.kv_heads)
 
     @cached_property
     def _spans(self) -> dict[torch.device, Spans]:

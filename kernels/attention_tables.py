@@ -34,12 +34,11 @@ def make_spans(
     tables: np.ndarray | None,
     heads: int,
     kv_heads: int,
-    device: torch.device,
 ) -> Spans:
-    """The tensors of a plan on `device`. attention_plan.AttentionPlan explains the other arguments."""
+    """The tensors of a plan, on the host. attention_plan.AttentionPlan explains the arguments."""
 
     def int32(numbers: Sequence[int] | np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.array(numbers, np.int32)).to(device)
+        return torch.from_numpy(np.array(numbers, np.int32))
 
     lengths = np.add(contexts, query_lengths)
     starts, key_starts = ([0, *np.cumsum(x)] for x in (query_lengths, lengths))

@@ -48,9 +48,11 @@ PackedWeights = Mapping[torch.Tensor, torch.Tensor]  # by weight, its packed cop
 UNPACKED: PackedWeights = MappingProxyType({})
 _ONEDNN = torch.backends.mkldnn.is_available()
 _ONEDNN_BF16 = _ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+# With AMX, oneDNN cuts some sums of bf16 products among its threads: 64 x 4096 has other bits with 4 threads.
+_FIXED_ORDER_BF16 = _ONEDNN_BF16 and not torch.cpu._is_amx_tile_supported()
 # The product of two numbers of these dtypes is exact in fp32, and it is summed in fp32: fp16 (five times
-# faster in this way), and bf16 where oneDNN has no bf16 products.
-_THROUGH_FP32 = (torch.float16,) if _ONEDNN_BF16 else (torch.float16, torch.bfloat16)
+# faster in this way), and bf16 where oneDNN has no bf16 products whose order is fixed.
+_THROUGH_FP32 = (torch.float16,) if _FIXED_ORDER_BF16 else (torch.float16, torch.bfloat16)
 
 
 def matmul_ref(x_TK: torch.Tensor, w_NK: torch.Tensor, pack: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The order of every sum: constants, token blocks and fixed trees. A leaf: it imports nothing of zerokl.
+"""The order of every sum: constants, token blocks and fixed trees. It imports upload.py only.
 
 Other files define the rest of the order: matmul.py (products with weights), columns.py (column sums),
 attention_plan.py (tiles of the attention) and tiles.py (tiles on a GPU).
@@ -24,6 +24,8 @@ from itertools import accumulate, chain, pairwise
 
 import torch
 import torch.nn.functional as F
+
+from .upload import upload
 
 # Rows of the matrix product that defines a row's bits on a CPU. They are few, so that a small batch wastes
 # little when it decodes.
@@ -58,8 +60,16 @@ class TokenBlocks:
     def on(self, device: torch.device) -> "BlockTables":
         """The tables of the Triton kernels, made once for each device."""
         if device not in self._tables:
-            self._tables[device] = BlockTables(self, device)
+            self.arrived(device, upload(device, *self.host_tensors))
         return self._tables[device]
+
+    @property
+    def host_tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See upload.Tables: shards, first and rows. The last two may have been made on the device."""
+        return torch.tensor(self.shards, dtype=torch.int32), self.first, self.rows
+
+    def arrived(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
+        self._tables[device] = BlockTables(*tensors)
 
     @cached_property
     def _tables(self) -> dict[torch.device, "BlockTables"]:
@@ -84,10 +94,8 @@ class TokenBlocks:
 class BlockTables:
     """Token blocks on a device, in the forms that the Triton kernels walk. Nothing waits for the device."""
 
-    def __init__(self, blocks: TokenBlocks, device: torch.device):
-        self.shards = torch.tensor(blocks.shards, dtype=torch.int32).to(device)  # [S]
-        self.first = blocks.first.to(device)  # [S + 1]
-        self.rows = blocks.rows.to(device)  # [n, 2]
+    def __init__(self, shards: torch.Tensor, first: torch.Tensor, rows: torch.Tensor):
+        self.shards, self.first, self.rows = shards, first, rows  # [S], [S + 1] and [n, 2]
         self._pieces: dict[int, torch.Tensor] = {}
 
     def pieces(self, rows: int) -> torch.Tensor:

@@ -34,6 +34,7 @@ from ..kernels.rms_norm import add_rms_norm, rms_norm
 from ..kernels.rope import rope, rope_table, rope_table_fp32
 from ..kernels.silu_mul import silu_mul
 from ..kernels.tile_tables import DEFAULT_TABLE, TileTable, tile_table
+from ..kernels.upload import Tables, upload_tables
 from .cache import DecodeContext
 from .config import ModelConfig
 from .weights import FlatWeights, LayerWeights, Layout
@@ -136,6 +137,14 @@ class PackedContext:
         )
         self.in_pass = Pass(token_blocks(lengths, shards), buffers)
         self._plan = varlen_plan(all_lengths, config.heads, config.kv_heads)
+
+    def place(
+        self, device: torch.device, *tensors: torch.Tensor, tables: Sequence[Tables] = ()
+    ) -> tuple[torch.Tensor, ...]:
+        """The tensors on `device`, and by the same copy all that the forward and its backward read there."""
+        tables = [self.in_pass.blocks, self._plan, *tables]
+        self.positions, *placed = upload_tables(device, tables, self.positions, *tensors)
+        return tuple(placed)
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -278,6 +287,14 @@ class Decoder:
             x, _ = self._input_norm(last, w, stream, context, hook)
             context.keep(*self._qkv(last, w, x, rotation, context, hook)[1:])
 
+    def check_ids(self, ids: torch.Tensor) -> None:
+        """Raise ValueError for ids of the host that are outside the vocabulary, before they go to a GPU.
+
+        There the host would have to wait for the GPU. On a CPU `embedding` checks them.
+        """
+        if ids.device != self.device:
+            check_ids(ids, self.config.vocab_size)
+
     def _rotation(self, context: Context) -> Rotation:
         """cos and sin of the positions."""
         positions = context.positions.to(self.device)
@@ -285,8 +302,7 @@ class Decoder:
 
     def _embed(self, ids: torch.Tensor, context: Context, hook: Hook) -> Stream:
         """The stream before the first layer, which has nothing to add."""
-        if ids.device != self.device:  # here the check does not have to wait for the GPU; later it would
-            check_ids(ids, self.config.vocab_size)
+        self.check_ids(ids)
         residual = embedding(ids.to(self.device), self.w["embed"], context.in_pass)
         hook("embed", residual)
         return None, residual

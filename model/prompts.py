@@ -26,6 +26,8 @@ from ..kernels.embedding import RowIds, read_rows
 from ..kernels.grad import GradBuffer
 from ..kernels.order import token_blocks
 from ..kernels.passes import Pass
+from ..kernels.upload import Tables, upload_tables
+from .config import ModelConfig
 from .decoder import NO_BUFFERS, Buffers, Decoder, Hook, PackedContext, no_hook, with_padding
 from .observer import Observer, Rows, observed
 
@@ -150,6 +152,8 @@ def _read(
     """Keys and values of packed tokens, [B, 2 Hkv D] of each layer."""
     padded_ids, padding = with_padding(torch.tensor(ids), decoder)
     context = _PromptContext(lengths, decoder.config, padding, shards, buffers)
+    decoder.check_ids(padded_ids)
+    (padded_ids,) = context.place(decoder.device, padded_ids)
     decoder.read(padded_ids, context, hook)
     return context.kv
 
@@ -187,14 +191,14 @@ class SampleContext:
 
     def __init__(
         self,
-        decoder: Decoder,
+        config: ModelConfig,
         lengths: Sequence[int],
         prompts: Prompts,
         after: Sequence[int],
         padding: int = 0,
         shards: Sequence[int] | None = None,
     ):
-        config, self._kv, prompt_of_sample = decoder.config, prompts.kv, list(after)
+        self._kv, prompt_of_sample = prompts.kv, list(after)
         self._kv_pass = Pass(buffers=prompts.kv_buffers)
         rows = np.array(lengths)
         prompt_rows, prompt_starts = (x[prompt_of_sample] for x in (prompts.lengths, prompts.starts))
@@ -204,15 +208,24 @@ class SampleContext:
             )
         self.in_pass = Pass(token_blocks(lengths, shards), prompts.buffers)
         self.positions = torch.from_numpy(_ranges(prompt_rows, rows))
-        rows_read = torch.from_numpy(_ranges(prompt_starts, prompt_rows))
-        self._prompt_rows = RowIds(rows_read.to(decoder.device))
+        self._prompt_rows = RowIds(torch.from_numpy(_ranges(prompt_starts, prompt_rows)))
         # Attention takes the keys of each sequence side by side: the rows of its prompt, copied for each
         # sample, then the sample's rows.
         starts = np.cumsum(prompt_rows + rows) - (prompt_rows + rows)
         places = np.concatenate([_ranges(starts, prompt_rows), _ranges(starts + prompt_rows, rows)])
         inverse = torch.from_numpy(places)
-        self._order = tuple(x.to(decoder.device) for x in (inverse.argsort(), inverse))
+        self._order = inverse.argsort(), inverse
         self._plan = varlen_plan(rows.tolist(), config.heads, config.kv_heads, prompt_rows.tolist())
+
+    def place(
+        self, device: torch.device, *tensors: torch.Tensor, tables: Sequence[Tables] = ()
+    ) -> tuple[torch.Tensor, ...]:
+        """See PackedContext.place."""
+        tables = [self.in_pass.blocks, self._plan, *tables]
+        own = self.positions, self._prompt_rows.ids, *self._order
+        self.positions, prompt_rows, *rest = upload_tables(device, tables, *own, *tensors)
+        self._prompt_rows, self._order = RowIds(prompt_rows), (rest[0], rest[1])
+        return tuple(rest[2:])
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float

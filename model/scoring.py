@@ -124,23 +124,25 @@ def logprobs(
     context = (
         PackedContext(batch.lengths, decoder.config, padding, batch.shards, buffers)
         if prompts is None
-        else SampleContext(decoder, batch.lengths, prompts, batch.after, padding, batch.shards)
+        else SampleContext(decoder.config, batch.lengths, prompts, batch.after, padding, batch.shards)
     )
     if observer is not None:
         T, lengths = len(batch.ids), torch.tensor(batch.lengths)
         sequences = torch.arange(len(lengths)).repeat_interleave(lengths)
         rows = Rows(batch.ids, sequences, context.positions[:T], batch.rows)
         hook = observed(observer, rows, hook)
+    blocks = token_blocks(batch.drawn_lengths, batch.shards)  # of the drawn tokens
+    decoder.check_ids(ids)
+    ids, rows, targets = context.place(decoder.device, ids, batch.rows, batch.targets, tables=[blocks])
     hidden = decoder.hidden(ids, context, hook)
     # No row occurs twice, so the gradient of each is written once and nothing is added up.
-    rows, targets = batch.rows.to(decoder.device), batch.targets.to(decoder.device)
     lm_head, buffers = decoder.logits_weight_and_buffers(context.in_pass.buffers)
     logp, entropy = linear_logprob(
         hidden[rows].to(lm_head.dtype),
         lm_head,
         targets,
         sampling_params,
-        Pass(token_blocks(batch.drawn_lengths, batch.shards), buffers),
+        Pass(blocks, buffers),
         decoder.numerics.tiles,
     )
     hook("logprob", logp)

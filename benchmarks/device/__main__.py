@@ -6,46 +6,36 @@
     decode    tokens a second: the samplers native, vllm-zerokl and vllm-exact, and vLLM as it comes
     vllm      vLLM's kernels and compiled operations, and runs in which vLLM samples, beside zerokl's
 
-The sections of a part run in order of importance. A section that would begin after LAST_START_S is left out,
-and so is what is left at machine.END_S. Both are named. What needs vLLM, TRL or Liger-Kernel is left out with
-a line where it is not installed.
+The sections of a part run in order of importance, each in a process of its own. A section that would begin
+after LAST_START_S is left out, and so is what is left at machine.END_S. Both are named. What needs vLLM, TRL
+or Liger-Kernel is left out with a line where it is not installed.
 """
 
 import argparse
 import importlib
 import os
-import signal
 import sys
-import traceback
-from collections.abc import Callable, Iterator
 
 import torch
-from zerokl.benchmarks.device.processes import KERNEL_VARIABLES
+from zerokl.benchmarks.device.processes import KERNEL_VARIABLES, module_command, rows_of
 from zerokl.benchmarks.device.report import Report, new_report
-from zerokl.benchmarks.machine import END_S, Machine, Row
+from zerokl.benchmarks.machine import Machine
 
-Section = Callable[[Machine], Iterator[Row]]
 # Part -> the module with its SECTIONS.
 PARTS = {
-    "exact": "exact",
-    "kernels": "kernels",
-    "step": "step",
-    "decode": "decode",
-    "vllm": "beside_vllm",
+    "exact": "zerokl.benchmarks.device.exact",
+    "kernels": "zerokl.benchmarks.device.kernels",
+    "step": "zerokl.benchmarks.device.step",
+    "decode": "zerokl.benchmarks.device.decode",
+    "vllm": "zerokl.benchmarks.device.beside_vllm",
 }
 LAST_START_S = 200
-
-
-class OutOfTime(BaseException):
-    """The table is due. It is no Exception, so that no `except` of a section catches it."""
-
-
-def _out_of_time(*_: object) -> None:
-    raise OutOfTime
+# Seconds in which a section that is out of time ends its own processes and prints what they have shown.
+_TO_REPORT_S = 5
 
 
 def main() -> int:
-    """Run a part; the exit code is 1 where a bit is unequal."""
+    """Run a part. The exit code is 1 where a bit is unequal, else 3 where a section could not run."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -61,39 +51,32 @@ def main() -> int:
     os.environ.update(KERNEL_VARIABLES)  # vLLM reads them when it is imported
     m = Machine(args.device, args.small)
     report = new_report(args.part, m.device, measures=m.on_gpu and not m.small)
-    _run_sections(m, importlib.import_module(f"{__package__}.{PARTS[args.part]}").SECTIONS, report)
+    _run_sections(m, args.part, report)
     print(f"\n{report.table()}")
     if report.target is None:
         print(f"toy sizes on {m.device.type}, {m.elapsed_s():.0f} s: the times above measure nothing")
     else:
         print(f"wrote {report.target}; left out for time: {', '.join(report.left_out) or 'nothing'}")
-    names = "; ".join(map(str, report.broken))
-    print(f"{args.part}: unequal bits in {len(report.broken)} rows{': ' + names if names else ''}")
-    return 1 if report.broken else 0
+    for what, rows in (("unequal bits", report.unequal), ("no result", report.failed)):
+        print(f"{args.part}: {what} in {len(rows)} rows{': ' + '; '.join(map(str, rows)) if rows else ''}")
+    return 1 if report.unequal else 3 if report.failed else 0
 
 
-def _run_sections(m: Machine, sections: tuple[Section, ...], report: Report) -> None:
-    """Run the sections until the time is over."""
-    signal.signal(signal.SIGALRM, _out_of_time)
-    signal.alarm(END_S)
-    for section in sections:
+def _run_sections(m: Machine, part: str, report: Report) -> None:
+    """Run the sections until the time is over.
+
+    Each has a process of its own: an error of CUDA stays in the process where it came up.
+    """
+    for section in importlib.import_module(PARTS[part]).SECTIONS:
+        name = section.__name__
         if m.elapsed_s() > LAST_START_S:
-            report.left_out.append(section.__name__)
+            report.left_out.append(name)
             continue
-        try:
-            for result in section(m):
-                report.rows.append({"section": section.__name__} | result)
-                print(f"{m.elapsed_s():6.1f} s  {result['what']}", flush=True)
-        except OutOfTime:
-            report.left_out.append(f"the rest of {section.__name__}")
-        except Exception as error:  # it counts as unequal, and the figures of the other sections are kept
-            traceback.print_exc()
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            what = f"{section.__name__} failed: {reason}"
-            report.rows.append({"section": section.__name__, "what": what, "unequal": 1})
+        command = module_command(m, "device.section", PARTS[part], name, end_s=m.left_s() - _TO_REPORT_S)
+        for _, row in rows_of(m, {name: command}, m.left_s(), variables=KERNEL_VARIABLES):
+            report.rows.append({"section": name} | row)
+            print(f"{m.elapsed_s():6.1f} s  {row['what']}", flush=True)
         report.write(m.elapsed_s())
-    signal.alarm(0)
-    report.write(m.elapsed_s())
 
 
 if __name__ == "__main__":

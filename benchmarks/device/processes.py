@@ -13,8 +13,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
-from zerokl.benchmarks.machine import Machine, Row
+from zerokl.benchmarks.machine import END_S, Machine, Row
 
 # Set for vLLM's Triton kernels in the process of a part. An engine beside it sets what it needs itself.
 KERNEL_VARIABLES = {"VLLM_BATCH_INVARIANT": "1", "TRITON_F32_DEFAULT": "ieee"}
@@ -22,9 +23,12 @@ KERNEL_VARIABLES = {"VLLM_BATCH_INVARIANT": "1", "TRITON_F32_DEFAULT": "ieee"}
 _ENGINE_VARIABLES = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 
-def module_command(m: Machine, module: str, *words: str) -> list[str]:
-    """The command that runs a module of the benchmarks, which calls `serve`, on the device of `m`."""
-    place = ["--device", m.device.type, *(["--small"] if m.small else [])]
+def module_command(m: Machine, module: str, *words: str, end_s: float = END_S) -> list[str]:
+    """The command that runs a module of the benchmarks, which calls `serve`, on the device of `m`.
+
+    end_s: seconds that it has.
+    """
+    place = ["--device", m.device.type, "--end", str(end_s), *(["--small"] if m.small else [])]
     return [sys.executable, "-P", "-m", f"zerokl.benchmarks.{module}", *words, *place]
 
 
@@ -33,24 +37,31 @@ def serve(rows: Callable[..., Iterator[Row]]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("words", nargs="*")
     parser.add_argument("--device", required=True)
+    parser.add_argument("--end", type=float, required=True)
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
-    for row in rows(Machine(args.device, args.small), *args.words):
+    for row in rows(Machine(args.device, args.small, args.end), *args.words):
         print(json.dumps(row), flush=True)
     os._exit(0)  # vLLM's own shutdown takes seconds
 
 
 def rows_of(
-    m: Machine, jobs: Mapping[str, list[str]], limit_s: float, turns: int = 0
+    m: Machine,
+    jobs: Mapping[str, list[str]],
+    limit_s: float,
+    turns: int = 0,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[tuple[str, Row]]:
     """Run the commands `jobs` at the same time. Yields (name, row) for each row, job after job.
 
-    turns: so many lines go to each command's stdin (turns.py). A command that fails has a row with an unequal
-    bit. One that takes more than `limit_s`, or than the part has left, has a row that says so.
+    turns: so many lines go to each command's stdin (turns.py). variables: for the commands. A command that
+    fails has a row that says why. One that takes more than `limit_s`, or than the part has left, has a row
+    that says so.
     """
     with tempfile.TemporaryDirectory() as folder:
         running = {
-            name: _Job(command, Path(folder), i, turns) for i, (name, command) in enumerate(jobs.items())
+            name: _Job(command, Path(folder), i, turns, variables)
+            for i, (name, command) in enumerate(jobs.items())
         }
         end = time.perf_counter() + min(limit_s, m.left_s())
         try:
@@ -65,11 +76,12 @@ def rows_of(
 class _Job:
     """One process, with its files."""
 
-    def __init__(self, command: list[str], folder: Path, i: int, turns: int):
+    def __init__(self, command: list[str], folder: Path, i: int, turns: int, variables: Mapping[str, str]):
         names = (folder / f"{i}.{kind}" for kind in ("in", "out", "err"))
         stdin, self._stdout, self._stderr = names
         stdin.write_text("\n" * turns)
-        environment = _ENGINE_VARIABLES | {k: v for k, v in os.environ.items() if k not in KERNEL_VARIABLES}
+        inherited = {k: v for k, v in os.environ.items() if k not in KERNEL_VARIABLES}
+        environment = _ENGINE_VARIABLES | inherited | dict(variables)
         with stdin.open() as reads, self._stdout.open("w") as out, self._stderr.open("w") as err:
             self._process = subprocess.Popen(
                 command, stdin=reads, stdout=out, stderr=err, env=environment, start_new_session=True
@@ -88,7 +100,7 @@ class _Job:
             yield {"what": f"{name}: not compared further (no time left)"}
         elif code or not found:
             reason = (self._stderr.read_text().strip().splitlines() or ["no output"])[-1][:160]
-            yield {"what": f"{name}: ended with {code}: {reason}", "unequal": 1}
+            yield {"what": f"{name}: ended with {code}: {reason}", "failed": True}
 
     def close(self) -> None:
         """End the process, and what it started."""

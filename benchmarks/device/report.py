@@ -1,7 +1,7 @@
 """What a part leaves behind: its table, and a file in the history of its GPU.
 
 A file of benchmarks/results/<gpu>/ is one run of one part: date, commit, versions, rows. Files are never
-overwritten, so the folder is the history.
+overwritten, so the folder is the history. The variable RESULTS names another folder than benchmarks/results.
 """
 
 import json
@@ -17,7 +17,7 @@ from zerokl.benchmarks.machine import Row
 from zerokl.files.writing import first_free
 from zerokl.verify.environment import environment
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
+RESULTS = Path(os.environ.get("RESULTS") or Path(__file__).resolve().parents[1] / "results")
 
 
 class Report:
@@ -37,9 +37,14 @@ class Report:
         self.target.write_text(json.dumps(result, indent=1) + "\n")
 
     @property
-    def broken(self) -> list[object]:
+    def unequal(self) -> list[object]:
         """The names of the rows with unequal bits."""
         return [row["what"] for row in self.rows if row.get("unequal")]
+
+    @property
+    def failed(self) -> list[object]:
+        """What could not run, with its error. It says nothing of bits."""
+        return [row["what"] for row in self.rows if row.get("failed")]
 
     def table(self) -> str:
         """A line for each row."""

@@ -1,7 +1,7 @@
 """Training steps of a random model in this process, without a run's folder."""
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,9 +73,20 @@ def settings(m: Machine, model: Path, dtype: torch.dtype, steps: int) -> dict[st
 
 
 def take_steps(values: Mapping[str, object], cut: bool = True) -> Run:
-    """Take all steps of a run. With `cut` a completion ends with a stop token, else it has every token.
+    """Take all steps of a run (see each_step)."""
+    steps = each_step(values, cut)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
 
-    Raises MismatchError where a bit differs.
+
+def each_step(values: Mapping[str, object], cut: bool = True) -> Generator[dict[str, float], None, Run]:
+    """Take the steps of a run. Yields the metrics of each as soon as it is done, and returns what they left.
+
+    cut: a completion ends with a stop token; else it has every token. Raises MismatchError where a bit
+    differs.
     """
     config = Config.model_validate(values)
     task = load_task(config.task.name, config.task.options)
@@ -83,7 +94,10 @@ def take_steps(values: Mapping[str, object], cut: bool = True) -> Run:
         if not cut:
             state.tokenizer.stop_ids = frozenset()
         recorder = Recorder(None, run_head(state, {}), config.ledger, state.optimizer)
-        steps = [train_step(state, recorder).metrics for _ in range(config.steps)]
+        steps = []
+        for _ in range(config.steps):
+            steps.append(train_step(state, recorder).metrics)
+            yield steps[-1]
         weights = fingerprint(state.policy.layout, state.optimizer.collect_master())
         run = Run(steps, recorder.ledger.chain, weights)
     del state

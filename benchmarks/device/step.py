@@ -17,8 +17,10 @@ from pathlib import Path
 import torch
 from zerokl.benchmarks.device.price import price
 from zerokl.benchmarks.device.processes import module_command, rows_of, serve
-from zerokl.benchmarks.device.runs import TASK, settings, take_steps, write_model
+from zerokl.benchmarks.device.runs import TASK, each_step, settings, write_model
 from zerokl.benchmarks.machine import Machine, Row
+from zerokl.model.cache import BlockCache
+from zerokl.model.config import ModelConfig
 
 _STEPS = 4
 _LIMIT_S = 100
@@ -111,10 +113,13 @@ def _steps(m: Machine, sampler: str, model: str) -> Iterator[Row]:
         "task": {"name": TASK, "options": {"prompts": prompts, "length": length}},
         "sampling": {"max_tokens": new},
         "native": {"max_concurrency": prompts * samples},
-        "vllm": {"context": 512, "max_concurrency": prompts * samples},
+        "vllm": {
+            "context": 512,
+            "max_concurrency": prompts * samples,
+            "cache_bytes": _cache_bytes(Path(model), prompts * samples, length + new),
+        },
     }
-    run = take_steps(values, cut=False)
-    for metrics in run.steps:
+    for metrics in each_step(values, cut=False):  # a row for each: what is done counts if the time runs out
         unequal = round(metrics["tokens"] * (1 - metrics["mismatch/frac_equal"]))
         parts = {
             name.rpartition("/")[2]: value
@@ -123,6 +128,12 @@ def _steps(m: Machine, sampler: str, model: str) -> Iterator[Row]:
         }
         step_s = metrics["time/sample_s"] + metrics["time/train_s"]
         yield {"what": sampler, "step_s": step_s, **parts, "unequal": unequal}
+
+
+def _cache_bytes(model: Path, sequences: int, tokens: int) -> int:
+    """Bytes of a key-value cache that holds so many sequences of so many tokens at once, in bf16."""
+    blocks = sequences * BlockCache.blocks_for(tokens) + 1
+    return blocks * BlockCache.bytes_per_block(ModelConfig.from_file(model), torch.bfloat16)
 
 
 SECTIONS = (price, whole_step)

@@ -26,23 +26,12 @@ X = TypeVar("X")
 Y = TypeVar("Y")
 
 
-def shards_at_once(virtual_shards: int, ranks: int, workers: int) -> int:
-    """How many virtual shards the workers of a rank sum before the sums of the ranks are added.
-
-    A rank without other ranks sums all its shards first. Among other ranks, each worker sums one shard.
-    """
-    shards_of_a_rank = virtual_shards // ranks
-    if ranks == 1:
-        return shards_of_a_rank
-    return 1 << (min(workers, shards_of_a_rank).bit_length() - 1)
-
-
 class RankedWorkers:
     """The workers of one rank, for the shards of a step over all ranks.
 
     It has the interface of Workers, as far as training needs it. The shards are computed in rounds, and the
-    shards of a round are neighbours. The owner of a slice then keeps a tree over the rounds for this slice
-    only. No rank keeps a tree of whole gradients.
+    shards of a round are neighbours. In a round each rank adds up `workers.shards` neighbours, and the ranks
+    exchange their sums once. The owner of a slice keeps a tree over the rounds for this slice only.
     """
 
     def __init__(self, workers: Workers, slices: Slices, virtual_shards: int):

@@ -161,10 +161,25 @@ def _check_torchrun() -> None:
         raise ChildProcessError(f"torchrun, which started this rank, has ended ({error})") from None
 
 
+def _take_gpu() -> None:
+    """Make the GPU of this rank's number on its machine the current one.
+
+    Raises ValueError where the machine has fewer GPUs than ranks.
+    """
+    rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if rank >= gpus:
+        raise ValueError(
+            f"ranks: rank {rank} of this machine has no GPU, as it has {gpus}; start at most {gpus} ranks on "
+            'it, or set device = "cpu"'
+        )
+    torch.cuda.set_device(rank)
+
+
 @contextmanager
-def join_ranks() -> Iterator[Ranks]:
+def join_ranks(on_gpu: bool = False) -> Iterator[Ranks]:
     """The ranks among which torchrun started this process; one rank without torchrun.
 
+    on_gpu: each rank computes on a GPU of its own. Raises ValueError where there are too few.
     compatibility.py says which settings ranks can be used with.
     """
     size = world_size()
@@ -174,12 +189,11 @@ def join_ranks() -> Iterator[Ranks]:
     # A torchrun that is killed leaves its ranks behind, and they would wait for each other.
     end_with(os.getppid())
     _check_torchrun()
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    has_gpu = torch.cuda.is_available()
-    dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpu else "gloo")
+    if on_gpu:
+        _take_gpu()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     try:
-        mesh = init_device_mesh("cuda" if has_gpu else "cpu", (size,), mesh_dim_names=(DATA_PARALLEL,))
+        mesh = init_device_mesh("cuda" if on_gpu else "cpu", (size,), mesh_dim_names=(DATA_PARALLEL,))
         yield Ranks(mesh[DATA_PARALLEL])
     finally:
         dist.destroy_process_group()

@@ -35,6 +35,12 @@ def _bounds(blocks: tuple[Block, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor([(b.start, b.stop) for b in blocks], dtype=torch.int64).view(-1, 2).to(device)
 
 
+@lru_cache(maxsize=8)
+def _headers(blocks: tuple[Block, ...], dtype: torch.dtype) -> list[bytes]:
+    """What is hashed before each block's digest: dtype and length."""
+    return [b"%s %d " % (f"{dtype}".encode(), b.stop - b.start) for b in blocks]
+
+
 class Hashing:
     """Digests that have been begun. Nobody may change the tensors until `digests` returns.
 
@@ -72,17 +78,14 @@ class Hashing:
         for helper in self._helpers:
             if not helper.cancel():  # the helper has begun
                 helper.result()
-        dtypes = [f"{x.dtype}".encode() for x in self._tensors]
-        columns = [digests.cpu().numpy().astype("<i8") for digests in self._digests]
-        result = []
-        for i, block in enumerate(self._blocks):
-            length = block.stop - block.start
-            parts = [
-                b"%s %d %s" % (dtype, length, digests[i].tobytes())
-                for dtype, digests in zip(dtypes, columns, strict=True)
-            ]
-            result.append((block.name, b"".join(parts)))
-        return result
+        # A slice of all bytes costs less than bytes of a row of numpy's.
+        size, columns = 8 * LANES, []
+        for x, digests in zip(self._tensors, self._digests, strict=True):
+            raw = digests.cpu().numpy().astype("<i8", copy=False).tobytes()
+            starts, headers = range(0, len(raw), size), _headers(self._blocks, x.dtype)
+            columns.append([head + raw[i : i + size] for head, i in zip(headers, starts, strict=True)])
+        names = (block.name for block in self._blocks)
+        return list(zip(names, map(b"".join, zip(*columns, strict=True)), strict=True))
 
 
 def hash_tree(blocks: Sequence[Block], *tensors: torch.Tensor) -> Tree:

@@ -5,12 +5,14 @@ reduce_scatter adds in an order that depends on the library and on the number of
 its part of a slice to the owner of the slice, and the owner adds the parts by the tree of gradient.py. A
 slice holds whole blocks of the ledger (verify/ledger.py), so the owner hashes each block alone.
 
-Memory on each of W ranks, in bytes per weight, for bf16 or fp16 weights and S virtual shards:
+Memory on each of W ranks, in bytes per weight, for bf16 or fp16 weights and S virtual shards. A rank adds up
+A of its shards before the ranks exchange the sums: all S / W on a CPU, and on a GPU as many as the memory
+allows (runs/memory.py).
 
     2                            weights to compute with, which sampler and trainer share; sampling needs all
-    4                            gradient of one shard
-    (16 + 4 log2(S / W)) / W     the rank's slice: master weights, two moments, the sum over the ranks, and
-                                 the tree of this sum (data_parallel.py)
+    4 + 4 log2(A)                gradient of one shard, and the tree of A shards
+    (16 + 4 log2(S / (A W))) / W the rank's slice: master weights, two moments, the sum over the ranks, and
+                                 the tree of this sum over the exchanges (data_parallel.py)
 
 A checkpoint passes through the host memory of rank 0 and needs 12 bytes per weight there.
 """

@@ -22,13 +22,12 @@ from ...kernels.philox import Stream
 from ...model.cache import BlockCache, CachedContext
 from ...model.decoder import Decoder
 from ..stopwatch import Stopwatch
+from .cache_size import cache_limit, completion_blocks, wanted_blocks
 from .decode import DecodeMemory, DecodeRows, Drawn, Row
 from .types import Completion, DrawParams, Request, check_requests
 
 # Tokens of one forward where none are named. A GPU is kept busy by a few large passes.
 _BATCH_TOKENS, _GPU_BATCH_TOKENS = 1024, 16384
-# Upper limit of the cache where none is named: on a GPU a share of its free memory.
-_CACHE_BYTES, _GPU_CACHE_SHARE = 4 << 30, 0.3
 
 
 class _Kind(NamedTuple):
@@ -91,14 +90,6 @@ class _Sample:
         return Row(token, place, self.drawn, last, request.rng_key, self.blocks)
 
 
-def completion_blocks(prefix_tokens: int, max_tokens: int) -> int:
-    """Cache blocks of a sample, without the prefix's full blocks, which it shares.
-
-    The last token that it draws has no keys in the cache.
-    """
-    return BlockCache.blocks_for(prefix_tokens + max_tokens - 1) - prefix_tokens // KEY_TILE
-
-
 class NativeSampler:
     """Samples from a decoder, which may be the trainer's.
 
@@ -137,6 +128,7 @@ class NativeSampler:
         self._cache_bytes = cache_bytes
         # On a GPU they outlive a call, because graphs read them where they lie.
         self._memory: DecodeMemory | None = None
+        self._fit = 0  # blocks that the cache's limit allowed when _memory was made
         self._decoding: dict[_Kind, DecodeRows] = {}
 
     def sync_weights(self, version: int) -> None:
@@ -190,17 +182,23 @@ class NativeSampler:
         longest = max(n + max_tokens for n, max_tokens in sizes)
         samples = min(self.max_concurrency, sum(len(p.waiting) for p in prefixes))
         pages = BlockCache.blocks_for(longest - 1)
-        # A prefix's blocks are there once for all its samples. At most `samples` prefixes have samples.
-        new_blocks = max(completion_blocks(n, max_tokens) for n, max_tokens in sizes)
-        prefix_blocks = BlockCache.blocks_for(max(len(p.ids) for p in prefixes))
-        wanted = min(samples, len(prefixes)) * prefix_blocks + samples * new_blocks
-        one = max(BlockCache.blocks_for(n) + completion_blocks(n, max_tokens) for n, max_tokens in sizes)
-        if self._memory is not None and self._memory.holds(samples, pages, wanted):
+        wanted = wanted_blocks(sizes, len(prefixes), samples)
+        one = max(wanted_blocks([size], 1, 1) for size in sizes)
+        # What the limit allowed decides as long as there is a memory. It would change with every tensor else.
+        if self._memory is not None and self._memory.holds(samples, pages, max(one, min(self._fit, wanted))):
             return self._memory
-        block_bytes = BlockCache.bytes_per_block(self.decoder.config, self.decoder.cache_dtype)
         self._memory = None
         self._decoding.clear()
-        limit = self._cache_limit() // self.workers
+        self._fit = self._fitting_blocks(one, longest)
+        return DecodeMemory(self.decoder, samples, pages, min(self._fit, wanted))
+
+    def _fitting_blocks(self, one: int, longest: int) -> int:
+        """The blocks that the limit of the cache allows now.
+
+        Raises ValueError where they are fewer than `one`, which a sample of `longest` tokens needs.
+        """
+        block_bytes = BlockCache.bytes_per_block(self.decoder.config, self.decoder.cache_dtype)
+        limit = cache_limit(self._cache_bytes, self.decoder.device) // self.workers
         padding = on_triton(self.decoder.flat)  # the page of the rows that pad a graph
         fit = limit // block_bytes - padding
         if fit < one:
@@ -210,15 +208,7 @@ class NativeSampler:
                 f"{longest} tokens ({block_bytes * (one + padding)} bytes)"
                 f"{for_each}; raise it or lower max_tokens"
             )
-        return DecodeMemory(self.decoder, samples, pages, min(fit, wanted))
-
-    def _cache_limit(self) -> int:
-        """Upper limit of the cache in bytes, all workers together."""
-        if self._cache_bytes:
-            return self._cache_bytes
-        if self.decoder.device.type == "cuda":
-            return int(_GPU_CACHE_SHARE * torch.cuda.mem_get_info(self.decoder.device)[0])
-        return _CACHE_BYTES
+        return fit
 
     def _decoding_of(self, memory: DecodeMemory, kind: _Kind) -> DecodeRows:
         """The turns of this kind of request, with the graphs of earlier calls."""

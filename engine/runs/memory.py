@@ -1,5 +1,6 @@
 """The memory that a run needs on its device, predicted before it begins; and the size of its passes."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -8,8 +9,13 @@ from ...kernels.logprob import GPU_CHUNK_BYTES, GPU_CHUNK_BYTES_16
 from ...model.cache import BlockCache
 from ...model.checkpoint import DTYPES
 from ...model.operations import layer_bytes_per_token
+from ...model.prompts import PASS_TOKENS as PROMPT_TOKENS
 from ...model.weights import Layout
 from ..config import Config
+from ..rollout.cache_size import GPU_CACHE_SHARE, free_bytes, wanted_blocks
+from ..rollout.vllm.generator import CACHE_BYTES
+from ..sampler_names import EXTERNAL
+from .samplers import copied_weight_bytes, is_separate, numerics_of
 
 # Rows of a pass where the configuration names no micro_batch and the memory allows it: enough for a GPU.
 PASS_TOKENS = 16384
@@ -23,38 +29,91 @@ _GIB = 1 << 30
 
 
 class PassSizes(NamedTuple):
-    """How much a pass of training takes. These sizes decide no bit."""
+    """How much a pass of training takes, and a rank between two exchanges. These sizes decide no bit."""
 
     micro_batch: int  # sequences
     shards_in_flight: int
+    shards_at_once: int  # that a rank adds up before the ranks exchange the sums
+
+
+@dataclass(frozen=True)
+class RunShape:
+    """What the memory of a run depends on, beside the sizes of its passes.
+
+    prompt_tokens: of the longest prompt. ref_numel: the weights of the reference, 0 without one.
+    """
+
+    config: Config
+    layout: Layout
+    ranks: int = 1
+    prompt_tokens: int = 0
+    ref_numel: int = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That is computed in."""
+        return DTYPES[self.config.dtype]
+
+    @property
+    def shards_of_a_rank(self) -> int:
+        return max(1, self.config.virtual_shards // self.ranks)
+
+    @property
+    def sequences_of_a_shard(self) -> int:
+        """The most sequences of a virtual shard."""
+        return -(-self.config.prompts * self.config.num_generations // self.config.virtual_shards)
+
+    @property
+    def prompts_of_a_shard(self) -> int:
+        """The most prompts that a virtual shard has sequences of."""
+        n, group = self.sequences_of_a_shard, self.config.num_generations
+        return -(-n // group) + (n % group != 0 and group % n != 0)
+
+    @property
+    def lm_head_elements(self) -> int:
+        """Of the gradient buffer that lm_head has beside the embedding's, where both are one."""
+        model = self.layout.config
+        return model.vocab_size * model.hidden_size if model.tied and "embed" not in self.layout.frozen else 0
 
 
 class Footprint(NamedTuple):
     """Bytes at the peak of a step, by what they are for."""
 
     weights: int
+    other_weights: int  # the reference's, and the copies that a sampler or a scorer has
     optimizer: int
     gradients: int
     activations: int
     logits: int
-    cache: int
+    cache: int  # of all samplers
 
     def __str__(self) -> str:
-        return ", ".join(f"{name} {value / _GIB:.1f}" for name, value in self._asdict().items())
+        return ", ".join(
+            f"{name.replace('_', ' ')} {value / _GIB:.1f}" for name, value in self._asdict().items()
+        )
 
 
-def activation_bytes(layout: Layout, dtype: torch.dtype, rows: int, recompute: bool) -> int:
+def activation_bytes(
+    layout: Layout,
+    dtype: torch.dtype,
+    rows: int,
+    recompute: bool,
+    copied_rows: int = 0,
+) -> int:
     """What a pass of `rows` rows keeps for its backward, and the temporaries of one layer's backward.
 
     The layers before the first weight that is trained have no backward, and keep nothing. With recompute, a
     layer keeps its two inputs only, and one layer at a time is computed again.
+    copied_rows: of prompts, whose keys and values the attention of each sample keeps a copy of.
     """
     model = layout.config
     layer = layer_bytes_per_token(model, dtype.itemsize)
     inputs = 2 * model.hidden_size * dtype.itemsize
+    keys = 2 * model.kv_heads * model.head_dim * dtype.itemsize
     layers = model.layers - _layers_without_backward(layout)
-    kept = layers * inputs + layer if recompute else layers * layer
-    return rows * (kept + layer)
+    if recompute:
+        return rows * (layers * inputs + 2 * layer) + 2 * copied_rows * keys
+    return (layers + 1) * (rows * layer + copied_rows * keys)
 
 
 def _layers_without_backward(layout: Layout) -> int:
@@ -65,88 +124,152 @@ def _layers_without_backward(layout: Layout) -> int:
     return 0 if first_trained == "embed" else layout.config.layers
 
 
-def _lm_head_elements(layout: Layout) -> int:
-    """The elements of the gradient buffer that lm_head has beside the embedding's, where both are one."""
-    model = layout.config
-    return model.vocab_size * model.hidden_size if model.tied and "embed" not in layout.frozen else 0
-
-
-def footprint(
-    config: Config, layout: Layout, micro_batch: int, in_flight: int, ranks: int, prompt_tokens: int
-) -> Footprint:
-    """The peak of a step with these sizes.
-
-    Optimizer state and gradients are of the trained weights. The gradients are one buffer for each shard in
-    flight (with tied embeddings, another one of lm_head), and the partial sums of the tree. prompt_tokens: of
-    the longest prompt.
-    """
-    model, trained, dtype = layout.config, layout.trained_numel, DTYPES[config.dtype]
-    wide = dtype == torch.float32
-    levels = max(1, config.virtual_shards // ranks).bit_length() - 1
-    row_tokens = config.sampling.max_tokens + prompt_tokens
-    samples = min(config.native.max_concurrency, -(-config.prompts // ranks) * config.num_generations)
-    cache_dtype = dtype if config.precision.cache_dtype == "compute" else DTYPES[config.precision.cache_dtype]
-    blocks = samples * BlockCache.blocks_for(row_tokens)
-    cache = blocks * BlockCache.bytes_per_block(model, cache_dtype)
+def footprint(run: RunShape, sizes: PassSizes, free: int) -> Footprint:
+    """The peak of a step with these sizes. free: bytes of the GPU before the run has put anything on it."""
+    config, layout = run.config, run.layout
+    weights = layout.numel * run.dtype.itemsize
+    other_weights = run.ref_numel * run.dtype.itemsize + layout.numel * copied_weight_bytes(config)
+    optimizer = layout.trained_numel * (8 if run.dtype == torch.float32 else 12) // run.ranks
     return Footprint(
-        weights=layout.numel * dtype.itemsize,
-        optimizer=trained * (8 if wide else 12) // ranks,
-        gradients=4 * (in_flight * (trained + _lm_head_elements(layout)) + levels * trained),
-        activations=activation_bytes(
-            layout, dtype, micro_batch * config.sampling.max_tokens, config.recompute == "layer"
-        ),
+        weights=weights,
+        other_weights=other_weights,
+        optimizer=optimizer,
+        gradients=_gradient_bytes(run, sizes),
+        activations=_activation_bytes(run, sizes),
         logits=max(3 * GPU_CHUNK_BYTES, GPU_CHUNK_BYTES_16),
-        cache=min(cache, config.native.cache_bytes) if config.native.cache_bytes else cache,
+        cache=_cache_bytes(run, free - weights - other_weights - optimizer),
     )
 
 
-def fit(
-    config: Config,
-    layout: Layout,
-    device: torch.device,
-    shards: int,
-    ranks: int = 1,
-    prompt_tokens: int = 0,
-) -> PassSizes:
+def _gradient_bytes(run: RunShape, sizes: PassSizes) -> int:
+    """One buffer for each shard in flight (with tied embeddings, another one of lm_head), and partial sums.
+
+    Those of the shards that a rank adds up are whole gradients. Those over the ranks are of a rank's slice.
+    """
+    trained, rounds = run.layout.trained_numel, run.shards_of_a_rank // sizes.shards_at_once
+    in_flight = min(sizes.shards_in_flight, sizes.shards_at_once)
+    whole = in_flight * (trained + run.lm_head_elements) + _levels(sizes.shards_at_once) * trained
+    of_slice = (1 + _levels(rounds)) * trained // run.ranks if run.ranks > 1 else 0
+    return 4 * (whole + of_slice)
+
+
+def _levels(leaves: int) -> int:
+    """The partial sums that a tree of so many leaves keeps (gradient.GradientTree)."""
+    return leaves.bit_length() - 1
+
+
+def _activation_bytes(run: RunShape, sizes: PassSizes) -> int:
+    """Of the sequences of a pass, and of their prompts, which all shards in flight keep until its end."""
+    config, tokens = run.config, run.prompt_tokens
+    sequences = min(sizes.micro_batch, sizes.shards_in_flight * run.sequences_of_a_shard)
+    prompt_rows = min(max(PROMPT_TOKENS, tokens), run.prompts_of_a_shard * tokens)
+    rows = sequences * config.sampling.max_tokens + sizes.shards_in_flight * prompt_rows
+    recompute = config.recompute == "layer"
+    return activation_bytes(run.layout, run.dtype, rows, recompute, sequences * tokens)
+
+
+def _cache_bytes(run: RunShape, free: int) -> int:
+    """The key-value caches of all samplers. free: bytes of the GPU when the first cache is made."""
+    config, evaluation = run.config, run.config.evaluation
+    training = config.prompts, config.num_generations
+    held_out = [(evaluation.problems, evaluation.num_generations)] if evaluation.every else []
+    if config.sampler in ("vllm-zerokl", "vllm-exact"):  # it draws the evaluation as well
+        return config.vllm.cache_bytes
+    if config.sampler in EXTERNAL:
+        external = CACHE_BYTES if config.sampler == "vllm" else _hf_bytes(run)
+        return external + _native_cache_bytes(run, held_out, free - external, sampler=False)
+    if not is_separate(config):
+        return _native_cache_bytes(run, [training, *held_out], free, sampler=False)
+    separate = _native_cache_bytes(run, [training], free, sampler=True)
+    return separate + _native_cache_bytes(run, held_out, free - separate, sampler=False)
+
+
+def _native_cache_bytes(run: RunShape, calls: list[tuple[int, int]], free: int, sampler: bool) -> int:
+    """Of one native sampler. calls: prompts of a call over all ranks, and samples of each.
+
+    sampler: it has the numerics of the setting `precision.sampler_...`.
+    """
+    if not calls:
+        return 0
+    config, numerics = run.config, numerics_of(run.config, sampler)
+    compute = DTYPES[(sampler and config.precision.sampler_dtype) or config.dtype]
+    dtype = min(compute, numerics.cache or compute, key=lambda x: x.itemsize)
+    size, most = (run.prompt_tokens, config.sampling.max_tokens), config.native.max_concurrency
+    prompts = [(-(-n // run.ranks), group) for n, group in calls]
+    wanted = max(wanted_blocks([size], n, min(most, n * group)) for n, group in prompts)
+    limit = config.native.cache_bytes or int(GPU_CACHE_SHARE * free)
+    block_bytes = BlockCache.bytes_per_block(run.layout.config, dtype)
+    # The sampler refuses to run with less than one sample. One block is of the rows that pad a graph.
+    one = wanted_blocks([size], 1, 1) + 1
+    return block_bytes * max(one, min(wanted + 1, limit // block_bytes))
+
+
+def _hf_bytes(run: RunShape) -> int:
+    """Keys, values and logits of transformers' `generate`, which draws all samples of a rank together."""
+    config, model = run.config, run.layout.config
+    dtype = DTYPES[config.precision.sampler_dtype or config.dtype]
+    samples = -(-config.prompts // run.ranks) * config.num_generations
+    keys = 2 * model.layers * model.kv_heads * model.head_dim * dtype.itemsize
+    tokens = config.sampling.max_tokens
+    return samples * ((run.prompt_tokens + tokens) * keys + tokens * model.vocab_size * 4)
+
+
+def fit(run: RunShape, device: torch.device) -> PassSizes:
     """The sizes that the configuration names. In place of 0, on a GPU, the largest that the memory allows.
 
-    shards: that a process sums at a time.
     Raises ValueError, with the remedy, where a GPU cannot hold the run.
     """
     if device.type == "cpu":
-        return PassSizes(config.micro_batch or CPU_MICRO_BATCH, min(config.shards_in_flight or 1, shards))
-    return fit_into(config, layout, torch.cuda.mem_get_info(device)[0], shards, ranks, prompt_tokens)
+        config, shards = run.config, run.shards_of_a_rank
+        in_flight = min(config.shards_in_flight or 1, shards)
+        return PassSizes(config.micro_batch or CPU_MICRO_BATCH, in_flight, shards)
+    return fit_into(run, free_bytes(device))
 
 
-def fit_into(
-    config: Config, layout: Layout, free_bytes: int, shards: int, ranks: int, prompt_tokens: int
-) -> PassSizes:
-    """See fit. free_bytes: of the GPU, before the run has put anything on it."""
-    buffer_bytes = 4 * (layout.trained_numel + _lm_head_elements(layout))
-    most = max(1, int(_GRADIENT_SHARE * free_bytes) // buffer_bytes)
-    rounds = -(-shards // most)
-    in_flight = min(config.shards_in_flight or -(-shards // rounds), shards)
-    micro_batch = config.micro_batch or max(1, PASS_TOKENS // config.sampling.max_tokens)
-    while True:
-        needed = footprint(config, layout, micro_batch, in_flight, ranks, prompt_tokens)
-        if sum(needed) <= _USABLE * free_bytes:
-            return PassSizes(micro_batch, in_flight)
-        if not config.micro_batch and micro_batch > 1:
-            micro_batch //= 2
-        elif not config.shards_in_flight and in_flight > 1:
-            in_flight = -(-in_flight // 2)
-        else:
-            raise ValueError(_does_not_fit(config, needed, free_bytes))
+def fit_into(run: RunShape, free: int) -> PassSizes:
+    """See fit. free: bytes of the GPU, before the run has put anything on it."""
+    config, shards = run.config, run.shards_of_a_rank
+    buffer_bytes = 4 * (run.layout.trained_numel + run.lm_head_elements)
+    most = max(1, int(_GRADIENT_SHARE * free) // buffer_bytes)
+    in_flight = min(config.shards_in_flight or -(-shards // -(-shards // most)), shards)
+    useful = min(PASS_TOKENS // config.sampling.max_tokens, in_flight * run.sequences_of_a_shard)
+    sizes: PassSizes | None = PassSizes(config.micro_batch or max(1, useful), in_flight, shards)
+    while sizes is not None:
+        needed = footprint(run, sizes, free)
+        if sum(needed) <= _USABLE * free:
+            return sizes
+        sizes = _smaller(run, sizes)
+    raise ValueError(_does_not_fit(config, needed, free))
 
 
-def _does_not_fit(config: Config, needed: Footprint, free_bytes: int) -> str:
+def _smaller(run: RunShape, sizes: PassSizes) -> PassSizes | None:
+    """The next sizes to try; None where every size is as small as the configuration allows.
+
+    The shards in flight that a pass does not fill come first, as they cost a buffer each and no time. Then
+    ranks exchange their sums more often. A pass becomes shorter last.
+    """
+    micro_batch, in_flight, at_once = sizes
+    fewer = -(-in_flight // 2)
+    can_shorten = not run.config.micro_batch and micro_batch > 1
+    can_lower = not run.config.shards_in_flight and in_flight > 1
+    if can_lower and micro_batch <= fewer * run.sequences_of_a_shard:
+        return sizes._replace(shards_in_flight=fewer)
+    if run.ranks > 1 and at_once >= 2 * in_flight:
+        return sizes._replace(shards_at_once=at_once // 2)
+    if can_shorten:
+        return sizes._replace(micro_batch=micro_batch // 2)
+    return sizes._replace(shards_in_flight=fewer) if can_lower else None
+
+
+def _does_not_fit(config: Config, needed: Footprint, free: int) -> str:
     remedies = ['set recompute = "layer"'] if config.recompute == "none" else []
     if config.micro_batch > 1:
         remedies.append("lower micro_batch")
     if config.shards_in_flight > 1:
         remedies.append("lower shards_in_flight")
-    remedies += ["limit native.cache_bytes", "lower sampling.max_tokens", "spread the run over more ranks"]
+    cache = "vllm" if config.sampler in ("vllm-zerokl", "vllm-exact") else "native"
+    remedies += [f"limit {cache}.cache_bytes", "lower sampling.max_tokens", "spread the run over more ranks"]
     return (
         f"memory: a step needs about {sum(needed) / _GIB:.1f} GiB ({needed}), and the GPU has "
-        f"{free_bytes / _GIB:.1f} GiB free; {', or '.join(remedies)}"
+        f"{free / _GIB:.1f} GiB free; {', or '.join(remedies)}"
     )

@@ -40,7 +40,7 @@ from .held_out import BASE_REWARD, MEAN_REWARD, held_out_name
 from .ledger_head import flat_settings, run_head
 from .profile import check_profiled_step, profiled
 from .resume import Resumption, find_resumption, run_config
-from .setup import make_state, settled
+from .setup import make_state, on_gpu, settled
 from .summary import Summary, summarise, write_summary
 from .trackers import Trackers, require_trackers
 
@@ -93,7 +93,7 @@ def resume(
 def _ranks(config: Config) -> Iterator[Ranks]:
     """The ranks of this run. From now on only rank 0 prints."""
     check_settings(config, ranks=world_size())
-    with join_ranks() as ranks:
+    with join_ranks(on_gpu(config)) as ranks:
         console.quiet = not ranks.first
         yield ranks
 

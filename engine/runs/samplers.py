@@ -78,17 +78,44 @@ def make_samplers(
     if config.sampler in EXTERNAL:
         engine = _engine(config, model, model_config, optimizer.decoder.device)
         return Samplers(ExternalSampler(engine, model_config, optimizer), shared)
-    if not (config.max_staleness or config.perturb.any or config.precision.sampler_differs):
+    if not is_separate(config):
         return Samplers(shared, shared)
     stopwatch = workers.host.sampler.stopwatch  # a step has one
     sampling = _separate_workers(config, model_config, optimizer, workers.n, True, stopwatch)
     if not config.max_staleness:
         return Samplers(SeparateSampler(config, sampling, optimizer), shared)
     scoring = sampling
-    if config.perturb.any or config.precision.sampler_differs:
+    if _differs(config):
         scoring = _separate_workers(config, model_config, optimizer, workers.n, sampler=False)
     separate = SeparateSampler(config, sampling, optimizer, scoring)
     return Samplers(separate, shared, Scorer(scoring, micro_batch))
+
+
+def is_separate(config: Config) -> bool:
+    """Whether the native sampler has weights of its own."""
+    return config.sampler == "native" and bool(config.max_staleness or _differs(config))
+
+
+def _differs(config: Config) -> bool:
+    """Whether the native sampler differs from the trainer in more than the age of its weights."""
+    return config.perturb.any or config.precision.sampler_differs
+
+
+def copied_weight_bytes(config: Config) -> int:
+    """Bytes of the copies of each weight that the sampler, and the scorer of the old policy, have on a GPU.
+
+    They are beside those of the trainer.
+    """
+    compute = DTYPES[config.dtype].itemsize
+    of_sampler = DTYPES[config.precision.sampler_dtype or config.dtype].itemsize
+    if config.sampler in EXTERNAL:
+        return of_sampler
+    if config.sampler == "vllm-exact" or (config.sampler == "vllm-zerokl" and config.vllm.cuda_graphs):
+        return compute
+    if not is_separate(config):
+        return 0
+    delayed = 4 * (config.perturb.delay + 1) if config.perturb.delay else 0
+    return of_sampler + delayed + (compute if config.max_staleness and _differs(config) else 0)
 
 
 def numerics_of(config: Config, sampler: bool = False) -> Numerics:

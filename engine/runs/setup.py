@@ -15,7 +15,7 @@ from ...model.weights import Layout
 from ..compatibility import check_settings
 from ..config import Config
 from ..display.terminal import console
-from ..parallel.data_parallel import RankedReward, RankedSampler, RankedScorer, RankedWorkers, shards_at_once
+from ..parallel.data_parallel import RankedReward, RankedSampler, RankedScorer, RankedWorkers
 from ..parallel.process_group import ALONE, Ranks
 from ..parallel.scorer import Scorer, frozen
 from ..parallel.workers import Workers, automatic
@@ -29,7 +29,7 @@ from ..tasks.tokenizer import Tokenizer
 from ..train.loss_scaling import LossScaler
 from ..train.optimizer import Optimizer
 from ..train.state import TrainState
-from .memory import fit
+from .memory import RunShape, fit
 from .samplers import Samplers, make_samplers, numerics_of
 
 
@@ -49,22 +49,23 @@ def make_state(
     prompt_ids = tokenizer.encode_problems(problems, task.chat)
     check_prompt_lengths(prompt_ids, problems, config, model_config)
     device, layout = run_device(config), Layout(model_config, frozen_weights(model_config, config.frozen))
-    at_once = shards_at_once(config.virtual_shards, ranks.size, 1)
-    sizes = fit(config, layout, device, at_once, ranks.size, max(map(len, prompt_ids)))
+    ref_model = _ref_model(config, model, model_config)
+    ref_numel = Layout(ref_model[1]).numel if ref_model else 0
+    sizes = fit(RunShape(config, layout, ranks.size, max(map(len, prompt_ids)), ref_numel), device)
     weights = read_weights(model, layout)
     flat, recompute = weights.to(device, DTYPES[config.dtype]), config.recompute == "layer"
     policy = Decoder(model_config, flat, layout, numerics_of(config), recompute)
-    # The ranks compute shards in common rounds, so all have the same number of workers.
-    n = min(ranks.gather(lambda: _workers_of_a_rank(config, policy)))
+    # The ranks compute shards in common rounds, so all have the same number of workers, and of shards.
+    mine = _workers_of_a_rank(config, policy), sizes.shards_at_once
+    n, shards = map(min, zip(*ranks.gather(lambda: mine), strict=True))
     share = config.sampler == "vllm-zerokl" and device.type == "cpu"
     with ExitStack() as on_failure:  # closes what was started, unless all of it succeeds
-        shards = shards_at_once(config.virtual_shards, ranks.size, n)
         workers = Workers(policy, shards, n, config.native, share, sizes.shards_in_flight)
         on_failure.enter_context(workers)
         slices = Slices(layout, ranks, device)
         updates = config.steps * config.updates_per_rollout
         optimizer = Optimizer(policy, weights, config.optimizer, updates, slices)
-        ref_policy = _ref_policy(config, model, model_config, workers.n, sizes.micro_batch)
+        ref_policy = _ref_policy(config, *ref_model, workers.n, sizes.micro_batch) if ref_model else None
         if ref_policy:
             on_failure.callback(ref_policy.close)
         samplers = make_samplers(config, model, model_config, optimizer, workers, sizes.micro_batch)
@@ -114,10 +115,8 @@ def _spread(samplers: Samplers, ranks: Ranks) -> Samplers:
     )
 
 
-def _ref_policy(
-    config: Config, model: Path, model_config: ModelConfig, n: int, micro_batch: int
-) -> Scorer | None:
-    """The frozen reference of the KL term; None without such a term.
+def _ref_model(config: Config, model: Path, model_config: ModelConfig) -> tuple[Path, ModelConfig] | None:
+    """The folder and the configuration of the KL term's reference; None without such a term.
 
     Raises ValueError for a model of another vocabulary.
     """
@@ -130,6 +129,11 @@ def _ref_policy(
             f"loss.ref_model: {folder} has a vocabulary of {ref_config.vocab_size}, "
             f"the model one of {model_config.vocab_size}; name a model with the same tokenizer"
         )
+    return folder, ref_config
+
+
+def _ref_policy(config: Config, folder: Path, ref_config: ModelConfig, n: int, micro_batch: int) -> Scorer:
+    """The frozen reference of the KL term."""
     flat = load_decoder(folder, DTYPES[config.dtype], run_device(config)).flat.detach()
     decoder = Decoder(ref_config, flat, numerics=numerics_of(config))
     return frozen(decoder, config.virtual_shards, n, micro_batch)
@@ -162,10 +166,19 @@ def run_device(config: Config) -> torch.device:
 
     Raises ValueError for a device that is not there, or with which the settings do not work.
     """
-    needs_cpu = config.device == "auto" and config.sampler.startswith("vllm") and is_cpu_build()
-    device = find_device("cpu" if needs_cpu else config.device)
+    device = find_device("cpu" if _needs_cpu(config) else config.device)
     check_settings(config, device.type, installed_vllm())
     return device
+
+
+def on_gpu(config: Config) -> bool:
+    """Whether the run's device is a GPU, as far as torch has one. It touches no GPU, unlike `run_device`."""
+    return config.device != "cpu" and not _needs_cpu(config) and torch.cuda.is_available()
+
+
+def _needs_cpu(config: Config) -> bool:
+    """Whether the device "auto" is the CPU because vLLM is a build for CPUs."""
+    return config.device == "auto" and config.sampler.startswith("vllm") and is_cpu_build()
 
 
 def training_problems(task: Task, config: Config, model: Path) -> list[Problem]:

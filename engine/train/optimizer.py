@@ -8,6 +8,7 @@ slices and threads decide no bit.
 
 import math
 
+import numpy as np
 import torch
 
 from ...kernels.adamw import AdamW, adamw
@@ -174,14 +175,15 @@ class Optimizer:
 
         Squares are summed in fp64 along rows of FLAT_TILE. The rows are added by a correctly rounded sum.
         """
-        row_sums = []
+        row_sums = [grad.new_empty(0, dtype=torch.float64)]
         # The first row is the first that begins in this rank's slice.
         for start in range(-self.slices.own.start % FLAT_TILE, grad.numel(), self._slice):
             g = grad[start : start + self._slice].double().view(-1, FLAT_TILE)
             # On a GPU torch's order of a row's sum depends on the number of rows. A tree has one order.
-            row_sums += (tree_sum(g * g, 1) if g.is_cuda else (g * g).sum(-1)).tolist()
-        rows = [row for rank_rows in self.slices.ranks.gather(lambda: row_sums) for row in rank_rows]
-        return math.sqrt(math.fsum(rows)) if all(map(math.isfinite, rows)) else math.nan
+            row_sums.append(tree_sum(g * g, 1) if g.is_cuda else (g * g).sum(-1))
+        own_rows = torch.cat(row_sums).cpu().numpy()  # the only wait for a GPU
+        rows = np.concatenate(self.slices.ranks.gather(lambda: own_rows))
+        return math.sqrt(math.fsum(rows.tolist())) if np.isfinite(rows).all() else math.nan
 
     def _first_not_finite(self, grad: torch.Tensor) -> str:
         """The name of the first weight, over all ranks, whose gradient is not finite."""

@@ -3,6 +3,7 @@
 What needs vLLM or TRL is tested in their environments (tests/vllm/test_device.py, tests/trl/test_device.py).
 """
 
+import importlib
 import json
 import os
 import re
@@ -11,7 +12,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,7 +50,10 @@ def test_every_part_runs_in_a_python_with_few_packages(tmp_path, part, rows):
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({MISSING}))\n")
     process = run_device(part, *SMALL, path=tmp_path)
     assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-4000:]
-    assert process.stdout.splitlines()[-1] == f"{part}: unequal bits in 0 rows"
+    assert process.stdout.splitlines()[-2:] == [
+        f"{part}: unequal bits in 0 rows",
+        f"{part}: no result in 0 rows",
+    ]
     for row in rows:
         assert re.search(rf"^{re.escape(row)}", process.stdout, re.M), row
     if part == "exact":
@@ -90,45 +93,64 @@ def test_without_a_gpu_nothing_is_measured():
     assert "torch finds no CUDA GPU here; --device cpu --small checks this code" in process.stderr
 
 
-def test_a_section_that_fails_or_differs_turns_the_part_red(monkeypatch, capsys):
-    def differs(m):
-        yield {"what": "one", "unequal": 3}
-        yield {"what": "two", "unequal": 0}
+SECTIONS = """
+import os
 
-    def fails(m):
-        yield {"what": "three", "ours_ms": 1.25}
-        raise RuntimeError("two\nlines")
+def differs(m):
+    yield {"what": "one", "unequal": 3}
+    yield {"what": "two", "unequal": 0}
 
-    def late(m):
-        yield {"what": "four"}
+def fails(m):
+    yield {"what": "three", "ours_ms": 1.25}
+    raise RuntimeError("two\\nlines")
 
-    module = SimpleNamespace(SECTIONS=(differs, fails, late))
-    monkeypatch.setattr(device.importlib, "import_module", lambda name: module)
+def dies(m):
+    yield {"what": "four"}
+    os.abort()
+
+def late(m):
+    yield {"what": "five", "left": m.left_s() < 220, "kernels": os.environ["VLLM_BATCH_INVARIANT"]}
+
+SECTIONS = (differs, fails, dies, late)
+"""
+
+
+@pytest.fixture
+def planted(monkeypatch, tmp_path) -> None:
+    """The part `exact` has these sections."""
+    (tmp_path / "planted_sections.py").write_text(SECTIONS)
+    monkeypatch.setitem(device.PARTS, "exact", "planted_sections")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     monkeypatch.setattr(sys, "argv", ["device", "exact", *SMALL])
-    monkeypatch.setattr(device.os, "environ", {})
+
+
+def test_a_section_that_differs_turns_the_part_red_and_one_that_fails_is_named(planted, capsys):
     assert device.main() == 1
-    output = capsys.readouterr()
-    assert re.search(r"^three +ours_ms 1\.25$", output.out, re.M)
-    assert "RuntimeError: two" in output.err
-    last = "exact: unequal bits in 2 rows: one; fails failed: RuntimeError: two"
-    assert output.out.splitlines()[-1] == last
-    assert re.search(r"^four", output.out, re.M), "the sections after it run"
+    lines = capsys.readouterr().out.splitlines()
+    assert any(re.search(r"^three +ours_ms 1\.25$", line) for line in lines)
+    assert any(re.search(r"^five +left True  kernels 1$", line) for line in lines), "those after them run"
+    assert lines[-2] == "exact: unequal bits in 1 rows: one"
+    assert re.fullmatch(
+        r"exact: no result in 2 rows: fails: ended with 1: lines; dies: ended with -6: .*", lines[-1]
+    )
 
 
-def test_a_section_that_begins_too_late_is_named(monkeypatch):
+def test_what_fails_says_nothing_of_bits(planted, monkeypatch, tmp_path):
+    (tmp_path / "planted_sections.py").write_text(SECTIONS.replace('"unequal": 3', '"unequal": 0'))
+    assert device.main() == 3
+
+
+def test_a_section_that_begins_too_late_is_named(planted, monkeypatch):
     monkeypatch.setattr(device, "LAST_START_S", -1.0)
     result = report.new_report("exact", torch.device("cpu"), measures=False)
-
-    def section(m):
-        raise AssertionError("it must not begin")
-
-    device._run_sections(Machine("cpu", small=True), (section,), result)
-    assert (result.rows, result.left_out) == ([], ["section"])
+    device._run_sections(Machine("cpu", small=True), "exact", result)
+    assert (result.rows, result.left_out) == ([], ["differs", "fails", "dies", "late"])
 
 
 def test_every_part_has_sections():
     for name in device.PARTS.values():
-        sections = device.importlib.import_module(f"zerokl.benchmarks.device.{name}").SECTIONS
+        sections = importlib.import_module(name).SECTIONS
         assert sections
         assert len({section.__name__ for section in sections}) == len(sections)
 
@@ -153,8 +175,8 @@ def test_processes_run_at_the_same_time_and_their_failures_are_rows():
         ("turns", {"lines": 4}),
         ("noise", {"what": 2}),
         ("fails", {"what": 3}),
-        ("fails", {"what": "fails: ended with 1: ValueError: broken", "unequal": 1}),
-        ("silent", {"what": "silent: ended with 0: no output", "unequal": 1}),
+        ("fails", {"what": "fails: ended with 1: ValueError: broken", "failed": True}),
+        ("silent", {"what": "silent: ended with 0: no output", "failed": True}),
     ]
 
 

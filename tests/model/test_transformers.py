@@ -34,7 +34,7 @@ PAIRS: Pairs = [
 ]
 DY = randn(0, sum(len(c) for _, c in PAIRS))
 # The errors of all these models are judged together, because the errors of a single model are noisy.
-SEEDS = range(8)
+SEEDS = range(16)
 
 
 def zerokl_results(folder, dtype: torch.dtype, shared: bool) -> dict[str, torch.Tensor]:

@@ -2,20 +2,22 @@
 
 A script runs with the installed Triton, and with the Triton in each folder of OTHER_TRITONS. `make
 test-triton` names one such folder. It holds the Triton that torch 2.13 for CUDA comes with, and so vLLM 0.32
-on a GPU. All processes run at once, because a compiler keeps one core busy. To save time, only the last
-Triton compiles for all targets. The others compile for Hopper.
+on a GPU. The float comparison runs with those of FLOAT_TRITONS too: that of torch 2.11, and that of torch
+2.14, which vLLM 0.33 has. All processes run at once, because a compiler keeps one core busy. To save time,
+only the last of OTHER_TRITONS compiles for all targets. The others compile for Hopper.
 """
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 INSTALLED = "installed"
 TRITONS = [INSTALLED, *filter(None, os.environ.get("OTHER_TRITONS", "").split(os.pathsep))]
+FLOAT_TRITONS = [*TRITONS, *filter(None, os.environ.get("FLOAT_TRITONS", "").split(os.pathsep))]
 
 
 def targets(triton: str, all_targets: Iterable[str]) -> list[str]:
@@ -23,9 +25,9 @@ def targets(triton: str, all_targets: Iterable[str]) -> list[str]:
     return [target for target in all_targets if triton == TRITONS[-1] or target == "sm_90"]
 
 
-def reports(script: str, all_targets: Iterable[str]) -> dict[str, Any]:
+def reports(script: str, all_targets: Iterable[str], tritons: Sequence[str] = TRITONS) -> dict[str, Any]:
     """The report of a script of this folder by Triton: the last line that the script prints, as JSON."""
-    running = {triton: _start(script, triton, targets(triton, all_targets)) for triton in TRITONS}
+    running = {triton: _start(script, triton, targets(triton, all_targets)) for triton in tritons}
     by_triton = {}
     for triton, process in running.items():
         out, err = process.communicate()

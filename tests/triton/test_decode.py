@@ -1,24 +1,17 @@
-"""Decoding turns on Triton, interpreted and without a graph: their bits, and that a graph can replay them."""
-
-from collections.abc import Iterator
-from contextlib import contextmanager
+"""Decoding turns on Triton, interpreted and without a graph: their bits (with graphs: test_graphs.py)."""
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from zerokl.engine.rollout import decode
 from zerokl.engine.rollout.decode import DecodeMemory, DecodeRows, Row
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import GenerationParams, RngKey, Rollout, complete
-from zerokl.kernels.launch import recorded_launches
 from zerokl.kernels.matmul import UNPACKED
 from zerokl.kernels.philox import Stream
 from zerokl.kernels.sampling_params import SamplingParams
-from zerokl.kernels.tiles import tiles_of_target
 from zerokl.kernels.uniforms import uniforms, uniforms_ref
 from zerokl.model.decoder import Decoder
 from zerokl.model.scoring import logprobs, pack
@@ -119,55 +112,3 @@ def test_a_row_that_is_done_or_padding_writes_to_its_own_pages_only(decoder):
     assert written[[page for page, _ in pages]].sum(dim=1).tolist() == [11, 11, 11]
     assert not written[[page for _, page in pages]].any()
     assert written[memory.padding_page].sum() == 1
-
-
-class _OnTheDevice(TorchDispatchMode):
-    """Raises where an operation reads or makes a tensor of another device than `device`."""
-
-    def __init__(self, device: str):
-        super().__init__()
-        self._device = device
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in tree_leaves((args, kwargs, out)):
-            if isinstance(x, torch.Tensor) and x.device.type != self._device:
-                raise AssertionError(f"{func} has a tensor on the {x.device.type}")
-        return out
-
-
-@contextmanager
-def _meta_turn(generation_params: GenerationParams) -> Iterator[DecodeRows]:
-    """Turns whose tensors have no memory, so that no operation can read a value on the host."""
-    plain = _decoder(torch.bfloat16)
-    with tiles_of_target("sm_90"), recorded_launches():
-        decoder = Decoder(plain.config, plain.flat.detach().to("meta"), plain.layout)
-        memory = DecodeMemory(decoder, rows=4, pages=3, blocks=8)
-        turns = DecodeRows(decoder, memory, generation_params, 0, Stream.SAMPLE)
-        turns.start(UNPACKED)
-        turns.load([Row(5, 3, 0, 11, RngKey(0, 0), [1, 2])])
-        yield turns
-
-
-@pytest.mark.parametrize("sampling_params", [SamplingParams(), SamplingParams(0.7), SamplingParams(0.0)])
-def test_a_turn_reads_no_number_on_the_host(sampling_params):
-    with _meta_turn(params(sampling_params)) as turns, _OnTheDevice("meta"):
-        turns._turn(4)
-
-
-def test_control_a_turn_that_reads_a_number_is_noticed(monkeypatch):
-    turn = DecodeRows._advance
-
-    def waits(self, state: torch.Tensor) -> None:
-        turn(self, state)
-        if state.sum() > 0:
-            state += 1
-
-    def copies(self, state: torch.Tensor) -> None:
-        turn(self, state)
-        state += torch.tensor(1).to(state.device)
-
-    for advance, error, message in ((waits, Exception, "meta"), (copies, AssertionError, "on the cpu")):
-        monkeypatch.setattr(DecodeRows, "_advance", advance)
-        with _meta_turn(params()) as turns, _OnTheDevice("meta"), pytest.raises(error, match=message):
-            turns._turn(4)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.triton.compiling import TRITONS, reports, targets
+from tests.triton.compiling import FLOAT_TRITONS, reports, targets
 
 OTHERS = ("control", "empty buffers", "column sums")  # rows that compare ours with ours
 GPUS = ("sm_80", "sm_90", "sm_100")
@@ -15,10 +15,10 @@ GPUS = ("sm_80", "sm_90", "sm_100")
 
 @pytest.fixture(scope="module")
 def all_reports() -> dict[str, Any]:
-    return reports("float_programs.py", GPUS)
+    return reports("float_programs.py", GPUS, FLOAT_TRITONS)
 
 
-@pytest.fixture(params=TRITONS)
+@pytest.fixture(params=FLOAT_TRITONS)
 def triton(request) -> str:
     return request.param
 

@@ -21,6 +21,7 @@ from ....kernels.draw import draw_tokens
 from ....kernels.logprob import chunk_rows
 from ....kernels.philox import Stream
 from ....kernels.sampling_params import SamplingParams
+from ....kernels.upload import upload
 from ..types import Request, RngKey, Uniforms
 
 EXTRA = "zerokl"  # the key of our arguments in SamplingParams.extra_args
@@ -112,20 +113,14 @@ class KeyedDraw(LogitsProcessor):
         The logp of a row whose logits are no distribution is NaN, which KeyedSampler refuses.
         """
         drawing = [self._rows[row] for row in rows]
-        u = _to_device([r.uniforms.at(r.drawn) for r in drawing], torch.float64, logits.device)
+        u = torch.tensor([r.uniforms.at(r.drawn) for r in drawing], dtype=torch.float64)
+        u, index = upload(logits.device, u, torch.tensor(rows))
         if len(rows) == logits.shape[0]:  # the usual case, which needs no copy
             _leave_only(logits, *draw_tokens(logits, u, sampling_params))
             return
-        index = _to_device(rows, torch.int64, logits.device)
         part = logits[index]
         _leave_only(part, *draw_tokens(part, u, sampling_params))
         logits.index_copy_(0, index, part)
-
-
-def _to_device(values: list[int] | list[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """values [n] on the device. A copy from memory that is not pinned would wait for a GPU."""
-    values = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
-    return values.to(device, non_blocking=True)
 
 
 def _leave_only(logits: torch.Tensor, ids: torch.Tensor, logp: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +36,14 @@ class Case:
     folder: Path
     decoder: Decoder
     rollouts: list[Rollout]
+
+
+def altered(rollout: Rollout, **parts: Any) -> Rollout:
+    """A rollout of one turn with other prompt_ids, completion_ids or logprobs."""
+    names = ("prompt_ids", "completion_ids", "logprobs")
+    kept = {name: parts.get(name, getattr(rollout, name)) for name in names}
+    r = rollout
+    return Rollout.of_one_turn(r.prompt, r.sample, *kept.values(), r.finish, r.weight_version)
 
 
 def draw(
@@ -91,7 +100,7 @@ def report_of(
 
 
 def pairs_scored(case: Case, pairs) -> list[np.ndarray]:
-    fake = [replace(case.rollouts[0], prompt_ids=tuple(p), completion_ids=tuple(c)) for p, c in pairs]
+    fake = [altered(case.rollouts[0], prompt_ids=tuple(p), completion_ids=tuple(c)) for p, c in pairs]
     return scores(case.decoder, fake)
 
 

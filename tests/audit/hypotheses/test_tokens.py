@@ -17,6 +17,7 @@ from tests.audit.hypotheses.planted import (
     PROMPTS,
     SAMPLING,
     Case,
+    altered,
     audit_words,
     changed_weights,
     draw,
@@ -35,9 +36,9 @@ def rolled(items: list) -> list:
 @pytest.mark.full
 def test_lines_that_were_mixed_up_are_told_apart(case, tmp_path):
     prompts, completions, logged = zip(*((*r.pair, r.logprobs) for r in case.rollouts), strict=True)
-    swapped_prompts = [replace(r, prompt_ids=p) for r, p in zip(case.rollouts, rolled(prompts), strict=True)]
+    swapped_prompts = [altered(r, prompt_ids=p) for r, p in zip(case.rollouts, rolled(prompts), strict=True)]
     swapped_completions = [
-        replace(r, completion_ids=c) for r, c in zip(case.rollouts, rolled(completions), strict=True)
+        altered(r, completion_ids=c) for r, c in zip(case.rollouts, rolled(completions), strict=True)
     ]
     for name, rollouts in (
         ("another line's prompt", swapped_prompts),
@@ -49,7 +50,7 @@ def test_lines_that_were_mixed_up_are_told_apart(case, tmp_path):
 
 
 def test_one_line_with_another_prompt_is_enough(case, tmp_path):
-    rollouts = [replace(case.rollouts[0], prompt_ids=case.rollouts[4].prompt_ids), *case.rollouts[1:]]
+    rollouts = [altered(case.rollouts[0], prompt_ids=case.rollouts[4].prompt_ids), *case.rollouts[1:]]
     found = report_of(case, write(tmp_path / "log.jsonl", rollouts))["hypotheses"]["found"]
     assert (found["name"], found["lines"]) == ("another line's prompt", 1)
 
@@ -99,11 +100,11 @@ def test_an_end_token_that_is_left_out_is_named(case, tmp_path):
     drawn = draw(case.decoder, params, frozenset(range(1, 20, 2)), 6)
     drawn = [r for r in drawn if len(r.completion_ids) > 1]
     ended = [
-        replace(r, completion_ids=(*r.completion_ids[:-1], 1)) if r.finish == "stop" else r for r in drawn
+        altered(r, completion_ids=(*r.completion_ids[:-1], 1)) if r.finish == "stop" else r for r in drawn
     ]
     ended = relogged(ended, scores(case.decoder, ended, params))
     cut = [
-        replace(r, completion_ids=r.completion_ids[:-1], logprobs=r.logprobs[:-1])
+        altered(r, completion_ids=r.completion_ids[:-1], logprobs=r.logprobs[:-1])
         if r.finish == "stop"
         else r
         for r in ended
@@ -116,12 +117,12 @@ def test_an_end_token_that_is_left_out_is_named(case, tmp_path):
 
 def test_turns_that_were_retokenised_are_named(case, tmp_path):
     """The next turn begins with the same text as the turn before, in other ids."""
-    first = replace(case.rollouts[0], completion_ids=(*case.rollouts[0].completion_ids[:-1], 5))
+    first = altered(case.rollouts[0], completion_ids=(*case.rollouts[0].completion_ids[:-1], 5))
     first = relogged([first], scores(case.decoder, [first]))[0]
     again = (*first.prompt_ids, *first.completion_ids)
 
     def turns(prompt) -> dict:
-        after = replace(case.rollouts[0], prompt_ids=tuple(prompt))
+        after = altered(case.rollouts[0], prompt_ids=tuple(prompt))
         after = relogged([after], scores(case.decoder, [after]))[0]
         rows = [
             {"prompt_ids": r.prompt_ids, "completion_ids": r.completion_ids, "logprobs": r.logprobs.tolist()}
@@ -168,7 +169,7 @@ def character(tokenizer: dict, token: int) -> str:
 def test_a_retokenised_prompt_is_named(case, tmp_path):
     """The log has the id that was drawn; the sampler was given the text, which encodes to another id."""
     folder = two_ids_for_one_text(case, tmp_path / "model")
-    rollouts = [replace(r, prompt_ids=(*r.prompt_ids[:-1], 63)) for r in case.rollouts]
+    rollouts = [altered(r, prompt_ids=(*r.prompt_ids[:-1], 63)) for r in case.rollouts]
     read = pairs_scored(case, [((*r.prompt_ids[:-1], 5), r.completion_ids) for r in rollouts])
     report = report_of(replace(case, folder=folder), write(tmp_path / "log.jsonl", relogged(rollouts, read)))
     assert report["hypotheses"]["found"]["name"] == "retokenised text"

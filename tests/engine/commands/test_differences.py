@@ -156,11 +156,11 @@ def test_a_changed_sampler_logprob_is_found_beside_a_trainer_that_is_right(
     train(not_exact, tmp_path / "good")
     generate = ParallelSampler.generate
 
-    def planted(self, prompts, generation_params, rng_key):
-        rollouts = generate(self, prompts, generation_params, rng_key)
-        if rng_key.step == step:
-            rollouts[index].logprobs[0] += 0.25
-        return rollouts
+    def planted(self, requests):
+        completions = generate(self, requests)
+        if requests[0].rng_key.step == step:
+            completions[index].logprobs[0] += 0.25
+        return completions
 
     monkeypatch.setattr(ParallelSampler, "generate", planted)
     train(not_exact, tmp_path / "run")

@@ -246,6 +246,39 @@ def test_one_rank_has_no_mesh_and_loads_nothing_for_one():
     assert loaded.stdout == "[]\n"
 
 
+_ONE_GPU = """
+import runpy
+import torch
+def refuse(*args):
+    raise AssertionError(f"a GPU is touched: {args}")
+torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 1)
+torch.cuda.set_device = torch.cuda.current_device = torch.cuda.init = torch.cuda._lazy_init = refuse
+runpy.run_module("zerokl", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("cpu", ""),
+        # Controls: the GPU is asked for, and torch says that there is one.
+        (
+            "cuda",
+            "ranks: rank 1 of this machine has no GPU, as it has 1; start at most 1 ranks on it, or set",
+        ),
+        ("auto", "ranks: rank 1 of this machine has no GPU"),
+    ],
+)
+def test_more_ranks_than_gpus_run_on_the_cpu(brief, tmp_path, device, message):
+    (tmp_path / "config.toml").write_text(to_toml(brief.model_copy(update={"device": device, "steps": 1})))
+    (tmp_path / "pretended.py").write_text(_ONE_GPU)
+    words = ("train", "config.toml", "--run_dir", str(tmp_path / "run"))
+    process = _process(torchrun(2, "pretended.py", *words), tmp_path, {"OMP_NUM_THREADS": "1"})
+    output, _ = process.communicate()
+    assert (process.returncode == 0) == (device == "cpu"), output
+    assert message in " ".join(output.split()), output
+
+
 BAD = [
     (3, [], "ranks (3) must be a power of two"),
     (2, ["--task.reward", "toy:broken"], "raised RuntimeError"),

@@ -1,5 +1,7 @@
 """The hash tree of flat tensors: the same whoever hashes a block, and another one for any other bit."""
 
+import hashlib
+import struct
 import threading
 from itertools import pairwise
 
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.engine.parallel import tree_hash
 from zerokl.engine.parallel.tree_hash import Hashing, hash_tree
+from zerokl.kernels.block_digest import block_digests
 from zerokl.model.weights import Block
 from zerokl.verify.ledger import tree_of
 
@@ -64,6 +67,20 @@ def test_a_flipped_bit_of_any_block_is_found_at_its_weight(sizes, data):
         i != weight for i in range(len(sizes))
     ]
     assert after.root != before.root
+
+
+def test_a_leaf_is_the_hash_of_dtype_length_and_digest_of_its_blocks():
+    """For each block, the parts of all tensors side by side: a step of the ledger is chained over it."""
+    sizes = [700, 512, 5, 1300]
+    blocks, parts = _blocks(sizes), [randn(0, sum(sizes)), randn(1, sum(sizes)).bfloat16()]
+    texts = dict.fromkeys((block.name for block in blocks), b"")
+    for name, start, stop in blocks:
+        for x in parts:
+            digest = block_digests(x, torch.tensor([[start, stop]]))[0].tolist()
+            texts[name] += f"{x.dtype} {stop - start} ".encode() + struct.pack("<2q", *digest)
+    leaves = [hashlib.sha256(text).hexdigest()[:32] for text in texts.values()]
+    assert hash_tree(blocks, *parts).leaves == leaves
+    assert hash_tree(blocks, *parts[::-1]).leaves != leaves, "control: the other order of the tensors"
 
 
 def test_dtype_length_and_number_of_tensors_are_hashed():

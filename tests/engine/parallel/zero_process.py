@@ -11,7 +11,8 @@ import torch
 import zerokl.engine.parallel.zero as slices_module
 from torch.distributed.device_mesh import init_device_mesh
 from zerokl.engine.config import OptimizerConfig
-from zerokl.engine.parallel.gradient import add_roots
+from zerokl.engine.parallel.data_parallel import RankedWorkers
+from zerokl.engine.parallel.gradient import GradientTree, add_roots
 from zerokl.engine.parallel.process_group import Ranks, join_ranks
 from zerokl.engine.parallel.tree_hash import hash_tree
 from zerokl.engine.parallel.zero import Slices
@@ -136,8 +137,55 @@ def along_dimensions(world_rank: int, layout: Layout) -> dict[str, object]:
             "wrong": count_unequal(gradient, add_roots(roots)[part]) if gradient.numel() else 0,
             "slices": [[part.start, part.stop] for part in slices.parts],
             "shared": shared.unique().tolist(),
+            "rounds": rounds(ranks, layout),
         }
     return got
+
+
+class GivenGradients:
+    """In place of Workers: shard i has the gradient random_vector(i), and None is a shard without one."""
+
+    def __init__(self, shards: int, numel: int):
+        self.shards, self._numel, self._tree = shards, numel, GradientTree(shards)
+
+    def sum_shards(
+        self, work: None, shards: list[int | None]
+    ) -> tuple[list[int | None], torch.Tensor | None]:
+        for i in shards:
+            self._tree.push(None if i is None else random_vector(i, self._numel))
+        return list(shards), self._tree.take()
+
+
+def rounds(ranks: Ranks, layout: Layout) -> dict[int, list[int]]:
+    """16 shards over the ranks, so many neighbours of a rank at a time: exchanges, and unequal elements.
+
+    The last number is the control: elements that are unequal where a rank's shards are no neighbours.
+    """
+    # Two ranks have no gradient in the first round of single shards.
+    shards = [None if i in (0, 1, 7) else i for i in range(16)]
+    tree = GivenGradients(16, layout.numel)
+    part = Slices.of_gradient(Slices(layout, ranks).own)
+    whole = tree.sum_shards(None, shards)[1][part].clone()
+    apart = [i for first in range(ranks.size) for i in shards[first :: ranks.size]]
+    found = {}
+    for at_once in (1, 2, 4, 8):
+        if at_once * ranks.size > 16:
+            continue
+        slices, exchanges = Slices(layout, ranks), 0
+        sum_roots = slices.sum_roots
+
+        def counted(root: torch.Tensor | None, has_root: list[bool], call=sum_roots) -> torch.Tensor | None:
+            nonlocal exchanges
+            exchanges += 1
+            return call(root, has_root)
+
+        slices.sum_roots = counted
+        workers = RankedWorkers(GivenGradients(at_once, layout.numel), slices, 16)
+        results, gradient = workers.sum_shards(None, shards)
+        assert results == shards
+        counts, unequal = exchanges, count_unequal(gradient, whole)
+        found[at_once] = [counts, unequal, count_unequal(workers.sum_shards(None, apart)[1], whole)]
+    return found
 
 
 def main(dtype: torch.dtype, shape: str) -> dict[str, object]:
@@ -172,6 +220,7 @@ def main(dtype: torch.dtype, shape: str) -> dict[str, object]:
             "overflow": overflow,
             "numel": layout.numel,
             "slices": ranks.gather(lambda: sizes),
+            "rounds": rounds(ranks, layout),
             "dimensions": [ranks.rank, along_dimensions(ranks.rank, layout)],
         }
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from zerokl.engine.rollout.cache_size import cache_limit
 from zerokl.engine.rollout.native import NativeSampler, _Generation, _Kind, _prefixes
 from zerokl.engine.rollout.types import GenerationParams, RngKey, Rollout, complete
 from zerokl.kernels.attention_plan import KEY_TILE
@@ -192,6 +193,57 @@ def test_a_small_cache_lowers_concurrency_and_changes_no_bit(decoder, sampler, p
     small = NativeSampler(decoder, cache_bytes=_cache_bytes(decoder, prompt, params.max_tokens, at_once))
     assert bits(complete(small, prompts, params, rng_key)) == expected
     assert small.samples_at_once == at_once
+
+
+def _memories(sampler, prompts: list[list[int]], params: GenerationParams, calls: int) -> list:
+    """The memory of each of some equal calls, kept from call to call as on a GPU."""
+    requests, memories = params.requests(prompts, RngKey(0, 0)), []
+    for _ in range(calls):
+        sampler._memory = sampler._make_memory(_prefixes(requests, range(len(requests))))
+        memories.append(sampler._memory)
+    return memories
+
+
+@pytest.mark.parametrize("samples", [1, 3, 24], ids="a cache for {} samples".format)
+def test_a_memory_is_kept_where_the_limit_of_the_cache_binds(decoder, samples):
+    prompts, params = [[9] * 20] * 8, generation_params()
+    size = _cache_bytes(decoder, 20, params.max_tokens, samples)
+    sampler = NativeSampler(decoder, cache_bytes=size)
+    first, *later = _memories(sampler, prompts, params, 4)
+    assert all(memory is first for memory in later)
+
+
+def test_a_memory_that_was_kept_holds_no_sample_that_is_too_long(decoder):
+    sampler = NativeSampler(decoder, cache_bytes=_cache_bytes(decoder, 20, 20, 3))
+    _memories(sampler, [[9] * 20] * 8, generation_params(), 1)
+    with pytest.raises(ValueError, match="cannot hold one sample of 420 tokens"):
+        _memories(sampler, [[9] * 20], generation_params(max_tokens=400), 1)
+
+
+def test_control_a_memory_that_must_hold_every_sample_is_made_again(decoder):
+    prompts, params = [[9] * 20] * 8, generation_params()
+    sampler = NativeSampler(decoder, cache_bytes=_cache_bytes(decoder, 20, params.max_tokens, 3))
+    (first,) = _memories(sampler, prompts, params, 1)
+    sampler._fit = 1 << 40  # so that all that is wanted must be there
+    assert _memories(sampler, prompts, params, 1) != [first]
+
+
+def _pretend_gpu(monkeypatch, allocated: int, reserved: int) -> None:
+    """The figures of a GPU of 100,000 bytes that nobody else uses, and of torch's allocator on it."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100_000 - reserved, 100_000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated)
+
+
+def test_what_torch_holds_and_does_not_use_counts_as_free(monkeypatch):
+    device = torch.device("cuda", 0)
+    _pretend_gpu(monkeypatch, allocated=20_000, reserved=20_000)
+    assert cache_limit(0, device) == 24_000
+    _pretend_gpu(monkeypatch, allocated=20_000, reserved=95_000)  # after a step of training
+    assert cache_limit(0, device) == 24_000
+    _pretend_gpu(monkeypatch, allocated=95_000, reserved=95_000)  # control: what tensors have is not free
+    assert cache_limit(0, device) == 1_500
+    assert cache_limit(7, device) == 7
 
 
 def test_a_cache_too_small_for_one_sample_is_refused(decoder):

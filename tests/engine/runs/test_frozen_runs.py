@@ -20,8 +20,6 @@ from zerokl.files.bitwise import count_unequal
 from zerokl.files.writing import MANIFEST, write_manifest
 from zerokl.verify.divergence import open_run
 
-from tests.helpers import mostly_full
-
 PATTERNS = ("lm_head.*", "model.layers.0.*")  # lm_head is the embedding in this model
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -105,14 +103,14 @@ def test_frozen_weights_keep_every_bit_and_the_others_move(run, base):
 
 
 CUTS = [
-    {"micro_batch": 1},
+    pytest.param({"micro_batch": 1}, marks=pytest.mark.full),
     {"workers": 2, "micro_batch": 2},
     {"shards_in_flight": 3, "micro_batch": 5},
-    {"recompute": "layer"},
+    pytest.param({"recompute": "layer"}, marks=pytest.mark.full),
 ]
 
 
-@pytest.mark.parametrize("cut_up", mostly_full(CUTS, quick=CUTS[1:3]), ids=str)
+@pytest.mark.parametrize("cut_up", CUTS, ids=str)
 def test_how_the_work_is_cut_decides_no_bit(frozen, run, tmp_path, cut_up):
     summary = train(frozen.model_copy(update=cut_up), tmp_path / "run")
     assert summary.fingerprint == json.loads((run / "summary.json").read_text())["fingerprint"]
@@ -201,15 +199,17 @@ def test_a_checkpoint_with_another_frozen_weight_is_not_used(run, cut, capsys, n
 
 @pytest.mark.parametrize(
     "separate",
-    mostly_full(
-        [
-            {"max_staleness": 1},
-            {"max_staleness": 1, "exact": False, "precision__sampler_dtype": "bfloat16"},
-            {"exact": False, "perturb__round_weights": "float16", "perturb__delay": 1},
-            {"exact": False, "sampler": "hf"},
-        ],
-        quick=({"max_staleness": 1},),
-    ),
+    [
+        {"max_staleness": 1},
+        *(
+            pytest.param({"exact": False} | settings, marks=pytest.mark.full)
+            for settings in (
+                {"max_staleness": 1, "precision__sampler_dtype": "bfloat16"},
+                {"perturb__round_weights": "float16", "perturb__delay": 1},
+                {"sampler": "hf"},
+            )
+        ),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

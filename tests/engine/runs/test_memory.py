@@ -5,6 +5,8 @@ import torch
 from zerokl.engine.config import Config
 from zerokl.engine.runs.memory import (
     CPU_MICRO_BATCH,
+    PassSizes,
+    RunShape,
     activation_bytes,
     fit,
     fit_into,
@@ -110,28 +112,26 @@ def test_eight_long_samples_of_a_1_7b_fit_80_gb_with_recompute():
         micro_batch=1,
         shards_in_flight=1,
     )
-    fitted = fit_into(config, LARGE, int(79.1 * GIB), 8, 1, 200)
-    assert (fitted.micro_batch, fitted.shards_in_flight) == (1, 1)
-    assert sum(footprint(config, LARGE, 1, 1, 1, 200)) < 75 * GIB
+    run, free = RunShape(config, LARGE, 1, 200), int(79.1 * GIB)
+    fitted = fit_into(run, free)
+    assert fitted == (1, 1, 8)
+    assert sum(footprint(run, fitted, free)) < 75 * GIB
+    plain = config.model_copy(update={"recompute": "none", "micro_batch": 4})
     with pytest.raises(ValueError, match=r'^memory: a step needs about .* GiB free; set recompute = "layer"'):
-        fit_into(
-            config.model_copy(update={"recompute": "none", "micro_batch": 4}), LARGE, 79 * GIB, 8, 1, 200
-        )
+        fit_into(RunShape(plain, LARGE, 1, 200), 79 * GIB)
 
 
 def test_passes_become_as_large_as_the_memory_allows():
     config = Config(prompts=8, num_generations=8, sampling={"max_tokens": 256}, dtype="bfloat16")
-    sizes = [
-        (fitted.micro_batch, fitted.shards_in_flight)
-        for fitted in (fit_into(config, SMALL, gib * GIB, 8, 1, 128) for gib in (139, 79, 30))
-    ]
+    run = RunShape(config, SMALL, 1, 128)
+    sizes = [fit_into(run, gib * GIB) for gib in (139, 79, 30)]
     assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] == (64, 8)
+    assert sizes[0] == (64, 8, 8)
     assert sizes[2] < sizes[0]
-    for gib, (micro_batch, in_flight) in zip((139, 79, 30), sizes, strict=True):
-        assert sum(footprint(config, SMALL, micro_batch, in_flight, 1, 128)) <= 0.92 * gib * GIB
+    for gib, fitted in zip((139, 79, 30), sizes, strict=True):
+        assert sum(footprint(run, fitted, gib * GIB)) <= 0.92 * gib * GIB
     with pytest.raises(ValueError, match=r"lower sampling\.max_tokens, or spread the run over more ranks"):
-        fit_into(config, SMALL, 8 * GIB, 8, 1, 128)
+        fit_into(run, 8 * GIB)
 
 
 def test_what_is_frozen_has_no_state_and_no_gradient():
@@ -139,20 +139,19 @@ def test_what_is_frozen_has_no_state_and_no_gradient():
     model = SMALL.config
     embedding = model.vocab_size * model.hidden_size  # and lm_head
     half = Layout(model, frozen_weights(model, ["model.embed_tokens.*", "model.layers.[0-9].*"]))
-    every, some = (footprint(config, layout, 16, 2, 2, 128) for layout in (SMALL, half))
+    runs = [RunShape(config, layout, 2, 128) for layout in (SMALL, half)]
+    every, some = (footprint(run, PassSizes(16, 2, 4), 79 * GIB) for run in runs)
     assert (every.optimizer, some.optimizer) == (6 * SMALL.numel, 6 * half.trained_numel)
-    # Two shards in flight, and the tree of the 4 shards of a rank.
-    assert every.gradients == 4 * (2 * (SMALL.numel + embedding) + 2 * SMALL.numel)
-    assert some.gradients == 4 * 4 * half.trained_numel
+    # Two shards in flight, the tree of the 4 shards of a rank, and the sum over the ranks, of a half.
+    assert every.gradients == 4 * (2 * (SMALL.numel + embedding) + 2 * SMALL.numel) + 2 * SMALL.numel
+    assert some.gradients == (4 * 4 + 2) * half.trained_numel
     assert abs(some.weights - every.weights) <= 2 * 4096, "all weights are needed"
     assert some.activations < every.activations
-    sizes = [fit_into(config, layout, 30 * GIB, 8, 1, 128) for layout in (SMALL, half)]
+    sizes = [fit_into(RunShape(config, layout, 1, 128), 30 * GIB) for layout in (SMALL, half)]
     assert sizes[1].micro_batch * sizes[1].shards_in_flight > sizes[0].micro_batch * sizes[0].shards_in_flight
 
 
 def test_a_cpu_takes_one_shard_at_a_time_and_what_is_named_stays():
     cpu = torch.device("cpu")
-    fitted = fit(Config(), SMALL, cpu, 8)
-    assert (fitted.micro_batch, fitted.shards_in_flight) == (CPU_MICRO_BATCH, 1)
-    named = fit(Config(micro_batch=3, shards_in_flight=16), SMALL, cpu, 8)
-    assert (named.micro_batch, named.shards_in_flight) == (3, 8)
+    assert fit(RunShape(Config(), SMALL), cpu) == (CPU_MICRO_BATCH, 1, 8)
+    assert fit(RunShape(Config(micro_batch=3, shards_in_flight=16), SMALL, 2), cpu) == (3, 4, 4)

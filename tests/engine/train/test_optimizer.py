@@ -14,6 +14,7 @@ from zerokl.engine.parallel.gradient import GradientTree, ShardSum
 from zerokl.engine.train.optimizer import Optimizer
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.decoder import Buffers, Decoder
+from zerokl.model.weights import FLAT_TILE
 
 from tests.helpers import add_to_grad
 
@@ -193,6 +194,34 @@ def test_a_shard_starts_from_zero_and_an_empty_one_adds_nothing(model, tied):
     total = decoder.layout.views(sums.tree.take())
     for name, sum_of_shards in total.items():
         assert (sum_of_shards == (4.0 if tied and name == "embed" else 2.0)).all(), name
+
+
+def _waits(optimizer: Optimizer, gradient: torch.Tensor, monkeypatch) -> list[str]:
+    """The calls in which the norm would wait for a GPU, with a slice for each row."""
+    optimizer._slice, waits = FLAT_TILE, []
+    for name in ("cpu", "tolist", "item"):
+        call = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda x, name=name, call=call: waits.append(name) or call(x))
+    optimizer._norm(gradient)
+    monkeypatch.undo()
+    return waits
+
+
+def test_the_norm_waits_once_for_a_gpu_however_many_slices_there_are(model, monkeypatch):
+    decoder = load_decoder(model, torch.float32)
+    optimizer = Optimizer(decoder, decoder.flat.detach(), OptimizerConfig(), 10)
+    gradient = torch.randn(decoder.layout.numel, generator=torch.Generator().manual_seed(0))
+    assert gradient.numel() > 10 * FLAT_TILE
+    assert _waits(optimizer, gradient, monkeypatch) == ["cpu"]
+    whole = optimizer._norm(gradient)
+    optimizer._slice = 3 * FLAT_TILE
+    assert optimizer._norm(gradient) == whole
+    rows = gradient.double().view(-1, FLAT_TILE).square().sum(1)
+    assert whole == math.sqrt(math.fsum(rows.tolist()))
+    # Control: a number that is read for each slice is noticed.
+    cat = torch.cat
+    monkeypatch.setattr(torch, "cat", lambda rows: cat([x + 0 * x[:1].sum().item() for x in rows]))
+    assert len(_waits(optimizer, gradient, monkeypatch)) > 10
 
 
 def test_no_gradient_leaves_the_weights(model):

@@ -1,0 +1,46 @@
+"""How large the native sampler's key-value cache is: what its samples want, and what the device allows."""
+
+from collections.abc import Collection
+
+import torch
+
+from ...kernels.attention_plan import KEY_TILE
+from ...model.cache import BlockCache
+
+# Upper limit of the cache where none is named: on a GPU a share of its free memory.
+_CPU_CACHE_BYTES, GPU_CACHE_SHARE = 4 << 30, 0.3
+
+
+def completion_blocks(prefix_tokens: int, max_tokens: int) -> int:
+    """Cache blocks of a sample, without the prefix's full blocks, which it shares.
+
+    The last token that it draws has no keys in the cache.
+    """
+    return BlockCache.blocks_for(prefix_tokens + max_tokens - 1) - prefix_tokens // KEY_TILE
+
+
+def wanted_blocks(sizes: Collection[tuple[int, int]], prefixes: int, samples: int) -> int:
+    """Cache blocks with which `samples` samples of so many prefixes run at once.
+
+    sizes: the tokens of a prefix, and the most that are drawn after it; the largest ones count. A prefix's
+    blocks are there once for all its samples. At most `samples` prefixes have samples that run.
+    """
+    prefix_blocks = max(BlockCache.blocks_for(n) for n, _ in sizes)
+    new_blocks = max(completion_blocks(n, max_tokens) for n, max_tokens in sizes)
+    return min(samples, prefixes) * prefix_blocks + samples * new_blocks
+
+
+def cache_limit(cache_bytes: int, device: torch.device) -> int:
+    """Upper limit of the cache in bytes, all workers together. cache_bytes: the setting; 0 is automatic."""
+    if cache_bytes:
+        return cache_bytes
+    return int(GPU_CACHE_SHARE * free_bytes(device)) if device.type == "cuda" else _CPU_CACHE_BYTES
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that torch can still allocate on a GPU: what nobody has, and what torch has and does not use.
+
+    torch's allocator keeps what tensors have given back. The driver counts this memory as taken.
+    """
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept

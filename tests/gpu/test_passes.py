@@ -1,0 +1,208 @@
+"""Training passes on a fake GPU: the host waits for nothing but the log-probabilities.
+
+It copies tables and ids as often as there are forwards, however many layers and shards a forward has.
+"""
+
+from collections import Counter
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from zerokl.engine.loss.config import LossConfig
+from zerokl.engine.parallel import scorer
+from zerokl.engine.parallel.gradient import ShardSum
+from zerokl.engine.rollout.types import Rollout
+from zerokl.engine.train import shard as shards_work
+from zerokl.engine.train.shard import Shard, ShardWork
+from zerokl.kernels import attention_plan, linear, order
+from zerokl.kernels.sampling_params import SamplingParams
+from zerokl.model import decoder as decoders
+from zerokl.model import prompts
+
+from tests.gpu.device import Device, gpu, model, plant
+from tests.helpers import DTYPES
+
+SAMPLES = 2  # of each shard's prompt
+ALL, BOTH = SamplingParams(), SamplingParams(0.7, 5, 0.9)
+
+
+def make_shard(index: int, with_ref: bool = False, with_old: bool = False, C: int = 3) -> Shard:
+    """A shard of one prompt, of one token in every third shard, whose samples draw C tokens and 40 more."""
+    ids = (20 + index,) * (1 if index % 3 == 1 else 9)
+    rollouts = [
+        Rollout.of_one_turn(
+            index, s, ids, (7,) * (C + 40 * s), np.full(C + 40 * s, -1.0, np.float32), "length", 0
+        )
+        for s in range(SAMPLES)
+    ]
+    scores = [r.logprobs - 0.5 for r in rollouts]
+    return Shard(
+        rollouts,
+        np.linspace(-1, 1, SAMPLES),
+        np.full(SAMPLES, 0.1),
+        scores if with_old else None,
+        scores if with_ref else None,
+    )
+
+
+class Setting(NamedTuple):
+    """What a pass computes beside the policy gradient."""
+
+    loss: LossConfig = LossConfig()
+    sampling_params: SamplingParams = ALL
+    micro_batch: int = 128
+    scale: float = 1.0
+    watch: bool = False
+    recompute: bool = False
+    with_ref: bool = False
+    with_old: bool = False
+
+
+SETTINGS = {
+    "plain": Setting(),
+    "KL reference": Setting(LossConfig(kl_coef=0.1), with_ref=True),
+    "staleness": Setting(LossConfig(preset="gspo"), with_old=True),
+    "squared log-ratio": Setting(LossConfig(preset="kimi"), with_old=True),
+    "top-k and top-p": Setting(sampling_params=BOTH),
+    "micro-batches": Setting(micro_batch=1),
+    "layers computed again": Setting(recompute=True),
+}
+SCALED = Setting(scale=1024.0, watch=True)
+
+
+def train(
+    dtype: torch.dtype, in_flight: int, setting: Setting = SETTINGS["plain"], layers: int = 2, shards: int = 0
+) -> Device:
+    """A pass over `in_flight` shards together, or over so many of them, of 64."""
+    with gpu() as device:
+        options = {"recompute": True} if setting.recompute else {}
+        decoder = model(dtype, layers=layers, **options)
+        total = ShardSum(decoder, 64, in_flight)
+        device.cuda.events.clear()
+        work = ShardWork(
+            setting.sampling_params,
+            setting.loss.resolve(),
+            setting.micro_batch,
+            scale=setting.scale,
+            watch=setting.watch,
+        )
+        total.add(
+            work, [make_shard(i, setting.with_ref, setting.with_old) for i in range(shards or in_flight)]
+        )
+    return device
+
+
+LOGPROBS = "engine/train/shard.py: _micro_batch_gradient"  # to the host; their gradient comes back
+# Ids, positions and tables of a forward go to the device together.
+COPIES = {LOGPROBS, "kernels/upload.py: upload"}
+UNDERFLOW = {"engine/train/underflow.py: Underflow._find_rows", "engine/train/underflow.py: _zeros"}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("in_flight", [1, 4, 8, 33])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_host_waits_for_log_probabilities_only(dtype, in_flight, setting):
+    device = train(dtype, in_flight, SETTINGS[setting])
+    assert device.places("wait") == {LOGPROBS}
+    assert device.places("copy", "upload") <= COPIES
+    assert len(device.launches) > 50
+
+
+@pytest.mark.parametrize("in_flight", [1, 4, 8, 33])
+def test_a_scaled_pass_also_waits_for_the_counts_of_underflow(in_flight):
+    device = train(torch.float16, in_flight, SCALED)
+    assert device.places("wait") <= {LOGPROBS} | UNDERFLOW
+    assert device.places("copy", "upload") <= COPIES | UNDERFLOW
+
+
+def copies_of(**options: int) -> Counter[str]:
+    events = train(torch.bfloat16, **options).cuda.events
+    return Counter(f"{e.file}: {e.function}" for e in events if e.kind != "wait")
+
+
+def test_layers_and_shards_of_a_forward_cost_no_copy():
+    one = copies_of(in_flight=1)
+    assert one.total() > 0
+    assert copies_of(in_flight=1, layers=3) == one
+    assert copies_of(in_flight=33) == one
+    assert copies_of(in_flight=1, shards=2).total() > one.total(), "control: two forwards"
+
+
+def test_control_tables_made_for_each_layer_are_seen(monkeypatch):
+    with gpu():
+        plant(monkeypatch, attention_plan, "if device not in self._spans:", "if True:")
+    assert copies_of(in_flight=1, layers=3).total() > copies_of(in_flight=1, layers=2).total()
+
+
+class Fault(NamedTuple):
+    """A line that may not be in a pass, and what the host does there."""
+
+    module: object
+    line: str
+    fault: str
+    kind: str
+
+
+FAULTS = {
+    "a number read in the forward": Fault(
+        decoders, "x = silu_mul(x)\n", "x = silu_mul(x) * (1.0 if x.abs().max() < 1 else 2.0)\n", "wait"
+    ),
+    "a number of the host in the forward": Fault(
+        decoders, "x = silu_mul(x)\n", "x = silu_mul(x * x.new_tensor(1.0))\n", "copy"
+    ),
+    "a number read in the backward": Fault(
+        linear,
+        "dx = matmul(dy, w.t(), tiles=ctx.tiles) if",
+        "dx = dy * float(dy.abs().max()) @ w if",
+        "wait",
+    ),
+    "a mask in the prompts' backward": Fault(
+        prompts,
+        "return dx.index_select(0, ctx.inverse), None, None",
+        "return dx.index_select(0, ctx.inverse[ctx.inverse >= 0]), None, None",
+        "wait",
+    ),
+    "a table made on the host": Fault(
+        order,
+        "offsets = torch.arange(0, TOKEN_BLOCK + rows, rows, dtype=torch.int32, device=self.rows.device)",
+        "offsets = torch.arange(0, TOKEN_BLOCK + rows, rows, dtype=torch.int32).to(self.rows.device)",
+        "copy",
+    ),
+    "a synchronisation between two passes": Fault(
+        shards_work, "prompts.backward()\n", "prompts.backward(); torch.cuda.synchronize()\n", "wait"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_control_a_fault_in_a_pass_is_named_with_file_and_line(name, monkeypatch):
+    module, line, fault, kind = FAULTS[name]
+    before = {str(event) for event in train(torch.bfloat16, 4).cuda.events}
+    with gpu():
+        place = plant(monkeypatch, module, line, fault)
+    new = {str(event) for event in train(torch.bfloat16, 4).cuda.events} - before
+    assert new
+    assert all(said.startswith(f"{place} (") and f": {kind} by " in said for said in new), new
+
+
+def _scored() -> Device:
+    rollouts = [r for i in range(3) for r in make_shard(i).rollouts]
+    with gpu() as device:
+        frozen = scorer.frozen(model(torch.bfloat16), 1, 1, 4)
+        device.cuda.events.clear()
+        scores = frozen.score(rollouts, ALL)
+    assert [len(x) for x in scores] == [len(r.logprobs) for r in rollouts]
+    return device
+
+
+def test_a_reference_scores_on_the_device():
+    device = _scored()
+    assert device.places("wait") == {"engine/parallel/scorer.py: _score"}
+    assert device.places("copy", "upload") <= COPIES
+
+
+def test_control_scores_that_stay_on_the_device_are_refused(monkeypatch):
+    plant(monkeypatch, scorer, "logp.cpu().split", "logp.split")
+    with pytest.raises(TypeError, match="numpy"):
+        _scored()
