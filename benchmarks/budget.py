@@ -190,7 +190,7 @@ def budget(name: str, layers: int = 0) -> dict[str, Counts]:
                 report[what] = counted(lambda rows=rows: rows._turn(ROWS))
             rows = decoding(decoder, SamplingParams())
             report["new rows"] = counted(lambda: rows.load(_rows()))
-            report["look"] = counted(lambda: rows._look(8))
+            report["look"] = counted(lambda: rows._look(8).read())
     return report
 
 

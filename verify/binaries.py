@@ -34,6 +34,8 @@ _ATOMIC_GCN = re.compile(
 _PTX = re.compile(r"^\s*(?:@!?%p\d+\s+)?([a-z][a-z0-9_.:]*)\s+([^;]*);", re.MULTILINE)
 _FLOAT = re.compile(r"\.(?:f16|bf16|f32|f64|tf32|f16x2|bf16x2|f32x2)\b")
 _MOVES = ("ld.", "st.", "mov.", "selp.", "setp.")
+_WGMMA_REGISTERS = re.compile(r"\bwgmma\.mma_async[^;{]*\{[^}]*\}\s*,\s*\{[^;]*;")
+_WGMMA_WAIT = re.compile(r"\bwgmma\.wait_group\S*\s+(\d+);")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 
@@ -46,6 +48,7 @@ class Binary(NamedTuple):
     shared_bytes: int
     local_bytes: int  # stack and spills of a thread
     atomics: int  # instructions
+    pending_register_products: int = 0  # see the function of this name; on Hopper only
 
 
 def compile_launch(kernel: Any, args: tuple[Any, ...], options: Mapping[str, Any], target: str) -> Any:
@@ -86,7 +89,19 @@ def inspect(name: str, target: str, compiled: Any) -> Binary:
     registers, stack, _, local = (int(n) for n in usage.groups())
     sass = _cuobjdump(asm["cubin"], "-sass")
     atomics = len(_ATOMIC_PTX.findall(asm["ptx"])) + len(_ATOMIC_SASS.findall(sass))
-    return Binary(name, target, registers, compiled.metadata.shared, stack + local, atomics)
+    pending = pending_register_products(asm["ptx"])
+    return Binary(name, target, registers, compiled.metadata.shared, stack + local, atomics, pending)
+
+
+def pending_register_products(ptx: str) -> int:
+    """Tensor products of Hopper (wgmma) whose first operand is in registers, where some are left pending.
+
+    Their registers may then be written before the product has read them: by Triton (its issue 9433), or by a
+    ptxas before 13.3. A program that waits for all of them, wait_group 0, is safe.
+    """
+    from_registers = len(_WGMMA_REGISTERS.findall(ptx))
+    pending = any(int(n) for n in _WGMMA_WAIT.findall(ptx))
+    return from_registers if pending else 0
 
 
 def _gcn_number(gcn: str, key: str) -> int:
@@ -118,6 +133,10 @@ def faults(
             lines.append(f"{place}: {b.atomics} atomic instructions; the order of their sums is not fixed")
         if b.local_bytes:
             lines.append(f"{place}: {b.local_bytes} bytes of local memory a thread; registers spill")
+        if b.pending_register_products:
+            lines.append(
+                f"{place}: {b.pending_register_products} products read registers while they are pending"
+            )
         if table is None:
             continue
         recorded = table.get(b.name, {}).get(b.target)

@@ -2,7 +2,8 @@
 
 A turn reads and writes tensors of fixed addresses only, and the host decides nothing in it. So on a GPU the
 launches of a turn are captured in a CUDA graph, one for each number of rows (`bucket`), and replayed. The
-host looks at what was drawn every LOOK_EVERY turns. What a row drew past its end is dropped then.
+host looks at what was drawn every LOOK_EVERY turns, and launches the next turns before it reads a look. What
+a row drew past its end is dropped.
 
 A row that is done, or that pads a bucket, goes on like any other row, but its position stays. A padding row
 has a page of its own. By the law no row changes the bits of another one.
@@ -28,7 +29,8 @@ from ...model.decoder import Decoder
 from .types import DrawParams, RngKey, logit_noise
 
 # Turns between two looks on a GPU. A turn of 64 rows of a 0.6B takes 2 to 3 ms on an H100, and a look costs a
-# wait. A completion that ends between two looks draws up to LOOK_EVERY - 1 tokens in vain.
+# wait. A completion that ends between two looks draws tokens in vain: up to LOOK_EVERY - 1, and LOOK_EVERY in
+# the turns that were launched before its end was read.
 LOOK_EVERY = 8
 # Rows of a graph are a power of two up to this number, and a multiple of it above.
 _ROWS = 64
@@ -50,6 +52,28 @@ class Drawn(NamedTuple):
 
     ids: np.ndarray
     logprobs: np.ndarray  # fp32; NaN where the logits were not finite
+
+
+class Look:
+    """Copies of what rows drew, [turns, n] each, on their way to the host. Later turns may be launched."""
+
+    def __init__(self, ids: torch.Tensor, logprobs: torch.Tensor):
+        self._event: torch.cuda.Event | None = None
+        if ids.is_cuda:
+            self._columns = [
+                torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+                for x in (ids, logprobs)
+            ]
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._columns = [x.to("cpu", copy=True) for x in (ids, logprobs)]
+
+    def read(self) -> Drawn:
+        """Wait for the turns, and for no later ones."""
+        if self._event is not None:
+            self._event.synchronize()
+        return Drawn(*(column.numpy() for column in self._columns))
 
 
 class _Field(IntEnum):
@@ -146,7 +170,7 @@ class DecodeRows:
         self._write(rows, len(rows))
         self.memory.turn.zero_()
         self._draw(len(rows), hidden, self._noise())
-        return self._look(1)
+        return self._look(1).read()
 
     def load(self, rows: Sequence[Row]) -> None:
         """The rows of the next turns."""
@@ -155,8 +179,13 @@ class DecodeRows:
             self._capture(n)
         self._write(rows, n)
 
-    def run(self, turns: int) -> Drawn:
-        """Draw `turns` tokens for each row, at most look_every."""
+    @property
+    def looks_ahead(self) -> int:
+        """Looks whose turns are launched before an earlier look is read, so that a GPU does not wait."""
+        return 1 if self.memory.padded else 0
+
+    def run(self, turns: int) -> Look:
+        """Launch `turns` turns, at most look_every, which draw a token each for each row."""
         n = bucket(len(self._rows)) if self.memory.padded else len(self._rows)
         self.memory.turn.zero_()
         for _ in range(turns):
@@ -180,11 +209,10 @@ class DecodeRows:
         memory.table[:n] = torch.from_numpy(table).to(memory.table.device)
         self._rows, self._turns = list(rows), 0
 
-    def _look(self, turns: int) -> Drawn:
-        """What the rows drew in the last turns. It waits for the GPU."""
-        memory = self.memory
-        columns = (memory.ids, memory.logprobs)
-        return Drawn(*(column[:turns, : len(self._rows)].cpu().numpy() for column in columns))
+    def _look(self, turns: int) -> Look:
+        """What the rows drew in the last turns."""
+        n = len(self._rows)
+        return Look(self.memory.ids[:turns, :n], self.memory.logprobs[:turns, :n])
 
     @property
     def _captured(self) -> bool:

@@ -240,7 +240,6 @@ class _Generation:
 
     def run(self) -> dict[int, Completion]:
         """Draw everything. Returns the completions by the index of their request."""
-        changed = False
         while True:
             started = self._start_samples()
             if not self.running:
@@ -248,13 +247,20 @@ class _Generation:
                     return self.ended
                 assert started, "an empty cache has room for a sample"
                 continue  # all samples ended with their first token
-            changed |= started
-            left = max(sample.tokens_left for sample in self.running)
             with self.sampler.stopwatch.station("time/decode_s"):
-                if changed:
-                    self.decoding.load([sample.row for sample in self.running])
-                drawn = self.decoding.run(min(left, self.decoding.look_every))
-            changed = self._take(self.running, drawn)
+                self.decoding.load([sample.row for sample in self.running])
+                self._draw_until_one_ends()
+
+    def _draw_until_one_ends(self) -> None:
+        """Turns of the running samples. The next ones are launched before the last ones are read."""
+        samples, in_flight = list(self.running), deque()
+        left, ended = max(sample.tokens_left for sample in samples), False
+        while in_flight or not ended:
+            while not ended and left and len(in_flight) <= self.decoding.looks_ahead:
+                turns = min(left, self.decoding.look_every)
+                in_flight.append(self.decoding.run(turns))
+                left -= turns
+            ended |= self._take(samples, in_flight.popleft().read())
 
     def _start_samples(self) -> bool:
         """Start samples in the order of the requests while there is room; returns whether any started."""
@@ -337,15 +343,19 @@ class _Generation:
                 p.last = chunk[-1:].clone()  # the whole pass must not stay in memory
 
     def _take(self, samples: Sequence[_Sample], drawn: Drawn) -> bool:
-        """Give each sample the tokens that it drew; returns whether any sample has ended."""
+        """Give each sample the tokens that it drew; returns whether any sample ended with them."""
+        ended = []
         for i, sample in enumerate(samples):
+            if sample.finish:
+                continue  # it ended in an earlier look
             for ids, logprobs in zip(*drawn, strict=True):
                 if sample.finish:
                     break  # what it drew past its end is dropped
                 if not np.isfinite(logprobs[i]):
                     self._refuse(sample)
                 sample.append(int(ids[i]), float(logprobs[i]))
-        ended = [sample for sample in samples if sample.finish]
+            if sample.finish:
+                ended.append(sample)
         for sample in ended:
             self._end(sample)
         return bool(ended)

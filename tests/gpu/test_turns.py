@@ -56,8 +56,9 @@ def _outside(device: Device) -> set[str]:
 # Where the host begins a call, reads prompts, writes rows, and looks at what they drew.
 AROUND = {
     "engine/rollout/decode.py: DecodeRows.__init__",
-    "engine/rollout/decode.py: DecodeRows._look",
     "engine/rollout/decode.py: DecodeRows._write",
+    "engine/rollout/decode.py: Look.__init__",
+    "engine/rollout/decode.py: Look.read",
     "kernels/upload.py: upload",
     "model/cache.py: BlockCache.allocate",
     "model/cache.py: BlockCache.copy",
@@ -71,7 +72,7 @@ NOISE = "engine/rollout/decode.py: DecodeRows._noise"
 def test_around_the_turns_the_host_waits_where_it_looks_only():
     with gpu() as device:
         generate(model(torch.bfloat16), BOTH)
-    assert device.places("wait") == {"engine/rollout/decode.py: DecodeRows._look"}
+    assert device.places("wait") == {"engine/rollout/decode.py: Look.read"}
     assert _outside(device) <= AROUND
 
 

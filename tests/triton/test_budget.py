@@ -21,18 +21,18 @@ def test_no_count_is_above_the_recorded_one():
     assert rises(recorded, now, PART) == []
 
 
-def test_control_a_launch_for_each_shard_is_found(monkeypatch):
+def test_control_a_launch_for_each_weight_is_found(monkeypatch):
     recorded, launch = {"0.6B": budget("0.6B", layers=2)}, columns_triton.launch
 
-    def for_each_shard(kernel, grid, *args, **options):
+    def for_each_weight(kernel, grid, *args, **options):
         for _ in range(grid[-1]):
             launch(kernel, grid, *args, **options)
 
-    monkeypatch.setattr(columns_triton, "launch", for_each_shard)
+    monkeypatch.setattr(columns_triton, "launch", for_each_weight)
     found = rises(recorded, {"0.6B": budget("0.6B", layers=2)}, PART)
     assert len(found) == 2
     assert found[0].startswith("0.6B, pass: launches (")
-    assert "launches of add_partials" in found[1]
+    assert "launches of add_all_partials" in found[1]
 
 
 def test_control_a_wait_and_an_upload_are_found(monkeypatch):

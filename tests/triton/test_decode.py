@@ -60,6 +60,32 @@ def test_rows_buckets_and_looks_change_no_bit(decoder, prompts, concurrency, loo
     assert bits(rollouts) == expected
 
 
+def test_turns_that_are_launched_before_a_look_is_read_change_no_bit(decoder, monkeypatch):
+    prompts, looks = [[20] * 3, [30, 31]], []
+    read, run = decode.Look.read, DecodeRows.run
+    monkeypatch.setattr(decode, "LOOK_EVERY", 2)
+    monkeypatch.setattr(decode.Look, "read", lambda look: looks.append("read") or read(look))
+    monkeypatch.setattr(DecodeRows, "run", lambda rows, turns: looks.append("run") or run(rows, turns))
+    ahead = bits(complete(NativeSampler(decoder), prompts, params(), RngKey(1, 2)))
+    assert looks[:4] == ["read", "run", "run", "read"]  # the first token, and then two looks in flight
+    monkeypatch.setattr(DecodeRows, "looks_ahead", 0)
+    looks.clear()
+    assert bits(complete(NativeSampler(decoder), prompts, params(), RngKey(1, 2))) == ahead
+    assert looks[:3] == ["read", "run", "read"]
+
+
+def test_control_a_look_that_does_not_copy_shows_later_tokens(decoder, monkeypatch):
+    prompts = [[20] * 3, [30, 31]]
+    monkeypatch.setattr(decode, "LOOK_EVERY", 2)
+    expected = bits(complete(NativeSampler(decoder), prompts, params(), RngKey(1, 2)))
+
+    def shows_the_memory(look, ids, logprobs):
+        look._event, look._columns = None, [ids, logprobs]
+
+    monkeypatch.setattr(decode.Look, "__init__", shows_the_memory)
+    assert bits(complete(NativeSampler(decoder), prompts, params(), RngKey(1, 2))) != expected
+
+
 @pytest.mark.parametrize(
     "sampling_params", [SamplingParams(), SamplingParams(0.7), SamplingParams(1.0, 5, 0.9)]
 )
@@ -74,9 +100,9 @@ def test_the_trainers_logprobs_are_the_samplers(decoder, sampling_params):
 def test_a_row_that_is_done_or_padding_writes_to_its_own_pages_only(decoder):
     memory = DecodeMemory(decoder, rows=3, pages=2, blocks=6)
     pages = [memory.cache.allocate(2) for _ in range(3)]
-    rows = [Row(20 + i, 0, 0, i, 0, pages[i]) for i in range(3)]
+    rows = [Row(20 + i, 0, 0, 11, RngKey(0, 0, sample=i), pages[i]) for i in range(3)]
     turns = DecodeRows(decoder, memory, params(stop=frozenset()), 0, Stream.SAMPLE)
-    turns.start(0, UNPACKED)
+    turns.start(UNPACKED)
     turns.load(rows)
     for _ in range(2):
         turns.run(8)

@@ -21,6 +21,7 @@ from ....kernels.draw import draw_tokens
 from ....kernels.logprob import chunk_rows
 from ....kernels.philox import Stream
 from ....kernels.sampling_params import SamplingParams
+from ....kernels.upload import upload
 from ..types import Request, RngKey, Uniforms
 
 EXTRA = "zerokl"  # the key of our arguments in SamplingParams.extra_args
@@ -58,7 +59,7 @@ class _Row:
 
 
 class KeyedDraw(LogitsProcessor):
-    """Draws every token of every request. Raises FloatingPointError for logits that are no distribution."""
+    """Draws every token of every request."""
 
     @classmethod
     def validate_params(cls, sampling_params: vllm.SamplingParams) -> None:
@@ -107,18 +108,21 @@ class KeyedDraw(LogitsProcessor):
         return logits
 
     def _draw(self, logits: torch.Tensor, rows: list[int], sampling_params: SamplingParams) -> None:
-        """Draw for these rows of logits [n, V], which are in ascending order."""
-        all_rows = len(rows) == logits.shape[0]  # the usual case, which needs no copy
+        """Draw for these rows of logits [n, V], which are in ascending order. Nothing waits for the device.
+
+        The logp of a row whose logits are no distribution is NaN, which KeyedSampler refuses.
+        """
         drawing = [self._rows[row] for row in rows]
-        uniforms = [r.uniforms.at(r.drawn) for r in drawing]
-        u = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)
-        ids, logp = draw_tokens(logits if all_rows else logits[rows], u, sampling_params)
-        bad = (~torch.isfinite(logp)).nonzero()
-        if len(bad):
-            r = drawing[int(bad[0])]
-            raise FloatingPointError(
-                f"sampler: the logits of prompt {r.rng_key.prompt}, sample {r.rng_key.sample}, "
-                f"position {r.drawn} are not finite"
-            )
-        logits[slice(None) if all_rows else rows] = float("-inf")
-        logits[rows, ids] = logp
+        u = torch.tensor([r.uniforms.at(r.drawn) for r in drawing], dtype=torch.float64)
+        u, index = upload(logits.device, u, torch.tensor(rows))
+        if len(rows) == logits.shape[0]:  # the usual case, which needs no copy
+            _leave_only(logits, *draw_tokens(logits, u, sampling_params))
+            return
+        part = logits[index]
+        _leave_only(part, *draw_tokens(part, u, sampling_params))
+        logits.index_copy_(0, index, part)
+
+
+def _leave_only(logits: torch.Tensor, ids: torch.Tensor, logp: torch.Tensor) -> None:
+    """Let logp [n] at ids [n] be the only finite number of each row of logits [n, V]."""
+    logits.fill_(float("-inf")).scatter_(1, ids.unsqueeze(1), logp.to(logits.dtype).unsqueeze(1))

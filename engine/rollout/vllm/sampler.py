@@ -138,7 +138,7 @@ class KeyedSampler:
         """See Sampler.
 
         Raises ValueError for requests that no sampler can serve, and for a completion that was drawn with
-        another version of the weights.
+        another version of the weights. Raises FloatingPointError where logits are not finite.
         """
         import vllm
         from vllm.sampling_params import RequestOutputKind
@@ -178,6 +178,12 @@ class KeyedSampler:
         tokens = tuple(completion.token_ids)
         logprobs = [completion.logprobs[i][token].logprob for i, token in enumerate(tokens)]
         logp = np.array(logprobs, np.float32)
+        if not np.isfinite(logp).all():
+            key = request.rng_key
+            raise FloatingPointError(
+                f"sampler: the logits of prompt {key.prompt}, sample {key.sample}, "
+                f"position {request.drawn + int(np.argmin(np.isfinite(logp)))} are not finite"
+            )
         return Completion(tokens, logp, completion.finish_reason, self.version)
 
     def close(self) -> None:

@@ -1,0 +1,84 @@
+"""Our draw inside vLLM: nothing waits for the device, and what is no distribution is refused on the host."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from zerokl.benchmarks.budget import HostWork
+from zerokl.engine.rollout.types import DrawParams, Request, RngKey, Uniforms
+from zerokl.engine.rollout.vllm.draw import KeyedDraw, _Row
+from zerokl.engine.rollout.vllm.sampler import KeyedSampler
+from zerokl.kernels.launch import recorded_launches
+from zerokl.kernels.sampling_params import SamplingParams
+from zerokl.kernels.tiles import tiles_of_target
+
+from tests.helpers import randn, total_unequal
+
+HOT, COLD = SamplingParams(1.3), SamplingParams(0.7, 10, 0.9)
+
+
+def drawing_of(sampling_params: list[SamplingParams]) -> KeyedDraw:
+    drawing = KeyedDraw(None, torch.device("cpu"), False)
+    drawing._rows = {
+        i: _Row(params, key, 0, Uniforms(key), [])
+        for i, params in enumerate(sampling_params)
+        for key in [RngKey(7, 0, prompt=i)]
+    }
+    return drawing
+
+
+def host_work(sampling_params: list[SamplingParams]) -> HostWork:
+    logits = torch.empty(len(sampling_params), 4096, device="meta")
+    with tiles_of_target("sm_90"), recorded_launches(), HostWork() as host:
+        drawing_of(sampling_params).apply(logits)
+    return host
+
+
+@pytest.mark.parametrize("sampling_params", [[HOT] * 4, [COLD] * 4, [HOT, COLD, HOT, COLD]])
+def test_a_draw_waits_for_nothing(sampling_params):
+    counts = host_work(sampling_params).counts
+    kinds = len(set(sampling_params))
+    assert (counts["waits"], counts["uploads"]) == (0, kinds)
+
+
+def test_control_a_draw_that_looks_at_its_logprobs_waits(monkeypatch):
+    def looks(logits: torch.Tensor) -> torch.Tensor:
+        return apply(logits) if logits.cpu() is not None else logits
+
+    drawing = drawing_of([HOT])
+    apply = drawing.apply
+    with tiles_of_target("sm_90"), recorded_launches(), HostWork() as host:
+        looks(torch.empty(1, 4096, device="meta"))
+    assert host.counts["waits"] == 1
+
+
+def test_rows_of_several_kinds_have_the_draws_of_each_kind_alone():
+    logits = randn(0, 4, 300, scale=3.0)
+    mixed = drawing_of([HOT, COLD, HOT, COLD]).apply(logits.clone())
+    alone = [drawing_of([params] * 4).apply(logits.clone()) for params in (HOT, COLD)]
+    assert total_unequal([mixed[::2], mixed[1::2]], [alone[0][::2], alone[1][1::2]]) == 0
+    assert (mixed.isfinite().sum(dim=1) == 1).all()
+
+
+def _output(logprobs: list[float]) -> Any:
+    completion = SimpleNamespace(
+        token_ids=[3, 4, 5],
+        logprobs=[{t: SimpleNamespace(logprob=x)} for t, x in zip([3, 4, 5], logprobs, strict=True)],
+        finish_reason="length",
+        weight_versions=[SimpleNamespace(version="0")],
+    )
+    return SimpleNamespace(outputs=[completion])
+
+
+def test_logits_that_are_no_distribution_are_refused_when_the_completion_is_read():
+    logits = randn(0, 2, 300)
+    logits[1] = float("nan")
+    processed = drawing_of([HOT] * 2).apply(logits)
+    assert processed[0].isfinite().sum() == 1
+    assert processed[1].isnan().sum() == 1
+    request = Request((1,), RngKey(0, 0, prompt=2, sample=1), DrawParams(HOT, frozenset()), 3, drawn=4)
+    sampler = SimpleNamespace(version=0)
+    assert KeyedSampler._completion(sampler, request, _output([-1.0, -2.0, -3.0])).ids == (3, 4, 5)
+    with pytest.raises(FloatingPointError, match="prompt 2, sample 1, position 5 are not finite"):
+        KeyedSampler._completion(sampler, request, _output([-1.0, float("nan"), -3.0]))
