@@ -118,6 +118,10 @@ class DecodeMemory:
         """Whether this memory is large enough."""
         return rows <= self.table.shape[0] and pages <= self.table.shape[1] and blocks <= self.blocks
 
+    def grown(self, rows: int, pages: int, blocks: int) -> tuple[int, int, int]:
+        """The sizes of a memory that holds what this one holds and so many rows, pages and blocks."""
+        return max(rows, self.table.shape[0]), max(pages, self.table.shape[1]), max(blocks, self.blocks)
+
     @property
     def graph_pool(self) -> tuple[int, int]:
         """The memory that all graphs share: one runs at a time."""

@@ -187,6 +187,10 @@ class NativeSampler:
         # What the limit allowed decides as long as there is a memory. It would change with every tensor else.
         if self._memory is not None and self._memory.holds(samples, pages, max(one, min(self._fit, wanted))):
             return self._memory
+        if (
+            self._memory is not None
+        ):  # calls of two shapes by turns, as training and evaluation, then share it
+            samples, pages, wanted = self._memory.grown(samples, pages, wanted)
         self._memory = None
         self._decoding.clear()
         self._fit = self._fitting_blocks(one, longest)

@@ -77,6 +77,17 @@ def test_larger_prompts_get_new_memory_and_new_graphs():
     assert call.captures == [1, 2, 2, 3]
 
 
+def test_calls_of_two_shapes_by_turns_share_memory_and_graphs():
+    """Few long prompts and many short ones, as training and evaluation ask for: the memory holds both."""
+    with gpu() as device:
+        call = Calls(device)
+        for _ in range(3):
+            call([[20] * 100])
+            call([[i] for i in range(20, 30)])
+    assert call.same_memory == [False, True, True, True, True]
+    assert call.captures[2:] == [call.captures[2]] * 4
+
+
 def test_weights_in_other_memory_get_new_graphs_and_weights_in_place_do_not():
     with gpu() as device:
         call = Calls(device)

@@ -270,6 +270,7 @@ def test_an_altered_observation_is_found(three_turns, config, tmp_path):
     assert fault == "step 0: the between turns are not those whose hash is in the ledger"
 
 
+@pytest.mark.full
 def test_shards_and_micro_batches_of_trajectories_have_one_gradient(three_turns, config, tmp_path):
     weights = {
         train(config(steps=2, **settings), tmp_path / str(i)).weights

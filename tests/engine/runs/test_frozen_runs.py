@@ -116,6 +116,7 @@ def test_how_the_work_is_cut_decides_no_bit(frozen, run, tmp_path, cut_up):
     assert summary.fingerprint == json.loads((run / "summary.json").read_text())["fingerprint"]
 
 
+@pytest.mark.full
 def test_the_same_weights_named_otherwise_are_the_same_run(frozen, run, tmp_path):
     named = {"frozen": (EMBEDDING, "model.layers.0.[!m]*", "*.0.mlp.*", "*.0.mlp.*")}
     summary = train(frozen.model_copy(update=named), tmp_path / "run")
@@ -153,6 +154,7 @@ def moved_model(path: Path, model: Path) -> None:
     file.write_text("\n".join(lines))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [EMBEDDING, "model.layers.0.mlp.up_proj.weight"])
 def test_another_frozen_weight_of_the_model_is_refused_by_name(cut, tmp_path, name):
     moved_model(cut, tmp_path / "model")
@@ -176,6 +178,7 @@ def test_another_frozen_weight_of_the_model_is_refused_by_name(cut, tmp_path, na
         (["model.embd_tokens.*"], "matches no weight of the model; did you mean 'model.embed_tokens.*'"),
     ],
 )
+@pytest.mark.full
 def test_a_run_does_not_go_on_with_other_patterns(cut, patterns, message):
     with pytest.raises(ValueError, match=r"^(resume: |frozen )") as error:
         resume(cut, {"frozen": patterns})
@@ -212,6 +215,7 @@ def test_a_checkpoint_with_another_frozen_weight_is_not_used(run, cut, capsys, n
     ],
     ids=str,
 )
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_samplers_with_weights_of_their_own(config: Callable[..., Config], tmp_path, dtype, separate):
     """The first step's tokens are those of the run that trains all; an exact run compares every bit."""

@@ -88,6 +88,7 @@ COPIES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("settings", COPIES, ids=str)
 def test_the_predicted_weights_are_those_that_a_run_holds(config, model, settings):
     cfg = config(**{"dtype": "bfloat16", **settings})

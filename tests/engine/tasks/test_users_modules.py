@@ -120,6 +120,7 @@ def test_control_without_the_directory_nothing_is_found(directory):
         check_surrogate(LossConfig(surrogate="own_package.bounds:ppo").resolve())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_run_has_a_reward_and_a_surrogate_from_its_tasks_directory(config, tmp_path, directory, workers):
     own = {"task__reward": "own_task:letters", "loss__surrogate": "own_package.bounds:ppo"}
