@@ -1,5 +1,6 @@
 """Our draw inside vLLM: nothing waits for the device, and what is no distribution is refused on the host."""
 
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,21 +8,25 @@ import pytest
 import torch
 from zerokl.benchmarks.budget import HostWork
 from zerokl.engine.rollout.types import DrawParams, Request, RngKey, Uniforms
-from zerokl.engine.rollout.vllm.draw import KeyedDraw, _Row
-from zerokl.engine.rollout.vllm.sampler import KeyedSampler
 from zerokl.kernels.launch import recorded_launches
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.kernels.tiles import tiles_of_target
 
 from tests.helpers import randn, total_unequal
+from tests.triton.vllm_kernels import batch_invariant_module
+
+# vLLM keeps a placeholder of Triton for good, unless it is imported in this way first.
+batch_invariant_module()
+draw = import_module("zerokl.engine.rollout.vllm.draw")
+vllm_sampler = import_module("zerokl.engine.rollout.vllm.sampler")
 
 HOT, COLD = SamplingParams(1.3), SamplingParams(0.7, 10, 0.9)
 
 
-def drawing_of(sampling_params: list[SamplingParams]) -> KeyedDraw:
-    drawing = KeyedDraw(None, torch.device("cpu"), False)
+def drawing_of(sampling_params: list[SamplingParams]) -> draw.KeyedDraw:
+    drawing = draw.KeyedDraw(None, torch.device("cpu"), False)
     drawing._rows = {
-        i: _Row(params, key, 0, Uniforms(key), [])
+        i: draw._Row(params, key, 0, Uniforms(key), [])
         for i, params in enumerate(sampling_params)
         for key in [RngKey(7, 0, prompt=i)]
     }
@@ -79,6 +84,10 @@ def test_logits_that_are_no_distribution_are_refused_when_the_completion_is_read
     assert processed[1].isnan().sum() == 1
     request = Request((1,), RngKey(0, 0, prompt=2, sample=1), DrawParams(HOT, frozenset()), 3, drawn=4)
     sampler = SimpleNamespace(version=0)
-    assert KeyedSampler._completion(sampler, request, _output([-1.0, -2.0, -3.0])).ids == (3, 4, 5)
+    assert vllm_sampler.KeyedSampler._completion(sampler, request, _output([-1.0, -2.0, -3.0])).ids == (
+        3,
+        4,
+        5,
+    )
     with pytest.raises(FloatingPointError, match="prompt 2, sample 1, position 5 are not finite"):
-        KeyedSampler._completion(sampler, request, _output([-1.0, float("nan"), -3.0]))
+        vllm_sampler.KeyedSampler._completion(sampler, request, _output([-1.0, float("nan"), -3.0]))
