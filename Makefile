@@ -57,7 +57,7 @@ test-rest: $(STAMP)
 	$(PYTEST) -n $(JOBS) --rest --durations=15
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m "slow and not proof"
 
 test-proofs: $(STAMP) .venv-vllm/.installed
 	$(BIN)/python -m pytest -m "proof and not vllm"

@@ -19,11 +19,23 @@ def base(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+SETTINGS = {"T=1": {}, "T=0.7": {"sampling.temperature": "0.7"}, "top_p=0.9": {"sampling.top_p": "0.9"}}
+# Each setting and each dtype is in CI; all pairs are a proof.
+IN_CI = {("T=1", "bfloat16"), ("T=0.7", "float32"), ("top_p=0.9", "float32")}
+
+
 @pytest.mark.parametrize(
-    "sampling_params",
-    [{}, {"sampling.temperature": "0.7"}, {"sampling.top_p": "0.9"}],
-    ids=["T=1", "T=0.7", "top_p=0.9"],
+    ("sampling_params", "dtype"),
+    [
+        pytest.param(
+            settings,
+            dtype,
+            marks=() if (name, dtype) in IN_CI else pytest.mark.proof,
+            id=f"{name}-{dtype}",
+        )
+        for name, settings in SETTINGS.items()
+        for dtype in ("float32", "bfloat16")
+    ],
 )
 def test_every_token_of_a_200_step_run_is_bitwise_equal(base, tmp_path, dtype, sampling_params):
     overrides = {f"task.options.{k}": v for k, v in _TASK.items()} | {
