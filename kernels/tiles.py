@@ -1,11 +1,9 @@
 """Tile sizes of the matrix products on a GPU. Nothing is timed at run time.
 
 BLOCK_K is the tile along the reduced dimension. It comes from a committed table (tile_tables.py), which every
-product is given. Tiles along M and N are free, with one exception: BLOCK_M is below 64 only where an H100 was
-seen to give the same bits. On Hopper and later a tile of fewer than 64 rows uses another tensor-core
-instruction (mma.sync) than a larger tile (wgmma, tcgen05). On the H100 both add chunks of 16 along K to one
-fp32 accumulator in ascending order: with row tiles of 16 and of 64, 0 of 19.0 million elements were unequal
-in each of 10 configurations, in bf16 and in fp16 (30 shapes, 1 to 1,000 rows).
+product is given. Tiles along M and N are free, with one exception: BLOCK_M is never below 64. On Hopper and
+later a tile of fewer than 64 rows uses another tensor-core instruction (mma.sync) than a larger tile (wgmma,
+tcgen05).
 
 The tiles of Hopper were chosen by prototypes on an H100 with the same bits: bf16, from a cold L2 cache, in
 parts of cuBLAS's rate. 128 x 256 through TMA: 0.96 to 0.99 with 4,096 rows (128 x 128 with BLOCK_K = 64:
@@ -111,14 +109,9 @@ def matmul_tiles(M: int, N: int, K: int, dtype: torch.dtype, gpu: str, table: Ti
     if dtype == torch.float32:
         return _fitting_tiles(64, 64, bk, dtype, gpu)
     if M <= 64 and gpu == "hopper":
-        # As many bytes of weights and rows in flight as five tiles with BLOCK_K = 128 have.
-        stages = 5 * 128 // bk
-        if M > 32 and N < 4096 and K < 3072:
-            # The 0.6B's o_proj: 64 x 16 would be 64 programs for 132 multiprocessors. Where K is longer, a
-            # prototype was faster with these 64 programs, which read the rows once.
-            return Tiles(16, 32, bk, 4, stages)
         bn = 64 if N >= 6144 else 32 if N >= 4096 else 16
-        return Tiles(64, bn, bk, 4, stages)
+        # As many bytes of weights and rows in flight as five tiles with BLOCK_K = 128 have.
+        return Tiles(64, bn, bk, 4, 5 * 128 // bk)
     return _fitting_tiles(64 if M <= 64 else 128, 128, bk, dtype, gpu)
 
 

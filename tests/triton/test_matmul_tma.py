@@ -127,15 +127,3 @@ def test_the_tile_along_k_is_the_tables(table):
             chosen = [tiles.matmul_tiles(*shape), tiles.tma_matmul_tiles(*shape)]
             chosen = [t for t in chosen if t is not None]
             assert {t.block_k for t in chosen} == {expected}
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_0_6bs_products_of_a_decoding_turn_keep_the_multiprocessors_busy(dtype):
-    programs = {}
-    for N, K in ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)):  # qkv, o, gate_up, down
-        t = tiles.matmul_tiles(64, N, K, dtype, "hopper", DEFAULT_TABLE)
-        programs[N, K] = -(-64 // t.block_m) * -(-N // t.block_n)
-    # For down, a prototype on an H100 was faster with 64 programs.
-    assert programs == {(4096, 1024): 128, (1024, 2048): 128, (6144, 1024): 96, (1024, 3072): 64}
-    # Fewer rows would be fewer programs with short row tiles.
-    assert tiles.matmul_tiles(32, 1024, 2048, dtype, "hopper", DEFAULT_TABLE).block_m == 64
