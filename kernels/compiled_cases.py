@@ -203,7 +203,7 @@ def _products_of_many_rows(dtype: torch.dtype) -> Iterator[Case]:
 
 def _decoding_of_wide_outputs(dtype: torch.dtype) -> Iterator[Case]:
     """Products of few rows, whose tiles on Hopper depend on the outputs, on K and on the rows."""
-    for rows, K in ((32, 1024), (64, 3072)):  # 64 x 16; other launches of 2048 outputs have 16 x 32
+    for rows, K in ((32, 1024), (64, 3072)):
         x, w = _meta(dtype, rows, K), _meta(dtype, 2048, K)
         yield f"linear {_name(dtype)} decode, {rows} rows, K {K}", lambda x=x, w=w: matmul(x, w)
     for N in (4096, 8192):
