@@ -22,7 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.tools.tensor_descriptor import TensorDescriptor
-from zerokl.benchmarks.machine import SHAPES, model_config
+from zerokl.benchmarks.machine import SHAPES, shape_config
 from zerokl.engine.loss.config import LossConfig
 from zerokl.engine.parallel.gradient import ShardSum
 from zerokl.engine.rollout.decode import DecodeMemory, DecodeRows, Row
@@ -116,18 +116,7 @@ def counted(work: Callable[[], object]) -> Counts:
 
 def decoder_of(name: str, layers: int = 0) -> Decoder:
     """A decoder of a shape of machine.SHAPES in bf16 on the meta device; layers: 0 is all."""
-    D, inner, all_layers, heads, kv_heads, head_dim = SHAPES[name]
-    config = model_config(
-        "Qwen3",
-        D,
-        inner,
-        heads,
-        kv_heads,
-        head_dim,
-        layers=layers or all_layers,
-        vocab=VOCABULARY,
-        tied=TIED[name],
-    )
+    config = shape_config(SHAPES[name], VOCABULARY, layers, TIED[name])
     layout = Layout(config)
     return Decoder(config, torch.zeros(layout.numel, dtype=torch.bfloat16, device="meta"), layout)
 

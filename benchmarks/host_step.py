@@ -22,7 +22,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from zerokl.benchmarks.machine import SHAPES, model_config
+from zerokl.benchmarks.machine import SHAPES, shape_config
 from zerokl.engine.parallel.process_group import ALONE
 from zerokl.model.weights import FLAT_TILE, Layout
 
@@ -75,9 +75,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=31)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    D, inner, layers, heads, kv_heads, head_dim = SHAPES["0.6B"]
-    sizes = (D, inner, heads, kv_heads, head_dim)
-    layout = Layout(model_config("Qwen3", *sizes, layers=layers, vocab=VOCABULARY))
+    layout = Layout(shape_config(SHAPES["0.6B"], VOCABULARY))
     packages = {"this version": "zerokl"}
     if options.beside:
         packages["beside it"] = _package(options.beside)

@@ -89,15 +89,20 @@ class Machine:
         self, name: str, layers: int, vocab: int, dtype: torch.dtype, numerics: Numerics = COMPUTE
     ) -> Decoder:
         """A Qwen3 with the widths of shape `name` and random weights."""
-        D, inner, _, heads, kv_heads, head_dim = self.shapes[name]
-        config = model_config("Qwen3", D, inner, heads, kv_heads, head_dim, layers=layers, vocab=vocab)
+        config = shape_config(self.shapes[name], vocab, layers)
         layout = Layout(config)
         torch.manual_seed(0)
-        flat = torch.randn(layout.numel, device=self.device) * D**-0.5
+        flat = torch.randn(layout.numel, device=self.device) * config.hidden_size**-0.5
         for view in layout.views(flat).values():
             if view.dim() == 1:
                 view.fill_(1.0)
         return Decoder(config, flat.to(dtype), layout, numerics)
+
+
+def shape_config(shape: tuple[int, ...], vocab: int, layers: int = 0, tied: bool = True) -> ModelConfig:
+    """The configuration of a Qwen3 with the widths of a shape of SHAPES. layers: 0 is all of the shape's."""
+    D, inner, all_layers, *heads = shape
+    return model_config("Qwen3", D, inner, *heads, layers=layers or all_layers, vocab=vocab, tied=tied)
 
 
 def model_config(

@@ -16,7 +16,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from zerokl.benchmarks.machine import SHAPES, model_config
+from zerokl.benchmarks.machine import SHAPES, shape_config
 from zerokl.model.config import ModelConfig
 from zerokl.model.operation import Equation, Work
 from zerokl.model.operations import OPERATIONS, layer_bytes_per_token
@@ -104,8 +104,7 @@ def main() -> None:
     parser.add_argument("--launch_us", type=float, default=14.0, help="host time of a launch")
     args = parser.parse_args()
     budget = json.loads(args.budget.read_text())["0.6B"]
-    hidden, inner, layers, heads, kv_heads, head_dim = SHAPES["0.6B"]
-    c = model_config("Qwen3", hidden, inner, heads, kv_heads, head_dim, layers=layers, vocab=VOCABULARY)
+    c = shape_config(SHAPES["0.6B"], VOCABULARY)
     rows = parts(c, budget, args.launch_us * 1e-6)
     print(f"{'part':<34}{'GPU ms':>9}{'host ms':>9}{'ms':>9}")
     for part in rows:

@@ -16,24 +16,24 @@ _FINISHES = ("stop", "length")
 
 
 def pack_completions(completions: Sequence[Completion]) -> list[torch.Tensor]:
-    """Completions as tensors: ids [C] int32, logprobs [C] fp32, and of each completion [n, 3] int64.
+    """Completions as tensors: ids [C] int32, the logprobs (pack_scores), and of each [n, 2] int64.
 
-    These three are its length, its finish and its version.
+    These two are its finish and its version.
     """
-    rows = [(len(c.ids), _FINISHES.index(c.finish), c.weight_version) for c in completions]
-    ids = np.fromiter((i for c in completions for i in c.ids), np.int32, sum(len(c.ids) for c in completions))
-    parts = [torch.from_numpy(ids), *pack_scores([c.logprobs for c in completions])[:1]]
-    return [*parts, torch.tensor(rows, dtype=torch.int64).reshape(-1, 3)]
+    ids = torch.tensor([i for c in completions for i in c.ids], dtype=torch.int32)
+    ends = [(_FINISHES.index(c.finish), c.weight_version) for c in completions]
+    scores = pack_scores([c.logprobs for c in completions])
+    return [ids, *scores, torch.tensor(ends, dtype=torch.int64).reshape(-1, 2)]
 
 
 def unpack_completions(tensors: Sequence[torch.Tensor]) -> list[Completion]:
     """The completions that pack_completions was given."""
-    ids, logprobs, rows = tensors
-    lengths = rows[:, 0]
-    parts = zip(ids.split(lengths.tolist()), unpack_scores((logprobs, lengths)), rows.tolist(), strict=True)
+    ids, *scores, ends = tensors
+    logprobs = unpack_scores(scores)
+    parts = zip(ids.split([len(logp) for logp in logprobs]), logprobs, ends.tolist(), strict=True)
     return [
-        Completion(tuple(ids.tolist()), logp, _FINISHES[finish], version)
-        for ids, logp, (_, finish, version) in parts
+        Completion(tuple(own_ids.tolist()), logp, _FINISHES[finish], version)
+        for own_ids, logp, (finish, version) in parts
     ]
 
 

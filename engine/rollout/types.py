@@ -104,7 +104,6 @@ class GenerationParams:
     num_generations: int
     max_tokens: int  # completion tokens at most, the stop token included
     stop_ids: frozenset[int]
-    logit_noise: float = 0.0
 
     def requests(self, prompts: Iterable[Sequence[int]], rng_key: RngKey) -> list[Request]:
         """P prompts x G requests, prompt by prompt.
@@ -119,7 +118,7 @@ class GenerationParams:
                 "must be at least 1"
             )
         check_room(len(prompts) * self.num_generations, self.max_tokens)
-        draw_params = DrawParams(self.sampling_params, self.stop_ids, self.logit_noise)
+        draw_params = DrawParams(self.sampling_params, self.stop_ids)
         return [
             Request(ids, replace(rng_key, prompt=rng_key.prompt + p, sample=s), draw_params, self.max_tokens)
             for p, ids in enumerate(prompts)

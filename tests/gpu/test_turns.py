@@ -1,12 +1,13 @@
 """Decoding turns of the native sampler on a fake GPU: the host does nothing inside a captured turn."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 import torch
 from zerokl.engine.rollout import decode
 from zerokl.engine.rollout.native import NativeSampler
-from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
+from zerokl.engine.rollout.types import GenerationParams, RngKey
 from zerokl.kernels import draw, truncation
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.kernels.tile_tables import TileTable
@@ -31,8 +32,9 @@ PROMPTS = [[20] * 40, [30, 31]]
 
 
 def generate(decoder: Decoder, sampling_params: SamplingParams = ALL, noise: float = 0.0) -> None:
-    params = GenerationParams(sampling_params, 2, 11, frozenset({1, 2}), noise)
-    complete(NativeSampler(decoder), PROMPTS, params, RngKey(1, 2))
+    requests = GenerationParams(sampling_params, 2, 11, frozenset({1, 2})).requests(PROMPTS, RngKey(1, 2))
+    draw_params = requests[0].draw_params._replace(logit_noise=noise)
+    NativeSampler(decoder).generate([replace(request, draw_params=draw_params) for request in requests])
 
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_80"])
