@@ -13,7 +13,6 @@ or Liger-Kernel is left out with a line where it is not installed.
 
 import argparse
 import importlib
-import os
 import sys
 
 import torch
@@ -48,7 +47,6 @@ def main() -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         print("device: torch finds no CUDA GPU here; --device cpu --small checks this code", file=sys.stderr)
         return 2
-    os.environ.update(KERNEL_VARIABLES)  # vLLM reads them when it is imported
     m = Machine(args.device, args.small)
     report = new_report(args.part, m.device, measures=m.on_gpu and not m.small)
     _run_sections(m, args.part, report)
@@ -73,6 +71,7 @@ def _run_sections(m: Machine, part: str, report: Report) -> None:
             report.left_out.append(name)
             continue
         command = module_command(m, "device.section", PARTS[part], name, end_s=m.left_s() - _TO_REPORT_S)
+        # vLLM reads the variables when it is imported.
         for _, row in rows_of(m, {name: command}, m.left_s(), variables=KERNEL_VARIABLES):
             report.rows.append({"section": name} | row)
             print(f"{m.elapsed_s():6.1f} s  {row['what']}", flush=True)

@@ -126,7 +126,9 @@ def planted(monkeypatch, tmp_path) -> None:
 
 
 def test_a_section_that_differs_turns_the_part_red_and_one_that_fails_is_named(planted, capsys):
+    environment = dict(os.environ)
     assert device.main() == 1
+    assert dict(os.environ) == environment, "the variables of vLLM's kernels are a section's"
     lines = capsys.readouterr().out.splitlines()
     assert any(re.search(r"^three +ours_ms 1\.25$", line) for line in lines)
     assert any(re.search(r"^five +left True  kernels 1$", line) for line in lines), "those after them run"

@@ -204,7 +204,7 @@ def test_batch_invariance_is_refused_where_vllm_was_imported_without_it(
     installed, monkeypatch: pytest.MonkeyPatch
 ):
     installed(vllm="0.32.0")
-    environment = dict(os.environ)
+    environment = {name: value for name, value in os.environ.items() if name not in exact.ENVIRONMENT}
     monkeypatch.setattr(os, "environ", environment)
     exact.refuse_after_exact()
     monkeypatch.setitem(sys.modules, exact._READER, None)
