@@ -51,7 +51,7 @@ def main() -> None:
             with closing(make_state(config, model, task, processes)) as state:
                 train_step(state)
                 for _ in range(turns):
-                    for side, state.reward in sides.items():
+                    for side, state.player.reward in sides.items():
                         began_s = time.perf_counter()
                         metrics = train_step(state).metrics
                         steps_s[side].append(time.perf_counter() - began_s)

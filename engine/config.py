@@ -73,6 +73,27 @@ class TaskConfig(Section):
         )
 
 
+class EnvironmentConfig(Section):
+    """Trajectories of many turns. Only a task that has an environment takes it."""
+
+    max_turns: int = Field(8, ge=1, le=10_000)
+    """Turns of a trajectory at most; in a game, of each player."""
+    max_tokens: int = Field(0, ge=0)
+    """Drawn tokens of a trajectory at most; 0 is as many as max_turns turns of sampling.max_tokens have."""
+    context: int = Field(0, ge=0)
+    """All tokens of a trajectory at most, those that nobody drew included; 0 is the model's context."""
+    render: Literal["template", "append"] = "template"
+    """How a later content is put into the chat template. template refuses a template that writes earlier
+    turns in another way, or drops their thoughts; append keeps all turns as they were drawn.
+    """
+    processes: int = Field(0, ge=0, le=256)
+    """Processes that play environments; 0 is one for each core, 16 at most. It changes no bit."""
+    timeout_s: float = Field(60.0, gt=0, le=1e6)
+    """Seconds that an environment may take to answer one turn. A trajectory that takes longer ends."""
+    memory_bytes: int = Field(0, ge=0)
+    """Bytes of memory that each of these processes may ask for; 0 is half of the machine's memory."""
+
+
 class SamplingConfig(Section):
     """How completions are drawn."""
 
@@ -83,7 +104,7 @@ class SamplingConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     """Keep the most likely tokens until their probabilities together reach this; 1 keeps all."""
     max_tokens: int = Field(16, ge=1)
-    """Tokens of a completion at most, the end-of-sequence token included."""
+    """Tokens of a completion, or of a turn, at most, the end-of-sequence token included."""
 
     @property
     def sampling_params(self) -> SamplingParams:
@@ -232,7 +253,7 @@ class Config(Section):
     steps: int = Field(100, ge=1)
     """Training steps."""
     prompts: int = Field(16, ge=1)
-    """Prompts of a step (P)."""
+    """Prompts of a step (P). A game of n players has n of them."""
     num_generations: int = Field(8, ge=1)
     """Completions of each prompt (G)."""
     micro_batch: int = Field(0, ge=0)
@@ -274,6 +295,7 @@ class Config(Section):
     """
 
     task: TaskConfig = TaskConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     sampling: SamplingConfig = SamplingConfig()
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -12,14 +12,14 @@ from ..kernels.sampling_params import SamplingParams
 from ..model.checkpoint import DTYPES, load_decoder, resolve_model
 from ..model.config import ModelConfig
 from ..model.scoring import logprobs, pack
-from .config import TaskConfig
+from .config import EnvironmentConfig, TaskConfig
 from .precision import full_dtype
-from .rollout.evaluate import Evaluation, evaluate
+from .rollout.episodes import Episodes
 from .rollout.native import NativeSampler
+from .rollout.players import make_player, open_judge, turn_limits
 from .rollout.types import GenerationParams, RngKey, Rollout, complete
 from .tasks.loading import load_task, problems_of
 from .tasks.perfectible import task_of
-from .tasks.rewards import open_reward
 from .tasks.tokenizer import Tokenizer
 
 
@@ -85,11 +85,13 @@ class Policy:
         temperature: float = 0.0,
         max_tokens: int = 32,
         seed: int = 0,
-    ) -> Evaluation:
+        environment: EnvironmentConfig | None = None,
+    ) -> Episodes:
         """Rewards [P, G] on a split of a task.
 
         Without task.options, a model that `zerokl init` made for the task, or that was trained on it, brings
-        its options along.
+        its options along. max_tokens: of a completion, or of a turn. environment: how the trajectories of a
+        task with an environment are played.
         """
         options = dict(task.options)
         if not options and (model_task := task_of(self.folder)) and model_task["task"] == task.name:
@@ -102,15 +104,23 @@ class Policy:
         chosen = problems_of(loaded_task, task.name, split, task.directory)[:problems]
         if not chosen:
             raise ValueError(f"task {task.name}: the split {split} has no problems")
-        ids = self.tokenizer.encode_problems(chosen, loaded_task.chat)
         rng_key = RngKey(seed, 0, Stream.EVALUATE)
         generation_params = GenerationParams(
             SamplingParams(temperature), num_generations, max_tokens, self.tokenizer.stop_ids
         )
-        settings = task.model_copy(update={"options": options}).reward_settings
-        with open_reward(loaded_task, settings) as reward:
-            reward.check_answers(chosen)
-            return evaluate(self.sampler, self.tokenizer, chosen, ids, reward, generation_params, rng_key)
+        task = task.model_copy(update={"options": options})
+        environment = environment or EnvironmentConfig()
+        context = self.decoder.config.max_positions
+        with open_judge(loaded_task, task, environment) as judge:
+            player = make_player(
+                loaded_task,
+                judge,
+                self.tokenizer,
+                turn_limits(environment, max_tokens, context),
+                environment.render,
+            )
+            player.check(chosen, max_tokens, context)
+            return player.play(self.sampler, chosen, generation_params, rng_key)
 
 
 def load_policy(model: str, dtype: str = "float32", device: str = "auto") -> Policy:

@@ -5,7 +5,7 @@ mismatch of a step follow from these.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,11 @@ import torch
 from ...files.reading import json_number, shown
 from ...verify.ledger import Line, digest
 from ...verify.mismatch import mismatch_metrics
+from ..rollout.episodes import Episodes, is_trained
 from ..rollout.types import Rollout
-from ..train.collect import RolloutBatch
+from ..tasks.environment import CONTEXT, TOKENS
 from ..train.metrics import rollout_metrics
-from ..train.recorder import hash_rewards, hash_rollouts
+from ..train.recorder import hash_ends, hash_rewards, hash_rollouts
 from ..train.state import TrainState
 
 
@@ -27,21 +28,30 @@ class LoggedStep:
     """The lines of one step, and what they hold."""
 
     lines: list[dict[str, Any]]  # [P G]
-    rollouts: list[Rollout]  # [P G]
-    rewards: np.ndarray  # [P, G]
+    episodes: Episodes  # P prompts x G generations, without their problems
     advantages: np.ndarray  # [P, G]
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """[P G]"""
+        return self.episodes.rollouts
 
 
 def read_step(lines: Sequence[dict[str, Any]], G: int) -> LoggedStep:
     """The lines of one step. Raises ValueError for a line that is no rollout."""
-    rewards = [_float(line, "reward") for line in lines]
-    advantages = [_float(line, "advantage") for line in lines]
-    return LoggedStep(
-        list(lines),
-        [_rollout(line, i, G) for i, line in enumerate(lines)],
-        np.array(rewards, np.float64).reshape(-1, G),
-        np.array(advantages, np.float64).reshape(-1, G),
-    )
+    rewards = np.array([_float(line, "reward") for line in lines], np.float64).reshape(-1, G)
+    advantages = np.array([_float(line, "advantage") for line in lines], np.float64).reshape(-1, G)
+    rollouts = [_rollout(line, i, G) for i, line in enumerate(lines)]
+    texts = [[line["text"] for line in lines[p * G : (p + 1) * G]] for p in range(len(rewards))]
+    turn_rewards = [_turn_rewards(line) for line in lines] if "turn_rewards" in lines[0] else None
+    return LoggedStep(list(lines), Episodes([], rollouts, texts, rewards, False, turn_rewards), advantages)
+
+
+def _turn_rewards(line: dict[str, Any]) -> list[float]:
+    rewards = line.get("turn_rewards")
+    if not isinstance(rewards, list) or not all(type(r) is float for r in rewards):
+        raise ValueError("turn_rewards is no list of numbers")
+    return rewards
 
 
 def _rollout(line: dict[str, Any], index: int, G: int) -> Rollout:
@@ -89,7 +99,8 @@ def _ids(line: dict[str, Any], name: str) -> tuple[int, ...]:
 
 def rollouts_fault(step: LoggedStep, line: Line) -> str | None:
     """The first quantity whose hash is not the one in the step's line of the ledger; None if all are."""
-    hashes = hash_rollouts(step.rollouts) | hash_rewards(step.rewards, step.advantages)
+    rewards = hash_rewards(step.episodes.rewards, step.advantages)
+    hashes = hash_rollouts(step.rollouts) | hash_ends(step.episodes) | rewards
     wrong = next((name for name, value in hashes.items() if line.quantities.get(name) != value), None)
     return (
         wrong and f"step {line.step}: the {wrong.replace('_', ' ')} are not those whose hash is in the ledger"
@@ -103,12 +114,10 @@ def metrics_fault(
 
     older_weights: the mismatch is not that of the log-probabilities in the ledger.
     """
-    P, G = step.rewards.shape
-    texts = [[step.lines[p * G + g]["text"] for g in range(G)] for p in range(P)]
-    batch = RolloutBatch([], step.rollouts, texts, step.rewards, 0)
-    lengths = [len(r.logprobs) for r in step.rollouts]
-    derived = rollout_metrics(batch) | {"tokens": sum(lengths)}
-    sampled = np.concatenate([r.logprobs for r in step.rollouts])
+    trained = [r for r in step.rollouts if is_trained(r)]
+    lengths = [len(r.logprobs) for r in trained]
+    derived = rollout_metrics(step.episodes) | {"tokens": sum(lengths)}
+    sampled = np.concatenate([r.logprobs for r in trained])
     if not older_weights and digest(torch.from_numpy(sampled)) == line.quantities.get("trainer_logprobs"):
         derived |= mismatch_metrics(sampled, sampled, lengths)
     wrong = next((k for k, v in derived.items() if json.dumps(metrics.get(k)) != json.dumps(v)), None)
@@ -121,13 +130,20 @@ def texts_fault(step: LoggedStep, state: TrainState) -> str | None:
     for line, rollout in zip(step.lines, step.rollouts, strict=True):
         place = f"prompt {rollout.prompt}, sample {rollout.sample}"
         problem = problems.get(line.get("problem"))
-        ended = rollout.completion_ids[-1] in state.tokenizer.stop_ids
         expected = {
             "prompt_text": problem and problem.prompt,
             "text": state.tokenizer.decode(rollout.completion_ids),
-            "finish": "stop" if ended else "length",
+            "finish": _finish(rollout, "turn_rewards" in line, state.tokenizer.stop_ids),
         }
         wrong = next((name for name, value in expected.items() if line.get(name) != value), None)
         if wrong:
             return f"{place}: {wrong} is {shown(line.get(wrong))}, which does not follow from the tokens"
     return None
+
+
+def _finish(rollout: Rollout, of_environment: bool, stop_ids: Collection[int]) -> str:
+    """How a rollout ended, as far as its last token says. In an environment only a cut turn does."""
+    ended = not rollout.turns or rollout.ids[-1] in stop_ids
+    if of_environment:
+        return rollout.finish if ended or rollout.finish in (TOKENS, CONTEXT) else TOKENS
+    return "stop" if ended else "length"

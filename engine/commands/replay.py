@@ -10,6 +10,7 @@ from ...verify.divergence import Divergence, compare_heads, compare_lines, open_
 from ...verify.ledger import LedgerFile, Line
 from ..display.terminal import console
 from ..parallel.workers import use_threads
+from ..rollout.players import open_judge
 from ..runs.base_model import base_model
 from ..runs.checkpoints import (
     Checkpoint,
@@ -22,7 +23,6 @@ from ..runs.ledger_head import run_head
 from ..runs.resume import run_config
 from ..runs.setup import make_state
 from ..tasks.loading import load_task
-from ..tasks.rewards import open_reward
 from ..train.recorder import Recorder
 from ..train.state import StepRecord, TrainState
 from ..train.step import train_step
@@ -63,10 +63,11 @@ class Replayer:
             use_threads(self.config.threads)
         self.task = load_task(self.config.task.name, self.config.task.options, self.config.task.directory)
         with ExitStack() as on_failure:
-            settings = self.config.task.reward_settings
-            reward = on_failure.enter_context(open_reward(self.task, settings, console.print))
+            judge = on_failure.enter_context(
+                open_judge(self.task, self.config.task, self.config.environment, console.print)
+            )
             self.model = base_model(self.config, path)
-            self.state: TrainState = make_state(self.config, self.model, self.task, reward)
+            self.state: TrainState = make_state(self.config, self.model, self.task, judge)
             self._open = on_failure.pop_all()
         self._first_weights = self.state.optimizer.whole_master().clone()
         self._head = run_head(self.state, {"workers in use": self.state.parallel.n})

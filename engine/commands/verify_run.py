@@ -276,7 +276,7 @@ def _logged_fault(run: _Run, record: StepRecord, again: Line) -> str | None:
 
     record: with the metrics of the step's evaluations. again: its line of the ledger.
     """
-    step, (P, G) = record.metrics["step"], record.rewards.shape
+    step, (P, G) = record.metrics["step"], record.episodes.rewards.shape
     if (logged := run.rollouts.get(step)) is not None:
         lines = [rollout_line(record, p, g, G) for p in range(P) for g in range(G)]
         for was, now in zip(logged.lines, lines, strict=True):

@@ -40,13 +40,19 @@ from .corrections import CORRECTIONS
 from .surrogates import SURROGATES, Surrogate, with_detached
 
 
-def sequence_weights(lengths: Sequence[int], loss_agg_mode: LossAggMode, max_tokens: int) -> list[float]:
-    """w_i of each sequence of the step, in fp64. lengths [P G] in completion tokens."""
+def sequence_weights(
+    lengths: Sequence[int], loss_agg_mode: LossAggMode, max_tokens: int, sequences: int = 0
+) -> list[float]:
+    """w_i of each sequence that is trained on, in fp64. lengths: their drawn tokens.
+
+    sequences: all of the step, P G, where others are not trained on.
+    """
+    sequences = sequences or len(lengths)
     if loss_agg_mode == "constant":
-        return [1.0 / (len(lengths) * max_tokens)] * len(lengths)
+        return [1.0 / (sequences * max_tokens)] * len(lengths)
     if loss_agg_mode == "tokens":
         return [1.0 / sum(lengths)] * len(lengths)
-    return [1.0 / (len(lengths) * n) for n in lengths]
+    return [1.0 / (sequences * n) for n in lengths]
 
 
 class _Known(torch.autograd.Function):

@@ -7,7 +7,7 @@
               lambda for a solved sample, min(0, lambda) for another sample
     KL        - kl_coef times the sum over the completion of the estimator of KL(policy || reference)
 
-Shapes: rewards [P, G] fp64; lengths [P, G] completion tokens.
+Shapes: rewards [P, G] fp64; lengths [P, G] drawn tokens.
 """
 
 import math
@@ -22,33 +22,37 @@ from .policy_loss import kl_terms
 
 def shaped_rewards(
     rewards: np.ndarray,
-    lengths: Sequence[int],
+    lengths: np.ndarray,
     cfg: LossConfig,
     max_tokens: int,
-    logprobs: Sequence[np.ndarray] = (),
-    ref_logprobs: Sequence[np.ndarray] | None = None,
+    trained: np.ndarray | None = None,
+    kl: np.ndarray | None = None,
 ) -> np.ndarray:
     """Rewards [P, G] with everything that a resolved `cfg` asks for.
 
-    lengths, logprobs and ref_logprobs have an entry for each completion, in canonical order. logprobs are the
-    sampler's [C], ref_logprobs the reference's [C].
+    max_tokens: that a sample can have. trained: which samples are trained on, bool; all where it is None. kl: of each sample
+    (completion_kl), where the run has a reference. lengths, trained and kl are [P, G].
     """
-    shaped, tokens = rewards.copy(), np.reshape(lengths, rewards.shape)
+    shaped, trained = rewards.copy(), np.ones(rewards.shape, bool) if trained is None else trained
     if cfg.overlong_share:
         buffer = cfg.overlong_share * max_tokens
-        shaped += np.minimum(0.0, (max_tokens - buffer - tokens) / buffer)
+        shaped += np.minimum(0.0, (max_tokens - buffer - lengths) / buffer)
     if cfg.length_reward:
-        shaped += cfg.length_reward * length_rewards(rewards, tokens)
-    if ref_logprobs is not None and cfg.kl_in == "reward":
-        shaped -= cfg.kl_coef * completion_kl(logprobs, ref_logprobs, cfg).reshape(rewards.shape)
+        shaped += cfg.length_reward * length_rewards(rewards, lengths, trained)
+    if kl is not None and cfg.kl_in == "reward":
+        shaped -= cfg.kl_coef * kl
     return shaped
 
 
-def length_rewards(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Kimi's length reward [P, G], from -1/2 to 1/2. A sample is solved when its reward is 1 or more."""
-    shortest, longest = lengths.min(axis=1, keepdims=True), lengths.max(axis=1, keepdims=True)
+def length_rewards(rewards: np.ndarray, lengths: np.ndarray, trained: np.ndarray) -> np.ndarray:
+    """Kimi's length reward [P, G], from -1/2 to 1/2. A sample is solved when its reward is 1 or more.
+
+    Samples that are not trained on count in no group.
+    """
+    low, high = np.where(trained, lengths, np.inf), np.where(trained, lengths, -np.inf)
+    shortest, longest = low.min(axis=1, keepdims=True), high.max(axis=1, keepdims=True)
     scale = 0.5 - (lengths - shortest) / np.maximum(longest - shortest, 1)
-    return np.where(longest == shortest, 0.0, np.where(rewards >= 1.0, scale, np.minimum(0.0, scale)))
+    return np.where(longest <= shortest, 0.0, np.where(rewards >= 1.0, scale, np.minimum(0.0, scale)))
 
 
 def completion_kl(

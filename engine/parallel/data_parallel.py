@@ -1,4 +1,4 @@
-"""Workers, sampler, scorer and reward of one rank among several.
+"""Workers, sampler, scorer, reward and environments of one rank among several.
 
 Each rank does its own part of the work, and every rank gets the results of all.
 """
@@ -12,6 +12,7 @@ import torch
 
 from ...kernels.sampling_params import SamplingParams
 from ..rollout.types import Completion, Request, Rollout, Sampler
+from ..tasks.environments import Answer, Environments, Failure, Game
 from ..tasks.problem import Problem
 from ..tasks.rewards import Reward
 from .exchange import pack_completions, pack_scores, unpack_completions, unpack_scores
@@ -139,3 +140,29 @@ class RankedReward:
 
     def check_answers(self, problems: Sequence[Problem]) -> None:
         self._ranks.from_first(lambda: self._reward.check_answers(problems))
+
+
+class RankedEnvironments:
+    """Environments that rank 0 plays; every rank gets their answers."""
+
+    def __init__(self, opened: Callable[[], Environments], ranks: Ranks):
+        """opened: makes them, in rank 0 alone. Raises in every rank what it raises there."""
+        self._ranks, self._environments = ranks, None
+
+        def open_here() -> tuple[int, bool, list | None]:
+            self._environments = opened()
+            return self._environments.players, self._environments.binary, self._environments.tools
+
+        self.players, self.binary, self.tools = ranks.from_first(open_here)
+
+    def answer(self, games: Sequence[Game]) -> list[Answer | Failure]:
+        def answer_here() -> tuple[list[Answer | Failure], list[str]]:
+            return self._environments.answer(games), [game.history for game in games]
+
+        answers, histories = self._ranks.from_first(answer_here)
+        for game, history in zip(games, histories, strict=True):
+            game.history = history
+        return answers
+
+    def close_games(self) -> None:
+        self._ranks.from_first(lambda: self._environments.close_games())

@@ -131,7 +131,8 @@ class Rollout:
     """A trajectory: ids, and which of them were drawn. prompt and sample are its indices in the step, [P, G].
 
     The first ids are the prompt. Drawn tokens follow, and between two turns ids that nobody drew may stand,
-    such as the result of a tool. The last token is a drawn one.
+    such as the result of a tool. The last token is a drawn one. Where an environment ended a trajectory
+    before its first turn, nothing was drawn, and there may be no id.
     """
 
     prompt: int
@@ -140,7 +141,8 @@ class Rollout:
     drawn: np.ndarray  # [T] bool
     logprobs: np.ndarray  # [C] fp32, of the drawn tokens (see Completion)
     turn_starts: tuple[int, ...]  # for each turn the place of its first drawn token in ids
-    finish: str  # of the last turn, "stop" or "length"
+    # "stop" or "length"; in an environment how the trajectory ended (tasks/environment.py)
+    finish: str
     weight_version: int
 
     @classmethod
@@ -193,23 +195,27 @@ class Rollout:
 
     @property
     def turns(self) -> int:
-        """The number of turns, at least 1."""
+        """The number of turns; 0 where nothing was drawn."""
         return len(self.turn_starts)
+
+    @property
+    def _prompt_end(self) -> int:
+        return self.turn_starts[0] if self.turn_starts else len(self.ids)
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
         """The ids before the first drawn token."""
-        return self.ids[: self.turn_starts[0]]
+        return self.ids[: self._prompt_end]
 
     @property
     def completion_ids(self) -> tuple[int, ...]:
         """The ids after the prompt. With several turns, tokens that nobody drew are among them."""
-        return self.ids[self.turn_starts[0] :]
+        return self.ids[self._prompt_end :]
 
     @property
     def mask(self) -> np.ndarray:
         """Which of completion_ids were drawn, bool."""
-        return self.drawn[self.turn_starts[0] :]
+        return self.drawn[self._prompt_end :]
 
     @property
     def drawn_ids(self) -> tuple[int, ...]:

@@ -3,13 +3,12 @@
 from ...files.reading import shown
 from ...kernels.philox import Stream
 from ..config import Config
-from ..rollout.evaluate import Evaluation, evaluate
+from ..rollout.episodes import Episodes
 from ..rollout.types import GenerationParams, RngKey
 from ..tasks.base import Task
 from ..tasks.loading import problems_of
 from ..train.state import TrainState
 from .held_out import ACCURACY, BASE_REWARD, MEAN_REWARD
-from .setup import check_prompt_lengths
 
 
 class HeldOut:
@@ -25,9 +24,7 @@ class HeldOut:
         problems = problems_of(task, config.task.name, "held_out", config.task.directory)
         problems = problems[: config.evaluation.problems]
         self._state, self._problems = state, problems if config.evaluation.every else []
-        self._prompt_ids = state.tokenizer.encode_problems(self._problems, task.chat)
-        state.reward.check_answers(self._problems)
-        check_prompt_lengths(self._prompt_ids, self._problems, config, state.policy.config)
+        state.player.check(self._problems, config.sampling.max_tokens, state.policy.config.max_positions)
 
     def base_metrics(self) -> dict[str, float]:
         """The mean reward of the policy that the run begins with; nothing where a step is done already.
@@ -48,7 +45,7 @@ class HeldOut:
         accuracy = {} if result.accuracy is None else {ACCURACY: result.accuracy}
         return {MEAN_REWARD: result.mean_reward} | accuracy
 
-    def _evaluate(self) -> Evaluation:
+    def _evaluate(self) -> Episodes:
         """The rewards of the current policy. Their random keys are of a stream that training never uses."""
         state, cfg = self._state, self._config
         sampling_params = cfg.sampling.sampling_params._replace(temperature=cfg.evaluation.temperature)
@@ -56,10 +53,7 @@ class HeldOut:
             sampling_params, cfg.evaluation.num_generations, cfg.sampling.max_tokens, state.tokenizer.stop_ids
         )
         rng_key = RngKey(cfg.seed, state.step, Stream.EVALUATE)
-        problems, ids = self._problems, self._prompt_ids
-        return evaluate(
-            state.evaluator, state.tokenizer, problems, ids, state.reward, generation_params, rng_key
-        )
+        return state.player.play(state.evaluator, self._problems, generation_params, rng_key)
 
     def overlap(self) -> str | None:
         """A line about held-out prompts that are also trained on; None where there are none."""

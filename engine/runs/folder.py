@@ -126,7 +126,7 @@ class RunFolder:
         """Append the metrics and rollouts of a finished step. extra: further metrics of it."""
         metrics = record.metrics | extra
         self._metrics.write([finite(metrics | record.notes)])
-        P, G = record.rewards.shape
+        P, G = record.episodes.rewards.shape
         lines = [rollout_line(record, p, g, G) for p in range(P) for g in range(G)]
         self._rollouts.write(lines)
         self._trackers.record(metrics, lines)

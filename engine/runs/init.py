@@ -9,7 +9,8 @@ but not always: the perfectible set. On such a set a sound trainer must reach a 
 import json
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,17 +26,18 @@ from ...model.config import ModelConfig
 from ...model.decoder import Buffers, Decoder
 from ...model.scoring import logprobs, pack
 from ...model.weights import Layout
-from ..config import OptimizerConfig, TaskConfig
+from ..config import EnvironmentConfig, OptimizerConfig, TaskConfig
 from ..display.progress import Display
 from ..display.terminal import console
 from ..parallel.partition import virtual_shards
 from ..parallel.workers import ParallelSampler, Workers, automatic
-from ..rollout.evaluate import evaluate
-from ..rollout.types import GenerationParams, RngKey, Sampler
+from ..rollout.episodes import EpisodePlayer, is_trained
+from ..rollout.players import make_player, open_judge, turn_limits
+from ..rollout.types import Completion, GenerationParams, Request, RngKey, Rollout, Sampler
 from ..tasks.base import Problem, Task
+from ..tasks.environment import EnvironmentTask
 from ..tasks.loading import load_task, problems_of
 from ..tasks.perfectible import PERFECTIBLE_FILE
-from ..tasks.rewards import Reward, open_reward
 from ..tasks.tokenizer import Tokenizer, character_tokenizer
 from ..train.collect import step_problems
 from ..train.optimizer import Optimizer
@@ -54,6 +56,12 @@ _PROBE = 256
 # model is not trained too far.
 _CHECK_EVERY, _CHECK_OFTEN = 10, 2
 _OPTIMIZER = OptimizerConfig(lr=2e-3, warmup_steps=20, schedule="linear", min_lr_ratio=0.1, weight_decay=0.0)
+
+_CONTEXT = 512
+_NO_ANSWERS = (
+    "init: the task has answers that are no completions; init needs add, sort, countdown, calculator or a "
+    "task like them"
+)
 
 PRESETS: dict[str, dict[str, int]] = {
     # 1.1 million parameters
@@ -91,15 +99,26 @@ def initialise(
         raise ValueError(f"init: {out} already exists; nothing was overwritten")
     check_writable(out.parent)
     task = load_task(task_name, options)
-    settings = TaskConfig(name=task_name, options=dict(options)).reward_settings
-    with open_reward(task, settings, console.print) as reward:
-        problems = _problems_with_answers(task_name, task, reward)
-        report = {"task": task_name, "options": dict(options), "preset": preset, "seed": seed}
-        return _initialise(out, report, problems, reward)
+    config, environment = TaskConfig(name=task_name, options=dict(options)), EnvironmentConfig()
+    problems = problems_of(task, task_name, "train")
+    if not problems or task.chat:
+        raise ValueError(f"task {task_name}: has no training problems" if not problems else _NO_ANSWERS)
+    report = {"task": task_name, "options": dict(options), "preset": preset, "seed": seed}
+    with open_judge(task, config, environment, console.print) as judge:
+
+        def player_of(tokenizer: Tokenizer) -> EpisodePlayer:
+            limits = turn_limits(environment, _CONTEXT, _CONTEXT)
+            return make_player(task, judge, tokenizer, limits, environment.render, console.print)
+
+        return _initialise(out, report, problems, task, player_of)
 
 
 def _initialise(
-    out: Path, report: dict[str, Any], problems: Sequence[Problem], reward: Reward
+    out: Path,
+    report: dict[str, Any],
+    problems: Sequence[Problem],
+    task: Task | EnvironmentTask,
+    player_of: Callable[[Tokenizer], EpisodePlayer],
 ) -> dict[str, Any]:
     """See initialise. report: what is asked for. Returns it with what became of it."""
     seed, characters = report["seed"], character_tokenizer()
@@ -108,15 +127,18 @@ def _initialise(
     characters.save_pretrained(scratch)
     try:
         tokenizer = Tokenizer(scratch, decoder.config.vocab_size)
+        player = player_of(tokenizer)
+        examples = _examples(task, player, tokenizer, problems)
+        params = GenerationParams(SamplingParams(), 1, _longest_turn(examples), tokenizer.stop_ids)
         with Workers(decoder, _SHARDS, automatic(decoder.layout.numel)) as workers:
-            accuracy, steps = _warm_start(decoder, workers, tokenizer, problems, reward, seed)
+            accuracy, steps = _warm_start(decoder, workers, player, problems, examples, params, seed)
             if accuracy > TOO_GOOD:
                 console.say(
                     f"the warm start ended at {accuracy:.2f} of the training prompts, above the {TOO_GOOD} "
                     "it aims below: on a set this small accuracy rises in leaps; give the task more "
                     "training problems for a base model that errs more"
                 )
-            prompts = _perfectible(ParallelSampler(workers), tokenizer, problems, reward, seed)
+            prompts = _perfectible(ParallelSampler(workers), player, problems, params, seed)
         report |= {"accuracy": accuracy, "steps": steps, "samples": SET_SAMPLES, "prompts": prompts}
         extra = {PERFECTIBLE_FILE: json.dumps(report) + "\n"}
         write_checkpoint(out, decoder.layout, decoder.flat.detach(), companions=scratch, extra=extra)
@@ -125,17 +147,52 @@ def _initialise(
     return report
 
 
-def _problems_with_answers(name: str, task: Task, reward: Reward) -> list[Problem]:
-    """The training problems of a task. Raises ValueError where an answer is not a correct completion."""
-    problems = problems_of(task, name, "train")
-    if not problems:
-        raise ValueError(f"task {name}: has no training problems")
-    if task.chat or (reward.values(problems, [[p.answer] for p in problems]) != 1.0).any():
-        raise ValueError(
-            f"init: task {name} has answers that are no completions; "
-            "init needs add, sort, countdown or a task like them"
-        )
-    return problems
+class _Demonstrator:
+    """A sampler that writes given turns. turns: the texts of each problem's turns, in their order."""
+
+    samples_at_once = None  # see Sampler
+
+    def __init__(self, turns: Sequence[Iterator[str]], tokenizer: Tokenizer, players: int):
+        self._turns, self._tokenizer, self._players = turns, tokenizer, players
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        completions, eos = [], min(self._tokenizer.stop_ids)
+        for request in requests:
+            text = next(self._turns[request.rng_key.prompt // self._players], None)
+            if text is None:
+                raise ValueError(_NO_ANSWERS)
+            ids = (*self._tokenizer.encode(text, chat=False), eos)
+            completions.append(Completion(ids, np.zeros(len(ids), np.float32), "stop", 0))
+        return completions
+
+    def sync_weights(self, version: int) -> None:
+        """It has no weights."""
+
+    def close(self) -> None:
+        """Nothing runs outside this process."""
+
+
+def _examples(
+    task: Task | EnvironmentTask, player: EpisodePlayer, tokenizer: Tokenizer, problems: Sequence[Problem]
+) -> list[Rollout]:
+    """For each problem a rollout that solves it; in a game, one for each player.
+
+    Its turns are the task's demonstration, or the answer. Raises ValueError where they solve nothing.
+    """
+    demonstration = getattr(task, "demonstration", lambda problem: [problem.answer])
+    turns = [iter(demonstration(problem)) for problem in problems]
+    params = GenerationParams(SamplingParams(), 1, _CONTEXT, tokenizer.stop_ids)
+    demonstrator = _Demonstrator(turns, tokenizer, player.players)
+    episodes = player.play(demonstrator, problems, params, RngKey(0, 0, Stream.WARM_START))
+    solved = episodes.rewards.reshape(-1, player.players).max(axis=1) == 1.0
+    if not (solved.all() and episodes.trained.any()):
+        raise ValueError(_NO_ANSWERS)
+    return [r for r in episodes.rollouts if is_trained(r)]
+
+
+def _longest_turn(examples: Sequence[Rollout]) -> int:
+    """The drawn tokens of the longest turn."""
+    return max(int(turn.sum()) for r in examples for turn in np.split(r.drawn, r.turn_starts[1:]))
 
 
 def random_decoder(preset: str, vocab_size: int, seed: int) -> Decoder:
@@ -149,7 +206,7 @@ def random_decoder(preset: str, vocab_size: int, seed: int) -> Decoder:
         "model_type": "qwen3",
         "vocab_size": vocab_size,
         **PRESETS[preset],
-        "max_position_embeddings": 512,
+        "max_position_embeddings": _CONTEXT,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
@@ -179,37 +236,30 @@ def random_decoder(preset: str, vocab_size: int, seed: int) -> Decoder:
 def _warm_start(
     decoder: Decoder,
     workers: Workers,
-    tokenizer: Tokenizer,
+    player: EpisodePlayer,
     problems: Sequence[Problem],
-    reward: Reward,
+    examples: Sequence[Rollout],
+    generation_params: GenerationParams,
     seed: int,
 ) -> tuple[float, int]:
-    """Supervised steps on correct answers until TARGET is reached. Returns accuracy and number of steps."""
-    eos = min(tokenizer.stop_ids)
-    prompts = tokenizer.encode_problems(problems, chat=False)
-    completions = [[*tokenizer.encode(p.answer, chat=False), eos] for p in problems]
-    longest = max(map(len, completions))
-    generation_params = GenerationParams(SamplingParams(), 1, longest, tokenizer.stop_ids)
+    """Supervised steps on the examples until TARGET is reached. Returns accuracy and number of steps."""
     optimizer = Optimizer(decoder, decoder.flat.detach(), _OPTIMIZER, _MAX_STEPS)
     sampler, accuracy, tokens, began_s = ParallelSampler(workers), 0.0, 0, time.perf_counter()
     probe = problems[:_PROBE]
     # Accuracy rises slowly, then fast, so the time that is left does not follow from the time so far.
     with Display(100, "warm start", curve=("training prompts solved", ()), shows_time_left=False) as display:
         for step in range(1, _MAX_STEPS + 1):
-            chosen = step_problems(len(problems), min(_BATCH, len(problems)), seed, step, Stream.WARM_START)
-            batch = [(prompts[i], completions[i]) for i in chosen]
-            work = partial(_shard_gradient, tokens=sum(len(completion) for _, completion in batch))
+            chosen = step_problems(len(examples), min(_BATCH, len(examples)), seed, step, Stream.WARM_START)
+            batch = [examples[i] for i in chosen]
+            work = partial(_shard_gradient, tokens=sum(len(r.logprobs) for r in batch))
             shards = [shard or None for shard in virtual_shards(batch, _SHARDS)]
             _, gradient = workers.sum_shards(work, shards)
             optimizer.update(gradient)
-            tokens += sum(len(prompt) + len(completion) for prompt, completion in batch)
+            tokens += sum(len(r.ids) for r in batch)
             if step % (_CHECK_EVERY if accuracy < TARGET / 3 else _CHECK_OFTEN):
                 continue
             rng_key = RngKey(seed, step, Stream.WARM_START_PROBE)
-            ids = [prompts[p.id] for p in probe]
-            accuracy = evaluate(
-                sampler, tokenizer, probe, ids, reward, generation_params, rng_key
-            ).mean_reward
+            accuracy = player.play(sampler, probe, generation_params, rng_key).mean_reward
             display.step(
                 [
                     f"until {TARGET}",
@@ -229,35 +279,38 @@ def _warm_start(
 
 def _shard_gradient(
     decoder: Decoder,
-    shards: Sequence[Sequence[tuple[list[int], list[int]]]],
+    shards: Sequence[Sequence[Rollout]],
     buffers: Buffers,
     tokens: int,
 ) -> list[None]:
-    """The gradient of the mean cross-entropy over `tokens` completion tokens, of one shard."""
+    """The gradient of the mean cross-entropy over `tokens` tokens of the model's turns, of one shard."""
     (shard,) = shards
-    logp, _ = logprobs(decoder, pack(shard), SamplingParams(), buffers=buffers)
+    packed = pack([r.pair for r in shard], masks=[r.mask for r in shard])
+    logp, _ = logprobs(decoder, packed, SamplingParams(), buffers=buffers)
     (-logp.sum() / tokens).backward()
     return [None]
 
 
 def _perfectible(
-    sampler: Sampler, tokenizer: Tokenizer, problems: Sequence[Problem], reward: Reward, seed: int
+    sampler: Sampler,
+    player: EpisodePlayer,
+    problems: Sequence[Problem],
+    generation_params: GenerationParams,
+    seed: int,
 ) -> list[str]:
     """The prompts, in order, of up to SET_SIZE problems that the model solves sometimes but not always.
 
     Of SET_SAMPLES samples of such a problem, the share that solves it is within the bounds SOLVED.
     """
-    longest = max(len(tokenizer.encode(p.answer, chat=False)) for p in problems) + 1
-    generation_params = GenerationParams(SamplingParams(), SET_SAMPLES, longest, tokenizer.stop_ids)
+    generation_params = replace(generation_params, num_generations=SET_SAMPLES)
     prompts: list[str] = []
     wanted = min(SET_SIZE, len(problems))
     with Display(wanted, "perfectible set", shows_time_left=False) as display:
         for start in range(0, len(problems), SET_SIZE):
             batch = problems[start : start + SET_SIZE]
-            ids = tokenizer.encode_problems(batch, chat=False)
             rng_key = RngKey(seed, start // SET_SIZE, Stream.PERFECTIBLE)
-            evaluation = evaluate(sampler, tokenizer, batch, ids, reward, generation_params, rng_key)
-            rates = evaluation.rewards.mean(axis=1)
+            rewards = player.play(sampler, batch, generation_params, rng_key).rewards
+            rates = rewards.reshape(len(batch), -1, SET_SAMPLES).max(axis=1).mean(axis=1)
             solved_sometimes = np.flatnonzero((rates >= SOLVED[0]) & (rates <= SOLVED[1]))
             prompts += [batch[i].prompt for i in solved_sometimes]
             tried = min(start + SET_SIZE, len(problems))

@@ -40,11 +40,16 @@ FREE = {
     "task.reward_processes": "how the rewards are computed; a reward is a function of its arguments",
     "task.reward_timeout_s": "decides whether a run stops, not what it computes",
     "task.reward_memory_bytes": "decides whether a run stops, not what it computes",
+    "environment.processes": "how environments are played; one is a function of its problem, key and turns",
+    "environment.timeout_s": "decides which trajectories end in time; the ledger chains how each ended",
+    "environment.memory_bytes": "as environment.timeout_s",
     "task.directory": "a place; the problems found there are chained instead",
     "model": "a place; the architecture and the weights found there are chained instead",
     "frozen": "patterns; the names and the bits of the weights that they freeze are chained instead",
     REFERENCE: "a place; the weights found there are chained instead",
 }
+# Settings that most runs do not have. They are chained where they are not the default.
+CHAINED_WHERE_SET = ("environment.",)
 # The scale of the loss changes no bit unless a gradient overflows or underflows, and then the hash of the
 # gradient shows it. So these settings are not chained either. But a resumed run keeps them and its scale.
 _SCALE = (
@@ -74,11 +79,19 @@ def flat_settings(config: Config) -> dict[str, Any]:
 
 def is_free(key: str, config: Config) -> bool:
     """Whether a key of this configuration decides no bit."""
+    if key.startswith(CHAINED_WHERE_SET) and _is_default(key, config):
+        return True
     if key == "steps":  # it decides bits only through the schedule of the learning rate
         return config.optimizer.schedule == "constant"
     if key == "sampler":
         return config.sampler in ("native", "vllm-zerokl")
     return any(key == free or key.startswith(f"{free}.") for free in FREE)
+
+
+def _is_default(key: str, config: Config) -> bool:
+    section, _, name = key.partition(".")
+    values = getattr(config, section)
+    return getattr(values, name) == type(values).model_fields[name].get_default(call_default_factory=True)
 
 
 def binding(config: Config) -> dict[str, Any]:

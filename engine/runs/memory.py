@@ -40,7 +40,8 @@ class PassSizes(NamedTuple):
 class RunShape:
     """What the memory of a run depends on, beside the sizes of its passes.
 
-    prompt_tokens: of the longest prompt. ref_numel: the weights of the reference, 0 without one.
+    prompt_tokens: of the longest prompt. trajectory_tokens: of the longest trajectory of many turns, its
+    prompt included; 0 where the run has completions. ref_numel: the weights of the reference, 0 without one.
     """
 
     config: Config
@@ -48,6 +49,12 @@ class RunShape:
     ranks: int = 1
     prompt_tokens: int = 0
     ref_numel: int = 0
+    trajectory_tokens: int = 0
+
+    @property
+    def max_tokens(self) -> int:
+        """Of a completion, or of a trajectory."""
+        return self.trajectory_tokens or self.config.sampling.max_tokens
 
     @property
     def dtype(self) -> torch.dtype:
@@ -163,7 +170,7 @@ def _activation_bytes(run: RunShape, sizes: PassSizes) -> int:
     config, tokens = run.config, run.prompt_tokens
     sequences = min(sizes.micro_batch, sizes.shards_in_flight * run.sequences_of_a_shard)
     prompt_rows = min(max(PROMPT_TOKENS, tokens), run.prompts_of_a_shard * tokens)
-    rows = sequences * config.sampling.max_tokens + sizes.shards_in_flight * prompt_rows
+    rows = sequences * run.max_tokens + sizes.shards_in_flight * prompt_rows
     recompute = config.recompute == "layer"
     return activation_bytes(run.layout, run.dtype, rows, recompute, sequences * tokens)
 
@@ -194,7 +201,7 @@ def _native_cache_bytes(run: RunShape, calls: list[tuple[int, int]], free: int, 
     config, numerics = run.config, numerics_of(run.config, sampler)
     compute = DTYPES[(sampler and config.precision.sampler_dtype) or config.dtype]
     dtype = min(compute, numerics.cache or compute, key=lambda x: x.itemsize)
-    size, most = (run.prompt_tokens, config.sampling.max_tokens), config.native.max_concurrency
+    size, most = (max(1, run.prompt_tokens), run.max_tokens), config.native.max_concurrency
     prompts = [(-(-n // run.ranks), group) for n, group in calls]
     wanted = max(wanted_blocks([size], n, min(most, n * group)) for n, group in prompts)
     limit = config.native.cache_bytes or int(GPU_CACHE_SHARE * free)
@@ -210,7 +217,7 @@ def _hf_bytes(run: RunShape) -> int:
     dtype = DTYPES[config.precision.sampler_dtype or config.dtype]
     samples = -(-config.prompts // run.ranks) * config.num_generations
     keys = 2 * model.layers * model.kv_heads * model.head_dim * dtype.itemsize
-    tokens = config.sampling.max_tokens
+    tokens = run.max_tokens
     return samples * ((run.prompt_tokens + tokens) * keys + tokens * model.vocab_size * 4)
 
 
@@ -232,7 +239,7 @@ def fit_into(run: RunShape, free: int) -> PassSizes:
     buffer_bytes = 4 * (run.layout.trained_numel + run.lm_head_elements)
     most = max(1, int(_GRADIENT_SHARE * free) // buffer_bytes)
     in_flight = min(config.shards_in_flight or -(-shards // -(-shards // most)), shards)
-    useful = min(PASS_TOKENS // config.sampling.max_tokens, in_flight * run.sequences_of_a_shard)
+    useful = min(PASS_TOKENS // run.max_tokens, in_flight * run.sequences_of_a_shard)
     sizes: PassSizes | None = PassSizes(config.micro_batch or max(1, useful), in_flight, shards)
     while sizes is not None:
         needed = footprint(run, sizes, free)

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from ...files.reading import json_number, json_ready, parse_json
+from ..rollout.episodes import is_trained
 from ..rollout.types import Rollout
 from ..train.state import StepRecord
 
@@ -23,18 +24,20 @@ def parse_rollout(line: bytes) -> dict[str, Any]:
 def rollout_line(record: StepRecord, p: int, g: int, G: int) -> dict[str, Any]:
     """The line of rollouts.jsonl for generation g of prompt p; each prompt has G generations.
 
-    Of several turns, completion_ids holds what stands between them too, and `mask` says which were drawn. A
+    Of several turns, completion_ids holds what stands between them too, and `mask` says which were drawn. An
+    environment adds the reward of each turn, and why it ended a trajectory with an error. A
     logprob of the trainer is -infinity where its top-k or top-p cuts a token that the sampler drew.
     """
-    r = record.rollouts[p * G + g]
+    episodes, i = record.episodes, p * G + g
+    r = episodes.rollouts[i]
     line = {
         "step": record.metrics["step"],
         "prompt": p,
         "sample": g,
-        "problem": record.problems[p].id,
-        "prompt_text": record.problems[p].prompt,
-        "text": record.texts[p][g],
-        "reward": float(record.rewards[p, g]),
+        "problem": episodes.problems[p].id,
+        "prompt_text": episodes.problems[p].prompt,
+        "text": episodes.texts[p][g],
+        "reward": float(episodes.rewards[p, g]),
         "advantage": float(record.advantages[p, g]),
         "finish": r.finish,
         "weight_version": r.weight_version,
@@ -42,10 +45,14 @@ def rollout_line(record: StepRecord, p: int, g: int, G: int) -> dict[str, Any]:
         "completion_ids": list(r.completion_ids),
         "logprobs": _by_place(r, r.logprobs),
     }
-    if r.turns > 1:
+    if r.turns != 1:
         line |= {"mask": r.mask.astype(int).tolist(), "turn_starts": list(r.turn_starts)}
-    if record.trainer_logprobs is not None:
-        line["trainer_logprobs"] = _by_place(r, record.trainer_logprobs[p * G + g])
+    if episodes.turn_rewards is not None:
+        line["turn_rewards"] = episodes.turn_rewards[i]
+        line |= {"error": episodes.errors[i]} if episodes.errors[i] else {}
+    if record.trainer_logprobs is not None and is_trained(r):
+        place = sum(map(is_trained, episodes.rollouts[:i]))
+        line["trainer_logprobs"] = _by_place(r, record.trainer_logprobs[place])
     return json_ready(line)
 
 

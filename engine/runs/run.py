@@ -19,15 +19,16 @@ from ..display.interrupt import FirstInterrupt, StoppedError
 from ..display.progress import Display, Field
 from ..display.terminal import console
 from ..loss.surrogate_check import check_surrogate
-from ..parallel.data_parallel import RankedReward
+from ..parallel.data_parallel import RankedEnvironments, RankedReward
 from ..parallel.process_group import Ranks, join_ranks, world_size
 from ..parallel.workers import use_threads
+from ..rollout.players import Judge, open_judge
 from ..rollout.vllm.arguments import check_engine_arguments
 from ..rollout.vllm.installed import require_vllm
 from ..tasks.base import Task
+from ..tasks.environment import EnvironmentTask
 from ..tasks.loading import load_task
 from ..tasks.perfectible import TASK_FILE
-from ..tasks.rewards import Reward, open_reward
 from ..train.monitor import MismatchError
 from ..train.recorder import Recorder
 from ..train.state import StepRecord, TrainState
@@ -125,10 +126,10 @@ def _run(
     task = load_task(config.task.name, config.task.options, config.task.directory)
     # Both are found wrong before the model is made: a slope that is none, a reward that cannot be imported.
     check_surrogate(config.loss.resolve(), config.task.directory)
-    with _reward(config, task, ranks) as reward:
+    with _judge(config, task, ranks) as judge:
         ranks.barrier()  # now every rank has read the folder, so rank 0 may change it
         model = ranks.from_first(lambda: base_model(config, path))
-        with closing(make_state(config, model, task, reward, ranks)) as state:
+        with closing(make_state(config, model, task, judge, ranks)) as state:
             held_out = HeldOut(state, task)
             if line := held_out.overlap():
                 console.print(line)
@@ -143,14 +144,15 @@ def _run(
 
 
 @contextmanager
-def _reward(config: Config, task: Task, ranks: Ranks) -> Iterator[Reward | RankedReward]:
-    """The run's reward. Only rank 0 computes rewards, and has processes for them."""
+def _judge(config: Config, task: Task | EnvironmentTask, ranks: Ranks) -> Iterator[Judge]:
+    """The run's reward or environments. Only rank 0 computes rewards, and has processes for them."""
     with ExitStack() as stack:
 
-        def opened() -> Reward:
-            return stack.enter_context(open_reward(task, config.task.reward_settings, console.print))
+        def opened() -> Judge:
+            return stack.enter_context(open_judge(task, config.task, config.environment, console.print))
 
-        yield opened() if ranks.size == 1 else RankedReward(opened, ranks)
+        ranked = RankedEnvironments if isinstance(task, EnvironmentTask) else RankedReward
+        yield opened() if ranks.size == 1 else ranked(opened, ranks)
 
 
 def _take_steps(
@@ -172,7 +174,7 @@ def _take_steps(
     rewards = [m["reward/mean"] for m in history]
     try:
         if first_evaluation := held_out.base_metrics():
-            name = held_out_name(state.reward.binary)
+            name = held_out_name(state.player.binary)
             console.print(f"{name} {first_evaluation[BASE_REWARD]:.3f} before the first step")
         display = Display(config.steps, "train", state.step, ("reward", rewards))
         # Ranks end at different moments of a step, and torchrun ends those that are left: nothing can be

@@ -30,7 +30,16 @@ from ..parallel.scorer import Scorer
 from ..parallel.workers import ParallelSampler, Workers
 from ..perturb import Delayed, perturbed_weights
 from ..rollout.hf import HfGenerator
-from ..rollout.types import Completion, GenerationParams, Request, Rollout, Sampler, check_requests
+from ..rollout.types import (
+    Completion,
+    DrawParams,
+    GenerationParams,
+    Request,
+    Rollout,
+    Sampler,
+    check_requests,
+)
+from ..rollout.vllm.arguments import vllm_context
 from ..rollout.vllm.exact import VllmExactSampler
 from ..rollout.vllm.generator import VllmGenerator
 from ..rollout.vllm.sampler import VllmZeroklSampler
@@ -99,6 +108,13 @@ def is_separate(config: Config) -> bool:
 def _differs(config: Config) -> bool:
     """Whether the native sampler differs from the trainer in more than the age of its weights."""
     return config.perturb.any or config.precision.sampler_differs
+
+
+def sampling_context(config: Config, model_config: ModelConfig) -> int:
+    """The tokens of the longest sequence that the sampler takes."""
+    if config.sampler in ("vllm-zerokl", "vllm-exact"):
+        return vllm_context(model_config, config.vllm)
+    return (config.sampler == "vllm" and config.vllm.context) or model_config.max_positions
 
 
 def copied_weight_bytes(config: Config) -> int:
@@ -230,10 +246,19 @@ class ExternalSampler:
         if not requests:
             return []
         # An engine that is not ours has one setting for all that it draws together.
-        kinds = {(request.draw_params, request.max_tokens) for request in requests}
-        if len(kinds) > 1:
-            raise ValueError(f"sampler: one call of an external engine draws in one way, not in {len(kinds)}")
-        ((draw_params, max_tokens),) = kinds
+        kinds: dict[tuple[DrawParams, int], list[int]] = {}
+        for i, request in enumerate(requests):
+            kinds.setdefault((request.draw_params, request.max_tokens), []).append(i)
+        completions: dict[int, Completion] = {}
+        for (draw_params, max_tokens), places in kinds.items():
+            drawn = self._draw([requests[i] for i in places], draw_params, max_tokens)
+            completions |= dict(zip(places, drawn, strict=True))
+        return [completions[i] for i in range(len(requests))]
+
+    def _draw(
+        self, requests: Sequence[Request], draw_params: DrawParams, max_tokens: int
+    ) -> list[Completion]:
+        """The completions of requests of one kind."""
         key = requests[0].rng_key
         counter = [(key.prompt, key.step, int(key.stream), requests[0].drawn)]
         seed = int(philox(counter, (key.seed, int(key.stream)))[0, 0])

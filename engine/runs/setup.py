@@ -15,43 +15,51 @@ from ...model.weights import Layout
 from ..compatibility import check_settings
 from ..config import Config
 from ..display.terminal import console
-from ..parallel.data_parallel import RankedReward, RankedSampler, RankedScorer, RankedWorkers
+from ..parallel.data_parallel import RankedSampler, RankedScorer, RankedWorkers
 from ..parallel.process_group import ALONE, Ranks
 from ..parallel.scorer import Scorer, frozen
 from ..parallel.workers import Workers, automatic
 from ..parallel.zero import Slices
+from ..rollout.players import Judge, make_player, turn_limits
 from ..rollout.vllm.installed import installed_vllm, is_cpu_build
+from ..stopwatch import Stopwatch
 from ..tasks.base import Problem, Task
+from ..tasks.environment import EnvironmentTask
 from ..tasks.loading import problems_of
 from ..tasks.perfectible import perfectible_set
-from ..tasks.rewards import Reward
 from ..tasks.tokenizer import Tokenizer
 from ..train.loss_scaling import LossScaler
 from ..train.optimizer import Optimizer
 from ..train.state import TrainState
 from .memory import RunShape, fit
-from .samplers import Samplers, make_samplers, numerics_of
+from .samplers import Samplers, make_samplers, numerics_of, sampling_context
 
 
 def make_state(
-    config: Config, model: Path, task: Task, reward: Reward | RankedReward, ranks: Ranks = ALONE
+    config: Config, model: Path, task: Task | EnvironmentTask, judge: Judge, ranks: Ranks = ALONE
 ) -> TrainState:
     """Load a model folder and set up everything that a step needs, in this process of `ranks`.
 
-    reward: of the completions; whoever opened it closes it.
+    judge: the task's reward or environments, over all ranks; whoever opened it closes it.
 
     Raises ValueError.
     """
     model_config = ModelConfig.from_file(model)
     tokenizer = Tokenizer(model, model_config.vocab_size)
     problems = training_problems(task, config, model)
-    reward.check_answers(problems)
-    prompt_ids = tokenizer.encode_problems(problems, task.chat)
-    check_prompt_lengths(prompt_ids, problems, config, model_config)
+    stopwatch, max_tokens = Stopwatch(run_device(config)), config.sampling.max_tokens
+    limits = turn_limits(config.environment, max_tokens, sampling_context(config, model_config))
+    render = config.environment.render
+    player = make_player(task, judge, tokenizer, limits, render, console.print, stopwatch)
+    _check_players(config.prompts, player.players)
+    prompt_ids = player.check(problems, max_tokens, model_config.max_positions)
+    longest = max(map(len, prompt_ids), default=0)
+    of_rollout = max_tokens if prompt_ids else limits.max_tokens
     device, layout = run_device(config), Layout(model_config, frozen_weights(model_config, config.frozen))
     ref_model = _ref_model(config, model, model_config)
     ref_numel = Layout(ref_model[1]).numel if ref_model else 0
-    sizes = fit(RunShape(config, layout, ranks.size, max(map(len, prompt_ids)), ref_numel), device)
+    trajectory_tokens = 0 if prompt_ids else limits.context
+    sizes = fit(RunShape(config, layout, ranks.size, longest, ref_numel, trajectory_tokens), device)
     weights = read_weights(model, layout)
     flat, recompute = weights.to(device, DTYPES[config.dtype]), config.recompute == "layer"
     policy = Decoder(model_config, flat, layout, numerics_of(config), recompute)
@@ -60,7 +68,9 @@ def make_state(
     n, shards = map(min, zip(*ranks.gather(lambda: mine), strict=True))
     share = config.sampler == "vllm-zerokl" and device.type == "cpu"
     with ExitStack() as on_failure:  # closes what was started, unless all of it succeeds
-        workers = Workers(policy, shards, n, config.native, share, sizes.shards_in_flight)
+        workers = Workers(
+            policy, shards, n, config.native, share, sizes.shards_in_flight, stopwatch=stopwatch
+        )
         on_failure.enter_context(workers)
         slices = Slices(layout, ranks, device)
         updates = config.steps * config.updates_per_rollout
@@ -87,10 +97,11 @@ def make_state(
         micro_batch=sizes.micro_batch,
         ref_policy=ref_policy,
         tokenizer=tokenizer,
-        reward=reward,
+        player=player,
         problems=problems,
         prompt_ids=prompt_ids,
-        stopwatch=workers.host.sampler.stopwatch,
+        max_tokens=of_rollout,
+        stopwatch=stopwatch,
     )
 
 
@@ -181,7 +192,7 @@ def _needs_cpu(config: Config) -> bool:
     return config.device == "auto" and config.sampler.startswith("vllm") and is_cpu_build()
 
 
-def training_problems(task: Task, config: Config, model: Path) -> list[Problem]:
+def training_problems(task: Task | EnvironmentTask, config: Config, model: Path) -> list[Problem]:
     """The training problems of a run: at most the first task.problems of the task's training problems.
 
     If the model has a perfectible set, only problems of this set count (see task.perfectible_only).
@@ -211,15 +222,9 @@ def training_problems(task: Task, config: Config, model: Path) -> list[Problem]:
     return problems[: config.task.problems or None]
 
 
-def check_prompt_lengths(
-    prompt_ids: list[list[int]], problems: list[Problem], config: Config, model: ModelConfig
-) -> None:
-    """Raise ValueError for a prompt that leaves no room for its completion in the model's context."""
-    max_tokens = config.sampling.max_tokens
-    for ids, problem in zip(prompt_ids, problems, strict=True):
-        if len(ids) + max_tokens > model.max_positions:
-            raise ValueError(
-                f"task: the prompt of problem {problem.id} has {len(ids)} tokens; with sampling.max_tokens "
-                f"({max_tokens}) that is more than the model's context ({model.max_positions}); "
-                "shorten it or lower sampling.max_tokens"
-            )
+def _check_players(prompts: int, players: int) -> None:
+    """Raise ValueError where a step's prompts are not those of whole games."""
+    if prompts % players:
+        raise ValueError(
+            f"prompts ({prompts}) must be a multiple of {players}, the players of a game: each has a prompt"
+        )

@@ -33,22 +33,33 @@ _LINES, _LINE = 20, 200
 # How long a process that has closed its connection may take to end, in seconds.
 _END_S = 1.0
 _READ_BYTES = 1 << 16
+# More processes than this are not started unless they are asked for.
+_MOST_PROCESSES = 16
+# Stands for the place of a call where a process makes its function.
+_SETUP = -1
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one process. memory_bytes: that it may ask for; 0 is no limit. timeout_s: of one call."""
+    """Of one process. memory_bytes: that it may ask for; 0 is no limit. timeout_s: of one call.
+
+    setting: which setting names timeout_s.
+    """
 
     timeout_s: float
     memory_bytes: int
+    setting: str
 
 
 class CallError(Exception):
-    """A call that has no value. index: its place; reason, line: what happened and in which line of code."""
+    """A call that has no value. index: its place; reason, line: what happened and in which line of code.
 
-    def __init__(self, index: int, reason: str, line: str = ""):
+    timed_out: it took too long.
+    """
+
+    def __init__(self, index: int, reason: str, line: str = "", timed_out: bool = False):
         super().__init__(reason)
-        self.index, self.reason, self.line = index, reason, line
+        self.index, self.reason, self.line, self.timed_out = index, reason, line, timed_out
 
 
 @dataclass(eq=False)
@@ -66,27 +77,34 @@ class _Worker:
 class Executor:
     """n processes that each make a function with maker(*arguments), and call it.
 
-    maker: module:function of zerokl. say: shows a line that a call printed. about: what the function says of
-    itself, its attribute `about`.
+    what: the function, as lines about it name it. maker: module:function of zerokl. say: shows a line that a
+    call printed. about: what the function says of itself, its attribute `about`.
 
     Raises ValueError with the words of the maker's refusal, and where a process ends before it is ready.
     """
 
     def __init__(
-        self, maker: str, arguments: tuple[Any, ...], n: int, limits: Limits, say: Callable[[str], None]
+        self,
+        what: str,
+        maker: str,
+        arguments: tuple[Any, ...],
+        n: int,
+        limits: Limits,
+        say: Callable[[str], None],
     ):
-        self._limits, self._say, self._lines = limits, say, 0
+        self._what, self._limits, self._say, self._lines = what, limits, say, 0
         self._selector = selectors.DefaultSelector()
         self._workers: list[_Worker] = []
         setup = Setup(maker, arguments, limits.memory_bytes, os.environ.get("PYTHONPATH"))
+        self._setup = pickle.dumps(setup)
         try:
             for _ in range(n):
                 self._workers.append(self._started())
             # The place of a process stands for that of a call.
-            self.about: dict[str, Any] = self._compute([pickle.dumps(setup)] * n, is_setup=True)[0]
+            self.about: dict[str, Any] = self._compute([self._setup] * n, is_setup=True)[0]
         except CallError as error:
             self.close()
-            raise ValueError(f"reward: {error.reason} before the first call") from None
+            raise ValueError(f"{what}: {error.reason} before the first call") from None
         except BaseException:
             self.close()
             raise
@@ -105,6 +123,53 @@ class Executor:
         finally:
             self._read_output()
         return values
+
+    def attempt(self, calls: Sequence[tuple[Any, ...]], homes: Sequence[int]) -> list[Any]:
+        """For each call the value of function(*call), or its CallError.
+
+        homes: for each call the process that computes it, 0 to n - 1; what it keeps from earlier calls stays
+        there. A process that a call ended, or that was too slow, is made anew.
+        """
+        self._lines = 0
+        answers: list[Any] = [None] * len(calls)
+        queues: list[deque[tuple[int, bytes]]] = [deque() for _ in self._workers]
+        for i, (call, home) in enumerate(zip(calls, homes, strict=True)):
+            message = _pickled(i, call)
+            if isinstance(message, CallError):
+                answers[i] = message
+            else:
+                queues[home].append((i, message))
+        while self._sent(queues):
+            for worker, answer in self._answers():
+                index, worker.call = worker.call, None
+                failed = _failure(index, answer, is_setup=index == _SETUP)
+                if index not in (None, _SETUP):
+                    answers[index] = failed or answer.get("value")
+                elif failed and index == _SETUP:
+                    raise ChildProcessError(f"{self._what}: {failed.reason} before its first call")
+                if failed and not answer.get("raised"):
+                    self._replace(worker)
+        self._read_output()
+        return answers
+
+    def _sent(self, queues: Sequence[deque[tuple[int, bytes]]]) -> bool:
+        """Give each idle process its next call. Returns whether any process is busy."""
+        for worker, queue in zip(self._workers, queues, strict=True):
+            if worker.call is None and queue:
+                self._send(worker, *queue.popleft())
+        return any(worker.call is not None for worker in self._workers)
+
+    def _replace(self, worker: _Worker) -> None:
+        """End a process, and start one in its place."""
+        place = self._workers.index(worker)
+        self._retire(worker)
+        self._workers.insert(place, self._started())
+        self._send(self._workers[place], _SETUP, self._setup)
+
+    @property
+    def n(self) -> int:
+        """The number of processes."""
+        return len(self._workers)
 
     def close(self) -> None:
         """End the processes, and all that they have started."""
@@ -154,6 +219,8 @@ class Executor:
                 break
             for worker, answer in self._answers():
                 index, worker.call = worker.call, None
+                if index is None:
+                    raise ChildProcessError(f"{self._what}: {answer['reason']} between two calls")
                 answers[index] = answer
                 failed = _failure(index, answer, is_setup)
                 if failed:
@@ -182,12 +249,13 @@ class Executor:
             elif (worker, worker.process) in ready:
                 answer = _ended(worker)
             elif worker.call is not None and now >= worker.deadline:
-                answer = {"reason": f"took more than {self._limits.timeout_s:g} s (task.reward_timeout_s)"}
+                limits = self._limits
+                reason = f"took more than {limits.timeout_s:g} s ({limits.setting})"
+                answer = {"reason": reason, "timed_out": True}
             else:
                 continue
-            if worker.call is None:
-                reason = answer.get("reason", "its process wrote to the run")
-                raise ChildProcessError(f"reward: {reason} between two calls")
+            if worker.call is None:  # no call has asked for an answer
+                answer = {"reason": answer.get("reason", "its process wrote to the run")}
             answers.append((worker, answer))
         return answers
 
@@ -213,7 +281,7 @@ class Executor:
             self._say_line(worker.unfinished_line)
             worker.unfinished_line = b""
         if self._lines > _LINES:
-            self._say(f"reward: {self._lines - _LINES:,} more lines that it printed are not shown")
+            self._say(f"{self._what}: {self._lines - _LINES:,} more lines that it printed are not shown")
 
     def _print(self, worker: _Worker) -> None:
         """Show what the process has printed so far."""
@@ -232,7 +300,7 @@ class Executor:
         if text := one_line(line.decode(errors="replace")):
             self._lines += 1
             if self._lines <= _LINES:
-                self._say(f"reward prints: {text[:_LINE]}")
+                self._say(f"{self._what} prints: {text[:_LINE]}")
 
 
 def _pickled(index: int, call: tuple[Any, ...]) -> bytes | CallError:
@@ -246,9 +314,21 @@ def _failure(index: int, answer: dict[str, Any], is_setup: bool) -> CallError | 
     if is_setup and answer.get("refusal"):
         raise ValueError(answer["refusal"])
     if "reason" in answer:
-        return CallError(index, str(answer["reason"]), str(answer.get("place", "")))
+        place, timed_out = str(answer.get("place", "")), answer.get("timed_out") is True
+        return CallError(index, str(answer["reason"]), place, timed_out)
     return None
 
 
 def _ended(worker: _Worker) -> dict[str, Any]:
     return {"reason": f"its process {ending(worker.process.exit_code())}"}
+
+
+def usual_processes() -> int:
+    """A process for each core that this process may use, within a limit."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, _MOST_PROCESSES)
+
+
+def usual_memory_bytes() -> int:
+    """Half of the memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -8,13 +8,21 @@ from typing import Any, get_args
 from ...files.reading import shown
 from .add import Add
 from .base import Problem, Task
+from .calculator import Calculator
 from .countdown import Countdown
+from .environment import EnvironmentTask
 from .guard import guarded
 from .jsonl import Jsonl
 from .sort import Sort
 from .users_code import importable, load_object
 
-TASKS: dict[str, Callable[..., Task]] = {"add": Add, "sort": Sort, "countdown": Countdown, "jsonl": Jsonl}
+TASKS: dict[str, Callable[..., Task | EnvironmentTask]] = {
+    "add": Add,
+    "sort": Sort,
+    "countdown": Countdown,
+    "jsonl": Jsonl,
+    "calculator": Calculator,
+}
 # More problems than this take all memory.
 _LARGEST_OPTION, _LARGEST_SEED = 1_000_000, (1 << 32) - 1
 # Options of the task jsonl that name a file.
@@ -27,7 +35,7 @@ _KINDS = {
 }
 
 
-def load_task(name: str, options: Mapping[str, Any], directory: str = "") -> Task:
+def load_task(name: str, options: Mapping[str, Any], directory: str = "") -> Task | EnvironmentTask:
     """Make the task `name` with its options.
 
     directory: where modules of the user's, and files with relative names in `options`, are looked up; empty
@@ -52,15 +60,15 @@ def load_task(name: str, options: Mapping[str, Any], directory: str = "") -> Tas
             task = guarded(f"task {name}:", _made_or_refused, factory, options, may_draw=True)
         if isinstance(task, ValueError):
             raise task
-    if not isinstance(task, Task):
+    if not isinstance(task, Task | EnvironmentTask):
         raise ValueError(
-            f"task {name}: {name} must make an object with `chat`, "
-            "`problems(split)` and `reward(problem, completion)`"
+            f"task {name}: {name} must make an object with `chat`, `problems(split)`, and "
+            "`reward(problem, completion)` or `environment()`"
         )
     return task
 
 
-def problems_of(task: Task, name: str, split: str, directory: str = "") -> list[Problem]:
+def problems_of(task: Task | EnvironmentTask, name: str, split: str, directory: str = "") -> list[Problem]:
     """The problems of one split of a task. directory: see load_task.
 
     Raises ValueError where the task raises, and where it gives something else than problems.

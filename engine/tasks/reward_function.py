@@ -4,12 +4,11 @@ Nothing here loads torch or numpy (see processes.py), unless the task is one of 
 """
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 from .answers import NAMED_REWARDS
 from .problem import Problem
-from .users_code import add_places, load_object
+from .users_code import add_places, awaited, load_object
 
 
 class RewardFunction:
@@ -22,9 +21,9 @@ class RewardFunction:
     def __call__(self, problem: Problem, completion: str | None = None) -> float | str:
         """Raises whatever the reward or its check raises; a ValueError of a check is its answer."""
         if completion is not None:
-            return float(_awaited(self._function(problem, completion)))
+            return float(awaited(self._function(problem, completion)))
         try:
-            _awaited(self._check(problem))
+            awaited(self._check(problem))
         except ValueError as refusal:
             return str(refusal) or "reward: its check refuses the answer"
         return ""
@@ -49,16 +48,3 @@ def reward_function(name: str, task: str, options: Mapping[str, Any], directory:
     if not callable(function):
         raise ValueError(f"reward: {name or task} is a {type(function).__name__}; it must be a function")
     return RewardFunction(owner, function)
-
-
-def _awaited(value: Any) -> Any:
-    """The value, or what it gives when it is awaited."""
-    return _event_loop().run_until_complete(value) if hasattr(value, "__await__") else value
-
-
-@cache
-def _event_loop() -> Any:
-    """The event loop in which a reward's coroutines run: always one, to which a client of theirs belongs."""
-    import asyncio  # few rewards need it
-
-    return asyncio.new_event_loop()

@@ -4,7 +4,6 @@ Rewards of ours that are plain arithmetic are computed in this process. All othe
 own (executor.py): those that a user wrote, and math-verify's, which may take for ever.
 """
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,12 +14,9 @@ import numpy as np
 from ...files.reading import shown
 from .answers import NAMED_REWARDS
 from .base import Problem, Task
-from .executor import CallError, Executor, Limits
+from .environment import LARGEST_REWARD
+from .executor import CallError, Executor, Limits, usual_memory_bytes, usual_processes
 
-# Larger rewards overflow the fp32 loss and the sums of squares of the advantages.
-_LARGEST_REWARD = 1e18
-# More processes than this are not started unless they are asked for.
-_MOST_PROCESSES = 16
 # Tasks and rewards of ours that are computed in this process.
 _IN_PROCESS = ("add", "sort", "countdown", "exact", "numeric")
 _MAKER = "zerokl.engine.tasks.reward_function:reward_function"
@@ -59,7 +55,7 @@ class Reward:
         pairs = [(problem, text) for problem, texts in groups for text in texts]
         numbers = self._numbers(pairs, G)
         for i, number in enumerate(numbers):
-            in_range = abs(number) <= _LARGEST_REWARD
+            in_range = abs(number) <= LARGEST_REWARD
             if not in_range or (self.binary and number not in (0.0, 1.0)):
                 reason = ", and its `binary` says 0 or 1" if in_range else ""
                 raise ValueError(f"reward: is {number} for {_place(pairs, i, G)}{reason}")
@@ -108,8 +104,9 @@ def open_reward(task: Task, settings: RewardSettings, say: Callable[[str], None]
         yield Reward(function, owner.binary, getattr(owner, "check", None))
         return
     arguments = (name, settings.task, dict(settings.options), settings.directory)
-    limits = Limits(settings.timeout_s, settings.memory_bytes or _memory_bytes() // 2)
-    executor = Executor(_MAKER, arguments, settings.processes or _processes(), limits, say)
+    memory_bytes = settings.memory_bytes or usual_memory_bytes()
+    limits = Limits(settings.timeout_s, memory_bytes, "task.reward_timeout_s")
+    executor = Executor("reward", _MAKER, arguments, settings.processes or usual_processes(), limits, say)
     try:
         yield Reward(executor, executor.about["binary"], executor if executor.about["checks"] else None)
     finally:
@@ -119,14 +116,3 @@ def open_reward(task: Task, settings: RewardSettings, say: Callable[[str], None]
 def _place(pairs: Sequence[tuple[Problem, str]], i: int, G: int) -> str:
     problem, text = pairs[i]
     return f"prompt {problem.id} ({shown(problem.prompt)}), sample {i % G} ({shown(text)})"
-
-
-def _processes() -> int:
-    """A process for each core that this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, _MOST_PROCESSES)
-
-
-def _memory_bytes() -> int:
-    """The memory of this machine."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -84,4 +84,4 @@ def _answer(function: Callable[..., Any], call: bytes, memory_bytes: int) -> dic
         reason, place = raised(error)
         if isinstance(error, MemoryError) and memory_bytes:
             reason += f"; its process may ask for {memory_bytes:,} bytes"
-        return {"reason": reason, "place": place}
+        return {"reason": reason, "place": place, "raised": True}

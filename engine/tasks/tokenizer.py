@@ -29,7 +29,7 @@ class Tokenizer:
             check_tokenizer(folder / "tokenizer.json")
         from transformers import AutoTokenizer
 
-        self._folder = folder
+        self._folder, self._vocab = folder, vocab_size
         try:
             self._hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         except Exception as error:  # the tokenizers library raises bare Exception for a file it cannot read
@@ -107,6 +107,44 @@ class Tokenizer:
         except Exception as error:  # a template can raise anything
             turns = " with a system prompt" if system else ""
             raise ValueError(f"model: {source} fails{turns} ({_first_line(error)})") from None
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether there is one."""
+        return bool(self._hf.chat_template)
+
+    @property
+    def bos(self) -> str:
+        """The token that begins texts, by its name; empty where there is none."""
+        return self._hf.bos_token or ""
+
+    def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None = None) -> str:
+        """What the chat template makes of messages, up to where the model's turn begins.
+
+        tools: JSON schemas for the template. Raises ValueError where the template fails.
+        """
+        source = f"the chat template of {self._folder}"
+        if isinstance(self._hf.chat_template, str):
+            check_template(self._hf.chat_template, source)
+        try:
+            return self._hf.apply_chat_template(
+                list(messages), tools=tools, add_generation_prompt=True, tokenize=False
+            )
+        except Exception as error:  # a template can raise anything
+            raise ValueError(f"model: {source} fails ({_first_line(error)})") from None
+
+    def encode_plain(self, text: str) -> list[int]:
+        """The ids of a text, with nothing added before or after it."""
+        return self._hf.encode(text, add_special_tokens=False)
+
+    def checked(self, ids: Sequence[int]) -> list[int]:
+        """The ids, if the tokenizer has all of them. Raises ValueError."""
+        wrong = next((i for i in ids if not 0 <= i < self._vocab), None)
+        if wrong is not None:
+            raise ValueError(f"token id {wrong} is none of the model's, which are 0 to {self._vocab - 1}")
+        if self._hf.unk_token_id is not None and self._hf.unk_token_id in ids:
+            raise ValueError(f"{shown(self.text(ids))} has a character that the tokenizer does not know")
+        return list(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of a completion, without special tokens.

@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -88,3 +89,16 @@ def _line(error: BaseException) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
     frames = [f for f in frames if not f.filename.startswith("<frozen")]
     return f", in {frames[-1].filename} line {frames[-1].lineno}" if frames else ""
+
+
+def awaited(value: Any) -> Any:
+    """The value, or what it gives when it is awaited, in this process's event loop."""
+    return _event_loop().run_until_complete(value) if hasattr(value, "__await__") else value
+
+
+@cache
+def _event_loop() -> Any:
+    """The event loop in which coroutines of the user's run. Clients that they keep belong to it."""
+    import asyncio  # few need it
+
+    return asyncio.new_event_loop()

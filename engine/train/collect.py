@@ -11,85 +11,63 @@ step depends on how many draws another step needed.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from ...kernels.philox import Stream, permutation
 from ..loss.advantage import all_equal
-from ..rollout.evaluate import group_texts
-from ..rollout.types import RngKey, Rollout, complete
-from ..tasks.base import Problem
+from ..rollout.episodes import Episodes, joined
+from ..rollout.types import RngKey
 from .state import TrainState
 
 
 @dataclass(frozen=True)
-class RolloutBatch:
-    """What a step trains on; rollouts in canonical order.
+class RolloutBatch(Episodes):
+    """The episodes of a step, P prompts x G generations.
 
     The `prompt` of a rollout is the place of its prompt among all prompts that the step drew.
     """
 
-    problems: list[Problem]  # [P]
-    rollouts: list[Rollout]  # [P G]
-    texts: list[list[str]]  # [P][G]
-    rewards: np.ndarray  # [P, G]
-    groups_drawn: int
-
-
-@dataclass(frozen=True)
-class _Group:
-    """The G generations of one prompt, with texts and rewards [G]."""
-
-    problem: Problem
-    rollouts: list[Rollout]
-    texts: list[str]
-    rewards: np.ndarray
+    groups_drawn: int = 0
 
 
 def collect(state: TrainState) -> RolloutBatch:
-    """Sample and reward the prompts of the next step; rank 0 computes the rewards.
+    """Play the episodes of the next step; rank 0 computes the rewards.
 
-    Raises ValueError (see Reward.values).
+    Raises ValueError (see Reward.values), and where every trajectory ended in an error.
     """
     P, max_resamples = state.config.prompts, state.config.loss.resolve().max_resamples
-    groups: list[_Group] = []
+    groups: list[Episodes] = []
     for draw in range(max_resamples):
-        groups += _draw_groups(state, draw)
-        if sum(not all_equal(group.rewards.tolist()) for group in groups) >= P:
+        episodes = _play(state, draw)
+        groups += [episodes.group(p) for p in range(P)]
+        if sum(not _all_equal(group) for group in groups) >= P:
             break
-    kept = groups if max_resamples == 1 else _choose(groups, P)
-    return RolloutBatch(
-        [group.problem for group in kept],
-        [rollout for group in kept for rollout in group.rollouts],
-        [group.texts for group in kept],
-        np.stack([group.rewards for group in kept]),
-        len(groups),
-    )
+    chosen = joined(groups if max_resamples == 1 else _choose(groups, P))
+    if not chosen.trained.any():
+        error = next(filter(None, chosen.errors or []), "nothing was drawn")
+        raise ValueError(f"environment: no trajectory of step {state.step} can be trained on; {error}")
+    return RolloutBatch(**vars(chosen), groups_drawn=len(groups))
 
 
-def _draw_groups(state: TrainState, draw: int) -> list[_Group]:
+def _play(state: TrainState, draw: int) -> Episodes:
     """The P groups of draw number `draw` of the step."""
-    cfg, params = state.config, state.generation_params
-    P, G = cfg.prompts, params.num_generations
+    cfg, player = state.config, state.player
+    n = cfg.prompts // player.players
     draws_before = state.step * cfg.loss.resolve().max_resamples + draw
-    chosen = step_problems(len(state.problems), P, cfg.seed, draws_before)
+    chosen = step_problems(len(state.problems), n, cfg.seed, draws_before)
     problems = [state.problems[i] for i in chosen]
-    rng_key = RngKey(cfg.seed, state.step, prompt=draw * P)
-    rollouts = complete(state.sampler, [state.prompt_ids[i] for i in chosen], params, rng_key)
-    texts = group_texts(state.tokenizer, rollouts, G)
-    with state.stopwatch.station("time/reward_s"):
-        rewards_PG = state.reward.values(problems, texts)
-    return [
-        _Group(problem, rollouts[p * G : (p + 1) * G], texts[p], rewards_PG[p])
-        for p, problem in enumerate(problems)
-    ]
+    rng_key = RngKey(cfg.seed, state.step, prompt=draw * cfg.prompts)
+    return player.play(state.sampler, problems, state.generation_params, rng_key)
 
 
-def _choose(groups: Sequence[_Group], P: int) -> list[_Group]:
+def _choose(groups: Sequence[Episodes], P: int) -> list[Episodes]:
     """P groups, in the order drawn: the first groups whose rewards differ, then the first others."""
-    differ = [i for i, group in enumerate(groups) if not all_equal(group.rewards.tolist())]
-    alike = [i for i, group in enumerate(groups) if all_equal(group.rewards.tolist())]
+    differ = [i for i, group in enumerate(groups) if not _all_equal(group)]
+    alike = [i for i, group in enumerate(groups) if _all_equal(group)]
     chosen = sorted([*differ[:P], *alike[: max(0, P - len(differ))]])
     return [groups[i] for i in chosen]
+
+
+def _all_equal(group: Episodes) -> bool:
+    return all_equal(group.rewards[group.trained].tolist())
 
 
 def step_problems(n: int, prompts: int, seed: int, step: int, stream: Stream = Stream.ORDER) -> list[int]:

@@ -14,8 +14,13 @@ import torch
 from ...verify.mismatch import mismatch_metrics
 from ..loss.advantage import all_equal
 from ..loss.policy_loss import LossConfig
+from ..rollout.episodes import Episodes
+from ..tasks.environment import CONTEXT, ENDS, TOKENS
 from .collect import RolloutBatch
 from .shard import Scored
+
+# How a rollout ends whose last turn has no stop token, or no room for another one.
+_CUT = ("length", TOKENS, CONTEXT)
 
 
 def step_losses(parts: Sequence[Scored]) -> dict[str, float]:
@@ -25,10 +30,13 @@ def step_losses(parts: Sequence[Scored]) -> dict[str, float]:
     return {"loss": math.fsum(losses), "entropy": math.fsum(entropies) / len(entropies)}
 
 
-def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Rewards and lengths of a step, and how many groups and completions are special cases."""
-    lengths = [len(rollout.logprobs) for rollout in batch.rollouts]
-    rewards = batch.rewards.reshape(-1).tolist()
+def rollout_metrics(batch: Episodes) -> dict[str, float]:
+    """Rewards and lengths of a step, and how many groups and completions are special cases.
+
+    Rewards and groups are of the rollouts that are trained on.
+    """
+    lengths, trained = batch.lengths.reshape(-1).tolist(), batch.trained
+    rewards = batch.rewards[trained].tolist()
     mean = math.fsum(rewards) / len(rewards)
     return {
         "reward/mean": mean,
@@ -36,23 +44,39 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         "response_len/mean": sum(lengths) / len(lengths),
         "response_len/max": max(lengths),
         # The advantages of such a group are 0 (or all equal), so no gradient comes from it.
-        "groups/all_equal": sum(all_equal(group) for group in batch.rewards.tolist()),
+        "groups/all_equal": sum(
+            all_equal(group[members].tolist()) for group, members in zip(batch.rewards, trained, strict=True)
+        ),
         # Only the stop token. Such a completion is trained on like any other.
         "completions/empty": sum(not text for group in batch.texts for text in group),
         # No stop token. Such a completion is scored and trained on as it is.
-        "completions/cut": sum(rollout.finish == "length" for rollout in batch.rollouts),
+        "completions/cut": sum(rollout.finish in _CUT for rollout in batch.rollouts),
+        **_trajectory_metrics(batch),
     }
+
+
+def _trajectory_metrics(batch: Episodes) -> dict[str, float]:
+    """How many turns trajectories had, and how they ended; nothing where no environment was played."""
+    if batch.turn_rewards is None:
+        return {}
+    turns = [rollout.turns for rollout in batch.rollouts]
+    ends = {f"ends/{name.replace(' ', '_')}": 0 for name in ENDS}
+    for rollout in batch.rollouts:
+        ends[f"ends/{rollout.finish.replace(' ', '_')}"] += 1
+    return {"turns/mean": sum(turns) / len(turns), "turns/max": max(turns), **ends}
 
 
 def loss_metrics(
     cfg: LossConfig,
     batch: RolloutBatch,
     shaped: np.ndarray,
+    sampling_logprobs: Sequence[np.ndarray],
     ref_logprobs: Sequence[np.ndarray] | None,
 ) -> dict[str, float]:
     """Metrics of the parts of the loss that not every run has.
 
-    cfg: resolved. shaped [P, G]: the rewards after shaping. ref_logprobs: [C] of each rollout.
+    cfg: resolved. shaped [P, G]: the rewards after shaping. sampling_logprobs, ref_logprobs: [C] of each
+    rollout that is trained on.
     """
     metrics: dict[str, float] = {}
     if cfg.max_resamples > 1:
@@ -60,7 +84,7 @@ def loss_metrics(
     if (shaped != batch.rewards).any():
         metrics["reward/shaped_mean"] = math.fsum(shaped.reshape(-1).tolist()) / shaped.size
     if ref_logprobs is not None:
-        sampling_logprobs = np.concatenate([rollout.logprobs for rollout in batch.rollouts])
         lengths = [len(logprobs) for logprobs in ref_logprobs]
-        metrics |= mismatch_metrics(np.concatenate(ref_logprobs), sampling_logprobs, lengths, prefix="ref/")
+        columns = np.concatenate(ref_logprobs), np.concatenate(sampling_logprobs)
+        metrics |= mismatch_metrics(*columns, lengths, prefix="ref/")
     return metrics

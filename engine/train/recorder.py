@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ...files.writing import hash_json
 from ...verify.divergence import compare_lines
 from ...verify.ledger import Head, Ledger, LedgerFile, Line, Tree, digest, digest_ids
 from ..config import LedgerConfig
 from ..parallel.tree_hash import hash_tree
+from ..rollout.episodes import Episodes
 from ..rollout.types import Rollout
 from .optimizer import Optimizer
 
@@ -36,6 +38,17 @@ def hash_rollouts(rollouts: Sequence[Rollout]) -> dict[str, str]:
 def _between_turns(rollout: Rollout) -> tuple[Sequence[int], ...]:
     places = np.flatnonzero(~rollout.drawn)[len(rollout.prompt_ids) :].tolist()
     return rollout.turn_starts, [rollout.ids[i] for i in places], places
+
+
+def hash_ends(episodes: Episodes) -> dict[str, str]:
+    """The ledger's hash of how trajectories ended, and of the reward of each turn.
+
+    There is none where no environment was played.
+    """
+    if episodes.turn_rewards is None:
+        return {}
+    ends = [r.finish for r in episodes.rollouts]
+    return {"ends": hash_json([list(pair) for pair in zip(ends, episodes.turn_rewards, strict=True)])}
 
 
 def hash_rewards(rewards: np.ndarray, A: np.ndarray) -> dict[str, str]:
@@ -89,21 +102,21 @@ class Recorder:
     def record(
         self,
         step: int,
-        rollouts: Sequence[Rollout],
-        rewards: np.ndarray,
+        episodes: Episodes,
         A: np.ndarray,
         scaler: Mapping[str, float],
     ) -> float:
         """Write the line of a finished step. Returns the seconds that the step's hashing took.
 
-        rewards, A (advantages): [P, G]. scaler: the state of the loss scaler after the step.
+        A (advantages): [P, G]. scaler: the state of the loss scaler after the step.
         """
         began_s = time.perf_counter()
         first_logprobs = {name: h for name, h in self._updates.items() if name == "trainer_logprobs"}
         quantities = {
-            **hash_rollouts(rollouts),
+            **hash_rollouts(episodes.rollouts),
             **first_logprobs,
-            **hash_rewards(rewards, A),
+            **hash_ends(episodes),
+            **hash_rewards(episodes.rewards, A),
             **{name: h for name, h in self._updates.items() if name not in first_logprobs},
         }
         if (step + 1) % self._config.state_every == 0:

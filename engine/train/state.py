@@ -10,14 +10,14 @@ import numpy as np
 
 from ...model.decoder import Decoder
 from ..config import Config
-from ..parallel.data_parallel import RankedReward, RankedScorer, RankedWorkers
+from ..parallel.data_parallel import RankedScorer, RankedWorkers
 from ..parallel.process_group import Ranks
 from ..parallel.scorer import Scorer
 from ..parallel.workers import Workers
-from ..rollout.types import GenerationParams, Rollout, Sampler
+from ..rollout.episodes import EpisodePlayer, Episodes
+from ..rollout.types import GenerationParams, Sampler
 from ..stopwatch import Stopwatch
 from ..tasks.base import Problem
-from ..tasks.rewards import Reward
 from ..tasks.tokenizer import Tokenizer
 from .loss_scaling import LossScaler
 from .optimizer import Optimizer
@@ -43,9 +43,11 @@ class TrainState:
     micro_batch: int  # sequences of one pass
     ref_policy: Scorer | RankedScorer | None  # frozen, for the KL term; None without such a term
     tokenizer: Tokenizer
-    reward: Reward | RankedReward  # whoever opened it closes it
+    player: EpisodePlayer  # plays the episodes, and rewards them
     problems: Sequence[Problem]  # for training
-    prompt_ids: Sequence[Sequence[int]]  # the prompt of each of these problems
+    # The prompt of each of these problems; empty where only an environment knows it.
+    prompt_ids: Sequence[Sequence[int]]
+    max_tokens: int  # drawn tokens of a rollout at most
     stopwatch: Stopwatch  # measures the stations of a step; the samplers have the same one
     step: int = 0  # steps that are done
     version: int = 0  # of the weights: the number of optimizer updates so far
@@ -57,7 +59,7 @@ class TrainState:
 
     @property
     def generation_params(self) -> GenerationParams:
-        """How the completions of a training step are drawn."""
+        """How the completions, or the turns, of a training step are drawn."""
         cfg = self.config
         return GenerationParams(
             cfg.sampling.sampling_params,
@@ -78,12 +80,9 @@ class StepRecord:
     """What a step leaves behind for reports."""
 
     metrics: dict[str, float]
-    rollouts: list[Rollout]
-    problems: list[Problem]
-    texts: list[list[str]]
-    rewards: np.ndarray  # [P, G]
+    episodes: Episodes  # P prompts x G generations
     advantages: np.ndarray  # [P, G]
-    # Of each rollout, with the weights that it was drawn with; None in an exact run, where they are the
-    # sampler's.
+    # Of each rollout that is trained on, with the weights that it was drawn with; None in an exact run, where
+    # they are the sampler's.
     trainer_logprobs: list[np.ndarray] | None = None
     notes: dict[str, str] = field(default_factory=dict)  # metrics that are not numbers

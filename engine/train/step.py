@@ -21,7 +21,7 @@ import torch
 
 from ..loss.advantage import advantages
 from ..loss.policy_loss import sequence_weights
-from ..loss.reward_shaping import shaped_rewards
+from ..loss.reward_shaping import completion_kl, shaped_rewards
 from .collect import RolloutBatch, collect
 from .metrics import loss_metrics, rollout_metrics, step_losses
 from .monitor import Monitor
@@ -46,7 +46,8 @@ def train_step(
     sampled_s = time.perf_counter()
     with station("time/score_s"):
         step, metrics = prepare(state, batch)  # advantages, loss weights, old and reference logprobs
-    lengths = [len(rollout.logprobs) for rollout in batch.rollouts]
+    rollouts = step.rollouts  # those that are trained on
+    lengths = [len(rollout.logprobs) for rollout in rollouts]
     monitor, notes = Monitor(state.step, cfg.exact, state.version, cfg.max_staleness), {}
     for update in range(cfg.updates_per_rollout):
         params, scale = cfg.sampling.sampling_params, state.scaler.scale
@@ -63,7 +64,7 @@ def train_step(
             step = replace(step, old_logprobs=[x.numpy() for x in logp.split(lengths)])
         if update == 0:
             old_logp = torch.from_numpy(np.concatenate(step.old_logprobs))
-            monitor.compare(old_logp, batch.rollouts)  # 0.0 everywhere, or stop and show where
+            monitor.compare(old_logp, rollouts)  # 0.0 everywhere, or stop and show where
             metrics |= monitor.metrics() | step_losses(scored)
         if stale:
             metrics |= monitor.staleness(logp)
@@ -80,10 +81,9 @@ def train_step(
     with station("time/sync_s"):
         state.sampler.sync_weights(state.version)
     metrics |= rollout_metrics(batch) | {"tokens": monitor.tokens}
-    A = step.advantages.reshape(batch.rewards.shape)
+    A = batch.placed(step.advantages)
     if recorder:  # hashes of tokens, logprobs, gradients, weights
-        rows = batch.rollouts, batch.rewards, A
-        metrics["time/ledger_s"] = recorder.record(state.step, *rows, state.scaler.state)
+        metrics["time/ledger_s"] = recorder.record(state.step, batch, A, state.scaler.state)
         recorder.check_ranks()
     times = {"time/sample_s": sampled_s - began_s, "time/train_s": time.perf_counter() - sampled_s}
     times |= state.stopwatch.seconds()
@@ -91,7 +91,7 @@ def train_step(
     state.step += 1
     metrics = {"step": state.step - 1} | metrics
     own = None if cfg.exact else step.old_logprobs
-    return StepRecord(metrics, batch.rollouts, batch.problems, batch.texts, batch.rewards, A, own, notes)
+    return StepRecord(metrics, batch, A, own, notes)
 
 
 def _refuse_no_gradient(surrogate: str, A: np.ndarray) -> None:
@@ -109,17 +109,22 @@ def prepare(state: TrainState, batch: RolloutBatch) -> tuple[Shard, dict[str, fl
     All of it is known before any forward of the trainer's current weights.
     """
     cfg, loss_cfg = state.config, state.config.loss.resolve()
-    params, rollouts = cfg.sampling.sampling_params, batch.rollouts
-    lengths = [len(rollout.logprobs) for rollout in rollouts]
-    ref_logprobs = state.ref_policy.score(rollouts, params) if state.ref_policy else None
-    max_tokens, sampling_logprobs = cfg.sampling.max_tokens, [rollout.logprobs for rollout in rollouts]
-    shaped = shaped_rewards(batch.rewards, lengths, loss_cfg, max_tokens, sampling_logprobs, ref_logprobs)
-    A = advantages(shaped, loss_cfg.advantage)  # [P, G]
-    weights = np.array(sequence_weights(lengths, loss_cfg.loss_agg_mode, max_tokens))  # [P G]
+    params, trained = cfg.sampling.sampling_params, batch.trained
+    rollouts = [r for r, is_kept in zip(batch.rollouts, trained.flat, strict=True) if is_kept]  # [n]
+    sampling_logprobs, ref_logprobs = [rollout.logprobs for rollout in rollouts], None
+    kl_PG: np.ndarray | None = None
+    if state.ref_policy:
+        ref_logprobs = state.ref_policy.score(rollouts, params)
+        if loss_cfg.kl_in == "reward":
+            kl_PG = batch.placed(completion_kl(sampling_logprobs, ref_logprobs, loss_cfg))
+    shaped = shaped_rewards(batch.rewards, batch.lengths, loss_cfg, state.max_tokens, trained, kl_PG)
+    A = advantages(shaped, loss_cfg.advantage, trained)[trained]  # [n]
+    lengths = batch.lengths[trained].tolist()
+    weights = sequence_weights(lengths, loss_cfg.loss_agg_mode, state.max_tokens, trained.size)
     # The number of updates by which the weights that were sampled from are older than the trainer's.
     staleness = state.version - rollouts[0].weight_version
     old_logprobs = state.old_policy.score(rollouts, params) if staleness else None
-    metrics = loss_metrics(loss_cfg, batch, shaped, ref_logprobs)
+    metrics = loss_metrics(loss_cfg, batch, shaped, sampling_logprobs, ref_logprobs)
     if cfg.max_staleness:
         metrics["staleness/versions"] = staleness
-    return Shard(rollouts, A.reshape(-1), weights, old_logprobs, ref_logprobs), metrics
+    return Shard(rollouts, A, np.array(weights), old_logprobs, ref_logprobs), metrics

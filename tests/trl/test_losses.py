@@ -36,7 +36,7 @@ import torch
 from zerokl.engine.loss.advantage import advantages
 from zerokl.engine.loss.config import LossConfig
 from zerokl.engine.loss.policy_loss import policy_loss, sequence_weights
-from zerokl.engine.loss.reward_shaping import shaped_rewards
+from zerokl.engine.loss.reward_shaping import completion_kl, shaped_rewards
 
 from tests.helpers import assert_at_most_twice_the_error
 
@@ -322,7 +322,9 @@ def test_rloo_is_trls(trainers):
         A, value, trl_gradient = trl_loss(trainer, step)
         rewards = np.array(step.rewards).reshape(-1, G)
         rows = [np.array(x) for x in step.old_logprobs], [np.array(x) for x in step.ref_logprobs]
-        shaped = shaped_rewards(rewards, step.lengths, reward_cfg, MAX_TOKENS, *rows)
+        kl = completion_kl(*rows, reward_cfg).reshape(rewards.shape)
+        lengths = np.reshape(step.lengths, rewards.shape)
+        shaped = shaped_rewards(rewards, lengths, reward_cfg, MAX_TOKENS, kl=kl)
         expected = A.numpy().reshape(-1, G)
         allowed = rounding_bound(1.0, G) * np.abs(shaped).max() * 2
         assert (np.abs(advantages(shaped, "leave_one_out") - expected) <= allowed).all(), seed

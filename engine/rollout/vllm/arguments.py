@@ -9,6 +9,9 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from ....model.config import ModelConfig
+from ...config import VllmConfig
+
 _LOGS = "what is logged or measured; no forward depends on it"
 _MEMORY = "how much memory is taken; a row's bits do not depend on where its keys lie"
 _SCHEDULE = "which requests share a forward; a row's bits do not depend on the others (the law)"
@@ -78,3 +81,8 @@ def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
         close = difflib.get_close_matches(name, ALLOWED, 1)
         hint = f"did you mean {close[0]}?" if close else f"allowed are {', '.join(ALLOWED)}"
         raise ValueError(f"vllm.engine: {name} ({value!r}) is not known to keep the bits of a result; {hint}")
+
+
+def vllm_context(config: ModelConfig, cfg: VllmConfig) -> int:
+    """The tokens of the longest sequence that vLLM takes (max_model_len)."""
+    return min(config.max_positions, cfg.context or 4096)

@@ -23,7 +23,7 @@ from ....model.decoder import COMPUTE, Numerics
 from ...config import VllmConfig
 from ...shared_tensor import SharedTensor
 from ..types import Completion, Request, check_requests
-from .arguments import check_engine_arguments
+from .arguments import check_engine_arguments, vllm_context
 from .installed import require_vllm
 from .start import starting_vllm
 
@@ -77,7 +77,7 @@ class KeyedSampler:
     ):
         check_engine_arguments(cfg.engine)
         prepare_vllm(cfg.multiprocess)
-        self.vocab, self.context = config.vocab_size, min(config.max_positions, cfg.context or 4096)
+        self.vocab, self.context = config.vocab_size, vllm_context(config, cfg)
         from vllm import LLM
 
         from .plugin import register

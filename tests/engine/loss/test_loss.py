@@ -330,7 +330,10 @@ def test_kl_estimators_and_their_derivatives(kind, logp, reference):
 
 
 def test_rewards_are_shaped_as_the_papers_say():
-    rewards, lengths = np.array([[1.0, 0.0, 1.0, 0.0], [1.0, 1.0, 0.0, 0.0]]), [4, 4, 8, 10, 3, 3, 3, 3]
+    rewards, lengths = (
+        np.array([[1.0, 0.0, 1.0, 0.0], [1.0, 1.0, 0.0, 0.0]]),
+        np.array([[4, 4, 8, 10], [3, 3, 3, 3]]),
+    )
     dapo = shaped_rewards(rewards, lengths, LossConfig(preset="dapo", overlong_share=0.4).resolve(), 10)
     assert dapo - rewards == pytest.approx(np.array([[0, 0, -0.5, -1], [0, 0, 0, 0]]))
     kimi = shaped_rewards(rewards, lengths, LossConfig(preset="kimi", length_reward=3.0).resolve(), 10)
@@ -344,7 +347,8 @@ def test_kl_in_the_reward_is_taken_off_each_completion():
     cfg = LossConfig(kl_coef=0.5, kl="k1", kl_in="reward").resolve()
     sums = [math.fsum((a - b).tolist()) for a, b in zip(logp, ref, strict=True)]
     assert completion_kl(logp, ref, cfg).tolist() == sums
-    shaped = shaped_rewards(np.ones((2, 2)), [1, 3, 2, 5], cfg, 8, logp, ref)
+    kl = completion_kl(logp, ref, cfg).reshape(2, 2)
+    shaped = shaped_rewards(np.ones((2, 2)), np.array([[1, 3], [2, 5]]), cfg, 8, kl=kl)
     assert shaped.reshape(-1).tolist() == [1 - 0.5 * s for s in sums]
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from zerokl.audit.formats.zerokl import parse
 from zerokl.cli import main
 from zerokl.engine.commands.logged_steps import read_step, rollouts_fault
+from zerokl.engine.rollout import episodes
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import (
     Completion,
@@ -24,7 +25,6 @@ from zerokl.engine.rollout.types import (
 )
 from zerokl.engine.runs.rollout_lines import parse_rollout
 from zerokl.engine.runs.run import train
-from zerokl.engine.train import collect
 from zerokl.engine.train.monitor import MismatchError, Monitor
 from zerokl.engine.train.recorder import hash_rollouts
 from zerokl.kernels.sampling_params import SamplingParams
@@ -231,7 +231,7 @@ def test_a_rollout_whose_parts_contradict_each_other_is_refused(fields, message)
 
 @pytest.fixture
 def three_turns(monkeypatch):
-    monkeypatch.setattr(collect, "complete", in_three_turns)
+    monkeypatch.setattr(episodes, "complete", in_three_turns)
 
 
 def test_a_run_of_trajectories_is_exact_and_reads_itself_again(three_turns, config, tmp_path, capsys):

@@ -9,10 +9,10 @@ from zerokl.cli import main
 from zerokl.engine.config_file import to_toml
 from zerokl.engine.loss.presets import PRESETS
 from zerokl.engine.parallel.scorer import frozen
+from zerokl.engine.rollout.episodes import CompletionPlayer
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
 from zerokl.engine.runs.run import train
-from zerokl.engine.stopwatch import Stopwatch
 from zerokl.engine.tasks.base import Problem
 from zerokl.engine.tasks.rewards import Reward
 from zerokl.engine.tasks.tokenizer import Tokenizer
@@ -94,7 +94,6 @@ def collected(config, model):
     decoder = load_decoder(model, torch.float32)
     tokenizer, sampler = Tokenizer(model, 64), NativeSampler(decoder)
     problems = [Problem(i, f"{i}+1=", str(i + 1)) for i in range(9)]
-    ids = tokenizer.encode_problems(problems, chat=False)
 
     def run(max_resamples: int, differ: set[int], step: int = 0):
         state = SimpleNamespace(
@@ -102,11 +101,8 @@ def collected(config, model):
             generation_params=GenerationParams(SamplingParams(), 4, 4, tokenizer.stop_ids),
             step=step,
             sampler=sampler,
-            tokenizer=tokenizer,
-            reward=Reward(_Uneven(differ)),
+            player=CompletionPlayer(tokenizer, Reward(_Uneven(differ)), chat=False),
             problems=problems,
-            prompt_ids=ids,
-            stopwatch=Stopwatch(torch.device("cpu")),
         )
         return collect(state)
 

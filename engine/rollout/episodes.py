@@ -1,0 +1,176 @@
+"""Episodes: what the model does with problems, and the reward of it. Training and evaluation play them.
+
+An episode is a completion of a prompt, with a reward for its text; or a trajectory of many turns in an
+environment (turns.py), which gives the rewards itself.
+
+Shapes: P prompts, G generations of each.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from ..stopwatch import Stopwatch
+from ..tasks.base import Problem
+from ..tasks.environment import VOID
+from ..tasks.rewards import Reward
+from ..tasks.tokenizer import Tokenizer
+from .types import GenerationParams, RngKey, Rollout, Sampler, complete
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """Rollouts in canonical order, with their texts and rewards."""
+
+    problems: list[Problem]  # [P]; in a game, one after another for each player
+    rollouts: list[Rollout]  # [P G]
+    texts: list[list[str]]  # [P][G]
+    rewards: np.ndarray  # [P, G]
+    binary: bool = False  # whether the reward is 0 or 1 by its own word (see Reward)
+    # For each rollout the reward of each turn, and why it ended in an error; None for completions.
+    turn_rewards: list[list[float]] | None = None
+    errors: list[str] | None = None
+
+    @property
+    def trained(self) -> np.ndarray:
+        """Which rollouts are trained on, [P, G] bool."""
+        return np.array([is_trained(r) for r in self.rollouts]).reshape(self.rewards.shape)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """The drawn tokens of each rollout, [P, G]."""
+        return np.array([len(r.logprobs) for r in self.rollouts]).reshape(self.rewards.shape)
+
+    def placed(self, values: np.ndarray) -> np.ndarray:
+        """Values [n] of the rollouts that are trained on, in their places of [P, G]; 0 elsewhere."""
+        trained = self.trained
+        places = np.zeros(trained.shape)
+        places[trained] = values
+        return places
+
+    @property
+    def mean_reward(self) -> float:
+        """Mean over problems and samples; without those that are not trained on, if there are others."""
+        counted = self.rewards[self.trained]
+        return float(counted.mean()) if counted.size else float(self.rewards.mean())
+
+    @property
+    def accuracy(self) -> float | None:
+        """The share of episodes that solve their problem; None for a graded reward."""
+        return self.mean_reward if self.binary else None
+
+    def group(self, p: int) -> "Episodes":
+        """Those of one prompt."""
+        G = self.rewards.shape[1]
+        part = slice(p * G, (p + 1) * G)
+        return Episodes(
+            [self.problems[p]],
+            self.rollouts[part],
+            [self.texts[p]],
+            self.rewards[p : p + 1],
+            self.binary,
+            self.turn_rewards and self.turn_rewards[part],
+            self.errors and self.errors[part],
+        )
+
+
+def joined(groups: Sequence[Episodes]) -> Episodes:
+    """Several episodes in one, in their order. There must be one at least."""
+
+    def lists(parts: list[list | None]) -> list | None:
+        return None if parts[0] is None else [item for part in parts for item in part]
+
+    return Episodes(
+        [problem for group in groups for problem in group.problems],
+        [rollout for group in groups for rollout in group.rollouts],
+        [texts for group in groups for texts in group.texts],
+        np.concatenate([group.rewards for group in groups]),
+        groups[0].binary,
+        lists([group.turn_rewards for group in groups]),
+        lists([group.errors for group in groups]),
+    )
+
+
+def is_trained(rollout: Rollout) -> bool:
+    """Whether a rollout is trained on: something was drawn, and it did not end in an error."""
+    return bool(len(rollout.logprobs)) and rollout.finish not in VOID
+
+
+class EpisodePlayer(Protocol):
+    """Whoever plays the episodes of a run. players: prompts that each problem has, one for each player."""
+
+    players: int
+    binary: bool
+
+    def check(self, problems: Sequence[Problem], max_tokens: int, context: int) -> list[list[int]]:
+        """The prompt of each problem, as far as it is known before it is played.
+
+        max_tokens: of a completion. Raises ValueError for a problem that cannot be worked on: an answer that
+        the reward cannot read, or a prompt that leaves no room in the context.
+        """
+        ...
+
+    def play(
+        self,
+        sampler: Sampler,
+        problems: Sequence[Problem],
+        generation_params: GenerationParams,
+        rng_key: RngKey,
+    ) -> Episodes:
+        """Episodes of the problems, each num_generations times. Raises ValueError."""
+        ...
+
+
+class CompletionPlayer:
+    """One completion of each prompt; a reward for its text. chat: see Tokenizer.encode.
+
+    stopwatch: measures the rewards; None where nobody asks.
+    """
+
+    players = 1
+
+    def __init__(self, tokenizer: Tokenizer, reward: Reward, chat: bool, stopwatch: Stopwatch | None = None):
+        self.reward, self._tokenizer, self._chat = reward, tokenizer, chat
+        self._station = stopwatch.station if stopwatch else nullcontext
+        self._prompts: dict[tuple[str, str], list[int]] = {}
+
+    @property
+    def binary(self) -> bool:
+        """Whether every reward is 0 or 1."""
+        return self.reward.binary
+
+    def check(self, problems: Sequence[Problem], max_tokens: int, context: int) -> list[list[int]]:
+        self.reward.check_answers(problems)
+        prompt_ids = [self._prompt(problem) for problem in problems]
+        for ids, problem in zip(prompt_ids, problems, strict=True):
+            if len(ids) + max_tokens > context:
+                raise ValueError(
+                    f"task: the prompt of problem {problem.id} has {len(ids)} tokens; with "
+                    f"sampling.max_tokens ({max_tokens}) that is more than the model's context ({context}); "
+                    "shorten it or lower sampling.max_tokens"
+                )
+        return prompt_ids
+
+    def play(
+        self,
+        sampler: Sampler,
+        problems: Sequence[Problem],
+        generation_params: GenerationParams,
+        rng_key: RngKey,
+    ) -> Episodes:
+        prompts = [self._prompt(problem) for problem in problems]
+        rollouts = complete(sampler, prompts, generation_params, rng_key)
+        flat, G = [self._tokenizer.decode(r.completion_ids) for r in rollouts], len(rollouts) // len(prompts)
+        texts = [flat[i : i + G] for i in range(0, len(flat), G)]
+        with self._station("time/reward_s"):
+            rewards = self.reward.values(problems, texts)
+        return Episodes(list(problems), rollouts, texts, rewards, self.binary)
+
+    def _prompt(self, problem: Problem) -> list[int]:
+        key = problem.prompt, problem.system
+        if key not in self._prompts:
+            self._prompts[key] = self._tokenizer.encode(problem.prompt, self._chat, problem.system)
+        return self._prompts[key]

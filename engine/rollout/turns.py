@@ -1,0 +1,250 @@
+"""Trajectories of many turns: the model draws, its environment answers, and the ids go on.
+
+All trajectories that wait for the model draw together, then all environments answer side by side. Each draws
+with its own key, and each environment has its own; so it decides nothing which trajectories run together.
+
+How a trajectory ends, its loss and its reward:
+
+    done        the environment says so                          trained on; the sum of its turns' rewards
+    turns       max_turns turns are drawn                        the same
+    tokens      a turn was cut before its stop token, or the     the same; the environment does not see the
+                trajectory has no token left                     cut turn, whose reward is 0
+    context     the next turn has no room in the context         as tokens
+    time limit  the environment took too long                    not trained on; counts in no group's mean
+    error       the environment failed, or its content has no    the same
+                place in the chat template
+
+In a game the trajectories of all players end together, in the same way.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from ...files.reading import shown
+from ..stopwatch import Stopwatch
+from ..tasks.base import Problem
+from ..tasks.environment import CONTEXT, DONE, ERROR, TIME_LIMIT, TOKENS, TURNS, EnvironmentKey
+from ..tasks.environments import Answer, Environments, Failure, Game
+from ..tasks.rendering import Renderer, Transcript
+from ..tasks.tokenizer import Tokenizer
+from .episodes import Episodes
+from .types import Completion, DrawParams, GenerationParams, Request, RngKey, Rollout, Sampler, check_room
+
+
+class TurnLimits(NamedTuple):
+    """Of a trajectory. max_turns: of a player. max_tokens: drawn ones. context: all tokens."""
+
+    max_turns: int
+    max_tokens: int
+    context: int
+
+
+@dataclass
+class _Trajectory:
+    """What one player has seen and drawn so far."""
+
+    rng_key: RngKey
+    ids: list[int] = field(default_factory=list)
+    rollout: Rollout | None = None
+    transcript: Transcript | None = None
+    turn_rewards: list[float] = field(default_factory=list)
+    early_reward: float = 0.0  # what the player got before its first turn
+
+    @property
+    def turns(self) -> int:
+        return self.rollout.turns if self.rollout else 0
+
+    @property
+    def drawn(self) -> int:
+        return len(self.rollout.logprobs) if self.rollout else 0
+
+    @property
+    def reward(self) -> float:
+        return math.fsum([self.early_reward, *self.turn_rewards])
+
+    def draw(self, completion: Completion) -> None:
+        """Take the tokens of a turn."""
+        key, r = self.rng_key, self.rollout
+        if r is None:
+            self.rollout = Rollout.of_one_turn(
+                key.prompt,
+                key.sample,
+                self.ids,
+                completion.ids,
+                completion.logprobs,
+                completion.finish,
+                completion.weight_version,
+            )
+        else:
+            self.rollout = r.with_turn(self.ids[len(r.ids) :], completion)
+        self.ids = list(self.rollout.ids)
+        self.turn_rewards.append(0.0)
+
+    def ended(self, finish: str, version: int) -> Rollout:
+        """The rollout; without a drawn token where the player had no turn."""
+        if self.rollout is not None:
+            return replace(self.rollout, finish=finish).check()
+        key, ids = self.rng_key, tuple(self.ids)
+        nothing = np.zeros(len(ids), bool), np.zeros(0, np.float32)
+        return Rollout(key.prompt, key.sample, ids, *nothing, (), finish, version)
+
+
+@dataclass
+class _Play:
+    """A game with the trajectories of its players; or one trajectory."""
+
+    game: Game
+    players: list[_Trajectory]
+    player: int = 0  # who moves
+    finish: str = ""
+    error: str = ""
+
+
+class TurnPlayer:
+    """Plays the trajectories of a run in its environments.
+
+    renderer: makes ids of their contents. say: shows a line for a trajectory that ended in an error.
+    stopwatch: measures the environments; None where nobody asks.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        environments: Environments,
+        renderer: Renderer,
+        limits: TurnLimits,
+        say: Callable[[str], None],
+        stopwatch: Stopwatch | None = None,
+    ):
+        self._tokenizer, self._environments, self._renderer = tokenizer, environments, renderer
+        self._limits, self._say = limits, say
+        self._station = stopwatch.station if stopwatch else nullcontext
+        self.players: int = environments.players
+        self.binary: bool = environments.binary
+
+    def check(self, problems: Sequence[Problem], max_tokens: int, context: int) -> list[list[int]]:
+        """No prompt is known before its environment is played."""
+        return []
+
+    def play(
+        self,
+        sampler: Sampler,
+        problems: Sequence[Problem],
+        generation_params: GenerationParams,
+        rng_key: RngKey,
+    ) -> Episodes:
+        """Trajectories of the problems. The prompt of a problem's player has place p * players + player."""
+        G, n = generation_params.num_generations, self.players
+        check_room(len(problems) * n * G, self._limits.max_tokens)
+        plays = [self._begun(problems[p], p, g, rng_key) for p in range(len(problems)) for g in range(G)]
+        version, waiting = -1, plays
+        self._answered(plays)
+        while waiting := [play for play in waiting if not play.finish]:
+            requests = [self._request(play, generation_params) for play in waiting]
+            completions = sampler.generate(requests)
+            version = completions[0].weight_version
+            for play, request, completion in zip(waiting, requests, completions, strict=True):
+                self._drawn(play, request, completion)
+            self._answered([play for play in waiting if not play.finish])
+        self._environments.close_games()
+        return self._episodes(problems, plays, G, version)
+
+    def _begun(self, problem: Problem, p: int, g: int, rng_key: RngKey) -> _Play:
+        first = rng_key.prompt + p * self.players
+        key = EnvironmentKey(rng_key.seed, rng_key.step, int(rng_key.stream), first, g)
+        keys = [replace(rng_key, prompt=first + player, sample=g) for player in range(self.players)]
+        return _Play(Game(problem, key), [_Trajectory(key) for key in keys])
+
+    def _request(self, play: _Play, params: GenerationParams) -> Request:
+        trajectory = play.players[play.player]
+        left = self._limits.max_tokens - trajectory.drawn, self._limits.context - len(trajectory.ids)
+        return Request(
+            tuple(trajectory.ids),
+            trajectory.rng_key,
+            DrawParams(params.sampling_params, params.stop_ids),
+            min(params.max_tokens, *left),
+            trajectory.drawn,
+        )
+
+    def _drawn(self, play: _Play, request: Request, completion: Completion) -> None:
+        """Take a turn. One that was cut ends the game."""
+        trajectory = play.players[play.player]
+        trajectory.draw(completion)
+        if completion.finish == "length":
+            cut_by_context = len(request.ids) + request.max_tokens == self._limits.context
+            play.finish = CONTEXT if cut_by_context else TOKENS
+            return
+        ids = list(completion.ids)
+        play.game.turns.append((ids, self._tokenizer.text(ids[:-1])))
+
+    def _answered(self, plays: Sequence[_Play]) -> None:
+        """Let the environments answer, and add their contents to the ids of whoever moves next."""
+        with self._station("time/environment_s"):
+            answers = self._environments.answer([play.game for play in plays])
+        for play, answer in zip(plays, answers, strict=True):
+            if isinstance(answer, Failure):
+                self._fail(play, answer.reason, TIME_LIMIT if answer.timed_out else ERROR)
+            else:
+                self._take(play, answer)
+
+    def _take(self, play: _Play, answer: Answer) -> None:
+        for trajectory, reward in zip(play.players, answer.rewards, strict=True):
+            if trajectory.turn_rewards:
+                trajectory.turn_rewards[-1] += reward
+            else:
+                trajectory.early_reward += reward
+        play.player = answer.player
+        trajectory, limits = play.players[play.player], self._limits
+        if answer.done:
+            play.finish = DONE
+        elif trajectory.turns == limits.max_turns:
+            play.finish = TURNS
+        elif trajectory.drawn >= limits.max_tokens:
+            play.finish = TOKENS
+        else:
+            self._render(play, trajectory, answer)
+
+    def _render(self, play: _Play, trajectory: _Trajectory, answer: Answer) -> None:
+        """The ids of a content, after those of the trajectory."""
+        try:
+            if trajectory.transcript is None:
+                trajectory.transcript, ids = self._renderer.begin(answer.content)
+                if not ids:
+                    raise ValueError("environment: its first content is empty")
+            else:
+                last = trajectory.ids[-1]
+                ids = self._renderer.follow(trajectory.transcript, answer.content, trajectory.turns, last)
+        except ValueError as error:
+            self._fail(play, str(error), ERROR)
+            return
+        trajectory.ids += ids
+        if len(trajectory.ids) >= self._limits.context:
+            play.finish = CONTEXT
+
+    def _fail(self, play: _Play, reason: str, finish: str) -> None:
+        play.finish, play.error, game = finish, reason, play.game
+        place = f"problem {game.problem.id} ({shown(game.problem.prompt)}), sample {game.key.sample}"
+        self._say(f"environment: {reason} for {place}, turn {len(game.turns)}; not trained on")
+
+    def _episodes(
+        self, problems: Sequence[Problem], plays: Sequence[_Play], G: int, version: int
+    ) -> Episodes:
+        """The trajectories in canonical order: problem, player, sample."""
+        P, n = len(problems), self.players
+        order = [(plays[p * G + g], player) for p in range(P) for player in range(n) for g in range(G)]
+        rollouts = [play.players[player].ended(play.finish, version) for play, player in order]
+        texts = [self._tokenizer.decode(r.completion_ids) for r in rollouts]
+        return Episodes(
+            [problem for problem in problems for _ in range(n)],
+            rollouts,
+            [texts[i : i + G] for i in range(0, len(texts), G)],
+            np.array([play.players[player].reward for play, player in order]).reshape(P * n, G),
+            self.binary,
+            [play.players[player].turn_rewards for play, player in order],
+            [play.error for play, _ in order],
+        )

@@ -1,0 +1,115 @@
+"""An environment: what a model acts in, over several turns. A tool, a game, a partner of a conversation.
+
+    class Guess:
+        def reset(self, problem, key):
+            self.secret = problem.answer
+            return problem.prompt
+
+        def step(self, ids, text):
+            return Observation("yes", reward=1.0, done=True) if text == self.secret else Observation("no")
+
+A task has an environment where it has a method `environment()`, which makes one for each trajectory. Such a
+task needs no `reward`. Both methods may be `async`. `close()` is called at the end, where there is one.
+
+An environment runs in a process of its own kind (sessions.py). It may be played again from its first turn, in
+another process, after a neighbour's crash or in `zerokl verify run`. So all that it does must follow from the
+problem, the key and the turns; what it draws at random comes from the key.
+
+In a game of several players the model plays all of them. Each player has a trajectory of its own, with what
+that player sees. `players` says how many there are, and an Observation says who moves next.
+
+Nothing here loads torch or numpy (see processes.py).
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from .problem import Problem
+
+# A text; messages of the chat template, each with `role` and `content`; or token ids.
+Content = str | Sequence[dict[str, Any]] | Sequence[int]
+
+# Larger rewards overflow the fp32 loss and the sums of squares of the advantages.
+LARGEST_REWARD = 1e18
+
+# How a trajectory ends. Those in VOID are neither trained on nor compared, and count in no group's mean.
+DONE, TURNS, TOKENS, CONTEXT, TIME_LIMIT, ERROR = "done", "turns", "tokens", "context", "time limit", "error"
+ENDS = (DONE, TURNS, TOKENS, CONTEXT, TIME_LIMIT, ERROR)
+VOID = (TIME_LIMIT, ERROR)
+
+
+class EnvironmentKey(NamedTuple):
+    """The key of an environment's random numbers: one for each trajectory, or for each game."""
+
+    seed: int
+    step: int
+    stream: int
+    prompt: int  # the place of its prompt in the step
+    sample: int
+
+    def random(self, *words: int | str) -> Random:
+        """Random numbers of this trajectory. words: for several independent sequences."""
+        return _random((*self, *words))
+
+    def group_random(self, *words: int | str) -> Random:
+        """Random numbers that all trajectories of a prompt have in common."""
+        return _random((*self[:-1], *words))
+
+
+def _random(key: tuple[int | str, ...]) -> Random:
+    return Random(int.from_bytes(hashlib.sha256(repr(key).encode()).digest(), "big"))
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What an environment answers to a turn.
+
+    content: what the next player reads. A player's first content is its prompt; a text is then a user's turn
+    of the chat template, as a later text is. It is of no use where the trajectory is done.
+    reward: of the turn; in a game a number for each player. The reward of a trajectory is the sum.
+    player: who moves next.
+    """
+
+    content: Content = ""
+    reward: float | Sequence[float] = 0.0
+    done: bool = False
+    player: int = 0
+
+
+class Environment(Protocol):
+    """The members of every environment. One of the user's needs no base class.
+
+    Three more are optional: `players`, the number of players, 1 without it; `tools`, the JSON schemas of the
+    tools that the chat template names; and `close()`.
+    """
+
+    def reset(self, problem: Problem, key: EnvironmentKey) -> Content | Observation:
+        """Begin. Returns the prompt; as an Observation where another player than 0 moves first."""
+        ...
+
+    def step(self, ids: Sequence[int], text: str) -> Observation:
+        """The answer to a turn.
+
+        ids: the tokens as they were drawn, the stop token included. text: without the stop token, other
+        special tokens by their names. A turn that was cut before its stop token ends the trajectory, and no
+        environment sees it.
+        """
+        ...
+
+
+@runtime_checkable
+class EnvironmentTask(Protocol):
+    """A task whose problems are worked on in an environment."""
+
+    chat: bool  # whether contents go through the tokenizer's chat template, if it has one
+
+    def problems(self, split: str) -> Sequence[Problem]:
+        """See Task."""
+        ...
+
+    def environment(self) -> Environment:
+        """A new environment, for one trajectory or game."""
+        ...

@@ -1,0 +1,119 @@
+"""Environments as the run sees them: trajectories and games are begun, and answer to turns.
+
+They are played in processes of their own (executor.py, sessions.py). Those of a call run side by side.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ...files.reading import shown
+from .environment import LARGEST_REWARD, EnvironmentKey
+from .executor import CallError, Executor, Limits, usual_memory_bytes, usual_processes
+from .problem import Problem
+
+_MAKER = "zerokl.engine.tasks.sessions:environment_function"
+
+
+@dataclass(frozen=True)
+class EnvironmentSettings:
+    """Which environment a run has, and how it is played. EnvironmentConfig says what each of them is."""
+
+    task: str
+    options: Mapping[str, Any]
+    directory: str
+    processes: int
+    timeout_s: float
+    memory_bytes: int
+
+
+class Answer(NamedTuple):
+    """What an environment has answered to a turn; see Observation."""
+
+    content: Any
+    rewards: list[float]  # of each player
+    done: bool
+    player: int
+
+
+class Failure(NamedTuple):
+    """Why an environment has no answer, in words. timed_out: it took too long."""
+
+    reason: str
+    timed_out: bool
+
+
+@dataclass
+class Game:
+    """A trajectory, or the trajectories of all players of a game, as their environment has seen it."""
+
+    problem: Problem
+    key: EnvironmentKey
+    turns: list[tuple[list[int], str]] = field(default_factory=list)  # ids and text of each
+    history: str = ""  # hash of all answers so far
+
+
+class Environments:
+    """The environments of a run.
+
+    players: of a game; 1 otherwise. binary: whether the reward of a trajectory is 0 or 1 by the task's own
+    word. tools: that the chat template names.
+    """
+
+    def __init__(self, executor: Executor):
+        self._executor = executor
+        about = executor.about
+        self.players: int = about["players"]
+        self.binary: bool = about["binary"]
+        self.tools: list[dict[str, Any]] | None = about["tools"]
+
+    def answer(self, games: Sequence[Game]) -> list[Answer | Failure]:
+        """What each environment answers to the last turn of its game; without a turn, its first content.
+
+        A Failure ends no other game.
+        """
+        n = self._executor.n
+        calls = [(game.problem, game.key, game.turns, game.history) for game in games]
+        homes = [(game.key.prompt + game.key.sample) % n for game in games]
+        answers = zip(games, self._executor.attempt(calls, homes), strict=True)
+        return [self._checked(game, answer) for game, answer in answers]
+
+    def close_games(self) -> None:
+        """Drop all games that are still open."""
+        n = self._executor.n
+        self._executor.attempt([()] * n, range(n))
+
+    def _checked(self, game: Game, answer: Any) -> Answer | Failure:
+        """An answer as it must be. A user's code may have written another one into the connection."""
+        if isinstance(answer, CallError):
+            return Failure(f"{answer.reason}{answer.line}", answer.timed_out)
+        try:
+            rewards = [float(r) for r in answer["rewards"]]
+            fits = len(rewards) == self.players and all(abs(r) <= LARGEST_REWARD for r in rewards)
+            if not fits or type(answer["done"]) is not bool or answer["player"] not in range(self.players):
+                raise ValueError
+            game.history = str(answer["history"])
+            return Answer(answer["content"], rewards, answer["done"], answer["player"])
+        except (KeyError, TypeError, ValueError):
+            return Failure(f"answered {shown(answer)}, which no environment does", False)
+
+
+@contextmanager
+def open_environments(
+    settings: EnvironmentSettings, say: Callable[[str], None] = print
+) -> Iterator[Environments]:
+    """The environments of a task. Their processes end with the context.
+
+    say: shows a line that an environment printed. Raises ValueError where none can be made.
+    """
+    arguments = (settings.task, dict(settings.options), settings.directory)
+    limits = Limits(
+        settings.timeout_s, settings.memory_bytes or usual_memory_bytes(), "environment.timeout_s"
+    )
+    n = settings.processes or usual_processes()
+    executor = Executor("environment", _MAKER, arguments, n, limits, say)
+    try:
+        yield Environments(executor)
+    finally:
+        executor.close()
