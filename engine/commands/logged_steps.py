@@ -57,8 +57,10 @@ def _turn_rewards(line: dict[str, Any]) -> list[float]:
 def _rollout(line: dict[str, Any], index: int, G: int) -> Rollout:
     if (line.get("prompt"), line.get("sample")) != divmod(index, G):
         raise ValueError(f"prompt {index // G}, sample {index % G} is missing where it belongs")
-    prompt_ids, completion_ids = _ids(line, "prompt_ids"), _ids(line, "completion_ids")
-    drawn = _ids(line, "mask") if "mask" in line else (1,) * len(completion_ids)
+    # An environment may have ended a trajectory before its first turn, or before its prompt.
+    least = 0 if line.get("turn_starts") == [] and "turn_rewards" in line else 1
+    prompt_ids, completion_ids = (_ids(line, name, least) for name in ("prompt_ids", "completion_ids"))
+    drawn = _ids(line, "mask", least) if "mask" in line else (1,) * len(completion_ids)
     values = json_number(line.get("logprobs"))
     if not isinstance(values, list) or len({len(drawn), len(completion_ids), len(values)}) > 1:
         raise ValueError("has not one logprob, and one entry of the mask, for each token")
@@ -72,15 +74,16 @@ def _rollout(line: dict[str, Any], index: int, G: int) -> Rollout:
     if type(line.get("text")) is not str or type(line.get("weight_version")) is not int:
         raise ValueError("has no text, or no weight_version")
     p = len(prompt_ids)
-    return Rollout(
+    rollout = Rollout(
         *divmod(index, G),
         ids=(*prompt_ids, *completion_ids),
         drawn=np.array([0] * p + list(drawn), bool),
         logprobs=logprobs,
-        turn_starts=_ids(line, "turn_starts") if "mask" in line else (p,),
+        turn_starts=_ids(line, "turn_starts", least) if "mask" in line else (p,),
         finish=str(line.get("finish")),
         weight_version=line["weight_version"],
-    ).check()
+    )
+    return rollout.check() if least else rollout
 
 
 def _float(line: dict[str, Any], name: str) -> float:
@@ -90,9 +93,13 @@ def _float(line: dict[str, Any], name: str) -> float:
     return value
 
 
-def _ids(line: dict[str, Any], name: str) -> tuple[int, ...]:
+def _ids(line: dict[str, Any], name: str, least: int = 1) -> tuple[int, ...]:
     ids = line.get(name)
-    if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
+    if (
+        not isinstance(ids, list)
+        or len(ids) < least
+        or not all(type(i) is int and 0 <= i < 1 << 31 for i in ids)
+    ):
         raise ValueError(f"{name} is no list of token ids")
     return tuple(ids)
 

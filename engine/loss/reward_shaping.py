@@ -30,8 +30,8 @@ def shaped_rewards(
 ) -> np.ndarray:
     """Rewards [P, G] with everything that a resolved `cfg` asks for.
 
-    max_tokens: that a sample can have. trained: which samples are trained on, bool; all where it is None. kl: of each sample
-    (completion_kl), where the run has a reference. lengths, trained and kl are [P, G].
+    max_tokens: that a sample can have. trained: which samples are trained on, bool; all where it is None.
+    kl: of each sample (completion_kl), where the run has a reference. lengths, trained and kl are [P, G].
     """
     shaped, trained = rewards.copy(), np.ones(rewards.shape, bool) if trained is None else trained
     if cfg.overlong_share:

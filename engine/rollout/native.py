@@ -38,7 +38,7 @@ class _Kind(NamedTuple):
     stream: Stream
 
 
-@dataclass
+@dataclass(eq=False)  # two may have equal ids
 class _Prefix:
     """Ids that are read, or about to be read, once for several requests."""
 
@@ -49,7 +49,7 @@ class _Prefix:
     last: torch.Tensor | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class _Sample:
     """A completion that is being drawn."""
 

@@ -1,4 +1,4 @@
-"""Tasks by name: add, sort, countdown, jsonl, or a task of the user's as `module:object`."""
+"""Tasks by name: those of TASKS, or a task of the user's as `module:object`."""
 
 import inspect
 import os
@@ -12,9 +12,12 @@ from .calculator import Calculator
 from .countdown import Countdown
 from .environment import EnvironmentTask
 from .guard import guarded
+from .guesses import Guesses
 from .jsonl import Jsonl
+from .nim import Nim
 from .sort import Sort
 from .users_code import importable, load_object
+from .wordle import Wordle
 
 TASKS: dict[str, Callable[..., Task | EnvironmentTask]] = {
     "add": Add,
@@ -22,6 +25,9 @@ TASKS: dict[str, Callable[..., Task | EnvironmentTask]] = {
     "countdown": Countdown,
     "jsonl": Jsonl,
     "calculator": Calculator,
+    "guesses": Guesses,
+    "wordle": Wordle,
+    "nim": Nim,
 }
 # More problems than this take all memory.
 _LARGEST_OPTION, _LARGEST_SEED = 1_000_000, (1 << 32) - 1

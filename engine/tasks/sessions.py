@@ -36,14 +36,13 @@ class Sessions:
     def __init__(self, task: EnvironmentTask):
         self._task = task
         self._sessions: dict[EnvironmentKey, _Session] = {}
-        first = task.environment()
+        first = task.environment()  # only asked what it is, so it is not closed
         self._players = getattr(first, "players", 1)
         if type(self._players) is not int or not 1 <= self._players <= 64:
             raise ValueError(f"environment: players ({self._players!r}) must be a number from 1 to 64")
         binary = getattr(task, "binary", False) is True
         self.about = {"players": self._players, "tools": getattr(first, "tools", None), "binary": binary}
         json.dumps(self.about)
-        _close(first)
 
     def __call__(
         self,

@@ -1,0 +1,266 @@
+"""Runs in environments: every drawn token exact, every end with its rule, and the run reads itself again."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from zerokl.cli import main
+from zerokl.engine.config import Config
+from zerokl.engine.config_file import to_toml
+from zerokl.engine.loss.advantage import advantages
+from zerokl.engine.rollout import turns
+from zerokl.engine.runs.run import train
+from zerokl.verify.ledger import read_ledger
+
+from tests.helpers import torchrun
+
+
+@pytest.fixture(scope="module", autouse=True)
+def acts():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parent))
+        yield
+
+
+@pytest.fixture(scope="module")
+def talkative(model, tmp_path_factory) -> Path:
+    """The model, with so many stop tokens that a turn has few tokens."""
+    folder = tmp_path_factory.mktemp("talkative") / "model"
+    shutil.copytree(model, folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, *range(40, 60)]}))
+    return folder
+
+
+@pytest.fixture
+def acting(config, talkative):
+    """acting(task, **overrides): a run of `acts:task`."""
+
+    def make(task: str, **overrides: object) -> Config:
+        base = {
+            "model": talkative,
+            "task__name": f"acts:{task}",
+            "task__reward": "",
+            "task__options": {},
+            "environment__processes": 1,
+            "sampling__max_tokens": 12,
+        }
+        return config(**(base | overrides))
+
+    return make
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in (path / "rollouts.jsonl").read_text().splitlines()]
+
+
+def fingerprint(cfg: Config, path: Path) -> tuple[str, str]:
+    summary = train(cfg, path)
+    assert (summary.mismatch_max_abs, summary.tokens_unequal) == (0.0, 0)
+    return summary.weights, summary.fingerprint
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_run_is_exact_and_reads_itself_again(acting, tmp_path, dtype, capsys):
+    path = tmp_path / "run"
+    cfg = acting("echo", dtype=dtype, checkpoint__every=2, evaluation__every=2)
+    weights, chain = fingerprint(cfg, path)
+    lines = rows(path)
+    assert max(len(row["turn_rewards"]) for row in lines) == 3
+    for row in lines:
+        assert row["reward"] == sum(row["turn_rewards"])
+        assert row["finish"] in ("done", "tokens")
+        assert len(row["logprobs"]) == len(row["completion_ids"]) == len(row.get("mask", row["logprobs"]))
+    assert main(["verify", "run", str(path)]) == 0
+    assert main(["report", str(path)]) == 0
+    capsys.readouterr()
+    spread = {"workers": 2, "micro_batch": 2, "environment__processes": 3, "native__max_concurrency": 2}
+    other = acting("echo", dtype=dtype, checkpoint__every=2, evaluation__every=2, **spread)
+    assert fingerprint(other, tmp_path / "other") == (weights, chain)
+
+
+def test_control_a_seed_is_another_run(acting, tmp_path):
+    assert len({fingerprint(acting("echo", steps=1, seed=i), tmp_path / str(i)) for i in (0, 0 + 1)}) == 2
+
+
+def test_each_end_has_its_name_and_its_rule(acting, tmp_path):
+    runs = {
+        "forever": ({"environment__max_turns": 2}, {"turns", "tokens"}),
+        "long": ({"environment__context": 60, "sampling__max_tokens": 40}, {"context"}),
+        "echo": ({"environment__max_tokens": 9}, {"tokens"}),
+    }
+    for name, (settings, ends) in runs.items():
+        fingerprint(acting(name, steps=2, **settings), tmp_path / name)
+        lines = rows(tmp_path / name)
+        counts = Counter(row["finish"] for row in lines)
+        assert ends <= set(counts), (name, counts)
+        for row in lines:
+            drawn = sum(row["mask"]) if "mask" in row else len(row["completion_ids"])
+            limit = settings.get("environment__max_tokens", 10**9)
+            assert drawn <= limit
+            tokens = len(row["prompt_ids"]) + len(row["completion_ids"])
+            assert tokens <= settings.get("environment__context", 512)
+            if row["finish"] == "tokens":
+                assert row["turn_rewards"][-1] == 0.0 or drawn == limit
+
+
+def test_what_goes_wrong_in_one_trajectory_is_one_line_and_no_lost_step(acting, tmp_path, capsys):
+    path = tmp_path / "run"
+    cfg = acting("faulty", prompts=6, steps=2)
+    weights = fingerprint(cfg, path)
+    output = " ".join(capsys.readouterr().out.split())
+    assert main(["verify", "run", str(path)]) == 0
+    lines = rows(path)
+    errors = {row["problem"]: row["error"] for row in lines if row["finish"] == "error"}
+    assert set(errors) == {1, 2, 3, 4}
+    for problem, reason in ((1, "no start"), (2, "exit code 1"), (3, "does not know"), (4, "token id 999")):
+        assert reason in errors[problem]
+        assert f"for problem {problem} ('{problem}+{problem}='), sample" in output
+    assert all((row["advantage"] == 0.0) for row in lines if row["finish"] == "error")
+    started = [row for row in lines if row["problem"] == 1 and row["finish"] == "error"]
+    assert all(row["prompt_ids"] == [] and row["completion_ids"] == [] for row in started)
+    spread = acting("faulty", prompts=6, steps=2, environment__processes=3)
+    assert fingerprint(spread, tmp_path / "spread") == weights
+
+
+def test_a_sample_that_is_not_trained_on_counts_in_no_mean():
+    import numpy as np
+
+    rewards = np.array([[1.0, 0.0, 50.0, 0.5]])
+    trained = np.array([[True, True, False, True]])
+    for kind in ("mean", "std", "leave_one_out", "batch"):
+        A = advantages(rewards, kind, trained)
+        assert A[0, 2] == 0.0
+        assert A[trained].tolist() == advantages(rewards[:, [0, 1, 3]], kind).reshape(-1).tolist()
+
+
+def test_a_run_in_which_every_environment_fails_ends_with_one_line(acting, tmp_path, capsys):
+    (tmp_path / "c.toml").write_text(to_toml(acting("broken")))
+    assert main(["train", str(tmp_path / "c.toml"), "--run_dir", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert "no trajectory of step 0 can be trained on; raised RuntimeError (always)" in error
+    assert len(error.splitlines()) == 1
+
+
+def test_two_players_have_a_group_each(acting, tmp_path):
+    path = tmp_path / "run"
+    weights = fingerprint(acting("pair", prompts=4, sampling__max_tokens=30), path)
+    first = [row for row in rows(path) if row["step"] == 0]
+    assert len(first) == 12
+    for g in range(3):
+        for game in (0, 2):
+            a, b = first[game * 3 + g], first[(game + 1) * 3 + g]
+            assert (a["sample"], b["sample"], b["prompt"]) == (g, g, a["prompt"] + 1)
+            if a["finish"] == "done":
+                assert a["text"] in b["prompt_text"] or b["prompt_ids"][-1:] != a["prompt_ids"][-1:]
+                assert (a["reward"], b["reward"]) in ((1.0, 0.0), (0.0, 1.0), (0.0, 0.0))
+            elif not b["completion_ids"]:
+                assert b["advantage"] == 0.0, "a player without a turn"
+    assert main(["verify", "run", str(path)]) == 0
+    spread = acting("pair", prompts=4, sampling__max_tokens=30, workers=2, environment__processes=2)
+    assert fingerprint(spread, tmp_path / "spread") == weights
+
+
+def test_prompts_that_are_no_whole_games_are_refused(acting, tmp_path):
+    with pytest.raises(ValueError, match="must be a multiple of 2"):
+        train(acting("pair", prompts=3), tmp_path / "run")
+
+
+def test_a_reward_beside_an_environment_is_refused(acting, tmp_path):
+    with pytest.raises(ValueError, match="has an environment, which gives the rewards"):
+        train(acting("echo", task__reward="exact"), tmp_path / "run")
+
+
+def test_a_kill_in_the_middle_of_a_turn_and_a_resume_give_the_same_ledger(acting, tmp_path):
+    expected = fingerprint(acting("killing", checkpoint__every=1), tmp_path / "whole")
+    (tmp_path / "c.toml").write_text(to_toml(acting("killing", checkpoint__every=1)))
+    (tmp_path / "kill").touch()
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "zerokl", "train"]
+    options = dict(cwd=tmp_path, env=environment, capture_output=True, check=False)
+    killed = subprocess.run([*command, "c.toml", "--run_dir", "run"], **options)
+    assert killed.returncode == -9, killed.stdout + killed.stderr
+    assert not (tmp_path / "kill").exists()
+    assert len(read_ledger(tmp_path / "run" / "ledger.jsonl").lines) < 3
+    resumed = subprocess.run([*command, "--resume", "run"], **options)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["weights"], summary["fingerprint"]) == expected
+
+
+@pytest.mark.full
+def test_ranks_give_the_same_bits(acting, tmp_path):
+    cfg = acting("faulty", prompts=6, steps=2)
+    expected = fingerprint(cfg, tmp_path / "alone")
+    (tmp_path / "c.toml").write_text(to_toml(cfg))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = torchrun(2, "-m", "zerokl", "train", "c.toml", "--run_dir", "run")
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["weights"], summary["fingerprint"]) == expected
+
+
+def _mask_over_observations(monkeypatch) -> None:
+    """The drawn tokens of the second turn are marked one place too early."""
+    with_turn = turns.Rollout.with_turn
+
+    def shifted(self, between, completion):
+        rollout = with_turn(self, between, completion)
+        start = rollout.turn_starts[-1]
+        if len(between) > 1:
+            rollout.drawn[start - 1], rollout.drawn[-1] = True, False
+        return rollout
+
+    monkeypatch.setattr(turns.Rollout, "with_turn", shifted)
+    monkeypatch.setattr(turns.Rollout, "check", lambda self: self)
+
+
+def _decoded_and_encoded_again(monkeypatch) -> None:
+    """A turn enters the trajectory as the ids of its text."""
+    draw = turns._Trajectory.draw
+
+    def again(self, completion):
+        draw(self, completion)
+        self.ids = [i for i in self.ids if i not in (1, 2)]
+
+    monkeypatch.setattr(turns._Trajectory, "draw", again)
+
+
+def _another_separator(monkeypatch) -> None:
+    """What stands between two turns is another text for the trainer than for the sampler."""
+    with_turn = turns.Rollout.with_turn
+
+    def other(self, between, completion):
+        return with_turn(self, [*between[:-1], between[-1] ^ 1] if between else between, completion)
+
+    monkeypatch.setattr(turns.Rollout, "with_turn", other)
+
+
+@pytest.mark.parametrize("plant", [_mask_over_observations, _another_separator])
+def test_a_planted_fault_stops_the_run(acting, tmp_path, monkeypatch, plant):
+    from zerokl.engine.train.monitor import MismatchError
+
+    plant(monkeypatch)
+    with pytest.raises(MismatchError):
+        train(acting("echo"), tmp_path / "run")
+
+
+def test_control_a_fragment_that_counts_as_finished_is_found(acting, tmp_path, monkeypatch):
+    """The environment would see a cut turn, and the log says that it did not."""
+    drawn = turns.TurnPlayer._drawn
+
+    def finished(self, play, request, completion):
+        drawn(self, play, request, completion)
+        if play.finish in ("tokens", "context"):
+            play.finish = ""
+            play.game.turns.append((list(completion.ids), self._tokenizer.text(completion.ids)))
+
+    monkeypatch.setattr(turns.TurnPlayer, "_drawn", finished)
+    train(acting("echo", sampling__max_tokens=3, steps=1), tmp_path / "run")
+    monkeypatch.undo()
+    assert main(["verify", "run", str(tmp_path / "run")]) == 1

@@ -1,0 +1,287 @@
+"""Environments in their processes: what they answer, and whatever goes wrong with one of them."""
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from zerokl.engine.tasks.environment import EnvironmentKey
+from zerokl.engine.tasks.environments import (
+    Answer,
+    Environments,
+    EnvironmentSettings,
+    Failure,
+    Game,
+    open_environments,
+)
+from zerokl.engine.tasks.loading import TASKS, load_task
+from zerokl.engine.tasks.problem import Problem
+
+WORLD = '''
+import asyncio
+import os
+import signal
+import time
+
+from zerokl.engine.tasks.environment import Observation
+from zerokl.engine.tasks.problem import Problem
+
+
+class Dice:
+    """Says a random number each turn; done after the fifth turn. What a turn says may plant a fault."""
+
+    def reset(self, problem, key):
+        self.random, self.group, self.sum = key.random(), key.group_random(), 0
+        return f"{problem.prompt} {self.random.random()} {self.group.random()}"
+
+    def step(self, ids, text):
+        self.sum += sum(ids)
+        getattr(self, text, lambda: None)()
+        return Observation(f"{self.sum} {self.random.random()}", reward=self.sum / 8, done=len(text) == 5)
+
+    def raises(self):
+        raise KeyError("a\\nb")
+
+    def exits(self):
+        os._exit(3)
+
+    def is_killed(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def hangs(self):
+        time.sleep(60)
+
+    def forks(self):
+        if os.fork() == 0:
+            raise SystemExit
+
+    def prints(self):
+        print("seen", flush=True)
+
+
+class Waits(Dice):
+    async def step(self, ids, text):
+        await asyncio.sleep(0.001)
+        return Dice.step(self, ids, text)
+
+
+class Fickle(Dice):
+    """Does not do the same again."""
+
+    def reset(self, problem, key):
+        return super().reset(problem, key) + str(time.perf_counter_ns())
+
+
+class Odd:
+    """Answers what no environment may."""
+
+    answers = {
+        "none": None, "nan": Observation("x", reward=float("nan")), "bytes": Observation(b"x"),
+        "huge": Observation("x", reward=1e30), "pair": Observation("x", reward=[1.0, 2.0]),
+        "mixed": Observation([1, "a"]), "player": Observation("x", player=1),
+        "done": Observation("x", done=1),
+        "message": Observation([{"content": "x"}]), "negative": Observation([3, -1]),
+    }
+
+    def reset(self, problem, key):
+        return "x"
+
+    def step(self, ids, text):
+        return self.answers[text]
+
+
+class Closes:
+    def reset(self, problem, key):
+        self.place = problem.answer
+        return "x"
+
+    def step(self, ids, text):
+        return Observation("x", done=text == "end")
+
+    def close(self):
+        with open(self.place, "a") as file:
+            file.write("closed\\n")
+
+
+def task(kind):
+    class Task:
+        chat = False
+        environment = kind
+
+        def problems(self, split):
+            return [Problem(i, str(i), "") for i in range(4)]
+
+    return Task
+
+
+dice, waits, fickle, odd, closes = map(task, (Dice, Waits, Fickle, Odd, Closes))
+'''
+
+
+@pytest.fixture(autouse=True)
+def world(tmp_path, monkeypatch):
+    (tmp_path / "world.py").write_text(WORLD)
+    monkeypatch.chdir(tmp_path)
+    yield
+    sys.modules.pop("world", None)
+
+
+@contextmanager
+def opened(name: str, n: int = 2, say=print, **limits) -> Iterator[Environments]:
+    settings = {"timeout_s": 20.0, "memory_bytes": 0} | limits
+    with open_environments(EnvironmentSettings(f"world:{name}", {}, "", n, **settings), say) as environments:
+        yield environments
+
+
+def games(n: int) -> list[Game]:
+    problems = [Problem(i // 2, f"problem {i // 2}", "") for i in range(n)]
+    return [Game(problem, EnvironmentKey(1, 2, 3, problem.id, i % 2)) for i, problem in enumerate(problems)]
+
+
+def played(environments: Environments, turns: list[list[str]]) -> list[list[Answer | Failure]]:
+    """The answers of each game. turns: for each game what the model says."""
+    plays = games(len(turns))
+    answers = [[answer] for answer in environments.answer(plays)]
+    for k in range(max(map(len, turns))):
+        going = [i for i, texts in enumerate(turns) if k < len(texts) and type(answers[i][-1]) is Answer]
+        for i in going:
+            plays[i].turns.append(([k, i], turns[i][k]))
+        for i, answer in zip(going, environments.answer([plays[i] for i in going]), strict=True):
+            answers[i].append(answer)
+    return answers
+
+
+CALM = [["a", "b", "c"]] * 6
+
+
+@pytest.mark.parametrize("name", ["dice", "waits"])
+def test_answers_follow_from_problem_key_and_turns_alone(name):
+    with opened(name, 1) as one, opened(name, 3) as three:
+        expected = played(one, CALM)
+        assert played(three, CALM) == expected
+        assert played(three, CALM) == expected, "a second time"
+    firsts = [answers[0].content.split() for answers in expected]
+    assert len({first[2] for first in firsts}) == 6, "each trajectory has numbers of its own"
+    assert len({first[3] for first in firsts}) == 3, "a group has some in common"
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("raises", r"raised KeyError \('a\\nb'\), in .*world.py line \d+"),
+        ("exits", "its process ended with exit code 3"),
+        ("is_killed", "its process was killed by SIGKILL"),
+        ("hangs", r"took more than 3 s \(environment.timeout_s\)"),
+        ("forks", r"raised SystemExit \(\)|^$"),
+    ],
+)
+def test_a_crash_ends_one_trajectory_and_its_neighbours_are_played_again(fault, reason):
+    """All games are in one process, so the crash takes each neighbour's environment with it."""
+    turns = [["a", "b", "c"], ["a", fault, "c"], ["a", "b", "c"]]
+    with opened("dice", 1, timeout_s=3.0) as environments:
+        expected, answers = played(environments, [*turns[:1] * 3]), played(environments, turns)
+    if fault != "forks":  # the child's answer is dropped, and the parent goes on
+        assert [type(answer) for answer in answers[1]] == [Answer, Answer, Failure]
+        assert re.search(reason, answers[1][2].reason)
+        assert answers[1][2].timed_out == (fault == "hangs")
+    for i in (0, 2):
+        assert answers[i] == expected[i]
+
+
+def test_an_environment_that_does_not_do_the_same_again_is_named():
+    with opened("fickle", 1) as environments:
+        answers = played(environments, [["a", "b"], ["a", "exits"], ["a", "b", "c"]])
+    assert "answered otherwise" in answers[2][-1].reason
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("none", "step returned None"),
+        ("nan", r"reward \(nan\)"),
+        ("huge", r"reward \(1e\+30\)"),
+        ("bytes", r"content \(b'x'\)"),
+        ("pair", "must be a number for each of 1 players"),
+        ("mixed", "must be a string"),
+        ("player", r"player \(1\) must lie in 0 to 0"),
+        ("done", r"done \(1\) must be of type bool"),
+        ("message", "must have a `role`"),
+    ],
+)
+def test_what_no_environment_may_answer_is_one_line(text, reason):
+    with opened("odd", 1) as environments:
+        answers = played(environments, [[text]])
+    assert re.search(reason, answers[0][1].reason)
+
+
+def test_ids_are_ids_and_lines_are_shown():
+    lines = []
+    with opened("odd", 1) as environments:
+        assert played(environments, [["negative"]])[0][1].content == [3, -1], "the renderer refuses it"
+    with opened("dice", 1, lines.append) as environments:
+        played(environments, [["prints"]])
+    assert lines == ["environment prints: seen"]
+
+
+def test_environments_are_closed_once(tmp_path):
+    file = tmp_path / "closed"
+    with opened("closes", 1) as environments:
+        for text in ("end", "go on"):
+            game = Game(Problem(0, "x", str(file)), EnvironmentKey(0, 0, 0, 0, 0))
+            environments.answer([game])
+            game.turns.append(([1], text))
+            environments.answer([game])
+            environments.close_games()
+            assert file.read_text() == "closed\n"
+            file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("nothing", "cannot be imported"), ("Odd", "must make an obj")]
+)
+def test_a_task_without_an_environment_is_refused(name, message):
+    with pytest.raises(ValueError, match=message), opened(name):
+        pass
+
+
+MANY_TURNS = [name for name, task in TASKS.items() if hasattr(task, "environment")]
+
+
+@pytest.mark.parametrize("name", MANY_TURNS)
+def test_a_demonstration_solves_its_problem(name):
+    """Played in this process, without the executor."""
+    task = load_task(name, {})
+    demonstration = getattr(task, "demonstration", lambda problem: [problem.answer])
+    for problem in task.problems("train")[:50]:
+        environment, turns = task.environment(), demonstration(problem)
+        environment.reset(problem, EnvironmentKey(0, 0, 0, 0, 0))
+        observations = [environment.step([], text) for text in turns]
+        assert [o.done for o in observations] == [False] * (len(turns) - 1) + [True]
+        reward = observations[-1].reward
+        assert (max(reward) if isinstance(reward, list) else reward) == 1.0
+        broken = task.environment()
+        broken.reset(problem, EnvironmentKey(0, 0, 0, 0, 0))
+        assert broken.step([], "nonsense").reward == 0.0, "control"
+
+
+def test_wordle_marks_letters_as_the_game_does():
+    from zerokl.engine.tasks.wordle import signs
+
+    assert signs("speed", "abide") == "--.-."
+    assert signs("allee", "apple") == "+.--+"
+    assert signs("aab", "caa") == ".+-"
+    assert signs("ab", "caa") == "?"
+
+
+def test_the_held_out_opponent_of_nim_never_loses_a_game_that_can_be_won():
+    task = load_task("nim", {"max_stones": 9})
+    for problem in task.problems("held_out"):
+        environment, stones = task.environment(), int(problem.prompt[:-1])
+        environment.reset(problem, EnvironmentKey(0, 0, 0, 0, 0))
+        observation = environment.step([], str(stones % 4))  # the winning move
+        while not observation.done:
+            left = int(observation.content[:-1])
+            assert left % 4, "a perfect player cannot help leaving a number that can be won"
+            observation = environment.step([], str(left % 4))
+        assert observation.reward == [1.0, 0.0]
