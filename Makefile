@@ -6,12 +6,13 @@ STAMP  := $(VENV)/.installed
 RUN    ?= runs/demo
 
 # TORCH: what pip is given for torch, e.g. TORCH='torch==2.13.0 --index-url ...' for another build.
-.PHONY: help demo test test-rest test-full test-slow test-proofs vllm test-vllm test-vllm-0.33 test-triton test-trl test-browser \
+.PHONY: help demo demo-turns test test-rest test-full test-slow test-proofs vllm test-vllm test-vllm-0.33 test-triton test-trl test-browser \
   test-trackers real test-real lint docs package pictures bench bench-vllm clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo           train a small model to add, exactly on-policy; ends with reward curve, mismatch and fingerprint"
+	@echo "make demo-turns     the same model learns to use a calculator, in trajectories of three turns"
 	@echo "make test           the tests: one diagonal of each matrix (minutes)"
 	@echo "make test-full      all of them; make test-rest: what make test leaves out, and every property again"
 	@echo "make test-slow      the long proofs: 200-step runs, real vocabularies and head counts, memory, the demo twice"
@@ -41,6 +42,9 @@ $(STAMP): pyproject.toml setup.py
 
 demo: $(STAMP)
 	$(BIN)/zerokl train --preset demo --run_dir $(RUN)
+
+demo-turns: $(STAMP)
+	$(BIN)/zerokl train --preset turns --run_dir runs/turns
 
 # One process a core, each with one OpenMP thread: threads of torch's wait for each other where cores are shared.
 JOBS   ?= $(shell nproc)

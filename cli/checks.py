@@ -148,7 +148,7 @@ def replay(
     if trace:
         check_writable(Path(trace).parent)
     overrides = given_settings(settings) | ({"workers": 1} if trace else {})
-    with Replayer(Path(path), overrides) as replayer:
+    with Replayer(Path(path), overrides, recorded=True) as replayer:
         for line in replayer.messages:
             console.print(line)
         result = replayer.replay(step, until, Path(trace) if trace else None, update)

@@ -82,14 +82,14 @@ def evaluate(
 
     Args:
         model: Model folder or hub name.
-        task: add, sort, countdown, jsonl, or your own as module:object.
+        task: add, sort, countdown, jsonl, calculator, guesses, wordle, nim, or your own as module:object.
         task_options: Arguments of the task, e.g. --task.options.max_value 49.
         task_reward: exact, numeric, math, or your own as module:function; empty is the task's own.
         split: held_out or train.
         problems: Number of problems at most.
         num_generations: Completions of each problem.
         temperature: Temperature; 0 is greedy.
-        max_tokens: Tokens of a completion at most.
+        max_tokens: Tokens of a completion, or of a turn, at most.
         seed: Seed of the draws.
         dtype: Compute dtype.
         device: Where to compute; auto is a GPU where there is one.

@@ -28,7 +28,7 @@ def init(
 
     Args:
         out: Folder to write; it must not exist.
-        task: add, sort, countdown, or your own as module:object.
+        task: add, sort, countdown, calculator, guesses, wordle, nim, or your own as module:object.
         task_options: Arguments of the task, e.g. --task.options.max_value 49.
         preset: Size of the model: tiny or small.
         seed: Seed of the weights and of the order of the examples.

@@ -10,7 +10,7 @@ from ...verify.divergence import Divergence, compare_heads, compare_lines, open_
 from ...verify.ledger import LedgerFile, Line
 from ..display.terminal import console
 from ..parallel.workers import use_threads
-from ..rollout.players import open_judge
+from ..rollout.players import Judge, open_judge
 from ..runs.base_model import base_model
 from ..runs.checkpoints import (
     Checkpoint,
@@ -26,6 +26,7 @@ from ..tasks.loading import load_task
 from ..train.recorder import Recorder
 from ..train.state import StepRecord, TrainState
 from ..train.step import train_step
+from .recorded import RecordedEnvironments, can_be_recorded
 from .trace import check_trace, trace_step
 
 
@@ -45,7 +46,8 @@ class Replayer:
     """A run whose steps can be done again. Use it as a context: it holds worker processes.
 
     overrides: settings that decide no bit. checkpoints: the checkpoints that can be used, newest first, where
-    they have been checked already; None checks them here. Raises ValueError for a folder without a run, and
+    they have been checked already; None checks them here. recorded: environments are not played again where
+    the run's log has all their answers. Raises ValueError for a folder without a run, and
     for a run that was altered.
     """
 
@@ -54,6 +56,7 @@ class Replayer:
         path: Path,
         overrides: Mapping[str, Any] | None = None,
         checkpoints: list[Checkpoint] | None = None,
+        recorded: bool = False,
     ):
         self.path, self.ledger = path, open_run(path)
         self.config = run_config(path, overrides or {})
@@ -63,9 +66,12 @@ class Replayer:
             use_threads(self.config.threads)
         self.task = load_task(self.config.task.name, self.config.task.options, self.config.task.directory)
         with ExitStack() as on_failure:
-            judge = on_failure.enter_context(
-                open_judge(self.task, self.config.task, self.config.environment, console.print)
-            )
+            judge: Judge | RecordedEnvironments
+            if recorded and can_be_recorded(self.task, self.config.loss.resolve().max_resamples):
+                judge = RecordedEnvironments(path, self.task)
+            else:
+                opened = open_judge(self.task, self.config.task, self.config.environment, console.print)
+                judge = on_failure.enter_context(opened)
             self.model = base_model(self.config, path)
             self.state: TrainState = make_state(self.config, self.model, self.task, judge)
             self._open = on_failure.pop_all()

@@ -28,7 +28,7 @@ import numpy as np
 from ...files.reading import shown
 from ..stopwatch import Stopwatch
 from ..tasks.base import Problem
-from ..tasks.environment import CONTEXT, DONE, ERROR, TIME_LIMIT, TOKENS, TURNS, EnvironmentKey
+from ..tasks.environment import CONTEXT, ERROR, TIME_LIMIT, TOKENS, TURNS, EnvironmentKey
 from ..tasks.environments import Answer, Environments, Failure, Game
 from ..tasks.rendering import Renderer, Transcript
 from ..tasks.tokenizer import Tokenizer
@@ -53,7 +53,7 @@ class _Trajectory:
     rollout: Rollout | None = None
     transcript: Transcript | None = None
     turn_rewards: list[float] = field(default_factory=list)
-    early_reward: float = 0.0  # what the player got before its first turn
+    early_reward: float = 0.0  # what came before its first turn, to whose reward it is added
 
     @property
     def turns(self) -> int:
@@ -65,7 +65,7 @@ class _Trajectory:
 
     @property
     def reward(self) -> float:
-        return math.fsum([self.early_reward, *self.turn_rewards])
+        return math.fsum(self.turn_rewards) if self.turn_rewards else self.early_reward
 
     def draw(self, completion: Completion) -> None:
         """Take the tokens of a turn."""
@@ -83,7 +83,7 @@ class _Trajectory:
         else:
             self.rollout = r.with_turn(self.ids[len(r.ids) :], completion)
         self.ids = list(self.rollout.ids)
-        self.turn_rewards.append(0.0)
+        self.turn_rewards.append(0.0 if self.turn_rewards else self.early_reward)
 
     def ended(self, finish: str, version: int) -> Rollout:
         """The rollout; without a drawn token where the player had no turn."""
@@ -200,8 +200,8 @@ class TurnPlayer:
                 trajectory.early_reward += reward
         play.player = answer.player
         trajectory, limits = play.players[play.player], self._limits
-        if answer.done:
-            play.finish = DONE
+        if answer.end:
+            play.finish = answer.end
         elif trajectory.turns == limits.max_turns:
             play.finish = TURNS
         elif trajectory.drawn >= limits.max_tokens:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ...files.reading import shown
-from .environment import LARGEST_REWARD, EnvironmentKey
+from .environment import DONE, LARGEST_REWARD, EnvironmentKey
 from .executor import CallError, Executor, Limits, usual_memory_bytes, usual_processes
 from .problem import Problem
 
@@ -33,7 +33,7 @@ class Answer(NamedTuple):
 
     content: Any
     rewards: list[float]  # of each player
-    done: bool
+    end: str  # how the trajectory ends; empty where it goes on
     player: int
 
 
@@ -94,7 +94,7 @@ class Environments:
             if not fits or type(answer["done"]) is not bool or answer["player"] not in range(self.players):
                 raise ValueError
             game.history = str(answer["history"])
-            return Answer(answer["content"], rewards, answer["done"], answer["player"])
+            return Answer(answer["content"], rewards, DONE if answer["done"] else "", answer["player"])
         except (KeyError, TypeError, ValueError):
             return Failure(f"answered {shown(answer)}, which no environment does", False)
 

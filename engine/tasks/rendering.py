@@ -119,7 +119,7 @@ class Renderer:
 
 def is_ids(content: Content) -> bool:
     """Whether a content is token ids."""
-    return not isinstance(content, str) and len(content) > 0 and type(content[0]) is int
+    return not isinstance(content, str) and (not content or type(content[0]) is int)
 
 
 def _messages(content: Content) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from .collect import RolloutBatch
 from .shard import Scored
 
 # How a rollout ends whose last turn has no stop token, or no room for another one.
-_CUT = ("length", TOKENS, CONTEXT)
+CUT = ("length", TOKENS, CONTEXT)
 
 
 def step_losses(parts: Sequence[Scored]) -> dict[str, float]:
@@ -50,7 +50,7 @@ def rollout_metrics(batch: Episodes) -> dict[str, float]:
         # Only the stop token. Such a completion is trained on like any other.
         "completions/empty": sum(not text for group in batch.texts for text in group),
         # No stop token. Such a completion is scored and trained on as it is.
-        "completions/cut": sum(rollout.finish in _CUT for rollout in batch.rollouts),
+        "completions/cut": sum(rollout.finish in CUT for rollout in batch.rollouts),
         **_trajectory_metrics(batch),
     }
 

@@ -1,6 +1,7 @@
 """`train --sampler vllm-zerokl` gives the weights and the fingerprint of a run with the native sampler."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -63,5 +64,35 @@ def test_frozen_weights_lie_in_vllm_where_they_lie_in_the_trainer(base, tmp_path
     """Frozen weights follow the trained ones, so the embedding does not lie first here."""
     words = ("--dtype", "bfloat16", "--frozen", "model.embed_tokens.*", "--frozen", "model.layers.0.mlp.*")
     native = _fingerprint(base, tmp_path / "native", *words)
-    vllm = ("--sampler", "vllm", "--vllm.multiprocess", separate_process)
+    vllm = ("--sampler", "vllm-zerokl", "--vllm.multiprocess", separate_process)
     assert _fingerprint(base, tmp_path / "vllm", *words, *vllm) == native
+
+
+ACTS = Path(__file__).parents[1] / "engine" / "rollout"
+ACTING = [
+    *("--task.name", "acts:echo", "--task.directory", str(ACTS), "--environment.processes", "1"),
+    *("--steps", "3", "--prompts", "4", "--num_generations", "4", "--sampling.max_tokens", "12"),
+    *("--optimizer.lr", "1e-2", "--evaluation.every", "0"),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_trajectories_of_many_turns_have_one_fingerprint(model, tmp_path, dtype):
+    """In an environment; vLLM's prefix cache has the earlier turns."""
+    talkative = tmp_path / "model"
+    shutil.copytree(model, talkative)
+    (talkative / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, *range(40, 60)]}))
+    ends = {}
+    for name, words in {
+        "native": (),
+        "vllm": ("--sampler", "vllm-zerokl"),
+        "uncached": ("--sampler", "vllm-zerokl", "--vllm.prefix_caching", "false"),
+    }.items():
+        run = tmp_path / name
+        _zerokl("train", "--run_dir", str(run), "--model", str(talkative), "--dtype", dtype, *ACTING, *words)
+        summary = json.loads((run / "summary.json").read_text())
+        assert (summary["tokens_unequal"], summary["mismatch_max_abs"]) == (0, 0.0)
+        ends[name] = summary["fingerprint"], summary["weights"]
+    assert len(set(ends.values())) == 1, ends
+    lines = [json.loads(line) for line in (tmp_path / "vllm" / "rollouts.jsonl").read_text().splitlines()]
+    assert max(len(line["turn_rewards"]) for line in lines) == 3

@@ -15,6 +15,7 @@ from typing import Any
 from ....files.inputs import input_lines, open_input
 from ....files.reading import json_ready
 from ...runs.rollout_lines import parse_rollout
+from ...train.metrics import CUT
 from .examples import PromptHistory
 
 BLOCK_ROWS = 1024
@@ -81,7 +82,8 @@ class RolloutLog:
         try:
             row = parse_rollout(line)
             kept = {name: row[name] for name in _NAMES}
-            row = kept | {"trainer": row.get("trainer_logprobs"), "mask": row.get("mask")}
+            optional = {"trainer": row.get("trainer_logprobs"), "mask": row.get("mask")}
+            row = kept | optional | {"turns": _turns(row), "error": str(row.get("error", ""))}
             _check(row)
         except (ValueError, KeyError, TypeError) as error:
             self.damage = f"{self.file} has a line that is no rollout ({type(error).__name__}: {error})"
@@ -118,6 +120,17 @@ _NAMES = (
     "completion_ids",
     "logprobs",
 )
+
+
+def _turns(row: dict[str, Any]) -> list[list[float]] | None:
+    """For each turn in an environment the place of its first token in completion_ids, and its reward."""
+    if "turn_rewards" not in row:
+        return None
+    before = len(row["prompt_ids"])
+    starts = [start - before for start in row.get("turn_starts", [before])]
+    if not all(map(_is_number, [*starts, *row["turn_rewards"]])):
+        raise ValueError("turn_starts and turn_rewards must be numbers")
+    return [[start, _short(r)] for start, r in zip(starts, row["turn_rewards"], strict=True)]
 
 
 def _check(row: dict[str, Any]) -> None:
@@ -178,7 +191,7 @@ def _block(rows: list[dict[str, Any]]) -> Block:
         "reward": [_short(row["reward"]) for row in rows],
         "advantage": [_short(row["advantage"]) for row in rows],
         "length": [len(_drawn(row["logprobs"])) for row in rows],
-        "cut": [int(row["finish"] == "length") for row in rows],
+        "cut": [int(row["finish"] in CUT) for row in rows],
         "logprob": [_short(_mean(_drawn(row["logprobs"]))) for row in rows],
         "mismatch": [_short(_largest(row)) for row in rows],
     }
@@ -193,6 +206,9 @@ def _block(rows: list[dict[str, Any]]) -> Block:
             row["trainer"] and [_short(None if t is None else t - s) for t, s in _columns(row)]
             for row in rows
         ],
+        "turns": [row["turns"] for row in rows],
+        "finish": [row["finish"] for row in rows],
+        "error": [row["error"] for row in rows],
         "prompts": list(prompts),
     }
     return Block(len(rows), pack(index), pack(texts))

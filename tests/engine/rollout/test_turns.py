@@ -83,6 +83,50 @@ def test_a_run_is_exact_and_reads_itself_again(acting, tmp_path, dtype, capsys):
     assert fingerprint(other, tmp_path / "other") == (weights, chain)
 
 
+@pytest.mark.parametrize("task", ["echo", "faulty"])
+def test_a_replay_needs_no_environment(acting, tmp_path, monkeypatch, task):
+    path = tmp_path / "run"
+    train(acting(task, prompts=6, checkpoint__every=2), path)
+
+    def unplayed(*_):
+        raise ValueError("no environment is to be had")
+
+    for module in ("engine.rollout.players", "engine.tasks.environments"):
+        monkeypatch.setattr(f"zerokl.{module}.open_environments", unplayed)
+    for step in (1, 2):
+        assert main(["replay", str(path), "--step", str(step)]) == 0
+    assert main(["verify", "run", str(path)]) == 1, "control: it plays them again"
+    file = path / "rollouts.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    row = next(row for row in lines if row["step"] == 2 and "mask" in row and 0 in row["mask"])
+    row["completion_ids"][row["mask"].index(0)] ^= 1
+    file.write_text("".join(json.dumps(row) + "\n" for row in lines))
+    assert main(["replay", str(path), "--step", "2"]) == 1, "control: another answer"
+
+
+PRODUCTS = [
+    {"max_staleness": 2, "updates_per_rollout": 2},
+    {"loss__kl_coef": 0.1, "loss__kl_in": "reward", "recompute": "layer"},
+    {"loss__preset": "kimi", "shards_in_flight": 2},
+    {"loss__preset": "dapo", "loss__max_resamples": 2, "dtype": "bfloat16"},
+    {"exact": False, "precision__sampler_dtype": "bfloat16", "sampling__top_p": 0.9},
+    {"exact": False, "sampler": "hf", "precision__sampler_dtype": "bfloat16"},
+    {"frozen": ["model.layers.0.*"], "dtype": "float16", "micro_batch": 1},
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("settings", PRODUCTS, ids=lambda settings: "-".join(settings))
+def test_a_run_with_other_settings_is_read_by_every_reader(acting, tmp_path, settings):
+    path = tmp_path / "run"
+    train(acting("faulty", prompts=6, evaluation__every=2, checkpoint__every=2, **settings), path)
+    assert main(["verify", "run", str(path)]) == 0
+    assert main(["report", str(path)]) == 0
+    assert main(["diff", str(path), str(path)]) == 0
+    assert main(["replay", str(path), "--step", "2"]) == 0
+    assert main(["audit", str(path / "rollouts.jsonl"), "--out", str(tmp_path / "audit")]) in (0, 1)
+
+
 def test_control_a_seed_is_another_run(acting, tmp_path):
     assert len({fingerprint(acting("echo", steps=1, seed=i), tmp_path / str(i)) for i in (0, 0 + 1)}) == 2
 

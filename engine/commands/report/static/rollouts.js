@@ -157,7 +157,7 @@ class RolloutBrowser {
       h("div.where", null, `step ${c.step[row]}`, h("br"), `prompt ${c.prompt[row]} · ${c.sample[row]}`),
       h("div.said.strip", null, h("span.prompt", null, visible(clip(texts.prompts[texts.prompt[i]], 400))), this.strip(row, texts, i)),
       h("div.facts", null, score(c.reward[row] ?? NaN), h("span", null, `advantage ${number(c.advantage[row])}`), h("span", null, plural(c.length[row], "token")),
-        c.cut[row] ? h("span.score.mid", null, "cut short") : null,
+        texts.turns[i] ? h("span", null, `${plural(texts.turns[i].length, "turn")}, ended: ${visible(texts.finish[i])}`) : c.cut[row] ? h("span.score.mid", null, "cut short") : null,
         h("button", { type: "button", "aria-expanded": "false", "aria-label": `more about step ${c.step[row]}, prompt ${c.prompt[row]}, sample ${c.sample[row]}`,
           onclick: (e) => this.toggle(e.currentTarget, item, row, texts, i) }, "more")));
     return item;
@@ -191,7 +191,23 @@ class RolloutBrowser {
     button.setAttribute("aria-expanded", String(!open));
     button.textContent = open ? "more" : "less";
     if (open) { item.querySelector(".detail").remove(); return; }
-    item.append(h("div.detail", null, this.tokenTable(row, texts, i), await this.group(row)));
+    item.append(h("div.detail", null, this.turnTable(row, texts, i), this.tokenTable(row, texts, i), await this.group(row)));
+  }
+
+  // Turn by turn what the environment said and what the model drew; null for a completion.
+  turnTable(row, texts, i) {
+    if (!texts.turns[i]) return null;
+    const drawn = (k) => texts.logprobs[i][k] !== null, between = (from, to) => visible(texts.ids[i].slice(from, to).map((id) => this.piece(id)).join(""));
+    let read = 0;
+    const rows = texts.turns[i].map(([start, reward], turn) => {
+      let end = start;
+      while (end < texts.ids[i].length && drawn(end) && (end === start || !texts.turns[i].some(([other]) => other === end))) end += 1;
+      const cells = [String(turn + 1), turn ? between(read, start) : visible(clip(texts.prompts[texts.prompt[i]], 400)), between(start, end), number(fromJson(reward)), String(end - start)];
+      read = end;
+      return h("tr", null, cells.map((cell, n) => h(n === 1 || n === 2 ? "td" : "td.num", null, n === 1 || n === 2 ? h("span.said", null, cell) : cell)));
+    });
+    return h("div.scroll", { tabindex: "0", role: "region", "aria-label": "turns" }, h("p.hint", null, `Turns; the trajectory ended with: ${visible(texts.finish[i])}${texts.error[i] ? ` (${visible(texts.error[i])})` : ""}.`), h("table", null,
+      h("thead", null, h("tr", null, h("th.num", null, "turn"), h("th", null, "the environment said"), h("th", null, "the model drew"), h("th.num", null, "reward"), h("th.num", null, "tokens"))), h("tbody", null, rows)));
   }
 
   tokenTable(row, texts, i) {
