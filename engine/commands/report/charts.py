@@ -249,6 +249,7 @@ STATIONS = (
     ("time/prompts_s", "reading prompts", "sample"),
     ("time/decode_s", "drawing tokens", "sample"),
     ("time/reward_s", "rewards", "sample"),
+    ("time/environment_s", "environments", "sample"),
     ("time/score_s", "older and reference weights", "train"),
     ("time/forward_backward_s", "forward and backward", "train"),
     ("time/optimizer_s", "optimizer", "train"),
