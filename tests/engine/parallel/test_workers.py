@@ -57,7 +57,8 @@ def test_each_item_has_a_process_of_its_own(workers):
 def test_tokens_and_logprobs_are_those_of_one_sampler(workers):
     decoder = workers.host.decoder
     alone = complete(NativeSampler(decoder, version=3), PROMPTS, SAMPLING, RngKey(1, 2))
-    sampler = ParallelSampler(workers, version=3)
+    sampler = ParallelSampler(workers)
+    sampler.sync_weights(3)
     for prompts in (PROMPTS, PROMPTS[:1]):
         together = complete(sampler, prompts, SAMPLING, RngKey(1, 2))
         for a, b in zip(alone, together, strict=False):
