@@ -35,9 +35,9 @@ def wanted_blocks(sizes: Collection[tuple[int, int]], prefixes: int, samples: in
 class CacheNeed(NamedTuple):
     """What a call needs of a memory."""
 
-    samples: int  # that run at once
+    rows: int  # for samples that run at once
     pages: int  # of a sample
-    wanted_blocks: int  # with which all of these samples run at once, and all turns are kept that may go on
+    wanted_blocks: int  # with which as many samples as may run at once do, and all that may go on are kept
     one_sample: int  # blocks without which nothing runs
     longest_tokens: int  # of the longest sample of the call
 
@@ -47,8 +47,9 @@ def cache_need(
 ) -> CacheNeed:
     """What a call of these requests needs. prefixes: how many of them are read.
 
-    A request that turns may follow counts as if it drew the whole trajectory, and one block more is there for
-    a later turn's copy of a partial block. So the memory of the first turn is large enough for the others.
+    A request that turns may follow counts as if it drew the whole trajectory. One block more is there for a
+    later turn's copy of a partial block, and there are rows for trajectories that come from other workers. So
+    the memory of the first turn is large enough for the others.
     """
     sizes = {(len(r.ids), r.max_tokens) for r in requests}
     whole = {
@@ -59,7 +60,7 @@ def cache_need(
     going_on = sum(r.trajectory_tokens > 0 for r in requests)
     wanted = wanted_blocks(whole, prefixes, min(len(requests), samples + going_on)) + (going_on > 0)
     return CacheNeed(
-        samples,
+        max_concurrency if going_on else samples,
         BlockCache.blocks_for(max(map(sum, whole)) - 1),
         wanted,
         max(wanted_blocks([size], 1, 1) for size in sizes),

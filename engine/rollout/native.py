@@ -144,16 +144,16 @@ class NativeSampler:
         need = cache_need(
             requests, len(prefixes), self.limits.max_concurrency, self.decoder.config.max_positions
         )
-        samples, pages, wanted = need.samples, need.pages, need.wanted_blocks
-        if self._memory is not None and self._memory.holds(samples, pages, self._blocks_enough(need)):
+        rows, pages, wanted = need.rows, need.pages, need.wanted_blocks
+        if self._memory is not None and self._memory.holds(rows, pages, self._blocks_enough(need)):
             return self._memory
         if self._memory is not None:
             # Calls of two shapes by turns, as training and evaluation, then share it.
-            samples, pages, wanted = self._memory.grown(samples, pages, wanted)
+            rows, pages, wanted = self._memory.grown(rows, pages, wanted)
         self._memory = None
         self._decoding.clear()
         self._fit = self._fitting_blocks(need)
-        return DecodeMemory(self.decoder, samples, pages, min(self._fit, wanted))
+        return DecodeMemory(self.decoder, rows, pages, min(self._fit, wanted))
 
     def _blocks_enough(self, need: CacheNeed) -> int:
         """The blocks with which the last call's memory is large enough for this one.
