@@ -1,6 +1,6 @@
 """How a step's sequences are cut into virtual shards, a shard into micro-batches, and requests into parts."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, groupby
 from typing import TypeVar
 
@@ -35,7 +35,7 @@ class RequestParts:
 
     def __init__(self, parts: int):
         self._parts = parts
-        self._homes: dict[RngKey, int] = {}  # of the trajectories that turns may follow
+        self._homes: dict[RngKey, int] = {}  # of trajectories with turns that others might follow
 
     def cut(self, requests: Sequence[Request]) -> list[list[int]]:
         """The indices of the requests of each part, ascending.
@@ -60,18 +60,12 @@ class RequestParts:
             parts[part] += group
         for part, members in enumerate(parts):
             members.sort()
-            self._move([requests[i] for i in members], part)
+            going_on = (requests[i] for i in members if requests[i].trajectory_tokens)
+            self._homes |= {request.rng_key: part for request in going_on}
         return parts
 
-    def _move(self, requests: Iterable[Request], part: int) -> None:
-        for request in requests:
-            if request.trajectory_tokens:
-                self._homes[request.rng_key] = part
-            else:
-                self._homes.pop(request.rng_key, None)
-
     def forget(self) -> bool:
-        """Forget where trajectories were. Returns whether there were any that turns might have followed."""
+        """Forget where trajectories were. Returns whether a part may have kept something for later turns."""
         had_any = bool(self._homes)
         self._homes.clear()
         return had_any

@@ -293,8 +293,9 @@ class Sampler(Protocol):
     def end_turns(self) -> None:
         """Give back what was kept for later turns (Request.trajectory_tokens).
 
-        It is called when all trajectories have ended, so that their memory is free while the trainer runs. A
-        request that continues one all the same has equal bits. It is read as a whole.
+        Whoever asks for turns calls it when all trajectories have ended, before the weights change. A sampler
+        over the trainer's own weights may not hear of each change, and its memory is then free while the
+        trainer runs. A request that continues a trajectory all the same is read as a whole.
         """
         ...
 

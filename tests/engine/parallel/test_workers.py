@@ -102,6 +102,7 @@ def test_every_worker_drops_what_it_kept(workers, end):
     sampler = ParallelSampler(workers)
     requests = SAMPLING.requests([(20 + i,) * 40 for i in range(2)], RngKey(1, 2))
     sampler.generate([replace(request, trajectory_tokens=100) for request in requests])
+    sampler.generate(requests)  # the last turn: nothing more is kept, and what was is still there
     assert workers.map(_memories, [None, None]) == [True, True]
     getattr(sampler, end)(*([0] if end == "sync_weights" else []))
     assert workers.map(_memories, [None, None]) == [False, False]
