@@ -294,6 +294,18 @@ def test_what_was_evicted_is_read_again(decoder):
         assert 0 < cached < 3 * (2 + 1) * KEY_TILE
 
 
+def test_trajectories_that_the_cache_cannot_all_keep_use_what_it_kept(decoder):
+    """They come in the same order in each turn. In that order each would evict the one that comes next."""
+    sampler, cached = NativeSampler(decoder, 2, cache_bytes=16 * block_bytes(decoder)), []
+    ids = [(10 + i,) * 100 for i in range(8)]
+    for turn in range(3):
+        completions = sampler.generate([request_of(i, x, 25 * turn) for i, x in enumerate(ids)])
+        cached.append(sampler.tokens_cached // KEY_TILE)
+        ids = [(*x, *c.ids) for x, c in zip(ids, completions, strict=True)]
+    assert cached[0] == 0
+    assert min(cached[1:]) > 16 // 2
+
+
 @pytest.fixture
 def memories(monkeypatch) -> Callable[[], list[bool]]:
     """Says of each memory that a sampler made since the test began whether it is there."""
@@ -313,8 +325,18 @@ def memories(monkeypatch) -> Callable[[], list[bool]]:
 
 
 def test_the_memory_of_the_first_turn_serves_all(decoder, memories):
-    three_turns(NativeSampler(decoder))
-    assert memories() == [False]
+    sampler = NativeSampler(decoder)
+    three_turns(sampler)
+    assert memories() == [True]
+
+
+def test_the_memory_of_one_trajectory_serves_its_later_turns(decoder, memories):
+    """Its first turn needs no copy of a partial block, and the later ones do."""
+    sampler, first = NativeSampler(decoder), (7,) * 2 * KEY_TILE
+    (c,) = sampler.generate([request_of(0, first)])
+    most = TOTAL - len(first) - len(c.ids) - 1
+    sampler.generate([replace(request_of(0, (*first, *c.ids, 8), len(c.ids)), max_tokens=most)])
+    assert (memories(), sampler.tokens_cached) == ([True], 2 * KEY_TILE)
 
 
 def test_on_a_cpu_memory_outlives_a_call_only_for_turns_that_may_follow(decoder, memories):
