@@ -86,7 +86,7 @@ class Request:
     drawn: int = 0  # tokens of the trajectory that were drawn before; random numbers count on from here
     # The most tokens that the trajectory may have at its end, where turns may follow this one; 0 where none
     # follows. It decides no bit. A sampler may keep what it has read and drawn, so that the next turn reads
-    # its new tokens only. Where turns may follow, somebody says when none does (Sampler.end_turns).
+    # its new tokens only. Whoever sets it calls Sampler.end_turns when all trajectories have ended.
     trajectory_tokens: int = 0
 
 
