@@ -29,7 +29,7 @@ class PassLimits(NamedTuple):
     max_batch_tokens: int
 
 
-@dataclass
+@dataclass(eq=False)  # two may have equal ids
 class Prefix:
     """Ids that are read, or about to be read, once for several requests."""
 
@@ -41,7 +41,7 @@ class Prefix:
     last: torch.Tensor | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Sample:
     """A completion that is being drawn."""
 
