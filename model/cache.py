@@ -77,6 +77,10 @@ class BlockCache:
             if not self._owners[b]:
                 self._free.append(b)
 
+    def owners(self, block: int) -> int:
+        """How many owners a block has."""
+        return self._owners[block]
+
     def slots(self, layer: int, block: torch.Tensor, offset: torch.Tensor) -> CacheSlots:
         """The positions (block, offset) of a layer, both [T] int64.
 

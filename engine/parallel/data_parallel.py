@@ -17,7 +17,7 @@ from ..tasks.problem import Problem
 from ..tasks.rewards import Reward
 from .exchange import pack_completions, pack_scores, unpack_completions, unpack_scores
 from .gradient import GradientTree, ShardsWork
-from .partition import parts_of_prompts, virtual_shards
+from .partition import RequestParts, in_order, virtual_shards
 from .process_group import Ranks
 from .scorer import Scorer
 from .workers import Workers
@@ -86,7 +86,7 @@ class RankedSampler:
     """A sampler whose prompts are spread over the ranks; every rank gets all rollouts."""
 
     def __init__(self, sampler: Sampler, ranks: Ranks):
-        self._sampler, self._ranks = sampler, ranks
+        self._sampler, self._ranks, self._parts = sampler, ranks, RequestParts(ranks.size)
 
     @property
     def samples_at_once(self) -> int | None:
@@ -94,12 +94,18 @@ class RankedSampler:
         return self._sampler.samples_at_once
 
     def sync_weights(self, version: int) -> None:
+        self._parts.forget()
         self._sampler.sync_weights(version)
 
+    def end_turns(self) -> None:
+        self._parts.forget()
+        self._sampler.end_turns()
+
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        own_requests = parts_of_prompts(requests, self._ranks.size)[self._ranks.rank]
+        parts = self._parts.cut(requests)  # the same in every rank
+        own_requests = [requests[i] for i in parts[self._ranks.rank]]
         gathered = self._ranks.gather_tensors(lambda: pack_completions(self._sampler.generate(own_requests)))
-        return [completion for tensors in gathered for completion in unpack_completions(tensors)]
+        return in_order(parts, [unpack_completions(tensors) for tensors in gathered])
 
     def close(self) -> None:
         self._sampler.close()

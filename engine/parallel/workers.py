@@ -19,7 +19,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
@@ -34,7 +33,7 @@ from ..rollout.types import Completion, Request, check_requests
 from ..shared_tensor import SharedTensor, map_tensor
 from ..stopwatch import Stopwatch
 from .gradient import ShardSum, ShardsWork, add_roots
-from .partition import parts_of_prompts
+from .partition import RequestParts, in_order
 
 X = TypeVar("X")
 Y = TypeVar("Y")
@@ -245,10 +244,18 @@ class ParallelSampler:
     """The native samplers of all workers; each worker samples a part of the prompts.
 
     The weights are those that the workers share.
+
+    tokens_read, tokens_cached: see NativeSampler; of all workers.
     """
 
-    def __init__(self, workers: Workers, version: int = 0):
-        self.workers, self.version = workers, version
+    def __init__(self, workers: Workers):
+        self.workers, self._parts = workers, RequestParts(workers.n)
+        self.tokens_read = self.tokens_cached = 0
+
+    @property
+    def version(self) -> int:
+        """Of the weights."""
+        return self.workers.host.sampler.version
 
     @property
     def samples_at_once(self) -> int:
@@ -256,8 +263,14 @@ class ParallelSampler:
         return self.workers.host.sampler.samples_at_once * self.workers.n
 
     def sync_weights(self, version: int) -> None:
-        self.workers.host.sampler.sync_weights(version)
-        self.version = version
+        """See Sampler."""
+        self._parts.forget()
+        self.workers.map(_sync_weights, [version] * self.workers.n)
+
+    def end_turns(self) -> None:
+        """See Sampler."""
+        if self._parts.forget():
+            self.workers.map(_end_turns, [None] * self.workers.n)
 
     def close(self) -> None:
         """Do nothing: the owner of the workers closes them."""
@@ -266,15 +279,25 @@ class ParallelSampler:
         """See Sampler, NativeSampler.generate."""
         config = self.workers.host.decoder.config
         check_requests(requests, config.max_positions, config.vocab_size)
-        parts = parts_of_prompts(requests, self.workers.n)
-        items = [(part, self.version) for part in parts if part] or [([], self.version)]
-        return list(chain.from_iterable(self.workers.map(_generate, items)))
+        parts = self._parts.cut(requests)
+        outcomes = self.workers.map(_generate, [[requests[i] for i in part] for part in parts])
+        self.tokens_read = sum(read for _, read, _ in outcomes)
+        self.tokens_cached = sum(cached for _, _, cached in outcomes)
+        return in_order(parts, [completions for completions, _, _ in outcomes])
 
 
-def _generate(host: Host, item: tuple[list[Request], int]) -> list[Completion]:
-    requests, version = item
+def _sync_weights(host: Host, version: int) -> None:
     host.sampler.sync_weights(version)
-    return host.sampler.generate(requests)
+
+
+def _end_turns(host: Host, _: None) -> None:
+    host.sampler.end_turns()
+
+
+def _generate(host: Host, requests: list[Request]) -> tuple[list[Completion], int, int]:
+    """The completions, and how many tokens were read and were cached."""
+    completions, sampler = host.sampler.generate(requests), host.sampler
+    return completions, sampler.tokens_read, sampler.tokens_cached
 
 
 @dataclass(frozen=True)

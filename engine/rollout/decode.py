@@ -26,6 +26,7 @@ from ...kernels.philox import Stream
 from ...kernels.uniforms import uniforms
 from ...model.cache import BlockCache, DecodeContext
 from ...model.decoder import Decoder
+from .prefix_cache import PrefixCache
 from .types import DrawParams, RngKey, logit_noise
 
 # Turns between two looks on a GPU. A turn of 64 rows of a 0.6B takes 2 to 3 ms on an H100, and a look costs a
@@ -98,6 +99,8 @@ def bucket(rows: int) -> int:
 class DecodeMemory:
     """The tensors that turns read and write: the cache, and a line for each row.
 
+    prefix_cache: who gives out the cache's blocks, and keeps some for later calls.
+
     rows: the largest number of rows of a turn. pages: of a row. blocks: of the cache, for keys and values.
     """
 
@@ -107,6 +110,7 @@ class DecodeMemory:
         rows = bucket(rows) if self.padded else rows
         self.cache = BlockCache(decoder.config, blocks + self.padded, decoder.cache_dtype, device)
         self.blocks, self.padding_page = blocks, self.cache.allocate(1)[0] if self.padded else 0
+        self.prefix_cache = PrefixCache(self.cache)
         self.state = torch.zeros(len(_Field), rows, dtype=torch.int64, device=device)
         self.table = torch.zeros(rows, pages, dtype=torch.int32, device=device)
         self.ids = torch.zeros(LOOK_EVERY, rows, dtype=torch.int64, device=device)

@@ -1,29 +1,29 @@
 """The native sampler: continuous batching over our own key-value cache, in process.
 
-Ids that several requests continue are read once, and their samples share the cache blocks. The last row
-draws their first tokens. Then each turn draws one token for each running sample (decode.py). When samples
-end, the next ones take their places. None of this decides a bit: a token depends on its own sequence, the
-weights and its own key.
+A call's requests of one kind are one pass (generation.py) over one memory (decode.py). None of this decides
+a bit: a token depends on its own sequence, the weights and its own key.
+
+What outlives a call: on a GPU the memory, because graphs read it where it lies; on a CPU only a memory that
+keeps blocks for later turns (prefix_cache.py). Blocks are kept for requests that turns may follow, and for
+no others. So a call of one turn costs nothing more, and its memory is free while the trainer runs.
 """
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from ...kernels.attention_plan import KEY_TILE
 from ...kernels.backend import on_triton
 from ...kernels.matmul import pack_weights
 from ...kernels.philox import Stream
-from ...model.cache import BlockCache, CachedContext
+from ...model.cache import BlockCache
 from ...model.decoder import Decoder
 from ..stopwatch import Stopwatch
-from .cache_size import cache_limit, completion_blocks, wanted_blocks
-from .decode import DecodeMemory, DecodeRows, Drawn, Row
+from .cache_size import CacheNeed, cache_limit, cache_need
+from .decode import DecodeMemory, DecodeRows
+from .generation import Generation, PassLimits, Prefix
 from .types import Completion, DrawParams, Request, check_requests
 
 # Tokens of one forward where none are named. A GPU is kept busy by a few large passes.
@@ -38,58 +38,6 @@ class _Kind(NamedTuple):
     stream: Stream
 
 
-@dataclass(eq=False)  # two may have equal ids
-class _Prefix:
-    """Ids that are read, or about to be read, once for several requests."""
-
-    ids: tuple[int, ...]
-    waiting: deque[tuple[int, Request]]  # those that have not started, each with its index in the call
-    blocks: list[int] = field(default_factory=list)  # of the cache, once the reading begins
-    # [1, D], hidden state of the last token: predicts the first token of each sample
-    last: torch.Tensor | None = None
-
-
-@dataclass(eq=False)
-class _Sample:
-    """A completion that is being drawn."""
-
-    prefix: _Prefix
-    index: int  # of the request in the call
-    request: Request
-    blocks: list[int]
-    is_last: bool  # of its prefix
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish: str = ""
-
-    def append(self, token: int, logprob: float) -> None:
-        """Take a drawn token; set `finish` when it was the last token."""
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        if token in self.request.draw_params.stop_ids:
-            self.finish = "stop"
-        elif not self.tokens_left:
-            self.finish = "length"
-
-    @property
-    def tokens_left(self) -> int:
-        """Tokens that it may still draw."""
-        return self.request.max_tokens - len(self.tokens)
-
-    @property
-    def drawn(self) -> int:
-        """Tokens of the trajectory that were drawn so far."""
-        return self.request.drawn + len(self.tokens)
-
-    @property
-    def row(self) -> Row:
-        """What decode.py needs of this sample."""
-        ids, tokens, request = self.prefix.ids, self.tokens, self.request
-        token, place = tokens[-1] if tokens else ids[-1], len(ids) + len(tokens) - 1
-        last = request.drawn + request.max_tokens
-        return Row(token, place, self.drawn, last, request.rng_key, self.blocks)
-
-
 class NativeSampler:
     """Samples from a decoder, which may be the trainer's.
 
@@ -102,6 +50,8 @@ class NativeSampler:
     stopwatch: measures the stations of a call; None is one of its own.
 
     samples_at_once: the number of samples that ran at once at the beginning of the last call.
+    tokens_read, tokens_cached: of the requests' ids in the last call, the tokens that it read, and those that
+        it had in its cache from earlier turns. Ids that requests side by side share count once.
     """
 
     def __init__(
@@ -120,20 +70,28 @@ class NativeSampler:
             if value < 0:
                 raise ValueError(f"sampler: {name} ({value}) must not be negative")
         self.decoder, self.version = decoder, version
-        self.max_concurrency = -(-max_concurrency // workers)
         default = _GPU_BATCH_TOKENS if decoder.device.type == "cuda" else _BATCH_TOKENS
-        self.max_batch_tokens = -(-(max_batch_tokens or default) // workers)
-        self.workers, self.samples_at_once = workers, 0
+        self.limits = PassLimits(-(-max_concurrency // workers), -(-(max_batch_tokens or default) // workers))
+        self.workers = workers
+        self.samples_at_once = self.tokens_read = self.tokens_cached = 0
         self.stopwatch = stopwatch or Stopwatch(decoder.device)
         self._cache_bytes = cache_bytes
-        # On a GPU they outlive a call, because graphs read them where they lie.
         self._memory: DecodeMemory | None = None
         self._fit = 0  # blocks that the cache's limit allowed when _memory was made
         self._decoding: dict[_Kind, DecodeRows] = {}
 
     def sync_weights(self, version: int) -> None:
         """See Sampler. The decoder's weights are the trainer's, or their owner has changed them already."""
+        self.end_turns()
         self.version = version
+
+    def end_turns(self) -> None:
+        """See Sampler."""
+        if self._memory is None:
+            return
+        self._memory.prefix_cache.clear()
+        if self.decoder.device.type == "cpu":
+            self._memory, self._decoding = None, {}
 
     def close(self) -> None:
         """Nothing runs outside this process."""
@@ -147,6 +105,7 @@ class NativeSampler:
         logits are not finite.
         """
         check_requests(requests, self.decoder.config.max_positions, self.decoder.config.vocab_size)
+        self.tokens_read = self.tokens_cached = 0
         if not requests:  # a rank without a share: its times are zeros, as the trainer's are
             with self.stopwatch.station("time/prompts_s"), self.stopwatch.station("time/decode_s"):
                 return []
@@ -160,56 +119,65 @@ class NativeSampler:
             completions |= self._generate_kind(kind, _prefixes(requests, indices))
         return [completions[i] for i in range(len(requests))]
 
-    def _generate_kind(self, kind: _Kind, prefixes: Sequence[_Prefix]) -> dict[int, Completion]:
+    def _generate_kind(self, kind: _Kind, prefixes: Sequence[Prefix]) -> dict[int, Completion]:
         """The completions by the index of their request."""
         memory = self._make_memory(prefixes)
         decoding = self._decoding_of(memory, kind)
-        self._memory = None  # a call that fails leaves blocks that nobody releases
-        generation = _Generation(self, decoding, prefixes)
+        # A call that fails leaves no memory: nobody would release its blocks.
+        decoding_by_kind, self._memory, self._decoding = self._decoding, None, {}
+        generation = Generation(decoding, prefixes, self.limits, self.version, self.stopwatch)
         completions = generation.run()
         decoding.stop()
         self.samples_at_once = self.samples_at_once or generation.samples_at_once
-        if self.decoder.device.type == "cuda":
-            self._memory = memory
+        self.tokens_read += generation.tokens_read
+        self.tokens_cached += generation.tokens_cached
+        if self.decoder.device.type == "cuda" or len(memory.prefix_cache):
+            self._memory, self._decoding = memory, decoding_by_kind
         return completions
 
-    def _make_memory(self, prefixes: Sequence[_Prefix]) -> DecodeMemory:
+    def _make_memory(self, prefixes: Sequence[Prefix]) -> DecodeMemory:
         """Memory for these prefixes, within the limit of the cache; the last call's where it is large enough.
 
         Raises ValueError where the limit is too low for one sample.
         """
-        sizes = {(len(p.ids), request.max_tokens) for p in prefixes for _, request in p.waiting}
-        longest = max(n + max_tokens for n, max_tokens in sizes)
-        samples = min(self.max_concurrency, sum(len(p.waiting) for p in prefixes))
-        pages = BlockCache.blocks_for(longest - 1)
-        wanted = wanted_blocks(sizes, len(prefixes), samples)
-        one = max(wanted_blocks([size], 1, 1) for size in sizes)
-        # What the limit allowed decides as long as there is a memory. It would change with every tensor else.
-        if self._memory is not None and self._memory.holds(samples, pages, max(one, min(self._fit, wanted))):
+        requests = [request for prefix in prefixes for _, request in prefix.waiting]
+        need = cache_need(
+            requests, len(prefixes), self.limits.max_concurrency, self.decoder.config.max_positions
+        )
+        rows, pages, wanted = need.rows, need.pages, need.wanted_blocks
+        if self._memory is not None and self._memory.holds(rows, pages, self._blocks_enough(need)):
             return self._memory
-        if (
-            self._memory is not None
-        ):  # calls of two shapes by turns, as training and evaluation, then share it
-            samples, pages, wanted = self._memory.grown(samples, pages, wanted)
+        if self._memory is not None:
+            # Calls of two shapes by turns, as training and evaluation, then share it.
+            rows, pages, wanted = self._memory.grown(rows, pages, wanted)
         self._memory = None
         self._decoding.clear()
-        self._fit = self._fitting_blocks(one, longest)
-        return DecodeMemory(self.decoder, samples, pages, min(self._fit, wanted))
+        self._fit = self._fitting_blocks(need)
+        return DecodeMemory(self.decoder, rows, pages, min(self._fit, wanted))
 
-    def _fitting_blocks(self, one: int, longest: int) -> int:
+    def _blocks_enough(self, need: CacheNeed) -> int:
+        """The blocks with which the last call's memory is large enough for this one.
+
+        What the limit allowed decides as long as there is a memory. It would change with every tensor else.
+        Where blocks are kept for later turns, room for one sample is enough: another memory has none of them.
+        """
+        kept = self._memory is not None and len(self._memory.prefix_cache)
+        return need.one_sample if kept else max(need.one_sample, min(self._fit, need.wanted_blocks))
+
+    def _fitting_blocks(self, need: CacheNeed) -> int:
         """The blocks that the limit of the cache allows now.
 
-        Raises ValueError where they are fewer than `one`, which a sample of `longest` tokens needs.
+        Raises ValueError where they are fewer than one sample needs.
         """
         block_bytes = BlockCache.bytes_per_block(self.decoder.config, self.decoder.cache_dtype)
         limit = cache_limit(self._cache_bytes, self.decoder.device) // self.workers
         padding = on_triton(self.decoder.flat)  # the page of the rows that pad a graph
         fit = limit // block_bytes - padding
-        if fit < one:
+        if fit < need.one_sample:
             for_each = f" for each of {self.workers} workers" if self.workers > 1 else ""
             raise ValueError(
                 f"sampler: cache_bytes ({limit * self.workers}) cannot hold one sample of "
-                f"{longest} tokens ({block_bytes * (one + padding)} bytes)"
+                f"{need.longest_tokens} tokens ({block_bytes * (need.one_sample + padding)} bytes)"
                 f"{for_each}; raise it or lower max_tokens"
             )
         return fit
@@ -223,161 +191,9 @@ class NativeSampler:
         return decoding
 
 
-def _prefixes(requests: Sequence[Request], indices: Iterable[int]) -> list[_Prefix]:
+def _prefixes(requests: Sequence[Request], indices: Iterable[int]) -> list[Prefix]:
     """The requests at these indices, those side by side with equal ids together."""
     return [
-        _Prefix(ids, deque((i, requests[i]) for i in group))
+        Prefix(ids, deque((i, requests[i]) for i in group))
         for ids, group in groupby(indices, key=lambda i: requests[i].ids)
     ]
-
-
-class _Generation:
-    """The state of one pass over requests of one kind."""
-
-    def __init__(self, sampler: NativeSampler, decoding: DecodeRows, prefixes: Sequence[_Prefix]):
-        self.sampler, self.decoding, self.cache = sampler, decoding, decoding.memory.cache
-        self.waiting = list(prefixes)[::-1]
-        self.open: _Prefix | None = None  # the prefix whose samples start next
-        self.running: list[_Sample] = []
-        self.ended: dict[int, Completion] = {}
-        self.samples_at_once = 0
-
-    def run(self) -> dict[int, Completion]:
-        """Draw everything. Returns the completions by the index of their request."""
-        while True:
-            started = self._start_samples()
-            if not self.running:
-                if not self.waiting and self.open is None:
-                    return self.ended
-                assert started, "an empty cache has room for a sample"
-                continue  # all samples ended with their first token
-            with self.sampler.stopwatch.station("time/decode_s"):
-                self.decoding.load([sample.row for sample in self.running])
-                self._draw_until_one_ends()
-
-    def _draw_until_one_ends(self) -> None:
-        """Turns of the running samples. The next ones are launched before the last ones are read."""
-        samples, in_flight = list(self.running), deque()
-        left, ended = max(sample.tokens_left for sample in samples), False
-        while in_flight or not ended:
-            while not ended and left and len(in_flight) <= self.decoding.looks_ahead:
-                turns = min(left, self.decoding.look_every)
-                in_flight.append(self.decoding.run(turns))
-                left -= turns
-            ended |= self._take(samples, in_flight.popleft().read())
-
-    def _start_samples(self) -> bool:
-        """Start samples in the order of the requests while there is room; returns whether any started."""
-        prefixes, samples = [], []
-        while len(self.running) + len(samples) < self.sampler.max_concurrency:
-            if self.open is None:
-                if not self.waiting or not self._has_room(self.waiting[-1], is_new=True):
-                    break
-                self.open = self.waiting.pop()
-                self.open.blocks = self.cache.allocate(BlockCache.blocks_for(len(self.open.ids)))
-                prefixes.append(self.open)
-            elif not self._has_room(self.open, is_new=False):
-                break
-            samples.append(self._start_sample(self.open))
-            if not self.open.waiting:
-                self.open = None
-        if not samples:
-            return False
-        with self.sampler.stopwatch.station("time/prompts_s"):
-            self._read(prefixes)
-        self._copy_partial_blocks(samples)
-        self.running += samples
-        self.samples_at_once = self.samples_at_once or len(self.running)
-        hidden = torch.cat([sample.prefix.last for sample in samples])
-        self._take(samples, self.decoding.first([sample.row for sample in samples], hidden))
-        return True
-
-    def _has_room(self, prefix: _Prefix, is_new: bool) -> bool:
-        """Whether the cache has room for the next sample of a prefix, and for the prefix where it is new."""
-        needed = completion_blocks(len(prefix.ids), prefix.waiting[0][1].max_tokens)
-        return self.cache.free >= needed + (BlockCache.blocks_for(len(prefix.ids)) if is_new else 0)
-
-    def _start_sample(self, prefix: _Prefix) -> _Sample:
-        """The next sample, with blocks for all its tokens. It shares the prefix's full blocks."""
-        index, request = prefix.waiting.popleft()
-        new_blocks = self.cache.allocate(completion_blocks(len(prefix.ids), request.max_tokens))
-        blocks = self.cache.share(prefix.blocks[: len(prefix.ids) // KEY_TILE]) + new_blocks
-        return _Sample(prefix, index, request, blocks, is_last=not prefix.waiting)
-
-    def _copy_partial_blocks(self, samples: Sequence[_Sample]) -> None:
-        """Give each new sample its copy of its prefix's last block, where that is only partly filled.
-
-        The prefix of a last sample is released: nobody reads it again.
-        """
-        partial = [
-            (s, len(s.prefix.ids) // KEY_TILE)
-            for s in samples
-            if len(s.prefix.ids) % KEY_TILE and s.request.max_tokens > 1
-        ]
-        if partial:
-            self.cache.copy([s.prefix.blocks[i] for s, i in partial], [s.blocks[i] for s, i in partial])
-        for sample in samples:
-            if sample.is_last:
-                self.cache.release(sample.prefix.blocks)
-
-    def _read(self, prefixes: Sequence[_Prefix]) -> None:
-        """Read prefixes in passes of at most max_batch_tokens; a longer one is read in chunks."""
-        limit = self.sampler.max_batch_tokens
-        chunks = deque(
-            (p, start, min(len(p.ids), start + limit))
-            for p in prefixes
-            for start in range(0, len(p.ids), limit)
-        )
-        while chunks:
-            batch, tokens = [], 0
-            while chunks and tokens + chunks[0][2] - chunks[0][1] <= limit:
-                batch.append(chunks.popleft())
-                tokens += batch[-1][2] - batch[-1][1]
-            lengths = [end - start for _, start, end in batch]
-            context = CachedContext(
-                self.cache,
-                lengths,
-                [start for _, start, _ in batch],
-                [p.blocks for p, _, _ in batch],
-                self.decoding.packed,
-            )
-            ids = torch.tensor([token for p, start, end in batch for token in p.ids[start:end]])
-            rows = self.sampler.decoder.hidden(ids, context).split(lengths)
-            for (p, _, _), chunk in zip(batch, rows, strict=True):
-                p.last = chunk[-1:].clone()  # the whole pass must not stay in memory
-
-    def _take(self, samples: Sequence[_Sample], drawn: Drawn) -> bool:
-        """Give each sample the tokens that it drew; returns whether any sample ended with them."""
-        ended = []
-        for i, sample in enumerate(samples):
-            if sample.finish:
-                continue  # it ended in an earlier look
-            for ids, logprobs in zip(*drawn, strict=True):
-                if sample.finish:
-                    break  # what it drew past its end is dropped
-                if not np.isfinite(logprobs[i]):
-                    self._refuse(sample)
-                sample.append(int(ids[i]), float(logprobs[i]))
-            if sample.finish:
-                ended.append(sample)
-        for sample in ended:
-            self._end(sample)
-        return bool(ended)
-
-    def _refuse(self, sample: _Sample) -> None:
-        key = sample.request.rng_key
-        raise FloatingPointError(
-            f"sampler: the logits of prompt {key.prompt}, sample {key.sample}, "
-            f"position {sample.drawn} are not finite; the weights (version {self.sampler.version}) "
-            f"are damaged or overflow in {self.sampler.decoder.dtype}"
-        )
-
-    def _end(self, sample: _Sample) -> None:
-        self.running.remove(sample)
-        self.cache.release(sample.blocks)
-        self.ended[sample.index] = Completion(
-            tuple(sample.tokens),
-            np.array(sample.logprobs, np.float32),
-            sample.finish,
-            self.sampler.version,
-        )

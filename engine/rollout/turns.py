@@ -151,6 +151,7 @@ class TurnPlayer:
             for play, request, completion in zip(waiting, requests, completions, strict=True):
                 self._drawn(play, request, completion)
             self._answered([play for play in waiting if not play.finish])
+        sampler.end_turns()
         self._environments.close_games()
         return self._episodes(problems, plays, G, version)
 
@@ -162,13 +163,17 @@ class TurnPlayer:
 
     def _request(self, play: _Play, params: GenerationParams) -> Request:
         trajectory = play.players[play.player]
-        left = self._limits.max_tokens - trajectory.drawn, self._limits.context - len(trajectory.ids)
+        limits = self._limits
+        left = limits.max_tokens - trajectory.drawn, limits.context - len(trajectory.ids)
+        max_tokens = min(params.max_tokens, *left)
+        is_last = trajectory.turns + 1 == limits.max_turns or max_tokens in left
         return Request(
             tuple(trajectory.ids),
             trajectory.rng_key,
             DrawParams(params.sampling_params, params.stop_ids),
-            min(params.max_tokens, *left),
+            max_tokens,
             trajectory.drawn,
+            0 if is_last else limits.context,
         )
 
     def _drawn(self, play: _Play, request: Request, completion: Completion) -> None:

@@ -84,6 +84,10 @@ class Request:
     draw_params: DrawParams
     max_tokens: int  # tokens to draw at most, the stop token included
     drawn: int = 0  # tokens of the trajectory that were drawn before; random numbers count on from here
+    # The most tokens that the trajectory may have at its end, where turns may follow this one; 0 where none
+    # follows. It decides no bit. A sampler may keep what it has read and drawn, so that the next turn reads
+    # its new tokens only. Whoever sets it calls Sampler.end_turns when all trajectories have ended.
+    trajectory_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -286,7 +290,19 @@ class Sampler(Protocol):
         ...
 
     def sync_weights(self, version: int) -> None:
-        """Sample with the trainer's weights as they are now. From now on completions carry `version`."""
+        """Sample with the trainer's weights as they are now. From now on completions carry `version`.
+
+        Nothing that was kept for later turns outlives it.
+        """
+        ...
+
+    def end_turns(self) -> None:
+        """Give back what was kept for later turns (Request.trajectory_tokens).
+
+        Whoever asks for turns calls it when all trajectories have ended, before the weights change. A sampler
+        over the trainer's own weights may not hear of each change, and its memory is then free while the
+        trainer runs. A request that continues a trajectory all the same is read as a whole.
+        """
         ...
 
     def close(self) -> None:

@@ -168,6 +168,9 @@ class _Demonstrator:
     def sync_weights(self, version: int) -> None:
         """It has no weights."""
 
+    def end_turns(self) -> None:
+        """It keeps nothing."""
+
     def close(self) -> None:
         """Nothing runs outside this process."""
 

@@ -203,7 +203,9 @@ def _native_cache_bytes(run: RunShape, calls: list[tuple[int, int]], free: int, 
     dtype = min(compute, numerics.cache or compute, key=lambda x: x.itemsize)
     size, most = (max(1, run.prompt_tokens), run.max_tokens), config.native.max_concurrency
     prompts = [(-(-n // run.ranks), group) for n, group in calls]
-    wanted = max(wanted_blocks([size], n, min(most, n * group)) for n, group in prompts)
+    # The trajectories of many turns that wait for their environment are kept beside those that are drawn.
+    at_once = [n * group if run.trajectory_tokens else min(most, n * group) for n, group in prompts]
+    wanted = max(wanted_blocks([size], n, m) for (n, _), m in zip(prompts, at_once, strict=True))
     limit = config.native.cache_bytes or int(GPU_CACHE_SHARE * free)
     block_bytes = BlockCache.bytes_per_block(run.layout.config, dtype)
     # The sampler refuses to run with less than one sample. One block is of the rows that pad a graph.

@@ -197,6 +197,10 @@ class SeparateSampler:
             self._scoring.host.decoder.flat.copy_(master)
         self._sampler.sync_weights(version)
 
+    def end_turns(self) -> None:
+        """See Sampler."""
+        self._sampler.end_turns()
+
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         return self._sampler.generate([self._perturbed(request) for request in requests])
 
@@ -240,6 +244,9 @@ class ExternalSampler:
         """See Sampler. The engine gets the master weights, rounded to its dtype."""
         self._load()
         self.version = version
+
+    def end_turns(self) -> None:
+        """Do nothing: the engine keeps nothing between two calls."""
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         check_requests(requests, self._config.max_positions, self._config.vocab_size)

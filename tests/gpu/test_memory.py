@@ -137,7 +137,7 @@ def test_memory_is_kept_though_it_is_not_free_any_more():
 
 
 def test_control_memory_that_is_not_kept_is_seen(monkeypatch):
-    plant(monkeypatch, native, "            self._memory = memory\n", "            pass\n")
+    plant(monkeypatch, native, "self._decoding = memory, decoding_by_kind", "_ = None, memory")
     with gpu() as device:
         call = Calls(device)
         call()

@@ -7,6 +7,7 @@ the sampler's code. Kernels are interpreted, on the memory of the CPU.
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -17,9 +18,9 @@ import torch
 import zerokl.kernels as kernels
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
-from zerokl.engine.rollout import decode, native
+from zerokl.engine.rollout import decode, generation, native
 from zerokl.engine.rollout.native import NativeSampler
-from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
+from zerokl.engine.rollout.types import DrawParams, GenerationParams, Request, RngKey, complete
 from zerokl.kernels import draw_triton
 from zerokl.kernels.launch import launch as launch_now
 from zerokl.kernels.philox import Stream
@@ -96,6 +97,7 @@ class Pair:
         self.host = Decoder(config, flat, layout, numerics)
         self.decoder = Decoder(config, flat.to(CUDA), layout, numerics)
         self.sampler, self._device = NativeSampler(self.decoder, max_concurrency=3), device
+        self.cached: list[int] = []  # in each turn of equal_turns
 
     def update(self, seed: int) -> None:
         """Change the weights where they lie, as the optimizer does."""
@@ -127,6 +129,33 @@ class Pair:
         assert self.replays > before
         return graphs == turns
 
+    def equal_turns(self) -> list[bool]:
+        """Whether both draw the same, to the bit, in each of four turns of two trajectories.
+
+        The sampler with graphs goes on from its cache; the other one reads everything. In the first turn one
+        trajectory ends two tokens before a block does, and its row goes on beside the other one. The weights
+        change before the last turn.
+        """
+        ids, drawn, equal = [(20,) * 30, (30,) * 33], [0, 0], []
+        for turn, most in enumerate(((3, 6), (2, 3), (2, 2), (2, 2))):
+            if turn == 3:
+                self.update(1)
+                self.sampler.sync_weights(1)
+            requests = [
+                Request(ids[i], replace(KEY, prompt=i), DrawParams(ALL, frozenset()), most[i], drawn[i], 64)
+                for i in range(2)
+            ]
+            graphs = self.sampler.generate(requests)
+            turns = NativeSampler(self.host).generate([replace(r, trajectory_tokens=0) for r in requests])
+            pairs = list(zip(graphs, turns, strict=True))
+            equal.append(
+                all(a.ids == b.ids and a.logprobs.tobytes() == b.logprobs.tobytes() for a, b in pairs)
+            )
+            self.cached.append(self.sampler.tokens_cached)
+            drawn = [n + len(c.ids) for n, c in zip(drawn, graphs, strict=True)]
+            ids = [(*x, *c.ids, 50 + turn) for x, c in zip(ids, graphs, strict=True)]
+        return equal
+
     @property
     def replays(self) -> int:
         """How often graphs were replayed."""
@@ -148,6 +177,14 @@ def test_graphs_draw_the_same_over_generations():
         pair.update(2)
         pair.move()
         assert pair.equal([[20] * 33, [30]]), "weights and cache in other memory"
+        assert not device.in_graphs()
+
+
+def test_trajectories_go_on_from_the_cache_under_graphs():
+    with interpreted_gpu() as device:
+        pair = Pair(device)
+        assert pair.equal_turns() == [True] * 4
+        assert pair.cached == [0, 32, 64, 0]
         assert not device.in_graphs()
 
 
@@ -199,3 +236,16 @@ def test_control_graphs_that_serve_another_seed(monkeypatch):
         pair = Pair(device)
         assert pair.equal()
         assert not pair.equal(key=RngKey(4, 0))
+
+
+def test_control_the_keys_of_what_was_drawn_past_an_end(monkeypatch):
+    plant(monkeypatch, generation, "*self.tokens)[:-2]", "*self.tokens)[:-1]")
+    with interpreted_gpu() as device:
+        assert Pair(device).equal_turns()[:2] == [True, False]
+
+
+@pytest.mark.full
+def test_control_blocks_that_are_kept_though_the_weights_changed(monkeypatch):
+    plant(monkeypatch, native, "        self.end_turns()\n", "        pass\n")
+    with interpreted_gpu() as device:
+        assert Pair(device).equal_turns() == [True, True, True, False]

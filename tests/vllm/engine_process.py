@@ -69,11 +69,12 @@ def main() -> None:
     decoder.move_to(weights.tensor)
     sampler_class = ForgetsToReset if request.get("plant") == "stale" else VllmZeroklSampler
     sampler = sampler_class(Path(request["model"]), decoder.config, weights, VllmConfig(**request["vllm"]))
-    drawn = [answer(sampler, decoder, request["prompts"], call) for call in request["calls"]]
-    metrics = {}
-    if request.get("metrics"):
-        metrics = {m.name: m.value for m in sampler.llm.get_metrics() if hasattr(m, "value")}
-    report = {"drawn": drawn, "preemptions": metrics.get("vllm:num_preemptions", 0)}
+    drawn, metrics = [], []
+    for call in request["calls"]:
+        drawn.append(answer(sampler, decoder, request["prompts"], call))
+        if request.get("metrics"):
+            metrics.append({m.name: m.value for m in sampler.llm.get_metrics() if hasattr(m, "value")})
+    report = {"drawn": drawn, "metrics": metrics}
     print("REPORT", json.dumps(report), flush=True)
     sampler.close()
     os._exit(0)  # vLLM's threads would keep the process for seconds

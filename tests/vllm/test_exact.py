@@ -24,7 +24,7 @@ from tests.trajectories import in_three_turns
 
 pytestmark = pytest.mark.vllm
 
-STOP = 1
+STOP, BLOCK_TOKENS = 1, 32
 # Temperature, top_k and top_p.
 SAMPLING_PARAMS = {
     "T=1": (1.0, 0, 1.0),
@@ -140,6 +140,35 @@ def test_three_turns_too(model, dtype, cache):
     assert (compared > 1000, unequal) == (True, 0)
 
 
+def _full(tokens: int) -> int:
+    """Of so many tokens, those in full blocks."""
+    return tokens // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_turn_goes_on_from_vllms_cache_and_no_block_outlives_an_update(model, caching):
+    """By vLLM's own counter: all full blocks of the turns before, and none of older weights.
+
+    An update draws 4 tokens for two prompts (engine_process.py), so these are cached with the new weights.
+    """
+    prompts = [[5 + i, *ids[1:]] for i, ids in enumerate(_prompts(24))]  # no two begin alike
+    calls = [
+        _call(SAMPLING_PARAMS["T=0.7"], updates) | {"turns": True, "max_tokens": 20} for updates in (0, 1)
+    ]
+    vllm = {"prefix_caching": caching, "block_tokens": BLOCK_TOKENS, "engine": {"disable_log_stats": False}}
+    report = _engine(model, "float32", vllm, calls, prompts, metrics=True)
+    hits = [0, *(metrics["vllm:prefix_cache_hits"] for metrics in report["metrics"])]
+    for updates, (call, drawn) in enumerate(zip(calls, report["drawn"], strict=True)):
+        expected = _native(model, "float32", call, prompts, updates)
+        assert _compare(drawn, expected, version=updates)[1] == 0
+        # The keys of the last token of a turn are not there.
+        before = [
+            start - n - 1 for r in expected[0] for start, n in zip(r.turn_starts[1:], (3, 1), strict=True)
+        ]
+        again = sum(_full(len(ids) - 1) for ids in prompts[:2]) if updates else 0
+        assert hits[updates + 1] - hits[updates] == (sum(map(_full, before)) + again if caching else 0)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_preempted_requests_too(model, dtype):
     """The cache holds about a fifth of what 64 completions need.
@@ -151,7 +180,7 @@ def test_preempted_requests_too(model, dtype):
     block_bytes = 4 * 1 * 2 * 32 * 32 * getattr(torch, dtype).itemsize
     vllm = {"cache_bytes": 60 * block_bytes, "context": 160, "engine": {"disable_log_stats": False}}
     report = _engine(model, dtype, vllm, [call], prompts, metrics=True)
-    assert report["preemptions"] > 0
+    assert report["metrics"][0]["vllm:num_preemptions"] > 0
     compared, unequal = _compare(report["drawn"][0], _native(model, dtype, call, prompts, 0), version=0)
     assert (compared > 1000, unequal) == (True, 0)
 

@@ -88,6 +88,21 @@ THEIRS = """
         from_stale = max(abs(x.logprobs[:k] - y.logprobs[:k]).max() for x, y, k in zip(a, stale, n))
         print("RESULT", len(same), difference, from_stale, {x.weight_version for x in a} == {version})
 """
+# The same prompt three times, the last time after an update; by vLLM's own counter what came from its cache.
+CACHED = """
+    exact.ENVIRONMENT, exact.ARGUMENTS = {}, {}  # they are for GPUs
+    cfg = cfg.model_copy(update={"engine": {"disable_log_stats": False}, "block_tokens": 32})
+    vllm = exact.VllmExactSampler(folder, decoder.config, decoder.layout, flat, cfg)
+    prompt, hits = [[3 + i % 40 for i in range(45)]], 0
+    one = GenerationParams(SamplingParams(), 1, 9, frozenset())
+    for version in (0, 0, 1):
+        if version != vllm.version:
+            vllm.sync_weights(version)
+        complete(vllm, prompt, one, RngKey(5, version))
+        (now,) = [m.value for m in vllm.llm.get_metrics() if m.name == "vllm:prefix_cache_hits"]
+        print("RESULT", int(now - hits))
+        hits = now
+"""
 
 
 def _results(code: str, model: Path, dtype: str, folder: Path, *frozen: str) -> list[list[str]]:
@@ -122,3 +137,11 @@ def test_vllms_own_model_draws_with_our_keys_from_its_given_weights(model, tmp_p
         assert int(same) == 6, "two fp32 engines differ by rounding, which changes none of these draws"
         assert float(difference) < 1e-3
         assert version == 0 or float(from_stale) > 1e-2, "control: older weights are seen"
+
+
+def test_vllms_own_model_keeps_no_block_over_an_update(model, tmp_path):
+    assert _results(CACHED, model, "float32", tmp_path) == [
+        ["RESULT", "0"],
+        ["RESULT", "32"],
+        ["RESULT", "0"],
+    ]

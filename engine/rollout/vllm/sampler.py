@@ -134,6 +134,9 @@ class KeyedSampler:
             )
         self.version = version
 
+    def end_turns(self) -> None:
+        """Do nothing: vLLM's cache has a fixed size, and vLLM drops what it needs the room of."""
+
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """See Sampler.
 

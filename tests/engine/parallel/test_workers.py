@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from zerokl.engine.parallel.workers import Host, ParallelSampler, Workers, _Fail
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
 from zerokl.engine.shared_tensor import Handle, SharedTensor, map_tensor
+from zerokl.kernels.attention_plan import KEY_TILE
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.decoder import Buffers, Decoder
@@ -57,7 +59,8 @@ def test_each_item_has_a_process_of_its_own(workers):
 def test_tokens_and_logprobs_are_those_of_one_sampler(workers):
     decoder = workers.host.decoder
     alone = complete(NativeSampler(decoder, version=3), PROMPTS, SAMPLING, RngKey(1, 2))
-    sampler = ParallelSampler(workers, version=3)
+    sampler = ParallelSampler(workers)
+    sampler.sync_weights(3)
     for prompts in (PROMPTS, PROMPTS[:1]):
         together = complete(sampler, prompts, SAMPLING, RngKey(1, 2))
         for a, b in zip(alone, together, strict=False):
@@ -65,6 +68,44 @@ def test_tokens_and_logprobs_are_those_of_one_sampler(workers):
             assert (a.completion_ids, a.weight_version) == (b.completion_ids, b.weight_version)
             assert a.logprobs.tobytes() == b.logprobs.tobytes()
         assert len(together) == 3 * len(prompts)
+
+
+def _two_turns(sampler: NativeSampler | ParallelSampler, prompts: int) -> list[tuple]:
+    """What three trajectories of each prompt of 40 ids draw in two turns."""
+    requests = SAMPLING.requests([(20 + i,) * 40 for i in range(prompts)], RngKey(prompts, 2))
+    requests = [replace(request, trajectory_tokens=100) for request in requests]
+    first = sampler.generate(requests)
+    later = [
+        replace(request, ids=(*request.ids, *c.ids, 11), drawn=len(c.ids))
+        for request, c in zip(requests, first, strict=True)
+    ]
+    return [(c.ids, c.logprobs.tobytes()) for c in (*first, *sampler.generate(later))]
+
+
+@pytest.mark.parametrize(("prompts", "moved"), [(4, 0), (3, 1)])
+def test_trajectories_come_back_to_the_worker_that_has_them(workers, prompts, moved):
+    """Of 9 trajectories one worker has 6, and an even cut gives it 5 of them. The other one is read anew."""
+    sampler, alone = ParallelSampler(workers), NativeSampler(workers.host.decoder, 4)
+    assert _two_turns(sampler, prompts) == _two_turns(alone, prompts)
+    assert alone.tokens_cached == 3 * prompts * KEY_TILE
+    assert alone.tokens_cached - sampler.tokens_cached == moved * KEY_TILE
+    assert sampler.tokens_read - alone.tokens_read == moved * KEY_TILE
+    sampler.end_turns()
+
+
+def _memories(host: Host, item: None) -> bool:
+    return host.sampler._memory is not None
+
+
+@pytest.mark.parametrize("end", ["end_turns", "sync_weights"])
+def test_every_worker_drops_what_it_kept(workers, end):
+    sampler = ParallelSampler(workers)
+    requests = SAMPLING.requests([(20 + i,) * 40 for i in range(2)], RngKey(1, 2))
+    sampler.generate([replace(request, trajectory_tokens=100) for request in requests])
+    sampler.generate(requests)  # the last turn: nothing more is kept, and what was is still there
+    assert workers.map(_memories, [None, None]) == [True, True]
+    getattr(sampler, end)(*([0] if end == "sync_weights" else []))
+    assert workers.map(_memories, [None, None]) == [False, False]
 
 
 def _completions(sampler: NativeSampler | ParallelSampler) -> list[tuple[int, ...]]:

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from zerokl.engine.rollout.cache_size import cache_limit
-from zerokl.engine.rollout.native import NativeSampler, _Generation, _Kind, _prefixes
+from zerokl.engine.rollout.generation import Generation
+from zerokl.engine.rollout.native import NativeSampler, _Kind, _prefixes
 from zerokl.engine.rollout.types import GenerationParams, RngKey, Rollout, complete
 from zerokl.kernels.attention_plan import KEY_TILE
 from zerokl.kernels.matmul import matmul
@@ -279,7 +280,8 @@ def test_every_cache_block_is_free_at_the_end(decoder, prompts, num_generations,
     memory = sampler._make_memory(prefixes)
     kind = _Kind(requests[0].draw_params, rng_key.seed, rng_key.stream)
     with torch.no_grad():
-        _Generation(sampler, sampler._decoding_of(memory, kind), prefixes).run()
+        decoding = sampler._decoding_of(memory, kind)
+        Generation(decoding, prefixes, sampler.limits, 0, sampler.stopwatch).run()
     assert memory.cache.free == memory.cache.blocks > 0
 
 

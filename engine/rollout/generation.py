@@ -1,0 +1,274 @@
+"""One pass of the native sampler over requests that share what graphs are made for: a queue, and what runs.
+
+Ids that several requests continue are read once, and their samples share the cache blocks. The beginning of
+the ids may be in the prefix cache; then the reading begins after it. The last row draws the first tokens.
+Then each turn draws one token for each running sample (decode.py). When samples end, the next ones take their
+places.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ...kernels.attention_plan import KEY_TILE
+from ...model.cache import BlockCache, CachedContext
+from ..stopwatch import Stopwatch
+from .cache_size import completion_blocks
+from .decode import DecodeRows, Drawn, Row
+from .types import Completion, Request
+
+
+class PassLimits(NamedTuple):
+    """See NativeSampler."""
+
+    max_concurrency: int
+    max_batch_tokens: int
+
+
+@dataclass(eq=False)  # two may have equal ids
+class Prefix:
+    """Ids that are read, or about to be read, once for several requests."""
+
+    ids: tuple[int, ...]
+    waiting: deque[tuple[int, Request]]  # those that have not started, each with its index in the call
+    blocks: list[int] = field(default_factory=list)  # of the cache, once the reading begins
+    start: int = 0  # where the reading begins: the tokens before it are in the cache
+    # [1, D], hidden state of the last token: predicts the first token of each sample
+    last: torch.Tensor | None = None
+
+
+@dataclass(eq=False)
+class Sample:
+    """A completion that is being drawn."""
+
+    prefix: Prefix
+    index: int  # of the request in the call
+    request: Request
+    blocks: list[int]
+    is_last: bool  # of its prefix
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: str = ""
+
+    def append(self, token: int, logprob: float) -> None:
+        """Take a drawn token; set `finish` when it was the last token."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if token in self.request.draw_params.stop_ids:
+            self.finish = "stop"
+        elif not self.tokens_left:
+            self.finish = "length"
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that it may still draw."""
+        return self.request.max_tokens - len(self.tokens)
+
+    @property
+    def drawn(self) -> int:
+        """Tokens of the trajectory that were drawn so far."""
+        return self.request.drawn + len(self.tokens)
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """The ids whose keys and values are in its blocks, at its end.
+
+        The last token's are not. Where other rows went on (decode.py), theirs stand in place of those of the
+        token before it.
+        """
+        return (*self.prefix.ids, *self.tokens)[:-2]
+
+    @property
+    def row(self) -> Row:
+        """What decode.py needs of this sample."""
+        ids, tokens, request = self.prefix.ids, self.tokens, self.request
+        token, place = tokens[-1] if tokens else ids[-1], len(ids) + len(tokens) - 1
+        last = request.drawn + request.max_tokens
+        return Row(token, place, self.drawn, last, request.rng_key, self.blocks)
+
+
+class Generation:
+    """The state of one pass over requests of one kind.
+
+    tokens_read, tokens_cached: tokens of prefixes that it read, and that it found in the prefix cache.
+    """
+
+    def __init__(
+        self,
+        decoding: DecodeRows,
+        prefixes: Sequence[Prefix],
+        limits: PassLimits,
+        version: int,
+        stopwatch: Stopwatch,
+    ):
+        self.decoding, self.limits, self.version, self.stopwatch = decoding, limits, version, stopwatch
+        self.cache, self.prefix_cache = decoding.memory.cache, decoding.memory.prefix_cache
+        # What is kept is used before others need its room.
+        self.waiting = sorted(prefixes, key=lambda p: len(self.prefix_cache.find(p.ids)), reverse=True)[::-1]
+        self.open: Prefix | None = None  # the prefix whose samples start next
+        self.running: list[Sample] = []
+        self.ended: dict[int, Completion] = {}
+        self.samples_at_once = self.tokens_read = self.tokens_cached = 0
+
+    def run(self) -> dict[int, Completion]:
+        """Draw everything. Returns the completions by the index of their request."""
+        while True:
+            started = self._start_samples()
+            if not self.running:
+                if not self.waiting and self.open is None:
+                    return self.ended
+                assert started, "an empty cache has room for a sample"
+                continue  # all samples ended with their first token
+            with self.stopwatch.station("time/decode_s"):
+                self.decoding.load([sample.row for sample in self.running])
+                self._draw_until_one_ends()
+
+    def _draw_until_one_ends(self) -> None:
+        """Turns of the running samples. The next ones are launched before the last ones are read."""
+        samples, in_flight = list(self.running), deque()
+        left, ended = max(sample.tokens_left for sample in samples), False
+        while in_flight or not ended:
+            while not ended and left and len(in_flight) <= self.decoding.looks_ahead:
+                turns = min(left, self.decoding.look_every)
+                in_flight.append(self.decoding.run(turns))
+                left -= turns
+            ended |= self._take(samples, in_flight.popleft().read())
+
+    def _start_samples(self) -> bool:
+        """Start samples in the order of `waiting` while there is room; returns whether any started."""
+        prefixes, samples = [], []
+        while len(self.running) + len(samples) < self.limits.max_concurrency:
+            if self.open is None:
+                if not self._open_next():
+                    break
+                prefixes.append(self.open)
+            elif self.prefix_cache.free_beside([]) < _next_blocks(self.open):
+                break
+            samples.append(self._start_sample(self.open))
+            if not self.open.waiting:
+                self.open = None
+        if not samples:
+            return False
+        with self.stopwatch.station("time/prompts_s"):
+            self._read(prefixes)
+        self._copy_partial_blocks(samples)
+        self.running += samples
+        self.samples_at_once = self.samples_at_once or len(self.running)
+        hidden = torch.cat([sample.prefix.last for sample in samples])
+        self._take(samples, self.decoding.first([sample.row for sample in samples], hidden))
+        return True
+
+    def _open_next(self) -> bool:
+        """Give the next prefix its blocks, where the cache has room for them and for its first sample.
+
+        With an empty `running` there is room: all other blocks are free, or kept and unused.
+        """
+        if not self.waiting:
+            return False
+        prefix = self.waiting[-1]
+        kept = self.prefix_cache.find(prefix.ids)
+        new_blocks = BlockCache.blocks_for(len(prefix.ids)) - len(kept)
+        if self.prefix_cache.free_beside(kept) < new_blocks + _next_blocks(prefix):
+            return False
+        prefix.blocks = self.prefix_cache.take(kept) + self.prefix_cache.allocate(new_blocks)
+        prefix.start = len(kept) * KEY_TILE
+        self.tokens_cached += prefix.start
+        self.open = self.waiting.pop()
+        return True
+
+    def _start_sample(self, prefix: Prefix) -> Sample:
+        """The next sample, with blocks for all its tokens. It shares the prefix's full blocks."""
+        index, request = prefix.waiting.popleft()
+        new_blocks = self.prefix_cache.allocate(completion_blocks(len(prefix.ids), request.max_tokens))
+        blocks = self.cache.share(prefix.blocks[: len(prefix.ids) // KEY_TILE]) + new_blocks
+        return Sample(prefix, index, request, blocks, is_last=not prefix.waiting)
+
+    def _copy_partial_blocks(self, samples: Sequence[Sample]) -> None:
+        """Give each new sample its copy of its prefix's last block, where that is only partly filled.
+
+        The prefix of a last sample is released: nobody reads it again.
+        """
+        partial = [
+            (s, len(s.prefix.ids) // KEY_TILE)
+            for s in samples
+            if len(s.prefix.ids) % KEY_TILE and s.request.max_tokens > 1
+        ]
+        if partial:
+            self.cache.copy([s.prefix.blocks[i] for s, i in partial], [s.blocks[i] for s, i in partial])
+        for sample in samples:
+            if sample.is_last:
+                self.prefix_cache.release(sample.prefix.blocks)
+
+    def _read(self, prefixes: Sequence[Prefix]) -> None:
+        """Read prefixes in passes of at most max_batch_tokens; a longer one is read in chunks."""
+        limit = self.limits.max_batch_tokens
+        chunks = deque(
+            (p, start, min(len(p.ids), start + limit))
+            for p in prefixes
+            for start in range(p.start, len(p.ids), limit)
+        )
+        while chunks:
+            batch, tokens = [], 0
+            while chunks and tokens + chunks[0][2] - chunks[0][1] <= limit:
+                batch.append(chunks.popleft())
+                tokens += batch[-1][2] - batch[-1][1]
+            lengths = [end - start for _, start, end in batch]
+            context = CachedContext(
+                self.cache,
+                lengths,
+                [start for _, start, _ in batch],
+                [p.blocks for p, _, _ in batch],
+                self.decoding.packed,
+            )
+            ids = torch.tensor([token for p, start, end in batch for token in p.ids[start:end]])
+            self.tokens_read += len(ids)
+            rows = self.decoding.decoder.hidden(ids, context).split(lengths)
+            for (p, _, _), chunk in zip(batch, rows, strict=True):
+                p.last = chunk[-1:].clone()  # the whole pass must not stay in memory
+
+    def _take(self, samples: Sequence[Sample], drawn: Drawn) -> bool:
+        """Give each sample the tokens that it drew; returns whether any sample ended with them."""
+        ended = []
+        for i, sample in enumerate(samples):
+            if sample.finish:
+                continue  # it ended in an earlier look
+            for ids, logprobs in zip(*drawn, strict=True):
+                if sample.finish:
+                    break  # what it drew past its end is dropped
+                if not np.isfinite(logprobs[i]):
+                    self._refuse(sample)
+                sample.append(int(ids[i]), float(logprobs[i]))
+            if sample.finish:
+                ended.append(sample)
+        for sample in ended:
+            self._end(sample)
+        return bool(ended)
+
+    def _refuse(self, sample: Sample) -> None:
+        key = sample.request.rng_key
+        raise FloatingPointError(
+            f"sampler: the logits of prompt {key.prompt}, sample {key.sample}, "
+            f"position {sample.drawn} are not finite; the weights (version {self.version}) "
+            f"are damaged or overflow in {self.decoding.decoder.dtype}"
+        )
+
+    def _end(self, sample: Sample) -> None:
+        self.running.remove(sample)
+        if sample.request.trajectory_tokens:
+            self.prefix_cache.keep(sample.written, sample.blocks)
+        self.prefix_cache.release(sample.blocks)
+        self.ended[sample.index] = Completion(
+            tuple(sample.tokens),
+            np.array(sample.logprobs, np.float32),
+            sample.finish,
+            self.version,
+        )
+
+
+def _next_blocks(prefix: Prefix) -> int:
+    """The blocks that the next sample of a prefix needs, without those that it shares."""
+    return completion_blocks(len(prefix.ids), prefix.waiting[0][1].max_tokens)
