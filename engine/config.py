@@ -297,8 +297,8 @@ class Config(Section):
     """
 
     task: TaskConfig = TaskConfig()
-    environment: EnvironmentConfig = EnvironmentConfig()
     sampling: SamplingConfig = SamplingConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     precision: PrecisionConfig = PrecisionConfig()

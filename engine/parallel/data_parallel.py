@@ -162,13 +162,7 @@ class RankedEnvironments:
         self.players, self.binary, self.tools = ranks.from_first(open_here)
 
     def answer(self, games: Sequence[Game]) -> list[Answer | Failure]:
-        def answer_here() -> tuple[list[Answer | Failure], list[str]]:
-            return self._environments.answer(games), [game.history for game in games]
-
-        answers, histories = self._ranks.from_first(answer_here)
-        for game, history in zip(games, histories, strict=True):
-            game.history = history
-        return answers
+        return self._ranks.from_first(lambda: self._environments.answer(games))
 
     def close_games(self) -> None:
         self._ranks.from_first(lambda: self._environments.close_games())

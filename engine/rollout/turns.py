@@ -198,6 +198,7 @@ class TurnPlayer:
                 self._take(play, answer)
 
     def _take(self, play: _Play, answer: Answer) -> None:
+        play.game.answered(answer)
         for trajectory, reward in zip(play.players, answer.rewards, strict=True):
             if trajectory.turn_rewards:
                 trajectory.turn_rewards[-1] += reward

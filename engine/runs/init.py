@@ -31,7 +31,7 @@ from ..display.progress import Display
 from ..display.terminal import console
 from ..parallel.partition import virtual_shards
 from ..parallel.workers import ParallelSampler, Workers, automatic
-from ..rollout.episodes import EpisodePlayer, is_trained
+from ..rollout.episodes import EpisodePlayer, Episodes, is_trained
 from ..rollout.players import make_player, open_judge, turn_limits
 from ..rollout.types import Completion, GenerationParams, Request, RngKey, Rollout, Sampler
 from ..tasks.base import Problem, Task
@@ -187,10 +187,14 @@ def _examples(
     params = GenerationParams(SamplingParams(), 1, _CONTEXT, tokenizer.stop_ids)
     demonstrator = _Demonstrator(turns, tokenizer, player.players)
     episodes = player.play(demonstrator, problems, params, RngKey(0, 0, Stream.WARM_START))
-    solved = episodes.rewards.reshape(-1, player.players).max(axis=1) == 1.0
-    if not (solved.all() and episodes.trained.any()):
+    if not (_best(episodes, problems) == 1.0).all():
         raise ValueError(_NO_ANSWERS)
     return [r for r in episodes.rollouts if is_trained(r)]
+
+
+def _best(episodes: Episodes, problems: Sequence[Problem]) -> np.ndarray:
+    """The reward of each problem and sample, [P, G]; in a game that of the best player."""
+    return episodes.rewards.reshape(len(problems), -1, episodes.rewards.shape[1]).max(axis=1)
 
 
 def _longest_turn(examples: Sequence[Rollout]) -> int:
@@ -262,7 +266,7 @@ def _warm_start(
             if step % (_CHECK_EVERY if accuracy < TARGET / 3 else _CHECK_OFTEN):
                 continue
             rng_key = RngKey(seed, step, Stream.WARM_START_PROBE)
-            accuracy = player.play(sampler, probe, generation_params, rng_key).mean_reward
+            accuracy = float(_best(player.play(sampler, probe, generation_params, rng_key), probe).mean())
             display.step(
                 [
                     f"until {TARGET}",
@@ -312,8 +316,7 @@ def _perfectible(
         for start in range(0, len(problems), SET_SIZE):
             batch = problems[start : start + SET_SIZE]
             rng_key = RngKey(seed, start // SET_SIZE, Stream.PERFECTIBLE)
-            rewards = player.play(sampler, batch, generation_params, rng_key).rewards
-            rates = rewards.reshape(len(batch), -1, SET_SAMPLES).max(axis=1).mean(axis=1)
+            rates = _best(player.play(sampler, batch, generation_params, rng_key), batch).mean(axis=1)
             solved_sometimes = np.flatnonzero((rates >= SOLVED[0]) & (rates <= SOLVED[1]))
             prompts += [batch[i].prompt for i in solved_sometimes]
             tried = min(start + SET_SIZE, len(problems))

@@ -35,6 +35,7 @@ class Answer(NamedTuple):
     rewards: list[float]  # of each player
     end: str  # how the trajectory ends; empty where it goes on
     player: int
+    history: str = ""  # hash of all answers so far
 
 
 class Failure(NamedTuple):
@@ -52,6 +53,10 @@ class Game:
     key: EnvironmentKey
     turns: list[tuple[list[int], str]] = field(default_factory=list)  # ids and text of each
     history: str = ""  # hash of all answers so far
+
+    def answered(self, answer: Answer) -> None:
+        """Take note of an answer; the next turn follows it."""
+        self.history = answer.history
 
 
 class Environments:
@@ -76,15 +81,15 @@ class Environments:
         n = self._executor.n
         calls = [(game.problem, game.key, game.turns, game.history) for game in games]
         homes = [(game.key.prompt + game.key.sample) % n for game in games]
-        answers = zip(games, self._executor.attempt(calls, homes), strict=True)
-        return [self._checked(game, answer) for game, answer in answers]
+        answers = self._executor.attempt(calls, homes)
+        return [self._checked(answer) for answer in answers]
 
     def close_games(self) -> None:
         """Drop all games that are still open."""
         n = self._executor.n
         self._executor.attempt([()] * n, range(n))
 
-    def _checked(self, game: Game, answer: Any) -> Answer | Failure:
+    def _checked(self, answer: Any) -> Answer | Failure:
         """An answer as it must be. A user's code may have written another one into the connection."""
         if isinstance(answer, CallError):
             return Failure(f"{answer.reason}{answer.line}", answer.timed_out)
@@ -93,8 +98,8 @@ class Environments:
             fits = len(rewards) == self.players and all(abs(r) <= LARGEST_REWARD for r in rewards)
             if not fits or type(answer["done"]) is not bool or answer["player"] not in range(self.players):
                 raise ValueError
-            game.history = str(answer["history"])
-            return Answer(answer["content"], rewards, DONE if answer["done"] else "", answer["player"])
+            end, history = DONE if answer["done"] else "", str(answer["history"])
+            return Answer(answer["content"], rewards, end, answer["player"], history)
         except (KeyError, TypeError, ValueError):
             return Failure(f"answered {shown(answer)}, which no environment does", False)
 

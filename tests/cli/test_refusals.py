@@ -199,7 +199,7 @@ def test_a_damaged_checkpoint_is_one_line_for_every_command(folder, training, re
         (["train", "--preset", "demo"], "--run_dir is missing"),
         (
             ["train", "--preset", "dem", "--run_dir", "run"],
-            'Invalid value "dem" for --preset. Choose from: "demo", "jsonl".',
+            'Invalid value "dem" for --preset. Choose from: "demo", "jsonl", "turns".',
         ),
         (["train", "--run_dir", "run", "--exact=perhaps"], "exact"),
         (["train", "none.toml", "--run_dir", "run"], "none.toml cannot be read"),

@@ -336,7 +336,7 @@ def test_the_rows_of_a_trace_are_those_of_the_rollouts(in_flight, tmp_path):
     with Replayer(in_flight, {"shards_in_flight": 4, "workers": 1}) as replayer:
         file = tmp_path / "a.safetensors"
         replayer.replay(1, trace=file, after=traced.append)
-    for rollout in traced[-1].rollouts:
+    for rollout in traced[-1].episodes.rollouts:
         rollouts[rollout.prompt, rollout.sample] = rollout
     trace = read_trace(file)
     for (prompt, sample, position), token in zip(

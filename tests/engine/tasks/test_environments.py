@@ -142,13 +142,20 @@ def games(n: int) -> list[Game]:
 def played(environments: Environments, turns: list[list[str]]) -> list[list[Answer | Failure]]:
     """The answers of each game. turns: for each game what the model says."""
     plays = games(len(turns))
-    answers = [[answer] for answer in environments.answer(plays)]
+    answers = [[] for _ in plays]
+
+    def answer(going: list[int]) -> None:
+        for i, answer in zip(going, environments.answer([plays[i] for i in going]), strict=True):
+            answers[i].append(answer)
+            if isinstance(answer, Answer):
+                plays[i].answered(answer)
+
+    answer(list(range(len(plays))))
     for k in range(max(map(len, turns))):
         going = [i for i, texts in enumerate(turns) if k < len(texts) and type(answers[i][-1]) is Answer]
         for i in going:
             plays[i].turns.append(([k, i], turns[i][k]))
-        for i, answer in zip(going, environments.answer([plays[i] for i in going]), strict=True):
-            answers[i].append(answer)
+        answer(going)
     return answers
 
 
@@ -229,7 +236,8 @@ def test_environments_are_closed_once(tmp_path):
     with opened("closes", 1) as environments:
         for text in ("end", "go on"):
             game = Game(Problem(0, "x", str(file)), EnvironmentKey(0, 0, 0, 0, 0))
-            environments.answer([game])
+            (answer,) = environments.answer([game])
+            game.answered(answer)
             game.turns.append(([1], text))
             environments.answer([game])
             environments.close_games()
