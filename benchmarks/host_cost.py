@@ -110,7 +110,12 @@ def one_pass(layers: int, pairs: list[tuple[list[int], list[int]]]) -> Callable[
         for w in (*model.w.values(), model.lm_head)
     }
     batch = pack(pairs)
-    return lambda: logprobs(model, batch, SamplingParams(), buffers=buffers)[0].sum().backward()
+
+    def run() -> None:
+        logprobs(model, batch, SamplingParams(), buffers=buffers)[0].sum().backward()
+        pending.finish()
+
+    return run
 
 
 class Forgetful(dict):

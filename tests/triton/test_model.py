@@ -153,7 +153,8 @@ def test_gradient_micro_batch(dtype):
     whole = _gradient(pairs, 2, dtype)
     assert whole.abs().max() > 0
     assert total_unequal([_gradient(pairs, 1, dtype)], [whole]) == 0
-    for micro_batch in (1, 3, 4):  # with both shards in one pass
+    # With both shards in one pass. The law's property (test_law.py) draws other splits.
+    for micro_batch in (1, 3, 4) if dtype == torch.bfloat16 else (3,):
         assert total_unequal([_gradient(pairs, micro_batch, dtype, in_flight=2)], [whole]) == 0
     assert total_unequal([_gradient([pairs[i] for i in (0, 2, 1, 3)], 2, dtype)], [whole]) > 0
 

@@ -119,13 +119,13 @@ def our_trace(decoder: Decoder) -> dict[str, torch.Tensor]:
     return outputs | {"logits": matmul(hidden, decoder.lm_head)}
 
 
-def trace_of_vllm(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def trace_of_vllm(model: torch.nn.Module, config: ModelConfig) -> dict[str, torch.Tensor]:
     outputs: dict[str, torch.Tensor] = {}
 
     def hook(name: str, x: torch.Tensor) -> None:
         outputs[name] = x.reshape(x.shape[0], -1).clone()
 
-    handles = list(_hooks(model, hook))
+    handles = list(_hooks(model, hook, config))
     logits_of(model, IDS, PREFILL)
     for handle in handles:
         handle.remove()
@@ -142,7 +142,7 @@ def test_every_operation_has_the_bits_of_vllms_model(pair):
     decoder, model = pair
     ours = our_trace(decoder)
     assert len(ours) > 2 * 14
-    assert differing(ours, trace_of_vllm(model)) == []
+    assert differing(ours, trace_of_vllm(model, decoder.config)) == []
 
 
 def test_prefill_and_then_decode_have_the_bits_of_the_whole_sequence(pair):
@@ -203,7 +203,7 @@ def vllm_trace(batch_invariant, tmp_path_factory) -> dict[str, torch.Tensor]:
     """The operations of vLLM's Qwen3 in fp32."""
     decoder, folder = make_decoder("qwen3", torch.float32), tmp_path_factory.mktemp("model")
     with pytest.MonkeyPatch.context() as patch:
-        return trace_of_vllm(model_of_vllm(decoder, folder, patch))
+        return trace_of_vllm(model_of_vllm(decoder, folder, patch), decoder.config)
 
 
 def first_difference(vllm_trace: dict[str, torch.Tensor]) -> str:
@@ -229,7 +229,7 @@ def test_control_another_tile_along_k_is_found(vllm_trace, monkeypatch):
 def test_control_vllms_own_addition_and_norm_are_found(batch_invariant, tmp_path, monkeypatch):
     decoder = make_decoder("qwen3", torch.float32)
     model = model_of_vllm(decoder, tmp_path, monkeypatch, one_order=False)
-    assert differing(our_trace(decoder), trace_of_vllm(model))[0] == "layers.0.post_norm"
+    assert differing(our_trace(decoder), trace_of_vllm(model, decoder.config))[0] == "layers.0.post_norm"
 
 
 @pytest.mark.parametrize(("D", "depends"), [(256, False), (1024, True)])
