@@ -8,13 +8,10 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import zerokl.kernels as kernels
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 from zerokl.engine.rollout import decode, native
@@ -33,6 +30,7 @@ from tests.gpu.cuda_graph import FreedMemoryError
 from tests.gpu.device import Device, fake_cuda, plant
 from tests.gpu.fake_cuda import CPU, CUDA, DeviceTensor, FakeCuda, memory_of
 from tests.helpers import randn
+from tests.triton.launchers import LAUNCHERS
 from tests.triton.test_model import RAW
 
 PROMPTS = [[20] * 3, [30, 31]]
@@ -40,10 +38,6 @@ MAX_TOKENS = 4
 STOP = frozenset(range(12))  # a fifth of the vocabulary, so that completions end at different turns
 ALL, GREEDY, TOP_P = SamplingParams(), SamplingParams(0.0), SamplingParams(0.7, 5, 0.9)
 KEY = RngKey(3, 0)
-KERNELS = [
-    import_module(f"{kernels.__name__}.{path.stem}") for path in Path(kernels.__path__[0]).glob("*.py")
-]
-LAUNCHERS = [module for module in KERNELS if getattr(module, "launch", None) is launch_now]
 
 
 def _memory(x: Any) -> Any:
