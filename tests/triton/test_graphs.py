@@ -28,7 +28,7 @@ from zerokl.model.weights import Layout
 
 from tests.gpu.cuda_graph import FreedMemoryError
 from tests.gpu.device import Device, fake_cuda, plant
-from tests.gpu.fake_cuda import CPU, CUDA, DeviceTensor, FakeCuda, memory_of
+from tests.gpu.fake_cuda import CPU, CUDA, DeviceTensor, FakeCuda, memory_of, pointers
 from tests.helpers import randn
 from tests.triton.launchers import LAUNCHERS
 from tests.triton.test_model import RAW
@@ -66,6 +66,7 @@ def interpreted_gpu() -> Iterator[Device]:
         if device.cuda.capture is not None:
             device.cuda.capture.launch(run, memory)
         else:
+            device.cuda.timeline.operation((), pointers(args))
             run(*memory)
 
     # Few and large programs, which are interpreted in half the time: Ampere's tiles, and whole rows.
@@ -143,6 +144,7 @@ def test_graphs_draw_the_same_over_generations():
         pair.move()
         assert pair.equal([[20] * 33, [30]]), "weights and cache in other memory"
         assert not device.in_graphs()
+        assert device.cuda.timeline.faults == []
 
 
 @pytest.mark.parametrize(
@@ -160,6 +162,7 @@ def test_graphs_draw_the_same_with_other_numerics(dtype, numerics):
         pair.update(1)
         assert pair.equal()
         assert not device.in_graphs()
+        assert device.cuda.timeline.faults == []
 
 
 def test_control_graphs_that_are_kept_though_the_weights_moved(monkeypatch):
