@@ -174,7 +174,8 @@ def attention_bwd_tma(
     do, q, k, v, o, lse, spans: Spans, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """attention_bwd_triton.attention_bwd for a call that attention_tma_triton.supports_tma accepts."""
-    do, (q, k, v) = dense(do), map(heads_readable, (q, k, v))
+    # One token is contiguous with any stride between tokens, and TMA is given this stride.
+    do, q, k, v = map(heads_readable, (dense(do), q, k, v))
     (_, H, D), kv_heads = q.shape, spans.kv_heads
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta, shape = torch.empty_like(lse), {"GROUP": H // kv_heads, "D": D}

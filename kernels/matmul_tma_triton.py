@@ -159,9 +159,16 @@ def _outer_tma(
 
 
 def readable(*tensors: torch.Tensor) -> bool:
-    """Whether TMA can read these matrices: contiguous rows, each at a multiple of 16 bytes."""
+    """Whether TMA can read these matrices: contiguous rows, each at a multiple of 16 bytes, none on another.
+
+    The rows of an expanded tensor lie on one another.
+    """
     return all(
-        x.stride(1) == 1 and x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0 and x.numel()
+        x.stride(1) == 1
+        and x.stride(0) >= x.shape[1]
+        and x.stride(0) * x.itemsize % 16 == 0
+        and x.data_ptr() % 16 == 0
+        and x.numel()
         for x in tensors
     )
 

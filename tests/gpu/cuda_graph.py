@@ -1,4 +1,4 @@
-"""torch.cuda on the fake device: streams that do nothing, and graphs that are captured and replayed on a CPU.
+"""torch.cuda on the fake device: streams whose order is kept, and graphs that are replayed on a CPU.
 
 A capture carries nothing out. It takes down each operation and each launch, with the memory that they were
 given. A replay carries these out again, without the Python code that made them. So whatever this code should
@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from tests.gpu.fake_cuda import META, FakeCuda
+from tests.gpu.timeline import Event, Stream, Timeline
 
 
 class FreedMemoryError(RuntimeError):
@@ -35,10 +36,13 @@ class _Borrowed:
     stride: tuple[int, ...]
     offset: int
 
+    def __str__(self) -> str:
+        return f"{self.dtype} {[*self.shape]}"
+
     def tensor(self) -> torch.Tensor:
         """The tensor. Raises FreedMemoryError."""
         if self.storage.expired():
-            raise FreedMemoryError(f"a graph needs memory that was freed: {self.dtype} {[*self.shape]}")
+            raise FreedMemoryError(f"a graph needs memory that was freed: {self}")
         storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
         return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)
 
@@ -55,10 +59,12 @@ class _Step(NamedTuple):
 class Graph:
     """torch.cuda.CUDAGraph, of a device with this memory. replays: how often it was replayed."""
 
-    def __init__(self, memory: torch.device):
+    def __init__(self, memory: torch.device, timeline: Timeline):
         self.replays, self.captured = 0, False
-        self._memory, self._steps = memory, []
+        self.pool: object = self  # whose memory the graph uses
+        self._memory, self._timeline, self._steps = memory, timeline, []
         self._own: set[int] = set()  # the storages that the capture made
+        self._borrowed: dict[int, _Borrowed] = {}  # by the storage
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See fake_cuda.Capture."""
@@ -79,6 +85,8 @@ class Graph:
         """Carry out what was captured. Without numbers that is nothing."""
         assert self.captured, "a replay of a graph that was not captured"
         self.replays += 1
+        borrowed = [(str(x), x.storage) for x in self._borrowed.values()]
+        self._timeline.replay(borrowed, self.pool)
         for run, args, kwargs, results in () if self._memory == META else self._steps:
             returned = tree_leaves(run(*tree_map(_restored, args), **tree_map(_restored, kwargs)))
             tensors = [x for x in returned if isinstance(x, torch.Tensor)]
@@ -91,6 +99,7 @@ class Graph:
         if self._memory != META:
             x.untyped_storage().fill_(0x7F)
         self._own.add(x.untyped_storage()._cdata)
+        self._timeline.belongs_to_graph(x)
         return x
 
     def _add(self, run: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> None:
@@ -103,10 +112,14 @@ class Graph:
             held.base = self._held(x.base)
             return held
         # The numbers of the host are handed over by their value.
-        if not isinstance(x, torch.Tensor) or not x.dim() or x.untyped_storage()._cdata in self._own:
+        if not isinstance(x, torch.Tensor) or not (x.dim() or self._timeline.knows(x)):
             return x
         storage = StorageWeakRef(x.untyped_storage())
-        return _Borrowed(storage, x.dtype, x.shape, x.stride(), x.storage_offset())
+        if storage.cdata in self._own:
+            return x
+        held = _Borrowed(storage, x.dtype, x.shape, x.stride(), x.storage_offset())
+        self._borrowed.setdefault(storage.cdata, held)
+        return held
 
 
 def _restored(x: Any) -> Any:
@@ -118,41 +131,15 @@ def _restored(x: Any) -> Any:
     return x.tensor() if isinstance(x, _Borrowed) else x
 
 
-class _Stream:
-    """torch.cuda.Stream."""
-
-    def wait_stream(self, other: "_Stream") -> None:
-        pass
-
-
-class _Event:
-    """torch.cuda.Event, without `synchronize`."""
-
-    def __init__(self, **options: bool):
-        pass
-
-    def record(self, stream: _Stream | None = None) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end: "_Event") -> float:
-        return 1.0
-
-
-@contextmanager
-def _on_stream(stream: _Stream) -> Iterator[None]:
-    yield
-
-
 def torch_cuda(cuda: FakeCuda, captures: list[Graph], free_bytes: Callable[[], int]) -> dict[str, Any]:
     """What torch.cuda offers on the fake device, by name. captures: takes each graph that was captured."""
 
+    timeline = cuda.timeline
+
     @contextmanager
-    def graph(graph: Graph, **options: Any) -> Iterator[None]:
+    def graph(graph: Graph, pool: object = None, **options: Any) -> Iterator[None]:
         assert cuda.capture is None, "a capture in a capture"
-        cuda.capture = graph
+        cuda.capture, graph.pool = graph, pool or graph
         try:
             yield
         finally:
@@ -160,17 +147,33 @@ def torch_cuda(cuda: FakeCuda, captures: list[Graph], free_bytes: Callable[[], i
         graph.captured = True
         captures.append(graph)
 
+    @contextmanager
+    def on_stream(stream: Stream) -> Iterator[None]:
+        before, timeline.current = timeline.current, stream
+        try:
+            yield
+        finally:
+            timeline.current = before
+
     def synchronize(*args: Any) -> None:
         cuda.note("wait", "synchronize")
+        timeline.synchronize()
+
+    class DeviceEvent(Event):
+        def __init__(self, **options: bool):
+            super().__init__(timeline)
+
+        def synchronize(self) -> None:
+            cuda.note("wait", "synchronize", self.knows)
 
     return {
-        "CUDAGraph": lambda: Graph(cuda.memory),
+        "CUDAGraph": lambda: Graph(cuda.memory, timeline),
         "graph": graph,
         "graph_pool_handle": lambda: (0, 1),
-        "Stream": _Stream,
-        "stream": _on_stream,
-        "current_stream": lambda *_: _Stream(),
-        "Event": type("Event", (_Event,), {"synchronize": synchronize}),
+        "Stream": timeline.stream,
+        "stream": on_stream,
+        "current_stream": lambda *_: timeline.current,
+        "Event": DeviceEvent,
         "synchronize": synchronize,
         "current_device": lambda: 0,
         "mem_get_info": lambda *_: (free_bytes(), 80 << 30),

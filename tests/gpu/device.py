@@ -2,16 +2,18 @@
 
 import ast
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from zerokl.benchmarks.machine import model_config
-from zerokl.kernels.launch import Launch, recorded_launches
+from zerokl.kernels.launch import Launch, launch, recorded_launches
 from zerokl.kernels.tiles import tiles_of_target
 from zerokl.model.decoder import COMPUTE, Decoder, Numerics
 from zerokl.model.weights import Layout
@@ -49,8 +51,18 @@ def fake_cuda(device: Device) -> Iterator[None]:
         offered = torch_cuda(device.cuda, device.captures, lambda: device.free_bytes)
         for name, value in offered.items():
             patch.setattr(torch.cuda, name, value)
+        for name in ("numpy", "tolist"):  # torch shows nobody that they read memory
+            patch.setattr(torch.Tensor, name, _seen(getattr(torch.Tensor, name), device.cuda))
         with device.cuda:
             yield
+
+
+def _seen(method: Callable[..., Any], cuda: FakeCuda) -> Callable[..., Any]:
+    def read(x: torch.Tensor, *args: Any, **options: Any) -> Any:
+        cuda.timeline.host_uses(x)
+        return method(x, *args, **options)
+
+    return read
 
 
 @contextmanager
@@ -59,6 +71,20 @@ def gpu(target: str = "sm_90", answer: Callable[[torch.Tensor], torch.Tensor] = 
     device = Device(FakeCuda(META, answer))
     recording = recorded_launches()
     with kernels_without_triton(), tiles_of_target(target), recording as device.launches, fake_cuda(device):
+        yield device
+
+
+@contextmanager
+def watched_gpu() -> Iterator[Device]:
+    """As `gpu`, but a launch is only seen by the timeline. So tensors die as they do on a GPU."""
+    with gpu() as device, pytest.MonkeyPatch.context() as patch:
+
+        def seen(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+            device.cuda.launch(args)
+
+        for module in list(sys.modules.values()):
+            if getattr(module, "launch", None) is launch and module.__name__.endswith("_triton"):
+                patch.setattr(module, "launch", seen)
         yield device
 
 

@@ -9,23 +9,24 @@ carried out. These are named with file and line:
     wait    the host waits for the device: a copy back, a number that is read, a shape that depends on
             numbers, a synchronisation
 
-A CUDA graph can hold none of them (cuda_graph.py).
+A CUDA graph can hold none of them (cuda_graph.py). Who uses memory too long is found as well (timeline.py).
 
 Python sees the device CUDA and torch's C++ code sees the memory's. (Where C++ sees CUDA, a torch without CUDA
 cannot run a backward.) So DeviceTensor does itself what C++ would decide by the device.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from zerokl.verify.environment import PACKAGE_ROOT
+
+from tests.gpu.timeline import Clock, Stream, Timeline
 
 CUDA, META, CPU = torch.device("cuda", 0), torch.device("meta"), torch.device("cpu")
 _FOLDERS = ("engine", "kernels", "model", "verify", "files")  # of the package's own code
@@ -67,6 +68,10 @@ class Capture(Protocol):
         """Take an operation on the memory, and return its results, whose numbers do not count."""
         ...
 
+    def launch(self, run: Callable[..., None], args: tuple[Any, ...]) -> None:
+        """Take the launch run(*args), whose tensors are memory."""
+        ...
+
 
 class DeviceTensor(torch.Tensor):
     """A tensor on the fake device. The operations on it are FakeCuda's."""
@@ -105,9 +110,14 @@ class DeviceTensor(torch.Tensor):
         args = tuple(x for x in args if not isinstance(x, (torch.device, str)))
         named += [torch.device(options.pop("device"))] if options.get("device") else []
         if named and named[0].type == "cpu":
+            options.pop("copy", None)  # it is always one
             options |= {"dtype": args[0]} if args else {}
             return aten._to_copy(self, device=CPU, **options)
         return super().to(*args, **options) if args or options else self
+
+    def record_stream(self, stream: Stream) -> None:
+        """Keep the memory for the stream's work, too, when it dies."""
+        stream.record(self)
 
     def tolist(self) -> Any:
         """Its numbers on the host."""
@@ -150,7 +160,7 @@ class FakeCuda(TorchDispatchMode):
     """The fake device: inside it, torch can use the device `CUDA`.
 
     memory: META or CPU. answer: with META, the numbers of a tensor that is read back, in its shape and dtype.
-    events: in their order. capture: that which is going on.
+    events: in their order. capture: that which is going on. timeline: who uses memory, and in which order.
     """
 
     # torch does not try to start CUDA where a mode of this key is active.
@@ -161,7 +171,7 @@ class FakeCuda(TorchDispatchMode):
         self.events: list[Event] = []
         self.capture: Capture | None = None
         self.memory, self._answer = memory, answer
-        self._pinned: dict[int, StorageWeakRef] = {}
+        self.timeline = Timeline(lambda: "{}:{} ({})".format(*_place()))
 
     def __enter__(self) -> "FakeCuda":
         torch._C._set_only_lift_cpu_tensors(True)  # so that torch.tensor shows its copy to a device
@@ -170,17 +180,23 @@ class FakeCuda(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         torch._C._set_only_lift_cpu_tensors(False)
+        self.timeline.synchronize()
 
-    def note(self, kind: str, operation: str) -> None:
-        """Add an event at the innermost line of the package."""
-        frame, place = sys._getframe(1), ("", 0, "")
-        while frame is not None and not place[0]:
-            path, code = Path(frame.f_code.co_filename), frame.f_code
-            if path.is_relative_to(PACKAGE_ROOT) and path.relative_to(PACKAGE_ROOT).parts[0] in _FOLDERS:
-                function = code.co_qualname.partition(".<locals>")[0]
-                place = str(path.relative_to(PACKAGE_ROOT)), frame.f_lineno, function
-            frame = frame.f_back
-        self.events.append(Event(kind, operation, *place, self.capture is not None))
+    def note(self, kind: str, operation: str, until: Clock | None = None) -> None:
+        """Add an event at the innermost line of the package.
+
+        Where it is no upload, the host waits: until then, or for all of the current stream.
+        """
+        self.events.append(Event(kind, operation, *_place(), self.capture is not None))
+        if kind != "upload":
+            self.timeline.host_learns(self.timeline.current.knows if until is None else until)
+
+    def launch(self, args: tuple[Any, ...]) -> None:
+        """A launch with these arguments, which is not carried out."""
+        if self.capture is not None:
+            self.capture.launch(lambda *_: None, tree_map_only(DeviceTensor, memory_of, args))
+        else:
+            self.timeline.operation((), pointers(args))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, packet = dict(kwargs or {}), func.overloadpacket
@@ -190,9 +206,7 @@ class FakeCuda(TorchDispatchMode):
         if not any(there):
             return self._of_host(func, args, kwargs, target)
         if packet is aten._to_copy and target == "cpu":
-            # torch makes pinned memory for a copy back that does not wait.
-            self.note("upload" if kwargs.get("non_blocking") else "wait", "_to_copy")
-            return self._numbers(args[0]).to(kwargs.get("dtype") or args[0].dtype)
+            return self._to_host(args[0], kwargs.get("dtype"), bool(kwargs.get("non_blocking")))
         if packet is aten.copy_ and there[0] != there[1]:
             return self._copy(*args)
         if packet in _WAITS:
@@ -213,7 +227,11 @@ class FakeCuda(TorchDispatchMode):
             is_copy = packet is aten._to_copy
             return self._upload(*args, **kwargs) if is_copy else self._compute(func, args, kwargs)
         if packet is aten.is_pinned:
-            return self._is_pinned(args[0])
+            return self.timeline.is_pinned(args[0])
+        if not func.is_view:
+            for x in tree_leaves((args, kwargs)):
+                if isinstance(x, torch.Tensor):
+                    self.timeline.host_uses(x)
         if packet is aten._pin_memory:
             return self._pin(args[0].clone())
         if kwargs.pop("pin_memory", False):
@@ -222,30 +240,54 @@ class FakeCuda(TorchDispatchMode):
 
     def _pin(self, x: torch.Tensor) -> torch.Tensor:
         """Remember that the memory of x is pinned."""
-        storage = StorageWeakRef(x.untyped_storage())
-        self._pinned[storage.cdata] = storage
+        self.timeline.pin(x)
         return x
-
-    def _is_pinned(self, x: torch.Tensor) -> bool:
-        storage = self._pinned.get(x.untyped_storage()._cdata)
-        return storage is not None and not storage.expired()
 
     def _upload(
         self, x: torch.Tensor, dtype: torch.dtype | None = None, non_blocking: bool = False, **rest: Any
     ) -> torch.Tensor:
         """A copy of x, which lies on the host, on the device."""
-        self.note("upload" if non_blocking and self._is_pinned(x) else "copy", "_to_copy")
-        return DeviceTensor.over(x.to(self.memory, dtype or x.dtype, copy=True))
+        there = DeviceTensor.over(x.to(self.memory, dtype or x.dtype, copy=True))
+        self._send(there, x, non_blocking, "_to_copy")
+        return there
+
+    def _to_host(self, x: torch.Tensor, dtype: torch.dtype | None, non_blocking: bool) -> torch.Tensor:
+        """A copy of x, which lies on the device. torch makes pinned memory for one that does not wait."""
+        numbers = self._numbers(x).to(dtype or x.dtype)
+        if not non_blocking:
+            self.timeline.operation((x,))
+            self.note("wait", "_to_copy")
+            return numbers
+        self.note("upload", "_to_copy")
+        to = self._pin(torch.empty_like(numbers, memory_format=torch.contiguous_format))
+        self.timeline.download(to, x, numbers)
+        return to
 
     def _copy(self, to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         """copy_ between host and device."""
-        back = isinstance(source, DeviceTensor)
-        pinned = non_blocking and self._is_pinned(to if back else source)
-        self.note("upload" if pinned else "wait" if back else "copy", "copy_")
-        if back:
-            return to.copy_(self._numbers(source))
-        memory_of(to).copy_(source)
-        return to
+        if not isinstance(source, DeviceTensor):
+            memory_of(to).copy_(source)
+            self._send(to, source, non_blocking, "copy_")
+            return to
+        numbers = self._numbers(source)
+        # Where the rows have gaps, torch waits for a copy without gaps.
+        if non_blocking and to.is_contiguous() and self.timeline.is_pinned(to):
+            self.note("upload", "copy_")
+            self.timeline.download(to, source, numbers)
+            return to
+        self.timeline.operation((source,))
+        self.note("wait", "copy_")
+        return to.copy_(numbers)
+
+    def _send(self, to: torch.Tensor, host: torch.Tensor, non_blocking: bool, operation: str) -> None:
+        """A copy of `host` to the device, whose numbers are there already."""
+        # torch first copies rows with gaps to memory that is not pinned.
+        if non_blocking and host.is_contiguous() and self.timeline.is_pinned(host):
+            self.note("upload", operation)
+            self.timeline.upload(host, to)
+        else:
+            self.timeline.operation((), (to,))
+            self.note("copy", operation)
 
     def _places(self, name: str, index: torch.Tensor | None) -> torch.Tensor | None:
         """An index on the device and without masks. With META a mask selects all elements."""
@@ -270,13 +312,54 @@ class FakeCuda(TorchDispatchMode):
         if "device" in kwargs:
             kwargs = kwargs | {"device": self.memory}
         of_memory = tree_map_only(DeviceTensor, memory_of, (args, kwargs))
-        if self.capture is None or func.is_view:
+        if func.is_view:
             out = func(*of_memory[0], **of_memory[1])
+        elif self.capture is None:
+            out = func(*of_memory[0], **of_memory[1])
+            read, written = _read_and_written(func, args, kwargs)
+            made = () if func._schema.is_mutable else filter(_is_tensor, tree_leaves(out))
+            self.timeline.operation(read, written, made)
         else:
             out = self.capture.operation(func, *of_memory)
         if func._schema.is_mutable:
             return args[0] if isinstance(out, torch.Tensor) else out
         return tree_map_only(torch.Tensor, DeviceTensor.over, out)
+
+
+def _place() -> tuple[str, int, str]:
+    """File, line and function of the innermost line of the package."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path, code = Path(frame.f_code.co_filename), frame.f_code
+        if path.is_relative_to(PACKAGE_ROOT) and path.relative_to(PACKAGE_ROOT).parts[0] in _FOLDERS:
+            function = code.co_qualname.partition(".<locals>")[0]
+            return str(path.relative_to(PACKAGE_ROOT)), frame.f_lineno, function
+        frame = frame.f_back
+    return "", 0, ""
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
+
+
+def _read_and_written(
+    func: Any, args: Any, kwargs: dict[str, Any]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The operands on the device that an operation reads, and those that it writes."""
+    tensors: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    for i, argument in enumerate(func._schema.arguments):
+        value = args[i] if i < len(args) else kwargs.get(argument.name)
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        tensors[is_written].extend(x for x in tree_leaves(value) if _is_tensor(x) and _on_device(x))
+    return tensors
+
+
+def pointers(args: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+    """The tensors on the device that a launch is given, those of descriptors among them."""
+    for x in tree_leaves(args):
+        x = getattr(x, "base", x)
+        if isinstance(x, DeviceTensor):
+            yield x
 
 
 def memory_of(x: torch.Tensor) -> torch.Tensor:

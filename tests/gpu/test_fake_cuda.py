@@ -135,9 +135,10 @@ def test_what_the_host_does_in_a_capture_is_marked():
         assert [event.captured for event in device.cuda.events] == [True, False]
 
 
-def test_a_graph_does_not_keep_memory_alive():
+@pytest.mark.parametrize("made", [lambda x: x * 3, lambda x: x.sum()], ids=["three numbers", "one number"])
+def test_a_graph_does_not_keep_memory_alive(made):
     with device_with(CPU) as (_, x):
-        outside, result = [x * 3], torch.zeros(3, device=CUDA)
+        outside, result = [made(x)], torch.zeros(3, device=CUDA)
         graph = _captured(lambda: result.copy_(outside[0] + x))
         graph.replay()
         assert result.tolist() == [8.0, 8.0, 8.0]

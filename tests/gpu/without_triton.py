@@ -30,8 +30,15 @@ def _jit(kernel: Callable | None = None, **options: Any) -> Callable:
     return kernel or (lambda function: function)
 
 
-def _ragged_descriptor(x: torch.Tensor, block_shape: list[int]) -> _Descriptor:
-    return _Descriptor(x, list(x.shape), list(x.stride()), block_shape)
+def ragged_descriptor(x: torch.Tensor, block_shape: list[int]) -> _Descriptor:
+    """create_ragged_descriptor of a matrix, number for number.
+
+    The two dimensions before the matrix cancel out modulo 2^64 bytes, so that a box ends where a run of rows
+    ends.
+    """
+    row, columns = x.stride(0), x.shape[1]
+    shape, strides = [0x7FFF0000, 0x7FFF0000, 1 << 30, columns], [(1 << 34) - row, row, row, x.stride(1)]
+    return _Descriptor(x, shape, strides, [1, 1, *block_shape])
 
 
 _NAMES: dict[str, dict[str, Any]] = {
@@ -40,7 +47,7 @@ _NAMES: dict[str, dict[str, Any]] = {
     "triton.language.extra": {"libdevice": None},
     "triton.tools": {},
     "triton.tools.tensor_descriptor": {"TensorDescriptor": _Descriptor},
-    "triton.tools.ragged_tma": {"create_ragged_descriptor": _ragged_descriptor, "load_ragged": None},
+    "triton.tools.ragged_tma": {"create_ragged_descriptor": ragged_descriptor, "load_ragged": None},
 }
 
 

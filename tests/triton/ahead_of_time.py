@@ -18,6 +18,7 @@ from zerokl.kernels.compiled_cases import configurations
 from zerokl.kernels.launch import Launch
 from zerokl.verify.binaries import TARGETS, Binary, compile_launch, faults, float_program, inspect
 
+from tests.gpu.descriptors import broken_maps, descriptors
 from tests.triton.ptx_values import form, values, without_load
 from tests.triton.vllm_kernels import batch_invariant_module
 
@@ -190,6 +191,17 @@ def beside_vllm() -> dict[str, int]:
     return counts
 
 
+def tensor_maps() -> tuple[int, list[str]]:
+    """How many tensor maps the binaries for Hopper are given, and the rules of TMA that their boxes break."""
+    count, broken = 0, []
+    for name, launch in configurations("sm_90"):
+        if any(descriptors(launch)):
+            maps = compile_launch(*launch, "sm_90").metadata.tensordesc_meta
+            count += len(maps)
+            broken += [f"{name}: {line}" for line in broken_maps(launch, maps)]
+    return count, broken
+
+
 def main() -> None:
     binaries = build(tuple(sys.argv[1:]))
     faults_found, compared = check(binaries, read_tables(TABLE))
@@ -206,6 +218,7 @@ def main() -> None:
         "spill": faults([binary._replace(local_bytes=16)], None),
         "regression": faults([binary], {"kernel": {"sm_90": [31, 0]}}),
         "vllm": beside_vllm(),
+        "tensor maps": tensor_maps(),
         "silu": sorted(set(float_opcodes(ptx(dict(configurations())["silu_mul bfloat16: silu_mul_fwd"])))),
         "same": unequal(base, base._replace(options=dict(options))),
         "unfused": unequal(base, unfused(base)),

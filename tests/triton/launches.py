@@ -1,5 +1,7 @@
 """Prints, as JSON, the launches of model runs that kernels/compiled_cases.py does not list.
 
+And which of their descriptors TMA would refuse.
+
 The arguments are the targets. Run without TRITON_INTERPRET.
 
 The models are of the supported families, at their real widths, with two layers each. They train, score and
@@ -30,6 +32,8 @@ from zerokl.model.prompts import Prompts
 from zerokl.model.scoring import logprobs, pack
 from zerokl.model.weights import Layout
 from zerokl.verify.binaries import specialised
+
+from tests.gpu.descriptors import broken_rules, descriptors
 
 # Family, hidden width, intermediate width, query heads, key-value heads, head width, tied embeddings
 MODELS = {
@@ -97,7 +101,8 @@ def run(model: Decoder) -> None:
 def launches(work: Callable[[], None]) -> Iterator[Launch]:
     """The distinct launches that `work` makes.
 
-    Two launches are distinct if Triton could see a difference: data types, alignments or numbers.
+    Two launches are distinct if Triton could see a difference: data types, alignments or numbers. A tensor
+    map also holds shape and strides of a descriptor.
     """
     with recorded_launches() as all_launches:
         work()
@@ -110,20 +115,23 @@ def launches(work: Callable[[], None]) -> Iterator[Launch]:
 
 def _seen_by_triton(x: Any) -> Any:
     if isinstance(x, TensorDescriptor):
-        return x.base.dtype, tuple(x.block_shape)
+        address = x.base.data_ptr() % 16
+        return x.base.dtype, address, tuple(x.block_shape), tuple(x.shape), tuple(x.strides)
     return (x.dtype, x.data_ptr() % 16) if isinstance(x, torch.Tensor) else x
 
 
 def main() -> None:
     gpu_code_on_cpu()
     native._Generation._refuse = lambda *_: None
-    seen, missing, control = 0, {}, set()
+    seen, missing, control, broken, described = 0, {}, set(), set(), 0
     for target in sys.argv[1:]:
         listed = {binary_key(*launch, target): name for name, launch in configurations(target)}
         with tiles_of_target(target):
             for name, (dtype, numerics) in product(MODELS, SETTINGS):
                 for launch in launches(partial(run, decoder(name, dtype, numerics))):
                     seen, key = seen + 1, binary_key(*launch, target)
+                    broken.update(broken_rules([launch]))
+                    described += len(list(descriptors(launch)))
                     if key not in listed:
                         setting = f"{name} {dtype} {numerics} {launch.options}"
                         missing[key] = f"{launch.kernel.__name__} on {target}: {setting}"
@@ -133,6 +141,8 @@ def main() -> None:
         "launches": seen,
         "missing": list(missing.values()),
         "without the attention's backward": len(control),
+        "descriptors": described,
+        "broken": sorted(broken),
     }
     print(json.dumps(report))
 

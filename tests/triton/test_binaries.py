@@ -36,6 +36,12 @@ def test_every_binary_is_free_of_atomics_and_spills_and_as_recorded(triton, repo
     assert "not compared" not in report["compared"], "the table must have each Triton that is tested"
 
 
+def test_the_boxes_that_the_compiler_chose_break_no_rule_of_tma(report):
+    count, broken = report["tensor maps"]
+    assert count > 100
+    assert broken == []
+
+
 def test_control_an_atomic_addition_is_found(report):
     assert {line.split(":")[0] for line in report["atomic"]} == {
         f"atomic on {t}" for t in ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -86,6 +92,8 @@ def test_every_launch_of_a_model_run_is_compiled():
         assert report["missing"] == [], triton
         # control: two kernels in three dtypes for five shapes of heads would be missing
         assert report["without the attention's backward"] == 2 * 3 * 5 * len(targets(triton, TARGETS))
+        assert report["descriptors"] > 1000
+        assert report["broken"] == [], triton
 
 
 def test_an_interpreting_process_refuses_to_compile(capsys):

@@ -9,13 +9,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import zerokl.kernels as kernels
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 from zerokl.engine.rollout import decode, generation, native
@@ -32,8 +29,9 @@ from zerokl.model.weights import Layout
 
 from tests.gpu.cuda_graph import FreedMemoryError
 from tests.gpu.device import Device, fake_cuda, plant
-from tests.gpu.fake_cuda import CPU, CUDA, DeviceTensor, FakeCuda, memory_of
+from tests.gpu.fake_cuda import CPU, CUDA, DeviceTensor, FakeCuda, memory_of, pointers
 from tests.helpers import randn
+from tests.triton.launchers import LAUNCHERS
 from tests.triton.test_model import RAW
 
 PROMPTS = [[20] * 3, [30, 31]]
@@ -41,10 +39,6 @@ MAX_TOKENS = 4
 STOP = frozenset(range(12))  # a fifth of the vocabulary, so that completions end at different turns
 ALL, GREEDY, TOP_P = SamplingParams(), SamplingParams(0.0), SamplingParams(0.7, 5, 0.9)
 KEY = RngKey(3, 0)
-KERNELS = [
-    import_module(f"{kernels.__name__}.{path.stem}") for path in Path(kernels.__path__[0]).glob("*.py")
-]
-LAUNCHERS = [module for module in KERNELS if getattr(module, "launch", None) is launch_now]
 
 
 def _memory(x: Any) -> Any:
@@ -73,6 +67,7 @@ def interpreted_gpu() -> Iterator[Device]:
         if device.cuda.capture is not None:
             device.cuda.capture.launch(run, memory)
         else:
+            device.cuda.timeline.operation((), pointers(args))
             run(*memory)
 
     # Few and large programs, which are interpreted in half the time: Ampere's tiles, and whole rows.
@@ -178,6 +173,7 @@ def test_graphs_draw_the_same_over_generations():
         pair.move()
         assert pair.equal([[20] * 33, [30]]), "weights and cache in other memory"
         assert not device.in_graphs()
+        assert device.cuda.timeline.faults == []
 
 
 def test_trajectories_go_on_from_the_cache_under_graphs():
@@ -203,6 +199,7 @@ def test_graphs_draw_the_same_with_other_numerics(dtype, numerics):
         pair.update(1)
         assert pair.equal()
         assert not device.in_graphs()
+        assert device.cuda.timeline.faults == []
 
 
 def test_control_graphs_that_are_kept_though_the_weights_moved(monkeypatch):
