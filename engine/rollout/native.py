@@ -50,8 +50,9 @@ class NativeSampler:
     stopwatch: measures the stations of a call; None is one of its own.
 
     samples_at_once: the number of samples that ran at once at the beginning of the last call.
-    tokens_read, tokens_cached: of the requests' ids in the last call, the tokens that it read, and those that
-        it had in its cache from earlier turns. Ids that requests side by side share count once.
+    tokens_read: tokens of the requests' ids that the last call read. Ids that requests side by side share
+        count once.
+    tokens_cached: those that it had in its cache from earlier turns.
     """
 
     def __init__(

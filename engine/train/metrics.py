@@ -6,6 +6,7 @@ Shapes: P prompts, G generations of each, C drawn tokens.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,12 +16,20 @@ from ...verify.mismatch import mismatch_metrics
 from ..loss.advantage import all_equal
 from ..loss.policy_loss import LossConfig
 from ..rollout.episodes import Episodes
-from ..tasks.environment import CONTEXT, ENDS, TOKENS
+from ..tasks.environment import CONTEXT, DONE, ERROR, TIME_LIMIT, TOKENS, TURNS
 from .collect import RolloutBatch
 from .shard import Scored
 
 # How a rollout ends whose last turn has no stop token, or no room for another one.
 CUT = ("length", TOKENS, CONTEXT)
+_ENDS = {
+    DONE: "ends/done",
+    TURNS: "ends/turns",
+    TOKENS: "ends/tokens",
+    CONTEXT: "ends/context",
+    TIME_LIMIT: "ends/time_limit",
+    ERROR: "ends/error",
+}
 
 
 def step_losses(parts: Sequence[Scored]) -> dict[str, float]:
@@ -60,10 +69,9 @@ def _trajectory_metrics(batch: Episodes) -> dict[str, float]:
     if batch.turn_rewards is None:
         return {}
     turns = [rollout.turns for rollout in batch.rollouts]
-    ends = {f"ends/{name.replace(' ', '_')}": 0 for name in ENDS}
-    for rollout in batch.rollouts:
-        ends[f"ends/{rollout.finish.replace(' ', '_')}"] += 1
-    return {"turns/mean": sum(turns) / len(turns), "turns/max": max(turns), **ends}
+    ends = Counter(rollout.finish for rollout in batch.rollouts)
+    counts = {metric: ends[end] for end, metric in _ENDS.items()}
+    return {"turns/mean": sum(turns) / len(turns), "turns/max": max(turns), **counts}
 
 
 def loss_metrics(
