@@ -50,9 +50,7 @@ class NativeSampler:
     stopwatch: measures the stations of a call; None is one of its own.
 
     samples_at_once: the number of samples that ran at once at the beginning of the last call.
-    tokens_read: tokens of the requests' ids that the last call read. Ids that requests side by side share
-        count once.
-    tokens_cached: those that it had in its cache from earlier turns.
+    tokens_read, tokens_cached: of the ids of the last call's requests, what was read and what the cache had.
     """
 
     def __init__(
