@@ -20,7 +20,7 @@ help:
 	@echo "make vllm           an environment with vLLM for CPUs, in .venv-vllm"
 	@echo "make test-vllm      vLLM as the sampler: tokens and logprobs beside the native sampler's and the trainer's"
 	@echo "make test-vllm-0.33 the same, and the Triton kernels, with vLLM 0.33's Python files"
-	@echo "make test-triton    the Triton kernels, interpreted on a CPU, beside vLLM's own; and compiled for four GPUs"
+	@echo "make test-triton    the Triton kernels, interpreted on a CPU, beside vLLM's own; and compiled for two GPUs"
 	@echo "make test-trl       advantages, losses and gradients beside TRL's own; the recorder beside a run without it"
 	@echo "make test-browser   the pages of audit, report and watch in Chromium (apt-get install chromium chromium-driver)"
 	@echo "make test-trackers  runs tracked by Weights & Biases, Trackio and MLflow, offline"
@@ -63,9 +63,22 @@ test-rest: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow and not proof"
 
-test-proofs: $(STAMP) .venv-vllm/.installed
+# The Triton that torch 2.13 for CUDA comes with, and so vLLM 0.32 on a GPU; the CPU environment has 3.9.0. Kernels are compiled by both.
+TRITON_OF_CUDA := .venv-vllm/triton-3.7.1
+# Those of torch 2.11 and of torch 2.14, which vLLM 0.33 has: the float instructions are compared for them too.
+FLOAT_TRITONS := .venv-vllm/triton-3.6.0 .venv-vllm/triton-3.8.0
+$(TRITON_OF_CUDA)/.installed $(FLOAT_TRITONS:=/.installed): .venv-vllm/.installed
+	.venv-vllm/bin/pip install -q --no-deps --upgrade --target $(@D) triton==$(patsubst .venv-vllm/triton-%,%,$(@D))
+	touch $@
+TRITONS := $(TRITON_OF_CUDA)/.installed $(FLOAT_TRITONS:=/.installed)
+# Triton's interpreter is chosen when Triton is imported, so interpreted kernels have a process of their own.
+empty :=
+ENVIRONMENT_OF_TRITON := OTHER_TRITONS=$(TRITON_OF_CUDA) FLOAT_TRITONS=$(subst $(empty) $(empty),:,$(FLOAT_TRITONS)) TRITON_INTERPRET=1
+
+test-proofs: $(STAMP) $(TRITONS)
 	$(BIN)/python -m pytest -m "proof and not vllm"
 	.venv-vllm/bin/python -m pytest -m "proof and vllm" tests/vllm
+	ALL_TARGETS=1 $(ENVIRONMENT_OF_TRITON) .venv-vllm/bin/python -m pytest tests/triton/test_binaries.py
 
 # vLLM in an environment of its own. See requirements-vllm.txt for why its own dependencies are not installed.
 vllm: .venv-vllm/.installed
@@ -80,18 +93,8 @@ vllm: .venv-vllm/.installed
 test-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pytest -m "vllm and not proof" tests/vllm
 
-# The Triton that torch 2.13 for CUDA comes with, and so vLLM 0.32 on a GPU; the CPU environment has 3.9.0. Kernels are compiled by both.
-TRITON_OF_CUDA := .venv-vllm/triton-3.7.1
-# Those of torch 2.11 and of torch 2.14, which vLLM 0.33 has: the float instructions are compared for them too.
-FLOAT_TRITONS := .venv-vllm/triton-3.6.0 .venv-vllm/triton-3.8.0
-$(TRITON_OF_CUDA)/.installed $(FLOAT_TRITONS:=/.installed): .venv-vllm/.installed
-	.venv-vllm/bin/pip install -q --no-deps --upgrade --target $(@D) triton==$(patsubst .venv-vllm/triton-%,%,$(@D))
-	touch $@
-
-# Triton's interpreter is chosen when Triton is imported, so interpreted kernels have a process of their own.
-empty :=
-test-triton: $(TRITON_OF_CUDA)/.installed $(FLOAT_TRITONS:=/.installed)
-	OTHER_TRITONS=$(TRITON_OF_CUDA) FLOAT_TRITONS=$(subst $(empty) $(empty),:,$(FLOAT_TRITONS)) TRITON_INTERPRET=1 .venv-vllm/bin/python -m pytest tests/triton
+test-triton: $(TRITONS)
+	$(ENVIRONMENT_OF_TRITON) .venv-vllm/bin/python -m pytest tests/triton
 
 # vLLM 0.33 has no build for CPUs: its Python files over the compiled operations of 0.32 (tests/vllm/overlay.py). Not in CI.
 .venv-vllm/vllm-0.33/.made: .venv-vllm/.installed tests/vllm/overlay.py
