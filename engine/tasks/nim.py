@@ -3,6 +3,9 @@
 The model plays both sides and both are trained (self-play, as in SPIRAL, arXiv:2506.24119): a player's group
 are the games in which it moves first, or second, from the same number of stones. In the held-out problems the
 environment plays the second player without an error, from numbers at which the first one can win.
+
+Two players that have become certain of their moves play one game again and again, and learn nothing more. A
+KL term (loss.kl_coef) keeps them from that.
 """
 
 import re

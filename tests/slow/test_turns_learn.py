@@ -1,0 +1,26 @@
+"""The demo's model learns tasks of many turns: a tool, and a game that it plays against itself."""
+
+import pytest
+from zerokl.engine.config_file import load_config
+from zerokl.engine.runs.run import train
+
+NIM = {
+    "task.name": "nim",
+    "task.options": {"max_stones": 12},
+    "sampling.max_tokens": "3",
+    "environment.max_turns": "12",
+    "optimizer.schedule": "constant",
+    "optimizer.lr": "3e-4",
+    "loss.kl_coef": "0.05",
+    "steps": "300",
+    "evaluation.every": "100",
+}
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("settings", "least"), [({}, 0.9), (NIM, 0.8)], ids=["calculator", "nim"])
+def test_the_model_learns_and_every_drawn_token_is_exact(tmp_path, settings, least, dtype):
+    summary = train(load_config(None, "turns", settings | {"dtype": dtype}), tmp_path / "run")
+    assert (summary.mismatch_max_abs, summary.tokens_unequal) == (0.0, 0)
+    assert summary.held_out_accuracy >= least
