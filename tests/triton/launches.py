@@ -20,7 +20,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 from zerokl.benchmarks.host_cost import gpu_code_on_cpu
 from zerokl.benchmarks.machine import model_config
-from zerokl.engine.rollout import native
+from zerokl.engine.rollout import generation, native
 from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
 from zerokl.kernels.compiled_cases import configurations
 from zerokl.kernels.grad import GradBuffer, PendingSums
@@ -122,7 +122,7 @@ def _seen_by_triton(x: Any) -> Any:
 
 def main() -> None:
     gpu_code_on_cpu()
-    native._Generation._refuse = lambda *_: None
+    generation.Generation._refuse = lambda *_: None
     seen, missing, control, broken, described = 0, {}, set(), set(), 0
     for target in sys.argv[1:]:
         listed = {binary_key(*launch, target): name for name, launch in configurations(target)}
