@@ -39,7 +39,7 @@ def run_device(*words: str, path: Path | None = None) -> subprocess.CompletedPro
     ("part", "rows"),
     [
         pytest.param("exact", ["law fp32: alone", "stale rollouts bf16: "], marks=pytest.mark.full),
-        ("kernels", ["toy linear, 64 rows", "toy attention backward"]),
+        pytest.param("kernels", ["toy linear, 64 rows", "toy attention backward"], marks=pytest.mark.full),
         pytest.param("step", ["whole step of 2 x 4 x 8 tokens"], marks=pytest.mark.full),
         pytest.param("decode", ["decoding 16 x 8 tokens after 8, zerokl"], marks=pytest.mark.full),
         ("vllm", ["vLLM's kernels: not compared"]),
@@ -138,6 +138,7 @@ def test_a_section_that_differs_turns_the_part_red_and_one_that_fails_is_named(p
     )
 
 
+@pytest.mark.full
 def test_what_fails_says_nothing_of_bits(planted, monkeypatch, tmp_path):
     (tmp_path / "planted_sections.py").write_text(SECTIONS.replace('"unequal": 3', '"unequal": 0'))
     assert device.main() == 3

@@ -266,7 +266,7 @@ runpy.run_module("zerokl", run_name="__main__", alter_sys=True)
             "cuda",
             "ranks: rank 1 of this machine has no GPU, as it has 1; start at most 1 ranks on it, or set",
         ),
-        ("auto", "ranks: rank 1 of this machine has no GPU"),
+        pytest.param("auto", "ranks: rank 1 of this machine has no GPU", marks=pytest.mark.full),
     ],
 )
 def test_more_ranks_than_gpus_run_on_the_cpu(brief, tmp_path, device, message):
@@ -280,7 +280,7 @@ def test_more_ranks_than_gpus_run_on_the_cpu(brief, tmp_path, device, message):
 
 
 BAD = [
-    (3, [], "ranks (3) must be a power of two"),
+    pytest.param(3, [], "ranks (3) must be a power of two", marks=pytest.mark.full),
     (2, ["--task.reward", "toy:broken"], "raised RuntimeError"),
 ]
 

@@ -64,7 +64,9 @@ def fingerprint(cfg: Config, path: Path) -> tuple[str, str]:
     return summary.weights, summary.fingerprint
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", *(pytest.param(d, marks=pytest.mark.full) for d in ("float32", "float16"))]
+)
 def test_a_run_is_exact_and_reads_itself_again(acting, tmp_path, dtype, capsys):
     path = tmp_path / "run"
     cfg = acting("echo", dtype=dtype, checkpoint__every=2, evaluation__every=2)
@@ -83,7 +85,7 @@ def test_a_run_is_exact_and_reads_itself_again(acting, tmp_path, dtype, capsys):
     assert fingerprint(other, tmp_path / "other") == (weights, chain)
 
 
-@pytest.mark.parametrize("task", ["echo", "faulty"])
+@pytest.mark.parametrize("task", ["echo", pytest.param("faulty", marks=pytest.mark.full)])
 def test_a_replay_needs_no_environment(acting, tmp_path, monkeypatch, task):
     path = tmp_path / "run"
     train(acting(task, prompts=6, checkpoint__every=2), path)
@@ -219,6 +221,7 @@ def test_a_reward_beside_an_environment_is_refused(acting, tmp_path):
         train(acting("echo", task__reward="exact"), tmp_path / "run")
 
 
+@pytest.mark.full
 def test_a_kill_in_the_middle_of_a_turn_and_a_resume_give_the_same_ledger(acting, tmp_path):
     expected = fingerprint(acting("killing", checkpoint__every=1), tmp_path / "whole")
     (tmp_path / "c.toml").write_text(to_toml(acting("killing", checkpoint__every=1)))

@@ -38,7 +38,13 @@ def plain_weights(config, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", HALF])
 @pytest.mark.parametrize(
-    "precision", [{}, {"head_dtype": "float32"}, {"cache_dtype": "bfloat16"}, {"cache_dtype": HALF}]
+    "precision",
+    [
+        pytest.param({}, marks=pytest.mark.full),
+        {"head_dtype": "float32"},
+        {"cache_dtype": "bfloat16"},
+        pytest.param({"cache_dtype": HALF}, marks=pytest.mark.full),
+    ],
 )
 def test_every_precision_has_mismatch_zero_and_one_fingerprint(
     config, plain_weights, tmp_path, dtype, precision
