@@ -12,7 +12,7 @@ pytestmark = pytest.mark.vllm
 
 RUN = [
     "--steps",
-    "30",
+    "12",
     "--prompts",
     "8",
     "--num_generations",
@@ -20,7 +20,7 @@ RUN = [
     "--sampling.max_tokens",
     "6",
     "--evaluation.every",
-    "10",
+    "6",
     "--optimizer.lr",
     "3e-4",
 ]
@@ -44,7 +44,7 @@ def _fingerprint(base: Path, run: Path, *words: str) -> tuple[str, str]:
     _zerokl("train", "--preset", "demo", "--run_dir", str(run), "--model", str(base), *RUN, *words)
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["tokens_unequal"], summary["mismatch_max_abs"]) == (0, 0.0)
-    assert summary["steps"] == 30
+    assert summary["steps"] == 12
     return summary["fingerprint"], summary["weights"]
 
 
@@ -83,10 +83,11 @@ def test_trajectories_of_many_turns_have_one_fingerprint(model, tmp_path, dtype)
     shutil.copytree(model, talkative)
     (talkative / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, *range(40, 60)]}))
     ends = {}
+    uncached = ("--sampler", "vllm-zerokl", "--vllm.prefix_caching", "false")
     for name, words in {
         "native": (),
         "vllm": ("--sampler", "vllm-zerokl"),
-        "uncached": ("--sampler", "vllm-zerokl", "--vllm.prefix_caching", "false"),
+        **({"uncached": uncached} if dtype == "bfloat16" else {}),
     }.items():
         run = tmp_path / name
         _zerokl("train", "--run_dir", str(run), "--model", str(talkative), "--dtype", dtype, *ACTING, *words)
