@@ -36,7 +36,12 @@ def recognises(row: dict[str, Any]) -> bool:
 
 
 def parse(row: dict[str, Any], path: Path) -> Iterator[LoggedRollout]:
-    """The completions of a line: one, or one for each turn. Raises ValueError, or KeyError with a field."""
+    """The completions of a line: one, or one for each turn. Raises ValueError, or KeyError with a field.
+
+    There is none where an environment ended a trajectory before the model's first turn.
+    """
+    if row.get("turn_starts") == [] and "turn_rewards" in row:
+        return
     if row.get("turns") is None:
         yield _completion(row, None)
         return

@@ -119,14 +119,16 @@ PRODUCTS = [
 
 @pytest.mark.full
 @pytest.mark.parametrize("settings", PRODUCTS, ids=lambda settings: "-".join(settings))
-def test_a_run_with_other_settings_is_read_by_every_reader(acting, tmp_path, settings):
+def test_a_run_with_other_settings_is_read_by_every_reader(acting, talkative, tmp_path, settings):
     path = tmp_path / "run"
     train(acting("faulty", prompts=6, evaluation__every=2, checkpoint__every=2, **settings), path)
     assert main(["verify", "run", str(path)]) == 0
     assert main(["report", str(path)]) == 0
     assert main(["diff", str(path), str(path)]) == 0
     assert main(["replay", str(path), "--step", "2"]) == 0
-    assert main(["audit", str(path / "rollouts.jsonl"), "--out", str(tmp_path / "audit")]) in (0, 1)
+    words = ["--model", str(talkative), "--weight_version", "0", "--temperature", "1"]
+    words += ["--out", str(tmp_path / "audit")]
+    assert main(["audit", str(path / "rollouts.jsonl"), *words]) in (0, 1)
 
 
 def test_control_a_seed_is_another_run(acting, tmp_path):
