@@ -17,7 +17,7 @@ from typing import Any
 from ...files.reading import shown
 from .environment import LARGEST_REWARD, EnvironmentKey, EnvironmentTask, Observation
 from .problem import Problem
-from .users_code import add_places, awaited
+from .users_code import add_places, awaited, call_user
 
 # The longest content of one observation, in characters or ids.
 _LONGEST = 1 << 22
@@ -36,13 +36,13 @@ class Sessions:
     def __init__(self, task: EnvironmentTask):
         self._task = task
         self._sessions: dict[EnvironmentKey, _Session] = {}
-        first = task.environment()  # only asked what it is, so it is not closed
+        # Only asked what it is, so it is not closed.
+        first = call_user("environment: the task's environment()", "", task.environment)
         self._players = getattr(first, "players", 1)
         if type(self._players) is not int or not 1 <= self._players <= 64:
             raise ValueError(f"environment: players ({self._players!r}) must be a number from 1 to 64")
         binary = getattr(task, "binary", False) is True
-        self.about = {"players": self._players, "tools": getattr(first, "tools", None), "binary": binary}
-        json.dumps(self.about)
+        self.about = {"players": self._players, "tools": _tools(first), "binary": binary}
 
     def __call__(
         self,
@@ -125,6 +125,18 @@ def environment_function(task: str, options: Mapping[str, Any], directory: str) 
     from .loading import load_task  # it loads numpy
 
     return Sessions(load_task(task, options, directory))
+
+
+def _tools(environment: Any) -> list[dict[str, Any]] | None:
+    """The tools of an environment, which are JSON schemas. Raises ValueError."""
+    tools = getattr(environment, "tools", None)
+    try:
+        tools = json.loads(json.dumps(tools))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"environment: tools ({shown(tools)}) must be JSON ({error})") from None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ValueError(f"environment: tools ({shown(tools)}) must be a list of JSON schemas")
+    return tools
 
 
 def _close(environment: Any) -> None:

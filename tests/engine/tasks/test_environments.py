@@ -104,6 +104,18 @@ class Closes:
             file.write("closed\\n")
 
 
+class Numbers(Dice):
+    tools = {1, 2}
+
+
+class Named(Dice):
+    tools = ["add"]
+
+
+def breaks():
+    raise OSError("no such database")
+
+
 def task(kind):
     class Task:
         chat = False
@@ -116,6 +128,7 @@ def task(kind):
 
 
 dice, waits, fickle, odd, closes = map(task, (Dice, Waits, Fickle, Odd, Closes))
+numbers, named, broken = task(Numbers), task(Named), task(staticmethod(breaks))
 '''
 
 
@@ -220,6 +233,20 @@ def test_what_no_environment_may_answer_is_one_line(text, reason):
     with opened("odd", 1) as environments:
         answers = played(environments, [[text]])
     assert re.search(reason, answers[0][1].reason)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("numbers", r"tools \({1, 2}\) must be JSON"),
+        ("named", r"tools \(\['add'\]\) must be a list of JSON schemas"),
+        ("broken", r"environment\(\) raised OSError \(no such database\), in .*world.py line \d+"),
+    ],
+)
+def test_an_environment_that_cannot_be_made_is_one_line(name, reason):
+    with pytest.raises(ValueError, match=reason) as refusal, opened(name, 1):
+        pass
+    assert "\n" not in str(refusal.value)
 
 
 def test_ids_are_ids_and_lines_are_shown():
