@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...files.inputs import input_lines, open_input
+from ..config import Config
 from ..runs.folder import ROLLOUTS
+from ..runs.logs import read_log
 from ..runs.rollout_lines import parse_rollout
 from ..tasks.environment import TIME_LIMIT, VOID, EnvironmentTask
 from ..tasks.environments import Answer, Failure, Game
@@ -20,8 +21,10 @@ class RecordedEnvironments:
 
     players, tools = 1, None
 
-    def __init__(self, path: Path, task: EnvironmentTask):
-        self._file, self._step, self._rows = path / ROLLOUTS, -1, {}
+    def __init__(self, path: Path, task: EnvironmentTask, config: Config):
+        lines_per_step = config.prompts * config.num_generations
+        self._log = read_log(path / ROLLOUTS, lines_per_step, may_begin_later=True)
+        self._step, self._rows = -1, {}
         self.binary = getattr(task, "binary", False) is True
 
     def answer(self, games: Sequence[Game]) -> list[Answer | Failure]:
@@ -32,10 +35,10 @@ class RecordedEnvironments:
 
     def _answer(self, game: Game) -> Answer | Failure:
         if game.key.step != self._step:
-            self._step, self._rows = game.key.step, _rows_of(self._file, game.key.step)
-        row, turn = self._rows.get((game.key.prompt, game.key.sample)), len(game.turns)
-        if row is None:
-            raise ValueError(f"replay: {self._file} does not hold step {game.key.step} whole")
+            rows = map(parse_rollout, self._log.lines(game.key.step))
+            self._step = game.key.step
+            self._rows = {(row["prompt"], row["sample"]): row for row in rows}
+        row, turn = self._rows[game.key.prompt, game.key.sample], len(game.turns)
         ids, rewards = [*row["prompt_ids"], *row["completion_ids"]], row["turn_rewards"]
         starts = row.get("turn_starts", [len(row["prompt_ids"])])
         if turn < len(starts):
@@ -59,13 +62,6 @@ def _end(row: dict[str, Any], turn: int) -> int:
     while place < limit and row["mask"][place]:
         place += 1
     return place + before
-
-
-def _rows_of(file: Path, step: int) -> dict[tuple[int, int], dict[str, Any]]:
-    """The lines of one step, by prompt and sample."""
-    with open_input(file) as lines:
-        rows = (parse_rollout(line) for line in input_lines(lines, file) if line.endswith(b"\n"))
-        return {(row["prompt"], row["sample"]): row for row in rows if row["step"] == step}
 
 
 def can_be_recorded(task: Any, max_resamples: int) -> bool:

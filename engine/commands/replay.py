@@ -68,7 +68,7 @@ class Replayer:
         with ExitStack() as on_failure:
             judge: Judge | RecordedEnvironments
             if recorded and can_be_recorded(self.task, self.config.loss.resolve().max_resamples):
-                judge = RecordedEnvironments(path, self.task)
+                judge = RecordedEnvironments(path, self.task, self.config)
             else:
                 opened = open_judge(self.task, self.config.task, self.config.environment, console.print)
                 judge = on_failure.enter_context(opened)

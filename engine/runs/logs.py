@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...files.inputs import read_bytes
+from ...files.inputs import open_input, read_bytes
 from ...files.reading import parse_json
 from ...files.writing import whole_lines
 
@@ -41,6 +41,14 @@ class Log:
     def hash_at(self, step: int) -> str:
         """SHA-256 of the part of the file that holds the steps before `step`."""
         return hashlib.sha256(read_bytes(self.path)[: self.end(step)]).hexdigest()
+
+    def lines(self, step: int) -> list[bytes]:
+        """The lines of one step. Raises ValueError where the file does not hold it whole."""
+        if not self.first <= step < self.stop:
+            raise ValueError(f"{self.path} does not hold step {step} whole")
+        with open_input(self.path) as file:
+            file.seek(self.end(step))
+            return whole_lines(file.read(self.end(step + 1) - self.end(step)))[0]
 
     def steps(self) -> Iterator[tuple[int, list[dict[str, Any]]]]:
         """Each step that the file holds, with its lines."""
