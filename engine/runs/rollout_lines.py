@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 
 from ...files.reading import json_number, json_ready, parse_json
-from ..rollout.episodes import is_trained
 from ..rollout.types import Rollout
 from ..train.state import StepRecord
 
@@ -50,9 +49,8 @@ def rollout_line(record: StepRecord, p: int, g: int, G: int) -> dict[str, Any]:
     if episodes.turn_rewards is not None:
         line["turn_rewards"] = episodes.turn_rewards[i]
         line |= {"error": episodes.errors[i]} if episodes.errors[i] else {}
-    if record.trainer_logprobs is not None and is_trained(r):
-        place = sum(map(is_trained, episodes.rollouts[:i]))
-        line["trainer_logprobs"] = _by_place(r, record.trainer_logprobs[place])
+    if record.trainer_logprobs is not None and (own := record.trainer_logprobs[i]) is not None:
+        line["trainer_logprobs"] = _by_place(r, own)
     return json_ready(line)
 
 

@@ -90,7 +90,8 @@ def train_step(
     metrics |= times | performance(state, step, times)
     state.step += 1
     metrics = {"step": state.step - 1} | metrics
-    own = None if cfg.exact else step.old_logprobs
+    old_logprobs = iter(step.old_logprobs)
+    own = None if cfg.exact else [next(old_logprobs) if is_kept else None for is_kept in batch.trained.flat]
     return StepRecord(metrics, batch, A, own, notes)
 
 
