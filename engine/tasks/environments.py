@@ -4,13 +4,13 @@ They are played in processes of their own (executor.py, sessions.py). Those of a
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ...files.reading import shown
 from .environment import DONE, LARGEST_REWARD, EnvironmentKey
-from .executor import CallError, Executor, Limits, usual_memory_bytes, usual_processes
+from .executor import CallError, Executor, Limits
 from .problem import Problem
 
 _MAKER = "zerokl.engine.tasks.sessions:environment_function"
@@ -113,12 +113,6 @@ def open_environments(
     say: shows a line that an environment printed. Raises ValueError where none can be made.
     """
     arguments = (settings.task, dict(settings.options), settings.directory)
-    limits = Limits(
-        settings.timeout_s, settings.memory_bytes or usual_memory_bytes(), "environment.timeout_s"
-    )
-    n = settings.processes or usual_processes()
-    executor = Executor("environment", _MAKER, arguments, n, limits, say)
-    try:
+    limits = Limits(settings.timeout_s, settings.memory_bytes, "environment.timeout_s")
+    with closing(Executor("environment", _MAKER, arguments, settings.processes, limits, say)) as executor:
         yield Environments(executor)
-    finally:
-        executor.close()

@@ -41,9 +41,9 @@ _SETUP = -1
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one process. memory_bytes: that it may ask for; 0 is no limit. timeout_s: of one call.
+    """Of one process. memory_bytes: that it may ask for; 0 is half of the machine's memory.
 
-    setting: which setting names timeout_s.
+    timeout_s: of one call. setting: which setting names it.
     """
 
     timeout_s: float
@@ -75,7 +75,7 @@ class _Worker:
 
 
 class Executor:
-    """n processes that each make a function with maker(*arguments), and call it.
+    """n processes that each make a function with maker(*arguments), and call it; with 0 one for each core.
 
     what: the function, as lines about it name it. maker: module:function of zerokl. say: shows a line that a
     call printed. about: what the function says of itself, its attribute `about`.
@@ -95,8 +95,9 @@ class Executor:
         self._what, self._limits, self._say, self._lines = what, limits, say, 0
         self._selector = selectors.DefaultSelector()
         self._workers: list[_Worker] = []
-        setup = Setup(maker, arguments, limits.memory_bytes, os.environ.get("PYTHONPATH"))
-        self._setup = pickle.dumps(setup)
+        memory_bytes = limits.memory_bytes or _memory_bytes() // 2
+        setup = Setup(maker, arguments, memory_bytes, os.environ.get("PYTHONPATH"))
+        self._setup, n = pickle.dumps(setup), n or _processes()
         try:
             for _ in range(n):
                 self._workers.append(self._started())
@@ -323,12 +324,12 @@ def _ended(worker: _Worker) -> dict[str, Any]:
     return {"reason": f"its process {ending(worker.process.exit_code())}"}
 
 
-def usual_processes() -> int:
+def _processes() -> int:
     """A process for each core that this process may use, within a limit."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, _MOST_PROCESSES)
 
 
-def usual_memory_bytes() -> int:
-    """Half of the memory of this machine."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+def _memory_bytes() -> int:
+    """The memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

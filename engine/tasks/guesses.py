@@ -3,8 +3,6 @@
 The task is countdown's (countdown.py); the reward is 1 for a right guess, however many were wrong before.
 """
 
-from fractions import Fraction
-
 from .base import Problem
 from .countdown import Countdown, evaluate
 from .environment import EnvironmentKey, Observation
@@ -64,4 +62,4 @@ def _value(text: str) -> str:
         value = evaluate(text)[0]
     except (ValueError, ZeroDivisionError):
         return "?"
-    return str(value) if isinstance(value, Fraction | int) and len(str(value)) <= 9 else "?"
+    return str(value) if len(str(value)) <= 9 else "?"

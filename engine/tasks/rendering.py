@@ -110,7 +110,7 @@ class Renderer:
             end = text.find(placeholder)
             if not text.startswith(before) or end < 0:
                 raise ValueError(_rewritten(before, text, i))
-            if text[len(before) : end] != _THOUGHTS and "zeroklthoughts" not in text[len(before) : end]:
+            if "zeroklthoughts" not in text[len(before) : end]:
                 raise ValueError(_refusal(f"drops the thoughts of turn {i} once an answer follows"))
             if bos and bos in text[len(before) :]:
                 raise ValueError(_refusal(f"writes {bos} again after turn {i}"))

@@ -5,7 +5,7 @@ own (executor.py): those that a user wrote, and math-verify's, which may take fo
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from ...files.reading import shown
 from .answers import NAMED_REWARDS
 from .base import Problem, Task
 from .environment import LARGEST_REWARD
-from .executor import CallError, Executor, Limits, usual_memory_bytes, usual_processes
+from .executor import CallError, Executor, Limits
 
 # Tasks and rewards of ours that are computed in this process.
 _IN_PROCESS = ("add", "sort", "countdown", "exact", "numeric")
@@ -104,13 +104,9 @@ def open_reward(task: Task, settings: RewardSettings, say: Callable[[str], None]
         yield Reward(function, owner.binary, getattr(owner, "check", None))
         return
     arguments = (name, settings.task, dict(settings.options), settings.directory)
-    memory_bytes = settings.memory_bytes or usual_memory_bytes()
-    limits = Limits(settings.timeout_s, memory_bytes, "task.reward_timeout_s")
-    executor = Executor("reward", _MAKER, arguments, settings.processes or usual_processes(), limits, say)
-    try:
+    limits = Limits(settings.timeout_s, settings.memory_bytes, "task.reward_timeout_s")
+    with closing(Executor("reward", _MAKER, arguments, settings.processes, limits, say)) as executor:
         yield Reward(executor, executor.about["binary"], executor if executor.about["checks"] else None)
-    finally:
-        executor.close()
 
 
 def _place(pairs: Sequence[tuple[Problem, str]], i: int, G: int) -> str:

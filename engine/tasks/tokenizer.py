@@ -95,18 +95,9 @@ class Tokenizer:
 
     def _chat_ids(self, prompt: str, system: str) -> list[int]:
         """The ids of a user's turn in the chat template. Raises ValueError where the template fails."""
-        source = f"the chat template of {self._folder}"
-        if isinstance(self._hf.chat_template, str):
-            check_template(self._hf.chat_template, source)
         turns = [{"role": "system", "content": system}] if system else []
         turns.append({"role": "user", "content": prompt})
-        try:
-            return self._hf.apply_chat_template(
-                turns, add_generation_prompt=True, tokenize=True, return_dict=True
-            )["input_ids"]
-        except Exception as error:  # a template can raise anything
-            turns = " with a system prompt" if system else ""
-            raise ValueError(f"model: {source} fails{turns} ({_first_line(error)})") from None
+        return self.encode_plain(self._rendered(turns, None, " with a system prompt" if system else ""))
 
     @property
     def has_chat_template(self) -> bool:
@@ -123,6 +114,10 @@ class Tokenizer:
 
         tools: JSON schemas for the template. Raises ValueError where the template fails.
         """
+        return self._rendered(messages, tools, "")
+
+    def _rendered(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None, where: str) -> str:
+        """See render. where: what the error adds to "fails"."""
         source = f"the chat template of {self._folder}"
         if isinstance(self._hf.chat_template, str):
             check_template(self._hf.chat_template, source)
@@ -131,7 +126,7 @@ class Tokenizer:
                 list(messages), tools=tools, add_generation_prompt=True, tokenize=False
             )
         except Exception as error:  # a template can raise anything
-            raise ValueError(f"model: {source} fails ({_first_line(error)})") from None
+            raise ValueError(f"model: {source} fails{where} ({_first_line(error)})") from None
 
     def encode_plain(self, text: str) -> list[int]:
         """The ids of a text, with nothing added before or after it."""

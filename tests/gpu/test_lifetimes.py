@@ -14,7 +14,6 @@ from zerokl.engine.rollout import decode
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
 from zerokl.engine.train.optimizer import Optimizer
-from zerokl.engine.train.shard import ShardWork
 from zerokl.kernels import upload
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.decoder import Decoder
@@ -33,15 +32,8 @@ def train(
 ) -> ShardSum:
     """Passes over `in_flight` shards each; the sum of their gradients."""
     total = ShardSum(decoder, passes * in_flight, in_flight)
-    work = ShardWork(
-        setting.sampling_params,
-        setting.loss.resolve(),
-        setting.micro_batch,
-        scale=setting.scale,
-        watch=setting.watch,
-    )
     shards = range(passes * in_flight)
-    total.add(work, [make_shard(i, setting.with_ref, setting.with_old) for i in shards])
+    total.add(setting.work, [make_shard(i, setting.with_ref, setting.with_old) for i in shards])
     return total
 
 

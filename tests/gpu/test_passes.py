@@ -59,6 +59,12 @@ class Setting(NamedTuple):
     with_ref: bool = False
     with_old: bool = False
 
+    @property
+    def work(self) -> ShardWork:
+        return ShardWork(
+            self.sampling_params, self.loss.resolve(), self.micro_batch, scale=self.scale, watch=self.watch
+        )
+
 
 SETTINGS = {
     "plain": Setting(),
@@ -81,15 +87,9 @@ def train(
         decoder = model(dtype, layers=layers, **options)
         total = ShardSum(decoder, 64, in_flight)
         device.cuda.events.clear()
-        work = ShardWork(
-            setting.sampling_params,
-            setting.loss.resolve(),
-            setting.micro_batch,
-            scale=setting.scale,
-            watch=setting.watch,
-        )
         total.add(
-            work, [make_shard(i, setting.with_ref, setting.with_old) for i in range(shards or in_flight)]
+            setting.work,
+            [make_shard(i, setting.with_ref, setting.with_old) for i in range(shards or in_flight)],
         )
     return device
 
