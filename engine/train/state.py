@@ -82,7 +82,7 @@ class StepRecord:
     metrics: dict[str, float]
     episodes: Episodes  # P prompts x G generations
     advantages: np.ndarray  # [P, G]
-    # Of each rollout, with the weights that it was drawn with; None for one that is not trained on. In an exact
-    # run they are the sampler's, and this is None.
+    # Of each rollout, with the weights that it was drawn with; None for one that is not trained on. This is
+    # None in an exact run: they are the sampler's.
     trainer_logprobs: list[np.ndarray | None] | None = None
     notes: dict[str, str] = field(default_factory=dict)  # metrics that are not numbers
