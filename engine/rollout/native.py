@@ -274,7 +274,7 @@ class _Generation:
                 if not self.waiting or not self._has_room(self.waiting[-1], is_new=True):
                     break
                 self.open = self.waiting.pop()
-                self.open.blocks = self.cache.allocate(BlockCache.blocks_for(len(self.open.ids)))
+                self.open.blocks = self.cache.take(BlockCache.blocks_for(len(self.open.ids)))
                 prefixes.append(self.open)
             elif not self._has_room(self.open, is_new=False):
                 break
@@ -283,6 +283,7 @@ class _Generation:
                 self.open = None
         if not samples:
             return False
+        self.cache.zero_taken()
         with self.sampler.stopwatch.station("time/prompts_s"):
             self._read(prefixes)
         self._copy_partial_blocks(samples)
@@ -300,7 +301,7 @@ class _Generation:
     def _start_sample(self, prefix: _Prefix) -> _Sample:
         """The next sample, with blocks for all its tokens. It shares the prefix's full blocks."""
         index, request = prefix.waiting.popleft()
-        new_blocks = self.cache.allocate(completion_blocks(len(prefix.ids), request.max_tokens))
+        new_blocks = self.cache.take(completion_blocks(len(prefix.ids), request.max_tokens))
         blocks = self.cache.share(prefix.blocks[: len(prefix.ids) // KEY_TILE]) + new_blocks
         return _Sample(prefix, index, request, blocks, is_last=not prefix.waiting)
 
