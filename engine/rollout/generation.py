@@ -153,6 +153,7 @@ class Generation:
                 self.open = None
         if not samples:
             return False
+        self.cache.zero_taken()
         with self.stopwatch.station("time/prompts_s"):
             self._read(prefixes)
         self._copy_partial_blocks(samples)
@@ -174,7 +175,7 @@ class Generation:
         new_blocks = BlockCache.blocks_for(len(prefix.ids)) - len(kept)
         if self.prefix_cache.free_beside(kept) < new_blocks + _next_blocks(prefix):
             return False
-        prefix.blocks = self.prefix_cache.take(kept) + self.prefix_cache.allocate(new_blocks)
+        prefix.blocks = self.prefix_cache.take(kept) + self.prefix_cache.take_new(new_blocks)
         prefix.start = len(kept) * KEY_TILE
         self.tokens_cached += prefix.start
         self.open = self.waiting.pop()
@@ -183,7 +184,7 @@ class Generation:
     def _start_sample(self, prefix: Prefix) -> Sample:
         """The next sample, with blocks for all its tokens. It shares the prefix's full blocks."""
         index, request = prefix.waiting.popleft()
-        new_blocks = self.prefix_cache.allocate(completion_blocks(len(prefix.ids), request.max_tokens))
+        new_blocks = self.prefix_cache.take_new(completion_blocks(len(prefix.ids), request.max_tokens))
         blocks = self.cache.share(prefix.blocks[: len(prefix.ids) // KEY_TILE]) + new_blocks
         return Sample(prefix, index, request, blocks, is_last=not prefix.waiting)
 
