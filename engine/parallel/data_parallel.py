@@ -154,6 +154,8 @@ class RankedEnvironments:
     def __init__(self, opened: Callable[[], Environments], ranks: Ranks):
         """opened: makes them, in rank 0 alone. Raises in every rank what it raises there."""
         self._ranks, self._environments = ranks, None
+        self._games: list[Game] = []  # those that were asked since nobody waited for an answer
+        self._waiting = 0
 
         def open_here() -> tuple[int, bool, list | None]:
             self._environments = opened()
@@ -161,8 +163,25 @@ class RankedEnvironments:
 
         self.players, self.binary, self.tools = ranks.from_first(open_here)
 
-    def answer(self, games: Sequence[Game]) -> list[Answer | Failure]:
-        return self._ranks.from_first(lambda: self._environments.answer(games))
+    def ask(self, game: Game) -> None:
+        """See Environments. All ranks ask for the same games in the same order."""
+        if not self._waiting:
+            self._games = []
+        self._games.append(game)
+        self._waiting += 1
+        if self._environments is not None:
+            self._environments.ask(game)
+
+    def answers(self, wait: bool) -> list[tuple[Game, Answer | Failure]]:
+        """See Environments. The same in every rank."""
+
+        def answers_here() -> list[tuple[int, Answer | Failure]]:
+            places = {id(game): place for place, game in enumerate(self._games)}
+            return [(places[id(game)], answer) for game, answer in self._environments.answers(wait)]
+
+        answers = self._ranks.from_first(answers_here)
+        self._waiting -= len(answers)
+        return [(self._games[place], answer) for place, answer in answers]
 
     def close_games(self) -> None:
         self._ranks.from_first(lambda: self._environments.close_games())

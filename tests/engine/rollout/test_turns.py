@@ -301,7 +301,7 @@ def test_a_planted_fault_stops_the_run(acting, tmp_path, monkeypatch, plant):
 
 def test_control_a_fragment_that_counts_as_finished_is_found(acting, tmp_path, monkeypatch):
     """The environment would see a cut turn, and the log says that it did not."""
-    drawn = turns.TurnPlayer._drawn
+    drawn = turns.TurnPlayer.drawn
 
     def finished(self, play, request, completion):
         drawn(self, play, request, completion)
@@ -309,7 +309,7 @@ def test_control_a_fragment_that_counts_as_finished_is_found(acting, tmp_path, m
             play.finish = ""
             play.game.turns.append((list(completion.ids), self._tokenizer.text(completion.ids)))
 
-    monkeypatch.setattr(turns.TurnPlayer, "_drawn", finished)
+    monkeypatch.setattr(turns.TurnPlayer, "drawn", finished)
     train(acting("echo", sampling__max_tokens=3, steps=1), tmp_path / "run")
     monkeypatch.undo()
     assert main(["verify", "run", str(tmp_path / "run")]) == 1

@@ -147,6 +147,16 @@ def opened(name: str, n: int = 2, say=print, **limits) -> Iterator[Environments]
         yield environments
 
 
+def answers_of(environments: Environments, plays: list[Game]) -> list[Answer | Failure]:
+    """What each environment answers, in the order of the games."""
+    for game in plays:
+        environments.ask(game)
+    answers = {}
+    while len(answers) < len(plays):
+        answers |= {id(game): answer for game, answer in environments.answers(wait=True)}
+    return [answers[id(game)] for game in plays]
+
+
 def games(n: int) -> list[Game]:
     problems = [Problem(i // 2, f"problem {i // 2}", "") for i in range(n)]
     return [Game(problem, EnvironmentKey(1, 2, 3, problem.id, i % 2)) for i, problem in enumerate(problems)]
@@ -158,7 +168,7 @@ def played(environments: Environments, turns: list[list[str]]) -> list[list[Answ
     answers = [[] for _ in plays]
 
     def answer(going: list[int]) -> None:
-        for i, answer in zip(going, environments.answer([plays[i] for i in going]), strict=True):
+        for i, answer in zip(going, answers_of(environments, [plays[i] for i in going]), strict=True):
             answers[i].append(answer)
             if isinstance(answer, Answer):
                 plays[i].answered(answer)
@@ -263,10 +273,10 @@ def test_environments_are_closed_once(tmp_path):
     with opened("closes", 1) as environments:
         for text in ("end", "go on"):
             game = Game(Problem(0, "x", str(file)), EnvironmentKey(0, 0, 0, 0, 0))
-            (answer,) = environments.answer([game])
+            (answer,) = answers_of(environments, [game])
             game.answered(answer)
             game.turns.append(([1], text))
-            environments.answer([game])
+            answers_of(environments, [game])
             environments.close_games()
             assert file.read_text() == "closed\n"
             file.unlink()
