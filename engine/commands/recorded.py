@@ -19,7 +19,7 @@ class RecordedEnvironments:
     To a turn that is another than the run's it answers the same. The ledger then shows the difference.
     """
 
-    players, tools = 1, None
+    players, tools, tool_calls = 1, None, ""
 
     def __init__(self, path: Path, task: EnvironmentTask, config: Config):
         lines_per_step = config.prompts * config.num_generations

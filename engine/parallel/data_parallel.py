@@ -157,11 +157,11 @@ class RankedEnvironments:
         self._games: list[Game] = []  # those that were asked since nobody waited for an answer
         self._waiting = 0
 
-        def open_here() -> tuple[int, bool, list | None]:
-            self._environments = opened()
-            return self._environments.players, self._environments.binary, self._environments.tools
+        def open_here() -> tuple[int, bool, list | None, str]:
+            self._environments = e = opened()
+            return e.players, e.binary, e.tools, e.tool_calls
 
-        self.players, self.binary, self.tools = ranks.from_first(open_here)
+        self.players, self.binary, self.tools, self.tool_calls = ranks.from_first(open_here)
 
     def ask(self, game: Game) -> None:
         """See Environments. All ranks ask for the same games in the same order."""

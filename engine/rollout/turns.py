@@ -30,10 +30,11 @@ import numpy as np
 from ...files.reading import shown
 from ..stopwatch import Stopwatch
 from ..tasks.base import Problem
-from ..tasks.environment import CONTEXT, ERROR, TIME_LIMIT, TOKENS, TURNS, EnvironmentKey
+from ..tasks.environment import CONTEXT, ERROR, TIME_LIMIT, TOKENS, TURNS, EnvironmentKey, Turn
 from ..tasks.environments import Answer, Environments, Failure, Game
 from ..tasks.rendering import Renderer, Transcript
 from ..tasks.tokenizer import Tokenizer
+from ..tasks.tool_calls import ToolCalls, parse_calls
 from .episodes import Episodes
 from .types import (
     Completion,
@@ -123,6 +124,8 @@ class TurnPlayer:
 
     renderer: makes ids of their contents. say: shows a line for a trajectory that ended in an error.
     stopwatch: measures the environments; None where nobody asks.
+
+    Raises ValueError for tool calls that the tokenizer cannot read.
     """
 
     def __init__(
@@ -139,6 +142,11 @@ class TurnPlayer:
         self.station = stopwatch.station if stopwatch else nullcontext
         self.players: int = environments.players
         self.binary: bool = environments.binary
+        if environments.tool_calls == "template" and not tokenizer.has_response_template:
+            raise ValueError(
+                'environment: tool_calls = "template" needs a tokenizer with a response_template; it can be '
+                '"json" or "xml"'
+            )
 
     def check(self, problems: Sequence[Problem], max_tokens: int, context: int) -> list[list[int]]:
         """No prompt is known before its environment is played."""
@@ -195,7 +203,15 @@ class TurnPlayer:
             play.finish = CONTEXT if cut_by_context else TOKENS
             return
         ids = list(completion.ids)
-        play.game.turns.append((ids, self._tokenizer.text(ids[:-1])))
+        text = self._tokenizer.text(ids[:-1])
+        play.game.turns.append(Turn(ids, text, self._calls(request.ids, ids, text)))
+
+    def _calls(self, before: Sequence[int], ids: Sequence[int], text: str) -> ToolCalls | None:
+        """The tool calls in a turn, where the environment asks for them."""
+        form = self.environments.tool_calls
+        if form == "template":
+            return self._tokenizer.tool_calls(before, ids, self.environments.tools)
+        return parse_calls(text, form) if form else None
 
     def answered(self, play: _Play, answer: Answer | Failure) -> None:
         """Take what an environment has answered, and add its content to the ids of whoever moves next."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ...files.reading import shown
-from .environment import DONE, LARGEST_REWARD, EnvironmentKey
+from .environment import DONE, LARGEST_REWARD, EnvironmentKey, Turn
 from .executor import CallError, Executor, Limits
 from .problem import Problem
 
@@ -51,7 +51,7 @@ class Game:
 
     problem: Problem
     key: EnvironmentKey
-    turns: list[tuple[list[int], str]] = field(default_factory=list)  # ids and text of each
+    turns: list[Turn] = field(default_factory=list)
     history: str = ""  # hash of all answers so far
 
     def answered(self, answer: Answer) -> None:
@@ -63,7 +63,7 @@ class Environments:
     """The environments of a run.
 
     players: of a game; 1 otherwise. binary: whether the reward of a trajectory is 0 or 1 by the task's own
-    word. tools: that the chat template names.
+    word. tools: that the chat template names. tool_calls: in which form the model calls them; may be empty.
     """
 
     def __init__(self, executor: Executor):
@@ -72,6 +72,7 @@ class Environments:
         self.players: int = about["players"]
         self.binary: bool = about["binary"]
         self.tools: list[dict[str, Any]] | None = about["tools"]
+        self.tool_calls: str = about["tool_calls"]
 
     def ask(self, game: Game) -> None:
         """Let an environment answer to the last turn of its game; without a turn, give its first content.

@@ -15,6 +15,7 @@ from zerokl.engine.config_file import to_toml
 from zerokl.engine.loss.advantage import advantages
 from zerokl.engine.rollout import turns
 from zerokl.engine.runs.run import train
+from zerokl.engine.tasks.environment import Turn
 from zerokl.verify.ledger import read_ledger
 
 from tests.helpers import torchrun
@@ -307,7 +308,7 @@ def test_control_a_fragment_that_counts_as_finished_is_found(acting, tmp_path, m
         drawn(self, play, request, completion)
         if play.finish in ("tokens", "context"):
             play.finish = ""
-            play.game.turns.append((list(completion.ids), self._tokenizer.text(completion.ids)))
+            play.game.turns.append(Turn(list(completion.ids), self._tokenizer.text(completion.ids)))
 
     monkeypatch.setattr(turns.TurnPlayer, "drawn", finished)
     train(acting("echo", sampling__max_tokens=3, steps=1), tmp_path / "run")

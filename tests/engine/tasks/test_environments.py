@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from zerokl.engine.tasks.environment import EnvironmentKey
+from zerokl.engine.tasks.environment import EnvironmentKey, Turn
 from zerokl.engine.tasks.environments import (
     Answer,
     Environments,
@@ -177,7 +177,7 @@ def played(environments: Environments, turns: list[list[str]]) -> list[list[Answ
     for k in range(max(map(len, turns))):
         going = [i for i, texts in enumerate(turns) if k < len(texts) and type(answers[i][-1]) is Answer]
         for i in going:
-            plays[i].turns.append(([k, i], turns[i][k]))
+            plays[i].turns.append(Turn([k, i], turns[i][k]))
         answer(going)
     return answers
 
@@ -275,7 +275,7 @@ def test_environments_are_closed_once(tmp_path):
             game = Game(Problem(0, "x", str(file)), EnvironmentKey(0, 0, 0, 0, 0))
             (answer,) = answers_of(environments, [game])
             game.answered(answer)
-            game.turns.append(([1], text))
+            game.turns.append(Turn([1], text))
             answers_of(environments, [game])
             environments.close_games()
             assert file.read_text() == "closed\n"
