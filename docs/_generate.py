@@ -159,7 +159,7 @@ def loss_presets() -> str:
         rows.append(
             [
                 f"`{name}`",
-                row["advantage"],
+                f"pass_at_k, k {row['k']}" if row["advantage"] == "pass_at_k" else row["advantage"],
                 row["importance_sampling_level"],
                 bound,
                 correction,

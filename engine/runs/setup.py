@@ -52,6 +52,7 @@ def make_state(
     render = config.environment.render
     player = make_player(task, judge, tokenizer, limits, render, console.print, stopwatch)
     _check_players(config.prompts, player.players)
+    _check_binary(config, player.binary)
     prompt_ids = player.check(problems, max_tokens, model_config.max_positions)
     longest = max(map(len, prompt_ids), default=0)
     of_rollout = max_tokens if prompt_ids else limits.max_tokens
@@ -220,6 +221,15 @@ def training_problems(task: Task | EnvironmentTask, config: Config, model: Path)
     if not problems:
         raise ValueError(f"task {config.task.name}: has no training problems")
     return problems[: config.task.problems or None]
+
+
+def _check_binary(config: Config, is_binary: bool) -> None:
+    """Raise ValueError where the advantage needs a reward that is 0 or 1, and this one may be graded."""
+    if config.loss.resolve().advantage == "pass_at_k" and not is_binary:
+        raise ValueError(
+            f'loss.advantage ("pass_at_k"): the reward of task {config.task.name} does not say that it is '
+            "0 or 1; set `binary = True` on it, or choose another advantage"
+        )
 
 
 def _check_players(prompts: int, players: int) -> None:

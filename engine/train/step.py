@@ -119,7 +119,7 @@ def prepare(state: TrainState, batch: RolloutBatch) -> tuple[Shard, dict[str, fl
         if loss_cfg.kl_in == "reward":
             kl_PG = batch.placed(completion_kl(sampling_logprobs, ref_logprobs, loss_cfg))
     shaped = shaped_rewards(batch.rewards, batch.lengths, loss_cfg, state.max_tokens, trained, kl_PG)
-    A = advantages(shaped, loss_cfg.advantage, trained)[trained]  # [n]
+    A = advantages(shaped, loss_cfg.advantage, trained, loss_cfg.k)[trained]  # [n]
     lengths = batch.lengths[trained].tolist()
     weights = sequence_weights(lengths, loss_cfg.loss_agg_mode, state.max_tokens, trained.size)
     # The number of updates by which the weights that were sampled from are older than the trainer's.
