@@ -54,6 +54,10 @@ class LossConfig(Section):
     """Weight of the length reward within a group (loss/reward_shaping.py); 0 is off."""
     overlong_share: float | None = Field(None, ge=0, le=1)
     """Last share of sampling.max_tokens, in which length is penalised (loss/reward_shaping.py); 0 is off."""
+    semantic_entropy: float | None = Field(None, ge=0, le=1)
+    """Weight of a group's semantic entropy: by how much it lowers the group's advantages, at most
+    (loss/semantic_entropy.py). task.equivalence says which completions mean the same; 0 is off.
+    """
     max_resamples: int | None = Field(None, ge=1)
     """Dynamic sampling: prompts are drawn up to this many times, until enough groups differ in their rewards;
     1 is off.

@@ -20,6 +20,7 @@ DEFAULTS: dict[str, object] = dict(
     square=0.0,
     length_reward=0.0,
     overlong_share=0.0,
+    semantic_entropy=0.0,
     max_resamples=1,
 )
 _GRPO = DEFAULTS | dict(advantage="std", bound="clip", clip_low=0.2, clip_high=0.2, loss_agg_mode="length")
@@ -47,6 +48,9 @@ PRESETS: dict[str, dict[str, object]] = {
     # Pass@k training, arXiv:2508.10751, section 2.4, in its analytical form (advantage.py). As the paper, it
     # has two parts of DAPO: clip-higher and the mean over tokens. k = 2 is ours, the least above pass@1.
     "pass_at_k": _GRPO | dict(advantage="pass_at_k", clip_high=0.28, loss_agg_mode="tokens"),
+    # SEED-GRPO, arXiv:2505.12346: A = R - mean_group, scaled by the group's semantic entropy
+    # (semantic_entropy.py). The weight 0.5 is ours.
+    "seed_grpo": _GRPO | dict(advantage="mean", semantic_entropy=0.5),
     # Group sequence policy optimisation, arXiv:2507.18071, equation 5 and section 5.1:
     # mean_i min(s A, clip(s, 1 - 3e-4, 1 + 4e-4) A), s = (prod_t r)^(1 / len).
     "gspo": _GRPO | dict(importance_sampling_level="geometric", clip_low=3e-4, clip_high=4e-4),

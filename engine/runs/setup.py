@@ -1,7 +1,8 @@
 """Everything a step needs, made from a configuration and a model folder: `make_state`."""
 
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from ...model.weights import Layout
 from ..compatibility import check_settings
 from ..config import Config
 from ..display.terminal import console
-from ..parallel.data_parallel import RankedSampler, RankedScorer, RankedWorkers
+from ..parallel.data_parallel import RankedEquivalence, RankedSampler, RankedScorer, RankedWorkers
 from ..parallel.process_group import ALONE, Ranks
 from ..parallel.scorer import Scorer, frozen
 from ..parallel.workers import Workers, automatic
@@ -25,6 +26,7 @@ from ..rollout.vllm.installed import installed_vllm, is_cpu_build
 from ..stopwatch import Stopwatch
 from ..tasks.base import Problem, Task
 from ..tasks.environment import EnvironmentTask
+from ..tasks.equivalence import Equivalence, open_equivalence
 from ..tasks.loading import problems_of
 from ..tasks.perfectible import perfectible_set
 from ..tasks.tokenizer import Tokenizer
@@ -36,14 +38,21 @@ from .samplers import Samplers, make_samplers, numerics_of, sampling_context
 
 
 def make_state(
-    config: Config, model: Path, task: Task | EnvironmentTask, judge: Judge, ranks: Ranks = ALONE
+    config: Config,
+    model: Path,
+    task: Task | EnvironmentTask,
+    judge: Judge,
+    ranks: Ranks = ALONE,
+    equivalence: Equivalence | RankedEquivalence | None = None,
 ) -> TrainState:
     """Load a model folder and set up everything that a step needs, in this process of `ranks`.
 
-    judge: the task's reward or environments, over all ranks; whoever opened it closes it.
+    judge: the task's reward or environments, over all ranks; whoever opened it closes it. equivalence: see
+    run_equivalence.
 
     Raises ValueError.
     """
+    assert (equivalence is not None) == bool(config.loss.resolve().semantic_entropy)
     model_config = ModelConfig.from_file(model)
     tokenizer = Tokenizer(model, model_config.vocab_size)
     problems = training_problems(task, config, model)
@@ -99,11 +108,32 @@ def make_state(
         ref_policy=ref_policy,
         tokenizer=tokenizer,
         player=player,
+        equivalence=equivalence,
         problems=problems,
         prompt_ids=prompt_ids,
         max_tokens=of_rollout,
         stopwatch=stopwatch,
     )
+
+
+@contextmanager
+def run_equivalence(config: Config, ranks: Ranks = ALONE) -> Iterator[Equivalence | RankedEquivalence | None]:
+    """What says which completions of a run mean the same; None where its loss does not ask.
+
+    Only rank 0 has processes for it, and they end with the context. Raises ValueError (see open_equivalence).
+    """
+    if not config.loss.resolve().semantic_entropy:
+        yield None
+        return
+    with ExitStack() as stack:
+
+        def opened() -> Equivalence:
+            task = config.task
+            return stack.enter_context(
+                open_equivalence(task.equivalence, task.reward_settings, console.print)
+            )
+
+        yield opened() if ranks.size == 1 else RankedEquivalence(opened, ranks)
 
 
 def _workers_of_a_rank(config: Config, policy: Decoder) -> int:

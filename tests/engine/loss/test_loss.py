@@ -38,7 +38,7 @@ def slow_advantage(name: str, rewards: list[float], g: int) -> float:
         others = exact[:g] + exact[g + 1 :]
         return float(exact[g] - sum(others) / len(others))
     centred = float(exact[g] - sum(exact) / len(exact))
-    if name in ("pg", "dr_grpo", "kimi"):
+    if name in ("pg", "dr_grpo", "kimi", "seed_grpo"):
         return centred
     variance = sum((r - sum(exact) / len(exact)) ** 2 for r in exact) / (len(exact) - 1)
     return centred / (math.sqrt(variance) + EPS)
@@ -107,7 +107,7 @@ def near(sequence: list[Token], t: int, edges: Sequence[float]) -> bool:
 def slow_weight(name: str, i: int, lengths: list[int]) -> float:
     """Share of a token of sequence i in the loss."""
     # Mean over a sequence, then over sequences.
-    if name in ("grpo", "gspo", "tis", "mis", "mis_token", "icepop"):
+    if name in ("grpo", "gspo", "tis", "mis", "mis_token", "icepop", "seed_grpo"):
         return 1 / len(lengths) / lengths[i]
     # Mean over all tokens of the step.
     if name in ("dapo", "reinforce++", "cispo", "pass_at_k"):
@@ -137,7 +137,7 @@ def groups(draw) -> list[list[float]]:
 def test_advantages_equal_the_formula(name, rewards):
     A = advantages(np.array(rewards), PRESETS[name]["advantage"])
     step = [r for group in rewards for r in group]
-    divided = name not in ("pg", "dr_grpo", "rloo", "kimi")
+    divided = name not in ("pg", "dr_grpo", "rloo", "kimi", "seed_grpo")
     for p, group in enumerate(rewards):
         for g in range(len(group)):
             whole, index = (step, p * len(group) + g) if name == "reinforce++" else (group, g)

@@ -1,7 +1,13 @@
 """Runs whose advantages need more of a group than its rewards."""
 
+import json
+import math
+from collections import Counter
+from pathlib import Path
+
 import numpy as np
 import pytest
+from zerokl.cli import main
 from zerokl.engine.loss.advantage import advantages
 from zerokl.engine.runs.run import train
 
@@ -23,3 +29,44 @@ def test_pass_at_k_refuses_a_reward_that_may_be_graded_before_the_first_step(con
     with pytest.raises(ValueError, match=message):
         train(config(loss__preset="pass_at_k", task__reward="toy:letters"), tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+SEED = {"loss__preset": "seed_grpo", "task__equivalence": "toy:as_many_letters", "num_generations": 4}
+
+
+@pytest.fixture(scope="module")
+def seed_grpo(config, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("seed") / "run"
+    summary = train(config(**SEED), path)
+    assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
+    return path
+
+
+def test_the_advantages_of_a_group_are_scaled_by_the_entropy_of_its_meanings(seed_grpo, read_jsonl):
+    rollouts = read_jsonl(seed_grpo / "rollouts.jsonl")
+    metrics = read_jsonl(seed_grpo / "metrics.jsonl")
+    entropies = []
+    for i in range(0, len(rollouts), 4):
+        group = rollouts[i : i + 4]
+        meanings = Counter(sum(c.isalpha() for c in r["text"]) for r in group)
+        entropies.append(-sum(n / 4 * math.log(n / 4) for n in meanings.values()))
+        mean = sum(r["reward"] for r in group) / 4
+        for r in group:
+            expected = (r["reward"] - mean) * (1 - 0.5 * entropies[-1] / math.log(4))
+            assert r["advantage"] == pytest.approx(expected, rel=1e-12, abs=1e-14)
+    assert len(set(entropies)) > 1, "control: groups must differ in their entropies"
+    for step, m in enumerate(metrics):
+        assert m["groups/semantic_entropy"] == pytest.approx(sum(entropies[3 * step : 3 * step + 3]) / 3)
+
+
+def test_a_run_with_an_equivalence_is_done_again_to_the_bit(seed_grpo, config, tmp_path, capsys):
+    assert main(["verify", "run", str(seed_grpo), "--replays", "1", "--draw", "0"]) == 0, capsys.readouterr()
+    other = train(config(**SEED, task__reward_processes=2, micro_batch=1), tmp_path / "cut otherwise")
+    assert other.fingerprint == json.loads((seed_grpo / "summary.json").read_text())["fingerprint"]
+    by_text = train(config(**SEED | {"task__equivalence": ""}), tmp_path / "by text")
+    assert by_text.weights != other.weights, "control: what means the same must show"
+
+
+def test_an_equivalence_that_raises_ends_the_run_with_one_line(config, tmp_path):
+    with pytest.raises(ValueError, match=r"^equivalence: raised KeyError \('missing'\) for prompt \d+ \("):
+        train(config(**SEED | {"task__equivalence": "toy:no_meaning"}), tmp_path / "run")
