@@ -33,7 +33,7 @@ def turn_end_rewards(
     if starts != sorted(set(starts)) or not all(0 <= start < T and drawn[start] for start in starts):
         raise ValueError(f"gae: turn_starts ({starts}) must be rising places of drawn tokens, below {T}")
     rewards = np.zeros(T)
-    for start, end, reward in zip(starts, [*starts[1:], T], turn_rewards, strict=True):
+    for start, end, reward in zip(starts, [*starts, T][1:], turn_rewards, strict=True):
         rewards[start + int(np.flatnonzero(drawn[start:end])[-1])] = reward
     return rewards
 

@@ -13,6 +13,13 @@ from tests.helpers import property_settings
 NUMBER = st.floats(-4, 4, width=32)
 # Reward, value, and whether the token was drawn.
 TOKENS = st.lists(st.tuples(NUMBER, NUMBER, st.booleans()), max_size=10)
+TWO_TURNS = [
+    (0.0, 0.25, False),
+    (0.0, 0.5, True),
+    (1.0, 0.75, True),
+    (9.0, 9.0, False),
+    (2.0, 1.0, True),
+]
 SHARE = st.one_of(st.sampled_from([0.0, 1.0, 0.5]), st.floats(0, 1, width=32))
 
 
@@ -34,12 +41,7 @@ def columns(tokens: list[tuple[float, float, bool]]) -> tuple[np.ndarray, np.nda
 
 @property_settings(300)
 @given(TOKENS, SHARE, SHARE, NUMBER)
-@example(
-    [(0.0, 0.25, False), (0.0, 0.5, True), (1.0, 0.75, True), (9.0, 9.0, False), (2.0, 1.0, True)],
-    0.5,
-    1.0,
-    0.0,
-)
+@example(TWO_TURNS, 0.5, 1.0, 0.25)
 def test_the_recursion_equals_the_double_sum(tokens, gamma, lam, end):
     rewards, values, drawn = columns(tokens)
     A = gae(rewards, values, drawn, gamma, lam, end)
