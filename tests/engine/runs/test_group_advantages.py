@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from zerokl.cli import main
 from zerokl.engine.loss.advantage import advantages
-from zerokl.engine.runs.run import train
+from zerokl.engine.runs.loaded import load_run
+from zerokl.engine.runs.run import resume, train
 
 
 def test_pass_at_k_trains_on_a_binary_reward_with_the_advantages_of_its_log(config, read_jsonl, tmp_path):
@@ -70,3 +71,21 @@ def test_a_run_with_an_equivalence_is_done_again_to_the_bit(seed_grpo, config, t
 def test_an_equivalence_that_raises_ends_the_run_with_one_line(config, tmp_path):
     with pytest.raises(ValueError, match=r"^equivalence: raised KeyError \('missing'\) for prompt \d+ \("):
         train(config(**SEED | {"task__equivalence": "toy:no_meaning"}), tmp_path / "run")
+
+
+def test_a_folder_that_lacks_the_rare_settings_is_read_and_goes_on(config, tmp_path):
+    path, cfg = tmp_path / "run", config(steps=2)
+    before = train(cfg, path)
+    lines = (path / "config.toml").read_text().splitlines()
+    old = [x for x in lines if x.partition(" = ")[0] not in ("k", "semantic_entropy", "equivalence")]
+    assert len(lines) - len(old) == 3
+    (path / "config.toml").write_text("\n".join(old))
+    assert main(["verify", "run", str(path), "--replays", "1", "--draw", "0"]) == 0
+    assert load_run(path).summary["fingerprint"] == before.fingerprint
+    assert resume(path, {"steps": "3"}).fingerprint == train(config(steps=3), tmp_path / "whole").fingerprint
+
+
+def test_a_rare_setting_of_a_run_that_exists_cannot_change(config, tmp_path):
+    train(config(loss__preset="pass_at_k", num_generations=4, loss__k=3, steps=1), tmp_path / "run")
+    with pytest.raises(ValueError, match=r"run: loss\.k \(2, was 3\) decides bits"):
+        resume(tmp_path / "run", {"loss.k": "2", "steps": "2"})

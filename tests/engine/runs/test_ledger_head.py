@@ -11,7 +11,7 @@ RARE = {"k": 3, "semantic_entropy": 0.25}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_run_without_a_rare_setting_has_the_head_that_it_had_before_there_was_one(preset):
+def test_the_head_of_a_run_without_a_rare_setting_does_not_name_it(preset):
     settings = binding(Config(loss=LossConfig(preset=preset)))
     rare = {f"loss.{name}" for name in RARE if PRESETS[preset][name] == DEFAULTS[name]}
     others = {f"loss.{name}" for name in LossConfig.model_fields} - {f"loss.{name}" for name in RARE}
