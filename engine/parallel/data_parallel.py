@@ -1,4 +1,4 @@
-"""Workers, sampler, scorer, reward and environments of one rank among several.
+"""Workers, sampler, scorer, reward, equivalence and environments of one rank among several.
 
 Each rank does its own part of the work, and every rank gets the results of all.
 """
@@ -13,6 +13,7 @@ import torch
 from ...kernels.sampling_params import SamplingParams
 from ..rollout.types import Completion, Request, Rollout, Sampler
 from ..tasks.environments import Answer, Environments, Failure, Game
+from ..tasks.equivalence import Equivalence
 from ..tasks.problem import Problem
 from ..tasks.rewards import Reward
 from .exchange import pack_completions, pack_scores, unpack_completions, unpack_scores
@@ -146,6 +147,22 @@ class RankedReward:
 
     def check_answers(self, problems: Sequence[Problem]) -> None:
         self._ranks.from_first(lambda: self._reward.check_answers(problems))
+
+
+class RankedEquivalence:
+    """Classes of completions that rank 0 forms; every rank gets them."""
+
+    def __init__(self, opened: Callable[[], Equivalence], ranks: Ranks):
+        """opened: makes them, in rank 0 alone. Raises in every rank what it raises there."""
+        self._ranks, self._equivalence = ranks, None
+
+        def open_here() -> None:
+            self._equivalence = opened()
+
+        ranks.from_first(open_here)
+
+    def classes(self, problems: Sequence[Problem], groups: Sequence[Sequence[str]]) -> list[list[int]]:
+        return self._ranks.from_first(lambda: self._equivalence.classes(problems, groups))
 
 
 class RankedEnvironments:
