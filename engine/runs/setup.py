@@ -45,6 +45,7 @@ def make_state(
     Raises ValueError.
     """
     model_config = ModelConfig.from_file(model)
+    config.sampling.sampling_params.check(model_config.vocab_size)
     tokenizer = Tokenizer(model, model_config.vocab_size)
     problems = training_problems(task, config, model)
     stopwatch, max_tokens = Stopwatch(run_device(config)), config.sampling.max_tokens
