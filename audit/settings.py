@@ -72,7 +72,10 @@ def assumed(
     """What the figures rest on. sampling_params: of every rollout."""
     versions = {name: known for name in _PACKAGES if (known := _version(name))}
     return Assumed(
-        [DrawnWith(*params, count) for params, count in _counted(sampling_params).items()],
+        [
+            DrawnWith(params.temperature, params.top_k, params.top_p, count)
+            for params, count in _counted(sampling_params).items()
+        ],
         dtypes,
         device,
         source,

@@ -123,9 +123,9 @@ class SamplingConfig(Section):
     min_p: float = Field(0.0, ge=0, le=1)
     """Keep the tokens with at least this share of the largest probability; 0 keeps all."""
     logit_bias: Annotated[dict[str, float], BeforeValidator(_by_id)] = Field(default_factory=dict)
-    """What is added to the logits of single tokens, in nats: { 17 = -2.5 } for the token id 17. -100 to 100."""
+    """Added to the logits of single tokens, in nats: { 17 = -2.5 } for the token id 17. -100 to 100."""
     allowed_token_ids: Annotated[tuple[int, ...] | None, AfterValidator(_in_order)] = None
-    """Draw only these token ids; without it all are drawn. A stop token that is missing ends no completion."""
+    """Draw only these token ids; without it, any. A stop token that is missing here ends no completion."""
     max_tokens: int = Field(16, ge=1)
     """Tokens of a completion, or of a turn, at most, the end-of-sequence token included."""
 

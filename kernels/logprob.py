@@ -9,8 +9,8 @@ The sampler and the trainer both call this file. The kept set counts as constant
 sampling (temperature 0) is reported under the distribution of temperature 1, as vLLM does. A token that is
 not kept has the logp -inf.
 
-Shapes: h [T, D]; w [V, D]; offset [V]; ids, logp, entropy [T]. Logits [rows, V] exist only for a chunk of rows, in the
-forward and in the backward.
+Shapes: h [T, D]; w [V, D]; offset [V]; ids, logp, entropy [T]. Logits [rows, V] exist only for a
+chunk of rows, in the forward and in the backward.
 Roundings: logits are rounded once to the dtype of h, from an fp32 sum. Everything after that is in fp32.
 dlogits and dh are rounded once to the dtype of h.
 GPU: the Triton kernels are in logprob_triton.py. The other operations on a GPU are torch's: sorts, maxima,

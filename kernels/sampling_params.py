@@ -5,6 +5,7 @@ The parameters are temperature, top-k, top-p, min-p, a bias of single tokens, an
 
 import math
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple, Self
 
 # The smallest and the largest temperature. Logits divided by a smaller one leave the range of fp32.
@@ -14,9 +15,9 @@ BIAS = 100.0
 # Penalties of vLLM, and the values that are off. zerokl draws without them.
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 WHY_NO_PENALTY = (
-    "a penalty makes a token's distribution depend on which tokens its request has drawn or read before, and the "
-    "trainer scores all tokens of a sequence at once, without such a record of each; leave it out, or lower "
-    "single tokens with sampling.logit_bias"
+    "a penalty makes a token's distribution depend on which tokens its request has drawn or read before, and "
+    "the trainer scores all tokens of a sequence at once, without such a record of each; leave it out, or "
+    "lower single tokens with sampling.logit_bias"
 )
 
 
@@ -122,10 +123,10 @@ def _check_ids(name: str, ids: Any, vocab_size: int | None) -> None:
         if type(token) is not int or not 0 <= token < end:
             where = "" if vocab_size is None else f", outside the model's vocabulary of {vocab_size}"
             raise ValueError(f"{name} holds {token!r}, which is no token id{where}")
-    for before, after in zip(ids, ids[1:]):  # noqa: B905
+    for before, after in pairwise(ids):
         if before >= after:
             raise ValueError(
-                f"{name}: token {after} follows {before}, and each id must be there once, in ascending order; "
+                f"{name}: token {after} follows {before}, and each id must be there once, ascending; "
                 "SamplingParams.of sorts them"
             )
 

@@ -156,7 +156,8 @@ class VllmEngine(VllmGenerator):
 
         C, device = len(logits), self._device
         z = logits.to(device, torch.float32)
-        temperature, top_k, top_p = sampling_params
+        temperature, top_k, top_p, *filters = sampling_params
+        assert filters == [0.0, (), None], "no log and no setting of an audit declares other filters"
         if temperature > 0.0:
             z = Sampler.apply_temperature(z, torch.full((C,), temperature, device=device), all_random=True)
             k = torch.full((C,), top_k, device=device) if 0 < top_k < z.shape[1] else None

@@ -45,8 +45,8 @@ class HfGenerator:
         params, longest = generation_params.sampling_params, max(map(len, prompts))
         if params.min_p or params.changes_logits:
             raise ValueError(
-                "hf: transformers applies min_p after top_p, and has logit_bias and allowed_token_ids in another "
-                "form; leave them out"
+                "hf: transformers applies min_p after top_p, and has logit_bias and allowed_token_ids in "
+                "another form; leave them out"
             )
         torch.manual_seed(seed)  # transformers draws from the global generator
         ids = self.tensor([[0] * (longest - len(p)) + list(p) for p in prompts])
