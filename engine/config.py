@@ -4,10 +4,12 @@ The text under a field gives its meaning and unit. `zerokl train --help` and doc
 compatibility.py says which settings go together.
 """
 
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
+from ..files.reading import shown
 from ..kernels.sampling_params import SamplingParams, refuse_penalties
 from .loss.config import LossConfig
 from .precision import PrecisionConfig, ShortNames
@@ -17,6 +19,8 @@ from .tasks.rewards import RewardSettings
 
 # Sections whose keys zerokl does not define.
 FREE_SECTIONS = ("task.options", "vllm.engine", "sampling.logit_bias")
+# One text for each id, so that no two keys are one token.
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 _SAMPLER_HELP = (
     f"The engine that draws the completions: {listed(SAMPLERS)}. native and vllm-zerokl draw the same "
     "tokens. hf and vllm need exact = false; vllm-exact needs a GPU."
@@ -33,13 +37,16 @@ def _in_order(ids: tuple[int, ...] | None) -> tuple[int, ...] | None:
 
 
 def _by_id(logit_bias: Any) -> Any:
-    """The same as above for a table with ids as keys, which TOML and the command line give as text."""
+    """The same for a table whose keys are ids, as text in TOML and on the command line."""
     if not isinstance(logit_bias, dict):
         return logit_bias
-    for token in logit_bias:
-        if not isinstance(token, int) and not str(token).isdecimal():
-            raise ValueError(f"{token} is no token id")
-    return {str(token): logit_bias[key] for token, key in sorted((int(key), key) for key in logit_bias)}
+    by_id = {str(token): bias for token, bias in logit_bias.items()}
+    for token in by_id:
+        if not _TOKEN_ID.fullmatch(token):
+            raise ValueError(f"{shown(token)} is no token id")
+    if len(by_id) < len(logit_bias):
+        raise ValueError("a token id is there twice")
+    return dict(sorted(by_id.items(), key=lambda item: int(item[0])))
 
 
 # 0, or a number by which logits can be divided.

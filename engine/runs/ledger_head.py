@@ -49,7 +49,7 @@ FREE = {
     REFERENCE: "a place; the weights found there are chained instead",
 }
 # Settings that most runs do not have. They are chained where they are not the default.
-CHAINED_WHERE_SET = ("environment.",)
+CHAINED_WHERE_SET = ("environment.", "sampling.min_p", "sampling.logit_bias", "sampling.allowed_token_ids")
 # The scale of the loss changes no bit unless a gradient overflows or underflows, and then the hash of the
 # gradient shows it. So these settings are not chained either. But a resumed run keeps them and its scale.
 _SCALE = (

@@ -252,11 +252,7 @@ def run_config(path: Path, overrides: Mapping[str, Any]) -> Config:
     was = load_config(str(file), None, {})
     _check_sampler(was, path)
     present = file_keys(str(file))
-    lacking = [
-        key
-        for key, value in flat_settings(was).items()
-        if value is not None and key not in present and not is_free(key, was)
-    ]
+    lacking = [key for key in flat_settings(was) if key not in present and not is_free(key, was)]
     if lacking:
         raise ValueError(
             f"run: {file} lacks {lacking[0]}, which every run writes there; the file was altered: put it back"
