@@ -52,16 +52,20 @@ class SamplingParams(NamedTuple):
     ) -> Self:
         """Parameters whose tokens are in order. Equal distributions have equal parameters.
 
-        logit_bias: token id -> bias, or pairs of both. Raises ValueError where a pair is none.
+        logit_bias: token id -> bias, or pairs of both. Raises ValueError where it holds something else, and
+        where allowed_token_ids cannot be put in order.
         """
         pairs = logit_bias.items() if isinstance(logit_bias, Mapping) else logit_bias or ()
         try:
             bias = tuple(sorted((token, float(value)) for token, value in pairs))
-        except TypeError:
+        except (TypeError, ValueError):
             raise ValueError(
                 f"logit_bias ({logit_bias!r}) must be pairs of a token id and a number"
             ) from None
-        allowed = None if allowed_token_ids is None else tuple(sorted(set(allowed_token_ids)))
+        try:
+            allowed = None if allowed_token_ids is None else tuple(sorted(set(allowed_token_ids)))
+        except TypeError:
+            raise ValueError(f"allowed_token_ids ({allowed_token_ids!r}) must be token ids") from None
         return cls(temperature, top_k, top_p, min_p, bias, allowed)
 
     def check(self, vocab_size: int | None = None) -> Self:
