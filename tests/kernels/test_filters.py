@@ -1,6 +1,6 @@
 """Filters together: what is drawn from is what is scored, the kept set and its probabilities, the order.
 
-The order is that of vLLM 0.24 (v1/sample/sampler.py): allowed tokens and the bias
+The order is that of vLLM 0.32 (v1/sample/sampler.py): allowed tokens and the bias
 (Sampler.apply_logits_processors), the temperature and min-p (Sampler.sample), then top-k and top-p
 (v1/sample/ops/topk_topp_sampler.py). tests/vllm/test_filters.py runs vLLM's own processors beside it.
 """

@@ -21,6 +21,7 @@ draw = import_module("zerokl.engine.rollout.vllm.draw")
 vllm_sampler = import_module("zerokl.engine.rollout.vllm.sampler")
 
 HOT, COLD = SamplingParams(1.3), SamplingParams(0.7, 10, 0.9)
+FILTERED = SamplingParams.of(1.1, 20, 0.95, 0.02, {3: 2.5, 7: -1.5}, range(0, 300, 3))
 
 
 def drawing_of(sampling_params: list[SamplingParams]) -> draw.KeyedDraw:
@@ -40,7 +41,9 @@ def host_work(sampling_params: list[SamplingParams]) -> HostWork:
     return host
 
 
-@pytest.mark.parametrize("sampling_params", [[HOT] * 4, [COLD] * 4, [HOT, COLD, HOT, COLD]])
+@pytest.mark.parametrize(
+    "sampling_params", [[HOT] * 4, [COLD] * 4, [FILTERED] * 4, [HOT, COLD, FILTERED, COLD]]
+)
 def test_a_draw_waits_for_nothing(sampling_params):
     counts = host_work(sampling_params).counts
     kinds = len(set(sampling_params))
@@ -60,9 +63,11 @@ def test_control_a_draw_that_looks_at_its_logprobs_waits(monkeypatch):
 
 def test_rows_of_several_kinds_have_the_draws_of_each_kind_alone():
     logits = randn(0, 4, 300, scale=3.0)
-    mixed = drawing_of([HOT, COLD, HOT, COLD]).apply(logits.clone())
-    alone = [drawing_of([params] * 4).apply(logits.clone()) for params in (HOT, COLD)]
-    assert total_unequal([mixed[::2], mixed[1::2]], [alone[0][::2], alone[1][1::2]]) == 0
+    kinds = [HOT, COLD, FILTERED, COLD]
+    mixed = drawing_of(kinds).apply(logits.clone())
+    alone = [drawing_of([params] * 4).apply(logits.clone())[i] for i, params in enumerate(kinds)]
+    assert total_unequal([mixed], [torch.stack(alone)]) == 0
+    assert int(mixed[2].argmax()) in FILTERED.allowed_token_ids
     assert (mixed.isfinite().sum(dim=1) == 1).all()
 
 
