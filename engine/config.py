@@ -4,13 +4,11 @@ The text under a field gives its meaning and unit. `zerokl train --help` and doc
 compatibility.py says which settings go together.
 """
 
-import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from ..files.reading import shown
-from ..kernels.sampling_params import SamplingParams, refuse_penalties
+from ..kernels.sampling_params import SamplingParams, bias_by_id, refuse_penalties
 from .loss.config import LossConfig
 from .precision import PrecisionConfig, ShortNames
 from .sampler_names import RENAMED, SAMPLERS, SamplerName, listed
@@ -19,8 +17,6 @@ from .tasks.rewards import RewardSettings
 
 # Sections whose keys zerokl does not define.
 FREE_SECTIONS = ("task.options", "vllm.engine", "sampling.logit_bias")
-# One text for each id, so that no two keys are one token.
-_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 _SAMPLER_HELP = (
     f"The engine that draws the completions: {listed(SAMPLERS)}. native and vllm-zerokl draw the same "
     "tokens. hf and vllm need exact = false; vllm-exact needs a GPU."
@@ -37,16 +33,10 @@ def _in_order(ids: tuple[int, ...] | None) -> tuple[int, ...] | None:
 
 
 def _by_id(logit_bias: Any) -> Any:
-    """The same for a table whose keys are ids, as text in TOML and on the command line."""
+    """The same for a table whose keys are ids."""
     if not isinstance(logit_bias, dict):
         return logit_bias
-    by_id = {str(token): bias for token, bias in logit_bias.items()}
-    for token in by_id:
-        if not _TOKEN_ID.fullmatch(token):
-            raise ValueError(f"{shown(token)} is no token id")
-    if len(by_id) < len(logit_bias):
-        raise ValueError("a token id is there twice")
-    return dict(sorted(by_id.items(), key=lambda item: int(item[0])))
+    return {str(token): bias for token, bias in bias_by_id(logit_bias).items()}
 
 
 # 0, or a number by which logits can be divided.

@@ -4,6 +4,7 @@ The parameters are temperature, top-k, top-p, min-p, a bias of single tokens, an
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple, Self
@@ -12,12 +13,15 @@ from typing import Any, NamedTuple, Self
 TEMPERATURES = (1e-5, 1e5)
 # A bias lies between -BIAS and BIAS. vLLM cuts a larger one to this (SamplingParams.from_optional).
 BIAS = 100.0
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
+# Characters of what is no token id that a message shows.
+_SHOWN = 40
 # Penalties of vLLM, and the values that are off. zerokl draws without them.
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 WHY_NO_PENALTY = (
     "a penalty makes a token's distribution depend on which tokens its request has drawn or read before, and "
     "the trainer scores all tokens of a sequence at once, without such a record of each; leave it out, or "
-    "lower single tokens with sampling.logit_bias"
+    "lower single tokens with logit_bias"
 )
 
 
@@ -100,10 +104,34 @@ class SamplingParams(NamedTuple):
         """Whether single tokens are biased or left out, whatever their logits are."""
         return bool(self.logit_bias) or self.allowed_token_ids is not None
 
+    @property
+    def cuts(self) -> bool:
+        """Whether any token is left out, as unlikely or as not allowed."""
+        return self.truncates or self.allowed_token_ids is not None
+
+    @property
+    def uncut(self) -> Self:
+        """The same temperature and bias over the whole vocabulary."""
+        return self._replace(top_k=0, top_p=1.0, min_p=0.0, allowed_token_ids=None)
+
     def only_divides(self, vocab_size: int) -> bool:
         """Whether z = logits / temperature: no token is left out, and none is biased."""
         whole = self.top_p == 1.0 and self.min_p == 0.0 and not 0 < self.top_k < vocab_size
         return (whole or not self.truncates) and not self.changes_logits
+
+
+def bias_by_id(logit_bias: Mapping[Any, Any]) -> dict[int, Any]:
+    """A table whose keys are token ids, as text in JSON and TOML, by ascending id.
+
+    Raises ValueError for a key that is no token id. An id has one text, so that no two keys are one token.
+    """
+    by_text = {str(token): bias for token, bias in logit_bias.items()}
+    for text in by_text:
+        if not _TOKEN_ID.fullmatch(text):
+            raise ValueError(f"{text[:_SHOWN]!r} is no token id")
+    if len(by_text) < len(logit_bias):
+        raise ValueError("a token id is there twice")
+    return {int(text): by_text[text] for text in sorted(by_text, key=int)}
 
 
 def _check_bias(logit_bias: Any, vocab_size: int | None) -> None:
