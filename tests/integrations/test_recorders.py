@@ -185,6 +185,6 @@ def test_trls_filters_are_recorded_and_its_penalties_refused_before_it_trains(tm
     ((_, rollout),) = read_rollouts(tmp_path / "log.jsonl")
     assert rollout.sampling_params == SamplingParams.of(0.7, 0, 0.8, 0.1, {3: 1.0})
     for args in ({"repetition_penalty": 1.1}, {"generation_kwargs": {"presence_penalty": 0.5}}):
-        with pytest.raises(ValueError, match="_penalty .* is refused: a penalty makes"):
+        with pytest.raises(ValueError, match=r"_penalty \(.*\) is refused: a penalty makes"):
             record(trl_trainer(**args), tmp_path / "refused.jsonl")
     assert not (tmp_path / "refused.jsonl").exists()
