@@ -157,6 +157,16 @@ def test_a_penalty_is_refused_with_the_reason_wherever_it_is_written(tmp_path, p
     assert len(error.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("min_p", 0.1), ("logit_bias", {"3": 1.0}), ("allowed_token_ids", [3])]
+)
+def test_a_filter_that_transformers_has_otherwise_is_refused_with_its_sampler(key, value):
+    overrides = {"exact": False, f"sampling.{key}": value}
+    assert load_config(None, None, overrides | {"sampler": "vllm"}).sampler == "vllm"
+    with pytest.raises(ValueError, match=r'sampler \("hf"\) with sampling.min_p, logit_bias or allowed'):
+        load_config(None, None, overrides | {"sampler": "hf"})
+
+
 def test_every_key_mistyped_by_one_letter_is_refused():
     for key in known_keys():
         with pytest.raises(ValueError, match=f"unknown key {key}q"):

@@ -1,5 +1,6 @@
 """Our draw inside vLLM: nothing waits for the device, and what is no distribution is refused on the host."""
 
+import json
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from tests.triton.vllm_kernels import batch_invariant_module
 
 # vLLM keeps a placeholder of Triton for good, unless it is imported in this way first.
 batch_invariant_module()
+vllm = import_module("vllm")
 draw = import_module("zerokl.engine.rollout.vllm.draw")
 vllm_sampler = import_module("zerokl.engine.rollout.vllm.sampler")
 
@@ -69,6 +71,41 @@ def test_rows_of_several_kinds_have_the_draws_of_each_kind_alone():
     assert total_unequal([mixed], [torch.stack(alone)]) == 0
     assert int(mixed[2].argmax()) in FILTERED.allowed_token_ids
     assert (mixed.isfinite().sum(dim=1) == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_p": 0.1}, "min_p .* KeyedDraw applies filters itself"),
+        ({"logit_bias": {3: 1.0}}, "logit_bias .* KeyedDraw applies filters itself"),
+        ({"allowed_token_ids": [3]}, "allowed_token_ids .* KeyedDraw applies filters itself"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty .* is refused: a penalty makes"),
+        ({"presence_penalty": 0.5}, "presence_penalty .* is refused"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty .* is refused"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_a_filter_of_vllms_own_is_refused_beside_our_draw(options, message):
+    request = Request((1,), RngKey(0, 0), DrawParams(FILTERED, frozenset()), 3)
+    arguments = draw.request_arguments(request)
+    draw.KeyedDraw.validate_params(vllm.SamplingParams(extra_args=arguments))
+    if "min_p" in options:
+        options = options | {"temperature": 1.0}  # a greedy request of vLLM's has none
+    with pytest.raises(ValueError, match=message):
+        draw.KeyedDraw.validate_params(vllm.SamplingParams(**options, extra_args=arguments))
+
+
+def test_the_parameters_of_a_request_come_back_from_plain_numbers():
+    """They cross process boundaries as lists."""
+    request = Request((1,), RngKey(0, 0), DrawParams(FILTERED, frozenset()), 3)
+    arguments = json.loads(json.dumps(draw.request_arguments(request)))
+    drawing = draw.KeyedDraw(None, torch.device("cpu"), False)
+    drawing.update_state(
+        SimpleNamespace(
+            removed=[], moved=[], added=[(0, vllm.SamplingParams(extra_args=arguments), None, [])]
+        )
+    )
+    assert drawing._rows[0].sampling_params == FILTERED
 
 
 def _output(logprobs: list[float]) -> Any:
