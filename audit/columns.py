@@ -21,7 +21,7 @@ from .hypotheses.log_checks import check_log
 from .log_section import LogSection, Rounding, VersionFigures, is_doubled
 from .page.token_texts import SequenceTexts, TokenTexts
 from .report import Measurements, Report
-from .settings import LOGGED, Source, assumed
+from .settings import LOGGED, Source, assumed, assumed_words
 
 # Tokens that are compared at most: what the figures of so many take is within 2 GB.
 _MOST_TOKENS = 2**23
@@ -127,10 +127,7 @@ def _unsaid_words(rollouts: int, assumed: SamplingParams | None) -> str:
         lines = "Of 1 rollout the log does not say how it was drawn"
     if assumed is None:
         return f"{lines}: temperature is missing. --temperature, --top_p and --top_k say it."
-    return (
-        f"{lines}; temperature {assumed.temperature:g}, top_k {assumed.top_k} and top_p {assumed.top_p:g} "
-        "were assumed (--temperature, --top_k, --top_p)."
-    )
+    return f"{lines}; {assumed_words(assumed)}"
 
 
 def _check_scored(place: str, rollout: LoggedRollout, remedy: str) -> None:

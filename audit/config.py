@@ -81,6 +81,8 @@ class AuditSettings(Section):
     """Keep the most likely tokens until their probabilities together reach this; 1, the default, keeps
     all.
     """
+    min_p: float | None = None
+    """Keep the tokens with at least this share of the largest probability; 0, the default, keeps all."""
     seed: int = 0
     """Seed of the draw."""
     weight_version: int | None = None
@@ -129,6 +131,7 @@ class AuditSettings(Section):
     def given_params(self) -> SamplingParams | None:
         """The sampling parameters, where any was given. A log that says none takes them then."""
         options = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        options["min_p"] = self.min_p
         given = {name: value for name, value in options.items() if value is not None}
         return SamplingParams(**given) if given else None
 

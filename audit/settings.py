@@ -42,6 +42,9 @@ class DrawnWith:
     top_k: int
     top_p: float
     rollouts: int
+    min_p: float | None = field(default=None, metadata=OPTIONAL)
+    biased_tokens: int | None = field(default=None, metadata=OPTIONAL)
+    allowed_tokens: int | None = field(default=None, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,18 @@ def assumed(
     """What the figures rest on. sampling_params: of every rollout."""
     versions = {name: known for name in _PACKAGES if (known := _version(name))}
     return Assumed(
-        [DrawnWith(*params, count) for params, count in _counted(sampling_params).items()],
+        [
+            DrawnWith(
+                params.temperature,
+                params.top_k,
+                params.top_p,
+                count,
+                params.min_p or None,
+                len(params.logit_bias) or None,
+                None if params.allowed_token_ids is None else len(params.allowed_token_ids),
+            )
+            for params, count in _counted(sampling_params).items()
+        ],
         dtypes,
         device,
         source,
@@ -81,14 +95,30 @@ def assumed(
 
 
 def distribution(params: DrawnWith) -> str:
-    """Sampling parameters in words, those that cut nothing included."""
+    """Sampling parameters in words. Temperature, top-p and top-k are there where they are off, too."""
+    of_tokens = ""
+    if params.biased_tokens:
+        of_tokens += f", a bias of {params.biased_tokens:,} tokens"
+    if params.allowed_tokens is not None:
+        of_tokens += f", {params.allowed_tokens:,} tokens allowed"
     if params.temperature == 0.0:
-        return "greedy (temperature 0; log-probabilities of temperature 1)"
+        return f"greedy (temperature 0; log-probabilities of temperature 1){of_tokens}"
     top_k, top_p = params.top_k, params.top_p
+    min_p = "" if params.min_p is None else f", min-p {params.min_p:g}"
     return (
         f"temperature {params.temperature:g}, top-p {'off' if top_p >= 1.0 else f'{top_p:g}'}, "
-        f"top-k {'off' if top_k <= 0 else top_k}"
+        f"top-k {'off' if top_k <= 0 else top_k}{min_p}{of_tokens}"
     )
+
+
+def assumed_words(params: SamplingParams) -> str:
+    """What was taken for the sampling parameters of rollouts that a log says nothing of."""
+    values = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
+    if params.min_p > 0.0:
+        values["min_p"] = params.min_p
+    *first, last = (f"{name} {value:g}" for name, value in values.items())
+    options = ", ".join(f"--{name}" for name in values)
+    return f"{', '.join(first)} and {last} were assumed ({options})."
 
 
 def kept_set(distributions: Sequence[DrawnWith]) -> str:
@@ -99,6 +129,8 @@ def kept_set(distributions: Sequence[DrawnWith]) -> str:
         for name, cuts in (
             ("top-k", any(d.top_k > 0 for d in cut)),
             ("top-p", any(d.top_p < 1.0 for d in cut)),
+            ("min-p", any(d.min_p is not None for d in cut)),
+            ("allowed-token", any(d.allowed_tokens is not None for d in distributions)),
         )
         if cuts
     ]

@@ -16,6 +16,7 @@ from ..engine.config_file import check_key, known_keys, validation_message
 from ..engine.precision import full_dtype
 from ..files.reading import one_line, parse_toml, read_toml
 from ..files.writing import os_error_line
+from ..kernels.sampling_params import PENALTIES, WHY_NO_PENALTY
 
 # What libraries say in errors of other classes when the machine gives them no memory: torch's allocator on
 # CPU and GPU, a thread's stack, and the loader of a shared library.
@@ -119,6 +120,8 @@ def error_message(error: cyclopts.CycloptsError) -> str:
         option = option.removeprefix("--").replace("-", "_")
         if new_name := _RENAMED.get(command, {}).get(option):
             return f"{command}: --{option} is called --{new_name} now"
+        if option in PENALTIES:
+            return f"{command}: --{option} is refused: {WHY_NO_PENALTY}"
         if _takes_settings(error):
             names = {argument.name.removeprefix("--") for argument in error.argument_collection}
             check_key(option, sorted(names - set(known_keys())))

@@ -17,6 +17,7 @@ def sample(
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
     max_tokens: int = 64,
     seed: int = 0,
     dtype: Dtype = "float32",
@@ -33,6 +34,7 @@ def sample(
         temperature: Temperature; 0 is greedy.
         top_k: Keep the k most likely tokens; 0 keeps all.
         top_p: Keep the most likely tokens until their probabilities together reach this; 1 keeps all.
+        min_p: Keep the tokens with at least this share of the largest probability; 0 keeps all.
         max_tokens: Tokens of a completion at most.
         seed: Seed of the draw.
         dtype: Compute dtype.
@@ -50,6 +52,7 @@ def sample(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
         max_tokens=max_tokens,
         seed=seed,
         chat=chat,

@@ -108,11 +108,11 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        lambda s: s.config.loss.kl_coef > 0 and (s.config.sampling.top_k > 0 or s.config.sampling.top_p < 1),
+        lambda s: s.config.loss.kl_coef > 0 and s.config.sampling.sampling_params.truncates,
         lambda s: (
-            f"loss.kl_coef ({s.config.loss.kl_coef}) with sampling.top_k or sampling.top_p: the KL "
+            f"loss.kl_coef ({s.config.loss.kl_coef}) with sampling.top_k, top_p or min_p: the KL "
             "divergence is infinite where the reference's cut leaves a drawn token out; "
-            "set top_k = 0 and top_p = 1, or kl_coef = 0"
+            "set top_k = 0, top_p = 1 and min_p = 0, or kl_coef = 0"
         ),
     ),
     Rule(
@@ -138,6 +138,16 @@ RULES: tuple[Rule, ...] = (
         lambda s: (
             'sampler ("hf") with exact = true: hf is transformers as it comes, and no trainer has its bits; '
             'set exact = false, or sampler = "native"'
+        ),
+    ),
+    Rule(
+        lambda s: (
+            s.config.sampler == "hf"
+            and bool(s.config.sampling.min_p or s.config.sampling.sampling_params.changes_logits)
+        ),
+        lambda s: (
+            'sampler ("hf") with sampling.min_p, logit_bias or allowed_token_ids: transformers applies min_p '
+            "after top_p, and has the other two in another form; leave them out, or set another sampler"
         ),
     ),
     Rule(

@@ -4,11 +4,11 @@ The text under a field gives its meaning and unit. `zerokl train --help` and doc
 compatibility.py says which settings go together.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from ..kernels.sampling_params import SamplingParams
+from ..kernels.sampling_params import SamplingParams, bias_by_id, refuse_penalties
 from .loss.config import LossConfig
 from .precision import PrecisionConfig, ShortNames
 from .sampler_names import RENAMED, SAMPLERS, SamplerName, listed
@@ -16,7 +16,7 @@ from .section import Section
 from .tasks.rewards import RewardSettings
 
 # Sections whose keys zerokl does not define.
-FREE_SECTIONS = ("task.options", "vllm.engine")
+FREE_SECTIONS = ("task.options", "vllm.engine", "sampling.logit_bias")
 _SAMPLER_HELP = (
     f"The engine that draws the completions: {listed(SAMPLERS)}. native and vllm-zerokl draw the same "
     "tokens. hf and vllm need exact = false; vllm-exact needs a GPU."
@@ -25,6 +25,18 @@ _SAMPLER_HELP = (
 
 def _in_range(temperature: float) -> float:
     return SamplingParams(temperature).check().temperature
+
+
+def _in_order(ids: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """Equal sets are equal settings, so that the ledger chains the same."""
+    return None if ids is None else tuple(sorted(set(ids)))
+
+
+def _by_id(logit_bias: Any) -> Any:
+    """The same for a table whose keys are ids."""
+    if not isinstance(logit_bias, dict):
+        return logit_bias
+    return {str(token): bias for token, bias in bias_by_id(logit_bias).items()}
 
 
 # 0, or a number by which logits can be divided.
@@ -113,13 +125,34 @@ class SamplingConfig(Section):
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Keep the most likely tokens until their probabilities together reach this; 1 keeps all."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Keep the tokens with at least this share of the largest probability; 0 keeps all."""
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_by_id)] = Field(default_factory=dict)
+    """Added to the logits of single tokens, in nats: { 17 = -2.5 } for the token id 17. -100 to 100."""
+    allowed_token_ids: Annotated[tuple[int, ...] | None, AfterValidator(_in_order)] = None
+    """Draw only these token ids; without it, any. A stop token that is missing here ends no completion."""
     max_tokens: int = Field(16, ge=1)
     """Tokens of a completion, or of a turn, at most, the end-of-sequence token included."""
 
     @property
     def sampling_params(self) -> SamplingParams:
-        """Temperature, top_k and top_p, as the kernels take them."""
-        return SamplingParams(self.temperature, self.top_k, self.top_p)
+        """The distribution that tokens are drawn from, as the kernels take it."""
+        logit_bias = {int(token): bias for token, bias in self.logit_bias.items()}
+        return SamplingParams.of(
+            self.temperature, self.top_k, self.top_p, self.min_p, logit_bias, self.allowed_token_ids
+        )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_penalty(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            refuse_penalties("sampling", values)
+        return values
+
+    @model_validator(mode="after")
+    def _ids(self) -> Self:
+        self.sampling_params.check()
+        return self
 
 
 class PerturbConfig(Section):
@@ -214,7 +247,7 @@ class EvaluationConfig(Section):
     num_generations: int = Field(1, ge=1)
     """Completions of each problem."""
     temperature: Temperature = Field(0.0, ge=0)
-    """Temperature; 0 is greedy. top_k and top_p are those of the section sampling."""
+    """Temperature; 0 is greedy. The filters are those of the section sampling."""
 
 
 class CheckpointConfig(Section):

@@ -12,6 +12,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from ..files.reading import read_toml, shown
+from ..kernels.sampling_params import PENALTIES, WHY_NO_PENALTY
 from .compatibility import check_settings
 from .config import FREE_SECTIONS, Config
 from .key_hints import hint
@@ -144,12 +145,14 @@ def check_key(key: str, options: Sequence[str] = ()) -> None:
     known = list(known_keys())
     if key in known or key.startswith(tuple(f"{section}." for section in FREE_SECTIONS)):
         return
+    if key.rpartition(".")[2] in PENALTIES:
+        raise ValueError(f"config: {key} is refused: {WHY_NO_PENALTY}")
     if key == "config":
         raise ValueError("config: the file is given without an option: zerokl train FILE --run_dir DIR")
     raise ValueError(f"config: unknown key {key[:_KEY]}{hint(key, known, options)}")
 
 
 def to_toml(config: Config) -> str:
-    """The whole configuration as TOML, with the choices of the loss resolved."""
-    values = config.model_dump() | {"loss": config.loss.resolve().model_dump()}
+    """The whole configuration as TOML, with the choices of the loss resolved. What is None is left out."""
+    values = config.model_dump(exclude_none=True) | {"loss": config.loss.resolve().model_dump()}
     return tomli_w.dumps(values)

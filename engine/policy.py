@@ -1,6 +1,6 @@
 """A model with its tokenizer, for use from Python: sample, score, evaluate."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +8,7 @@ import torch
 
 from ..kernels.backend import find_device
 from ..kernels.philox import Stream
-from ..kernels.sampling_params import SamplingParams
+from ..kernels.sampling_params import PENALTIES, SamplingParams, refuse_penalties
 from ..model.checkpoint import DTYPES, load_decoder, resolve_model
 from ..model.config import ModelConfig
 from ..model.scoring import logprobs, pack
@@ -46,17 +46,26 @@ class Policy:
         seed: int = 0,
         chat: bool = False,
         system: str = "",
+        min_p: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
+        allowed_token_ids: Sequence[int] | None = None,
+        **penalties: float,
     ) -> list[Rollout]:
         """n completions of each prompt, prompt by prompt, each with the logprobs [C] of its C tokens.
 
         prompts: text or token ids. chat, system: whether texts go through the tokenizer's chat template, and
-        the system prompt before them.
+        the system prompt before them. logit_bias: token id -> what is added to its logit, in nats.
+        allowed_token_ids: the only tokens that are drawn; None allows all.
 
-        Raises ValueError for a prompt that is empty or too long, or a setting out of range.
+        Raises ValueError for a prompt that is empty or too long, a setting out of range, or a penalty.
         """
+        _no_penalty("sample", penalties)
         ids = [self.tokenizer.encode(p, chat, system) if isinstance(p, str) else list(p) for p in prompts]
         generation_params = GenerationParams(
-            SamplingParams(temperature, top_k, top_p), n, max_tokens, self.tokenizer.stop_ids
+            SamplingParams.of(temperature, top_k, top_p, min_p, logit_bias, allowed_token_ids),
+            n,
+            max_tokens,
+            self.tokenizer.stop_ids,
         )
         return complete(self.sampler, ids, generation_params, RngKey(seed, 0))
 
@@ -67,13 +76,19 @@ class Policy:
         temperature: float = 1.0,
         top_k: int = 0,
         top_p: float = 1.0,
+        min_p: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
+        allowed_token_ids: Sequence[int] | None = None,
+        **penalties: float,
     ) -> list[np.ndarray]:
         """The trainer's logprobs [C] fp32 of each (prompt_ids, completion_ids), from one forward over all.
 
-        Raises ValueError for an empty or too long sequence.
+        The parameters are those of `sample`. A token that they leave out has -inf. Raises ValueError for an
+        empty or too long sequence, a setting out of range, or a penalty.
         """
-        batch = pack(pairs)
-        logp, _ = logprobs(self.decoder, batch, SamplingParams(temperature, top_k, top_p))
+        _no_penalty("score", penalties)
+        params = SamplingParams.of(temperature, top_k, top_p, min_p, logit_bias, allowed_token_ids)
+        logp, _ = logprobs(self.decoder, batch := pack(pairs), params)
         return [x.numpy() for x in logp.cpu().split(batch.drawn_lengths)]
 
     def evaluate(
@@ -121,6 +136,13 @@ class Policy:
             )
             player.check(chosen, max_tokens, context)
             return player.play(self.sampler, chosen, generation_params, rng_key)
+
+
+def _no_penalty(function: str, options: Mapping[str, object]) -> None:
+    """Raise ValueError for a penalty that is not off, and TypeError for an unknown option."""
+    for name in options.keys() - PENALTIES.keys():
+        raise TypeError(f"{function}() got an unexpected keyword argument '{name}'")
+    refuse_penalties(function, options)
 
 
 def load_policy(model: str, dtype: str = "float32", device: str = "auto") -> Policy:

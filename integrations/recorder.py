@@ -15,6 +15,7 @@ from typing import Any, Self
 import numpy as np
 
 from ..files.reading import json_ready
+from ..kernels.sampling_params import PENALTIES, refuse_penalties
 
 # The other fields of a line; docs/log-format.md has their meaning.
 FIELDS = (
@@ -23,6 +24,9 @@ FIELDS = (
     "temperature",
     "top_k",
     "top_p",
+    "min_p",
+    "logit_bias",
+    "allowed_token_ids",
     "weight_version",
     "decimals",
     "trainer_decimals",
@@ -42,7 +46,7 @@ class Recorder:
     """Writes a log. Lists, arrays and tensors of any device and dtype are taken; none of them is changed.
 
     constant: fields that are the same in every line, such as temperature and top_p.
-    Raises ValueError for an unknown field, and for a file that exists.
+    Raises ValueError for an unknown field, for a penalty that is not off, and for a file that exists.
     """
 
     def __init__(self, path: str | Path, **constant: Any):
@@ -96,10 +100,11 @@ class Recorder:
 
 
 def _known(fields: Mapping[str, Any]) -> dict[str, Any]:
-    unknown = [name for name in fields if name not in FIELDS]
+    refuse_penalties("recorder", fields)
+    unknown = [name for name in fields if name not in FIELDS and name not in PENALTIES]
     if unknown:
         raise ValueError(f"recorder: field {unknown[0]} is not known; a line takes {', '.join(FIELDS)}")
-    return dict(fields)
+    return {name: value for name, value in fields.items() if name not in PENALTIES}
 
 
 def _plain(value: Any) -> Any:
@@ -113,6 +118,8 @@ def _plain(value: Any) -> Any:
         value = value.tolist()
     if isinstance(value, bool):
         return value
+    if isinstance(value, Mapping):
+        return {str(name): _plain(x) for name, x in value.items()}
     if isinstance(value, (int, float)):
         return None if math.isnan(value) else json_ready(value)
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..kernels.sampling_params import PENALTIES
 from .recorder import Recorder
 
 _METHODS = ("_generate_and_score_completions", "_generate", "_generate_single_turn")
@@ -34,8 +35,8 @@ def record(trainer: Any, path: str | Path, trainer_logprobs: bool = True) -> Rec
     With several processes each writes a file of its own: log.rank1.jsonl beside log.jsonl.
     trainer_logprobs: run the trainer's forward once more for a batch for which TRL runs none. Without it such
     a batch has no trainer column.
-    Returns the recorder, whose close() ends the log. Raises ValueError for another kind of trainer, and for a
-    file that exists.
+    Returns the recorder, whose close() ends the log. Raises ValueError for another kind of trainer, for a
+    penalty that is not off, and for a file that exists.
     """
     missing = [name for name in _METHODS if not callable(getattr(trainer, name, None))]
     if missing or not hasattr(trainer, "num_generations"):
@@ -43,14 +44,25 @@ def record(trainer: Any, path: str | Path, trainer_logprobs: bool = True) -> Rec
     rank = trainer.accelerator.process_index
     path = Path(path)
     path = path.with_suffix(f".rank{rank}{path.suffix}") if rank else path
-    recorder = Recorder(
-        path,
-        temperature=trainer.temperature,
-        top_p=trainer.args.top_p,
-        top_k=max(0, trainer.args.top_k or 0),
-    )
+    recorder = Recorder(path, **_drawn_with(trainer))
     _Seams(trainer, recorder, trainer_logprobs)
     return recorder
+
+
+def _drawn_with(trainer: Any) -> dict[str, Any]:
+    """The distribution that TRL draws from, as fields of a log. generation_kwargs override the others."""
+    args = trainer.args
+    values = {
+        "temperature": trainer.temperature,
+        "top_p": args.top_p,
+        "top_k": args.top_k,
+        "min_p": args.min_p,
+        "repetition_penalty": args.repetition_penalty,
+    }
+    known = (*values, "logit_bias", "allowed_token_ids", *PENALTIES)
+    values |= {name: value for name, value in (args.generation_kwargs or {}).items() if name in known}
+    values["top_k"] = max(0, values["top_k"] or 0)
+    return {name: value for name, value in values.items() if value is not None}
 
 
 class _Generated(NamedTuple):

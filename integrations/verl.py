@@ -11,6 +11,7 @@ actor_rollout_ref.rollout.calculate_log_probs = True gives the sampler's column.
 from pathlib import Path
 from typing import Any
 
+from ..kernels.sampling_params import PENALTIES
 from .recorder import Recorder
 
 
@@ -29,7 +30,7 @@ def record_batch(batch: Any, path: str | Path, step: int, config: Any) -> None:
     """Write a DataProto as a log.
 
     step: verl's global step; the weights that drew the batch are those after step - 1 updates. config: verl's
-    configuration. Raises ValueError for a file that exists.
+    configuration. Raises ValueError for a file that exists, and for a penalty that is not off.
     """
     tensors, sampling = batch.batch, config.actor_rollout_ref.rollout
     columns = {"logprobs": "rollout_log_probs", "mask": "response_mask", "advantage": "advantages"}
@@ -44,6 +45,7 @@ def record_batch(batch: Any, path: str | Path, step: int, config: Any) -> None:
         temperature=float(sampling.temperature),
         top_p=float(sampling.get("top_p", 1.0)),
         top_k=max(0, int(sampling.get("top_k", 0))),
+        **_further(sampling),
         step=step,
         weight_version=step - 1,
     ) as recorder:
@@ -56,6 +58,13 @@ def record_batch(batch: Any, path: str | Path, step: int, config: Any) -> None:
                 prompt=None if uids is None else str(uids[i]),
                 **{name: column[i][response] for name, column in present.items()},
             )
+
+
+def _further(sampling: Any) -> dict[str, Any]:
+    """What verl hands on to its sampler beside temperature, top_p and top_k, where it is set."""
+    names = ("min_p", "logit_bias", "allowed_token_ids", *PENALTIES)
+    values = {name: sampling.get(name, None) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _bypassed(config: Any) -> bool:

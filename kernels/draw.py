@@ -4,8 +4,8 @@
 
 Shapes: logits [n, V] in the compute dtype or fp32; z [n, V] in fp32, the scaled logits of logprob.py;
 u, logp [n]; ids [n].
-On Triton, draw_triton.py computes the draw from the whole vocabulary. Greedy draws, top-k, top-p and noise go
-through `drawn_logprobs`. Both have the same bits, and neither waits for the GPU.
+On Triton, draw_triton.py computes the draw from logits that are only divided. Greedy draws, filters and noise
+go through `drawn_logprobs`. Both have the same bits, and neither waits for the GPU.
 """
 
 import torch
@@ -17,19 +17,24 @@ from .truncation import prefix_sums, scaled_logits
 
 
 def draw_tokens(
-    logits: torch.Tensor, u: torch.Tensor, params: SamplingParams, noise: torch.Tensor | None = None
+    logits: torch.Tensor,
+    u: torch.Tensor,
+    params: SamplingParams,
+    noise: torch.Tensor | None = None,
+    offset: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token for each row, and its logp under the distribution it is drawn from.
 
     logits [n, V]; u [n] fp64 in [0, 1) -> ids [n] int64, logp [n] fp32. noise [n or fewer, V] fp32 is added
-    to the scaled logits of the first rows. The logp of a row whose logits are not finite is NaN.
+    to the scaled logits of the first rows. offset: see truncation.scaled_logits. The logp of a row whose
+    logits are not finite is NaN.
     """
     greedy = params.temperature == 0.0
-    if on_triton(logits) and noise is None and not greedy and params.keeps_all(logits.shape[1]):
+    if on_triton(logits) and noise is None and not greedy and params.only_divides(logits.shape[1]):
         from .draw_triton import draw_tokens as draw_tokens_triton
 
         return draw_tokens_triton(logits, u, params.temperature)
-    z = scaled_logits(logits, params)
+    z = scaled_logits(logits, params, offset)
     if noise is not None:
         z[: len(noise)] += noise
     return drawn_logprobs(z, u, greedy)

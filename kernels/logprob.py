@@ -1,15 +1,16 @@
 """Log-probability of a token under the distribution it is drawn from, for the sampler and for the trainer.
 
-    z = logits / temperature,  z_v = -inf outside the kept set (truncation.py)
+    z = (logits + offset) / temperature,  z_v = -inf outside the kept set (truncation.py)
     logp = z_id - lse,  lse = log sum_v exp(z_v),  entropy = lse - sum_v p_v z_v,  p = exp(z - lse)
     (all relative to max z)
     dz_v = dlogp (1[v = id] - p_v),   dlogits = dz / temperature;   dh = dlogits w,   dw = dlogits^T h
 
 The sampler and the trainer both call this file. The kept set counts as constant in the gradient. Greedy
-sampling (temperature 0) is reported under the distribution of temperature 1, as vLLM does.
+sampling (temperature 0) is reported under the distribution of temperature 1, as vLLM does. A token that is
+not kept has the logp -inf.
 
-Shapes: h [T, D]; w [V, D]; ids, logp, entropy [T]. Logits [rows, V] exist only for a chunk of rows, in the
-forward and in the backward.
+Shapes: h [T, D]; w [V, D]; offset [V]; ids, logp, entropy [T]. Logits [rows, V] exist only for a
+chunk of rows, in the forward and in the backward.
 Roundings: logits are rounded once to the dtype of h, from an fp32 sum. Everything after that is in fp32.
 dlogits and dh are rounded once to the dtype of h.
 GPU: the Triton kernels are in logprob_triton.py. The other operations on a GPU are torch's: sorts, maxima,
@@ -25,14 +26,14 @@ from .order import sum_row
 from .passes import ONE_SEQUENCE, Pass
 from .sampling_params import SamplingParams
 from .tile_tables import DEFAULT_TABLE, TileTable
-from .truncation import scaled_logits, scaled_logits_ref
+from .truncation import logit_offset, scaled_logits, scaled_logits_ref
 
 # Bytes of one fp32 chunk of logits [rows, V]. Rows do not depend on each other, and the blocks of a weight
 # gradient keep their order in any chunks (matmul.add_outer). So this limit bounds memory and decides no bit.
 # On a GPU a chunk needs so many rows that the product takes longer than reading the lm_head again: 832 rows
 # at V = 151,936. Chunks of 64 rows would read the lm_head thirteen times as often.
 CHUNK_BYTES, GPU_CHUNK_BYTES = 1 << 25, 1 << 29
-# The same for 16-bit logits on a GPU from which nothing is truncated: they are the only copy. With 4,416 rows
+# The same for 16-bit logits on a GPU that are only divided: they are the only copy. With 4,416 rows
 # at V = 151,936 the gradient of h has tiles for every multiprocessor.
 GPU_CHUNK_BYTES_16 = 5 << 28
 Tensor = torch.Tensor
@@ -90,7 +91,7 @@ def chunk_rows(V: int, device: torch.device, dtype: torch.dtype = torch.float32)
 
 def logits_rows(V: int, device: torch.device, dtype: torch.dtype, params: SamplingParams) -> int:
     """The rows of logits [rows, V] in `dtype` that linear_logprob holds at once."""
-    return chunk_rows(V, device, dtype if params.keeps_all(V) else torch.float32)
+    return chunk_rows(V, device, dtype if params.only_divides(V) else torch.float32)
 
 
 def linear_logprob_ref(h: Tensor, w: Tensor, ids: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
@@ -105,9 +106,12 @@ def linear_logprob_ref(h: Tensor, w: Tensor, ids: Tensor, params: SamplingParams
 
 
 def _forward(
-    h: Tensor, w: Tensor, ids: Tensor, params: SamplingParams, tiles: TileTable
+    h: Tensor, w: Tensor, ids: Tensor, params: SamplingParams, tiles: TileTable, offset: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """logp and entropy, [T] each. On Triton also each row's maximum and log of the sum, for the backward."""
+    """logp and entropy, [T] each. On Triton also each row's maximum and log of the sum, for the backward.
+
+    offset: from logit_offset.
+    """
     if not on_triton(h):
         return linear_logprob_ref(h, w, ids, params)
     if not h.shape[0]:
@@ -117,10 +121,10 @@ def _forward(
     rows, parts = logits_rows(w.shape[0], w.device, w.dtype, params), []
     for a in range(0, h.shape[0], rows):
         logits = matmul(h[a : a + rows], w, tiles=tiles)
-        if params.keeps_all(w.shape[0]):
+        if params.only_divides(w.shape[0]):
             parts.append(logprob_fwd(logits, ids[a : a + rows], params.temperature or 1.0))
         else:
-            parts.append(logprob_fwd(scaled_logits(logits, params), ids[a : a + rows]))
+            parts.append(logprob_fwd(scaled_logits(logits, params, offset), ids[a : a + rows]))
     return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
 
 
@@ -136,7 +140,12 @@ def dlogits_ref(logits: Tensor, ids: Tensor, dlogp: Tensor, params: SamplingPara
 
 
 def _dlogits(
-    logits: Tensor, ids: Tensor, dlogp: Tensor, params: SamplingParams, stats: tuple[Tensor, ...]
+    logits: Tensor,
+    ids: Tensor,
+    dlogp: Tensor,
+    params: SamplingParams,
+    offset: Tensor | None,
+    stats: tuple[Tensor, ...],
 ) -> Tensor:
     """The gradient of the logits, as dlogits_ref gives it. On Triton it overwrites the logits.
 
@@ -147,19 +156,20 @@ def _dlogits(
     from .logprob_triton import logprob_bwd
 
     temperature = params.temperature or 1.0
-    if params.keeps_all(logits.shape[1]):
+    if params.only_divides(logits.shape[1]):
         logprob_bwd(logits, ids, dlogp, *stats, logits, temperature, temperature)
     else:
-        logprob_bwd(scaled_logits(logits, params), ids, dlogp, *stats, logits, 1.0, temperature)
+        logprob_bwd(scaled_logits(logits, params, offset), ids, dlogp, *stats, logits, 1.0, temperature)
     return logits
 
 
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, w, ids, params, in_pass, tiles):
-        logp, entropy, *stats = _forward(h, w, ids, params, tiles)
+        offset = logit_offset(params, w.shape[0], w.device)
+        logp, entropy, *stats = _forward(h, w, ids, params, tiles, offset)
         ctx.save_for_backward(h, ids, *stats)
-        ctx.w, ctx.params, ctx.in_pass, ctx.tiles = w, params, in_pass, tiles
+        ctx.w, ctx.params, ctx.in_pass, ctx.tiles, ctx.offset = w, params, in_pass, tiles, offset
         ctx.mark_non_differentiable(entropy)
         return logp, entropy
 
@@ -173,7 +183,7 @@ class _LinearLogprob(torch.autograd.Function):
         rows = logits_rows(w.shape[0], w.device, w.dtype, params)
         for a, b, blocks in in_pass.blocks.chunks(rows):
             logits, chunk_stats = matmul(h[a:b], w, tiles=ctx.tiles), tuple(s[a:b] for s in stats)
-            dlogits = _dlogits(logits, ids[a:b], dlogp[a:b], params, chunk_stats)
+            dlogits = _dlogits(logits, ids[a:b], dlogp[a:b], params, ctx.offset, chunk_stats)
             if wants_dh:
                 dh[a:b] = matmul(dlogits, w.t(), tiles=ctx.tiles)
             if wants_dw:
@@ -196,12 +206,13 @@ def linear_logprob(
     parameter.
     """
     check_dtype("linear_logprob", h=h, w=w)
-    params = (params or SamplingParams()).check()
+    params = params or SamplingParams()
     if h.dim() != 2 or w.dim() != 2 or h.shape[1] != w.shape[1] or ids.shape != h.shape[:1]:
         raise ValueError(
             f"linear_logprob: h {tuple(h.shape)}, w {tuple(w.shape)}, ids {tuple(ids.shape)} must be "
             "[T, D], [V, D], [T]"
         )
+    params.check(w.shape[0])
     if not torch.is_grad_enabled():
-        return _forward(h, w, ids, params, tiles)[:2]
+        return _forward(h, w, ids, params, tiles, logit_offset(params, w.shape[0], w.device))[:2]
     return _LinearLogprob.apply(h, w, ids, params, in_pass, tiles)

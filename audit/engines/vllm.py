@@ -110,14 +110,15 @@ class VllmEngine(VllmGenerator):
 
         It can for the distribution that vLLM's prompt logprobs are under.
         """
-        return sampling_params.temperature == 0.0 or sampling_params == SamplingParams()
+        plain = sampling_params.temperature in (0.0, 1.0) and not sampling_params.truncates
+        return plain and not sampling_params.changes_logits
 
     def score(
         self, pairs: Sequence[Pair], sampling_params: SamplingParams, together: bool = True
     ) -> list[np.ndarray]:
         """See Engine.
 
-        vLLM's prompt logprobs ignore temperature, top-k and top-p. Where one of them is set, vLLM's logits go
+        vLLM's prompt logprobs ignore temperature and filters. Where one of them is set, vLLM's logits go
         through the steps of its sampler instead.
         """
         if not self.scores_together(sampling_params):
@@ -149,16 +150,25 @@ class VllmEngine(VllmGenerator):
     def _log_softmax(self, logits: torch.Tensor, sampling_params: SamplingParams) -> torch.Tensor:
         """logits [C, V] -> logp of every token [C, V] fp32, in the steps of vllm/v1/sample/sampler.py.
 
-        The steps are: temperature, top-k and top-p, log-softmax.
+        The steps are: allowed tokens, bias, temperature, min-p, top-k and top-p, log-softmax.
         """
         from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
         from vllm.v1.sample.sampler import Sampler
 
         C, device = len(logits), self._device
         z = logits.to(device, torch.float32)
-        temperature, top_k, top_p = sampling_params
+        temperature, top_k, top_p, min_p, logit_bias, allowed = sampling_params.check(z.shape[1])
+        if allowed is not None:
+            forbidden = torch.ones(z.shape[1], dtype=torch.bool, device=device)
+            forbidden[list(allowed)] = False
+            z = z.masked_fill(forbidden, float("-inf"))
+        if logit_bias:
+            tokens, bias = zip(*logit_bias, strict=True)
+            z = z.clone()
+            z[:, list(tokens)] += torch.tensor(bias, device=device)
         if temperature > 0.0:
             z = Sampler.apply_temperature(z, torch.full((C,), temperature, device=device), all_random=True)
+            z = _after_min_p(z, min_p) if min_p > 0.0 else z
             k = torch.full((C,), top_k, device=device) if 0 < top_k < z.shape[1] else None
             p = torch.full((C,), top_p, device=device) if top_p < 1.0 else None
             z = apply_top_k_top_p(z, k, p)
@@ -201,6 +211,12 @@ class VllmEngine(VllmGenerator):
             for handle in handles:
                 handle.remove()
         return {name: torch.cat(parts[::-1]) for name, parts in records.items()}
+
+
+def _after_min_p(z: torch.Tensor, min_p: float) -> torch.Tensor:
+    """z [C, V] in the step of MinPLogitsProcessor.apply (vllm/v1/sample/logits_processor/builtin.py)."""
+    p = torch.softmax(z, dim=-1)
+    return z.masked_fill(p < p.amax(dim=-1, keepdim=True) * min_p, float("-inf"))
 
 
 def _prompt_logprobs(out: Any, tokens: int) -> np.ndarray:

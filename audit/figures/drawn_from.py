@@ -5,7 +5,7 @@ Where the tokens were drawn from s, and t is a distribution over what s can draw
 looks for one fault that two sound columns, however they round, do not show:
 
     evidence    t explains the tokens better than s: they were not drawn from s (measure.evidence)
-    cut         t = s Z with the mass Z of the kept set, so top_p <= r <= 1: t is without top-p or top-k.
+    cut         t = s Z with the mass Z of the kept set, so r <= 1, and of top-p top_p <= r: t is without it.
                 s = t Z is the same of s, and then E[r] > 1.
     tempered    s is t^a, renormalised, with a = 1 / temperature: t is without the temperature. Whatever the
                 other tokens are, logit s >= a logit t where t > 1/2 and a > 1.
@@ -58,8 +58,9 @@ class _Tokens:
     trainer: np.ndarray
     d: np.ndarray
     temperature: np.ndarray  # 1 where the log declares none
-    log_top_p: np.ndarray  # 0 where it declares none
-    cut: np.ndarray  # whether it declares top-p or top-k
+    log_top_p: np.ndarray  # 0 where it declares none, or another cut whose mass is not known
+    cut: np.ndarray  # whether it declares a cut
+    cuts: str  # their names
     ratio: MeanRatio
     k1: float
     k1_error: float
@@ -129,12 +130,28 @@ def _tokens(rollouts: Sequence[Drawn]) -> _Tokens:
         trainer,
         d,
         by_token([p.temperature for p in params]),
-        by_token([math.log(p.top_p) if p.top_p < 1.0 else 0.0 for p in params]),
-        by_token([p.top_p < 1.0 or p.top_k > 0 for p in params]),
+        by_token([math.log(p.top_p) if _bounded(p) else 0.0 for p in params]),
+        by_token([p.cuts for p in params]),
+        _cut_names(params),
         mean_ratio(d, lengths),
         mean(-d[known]),
         standard_error(d[known], kept_lengths(known, lengths)),
     )
+
+
+def _bounded(params: SamplingParams) -> bool:
+    """Whether top_p bounds the mass that is left out."""
+    return params.top_p < 1.0 and params.min_p == 0.0 and params.allowed_token_ids is None
+
+
+def _cut_names(params: Sequence[SamplingParams]) -> str:
+    declared = {
+        "top-p": any(p.top_p < 1.0 for p in params),
+        "top-k": any(p.top_k > 0 for p in params),
+        "min-p": any(p.min_p > 0.0 for p in params),
+        "allowed tokens": any(p.allowed_token_ids is not None for p in params),
+    }
+    return " and ".join(name for name, there in declared.items() if there)
 
 
 def _signs(tokens: _Tokens) -> Signs:
@@ -313,10 +330,10 @@ def _found_cut(tokens: _Tokens, without: str, other: str) -> Finding:
 def _cut_words(tokens: _Tokens) -> tuple[str, str]:
     """The name of the cut, and what bounds the difference."""
     if not tokens.cut.any():
-        return "top-p or top-k", ", though the log declares no cut"
+        return "top-p, top-k or min-p", ", though the log declares no cut"
     lowest = float(tokens.log_top_p.min())
     if lowest == 0.0:
-        return "top-k", ""
+        return tokens.cuts, ""
     return "top-p", f" (-log {math.exp(lowest):.4g} is {-lowest:.3g})"
 
 

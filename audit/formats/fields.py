@@ -1,13 +1,13 @@
 """Checks of the values of a log's line. Each raises ValueError that names the field and the value."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ...files.reading import json_number
-from ...kernels.sampling_params import SamplingParams
+from ...kernels.sampling_params import SamplingParams, bias_by_id, refuse_penalties
 from .record import TokenIds
 
 # A log-probability is at most 0. In 16 bits, logit - logsumexp can round to a little more.
@@ -130,11 +130,31 @@ def logprobs(
     return result
 
 
-def sampling_params(temperature: Any, top_k: Any, top_p: Any) -> SamplingParams:
-    """The distribution. A top_k of 0 or below, and a top_p that is missing, keep all tokens."""
-    return SamplingParams(
-        number("temperature", temperature), max(0, integer("top_k", top_k, 0)), number("top_p", top_p, 1.0)
+def sampling_params(values: Mapping[str, Any]) -> SamplingParams:
+    """The distribution that an object with vLLM's names declares. Other members are passed over.
+
+    A top_k of 0 or below, and what is missing or null, keep all tokens. Raises KeyError where there is no
+    temperature. Raises ValueError for a bad value, and for a penalty: no score has it.
+    """
+    refuse_penalties("sampling", values)
+    allowed = values.get("allowed_token_ids")
+    return SamplingParams.of(
+        number("temperature", values["temperature"]),
+        max(0, integer("top_k", values.get("top_k"), 0)),
+        number("top_p", values.get("top_p"), 1.0),
+        number("min_p", values.get("min_p"), 0.0),
+        _logit_bias(values.get("logit_bias")),
+        None if allowed is None else token_ids("allowed_token_ids", allowed),
     ).check()
+
+
+def _logit_bias(value: Any) -> dict[int, float]:
+    table = mapping("logit_bias", value)
+    try:
+        by_id = bias_by_id(table)
+    except ValueError as error:
+        raise ValueError(f"logit_bias: {error}") from None
+    return {token: number(f"logit_bias of token {token}", bias) for token, bias in by_id.items()}
 
 
 def versions(name: str, value: Any, count: int) -> tuple[tuple[int, int] | None, np.ndarray | None]:

@@ -141,8 +141,7 @@ def _params(trace: dict[str, Any], path: list[int]) -> SamplingParams | None:
         sampling = fields.mapping("sampling", call.get("sampling"))
         if sampling.get("temperature") is None:
             return None
-        values = (sampling.get(name) for name in ("temperature", "top_k", "top_p"))
-        distinct.add(fields.sampling_params(*values))
+        distinct.add(fields.sampling_params(sampling))
     return distinct.pop() if len(distinct) == 1 else None
 
 

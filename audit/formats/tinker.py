@@ -44,4 +44,4 @@ def _params(params: Any) -> Any:
     params = fields.mapping("sampling_params", params)
     if params.get("temperature") is None:
         return None
-    return fields.sampling_params(params["temperature"], params.get("top_k"), params.get("top_p"))
+    return fields.sampling_params(params)

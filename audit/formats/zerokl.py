@@ -80,9 +80,7 @@ def _completion(row: dict[str, Any], turn: int | None) -> LoggedRollout:
         if trainer is None
         else fields.logprobs("trainer_logprobs", trainer, count, drawn, trainer=True),
         mask=drawn,
-        sampling_params=fields.sampling_params(row["temperature"], row.get("top_k"), row.get("top_p"))
-        if known
-        else None,
+        sampling_params=fields.sampling_params(row) if known else None,
         weight_span=span,
         token_versions=versions,
         decimals=fields.decimals("decimals", row.get("decimals")),
@@ -122,6 +120,9 @@ def as_row(rollout: LoggedRollout) -> dict[str, Any]:
         "temperature": params and params.temperature,
         "top_k": params and params.top_k,
         "top_p": params and params.top_p,
+        "min_p": (params and params.min_p) or None,
+        "logit_bias": (params and {str(token): bias for token, bias in params.logit_bias}) or None,
+        "allowed_token_ids": params and params.allowed_token_ids and list(params.allowed_token_ids),
         "weight_version": versions,
         "decimals": rollout.decimals,
         "trainer_decimals": rollout.trainer_decimals,

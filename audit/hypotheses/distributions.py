@@ -13,6 +13,7 @@ from .scorer import hidden_rows, read_rows
 TEMPERATURES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)
 TOP_P = (0.7, 0.8, 0.9, 0.95, 0.99)
 TOP_K = (10, 20, 40, 50, 100)
+MIN_P = (0.01, 0.02, 0.05, 0.1)
 
 Change = Callable[[SamplingParams], SamplingParams]
 
@@ -38,15 +39,15 @@ def raw_logits(evidence: Evidence) -> Iterator[Prediction]:
 
 def without_temperature(evidence: Evidence) -> Iterator[Prediction]:
     """The cut is applied, the temperature is not."""
-    if any(p.top_k > 0 or p.top_p < 1.0 for p in evidence.params()):
-        what = "the temperature is not in the logged log-probabilities, top-p and top-k are"
+    if any(p.cuts for p in evidence.params()):
+        what = "the temperature is not in the logged log-probabilities, the cut is"
         yield from _others(evidence, [(what, lambda p: p._replace(temperature=1.0))])
 
 
 def not_renormalised(evidence: Evidence) -> Iterator[Prediction]:
     """The temperature is applied; probabilities are over the whole vocabulary, not over the kept set."""
-    what = "the logged log-probabilities are over the whole vocabulary, not over the top-p and top-k set"
-    yield from _others(evidence, [(what, lambda p: p._replace(top_k=0, top_p=1.0))])
+    what = "the logged log-probabilities are over the whole vocabulary, not over the tokens that were kept"
+    yield from _others(evidence, [(what, lambda p: p.uncut)])
 
 
 def temperature_otherwise(evidence: Evidence) -> Iterator[Prediction]:
@@ -68,9 +69,10 @@ def another_temperature(evidence: Evidence) -> Iterator[Prediction]:
 
 
 def another_cut(evidence: Evidence) -> Iterator[Prediction]:
-    """Another top-p or top-k than the log says."""
+    """Another top-p, top-k or min-p than the log says."""
     changes = [(f"the sampler drew with top-p {p:g}", partial(_top_p, top_p=p)) for p in TOP_P]
     changes += [(f"the sampler drew with top-k {k}", partial(_top_k, top_k=k)) for k in TOP_K]
+    changes += [(f"the sampler drew with min-p {p:g}", partial(_min_p, min_p=p)) for p in MIN_P]
     yield from _others(evidence, changes)
 
 
@@ -78,7 +80,7 @@ def generation_config(evidence: Evidence) -> Iterator[Prediction]:
     """The defaults of the checkpoint's generation_config.json, which vLLM and transformers obey."""
     path = evidence.scorer.folder / "generation_config.json"
     values = read_json(path) if path.exists() else {}
-    known = {"temperature": (int, float), "top_k": (int,), "top_p": (int, float)}
+    known = {"temperature": (int, float), "top_k": (int,), "top_p": (int, float), "min_p": (int, float)}
     given = {name: values[name] for name, types in known.items() if type(values.get(name)) in types}
     if not given:
         return
@@ -97,6 +99,10 @@ def _square(params: SamplingParams) -> SamplingParams:
 
 def _top_p(params: SamplingParams, top_p: float) -> SamplingParams:
     return params._replace(top_p=top_p)
+
+
+def _min_p(params: SamplingParams, min_p: float) -> SamplingParams:
+    return params._replace(min_p=min_p)
 
 
 def _top_k(params: SamplingParams, top_k: int) -> SamplingParams:

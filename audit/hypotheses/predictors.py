@@ -12,7 +12,7 @@ PREDICTORS: dict[str, Predictor] = {
     "generation_config.json": distributions.generation_config,
     "temperature applied otherwise": distributions.temperature_otherwise,
     "another temperature": distributions.another_temperature,
-    "another top-p or top-k": distributions.another_cut,
+    "another top-p, top-k or min-p": distributions.another_cut,
     "another checkpoint": weights.another_checkpoint,
     "stale prefix cache": weights.stale_prefix,
     "incomplete sync": weights.incomplete_sync,

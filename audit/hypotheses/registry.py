@@ -42,7 +42,7 @@ HYPOTHESES = (
     ),
     Hypothesis("temperature applied otherwise", "Divide the logits by it once."),
     Hypothesis("another temperature", _SAME_SETTINGS),
-    Hypothesis("another top-p or top-k", _SAME_SETTINGS),
+    Hypothesis("another top-p, top-k or min-p", _SAME_SETTINGS),
     Hypothesis("logarithms to another base", "Log natural logarithms."),
     Hypothesis("means in place of tokens", "Log one number for each token."),
     Hypothesis("off by one", _ALIGN),

@@ -10,6 +10,7 @@ from ...engine.rollout.types import Rollout
 from ...kernels.sampling_params import SamplingParams
 from ..formats.record import LoggedRollout
 from ..formats.registry import find_format, log_files, read_rollouts
+from ..settings import assumed_words
 
 
 @dataclass(frozen=True)
@@ -110,11 +111,7 @@ def _check_versions(path: Path, version: int | None, versions: set[int]) -> None
 
 
 def _assumed_words(unsaid: int, logged: int, assumed: SamplingParams) -> str:
-    return (
-        f"{unsaid} of {logged} rollouts do not say how they were drawn; "
-        f"temperature {assumed.temperature:g}, top_k {assumed.top_k} and top_p {assumed.top_p:g} were "
-        "assumed (--temperature, --top_k, --top_p)."
-    )
+    return f"{unsaid} of {logged} rollouts do not say how they were drawn; {assumed_words(assumed)}"
 
 
 def with_sampler_logprobs(

@@ -240,9 +240,9 @@ def _activation_changes(gate: Tensor, up: Tensor) -> Iterator[Change]:
 def _logprob_changes(exact: Operations, logits: Tensor) -> Iterator[Change]:
     params = exact.sampling_params
     changes = {
-        "of the raw logits: temperature, top-k and top-p are not applied": SamplingParams(),
+        "of the raw logits: no temperature and no filter is applied": SamplingParams(),
         "without the temperature": params._replace(temperature=1.0),
-        "not renormalised after top-k and top-p": params._replace(top_k=0, top_p=1.0),
+        "not renormalised after the cut": params.uncut,
     }
     for words, other in changes.items():
         if other != params:

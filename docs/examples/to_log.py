@@ -10,7 +10,7 @@ from pathlib import Path
 
 run = Path(sys.argv[1])
 sampling = tomllib.loads((run / "config.toml").read_text())["sampling"]
-drawn_with = {key: sampling[key] for key in ("temperature", "top_k", "top_p")}
+drawn_with = {key: value for key, value in sampling.items() if key != "max_tokens"}
 for line in map(json.loads, (run / "rollouts.jsonl").read_text().splitlines()):
     row = {key: line[key] for key in ("prompt_ids", "completion_ids", "logprobs", "weight_version")}
     print(json.dumps(row | drawn_with))

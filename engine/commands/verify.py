@@ -21,6 +21,7 @@ from ...model.checkpoint import DTYPES, load_decoder, resolve_model
 from ...model.decoder import Decoder, named_numerics
 from ...model.scoring import cached_scores, logprobs, pack
 from ...verify.invariance import Check
+from ..config import SamplingConfig
 from ..loss.config import LossConfig
 from ..loss.policy_loss import sequence_weights
 from ..parallel.workers import Workers, cpu_threads, suits
@@ -361,7 +362,7 @@ def _read_case(case: Path) -> _Case:
         return _Case(
             config["dtype"],
             PrecisionConfig.model_validate(config.get("precision", {})),
-            SamplingParams(sampling["temperature"], sampling["top_k"], sampling["top_p"]).check(),
+            SamplingConfig.model_validate(sampling).sampling_params,
             [(list(r["prompt_ids"]), list(r["completion_ids"])) for r in rollouts],
             [torch.tensor(r["mask"], dtype=torch.bool) for r in rollouts],
             {

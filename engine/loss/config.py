@@ -63,7 +63,9 @@ class LossConfig(Section):
     1 is off.
     """
     kl_coef: float = Field(0.0, ge=0)
-    """Weight of the KL divergence to the reference; 0 is off. It needs sampling.top_k = 0 and top_p = 1."""
+    """Weight of the KL divergence to the reference; 0 is off. It needs sampling.top_k = 0, top_p = 1 and
+    min_p = 0.
+    """
     kl: Estimator = "k3"
     """Estimator of the KL divergence."""
     kl_in: Literal["loss", "reward"] = "loss"

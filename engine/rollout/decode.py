@@ -23,6 +23,7 @@ from ...kernels.draw import draw_tokens
 from ...kernels.logprob import chunk_rows
 from ...kernels.matmul import UNPACKED, PackedWeights, matmul
 from ...kernels.philox import Stream
+from ...kernels.truncation import logit_offset
 from ...kernels.uniforms import uniforms
 from ...kernels.upload import upload
 from ...model.cache import BlockCache, DecodeContext
@@ -152,6 +153,7 @@ class DecodeRows:
         self._seed, self._stream = seed, stream
         stop_ids = torch.tensor(sorted(draw_params.stop_ids), dtype=torch.int64)
         (self._stop_ids,) = upload(decoder.device, stop_ids)
+        self._offset = logit_offset(draw_params.sampling_params, decoder.config.vocab_size, decoder.device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.packed = UNPACKED  # copies of the weights as they are during one `generate` call
 
@@ -264,7 +266,7 @@ class DecodeRows:
                 hidden[a:b], self._lm_head, self.packed.get(self._lm_head), self.decoder.numerics.tiles
             )
             ids, logp = draw_tokens(
-                logits, u[a:b], params.sampling_params, None if noise is None else noise[a:b]
+                logits, u[a:b], params.sampling_params, None if noise is None else noise[a:b], self._offset
             )
             for column, values in ((memory.ids, ids), (memory.logprobs, logp)):
                 column[:, a:b].index_copy_(0, memory.turn, values.unsqueeze(0))

@@ -39,10 +39,16 @@ class HfGenerator:
     ) -> list[Rollout]:
         """One completion of each prompt, with the logprobs of its tokens.
 
-        All prompts are padded on the left and drawn together, as trainers call `generate`.
+        All prompts are padded on the left and drawn together, as trainers call `generate`. Raises ValueError
+        for min_p, logit_bias and allowed_token_ids, which transformers has in another order or form.
         """
-        torch.manual_seed(seed)  # transformers draws from the global generator
         params, longest = generation_params.sampling_params, max(map(len, prompts))
+        if params.min_p or params.changes_logits:
+            raise ValueError(
+                "hf: transformers applies min_p after top_p, and has logit_bias and allowed_token_ids in "
+                "another form; leave them out"
+            )
+        torch.manual_seed(seed)  # transformers draws from the global generator
         ids = self.tensor([[0] * (longest - len(p)) + list(p) for p in prompts])
         mask = self.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
         random = dict(do_sample=True, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)

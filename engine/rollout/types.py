@@ -258,7 +258,7 @@ def check_requests(requests: Sequence[Request], limit: int, vocab: int) -> None:
     """
     checked: set[tuple[int, ...]] = set()
     for draw_params in {request.draw_params for request in requests}:
-        draw_params.sampling_params.check()
+        draw_params.sampling_params.check(vocab)
     for request in requests:
         name, ids = f"prompt {request.rng_key.prompt}", request.ids
         if not ids:

@@ -51,7 +51,15 @@ FREE = {
 }
 # Settings that most runs do not have: keys, and sections with their dot. They are chained where they are not
 # the default.
-CHAINED_WHERE_SET = ("environment.", "loss.k", "loss.semantic_entropy", "task.equivalence")
+CHAINED_WHERE_SET = (
+    "environment.",
+    "loss.k",
+    "loss.semantic_entropy",
+    "task.equivalence",
+    "sampling.min_p",
+    "sampling.logit_bias",
+    "sampling.allowed_token_ids",
+)
 # The scale of the loss changes no bit unless a gradient overflows or underflows, and then the hash of the
 # gradient shows it. So these settings are not chained either. But a resumed run keeps them and its scale.
 _SCALE = (

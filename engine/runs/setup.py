@@ -54,6 +54,7 @@ def make_state(
     """
     assert (equivalence is not None) == bool(config.loss.resolve().semantic_entropy)
     model_config = ModelConfig.from_file(model)
+    config.sampling.sampling_params.check(model_config.vocab_size)
     tokenizer = Tokenizer(model, model_config.vocab_size)
     problems = training_problems(task, config, model)
     stopwatch, max_tokens = Stopwatch(run_device(config)), config.sampling.max_tokens

@@ -19,7 +19,8 @@ def audit_config(
     **more: Any,
 ) -> AuditConfig:
     """The settings of an audit."""
-    given = sampling_params._asdict() if sampling_params else {}
+    names = ("temperature", "top_k", "top_p", "min_p")
+    given = {name: getattr(sampling_params, name) for name in names} if sampling_params else {}
     return AuditConfig(model=model, sampler=sampler, trainer=trainer, dtype=dtype, **given, **more)
 
 

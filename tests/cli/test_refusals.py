@@ -177,6 +177,15 @@ def test_a_damaged_checkpoint_is_one_line_for_every_command(folder, training, re
         (["sample", "model", "--prompt", "1", "-n", "0"], "num_generations (0) must be at least 1"),
         (["sample", "model", "--prompt", "1", "--temperature", "-1"], "temperature (-1.0)"),
         (["sample", "model", "--prompt", "1", "--top-p", "0"], "top_p (0.0)"),
+        (["sample", "model", "--prompt", "1", "--min-p", "1.5"], "min_p (1.5)"),
+        (
+            ["sample", "model", "--prompt", "1", "--repetition-penalty", "1.1"],
+            "sample: --repetition_penalty is refused: a penalty makes",
+        ),
+        (
+            ["audit", "model", "--sampler", "hf", "--min-p", "0.1", "--out", "out"],
+            "hf: transformers applies min_p after top_p",
+        ),
         (["sample", "model", "--prompt", "1", "--dtype", "int8"], 'Choose from: "float32"'),
         (
             ["sample", "model", "--prompt", "1", "--temprature", "2"],

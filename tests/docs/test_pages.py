@@ -112,6 +112,7 @@ def test_a_runs_rollouts_are_a_log_that_an_audit_finds_equal(model, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
     settings = "--steps 2 --prompts 2 --num_generations 2 --sampling.max_tokens 6 --workers 1 --threads 1"
+    settings += " --sampling.min_p 0.05 --sampling.logit_bias.9 2.5"
     task = (
         "--evaluation.every 0 --task.options.max_value 9 --task.options.train 20 --task.options.held_out 10"
     )

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
+from zerokl.cli import main
 from zerokl.engine.config import Config
 from zerokl.engine.config_file import known_keys, load_config, preset_names, to_toml
 from zerokl.engine.key_hints import OTHER_NAMES
@@ -15,6 +16,7 @@ from zerokl.engine.loss.corrections import CORRECTIONS
 from zerokl.engine.loss.surrogates import BOUNDS
 from zerokl.engine.precision import SHORT_DTYPES
 from zerokl.engine.tasks.loading import load_task
+from zerokl.kernels.sampling_params import PENALTIES
 
 OPTION = st.recursive(
     st.one_of(
@@ -38,9 +40,14 @@ def _read(tmp_path_factory, text: str) -> Config:
     options=st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), OPTION, max_size=4),
     lr=st.one_of(st.just(0.0), st.floats(1e-37, 1)),
     model=st.text("aé/.\"\\'#\n😀"),
+    logit_bias=st.dictionaries(st.integers(0, 200_000), st.floats(-100, 100, width=32), max_size=3),
+    allowed=st.none() | st.sets(st.integers(0, 200_000), min_size=1, max_size=3),
 )
-def test_toml_round_trip(tmp_path_factory, options, lr, model):
-    config = Config.model_validate({"model": model, "task": {"options": options}, "optimizer": {"lr": lr}})
+def test_toml_round_trip(tmp_path_factory, options, lr, model, logit_bias, allowed):
+    values = {"model": model, "task": {"options": options}, "optimizer": {"lr": lr}}
+    config = Config.model_validate(
+        values | {"sampling": {"logit_bias": logit_bias, "allowed_token_ids": allowed}}
+    )
     resolved = config.model_copy(update={"loss": config.loss.resolve()})
     assert _read(tmp_path_factory, to_toml(config)) == resolved
 
@@ -132,6 +139,34 @@ def test_an_unknown_key_names_the_nearest(tmp_path, key, nearest):
         load_config(str(tmp_path / "c.toml"), None, {})
 
 
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_a_penalty_is_refused_with_the_reason_wherever_it_is_written(tmp_path, penalty, capsys):
+    """A penalty that is off in vLLM is refused too: the configuration has no such key."""
+    reason = "the trainer scores all tokens of a sequence at once"
+    (tmp_path / "c.toml").write_text(f"[sampling]\n{penalty} = 1.1\n")
+    with pytest.raises(ValueError, match=f"config: sampling.{penalty} is refused: .*{reason}"):
+        load_config(str(tmp_path / "c.toml"))
+    for key in (penalty, f"sampling.{penalty}", f"optimizer.{penalty}"):
+        with pytest.raises(ValueError, match=f"config: {key} is refused: .*{reason}"):
+            load_config(None, None, {key: PENALTIES[penalty]})
+    with pytest.raises(ValueError, match=f"{penalty} \\(1.1\\) is refused: .*{reason}"):
+        Config.model_validate({"sampling": {penalty: 1.1}})
+    assert main(["train", "--run_dir", str(tmp_path / "run"), f"--sampling.{penalty}", "1.1"]) == 2
+    error = capsys.readouterr().err
+    assert f"sampling.{penalty} is refused" in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("min_p", 0.1), ("logit_bias", {"3": 1.0}), ("allowed_token_ids", [3])]
+)
+def test_a_filter_that_transformers_has_otherwise_is_refused_with_its_sampler(key, value):
+    overrides = {"exact": False, f"sampling.{key}": value}
+    assert load_config(None, None, overrides | {"sampler": "vllm"}).sampler == "vllm"
+    with pytest.raises(ValueError, match=r'sampler \("hf"\) with sampling.min_p, logit_bias or allowed'):
+        load_config(None, None, overrides | {"sampler": "hf"})
+
+
 def test_every_key_mistyped_by_one_letter_is_refused():
     for key in known_keys():
         with pytest.raises(ValueError, match=f"unknown key {key}q"):
@@ -156,6 +191,20 @@ def test_every_key_mistyped_by_one_letter_is_refused():
         ("sampling.top_p", "0"),
         ("sampling.top_p", "1.1"),
         ("sampling.top_k", "-1"),
+        ("sampling.min_p", "1.1"),
+        ("sampling.min_p", "nan"),
+        ("sampling.logit_bias", {"17": 100.5}),
+        ("sampling.logit_bias", {"17": "nan"}),
+        ("sampling.logit_bias", {"-1": 1.0}),
+        ("sampling.logit_bias", {"+": 1.0}),
+        ("sampling.logit_bias", {"17": 1.0, "017": 2.0}),
+        ("sampling.logit_bias", {"17": 1.0, 17: 2.0}),
+        ("sampling.logit_bias", {"9" * 5000: 1.0}),
+        ("sampling.logit_bias", "17"),
+        ("sampling.allowed_token_ids", []),
+        ("sampling.allowed_token_ids", [3, -1]),
+        ("sampling.allowed_token_ids", [3.5]),
+        ("sampling.allowed_token_ids", 3),
         ("optimizer.lr", "inf"),
         ("loss.preset", "ppo"),
         ("loss.clip_low", "2"),

@@ -3,7 +3,7 @@
 A covering array (allpairspy) holds each pair of values of SETTINGS in some row. A row is a run of two steps.
 A pair that compatibility.py refuses is in no row; that it is refused in one line is a test of its own.
 
-A run with exact = false and a cut (top_k, top_p) may hold a trainer logprob of -infinity in rollouts.jsonl.
+A run with exact = false and a cut (top_k, top_p, min_p) may hold a trainer logprob of -infinity in rollouts.jsonl.
 """
 
 import json
@@ -61,6 +61,9 @@ SETTINGS: OrderedDict[str, list] = OrderedDict(
         "sampling.temperature": [1.0, 0.7],
         "sampling.top_p": [1.0, 0.9],
         "sampling.top_k": [0, 5],
+        "sampling.min_p": [0.0, 0.05],
+        "sampling.logit_bias": [{}, {"20": 3.0, "1": -2.0}],
+        "sampling.allowed_token_ids": [None, list(range(1, 60, 2))],
         "evaluation.every": [0, 1],
         "checkpoint.every": [0, 1],
         "ledger.detail": ["full", "roots", "gradients"],

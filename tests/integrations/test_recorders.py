@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from zerokl.audit.formats import zerokl as own
 from zerokl.audit.formats.registry import read_rollouts
 from zerokl.cli import main
 from zerokl.integrations.recorder import FIELDS, Recorder
+from zerokl.integrations.trl import record
 from zerokl.integrations.verl import RecordsRollouts
+from zerokl.kernels.sampling_params import SamplingParams
 
 from tests.helpers import property_settings
 
@@ -64,6 +67,7 @@ def test_a_recorded_log_is_audited_and_an_equal_one_is_equal(tmp_path):
         ({"temprature": 1.0}, "field temprature is not known; a line takes trainer_logprobs"),
         ({"mask": [1]}, "mask has 1 entries for 2 completion_ids"),
         ({"trainer_logprobs": [-1.0] * 3}, "trainer_logprobs has 3 entries"),
+        ({"repetition_penalty": 1.2}, r"recorder: repetition_penalty \(1.2\) is refused: a penalty makes"),
     ],
 )
 def test_a_wrong_field_is_refused(tmp_path, fields, reason):
@@ -83,14 +87,26 @@ def test_the_recorder_knows_every_field_of_the_format():
     assert {*FIELDS, "prompt_ids", "completion_ids", "logprobs", "turns"} == set(schema["properties"])
 
 
+def test_filters_are_written_and_a_penalty_that_is_off_is_not(tmp_path):
+    bias, allowed = {2: 0.5, 9: -1.0}, np.array([2, 3, 9])
+    settings = dict(temperature=0.9, min_p=0.1, logit_bias=bias, allowed_token_ids=allowed)
+    with Recorder(tmp_path / "log.jsonl", **settings, presence_penalty=0.0) as recorder:
+        recorder.record([1], [2, 3], [-0.5, -1.0])
+    (line,) = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
+    assert "presence_penalty" not in line
+    ((_, rollout),) = read_rollouts(tmp_path / "log.jsonl")
+    assert rollout.sampling_params == SamplingParams.of(0.9, 0, 1.0, 0.1, bias, (2, 3, 9))
+
+
 class Logs:
     """In place of verl's trainer: its method of the same name. log_samples/write.py runs the real one."""
 
     global_steps = 3
 
-    def __init__(self, bypass: bool = False):
+    def __init__(self, bypass: bool = False, **sampling: Any):
         self.logged: list[tuple] = []
-        rollout = SimpleNamespace(temperature=0.9, get={"top_p": 0.95, "top_k": -1}.get)
+        sampling = {"top_p": 0.95, "top_k": -1, "repetition_penalty": 1.0} | sampling
+        rollout = SimpleNamespace(temperature=0.9, get=sampling.get)
         correction = {"rollout_correction": {"bypass_mode": bypass}}
         self.config = SimpleNamespace(
             actor_rollout_ref=SimpleNamespace(rollout=rollout), algorithm=correction
@@ -132,7 +148,43 @@ def test_verls_batch_is_recorded_without_its_padding(tmp_path, bypass):
     assert (first.prompt_ids, first.completion_ids) == ((7,), (4, 5, 6))
     assert (second.prompt_ids, second.completion_ids) == ((8, 9), (1, 2, 3, 4))
     assert second.mask.tolist() == [True, False, True, True]
-    assert (first.sampling_params, first.weight_span) == ((0.9, 0, 0.95), (2, 2))
+    assert (first.sampling_params, first.weight_span) == (SamplingParams(0.9, 0, 0.95), (2, 2))
     assert (first.prompt, first.reward) == ("p", 3.0)
     # In bypass mode verl's old_log_probs are the sampler's: there is no second column.
     assert (first.trainer_logprobs is None) == bypass
+
+
+def test_verls_filters_are_recorded_and_its_penalties_refused(tmp_path):
+    trainer = RecordedLogs(min_p=0.1, logit_bias={"3": 1.0})
+    trainer._log_rollout_data(verl_batch(), {}, {}, str(tmp_path / "dump"))
+    rollout, _ = (r for _, r in read_rollouts(tmp_path / "dump.zerokl" / "3.jsonl", "verl"))
+    assert rollout.sampling_params == SamplingParams.of(0.9, 0, 0.95, 0.1, {3: 1.0})
+    with pytest.raises(ValueError, match=r"repetition_penalty \(1.1\) is refused"):
+        RecordedLogs(repetition_penalty=1.1)._log_rollout_data(verl_batch(), {}, {}, str(tmp_path / "other"))
+
+
+def trl_trainer(temperature: float = 0.7, **args: Any) -> SimpleNamespace:
+    """What is read of a GRPOTrainer before it trains."""
+    off = dict(top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0, generation_kwargs=None)
+    methods = dict.fromkeys(
+        ("_generate_and_score_completions", "_generate", "_generate_single_turn"), lambda *_: None
+    )
+    return SimpleNamespace(
+        temperature=temperature,
+        num_generations=2,
+        accelerator=SimpleNamespace(process_index=0),
+        args=SimpleNamespace(**(off | args)),
+        **methods,
+    )
+
+
+def test_trls_filters_are_recorded_and_its_penalties_refused_before_it_trains(tmp_path):
+    kwargs = {"top_p": 0.8, "logit_bias": {3: 1.0}, "skip_special_tokens": False}
+    with record(trl_trainer(min_p=0.1, generation_kwargs=kwargs), tmp_path / "log.jsonl") as recorder:
+        recorder.record([1], [2, 3], [-0.5, -1.0])
+    ((_, rollout),) = read_rollouts(tmp_path / "log.jsonl")
+    assert rollout.sampling_params == SamplingParams.of(0.7, 0, 0.8, 0.1, {3: 1.0})
+    for args in ({"repetition_penalty": 1.1}, {"generation_kwargs": {"presence_penalty": 0.5}}):
+        with pytest.raises(ValueError, match=r"_penalty \(.*\) is refused: a penalty makes"):
+            record(trl_trainer(**args), tmp_path / "refused.jsonl")
+    assert not (tmp_path / "refused.jsonl").exists()

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from zerokl.kernels.logprob import linear_logprob
 from zerokl.kernels.rope import llama3_frequencies, rope_frequencies, rope_table
 from zerokl.kernels.sampling_params import SamplingParams
+from zerokl.kernels.truncation import scaled_logits
 
 from tests.helpers import DTYPES, assert_at_most_twice_the_error, randn, threads, total_unequal
 from tests.law.accuracy import IDS, OPS, assert_accurate, inputs
@@ -26,6 +27,7 @@ SMALL = {
     "attention": ((6, 2, 16), (6, 1, 16), (6, 1, 16)),
     "linear_logprob": ((5, 7), (9, 7)),
     "linear_logprob at a temperature": ((5, 7), (9, 7)),
+    "linear_logprob with a bias": ((5, 7), (9, 7)),
 }
 
 
@@ -40,11 +42,18 @@ def test_gradcheck_in_fp64(name):
     assert torch.autograd.gradcheck(OPS[name].ours, inputs(SMALL[name], torch.float64, 3))
 
 
-def test_gradcheck_of_truncated_logprobs():
+@pytest.mark.parametrize(
+    "sampling_params",
+    [
+        SamplingParams(0.8, 6, 0.9),
+        SamplingParams(0.8, 0, 1.0, 0.1),
+        SamplingParams.of(0.8, 6, 0.9, 0.01, {1: 0.5, 4: -0.5}, (0, 1, 2, 4, 5, 7, 8)),
+    ],
+)
+def test_gradcheck_of_truncated_logprobs(sampling_params):
     h, w = inputs(((6, 7), (9, 7)), torch.float64, 4)
-    sampling_params = SamplingParams(0.8, 6, 0.9)
     # The likeliest token is always kept.
-    ids = F.linear(h, w).argmax(1)
+    ids = scaled_logits(F.linear(h, w), sampling_params).argmax(1)
     assert torch.autograd.gradcheck(lambda h, w: linear_logprob(h, w, ids, sampling_params)[0], (h, w))
 
 

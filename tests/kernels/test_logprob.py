@@ -80,7 +80,14 @@ def test_kept_logits_are_the_scaled_logits_and_all_others_minus_infinity():
 
 @pytest.mark.parametrize(
     "sampling_params",
-    [SamplingParams(), SamplingParams(0.6), SamplingParams(1.0, 5), SamplingParams(1.4, 0, 0.8)],
+    [
+        SamplingParams(),
+        SamplingParams(0.6),
+        SamplingParams(1.0, 5),
+        SamplingParams(1.4, 0, 0.8),
+        SamplingParams(1.0, 0, 1.0, 0.1),
+        SamplingParams.of(1.2, 9, 0.95, 0.03, {2: 1.5, 9: -1.0}, range(14)),
+    ],
 )
 def test_draws_follow_the_reported_probabilities(sampling_params):
     n, V = 100_000, 16

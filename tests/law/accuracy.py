@@ -68,10 +68,16 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tenso
     return attention(q, k, v, varlen_plan(lengths, q.shape[1], k.shape[1]), q.shape[-1] ** -0.5)
 
 
+BIASED = SamplingParams.of(0.7, logit_bias={1: 2.5, 8: -3.25})
+
+
 def _plain_logprob(sampling_params: SamplingParams) -> Function:
     def run(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         z = F.linear(h, w)
-        z = (z if z.dtype == torch.float64 else z.float()) / (sampling_params.temperature or 1.0)
+        z = z if z.dtype == torch.float64 else z.float()
+        for token, bias in sampling_params.logit_bias:
+            z = z.index_add(1, torch.tensor([token]), z.new_full((len(z), 1), bias))
+        z = z / (sampling_params.temperature or 1.0)
         if 0 < sampling_params.top_k < z.shape[1]:
             z = z.masked_fill(z < z.topk(sampling_params.top_k).values[:, -1:], float("-inf"))
         return torch.log_softmax(z, -1).gather(1, IDS[: len(h)].remainder(len(w)).unsqueeze(1)).squeeze(1)
@@ -113,6 +119,7 @@ OPS = {
     "linear_logprob at a temperature": Op(
         ((150, 64), (300, 64)), _logprob(SamplingParams(0.7)), _plain_logprob(SamplingParams(0.7))
     ),
+    "linear_logprob with a bias": Op(((150, 64), (300, 64)), _logprob(BIASED), _plain_logprob(BIASED)),
 }
 
 

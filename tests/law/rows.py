@@ -86,6 +86,12 @@ def _logprob(sampling_params: SamplingParams) -> Callable[[Rows, int, int], Rows
     return run
 
 
+def _filtered(rows: Rows, D: int, seed: int) -> Rows:
+    """Every filter, with every second token allowed."""
+    allowed = range(0, out_width(D), 2)
+    return _logprob(SamplingParams.of(1.3, 20, 0.9, 0.02, {0: 2.0, 4: -1.5}, allowed))(rows, D, seed)
+
+
 def _draw_rows(T: int, width: int, dtype: torch.dtype, seed: int) -> Rows:
     return randn(seed, T, width, scale=3.0), torch.from_numpy(uniform_range(T, seed, Stream.SAMPLE))
 
@@ -109,7 +115,9 @@ OPS = {
     "linear_logprob at a temperature": Op(_logprob_rows, _logprob(SamplingParams(0.7))),
     "linear_logprob of top-k": Op(_logprob_rows, _logprob(SamplingParams(1.0, 5))),
     "linear_logprob of top-p": Op(_logprob_rows, _logprob(SamplingParams(1.0, 0, 0.8))),
+    "linear_logprob of min-p": Op(_logprob_rows, _logprob(SamplingParams(1.0, 0, 1.0, 0.1))),
     "linear_logprob of all three": Op(_logprob_rows, _logprob(SamplingParams(1.3, 20, 0.9))),
+    "linear_logprob of every filter": Op(_logprob_rows, _filtered),
     "draw": Op(_draw_rows, lambda rows, *_: (draw(*rows),)),
 }
 # Kernels that have no floating input of the model's dtype.

@@ -87,7 +87,13 @@ def test_control_a_look_that_does_not_copy_shows_later_tokens(decoder, monkeypat
 
 
 @pytest.mark.parametrize(
-    "sampling_params", [SamplingParams(), SamplingParams(0.7), SamplingParams(1.0, 5, 0.9)]
+    "sampling_params",
+    [
+        SamplingParams(),
+        SamplingParams(0.7),
+        SamplingParams(1.0, 5, 0.9),
+        SamplingParams.of(0.9, 20, 0.95, 0.02, {3: 2.0, 40: -1.0}, range(0, 61, 2)),
+    ],
 )
 def test_the_trainers_logprobs_are_the_samplers(decoder, sampling_params):
     prompts = [[20] * 33, [30, 31]]

@@ -38,6 +38,7 @@ PROMPTS = [[20] * 3, [30, 31]]
 MAX_TOKENS = 4
 STOP = frozenset(range(12))  # a fifth of the vocabulary, so that completions end at different turns
 ALL, GREEDY, TOP_P = SamplingParams(), SamplingParams(0.0), SamplingParams(0.7, 5, 0.9)
+FILTERED = SamplingParams.of(0.9, 20, 0.95, 0.02, {3: 2.0, 40: -1.0}, range(0, 61, 2))
 KEY = RngKey(3, 0)
 
 
@@ -168,6 +169,7 @@ def test_graphs_draw_the_same_over_generations():
         assert len(device.captures) == captures, "the same graphs"
         assert pair.equal(sampling_params=GREEDY), "greedy"
         assert pair.equal(sampling_params=TOP_P), "top-k and top-p"
+        assert pair.equal(sampling_params=FILTERED), "every filter"
         assert pair.equal(key=RngKey(4, 0, Stream.EVALUATE)), "another seed and stream"
         pair.update(2)
         pair.move()

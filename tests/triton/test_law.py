@@ -21,7 +21,8 @@ from tests.law import accuracy, gradients, rows
 # Name -> the kernel that must have run.
 NORMS = {"rms_norm": "_rms_norm_bwd", "add_rms_norm": "_rms_norm_bwd", "qk_norm": "_qk_norm_bwd"}
 LOGPROBS = {name: "_logprob_bwd" for name in ("linear_logprob", "linear_logprob at a temperature")}
-TRUNCATED = {f"linear_logprob of {what}": "_logprob_bwd" for what in ("top-k", "top-p", "all three")}
+FILTERS = ("top-k", "top-p", "min-p", "all three", "every filter")
+TRUNCATED = {f"linear_logprob of {what}": "_logprob_bwd" for what in FILTERS}
 ROW_OPS = {
     **NORMS,
     **LOGPROBS,
@@ -33,6 +34,7 @@ GRADIENT_OPS = {**NORMS, "linear_logprob": "_logprob_bwd", "embedding": "_embedd
 ACCURATE_OPS = {
     **NORMS,
     **LOGPROBS,
+    "linear_logprob with a bias": "_logprob_bwd",
     "silu_mul": "_silu_mul_bwd",
     "rope": "_rope",
     "embedding": "_embedding_bwd",

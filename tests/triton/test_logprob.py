@@ -14,6 +14,8 @@ from zerokl.kernels.truncation import scaled_logits
 from tests.helpers import DTYPES, assert_at_most_twice_the_error, randint, randn, total_unequal
 from tests.law import gradients
 
+# Every filter; of the V tokens of the tests below, at least 1024.
+FILTERED = SamplingParams.of(1.3, 20, 0.95, 0.02, {3: 2.5, 700: -1.5, 1022: 4.0}, range(0, 1024, 2))
 SAMPLING_PARAMS = (
     SamplingParams(),
     SamplingParams(0.7),
@@ -21,6 +23,8 @@ SAMPLING_PARAMS = (
     SamplingParams(1.3, 20),
     SamplingParams(1.0, 0, 0.8),
     SamplingParams(0.9, 50, 0.9),
+    SamplingParams(0.9, 0, 1.0, 0.05),
+    FILTERED,
 )
 
 
@@ -44,7 +48,7 @@ def test_logprob_has_vllms_bits(batch_invariant, V):
     assert total_unequal([token_logprobs(z[2:3], ids[2:3])[0]], [expected[2:3]]) == 0
 
 
-@pytest.mark.parametrize("params", [SamplingParams(0.7), SamplingParams(1.3, 20)])
+@pytest.mark.parametrize("params", [SamplingParams(0.7), SamplingParams(1.3, 20), FILTERED])
 def test_the_log_distribution_has_the_logprobs_bits(params):
     z = scaled_logits(randn(5, 6, 1500), params)
     table = log_distribution(z)
@@ -97,7 +101,7 @@ def test_control_another_tile_has_other_bits(batch_invariant, monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "sampling_params", SAMPLING_PARAMS, ids=lambda d: f"{d.temperature}-{d.top_k}-{d.top_p}"
+    "sampling_params", SAMPLING_PARAMS, ids=lambda d: f"{d.temperature}-{d.top_k}-{d.top_p}-{d.min_p}"
 )
 def test_sampler_and_trainer_have_the_same_bits(sampling_params, dtype):
     h, w, ids = randn(0, 9, 32, dtype=dtype), randn(1, 1500, 32, dtype=dtype), randint(2, 1500, 9)

@@ -1,5 +1,6 @@
 """Our draw inside vLLM: nothing waits for the device, and what is no distribution is refused on the host."""
 
+import json
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +18,12 @@ from tests.triton.vllm_kernels import batch_invariant_module
 
 # vLLM keeps a placeholder of Triton for good, unless it is imported in this way first.
 batch_invariant_module()
+vllm = import_module("vllm")
 draw = import_module("zerokl.engine.rollout.vllm.draw")
 vllm_sampler = import_module("zerokl.engine.rollout.vllm.sampler")
 
 HOT, COLD = SamplingParams(1.3), SamplingParams(0.7, 10, 0.9)
+FILTERED = SamplingParams.of(1.1, 20, 0.95, 0.02, {3: 2.5, 7: -1.5}, range(0, 300, 3))
 
 
 def drawing_of(sampling_params: list[SamplingParams]) -> draw.KeyedDraw:
@@ -40,7 +43,9 @@ def host_work(sampling_params: list[SamplingParams]) -> HostWork:
     return host
 
 
-@pytest.mark.parametrize("sampling_params", [[HOT] * 4, [COLD] * 4, [HOT, COLD, HOT, COLD]])
+@pytest.mark.parametrize(
+    "sampling_params", [[HOT] * 4, [COLD] * 4, [FILTERED] * 4, [HOT, COLD, FILTERED, COLD]]
+)
 def test_a_draw_waits_for_nothing(sampling_params):
     counts = host_work(sampling_params).counts
     kinds = len(set(sampling_params))
@@ -60,10 +65,47 @@ def test_control_a_draw_that_looks_at_its_logprobs_waits(monkeypatch):
 
 def test_rows_of_several_kinds_have_the_draws_of_each_kind_alone():
     logits = randn(0, 4, 300, scale=3.0)
-    mixed = drawing_of([HOT, COLD, HOT, COLD]).apply(logits.clone())
-    alone = [drawing_of([params] * 4).apply(logits.clone()) for params in (HOT, COLD)]
-    assert total_unequal([mixed[::2], mixed[1::2]], [alone[0][::2], alone[1][1::2]]) == 0
+    kinds = [HOT, COLD, FILTERED, COLD]
+    mixed = drawing_of(kinds).apply(logits.clone())
+    alone = [drawing_of([params] * 4).apply(logits.clone())[i] for i, params in enumerate(kinds)]
+    assert total_unequal([mixed], [torch.stack(alone)]) == 0
+    assert int(mixed[2].argmax()) in FILTERED.allowed_token_ids
     assert (mixed.isfinite().sum(dim=1) == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_p": 0.1}, "min_p .* KeyedDraw applies filters itself"),
+        ({"logit_bias": {3: 1.0}}, "logit_bias .* KeyedDraw applies filters itself"),
+        ({"allowed_token_ids": [3]}, "allowed_token_ids .* KeyedDraw applies filters itself"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty .* is refused: a penalty makes"),
+        ({"presence_penalty": 0.5}, "presence_penalty .* is refused"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty .* is refused"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_a_filter_of_vllms_own_is_refused_beside_our_draw(options, message):
+    request = Request((1,), RngKey(0, 0), DrawParams(FILTERED, frozenset()), 3)
+    arguments = draw.request_arguments(request)
+    draw.KeyedDraw.validate_params(vllm.SamplingParams(extra_args=arguments))
+    if "min_p" in options:
+        options = options | {"temperature": 1.0}  # a greedy request of vLLM's has none
+    with pytest.raises(ValueError, match=message):
+        draw.KeyedDraw.validate_params(vllm.SamplingParams(**options, extra_args=arguments))
+
+
+def test_the_parameters_of_a_request_come_back_from_plain_numbers():
+    """They cross process boundaries as lists."""
+    request = Request((1,), RngKey(0, 0), DrawParams(FILTERED, frozenset()), 3)
+    arguments = json.loads(json.dumps(draw.request_arguments(request)))
+    drawing = draw.KeyedDraw(None, torch.device("cpu"), False)
+    drawing.update_state(
+        SimpleNamespace(
+            removed=[], moved=[], added=[(0, vllm.SamplingParams(extra_args=arguments), None, [])]
+        )
+    )
+    assert drawing._rows[0].sampling_params == FILTERED
 
 
 def _output(logprobs: list[float]) -> Any:

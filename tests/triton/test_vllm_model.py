@@ -163,8 +163,8 @@ def test_prefill_and_then_decode_have_the_bits_of_the_whole_sequence(pair):
 
 @pytest.mark.parametrize(
     "sampling_params",
-    [SamplingParams(0.7), SamplingParams(1.3, 10, 0.9)],
-    ids=lambda d: f"{d.temperature}-{d.top_k}-{d.top_p}",
+    [SamplingParams(0.7), SamplingParams(1.3, 10, 0.9), SamplingParams(1.3, 0, 1.0, 0.05)],
+    ids=lambda d: f"{d.temperature}-{d.top_k}-{d.top_p}-{d.min_p}",
 )
 def test_logprobs_drawn_are_the_trainers_and_vllms(batch_invariant, pair, sampling_params):
     """Our logits processor draws from vLLM's logits, and its logprobs are compared with two others.

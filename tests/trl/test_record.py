@@ -14,6 +14,7 @@ from zerokl.audit.formats.registry import read_rollouts
 from zerokl.cli import main
 from zerokl.engine.tasks.tokenizer import character_tokenizer
 from zerokl.integrations.trl import record
+from zerokl.kernels.sampling_params import SamplingParams
 
 pytestmark = [pytest.mark.trl, pytest.mark.filterwarnings("ignore")]
 STEPS, P, G = 3, 2, 4
@@ -123,7 +124,7 @@ def test_every_completion_is_a_line_with_both_columns(log):
         assert rollout.step == index // (P * G)
         assert rollout.weight_span == (rollout.step, rollout.step)
         assert (rollout.prompt, rollout.sample) == (index % (P * G) // G, index % G)
-        assert rollout.sampling_params == (0.7, 0, 1.0)
+        assert rollout.sampling_params == SamplingParams(0.7)
         assert not np.isnan(rollout.logprobs).any()
         assert not np.isnan(rollout.trainer_logprobs).any()
     groups = [rollouts[i : i + G] for i in range(0, len(rollouts), G)]

@@ -51,7 +51,7 @@ def answer(sampler: VllmZeroklSampler, decoder: Decoder, prompts: list[list[int]
         few_tokens = GenerationParams(SamplingParams(), 1, 4, frozenset())
         complete(sampler, prompts[:2], few_tokens, RngKey(9, sampler.version))
     generation_params = GenerationParams(
-        SamplingParams(*call["sampling_params"]),
+        SamplingParams.of(*call["sampling_params"]),
         call["num_generations"],
         call["max_tokens"],
         frozenset(call["stop_ids"]),

@@ -1,5 +1,6 @@
 """vLLM as it comes, as the sampler of an ablation, draws from the weights that are trained."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,8 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.vllm
+
+ALLOWED = tuple(range(1, 60, 2))
 
 # It runs in a process of its own, because vLLM keeps its threads and settings for good.
 CODE = """
@@ -63,9 +66,21 @@ def test_a_run_with_vllm_as_it_comes(model: Path, tmp_path: Path):
         "--exact": "false",
         "--evaluation.every": "2",
         "--loss.preset": "tis",
+        "--sampling.min_p": "0.05",
+        "--sampling.logit_bias": "{ 5 = -3.0, 13 = -2.5, 27 = 3.0, 47 = 2.0, 59 = 3.5 }",
     }
     words = [word for option in options.items() for word in option]
+    words += [word for token in ALLOWED for word in ("--sampling.allowed_token_ids", str(token))]
     command = [str(Path(sys.executable).with_name("zerokl")), "train", *words]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-3000:]
     assert "of them unequal" in process.stdout
+    lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    drawn = [token for line in lines for token in line["completion_ids"]]
+    assert set(drawn) <= set(ALLOWED)
+    differences = [
+        abs(float(a) - float(b))  # minus infinity is a text
+        for line in lines
+        for a, b in zip(line["logprobs"], line["trainer_logprobs"], strict=True)
+    ]
+    assert max(differences) < 1e-3, "vLLM and the trainer have the same filters"

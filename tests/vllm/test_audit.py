@@ -10,6 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from zerokl.engine.rollout.native import NativeSampler
+from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
+from zerokl.integrations.recorder import Recorder
+from zerokl.kernels.sampling_params import SamplingParams
+from zerokl.model.checkpoint import load_decoder
 from zerokl.model.operations import operation_names
 
 pytestmark = pytest.mark.vllm
@@ -63,7 +68,12 @@ def test_vllm_against_itself_parts_at_no_operation(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words", [("--temperature", "0.7"), ("--temperature", "0"), ("--temperature", "1.3", "--top-k", "20")]
+    "words",
+    [
+        ("--temperature", "0.7"),
+        ("--temperature", "0"),
+        ("--temperature", "1.3", "--top-k", "20", "--min-p", "0.05"),
+    ],
 )
 def test_vllm_scores_the_distribution_that_was_drawn_from(model, tmp_path, words):
     words = ("--sampler", "native", "--trainer", "vllm", "--dtype", "float32", "--full_vocab", *words)
@@ -72,6 +82,20 @@ def test_vllm_scores_the_distribution_that_was_drawn_from(model, tmp_path, words
     assert report["full_vocab"]["max_abs"] < 0.01
     assert report["full_vocab"]["kl_sampler_trainer"]["value"] < 1e-5
     assert report["engine_settings"]["trainer"]["attention backend"] == "CPUAttentionBackend"
+
+
+@pytest.mark.parametrize("temperature", [0.8, 0.0])
+def test_vllm_scores_every_filter_that_a_log_declares(model, tmp_path, temperature):
+    params = SamplingParams.of(temperature, 0, 0.95, 0.02, {9: 2.0, 20: -1.5}, range(1, 60, 2))
+    sampler, prompts = NativeSampler(load_decoder(model, torch.float32)), [[5, 9], [20, 30, 41]] * 8
+    with Recorder(
+        tmp_path / "log.jsonl", **params._asdict() | {"logit_bias": dict(params.logit_bias)}
+    ) as log:
+        for r in complete(sampler, prompts, GenerationParams(params, 2, 20, frozenset()), RngKey(1, 0)):
+            log.record(*r.pair, r.logprobs)
+    words = ("--sampler", str(tmp_path / "log.jsonl"), "--trainer", "vllm", "--dtype", "float32")
+    report = _audit(model, tmp_path / "out", *words)[1]
+    assert report["max_abs"] < 0.01
 
 
 def test_vllm_with_wide_logits(model, tmp_path):

@@ -25,13 +25,14 @@ from tests.trajectories import in_three_turns
 pytestmark = pytest.mark.vllm
 
 STOP, BLOCK_TOKENS = 1, 32
-# Temperature, top_k and top_p.
+# Temperature, top_k and top_p, and for all filters min_p, the bias and the allowed tokens.
 SAMPLING_PARAMS = {
     "T=1": (1.0, 0, 1.0),
     "T=0.7": (0.7, 0, 1.0),
     "greedy": (0.0, 0, 1.0),
     "top-p 0.9": (1.0, 0, 0.9),
     "top-k 20": (0.9, 20, 1.0),
+    "every filter": (0.9, 30, 0.97, 0.02, ((9, 2.0), (20, -1.5)), tuple(range(1, 60, 2))),
 }
 CACHES = {
     "prefix cache, chunked": {"chunked_prefill": True, "max_batch_tokens": 96, "prefix_caching": True},
@@ -90,7 +91,7 @@ def _native(
     decoder = load_decoder(model, getattr(torch, dtype))
     for _ in range(updates):
         decoder.flat.mul_(1.01)
-    sampling_params = SamplingParams(*call["sampling_params"])
+    sampling_params = SamplingParams.of(*call["sampling_params"])
     generation_params = GenerationParams(sampling_params, 1, call["max_tokens"], frozenset({STOP}))
     draw = in_three_turns if call.get("turns") else complete
     rollouts = draw(NativeSampler(decoder), prompts, generation_params, RngKey(3, 4))

@@ -20,11 +20,14 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 from ....kernels.draw import draw_tokens
 from ....kernels.logprob import chunk_rows
 from ....kernels.philox import Stream
-from ....kernels.sampling_params import SamplingParams
+from ....kernels.sampling_params import PENALTIES, SamplingParams, refuse_penalties
+from ....kernels.truncation import logit_offset
 from ....kernels.upload import upload
 from ..types import Request, RngKey, Uniforms
 
 EXTRA = "zerokl"  # the key of our arguments in SamplingParams.extra_args
+# What vLLM would do to the logits beside our draw.
+_FILTERS = ("min_p", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens")
 
 
 def request_arguments(request: Request) -> dict[str, Any]:
@@ -63,11 +66,23 @@ class KeyedDraw(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: vllm.SamplingParams) -> None:
-        """Raise ValueError for a request that was not made by `request_arguments`."""
+        """Raise ValueError for a request that was not made by `request_arguments`.
+
+        A filter or a penalty of vLLM's own would change the logits before or after the draw, and the trainer
+        would not know of it.
+        """
         if EXTRA not in (sampling_params.extra_args or {}):
             raise ValueError(
                 "zerokl: this engine draws only for KeyedSampler; the request has no zerokl key in extra_args"
             )
+        penalties = {name: getattr(sampling_params, name) for name in PENALTIES}
+        refuse_penalties("zerokl: vLLM's SamplingParams", penalties)
+        for name in _FILTERS:
+            if value := getattr(sampling_params, name):
+                raise ValueError(
+                    f"zerokl: {name} ({value!r}) of vLLM's SamplingParams: KeyedDraw applies filters itself; "
+                    "give it in the sampling_params of the request that KeyedSampler takes"
+                )
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
         self._rows: dict[int, _Row] = {}
@@ -84,7 +99,7 @@ class KeyedDraw(LogitsProcessor):
             self._rows.pop(index, None)
         for index, params, _, output in batch_update.added:
             arguments = params.extra_args[EXTRA]
-            sampling_params = SamplingParams(*arguments["sampling_params"])
+            sampling_params = SamplingParams.of(*arguments["sampling_params"])
             seed, step, stream, prompt, sample = arguments["key"]
             rng_key = RngKey(seed, step, Stream(stream), prompt, sample)
             row = _Row(sampling_params, rng_key, arguments["drawn"], Uniforms(rng_key), output)
@@ -114,12 +129,16 @@ class KeyedDraw(LogitsProcessor):
         """
         drawing = [self._rows[row] for row in rows]
         u = torch.tensor([r.uniforms.at(r.drawn) for r in drawing], dtype=torch.float64)
-        u, index = upload(logits.device, u, torch.tensor(rows))
+        offset = logit_offset(sampling_params, logits.shape[1], u.device)
+        u, index, *uploaded = upload(
+            logits.device, u, torch.tensor(rows), *(() if offset is None else (offset,))
+        )
+        offset = uploaded[0] if uploaded else None
         if len(rows) == logits.shape[0]:  # the usual case, which needs no copy
-            _leave_only(logits, *draw_tokens(logits, u, sampling_params))
+            _leave_only(logits, *draw_tokens(logits, u, sampling_params, offset=offset))
             return
         part = logits[index]
-        _leave_only(part, *draw_tokens(part, u, sampling_params))
+        _leave_only(part, *draw_tokens(part, u, sampling_params, offset=offset))
         logits.index_copy_(0, index, part)
 
 

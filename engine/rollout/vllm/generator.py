@@ -51,6 +51,10 @@ class VllmGenerator:
                 temperature=sampling_params.temperature,
                 top_k=sampling_params.top_k,
                 top_p=sampling_params.top_p,
+                min_p=sampling_params.min_p,
+                logit_bias=dict(sampling_params.logit_bias) or None,
+                allowed_token_ids=sampling_params.allowed_token_ids
+                and list(sampling_params.allowed_token_ids),
                 max_tokens=generation_params.max_tokens,
                 logprobs=0,
                 seed=(seed << 20) + i,  # a request's seed does not depend on its company

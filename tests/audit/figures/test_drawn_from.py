@@ -20,6 +20,7 @@ from zerokl.kernels.sampling_params import SamplingParams as P
 from zerokl.verify.mismatch import standard_error
 
 VOCAB, RAW = 48, P()
+MIN_P, ALLOWED = P(1.0, 0, 1.0, 0.1), P.of(allowed_token_ids=range(0, 48, 2))
 
 
 def distribution(logits: np.ndarray, params: P) -> np.ndarray:
@@ -27,7 +28,10 @@ def distribution(logits: np.ndarray, params: P) -> np.ndarray:
     p /= p.sum()
     order = np.argsort(-p)
     before = np.cumsum(p[order]) - p[order]
-    keep = order[(before < params.top_p) & (np.arange(len(p)) < (params.top_k or len(p)))]
+    likely = p[order] >= params.min_p * p.max()
+    keep = order[likely & (before < params.top_p) & (np.arange(len(p)) < (params.top_k or len(p)))]
+    if params.allowed_token_ids is not None:
+        keep = np.intersect1d(keep, params.allowed_token_ids)
     kept = np.zeros_like(p)
     kept[keep] = p[keep]
     return kept / kept.sum()
@@ -80,6 +84,8 @@ def kind(rollouts: list[Drawn]) -> str | None:
         (P(1.5), P(1.5), RAW, "trainer without the temperature"),
         (P(0.8), RAW, P(0.8), "sampler without the temperature"),
         (P(1.0, 0, 0.9), RAW, P(1.0, 0, 0.9), "sampler without top-p"),
+        (MIN_P, MIN_P, RAW, "trainer without min-p"),
+        (ALLOWED, ALLOWED, RAW, "trainer without allowed tokens"),
         (P(0.5), P(0.7), P(0.5), "distribution"),
     ],
 )
@@ -90,7 +96,7 @@ def test_a_column_of_another_distribution_is_named(drawn, sampler, trainer, name
 def test_a_cut_that_no_line_declares_is_named_from_its_sign_alone():
     rollouts = draw(0, P(1.0, 0, 0.9), P(1.0, 0, 0.9), RAW)
     undeclared = [Drawn(x.group, x.ids, x.positions, x.sampler, x.trainer, None) for x in rollouts]
-    assert kind(undeclared) == "trainer without top-p or top-k"
+    assert kind(undeclared) == "trainer without top-p, top-k or min-p"
 
 
 def sound_logs(count: int):

@@ -34,6 +34,9 @@ FULL = {
     "temperature": 0.8,
     "top_k": 20,
     "top_p": 0.9,
+    "min_p": 0.05,
+    "logit_bias": {"4": 1.5, "16": -2.0},
+    "allowed_token_ids": [4, 8, 15, 16],
     "weight_version": [3, 3, 4, 4],
     "decimals": 4,
     "trainer_decimals": 6,
@@ -213,12 +216,42 @@ def test_every_field_of_our_own_is_read():
     (rollout,) = own.parse(FULL, Path())
     assert np.isnan(rollout.logprobs).tolist() == [False, True, True, False]
     assert rollout.weight_span == (3, 4)
-    assert rollout.sampling_params == SamplingParams(0.8, 20, 0.9)
+    bias, allowed = ((4, 1.5), (16, -2.0)), (4, 8, 15, 16)
+    assert rollout.sampling_params == SamplingParams(0.8, 20, 0.9, 0.05, bias, allowed)
     assert rollout.tolerance() == pytest.approx(0.5e-4 + 0.5e-6)
     assert rollout.routed_experts.shape == (4, 1, 2)
     undrawn = FULL | {"logprobs": [-0.25, None, None, -0.125], "trainer_logprobs": [-0.25, -0.5, None, None]}
     assert own.as_row(rollout) == undrawn
     assert set(SCHEMA["properties"]) == {*FULL, "turns"}
+
+
+@pytest.mark.parametrize(
+    ("drawn_with", "message"),
+    [
+        ({"min_p": 1.5}, r"min_p \(1.5\) must lie in \[0, 1\]"),
+        ({"min_p": "little"}, "min_p .* must be a number"),
+        ({"logit_bias": {"four": 1.0}}, "logit_bias: 'four' is no token id"),
+        ({"logit_bias": {"04": 1.0}}, "logit_bias: '04' is no token id"),
+        ({"logit_bias": {"4": None}}, "logit_bias of token 4 .* must be a number"),
+        ({"logit_bias": {"4": 101}}, "logit_bias \\(101.0\\) of token 4"),
+        ({"logit_bias": [4]}, "logit_bias .* must be a JSON object"),
+        ({"allowed_token_ids": []}, "allowed_token_ids must be a list of token ids that is not empty"),
+        ({"allowed_token_ids": [4.5]}, "allowed_token_ids"),
+        ({"repetition_penalty": 1.1}, r"repetition_penalty \(1.1\) is refused: a penalty makes"),
+        ({"presence_penalty": -0.5}, r"presence_penalty \(-0.5\) is refused"),
+        ({"frequency_penalty": "much"}, "frequency_penalty .* is refused"),
+    ],
+    ids=str,
+)
+def test_a_filter_that_cannot_be_and_a_penalty_are_refused_by_name(drawn_with, message):
+    with pytest.raises(ValueError, match=message):
+        list(own.parse(FULL | drawn_with, Path()))
+
+
+def test_a_penalty_that_is_off_is_no_penalty():
+    (plain,) = own.parse(FULL, Path())
+    (off,) = own.parse(FULL | {"repetition_penalty": 1.0, "presence_penalty": 0, "min_p": 0.05}, Path())
+    assert off.sampling_params == plain.sampling_params
 
 
 def test_turns_take_what_is_said_beside_them():

@@ -84,6 +84,9 @@ def write(path: Path, rollouts, params: SamplingParams = SAMPLING, **more) -> Pa
             "temperature": params.temperature,
             "top_p": params.top_p,
             "top_k": params.top_k,
+            "min_p": params.min_p,
+            "logit_bias": {str(token): bias for token, bias in params.logit_bias},
+            "allowed_token_ids": params.allowed_token_ids,
         }
         | more
         for r in rollouts

@@ -35,6 +35,42 @@ def test_a_sound_log_names_none(case, tmp_path, trainer, dtype):
     assert report["cause"]["kind"] == ("equal" if trainer == "zerokl" else "rounding")
 
 
+@pytest.mark.parametrize("trainer", ["zerokl", "hf"])
+def test_a_sound_log_of_every_filter_names_none(case, tmp_path, trainer):
+    params = SamplingParams.of(0.8, 30, 0.95, 0.02, {5: 2.0, 20: -1.5}, range(3, 60))
+    report = report_of(
+        case, write(tmp_path / "log.jsonl", draw(case.decoder, params), params), trainer=trainer
+    )
+    assert report["hypotheses"]["found"] is None
+    assert (report["frac_equal"] == 1.0) == (trainer == "zerokl")
+    (drawn_with,) = report["assumed"]["distributions"]
+    assert drawn_with == {
+        "temperature": 0.8,
+        "top_k": 30,
+        "top_p": 0.95,
+        "rollouts": 8,
+        "min_p": 0.02,
+        "biased_tokens": 2,
+        "allowed_tokens": 57,
+    }
+
+
+@pytest.mark.parametrize(
+    ("drawn_with", "kind"),
+    [
+        (SamplingParams(1.0, 0, 1.0, 0.05), "another top-p, top-k or min-p"),
+        (SamplingParams.of(1.0, allowed_token_ids=range(3, 40)), "raw logits"),
+    ],
+)
+def test_filters_that_one_side_leaves_out_are_named(case, tmp_path, drawn_with, kind):
+    """A log that does not say that its sampler had min-p, or one that says so, of a sampler that had none."""
+    declares = RAW if kind.startswith("another") else drawn_with
+    drawn = draw(case.decoder, drawn_with)
+    logged = drawn if declares == RAW else relogged(drawn, scores(case.decoder, drawn, RAW))
+    found = report_of(case, write(tmp_path / "log.jsonl", logged, declares))["hypotheses"]["found"]
+    assert found["name"] == kind
+
+
 def test_a_fault_that_no_row_knows_fits_none(case, tmp_path):
     noise = np.random.default_rng(0)
     logged = [np.minimum(r.logprobs + noise.normal(0, 0.3, len(r.logprobs)), 0.0) for r in case.rollouts]
@@ -51,7 +87,7 @@ DISTRIBUTIONS = {
     "top-p and top-k not renormalised": (CUT, SamplingParams(0.7, 0, 1.0)),
     "temperature applied otherwise": (SamplingParams(0.7), SamplingParams(0.49)),
     "another temperature": (SamplingParams(1.0), SamplingParams(0.6)),
-    "another top-p or top-k": (SamplingParams(1.0), SamplingParams(1.0, 20)),
+    "another top-p, top-k or min-p": (SamplingParams(1.0), SamplingParams(1.0, 20)),
 }
 
 
@@ -84,8 +120,10 @@ def test_the_side_at_fault_is_named(case, tmp_path):
 
 def test_the_checkpoints_generation_config_is_named(case, tmp_path):
     folder = changed_weights(case, tmp_path / "model", lambda flat: flat)
-    (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "top_p": 0.95}')
-    drawn = draw(case.decoder, SamplingParams(0.6, 20, 0.95))
+    (folder / "generation_config.json").write_text(
+        '{"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1}'
+    )
+    drawn = draw(case.decoder, SamplingParams(0.6, 20, 0.95, 0.1))
     report = report_of(replace(case, folder=folder), write(tmp_path / "log.jsonl", drawn, RAW))
     assert report["hypotheses"]["found"]["name"] == "generation_config.json"
     assert "top_k 20" in report["cause"]["text"]

@@ -414,10 +414,10 @@ def test_a_choice_overrides_its_preset():
     assert cfg.resolve() == cfg
 
 
-@pytest.mark.parametrize("sampling", [{"top_p": 0.9}, {"top_k": 5}], ids=str)
+@pytest.mark.parametrize("sampling", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}], ids=str)
 def test_a_reference_that_cuts_a_drawn_token_is_refused(sampling):
     """Its logprob of this token is -inf. The loss, and with k2 the gradient, would be infinite or NaN."""
-    with pytest.raises(ValueError, match=r"loss\.kl_coef \(0\.1\) with sampling\.top_k or sampling\.top_p"):
+    with pytest.raises(ValueError, match=r"loss\.kl_coef \(0\.1\) with sampling\.top_k, top_p or min_p"):
         check_settings(Config(loss=LossConfig(kl_coef=0.1), sampling=sampling))
     check_settings(Config(loss=LossConfig(kl_coef=0.1)))
     check_settings(Config(sampling=sampling))

@@ -198,7 +198,14 @@ def test_checkpoints_on_the_way_are_the_weights_of_that_step(config, four_steps,
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "generation_params", [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 9, "temperature": 1.3}]
+    "generation_params",
+    [
+        {"temperature": 0.7},
+        {"top_p": 0.9},
+        {"top_k": 9, "temperature": 1.3},
+        {"min_p": 0.1, "logit_bias": {"17": 2.0}},
+        {"top_p": 0.95, "min_p": 0.02, "allowed_token_ids": list(range(40))},
+    ],
 )
 def test_mismatch_is_zero_under_any_distribution(config, tmp_path, dtype, generation_params):
     keys = {f"sampling__{k}": v for k, v in generation_params.items()}
