@@ -26,12 +26,12 @@ TWO_LAYERS = dict(
 )
 
 
-def random_model(root: Path, widths: dict[str, int], sharper: float = 1.0) -> Path:
+def random_model(root: Path, widths: dict[str, int], sharper: float = 1.0, characters: str = "") -> Path:
     """Write a Qwen3 of these widths with the character tokenizer; return its folder, which is below `root`.
 
-    All weights are multiplied by `sharper`.
+    All weights are multiplied by `sharper`. characters: of the tokenizer; empty is its own 61.
     """
-    tokenizer = character_tokenizer()
+    tokenizer = character_tokenizer(characters) if characters else character_tokenizer()
     tokenizer.save_pretrained(root / "tokenizer")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(initialise.PRESETS, "test", widths)
