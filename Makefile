@@ -24,7 +24,7 @@ help:
 	@echo "make test-trl       advantages, losses and gradients beside TRL's own; the recorder beside a run without it"
 	@echo "make test-browser   the pages of audit, report and watch in Chromium (apt-get install chromium chromium-driver)"
 	@echo "make test-trackers  runs tracked by Weights & Biases, Trackio and MLflow, offline"
-	@echo "make test-worlds    environments of TextArena, GEM and Gymnasium, the real libraries, played and trained in"
+	@echo "make test-worlds    environments of verifiers, TextArena, GEM and Gymnasium, played and trained in"
 	@echo "make real           SmolLM2-135M-Instruct: transformers, vLLM and zerokl audited, then exact RL (16 minutes)"
 	@echo "make test-real      the same model in short: converted, audited, trained two steps"
 	@echo "make docs           the documentation, in build/docs; a broken link fails"
@@ -133,7 +133,7 @@ test-worlds: .venv-worlds/.installed
 .venv-worlds/.installed: pyproject.toml setup.py
 	test -x .venv-worlds/bin/python || $(PYTHON) -m venv .venv-worlds
 	.venv-worlds/bin/python -c "import torch" 2>/dev/null || .venv-worlds/bin/pip install -q $(TORCH)
-	.venv-worlds/bin/pip install -q -e ".[test,textarena,gem]" gymnasium
+	.venv-worlds/bin/pip install -q -e ".[test,verifiers,textarena,gem]" gymnasium
 	touch $@
 
 # A real model, SmolLM2-135M-Instruct, from a package of the ordinary registry; in an environment of its own, with vLLM.

@@ -29,6 +29,7 @@ class VerifiersEnvironment:
         self._world, self._tasks, self._chat = world, tasks, chat
         self._generators = OwnGenerators()
         self._messages: list[dict[str, str]] = []
+        self._rollout: asyncio.Task[float] | None = None
 
     async def reset(self, problem: Problem, key: EnvironmentKey) -> Observation:
         """What the environment says before the model's first turn."""
@@ -51,8 +52,8 @@ class VerifiersEnvironment:
 
     async def close(self) -> None:
         """End a rollout that waits for a turn."""
-        self._rollout.cancel()
-        await asyncio.wait([self._rollout])
+        if self._rollout is not None and self._rollout.cancel():
+            await asyncio.wait([self._rollout])
 
     async def _next(self) -> Observation:
         """Wait until the rollout asks for a turn, or has ended."""

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-import httpx
+import aiohttp
 import verifiers.v1 as vf
 from verifiers.v1.configs.agent import agent_config_fields, resolve_agent
 from verifiers.v1.interception import Interception, InterceptionServer
@@ -30,9 +30,7 @@ class World:
         raw = {"id": environment, **config, "taskset": {**config.get("taskset", {}), "id": taskset}}
         seats = [*agent_config_fields(vf.resolve_env_config(raw))]
         if len(seats) != 1:
-            raise ValueError(
-                f"task verifiers: {taskset} has the seats {', '.join(seats)}; one can be trained"
-            )
+            raise ValueError(f"task verifiers: {taskset} has the seats {', '.join(seats)}; it must have one")
         raw[seats[0]] = {**_SEAT, **config.get(seats[0], {})}
         self.env = vf.load_environment(vf.resolve_env_config(raw))
         self.taskset = self.env.taskset
@@ -173,10 +171,12 @@ class _ChatLoop(vf.Harness[vf.HarnessConfig]):
             messages.append({"role": "user", "content": prompt})
         else:
             messages += [message.model_dump(exclude_none=True) for message in prompt or []]
-        async with httpx.AsyncClient(timeout=None, trust_env=False) as client:
-            response = await client.post(
-                f"{endpoint}/chat/completions",
-                headers={"Authorization": f"Bearer {secret}"},
-                json={"model": ctx.model, "messages": messages},
-            )
-        return vf.ProgramResult(int(response.is_error), "", response.text if response.is_error else "")
+        request = {
+            "url": f"{endpoint}/chat/completions",
+            "headers": {"Authorization": f"Bearer {secret}"},
+            "json": {"model": ctx.model, "messages": messages},
+        }
+        no_limit = aiohttp.ClientTimeout(total=None)
+        async with aiohttp.ClientSession(timeout=no_limit) as client, client.post(**request) as response:
+            error = "" if response.ok else await response.text()
+            return vf.ProgramResult(int(not response.ok), "", error)

@@ -2,5 +2,5 @@
 
 from importlib.util import find_spec
 
-LIBRARIES = ("textarena", "gem", "gymnasium")
+LIBRARIES = ("textarena", "gem", "gymnasium", "verifiers")
 collect_ignore_glob = [] if all(map(find_spec, LIBRARIES)) else ["*"]

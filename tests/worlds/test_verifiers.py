@@ -49,7 +49,7 @@ def test_a_rollout_is_a_trajectory_and_ends_with_its_reward():
     ]
     assert [message["role"] for message in second.content + third.content] == ["user", "user"]
     assert second.content[0]["content"].startswith("no, 0.")
-    assert not (first.done or second.done or third.done)
+    assert [answer.done for answer in (first, second, third)] == [False] * 3
     assert (last.done, last.reward) == (True, 0.25), "the weighted sum of the rewards"
     assert played(NUMBERS, [["3"]])[0][-1].reward == 1.25
 
@@ -74,9 +74,23 @@ def test_splits_are_tasks_in_their_order():
     assert len(task.problems("train")) == 6
 
 
-def test_a_failure_of_the_environment_is_raised():
-    with pytest.raises(KeyError, match="planted"):
-        played(NUMBERS, [["fail"]])
+@pytest.mark.parametrize(
+    ("turn", "error", "message"),
+    [("fail", KeyError, "planted"), ("again", ValueError, "does not go on with the conversation")],
+)
+def test_a_failure_of_the_environment_is_raised(turn, error, message):
+    with pytest.raises(error, match=message):
+        played(NUMBERS, [[turn]])
+
+
+def test_a_rollout_that_waits_for_a_turn_is_ended():
+    task = load_task(TASK, NUMBERS)
+    environment = task.environment()
+    awaited(environment.close())  # before it has begun
+    awaited(environment.reset(task.problems("train")[0], EnvironmentKey(0, 0, 0, 0, 0)))
+    assert not environment._rollout.done()
+    awaited(environment.close())
+    assert environment._rollout.cancelled()
 
 
 @pytest.mark.parametrize(
@@ -93,8 +107,7 @@ def test_what_cannot_be_played_is_refused(options, message):
         load_task(TASK, options)
 
 
-@pytest.mark.parametrize("options", [{**NUMBERS, "chat": False}, SUMS], ids=["turns", "one turn"])
-def test_a_run_is_exact_and_can_be_read_again(tmp_path, options):
-    lines = trained(tmp_path, TASK, options)
+def test_a_run_is_exact_and_can_be_read_again(tmp_path):
+    lines = trained(tmp_path, TASK, {**NUMBERS, "chat": False}, "--environment.processes", "1")
     assert len({line["reward"] for line in lines}) > 1, "the steps have a gradient"
     assert {line["finish"] for line in lines} <= {"done", "tokens"}

@@ -42,4 +42,6 @@ class NumbersEnv(vf.Env[NumbersEnvConfig]):
                     break
                 if segment.last_reply == "fail":
                     raise KeyError("planted")
+                if segment.last_reply == "again":
+                    await agents.player.run(task)
                 segment = await interaction.turn(f"no, {random.random()}")
