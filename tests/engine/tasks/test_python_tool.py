@@ -6,10 +6,13 @@ The programs here do no harm where a limit is missing: they then print something
 import json
 import os
 import re
+import string
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+from zerokl.cli import main
 from zerokl.engine.tasks import confinement
 from zerokl.engine.tasks.environment import EnvironmentKey
 from zerokl.engine.tasks.environments import Answer, EnvironmentSettings, Game, open_environments
@@ -17,7 +20,10 @@ from zerokl.engine.tasks.loading import load_task
 from zerokl.engine.tasks.python_tool import program_of
 from zerokl.engine.tasks.run_python import ToolLimits, run_python
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="Linux confines the programs")
+from tests.random_model import ONE_LAYER, random_model
+
+OPEN = confinement.missing() if sys.platform == "linux" else ["anything"]
+pytestmark = pytest.mark.skipif(bool(OPEN), reason=f"this kernel does not close {', '.join(OPEN)}")
 LIMITS = ToolLimits(timeout_s=1, memory_bytes=1 << 28, output_chars=600)
 CLOSES = "import os\nfor i in range(64):\n    try: os.close(i)\n    except OSError: pass\n"
 
@@ -114,7 +120,6 @@ def test_a_program_knows_nothing_of_the_run(monkeypatch):
 
 
 def test_what_the_kernel_cannot_refuse_is_said_in_one_line(monkeypatch, capsys, tmp_path):
-    assert confinement.missing() == [], "this machine's kernel refuses everything"
     monkeypatch.setattr(confinement.platform, "machine", lambda: "riscv64")
     assert confinement.missing() == ["other processes", "the network"]
     monkeypatch.setattr(confinement, "_landlock_version", lambda libc: -1)
@@ -203,3 +208,32 @@ def test_programs_of_neighbours_end_neither_each_other_nor_the_process(tmp_path)
                 game.answered(answer)
                 game.turns.append(([k], f"```python\n{program}\n```"))
         assert [answer.content.split()[1] for answer in answers] == ["1", "2", "3"]
+
+
+def test_a_run_with_the_tool_is_exact_and_can_be_read_again(tmp_path, monkeypatch):
+    """Some tokens of this model are whole programs, and some are right answers, so that it writes both."""
+    programs = [f"```python\nprint({i} * 7)\n```" for i in range(40)]
+    answers = [f"0{' ' * k}" for k in range(1, 40)]
+    characters = [*string.printable, *programs, *answers]
+    model = random_model(tmp_path / "model", ONE_LAYER, characters=characters)
+    stops = [0, 1, 2, *(3 + i for i, c in enumerate(string.printable) if not c.isdigit())]
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+    monkeypatch.chdir(tmp_path)
+    lines = [{"prompt": f"{i} is", "answer": "0"} for i in range(4)]
+    Path("problems.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    words = "--task.name python --task.options.file problems.jsonl --task.options.reward exact --steps 2"
+    more = "--prompts 4 --num_generations 8 --evaluation.every 0 --workers 1 --environment.processes 2"
+    limits = "--environment.max_turns 3 --sampling.max_tokens 3"
+    words = f"train --model {model} --run_dir run {words} {more} {limits}".split()
+    assert main(words) == 0
+    assert json.loads(Path("run/summary.json").read_text())["mismatch_max_abs"] == 0.0
+    lines = [json.loads(line) for line in Path("run/rollouts.jsonl").read_text().splitlines()]
+    assert {line["reward"] for line in lines} == {0.0, 1.0}
+    seen = 0
+    for line in lines:
+        products = [7 * int(number) for number in re.findall(r"print\((\d+) \* 7\)", line["text"])]
+        printed = "".join(re.findall(r"```output\n(.*?)```", line["text"], re.DOTALL)).split()
+        assert [*map(int, printed)] == products[: len(printed)], "the last turn may have no answer"
+        seen += len(printed)
+    assert seen > 10
+    assert main(["verify", "run", "run"]) == 0
