@@ -78,7 +78,8 @@ def test_a_run_in_gem_is_exact_and_can_be_read_again(tmp_path):
     assert {line["reward"] for line in lines} == {-0.1}
 
 
-def test_a_run_in_gymnasium_is_exact_and_can_be_read_again(tmp_path):
-    lines = trained(tmp_path, TASK, ECHO)
+def test_a_run_in_gymnasium_is_exact_and_the_same_with_any_number_of_processes(tmp_path):
+    lines = trained(tmp_path / "two", TASK, ECHO)
+    assert trained(tmp_path / "one", TASK, ECHO, "--environment.processes", "1") == lines
     assert max(len(line["turn_rewards"]) for line in lines) == 3
     assert len({line["reward"] for line in lines}) > 2, "the steps have a gradient"
