@@ -72,8 +72,8 @@ def _section(field) -> type[BaseModel] | None:
 
 def _key(key: str, field, open_choice: bool = False) -> list[str]:
     default = field.get_default(call_default_factory=True)
-    shown = "the preset's" if open_choice else f"`{_toml(default)}`"
-    facts = f"{_type(field, open_choice)}; default: {shown}"
+    shown = "the preset's" if open_choice else "not there" if default is None else f"`{_toml(default)}`"
+    facts = f"{_type(field)}; default: {shown}"
     return [f"`````{{confval}} {key}", _prose(field.description or ""), "", "{.facts}", facts, "`````", ""]
 
 
@@ -83,10 +83,10 @@ def _toml(value: object) -> str:
     return json.dumps(value)
 
 
-def _type(field, open_choice: bool) -> str:
+def _type(field) -> str:
     """A field's type and bounds, in words with a capital."""
     annotation = field.annotation
-    if open_choice:  # X | None: None leaves the choice to the preset
+    if types.NoneType in typing.get_args(annotation):  # X | None: None is not written
         annotation = next(a for a in typing.get_args(annotation) if a is not types.NoneType)
     bounds = [_bound(m) for m in field.metadata if _bound(m)]
     words = ", ".join([_type_name(annotation), *bounds])
@@ -99,7 +99,8 @@ def _type_name(annotation: object) -> str:
     if typing.get_origin(annotation) is typing.Literal:
         return "one of " + ", ".join(f"`{json.dumps(v)}`" for v in typing.get_args(annotation))
     if typing.get_origin(annotation) is tuple:
-        return f"list of {_type_name(typing.get_args(annotation)[0]).removeprefix('one of ')}"
+        of = typing.get_args(annotation)[0]
+        return f"list of {_type_name(of).removeprefix('one of ')}{'s' if of in (str, int) else ''}"
     if typing.get_origin(annotation) is dict or annotation is dict:
         return "table"
     names = {str: "text", int: "whole number", float: "number", bool: "`true` or `false`"}

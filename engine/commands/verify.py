@@ -16,12 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validat
 from ...files.reading import json_number, one_line, read_json
 from ...kernels.backend import find_device
 from ...kernels.philox import Stream, permutation, uniform_range
-from ...kernels.sampling_params import SamplingParams
+from ...kernels.sampling_params import SamplingParams, bias_by_id
 from ...model.checkpoint import DTYPES, load_decoder, resolve_model
 from ...model.decoder import Decoder, named_numerics
 from ...model.scoring import cached_scores, logprobs, pack
 from ...verify.invariance import Check
-from ..config import SamplingConfig
 from ..loss.config import LossConfig
 from ..loss.policy_loss import sequence_weights
 from ..parallel.workers import Workers, cpu_threads, suits
@@ -362,7 +361,14 @@ def _read_case(case: Path) -> _Case:
         return _Case(
             config["dtype"],
             PrecisionConfig.model_validate(config.get("precision", {})),
-            SamplingConfig.model_validate(sampling).sampling_params,
+            SamplingParams.of(
+                sampling["temperature"],
+                sampling["top_k"],
+                sampling["top_p"],
+                sampling.get("min_p", 0.0),
+                bias_by_id(sampling.get("logit_bias", {})),
+                sampling.get("allowed_token_ids"),
+            ).check(),
             [(list(r["prompt_ids"]), list(r["completion_ids"])) for r in rollouts],
             [torch.tensor(r["mask"], dtype=torch.bool) for r in rollouts],
             {

@@ -175,11 +175,12 @@ def run_and_read(config: Config, folder: Path, capsys: pytest.CaptureFixture) ->
 def audit_words(config: Config, run: Path, rollouts: list[dict], folder: Path) -> list[object]:
     """The command that audits a run's log: between its columns, or with the model that drew its first step.
 
-    The log lacks only the temperature.
+    The log lacks only how it was drawn.
     """
-    params = config.sampling.sampling_params._asdict()
+    params = config.sampling.sampling_params
+    drawn_with = params._asdict() | {"logit_bias": dict(params.logit_bias)}
     lines = (run / "rollouts.jsonl").read_text().splitlines()
-    (folder / "log.jsonl").write_text("".join(json.dumps(json.loads(x) | params) + "\n" for x in lines))
+    (folder / "log.jsonl").write_text("".join(json.dumps(json.loads(x) | drawn_with) + "\n" for x in lines))
     words: list[object] = ["audit", folder / "log.jsonl", "--out", folder / "audit"]
     if all("trainer_logprobs" in rollout for rollout in rollouts):
         return words

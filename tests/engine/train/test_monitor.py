@@ -109,11 +109,21 @@ def test_a_mismatch_is_named_where_it_cannot_be_saved(config, monkeypatch, tmp_p
     assert "could not be saved: [Errno 28]" in capsys.readouterr().out
 
 
+FILTERS = {
+    "sampling__min_p": 0.02,
+    "sampling__logit_bias": {"20": 2.0},
+    "sampling__allowed_token_ids": list(range(1, 60, 2)),
+}
+
+
+@pytest.mark.parametrize("filters", [{}, FILTERS], ids=["", "filters"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_verify_case_blames_the_side_that_does_not_reproduce(config, monkeypatch, tmp_path, capsys, dtype):
+def test_verify_case_blames_the_side_that_does_not_reproduce(
+    config, monkeypatch, tmp_path, capsys, dtype, filters
+):
     Plant(monkeypatch, 1)
     with pytest.raises(MismatchError):
-        train(config(dtype=dtype, sampling__temperature=0.7), tmp_path / "run")
+        train(config(dtype=dtype, sampling__temperature=0.7, **filters), tmp_path / "run")
     capsys.readouterr()
     assert main(["verify", "--case", str(tmp_path / "run" / "mismatch")]) == 1
     rows = re.findall(r"(sampler|trainer)'s logprobs.*?(\d+)\D*$", capsys.readouterr().out, re.MULTILINE)
