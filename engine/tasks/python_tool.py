@@ -7,7 +7,10 @@ A turn with a fence is a program, and its answer is what the program prints:
     ```
 
 A turn without one is the answer to the problem. Several fences of a turn are one program, in their order. A
-fence that is not closed ends with the turn. run_python.py says what a program may do, and what is fixed.
+fence that is not closed ends with the turn. With the option `calls` a program is the argument `code` of a
+call of the tool `python` instead, and each call is a program of its own (tool_calls.py).
+
+run_python.py says what a program may do, and what is fixed.
 """
 
 import re
@@ -20,16 +23,30 @@ from .confinement import missing
 from .environment import Content, EnvironmentKey, Observation
 from .jsonl import Jsonl
 from .run_python import ToolLimits, run_python
+from .tool_calls import ToolCalls, answers
 
 _FENCE = re.compile(r"```(?:python|py)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _MIB = 1 << 20
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "python",
+        "description": "Run a Python program. Returns what it prints.",
+        "parameters": {
+            "type": "object",
+            "properties": {"code": {"type": "string", "description": "the program"}},
+            "required": ["code"],
+        },
+    },
+}
 
 
 class PythonEnvironment:
-    """One trajectory."""
+    """One trajectory. tools, tool_calls: see Environment."""
 
     def __init__(self, task: "Python"):
-        self._task = task
+        self._task, self.tool_calls = task, task.calls
+        self.tools = [_TOOL] if task.calls and task.chat else None
 
     def reset(self, problem: Problem, key: EnvironmentKey) -> Content:
         """The problem, with its system prompt."""
@@ -39,14 +56,30 @@ class PythonEnvironment:
         turns = ("system", problem.system), ("user", problem.prompt)
         return [{"role": role, "content": content} for role, content in turns]
 
-    def step(self, ids: list[int], text: str) -> Observation:
+    def step(self, ids: list[int], text: str, calls: ToolCalls | None = None) -> Observation:
         """What the turn's program prints. A turn without a program is the answer."""
+        if calls is not None:
+            return self._called(text, calls)
         if (program := program_of(text)) is None:
-            return Observation(reward=self._task.reward(self._problem, text), done=True)
+            return self._answer(text)
         output = run_python(program, self._task.limits)
         line_end = "" if not output or output.endswith("\n") else "\n"
         content = f"```output\n{output}{line_end}```"
         return Observation(content if self._task.chat else f"\n{content}\n")
+
+    def _answer(self, text: str) -> Observation:
+        return Observation(reward=self._task.reward(self._problem, text), done=True)
+
+    def _called(self, text: str, calls: ToolCalls) -> Observation:
+        if not calls.calls and not calls.error:
+            return self._answer(text)
+        messages = answers(calls, {"python": self._run})
+        return Observation(messages if self._task.chat else "\n".join(m["content"] for m in messages))
+
+    def _run(self, code: str) -> str:
+        if not isinstance(code, str):
+            raise ValueError(f"needs its code as a string ({shown(code)})")
+        return run_python(code, self._task.limits)
 
 
 class Python(Jsonl):
@@ -54,7 +87,8 @@ class Python(Jsonl):
 
     reward: how an answer is compared: exact, numeric or math. timeout_s: seconds of processor time of a
     program, and five times as many by the clock. memory_mib: MiB of memory that it may ask for.
-    output_chars: characters that it may print.
+    output_chars: characters that it may print. calls: the form in which the model calls the tool (see
+    Environment.tool_calls); empty is fences.
 
     Raises ValueError as Jsonl does, and for numbers out of range.
     """
@@ -75,6 +109,7 @@ class Python(Jsonl):
         timeout_s: int = 3,
         memory_mib: int = 512,
         output_chars: int = 2000,
+        calls: str = "",
     ):
         if reward not in NAMED_REWARDS:
             raise ValueError(
@@ -91,6 +126,7 @@ class Python(Jsonl):
             file, prompt, answer, answer_after, template, system, chat, held_out_file, held_out, seed
         )
         self._named = NAMED_REWARDS[reward]
+        self.calls = calls
         self.limits = ToolLimits(timeout_s, memory_mib * _MIB, output_chars)
 
     def reward(self, problem: Problem, completion: str) -> float:

@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 from zerokl.cli import main
 from zerokl.engine.tasks import confinement
-from zerokl.engine.tasks.environment import EnvironmentKey
+from zerokl.engine.tasks.environment import EnvironmentKey, Turn
 from zerokl.engine.tasks.environments import Answer, EnvironmentSettings, Game, open_environments
 from zerokl.engine.tasks.loading import load_task
 from zerokl.engine.tasks.python_tool import program_of
 from zerokl.engine.tasks.run_python import ToolLimits, run_python
+from zerokl.engine.tasks.tool_calls import parse_calls
 
+from tests.engine.tasks.test_environments import answers_of
 from tests.random_model import ONE_LAYER, random_model
 
 OPEN = confinement.missing() if sys.platform == "linux" else ["anything"]
@@ -174,6 +176,22 @@ def test_a_problem_is_computed_and_answered(tmp_path):
     assert plain.step([], "408").reward == 1.0
 
 
+def test_a_program_may_be_called_as_a_tool(tmp_path):
+    environment = task(tmp_path, calls="xml").environment()
+    assert environment.tools[0]["function"]["name"] == "python"
+    environment.reset(task(tmp_path).problems("train")[0], EnvironmentKey(0, 0, 0, 0, 0))
+
+    def says(text: str):
+        return environment.step([], text, parse_calls(text, environment.tool_calls))
+
+    call = '<tool_call>{"name": "python", "arguments": {"code": %s}}</tool_call>'
+    called = says(call % '"print(12 * 34)"' + call % "3")
+    assert [m["role"] for m in called.content] == ["tool", "tool"]
+    assert [m["content"] for m in called.content] == ["408\n", "error: python needs its code as a string (3)"]
+    assert says("<tool_call>").content[0]["content"].startswith("error: your turn has a call that is no JSON")
+    assert (says("It is 408.").reward, says("It is 408.").done) == (1.0, True)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -202,11 +220,11 @@ def test_programs_of_neighbours_end_neither_each_other_nor_the_process(tmp_path)
         (problem,) = task(tmp_path).problems("train")
         games = [Game(problem, EnvironmentKey(0, 0, 0, 0, i)) for i in range(3)]
         for k in range(2):
-            answers = environments.answer(games)
+            answers = answers_of(environments, games)
             assert {type(answer) for answer in answers} == {Answer}
             for game, answer, program in zip(games, answers, programs, strict=True):
                 game.answered(answer)
-                game.turns.append(([k], f"```python\n{program}\n```"))
+                game.turns.append(Turn([k], f"```python\n{program}\n```"))
         assert [answer.content.split()[1] for answer in answers] == ["1", "2", "3"]
 
 
