@@ -7,7 +7,7 @@ RUN    ?= runs/demo
 
 # TORCH: what pip is given for torch, e.g. TORCH='torch==2.13.0 --index-url ...' for another build.
 .PHONY: help demo demo-turns test test-rest test-full test-slow test-proofs vllm test-vllm test-vllm-0.33 test-triton test-trl test-browser \
-  test-trackers real test-real lint docs package pictures bench bench-vllm clean
+  test-trackers test-worlds real test-real lint docs package pictures bench bench-vllm clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make test-trl       advantages, losses and gradients beside TRL's own; the recorder beside a run without it"
 	@echo "make test-browser   the pages of audit, report and watch in Chromium (apt-get install chromium chromium-driver)"
 	@echo "make test-trackers  runs tracked by Weights & Biases, Trackio and MLflow, offline"
+	@echo "make test-worlds    environments of verifiers, TextArena, GEM and Gymnasium, played and trained in"
 	@echo "make real           SmolLM2-135M-Instruct: transformers, vLLM and zerokl audited, then exact RL (16 minutes)"
 	@echo "make test-real      the same model in short: converted, audited, trained two steps"
 	@echo "make docs           the documentation, in build/docs; a broken link fails"
@@ -49,7 +50,7 @@ demo-turns: $(STAMP)
 # One process a core, each with one OpenMP thread: threads of torch's wait for each other where cores are shared.
 JOBS   ?= $(shell nproc)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
-  -m "not slow and not vllm and not proof and not trl and not browser and not trackers and not real"
+  -m "not slow and not vllm and not proof and not trl and not browser and not trackers and not worlds and not real"
 
 test: $(STAMP)
 	$(PYTEST) -n $(JOBS) --quick
@@ -124,6 +125,15 @@ test-trackers: .venv-trackers/.installed
 	test -x .venv-trackers/bin/python || $(PYTHON) -m venv .venv-trackers
 	.venv-trackers/bin/python -c "import torch" 2>/dev/null || .venv-trackers/bin/pip install -q $(TORCH)
 	.venv-trackers/bin/pip install -q -e ".[test,wandb,trackio,mlflow]"
+	touch $@
+
+test-worlds: .venv-worlds/.installed
+	.venv-worlds/bin/python -m pytest -m worlds tests/worlds
+
+.venv-worlds/.installed: pyproject.toml setup.py
+	test -x .venv-worlds/bin/python || $(PYTHON) -m venv .venv-worlds
+	.venv-worlds/bin/python -c "import torch" 2>/dev/null || .venv-worlds/bin/pip install -q $(TORCH)
+	.venv-worlds/bin/pip install -q -e ".[test,verifiers,textarena,gem]" gymnasium
 	touch $@
 
 # A real model, SmolLM2-135M-Instruct, from a package of the ordinary registry; in an environment of its own, with vLLM.

@@ -45,6 +45,7 @@ setup(
         "zerokl.engine.tasks",
         "zerokl.engine.train",
         "zerokl.integrations",
+        "zerokl.integrations.environments",
     ],
     package_data={
         "zerokl.engine.presets": ["*.toml"],

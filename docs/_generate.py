@@ -147,7 +147,7 @@ def loss_presets() -> str:
         "loss_agg_mode",
         "more",
     ]
-    more = ("square", "length_reward", "overlong_share", "max_resamples")
+    more = ("square", "length_reward", "overlong_share", "semantic_entropy", "max_resamples")
     rows = []
     for name, row in PRESETS.items():
         low, high = row["clip_low"], row["clip_high"]
@@ -160,7 +160,7 @@ def loss_presets() -> str:
         rows.append(
             [
                 f"`{name}`",
-                row["advantage"],
+                f"pass_at_k, k {row['k']}" if row["advantage"] == "pass_at_k" else row["advantage"],
                 row["importance_sampling_level"],
                 bound,
                 correction,

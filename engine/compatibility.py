@@ -63,6 +63,14 @@ def _other_tiles(s: Setting) -> bool:
     )
 
 
+def _pass_at_k_of_shaped_rewards(s: Setting) -> bool:
+    return s.config.loss.resolve().advantage == "pass_at_k" and bool(
+        s.config.loss.resolve().length_reward
+        or s.config.loss.resolve().overlong_share
+        or (s.config.loss.kl_coef and s.config.loss.kl_in == "reward")
+    )
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         lambda s: s.config.num_generations == 1 and s.config.loss.resolve().advantage != "batch",
@@ -74,6 +82,23 @@ RULES: tuple[Rule, ...] = (
     Rule(
         lambda s: s.config.prompts * s.config.num_generations < 2,
         lambda s: "prompts x num_generations must be at least 2",
+    ),
+    Rule(
+        lambda s: (
+            s.config.loss.resolve().advantage == "pass_at_k"
+            and s.config.loss.resolve().k >= s.config.num_generations
+        ),
+        lambda s: (
+            f"loss.k ({s.config.loss.resolve().k}) must be less than num_generations "
+            f"({s.config.num_generations}): the advantage pass_at_k compares subsets of k completions"
+        ),
+    ),
+    Rule(
+        _pass_at_k_of_shaped_rewards,
+        lambda s: (
+            'loss.advantage ("pass_at_k") needs rewards that are 0 or 1, and this loss adds to them; '
+            'set loss.length_reward = 0, loss.overlong_share = 0, and loss.kl_in = "loss"'
+        ),
     ),
     Rule(
         lambda s: s.config.loss.resolve().correction_low > s.config.loss.resolve().correction_high,

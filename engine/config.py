@@ -47,8 +47,8 @@ class TaskConfig(Section):
     """What the model learns."""
 
     name: str = "add"
-    """add, sort, countdown, jsonl; with an environment calculator, guesses, wordle, nim; or your own task as
-    module:object.
+    """add, sort, countdown, jsonl; with an environment calculator, guesses, wordle, nim, python; or your own
+    task as module:object.
     """
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the task, e.g. { max_value = 99, train = 512, held_out = 256 } for add."""
@@ -56,10 +56,18 @@ class TaskConfig(Section):
     """exact, numeric, math (engine/tasks/answers.py), or your own as module:function(problem, completion) ->
     float; empty is the task's own.
     """
+    equivalence: str = ""
+    """Your own module:function(a, b) -> bool, which says whether the texts of two completions mean the same
+    (loss.semantic_entropy); empty is equal text after strip(). It runs as rewards do, with their limits.
+    """
     reward_processes: int = Field(0, ge=0, le=256)
-    """Processes that compute rewards of yours, and math's; 0 is one for each core, 16 at most."""
+    """Processes that compute rewards of yours, and math's; as many more for an equivalence of yours. 0 is one
+    for each core, 16 at most.
+    """
     reward_timeout_s: float = Field(300.0, gt=0, le=1e6)
-    """Seconds that one reward may take. A reward that takes longer ends the run, and decides no bit."""
+    """Seconds that one reward, or one group's equivalence, may take. What takes longer ends the run, and
+    decides no bit.
+    """
     reward_memory_bytes: int = Field(0, ge=0)
     """Bytes of memory that each of these processes may ask for; 0 is half of the machine's memory."""
     directory: str = ""

@@ -89,9 +89,9 @@ def chunk_rows(V: int, device: torch.device, dtype: torch.dtype = torch.float32)
     return max(64, chunk_bytes // (4 * V) // 64 * 64)
 
 
-def _chunk_rows(h: Tensor, w: Tensor, params: SamplingParams) -> int:
-    V = w.shape[0]
-    return chunk_rows(V, w.device, h.dtype if params.only_divides(V) else torch.float32)
+def logits_rows(V: int, device: torch.device, dtype: torch.dtype, params: SamplingParams) -> int:
+    """The rows of logits [rows, V] in `dtype` that linear_logprob holds at once."""
+    return chunk_rows(V, device, dtype if params.only_divides(V) else torch.float32)
 
 
 def linear_logprob_ref(h: Tensor, w: Tensor, ids: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
@@ -118,7 +118,7 @@ def _forward(
         return tuple(torch.empty(0, dtype=torch.float32, device=h.device) for _ in range(4))
     from .logprob_triton import logprob_fwd
 
-    rows, parts = _chunk_rows(h, w, params), []
+    rows, parts = logits_rows(w.shape[0], w.device, w.dtype, params), []
     for a in range(0, h.shape[0], rows):
         logits = matmul(h[a : a + rows], w, tiles=tiles)
         if params.only_divides(w.shape[0]):
@@ -180,7 +180,8 @@ class _LinearLogprob(torch.autograd.Function):
         wants_dh, wants_dw = ctx.needs_input_grad[:2]
         dh = torch.empty_like(h) if wants_dh else None
         buffer = in_pass.buffer(w) if wants_dw else None
-        for a, b, blocks in in_pass.blocks.chunks(_chunk_rows(h, w, params)):
+        rows = logits_rows(w.shape[0], w.device, w.dtype, params)
+        for a, b, blocks in in_pass.blocks.chunks(rows):
             logits, chunk_stats = matmul(h[a:b], w, tiles=ctx.tiles), tuple(s[a:b] for s in stats)
             dlogits = _dlogits(logits, ids[a:b], dlogp[a:b], params, ctx.offset, chunk_stats)
             if wants_dh:

@@ -75,11 +75,21 @@ class TokenBlocks:
     def _tables(self) -> dict[torch.device, "BlockTables"]:
         return {}
 
-    def chunks(self, rows: int) -> Iterator[tuple[int, int, "TokenBlocks"]]:
+    def chunks(self, rows: int) -> list[tuple[int, int, "TokenBlocks"]]:
         """Consecutive blocks in chunks of at most `rows` rows; a single block may be longer. For the host.
 
         Of each chunk the first row and the end, and its blocks, whose rows count from the chunk's first row.
+        The chunks are made once, so that their tables can go to a device before they are read there.
         """
+        if rows not in self._chunks:
+            self._chunks[rows] = list(self._cut(rows))
+        return self._chunks[rows]
+
+    @cached_property
+    def _chunks(self) -> dict[int, list[tuple[int, int, "TokenBlocks"]]]:
+        return {}
+
+    def _cut(self, rows: int) -> Iterator[tuple[int, int, "TokenBlocks"]]:
         pending: list[tuple[int, int, int]] = []  # shard, start and end
         for shard, blocks in self.parts:
             for start, end in blocks:

@@ -15,6 +15,7 @@ from ..kernels.backend import on_triton
 from ..kernels.decode_heads import CacheSlots
 from ..kernels.matmul import UNPACKED, PackedWeights
 from ..kernels.passes import Pass
+from ..kernels.upload import Tables, upload
 from .config import ModelConfig
 
 
@@ -33,6 +34,7 @@ class BlockCache:
         )
         self._free = list(range(blocks - 1, -1, -1))
         self._owners = [0] * blocks
+        self._taken: list[int] = []  # blocks that still hold what an earlier owner wrote
 
     @staticmethod
     def blocks_for(tokens: int) -> int:
@@ -45,16 +47,28 @@ class BlockCache:
         return config.layers * config.kv_heads * 2 * KEY_TILE * config.head_dim * dtype.itemsize
 
     def allocate(self, n: int) -> list[int]:
-        """Take n free blocks and fill them with zeros.
+        """Take n free blocks and fill them with zeros."""
+        blocks = self.take(n)
+        self.zero_taken()
+        return blocks
 
-        A masked key has weight 0.0, and 0.0 times a NaN is a NaN. So nothing of an earlier owner may stay.
-        """
+    def take(self, n: int) -> list[int]:
+        """Take n free blocks. `zero_taken` must follow before anything is written to the cache."""
         blocks = [self._free.pop() for _ in range(n)]
         for b in blocks:
             self._owners[b] = 1
-        if blocks:
-            self.data.view(self.config.layers, self.blocks, -1)[:, blocks] = 0
+        self._taken += blocks
         return blocks
+
+    def zero_taken(self) -> None:
+        """Fill with zeros all blocks that were taken.
+
+        A masked key has weight 0.0, and 0.0 times a NaN is a NaN. So nothing of an earlier owner may stay.
+        """
+        if self._taken:
+            (index,) = upload(self.data.device, torch.tensor(self._taken))
+            self.data.view(self.config.layers, self.blocks, -1).index_fill_(1, index, 0)
+            self._taken = []
 
     def share(self, blocks: Sequence[int]) -> list[int]:
         """Add one owner to each block."""
@@ -68,7 +82,8 @@ class BlockCache:
         Each sample needs its own copy of a prompt's last block, where that block is only partly filled.
         """
         by_block = self.data.view(self.config.layers, self.blocks, -1)
-        by_block[:, list(targets)] = by_block[:, list(sources)]
+        source, target = upload(self.data.device, *map(torch.tensor, (sources, targets)))
+        by_block.index_copy_(1, target, by_block.index_select(1, source))
 
     def release(self, blocks: Sequence[int]) -> None:
         """Take one owner from each block; a block without owners is free."""
@@ -123,19 +138,32 @@ class CachedContext:
         position = context[seq] + within
         self.positions = torch.from_numpy(position)
         block_and_offset = np.stack([tables[seq, position // KEY_TILE], position % KEY_TILE])
-        self._block, self._offset = torch.from_numpy(block_and_offset).to(cache.data.device)
+        self._block_and_offset = torch.from_numpy(block_and_offset)
         self._cache = cache
         self._plan = AttentionPlan(lengths, contexts, tables, config.heads, config.kv_heads)
+
+    @property
+    def tables(self) -> list[Tables]:
+        """See decoder.Context."""
+        return [self._plan, self]
+
+    @property
+    def host_tensors(self) -> list[torch.Tensor]:
+        """See upload.Tables."""
+        return [self.positions, self._block_and_offset]
+
+    def arrived(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
+        self.positions, self._block_and_offset = tensors
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """Write k and v [T, Hkv, D] to the cache, then attend from q [T, Hq, D]."""
-        self._cache.slots(layer, self._block, self._offset).write(k, v)
+        self._cache.slots(layer, *self._block_and_offset).write(k, v)
         return attention_cached(q, self._cache.data[layer], self._plan, scale)
 
     def keep(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        self._cache.slots(self._cache.config.layers - 1, self._block, self._offset).write(k, v)
+        self._cache.slots(self._cache.config.layers - 1, *self._block_and_offset).write(k, v)
 
 
 class DecodeContext:
@@ -146,6 +174,8 @@ class DecodeContext:
     positions [n] int64: the position of each new token. table [n, J] int32: the blocks of each sequence.
     packed: see matmul.pack_weights.
     """
+
+    tables: Sequence[Tables] = ()  # all is on the device
 
     def __init__(
         self,

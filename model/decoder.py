@@ -27,11 +27,13 @@ from ..kernels.decode_heads import QKNormWeights, heads_to_cache
 from ..kernels.embedding import check_ids, embedding
 from ..kernels.grad import GradBuffer, accumulate_dtype
 from ..kernels.linear import linear
+from ..kernels.logprob import logits_rows
 from ..kernels.order import ROW_TILE, token_blocks
 from ..kernels.passes import Pass
 from ..kernels.qk_norm import qk_norm
 from ..kernels.rms_norm import add_rms_norm, rms_norm
 from ..kernels.rope import rope, rope_table, rope_table_fp32
+from ..kernels.sampling_params import SamplingParams
 from ..kernels.silu_mul import silu_mul
 from ..kernels.tile_tables import DEFAULT_TABLE, TileTable, tile_table
 from ..kernels.upload import Tables, upload_tables
@@ -91,10 +93,13 @@ class Context(Protocol):
     """How the tokens of one forward belong together: positions [T], attention, and the operations' pass.
 
     `in_pass` has the token blocks, the buffers of the weights' gradients, and the packed weights.
+    `tables` is what the forward and its backward read on a device, beside the ids, and what may lie on the
+    host yet. It goes to the device together with the ids (kernels/upload.py), at the latest in the forward.
     """
 
     positions: torch.Tensor
     in_pass: Pass
+    tables: Sequence[Tables]
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -138,13 +143,18 @@ class PackedContext:
         self.in_pass = Pass(token_blocks(lengths, shards), buffers)
         self._plan = varlen_plan(all_lengths, config.heads, config.kv_heads)
 
-    def place(
-        self, device: torch.device, *tensors: torch.Tensor, tables: Sequence[Tables] = ()
-    ) -> tuple[torch.Tensor, ...]:
-        """The tensors on `device`, and by the same copy all that the forward and its backward read there."""
-        tables = [self.in_pass.blocks, self._plan, *tables]
-        self.positions, *placed = upload_tables(device, tables, self.positions, *tensors)
-        return tuple(placed)
+    @property
+    def tables(self) -> list[Tables]:
+        """See Context."""
+        return [self.in_pass.blocks, self._plan, self]
+
+    @property
+    def host_tensors(self) -> list[torch.Tensor]:
+        """See upload.Tables."""
+        return [self.positions]
+
+    def arrived(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
+        (self.positions,) = tensors
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -253,6 +263,11 @@ class Decoder:
         weight = weight.detach().requires_grad_()
         return weight, {weight: buffer}
 
+    def logits_rows(self, sampling_params: SamplingParams) -> int:
+        """The rows of logits that linear_logprob holds at once."""
+        dtype = self.numerics.lm_head or self.dtype
+        return logits_rows(self.config.vocab_size, self.device, dtype, sampling_params)
+
     def matrices(self) -> list[torch.Tensor]:
         """The weights of the matrix products, each [N, K]."""
         return [w for name, w in self.w.items() if w.dim() == 2 and name != "embed"] + [
@@ -297,13 +312,14 @@ class Decoder:
 
     def _rotation(self, context: Context) -> Rotation:
         """cos and sin of the positions."""
-        positions = context.positions.to(self.device)
-        return self._cos[positions], self._sin[positions]
+        return self._cos[context.positions], self._sin[context.positions]
 
     def _embed(self, ids: torch.Tensor, context: Context, hook: Hook) -> Stream:
         """The stream before the first layer, which has nothing to add."""
         self.check_ids(ids)
-        residual = embedding(ids.to(self.device), self.w["embed"], context.in_pass)
+        if not ids.device == context.positions.device == self.device:
+            (ids,) = upload_tables(self.device, context.tables, ids)
+        residual = embedding(ids, self.w["embed"], context.in_pass)
         hook("embed", residual)
         return None, residual
 

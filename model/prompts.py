@@ -60,7 +60,28 @@ def prompt_passes(prompts: Sequence[Sequence[int]]) -> list[slice]:
     return [*passes, slice(start, len(prompts))] if len(prompts) else []
 
 
-class Prompts:
+class PromptLayout:
+    """Where the prompts of n samples lie in the forward that reads them: what is known before it.
+
+    prompts [n]: the prompt of each sample. Equal prompts lie side by side.
+    shards [n]: the virtual shard of each sample, where the pass holds several. A prompt with samples in two
+    shards is read once for each of them, because each shard sums its own gradient.
+    """
+
+    def __init__(self, prompts: Sequence[Sequence[int]], shards: Sequence[int] | None = None):
+        """Raises ValueError for an empty prompt."""
+        for i, prompt in enumerate(prompts):
+            if not len(prompt):
+                raise ValueError(
+                    f"prompts: prompt {i} is empty; a completion needs at least one token before it"
+                )
+        self.firsts = first_of_prompt(prompts, shards)  # [n]
+        self.prompt_of_sample = tuple((np.cumsum(self.firsts) - 1).tolist())  # [n]
+        self.lengths = np.array([len(prompt) - 1 for prompt in compress(prompts, self.firsts)])  # [N]
+        self.starts = np.cumsum(self.lengths) - self.lengths  # [N], in B
+
+
+class Prompts(PromptLayout):
     """The prompts of n samples, read by one forward."""
 
     def __init__(
@@ -71,37 +92,32 @@ class Prompts:
         shards: Sequence[int] | None = None,
         observer: Observer | None = None,
         buffers: Buffers = NO_BUFFERS,
+        tables: Sequence[Tables] = (),
     ):
-        """prompts [n]: the prompt of each sample. Equal prompts lie side by side.
+        """prompts and shards: see PromptLayout. `hook`: see Decoder.hidden.
 
-        shards [n]: the virtual shard of each sample, where the pass holds several. A prompt with samples in
-        two shards is read once for each of them, because each shard sums its own gradient.
-        `hook`: see Decoder.hidden. observer: its rows are of the n samples. buffers: where the gradients of
-        the weights are summed, by the prompts and by their samples. Raises ValueError for an empty prompt.
+        observer: its rows are of the n samples. buffers: where the gradients of the weights are summed, by
+        the prompts and by their samples. tables: what the samples read, which goes to the device by the same
+        copy as the prompts. Raises ValueError for an empty prompt.
         """
+        super().__init__(prompts, shards)
         self.buffers = buffers
-        for i, prompt in enumerate(prompts):
-            if not len(prompt):
-                raise ValueError(
-                    f"prompts: prompt {i} is empty; a completion needs at least one token before it"
-                )
-        firsts = first_of_prompt(prompts, shards)
-        self.prompt_of_sample = tuple((np.cumsum(firsts) - 1).tolist())  # [n]
-        prefixes = [prompt[:-1] for prompt, first in zip(prompts, firsts, strict=True) if first]
-        self.lengths = np.array([len(prefix) for prefix in prefixes])  # [N]
-        self.starts = np.cumsum(self.lengths) - self.lengths  # [N], in B
-        ids = [token for prefix in prefixes for token in prefix]
+        ids = [token for prompt in compress(prompts, self.firsts) for token in prompt[:-1]]
         if observer is not None and ids:
-            first_samples = np.repeat(np.flatnonzero(firsts), self.lengths)
+            first_samples = np.repeat(np.flatnonzero(self.firsts), self.lengths)
             positions = _ranges(np.zeros_like(self.lengths), self.lengths)
             columns = map(torch.from_numpy, (first_samples, positions))
             rows = Rows(torch.tensor(ids), *columns, torch.empty(0, dtype=torch.int64))
             hook = observed(observer, rows, hook)
         if shards is not None:
-            firsts_and_lengths = zip(compress(shards, firsts), self.lengths, strict=True)
+            firsts_and_lengths = zip(compress(shards, self.firsts), self.lengths, strict=True)
             shards = [shard for shard, n in firsts_and_lengths if n]
         lengths = [n for n in self.lengths.tolist() if n]
-        self._read = _read(decoder, ids, lengths, hook, shards, buffers) if ids else []
+        if ids:
+            self._read = _read(decoder, ids, lengths, hook, shards, buffers, tables)
+        else:  # every prompt has one token
+            self._read = []
+            upload_tables(decoder.device, tables)
         # The keys and values that the samples attend to, [B, 2 Hkv D] of each layer. They are leaves, and
         # their gradient is in fp32.
         self.kv = [kv.detach().requires_grad_(kv.requires_grad) for kv in self._read]
@@ -148,12 +164,13 @@ def _read(
     hook: Hook,
     shards: list[int] | None,
     buffers: Buffers,
+    tables: Sequence[Tables],
 ) -> list[torch.Tensor]:
-    """Keys and values of packed tokens, [B, 2 Hkv D] of each layer."""
+    """Keys and values of packed tokens, [B, 2 Hkv D] of each layer. tables: see Prompts."""
     padded_ids, padding = with_padding(torch.tensor(ids), decoder)
     context = _PromptContext(lengths, decoder.config, padding, shards, buffers)
     decoder.check_ids(padded_ids)
-    (padded_ids,) = context.place(decoder.device, padded_ids)
+    (padded_ids,) = upload_tables(decoder.device, [*context.tables, *tables], padded_ids)
     decoder.read(padded_ids, context, hook)
     return context.kv
 
@@ -178,14 +195,14 @@ class _PromptContext(PackedContext):
         return super().attend(layer, q, k, v, scale)
 
 
-class SampleContext:
-    """Samples that continue prompts which were read before.
+class SampleTables:
+    """Where samples continue their prompts: what is known before the prompts are read.
 
     A sample's rows begin with the prompt's last token. All rows are packed, and padding rows follow as in
     PackedContext.
 
     lengths [S]: rows of each sample.
-    after [S]: the prompt of each sample, as an index into `prompts`.
+    layout: of the prompts. after [S]: the prompt of each sample, as an index into them.
     shards [S]: the virtual shard of each sample, where the pass holds several.
     """
 
@@ -193,49 +210,63 @@ class SampleContext:
         self,
         config: ModelConfig,
         lengths: Sequence[int],
-        prompts: Prompts,
+        layout: PromptLayout,
         after: Sequence[int],
         padding: int = 0,
         shards: Sequence[int] | None = None,
     ):
-        self._kv, prompt_of_sample = prompts.kv, list(after)
-        self._kv_pass = Pass(buffers=prompts.kv_buffers)
-        rows = np.array(lengths)
-        prompt_rows, prompt_starts = (x[prompt_of_sample] for x in (prompts.lengths, prompts.starts))
+        rows, prompt_of_sample = np.array(lengths), list(after)
+        prompt_rows, prompt_starts = (x[prompt_of_sample] for x in (layout.lengths, layout.starts))
         if padding:  # one more sequence, without a prompt
             rows, prompt_rows, prompt_starts = (
                 np.append(x, n) for x, n in ((rows, padding), (prompt_rows, 0), (prompt_starts, 0))
             )
-        self.in_pass = Pass(token_blocks(lengths, shards), prompts.buffers)
+        self.blocks = token_blocks(lengths, shards)
         self.positions = torch.from_numpy(_ranges(prompt_rows, rows))
-        self._prompt_rows = RowIds(torch.from_numpy(_ranges(prompt_starts, prompt_rows)))
+        self.prompt_rows = RowIds(torch.from_numpy(_ranges(prompt_starts, prompt_rows)))
         # Attention takes the keys of each sequence side by side: the rows of its prompt, copied for each
         # sample, then the sample's rows.
         starts = np.cumsum(prompt_rows + rows) - (prompt_rows + rows)
         places = np.concatenate([_ranges(starts, prompt_rows), _ranges(starts + prompt_rows, rows)])
         inverse = torch.from_numpy(places)
-        self._order = inverse.argsort(), inverse
-        self._plan = varlen_plan(rows.tolist(), config.heads, config.kv_heads, prompt_rows.tolist())
+        self.order = inverse.argsort(), inverse
+        self.plan = varlen_plan(rows.tolist(), config.heads, config.kv_heads, prompt_rows.tolist())
 
-    def place(
-        self, device: torch.device, *tensors: torch.Tensor, tables: Sequence[Tables] = ()
-    ) -> tuple[torch.Tensor, ...]:
-        """See PackedContext.place."""
-        tables = [self.in_pass.blocks, self._plan, *tables]
-        own = self.positions, self._prompt_rows.ids, *self._order
-        self.positions, prompt_rows, *rest = upload_tables(device, tables, *own, *tensors)
-        self._prompt_rows, self._order = RowIds(prompt_rows), (rest[0], rest[1])
-        return tuple(rest[2:])
+    @property
+    def tables(self) -> list[Tables]:
+        """See decoder.Context."""
+        return [self.blocks, self.plan, self]
+
+    @property
+    def host_tensors(self) -> list[torch.Tensor]:
+        """See upload.Tables."""
+        return [self.positions, self.prompt_rows.ids, *self.order]
+
+    def arrived(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
+        self.positions, prompt_rows, order, inverse = tensors
+        self.prompt_rows, self.order = RowIds(prompt_rows), (order, inverse)
+
+
+class SampleContext:
+    """Samples that continue prompts which were read. sample_tables: of these samples, on the device."""
+
+    tables: Sequence[Tables] = ()
+
+    def __init__(self, sample_tables: SampleTables, prompts: Prompts):
+        self.positions, self._tables, self._kv = sample_tables.positions, sample_tables, prompts.kv
+        self.in_pass = Pass(sample_tables.blocks, prompts.buffers)
+        self._kv_pass = Pass(buffers=prompts.kv_buffers)
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        if not len(self._prompt_rows):
-            return attention(q, k, v, self._plan, scale)
-        prompt_kv = read_rows(self._prompt_rows, self._kv[layer], self._kv_pass)
+        tables = self._tables
+        if not len(tables.prompt_rows):
+            return attention(q, k, v, tables.plan, scale)
+        prompt_kv = read_rows(tables.prompt_rows, self._kv[layer], self._kv_pass)
         kv = torch.cat([prompt_kv, torch.stack([k, v], dim=1).view(len(k), -1)])
-        k, v = _Reordered.apply(kv, *self._order).view(-1, 2, *k.shape[1:]).unbind(1)
-        return attention(q, k, v, self._plan, scale)
+        k, v = _Reordered.apply(kv, *tables.order).view(-1, 2, *k.shape[1:]).unbind(1)
+        return attention(q, k, v, tables.plan, scale)
 
 
 class _Reordered(torch.autograd.Function):

@@ -19,10 +19,11 @@ from ..kernels.logprob import linear_logprob
 from ..kernels.order import token_blocks
 from ..kernels.passes import Pass
 from ..kernels.sampling_params import SamplingParams
+from ..kernels.upload import Tables, upload_tables
 from .cache import BlockCache, CachedContext
 from .decoder import NO_BUFFERS, Buffers, Decoder, Hook, PackedContext, no_hook, with_padding
-from .observer import Observer, Rows, observed
-from .prompts import Prompts, SampleContext
+from .observer import Rows
+from .prompts import PromptLayout, Prompts, SampleContext, SampleTables
 
 
 @dataclass(frozen=True)
@@ -89,13 +90,95 @@ def _drawn_places(mask: np.ndarray, length: int, sequence: int) -> list[int]:
     return np.flatnonzero(mask).tolist()
 
 
+class ScoringInputs:
+    """What the forward of a batch reads beside the weights. `tables` go to the device before it.
+
+    prompts: where the prompts lie, for a batch that `pack` was given `after` for. They need not be read yet.
+    buffers: of the gradients, for a batch without prompts.
+    Raises ValueError for a sequence that is longer than the context, and for an id outside the vocabulary.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        batch: PackedBatch,
+        sampling_params: SamplingParams,
+        prompts: PromptLayout | None = None,
+        buffers: Buffers = NO_BUFFERS,
+    ):
+        _check_lengths(decoder, batch, prompts)
+        self.sampling_params = sampling_params
+        self._ids, padding = with_padding(batch.ids, decoder)
+        decoder.check_ids(self._ids)
+        self._context = (
+            PackedContext(batch.lengths, decoder.config, padding, batch.shards, buffers)
+            if prompts is None
+            else SampleTables(decoder.config, batch.lengths, prompts, batch.after, padding, batch.shards)
+        )
+        self._rows, self._targets = batch.rows, batch.targets
+        self._blocks = token_blocks(batch.drawn_lengths, batch.shards)  # of the drawn tokens
+        self._chunks = [chunk for *_, chunk in self._blocks.chunks(decoder.logits_rows(sampling_params))]
+        self._of_host = batch, self._context.positions[: len(batch.ids)]
+
+    @property
+    def tables(self) -> list[Tables]:
+        """All that goes to the device."""
+        return [*self._context.tables, *self._chunks, self]
+
+    @property
+    def host_tensors(self) -> list[torch.Tensor]:
+        """See upload.Tables."""
+        return [self._ids, self._rows, self._targets]
+
+    def arrived(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
+        self._ids, self._rows, self._targets = tensors
+
+    def observed_rows(self) -> Rows:
+        """The rows that an observer is shown."""
+        batch, positions = self._of_host
+        lengths = torch.tensor(batch.lengths)
+        sequences = torch.arange(len(lengths)).repeat_interleave(lengths)
+        return Rows(batch.ids, sequences, positions, batch.rows)
+
+    def forward(
+        self, decoder: Decoder, hook: Hook = no_hook, prompts: Prompts | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See logprobs. prompts: those of the layout, which were read."""
+        context = self._context if prompts is None else SampleContext(self._context, prompts)
+        hidden = decoder.hidden(self._ids, context, hook)
+        # No row occurs twice, so the gradient of each is written once and nothing is added up.
+        lm_head, buffers = decoder.logits_weight_and_buffers(context.in_pass.buffers)
+        logp, entropy = linear_logprob(
+            hidden[self._rows].to(lm_head.dtype),
+            lm_head,
+            self._targets,
+            self.sampling_params,
+            Pass(self._blocks, buffers),
+            decoder.numerics.tiles,
+        )
+        hook("logprob", logp)
+        return logp, entropy
+
+
+def _check_lengths(decoder: Decoder, batch: PackedBatch, prompts: PromptLayout | None) -> None:
+    """Raise ValueError for a sequence that is longer than the context."""
+    read_before = [0] * len(batch.lengths)
+    if prompts is not None:
+        read_before = prompts.lengths[list(batch.after)].tolist()
+    longest = max(read + length for read, length in zip(read_before, batch.lengths, strict=True))
+    if longest > decoder.config.max_positions:
+        raise ValueError(
+            f"logprobs: a sequence of {longest} tokens is longer than the context "
+            f"({decoder.config.max_positions})"
+        )
+
+
 def logprobs(
     decoder: Decoder,
     batch: PackedBatch,
     sampling_params: SamplingParams,
     hook: Hook = no_hook,
     prompts: Prompts | None = None,
-    observer: Observer | None = None,
     buffers: Buffers = NO_BUFFERS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logp [C] of the drawn tokens, and the entropy [C], in fp32 on the decoder's device.
@@ -106,47 +189,13 @@ def logprobs(
     hook: see Decoder.hidden. The last operation is `logprob` [C].
     prompts: the prompts that were read before, for a batch that `pack` was given `after` for. They change no
         bit.
-    observer: its rows are of the batch's sequences.
     buffers: where the gradients of the weights are summed; with prompts, `prompts.buffers` are taken.
 
-    Raises ValueError for a sequence that is longer than the context.
+    Raises ValueError for a sequence that is longer than the context, and for an id outside the vocabulary.
     """
-    read_before = [0] * len(batch.lengths)
-    if prompts is not None:
-        read_before = prompts.lengths[list(batch.after)].tolist()
-    longest = max(read + length for read, length in zip(read_before, batch.lengths, strict=True))
-    if longest > decoder.config.max_positions:
-        raise ValueError(
-            f"logprobs: a sequence of {longest} tokens is longer than the context "
-            f"({decoder.config.max_positions})"
-        )
-    ids, padding = with_padding(batch.ids, decoder)
-    context = (
-        PackedContext(batch.lengths, decoder.config, padding, batch.shards, buffers)
-        if prompts is None
-        else SampleContext(decoder.config, batch.lengths, prompts, batch.after, padding, batch.shards)
-    )
-    if observer is not None:
-        T, lengths = len(batch.ids), torch.tensor(batch.lengths)
-        sequences = torch.arange(len(lengths)).repeat_interleave(lengths)
-        rows = Rows(batch.ids, sequences, context.positions[:T], batch.rows)
-        hook = observed(observer, rows, hook)
-    blocks = token_blocks(batch.drawn_lengths, batch.shards)  # of the drawn tokens
-    decoder.check_ids(ids)
-    ids, rows, targets = context.place(decoder.device, ids, batch.rows, batch.targets, tables=[blocks])
-    hidden = decoder.hidden(ids, context, hook)
-    # No row occurs twice, so the gradient of each is written once and nothing is added up.
-    lm_head, buffers = decoder.logits_weight_and_buffers(context.in_pass.buffers)
-    logp, entropy = linear_logprob(
-        hidden[rows].to(lm_head.dtype),
-        lm_head,
-        targets,
-        sampling_params,
-        Pass(blocks, buffers),
-        decoder.numerics.tiles,
-    )
-    hook("logprob", logp)
-    return logp, entropy
+    inputs = ScoringInputs(decoder, batch, sampling_params, prompts, buffers)
+    upload_tables(decoder.device, inputs.tables)
+    return inputs.forward(decoder, hook, prompts)
 
 
 @torch.no_grad()

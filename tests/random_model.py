@@ -1,5 +1,6 @@
 """A checkpoint of random weights, as `zerokl init` would write it before any training."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -26,12 +27,15 @@ TWO_LAYERS = dict(
 )
 
 
-def random_model(root: Path, widths: dict[str, int], sharper: float = 1.0) -> Path:
+def random_model(
+    root: Path, widths: dict[str, int], sharper: float = 1.0, characters: Sequence[str] = ""
+) -> Path:
     """Write a Qwen3 of these widths with the character tokenizer; return its folder, which is below `root`.
 
-    All weights are multiplied by `sharper`.
+    All weights are multiplied by `sharper`. characters: texts of the tokens; empty is the
+    tokenizer's own.
     """
-    tokenizer = character_tokenizer()
+    tokenizer = character_tokenizer(characters) if characters else character_tokenizer()
     tokenizer.save_pretrained(root / "tokenizer")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(initialise.PRESETS, "test", widths)

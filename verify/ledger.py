@@ -78,11 +78,11 @@ def _disk() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="ledger")
 
 
-def tree_of(digests: Iterable[tuple[str, bytes]]) -> Tree:
-    """The tree over (name of the weight, digest of a block). The blocks of one weight follow each other."""
-    by_weight = groupby(digests, key=itemgetter(0))
+def tree_of(parts: Iterable[tuple[str, bytes]]) -> Tree:
+    """The tree over (name of a weight, what is hashed of it). The parts of one weight follow each other."""
     leaves = [
-        hashlib.sha256(b"".join(block for _, block in blocks)).hexdigest()[:_LEAF] for _, blocks in by_weight
+        hashlib.sha256(b"".join(text for _, text in of_weight)).hexdigest()[:_LEAF]
+        for _, of_weight in groupby(parts, key=itemgetter(0))
     ]
     return Tree(hash_json(leaves), leaves)
 

@@ -19,16 +19,23 @@ class RecordedEnvironments:
     To a turn that is another than the run's it answers the same. The ledger then shows the difference.
     """
 
-    players, tools = 1, None
+    players, tools, tool_calls = 1, None, ""
 
     def __init__(self, path: Path, task: EnvironmentTask, config: Config):
         lines_per_step = config.prompts * config.num_generations
         self._log = read_log(path / ROLLOUTS, lines_per_step, may_begin_later=True)
         self._step, self._rows = -1, {}
+        self._asked: list[Game] = []
         self.binary = getattr(task, "binary", False) is True
 
-    def answer(self, games: Sequence[Game]) -> list[Answer | Failure]:
-        return [self._answer(game) for game in games]
+    def ask(self, game: Game) -> None:
+        """See Environments."""
+        self._asked.append(game)
+
+    def answers(self, wait: bool) -> list[tuple[Game, Answer | Failure]]:
+        """See Environments. All have answered."""
+        games, self._asked = self._asked, []
+        return [(game, self._answer(game)) for game in games]
 
     def close_games(self) -> None:
         """There is none."""

@@ -21,7 +21,7 @@ from ..runs.checkpoints import (
 )
 from ..runs.ledger_head import run_head
 from ..runs.resume import run_config
-from ..runs.setup import make_state
+from ..runs.setup import make_state, run_equivalence
 from ..tasks.loading import load_task
 from ..train.recorder import Recorder
 from ..train.state import StepRecord, TrainState
@@ -73,7 +73,10 @@ class Replayer:
                 opened = open_judge(self.task, self.config.task, self.config.environment, console.print)
                 judge = on_failure.enter_context(opened)
             self.model = base_model(self.config, path)
-            self.state: TrainState = make_state(self.config, self.model, self.task, judge)
+            equivalence = on_failure.enter_context(run_equivalence(self.config))
+            self.state: TrainState = make_state(
+                self.config, self.model, self.task, judge, equivalence=equivalence
+            )
             self._open = on_failure.pop_all()
         self._first_weights = self.state.optimizer.whole_master().clone()
         self._head = run_head(self.state, {"workers in use": self.state.parallel.n})

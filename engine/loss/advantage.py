@@ -4,10 +4,23 @@
     std               A = (r - mean_g(r)) / (std_g(r) + eps)   (GRPO, arXiv:2402.03300)
     leave_one_out     A = r - mean of the other samples        (RLOO, arXiv:2402.14740)
     batch             A = (r - mean(r)) / (std(r) + eps)       (REINFORCE++, arXiv:2501.03262)
+    pass_at_k         A = mean over S with the sample of (R(S) - mean_S(R)) / std_S(R)
+                                                               (pass@k training, arXiv:2508.10751)
 
 mean_g and std_g are of a group, mean and std of the whole step. std is the sample standard deviation (n - 1).
 A group whose rewards are all equal has A = 0 exactly. So has a sample that is not trained on; it counts in no
 mean. Sums are correctly rounded (math.fsum), so the order of the samples decides nothing.
+
+For pass_at_k, S is any subset of k samples of a group, and R(S) is 1 where one of them is solved, or else 0.
+mean_S and std_S are over all subsets; std_S divides by their number. Of n samples let c be solved, and
+
+    q = C(n - c, k) / C(n, k)                   the share of subsets without a solved sample
+    A = sqrt(q / (1 - q))                       of a solved sample
+    A = -c / (n - c) sqrt(q / (1 - q))          of another sample
+
+These are section 2.4 of the paper, A = (1 - mean_S) / std_S and A = (1 - mean_S - p) / std_S, with
+mean_S = 1 - q, std_S = sqrt(q (1 - q)) and p = C(n - c - 1, k - 1) / C(n - 1, k - 1) = q n / (n - c). A group
+in which all subsets have one reward has A = 0. So has a group of at most k samples.
 """
 
 import math
@@ -28,10 +41,11 @@ def _std(values: Sequence[float]) -> float:
     return math.sqrt(math.fsum((v - m) ** 2 for v in values) / max(1, len(values) - 1))
 
 
-def advantages(rewards: np.ndarray, kind: str, trained: np.ndarray | None = None) -> np.ndarray:
-    """A [P, G] from rewards [P, G]. `kind`: mean, std, leave_one_out or batch.
+def advantages(rewards: np.ndarray, kind: str, trained: np.ndarray | None = None, k: int = 1) -> np.ndarray:
+    """A [P, G] from rewards [P, G]. `kind`: mean, std, leave_one_out, batch or pass_at_k.
 
-    trained [P, G] bool: which samples are trained on; all where it is None.
+    trained [P, G] bool: which samples are trained on; all where it is None. k: samples of a subset, at least
+    1; only pass_at_k has subsets. Raises ValueError for pass_at_k with a reward that is neither 0 nor 1.
     """
     trained = np.ones(rewards.shape, bool) if trained is None else trained
     A = np.zeros(rewards.shape)
@@ -39,7 +53,8 @@ def advantages(rewards: np.ndarray, kind: str, trained: np.ndarray | None = None
         A[trained] = _whitened(rewards[trained].tolist())
         return A
     for row, group, members in zip(A, rewards, trained, strict=True):
-        row[members] = _of_group(group[members].tolist(), kind)
+        of_group = group[members].tolist()
+        row[members] = _pass_at_k(of_group, k) if kind == "pass_at_k" else _of_group(of_group, kind)
     return A
 
 
@@ -58,6 +73,19 @@ def _of_group(group: list[float], kind: str) -> np.ndarray:
     elif kind == "leave_one_out" and G > 1:
         centred = centred * (G / (G - 1))  # r - (sum - r) / (G - 1)
     return centred
+
+
+def _pass_at_k(group: list[float], k: int) -> np.ndarray:
+    """The advantages of a group, [<= G]. The binomials are whole numbers, and q is rounded once."""
+    n, solved = len(group), np.array(group) == 1.0
+    if graded := [r for r in group if r not in (0.0, 1.0)]:
+        raise ValueError(f'loss.advantage ("pass_at_k"): the reward is {graded[0]}; it must be 0 or 1')
+    c = int(solved.sum())
+    failed, subsets = math.comb(n - c, k), math.comb(n, k)
+    if not c or not failed:
+        return np.zeros(n)
+    A = math.sqrt(failed / (subsets - failed))
+    return np.where(solved, A, -c / (n - c) * A)
 
 
 def all_equal(group: Sequence[float]) -> bool:

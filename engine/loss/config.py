@@ -7,7 +7,7 @@ from pydantic import Field
 from ..section import Section
 from .presets import PRESETS
 
-Advantage = Literal["mean", "std", "leave_one_out", "batch"]
+Advantage = Literal["mean", "std", "leave_one_out", "batch", "pass_at_k"]
 Level = Literal["token", "sequence", "geometric"]
 Bound = Literal["none", "clip", "truncate", "mask", "clip_weight"]
 Correction = Literal["none", "full", "truncate", "mask"]
@@ -23,7 +23,13 @@ class LossConfig(Section):
     surrogate: str | None = None
     """Your own surrogate as module:function, in place of a bound (see loss/surrogates.py); empty is none."""
     advantage: Advantage | None = None
-    """Advantage of a completion: mean, std, leave_one_out or batch (loss/advantage.py)."""
+    """Advantage of a completion: mean, std, leave_one_out, batch or pass_at_k (loss/advantage.py). pass_at_k
+    needs rewards that are 0 or 1.
+    """
+    k: int | None = Field(None, ge=1)
+    """Completions of a subset (advantage pass_at_k), which is solved where one of them is; fewer than
+    num_generations.
+    """
     importance_sampling_level: Level | None = None
     """Level of the staleness ratio: token, sequence or geometric."""
     bound: Bound | None = None
@@ -48,6 +54,10 @@ class LossConfig(Section):
     """Weight of the length reward within a group (loss/reward_shaping.py); 0 is off."""
     overlong_share: float | None = Field(None, ge=0, le=1)
     """Last share of sampling.max_tokens, in which length is penalised (loss/reward_shaping.py); 0 is off."""
+    semantic_entropy: float | None = Field(None, ge=0, le=1)
+    """Weight of a group's semantic entropy: by how much it lowers the group's advantages, at most
+    (loss/semantic_entropy.py). task.equivalence says which completions mean the same; 0 is off.
+    """
     max_resamples: int | None = Field(None, ge=1)
     """Dynamic sampling: prompts are drawn up to this many times, until enough groups differ in their rewards;
     1 is off.

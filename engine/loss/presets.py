@@ -5,8 +5,10 @@ rho = old / mu; i is a sequence, t a token. Where a paper leaves a number open, 
 has.
 """
 
-_DEFAULTS: dict[str, object] = dict(
+# What most rows have in common.
+DEFAULTS: dict[str, object] = dict(
     surrogate="",
+    k=2,
     importance_sampling_level="token",
     bound="none",
     clip_low=0.0,
@@ -18,14 +20,15 @@ _DEFAULTS: dict[str, object] = dict(
     square=0.0,
     length_reward=0.0,
     overlong_share=0.0,
+    semantic_entropy=0.0,
     max_resamples=1,
 )
-_GRPO = _DEFAULTS | dict(advantage="std", bound="clip", clip_low=0.2, clip_high=0.2, loss_agg_mode="length")
+_GRPO = DEFAULTS | dict(advantage="std", bound="clip", clip_low=0.2, clip_high=0.2, loss_agg_mode="length")
 
 PRESETS: dict[str, dict[str, object]] = {
     # Plain importance-sampled policy gradient, rho r A = (pi / mu) A. In an exact on-policy run both ratios
     # are 1, and this is REINFORCE with a group baseline.
-    "pg": _DEFAULTS | dict(advantage="mean", correction="full", loss_agg_mode="constant"),
+    "pg": DEFAULTS | dict(advantage="mean", correction="full", loss_agg_mode="constant"),
     # Group-relative policy optimisation, DeepSeekMath, arXiv:2402.03300, equation 3:
     # mean_i mean_t min(r A, clip(r, 0.8, 1.2) A), A = (R - mean_group) / std_group.
     # Its KL term: kl_coef = 0.04, kl = "k3".
@@ -38,10 +41,16 @@ PRESETS: dict[str, dict[str, object]] = {
     "dapo": _GRPO | dict(clip_high=0.28, loss_agg_mode="tokens", overlong_share=0.2, max_resamples=4),
     # Leave-one-out REINFORCE, arXiv:2402.14740: A = R - mean of the other samples. The only ratio is r, in
     # the later updates of a step.
-    "rloo": _DEFAULTS | dict(advantage="leave_one_out", loss_agg_mode="constant"),
+    "rloo": DEFAULTS | dict(advantage="leave_one_out", loss_agg_mode="constant"),
     # REINFORCE++, arXiv:2501.03262: rewards whitened over the step, PPO's clip, mean over tokens. Its KL
     # term: kl_in = "reward", kl = "k1".
     "reinforce++": _GRPO | dict(advantage="batch", loss_agg_mode="tokens"),
+    # Pass@k training, arXiv:2508.10751, section 2.4, in its analytical form (advantage.py). As the paper, it
+    # has two parts of DAPO: clip-higher and the mean over tokens. k = 2 is ours, the least above pass@1.
+    "pass_at_k": _GRPO | dict(advantage="pass_at_k", clip_high=0.28, loss_agg_mode="tokens"),
+    # SEED-GRPO, arXiv:2505.12346: A = R - mean_group, scaled by the group's semantic entropy
+    # (semantic_entropy.py). The weight 0.5 is ours.
+    "seed_grpo": _GRPO | dict(advantage="mean", semantic_entropy=0.5),
     # Group sequence policy optimisation, arXiv:2507.18071, equation 5 and section 5.1:
     # mean_i min(s A, clip(s, 1 - 3e-4, 1 + 4e-4) A), s = (prod_t r)^(1 / len).
     "gspo": _GRPO | dict(importance_sampling_level="geometric", clip_low=3e-4, clip_high=4e-4),
@@ -66,6 +75,6 @@ PRESETS: dict[str, dict[str, object]] = {
     # Policy mirror descent of Kimi k1.5, arXiv:2501.12599, equation 3:
     # (R - mean) sum_t logp - tau / 2 (sum_t log r)^2, and its length reward (section 2.3.3). The paper gives
     # neither tau nor the length reward's weight: both are ours.
-    "kimi": _DEFAULTS
+    "kimi": DEFAULTS
     | dict(advantage="mean", bound="clip_weight", square=0.1, length_reward=0.1, loss_agg_mode="constant"),
 }

@@ -1,4 +1,4 @@
-"""Workers, sampler, scorer, reward and environments of one rank among several.
+"""Workers, sampler, scorer, reward, equivalence and environments of one rank among several.
 
 Each rank does its own part of the work, and every rank gets the results of all.
 """
@@ -13,6 +13,7 @@ import torch
 from ...kernels.sampling_params import SamplingParams
 from ..rollout.types import Completion, Request, Rollout, Sampler
 from ..tasks.environments import Answer, Environments, Failure, Game
+from ..tasks.equivalence import Equivalence
 from ..tasks.problem import Problem
 from ..tasks.rewards import Reward
 from .exchange import pack_completions, pack_scores, unpack_completions, unpack_scores
@@ -148,21 +149,56 @@ class RankedReward:
         self._ranks.from_first(lambda: self._reward.check_answers(problems))
 
 
+class RankedEquivalence:
+    """Classes of completions that rank 0 forms; every rank gets them."""
+
+    def __init__(self, opened: Callable[[], Equivalence], ranks: Ranks):
+        """opened: makes them, in rank 0 alone. Raises in every rank what it raises there."""
+        self._ranks, self._equivalence = ranks, None
+
+        def open_here() -> None:
+            self._equivalence = opened()
+
+        ranks.from_first(open_here)
+
+    def classes(self, problems: Sequence[Problem], groups: Sequence[Sequence[str]]) -> list[list[int]]:
+        return self._ranks.from_first(lambda: self._equivalence.classes(problems, groups))
+
+
 class RankedEnvironments:
     """Environments that rank 0 plays; every rank gets their answers."""
 
     def __init__(self, opened: Callable[[], Environments], ranks: Ranks):
         """opened: makes them, in rank 0 alone. Raises in every rank what it raises there."""
         self._ranks, self._environments = ranks, None
+        self._games: list[Game] = []  # those that were asked since nobody waited for an answer
+        self._waiting = 0
 
-        def open_here() -> tuple[int, bool, list | None]:
-            self._environments = opened()
-            return self._environments.players, self._environments.binary, self._environments.tools
+        def open_here() -> tuple[int, bool, list | None, str]:
+            self._environments = e = opened()
+            return e.players, e.binary, e.tools, e.tool_calls
 
-        self.players, self.binary, self.tools = ranks.from_first(open_here)
+        self.players, self.binary, self.tools, self.tool_calls = ranks.from_first(open_here)
 
-    def answer(self, games: Sequence[Game]) -> list[Answer | Failure]:
-        return self._ranks.from_first(lambda: self._environments.answer(games))
+    def ask(self, game: Game) -> None:
+        """See Environments. All ranks ask for the same games in the same order."""
+        if not self._waiting:
+            self._games = []
+        self._games.append(game)
+        self._waiting += 1
+        if self._environments is not None:
+            self._environments.ask(game)
+
+    def answers(self, wait: bool) -> list[tuple[Game, Answer | Failure]]:
+        """See Environments. The same in every rank."""
+
+        def answers_here() -> list[tuple[int, Answer | Failure]]:
+            places = {id(game): place for place, game in enumerate(self._games)}
+            return [(places[id(game)], answer) for game, answer in self._environments.answers(wait)]
+
+        answers = self._ranks.from_first(answers_here)
+        self._waiting -= len(answers)
+        return [(self._games[place], answer) for place, answer in answers]
 
     def close_games(self) -> None:
         self._ranks.from_first(lambda: self._environments.close_games())

@@ -9,7 +9,9 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
+from itertools import groupby
 
+import numpy as np
 import torch
 
 from ...kernels.backend import on_triton
@@ -35,14 +37,42 @@ def _bounds(blocks: tuple[Block, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor([(b.start, b.stop) for b in blocks], dtype=torch.int64).view(-1, 2).to(device)
 
 
+class _Leaves:
+    """What is hashed of each weight, with room for the digests: dtype, length and digest of each block.
+
+    The digests of all blocks go there by one assignment, so the host has work for each weight only.
+    """
+
+    def __init__(self, blocks: Sequence[Block], dtypes: Sequence[torch.dtype]):
+        text, digest = bytearray(), bytes(8 * LANES)
+        starts = np.empty((len(dtypes), len(blocks)), np.int64)
+        self._parts: list[tuple[str, slice]] = []
+        for name, members in groupby(enumerate(blocks), key=lambda member: member[1].name):
+            begin = len(text)
+            for i, block in members:
+                for column, dtype in enumerate(dtypes):
+                    text += b"%s %d " % (f"{dtype}".encode(), block.stop - block.start)
+                    starts[column, i] = len(text)
+                    text += digest
+            self._parts.append((name, slice(begin, len(text))))
+        self._text = np.frombuffer(text, np.uint8)
+        self._places = starts[:, :, None] + np.arange(len(digest))  # of each byte of a digest
+
+    def filled(self, digests: Sequence[np.ndarray]) -> list[tuple[str, bytes]]:
+        """The name and the text of each weight. digests: of each tensor, [B, LANES] int64."""
+        text = self._text.copy()
+        text[self._places] = [x.astype("<i8", copy=False).view(np.uint8) for x in digests]
+        raw = text.tobytes()
+        return [(name, raw[part]) for name, part in self._parts]
+
+
 @lru_cache(maxsize=8)
-def _headers(blocks: tuple[Block, ...], dtype: torch.dtype) -> list[bytes]:
-    """What is hashed before each block's digest: dtype and length."""
-    return [b"%s %d " % (f"{dtype}".encode(), b.stop - b.start) for b in blocks]
+def _leaves(blocks: tuple[Block, ...], dtypes: tuple[torch.dtype, ...]) -> _Leaves:
+    return _Leaves(blocks, dtypes)
 
 
 class Hashing:
-    """Digests that have been begun. Nobody may change the tensors until `digests` returns.
+    """Digests that have been begun. Nobody may change the tensors until `leaves` returns.
 
     blocks: of the tensors, with the name of the weight that each is a part of.
     tensors: the quantity is all of them together. Elements after the last block are ignored.
@@ -72,22 +102,16 @@ class Hashing:
                 return
             digests.copy_(block_digests(x, bounds))
 
-    def digests(self) -> list[tuple[str, bytes]]:
-        """The name of the weight, and dtype, length and digest of each block. The calling thread helps."""
+    def leaves(self) -> list[tuple[str, bytes]]:
+        """The name of each weight, and what is hashed of its blocks here. The calling thread helps."""
         self._work()
         for helper in self._helpers:
             if not helper.cancel():  # the helper has begun
                 helper.result()
-        # A slice of all bytes costs less than bytes of a row of numpy's.
-        size, columns = 8 * LANES, []
-        for x, digests in zip(self._tensors, self._digests, strict=True):
-            raw = digests.cpu().numpy().astype("<i8", copy=False).tobytes()
-            starts, headers = range(0, len(raw), size), _headers(self._blocks, x.dtype)
-            columns.append([head + raw[i : i + size] for head, i in zip(headers, starts, strict=True)])
-        names = (block.name for block in self._blocks)
-        return list(zip(names, map(b"".join, zip(*columns, strict=True)), strict=True))
+        leaves = _leaves(self._blocks, tuple(x.dtype for x in self._tensors))
+        return leaves.filled([digests.cpu().numpy() for digests in self._digests])
 
 
 def hash_tree(blocks: Sequence[Block], *tensors: torch.Tensor) -> Tree:
     """The tree of a quantity. A leaf hashes the blocks that one weight has in each of the flat tensors."""
-    return tree_of(Hashing(blocks, *tensors).digests())
+    return tree_of(Hashing(blocks, *tensors).leaves())

@@ -29,7 +29,7 @@ from ...model.weights import Layout
 from ..config import NativeConfig
 from ..processes import ending, start_python
 from ..rollout.native import NativeSampler
-from ..rollout.types import Completion, Request, check_requests
+from ..rollout.types import Completion, Request, RequestSource, check_requests, serve_in_waves
 from ..shared_tensor import SharedTensor, map_tensor
 from ..stopwatch import Stopwatch
 from .gradient import ShardSum, ShardsWork, add_roots
@@ -284,6 +284,19 @@ class ParallelSampler:
         self.tokens_read = sum(read for _, read, _ in outcomes)
         self.tokens_cached = sum(cached for _, _, cached in outcomes)
         return in_order(parts, [completions for completions, _, _ in outcomes])
+
+    def serve(self, source: RequestSource) -> None:
+        """See ContinuousSampler. Several workers draw in waves."""
+        if self.workers.n > 1:
+            serve_in_waves(self, source)
+            return
+        sampler = self.workers.host.sampler
+        self.workers.map(_serve, [source])
+        self.tokens_read, self.tokens_cached = sampler.tokens_read, sampler.tokens_cached
+
+
+def _serve(host: Host, source: RequestSource) -> None:
+    host.sampler.serve(source)
 
 
 def _sync_weights(host: Host, version: int) -> None:

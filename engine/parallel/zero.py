@@ -134,4 +134,4 @@ class Slices:
 
     def hash_tree(self, hashing: Hashing) -> Tree:
         """The hash tree over the slices of all ranks; each block is hashed by its owner."""
-        return tree_of(digest for digests in self.ranks.gather(hashing.digests) for digest in digests)
+        return tree_of(leaf for leaves in self.ranks.gather(hashing.leaves) for leaf in leaves)

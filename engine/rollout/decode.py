@@ -25,6 +25,7 @@ from ...kernels.matmul import UNPACKED, PackedWeights, matmul
 from ...kernels.philox import Stream
 from ...kernels.truncation import logit_offset
 from ...kernels.uniforms import uniforms
+from ...kernels.upload import upload
 from ...model.cache import BlockCache, DecodeContext
 from ...model.decoder import Decoder
 from .prefix_cache import PrefixCache
@@ -151,7 +152,7 @@ class DecodeRows:
         self.decoder, self.memory, self.draw_params = decoder, memory, draw_params
         self._seed, self._stream = seed, stream
         stop_ids = torch.tensor(sorted(draw_params.stop_ids), dtype=torch.int64)
-        self._stop_ids = stop_ids.to(decoder.device)
+        (self._stop_ids,) = upload(decoder.device, stop_ids)
         self._offset = logit_offset(draw_params.sampling_params, decoder.config.vocab_size, decoder.device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.packed = UNPACKED  # copies of the weights as they are during one `generate` call
@@ -215,8 +216,8 @@ class DecodeRows:
         for i, (token, position, drawn, last, key, pages) in enumerate(rows):
             state[:, i] = token, position, 0, last, drawn, key.sample, key.prompt, key.step  # as in _Field
             table[i, : len(pages)] = pages
-        memory.state[:, :n] = torch.from_numpy(state).to(memory.state.device)
-        memory.table[:n] = torch.from_numpy(table).to(memory.table.device)
+        tensors = upload(memory.state.device, *map(torch.from_numpy, (state, table)))
+        memory.state[:, :n], memory.table[:n] = tensors
         self._rows, self._turns = list(rows), 0
 
     def _look(self, turns: int) -> Look:
@@ -290,4 +291,4 @@ class DecodeRows:
             [(r.drawn + self._turns, r.rng_key.sample, r.rng_key.prompt, r.rng_key.step) for r in self._rows]
         )
         noise = logit_noise(self._seed, counters, self.decoder.config.vocab_size)
-        return noise.to(self.decoder.device) * scale
+        return upload(self.decoder.device, noise)[0] * scale

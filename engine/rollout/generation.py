@@ -3,12 +3,13 @@
 Ids that several requests continue are read once, and their samples share the cache blocks. The beginning of
 the ids may be in the prefix cache; then the reading begins after it. The last row draws the first tokens.
 Then each turn draws one token for each running sample (decode.py). When samples end, the next ones take their
-places.
+places. New requests may come while others run: those of the next turns of trajectories.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress, groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from ...model.cache import BlockCache, CachedContext
 from ..stopwatch import Stopwatch
 from .cache_size import completion_blocks
 from .decode import DecodeRows, Drawn, Row
-from .types import Completion, Request
+from .types import Completion, Request, RequestSource
 
 
 class PassLimits(NamedTuple):
@@ -34,7 +35,7 @@ class Prefix:
     """Ids that are read, or about to be read, once for several requests."""
 
     ids: tuple[int, ...]
-    waiting: deque[tuple[int, Request]]  # those that have not started, each with its index in the call
+    waiting: deque[tuple[int, Request]]  # those that have not started, each with its place
     blocks: list[int] = field(default_factory=list)  # of the cache, once the reading begins
     start: int = 0  # where the reading begins: the tokens before it are in the cache
     # [1, D], hidden state of the last token: predicts the first token of each sample
@@ -46,7 +47,7 @@ class Sample:
     """A completion that is being drawn."""
 
     prefix: Prefix
-    index: int  # of the request in the call
+    place: int  # of the request
     request: Request
     blocks: list[int]
     is_last: bool  # of its prefix
@@ -94,6 +95,8 @@ class Sample:
 class Generation:
     """The state of one pass over requests of one kind.
 
+    prefixes: to begin with. source: where more requests come from, and completions go to. fits: whether a
+    request can be one of this pass.
     tokens_read, tokens_cached: tokens of prefixes that it read, and that it found in the prefix cache.
     """
 
@@ -101,42 +104,63 @@ class Generation:
         self,
         decoding: DecodeRows,
         prefixes: Sequence[Prefix],
+        source: RequestSource,
+        fits: Callable[[Request], bool],
         limits: PassLimits,
         version: int,
         stopwatch: Stopwatch,
     ):
         self.decoding, self.limits, self.version, self.stopwatch = decoding, limits, version, stopwatch
         self.cache, self.prefix_cache = decoding.memory.cache, decoding.memory.prefix_cache
+        self.source, self.fits = source, fits
         # What is kept is used before others need its room.
         self.waiting = sorted(prefixes, key=lambda p: len(self.prefix_cache.find(p.ids)), reverse=True)[::-1]
         self.open: Prefix | None = None  # the prefix whose samples start next
         self.running: list[Sample] = []
-        self.ended: dict[int, Completion] = {}
+        self.arrived: list[tuple[int, Request]] = []  # while others were drawn
+        self.set_aside: list[tuple[int, Request]] = []  # requests that do not fit
         self.samples_at_once = self.tokens_read = self.tokens_cached = 0
 
-    def run(self) -> dict[int, Completion]:
-        """Draw everything. Returns the completions by the index of their request."""
+    def run(self) -> list[tuple[int, Request]]:
+        """Draw everything, until no more comes. Returns what came and did not fit."""
         while True:
+            idle = not (self.running or self.waiting or self.open)
+            arrived, self.arrived = self.arrived + self.source.ready(int(idle)), []
+            if idle and not arrived:
+                return self.set_aside
+            self._admit(arrived)
             started = self._start_samples()
             if not self.running:
-                if not self.waiting and self.open is None:
-                    return self.ended
-                assert started, "an empty cache has room for a sample"
-                continue  # all samples ended with their first token
+                # All samples may have ended with their first token.
+                assert started or not (self.waiting or self.open), "an empty cache has room for a sample"
+                continue
             with self.stopwatch.station("time/decode_s"):
                 self.decoding.load([sample.row for sample in self.running])
                 self._draw_until_one_ends()
 
+    def _admit(self, arrived: Sequence[tuple[int, Request]]) -> None:
+        """Queue what has come, before all that waits: what its trajectory has read may be in the cache."""
+        fit = [self.fits(request) for _, request in arrived]
+        self.set_aside += compress(arrived, (not fits for fits in fit))
+        self.waiting += make_prefixes(compress(arrived, fit))[::-1]
+
     def _draw_until_one_ends(self) -> None:
-        """Turns of the running samples. The next ones are launched before the last ones are read."""
+        """Turns of the running samples, until one ends, or a request has come and there is a row for it.
+
+        The next turns are launched before the last ones are read.
+        """
         samples, in_flight = list(self.running), deque()
         left, ended = max(sample.tokens_left for sample in samples), False
+        has_room = len(samples) < self.limits.max_concurrency
         while in_flight or not ended:
             while not ended and left and len(in_flight) <= self.decoding.looks_ahead:
                 turns = min(left, self.decoding.look_every)
                 in_flight.append(self.decoding.run(turns))
                 left -= turns
             ended |= self._take(samples, in_flight.popleft().read())
+            if has_room and not ended:
+                self.arrived += self.source.ready(0)
+                ended = bool(self.arrived)
 
     def _start_samples(self) -> bool:
         """Start samples in the order of `waiting` while there is room; returns whether any started."""
@@ -153,6 +177,7 @@ class Generation:
                 self.open = None
         if not samples:
             return False
+        self.cache.zero_taken()
         with self.stopwatch.station("time/prompts_s"):
             self._read(prefixes)
         self._copy_partial_blocks(samples)
@@ -174,7 +199,7 @@ class Generation:
         new_blocks = BlockCache.blocks_for(len(prefix.ids)) - len(kept)
         if self.prefix_cache.free_beside(kept) < new_blocks + _next_blocks(prefix):
             return False
-        prefix.blocks = self.prefix_cache.take(kept) + self.prefix_cache.allocate(new_blocks)
+        prefix.blocks = self.prefix_cache.take(kept) + self.prefix_cache.take_new(new_blocks)
         prefix.start = len(kept) * KEY_TILE
         self.tokens_cached += prefix.start
         self.open = self.waiting.pop()
@@ -182,10 +207,10 @@ class Generation:
 
     def _start_sample(self, prefix: Prefix) -> Sample:
         """The next sample, with blocks for all its tokens. It shares the prefix's full blocks."""
-        index, request = prefix.waiting.popleft()
-        new_blocks = self.prefix_cache.allocate(completion_blocks(len(prefix.ids), request.max_tokens))
+        place, request = prefix.waiting.popleft()
+        new_blocks = self.prefix_cache.take_new(completion_blocks(len(prefix.ids), request.max_tokens))
         blocks = self.cache.share(prefix.blocks[: len(prefix.ids) // KEY_TILE]) + new_blocks
-        return Sample(prefix, index, request, blocks, is_last=not prefix.waiting)
+        return Sample(prefix, place, request, blocks, is_last=not prefix.waiting)
 
     def _copy_partial_blocks(self, samples: Sequence[Sample]) -> None:
         """Give each new sample its copy of its prefix's last block, where that is only partly filled.
@@ -261,12 +286,14 @@ class Generation:
         if sample.request.trajectory_tokens:
             self.prefix_cache.keep(sample.written, sample.blocks)
         self.prefix_cache.release(sample.blocks)
-        self.ended[sample.index] = Completion(
-            tuple(sample.tokens),
-            np.array(sample.logprobs, np.float32),
-            sample.finish,
-            self.version,
-        )
+        logprobs = np.array(sample.logprobs, np.float32)
+        completion = Completion(tuple(sample.tokens), logprobs, sample.finish, self.version)
+        self.source.completed(sample.place, completion)
+
+
+def make_prefixes(requests: Iterable[tuple[int, Request]]) -> list[Prefix]:
+    """Requests, each with its place; those side by side with equal ids together."""
+    return [Prefix(ids, deque(group)) for ids, group in groupby(requests, key=lambda pair: pair[1].ids)]
 
 
 def _next_blocks(prefix: Prefix) -> int:

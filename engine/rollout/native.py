@@ -8,9 +8,9 @@ keeps blocks for later turns (prefix_cache.py). Blocks are kept for requests tha
 no others. So a call of one turn costs nothing more, and its memory is free while the trainer runs.
 """
 
-from collections import deque
+import math
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -23,8 +23,8 @@ from ...model.decoder import Decoder
 from ..stopwatch import Stopwatch
 from .cache_size import CacheNeed, cache_limit, cache_need
 from .decode import DecodeMemory, DecodeRows
-from .generation import Generation, PassLimits, Prefix
-from .types import Completion, DrawParams, Request, check_requests
+from .generation import Generation, PassLimits, Prefix, make_prefixes
+from .types import Completion, DrawParams, Request, RequestSource, check_requests
 
 # Tokens of one forward where none are named. A GPU is kept busy by a few large passes.
 _BATCH_TOKENS, _GPU_BATCH_TOKENS = 1024, 16384
@@ -103,36 +103,61 @@ class NativeSampler:
         a prompt that is too long, or where the cache cannot hold one sample. Raises FloatingPointError where
         logits are not finite.
         """
-        check_requests(requests, self.decoder.config.max_positions, self.decoder.config.vocab_size)
         self.tokens_read = self.tokens_cached = 0
         if not requests:  # a rank without a share: its times are zeros, as the trainer's are
             with self.stopwatch.station("time/prompts_s"), self.stopwatch.station("time/decode_s"):
                 return []
-        kinds: dict[_Kind, list[int]] = {}
-        for i, request in enumerate(requests):
-            key = request.rng_key
-            kinds.setdefault(_Kind(request.draw_params, key.seed, key.stream), []).append(i)
-        completions: dict[int, Completion] = {}
         self.samples_at_once = 0
-        for kind, indices in kinds.items():
-            completions |= self._generate_kind(kind, _prefixes(requests, indices))
-        return [completions[i] for i in range(len(requests))]
+        completions = _Completions()
+        self._run(list(enumerate(requests)), completions)
+        return [completions.by_place[i] for i in range(len(requests))]
 
-    def _generate_kind(self, kind: _Kind, prefixes: Sequence[Prefix]) -> dict[int, Completion]:
-        """The completions by the index of their request."""
+    @torch.no_grad()
+    def serve(self, source: RequestSource) -> None:
+        """See ContinuousSampler. The first requests are all that can be ready, so that they share memory.
+
+        Raises as `generate` does.
+        """
+        self.tokens_read = self.tokens_cached = self.samples_at_once = 0
+        self._run(source.ready(math.inf), source)
+
+    def _run(self, requests: list[tuple[int, Request]], source: RequestSource) -> None:
+        """Draw these requests and all that come, one kind after another."""
+        while requests:
+            self._check(request for _, request in requests)
+            kind = _kind(requests[0][1])
+            others = [pair for pair in requests if _kind(pair[1]) != kind]
+            prefixes = make_prefixes(pair for pair in requests if _kind(pair[1]) == kind)
+            requests = others + self._run_kind(kind, prefixes, source)
+
+    def _check(self, requests: Iterable[Request]) -> None:
+        config = self.decoder.config
+        check_requests(list(requests), config.max_positions, config.vocab_size)
+
+    def _run_kind(
+        self, kind: _Kind, prefixes: Sequence[Prefix], source: RequestSource
+    ) -> list[tuple[int, Request]]:
+        """Draw requests of one kind. Returns what came, and is of another kind or needs a larger memory."""
         memory = self._make_memory(prefixes)
         decoding = self._decoding_of(memory, kind)
+
+        def fits(request: Request) -> bool:
+            self._check([request])
+            alone = [replace(request, trajectory_tokens=0)]
+            need = cache_need(alone, 1, 1, self.decoder.config.max_positions)
+            return _kind(request) == kind and memory.holds(need.rows, need.pages, need.one_sample)
+
         # A call that fails leaves no memory: nobody would release its blocks.
         decoding_by_kind, self._memory, self._decoding = self._decoding, None, {}
-        generation = Generation(decoding, prefixes, self.limits, self.version, self.stopwatch)
-        completions = generation.run()
+        generation = Generation(decoding, prefixes, source, fits, self.limits, self.version, self.stopwatch)
+        set_aside = generation.run()
         decoding.stop()
         self.samples_at_once = self.samples_at_once or generation.samples_at_once
         self.tokens_read += generation.tokens_read
         self.tokens_cached += generation.tokens_cached
         if self.decoder.device.type == "cuda" or len(memory.prefix_cache):
             self._memory, self._decoding = memory, decoding_by_kind
-        return completions
+        return set_aside
 
     def _make_memory(self, prefixes: Sequence[Prefix]) -> DecodeMemory:
         """Memory for these prefixes, within the limit of the cache; the last call's where it is large enough.
@@ -190,9 +215,18 @@ class NativeSampler:
         return decoding
 
 
-def _prefixes(requests: Sequence[Request], indices: Iterable[int]) -> list[Prefix]:
-    """The requests at these indices, those side by side with equal ids together."""
-    return [
-        Prefix(ids, deque((i, requests[i]) for i in group))
-        for ids, group in groupby(indices, key=lambda i: requests[i].ids)
-    ]
+def _kind(request: Request) -> _Kind:
+    return _Kind(request.draw_params, request.rng_key.seed, request.rng_key.stream)
+
+
+class _Completions:
+    """The completions of a call to which no request is added. See RequestSource."""
+
+    def __init__(self) -> None:
+        self.by_place: dict[int, Completion] = {}
+
+    def ready(self, at_least: float) -> list[tuple[int, Request]]:
+        return []
+
+    def completed(self, place: int, completion: Completion) -> None:
+        self.by_place[place] = completion

@@ -67,11 +67,14 @@ class PrefixCache:
             self._idle.pop(b, None)
         return self._cache.share(blocks)
 
-    def allocate(self, n: int) -> list[int]:
-        """Take n blocks full of zeros; kept blocks that nobody uses are given back where too few are free."""
+    def take_new(self, n: int) -> list[int]:
+        """Take n blocks; kept blocks that nobody uses are given back where too few are free.
+
+        The cache's `zero_taken` must follow before anything is written to it.
+        """
         while self._cache.free < n:
             self._drop(self._of_block[next(iter(self._idle))])
-        return self._cache.allocate(n)
+        return self._cache.take(n)
 
     def keep(self, ids: Sequence[int], blocks: Sequence[int]) -> None:
         """Keep the full blocks of a sequence. Its owner still has them, and nobody writes to them any more.

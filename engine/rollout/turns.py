@@ -1,7 +1,9 @@
 """Trajectories of many turns: the model draws, its environment answers, and the ids go on.
 
-All trajectories that wait for the model draw together, then all environments answer side by side. Each draws
-with its own key, and each environment has its own; so it decides nothing which trajectories run together.
+While the model draws turns of some trajectories, the environments of others answer side by side. As soon as
+one has answered, the sampler takes the next turn of its trajectory, if it takes requests while it draws
+(ContinuousSampler). Otherwise all turns that can be drawn are drawn together. Each trajectory draws with its
+own key, and each environment has its own; so it decides nothing which of them run together.
 
 How a trajectory ends, its loss and its reward:
 
@@ -28,12 +30,24 @@ import numpy as np
 from ...files.reading import shown
 from ..stopwatch import Stopwatch
 from ..tasks.base import Problem
-from ..tasks.environment import CONTEXT, ERROR, TIME_LIMIT, TOKENS, TURNS, EnvironmentKey
+from ..tasks.environment import CONTEXT, ERROR, TIME_LIMIT, TOKENS, TURNS, EnvironmentKey, Turn
 from ..tasks.environments import Answer, Environments, Failure, Game
 from ..tasks.rendering import Renderer, Transcript
 from ..tasks.tokenizer import Tokenizer
+from ..tasks.tool_calls import ToolCalls, parse_calls
 from .episodes import Episodes
-from .types import Completion, DrawParams, GenerationParams, Request, RngKey, Rollout, Sampler, check_room
+from .types import (
+    Completion,
+    ContinuousSampler,
+    DrawParams,
+    GenerationParams,
+    Request,
+    RngKey,
+    Rollout,
+    Sampler,
+    check_room,
+    serve_in_waves,
+)
 
 
 class TurnLimits(NamedTuple):
@@ -110,6 +124,8 @@ class TurnPlayer:
 
     renderer: makes ids of their contents. say: shows a line for a trajectory that ended in an error.
     stopwatch: measures the environments; None where nobody asks.
+
+    Raises ValueError for tool calls that the tokenizer cannot read.
     """
 
     def __init__(
@@ -121,11 +137,16 @@ class TurnPlayer:
         say: Callable[[str], None],
         stopwatch: Stopwatch | None = None,
     ):
-        self._tokenizer, self._environments, self._renderer = tokenizer, environments, renderer
+        self._tokenizer, self.environments, self._renderer = tokenizer, environments, renderer
         self._limits, self._say = limits, say
-        self._station = stopwatch.station if stopwatch else nullcontext
+        self.station = stopwatch.station if stopwatch else nullcontext
         self.players: int = environments.players
         self.binary: bool = environments.binary
+        if environments.tool_calls == "template" and not tokenizer.has_response_template:
+            raise ValueError(
+                'environment: tool_calls = "template" needs a tokenizer with a response_template; it can be '
+                '"json" or "xml"'
+            )
 
     def check(self, problems: Sequence[Problem], max_tokens: int, context: int) -> list[list[int]]:
         """No prompt is known before its environment is played."""
@@ -142,18 +163,14 @@ class TurnPlayer:
         G, n = generation_params.num_generations, self.players
         check_room(len(problems) * n * G, self._limits.max_tokens)
         plays = [self._begun(problems[p], p, g, rng_key) for p in range(len(problems)) for g in range(G)]
-        version, waiting = -1, plays
-        self._answered(plays)
-        while waiting := [play for play in waiting if not play.finish]:
-            requests = [self._request(play, generation_params) for play in waiting]
-            completions = sampler.generate(requests)
-            version = completions[0].weight_version
-            for play, request, completion in zip(waiting, requests, completions, strict=True):
-                self._drawn(play, request, completion)
-            self._answered([play for play in waiting if not play.finish])
+        turns = _Turns(self, plays, generation_params)
+        if isinstance(sampler, ContinuousSampler):
+            sampler.serve(turns)
+        else:
+            serve_in_waves(sampler, turns)
         sampler.end_turns()
-        self._environments.close_games()
-        return self._episodes(problems, plays, G, version)
+        self.environments.close_games()
+        return self._episodes(problems, plays, G, turns.version)
 
     def _begun(self, problem: Problem, p: int, g: int, rng_key: RngKey) -> _Play:
         first = rng_key.prompt + p * self.players
@@ -161,7 +178,8 @@ class TurnPlayer:
         keys = [replace(rng_key, prompt=first + player, sample=g) for player in range(self.players)]
         return _Play(Game(problem, key), [_Trajectory(key) for key in keys])
 
-    def _request(self, play: _Play, params: GenerationParams) -> Request:
+    def request(self, play: _Play, params: GenerationParams) -> Request:
+        """The next turn of whoever moves."""
         trajectory = play.players[play.player]
         limits = self._limits
         left = limits.max_tokens - trajectory.drawn, limits.context - len(trajectory.ids)
@@ -176,7 +194,7 @@ class TurnPlayer:
             0 if is_last else limits.context,
         )
 
-    def _drawn(self, play: _Play, request: Request, completion: Completion) -> None:
+    def drawn(self, play: _Play, request: Request, completion: Completion) -> None:
         """Take a turn. One that was cut ends the game."""
         trajectory = play.players[play.player]
         trajectory.draw(completion)
@@ -185,19 +203,21 @@ class TurnPlayer:
             play.finish = CONTEXT if cut_by_context else TOKENS
             return
         ids = list(completion.ids)
-        play.game.turns.append((ids, self._tokenizer.text(ids[:-1])))
+        text = self._tokenizer.text(ids[:-1])
+        play.game.turns.append(Turn(ids, text, self._calls(request.ids, ids, text)))
 
-    def _answered(self, plays: Sequence[_Play]) -> None:
-        """Let the environments answer, and add their contents to the ids of whoever moves next."""
-        with self._station("time/environment_s"):
-            answers = self._environments.answer([play.game for play in plays])
-        for play, answer in zip(plays, answers, strict=True):
-            if isinstance(answer, Failure):
-                self._fail(play, answer.reason, TIME_LIMIT if answer.timed_out else ERROR)
-            else:
-                self._take(play, answer)
+    def _calls(self, before: Sequence[int], ids: Sequence[int], text: str) -> ToolCalls | None:
+        """The tool calls in a turn, where the environment asks for them."""
+        form = self.environments.tool_calls
+        if form == "template":
+            return self._tokenizer.tool_calls(before, ids, self.environments.tools)
+        return parse_calls(text, form) if form else None
 
-    def _take(self, play: _Play, answer: Answer) -> None:
+    def answered(self, play: _Play, answer: Answer | Failure) -> None:
+        """Take what an environment has answered, and add its content to the ids of whoever moves next."""
+        if isinstance(answer, Failure):
+            self._fail(play, answer.reason, TIME_LIMIT if answer.timed_out else ERROR)
+            return
         play.game.answered(answer)
         for trajectory, reward in zip(play.players, answer.rewards, strict=True):
             if trajectory.turn_rewards:
@@ -254,3 +274,50 @@ class TurnPlayer:
             [play.players[player].turn_rewards for play, player in order],
             [play.error for play, _ in order],
         )
+
+
+class _Turns:
+    """The turns of all trajectories, as a sampler asks for them. A place is that of a game in `plays`."""
+
+    def __init__(self, player: TurnPlayer, plays: Sequence[_Play], params: GenerationParams):
+        self._player, self._plays, self._params = player, plays, params
+        self._places = {id(play.game): place for place, play in enumerate(plays)}
+        self._requests: dict[int, Request] = {}  # the open one of each place
+        self._ready: list[int] = []
+        self.version = -1  # of the weights that drew the turns
+        self._answering = 0
+        for play in plays:
+            self._ask(play)
+
+    def _ask(self, play: _Play) -> None:
+        self._answering += 1
+        self._player.environments.ask(play.game)
+
+    def ready(self, at_least: float) -> list[tuple[int, Request]]:
+        """See RequestSource. In the order of the places, so that equal prompts stand side by side."""
+        if self._answering and not at_least:
+            self._collect(wait=False)
+        with self._player.station("time/environment_s") if at_least else nullcontext():
+            while self._answering and len(self._ready) < at_least:
+                self._collect(wait=True)
+        places, self._ready = sorted(self._ready), []
+        return [(place, self._requests[place]) for place in places]
+
+    def _collect(self, wait: bool) -> None:
+        for game, answer in self._player.environments.answers(wait):
+            self._take(self._places[id(game)], answer)
+
+    def _take(self, place: int, answer: Answer | Failure) -> None:
+        play = self._plays[place]
+        self._answering -= 1
+        self._player.answered(play, answer)
+        if not play.finish:
+            self._requests[place] = self._player.request(play, self._params)
+            self._ready.append(place)
+
+    def completed(self, place: int, completion: Completion) -> None:
+        """See RequestSource. The environment begins to answer at once."""
+        play, self.version = self._plays[place], completion.weight_version
+        self._player.drawn(play, self._requests.pop(place), completion)
+        if not play.finish:
+            self._ask(play)

@@ -9,10 +9,11 @@ Prompts and completions are token ids from end to end. Nothing is detokenised in
 Shapes: T tokens of a trajectory; C of them were drawn.
 """
 
+import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -308,6 +309,42 @@ class Sampler(Protocol):
     def close(self) -> None:
         """End whatever runs outside this process."""
         ...
+
+
+class RequestSource(Protocol):
+    """Requests that come one after another, as those of the turns of many trajectories do.
+
+    A place stands for a trajectory. It has one open request at most, and its next one follows from the
+    completion.
+    """
+
+    def ready(self, at_least: float) -> list[tuple[int, Request]]:
+        """Requests that can be served, each with its place. Nobody is given one twice.
+
+        Waits until there are so many, or until no other can come before one of these is completed.
+        """
+        ...
+
+    def completed(self, place: int, completion: Completion) -> None:
+        """The completion of the request at this place."""
+        ...
+
+
+@runtime_checkable
+class ContinuousSampler(Sampler, Protocol):
+    """A sampler that takes new requests while others are being drawn."""
+
+    def serve(self, source: RequestSource) -> None:
+        """Complete requests until no more come. Which ones run together decides no bit."""
+        ...
+
+
+def serve_in_waves(sampler: Sampler, source: RequestSource) -> None:
+    """As ContinuousSampler.serve, with all requests that can be ready in one call, and then the next ones."""
+    while arrived := source.ready(math.inf):
+        places, requests = zip(*arrived, strict=True)
+        for place, completion in zip(places, sampler.generate(requests), strict=True):
+            source.completed(place, completion)
 
 
 def complete(

@@ -14,6 +14,7 @@ from ...model.weights import Layout, fingerprint
 from ...verify.environment import PACKAGE_ROOT, environment
 from ...verify.ledger import Head, LedgerFile, digest, digest_ids
 from ..config import FREE_SECTIONS, Config
+from ..loss.presets import DEFAULTS
 from ..train.state import TrainState
 
 # The head holds the hash of the frozen reference's weights under this key.
@@ -48,8 +49,17 @@ FREE = {
     "frozen": "patterns; the names and the bits of the weights that they freeze are chained instead",
     REFERENCE: "a place; the weights found there are chained instead",
 }
-# Settings that most runs do not have. They are chained where they are not the default.
-CHAINED_WHERE_SET = ("environment.", "sampling.min_p", "sampling.logit_bias", "sampling.allowed_token_ids")
+# Settings that most runs do not have: keys, and sections with their dot. They are chained where they are not
+# the default.
+CHAINED_WHERE_SET = (
+    "environment.",
+    "loss.k",
+    "loss.semantic_entropy",
+    "task.equivalence",
+    "sampling.min_p",
+    "sampling.logit_bias",
+    "sampling.allowed_token_ids",
+)
 # The scale of the loss changes no bit unless a gradient overflows or underflows, and then the hash of the
 # gradient shows it. So these settings are not chained either. But a resumed run keeps them and its scale.
 _SCALE = (
@@ -79,7 +89,8 @@ def flat_settings(config: Config) -> dict[str, Any]:
 
 def is_free(key: str, config: Config) -> bool:
     """Whether a key of this configuration decides no bit."""
-    if key.startswith(CHAINED_WHERE_SET) and _is_default(key, config):
+    section = key[: key.find(".") + 1]
+    if (key in CHAINED_WHERE_SET or section in CHAINED_WHERE_SET) and _is_default(key, config):
         return True
     if key == "steps":  # it decides bits only through the schedule of the learning rate
         return config.optimizer.schedule == "constant"
@@ -90,6 +101,8 @@ def is_free(key: str, config: Config) -> bool:
 
 def _is_default(key: str, config: Config) -> bool:
     section, _, name = key.partition(".")
+    if section == "loss":
+        return getattr(config.loss.resolve(), name) == DEFAULTS[name]
     values = getattr(config, section)
     return getattr(values, name) == type(values).model_fields[name].get_default(call_default_factory=True)
 

@@ -41,7 +41,7 @@ from .held_out import BASE_REWARD, MEAN_REWARD, held_out_name
 from .ledger_head import flat_settings, run_head
 from .profile import check_profiled_step, profiled
 from .resume import Resumption, find_resumption, run_config
-from .setup import make_state, on_gpu, settled
+from .setup import make_state, on_gpu, run_equivalence, settled
 from .summary import Summary, summarise, write_summary
 from .trackers import Trackers, require_trackers
 
@@ -126,10 +126,10 @@ def _run(
     task = load_task(config.task.name, config.task.options, config.task.directory)
     # Both are found wrong before the model is made: a slope that is none, a reward that cannot be imported.
     check_surrogate(config.loss.resolve(), config.task.directory)
-    with _judge(config, task, ranks) as judge:
+    with _judge(config, task, ranks) as judge, run_equivalence(config, ranks) as equivalence:
         ranks.barrier()  # now every rank has read the folder, so rank 0 may change it
         model = ranks.from_first(lambda: base_model(config, path))
-        with closing(make_state(config, model, task, judge, ranks)) as state:
+        with closing(make_state(config, model, task, judge, ranks, equivalence)) as state:
             held_out = HeldOut(state, task)
             if line := held_out.overlap():
                 console.print(line)

@@ -1,7 +1,8 @@
 """Everything a step needs, made from a configuration and a model folder: `make_state`."""
 
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from ...model.weights import Layout
 from ..compatibility import check_settings
 from ..config import Config
 from ..display.terminal import console
-from ..parallel.data_parallel import RankedSampler, RankedScorer, RankedWorkers
+from ..parallel.data_parallel import RankedEquivalence, RankedSampler, RankedScorer, RankedWorkers
 from ..parallel.process_group import ALONE, Ranks
 from ..parallel.scorer import Scorer, frozen
 from ..parallel.workers import Workers, automatic
@@ -25,6 +26,7 @@ from ..rollout.vllm.installed import installed_vllm, is_cpu_build
 from ..stopwatch import Stopwatch
 from ..tasks.base import Problem, Task
 from ..tasks.environment import EnvironmentTask
+from ..tasks.equivalence import Equivalence, open_equivalence
 from ..tasks.loading import problems_of
 from ..tasks.perfectible import perfectible_set
 from ..tasks.tokenizer import Tokenizer
@@ -36,14 +38,21 @@ from .samplers import Samplers, make_samplers, numerics_of, sampling_context
 
 
 def make_state(
-    config: Config, model: Path, task: Task | EnvironmentTask, judge: Judge, ranks: Ranks = ALONE
+    config: Config,
+    model: Path,
+    task: Task | EnvironmentTask,
+    judge: Judge,
+    ranks: Ranks = ALONE,
+    equivalence: Equivalence | RankedEquivalence | None = None,
 ) -> TrainState:
     """Load a model folder and set up everything that a step needs, in this process of `ranks`.
 
-    judge: the task's reward or environments, over all ranks; whoever opened it closes it.
+    judge: the task's reward or environments, over all ranks; whoever opened it closes it. equivalence: see
+    run_equivalence.
 
     Raises ValueError.
     """
+    assert (equivalence is not None) == bool(config.loss.resolve().semantic_entropy)
     model_config = ModelConfig.from_file(model)
     config.sampling.sampling_params.check(model_config.vocab_size)
     tokenizer = Tokenizer(model, model_config.vocab_size)
@@ -53,6 +62,7 @@ def make_state(
     render = config.environment.render
     player = make_player(task, judge, tokenizer, limits, render, console.print, stopwatch)
     _check_players(config.prompts, player.players)
+    _check_binary(config, player.binary)
     prompt_ids = player.check(problems, max_tokens, model_config.max_positions)
     longest = max(map(len, prompt_ids), default=0)
     of_rollout = max_tokens if prompt_ids else limits.max_tokens
@@ -99,11 +109,32 @@ def make_state(
         ref_policy=ref_policy,
         tokenizer=tokenizer,
         player=player,
+        equivalence=equivalence,
         problems=problems,
         prompt_ids=prompt_ids,
         max_tokens=of_rollout,
         stopwatch=stopwatch,
     )
+
+
+@contextmanager
+def run_equivalence(config: Config, ranks: Ranks = ALONE) -> Iterator[Equivalence | RankedEquivalence | None]:
+    """What says which completions of a run mean the same; None where its loss does not ask.
+
+    Only rank 0 has processes for it, and they end with the context. Raises ValueError (see open_equivalence).
+    """
+    if not config.loss.resolve().semantic_entropy:
+        yield None
+        return
+    with ExitStack() as stack:
+
+        def opened() -> Equivalence:
+            task = config.task
+            return stack.enter_context(
+                open_equivalence(task.equivalence, task.reward_settings, console.print)
+            )
+
+        yield opened() if ranks.size == 1 else RankedEquivalence(opened, ranks)
 
 
 def _workers_of_a_rank(config: Config, policy: Decoder) -> int:
@@ -221,6 +252,15 @@ def training_problems(task: Task | EnvironmentTask, config: Config, model: Path)
     if not problems:
         raise ValueError(f"task {config.task.name}: has no training problems")
     return problems[: config.task.problems or None]
+
+
+def _check_binary(config: Config, is_binary: bool) -> None:
+    """Raise ValueError where the advantage needs a reward that is 0 or 1, and this one may be graded."""
+    if config.loss.resolve().advantage == "pass_at_k" and not is_binary:
+        raise ValueError(
+            f'loss.advantage ("pass_at_k"): the reward of task {config.task.name} does not say that it is '
+            "0 or 1; set `binary = True` on it, or choose another advantage"
+        )
 
 
 def _check_players(prompts: int, players: int) -> None:

@@ -28,6 +28,7 @@ from random import Random
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from .problem import Problem
+from .tool_calls import ToolCalls
 
 # A text; messages of the chat template, each with `role` and `content`; or token ids.
 Content = str | Sequence[dict[str, Any]] | Sequence[int]
@@ -79,11 +80,20 @@ class Observation:
     player: int = 0
 
 
+class Turn(NamedTuple):
+    """A turn of the model, as its environment reads it; see Environment.step."""
+
+    ids: list[int]
+    text: str
+    calls: ToolCalls | None = None  # where the environment asks for them
+
+
 class Environment(Protocol):
     """The members of every environment. One of the user's needs no base class.
 
-    Three more are optional: `players`, the number of players, 1 without it; `tools`, the JSON schemas of the
-    tools that the chat template names; and `close()`.
+    Four more are optional: `players`, the number of players, 1 without it; `tools`, the JSON schemas of the
+    tools that the chat template names; `tool_calls`, in which form the model calls them ("json", "xml" or
+    "template", see tool_calls.py); and `close()`.
     """
 
     def reset(self, problem: Problem, key: EnvironmentKey) -> Content | Observation:
@@ -95,7 +105,8 @@ class Environment(Protocol):
 
         ids: the tokens as they were drawn, the stop token included. text: without the stop token, other
         special tokens by their names. A turn that was cut before its stop token ends the trajectory, and no
-        environment sees it.
+        environment sees it. Where the environment has `tool_calls`, a third argument is the ToolCalls of the
+        turn.
         """
         ...
 

@@ -3,13 +3,13 @@
 They are played in processes of their own (executor.py, sessions.py). Those of a call run side by side.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ...files.reading import shown
-from .environment import DONE, LARGEST_REWARD, EnvironmentKey
+from .environment import DONE, LARGEST_REWARD, EnvironmentKey, Turn
 from .executor import CallError, Executor, Limits
 from .problem import Problem
 
@@ -51,7 +51,7 @@ class Game:
 
     problem: Problem
     key: EnvironmentKey
-    turns: list[tuple[list[int], str]] = field(default_factory=list)  # ids and text of each
+    turns: list[Turn] = field(default_factory=list)
     history: str = ""  # hash of all answers so far
 
     def answered(self, answer: Answer) -> None:
@@ -63,26 +63,32 @@ class Environments:
     """The environments of a run.
 
     players: of a game; 1 otherwise. binary: whether the reward of a trajectory is 0 or 1 by the task's own
-    word. tools: that the chat template names.
+    word. tools: that the chat template names. tool_calls: in which form the model calls them; may be empty.
     """
 
     def __init__(self, executor: Executor):
-        self._executor = executor
+        self._executor, self._asked = executor, {}
         about = executor.about
         self.players: int = about["players"]
         self.binary: bool = about["binary"]
         self.tools: list[dict[str, Any]] | None = about["tools"]
+        self.tool_calls: str = about["tool_calls"]
 
-    def answer(self, games: Sequence[Game]) -> list[Answer | Failure]:
-        """What each environment answers to the last turn of its game; without a turn, its first content.
+    def ask(self, game: Game) -> None:
+        """Let an environment answer to the last turn of its game; without a turn, give its first content.
 
-        A Failure ends no other game.
+        It begins at once, beside others. `answers` gives what it answers.
         """
-        n = self._executor.n
-        calls = [(game.problem, game.key, game.turns, game.history) for game in games]
-        homes = [(game.key.prompt + game.key.sample) % n for game in games]
-        answers = self._executor.attempt(calls, homes)
-        return [self._checked(answer) for answer in answers]
+        call, home = (game.problem, game.key, game.turns, game.history), game.key.prompt + game.key.sample
+        self._asked[self._executor.submit(call, home % self._executor.n)] = game
+
+    def answers(self, wait: bool) -> list[tuple[Game, Answer | Failure]]:
+        """The games that were asked and have an answer. A Failure ends no other game.
+
+        wait: for one at least, if any was asked.
+        """
+        answers = self._executor.collect(wait)
+        return [(self._asked.pop(ticket), self._checked(answers[ticket])) for ticket in sorted(answers)]
 
     def close_games(self) -> None:
         """Drop all games that are still open."""

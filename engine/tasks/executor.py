@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -98,6 +99,10 @@ class Executor:
         memory_bytes = limits.memory_bytes or _memory_bytes() // 2
         setup = Setup(maker, arguments, memory_bytes, os.environ.get("PYTHONPATH"))
         self._setup, n = pickle.dumps(setup), n or _processes()
+        # Submitted calls: their numbers, those that wait for each process, and those that cannot be sent.
+        self._tickets, self._submitted = count(), 0
+        self._queues: list[deque[tuple[int, bytes]]] = [deque() for _ in range(n)]
+        self._failed: dict[int, CallError] = {}
         try:
             for _ in range(n):
                 self._workers.append(self._started())
@@ -126,36 +131,59 @@ class Executor:
         return values
 
     def attempt(self, calls: Sequence[tuple[Any, ...]], homes: Sequence[int]) -> list[Any]:
-        """For each call the value of function(*call), or its CallError.
+        """For each call the value of function(*call), or its CallError. Nothing else may have been submitted.
 
-        homes: for each call the process that computes it, 0 to n - 1; what it keeps from earlier calls stays
-        there. A process that a call ended, or that was too slow, is made anew.
+        homes: see submit.
         """
-        self._lines = 0
-        answers: list[Any] = [None] * len(calls)
-        queues: list[deque[tuple[int, bytes]]] = [deque() for _ in self._workers]
-        for i, (call, home) in enumerate(zip(calls, homes, strict=True)):
-            message = _pickled(i, call)
-            if isinstance(message, CallError):
-                answers[i] = message
-            else:
-                queues[home].append((i, message))
-        while self._sent(queues):
-            for worker, answer in self._answers():
-                index, worker.call = worker.call, None
-                failed = _failure(index, answer, is_setup=index == _SETUP)
-                if index not in (None, _SETUP):
-                    answers[index] = failed or answer.get("value")
-                elif failed and index == _SETUP:
+        tickets, answers = [self.submit(*pair) for pair in zip(calls, homes, strict=True)], {}
+        while len(answers) < len(tickets):
+            answers |= self.collect(wait=True)
+        return [answers[ticket] for ticket in tickets]
+
+    def submit(self, call: tuple[Any, ...], home: int) -> int:
+        """Begin function(*call), which `collect` gives the value of. Returns the number of the call.
+
+        home: the process that computes it, 0 to n - 1; what it keeps from earlier calls stays there. A
+        process that a call ended, or that was too slow, is made anew.
+        """
+        if not self._submitted:
+            self._lines = 0
+        ticket, self._submitted = next(self._tickets), self._submitted + 1
+        message = _pickled(ticket, call)
+        if isinstance(message, CallError):
+            self._failed[ticket] = message
+        else:
+            self._queues[home].append((ticket, message))
+            self._send_queued()
+        return ticket
+
+    def collect(self, wait: bool) -> dict[int, Any]:
+        """Of submitted calls that have ended, by their numbers, the value or the CallError.
+
+        wait: for one at least, if any call has not ended.
+        """
+        answers, self._failed = dict(self._failed), {}
+        while self._send_queued():
+            for worker, answer in self._answers(wait and not answers):
+                ticket, worker.call = worker.call, None
+                failed = _failure(ticket, answer, is_setup=ticket == _SETUP)
+                if ticket not in (None, _SETUP):
+                    answers[ticket] = failed or answer.get("value")
+                elif failed and ticket == _SETUP:
                     raise ChildProcessError(f"{self._what}: {failed.reason} before its first call")
                 if failed and not answer.get("raised"):
                     self._replace(worker)
-        self._read_output()
+            if answers or not wait:
+                break
+        self._send_queued()
+        self._submitted -= len(answers)
+        if not self._submitted:
+            self._read_output()
         return answers
 
-    def _sent(self, queues: Sequence[deque[tuple[int, bytes]]]) -> bool:
+    def _send_queued(self) -> bool:
         """Give each idle process its next call. Returns whether any process is busy."""
-        for worker, queue in zip(self._workers, queues, strict=True):
+        for worker, queue in zip(self._workers, self._queues, strict=True):
             if worker.call is None and queue:
                 self._send(worker, *queue.popleft())
         return any(worker.call is not None for worker in self._workers)
@@ -236,10 +264,10 @@ class Executor:
         with suppress(BrokenPipeError, ConnectionResetError):  # _answers says how it ended
             worker.connection.send_bytes(message)
 
-    def _answers(self) -> list[tuple[_Worker, dict[str, Any]]]:
+    def _answers(self, wait: bool = True) -> list[tuple[_Worker, dict[str, Any]]]:
         """Wait for answers. A process that has ended, or that takes too long, has answered with that."""
         busy = [worker for worker in self._workers if worker.call is not None]
-        wait_s = min(worker.deadline for worker in busy) - time.monotonic()
+        wait_s = min(worker.deadline for worker in busy) - time.monotonic() if wait else 0.0
         ready = {(key.data, key.fileobj) for key, _ in self._selector.select(max(0.0, wait_s))}
         answers, now = [], time.monotonic()
         for worker in self._workers:

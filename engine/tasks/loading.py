@@ -15,6 +15,7 @@ from .guard import guarded
 from .guesses import Guesses
 from .jsonl import Jsonl
 from .nim import Nim
+from .python_tool import Python
 from .sort import Sort
 from .users_code import importable, load_object
 from .wordle import Wordle
@@ -28,10 +29,11 @@ TASKS: dict[str, Callable[..., Task | EnvironmentTask]] = {
     "guesses": Guesses,
     "wordle": Wordle,
     "nim": Nim,
+    "python": Python,
 }
 # More problems than this take all memory.
 _LARGEST_OPTION, _LARGEST_SEED = 1_000_000, (1 << 32) - 1
-# Options of the task jsonl that name a file.
+# Options of the tasks jsonl and python that name a file.
 _FILES = ("file", "held_out_file")
 _KINDS = {
     (int,): "a whole number",
@@ -59,7 +61,7 @@ def load_task(name: str, options: Mapping[str, Any], directory: str = "") -> Tas
     if name in TASKS:
         _check_options(name, factory, options)
         files = {k: os.path.join(directory, options[k]) for k in _FILES if options.get(k)}
-        options = {**options, **files} if name == "jsonl" else options
+        options = {**options, **files} if name in ("jsonl", "python") else options
         task = factory(**options)
     else:
         with importable(directory):

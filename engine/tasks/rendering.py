@@ -5,7 +5,8 @@ trajectory. Each later content appends ids: those of what the template writes be
 next one. They are found by rendering the conversation with a placeholder for each of the model's turns.
 
 This is what the template itself would give only where it never writes an earlier turn in another way, once a
-later one follows. `Renderer` checks that at its start, with a turn that has thoughts, and at each turn again.
+later one follows. `Renderer` checks that at its start, with a turn that has thoughts, before an answer of
+another role than it has checked, and at each turn again.
 With mode = "append" the ids between two turns are those of a conversation of these two turns alone.
 """
 
@@ -46,8 +47,10 @@ class Renderer:
         self._chat = chat and tokenizer.has_chat_template
         if self._tools and not self._chat:
             raise ValueError("environment: its tools need chat, and a tokenizer with a chat template")
+        # The roles after a turn of the model with which the template keeps it; None, or why it does not.
+        self._refusals: dict[str, str | None] = {}
         if self._chat and mode == "template":
-            self._check_template()
+            self._check_template("tool" if self._tools else "user")
 
     def begin(self, content: Content) -> tuple[Transcript, list[int]]:
         """The ids of a trajectory's first content, its prompt. Raises ValueError."""
@@ -71,6 +74,8 @@ class Renderer:
         if not self._chat:
             return self._tokenizer.checked(self._tokenizer.encode_plain(_plain(content)))
         answers = _messages(content)
+        if self._mode == "template" and answers:
+            self._check_template(answers[0]["role"])
         if self._mode == "append" or not transcript.messages:
             text = self._after([{"role": "user", "content": "-"}], answers)
         else:
@@ -97,24 +102,33 @@ class Renderer:
     def _render(self, messages: list[dict[str, Any]]) -> str:
         return self._tokenizer.render(messages, self._tools)
 
-    def _check_template(self) -> None:
-        """Raise ValueError for a template that does not keep an earlier turn as it was."""
+    def _check_template(self, role: str) -> None:
+        """Raise ValueError for a template that does not keep a turn when a message of `role` follows.
+
+        Qwen3's keeps the thoughts of a turn that a tool answers, and drops them once a user does.
+        """
+        if role not in self._refusals:
+            self._refusals[role] = self._refusal_of(role)
+        if (refusal := self._refusals[role]) is not None:
+            raise ValueError(refusal)
+
+    def _refusal_of(self, role: str) -> str | None:
         placeholders = [_PLACEHOLDER.format(i) for i in (1, 2)]
-        turns = [_THOUGHTS + placeholder for placeholder in placeholders]
         messages = [{"role": "user", "content": "-"}]
-        before = self._render(messages)
-        bos = self._tokenizer.bos
-        for i, (turn, placeholder) in enumerate(zip(turns, placeholders, strict=True), 1):
-            messages += [{"role": "assistant", "content": turn}, {"role": "user", "content": "-"}]
+        before, bos = self._render(messages), self._tokenizer.bos
+        for i, placeholder in enumerate(placeholders, 1):
+            turn = {"role": "assistant", "content": _THOUGHTS + placeholder}
+            messages += [turn, {"role": role, "content": "-"}]
             text = self._render(messages)
             end = text.find(placeholder)
             if not text.startswith(before) or end < 0:
-                raise ValueError(_rewritten(before, text, i))
+                return _rewritten(before, text, i)
             if "zeroklthoughts" not in text[len(before) : end]:
-                raise ValueError(_refusal(f"drops the thoughts of turn {i} once an answer follows"))
+                return _refusal(f"drops the thoughts of turn {i} once a message of the role {role} follows")
             if bos and bos in text[len(before) :]:
-                raise ValueError(_refusal(f"writes {bos} again after turn {i}"))
+                return _refusal(f"writes {bos} again after turn {i}")
             before = text
+        return None
 
 
 def is_ids(content: Content) -> bool:

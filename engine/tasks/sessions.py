@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...files.reading import shown
-from .environment import LARGEST_REWARD, EnvironmentKey, EnvironmentTask, Observation
+from .environment import LARGEST_REWARD, EnvironmentKey, EnvironmentTask, Observation, Turn
 from .problem import Problem
+from .tool_calls import FORMS
 from .users_code import add_places, awaited, call_user
 
 # The longest content of one observation, in characters or ids.
@@ -42,13 +43,18 @@ class Sessions:
         if type(self._players) is not int or not 1 <= self._players <= 64:
             raise ValueError(f"environment: players ({self._players!r}) must be a number from 1 to 64")
         binary = getattr(task, "binary", False) is True
-        self.about = {"players": self._players, "tools": _tools(first), "binary": binary}
+        self.about = {
+            "players": self._players,
+            "tools": _tools(first),
+            "tool_calls": _form(first),
+            "binary": binary,
+        }
 
     def __call__(
         self,
         problem: Problem | None = None,
         key: EnvironmentKey | None = None,
-        turns: Sequence[tuple[Sequence[int], str]] = (),
+        turns: Sequence[Turn] = (),
         history: str = "",
     ) -> dict[str, Any] | None:
         """Without a problem, end all sessions. Raises whatever the environment raises, and ValueError."""
@@ -60,7 +66,7 @@ class Sessions:
             session = self._sessions.get(key)
             if turns and (session is None or (session.turns, session.history) != (len(turns) - 1, history)):
                 session = self._played(problem, key, turns[:-1], history)
-            answer = self._step(session, *turns[-1]) if turns else self._reset(problem, key)
+            answer = self._step(session, turns[-1]) if turns else self._reset(problem, key)
         except BaseException:
             self._end(key)
             raise
@@ -72,14 +78,12 @@ class Sessions:
         if (session := self._sessions.pop(key, None)) is not None:
             _close(session.environment)
 
-    def _played(
-        self, problem: Problem, key: EnvironmentKey, turns: Sequence[tuple[Sequence[int], str]], history: str
-    ) -> _Session:
+    def _played(self, problem: Problem, key: EnvironmentKey, turns: Sequence[Turn], history: str) -> _Session:
         """The session after these turns, played from the first one."""
         self._reset(problem, key)
         session = self._sessions[key]
         for turn in turns:
-            self._step(session, *turn)
+            self._step(session, turn)
         if session.history != history:
             raise ValueError(
                 "it was played again after a crash beside it and answered otherwise; what an environment "
@@ -96,8 +100,9 @@ class Sessions:
         session = self._sessions[key] = _Session(environment, -1, "")
         return self._noted(session, observation, "reset")
 
-    def _step(self, session: _Session, ids: Sequence[int], text: str) -> dict[str, Any]:
-        observation = awaited(session.environment.step(list(ids), text))
+    def _step(self, session: _Session, turn: Turn) -> dict[str, Any]:
+        calls = [] if turn.calls is None else [turn.calls]
+        observation = awaited(session.environment.step(list(turn.ids), turn.text, *calls))
         if not isinstance(observation, Observation):
             raise ValueError(f"step returned {shown(observation)}, which is no Observation")
         return self._noted(session, observation, "step")
@@ -137,6 +142,14 @@ def _tools(environment: Any) -> list[dict[str, Any]] | None:
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ValueError(f"environment: tools ({shown(tools)}) must be a list of JSON schemas")
     return tools
+
+
+def _form(environment: Any) -> str:
+    """In which form the model calls the tools; empty where nobody asks. Raises ValueError."""
+    form = getattr(environment, "tool_calls", "")
+    if form not in ("", *FORMS):
+        raise ValueError(f"environment: tool_calls ({shown(form)}) must be one of {', '.join(FORMS)}")
+    return form
 
 
 def _close(environment: Any) -> None:

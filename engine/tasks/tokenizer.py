@@ -9,6 +9,7 @@ from ...files.inputs import check_folder
 from ...files.reading import read_json, shown
 from .base import Problem
 from .limits import LONGEST_PROMPT, check_template, check_tokenizer
+from .tool_calls import ToolCalls, calls_of_message
 
 _CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz+-*/=(),:> .?!'\"_;<[]{}|%"
 _SPECIAL = ("<pad>", "<eos>", "<unk>")
@@ -127,6 +128,23 @@ class Tokenizer:
             )
         except Exception as error:  # a template can raise anything
             raise ValueError(f"model: {source} fails{where} ({_first_line(error)})") from None
+
+    @property
+    def has_response_template(self) -> bool:
+        """Whether the tokenizer says how a turn of its model is read."""
+        return getattr(self._hf, "response_template", None) is not None
+
+    def tool_calls(self, before: Sequence[int], ids: Sequence[int], tools: Sequence[Any] | None) -> ToolCalls:
+        """The calls in a turn, as the tokenizer's response template reads it (transformers' parse_response).
+
+        before: the ids before the turn, which may have begun it. ids: of the turn, the stop token included.
+        """
+        texts = [self.text(part) for part in (ids, before)]
+        try:
+            message = self._hf.parse_response(texts[0], prefix=texts[1], tools=list(tools or ()) or None)
+        except Exception as error:  # a template can raise anything
+            return ToolCalls(error=f"cannot be read by the response template ({_first_line(error)})")
+        return calls_of_message(message)
 
     def encode_plain(self, text: str) -> list[int]:
         """The ids of a text, with nothing added before or after it."""

@@ -26,12 +26,16 @@ class RolloutBatch(Episodes):
     """
 
     groups_drawn: int = 0
+    # For each group the class of each completion that is trained on; completions of one class mean the same.
+    # None where the loss does not ask.
+    classes: list[list[int]] | None = None
 
 
 def collect(state: TrainState) -> RolloutBatch:
     """Play the episodes of the next step; rank 0 computes the rewards.
 
-    Raises ValueError (see Reward.values), and where every trajectory ended in an error.
+    Raises ValueError (see Reward.values and Equivalence.classes), and where every trajectory ended in an
+    error.
     """
     P, max_resamples = state.config.prompts, state.config.loss.resolve().max_resamples
     groups: list[Episodes] = []
@@ -44,7 +48,16 @@ def collect(state: TrainState) -> RolloutBatch:
     if not chosen.trained.any():
         error = next(filter(None, chosen.errors or []), "nothing was drawn")
         raise ValueError(f"environment: no trajectory of step {state.step} can be trained on; {error}")
-    return RolloutBatch(**vars(chosen), groups_drawn=len(groups))
+    return RolloutBatch(**vars(chosen), groups_drawn=len(groups), classes=_classes(state, chosen))
+
+
+def _classes(state: TrainState, episodes: Episodes) -> list[list[int]] | None:
+    if state.equivalence is None:
+        return None
+    pairs = zip(episodes.texts, episodes.trained, strict=True)
+    texts = [[t for t, is_kept in zip(*pair, strict=True) if is_kept] for pair in pairs]
+    with state.stopwatch.station("time/reward_s"):
+        return state.equivalence.classes(episodes.problems, texts)
 
 
 def _play(state: TrainState, draw: int) -> Episodes:

@@ -15,6 +15,7 @@ import torch
 from ...verify.mismatch import mismatch_metrics
 from ..loss.advantage import all_equal
 from ..loss.policy_loss import LossConfig
+from ..loss.semantic_entropy import semantic_entropy
 from ..rollout.episodes import Episodes
 from ..tasks.environment import CONTEXT, DONE, ERROR, TIME_LIMIT, TOKENS, TURNS
 from .collect import RolloutBatch
@@ -94,6 +95,9 @@ def loss_metrics(
     metrics: dict[str, float] = {}
     if cfg.max_resamples > 1:
         metrics["groups/drawn"] = batch.groups_drawn
+    if batch.classes is not None:
+        entropies = [semantic_entropy(classes) for classes in batch.classes]
+        metrics["groups/semantic_entropy"] = math.fsum(entropies) / len(entropies)
     if (shaped != batch.rewards).any():
         metrics["reward/shaped_mean"] = math.fsum(shaped.reshape(-1).tolist()) / shaped.size
     if ref_logprobs is not None:

@@ -6,19 +6,21 @@ Shapes: n sequences in canonical order; C drawn tokens of a micro-batch.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, zip_longest
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ...kernels.sampling_params import SamplingParams
+from ...kernels.to_host import to_host
 from ...model.decoder import Buffers, Decoder, Hook, no_hook
-from ...model.observer import Observer, Rows
-from ...model.prompts import Prompts, prompt_passes
-from ...model.scoring import PackedBatch, logprobs, pack
+from ...model.observer import Observer, Rows, observed
+from ...model.prompts import PromptLayout, Prompts, prompt_passes
+from ...model.scoring import PackedBatch, ScoringInputs, pack
 from ..loss.policy_loss import LossConfig, policy_loss
 from ..parallel.partition import micro_batches, virtual_shards
 from ..rollout.types import Rollout
-from .underflow import PromptUnderflow, Underflow
+from .underflow import WATCHED, PromptUnderflow, Underflow, ZeroCounts
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def _joined(shards: Sequence[Shard]) -> Shard:
 class Scored:
     """What a shard's sequences of a micro-batch leave behind.
 
-    A pass over prompts leaves only `underflow`; the rest is empty.
+    One of a call's has only `underflow`, of all its passes; the rest is empty. The others have zeros there.
     """
 
     logp: torch.Tensor  # [C], the trainer's
@@ -119,9 +121,12 @@ def shard_gradients(
         for shard in shards
     ]
     scored: list[list[Scored] | None] = [None if shard is None else [] for shard in shards]
+    counts = ZeroCounts() if work.watch else None
     for parts in zip_longest(*passes):
         together = {i: part for i, part in enumerate(parts) if part is not None}
-        _pass_gradient(decoder, together, buffers, work, scored)
+        _pass_gradient(decoder, together, buffers, work, scored, counts)
+    if counts is not None:  # read at the end, because the host waits for the backward
+        next(filter(None, scored)).append(Scored(*[torch.empty(0)] * 3, counts.read()))
     return scored
 
 
@@ -131,28 +136,55 @@ def _pass_gradient(
     buffers: Buffers,
     work: ShardWork,
     scored: list[list[Scored] | None],
+    counts: ZeroCounts | None,
 ) -> None:
-    """Forward and backward of one pass of some shards, by the index of the shard. Adds to `scored`."""
+    """Forward and backward of one pass of some shards, by the index of the shard.
+
+    Adds to `scored`, and to the counts of underflow.
+    """
     joined = _joined(list(parts.values()))
     shard_of = [i for i, part in parts.items() for _ in part.rollouts]  # the shard of each sequence
-    underflow = PromptUnderflow() if work.watch else None
+    prompt_ids = [r.prompt_ids for r in joined.rollouts]
+    layout = PromptLayout(prompt_ids, shard_of)
+    batches = [
+        _micro_batch(decoder, joined, rows, layout, shard_of, work.sampling_params)
+        for rows in micro_batches(len(shard_of), work.micro_batch)
+    ]
+    underflow = PromptUnderflow(layout, counts) if counts else None
     hook = underflow.hook if underflow else no_hook
     with torch.set_grad_enabled(_has_gradient(joined, work.loss)):
-        prompt_ids = [r.prompt_ids for r in joined.rollouts]
         observer = _placed(work.observer, joined.rollouts)
-        prompts = Prompts(decoder, prompt_ids, hook, shard_of, observer, buffers)
-    if underflow:
-        underflow.watch(prompts)
-    for rows in micro_batches(len(shard_of), work.micro_batch):
-        pairs = [r.pair for r in joined.rollouts[rows]]
-        masks = [r.mask for r in joined.rollouts[rows]]
-        packed = pack(pairs, prompts.prompt_of_sample[rows], shard_of[rows], masks)
-        micro_batch = _micro_batch_gradient(decoder, joined.part(rows), prompts, packed, work, underflow)
-        for i, part in _by_shard(micro_batch, shard_of[rows], packed.drawn_lengths):
+        tables = [table for batch in batches for table in batch.inputs.tables]
+        prompts = Prompts(decoder, prompt_ids, hook, shard_of, observer, buffers, tables)
+    for batch in batches:
+        counter = Underflow(batch.packed, counts, underflow) if counts else None
+        result = _micro_batch_gradient(decoder, batch, prompts, work, counter)
+        for i, part in _by_shard(result, batch.packed.shards, batch.packed.drawn_lengths):
             scored[i].append(part)
     prompts.backward()
-    if underflow:
-        scored[shard_of[0]].append(Scored(*[torch.empty(0)] * 3, underflow.zeros))
+
+
+class _MicroBatch(NamedTuple):
+    """Sequences of one forward, ready for it: what it reads goes to the device with the pass's prompts."""
+
+    shard: Shard  # the sequences
+    packed: PackedBatch
+    inputs: ScoringInputs
+
+
+def _micro_batch(
+    decoder: Decoder,
+    joined: Shard,
+    rows: slice,
+    layout: PromptLayout,
+    shard_of: Sequence[int],
+    sampling_params: SamplingParams,
+) -> _MicroBatch:
+    """The micro-batch of the sequences `rows` of a pass. layout: of the pass's prompts."""
+    shard = joined.part(rows)
+    pairs, masks = [r.pair for r in shard.rollouts], [r.mask for r in shard.rollouts]
+    packed = pack(pairs, layout.prompt_of_sample[rows], shard_of[rows], masks)
+    return _MicroBatch(shard, packed, ScoringInputs(decoder, packed, sampling_params, layout))
 
 
 def _placed(observer: ForwardObserver | None, rollouts: Sequence[Rollout]) -> Observer | None:
@@ -171,18 +203,18 @@ def _placed(observer: ForwardObserver | None, rollouts: Sequence[Rollout]) -> Ob
 def _by_shard(
     micro_batch: Scored, shard_of: Sequence[int], lengths: Sequence[int]
 ) -> Iterator[tuple[int, Scored]]:
-    """The parts of a micro-batch that belong to one shard each; the first part has the counts of underflow.
+    """The parts of a micro-batch that belong to one shard each.
 
     shard_of [n]: the shard of each sequence. lengths [n]: its drawn tokens.
     """
-    start, underflow = 0, micro_batch.underflow
+    start = 0
     for shard, members in groupby(range(len(shard_of)), key=shard_of.__getitem__):
         end = start + sum(lengths[i] for i in members)
         tokens = slice(start, end)
         # Copies, because a part of a tensor is pickled with all of it.
         columns = (micro_batch.logp, micro_batch.losses, micro_batch.entropies)
-        yield shard, Scored(*(x[tokens].clone() for x in columns), underflow)
-        start, underflow = end, dict.fromkeys(underflow, 0)
+        yield shard, Scored(*(x[tokens].clone() for x in columns), micro_batch.underflow)
+        start = end
 
 
 def _has_gradient(part: Shard, loss: LossConfig) -> bool:
@@ -200,23 +232,21 @@ def _concatenated(logprobs: Sequence[np.ndarray] | None) -> torch.Tensor | None:
 
 
 def _micro_batch_gradient(
-    decoder: Decoder,
-    batch: Shard,
-    prompts: Prompts,
-    packed: PackedBatch,
-    work: ShardWork,
-    prompt_underflow: PromptUnderflow | None,
+    decoder: Decoder, micro_batch: _MicroBatch, prompts: Prompts, work: ShardWork, counter: Underflow | None
 ) -> Scored:
-    """Forward and backward of the drawn tokens of a micro-batch. packed: the sequences of `batch`."""
+    """Forward and backward of the drawn tokens of a micro-batch."""
+    batch, packed, inputs = micro_batch
     lengths = packed.drawn_lengths
     tokens = torch.tensor(lengths)
     with torch.set_grad_enabled(_has_gradient(batch, work.loss)):
-        counter = Underflow(packed, prompt_underflow) if prompt_underflow else None
         hook = counter.hook if counter else no_hook
         observer = _placed(work.observer, batch.rollouts)
-        scores = logprobs(decoder, packed, work.sampling_params, hook, prompts, observer)
-        # What follows is small. It is computed on the CPU, where its sums have one order.
-        logp, entropy = (x.cpu() for x in scores)
+        if observer is not None:
+            hook = observed(observer, inputs.observed_rows(), hook)
+        scores = inputs.forward(decoder, hook, prompts)
+        # What follows is small. It is computed on the CPU, where its sums have one order. So the host has to
+        # wait once in a micro-batch: the backward begins with the gradient of this loss.
+        logp, entropy = to_host(*scores, [counter] if counter else [])
         sampling_logprobs = _concatenated([r.logprobs for r in batch.rollouts])
         old_logprobs = logp.detach() if batch.old_logprobs is None else _concatenated(batch.old_logprobs)
         ref_logprobs = _concatenated(batch.ref_logprobs)
@@ -228,4 +258,5 @@ def _micro_batch_gradient(
             if counter:
                 counter.watch(logp)
             (loss.sum() * work.scale).backward()
-    return Scored(logp.detach(), loss.detach(), entropy, counter.zeros if counter else {})
+    underflow = dict.fromkeys(WATCHED, 0) if counter else {}
+    return Scored(logp.detach(), loss.detach(), entropy, underflow)

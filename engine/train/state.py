@@ -10,7 +10,7 @@ import numpy as np
 
 from ...model.decoder import Decoder
 from ..config import Config
-from ..parallel.data_parallel import RankedScorer, RankedWorkers
+from ..parallel.data_parallel import RankedEquivalence, RankedScorer, RankedWorkers
 from ..parallel.process_group import Ranks
 from ..parallel.scorer import Scorer
 from ..parallel.workers import Workers
@@ -18,6 +18,7 @@ from ..rollout.episodes import EpisodePlayer, Episodes
 from ..rollout.types import GenerationParams, Sampler
 from ..stopwatch import Stopwatch
 from ..tasks.base import Problem
+from ..tasks.equivalence import Equivalence
 from ..tasks.tokenizer import Tokenizer
 from .loss_scaling import LossScaler
 from .optimizer import Optimizer
@@ -44,6 +45,8 @@ class TrainState:
     ref_policy: Scorer | RankedScorer | None  # frozen, for the KL term; None without such a term
     tokenizer: Tokenizer
     player: EpisodePlayer  # plays the episodes, and rewards them
+    # Says which completions mean the same; None where the loss does not ask.
+    equivalence: Equivalence | RankedEquivalence | None
     problems: Sequence[Problem]  # for training
     # The prompt of each of these problems; empty where only an environment knows it.
     prompt_ids: Sequence[Sequence[int]]

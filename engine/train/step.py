@@ -22,6 +22,7 @@ import torch
 from ..loss.advantage import advantages
 from ..loss.policy_loss import sequence_weights
 from ..loss.reward_shaping import completion_kl, shaped_rewards
+from ..loss.semantic_entropy import scaled_by_entropy
 from .collect import RolloutBatch, collect
 from .metrics import loss_metrics, rollout_metrics, step_losses
 from .monitor import Monitor
@@ -119,7 +120,10 @@ def prepare(state: TrainState, batch: RolloutBatch) -> tuple[Shard, dict[str, fl
         if loss_cfg.kl_in == "reward":
             kl_PG = batch.placed(completion_kl(sampling_logprobs, ref_logprobs, loss_cfg))
     shaped = shaped_rewards(batch.rewards, batch.lengths, loss_cfg, state.max_tokens, trained, kl_PG)
-    A = advantages(shaped, loss_cfg.advantage, trained)[trained]  # [n]
+    A_PG = advantages(shaped, loss_cfg.advantage, trained, loss_cfg.k)
+    if batch.classes is not None:
+        A_PG = scaled_by_entropy(A_PG, batch.classes, loss_cfg.semantic_entropy)
+    A = A_PG[trained]  # [n]
     lengths = batch.lengths[trained].tolist()
     weights = sequence_weights(lengths, loss_cfg.loss_agg_mode, state.max_tokens, trained.size)
     # The number of updates by which the weights that were sampled from are older than the trainer's.

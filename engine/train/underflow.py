@@ -12,56 +12,76 @@ only by coincidence. So a zero is an element that was lost to rounding: fp16 has
 Shapes: T packed input tokens, B prompt tokens (model/prompts.py), C completion tokens, D hidden size.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
-from ...model.prompts import Prompts
+from ...kernels.upload import upload
+from ...model.prompts import PromptLayout
 from ...model.scoring import PackedBatch
 
 WATCHED = ("norm", "embed")
 
 
-class PromptUnderflow:
-    """Counts in prompts that are read once for several samples (model/prompts.py).
-
-    Give `hook` to their forward, and the Prompts that it makes to `watch`.
-    """
+class ZeroCounts:
+    """The zeros of several gradients. Each is counted where it lies, and all counts are read together."""
 
     def __init__(self) -> None:
+        self._counts: list[tuple[str, torch.Tensor]] = []
+
+    def add(self, name: str, dx: torch.Tensor, rows: torch.Tensor) -> None:
+        """Count in dx [T + padding, D], in those of its rows where rows [T] is true, for a watched name."""
+        self._counts.append((name, ((dx[: len(rows)] == 0) & rows.unsqueeze(1)).sum()))
+
+    def read(self) -> dict[str, int]:
+        """The sum for each watched name. It waits for the gradients, once."""
+        zeros = dict.fromkeys(WATCHED, 0)
+        if self._counts:
+            names, counts = zip(*self._counts, strict=True)
+            for name, n in zip(names, torch.stack(counts).cpu().tolist(), strict=True):
+                zeros[name] += n
+        return zeros
+
+
+class PromptUnderflow:
+    """Counts in prompts that are read once for several samples (model/prompts.py), for `embed` only.
+
+    The prompts' forward ends before the norm. Give `hook` to it.
+    """
+
+    def __init__(self, layout: PromptLayout, counts: ZeroCounts):
         self.reached: set[int] = set()  # prompts that are followed by a token with a gradient
-        self.zeros = dict.fromkeys(WATCHED, 0)  # `norm` stays 0: the prompts' forward ends before the norm
+        self._counts = counts
+        self._prompt_of_row = torch.from_numpy(np.repeat(np.arange(len(layout.lengths)), layout.lengths))
 
     def hook(self, name: str, x: torch.Tensor) -> None:
         """See Decoder.hidden. x [B + padding, D]."""
         if name == "embed" and x.requires_grad:
             x.register_hook(self._count)
 
-    def watch(self, prompts: Prompts) -> None:
-        """Take the Prompts whose forward got `hook`."""
-        self._prompt_of_row = torch.from_numpy(np.repeat(np.arange(len(prompts.lengths)), prompts.lengths))
-
     def _count(self, dx: torch.Tensor) -> None:
         rows = torch.isin(self._prompt_of_row, torch.tensor(sorted(self.reached), dtype=torch.int64))
-        self.zeros["embed"] += _zeros(dx, rows)
+        self._counts.add("embed", dx, *upload(dx.device, rows))
 
 
 class Underflow:
     """Counts in one micro-batch.
 
-    Give `hook` to the forward, and its logp to `watch`. `zeros` holds the counts after the backward.
+    Give `hook` to the forward, and its logp to `watch`. The backward adds to `counts`. On a device it reads
+    this object's tables, which go there together with the gradient of logp (kernels/to_host.py).
     """
 
-    def __init__(self, batch: PackedBatch, prompts: PromptUnderflow | None = None):
+    def __init__(self, batch: PackedBatch, counts: ZeroCounts, prompts: PromptUnderflow | None = None):
         """prompts: the counter of the batch's prompts, where they were read before the batch.
 
         It is told which prompts a gradient reaches.
         """
-        self._batch, self._prompts = batch, prompts
+        self._batch, self._counts, self._prompts = batch, counts, prompts
         # [T]: rows from which a token with a gradient is predicted.
         self._predicting = torch.zeros(0, dtype=torch.bool)
         # [T]: rows on which such a row depends.
         self._reached = self._predicting
-        self.zeros = dict.fromkeys(WATCHED, 0)
 
     def hook(self, name: str, x: torch.Tensor) -> None:
         """See Decoder.hidden. x [T + padding, D]."""
@@ -69,12 +89,15 @@ class Underflow:
             x.register_hook(lambda dx: self._count(name, dx))
 
     def watch(self, logp: torch.Tensor) -> None:
-        """Take logp [C] of the forward. Its gradient is computed first, and shows which tokens have one."""
+        """Take logp [C] of the forward, on the host.
+
+        Its gradient is computed first, and shows which tokens have one.
+        """
         logp.register_hook(self._find_rows)
 
     def _find_rows(self, dlogp: torch.Tensor) -> None:
         predicting = np.zeros(len(self._batch.ids), bool)
-        predicting[self._batch.rows.numpy()[(dlogp != 0).cpu().numpy()]] = True
+        predicting[self._batch.rows.numpy()[(dlogp != 0).numpy()]] = True
         reached = [
             np.flip(np.logical_or.accumulate(np.flip(rows)))
             for rows in np.split(predicting, np.cumsum(self._batch.lengths)[:-1])
@@ -86,11 +109,13 @@ class Underflow:
         self._predicting = torch.from_numpy(predicting)
         self._reached = torch.from_numpy(np.concatenate(reached))
 
+    @property
+    def host_tensors(self) -> list[torch.Tensor]:
+        """See upload.Tables."""
+        return [self._predicting, self._reached]
+
+    def arrived(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
+        self._predicting, self._reached = tensors
+
     def _count(self, name: str, dx: torch.Tensor) -> None:
-        rows = self._predicting if name == "norm" else self._reached
-        self.zeros[name] += _zeros(dx, rows)
-
-
-def _zeros(dx: torch.Tensor, rows: torch.Tensor) -> int:
-    """The number of zeros in dx [T + padding, D], in those of its rows where rows [T] is true."""
-    return int(((dx[: len(rows)] == 0) & rows.to(dx.device).unsqueeze(1)).sum())
+        self._counts.add(name, dx, self._predicting if name == "norm" else self._reached)

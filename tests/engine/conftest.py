@@ -27,6 +27,23 @@ def letters(problem, completion):
     return sum(c.isalpha() for c in completion) / 8
 
 
+def odd(problem, completion):
+    """1 for every other text."""
+    return float(sum(map(ord, completion)) % 2)
+
+
+odd.binary = True
+
+
+def as_many_letters(a, b):
+    """Whether two completions mean the same."""
+    return letters(None, a) == letters(None, b)
+
+
+def no_meaning(a, b):
+    raise KeyError("missing")
+
+
 def constant(problem, completion):
     """Nothing can be learned from it: all samples are equally good."""
     return 0.1
@@ -150,7 +167,8 @@ def sampler(decoder: Decoder) -> NativeSampler:
 def config(model: Path) -> Callable[..., Config]:
     """config(**overrides): a run of three steps, 3 prompts x 3 samples x 8 tokens.
 
-    The name of an override has two underscores where the key has a dot.
+    The name of an override has two underscores where the key has a dot. The reward is graded, except with the
+    preset pass_at_k.
     """
     base = {
         "model": str(model),
@@ -169,7 +187,8 @@ def config(model: Path) -> Callable[..., Config]:
 
     def make(**overrides: object) -> Config:
         values = {k.replace("__", "."): str(v) if isinstance(v, Path) else v for k, v in overrides.items()}
-        return load_config(None, None, base | values)
+        binary = {"task.reward": "toy:odd"} if values.get("loss.preset") == "pass_at_k" else {}
+        return load_config(None, None, base | binary | values)
 
     return make
 

@@ -1,7 +1,7 @@
-"""Training passes on a fake GPU: the host waits for nothing but the log-probabilities.
+"""Training passes on a fake GPU: the host waits for nothing but the log-probabilities, once a micro-batch.
 
-Ids and tables go to the device without waiting, as often as there are forwards, however many layers and
-shards a forward has.
+All ids and tables of a pass go to the device by one upload, however many layers, shards and micro-batches it
+has, and the gradient of each micro-batch's log-probabilities by one more. Nobody waits for an upload.
 """
 
 from collections import Counter
@@ -16,10 +16,10 @@ from zerokl.engine.parallel.gradient import ShardSum
 from zerokl.engine.rollout.types import Rollout
 from zerokl.engine.train import shard as shards_work
 from zerokl.engine.train.shard import Shard, ShardWork
-from zerokl.kernels import attention_plan, linear, order, upload
+from zerokl.kernels import attention_plan, linear, logprob, order, to_host, upload
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model import decoder as decoders
-from zerokl.model import prompts
+from zerokl.model import prompts, scoring
 
 from tests.gpu.device import Device, gpu, model, plant
 from tests.helpers import DTYPES
@@ -94,9 +94,9 @@ def train(
     return device
 
 
-# The host waits for the log-probabilities, and their gradient is copied to the device.
-LOGPROBS = "engine/train/shard.py: _micro_batch_gradient"
-UNDERFLOW = "engine/train/underflow.py: _zeros"
+LOGPROBS = "kernels/to_host.py: _ToHost.forward"
+UNDERFLOW = "engine/train/underflow.py: ZeroCounts.read"
+UPLOAD = "kernels/upload.py: upload"
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -105,7 +105,8 @@ UNDERFLOW = "engine/train/underflow.py: _zeros"
 def test_the_host_waits_for_log_probabilities_only(dtype, in_flight, setting):
     device = train(dtype, in_flight, SETTINGS[setting])
     assert device.places("wait") == {LOGPROBS}
-    assert device.places("copy") == {LOGPROBS}
+    assert device.places("copy") == set()
+    assert device.places("upload") == {UPLOAD}
     assert len(device.launches) > 50
 
 
@@ -113,26 +114,47 @@ def test_the_host_waits_for_log_probabilities_only(dtype, in_flight, setting):
 def test_a_scaled_pass_also_waits_for_the_counts_of_underflow(in_flight):
     device = train(torch.float16, in_flight, SCALED)
     assert device.places("wait") == {LOGPROBS, UNDERFLOW}
-    assert device.places("copy") == {LOGPROBS, UNDERFLOW}
+    assert device.places("copy") == set()
+    assert device.places("upload") == {UPLOAD}
 
 
-def copies_of(**options: int) -> Counter[str]:
-    events = train(torch.bfloat16, **options).cuda.events
-    return Counter(f"{e.file}: {e.function}" for e in events if e.kind != "wait")
+def kinds(dtype: torch.dtype = torch.bfloat16, **options) -> Counter[str]:
+    """How often the host did what, in a pass. By default it has one shard."""
+    return Counter(e.kind for e in train(dtype, **{"in_flight": 1} | options).cuda.events)
 
 
-def test_layers_and_shards_of_a_forward_cost_no_copy():
-    one = copies_of(in_flight=1)
-    assert one.total() > 0
-    assert copies_of(in_flight=1, layers=3) == one
-    assert copies_of(in_flight=33) == one
-    assert copies_of(in_flight=1, shards=2).total() > one.total(), "control: two forwards"
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_pass_has_one_upload_and_each_micro_batch_one_wait_and_one_upload(micro_batches):
+    each = Setting(micro_batch=SAMPLES // micro_batches)
+    expected = {"upload": 1 + micro_batches, "wait": micro_batches}
+    assert kinds(setting=each) == expected
+    assert kinds(setting=each, layers=3) == expected
+    assert kinds(setting=each._replace(micro_batch=33 * each.micro_batch), in_flight=33) == expected
+    two = {"upload": 2 * expected["upload"], "wait": 2 * expected["wait"]}
+    assert kinds(setting=each, shards=2) == two, "control: two passes"
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_counts_of_underflow_cost_one_wait_and_the_upload_of_the_prompts_rows(micro_batches):
+    each = SCALED._replace(micro_batch=SAMPLES // micro_batches)
+    expected = {"upload": 1 + micro_batches + 1, "wait": micro_batches + 1}
+    assert kinds(torch.float16, setting=each) == expected
+
+
+def test_the_chunks_of_the_lm_head_cost_no_upload(monkeypatch):
+    """A chunk has 64 rows here, and the samples of 33 shards draw 46 tokens each."""
+    monkeypatch.setattr(logprob, "GPU_CHUNK_BYTES_16", 1)
+    assert kinds(in_flight=33) == {"upload": 2, "wait": 1}
+    tables = "*self._chunks, self]"
+    with gpu():
+        plant(monkeypatch, scoring, tables, tables.replace("*self._chunks, ", ""))
+    assert kinds(in_flight=33)["upload"] > 20, "control: chunks whose tables go alone"
 
 
 def test_control_tables_made_for_each_layer_are_seen(monkeypatch):
     with gpu():
         plant(monkeypatch, attention_plan, "if device not in self._spans:", "if True:")
-    assert copies_of(in_flight=1, layers=3).total() > copies_of(in_flight=1, layers=2).total()
+    assert kinds(layers=3)["upload"] > kinds(layers=2)["upload"]
 
 
 class Fault(NamedTuple):
@@ -174,6 +196,15 @@ FAULTS = {
     ),
     "a synchronisation between two passes": Fault(
         shards_work, "prompts.backward()\n", "prompts.backward(); torch.cuda.synchronize()\n", "wait"
+    ),
+    "a gradient in memory that is not pinned": Fault(
+        to_host,
+        "*upload_tables(ctx.device, ctx.tables, dx), None, None",
+        "dx.to(ctx.device), None, None",
+        "copy",
+    ),
+    "entropies that come alone": Fault(
+        to_host, "torch.stack([x, other]).cpu()", "(x.cpu(), other.cpu())", "wait"
     ),
 }
 

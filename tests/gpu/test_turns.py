@@ -1,17 +1,19 @@
 """Decoding turns of the native sampler on a fake GPU: the host does nothing inside a captured turn."""
 
+from collections import Counter
 from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 import torch
-from zerokl.engine.rollout import decode
+from zerokl.engine.rollout import decode, generation, prefix_cache
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import GenerationParams, RngKey
 from zerokl.kernels import draw, truncation
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.kernels.tile_tables import TileTable
 from zerokl.model import cache
+from zerokl.model import decoder as decoders
 from zerokl.model.decoder import COMPUTE, Decoder, Numerics
 
 from tests.gpu.device import Device, gpu, model, plant
@@ -51,38 +53,106 @@ def test_the_host_does_nothing_in_a_captured_turn(sampling_params, dtype, numeri
     assert len(device.launches) > 80  # two turns before the capture and the capture, beside the prompts
 
 
-def _outside(device: Device) -> set[str]:
-    return device.places("copy", "upload", "wait")
+LOOK, UPLOAD = "engine/rollout/decode.py: Look.__init__", "kernels/upload.py: upload"
+READ = "engine/rollout/decode.py: Look.read"
 
 
-# Where the host begins a call, reads prompts, writes rows, and looks at what they drew.
+def around(noise: float = 0.0) -> Device:
+    """A call of a new sampler."""
+    with gpu() as device:
+        decoder = model(torch.bfloat16)
+        device.cuda.events.clear()
+        generate(decoder, BOTH, noise)
+    return device
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_around_the_turns_the_host_waits_where_it_looks_only(noise):
+    device = around(noise)
+    assert device.places("wait") == {READ}
+    assert device.places("copy") == set()
+    assert device.places("upload") == {LOOK, UPLOAD}
+
+
+def test_turns_with_noise_upload_the_noise_and_are_not_captured():
+    sent = {}
+    for noise in (0.0, 0.1):
+        device = around(noise)
+        sent[noise] = uploads(device)[0]
+        assert (device.captures == []) == bool(noise)
+    assert sent[0.1] > sent[0.0]
+
+
+# A new memory: its padding page. A new kind of requests: the ids that stop. Then two prompts, each with two
+# samples, which begin and end together: the blocks to fill with zeros; all that the reading of the prompts
+# needs; the blocks to copy for the samples; the rows of the first draw; the rows of the turns. A look: ids
+# and log-probabilities.
+UPLOADS = ["memory", "stop ids", "zeros", "prompts", "copies", "first rows", "rows"]
+
+
+def uploads(device: Device) -> tuple[int, int]:
+    """The copies that do not wait: to the device, and back for the looks."""
+    of = Counter(f"{e.file}: {e.function}" for e in device.cuda.events if e.kind == "upload")
+    return of[UPLOAD], of[LOOK]
+
+
+def test_what_the_host_sends_together_goes_by_one_upload():
+    assert uploads(around()) == (len(UPLOADS), 2 * 3)
+
+
+class Around(NamedTuple):
+    """A line that may not be around the turns, and what the host does there."""
+
+    module: object
+    line: str
+    fault: str
+    kind: str
+
+
 AROUND = {
-    "engine/rollout/decode.py: DecodeRows.__init__",
-    "engine/rollout/decode.py: DecodeRows._write",
-    "engine/rollout/decode.py: Look.__init__",
-    "engine/rollout/decode.py: Look.read",
-    "kernels/upload.py: upload",
-    "model/cache.py: BlockCache.allocate",
-    "model/cache.py: BlockCache.copy",
-    "model/cache.py: CachedContext.__init__",
-    "model/decoder.py: Decoder._embed",
-    "model/decoder.py: Decoder._rotation",
+    "a list as an index of zeros": Around(cache, ".index_fill_(1, index, 0)", "[:, self._taken] = 0", "copy"),
+    "lists as an index of copies": Around(
+        cache,
+        "by_block.index_copy_(1, target, by_block.index_select(1, source))",
+        "by_block[:, list(targets)] = by_block[:, list(sources)]",
+        "copy",
+    ),
+    "rows in memory that is not pinned": Around(
+        decode,
+        "tensors = upload(memory.state.device, *map(torch.from_numpy, (state, table)))",
+        "tensors = [torch.from_numpy(x).to(memory.state.device) for x in (state, table)]",
+        "copy",
+    ),
+    "ids in memory that is not pinned": Around(
+        decoders,
+        "(ids,) = upload_tables(self.device, context.tables, ids)",
+        "ids = ids.to(self.device); upload_tables(self.device, context.tables)",
+        "copy",
+    ),
+    "noise in memory that is not pinned": Around(
+        decode, "upload(self.decoder.device, noise)[0]", "noise.to(self.decoder.device)", "copy"
+    ),
+    "a synchronisation": Around(
+        generation, "self.cache.zero_taken()", "self.cache.zero_taken(); torch.cuda.synchronize()", "wait"
+    ),
 }
-NOISE = "engine/rollout/decode.py: DecodeRows._noise"
 
 
-def test_around_the_turns_the_host_waits_where_it_looks_only():
-    with gpu() as device:
-        generate(model(torch.bfloat16), BOTH)
-    assert device.places("wait") == {"engine/rollout/decode.py: Look.read"}
-    assert _outside(device) <= AROUND
+@pytest.mark.parametrize("name", AROUND)
+def test_control_a_fault_around_the_turns_is_named_with_file_and_line(name, monkeypatch):
+    module, line, fault, kind = AROUND[name]
+    with gpu():
+        place = plant(monkeypatch, module, line, fault)
+    events = around(0.1 if "noise" in name else 0.0).cuda.events
+    found = {str(e) for e in events if e.kind in ("copy", "wait") and e.function != "Look.read"}
+    assert found
+    assert all(x.startswith(f"{place} (") and f": {kind} by " in x for x in found), found
 
 
-def test_turns_with_noise_copy_the_noise_and_are_not_captured():
-    with gpu() as device:
-        generate(model(torch.bfloat16), BOTH, noise=0.1)
-    assert device.captures == []
-    assert NOISE in _outside(device) <= AROUND | {NOISE}
+def test_control_blocks_that_are_filled_one_after_another_are_seen(monkeypatch):
+    with gpu():
+        plant(monkeypatch, prefix_cache, "return self._cache.take(n)", "return self._cache.allocate(n)")
+    assert uploads(around())[0] > len(UPLOADS)
 
 
 class Fault(NamedTuple):

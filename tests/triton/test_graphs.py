@@ -214,7 +214,7 @@ def test_control_graphs_that_are_kept_though_the_weights_moved(monkeypatch):
 
 
 def test_control_a_table_that_is_written_to_another_tensor(monkeypatch):
-    line = "memory.table[:n] = torch.from_numpy(table)"
+    line = "memory.state[:, :n], memory.table[:n] = tensors"
     plant(monkeypatch, decode, line, f"memory.table = memory.table.clone(); {line}")
     with interpreted_gpu() as device, pytest.raises(FreedMemoryError):
         Pair(device).equal()

@@ -7,6 +7,7 @@ fresh process.
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -55,7 +56,9 @@ def answer(sampler: VllmZeroklSampler, decoder: Decoder, prompts: list[list[int]
         call["max_tokens"],
         frozenset(call["stop_ids"]),
     )
-    draw = in_three_turns if call.get("turns") else complete
+    draw = complete
+    if turns := call.get("turns"):
+        draw = partial(in_three_turns, at_any_time=turns == "at any time")
     rollouts = draw(sampler, prompts, generation_params, RngKey(*call["key"]))
     return [[r.drawn_ids, r.logprobs.view("int32").tolist(), r.finish, r.weight_version] for r in rollouts]
 

@@ -135,10 +135,13 @@ def test_every_token_and_logprob_is_the_trainers(model, dtype, cache):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_three_turns_too(model, dtype, cache):
     """A turn goes on from what vLLM has cached of the turns before, or reads it again."""
-    prompts, call = _prompts(), _call(SAMPLING_PARAMS["T=0.7"]) | {"turns": True, "max_tokens": 20}
-    report = _engine(model, dtype, CACHES[cache], [call], prompts)
-    compared, unequal = _compare(report["drawn"][0], _native(model, dtype, call, prompts, 0), version=0)
-    assert (compared > 1000, unequal) == (True, 0)
+    prompts, call = _prompts(), _call(SAMPLING_PARAMS["T=0.7"]) | {"max_tokens": 20}
+    calls = [call | {"turns": when} for when in ("together", "at any time")]
+    report = _engine(model, dtype, CACHES[cache], calls, prompts)
+    expected = _native(model, dtype, calls[0], prompts, 0)
+    for drawn in report["drawn"]:
+        compared, unequal = _compare(drawn, expected, version=0)
+        assert (compared > 1000, unequal) == (True, 0)
 
 
 def _full(tokens: int) -> int:
@@ -154,7 +157,8 @@ def test_a_turn_goes_on_from_vllms_cache_and_no_block_outlives_an_update(model, 
     """
     prompts = [[5 + i, *ids[1:]] for i, ids in enumerate(_prompts(24))]  # no two begin alike
     calls = [
-        _call(SAMPLING_PARAMS["T=0.7"], updates) | {"turns": True, "max_tokens": 20} for updates in (0, 1)
+        _call(SAMPLING_PARAMS["T=0.7"], updates) | {"turns": "together", "max_tokens": 20}
+        for updates in (0, 1)
     ]
     vllm = {"prefix_caching": caching, "block_tokens": BLOCK_TOKENS, "engine": {"disable_log_stats": False}}
     report = _engine(model, "float32", vllm, calls, prompts, metrics=True)

@@ -24,6 +24,8 @@ class _VllmContext:
     vLLM's attention layers hold the cache and know the requests.
     """
 
+    tables = ()  # vLLM has its positions on the device
+
     def __init__(self, positions: torch.Tensor, layers: torch.nn.ModuleList, packed: PackedWeights):
         self.positions, self._layers, self.in_pass = positions, layers, Pass(packed=packed)
 

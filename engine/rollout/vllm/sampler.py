@@ -22,7 +22,7 @@ from ....model.config import ModelConfig
 from ....model.decoder import COMPUTE, Numerics
 from ...config import VllmConfig
 from ...shared_tensor import SharedTensor
-from ..types import Completion, Request, check_requests
+from ..types import Completion, Request, RequestSource, check_requests
 from .arguments import check_engine_arguments, vllm_context
 from .installed import require_vllm
 from .start import starting_vllm
@@ -143,31 +143,28 @@ class KeyedSampler:
         Raises ValueError for requests that no sampler can serve, and for a completion that was drawn with
         another version of the weights. Raises FloatingPointError where logits are not finite.
         """
-        import vllm
-        from vllm.sampling_params import RequestOutputKind
-
-        from .draw import request_arguments
-
         check_requests(requests, self.context, self.vocab)
         if not requests:
             return []
-        params = [
-            vllm.SamplingParams(
-                temperature=0.0,
-                max_tokens=request.max_tokens,
-                stop_token_ids=sorted(request.draw_params.stop_ids),
-                ignore_eos=True,
-                logprobs=0,
-                detokenize=False,
-                flat_logprobs=True,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-                extra_args=request_arguments(request),
-            )
-            for request in requests
-        ]
+        params = [_vllm_params(request) for request in requests]
         ids = [{"prompt_token_ids": list(request.ids)} for request in requests]
         outputs = self.llm.generate(ids, params, use_tqdm=False)
         return [self._completion(*pair) for pair in zip(requests, outputs, strict=True)]
+
+    def serve(self, source: RequestSource) -> None:
+        """See ContinuousSampler. Raises as `generate` does."""
+        engine, going = self.llm.llm_engine, {}
+        while True:
+            for place, request in source.ready(0 if going else 1):
+                check_requests([request], self.context, self.vocab)
+                going[str(place)] = place, request
+                ids = {"prompt_token_ids": list(request.ids)}
+                engine.add_request(str(place), ids, _vllm_params(request))
+            if not going:
+                return
+            for output in engine.step():
+                place, request = going.pop(output.request_id)
+                source.completed(place, self._completion(request, output))
 
     def _completion(self, request: Request, output: Any) -> Completion:
         (completion,) = output.outputs
@@ -192,6 +189,26 @@ class KeyedSampler:
     def close(self) -> None:
         """End the engine."""
         self.llm.llm_engine.engine_core.shutdown()
+
+
+def _vllm_params(request: Request) -> Any:
+    """vLLM's own SamplingParams of a request. An output comes when it has ended."""
+    import vllm
+    from vllm.sampling_params import RequestOutputKind
+
+    from .draw import request_arguments
+
+    return vllm.SamplingParams(
+        temperature=0.0,
+        max_tokens=request.max_tokens,
+        stop_token_ids=sorted(request.draw_params.stop_ids),
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args=request_arguments(request),
+    )
 
 
 class VllmZeroklSampler(KeyedSampler):

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ def slow_advantage(name: str, rewards: list[float], g: int) -> float:
         others = exact[:g] + exact[g + 1 :]
         return float(exact[g] - sum(others) / len(others))
     centred = float(exact[g] - sum(exact) / len(exact))
-    if name in ("pg", "dr_grpo", "kimi"):
+    if name in ("pg", "dr_grpo", "kimi", "seed_grpo"):
         return centred
     variance = sum((r - sum(exact) / len(exact)) ** 2 for r in exact) / (len(exact) - 1)
     return centred / (math.sqrt(variance) + EPS)
@@ -66,7 +67,7 @@ def slow_preset(name: str, sequence: list[Token], t: int, A: float) -> tuple[flo
     if name == "kimi":
         S = sum(x - y for x, y, _ in sequence)
         return A * logp - 0.05 * S * S / len(sequence), A - 0.1 * S
-    value, slope = ppo(r, A, 0.2, 0.28 if name == "dapo" else 0.2)
+    value, slope = ppo(r, A, 0.2, 0.28 if name in ("dapo", "pass_at_k") else 0.2)
     if name == "tis":
         c = min(rho, 2)
     elif name == "mis":
@@ -89,6 +90,7 @@ EDGES = {
     "icepop": (0.5, 5),
     "cispo": (5,),
     "dapo": (0.2, 0.28),
+    "pass_at_k": (0.2, 0.28),
 }
 
 
@@ -105,10 +107,10 @@ def near(sequence: list[Token], t: int, edges: Sequence[float]) -> bool:
 def slow_weight(name: str, i: int, lengths: list[int]) -> float:
     """Share of a token of sequence i in the loss."""
     # Mean over a sequence, then over sequences.
-    if name in ("grpo", "gspo", "tis", "mis", "mis_token", "icepop"):
+    if name in ("grpo", "gspo", "tis", "mis", "mis_token", "icepop", "seed_grpo"):
         return 1 / len(lengths) / lengths[i]
     # Mean over all tokens of the step.
-    if name in ("dapo", "reinforce++", "cispo"):
+    if name in ("dapo", "reinforce++", "cispo", "pass_at_k"):
         return 1 / sum(lengths)
     # A constant instead of the length.
     return 1 / len(lengths) / MAX_TOKENS
@@ -129,13 +131,13 @@ def groups(draw) -> list[list[float]]:
     return draw(st.lists(st.lists(REWARD, min_size=G, max_size=G), min_size=P, max_size=P))
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "pass_at_k"])
 @property_settings(60)
 @given(groups())
 def test_advantages_equal_the_formula(name, rewards):
     A = advantages(np.array(rewards), PRESETS[name]["advantage"])
     step = [r for group in rewards for r in group]
-    divided = name not in ("pg", "dr_grpo", "rloo", "kimi")
+    divided = name not in ("pg", "dr_grpo", "rloo", "kimi", "seed_grpo")
     for p, group in enumerate(rewards):
         for g in range(len(group)):
             whole, index = (step, p * len(group) + g) if name == "reinforce++" else (group, g)
@@ -156,6 +158,60 @@ def test_a_step_of_equal_rewards_has_advantage_exactly_zero(kind, value, P, G):
 @given(value=st.floats(-100, 100), others=st.lists(REWARD, min_size=3, max_size=3))
 def test_an_all_equal_group_has_advantage_exactly_zero(kind, value, others):
     assert not advantages(np.array([others, [value] * 3]), kind)[1].any()
+
+
+@property_settings(100)
+@given(
+    st.lists(st.tuples(st.sampled_from([0.0, 1.0]), st.booleans()), min_size=1, max_size=7), st.integers(1, 5)
+)
+@example([(1.0, True), (0.0, True), (0.0, False), (0.0, True)], 2)
+def test_pass_at_k_is_the_mean_over_all_subsets(members, k):
+    """Of the trained samples only: their number is n, and not that of the group."""
+    trained = [i for i, (_, is_trained) in enumerate(members) if is_trained]
+    subsets = [set(s) for s in combinations(trained, k)]
+    solved = [max(members[i][0] for i in s) for s in subsets]
+    expected = np.zeros(len(members))
+    if len(set(solved)) == 2:
+        advantages_of_subsets = (np.array(solved) - np.mean(solved)) / np.std(solved)
+        pairs = list(zip(subsets, advantages_of_subsets, strict=True))
+        for i in trained:
+            expected[i] = np.mean([a for s, a in pairs if i in s])
+    rewards, mask = zip(*members, strict=True)
+    A = advantages(np.array([rewards]), "pass_at_k", np.array([mask]), k)
+    assert A[0] == pytest.approx(expected, rel=1e-13, abs=1e-13)
+    assert (A[0][expected == 0.0] == 0.0).all()
+
+
+def test_pass_at_k_of_large_groups_is_exact():
+    """C(2000, 1000) is beyond fp64. With one solved sample, 1 - q is k / n."""
+    rewards = np.zeros((1, 2000))
+    rewards[0, 7] = 1.0
+    A = advantages(rewards, "pass_at_k", k=500)[0]
+    assert A[7] == math.sqrt(3.0)
+    assert np.delete(A, 7) == pytest.approx(-math.sqrt(3.0) / 1999, rel=1e-15)
+
+
+def test_pass_at_k_refuses_a_graded_reward():
+    with pytest.raises(
+        ValueError, match=r'loss.advantage \("pass_at_k"\): the reward is 0\.5; it must be 0 or 1'
+    ):
+        advantages(np.array([[0.0, 1.0, 0.5]]), "pass_at_k", k=2)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ({"preset": "pass_at_k", "k": 4}, r"loss\.k \(4\) must be less than num_generations \(4\)"),
+        ({"preset": "dapo", "advantage": "pass_at_k"}, r"needs rewards that are 0 or 1.*overlong_share = 0"),
+        ({"preset": "pass_at_k", "length_reward": 0.1}, r"needs rewards that are 0 or 1.*length_reward = 0"),
+        ({"preset": "pass_at_k", "kl_coef": 0.1, "kl_in": "reward"}, r'needs rewards.*kl_in = "loss"'),
+    ],
+    ids=str,
+)
+def test_what_pass_at_k_cannot_do_is_refused(loss, message):
+    with pytest.raises(ValueError, match=message):
+        check_settings(Config(loss=LossConfig(**loss), num_generations=4))
+    check_settings(Config(loss=LossConfig(preset="pass_at_k", k=3, kl_coef=0.1), num_generations=4))
 
 
 @pytest.mark.parametrize("kind", ["mean", "std", "leave_one_out", "batch"])

@@ -95,6 +95,15 @@ def test_any_number_of_ranks_gives_one_ledger(plain, alone, tmp_path, ranks, wor
     assert len(re.findall("^fingerprint ", output, re.MULTILINE)) == 1, "only the first rank prints"
 
 
+@pytest.mark.full
+def test_ranks_share_the_classes_that_rank_0_forms(config, tmp_path):
+    settings = {"loss__preset": "seed_grpo", "task__equivalence": "toy:as_many_letters", "steps": 2}
+    train(config(**settings), tmp_path / "alone")
+    _run(2, config(**settings), tmp_path / "run")
+    _same(tmp_path / "run", tmp_path / "alone")
+    _same_metrics(tmp_path / "run", tmp_path / "alone")
+
+
 @pytest.mark.parametrize("when", ["at work", pytest.param("start", marks=pytest.mark.full)])
 def test_ranks_end_with_a_torchrun_that_is_killed(plain, tmp_path, when):
     """They would wait for each other, and hold the run's folder."""

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from zerokl.engine.rollout.cache_size import cache_limit
-from zerokl.engine.rollout.generation import Generation
-from zerokl.engine.rollout.native import NativeSampler, _Kind, _prefixes
+from zerokl.engine.rollout.generation import Generation, make_prefixes
+from zerokl.engine.rollout.native import NativeSampler, _Completions, _kind
 from zerokl.engine.rollout.types import GenerationParams, RngKey, Rollout, complete
 from zerokl.kernels.attention_plan import KEY_TILE
 from zerokl.kernels.matmul import matmul
@@ -200,7 +200,7 @@ def _memories(sampler, prompts: list[list[int]], params: GenerationParams, calls
     """The memory of each of some equal calls, kept from call to call as on a GPU."""
     requests, memories = params.requests(prompts, RngKey(0, 0)), []
     for _ in range(calls):
-        sampler._memory = sampler._make_memory(_prefixes(requests, range(len(requests))))
+        sampler._memory = sampler._make_memory(make_prefixes(enumerate(requests)))
         memories.append(sampler._memory)
     return memories
 
@@ -276,12 +276,14 @@ def test_every_cache_block_is_free_at_the_end(decoder, prompts, num_generations,
     sampler, rng_key = NativeSampler(decoder, concurrency, tokens), RngKey(0, 0)
     params = generation_params(num_generations=num_generations, max_tokens=9)
     requests = params.requests(prompts, rng_key)
-    prefixes = _prefixes(requests, range(len(requests)))
+    prefixes = make_prefixes(enumerate(requests))
     memory = sampler._make_memory(prefixes)
-    kind = _Kind(requests[0].draw_params, rng_key.seed, rng_key.stream)
     with torch.no_grad():
-        decoding = sampler._decoding_of(memory, kind)
-        Generation(decoding, prefixes, sampler.limits, 0, sampler.stopwatch).run()
+        decoding = sampler._decoding_of(memory, _kind(requests[0]))
+        completions = _Completions()
+        fits = bool  # no request comes
+        Generation(decoding, prefixes, completions, fits, sampler.limits, 0, sampler.stopwatch).run()
+    assert len(completions.by_place) == len(requests)
     assert memory.cache.free == memory.cache.blocks > 0
 
 

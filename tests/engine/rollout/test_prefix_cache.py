@@ -189,7 +189,7 @@ class Books:
         assert room or self.running, "an empty cache has room"
         if not room:
             return
-        new = self.kept.allocate(0) + self.kept.take(found) + self.kept.allocate(needed - len(found))
+        new = self.kept.take(found) + self.kept.take_new(needed - len(found))
         assert not set(new[len(found) :]) & {b for _, blocks in self.running for b in blocks}
         self.content |= {b: ids[: (i + 1) * KEY_TILE] for i, b in enumerate(new) if i >= len(found)}
         self.running.append((ids, new))
@@ -242,7 +242,7 @@ def test_a_block_whose_beginning_was_given_back_is_found_again(decoder):
     books.end(0, True)  # its second block is kept, behind the first sequence's block
     books.end(0, False)
     assert len(books.kept) == 2
-    books.kept.release(books.kept.allocate(books.kept.free_beside([])))
+    books.kept.release(books.kept.take_new(books.kept.free_beside([])))
     assert books.kept.find((*ids, 9)) == []
     books.end(0, True)
     assert books.kept.find((*ids, 9)) == apart[1][:2]

@@ -15,6 +15,7 @@ from zerokl.engine.config_file import to_toml
 from zerokl.engine.loss.advantage import advantages
 from zerokl.engine.rollout import turns
 from zerokl.engine.runs.run import train
+from zerokl.engine.tasks.environment import Turn
 from zerokl.verify.ledger import read_ledger
 
 from tests.helpers import torchrun
@@ -301,15 +302,15 @@ def test_a_planted_fault_stops_the_run(acting, tmp_path, monkeypatch, plant):
 
 def test_control_a_fragment_that_counts_as_finished_is_found(acting, tmp_path, monkeypatch):
     """The environment would see a cut turn, and the log says that it did not."""
-    drawn = turns.TurnPlayer._drawn
+    drawn = turns.TurnPlayer.drawn
 
     def finished(self, play, request, completion):
         drawn(self, play, request, completion)
         if play.finish in ("tokens", "context"):
             play.finish = ""
-            play.game.turns.append((list(completion.ids), self._tokenizer.text(completion.ids)))
+            play.game.turns.append(Turn(list(completion.ids), self._tokenizer.text(completion.ids)))
 
-    monkeypatch.setattr(turns.TurnPlayer, "_drawn", finished)
+    monkeypatch.setattr(turns.TurnPlayer, "drawn", finished)
     train(acting("echo", sampling__max_tokens=3, steps=1), tmp_path / "run")
     monkeypatch.undo()
     assert main(["verify", "run", str(tmp_path / "run")]) == 1

@@ -74,7 +74,7 @@ def test_an_end_that_the_model_did_not_draw_is_written(tokenizer):
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        (FORGETS, "drops the thoughts of turn 1 once an answer follows"),
+        (FORGETS, "drops the thoughts of turn 1 once a message of the role user follows"),
         (COUNTS, "writes the prompt in another way once turn 1 is answered"),
         (DOUBLES, "writes <bos> again after turn 1"),
         (FAILS, "one turn only"),
@@ -84,6 +84,18 @@ def test_a_template_that_does_not_keep_earlier_turns_is_refused(tokenizer, templ
     with pytest.raises(ValueError, match=reason) as caught:
         Renderer(tokenizer(template), True)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_template_may_keep_a_turn_that_a_tool_answers_and_not_one_that_a_user_does(tokenizer):
+    forgets = tokenizer(FORGETS)
+    renderer, eos = Renderer(forgets, True, tools=[{"name": "f"}]), min(forgets.stop_ids)
+    transcript, _ = renderer.begin("x")
+    ids = renderer.follow(transcript, [{"role": "tool", "content": "1"}], 1, eos)
+    assert forgets.text(ids) == "\n<tool>1<eos>\n<assistant>"
+    with pytest.raises(
+        ValueError, match="drops the thoughts of turn 1 once a message of the role user follows"
+    ):
+        renderer.follow(transcript, "and?", 2, eos)
 
 
 def test_append_keeps_all_turns_as_they_were_drawn(tokenizer):

@@ -3,17 +3,21 @@
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from zerokl.cli import main
 from zerokl.engine.config_file import to_toml
 from zerokl.engine.loss.presets import PRESETS
 from zerokl.engine.parallel.scorer import frozen
-from zerokl.engine.rollout.episodes import CompletionPlayer
+from zerokl.engine.rollout.episodes import CompletionPlayer, Episodes
 from zerokl.engine.rollout.native import NativeSampler
-from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
+from zerokl.engine.rollout.types import GenerationParams, RngKey, Rollout, complete
 from zerokl.engine.runs.run import train
+from zerokl.engine.stopwatch import Stopwatch
 from zerokl.engine.tasks.base import Problem
+from zerokl.engine.tasks.environment import ERROR, TIME_LIMIT
+from zerokl.engine.tasks.equivalence import Equivalence
 from zerokl.engine.tasks.rewards import Reward
 from zerokl.engine.tasks.tokenizer import Tokenizer
 from zerokl.engine.train.collect import collect, step_problems
@@ -103,10 +107,30 @@ def collected(config, model):
             sampler=sampler,
             player=CompletionPlayer(tokenizer, Reward(_Uneven(differ)), chat=False),
             problems=problems,
+            equivalence=None,
         )
         return collect(state)
 
     return run
+
+
+def test_only_completions_that_are_trained_on_have_a_class(config):
+    ends = [["stop", ERROR, "stop", "stop"], ["stop", "stop", "length", TIME_LIMIT]]
+    texts = [["7", "8", " 7", "9"], ["", " ", "x", "x"]]
+    problems, one = [Problem(0, "1=", "1"), Problem(1, "2=", "2")], np.zeros(1, np.float32)
+    rollouts = [Rollout.of_one_turn(p, g, (1,), (2,), one, ends[p][g], 0) for p in (0, 1) for g in range(4)]
+    episodes = Episodes(problems, rollouts, texts, np.zeros((2, 4)))
+    state = SimpleNamespace(
+        config=config(prompts=2, num_generations=4),
+        step=0,
+        problems=problems,
+        sampler=None,
+        generation_params=None,
+        player=SimpleNamespace(players=1, play=lambda *_: episodes),
+        equivalence=Equivalence(),
+        stopwatch=Stopwatch(torch.device("cpu")),
+    )
+    assert collect(state).classes == [[0, 0, 2], [0, 0, 2]]
 
 
 def test_dynamic_sampling_draws_until_enough_groups_differ(collected):

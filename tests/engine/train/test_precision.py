@@ -16,7 +16,7 @@ from zerokl.engine.precision import PrecisionConfig
 from zerokl.engine.runs.run import train
 from zerokl.engine.train.loss_scaling import IN_A_ROW, LossScaler
 from zerokl.engine.train.optimizer import GradientOverflowError, Optimizer
-from zerokl.engine.train.underflow import Underflow
+from zerokl.engine.train.underflow import Underflow, ZeroCounts
 from zerokl.kernels.logprob import linear_logprob
 from zerokl.kernels.passes import Pass
 from zerokl.kernels.sampling_params import SamplingParams
@@ -141,14 +141,15 @@ def test_zeros_are_counted_at_both_ends_of_the_backward(model):
     batch = pack([([3, 4, 5], [6, 7]), ([5], [8, 9, 10]), ([7, 8], [9])])
     counts = {}
     for k in (10, -22, -60):
-        counter = Underflow(batch)
+        zeros = ZeroCounts()
+        counter = Underflow(batch, zeros)
         logp, _ = logprobs(decoder, batch, SamplingParams(), counter.hook)
         counter.watch(logp)
         # Three tokens have a gradient. Without one are sequence 2 and the row that predicts the last token of
         # sequence 1.
         upstream = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0])
         (logp * upstream * 2.0**k).sum().backward()
-        counts[k] = counter.zeros
+        counts[k] = zeros.read()
     D = decoder.config.hidden_size
     assert counts[10] == {"norm": 0, "embed": 0}, "rows without a gradient are not counted"
     assert 0 < counts[-22]["norm"] < 3 * D

@@ -1,0 +1,119 @@
+"""Problems with a Python tool: the model writes programs, reads what they print, and answers.
+
+A turn with a fence is a program, and its answer is what the program prints:
+
+    ```python
+    print(12 * 34)
+    ```
+
+A turn without one is the answer to the problem. Several fences of a turn are one program, in their order. A
+fence that is not closed ends with the turn. run_python.py says what a program may do, and what is fixed.
+"""
+
+import re
+from functools import cache
+
+from ...files.reading import shown
+from .answers import NAMED_REWARDS
+from .base import Problem
+from .confinement import missing
+from .environment import Content, EnvironmentKey, Observation
+from .jsonl import Jsonl
+from .run_python import ToolLimits, run_python
+
+_FENCE = re.compile(r"```(?:python|py)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_MIB = 1 << 20
+
+
+class PythonEnvironment:
+    """One trajectory."""
+
+    def __init__(self, task: "Python"):
+        self._task = task
+
+    def reset(self, problem: Problem, key: EnvironmentKey) -> Content:
+        """The problem, with its system prompt."""
+        self._problem = problem
+        if not problem.system:
+            return problem.prompt
+        turns = ("system", problem.system), ("user", problem.prompt)
+        return [{"role": role, "content": content} for role, content in turns]
+
+    def step(self, ids: list[int], text: str) -> Observation:
+        """What the turn's program prints. A turn without a program is the answer."""
+        if (program := program_of(text)) is None:
+            return Observation(reward=self._task.reward(self._problem, text), done=True)
+        output = run_python(program, self._task.limits)
+        line_end = "" if not output or output.endswith("\n") else "\n"
+        content = f"```output\n{output}{line_end}```"
+        return Observation(content if self._task.chat else f"\n{content}\n")
+
+
+class Python(Jsonl):
+    """The problems of a file (see Jsonl), with a Python tool.
+
+    reward: how an answer is compared: exact, numeric or math. timeout_s: seconds of processor time of a
+    program, and five times as many by the clock. memory_mib: MiB of memory that it may ask for.
+    output_chars: characters that it may print.
+
+    Raises ValueError as Jsonl does, and for numbers out of range.
+    """
+
+    def __init__(
+        self,
+        file: str = "",
+        prompt: str = "prompt",
+        answer: str = "answer",
+        answer_after: str = "",
+        template: str = "",
+        system: str = "",
+        chat: bool = True,
+        held_out_file: str = "",
+        held_out: int | float = 0,
+        seed: int = 0,
+        reward: str = "math",
+        timeout_s: int = 3,
+        memory_mib: int = 512,
+        output_chars: int = 2000,
+    ):
+        if reward not in NAMED_REWARDS:
+            raise ValueError(
+                f"task python: reward ({shown(reward)}) is not known; choose {', '.join(NAMED_REWARDS)}"
+            )
+        for name, value, least in (
+            ("timeout_s", timeout_s, 1),
+            ("memory_mib", memory_mib, 64),
+            ("output_chars", output_chars, 1),
+        ):
+            if value < least:
+                raise ValueError(f"task python: {name} ({value}) must be at least {least}")
+        super().__init__(
+            file, prompt, answer, answer_after, template, system, chat, held_out_file, held_out, seed
+        )
+        self._named = NAMED_REWARDS[reward]
+        self.limits = ToolLimits(timeout_s, memory_mib * _MIB, output_chars)
+
+    def reward(self, problem: Problem, completion: str) -> float:
+        """1.0 for a right answer, else 0.0."""
+        return self._named(problem, completion)
+
+    def check(self, problem: Problem) -> None:
+        """Raise ValueError for an answer that the reward cannot read."""
+        self._named.check(problem)
+
+    def environment(self) -> PythonEnvironment:
+        _say_what_is_open()
+        return PythonEnvironment(self)
+
+
+@cache
+def _say_what_is_open() -> None:
+    """Print what the kernel cannot refuse to a program, in one line of each process."""
+    if places := missing():
+        print(f"python tool: this kernel does not close {', '.join(places)}")
+
+
+def program_of(text: str) -> str | None:
+    """The program of a turn; None where it has none."""
+    programs = _FENCE.findall(text)
+    return "\n".join(programs) if programs else None

@@ -1,0 +1,1 @@
+"""Environments of other libraries as tasks, which are named as module:object (docs/environments.md)."""

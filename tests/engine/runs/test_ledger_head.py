@@ -1,0 +1,32 @@
+"""Which settings the head of a run's ledger chains."""
+
+import pytest
+from zerokl.engine.config import Config
+from zerokl.engine.loss.config import LossConfig
+from zerokl.engine.loss.presets import DEFAULTS, PRESETS
+from zerokl.engine.runs.ledger_head import CHAINED_WHERE_SET, binding
+
+# Settings of the loss that most runs do not have, each with a value that is no default.
+RARE = {"k": 3, "semantic_entropy": 0.25}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_head_of_a_run_without_a_rare_setting_does_not_name_it(preset):
+    settings = binding(Config(loss=LossConfig(preset=preset)))
+    rare = {f"loss.{name}" for name in RARE if PRESETS[preset][name] == DEFAULTS[name]}
+    others = {f"loss.{name}" for name in LossConfig.model_fields} - {f"loss.{name}" for name in RARE}
+    assert not rare & settings.keys()
+    assert others - settings.keys() == {"loss.preset", "loss.ref_model"}
+
+
+@pytest.mark.parametrize("name", RARE)
+def test_a_rare_setting_is_chained_where_it_is_set(name):
+    config = Config(loss=LossConfig(**{name: RARE[name]}))
+    assert binding(config) == binding(Config()) | {f"loss.{name}": RARE[name]}
+    assert f"loss.{name}" in CHAINED_WHERE_SET
+
+
+def test_an_equivalence_is_chained_where_there_is_one():
+    assert "task.equivalence" not in binding(Config())
+    chained = binding(Config(task={"equivalence": "mine:same"}))
+    assert chained == binding(Config()) | {"task.equivalence": "mine:same"}
