@@ -34,10 +34,15 @@ _ENDS = {
 
 
 def step_losses(parts: Sequence[Scored]) -> dict[str, float]:
-    """The loss, summed over the tokens of a step, and the mean entropy of these tokens."""
+    """The loss, summed over the tokens of a step, and the mean entropy of these tokens.
+
+    The loss is NaN where tokens that the trainer cuts add infinities of both signs.
+    """
     losses = torch.cat([part.losses for part in parts]).tolist()
     entropies = torch.cat([part.entropies for part in parts]).tolist()
-    return {"loss": math.fsum(losses), "entropy": math.fsum(entropies) / len(entropies)}
+    opposite = math.inf in losses and -math.inf in losses  # math.fsum raises
+    loss = math.nan if opposite else math.fsum(losses)
+    return {"loss": loss, "entropy": math.fsum(entropies) / len(entropies)}
 
 
 def rollout_metrics(batch: Episodes) -> dict[str, float]:

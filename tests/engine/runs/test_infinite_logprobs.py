@@ -23,11 +23,10 @@ from tests.random_model import ONE_LAYER, random_model
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    model = random_model(tmp_path_factory.mktemp("model"), ONE_LAYER)
-    path = tmp_path_factory.mktemp("runs") / "run"
-    values = {
-        "model": str(model),
+def values(tmp_path_factory) -> dict[str, object]:
+    """Settings of a run whose trainer cuts tokens that were drawn."""
+    return {
+        "model": str(random_model(tmp_path_factory.mktemp("model"), ONE_LAYER)),
         "steps": 2,
         "prompts": 2,
         "num_generations": 4,
@@ -43,8 +42,24 @@ def run(tmp_path_factory) -> Path:
         "workers": 1,
         "threads": 1,
     }
+
+
+@pytest.fixture(scope="module")
+def run(values, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "run"
     train(load_config(None, None, values), path)
     return path
+
+
+@pytest.mark.parametrize("cut", [{}, {"sampling.top_p": 1.0, "sampling.min_p": 0.3}], ids=["top_p", "min_p"])
+def test_a_loss_of_infinities_of_both_signs_is_no_number_and_the_run_goes_on(values, tmp_path, cut):
+    """kimi's surrogate is a logprob times an advantage, and advantages of a group have both signs."""
+    kimi = {"loss.preset": "kimi", "task.reward": "toy:letters", "num_generations": 8}
+    train(load_config(None, None, values | kimi | cut), tmp_path / "run")
+    losses = zerokl.load_run(tmp_path / "run").metrics["loss"]
+    assert len(losses) == 2
+    assert all(map(math.isnan, losses))
+    assert main(["verify", "run", str(tmp_path / "run")]) == 0
 
 
 def _strict(text: str) -> object:
