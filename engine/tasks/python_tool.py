@@ -1,10 +1,7 @@
 """Problems with a Python tool: the model writes programs, reads what they print, and answers.
 
-A turn with a fence is a program, and its answer is what the program prints:
-
-    ```python
-    print(12 * 34)
-    ```
+A turn with a fence of the word python, around `print(12 * 34)` for instance, is a program, and its answer is
+what the program prints.
 
 A turn without one is the answer to the problem. Several fences of a turn are one program, in their order. A
 fence that is not closed ends with the turn. With the option `calls` a program is the argument `code` of a
@@ -16,7 +13,7 @@ run_python.py says what a program may do, and what is fixed.
 import re
 from functools import cache
 
-from ...files.reading import shown
+from ...files.reading import one_line, shown
 from .answers import NAMED_REWARDS
 from .base import Problem
 from .confinement import missing
@@ -146,7 +143,7 @@ class Python(Jsonl):
 def _say_what_is_open() -> None:
     """Print what the kernel cannot refuse to a program, in one line of each process."""
     if places := missing():
-        print(f"python tool: this kernel does not close {', '.join(places)}")
+        print(one_line(f"python tool: this kernel does not close {', '.join(places)}"))
 
 
 def program_of(text: str) -> str | None:

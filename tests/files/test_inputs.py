@@ -28,8 +28,13 @@ READERS = {
     "torch.from_file": ("engine/shared_tensor.py",),  # memory of this machine's processes
     # model folders, after check_folder
     "from_pretrained": ("engine/tasks/tokenizer.py", "engine/commands/variants.py", "engine/rollout/hf.py"),
-    # folders whose lists of names are synced or locked, shared memory, and /dev/null
-    "os.open": ("files/writing.py", "engine/shared_tensor.py", "engine/display/output.py"),
+    # folders whose lists of names are synced or locked, shared memory, /dev/null, places that Linux is told
+    "os.open": (
+        "files/writing.py",
+        "engine/shared_tensor.py",
+        "engine/display/output.py",
+        "engine/tasks/confinement.py",
+    ),
 }
 WRITING = {"w", "a", "x"}
 

@@ -10,6 +10,7 @@ import torch
 from zerokl.engine.config import Config
 from zerokl.engine.parallel.gradient import ShardSum
 from zerokl.engine.rollout import decode, native
+from zerokl.engine.rollout.generation import make_prefixes
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import GenerationParams, RngKey
 from zerokl.engine.runs import memory
@@ -36,7 +37,7 @@ def _made_bytes(decoder: Decoder, config: Config, calls: list[tuple[int, int]], 
     for prompts, group in calls:
         params = GenerationParams(SamplingParams(), group, config.sampling.max_tokens, frozenset({1}))
         requests = params.requests([[3 + i] * tokens for i in range(prompts)], RngKey(0, 0))
-        prefixes = native._prefixes(requests, range(len(requests)))
+        prefixes = make_prefixes(enumerate(requests))
         sampler._memory = sampler._make_memory(prefixes)
         made.append(sampler._memory.cache.data.nbytes)
     return made[-1]
