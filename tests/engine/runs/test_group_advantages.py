@@ -73,6 +73,7 @@ def test_an_equivalence_that_raises_ends_the_run_with_one_line(config, tmp_path)
         train(config(**SEED | {"task__equivalence": "toy:no_meaning"}), tmp_path / "run")
 
 
+@pytest.mark.full
 def test_a_folder_that_lacks_the_rare_settings_is_read_and_goes_on(config, tmp_path):
     path, cfg = tmp_path / "run", config(steps=2)
     before = train(cfg, path)

@@ -64,6 +64,7 @@ def test_equal_filters_are_equal_settings(config):
     assert hash_json(binding(one)) != hash_json(binding(other))
 
 
+@pytest.mark.full
 def test_a_run_folder_without_the_keys_is_verified_and_goes_on_as_the_whole_run(config, tmp_path):
     whole = train(config(steps=3, checkpoint__every=1), tmp_path / "whole")
     old = tmp_path / "old"

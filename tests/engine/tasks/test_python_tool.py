@@ -68,9 +68,10 @@ def test_a_program_prints_the_same_again(program, printed):
         ("print('\ud800')", "SyntaxError"),
         ("input()", r"EOFError"),
         ("print('before', flush=True)\nwhile True: pass", r"^before\n\[more than 1 s\]$"),
-        (
+        pytest.param(
             "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass",
             r"^\[killed by signal 9\]$",
+            marks=pytest.mark.full,
         ),
         ("import os\nfor _ in range(5): os.fork()", r"BlockingIOError: \[Errno 11\]"),
         ("import subprocess\nsubprocess.run(['ls'])", r"Resource temporarily unavailable|more than 600"),
