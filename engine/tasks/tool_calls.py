@@ -26,8 +26,6 @@ from ...files.reading import shown
 # The forms that an environment may ask for.
 FORMS = ("json", "xml", "template")
 
-_DECODER = json.JSONDecoder()
-
 
 class ToolCall(NamedTuple):
     """A function and its arguments by name."""
@@ -118,7 +116,7 @@ def _function(text: str, start: int) -> tuple[ToolCall, int]:
 
 def _json_or_text(text: str) -> Any:
     try:
-        return _loads(text)
+        return _DECODER.decode(text)
     except (ValueError, RecursionError):
         return text
 
@@ -128,16 +126,10 @@ _READERS: dict[str, Callable[[str], Iterator[ToolCall]]] = {"json": _json, "xml"
 
 def _value(text: str, start: int) -> tuple[Any, int]:
     """A JSON value and where it ends. A string in it may hold whatever ends a call."""
-    start = _space(text, start)
     try:
-        _, end = _DECODER.raw_decode(text, start)
+        return _DECODER.raw_decode(text, _space(text, start))
     except json.JSONDecodeError as error:
         raise ValueError(f"has a call that is no JSON ({error.msg} at character {error.pos})") from None
-    return _loads(text[start:end]), end
-
-
-def _loads(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_float)
 
 
 def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
@@ -156,6 +148,9 @@ def _float(text: str) -> float:
     if math.isinf(number := float(text)):
         raise ValueError(f"has {text}, which is too large for a number")
     return number
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant, parse_float=_float)
 
 
 def _space(text: str, start: int) -> int:
