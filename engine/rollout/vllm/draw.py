@@ -11,6 +11,7 @@ Shapes: n rows, one for each request that draws a token; V vocabulary.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,6 +29,10 @@ from ..types import Request, RngKey, Uniforms
 EXTRA = "zerokl"  # the key of our arguments in SamplingParams.extra_args
 # What vLLM would do to the logits beside our draw.
 _FILTERS = ("min_p", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens")
+
+
+# A run has few kinds of requests, and each draws at every token.
+_host_offset = lru_cache(maxsize=8)(logit_offset)
 
 
 def request_arguments(request: Request) -> dict[str, Any]:
@@ -129,7 +134,7 @@ class KeyedDraw(LogitsProcessor):
         """
         drawing = [self._rows[row] for row in rows]
         u = torch.tensor([r.uniforms.at(r.drawn) for r in drawing], dtype=torch.float64)
-        offset = logit_offset(sampling_params, logits.shape[1], u.device)
+        offset = _host_offset(sampling_params, logits.shape[1], u.device)
         u, index, *uploaded = upload(
             logits.device, u, torch.tensor(rows), *(() if offset is None else (offset,))
         )
