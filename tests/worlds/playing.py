@@ -9,6 +9,7 @@ from typing import Any
 from zerokl.cli import main
 from zerokl.engine.tasks.environment import EnvironmentKey, Observation
 from zerokl.engine.tasks.loading import load_task
+from zerokl.engine.tasks.users_code import awaited
 
 from tests.random_model import ONE_LAYER, random_model
 
@@ -32,13 +33,26 @@ def played_by_turns(
     environments = [task.environment() for _ in games]
     said = []
     for environment, sample in zip(environments, samples, strict=True):
-        first = environment.reset(problem, EnvironmentKey(0, 0, 0, problem.id, sample))
+        first = awaited(environment.reset(problem, EnvironmentKey(0, 0, 0, problem.id, sample)))
         said.append([first if isinstance(first, Observation) else Observation(first)])
     for k in range(max(map(len, games))):
         for environment, turns, answers in zip(environments, games, said, strict=True):
             if k < len(turns):
-                answers.append(environment.step([], turns[k]))
+                answers.append(awaited(environment.step([], turns[k])))
+    for environment in environments:
+        if hasattr(environment, "close"):
+            awaited(environment.close())
     return said
+
+
+def winning(name: str, options: dict[str, Any], turn: str, numbers: int, problem: int) -> int:
+    """The number from 1 to `numbers` whose turn wins a problem's game. turn: with a place for the number."""
+    for number in range(1, numbers + 1):
+        last = played(name, options, [turn % number], problem)[-1]
+        if last.done:
+            assert last.reward == 1.0
+            return number
+    raise AssertionError("no number was right")
 
 
 def trained(folder: Path, name: str, options: dict[str, Any], *words: str) -> list[dict[str, Any]]:

@@ -1,26 +1,14 @@
 """GEM's own environments, and one of Gymnasium's, through the adapter."""
 
-import sys
-from pathlib import Path
-
 import pytest
 from zerokl.engine.tasks.loading import load_task
 
-from tests.worlds.playing import played, played_by_turns, trained
+from tests.worlds.playing import played, played_by_turns, trained, winning
 
 pytestmark = pytest.mark.worlds
 TASK = "zerokl.integrations.environments.gym:Gym"
 GEM = {"id": "game:GuessTheNumber-v0-easy", "chat": False}
 ECHO = {"id": "texts:Echo-v0", "make": "gymnasium:make", "chat": False}
-
-
-@pytest.fixture(autouse=True)
-def _texts(monkeypatch):
-    """The module of the environment of Gymnasium's lies on the path, in every process."""
-    folder = str(Path(__file__).parent)
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.setenv("PYTHONPATH", folder, prepend=":")
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
 
 def test_gem_says_what_it_asks_for_and_ends():
@@ -31,16 +19,8 @@ def test_gem_says_what_it_asks_for_and_ends():
 
 
 def test_gem_is_won_and_a_problem_is_its_seed():
-    def solved(problem: int) -> int:
-        for number in range(1, 11):
-            last = played(TASK, GEM, [rf"\boxed{{{number}}}"], problem)[-1]
-            if last.done:
-                assert last.reward == 1.0
-                return number
-        raise AssertionError("no number was right")
-
-    numbers = [solved(problem) for problem in range(5)]
-    assert numbers == [solved(problem) for problem in range(5)]
+    numbers = [winning(TASK, GEM, r"\boxed{%d}", 10, problem) for problem in range(5)]
+    assert numbers == [winning(TASK, GEM, r"\boxed{%d}", 10, problem) for problem in range(5)]
     assert len(set(numbers)) > 1
 
 

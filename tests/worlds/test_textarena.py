@@ -4,7 +4,7 @@ import pytest
 from zerokl.engine.tasks.environment import EnvironmentKey
 from zerokl.engine.tasks.loading import load_task
 
-from tests.worlds.playing import played, played_by_turns, trained
+from tests.worlds.playing import played, played_by_turns, trained, winning
 
 pytestmark = pytest.mark.worlds
 TASK = "zerokl.integrations.environments.textarena:TextArena"
@@ -42,16 +42,8 @@ def test_an_invalid_move_is_answered_and_a_second_one_loses():
 
 
 def test_a_game_of_one_player_is_won_and_its_problem_is_its_seed():
-    def solved(problem: int) -> int:
-        for number in range(1, 21):
-            last = played(TASK, NUMBERS, [f"[{number}]"], problem)[-1]
-            if last.done:
-                assert last.reward == 1.0
-                return number
-        raise AssertionError("no number was right")
-
-    numbers = [solved(problem) for problem in range(5)]
-    assert numbers == [solved(problem) for problem in range(5)]
+    numbers = [winning(TASK, NUMBERS, "[%d]", 20, problem) for problem in range(5)]
+    assert numbers == [winning(TASK, NUMBERS, "[%d]", 20, problem) for problem in range(5)]
     assert len(set(numbers)) > 1, "seeds make games"
 
 

@@ -1,14 +1,11 @@
 """Environments of verifiers through the adapter, with the real library: turns, rewards, failures and runs."""
 
-import sys
-from pathlib import Path
-
 import pytest
 from zerokl.engine.tasks.environment import EnvironmentKey, Observation
 from zerokl.engine.tasks.loading import load_task
 from zerokl.engine.tasks.users_code import awaited
 
-from tests.worlds.playing import trained
+from tests.worlds.playing import played_by_turns, trained
 
 pytestmark = pytest.mark.worlds
 TASK = "zerokl.integrations.environments.verifiers:Verifiers"
@@ -16,29 +13,9 @@ NUMBERS = {"taskset": "vf_numbers", "held_out": 2}
 SUMS = {"taskset": "vf-single", "train": 16, "chat": False}
 
 
-@pytest.fixture(autouse=True)
-def _tasksets(monkeypatch):
-    folder = str(Path(__file__).parent)
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.setenv("PYTHONPATH", folder, prepend=":")
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-
-
 def played(options, games: list[list[str]], problem: int = 3) -> list[list[Observation]]:
     """What is said in games that one process plays side by side, a turn of each after the other."""
-    task = load_task(TASK, options)
-    environments = [task.environment() for _ in games]
-    said = [
-        [awaited(environment.reset(task.problems("train")[problem], EnvironmentKey(0, 0, 0, 0, i)))]
-        for i, environment in enumerate(environments)
-    ]
-    for k in range(max(map(len, games))):
-        for environment, turns, answers in zip(environments, games, said, strict=True):
-            if k < len(turns):
-                answers.append(awaited(environment.step([], turns[k])))
-    for environment in environments:
-        awaited(environment.close())
-    return said
+    return played_by_turns(TASK, options, games, problem, range(len(games)))
 
 
 def test_a_rollout_is_a_trajectory_and_ends_with_its_reward():
