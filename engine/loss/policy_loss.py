@@ -1,6 +1,6 @@
 """The policy-gradient loss: independent choices. The named algorithms are rows of a table (presets.py).
 
-    loss = sum_i sum_t  w_i ( - c_it f(r_it) A_i  +  square term  +  kl_coef k_it )
+    loss = sum_i sum_t  w_i ( - c_it f(r_it) A_it  +  square term  +  kl_coef k_it )
 
 There are two separate ratios. mu is the sampler, old the trainer at the weights that were sampled from, and
 pi the trainer now:
@@ -8,7 +8,8 @@ pi the trainer now:
     r   = pi / old   staleness, at the level importance_sampling_level. f is its bound (surrogates.py)
     rho = old / mu   mismatch, at the level correction_level. c is its correction (corrections.py)
 
-c is a constant: no gradient goes through it.
+c is a constant: no gradient goes through it. A is of the token; most advantages (advantage.py) are equal
+for all tokens of a sequence.
 
     level          token      the token's own ratio
                    sequence   the product over the sequence, for each of its tokens
