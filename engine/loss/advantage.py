@@ -28,8 +28,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# The advantages of a step, as ledger and log have them: one of each sample, [P, G]; or where the loss gives each
-# token its own, [P G] arrays of [C].
+# The advantages of a step, as ledger and log have them: one of each sample, [P, G]; or where the loss gives
+# each token its own, [P G] arrays of [C].
 StepAdvantages = np.ndarray | list[np.ndarray]
 
 # It keeps the division finite for an all-equal group. The value is TRL's.
