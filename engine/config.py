@@ -47,8 +47,8 @@ class TaskConfig(Section):
     """What the model learns."""
 
     name: str = "add"
-    """add, sort, countdown, jsonl; with an environment calculator, guesses, wordle, nim; or your own task as
-    module:object.
+    """add, sort, countdown, jsonl, pairs; with an environment calculator, guesses, wordle, nim; or your own
+    task as module:object.
     """
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the task, e.g. { max_value = 99, train = 512, held_out = 256 } for add."""

@@ -19,6 +19,7 @@ for all tokens of a sequence.
     loss_agg_mode  constant   w = 1 / (P G max_tokens)      (Dr. GRPO: no length or difficulty bias)
                    tokens     w = 1 / tokens of the step    (DAPO)
                    length     w = 1 / (P G len_i)           (GRPO)
+                   pairs      w = 1 / P                     (DPO, G = 2; dpo.py)
     square         square / 2 (sum_t log r_it)^2 of each sequence           (Kimi k1.5, arXiv:2501.12599)
     kl             with x = log ref - log pi:  k1 = -x,  k2 = x^2 / 2,  k3 = exp(x) - x - 1
                    (Schulman, "Approximating KL divergence")
@@ -53,6 +54,8 @@ def sequence_weights(
         return [1.0 / (sequences * max_tokens)] * len(lengths)
     if loss_agg_mode == "tokens":
         return [1.0 / sum(lengths)] * len(lengths)
+    if loss_agg_mode == "pairs":
+        return [2.0 / sequences] * len(lengths)
     return [1.0 / (sequences * n) for n in lengths]
 
 

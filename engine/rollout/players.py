@@ -8,10 +8,12 @@ from ..stopwatch import Stopwatch
 from ..tasks.base import Task
 from ..tasks.environment import EnvironmentTask
 from ..tasks.environments import Environments, EnvironmentSettings, open_environments
+from ..tasks.pairs import Pairs
 from ..tasks.rendering import Renderer
 from ..tasks.rewards import Reward, open_reward
 from ..tasks.tokenizer import Tokenizer
 from .episodes import CompletionPlayer, EpisodePlayer
+from .pairs import PairPlayer
 from .turns import TurnLimits, TurnPlayer
 
 # What gives the rewards of a task.
@@ -29,6 +31,8 @@ def open_judge(
 
     say: shows a line that they printed. Raises ValueError where they cannot be made.
     """
+    if isinstance(task, Pairs) and config.reward:
+        raise ValueError(f"task.reward ({config.reward}): pairs are ranked by their scores; leave it empty")
     if not isinstance(task, EnvironmentTask):
         with open_reward(task, config.reward_settings, say) as reward:
             yield reward
@@ -73,6 +77,8 @@ def make_player(
     limits, render: of trajectories of many turns. say: shows a line for one that ended in an error.
     stopwatch: measures rewards and environments. Raises ValueError (see Renderer).
     """
+    if isinstance(task, Pairs):
+        return PairPlayer(tokenizer, task.chat)
     if not isinstance(task, EnvironmentTask):
         return CompletionPlayer(tokenizer, judge, task.chat, stopwatch)
     renderer = Renderer(tokenizer, task.chat, render, judge.tools)

@@ -159,11 +159,11 @@ def _spread(samplers: Samplers, ranks: Ranks) -> Samplers:
 
 
 def _ref_model(config: Config, model: Path, model_config: ModelConfig) -> tuple[Path, ModelConfig] | None:
-    """The folder and the configuration of the KL term's reference; None without such a term.
+    """The folder and the configuration of the frozen reference; None without one.
 
     Raises ValueError for a model of another vocabulary.
     """
-    if not config.loss.kl_coef:
+    if not config.loss.has_reference:
         return None
     folder = resolve_model(config.loss.ref_model) if config.loss.ref_model else model
     ref_config = ModelConfig.from_file(folder)
@@ -176,7 +176,7 @@ def _ref_model(config: Config, model: Path, model_config: ModelConfig) -> tuple[
 
 
 def _ref_policy(config: Config, folder: Path, ref_config: ModelConfig, n: int, micro_batch: int) -> Scorer:
-    """The frozen reference of the KL term."""
+    """The frozen reference."""
     flat = load_decoder(folder, DTYPES[config.dtype], run_device(config)).flat.detach()
     decoder = Decoder(ref_config, flat, numerics=numerics_of(config))
     return frozen(decoder, config.virtual_shards, n, micro_batch)

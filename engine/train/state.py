@@ -43,7 +43,7 @@ class TrainState:
     old_policy: Scorer | RankedScorer | None
     parallel: Workers | RankedWorkers
     micro_batch: int  # sequences of one pass
-    ref_policy: Scorer | RankedScorer | None  # frozen, for the KL term; None without such a term
+    ref_policy: Scorer | RankedScorer | None  # frozen; None where the loss has none
     tokenizer: Tokenizer
     player: EpisodePlayer  # plays the episodes, and rewards them
     # Says which completions mean the same; None where the loss does not ask.

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from ..loss.advantage import StepAdvantages, advantages, of_tokens
+from ..loss.dpo import dpo_metrics, margins, pair_advantages
 from ..loss.policy_loss import sequence_weights
 from ..loss.reward_shaping import completion_kl, shaped_rewards
 from ..loss.semantic_entropy import scaled_by_entropy
@@ -120,7 +121,12 @@ def prepare(state: TrainState, batch: RolloutBatch) -> tuple[Shard, StepAdvantag
         if loss_cfg.kl_in == "reward":
             kl_PG = batch.placed(completion_kl(sampling_logprobs, ref_logprobs, loss_cfg))
     shaped = shaped_rewards(batch.rewards, batch.lengths, loss_cfg, state.max_tokens, trained, kl_PG)
-    A_PG = advantages(shaped, loss_cfg.advantage, trained, loss_cfg.k)
+    metrics = loss_metrics(loss_cfg, batch, shaped, sampling_logprobs, ref_logprobs)
+    if loss_cfg.advantage == "dpo":
+        of_pairs = margins(sampling_logprobs, ref_logprobs, loss_cfg.beta)
+        A_PG, metrics = pair_advantages(of_pairs, loss_cfg.beta), metrics | dpo_metrics(of_pairs)
+    else:
+        A_PG = advantages(shaped, loss_cfg.advantage, trained, loss_cfg.k)
     if batch.classes is not None:
         A_PG = scaled_by_entropy(A_PG, batch.classes, loss_cfg.semantic_entropy)
     lengths = batch.lengths[trained].tolist()
@@ -128,8 +134,8 @@ def prepare(state: TrainState, batch: RolloutBatch) -> tuple[Shard, StepAdvantag
     # The number of updates by which the weights that were sampled from are older than the trainer's.
     staleness = state.version - rollouts[0].weight_version
     old_logprobs = state.old_policy.score(rollouts, params) if staleness else None
-    metrics = loss_metrics(loss_cfg, batch, shaped, sampling_logprobs, ref_logprobs)
     if cfg.max_staleness:
         metrics["staleness/versions"] = staleness
     A = of_tokens(A_PG[trained].tolist(), lengths)
-    return Shard(rollouts, A, np.array(weights), old_logprobs, ref_logprobs), A_PG, metrics
+    of_kl_term = ref_logprobs if loss_cfg.kl_coef else None
+    return Shard(rollouts, A, np.array(weights), old_logprobs, of_kl_term), A_PG, metrics
