@@ -77,23 +77,33 @@ def _dpo(s: Setting) -> bool:
     return s.config.loss.resolve().advantage == "dpo"
 
 
+def _verifree(s: Setting) -> bool:
+    return s.config.loss.resolve().advantage == "verifree"
+
+
 def _given_and_other_weights(s: Setting) -> bool:
     c = s.config
     own_weights = c.max_staleness or c.perturb.any or c.precision.sampler_differs
-    return _dpo(s) and bool(c.sampler != "native" or own_weights or c.updates_per_rollout > 1)
+    others = c.sampler != "native" or own_weights or c.updates_per_rollout > 1
+    return bool(others) and (_dpo(s) or _verifree(s))
+
+
+def _given_and_cut(s: Setting) -> bool:
+    params = s.config.sampling.sampling_params
+    return _verifree(s) and bool(params.truncates or params.changes_logits)
 
 
 def _dpo_of_other_probabilities(s: Setting) -> bool:
     return _dpo(s) and s.config.sampling.sampling_params != SamplingParams()
 
 
-def _dpo_and_more(s: Setting) -> bool:
+def _given_and_more(s: Setting) -> bool:
     loss = s.config.loss.resolve()
     added = loss.kl_coef or loss.square or loss.length_reward or loss.overlong_share or loss.semantic_entropy
-    return _dpo(s) and bool(added or loss.surrogate or loss.max_resamples > 1)
+    return (_dpo(s) or _verifree(s)) and bool(added or loss.surrogate or loss.max_resamples > 1)
 
 
-# Most rows name one key. Those of DPO come first, so that its own reason is the one that is given.
+# The rows of losses with given tokens come first, so that their own reasons are the ones that are given.
 RULES: tuple[Rule, ...] = (
     Rule(
         lambda s: _dpo(s) != (s.config.task.name == "pairs"),
@@ -125,11 +135,27 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        lambda s: _verifree(s) != bool(s.config.task.answer_prefix),
+        lambda s: (
+            f'loss.advantage ("{s.config.loss.resolve().advantage}") with task.answer_prefix '
+            f'("{s.config.task.answer_prefix}"): verifree scores the answer that follows this text, and no '
+            "other advantage does; set both, or neither"
+        ),
+    ),
+    Rule(
         _given_and_other_weights,
         lambda s: (
             f"updates_per_rollout ({s.config.updates_per_rollout}), max_staleness, sampler "
-            f'("{s.config.sampler}"), perturb.* and precision.sampler_*: DPO scores its pairs with the '
-            'weights of each update; set updates_per_rollout = 1, sampler = "native" and leave out the others'
+            f'("{s.config.sampler}"), perturb.* and precision.sampler_*: the given tokens of dpo and '
+            "verifree are scored with the weights of each update; set updates_per_rollout = 1, sampler = "
+            '"native" and leave out the others'
+        ),
+    ),
+    Rule(
+        _given_and_cut,
+        lambda s: (
+            "sampling.top_k, top_p, min_p, logit_bias and allowed_token_ids: with verifree they could leave "
+            "out a token of the given answer, whose probability would then be 0; leave them out"
         ),
     ),
     Rule(
@@ -140,11 +166,11 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        _dpo_and_more,
+        _given_and_more,
         lambda s: (
             "loss.kl_coef, square, length_reward, overlong_share, semantic_entropy, surrogate and "
-            "max_resamples: DPO has no reward, and the reference is in its margin; leave them out and set "
-            "loss.beta"
+            "max_resamples: dpo and verifree have advantages of their own, which these would change; leave "
+            "them out"
         ),
     ),
     Rule(

@@ -56,6 +56,11 @@ class TaskConfig(Section):
     """exact, numeric, math (engine/tasks/answers.py), or your own as module:function(problem, completion) ->
     float; empty is the task's own.
     """
+    answer_prefix: str = ""
+    """Text between a reasoning and the problem's answer, whose probability is the reward (advantage
+    verifree); empty is another reward. A reasoning ends with its first token, such as </think>, or at
+    max_tokens.
+    """
     equivalence: str = ""
     """Your own module:function(a, b) -> bool, which says whether the texts of two completions mean the same
     (loss.semantic_entropy); empty is equal text after strip(). It runs as rewards do, with their limits.

@@ -7,7 +7,7 @@ from pydantic import Field
 from ..section import Section
 from .presets import PRESETS
 
-Advantage = Literal["mean", "std", "leave_one_out", "batch", "pass_at_k", "dpo"]
+Advantage = Literal["mean", "std", "leave_one_out", "batch", "pass_at_k", "dpo", "verifree"]
 Level = Literal["token", "sequence", "geometric"]
 Bound = Literal["none", "clip", "truncate", "mask", "clip_weight"]
 Correction = Literal["none", "full", "truncate", "mask"]
@@ -24,7 +24,8 @@ class LossConfig(Section):
     """Your own surrogate as module:function, in place of a bound (see loss/surrogates.py); empty is none."""
     advantage: Advantage | None = None
     """Advantage of a completion: mean, std, leave_one_out, batch or pass_at_k (loss/advantage.py). pass_at_k
-    needs rewards that are 0 or 1. dpo is of a pair of given completions (loss/dpo.py).
+    needs rewards that are 0 or 1. dpo is of a pair of given completions (loss/dpo.py),
+    verifree of a reasoning with a given answer (loss/verifree.py).
     """
     k: int | None = Field(None, ge=1)
     """Completions of a subset (advantage pass_at_k), which is solved where one of them is; fewer than

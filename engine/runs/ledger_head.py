@@ -59,6 +59,7 @@ CHAINED_WHERE_SET = (
     "loss.beta",
     "loss.semantic_entropy",
     "task.equivalence",
+    "task.answer_prefix",
     "sampling.min_p",
     "sampling.logit_bias",
     "sampling.allowed_token_ids",

@@ -21,10 +21,13 @@ import numpy as np
 import torch
 
 from ..loss.advantage import StepAdvantages, advantages, of_tokens
+from ..loss.config import LossConfig
 from ..loss.dpo import dpo_metrics, margins, pair_advantages
 from ..loss.policy_loss import sequence_weights
 from ..loss.reward_shaping import completion_kl, shaped_rewards
 from ..loss.semantic_entropy import scaled_by_entropy
+from ..loss.verifree import answer_advantages, answer_metrics
+from ..rollout.answers import answer_length
 from .collect import RolloutBatch, collect
 from .metrics import loss_metrics, rollout_metrics, step_losses
 from .monitor import Monitor
@@ -122,13 +125,8 @@ def prepare(state: TrainState, batch: RolloutBatch) -> tuple[Shard, StepAdvantag
             kl_PG = batch.placed(completion_kl(sampling_logprobs, ref_logprobs, loss_cfg))
     shaped = shaped_rewards(batch.rewards, batch.lengths, loss_cfg, state.max_tokens, trained, kl_PG)
     metrics = loss_metrics(loss_cfg, batch, shaped, sampling_logprobs, ref_logprobs)
-    if loss_cfg.advantage == "dpo":
-        of_pairs = margins(sampling_logprobs, ref_logprobs, loss_cfg.beta)
-        A_PG, metrics = pair_advantages(of_pairs, loss_cfg.beta), metrics | dpo_metrics(of_pairs)
-    else:
-        A_PG = advantages(shaped, loss_cfg.advantage, trained, loss_cfg.k)
-    if batch.classes is not None:
-        A_PG = scaled_by_entropy(A_PG, batch.classes, loss_cfg.semantic_entropy)
+    A_step, of_advantages = _advantages(loss_cfg, batch, shaped, sampling_logprobs, ref_logprobs)
+    metrics |= of_advantages
     lengths = batch.lengths[trained].tolist()
     weights = sequence_weights(lengths, loss_cfg.loss_agg_mode, state.max_tokens, trained.size)
     # The number of updates by which the weights that were sampled from are older than the trainer's.
@@ -136,6 +134,31 @@ def prepare(state: TrainState, batch: RolloutBatch) -> tuple[Shard, StepAdvantag
     old_logprobs = state.old_policy.score(rollouts, params) if staleness else None
     if cfg.max_staleness:
         metrics["staleness/versions"] = staleness
-    A = of_tokens(A_PG[trained].tolist(), lengths)
+    A = A_step if isinstance(A_step, list) else of_tokens(A_step[trained].tolist(), lengths)
     of_kl_term = ref_logprobs if loss_cfg.kl_coef else None
-    return Shard(rollouts, A, np.array(weights), old_logprobs, of_kl_term), A_PG, metrics
+    return Shard(rollouts, A, np.array(weights), old_logprobs, of_kl_term), A_step, metrics
+
+
+def _advantages(
+    loss: LossConfig,
+    batch: RolloutBatch,
+    shaped: np.ndarray,
+    logprobs: Sequence[np.ndarray],
+    ref_logprobs: Sequence[np.ndarray] | None,
+) -> tuple[StepAdvantages, dict[str, float]]:
+    """The advantages of a step, and the metrics that some losses have of them.
+
+    loss: resolved. shaped [P, G]: rewards. logprobs, ref_logprobs: [C] of each rollout that is trained on;
+    where tokens are given, all are.
+    """
+    if loss.advantage == "dpo":
+        of_pairs = margins(logprobs, ref_logprobs, loss.beta)
+        return pair_advantages(of_pairs, loss.beta), dpo_metrics(of_pairs)
+    if loss.advantage == "verifree":
+        answers = [answer_length(rollout) for rollout in batch.rollouts]
+        lengths = [len(logp) for logp in logprobs]
+        return answer_advantages(shaped, lengths, answers), answer_metrics(logprobs, answers)
+    A = advantages(shaped, loss.advantage, batch.trained, loss.k)
+    if batch.classes is not None:
+        A = scaled_by_entropy(A, batch.classes, loss.semantic_entropy)
+    return A, {}

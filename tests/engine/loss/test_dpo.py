@@ -93,16 +93,19 @@ DPO = {"task": {"name": "pairs"}, "num_generations": 2, "loss": {"preset": "dpo"
         ({"max_staleness": 1}, r"updates_per_rollout \(1\), max_staleness, sampler"),
         ({"sampler": "vllm-zerokl"}, r'sampler \("vllm-zerokl"\), perturb'),
         ({"perturb": {"logit_noise": 0.1}, "exact": False}, r"perturb\.\* and precision"),
-        ({"precision": {"sampler_dtype": "bfloat16"}, "exact": False}, r"precision\.sampler_\*: DPO scores"),
+        (
+            {"precision": {"sampler_dtype": "bfloat16"}, "exact": False},
+            r"precision\.sampler_\*: the given tokens",
+        ),
         (
             {"sampling": {"top_k": 3}},
             r"sampling\.temperature, top_k, top_p, min_p, .*: nothing is drawn in DPO",
         ),
         ({"sampling": {"temperature": 0.7}}, r"nothing is drawn in DPO"),
         ({"sampling": {"logit_bias": {3: 1.0}}}, r"nothing is drawn in DPO"),
-        ({"loss": {"preset": "dpo", "kl_coef": 0.1}}, r"loss\.kl_coef, .*: DPO has no reward"),
-        ({"loss": {"preset": "dpo", "surrogate": "toy:ppo"}}, r"DPO has no reward"),
-        ({"loss": {"preset": "dpo", "max_resamples": 2}}, r"DPO has no reward"),
+        ({"loss": {"preset": "dpo", "kl_coef": 0.1}}, r"loss\.kl_coef, .*: dpo and verifree have advantages"),
+        ({"loss": {"preset": "dpo", "surrogate": "toy:ppo"}}, r"have advantages of their own"),
+        ({"loss": {"preset": "dpo", "max_resamples": 2}}, r"have advantages of their own"),
     ],
 )
 def test_what_does_not_go_with_dpo_is_refused_by_name(changes, message):
