@@ -87,6 +87,25 @@ def test_the_log_has_both_completions_and_their_advantages(dpo, read_jsonl, tmp_
     assert all(0 <= m["eval/accuracy"] <= 1 for m in metrics[1::2])
 
 
+def test_another_rejected_completion_is_other_data(dpo, tmp_path):
+    """Of a pair that no step takes: the head of the ledger has the hash of all pairs."""
+    file = tmp_path / "p.jsonl"
+    rows = [{"prompt": f"{i}=", "chosen": "yes", "rejected": "no"} for i in range(20)]
+
+    def write() -> None:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    write()
+    cfg = dpo(task__options={"file": str(file), "chat": False}, steps=1, checkpoint__every=1, prompts=1)
+    train(cfg, tmp_path / "run")
+    (taken,) = {json.loads(x)["problem"] for x in (tmp_path / "run" / "rollouts.jsonl").open()}
+    texts = [p.prompt for p in load_task("pairs", cfg.task.options).problems("train")]
+    rows[next(i for i, row in enumerate(rows) if row["prompt"] != texts[taken])]["rejected"] = "never"
+    write()
+    with pytest.raises(ValueError, match="resume: the training problems are not those of the run"):
+        resume(tmp_path / "run", {"steps": "2"})
+
+
 def test_a_score_of_other_bits_stops_the_run(dpo, tmp_path, monkeypatch):
     score = WorkersSampler.score
 
