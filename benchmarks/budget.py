@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.tools.tensor_descriptor import TensorDescriptor
 from zerokl.benchmarks.machine import SHAPES, shape_config
+from zerokl.engine.loss.advantage import of_tokens
 from zerokl.engine.loss.config import LossConfig
 from zerokl.engine.parallel.gradient import ShardSum
 from zerokl.engine.rollout.decode import DecodeMemory, DecodeRows, Row
@@ -134,7 +135,11 @@ def _shard(prompt: int) -> Shard:
         )
         for sample in range(SAMPLES)
     ]
-    return Shard(rollouts, np.linspace(-1, 1, SAMPLES), np.full(SAMPLES, 1 / (SAMPLES * COMPLETION)))
+    return Shard(
+        rollouts,
+        of_tokens(np.linspace(-1, 1, SAMPLES), [COMPLETION] * SAMPLES),
+        np.full(SAMPLES, 1 / (SAMPLES * COMPLETION)),
+    )
 
 
 def training_pass(decoder: Decoder) -> Callable[[], object]:

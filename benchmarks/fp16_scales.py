@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from zerokl.engine.config import Config
 from zerokl.engine.config_file import load_config
-from zerokl.engine.loss.advantage import advantages
+from zerokl.engine.loss.advantage import advantages, of_tokens
 from zerokl.engine.loss.policy_loss import policy_loss, sequence_weights
 from zerokl.engine.parallel.gradient import ShardSum
 from zerokl.engine.runs.setup import make_state
@@ -74,8 +74,11 @@ class Step:
             self.loss.loss_agg_mode,
             config.sampling.max_tokens,
         )
-        A = advantages(batch.rewards, self.loss.advantage)
-        self.shards = Shard(batch.rollouts, A.reshape(-1), np.array(weights)).cut(config.virtual_shards)
+        A = advantages(batch.rewards, self.loss.advantage).reshape(-1)
+        of_step = Shard(
+            batch.rollouts, of_tokens(A, [len(r.logprobs) for r in batch.rollouts]), np.array(weights)
+        )
+        self.shards = of_step.cut(config.virtual_shards)
         # Elements that were not zero at some scale, by place (see _backward) and operation.
         self.nonzero: dict[tuple[int, int, str, str], torch.Tensor] = {}
 
@@ -111,10 +114,8 @@ class Step:
             lengths = torch.tensor(packed.drawn_lengths)
             logp, _ = logprobs(decoder, packed, self.config.sampling.sampling_params, hooks[1], prompts)
             sampling_logprobs = torch.from_numpy(np.concatenate([r.logprobs for r in part.rollouts]))
-            A, w = (
-                torch.from_numpy(x).float().repeat_interleave(lengths)
-                for x in (part.advantages, part.weights)
-            )
+            A = torch.from_numpy(np.concatenate(part.advantages)).float()
+            w = torch.from_numpy(part.weights).float().repeat_interleave(lengths)
             loss = policy_loss(logp, logp.detach(), sampling_logprobs, A, packed.drawn_lengths, self.loss)
             ((loss * w).sum() * scale).backward()
             prompts.backward()

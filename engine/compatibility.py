@@ -8,8 +8,10 @@ starts, and in the docs. The allowed arguments of vLLM's engine are in rollout/v
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ..kernels.sampling_params import SamplingParams
 from ..kernels.tile_tables import minor_version
 from .config import Config
+from .loss.presets import DEFAULTS
 
 
 class Setting(NamedTuple):
@@ -71,7 +73,106 @@ def _pass_at_k_of_shaped_rewards(s: Setting) -> bool:
     )
 
 
+def _dpo(s: Setting) -> bool:
+    return s.config.loss.resolve().advantage == "dpo"
+
+
+def _verifree(s: Setting) -> bool:
+    return s.config.loss.resolve().advantage == "verifree"
+
+
+def _given_and_other_weights(s: Setting) -> bool:
+    c = s.config
+    own_weights = c.max_staleness or c.perturb.any or c.precision.sampler_differs
+    others = c.sampler != "native" or own_weights or c.updates_per_rollout > 1
+    return bool(others) and (_dpo(s) or _verifree(s))
+
+
+def _given_and_cut(s: Setting) -> bool:
+    params = s.config.sampling.sampling_params
+    return _verifree(s) and bool(params.truncates or params.changes_logits)
+
+
+def _dpo_of_other_probabilities(s: Setting) -> bool:
+    return _dpo(s) and s.config.sampling.sampling_params != SamplingParams()
+
+
+def _given_and_more(s: Setting) -> bool:
+    loss = s.config.loss.resolve()
+    added = loss.kl_coef or loss.square or loss.length_reward or loss.overlong_share or loss.semantic_entropy
+    return (_dpo(s) or _verifree(s)) and bool(added or loss.surrogate or loss.max_resamples > 1)
+
+
+# The rows of losses with given tokens come first, so that their own reasons are the ones that are given.
 RULES: tuple[Rule, ...] = (
+    Rule(
+        lambda s: _dpo(s) != (s.config.task.name == "pairs"),
+        lambda s: (
+            f'loss.advantage ("{s.config.loss.resolve().advantage}") with task.name '
+            f'("{s.config.task.name}"): DPO trains on given pairs, and only DPO does; set both '
+            'loss.preset = "dpo" and task.name = "pairs", or neither'
+        ),
+    ),
+    Rule(
+        lambda s: _dpo(s) and s.config.num_generations != 2,
+        lambda s: (
+            f"num_generations ({s.config.num_generations}) must be 2 with DPO: a pair has a chosen and a "
+            "rejected completion"
+        ),
+    ),
+    Rule(
+        lambda s: _dpo(s) != (s.config.loss.resolve().loss_agg_mode == "pairs"),
+        lambda s: (
+            f'loss.loss_agg_mode ("{s.config.loss.resolve().loss_agg_mode}"): DPO is the mean over pairs, '
+            'and no other loss has pairs; set it to "pairs" with DPO, and to another mode without'
+        ),
+    ),
+    Rule(
+        lambda s: not _dpo(s) and s.config.loss.resolve().beta != DEFAULTS["beta"],
+        lambda s: (
+            f"loss.beta ({s.config.loss.beta}) is DPO's, and this loss has none; leave it out. The weight of "
+            "a KL term is loss.kl_coef"
+        ),
+    ),
+    Rule(
+        lambda s: _verifree(s) != bool(s.config.task.answer_prefix),
+        lambda s: (
+            f'loss.advantage ("{s.config.loss.resolve().advantage}") with task.answer_prefix '
+            f'("{s.config.task.answer_prefix}"): verifree scores the answer that follows this text, and no '
+            "other advantage does; set both, or neither"
+        ),
+    ),
+    Rule(
+        _given_and_other_weights,
+        lambda s: (
+            f"updates_per_rollout ({s.config.updates_per_rollout}), max_staleness, sampler "
+            f'("{s.config.sampler}"), perturb.* and precision.sampler_*: the given tokens of dpo and '
+            "verifree are scored with the weights of each update; set updates_per_rollout = 1, sampler = "
+            '"native" and leave out the others'
+        ),
+    ),
+    Rule(
+        _given_and_cut,
+        lambda s: (
+            "sampling.top_k, top_p, min_p, logit_bias and allowed_token_ids: with verifree they could leave "
+            "out a token of the given answer, whose probability would then be 0; leave them out"
+        ),
+    ),
+    Rule(
+        _dpo_of_other_probabilities,
+        lambda s: (
+            "sampling.temperature, top_k, top_p, min_p, logit_bias and allowed_token_ids: nothing is drawn "
+            "in DPO, and its log-probabilities are the model's own; leave them out"
+        ),
+    ),
+    Rule(
+        _given_and_more,
+        lambda s: (
+            "loss.kl_coef, square, length_reward, overlong_share, semantic_entropy, surrogate and "
+            "max_resamples: dpo and verifree have advantages of their own, which these would change; leave "
+            "them out"
+        ),
+    ),
     Rule(
         lambda s: s.config.num_generations == 1 and s.config.loss.resolve().advantage != "batch",
         lambda s: (

@@ -47,14 +47,19 @@ class TaskConfig(Section):
     """What the model learns."""
 
     name: str = "add"
-    """add, sort, countdown, jsonl; with an environment calculator, guesses, wordle, nim, python; or your own
-    task as module:object.
+    """add, sort, countdown, jsonl, pairs; with an environment calculator, guesses, wordle, nim, python; or
+    your own task as module:object.
     """
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the task, e.g. { max_value = 99, train = 512, held_out = 256 } for add."""
     reward: str = ""
     """exact, numeric, math (engine/tasks/answers.py), or your own as module:function(problem, completion) ->
     float; empty is the task's own.
+    """
+    answer_prefix: str = ""
+    """Text between a reasoning and the problem's answer, whose probability is the reward (advantage
+    verifree); empty is another reward. A reasoning ends with its first token, such as </think>, or at
+    max_tokens.
     """
     equivalence: str = ""
     """Your own module:function(a, b) -> bool, which says whether the texts of two completions mean the same

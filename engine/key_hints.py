@@ -26,7 +26,7 @@ _NAMES = {
     "loss.advantage": "scale_rewards norm_adv_by_std_in_grpo",
     "loss.clip_high": "epsilon clip_ratio cliprange eps_clip epsilon_high clip_ratio_high eps_clip_high",
     "loss.clip_low": "clip_ratio_low",
-    "loss.kl_coef": "beta kl_loss_coef init_kl_coef kl_coeff kl_penalty_coef",
+    "loss.kl_coef": "kl_loss_coef init_kl_coef kl_coeff kl_penalty_coef",
     "loss.kl": "kl_loss_type kl_estimator kl_penalty",
     "loss.ref_model": "ref_model_path reference_model ref_load",
     "loss.correction": "vllm_importance_sampling_correction rollout_is",

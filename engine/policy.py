@@ -14,6 +14,7 @@ from ..model.config import ModelConfig
 from ..model.scoring import logprobs, pack
 from .config import EnvironmentConfig, TaskConfig
 from .precision import full_dtype
+from .rollout.answers import GivenAnswers
 from .rollout.episodes import Episodes
 from .rollout.native import NativeSampler
 from .rollout.players import make_player, open_judge, turn_limits
@@ -125,7 +126,7 @@ class Policy:
         )
         task = task.model_copy(update={"options": options})
         environment = environment or EnvironmentConfig()
-        context = self.decoder.config.max_positions
+        context, prefix = self.decoder.config.max_positions, task.answer_prefix
         with open_judge(loaded_task, task, environment) as judge:
             player = make_player(
                 loaded_task,
@@ -133,6 +134,7 @@ class Policy:
                 self.tokenizer,
                 turn_limits(environment, max_tokens, context),
                 environment.render,
+                answers=GivenAnswers(prefix, SamplingParams()) if prefix else None,
             )
             player.check(chosen, max_tokens, context)
             return player.play(self.sampler, chosen, generation_params, rng_key)

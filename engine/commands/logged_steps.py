@@ -15,6 +15,7 @@ import torch
 from ...files.reading import json_number, shown
 from ...verify.ledger import Line, digest
 from ...verify.mismatch import mismatch_metrics
+from ..loss.advantage import StepAdvantages
 from ..rollout.episodes import Episodes, is_trained
 from ..rollout.types import Rollout
 from ..tasks.environment import CONTEXT, TOKENS
@@ -29,7 +30,7 @@ class LoggedStep:
 
     lines: list[dict[str, Any]]  # [P G]
     episodes: Episodes  # P prompts x G generations, without their problems
-    advantages: np.ndarray  # [P, G]
+    advantages: StepAdvantages
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -40,11 +41,26 @@ class LoggedStep:
 def read_step(lines: Sequence[dict[str, Any]], G: int) -> LoggedStep:
     """The lines of one step. Raises ValueError for a line that is no rollout."""
     rewards = np.array([_float(line, "reward") for line in lines], np.float64).reshape(-1, G)
-    advantages = np.array([_float(line, "advantage") for line in lines], np.float64).reshape(-1, G)
     rollouts = [_rollout(line, i, G) for i, line in enumerate(lines)]
+    A = _advantages(lines, rollouts, G)
     texts = [[line["text"] for line in lines[p * G : (p + 1) * G]] for p in range(len(rewards))]
     turn_rewards = [_turn_rewards(line) for line in lines] if "turn_rewards" in lines[0] else None
-    return LoggedStep(list(lines), Episodes([], rollouts, texts, rewards, False, turn_rewards), advantages)
+    return LoggedStep(list(lines), Episodes([], rollouts, texts, rewards, False, turn_rewards), A)
+
+
+def _advantages(lines: Sequence[dict[str, Any]], rollouts: Sequence[Rollout], G: int) -> StepAdvantages:
+    if not isinstance(lines[0].get("advantage"), list):
+        return np.array([_float(line, "advantage") for line in lines], np.float64).reshape(-1, G)
+    A = []
+    for line, rollout in zip(lines, rollouts, strict=True):
+        values = json_number(line["advantage"])
+        places = (
+            zip(values, rollout.mask, strict=True) if len(values) == len(rollout.mask) else [(None, True)]
+        )
+        if not all(type(x) is (float if d else type(None)) for x, d in places):
+            raise ValueError("advantage is no list of numbers, with null for each token that was not drawn")
+        A.append(np.array([x for x in values if x is not None], np.float64))
+    return A
 
 
 def _turn_rewards(line: dict[str, Any]) -> list[float]:

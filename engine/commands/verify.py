@@ -21,6 +21,7 @@ from ...model.checkpoint import DTYPES, load_decoder, resolve_model
 from ...model.decoder import Decoder, named_numerics
 from ...model.scoring import cached_scores, logprobs, pack
 from ...verify.invariance import Check
+from ..loss.advantage import of_tokens
 from ..loss.config import LossConfig
 from ..loss.policy_loss import sequence_weights
 from ..parallel.workers import Workers, cpu_threads, suits
@@ -230,9 +231,9 @@ def _step(decoder: Decoder, pairs: Sequence[Pair]) -> Shard:
         Rollout.of_one_turn(i, 0, prompt, completion, score.numpy(), "length", 0)
         for i, ((prompt, completion), score) in enumerate(zip(pairs, scores, strict=True))
     ]
-    advantages = np.array([1.0 - 0.25 * i for i in range(len(pairs))])
-    weights = sequence_weights([len(completion) for _, completion in pairs], "tokens", 1)
-    return Shard(rollouts, advantages, np.array(weights))
+    lengths = [len(completion) for _, completion in pairs]
+    A = of_tokens([1.0 - 0.25 * i for i in range(len(pairs))], lengths)
+    return Shard(rollouts, A, np.array(sequence_weights(lengths, "tokens", 1)))
 
 
 def _gradient(workers: Workers, step: Shard, micro_batch: int) -> torch.Tensor:

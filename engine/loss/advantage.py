@@ -1,4 +1,4 @@
-"""Advantages from rewards. rewards, A [P, G] fp64: P prompts, G samples each.
+"""Advantages from rewards. rewards, A [P, G] fp64: P prompts, G samples each; C drawn tokens of a sample.
 
     mean              A = r - mean_g(r)                        (Dr. GRPO, arXiv:2503.20783)
     std               A = (r - mean_g(r)) / (std_g(r) + eps)   (GRPO, arXiv:2402.03300)
@@ -28,6 +28,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+# The advantages of a step, as ledger and log have them: one of each sample, [P, G]; or where the loss gives
+# each token its own, [P G] arrays of [C].
+StepAdvantages = np.ndarray | list[np.ndarray]
+
 # It keeps the division finite for an all-equal group. The value is TRL's.
 _EPS = 1e-4
 
@@ -56,6 +60,11 @@ def advantages(rewards: np.ndarray, kind: str, trained: np.ndarray | None = None
         of_group = group[members].tolist()
         row[members] = _pass_at_k(of_group, k) if kind == "pass_at_k" else _of_group(of_group, kind)
     return A
+
+
+def of_tokens(A: Sequence[float], lengths: Sequence[int]) -> list[np.ndarray]:
+    """The advantage of each token, [n] arrays of [C]: that of its sample. A [n]; lengths [n]: C of each."""
+    return [np.full(C, a, np.float64) for a, C in zip(A, lengths, strict=True)]
 
 
 def _whitened(rewards: list[float]) -> np.ndarray:

@@ -7,11 +7,11 @@ from pydantic import Field
 from ..section import Section
 from .presets import PRESETS
 
-Advantage = Literal["mean", "std", "leave_one_out", "batch", "pass_at_k"]
+Advantage = Literal["mean", "std", "leave_one_out", "batch", "pass_at_k", "dpo", "verifree"]
 Level = Literal["token", "sequence", "geometric"]
 Bound = Literal["none", "clip", "truncate", "mask", "clip_weight"]
 Correction = Literal["none", "full", "truncate", "mask"]
-LossAggMode = Literal["constant", "tokens", "length"]
+LossAggMode = Literal["constant", "tokens", "length", "pairs"]
 Estimator = Literal["k1", "k2", "k3"]
 
 
@@ -24,7 +24,8 @@ class LossConfig(Section):
     """Your own surrogate as module:function, in place of a bound (see loss/surrogates.py); empty is none."""
     advantage: Advantage | None = None
     """Advantage of a completion: mean, std, leave_one_out, batch or pass_at_k (loss/advantage.py). pass_at_k
-    needs rewards that are 0 or 1.
+    needs rewards that are 0 or 1. dpo is of a pair of given completions (loss/dpo.py),
+    verifree of a reasoning with a given answer (loss/verifree.py).
     """
     k: int | None = Field(None, ge=1)
     """Completions of a subset (advantage pass_at_k), which is solved where one of them is; fewer than
@@ -47,7 +48,9 @@ class LossConfig(Section):
     correction_high: float | None = Field(None, gt=0)
     """A mismatch ratio above this is truncated or masked."""
     loss_agg_mode: LossAggMode | None = None
-    """What the sum over tokens is divided by: constant, tokens or length."""
+    """What the sum over tokens is divided by: constant, tokens, length or pairs (loss/policy_loss.py)."""
+    beta: float | None = Field(None, gt=0, le=1e6)
+    """DPO's beta, per nat: how strongly the policy is held to the reference (advantage dpo)."""
     square: float | None = Field(None, ge=0)
     """Weight of the squared log-ratio of a sequence."""
     length_reward: float | None = Field(None, ge=0)
@@ -76,6 +79,11 @@ class LossConfig(Section):
     """Model folder or hub name of the frozen reference; empty is the run's first model. The ledger chains the
     weights of the reference, not its place.
     """
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether there is a frozen reference: for a KL term, or for DPO."""
+        return bool(self.kl_coef) or self.resolve().advantage == "dpo"
 
     def resolve(self) -> "LossConfig":
         """This configuration with every choice filled in."""

@@ -1,6 +1,6 @@
 """The policy-gradient loss: independent choices. The named algorithms are rows of a table (presets.py).
 
-    loss = sum_i sum_t  w_i ( - c_it f(r_it) A_i  +  square term  +  kl_coef k_it )
+    loss = sum_i sum_t  w_i ( - c_it f(r_it) A_it  +  square term  +  kl_coef k_it )
 
 There are two separate ratios. mu is the sampler, old the trainer at the weights that were sampled from, and
 pi the trainer now:
@@ -8,7 +8,8 @@ pi the trainer now:
     r   = pi / old   staleness, at the level importance_sampling_level. f is its bound (surrogates.py)
     rho = old / mu   mismatch, at the level correction_level. c is its correction (corrections.py)
 
-c is a constant: no gradient goes through it.
+c is a constant: no gradient goes through it. A is of the token; most advantages (advantage.py) are equal
+for all tokens of a sequence.
 
     level          token      the token's own ratio
                    sequence   the product over the sequence, for each of its tokens
@@ -18,6 +19,7 @@ c is a constant: no gradient goes through it.
     loss_agg_mode  constant   w = 1 / (P G max_tokens)      (Dr. GRPO: no length or difficulty bias)
                    tokens     w = 1 / tokens of the step    (DAPO)
                    length     w = 1 / (P G len_i)           (GRPO)
+                   pairs      w = 1 / P                     (DPO, G = 2; dpo.py)
     square         square / 2 (sum_t log r_it)^2 of each sequence           (Kimi k1.5, arXiv:2501.12599)
     kl             with x = log ref - log pi:  k1 = -x,  k2 = x^2 / 2,  k3 = exp(x) - x - 1
                    (Schulman, "Approximating KL divergence")
@@ -52,6 +54,8 @@ def sequence_weights(
         return [1.0 / (sequences * max_tokens)] * len(lengths)
     if loss_agg_mode == "tokens":
         return [1.0 / sum(lengths)] * len(lengths)
+    if loss_agg_mode == "pairs":
+        return [2.0 / sequences] * len(lengths)
     return [1.0 / (sequences * n) for n in lengths]
 
 

@@ -9,6 +9,7 @@ has.
 DEFAULTS: dict[str, object] = dict(
     surrogate="",
     k=2,
+    beta=0.1,
     importance_sampling_level="token",
     bound="none",
     clip_low=0.0,
@@ -51,6 +52,12 @@ PRESETS: dict[str, dict[str, object]] = {
     # SEED-GRPO, arXiv:2505.12346: A = R - mean_group, scaled by the group's semantic entropy
     # (semantic_entropy.py). The weight 0.5 is ours.
     "seed_grpo": _GRPO | dict(advantage="mean", semantic_entropy=0.5),
+    # Direct preference optimisation, arXiv:2305.18290, equation 7, over given pairs (dpo.py): mean over pairs
+    # of -log sigmoid(m). beta = 0.1 is from the paper's appendix B.
+    "dpo": DEFAULTS | dict(advantage="dpo", loss_agg_mode="pairs"),
+    # VeriFree, arXiv:2505.21493, equation 5: the probability of the reference answer as the reward of a
+    # reasoning, and as the weight of the answer's likelihood (verifree.py). The constant divisor is ours.
+    "verifree": DEFAULTS | dict(advantage="verifree", loss_agg_mode="constant"),
     # Group sequence policy optimisation, arXiv:2507.18071, equation 5 and section 5.1:
     # mean_i min(s A, clip(s, 1 - 3e-4, 1 + 4e-4) A), s = (prod_t r)^(1 / len).
     "gspo": _GRPO | dict(importance_sampling_level="geometric", clip_low=3e-4, clip_high=4e-4),

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ...kernels.sampling_params import SamplingParams
+from ..rollout.scoring import ScoringSampler
 from ..rollout.types import Completion, Request, Rollout, Sampler
 from ..tasks.environments import Answer, Environments, Failure, Game
 from ..tasks.equivalence import Equivalence
@@ -108,6 +109,15 @@ class RankedSampler:
         gathered = self._ranks.gather_tensors(lambda: pack_completions(self._sampler.generate(own_requests)))
         return in_order(parts, [unpack_completions(tensors) for tensors in gathered])
 
+    @property
+    def version(self) -> int:
+        """See ScoringSampler."""
+        return self._sampler.version
+
+    def score(self, rollouts: Sequence[Rollout], sampling_params: SamplingParams) -> list[np.ndarray]:
+        """See ScoringSampler."""
+        return _scores_of_all(self._sampler, self._ranks, rollouts, sampling_params)
+
     def close(self) -> None:
         self._sampler.close()
 
@@ -119,14 +129,22 @@ class RankedScorer:
         self._scorer, self._ranks, self.decoder = scorer, ranks, scorer.decoder
 
     def score(self, rollouts: Sequence[Rollout], sampling_params: SamplingParams) -> list[np.ndarray]:
-        own_rollouts = virtual_shards(rollouts, self._ranks.size)[self._ranks.rank]
-        gathered = self._ranks.gather_tensors(
-            lambda: pack_scores(self._scorer.score(own_rollouts, sampling_params))
-        )
-        return [logp for tensors in gathered for logp in unpack_scores(tensors)]
+        return _scores_of_all(self._scorer, self._ranks, rollouts, sampling_params)
 
     def close(self) -> None:
         self._scorer.close()
+
+
+def _scores_of_all(
+    scorer: Scorer | ScoringSampler,
+    ranks: Ranks,
+    rollouts: Sequence[Rollout],
+    sampling_params: SamplingParams,
+) -> list[np.ndarray]:
+    """The scores of all rollouts, of which each rank computes a part."""
+    own_rollouts = virtual_shards(rollouts, ranks.size)[ranks.rank]
+    gathered = ranks.gather_tensors(lambda: pack_scores(scorer.score(own_rollouts, sampling_params)))
+    return [logp for tensors in gathered for logp in unpack_scores(tensors)]
 
 
 class RankedReward:

@@ -1,19 +1,19 @@
-"""Log-probabilities of rollouts under weights that are not the trainer's current ones.
+"""Log-probabilities of rollouts, each worker scoring a part of them.
 
-The weights are a frozen reference's, or the ones that the rollouts were sampled from.
+The weights are a frozen reference's, or the ones that the rollouts were sampled from; or the trainer's own,
+where tokens are trained that nobody drew (ScoringSampler).
 """
 
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from ...kernels.sampling_params import SamplingParams
 from ...model.decoder import Decoder
-from ...model.scoring import logprobs, pack
+from ..rollout.scoring import score_rollouts
 from ..rollout.types import Rollout
-from .partition import micro_batches, virtual_shards
-from .workers import Host, Workers
+from .partition import virtual_shards
+from .workers import Host, ParallelSampler, Workers
 
 
 class Scorer:
@@ -48,12 +48,20 @@ def frozen(decoder: Decoder, shards: int, n: int, micro_batch: int) -> Scorer:
     return Scorer(Workers(decoder, shards, n), micro_batch)
 
 
-@torch.no_grad()
-def _score(host: Host, item: tuple[Sequence, SamplingParams, int]) -> list[np.ndarray]:
-    rollouts, sampling_params, micro_batch = item
-    scores = []
-    for rows in micro_batches(len(rollouts), micro_batch):
-        batch = pack([r.pair for r in rollouts[rows]], masks=[r.mask for r in rollouts[rows]])
-        logp, _ = logprobs(host.decoder, batch, sampling_params)
-        scores += [x.numpy() for x in logp.cpu().split(batch.drawn_lengths)]
-    return scores
+class WorkersSampler(ParallelSampler):
+    """The native samplers of all workers. They also score given tokens (see ScoringSampler).
+
+    micro_batch: sequences of one pass of a score.
+    """
+
+    def __init__(self, workers: Workers, micro_batch: int):
+        super().__init__(workers)
+        self._scorer = Scorer(workers, micro_batch)
+
+    def score(self, rollouts: Sequence[Rollout], sampling_params: SamplingParams) -> list[np.ndarray]:
+        """See ScoringSampler."""
+        return self._scorer.score(rollouts, sampling_params)
+
+
+def _score(host: Host, item: tuple[Sequence[Rollout], SamplingParams, int]) -> list[np.ndarray]:
+    return score_rollouts(host.decoder, *item)

@@ -13,18 +13,24 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ...kernels.backend import on_triton
 from ...kernels.matmul import pack_weights
 from ...kernels.philox import Stream
+from ...kernels.sampling_params import SamplingParams
 from ...model.cache import BlockCache
 from ...model.decoder import Decoder
 from ..stopwatch import Stopwatch
 from .cache_size import CacheNeed, cache_limit, cache_need
 from .decode import DecodeMemory, DecodeRows
 from .generation import Generation, PassLimits, Prefix, make_prefixes
-from .types import Completion, DrawParams, Request, RequestSource, check_requests
+from .scoring import score_rollouts
+from .types import Completion, DrawParams, Request, RequestSource, Rollout, check_requests
+
+# Sequences of one forward of a score. It decides no bit.
+_SCORED_AT_ONCE = 16
 
 # Tokens of one forward where none are named. A GPU is kept busy by a few large passes.
 _BATCH_TOKENS, _GPU_BATCH_TOKENS = 1024, 16384
@@ -111,6 +117,10 @@ class NativeSampler:
         completions = _Completions()
         self._run(list(enumerate(requests)), completions)
         return [completions.by_place[i] for i in range(len(requests))]
+
+    def score(self, rollouts: Sequence[Rollout], sampling_params: SamplingParams) -> list[np.ndarray]:
+        """See ScoringSampler."""
+        return score_rollouts(self.decoder, rollouts, sampling_params, _SCORED_AT_ONCE)
 
     @torch.no_grad()
     def serve(self, source: RequestSource) -> None:

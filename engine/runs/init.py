@@ -37,6 +37,7 @@ from ..rollout.types import Completion, GenerationParams, Request, RngKey, Rollo
 from ..tasks.base import Problem, Task
 from ..tasks.environment import EnvironmentTask
 from ..tasks.loading import load_task, problems_of
+from ..tasks.pairs import Pairs
 from ..tasks.perfectible import PERFECTIBLE_FILE
 from ..tasks.tokenizer import Tokenizer, character_tokenizer
 from ..train.collect import step_problems
@@ -101,6 +102,8 @@ def initialise(
     task = load_task(task_name, options)
     config, environment = TaskConfig(name=task_name, options=dict(options)), EnvironmentConfig()
     problems = problems_of(task, task_name, "train")
+    if isinstance(task, Pairs):
+        raise ValueError("init: the task pairs has no reward; name a model that writes such completions")
     if not problems or task.chat:
         raise ValueError(f"task {task_name}: has no training problems" if not problems else _NO_ANSWERS)
     report = {"task": task_name, "options": dict(options), "preset": preset, "seed": seed}

@@ -15,6 +15,8 @@ from ...verify.environment import PACKAGE_ROOT, environment
 from ...verify.ledger import Head, LedgerFile, digest, digest_ids
 from ..config import FREE_SECTIONS, Config
 from ..loss.presets import DEFAULTS
+from ..tasks.pairs import Pair
+from ..tasks.problem import Problem
 from ..train.state import TrainState
 
 # The head holds the hash of the frozen reference's weights under this key.
@@ -54,8 +56,10 @@ FREE = {
 CHAINED_WHERE_SET = (
     "environment.",
     "loss.k",
+    "loss.beta",
     "loss.semantic_entropy",
     "task.equivalence",
+    "task.answer_prefix",
     "sampling.min_p",
     "sampling.logit_bias",
     "sampling.allowed_token_ids",
@@ -123,7 +127,7 @@ def run_head(state: TrainState, process: Mapping[str, Any]) -> Head:
     settings |= {f"model.{name}": value for name, value in architecture(state.policy.config).items()}
     free = {key: value for key, value in flat_settings(config).items() if key not in settings}
     tree = state.optimizer.hash_weights()
-    problems = [[p.id, p.prompt, repr(p.answer)] for p in state.problems]
+    problems = [[p.id, p.prompt, repr(p.answer), *_rejected(p)] for p in state.problems]
     data = hash_json([digest_ids(state.prompt_ids), problems])
     process = {**process, "threads": torch.get_num_threads()}
     recorded = environment(PACKAGE_ROOT, state.policy.flat.device, process)
@@ -132,6 +136,11 @@ def run_head(state: TrainState, process: Mapping[str, Any]) -> Head:
     names = list(layout.trained_views(state.policy.flat))
     settings |= {REFERENCE: _ref_weights(state)} | _frozen_settings(layout, state.optimizer.frozen)
     return Head(settings, config.seed, data, tree.root, names, tree.leaves, recorded)
+
+
+def _rejected(problem: Problem) -> list[str]:
+    """The rejected completion of a pair; nothing for another problem."""
+    return [problem.rejected] if isinstance(problem, Pair) else []
 
 
 def _frozen_settings(layout: Layout, frozen: torch.Tensor) -> dict[str, str]:

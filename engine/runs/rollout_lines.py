@@ -37,7 +37,7 @@ def rollout_line(record: StepRecord, p: int, g: int, G: int) -> dict[str, Any]:
         "prompt_text": episodes.problems[p].prompt,
         "text": episodes.texts[p][g],
         "reward": float(episodes.rewards[p, g]),
-        "advantage": float(record.advantages[p, g]),
+        "advantage": _advantage(record, p, g, G),
         "finish": r.finish,
         "weight_version": r.weight_version,
         "prompt_ids": list(r.prompt_ids),
@@ -54,7 +54,13 @@ def rollout_line(record: StepRecord, p: int, g: int, G: int) -> dict[str, Any]:
     return json_ready(line)
 
 
-def _by_place(rollout: Rollout, logprobs: np.ndarray) -> list[float | None]:
-    """logprobs [C] as a list for completion_ids; None for a token that was not drawn."""
-    values = iter(logprobs.tolist())
+def _advantage(record: StepRecord, p: int, g: int, G: int) -> float | list[float | None]:
+    """That of the completion; or one for each of completion_ids, where the loss gives each token its own."""
+    A, i = record.advantages, p * G + g
+    return _by_place(record.episodes.rollouts[i], A[i]) if isinstance(A, list) else float(A[p, g])
+
+
+def _by_place(rollout: Rollout, of_tokens: np.ndarray) -> list[float | None]:
+    """of_tokens [C] as a list for completion_ids; None for a token that was not drawn."""
+    values = iter(of_tokens.tolist())
     return [next(values) if drawn else None for drawn in rollout.mask]

@@ -26,7 +26,7 @@ from ...model.checkpoint import DTYPES
 from ...model.config import ModelConfig
 from ...model.decoder import Decoder, Numerics, named_numerics
 from ..config import Config
-from ..parallel.scorer import Scorer
+from ..parallel.scorer import Scorer, WorkersSampler
 from ..parallel.workers import ParallelSampler, Workers
 from ..perturb import Delayed, perturbed_weights
 from ..rollout.hf import HfGenerator
@@ -69,7 +69,7 @@ def make_samplers(
 
     Raises ValueError for an engine that is not installed.
     """
-    shared = ParallelSampler(workers)
+    shared = WorkersSampler(workers, micro_batch)
     flat = workers.host.decoder.flat
     if config.sampler == "vllm-zerokl":
         vllm = VllmZeroklSampler(

@@ -21,6 +21,7 @@ from ..parallel.process_group import ALONE, Ranks
 from ..parallel.scorer import Scorer, frozen
 from ..parallel.workers import Workers, automatic
 from ..parallel.zero import Slices
+from ..rollout.answers import AnswerPlayer, GivenAnswers
 from ..rollout.players import Judge, make_player, turn_limits
 from ..rollout.vllm.installed import installed_vllm, is_cpu_build
 from ..stopwatch import Stopwatch
@@ -60,7 +61,9 @@ def make_state(
     stopwatch, max_tokens = Stopwatch(run_device(config)), config.sampling.max_tokens
     limits = turn_limits(config.environment, max_tokens, sampling_context(config, model_config))
     render = config.environment.render
-    player = make_player(task, judge, tokenizer, limits, render, console.print, stopwatch)
+    player = make_player(
+        task, judge, tokenizer, limits, render, console.print, stopwatch, _given_answers(config)
+    )
     _check_players(config.prompts, player.players)
     _check_binary(config, player.binary)
     prompt_ids = player.check(problems, max_tokens, model_config.max_positions)
@@ -70,6 +73,8 @@ def make_state(
     ref_model = _ref_model(config, model, model_config)
     ref_numel = Layout(ref_model[1]).numel if ref_model else 0
     trajectory_tokens = 0 if prompt_ids else limits.context
+    if isinstance(player, AnswerPlayer):
+        trajectory_tokens = longest + max_tokens + player.answer_tokens
     sizes = fit(RunShape(config, layout, ranks.size, longest, ref_numel, trajectory_tokens), device)
     weights = read_weights(model, layout)
     flat, recompute = weights.to(device, DTYPES[config.dtype]), config.recompute == "layer"
@@ -137,6 +142,12 @@ def run_equivalence(config: Config, ranks: Ranks = ALONE) -> Iterator[Equivalenc
         yield opened() if ranks.size == 1 else RankedEquivalence(opened, ranks)
 
 
+def _given_answers(config: Config) -> GivenAnswers | None:
+    """How the reference answers of a run are scored; None where they are not."""
+    prefix = config.task.answer_prefix
+    return GivenAnswers(prefix, config.sampling.sampling_params) if prefix else None
+
+
 def _workers_of_a_rank(config: Config, policy: Decoder) -> int:
     """The number of processes that sample and train side by side in this rank."""
     if config.workers:
@@ -159,11 +170,11 @@ def _spread(samplers: Samplers, ranks: Ranks) -> Samplers:
 
 
 def _ref_model(config: Config, model: Path, model_config: ModelConfig) -> tuple[Path, ModelConfig] | None:
-    """The folder and the configuration of the KL term's reference; None without such a term.
+    """The folder and the configuration of the frozen reference; None without one.
 
     Raises ValueError for a model of another vocabulary.
     """
-    if not config.loss.kl_coef:
+    if not config.loss.has_reference:
         return None
     folder = resolve_model(config.loss.ref_model) if config.loss.ref_model else model
     ref_config = ModelConfig.from_file(folder)
@@ -176,7 +187,7 @@ def _ref_model(config: Config, model: Path, model_config: ModelConfig) -> tuple[
 
 
 def _ref_policy(config: Config, folder: Path, ref_config: ModelConfig, n: int, micro_batch: int) -> Scorer:
-    """The frozen reference of the KL term."""
+    """The frozen reference."""
     flat = load_decoder(folder, DTYPES[config.dtype], run_device(config)).flat.detach()
     decoder = Decoder(ref_config, flat, numerics=numerics_of(config))
     return frozen(decoder, config.virtual_shards, n, micro_batch)

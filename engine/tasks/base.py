@@ -35,21 +35,23 @@ def split_problems(
 
     Raises ValueError when there are fewer pairs.
     """
-    if held_out < 0:
-        raise ValueError(f"task {name}: held_out ({held_out}) must not be negative")
-    if train < 1:
-        raise ValueError(
-            f"task {name}: train ({train}) must be at least 1; "
-            f"held_out takes {held_out} of {len(pairs)} problems"
-        )
-    if len(pairs) < train + held_out:
-        raise ValueError(
-            f"task {name}: has {len(pairs)} problems, fewer than train + held_out ({train} + {held_out})"
-        )
+    check_split(len(pairs), train, held_out, name)
     return {
         "train": [Problem(i, *pair) for i, pair in enumerate(pairs[:train])],
         "held_out": [Problem(i, *pair) for i, pair in enumerate(pairs[train : train + held_out])],
     }
+
+
+def check_split(n: int, train: int, held_out: int, name: str) -> None:
+    """Raise ValueError where n problems do not have `train` for training, one at least, and `held_out`."""
+    if held_out < 0:
+        raise ValueError(f"task {name}: held_out ({held_out}) must not be negative")
+    if train < 1:
+        raise ValueError(
+            f"task {name}: train ({train}) must be at least 1; held_out takes {held_out} of {n} problems"
+        )
+    if n < train + held_out:
+        raise ValueError(f"task {name}: has {n} problems, fewer than train + held_out ({train} + {held_out})")
 
 
 def random_integers(

@@ -15,6 +15,7 @@ from .guard import guarded
 from .guesses import Guesses
 from .jsonl import Jsonl
 from .nim import Nim
+from .pairs import Pairs
 from .python_tool import Python
 from .sort import Sort
 from .users_code import importable, load_object
@@ -25,6 +26,7 @@ TASKS: dict[str, Callable[..., Task | EnvironmentTask]] = {
     "sort": Sort,
     "countdown": Countdown,
     "jsonl": Jsonl,
+    "pairs": Pairs,
     "calculator": Calculator,
     "guesses": Guesses,
     "wordle": Wordle,
@@ -33,8 +35,8 @@ TASKS: dict[str, Callable[..., Task | EnvironmentTask]] = {
 }
 # More problems than this take all memory.
 _LARGEST_OPTION, _LARGEST_SEED = 1_000_000, (1 << 32) - 1
-# Options of the tasks jsonl and python that name a file.
-_FILES = ("file", "held_out_file")
+# Options that name a file, of the tasks that read files.
+_FILES, _OF_FILES = ("file", "held_out_file"), ("jsonl", "pairs", "python")
 _KINDS = {
     (int,): "a whole number",
     (str,): "a string",
@@ -61,7 +63,7 @@ def load_task(name: str, options: Mapping[str, Any], directory: str = "") -> Tas
     if name in TASKS:
         _check_options(name, factory, options)
         files = {k: os.path.join(directory, options[k]) for k in _FILES if options.get(k)}
-        options = {**options, **files} if name in ("jsonl", "python") else options
+        options = {**options, **files} if name in _OF_FILES else options
         task = factory(**options)
     else:
         with importable(directory):

@@ -18,7 +18,7 @@ from .environment import LARGEST_REWARD
 from .executor import CallError, Executor, Limits
 
 # Tasks and rewards of ours that are computed in this process.
-_IN_PROCESS = ("add", "sort", "countdown", "exact", "numeric")
+_IN_PROCESS = ("add", "sort", "countdown", "pairs", "exact", "numeric")
 _MAKER = "zerokl.engine.tasks.reward_function:reward_function"
 
 

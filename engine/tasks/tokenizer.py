@@ -150,6 +150,22 @@ class Tokenizer:
         """The ids of a text, with nothing added before or after it."""
         return self._hf.encode(text, add_special_tokens=False)
 
+    def encode_completion(self, text: str) -> list[int]:
+        """The ids of a given completion. Raises ValueError for a text that has none, or no valid ones."""
+        try:
+            ids = self.checked(self.encode_plain(text))
+        except UnicodeEncodeError:
+            raise ValueError(f"completion {shown(text)} is not valid Unicode") from None
+        if not ids:
+            raise ValueError(f"completion {shown(text)} has no tokens")
+        return ids
+
+    @property
+    def stop_id(self) -> int:
+        """The token that ends a given completion: the tokenizer's own end token, or the least of stop_ids."""
+        own = self._hf.eos_token_id
+        return min(self.stop_ids) if own is None else own
+
     def checked(self, ids: Sequence[int]) -> list[int]:
         """The ids, if the tokenizer has all of them. Raises ValueError."""
         wrong = next((i for i in ids if not 0 <= i < self._vocab), None)

@@ -89,8 +89,8 @@ def performance(state: TrainState, shard: Shard, times: dict[str, float]) -> dic
 def _sequences(shard: Shard, loss: LossConfig) -> Iterator[tuple[int, int, int, bool, bool]]:
     """What training_flops asks for. loss: resolved."""
     firsts = first_of_prompt([rollout.prompt_ids for rollout in shard.rollouts])
-    for rollout, first, A in zip(shard.rollouts, firsts, shard.advantages.tolist(), strict=True):
-        has_gradient = bool(loss.square or loss.kl_coef or A)
+    for rollout, first, A in zip(shard.rollouts, firsts, shard.advantages, strict=True):
+        has_gradient = bool(loss.square or loss.kl_coef or A.any())
         drawn = len(rollout.logprobs)
         yield len(rollout.prompt_ids), len(rollout.completion_ids), drawn, first, has_gradient
 

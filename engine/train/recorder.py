@@ -12,6 +12,7 @@ from ...files.writing import hash_json
 from ...verify.divergence import compare_lines
 from ...verify.ledger import Head, Ledger, LedgerFile, Line, Tree, digest, digest_ids
 from ..config import LedgerConfig
+from ..loss.advantage import StepAdvantages
 from ..parallel.tree_hash import hash_tree
 from ..rollout.episodes import Episodes
 from ..rollout.types import Rollout
@@ -51,8 +52,12 @@ def hash_ends(episodes: Episodes) -> dict[str, str]:
     return {"ends": hash_json([list(pair) for pair in zip(ends, episodes.turn_rewards, strict=True)])}
 
 
-def hash_rewards(rewards: np.ndarray, A: np.ndarray) -> dict[str, str]:
-    """The ledger's hashes of rewards and advantages, both [P, G]."""
+def hash_rewards(rewards: np.ndarray, A: StepAdvantages) -> dict[str, str]:
+    """The ledger's hashes of rewards [P, G] and advantages.
+
+    Advantages of tokens are hashed one after another; the hash of the tokens has the number of each sample's.
+    """
+    A = np.concatenate(A) if isinstance(A, list) else A
     return {"rewards": digest(rewards), "advantages": digest(A)}
 
 
@@ -103,12 +108,12 @@ class Recorder:
         self,
         step: int,
         episodes: Episodes,
-        A: np.ndarray,
+        A: StepAdvantages,
         scaler: Mapping[str, float],
     ) -> float:
         """Write the line of a finished step. Returns the seconds that the step's hashing took.
 
-        A (advantages): [P, G]. scaler: the state of the loss scaler after the step.
+        A: the advantages. scaler: the state of the loss scaler after the step.
         """
         began_s = time.perf_counter()
         first_logprobs = {name: h for name, h in self._updates.items() if name == "trainer_logprobs"}

@@ -28,7 +28,7 @@ class Shard:
     """Consecutive sequences of a step, or all of them, with what the loss needs."""
 
     rollouts: Sequence[Rollout]  # [n]
-    advantages: np.ndarray  # [n]
+    advantages: Sequence[np.ndarray]  # [n][C] fp64, of each drawn token
     weights: np.ndarray  # [n], of the loss
     # [n][C], the trainer's logprobs with the weights that were sampled from. None where the trainer still has
     # these weights.
@@ -56,7 +56,7 @@ def _joined(shards: Sequence[Shard]) -> Shard:
 
     return Shard(
         list(chain.from_iterable(shard.rollouts for shard in shards)),
-        np.concatenate([shard.advantages for shard in shards]),
+        list(chain.from_iterable(shard.advantages for shard in shards)),
         np.concatenate([shard.weights for shard in shards]),
         joined([shard.old_logprobs for shard in shards]),
         joined([shard.ref_logprobs for shard in shards]),
@@ -220,15 +220,15 @@ def _by_shard(
 def _has_gradient(part: Shard, loss: LossConfig) -> bool:
     """Whether the loss of these sequences has a gradient.
 
-    A sequence with advantage 0 has no policy gradient. Where all advantages are 0 and no other term of the
+    Tokens with advantage 0 have no policy gradient. Where all advantages are 0 and no other term of the
     loss has a gradient, the forward alone is enough: the monitor needs its logprobs.
     """
-    return bool(loss.square or loss.kl_coef or part.advantages.any())
+    return bool(loss.square or loss.kl_coef or any(A.any() for A in part.advantages))
 
 
-def _concatenated(logprobs: Sequence[np.ndarray] | None) -> torch.Tensor | None:
-    """The logprobs of all sequences in one tensor [C]."""
-    return None if logprobs is None else torch.from_numpy(np.concatenate(logprobs))
+def _concatenated(values: Sequence[np.ndarray] | None) -> torch.Tensor | None:
+    """The values of the tokens of all sequences in one tensor [C]."""
+    return None if values is None else torch.from_numpy(np.concatenate(values))
 
 
 def _micro_batch_gradient(
@@ -250,7 +250,7 @@ def _micro_batch_gradient(
         sampling_logprobs = _concatenated([r.logprobs for r in batch.rollouts])
         old_logprobs = logp.detach() if batch.old_logprobs is None else _concatenated(batch.old_logprobs)
         ref_logprobs = _concatenated(batch.ref_logprobs)
-        A = torch.from_numpy(batch.advantages).float().repeat_interleave(tokens)
+        A = _concatenated(batch.advantages).float()
         of_tokens = logp, old_logprobs, sampling_logprobs, A
         loss = policy_loss(*of_tokens, lengths, work.loss, ref_logprobs, work.directory)
         loss = loss * torch.from_numpy(batch.weights).float().repeat_interleave(tokens)

@@ -10,6 +10,7 @@ import numpy as np
 
 from ...model.decoder import Decoder
 from ..config import Config
+from ..loss.advantage import StepAdvantages
 from ..parallel.data_parallel import RankedEquivalence, RankedScorer, RankedWorkers
 from ..parallel.process_group import Ranks
 from ..parallel.scorer import Scorer
@@ -42,7 +43,7 @@ class TrainState:
     old_policy: Scorer | RankedScorer | None
     parallel: Workers | RankedWorkers
     micro_batch: int  # sequences of one pass
-    ref_policy: Scorer | RankedScorer | None  # frozen, for the KL term; None without such a term
+    ref_policy: Scorer | RankedScorer | None  # frozen; None where the loss has none
     tokenizer: Tokenizer
     player: EpisodePlayer  # plays the episodes, and rewards them
     # Says which completions mean the same; None where the loss does not ask.
@@ -84,7 +85,7 @@ class StepRecord:
 
     metrics: dict[str, float]
     episodes: Episodes  # P prompts x G generations
-    advantages: np.ndarray  # [P, G]
+    advantages: StepAdvantages
     # Of each rollout, with the weights that it was drawn with; None for one that is not trained on. This is
     # None in an exact run: they are the sampler's.
     trainer_logprobs: list[np.ndarray | None] | None = None

@@ -12,6 +12,7 @@ generation), C drawn tokens.
 """
 
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -19,10 +20,14 @@ from functools import partial
 import numpy as np
 import torch
 
-from ..loss.advantage import advantages
+from ..loss.advantage import StepAdvantages, advantages, of_tokens
+from ..loss.config import LossConfig
+from ..loss.dpo import dpo_metrics, margins, pair_advantages
 from ..loss.policy_loss import sequence_weights
 from ..loss.reward_shaping import completion_kl, shaped_rewards
 from ..loss.semantic_entropy import scaled_by_entropy
+from ..loss.verifree import answer_advantages, answer_metrics
+from ..rollout.answers import answer_length
 from .collect import RolloutBatch, collect
 from .metrics import loss_metrics, rollout_metrics, step_losses
 from .monitor import Monitor
@@ -46,7 +51,7 @@ def train_step(
     batch = collect(state)  # P prompts x G generations: tokens, sampling logprobs, rewards
     sampled_s = time.perf_counter()
     with station("time/score_s"):
-        step, metrics = prepare(state, batch)  # advantages, loss weights, old and reference logprobs
+        step, A, metrics = prepare(state, batch)  # advantages, loss weights, old and reference logprobs
     rollouts = step.rollouts  # those that are trained on
     lengths = [len(rollout.logprobs) for rollout in rollouts]
     monitor, notes = Monitor(state.step, cfg.exact, state.version, cfg.max_staleness), {}
@@ -82,7 +87,6 @@ def train_step(
     with station("time/sync_s"):
         state.sampler.sync_weights(state.version)
     metrics |= rollout_metrics(batch) | {"tokens": monitor.tokens}
-    A = batch.placed(step.advantages)
     if recorder:  # hashes of tokens, logprobs, gradients, weights
         metrics["time/ledger_s"] = recorder.record(state.step, batch, A, state.scaler.state)
         recorder.check_ranks()
@@ -96,17 +100,17 @@ def train_step(
     return StepRecord(metrics, batch, A, own, notes)
 
 
-def _refuse_no_gradient(surrogate: str, A: np.ndarray) -> None:
+def _refuse_no_gradient(surrogate: str, A: Sequence[np.ndarray]) -> None:
     """Raise ValueError if there is an advantage that is not 0: a run would go on, and learn nothing."""
-    if count := np.count_nonzero(A):
+    if count := sum(bool(of_completion.any()) for of_completion in A):
         raise ValueError(
             f"loss.surrogate: {surrogate} gave a gradient of exactly 0, although the advantages of {count} "
             f"of {len(A)} completions are not 0; its slope must be the derivative of its value by logp"
         )
 
 
-def prepare(state: TrainState, batch: RolloutBatch) -> tuple[Shard, dict[str, float]]:
-    """What the loss needs, except the trainer's logprobs; and metrics of it.
+def prepare(state: TrainState, batch: RolloutBatch) -> tuple[Shard, StepAdvantages, dict[str, float]]:
+    """What the loss needs, except the trainer's logprobs; the step's advantages; and metrics of both.
 
     All of it is known before any forward of the trainer's current weights.
     """
@@ -120,16 +124,41 @@ def prepare(state: TrainState, batch: RolloutBatch) -> tuple[Shard, dict[str, fl
         if loss_cfg.kl_in == "reward":
             kl_PG = batch.placed(completion_kl(sampling_logprobs, ref_logprobs, loss_cfg))
     shaped = shaped_rewards(batch.rewards, batch.lengths, loss_cfg, state.max_tokens, trained, kl_PG)
-    A_PG = advantages(shaped, loss_cfg.advantage, trained, loss_cfg.k)
-    if batch.classes is not None:
-        A_PG = scaled_by_entropy(A_PG, batch.classes, loss_cfg.semantic_entropy)
-    A = A_PG[trained]  # [n]
+    metrics = loss_metrics(loss_cfg, batch, shaped, sampling_logprobs, ref_logprobs)
+    A_step, of_advantages = _advantages(loss_cfg, batch, shaped, sampling_logprobs, ref_logprobs)
+    metrics |= of_advantages
     lengths = batch.lengths[trained].tolist()
     weights = sequence_weights(lengths, loss_cfg.loss_agg_mode, state.max_tokens, trained.size)
     # The number of updates by which the weights that were sampled from are older than the trainer's.
     staleness = state.version - rollouts[0].weight_version
     old_logprobs = state.old_policy.score(rollouts, params) if staleness else None
-    metrics = loss_metrics(loss_cfg, batch, shaped, sampling_logprobs, ref_logprobs)
     if cfg.max_staleness:
         metrics["staleness/versions"] = staleness
-    return Shard(rollouts, A, np.array(weights), old_logprobs, ref_logprobs), metrics
+    A = A_step if isinstance(A_step, list) else of_tokens(A_step[trained].tolist(), lengths)
+    of_kl_term = ref_logprobs if loss_cfg.kl_coef else None
+    return Shard(rollouts, A, np.array(weights), old_logprobs, of_kl_term), A_step, metrics
+
+
+def _advantages(
+    loss: LossConfig,
+    batch: RolloutBatch,
+    shaped: np.ndarray,
+    logprobs: Sequence[np.ndarray],
+    ref_logprobs: Sequence[np.ndarray] | None,
+) -> tuple[StepAdvantages, dict[str, float]]:
+    """The advantages of a step, and the metrics that some losses have of them.
+
+    loss: resolved. shaped [P, G]: rewards. logprobs, ref_logprobs: [C] of each rollout that is trained on;
+    where tokens are given, all are.
+    """
+    if loss.advantage == "dpo":
+        of_pairs = margins(logprobs, ref_logprobs, loss.beta)
+        return pair_advantages(of_pairs, loss.beta), dpo_metrics(of_pairs)
+    if loss.advantage == "verifree":
+        answers = [answer_length(rollout) for rollout in batch.rollouts]
+        lengths = [len(logp) for logp in logprobs]
+        return answer_advantages(shaped, lengths, answers), answer_metrics(logprobs, answers)
+    A = advantages(shaped, loss.advantage, batch.trained, loss.k)
+    if batch.classes is not None:
+        A = scaled_by_entropy(A, batch.classes, loss.semantic_entropy)
+    return A, {}

@@ -19,10 +19,10 @@ from allpairspy import AllPairs
 from zerokl.cli import main
 from zerokl.engine.compatibility import check_settings
 from zerokl.engine.config import Config
-from zerokl.engine.loss.presets import PRESETS
 from zerokl.engine.runs.loaded import load_run
 from zerokl.engine.runs.run import train
 
+from tests.presets import DRAWN_PRESETS
 from tests.random_model import ONE_LAYER, random_model
 
 STEPS = 2
@@ -31,7 +31,7 @@ STEPS = 2
 SETTINGS: OrderedDict[str, list] = OrderedDict(
     {
         "exact": [True, False],
-        "loss.preset": list(PRESETS),
+        "loss.preset": DRAWN_PRESETS,
         "num_generations": [3, 1],
         "sampler": ["native", "hf"],
         "max_staleness": [0, 2],

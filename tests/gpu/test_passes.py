@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from zerokl.engine.loss.advantage import of_tokens
 from zerokl.engine.loss.config import LossConfig
 from zerokl.engine.parallel import scorer
 from zerokl.engine.parallel.gradient import ShardSum
@@ -40,7 +41,7 @@ def make_shard(index: int, with_ref: bool = False, with_old: bool = False, C: in
     scores = [r.logprobs - 0.5 for r in rollouts]
     return Shard(
         rollouts,
-        np.linspace(-1, 1, SAMPLES),
+        of_tokens(np.linspace(-1, 1, SAMPLES), [len(r.logprobs) for r in rollouts]),
         np.full(SAMPLES, 0.1),
         scores if with_old else None,
         scores if with_ref else None,

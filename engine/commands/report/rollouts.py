@@ -81,7 +81,7 @@ class RolloutLog:
             return
         try:
             row = parse_rollout(line)
-            kept = {name: row[name] for name in _NAMES}
+            kept = {name: row[name] for name in _NAMES} | {"advantage": _advantage(row["advantage"])}
             optional = {"trainer": row.get("trainer_logprobs"), "mask": row.get("mask")}
             row = kept | optional | {"turns": _turns(row), "error": str(row.get("error", ""))}
             _check(row)
@@ -120,6 +120,11 @@ _NAMES = (
     "completion_ids",
     "logprobs",
 )
+
+
+def _advantage(value: Any) -> Any:
+    """The advantage of a completion; the mean of those of its tokens, where each has its own."""
+    return _mean(_drawn(value)) if isinstance(value, list) else value
 
 
 def _turns(row: dict[str, Any]) -> list[list[float]] | None:

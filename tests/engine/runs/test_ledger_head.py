@@ -7,7 +7,7 @@ from zerokl.engine.loss.presets import DEFAULTS, PRESETS
 from zerokl.engine.runs.ledger_head import CHAINED_WHERE_SET, binding
 
 # Settings of the loss that most runs do not have, each with a value that is no default.
-RARE = {"k": 3, "semantic_entropy": 0.25}
+RARE = {"k": 3, "beta": 0.5, "semantic_entropy": 0.25}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -26,7 +26,7 @@ def test_a_rare_setting_is_chained_where_it_is_set(name):
     assert f"loss.{name}" in CHAINED_WHERE_SET
 
 
-def test_an_equivalence_is_chained_where_there_is_one():
-    assert "task.equivalence" not in binding(Config())
-    chained = binding(Config(task={"equivalence": "mine:same"}))
-    assert chained == binding(Config()) | {"task.equivalence": "mine:same"}
+@pytest.mark.parametrize(("name", "value"), [("equivalence", "mine:same"), ("answer_prefix", "so ")])
+def test_a_rare_setting_of_the_task_is_chained_where_there_is_one(name, value):
+    assert f"task.{name}" not in binding(Config())
+    assert binding(Config(task={name: value})) == binding(Config()) | {f"task.{name}": value}

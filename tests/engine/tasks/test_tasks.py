@@ -304,9 +304,9 @@ def test_answers_of_word_problems_are_read_and_rewarded(tmp_path, prompt, answer
 
 
 def test_every_task_of_the_table_is_tested_here():
-    """Those with an environment are in test_environments.py."""
+    """Those with an environment are in test_environments.py, and pairs are in test_pairs.py."""
     of_one_turn = {name for name, task in TASKS.items() if not hasattr(task, "environment")}
-    assert {*GENERATED, "jsonl"} == of_one_turn
+    assert {*GENERATED, "jsonl", "pairs"} == of_one_turn
 
 
 def test_init_stops_when_it_solves_some_and_says_which(tmp_path):

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from zerokl.cli import main
 from zerokl.engine import stopwatch
+from zerokl.engine.loss.advantage import of_tokens
 from zerokl.engine.rollout.types import Rollout
 from zerokl.engine.runs.run import resume, train
 from zerokl.engine.stopwatch import Stopwatch
@@ -220,7 +221,7 @@ def test_mfu_is_the_trainers_work_over_its_time_and_the_peak(monkeypatch, config
         Rollout.of_one_turn(0, i, (1,) * 4, (2,) * c, np.zeros(c, np.float32), "length", 0)
         for i, c in enumerate((3, 6))
     ]
-    shard = Shard(rollouts, np.array([0.5, 0.0]), np.ones(2))
+    shard = Shard(rollouts, of_tokens([0.5, 0.0], (3, 6)), np.ones(2))
     times = {"time/sample_s": 1.0, "time/train_s": 2.0, "time/forward_backward_s": 0.5}
     sampler = SimpleNamespace(samples_at_once=None)
     for overrides, gradient in (({}, False), ({"loss__kl_coef": 0.1}, True)):

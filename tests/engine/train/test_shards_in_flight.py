@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from zerokl.engine.loss.advantage import of_tokens
 from zerokl.engine.loss.config import LossConfig
 from zerokl.engine.parallel.gradient import ShardSum
 from zerokl.engine.rollout.types import Rollout
@@ -29,7 +30,7 @@ def step_of(samples: list[tuple[int, int]]) -> Shard:
         )
         for i, (p, c) in enumerate(sorted(samples))
     ]
-    A = np.array([(i % 3) - 1.0 for i in range(len(rollouts))])
+    A = of_tokens([(i % 3) - 1.0 for i in range(len(rollouts))], [c for _, c in sorted(samples)])
     return Shard(rollouts, A, np.full(len(rollouts), 0.1))
 
 

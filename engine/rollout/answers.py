@@ -1,0 +1,106 @@
+"""Plays reasonings: the model draws one, and the trainer's own forward scores the reference answer after it.
+
+    prompt | reasoning, drawn | answer prefix | reference answer and a stop token, given
+             trained on         not trained     trained on
+
+A reasoning ends with a stop token, with the first token of the prefix, or at max_tokens. Where the model drew
+the prefix's first token, the rest of the prefix follows, and else all of it. So the prefix should begin with
+a token that ends a thought, such as </think>.
+
+The answer counts as a second turn, and its tokens count as drawn: they are trained on, and their
+log-probabilities are compared with those of the training pass. These are scores with the weights of the step
+(ScoringSampler); those of the reasoning are the sampler's.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from ...kernels.sampling_params import SamplingParams
+from ..tasks.base import Problem
+from ..tasks.tokenizer import Tokenizer
+from .episodes import Episodes
+from .scoring import ScoringSampler
+from .types import Completion, GenerationParams, RngKey, Rollout, complete
+
+
+class GivenAnswers(NamedTuple):
+    """How reference answers are put after reasonings. sampling_params: of the answers' log-probabilities."""
+
+    prefix: str
+    sampling_params: SamplingParams
+
+
+class AnswerPlayer:
+    """Draws reasonings, and rewards each with the probability of its problem's answer after it.
+
+    chat: see Tokenizer.encode. answer_tokens: the most that a prefix and an answer of the problems that were
+    checked have together. Raises ValueError for a prefix without tokens.
+    """
+
+    players, binary = 1, False
+
+    def __init__(self, tokenizer: Tokenizer, chat: bool, answers: GivenAnswers):
+        self._tokenizer, self._chat, self._answers = tokenizer, chat, answers
+        self._prefix = tokenizer.encode_completion(answers.prefix)
+        self.answer_tokens = 0
+
+    def check(self, problems: Sequence[Problem], max_tokens: int, context: int) -> list[list[int]]:
+        """See EpisodePlayer. max_tokens: of a reasoning."""
+        prompt_ids = []
+        for problem in problems:
+            prompt, answer = self._prompt(problem), self._answer(problem)
+            given = len(self._prefix) + len(answer)
+            if len(prompt) + max_tokens + given > context:
+                raise ValueError(
+                    f"task: problem {problem.id} has {len(prompt)} tokens, and {given} of answer prefix and "
+                    f"answer; with sampling.max_tokens ({max_tokens}) that is more than the model's context "
+                    f"({context}); shorten it or lower sampling.max_tokens"
+                )
+            prompt_ids.append(prompt)
+            self.answer_tokens = max(self.answer_tokens, given)
+        return prompt_ids
+
+    def play(
+        self,
+        sampler: ScoringSampler,
+        problems: Sequence[Problem],
+        generation_params: GenerationParams,
+        rng_key: RngKey,
+    ) -> Episodes:
+        """See EpisodePlayer. The rewards are R = pi(answer | prompt, reasoning)."""
+        G, stop_ids = generation_params.num_generations, generation_params.stop_ids | {self._prefix[0]}
+        prompts = [self._prompt(problem) for problem in problems]
+        reasonings = complete(sampler, prompts, replace(generation_params, stop_ids=stop_ids), rng_key)
+        answers = [tuple(self._answer(problem)) for problem in problems for _ in range(G)]
+        between = [self._rest_of_prefix(reasoning) for reasoning in reasonings]
+        drafts = [
+            Rollout.of_one_turn(r.prompt, r.sample, (*r.ids, *ids), answer, np.zeros(len(answer)), "stop", 0)
+            for r, ids, answer in zip(reasonings, between, answers, strict=True)
+        ]
+        scores = sampler.score(drafts, self._answers.sampling_params)
+        rollouts = [
+            r.with_turn(ids, Completion(answer, logp, "stop", r.weight_version))
+            for r, ids, answer, logp in zip(reasonings, between, answers, scores, strict=True)
+        ]
+        flat = [self._tokenizer.decode(r.completion_ids) for r in rollouts]
+        texts = [flat[i : i + G] for i in range(0, len(flat), G)]
+        rewards = np.array([math.exp(math.fsum(logp.tolist())) for logp in scores]).reshape(-1, G)
+        return Episodes(list(problems), rollouts, texts, rewards, self.binary)
+
+    def _rest_of_prefix(self, reasoning: Rollout) -> list[int]:
+        return self._prefix[1:] if reasoning.ids[-1] == self._prefix[0] else self._prefix
+
+    def _prompt(self, problem: Problem) -> list[int]:
+        return self._tokenizer.encode(problem.prompt, self._chat, problem.system)
+
+    def _answer(self, problem: Problem) -> list[int]:
+        return [*self._tokenizer.encode_completion(str(problem.answer)), self._tokenizer.stop_id]
+
+
+def answer_length(rollout: Rollout) -> int:
+    """The tokens of the answer of a rollout that an AnswerPlayer has played."""
+    return int(rollout.drawn[rollout.turn_starts[-1] :].sum())

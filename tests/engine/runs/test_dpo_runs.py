@@ -1,0 +1,177 @@
+"""Runs of DPO: exact, the same bits however they are cut, done again and gone on with, and learning."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+from zerokl.cli import main
+from zerokl.engine.loss.dpo import margins
+from zerokl.engine.parallel.scorer import WorkersSampler
+from zerokl.engine.rollout.players import open_judge
+from zerokl.engine.runs.run import resume, train
+from zerokl.engine.runs.setup import make_state
+from zerokl.engine.tasks.loading import load_task
+from zerokl.engine.train.collect import collect
+from zerokl.engine.train.monitor import MismatchError
+from zerokl.engine.train.shard import ShardWork
+from zerokl.engine.train.step import prepare
+
+from tests.helpers import assert_at_most_twice_the_error
+from tests.random_model import TWO_LAYERS, random_model
+
+BETA = 0.5
+
+
+@pytest.fixture(scope="module")
+def dpo(config, tmp_path_factory):
+    """dpo(**overrides): a run over pairs, of 2 to 7 tokens. A chosen one is a sum, a rejected one is none."""
+    file = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    rows = [
+        {"prompt": f"{a}+{b}=", "chosen": f"{a + b}", "rejected": f"{a}{'xyz'[b % 3]}{'no' * (a % 3)}"}
+        for a in range(6)
+        for b in range(4)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"file": str(file), "held_out": 4, "chat": False}
+
+    def make(**overrides):
+        of_dpo = {"task__name": "pairs", "task__options": options, "task__reward": "", "loss__preset": "dpo"}
+        of_dpo |= {"loss__beta": BETA, "num_generations": 2, "steps": 4, "optimizer__lr": "3e-3"}
+        return config(**of_dpo | overrides)
+
+    return make
+
+
+def losses(path: Path, read_jsonl) -> list[float]:
+    return [line["dpo/loss"] for line in read_jsonl(path / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_run_is_exact_learns_and_is_done_again_to_the_bit(dpo, read_jsonl, tmp_path, dtype, capsys):
+    path = tmp_path / "run"
+    run = train(dpo(dtype=dtype, checkpoint__every=2), path)
+    assert (run.tokens_unequal, run.mismatch_max_abs) == (0, 0.0)
+    first, *_, last = losses(path, read_jsonl)
+    assert first == pytest.approx(np.log(2), rel=1e-15), "the reference is the first model"
+    assert last < 0.8 * first
+    assert main(["verify", "run", str(path), "--replays", "2", "--draw", "0"]) == 0, capsys.readouterr()
+    other = train(dpo(dtype=dtype, workers=2, micro_batch=1, shards_in_flight=2), tmp_path / "cut otherwise")
+    assert (other.fingerprint, other.weights) == (run.fingerprint, run.weights)
+    shutil.rmtree(path / "checkpoints" / "step-000004")
+    (path / "summary.json").unlink()
+    assert resume(path).fingerprint == run.fingerprint
+    other_beta = train(dpo(dtype=dtype, loss__beta=0.25), tmp_path / "beta")
+    assert other_beta.weights != run.weights, "control: beta must show"
+
+
+def test_the_log_has_both_completions_and_their_advantages(dpo, read_jsonl, tmp_path):
+    train(dpo(evaluation__every=2), tmp_path / "run")
+    rollouts = read_jsonl(tmp_path / "run" / "rollouts.jsonl")
+    assert len(rollouts) == 4 * 3 * 2
+    for chosen, rejected in zip(rollouts[::2], rollouts[1::2], strict=True):
+        a, b = map(int, chosen["prompt_text"].rstrip("=").split("+"))
+        assert chosen["text"] == str(a + b)
+        assert rejected["text"] == f"{a}{'xyz'[b % 3]}{'no' * (a % 3)}"
+        assert {chosen["completion_ids"][-1], rejected["completion_ids"][-1]} == {1}, "the stop token"
+        assert chosen["advantage"] == -rejected["advantage"] > 0
+        assert (
+            chosen["reward"]
+            == rejected["reward"]
+            == float(sum(chosen["logprobs"]) > sum(rejected["logprobs"]))
+        )
+    metrics = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert all(0 <= m["eval/accuracy"] <= 1 for m in metrics[1::2])
+
+
+def test_another_rejected_completion_is_other_data(dpo, tmp_path):
+    """Of a pair that no step takes: the head of the ledger has the hash of all pairs."""
+    file = tmp_path / "p.jsonl"
+    rows = [{"prompt": f"{i}=", "chosen": "yes", "rejected": "no"} for i in range(20)]
+
+    def write() -> None:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    write()
+    cfg = dpo(task__options={"file": str(file), "chat": False}, steps=1, checkpoint__every=1, prompts=1)
+    train(cfg, tmp_path / "run")
+    (taken,) = {json.loads(x)["problem"] for x in (tmp_path / "run" / "rollouts.jsonl").open()}
+    texts = [p.prompt for p in load_task("pairs", cfg.task.options).problems("train")]
+    rows[next(i for i, row in enumerate(rows) if row["prompt"] != texts[taken])]["rejected"] = "never"
+    write()
+    with pytest.raises(ValueError, match="resume: the training problems are not those of the run"):
+        resume(tmp_path / "run", {"steps": "2"})
+
+
+def test_a_score_of_other_bits_stops_the_run(dpo, tmp_path, monkeypatch):
+    score = WorkersSampler.score
+
+    def one_bit_off(self, rollouts, sampling_params):
+        scores = score(self, rollouts, sampling_params)
+        scores[3].view(np.int32)[0] ^= 1
+        return scores
+
+    monkeypatch.setattr(WorkersSampler, "score", one_bit_off)
+    with pytest.raises(MismatchError, match=r"prompt 1, sample 1, position 0 .* 1 ulp apart; 1 of"):
+        train(dpo(), tmp_path / "run")
+
+
+def test_the_gradient_is_that_of_transformers_in_fp64(dpo, tmp_path):
+    """-log sigmoid(m) of the whole model, with another model as the reference, so that no margin is 0."""
+    reference = random_model(tmp_path, TWO_LAYERS, sharper=1.5)
+    cfg = dpo(loss__ref_model=reference)
+    task = load_task(cfg.task.name, cfg.task.options)
+    with open_judge(task, cfg.task, cfg.environment) as judge:
+        state = make_state(cfg, Path(cfg.model), task, judge)
+    batch = collect(state)
+    step, A, _ = prepare(state, batch)
+    work = ShardWork(cfg.sampling.sampling_params, cfg.loss.resolve(), 16)
+    _, gradient = state.parallel.sum_shards(work, step.cut(cfg.virtual_shards))
+    views = state.policy.layout.checkpoint_views(gradient)
+
+    def of_transformers(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        policy, ref = (Qwen3ForCausalLM.from_pretrained(x, dtype=dtype) for x in (cfg.model, reference))
+        losses = []
+        for chosen, rejected in zip(batch.rollouts[::2], batch.rollouts[1::2], strict=True):
+            m = BETA * (log_ratio(policy, ref, chosen) - log_ratio(policy, ref, rejected))
+            losses.append(-torch.nn.functional.logsigmoid(m))
+        torch.stack(losses).mean().backward()
+        return {name: w.grad for name, w in policy.named_parameters() if w.grad is not None}
+
+    exact, plain = of_transformers(torch.float64), of_transformers(torch.float32)
+    assert len({abs(a) for a in A.reshape(-1).tolist()}) == 3, "margins differ, so their advantages do"
+    for name, w in exact.items():
+        assert_at_most_twice_the_error(views[name], plain[name], w, name)
+    state.close()
+
+
+def log_ratio(policy, ref, rollout) -> torch.Tensor:
+    """log policy - log ref of a completion."""
+    ids, n = torch.tensor([rollout.ids]), len(rollout.completion_ids)
+
+    def logp(model) -> torch.Tensor:
+        rows = torch.log_softmax(model(ids).logits[0, -n - 1 : -1], -1)
+        return rows.gather(1, ids[0, -n:, None]).sum()
+
+    with torch.no_grad():
+        of_reference = logp(ref)
+    return logp(policy) - of_reference
+
+
+def test_margins_follow_from_the_log_of_two_steps(dpo, read_jsonl, tmp_path):
+    """The reference is the first model, so the log-probabilities of a pair at step 0 are the reference's."""
+    train(dpo(steps=9, prompts=4), tmp_path / "run")
+    rollouts = read_jsonl(tmp_path / "run" / "rollouts.jsonl")
+    seen: dict[tuple, list[np.ndarray]] = {}
+    for chosen, rejected in zip(rollouts[::2], rollouts[1::2], strict=True):
+        logprobs = [np.array(r["logprobs"], np.float32) for r in (chosen, rejected)]
+        if chosen["step"] == 0:
+            seen[chosen["prompt_text"]] = logprobs
+        elif chosen["prompt_text"] in seen:
+            (m,) = margins(logprobs, seen[chosen["prompt_text"]], BETA)
+            assert chosen["advantage"] == pytest.approx(BETA / (1 + np.exp(m)), rel=1e-14)
+            return
+    raise AssertionError("no pair of step 0 came again")

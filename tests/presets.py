@@ -1,0 +1,6 @@
+"""The presets of the loss whose tokens are all drawn, which a run of any task can have."""
+
+from zerokl.engine.loss.presets import PRESETS
+
+# The advantages of the others are of tokens that nobody drew.
+DRAWN_PRESETS = [name for name, row in PRESETS.items() if row["advantage"] not in ("dpo", "verifree")]
