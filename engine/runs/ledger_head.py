@@ -47,12 +47,14 @@ FREE = {
     "task.directory": "a place; the problems found there are chained instead",
     "model": "a place; the architecture and the weights found there are chained instead",
     "frozen": "patterns; the names and the bits of the weights that they freeze are chained instead",
+    "lora.adapter": "a place; the first adapters found there are chained instead",
     REFERENCE: "a place; the weights found there are chained instead",
 }
 # Settings that most runs do not have: keys, and sections with their dot. They are chained where they are not
 # the default.
 CHAINED_WHERE_SET = (
     "environment.",
+    "lora.",
     "loss.k",
     "loss.semantic_entropy",
     "task.equivalence",
