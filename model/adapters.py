@@ -115,6 +115,19 @@ def first_adapters(layout: AdapterLayout, seed: int) -> torch.Tensor:
     return flat
 
 
+@torch.no_grad()
+def merge_all(
+    layout: AdapterLayout, adapters: torch.Tensor, base: torch.Tensor, merged: torch.Tensor
+) -> None:
+    """Write each matrix that has an adapter, with the adapter merged in, to its place in `merged`.
+
+    adapters: [layout.numel] fp32. base and merged: flat as layout.model; its trained part is enough.
+    """
+    for _, weight, rows, a, b in layout.adapters:
+        w_new, w = (_view(flat, weight)[rows] for flat in (merged, base))
+        merge(w_new, w, _view(adapters, b), _view(adapters, a), layout.lora.scale)
+
+
 class Adapters:
     """The adapters of a decoder, and the base that they are merged into. Both are whole in every rank.
 
@@ -143,21 +156,10 @@ class Adapters:
         self._gradient: torch.Tensor | None = None
         self.merge()
 
-    def _places(
-        self, base: torch.Tensor, merged: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """W', W, B and A of each adapter, as views of `merged`, `base` and the adapters."""
-        for _, weight, rows, a, b in self.layout.adapters:
-            w_new, w = (_view(flat, weight)[rows] for flat in (merged, base))
-            yield w_new, w, _view(self.flat, b), _view(self.flat, a)
-
-    @torch.no_grad()
     def merge(self) -> None:
         """Compute the decoder's weights again, from the base and the adapters as they are now."""
-        for w_new, w, b, a in self._places(self._adapted, self.decoder.flat.detach()):
-            merge(w_new, w, b, a, self.layout.lora.scale)
+        merge_all(self.layout, self.flat, self._adapted, self.decoder.flat.detach())
 
-    @torch.no_grad()
     def merged(self) -> torch.Tensor:
         """The whole model with its adapters merged in, in fp32: [layout.model.numel].
 
@@ -165,8 +167,7 @@ class Adapters:
         """
         adapted = self._adapted.float()
         model = torch.cat([adapted, self._rest.to(adapted.device, torch.float32)])
-        for w_new, w, b, a in self._places(self._adapted, model):
-            merge(w_new, w, b, a, self.layout.lora.scale)
+        merge_all(self.layout, self.flat, self._adapted, model)
         return model
 
     @torch.no_grad()

@@ -1,6 +1,6 @@
 """The head of a run's ledger: the settings that decide bits, the data, and the first weights."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -8,12 +8,14 @@ import torch
 
 from ...files.reading import shown
 from ...files.writing import hash_json
+from ...model.adapters import AdapterLayout, Lora, adapted_layout
 from ...model.config import ModelConfig
 from ...model.freezing import frozen_weights
-from ...model.weights import Layout, fingerprint
+from ...model.weights import FlatLayout, Layout, fingerprint
 from ...verify.environment import PACKAGE_ROOT, environment
 from ...verify.ledger import Head, LedgerFile, digest, digest_ids
 from ..config import FREE_SECTIONS, Config
+from ..lora import LoraConfig
 from ..loss.presets import DEFAULTS
 from ..train.state import TrainState
 
@@ -130,19 +132,18 @@ def run_head(state: TrainState, process: Mapping[str, Any]) -> Head:
     process = {**process, "threads": torch.get_num_threads()}
     recorded = environment(PACKAGE_ROOT, state.policy.flat.device, process)
     recorded |= {f"process.{key}": value for key, value in free.items()}
-    layout = state.policy.layout
-    names = list(layout.trained_views(state.policy.flat))
-    settings |= {REFERENCE: _ref_weights(state)} | _frozen_settings(layout, state.optimizer.frozen)
+    optimizer = state.optimizer
+    names = list(optimizer.layout.trained_views(optimizer.whole_master()))
+    settings |= {REFERENCE: _ref_weights(state)} | _frozen_settings(optimizer.frozen_views())
     return Head(settings, config.seed, data, tree.root, names, tree.leaves, recorded)
 
 
-def _frozen_settings(layout: Layout, frozen: torch.Tensor) -> dict[str, str]:
+def _frozen_settings(frozen: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
     """The settings of the head that bind the frozen weights; none where all weights are trained.
 
-    frozen: [layout.numel - layout.trained_numel] fp32.
+    frozen: the name and the fp32 values of each.
     """
-    views = layout.frozen_views(frozen)
-    return {f"{_FROZEN}{name}": f"sha256:{digest(weight)}" for name, weight in views.items()}
+    return {f"{_FROZEN}{name}": f"sha256:{digest(weight)}" for name, weight in frozen}
 
 
 def frozen_name(key: str) -> str | None:
@@ -150,21 +151,30 @@ def frozen_name(key: str) -> str | None:
     return key.removeprefix(_FROZEN) if key.startswith(_FROZEN) else None
 
 
-def run_layout(config: ModelConfig, head: Head) -> Layout:
-    """The layout of the weights of a run with this head. config: of its model.
+def run_layout(config: ModelConfig, head: Head) -> FlatLayout:
+    """The layout of the weights of a run with this head, or of its adapters. config: of its model.
 
     Raises ValueError where the head freezes what is no weight of the model.
     """
+    if lora := _lora(head):
+        return AdapterLayout(adapted_layout(config, lora), lora)
     names = list(filter(None, map(frozen_name, head.settings)))
     return Layout(config, frozen_weights(config, names))
 
 
-def other_frozen_weight(layout: Layout, weights: torch.Tensor, head: Head) -> str | None:
+def _lora(head: Head) -> Lora | None:
+    """The adapters of a run with this head; None where it has none."""
+    defaults = LoraConfig()
+    chosen = {name: head.settings.get(f"lora.{name}", getattr(defaults, name)) for name in Lora._fields}
+    return Lora(**chosen | {"targets": tuple(chosen["targets"])}) if chosen["rank"] else None
+
+
+def other_frozen_weight(layout: FlatLayout, weights: torch.Tensor, head: Head) -> str | None:
     """The first frozen weight whose bits are not those that the head binds; None where all are.
 
     layout: see run_layout. weights: [layout.numel] fp32.
     """
-    settings = _frozen_settings(layout, weights[layout.trained_numel :]).items()
+    settings = _frozen_settings(layout.frozen_views(weights[layout.trained_numel :]).items()).items()
     return next((frozen_name(key) for key, value in settings if head.settings[key] != value), None)
 
 

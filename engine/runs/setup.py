@@ -8,14 +8,17 @@ from pathlib import Path
 import torch
 
 from ...kernels.backend import find_device
-from ...model.checkpoint import DTYPES, load_decoder, read_weights, resolve_model
+from ...model.adapters import AdapterLayout, Adapters, adapted_layout, first_adapters
+from ...model.checkpoint import DTYPES, load_decoder, read_weights, resolve_model, stored_dtype
 from ...model.config import ModelConfig
 from ...model.decoder import Decoder
 from ...model.freezing import frozen_weights
+from ...model.peft import read_adapter
 from ...model.weights import Layout
 from ..compatibility import check_settings
 from ..config import Config
 from ..display.terminal import console
+from ..parallel.adapter_workers import AdapterWorkers
 from ..parallel.data_parallel import RankedEquivalence, RankedSampler, RankedScorer, RankedWorkers
 from ..parallel.process_group import ALONE, Ranks
 from ..parallel.scorer import Scorer, frozen
@@ -30,6 +33,7 @@ from ..tasks.equivalence import Equivalence, open_equivalence
 from ..tasks.loading import problems_of
 from ..tasks.perfectible import perfectible_set
 from ..tasks.tokenizer import Tokenizer
+from ..train.adapter_optimizer import AdapterOptimizer
 from ..train.loss_scaling import LossScaler
 from ..train.optimizer import Optimizer
 from ..train.state import TrainState
@@ -66,7 +70,7 @@ def make_state(
     prompt_ids = player.check(problems, max_tokens, model_config.max_positions)
     longest = max(map(len, prompt_ids), default=0)
     of_rollout = max_tokens if prompt_ids else limits.max_tokens
-    device, layout = run_device(config), Layout(model_config, frozen_weights(model_config, config.frozen))
+    device, layout = run_device(config), _layout(config, model_config)
     ref_model = _ref_model(config, model, model_config)
     ref_numel = Layout(ref_model[1]).numel if ref_model else 0
     trajectory_tokens = 0 if prompt_ids else limits.context
@@ -74,6 +78,7 @@ def make_state(
     weights = read_weights(model, layout)
     flat, recompute = weights.to(device, DTYPES[config.dtype]), config.recompute == "layer"
     policy = Decoder(model_config, flat, layout, numerics_of(config), recompute)
+    adapters = _adapters(config, model, weights, policy)
     # The ranks compute shards in common rounds, so all have the same number of workers, and of shards.
     mine = _workers_of_a_rank(config, policy), sizes.shards_at_once
     n, shards = map(min, zip(*ranks.gather(lambda: mine), strict=True))
@@ -85,17 +90,23 @@ def make_state(
         on_failure.enter_context(workers)
         slices = Slices(layout, ranks, device)
         updates = config.steps * config.updates_per_rollout
-        optimizer = Optimizer(policy, weights, config.optimizer, updates, slices)
+        if adapters:
+            own_slices = Slices(adapters.layout, ranks, device)
+            optimizer = AdapterOptimizer(adapters, config.optimizer, updates, own_slices)
+        else:
+            optimizer = Optimizer(policy, weights, config.optimizer, updates, slices)
         ref_policy = _ref_policy(config, *ref_model, workers.n, sizes.micro_batch) if ref_model else None
         if ref_policy:
             on_failure.callback(ref_policy.close)
         samplers = make_samplers(config, model, model_config, optimizer, workers, sizes.micro_batch)
         on_failure.pop_all()
-    parallel: Workers | RankedWorkers = workers
+    parallel: Workers | RankedWorkers | AdapterWorkers = workers
     if ranks.size > 1:
         samplers = _spread(samplers, ranks)
         ref_policy = RankedScorer(ref_policy, ranks) if ref_policy else None
         parallel = RankedWorkers(workers, slices, config.virtual_shards)
+    if adapters:
+        parallel = AdapterWorkers(parallel, adapters, slices, optimizer.slices)
     return TrainState(
         config=config,
         policy=policy,
@@ -115,6 +126,27 @@ def make_state(
         max_tokens=of_rollout,
         stopwatch=stopwatch,
     )
+
+
+def _layout(config: Config, model_config: ModelConfig) -> Layout:
+    """The layout of the model's weights: those whose gradients a step sums come first."""
+    if lora := config.lora.shape:
+        return adapted_layout(model_config, lora)
+    return Layout(model_config, frozen_weights(model_config, config.frozen))
+
+
+def _adapters(config: Config, model: Path, weights: torch.Tensor, policy: Decoder) -> Adapters | None:
+    """The run's first adapters, merged into the policy; None where LoRA is off. weights: the base, in fp32.
+
+    Raises ValueError for a folder that holds no adapter of this shape.
+    """
+    lora = config.lora.shape
+    if lora is None:
+        return None
+    layout = AdapterLayout(policy.layout, lora)
+    folder = config.lora.adapter
+    flat = read_adapter(Path(folder), layout) if folder else first_adapters(layout, config.seed)
+    return Adapters(layout, flat, weights, policy, stored_dtype(model))
 
 
 @contextmanager
@@ -194,6 +226,7 @@ def settled(config: Config) -> Config:
         "model": _absolute(config.model),
         "task": task,
         "loss": loss,
+        "lora": config.lora.model_copy(update={"adapter": _absolute(config.lora.adapter)}),
     }
     return config.model_copy(update=changes)
 
