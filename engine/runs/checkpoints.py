@@ -212,7 +212,8 @@ def _different_bits(folder: Path, head: Head, hashes: Mapping[str, str]) -> str 
         weights = read_trained(folder, layout)
         if "weights" in hashes and root(weights) != hashes["weights"]:
             return _HASHED["weights"]
-        if name := other_frozen_weight(layout, weights, head):
+        frozen = layout.frozen_views(weights[layout.trained_numel :])
+        if name := other_frozen_weight(frozen.items(), head):
             return f"frozen weights ({name})"
     with _moments(folder, layout) as moments:
         if "optimizer" in hashes and root(*(part[:] for part in moments)) != hashes["optimizer"]:

@@ -169,13 +169,13 @@ def _lora(head: Head) -> Lora | None:
     return Lora(**chosen | {"targets": tuple(chosen["targets"])}) if chosen["rank"] else None
 
 
-def other_frozen_weight(layout: FlatLayout, weights: torch.Tensor, head: Head) -> str | None:
+def other_frozen_weight(frozen: Iterable[tuple[str, torch.Tensor]], head: Head) -> str | None:
     """The first frozen weight whose bits are not those that the head binds; None where all are.
 
-    layout: see run_layout. weights: [layout.numel] fp32.
+    frozen: the name and the fp32 values of each.
     """
-    settings = _frozen_settings(layout.frozen_views(weights[layout.trained_numel :]).items()).items()
-    return next((frozen_name(key) for key, value in settings if head.settings[key] != value), None)
+    settings = _frozen_settings(frozen).items()
+    return next((frozen_name(key) for key, value in settings if head.settings.get(key) != value), None)
 
 
 def altered_free_setting(config: Config, ledger: LedgerFile) -> str | None:
