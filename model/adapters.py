@@ -103,13 +103,13 @@ def first_adapters(layout: AdapterLayout, seed: int) -> torch.Tensor:
 
     A is uniform in -1 / sqrt(K) to 1 / sqrt(K), as in PEFT: Kaiming's bound sqrt(6 / ((1 + 5) K)) of
     torch.nn.init.kaiming_uniform_ with a = sqrt(5). Each number is a function of the seed, the place of its
-    matrix among all that can have adapters, and its own place in A. The other targets do not change it.
+    matrix among the tensors of the model, and its own place in A. The other targets do not change it.
     """
-    flat, names = torch.zeros(layout.numel), {}
-    for i, name in enumerate(p for e in Layout(layout.model.config).entries.values() for p, _ in e.parts):
-        names[name.removesuffix(".weight")] = i
+    flat = torch.zeros(layout.numel)
+    tensors = [name for entry in Layout(layout.model.config).entries.values() for name, _ in entry.parts]
+    place = {name.removesuffix(".weight"): i for i, name in enumerate(tensors)}
     for module, *_, a, _ in layout.adapters:
-        u = uniform_range(a.numel, seed, Stream.LORA, names[module])
+        u = uniform_range(a.numel, seed, Stream.LORA, place[module])
         bound = 1.0 / math.sqrt(a.shape[1])
         flat[a.offset : a.offset + a.numel] = torch.from_numpy(((2.0 * u - 1.0) * bound).astype(np.float32))
     return flat

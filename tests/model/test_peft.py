@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from zerokl.files.bitwise import count_unequal
 from zerokl.files.writing import manifest_damage
 from zerokl.model.adapters import AdapterLayout, Lora, adapted_layout
-from zerokl.model.config import ModelConfig
+from zerokl.model.config import ARCHITECTURES, ModelConfig
 from zerokl.model.peft import (
     CONFIG,
     WEIGHTS,
@@ -19,6 +19,7 @@ from zerokl.model.peft import (
     stored_lora,
     write_adapter,
 )
+from zerokl.model.weights import Layout
 
 from tests.helpers import randn
 
@@ -76,6 +77,21 @@ def test_what_is_written_is_read_again(folder, flat):
     assert len(tensors) == 2 * 2 * 2
     assert tensors["base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"].shape == (2, 24)
     assert tensors["base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"].shape == (24, 2)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_family_has_adapters_of_its_linear_weights_and_of_nothing_else(architecture):
+    config = ModelConfig.from_dict(MODEL.raw | {"architectures": [architecture]})
+    lora = Lora(2, 6.0)
+    layout = AdapterLayout(adapted_layout(config, lora), lora)
+    shapes = {name: view.shape for name, view in Layout(config).checkpoint_views(torch.empty(60_000)).items()}
+    adapted = {f"{adapter.module}.weight" for adapter in layout.adapters}
+    assert adapted == {name for name in shapes if name.endswith("_proj.weight")}
+    assert len(adapted) == 7 * 2
+    for module, weight, rows, a, b in layout.adapters:
+        assert (b.shape[0], a.shape[1]) == shapes[f"{module}.weight"]
+        assert (a.shape[0], b.shape[1]) == (2, 2)
+        assert (f"{module}.weight", rows.stop - rows.start) in weight.parts
 
 
 def test_adapters_in_16_bits_are_read(folder, flat):
