@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 RUN    ?= runs/demo
 
 # TORCH: what pip is given for torch, e.g. TORCH='torch==2.13.0 --index-url ...' for another build.
-.PHONY: help demo demo-turns test test-rest test-full test-slow test-proofs vllm test-vllm test-vllm-0.33 test-triton test-trl test-browser \
+.PHONY: help demo demo-turns test test-rest test-full test-slow test-proofs vllm test-vllm test-vllm-0.33 test-triton test-trl test-peft test-browser \
   test-trackers test-worlds real test-real lint docs package pictures bench bench-vllm clean
 .DEFAULT_GOAL := help
 
@@ -22,6 +22,7 @@ help:
 	@echo "make test-vllm-0.33 the same, and the Triton kernels, with vLLM 0.33's Python files"
 	@echo "make test-triton    the Triton kernels, interpreted on a CPU, beside vLLM's own; and compiled for two GPUs"
 	@echo "make test-trl       advantages, losses and gradients beside TRL's own; the recorder beside a run without it"
+	@echo "make test-peft      adapters of runs in PEFT, and PEFT's in runs"
 	@echo "make test-browser   the pages of audit, report and watch in Chromium (apt-get install chromium chromium-driver)"
 	@echo "make test-trackers  runs tracked by Weights & Biases, Trackio and MLflow, offline"
 	@echo "make test-worlds    environments of verifiers, TextArena, GEM and Gymnasium, played and trained in"
@@ -50,7 +51,7 @@ demo-turns: $(STAMP)
 # One process a core, each with one OpenMP thread: threads of torch's wait for each other where cores are shared.
 JOBS   ?= $(shell nproc)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
-  -m "not slow and not vllm and not proof and not trl and not browser and not trackers and not worlds and not real"
+  -m "not (slow or vllm or proof or trl or peft or browser or trackers or worlds or real)"
 
 test: $(STAMP)
 	$(PYTEST) -n $(JOBS) --quick
@@ -110,6 +111,9 @@ test-vllm-0.33: .venv-vllm/vllm-0.33/.made
 
 test-trl: .venv-trl/.installed
 	.venv-trl/bin/python -m pytest -m trl tests/trl
+
+test-peft: .venv-peft/.installed
+	.venv-peft/bin/python -m pytest -m peft tests/peft
 
 test-browser: $(VENV)/.browser
 	$(BIN)/python -m pytest -m browser tests/browser
@@ -188,6 +192,14 @@ bench-vllm: .venv-vllm/.installed
 	.venv-trl/bin/python -c "import torch" 2>/dev/null || .venv-trl/bin/pip install -q $(TORCH)
 	.venv-trl/bin/pip install -q trl==1.16.0
 	.venv-trl/bin/pip install -q -e ".[test]"
+	touch $@
+
+# PEFT in an environment of its own: zerokl does not depend on it.
+.venv-peft/.installed: pyproject.toml setup.py
+	test -x .venv-peft/bin/python || $(PYTHON) -m venv .venv-peft
+	.venv-peft/bin/python -c "import torch" 2>/dev/null || .venv-peft/bin/pip install -q $(TORCH)
+	.venv-peft/bin/pip install -q peft==0.21.2
+	.venv-peft/bin/pip install -q -e ".[test]"
 	touch $@
 
 clean:

@@ -1,4 +1,4 @@
-"""Commands about one model: sample, eval, weights, variants."""
+"""Commands about one model: sample, eval, weights, merge, variants."""
 
 from pathlib import Path
 
@@ -147,6 +147,27 @@ def weights(a: str, b: str = "", /, *, out: str = "") -> int:
         console.print(line, markup=False)
     console.print(f"{len(differences)} of {len(first)} tensors differ")
     return ExitCode.DIFFERS if differences else ExitCode.DONE
+
+
+@command("zerokl merge runs/lora/checkpoints/step-000100 models/merged --dtype bf16")
+def merge(adapter: str, out: str, /, *, base: str = "", dtype: Dtype = "float32") -> int:
+    """Merge a LoRA adapter into its base, and write a whole model.
+
+    In the compute dtype of the run that trained the adapter, the weights have the bits that the run computed
+    with.
+
+    Args:
+        adapter: Folder of a PEFT adapter, or a checkpoint of a run with LoRA.
+        out: Folder of the model; it must not exist.
+        base: Model folder or hub name of the base; empty is the one that the adapter names.
+        dtype: Dtype of the model's weights.
+    """
+    from ..engine.commands.merge import merge_adapter
+    from ..engine.display.terminal import console
+
+    model = merge_adapter(Path(adapter), Path(out), base, dtype)
+    console.print(f"{adapter} merged into {model}: {out}")
+    return 0
 
 
 @command("zerokl variants MODEL --dtype bf16")

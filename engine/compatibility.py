@@ -227,6 +227,13 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        lambda s: bool(s.config.lora.rank and s.config.frozen),
+        lambda s: (
+            f"frozen with lora.rank ({s.config.lora.rank}): with LoRA only the adapters are trained, and all "
+            "weights are frozen; leave frozen out, or choose lora.targets"
+        ),
+    ),
+    Rule(
         lambda s: s.config.exact and s.config.sampler == "vllm",
         lambda s: (
             'sampler ("vllm") with exact = true: vllm is vLLM as it comes now, and no trainer has its bits; '

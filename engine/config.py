@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from ..kernels.sampling_params import SamplingParams, bias_by_id, refuse_penalties
+from .lora import LoraConfig
 from .loss.config import LossConfig
 from .precision import PrecisionConfig, ShortNames
 from .sampler_names import RENAMED, SAMPLERS, SamplerName, listed
@@ -346,6 +347,7 @@ class Config(Section):
     sampling: SamplingConfig = SamplingConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     loss: LossConfig = LossConfig()
+    lora: LoraConfig = LoraConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     precision: PrecisionConfig = PrecisionConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

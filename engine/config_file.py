@@ -16,6 +16,7 @@ from ..kernels.sampling_params import PENALTIES, WHY_NO_PENALTY
 from .compatibility import check_settings
 from .config import FREE_SECTIONS, Config
 from .key_hints import hint
+from .lora import REFUSED, refusal
 
 # The configurations that come with zerokl.
 PRESETS = Path(__file__).parent / "presets"
@@ -147,6 +148,8 @@ def check_key(key: str, options: Sequence[str] = ()) -> None:
         return
     if key.rpartition(".")[2] in PENALTIES:
         raise ValueError(f"config: {key} is refused: {WHY_NO_PENALTY}")
+    if key.startswith("lora.") and (name := key.removeprefix("lora.")) in REFUSED:
+        raise ValueError(f"config: {refusal(name)}")
     if key == "config":
         raise ValueError("config: the file is given without an option: zerokl train FILE --run_dir DIR")
     raise ValueError(f"config: unknown key {key[:_KEY]}{hint(key, known, options)}")

@@ -28,6 +28,7 @@ from .grad import PartialSums
 from .launch import Launch, recorded_launches
 from .logprob_triton import logprob_bwd, logprob_fwd
 from .matmul_triton import add_outer, matmul
+from .merge_triton import merge
 from .order import TOKEN_BLOCK, token_blocks
 from .philox_triton import uniforms
 from .qk_norm_triton import qk_norm_bwd, qk_norm_fwd
@@ -92,7 +93,15 @@ def cases() -> Iterator[Case]:
     for dtype in (None, BF16, FP16):
         suffix = f", {_name(dtype)} weights" if dtype else ""
         yield f"adamw{suffix}", lambda dtype=dtype: _adamw(dtype)
+    for base, dtype in product(DTYPES, DTYPES):
+        name = f"merge of {_name(base)} into {_name(dtype)}"
+        yield name, lambda base=base, dtype=dtype: _merge(base, dtype)
     yield "uniforms", lambda: uniforms(_meta(torch.int64, 4, 64), 1, 0)
+
+
+def _merge(base: torch.dtype, dtype: torch.dtype) -> None:
+    b, a = _meta(FP32, 2048, 16), _meta(FP32, 16, 1024)
+    merge(_meta(dtype, 2048, 1024), _meta(base, 2048, 1024), b, a, 2.0)
 
 
 def _meta(dtype: torch.dtype, *shape: int) -> torch.Tensor:

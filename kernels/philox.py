@@ -27,6 +27,7 @@ class Stream(IntEnum):
     LOGIT_NOISE = 10  # the start of the noise of a token's logits: counter (position, sample, prompt, step)
     LOGIT_NOISE_TOKENS = 11  # the noise of a token's logits
     DIGEST = 12  # the keys of the ledger's digests
+    LORA = 13  # the first A of the adapters: counter (element, matrix)
 
 
 _MASK = np.uint64(0xFFFFFFFF)

@@ -7,7 +7,7 @@ when it is whole: it is written to a temporary folder beside it, synced, and ren
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -82,8 +82,8 @@ def _refuse_no_model(folder: Path) -> None:
     if (folder / _ADAPTER).exists():
         raise ValueError(
             f"model: {folder} is a LoRA (PEFT) adapter{_base_of(folder / _ADAPTER)}, not a whole model; "
-            "merge it with peft (model.merge_and_unload().save_pretrained(FOLDER)), save the tokenizer "
-            "beside it, and give FOLDER"
+            f"merge it (zerokl merge {folder} FOLDER), and give FOLDER; to train it on, give the model it "
+            "belongs to, and the adapter as lora.adapter"
         )
     if (folder / "config.toml").exists():
         steps = [p for p in folder.glob("checkpoints/step-*") if p.name[5:].isdecimal()]
@@ -139,6 +139,20 @@ def check_weights(folder: Path, layout: Layout) -> None:
                 dtype = _STORED_DTYPES.get(part.get_dtype(), part.get_dtype())
                 _take(name, tuple(part.get_shape()), dtype, wanted, layout, folder / file)
     _refuse_lacking(wanted, folder)
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The dtype of the weights in a folder; fp32 where they have several. It holds each of them exactly.
+
+    Raises ValueError for a file that cannot be read, and for another dtype than those of DTYPES.
+    """
+    found = set()
+    for file, listed in _files(folder).items():
+        with _opened(folder / file, listed) as (stored, names):
+            found |= {stored.get_slice(name).get_dtype() for name in names}
+    if unknown := found - _STORED_DTYPES.keys():
+        raise ValueError(f"model: {folder}: dtype {min(unknown)} is not supported; use unquantised weights")
+    return _STORED_DTYPES[found.pop()] if len(found) == 1 else torch.float32
 
 
 @contextmanager
@@ -265,14 +279,29 @@ def write_checkpoint(
     A manifest (files/writing.py) lists the hash of every file. Raises FileExistsError when `target` exists.
     Raises OSError when it cannot be written, and leaves nothing behind.
     """
+
+    def fill(folder: Path) -> None:
+        _write_tensors(folder, layout.checkpoint_views(flat), shard_bytes)
+        _write_config(folder, layout.config, flat.dtype)
+
+    write_folder(target, fill, companions, extra, state)
+
+
+def write_folder(
+    target: Path,
+    fill: Callable[[Path], None],
+    companions: Path | None = None,
+    extra: Mapping[str, str] | None = None,
+    state: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Make the checkpoint folder `target`, whose weights `fill` writes. The others: see write_checkpoint."""
     if target.exists():
         raise FileExistsError(f"checkpoint: {target} already exists; nothing was overwritten")
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
         temporary.mkdir()
-        _write_tensors(temporary, layout.checkpoint_views(flat), shard_bytes)
-        _write_config(temporary, layout.config, flat.dtype)
+        fill(temporary)
         for name in _COMPANIONS:
             if companions is not None and (companions / name).exists():
                 shutil.copyfile(companions / name, temporary / name)

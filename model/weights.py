@@ -6,7 +6,7 @@ order.
 """
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,6 +43,10 @@ class Entry:
         return n
 
 
+# The shape of a weight, and the checkpoint's tensors that it holds, each with its rows.
+Shape = tuple[tuple[int, ...], tuple[tuple[str, int], ...]]
+
+
 class Block(NamedTuple):
     """A block of the checkpoint's tensor `name`, as the ledger hashes it.
 
@@ -54,70 +58,35 @@ class Block(NamedTuple):
     stop: int
 
 
-class Layout:
-    """Names, shapes and offsets of a model's weights, trained ones first, then frozen ones.
-
-    As in vLLM, q, k and v are one matrix, and gate and up are one matrix.
+class FlatLayout:
+    """Names, shapes and offsets of weights in one flat tensor, trained ones first, then frozen ones.
 
     The gradient, the master weights, the optimizer's state, the norm and the ledger's hashes are of the first
     `trained_numel` elements. Without frozen weights these are all.
     """
 
-    def __init__(self, config: ModelConfig, frozen: Collection[str] = ()):
-        """frozen: names of weights that are not trained. With tied embeddings, embed is lm_head too.
+    def __init__(self, shapes: Mapping[str, Shape], frozen: Collection[str] = ()):
+        """shapes: of each weight, by its name, in the order of the flat tensor. frozen: names of weights.
 
-        Raises ValueError for the name of no weight, and where nothing is trained.
+        Raises ValueError for a frozen name of no weight, and where nothing is trained.
         """
-        self.config, self.frozen = config, frozenset(frozen)
+        self.frozen = frozenset(frozen)
         self.entries: dict[str, Entry] = {}
-        self._shapes: dict[str, tuple[tuple[int, ...], tuple[tuple[str, int], ...]]] = {}
-        self._add_all(config)
-        unknown = sorted(self.frozen - self._shapes.keys())
-        trained = [name for name in self._shapes if name not in self.frozen]
+        unknown = sorted(self.frozen - shapes.keys())
+        trained = {name: shape for name, shape in shapes.items() if name not in self.frozen}
         if unknown or not trained:
             what = f"{unknown[0]} is no weight of the model" if unknown else "no weight is left to train"
             raise ValueError(f"frozen ({', '.join(sorted(self.frozen))}): {what}")
         self.trained_numel = self._place(trained, 0)
-        self.numel = self._place([name for name in self._shapes if name in self.frozen], self.trained_numel)
+        rest = {name: shape for name, shape in shapes.items() if name in self.frozen}
+        self.numel = self._place(rest, self.trained_numel)
 
-    def _place(self, names: Sequence[str], offset: int) -> int:
+    def _place(self, shapes: Mapping[str, Shape], offset: int) -> int:
         """Lay out these weights from `offset` on. Returns where the next ones can begin."""
-        for name in names:
-            shape, parts = self._shapes[name]
+        for name, (shape, parts) in shapes.items():
             entry = self.entries[name] = Entry(name, shape, offset, parts)
             offset += entry.numel + -entry.numel % _ALIGN
         return offset + -offset % FLAT_TILE
-
-    def _add(self, name: str, width: tuple[int, ...], *parts: tuple[str, int]) -> None:
-        self._shapes[name] = (sum(rows for _, rows in parts), *width), parts
-
-    def _add_all(self, c: ModelConfig) -> None:
-        self._add("embed", (c.hidden_size,), ("model.embed_tokens.weight", c.vocab_size))
-        for i in range(c.layers):
-            self._add_layer(i, c)
-        self._add("norm", (), ("model.norm.weight", c.hidden_size))
-        if not c.tied:
-            self._add("lm_head", (c.hidden_size,), ("lm_head.weight", c.vocab_size))
-
-    def _add_layer(self, i: int, c: ModelConfig) -> None:
-        D, I, q, kv = c.hidden_size, c.intermediate_size, c.heads * c.head_dim, c.kv_heads * c.head_dim
-        # hf: the prefixes of the checkpoint's names.
-        prefix, hf, hf_attention = f"layers.{i}.", f"model.layers.{i}.", f"model.layers.{i}.self_attn."
-        qkv = (("q", q), ("k", kv), ("v", kv))
-        self._add(prefix + "input_norm", (), (hf + "input_layernorm.weight", D))
-        self._add(prefix + "qkv", (D,), *((f"{hf_attention}{p}_proj.weight", rows) for p, rows in qkv))
-        if c.qkv_bias:
-            self._add(prefix + "qkv_bias", (), *((f"{hf_attention}{p}_proj.bias", rows) for p, rows in qkv))
-        if c.qk_norm:
-            self._add(prefix + "q_norm", (), (hf_attention + "q_norm.weight", c.head_dim))
-            self._add(prefix + "k_norm", (), (hf_attention + "k_norm.weight", c.head_dim))
-        self._add(prefix + "o", (q,), (hf_attention + "o_proj.weight", D))
-        if c.o_bias:
-            self._add(prefix + "o_bias", (), (hf_attention + "o_proj.bias", D))
-        self._add(prefix + "post_norm", (), (hf + "post_attention_layernorm.weight", D))
-        gate, up = (hf + "mlp.gate_proj.weight", I), (hf + "mlp.up_proj.weight", I)
-        self._add(prefix + "gate_up", (D,), gate, up)
-        self._add(prefix + "down", (I,), (hf + "mlp.down_proj.weight", D))
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """A view of `flat` for each weight, by its name in zerokl."""
@@ -172,6 +141,51 @@ class Layout:
         ]
 
 
+class Layout(FlatLayout):
+    """The weights of a model. As in vLLM, q, k and v are one matrix, and gate and up are one matrix."""
+
+    def __init__(self, config: ModelConfig, frozen: Collection[str] = ()):
+        """frozen: names of weights that are not trained. With tied embeddings, embed is lm_head too.
+
+        Raises ValueError (see FlatLayout).
+        """
+        self.config = config
+        self._shapes: dict[str, Shape] = {}
+        self._add_all(config)
+        super().__init__(self._shapes, frozen)
+
+    def _add(self, name: str, width: tuple[int, ...], *parts: tuple[str, int]) -> None:
+        self._shapes[name] = (sum(rows for _, rows in parts), *width), parts
+
+    def _add_all(self, c: ModelConfig) -> None:
+        self._add("embed", (c.hidden_size,), ("model.embed_tokens.weight", c.vocab_size))
+        for i in range(c.layers):
+            self._add_layer(i, c)
+        self._add("norm", (), ("model.norm.weight", c.hidden_size))
+        if not c.tied:
+            self._add("lm_head", (c.hidden_size,), ("lm_head.weight", c.vocab_size))
+
+    def _add_layer(self, i: int, c: ModelConfig) -> None:
+        D, I, q, kv = c.hidden_size, c.intermediate_size, c.heads * c.head_dim, c.kv_heads * c.head_dim
+        # hf: the prefixes of the checkpoint's names.
+        prefix, hf, hf_attention = f"layers.{i}.", f"model.layers.{i}.", f"model.layers.{i}.self_attn."
+        qkv = (("q", q), ("k", kv), ("v", kv))
+        self._add(prefix + "input_norm", (), (hf + "input_layernorm.weight", D))
+        self._add(prefix + "qkv", (D,), *((f"{hf_attention}{p}_proj.weight", rows) for p, rows in qkv))
+        if c.qkv_bias:
+            self._add(prefix + "qkv_bias", (), *((f"{hf_attention}{p}_proj.bias", rows) for p, rows in qkv))
+        if c.qk_norm:
+            self._add(prefix + "q_norm", (), (hf_attention + "q_norm.weight", c.head_dim))
+            self._add(prefix + "k_norm", (), (hf_attention + "k_norm.weight", c.head_dim))
+        self._add(prefix + "o", (q,), (hf_attention + "o_proj.weight", D))
+        if c.o_bias:
+            self._add(prefix + "o_bias", (), (hf_attention + "o_proj.bias", D))
+        self._add(prefix + "post_norm", (), (hf + "post_attention_layernorm.weight", D))
+        gate, up = (hf + "mlp.gate_proj.weight", I), (hf + "mlp.up_proj.weight", I)
+        self._add(prefix + "gate_up", (D,), gate, up)
+        self._add(prefix + "down", (I,), (hf + "mlp.down_proj.weight", D))
+
+
 def _part_views(entries: Iterable[Entry], flat: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
     """A view for each tensor of the checkpoint that the entries hold. `flat` begins at offset `start`."""
     views = {}
@@ -210,7 +224,7 @@ class FlatWeights(WeightSource):
         return nullcontext(self._layers[i])
 
 
-def fingerprint(layout: Layout, flat: torch.Tensor) -> str:
+def fingerprint(layout: FlatLayout, flat: torch.Tensor) -> str:
     """SHA-256 over name, dtype, shape and bytes of each weight, in the order of the checkpoint names."""
     digest = hashlib.sha256()
     for name, view in sorted(layout.checkpoint_views(flat).items()):

@@ -25,6 +25,7 @@ PLACES = (
     "engine.compatibility",
     "engine.perturb",
     "engine.config",
+    "engine.lora",
     "engine.loss",
     "engine.tasks",
     "engine.precision",

@@ -82,7 +82,7 @@ class _Recording:
     def updated(self, update: int, gradient: torch.Tensor) -> None:
         if update != self._update:
             return
-        optimizer, views = self._state.optimizer, self._state.policy.layout.trained_views
+        optimizer, views = self._state.optimizer, self._state.optimizer.layout.trained_views
         flats = (gradient, *optimizer.moments, optimizer.master)
         for prefix, flat in zip(_OF_WEIGHTS, flats, strict=True):
             for name, view in views(flat).items():

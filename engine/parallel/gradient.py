@@ -127,7 +127,8 @@ class ShardSum:
 
     def _empty(self) -> None:
         """Let every sum start from zero. The products' buffers are only marked: they are written over."""
-        torch._foreach_zero_([buffer.sums for buffer in self._small])
+        if self._small:
+            torch._foreach_zero_([buffer.sums for buffer in self._small])
         for buffer in self._products:
             buffer.empty.update(range(self.in_flight))
 

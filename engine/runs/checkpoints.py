@@ -20,9 +20,10 @@ from safetensors import SafetensorError
 
 from ...files.reading import read_json, shown
 from ...files.writing import manifest_damage
+from ...model.adapters import AdapterLayout
 from ...model.checkpoint import STATE_FILE, open_tensors, read_weights, write_checkpoint
-from ...model.config import ModelConfig
-from ...model.weights import Layout
+from ...model.peft import checkpoint_config, read_adapter, write_adapter
+from ...model.weights import FlatLayout
 from ...verify.ledger import Head, Ledger, LedgerFile
 from ..config import Config
 from ..parallel.tree_hash import hash_tree
@@ -102,7 +103,12 @@ def save_checkpoint(
     }
     texts = extra | {SMALL_FILE: json.dumps(small, indent=1) + "\n"}
     tensors = dict(zip(_MOMENTS, moments, strict=True))
-    write_checkpoint(target, optimizer.layout, master, companions, texts, state=tensors)
+    if isinstance(optimizer.layout, AdapterLayout):
+        made_here = state.config.model.startswith("init:")
+        base = str(companions.absolute()) if made_here else state.config.model
+        write_adapter(target, optimizer.layout, master, base, companions, texts, tensors)
+    else:
+        write_checkpoint(target, optimizer.layout, master, companions, texts, state=tensors)
     keep = state.config.checkpoint.keep  # 0 keeps all
     for folder in checkpoint_folders(target.parent.parent)[keep:] if keep else []:
         # Renamed first, so that a half-deleted folder does not look like a checkpoint.
@@ -159,7 +165,7 @@ def _wrong_state(checkpoint: Checkpoint, ledger: LedgerFile) -> str | None:
     Raises ValueError for a config.json that is no model's.
     """
     settings = ledger.head.settings
-    for name, value in architecture(ModelConfig.from_file(checkpoint.folder)).items():
+    for name, value in architecture(checkpoint_config(checkpoint.folder)).items():
         if (was := settings.get(f"model.{name}")) != json.loads(json.dumps(value)):
             return f"{name} is {shown(value)} in config.json, and {shown(was)} in the ledger"
     task = read_json(checkpoint.folder / TASK_FILE)
@@ -197,16 +203,17 @@ def _different_bits(folder: Path, head: Head, hashes: Mapping[str, str]) -> str 
     in the ledger. A quantity without a hash is not checked. Raises ValueError for a checkpoint of another
     model.
     """
-    layout = run_layout(ModelConfig.from_file(folder), head)
+    layout = run_layout(checkpoint_config(folder), head)
 
     def root(*flat: torch.Tensor) -> str:
         return hash_tree(layout.blocks, *flat).root
 
     if "weights" in hashes or layout.frozen:
-        weights = read_weights(folder, layout)
+        weights = read_trained(folder, layout)
         if "weights" in hashes and root(weights) != hashes["weights"]:
             return _HASHED["weights"]
-        if name := other_frozen_weight(layout, weights, head):
+        frozen = layout.frozen_views(weights[layout.trained_numel :])
+        if name := other_frozen_weight(frozen.items(), head):
             return f"frozen weights ({name})"
     with _moments(folder, layout) as moments:
         if "optimizer" in hashes and root(*(part[:] for part in moments)) != hashes["optimizer"]:
@@ -214,8 +221,16 @@ def _different_bits(folder: Path, head: Head, hashes: Mapping[str, str]) -> str 
     return None
 
 
+def read_trained(folder: Path, layout: FlatLayout) -> torch.Tensor:
+    """What a checkpoint holds of the run's weights, [layout.numel] fp32: the adapters, or the whole model.
+
+    Raises ValueError (see read_adapter, read_weights).
+    """
+    return read_adapter(folder, layout) if isinstance(layout, AdapterLayout) else read_weights(folder, layout)
+
+
 @contextmanager
-def _moments(folder: Path, layout: Layout) -> Iterator[list[Any]]:
+def _moments(folder: Path, layout: FlatLayout) -> Iterator[list[Any]]:
     """The moments in a checkpoint, [layout.trained_numel] fp32 each, which can be read slice by slice.
 
     Raises ValueError where they are of another model.
@@ -243,7 +258,7 @@ def restore(state: TrainState, checkpoint: Checkpoint) -> None:
         for moment, stored in zip(optimizer.moments, moments, strict=True):
             moment.copy_(stored[optimizer.slices.own])
     state.scaler.load(checkpoint.scaler)
-    optimizer.load(read_weights(checkpoint.folder, state.policy.layout), checkpoint.updates)
+    optimizer.load(read_trained(checkpoint.folder, optimizer.layout), checkpoint.updates)
     _begin_at(state, checkpoint.step, checkpoint.version)
 
 

@@ -1,6 +1,6 @@
 """The head of a run's ledger: the settings that decide bits, the data, and the first weights."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -8,12 +8,14 @@ import torch
 
 from ...files.reading import shown
 from ...files.writing import hash_json
+from ...model.adapters import AdapterLayout, Lora, adapted_layout
 from ...model.config import ModelConfig
 from ...model.freezing import frozen_weights
-from ...model.weights import Layout, fingerprint
+from ...model.weights import FlatLayout, Layout, fingerprint
 from ...verify.environment import PACKAGE_ROOT, environment
 from ...verify.ledger import Head, LedgerFile, digest, digest_ids
 from ..config import FREE_SECTIONS, Config
+from ..lora import LoraConfig
 from ..loss.presets import DEFAULTS
 from ..tasks.pairs import Pair
 from ..tasks.problem import Problem
@@ -49,12 +51,14 @@ FREE = {
     "task.directory": "a place; the problems found there are chained instead",
     "model": "a place; the architecture and the weights found there are chained instead",
     "frozen": "patterns; the names and the bits of the weights that they freeze are chained instead",
+    "lora.adapter": "a place; the first adapters found there are chained instead",
     REFERENCE: "a place; the weights found there are chained instead",
 }
 # Settings that most runs do not have: keys, and sections with their dot. They are chained where they are not
 # the default.
 CHAINED_WHERE_SET = (
     "environment.",
+    "lora.",
     "loss.k",
     "loss.beta",
     "loss.semantic_entropy",
@@ -132,9 +136,9 @@ def run_head(state: TrainState, process: Mapping[str, Any]) -> Head:
     process = {**process, "threads": torch.get_num_threads()}
     recorded = environment(PACKAGE_ROOT, state.policy.flat.device, process)
     recorded |= {f"process.{key}": value for key, value in free.items()}
-    layout = state.policy.layout
-    names = list(layout.trained_views(state.policy.flat))
-    settings |= {REFERENCE: _ref_weights(state)} | _frozen_settings(layout, state.optimizer.frozen)
+    optimizer = state.optimizer
+    names = list(optimizer.layout.trained_views(optimizer.whole_master()))
+    settings |= {REFERENCE: _ref_weights(state)} | _frozen_settings(optimizer.frozen_views())
     return Head(settings, config.seed, data, tree.root, names, tree.leaves, recorded)
 
 
@@ -143,13 +147,12 @@ def _rejected(problem: Problem) -> list[str]:
     return [problem.rejected] if isinstance(problem, Pair) else []
 
 
-def _frozen_settings(layout: Layout, frozen: torch.Tensor) -> dict[str, str]:
+def _frozen_settings(frozen: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
     """The settings of the head that bind the frozen weights; none where all weights are trained.
 
-    frozen: [layout.numel - layout.trained_numel] fp32.
+    frozen: the name and the fp32 values of each.
     """
-    views = layout.frozen_views(frozen)
-    return {f"{_FROZEN}{name}": f"sha256:{digest(weight)}" for name, weight in views.items()}
+    return {f"{_FROZEN}{name}": f"sha256:{digest(weight)}" for name, weight in frozen}
 
 
 def frozen_name(key: str) -> str | None:
@@ -157,22 +160,31 @@ def frozen_name(key: str) -> str | None:
     return key.removeprefix(_FROZEN) if key.startswith(_FROZEN) else None
 
 
-def run_layout(config: ModelConfig, head: Head) -> Layout:
-    """The layout of the weights of a run with this head. config: of its model.
+def run_layout(config: ModelConfig, head: Head) -> FlatLayout:
+    """The layout of the weights of a run with this head, or of its adapters. config: of its model.
 
     Raises ValueError where the head freezes what is no weight of the model.
     """
+    if lora := _lora(head):
+        return AdapterLayout(adapted_layout(config, lora), lora)
     names = list(filter(None, map(frozen_name, head.settings)))
     return Layout(config, frozen_weights(config, names))
 
 
-def other_frozen_weight(layout: Layout, weights: torch.Tensor, head: Head) -> str | None:
+def _lora(head: Head) -> Lora | None:
+    """The adapters of a run with this head; None where it has none."""
+    defaults = LoraConfig()
+    chosen = {name: head.settings.get(f"lora.{name}", getattr(defaults, name)) for name in Lora._fields}
+    return Lora(**chosen | {"targets": tuple(chosen["targets"])}) if chosen["rank"] else None
+
+
+def other_frozen_weight(frozen: Iterable[tuple[str, torch.Tensor]], head: Head) -> str | None:
     """The first frozen weight whose bits are not those that the head binds; None where all are.
 
-    layout: see run_layout. weights: [layout.numel] fp32.
+    frozen: the name and the fp32 values of each.
     """
-    settings = _frozen_settings(layout, weights[layout.trained_numel :]).items()
-    return next((frozen_name(key) for key, value in settings if head.settings[key] != value), None)
+    settings = _frozen_settings(frozen).items()
+    return next((frozen_name(key) for key, value in settings if head.settings.get(key) != value), None)
 
 
 def altered_free_setting(config: Config, ledger: LedgerFile) -> str | None:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from ...kernels.logprob import GPU_CHUNK_BYTES, GPU_CHUNK_BYTES_16
+from ...model.adapters import AdapterLayout
 from ...model.cache import BlockCache
 from ...model.checkpoint import DTYPES
 from ...model.operations import layer_bytes_per_token
@@ -42,6 +43,8 @@ class RunShape:
 
     prompt_tokens: of the longest prompt. trajectory_tokens: of the longest trajectory of many turns, its
     prompt included; 0 where the run has completions. ref_numel: the weights of the reference, 0 without one.
+    adapters: the layout of LoRA's adapters, which are trained in place of the weights of `layout`. base: the
+    dtype of the weights that they are merged into.
     """
 
     config: Config
@@ -50,6 +53,8 @@ class RunShape:
     prompt_tokens: int = 0
     ref_numel: int = 0
     trajectory_tokens: int = 0
+    adapters: AdapterLayout | None = None
+    base: torch.dtype = torch.float32
 
     @property
     def max_tokens(self) -> int:
@@ -87,8 +92,8 @@ class Footprint(NamedTuple):
     """Bytes at the peak of a step, by what they are for."""
 
     weights: int
-    other_weights: int  # the reference's, and the copies that a sampler or a scorer has
-    optimizer: int
+    other_weights: int  # the reference's, a base with adapters, and the copies of a sampler or a scorer
+    optimizer: int  # with LoRA: the adapters and their moments
     gradients: int
     activations: int
     logits: int
@@ -137,6 +142,9 @@ def footprint(run: RunShape, sizes: PassSizes, free: int) -> Footprint:
     weights = layout.numel * run.dtype.itemsize
     other_weights = run.ref_numel * run.dtype.itemsize + layout.numel * copied_weight_bytes(config)
     optimizer = layout.trained_numel * (8 if run.dtype == torch.float32 else 12) // run.ranks
+    if run.adapters:
+        other_weights += layout.trained_numel * run.base.itemsize
+        optimizer = run.adapters.numel * (4 + 8 // run.ranks)
     return Footprint(
         weights=weights,
         other_weights=other_weights,
@@ -157,7 +165,14 @@ def _gradient_bytes(run: RunShape, sizes: PassSizes) -> int:
     in_flight = min(sizes.shards_in_flight, sizes.shards_at_once)
     whole = in_flight * (trained + run.lm_head_elements) + _levels(sizes.shards_at_once) * trained
     of_slice = (1 + _levels(rounds)) * trained // run.ranks if run.ranks > 1 else 0
-    return 4 * (whole + of_slice)
+    return 4 * (whole + of_slice + _adapter_gradient(run))
+
+
+def _adapter_gradient(run: RunShape) -> int:
+    """Elements of the adapters' gradient; and, over ranks, of the whole gradient that it is computed from."""
+    if run.adapters is None:
+        return 0
+    return run.adapters.numel + (run.layout.trained_numel if run.ranks > 1 else 0)
 
 
 def _levels(leaves: int) -> int:

@@ -17,15 +17,21 @@ from typing import Any
 from ...files.inputs import read_bytes
 from ...files.reading import parse_json
 from ...files.writing import first_free, write_whole
-from ...model.checkpoint import read_weights
-from ...model.config import ModelConfig
-from ...model.weights import Layout, fingerprint
+from ...model.peft import checkpoint_config
+from ...model.weights import fingerprint
 from ...verify.ledger import LEDGER, Head, LedgerFile, read_ledger
 from ..config import Config
 from ..config_file import file_keys, load_config
-from .checkpoints import DAMAGED, Checkpoint, checkpoint_folders, clear_leftovers, usable_checkpoint
+from .checkpoints import (
+    DAMAGED,
+    Checkpoint,
+    checkpoint_folders,
+    clear_leftovers,
+    read_trained,
+    usable_checkpoint,
+)
 from .folder import METRICS, ROLLOUTS, check_shape
-from .ledger_head import REFERENCE, binding, flat_settings, frozen_name, is_free
+from .ledger_head import REFERENCE, binding, flat_settings, frozen_name, is_free, run_layout
 from .logs import Log, read_log
 from .summary import SUMMARY, Summary, numbers, read_summary, summarise, wrong_fields
 
@@ -192,8 +198,8 @@ def derived_summary(ledger: LedgerFile, history: list[dict[str, Any]], last: Che
 
     Raises ValueError for metrics that are no metrics of a step, and for weights that cannot be read.
     """
-    layout = Layout(ModelConfig.from_file(last.folder))
-    weights = fingerprint(layout, read_weights(last.folder, layout))
+    layout = run_layout(checkpoint_config(last.folder), ledger.head)
+    weights = fingerprint(layout, read_trained(last.folder, layout))
     try:
         return summarise(history, ledger.chain, weights, 0.0)
     except (KeyError, TypeError, ValueError, IndexError) as error:

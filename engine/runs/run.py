@@ -326,6 +326,6 @@ def _other_metrics(metrics: dict[str, float], group: str) -> list[Field]:
 
 def _summarise(state: TrainState, history: list[dict[str, float]], chain: str, seconds: float) -> Summary:
     """The summary of a finished run. history: the metrics of all its steps. chain: of its ledger."""
-    layout, master = state.policy.layout, state.optimizer.collect_master()
+    layout, master = state.optimizer.layout, state.optimizer.collect_master()
     weights = state.ranks.from_first(lambda: fingerprint(layout, master))
     return summarise(history, chain, weights, seconds)

@@ -78,11 +78,11 @@ def make_samplers(
             workers.weights or flat,
             config.vllm,
             numerics_of(config),
-            frozen=optimizer.layout.frozen,
+            frozen=optimizer.decoder.layout.frozen,
         )
         return Samplers(vllm, vllm)
     if config.sampler == "vllm-exact":
-        own_model = VllmExactSampler(model, model_config, optimizer.layout, flat, config.vllm)
+        own_model = VllmExactSampler(model, model_config, optimizer.decoder.layout, flat, config.vllm)
         return Samplers(own_model, own_model)
     if config.sampler in EXTERNAL:
         engine = _engine(config, model, model_config, optimizer.decoder.device)
@@ -150,9 +150,9 @@ def _separate_workers(
 ) -> Workers:
     """Workers with a copy of the weights: the sampler's weights, or the trainer's."""
     dtype = DTYPES[(sampler and config.precision.sampler_dtype) or config.dtype]
-    master = optimizer.whole_master()
+    master = optimizer.whole_model()
     flat = (perturbed_weights(config.perturb, master) if sampler else master).to(dtype, copy=True)
-    decoder = Decoder(model_config, flat, optimizer.layout, numerics_of(config, sampler))
+    decoder = Decoder(model_config, flat, optimizer.decoder.layout, numerics_of(config, sampler))
     return Workers(decoder, config.virtual_shards, n, config.native, stopwatch=stopwatch)
 
 
@@ -170,7 +170,7 @@ class SeparateSampler:
         self._perturb, self._max_staleness = config.perturb, config.max_staleness
         self._sampler, self._delayed = ParallelSampler(workers), Delayed(config.perturb.delay)
         if config.perturb.delay:
-            self._delayed.push(optimizer.whole_master())
+            self._delayed.push(optimizer.whole_model())
 
     @property
     def samples_at_once(self) -> int:
@@ -188,7 +188,7 @@ class SeparateSampler:
         too_old = rewound or version - self._sampler.version > self._max_staleness
         if not (too_old or self._perturb.delay):
             return
-        master = self._optimizer.whole_master()
+        master = self._optimizer.whole_model()
         source = self._delayed.push(master) if self._perturb.delay else master
         if not too_old:
             return
@@ -238,7 +238,8 @@ class ExternalSampler:
         self._load()
 
     def _load(self) -> None:
-        self._engine.load_weights(self._optimizer.layout.checkpoint_views(self._optimizer.whole_master()))
+        layout = self._optimizer.decoder.layout
+        self._engine.load_weights(layout.checkpoint_views(self._optimizer.whole_model()))
 
     def sync_weights(self, version: int) -> None:
         """See Sampler. The engine gets the master weights, rounded to its dtype."""

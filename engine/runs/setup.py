@@ -11,12 +11,11 @@ from ...kernels.backend import find_device
 from ...model.checkpoint import DTYPES, load_decoder, read_weights, resolve_model
 from ...model.config import ModelConfig
 from ...model.decoder import Decoder
-from ...model.freezing import frozen_weights
 from ...model.weights import Layout
 from ..compatibility import check_settings
 from ..config import Config
 from ..display.terminal import console
-from ..parallel.data_parallel import RankedEquivalence, RankedSampler, RankedScorer, RankedWorkers
+from ..parallel.data_parallel import RankedEquivalence, RankedSampler, RankedScorer
 from ..parallel.process_group import ALONE, Ranks
 from ..parallel.scorer import Scorer, frozen
 from ..parallel.workers import Workers, automatic
@@ -32,10 +31,10 @@ from ..tasks.loading import problems_of
 from ..tasks.perfectible import perfectible_set
 from ..tasks.tokenizer import Tokenizer
 from ..train.loss_scaling import LossScaler
-from ..train.optimizer import Optimizer
 from ..train.state import TrainState
 from .memory import RunShape, fit
 from .samplers import Samplers, make_samplers, numerics_of, sampling_context
+from .trained import adapter_layout, make_optimizer, make_parallel, merge_first, model_layout
 
 
 def make_state(
@@ -69,16 +68,19 @@ def make_state(
     prompt_ids = player.check(problems, max_tokens, model_config.max_positions)
     longest = max(map(len, prompt_ids), default=0)
     of_rollout = max_tokens if prompt_ids else limits.max_tokens
-    device, layout = run_device(config), Layout(model_config, frozen_weights(model_config, config.frozen))
+    device, layout = run_device(config), model_layout(config, model_config)
     ref_model = _ref_model(config, model, model_config)
     ref_numel = Layout(ref_model[1]).numel if ref_model else 0
     trajectory_tokens = 0 if prompt_ids else limits.context
     if isinstance(player, AnswerPlayer):
         trajectory_tokens = longest + max_tokens + player.answer_tokens
-    sizes = fit(RunShape(config, layout, ranks.size, longest, ref_numel, trajectory_tokens), device)
+    own_layout, base = adapter_layout(config, layout, model)
+    shape = RunShape(config, layout, ranks.size, longest, ref_numel, trajectory_tokens, own_layout, base)
+    sizes = fit(shape, device)
     weights = read_weights(model, layout)
     flat, recompute = weights.to(device, DTYPES[config.dtype]), config.recompute == "layer"
     policy = Decoder(model_config, flat, layout, numerics_of(config), recompute)
+    adapters = merge_first(config, own_layout, weights, policy, base)
     # The ranks compute shards in common rounds, so all have the same number of workers, and of shards.
     mine = _workers_of_a_rank(config, policy), sizes.shards_at_once
     n, shards = map(min, zip(*ranks.gather(lambda: mine), strict=True))
@@ -89,18 +91,15 @@ def make_state(
         )
         on_failure.enter_context(workers)
         slices = Slices(layout, ranks, device)
-        updates = config.steps * config.updates_per_rollout
-        optimizer = Optimizer(policy, weights, config.optimizer, updates, slices)
+        optimizer = make_optimizer(config, adapters, policy, weights, slices)
         ref_policy = _ref_policy(config, *ref_model, workers.n, sizes.micro_batch) if ref_model else None
         if ref_policy:
             on_failure.callback(ref_policy.close)
         samplers = make_samplers(config, model, model_config, optimizer, workers, sizes.micro_batch)
         on_failure.pop_all()
-    parallel: Workers | RankedWorkers = workers
     if ranks.size > 1:
         samplers = _spread(samplers, ranks)
         ref_policy = RankedScorer(ref_policy, ranks) if ref_policy else None
-        parallel = RankedWorkers(workers, slices, config.virtual_shards)
     return TrainState(
         config=config,
         policy=policy,
@@ -109,7 +108,7 @@ def make_state(
         sampler=samplers.training,
         evaluator=samplers.evaluation,
         old_policy=samplers.old_policy,
-        parallel=parallel,
+        parallel=make_parallel(config, workers, adapters, slices, optimizer.slices),
         micro_batch=sizes.micro_batch,
         ref_policy=ref_policy,
         tokenizer=tokenizer,
@@ -205,6 +204,7 @@ def settled(config: Config) -> Config:
         "model": _absolute(config.model),
         "task": task,
         "loss": loss,
+        "lora": config.lora.model_copy(update={"adapter": _absolute(config.lora.adapter)}),
     }
     return config.model_copy(update=changes)
 

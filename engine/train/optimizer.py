@@ -7,6 +7,7 @@ slices and threads decide no bit.
 """
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ import torch
 from ...kernels.adamw import AdamW, adamw
 from ...kernels.order import tree_sum
 from ...model.decoder import Decoder
-from ...model.weights import FLAT_TILE, Layout
+from ...model.weights import FLAT_TILE, FlatLayout
 from ...verify.ledger import Tree
 from ..config import OptimizerConfig
 from ..parallel.tree_hash import hash_tree
@@ -40,7 +41,7 @@ class Optimizer:
     """Owns the master weights and the optimizer state of a decoder, or one rank's slice of both.
 
     `master` and the two `moments` are [own] fp32: the rank's slice. Without ranks it is all that is trained.
-    With an fp32 decoder the compute weights are the master weights themselves (`in_place`).
+    adapter_optimizer.py has the case in which adapters are trained in place of the weights.
     """
 
     def __init__(
@@ -56,13 +57,9 @@ class Optimizer:
         total_updates: of the whole run, for the schedule of the learning rate.
         """
         self.decoder, self.cfg, self.total_updates = decoder, cfg, total_updates
-        self.layout: Layout = decoder.layout
         self.slices = slices or Slices(self.layout)
-        self.in_place = decoder.dtype == torch.float32
         own = self.slices.own
-        self.master = (
-            decoder.flat.detach()[own] if self.in_place else weights[own].to(decoder.device, copy=True)
-        )
+        self.master = self._flat[own] if self.in_place else weights[own].to(decoder.device, copy=True)
         self._keep_frozen(weights)
         self.moments = torch.zeros_like(self.master), torch.zeros_like(self.master)
         self.updates = 0
@@ -72,6 +69,21 @@ class Optimizer:
         # The parts of `master` that belong to matrices.
         self._decayed = [slice(a - own.start, b - own.start) for a, b in overlaps if a < b]
 
+    @property
+    def layout(self) -> FlatLayout:
+        """Of all that is trained."""
+        return self.decoder.layout
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the master weights lie in `_flat` itself. Those of an fp32 decoder are its weights."""
+        return self.decoder.dtype == torch.float32
+
+    @property
+    def _flat(self) -> torch.Tensor:
+        """What the master weights give, whole in every rank, [layout.numel]: the compute weights."""
+        return self.decoder.flat.detach()
+
     @torch.no_grad()
     def load(self, weights: torch.Tensor, updates: int) -> None:
         """Replace the master weights by `weights` [layout.numel] fp32, and the compute weights with them.
@@ -79,7 +91,7 @@ class Optimizer:
         updates: the number of updates that these weights have had.
         """
         self.updates = updates
-        self.decoder.flat.detach().copy_(weights)
+        self._flat.copy_(weights)
         if not self.in_place:
             self.master.copy_(weights[self.slices.own])
             self._keep_frozen(weights)
@@ -90,8 +102,12 @@ class Optimizer:
         All ranks must call this together.
         """
         if self.in_place:
-            return self.decoder.flat.detach()
+            return self._flat
         return self._with_frozen(self.slices.everywhere(self.master))
+
+    def whole_model(self) -> torch.Tensor:
+        """The model of the master weights, [decoder.layout.numel] fp32; see `whole_master`."""
+        return self.whole_master()
 
     def collect_master(self) -> torch.Tensor | None:
         """The master weights of all ranks, [layout.numel] fp32, at least in rank 0; see `whole_master`.
@@ -99,7 +115,7 @@ class Optimizer:
         All ranks must call this together. Ranks other than 0 may get None.
         """
         if self.in_place:
-            return self.decoder.flat.detach()
+            return self._flat
         trained = self.slices.collect(self.master)
         return None if trained is None else self._with_frozen(trained)
 
@@ -108,20 +124,28 @@ class Optimizer:
         self._frozen = None if self.in_place else weights[self.layout.trained_numel :].to("cpu", copy=True)
 
     @property
-    def frozen(self) -> torch.Tensor:
+    def _frozen_part(self) -> torch.Tensor:
         """The weights that are not trained, [layout.numel - layout.trained_numel] fp32."""
-        return self.decoder.flat.detach()[self.layout.trained_numel :] if self.in_place else self._frozen
+        return self._flat[self.layout.trained_numel :] if self.in_place else self._frozen
+
+    def frozen_views(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The name in the checkpoint and the fp32 values of each weight that is not trained."""
+        yield from self.layout.frozen_views(self._frozen_part).items()
 
     def _with_frozen(self, trained: torch.Tensor) -> torch.Tensor:
         """The trained weights with the frozen ones after them, [layout.numel]."""
-        frozen = self.frozen
+        frozen = self._frozen_part
         return torch.cat([trained, frozen.to(trained.device)]) if len(frozen) else trained
 
     def hash_weights(self) -> Tree:
         """The hash tree of the trained master weights. All ranks must call this together."""
         if self.in_place:  # the hash is of this rank's copy, so that ranks with different copies are found
-            return hash_tree(self.layout.blocks, self.decoder.flat)
+            return hash_tree(self.layout.blocks, self._flat)
         return self.slices.hash_tree(self.slices.hashing(self.master))
+
+    def hash_compute_weights(self) -> Tree | None:
+        """The hash tree of this rank's compute weights; None where they are the master weights."""
+        return None if self.in_place else hash_tree(self.layout.blocks, self._flat)
 
     def learning_rate(self) -> float:
         """The learning rate of the next update."""
@@ -159,7 +183,7 @@ class Optimizer:
             self.master[part].mul_(1.0 - lr * self.cfg.weight_decay)
         # clip / loss_scale has the significand of clip, so the loss scale adds no rounding of the gradient.
         self._adamw(grad, clip / loss_scale, lr)
-        self.slices.share(self.decoder.flat)
+        self.slices.share(self._flat)
         return {"grad_norm": norm, "lr": lr}
 
     def _adamw(self, grad: torch.Tensor, grad_scale: float, lr: float) -> None:
@@ -167,7 +191,7 @@ class Optimizer:
         c = self.cfg
         corrections = 1.0 - c.beta1**self.updates, 1.0 - c.beta2**self.updates
         numbers = AdamW(grad_scale, lr, c.beta1, c.beta2, *corrections, c.eps)
-        out = None if self.in_place else self.decoder.flat.detach()[self.slices.own]
+        out = None if self.in_place else self._flat[self.slices.own]
         adamw(self.master, *self.moments, grad, numbers, out)
 
     def _norm(self, grad: torch.Tensor) -> float:

@@ -13,7 +13,6 @@ from ...verify.divergence import compare_lines
 from ...verify.ledger import Head, Ledger, LedgerFile, Line, Tree, digest, digest_ids
 from ..config import LedgerConfig
 from ..loss.advantage import StepAdvantages
-from ..parallel.tree_hash import hash_tree
 from ..rollout.episodes import Episodes
 from ..rollout.types import Rollout
 from .optimizer import Optimizer
@@ -139,14 +138,15 @@ class Recorder:
         optimizer, slices = self._optimizer, self._optimizer.slices
         self._keep(quantities, "optimizer", slices.hash_tree(slices.hashing(*optimizer.moments)))
         self._keep(quantities, "weights", optimizer.hash_weights())
-        if not optimizer.in_place:
-            tree = hash_tree(optimizer.layout.blocks, optimizer.decoder.flat)
+        if (tree := optimizer.hash_compute_weights()) is not None:
             self._keep(quantities, "compute_weights", tree)
 
     def _keep(self, quantities: dict[str, str], name: str, tree: Tree) -> None:
         """Add the root of `tree` to `quantities`, and keep its leaves where ledger.detail asks for them."""
         quantities[name] = tree.root
         detail = self._config.detail
+        if not tree.leaves:
+            return
         if detail == "full" or (detail == "gradients" and name.startswith("gradient")):
             self._leaves[name] = tree.leaves
 

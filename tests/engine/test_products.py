@@ -69,6 +69,7 @@ SETTINGS: OrderedDict[str, list] = OrderedDict(
         "checkpoint.every": [0, 1],
         "ledger.detail": ["full", "roots", "gradients"],
         "ledger.state_every": [1, 2],
+        "lora.rank": [0, 2],
         "frozen": [[], ["model.layers.0.*", "model.norm.*"], ["model.embed_tokens.*"]],
         "tracking": [[], ["tensorboard"]],
         "optimizer.schedule": ["constant", "linear"],

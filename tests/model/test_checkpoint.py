@@ -141,7 +141,7 @@ def test_an_adapter_and_a_run_are_refused_with_what_to_give(tmp_path):
     adapter, run = tmp_path / "adapter", tmp_path / "run"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
-    with pytest.raises(ValueError, match=r"is a LoRA \(PEFT\) adapter of 'owner/base'.*merge_and_unload"):
+    with pytest.raises(ValueError, match=r"is a LoRA \(PEFT\) adapter of 'owner/base'.*zerokl merge"):
         resolve_model(str(adapter))
     (adapter / "adapter_config.json").write_text("not JSON")
     with pytest.raises(ValueError, match=r"is a LoRA \(PEFT\) adapter, not a whole model"):

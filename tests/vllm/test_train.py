@@ -68,6 +68,15 @@ def test_frozen_weights_lie_in_vllm_where_they_lie_in_the_trainer(base, tmp_path
     assert _fingerprint(base, tmp_path / "vllm", *words, *vllm) == native
 
 
+@pytest.mark.parametrize("separate_process", ["false", "true"])
+def test_adapters_are_merged_where_vllm_reads_the_weights(base, tmp_path, separate_process):
+    """vLLM draws from the merged weights, so it needs no adapters of its own."""
+    words = ("--dtype", "bfloat16", "--lora.rank", "4", "--lora.alpha", "128")
+    native = _fingerprint(base, tmp_path / "native", *words)
+    vllm = ("--sampler", "vllm-zerokl", "--vllm.multiprocess", separate_process)
+    assert _fingerprint(base, tmp_path / "vllm", *words, *vllm) == native
+
+
 ACTS = Path(__file__).parents[1] / "engine" / "rollout"
 ACTING = [
     *("--task.name", "acts:echo", "--task.directory", str(ACTS), "--environment.processes", "1"),

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from zerokl.engine.config import Config
 from zerokl.engine.config_file import to_toml
+from zerokl.engine.lora import LoraConfig
 from zerokl.engine.parallel.data_parallel import RankedScorer
 from zerokl.engine.parallel.process_group import ALONE
 from zerokl.engine.parallel.scorer import frozen
@@ -173,6 +174,19 @@ def test_frozen_weights_are_those_of_one_process(plain, tmp_path):
     _same(tmp_path / "run", tmp_path / "alone")
     (tmp_path / "run" / "summary.json").unlink()
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000004")
+    resume(tmp_path / "run")
+    _same(tmp_path / "run", tmp_path / "alone")
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_adapters_are_those_of_one_process(plain, tmp_path, ranks):
+    """The ranks sum the merged weights' gradient in slices, and adapters have slices of their own."""
+    lora = plain.model_copy(update={"lora": LoraConfig(rank=3), "steps": 2})
+    train(lora, tmp_path / "alone")
+    _run(ranks, lora, tmp_path / "run", "--micro_batch", "2")
+    _same(tmp_path / "run", tmp_path / "alone")
+    (tmp_path / "run" / "summary.json").unlink()
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000002")
     resume(tmp_path / "run")
     _same(tmp_path / "run", tmp_path / "alone")
 

@@ -8,6 +8,7 @@ from math import log2
 import pytest
 import torch
 from zerokl.engine.config import Config
+from zerokl.engine.lora import LoraConfig
 from zerokl.engine.parallel.gradient import ShardSum
 from zerokl.engine.rollout import decode, native
 from zerokl.engine.rollout.generation import make_prefixes
@@ -16,10 +17,12 @@ from zerokl.engine.rollout.types import GenerationParams, RngKey
 from zerokl.engine.runs import memory
 from zerokl.engine.runs.memory import PassSizes, RunShape, activation_bytes, fit_into, footprint
 from zerokl.engine.runs.setup import make_state
+from zerokl.engine.runs.trained import adapter_layout, model_layout
 from zerokl.engine.tasks.loading import load_task
 from zerokl.engine.tasks.rewards import Reward
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
+from zerokl.model.config import ModelConfig
 from zerokl.model.decoder import Decoder
 from zerokl.model.prompts import Prompts
 from zerokl.model.scoring import logprobs, pack
@@ -103,6 +106,30 @@ def test_the_predicted_weights_are_those_that_a_run_holds(config, model, setting
                 state.sampler.sync_weights(version)
         held = _weight_bytes(layout.numel) - before
     assert held == predicted.weights + predicted.other_weights + predicted.optimizer
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_predicted_adapters_are_those_that_a_run_holds(config, model, dtype):
+    """The base, A and B, their moments and their gradient, beside the weights and the gradient's shards."""
+    cfg = config(dtype=dtype, model=model).model_copy(update={"lora": LoraConfig(rank=5)})
+    layout = model_layout(cfg, ModelConfig.from_file(model))
+    adapters, base = adapter_layout(cfg, layout, model)
+    assert base == torch.float32
+    plain, run = RunShape(cfg, layout), RunShape(cfg, layout, adapters=adapters, base=base)
+    predicted, without = footprint(run, SIZES, 10**9), footprint(plain, SIZES, 10**9)
+    task = load_task(cfg.task.name, cfg.task.options)
+    sizes = layout.trained_numel, adapters.numel
+    assert len({*sizes, layout.numel}) == 3, "each size names one kind of tensor"
+    before = [_weight_bytes(numel) for numel in sizes]
+    with closing(make_state(cfg, model, task, Reward(task.reward))) as state:
+        base_bytes, _ = (_weight_bytes(n) - b for n, b in zip(sizes, before, strict=True))
+        state.optimizer.adapters.gradient(torch.zeros(layout.trained_numel))
+        own_bytes = _weight_bytes(adapters.numel) - before[1]
+    assert predicted.weights == without.weights
+    assert predicted.other_weights - without.other_weights == base_bytes
+    assert predicted.optimizer + predicted.gradients - without.gradients == own_bytes
+    ranks = footprint(RunShape(cfg, layout, 2, adapters=adapters, base=base), SIZES, 10**9)
+    assert ranks.optimizer == 8 * adapters.numel, "A and B are whole in each rank, the moments are not"
 
 
 @pytest.mark.parametrize(("shards", "in_flight"), [(1, 1), (4, 1), (8, 2), (8, 8)])

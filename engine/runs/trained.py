@@ -1,0 +1,73 @@
+"""What a run trains: the model's weights, or LoRA adapters in place of them."""
+
+from pathlib import Path
+
+import torch
+
+from ...model.adapters import AdapterLayout, Adapters, adapted_layout, first_adapters
+from ...model.checkpoint import stored_dtype
+from ...model.config import ModelConfig
+from ...model.decoder import Decoder
+from ...model.freezing import frozen_weights
+from ...model.peft import read_adapter
+from ...model.weights import Layout
+from ..config import Config
+from ..parallel.adapter_workers import AdapterWorkers
+from ..parallel.data_parallel import RankedWorkers
+from ..parallel.workers import Workers
+from ..parallel.zero import Slices
+from ..train.adapter_optimizer import AdapterOptimizer
+from ..train.optimizer import Optimizer
+
+
+def model_layout(config: Config, model_config: ModelConfig) -> Layout:
+    """The layout of the model's weights. Those whose gradients a step sums come first.
+
+    Raises ValueError (see frozen_weights).
+    """
+    if lora := config.lora.shape:
+        return adapted_layout(model_config, lora)
+    return Layout(model_config, frozen_weights(model_config, config.frozen))
+
+
+def adapter_layout(config: Config, layout: Layout, model: Path) -> tuple[AdapterLayout | None, torch.dtype]:
+    """The layout of the adapters, None without LoRA; and the dtype in which their base is kept.
+
+    layout: see model_layout. model: its folder. Raises ValueError (see stored_dtype).
+    """
+    lora = config.lora.shape
+    return (AdapterLayout(layout, lora), stored_dtype(model)) if lora else (None, torch.float32)
+
+
+def merge_first(
+    config: Config, layout: AdapterLayout | None, weights: torch.Tensor, policy: Decoder, base: torch.dtype
+) -> Adapters | None:
+    """The adapters that a run begins with, merged into the policy; None without LoRA.
+
+    layout, base: see adapter_layout. weights: the base, [policy.layout.numel] fp32. Raises ValueError for a
+    folder that holds no adapter of this shape.
+    """
+    if layout is None:
+        return None
+    folder = config.lora.adapter
+    flat = read_adapter(Path(folder), layout) if folder else first_adapters(layout, config.seed)
+    return Adapters(layout, flat, weights, policy, base)
+
+
+def make_optimizer(
+    config: Config, adapters: Adapters | None, policy: Decoder, weights: torch.Tensor, slices: Slices
+) -> Optimizer:
+    """The optimizer of the adapters, or of the weights. slices: of the weights, over the run's ranks."""
+    updates = config.steps * config.updates_per_rollout
+    if adapters is None:
+        return Optimizer(policy, weights, config.optimizer, updates, slices)
+    own = Slices(adapters.layout, slices.ranks, policy.device)
+    return AdapterOptimizer(adapters, config.optimizer, updates, own)
+
+
+def make_parallel(
+    config: Config, workers: Workers, adapters: Adapters | None, slices: Slices, own: Slices
+) -> Workers | RankedWorkers | AdapterWorkers:
+    """What sums the gradient of a step. slices: of the weights; own: of what is trained."""
+    ranked = RankedWorkers(workers, slices, config.virtual_shards) if slices.ranks.size > 1 else workers
+    return AdapterWorkers(ranked, adapters, slices, own) if adapters else ranked

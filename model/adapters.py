@@ -1,0 +1,198 @@
+"""LoRA adapters (Hu et al., arXiv:2106.09685): W' = round(W + s B A), s = alpha / rank.
+
+A and B are fp32. The merged weights W' (kernels/merge.py) are what sampler and trainer compute with, so both
+are exact in every way in which they are exact without adapters. W, the base, never changes.
+
+Shapes: W, W', dW [N, K]; B [N, r]; A [r, K]. The decoder's q, k and v are one matrix, and gate and up are
+one. Each part that has an adapter has one of its own, as in PEFT.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..kernels.merge import merge, merge_bwd
+from ..kernels.philox import Stream, uniform_range
+from .config import ModelConfig
+from .decoder import Decoder
+from .weights import Entry, FlatLayout, Layout, Shape
+
+# The matrices that can have adapters, by their names in a checkpoint's layers.
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# In front of a module's name, PEFT writes this in its files.
+PEFT_PREFIX = "base_model.model."
+
+
+class Lora(NamedTuple):
+    """The shape of a run's adapters. targets: in the order of TARGETS."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = TARGETS
+
+    @property
+    def scale(self) -> float:
+        """s."""
+        return self.alpha / self.rank
+
+
+class Adapter(NamedTuple):
+    """The adapter of one matrix of the checkpoint."""
+
+    module: str  # the matrix's name in the checkpoint, without ".weight"
+    weight: Entry  # of the decoder's weight, of which the matrix is the part `rows`
+    rows: slice
+    a: Entry
+    b: Entry
+
+
+def adapted_layout(config: ModelConfig, lora: Lora) -> Layout:
+    """The layout of a model whose weights with adapters come first. Their gradients are summed.
+
+    The others are `frozen`. A matrix of which one part has an adapter is adapted as a whole.
+    """
+    layout = Layout(config)
+    frozen = [e.name for e in layout.entries.values() if not any(_is_target(p, lora) for p, _ in e.parts)]
+    return Layout(config, frozen)
+
+
+def _is_target(name: str, lora: Lora) -> bool:
+    """Whether the tensor `name` of a checkpoint has an adapter."""
+    *_, module, kind = name.split(".")
+    return kind == "weight" and module in lora.targets
+
+
+class AdapterLayout(FlatLayout):
+    """Names, shapes and offsets of A and B of each adapter, which are all trained. The names are PEFT's."""
+
+    def __init__(self, model: Layout, lora: Lora):
+        """model: see adapted_layout."""
+        self.model, self.lora = model, lora
+        found = [
+            (name.removesuffix(".weight"), entry, slice(start, start + rows))
+            for entry in model.trained
+            for name, start, rows in _parts(entry)
+            if _is_target(name, lora)
+        ]
+        shapes: dict[str, Shape] = {}
+        for module, entry, rows in found:
+            for letter, shape in (
+                ("A", (lora.rank, entry.shape[1])),
+                ("B", (rows.stop - rows.start, lora.rank)),
+            ):
+                name = f"{PEFT_PREFIX}{module}.lora_{letter}.weight"
+                shapes[name] = shape, ((name, shape[0]),)
+        super().__init__(shapes)
+        entries = iter(self.entries.values())
+        self.adapters = [Adapter(*place, next(entries), next(entries)) for place in found]
+
+
+def _parts(entry: Entry) -> Iterator[tuple[str, int, int]]:
+    """The name, the first row and the rows of each tensor of the checkpoint in a weight."""
+    start = 0
+    for name, rows in entry.parts:
+        yield name, start, rows
+        start += rows
+
+
+def first_adapters(layout: AdapterLayout, seed: int) -> torch.Tensor:
+    """The adapters before the first step, [layout.numel] fp32: B is zero, so W' is the rounded base.
+
+    A is uniform in -1 / sqrt(K) to 1 / sqrt(K), as in PEFT: Kaiming's bound sqrt(6 / ((1 + 5) K)) of
+    torch.nn.init.kaiming_uniform_ with a = sqrt(5). Each number is a function of the seed, the place of its
+    matrix among the tensors of the model, and its own place in A. The other targets do not change it.
+    """
+    flat = torch.zeros(layout.numel)
+    tensors = [name for entry in Layout(layout.model.config).entries.values() for name, _ in entry.parts]
+    place = {name.removesuffix(".weight"): i for i, name in enumerate(tensors)}
+    for module, *_, a, _ in layout.adapters:
+        u = uniform_range(a.numel, seed, Stream.LORA, place[module])
+        bound = 1.0 / math.sqrt(a.shape[1])
+        flat[a.offset : a.offset + a.numel] = torch.from_numpy(((2.0 * u - 1.0) * bound).astype(np.float32))
+    return flat
+
+
+@torch.no_grad()
+def merge_all(
+    layout: AdapterLayout, adapters: torch.Tensor, base: torch.Tensor, merged: torch.Tensor
+) -> None:
+    """Write each matrix that has an adapter, with the adapter merged in, to its place in `merged`.
+
+    adapters: [layout.numel] fp32. base and merged: flat as layout.model; its trained part is enough.
+    """
+    for _, weight, rows, a, b in layout.adapters:
+        w_new, w = (_view(flat, weight)[rows] for flat in (merged, base))
+        merge(w_new, w, _view(adapters, b), _view(adapters, a), layout.lora.scale)
+
+
+class Adapters:
+    """The adapters of a decoder, and the base that they are merged into. Both are whole in every rank.
+
+    flat: A and B, [layout.numel] fp32. Whoever changes them calls `merge`.
+    base: the adapted weights in the checkpoint's dtype, which holds them exactly, on the decoder's device.
+    The other weights of the base lie in the same dtype on the host: no step computes with them.
+    """
+
+    def __init__(
+        self,
+        layout: AdapterLayout,
+        flat: torch.Tensor,
+        weights: torch.Tensor,
+        decoder: Decoder,
+        base: torch.dtype,
+    ):
+        """weights: the base, [layout.model.numel] fp32. base: a dtype that holds it exactly.
+
+        The decoder's weights are merged at once.
+        """
+        self.layout, self.decoder = layout, decoder
+        self.flat = flat.to(decoder.device, copy=True)
+        adapted, rest = weights[: layout.model.trained_numel], weights[layout.model.trained_numel :]
+        self._adapted = adapted.to(decoder.device, base, copy=True)
+        self._rest = rest.to("cpu", base, copy=True)
+        self._gradient: torch.Tensor | None = None
+        self.merge()
+
+    def merge(self) -> None:
+        """Compute the decoder's weights again, from the base and the adapters as they are now."""
+        merge_all(self.layout, self.flat, self._adapted, self.decoder.flat.detach())
+
+    def merged(self) -> torch.Tensor:
+        """The whole model with its adapters merged in, in fp32: [layout.model.numel].
+
+        Rounded to the compute dtype, it has the bits of the decoder's weights.
+        """
+        adapted = self._adapted.float()
+        model = torch.cat([adapted, self._rest.to(adapted.device, torch.float32)])
+        merge_all(self.layout, self.flat, self._adapted, model)
+        return model
+
+    @torch.no_grad()
+    def gradient(self, dw: torch.Tensor) -> torch.Tensor:
+        """The gradient of the adapters, [layout.numel] fp32, from that of the merged weights.
+
+        dw: [layout.model.trained_numel] fp32. The next call writes over the result.
+        """
+        if self._gradient is None:
+            self._gradient = torch.zeros_like(self.flat)
+        for _, weight, rows, a, b in self.layout.adapters:
+            dw_part = _view(dw, weight)[rows]
+            db, da = merge_bwd(dw_part, _view(self.flat, b), _view(self.flat, a), self.layout.lora.scale)
+            _view(self._gradient, b).copy_(db)
+            _view(self._gradient, a).copy_(da)
+        return self._gradient
+
+    def base_views(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The name in the checkpoint and the fp32 values of each weight of the base, on the host."""
+        model = self.layout.model
+        for name, view in model.trained_views(self._adapted).items():
+            yield name, view.to("cpu", torch.float32)
+        for name, view in model.frozen_views(self._rest).items():
+            yield name, view.float()
+
+
+def _view(flat: torch.Tensor, entry: Entry) -> torch.Tensor:
+    return flat[entry.offset : entry.offset + entry.numel].view(entry.shape)

@@ -1,0 +1,179 @@
+"""Runs that train LoRA adapters: exact, the same bits however the work is cut, resumed, replayed, verified.
+
+The ledger's quantities are those of A and B, and its head binds the base.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from zerokl.cli import main
+from zerokl.engine.commands.replay import Replayer
+from zerokl.engine.commands.verify_run import verify_run
+from zerokl.engine.config import Config
+from zerokl.engine.lora import LoraConfig
+from zerokl.engine.runs.run import resume, train
+from zerokl.files.writing import MANIFEST, write_manifest
+from zerokl.verify.divergence import open_run
+
+LORA = LoraConfig(rank=3, alpha=9.0)
+
+
+@pytest.fixture(scope="module")
+def base(model, tmp_path_factory) -> Path:
+    """A copy of the model, because tests change weights of it."""
+    return shutil.copytree(model, tmp_path_factory.mktemp("base") / "model")
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "float16"])
+def lora(request, config, base) -> Config:
+    made = config(dtype=request.param, model=base, checkpoint__every=2, steps=3)
+    return made.model_copy(update={"lora": LORA})
+
+
+@pytest.fixture(scope="module")
+def run(lora, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("lora") / "run"
+    summary = train(lora, path)
+    assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
+    return path
+
+
+@pytest.fixture
+def cut(run, base, tmp_path) -> Path:
+    """The run, as if it had ended after its second step. Its model lies in tmp_path / "model"."""
+    shutil.copytree(base, tmp_path / "model")
+    path = shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(path / "checkpoints" / "step-000003")
+    (path / "summary.json").unlink()
+    return path
+
+
+def fingerprint(path: Path) -> str:
+    return json.loads((path / "summary.json").read_text())["fingerprint"]
+
+
+def alter(file: Path, name: str) -> None:
+    """Flip the last bit of one element of a tensor."""
+    weights = load_file(file)
+    weights[name].view(torch.int32).view(-1)[3] ^= 1
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def test_the_ledger_is_of_the_adapters_and_the_head_binds_the_base(run, base):
+    ledger = open_run(run)
+    adapter = load_file(run / "checkpoints" / "step-000003" / "adapter_model.safetensors")
+    assert sorted(ledger.head.names) == sorted(adapter)
+    assert all(x.dtype == torch.float32 and x.any() for x in adapter.values()), "A and B moved"
+    names = {k.removeprefix("frozen.") for k in ledger.head.settings if k.startswith("frozen.")}
+    assert names == load_file(base / "model.safetensors").keys()
+    assert (ledger.head.settings["lora.rank"], ledger.head.settings["lora.alpha"]) == (3, 9.0)
+    line = ledger.lines[1]
+    assert {"gradient", "optimizer", "weights", "compute_weights"} <= line.quantities.keys()
+    assert all(len(line.leaves[q]) == len(adapter) for q in ("gradient", "optimizer", "weights"))
+    compute = [line.quantities["compute_weights"] for line in ledger.lines]
+    assert len(set(compute)) == 3, "every update changes what is computed with"
+
+
+CUTS = [
+    {"workers": 2, "micro_batch": 2},
+    pytest.param({"shards_in_flight": 3, "micro_batch": 5}, marks=pytest.mark.full),
+    pytest.param({"recompute": "layer", "micro_batch": 1}, marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize("cut_up", CUTS, ids=str)
+def test_how_the_work_is_cut_decides_no_bit(lora, run, tmp_path, cut_up):
+    train(lora.model_copy(update=cut_up), tmp_path / "run")
+    assert fingerprint(tmp_path / "run") == fingerprint(run)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"rank": 2}, {"alpha": 9.5}, {"targets": ("q_proj", "o_proj")}],
+    ids=lambda other: next(iter(other)),
+)
+@pytest.mark.full
+def test_control_another_adapter_is_another_run(lora, run, tmp_path, other):
+    train(lora.model_copy(update={"lora": LORA.model_copy(update=other)}), tmp_path / "run")
+    a, b = (open_run(path).lines for path in (run, tmp_path / "run"))
+    assert a[0].quantities["tokens"] == b[0].quantities["tokens"], "the first adapter changes nothing"
+    assert a[0].quantities["gradient"] != b[0].quantities["gradient"]
+
+
+def test_off_is_the_run_without_the_section(config, base, tmp_path):
+    off = config(model=base, steps=1)
+    summary = train(off.model_copy(update={"lora": LoraConfig()}), tmp_path / "off")
+    assert summary.fingerprint == train(off, tmp_path / "plain").fingerprint
+    assert not any(key.startswith("lora") for key in open_run(tmp_path / "off").head.settings)
+
+
+def test_a_run_goes_on_is_replayed_traced_and_verified(run, cut, tmp_path):
+    assert [f"{f.what}: {f.result}" for f in verify_run(cut, 2, 0, {}) if not f.holds] == []
+    command = ["replay", str(cut), "--step", "1", "--trace", str(tmp_path / "t.safetensors")]
+    assert main(command) == 0
+    names = load_file(tmp_path / "t.safetensors").keys()
+    module = "base_model.model.model.layers.1.mlp.down_proj"
+    assert f"gradient.{module}.lora_A.weight" in names
+    assert not any("model.embed_tokens" in name for name in names)
+    resume(cut, {"workers": 2, "micro_batch": 2})
+    assert [line.chain for line in open_run(cut).lines] == [line.chain for line in open_run(run).lines]
+    assert fingerprint(cut) == fingerprint(run)
+    assert [f"{f.what}: {f.result}" for f in verify_run(cut, 0, 0, {}) if not f.holds] == []
+
+
+def moved_model(path: Path, model: Path) -> None:
+    """Make a run start from another folder, as a run does whose model was moved."""
+    file = path / "config.toml"
+    lines = [f'model = "{model}"' if x.startswith("model = ") else x for x in file.read_text().split("\n")]
+    file.write_text("\n".join(lines))
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"])
+def test_another_base_is_refused_by_name(cut, tmp_path, name):
+    moved_model(cut, tmp_path / "model")
+    assert not [f for f in verify_run(cut, 0, 0, {}) if not f.holds and f.what == "replay"], "control"
+    alter(tmp_path / "model" / "model.safetensors", name)
+    with pytest.raises(ValueError, match=f"^resume: the frozen weight {name} of .* is sha256:.* put it back"):
+        resume(cut)
+    with pytest.raises(ValueError, match=f"what it started from is another now.* frozen.{name}: 'sha256:"):
+        Replayer(cut)
+
+
+def test_a_checkpoint_with_another_adapter_is_not_used(run, cut, capsys):
+    """Its manifest is made again, as a forger would."""
+    folder = cut / "checkpoints" / "step-000002"
+    name = "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"
+    alter(folder / "adapter_model.safetensors", name)
+    (folder / MANIFEST).unlink()
+    write_manifest(folder)
+    message = f"the weights in {folder} are not those whose hash is in {cut / 'ledger.jsonl'}"
+    assert [f.result for f in verify_run(cut, 0, 0, {}) if f.what == "step-000002"] == [message]
+    resume(cut)
+    assert f"{message}; not used" in " ".join(capsys.readouterr().out.split())
+    assert (cut / "ledger.jsonl").read_bytes() == (run / "ledger.jsonl").read_bytes(), "from its first step"
+
+
+@pytest.mark.parametrize(
+    "separate",
+    [
+        {"max_staleness": 1},
+        {"exact": False, "sampler": "hf"},
+        pytest.param(
+            {"exact": False, "perturb__round_weights": "float16", "perturb__delay": 1}, marks=pytest.mark.full
+        ),
+    ],
+    ids=str,
+)
+def test_samplers_with_weights_of_their_own(config: Callable[..., Config], base, tmp_path, separate):
+    """An exact run compares every bit. The other samplers get the merged weights: later tokens differ."""
+    cfg = config(model=base, dtype="bfloat16", **separate).model_copy(update={"lora": LORA})
+    train(cfg, tmp_path / "run")
+    train(cfg.model_copy(update={"lora": LORA.model_copy(update={"alpha": 1.0})}), tmp_path / "other")
+    a, b = (open_run(tmp_path / name).lines for name in ("run", "other"))
+    assert a[0].quantities["sampling_logprobs"] == b[0].quantities["sampling_logprobs"]
+    assert a[2].quantities["sampling_logprobs"] != b[2].quantities["sampling_logprobs"], "control"

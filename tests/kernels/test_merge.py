@@ -1,0 +1,111 @@
+"""merge: the order of the sum by definition, the law, accuracy against fp64, and the gradient."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from zerokl.files.bitwise import count_unequal
+from zerokl.kernels.merge import merge, merge_bwd
+
+from tests.helpers import DTYPES, assert_at_most_twice_the_error, property_settings, randn, threads
+
+
+def operands(N: int, K: int, rank: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> list:
+    """w, b and a of about the sizes that training gives them."""
+    w, b, a = randn(seed, N, K) * 0.02, randn(seed + 1, N, rank) * 0.05, randn(seed + 2, rank, K) * 0.1
+    return [w.to(dtype), b, a]
+
+
+def merged(w: torch.Tensor, b: torch.Tensor, a: torch.Tensor, s: float, dtype: torch.dtype) -> torch.Tensor:
+    y = torch.full(w.shape, torch.nan, dtype=dtype)
+    merge(y, w, b, a, s)
+    return y
+
+
+def by_definition(
+    w: torch.Tensor, b: torch.Tensor, a: torch.Tensor, s: float, dtype: torch.dtype, order: list[int]
+) -> torch.Tensor:
+    """The merged weight in numpy, which rounds every operation; the sum over the rank in this order."""
+    w, b, a = w.float().numpy(), b.numpy(), a.numpy()
+    total = np.zeros_like(w)
+    for i in order:
+        total = total + b[:, i : i + 1] * a[i]
+    return torch.from_numpy(w + total * np.float32(s)).to(dtype)
+
+
+@property_settings(40)
+@given(
+    N=st.integers(1, 70),
+    K=st.integers(1, 70),
+    rank=st.integers(1, 17),
+    s=st.sampled_from([1.0, 2.0, 32 / 3, 0.1]),
+    base=st.sampled_from(DTYPES),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 100),
+)
+def test_every_operation_is_rounded_in_the_order_of_the_rank(N, K, rank, s, base, dtype, seed):
+    w, b, a = operands(N, K, rank, seed, base)
+    expected = by_definition(w, b, a, s, dtype, list(range(rank)))
+    assert count_unequal(merged(w, b, a, s, dtype), expected) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_control_another_order_of_the_sum_has_other_bits(dtype):
+    w, b, a = operands(64, 64, 16)
+    y = merged(w, b * 20, a, 2.0, dtype)
+    assert count_unequal(y, by_definition(w, b * 20, a, 2.0, dtype, list(range(16)))) == 0
+    assert count_unequal(y, by_definition(w, b * 20, a, 2.0, dtype, list(range(16))[::-1])) > 0
+
+
+def test_an_element_depends_on_its_own_row_and_column_only():
+    w, b, a = operands(300, 500, 9)
+    whole = merged(w, b, a, 2.0, torch.bfloat16)
+    for start, stop in pairwise([0, 1, 2, 130, 131, 300]):
+        part = slice(start, stop)
+        assert count_unequal(merged(w[part], b[part], a, 2.0, torch.bfloat16), whole[part]) == 0
+    columns = merged(w[:, 3:40].contiguous(), b, a[:, 3:40].contiguous(), 2.0, torch.bfloat16)
+    assert count_unequal(columns, whole[:, 3:40]) == 0
+    with threads(3):
+        assert count_unequal(merged(w, b, a, 2.0, torch.bfloat16), whole) == 0
+
+
+def test_a_zero_b_gives_the_weight_itself():
+    w, b, a = operands(40, 30, 4)
+    for dtype in DTYPES:
+        assert count_unequal(merged(w, torch.zeros_like(b), a, 2.0, dtype), w.to(dtype)) == 0
+
+
+@pytest.mark.parametrize("rank", [1, 16, 64])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_error_is_at_most_twice_that_of_plain_torch(dtype, rank):
+    w, b, a = operands(96, 160, rank)
+    exact = w.double() + 2.0 * (b.double() @ a.double())
+    plain = (w + 2.0 * (b @ a)).to(dtype)
+    assert_at_most_twice_the_error(merged(w, b, a, 2.0, dtype), plain, exact, f"rank {rank}, {dtype}")
+
+
+@pytest.mark.parametrize("rank", [1, 5, 32])
+def test_the_gradient_is_that_of_autograd_in_fp64(rank):
+    w, b, a = operands(48, 40, rank)
+    dy = randn(7, 48, 40)
+    exact, plain = [], []
+    for found, dtype in ((exact, torch.float64), (plain, torch.float32)):
+        leaves = b.to(dtype).requires_grad_(), a.to(dtype).requires_grad_()
+        (w.to(dtype) + 1.5 * (leaves[0] @ leaves[1])).backward(dy.to(dtype))
+        found += [leaf.grad for leaf in leaves]
+    for name, ours, x, y in zip("ba", merge_bwd(dy, b, a, 1.5), plain, exact, strict=True):
+        assert_at_most_twice_the_error(ours, x, y, f"d{name} at rank {rank}")
+    doubles = [x.double() for x in (dy, b, a)]
+    for ours, y in zip(merge_bwd(*doubles, 1.5), exact, strict=True):
+        torch.testing.assert_close(ours, y, rtol=1e-12, atol=1e-13)
+
+
+def test_other_shapes_are_refused():
+    w, b, a = operands(4, 6, 2)
+    with pytest.raises(ValueError, match=r"merge: y \(4, 6\), b \(4, 2\) and a \(2, 6\) must be"):
+        merge(w.clone(), w.t().contiguous(), b, a, 1.0)
+    with pytest.raises(ValueError, match="of w"):
+        merge(w.clone(), w, b, randn(0, 3, 6), 1.0)
