@@ -1,0 +1,88 @@
+"""Linear projection of each token by the matrices of its experts.
+
+    y_r = x_t w_e^T     of a row r = (expert e, token t)
+    dx_t = sum over the slots of t of dy_r w_e          dw_e = sum over the rows of e of dy_r^T x_t
+
+Shapes: x [T, K]; w [E N, K] holds the matrices [N, K] of the experts one after another; y [R, N]. T tokens,
+R rows (expert_rows.py), E experts.
+Roundings: y is rounded once. dy_r w_e is rounded once, then the slots are added in fp32, slot after slot, and
+the sum is rounded once. dw is not rounded where the pass has fp32 buffers (grad.py).
+Order: a row has the bits of `linear` with the matrix of its expert: no row knows another. dw_e is summed over
+the token blocks of the pass, in their order, over the rows of e in each. The blocks of other tokens, and the
+experts of other tokens, change nothing.
+"""
+
+import torch
+
+from .backend import on_triton
+from .expert_rows import ExpertRows
+from .grad import GradBuffer, accumulate_dtype, check_dtype
+from .matmul import add_outer_ref, matmul_ref
+from .order import TokenBlocks
+from .passes import ONE_SEQUENCE, Pass
+
+
+def experts_of(w: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
+    """The matrices of the experts, [E, N, K], as a view of w [E N, K]."""
+    return w.view(rows.experts, -1, w.shape[1])
+
+
+def grouped_matmul_ref(x_RK: torch.Tensor, w_ENK: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
+    """Each row times the matrix of its expert, transposed. -> [R, N]. w may have any strides."""
+    y = x_RK.new_empty(x_RK.shape[0], w_ENK.shape[1])
+    for expert, start, end in rows.segments:
+        y[start:end] = matmul_ref(x_RK[start:end], w_ENK[expert])
+    return y
+
+
+def add_grouped_outer_ref(
+    buffer: GradBuffer, dy_RN: torch.Tensor, x_RK: torch.Tensor, rows: ExpertRows, blocks: TokenBlocks
+) -> None:
+    """buffer [shards, E N, K] += dy^T x of each expert's rows, block by block in the order of `blocks`."""
+    sums = buffer.zeroed(blocks.shards)
+    dy, x = dy_RN.to(sums.dtype), x_RK.to(sums.dtype)
+    for shard, by_expert in rows.blocks(blocks):
+        acc = experts_of(sums[shard], rows)
+        for expert, bounds in by_expert:
+            add_outer_ref(acc[expert], dy, x, bounds)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, rows, in_pass):
+        # w does not go through save_for_backward: its identity finds its buffer.
+        ctx.save_for_backward(x)
+        ctx.w, ctx.rows, ctx.in_pass = w, rows, in_pass
+        return grouped_matmul_ref(x[rows.tokens], experts_of(w, rows), rows)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        w, rows, in_pass, dx, dw = ctx.w, ctx.rows, ctx.in_pass.over(x), None, None
+        if ctx.needs_input_grad[0]:
+            dx_rows = grouped_matmul_ref(dy, experts_of(w, rows).transpose(1, 2), rows)
+            dx = rows.sum_slots(dx_rows.to(accumulate_dtype(x.dtype))).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            buffer = in_pass.buffer(w)
+            add_grouped_outer_ref(buffer, dy, x[rows.tokens], rows, in_pass.blocks)
+            dw = in_pass.returned_grad(w, buffer)
+        return dx, dw, None, None
+
+
+def grouped_linear(
+    x: torch.Tensor, w: torch.Tensor, rows: ExpertRows, in_pass: Pass = ONE_SEQUENCE
+) -> torch.Tensor:
+    """The rows of x [T, K] by the matrices w [E N, K] of their experts -> [R, N], in the order of `rows`.
+
+    in_pass: the token blocks are of the T tokens. Raises ValueError on a shape or dtype that does not fit,
+    and on a GPU, for which there is no kernel.
+    """
+    check_dtype("grouped_linear", x=x, w=w)
+    if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1] or w.shape[0] % rows.experts:
+        raise ValueError(
+            f"grouped_linear: x {tuple(x.shape)} must be [T, K], and w {tuple(w.shape)} [E N, K] of "
+            f"{rows.experts} experts with the same K"
+        )
+    if on_triton(x):
+        raise ValueError('grouped_linear: experts have no GPU kernel; set device = "cpu"')
+    return _GroupedLinear.apply(x, w, rows, in_pass)

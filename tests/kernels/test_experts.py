@@ -1,0 +1,187 @@
+"""A mixture of experts beside a slow one: token by token, slot by slot, rounded where it must be."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from zerokl.kernels.expert_rows import ExpertRows
+from zerokl.kernels.grad import GradBuffer
+from zerokl.kernels.grouped_linear import grouped_linear
+from zerokl.kernels.linear import linear
+from zerokl.kernels.order import blocks_of_rows, token_blocks
+from zerokl.kernels.passes import Pass
+from zerokl.kernels.silu_mul import silu_mul
+from zerokl.kernels.topk_softmax import _lane_sum, topk_softmax
+
+from tests.helpers import DTYPES, randint, randn, total_unequal
+from tests.law.experts import CHOSEN, EXPERTS, INNER, mixture, weights
+
+T, D = 50, 48
+
+
+def coarse(x: torch.Tensor) -> torch.Tensor:
+    """x in steps of a half, so that many tokens have experts of equal logits."""
+    return (x * 2).round() / 2
+
+
+def chosen(p: np.ndarray, ties: str) -> list[int]:
+    """The experts of the largest probabilities; of equal ones the lower, or the higher, comes first."""
+    sign = 1 if ties == "lower" else -1
+    return sorted(range(len(p)), key=lambda e: (-p[e], sign * e))[:CHOSEN]
+
+
+def one_token(
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    ties: str = "lower",
+    slots: Callable = list,
+    weigh: str = "before rounding",
+) -> torch.Tensor:
+    """The output of one token, [1, D]. x [1, D], logits [E]. slots: the order in which they are added."""
+    terms = torch.exp(logits.float() - logits.float().max())
+    p = (terms * (1.0 / _lane_sum(terms.unsqueeze(0), 16 // logits.element_size()))).numpy()
+    ids = chosen(p, ties)
+    scale = np.float32(1.0) / (p[ids[0]] + p[ids[1]])
+    y = torch.zeros(1, x.shape[1])
+    for e in slots(ids):
+        gate_up_e, down_e = gate_up.chunk(EXPERTS)[e], down.chunk(EXPERTS)[e]
+        h, q = silu_mul(linear(x, gate_up_e)), float(p[e] * scale)
+        if weigh == "before rounding":
+            y += (linear(h.float(), down_e.float()) * q).to(x.dtype).float()
+        elif weigh == "after rounding":
+            y += (linear(h, down_e).float() * q).to(x.dtype).float()
+        else:
+            y += linear((h.float() * q).to(x.dtype), down_e).float()
+    return y.to(x.dtype)
+
+
+def slow(x: torch.Tensor, logits: torch.Tensor, w: list[torch.Tensor], **other: object) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.cat([one_token(x[t : t + 1], logits[t], *w, **other) for t in range(len(x))])
+
+
+def both(dtype: torch.dtype, **other: object) -> int:
+    """How many elements differ between the mixture and the slow one, for logits many of which are equal."""
+    x, (router, *w) = randn(0, T, D, dtype=dtype), weights(D, dtype, 5)
+    router = coarse(router * 8)
+    x = coarse(x)
+    ours = mixture(x, router, *w)[0]
+    return total_unequal([ours], [slow(x, linear(x, router), w, **other)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_it_has_the_bits_of_a_token_by_token_mixture(dtype):
+    assert both(dtype) == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("other", [{"ties": "higher"}, {"weigh": "before the product"}])
+def test_control_another_rule_is_found(dtype, other):
+    assert both(dtype, **other) > 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_control_a_rounding_before_the_weight_is_found(dtype):
+    assert both(dtype, weigh="after rounding") > 0
+
+
+def test_control_another_order_of_the_slots_is_found():
+    """Of two slots the sum has one order only, so this is seen where three are added."""
+    ids = torch.tensor([[2, 0, 1]])
+    rows = ExpertRows(ids, 3)
+    x = torch.tensor([[1e8], [1.0], [-1e8]])  # of the experts 0, 1 and 2
+    assert rows.sum_slots(x).item() == (-1e8 + 1e8) + 1.0
+    assert x.flip(0).sum().item() != 1.0
+
+
+@pytest.mark.parametrize("load", [2, 4, 8])
+@pytest.mark.parametrize("E", [1, 2, 6, 8, 64, 128, 256, 512])
+def test_lanes_are_added_as_a_butterfly(E, load):
+    terms = randn(E, 1, E).exp()
+    padded = np.zeros(1 << (E - 1).bit_length(), np.float32)
+    padded[:E] = terms[0].numpy()
+    load = min(load, len(padded))
+    loads = max(1, len(padded) // (load * 32))
+    lanes = len(padded) // (load * loads)
+    sums = np.zeros(lanes, np.float32)
+    for lane in range(lanes):
+        for i in range(loads):
+            for j in range(load):
+                sums[lane] += padded[(i * lanes + lane) * load + j]
+    mask = lanes // 2
+    while mask:
+        sums = np.array([sums[lane] + sums[lane ^ mask] for lane in range(lanes)], np.float32)
+        mask //= 2
+    assert _lane_sum(terms, load).item() == sums[0]
+
+
+def test_control_the_order_of_the_lanes_decides_bits():
+    terms = randn(0, 100, 128).exp()
+    assert total_unequal([_lane_sum(terms, 8)], [_lane_sum(terms, 4)]) > 0
+    assert total_unequal([_lane_sum(terms, 8)], [terms.flip(1).cumsum(1)[:, -1]]) > 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_of_equal_logits_the_lower_experts_are_chosen(dtype):
+    q, ids = topk_softmax(torch.zeros(3, 64, dtype=dtype), 5, renormalise=True)
+    assert ids.tolist() == [[0, 1, 2, 3, 4]] * 3
+    assert total_unequal([q], [q[:1, :1].expand(3, 5)]) == 0
+    logits = torch.tensor([[1.0, 3.0, 2.0, 3.0]], dtype=dtype)
+    assert topk_softmax(logits, 3, renormalise=False)[1].tolist() == [[1, 3, 2]]
+
+
+def test_logits_that_are_nan_choose_the_first_experts_with_weight_0():
+    q, ids = topk_softmax(torch.full((1, 8), float("nan")), 2, renormalise=True)
+    assert ids.tolist() == [[0, 1]]
+    assert q.tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_experts_gradient_is_that_of_a_linear_over_its_tokens(dtype):
+    """Block by block, over the rows of the expert in each. An expert without tokens has exact zeros."""
+    lengths, N = [150, 20, 130], 32
+    ids = torch.stack([randint(1, 2, 300), 2 + randint(2, 2, 300)], 1)  # experts 0 to 3 of 5
+    rows, x = ExpertRows(ids, 5), randn(0, 300, D, dtype=dtype)
+    w = randn(1, 5 * N, D, dtype=dtype).requires_grad_()
+    buffer = GradBuffer(torch.full((1, *w.shape), float("nan")), empty=[0])
+    dy, blocks = randn(2, 600, N, dtype=dtype), token_blocks(lengths)
+    grouped_linear(x, w, rows, Pass(blocks, {w: buffer})).backward(dy)
+    for e, (dw, w_e) in enumerate(zip(buffer.sums[0].chunk(5), w.detach().chunk(5), strict=True)):
+        tokens = [t for t in range(300) if e in ids[t]]
+        cuts = [(a, b) for _, bs in blocks.parts for a, b in bs]
+        counts = [[sum(t < bound for t in tokens) for bound in block] for block in cuts]
+        expected = GradBuffer(torch.zeros(1, N, D))
+        w_e = w_e.clone().requires_grad_()
+        in_pass = Pass(blocks_of_rows([(a, b) for a, b in counts if a < b]), {w_e: expected})
+        expert_rows = slice(*next(((a, b) for expert, a, b in rows.segments if expert == e), (0, 0)))
+        linear(x[tokens], w_e, None, in_pass).backward(dy[expert_rows])
+        assert total_unequal([dw], [expected.sums[0]]) == 0
+        assert dw.any() == (e < 4)
+
+
+@pytest.mark.parametrize("experts", [1, 7])
+def test_no_tokens_and_one_expert_are_taken(experts):
+    router, gate_up, _ = (w.chunk(EXPERTS)[0].repeat(experts, 1) for w in weights(D, torch.float32, 0))
+    q, ids = topk_softmax(linear(torch.ones(0, D), router), 1, renormalise=True)
+    rows = ExpertRows(ids, experts)
+    assert grouped_linear(torch.ones(0, D), gate_up, rows).shape == (0, 2 * INNER)
+    assert q.shape == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: topk_softmax(torch.zeros(2, 4), 5, True), r"k \(5\) in 1..E"),
+        (lambda: topk_softmax(torch.zeros(2, 4, dtype=torch.int32), 1, True), "must be float32"),
+        (
+            lambda: grouped_linear(torch.zeros(1, 4), torch.zeros(7, 4), ExpertRows(torch.tensor([[0]]), 2)),
+            "of 2 experts",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
