@@ -1,6 +1,7 @@
 """A checkpoint of random weights, as `zerokl init` would write it before any training."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from zerokl.engine.runs import init as initialise
@@ -25,9 +26,18 @@ TWO_LAYERS = dict(
     head_dim=16,
 )
 
+# A dense layer, and one with experts.
+EXPERTS = TWO_LAYERS | dict(
+    num_experts=6,
+    num_experts_per_tok=2,
+    moe_intermediate_size=48,
+    norm_topk_prob=True,
+    mlp_only_layers=[0],
+)
 
-def random_model(root: Path, widths: dict[str, int], sharper: float = 1.0) -> Path:
-    """Write a Qwen3 of these widths with the character tokenizer; return its folder, which is below `root`.
+
+def random_model(root: Path, widths: dict[str, Any], sharper: float = 1.0) -> Path:
+    """Write a Qwen3 (or Qwen3-MoE) of these widths with the character tokenizer; return its folder, which is below `root`.
 
     All weights are multiplied by `sharper`.
     """
