@@ -1,8 +1,9 @@
 """The rows of a mixture of experts: each token once for every expert that it has, sorted by expert.
 
-Shapes: T tokens, k experts of a token, R = T k rows, E experts.
+Shapes: T tokens, k experts of a token, R rows, E experts.
 
-Rows are sorted by (expert, token). So the rows of an expert lie together, in the order of the tokens.
+Rows are sorted by (expert, token). So the rows of an expert lie together, in the order of the tokens. After
+them lie rows that pad their number to a multiple of PADDED_ROWS: they are rows of token 0 that nobody reads.
 """
 
 from functools import cached_property
@@ -14,6 +15,8 @@ import torch
 from .order import TokenBlocks
 
 Bounds = list[tuple[int, int]]  # rows [start, end)
+# Then the matrix products of few rows need no copies (matmul._TAIL_TILES). It decides no bit.
+PADDED_ROWS = 8
 
 
 class ExpertRows:
@@ -23,17 +26,26 @@ class ExpertRows:
     """
 
     def __init__(self, ids: torch.Tensor, experts: int):
-        (T, k), self.experts = ids.shape, experts
-        expert_of_row, self._slots = ids.reshape(-1).sort(stable=True)
-        self.tokens = self._slots // k  # [R], the token of each row
-        # [T, k], the row of each token's slot.
-        self.places = torch.empty_like(self._slots).scatter_(0, self._slots, torch.arange(T * k)).view(T, k)
-        self._ends = torch.searchsorted(expert_of_row, torch.arange(experts + 1)).tolist()
+        self.experts, k, expert_of_slot = experts, ids.shape[1], ids.reshape(-1).numpy()
+        by_expert = np.argsort(expert_of_slot, kind="stable")
+        counts = np.bincount(expert_of_slot, minlength=experts)
+        padded = counts + -counts % PADDED_ROWS
+        self._starts = np.cumsum(padded) - padded
+        self._ends = self._starts + counts
+        rows = np.arange(len(by_expert)) + np.repeat(self._starts - (np.cumsum(counts) - counts), counts)
+        slots = np.zeros(padded.sum(), np.int64)
+        slots[rows] = by_expert
+        places = np.empty_like(by_expert)
+        places[by_expert] = rows
+        self._slots, self._tokens = torch.from_numpy(slots), slots // k
+        self.places = torch.from_numpy(places).view(ids.shape)  # [T, k], the row of each token's slot
+        self.tokens = torch.from_numpy(self._tokens)  # [R], the token of each row
 
     @cached_property
     def segments(self) -> list[tuple[int, int, int]]:
-        """Each expert that has rows, with its first row and its end."""
-        return [(e, a, b) for e, (a, b) in enumerate(pairwise(self._ends)) if a < b]
+        """Each expert that has rows, with its first row and the end of its rows and their padding."""
+        ends = [*self._starts.tolist(), len(self.tokens)]
+        return [(expert, a, b) for expert, (a, b) in enumerate(pairwise(ends)) if a < b]
 
     def of_slots(self, x_Tk: torch.Tensor) -> torch.Tensor:
         """A number of each slot, [T, k] -> that of each row, [R]."""
@@ -51,12 +63,12 @@ class ExpertRows:
 
         The rows of a block's tokens lie together, because an expert's rows have the order of the tokens.
         """
-        tokens, parts = self.tokens.numpy(), []
+        parts = []
         for shard, shard_blocks in blocks.parts:
             bounds = np.array(shard_blocks).reshape(-1, 2)
             by_expert = []
-            for expert, start, end in self.segments:
-                rows = start + np.searchsorted(tokens[start:end], bounds)
+            for expert, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
+                rows = start + np.searchsorted(self._tokens[start:end], bounds)
                 by_expert.append((expert, [(a, b) for a, b in rows.tolist() if a < b]))
             parts.append((shard, by_expert))
         return parts

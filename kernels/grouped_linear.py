@@ -29,10 +29,8 @@ def experts_of(w: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
 
 def grouped_matmul_ref(x_RK: torch.Tensor, w_ENK: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
     """Each row times the matrix of its expert, transposed. -> [R, N]. w may have any strides."""
-    y = x_RK.new_empty(x_RK.shape[0], w_ENK.shape[1])
-    for expert, start, end in rows.segments:
-        y[start:end] = matmul_ref(x_RK[start:end], w_ENK[expert])
-    return y
+    parts = [matmul_ref(x_RK[start:end], w_ENK[expert]) for expert, start, end in rows.segments]
+    return torch.cat(parts) if parts else x_RK.new_empty(0, w_ENK.shape[1])
 
 
 def add_grouped_outer_ref(

@@ -37,9 +37,9 @@ EXPERTS = TWO_LAYERS | dict(
 
 
 def random_model(root: Path, widths: dict[str, Any], sharper: float = 1.0) -> Path:
-    """Write a Qwen3 (or Qwen3-MoE) of these widths with the character tokenizer; return its folder, which is below `root`.
+    """Write a Qwen3, or a Qwen3-MoE, with the character tokenizer; return its folder, which is below `root`.
 
-    All weights are multiplied by `sharper`.
+    widths: of config.json. All weights are multiplied by `sharper`.
     """
     tokenizer = character_tokenizer()
     tokenizer.save_pretrained(root / "tokenizer")

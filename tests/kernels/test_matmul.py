@@ -84,6 +84,24 @@ def test_a_longer_tile_with_other_bits_is_not_taken(monkeypatch):
     assert count_unequal(matmul(x, w.t()), by_definition(x, w)) > 0
 
 
+def test_a_shorter_tile_with_other_bits_is_not_taken(monkeypatch):
+    """A library that sums products of fewer than ROW_TILE rows in another order."""
+    x, w, library = randn(0, 40, 256), randn(1, 256, 64), matmul_module._product
+
+    def product(x: torch.Tensor, w: torch.Tensor, pack: torch.Tensor | None = None) -> torch.Tensor:
+        if len(x) >= ROW_TILE:
+            return library(x, w, pack)
+        return library(x[:, :48], w[:48]) + library(x[:, 48:], w[48:])
+
+    expected = by_definition(x, w)
+    with forgotten(matmul_module._agrees):
+        monkeypatch.setattr(matmul_module, "_product", product)
+        for T in (1, 8, 13, 31):
+            assert count_unequal(matmul(x[:T], w.t()), expected[:T]) == 0
+        monkeypatch.setattr(matmul_module, "_agrees", lambda *_: True)
+        assert count_unequal(matmul(x[:13], w.t()), expected[:13]) > 0, "control: without the probe"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @property_settings(15)
 @given(
