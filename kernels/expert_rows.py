@@ -4,6 +4,7 @@ Shapes: T tokens, k experts of a token, R rows, E experts.
 
 Rows are sorted by (expert, token). So the rows of an expert lie together, in the order of the tokens. After
 them lie rows that pad their number to a multiple of PADDED_ROWS: they are rows of token 0 that nobody reads.
+They decide no bit.
 """
 
 from functools import cached_property
@@ -15,8 +16,11 @@ import torch
 from .order import TokenBlocks
 
 Bounds = list[tuple[int, int]]  # rows [start, end)
-# Then the matrix products of few rows need no copies (matmul._TAIL_TILES). It decides no bit.
+# Then the matrix products of few rows need no copies (matmul._TAIL_TILES).
 PADDED_ROWS = 8
+# All experts have equally many rows, so that one call multiplies them all, where padding makes the rows at
+# most so many times as many, and the rows of an expert are at most so many.
+_MOST_PADDING, _MOST_EQUAL = 3.0, 64
 
 
 class ExpertRows:
@@ -30,6 +34,10 @@ class ExpertRows:
         by_expert = np.argsort(expert_of_slot, kind="stable")
         counts = np.bincount(expert_of_slot, minlength=experts)
         padded = counts + -counts % PADDED_ROWS
+        most = int(padded.max())
+        self.equal = 0 < most <= _MOST_EQUAL and most * experts <= _MOST_PADDING * len(by_expert)
+        if self.equal:
+            padded = np.full_like(padded, most)
         self._starts = np.cumsum(padded) - padded
         self._ends = self._starts + counts
         rows = np.arange(len(by_expert)) + np.repeat(self._starts - (np.cumsum(counts) - counts), counts)

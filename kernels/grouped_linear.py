@@ -12,14 +12,22 @@ the token blocks of the pass, in their order, over the rows of e in each. The bl
 experts of other tokens, change nothing.
 """
 
+from functools import cache
+
 import torch
 
+from ..files.bitwise import equal
 from .backend import on_triton
 from .expert_rows import ExpertRows
 from .grad import GradBuffer, accumulate_dtype, check_dtype
 from .matmul import add_outer_ref, matmul_ref
-from .order import TokenBlocks
+from .order import ALIGN, TokenBlocks
 from .passes import ONE_SEQUENCE, Pass
+
+# Dtypes whose products are computed in them, not from fp32 numbers.
+_BATCHED = (torch.float32, torch.float64)
+# Batched products of more multiplications than this are not probed, and not taken.
+_PROBE_LIMIT = 1 << 31
 
 
 def experts_of(w: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
@@ -28,9 +36,31 @@ def experts_of(w: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
 
 
 def grouped_matmul_ref(x_RK: torch.Tensor, w_ENK: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
-    """Each row times the matrix of its expert, transposed. -> [R, N]. w may have any strides."""
+    """Each row times the matrix of its expert, transposed. -> [R, N]. w may have any strides.
+
+    One call of the library multiplies all experts where a probe finds that it gives every row the same bits.
+    """
+    if rows.equal and x_RK.dtype in _BATCHED and not (x_RK.shape[1] % ALIGN or w_ENK.shape[1] % ALIGN):
+        x = x_RK.view(rows.experts, -1, x_RK.shape[1])
+        if _bmm_agrees(x.dtype, x.shape[1], *w_ENK.shape, w_ENK.stride(), torch.get_num_threads()):
+            return torch.bmm(x, w_ENK.transpose(1, 2)).view(len(x_RK), -1)
     parts = [matmul_ref(x_RK[start:end], w_ENK[expert]) for expert, start, end in rows.segments]
     return torch.cat(parts) if parts else x_RK.new_empty(0, w_ENK.shape[1])
+
+
+@cache
+def _bmm_agrees(
+    dtype: torch.dtype, rows: int, E: int, N: int, K: int, strides: tuple[int, ...], threads: int
+) -> bool:
+    """Whether a batched product gives each row the bits of matmul_ref. See matmul._agrees."""
+    if E * rows * K * N > _PROBE_LIMIT:
+        return False
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(E, rows, K, generator=g).to(dtype)
+    w = torch.empty_strided((E, N, K), strides, dtype=dtype)
+    w.copy_(torch.randn(E, N, K, generator=g))
+    expected = torch.stack([matmul_ref(x_e, w_e) for x_e, w_e in zip(x, w, strict=True)])
+    return equal(torch.bmm(x, w.transpose(1, 2)), expected)
 
 
 def add_grouped_outer_ref(

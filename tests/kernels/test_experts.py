@@ -5,6 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from zerokl.kernels import expert_rows
+from zerokl.kernels import grouped_linear as module
 from zerokl.kernels.expert_rows import ExpertRows
 from zerokl.kernels.grad import GradBuffer
 from zerokl.kernels.grouped_linear import grouped_linear
@@ -14,7 +16,7 @@ from zerokl.kernels.passes import Pass
 from zerokl.kernels.silu_mul import silu_mul
 from zerokl.kernels.topk_softmax import _lane_sum, topk_softmax
 
-from tests.helpers import DTYPES, randint, randn, total_unequal
+from tests.helpers import DTYPES, forgotten, randint, randn, total_unequal
 from tests.law.experts import CHOSEN, EXPERTS, INNER, mixture, weights
 
 T, D = 50, 48
@@ -187,3 +189,27 @@ def test_no_tokens_and_one_expert_are_taken(experts):
 def test_what_does_not_fit_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_call_for_all_experts_decides_no_bit(dtype, monkeypatch):
+    x, w = randn(0, T, D, dtype=dtype), weights(D, dtype, 5)
+    assert ExpertRows(mixture(x, *w)[2], EXPERTS).equal
+    in_one_call = mixture(x, *w)[0]
+    monkeypatch.setattr(expert_rows, "_MOST_PADDING", 0.0)
+    assert not ExpertRows(mixture(x, *w)[2], EXPERTS).equal
+    assert total_unequal([mixture(x, *w)[0]], [in_one_call]) == 0
+
+
+def test_a_batched_product_with_other_bits_is_not_taken(monkeypatch):
+    x, w, library = randn(0, T, D), weights(D, torch.float32, 5), torch.bmm
+    expected = mixture(x, *w)[0]
+
+    def bmm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return library(x[..., :16], w[:, :16]) + library(x[..., 16:], w[:, 16:])
+
+    with forgotten(module._bmm_agrees):
+        monkeypatch.setattr(torch, "bmm", bmm)
+        assert total_unequal([mixture(x, *w)[0]], [expected]) == 0
+        monkeypatch.setattr(module, "_bmm_agrees", lambda *_: True)
+        assert total_unequal([mixture(x, *w)[0]], [expected]) > 0, "control: without the probe"
