@@ -8,16 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from zerokl.cli import main
 from zerokl.engine.commands.verify_run import verify_run
 from zerokl.engine.config import Config
+from zerokl.engine.runs.init import random_decoder
 from zerokl.engine.runs.run import resume, train
 from zerokl.engine.train.monitor import MismatchError
 from zerokl.kernels.combine_experts import combine_experts
 from zerokl.kernels.expert_rows import ExpertRows
 from zerokl.kernels.passes import Pass
 from zerokl.kernels.topk_softmax import topk_softmax
-from zerokl.model import experts
+from zerokl.model import decoder, experts
 from zerokl.model.checkpoint import load_decoder
+from zerokl.model.operation import Work
+from zerokl.model.operations import forward_flops
 from zerokl.verify.divergence import open_run
 
 from tests.random_model import EXPERTS, random_model
@@ -141,3 +145,22 @@ def test_control_another_order_of_the_slots_on_one_side_stops_the_run(config, tm
 def test_another_sampler_is_refused(config: Callable[..., Config], moe, tmp_path):
     with pytest.raises(ValueError, match='does not draw from a mixture of experts; set sampler = "native"'):
         train(config(model=moe, sampler="hf", exact=False), tmp_path / "run")
+
+
+def test_an_audit_is_refused(moe, capsys):
+    assert main(["audit", str(moe)]) == 2
+    assert "is a mixture of experts, which no audit can explain" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_gpu_is_refused_in_one_line(config, moe, tmp_path, monkeypatch):
+    monkeypatch.setattr(decoder, "on_triton", lambda x: True)
+    with pytest.raises(
+        ValueError, match=r"Qwen3MoeForCausalLM: experts have no GPU kernel; set device = .cpu"
+    ):
+        train(config(model=moe), tmp_path / "run")
+
+
+def test_a_token_of_the_moe_preset_takes_the_products_of_the_tiny_one_and_the_router():
+    moe, tiny = (random_decoder(preset, 64, 0).config for preset in ("moe", "tiny"))
+    router = 2 * moe.layers * moe.hidden_size * moe.experts.number
+    assert forward_flops(moe, Work(1, 1, 1)) == forward_flops(tiny, Work(1, 1, 1)) + router
