@@ -20,12 +20,10 @@ from ..files.bitwise import equal
 from .backend import on_triton
 from .expert_rows import ExpertRows
 from .grad import GradBuffer, accumulate_dtype, check_dtype
-from .matmul import add_outer_ref, matmul_ref
+from .matmul import THROUGH_FP32, add_outer_ref, matmul_ref
 from .order import ALIGN, TokenBlocks
 from .passes import ONE_SEQUENCE, Pass
 
-# Dtypes whose products are computed in them, not from fp32 numbers.
-_BATCHED = (torch.float32, torch.float64)
 # Batched products of more multiplications than this are not probed, and not taken.
 _PROBE_LIMIT = 1 << 31
 
@@ -40,12 +38,20 @@ def grouped_matmul_ref(x_RK: torch.Tensor, w_ENK: torch.Tensor, rows: ExpertRows
 
     One call of the library multiplies all experts where a probe finds that it gives every row the same bits.
     """
-    if rows.equal and x_RK.dtype in _BATCHED and not (x_RK.shape[1] % ALIGN or w_ENK.shape[1] % ALIGN):
+    if x_RK.dtype in THROUGH_FP32:  # as matmul_ref does, but once for all experts
+        return grouped_matmul_ref(x_RK.float(), w_ENK.float(), rows).to(x_RK.dtype)
+    if rows.equal and _is_aligned(x_RK, w_ENK):
         x = x_RK.view(rows.experts, -1, x_RK.shape[1])
         if _bmm_agrees(x.dtype, x.shape[1], *w_ENK.shape, w_ENK.stride(), torch.get_num_threads()):
             return torch.bmm(x, w_ENK.transpose(1, 2)).view(len(x_RK), -1)
     parts = [matmul_ref(x_RK[start:end], w_ENK[expert]) for expert, start, end in rows.segments]
     return torch.cat(parts) if parts else x_RK.new_empty(0, w_ENK.shape[1])
+
+
+def _is_aligned(x_RK: torch.Tensor, w_ENK: torch.Tensor) -> bool:
+    """Whether matmul_ref would compute from these tensors themselves, without padding or a copy."""
+    at_64_bytes = x_RK.data_ptr() % 64 == 0 and w_ENK.data_ptr() % 64 == 0
+    return at_64_bytes and x_RK.is_contiguous() and not (w_ENK.shape[1] % ALIGN or w_ENK.shape[2] % ALIGN)
 
 
 @cache

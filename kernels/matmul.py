@@ -56,13 +56,13 @@ _ONEDNN_BF16 = _ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 _FIXED_ORDER_BF16 = _ONEDNN_BF16 and not torch.cpu._is_amx_tile_supported()
 # The product of two numbers of these dtypes is exact in fp32, and it is summed in fp32: fp16 (five times
 # faster in this way), and bf16 where oneDNN has no bf16 products whose order is fixed.
-_THROUGH_FP32 = (torch.float16,) if _FIXED_ORDER_BF16 else (torch.float16, torch.bfloat16)
+THROUGH_FP32 = (torch.float16,) if _FIXED_ORDER_BF16 else (torch.float16, torch.bfloat16)
 
 
 def matmul_ref(x_TK: torch.Tensor, w_NK: torch.Tensor, pack: torch.Tensor | None = None) -> torch.Tensor:
     """The reference of matmul: x w^T on a CPU. pack: the packed copy of w (`pack_weights`)."""
     dtype = x_TK.dtype
-    if dtype in _THROUGH_FP32:
+    if dtype in THROUGH_FP32:
         return matmul_ref(x_TK.float(), w_NK.float()).to(dtype)
     T, N = x_TK.shape[0], w_NK.shape[0]
     x, w = _pad_width(x_TK), _pad_both(w_NK.t())
@@ -163,7 +163,7 @@ def _pack(w_NK: torch.Tensor) -> torch.Tensor:
 @cache
 def _pack_agrees(dtype: torch.dtype, N: int, K: int, threads: int) -> bool:
     """Whether all tiles that read packed weights have the bits of a product with plain weights."""
-    unpackable = dtype == torch.float64 or dtype in _THROUGH_FP32 or K % ALIGN or N % ALIGN
+    unpackable = dtype == torch.float64 or dtype in THROUGH_FP32 or K % ALIGN or N % ALIGN
     if unpackable or _PACKED_ROWS * K * N > _PROBE_LIMIT:
         return False
     g = torch.Generator().manual_seed(0)

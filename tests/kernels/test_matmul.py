@@ -17,7 +17,7 @@ MULTIPLES_OF_ALIGN = st.integers(1, 40).map(lambda n: 16 * n)
 
 
 def by_definition(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    if x.dtype in matmul_module._THROUGH_FP32:
+    if x.dtype in matmul_module.THROUGH_FP32:
         return by_definition(x.float(), w.float()).to(x.dtype)
     padded = F.pad(x, (0, 0, 0, -len(x) % ROW_TILE))
     return torch.cat([matmul_module._product(tile, w) for tile in padded.split(ROW_TILE)])[: len(x)]
@@ -41,7 +41,7 @@ def test_equals_its_definition(dtype, T, K, N, transposed, n, seed):
 
 
 def test_bf16_where_the_library_has_none(monkeypatch):
-    monkeypatch.setattr(matmul_module, "_THROUGH_FP32", (torch.float16, torch.bfloat16))
+    monkeypatch.setattr(matmul_module, "THROUGH_FP32", (torch.float16, torch.bfloat16))
     x, w = (randn(i, 100, 64, dtype=torch.bfloat16) for i in (0, 1))
     whole = matmul(x, w)
     assert count_unequal(whole, matmul(x.float(), w.float()).bfloat16()) == 0
@@ -121,7 +121,7 @@ def test_packed_weights_change_no_bit(dtype, T, K, N, n, seed):
 
 
 @pytest.mark.parametrize(
-    "dtype", [d for d in (torch.float32, torch.bfloat16) if d not in matmul_module._THROUGH_FP32], ids=str
+    "dtype", [d for d in (torch.float32, torch.bfloat16) if d not in matmul_module.THROUGH_FP32], ids=str
 )
 def test_packed_weights_are_read_and_control_stale_ones_are_seen(dtype):
     w, x = randn(0, 64, 96, dtype=dtype), randn(1, 40, 96, dtype=dtype)
