@@ -11,7 +11,7 @@ from zerokl.kernels.topk_softmax import topk_softmax
 
 from tests.helpers import randn
 
-EXPERTS, CHOSEN, INNER = 6, 2, 24
+EXPERTS, CHOSEN, INNER = 6, 3, 24
 
 
 def weights(D: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
