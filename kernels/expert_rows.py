@@ -8,7 +8,6 @@ They decide no bit.
 """
 
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -18,9 +17,11 @@ from .order import TokenBlocks
 Bounds = list[tuple[int, int]]  # rows [start, end)
 # Then the matrix products of few rows need no copies (matmul._TAIL_TILES).
 PADDED_ROWS = 8
-# All experts have equally many rows, so that one call multiplies them all, where padding makes the rows at
-# most so many times as many, and the rows of an expert are at most so many.
-_MOST_PADDING, _MOST_EQUAL = 3.0, 64
+# One call multiplies all experts, where their rows can be made equally many. It takes half the time of a call
+# for each expert, plus that of the padding. So the padded rows are at most _ROWS for each row and _ROWS_OF_CALL
+# for each call that is saved. An expert has at most _MOST_EQUAL rows then, and above 8 PADDED_ROWS a multiple of
+# 4 PADDED_ROWS, so that few numbers are probed (grouped_linear._bmm_agrees).
+_ROWS, _ROWS_OF_CALL, _MOST_EQUAL = 1.4, 24, 512
 
 
 class ExpertRows:
@@ -35,7 +36,9 @@ class ExpertRows:
         counts = np.bincount(expert_of_slot, minlength=experts)
         padded = counts + -counts % PADDED_ROWS
         most = int(padded.max())
-        self.equal = 0 < most <= _MOST_EQUAL and most * experts <= _MOST_PADDING * len(by_expert)
+        most += -most % (4 * PADDED_ROWS) if most > 8 * PADDED_ROWS else 0
+        allowed = _ROWS * len(by_expert) + _ROWS_OF_CALL * np.count_nonzero(counts)
+        self.equal = most <= _MOST_EQUAL and most * experts <= allowed and len(by_expert) > 0
         if self.equal:
             padded = np.full_like(padded, most)
         self._starts = np.cumsum(padded) - padded
@@ -51,9 +54,13 @@ class ExpertRows:
 
     @cached_property
     def segments(self) -> list[tuple[int, int, int]]:
-        """Each expert that has rows, with its first row and the end of its rows and their padding."""
-        ends = [*self._starts.tolist(), len(self.tokens)]
-        return [(expert, a, b) for expert, (a, b) in enumerate(pairwise(ends)) if a < b]
+        """Each expert that has rows, with its first row and the end of its rows.
+
+        The end is that of the padding to a multiple of PADDED_ROWS.
+        """
+        counts = self._ends - self._starts
+        bounds = zip(self._starts.tolist(), (self._ends + -counts % PADDED_ROWS).tolist(), strict=True)
+        return [(expert, a, b) for expert, (a, b) in enumerate(bounds) if a < b]
 
     def of_slots(self, x_Tk: torch.Tensor) -> torch.Tensor:
         """A number of each slot, [T, k] -> that of each row, [R]."""

@@ -44,8 +44,10 @@ def grouped_matmul_ref(x_RK: torch.Tensor, w_ENK: torch.Tensor, rows: ExpertRows
         x = x_RK.view(rows.experts, -1, x_RK.shape[1])
         if _bmm_agrees(x.dtype, x.shape[1], *w_ENK.shape, w_ENK.stride(), torch.get_num_threads()):
             return torch.bmm(x, w_ENK.transpose(1, 2)).view(len(x_RK), -1)
-    parts = [matmul_ref(x_RK[start:end], w_ENK[expert]) for expert, start, end in rows.segments]
-    return torch.cat(parts) if parts else x_RK.new_empty(0, w_ENK.shape[1])
+    y = x_RK.new_zeros(x_RK.shape[0], w_ENK.shape[1])
+    for expert, start, end in rows.segments:
+        y[start:end] = matmul_ref(x_RK[start:end], w_ENK[expert])
+    return y
 
 
 def _is_aligned(x_RK: torch.Tensor, w_ENK: torch.Tensor) -> bool:

@@ -216,7 +216,7 @@ def test_one_call_for_all_experts_decides_no_bit(dtype, monkeypatch):
     x, w = randn(0, T, D, dtype=dtype), weights(D, dtype, 5)
     assert ExpertRows(mixture(x, *w)[2], EXPERTS).equal
     in_one_call = mixture(x, *w)[0]
-    monkeypatch.setattr(expert_rows, "_MOST_PADDING", 0.0)
+    monkeypatch.setattr(expert_rows, "_MOST_EQUAL", 0)
     assert not ExpertRows(mixture(x, *w)[2], EXPERTS).equal
     assert total_unequal([mixture(x, *w)[0]], [in_one_call]) == 0
 
