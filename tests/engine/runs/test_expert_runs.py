@@ -1,6 +1,7 @@
 """Runs of a mixture of experts: exactly on-policy, and the same bits however the work is cut."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -88,6 +89,29 @@ def test_the_ledger_binds_what_the_experts_are(run):
         "renormalise": True,
         "layers": [1],
     }
+
+
+def test_frozen_experts_and_routers_keep_every_bit(config, moe, tmp_path):
+    settings = config(model=moe, frozen=("*.mlp.gate.weight", "*.experts.*.down_proj.weight"))
+    summary = train(settings, tmp_path / "run")
+    assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (moe, tmp_path / "run/checkpoints/step-000003")
+    )
+    kept = {name for name in before if torch.equal(before[name], after[name])}
+    frozen = {name for name in before if re.search(r"mlp\.gate\.|experts.*down_proj", name)}
+    assert kept == frozen
+    assert len(frozen) == 1 + 6
+
+
+def test_one_expert_of_many_cannot_be_frozen(config, moe, tmp_path):
+    one, first = (
+        "model.layers.1.mlp.experts.2.down_proj.weight",
+        "model.layers.1.mlp.experts.0.down_proj.weight",
+    )
+    message = re.escape(f"frozen ({one}): is one matrix with {first} and 4 more; freeze all or none")
+    with pytest.raises(ValueError, match=message):
+        train(config(model=moe, frozen=(one,)), tmp_path / "run")
 
 
 # Controls
