@@ -3,7 +3,8 @@
 A covering array (allpairspy) holds each pair of values of SETTINGS in some row. A row is a run of two steps.
 A pair that compatibility.py refuses is in no row; that it is refused in one line is a test of its own.
 
-A run with exact = false and a cut (top_k, top_p, min_p) may hold a trainer logprob of -infinity in rollouts.jsonl.
+A run with exact = false and a cut (top_k, top_p, min_p) may hold a trainer logprob of -infinity in
+rollouts.jsonl.
 """
 
 import json
