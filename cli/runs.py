@@ -30,7 +30,7 @@ def init(
         out: Folder to write; it must not exist.
         task: add, sort, countdown, calculator, guesses, wordle, nim, or your own as module:object.
         task_options: Arguments of the task, e.g. --task.options.max_value 49.
-        preset: Size of the model: tiny or small.
+        preset: Size of the model: tiny, small, or moe, which is a mixture of experts.
         seed: Seed of the weights and of the order of the examples.
     """
     from ..engine.display.terminal import console

@@ -14,9 +14,9 @@ shape this file. They were measured with torch 2.13, MKL 2024.2 and oneDNN 3.12,
 
 - The bits of a row may change with the number of rows in the call, because another number of rows may select
   another micro-kernel (one or two rows always do here). So, by definition, the bits of a row are those of a
-  product of ROW_TILE rows, and rows are cut into tiles of a few fixed sizes. A tile longer than ROW_TILE is
-  taken only where a probe found that the library gives every row the same bits, on this machine and for this
-  shape (`_agrees`). The longer tile saves time and decides no bit.
+  product of ROW_TILE rows, and rows are cut into tiles of a few fixed sizes. A tile of another size than
+  ROW_TILE is taken only where a probe found that the library gives every row the same bits, on this machine
+  and for this shape (`_agrees`). The other tile saves time and decides no bit.
 - With a width that is not a multiple of 16, the library sums the edge of the last vector in another order,
   and the place of that edge depends on the number of threads. So widths are first padded with zeros to a
   multiple of 16.
@@ -24,6 +24,7 @@ shape this file. They were measured with torch 2.13, MKL 2024.2 and oneDNN 3.12,
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 
 import torch
@@ -38,6 +39,9 @@ from .tile_tables import DEFAULT_TABLE, TileTable
 # Rows of the tiles that replace several tiles of ROW_TILE rows, longest first. They take 0.4 to 0.9 of the
 # time.
 _LONG_TILES = (1024, 512, 256, 128, 64)
+# Rows of the tile that holds the last rows, where they are fewer than the shortest of these. It takes 0.5 to
+# 0.9 of the time.
+_TAIL_TILES = (8, 16, 24, 40, 48, 56)
 # Products of more multiplications than this are not probed, but cut into tiles of ROW_TILE rows. So a probe
 # takes a tenth of a second at most.
 _PROBE_LIMIT = 1 << 31
@@ -52,29 +56,27 @@ _ONEDNN_BF16 = _ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 _FIXED_ORDER_BF16 = _ONEDNN_BF16 and not torch.cpu._is_amx_tile_supported()
 # The product of two numbers of these dtypes is exact in fp32, and it is summed in fp32: fp16 (five times
 # faster in this way), and bf16 where oneDNN has no bf16 products whose order is fixed.
-_THROUGH_FP32 = (torch.float16,) if _FIXED_ORDER_BF16 else (torch.float16, torch.bfloat16)
+THROUGH_FP32 = (torch.float16,) if _FIXED_ORDER_BF16 else (torch.float16, torch.bfloat16)
 
 
 def matmul_ref(x_TK: torch.Tensor, w_NK: torch.Tensor, pack: torch.Tensor | None = None) -> torch.Tensor:
     """The reference of matmul: x w^T on a CPU. pack: the packed copy of w (`pack_weights`)."""
     dtype = x_TK.dtype
-    if dtype in _THROUGH_FP32:
+    if dtype in THROUGH_FP32:
         return matmul_ref(x_TK.float(), w_NK.float()).to(dtype)
     T, N = x_TK.shape[0], w_NK.shape[0]
     x, w = _pad_width(x_TK), _pad_both(w_NK.t())
-    if _one_product(T, x, w):
+    tiles = _tiles(x, w)
+    if tiles == [T]:
         return _narrow(_product(x, w, pack), N)
     y = x.new_empty(T, w.shape[1])
-    start = 0
-    for rows in (*_LONG_TILES, ROW_TILE):
-        if T - start >= rows and _one_product(rows, x, w):
-            for a in range(start, T - rows + 1, rows):
-                y[a : a + rows] = _product(x[a : a + rows], w, pack)
-                start = a + rows
-    if start < T:
-        tail = x.new_zeros(ROW_TILE, x.shape[1])
-        tail[: T - start] = x[start:]
-        y[start:] = _product(tail, w, pack)[: T - start]
+    for start, end in pairwise(accumulate(tiles, initial=0)):
+        if end <= T:
+            y[start:end] = _product(x[start:end], w, pack)
+        else:
+            tail = x.new_zeros(end - start, x.shape[1])
+            tail[: T - start] = x[start:]
+            y[start:] = _product(tail, w, pack)[: T - start]
     return _narrow(y, N)
 
 
@@ -161,21 +163,28 @@ def _pack(w_NK: torch.Tensor) -> torch.Tensor:
 @cache
 def _pack_agrees(dtype: torch.dtype, N: int, K: int, threads: int) -> bool:
     """Whether all tiles that read packed weights have the bits of a product with plain weights."""
-    unpackable = dtype == torch.float64 or dtype in _THROUGH_FP32 or K % ALIGN or N % ALIGN
+    unpackable = dtype == torch.float64 or dtype in THROUGH_FP32 or K % ALIGN or N % ALIGN
     if unpackable or _PACKED_ROWS * K * N > _PROBE_LIMIT:
         return False
     g = torch.Generator().manual_seed(0)
     x, w = (torch.randn(n, K, generator=g).to(dtype) for n in (_PACKED_ROWS, N))
     pack, expected = _pack(w), torch.cat([_product(tile, w.t()) for tile in x.split(ROW_TILE)])
-    tiles = [rows for rows in (*_LONG_TILES, ROW_TILE) if rows <= _PACKED_ROWS]
+    tiles = [rows for rows in (*_LONG_TILES, ROW_TILE, *_TAIL_TILES) if rows <= _PACKED_ROWS]
     return all(equal(torch.cat([_linear(tile, pack) for tile in x.split(rows)]), expected) for rows in tiles)
 
 
-def _one_product(rows: int, x: torch.Tensor, w_KN: torch.Tensor) -> bool:
-    """Whether one call of the library may compute so many rows."""
-    if rows == ROW_TILE:
-        return True
-    return rows in _LONG_TILES and _agrees(rows, x.dtype, *w_KN.shape, w_KN.stride(), torch.get_num_threads())
+def _tiles(x: torch.Tensor, w_KN: torch.Tensor) -> list[int]:
+    """The rows of each tile of x. The last tile may have more rows than are left."""
+    shape = (x.dtype, *w_KN.shape, w_KN.stride(), torch.get_num_threads())
+    tiles, left = [], len(x)
+    for rows in _LONG_TILES:
+        if left >= rows and _agrees(rows, *shape):
+            tiles += [rows] * (left // rows)
+            left %= rows
+    tail = left + -left % _TAIL_TILES[0]
+    if tail in _TAIL_TILES and _agrees(tail, *shape):
+        return [*tiles, tail]
+    return tiles + [ROW_TILE] * -(-left // ROW_TILE)
 
 
 @cache
@@ -191,7 +200,8 @@ def _agrees(rows: int, dtype: torch.dtype, K: int, N: int, strides: tuple[int, i
     x = torch.randn(rows, K, generator=g, dtype=torch.float32).to(dtype)
     w = torch.empty_strided((K, N), strides, dtype=dtype)
     w.copy_(torch.randn(K, N, generator=g, dtype=torch.float32))
-    return equal(_product(x, w), torch.cat([_product(tile, w) for tile in x.split(ROW_TILE)]))
+    padded = F.pad(x, (0, 0, 0, -rows % ROW_TILE))
+    return equal(_product(x, w), torch.cat([_product(tile, w) for tile in padded.split(ROW_TILE)])[:rows])
 
 
 def _narrow(y: torch.Tensor, N: int) -> torch.Tensor:

@@ -225,7 +225,7 @@ def _take(
     """
     if name == "lm_head.weight" and layout.config.tied:
         return None  # the embedding is stored under its own name as well
-    target = wanted.pop(name, None)
+    target = _target(name, wanted, layout)
     if target is None:
         raise ValueError(
             f"model: {path} holds {name[:200]}, "
@@ -240,6 +240,19 @@ def _take(
             f"model: {path}: {name} has dtype {dtype}, which is not supported; use unquantised weights"
         )
     return target
+
+
+def _target(name: str, wanted: dict[str, torch.Tensor], layout: Layout) -> torch.Tensor | None:
+    """Take the view of a tensor out of `wanted`, or the views of all experts' tensors that it holds."""
+    if name not in layout.fused:
+        return wanted.pop(name, None)
+    weight, shape = layout.fused[name]
+    parts = [part for part, _ in layout.entries[weight].parts]
+    if not wanted.keys() >= set(parts):
+        return None
+    first, *_ = [wanted.pop(part) for part in parts]
+    strides = (shape[1] * shape[2], shape[2], 1)
+    return first.as_strided(shape, strides, first.storage_offset())
 
 
 def _is_plain_name(file: str) -> bool:

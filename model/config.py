@@ -14,7 +14,13 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, PositiveInt, Validation
 from ..files.reading import read_json, shown
 from ..kernels.rope import llama3_frequencies, rope_frequencies
 
-ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
+# Architecture -> its family.
+ARCHITECTURES = {
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen2ForCausalLM": "qwen2",
+    "LlamaForCausalLM": "llama",
+}
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -30,6 +36,17 @@ _SIZES = (
 _LARGEST, _MOST_LAYERS = 1 << 24, 1 << 12
 # With a base below 1 the frequencies would rise, and fp32 does not hold those of a larger one.
 _ROPE_THETA = (1.0, 1e15)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The mixture of experts of a sparse layer."""
+
+    number: int
+    per_token: int
+    size: int  # intermediate size of one expert
+    renormalise: bool  # whether the routing weights of a token are divided by their sum
+    layers: frozenset[int]  # the sparse layers; the others have one MLP
 
 
 @dataclass(frozen=True)
@@ -52,7 +69,12 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     qk_norm: bool  # RMSNorm over each query and key head (Qwen3)
+    experts: Experts | None  # None: every layer has one MLP
     raw: dict[str, Any] = dataclasses.field(repr=False, compare=False)  # config.json as read
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer has experts in place of one MLP."""
+        return self.experts is not None and layer in self.experts.layers
 
     @property
     def frequencies(self) -> list[float]:
@@ -134,7 +156,8 @@ class ModelConfig:
             tied=fields.tie_word_embeddings,
             qkv_bias=family == "qwen2" or bias,
             o_bias=family != "qwen2" and bias,
-            qk_norm=family == "qwen3",
+            qk_norm=family in ("qwen3", "qwen3_moe"),
+            experts=_experts(raw, fields.num_hidden_layers, source) if family == "qwen3_moe" else None,
             raw=raw,
         )
 
@@ -228,6 +251,17 @@ class _ConfigFields(_Strict):
     attention_bias: bool = False
 
 
+class _ExpertFields(_Strict):
+    """The fields of a mixture of experts. transformers 5 writes num_local_experts for num_experts."""
+
+    num_experts: PositiveInt
+    num_experts_per_tok: PositiveInt
+    moe_intermediate_size: PositiveInt
+    norm_topk_prob: bool = False
+    decoder_sparse_step: PositiveInt = 1
+    mlp_only_layers: list[int] = []
+
+
 class _RopeFields(_Strict):
     """The fields of `rope_parameters` or `rope_scaling`."""
 
@@ -254,6 +288,7 @@ _RULES = {
     "finite": "a finite number",
     "bool": "true or false",
     "dict": "an object",
+    "list": "a list",
 }
 _FieldsT = TypeVar("_FieldsT", bound=_Strict)
 
@@ -269,6 +304,44 @@ def _read(kind: type[_FieldsT], raw: Mapping[str, Any], source: str) -> _FieldsT
         raise _UnsupportedError(f"model: {source} lacks the field {name}")
     rule = _RULES[error["type"].split("_")[0]]
     raise _UnsupportedError(f"model: {source}: {name} ({shown(raw[name])}) must be {rule}")
+
+
+# Fields of other mixtures of experts, each with the values that ask for nothing more than ours computes.
+_OTHER_EXPERTS: dict[str, tuple[object, ...]] = {
+    "shared_expert_intermediate_size": (0,),
+    "n_shared_experts": (0,),
+    "num_shared_experts": (0,),
+    "scoring_func": ("softmax",),
+    "topk_method": ("greedy",),
+    "n_group": (1,),
+    "topk_group": (1,),
+    "routed_scaling_factor": (1.0,),
+    "moe_router_use_sigmoid": (False,),
+    "use_routing_bias": (False,),
+    "router_jitter_noise": (0.0,),
+}
+_MOST_EXPERTS = 1 << 12
+
+
+def _experts(raw: Mapping[str, Any], layers: int, source: str) -> Experts:
+    """The experts of a Qwen3-MoE. Raises ValueError for experts that are shared and for another router."""
+    for field, values in _OTHER_EXPERTS.items():
+        if raw.get(field) is not None and raw[field] not in values:
+            raise _UnsupportedError(
+                f"model: {source}: {field} = {shown(raw[field])} is not supported; only experts that a "
+                "softmax chooses for each token are, without shared ones"
+            )
+    named = {"num_experts": raw.get("num_local_experts")}
+    fields = _read(_ExpertFields, named | {k: v for k, v in raw.items() if v is not None}, source)
+    number, per_token = fields.num_experts, fields.num_experts_per_tok
+    if per_token > number or number > _MOST_EXPERTS:
+        raise _UnsupportedError(
+            f"model: {source}: num_experts_per_tok ({per_token}) must be at most num_experts ({number}), and "
+            f"num_experts at most {_MOST_EXPERTS}"
+        )
+    step, dense = fields.decoder_sparse_step, fields.mlp_only_layers
+    sparse = (i for i in range(layers) if (i + 1) % step == 0 and i not in dense)
+    return Experts(number, per_token, fields.moe_intermediate_size, fields.norm_topk_prob, frozenset(sparse))
 
 
 def _rope(fields: _ConfigFields, source: str) -> tuple[float, dict[str, float] | None]:

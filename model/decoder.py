@@ -39,6 +39,7 @@ from ..kernels.tile_tables import DEFAULT_TABLE, TileTable, tile_table
 from ..kernels.upload import Tables, upload_tables
 from .cache import DecodeContext
 from .config import ModelConfig
+from .experts import run_experts
 from .weights import FlatWeights, LayerWeights, Layout
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [T, D / 2]
@@ -188,7 +189,8 @@ class Decoder:
     """Weights in one dtype, and the forward over them.
 
     `flat` [layout.numel] holds the weights in the compute dtype. With `recompute` a backward computes each
-    layer again instead of keeping its activations. That decides no bit.
+    layer again instead of keeping its activations. That decides no bit. Raises ValueError for experts on a
+    GPU.
     """
 
     def __init__(
@@ -199,6 +201,8 @@ class Decoder:
         numerics: Numerics = COMPUTE,
         recompute: bool = False,
     ):
+        if config.experts and on_triton(flat):
+            raise ValueError(f'model: {config.architecture}: experts have no GPU kernel; set device = "cpu"')
         self.config, self.flat, self.numerics = config, flat, numerics
         self.layout, self.recompute = layout or Layout(config), recompute
         self._cos, self._sin = (
@@ -273,6 +277,11 @@ class Decoder:
         return [w for name, w in self.w.items() if w.dim() == 2 and name != "embed"] + [
             self.lm_head
         ] * self.config.tied
+
+    def packable(self) -> list[torch.Tensor]:
+        """Those of `matrices` of which a packed copy may be read: not the ones that hold many experts."""
+        experts = {w for name, w in self.w.items() if ".experts." in name}
+        return [w for w in self.matrices() if w not in experts]
 
     def hidden(self, ids: torch.Tensor, context: Context, hook: Hook = no_hook) -> torch.Tensor:
         """The final norm's output, [T, D], for ids [T] on any device.
@@ -369,6 +378,16 @@ class Decoder:
 
     def _mlp(self, i: int, w: LayerWeights, x: torch.Tensor, context: Context, hook: Hook) -> torch.Tensor:
         """x [T, D] -> [T, D]."""
+        if self.config.is_sparse(i):
+            tiles = self.numerics.tiles
+            return run_experts(
+                self.config.experts,
+                w,
+                x,
+                context.in_pass,
+                tiles,
+                lambda name, y: hook(f"layers.{i}.{name}", y),
+            )
         x = linear(x, w["gate_up"], None, context.in_pass, self.numerics.tiles)
         hook(f"layers.{i}.gate_up", x)
         x = silu_mul(x)

@@ -16,7 +16,8 @@ def frozen_weights(config: ModelConfig, patterns: Sequence[str]) -> frozenset[st
     the embedding.
 
     Raises ValueError for a pattern that matches nothing, for one that matches a part of a matrix (q, k and v
-    are one matrix, and gate and up are one), and where nothing is left to train.
+    are one matrix, gate and up are one, and so are those of all experts of a layer), and where nothing is
+    left to train.
     """
     layout = Layout(config)
     weight_of = {part: entry.name for entry in layout.entries.values() for part, _ in entry.parts}
@@ -43,8 +44,13 @@ def _refuse_part(entry: Entry, matched: set[str]) -> None:
     parts = [part for part, _ in entry.parts]
     frozen = [part for part in parts if part in matched]
     if frozen and len(frozen) < len(parts):
-        others = " and ".join(part for part in parts if part not in frozen)
-        raise ValueError(f"frozen ({', '.join(frozen)}): is one matrix with {others}; freeze all or none")
+        others = [part for part in parts if part not in frozen]
+        raise ValueError(f"frozen ({_few(frozen)}): is one matrix with {_few(others)}; freeze all or none")
+
+
+def _few(names: Sequence[str]) -> str:
+    """Names in a message. Of many, as the experts of a layer have, the first and their number."""
+    return " and ".join(names if len(names) <= 3 else [names[0], f"{len(names) - 1} more"])
 
 
 def _nearest(pattern: str, names: Sequence[str]) -> str:

@@ -29,6 +29,7 @@ class Equation(Enum):
     ATTENTION = "causal attention"
     SUM = "x + y"
     SILU_MUL = "silu(x) y"
+    EXPERTS = "the weighted sum of the MLPs of the chosen experts"
     LOGPROB = "log-probability of the drawn token"
 
 
@@ -73,8 +74,12 @@ class Operation:
     kept_fp32: Size = lambda c: 0
     in_layer: bool = True
     only_with: str = ""  # the field of ModelConfig that says whether a model has it
+    sparse: bool | None = None  # whether only layers with experts have it, or only those without; None: all
+    instead: str = ""  # what takes its place in a layer that lacks it
     fused: str = ""  # the name that our decoder gives to several operations that it computes as one
 
-    def is_in(self, config: "ModelConfig") -> bool:
-        """Whether such a model has the operation."""
-        return not self.only_with or getattr(config, self.only_with)
+    def is_in(self, config: "ModelConfig", layer: int | None = None) -> bool:
+        """Whether such a model has the operation, in this layer, or in any where no layer is given."""
+        layers = range(config.layers) if layer is None else [layer]
+        in_layers = self.sparse is None or any(config.is_sparse(i) == self.sparse for i in layers)
+        return in_layers and (not self.only_with or getattr(config, self.only_with))

@@ -204,6 +204,7 @@ OPERATIONS = (
     ),
     Operation(
         name="gate_proj",
+        sparse=False,
         equation=Equation.LINEAR,
         fused="gate_up",
         reads=("post_norm",),
@@ -216,6 +217,7 @@ OPERATIONS = (
     ),
     Operation(
         name="up_proj",
+        sparse=False,
         equation=Equation.LINEAR,
         fused="gate_up",
         reads=("post_norm",),
@@ -228,6 +230,7 @@ OPERATIONS = (
     ),
     Operation(
         name="silu_mul",
+        sparse=False,
         equation=Equation.SILU_MUL,
         reads=("gate_proj", "up_proj"),
         width=_inner,
@@ -238,6 +241,8 @@ OPERATIONS = (
     ),
     Operation(
         name="down_proj",
+        sparse=False,
+        instead="experts",
         equation=Equation.LINEAR,
         reads=("silu_mul",),
         width=_hidden,
@@ -245,6 +250,32 @@ OPERATIONS = (
         transformers=Site("mlp.down_proj"),
         vllm=Site("mlp.down_proj"),
         remedy=_WEIGHT_REMEDY,
+    ),
+    Operation(
+        name="router",
+        sparse=True,
+        equation=Equation.LINEAR,
+        reads=("post_norm",),
+        width=lambda c: c.experts.number,
+        flops=lambda c, work: 2 * c.hidden_size * c.experts.number * work.tokens,
+        kept_fp32=lambda c: c.experts.number,
+        transformers=None,  # its gate returns several tensors
+        vllm=None,
+        remedy="Compare the router's weight in the engine's memory with the checkpoint's, and its dtype.",
+    ),
+    Operation(
+        name="experts",
+        sparse=True,
+        equation=Equation.EXPERTS,
+        reads=("post_norm", "router"),
+        width=_hidden,
+        flops=lambda c, work: 6 * c.hidden_size * c.experts.size * c.experts.per_token * work.tokens,
+        # Gate, up and their product for each expert of a token; ids and routing weights.
+        kept=lambda c: 3 * c.experts.size * c.experts.per_token,
+        kept_fp32=lambda c: 9 * c.experts.per_token,
+        transformers=None,
+        vllm=None,
+        remedy="Compare the chosen experts, the rounding of the routing weights, and the order of the sum.",
     ),
     Operation(
         name="mlp_residual",
@@ -319,14 +350,17 @@ def _numbered(layers: int) -> Iterator[tuple[str, int | None, Operation]]:
             yield row.name, None, row
 
 
-def operation_names(layers: int) -> list[str]:
-    """The names of all operations of a decoder in a trace, in the order of computation."""
-    return [name for name, _, _ in _numbered(layers)]
+def operation_names(layers: int, experts: bool = False) -> list[str]:
+    """The names of all operations of a decoder in a trace, in the order of computation.
+
+    experts: with those that only layers with experts have.
+    """
+    return [name for name, _, row in _numbered(layers) if experts or not row.sparse]
 
 
 def in_order(trace: "Trace", layers: int) -> "Trace":
     """`trace` in the order of computation, without the operations that it does not hold."""
-    return {name: trace[name] for name in operation_names(layers) if name in trace}
+    return {name: trace[name] for name in operation_names(layers, experts=True) if name in trace}
 
 
 def input_names(name: str, config: "ModelConfig") -> tuple[str, ...]:
@@ -336,8 +370,8 @@ def input_names(name: str, config: "ModelConfig") -> tuple[str, ...]:
     stream = f"layers.{layer - 1}.mlp_residual" if layer else "embed"
     read = []
     for source in operation(name).reads:
-        while source != STREAM and not operation(source).is_in(config):
-            (source,) = operation(source).reads
+        while source != STREAM and not (row := operation(source)).is_in(config, layer if prefix else None):
+            (source,) = [row.instead] if row.instead else row.reads
         read.append(stream if source == STREAM else prefix + source)
     return tuple(read)
 
@@ -379,11 +413,19 @@ def split_fused(name: str, x: "torch.Tensor", config: "ModelConfig") -> "dict[st
 
 def forward_flops(config: "ModelConfig", work: Work) -> int:
     """The floating-point operations of a forward."""
-    rows = [row for row in OPERATIONS if row.is_in(config)]
-    return sum(row.flops(config, work) * (config.layers if row.in_layer else 1) for row in rows)
+    return sum(
+        row.flops(config, work) for _, layer, row in _numbered(config.layers) if row.is_in(config, layer)
+    )
 
 
 def layer_bytes_per_token(config: "ModelConfig", itemsize: int) -> int:
-    """What the operations of one layer keep of a row for their backward. itemsize: of the compute dtype."""
-    rows = [row for row in OPERATIONS if row.in_layer and row.is_in(config)]
-    return sum(row.kept(config) * itemsize + 4 * row.kept_fp32(config) for row in rows)
+    """What the operations of one layer keep of a row for their backward. itemsize: of the compute dtype.
+
+    With experts in some layers only, it is of the layer that keeps most.
+    """
+
+    def kept(layer: int) -> int:
+        rows = [row for row in OPERATIONS if row.in_layer and row.is_in(config, layer)]
+        return sum(row.kept(config) * itemsize + 4 * row.kept_fp32(config) for row in rows)
+
+    return max(map(kept, range(config.layers)))

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ..kernels.block_digest import BLOCK
-from .config import ModelConfig
+from .config import Experts, ModelConfig
 
 # Views start at multiples of this many elements: at least 64 bytes in any dtype. So the matrix library always
 # sees the same alignment.
@@ -142,7 +142,10 @@ class FlatLayout:
 
 
 class Layout(FlatLayout):
-    """The weights of a model. As in vLLM, q, k and v are one matrix, and gate and up are one matrix."""
+    """The weights of a model. As in vLLM, q, k and v are one matrix, and gate and up are one matrix.
+
+    The experts of a layer are two weights, whose rows are those of the experts' matrices one after another.
+    """
 
     def __init__(self, config: ModelConfig, frozen: Collection[str] = ()):
         """frozen: names of weights that are not trained. With tied embeddings, embed is lm_head too.
@@ -150,6 +153,8 @@ class Layout(FlatLayout):
         Raises ValueError (see FlatLayout).
         """
         self.config = config
+        # A tensor that a checkpoint may hold in place of a weight's parts -> the weight, and its shape there.
+        self.fused: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._shapes: dict[str, Shape] = {}
         self._add_all(config)
         super().__init__(self._shapes, frozen)
@@ -181,9 +186,24 @@ class Layout(FlatLayout):
         if c.o_bias:
             self._add(prefix + "o_bias", (), (hf_attention + "o_proj.bias", D))
         self._add(prefix + "post_norm", (), (hf + "post_attention_layernorm.weight", D))
+        if c.is_sparse(i):
+            self._add_experts(prefix, hf + "mlp.", D, c.experts)
+            return
         gate, up = (hf + "mlp.gate_proj.weight", I), (hf + "mlp.up_proj.weight", I)
         self._add(prefix + "gate_up", (D,), gate, up)
         self._add(prefix + "down", (I,), (hf + "mlp.down_proj.weight", D))
+
+    def _add_experts(self, prefix: str, hf: str, D: int, c: Experts) -> None:
+        """The router, and the matrices of all experts one after another; those of gate and up in turn."""
+        self._add(prefix + "router", (D,), (hf + "gate.weight", c.number))
+        names = [f"{hf}experts.{e}." for e in range(c.number)]
+        gate_up = ((f"{name}{p}_proj.weight", c.size) for name in names for p in ("gate", "up"))
+        self._add(prefix + "experts.gate_up", (D,), *gate_up)
+        self._add(prefix + "experts.down", (c.size,), *((f"{name}down_proj.weight", D) for name in names))
+        fused = {"gate_up_proj": (c.number, 2 * c.size, D), "down_proj": (c.number, D, c.size)}
+        weights = (prefix + "experts.gate_up", prefix + "experts.down")
+        for weight, (name, shape) in zip(weights, fused.items(), strict=True):
+            self.fused[f"{hf}experts.{name}"] = weight, shape
 
 
 def _part_views(entries: Iterable[Entry], flat: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
@@ -217,7 +237,7 @@ class FlatWeights(WeightSource):
         self._layers: list[dict[str, torch.Tensor]] = [{} for _ in range(layout.config.layers)]
         for name, view in self.named.items():
             if name.startswith("layers."):
-                _, i, name_in_layer = name.split(".")
+                _, i, name_in_layer = name.split(".", 2)
                 self._layers[int(i)][name_in_layer] = view
 
     def layer(self, i: int) -> AbstractContextManager[LayerWeights]:

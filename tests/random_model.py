@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from zerokl.engine.runs import init as initialise
@@ -26,14 +27,23 @@ TWO_LAYERS = dict(
     head_dim=16,
 )
 
+# A dense layer, and one with experts.
+EXPERTS = TWO_LAYERS | dict(
+    num_experts=6,
+    num_experts_per_tok=2,
+    moe_intermediate_size=48,
+    norm_topk_prob=True,
+    mlp_only_layers=[0],
+)
+
 
 def random_model(
-    root: Path, widths: dict[str, int], sharper: float = 1.0, characters: Sequence[str] = ""
+    root: Path, widths: dict[str, Any], sharper: float = 1.0, characters: Sequence[str] = ""
 ) -> Path:
-    """Write a Qwen3 of these widths with the character tokenizer; return its folder, which is below `root`.
+    """Write a Qwen3, or a Qwen3-MoE, with the character tokenizer; return its folder, which is below `root`.
 
-    All weights are multiplied by `sharper`. characters: texts of the tokens; empty is the
-    tokenizer's own.
+    widths: of config.json. All weights are multiplied by `sharper`. characters: texts of the tokens; empty is
+    the tokenizer's own.
     """
     tokenizer = character_tokenizer(characters) if characters else character_tokenizer()
     tokenizer.save_pretrained(root / "tokenizer")

@@ -64,7 +64,7 @@ _NO_ANSWERS = (
     "task like them"
 )
 
-PRESETS: dict[str, dict[str, int]] = {
+PRESETS: dict[str, dict[str, Any]] = {
     # 1.1 million parameters
     "tiny": dict(
         hidden_size=160,
@@ -82,6 +82,19 @@ PRESETS: dict[str, dict[str, int]] = {
         num_attention_heads=7,
         num_key_value_heads=1,
         head_dim=32,
+    ),
+    # A mixture of experts: 3.7 million parameters. A token uses as many as the tiny model has.
+    "moe": dict(
+        hidden_size=160,
+        intermediate_size=448,
+        num_hidden_layers=4,
+        num_attention_heads=5,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=224,
+        norm_topk_prob=True,
     ),
 }
 
@@ -206,14 +219,16 @@ def _longest_turn(examples: Sequence[Rollout]) -> int:
 
 
 def random_decoder(preset: str, vocab_size: int, seed: int) -> Decoder:
-    """A Qwen3 with random matrices, from counter-based numbers, and norms of 1.
+    """A Qwen3, or a Qwen3-MoE where the preset has experts.
 
+    Its matrices are random, from counter-based numbers. Its norms are 1.
     The elements of a matrix are uniform in +-sqrt(3 / fan_in), and half of this in the output matrices of
     attention and MLP. fan_in is the number of columns, and the hidden size for the embedding.
     """
+    has_experts = "num_experts" in PRESETS[preset]
     raw = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+        "architectures": ["Qwen3MoeForCausalLM" if has_experts else "Qwen3ForCausalLM"],
+        "model_type": "qwen3_moe" if has_experts else "qwen3",
         "vocab_size": vocab_size,
         **PRESETS[preset],
         "max_position_embeddings": _CONTEXT,

@@ -210,8 +210,11 @@ def _altered(config: Config, environment: Mapping[str, Any]) -> str | None:
 
 def architecture(config: ModelConfig) -> dict[str, Any]:
     """The values of a model's config.json that decide bits. The context length is only a limit."""
-    names = [f.name for f in fields(config) if f.compare and f.name != "max_positions"]
-    return {name: getattr(config, name) for name in names}
+    names = [f.name for f in fields(config) if f.compare and f.name not in ("max_positions", "experts")]
+    values = {name: getattr(config, name) for name in names}
+    if config.experts is not None:
+        values["experts"] = vars(config.experts) | {"layers": sorted(config.experts.layers)}
+    return values
 
 
 def _ref_weights(state: TrainState) -> str:

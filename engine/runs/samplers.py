@@ -67,8 +67,12 @@ def make_samplers(
 ) -> Samplers:
     """The samplers that a configuration asks for. micro_batch: sequences of one pass of a scorer.
 
-    Raises ValueError for an engine that is not installed.
+    Raises ValueError for an engine that is not installed, or that does not draw from such a model.
     """
+    if model_config.experts and config.sampler != "native":
+        raise ValueError(
+            f'sampler ("{config.sampler}") does not draw from a mixture of experts; set sampler = "native"'
+        )
     shared = WorkersSampler(workers, micro_batch)
     flat = workers.host.decoder.flat
     if config.sampler == "vllm-zerokl":

@@ -25,6 +25,8 @@ SMALL = {
     "rope": ((4, 2, 32),),
     "embedding": ((10, 3),),
     "attention": ((6, 2, 16), (6, 1, 16), (6, 1, 16)),
+    "experts": ((5, 6), (5, 4), (4 * 6, 6), (4 * 6, 3)),
+    "experts without renormalisation": ((5, 6), (5, 4), (4 * 6, 6), (4 * 6, 3)),
     "linear_logprob": ((5, 7), (9, 7)),
     "linear_logprob at a temperature": ((5, 7), (9, 7)),
     "linear_logprob with a bias": ((5, 7), (9, 7)),

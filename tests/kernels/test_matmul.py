@@ -17,7 +17,7 @@ MULTIPLES_OF_ALIGN = st.integers(1, 40).map(lambda n: 16 * n)
 
 
 def by_definition(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    if x.dtype in matmul_module._THROUGH_FP32:
+    if x.dtype in matmul_module.THROUGH_FP32:
         return by_definition(x.float(), w.float()).to(x.dtype)
     padded = F.pad(x, (0, 0, 0, -len(x) % ROW_TILE))
     return torch.cat([matmul_module._product(tile, w) for tile in padded.split(ROW_TILE)])[: len(x)]
@@ -41,7 +41,7 @@ def test_equals_its_definition(dtype, T, K, N, transposed, n, seed):
 
 
 def test_bf16_where_the_library_has_none(monkeypatch):
-    monkeypatch.setattr(matmul_module, "_THROUGH_FP32", (torch.float16, torch.bfloat16))
+    monkeypatch.setattr(matmul_module, "THROUGH_FP32", (torch.float16, torch.bfloat16))
     x, w = (randn(i, 100, 64, dtype=torch.bfloat16) for i in (0, 1))
     whole = matmul(x, w)
     assert count_unequal(whole, matmul(x.float(), w.float()).bfloat16()) == 0
@@ -84,6 +84,24 @@ def test_a_longer_tile_with_other_bits_is_not_taken(monkeypatch):
     assert count_unequal(matmul(x, w.t()), by_definition(x, w)) > 0
 
 
+def test_a_shorter_tile_with_other_bits_is_not_taken(monkeypatch):
+    """A library that sums products of fewer than ROW_TILE rows in another order."""
+    x, w, library = randn(0, 40, 256), randn(1, 256, 64), matmul_module._product
+
+    def product(x: torch.Tensor, w: torch.Tensor, pack: torch.Tensor | None = None) -> torch.Tensor:
+        if len(x) >= ROW_TILE:
+            return library(x, w, pack)
+        return library(x[:, :48], w[:48]) + library(x[:, 48:], w[48:])
+
+    expected = by_definition(x, w)
+    with forgotten(matmul_module._agrees):
+        monkeypatch.setattr(matmul_module, "_product", product)
+        for T in (1, 8, 13, 31):
+            assert count_unequal(matmul(x[:T], w.t()), expected[:T]) == 0
+        monkeypatch.setattr(matmul_module, "_agrees", lambda *_: True)
+        assert count_unequal(matmul(x[:13], w.t()), expected[:13]) > 0, "control: without the probe"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @property_settings(15)
 @given(
@@ -103,7 +121,7 @@ def test_packed_weights_change_no_bit(dtype, T, K, N, n, seed):
 
 
 @pytest.mark.parametrize(
-    "dtype", [d for d in (torch.float32, torch.bfloat16) if d not in matmul_module._THROUGH_FP32], ids=str
+    "dtype", [d for d in (torch.float32, torch.bfloat16) if d not in matmul_module.THROUGH_FP32], ids=str
 )
 def test_packed_weights_are_read_and_control_stale_ones_are_seen(dtype):
     w, x = randn(0, 64, 96, dtype=dtype), randn(1, 40, 96, dtype=dtype)

@@ -1,10 +1,14 @@
 """The operations of the kernels beside plain torch's, judged against fp64."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.func import functional_call
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from zerokl.kernels.attention import attention, varlen_plan
 from zerokl.kernels.embedding import embedding
 from zerokl.kernels.linear import linear
@@ -16,6 +20,7 @@ from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.kernels.silu_mul import silu_mul
 
 from tests.helpers import assert_at_most_twice_the_error, randint, randn
+from tests.law import experts
 
 EPS = 1e-6
 LENGTHS = (40, 1, 97)
@@ -68,6 +73,21 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tenso
     return attention(q, k, v, varlen_plan(lengths, q.shape[1], k.shape[1]), q.shape[-1] ** -0.5)
 
 
+def _plain_experts(
+    x: torch.Tensor, logits: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, renormalise: bool
+) -> torch.Tensor:
+    """transformers' experts, behind its router with our rule for ties: the lower index."""
+    E, D = logits.shape[1], x.shape[1]
+    p = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    q, ids = (both[:, : experts.CHOSEN] for both in p.sort(dim=1, descending=True, stable=True))
+    q = q / q.sum(-1, keepdim=True) if renormalise else q
+    config = Qwen3MoeConfig(hidden_size=D, moe_intermediate_size=down.shape[1], num_experts=E)
+    config._experts_implementation = "eager"
+    module = Qwen3MoeExperts(config)
+    matrices = {"gate_up_proj": gate_up.view(E, -1, D), "down_proj": down.view(E, D, -1)}
+    return functional_call(module, matrices, (x, ids, q.to(x.dtype)))
+
+
 BIASED = SamplingParams.of(0.7, logit_bias={1: 2.5, 8: -3.25})
 
 
@@ -113,6 +133,16 @@ OPS = {
         lambda w: F.embedding(IDS.remainder(len(w)), w),
     ),
     "attention": Op(((138, 4, 32), (138, 2, 32), (138, 2, 32)), _attention, _plain_attention),
+    "experts": Op(
+        ((150, 64), (150, 6), (6 * 2 * 48, 64), (6 * 64, 48)),
+        lambda *inputs: experts.experts_of_logits(*inputs)[0],
+        partial(_plain_experts, renormalise=True),
+    ),
+    "experts without renormalisation": Op(
+        ((150, 64), (150, 6), (6 * 2 * 48, 64), (6 * 64, 48)),
+        lambda *inputs: experts.experts_of_logits(*inputs, renormalise=False)[0],
+        partial(_plain_experts, renormalise=False),
+    ),
     "linear_logprob": Op(
         ((150, 64), (300, 64)), _logprob(SamplingParams()), _plain_logprob(SamplingParams())
     ),

@@ -16,6 +16,7 @@ from zerokl.kernels.rms_norm import add_rms_norm, rms_norm
 from zerokl.kernels.sampling_params import SamplingParams
 
 from tests.helpers import randint, randn, sums_of, zero_buffers
+from tests.law import experts
 
 VOCAB = 71
 
@@ -62,6 +63,10 @@ OPS = {
         lambda x, ids, w, in_pass: linear_logprob(x, w[0], ids, SamplingParams(0.8, 30, 0.9), in_pass)[0],
         lambda width: (),
         torch.float32,
+    ),
+    "experts": Op(
+        lambda D, dtype: experts.weights(D, dtype, 104),
+        lambda x, ids, w, in_pass: experts.mixture(x, *w, in_pass)[0],
     ),
 }
 

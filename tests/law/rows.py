@@ -16,6 +16,7 @@ from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.kernels.silu_mul import silu_mul
 
 from tests.helpers import randint, randn, total_unequal
+from tests.law import experts
 
 Rows = tuple[torch.Tensor, ...]
 
@@ -118,6 +119,7 @@ OPS = {
     "linear_logprob of min-p": Op(_logprob_rows, _logprob(SamplingParams(1.0, 0, 1.0, 0.1))),
     "linear_logprob of all three": Op(_logprob_rows, _logprob(SamplingParams(1.3, 20, 0.9))),
     "linear_logprob of every filter": Op(_logprob_rows, _filtered),
+    "experts": Op(_x(None), lambda r, D, seed: experts.mixture(r[0], *experts.weights(D, r[0].dtype, seed))),
     "draw": Op(_draw_rows, lambda rows, *_: (draw(*rows),)),
 }
 # Kernels that have no floating input of the model's dtype.

@@ -1,5 +1,6 @@
-"""Tiny checkpoints of the three families, written by transformers, and the results of transformers."""
+"""Tiny checkpoints of all families, written by transformers, and the results of transformers."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -10,7 +11,9 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from zerokl.model.config import ModelConfig
 
 _SIZE = {
@@ -33,6 +36,15 @@ _LLAMA3 = {
 FAMILIES: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**_SIZE, head_dim=32, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**_SIZE, tie_word_embeddings=False),
+    "qwen3_moe": Qwen3MoeConfig(
+        **_SIZE,
+        head_dim=32,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        norm_topk_prob=True,
+        mlp_only_layers=[0],
+    ),
     "llama": LlamaConfig(**_SIZE, tie_word_embeddings=False, rope_parameters=_LLAMA3),
 }
 Pairs = list[tuple[list[int], list[int]]]
@@ -53,15 +65,22 @@ def save_random(family: str, folder: Path, seed: int = 0, shard: str = "1GB") ->
 
 
 def plain(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    return _loaded(folder, dtype, "eager")
+
+
+def _loaded(folder: Path, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    # The fused products of experts know no fp64.
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation=attention, experts_implementation="eager"
+    )
 
 
 def judge(folder: Path) -> PreTrainedModel:
     """transformers in fp64 throughout.
 
-    Its norms, RoPE frequencies and eager softmax are fp32 in any dtype. Here they are fp64.
+    Its norms, RoPE frequencies, eager softmax and router are fp32 in any dtype. Here they are fp64.
     """
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa")
+    model = _loaded(folder, torch.float64, "sdpa")
     frequencies = torch.tensor(ModelConfig.from_file(folder).frequencies, dtype=torch.float64)
 
     def rotary(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,8 +92,18 @@ def judge(folder: Path) -> PreTrainedModel:
             module.forward = lambda x, m=module: (
                 x / (x.pow(2).mean(-1, keepdim=True) + m.variance_epsilon).sqrt() * m.weight
             )
+        if isinstance(module, Qwen3MoeTopKRouter):
+            module.forward = lambda x, m=module: _route(x.view(-1, m.hidden_dim), m)
     model.model.rotary_emb.forward = rotary
     return model
+
+
+def _route(x: torch.Tensor, router: Qwen3MoeTopKRouter) -> tuple[torch.Tensor, ...]:
+    """The logits, the weights and the ids of the experts, as the router gives them, in the dtype of x."""
+    logits = x @ router.weight.t()
+    weights, ids = logits.softmax(-1).topk(router.top_k, -1)
+    weights = weights / weights.sum(-1, keepdim=True) if router.norm_topk_prob else weights
+    return logits, weights, ids
 
 
 def sequence_losses(logp: torch.Tensor, pairs: Pairs, dy: torch.Tensor) -> torch.Tensor:
@@ -100,5 +129,21 @@ def logprobs_and_gradients(model: PreTrainedModel, pairs: Pairs, dy: torch.Tenso
     return {
         "logp": logp.detach(),
         "losses": losses.detach(),
-        **{name: p.grad for name, p in model.named_parameters()},
+        **{
+            name: grad
+            for weight, p in model.named_parameters()
+            for name, grad in checkpoint_parts(weight, p.grad)
+        },
     }
+
+
+def checkpoint_parts(name: str, x: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor of transformers by the names of the checkpoint, in which each expert has its own."""
+    experts, _, kind = name.rpartition(".")
+    if not experts.endswith(".experts"):
+        yield name, x
+        return
+    for e, expert in enumerate(x):
+        both = zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True)
+        for part, matrix in both if kind == "gate_up_proj" else [("down_proj", expert)]:
+            yield f"{experts}.{e}.{part}.weight", matrix

@@ -1,17 +1,18 @@
 """Checkpoints go to transformers and back with equal bits, and appear whole or not at all."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from zerokl.model import checkpoint
-from zerokl.model.checkpoint import load_decoder, resolve_model, write_checkpoint
+from zerokl.model.checkpoint import check_weights, load_decoder, resolve_model, write_checkpoint
 from zerokl.model.weights import FLAT_TILE, Layout, fingerprint
 
 from tests.helpers import total_unequal
-from tests.model.checkpoints import FAMILIES, save_random
+from tests.model.checkpoints import FAMILIES, checkpoint_parts, save_random
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,7 @@ def test_written_checkpoint_opens_in_transformers_with_equal_bits(family, shard_
     assert (target / "model.safetensors.index.json").exists() == (shard_bytes < 1 << 30)
     model = AutoModelForCausalLM.from_pretrained(target)
     assert model.dtype == dtype
-    parameters = dict(model.named_parameters())
+    parameters = dict(part for name, p in model.named_parameters() for part in checkpoint_parts(name, p))
     views = decoder.layout.checkpoint_views(decoder.flat)
     assert parameters.keys() == views.keys()
     assert total_unequal([views[name] for name in parameters], list(parameters.values())) == 0
@@ -42,6 +43,39 @@ def test_single_and_sharded_checkpoints_of_transformers_load_alike(family, tmp_p
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
     assert total_unequal([single.flat], [sharded.flat]) == 0
     assert fingerprint(single.layout, single.flat) == fingerprint(sharded.layout, sharded.flat)
+
+
+def _fuse(folder: Path) -> None:
+    """Write the experts of layer 1 as transformers 5 and vLLM hold them: all in one tensor."""
+    file, experts = folder / "model.safetensors", "model.layers.1.mlp.experts."
+    tensors = load_file(file)
+
+    def stack(kind: str) -> torch.Tensor:
+        return torch.stack([tensors.pop(f"{experts}{e}.{kind}_proj.weight") for e in range(6)])
+
+    tensors[experts + "gate_up_proj"] = torch.cat([stack("gate"), stack("up")], 1)
+    tensors[experts + "down_proj"] = stack("down")
+    checkpoint.save_file(tensors, file)
+
+
+def test_experts_in_one_tensor_load_as_those_in_many(tmp_path):
+    folder = save_random("qwen3_moe", tmp_path)
+    expected = load_decoder(folder, torch.float32)
+    _fuse(folder)
+    assert total_unequal([load_decoder(folder, torch.float32).flat], [expected.flat]) == 0
+    check_weights(folder, expected.layout)
+
+
+def test_experts_in_one_tensor_and_in_many_are_refused(tmp_path):
+    folder = save_random("qwen3_moe", tmp_path)
+    one = load_file(folder / "model.safetensors")["model.layers.1.mlp.experts.3.up_proj.weight"]
+    _fuse(folder)
+    tensors = load_file(folder / "model.safetensors")
+    checkpoint.save_file(
+        tensors | {"model.layers.1.mlp.experts.3.up_proj.weight": one}, folder / "model.safetensors"
+    )
+    with pytest.raises(ValueError, match="which a Qwen3MoeForCausalLM of this config has no place for"):
+        load_decoder(folder, torch.float32)
 
 
 def test_transformers_continues_training(tmp_path):

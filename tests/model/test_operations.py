@@ -26,6 +26,8 @@ from zerokl.model.operations import (
 )
 from zerokl.verify.environment import PACKAGE_ROOT
 
+from tests.model.checkpoints import save_random
+
 LAYERS = 2
 PAIR = ([3, 1, 4, 1], [5, 9, 2])
 SIZES = dict(
@@ -60,6 +62,27 @@ def test_every_operation_has_the_width_and_reads_what_the_table_says(folder):
         for i, (name, x) in enumerate(trace.items()):
             assert x.shape == (3 if name == "logprob" else 6, operation(name).width(config)), name
             assert set(input_names(name, config)) <= set(names[:i]), name
+
+
+def test_the_experts_of_a_sparse_layer_are_in_the_table(tmp_path):
+    folder = save_random("qwen3_moe", tmp_path)
+    config = ModelConfig.from_file(folder)
+    trace = ZeroklEngine(folder, torch.float32).trace(PAIR, SamplingParams())
+    mlps = [name for name in trace if "gate_proj" in name or "router" in name or "experts" in name]
+    assert mlps == ["layers.0.gate_proj", "layers.1.router", "layers.1.experts"]
+    names = operation_names(config.layers, experts=True)
+    assert [name for name in names if name in trace] == list(trace)
+    for i, (name, x) in enumerate(trace.items()):
+        assert x.shape[1] == operation(name).width(config), name
+        assert set(input_names(name, config)) <= set([*trace][:i]), name
+    assert input_names("layers.1.mlp_residual", config) == ("layers.1.attention_residual", "layers.1.experts")
+    assert input_names("layers.0.mlp_residual", config)[1] == "layers.0.down_proj"
+
+
+def test_flops_of_experts_are_those_of_the_matrices_that_a_token_uses(tmp_path):
+    config = ModelConfig.from_file(save_random("qwen3_moe", tmp_path))
+    attention, dense, router, expert = 64 * (4 + 2 + 2 + 4) * 32, 3 * 64 * 96, 64 * 6, 3 * 64 * 48
+    assert forward_flops(config, Work(1, 0, 0)) == 2 * (2 * attention + dense + router + 2 * expert)
 
 
 def test_flops_are_those_of_the_matrices_and_the_scores():

@@ -75,6 +75,52 @@ def test_unsupported_config_is_refused(change, message):
         ModelConfig.from_dict(raw)
 
 
+QWEN3_MOE = QWEN2 | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "layers"),
+    [
+        ({}, [0, 1]),
+        ({"decoder_sparse_step": 2}, [1]),
+        ({"mlp_only_layers": [1]}, [0]),
+        ({"num_experts": None, "num_local_experts": 8}, [0, 1]),
+        ({"shared_expert_intermediate_size": 0, "scoring_func": "softmax"}, [0, 1]),
+    ],
+)
+def test_the_layers_of_the_experts_are_those_of_the_config(change, layers):
+    config = ModelConfig.from_dict(QWEN3_MOE | change)
+    assert [i for i in range(config.layers) if config.is_sparse(i)] == layers
+    assert config.experts.number == 8
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size = 64 is not supported"),
+        ({"n_shared_experts": 1}, "n_shared_experts = 1 is not supported"),
+        ({"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid' is not supported; only experts that a soft"),
+        ({"routed_scaling_factor": 2.5}, "routed_scaling_factor = 2.5 is not supported"),
+        ({"num_experts_per_tok": 9}, r"num_experts_per_tok \(9\) must be at most num_experts \(8\)"),
+        ({"num_experts": 0}, r"num_experts \(0\) must be a positive whole number"),
+        ({"num_experts": None}, "lacks the field num_experts"),
+        ({"moe_intermediate_size": None}, "lacks the field moe_intermediate_size"),
+        ({"mlp_only_layers": 3}, r"mlp_only_layers \(3\) must be a list"),
+        ({"norm_topk_prob": "yes"}, r"norm_topk_prob \('yes'\) must be true or false"),
+        ({"architectures": ["Qwen2MoeForCausalLM"]}, "architecture 'Qwen2MoeForCausalLM' is not supported"),
+    ],
+)
+def test_other_mixtures_of_experts_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_dict(QWEN3_MOE | change)
+
+
 def _edit(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
         tensors = load_file(folder / "model.safetensors")

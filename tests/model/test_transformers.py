@@ -1,5 +1,7 @@
 """The whole decoder beside transformers: log-probabilities, a loss and every gradient, judged by fp64."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from zerokl.kernels.grad import GradBuffer
@@ -73,10 +75,20 @@ def judged(request, tmp_path_factory):
 shared = pytest.mark.parametrize("shared", [False, True], ids=["whole sequences", "prompts once"])
 
 
+def _skip_chaotic(folder: Path, dtype: torch.dtype) -> None:
+    """Skip experts in bf16: where a rounding chooses another expert, the error is that of the choice.
+
+    The accuracy of experts that are given is judged in tests/kernels/test_accuracy.py.
+    """
+    if dtype == torch.bfloat16 and ModelConfig.from_file(folder).experts:
+        pytest.skip("a rounding chooses another expert")
+
+
 @shared
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_error_is_at_most_twice_that_of_transformers(judged, dtype, shared):
     folders, exact = judged
+    _skip_chaotic(folders[0], dtype)
     ours = [zerokl_results(folder, dtype, shared) for folder in folders]
     transformers = [logprobs_and_gradients(plain(folder, dtype), PAIRS, DY) for folder in folders]
     assert ours[0].keys() == transformers[0].keys() == exact[0].keys()
@@ -89,6 +101,7 @@ def test_error_is_at_most_twice_that_of_transformers(judged, dtype, shared):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_error_of_every_logit_is_at_most_twice_that_of_transformers(judged, dtype):
     folders, ids = judged[0], [[*prompt, *completion] for prompt, completion in PAIRS]
+    _skip_chaotic(folders[0], dtype)
     ours, transformers, exact = [], [], []
     for folder in folders:
         decoder = load_decoder(folder, dtype)
@@ -102,11 +115,14 @@ def test_error_of_every_logit_is_at_most_twice_that_of_transformers(judged, dtyp
 
 @shared
 def test_fp64_decoder_and_judge_are_one_function(judged, shared):
-    """The decoder in fp64 is 2^20 times nearer to the judge than in fp32: only rounding separates the two."""
+    """The decoder in fp64 is 2^20 times nearer to the judge than in fp32: only rounding separates the two.
+
+    The gradient of an expert that no token has is 0 in all three.
+    """
     for folder, exact in zip(*judged, strict=True):
         ours, single = (zerokl_results(folder, dtype, shared) for dtype in (torch.float64, torch.float32))
         for name, value in exact.items():
-            assert (ours[name] - value).norm() * 2**20 < (single[name].double() - value).norm(), name
+            assert (ours[name] - value).norm() * 2**20 <= (single[name].double() - value).norm(), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -122,6 +138,7 @@ def test_rope_frequencies_are_those_of_transformers(family, tmp_path):
 def test_control_a_wrong_weight_is_found(judged, dtype):
     """A norm whose weight is 2% larger exceeds the allowed error."""
     folders, exact = judged
+    _skip_chaotic(folders[0], dtype)
     model = plain(folders[0], dtype)
     allowed = logprobs_and_gradients(model, PAIRS, DY)["logp"]
     decoder = load_decoder(folders[0], dtype)

@@ -71,7 +71,7 @@ class SharedWeightsEngine(WeightTransferEngine[SharedInit, Update]):
         That is safe, because only vLLM's model reads this mapping of the weights.
         """
         self.model.weights_changed()
-        self.model.packed = pack_weights(self.model.decoder.matrices())
+        self.model.packed = pack_weights(self.model.decoder.packable())
 
     def finish_weight_update(self) -> None:
         """Nothing to finish: the caller resets the caches."""

@@ -1,0 +1,89 @@
+"""The rows of a mixture of experts: each token once for every expert that it has, sorted by expert.
+
+Shapes: T tokens, k experts of a token, R rows, E experts.
+
+Rows are sorted by (expert, token). So the rows of an expert lie together, in the order of the tokens. After
+them lie rows that pad their number to a multiple of PADDED_ROWS: they are rows of token 0 that nobody reads.
+They decide no bit.
+"""
+
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from .order import TokenBlocks
+
+Bounds = list[tuple[int, int]]  # rows [start, end)
+# Then the matrix products of few rows need no copies (matmul._TAIL_TILES).
+PADDED_ROWS = 8
+# One call multiplies all experts, where their rows can be made equally many. It takes half the time of a
+# call for each expert, and the time of the padding. So the padded rows are at most _ROWS for each row, and
+# _ROWS_OF_CALL for each call that is saved. An expert then has at most _MOST_EQUAL rows, and above
+# 8 PADDED_ROWS a multiple of 4 PADDED_ROWS, so that few numbers are probed (grouped_linear._bmm_agrees).
+_ROWS, _ROWS_OF_CALL, _MOST_EQUAL = 1.4, 24, 512
+
+
+class ExpertRows:
+    """The rows that the tokens' experts make. ids [T, k] int64: the experts of each token, in its slots.
+
+    A token has an expert once at most.
+    """
+
+    def __init__(self, ids: torch.Tensor, experts: int):
+        self.experts, k, expert_of_slot = experts, ids.shape[1], ids.reshape(-1).numpy()
+        by_expert = np.argsort(expert_of_slot, kind="stable")
+        counts = np.bincount(expert_of_slot, minlength=experts)
+        padded = counts + -counts % PADDED_ROWS
+        most = int(padded.max())
+        most += -most % (4 * PADDED_ROWS) if most > 8 * PADDED_ROWS else 0
+        allowed = _ROWS * len(by_expert) + _ROWS_OF_CALL * np.count_nonzero(counts)
+        self.equal = most <= _MOST_EQUAL and most * experts <= allowed and len(by_expert) > 0
+        if self.equal:
+            padded = np.full_like(padded, most)
+        self._starts = np.cumsum(padded) - padded
+        self._ends = self._starts + counts
+        rows = np.arange(len(by_expert)) + np.repeat(self._starts - (np.cumsum(counts) - counts), counts)
+        slots = np.zeros(padded.sum(), np.int64)
+        slots[rows] = by_expert
+        places = np.empty_like(by_expert)
+        places[by_expert] = rows
+        self._slots, self._tokens = torch.from_numpy(slots), slots // k
+        self.places = torch.from_numpy(places).view(ids.shape)  # [T, k], the row of each token's slot
+        self.tokens = torch.from_numpy(self._tokens)  # [R], the token of each row
+
+    @cached_property
+    def segments(self) -> list[tuple[int, int, int]]:
+        """Each expert that has rows, with its first row and the end of its rows.
+
+        The end is that of the padding to a multiple of PADDED_ROWS.
+        """
+        counts = self._ends - self._starts
+        bounds = zip(self._starts.tolist(), (self._ends + -counts % PADDED_ROWS).tolist(), strict=True)
+        return [(expert, a, b) for expert, (a, b) in enumerate(bounds) if a < b]
+
+    def of_slots(self, x_Tk: torch.Tensor) -> torch.Tensor:
+        """A number of each slot, [T, k] -> that of each row, [R]."""
+        return x_Tk.reshape(-1)[self._slots]
+
+    def sum_slots(self, x_RN: torch.Tensor) -> torch.Tensor:
+        """The sum of each token's rows, slot after slot from 0. -> [T, N] in the dtype of x."""
+        y = x_RN.new_zeros(self.places.shape[0], x_RN.shape[1])
+        for rows in self.places.unbind(1):
+            y += x_RN[rows]
+        return y
+
+    def blocks(self, blocks: TokenBlocks) -> list[tuple[int, list[tuple[int, Bounds]]]]:
+        """Of each virtual shard its experts, and of each expert the rows of every token block that has some.
+
+        The rows of a block's tokens lie together, because an expert's rows have the order of the tokens.
+        """
+        parts = []
+        for shard, shard_blocks in blocks.parts:
+            bounds = np.array(shard_blocks).reshape(-1, 2)
+            by_expert = []
+            for expert, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
+                rows = start + np.searchsorted(self._tokens[start:end], bounds)
+                by_expert.append((expert, [(a, b) for a, b in rows.tolist() if a < b]))
+            parts.append((shard, by_expert))
+        return parts

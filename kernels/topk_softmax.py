@@ -1,0 +1,107 @@
+"""The router of a mixture of experts: the experts of each token and their weights.
+
+    p = softmax(z);   the k experts with the largest p;   w_j = p_j, or p_j / sum of the chosen p
+
+Gradient, with s = sum over the chosen of dw_j w_j:
+
+    w_j = p_j:           dz_e = p_e (dw_e - s), where dw_e is 0 for an expert that was not chosen
+    renormalised:        dz_j = w_j (dw_j - s) of a chosen expert, 0 of any other: its p cancels out
+
+Shapes: z [T, E] router logits; w [T, k] fp32 (fp64 for fp64); ids [T, k] int64, by falling p. T tokens, E
+experts, k experts of a token.
+Roundings: p = exp(z - max) in fp32 is multiplied by the reciprocal of its sum, and so is w when it is
+renormalised: three roundings each. dz is rounded once.
+Order: as in vLLM's topk_softmax_kernels.cu. A lane adds its numbers one after another, and a tree adds the
+lanes. A lane has the numbers that 16 bytes of logits hold, and more where 32 lanes are too few. So the order
+depends on E and on the dtype of the logits. vLLM has other orders where E is no power of two; here such an E
+is padded to one with terms of 0. The chosen p are added by falling p.
+Of equal p the expert with the lower index comes first. A p that is NaN counts as 0, as in vLLM.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from .backend import on_triton
+from .grad import accumulate_dtype, check_dtype
+from .order import tree_sum
+
+# Bytes that a lane of vLLM's kernel loads at once, and the lanes of a row.
+_LOAD_BYTES, _LANES = 16, 32
+
+
+def topk_softmax_ref(
+    logits_TE: torch.Tensor, k: int, renormalise: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Forward only: the weights [T, k], the ids [T, k], and all probabilities [T, E]."""
+    z = logits_TE.to(accumulate_dtype(logits_TE.dtype))
+    terms = torch.exp(z - z.amax(1, keepdim=True))
+    p = terms * (1.0 / _lane_sum(terms, _LOAD_BYTES // logits_TE.element_size())).unsqueeze(1)
+    p = torch.where(p.isnan(), 0.0, p)
+    # A stable sort keeps the lower index first among equals.
+    by_p, ids = p.sort(dim=1, descending=True, stable=True)
+    w, ids = by_p[:, :k], ids[:, :k].contiguous()
+    if renormalise:
+        total = _slot_sum(w)
+        w = w * torch.where(total > 0.0, 1.0 / total, 1.0).unsqueeze(1)
+    return w.contiguous(), ids, p
+
+
+def topk_softmax_bwd_ref(
+    dw_Tk: torch.Tensor, w_Tk: torch.Tensor, ids_Tk: torch.Tensor, p_TE: torch.Tensor, renormalise: bool
+) -> torch.Tensor:
+    """The gradient of the logits, [T, E], in the dtype of the weights."""
+    s = _slot_sum(dw_Tk * w_Tk).unsqueeze(1)
+    zeros = torch.zeros_like(p_TE)
+    if renormalise:
+        return zeros.scatter_(1, ids_Tk, w_Tk * (dw_Tk - s))
+    return p_TE * (zeros.scatter_(1, ids_Tk, dw_Tk) - s)
+
+
+def _lane_sum(terms_TE: torch.Tensor, load: int) -> torch.Tensor:
+    """The sum of each row in the order of vLLM's kernel, [T]. load: numbers that a lane loads at once."""
+    T, E = terms_TE.shape
+    padded = 1 << (E - 1).bit_length()
+    load = min(load, padded)
+    loads = max(1, padded // (load * _LANES))
+    x = F.pad(terms_TE, (0, padded - E)).view(T, loads, padded // (load * loads), load)
+    lanes = x[:, 0, :, 0]
+    for i in range(1, loads * load):
+        lanes = lanes + x[:, i // load, :, i % load]
+    return tree_sum(lanes, 1)
+
+
+def _slot_sum(x_Tk: torch.Tensor) -> torch.Tensor:
+    """The sum of each row, one number after another, [T]."""
+    first, *rest = x_Tk.unbind(1)
+    for x in rest:
+        first = first + x
+    return first
+
+
+class _TopkSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, k, renormalise):
+        w, ids, p = topk_softmax_ref(logits, k, renormalise)
+        ctx.save_for_backward(w, ids, p)
+        ctx.renormalise, ctx.dtype = renormalise, logits.dtype
+        ctx.mark_non_differentiable(ids)
+        return w, ids
+
+    @staticmethod
+    def backward(ctx, dw, _):
+        return topk_softmax_bwd_ref(dw, *ctx.saved_tensors, ctx.renormalise).to(ctx.dtype), None, None
+
+
+def topk_softmax(logits: torch.Tensor, k: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights [T, k], in fp32 (fp64 for fp64), and the ids [T, k] int64 of each token's experts.
+
+    logits [T, E]. The weights are differentiable in them. renormalise: whether the weights of a token are
+    divided by their sum. Raises ValueError on a bad shape or dtype, if k is not in 1..E, and on a GPU, for
+    which there is no kernel.
+    """
+    check_dtype("topk_softmax", logits=logits)
+    if logits.dim() != 2 or not 1 <= k <= logits.shape[1]:
+        raise ValueError(f"topk_softmax: logits {tuple(logits.shape)} must be [T, E], and k ({k}) in 1..E")
+    if on_triton(logits):
+        raise ValueError('topk_softmax: experts have no GPU kernel; set device = "cpu"')
+    return _TopkSoftmax.apply(logits, k, renormalise)

@@ -1,0 +1,43 @@
+"""The mixture of experts of a sparse layer (Qwen3-MoE).
+
+    logits = x router^T;   q, ids = top-k of softmax(logits);   y = sum over the k experts of q mlp(x)
+
+Shapes: T tokens of packed sequences, D hidden size, E experts.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from ..kernels.combine_experts import combine_experts
+from ..kernels.expert_rows import ExpertRows
+from ..kernels.grouped_linear import grouped_linear
+from ..kernels.linear import linear
+from ..kernels.passes import Pass
+from ..kernels.silu_mul import silu_mul
+from ..kernels.tile_tables import TileTable
+from ..kernels.topk_softmax import topk_softmax
+from .config import Experts
+from .weights import LayerWeights
+
+
+def run_experts(
+    c: Experts,
+    w: LayerWeights,
+    x: torch.Tensor,
+    in_pass: Pass,
+    tiles: TileTable,
+    hook: Callable[[str, torch.Tensor], None],
+) -> torch.Tensor:
+    """x [T, D] -> [T, D]. hook: called with the name in the layer and the output of each operation.
+
+    The router's logits are in the dtype of x, and the routing weights in fp32.
+    """
+    logits = linear(x, w["router"], None, in_pass, tiles)
+    hook("router", logits)
+    q, ids = topk_softmax(logits, c.per_token, c.renormalise)
+    rows = ExpertRows(ids, c.number)
+    h = silu_mul(grouped_linear(x, w["experts.gate_up"], rows, in_pass))
+    y = combine_experts(h, w["experts.down"], q, rows, in_pass)
+    hook("experts", y)
+    return y

@@ -1,0 +1,190 @@
+"""Runs of a mixture of experts: exactly on-policy, and the same bits however the work is cut."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from zerokl.cli import main
+from zerokl.engine.commands.verify_run import verify_run
+from zerokl.engine.config import Config
+from zerokl.engine.runs.init import random_decoder
+from zerokl.engine.runs.run import resume, train
+from zerokl.engine.train.monitor import MismatchError
+from zerokl.kernels.combine_experts import combine_experts
+from zerokl.kernels.expert_rows import ExpertRows
+from zerokl.kernels.passes import Pass
+from zerokl.kernels.topk_softmax import topk_softmax
+from zerokl.model import decoder, experts
+from zerokl.model.checkpoint import load_decoder
+from zerokl.model.operation import Work
+from zerokl.model.operations import forward_flops
+from zerokl.verify.divergence import open_run
+
+from tests.random_model import EXPERTS, random_model
+
+DTYPES = ["float32", "bfloat16", "float16"]
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory) -> Path:
+    return random_model(tmp_path_factory.mktemp("moe"), EXPERTS)
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def plain(request, config, moe) -> Config:
+    return config(dtype=request.param, model=moe, checkpoint__every=2)
+
+
+@pytest.fixture(scope="module")
+def run(plain, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("experts") / "run"
+    summary = train(plain, path)
+    assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
+    return path
+
+
+def fingerprint(run: Path) -> str:
+    return json.loads((run / "summary.json").read_text())["fingerprint"]
+
+
+def test_every_expert_and_the_router_are_trained(run, moe):
+    before = load_decoder(moe, torch.float32)
+    after = load_decoder(run / "checkpoints" / "step-000003", torch.float32)
+    old, new = (decoder.layout.checkpoint_views(decoder.flat.detach()) for decoder in (before, after))
+    assert [name for name in old if torch.equal(old[name], new[name])] == []
+
+
+@pytest.mark.parametrize(
+    "cut_up",
+    [
+        {"workers": 2, "micro_batch": 2},
+        {"shards_in_flight": 3, "micro_batch": 5, "recompute": "layer"},
+        pytest.param({"micro_batch": 1}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_how_the_work_is_cut_decides_no_bit(plain, run, tmp_path, cut_up):
+    assert train(plain.model_copy(update=cut_up), tmp_path / "run").fingerprint == fingerprint(run)
+
+
+def test_a_run_goes_on_and_is_verified(run, tmp_path):
+    path = shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(path / "checkpoints" / "step-000003")
+    (path / "summary.json").unlink()
+    assert [f"{f.what}: {f.result}" for f in verify_run(path, 2, 0, {}) if not f.holds] == []
+    resume(path)
+    assert (path / "ledger.jsonl").read_bytes() == (run / "ledger.jsonl").read_bytes()
+
+
+def test_the_ledger_binds_what_the_experts_are(run):
+    assert open_run(run).head.settings["model.experts"] == {
+        "number": 6,
+        "per_token": 2,
+        "size": 48,
+        "renormalise": True,
+        "layers": [1],
+    }
+
+
+def test_frozen_experts_and_routers_keep_every_bit(config, moe, tmp_path):
+    settings = config(model=moe, frozen=("*.mlp.gate.weight", "*.experts.*.down_proj.weight"))
+    summary = train(settings, tmp_path / "run")
+    assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (moe, tmp_path / "run/checkpoints/step-000003")
+    )
+    kept = {name for name in before if torch.equal(before[name], after[name])}
+    frozen = {name for name in before if re.search(r"mlp\.gate\.|experts.*down_proj", name)}
+    assert kept == frozen
+    assert len(frozen) == 1 + 6
+
+
+def test_one_expert_of_many_cannot_be_frozen(config, moe, tmp_path):
+    one, first = (
+        "model.layers.1.mlp.experts.2.down_proj.weight",
+        "model.layers.1.mlp.experts.0.down_proj.weight",
+    )
+    message = re.escape(f"frozen ({one}): is one matrix with {first} and 4 more; freeze all or none")
+    with pytest.raises(ValueError, match=message):
+        train(config(model=moe, frozen=(one,)), tmp_path / "run")
+
+
+# Controls
+
+
+@pytest.fixture(scope="module")
+def with_ties(tmp_path_factory) -> Path:
+    """A model whose experts 0, 1 and 2 have equal logits, and so have 3, 4 and 5."""
+    folder = random_model(tmp_path_factory.mktemp("ties"), EXPERTS)
+    weights = load_file(folder / "model.safetensors")
+    router = weights["model.layers.1.mlp.gate.weight"]
+    router.copy_(router[[0, 0, 0, 3, 3, 3]])
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def higher_wins(logits: torch.Tensor, k: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    q, ids = topk_softmax(logits.flip(1), k, renormalise)
+    return q, logits.shape[1] - 1 - ids
+
+
+def in_order_of_experts(
+    h: torch.Tensor, w: torch.Tensor, q: torch.Tensor, rows: ExpertRows, in_pass: Pass
+) -> torch.Tensor:
+    """The experts' outputs added in the order of their numbers where a sampler draws."""
+    if not torch.is_grad_enabled():
+        rows.places = rows.places.sort(1).values
+    return combine_experts(h, w, q, rows, in_pass)
+
+
+@pytest.mark.parametrize("side", [True, False], ids=["trainer", "sampler"])
+def test_control_another_rule_for_ties_on_one_side_stops_the_run(
+    config, with_ties, tmp_path, monkeypatch, side
+):
+    settings = config(model=with_ties)
+    assert train(settings, tmp_path / "sound").mismatch_max_abs == 0.0
+
+    def route(*args):
+        return (higher_wins if torch.is_grad_enabled() == side else topk_softmax)(*args)
+
+    monkeypatch.setattr(experts, "topk_softmax", route)
+    with pytest.raises(MismatchError):
+        train(settings, tmp_path / "run")
+
+
+def test_control_another_order_of_the_slots_on_one_side_stops_the_run(config, tmp_path, monkeypatch):
+    """Of three slots: two have one sum only."""
+    settings = config(model=random_model(tmp_path, EXPERTS | {"num_experts_per_tok": 3}))
+    assert train(settings, tmp_path / "sound").mismatch_max_abs == 0.0
+    monkeypatch.setattr(experts, "combine_experts", in_order_of_experts)
+    with pytest.raises(MismatchError):
+        train(settings, tmp_path / "run")
+
+
+def test_another_sampler_is_refused(config: Callable[..., Config], moe, tmp_path):
+    with pytest.raises(ValueError, match='does not draw from a mixture of experts; set sampler = "native"'):
+        train(config(model=moe, sampler="hf", exact=False), tmp_path / "run")
+
+
+def test_an_audit_is_refused(moe, capsys):
+    assert main(["audit", str(moe)]) == 2
+    assert "is a mixture of experts, which no audit can explain" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_gpu_is_refused_in_one_line(config, moe, tmp_path, monkeypatch):
+    monkeypatch.setattr(decoder, "on_triton", lambda x: True)
+    with pytest.raises(
+        ValueError, match=r"Qwen3MoeForCausalLM: experts have no GPU kernel; set device = .cpu"
+    ):
+        train(config(model=moe), tmp_path / "run")
+
+
+def test_a_token_of_the_moe_preset_takes_the_products_of_the_tiny_one_and_the_router():
+    moe, tiny = (random_decoder(preset, 64, 0).config for preset in ("moe", "tiny"))
+    router = 2 * moe.layers * moe.hidden_size * moe.experts.number
+    assert forward_flops(moe, Work(1, 1, 1)) == forward_flops(tiny, Work(1, 1, 1)) + router
