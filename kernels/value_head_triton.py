@@ -1,4 +1,4 @@
-"""Triton kernels of value_head.py. A forward program computes one row, and a backward program one run of rows.
+"""Triton kernels of value_head.py. A forward program computes one row, a backward program one run of rows.
 
 Forward: the products of a row are summed over tiles of 1024 columns, in ascending order.
 Backward: one pass over the rows gives dh, and the sum of dv h over the run. columns_triton.py adds these sums
@@ -6,8 +6,8 @@ to dw. dv w is added to dh' in fp32.
 
 Shapes: h, dh, dh' [T, D]; w [D]; v, dv [T] in fp32.
 Roundings: dh once, to the dtype of h.
-Order: the tile and the warps order the forward's sum, so both are constants. NORM_ROWS and the rows' own order
-order the backward's sums.
+Order: the tile and the warps order the forward's sum, so both are constants. NORM_ROWS, and a loop over the
+rows, order the backward's sums.
 """
 
 import torch
@@ -57,13 +57,13 @@ def _value_head_bwd(
     w = tl.load(w_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
     acc = tl.zeros([WIDTH], dtype=tl.float32)
     for i in range(0, ROWS):
-        row = (start + i).to(tl.int64)
+        row = (start + i + tl.arange(0, 1)).to(tl.int64)
         mask = (row < end) & (cols < D)
         dv = tl.load(dv_ptr + row, mask=row < end, other=0.0)
-        h = tl.load(h_ptr + row * D + cols, mask=mask, other=0.0).to(tl.float32)
-        dh = tl.load(dh_after_ptr + row * D + cols, mask=mask, other=0.0).to(tl.float32)
-        dh += dv * w
-        tl.store(dh_ptr + row * D + cols, dh.to(dh_ptr.dtype.element_ty), mask=mask)
+        place = row * D + cols
+        h = tl.load(h_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        dh = tl.load(dh_after_ptr + place, mask=mask, other=0.0).to(tl.float32) + dv * w
+        tl.store(dh_ptr + place, dh.to(dh_ptr.dtype.element_ty), mask=mask)
         acc += dv * h
     tl.store(partial_ptr + run.to(tl.int64) * D + cols, acc, mask=cols < D)
 

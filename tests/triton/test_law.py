@@ -31,7 +31,12 @@ ROW_OPS = {
     "silu_mul": "_silu_mul_bwd",
     "rope": "_rope",
 }
-GRADIENT_OPS = {**NORMS, "value_head": "_value_head_bwd", "linear_logprob": "_logprob_bwd", "embedding": "_embedding_bwd"}
+GRADIENT_OPS = {
+    **NORMS,
+    "value_head": "_value_head_bwd",
+    "linear_logprob": "_logprob_bwd",
+    "embedding": "_embedding_bwd",
+}
 ACCURATE_OPS = {
     **NORMS,
     "value_head": "_value_head_bwd",
