@@ -34,7 +34,7 @@ from tests.helpers import assert_at_most_twice_the_error, randn
 
 @pytest.fixture(scope="module")
 def ppo(config):
-    """ppo(**overrides): a run with a critic, of two updates a step: in the second both ratios differ from 1."""
+    """ppo(**overrides): a run with a critic, of two updates a step, so that ratios and values move."""
 
     def make(**overrides):
         own = {"loss__preset": "ppo", "steps": 4, "updates_per_rollout": 2, "loss__value_clip": 0.05}
