@@ -32,7 +32,7 @@ _LOG = logging.getLogger(__name__)
 # The folder of the pages of source in the site.
 _PAGES = "_source"
 _METRIC = re.compile(
-    r'"((?:reward|response_len|groups|completions|turns|ends|scaling|time|perf|eval|staleness|ref|mismatch)'
+    r'"((?:reward|response_len|groups|completions|turns|ends|scaling|time|perf|eval|staleness|ref|mismatch|dpo|verifree)'
     r'/[a-z0-9_]*)"'
 )
 # Metrics without a group.
