@@ -36,6 +36,7 @@ from .rms_norm_triton import rms_norm_bwd, rms_norm_fwd
 from .rope_triton import rotate
 from .silu_mul_triton import silu_mul_bwd, silu_mul_fwd
 from .tiles import tiles_of_target
+from .value_head_triton import value_head_bwd, value_head_fwd
 
 BF16, FP16, FP32 = DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Head widths and groups of the supported models: Qwen3-0.6B and 1.7B, 8B, Qwen2.5-0.5B, Llama-3.2-1B,
@@ -124,6 +125,7 @@ def _elementwise(dtype: torch.dtype) -> Iterator[Case]:
     for D in (1024, 2048, 4096):  # the widths of the models, rounded up to tiles
         yield f"rms_norm {name} {D}", lambda D=D: _norm(dtype, D, with_residual=False)
         yield f"add_rms_norm {name} {D}", lambda D=D: _norm(dtype, D, with_residual=True)
+        yield f"value_head {name} {D}", lambda D=D: _value_head(dtype, D)
     for heads, kv_heads in ((16, 8), (32, 8)):  # Qwen3's
         yield f"qk_norm {name}, {heads} heads", lambda H=heads, kv=kv_heads: _heads(dtype, H, kv)
     caches = DTYPES if dtype == FP32 else (dtype,)
@@ -158,6 +160,11 @@ def _norm(dtype: torch.dtype, D: int, with_residual: bool) -> None:
     y, r, s = rms_norm_fwd(x, w, 1e-6, x if with_residual else None)
     _, partial = rms_norm_bwd(y, s, w, r, _BLOCKS, y if with_residual else None)
     add_partials(_meta(FP32, 1, D), partial, _BLOCKS, NORM_ROWS)
+
+
+def _value_head(dtype: torch.dtype, D: int) -> None:
+    h, w = _meta(dtype, 256, D), _meta(dtype, D)
+    value_head_bwd(value_head_fwd(h, w), h, h, w, _BLOCKS)
 
 
 def _decoded_heads(dtype: torch.dtype, cache: torch.dtype, D: int, has_norm: bool) -> None:

@@ -40,7 +40,7 @@ from ..kernels.upload import Tables, upload_tables
 from .cache import DecodeContext
 from .config import ModelConfig
 from .experts import run_experts
-from .weights import FlatWeights, LayerWeights, Layout
+from .weights import VALUE_HEAD, FlatWeights, LayerWeights, Layout
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [T, D / 2]
 # What a layer gives to the next one, [T, D] each: the output of its MLP, and the residual to add it to.
@@ -266,6 +266,11 @@ class Decoder:
             return weight, buffers
         weight = weight.detach().requires_grad_()
         return weight, {weight: buffer}
+
+    @property
+    def value_head(self) -> torch.Tensor | None:
+        """The critic's head, [D]; None where there is no critic."""
+        return self.w.get(VALUE_HEAD)
 
     def logits_rows(self, sampling_params: SamplingParams) -> int:
         """The rows of logits that linear_logprob holds at once."""

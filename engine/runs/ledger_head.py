@@ -63,6 +63,11 @@ CHAINED_WHERE_SET = (
     "loss.k",
     "loss.beta",
     "loss.semantic_entropy",
+    "loss.gamma",
+    "loss.gae_lambda",
+    "loss.whiten",
+    "loss.value_coef",
+    "loss.value_clip",
     "task.equivalence",
     "task.answer_prefix",
     "sampling.min_p",
@@ -169,7 +174,7 @@ def run_layout(config: ModelConfig, head: Head) -> FlatLayout:
     if lora := _lora(head):
         return AdapterLayout(adapted_layout(config, lora), lora)
     names = list(filter(None, map(frozen_name, head.settings)))
-    return Layout(config, frozen_weights(config, names))
+    return Layout(config, frozen_weights(config, names), head.settings.get("loss.advantage") == "gae")
 
 
 def _lora(head: Head) -> Lora | None:

@@ -97,8 +97,10 @@ def make_state(
             on_failure.callback(ref_policy.close)
         samplers = make_samplers(config, model, model_config, optimizer, workers, sizes.micro_batch)
         on_failure.pop_all()
+    critic = Scorer(workers, sizes.micro_batch) if config.loss.has_critic else None
     if ranks.size > 1:
         samplers = _spread(samplers, ranks)
+        critic = RankedScorer(critic, ranks) if critic else None
         ref_policy = RankedScorer(ref_policy, ranks) if ref_policy else None
     return TrainState(
         config=config,
@@ -111,6 +113,7 @@ def make_state(
         parallel=make_parallel(config, workers, adapters, slices, optimizer.slices),
         micro_batch=sizes.micro_batch,
         ref_policy=ref_policy,
+        critic=critic,
         tokenizer=tokenizer,
         player=player,
         equivalence=equivalence,

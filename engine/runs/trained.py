@@ -27,7 +27,7 @@ def model_layout(config: Config, model_config: ModelConfig) -> Layout:
     """
     if lora := config.lora.shape:
         return adapted_layout(model_config, lora)
-    return Layout(model_config, frozen_weights(model_config, config.frozen))
+    return Layout(model_config, frozen_weights(model_config, config.frozen), config.loss.has_critic)
 
 
 def adapter_layout(config: Config, layout: Layout, model: Path) -> tuple[AdapterLayout | None, torch.dtype]:

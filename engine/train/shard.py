@@ -17,6 +17,7 @@ from ...model.decoder import Buffers, Decoder, Hook, no_hook
 from ...model.observer import Observer, Rows, observed
 from ...model.prompts import PromptLayout, Prompts, prompt_passes
 from ...model.scoring import PackedBatch, ScoringInputs, pack
+from ..loss.critic import value_loss
 from ..loss.policy_loss import LossConfig, policy_loss
 from ..parallel.partition import micro_batches, virtual_shards
 from ..rollout.types import Rollout
@@ -34,13 +35,24 @@ class Shard:
     # these weights.
     old_logprobs: Sequence[np.ndarray] | None = None
     ref_logprobs: Sequence[np.ndarray] | None = None  # [n][C], the reference's; None without a KL term
+    # [n][C] fp32, the critic's with the weights that were sampled from, and what it learns; None without one.
+    old_values: Sequence[np.ndarray] | None = None
+    targets: Sequence[np.ndarray] | None = None
 
     def part(self, index: slice) -> "Shard":
         """The sequences that `index` selects."""
-        old_logprobs = None if self.old_logprobs is None else self.old_logprobs[index]
-        ref_logprobs = None if self.ref_logprobs is None else self.ref_logprobs[index]
-        advantages, weights = self.advantages[index], self.weights[index]
-        return Shard(self.rollouts[index], advantages, weights, old_logprobs, ref_logprobs)
+        optional = (None if column is None else column[index] for column in self._optional)
+        return Shard(self.rollouts[index], self.advantages[index], self.weights[index], *optional)
+
+    @property
+    def critic(self) -> dict[str, Sequence[np.ndarray]]:
+        """What a critic adds to the ledger, by name, [n][C] fp32 each; empty without one."""
+        return {} if self.targets is None else {"values": self.old_values, "targets": self.targets}
+
+    @property
+    def _optional(self) -> tuple[Sequence[np.ndarray] | None, ...]:
+        """The columns that not every loss has, in the order of the fields."""
+        return self.old_logprobs, self.ref_logprobs, self.old_values, self.targets
 
     def cut(self, shards: int) -> list["Shard | None"]:
         """Cut the sequences into `shards` virtual shards; an empty shard is None."""
@@ -51,15 +63,14 @@ class Shard:
 def _joined(shards: Sequence[Shard]) -> Shard:
     """The sequences of several shards, one shard after another."""
 
-    def joined(logprobs: list[Sequence[np.ndarray] | None]) -> list[np.ndarray] | None:
-        return None if logprobs[0] is None else list(chain.from_iterable(logprobs))
+    def joined(column: tuple[Sequence[np.ndarray] | None, ...]) -> list[np.ndarray] | None:
+        return None if column[0] is None else list(chain.from_iterable(column))
 
     return Shard(
         list(chain.from_iterable(shard.rollouts for shard in shards)),
         list(chain.from_iterable(shard.advantages for shard in shards)),
         np.concatenate([shard.weights for shard in shards]),
-        joined([shard.old_logprobs for shard in shards]),
-        joined([shard.ref_logprobs for shard in shards]),
+        *map(joined, zip(*(shard._optional for shard in shards), strict=True)),
     )
 
 
@@ -74,6 +85,7 @@ class Scored:
     losses: torch.Tensor  # [C], weighted
     entropies: torch.Tensor  # [C]
     underflow: dict[str, int]  # zeros in the watched gradients (underflow.py); empty unless ShardWork.watch
+    values: torch.Tensor | None = None  # [C], the critic's; None without one
 
 
 # Called before each forward with its ids, places and predicting rows (see StepObserver.forward).
@@ -213,7 +225,8 @@ def _by_shard(
         tokens = slice(start, end)
         # Copies, because a part of a tensor is pickled with all of it.
         columns = (micro_batch.logp, micro_batch.losses, micro_batch.entropies)
-        yield shard, Scored(*(x[tokens].clone() for x in columns), micro_batch.underflow)
+        values = None if micro_batch.values is None else micro_batch.values[tokens].clone()
+        yield shard, Scored(*(x[tokens].clone() for x in columns), micro_batch.underflow, values)
         start = end
 
 
@@ -223,7 +236,8 @@ def _has_gradient(part: Shard, loss: LossConfig) -> bool:
     Tokens with advantage 0 have no policy gradient. Where all advantages are 0 and no other term of the
     loss has a gradient, the forward alone is enough: the monitor needs its logprobs.
     """
-    return bool(loss.square or loss.kl_coef or any(A.any() for A in part.advantages))
+    of_others = loss.square or loss.kl_coef or part.targets is not None
+    return bool(of_others or any(A.any() for A in part.advantages))
 
 
 def _concatenated(values: Sequence[np.ndarray] | None) -> torch.Tensor | None:
@@ -246,17 +260,21 @@ def _micro_batch_gradient(
         scores = inputs.forward(decoder, hook, prompts)
         # What follows is small. It is computed on the CPU, where its sums have one order. So the host has to
         # wait once in a micro-batch: the backward begins with the gradient of this loss.
-        logp, entropy = to_host(*scores, [counter] if counter else [])
+        given = [x for x in scores if x is not None]
+        logp, entropy, *values = to_host(given, [counter] if counter else [])
         sampling_logprobs = _concatenated([r.logprobs for r in batch.rollouts])
         old_logprobs = logp.detach() if batch.old_logprobs is None else _concatenated(batch.old_logprobs)
         ref_logprobs = _concatenated(batch.ref_logprobs)
         A = _concatenated(batch.advantages).float()
         of_tokens = logp, old_logprobs, sampling_logprobs, A
         loss = policy_loss(*of_tokens, lengths, work.loss, ref_logprobs, work.directory)
+        if batch.targets is not None:
+            of_critic = _concatenated(batch.old_values), _concatenated(batch.targets)
+            loss = loss + value_loss(*values, *of_critic, work.loss)
         loss = loss * torch.from_numpy(batch.weights).float().repeat_interleave(tokens)
         if loss.requires_grad:
             if counter:
                 counter.watch(logp)
             (loss.sum() * work.scale).backward()
     underflow = dict.fromkeys(WATCHED, 0) if counter else {}
-    return Scored(logp.detach(), loss.detach(), entropy, underflow)
+    return Scored(logp.detach(), loss.detach(), entropy, underflow, *(v.detach() for v in values))

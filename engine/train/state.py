@@ -45,6 +45,7 @@ class TrainState:
     parallel: Workers | RankedWorkers | AdapterWorkers
     micro_batch: int  # sequences of one pass
     ref_policy: Scorer | RankedScorer | None  # frozen; None where the loss has none
+    critic: Scorer | RankedScorer | None  # scores values with the trainer's weights; None without a critic
     tokenizer: Tokenizer
     player: EpisodePlayer  # plays the episodes, and rewards them
     # Says which completions mean the same; None where the loss does not ask.

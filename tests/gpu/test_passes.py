@@ -201,12 +201,12 @@ FAULTS = {
     ),
     "a gradient in memory that is not pinned": Fault(
         to_host,
-        "*upload_tables(ctx.device, ctx.tables, dx), None, None",
-        "dx.to(ctx.device), None, None",
+        "placed = iter(upload_tables(ctx.device, ctx.tables, *wanted))",
+        "placed = iter([dx.to(ctx.device) for dx in wanted])",
         "copy",
     ),
     "entropies that come alone": Fault(
-        to_host, "torch.stack([x, other]).cpu()", "(x.cpu(), other.cpu())", "wait"
+        to_host, "torch.stack(results).cpu()", "[x.cpu() for x in results]", "wait"
     ),
 }
 

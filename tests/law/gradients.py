@@ -14,6 +14,7 @@ from zerokl.kernels.passes import Pass
 from zerokl.kernels.qk_norm import qk_norm
 from zerokl.kernels.rms_norm import add_rms_norm, rms_norm
 from zerokl.kernels.sampling_params import SamplingParams
+from zerokl.kernels.value_head import value_head
 
 from tests.helpers import randint, randn, sums_of, zero_buffers
 from tests.law import experts
@@ -56,6 +57,12 @@ OPS = {
         lambda D, dtype: [randn(100 + i, D, dtype=dtype) for i in (0, 1)],
         lambda x, ids, w, in_pass: qk_norm(torch.stack([x, 2 * x, -x], 1), *w, 2, 1e-6, in_pass),
         lambda width: (3, width),
+    ),
+    "value_head": Op(
+        _vector,
+        lambda x, ids, w, in_pass: value_head(x, w[0], in_pass)[0],
+        lambda width: (),
+        torch.float32,
     ),
     "embedding": Op(_vocabulary, lambda x, ids, w, in_pass: embedding(ids, w[0], in_pass)),
     "linear_logprob": Op(
