@@ -3,6 +3,8 @@
 tests/law/gradients.py has them among all weight gradients: micro-batches, shards, threads, blocks, and orders.
 """
 
+from itertools import chain
+
 import pytest
 import torch
 from zerokl.kernels.grad import GradBuffer
@@ -31,29 +33,39 @@ def gradients(
     buffers = {w: LowRankBuffers(tuple(adapters))}
     linear(x, w, None, Pass(token_blocks(LENGTHS), buffers)).backward(dy)
     assert w.grad is None
-    return sums_of({i: buffer for i, buffer in enumerate(sum(((x.db, x.da) for x in adapters), ()))})
+    return sums_of(dict(enumerate(chain.from_iterable((x.db, x.da) for x in adapters))))
+
+
+def by_autograd(rank: int, dtype: torch.dtype, compute: torch.dtype) -> list[torch.Tensor]:
+    """db and da by plain torch and autograd in `compute`, of operands in `dtype`."""
+    x, dy, w, b, a = (t.to(compute) for t in operands(dtype, rank))
+    b, a = b.requires_grad_(), a.requires_grad_()
+    torch.nn.functional.linear(x, w + 5 / 3 * (b @ a)).backward(dy)
+    return [b.grad, a.grad]
+
+
+def check_accuracy(rank: int, dtype: torch.dtype) -> None:
+    x, dy, w, b, a = operands(dtype, rank)
+    ours = gradients(x, dy, w, [(slice(0, N), b, a)])
+    plain, exact = (by_autograd(rank, dtype, compute) for compute in (torch.float32, torch.float64))
+    for name, *grads in zip("ba", ours, plain, exact, strict=True):
+        assert_at_most_twice_the_error(*grads, f"d{name} at rank {rank}, {dtype}")
 
 
 @pytest.mark.parametrize("rank", [1, 5, 32])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_gradient_is_that_of_autograd_in_fp64(dtype, rank):
-    x, dy, w, b, a = operands(dtype, rank)
-    exact, plain = [], []
-    for found, wide in ((exact, torch.float64), (plain, torch.float32)):
-        leaves = b.to(wide).requires_grad_(), a.to(wide).requires_grad_()
-        merged = w.to(wide) + 5 / 3 * (leaves[0] @ leaves[1])
-        torch.nn.functional.linear(x.to(wide), merged).backward(dy.to(wide))
-        found += [leaf.grad for leaf in leaves]
-    ours = gradients(x, dy, w, [(slice(0, N), b, a)])
-    for name, *grads in zip("ba", ours, plain, exact, strict=True):
-        assert_at_most_twice_the_error(*grads, f"d{name} at rank {rank}, {dtype}")
-    doubles = gradients(*(t.double() for t in (x, dy, w)), [(slice(0, N), b.double(), a.double())])
-    for found, expected in zip(doubles, exact, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+    check_accuracy(rank, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_part_has_the_gradient_of_its_own_matrix(dtype):
+def test_in_fp64_it_is_that_of_autograd():
+    x, dy, w, b, a = operands(torch.float64, 5)
+    found = gradients(x, dy, w, [(slice(0, N), b.double(), a.double())])
+    for ours, expected in zip(found, by_autograd(5, torch.float64, torch.float64), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-11)
+
+
+def check_parts(dtype: torch.dtype) -> None:
     """q, k and v are parts of one weight. k has no adapter here."""
     x, dy, w, b, a = operands(dtype, 4)
     rows = slice(0, 30), slice(50, 70)
@@ -66,3 +78,8 @@ def test_a_part_has_the_gradient_of_its_own_matrix(dtype):
     assert total_unequal(gradients(x, dy, w, parts), alone) == 0
     shifted = [(slice(part.start + 1, part.stop + 1), *factors) for part, *factors in parts[:1]]
     assert total_unequal(gradients(x, dy, w, shifted), alone[:2]) > 0, "control"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_part_has_the_gradient_of_its_own_matrix(dtype):
+    check_parts(dtype)

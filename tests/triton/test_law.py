@@ -30,7 +30,12 @@ ROW_OPS = {
     "silu_mul": "_silu_mul_bwd",
     "rope": "_rope",
 }
-GRADIENT_OPS = {**NORMS, "linear_logprob": "_logprob_bwd", "embedding": "_embedding_bwd"}
+GRADIENT_OPS = {
+    **NORMS,
+    "linear_logprob": "_logprob_bwd",
+    "embedding": "_embedding_bwd",
+    "adapters": "_outer",
+}
 ACCURATE_OPS = {
     **NORMS,
     **LOGPROBS,
