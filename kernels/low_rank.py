@@ -1,16 +1,16 @@
-"""The gradient of the LoRA adapters of a weight, of which no gradient of the weight's own size is ever formed.
+"""The gradient of a weight's LoRA adapters, for which no gradient of the weight's own size is formed.
 
     y = x (w + s b a)^T         db += sum over token blocks of dy_t^T (s x a^T)_t
                                 da += sum over token blocks of (s dy b)_t^T x_t
 
-This is the derivative in b and a (Hu et al., arXiv:2106.09685, section 4.1). The products are taken in another
-order than in db = s (dy^T x) a^T, which needs dw = dy^T x [N, K].
+This is the derivative in b and a (Hu et al., arXiv:2106.09685, section 4.1). The products are taken in
+another order than in db = s (dy^T x) a^T, which needs dw = dy^T x [N, K].
 
 Shapes: T rows (tokens); x [T, K]; dy [T, N]; b [N, r] and a [r, K] of the rank r; x a^T and dy b [T, r]. A
 weight may be several matrices, one after another along N, each with an adapter of its own: q, k and v for
 example. dy of such a part are its columns of the weight's dy.
-Roundings: x and dy are exact in fp32. Each element of x a^T and of dy b is summed in fp32, and is rounded once
-more by the product with s: not at all where s is a power of two. da and db are sums in fp32 (fp64 for fp64).
+Roundings: x and dy are exact in fp32. Each element of x a^T and of dy b is summed in fp32, and the product
+with s rounds it once more: not at all where s is a power of two. da and db are sums in fp32 (fp64 for fp64).
 Order: a row of x a^T and of dy b has the order of matmul.matmul, and knows no other row. da and db are summed
 as each weight's gradient is: over the token blocks of the pass, in their order, by matmul.add_outer.
 """

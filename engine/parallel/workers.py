@@ -362,7 +362,9 @@ class _Process:
             fd = worker_end.fileno()
             code = f"from zerokl.engine.parallel.workers import serve; serve({fd})"
             with _interrupts_blocked():
-                self._process = start_python(code, fds=[fd, *(x.fd for x in shared)], stdin=subprocess.DEVNULL)
+                self._process = start_python(
+                    code, fds=[fd, *(x.fd for x in shared)], stdin=subprocess.DEVNULL
+                )
         self._connection = Connection(caller_end.detach())
         self.send(([x.inherited for x in shared], trained, *head))
 

@@ -1,6 +1,6 @@
 """Gradients of adapters from rows: accuracy against fp64, and the parts of a weight.
 
-tests/law/gradients.py has them among all weight gradients: micro-batches, shards, threads, blocks, and orders.
+tests/law/gradients.py has them among all weight gradients: micro-batches, shards, threads, blocks, orders.
 """
 
 from itertools import chain
