@@ -55,9 +55,16 @@ class Adapter(NamedTuple):
 def adapted_layout(config: ModelConfig, lora: Lora) -> Layout:
     """The layout of a model whose weights with adapters come first.
 
-    The others are `frozen`. A matrix of which one part has an adapter is adapted as a whole.
+    The others are `frozen`. A matrix of which one part has an adapter is adapted as a whole. Raises ValueError
+    where a target is a matrix of experts.
     """
     layout = Layout(config)
+    of_experts = [p for e in layout.entries.values() if ".experts." in e.name for p, _ in e.parts]
+    if named := next((p for p in of_experts if _is_target(p, lora)), None):
+        raise ValueError(
+            f"lora.targets: {named} is a matrix of an expert, which has no adapters; choose among q_proj, "
+            "k_proj, v_proj and o_proj"
+        )
     frozen = [e.name for e in layout.entries.values() if not any(_is_target(p, lora) for p, _ in e.parts)]
     return Layout(config, frozen)
 
