@@ -55,8 +55,8 @@ class Adapter(NamedTuple):
 def adapted_layout(config: ModelConfig, lora: Lora) -> Layout:
     """The layout of a model whose weights with adapters come first.
 
-    The others are `frozen`. A matrix of which one part has an adapter is adapted as a whole. Raises ValueError
-    where a target is a matrix of experts.
+    The others are `frozen`. A matrix of which one part has an adapter is adapted as a whole. Raises
+    ValueError where a target is a matrix of experts.
     """
     layout = Layout(config)
     of_experts = [p for e in layout.entries.values() if ".experts." in e.name for p, _ in e.parts]
