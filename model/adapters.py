@@ -21,25 +21,11 @@ from ..kernels.merge import merge
 from ..kernels.philox import Stream, uniform_range
 from .config import ModelConfig
 from .decoder import Decoder
+from .lora import Lora
 from .weights import Entry, FlatLayout, Layout, Shape
 
-# The matrices that can have adapters, by their names in a checkpoint's layers.
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # In front of a module's name, PEFT writes this in its files.
 PEFT_PREFIX = "base_model.model."
-
-
-class Lora(NamedTuple):
-    """The shape of a run's adapters. targets: in the order of TARGETS."""
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...] = TARGETS
-
-    @property
-    def scale(self) -> float:
-        """s."""
-        return self.alpha / self.rank
 
 
 class Adapter(NamedTuple):

@@ -17,9 +17,10 @@ from typing import NamedTuple
 import torch
 
 from ...kernels.merge import merge
-from ...model.adapters import AdapterLayout, Lora, adapted_layout
+from ...model.adapters import AdapterLayout, adapted_layout
 from ...model.checkpoint import DTYPES, read_weights, stored_dtype
 from ...model.decoder import Hook
+from ...model.lora import Lora
 from ...model.peft import read_adapter, stored_lora
 from .evidence import Evidence
 from .prediction import Prediction

@@ -8,9 +8,10 @@ import torch
 
 from ...files.reading import shown
 from ...files.writing import hash_json
-from ...model.adapters import AdapterLayout, Lora, adapted_layout
+from ...model.adapters import AdapterLayout, adapted_layout
 from ...model.config import ModelConfig
 from ...model.freezing import frozen_weights
+from ...model.lora import Lora
 from ...model.weights import FlatLayout, Layout, fingerprint
 from ...verify.environment import PACKAGE_ROOT, environment
 from ...verify.ledger import Head, LedgerFile, digest, digest_ids

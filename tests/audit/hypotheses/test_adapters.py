@@ -13,9 +13,10 @@ from zerokl.cli import main
 from zerokl.engine.commands.merge import merge_adapter
 from zerokl.engine.rollout.types import Rollout
 from zerokl.model import decoder as decoder_module
-from zerokl.model.adapters import AdapterLayout, Lora, adapted_layout
+from zerokl.model.adapters import AdapterLayout, adapted_layout
 from zerokl.model.checkpoint import load_decoder, stored_dtype, write_checkpoint
 from zerokl.model.decoder import Decoder
+from zerokl.model.lora import Lora
 from zerokl.model.peft import write_adapter
 from zerokl.model.weights import Layout
 

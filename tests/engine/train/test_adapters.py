@@ -17,16 +17,15 @@ from zerokl.engine.train.shard import Shard, ShardWork
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.adapters import (
     PEFT_PREFIX,
-    TARGETS,
     AdapterLayout,
     Adapters,
-    Lora,
     adapted_layout,
     first_adapters,
 )
 from zerokl.model.checkpoint import read_weights
 from zerokl.model.config import ModelConfig
 from zerokl.model.decoder import Decoder
+from zerokl.model.lora import TARGETS, Lora
 
 from tests.engine.train.test_shards_in_flight import step_of
 from tests.helpers import DTYPES, assert_at_most_twice_the_error, randn, total_unequal
@@ -67,8 +66,8 @@ def by_autograd(model: Path, adapters: Adapters, step: Shard, dtype: torch.dtype
     for rollout, A, weight in zip(step.rollouts, step.advantages, step.weights, strict=True):
         ids, start = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]]), len(rollout.prompt_ids)
         logits = torch.func.functional_call(hf, merged, (ids,)).logits[0, start - 1 : -1]
-        logp = logits.log_softmax(-1).gather(1, ids[0, start:, None])[:, 0]
-        loss = loss - weight * (torch.from_numpy(A) * logp).sum()
+        logp = logits.log_softmax(-1).gather(1, ids[0, start:, None])
+        loss = loss - weight * (torch.from_numpy(A).to(dtype)[:, None] * logp).sum()
     loss.backward()
     return {name: leaf.grad for name, leaf in leaves.items()}
 
