@@ -28,6 +28,7 @@ from ..kernels.embedding import check_ids, embedding
 from ..kernels.grad import GradBuffer, accumulate_dtype
 from ..kernels.linear import linear
 from ..kernels.logprob import logits_rows
+from ..kernels.low_rank import LowRankBuffers
 from ..kernels.order import ROW_TILE, token_blocks
 from ..kernels.passes import Pass
 from ..kernels.qk_norm import qk_norm
@@ -48,7 +49,7 @@ Stream = tuple[torch.Tensor | None, torch.Tensor]
 # Called with the name and the output of each operation (names: operations.py). The decoder computes some
 # operations as one; these are called qkv, qk_norm, rope and gate_up.
 Hook = Callable[[str, torch.Tensor], None]
-Buffers = Mapping[torch.Tensor, GradBuffer]  # of the gradients, by weight
+Buffers = Mapping[torch.Tensor, GradBuffer | LowRankBuffers]  # of the gradients, by weight
 NO_BUFFERS: Buffers = MappingProxyType({})
 
 

@@ -36,6 +36,7 @@ GRADIENT_OPS = {
     "value_head": "_value_head_bwd",
     "linear_logprob": "_logprob_bwd",
     "embedding": "_embedding_bwd",
+    "adapters": "_outer",
 }
 ACCURATE_OPS = {
     **NORMS,

@@ -117,6 +117,17 @@ def test_one_expert_of_many_cannot_be_frozen(config, moe, tmp_path):
 # Controls
 
 
+def test_adapters_beside_experts(config, moe, tmp_path):
+    """Those of the attention are trained, however the work is cut. Those of experts are refused by name."""
+    attention = config(model=moe, dtype="bfloat16", lora__rank=3, lora__targets=["q_proj", "o_proj"])
+    summary = train(attention, tmp_path / "run")
+    assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
+    train(attention.model_copy(update={"workers": 2, "micro_batch": 2}), tmp_path / "other")
+    assert fingerprint(tmp_path / "other") == fingerprint(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"^lora\.targets: .*experts\.0\.gate_proj.* no adapters; choose"):
+        train(config(model=moe, lora__rank=3), tmp_path / "refused")
+
+
 @pytest.fixture(scope="module")
 def with_ties(tmp_path_factory) -> Path:
     """A model whose experts 0, 1 and 2 have equal logits, and so have 3, 4 and 5."""

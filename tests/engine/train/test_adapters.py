@@ -11,9 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from zerokl.engine.config import OptimizerConfig
 from zerokl.engine.loss.config import LossConfig
-from zerokl.engine.parallel.adapter_workers import AdapterWorkers
 from zerokl.engine.parallel.workers import Workers
-from zerokl.engine.parallel.zero import Slices
 from zerokl.engine.train.adapter_optimizer import AdapterOptimizer
 from zerokl.engine.train.shard import Shard, ShardWork
 from zerokl.kernels.sampling_params import SamplingParams
@@ -49,12 +47,9 @@ def adapters_of(model: Path, dtype: torch.dtype, lora: Lora = LORA, trained: boo
 
 
 def gradient(adapters: Adapters, n: int = 1, micro_batch: int = 2, in_flight: int = 1) -> torch.Tensor:
-    decoder = adapters.decoder
     work = ShardWork(SamplingParams(), LossConfig(correction="none").resolve(), micro_batch)
-    with Workers(decoder, SHARDS, n, in_flight=in_flight) as workers:
-        slices = Slices(decoder.layout), Slices(adapters.layout)
-        own_workers = AdapterWorkers(workers, adapters, *slices)
-        return own_workers.sum_shards(work, STEP.cut(SHARDS))[1].clone()
+    with Workers(adapters.decoder, SHARDS, n, in_flight=in_flight, adapters=adapters) as workers:
+        return workers.sum_shards(work, STEP.cut(SHARDS))[1].clone()
 
 
 def by_autograd(model: Path, adapters: Adapters, step: Shard, dtype: torch.dtype) -> dict[str, torch.Tensor]:
