@@ -21,10 +21,13 @@ from .attention_triton import attention_packed, attention_paged
 from .block_digest import BLOCK, LANES
 from .block_digest_triton import block_digests
 from .columns_triton import NORM_ROWS, add_all_partials, add_partials, bias_columns
+from .combine_experts_triton import sum_slots
 from .decode_heads_triton import heads_to_cache
 from .draw_triton import draw_tokens
 from .embedding_triton import embedding_bwd, sorted_ids
+from .expert_rows_triton import ExpertTables
 from .grad import PartialSums
+from .grouped_linear_triton import grouped_matmul
 from .launch import Launch, recorded_launches
 from .logprob_triton import logprob_bwd, logprob_fwd
 from .matmul_triton import add_outer, matmul
@@ -36,6 +39,7 @@ from .rms_norm_triton import rms_norm_bwd, rms_norm_fwd
 from .rope_triton import rotate
 from .silu_mul_triton import silu_mul_bwd, silu_mul_fwd
 from .tiles import tiles_of_target
+from .topk_softmax_triton import topk_softmax_bwd, topk_softmax_fwd
 
 BF16, FP16, FP32 = DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Head widths and groups of the supported models: Qwen3-0.6B and 1.7B, 8B, Qwen2.5-0.5B, Llama-3.2-1B,
@@ -69,6 +73,7 @@ def cases() -> Iterator[Case]:
         yield from _elementwise(dtype)
         yield from _products(dtype)
         yield from _attention(dtype)
+        yield from _experts(dtype)
     for rows in (*_ROWS.values(), _MANY_ROWS):  # another BLOCK_K on some generations
         square = f"bfloat16 {rows} rows, 2048 x 2048"
         yield (
@@ -220,6 +225,30 @@ def _decoding_of_wide_outputs(dtype: torch.dtype) -> Iterator[Case]:
     for N in (4096, 12288) if dtype == BF16 else ():  # another BLOCK_K
         x, w = _meta(dtype, 64, 2048), _meta(dtype, N, 2048)
         yield f"linear {_name(dtype)} decode, {N} x 2048", lambda x=x, w=w: matmul(x, w)
+
+
+def _experts(dtype: torch.dtype) -> Iterator[Case]:
+    """A mixture of experts: of Qwen3-30B-A3B, and with few experts without renormalisation."""
+    name = _name(dtype)
+    for E, k in ((128, 8), (8, 2)):
+        yield f"router {name}, {k} of {E}", lambda E=E, k=k: _router(dtype, E, k)
+    for phase, T in (("decode", 64), ("prefill", 4096)):
+        yield f"experts {name} {phase}", lambda T=T: _mixture(dtype, T)
+
+
+def _router(dtype: torch.dtype, E: int, k: int) -> None:
+    renormalise = E == 128
+    w, ids, p = topk_softmax_fwd(_meta(dtype, 256, E), k, renormalise)
+    topk_softmax_bwd(w, w, ids, p, renormalise, dtype)
+
+
+def _mixture(dtype: torch.dtype, T: int) -> None:
+    E, k, D, inner = 128, 8, 2048, 768
+    rows, q = ExpertTables(_meta(torch.int64, T, k), E), _meta(FP32, T, k)
+    grouped_matmul(_meta(dtype, T, D), _meta(dtype, E, 2 * inner, D), rows, of_tokens=True)
+    h = _meta(dtype, T * k, inner)
+    y = grouped_matmul(h, _meta(dtype, E, D, inner), rows, of_tokens=False, q_Tk=q)
+    sum_slots(y, rows)
 
 
 def _attention(dtype: torch.dtype) -> Iterator[Case]:

@@ -23,6 +23,8 @@ from .tile_tables import TileTable
 
 # BLOCK_K of the shapes that no table lists, by the size of the dtype.
 _16_BIT, _32_BIT = 64, 32
+# BLOCK_K of the grouped products of experts.
+_GROUPED = 32
 # Shared memory in bytes that one program may fill with tiles in flight: a little less than a multiprocessor
 # has.
 _SHARED_BYTES = {
@@ -113,6 +115,21 @@ def matmul_tiles(M: int, N: int, K: int, dtype: torch.dtype, gpu: str, table: Ti
         # As many bytes of weights and rows in flight as five tiles with BLOCK_K = 128 have.
         return Tiles(64, bn, bk, 4, 5 * 128 // bk)
     return _fitting_tiles(64 if M <= 64 else 128, 128, bk, dtype, gpu)
+
+
+def grouped_rows(rows: int, experts: int) -> int:
+    """The rows of a row tile of a grouped product of so many rows: vLLM's 64, or 128 where they fill them."""
+    return 128 if rows >= 128 * experts else 64
+
+
+def grouped_tiles(block_m: int, dtype: torch.dtype, gpu: str) -> Tiles:
+    """The configuration of a grouped product (grouped_linear_triton.py). block_m: see grouped_rows.
+
+    vLLM's batch-invariant mode has 64 x 64 tiles and this BLOCK_K for every dtype.
+    """
+    if dtype == torch.float32:
+        return _fitting_tiles(block_m, 64, _GROUPED, dtype, gpu)
+    return _fitting_tiles(block_m, block_m, _GROUPED, dtype, gpu)
 
 
 def through_tma(dtype: torch.dtype, gpu: str) -> bool:

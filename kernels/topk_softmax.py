@@ -26,7 +26,7 @@ from .grad import accumulate_dtype, check_dtype
 from .order import tree_sum
 
 # Bytes that a lane of vLLM's kernel loads at once, and the lanes of a row.
-_LOAD_BYTES, _LANES = 16, 32
+LOAD_BYTES, _LANES = 16, 32
 
 
 def topk_softmax_ref(
@@ -35,7 +35,7 @@ def topk_softmax_ref(
     """Forward only: the weights [T, k], the ids [T, k], and all probabilities [T, E]."""
     z = logits_TE.to(accumulate_dtype(logits_TE.dtype))
     terms = torch.exp(z - z.amax(1, keepdim=True))
-    p = terms * (1.0 / _lane_sum(terms, _LOAD_BYTES // logits_TE.element_size())).unsqueeze(1)
+    p = terms * (1.0 / _lane_sum(terms, LOAD_BYTES // logits_TE.itemsize)).unsqueeze(1)
     p = torch.where(p.isnan(), 0.0, p)
     # A stable sort keeps the lower index first among equals.
     by_p, ids = p.sort(dim=1, descending=True, stable=True)
@@ -57,13 +57,22 @@ def topk_softmax_bwd_ref(
     return p_TE * (zeros.scatter_(1, ids_Tk, dw_Tk) - s)
 
 
-def _lane_sum(terms_TE: torch.Tensor, load: int) -> torch.Tensor:
-    """The sum of each row in the order of vLLM's kernel, [T]. load: numbers that a lane loads at once."""
-    T, E = terms_TE.shape
+def lanes_of(E: int, load: int) -> tuple[int, int, int]:
+    """How vLLM's kernel shares a row of E logits: loads of a lane, lanes, and logits of a load.
+
+    Their product is E, or the next power of two. load: logits that a lane loads at once, at most.
+    """
     padded = 1 << (E - 1).bit_length()
     load = min(load, padded)
     loads = max(1, padded // (load * _LANES))
-    x = F.pad(terms_TE, (0, padded - E)).view(T, loads, padded // (load * loads), load)
+    return loads, padded // (load * loads), load
+
+
+def _lane_sum(terms_TE: torch.Tensor, load: int) -> torch.Tensor:
+    """The sum of each row in the order of vLLM's kernel, [T]. load: see lanes_of."""
+    T, E = terms_TE.shape
+    loads, lanes_of_row, load = lanes_of(E, load)
+    x = F.pad(terms_TE, (0, loads * lanes_of_row * load - E)).view(T, loads, lanes_of_row, load)
     lanes = x[:, 0, :, 0]
     for i in range(1, loads * load):
         lanes = lanes + x[:, i // load, :, i % load]
