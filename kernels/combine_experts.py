@@ -9,7 +9,8 @@ weights in fp32 (fp64 for fp64); y [T, N]. T tokens, R rows (expert_rows.py), E 
 Roundings, as in vLLM's fused_moe_kernel and moe_sum: the fp32 sum of a product is multiplied by the routing
 weight and then rounded once to the dtype of h; the slots are added in fp32, slot after slot from 0, and the
 sum is rounded once. So on a CPU 16-bit products are computed from fp32 numbers. dh is rounded once, from the
-fp32 sum times q. dq is not rounded. dw is not rounded where the pass has fp32 buffers (grad.py).
+fp32 sum times q. dq is not rounded. q dy is rounded to the dtype of h before its product with h. dw is not
+rounded where the pass has fp32 buffers (grad.py).
 Order: as in grouped_linear.py. A row of y, dh or dq depends on its own token only.
 """
 
@@ -52,7 +53,7 @@ class _CombineExperts(torch.autograd.Function):
         dh = dot.mul_(q_rows).to(h.dtype)
         if ctx.needs_input_grad[1]:
             buffer = in_pass.buffer(w)
-            add_grouped_outer_ref(buffer, dy_rows.mul_(q_rows), h, rows, in_pass.blocks)
+            add_grouped_outer_ref(buffer, dy_rows.mul_(q_rows).to(h.dtype), h, rows, in_pass.blocks)
             dw = in_pass.returned_grad(w, buffer)
         return dh, dw, dq, None, None
 

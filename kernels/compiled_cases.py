@@ -25,7 +25,7 @@ from .combine_experts_triton import sum_slots
 from .decode_heads_triton import heads_to_cache
 from .draw_triton import draw_tokens
 from .embedding_triton import embedding_bwd, sorted_ids
-from .expert_rows_triton import ExpertTables
+from .expert_rows_triton import ExpertTables, sort_slots
 from .grad import PartialSums
 from .grouped_linear_triton import grouped_matmul
 from .launch import Launch, recorded_launches
@@ -49,6 +49,8 @@ ATTENTION_SHAPES = ((128, 2), (128, 4), (64, 7), (64, 4), (64, 3))
 _ROWS = {"decode": 64, "prefill": 128}
 # Rows whose 16-bit products go through TMA on Hopper.
 _MANY_ROWS = 8192
+# Tokens whose experts have few rows and many (tiles.grouped_rows).
+_TOKENS_OF_EXPERTS = {"decode": 64, "prefill": 4096}
 _BLOCKS = token_blocks([256])
 Case = tuple[str, Callable[[], object]]
 
@@ -69,6 +71,8 @@ def configurations(target: str = "sm_90") -> Iterator[tuple[str, Launch]]:
 def cases() -> Iterator[Case]:
     """All cases, kernel by kernel."""
     yield "norms together", _norms_together
+    for phase, T in _TOKENS_OF_EXPERTS.items():
+        yield f"rows of experts {phase}", lambda T=T: sort_slots(_meta(torch.int64, T, 8), 128)
     for dtype in DTYPES:
         yield from _elementwise(dtype)
         yield from _products(dtype)
@@ -228,27 +232,30 @@ def _decoding_of_wide_outputs(dtype: torch.dtype) -> Iterator[Case]:
 
 
 def _experts(dtype: torch.dtype) -> Iterator[Case]:
-    """A mixture of experts: of Qwen3-30B-A3B, and with few experts without renormalisation."""
-    name = _name(dtype)
-    for E, k in ((128, 8), (8, 2)):
-        yield f"router {name}, {k} of {E}", lambda E=E, k=k: _router(dtype, E, k)
-    for phase, T in (("decode", 64), ("prefill", 4096)):
-        yield f"experts {name} {phase}", lambda T=T: _mixture(dtype, T)
+    """A mixture of experts at the widths of Qwen3-30B-A3B, and a router of few experts."""
+    name, (E, k, D, inner) = _name(dtype), (128, 8, 2048, 768)
+    for E_of_router, k_of_router in ((E, k), (8, 2)):
+        what = f"router {name}, {k_of_router} of {E_of_router}"
+        yield what, lambda E=E_of_router, k=k_of_router: _router(dtype, E, k)
+    gate_up, down = _meta(dtype, E, 2 * inner, D), _meta(dtype, E, D, inner)
+    for phase, T in _TOKENS_OF_EXPERTS.items():
+        x, h, q = _meta(dtype, T, D), _meta(dtype, T * k, inner), _meta(FP32, T, k)
+        rows = ExpertTables.empty(torch.Size((T, k)), E, x.device)
+        yield (
+            f"experts' gate and up {name} {phase}",
+            lambda x=x, rows=rows: grouped_matmul(x, gate_up, rows, of_tokens=True),
+        )
+        yield (
+            f"experts' down {name} {phase}",
+            lambda h=h, rows=rows, q=q: grouped_matmul(h, down, rows, of_tokens=False, q_Tk=q),
+        )
+    yield f"sum of slots {name}", lambda: sum_slots(_meta(dtype, T * k, D), rows)
 
 
 def _router(dtype: torch.dtype, E: int, k: int) -> None:
     renormalise = E == 128
     w, ids, p = topk_softmax_fwd(_meta(dtype, 256, E), k, renormalise)
     topk_softmax_bwd(w, w, ids, p, renormalise, dtype)
-
-
-def _mixture(dtype: torch.dtype, T: int) -> None:
-    E, k, D, inner = 128, 8, 2048, 768
-    rows, q = ExpertTables(_meta(torch.int64, T, k), E), _meta(FP32, T, k)
-    grouped_matmul(_meta(dtype, T, D), _meta(dtype, E, 2 * inner, D), rows, of_tokens=True)
-    h = _meta(dtype, T * k, inner)
-    y = grouped_matmul(h, _meta(dtype, E, D, inner), rows, of_tokens=False, q_Tk=q)
-    sum_slots(y, rows)
 
 
 def _attention(dtype: torch.dtype) -> Iterator[Case]:

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from .order import TokenBlocks
+from .order import TokenBlocks, blocks_within
 
 Bounds = list[tuple[int, int]]  # rows [start, end)
 # Then the matrix products of few rows need no copies (matmul._TAIL_TILES).
@@ -74,16 +74,17 @@ class ExpertRows:
         return y
 
     def blocks(self, blocks: TokenBlocks) -> list[tuple[int, list[tuple[int, Bounds]]]]:
-        """Of each virtual shard its experts, and of each expert the rows of every token block that has some.
+        """Of each virtual shard its experts, and of each expert the token blocks: bounds of rows.
 
-        The rows of a block's tokens lie together, because an expert's rows have the order of the tokens.
+        The rows of an expert in one sequence lie together, because an expert's rows have the order of the
+        tokens. They are cut into blocks.
         """
         parts = []
-        for shard, shard_blocks in blocks.parts:
-            bounds = np.array(shard_blocks).reshape(-1, 2)
+        for shard, sequences in blocks.sequence_parts:
+            bounds = np.array(sequences).reshape(-1, 2)
             by_expert = []
             for expert, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
                 rows = start + np.searchsorted(self._tokens[start:end], bounds)
-                by_expert.append((expert, [(a, b) for a, b in rows.tolist() if a < b]))
+                by_expert.append((expert, blocks_within(rows.tolist())))
             parts.append((shard, by_expert))
         return parts

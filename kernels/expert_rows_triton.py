@@ -11,11 +11,13 @@ tiles that are not there are empty. There is no capacity, and no token is droppe
 Shapes: T tokens, k experts of a token, R rows, E experts. Slot t k + j is the j-th of token t.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
-from .launch import ceil_div, launch, next_power_of_2
+from .launch import launch, next_power_of_2
 from .tiles import grouped_rows
 
 # Slots that a program reads at once, and its warps. They decide nothing.
@@ -80,40 +82,53 @@ def _write_tile(tile_ptr, tile, expert, start, end):
     tl.store(tile_ptr + 3 * tile + 2, end)
 
 
+@dataclass(frozen=True)
 class ExpertTables:
-    """See expert_rows.ExpertRows: the rows that the tokens' experts make. ids [T, k] int64 on a device.
+    """See expert_rows.ExpertRows: the rows that the tokens' experts make, as tables on a device.
 
-    slots [R] int32: the slot of each row.           places [T, k] int32: the row of each slot.
-    first [E + 1] int32: the first row of each expert, and R.
-    tiles [n, 3] int32: expert, first row and end of each row tile. A tile has at most block_m rows.
+    shape: T and k. block_m: the most rows of a row tile.
     """
 
-    def __init__(self, ids: torch.Tensor, experts: int):
-        (T, k), device, R = ids.shape, ids.device, ids.numel()
-        self.experts, self.shape, self.block_m = experts, ids.shape, grouped_rows(R, experts)
+    experts: int
+    shape: torch.Size
+    block_m: int
+    slots: torch.Tensor  # [R] int32, the slot of each row
+    places: torch.Tensor  # [T, k] int32, the row of each slot
+    first: torch.Tensor  # [E + 1] int32, the first row of each expert, and R
+    tiles: torch.Tensor  # [n, 3] int32, the expert, the first row and the end of each row tile
+
+    @classmethod
+    def empty(cls, shape: torch.Size, experts: int, device: torch.device) -> "ExpertTables":
+        """Tables that nobody has filled."""
+        R = shape.numel()
+        block_m = grouped_rows(R, experts)
         # An expert that has rows has at most one tile that is not full.
-        tiles = R // self.block_m + min(R, experts)
-        self.slots, places, self.first, self.tiles, counts = (
-            torch.empty(shape, dtype=torch.int32, device=device)
-            for shape in (R, R, experts + 1, (tiles, 3), experts)
-        )
-        self.places = places.view(T, k)
-        ids = ids.contiguous()
-        launch(_count_slots, (experts,), ids, counts, R, CHUNK=CHUNK, num_warps=WARPS)
-        launch(
-            _sort_slots,
-            (experts,),
-            ids,
-            counts,
-            self.slots,
-            self.places,
-            self.first,
-            self.tiles,
-            R,
-            experts,
-            tiles,
-            BLOCK_M=self.block_m,
-            EXPERTS=next_power_of_2(experts),
-            CHUNK=CHUNK,
-            num_warps=WARPS,
-        )
+        tiles = R // block_m + min(R, experts)
+        shapes = (R,), shape, (experts + 1,), (tiles, 3)
+        tables = (torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes)
+        return cls(experts, shape, block_m, *tables)
+
+
+def sort_slots(ids: torch.Tensor, experts: int) -> ExpertTables:
+    """The tables of the rows that the experts ids [T, k] int64 make."""
+    tables, R, ids = ExpertTables.empty(ids.shape, experts, ids.device), ids.numel(), ids.contiguous()
+    counts = torch.empty(experts, dtype=torch.int32, device=ids.device)
+    launch(_count_slots, (experts,), ids, counts, R, CHUNK=CHUNK, num_warps=WARPS)
+    launch(
+        _sort_slots,
+        (experts,),
+        ids,
+        counts,
+        tables.slots,
+        tables.places,
+        tables.first,
+        tables.tiles,
+        R,
+        experts,
+        len(tables.tiles),
+        BLOCK_M=tables.block_m,
+        EXPERTS=next_power_of_2(experts),
+        CHUNK=CHUNK,
+        num_warps=WARPS,
+    )
+    return tables

@@ -8,8 +8,9 @@ R rows (expert_rows.py), E experts.
 Roundings: y is rounded once. dy_r w_e is rounded once, then the slots are added in fp32, slot after slot, and
 the sum is rounded once. dw is not rounded where the pass has fp32 buffers (grad.py).
 Order: a row has the bits of `linear` with the matrix of its expert: no row knows another. dw_e is summed over
-the token blocks of the pass, in their order, over the rows of e in each. The blocks of other tokens, and the
-experts of other tokens, change nothing.
+the sequences of the pass, in their order. The rows of e in a sequence are cut into token blocks of their own:
+a block of 128 tokens has few of them (8, if a token has 8 of 128 experts), and a GPU multiplies tiles of 32
+rows. Blocks that span sequences would depend on the micro-batch. The experts of other tokens change nothing.
 """
 
 from functools import cache

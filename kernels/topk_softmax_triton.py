@@ -1,9 +1,9 @@
 """Triton kernels of topk_softmax.py, with the arithmetic of vLLM's CUDA topkGating (csrc/moe).
 
-Forward: one program for each token. The maximum of the row, then exp(z - max) by CUDA's expf, and their sum in
-vLLM's order: a lane adds its numbers one after another, and a butterfly adds the lanes. Then each term times
-1 / sum, with a correctly rounded division. The experts are chosen by k passes over the row. A pass takes the
-largest p that is left, and of equal ones the lower index.
+Forward: one program for each token. First the maximum of the row, then exp(z - max) by CUDA's expf, and the
+sum of these terms in vLLM's order: a lane adds its numbers one after another, and a butterfly adds the lanes.
+Then each term times 1 / sum, with a correctly rounded division. The experts are chosen by k passes over the
+row. A pass takes the largest p that is left, and of equal ones the lower index.
 
 Backward: one program for each token, of whose experts the sum is written out.
 

@@ -7,13 +7,12 @@ import pytest
 import torch
 from zerokl.kernels import tiles
 from zerokl.kernels.combine_experts_triton import sum_slots
-from zerokl.kernels.expert_rows import ExpertRows
-from zerokl.kernels.expert_rows_triton import ExpertTables
+from zerokl.kernels.expert_rows_triton import sort_slots
 from zerokl.kernels.grouped_linear_triton import grouped_matmul
 from zerokl.kernels.silu_mul_triton import silu_mul_fwd
-from zerokl.kernels.topk_softmax_triton import topk_softmax_bwd, topk_softmax_fwd
+from zerokl.kernels.topk_softmax_triton import topk_softmax_fwd
 
-from tests.helpers import DTYPES, randint, randn, total_unequal
+from tests.helpers import DTYPES, randn, total_unequal
 from tests.kernels.test_experts import butterfly
 
 # Widths with several tiles along K and along N, and uneven rests.
@@ -46,7 +45,7 @@ def inputs(T: int, dtype: torch.dtype) -> list[torch.Tensor]:
 def experts(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, q: torch.Tensor, ids: torch.Tensor
 ) -> torch.Tensor:
-    rows = ExpertTables(ids, EXPERTS)
+    rows = sort_slots(ids, EXPERTS)
     h = silu_mul_fwd(grouped_matmul(x, gate_up, rows, of_tokens=True))
     return sum_slots(grouped_matmul(h, down, rows, of_tokens=False, q_Tk=q), rows)
 
@@ -74,7 +73,7 @@ def vllm_product(
     **config: int,
 ) -> torch.Tensor:
     """vLLM's product of each slot, [T, k, N], with the configuration of its batch-invariant mode."""
-    (E, N, K), k = w.shape, ids.shape[1]
+    (E, N, _), k = w.shape, ids.shape[1]
     chosen = module.try_get_optimal_moe_config((E, 2 * INNER, D), (E, D, INNER), k, None, len(ids)) | config
     y = torch.empty(*ids.shape, N, dtype=x.dtype)
     module.invoke_fused_moe_triton_kernel(
@@ -125,7 +124,7 @@ def test_control_another_tile_along_k_gives_other_bits(fused_moe):
 
 def test_control_a_rounding_before_the_weight_or_another_order_of_the_slots_gives_other_bits():
     (x, gate_up, down), (q, ids) = inputs(40, torch.bfloat16), routed(40, torch.bfloat16)
-    rows, y = ExpertTables(ids, EXPERTS), experts(x, gate_up, down, q, ids)
+    rows, y = sort_slots(ids, EXPERTS), experts(x, gate_up, down, q, ids)
     h = silu_mul_fwd(grouped_matmul(x, gate_up, rows, of_tokens=True))
     by_slot = grouped_matmul(h, down, rows, of_tokens=False)[rows.places.long()]  # rounded
     weighed = (by_slot.float() * q.unsqueeze(2)).to(x.dtype).float()
@@ -150,22 +149,22 @@ def test_the_configuration_is_vllms(fused_moe):
 @pytest.mark.parametrize("T", [0, 1, 400])
 def test_rows_are_those_of_the_reference(T, E):
     k = min(3, E)
-    ids = torch.stack([torch.randperm(E)[:k] for _ in range(T)]) if T else torch.zeros(0, k, dtype=torch.int64)
-    rows, slots = ExpertTables(ids, E), ids.flatten()
+    ids = (
+        torch.stack([torch.randperm(E)[:k] for _ in range(T)]) if T else torch.zeros(0, k, dtype=torch.int64)
+    )
+    rows, slots = sort_slots(ids, E), ids.flatten()
     order = slots.sort(stable=True).indices
     assert rows.slots.tolist() == order.tolist()
     assert rows.places.flatten()[order].tolist() == list(range(T * k))
     assert rows.first.tolist() == [0, *slots.bincount(minlength=E).cumsum(0).tolist()]
-    covered = [
-        (expert, row) for expert, start, end in rows.tiles.tolist() for row in range(start, end)
-    ]
+    covered = [(expert, row) for expert, start, end in rows.tiles.tolist() for row in range(start, end)]
     assert covered == [(expert, row) for row, expert in enumerate(slots[order].tolist())]
     assert all(end - start <= rows.block_m for _, start, end in rows.tiles.tolist())
 
 
 def test_one_expert_for_all_tokens_is_taken():
     """There is no capacity: the table of the tiles is as long as the worst case."""
-    rows = ExpertTables(torch.full((1000, 1), 5), 128)
+    rows = sort_slots(torch.full((1000, 1), 5), 128)
     assert rows.tiles[:, 2].max() == 1000
     assert len(rows.tiles) == 1000 // 64 + 128
 
@@ -176,7 +175,9 @@ def test_the_row_tile_decides_no_bit(dtype, monkeypatch):
     ids = torch.arange(CHOSEN).expand(130, -1)
     q, results = randn(9, 130, CHOSEN), []
     for block_m in (64, 128):
-        monkeypatch.setattr("zerokl.kernels.expert_rows_triton.grouped_rows", lambda *_, block_m=block_m: block_m)
+        monkeypatch.setattr(
+            "zerokl.kernels.expert_rows_triton.grouped_rows", lambda *_, block_m=block_m: block_m
+        )
         results.append(experts(x, *w, q, ids))
     assert total_unequal(results[:1], results[1:]) == 0
 
@@ -204,7 +205,9 @@ def written_out(
 def test_the_router_has_the_written_out_bits(E, k, dtype, renormalise):
     logits = randn(E, 8, E, dtype=dtype, scale=2.0)
     logits[4:] = logits[4:].mul(2).round() / 2  # many are equal
-    assert total_unequal(topk_softmax_fwd(logits, k, renormalise)[:2], written_out(logits, k, renormalise)) == 0
+    assert (
+        total_unequal(topk_softmax_fwd(logits, k, renormalise)[:2], written_out(logits, k, renormalise)) == 0
+    )
 
 
 def test_control_another_rule_for_ties_or_another_order_is_found():
