@@ -1,10 +1,14 @@
-"""The sum of a token's rows on a GPU, with the arithmetic of vLLM's CUDA moe_sum (csrc/moe).
+"""Triton kernels of combine_experts.py: the gradients of the weighted sum of a token's experts.
 
-    y_t = sum over the slots j of t of x_r, with the row r of the slot
+The forward is a product of grouped_linear_triton.py, whose fp32 sum is multiplied by the routing weight
+before its rounding, and then expert_rows_triton.sum_slots.
 
-Shapes: x [R, N]; y [T, N]; the rows are those of expert_rows_triton.py.
-Roundings: y once.
-Order: slot after slot from 0, in fp32.
+    dot_r = dy_t w_e     dq_tj = dot_r . h_r     dh_r = q_tj dot_r     dw_e += sum of (q_tj dy_t)^T h_r
+
+Shapes: dy [T, N]; dot, h, dh [R, K]; q, dq [T, k] in fp32. The rows are those of expert_rows_triton.py.
+Roundings: dot is not rounded. dh is rounded once, and so is q dy, before its product with h.
+Order: dot . h is summed over tiles of TILE columns in a layout that the dtype fixes. A row depends on its own
+token only.
 """
 
 import torch
@@ -14,34 +18,70 @@ import triton.language as tl
 from .expert_rows_triton import ExpertTables
 from .launch import ceil_div, dense, launch
 
-# Columns of one program, and its warps. They decide no bit: each element is a sum of its own.
+# Columns that a program reads at once, and its warps. They order the sum of dq.
 TILE, WARPS = 1024, 4
 
 
 @triton.jit
-def _sum_slots(x_ptr, place_ptr, y_ptr, N, K: tl.constexpr, TILE: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
+def _combine_bwd(dot_ptr, h_ptr, q_ptr, slot_ptr, dh_ptr, dq_ptr, K, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_ptr + row)
+    q, total = tl.load(q_ptr + slot), tl.zeros([TILE], tl.float32)
+    for start in range(0, K, TILE):
+        cols = start + tl.arange(0, TILE)
+        dot = tl.load(dot_ptr + row * K + cols, mask=cols < K, other=0.0)
+        total += dot * tl.load(h_ptr + row * K + cols, mask=cols < K, other=0.0).to(tl.float32)
+        tl.store(dh_ptr + row * K + cols, (dot * q).to(dh_ptr.dtype.element_ty), mask=cols < K)
+    tl.store(dq_ptr + slot, tl.sum(total))
+
+
+@triton.jit
+def _weighted_rows(dy_ptr, q_ptr, slot_ptr, y_ptr, N, SLOTS: tl.constexpr, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    total = tl.zeros([TILE], tl.float32)
-    for j in range(K):
-        row = tl.load(place_ptr + token * K + j).to(tl.int64)
-        total += tl.load(x_ptr + row * N + cols, mask=cols < N, other=0.0).to(tl.float32)
-    tl.store(y_ptr + token * N + cols, total.to(y_ptr.dtype.element_ty), mask=cols < N)
+    slot = tl.load(slot_ptr + row)
+    token = (slot // SLOTS).to(tl.int64)
+    dy = tl.load(dy_ptr + token * N + cols, mask=cols < N, other=0.0).to(tl.float32)
+    y = (dy * tl.load(q_ptr + slot)).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + row * N + cols, y, mask=cols < N)
 
 
-def sum_slots(x_RN: torch.Tensor, rows: ExpertTables) -> torch.Tensor:
-    """The sum of each token's rows, [T, N] in the dtype of x."""
-    (T, k), N = rows.shape, x_RN.shape[1]
-    y = torch.empty(T, N, dtype=x_RN.dtype, device=x_RN.device)
-    if T:
+def combine_bwd(
+    dot: torch.Tensor, h: torch.Tensor, q: torch.Tensor, rows: ExpertTables
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of h [R, K], rounded, and of q [T, k]. dot [R, K] fp32 is dy w of each row."""
+    (R, K), dh, dq = h.shape, torch.empty_like(dense(h)), torch.empty_like(q)
+    if R:
         launch(
-            _sum_slots,
-            (T, ceil_div(N, TILE)),
-            dense(x_RN),
-            rows.places,
+            _combine_bwd,
+            (R,),
+            dense(dot),
+            dense(h),
+            q,
+            rows.slots,
+            dh,
+            dq,
+            K,
+            TILE=TILE,
+            num_warps=WARPS,
+        )
+    return dh, dq
+
+
+def weighted_rows(dy: torch.Tensor, q: torch.Tensor, rows: ExpertTables) -> torch.Tensor:
+    """q times dy [T, N] of each row, rounded to the dtype of dy. -> [R, N]"""
+    (R,), N = rows.slots.shape, dy.shape[1]
+    y = torch.empty(R, N, dtype=dy.dtype, device=dy.device)
+    if R:
+        launch(
+            _weighted_rows,
+            (R, ceil_div(N, TILE)),
+            dense(dy),
+            q,
+            rows.slots,
             y,
             N,
-            K=k,
+            SLOTS=rows.shape[1],
             TILE=TILE,
             num_warps=WARPS,
         )

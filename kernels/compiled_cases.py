@@ -21,11 +21,10 @@ from .attention_triton import attention_packed, attention_paged
 from .block_digest import BLOCK, LANES
 from .block_digest_triton import block_digests
 from .columns_triton import NORM_ROWS, add_all_partials, add_partials, bias_columns
-from .combine_experts_triton import sum_slots
 from .decode_heads_triton import heads_to_cache
 from .draw_triton import draw_tokens
 from .embedding_triton import embedding_bwd, sorted_ids
-from .expert_rows_triton import ExpertTables, sort_slots
+from .expert_rows_triton import ExpertTables, sort_slots, sum_slots
 from .grad import PartialSums
 from .grouped_linear_triton import grouped_matmul
 from .launch import Launch, recorded_launches
@@ -240,7 +239,7 @@ def _experts(dtype: torch.dtype) -> Iterator[Case]:
     gate_up, down = _meta(dtype, E, 2 * inner, D), _meta(dtype, E, D, inner)
     for phase, T in _TOKENS_OF_EXPERTS.items():
         x, h, q = _meta(dtype, T, D), _meta(dtype, T * k, inner), _meta(FP32, T, k)
-        rows = ExpertTables.empty(torch.Size((T, k)), E, x.device)
+        rows = ExpertTables.empty(_meta(torch.int64, T, k), E)
         yield (
             f"experts' gate and up {name} {phase}",
             lambda x=x, rows=rows: grouped_matmul(x, gate_up, rows, of_tokens=True),

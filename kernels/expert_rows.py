@@ -8,11 +8,16 @@ They decide no bit.
 """
 
 from functools import cached_property
+from typing import TYPE_CHECKING, Union
 
 import numpy as np
 import torch
 
+from .backend import on_triton
 from .order import TokenBlocks, blocks_within
+
+if TYPE_CHECKING:
+    from .expert_rows_triton import ExpertTables
 
 Bounds = list[tuple[int, int]]  # rows [start, end)
 # Then the matrix products of few rows need no copies (matmul._TAIL_TILES).
@@ -31,7 +36,8 @@ class ExpertRows:
     """
 
     def __init__(self, ids: torch.Tensor, experts: int):
-        self.experts, k, expert_of_slot = experts, ids.shape[1], ids.reshape(-1).numpy()
+        self.experts, self.shape = experts, ids.shape
+        k, expert_of_slot = ids.shape[1], ids.reshape(-1).numpy()
         by_expert = np.argsort(expert_of_slot, kind="stable")
         counts = np.bincount(expert_of_slot, minlength=experts)
         padded = counts + -counts % PADDED_ROWS
@@ -88,3 +94,15 @@ class ExpertRows:
                 by_expert.append((expert, blocks_within(rows.tolist())))
             parts.append((shard, by_expert))
         return parts
+
+
+Rows = Union[ExpertRows, "ExpertTables"]  # on a CPU, and on Triton
+
+
+def expert_rows(ids: torch.Tensor, experts: int, x: torch.Tensor) -> Rows:
+    """The rows that the tokens' experts make. ids [T, k] int64: see ExpertRows. x: the tokens, [T, ...]."""
+    if not on_triton(x):
+        return ExpertRows(ids, experts)
+    from .expert_rows_triton import sort_slots
+
+    return sort_slots(ids, experts)

@@ -8,6 +8,9 @@ The rows lie without padding: R = T k. A product walks them in row tiles, each o
 an expert has is known on the device only. So the table of the tiles is as long as it can ever have to be, and
 tiles that are not there are empty. There is no capacity, and no token is dropped.
 
+`sum_slots` adds the rows of a token with the arithmetic of vLLM's CUDA moe_sum (csrc/moe): slot after slot
+from 0 in fp32, and one rounding.
+
 Shapes: T tokens, k experts of a token, R rows, E experts. Slot t k + j is the j-th of token t.
 """
 
@@ -17,11 +20,13 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch, next_power_of_2
+from .launch import ceil_div, dense, launch, next_power_of_2
 from .tiles import grouped_rows
 
 # Slots that a program reads at once, and its warps. They decide nothing.
 CHUNK, WARPS = 1024, 4
+# Columns of a program that adds slots. They decide no bit: each element is a sum of its own.
+TILE = 1024
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -82,6 +87,17 @@ def _write_tile(tile_ptr, tile, expert, start, end):
     tl.store(tile_ptr + 3 * tile + 2, end)
 
 
+@triton.jit
+def _sum_slots(x_ptr, place_ptr, y_ptr, N, K: tl.constexpr, TILE: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    total = tl.zeros([TILE], tl.float32)
+    for j in range(K):
+        row = tl.load(place_ptr + token * K + j).to(tl.int64)
+        total += tl.load(x_ptr + row * N + cols, mask=cols < N, other=0.0).to(tl.float32)
+    tl.store(y_ptr + token * N + cols, total.to(y_ptr.dtype.element_ty), mask=cols < N)
+
+
 @dataclass(frozen=True)
 class ExpertTables:
     """See expert_rows.ExpertRows: the rows that the tokens' experts make, as tables on a device.
@@ -92,26 +108,28 @@ class ExpertTables:
     experts: int
     shape: torch.Size
     block_m: int
+    ids: torch.Tensor  # [T, k] int64, the expert of each slot
     slots: torch.Tensor  # [R] int32, the slot of each row
     places: torch.Tensor  # [T, k] int32, the row of each slot
     first: torch.Tensor  # [E + 1] int32, the first row of each expert, and R
     tiles: torch.Tensor  # [n, 3] int32, the expert, the first row and the end of each row tile
 
     @classmethod
-    def empty(cls, shape: torch.Size, experts: int, device: torch.device) -> "ExpertTables":
-        """Tables that nobody has filled."""
-        R = shape.numel()
+    def empty(cls, ids: torch.Tensor, experts: int) -> "ExpertTables":
+        """Tables that nobody has filled, of the slots of ids [T, k]."""
+        R, shape, device = ids.numel(), ids.shape, ids.device
         block_m = grouped_rows(R, experts)
         # An expert that has rows has at most one tile that is not full.
         tiles = R // block_m + min(R, experts)
         shapes = (R,), shape, (experts + 1,), (tiles, 3)
         tables = (torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes)
-        return cls(experts, shape, block_m, *tables)
+        return cls(experts, shape, block_m, ids, *tables)
 
 
 def sort_slots(ids: torch.Tensor, experts: int) -> ExpertTables:
     """The tables of the rows that the experts ids [T, k] int64 make."""
-    tables, R, ids = ExpertTables.empty(ids.shape, experts, ids.device), ids.numel(), ids.contiguous()
+    ids = ids.contiguous()
+    tables, R = ExpertTables.empty(ids, experts), ids.numel()
     counts = torch.empty(experts, dtype=torch.int32, device=ids.device)
     launch(_count_slots, (experts,), ids, counts, R, CHUNK=CHUNK, num_warps=WARPS)
     launch(
@@ -132,3 +150,38 @@ def sort_slots(ids: torch.Tensor, experts: int) -> ExpertTables:
         num_warps=WARPS,
     )
     return tables
+
+
+def sum_slots(x_RN: torch.Tensor, rows: ExpertTables) -> torch.Tensor:
+    """The sum of each token's rows, [T, N] in the dtype of x."""
+    (T, k), N = rows.shape, x_RN.shape[1]
+    y = torch.empty(T, N, dtype=x_RN.dtype, device=x_RN.device)
+    if T:
+        launch(
+            _sum_slots,
+            (T, ceil_div(N, TILE)),
+            dense(x_RN),
+            rows.places,
+            y,
+            N,
+            K=k,
+            TILE=TILE,
+            num_warps=WARPS,
+        )
+    return y
+
+
+def of_tokens(x_TN: torch.Tensor, rows: ExpertTables) -> torch.Tensor:
+    """The rows [R, N] of the tokens' x [T, N]."""
+    return x_TN.index_select(0, rows.slots // rows.shape[1])
+
+
+def runs_of_experts(rows: ExpertTables, sequences: torch.Tensor) -> torch.Tensor:
+    """The rows of each expert in each sequence, [E, m, 2] int32: the first and the end.
+
+    sequences [m, 2] int32: the first token and the end of each.
+    """
+    T, k = rows.shape
+    expert, token = rows.ids.flatten()[rows.slots], rows.slots // k
+    bounds = torch.arange(rows.experts, device=sequences.device)[:, None, None] * T + sequences
+    return torch.searchsorted(expert * T + token, bounds, out_int32=True)

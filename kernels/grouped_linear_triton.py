@@ -1,6 +1,7 @@
 """Products of rows with the matrices of their experts on a GPU.
 
     y_r = x_r w_e^T,  or q_r (x_r w_e^T)      of a row r of expert e
+    dw_e += sum over the rows r of e of dy_r^T x_r
 
 Shapes: x [T, K], a row for each token, or x [R, K]; w [E, N, K], a view with any strides; q [T, k] in fp32;
 y [R, N]. The rows are those of expert_rows_triton.py.
@@ -8,17 +9,23 @@ Roundings: y is rounded once, after the product of the fp32 sum with q. fp32 ope
 are (ieee), never rounded to tf32.
 Order: a program walks tiles of BLOCK_K along K in ascending order, with one fp32 accumulator. This is the
 arithmetic of vLLM's fused_moe_kernel in batch-invariant mode, where BLOCK_K is 32 (get_default_config). A row
-tile holds rows of one expert, and no row knows the others: a row has the same bits in any tile.
+tile holds rows of one expert, and no row knows the others: a row has the same bits in any tile. dw is summed
+by the kernels of matmul_triton.py, in tiles of 32 rows (16 in fp32). No tile has rows of two sequences.
 """
+
+from itertools import pairwise
 
 import torch
 import triton
 import triton.language as tl
 
-from .expert_rows_triton import ExpertTables
-from .launch import ceil_div, launch
-from .matmul_tma_triton import BAND, tile_place
-from .tiles import generation, grouped_tiles
+from .expert_rows_triton import ExpertTables, runs_of_experts
+from .grad import GradBuffer
+from .launch import ceil_div, launch, rows_contiguous
+from .matmul_tma_triton import BAND, add_outer_tma, tile_place
+from .matmul_triton import add_runs, outer_readable
+from .order import Runs, TokenBlocks
+from .tiles import generation, grouped_outer_tiles, grouped_tiles, multiprocessors
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -94,7 +101,7 @@ def grouped_matmul(
     y = torch.empty(R, N, dtype=dtype or x.dtype, device=x.device)
     if not R:
         return y
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x = rows_contiguous(x)
     t, tiles = grouped_tiles(rows.block_m, x.dtype, generation(x.device)), len(rows.tiles)
     launch(
         _grouped_matmul,
@@ -123,3 +130,30 @@ def grouped_matmul(
         num_stages=t.num_stages,
     )
     return y
+
+
+def add_grouped_outer(
+    buffer: GradBuffer, dy_RN: torch.Tensor, x_RK: torch.Tensor, rows: ExpertTables, blocks: TokenBlocks
+) -> None:
+    """buffer [shards, E N, K] += dy^T x of each expert's rows, sequence after sequence of `blocks`.
+
+    One launch for each shard, whose expert is the place of a sum.
+    """
+    if not blocks.shards:
+        return
+    empty, sums, E = buffer.begin(blocks), buffer.sums, rows.experts
+    dy_RN, x_RK = rows_contiguous(dy_RN), rows_contiguous(x_RK)
+    runs_EM = runs_of_experts(rows, blocks.on(x_RK.device).sequences)
+    places = torch.arange(E + 1, dtype=torch.int32, device=x_RK.device)
+    for shard, (a, b) in zip(blocks.shards, pairwise(blocks.first_sequence.tolist()), strict=True):
+        runs = Runs(places[:E], places * (b - a), runs_EM[:, a:b].reshape(-1, 2).contiguous())
+        _add_runs(sums[shard].view(E, -1, x_RK.shape[1]), dy_RN, x_RK, runs, empty)
+
+
+def _add_runs(acc_ENK: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, runs: Runs, empty: bool) -> None:
+    t, tma = grouped_outer_tiles(*acc_ENK.shape[1:], x.dtype, generation(x.device))
+    if tma and outer_readable(acc_ENK, dy, x):
+        return add_outer_tma(acc_ENK, dy, x, runs, tma, multiprocessors(x.device), empty)
+    if empty:
+        acc_ENK.zero_()
+    add_runs(acc_ENK, dy, x, runs, t)

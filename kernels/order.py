@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -79,7 +80,7 @@ class TokenBlocks:
     def host_tensors(self) -> tuple[torch.Tensor, ...]:
         """See upload.Tables: those of BlockTables. All but the first may have been made on the device."""
         tables = torch.tensor(self.shards, dtype=torch.int32), self.first, self.rows
-        return tables if self.sequences is None else (*tables, self.first_sequence, self.sequences)
+        return tables if self.sequences is None else (*tables, self.sequences)
 
     def arrived(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
         self._tables[device] = BlockTables(*tensors)
@@ -114,6 +115,17 @@ class TokenBlocks:
             yield _chunk(pending)
 
 
+class Runs(NamedTuple):
+    """Runs of rows that sums add one after another, on a device. A run may be empty.
+
+    The runs first[p] to first[p + 1] belong to the sum at place places[p].
+    """
+
+    places: torch.Tensor  # [P] int32
+    first: torch.Tensor  # [P + 1] int32
+    rows: torch.Tensor  # [n, 2] int32, the first row and the end of each run
+
+
 class BlockTables:
     """Token blocks on a device, in the forms that the Triton kernels walk. Nothing waits for the device."""
 
@@ -122,11 +134,10 @@ class BlockTables:
         shards: torch.Tensor,
         first: torch.Tensor,
         rows: torch.Tensor,
-        first_sequence: torch.Tensor | None = None,
         sequences: torch.Tensor | None = None,
     ):
         self.shards, self.first, self.rows = shards, first, rows  # [S], [S + 1] and [n, 2]
-        self.first_sequence, self.sequences = first_sequence, sequences  # [S + 1] and [m, 2]
+        self.sequences = sequences  # [m, 2]
         self._pieces: dict[int, torch.Tensor] = {}
 
     def pieces(self, rows: int) -> torch.Tensor:
@@ -141,8 +152,8 @@ class BlockTables:
         return self._pieces[rows]
 
     @cached_property
-    def runs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs of blocks that follow each other, [n, 2] int32, and the first run of each shard, [S + 1].
+    def runs(self) -> "Runs":
+        """Runs of blocks that follow each other, [n, 2].
 
         All blocks of a run but the last are full. So a kernel that walks a run from its start, in chunks that
         divide TOKEN_BLOCK, never has tokens of two blocks in one chunk. Runs that are not there are empty.
@@ -157,7 +168,7 @@ class BlockTables:
         is_there = (block[:-1] < n).unsqueeze(1)
         run_start, run_end = start[block[:-1].clamp(max=n - 1)], end[block[1:] - 1]
         runs = torch.stack([run_start, run_end], dim=1).where(is_there, 0)
-        return runs, torch.searchsorted(block, self.first).int()
+        return Runs(self.shards, torch.searchsorted(block, self.first).int(), runs)
 
 
 def _chunk(blocks: Sequence[tuple[int, int, int]]) -> tuple[int, int, TokenBlocks]:
@@ -201,8 +212,8 @@ def blocks_of_counts(counts: torch.Tensor, rows: int) -> TokenBlocks:
     """The token blocks of groups of rows that lie one after another, made where `counts` lies.
 
     counts [S] int: the rows of each group. The group's number takes the place of the shard, and a group is
-    one sequence. rows: the most that the counts can sum to, which bounds the tables. Nothing waits for the device. A group without rows
-    has no blocks.
+    one sequence. rows: the most that the counts can sum to, which bounds the tables. Nothing waits for the
+    device. A group without rows has no blocks.
     """
     S, counts = len(counts), counts.int()
     first = _ends((counts + TOKEN_BLOCK - 1) // TOKEN_BLOCK)

@@ -23,7 +23,7 @@ from .tile_tables import TileTable
 
 # BLOCK_K of the shapes that no table lists, by the size of the dtype.
 _16_BIT, _32_BIT = 64, 32
-# BLOCK_K of the grouped products of experts.
+# BLOCK_K of the grouped products of experts, and tokens of a tile of their weight gradients in 16 bits.
 _GROUPED = 32
 # Shared memory in bytes that one program may fill with tiles in flight: a little less than a multiprocessor
 # has.
@@ -157,6 +157,17 @@ def outer_tiles(dtype: torch.dtype, gpu: str) -> Tiles:
         return _fitting_tiles(128, 128, _16_BIT, dtype, gpu)
     # The accumulators of the other GPUs lie in registers, where 128 x 128 spills.
     return _fitting_tiles(128, 64, _16_BIT, dtype, gpu)._replace(num_warps=8)
+
+
+def grouped_outer_tiles(N: int, K: int, dtype: torch.dtype, gpu: str) -> tuple[Tiles, Tiles | None]:
+    """The configurations of the experts' weight gradients, [N, K] each: without TMA, and with it.
+
+    block_k orders the sum. An expert has few rows of a sequence, and longer tiles would hold more padding.
+    """
+    if dtype == torch.float32:
+        return outer_tiles(dtype, gpu), None
+    tma = tma_outer_tiles(N, K, dtype, gpu)
+    return outer_tiles(dtype, gpu)._replace(block_k=_GROUPED), tma and tma._replace(block_k=_GROUPED)
 
 
 def tma_outer_tiles(N: int, K: int, dtype: torch.dtype, gpu: str) -> Tiles | None:

@@ -87,10 +87,20 @@ def _slot_sum(x_Tk: torch.Tensor) -> torch.Tensor:
     return first
 
 
+def _forward(
+    logits: torch.Tensor, k: int, renormalise: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if not on_triton(logits):
+        return topk_softmax_ref(logits, k, renormalise)
+    from .topk_softmax_triton import topk_softmax_fwd
+
+    return topk_softmax_fwd(logits, k, renormalise)
+
+
 class _TopkSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, k, renormalise):
-        w, ids, p = topk_softmax_ref(logits, k, renormalise)
+        w, ids, p = _forward(logits, k, renormalise)
         ctx.save_for_backward(w, ids, p)
         ctx.renormalise, ctx.dtype = renormalise, logits.dtype
         ctx.mark_non_differentiable(ids)
@@ -98,19 +108,22 @@ class _TopkSoftmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dw, _):
-        return topk_softmax_bwd_ref(dw, *ctx.saved_tensors, ctx.renormalise).to(ctx.dtype), None, None
+        if not on_triton(dw):
+            dz = topk_softmax_bwd_ref(dw, *ctx.saved_tensors, ctx.renormalise).to(ctx.dtype)
+        else:
+            from .topk_softmax_triton import topk_softmax_bwd
+
+            dz = topk_softmax_bwd(dw, *ctx.saved_tensors, ctx.renormalise, ctx.dtype)
+        return dz, None, None
 
 
 def topk_softmax(logits: torch.Tensor, k: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights [T, k], in fp32 (fp64 for fp64), and the ids [T, k] int64 of each token's experts.
 
     logits [T, E]. The weights are differentiable in them. renormalise: whether the weights of a token are
-    divided by their sum. Raises ValueError on a bad shape or dtype, if k is not in 1..E, and on a GPU, for
-    which there is no kernel.
+    divided by their sum. Raises ValueError on a bad shape or dtype, and if k is not in 1..E.
     """
     check_dtype("topk_softmax", logits=logits)
     if logits.dim() != 2 or not 1 <= k <= logits.shape[1]:
         raise ValueError(f"topk_softmax: logits {tuple(logits.shape)} must be [T, E], and k ({k}) in 1..E")
-    if on_triton(logits):
-        raise ValueError('topk_softmax: experts have no GPU kernel; set device = "cpu"')
     return _TopkSoftmax.apply(logits, k, renormalise)

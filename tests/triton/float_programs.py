@@ -142,7 +142,7 @@ def expert_launches(module: Any, dtype: torch.dtype, target: str) -> tuple[Launc
     shapes = (T * k, K), (E, N, K), (T * k, 1, N)
     x, w, y = (torch.empty(*shape, dtype=dtype, device="meta") for shape in shapes)
     q = torch.empty(T, k, device="meta")
-    rows = ExpertTables.empty(torch.Size((T, k)), E, x.device)
+    rows = ExpertTables.empty(torch.empty(T, k, dtype=torch.int64, device="meta"), E)
     config = module.get_default_config(T, E, N, K, k, None)
     number = torch.empty(1, dtype=torch.int32, device="meta")
     tables = rows.slots, rows.tiles[:, 0].contiguous(), number

@@ -1,19 +1,23 @@
 """A mixture of experts on Triton, interpreted: vLLM's own fused_moe_kernel, and written-out arithmetic."""
 
 import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from zerokl.kernels import tiles
-from zerokl.kernels.combine_experts_triton import sum_slots
-from zerokl.kernels.expert_rows_triton import sort_slots
-from zerokl.kernels.grouped_linear_triton import grouped_matmul
+from zerokl.kernels import matmul_triton, tiles
+from zerokl.kernels.expert_rows_triton import sort_slots, sum_slots
+from zerokl.kernels.grad import GradBuffer
+from zerokl.kernels.grouped_linear_triton import add_grouped_outer, grouped_matmul
+from zerokl.kernels.launch import recorded_launches
+from zerokl.kernels.order import token_blocks
 from zerokl.kernels.silu_mul_triton import silu_mul_fwd
 from zerokl.kernels.topk_softmax_triton import topk_softmax_fwd
 
-from tests.helpers import DTYPES, randn, total_unequal
+from tests.helpers import DTYPES, randint, randn, total_unequal
 from tests.kernels.test_experts import butterfly
+from tests.law import accuracy, gradients
 
 # Widths with several tiles along K and along N, and uneven rests.
 D, INNER, EXPERTS, CHOSEN = 80, 72, 7, 3
@@ -220,3 +224,85 @@ def test_control_another_rule_for_ties_or_another_order_is_found():
 def test_logits_that_are_nan_choose_the_first_experts_with_weight_0():
     w, ids, _ = topk_softmax_fwd(torch.full((1, 8), float("nan")), 2, True)
     assert (ids.tolist(), w.tolist()) == ([[0, 1]], [[0.0, 0.0]])
+
+
+LENGTHS = (40, 9, 3)
+
+
+def gradients_of(
+    dtype: torch.dtype, micro_batches: list[list[int]], op: gradients.Op = gradients.OPS["experts"]
+) -> list[torch.Tensor]:
+    """The fp32 sums. The widths are such that TMA sums the gradients in 16 bits."""
+    return gradients.summed_grads(op, dtype, D, LENGTHS, micro_batches)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_gradients_do_not_depend_on_the_micro_batch(dtype):
+    with recorded_launches(and_run=True) as launches:
+        together = gradients_of(dtype, [[0, 1, 2]])
+    assert total_unequal(together, gradients_of(dtype, [[0], [1, 2]])) == 0
+    kernels = {launch.kernel.__name__ for launch in launches}
+    assert ("_outer" if dtype == torch.float32 else "_outer_tma") in kernels
+    assert kernels > {"_combine_bwd", "_weighted_rows", "_topk_softmax_bwd", "_sum_slots"}
+
+
+def test_shards_of_one_pass_have_the_gradients_of_a_pass_each():
+    op, shards = gradients.OPS["experts"], [[20, 9], [1], [17]]
+    together, alone = (
+        gradients.shard_grads(op, torch.float32, D, shards, together) for together in (True, False)
+    )
+    assert total_unequal(together, alone) == 0
+    assert all(grad.any() for buffer in together for grad in buffer)
+
+
+def test_control_another_order_of_the_sequences_or_blocks_across_them_are_found():
+    before, op = gradients_of(torch.float32, [[0, 1, 2]]), gradients.OPS["experts"]
+    assert total_unequal(before, gradients_of(torch.float32, [[2], [0, 1]])) > 0
+    one = token_blocks([sum(LENGTHS)])
+    across = op._replace(run=lambda x, ids, w, in_pass: op.run(x, ids, w, replace(in_pass, blocks=one)))
+    assert total_unequal(before[1:], gradients_of(torch.float32, [[0, 1, 2]], across)[1:]) > 0
+
+
+def outer(
+    dtype: torch.dtype, ids: torch.Tensor, lengths: list[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The weight gradient of 5 experts [5, 48, D], whose buffer held NaN, with its dy and x by rows."""
+    rows = sort_slots(ids, 5)
+    dy, x = (randn(i, ids.numel(), width, dtype=dtype) for i, width in enumerate((48, D)))
+    buffer = GradBuffer(torch.full((1, 5 * 48, D), float("nan")), empty=[0])
+    add_grouped_outer(buffer, dy, x, rows, token_blocks(lengths))
+    return buffer.sums.view(5, 48, D), dy, x
+
+
+def test_an_experts_gradient_is_that_of_a_product_over_its_tokens():
+    lengths = [90, 3, 60]
+    ids = torch.stack([randint(1, 2, 153), 2 + randint(2, 2, 153)], 1)  # experts 0 to 3 of 5
+    dw, dy, x = outer(torch.float32, ids, lengths)
+    start = 0
+    for expert, dw_e in enumerate(dw):
+        counts = [int((part == expert).sum()) for part in ids.split(lengths)]
+        alone, end = torch.zeros(1, 48, D), start + sum(counts)
+        matmul_triton.add_outer(alone, dy[start:end], x[start:end], token_blocks(counts))
+        assert total_unequal([dw_e], [alone[0]]) == 0
+        assert dw_e.any() == (expert < 4)
+        start = end
+
+
+def test_tma_decides_no_bit_of_an_experts_gradient(monkeypatch):
+    ids = torch.stack([randint(1, 2, 153), 2 + randint(2, 2, 153)], 1)
+    through_tma = outer(torch.bfloat16, ids, [90, 3, 60])[0]
+    monkeypatch.setattr("zerokl.kernels.grouped_linear_triton.outer_readable", lambda *_: False)
+    assert total_unequal([outer(torch.bfloat16, ids, [90, 3, 60])[0]], [through_tma]) == 0
+    other = outer(torch.bfloat16, ids, [93, 60])[0]
+    assert total_unequal([other], [through_tma]) > 0, "control: the sequences decide bits"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("experts", torch.float32), ("experts without renormalisation", torch.bfloat16)],
+    ids=str,
+)
+def test_error_is_at_most_twice_that_of_plain_torch(name, dtype):
+    """The largest of the errors with a few tokens: the interpreter takes milliseconds for each program."""
+    shapes = ((40, 64), (40, 6), *accuracy.OPS[name].shapes[2:])
+    accuracy.assert_accurate(accuracy.OPS[name]._replace(shapes=shapes), dtype, range(0, 40, 20))

@@ -29,6 +29,7 @@ ROW_OPS = {
     **TRUNCATED,
     "silu_mul": "_silu_mul_bwd",
     "rope": "_rope",
+    "experts": "_combine_bwd",
 }
 GRADIENT_OPS = {**NORMS, "linear_logprob": "_logprob_bwd", "embedding": "_embedding_bwd"}
 ACCURATE_OPS = {
