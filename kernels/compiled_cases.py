@@ -21,12 +21,13 @@ from .attention_triton import attention_packed, attention_paged
 from .block_digest import BLOCK, LANES
 from .block_digest_triton import block_digests
 from .columns_triton import NORM_ROWS, add_all_partials, add_partials, bias_columns
+from .combine_experts_triton import combine_bwd, weighted_rows
 from .decode_heads_triton import heads_to_cache
 from .draw_triton import draw_tokens
 from .embedding_triton import embedding_bwd, sorted_ids
 from .expert_rows_triton import ExpertTables, sort_slots, sum_slots
-from .grad import PartialSums
-from .grouped_linear_triton import grouped_matmul
+from .grad import GradBuffer, PartialSums
+from .grouped_linear_triton import add_grouped_outer, grouped_matmul
 from .launch import Launch, recorded_launches
 from .logprob_triton import logprob_bwd, logprob_fwd
 from .matmul_triton import add_outer, matmul
@@ -50,6 +51,7 @@ _ROWS = {"decode": 64, "prefill": 128}
 _MANY_ROWS = 8192
 # Tokens whose experts have few rows and many (tiles.grouped_rows).
 _TOKENS_OF_EXPERTS = {"decode": 64, "prefill": 4096}
+_EXPERTS = 128, 8, 2048, 768  # experts, those of a token, hidden size, and size of an expert
 _BLOCKS = token_blocks([256])
 Case = tuple[str, Callable[[], object]]
 
@@ -232,23 +234,51 @@ def _decoding_of_wide_outputs(dtype: torch.dtype) -> Iterator[Case]:
 
 def _experts(dtype: torch.dtype) -> Iterator[Case]:
     """A mixture of experts at the widths of Qwen3-30B-A3B, and a router of few experts."""
-    name, (E, k, D, inner) = _name(dtype), (128, 8, 2048, 768)
+    name, (E, k, D, inner) = _name(dtype), _EXPERTS
     for E_of_router, k_of_router in ((E, k), (8, 2)):
         what = f"router {name}, {k_of_router} of {E_of_router}"
         yield what, lambda E=E_of_router, k=k_of_router: _router(dtype, E, k)
-    gate_up, down = _meta(dtype, E, 2 * inner, D), _meta(dtype, E, D, inner)
     for phase, T in _TOKENS_OF_EXPERTS.items():
-        x, h, q = _meta(dtype, T, D), _meta(dtype, T * k, inner), _meta(FP32, T, k)
-        rows = ExpertTables.empty(_meta(torch.int64, T, k), E)
-        yield (
-            f"experts' gate and up {name} {phase}",
-            lambda x=x, rows=rows: grouped_matmul(x, gate_up, rows, of_tokens=True),
-        )
-        yield (
-            f"experts' down {name} {phase}",
-            lambda h=h, rows=rows, q=q: grouped_matmul(h, down, rows, of_tokens=False, q_Tk=q),
-        )
-    yield f"sum of slots {name}", lambda: sum_slots(_meta(dtype, T * k, D), rows)
+        rows, q, h = _rows(T), _meta(FP32, T, k), _meta(dtype, T * k, inner)
+        x, dgu = _meta(dtype, T, D), _meta(dtype, T * k, 2 * inner)
+        gate_up, down = _meta(dtype, E, 2 * inner, D), _meta(dtype, E, D, inner)
+        products = {
+            "gate and up": (x, gate_up, rows, True),
+            "down": (h, down, rows, False, q),
+            "input gradient": (dgu, gate_up.transpose(1, 2), rows, False),
+            "gradient of down": (x, down.transpose(1, 2), rows, True, None, FP32),
+        }
+        for what, args in products.items():
+            yield f"experts' {what} {name} {phase}", lambda args=args: grouped_matmul(*args)
+    yield f"slots {name}", lambda: _slots(dtype)
+    for N, K in ((2 * inner, D), (D, inner)):
+        for suffix, empty in (("", ()), (", into an empty buffer", (0,))):
+            yield (
+                f"experts' weight gradient {name}, {N} x {K}{suffix}",
+                lambda N=N, K=K, empty=empty: _expert_gradient(dtype, N, K, empty),
+            )
+
+
+def _rows(T: int) -> ExpertTables:
+    E, k, _, _ = _EXPERTS
+    return ExpertTables.empty(_meta(torch.int64, T, k), E)
+
+
+def _slots(dtype: torch.dtype) -> None:
+    """What is computed slot by slot."""
+    (_, k, D, inner), T = _EXPERTS, 256
+    rows, q, h = _rows(T), _meta(FP32, T, k), _meta(dtype, T * k, inner)
+    sum_slots(_meta(dtype, T * k, D), rows)
+    combine_bwd(_meta(FP32, T * k, inner), h, q, rows)
+    weighted_rows(_meta(dtype, T, D), q, rows)
+
+
+def _expert_gradient(dtype: torch.dtype, N: int, K: int, empty: tuple[int, ...]) -> None:
+    """One binary for all experts, sequences and rows: two experts stand for all of them."""
+    rows = ExpertTables.empty(_meta(torch.int64, 128, 2), 2)
+    buffer = GradBuffer(_meta(FP32, 1, 2 * N, K), empty)
+    blocks = token_blocks([128])
+    add_grouped_outer(buffer, _meta(dtype, 256, N), _meta(dtype, 256, K), rows, blocks)
 
 
 def _router(dtype: torch.dtype, E: int, k: int) -> None:
