@@ -128,8 +128,9 @@ def grouped_tiles(block_m: int, dtype: torch.dtype, gpu: str) -> Tiles:
     vLLM's batch-invariant mode has 64 x 64 tiles and this BLOCK_K for every dtype.
     """
     if dtype == torch.float32:
-        return _fitting_tiles(block_m, 64 * 64 // block_m, _GROUPED, dtype, gpu)  # 128 x 64 spills
-    return _fitting_tiles(block_m, block_m, _GROUPED, dtype, gpu)
+        return _fitting_tiles(block_m, 32, _GROUPED, dtype, gpu)  # 64 columns spill
+    t = _fitting_tiles(block_m, block_m, _GROUPED, dtype, gpu)
+    return t._replace(num_warps=8) if gpu == "blackwell" else t  # four warps spill there
 
 
 def through_tma(dtype: torch.dtype, gpu: str) -> bool:
