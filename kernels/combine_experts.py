@@ -60,12 +60,13 @@ def _backward(
     """See combine_bwd_ref."""
     if not on_triton(h):
         return combine_bwd_ref(dy, h, w, q, rows)
-    from .combine_experts_triton import combine_bwd, weighted_rows
+    from .combine_experts_triton import combine_bwd
+    from .expert_rows_triton import rows_of_tokens
     from .grouped_linear_triton import grouped_matmul
 
     w_EKN = experts_of(w, rows).transpose(1, 2)
     dot = grouped_matmul(dy, w_EKN, rows, of_tokens=True, dtype=torch.float32)
-    return *combine_bwd(dot, h, q, rows), weighted_rows(dy, q, rows)
+    return *combine_bwd(dot, h, q, rows), rows_of_tokens(dy, rows, q)
 
 
 def _add_outer(

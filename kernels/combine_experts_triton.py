@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .expert_rows_triton import ExpertTables
-from .launch import ceil_div, dense, launch
+from .launch import dense, launch
 
 # Columns that a program reads at once, and its warps. They order the sum of dq.
 TILE, WARPS = 1024, 4
@@ -33,17 +33,6 @@ def _combine_bwd(dot_ptr, h_ptr, q_ptr, slot_ptr, dh_ptr, dq_ptr, K, TILE: tl.co
         total += dot * tl.load(h_ptr + row * K + cols, mask=cols < K, other=0.0).to(tl.float32)
         tl.store(dh_ptr + row * K + cols, (dot * q).to(dh_ptr.dtype.element_ty), mask=cols < K)
     tl.store(dq_ptr + slot, tl.sum(total))
-
-
-@triton.jit
-def _weighted_rows(dy_ptr, q_ptr, slot_ptr, y_ptr, N, SLOTS: tl.constexpr, TILE: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    slot = tl.load(slot_ptr + row)
-    token = (slot // SLOTS).to(tl.int64)
-    dy = tl.load(dy_ptr + token * N + cols, mask=cols < N, other=0.0).to(tl.float32)
-    y = (dy * tl.load(q_ptr + slot)).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + row * N + cols, y, mask=cols < N)
 
 
 def combine_bwd(
@@ -66,23 +55,3 @@ def combine_bwd(
             num_warps=WARPS,
         )
     return dh, dq
-
-
-def weighted_rows(dy: torch.Tensor, q: torch.Tensor, rows: ExpertTables) -> torch.Tensor:
-    """q times dy [T, N] of each row, rounded to the dtype of dy. -> [R, N]"""
-    (R,), N = rows.slots.shape, dy.shape[1]
-    y = torch.empty(R, N, dtype=dy.dtype, device=dy.device)
-    if R:
-        launch(
-            _weighted_rows,
-            (R, ceil_div(N, TILE)),
-            dense(dy),
-            q,
-            rows.slots,
-            y,
-            N,
-            SLOTS=rows.shape[1],
-            TILE=TILE,
-            num_warps=WARPS,
-        )
-    return y

@@ -21,18 +21,18 @@ from .attention_triton import attention_packed, attention_paged
 from .block_digest import BLOCK, LANES
 from .block_digest_triton import block_digests
 from .columns_triton import NORM_ROWS, add_all_partials, add_partials, bias_columns
-from .combine_experts_triton import combine_bwd, weighted_rows
+from .combine_experts_triton import combine_bwd
 from .decode_heads_triton import heads_to_cache
 from .draw_triton import draw_tokens
 from .embedding_triton import embedding_bwd, sorted_ids
-from .expert_rows_triton import ExpertTables, sort_slots, sum_slots
-from .grad import GradBuffer, PartialSums
-from .grouped_linear_triton import add_grouped_outer, grouped_matmul
+from .expert_rows_triton import ExpertTables, rows_of_tokens, runs_of_experts, sort_slots, sum_slots
+from .grad import PartialSums
+from .grouped_linear_triton import add_expert_runs, grouped_matmul
 from .launch import Launch, recorded_launches
 from .logprob_triton import logprob_bwd, logprob_fwd
 from .matmul_triton import add_outer, matmul
 from .merge_triton import merge
-from .order import TOKEN_BLOCK, token_blocks
+from .order import TOKEN_BLOCK, Runs, token_blocks
 from .philox_triton import uniforms
 from .qk_norm_triton import qk_norm_bwd, qk_norm_fwd
 from .rms_norm_triton import rms_norm_bwd, rms_norm_fwd
@@ -74,6 +74,7 @@ def cases() -> Iterator[Case]:
     yield "norms together", _norms_together
     for phase, T in _TOKENS_OF_EXPERTS.items():
         yield f"rows of experts {phase}", lambda T=T: sort_slots(_meta(torch.int64, T, 8), 128)
+    yield "rows of experts in sequences", lambda: runs_of_experts(_rows(256), _meta(torch.int32, 4, 2))
     for dtype in DTYPES:
         yield from _elementwise(dtype)
         yield from _products(dtype)
@@ -251,8 +252,10 @@ def _experts(dtype: torch.dtype) -> Iterator[Case]:
         for what, args in products.items():
             yield f"experts' {what} {name} {phase}", lambda args=args: grouped_matmul(*args)
     yield f"slots {name}", lambda: _slots(dtype)
+    x, rows, q = _meta(dtype, 256, D), _rows(256), _meta(FP32, 256, k)
+    yield f"slots {name}, weighted", lambda: rows_of_tokens(x, rows, q)
     for N, K in ((2 * inner, D), (D, inner)):
-        for suffix, empty in (("", ()), (", into an empty buffer", (0,))):
+        for suffix, empty in (("", False), (", into an empty buffer", True)):
             yield (
                 f"experts' weight gradient {name}, {N} x {K}{suffix}",
                 lambda N=N, K=K, empty=empty: _expert_gradient(dtype, N, K, empty),
@@ -270,15 +273,14 @@ def _slots(dtype: torch.dtype) -> None:
     rows, q, h = _rows(T), _meta(FP32, T, k), _meta(dtype, T * k, inner)
     sum_slots(_meta(dtype, T * k, D), rows)
     combine_bwd(_meta(FP32, T * k, inner), h, q, rows)
-    weighted_rows(_meta(dtype, T, D), q, rows)
+    rows_of_tokens(_meta(dtype, T, D), rows)
 
 
-def _expert_gradient(dtype: torch.dtype, N: int, K: int, empty: tuple[int, ...]) -> None:
+def _expert_gradient(dtype: torch.dtype, N: int, K: int, empty: bool) -> None:
     """One binary for all experts, sequences and rows: two experts stand for all of them."""
-    rows = ExpertTables.empty(_meta(torch.int64, 128, 2), 2)
-    buffer = GradBuffer(_meta(FP32, 1, 2 * N, K), empty)
-    blocks = token_blocks([128])
-    add_grouped_outer(buffer, _meta(dtype, 256, N), _meta(dtype, 256, K), rows, blocks)
+    places, first, rows = (_meta(torch.int32, *shape) for shape in ((2,), (3,), (2, 2)))
+    dy, x = _meta(dtype, 256, N), _meta(dtype, 256, K)
+    add_expert_runs(_meta(FP32, 2, N, K), dy, x, Runs(places, first, rows), empty)
 
 
 def _router(dtype: torch.dtype, E: int, k: int) -> None:

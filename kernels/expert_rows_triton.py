@@ -25,8 +25,10 @@ from .tiles import grouped_rows
 
 # Slots that a program reads at once, and its warps. They decide nothing.
 CHUNK, WARPS = 1024, 4
-# Columns of a program that adds slots. They decide no bit: each element is a sum of its own.
+# Columns of a program that adds slots or copies rows. They decide no bit: each element is a sum of its own.
 TILE = 1024
+# Sequences whose rows a program looks for at once.
+SEQUENCES = 32
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -98,6 +100,42 @@ def _sum_slots(x_ptr, place_ptr, y_ptr, N, K: tl.constexpr, TILE: tl.constexpr):
     tl.store(y_ptr + token * N + cols, total.to(y_ptr.dtype.element_ty), mask=cols < N)
 
 
+@triton.jit
+def _rows_of_tokens(
+    x_ptr, q_ptr, slot_ptr, y_ptr, N, SLOTS: tl.constexpr, HAS_WEIGHT: tl.constexpr, TILE: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    slot = tl.load(slot_ptr + row)
+    token = (slot // SLOTS).to(tl.int64)
+    x = tl.load(x_ptr + token * N + cols, mask=cols < N, other=0.0)
+    if HAS_WEIGHT:
+        x = (x.to(tl.float32) * tl.load(q_ptr + slot)).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + row * N + cols, x, mask=cols < N)
+
+
+# The sequences are a part of those of a pass, and may begin at any address.
+@triton.jit(do_not_specialize=["m", "steps"], do_not_specialize_on_alignment=["sequence_ptr"])
+def _runs_of_experts(
+    slot_ptr, first_ptr, sequence_ptr, run_ptr, m, steps, SLOTS: tl.constexpr, CHUNK: tl.constexpr
+):
+    """The first row of an expert whose token is not before a bound, by bisection: `steps` halve any rows."""
+    expert = tl.program_id(0)
+    first, end = tl.load(first_ptr + expert), tl.load(first_ptr + expert + 1)
+    for start in range(0, m, CHUNK):
+        sequence = start + tl.arange(0, CHUNK)
+        for side in tl.static_range(2):
+            bound = tl.load(sequence_ptr + 2 * sequence + side, mask=sequence < m, other=0)
+            low, high = tl.zeros([CHUNK], tl.int32) + first, tl.zeros([CHUNK], tl.int32) + end
+            for _ in range(steps):
+                middle = (low + high) // 2
+                token = tl.load(slot_ptr + middle, mask=low < high, other=0) // SLOTS
+                is_before = (low < high) & (token < bound)
+                high = tl.where((low < high) & (token >= bound), middle, high)
+                low = tl.where(is_before, middle + 1, low)
+            tl.store(run_ptr + 2 * (expert * m + sequence) + side, low, mask=sequence < m)
+
+
 @dataclass(frozen=True)
 class ExpertTables:
     """See expert_rows.ExpertRows: the rows that the tokens' experts make, as tables on a device.
@@ -108,7 +146,6 @@ class ExpertTables:
     experts: int
     shape: torch.Size
     block_m: int
-    ids: torch.Tensor  # [T, k] int64, the expert of each slot
     slots: torch.Tensor  # [R] int32, the slot of each row
     places: torch.Tensor  # [T, k] int32, the row of each slot
     first: torch.Tensor  # [E + 1] int32, the first row of each expert, and R
@@ -123,7 +160,7 @@ class ExpertTables:
         tiles = R // block_m + min(R, experts)
         shapes = (R,), shape, (experts + 1,), (tiles, 3)
         tables = (torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes)
-        return cls(experts, shape, block_m, ids, *tables)
+        return cls(experts, shape, block_m, *tables)
 
 
 def sort_slots(ids: torch.Tensor, experts: int) -> ExpertTables:
@@ -171,17 +208,45 @@ def sum_slots(x_RN: torch.Tensor, rows: ExpertTables) -> torch.Tensor:
     return y
 
 
-def of_tokens(x_TN: torch.Tensor, rows: ExpertTables) -> torch.Tensor:
-    """The rows [R, N] of the tokens' x [T, N]."""
-    return x_TN.index_select(0, rows.slots // rows.shape[1])
+def rows_of_tokens(x_TN: torch.Tensor, rows: ExpertTables, q_Tk: torch.Tensor | None = None) -> torch.Tensor:
+    """The rows [R, N] of the tokens' x [T, N], each times its slot's q, rounded to the dtype of x."""
+    (R,), N = rows.slots.shape, x_TN.shape[1]
+    y = torch.empty(R, N, dtype=x_TN.dtype, device=x_TN.device)
+    if R:
+        launch(
+            _rows_of_tokens,
+            (R, ceil_div(N, TILE)),
+            dense(x_TN),
+            q_Tk,
+            rows.slots,
+            y,
+            N,
+            SLOTS=rows.shape[1],
+            HAS_WEIGHT=q_Tk is not None,
+            TILE=TILE,
+            num_warps=WARPS,
+        )
+    return y
 
 
 def runs_of_experts(rows: ExpertTables, sequences: torch.Tensor) -> torch.Tensor:
-    """The rows of each expert in each sequence, [E, m, 2] int32: the first and the end.
+    """The rows of each expert in each sequence, [E m, 2] int32: the first and the end.
 
     sequences [m, 2] int32: the first token and the end of each.
     """
-    T, k = rows.shape
-    expert, token = rows.ids.flatten()[rows.slots], rows.slots // k
-    bounds = torch.arange(rows.experts, device=sequences.device)[:, None, None] * T + sequences
-    return torch.searchsorted(expert * T + token, bounds, out_int32=True)
+    m = len(sequences)
+    runs = torch.empty(rows.experts * m, 2, dtype=torch.int32, device=sequences.device)
+    launch(
+        _runs_of_experts,
+        (rows.experts,),
+        rows.slots,
+        rows.first,
+        sequences,
+        runs,
+        m,
+        len(rows.slots).bit_length() + 1,
+        SLOTS=rows.shape[1],
+        CHUNK=SEQUENCES,
+        num_warps=1,
+    )
+    return runs

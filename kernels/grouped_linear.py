@@ -110,10 +110,10 @@ def _add_outer(
     if not on_triton(x):
         add_grouped_outer_ref(buffer, dy, x[rows.tokens], rows, blocks)
     else:
-        from .expert_rows_triton import of_tokens
+        from .expert_rows_triton import rows_of_tokens
         from .grouped_linear_triton import add_grouped_outer
 
-        add_grouped_outer(buffer, dy, of_tokens(x, rows), rows, blocks)
+        add_grouped_outer(buffer, dy, rows_of_tokens(x, rows), rows, blocks)
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -143,14 +143,17 @@ def add_grouped_outer(
         return
     empty, sums, E = buffer.begin(blocks), buffer.sums, rows.experts
     dy_RN, x_RK = rows_contiguous(dy_RN), rows_contiguous(x_RK)
-    runs_EM = runs_of_experts(rows, blocks.on(x_RK.device).sequences)
+    sequences = blocks.on(x_RK.device).sequences
     places = torch.arange(E + 1, dtype=torch.int32, device=x_RK.device)
     for shard, (a, b) in zip(blocks.shards, pairwise(blocks.first_sequence.tolist()), strict=True):
-        runs = Runs(places[:E], places * (b - a), runs_EM[:, a:b].reshape(-1, 2).contiguous())
-        _add_runs(sums[shard].view(E, -1, x_RK.shape[1]), dy_RN, x_RK, runs, empty)
+        runs = Runs(places[:E], places * (b - a), runs_of_experts(rows, sequences[a:b]))
+        add_expert_runs(sums[shard].view(E, -1, x_RK.shape[1]), dy_RN, x_RK, runs, empty)
 
 
-def _add_runs(acc_ENK: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, runs: Runs, empty: bool) -> None:
+def add_expert_runs(
+    acc_ENK: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, runs: Runs, empty: bool
+) -> None:
+    """acc [E, N, K] += dy^T x over the runs of rows of each expert. empty: acc counts as zeros."""
     t, tma = grouped_outer_tiles(*acc_ENK.shape[1:], x.dtype, generation(x.device))
     if tma and outer_readable(acc_ENK, dy, x):
         return add_outer_tma(acc_ENK, dy, x, runs, tma, multiprocessors(x.device), empty)

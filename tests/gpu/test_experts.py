@@ -15,7 +15,7 @@ from tests.helpers import DTYPES
 
 SPARSE = Experts(number=6, per_token=2, size=48, renormalise=True, layers=frozenset({1}))
 FORWARD = ("_topk_softmax_fwd", "_count_slots", "_sort_slots", "_grouped_matmul", "_sum_slots")
-BACKWARD = ("_topk_softmax_bwd", "_combine_bwd", "_weighted_rows")
+BACKWARD = ("_topk_softmax_bwd", "_combine_bwd", "_rows_of_tokens", "_runs_of_experts")
 
 
 def train(dtype: torch.dtype, shards: int, setting: str = "plain") -> Device:

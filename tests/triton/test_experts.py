@@ -243,7 +243,13 @@ def test_gradients_do_not_depend_on_the_micro_batch(dtype):
     assert total_unequal(together, gradients_of(dtype, [[0], [1, 2]])) == 0
     kernels = {launch.kernel.__name__ for launch in launches}
     assert ("_outer" if dtype == torch.float32 else "_outer_tma") in kernels
-    assert kernels > {"_combine_bwd", "_weighted_rows", "_topk_softmax_bwd", "_sum_slots"}
+    assert kernels > {
+        "_combine_bwd",
+        "_rows_of_tokens",
+        "_runs_of_experts",
+        "_topk_softmax_bwd",
+        "_sum_slots",
+    }
 
 
 def test_shards_of_one_pass_have_the_gradients_of_a_pass_each():
