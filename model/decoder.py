@@ -190,8 +190,7 @@ class Decoder:
     """Weights in one dtype, and the forward over them.
 
     `flat` [layout.numel] holds the weights in the compute dtype. With `recompute` a backward computes each
-    layer again instead of keeping its activations. That decides no bit. Raises ValueError for experts on a
-    GPU.
+    layer again instead of keeping its activations. That decides no bit.
     """
 
     def __init__(
@@ -202,8 +201,6 @@ class Decoder:
         numerics: Numerics = COMPUTE,
         recompute: bool = False,
     ):
-        if config.experts and on_triton(flat):
-            raise ValueError(f'model: {config.architecture}: experts have no GPU kernel; set device = "cpu"')
         self.config, self.flat, self.numerics = config, flat, numerics
         self.layout, self.recompute = layout or Layout(config), recompute
         self._cos, self._sin = (

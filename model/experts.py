@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from ..kernels.combine_experts import combine_experts
-from ..kernels.expert_rows import ExpertRows
+from ..kernels.expert_rows import expert_rows
 from ..kernels.grouped_linear import grouped_linear
 from ..kernels.linear import linear
 from ..kernels.passes import Pass
@@ -36,7 +36,7 @@ def run_experts(
     logits = linear(x, w["router"], None, in_pass, tiles)
     hook("router", logits)
     q, ids = topk_softmax(logits, c.per_token, c.renormalise)
-    rows = ExpertRows(ids, c.number)
+    rows = expert_rows(ids, c.number, x)
     h = silu_mul(grouped_linear(x, w["experts.gate_up"], rows, in_pass))
     y = combine_experts(h, w["experts.down"], q, rows, in_pass)
     hook("experts", y)

@@ -30,6 +30,7 @@ ROW_OPS = {
     **TRUNCATED,
     "silu_mul": "_silu_mul_bwd",
     "rope": "_rope",
+    "experts": "_combine_bwd",
 }
 GRADIENT_OPS = {
     **NORMS,

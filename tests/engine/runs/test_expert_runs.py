@@ -19,7 +19,7 @@ from zerokl.kernels.combine_experts import combine_experts
 from zerokl.kernels.expert_rows import ExpertRows
 from zerokl.kernels.passes import Pass
 from zerokl.kernels.topk_softmax import topk_softmax
-from zerokl.model import decoder, experts
+from zerokl.model import experts
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.operation import Work
 from zerokl.model.operations import forward_flops
@@ -185,14 +185,6 @@ def test_another_sampler_is_refused(config: Callable[..., Config], moe, tmp_path
 def test_an_audit_is_refused(moe, capsys):
     assert main(["audit", str(moe)]) == 2
     assert "is a mixture of experts, which no audit can explain" in " ".join(capsys.readouterr().err.split())
-
-
-def test_a_gpu_is_refused_in_one_line(config, moe, tmp_path, monkeypatch):
-    monkeypatch.setattr(decoder, "on_triton", lambda x: True)
-    with pytest.raises(
-        ValueError, match=r"Qwen3MoeForCausalLM: experts have no GPU kernel; set device = .cpu"
-    ):
-        train(config(model=moe), tmp_path / "run")
 
 
 def test_a_token_of_the_moe_preset_takes_the_products_of_the_tiny_one_and_the_router():
