@@ -69,10 +69,6 @@ def make_samplers(
 
     Raises ValueError for an engine that is not installed, or that does not draw from such a model.
     """
-    if model_config.experts and config.sampler != "native":
-        raise ValueError(
-            f'sampler ("{config.sampler}") does not draw from a mixture of experts; set sampler = "native"'
-        )
     shared = WorkersSampler(workers, micro_batch)
     flat = workers.host.decoder.flat
     if config.sampler == "vllm-zerokl":
