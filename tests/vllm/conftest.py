@@ -16,5 +16,5 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sharper too. vLLM's own experts need widths that 32 divides."""
-    return random_model(tmp_path_factory.mktemp("moe"), EXPERTS | {"moe_intermediate_size": 64}, sharper=3.0)
+    """Sharper too, with heads that vLLM's own attention takes."""
+    return random_model(tmp_path_factory.mktemp("moe"), EXPERTS | {"head_dim": 32}, sharper=3.0)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from zerokl.cli import main
 from zerokl.engine.commands.verify_run import verify_run
 from zerokl.engine.config import Config
+from zerokl.engine.runs import samplers
 from zerokl.engine.runs.init import random_decoder
 from zerokl.engine.runs.run import resume, train
 from zerokl.engine.train.monitor import MismatchError
@@ -166,9 +167,18 @@ def test_control_another_order_of_the_slots_on_one_side_stops_the_run(config, tm
         train(settings, tmp_path / "run")
 
 
-def test_another_sampler_is_refused(config: Callable[..., Config], moe, tmp_path):
-    with pytest.raises(ValueError, match='does not draw from a mixture of experts; set sampler = "native"'):
-        train(config(model=moe, sampler="hf", exact=False), tmp_path / "run")
+def test_transformers_draws_from_the_weights_that_are_trained(config: Callable[..., Config], moe, tmp_path):
+    """Two fp32 engines differ by rounding; weights that were not handed over differ far more."""
+    summary = train(config(model=moe, sampler="hf", exact=False, optimizer__lr=3e-2), tmp_path / "run")
+    assert summary.steps == 3
+    assert 0.0 < summary.mismatch_max_abs < 1e-4
+
+
+def test_vllm_as_it_comes_is_refused_on_a_cpu(config, moe, tmp_path, monkeypatch):
+    """Its reload of experts gives other weights."""
+    monkeypatch.setattr(samplers, "is_cpu_build", lambda: True)
+    with pytest.raises(ValueError, match="does not take new weights of a mixture of experts"):
+        train(config(model=moe, sampler="vllm", exact=False), tmp_path / "run")
 
 
 def test_an_audit_is_refused(moe, capsys):
