@@ -62,6 +62,7 @@ CHAINED_WHERE_SET = (
     "loss.k",
     "loss.beta",
     "loss.semantic_entropy",
+    "perturb.routing",
     "task.equivalence",
     "task.answer_prefix",
     "sampling.min_p",

@@ -74,8 +74,12 @@ def make_samplers(
         # Its reload leaves packed copies of routers and experts as they were, or mixes them up. Measured with
         # 0.32: log-probabilities after a reload of the same weights were off by up to 15.
         raise ValueError(
-            'sampler ("vllm"): vLLM on a CPU does not take new weights of a mixture of experts; set sampler = '
-            '"vllm-zerokl", which is zerokl\'s decoder inside vLLM'
+            'sampler ("vllm"): vLLM on a CPU does not take new weights of a mixture of experts; set sampler '
+            '= "vllm-zerokl", which is zerokl\'s decoder inside vLLM'
+        )
+    if config.perturb.routing == "replayed" and not model_config.experts:
+        raise ValueError(
+            f'perturb.routing ("replayed"): {model_config.architecture} has no experts; set it to "free"'
         )
     shared = WorkersSampler(workers, micro_batch)
     flat = workers.host.decoder.flat

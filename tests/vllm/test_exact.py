@@ -150,7 +150,7 @@ def test_three_turns_too(model, dtype, cache):
     ("dtype", "multiprocess"), [("float32", False), ("bfloat16", True), ("float16", False)]
 )
 def test_a_mixture_of_experts_too(moe, dtype, multiprocess):
-    """Before and after updates of its weights. A forward of vLLM has other tokens together than a trainer's."""
+    """Before and after updates of its weights."""
     prompts = _prompts()
     calls = [_call(SAMPLING_PARAMS["T=1"]), _call(SAMPLING_PARAMS["top-p 0.9"], updates=2)]
     vllm = CACHES["prefix cache, chunked"] | {"multiprocess": multiprocess}
