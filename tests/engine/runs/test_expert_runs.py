@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from zerokl.cli import main
 from zerokl.engine.commands.verify_run import verify_run
 from zerokl.engine.config import Config, PerturbConfig
 from zerokl.engine.runs import samplers
@@ -240,11 +239,6 @@ def test_vllm_as_it_comes_is_refused_on_a_cpu(config, moe, monkeypatch):
         samplers.make_samplers(
             config(model=moe, sampler="vllm", exact=False), moe, ModelConfig.from_file(moe), None, None, 1
         )
-
-
-def test_an_audit_is_refused(moe, capsys):
-    assert main(["audit", str(moe)]) == 2
-    assert "is a mixture of experts, which no audit can explain" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_gpu_is_refused_in_one_line(config, moe, tmp_path, monkeypatch):
