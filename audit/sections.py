@@ -72,12 +72,13 @@ class CheckpointsDifference:
 
 @dataclass(frozen=True)
 class ExpertsDifference:
-    """Where two engines choose other experts in one sequence (operations/experts.py)."""
+    """Where two sides choose other experts (operations/experts.py)."""
 
     places: int  # pairs of a token and a layer with experts
     differ: int  # of them, those with other experts
     first_layer: int | None  # the first layer where they differ; None where none does
     first_token: int | None  # the first token in it that has other experts, by its place in the sequence
+    sequence: int | None = None  # of a log: the completion in which they are the first
 
 
 @dataclass(frozen=True)

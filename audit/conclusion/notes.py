@@ -111,14 +111,17 @@ def _nats(x: Estimate) -> str:
 
 
 def _experts(measured: Measurements) -> str:
-    """Where two engines choose other experts; empty in a dense model, and where they choose the same."""
-    experts = measured.trace and measured.trace.experts
+    """Where two sides choose other experts; empty in a dense model, and where they choose the same."""
+    section = measured.log or measured.trace
+    experts = section and section.experts
     if not experts or not experts.differ:
         return ""
+    where = "the log" if measured.log else "the traced sequence"
+    of_sequence = "" if experts.sequence is None else f" of completion {experts.sequence}"
     return (
         f"{measured.sampler} and {measured.trainer} choose other experts at {experts.differ:,} of "
-        f"{experts.places:,} places (a token in a layer) of the traced sequence, first in layer "
-        f"{experts.first_layer} at token {experts.first_token}."
+        f"{experts.places:,} places (a token in a layer) of {where}, first in layer "
+        f"{experts.first_layer} at token {experts.first_token}{of_sequence}."
     )
 
 

@@ -16,7 +16,10 @@ from zerokl.audit.operations.locate import locate
 from zerokl.audit.operations.operations import Checkpoint
 from zerokl.cli import main
 from zerokl.kernels.sampling_params import SamplingParams
+from zerokl.model.checkpoint import load_decoder
 from zerokl.model.config import ModelConfig
+from zerokl.model.decoder import PackedContext
+from zerokl.model.routing import RecordedRouting
 
 from tests.random_model import EXPERTS, random_model
 
@@ -135,3 +138,31 @@ def test_an_audit_names_another_norm_topk_prob_of_two_checkpoints(moe, tmp_path,
     assert report["checkpoints"]["config"] == {"experts.renormalise": [True, False]}
     assert report["jump"]["op"] == "layers.1.experts"
     assert "experts.renormalise is True and False" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("rows", ["sequence", "completion"])
+def test_a_log_that_names_its_experts_is_compared(moe, tmp_path, capsys, rows):
+    """Experts of our decoder, as vLLM names them: of all layers. Then one of them is changed."""
+    decoder = load_decoder(moe, torch.float32)
+    routing, ids = RecordedRouting(decoder.config.experts), [*PAIR[0], *PAIR[1]]
+    with torch.no_grad():
+        decoder.hidden(torch.tensor(ids), PackedContext([len(ids)], decoder.config, routing=routing))
+    (logp,) = ZeroklEngine(moe, torch.float32).score([PAIR], SamplingParams())
+    experts = routing.taken()
+    experts = torch.cat([torch.zeros_like(experts), experts], dim=1)
+    if rows == "completion":
+        experts = experts[len(PAIR[0]) - 1 : -1]
+    found = []
+    for name in ("sound", "changed"):
+        line = {"prompt_ids": PAIR[0], "completion_ids": PAIR[1], "logprobs": [float(x) for x in logp]}
+        line |= {"routed_experts": experts.tolist(), "weight_version": 0, "temperature": 1.0}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(line) + "\n")
+        words = ["audit", str(moe), "--sampler", str(tmp_path / f"{name}.jsonl"), "--dtype", "float32"]
+        main([*words, "--out", str(tmp_path / name)])
+        report = json.loads((tmp_path / name / "audit.json").read_text())["experts"]
+        found.append([report[key] for key in ("differ", "first_layer", "first_token", "sequence")])
+        experts[8 if rows == "sequence" else 2, 1, 0] = next(
+            e for e in range(6) if e not in experts[8 if rows == "sequence" else 2, 1]
+        )
+    assert found == [[0, None, None, None], [1, 1, 8, 0]]
+    assert "first in layer 1 at token 8 of completion 0" in " ".join(capsys.readouterr().out.split())
