@@ -170,14 +170,8 @@ def _measured(
 
 
 def _model(folder: Path, trainer_folder: Path) -> ModelConfig:
-    """The config of the sampler's model.
-
-    Raises ValueError for two models of different vocabularies, and for a mixture of experts.
-    """
+    """The config of the sampler's model. Raises ValueError for two models of different vocabularies."""
     model, other = ModelConfig.from_file(folder), ModelConfig.from_file(trainer_folder)
-    for its_folder, config in ((folder, model), (trainer_folder, other)):
-        if config.experts:
-            raise ValueError(f"audit: {its_folder} is a mixture of experts, which no audit can explain")
     if model.vocab_size != other.vocab_size:
         raise ValueError(
             f"audit: {folder} has a vocabulary of {model.vocab_size}, {trainer_folder} of "

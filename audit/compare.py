@@ -24,6 +24,7 @@ from .hypotheses.log_causes import log_causes
 from .hypotheses.scorer import Scorer
 from .log_section import LogSection, is_doubled
 from .logs.scan import Log, with_sampler_logprobs
+from .operations.experts import experts_of_log
 from .operations.locate import locate
 from .operations.operations import Checkpoint
 from .page.token_texts import TokenTexts, token_texts, with_text
@@ -73,6 +74,7 @@ def compare_log(
         log_faults=causes.log_faults,
         rounding=rounding(trainer_logprobs, sampling_logprobs, log.tolerances, log.decimals),
         trainer_column=causes.trainer_column,
+        experts=experts_of_log(log.lines, [r.pair for r, _ in rollouts], scorer.model()),
     )
     ways = {trainer.name: own_invariance(trainer, rollouts, drawn=False)}
     return replace(comparison, own_invariance=ways, log=section)

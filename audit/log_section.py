@@ -1,11 +1,15 @@
 """The section of a report about a log."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from .as_json import OPTIONAL
 from .figures.drawn_from import Distribution
 from .hypotheses.fit import Tried
 from .hypotheses.log_checks import DOUBLED, LogFault
+
+if TYPE_CHECKING:
+    from .sections import ExpertsDifference
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,8 @@ class LogSection:
     rounding: Rounding | None = field(default=None, metadata=OPTIONAL)
     # where the log has one and a model is at hand
     trainer_column: TrainerColumn | None = field(default=None, metadata=OPTIONAL)
+    # of a mixture of experts, where the log names the experts
+    experts: "ExpertsDifference | None" = field(default=None, metadata=OPTIONAL)
     # where both columns are the log's
     by_version: list[VersionFigures] | None = field(default=None, metadata=OPTIONAL)
     # rollouts that do not say how they were drawn, of such a log

@@ -71,6 +71,17 @@ class CheckpointsDifference:
 
 
 @dataclass(frozen=True)
+class ExpertsDifference:
+    """Where two sides choose other experts (operations/experts.py)."""
+
+    places: int  # pairs of a token and a layer with experts
+    differ: int  # of them, those with other experts
+    first_layer: int | None  # the first layer where they differ; None where none does
+    first_token: int | None  # the first token in it that has other experts, by its place in the sequence
+    sequence: int | None = None  # of a log: the completion in which they are the first
+
+
+@dataclass(frozen=True)
 class TraceSection:
     """One sequence through both engines, operation by operation (operations/locate.py)."""
 
@@ -83,6 +94,8 @@ class TraceSection:
     own_errors: "dict[str, list[OwnError]] | None" = field(default=None, metadata=OPTIONAL)
     # where the two engines have two
     checkpoints: CheckpointsDifference | None = field(default=None, metadata=OPTIONAL)
+    # of a mixture of experts whose routers both engines show
+    experts: ExpertsDifference | None = field(default=None, metadata=OPTIONAL)
     traced_outside: bool = False  # whether the sampler's traced forward ran outside of its process
 
 

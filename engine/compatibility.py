@@ -315,6 +315,16 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        lambda s: (
+            s.config.perturb.routing == "replayed"
+            and (s.config.sampler != "native" or _dpo(s) or _verifree(s))
+        ),
+        lambda s: (
+            'perturb.routing ("replayed") needs sampler = "native", which names the experts of the tokens '
+            'that it draws, and a loss of drawn tokens; set it to "free", or leave out the other'
+        ),
+    ),
+    Rule(
         lambda s: s.config.sampler != "native" and s.separate,
         lambda s: (
             'max_staleness, perturb.* and precision.sampler_*_dtype need sampler = "native", '

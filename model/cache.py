@@ -17,6 +17,7 @@ from ..kernels.matmul import UNPACKED, PackedWeights
 from ..kernels.passes import Pass
 from ..kernels.upload import Tables, upload
 from .config import ModelConfig
+from .routing import FREE, Routing
 
 
 class BlockCache:
@@ -116,7 +117,7 @@ class CachedContext:
     lengths [S]: new tokens of each sequence.
     contexts [S]: tokens of each sequence that are already in the cache.
     block_lists: the blocks of each sequence, long enough for both.
-    packed: see matmul.pack_weights.
+    packed: see matmul.pack_weights. routing: of the new tokens' rows.
     """
 
     def __init__(
@@ -126,8 +127,9 @@ class CachedContext:
         contexts: Sequence[int],
         block_lists: Sequence[Sequence[int]],
         packed: PackedWeights = UNPACKED,
+        routing: Routing = FREE,
     ):
-        config = cache.config
+        config, self.routing = cache.config, routing
         self.in_pass = Pass(packed=packed)
         length, context = np.asarray(lengths, np.int64), np.asarray(contexts, np.int64)
         tables = np.zeros((len(block_lists), max(len(b) for b in block_lists)), np.int64)
@@ -172,7 +174,7 @@ class DecodeContext:
     So the launches of a forward are the same each time, and a CUDA graph can replay them.
 
     positions [n] int64: the position of each new token. table [n, J] int32: the blocks of each sequence.
-    packed: see matmul.pack_weights.
+    packed: see matmul.pack_weights. routing: of the new tokens' rows.
     """
 
     tables: Sequence[Tables] = ()  # all is on the device
@@ -183,8 +185,9 @@ class DecodeContext:
         positions: torch.Tensor,
         table: torch.Tensor,
         packed: PackedWeights = UNPACKED,
+        routing: Routing = FREE,
     ):
-        n, config = len(positions), cache.config
+        n, config, self.routing = len(positions), cache.config, routing
         self.in_pass = Pass(packed=packed)
         self.positions, self._cache = positions, cache
         self._block = table.gather(1, (positions // KEY_TILE).unsqueeze(1)).squeeze(1).long()

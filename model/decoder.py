@@ -41,6 +41,7 @@ from ..kernels.upload import Tables, upload_tables
 from .cache import DecodeContext
 from .config import ModelConfig
 from .experts import run_experts
+from .routing import FREE, Routing
 from .weights import VALUE_HEAD, FlatWeights, LayerWeights, Layout
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [T, D / 2]
@@ -94,6 +95,7 @@ class _RoundThrough(torch.autograd.Function):
 class Context(Protocol):
     """How the tokens of one forward belong together: positions [T], attention, and the operations' pass.
 
+    `routing` knows the experts of the rows (routing.py).
     `in_pass` has the token blocks, the buffers of the weights' gradients, and the packed weights.
     `tables` is what the forward and its backward read on a device, beside the ids, and what may lie on the
     host yet. It goes to the device together with the ids (kernels/upload.py), at the latest in the forward.
@@ -101,6 +103,7 @@ class Context(Protocol):
 
     positions: torch.Tensor
     in_pass: Pass
+    routing: Routing
     tables: Sequence[Tables]
 
     def attend(
@@ -127,7 +130,7 @@ class PackedContext:
     `padding` rows may follow, which nobody reads. They are one more sequence for attention. They are in no
     token block, and no gradient reaches them.
     shards [S]: the virtual shard of each sequence, in ascending order; None where all are of shard 0.
-    buffers: where the weights' gradients are summed (kernels/passes.py).
+    buffers: where the weights' gradients are summed (kernels/passes.py). routing: of the rows.
     """
 
     def __init__(
@@ -137,7 +140,9 @@ class PackedContext:
         padding: int = 0,
         shards: Sequence[int] | None = None,
         buffers: Buffers = NO_BUFFERS,
+        routing: Routing = FREE,
     ):
+        self.routing = routing
         all_lengths = [*lengths, padding] if padding else list(lengths)
         self.positions = torch.from_numpy(
             np.concatenate([*map(np.arange, lengths), np.zeros(padding, np.int64)])
@@ -390,6 +395,7 @@ class Decoder:
                 context.in_pass,
                 tiles,
                 lambda name, y: hook(f"layers.{i}.{name}", y),
+                lambda ids: context.routing.experts(i, ids),
             )
         x = linear(x, w["gate_up"], None, context.in_pass, self.numerics.tiles)
         hook(f"layers.{i}.gate_up", x)

@@ -11,6 +11,7 @@ import torch
 
 from ..kernels.combine_experts import combine_experts
 from ..kernels.expert_rows import expert_rows
+from ..kernels.given_softmax import given_softmax
 from ..kernels.grouped_linear import grouped_linear
 from ..kernels.linear import linear
 from ..kernels.passes import Pass
@@ -28,14 +29,19 @@ def run_experts(
     in_pass: Pass,
     tiles: TileTable,
     hook: Callable[[str, torch.Tensor], None],
+    route: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """x [T, D] -> [T, D]. hook: called with the name in the layer and the output of each operation.
+    route: is told the chosen experts [T, k], and returns those that compute (Routing.experts).
 
     The router's logits are in the dtype of x, and the routing weights in fp32.
     """
     logits = linear(x, w["router"], None, in_pass, tiles)
     hook("router", logits)
     q, ids = topk_softmax(logits, c.per_token, c.renormalise)
+    given = route(ids)
+    if given is not ids:
+        q, ids = given_softmax(logits, given, c.renormalise), given
     rows = expert_rows(ids, c.number, x)
     h = silu_mul(grouped_linear(x, w["experts.gate_up"], rows, in_pass))
     y = combine_experts(h, w["experts.down"], q, rows, in_pass)

@@ -259,8 +259,8 @@ OPERATIONS = (
         width=lambda c: c.experts.number,
         flops=lambda c, work: 2 * c.hidden_size * c.experts.number * work.tokens,
         kept_fp32=lambda c: c.experts.number,
-        transformers=None,  # its gate returns several tensors
-        vllm=None,
+        transformers=Site("mlp.gate"),
+        vllm=Site("mlp.gate"),
         remedy="Compare the router's weight in the engine's memory with the checkpoint's, and its dtype.",
     ),
     Operation(
@@ -273,8 +273,8 @@ OPERATIONS = (
         # Gate, up and their product for each expert of a token; ids and routing weights.
         kept=lambda c: 3 * c.experts.size * c.experts.per_token,
         kept_fp32=lambda c: 9 * c.experts.per_token,
-        transformers=None,
-        vllm=None,
+        transformers=Site("mlp.experts"),
+        vllm=Site("mlp.experts"),
         remedy="Compare the chosen experts, the rounding of the routing weights, and the order of the sum.",
     ),
     Operation(

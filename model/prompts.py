@@ -30,6 +30,7 @@ from ..kernels.upload import Tables, upload_tables
 from .config import ModelConfig
 from .decoder import NO_BUFFERS, Buffers, Decoder, Hook, PackedContext, no_hook, with_padding
 from .observer import Observer, Rows, observed
+from .routing import FREE, Routing
 
 # Tokens of the prompts of one pass, at most; a longer prompt has a pass of its own. It must stay constant,
 # because it orders the weights' gradients.
@@ -248,11 +249,15 @@ class SampleTables:
 
 
 class SampleContext:
-    """Samples that continue prompts which were read. sample_tables: of these samples, on the device."""
+    """Samples that continue prompts which were read. sample_tables: of these samples, on the device.
+
+    routing: of their rows.
+    """
 
     tables: Sequence[Tables] = ()
 
-    def __init__(self, sample_tables: SampleTables, prompts: Prompts):
+    def __init__(self, sample_tables: SampleTables, prompts: Prompts, routing: Routing = FREE):
+        self.routing = routing
         self.positions, self._tables, self._kv = sample_tables.positions, sample_tables, prompts.kv
         self.in_pass = Pass(sample_tables.blocks, prompts.buffers)
         self._kv_pass = Pass(buffers=prompts.kv_buffers)

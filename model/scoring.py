@@ -26,6 +26,7 @@ from .cache import BlockCache, CachedContext
 from .decoder import NO_BUFFERS, Buffers, Decoder, Hook, PackedContext, no_hook, with_padding
 from .observer import Rows
 from .prompts import PromptLayout, Prompts, SampleContext, SampleTables
+from .routing import FREE, Routing
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class ScoringInputs:
     """What the forward of a batch reads beside the weights. `tables` go to the device before it.
 
     prompts: where the prompts lie, for a batch that `pack` was given `after` for. They need not be read yet.
-    buffers: of the gradients, for a batch without prompts.
+    buffers: of the gradients, for a batch without prompts. routing: of the rows.
     Raises ValueError for a sequence that is longer than the context, and for an id outside the vocabulary.
     """
 
@@ -120,17 +121,18 @@ class ScoringInputs:
         sampling_params: SamplingParams,
         prompts: PromptLayout | None = None,
         buffers: Buffers = NO_BUFFERS,
+        routing: Routing = FREE,
     ):
         _check_lengths(decoder, batch, prompts)
         self.sampling_params = sampling_params
         self._ids, padding = with_padding(batch.ids, decoder)
         decoder.check_ids(self._ids)
         self._context = (
-            PackedContext(batch.lengths, decoder.config, padding, batch.shards, buffers)
+            PackedContext(batch.lengths, decoder.config, padding, batch.shards, buffers, routing)
             if prompts is None
             else SampleTables(decoder.config, batch.lengths, prompts, batch.after, padding, batch.shards)
         )
-        self._rows, self._targets = batch.rows, batch.targets
+        self._rows, self._targets, self._routing = batch.rows, batch.targets, routing
         self._blocks = token_blocks(batch.drawn_lengths, batch.shards)  # of the drawn tokens
         self._chunks = [chunk for *_, chunk in self._blocks.chunks(decoder.logits_rows(sampling_params))]
         self._of_host = batch, self._context.positions[: len(batch.ids)]
@@ -157,7 +159,7 @@ class ScoringInputs:
 
     def forward(self, decoder: Decoder, hook: Hook = no_hook, prompts: Prompts | None = None) -> Scores:
         """See scores. prompts: those of the layout, which were read."""
-        context = self._context if prompts is None else SampleContext(self._context, prompts)
+        context = self._context if prompts is None else SampleContext(self._context, prompts, self._routing)
         # No row occurs twice, so the gradient of each is written once and nothing is added up.
         h = decoder.hidden(self._ids, context, hook)[self._rows]
         values = None

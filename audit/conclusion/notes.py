@@ -28,6 +28,7 @@ def notes(measured: Measurements) -> list[str]:
         _below_one(measured),
         _hidden_by_truncation(measured),
         _added_up(measured),
+        _experts(measured),
         *_cut_off(measured),
         full_vocab_note(measured.full_vocab, measured.figures.equal),
         _against(measured),
@@ -107,6 +108,21 @@ def full_vocab_note(w: FullVocab | None, drawn_equal: bool) -> str:
 
 def _nats(x: Estimate) -> str:
     return "unknown" if math.isnan(x.value) else f"{x.value:.3g}"
+
+
+def _experts(measured: Measurements) -> str:
+    """Where two sides choose other experts; empty in a dense model, and where they choose the same."""
+    section = measured.log or measured.trace
+    experts = section and section.experts
+    if not experts or not experts.differ:
+        return ""
+    where = "the log" if measured.log else "the traced sequence"
+    of_sequence = "" if experts.sequence is None else f" of completion {experts.sequence}"
+    return (
+        f"{measured.sampler} and {measured.trainer} choose other experts at {experts.differ:,} of "
+        f"{experts.places:,} places (a token in a layer) of {where}, first in layer "
+        f"{experts.first_layer} at token {experts.first_token}{of_sequence}."
+    )
 
 
 def _against(measured: Measurements) -> str:

@@ -96,7 +96,7 @@ class HfEngine(HfGenerator):
                 if module is None:
                     continue
                 if site.shown is Shown.OUTPUT:
-                    hooks.output(name, module)
+                    hooks.output(name, module, site.element)
                 elif site.shown is Shown.INPUT:
                     hooks.input(name, module)
                 else:
@@ -135,8 +135,9 @@ def _log_softmax(logits: torch.Tensor, sampling_params: SamplingParams) -> torch
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x [1, T, ...] -> a copy on the CPU, [T, width]."""
-    return x[0].reshape(x.shape[1], -1).to("cpu", copy=True)
+    """x [1, T, ...], or [T, width] of experts -> a copy on the CPU, [T, width]."""
+    x = x[0] if x.dim() > 2 else x
+    return x.reshape(len(x), -1).to("cpu", copy=True)
 
 
 class _Hooks:
@@ -152,11 +153,11 @@ class _Hooks:
         for handle in self.handles:
             handle.remove()
 
-    def output(self, name: str, module: torch.nn.Module) -> None:
-        """Record what the module returns."""
+    def output(self, name: str, module: torch.nn.Module, element: int) -> None:
+        """Record what the module returns, or one element of it."""
 
         def hook(_module: torch.nn.Module, _inputs: Any, out: Any) -> None:
-            self.trace[name] = _rows(output(out))
+            self.trace[name] = _rows(output(out, element))
 
         self.handles.append(module.register_forward_hook(hook))
 

@@ -8,14 +8,16 @@ from ...model.operation import Operation, Site
 
 
 def module_at(model: torch.nn.Module, row: Operation, site: Site) -> torch.nn.Module | None:
-    """The module of a site, which is named from the model; None for an operation that the model lacks.
+    """The module of a site, which is named from the model.
+
+    None for an operation that the model, or this layer of it, lacks.
 
     Raises AttributeError where the model lacks what every decoder has.
     """
     try:
         return model.get_submodule(site.module)
     except AttributeError:
-        if row.only_with:
+        if row.only_with or row.sparse is not None:
             return None
         raise
 

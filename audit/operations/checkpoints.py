@@ -1,26 +1,25 @@
 """Two checkpoints beside each other: the fields of their configs, and their weights."""
 
 from dataclasses import fields
+from typing import Any
 
 from ...files.bitwise import count_unequal
+from ...model.config import ModelConfig
 from ..sections import CheckpointsDifference, TensorDifference
 from .operation_errors import rms
 from .operations import Checkpoint
 
 # Fields that decide the shapes. Where one differs, no operation of the two can be compared by its values.
-SHAPES = ("vocab_size", "hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "head_dim")
+_SHAPES = ("vocab_size", "hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "head_dim")
+_SHAPES_OF_EXPERTS = ("number", "size", "layers")
 # Tensors of a report. A fine-tuned model differs in all of them.
 _LISTED = 20
 
 
 def compare_checkpoints(a: Checkpoint, b: Checkpoint) -> CheckpointsDifference:
     """The differences of two checkpoints. The weights are compared in their compute dtype."""
-    names = [f.name for f in fields(a.config) if f.name != "raw"]
-    config = {
-        name: [getattr(a.config, name), getattr(b.config, name)]
-        for name in names
-        if getattr(a.config, name) != getattr(b.config, name)
-    }
+    x, y = _values(a.config), _values(b.config)
+    config = {name: [x.get(name), y.get(name)] for name in {**x, **y} if x.get(name) != y.get(name)}
     unequal = [row for name in a.weights if name in b.weights and (row := _difference(name, a, b))]
     return CheckpointsDifference(
         config=config,
@@ -30,6 +29,20 @@ def compare_checkpoints(a: Checkpoint, b: Checkpoint) -> CheckpointsDifference:
         only_first=[name for name in a.weights if name not in b.weights],
         only_second=[name for name in b.weights if name not in a.weights],
     )
+
+
+def have_one_shape(a: ModelConfig, b: ModelConfig) -> bool:
+    """Whether all operations of two models have outputs of one shape."""
+    shapes = (*_SHAPES, *(f"experts.{name}" for name in _SHAPES_OF_EXPERTS))
+    x, y = _values(a), _values(b)
+    return all(x.get(name) == y.get(name) for name in shapes)
+
+
+def _values(config: ModelConfig) -> dict[str, Any]:
+    """The fields of a config, those of its experts one by one."""
+    values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in ("raw", "experts")}
+    experts = vars(config.experts) | {"layers": sorted(config.experts.layers)} if config.experts else {}
+    return values | {f"experts.{name}": value for name, value in experts.items()}
 
 
 def _difference(name: str, a: Checkpoint, b: Checkpoint) -> TensorDifference | None:

@@ -63,6 +63,8 @@ def _changes(
             yield from _attention_changes(exact, *inputs)
         case Equation.SILU_MUL:
             yield from _activation_changes(*inputs)
+        case Equation.EXPERTS:
+            yield from _expert_changes(op, exact, *inputs)
         case Equation.LOGPROB:
             yield from _logprob_changes(exact, *inputs)
         case Equation.SUM:
@@ -155,7 +157,7 @@ def _weight_changes(op: str, actual: Tensor, exact: Operations, lookup: Lookup) 
     if b is not None:
         yield f"{bias} is left out", output(w, None)
     for other in _siblings(op, name, exact):
-        if c.weights[other].shape == w.shape:
+        if other in c.weights and c.weights[other].shape == w.shape:
             yield f"it computes with {other}", output(c.weights[other])
     if w.dim() == 2 and w.shape[0] == w.shape[1]:
         yield f"{name} is transposed", output(w.T)
@@ -235,6 +237,31 @@ def _activation_changes(gate: Tensor, up: Tensor) -> Iterator[Change]:
         yield f"silu is rounded to {name}", F.silu(gate.to(dtype)).double() * up
     yield "the gate is left out", up
     yield "the product with up is left out", F.silu(gate)
+
+
+def _expert_changes(op: str, exact: Operations, x: Tensor, logits: Tensor) -> Iterator[Change]:
+    c = exact.checkpoint.config.experts
+    routings = {
+        (
+            "norm_topk_prob is lost: the routing weights are not divided by their sum"
+            if c.renormalise
+            else "the routing weights are divided by their sum, and norm_topk_prob is false"
+        ): exact.routing(logits, renormalise=not c.renormalise),
+        "of equally likely experts it takes the one with the higher index": exact.routing(
+            logits, lower_wins=False
+        ),
+        "the routing weights are left out": (exact.routing(logits) > 0).to(exact.wide),
+    }
+    for dtype, name in _SHORT.items():
+        routings[f"it chooses and weighs experts by router logits in {name}"] = exact.routing(
+            logits.to(dtype)
+        )
+    for k in (c.per_token - 1, c.per_token + 1):
+        if 1 <= k <= c.number:
+            words = f"a token has {k} experts, the checkpoint's {c.per_token}"
+            routings[words] = exact.routing(logits, per_token=k)
+    for words, routing in routings.items():
+        yield words, exact.experts(op, x, routing)
 
 
 def _logprob_changes(exact: Operations, logits: Tensor) -> Iterator[Change]:

@@ -14,7 +14,8 @@ from ...model.operations import STREAM, operation, operation_names, split_name
 from ...verify.trace import Trace, compare_traces, first_divergence, one_sided
 from ..engines.engine import Engine, Pair
 from ..sections import Jump, TraceSection
-from .checkpoints import SHAPES, compare_checkpoints
+from .checkpoints import compare_checkpoints, have_one_shape
+from .experts import experts_difference
 from .explain import explain
 from .operation_errors import OwnError, own_errors
 from .operations import Checkpoint, Operations
@@ -74,6 +75,7 @@ def locate(
     return replace(
         section,
         jump=jump,
+        experts=experts_difference(*traces, checkpoints[0].config),
         own_errors=dict(zip(names, errors, strict=True)),
         checkpoints=None if other is None else compare_checkpoints(checkpoints[0], other),
     )
@@ -88,7 +90,7 @@ def _names(sampler: Engine, trainer: Engine) -> tuple[str, str]:
 
 def _jump_between(side: Side, other: Checkpoint, pair: Pair, params: SamplingParams) -> Jump | None:
     """Where an engine, sound by its own checkpoint, does something else than the other checkpoint says."""
-    if any(getattr(side.checkpoint.config, name) != getattr(other.config, name) for name in SHAPES):
+    if not have_one_shape(side.checkpoint.config, other.config):
         return None
     jump = _jump([side], [side.own_errors(pair, params, other)], [other], pair, params)
     return jump and replace(jump, between_checkpoints=True)
@@ -103,7 +105,7 @@ def _jump(
 ) -> Jump | None:
     """The first operation at fault, of either side, and what explains it; None where all are sound."""
     layers = max(checkpoint.config.layers for checkpoint in yardsticks)
-    order = {op: i for i, op in enumerate(operation_names(layers))}
+    order = {op: i for i, op in enumerate(operation_names(layers, experts=True))}
     faults = [(order[e.op], i, e) for i, errors in enumerate(own_errors) for e in errors if e.at_fault]
     if not faults:
         return None

@@ -65,7 +65,7 @@ def own_errors(trace: Trace, exact: Operations, names: Iterable[str] = ()) -> li
     chosen = set(names) or set(trace)
     return [
         own_error(op, trace[op].to(exact.checkpoint.device), exact, lookup)
-        for op in operation_names(exact.checkpoint.config.layers)
+        for op in operation_names(exact.checkpoint.config.layers, experts=True)
         if op in trace and op in chosen and operation(op).is_in(exact.checkpoint.config)
     ]
 

@@ -113,6 +113,10 @@ class Operations:
                 return self.attention(*x)
             case Equation.SILU_MUL:
                 return F.silu(x[0]) * x[1]
+            case Equation.EXPERTS:
+                # The router's logits as they are: rounded to another dtype they may choose other experts.
+                logits = lookup(input_names(op, config)[1])
+                return self.experts(op, x[0], self.routing(logits))
             case Equation.SUM:
                 return x[0] + x[1]
             case Equation.LOGPROB:
@@ -171,6 +175,38 @@ class Operations:
             p = torch.softmax(scores.to(self.wide), dim=1).to(self.dtype)
             outputs.append(p @ heads_v[:, j])
         return torch.cat(outputs, dim=1)
+
+    def routing(
+        self, logits: Tensor, per_token: int = 0, renormalise: bool | None = None, lower_wins: bool = True
+    ) -> Tensor:
+        """The weight of each expert for each token, [T, E] in `wide`; 0 for one that is not chosen.
+
+        logits [T, E]. per_token, renormalise: the checkpoint's where they are not given. lower_wins: whether
+        the lower index is chosen of equally likely experts.
+        """
+        c = self.checkpoint.config.experts
+        p = torch.softmax(logits.to(self.wide), dim=1)
+        by_index = p if lower_wins else p.flip(1)
+        ids = by_index.sort(dim=1, descending=True, stable=True).indices[:, : per_token or c.per_token]
+        ids = ids if lower_wins else p.shape[1] - 1 - ids
+        q = p.gather(1, ids)
+        if c.renormalise if renormalise is None else renormalise:
+            q = q / q.sum(dim=1, keepdim=True)
+        return torch.zeros_like(p).scatter(1, ids, q)
+
+    def experts(self, op: str, x: Tensor, routing: Tensor) -> Tensor:
+        """The weighted sum of the experts of x [T, D]; routing [T, E]. Weights are rounded to the dtype."""
+        prefix, y = f"model.{split_name(op)[0]}mlp.experts", torch.zeros_like(x)
+        for e in range(routing.shape[1]):
+            rows = routing[:, e].nonzero().flatten()
+            if len(rows):
+                gate, up, down = (
+                    self.weight(f"{prefix}.{e}.{p}_proj.weight") for p in ("gate", "up", "down")
+                )
+                of_rows = x[rows]
+                h = F.silu(of_rows @ gate.T) * (of_rows @ up.T)
+                y[rows] += (h @ down.T) * routing[rows, e].to(self.dtype).unsqueeze(1)
+        return y
 
     def logprob(self, logits: Tensor, sampling_params: SamplingParams | None = None) -> Tensor:
         """logits [T, V] -> logp [C, 1] of the completion."""

@@ -28,6 +28,7 @@ from ...kernels.uniforms import uniforms
 from ...kernels.upload import upload
 from ...model.cache import BlockCache, DecodeContext
 from ...model.decoder import Decoder
+from ...model.routing import FREE, RecordedRouting, id_dtype
 from .prefix_cache import PrefixCache
 from .types import DrawParams, RngKey, logit_noise
 
@@ -55,22 +56,23 @@ class Drawn(NamedTuple):
 
     ids: np.ndarray
     logprobs: np.ndarray  # fp32; NaN where the logits were not finite
+    experts: np.ndarray | None = None  # [turns, n, L, k], where they are asked for (DrawParams.experts)
 
 
 class Look:
-    """Copies of what rows drew, [turns, n] each, on their way to the host. Later turns may be launched."""
+    """Copies of what rows drew, as in Drawn, on their way to the host. Later turns may be launched."""
 
-    def __init__(self, ids: torch.Tensor, logprobs: torch.Tensor):
+    def __init__(self, *drawn: torch.Tensor):
         self._event: torch.cuda.Event | None = None
-        if ids.is_cuda:
+        if drawn[0].is_cuda:
             self._columns = [
                 torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
-                for x in (ids, logprobs)
+                for x in drawn
             ]
             self._event = torch.cuda.Event()
             self._event.record()
         else:
-            self._columns = [x.to("cpu", copy=True) for x in (ids, logprobs)]
+            self._columns = [x.to("cpu", copy=True) for x in drawn]
 
     def read(self) -> Drawn:
         """Wait for the turns, and for no later ones."""
@@ -117,6 +119,10 @@ class DecodeMemory:
         self.table = torch.zeros(rows, pages, dtype=torch.int32, device=device)
         self.ids = torch.zeros(LOOK_EVERY, rows, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(LOOK_EVERY, rows, dtype=torch.float32, device=device)
+        self.experts: torch.Tensor | None = None  # [LOOK_EVERY, rows, L, k] in a model with experts
+        if (c := decoder.config.experts) is not None:
+            shape = LOOK_EVERY, rows, len(c.layers), c.per_token
+            self.experts = torch.zeros(shape, dtype=id_dtype(c), device=device)
         self.turn = torch.zeros(1, dtype=torch.int64, device=device)
         self._graph_pool: tuple[int, int] | None = None
 
@@ -176,10 +182,19 @@ class DecodeRows:
         """Turns of one `run` at most. Where no GPU is waited for, each turn is looked at."""
         return LOOK_EVERY if self.memory.padded else 1
 
-    def first(self, rows: Sequence[Row], hidden: torch.Tensor) -> Drawn:
-        """Draw the first token of each row from the hidden states [n, D] of its last known token."""
+    def routing(self, rows: torch.Tensor | None = None) -> RecordedRouting | None:
+        """The routing of a forward that keeps the experts of `rows`; None where nobody asks for experts."""
+        experts = self.decoder.config.experts if self.draw_params.experts else None
+        return experts and RecordedRouting(experts, rows)
+
+    def first(self, rows: Sequence[Row], hidden: torch.Tensor, experts: torch.Tensor | None = None) -> Drawn:
+        """Draw the first token of each row from the hidden states [n, D] of its last known token.
+
+        experts [n, L, k]: those of these tokens' rows, where they are asked for.
+        """
         self._write(rows, len(rows))
         self.memory.turn.zero_()
+        self._keep_experts(len(rows), experts)
         self._draw(len(rows), hidden, self._noise())
         return self._look(1).read()
 
@@ -222,8 +237,9 @@ class DecodeRows:
 
     def _look(self, turns: int) -> Look:
         """What the rows drew in the last turns."""
-        n = len(self._rows)
-        return Look(self.memory.ids[:turns, :n], self.memory.logprobs[:turns, :n])
+        n, memory = len(self._rows), self.memory
+        experts = [memory.experts[:turns, :n]] if self.routing() else []
+        return Look(memory.ids[:turns, :n], memory.logprobs[:turns, :n], *experts)
 
     @property
     def _captured(self) -> bool:
@@ -251,8 +267,18 @@ class DecodeRows:
     def _turn(self, n: int, noise: torch.Tensor | None = None) -> None:
         """One token for each of n rows. noise [n, V] fp32 is added to the logits."""
         memory, state = self.memory, self.memory.state[:, :n]
-        context = DecodeContext(memory.cache, state[_Field.POSITION], memory.table[:n], self.packed)
-        self._draw(n, self.decoder.hidden(state[_Field.TOKEN], context), noise)
+        routing = self.routing()
+        context = DecodeContext(
+            memory.cache, state[_Field.POSITION], memory.table[:n], self.packed, routing or FREE
+        )
+        hidden = self.decoder.hidden(state[_Field.TOKEN], context)
+        self._keep_experts(n, routing and routing.taken())
+        self._draw(n, hidden, noise)
+
+    def _keep_experts(self, n: int, experts: torch.Tensor | None) -> None:
+        """The experts [n, L, k] of the turn's rows, where they are asked for."""
+        if experts is not None:
+            self.memory.experts[:, :n].index_copy_(0, self.memory.turn, experts.unsqueeze(0))
 
     def _draw(self, n: int, hidden: torch.Tensor, noise: torch.Tensor | None) -> None:
         """One token for each of n rows, from its hidden state [n, D]."""

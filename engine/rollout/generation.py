@@ -17,6 +17,7 @@ import torch
 
 from ...kernels.attention_plan import KEY_TILE
 from ...model.cache import BlockCache, CachedContext
+from ...model.routing import FREE
 from ..stopwatch import Stopwatch
 from .cache_size import completion_blocks
 from .decode import DecodeRows, Drawn, Row
@@ -40,6 +41,7 @@ class Prefix:
     start: int = 0  # where the reading begins: the tokens before it are in the cache
     # [1, D], hidden state of the last token: predicts the first token of each sample
     last: torch.Tensor | None = None
+    experts: torch.Tensor | None = None  # [1, L, k], those of this row, where they are asked for
 
 
 @dataclass(eq=False)
@@ -53,6 +55,7 @@ class Sample:
     is_last: bool  # of its prefix
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    experts: list[np.ndarray] = field(default_factory=list)  # [L, k] of each token, where they are asked for
     finish: str = ""
 
     def append(self, token: int, logprob: float) -> None:
@@ -183,8 +186,11 @@ class Generation:
         self._copy_partial_blocks(samples)
         self.running += samples
         self.samples_at_once = self.samples_at_once or len(self.running)
-        hidden = torch.cat([sample.prefix.last for sample in samples])
-        self._take(samples, self.decoding.first([sample.row for sample in samples], hidden))
+        prefixes = [sample.prefix for sample in samples]
+        hidden, experts = torch.cat([p.last for p in prefixes]), None
+        if self.decoding.routing():
+            experts = torch.cat([p.experts for p in prefixes])
+        self._take(samples, self.decoding.first([sample.row for sample in samples], hidden, experts))
         return True
 
     def _open_next(self) -> bool:
@@ -242,18 +248,22 @@ class Generation:
                 batch.append(chunks.popleft())
                 tokens += batch[-1][2] - batch[-1][1]
             lengths = [end - start for _, start, end in batch]
+            routing = self.decoding.routing(torch.tensor(lengths).cumsum(0) - 1)  # of the last rows
             context = CachedContext(
                 self.cache,
                 lengths,
                 [start for _, start, _ in batch],
                 [p.blocks for p, _, _ in batch],
                 self.decoding.packed,
+                routing or FREE,
             )
             ids = torch.tensor([token for p, start, end in batch for token in p.ids[start:end]])
             self.tokens_read += len(ids)
             rows = self.decoding.decoder.hidden(ids, context).split(lengths)
-            for (p, _, _), chunk in zip(batch, rows, strict=True):
+            experts = routing.taken().split(1) if routing else [None] * len(batch)
+            for (p, _, _), chunk, of_last in zip(batch, rows, experts, strict=True):
                 p.last = chunk[-1:].clone()  # the whole pass must not stay in memory
+                p.experts = of_last
 
     def _take(self, samples: Sequence[Sample], drawn: Drawn) -> bool:
         """Give each sample the tokens that it drew; returns whether any sample ended with them."""
@@ -261,12 +271,14 @@ class Generation:
         for i, sample in enumerate(samples):
             if sample.finish:
                 continue  # it ended in an earlier look
-            for ids, logprobs in zip(*drawn, strict=True):
+            for turn, (ids, logprobs) in enumerate(zip(drawn.ids, drawn.logprobs, strict=True)):
                 if sample.finish:
                     break  # what it drew past its end is dropped
                 if not np.isfinite(logprobs[i]):
                     self._refuse(sample)
                 sample.append(int(ids[i]), float(logprobs[i]))
+                if drawn.experts is not None:
+                    sample.experts.append(drawn.experts[turn, i])
             if sample.finish:
                 ended.append(sample)
         for sample in ended:
@@ -287,7 +299,8 @@ class Generation:
             self.prefix_cache.keep(sample.written, sample.blocks)
         self.prefix_cache.release(sample.blocks)
         logprobs = np.array(sample.logprobs, np.float32)
-        completion = Completion(tuple(sample.tokens), logprobs, sample.finish, self.version)
+        experts = np.stack(sample.experts) if sample.experts else None
+        completion = Completion(tuple(sample.tokens), logprobs, sample.finish, self.version, experts)
         self.source.completed(sample.place, completion)
 
 

@@ -10,6 +10,9 @@ import torch
 
 from .types import GenerationParams, Rollout
 
+# transformers has the matrices of all experts of a layer in one tensor. A checkpoint has one each.
+_OF_AN_EXPERT = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
 
 class HfGenerator:
     """AutoModelForCausalLM in one dtype. attention: "eager" or "sdpa"."""
@@ -81,7 +84,13 @@ class HfGenerator:
         They have checkpoint names and any float dtype, and are rounded to the model's dtype.
         """
         for name, parameter in self.model.named_parameters():
-            parameter.copy_(weights[name])
+            prefix, _, fused = name.rpartition(".")
+            if fused in _OF_AN_EXPERT:
+                for e, expert in enumerate(parameter):
+                    parts = [weights[f"{prefix}.{e}.{part}.weight"] for part in _OF_AN_EXPERT[fused]]
+                    expert.copy_(torch.cat(parts))
+            else:
+                parameter.copy_(weights[name])
 
     def tensor(self, ids: list[list[int]]) -> torch.Tensor:
         """Token ids of one length, on the model's device."""

@@ -188,7 +188,7 @@ class TurnPlayer:
         return Request(
             tuple(trajectory.ids),
             trajectory.rng_key,
-            DrawParams(params.sampling_params, params.stop_ids),
+            DrawParams(params.sampling_params, params.stop_ids, experts=params.experts),
             max_tokens,
             trajectory.drawn,
             0 if is_last else limits.context,

@@ -70,6 +70,8 @@ class DrawParams(NamedTuple):
     stop_ids: frozenset[int]
     # Standard deviation of the noise on each logit (see logit_noise below). Only the native sampler has it.
     logit_noise: float = 0.0
+    # Whether completions name the experts of their tokens. Only the native sampler does so.
+    experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,8 @@ class Completion:
     logprobs: np.ndarray  # [C] fp32, log-probability of each token under the distribution it was drawn from
     finish: str  # "stop" or "length"
     weight_version: int
+    # [C, L, k], the experts of the row that predicts each token (model/routing.py), where they were asked for
+    experts: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,7 @@ class GenerationParams:
     num_generations: int
     max_tokens: int  # completion tokens at most, the stop token included
     stop_ids: frozenset[int]
+    experts: bool = False  # see DrawParams
 
     def requests(self, prompts: Iterable[Sequence[int]], rng_key: RngKey) -> list[Request]:
         """P prompts x G requests, prompt by prompt.
@@ -123,7 +128,7 @@ class GenerationParams:
                 "must be at least 1"
             )
         check_room(len(prompts) * self.num_generations, self.max_tokens)
-        draw_params = DrawParams(self.sampling_params, self.stop_ids)
+        draw_params = DrawParams(self.sampling_params, self.stop_ids, experts=self.experts)
         return [
             Request(ids, replace(rng_key, prompt=rng_key.prompt + p, sample=s), draw_params, self.max_tokens)
             for p, ids in enumerate(prompts)
@@ -149,6 +154,7 @@ class Rollout:
     # "stop" or "length"; in an environment how the trajectory ended (tasks/environment.py)
     finish: str
     weight_version: int
+    experts: np.ndarray | None = None  # [C, L, k], see Completion
 
     @classmethod
     def of_one_turn(
@@ -160,10 +166,12 @@ class Rollout:
         logprobs: np.ndarray,
         finish: str,
         weight_version: int,
+        experts: np.ndarray | None = None,
     ) -> "Rollout":
         """A prompt with one completion."""
         p, ids = len(prompt_ids), (*prompt_ids, *completion_ids)
-        return cls(prompt, sample, ids, np.arange(len(ids)) >= p, logprobs, (p,), finish, weight_version)
+        drawn = np.arange(len(ids)) >= p
+        return cls(prompt, sample, ids, drawn, logprobs, (p,), finish, weight_version, experts)
 
     def with_turn(self, between: Sequence[int], completion: Completion) -> "Rollout":
         """This trajectory with one more turn. between: ids that stand before the turn and were not drawn."""
@@ -177,6 +185,9 @@ class Rollout:
             turn_starts=(*self.turn_starts, start),
             finish=completion.finish,
             weight_version=completion.weight_version,
+            experts=completion.experts
+            if self.experts is None
+            else np.concatenate([self.experts, completion.experts]),
         )
 
     def check(self) -> "Rollout":
@@ -367,6 +378,7 @@ def complete(
             completion.logprobs,
             completion.finish,
             completion.weight_version,
+            completion.experts,
         )
         for request, completion in zip(requests, sampler.generate(requests), strict=True)
     ]

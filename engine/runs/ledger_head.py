@@ -68,6 +68,7 @@ CHAINED_WHERE_SET = (
     "loss.whiten",
     "loss.value_coef",
     "loss.value_clip",
+    "perturb.routing",
     "task.equivalence",
     "task.answer_prefix",
     "sampling.min_p",

@@ -102,6 +102,16 @@ class Monitor:
         self._sampler.append(sampler)
         self._lengths += [len(r.logprobs) for r in rollouts]
 
+    def compare_experts(self, experts: torch.Tensor, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """The share of (token, layer) pairs that the trainer and the sampler computed with other experts.
+
+        experts [C, L, k]: the trainer's, of the tokens of `rollouts`, whose own were asked for. Two lists of
+        a token's experts are equal if they hold the same experts, in any order.
+        """
+        sampler = np.concatenate([r.experts for r in rollouts])
+        differ = (np.sort(experts.numpy(), axis=2) != np.sort(sampler, axis=2)).any(axis=2)
+        return {"mismatch/other_experts": float(differ.mean())}
+
     def _report(
         self, trainer: torch.Tensor, sampler: torch.Tensor, differs: torch.Tensor, rollouts: Sequence[Rollout]
     ) -> dict:

@@ -86,15 +86,24 @@ class Recorder:
         self._seconds = 0.0
 
     @contextmanager
-    def updating(self, logp: torch.Tensor, gradient: torch.Tensor, scale: float = 1.0) -> Iterator[None]:
+    def updating(
+        self,
+        logp: torch.Tensor,
+        gradient: torch.Tensor,
+        scale: float = 1.0,
+        experts: torch.Tensor | None = None,
+    ) -> Iterator[None]:
         """Record an update of the weights. The update runs inside this context.
 
         logp [C]: the trainer's. gradient: of the loss times `scale`. Other threads hash the gradient during
-        the update, so the update must not change it.
+        the update, so the update must not change it. experts [C, L, k] (model/routing.py): those that the
+        trainer computed each token's row with, token by token in canonical order; None in a dense model.
         """
         began_s, n = time.perf_counter(), len(self._scales)
         self._scales.append(scale)
         suffix = f".{n}" if n else ""
+        if experts is not None:
+            self._updates[f"experts{suffix}"] = digest(experts)
         self._updates[f"trainer_logprobs{suffix}"] = digest(logp)
         # Division by the scale, a power of two, is exact. So runs at different loss scales have one ledger.
         gradient = gradient if scale == 1.0 else gradient / scale
@@ -120,13 +129,15 @@ class Recorder:
         Shard.critic.
         """
         began_s = time.perf_counter()
-        first_logprobs = {name: h for name, h in self._updates.items() if name == "trainer_logprobs"}
+        first_forward = {
+            name: h for name, h in self._updates.items() if name in ("experts", "trainer_logprobs")
+        }
         quantities = {
             **hash_rollouts(episodes.rollouts),
-            **first_logprobs,
+            **first_forward,
             **hash_ends(episodes),
             **hash_rewards(episodes.rewards, A, critic),
-            **{name: h for name, h in self._updates.items() if name not in first_logprobs},
+            **{name: h for name, h in self._updates.items() if name not in first_forward},
         }
         if (step + 1) % self._config.state_every == 0:
             self._hash_state(quantities)

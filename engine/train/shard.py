@@ -13,9 +13,11 @@ import torch
 
 from ...kernels.sampling_params import SamplingParams
 from ...kernels.to_host import to_host
+from ...model.config import Experts
 from ...model.decoder import Buffers, Decoder, Hook, no_hook
 from ...model.observer import Observer, Rows, observed
 from ...model.prompts import PromptLayout, Prompts, prompt_passes
+from ...model.routing import FREE, RecordedRouting, ReplayedRouting
 from ...model.scoring import PackedBatch, ScoringInputs, pack
 from ..loss.critic import value_loss
 from ..loss.policy_loss import LossConfig, policy_loss
@@ -84,8 +86,16 @@ class Scored:
     logp: torch.Tensor  # [C], the trainer's
     losses: torch.Tensor  # [C], weighted
     entropies: torch.Tensor  # [C]
+    # [C, L, k], the experts of the row that predicts each token (model/routing.py); None in a dense model
+    experts: torch.Tensor | None
     underflow: dict[str, int]  # zeros in the watched gradients (underflow.py); empty unless ShardWork.watch
     values: torch.Tensor | None = None  # [C], the critic's; None without one
+
+
+def joined_experts(parts: Sequence[Scored]) -> torch.Tensor | None:
+    """The experts of the tokens of all parts, [C, L, k]; None in a dense model."""
+    of_parts = [part.experts for part in parts if part.experts is not None]
+    return torch.cat(of_parts) if of_parts else None
 
 
 # Called before each forward with its ids, places and predicting rows (see StepObserver.forward).
@@ -108,6 +118,7 @@ class ShardWork:
     scale: float = 1.0
     watch: bool = False
     observer: ForwardObserver | None = None
+    replayed: bool = False  # whether drawn tokens are computed with the sampler's experts
 
     def __call__(
         self, decoder: Decoder, shards: Sequence[Shard | None], buffers: Buffers
@@ -138,7 +149,7 @@ def shard_gradients(
         together = {i: part for i, part in enumerate(parts) if part is not None}
         _pass_gradient(decoder, together, buffers, work, scored, counts)
     if counts is not None:  # read at the end, because the host waits for the backward
-        next(filter(None, scored)).append(Scored(*[torch.empty(0)] * 3, counts.read()))
+        next(filter(None, scored)).append(Scored(*[torch.empty(0)] * 3, None, counts.read()))
     return scored
 
 
@@ -159,7 +170,7 @@ def _pass_gradient(
     prompt_ids = [r.prompt_ids for r in joined.rollouts]
     layout = PromptLayout(prompt_ids, shard_of)
     batches = [
-        _micro_batch(decoder, joined, rows, layout, shard_of, work.sampling_params)
+        _micro_batch(decoder, joined, rows, layout, shard_of, work)
         for rows in micro_batches(len(shard_of), work.micro_batch)
     ]
     underflow = PromptUnderflow(layout, counts) if counts else None
@@ -182,6 +193,7 @@ class _MicroBatch(NamedTuple):
     shard: Shard  # the sequences
     packed: PackedBatch
     inputs: ScoringInputs
+    routing: RecordedRouting | None  # None in a dense model
 
 
 def _micro_batch(
@@ -190,13 +202,25 @@ def _micro_batch(
     rows: slice,
     layout: PromptLayout,
     shard_of: Sequence[int],
-    sampling_params: SamplingParams,
+    work: ShardWork,
 ) -> _MicroBatch:
     """The micro-batch of the sequences `rows` of a pass. layout: of the pass's prompts."""
     shard = joined.part(rows)
     pairs, masks = [r.pair for r in shard.rollouts], [r.mask for r in shard.rollouts]
     packed = pack(pairs, layout.prompt_of_sample[rows], shard_of[rows], masks)
-    return _MicroBatch(shard, packed, ScoringInputs(decoder, packed, sampling_params, layout))
+    routing = _routing(decoder.config.experts, packed, shard.rollouts, work.replayed)
+    inputs = ScoringInputs(decoder, packed, work.sampling_params, layout, routing=routing or FREE)
+    return _MicroBatch(shard, packed, inputs, routing)
+
+
+def _routing(
+    experts: Experts | None, packed: PackedBatch, rollouts: Sequence[Rollout], replayed: bool
+) -> RecordedRouting | None:
+    """The routing of a micro-batch; None in a dense model."""
+    if experts is None or not replayed:
+        return experts and RecordedRouting(experts, packed.rows)
+    given = torch.from_numpy(np.concatenate([r.experts for r in rollouts]))
+    return ReplayedRouting(experts, packed.rows, given)
 
 
 def _placed(observer: ForwardObserver | None, rollouts: Sequence[Rollout]) -> Observer | None:
@@ -225,8 +249,11 @@ def _by_shard(
         tokens = slice(start, end)
         # Copies, because a part of a tensor is pickled with all of it.
         columns = (micro_batch.logp, micro_batch.losses, micro_batch.entropies)
-        values = None if micro_batch.values is None else micro_batch.values[tokens].clone()
-        yield shard, Scored(*(x[tokens].clone() for x in columns), micro_batch.underflow, values)
+        experts, values = (
+            None if x is None else x[tokens].clone() for x in (micro_batch.experts, micro_batch.values)
+        )
+        of_tokens = (x[tokens].clone() for x in columns)
+        yield shard, Scored(*of_tokens, experts, micro_batch.underflow, values)
         start = end
 
 
@@ -249,7 +276,7 @@ def _micro_batch_gradient(
     decoder: Decoder, micro_batch: _MicroBatch, prompts: Prompts, work: ShardWork, counter: Underflow | None
 ) -> Scored:
     """Forward and backward of the drawn tokens of a micro-batch."""
-    batch, packed, inputs = micro_batch
+    batch, packed, inputs, routing = micro_batch
     lengths = packed.drawn_lengths
     tokens = torch.tensor(lengths)
     with torch.set_grad_enabled(_has_gradient(batch, work.loss)):
@@ -277,4 +304,5 @@ def _micro_batch_gradient(
                 counter.watch(logp)
             (loss.sum() * work.scale).backward()
     underflow = dict.fromkeys(WATCHED, 0) if counter else {}
-    return Scored(logp.detach(), loss.detach(), entropy, underflow, *(v.detach() for v in values))
+    experts = None if routing is None else routing.taken().cpu()
+    return Scored(logp.detach(), loss.detach(), entropy, experts, underflow, *(v.detach() for v in values))

@@ -71,7 +71,15 @@ class TrainState:
             cfg.num_generations,
             cfg.sampling.max_tokens,
             self.tokenizer.stop_ids,
+            self.compares_experts,
         )
+
+    @property
+    def compares_experts(self) -> bool:
+        """Whether the sampler names the experts of its tokens: for the monitor, or for a replay of them."""
+        cfg = self.config
+        asked_for = not cfg.exact or cfg.perturb.routing == "replayed"
+        return bool(self.policy.config.experts) and cfg.sampler == "native" and asked_for
 
     def close(self) -> None:
         """End the other processes of this run."""

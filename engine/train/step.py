@@ -36,7 +36,7 @@ from .monitor import Monitor, check_values
 from .observer import StepObserver
 from .performance import performance
 from .recorder import Recorder
-from .shard import Shard, ShardWork
+from .shard import Shard, ShardWork, joined_experts
 from .state import StepRecord, TrainState
 
 
@@ -57,16 +57,17 @@ def train_step(
     rollouts = step.rollouts  # those that are trained on
     lengths = [len(rollout.logprobs) for rollout in rollouts]
     monitor, notes = Monitor(state.step, cfg.exact, state.version, cfg.max_staleness), {}
+    replayed = cfg.perturb.routing == "replayed"
     for update in range(cfg.updates_per_rollout):
         params, scale = cfg.sampling.sampling_params, state.scaler.scale
         observe = partial(observer.forward, update) if observer else None
         work = ShardWork(
-            params, loss_cfg, state.micro_batch, cfg.task.directory, scale, state.scaler.on, observe
+            params, loss_cfg, state.micro_batch, cfg.task.directory, scale, state.scaler.on, observe, replayed
         )
         with station("time/forward_backward_s"):
             results, gradient = state.parallel.sum_shards(work, step.cut(cfg.virtual_shards))  # a fixed tree
         scored = [micro_batch for shard in results if shard for micro_batch in shard]
-        logp = torch.cat([micro_batch.logp for micro_batch in scored])
+        logp, experts = torch.cat([micro_batch.logp for micro_batch in scored]), joined_experts(scored)
         stale = update > 0 or step.old_logprobs is not None  # the weights are newer than those sampled from
         if step.old_logprobs is None:  # the later updates of this step are stale against these logprobs
             step = replace(step, old_logprobs=[x.numpy() for x in logp.split(lengths)])
@@ -75,9 +76,11 @@ def train_step(
             old_logp = torch.from_numpy(np.concatenate(step.old_logprobs))
             monitor.compare(old_logp, rollouts)  # 0.0 everywhere, or stop and show where
             metrics |= monitor.metrics() | step_losses(scored)
+            if state.compares_experts and rollouts[0].experts is not None:
+                metrics |= monitor.compare_experts(experts, rollouts)
         if stale:
             metrics |= monitor.staleness(logp)
-        recording = recorder.updating(logp, gradient, scale) if recorder else nullcontext()
+        recording = recorder.updating(logp, gradient, scale, experts) if recorder else nullcontext()
         # Clipping, AdamW, fp32 master weights.
         with recording, state.parallel.own_threads(), station("time/optimizer_s"):
             updated = state.scaler.update(state.optimizer, gradient, scored)

@@ -43,6 +43,22 @@ def plant_silu() -> None:
     decoder.silu_mul = silu_mul
 
 
+def plant_ties() -> None:
+    """Let the expert with the higher index win a tie."""
+    import zerokl.model.experts as experts
+
+    lower_wins = experts.topk_softmax
+
+    def higher_wins(logits: torch.Tensor, k: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        q, ids = lower_wins(logits.flip(1), k, renormalise)
+        return q, logits.shape[1] - 1 - ids
+
+    experts.topk_softmax = higher_wins
+
+
+PLANTS = {"silu": plant_silu, "ties": plant_ties}
+
+
 def answer(sampler: VllmZeroklSampler, decoder: Decoder, prompts: list[list[int]], call: dict) -> list[list]:
     """The rollouts of a call: ids, bits of the logprobs, finish reason and version of the weights."""
     for _ in range(call.get("updates", 0)):
@@ -65,8 +81,8 @@ def answer(sampler: VllmZeroklSampler, decoder: Decoder, prompts: list[list[int]
 
 def main() -> None:
     request = json.load(sys.stdin)
-    if request.get("plant") == "silu":
-        plant_silu()
+    if request.get("plant") in PLANTS:
+        PLANTS[request["plant"]]()
     decoder = load_decoder(Path(request["model"]), getattr(torch, request["dtype"]))
     weights = SharedTensor(decoder.layout.numel, decoder.dtype)
     decoder.move_to(weights.tensor)

@@ -61,6 +61,17 @@ def test_vllm_differs_and_the_first_operation_is_named(model, tmp_path, sides):
     assert {d["op"] for d in report["operations"]} == set(operation_names(4))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_vllms_mixture_of_experts_has_no_fault(moe, tmp_path, dtype):
+    """vLLM's own routers and experts beside ours, each judged by the checkpoint."""
+    words = ("--sampler", "vllm", "--trainer", "zerokl", "--dtype", dtype)
+    report = _audit(moe, tmp_path / "out", *words)[1]
+    assert (report["jump"], report["one_sided"]) == (None, {"sampler": [], "trainer": []})
+    assert {"layers.1.router", "layers.1.experts"} <= {d["op"] for d in report["operations"]}
+    assert report["experts"]["places"] > 15
+    assert "CPU" in report["engine_settings"]["sampler"]["MoE backend"]
+
+
 def test_vllm_against_itself_parts_at_no_operation(model, tmp_path):
     # One engine draws and scores. Only the company of a token in a forward can make a difference.
     report = _audit(model, tmp_path / "out", "--sampler", "vllm", "--trainer", "vllm")[1]

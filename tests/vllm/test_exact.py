@@ -6,6 +6,7 @@ engine cannot hide in both.
 """
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import GenerationParams, RngKey, Rollout, complete
 from zerokl.kernels.philox import Stream, uniform_range
@@ -142,6 +144,35 @@ def test_three_turns_too(model, dtype, cache):
     for drawn in report["drawn"]:
         compared, unequal = _compare(drawn, expected, version=0)
         assert (compared > 1000, unequal) == (True, 0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "multiprocess"), [("float32", False), ("bfloat16", True), ("float16", False)]
+)
+def test_a_mixture_of_experts_too(moe, dtype, multiprocess):
+    """Before and after updates of its weights."""
+    prompts = _prompts()
+    calls = [_call(SAMPLING_PARAMS["T=1"]), _call(SAMPLING_PARAMS["top-p 0.9"], updates=2)]
+    vllm = CACHES["prefix cache, chunked"] | {"multiprocess": multiprocess}
+    report = _engine(moe, dtype, vllm, calls, prompts)
+    for version, call, drawn in zip((0, 2), calls, report["drawn"], strict=True):
+        compared, unequal = _compare(drawn, _native(moe, dtype, call, prompts, version), version)
+        assert (compared > 1000, unequal) == (True, 0)
+
+
+def test_control_another_rule_for_ties_of_experts_is_found(moe, tmp_path):
+    """Of experts whose routers are equal, vLLM's side chooses the later one."""
+    tied = shutil.copytree(moe, tmp_path / "tied")
+    weights = load_file(tied / "model.safetensors")
+    router = weights["model.layers.1.mlp.gate.weight"]
+    router.copy_(router[[0, 0, 0, 3, 3, 3]])
+    save_file(weights, tied / "model.safetensors", metadata={"format": "pt"})
+    prompts, call = _prompts(), _call(SAMPLING_PARAMS["T=1"])
+    unequal = []
+    for plant in (None, "ties"):
+        (drawn,) = _engine(tied, "float32", {}, [call], prompts, plant=plant)["drawn"]
+        unequal.append(_compare(drawn, _native(tied, "float32", call, prompts, 0), version=0)[1])
+    assert (unequal[0], unequal[1] > 0) == (0, True)
 
 
 def _full(tokens: int) -> int:

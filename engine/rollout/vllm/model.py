@@ -13,6 +13,7 @@ from ....kernels.passes import Pass
 from ....kernels.tile_tables import DEFAULT_TABLE, tile_table
 from ....model.config import ModelConfig
 from ....model.decoder import Decoder, Numerics, no_hook
+from ....model.routing import FREE
 from ....model.weights import Layout
 from .attention import ZeroklAttentionBackend
 from .plugin import FROZEN, HAS_VALUE_HEAD, TILES_OVERRIDE
@@ -25,6 +26,7 @@ class _VllmContext:
     """
 
     tables = ()  # vLLM has its positions on the device
+    routing = FREE
 
     def __init__(self, positions: torch.Tensor, layers: torch.nn.ModuleList, packed: PackedWeights):
         self.positions, self._layers, self.in_pass = positions, layers, Pass(packed=packed)

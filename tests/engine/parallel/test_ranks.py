@@ -25,6 +25,7 @@ from zerokl.engine.runs.run import resume, train
 from zerokl.model.weights import VALUE_HEAD_TENSOR
 
 from tests.helpers import torchrun, total_unequal
+from tests.random_model import EXPERTS, random_model
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -209,6 +210,18 @@ def test_adapters_are_those_of_one_process(plain, tmp_path, ranks):
 
 
 @pytest.mark.full
+@pytest.mark.full
+def test_the_experts_of_all_tokens_travel_with_them(config, tmp_path):
+    """The sampler's experts are compared in every rank, and replayed."""
+    model = random_model(tmp_path, EXPERTS)
+    settings = {"precision__sampler_dtype": "bfloat16", "perturb__routing": "replayed", "steps": 2}
+    replayed = config(model=model, exact=False, **settings)
+    train(replayed, tmp_path / "alone")
+    _run(2, replayed, tmp_path / "run")
+    _same(tmp_path / "run", tmp_path / "alone")
+    _same_metrics(tmp_path / "run", tmp_path / "alone")
+
+
 def test_older_weights_and_a_reference_are_scored_over_the_ranks(config, tmp_path):
     older = config(steps=4, virtual_shards=8, max_staleness=1, loss__kl_coef=0.1)
     train(older, tmp_path / "alone")

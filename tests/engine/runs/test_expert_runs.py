@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from zerokl.cli import main
 from zerokl.engine.commands.verify_run import verify_run
-from zerokl.engine.config import Config
+from zerokl.engine.config import Config, PerturbConfig
+from zerokl.engine.runs import samplers
 from zerokl.engine.runs.init import random_decoder
 from zerokl.engine.runs.run import resume, train
 from zerokl.engine.train.monitor import MismatchError
@@ -21,9 +21,13 @@ from zerokl.kernels.passes import Pass
 from zerokl.kernels.topk_softmax import topk_softmax
 from zerokl.model import experts
 from zerokl.model.checkpoint import load_decoder
+from zerokl.model.config import ModelConfig
+from zerokl.model.decoder import PackedContext
 from zerokl.model.operation import Work
 from zerokl.model.operations import forward_flops
+from zerokl.model.routing import RecordedRouting
 from zerokl.verify.divergence import open_run
+from zerokl.verify.ledger import digest
 
 from tests.random_model import EXPERTS, random_model
 
@@ -114,6 +118,61 @@ def test_one_expert_of_many_cannot_be_frozen(config, moe, tmp_path):
         train(config(model=moe, frozen=(one,)), tmp_path / "run")
 
 
+# The chosen experts
+
+
+def lines_of(run: Path) -> list[dict[str, str]]:
+    return [line.quantities for line in open_run(run).lines]
+
+
+def metrics_of(run: Path, name: str) -> list[float]:
+    return [json.loads(line)[name] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_ledger_has_the_experts_of_each_token(run, moe, plain):
+    """By whole sequences of one forward each, from the first weights."""
+    policy, chosen = load_decoder(moe, getattr(torch, plain.dtype)), []
+    c = policy.config
+    for text in (run / "rollouts.jsonl").read_text().splitlines():
+        if (line := json.loads(text))["step"] == 0:
+            prompt, ids = line["prompt_ids"], line["prompt_ids"] + line["completion_ids"][:-1]
+            routing = RecordedRouting(c.experts)
+            with torch.no_grad():
+                policy.hidden(torch.tensor(ids), PackedContext([len(ids)], c, routing=routing))
+            chosen.append(routing.taken()[len(prompt) - 1 :])
+    assert list(lines_of(run)[0])[3:5] == ["experts", "trainer_logprobs"]
+    assert lines_of(run)[0]["experts"] == digest(torch.cat(chosen))
+    chosen[-1][-1, 0, 0] ^= 1
+    assert lines_of(run)[0]["experts"] != digest(torch.cat(chosen)), "control"
+
+
+def test_a_dense_model_has_no_experts_in_its_ledger(config, tmp_path):
+    train(config(steps=1), tmp_path / "run")
+    assert "experts" not in lines_of(tmp_path / "run")[0]
+
+
+def test_the_monitor_counts_tokens_with_other_experts_and_a_replay_has_none(config, moe, tmp_path):
+    shares = {}
+    for routing in ("free", "replayed"):
+        perturb = {"exact": False, "precision__sampler_dtype": "bfloat16", "perturb__routing": routing}
+        train(config(model=moe, **perturb), tmp_path / routing)
+        shares[routing] = max(metrics_of(tmp_path / routing, "mismatch/other_experts"))
+    assert 0.0 < shares["free"] < 0.5
+    assert shares["replayed"] == 0.0
+
+
+def test_replayed_experts_change_no_bit_of_an_exact_run(plain, run, tmp_path):
+    cut_up = {"workers": 2, "micro_batch": 3, "recompute": "layer"}
+    settings = plain.model_copy(update={"perturb": PerturbConfig(routing="replayed"), **cut_up})
+    train(settings, tmp_path / "run")
+    assert lines_of(tmp_path / "run") == lines_of(run)
+
+
+def test_experts_of_a_dense_model_are_not_replayed(config, tmp_path):
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM has no experts"):
+        train(config(perturb__routing="replayed"), tmp_path / "run")
+
+
 # Controls
 
 
@@ -177,14 +236,20 @@ def test_control_another_order_of_the_slots_on_one_side_stops_the_run(config, tm
         train(settings, tmp_path / "run")
 
 
-def test_another_sampler_is_refused(config: Callable[..., Config], moe, tmp_path):
-    with pytest.raises(ValueError, match='does not draw from a mixture of experts; set sampler = "native"'):
-        train(config(model=moe, sampler="hf", exact=False), tmp_path / "run")
+def test_transformers_draws_from_the_weights_that_are_trained(config: Callable[..., Config], moe, tmp_path):
+    """Two fp32 engines differ by rounding; weights that were not handed over differ far more."""
+    summary = train(config(model=moe, sampler="hf", exact=False, optimizer__lr=3e-2), tmp_path / "run")
+    assert summary.steps == 3
+    assert 0.0 < summary.mismatch_max_abs < 1e-4
 
 
-def test_an_audit_is_refused(moe, capsys):
-    assert main(["audit", str(moe)]) == 2
-    assert "is a mixture of experts, which no audit can explain" in " ".join(capsys.readouterr().err.split())
+def test_vllm_as_it_comes_is_refused_on_a_cpu(config, moe, monkeypatch):
+    """Its reload of experts gives other weights."""
+    monkeypatch.setattr(samplers, "is_cpu_build", lambda: True)
+    with pytest.raises(ValueError, match="does not take new weights of a mixture of experts"):
+        samplers.make_samplers(
+            config(model=moe, sampler="vllm", exact=False), moe, ModelConfig.from_file(moe), None, None, 1
+        )
 
 
 def test_a_token_of_the_moe_preset_takes_the_products_of_the_tiny_one_and_the_router():

@@ -1,0 +1,75 @@
+"""Which experts the rows of a forward take: those that the router chose, or those that somebody names.
+
+Shapes: T rows of a forward, C of them are asked for; L layers with experts; k experts of a token, in its
+slots.
+"""
+
+from typing import Protocol
+
+import torch
+
+from .config import Experts
+
+
+class Routing(Protocol):
+    """It is told the chosen experts of each layer with experts, and returns those that compute."""
+
+    def experts(self, layer: int, ids: torch.Tensor) -> torch.Tensor:
+        """ids [T, k] int64, as the router of `layer` chose. The same tensor where nothing is changed.
+
+        A backward that computes a layer again calls it again.
+        """
+        ...
+
+
+class FreeRouting:
+    """The router's choice; nothing is kept."""
+
+    def experts(self, layer: int, ids: torch.Tensor) -> torch.Tensor:
+        return ids
+
+
+FREE = FreeRouting()
+
+
+class RecordedRouting:
+    """The router's choice, which is kept for some rows.
+
+    rows [C] int64: of the forward; None for all.
+    """
+
+    def __init__(self, experts: Experts, rows: torch.Tensor | None = None):
+        self._layers, self._dtype, self._rows = sorted(experts.layers), id_dtype(experts), rows
+        self._kept: dict[int, torch.Tensor] = {}
+
+    def experts(self, layer: int, ids: torch.Tensor) -> torch.Tensor:
+        """See Routing."""
+        of_rows = ids if self._rows is None else ids[self._rows.to(ids.device)]
+        self._kept[layer] = of_rows.to(self._dtype)
+        return ids
+
+    def taken(self) -> torch.Tensor:
+        """The experts of the rows, [C, L, k] in id_dtype, after the forward."""
+        return torch.stack([self._kept[layer] for layer in self._layers], dim=1)
+
+
+class ReplayedRouting(RecordedRouting):
+    """Some rows take the experts that they are given; the other rows take their router's choice.
+
+    rows [C] int64: of the forward. given [C, L, k]: their experts in id_dtype.
+    """
+
+    def __init__(self, experts: Experts, rows: torch.Tensor, given: torch.Tensor):
+        super().__init__(experts, rows)
+        self._given = given
+
+    def experts(self, layer: int, ids: torch.Tensor) -> torch.Tensor:
+        """See Routing."""
+        given = self._given[:, self._layers.index(layer)]
+        ids = ids.index_copy(0, self._rows.to(ids.device), given.to(ids.device, ids.dtype))
+        return super().experts(layer, ids)
+
+
+def id_dtype(experts: Experts) -> torch.dtype:
+    """The dtype of kept experts: uint8, or int16 where a layer has more than 256."""
+    return torch.uint8 if experts.number <= 256 else torch.int16
