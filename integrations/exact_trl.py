@@ -91,7 +91,9 @@ class _ExactTrainer:
         _refuse_trainer(self)
         sampling_params = _sampling_params(self)
         dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
-        recompute = bool(self.args.gradient_checkpointing)
+        # transformers 5 renames the setting, and warns where the old name is read.
+        renamed = hasattr(self.args, "activation_checkpointing")
+        recompute = getattr(self.args, "activation_checkpointing" if renamed else "gradient_checkpointing")
         self.policy = exact(self.model, dtype, sampling_params, recompute)
         if self.ref_model is not None:
             exact(self.accelerator.unwrap_model(self.ref_model), dtype, sampling_params)
