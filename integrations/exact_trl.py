@@ -152,7 +152,9 @@ class _ExactTrainer:
         """
         given = [name for name, value in others.items() if value is not None and value is not False]
         if given:
-            raise ValueError(f"exact_trl: {given[0]} is refused: only text is scored, without auxiliary losses")
+            raise ValueError(
+                f"exact_trl: {given[0]} is refused: only text is scored, without auxiliary losses"
+            )
         labels = input_ids.masked_fill(attention_mask == 0, -100)
         labels[:, :-logits_to_keep] = -100
         rows = batch_size or len(input_ids)

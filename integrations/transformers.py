@@ -92,8 +92,9 @@ class ExactModel:
         sampling_params: SamplingParams,
         recompute: bool,
     ):
-        _refuse(model)
+        _refuse_adapters(model)
         config = ModelConfig.from_dict(model.config.to_dict() | {"architectures": [type(model).__name__]})
+        _refuse_dropout(model)
         self.sampling_params = sampling_params.check(config.vocab_size)
         self._parameters = dict(model.named_parameters())  # a tied lm_head is the embedding, listed once
         device, dtype = _device_and_dtype(self._parameters.values(), dtype)
@@ -228,17 +229,23 @@ class _Score(torch.autograd.Function):
         return None, *(g if w else None for g, w in zip(gradients, wanted, strict=True))
 
 
-def _refuse(model: PreTrainedModel) -> None:
-    """Raise ValueError for what the kernels cannot compute, beside what ModelConfig refuses."""
+def _refuse_adapters(model: PreTrainedModel) -> None:
+    """Raise ValueError for adapters and quantised weights."""
     name = type(model).__name__
     if hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False):
-        raise ValueError(f"exact: {name} has PEFT adapters, which are not supported; merge them, or train all")
+        raise ValueError(
+            f"exact: {name} has PEFT adapters, which are not supported; merge them, or train all"
+        )
     if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
         raise ValueError(f"exact: {name} is quantised, which is not supported; load it in fp32, bf16 or fp16")
+
+
+def _refuse_dropout(model: PreTrainedModel) -> None:
+    """Raise ValueError for a module of dropout. That of attention is a field of the config (ModelConfig)."""
     dropout = next((m.p for m in model.modules() if isinstance(m, torch.nn.Dropout) and m.p > 0.0), None)
     if dropout is not None:
         raise ValueError(
-            f"exact: {name} has dropout ({dropout}), which is not supported: the policy that is trained must "
+            f"exact: {type(model).__name__} has dropout ({dropout}), which is not supported: the policy that is trained must "
             "be the policy that was sampled; set it to 0"
         )
 
@@ -249,7 +256,9 @@ def _device_and_dtype(
     """The device and the compute dtype. Raises ValueError for several devices or dtypes, and for another."""
     devices, dtypes = ({getattr(p, of) for p in parameters} for of in ("device", "dtype"))
     if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
-        raise ValueError(f"exact: Parameters lie on {sorted(map(str, devices))}; they need one CPU or one GPU")
+        raise ValueError(
+            f"exact: Parameters lie on {sorted(map(str, devices))}; they need one CPU or one GPU"
+        )
     if dtype is None and len(dtypes) > 1:
         raise ValueError(f"exact: Parameters have {sorted(map(str, dtypes))}; name one compute dtype")
     dtype = dtype or next(iter(dtypes))
@@ -276,7 +285,9 @@ def _by_parameter(
             for part, _ in layout.entries[weight].parts:
                 del parts[part]
     different = sorted(parts.keys() ^ parameters.keys())
-    different += [name for name in parts.keys() & parameters.keys() if parts[name].shape != parameters[name].shape]
+    different += [
+        name for name in parts.keys() & parameters.keys() if parts[name].shape != parameters[name].shape
+    ]
     if different:
         raise ValueError(
             f"exact: {different[0]} is not the same in the model and in its architecture's checkpoints; "

@@ -1,6 +1,6 @@
 """Short runs of TRL's trainers, exact or as they come, for the tests; as a program, one rank of a run.
 
-    torchrun --nproc_per_node 2 -m tests.trl.exact_runs MODEL OUT
+torchrun --nproc_per_node 2 -m tests.trl.exact_runs MODEL OUT
 """
 
 import json
@@ -61,7 +61,9 @@ def make_trainer(trainer_class: type[Trainer], model: Path | torch.nn.Module, ou
     )
     if isinstance(model, Path):
         settings["model_init_kwargs"] = {"dtype": options.pop("dtype", "float32")}
-    arguments = {name: options.pop(name) for name in ("peft_config", "tools", "rollout_func") if name in options}
+    arguments = {
+        name: options.pop(name) for name in ("peft_config", "tools", "rollout_func") if name in options
+    }
     arguments |= {name: options.pop(name) for name in ("eval_dataset",) if name in options}
     config = RLOOConfig if issubclass(trainer_class, RLOOTrainer) else GRPOConfig
     return trainer_class(

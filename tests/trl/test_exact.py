@@ -209,5 +209,7 @@ def test_settings_that_do_not_go_together_are_refused(options, message, model, t
 def test_another_release_of_trl_is_refused(model, tmp_path, monkeypatch):
     assert trl.__version__ in exact_trl.SUPPORTED
     monkeypatch.setattr(trl, "__version__", "1.13.0")
-    with pytest.raises(ValueError, match=r"TRL 1\.13\.0 is not supported; supported are 1\.14\.2, 1\.15\.0, 1\.16\.0$"):
+    with pytest.raises(
+        ValueError, match=r"TRL 1\.13\.0 is not supported; supported are 1\.14\.2, 1\.15\.0, 1\.16\.0$"
+    ):
         make_trainer(ExactGRPOTrainer, model, tmp_path)
