@@ -2,10 +2,10 @@
 
     from zerokl.integrations.exact_trl import ExactGRPOTrainer as GRPOTrainer
 
-The model is the transformers model that TRL trains; its Parameters, the optimizer, the losses, data, logging
+The model is the transformers model that TRL trains. Its Parameters, the optimizer, the losses, data, logging
 and checkpoints are TRL's. In place of transformers' generate, the native sampler draws. In place of the
-model's forward, the same kernels score what was drawn, under the distribution that it was drawn from. So TRL's
-metric sampling/sampling_logp_difference/max is 0.0 at every generation. A run stops where it is not.
+model's forward, the same kernels score what was drawn, under the distribution that it was drawn from. So
+TRL's metric sampling/sampling_logp_difference/max is 0.0 at every generation. A run stops where it is not.
 
 | dtype of the kernels | where |
 | --- | --- |
@@ -147,8 +147,8 @@ class _ExactTrainer:
     ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         """TRL's method of this name, [B, logits_to_keep] each, by zerokl's kernels.
 
-        Under top-k, top-p and min-p too, a logprob is that of the distribution which was drawn from. TRL's own
-        is of the whole vocabulary.
+        Under top-k, top-p and min-p too, a logprob is that of the distribution which was drawn from. TRL's
+        own is of the whole vocabulary.
         """
         given = [name for name, value in others.items() if value is not None and value is not False]
         if given:
@@ -194,8 +194,8 @@ class _ExactTrainer:
 class ExactGRPOTrainer(_ExactTrainer, GRPOTrainer):
     """TRL's GRPOTrainer, exactly on-policy. Its arguments are TRL's.
 
-    Raises ValueError for a release of TRL that is not supported, and for each setting that cannot be exact, by
-    name. While it trains it raises MismatchError (engine/train/monitor.py) and StaleWeightsError.
+    Raises ValueError for a release of TRL that is not supported, and for each setting that cannot be exact,
+    by name. While it trains it raises MismatchError (engine/train/monitor.py) and StaleWeightsError.
     """
 
     def __init__(self, *arguments: Any, **named: Any):

@@ -1,7 +1,7 @@
 """zerokl's kernels over the Parameters of a transformers model: `exact`.
 
-The model stays what it is. Its Parameters are trained, saved and loaded as before, and its own forward answers
-every call. One more keyword asks for log-probabilities of zerokl's kernels:
+The model stays what it is. Its Parameters are trained, saved and loaded as before, and its own forward
+answers every call. One more keyword asks for log-probabilities of zerokl's kernels:
 
     policy = exact(model)
     output = model(input_ids=ids, attention_mask=mask, labels=labels, exact=True)
@@ -34,6 +34,7 @@ from ..model.decoder import NO_BUFFERS, Buffers, Decoder
 from ..model.scoring import PackedBatch, logprobs
 from ..model.weights import Layout
 
+_WHOLE = SamplingParams()  # the whole vocabulary, at temperature 1
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -56,7 +57,7 @@ class ExactOutput(ModelOutput):
 def exact(
     model: PreTrainedModel,
     dtype: torch.dtype | None = None,
-    sampling_params: SamplingParams = SamplingParams(),
+    sampling_params: SamplingParams = _WHOLE,
     recompute: bool = False,
 ) -> "ExactModel":
     """Let `model(..., labels=labels, exact=True)` score with zerokl's kernels.
@@ -245,8 +246,8 @@ def _refuse_dropout(model: PreTrainedModel) -> None:
     dropout = next((m.p for m in model.modules() if isinstance(m, torch.nn.Dropout) and m.p > 0.0), None)
     if dropout is not None:
         raise ValueError(
-            f"exact: {type(model).__name__} has dropout ({dropout}), which is not supported: the policy that is trained must "
-            "be the policy that was sampled; set it to 0"
+            f"exact: {type(model).__name__} has dropout ({dropout}), which is not supported: the policy that "
+            "is trained must be the policy that was sampled; set it to 0"
         )
 
 
