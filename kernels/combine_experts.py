@@ -18,7 +18,7 @@ import torch
 from .backend import on_triton
 from .expert_rows import ExpertRows
 from .grad import accumulate_dtype, check_dtype
-from .grouped_linear import add_grouped_outer_ref, experts_of, grouped_matmul_ref
+from .grouped_linear import add_grouped, experts_of, grouped_matmul_ref
 from .order import sum_row
 from .passes import ONE_SEQUENCE, Pass
 
@@ -52,7 +52,7 @@ class _CombineExperts(torch.autograd.Function):
         dh = dot.mul_(q_rows).to(h.dtype)
         if ctx.needs_input_grad[1]:
             buffer = in_pass.buffer(w)
-            add_grouped_outer_ref(buffer, dy_rows.mul_(q_rows), h, rows, in_pass.blocks)
+            add_grouped(buffer, dy_rows.mul_(q_rows), h, rows, in_pass.blocks)
             dw = in_pass.returned_grad(w, buffer)
         return dh, dw, dq, None, None
 

@@ -9,7 +9,8 @@ Roundings: y is rounded once. dy_r w_e is rounded once, then the slots are added
 the sum is rounded once. dw is not rounded where the pass has fp32 buffers (grad.py).
 Order: a row has the bits of `linear` with the matrix of its expert: no row knows another. dw_e is summed over
 the token blocks of the pass, in their order, over the rows of e in each. The blocks of other tokens, and the
-experts of other tokens, change nothing.
+experts of other tokens, change nothing. The gradients of LoRA adapters of the experts' matrices (low_rank.py)
+have the same order.
 """
 
 from functools import cache
@@ -20,6 +21,7 @@ from ..files.bitwise import equal
 from .backend import on_triton
 from .expert_rows import ExpertRows
 from .grad import GradBuffer, accumulate_dtype, check_dtype
+from .low_rank import LowRankBuffers, low_rank_rows
 from .matmul import THROUGH_FP32, add_outer_ref, matmul_ref
 from .order import ALIGN, TokenBlocks
 from .passes import ONE_SEQUENCE, Pass
@@ -83,6 +85,39 @@ def add_grouped_outer_ref(
             add_outer_ref(acc[expert], dy, x, bounds)
 
 
+def add_grouped_low_rank_ref(
+    buffers: LowRankBuffers, dy_RN: torch.Tensor, x_RK: torch.Tensor, rows: ExpertRows, blocks: TokenBlocks
+) -> None:
+    """Add the gradients of the adapters of each expert that has rows, block by block as above."""
+    x_of_all, width = x_RK.to(accumulate_dtype(x_RK.dtype)), dy_RN.shape[1]
+    segments = {expert: (start, end) for expert, start, end in rows.segments}
+    bounds = [(shard, dict(by_expert)) for shard, by_expert in rows.blocks(blocks)]
+    for adapter in buffers.adapters:
+        expert, first = divmod(adapter.rows.start, width)
+        if expert not in segments:
+            continue
+        start, end = segments[expert]
+        x, dy = x_of_all[start:end], dy_RN[start:end, first : first + len(adapter.b)]
+        dy = dy.to(x.dtype).contiguous()
+        x_a, dy_b = low_rank_rows(adapter, dy, x)
+        for shard, of_expert in bounds:
+            own = [(a - start, b - start) for a, b in of_expert[expert]]
+            add_outer_ref(adapter.db.zeroed([shard])[shard], dy, x_a, own)
+            add_outer_ref(adapter.da.zeroed([shard])[shard], dy_b, x, own)
+
+
+def add_grouped(
+    buffer: GradBuffer | LowRankBuffers,
+    dy_RN: torch.Tensor,
+    x_RK: torch.Tensor,
+    rows: ExpertRows,
+    blocks: TokenBlocks,
+) -> None:
+    """Add the gradient of the experts' matrices, or of their adapters in its place."""
+    add = add_grouped_low_rank_ref if isinstance(buffer, LowRankBuffers) else add_grouped_outer_ref
+    add(buffer, dy_RN, x_RK, rows, blocks)
+
+
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, rows, in_pass):
@@ -100,7 +135,7 @@ class _GroupedLinear(torch.autograd.Function):
             dx = rows.sum_slots(dx_rows.to(accumulate_dtype(x.dtype))).to(x.dtype)
         if ctx.needs_input_grad[1]:
             buffer = in_pass.buffer(w)
-            add_grouped_outer_ref(buffer, dy, x[rows.tokens], rows, in_pass.blocks)
+            add_grouped(buffer, dy, x[rows.tokens], rows, in_pass.blocks)
             dw = in_pass.returned_grad(w, buffer)
         return dx, dw, None, None
 

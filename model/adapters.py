@@ -5,7 +5,7 @@ are exact in every way in which they are exact without adapters. W, the base, ne
 A and B are summed in each pass, as those of weights are (kernels/low_rank.py).
 
 Shapes: W, W' [N, K]; B [N, r]; A [r, K]. The decoder's q, k and v are one matrix, and gate and up are
-one. Each part that has an adapter has one of its own, as in PEFT.
+one. The matrices of a layer's experts are two. Each part that has an adapter has one of its own, as in PEFT.
 """
 
 import math
@@ -41,16 +41,9 @@ class Adapter(NamedTuple):
 def adapted_layout(config: ModelConfig, lora: Lora) -> Layout:
     """The layout of a model whose weights with adapters come first.
 
-    The others are `frozen`. A matrix of which one part has an adapter is adapted as a whole. Raises
-    ValueError where a target is a matrix of experts.
+    The others are `frozen`. A matrix of which one part has an adapter is adapted as a whole.
     """
     layout = Layout(config)
-    of_experts = [p for e in layout.entries.values() if ".experts." in e.name for p, _ in e.parts]
-    if named := next((p for p in of_experts if _is_target(p, lora)), None):
-        raise ValueError(
-            f"lora.targets: {named} is a matrix of an expert, which has no adapters; choose among q_proj, "
-            "k_proj, v_proj and o_proj"
-        )
     frozen = [e.name for e in layout.entries.values() if not any(_is_target(p, lora) for p, _ in e.parts)]
     return Layout(config, frozen)
 

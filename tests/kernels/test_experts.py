@@ -1,6 +1,7 @@
 """A mixture of experts beside a slow one: token by token, slot by slot, rounded where it must be."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from zerokl.kernels.expert_rows import ExpertRows
 from zerokl.kernels.grad import GradBuffer
 from zerokl.kernels.grouped_linear import grouped_linear
 from zerokl.kernels.linear import linear
+from zerokl.kernels.low_rank import AdapterBuffers, LowRankBuffers
 from zerokl.kernels.order import blocks_of_rows, token_blocks
 from zerokl.kernels.passes import Pass
 from zerokl.kernels.silu_mul import silu_mul
@@ -184,6 +186,41 @@ def test_an_experts_gradient_is_that_of_a_linear_over_its_tokens(dtype):
         linear(x[tokens], w_e, None, in_pass).backward(dy[start : start + len(tokens)])
         assert total_unequal([dw], [expected.sums[0]]) == 0
         assert dw.any() == (e < 4)
+
+
+def low_rank(parts: list[tuple[slice, torch.Tensor, torch.Tensor]]) -> LowRankBuffers:
+    """Adapters with buffers that hold NaN and count as empty."""
+    buffers = [[GradBuffer(torch.full((1, *x.shape), float("nan")), [0]) for x in ba] for _, *ba in parts]
+    return LowRankBuffers(
+        tuple(AdapterBuffers(*part, 5 / 3, *sums) for part, sums in zip(parts, buffers, strict=True))
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_adapters_of_an_expert_have_the_gradient_of_a_linear_over_its_tokens(dtype):
+    """Those of the last rows of each expert's matrix."""
+    N, first = 32, 12
+    ids = torch.stack([randint(1, 2, 300), 2 + randint(2, 2, 300)], 1)  # experts 0 to 3 of 5
+    rows, x = ExpertRows(ids, 5), randn(0, 300, D, dtype=dtype)
+    w = randn(1, 5 * N, D, dtype=dtype).requires_grad_()
+    factors = [(randn(10 + e, N - first, 3), randn(20 + e, 3, D)) for e in range(5)]
+    parts = [(slice(e * N + first, (e + 1) * N), *ba) for e, ba in enumerate(factors)]
+    buffers, dy = low_rank(parts), randn(2, len(rows.tokens), N, dtype=dtype)
+    grouped_linear(x, w, rows, Pass(token_blocks([300]), {w: buffers})).backward(dy)
+    for e, (_, start, end) in enumerate(rows.segments):
+        tokens = [t for t in range(300) if e in ids[t]]
+        counts = [sum(t < bound for t in tokens) for bound in (0, 128, 256, 300)]
+        w_e = w.detach().chunk(5)[e].clone().requires_grad_()
+        expected = low_rank([(slice(first, N), *factors[e])])
+        in_pass = Pass(blocks_of_rows(list(pairwise(counts))), {w_e: expected})
+        linear(x[tokens], w_e, None, in_pass).backward(dy[start : start + len(tokens)])
+        for name in ("db", "da"):
+            found, sums = (getattr(each, name).sums for each in (buffers.adapters[e], expected.adapters[0]))
+            assert total_unequal([found], [sums]) == 0, (e, name)
+            assert found.any()
+        assert start + len(tokens) <= end
+    assert len(rows.segments) == 4
+    assert buffers.adapters[4].db.empty == buffers.adapters[4].da.empty == {0}, "expert 4 has no tokens"
 
 
 @pytest.mark.parametrize("experts", [1, 7])
