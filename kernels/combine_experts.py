@@ -18,9 +18,9 @@ import torch
 
 from .backend import on_triton
 from .expert_rows import ExpertRows, Rows
-from .grad import GradBuffer, accumulate_dtype, check_dtype
-from .grouped_linear import add_grouped_outer_ref, experts_of, grouped_matmul_ref
-from .order import TokenBlocks, sum_row
+from .grad import accumulate_dtype, check_dtype
+from .grouped_linear import add_grouped, experts_of, grouped_matmul_ref
+from .order import sum_row
 from .passes import ONE_SEQUENCE, Pass
 
 
@@ -69,17 +69,6 @@ def _backward(
     return *combine_bwd(dot, h, q, rows), rows_of_tokens(dy, rows, q)
 
 
-def _add_outer(
-    buffer: GradBuffer, dy_rows: torch.Tensor, h: torch.Tensor, rows: Rows, blocks: TokenBlocks
-) -> None:
-    if not on_triton(h):
-        add_grouped_outer_ref(buffer, dy_rows, h, rows, blocks)
-    else:
-        from .grouped_linear_triton import add_grouped_outer
-
-        add_grouped_outer(buffer, dy_rows, h, rows, blocks)
-
-
 class _CombineExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, w, q, rows, in_pass):
@@ -95,7 +84,7 @@ class _CombineExperts(torch.autograd.Function):
         dh, dq, dy_rows = _backward(dy, h, w, q, rows)
         if ctx.needs_input_grad[1]:
             buffer = in_pass.buffer(w)
-            _add_outer(buffer, dy_rows, h, rows, in_pass.blocks)
+            add_grouped(buffer, dy_rows, h, rows, in_pass.blocks)
             dw = in_pass.returned_grad(w, buffer)
         return dh, dw, dq, None, None
 

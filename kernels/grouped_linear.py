@@ -11,6 +11,7 @@ Order: a row has the bits of `linear` with the matrix of its expert: no row know
 the sequences of the pass, in their order. The rows of e in a sequence are cut into token blocks of their own:
 a block of 128 tokens has few of them (8, if a token has 8 of 128 experts), and a GPU multiplies tiles of 32
 rows. Blocks that span sequences would depend on the micro-batch. The experts of other tokens change nothing.
+The gradients of LoRA adapters of the experts' matrices (low_rank.py) have the same order.
 """
 
 from functools import cache
@@ -21,6 +22,7 @@ from ..files.bitwise import equal
 from .backend import on_triton
 from .expert_rows import ExpertRows, Rows
 from .grad import GradBuffer, accumulate_dtype, check_dtype
+from .low_rank import LowRankBuffers, low_rank_rows
 from .matmul import THROUGH_FP32, add_outer_ref, matmul_ref
 from .order import ALIGN, TokenBlocks
 from .passes import ONE_SEQUENCE, Pass
@@ -84,6 +86,45 @@ def add_grouped_outer_ref(
             add_outer_ref(acc[expert], dy, x, bounds)
 
 
+def add_grouped_low_rank_ref(
+    buffers: LowRankBuffers, dy_RN: torch.Tensor, x_RK: torch.Tensor, rows: ExpertRows, blocks: TokenBlocks
+) -> None:
+    """Add the gradients of the adapters of each expert that has rows, block by block as above."""
+    x_of_all, width = x_RK.to(accumulate_dtype(x_RK.dtype)), dy_RN.shape[1]
+    segments = {expert: (start, end) for expert, start, end in rows.segments}
+    bounds = [(shard, dict(by_expert)) for shard, by_expert in rows.blocks(blocks)]
+    for adapter in buffers.adapters:
+        expert, first = divmod(adapter.rows.start, width)
+        if expert not in segments:
+            continue
+        start, end = segments[expert]
+        x, dy = x_of_all[start:end], dy_RN[start:end, first : first + len(adapter.b)]
+        dy = dy.to(x.dtype).contiguous()
+        x_a, dy_b = low_rank_rows(adapter, dy, x)
+        for shard, of_expert in bounds:
+            own = [(a - start, b - start) for a, b in of_expert[expert]]
+            add_outer_ref(adapter.db.zeroed([shard])[shard], dy, x_a, own)
+            add_outer_ref(adapter.da.zeroed([shard])[shard], dy_b, x, own)
+
+
+def add_grouped(
+    buffer: GradBuffer | LowRankBuffers,
+    dy_RN: torch.Tensor,
+    x_RK: torch.Tensor,
+    rows: Rows,
+    blocks: TokenBlocks,
+) -> None:
+    """Add the gradient of the experts' matrices, or of their adapters in its place."""
+    if isinstance(buffer, LowRankBuffers):
+        add_grouped_low_rank_ref(buffer, dy_RN, x_RK, rows, blocks)
+    elif not on_triton(x_RK):
+        add_grouped_outer_ref(buffer, dy_RN, x_RK, rows, blocks)
+    else:
+        from .grouped_linear_triton import add_grouped_outer
+
+        add_grouped_outer(buffer, dy_RN, x_RK, rows, blocks)
+
+
 def _forward(x: torch.Tensor, w_ENK: torch.Tensor, rows: Rows) -> torch.Tensor:
     if not on_triton(x):
         return grouped_matmul_ref(x[rows.tokens], w_ENK, rows)
@@ -103,17 +144,13 @@ def _dx(dy: torch.Tensor, w_ENK: torch.Tensor, rows: Rows) -> torch.Tensor:
     return sum_slots(grouped_matmul(dy, w_ENK.transpose(1, 2), rows, of_tokens=False), rows)
 
 
-def _add_outer(
-    buffer: GradBuffer, dy: torch.Tensor, x: torch.Tensor, rows: Rows, blocks: TokenBlocks
-) -> None:
-    """The gradient of w. x [T, K]."""
+def _rows_of(x: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """x of each row's token, [T, K] -> [R, K]."""
     if not on_triton(x):
-        add_grouped_outer_ref(buffer, dy, x[rows.tokens], rows, blocks)
-    else:
-        from .expert_rows_triton import rows_of_tokens
-        from .grouped_linear_triton import add_grouped_outer
+        return x[rows.tokens]
+    from .expert_rows_triton import rows_of_tokens
 
-        add_grouped_outer(buffer, dy, rows_of_tokens(x, rows), rows, blocks)
+    return rows_of_tokens(x, rows)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -132,7 +169,7 @@ class _GroupedLinear(torch.autograd.Function):
             dx = _dx(dy, experts_of(w, rows), rows)
         if ctx.needs_input_grad[1]:
             buffer = in_pass.buffer(w)
-            _add_outer(buffer, dy, x, rows, in_pass.blocks)
+            add_grouped(buffer, dy, _rows_of(x, rows), rows, in_pass.blocks)
             dw = in_pass.returned_grad(w, buffer)
         return dx, dw, None, None
 

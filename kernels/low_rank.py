@@ -45,11 +45,17 @@ def add_low_rank(
     buffers: LowRankBuffers, dy_TN: torch.Tensor, x_TK: torch.Tensor, blocks: TokenBlocks
 ) -> None:
     """Add the gradients of the weight's adapters, block by block in the order of `blocks`."""
-    dtype = accumulate_dtype(x_TK.dtype)
-    x = x_TK.to(dtype)
+    x = x_TK.to(accumulate_dtype(x_TK.dtype))
     for adapter in buffers.adapters:
-        dy = dy_TN[:, adapter.rows].to(dtype).contiguous()
-        x_a = matmul(x, adapter.a.to(dtype)).mul_(adapter.scale)
-        dy_b = matmul(dy, adapter.b.t().to(dtype)).mul_(adapter.scale)
+        dy = dy_TN[:, adapter.rows].to(x.dtype).contiguous()
+        x_a, dy_b = low_rank_rows(adapter, dy, x)
         add_outer(adapter.db, dy, x_a, blocks)
         add_outer(adapter.da, dy_b, x, blocks)
+
+
+def low_rank_rows(
+    adapter: AdapterBuffers, dy_TN: torch.Tensor, x_TK: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """s x a^T and s dy b, [T, r] each. dy: the columns of the adapter's matrix. Both are fp32 (or fp64)."""
+    b, a = adapter.b.to(x_TK.dtype), adapter.a.to(x_TK.dtype)
+    return matmul(x_TK, a).mul_(adapter.scale), matmul(dy_TN, b.t()).mul_(adapter.scale)

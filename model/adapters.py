@@ -5,7 +5,7 @@ are exact in every way in which they are exact without adapters. W, the base, ne
 A and B are summed in each pass, as those of weights are (kernels/low_rank.py).
 
 Shapes: W, W' [N, K]; B [N, r]; A [r, K]. The decoder's q, k and v are one matrix, and gate and up are
-one. Each part that has an adapter has one of its own, as in PEFT.
+one. The matrices of a layer's experts are two. Each part that has an adapter has one of its own, as in PEFT.
 """
 
 import math
@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..kernels.backend import on_triton
 from ..kernels.grad import GradBuffer
 from ..kernels.low_rank import AdapterBuffers, LowRankBuffers
 from ..kernels.merge import merge
@@ -41,16 +42,9 @@ class Adapter(NamedTuple):
 def adapted_layout(config: ModelConfig, lora: Lora) -> Layout:
     """The layout of a model whose weights with adapters come first.
 
-    The others are `frozen`. A matrix of which one part has an adapter is adapted as a whole. Raises
-    ValueError where a target is a matrix of experts.
+    The others are `frozen`. A matrix of which one part has an adapter is adapted as a whole.
     """
     layout = Layout(config)
-    of_experts = [p for e in layout.entries.values() if ".experts." in e.name for p, _ in e.parts]
-    if named := next((p for p in of_experts if _is_target(p, lora)), None):
-        raise ValueError(
-            f"lora.targets: {named} is a matrix of an expert, which has no adapters; choose among q_proj, "
-            "k_proj, v_proj and o_proj"
-        )
     frozen = [e.name for e in layout.entries.values() if not any(_is_target(p, lora) for p, _ in e.parts)]
     return Layout(config, frozen)
 
@@ -161,8 +155,14 @@ class Adapters:
     ):
         """weights: the base, [layout.model.numel] fp32. base: a dtype that holds it exactly.
 
-        The decoder's weights are merged at once.
+        The decoder's weights are merged at once. Raises ValueError for adapters of experts on a GPU.
         """
+        of_experts = next((a.module for a in layout.adapters if ".experts." in a.weight.name), None)
+        if of_experts and on_triton(decoder.flat):
+            raise ValueError(
+                f"lora.targets: {of_experts} is a matrix of an expert, whose adapters have no GPU kernel; "
+                'choose among q_proj, k_proj, v_proj and o_proj, or set device = "cpu"'
+            )
         self.layout, self.decoder = layout, decoder
         self.flat = flat.to(decoder.device, copy=True)
         adapted, rest = weights[: layout.model.trained_numel], weights[layout.model.trained_numel :]

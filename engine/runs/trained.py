@@ -20,7 +20,7 @@ from ..train.optimizer import Optimizer
 def model_layout(config: Config, model_config: ModelConfig) -> Layout:
     """The layout of the model's weights. Those that are trained, or have adapters, come first.
 
-    Raises ValueError (see adapted_layout, frozen_weights).
+    Raises ValueError (see frozen_weights).
     """
     if lora := config.lora.shape:
         return adapted_layout(model_config, lora)

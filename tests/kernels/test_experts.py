@@ -11,6 +11,7 @@ from zerokl.kernels.expert_rows import ExpertRows
 from zerokl.kernels.grad import GradBuffer
 from zerokl.kernels.grouped_linear import grouped_linear
 from zerokl.kernels.linear import linear
+from zerokl.kernels.low_rank import AdapterBuffers, LowRankBuffers
 from zerokl.kernels.order import token_blocks
 from zerokl.kernels.passes import Pass
 from zerokl.kernels.silu_mul import silu_mul
@@ -184,6 +185,41 @@ def test_an_experts_gradient_is_that_of_a_linear_over_its_tokens(dtype):
         linear(x[tokens], w_e, None, in_pass).backward(dy[start : start + len(tokens)])
         assert total_unequal([dw], [expected.sums[0]]) == 0
         assert dw.any() == (e < 4)
+
+
+def low_rank(parts: list[tuple[slice, torch.Tensor, torch.Tensor]]) -> LowRankBuffers:
+    """Adapters with buffers that hold NaN and count as empty."""
+    buffers = [[GradBuffer(torch.full((1, *x.shape), float("nan")), [0]) for x in ba] for _, *ba in parts]
+    return LowRankBuffers(
+        tuple(AdapterBuffers(*part, 5 / 3, *sums) for part, sums in zip(parts, buffers, strict=True))
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_adapters_of_an_expert_have_the_gradient_of_a_linear_over_its_tokens(dtype):
+    """Those of the last rows of each expert's matrix. Tokens and blocks are those of the test above."""
+    lengths, N, first = [150, 20, 130], 32, 12
+    ids = torch.stack([randint(1, 9, 300) // 8, 2 + randint(2, 2, 300)], 1)
+    rows, x = ExpertRows(ids, 5), randn(0, 300, D, dtype=dtype)
+    w = randn(1, 5 * N, D, dtype=dtype).requires_grad_()
+    factors = [(randn(10 + e, N - first, 3), randn(20 + e, 3, D)) for e in range(5)]
+    parts = [(slice(e * N + first, (e + 1) * N), *ba) for e, ba in enumerate(factors)]
+    buffers, dy = low_rank(parts), randn(2, len(rows.tokens), N, dtype=dtype)
+    grouped_linear(x, w, rows, Pass(token_blocks(lengths), {w: buffers})).backward(dy)
+    for e, (_, first_row, end) in enumerate(rows.segments):
+        tokens = [t for t in range(300) if e in ids[t]]
+        counts = [sum(start <= t < end for t in tokens) for start, end in ((0, 150), (150, 170), (170, 300))]
+        w_e = w.detach().chunk(5)[e].clone().requires_grad_()
+        expected = low_rank([(slice(first, N), *factors[e])])
+        in_pass = Pass(token_blocks(counts), {w_e: expected})
+        linear(x[tokens], w_e, None, in_pass).backward(dy[first_row : first_row + len(tokens)])
+        for name in ("db", "da"):
+            found, sums = (getattr(each, name).sums for each in (buffers.adapters[e], expected.adapters[0]))
+            assert total_unequal([found], [sums]) == 0, (e, name)
+            assert found.any()
+        assert first_row + len(tokens) <= end
+    assert len(rows.segments) == 4
+    assert buffers.adapters[4].db.empty == buffers.adapters[4].da.empty == {0}, "expert 4 has no tokens"
 
 
 @pytest.mark.parametrize("experts", [1, 7])

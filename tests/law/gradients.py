@@ -66,6 +66,28 @@ def _adapted(x: torch.Tensor, weights: list[torch.Tensor], in_pass: Pass) -> tor
     return linear(x, w, None, replace(in_pass, buffers={w: buffers}))
 
 
+def _adapters_of_experts(D: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """b and a of adapters of each expert: of its up matrix, and of its down matrix."""
+    shapes = [(experts.INNER, 2), (2, D)] * experts.EXPERTS + [(D, 2), (2, experts.INNER)] * experts.EXPERTS
+    return [randn(110 + i, *shape) for i, shape in enumerate(shapes)]
+
+
+def _adapted_experts(x: torch.Tensor, weights: list[torch.Tensor], in_pass: Pass) -> torch.Tensor:
+    """A mixture whose experts' adapters are trained in place of its matrices."""
+    D, n, inner = x.shape[1], experts.EXPERTS, experts.INNER
+    router, gate_up, down = experts.weights(D, x.dtype, 104)
+    gate_up.requires_grad_()
+    down.requires_grad_()
+    rows = [slice((2 * e + 1) * inner, (2 * e + 2) * inner) for e in range(n)]
+    rows += [slice(e * D, (e + 1) * D) for e in range(n)]
+    adapters = [
+        AdapterBuffers(part, b.detach(), a.detach(), 2.0, in_pass.buffers[b], in_pass.buffers[a])
+        for part, b, a in zip(rows, weights[::2], weights[1::2], strict=True)
+    ]
+    buffers = {gate_up: LowRankBuffers(tuple(adapters[:n])), down: LowRankBuffers(tuple(adapters[n:]))}
+    return experts.mixture(x, router, gate_up, down, replace(in_pass, buffers=buffers))[0]
+
+
 OPS = {
     "linear": Op(
         lambda D, dtype: [randn(102, D + 5, D, dtype=dtype), randn(103, D + 5, dtype=dtype)],
@@ -73,6 +95,9 @@ OPS = {
         lambda width: (width + 5,),
     ),
     "adapters": Op(_adapters, lambda x, ids, w, in_pass: _adapted(x, w, in_pass), lambda width: (width + 9,)),
+    "adapters of experts": Op(
+        _adapters_of_experts, lambda x, ids, w, in_pass: _adapted_experts(x, w, in_pass)
+    ),
     "rms_norm": Op(_vector, lambda x, ids, w, in_pass: rms_norm(x, w[0], 1e-6, in_pass)),
     "add_rms_norm": Op(_vector, lambda x, ids, w, in_pass: add_rms_norm(x, -2 * x, w[0], 1e-6, in_pass)[0]),
     "qk_norm": Op(

@@ -198,7 +198,7 @@ def test_frozen_weights_are_those_of_one_process(plain, tmp_path):
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_adapters_are_those_of_one_process(plain, tmp_path, ranks):
-    """The ranks sum the merged weights' gradient in slices, and adapters have slices of their own."""
+    """The slices of the ranks are of A and B, of which each rank has all to merge with."""
     lora = plain.model_copy(update={"lora": LoraConfig(rank=3), "steps": 2})
     train(lora, tmp_path / "alone")
     _run(ranks, lora, tmp_path / "run", "--micro_batch", "2")

@@ -176,15 +176,18 @@ def test_experts_of_a_dense_model_are_not_replayed(config, tmp_path):
 # Controls
 
 
-def test_adapters_beside_experts(config, moe, tmp_path):
-    """Those of the attention are trained, however the work is cut. Those of experts are refused by name."""
-    attention = config(model=moe, dtype="bfloat16", lora__rank=3, lora__targets=["q_proj", "o_proj"])
-    summary = train(attention, tmp_path / "run")
+@pytest.mark.parametrize("targets", [["q_proj", "o_proj"], ["gate_proj", "down_proj", "v_proj"]], ids=str)
+def test_adapters_are_trained_however_the_work_is_cut(config, moe, tmp_path, targets):
+    """Of the attention beside experts, and of each expert."""
+    cfg = config(model=moe, dtype="bfloat16", lora__rank=3, lora__targets=targets)
+    summary = train(cfg, tmp_path / "run")
     assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
-    train(attention.model_copy(update={"workers": 2, "micro_batch": 2}), tmp_path / "other")
+    train(cfg.model_copy(update={"workers": 2, "micro_batch": 2}), tmp_path / "other")
     assert fingerprint(tmp_path / "other") == fingerprint(tmp_path / "run")
-    with pytest.raises(ValueError, match=r"^lora\.targets: .*experts\.0\.gate_proj.* no adapters; choose"):
-        train(config(model=moe, lora__rank=3), tmp_path / "refused")
+    stored = load_file(tmp_path / "run" / "checkpoints" / "step-000003" / "adapter_model.safetensors")
+    b = {name: x for name, x in stored.items() if "lora_B" in name}
+    assert all(x.any() for x in b.values()), "each adapter has moved"
+    assert sum(".experts." in name for name in b) == (12 if "down_proj" in targets else 0)
 
 
 @pytest.fixture(scope="module")

@@ -86,6 +86,14 @@ def test_the_precision_recipe_has_what_its_question_needs():
     assert len({to_toml(c.config) for c in cells}) == len(cells)
 
 
+def test_the_recipe_of_adapters_compares_ranks_with_all_weights():
+    cells = read_grid(Path(zerokl.__file__).parent / "benchmarks" / "lora.toml")
+    ranks = {cell.settings["trained"]: cell.config.lora.rank for cell in cells}
+    assert ranks == {"all_weights": 0, "rank_16": 16, "rank_1": 1}
+    assert all(c.config.exact and c.config.evaluation.every for c in cells)
+    assert len({to_toml(c.config) for c in cells}) == len(cells) == 3 * LEAST_SEEDS
+
+
 @pytest.mark.full
 def test_cells_are_ordinary_runs_and_the_report_sums_them_up(grid, tmp_path, read_jsonl, capsys):
     path = grid(
