@@ -137,7 +137,7 @@ def attention_launches(
 
 
 def expert_launches(module: Any, dtype: torch.dtype, target: str) -> tuple[Launch, Launch]:
-    """vLLM's product of experts in batch-invariant mode, and ours with its number of stages."""
+    """vLLM's product of experts in batch-invariant mode, and ours with its tiles along M and N."""
     T, k, E, N, K = 64, 8, 128, 2048, 1000
     shapes = (T * k, K), (E, N, K), (T * k, 1, N)
     x, w, y = (torch.empty(*shape, dtype=dtype, device="meta") for shape in shapes)
@@ -158,7 +158,8 @@ def expert_launches(module: Any, dtype: torch.dtype, target: str) -> tuple[Launc
         ),
     )
     ours = our_launch(target, lambda: grouped_matmul(x, w, rows, of_tokens=False, q_Tk=q))
-    tiles = {name: vllm.options[name] for name in ("num_warps", "num_stages")}
+    tiles = {f"BLOCK_{a}": vllm.options[f"BLOCK_SIZE_{a}"] for a in "MN"}
+    tiles |= {name: vllm.options[name] for name in ("num_warps", "num_stages")}
     return vllm, ours._replace(options=ours.options | tiles)
 
 

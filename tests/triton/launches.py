@@ -12,6 +12,7 @@ whatever the memory held. A launch is identified by Triton's key of its binary.
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -27,6 +28,7 @@ from zerokl.kernels.grad import GradBuffer, PendingSums
 from zerokl.kernels.launch import Launch, recorded_launches
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.kernels.tiles import tiles_of_target
+from zerokl.model.config import Experts
 from zerokl.model.decoder import COMPUTE, Decoder, Numerics
 from zerokl.model.prompts import Prompts
 from zerokl.model.scoring import logprobs, pack
@@ -43,7 +45,10 @@ MODELS = {
     "Qwen2.5-0.5B": ("Qwen2", 896, 4864, 14, 2, 64, True),
     "Llama-3.2-1B": ("Llama", 2048, 8192, 32, 8, 64, True),
     "SmolLM2-135M": ("Llama", 576, 1536, 9, 3, 64, True),
+    "sparse": ("Qwen3", 2048, 768, 16, 8, 128, False),
 }
+# Qwen3-30B-A3B's, in the second layer of two.
+EXPERTS = {"sparse": Experts(number=128, per_token=8, size=768, renormalise=True, layers=frozenset({1}))}
 VOCABULARY = 4096  # short, to save memory
 NARROW_CACHE, WIDE_HEAD = Numerics(cache=torch.bfloat16), Numerics(lm_head=torch.float32)
 SETTINGS = [(dtype, COMPUTE) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
@@ -62,6 +67,7 @@ def decoder(name: str, dtype: torch.dtype, numerics: Numerics) -> Decoder:
     config = model_config(
         family, D, inner, heads, kv_heads, head_dim, layers=2, vocab=VOCABULARY, tied=tied, context=1024
     )
+    config = replace(config, experts=EXPERTS.get(name))
     layout = Layout(config)
     model = Decoder(config, torch.empty(layout.numel, dtype=dtype), layout, numerics)
     return model

@@ -82,7 +82,7 @@ def test_weight_gradients_have_the_bits_of_the_other_kernel(lengths, N, K, seed,
     for shard in {0, 1, 2}.difference(blocks.shards):
         tma[shard] = other[shard]
     chosen = tiles.tma_outer_tiles(N, K, dtype, "hopper")
-    matmul_tma_triton.add_outer_tma(tma, dy, x, blocks.on(x.device), chosen, 4, empty)
+    matmul_tma_triton.add_outer_tma(tma, dy, x, blocks.on(x.device).runs, chosen, 4, empty)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(matmul_triton, "tma_outer_tiles", lambda *_: None)
         matmul_triton.add_outer(other, dy, x, blocks)
@@ -93,9 +93,9 @@ def test_control_other_runs_give_other_bits():
     dy, x = randn(1, 300, 136, dtype=DTYPES[0]), randn(2, 300, 72, dtype=DTYPES[0])
     results = []
     for blocks in ([(0, 300)], [(0, 37), (37, 300)]):
-        acc, tables = torch.zeros(1, 136, 72), blocks_of_rows(blocks).on(x.device)
+        acc, runs = torch.zeros(1, 136, 72), blocks_of_rows(blocks).on(x.device).runs
         chosen = tiles.tma_outer_tiles(136, 72, x.dtype, "hopper")
-        matmul_tma_triton.add_outer_tma(acc, dy, x, tables, chosen, 4, False)
+        matmul_tma_triton.add_outer_tma(acc, dy, x, runs, chosen, 4, False)
         results.append(acc)
     assert total_unequal(results[:1], results[1:]) > 0
 
