@@ -31,6 +31,8 @@ from zerokl.model.weights import VALUE_HEAD_TENSOR
 
 from tests.helpers import assert_at_most_twice_the_error, randn
 
+HALVES = ("bfloat16", "float16")
+
 
 @pytest.fixture(scope="module")
 def ppo(config):
@@ -43,7 +45,7 @@ def ppo(config):
     return make
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", *(pytest.param(x, marks=pytest.mark.full) for x in HALVES)])
 def test_a_run_is_exact_and_is_done_again_to_the_bit(ppo, read_jsonl, tmp_path, dtype, capsys):
     path = tmp_path / "run"
     run = train(ppo(dtype=dtype, checkpoint__every=2), path)
@@ -60,6 +62,7 @@ def test_a_run_is_exact_and_is_done_again_to_the_bit(ppo, read_jsonl, tmp_path, 
     assert resume(path).fingerprint == run.fingerprint
 
 
+@pytest.mark.full
 def test_every_setting_of_the_critic_shows_in_the_weights(ppo, tmp_path):
     changes = (
         {},
@@ -245,6 +248,7 @@ def test_what_has_no_critic_is_refused(ppo, tmp_path, changes, message):
         train(ppo(**changes), tmp_path / "run")
 
 
+@pytest.mark.full
 def test_one_completion_of_a_prompt_and_frozen_weights_are_enough(ppo, tmp_path):
     cfg = ppo(num_generations=1, prompts=4, frozen=["model.embed_tokens.*", "model.layers.0.*"])
     run = train(cfg, tmp_path / "run")
