@@ -148,19 +148,26 @@ def test_the_gradient_is_that_of_transformers_and_a_linear_head_in_fp64(ppo):
 
 def test_turns_are_rewarded_at_their_last_tokens(ppo, tmp_path, monkeypatch):
     """In an environment, and with a cost of length: what is added comes at the end."""
-    cfg = ppo(task__name="nim", task__options={}, task__reward="", num_generations=2, prompts=4)
+    cfg = ppo(
+        task__name="nim",
+        task__options={},
+        task__reward="",
+        num_generations=2,
+        prompts=4,
+        loss__overlong_share=1.0,
+    )
     seen, of_tokens = [], training.token_rewards
 
     def watched(drawn, turn_starts, turn_rewards, shaped):
         rewards = of_tokens(drawn, turn_starts, turn_rewards, shaped)
-        seen.append((len(turn_starts), rewards, shaped))
+        seen.append((sum(turn_rewards), rewards, shaped))
         return rewards
 
     monkeypatch.setattr(training, "token_rewards", watched)
     run = train(cfg, tmp_path / "run")
     assert (run.tokens_unequal, run.mismatch_max_abs) == (0, 0.0)
-    assert seen
-    assert all(math.isclose(rewards.sum(), shaped) for _, rewards, shaped in seen)
+    assert all(math.isclose(rewards.sum(), shaped, abs_tol=1e-12) for _, rewards, shaped in seen)
+    assert any(shaped < plain for plain, _, shaped in seen)
 
 
 def _shifted_targets(monkeypatch) -> None:
