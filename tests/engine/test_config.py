@@ -206,7 +206,7 @@ def test_every_key_mistyped_by_one_letter_is_refused():
         ("sampling.allowed_token_ids", [3.5]),
         ("sampling.allowed_token_ids", 3),
         ("optimizer.lr", "inf"),
-        ("loss.preset", "ppo"),
+        ("loss.preset", "trpo"),
         ("loss.clip_low", "2"),
         ("sampler", "magic"),
         ("sampling", "3"),

@@ -31,6 +31,8 @@ from zerokl.model.weights import VALUE_HEAD_TENSOR
 
 from tests.helpers import assert_at_most_twice_the_error, randn
 
+HALVES = ("bfloat16", "float16")
+
 
 @pytest.fixture(scope="module")
 def ppo(config):
@@ -43,7 +45,7 @@ def ppo(config):
     return make
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", *(pytest.param(x, marks=pytest.mark.full) for x in HALVES)])
 def test_a_run_is_exact_and_is_done_again_to_the_bit(ppo, read_jsonl, tmp_path, dtype, capsys):
     path = tmp_path / "run"
     run = train(ppo(dtype=dtype, checkpoint__every=2), path)
@@ -60,6 +62,7 @@ def test_a_run_is_exact_and_is_done_again_to_the_bit(ppo, read_jsonl, tmp_path, 
     assert resume(path).fingerprint == run.fingerprint
 
 
+@pytest.mark.full
 def test_every_setting_of_the_critic_shows_in_the_weights(ppo, tmp_path):
     changes = (
         {},
@@ -145,19 +148,26 @@ def test_the_gradient_is_that_of_transformers_and_a_linear_head_in_fp64(ppo):
 
 def test_turns_are_rewarded_at_their_last_tokens(ppo, tmp_path, monkeypatch):
     """In an environment, and with a cost of length: what is added comes at the end."""
-    cfg = ppo(task__name="nim", task__options={}, task__reward="", num_generations=2, prompts=4)
+    cfg = ppo(
+        task__name="nim",
+        task__options={},
+        task__reward="",
+        num_generations=2,
+        prompts=4,
+        loss__overlong_share=1.0,
+    )
     seen, of_tokens = [], training.token_rewards
 
     def watched(drawn, turn_starts, turn_rewards, shaped):
         rewards = of_tokens(drawn, turn_starts, turn_rewards, shaped)
-        seen.append((len(turn_starts), rewards, shaped))
+        seen.append((sum(turn_rewards), rewards, shaped))
         return rewards
 
     monkeypatch.setattr(training, "token_rewards", watched)
     run = train(cfg, tmp_path / "run")
     assert (run.tokens_unequal, run.mismatch_max_abs) == (0, 0.0)
-    assert seen
-    assert all(math.isclose(rewards.sum(), shaped) for _, rewards, shaped in seen)
+    assert all(math.isclose(rewards.sum(), shaped, abs_tol=1e-12) for _, rewards, shaped in seen)
+    assert any(shaped < plain for plain, _, shaped in seen)
 
 
 def _shifted_targets(monkeypatch) -> None:
@@ -245,6 +255,7 @@ def test_what_has_no_critic_is_refused(ppo, tmp_path, changes, message):
         train(ppo(**changes), tmp_path / "run")
 
 
+@pytest.mark.full
 def test_one_completion_of_a_prompt_and_frozen_weights_are_enough(ppo, tmp_path):
     cfg = ppo(num_generations=1, prompts=4, frozen=["model.embed_tokens.*", "model.layers.0.*"])
     run = train(cfg, tmp_path / "run")
