@@ -63,6 +63,8 @@ CHAINED_WHERE_SET = (
     "loss.beta",
     "loss.semantic_entropy",
     "perturb.routing",
+    "precision.router_dtype",
+    "precision.sampler_router_dtype",
     "task.equivalence",
     "task.answer_prefix",
     "sampling.min_p",

@@ -168,9 +168,44 @@ def test_replayed_experts_change_no_bit_of_an_exact_run(plain, run, tmp_path):
     assert lines_of(tmp_path / "run") == lines_of(run)
 
 
-def test_experts_of_a_dense_model_are_not_replayed(config, tmp_path):
-    with pytest.raises(ValueError, match="Qwen3ForCausalLM has no experts"):
-        train(config(perturb__routing="replayed"), tmp_path / "run")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"perturb__routing": "replayed"},
+        {"precision__router_dtype": "float32"},
+        {"precision__sampler_router_dtype": "float32", "exact": False},
+    ],
+    ids=str,
+)
+def test_a_dense_model_has_no_settings_of_experts(config, tmp_path, settings):
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM has no experts; set it to"):
+        train(config(**settings), tmp_path / "run")
+
+
+# Routers in fp32
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_routers_in_fp32_are_exact_and_trained_and_decide_bits(config, moe, tmp_path, dtype):
+    settings = config(model=moe, dtype=dtype, precision__router_dtype="float32", checkpoint__every=3)
+    summary = train(settings, tmp_path / "run")
+    assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
+    cut_up = {"workers": 2, "micro_batch": 2, "recompute": "layer"}
+    again = train(settings.model_copy(update=cut_up), tmp_path / "again")
+    assert again.fingerprint == summary.fingerprint
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (moe, tmp_path / "run/checkpoints/step-000003")
+    )
+    assert not torch.equal(*(weights["model.layers.1.mlp.gate.weight"] for weights in (before, after)))
+    narrow = train(config(model=moe, dtype=dtype), tmp_path / "narrow")
+    assert narrow.weights != summary.weights
+
+
+def test_a_router_in_fp32_on_one_side_is_a_mismatch_that_a_replay_cannot_hide(config, moe, tmp_path):
+    settings = {"dtype": "bfloat16", "exact": False, "precision__sampler_router_dtype": "float32"}
+    summary = train(config(model=moe, **settings, perturb__routing="replayed"), tmp_path / "run")
+    assert summary.mismatch_max_abs > 0.0
+    assert max(metrics_of(tmp_path / "run", "mismatch/other_experts")) == 0.0
 
 
 # Controls
