@@ -396,7 +396,7 @@ class Decoder:
                 self.numerics.tiles,
                 self.numerics.router,
                 lambda name, y: hook(f"layers.{i}.{name}", y),
-                lambda ids: context.routing.experts(i, ids),
+                lambda logits, ids: context.routing.experts(i, logits, ids),
             )
         x = linear(x, w["gate_up"], None, context.in_pass, self.numerics.tiles)
         hook(f"layers.{i}.gate_up", x)

@@ -31,10 +31,11 @@ def run_experts(
     tiles: TileTable,
     router_dtype: torch.dtype | None,
     hook: Callable[[str, torch.Tensor], None],
-    route: Callable[[torch.Tensor], torch.Tensor],
+    route: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """x [T, D] -> [T, D]. hook: called with the name in the layer and the output of each operation.
-    route: is told the chosen experts [T, k], and returns those that compute (Routing.experts).
+    route: is told the logits [T, E] and the chosen experts [T, k], and returns those that compute
+        (Routing.experts).
 
     The router's logits are in router_dtype, or in the dtype of x where that is None, and the routing weights
     in fp32.
@@ -42,7 +43,7 @@ def run_experts(
     logits = _router_logits(x, w["router"], in_pass, tiles, router_dtype or x.dtype)
     hook("router", logits)
     q, ids = topk_softmax(logits, c.per_token, c.renormalise)
-    given = route(ids)
+    given = route(logits, ids)
     if given is not ids:
         q, ids = given_softmax(logits, given, c.renormalise), given
     rows = ExpertRows(ids, c.number)

@@ -22,6 +22,7 @@ DEFAULTS: dict[str, object] = dict(
     length_reward=0.0,
     overlong_share=0.0,
     semantic_entropy=0.0,
+    router_aux_coef=0.0,
     max_resamples=1,
 )
 _GRPO = DEFAULTS | dict(advantage="std", bound="clip", clip_low=0.2, clip_high=0.2, loss_agg_mode="length")

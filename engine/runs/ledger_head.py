@@ -62,6 +62,7 @@ CHAINED_WHERE_SET = (
     "loss.k",
     "loss.beta",
     "loss.semantic_entropy",
+    "loss.router_aux_coef",
     "perturb.routing",
     "precision.router_dtype",
     "precision.sampler_router_dtype",

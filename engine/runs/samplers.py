@@ -115,12 +115,13 @@ def _refuse_without_experts(config: Config, architecture: str) -> None:
     precision = config.precision
     defaults = {
         "perturb.routing": (config.perturb.routing, "free"),
+        "loss.router_aux_coef": (config.loss.resolve().router_aux_coef, 0.0),
         "precision.router_dtype": (precision.router_dtype, "compute"),
         "precision.sampler_router_dtype": (precision.sampler_router_dtype, ""),
     }
     for name, (value, default) in defaults.items():
         if value != default:
-            raise ValueError(f'{name} ("{value}"): {architecture} has no experts; set it to "{default}"')
+            raise ValueError(f"{name} ({value!r}): {architecture} has no experts; set it to {default!r}")
 
 
 def is_separate(config: Config) -> bool:

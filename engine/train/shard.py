@@ -3,6 +3,7 @@
 Shapes: n sequences in canonical order; C drawn tokens of a micro-batch.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, zip_longest
@@ -19,6 +20,7 @@ from ...model.observer import Observer, Rows, observed
 from ...model.prompts import PromptLayout, Prompts, prompt_passes
 from ...model.routing import FREE, RecordedRouting, ReplayedRouting
 from ...model.scoring import PackedBatch, ScoringInputs, pack
+from ..loss.load_balance import load_balance
 from ..loss.policy_loss import LossConfig, policy_loss
 from ..parallel.partition import micro_batches, virtual_shards
 from ..rollout.types import Rollout
@@ -77,7 +79,15 @@ class Scored:
     entropies: torch.Tensor  # [C]
     # [C, L, k], the experts of the row that predicts each token (model/routing.py); None in a dense model
     experts: torch.Tensor | None
+    load_balance: torch.Tensor | None  # of each sequence (loss/load_balance.py); None where it is off
     underflow: dict[str, int]  # zeros in the watched gradients (underflow.py); empty unless ShardWork.watch
+
+
+def mean_load_balance(parts: Sequence[Scored]) -> dict[str, float]:
+    """The metric of the load-balancing loss: its mean over sequences. Nothing where it is off."""
+    of_parts = [part.load_balance for part in parts if part.load_balance is not None]
+    values = torch.cat(of_parts).tolist() if of_parts else []
+    return {"router/load_balance": math.fsum(values) / len(values)} if values else {}
 
 
 def joined_experts(parts: Sequence[Scored]) -> torch.Tensor | None:
@@ -107,6 +117,7 @@ class ShardWork:
     watch: bool = False
     observer: ForwardObserver | None = None
     replayed: bool = False  # whether drawn tokens are computed with the sampler's experts
+    sequences: int = 1  # of the step, over which the load-balancing loss is a mean
 
     def __call__(
         self, decoder: Decoder, shards: Sequence[Shard | None], buffers: Buffers
@@ -137,7 +148,7 @@ def shard_gradients(
         together = {i: part for i, part in enumerate(parts) if part is not None}
         _pass_gradient(decoder, together, buffers, work, scored, counts)
     if counts is not None:  # read at the end, because the host waits for the backward
-        next(filter(None, scored)).append(Scored(*[torch.empty(0)] * 3, None, counts.read()))
+        next(filter(None, scored)).append(Scored(*[torch.empty(0)] * 3, None, None, counts.read()))
     return scored
 
 
@@ -196,19 +207,20 @@ def _micro_batch(
     shard = joined.part(rows)
     pairs, masks = [r.pair for r in shard.rollouts], [r.mask for r in shard.rollouts]
     packed = pack(pairs, layout.prompt_of_sample[rows], shard_of[rows], masks)
-    routing = _routing(decoder.config.experts, packed, shard.rollouts, work.replayed)
+    routing = _routing(decoder.config.experts, packed, shard.rollouts, work)
     inputs = ScoringInputs(decoder, packed, work.sampling_params, layout, routing=routing or FREE)
     return _MicroBatch(shard, packed, inputs, routing)
 
 
 def _routing(
-    experts: Experts | None, packed: PackedBatch, rollouts: Sequence[Rollout], replayed: bool
+    experts: Experts | None, packed: PackedBatch, rollouts: Sequence[Rollout], work: ShardWork
 ) -> RecordedRouting | None:
     """The routing of a micro-batch; None in a dense model."""
-    if experts is None or not replayed:
-        return experts and RecordedRouting(experts, packed.rows)
+    keeps_logits = bool(work.loss.router_aux_coef)
+    if experts is None or not work.replayed:
+        return experts and RecordedRouting(experts, packed.rows, keeps_logits)
     given = torch.from_numpy(np.concatenate([r.experts for r in rollouts]))
-    return ReplayedRouting(experts, packed.rows, given)
+    return ReplayedRouting(experts, packed.rows, given, keeps_logits)
 
 
 def _placed(observer: ForwardObserver | None, rollouts: Sequence[Rollout]) -> Observer | None:
@@ -232,13 +244,17 @@ def _by_shard(
     shard_of [n]: the shard of each sequence. lengths [n]: its drawn tokens.
     """
     start = 0
-    for shard, members in groupby(range(len(shard_of)), key=shard_of.__getitem__):
+    for shard, group in groupby(range(len(shard_of)), key=shard_of.__getitem__):
+        members = list(group)
         end = start + sum(lengths[i] for i in members)
         tokens = slice(start, end)
         # Copies, because a part of a tensor is pickled with all of it.
         columns = (micro_batch.logp, micro_batch.losses, micro_batch.entropies)
         experts = None if micro_batch.experts is None else micro_batch.experts[tokens].clone()
-        yield shard, Scored(*(x[tokens].clone() for x in columns), experts, micro_batch.underflow)
+        balance = micro_batch.load_balance
+        balance = None if balance is None else balance[members[0] : members[-1] + 1].clone()
+        columns = [x[tokens].clone() for x in columns]
+        yield shard, Scored(*columns, experts, balance, micro_batch.underflow)
         start = end
 
 
@@ -248,7 +264,8 @@ def _has_gradient(part: Shard, loss: LossConfig) -> bool:
     Tokens with advantage 0 have no policy gradient. Where all advantages are 0 and no other term of the
     loss has a gradient, the forward alone is enough: the monitor needs its logprobs.
     """
-    return bool(loss.square or loss.kl_coef or any(A.any() for A in part.advantages))
+    other_terms = loss.square or loss.kl_coef or loss.router_aux_coef
+    return bool(other_terms or any(A.any() for A in part.advantages))
 
 
 def _concatenated(values: Sequence[np.ndarray] | None) -> torch.Tensor | None:
@@ -279,10 +296,30 @@ def _micro_batch_gradient(
         of_tokens = logp, old_logprobs, sampling_logprobs, A
         loss = policy_loss(*of_tokens, lengths, work.loss, ref_logprobs, work.directory)
         loss = loss * torch.from_numpy(batch.weights).float().repeat_interleave(tokens)
-        if loss.requires_grad:
+        balance = _load_balance(routing, lengths, work.loss)
+        total = loss.sum()
+        if balance is not None:
+            total = total + balance.sum() * (work.loss.router_aux_coef / work.sequences)
+        if total.requires_grad:
             if counter:
                 counter.watch(logp)
-            (loss.sum() * work.scale).backward()
+            (total * work.scale).backward()
     underflow = dict.fromkeys(WATCHED, 0) if counter else {}
     experts = None if routing is None else routing.taken().cpu()
-    return Scored(logp.detach(), loss.detach(), entropy, experts, underflow)
+    balance = None if balance is None else balance.detach()
+    return Scored(logp.detach(), loss.detach(), entropy, experts, balance, underflow)
+
+
+def _load_balance(
+    routing: RecordedRouting | None, lengths: Sequence[int], loss: LossConfig
+) -> torch.Tensor | None:
+    """The load-balancing loss of each sequence, [n] on the CPU; None where it is off.
+
+    lengths: drawn tokens.
+    """
+    if routing is None or not loss.router_aux_coef:
+        return None
+    of_sequences = zip(
+        routing.logits().cpu().split(lengths), routing.taken().cpu().split(lengths), strict=True
+    )
+    return torch.stack([load_balance(z, ids) for z, ids in of_sequences])

@@ -24,7 +24,7 @@ def gradient_of_router(router_dtype: torch.dtype | None, buffered: bool) -> torc
     }
     buffers = {x: GradBuffer.like(x) for x in w.values()} if buffered else {}
     in_pass, x = Pass(token_blocks([T]), buffers), randn(9, T, D, dtype=torch.bfloat16)
-    y = run_experts(EXPERTS, w, x, in_pass, DEFAULT_TABLE, router_dtype, lambda *_: None, lambda ids: ids)
+    y = run_experts(EXPERTS, w, x, in_pass, DEFAULT_TABLE, router_dtype, lambda *_: None, lambda _, ids: ids)
     y.backward(randn(8, T, D, dtype=torch.bfloat16))
     assert buffered == (w["router"].grad is None)
     return buffers[w["router"]].zeroed([0])[0] if buffered else w["router"].grad

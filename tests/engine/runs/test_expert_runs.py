@@ -173,6 +173,7 @@ def test_replayed_experts_change_no_bit_of_an_exact_run(plain, run, tmp_path):
     [
         {"perturb__routing": "replayed"},
         {"precision__router_dtype": "float32"},
+        {"loss__router_aux_coef": 0.1},
         {"precision__sampler_router_dtype": "float32", "exact": False},
     ],
     ids=str,
@@ -180,6 +181,22 @@ def test_replayed_experts_change_no_bit_of_an_exact_run(plain, run, tmp_path):
 def test_a_dense_model_has_no_settings_of_experts(config, tmp_path, settings):
     with pytest.raises(ValueError, match="Qwen3ForCausalLM has no experts; set it to"):
         train(config(**settings), tmp_path / "run")
+
+
+# The load-balancing loss
+
+
+def test_load_is_balanced_by_the_same_bits_however_the_work_is_cut(config, moe, tmp_path):
+    settings = {"model": moe, "dtype": "bfloat16", "steps": 6, "optimizer__lr": 3e-3}
+    spread = {}
+    for coef in (1e-9, 5.0):
+        train(config(**settings, loss__router_aux_coef=coef), tmp_path / str(coef))
+        spread[coef] = metrics_of(tmp_path / str(coef), "router/load_balance")
+    assert spread[1e-9][0] == spread[5.0][0] > 2.0, "k is the least"
+    assert spread[5.0][-1] < min(spread[1e-9][-1], spread[5.0][0])
+    cut_up = {"workers": 2, "micro_batch": 3, "recompute": "layer", "loss__router_aux_coef": 5.0}
+    train(config(**settings, **cut_up), tmp_path / "cut up")
+    assert lines_of(tmp_path / "cut up") == lines_of(tmp_path / "5.0")
 
 
 # Routers in fp32

@@ -7,7 +7,7 @@ from zerokl.engine.loss.presets import DEFAULTS, PRESETS
 from zerokl.engine.runs.ledger_head import CHAINED_WHERE_SET, binding
 
 # Settings of the loss that most runs do not have, each with a value that is no default.
-RARE = {"k": 3, "beta": 0.5, "semantic_entropy": 0.25}
+RARE = {"k": 3, "beta": 0.5, "semantic_entropy": 0.25, "router_aux_coef": 0.01}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
