@@ -81,6 +81,7 @@ test-proofs: $(STAMP) $(TRITONS)
 	$(BIN)/python -m pytest -m "proof and not vllm"
 	.venv-vllm/bin/python -m pytest -m "proof and vllm" tests/vllm
 	ALL_TARGETS=1 $(ENVIRONMENT_OF_TRITON) .venv-vllm/bin/python -m pytest tests/triton/test_binaries.py
+	$(ENVIRONMENT_OF_TRITON) .venv-vllm/bin/python -m pytest -m proof tests/triton
 
 # vLLM in an environment of its own. See requirements-vllm.txt for why its own dependencies are not installed.
 vllm: .venv-vllm/.installed
@@ -96,7 +97,7 @@ test-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pytest -m "vllm and not proof" tests/vllm
 
 test-triton: $(TRITONS)
-	$(ENVIRONMENT_OF_TRITON) .venv-vllm/bin/python -m pytest tests/triton
+	$(ENVIRONMENT_OF_TRITON) .venv-vllm/bin/python -m pytest -m "not proof" tests/triton
 
 # vLLM 0.33 has no build for CPUs: its Python files over the compiled operations of 0.32 (tests/vllm/overlay.py). Not in CI.
 .venv-vllm/vllm-0.33/.made: .venv-vllm/.installed tests/vllm/overlay.py

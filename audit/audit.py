@@ -25,7 +25,7 @@ from .engines.make import device_of, library_errors, make_engines, tiles_of
 from .engines.settings import machine_settings
 from .figures.batch_invariance import batch_invariance
 from .figures.full_vocab import compare_full_vocab
-from .hypotheses.log_causes import other_checkpoints
+from .hypotheses.log_causes import model_adapters, other_checkpoints
 from .hypotheses.scorer import Scorer
 from .logs.scan import scan_log
 from .operations.operations import Checkpoint
@@ -86,9 +86,10 @@ def _audit_log(setup: _Setup) -> Measurements:
     cfg, model = setup.cfg, setup.model
     setup.stage(f"reading {cfg.sampler}")
     others = other_checkpoints(cfg.checkpoints, setup.folders[1])
+    adapters = model_adapters(cfg.adapter, setup.folders[1])
     dtype, head = (DTYPES[name] for name in (cfg.dtypes.dtype, cfg.dtypes.head_dtype))
     trainer, folder, tiles = setup.trainer, setup.folders[1], tiles_of(cfg)
-    scorer = Scorer(trainer, folder, dtype, head, setup.device, setup.tokenizer, tiles, others)
+    scorer = Scorer(trainer, folder, dtype, head, setup.device, setup.tokenizer, tiles, others, adapters)
     log = scan_log(
         Path(cfg.sampler),
         model.vocab_size,

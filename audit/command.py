@@ -60,6 +60,8 @@ def run_audit(
     if log is not None:
         _check_log(log, trainer_model, settings)
         if not settings.model:
+            if settings.adapter:
+                raise ValueError("audit: --adapter needs --model, the model that it is merged into")
             stage(f"reading {log}")
             version, given = settings.weight_version, settings.given_params
             return audit_columns(log, settings.format, n or 0, version, given, settings.tolerances)

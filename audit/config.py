@@ -91,6 +91,10 @@ class AuditSettings(Section):
     """Other weights that may have drawn a log: a model, or a folder of models such as a run's checkpoints.
     May be given several times.
     """
+    adapter: tuple[str, ...] = ()
+    """The LoRA adapter, a folder of PEFT, that is merged into the model that scores a log: which fault of the
+    adapter drew the log? Others that may have drawn it follow, each a folder of PEFT, or a folder of such.
+    """
     full_vocab: bool = False
     """Compare the log-probabilities of the whole vocabulary at each place, too: the KL both ways, total
     variation, ranks.
@@ -206,6 +210,8 @@ def _check_for_sampler(cfg: AuditConfig) -> None:
     """Raise ValueError for a setting that is not for this sampler: an engine, or a log."""
     if cfg.checkpoints and not cfg.of_log:
         raise ValueError("audit: --checkpoints says which weights may have drawn a log; name a log")
+    if cfg.adapter and not cfg.of_log:
+        raise ValueError("audit: --adapter says which adapter may have drawn a log; name a log")
     if cfg.weight_version is not None and not cfg.of_log:
         raise ValueError(
             "audit: --weight_version chooses among the rollouts of a log; "

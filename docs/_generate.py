@@ -147,7 +147,7 @@ def loss_presets() -> str:
         "loss_agg_mode",
         "more",
     ]
-    more = ("square", "length_reward", "overlong_share", "semantic_entropy", "max_resamples")
+    more = ("square", "length_reward", "overlong_share", "semantic_entropy", "max_resamples", "whiten")
     rows = []
     for name, row in PRESETS.items():
         low, high = row["clip_low"], row["clip_high"]

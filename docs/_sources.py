@@ -32,8 +32,8 @@ _LOG = logging.getLogger(__name__)
 # The folder of the pages of source in the site.
 _PAGES = "_source"
 _METRIC = re.compile(
-    r'"((?:reward|response_len|groups|completions|turns|ends|scaling|time|perf|eval|staleness|ref|mismatch)'
-    r'/[a-z0-9_]*)"'
+    r'"((?:reward|response_len|groups|completions|turns|ends|scaling|time|perf|eval|staleness|ref|mismatch'
+    r'|dpo|verifree|critic)/[a-z0-9_]*)"'
 )
 # Metrics without a group.
 _PLAIN = ("step", "tokens", "loss", "entropy", "grad_norm", "lr")

@@ -103,6 +103,17 @@ def _given_and_more(s: Setting) -> bool:
     return (_dpo(s) or _verifree(s)) and bool(added or loss.surrogate or loss.max_resamples > 1)
 
 
+def _gae(s: Setting) -> bool:
+    return s.config.loss.has_critic
+
+
+def _critics_only(s: Setting) -> list[str]:
+    """The settings of a critic that are not the default."""
+    loss = s.config.loss.resolve()
+    names = ("gamma", "gae_lambda", "whiten", "value_coef", "value_clip")
+    return [name for name in names if getattr(loss, name) != DEFAULTS[name]]
+
+
 # The rows of losses with given tokens come first, so that their own reasons are the ones that are given.
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -174,10 +185,41 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        lambda s: s.config.num_generations == 1 and s.config.loss.resolve().advantage != "batch",
+        lambda s: not _gae(s) and bool(_critics_only(s)),
+        lambda s: (
+            f"loss.{_critics_only(s)[0]} is a critic's, and this loss has none; leave it out, or set "
+            'loss.preset = "ppo"'
+        ),
+    ),
+    Rule(
+        lambda s: _gae(s) and bool(s.config.lora.rank),
+        lambda s: (
+            f'loss.advantage ("gae") with lora.rank ({s.config.lora.rank}): the adapters have no critic\'s '
+            "head; leave lora out, or choose another advantage"
+        ),
+    ),
+    Rule(
+        lambda s: _gae(s) and bool(s.config.max_staleness),
+        lambda s: (
+            f'loss.advantage ("gae") with max_staleness ({s.config.max_staleness}): values are scored with '
+            "the weights that were sampled from, which must be the trainer's; set max_staleness = 0"
+        ),
+    ),
+    Rule(
+        lambda s: (
+            _gae(s)
+            and bool(s.config.loss.resolve().max_resamples > 1 or s.config.loss.resolve().semantic_entropy)
+        ),
+        lambda s: (
+            "loss.max_resamples and semantic_entropy: they compare the rewards of a group, and the advantage "
+            '"gae" does not; leave them out'
+        ),
+    ),
+    Rule(
+        lambda s: s.config.num_generations == 1 and s.config.loss.resolve().advantage not in ("batch", "gae"),
         lambda s: (
             "num_generations (1) must be at least 2: the advantage compares completions of one prompt "
-            '(or set loss.advantage = "batch")'
+            '(or set loss.advantage = "batch", or "gae")'
         ),
     ),
     Rule(

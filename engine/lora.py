@@ -4,7 +4,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from ..model.adapters import TARGETS, Lora
+from ..model.lora import TARGETS, Lora
 from .section import Section
 
 # Settings of PEFT's LoraConfig that zerokl does not have, by name: why, and what to do instead.

@@ -9,17 +9,18 @@ weights in fp32 (fp64 for fp64); y [T, N]. T tokens, R rows (expert_rows.py), E 
 Roundings, as in vLLM's fused_moe_kernel and moe_sum: the fp32 sum of a product is multiplied by the routing
 weight and then rounded once to the dtype of h; the slots are added in fp32, slot after slot from 0, and the
 sum is rounded once. So on a CPU 16-bit products are computed from fp32 numbers. dh is rounded once, from the
-fp32 sum times q. dq is not rounded. dw is not rounded where the pass has fp32 buffers (grad.py).
+fp32 sum times q. dq is not rounded. q dy is rounded to the dtype of h before its product with h. dw is not
+rounded where the pass has fp32 buffers (grad.py).
 Order: as in grouped_linear.py. A row of y, dh or dq depends on its own token only.
 """
 
 import torch
 
 from .backend import on_triton
-from .expert_rows import ExpertRows
-from .grad import accumulate_dtype, check_dtype
+from .expert_rows import ExpertRows, Rows
+from .grad import GradBuffer, accumulate_dtype, check_dtype
 from .grouped_linear import add_grouped_outer_ref, experts_of, grouped_matmul_ref
-from .order import sum_row
+from .order import TokenBlocks, sum_row
 from .passes import ONE_SEQUENCE, Pass
 
 
@@ -33,37 +34,78 @@ def combine_experts_ref(
     return rows.sum_slots(y_rows.to(acc)).to(h_RK.dtype)
 
 
+def _forward(h: torch.Tensor, w: torch.Tensor, q: torch.Tensor, rows: Rows) -> torch.Tensor:
+    if not on_triton(h):
+        return combine_experts_ref(h, w, q, rows)
+    from .expert_rows_triton import sum_slots
+    from .grouped_linear_triton import grouped_matmul
+
+    return sum_slots(grouped_matmul(h, experts_of(w, rows), rows, of_tokens=False, q_Tk=q), rows)
+
+
+def combine_bwd_ref(
+    dy: torch.Tensor, h: torch.Tensor, w: torch.Tensor, q: torch.Tensor, rows: ExpertRows
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dh [R, K], dq [T, k], and q dy of each row, [R, N]."""
+    acc = accumulate_dtype(h.dtype)
+    dy_rows, q_rows = dy[rows.tokens].to(acc), rows.of_slots(q).unsqueeze(1)
+    dot = grouped_matmul_ref(dy_rows, experts_of(w, rows).to(acc).transpose(1, 2), rows)
+    dq = sum_row(dot * h.to(acc))[rows.places]
+    return dot.mul_(q_rows).to(h.dtype), dq, dy_rows.mul_(q_rows).to(h.dtype)
+
+
+def _backward(
+    dy: torch.Tensor, h: torch.Tensor, w: torch.Tensor, q: torch.Tensor, rows: Rows
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See combine_bwd_ref."""
+    if not on_triton(h):
+        return combine_bwd_ref(dy, h, w, q, rows)
+    from .combine_experts_triton import combine_bwd
+    from .expert_rows_triton import rows_of_tokens
+    from .grouped_linear_triton import grouped_matmul
+
+    w_EKN = experts_of(w, rows).transpose(1, 2)
+    dot = grouped_matmul(dy, w_EKN, rows, of_tokens=True, dtype=torch.float32)
+    return *combine_bwd(dot, h, q, rows), rows_of_tokens(dy, rows, q)
+
+
+def _add_outer(
+    buffer: GradBuffer, dy_rows: torch.Tensor, h: torch.Tensor, rows: Rows, blocks: TokenBlocks
+) -> None:
+    if not on_triton(h):
+        add_grouped_outer_ref(buffer, dy_rows, h, rows, blocks)
+    else:
+        from .grouped_linear_triton import add_grouped_outer
+
+        add_grouped_outer(buffer, dy_rows, h, rows, blocks)
+
+
 class _CombineExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, w, q, rows, in_pass):
         # w does not go through save_for_backward: its identity finds its buffer.
         ctx.save_for_backward(h, q)
         ctx.w, ctx.rows, ctx.in_pass = w, rows, in_pass
-        return combine_experts_ref(h, w, q, rows)
+        return _forward(h, w, q, rows)
 
     @staticmethod
     def backward(ctx, dy):
         h, q = ctx.saved_tensors
         w, rows, in_pass, dw = ctx.w, ctx.rows, ctx.in_pass.over(dy), None
-        acc = accumulate_dtype(h.dtype)
-        dy_rows, q_rows = dy[rows.tokens].to(acc), rows.of_slots(q).unsqueeze(1)
-        dot = grouped_matmul_ref(dy_rows, experts_of(w, rows).to(acc).transpose(1, 2), rows)
-        dq = sum_row(dot * h.to(acc))[rows.places]
-        dh = dot.mul_(q_rows).to(h.dtype)
+        dh, dq, dy_rows = _backward(dy, h, w, q, rows)
         if ctx.needs_input_grad[1]:
             buffer = in_pass.buffer(w)
-            add_grouped_outer_ref(buffer, dy_rows.mul_(q_rows), h, rows, in_pass.blocks)
+            _add_outer(buffer, dy_rows, h, rows, in_pass.blocks)
             dw = in_pass.returned_grad(w, buffer)
         return dh, dw, dq, None, None
 
 
 def combine_experts(
-    h: torch.Tensor, w: torch.Tensor, q: torch.Tensor, rows: ExpertRows, in_pass: Pass = ONE_SEQUENCE
+    h: torch.Tensor, w: torch.Tensor, q: torch.Tensor, rows: Rows, in_pass: Pass = ONE_SEQUENCE
 ) -> torch.Tensor:
     """h [R, K] by the matrices w [E N, K] of the rows' experts, weighted by q [T, k] and summed -> [T, N].
 
-    in_pass: the token blocks are of the T tokens. Raises ValueError on a shape or dtype that does not fit,
-    and on a GPU, for which there is no kernel.
+    in_pass: the token blocks are of the T tokens. Raises ValueError on a shape or dtype that does not fit.
     """
     check_dtype("combine_experts", h=h, w=w)
     if h.dim() != 2 or w.dim() != 2 or h.shape[1] != w.shape[1] or w.shape[0] % rows.experts:
@@ -71,11 +113,9 @@ def combine_experts(
             f"combine_experts: h {tuple(h.shape)} must be [R, K], and w {tuple(w.shape)} [E N, K] of "
             f"{rows.experts} experts with the same K"
         )
-    if q.shape != rows.places.shape or q.dtype != accumulate_dtype(h.dtype):
+    if q.shape != rows.shape or q.dtype != accumulate_dtype(h.dtype):
         raise ValueError(
-            f"combine_experts: q {tuple(q.shape)} in {q.dtype} must be {tuple(rows.places.shape)}, the slots "
+            f"combine_experts: q {tuple(q.shape)} in {q.dtype} must be {tuple(rows.shape)}, the slots "
             f"of the tokens, in {accumulate_dtype(h.dtype)}"
         )
-    if on_triton(h):
-        raise ValueError('combine_experts: experts have no GPU kernel; set device = "cpu"')
     return _CombineExperts.apply(h, w, q, rows, in_pass)

@@ -21,21 +21,26 @@ from .attention_triton import attention_packed, attention_paged
 from .block_digest import BLOCK, LANES
 from .block_digest_triton import block_digests
 from .columns_triton import NORM_ROWS, add_all_partials, add_partials, bias_columns
+from .combine_experts_triton import combine_bwd
 from .decode_heads_triton import heads_to_cache
 from .draw_triton import draw_tokens
 from .embedding_triton import embedding_bwd, sorted_ids
+from .expert_rows_triton import ExpertTables, rows_of_tokens, runs_of_experts, sort_slots, sum_slots
 from .grad import PartialSums
+from .grouped_linear_triton import add_expert_runs, grouped_matmul
 from .launch import Launch, recorded_launches
 from .logprob_triton import logprob_bwd, logprob_fwd
 from .matmul_triton import add_outer, matmul
 from .merge_triton import merge
-from .order import TOKEN_BLOCK, token_blocks
+from .order import TOKEN_BLOCK, Runs, token_blocks
 from .philox_triton import uniforms
 from .qk_norm_triton import qk_norm_bwd, qk_norm_fwd
 from .rms_norm_triton import rms_norm_bwd, rms_norm_fwd
 from .rope_triton import rotate
 from .silu_mul_triton import silu_mul_bwd, silu_mul_fwd
 from .tiles import tiles_of_target
+from .topk_softmax_triton import topk_softmax_bwd, topk_softmax_fwd
+from .value_head_triton import value_head_bwd, value_head_fwd
 
 BF16, FP16, FP32 = DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Head widths and groups of the supported models: Qwen3-0.6B and 1.7B, 8B, Qwen2.5-0.5B, Llama-3.2-1B,
@@ -45,6 +50,9 @@ ATTENTION_SHAPES = ((128, 2), (128, 4), (64, 7), (64, 4), (64, 3))
 _ROWS = {"decode": 64, "prefill": 128}
 # Rows whose 16-bit products go through TMA on Hopper.
 _MANY_ROWS = 8192
+# Tokens whose experts have few rows and many (tiles.grouped_rows).
+_TOKENS_OF_EXPERTS = {"decode": 64, "prefill": 4096}
+_EXPERTS = 128, 8, 2048, 768  # experts, those of a token, hidden size, and size of an expert
 _BLOCKS = token_blocks([256])
 Case = tuple[str, Callable[[], object]]
 
@@ -65,10 +73,14 @@ def configurations(target: str = "sm_90") -> Iterator[tuple[str, Launch]]:
 def cases() -> Iterator[Case]:
     """All cases, kernel by kernel."""
     yield "norms together", _norms_together
+    for phase, T in _TOKENS_OF_EXPERTS.items():
+        yield f"rows of experts {phase}", lambda T=T: sort_slots(_meta(torch.int64, T, 8), 128)
+    yield "rows of experts in sequences", lambda: runs_of_experts(_rows(256), _meta(torch.int32, 4, 2))
     for dtype in DTYPES:
         yield from _elementwise(dtype)
         yield from _products(dtype)
         yield from _attention(dtype)
+        yield from _experts(dtype)
     for rows in (*_ROWS.values(), _MANY_ROWS):  # another BLOCK_K on some generations
         square = f"bfloat16 {rows} rows, 2048 x 2048"
         yield (
@@ -124,6 +136,7 @@ def _elementwise(dtype: torch.dtype) -> Iterator[Case]:
     for D in (1024, 2048, 4096):  # the widths of the models, rounded up to tiles
         yield f"rms_norm {name} {D}", lambda D=D: _norm(dtype, D, with_residual=False)
         yield f"add_rms_norm {name} {D}", lambda D=D: _norm(dtype, D, with_residual=True)
+        yield f"value_head {name} {D}", lambda D=D: _value_head(dtype, D)
     for heads, kv_heads in ((16, 8), (32, 8)):  # Qwen3's
         yield f"qk_norm {name}, {heads} heads", lambda H=heads, kv=kv_heads: _heads(dtype, H, kv)
     caches = DTYPES if dtype == FP32 else (dtype,)
@@ -158,6 +171,11 @@ def _norm(dtype: torch.dtype, D: int, with_residual: bool) -> None:
     y, r, s = rms_norm_fwd(x, w, 1e-6, x if with_residual else None)
     _, partial = rms_norm_bwd(y, s, w, r, _BLOCKS, y if with_residual else None)
     add_partials(_meta(FP32, 1, D), partial, _BLOCKS, NORM_ROWS)
+
+
+def _value_head(dtype: torch.dtype, D: int) -> None:
+    h, w = _meta(dtype, 256, D), _meta(dtype, D)
+    value_head_bwd(value_head_fwd(h, w), h, h, w, _BLOCKS)
 
 
 def _decoded_heads(dtype: torch.dtype, cache: torch.dtype, D: int, has_norm: bool) -> None:
@@ -220,6 +238,62 @@ def _decoding_of_wide_outputs(dtype: torch.dtype) -> Iterator[Case]:
     for N in (4096, 12288) if dtype == BF16 else ():  # another BLOCK_K
         x, w = _meta(dtype, 64, 2048), _meta(dtype, N, 2048)
         yield f"linear {_name(dtype)} decode, {N} x 2048", lambda x=x, w=w: matmul(x, w)
+
+
+def _experts(dtype: torch.dtype) -> Iterator[Case]:
+    """A mixture of experts at the widths of Qwen3-30B-A3B, and a router of few experts."""
+    name, (E, k, D, inner) = _name(dtype), _EXPERTS
+    for E_of_router, k_of_router in ((E, k), (8, 2)):
+        what = f"router {name}, {k_of_router} of {E_of_router}"
+        yield what, lambda E=E_of_router, k=k_of_router: _router(dtype, E, k)
+    for phase, T in _TOKENS_OF_EXPERTS.items():
+        rows, q, h = _rows(T), _meta(FP32, T, k), _meta(dtype, T * k, inner)
+        x, dgu = _meta(dtype, T, D), _meta(dtype, T * k, 2 * inner)
+        gate_up, down = _meta(dtype, E, 2 * inner, D), _meta(dtype, E, D, inner)
+        products = {
+            "gate and up": (x, gate_up, rows, True),
+            "down": (h, down, rows, False, q),
+            "input gradient": (dgu, gate_up.transpose(1, 2), rows, False),
+            "gradient of down": (x, down.transpose(1, 2), rows, True, None, FP32),
+        }
+        for what, args in products.items():
+            yield f"experts' {what} {name} {phase}", lambda args=args: grouped_matmul(*args)
+    yield f"slots {name}", lambda: _slots(dtype)
+    x, rows, q = _meta(dtype, 256, D), _rows(256), _meta(FP32, 256, k)
+    yield f"slots {name}, weighted", lambda: rows_of_tokens(x, rows, q)
+    for N, K in ((2 * inner, D), (D, inner)):
+        for suffix, empty in (("", False), (", into an empty buffer", True)):
+            yield (
+                f"experts' weight gradient {name}, {N} x {K}{suffix}",
+                lambda N=N, K=K, empty=empty: _expert_gradient(dtype, N, K, empty),
+            )
+
+
+def _rows(T: int) -> ExpertTables:
+    E, k, _, _ = _EXPERTS
+    return ExpertTables.empty(_meta(torch.int64, T, k), E)
+
+
+def _slots(dtype: torch.dtype) -> None:
+    """What is computed slot by slot."""
+    (_, k, D, inner), T = _EXPERTS, 256
+    rows, q, h = _rows(T), _meta(FP32, T, k), _meta(dtype, T * k, inner)
+    sum_slots(_meta(dtype, T * k, D), rows)
+    combine_bwd(_meta(FP32, T * k, inner), h, q, rows)
+    rows_of_tokens(_meta(dtype, T, D), rows)
+
+
+def _expert_gradient(dtype: torch.dtype, N: int, K: int, empty: bool) -> None:
+    """One binary for all experts, sequences and rows: two experts stand for all of them."""
+    places, first, rows = (_meta(torch.int32, *shape) for shape in ((2,), (3,), (2, 2)))
+    dy, x = _meta(dtype, 256, N), _meta(dtype, 256, K)
+    add_expert_runs(_meta(FP32, 2, N, K), dy, x, Runs(places, first, rows), empty)
+
+
+def _router(dtype: torch.dtype, E: int, k: int) -> None:
+    renormalise = E == 128
+    w, ids, p = topk_softmax_fwd(_meta(dtype, 256, E), k, renormalise)
+    topk_softmax_bwd(w, w, ids, p, renormalise, dtype)
 
 
 def _attention(dtype: torch.dtype) -> Iterator[Case]:

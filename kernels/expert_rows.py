@@ -8,11 +8,16 @@ They decide no bit.
 """
 
 from functools import cached_property
+from typing import TYPE_CHECKING, Union
 
 import numpy as np
 import torch
 
-from .order import TokenBlocks
+from .backend import on_triton
+from .order import TokenBlocks, blocks_within
+
+if TYPE_CHECKING:
+    from .expert_rows_triton import ExpertTables
 
 Bounds = list[tuple[int, int]]  # rows [start, end)
 # Then the matrix products of few rows need no copies (matmul._TAIL_TILES).
@@ -31,7 +36,8 @@ class ExpertRows:
     """
 
     def __init__(self, ids: torch.Tensor, experts: int):
-        self.experts, k, expert_of_slot = experts, ids.shape[1], ids.reshape(-1).numpy()
+        self.experts, self.shape = experts, ids.shape
+        k, expert_of_slot = ids.shape[1], ids.reshape(-1).numpy()
         by_expert = np.argsort(expert_of_slot, kind="stable")
         counts = np.bincount(expert_of_slot, minlength=experts)
         padded = counts + -counts % PADDED_ROWS
@@ -74,16 +80,29 @@ class ExpertRows:
         return y
 
     def blocks(self, blocks: TokenBlocks) -> list[tuple[int, list[tuple[int, Bounds]]]]:
-        """Of each virtual shard its experts, and of each expert the rows of every token block that has some.
+        """Of each virtual shard its experts, and of each expert the token blocks: bounds of rows.
 
-        The rows of a block's tokens lie together, because an expert's rows have the order of the tokens.
+        The rows of an expert in one sequence lie together, because an expert's rows have the order of the
+        tokens. They are cut into blocks.
         """
         parts = []
-        for shard, shard_blocks in blocks.parts:
-            bounds = np.array(shard_blocks).reshape(-1, 2)
+        for shard, sequences in blocks.sequence_parts:
+            bounds = np.array(sequences).reshape(-1, 2)
             by_expert = []
             for expert, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
                 rows = start + np.searchsorted(self._tokens[start:end], bounds)
-                by_expert.append((expert, [(a, b) for a, b in rows.tolist() if a < b]))
+                by_expert.append((expert, blocks_within(rows.tolist())))
             parts.append((shard, by_expert))
         return parts
+
+
+Rows = Union[ExpertRows, "ExpertTables"]  # on a CPU, and on Triton
+
+
+def expert_rows(ids: torch.Tensor, experts: int, x: torch.Tensor) -> Rows:
+    """The rows that the tokens' experts make. ids [T, k] int64: see ExpertRows. x: the tokens, [T, ...]."""
+    if not on_triton(x):
+        return ExpertRows(ids, experts)
+    from .expert_rows_triton import sort_slots
+
+    return sort_slots(ids, experts)

@@ -8,8 +8,9 @@ R rows (expert_rows.py), E experts.
 Roundings: y is rounded once. dy_r w_e is rounded once, then the slots are added in fp32, slot after slot, and
 the sum is rounded once. dw is not rounded where the pass has fp32 buffers (grad.py).
 Order: a row has the bits of `linear` with the matrix of its expert: no row knows another. dw_e is summed over
-the token blocks of the pass, in their order, over the rows of e in each. The blocks of other tokens, and the
-experts of other tokens, change nothing.
+the sequences of the pass, in their order. The rows of e in a sequence are cut into token blocks of their own:
+a block of 128 tokens has few of them (8, if a token has 8 of 128 experts), and a GPU multiplies tiles of 32
+rows. Blocks that span sequences would depend on the micro-batch. The experts of other tokens change nothing.
 """
 
 from functools import cache
@@ -18,7 +19,7 @@ import torch
 
 from ..files.bitwise import equal
 from .backend import on_triton
-from .expert_rows import ExpertRows
+from .expert_rows import ExpertRows, Rows
 from .grad import GradBuffer, accumulate_dtype, check_dtype
 from .matmul import THROUGH_FP32, add_outer_ref, matmul_ref
 from .order import ALIGN, TokenBlocks
@@ -28,7 +29,7 @@ from .passes import ONE_SEQUENCE, Pass
 _PROBE_LIMIT = 1 << 31
 
 
-def experts_of(w: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
+def experts_of(w: torch.Tensor, rows: Rows) -> torch.Tensor:
     """The matrices of the experts, [E, N, K], as a view of w [E N, K]."""
     return w.view(rows.experts, -1, w.shape[1])
 
@@ -83,35 +84,65 @@ def add_grouped_outer_ref(
             add_outer_ref(acc[expert], dy, x, bounds)
 
 
+def _forward(x: torch.Tensor, w_ENK: torch.Tensor, rows: Rows) -> torch.Tensor:
+    if not on_triton(x):
+        return grouped_matmul_ref(x[rows.tokens], w_ENK, rows)
+    from .grouped_linear_triton import grouped_matmul
+
+    return grouped_matmul(x, w_ENK, rows, of_tokens=True)
+
+
+def _dx(dy: torch.Tensor, w_ENK: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """The gradient of x, [T, K]."""
+    if not on_triton(dy):
+        dx_rows = grouped_matmul_ref(dy, w_ENK.transpose(1, 2), rows)
+        return rows.sum_slots(dx_rows.to(accumulate_dtype(dy.dtype))).to(dy.dtype)
+    from .expert_rows_triton import sum_slots
+    from .grouped_linear_triton import grouped_matmul
+
+    return sum_slots(grouped_matmul(dy, w_ENK.transpose(1, 2), rows, of_tokens=False), rows)
+
+
+def _add_outer(
+    buffer: GradBuffer, dy: torch.Tensor, x: torch.Tensor, rows: Rows, blocks: TokenBlocks
+) -> None:
+    """The gradient of w. x [T, K]."""
+    if not on_triton(x):
+        add_grouped_outer_ref(buffer, dy, x[rows.tokens], rows, blocks)
+    else:
+        from .expert_rows_triton import rows_of_tokens
+        from .grouped_linear_triton import add_grouped_outer
+
+        add_grouped_outer(buffer, dy, rows_of_tokens(x, rows), rows, blocks)
+
+
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, rows, in_pass):
         # w does not go through save_for_backward: its identity finds its buffer.
         ctx.save_for_backward(x)
         ctx.w, ctx.rows, ctx.in_pass = w, rows, in_pass
-        return grouped_matmul_ref(x[rows.tokens], experts_of(w, rows), rows)
+        return _forward(x, experts_of(w, rows), rows)
 
     @staticmethod
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
         w, rows, in_pass, dx, dw = ctx.w, ctx.rows, ctx.in_pass.over(x), None, None
         if ctx.needs_input_grad[0]:
-            dx_rows = grouped_matmul_ref(dy, experts_of(w, rows).transpose(1, 2), rows)
-            dx = rows.sum_slots(dx_rows.to(accumulate_dtype(x.dtype))).to(x.dtype)
+            dx = _dx(dy, experts_of(w, rows), rows)
         if ctx.needs_input_grad[1]:
             buffer = in_pass.buffer(w)
-            add_grouped_outer_ref(buffer, dy, x[rows.tokens], rows, in_pass.blocks)
+            _add_outer(buffer, dy, x, rows, in_pass.blocks)
             dw = in_pass.returned_grad(w, buffer)
         return dx, dw, None, None
 
 
 def grouped_linear(
-    x: torch.Tensor, w: torch.Tensor, rows: ExpertRows, in_pass: Pass = ONE_SEQUENCE
+    x: torch.Tensor, w: torch.Tensor, rows: Rows, in_pass: Pass = ONE_SEQUENCE
 ) -> torch.Tensor:
     """The rows of x [T, K] by the matrices w [E N, K] of their experts -> [R, N], in the order of `rows`.
 
-    in_pass: the token blocks are of the T tokens. Raises ValueError on a shape or dtype that does not fit,
-    and on a GPU, for which there is no kernel.
+    in_pass: the token blocks are of the T tokens. Raises ValueError on a shape or dtype that does not fit.
     """
     check_dtype("grouped_linear", x=x, w=w)
     if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1] or w.shape[0] % rows.experts:
@@ -119,6 +150,4 @@ def grouped_linear(
             f"grouped_linear: x {tuple(x.shape)} must be [T, K], and w {tuple(w.shape)} [E N, K] of "
             f"{rows.experts} experts with the same K"
         )
-    if on_triton(x):
-        raise ValueError('grouped_linear: experts have no GPU kernel; set device = "cpu"')
     return _GroupedLinear.apply(x, w, rows, in_pass)

@@ -6,6 +6,7 @@ Shapes: x [T, K]; w [N, K]; b [N]; y [T, N].
 Roundings: y is rounded once. The bias is added to the fp32 sum before the rounding, as in vLLM's kernel. So
 on a CPU a 16-bit product with a bias is computed from fp32 numbers. dx is rounded once. dw and db are not
 rounded where the pass has fp32 buffers (grad.py).
+Where the pass has LoRA adapters of w, their gradients take the place of dw (low_rank.py).
 Order: as in matmul.py and columns.py. A row of y or dx depends on its own row of x or dy only.
 """
 
@@ -14,6 +15,7 @@ import torch
 from .backend import on_triton
 from .columns import add_columns
 from .grad import accumulate_dtype, check_dtype
+from .low_rank import LowRankBuffers, add_low_rank
 from .matmul import add_outer, matmul, matmul_ref
 from .passes import ONE_SEQUENCE, Pass
 from .tile_tables import DEFAULT_TABLE, TileTable
@@ -55,7 +57,8 @@ class _Linear(torch.autograd.Function):
         dx = matmul(dy, w.t(), tiles=ctx.tiles) if ctx.needs_input_grad[0] else None
         if ctx.needs_input_grad[1]:
             buffer = in_pass.buffer(w)
-            add_outer(buffer, dy, x, in_pass.blocks)
+            add = add_low_rank if isinstance(buffer, LowRankBuffers) else add_outer
+            add(buffer, dy, x, in_pass.blocks)
             dw = in_pass.returned_grad(w, buffer)
         if b is not None and ctx.needs_input_grad[2]:
             buffer = in_pass.buffer(b)

@@ -19,7 +19,7 @@ from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import ceil_div, launch
-from .order import BlockTables
+from .order import Runs
 from .tiles import Tiles
 
 # Row tiles that use the same column tiles while these lie in the L2 cache.
@@ -209,16 +209,16 @@ def add_outer_tma(
     acc_SNK: torch.Tensor,
     dy_TN: torch.Tensor,
     x_TK: torch.Tensor,
-    tables: BlockTables,
+    runs: Runs,
     t: Tiles,
     programs: int,
     empty: bool,
 ) -> None:
-    """acc [shards, N, K] += dy^T x over the runs of tokens of each shard, one run after another.
+    """acc [places, N, K] += dy^T x over the runs of rows of each place, one run after another.
 
     empty: acc counts as zeros and is not read.
     """
-    (_, N, K), (runs, first), parts = acc_SNK.shape, tables.runs, len(tables.shards)
+    (_, N, K), parts = acc_SNK.shape, len(runs.places)
     shape, strides, box = list(acc_SNK.shape), list(acc_SNK.stride()), [1, t.block_m, t.block_n // 4]
     launch(
         _outer_tma,
@@ -226,9 +226,9 @@ def add_outer_tma(
         TensorDescriptor(acc_SNK, shape, strides, box),
         create_ragged_descriptor(dy_TN, [t.block_k, t.block_m]),
         create_ragged_descriptor(x_TK, [t.block_k, t.block_n]),
-        tables.shards,
-        first,
-        runs,
+        runs.places,
+        runs.first,
+        runs.rows,
         parts,
         N,
         K,

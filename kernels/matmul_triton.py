@@ -23,9 +23,17 @@ import triton.language as tl
 
 from .launch import ceil_div, launch, rows_contiguous
 from .matmul_tma_triton import BAND, add_outer_tma, matmul_tma, readable, tile_place
-from .order import TokenBlocks
+from .order import Runs, TokenBlocks
 from .tile_tables import DEFAULT_TABLE, TileTable
-from .tiles import generation, matmul_tiles, multiprocessors, outer_tiles, tma_matmul_tiles, tma_outer_tiles
+from .tiles import (
+    Tiles,
+    generation,
+    matmul_tiles,
+    multiprocessors,
+    outer_tiles,
+    tma_matmul_tiles,
+    tma_outer_tiles,
+)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -182,24 +190,36 @@ def add_outer(
     dy, x = rows_contiguous(dy_TN), rows_contiguous(x_TK)
     assert acc_SNK.dtype == torch.float32, acc_SNK.dtype
     assert acc_SNK.stride(2) == 1, acc_SNK.stride()
-    N, K = acc_SNK.shape[1:]
-    gpu, tables = generation(x.device), blocks.on(x.device)
+    (N, K), gpu, runs = acc_SNK.shape[1:], generation(x.device), blocks.on(x.device).runs
     tma = tma_outer_tiles(N, K, x.dtype, gpu)
-    if tma and readable(acc_SNK[0], dy, x) and acc_SNK.stride(0) % 4 == 0:
-        return add_outer_tma(acc_SNK, dy, x, tables, tma, multiprocessors(x.device), empty)
+    if tma and outer_readable(acc_SNK, dy, x):
+        return add_outer_tma(acc_SNK, dy, x, runs, tma, multiprocessors(x.device), empty)
     if empty:
         for shard in blocks.shards:
             acc_SNK[shard].zero_()
-    t, (runs, first) = outer_tiles(x.dtype, gpu), tables.runs
+    add_runs(acc_SNK, dy, x, runs, outer_tiles(x.dtype, gpu))
+
+
+def outer_readable(acc_SNK: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether TMA can read the operands of a weight gradient, and the sums."""
+    return readable(acc_SNK[0], dy, x) and acc_SNK.stride(0) % 4 == 0
+
+
+def add_runs(acc_SNK: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, runs: Runs, t: Tiles) -> None:
+    """acc [places, N, K] += dy^T x over the runs of rows of each place, one run after another, without TMA.
+
+    dy and x have contiguous rows.
+    """
+    N, K = acc_SNK.shape[1:]
     launch(
         _outer,
-        (ceil_div(K, t.block_n), ceil_div(N, t.block_m), len(blocks.shards)),
+        (ceil_div(K, t.block_n), ceil_div(N, t.block_m), len(runs.places)),
         acc_SNK,
         dy,
         x,
-        tables.shards,
-        first,
-        runs,
+        runs.places,
+        runs.first,
+        runs.rows,
         N,
         K,
         acc_SNK.stride(0),

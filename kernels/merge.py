@@ -1,8 +1,8 @@
 """A weight with its LoRA adapter merged in (Hu et al., "LoRA", arXiv:2106.09685, section 4.1).
 
-    y = round(w + s (b a))          db = s dy a^T          da = s b^T dy
+    y = round(w + s (b a))
 
-Shapes: w, y [N, K]; b [N, r] and a [r, K] in fp32 (fp64 for fp64); dy [N, K] in fp32; r the rank, s a number.
+Shapes: w, y [N, K]; b [N, r] and a [r, K] in fp32 (fp64 for fp64); r the rank, s a number.
 
 Order: the sum over the rank begins with +0.0 and takes i = 0, 1, ..., r - 1, one product after another. Each
 element of y depends on its own element of w, its row of b and its column of a. So any cut of a matrix gives
@@ -11,15 +11,13 @@ Roundings: each product b[n, i] a[i, k], each sum after it, the product with s, 
 to fp32. The result is rounded once to the dtype of y. No product is fused with a sum. So the reference and
 Triton have the same bits, on every machine.
 
-The gradient is that of the rounded weight, and the rounding counts as the identity. Its two products are
-those of matmul.py, in fp32: db sums over K and da over N. The product with s is rounded once more.
+The gradient counts the rounding as the identity: low_rank.py.
 """
 
 import torch
 
 from .backend import on_triton
 from .grad import accumulate_dtype
-from .matmul import matmul
 
 # Elements of one turn of the reference, so few that its temporaries stay in a core's cache. They decide no
 # bit.
@@ -56,12 +54,3 @@ def merge(y: torch.Tensor, w: torch.Tensor, b: torch.Tensor, a: torch.Tensor, s:
         merge_triton(y, w, b, a, s)
     else:
         merge_ref(y, w, b, a, s)
-
-
-def merge_bwd(
-    dy: torch.Tensor, b: torch.Tensor, a: torch.Tensor, s: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of b [N, r] and a [r, K], in fp32, from the gradient dy [N, K] of the merged weight."""
-    db = matmul(dy, a).mul_(s)
-    da = matmul(b.t().contiguous(), dy.t()).mul_(s)
-    return db, da

@@ -17,10 +17,11 @@ Some operations of torch differ between the vector body and the scalar tail: sil
 Shapes: T rows (tokens), N width.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,18 +45,30 @@ class TokenBlocks:
     """The token blocks of a pass, as tensors: the rows of a block may be known on the device only.
 
     The blocks of virtual shard shards[s] are first[s] to first[s + 1], in canonical order. first[S] is their
-    number. Tables may be longer: a block that is not there has start = end.
+    number. Tables may be longer: a block that is not there has start = end. The sequences of a shard are
+    given in the same way. Only experts need them (expert_rows.py). They are None for blocks of other rows.
     """
 
     rows: torch.Tensor  # [n, 2] int32, the first row and the end of each block
     first: torch.Tensor  # [S + 1] int32
     shards: tuple[int, ...]  # [S], the buffer that each shard adds to (grad.GradBuffer)
+    sequences: torch.Tensor | None = None  # [m, 2] int32, the first row and the end of each sequence
+    first_sequence: torch.Tensor | None = None  # [S + 1] int32
 
     @cached_property
     def parts(self) -> list[tuple[int, list[tuple[int, int]]]]:
         """Each shard with its blocks, on the host. It waits for a device that made the tensors."""
-        rows, first = ([tuple(row) for row in self.rows.tolist()], self.first.tolist())
-        return [(shard, rows[a:b]) for shard, (a, b) in zip(self.shards, pairwise(first), strict=True)]
+        return self._by_shard(self.rows, self.first)
+
+    @cached_property
+    def sequence_parts(self) -> list[tuple[int, list[tuple[int, int]]]]:
+        """Each shard with the rows of its sequences, on the host."""
+        return self._by_shard(self.sequences, self.first_sequence)
+
+    def _by_shard(self, rows: torch.Tensor, first: torch.Tensor) -> list[tuple[int, list[tuple[int, int]]]]:
+        bounds = [tuple(row) for row in rows.tolist()]
+        pairs = zip(self.shards, pairwise(first.tolist()), strict=True)
+        return [(shard, bounds[a:b]) for shard, (a, b) in pairs]
 
     def on(self, device: torch.device) -> "BlockTables":
         """The tables of the Triton kernels, made once for each device."""
@@ -64,9 +77,10 @@ class TokenBlocks:
         return self._tables[device]
 
     @property
-    def host_tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See upload.Tables: shards, first and rows. The last two may have been made on the device."""
-        return torch.tensor(self.shards, dtype=torch.int32), self.first, self.rows
+    def host_tensors(self) -> tuple[torch.Tensor, ...]:
+        """See upload.Tables: those of BlockTables. All but the first may have been made on the device."""
+        tables = torch.tensor(self.shards, dtype=torch.int32), self.first, self.rows
+        return tables if self.sequences is None else (*tables, self.sequences)
 
     def arrived(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
         self._tables[device] = BlockTables(*tensors)
@@ -101,11 +115,29 @@ class TokenBlocks:
             yield _chunk(pending)
 
 
+class Runs(NamedTuple):
+    """Runs of rows that sums add one after another, on a device. A run may be empty.
+
+    The runs first[p] to first[p + 1] belong to the sum at place places[p].
+    """
+
+    places: torch.Tensor  # [P] int32
+    first: torch.Tensor  # [P + 1] int32
+    rows: torch.Tensor  # [n, 2] int32, the first row and the end of each run
+
+
 class BlockTables:
     """Token blocks on a device, in the forms that the Triton kernels walk. Nothing waits for the device."""
 
-    def __init__(self, shards: torch.Tensor, first: torch.Tensor, rows: torch.Tensor):
+    def __init__(
+        self,
+        shards: torch.Tensor,
+        first: torch.Tensor,
+        rows: torch.Tensor,
+        sequences: torch.Tensor | None = None,
+    ):
         self.shards, self.first, self.rows = shards, first, rows  # [S], [S + 1] and [n, 2]
+        self.sequences = sequences  # [m, 2]
         self._pieces: dict[int, torch.Tensor] = {}
 
     def pieces(self, rows: int) -> torch.Tensor:
@@ -120,8 +152,8 @@ class BlockTables:
         return self._pieces[rows]
 
     @cached_property
-    def runs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs of blocks that follow each other, [n, 2] int32, and the first run of each shard, [S + 1].
+    def runs(self) -> "Runs":
+        """Runs of blocks that follow each other, [n, 2].
 
         All blocks of a run but the last are full. So a kernel that walks a run from its start, in chunks that
         divide TOKEN_BLOCK, never has tokens of two blocks in one chunk. Runs that are not there are empty.
@@ -136,7 +168,7 @@ class BlockTables:
         is_there = (block[:-1] < n).unsqueeze(1)
         run_start, run_end = start[block[:-1].clamp(max=n - 1)], end[block[1:] - 1]
         runs = torch.stack([run_start, run_end], dim=1).where(is_there, 0)
-        return runs, torch.searchsorted(block, self.first).int()
+        return Runs(self.shards, torch.searchsorted(block, self.first).int(), runs)
 
 
 def _chunk(blocks: Sequence[tuple[int, int, int]]) -> tuple[int, int, TokenBlocks]:
@@ -165,18 +197,23 @@ def token_blocks(lengths: Sequence[int], shards: Sequence[int] | None = None) ->
     for length, shard in zip(lengths, [0] * len(lengths) if shards is None else shards, strict=True):
         end = start + length
         if length:
-            blocks = by_shard.setdefault(shard, [])
-            blocks += [(s, min(s + TOKEN_BLOCK, end)) for s in range(start, end, TOKEN_BLOCK)]
+            by_shard.setdefault(shard, []).append((start, end))
         start = end
-    return _of_shards(by_shard)
+    blocks = {shard: blocks_within(sequences) for shard, sequences in by_shard.items()}
+    return TokenBlocks(*_tables(blocks), tuple(by_shard), *_tables(by_shard))
+
+
+def blocks_within(runs: Iterable[Sequence[int]]) -> list[tuple[int, int]]:
+    """The blocks of runs of rows [start, end). A block never has rows of two runs."""
+    return [(a, min(a + TOKEN_BLOCK, end)) for start, end in runs for a in range(start, end, TOKEN_BLOCK)]
 
 
 def blocks_of_counts(counts: torch.Tensor, rows: int) -> TokenBlocks:
     """The token blocks of groups of rows that lie one after another, made where `counts` lies.
 
-    counts [S] int: the rows of each group. The group's number takes the place of the shard. rows: the most
-    that the counts can sum to, which bounds the tables. Nothing waits for the device. A group without rows
-    has no blocks.
+    counts [S] int: the rows of each group. The group's number takes the place of the shard, and a group is
+    one sequence. rows: the most that the counts can sum to, which bounds the tables. Nothing waits for the
+    device. A group without rows has no blocks.
     """
     S, counts = len(counts), counts.int()
     first = _ends((counts + TOKEN_BLOCK - 1) // TOKEN_BLOCK)
@@ -186,7 +223,10 @@ def blocks_of_counts(counts: torch.Tensor, rows: int) -> TokenBlocks:
     start = (group_end - counts)[group] + (block - first[group]) * TOKEN_BLOCK
     end = torch.minimum(start + TOKEN_BLOCK, group_end[group])
     is_there = (block < first[-1]).unsqueeze(1)
-    return TokenBlocks(torch.stack([start, end], dim=1).where(is_there, 0), first, tuple(range(S)))
+    groups = torch.stack([group_end - counts, group_end], dim=1)
+    first_group = torch.arange(S + 1, dtype=torch.int32, device=counts.device)
+    rows = torch.stack([start, end], dim=1).where(is_there, 0)
+    return TokenBlocks(rows, first, tuple(range(S)), groups, first_group)
 
 
 def _ends(counts: torch.Tensor) -> torch.Tensor:
@@ -196,13 +236,14 @@ def _ends(counts: torch.Tensor) -> torch.Tensor:
 
 
 def _of_shards(by_shard: Mapping[int, list[tuple[int, int]]]) -> TokenBlocks:
+    return TokenBlocks(*_tables(by_shard), tuple(by_shard))
+
+
+def _tables(by_shard: Mapping[int, list[tuple[int, int]]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bounds of all shards [n, 2], and the first of each shard [S + 1]."""
     rows = list(chain.from_iterable(by_shard.values()))
     first = [0, *accumulate(map(len, by_shard.values()))]
-    return TokenBlocks(
-        torch.tensor(rows, dtype=torch.int32).view(-1, 2),
-        torch.tensor(first, dtype=torch.int32),
-        tuple(by_shard),
-    )
+    return torch.tensor(rows, dtype=torch.int32).view(-1, 2), torch.tensor(first, dtype=torch.int32)
 
 
 def sum_row(x_TN: torch.Tensor) -> torch.Tensor:

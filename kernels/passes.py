@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from .grad import GradBuffer
+from .low_rank import LowRankBuffers
 from .order import TokenBlocks, token_blocks
 
 
@@ -17,23 +18,24 @@ class Pass:
     """The token blocks of the rows, and by weight the buffers of gradients and the packed copies.
 
     Weights are found by identity. A weight without a buffer has its gradient returned to autograd. A weight
-    without a packed copy is read itself (matmul.pack_weights).
+    of `linear` may have the buffers of its LoRA adapters in place of its own. A weight without a packed copy
+    is read itself (matmul.pack_weights).
     """
 
     blocks: TokenBlocks | None = None  # None: all rows are one sequence
-    buffers: Mapping[torch.Tensor, GradBuffer] = field(default_factory=dict)
+    buffers: Mapping[torch.Tensor, GradBuffer | LowRankBuffers] = field(default_factory=dict)
     packed: Mapping[torch.Tensor, torch.Tensor] = field(default_factory=dict)
 
     def over(self, x: torch.Tensor) -> "Pass":
         """This pass over the rows of x [T, ...]: its blocks are never None. Only a backward needs them."""
         return self if self.blocks is not None else replace(self, blocks=token_blocks([x.shape[0]]))
 
-    def buffer(self, weight: torch.Tensor) -> GradBuffer:
+    def buffer(self, weight: torch.Tensor) -> GradBuffer | LowRankBuffers:
         """The buffer of the weight's gradient: the pass's, or a new one that is empty."""
         buffer = self.buffers.get(weight)
         return GradBuffer.like(weight) if buffer is None else buffer
 
-    def returned_grad(self, weight: torch.Tensor, buffer: GradBuffer) -> torch.Tensor | None:
+    def returned_grad(self, weight: torch.Tensor, buffer: GradBuffer | LowRankBuffers) -> torch.Tensor | None:
         """What a backward function returns for `weight`, after it has added to `buffer`.
 
         The sum of a new buffer is rounded once to the weight's dtype.

@@ -23,6 +23,8 @@ from .tile_tables import TileTable
 
 # BLOCK_K of the shapes that no table lists, by the size of the dtype.
 _16_BIT, _32_BIT = 64, 32
+# BLOCK_K of the grouped products of experts, and tokens of a tile of their weight gradients in 16 bits.
+_GROUPED = 32
 # Shared memory in bytes that one program may fill with tiles in flight: a little less than a multiprocessor
 # has.
 _SHARED_BYTES = {
@@ -115,6 +117,22 @@ def matmul_tiles(M: int, N: int, K: int, dtype: torch.dtype, gpu: str, table: Ti
     return _fitting_tiles(64 if M <= 64 else 128, 128, bk, dtype, gpu)
 
 
+def grouped_rows(rows: int, experts: int) -> int:
+    """The rows of a row tile of a grouped product of so many rows: vLLM's 64, or 128 where they fill them."""
+    return 128 if rows >= 128 * experts else 64
+
+
+def grouped_tiles(block_m: int, dtype: torch.dtype, gpu: str) -> Tiles:
+    """The configuration of a grouped product (grouped_linear_triton.py). block_m: see grouped_rows.
+
+    vLLM's batch-invariant mode has 64 x 64 tiles and this BLOCK_K for every dtype.
+    """
+    if dtype == torch.float32:
+        return _fitting_tiles(block_m, 32, _GROUPED, dtype, gpu)  # 64 columns spill
+    t = _fitting_tiles(block_m, block_m, _GROUPED, dtype, gpu)
+    return t._replace(num_warps=8) if gpu == "blackwell" else t  # four warps spill there
+
+
 def through_tma(dtype: torch.dtype, gpu: str) -> bool:
     """Whether products and attention go through TMA: in 16 bits, on Hopper."""
     return gpu == "hopper" and dtype.itemsize == 2
@@ -140,6 +158,17 @@ def outer_tiles(dtype: torch.dtype, gpu: str) -> Tiles:
         return _fitting_tiles(128, 128, _16_BIT, dtype, gpu)
     # The accumulators of the other GPUs lie in registers, where 128 x 128 spills.
     return _fitting_tiles(128, 64, _16_BIT, dtype, gpu)._replace(num_warps=8)
+
+
+def grouped_outer_tiles(N: int, K: int, dtype: torch.dtype, gpu: str) -> tuple[Tiles, Tiles | None]:
+    """The configurations of the experts' weight gradients, [N, K] each: without TMA, and with it.
+
+    block_k orders the sum. An expert has few rows of a sequence, and longer tiles would hold more padding.
+    """
+    if dtype == torch.float32:
+        return outer_tiles(dtype, gpu), None
+    tma = tma_outer_tiles(N, K, dtype, gpu)
+    return outer_tiles(dtype, gpu)._replace(block_k=_GROUPED), tma and tma._replace(block_k=_GROUPED)
 
 
 def tma_outer_tiles(N: int, K: int, dtype: torch.dtype, gpu: str) -> Tiles | None:

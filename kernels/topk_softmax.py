@@ -26,7 +26,7 @@ from .grad import accumulate_dtype, check_dtype
 from .order import tree_sum
 
 # Bytes that a lane of vLLM's kernel loads at once, and the lanes of a row.
-_LOAD_BYTES, _LANES = 16, 32
+LOAD_BYTES, _LANES = 16, 32
 
 
 def topk_softmax_ref(
@@ -35,7 +35,7 @@ def topk_softmax_ref(
     """Forward only: the weights [T, k], the ids [T, k], and all probabilities [T, E]."""
     z = logits_TE.to(accumulate_dtype(logits_TE.dtype))
     terms = torch.exp(z - z.amax(1, keepdim=True))
-    p = terms * (1.0 / _lane_sum(terms, _LOAD_BYTES // logits_TE.element_size())).unsqueeze(1)
+    p = terms * (1.0 / _lane_sum(terms, LOAD_BYTES // logits_TE.itemsize)).unsqueeze(1)
     p = torch.where(p.isnan(), 0.0, p)
     # A stable sort keeps the lower index first among equals.
     by_p, ids = p.sort(dim=1, descending=True, stable=True)
@@ -57,13 +57,22 @@ def topk_softmax_bwd_ref(
     return p_TE * (zeros.scatter_(1, ids_Tk, dw_Tk) - s)
 
 
-def _lane_sum(terms_TE: torch.Tensor, load: int) -> torch.Tensor:
-    """The sum of each row in the order of vLLM's kernel, [T]. load: numbers that a lane loads at once."""
-    T, E = terms_TE.shape
+def lanes_of(E: int, load: int) -> tuple[int, int, int]:
+    """How vLLM's kernel shares a row of E logits: loads of a lane, lanes, and logits of a load.
+
+    Their product is E, or the next power of two. load: logits that a lane loads at once, at most.
+    """
     padded = 1 << (E - 1).bit_length()
     load = min(load, padded)
     loads = max(1, padded // (load * _LANES))
-    x = F.pad(terms_TE, (0, padded - E)).view(T, loads, padded // (load * loads), load)
+    return loads, padded // (load * loads), load
+
+
+def _lane_sum(terms_TE: torch.Tensor, load: int) -> torch.Tensor:
+    """The sum of each row in the order of vLLM's kernel, [T]. load: see lanes_of."""
+    T, E = terms_TE.shape
+    loads, lanes_of_row, load = lanes_of(E, load)
+    x = F.pad(terms_TE, (0, loads * lanes_of_row * load - E)).view(T, loads, lanes_of_row, load)
     lanes = x[:, 0, :, 0]
     for i in range(1, loads * load):
         lanes = lanes + x[:, i // load, :, i % load]
@@ -78,10 +87,20 @@ def _slot_sum(x_Tk: torch.Tensor) -> torch.Tensor:
     return first
 
 
+def _forward(
+    logits: torch.Tensor, k: int, renormalise: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if not on_triton(logits):
+        return topk_softmax_ref(logits, k, renormalise)
+    from .topk_softmax_triton import topk_softmax_fwd
+
+    return topk_softmax_fwd(logits, k, renormalise)
+
+
 class _TopkSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, k, renormalise):
-        w, ids, p = topk_softmax_ref(logits, k, renormalise)
+        w, ids, p = _forward(logits, k, renormalise)
         ctx.save_for_backward(w, ids, p)
         ctx.renormalise, ctx.dtype = renormalise, logits.dtype
         ctx.mark_non_differentiable(ids)
@@ -89,19 +108,22 @@ class _TopkSoftmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dw, _):
-        return topk_softmax_bwd_ref(dw, *ctx.saved_tensors, ctx.renormalise).to(ctx.dtype), None, None
+        if not on_triton(dw):
+            dz = topk_softmax_bwd_ref(dw, *ctx.saved_tensors, ctx.renormalise).to(ctx.dtype)
+        else:
+            from .topk_softmax_triton import topk_softmax_bwd
+
+            dz = topk_softmax_bwd(dw, *ctx.saved_tensors, ctx.renormalise, ctx.dtype)
+        return dz, None, None
 
 
 def topk_softmax(logits: torch.Tensor, k: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights [T, k], in fp32 (fp64 for fp64), and the ids [T, k] int64 of each token's experts.
 
     logits [T, E]. The weights are differentiable in them. renormalise: whether the weights of a token are
-    divided by their sum. Raises ValueError on a bad shape or dtype, if k is not in 1..E, and on a GPU, for
-    which there is no kernel.
+    divided by their sum. Raises ValueError on a bad shape or dtype, and if k is not in 1..E.
     """
     check_dtype("topk_softmax", logits=logits)
     if logits.dim() != 2 or not 1 <= k <= logits.shape[1]:
         raise ValueError(f"topk_softmax: logits {tuple(logits.shape)} must be [T, E], and k ({k}) in 1..E")
-    if on_triton(logits):
-        raise ValueError('topk_softmax: experts have no GPU kernel; set device = "cpu"')
     return _TopkSoftmax.apply(logits, k, renormalise)

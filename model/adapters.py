@@ -1,42 +1,31 @@
 """LoRA adapters (Hu et al., arXiv:2106.09685): W' = round(W + s B A), s = alpha / rank.
 
 A and B are fp32. The merged weights W' (kernels/merge.py) are what sampler and trainer compute with, so both
-are exact in every way in which they are exact without adapters. W, the base, never changes.
+are exact in every way in which they are exact without adapters. W, the base, never changes. The gradients of
+A and B are summed in each pass, as those of weights are (kernels/low_rank.py).
 
-Shapes: W, W', dW [N, K]; B [N, r]; A [r, K]. The decoder's q, k and v are one matrix, and gate and up are
+Shapes: W, W' [N, K]; B [N, r]; A [r, K]. The decoder's q, k and v are one matrix, and gate and up are
 one. Each part that has an adapter has one of its own, as in PEFT.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ..kernels.merge import merge, merge_bwd
+from ..kernels.grad import GradBuffer
+from ..kernels.low_rank import AdapterBuffers, LowRankBuffers
+from ..kernels.merge import merge
 from ..kernels.philox import Stream, uniform_range
 from .config import ModelConfig
 from .decoder import Decoder
+from .lora import Lora
 from .weights import Entry, FlatLayout, Layout, Shape
 
-# The matrices that can have adapters, by their names in a checkpoint's layers.
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # In front of a module's name, PEFT writes this in its files.
 PEFT_PREFIX = "base_model.model."
-
-
-class Lora(NamedTuple):
-    """The shape of a run's adapters. targets: in the order of TARGETS."""
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...] = TARGETS
-
-    @property
-    def scale(self) -> float:
-        """s."""
-        return self.alpha / self.rank
 
 
 class Adapter(NamedTuple):
@@ -50,11 +39,18 @@ class Adapter(NamedTuple):
 
 
 def adapted_layout(config: ModelConfig, lora: Lora) -> Layout:
-    """The layout of a model whose weights with adapters come first. Their gradients are summed.
+    """The layout of a model whose weights with adapters come first.
 
-    The others are `frozen`. A matrix of which one part has an adapter is adapted as a whole.
+    The others are `frozen`. A matrix of which one part has an adapter is adapted as a whole. Raises
+    ValueError where a target is a matrix of experts.
     """
     layout = Layout(config)
+    of_experts = [p for e in layout.entries.values() if ".experts." in e.name for p, _ in e.parts]
+    if named := next((p for p in of_experts if _is_target(p, lora)), None):
+        raise ValueError(
+            f"lora.targets: {named} is a matrix of an expert, which has no adapters; choose among q_proj, "
+            "k_proj, v_proj and o_proj"
+        )
     frozen = [e.name for e in layout.entries.values() if not any(_is_target(p, lora) for p, _ in e.parts)]
     return Layout(config, frozen)
 
@@ -128,6 +124,25 @@ def merge_all(
         merge(w_new, w, _view(adapters, b), _view(adapters, a), layout.lora.scale)
 
 
+def adapter_buffers(
+    layout: AdapterLayout,
+    adapters: torch.Tensor,
+    weights: Mapping[str, torch.Tensor],
+    sums: Mapping[str, GradBuffer],
+) -> dict[torch.Tensor, LowRankBuffers]:
+    """For each weight that has adapters, where a pass adds up their gradients.
+
+    adapters: [layout.numel] fp32, as the weights were merged with. weights: those that a pass computes with,
+    by name. sums: of each A and B, by name.
+    """
+    of_weight: dict[str, list[AdapterBuffers]] = {}
+    for _, weight, rows, a, b in layout.adapters:
+        views, buffers = (_view(adapters, b), _view(adapters, a)), (sums[b.name], sums[a.name])
+        adapter = AdapterBuffers(rows, *views, layout.lora.scale, *buffers)
+        of_weight.setdefault(weight.name, []).append(adapter)
+    return {weights[name]: LowRankBuffers(tuple(adapters)) for name, adapters in of_weight.items()}
+
+
 class Adapters:
     """The adapters of a decoder, and the base that they are merged into. Both are whole in every rank.
 
@@ -153,8 +168,11 @@ class Adapters:
         adapted, rest = weights[: layout.model.trained_numel], weights[layout.model.trained_numel :]
         self._adapted = adapted.to(decoder.device, base, copy=True)
         self._rest = rest.to("cpu", base, copy=True)
-        self._gradient: torch.Tensor | None = None
         self.merge()
+
+    def move_to(self, flat: torch.Tensor) -> None:
+        """Copy A and B to `flat` [layout.numel] fp32, which they are from now on."""
+        self.flat = flat.copy_(self.flat)
 
     def merge(self) -> None:
         """Compute the decoder's weights again, from the base and the adapters as they are now."""
@@ -169,21 +187,6 @@ class Adapters:
         model = torch.cat([adapted, self._rest.to(adapted.device, torch.float32)])
         merge_all(self.layout, self.flat, self._adapted, model)
         return model
-
-    @torch.no_grad()
-    def gradient(self, dw: torch.Tensor) -> torch.Tensor:
-        """The gradient of the adapters, [layout.numel] fp32, from that of the merged weights.
-
-        dw: [layout.model.trained_numel] fp32. The next call writes over the result.
-        """
-        if self._gradient is None:
-            self._gradient = torch.zeros_like(self.flat)
-        for _, weight, rows, a, b in self.layout.adapters:
-            dw_part = _view(dw, weight)[rows]
-            db, da = merge_bwd(dw_part, _view(self.flat, b), _view(self.flat, a), self.layout.lora.scale)
-            _view(self._gradient, b).copy_(db)
-            _view(self._gradient, a).copy_(da)
-        return self._gradient
 
     def base_views(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The name in the checkpoint and the fp32 values of each weight of the base, on the host."""

@@ -28,6 +28,7 @@ from ..kernels.embedding import check_ids, embedding
 from ..kernels.grad import GradBuffer, accumulate_dtype
 from ..kernels.linear import linear
 from ..kernels.logprob import logits_rows
+from ..kernels.low_rank import LowRankBuffers
 from ..kernels.order import ROW_TILE, token_blocks
 from ..kernels.passes import Pass
 from ..kernels.qk_norm import qk_norm
@@ -41,7 +42,7 @@ from .cache import DecodeContext
 from .config import ModelConfig
 from .experts import run_experts
 from .routing import FREE, Routing
-from .weights import FlatWeights, LayerWeights, Layout
+from .weights import VALUE_HEAD, FlatWeights, LayerWeights, Layout
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [T, D / 2]
 # What a layer gives to the next one, [T, D] each: the output of its MLP, and the residual to add it to.
@@ -49,7 +50,7 @@ Stream = tuple[torch.Tensor | None, torch.Tensor]
 # Called with the name and the output of each operation (names: operations.py). The decoder computes some
 # operations as one; these are called qkv, qk_norm, rope and gate_up.
 Hook = Callable[[str, torch.Tensor], None]
-Buffers = Mapping[torch.Tensor, GradBuffer]  # of the gradients, by weight
+Buffers = Mapping[torch.Tensor, GradBuffer | LowRankBuffers]  # of the gradients, by weight
 NO_BUFFERS: Buffers = MappingProxyType({})
 
 
@@ -198,8 +199,7 @@ class Decoder:
     """Weights in one dtype, and the forward over them.
 
     `flat` [layout.numel] holds the weights in the compute dtype. With `recompute` a backward computes each
-    layer again instead of keeping its activations. That decides no bit. Raises ValueError for experts on a
-    GPU.
+    layer again instead of keeping its activations. That decides no bit.
     """
 
     def __init__(
@@ -210,8 +210,6 @@ class Decoder:
         numerics: Numerics = COMPUTE,
         recompute: bool = False,
     ):
-        if config.experts and on_triton(flat):
-            raise ValueError(f'model: {config.architecture}: experts have no GPU kernel; set device = "cpu"')
         self.config, self.flat, self.numerics = config, flat, numerics
         self.layout, self.recompute = layout or Layout(config), recompute
         self._cos, self._sin = (
@@ -275,6 +273,11 @@ class Decoder:
             return weight, buffers
         weight = weight.detach().requires_grad_()
         return weight, {weight: buffer}
+
+    @property
+    def value_head(self) -> torch.Tensor | None:
+        """The critic's head, [D]; None where there is no critic."""
+        return self.w.get(VALUE_HEAD)
 
     def logits_rows(self, sampling_params: SamplingParams) -> int:
         """The rows of logits that linear_logprob holds at once."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from ..kernels.combine_experts import combine_experts
-from ..kernels.expert_rows import ExpertRows
+from ..kernels.expert_rows import expert_rows
 from ..kernels.given_softmax import given_softmax
 from ..kernels.grouped_linear import grouped_linear
 from ..kernels.linear import linear
@@ -46,7 +46,7 @@ def run_experts(
     given = route(logits, ids)
     if given is not ids:
         q, ids = given_softmax(logits, given, c.renormalise), given
-    rows = ExpertRows(ids, c.number)
+    rows = expert_rows(ids, c.number, x)
     h = silu_mul(grouped_linear(x, w["experts.gate_up"], rows, in_pass))
     y = combine_experts(h, w["experts.down"], q, rows, in_pass)
     hook("experts", y)

@@ -14,9 +14,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ..files.reading import read_json, shown
-from .adapters import TARGETS, AdapterLayout, Lora
+from .adapters import AdapterLayout
 from .checkpoint import DTYPES, open_tensors, write_folder
 from .config import ModelConfig
+from .lora import TARGETS, Lora
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Keys of adapter_config.json that change nothing of what a loaded adapter computes.

@@ -10,6 +10,7 @@ turns, are inputs like the others, but the row before them is not read.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from ..kernels.order import token_blocks
 from ..kernels.passes import Pass
 from ..kernels.sampling_params import SamplingParams
 from ..kernels.upload import Tables, upload_tables
+from ..kernels.value_head import value_head
 from .cache import BlockCache, CachedContext
 from .decoder import NO_BUFFERS, Buffers, Decoder, Hook, PackedContext, no_hook, with_padding
 from .observer import Rows
@@ -91,6 +93,19 @@ def _drawn_places(mask: np.ndarray, length: int, sequence: int) -> list[int]:
     return np.flatnonzero(mask).tolist()
 
 
+class Scores(NamedTuple):
+    """What a forward gives of each drawn token, [C] fp32 each, on the decoder's device.
+
+    logp and entropy are of the distribution that the tokens are drawn from. values: the critic's, of the ids
+    before each token; None without a critic. logp and values are differentiable in the decoder's weights, the
+    entropy is not.
+    """
+
+    logp: torch.Tensor
+    entropy: torch.Tensor
+    values: torch.Tensor | None = None
+
+
 class ScoringInputs:
     """What the forward of a batch reads beside the weights. `tables` go to the device before it.
 
@@ -142,16 +157,17 @@ class ScoringInputs:
         sequences = torch.arange(len(lengths)).repeat_interleave(lengths)
         return Rows(batch.ids, sequences, positions, batch.rows)
 
-    def forward(
-        self, decoder: Decoder, hook: Hook = no_hook, prompts: Prompts | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See logprobs. prompts: those of the layout, which were read."""
+    def forward(self, decoder: Decoder, hook: Hook = no_hook, prompts: Prompts | None = None) -> Scores:
+        """See scores. prompts: those of the layout, which were read."""
         context = self._context if prompts is None else SampleContext(self._context, prompts, self._routing)
-        hidden = decoder.hidden(self._ids, context, hook)
         # No row occurs twice, so the gradient of each is written once and nothing is added up.
+        h = decoder.hidden(self._ids, context, hook)[self._rows]
+        values = None
+        if decoder.value_head is not None:
+            values, h = value_head(h, decoder.value_head, Pass(self._blocks, context.in_pass.buffers))
         lm_head, buffers = decoder.logits_weight_and_buffers(context.in_pass.buffers)
         logp, entropy = linear_logprob(
-            hidden[self._rows].to(lm_head.dtype),
+            h.to(lm_head.dtype),
             lm_head,
             self._targets,
             self.sampling_params,
@@ -159,7 +175,7 @@ class ScoringInputs:
             decoder.numerics.tiles,
         )
         hook("logprob", logp)
-        return logp, entropy
+        return Scores(logp, entropy, values)
 
 
 def _check_lengths(decoder: Decoder, batch: PackedBatch, prompts: PromptLayout | None) -> None:
@@ -183,10 +199,19 @@ def logprobs(
     prompts: Prompts | None = None,
     buffers: Buffers = NO_BUFFERS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """logp [C] of the drawn tokens, and the entropy [C], in fp32 on the decoder's device.
+    """logp and entropy of the drawn tokens, [C] each. See `scores`."""
+    return scores(decoder, batch, sampling_params, hook, prompts, buffers)[:2]
 
-    Both are of the distribution that the tokens are drawn from. logp is differentiable in the decoder's
-    weights, the entropy is not.
+
+def scores(
+    decoder: Decoder,
+    batch: PackedBatch,
+    sampling_params: SamplingParams,
+    hook: Hook = no_hook,
+    prompts: Prompts | None = None,
+    buffers: Buffers = NO_BUFFERS,
+) -> Scores:
+    """The scores of the drawn tokens (see Scores).
 
     hook: see Decoder.hidden. The last operation is `logprob` [C].
     prompts: the prompts that were read before, for a batch that `pack` was given `after` for. They change no
@@ -224,12 +249,12 @@ def cached_scores(
         rows = decoder.hidden(torch.tensor([token for ids in chunks for token in ids]), context)
         for i, sequence_rows in zip(active, rows.split(lengths), strict=True):
             hidden[i].append(sequence_rows)
-    scores, lm_head = [], decoder.logits_weight()
+    parts, lm_head = [], decoder.logits_weight()
     for (_, completion), rows in zip(pairs, hidden, strict=True):
         h = torch.cat(rows)[-len(completion) :]
         targets = torch.tensor(completion, device=h.device)
         logp, _ = linear_logprob(
             h.to(lm_head.dtype), lm_head, targets, sampling_params, tiles=decoder.numerics.tiles
         )
-        scores.append(logp.cpu())
-    return scores
+        parts.append(logp.cpu())
+    return parts

@@ -23,6 +23,8 @@ from .config import Experts, ModelConfig
 _ALIGN = 64
 # The flat tensor's length is a multiple of this: the tile of the sums over all parameters.
 FLAT_TILE = 4096
+# The name of a critic's head among the weights, and in the ledger and a run's checkpoints.
+VALUE_HEAD, VALUE_HEAD_TENSOR = "value_head", "value_head.weight"
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,10 @@ class FlatLayout:
         """A view of `flat` for each tensor of a Hugging Face checkpoint, by its name in the checkpoint."""
         return _part_views(self.entries.values(), flat, 0)
 
+    def beside_checkpoint(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """A view of `flat` [numel], by name, for what is trained and is no tensor of the checkpoint."""
+        return {}
+
     def trained_views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """A view of `flat` [trained_numel] for each tensor of the checkpoint that is trained."""
         return _part_views(self.trained, flat, 0)
@@ -147,17 +153,32 @@ class Layout(FlatLayout):
     The experts of a layer are two weights, whose rows are those of the experts' matrices one after another.
     """
 
-    def __init__(self, config: ModelConfig, frozen: Collection[str] = ()):
+    def __init__(self, config: ModelConfig, frozen: Collection[str] = (), value_head: bool = False):
         """frozen: names of weights that are not trained. With tied embeddings, embed is lm_head too.
+
+        value_head: whether a critic's head is trained beside the model (kernels/value_head.py). It is the
+        last of the trained weights, a vector, and no tensor of the model's checkpoint.
 
         Raises ValueError (see FlatLayout).
         """
-        self.config = config
+        self.config, self.value_head = config, value_head
         # A tensor that a checkpoint may hold in place of a weight's parts -> the weight, and its shape there.
         self.fused: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._shapes: dict[str, Shape] = {}
         self._add_all(config)
+        if value_head:
+            self._add(VALUE_HEAD, (), (VALUE_HEAD_TENSOR, config.hidden_size))
         super().__init__(self._shapes, frozen)
+
+    def checkpoint_views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """See FlatLayout. The model's tensors, without a critic's head."""
+        views = super().checkpoint_views(flat)
+        views.pop(VALUE_HEAD_TENSOR, None)
+        return views
+
+    def beside_checkpoint(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """See FlatLayout."""
+        return {VALUE_HEAD_TENSOR: self.views(flat)[VALUE_HEAD]} if self.value_head else {}
 
     def _add(self, name: str, width: tuple[int, ...], *parts: tuple[str, int]) -> None:
         self._shapes[name] = (sum(rows for _, rows in parts), *width), parts

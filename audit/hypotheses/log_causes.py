@@ -11,6 +11,7 @@ from ...engine.rollout.types import Rollout
 from ...kernels.sampling_params import SamplingParams
 from ...model.checkpoint import check_weights, resolve_model
 from ...model.config import ModelConfig
+from ...model.peft import CONFIG, read_adapter_config, stored_lora
 from ...model.weights import Layout
 from ..figures.drawn_from import check
 from ..figures.repeats import Drawn, group_of
@@ -21,7 +22,7 @@ from .evidence import Evidence, Line
 from .fit import Tried, explain
 from .log_checks import LogFault, check_log
 from .predictors import PREDICTORS
-from .scorer import Scorer
+from .scorer import ModelAdapters, Scorer
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,34 @@ def other_checkpoints(names: Sequence[str], folder: Path) -> tuple[Path, ...]:
             )
         check_weights(other, Layout(ModelConfig.from_file(other)))
     return tuple(folders)
+
+
+def model_adapters(names: Sequence[str], folder: Path) -> ModelAdapters | None:
+    """The adapters that were named, each a folder of PEFT, or a folder of such in the order of their numbers.
+
+    folder: the model of the audit, into which the first one is merged. None where none is named. Raises
+    ValueError for a folder that holds no plain LoRA, and for a base that is not the model's.
+    """
+    folders: list[Path] = []
+    for path in map(Path, names):
+        inside = [path] if (path / CONFIG).exists() else [x.parent for x in path.glob(f"**/{CONFIG}")]
+        if not inside:
+            raise ValueError(f"audit: --adapter {path} holds no {CONFIG}; give the folder of a PEFT adapter")
+        folders += sorted(inside, key=_natural)
+    if not folders:
+        return None
+    own, *others = dict.fromkeys(folders)
+    for adapter in (own, *others):
+        stored_lora(adapter)
+    if not (name := read_adapter_config(own).base):
+        raise ValueError(f"audit: --adapter {own} names no base; write base_model_name_or_path in {CONFIG}")
+    base = resolve_model(name)
+    if base.resolve() == folder.resolve():
+        raise ValueError(f"audit: {folder} is the base of {own}; give the merged model (zerokl merge {own})")
+    if different := _other_shape(folder, base):
+        raise ValueError(f"audit: {base}, the base of {own}, has another {different} than {folder}")
+    check_weights(base, Layout(ModelConfig.from_file(base)))
+    return ModelAdapters(base, own, tuple(others))
 
 
 def _natural(path: Path) -> list[int | str]:

@@ -1,6 +1,6 @@
 """What every hypothesis of registry.py predicts, where a model is at hand."""
 
-from . import distributions, numbers, operations, tokens, weights
+from . import adapters, distributions, numbers, operations, tokens, weights
 from .prediction import Predictor
 
 # By the name in registry.py.
@@ -23,6 +23,7 @@ PREDICTORS: dict[str, Predictor] = {
     "another rotary embedding": operations.another_rotation,
     "another epsilon": operations.another_epsilon,
     "16-bit intermediates": operations.narrow_intermediates,
+    **adapters.PREDICTORS,
     "another line's prompt": tokens.another_prompt,
     "another line's completion": tokens.another_completion,
     "a special token": tokens.special_tokens,

@@ -65,6 +65,27 @@ HYPOTHESES = (
         "Merge an adapter into the base weights each time, never into merged ones.",
     ),
     Hypothesis(
+        "adapter missing",
+        "Load the adapter into the sampler, or give it the merged weights, before it draws.",
+    ),
+    Hypothesis(
+        "another adapter",
+        "Sync the adapter before each draw: compare its version in the sampler with the trainer's.",
+    ),
+    Hypothesis(
+        "adapter scaled otherwise",
+        "Give both sides one scale: lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora.",
+    ),
+    Hypothesis(
+        "adapter merged otherwise",
+        "Merge into the untouched base each time, in fp32, and round once; never unmerge in 16 bits.",
+    ),
+    Hypothesis(
+        "adapter beside the weights",
+        "Let both sides compute one expression: give the sampler the merged weights that the trainer scores "
+        "with.",
+    ),
+    Hypothesis(
         "weights rounded",
         "Merge adapters and sync weights in the trainer's dtype, or score with the rounded weights too.",
     ),

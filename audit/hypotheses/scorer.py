@@ -22,6 +22,15 @@ from .evidence import Evidence, Scores
 
 
 @dataclass(frozen=True)
+class ModelAdapters:
+    """The LoRA adapter that is merged into the trainer's model, and others that may have drawn the log."""
+
+    base: Path  # what the adapters belong to
+    own: Path  # folders of PEFT
+    others: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
 class Scorer:
     """The model behind the trainer's column."""
 
@@ -33,6 +42,7 @@ class Scorer:
     tokenizer: Tokenizer
     tiles: TileTable
     checkpoints: tuple[Path, ...] = ()  # other weights that may have drawn the log
+    adapters: ModelAdapters | None = None
     _loaded: list[Decoder] = field(default_factory=list)
 
     def decoder(self, folder: Path | None = None, dtype: torch.dtype | None = None) -> Decoder:

@@ -46,7 +46,7 @@ def incomplete_sync(evidence: Evidence) -> Iterator[Prediction]:
             for name in left_out:
                 views[name].copy_(older[name])
             what = f"{kind} in the sampler are of {folder}, all other tensors are the model's"
-            yield Prediction(what, decoder_scores(_with_weights(evidence, flat), evidence))
+            yield Prediction(what, decoder_scores(with_weights(evidence, flat), evidence))
 
 
 def repeated_update(evidence: Evidence) -> Iterator[Prediction]:
@@ -63,7 +63,7 @@ def repeated_update(evidence: Evidence) -> Iterator[Prediction]:
         for times in (2, 3):
             flat = (exact + (times - 1) * step).to(exact.dtype)
             what = f"the update from {folder} to the model is in the sampler's weights {times} times"
-            yield Prediction(what, decoder_scores(_with_weights(evidence, flat), evidence))
+            yield Prediction(what, decoder_scores(with_weights(evidence, flat), evidence))
 
 
 def stale_prefix(evidence: Evidence) -> Iterator[Prediction]:
@@ -104,7 +104,7 @@ def rounded_weights(evidence: Evidence) -> Iterator[Prediction]:
         if not torch.equal(rounded, exact):
             yield Prediction(
                 f"the sampler's weights are rounded to {name}, the trainer's are not",
-                decoder_scores(_with_weights(evidence, rounded), evidence),
+                decoder_scores(with_weights(evidence, rounded), evidence),
             )
 
 
@@ -118,11 +118,12 @@ def quantised_weights(evidence: Evidence) -> Iterator[Prediction]:
             w.copy_((w.float() / scale).to(torch.float8_e4m3fn).float() * scale)
     yield Prediction(
         "the sampler's weights are quantised to fp8 e4m3, one scale for each matrix",
-        decoder_scores(_with_weights(evidence, flat), evidence),
+        decoder_scores(with_weights(evidence, flat), evidence),
     )
 
 
-def _with_weights(evidence: Evidence, flat: torch.Tensor) -> Decoder:
+def with_weights(evidence: Evidence, flat: torch.Tensor) -> Decoder:
+    """The trainer's model with other weights, flat as its own."""
     model = evidence.scorer.model()
     return Decoder(model.config, flat, model.layout, model.numerics)
 

@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 import torch
 import torch.nn.functional as F
+from zerokl.benchmarks.device.experts import expert_rates
 from zerokl.benchmarks.machine import Machine, Row, row
 from zerokl.benchmarks.peers import atomic_rates, liger_rates
 from zerokl.kernels import matmul, order
@@ -31,6 +32,7 @@ def kernel_rates(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Ro
         yield from _decode_rates(m, name, heads, kv_heads, head_dim, dtype)
         yield from _row_rates(m, name, D, inner, heads, kv_heads, head_dim, dtype)
         yield from _logprob_rates(m, name, D, dtype)
+    yield from expert_rates(m, dtype)
 
 
 def _linear_rates(m: Machine, name: str, K: int, N: int, dtype: torch.dtype) -> Iterator[Row]:

@@ -7,7 +7,7 @@ from pydantic import Field
 from ..section import Section
 from .presets import PRESETS
 
-Advantage = Literal["mean", "std", "leave_one_out", "batch", "pass_at_k", "dpo", "verifree"]
+Advantage = Literal["mean", "std", "leave_one_out", "batch", "pass_at_k", "dpo", "verifree", "gae"]
 Level = Literal["token", "sequence", "geometric"]
 Bound = Literal["none", "clip", "truncate", "mask", "clip_weight"]
 Correction = Literal["none", "full", "truncate", "mask"]
@@ -25,7 +25,8 @@ class LossConfig(Section):
     advantage: Advantage | None = None
     """Advantage of a completion: mean, std, leave_one_out, batch or pass_at_k (loss/advantage.py). pass_at_k
     needs rewards that are 0 or 1. dpo is of a pair of given completions (loss/dpo.py),
-    verifree of a reasoning with a given answer (loss/verifree.py).
+    verifree of a reasoning with a given answer (loss/verifree.py). gae is of each token, from a critic
+    (loss/gae.py).
     """
     k: int | None = Field(None, ge=1)
     """Completions of a subset (advantage pass_at_k), which is solved where one of them is; fewer than
@@ -69,6 +70,18 @@ class LossConfig(Section):
     """Dynamic sampling: prompts are drawn up to this many times, until enough groups differ in their rewards;
     1 is off.
     """
+    gamma: float | None = Field(None, ge=0, le=1)
+    """Discount of a reward for each drawn token before it (advantage gae)."""
+    gae_lambda: float | None = Field(None, ge=0, le=1)
+    """Lambda of GAE: 1 counts what was rewarded, and 0 only what the critic expects next (advantage gae)."""
+    whiten: bool | None = None
+    """Whether advantages have mean 0 and variance 1 over the drawn tokens of a step (advantage gae)."""
+    value_coef: float | None = Field(None, gt=0, le=1e6)
+    """Weight of the critic's loss, 1/2 (v - target)^2 of each token (loss/critic.py)."""
+    value_clip: float | None = Field(None, ge=0)
+    """PPO's clip of values: how far a later update of a step may move a value from that of the rollout
+    (loss/critic.py); 0 is off.
+    """
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL divergence to the reference; 0 is off. It needs sampling.top_k = 0, top_p = 1 and
     min_p = 0.
@@ -88,6 +101,11 @@ class LossConfig(Section):
     def has_reference(self) -> bool:
         """Whether there is a frozen reference: for a KL term, or for DPO."""
         return bool(self.kl_coef) or self.resolve().advantage == "dpo"
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic's head is trained beside the model."""
+        return self.resolve().advantage == "gae"
 
     def resolve(self) -> "LossConfig":
         """This configuration with every choice filled in."""

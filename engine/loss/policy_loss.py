@@ -59,11 +59,11 @@ def sequence_weights(
     return [1.0 / (sequences * n) for n in lengths]
 
 
-class _Known(torch.autograd.Function):
-    """A loss whose value and slope (the derivative by logp) are known: `value` forward, `slope` backward."""
+class KnownLoss(torch.autograd.Function):
+    """A loss of x whose value and slope (its derivative) are known: `value` forward, `slope` backward."""
 
     @staticmethod
-    def forward(ctx, logp, value, slope):
+    def forward(ctx, x, value, slope):
         ctx.save_for_backward(slope)
         return value
 
@@ -103,7 +103,7 @@ def policy_loss(
     if ref_logprobs is not None and cfg.kl_in == "loss":
         k, dk = kl_terms(now, ref_logprobs, cfg.kl)
         value, slope = value + k * cfg.kl_coef, slope + dk * cfg.kl_coef
-    return _Known.apply(logp, value, slope)
+    return KnownLoss.apply(logp, value, slope)
 
 
 def surrogate(cfg: LossConfig, directory: str = "") -> Surrogate:

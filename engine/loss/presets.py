@@ -24,6 +24,11 @@ DEFAULTS: dict[str, object] = dict(
     semantic_entropy=0.0,
     router_aux_coef=0.0,
     max_resamples=1,
+    gamma=1.0,
+    gae_lambda=1.0,
+    whiten=False,
+    value_coef=0.1,
+    value_clip=0.0,
 )
 _GRPO = DEFAULTS | dict(advantage="std", bound="clip", clip_low=0.2, clip_high=0.2, loss_agg_mode="length")
 
@@ -31,6 +36,12 @@ PRESETS: dict[str, dict[str, object]] = {
     # Plain importance-sampled policy gradient, rho r A = (pi / mu) A. In an exact on-policy run both ratios
     # are 1, and this is REINFORCE with a group baseline.
     "pg": DEFAULTS | dict(advantage="mean", correction="full", loss_agg_mode="constant"),
+    # Proximal policy optimisation, arXiv:1707.06347, equations 7 and 9, with a critic (critic.py) and the
+    # advantages of GAE, arXiv:1506.02438 (gae.py): mean over tokens. gamma = lambda = 1 and the whitened
+    # advantages are Open-Reasoner-Zero's, arXiv:2503.24290, section 2. 0.1 of half a square is TRL's weight
+    # of the critic's loss.
+    "ppo": DEFAULTS
+    | dict(advantage="gae", bound="clip", clip_low=0.2, clip_high=0.2, loss_agg_mode="tokens", whiten=True),
     # Group-relative policy optimisation, DeepSeekMath, arXiv:2402.03300, equation 3:
     # mean_i mean_t min(r A, clip(r, 0.8, 1.2) A), A = (R - mean_group) / std_group.
     # Its KL term: kl_coef = 0.04, kl = "k3".

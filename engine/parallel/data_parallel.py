@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from ...kernels.sampling_params import SamplingParams
-from ..rollout.scoring import ScoringSampler
 from ..rollout.types import Completion, Request, Rollout, Sampler
 from ..tasks.environments import Answer, Environments, Failure, Game
 from ..tasks.equivalence import Equivalence
@@ -116,7 +115,7 @@ class RankedSampler:
 
     def score(self, rollouts: Sequence[Rollout], sampling_params: SamplingParams) -> list[np.ndarray]:
         """See ScoringSampler."""
-        return _scores_of_all(self._sampler, self._ranks, rollouts, sampling_params)
+        return _scores_of_all(lambda part: self._sampler.score(part, sampling_params), self._ranks, rollouts)
 
     def close(self) -> None:
         self._sampler.close()
@@ -129,22 +128,23 @@ class RankedScorer:
         self._scorer, self._ranks, self.decoder = scorer, ranks, scorer.decoder
 
     def score(self, rollouts: Sequence[Rollout], sampling_params: SamplingParams) -> list[np.ndarray]:
-        return _scores_of_all(self._scorer, self._ranks, rollouts, sampling_params)
+        return _scores_of_all(lambda part: self._scorer.score(part, sampling_params), self._ranks, rollouts)
+
+    def values(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
+        """See Scorer."""
+        return _scores_of_all(self._scorer.values, self._ranks, rollouts)
 
     def close(self) -> None:
         self._scorer.close()
 
 
 def _scores_of_all(
-    scorer: Scorer | ScoringSampler,
-    ranks: Ranks,
-    rollouts: Sequence[Rollout],
-    sampling_params: SamplingParams,
+    score: Callable[[Sequence[Rollout]], list[np.ndarray]], ranks: Ranks, rollouts: Sequence[Rollout]
 ) -> list[np.ndarray]:
-    """The scores of all rollouts, of which each rank computes a part."""
+    """The scores [C] of all rollouts, of which each rank computes a part."""
     own_rollouts = virtual_shards(rollouts, ranks.size)[ranks.rank]
-    gathered = ranks.gather_tensors(lambda: pack_scores(scorer.score(own_rollouts, sampling_params)))
-    return [logp for tensors in gathered for logp in unpack_scores(tensors)]
+    gathered = ranks.gather_tensors(lambda: pack_scores(score(own_rollouts)))
+    return [scores for tensors in gathered for scores in unpack_scores(tensors)]
 
 
 class RankedReward:

@@ -1,14 +1,16 @@
 """The gradient of a step: virtual shards as the leaves of one fixed binary tree.
 
-All tensors here are flat over the weights that are trained (model/weights.py), [numel] fp32.
+All tensors here are flat over what is trained, [numel] fp32: weights (model/weights.py), or the adapters of
+LoRA (model/adapters.py).
 """
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from ...kernels.grad import GradBuffer, PendingSums
+from ...model.adapters import AdapterLayout, adapter_buffers
 from ...model.decoder import Buffers, Decoder
 
 X = TypeVar("X")
@@ -69,37 +71,58 @@ class GradientTree:
         return root
 
 
+class TrainedAdapters(NamedTuple):
+    """LoRA adapters as a worker knows them."""
+
+    layout: AdapterLayout
+    flat: torch.Tensor  # [layout.numel] fp32, in the memory that the optimizer changes
+
+
 class ShardSum:
     """The sum, by a tree, of the gradients of consecutive virtual shards, all computed with one decoder.
 
     `in_flight` shards are computed together, each with a gradient buffer of its own: a pass over the samples
-    of several shards keeps a GPU busy.
+    of several shards keeps a GPU busy. With `adapters`, these are trained in place of the decoder's weights.
     """
 
-    def __init__(self, decoder: Decoder, shards: int, in_flight: int = 1):
+    def __init__(
+        self,
+        decoder: Decoder,
+        shards: int,
+        in_flight: int = 1,
+        adapters: TrainedAdapters | None = None,
+    ):
         self.decoder, self.in_flight = decoder, min(in_flight, shards)
         self.tree = GradientTree(shards)
-        layout = decoder.layout
+        layout = adapters.layout if adapters else decoder.layout
         # Zeros, for what lies between the weights.
         self._leaves = torch.zeros(self.in_flight, layout.trained_numel, device=decoder.device)
-        self.buffers: dict[torch.Tensor, GradBuffer] = {}
         # The gradients of norms and biases wait for each other, so that few launches add them.
-        pending = PendingSums()
+        pending, sums = PendingSums(), {}
         for entry in layout.trained:
-            sums = self._leaves[:, entry.offset : entry.offset + entry.numel].view(-1, *entry.shape)
+            leaf = self._leaves[:, entry.offset : entry.offset + entry.numel].view(-1, *entry.shape)
             is_vector = len(entry.shape) == 1
-            self.buffers[decoder.w[entry.name]] = GradBuffer(sums, pending=pending if is_vector else None)
+            sums[entry.name] = GradBuffer(leaf, pending=pending if is_vector else None)
+        self._tied, self._small, self._products = None, list(sums.values()), []
+        self.buffers: Buffers = (
+            adapter_buffers(*adapters, decoder.w, sums) if adapters else self._of_weights(sums)
+        )
+
+    def _of_weights(self, sums: Mapping[str, GradBuffer]) -> dict[torch.Tensor, GradBuffer]:
+        """The buffer of each weight that is trained, and lm_head's. sums: by the weight's name."""
+        decoder = self.decoder
+        buffers = {decoder.w[name]: buffer for name, buffer in sums.items()}
         # With tied embeddings lm_head has a gradient buffer of its own (see Decoder). It is added to the
         # embedding's gradient at the end of each shard.
-        self._tied = None
         if decoder.config.tied and decoder.lm_head.requires_grad:
             shape = (self.in_flight, *decoder.lm_head.shape)
             self._tied = torch.empty(shape, device=decoder.device)
-            self.buffers[decoder.lm_head] = GradBuffer(self._tied)
+            buffers[decoder.lm_head] = GradBuffer(self._tied)
         # The weights of products have nearly all bytes, and their kernels can write over an empty buffer.
-        self._products = [self.buffers[w] for w in decoder.matrices() if w in self.buffers]
+        self._products = [buffers[w] for w in decoder.matrices() if w in buffers]
         products = set(self._products)
-        self._small = [buffer for buffer in self.buffers.values() if buffer not in products]
+        self._small = [buffer for buffer in buffers.values() if buffer not in products]
+        return buffers
 
     def add(self, work: ShardsWork, shards: Sequence[X | None]) -> list[Y | None]:
         """Run the backward passes of the next shards by `work`, and return a result for each shard.
@@ -117,11 +140,11 @@ class ShardSum:
                 no_shards = [None] * (self.in_flight - len(together))
                 results += work(self.decoder, [*together, *no_shards], self.buffers)[: len(together)]
                 assert all(w.grad is None for w in self.buffers), "a gradient that missed its buffer"
-                for buffer in self.buffers.values():
+                for buffer in (*self._small, *self._products):
                     buffer.zeroed(present)
             for i, shard in enumerate(together):
                 if shard is not None and self._tied is not None:
-                    self._leaf("embed", i).add_(self._tied[i])
+                    self.buffers[self.decoder.w["embed"]].sums[i].add_(self._tied[i])
                 self.tree.push(None if shard is None else self._leaves[i])
         return results
 
@@ -131,10 +154,6 @@ class ShardSum:
             torch._foreach_zero_([buffer.sums for buffer in self._small])
         for buffer in self._products:
             buffer.empty.update(range(self.in_flight))
-
-    def _leaf(self, name: str, i: int) -> torch.Tensor:
-        """The gradient of one weight in the i-th of the shards in flight."""
-        return self.buffers[self.decoder.w[name]].sums[i]
 
 
 def add_roots(roots: list[torch.Tensor | None]) -> torch.Tensor | None:

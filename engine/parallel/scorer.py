@@ -10,7 +10,7 @@ import numpy as np
 
 from ...kernels.sampling_params import SamplingParams
 from ...model.decoder import Decoder
-from ..rollout.scoring import score_rollouts
+from ..rollout.scoring import score_rollouts, score_values
 from ..rollout.types import Rollout
 from .partition import virtual_shards
 from .workers import Host, ParallelSampler, Workers
@@ -37,6 +37,14 @@ class Scorer:
         parts = virtual_shards(rollouts, min(self.workers.n, len(rollouts)))
         items = [(list(part), sampling_params, self.micro_batch) for part in parts]
         return [logp for scores in self.workers.map(_score, items) for logp in scores]
+
+    def values(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
+        """The critic's values [C] fp32 of each rollout's C drawn tokens; of none, none."""
+        if not len(rollouts):
+            return []
+        parts = virtual_shards(rollouts, min(self.workers.n, len(rollouts)))
+        items = [(list(part), self.micro_batch) for part in parts]
+        return [v for values in self.workers.map(_values, items) for v in values]
 
     def close(self) -> None:
         """End the workers."""
@@ -65,3 +73,7 @@ class WorkersSampler(ParallelSampler):
 
 def _score(host: Host, item: tuple[Sequence[Rollout], SamplingParams, int]) -> list[np.ndarray]:
     return score_rollouts(host.decoder, *item)
+
+
+def _values(host: Host, item: tuple[Sequence[Rollout], int]) -> list[np.ndarray]:
+    return score_values(host.decoder, *item)

@@ -24,15 +24,16 @@ from typing import TypeVar
 
 import torch
 
+from ...model.adapters import AdapterLayout, Adapters
 from ...model.decoder import Decoder
-from ...model.weights import Layout
+from ...model.weights import FlatLayout, Layout
 from ..config import NativeConfig
 from ..processes import ending, start_python
 from ..rollout.native import NativeSampler
 from ..rollout.types import Completion, Request, RequestSource, check_requests, serve_in_waves
 from ..shared_tensor import SharedTensor, map_tensor
 from ..stopwatch import Stopwatch
-from .gradient import ShardSum, ShardsWork, add_roots
+from .gradient import ShardSum, ShardsWork, TrainedAdapters, add_roots
 from .partition import RequestParts, in_order
 
 X = TypeVar("X")
@@ -105,6 +106,7 @@ class Host:
     """What one worker computes with. Its gradient is made at the first use, because sampling needs none.
 
     root: shared memory through which worker 0 reads this worker's gradient. Worker 0 itself has none.
+    adapters: see ShardSum.
     """
 
     def __init__(
@@ -116,9 +118,11 @@ class Host:
         in_flight: int = 1,
         root: torch.Tensor | None = None,
         stopwatch: Stopwatch | None = None,
+        adapters: TrainedAdapters | None = None,
     ):
         keep_freed_memory()
         self.decoder, self._shards, self._in_flight, self.root = decoder, shards, in_flight, root
+        self._adapters = adapters
         self.sampler = NativeSampler(decoder, **native.model_dump(), workers=workers, stopwatch=stopwatch)
         self._gradient: ShardSum | None = None
 
@@ -126,7 +130,7 @@ class Host:
     def gradient(self) -> ShardSum:
         """The sum of this worker's shards."""
         if self._gradient is None:
-            self._gradient = ShardSum(self.decoder, self._shards, self._in_flight)
+            self._gradient = ShardSum(self.decoder, self._shards, self._in_flight, self._adapters)
         return self._gradient
 
 
@@ -134,8 +138,9 @@ class Workers:
     """`n` workers, rounded down to a power of two that divides `shards`, over the CPU threads torch has now.
 
     `shards` is the number of virtual shards that the workers sum at a time. With more than one worker, or
-    with `share`, the decoder's weights move to shared memory (`weights`). `in_flight`: see ShardSum.
-    `stopwatch`: measures the sampler of the caller's process.
+    with `share`, the decoder's weights move to shared memory (`weights`); with more than one worker, the
+    adapters do as well. `in_flight`, `adapters`: see ShardSum. `stopwatch`: measures the sampler of the
+    caller's process.
 
     Raises ChildProcessError when a worker has died.
     """
@@ -149,6 +154,7 @@ class Workers:
         share: bool = False,
         in_flight: int = 1,
         stopwatch: Stopwatch | None = None,
+        adapters: Adapters | None = None,
     ):
         _refuse_many("workers", min(n, shards))
         self.n, self.shards = 1 << (min(n, shards).bit_length() - 1), shards
@@ -168,9 +174,18 @@ class Workers:
                 self._own_threads,
                 in_flight,
             )
-            numel = decoder.layout.trained_numel
-            self._others = [_Process(i, self.weights, head, numel) for i in range(1, self.n)]
-        self.host = Host(decoder, shards // self.n, native, self.n, in_flight, stopwatch=stopwatch)
+            self._others = self._start_others(head, decoder.layout, adapters)
+        trained = TrainedAdapters(adapters.layout, adapters.flat) if adapters else None
+        sizes = shards // self.n, native, self.n, in_flight
+        self.host = Host(decoder, *sizes, stopwatch=stopwatch, adapters=trained)
+
+    def _start_others(self, head: tuple, layout: Layout, adapters: Adapters | None) -> list["_Process"]:
+        """Start the processes of the other workers, with which the adapters are shared."""
+        if self.n == 1 or adapters is None:
+            return [_Process(i, self.weights, None, head, layout) for i in range(1, self.n)]
+        shared = SharedTensor(adapters.layout.numel, torch.float32)
+        adapters.move_to(shared.tensor)
+        return [_Process(i, self.weights, shared, head, adapters.layout) for i in range(1, self.n)]
 
     def own_threads(self) -> AbstractContextManager[None]:
         """Inside this context torch runs on one worker's share of the threads.
@@ -202,7 +217,7 @@ class Workers:
     ) -> tuple[list[Y | None], torch.Tensor | None]:
         """The result of `work` for each virtual shard (see ShardSum.add), and the gradients' sum.
 
-        The sum is flat over the trained weights. None is a shard without sequences; the sum is None if all
+        The sum is flat over what is trained. None is a shard without sequences; the sum is None if all
         shards are None. The sum is valid until the next call. After an exception the gradient is incomplete,
         and these workers must not be used again.
         """
@@ -330,17 +345,28 @@ def _attempt(work: Callable[[Host, X], Y], host: Host, item: X) -> Y | _Failure:
 class _Process:
     """One of the other workers, as the caller sees it."""
 
-    def __init__(self, index: int, weights: SharedTensor, head: tuple, numel: int):
-        self.index, root = index, SharedTensor(numel, torch.float32)
+    def __init__(
+        self,
+        index: int,
+        weights: SharedTensor,
+        adapters: SharedTensor | None,
+        head: tuple,
+        trained: FlatLayout,
+    ):
+        """trained: the layout of what is trained, that of the adapters where there are some."""
+        self.index, root = index, SharedTensor(trained.trained_numel, torch.float32)
+        shared = [weights, root] if adapters is None else [weights, root, adapters]
         self.root = root.tensor
         caller_end, worker_end = socket.socketpair()
         with worker_end:
             fd = worker_end.fileno()
             code = f"from zerokl.engine.parallel.workers import serve; serve({fd})"
             with _interrupts_blocked():
-                self._process = start_python(code, fds=[fd, weights.fd, root.fd], stdin=subprocess.DEVNULL)
+                self._process = start_python(
+                    code, fds=[fd, *(x.fd for x in shared)], stdin=subprocess.DEVNULL
+                )
         self._connection = Connection(caller_end.detach())
-        self.send((weights.inherited, root.inherited, *head))
+        self.send(([x.inherited for x in shared], trained, *head))
 
     def send(self, message: object) -> None:
         try:
@@ -384,13 +410,18 @@ def serve(connection_fd: int) -> None:
     connection = Connection(connection_fd)
     try:
         layout: Layout
-        weights, root, layout, dtype, numerics, recompute, *sizes, threads, in_flight = pickle.loads(
-            connection.recv_bytes()
+        trained: FlatLayout
+        (weights, root, *shared), trained, layout, dtype, numerics, recompute, *sizes, threads, in_flight = (
+            pickle.loads(connection.recv_bytes())
         )
         torch.set_num_threads(threads)
         flat = map_tensor(weights, layout.numel, dtype)
         decoder = Decoder(layout.config, flat, layout, numerics, recompute)
-        host = Host(decoder, *sizes, in_flight, map_tensor(root, layout.trained_numel, torch.float32))
+        adapters = None
+        if isinstance(trained, AdapterLayout):
+            adapters = TrainedAdapters(trained, map_tensor(*shared, trained.numel, torch.float32))
+        own_root = map_tensor(root, trained.trained_numel, torch.float32)
+        host = Host(decoder, *sizes, in_flight, own_root, adapters=adapters)
         while True:
             work, item = pickle.loads(connection.recv_bytes())
             connection.send_bytes(_pickled(_attempt(work, host, item)))

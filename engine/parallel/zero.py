@@ -19,7 +19,7 @@ A checkpoint passes through the host memory of rank 0 and needs 12 bytes per wei
 
 import torch
 
-from ...model.weights import FLAT_TILE, Layout
+from ...model.weights import FLAT_TILE, FlatLayout
 from ...verify.ledger import Tree, tree_of
 from .gradient import add_roots
 from .process_group import ALONE, Ranks
@@ -36,7 +36,7 @@ class Slices:
     rank has died.
     """
 
-    def __init__(self, layout: Layout, ranks: Ranks = ALONE, device: torch.device | None = None):
+    def __init__(self, layout: FlatLayout, ranks: Ranks = ALONE, device: torch.device | None = None):
         self.layout, self.ranks, self._device = layout, ranks, device
         self.parts = layout.cut(ranks.size)
         self.own = self.parts[ranks.rank]

@@ -102,7 +102,7 @@ def save_checkpoint(
         "logs": logs,
     }
     texts = extra | {SMALL_FILE: json.dumps(small, indent=1) + "\n"}
-    tensors = dict(zip(_MOMENTS, moments, strict=True))
+    tensors = dict(zip(_MOMENTS, moments, strict=True)) | optimizer.layout.beside_checkpoint(master)
     if isinstance(optimizer.layout, AdapterLayout):
         made_here = state.config.model.startswith("init:")
         base = str(companions.absolute()) if made_here else state.config.model
@@ -224,9 +224,22 @@ def _different_bits(folder: Path, head: Head, hashes: Mapping[str, str]) -> str 
 def read_trained(folder: Path, layout: FlatLayout) -> torch.Tensor:
     """What a checkpoint holds of the run's weights, [layout.numel] fp32: the adapters, or the whole model.
 
-    Raises ValueError (see read_adapter, read_weights).
+    A critic's head is beside the model, in STATE_FILE. Raises ValueError (see read_adapter, read_weights),
+    and for a checkpoint without the head.
     """
-    return read_adapter(folder, layout) if isinstance(layout, AdapterLayout) else read_weights(folder, layout)
+    if isinstance(layout, AdapterLayout):
+        return read_adapter(folder, layout)
+    flat, path = read_weights(folder, layout), folder / STATE_FILE
+    for name, view in layout.beside_checkpoint(flat).items():
+        try:
+            with open_tensors(path) as stored:
+                tensor = stored.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"checkpoint: {path} holds no {name} ({error})") from None
+        if tensor.shape != view.shape or tensor.dtype != view.dtype:
+            raise ValueError(f"checkpoint: {path}: {name} is of another model")
+        view.copy_(tensor)
+    return flat
 
 
 @contextmanager

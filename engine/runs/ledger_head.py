@@ -8,9 +8,10 @@ import torch
 
 from ...files.reading import shown
 from ...files.writing import hash_json
-from ...model.adapters import AdapterLayout, Lora, adapted_layout
+from ...model.adapters import AdapterLayout, adapted_layout
 from ...model.config import ModelConfig
 from ...model.freezing import frozen_weights
+from ...model.lora import Lora
 from ...model.weights import FlatLayout, Layout, fingerprint
 from ...verify.environment import PACKAGE_ROOT, environment
 from ...verify.ledger import Head, LedgerFile, digest, digest_ids
@@ -63,6 +64,11 @@ CHAINED_WHERE_SET = (
     "loss.beta",
     "loss.semantic_entropy",
     "loss.router_aux_coef",
+    "loss.gamma",
+    "loss.gae_lambda",
+    "loss.whiten",
+    "loss.value_coef",
+    "loss.value_clip",
     "perturb.routing",
     "precision.router_dtype",
     "precision.sampler_router_dtype",
@@ -172,7 +178,7 @@ def run_layout(config: ModelConfig, head: Head) -> FlatLayout:
     if lora := _lora(head):
         return AdapterLayout(adapted_layout(config, lora), lora)
     names = list(filter(None, map(frozen_name, head.settings)))
-    return Layout(config, frozen_weights(config, names))
+    return Layout(config, frozen_weights(config, names), head.settings.get("loss.advantage") == "gae")
 
 
 def _lora(head: Head) -> Lora | None:

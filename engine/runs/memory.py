@@ -82,6 +82,11 @@ class RunShape:
         return -(-n // group) + (n % group != 0 and group % n != 0)
 
     @property
+    def trained_numel(self) -> int:
+        """Elements of the gradient: of A and B where adapters are trained."""
+        return (self.adapters or self.layout).trained_numel
+
+    @property
     def lm_head_elements(self) -> int:
         """Of the gradient buffer that lm_head has beside the embedding's, where both are one."""
         model = self.layout.config
@@ -161,18 +166,11 @@ def _gradient_bytes(run: RunShape, sizes: PassSizes) -> int:
 
     Those of the shards that a rank adds up are whole gradients. Those over the ranks are of a rank's slice.
     """
-    trained, rounds = run.layout.trained_numel, run.shards_of_a_rank // sizes.shards_at_once
+    trained, rounds = run.trained_numel, run.shards_of_a_rank // sizes.shards_at_once
     in_flight = min(sizes.shards_in_flight, sizes.shards_at_once)
     whole = in_flight * (trained + run.lm_head_elements) + _levels(sizes.shards_at_once) * trained
     of_slice = (1 + _levels(rounds)) * trained // run.ranks if run.ranks > 1 else 0
-    return 4 * (whole + of_slice + _adapter_gradient(run))
-
-
-def _adapter_gradient(run: RunShape) -> int:
-    """Elements of the adapters' gradient; and, over ranks, of the whole gradient that it is computed from."""
-    if run.adapters is None:
-        return 0
-    return run.adapters.numel + (run.layout.trained_numel if run.ranks > 1 else 0)
+    return 4 * (whole + of_slice)
 
 
 def _levels(leaves: int) -> int:
@@ -187,7 +185,17 @@ def _activation_bytes(run: RunShape, sizes: PassSizes) -> int:
     prompt_rows = min(max(PROMPT_TOKENS, tokens), run.prompts_of_a_shard * tokens)
     rows = sequences * run.max_tokens + sizes.shards_in_flight * prompt_rows
     recompute = config.recompute == "layer"
-    return activation_bytes(run.layout, run.dtype, rows, recompute, sequences * tokens)
+    kept = activation_bytes(run.layout, run.dtype, rows, recompute, sequences * tokens)
+    return kept + rows * _adapter_row_bytes(run)
+
+
+def _adapter_row_bytes(run: RunShape) -> int:
+    """Of each row, what the gradients of one adapter are computed from, in fp32 (kernels/low_rank.py).
+
+    It is the longest of all adapters': x, dy, x a^T and dy b.
+    """
+    adapters = run.adapters.adapters if run.adapters else []
+    return max((4 * (x.a.shape[1] + x.b.shape[0] + 2 * x.a.shape[0]) for x in adapters), default=0)
 
 
 def _cache_bytes(run: RunShape, free: int) -> int:
@@ -253,7 +261,7 @@ def fit(run: RunShape, device: torch.device) -> PassSizes:
 def fit_into(run: RunShape, free: int) -> PassSizes:
     """See fit. free: bytes of the GPU, before the run has put anything on it."""
     config, shards = run.config, run.shards_of_a_rank
-    buffer_bytes = 4 * (run.layout.trained_numel + run.lm_head_elements)
+    buffer_bytes = 4 * (run.trained_numel + run.lm_head_elements)
     most = max(1, int(_GRADIENT_SHARE * free) // buffer_bytes)
     in_flight = min(config.shards_in_flight or -(-shards // -(-shards // most)), shards)
     useful = min(PASS_TOKENS // run.max_tokens, in_flight * run.sequences_of_a_shard)

@@ -89,6 +89,7 @@ def make_samplers(
             config.vllm,
             numerics_of(config),
             frozen=optimizer.decoder.layout.frozen,
+            value_head=optimizer.decoder.layout.value_head,
         )
         return Samplers(vllm, vllm)
     if config.sampler == "vllm-exact":

@@ -15,7 +15,7 @@ from ...model.weights import Layout
 from ..compatibility import check_settings
 from ..config import Config
 from ..display.terminal import console
-from ..parallel.data_parallel import RankedEquivalence, RankedSampler, RankedScorer
+from ..parallel.data_parallel import RankedEquivalence, RankedSampler, RankedScorer, RankedWorkers
 from ..parallel.process_group import ALONE, Ranks
 from ..parallel.scorer import Scorer, frozen
 from ..parallel.workers import Workers, automatic
@@ -34,7 +34,7 @@ from ..train.loss_scaling import LossScaler
 from ..train.state import TrainState
 from .memory import RunShape, fit
 from .samplers import Samplers, make_samplers, numerics_of, sampling_context
-from .trained import adapter_layout, make_optimizer, make_parallel, merge_first, model_layout
+from .trained import adapter_layout, make_optimizer, merge_first, model_layout
 
 
 def make_state(
@@ -87,18 +87,20 @@ def make_state(
     share = config.sampler == "vllm-zerokl" and device.type == "cpu"
     with ExitStack() as on_failure:  # closes what was started, unless all of it succeeds
         workers = Workers(
-            policy, shards, n, config.native, share, sizes.shards_in_flight, stopwatch=stopwatch
+            policy, shards, n, config.native, share, sizes.shards_in_flight, stopwatch, adapters
         )
         on_failure.enter_context(workers)
-        slices = Slices(layout, ranks, device)
+        slices = Slices(own_layout or layout, ranks, device)
         optimizer = make_optimizer(config, adapters, policy, weights, slices)
         ref_policy = _ref_policy(config, *ref_model, workers.n, sizes.micro_batch) if ref_model else None
         if ref_policy:
             on_failure.callback(ref_policy.close)
         samplers = make_samplers(config, model, model_config, optimizer, workers, sizes.micro_batch)
         on_failure.pop_all()
+    critic = Scorer(workers, sizes.micro_batch) if config.loss.has_critic else None
     if ranks.size > 1:
         samplers = _spread(samplers, ranks)
+        critic = RankedScorer(critic, ranks) if critic else None
         ref_policy = RankedScorer(ref_policy, ranks) if ref_policy else None
     return TrainState(
         config=config,
@@ -108,9 +110,10 @@ def make_state(
         sampler=samplers.training,
         evaluator=samplers.evaluation,
         old_policy=samplers.old_policy,
-        parallel=make_parallel(config, workers, adapters, slices, optimizer.slices),
+        parallel=RankedWorkers(workers, slices, config.virtual_shards) if ranks.size > 1 else workers,
         micro_batch=sizes.micro_batch,
         ref_policy=ref_policy,
+        critic=critic,
         tokenizer=tokenizer,
         player=player,
         equivalence=equivalence,

@@ -12,22 +12,19 @@ from ...model.freezing import frozen_weights
 from ...model.peft import read_adapter
 from ...model.weights import Layout
 from ..config import Config
-from ..parallel.adapter_workers import AdapterWorkers
-from ..parallel.data_parallel import RankedWorkers
-from ..parallel.workers import Workers
 from ..parallel.zero import Slices
 from ..train.adapter_optimizer import AdapterOptimizer
 from ..train.optimizer import Optimizer
 
 
 def model_layout(config: Config, model_config: ModelConfig) -> Layout:
-    """The layout of the model's weights. Those whose gradients a step sums come first.
+    """The layout of the model's weights. Those that are trained, or have adapters, come first.
 
-    Raises ValueError (see frozen_weights).
+    Raises ValueError (see adapted_layout, frozen_weights).
     """
     if lora := config.lora.shape:
         return adapted_layout(model_config, lora)
-    return Layout(model_config, frozen_weights(model_config, config.frozen))
+    return Layout(model_config, frozen_weights(model_config, config.frozen), config.loss.has_critic)
 
 
 def adapter_layout(config: Config, layout: Layout, model: Path) -> tuple[AdapterLayout | None, torch.dtype]:
@@ -57,17 +54,8 @@ def merge_first(
 def make_optimizer(
     config: Config, adapters: Adapters | None, policy: Decoder, weights: torch.Tensor, slices: Slices
 ) -> Optimizer:
-    """The optimizer of the adapters, or of the weights. slices: of the weights, over the run's ranks."""
+    """The optimizer of the adapters, or of the weights. slices: of what is trained, over the run's ranks."""
     updates = config.steps * config.updates_per_rollout
     if adapters is None:
         return Optimizer(policy, weights, config.optimizer, updates, slices)
-    own = Slices(adapters.layout, slices.ranks, policy.device)
-    return AdapterOptimizer(adapters, config.optimizer, updates, own)
-
-
-def make_parallel(
-    config: Config, workers: Workers, adapters: Adapters | None, slices: Slices, own: Slices
-) -> Workers | RankedWorkers | AdapterWorkers:
-    """What sums the gradient of a step. slices: of the weights; own: of what is trained."""
-    ranked = RankedWorkers(workers, slices, config.virtual_shards) if slices.ranks.size > 1 else workers
-    return AdapterWorkers(ranked, adapters, slices, own) if adapters else ranked
+    return AdapterOptimizer(adapters, config.optimizer, updates, slices)

@@ -16,7 +16,7 @@ class AdapterOptimizer(Optimizer):
     """Owns the adapters, which are the fp32 master weights themselves, and the optimizer's state of them.
 
     After each update the decoder's weights are merged again. The gradient is that of the adapters
-    (parallel/adapter_workers.py).
+    (parallel/gradient.py).
     """
 
     def __init__(

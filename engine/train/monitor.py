@@ -8,6 +8,7 @@ import torch
 from ...files.bitwise import ulp_distance, unequal
 from ...verify.mismatch import mismatch_metrics
 from ..rollout.types import Rollout
+from .shard import Scored, Shard
 
 
 class MismatchError(RuntimeError):
@@ -23,6 +24,39 @@ class MismatchError(RuntimeError):
             "trainer logprob {trainer!r} ({trainer_bits}), sampler logprob {sampler!r} ({sampler_bits}), "
             "{ulp} ulp apart; {unequal} of {compared} tokens of this step are unequal".format(**report)
         )
+
+
+def check_values(scored: Sequence[Scored], step: Shard) -> None:
+    """Compare the critic's values in a step's first update with those that its targets are made of.
+
+    scored: what the micro-batches of the update left behind, in order. Both are of the same weights, so any
+    unequal bit is an error of zerokl. Raises RuntimeError for it, and FloatingPointError for a NaN. Does
+    nothing without a critic.
+    """
+    if step.old_values is None:
+        return
+    values = torch.cat([part.values for part in scored if part.values is not None])
+    before = torch.from_numpy(np.concatenate(step.old_values))
+    differs = unequal(values, before) | torch.isnan(values)
+    if not differs.any():
+        return
+    index = int(differs.nonzero()[0])
+    rollout, position = _place(index, step.rollouts)
+    place = f"prompt {rollout.prompt}, sample {rollout.sample}, position {position}"
+    if torch.isnan(values[index]):
+        raise FloatingPointError(f"the critic's value at {place} is NaN: its hidden state overflows")
+    raise RuntimeError(
+        f"the critic's value at {place} is {float(values[index])!r} in the first update, and was "
+        f"{float(before[index])!r} when the targets were made; {int(differs.sum())} of {len(differs)} are "
+        "unequal"
+    )
+
+
+def _place(index: int, rollouts: Sequence[Rollout]) -> tuple[Rollout, int]:
+    """The rollout of a token, and its place among the drawn ones. index: among those of all rollouts."""
+    ends = np.cumsum([len(r.logprobs) for r in rollouts])
+    i = int(np.searchsorted(ends, index, side="right"))
+    return rollouts[i], index - int(ends[i - 1] if i else 0)
 
 
 class Monitor:
@@ -84,8 +118,7 @@ class Monitor:
         """The first place where differs [C] is true, both values there, and all that was compared."""
         index = int(differs.nonzero()[0])
         ends = np.cumsum([len(r.logprobs) for r in rollouts])
-        i = int(np.searchsorted(ends, index, side="right"))
-        rollout, position = rollouts[i], index - int(ends[i - 1] if i else 0)
+        rollout, position = _place(index, rollouts)
         hexadecimal = [f"0x{int(x[index].view(torch.int32)) & 0xFFFFFFFF:08x}" for x in (trainer, sampler)]
         return {
             "step": self.step,

@@ -51,13 +51,16 @@ def hash_ends(episodes: Episodes) -> dict[str, str]:
     return {"ends": hash_json([list(pair) for pair in zip(ends, episodes.turn_rewards, strict=True)])}
 
 
-def hash_rewards(rewards: np.ndarray, A: StepAdvantages) -> dict[str, str]:
-    """The ledger's hashes of rewards [P, G] and advantages.
+def hash_rewards(
+    rewards: np.ndarray, A: StepAdvantages, critic: Mapping[str, Sequence[np.ndarray]] | None = None
+) -> dict[str, str]:
+    """The ledger's hashes of rewards [P, G], of what a critic adds (Shard.critic), and of advantages.
 
-    Advantages of tokens are hashed one after another; the hash of the tokens has the number of each sample's.
+    What is of tokens is hashed one after another; the hash of the tokens has the number of each sample's.
     """
     A = np.concatenate(A) if isinstance(A, list) else A
-    return {"rewards": digest(rewards), "advantages": digest(A)}
+    of_critic = {name: digest(np.concatenate(of_tokens)) for name, of_tokens in (critic or {}).items()}
+    return {"rewards": digest(rewards), **of_critic, "advantages": digest(A)}
 
 
 class Recorder:
@@ -118,10 +121,12 @@ class Recorder:
         episodes: Episodes,
         A: StepAdvantages,
         scaler: Mapping[str, float],
+        critic: Mapping[str, Sequence[np.ndarray]] | None = None,
     ) -> float:
         """Write the line of a finished step. Returns the seconds that the step's hashing took.
 
-        A: the advantages. scaler: the state of the loss scaler after the step.
+        A: the advantages. scaler: the state of the loss scaler after the step. critic: see
+        Shard.critic.
         """
         began_s = time.perf_counter()
         first_forward = {
@@ -131,7 +136,7 @@ class Recorder:
             **hash_rollouts(episodes.rollouts),
             **first_forward,
             **hash_ends(episodes),
-            **hash_rewards(episodes.rewards, A),
+            **hash_rewards(episodes.rewards, A, critic),
             **{name: h for name, h in self._updates.items() if name not in first_forward},
         }
         if (step + 1) % self._config.state_every == 0:

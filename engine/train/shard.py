@@ -20,6 +20,7 @@ from ...model.observer import Observer, Rows, observed
 from ...model.prompts import PromptLayout, Prompts, prompt_passes
 from ...model.routing import FREE, RecordedRouting, ReplayedRouting
 from ...model.scoring import PackedBatch, ScoringInputs, pack
+from ..loss.critic import value_loss
 from ..loss.load_balance import load_balance
 from ..loss.policy_loss import LossConfig, policy_loss
 from ..parallel.partition import micro_batches, virtual_shards
@@ -38,13 +39,24 @@ class Shard:
     # these weights.
     old_logprobs: Sequence[np.ndarray] | None = None
     ref_logprobs: Sequence[np.ndarray] | None = None  # [n][C], the reference's; None without a KL term
+    # [n][C] fp32, the critic's with the weights that were sampled from, and what it learns; None without one.
+    old_values: Sequence[np.ndarray] | None = None
+    targets: Sequence[np.ndarray] | None = None
 
     def part(self, index: slice) -> "Shard":
         """The sequences that `index` selects."""
-        old_logprobs = None if self.old_logprobs is None else self.old_logprobs[index]
-        ref_logprobs = None if self.ref_logprobs is None else self.ref_logprobs[index]
-        advantages, weights = self.advantages[index], self.weights[index]
-        return Shard(self.rollouts[index], advantages, weights, old_logprobs, ref_logprobs)
+        optional = (None if column is None else column[index] for column in self._optional)
+        return Shard(self.rollouts[index], self.advantages[index], self.weights[index], *optional)
+
+    @property
+    def critic(self) -> dict[str, Sequence[np.ndarray]]:
+        """What a critic adds to the ledger, by name, [n][C] fp32 each; empty without one."""
+        return {} if self.targets is None else {"values": self.old_values, "targets": self.targets}
+
+    @property
+    def _optional(self) -> tuple[Sequence[np.ndarray] | None, ...]:
+        """The columns that not every loss has, in the order of the fields."""
+        return self.old_logprobs, self.ref_logprobs, self.old_values, self.targets
 
     def cut(self, shards: int) -> list["Shard | None"]:
         """Cut the sequences into `shards` virtual shards; an empty shard is None."""
@@ -55,15 +67,14 @@ class Shard:
 def _joined(shards: Sequence[Shard]) -> Shard:
     """The sequences of several shards, one shard after another."""
 
-    def joined(logprobs: list[Sequence[np.ndarray] | None]) -> list[np.ndarray] | None:
-        return None if logprobs[0] is None else list(chain.from_iterable(logprobs))
+    def joined(column: tuple[Sequence[np.ndarray] | None, ...]) -> list[np.ndarray] | None:
+        return None if column[0] is None else list(chain.from_iterable(column))
 
     return Shard(
         list(chain.from_iterable(shard.rollouts for shard in shards)),
         list(chain.from_iterable(shard.advantages for shard in shards)),
         np.concatenate([shard.weights for shard in shards]),
-        joined([shard.old_logprobs for shard in shards]),
-        joined([shard.ref_logprobs for shard in shards]),
+        *map(joined, zip(*(shard._optional for shard in shards), strict=True)),
     )
 
 
@@ -79,8 +90,9 @@ class Scored:
     entropies: torch.Tensor  # [C]
     # [C, L, k], the experts of the row that predicts each token (model/routing.py); None in a dense model
     experts: torch.Tensor | None
-    load_balance: torch.Tensor | None  # of each sequence (loss/load_balance.py); None where it is off
     underflow: dict[str, int]  # zeros in the watched gradients (underflow.py); empty unless ShardWork.watch
+    values: torch.Tensor | None = None  # [C], the critic's; None without one
+    load_balance: torch.Tensor | None = None  # of each sequence (loss/load_balance.py); None where it is off
 
 
 def mean_load_balance(parts: Sequence[Scored]) -> dict[str, float]:
@@ -148,7 +160,7 @@ def shard_gradients(
         together = {i: part for i, part in enumerate(parts) if part is not None}
         _pass_gradient(decoder, together, buffers, work, scored, counts)
     if counts is not None:  # read at the end, because the host waits for the backward
-        next(filter(None, scored)).append(Scored(*[torch.empty(0)] * 3, None, None, counts.read()))
+        next(filter(None, scored)).append(Scored(*[torch.empty(0)] * 3, None, counts.read()))
     return scored
 
 
@@ -250,11 +262,13 @@ def _by_shard(
         tokens = slice(start, end)
         # Copies, because a part of a tensor is pickled with all of it.
         columns = (micro_batch.logp, micro_batch.losses, micro_batch.entropies)
-        experts = None if micro_batch.experts is None else micro_batch.experts[tokens].clone()
+        experts, values = (
+            None if x is None else x[tokens].clone() for x in (micro_batch.experts, micro_batch.values)
+        )
         balance = micro_batch.load_balance
         balance = None if balance is None else balance[members[0] : members[-1] + 1].clone()
-        columns = [x[tokens].clone() for x in columns]
-        yield shard, Scored(*columns, experts, balance, micro_batch.underflow)
+        of_tokens = (x[tokens].clone() for x in columns)
+        yield shard, Scored(*of_tokens, experts, micro_batch.underflow, values, balance)
         start = end
 
 
@@ -264,8 +278,8 @@ def _has_gradient(part: Shard, loss: LossConfig) -> bool:
     Tokens with advantage 0 have no policy gradient. Where all advantages are 0 and no other term of the
     loss has a gradient, the forward alone is enough: the monitor needs its logprobs.
     """
-    other_terms = loss.square or loss.kl_coef or loss.router_aux_coef
-    return bool(other_terms or any(A.any() for A in part.advantages))
+    of_others = loss.square or loss.kl_coef or loss.router_aux_coef or part.targets is not None
+    return bool(of_others or any(A.any() for A in part.advantages))
 
 
 def _concatenated(values: Sequence[np.ndarray] | None) -> torch.Tensor | None:
@@ -288,13 +302,17 @@ def _micro_batch_gradient(
         scores = inputs.forward(decoder, hook, prompts)
         # What follows is small. It is computed on the CPU, where its sums have one order. So the host has to
         # wait once in a micro-batch: the backward begins with the gradient of this loss.
-        logp, entropy = to_host(*scores, [counter] if counter else [])
+        given = [x for x in scores if x is not None]
+        logp, entropy, *values = to_host(given, [counter] if counter else [])
         sampling_logprobs = _concatenated([r.logprobs for r in batch.rollouts])
         old_logprobs = logp.detach() if batch.old_logprobs is None else _concatenated(batch.old_logprobs)
         ref_logprobs = _concatenated(batch.ref_logprobs)
         A = _concatenated(batch.advantages).float()
         of_tokens = logp, old_logprobs, sampling_logprobs, A
         loss = policy_loss(*of_tokens, lengths, work.loss, ref_logprobs, work.directory)
+        if batch.targets is not None:
+            of_critic = _concatenated(batch.old_values), _concatenated(batch.targets)
+            loss = loss + value_loss(*values, *of_critic, work.loss)
         loss = loss * torch.from_numpy(batch.weights).float().repeat_interleave(tokens)
         balance = _load_balance(routing, lengths, work.loss)
         total = loss.sum()
@@ -306,8 +324,10 @@ def _micro_batch_gradient(
             (total * work.scale).backward()
     underflow = dict.fromkeys(WATCHED, 0) if counter else {}
     experts = None if routing is None else routing.taken().cpu()
+    of_critic = values[0].detach() if values else None
     balance = None if balance is None else balance.detach()
-    return Scored(logp.detach(), loss.detach(), entropy, experts, balance, underflow)
+    of_tokens = logp.detach(), loss.detach(), entropy
+    return Scored(*of_tokens, experts, underflow, of_critic, balance)
 
 
 def _load_balance(

@@ -11,7 +11,6 @@ import numpy as np
 from ...model.decoder import Decoder
 from ..config import Config
 from ..loss.advantage import StepAdvantages
-from ..parallel.adapter_workers import AdapterWorkers
 from ..parallel.data_parallel import RankedEquivalence, RankedScorer, RankedWorkers
 from ..parallel.process_group import Ranks
 from ..parallel.scorer import Scorer
@@ -42,9 +41,10 @@ class TrainState:
     evaluator: Sampler  # draws from the trainer's policy
     # Scores with the trainer's weights at the sampler's version; None where that is always the current one.
     old_policy: Scorer | RankedScorer | None
-    parallel: Workers | RankedWorkers | AdapterWorkers
+    parallel: Workers | RankedWorkers
     micro_batch: int  # sequences of one pass
     ref_policy: Scorer | RankedScorer | None  # frozen; None where the loss has none
+    critic: Scorer | RankedScorer | None  # scores values with the trainer's weights; None without a critic
     tokenizer: Tokenizer
     player: EpisodePlayer  # plays the episodes, and rewards them
     # Says which completions mean the same; None where the loss does not ask.

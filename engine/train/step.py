@@ -22,15 +22,17 @@ import torch
 
 from ..loss.advantage import StepAdvantages, advantages, of_tokens
 from ..loss.config import LossConfig
+from ..loss.critic import Critic, critic_metrics, critic_of, token_rewards
 from ..loss.dpo import dpo_metrics, margins, pair_advantages
 from ..loss.policy_loss import sequence_weights
 from ..loss.reward_shaping import completion_kl, shaped_rewards
 from ..loss.semantic_entropy import scaled_by_entropy
 from ..loss.verifree import answer_advantages, answer_metrics
 from ..rollout.answers import answer_length
+from ..rollout.types import Rollout
 from .collect import RolloutBatch, collect
 from .metrics import loss_metrics, rollout_metrics, step_losses
-from .monitor import Monitor
+from .monitor import Monitor, check_values
 from .observer import StepObserver
 from .performance import performance
 from .recorder import Recorder
@@ -77,6 +79,7 @@ def train_step(
         if step.old_logprobs is None:  # the later updates of this step are stale against these logprobs
             step = replace(step, old_logprobs=[x.numpy() for x in logp.split(lengths)])
         if update == 0:
+            check_values(scored, step)
             old_logp = torch.from_numpy(np.concatenate(step.old_logprobs))
             monitor.compare(old_logp, rollouts)  # 0.0 everywhere, or stop and show where
             metrics |= monitor.metrics() | step_losses(scored) | mean_load_balance(scored)
@@ -98,7 +101,7 @@ def train_step(
         state.sampler.sync_weights(state.version)
     metrics |= rollout_metrics(batch) | {"tokens": monitor.tokens}
     if recorder:  # hashes of tokens, logprobs, gradients, weights
-        metrics["time/ledger_s"] = recorder.record(state.step, batch, A, state.scaler.state)
+        metrics["time/ledger_s"] = recorder.record(state.step, batch, A, state.scaler.state, step.critic)
         recorder.check_ranks()
     times = {"time/sample_s": sampled_s - began_s, "time/train_s": time.perf_counter() - sampled_s}
     times |= state.stopwatch.seconds()
@@ -135,7 +138,11 @@ def prepare(state: TrainState, batch: RolloutBatch) -> tuple[Shard, StepAdvantag
             kl_PG = batch.placed(completion_kl(sampling_logprobs, ref_logprobs, loss_cfg))
     shaped = shaped_rewards(batch.rewards, batch.lengths, loss_cfg, state.max_tokens, trained, kl_PG)
     metrics = loss_metrics(loss_cfg, batch, shaped, sampling_logprobs, ref_logprobs)
-    A_step, of_advantages = _advantages(loss_cfg, batch, shaped, sampling_logprobs, ref_logprobs)
+    critic = _critic(state, batch, rollouts, shaped) if state.critic else None
+    if critic is not None:
+        A_step, of_advantages = _of_all(batch, critic.advantages), critic_metrics(critic)
+    else:
+        A_step, of_advantages = _advantages(loss_cfg, batch, shaped, sampling_logprobs, ref_logprobs)
     metrics |= of_advantages
     lengths = batch.lengths[trained].tolist()
     weights = sequence_weights(lengths, loss_cfg.loss_agg_mode, state.max_tokens, trained.size)
@@ -144,9 +151,31 @@ def prepare(state: TrainState, batch: RolloutBatch) -> tuple[Shard, StepAdvantag
     old_logprobs = state.old_policy.score(rollouts, params) if staleness else None
     if cfg.max_staleness:
         metrics["staleness/versions"] = staleness
-    A = A_step if isinstance(A_step, list) else of_tokens(A_step[trained].tolist(), lengths)
-    of_kl_term = ref_logprobs if loss_cfg.kl_coef else None
-    return Shard(rollouts, A, np.array(weights), old_logprobs, of_kl_term), A_step, metrics
+    if isinstance(A_step, list):
+        A = [of_rollout for of_rollout, is_kept in zip(A_step, trained.flat, strict=True) if is_kept]
+    else:
+        A = of_tokens(A_step[trained].tolist(), lengths)
+    of_kl_term, of_critic = ref_logprobs if loss_cfg.kl_coef else None, critic[:2] if critic else ()
+    return Shard(rollouts, A, np.array(weights), old_logprobs, of_kl_term, *of_critic), A_step, metrics
+
+
+def _critic(
+    state: TrainState, batch: RolloutBatch, rollouts: Sequence[Rollout], shaped: np.ndarray
+) -> Critic:
+    """Values, targets and advantages of the rollouts that are trained on. shaped [P, G]: rewards."""
+    places, R = np.flatnonzero(batch.trained).tolist(), shaped.reshape(-1).tolist()
+    of_turns = batch.turn_rewards or [None] * len(batch.rollouts)
+    rewards = [
+        token_rewards(r.drawn, r.turn_starts, of_turns[i], R[i])
+        for r, i in zip(rollouts, places, strict=True)
+    ]
+    return critic_of(rewards, state.critic.values(rollouts), state.config.loss.resolve())
+
+
+def _of_all(batch: RolloutBatch, of_trained: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Advantages [n][C] of the rollouts that are trained on, in their places of [P G]; 0 elsewhere."""
+    values, places = iter(of_trained), zip(batch.trained.flat, batch.lengths.flat, strict=True)
+    return [next(values) if is_kept else np.zeros(C) for is_kept, C in places]
 
 
 def _advantages(

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from zerokl.cli import main
-from zerokl.engine.parallel.workers import ParallelSampler
+from zerokl.engine.parallel.scorer import WorkersSampler
 from zerokl.engine.runs import samplers
 
 
@@ -49,13 +49,13 @@ def test_the_version_is_said_without_loading_torch():
 
 
 def test_a_mismatch_is_one_line_and_exit_code_1(training, monkeypatch, capsys):
-    class Planted(ParallelSampler):
+    class Planted(WorkersSampler):
         def generate(self, requests):
             completions = super().generate(requests)
             completions[1].logprobs[0] += 1
             return completions
 
-    monkeypatch.setattr(samplers, "ParallelSampler", Planted)
+    monkeypatch.setattr(samplers, "WorkersSampler", Planted)
     assert main(training()) == 1
     error = capsys.readouterr().err
     assert error.startswith("zerokl: mismatch at step 0, prompt 0, sample 1, position 0")

@@ -5,7 +5,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from zerokl.benchmarks.machine import model_config
 from zerokl.kernels.launch import Launch, launch, recorded_launches
 from zerokl.kernels.tiles import tiles_of_target
+from zerokl.model.config import Experts
 from zerokl.model.decoder import COMPUTE, Decoder, Numerics
 from zerokl.model.weights import Layout
 
@@ -88,9 +89,16 @@ def watched_gpu() -> Iterator[Device]:
         yield device
 
 
-def model(dtype: torch.dtype, numerics: Numerics = COMPUTE, layers: int = 2, **options: bool) -> Decoder:
+def model(
+    dtype: torch.dtype,
+    numerics: Numerics = COMPUTE,
+    layers: int = 2,
+    experts: Experts | None = None,
+    **options: bool,
+) -> Decoder:
     """A decoder on the device."""
     config = model_config("Qwen3", 64, 96, 4, 2, 64, layers=layers, vocab=VOCABULARY, context=256)
+    config = replace(config, experts=experts)
     layout = Layout(config)
     flat = torch.zeros(layout.numel, dtype=dtype, device=CUDA)
     return Decoder(config, flat, layout, numerics, **options)

@@ -14,6 +14,7 @@ from zerokl.engine.loss.advantage import of_tokens
 from zerokl.engine.loss.config import LossConfig
 from zerokl.engine.parallel import scorer
 from zerokl.engine.parallel.gradient import ShardSum
+from zerokl.engine.rollout import scoring as given_tokens
 from zerokl.engine.rollout.types import Rollout
 from zerokl.engine.train import shard as shards_work
 from zerokl.engine.train.shard import Shard, ShardWork
@@ -200,12 +201,12 @@ FAULTS = {
     ),
     "a gradient in memory that is not pinned": Fault(
         to_host,
-        "*upload_tables(ctx.device, ctx.tables, dx), None, None",
-        "dx.to(ctx.device), None, None",
+        "placed = iter(upload_tables(ctx.device, ctx.tables, *wanted))",
+        "placed = iter([dx.to(ctx.device) for dx in wanted])",
         "copy",
     ),
     "entropies that come alone": Fault(
-        to_host, "torch.stack([x, other]).cpu()", "(x.cpu(), other.cpu())", "wait"
+        to_host, "torch.stack(results).cpu()", "[x.cpu() for x in results]", "wait"
     ),
 }
 
@@ -233,11 +234,12 @@ def _scored() -> Device:
 
 def test_a_reference_scores_on_the_device():
     device = _scored()
-    assert device.places("wait") == {"engine/parallel/scorer.py: _score"}
+    assert device.places("wait") == {"engine/rollout/scoring.py: score_rollouts"}
     assert device.places("copy") == set()
 
 
 def test_control_scores_that_stay_on_the_device_are_refused(monkeypatch):
-    plant(monkeypatch, scorer, "logp.cpu().split", "logp.split")
+    plant(monkeypatch, given_tokens, "logp.cpu().split", "logp.split")
+    monkeypatch.setattr(scorer, "score_rollouts", given_tokens.score_rollouts)
     with pytest.raises(TypeError, match="numpy"):
         _scored()

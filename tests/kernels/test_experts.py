@@ -11,7 +11,7 @@ from zerokl.kernels.expert_rows import ExpertRows
 from zerokl.kernels.grad import GradBuffer
 from zerokl.kernels.grouped_linear import grouped_linear
 from zerokl.kernels.linear import linear
-from zerokl.kernels.order import blocks_of_rows, token_blocks
+from zerokl.kernels.order import token_blocks
 from zerokl.kernels.passes import Pass
 from zerokl.kernels.silu_mul import silu_mul
 from zerokl.kernels.topk_softmax import _lane_sum, topk_softmax
@@ -165,9 +165,10 @@ def test_logits_that_are_nan_choose_the_first_experts_with_weight_0():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_an_experts_gradient_is_that_of_a_linear_over_its_tokens(dtype):
-    """Block by block, over the rows of the expert in each. An expert without tokens has exact zeros."""
+    """Its tokens in a sequence are cut into blocks. An expert without tokens has exact zeros."""
     lengths, N = [150, 20, 130], 32
-    ids = torch.stack([randint(1, 2, 300), 2 + randint(2, 2, 300)], 1)  # experts 0 to 3 of 5
+    # Experts 0 to 3 of 5, and more than a block of the first sequence's tokens for expert 0.
+    ids = torch.stack([randint(1, 9, 300) // 8, 2 + randint(2, 2, 300)], 1)
     rows, x = ExpertRows(ids, 5), randn(0, 300, D, dtype=dtype)
     w = randn(1, 5 * N, D, dtype=dtype).requires_grad_()
     buffer = GradBuffer(torch.full((1, *w.shape), float("nan")), empty=[0])
@@ -175,11 +176,10 @@ def test_an_experts_gradient_is_that_of_a_linear_over_its_tokens(dtype):
     grouped_linear(x, w, rows, Pass(blocks, {w: buffer})).backward(dy)
     for e, (dw, w_e) in enumerate(zip(buffer.sums[0].chunk(5), w.detach().chunk(5), strict=True)):
         tokens = [t for t in range(300) if e in ids[t]]
-        cuts = [(a, b) for _, bs in blocks.parts for a, b in bs]
-        counts = [[sum(t < bound for t in tokens) for bound in block] for block in cuts]
+        counts = [sum(start <= t < end for t in tokens) for start, end in ((0, 150), (150, 170), (170, 300))]
         expected = GradBuffer(torch.zeros(1, N, D))
         w_e = w_e.clone().requires_grad_()
-        in_pass = Pass(blocks_of_rows([(a, b) for a, b in counts if a < b]), {w_e: expected})
+        in_pass = Pass(token_blocks(counts), {w_e: expected})
         start = next((a for expert, a, _ in rows.segments if expert == e), 0)
         linear(x[tokens], w_e, None, in_pass).backward(dy[start : start + len(tokens)])
         assert total_unequal([dw], [expected.sums[0]]) == 0

@@ -8,6 +8,7 @@ from zerokl.kernels.logprob import linear_logprob
 from zerokl.kernels.rms_norm import add_rms_norm, rms_norm
 from zerokl.kernels.rope import rope
 from zerokl.kernels.silu_mul import silu_mul
+from zerokl.kernels.value_head import value_head
 
 
 def _z(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -39,6 +40,7 @@ CASES = {
         lambda: add_rms_norm(_z(5, 7), _z(4, 7), _z(7), 1e-6),
         r"residual \(4, 7\).*must be like x \(5, 7\)",
     ),
+    "value_head width": (lambda: value_head(_z(5, 7), _z(8)), r"h \(5, 7\) and w \(8,\) must be \[T, D\]"),
     "silu_mul odd": (lambda: silu_mul(_z(5, 7)), r"gu \(5, 7\) must be \[T, 2 I\]"),
     "rope table": (lambda: rope(_z(5, 2, 8), _z(5, 8), _z(5, 4)), r"cos \(5, 8\)"),
     "embedding dtype": (

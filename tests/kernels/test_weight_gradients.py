@@ -70,7 +70,7 @@ def test_blocks_of_a_tensor_of_counts_are_those_of_the_lengths(counts, room):
         assert torch.equal(tables.pieces(rows)[: len(pieces)], pieces)
         assert not tables.pieces(rows)[len(pieces) :].any()
     for group, (shard, blocks) in enumerate(made.parts):
-        runs, first = tables.runs
+        _, first, runs = tables.runs
         assert shard == group
         # Blocks of one group follow each other, so all of them are one run.
         walked = [tuple(run) for run in runs[first[group] : first[group + 1]].tolist()]

@@ -18,6 +18,7 @@ from zerokl.kernels.rms_norm import add_rms_norm, rms_norm
 from zerokl.kernels.rope import rope, rope_frequencies, rope_table
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.kernels.silu_mul import silu_mul
+from zerokl.kernels.value_head import value_head
 
 from tests.helpers import assert_at_most_twice_the_error, randint, randn
 from tests.law import experts
@@ -53,6 +54,16 @@ def _plain_rope(x: torch.Tensor) -> torch.Tensor:
 def _plain_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     s = x + residual
     return torch.cat([F.rms_norm(s, w.shape, w, EPS), s])
+
+
+def _value_head(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """The values, and h after them: both have a gradient."""
+    v, h = value_head(h, w)
+    return torch.cat([v.unsqueeze(1), h], 1)
+
+
+def _plain_value_head(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.cat([F.linear(h, w.unsqueeze(0)), h], 1)
 
 
 def _plain_qk_norm(x: torch.Tensor, wq: torch.Tensor, wk: torch.Tensor) -> torch.Tensor:
@@ -123,6 +134,7 @@ OPS = {
         _plain_add_rms_norm,
     ),
     "qk_norm": Op(((50, 3, 64), (64,), (64,)), lambda x, wq, wk: qk_norm(x, wq, wk, 2, EPS), _plain_qk_norm),
+    "value_head": Op(((150, 1000), (1000,)), _value_head, _plain_value_head),
     "silu_mul": Op(((150, 200),), silu_mul, lambda gu: F.silu(gu.chunk(2, 1)[0]) * gu.chunk(2, 1)[1]),
     "rope": Op(
         ((150, 3, 32),), lambda x: rope(x, COS[: len(x)].to(x.dtype), SIN[: len(x)].to(x.dtype)), _plain_rope

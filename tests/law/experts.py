@@ -2,7 +2,7 @@
 
 import torch
 from zerokl.kernels.combine_experts import combine_experts
-from zerokl.kernels.expert_rows import ExpertRows
+from zerokl.kernels.expert_rows import expert_rows
 from zerokl.kernels.grouped_linear import grouped_linear
 from zerokl.kernels.linear import linear
 from zerokl.kernels.passes import ONE_SEQUENCE, Pass
@@ -30,7 +30,7 @@ def experts_of_logits(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The output [T, D], the routing weights [T, k] and the experts [T, k] of x [T, D], logits [T, E]."""
     q, ids = topk_softmax(logits, CHOSEN, renormalise)
-    rows = ExpertRows(ids, logits.shape[1])
+    rows = expert_rows(ids, logits.shape[1], x)
     h = silu_mul(grouped_linear(x, gate_up, rows, in_pass))
     return combine_experts(h, down, q, rows, in_pass), q, ids
 

@@ -1,6 +1,7 @@
 """The kernels that have weights, and their weight gradients after any split into micro-batches."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -9,11 +10,13 @@ from zerokl.kernels.embedding import embedding
 from zerokl.kernels.grad import GradBuffer
 from zerokl.kernels.linear import linear
 from zerokl.kernels.logprob import linear_logprob
+from zerokl.kernels.low_rank import AdapterBuffers, LowRankBuffers
 from zerokl.kernels.order import token_blocks
 from zerokl.kernels.passes import Pass
 from zerokl.kernels.qk_norm import qk_norm
 from zerokl.kernels.rms_norm import add_rms_norm, rms_norm
 from zerokl.kernels.sampling_params import SamplingParams
+from zerokl.kernels.value_head import value_head
 
 from tests.helpers import randint, randn, sums_of, zero_buffers
 from tests.law import experts
@@ -44,18 +47,44 @@ def _vocabulary(D: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return [randn(101, VOCAB, D, dtype=dtype, scale=D**-0.5)]
 
 
+def _adapters(D: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """b and a of two adapters, of the first D and the last 5 rows of a weight [D + 9, D]."""
+    return [randn(105 + i, *shape) for i, shape in enumerate([(D, 3), (3, D), (5, 3), (3, D)])]
+
+
+def _adapted(x: torch.Tensor, weights: list[torch.Tensor], in_pass: Pass) -> torch.Tensor:
+    """linear with a weight whose adapters are trained in its place."""
+    D = x.shape[1]
+    w = randn(109, D + 9, D, dtype=x.dtype).requires_grad_()
+    adapters = zip((slice(0, D), slice(D + 4, D + 9)), weights[::2], weights[1::2], strict=True)
+    buffers = LowRankBuffers(
+        tuple(
+            AdapterBuffers(rows, b.detach(), a.detach(), 5 / 3, in_pass.buffers[b], in_pass.buffers[a])
+            for rows, b, a in adapters
+        )
+    )
+    return linear(x, w, None, replace(in_pass, buffers={w: buffers}))
+
+
 OPS = {
     "linear": Op(
         lambda D, dtype: [randn(102, D + 5, D, dtype=dtype), randn(103, D + 5, dtype=dtype)],
         lambda x, ids, w, in_pass: linear(x, w[0], w[1], in_pass),
         lambda width: (width + 5,),
     ),
+    "adapters": Op(_adapters, lambda x, ids, w, in_pass: _adapted(x, w, in_pass), lambda width: (width + 9,)),
     "rms_norm": Op(_vector, lambda x, ids, w, in_pass: rms_norm(x, w[0], 1e-6, in_pass)),
     "add_rms_norm": Op(_vector, lambda x, ids, w, in_pass: add_rms_norm(x, -2 * x, w[0], 1e-6, in_pass)[0]),
     "qk_norm": Op(
         lambda D, dtype: [randn(100 + i, D, dtype=dtype) for i in (0, 1)],
         lambda x, ids, w, in_pass: qk_norm(torch.stack([x, 2 * x, -x], 1), *w, 2, 1e-6, in_pass),
         lambda width: (3, width),
+    ),
+    "value_head": Op(
+        _vector,
+        lambda x, ids, w, in_pass: value_head(x, w[0], in_pass)[0],
+        lambda width: (),
+        torch.float32,
     ),
     "embedding": Op(_vocabulary, lambda x, ids, w, in_pass: embedding(ids, w[0], in_pass)),
     "linear_logprob": Op(

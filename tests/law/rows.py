@@ -14,6 +14,7 @@ from zerokl.kernels.rms_norm import add_rms_norm, rms_norm
 from zerokl.kernels.rope import rope, rope_table
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.kernels.silu_mul import silu_mul
+from zerokl.kernels.value_head import value_head
 
 from tests.helpers import randint, randn, total_unequal
 from tests.law import experts
@@ -63,6 +64,10 @@ def _add_rms_norm(rows: Rows, D: int, seed: int) -> Rows:
     return add_rms_norm(*rows, randn(seed, D, dtype=rows[0].dtype), 1e-6)
 
 
+def _value_head(rows: Rows, D: int, seed: int) -> Rows:
+    return value_head(rows[0], randn(seed, D, dtype=rows[0].dtype))
+
+
 def _qk_norm(rows: Rows, D: int, seed: int) -> Rows:
     wq, wk = (randn(seed + i, D, dtype=rows[0].dtype) for i in (0, 1))
     return (qk_norm(rows[0], wq, wk, 2, 1e-6),)
@@ -103,6 +108,7 @@ OPS = {
     "rms_norm": Op(_x(None), _rms_norm),
     "add_rms_norm": Op(_x(None, None), _add_rms_norm),
     "qk_norm": Op(_x(3), _qk_norm),
+    "value_head": Op(_x(None), _value_head),
     "silu_mul": Op(
         lambda T, width, dtype, seed: (randn(seed, T, 2 * width, dtype=dtype, scale=3.0),),
         lambda r, *_: (silu_mul(r[0]),),

@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from zerokl.files.bitwise import count_unequal
 from zerokl.files.writing import manifest_damage
-from zerokl.model.adapters import AdapterLayout, Lora, adapted_layout
+from zerokl.model.adapters import AdapterLayout, adapted_layout
 from zerokl.model.config import ARCHITECTURES, ModelConfig
+from zerokl.model.lora import Lora
 from zerokl.model.peft import (
     CONFIG,
     WEIGHTS,
@@ -81,13 +82,14 @@ def test_what_is_written_is_read_again(folder, flat):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_family_has_adapters_of_its_linear_weights_and_of_nothing_else(architecture):
-    config = ModelConfig.from_dict(MODEL.raw | {"architectures": [architecture]})
+    experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = ModelConfig.from_dict(MODEL.raw | experts | {"architectures": [architecture]})
     lora = Lora(2, 6.0)
     layout = AdapterLayout(adapted_layout(config, lora), lora)
     shapes = {name: view.shape for name, view in Layout(config).checkpoint_views(torch.empty(60_000)).items()}
     adapted = {f"{adapter.module}.weight" for adapter in layout.adapters}
     assert adapted == {name for name in shapes if name.endswith("_proj.weight")}
-    assert len(adapted) == 7 * 2
+    assert len(adapted) == 2 * (4 + 3 * (3 if config.experts else 1))
     for module, weight, rows, a, b in layout.adapters:
         assert (b.shape[0], a.shape[1]) == shapes[f"{module}.weight"]
         assert (a.shape[0], b.shape[1]) == (2, 2)

@@ -21,7 +21,9 @@ from zerokl.engine.rollout.vllm.exact import ENVIRONMENT
 from zerokl.kernels import attention_triton, matmul_triton
 from zerokl.kernels.attention_tables import Spans
 from zerokl.kernels.columns_triton import NORM_ROWS, add_all_partials, add_partials
+from zerokl.kernels.expert_rows_triton import ExpertTables
 from zerokl.kernels.grad import PartialSums
+from zerokl.kernels.grouped_linear_triton import grouped_matmul
 from zerokl.kernels.launch import Launch, recorded_launches
 from zerokl.kernels.order import token_blocks
 from zerokl.kernels.tiles import tiles_of_target
@@ -132,6 +134,54 @@ def attention_launches(
     vllm = vllm_launch(module, "kernel_unified_attention", call_vllm)
     paged = our_launch(target, lambda: attention_triton.attention_paged(q, pages, pages, spans, scale))
     return vllm, paged, our_launch(target, call_packed)
+
+
+def expert_launches(module: Any, dtype: torch.dtype, target: str) -> tuple[Launch, Launch]:
+    """vLLM's product of experts in batch-invariant mode, and ours with its number of stages."""
+    T, k, E, N, K = 64, 8, 128, 2048, 1000
+    shapes = (T * k, K), (E, N, K), (T * k, 1, N)
+    x, w, y = (torch.empty(*shape, dtype=dtype, device="meta") for shape in shapes)
+    q = torch.empty(T, k, device="meta")
+    rows = ExpertTables.empty(torch.empty(T, k, dtype=torch.int64, device="meta"), E)
+    config = module.get_default_config(T, E, N, K, k, None)
+    number = torch.empty(1, dtype=torch.int32, device="meta")
+    tables = rows.slots, rows.tiles[:, 0].contiguous(), number
+    flags = dict.fromkeys(("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16"), False)
+    vllm = vllm_launch(
+        module,
+        "fused_moe_kernel",
+        lambda: module.invoke_fused_moe_triton_kernel(
+            *(x, w, y, None, None, q, *tables, True, 1, config),
+            getattr(module.tl, str(dtype).removeprefix("torch.")),
+            **flags,
+            per_channel_quant=False,
+        ),
+    )
+    ours = our_launch(target, lambda: grouped_matmul(x, w, rows, of_tokens=False, q_Tk=q))
+    tiles = {name: vllm.options[name] for name in ("num_warps", "num_stages")}
+    return vllm, ours._replace(options=ours.options | tiles)
+
+
+def expert_rows(module: Any, target: str) -> Rows:
+    """The second product of the experts, with the routing weight, and a width that no tile divides.
+
+    The compiler reads the weights at other places in the two programs, so their order is left out.
+    """
+    rows = {}
+    for dtype in DTYPES:
+        vllm, ours = (program(x, target) for x in expert_launches(module, dtype, target))
+        places = total_difference(expressions(vllm), expressions(ours))
+        rows[f"experts {target} {dtype}"] = row(vllm, places)
+    return rows
+
+
+def expert_controls(module: Any) -> dict[str, int]:
+    vllm, ours = expert_launches(module, torch.bfloat16, "sm_90")
+    counts, expected = {}, expressions(program(vllm, "sm_90"))
+    for change in ({"BLOCK_K": 64}, {"HAS_WEIGHT": False}):
+        changed = ours._replace(options=ours.options | change)
+        counts[f"experts {change}"] = total_difference(expected, expressions(program(changed, "sm_90")))
+    return counts
 
 
 def controls(batch_invariant: Any, unified: Any) -> dict[str, int]:
@@ -250,13 +300,16 @@ def attention_rows(unified: Any, target: str) -> Rows:
 def main() -> None:
     os.environ.update(ENVIRONMENT)
     batch_invariant = batch_invariant_module()  # before any other module of vLLM
+    from vllm.model_executor.layers.fused_moe import fused_moe
     from vllm.v1.attention.ops import triton_unified_attention as unified
 
     report: dict[str, Any] = {}
     for target in sys.argv[1:]:
         report |= matmul_rows(batch_invariant, target) | attention_rows(unified, target)
+        report |= expert_rows(fused_moe, target)
     report["empty buffers"], report["column sums"] = empty_buffer_rows(), column_sum_rows()
-    report["control"] = controls(batch_invariant, unified) | rounded_operands(batch_invariant)
+    report["control"] = controls(batch_invariant, unified) | expert_controls(fused_moe)
+    report["control"] |= rounded_operands(batch_invariant)
     print(json.dumps(report))
 
 

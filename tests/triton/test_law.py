@@ -25,14 +25,23 @@ FILTERS = ("top-k", "top-p", "min-p", "all three", "every filter")
 TRUNCATED = {f"linear_logprob of {what}": "_logprob_bwd" for what in FILTERS}
 ROW_OPS = {
     **NORMS,
+    "value_head": "_value_head_bwd",
     **LOGPROBS,
     **TRUNCATED,
     "silu_mul": "_silu_mul_bwd",
     "rope": "_rope",
+    "experts": "_combine_bwd",
 }
-GRADIENT_OPS = {**NORMS, "linear_logprob": "_logprob_bwd", "embedding": "_embedding_bwd"}
+GRADIENT_OPS = {
+    **NORMS,
+    "value_head": "_value_head_bwd",
+    "linear_logprob": "_logprob_bwd",
+    "embedding": "_embedding_bwd",
+    "adapters": "_outer",
+}
 ACCURATE_OPS = {
     **NORMS,
+    "value_head": "_value_head_bwd",
     **LOGPROBS,
     "linear_logprob with a bias": "_logprob_bwd",
     "silu_mul": "_silu_mul_bwd",

@@ -37,6 +37,16 @@ RAW = {
     "hidden_act": "silu",
     "attention_bias": False,
 }
+# A dense layer, and one with experts.
+SPARSE = RAW | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [0],
+}
 # The second pair crosses a key tile.
 PAIRS = [
     (randint(i, 61, p).tolist(), randint(50 + i, 61, c).tolist())
@@ -45,8 +55,8 @@ PAIRS = [
 SAMPLING = SamplingParams(0.7)
 
 
-def _decoder(dtype: torch.dtype) -> Decoder:
-    config = ModelConfig.from_dict(RAW)
+def _decoder(dtype: torch.dtype, raw: dict = RAW) -> Decoder:
+    config = ModelConfig.from_dict(raw)
     layout = Layout(config)
     flat = randn(0, layout.numel, scale=0.15)
     for view in layout.views(flat).values():
@@ -125,12 +135,14 @@ def test_prompts_read_once(decoder, together):
     assert total_unequal([once[1]], _score(decoder, pairs[1:2])) == 0
 
 
-def _gradient(pairs: list, micro_batch: int, dtype: torch.dtype, in_flight: int = 1) -> torch.Tensor:
+def _gradient(
+    pairs: list, micro_batch: int, dtype: torch.dtype, in_flight: int = 1, raw: dict = RAW
+) -> torch.Tensor:
     """The gradient of two virtual shards, each of half the pairs, `micro_batch` sequences at a time.
 
     Prompts are read once. in_flight: shards that are computed together.
     """
-    sums, half = ShardSum(_decoder(dtype), 2, in_flight), len(pairs) // 2
+    sums, half = ShardSum(_decoder(dtype, raw), 2, in_flight), len(pairs) // 2
 
     def work(decoder: Decoder, shards: list, buffers: Buffers) -> list[None]:
         together = [pair for shard in shards for pair in shard]
@@ -146,7 +158,9 @@ def _gradient(pairs: list, micro_batch: int, dtype: torch.dtype, in_flight: int 
     return sums.tree.take()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype", [d if d is torch.bfloat16 else pytest.param(d, marks=pytest.mark.proof) for d in DTYPES], ids=str
+)
 def test_gradient_micro_batch(dtype):
     # Together, one by one, and (control) in another order.
     pairs = [PAIRS[0], (PAIRS[0][0], [4, 4, 2]), PAIRS[2], (PAIRS[2][0], [7, 8])]
@@ -157,6 +171,22 @@ def test_gradient_micro_batch(dtype):
     for micro_batch in (1, 3, 4) if dtype == torch.bfloat16 else (3,):
         assert total_unequal([_gradient(pairs, micro_batch, dtype, in_flight=2)], [whole]) == 0
     assert total_unequal([_gradient([pairs[i] for i in (0, 2, 1, 3)], 2, dtype)], [whole]) > 0
+
+
+def test_experts_alone_in_chunks_and_token_by_token():
+    decoder, pairs = _decoder(torch.bfloat16, SPARSE), [PAIRS[0], ([5] * 16, [9, 8])]
+    together = _score(decoder, pairs)
+    assert total_unequal(_score(decoder, pairs[1:]), together[1:]) == 0
+    assert total_unequal(cached_scores(decoder, pairs, SAMPLING, 13), together) == 0
+    assert total_unequal(cached_scores(decoder, pairs[:1], SAMPLING, 1), together[:1]) == 0
+
+
+def test_gradient_of_experts_in_any_micro_batch():
+    pairs = [PAIRS[0], (PAIRS[0][0], [4, 4, 2]), PAIRS[2], (PAIRS[2][0], [7, 8])]
+    raw = SPARSE | {"num_hidden_layers": 1, "mlp_only_layers": []}
+    whole = _gradient(pairs, 2, torch.bfloat16, raw=raw)
+    assert whole.abs().max() > 0
+    assert total_unequal([_gradient(pairs, 3, torch.bfloat16, in_flight=2, raw=raw)], [whole]) == 0
 
 
 class _Called(TorchDispatchMode):
@@ -188,7 +218,7 @@ def test_no_operation_of_torch_that_adds_with_atomics_is_called():
         "kthvalue",
     }
     with _Called() as called:
-        _gradient([PAIRS[0], (PAIRS[0][0], [4, 4, 2])], 2, torch.bfloat16)
+        _gradient([PAIRS[0], (PAIRS[0][0], [4, 4, 2])], 2, torch.bfloat16, raw=SPARSE)
     assert {"index_select", "sort"} <= called.names
     assert called.names & atomic == set()
     with _Called() as called:

@@ -69,6 +69,15 @@ def test_frozen_weights_lie_in_vllm_where_they_lie_in_the_trainer(base, tmp_path
 
 
 @pytest.mark.parametrize("separate_process", ["false", "true"])
+def test_a_critics_head_lies_among_the_weights_that_vllm_reads(base, tmp_path, separate_process):
+    """The head lies between the trained weights and the frozen ones."""
+    critic = ("--loss.preset", "ppo", "--loss.advantage", "gae", "--frozen", "model.embed_tokens.*")
+    native = _fingerprint(base, tmp_path / "native", *critic)
+    vllm = ("--sampler", "vllm-zerokl", "--vllm.multiprocess", separate_process)
+    assert _fingerprint(base, tmp_path / "vllm", *critic, *vllm) == native
+
+
+@pytest.mark.parametrize("separate_process", ["false", "true"])
 def test_adapters_are_merged_where_vllm_reads_the_weights(base, tmp_path, separate_process):
     """vLLM draws from the merged weights, so it needs no adapters of its own."""
     words = ("--dtype", "bfloat16", "--lora.rank", "4", "--lora.alpha", "128")

@@ -16,7 +16,7 @@ from ....model.decoder import Decoder, Numerics, no_hook
 from ....model.routing import FREE
 from ....model.weights import Layout
 from .attention import ZeroklAttentionBackend
-from .plugin import FROZEN, TILES_OVERRIDE
+from .plugin import FROZEN, HAS_VALUE_HEAD, TILES_OVERRIDE
 
 
 class _VllmContext:
@@ -44,8 +44,11 @@ class ZeroklForCausalLM(torch.nn.Module):
         super().__init__()
         model_config = vllm_config.model_config
         self.zerokl_config = ModelConfig.from_file(Path(model_config.model))
-        layout = Layout(self.zerokl_config, getattr(model_config.hf_config, FROZEN, ()))
-        version = getattr(model_config.hf_config, TILES_OVERRIDE, DEFAULT_TABLE.vllm)
+        hf_config = model_config.hf_config
+        # Nothing here reads a critic's head, but it lies among the weights of the trainer's memory.
+        has_head = getattr(hf_config, HAS_VALUE_HEAD, False)
+        layout = Layout(self.zerokl_config, getattr(hf_config, FROZEN, ()), has_head)
+        version = getattr(hf_config, TILES_OVERRIDE, DEFAULT_TABLE.vllm)
         self.numerics = Numerics(lm_head=model_config.head_dtype, tiles=tile_table(version))
         self.decoder = Decoder(
             self.zerokl_config, torch.zeros(layout.numel, dtype=model_config.dtype), layout, self.numerics

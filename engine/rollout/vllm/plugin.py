@@ -9,6 +9,8 @@ SHARED, OWN, EXACT = "zerokl", "zerokl-own", "zerokl-exact"
 # The attribute of vLLM's model configuration that names the layout's frozen weights: they decide where each
 # weight lies in the trainer's memory.
 FROZEN = "zerokl_frozen"
+# The attribute that says whether a critic's head lies among the trainer's weights.
+HAS_VALUE_HEAD = "zerokl_value_head"
 _ENGINES = {SHARED: "SharedWeightsEngine", OWN: "OwnWeightsEngine", EXACT: "ExactWeightsEngine"}
 
 

@@ -217,6 +217,7 @@ class VllmZeroklSampler(KeyedSampler):
     weights: [layout.numel] in the compute dtype. On a CPU, memory that vLLM's process can map. On a GPU vLLM
         is in this process, and the weights are the trainer's tensor itself; with cfg.cuda_graphs a copy.
     frozen: the weights that are not trained, by their names in the layout.
+    value_head: whether a critic's head is among the weights; vLLM does not read it.
 
     Raises ValueError as KeyedSampler does.
     """
@@ -230,13 +231,15 @@ class VllmZeroklSampler(KeyedSampler):
         numerics: Numerics = COMPUTE,
         version: int = 0,
         frozen: Collection[str] = (),
+        value_head: bool = False,
     ):
-        from .plugin import ARCHITECTURE, FROZEN, OWN, SHARED, TILES_OVERRIDE
+        from .plugin import ARCHITECTURE, FROZEN, HAS_VALUE_HEAD, OWN, SHARED, TILES_OVERRIDE
 
         assert numerics.cache is None, "engine/compatibility.py refuses it"
         overrides = {
             "architectures": [ARCHITECTURE],
             FROZEN: sorted(frozen),
+            HAS_VALUE_HEAD: value_head,
             TILES_OVERRIDE: numerics.tiles.vllm,
             **({"head_dtype": str(numerics.lm_head)[6:]} if numerics.lm_head else {}),
         }

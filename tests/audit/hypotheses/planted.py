@@ -96,10 +96,10 @@ def write(path: Path, rollouts, params: SamplingParams = SAMPLING, **more) -> Pa
 
 
 def report_of(
-    case: Case, log: Path, dtype: str = "float32", trainer: str = "zerokl", *checkpoints: Path
+    case: Case, log: Path, dtype: str = "float32", trainer: str = "zerokl", *checkpoints: Path, **more: Any
 ) -> dict:
-    cfg = audit_config(str(case.folder), str(log), trainer, dtype, checkpoints=tuple(map(str, checkpoints)))
-    return audit_json(cfg)
+    named = {"checkpoints": tuple(map(str, checkpoints))}
+    return audit_json(audit_config(str(case.folder), str(log), trainer, dtype, **named, **more))
 
 
 def pairs_scored(case: Case, pairs) -> list[np.ndarray]:

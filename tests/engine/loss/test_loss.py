@@ -19,7 +19,7 @@ from zerokl.engine.loss.presets import PRESETS
 from zerokl.engine.loss.reward_shaping import completion_kl, shaped_rewards
 
 from tests.helpers import property_settings
-from tests.presets import DRAWN_PRESETS
+from tests.presets import DRAWN_PRESETS, REWARD_PRESETS
 
 MAX_TOKENS = 7
 EPS = 1e-4  # in GRPO's denominator; TRL's value
@@ -111,7 +111,7 @@ def slow_weight(name: str, i: int, lengths: list[int]) -> float:
     if name in ("grpo", "gspo", "tis", "mis", "mis_token", "icepop", "seed_grpo"):
         return 1 / len(lengths) / lengths[i]
     # Mean over all tokens of the step.
-    if name in ("dapo", "reinforce++", "cispo", "pass_at_k"):
+    if name in ("dapo", "reinforce++", "cispo", "pass_at_k", "ppo"):
         return 1 / sum(lengths)
     # A constant instead of the length.
     return 1 / len(lengths) / MAX_TOKENS
@@ -132,7 +132,7 @@ def groups(draw) -> list[list[float]]:
     return draw(st.lists(st.lists(REWARD, min_size=G, max_size=G), min_size=P, max_size=P))
 
 
-@pytest.mark.parametrize("name", [name for name in DRAWN_PRESETS if name != "pass_at_k"])
+@pytest.mark.parametrize("name", [name for name in REWARD_PRESETS if name != "pass_at_k"])
 @property_settings(60)
 @given(groups())
 def test_advantages_equal_the_formula(name, rewards):

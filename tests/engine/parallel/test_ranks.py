@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 from zerokl.engine.config import Config
 from zerokl.engine.config_file import to_toml
 from zerokl.engine.lora import LoraConfig
@@ -21,8 +22,9 @@ from zerokl.engine.parallel.data_parallel import RankedScorer
 from zerokl.engine.parallel.process_group import ALONE
 from zerokl.engine.parallel.scorer import frozen
 from zerokl.engine.runs.run import resume, train
+from zerokl.model.weights import VALUE_HEAD_TENSOR
 
-from tests.helpers import torchrun
+from tests.helpers import torchrun, total_unequal
 from tests.random_model import EXPERTS, random_model
 
 
@@ -121,6 +123,21 @@ def test_given_tokens_are_scored_over_the_ranks(config, tmp_path, preset):
     _run(2, cfg, tmp_path / "run")
     _same(tmp_path / "run", tmp_path / "alone")
     _same_metrics(tmp_path / "run", tmp_path / "alone")
+
+
+@pytest.mark.full
+def test_values_are_scored_over_the_ranks(config, tmp_path):
+    cfg = config(loss__preset="ppo", steps=3, dtype="bfloat16", updates_per_rollout=2, checkpoint__every=2)
+    train(cfg, tmp_path / "alone")
+    _run(2, cfg, tmp_path / "run")
+    _same(tmp_path / "run", tmp_path / "alone")
+    _same_metrics(tmp_path / "run", tmp_path / "alone")
+    heads = [
+        load_file(tmp_path / run / "checkpoints/step-000003/trainer/state.safetensors")[VALUE_HEAD_TENSOR]
+        for run in ("alone", "run")
+    ]
+    assert total_unequal(heads[:1], heads[1:]) == 0
+    assert heads[0].any()
 
 
 @pytest.mark.parametrize("when", ["at work", pytest.param("start", marks=pytest.mark.full)])

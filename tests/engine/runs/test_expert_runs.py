@@ -19,7 +19,7 @@ from zerokl.kernels.combine_experts import combine_experts
 from zerokl.kernels.expert_rows import ExpertRows
 from zerokl.kernels.passes import Pass
 from zerokl.kernels.topk_softmax import topk_softmax
-from zerokl.model import decoder, experts
+from zerokl.model import experts
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.config import ModelConfig
 from zerokl.model.decoder import PackedContext
@@ -228,6 +228,17 @@ def test_a_router_in_fp32_on_one_side_is_a_mismatch_that_a_replay_cannot_hide(co
 # Controls
 
 
+def test_adapters_beside_experts(config, moe, tmp_path):
+    """Those of the attention are trained, however the work is cut. Those of experts are refused by name."""
+    attention = config(model=moe, dtype="bfloat16", lora__rank=3, lora__targets=["q_proj", "o_proj"])
+    summary = train(attention, tmp_path / "run")
+    assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
+    train(attention.model_copy(update={"workers": 2, "micro_batch": 2}), tmp_path / "other")
+    assert fingerprint(tmp_path / "other") == fingerprint(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"^lora\.targets: .*experts\.0\.gate_proj.* no adapters; choose"):
+        train(config(model=moe, lora__rank=3), tmp_path / "refused")
+
+
 @pytest.fixture(scope="module")
 def with_ties(tmp_path_factory) -> Path:
     """A model whose experts 0, 1 and 2 have equal logits, and so have 3, 4 and 5."""
@@ -291,14 +302,6 @@ def test_vllm_as_it_comes_is_refused_on_a_cpu(config, moe, monkeypatch):
         samplers.make_samplers(
             config(model=moe, sampler="vllm", exact=False), moe, ModelConfig.from_file(moe), None, None, 1
         )
-
-
-def test_a_gpu_is_refused_in_one_line(config, moe, tmp_path, monkeypatch):
-    monkeypatch.setattr(decoder, "on_triton", lambda x: True)
-    with pytest.raises(
-        ValueError, match=r"Qwen3MoeForCausalLM: experts have no GPU kernel; set device = .cpu"
-    ):
-        train(config(model=moe), tmp_path / "run")
 
 
 def test_a_token_of_the_moe_preset_takes_the_products_of_the_tiny_one_and_the_router():

@@ -7,7 +7,17 @@ from zerokl.engine.loss.presets import DEFAULTS, PRESETS
 from zerokl.engine.runs.ledger_head import CHAINED_WHERE_SET, binding
 
 # Settings of the loss that most runs do not have, each with a value that is no default.
-RARE = {"k": 3, "beta": 0.5, "semantic_entropy": 0.25, "router_aux_coef": 0.01}
+RARE = {
+    "k": 3,
+    "beta": 0.5,
+    "semantic_entropy": 0.25,
+    "router_aux_coef": 0.01,
+    "gamma": 0.5,
+    "gae_lambda": 0.5,
+    "whiten": True,
+    "value_coef": 0.5,
+    "value_clip": 0.25,
+}
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -13,6 +13,7 @@ from zerokl.engine.runs.memory import (
     footprint,
 )
 from zerokl.kernels.sampling_params import SamplingParams
+from zerokl.model.adapters import AdapterLayout, adapted_layout
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.config import ModelConfig
 from zerokl.model.decoder import Decoder
@@ -132,6 +133,22 @@ def test_passes_become_as_large_as_the_memory_allows():
         assert sum(footprint(run, fitted, gib * GIB)) <= 0.92 * gib * GIB
     with pytest.raises(ValueError, match=r"lower sampling\.max_tokens, or spread the run over more ranks"):
         fit_into(run, 8 * GIB)
+
+
+def test_adapters_of_a_1_7b_fit_24_gib():
+    """The base lies beside the weights, and nothing else has their size. Over ranks the same holds."""
+    settings = dict(prompts=8, num_generations=8, sampling={"max_tokens": 1024}, recompute="layer")
+    config = Config(dtype="bfloat16", lora={"rank": 16}, **settings)
+    layout = adapted_layout(LARGE.config, config.lora.shape)
+    adapters, free = AdapterLayout(layout, config.lora.shape), 24 * GIB
+    for ranks in (1, 2):
+        run = RunShape(config, layout, ranks, 128, adapters=adapters, base=torch.bfloat16)
+        predicted = footprint(run, fit_into(run, free), free)
+        assert sum(predicted) <= 0.92 * free
+        assert predicted.gradients < 8 * (4 + 4) * adapters.numel
+        assert predicted.other_weights == 2 * layout.trained_numel
+    with pytest.raises(ValueError, match=r"gradients 26\.8"):
+        fit_into(RunShape(config.model_copy(update={"lora": Config().lora}), LARGE, 1, 128), free)
 
 
 def test_what_is_frozen_has_no_state_and_no_gradient():

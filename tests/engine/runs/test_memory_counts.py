@@ -15,11 +15,12 @@ from zerokl.engine.rollout.generation import make_prefixes
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import GenerationParams, RngKey
 from zerokl.engine.runs import memory
-from zerokl.engine.runs.memory import PassSizes, RunShape, activation_bytes, fit_into, footprint
+from zerokl.engine.runs.memory import PassSizes, RunShape, activation_bytes, fit, fit_into, footprint
 from zerokl.engine.runs.setup import make_state
 from zerokl.engine.runs.trained import adapter_layout, model_layout
 from zerokl.engine.tasks.loading import load_task
 from zerokl.engine.tasks.rewards import Reward
+from zerokl.engine.train.step import train_step
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.config import ModelConfig
@@ -110,24 +111,25 @@ def test_the_predicted_weights_are_those_that_a_run_holds(config, model, setting
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_predicted_adapters_are_those_that_a_run_holds(config, model, dtype):
-    """The base, A and B, their moments and their gradient, beside the weights and the gradient's shards."""
+    """The base, A and B, their moments and their gradient. Nothing else has the size of the weights."""
     cfg = config(dtype=dtype, model=model).model_copy(update={"lora": LoraConfig(rank=5)})
     layout = model_layout(cfg, ModelConfig.from_file(model))
     adapters, base = adapter_layout(cfg, layout, model)
     assert base == torch.float32
     plain, run = RunShape(cfg, layout), RunShape(cfg, layout, adapters=adapters, base=base)
-    predicted, without = footprint(run, SIZES, 10**9), footprint(plain, SIZES, 10**9)
+    sizes = fit(run, torch.device("cpu"))
+    predicted, without = footprint(run, sizes, 10**9), footprint(plain, sizes, 10**9)
     task = load_task(cfg.task.name, cfg.task.options)
-    sizes = layout.trained_numel, adapters.numel
-    assert len({*sizes, layout.numel}) == 3, "each size names one kind of tensor"
-    before = [_weight_bytes(numel) for numel in sizes]
+    numels = layout.trained_numel, adapters.numel
+    assert len({*numels, layout.numel}) == 3, "each size names one kind of tensor"
+    before = [_weight_bytes(numel) for numel in numels]
     with closing(make_state(cfg, model, task, Reward(task.reward))) as state:
-        base_bytes, _ = (_weight_bytes(n) - b for n, b in zip(sizes, before, strict=True))
-        state.optimizer.adapters.gradient(torch.zeros(layout.trained_numel))
-        own_bytes = _weight_bytes(adapters.numel) - before[1]
+        train_step(state)
+        base_bytes, own_bytes = (_weight_bytes(n) - b for n, b in zip(numels, before, strict=True))
     assert predicted.weights == without.weights
     assert predicted.other_weights - without.other_weights == base_bytes
-    assert predicted.optimizer + predicted.gradients - without.gradients == own_bytes
+    assert predicted.gradients == (1 + log2(cfg.virtual_shards)) * 4 * adapters.numel
+    assert predicted.optimizer + predicted.gradients == own_bytes
     ranks = footprint(RunShape(cfg, layout, 2, adapters=adapters, base=base), SIZES, 10**9)
     assert ranks.optimizer == 8 * adapters.numel, "A and B are whole in each rank, the moments are not"
 

@@ -20,7 +20,7 @@ from zerokl.model.checkpoint import load_decoder, write_checkpoint
 from zerokl.model.config import ModelConfig
 from zerokl.model.weights import Layout, fingerprint
 
-from tests.presets import DRAWN_PRESETS
+from tests.presets import REWARD_PRESETS
 
 KEYS = {
     "mismatch/k1",
@@ -128,7 +128,7 @@ def test_metrics_sum_up_the_rollouts(run, read_jsonl):
         assert {r["weight_version"] for r in rollouts} == {m["step"]}
 
 
-@pytest.mark.parametrize("preset", DRAWN_PRESETS)
+@pytest.mark.parametrize("preset", REWARD_PRESETS)
 def test_the_logged_loss_is_that_of_the_logged_rollouts(config, read_jsonl, tmp_path, preset):
     train(config(steps=1, loss__preset=preset), tmp_path / "run")
     rollouts = read_jsonl(tmp_path / "run" / "rollouts.jsonl")

@@ -11,24 +11,21 @@ import torch
 from transformers import AutoModelForCausalLM
 from zerokl.engine.config import OptimizerConfig
 from zerokl.engine.loss.config import LossConfig
-from zerokl.engine.parallel.adapter_workers import AdapterWorkers
 from zerokl.engine.parallel.workers import Workers
-from zerokl.engine.parallel.zero import Slices
 from zerokl.engine.train.adapter_optimizer import AdapterOptimizer
 from zerokl.engine.train.shard import Shard, ShardWork
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.adapters import (
     PEFT_PREFIX,
-    TARGETS,
     AdapterLayout,
     Adapters,
-    Lora,
     adapted_layout,
     first_adapters,
 )
 from zerokl.model.checkpoint import read_weights
 from zerokl.model.config import ModelConfig
 from zerokl.model.decoder import Decoder
+from zerokl.model.lora import TARGETS, Lora
 
 from tests.engine.train.test_shards_in_flight import step_of
 from tests.helpers import DTYPES, assert_at_most_twice_the_error, randn, total_unequal
@@ -50,12 +47,9 @@ def adapters_of(model: Path, dtype: torch.dtype, lora: Lora = LORA, trained: boo
 
 
 def gradient(adapters: Adapters, n: int = 1, micro_batch: int = 2, in_flight: int = 1) -> torch.Tensor:
-    decoder = adapters.decoder
     work = ShardWork(SamplingParams(), LossConfig(correction="none").resolve(), micro_batch)
-    with Workers(decoder, SHARDS, n, in_flight=in_flight) as workers:
-        slices = Slices(decoder.layout), Slices(adapters.layout)
-        own_workers = AdapterWorkers(workers, adapters, *slices)
-        return own_workers.sum_shards(work, STEP.cut(SHARDS))[1].clone()
+    with Workers(adapters.decoder, SHARDS, n, in_flight=in_flight, adapters=adapters) as workers:
+        return workers.sum_shards(work, STEP.cut(SHARDS))[1].clone()
 
 
 def by_autograd(model: Path, adapters: Adapters, step: Shard, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -73,7 +67,7 @@ def by_autograd(model: Path, adapters: Adapters, step: Shard, dtype: torch.dtype
         ids, start = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]]), len(rollout.prompt_ids)
         logits = torch.func.functional_call(hf, merged, (ids,)).logits[0, start - 1 : -1]
         logp = logits.log_softmax(-1).gather(1, ids[0, start:, None])
-        loss = loss - A * weight * logp.sum()
+        loss = loss - weight * (torch.from_numpy(A).to(dtype)[:, None] * logp).sum()
     loss.backward()
     return {name: leaf.grad for name, leaf in leaves.items()}
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from zerokl.cli import main
-from zerokl.engine.parallel.workers import ParallelSampler
+from zerokl.engine.parallel.scorer import WorkersSampler
 from zerokl.engine.runs import run as run_module
 from zerokl.engine.runs import samplers as samplers_module
 from zerokl.engine.runs.run import resume, train
@@ -33,7 +33,7 @@ class Plant:
         self.step, index, fraction = draw.randrange(3), draw.randrange(9), draw.random()
         plant = self
 
-        class Planted(ParallelSampler):
+        class Planted(WorkersSampler):
             def generate(self, requests):
                 completions = super().generate(requests)
                 key = requests[index].rng_key if requests else None
@@ -51,7 +51,7 @@ class Plant:
                     plant.false = logprobs[plant.position].item()
                 return completions
 
-        monkeypatch.setattr(samplers_module, "ParallelSampler", Planted)
+        monkeypatch.setattr(samplers_module, "WorkersSampler", Planted)
 
     @property
     def prompt_and_sample(self) -> str:
@@ -133,14 +133,14 @@ def test_verify_case_blames_the_side_that_does_not_reproduce(
 
 
 def test_the_first_of_several_is_named_and_all_are_counted(config, monkeypatch, tmp_path):
-    class Planted(ParallelSampler):
+    class Planted(WorkersSampler):
         def generate(self, requests):
             completions = super().generate(requests)
             for completion in completions[5:]:
                 completion.logprobs.view(np.int32)[-1] ^= 1
             return completions
 
-    monkeypatch.setattr(samplers_module, "ParallelSampler", Planted)
+    monkeypatch.setattr(samplers_module, "WorkersSampler", Planted)
     with pytest.raises(MismatchError, match=r"step 0, prompt 1, sample 2, position \d+ .* 4 of \d+ tokens"):
         train(config(virtual_shards=1, micro_batch=64), tmp_path / "run")
 

@@ -1,0 +1,55 @@
+"""The gradient of a weight's LoRA adapters, for which no gradient of the weight's own size is formed.
+
+    y = x (w + s b a)^T         db += sum over token blocks of dy_t^T (s x a^T)_t
+                                da += sum over token blocks of (s dy b)_t^T x_t
+
+This is the derivative in b and a (Hu et al., arXiv:2106.09685, section 4.1). The products are taken in
+another order than in db = s (dy^T x) a^T, which needs dw = dy^T x [N, K].
+
+Shapes: T rows (tokens); x [T, K]; dy [T, N]; b [N, r] and a [r, K] of the rank r; x a^T and dy b [T, r]. A
+weight may be several matrices, one after another along N, each with an adapter of its own: q, k and v for
+example. dy of such a part are its columns of the weight's dy.
+Roundings: x and dy are exact in fp32. Each element of x a^T and of dy b is summed in fp32, and the product
+with s rounds it once more: not at all where s is a power of two. da and db are sums in fp32 (fp64 for fp64).
+Order: a row of x a^T and of dy b has the order of matmul.matmul, and knows no other row. da and db are summed
+as each weight's gradient is: over the token blocks of the pass, in their order, by matmul.add_outer.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from .grad import GradBuffer, accumulate_dtype
+from .matmul import add_outer, matmul
+from .order import TokenBlocks
+
+
+class AdapterBuffers(NamedTuple):
+    """One adapter, and where its gradient is summed."""
+
+    rows: slice  # of the weight, along N: the matrix that has this adapter
+    b: torch.Tensor
+    a: torch.Tensor
+    scale: float  # s
+    db: GradBuffer
+    da: GradBuffer
+
+
+class LowRankBuffers(NamedTuple):
+    """The adapters of one weight. It takes the place of the weight's own gradient buffer (passes.py)."""
+
+    adapters: tuple[AdapterBuffers, ...]
+
+
+def add_low_rank(
+    buffers: LowRankBuffers, dy_TN: torch.Tensor, x_TK: torch.Tensor, blocks: TokenBlocks
+) -> None:
+    """Add the gradients of the weight's adapters, block by block in the order of `blocks`."""
+    dtype = accumulate_dtype(x_TK.dtype)
+    x = x_TK.to(dtype)
+    for adapter in buffers.adapters:
+        dy = dy_TN[:, adapter.rows].to(dtype).contiguous()
+        x_a = matmul(x, adapter.a.to(dtype)).mul_(adapter.scale)
+        dy_b = matmul(dy, adapter.b.t().to(dtype)).mul_(adapter.scale)
+        add_outer(adapter.db, dy, x_a, blocks)
+        add_outer(adapter.da, dy_b, x, blocks)

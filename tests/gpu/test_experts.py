@@ -1,0 +1,79 @@
+"""A mixture of experts on a fake GPU: no host waits for what the router chooses, and every shape is fixed."""
+
+from collections import Counter
+
+import pytest
+import torch
+from zerokl.engine.parallel.gradient import ShardSum
+from zerokl.model import decoder, experts
+from zerokl.model.config import Experts
+
+from tests.gpu.device import Device, gpu, model, plant
+from tests.gpu.test_passes import LOGPROBS, SETTINGS, UPLOAD, make_shard
+from tests.gpu.test_turns import generate
+from tests.helpers import DTYPES
+
+SPARSE = Experts(number=6, per_token=2, size=48, renormalise=True, layers=frozenset({1}))
+FORWARD = ("_topk_softmax_fwd", "_count_slots", "_sort_slots", "_grouped_matmul", "_sum_slots")
+BACKWARD = ("_topk_softmax_bwd", "_combine_bwd", "_rows_of_tokens", "_runs_of_experts")
+
+
+def train(dtype: torch.dtype, shards: int, setting: str = "plain") -> Device:
+    with gpu() as device:
+        chosen = SETTINGS[setting]
+        options = {"recompute": True} if chosen.recompute else {}
+        total = ShardSum(model(dtype, experts=SPARSE, **options), 64, shards)
+        device.cuda.events.clear()
+        total.add(chosen.work, [make_shard(i) for i in range(shards)])
+    return device
+
+
+def turns(dtype: torch.dtype, target: str = "sm_90") -> Device:
+    with gpu(target) as device:
+        generate(model(dtype, experts=SPARSE))
+    return device
+
+
+def names(device: Device) -> Counter[str]:
+    return Counter(launch.kernel.__name__ for launch in device.launches)
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_80"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_host_does_nothing_in_a_captured_turn(dtype, target):
+    device = turns(dtype, target)
+    (graph,) = device.captures
+    assert graph.replays >= 10
+    assert device.in_graphs() == []
+    assert all(names(device)[name] >= 4 for name in FORWARD)  # the prompts, and three turns
+
+
+@pytest.mark.parametrize("setting", ["plain", "micro-batches", "layers computed again"])
+@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_pass_waits_for_log_probabilities_only(dtype, shards, setting):
+    device = train(dtype, shards, setting)
+    assert device.places("wait") == {LOGPROBS}
+    assert device.places("copy") == set()
+    assert device.places("upload") == {UPLOAD}
+    assert set(FORWARD) | set(BACKWARD) <= set(names(device))
+
+
+@pytest.mark.parametrize("run", [turns, lambda dtype: train(dtype, 1)], ids=["turns", "pass"])
+def test_control_a_look_at_the_experts_is_found(run, monkeypatch):
+    """As if the tables were as long as the experts need."""
+    line = "rows = expert_rows(ids, c.number, x)"
+    place = plant(monkeypatch, experts, line, f"most = int(ids.max()); {line}")
+    monkeypatch.setattr(decoder, "run_experts", experts.run_experts)
+    events = run(torch.bfloat16).cuda.events
+    assert any(str(event).startswith(f"{place} (run_experts): wait by ") for event in events)
+
+
+def test_the_tables_are_as_long_as_any_routing_needs():
+    with gpu() as device:
+        generate(model(torch.bfloat16, experts=SPARSE))
+    for launch in device.launches:
+        if launch.kernel.__name__ == "_grouped_matmul":
+            slots, tiles = launch.args[4:6]
+            rows = len(slots)
+            assert len(tiles) == rows // 64 + min(rows, SPARSE.number)
