@@ -4,15 +4,22 @@ Shapes: T rows of a forward, C of them are asked for; L layers with experts; k e
 slots.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
+from ..kernels.upload import Tables
 from .config import Experts
 
 
 class Routing(Protocol):
     """It is told the chosen experts of each layer with experts, and returns those that compute."""
+
+    @property
+    def tables(self) -> Sequence[Tables]:
+        """What it reads on a device, which goes there with the forward's tables (kernels/upload.py)."""
+        ...
 
     def experts(self, layer: int, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """ids [T, k] int64, as the router of `layer` chose by logits [T, E]. The same tensor where nothing is
@@ -25,6 +32,8 @@ class Routing(Protocol):
 
 class FreeRouting:
     """The router's choice; nothing is kept."""
+
+    tables: Sequence[Tables] = ()
 
     def experts(self, layer: int, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return ids
@@ -44,6 +53,20 @@ class RecordedRouting:
         self._kept: dict[int, torch.Tensor] = {}
         self._logits: dict[int, torch.Tensor] | None = {} if keeps_logits else None
 
+    @property
+    def tables(self) -> list[Tables]:
+        """See Routing."""
+        return [self]
+
+    @property
+    def host_tensors(self) -> list[torch.Tensor]:
+        """See upload.Tables."""
+        return [] if self._rows is None else [self._rows]
+
+    def arrived(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
+        if tensors:
+            (self._rows,) = tensors
+
     def experts(self, layer: int, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """See Routing."""
         self._kept[layer] = self._of_rows(ids).to(self._dtype)
@@ -52,11 +75,15 @@ class RecordedRouting:
         return ids
 
     def _of_rows(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self._rows is None else x.index_select(0, self._rows.to(x.device))
+        return x if self._rows is None else x.index_select(0, self._rows)
 
     def taken(self) -> torch.Tensor:
         """The experts of the rows, [C, L, k] in id_dtype, after the forward."""
         return torch.stack([self._kept[layer] for layer in self._layers], dim=1)
+
+    def from_columns(self, columns: Sequence[torch.Tensor]) -> torch.Tensor:
+        """`taken` again, from its L k columns [C] in any dtype."""
+        return torch.stack(columns, dim=1).to(self._dtype).unflatten(1, (len(self._layers), -1))
 
     def logits(self) -> torch.Tensor:
         """The logits of the rows, [C, L, E], after the forward. Their gradient goes to the router."""
@@ -74,10 +101,18 @@ class ReplayedRouting(RecordedRouting):
         super().__init__(experts, rows, keeps_logits)
         self._given = given
 
+    @property
+    def host_tensors(self) -> list[torch.Tensor]:
+        """See upload.Tables."""
+        return [self._rows, self._given]
+
+    def arrived(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
+        self._rows, self._given = tensors
+
     def experts(self, layer: int, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """See Routing."""
         given = self._given[:, self._layers.index(layer)]
-        ids = ids.index_copy(0, self._rows.to(ids.device), given.to(ids.device, ids.dtype))
+        ids = ids.index_copy(0, self._rows, given.to(ids.dtype))
         return super().experts(layer, logits, ids)
 
 

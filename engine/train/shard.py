@@ -303,7 +303,11 @@ def _micro_batch_gradient(
         # What follows is small. It is computed on the CPU, where its sums have one order. So the host has to
         # wait once in a micro-batch: the backward begins with the gradient of this loss.
         given = [x for x in scores if x is not None]
-        logp, entropy, *values = to_host(given, [counter] if counter else [])
+        # The numbers of experts are whole and small, so fp32 holds them, and they come by the same copy.
+        numbers = [] if routing is None else routing.taken().flatten(1).to(given[0].dtype).unbind(1)
+        on_host = to_host([*given, *numbers], [counter] if counter else [])
+        (logp, entropy, *values), numbers = on_host[: len(given)], on_host[len(given) :]
+        experts = None if routing is None else routing.from_columns(numbers)
         sampling_logprobs = _concatenated([r.logprobs for r in batch.rollouts])
         old_logprobs = logp.detach() if batch.old_logprobs is None else _concatenated(batch.old_logprobs)
         ref_logprobs = _concatenated(batch.ref_logprobs)
@@ -314,7 +318,7 @@ def _micro_batch_gradient(
             of_critic = _concatenated(batch.old_values), _concatenated(batch.targets)
             loss = loss + value_loss(*values, *of_critic, work.loss)
         loss = loss * torch.from_numpy(batch.weights).float().repeat_interleave(tokens)
-        balance = _load_balance(routing, lengths, work.loss)
+        balance = _load_balance(routing, experts, lengths, work.loss)
         total = loss.sum()
         if balance is not None:
             total = total + balance.sum() * (work.loss.router_aux_coef / work.sequences)
@@ -323,7 +327,6 @@ def _micro_batch_gradient(
                 counter.watch(logp)
             (total * work.scale).backward()
     underflow = dict.fromkeys(WATCHED, 0) if counter else {}
-    experts = None if routing is None else routing.taken().cpu()
     of_critic = values[0].detach() if values else None
     balance = None if balance is None else balance.detach()
     of_tokens = logp.detach(), loss.detach(), entropy
@@ -331,15 +334,16 @@ def _micro_batch_gradient(
 
 
 def _load_balance(
-    routing: RecordedRouting | None, lengths: Sequence[int], loss: LossConfig
+    routing: RecordedRouting | None,
+    experts: torch.Tensor | None,
+    lengths: Sequence[int],
+    loss: LossConfig,
 ) -> torch.Tensor | None:
     """The load-balancing loss of each sequence, [n] on the CPU; None where it is off.
 
-    lengths: drawn tokens.
+    experts [C, L, k], on the CPU. lengths: drawn tokens.
     """
     if routing is None or not loss.router_aux_coef:
         return None
-    of_sequences = zip(
-        routing.logits().cpu().split(lengths), routing.taken().cpu().split(lengths), strict=True
-    )
+    of_sequences = zip(routing.logits().cpu().split(lengths), experts.split(lengths), strict=True)
     return torch.stack([load_balance(z, ids) for z, ids in of_sequences])
