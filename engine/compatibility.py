@@ -315,6 +315,13 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        lambda s: s.keyed_vllm and s.config.precision.router_dtype != "compute",
+        lambda s: (
+            f'precision.router_dtype ("{s.config.precision.router_dtype}"): inside vLLM routers compute in '
+            'the compute dtype; set it to "compute", or sampler = "native"'
+        ),
+    ),
+    Rule(
         lambda s: (
             s.config.perturb.routing == "replayed"
             and (s.config.sampler != "native" or _dpo(s) or _verifree(s))

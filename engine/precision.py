@@ -46,6 +46,11 @@ class PrecisionConfig(Section):
     trainer. Where this dtype is narrower than the compute dtype, the sampler's cache stores them in it: with
     float32 this halves the bytes.
     """
+    router_dtype: Annotated[Literal["compute", "float32"], ShortNames] = "compute"
+    """Dtype of the router's logits in a mixture of experts: the compute dtype, as vLLM has it for Qwen3-MoE,
+    or float32. With float32, hidden states and the router are multiplied in fp32, and the logits are not
+    rounded.
+    """
     tiles: Literal["vllm-0.32", "vllm-0.33"] = "vllm-0.32"
     """The vLLM version whose tiles the matrix products use along the reduced dimension, on a GPU. These tiles
     decide the order of sums. With sampler = "vllm-exact" it must be the vLLM that samples.
@@ -56,6 +61,8 @@ class PrecisionConfig(Section):
     """head_dtype of the sampler; empty is the trainer's. Needs exact = false."""
     sampler_cache_dtype: Annotated[Literal["", "compute", "bfloat16", "float16"], ShortNames] = ""
     """cache_dtype of the sampler; empty is the trainer's. Needs exact = false."""
+    sampler_router_dtype: Annotated[Literal["", "compute", "float32"], ShortNames] = ""
+    """router_dtype of the sampler; empty is the trainer's. Needs exact = false."""
 
     @field_validator("scale", "backoff", "minimum", "maximum")
     @classmethod
@@ -67,14 +74,16 @@ class PrecisionConfig(Section):
     @property
     def sampler_differs(self) -> bool:
         """Whether a sampler_ key is set."""
-        return bool(self.sampler_dtype or self.sampler_head_dtype or self.sampler_cache_dtype)
+        other_parts = self.sampler_head_dtype or self.sampler_cache_dtype or self.sampler_router_dtype
+        return bool(self.sampler_dtype or other_parts)
 
     @property
     def of_sampler(self) -> "PrecisionConfig":
-        """These settings with the sampler's head_dtype and cache_dtype in place of the trainer's."""
+        """These settings with the sampler's dtypes of logits and cache in place of the trainer's."""
         return self.model_copy(
             update={
                 "head_dtype": self.sampler_head_dtype or self.head_dtype,
                 "cache_dtype": self.sampler_cache_dtype or self.cache_dtype,
+                "router_dtype": self.sampler_router_dtype or self.router_dtype,
             }
         )

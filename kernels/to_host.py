@@ -13,28 +13,35 @@ from .upload import Tables, upload_tables
 
 class _ToHost(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tables, *results):
+    def forward(ctx, tables, others, *results):
         ctx.device, ctx.tables = results[0].device, tables
-        # Clones: autograd lets nobody change a view of an output that has others.
-        on_host = tuple(row.clone() for row in torch.stack(results).cpu())
-        needs_grad = zip(on_host, ctx.needs_input_grad[1:], strict=True)
-        ctx.mark_non_differentiable(*(x for x, needed in needs_grad if not needed))
-        return on_host
+        packed = torch.cat([x.contiguous().view(torch.uint8).view(-1) for x in (*results, *others)]).cpu()
+        # Clones: autograd lets nobody change a view of an output that has others. And each begins at an
+        # address that its dtype may have.
+        parts = [part.clone() for part in packed.split([x.nbytes for x in (*results, *others)])]
+        typed = zip(parts, (*results, *others), strict=True)
+        on_host = [part.view(x.dtype).view(x.shape) for part, x in typed]
+        needed = (*ctx.needs_input_grad[2:], *[False] * len(others))
+        needs_grad = zip(on_host, needed, strict=True)
+        ctx.mark_non_differentiable(*(x for x, is_needed in needs_grad if not is_needed))
+        return tuple(on_host)
 
     @staticmethod
     def backward(ctx, *gradients):
-        needed = ctx.needs_input_grad[1:]
-        wanted = [dx for dx, is_needed in zip(gradients, needed, strict=True) if is_needed]
+        needed = ctx.needs_input_grad[2:]
+        wanted = [dx for dx, is_needed in zip(gradients, needed, strict=False) if is_needed]
         placed = iter(upload_tables(ctx.device, ctx.tables, *wanted))
-        return None, *(next(placed) if is_needed else None for is_needed in needed)
+        return None, None, *(next(placed) if is_needed else None for is_needed in needed)
 
 
-def to_host(results: Sequence[torch.Tensor], tables: Sequence[Tables] = ()) -> tuple[torch.Tensor, ...]:
-    """The results on the host. All have one shape and one dtype.
+def to_host(
+    results: Sequence[torch.Tensor], tables: Sequence[Tables] = (), others: Sequence[torch.Tensor] = ()
+) -> tuple[torch.Tensor, ...]:
+    """The results on the host, and then the others, of any shapes and dtypes.
 
     tables: what the backward reads on the device. It goes there by the same copy as the gradients of the
-    results, so it may be made when these are known.
+    results, so it may be made when these are known. others: what has no gradient.
     """
     if results[0].device.type == "cpu":
-        return tuple(results)
-    return _ToHost.apply(tables, *results)
+        return *results, *others
+    return _ToHost.apply(tables, others, *results)

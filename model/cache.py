@@ -147,7 +147,7 @@ class CachedContext:
     @property
     def tables(self) -> list[Tables]:
         """See decoder.Context."""
-        return [self._plan, self]
+        return [self._plan, *self.routing.tables, self]
 
     @property
     def host_tensors(self) -> list[torch.Tensor]:

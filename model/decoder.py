@@ -66,18 +66,22 @@ class Numerics(NamedTuple):
     # compute dtype, the cache stores them in it.
     cache: torch.dtype | None = None
     tiles: TileTable = DEFAULT_TABLE  # of the matrix products along K
+    router: torch.dtype | None = None  # of the logits of a mixture of experts
 
 
 COMPUTE = Numerics()
 
 
-def named_numerics(head_dtype: str, cache_dtype: str, tiles: str) -> Numerics:
-    """Numerics from the settings precision.head_dtype, precision.cache_dtype and precision.tiles.
+def named_numerics(head_dtype: str, cache_dtype: str, tiles: str, router_dtype: str = "compute") -> Numerics:
+    """Numerics from the settings precision.head_dtype, cache_dtype, tiles and router_dtype.
 
     The dtype "compute" is the compute dtype. Raises ValueError (see tile_table).
     """
-    dtypes = (None if name == "compute" else getattr(torch, name) for name in (head_dtype, cache_dtype))
-    return Numerics(*dtypes, tile_table(tiles))
+    lm_head, cache, router = (
+        None if name == "compute" else getattr(torch, name)
+        for name in (head_dtype, cache_dtype, router_dtype)
+    )
+    return Numerics(lm_head, cache, tile_table(tiles), router)
 
 
 class _RoundThrough(torch.autograd.Function):
@@ -387,15 +391,15 @@ class Decoder:
     def _mlp(self, i: int, w: LayerWeights, x: torch.Tensor, context: Context, hook: Hook) -> torch.Tensor:
         """x [T, D] -> [T, D]."""
         if self.config.is_sparse(i):
-            tiles = self.numerics.tiles
             return run_experts(
                 self.config.experts,
                 w,
                 x,
                 context.in_pass,
-                tiles,
+                self.numerics.tiles,
+                self.numerics.router,
                 lambda name, y: hook(f"layers.{i}.{name}", y),
-                lambda ids: context.routing.experts(i, ids),
+                lambda logits, ids: context.routing.experts(i, logits, ids),
             )
         x = linear(x, w["gate_up"], None, context.in_pass, self.numerics.tiles)
         hook(f"layers.{i}.gate_up", x)

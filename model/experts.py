@@ -6,6 +6,7 @@ Shapes: T tokens of packed sequences, D hidden size, E experts.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -28,18 +29,21 @@ def run_experts(
     x: torch.Tensor,
     in_pass: Pass,
     tiles: TileTable,
+    router_dtype: torch.dtype | None,
     hook: Callable[[str, torch.Tensor], None],
-    route: Callable[[torch.Tensor], torch.Tensor],
+    route: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """x [T, D] -> [T, D]. hook: called with the name in the layer and the output of each operation.
-    route: is told the chosen experts [T, k], and returns those that compute (Routing.experts).
+    route: is told the logits [T, E] and the chosen experts [T, k], and returns those that compute
+        (Routing.experts).
 
-    The router's logits are in the dtype of x, and the routing weights in fp32.
+    The router's logits are in router_dtype, or in the dtype of x where that is None, and the routing weights
+    in fp32.
     """
-    logits = linear(x, w["router"], None, in_pass, tiles)
+    logits = _router_logits(x, w["router"], in_pass, tiles, router_dtype or x.dtype)
     hook("router", logits)
     q, ids = topk_softmax(logits, c.per_token, c.renormalise)
-    given = route(ids)
+    given = route(logits, ids)
     if given is not ids:
         q, ids = given_softmax(logits, given, c.renormalise), given
     rows = expert_rows(ids, c.number, x)
@@ -47,3 +51,16 @@ def run_experts(
     y = combine_experts(h, w["experts.down"], q, rows, in_pass)
     hook("experts", y)
     return y
+
+
+def _router_logits(
+    x: torch.Tensor, w: torch.Tensor, in_pass: Pass, tiles: TileTable, dtype: torch.dtype
+) -> torch.Tensor:
+    """x [T, D], w [E, D] -> logits [T, E] in `dtype`. The gradient of a converted weight has w's buffer."""
+    if dtype == x.dtype:
+        return linear(x, w, None, in_pass, tiles)
+    wide, buffer = w.to(dtype), in_pass.buffers.get(w)
+    if buffer is not None:
+        wide = w.detach().to(dtype).requires_grad_()
+        in_pass = replace(in_pass, buffers={wide: buffer})
+    return linear(x.to(dtype), wide, None, in_pass, tiles)

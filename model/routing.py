@@ -4,18 +4,26 @@ Shapes: T rows of a forward, C of them are asked for; L layers with experts; k e
 slots.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
+from ..kernels.upload import Tables
 from .config import Experts
 
 
 class Routing(Protocol):
     """It is told the chosen experts of each layer with experts, and returns those that compute."""
 
-    def experts(self, layer: int, ids: torch.Tensor) -> torch.Tensor:
-        """ids [T, k] int64, as the router of `layer` chose. The same tensor where nothing is changed.
+    @property
+    def tables(self) -> Sequence[Tables]:
+        """What it reads on a device, which goes there with the forward's tables (kernels/upload.py)."""
+        ...
+
+    def experts(self, layer: int, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """ids [T, k] int64, as the router of `layer` chose by logits [T, E]. The same tensor where nothing is
+        changed.
 
         A backward that computes a layer again calls it again.
         """
@@ -25,7 +33,9 @@ class Routing(Protocol):
 class FreeRouting:
     """The router's choice; nothing is kept."""
 
-    def experts(self, layer: int, ids: torch.Tensor) -> torch.Tensor:
+    tables: Sequence[Tables] = ()
+
+    def experts(self, layer: int, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return ids
 
 
@@ -35,22 +45,46 @@ FREE = FreeRouting()
 class RecordedRouting:
     """The router's choice, which is kept for some rows.
 
-    rows [C] int64: of the forward; None for all.
+    rows [C] int64: of the forward, each once; None for all. keeps_logits: keep the router's logits too.
     """
 
-    def __init__(self, experts: Experts, rows: torch.Tensor | None = None):
+    def __init__(self, experts: Experts, rows: torch.Tensor | None = None, keeps_logits: bool = False):
         self._layers, self._dtype, self._rows = sorted(experts.layers), id_dtype(experts), rows
         self._kept: dict[int, torch.Tensor] = {}
+        self._logits: dict[int, torch.Tensor] | None = {} if keeps_logits else None
 
-    def experts(self, layer: int, ids: torch.Tensor) -> torch.Tensor:
+    @property
+    def tables(self) -> list[Tables]:
         """See Routing."""
-        of_rows = ids if self._rows is None else ids[self._rows.to(ids.device)]
-        self._kept[layer] = of_rows.to(self._dtype)
+        return [self]
+
+    @property
+    def host_tensors(self) -> list[torch.Tensor]:
+        """See upload.Tables."""
+        return [] if self._rows is None else [self._rows]
+
+    def arrived(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
+        if tensors:
+            (self._rows,) = tensors
+
+    def experts(self, layer: int, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """See Routing."""
+        self._kept[layer] = self._of_rows(ids).to(self._dtype)
+        if self._logits is not None:
+            self._logits[layer] = self._of_rows(logits)
         return ids
+
+    def _of_rows(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self._rows is None else x.index_select(0, self._rows)
 
     def taken(self) -> torch.Tensor:
         """The experts of the rows, [C, L, k] in id_dtype, after the forward."""
         return torch.stack([self._kept[layer] for layer in self._layers], dim=1)
+
+    def logits(self) -> torch.Tensor:
+        """The logits of the rows, [C, L, E], after the forward. Their gradient goes to the router."""
+        assert self._logits is not None, "they were not asked for"
+        return torch.stack([self._logits[layer] for layer in self._layers], dim=1)
 
 
 class ReplayedRouting(RecordedRouting):
@@ -59,15 +93,23 @@ class ReplayedRouting(RecordedRouting):
     rows [C] int64: of the forward. given [C, L, k]: their experts in id_dtype.
     """
 
-    def __init__(self, experts: Experts, rows: torch.Tensor, given: torch.Tensor):
-        super().__init__(experts, rows)
+    def __init__(self, experts: Experts, rows: torch.Tensor, given: torch.Tensor, keeps_logits: bool = False):
+        super().__init__(experts, rows, keeps_logits)
         self._given = given
 
-    def experts(self, layer: int, ids: torch.Tensor) -> torch.Tensor:
+    @property
+    def host_tensors(self) -> list[torch.Tensor]:
+        """See upload.Tables."""
+        return [self._rows, self._given]
+
+    def arrived(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
+        self._rows, self._given = tensors
+
+    def experts(self, layer: int, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """See Routing."""
         given = self._given[:, self._layers.index(layer)]
-        ids = ids.index_copy(0, self._rows.to(ids.device), given.to(ids.device, ids.dtype))
-        return super().experts(layer, ids)
+        ids = ids.index_copy(0, self._rows, given.to(ids.dtype))
+        return super().experts(layer, logits, ids)
 
 
 def id_dtype(experts: Experts) -> torch.dtype:

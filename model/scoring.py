@@ -140,7 +140,7 @@ class ScoringInputs:
     @property
     def tables(self) -> list[Tables]:
         """All that goes to the device."""
-        return [*self._context.tables, *self._chunks, self]
+        return [*self._routing.tables, *self._context.tables, *self._chunks, self]
 
     @property
     def host_tensors(self) -> list[torch.Tensor]:

@@ -288,7 +288,12 @@ def check_case(case: Path, device: torch.device | None = None) -> list[Check]:
         loaded.config,
         loaded.flat.detach(),
         loaded.layout,
-        named_numerics(saved.precision.head_dtype, saved.precision.cache_dtype, saved.precision.tiles),
+        named_numerics(
+            saved.precision.head_dtype,
+            saved.precision.cache_dtype,
+            saved.precision.tiles,
+            saved.precision.router_dtype,
+        ),
     )
     pairs, sampling_params = saved.pairs, saved.sampling_params
     longest, highest = max(len(p) + len(c) for p, c in pairs), max(max(p + c) for p, c in pairs)

@@ -62,6 +62,10 @@ class LossConfig(Section):
     """Weight of a group's semantic entropy: by how much it lowers the group's advantages, at most
     (loss/semantic_entropy.py). task.equivalence says which completions mean the same; 0 is off.
     """
+    router_aux_coef: float | None = Field(None, ge=0)
+    """Weight of the load-balancing loss of a mixture of experts (loss/load_balance.py), a mean over the
+    step's completions; 0 is off.
+    """
     max_resamples: int | None = Field(None, ge=1)
     """Dynamic sampling: prompts are drawn up to this many times, until enough groups differ in their rewards;
     1 is off.

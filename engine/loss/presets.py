@@ -22,6 +22,7 @@ DEFAULTS: dict[str, object] = dict(
     length_reward=0.0,
     overlong_share=0.0,
     semantic_entropy=0.0,
+    router_aux_coef=0.0,
     max_resamples=1,
     gamma=1.0,
     gae_lambda=1.0,

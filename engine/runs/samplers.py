@@ -77,10 +77,8 @@ def make_samplers(
             'sampler ("vllm"): vLLM on a CPU does not take new weights of a mixture of experts; set sampler '
             '= "vllm-zerokl", which is zerokl\'s decoder inside vLLM'
         )
-    if config.perturb.routing == "replayed" and not model_config.experts:
-        raise ValueError(
-            f'perturb.routing ("replayed"): {model_config.architecture} has no experts; set it to "free"'
-        )
+    if not model_config.experts:
+        _refuse_without_experts(config, model_config.architecture)
     shared = WorkersSampler(workers, micro_batch)
     flat = workers.host.decoder.flat
     if config.sampler == "vllm-zerokl":
@@ -111,6 +109,20 @@ def make_samplers(
         scoring = _separate_workers(config, model_config, optimizer, workers.n, sampler=False)
     separate = SeparateSampler(config, sampling, optimizer, scoring)
     return Samplers(separate, shared, Scorer(scoring, micro_batch))
+
+
+def _refuse_without_experts(config: Config, architecture: str) -> None:
+    """Raise ValueError for a setting that a model without experts cannot have."""
+    precision = config.precision
+    defaults = {
+        "perturb.routing": (config.perturb.routing, "free"),
+        "loss.router_aux_coef": (config.loss.resolve().router_aux_coef, 0.0),
+        "precision.router_dtype": (precision.router_dtype, "compute"),
+        "precision.sampler_router_dtype": (precision.sampler_router_dtype, ""),
+    }
+    for name, (value, default) in defaults.items():
+        if value != default:
+            raise ValueError(f"{name} ({value!r}): {architecture} has no experts; set it to {default!r}")
 
 
 def is_separate(config: Config) -> bool:
@@ -148,9 +160,11 @@ def copied_weight_bytes(config: Config) -> int:
 
 
 def numerics_of(config: Config, sampler: bool = False) -> Numerics:
-    """The dtypes of lm_head and cache, of the trainer or of the sampler, and the tiles of both."""
+    """The dtypes of lm_head, cache and router, of the trainer or of the sampler, and the tiles of both."""
     precision = config.precision.of_sampler if sampler else config.precision
-    return named_numerics(precision.head_dtype, precision.cache_dtype, precision.tiles)
+    return named_numerics(
+        precision.head_dtype, precision.cache_dtype, precision.tiles, precision.router_dtype
+    )
 
 
 def _separate_workers(

@@ -3,6 +3,7 @@
 Shapes: n sequences in canonical order; C drawn tokens of a micro-batch.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, zip_longest
@@ -20,6 +21,7 @@ from ...model.prompts import PromptLayout, Prompts, prompt_passes
 from ...model.routing import FREE, RecordedRouting, ReplayedRouting
 from ...model.scoring import PackedBatch, ScoringInputs, pack
 from ..loss.critic import value_loss
+from ..loss.load_balance import load_balance
 from ..loss.policy_loss import LossConfig, policy_loss
 from ..parallel.partition import micro_batches, virtual_shards
 from ..rollout.types import Rollout
@@ -90,6 +92,14 @@ class Scored:
     experts: torch.Tensor | None
     underflow: dict[str, int]  # zeros in the watched gradients (underflow.py); empty unless ShardWork.watch
     values: torch.Tensor | None = None  # [C], the critic's; None without one
+    load_balance: torch.Tensor | None = None  # of each sequence (loss/load_balance.py); None where it is off
+
+
+def mean_load_balance(parts: Sequence[Scored]) -> dict[str, float]:
+    """The metric of the load-balancing loss: its mean over sequences. Nothing where it is off."""
+    of_parts = [part.load_balance for part in parts if part.load_balance is not None]
+    values = torch.cat(of_parts).tolist() if of_parts else []
+    return {"router/load_balance": math.fsum(values) / len(values)} if values else {}
 
 
 def joined_experts(parts: Sequence[Scored]) -> torch.Tensor | None:
@@ -119,6 +129,7 @@ class ShardWork:
     watch: bool = False
     observer: ForwardObserver | None = None
     replayed: bool = False  # whether drawn tokens are computed with the sampler's experts
+    sequences: int = 1  # of the step, over which the load-balancing loss is a mean
 
     def __call__(
         self, decoder: Decoder, shards: Sequence[Shard | None], buffers: Buffers
@@ -208,19 +219,20 @@ def _micro_batch(
     shard = joined.part(rows)
     pairs, masks = [r.pair for r in shard.rollouts], [r.mask for r in shard.rollouts]
     packed = pack(pairs, layout.prompt_of_sample[rows], shard_of[rows], masks)
-    routing = _routing(decoder.config.experts, packed, shard.rollouts, work.replayed)
+    routing = _routing(decoder.config.experts, packed, shard.rollouts, work)
     inputs = ScoringInputs(decoder, packed, work.sampling_params, layout, routing=routing or FREE)
     return _MicroBatch(shard, packed, inputs, routing)
 
 
 def _routing(
-    experts: Experts | None, packed: PackedBatch, rollouts: Sequence[Rollout], replayed: bool
+    experts: Experts | None, packed: PackedBatch, rollouts: Sequence[Rollout], work: ShardWork
 ) -> RecordedRouting | None:
     """The routing of a micro-batch; None in a dense model."""
-    if experts is None or not replayed:
-        return experts and RecordedRouting(experts, packed.rows)
+    keeps_logits = bool(work.loss.router_aux_coef)
+    if experts is None or not work.replayed:
+        return experts and RecordedRouting(experts, packed.rows, keeps_logits)
     given = torch.from_numpy(np.concatenate([r.experts for r in rollouts]))
-    return ReplayedRouting(experts, packed.rows, given)
+    return ReplayedRouting(experts, packed.rows, given, keeps_logits)
 
 
 def _placed(observer: ForwardObserver | None, rollouts: Sequence[Rollout]) -> Observer | None:
@@ -244,7 +256,8 @@ def _by_shard(
     shard_of [n]: the shard of each sequence. lengths [n]: its drawn tokens.
     """
     start = 0
-    for shard, members in groupby(range(len(shard_of)), key=shard_of.__getitem__):
+    for shard, group in groupby(range(len(shard_of)), key=shard_of.__getitem__):
+        members = list(group)
         end = start + sum(lengths[i] for i in members)
         tokens = slice(start, end)
         # Copies, because a part of a tensor is pickled with all of it.
@@ -252,8 +265,10 @@ def _by_shard(
         experts, values = (
             None if x is None else x[tokens].clone() for x in (micro_batch.experts, micro_batch.values)
         )
+        balance = micro_batch.load_balance
+        balance = None if balance is None else balance[members[0] : members[-1] + 1].clone()
         of_tokens = (x[tokens].clone() for x in columns)
-        yield shard, Scored(*of_tokens, experts, micro_batch.underflow, values)
+        yield shard, Scored(*of_tokens, experts, micro_batch.underflow, values, balance)
         start = end
 
 
@@ -263,7 +278,7 @@ def _has_gradient(part: Shard, loss: LossConfig) -> bool:
     Tokens with advantage 0 have no policy gradient. Where all advantages are 0 and no other term of the
     loss has a gradient, the forward alone is enough: the monitor needs its logprobs.
     """
-    of_others = loss.square or loss.kl_coef or part.targets is not None
+    of_others = loss.square or loss.kl_coef or loss.router_aux_coef or part.targets is not None
     return bool(of_others or any(A.any() for A in part.advantages))
 
 
@@ -288,7 +303,9 @@ def _micro_batch_gradient(
         # What follows is small. It is computed on the CPU, where its sums have one order. So the host has to
         # wait once in a micro-batch: the backward begins with the gradient of this loss.
         given = [x for x in scores if x is not None]
-        logp, entropy, *values = to_host(given, [counter] if counter else [])
+        others = [] if routing is None else [routing.taken()]
+        logp, entropy, *rest = to_host(given, [counter] if counter else [], others)
+        values, experts = rest[: len(given) - 2], rest[-1] if others else None
         sampling_logprobs = _concatenated([r.logprobs for r in batch.rollouts])
         old_logprobs = logp.detach() if batch.old_logprobs is None else _concatenated(batch.old_logprobs)
         ref_logprobs = _concatenated(batch.ref_logprobs)
@@ -299,10 +316,32 @@ def _micro_batch_gradient(
             of_critic = _concatenated(batch.old_values), _concatenated(batch.targets)
             loss = loss + value_loss(*values, *of_critic, work.loss)
         loss = loss * torch.from_numpy(batch.weights).float().repeat_interleave(tokens)
-        if loss.requires_grad:
+        balance = _load_balance(routing, experts, lengths, work.loss)
+        total = loss.sum()
+        if balance is not None:
+            total = total + balance.sum() * (work.loss.router_aux_coef / work.sequences)
+        if total.requires_grad:
             if counter:
                 counter.watch(logp)
-            (loss.sum() * work.scale).backward()
+            (total * work.scale).backward()
     underflow = dict.fromkeys(WATCHED, 0) if counter else {}
-    experts = None if routing is None else routing.taken().cpu()
-    return Scored(logp.detach(), loss.detach(), entropy, experts, underflow, *(v.detach() for v in values))
+    of_critic = values[0].detach() if values else None
+    balance = None if balance is None else balance.detach()
+    of_tokens = logp.detach(), loss.detach(), entropy
+    return Scored(*of_tokens, experts, underflow, of_critic, balance)
+
+
+def _load_balance(
+    routing: RecordedRouting | None,
+    experts: torch.Tensor | None,
+    lengths: Sequence[int],
+    loss: LossConfig,
+) -> torch.Tensor | None:
+    """The load-balancing loss of each sequence, [n] on the CPU; None where it is off.
+
+    experts [C, L, k], on the CPU. lengths: drawn tokens.
+    """
+    if routing is None or not loss.router_aux_coef:
+        return None
+    of_sequences = zip(routing.logits().cpu().split(lengths), experts.split(lengths), strict=True)
+    return torch.stack([load_balance(z, ids) for z, ids in of_sequences])

@@ -36,7 +36,7 @@ from .monitor import Monitor, check_values
 from .observer import StepObserver
 from .performance import performance
 from .recorder import Recorder
-from .shard import Shard, ShardWork, joined_experts
+from .shard import Shard, ShardWork, joined_experts, mean_load_balance
 from .state import StepRecord, TrainState
 
 
@@ -57,12 +57,19 @@ def train_step(
     rollouts = step.rollouts  # those that are trained on
     lengths = [len(rollout.logprobs) for rollout in rollouts]
     monitor, notes = Monitor(state.step, cfg.exact, state.version, cfg.max_staleness), {}
-    replayed = cfg.perturb.routing == "replayed"
     for update in range(cfg.updates_per_rollout):
         params, scale = cfg.sampling.sampling_params, state.scaler.scale
         observe = partial(observer.forward, update) if observer else None
         work = ShardWork(
-            params, loss_cfg, state.micro_batch, cfg.task.directory, scale, state.scaler.on, observe, replayed
+            params,
+            loss_cfg,
+            state.micro_batch,
+            cfg.task.directory,
+            scale,
+            state.scaler.on,
+            observe,
+            cfg.perturb.routing == "replayed",
+            len(rollouts),
         )
         with station("time/forward_backward_s"):
             results, gradient = state.parallel.sum_shards(work, step.cut(cfg.virtual_shards))  # a fixed tree
@@ -75,7 +82,7 @@ def train_step(
             check_values(scored, step)
             old_logp = torch.from_numpy(np.concatenate(step.old_logprobs))
             monitor.compare(old_logp, rollouts)  # 0.0 everywhere, or stop and show where
-            metrics |= monitor.metrics() | step_losses(scored)
+            metrics |= monitor.metrics() | step_losses(scored) | mean_load_balance(scored)
             if state.compares_experts and rollouts[0].experts is not None:
                 metrics |= monitor.compare_experts(experts, rollouts)
         if stale:

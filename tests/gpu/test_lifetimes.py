@@ -175,7 +175,7 @@ FAULTS = {
     "results that are read before they have arrived": Fault(
         lambda: trained(1),
         to_host,
-        {".cpu())": ".to('cpu', non_blocking=True))"},
+        {"]).cpu()": "]).to('cpu', non_blocking=True)"},
         "the host uses memory before the copy into it has ended",
     ),
     "a look that waits for an event of before the copy": Fault(

@@ -206,7 +206,7 @@ FAULTS = {
         "copy",
     ),
     "entropies that come alone": Fault(
-        to_host, "torch.stack(results).cpu()", "[x.cpu() for x in results]", "wait"
+        to_host, "]).cpu()", "]); [x.cpu() for x in results]; packed = packed.cpu()", "wait"
     ),
 }
 

@@ -168,9 +168,61 @@ def test_replayed_experts_change_no_bit_of_an_exact_run(plain, run, tmp_path):
     assert lines_of(tmp_path / "run") == lines_of(run)
 
 
-def test_experts_of_a_dense_model_are_not_replayed(config, tmp_path):
-    with pytest.raises(ValueError, match="Qwen3ForCausalLM has no experts"):
-        train(config(perturb__routing="replayed"), tmp_path / "run")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"perturb__routing": "replayed"},
+        {"precision__router_dtype": "float32"},
+        {"loss__router_aux_coef": 0.1},
+        {"precision__sampler_router_dtype": "float32", "exact": False},
+    ],
+    ids=str,
+)
+def test_a_dense_model_has_no_settings_of_experts(config, tmp_path, settings):
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM has no experts; set it to"):
+        train(config(**settings), tmp_path / "run")
+
+
+# The load-balancing loss
+
+
+def test_load_is_balanced_by_the_same_bits_however_the_work_is_cut(config, moe, tmp_path):
+    settings = {"model": moe, "dtype": "bfloat16", "steps": 6, "optimizer__lr": 3e-3}
+    spread = {}
+    for coef in (1e-9, 5.0):
+        train(config(**settings, loss__router_aux_coef=coef), tmp_path / str(coef))
+        spread[coef] = metrics_of(tmp_path / str(coef), "router/load_balance")
+    assert spread[1e-9][0] == spread[5.0][0] > 2.0, "k is the least"
+    assert spread[5.0][-1] < min(spread[1e-9][-1], spread[5.0][0])
+    cut_up = {"workers": 2, "micro_batch": 3, "recompute": "layer", "loss__router_aux_coef": 5.0}
+    train(config(**settings, **cut_up), tmp_path / "cut up")
+    assert lines_of(tmp_path / "cut up") == lines_of(tmp_path / "5.0")
+
+
+# Routers in fp32
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_routers_in_fp32_are_exact_and_trained_and_decide_bits(config, moe, tmp_path, dtype):
+    settings = config(model=moe, dtype=dtype, precision__router_dtype="float32", checkpoint__every=3)
+    summary = train(settings, tmp_path / "run")
+    assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
+    cut_up = {"workers": 2, "micro_batch": 2, "recompute": "layer"}
+    again = train(settings.model_copy(update=cut_up), tmp_path / "again")
+    assert again.fingerprint == summary.fingerprint
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (moe, tmp_path / "run/checkpoints/step-000003")
+    )
+    assert not torch.equal(*(weights["model.layers.1.mlp.gate.weight"] for weights in (before, after)))
+    narrow = train(config(model=moe, dtype=dtype), tmp_path / "narrow")
+    assert narrow.weights != summary.weights
+
+
+def test_a_router_in_fp32_on_one_side_is_a_mismatch_that_a_replay_cannot_hide(config, moe, tmp_path):
+    settings = {"dtype": "bfloat16", "exact": False, "precision__sampler_router_dtype": "float32"}
+    summary = train(config(model=moe, **settings, perturb__routing="replayed"), tmp_path / "run")
+    assert summary.mismatch_max_abs > 0.0
+    assert max(metrics_of(tmp_path / "run", "mismatch/other_experts")) == 0.0
 
 
 # Controls

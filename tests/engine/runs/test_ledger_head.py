@@ -11,6 +11,7 @@ RARE = {
     "k": 3,
     "beta": 0.5,
     "semantic_entropy": 0.25,
+    "router_aux_coef": 0.01,
     "gamma": 0.5,
     "gae_lambda": 0.5,
     "whiten": True,
