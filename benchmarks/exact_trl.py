@@ -2,16 +2,17 @@
 
     .venv-trl/bin/python benchmarks/exact_trl.py
 
-A Qwen3 with random weights draws 4 prompts x 4 completions of at most 32 tokens. A turn is a step of each side,
-in a changing order. A time is TRL's own step_time of the turn's second step: generation, scores, forward and
-backward. Prints the median of the turns for each side, the median of the ratios, the share of a step that
-comparing digests of the weights takes, and the largest difference of a log-probability.
+A Qwen3 with random weights draws 4 prompts x 4 completions of at most 32 tokens. A turn is a step of each
+side, in a changing order. A time is TRL's own step_time of the turn's second step: generation, scores,
+forward and backward. Prints the median of the turns for each side, the median of the ratios, the share of a
+step that comparing digests of the weights takes, and the largest difference of a log-probability.
 """
 
 import argparse
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -72,49 +73,59 @@ def step_s(trainer: GRPOTrainer) -> float:
     return [row["step_time"] for row in trainer.state.log_history if "step_time" in row][-1]
 
 
+def timed(function, spent: list[float]):
+    """The function, which adds its seconds to spent[0]."""
+
+    def measured(*arguments):
+        start = time.perf_counter()
+        result = function(*arguments)
+        spent[0] += time.perf_counter() - start
+        return result
+
+    return measured
+
+
+def measure(mode: str, turns: int, hidden_size: int, spent: list[float]) -> str:
+    """The line of a mode. spent[0]: the seconds that digests have taken."""
+    times: dict[str, list[float]] = {"exact": [], "plain": []}
+    whole = [0.0]
+    with tempfile.TemporaryDirectory() as folder:
+        exact, plain = (
+            make_trainer(trainer_class, Path(folder), hidden_size, mode)
+            for trainer_class in (ExactGRPOTrainer, GRPOTrainer)
+        )
+        steps = {"exact": timed(partial(step_s, exact), whole), "plain": partial(step_s, plain)}
+        spent[0] = 0.0
+        for turn in range(turns):
+            for name in sorted(steps, reverse=bool(turn % 2)):
+                times[name].append(steps[name]())
+    size = sum(p.numel() for p in exact.model.parameters())
+    rows = [row for row in exact.state.log_history if "completions/mean_length" in row]
+    largest = max(row["sampling/sampling_logp_difference/max"] for row in rows)
+    ratios = [a / b for a, b in zip(times["exact"], times["plain"], strict=True)]
+    return (
+        f"{mode}, {size:,} parameters: exact {statistics.median(times['exact']):.2f} s, "
+        f"plain {statistics.median(times['plain']):.2f} s, ratio {statistics.median(ratios):.2f} "
+        f"({min(ratios):.2f} to {max(ratios):.2f}) of {turns} turns; digests {spent[0] / whole[0]:.1%}; "
+        f"largest difference {largest}; mean length {rows[-1]['completions/mean_length']:.1f}"
+    )
+
+
 def main() -> None:
     """Print a line for each mode."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--hidden-size", type=int, default=224)
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     logging.set_verbosity_error()
-    digests = ExactModel._digests
     spent = [0.0]
-
-    def timed(self: ExactModel, tensors) -> torch.Tensor:
-        start = time.perf_counter()
-        result = digests(self, tensors)
-        spent[0] += time.perf_counter() - start
-        return result
-
-    ExactModel._digests = timed
+    ExactModel._digests = timed(ExactModel._digests, spent)
     for mode in MODES:
-        with tempfile.TemporaryDirectory() as folder:
-            sides = {
-                name: make_trainer(trainer_class, Path(folder), arguments.hidden_size, mode)
-                for name, trainer_class in (("exact", ExactGRPOTrainer), ("plain", GRPOTrainer))
-            }
-            times: dict[str, list[float]] = {name: [] for name in sides}
-            spent[0] = whole = 0.0
-            for turn in range(arguments.turns):
-                for name in sorted(sides, reverse=bool(turn % 2)):
-                    start = time.perf_counter()
-                    times[name].append(step_s(sides[name]))
-                    whole += (time.perf_counter() - start) * (name == "exact")
-        size = sum(p.numel() for p in sides["exact"].model.parameters())
-        rows = [row for row in sides["exact"].state.log_history if "completions/mean_length" in row]
-        largest = max(row["sampling/sampling_logp_difference/max"] for row in rows)
-        ratios = [a / b for a, b in zip(times["exact"], times["plain"], strict=True)]
-        print(
-            f"{mode}, {size:,} parameters: exact {statistics.median(times['exact']):.2f} s, "
-            f"plain {statistics.median(times['plain']):.2f} s, ratio {statistics.median(ratios):.2f} "
-            f"({min(ratios):.2f} to {max(ratios):.2f}) of {len(ratios)} turns; digests {spent[0] / whole:.1%}; "
-            f"largest difference {largest}; mean length {rows[-1]['completions/mean_length']:.1f}",
-            flush=True,
-        )
+        print(measure(mode, arguments.turns, arguments.hidden_size, spent), flush=True)
 
 
 if __name__ == "__main__":
