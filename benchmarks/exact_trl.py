@@ -2,7 +2,7 @@
 
     .venv-trl/bin/python benchmarks/exact_trl.py
 
-A Qwen3 with random weights draws 4 prompts x 4 completions of at most 32 tokens. A turn is a step of each
+A Qwen3 with random weights draws 4 completions of at most 32 tokens for each prompt. A turn is a step of each
 side, in a changing order. A time is TRL's own step_time of the turn's second step: generation, scores,
 forward and backward. Prints the median of the turns for each side, the median of the ratios, the share of a
 step that comparing digests of the weights takes, and the largest difference of a log-probability.
@@ -24,11 +24,13 @@ from zerokl.engine.tasks.tokenizer import character_tokenizer
 from zerokl.integrations.exact_trl import ExactGRPOTrainer
 from zerokl.integrations.transformers import ExactModel
 
-PROMPTS, GENERATIONS, TOKENS = 4, 4, 32
+GENERATIONS, TOKENS = 4, 32
 MODES = {"fp32": {}, "bf16 over fp32": {"bf16": True}}
 
 
-def make_trainer(trainer_class: type[GRPOTrainer], model: Path, hidden_size: int, mode: str) -> GRPOTrainer:
+def make_trainer(
+    trainer_class: type[GRPOTrainer], model: Path, hidden_size: int, prompts: int, mode: str
+) -> GRPOTrainer:
     """A trainer whose train() makes two steps."""
     tokenizer = character_tokenizer()
     torch.manual_seed(0)
@@ -48,7 +50,7 @@ def make_trainer(trainer_class: type[GRPOTrainer], model: Path, hidden_size: int
     options = dict(bf16=False, gradient_checkpointing=False, use_cpu=True) | MODES[mode]
     arguments = GRPOConfig(
         output_dir=str(model),
-        per_device_train_batch_size=PROMPTS * GENERATIONS,
+        per_device_train_batch_size=prompts * GENERATIONS,
         num_generations=GENERATIONS,
         max_completion_length=TOKENS,
         max_steps=2,
@@ -85,13 +87,13 @@ def timed(function, spent: list[float]):
     return measured
 
 
-def measure(mode: str, turns: int, hidden_size: int, spent: list[float]) -> str:
+def measure(mode: str, turns: int, hidden_size: int, prompts: int, spent: list[float]) -> str:
     """The line of a mode. spent[0]: the seconds that digests have taken."""
     times: dict[str, list[float]] = {"exact": [], "plain": []}
     whole = [0.0]
     with tempfile.TemporaryDirectory() as folder:
         exact, plain = (
-            make_trainer(trainer_class, Path(folder), hidden_size, mode)
+            make_trainer(trainer_class, Path(folder), hidden_size, prompts, mode)
             for trainer_class in (ExactGRPOTrainer, GRPOTrainer)
         )
         steps = {"exact": timed(partial(step_s, exact), whole), "plain": partial(step_s, plain)}
@@ -118,6 +120,7 @@ def main() -> None:
     )
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--hidden-size", type=int, default=224)
+    parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -125,7 +128,7 @@ def main() -> None:
     spent = [0.0]
     ExactModel._digests = timed(ExactModel._digests, spent)
     for mode in MODES:
-        print(measure(mode, arguments.turns, arguments.hidden_size, spent), flush=True)
+        print(measure(mode, arguments.turns, arguments.hidden_size, arguments.prompts, spent), flush=True)
 
 
 if __name__ == "__main__":
