@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,6 +20,7 @@ from zerokl.integrations.transformers import ExactModel, StaleWeightsError
 from zerokl.integrations.trl import record
 from zerokl.verify.environment import PACKAGE_ROOT
 
+from tests.helpers import torchrun
 from tests.model.checkpoints import FAMILIES
 from tests.trl.exact_runs import (
     MAX,
@@ -131,13 +131,14 @@ def audit(log: Path, *words: str) -> tuple[int, float]:
         return code, json.loads((Path(out) / "audit" / "audit.json").read_text())["max_abs"]
 
 
-def test_evaluation_is_exact_and_draws_other_numbers(model, tmp_path):
+@pytest.mark.parametrize("trainer_class", [SeenGRPO, SeenRLOO])
+def test_evaluation_is_exact_and_draws_other_numbers(trainer_class, model, tmp_path):
     options = dict(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=P * G)
-    trainer = make_trainer(SeenGRPO, model, tmp_path, eval_dataset=prompts().select(range(2)), **options)
+    trainer = make_trainer(trainer_class, model, tmp_path, eval_dataset=prompts().select(range(2)), **options)
     trainer.train()
     assert mismatches(trainer) == [0.0] * STEPS
     assert mismatches(trainer, f"eval_{MAX}") == [0.0] * STEPS
-    assert len(trainer.seen) == 2 * STEPS
+    assert len({str(drawn) for _, drawn in trainer.seen}) == 2 * STEPS
 
 
 def test_a_resumed_run_goes_on_with_the_same_bits(model, tmp_path):
@@ -151,14 +152,8 @@ def test_a_resumed_run_goes_on_with_the_same_bits(model, tmp_path):
 
 
 def test_two_ranks_draw_what_one_draws(model, tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [*torchrun, "-m", "tests.trl.exact_runs", str(model), str(tmp_path)],
-        cwd=PACKAGE_ROOT,
-        env=environment,
-        check=True,
-    )
+    command = torchrun(2, "-m", "tests.trl.exact_runs", str(model), str(tmp_path))
+    subprocess.run(command, cwd=PACKAGE_ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     one = make_trainer(SeenGRPO, model, tmp_path / "one", per_device_train_batch_size=G)
     one.train()
