@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 RUN    ?= runs/demo
 
 # TORCH: what pip is given for torch, e.g. TORCH='torch==2.13.0 --index-url ...' for another build.
-.PHONY: help demo demo-turns test test-rest test-full test-slow test-proofs vllm test-vllm test-vllm-0.33 test-triton test-trl test-peft test-browser \
+.PHONY: help demo demo-turns test test-rest test-full test-slow test-proofs vllm test-vllm test-vllm-0.33 test-triton test-trl test-trl-releases test-peft test-browser \
   test-trackers test-worlds real test-real lint docs package pictures bench bench-vllm clean
 .DEFAULT_GOAL := help
 
@@ -21,7 +21,8 @@ help:
 	@echo "make test-vllm      vLLM as the sampler: tokens and logprobs beside the native sampler's and the trainer's"
 	@echo "make test-vllm-0.33 the same, and the Triton kernels, with vLLM 0.33's Python files"
 	@echo "make test-triton    the Triton kernels, interpreted on a CPU, beside vLLM's own; and compiled for two GPUs"
-	@echo "make test-trl       advantages, losses and gradients beside TRL's own; the recorder beside a run without it"
+	@echo "make test-trl       exact runs inside TRL; losses and gradients beside TRL's own; the recorder beside a run without it"
+	@echo "make test-trl-releases  the exact runs inside two earlier releases of TRL"
 	@echo "make test-peft      adapters of runs in PEFT, and PEFT's in runs"
 	@echo "make test-browser   the pages of audit, report and watch in Chromium (apt-get install chromium chromium-driver)"
 	@echo "make test-trackers  runs tracked by Weights & Biases, Trackio and MLflow, offline"
@@ -112,6 +113,15 @@ test-vllm-0.33: .venv-vllm/vllm-0.33/.made
 
 test-trl: .venv-trl/.installed
 	.venv-trl/bin/python -m pytest -m trl tests/trl
+
+# Earlier releases of TRL in the same environment: their files come first on the path. Not in CI.
+.venv-trl/trl-%/.made: .venv-trl/.installed
+	.venv-trl/bin/pip install -q --no-deps --target $(@D) trl==$*
+	touch $@
+
+test-trl-releases: .venv-trl/trl-1.14.2/.made .venv-trl/trl-1.15.0/.made
+	PYTHONPATH=$(CURDIR)/.venv-trl/trl-1.14.2 .venv-trl/bin/python -m pytest -m trl tests/trl/test_exact.py
+	PYTHONPATH=$(CURDIR)/.venv-trl/trl-1.15.0 .venv-trl/bin/python -m pytest -m trl tests/trl/test_exact.py
 
 test-peft: .venv-peft/.installed
 	.venv-peft/bin/python -m pytest -m peft tests/peft

@@ -1,4 +1,5 @@
-"""Recorders for other frameworks: they write logs that `zerokl audit` and `zerokl diff` read.
+"""The seams to other frameworks: recorders, exact trainers of TRL, environments.
 
-A recorder changes nothing of the run that it records.
+A recorder writes logs that `zerokl audit` and `zerokl diff` read. It changes nothing of the run that it
+records.
 """

@@ -3,6 +3,7 @@
 torchrun --nproc_per_node 2 -m tests.trl.exact_runs MODEL OUT
 """
 
+import copy
 import json
 import sys
 from pathlib import Path
@@ -10,33 +11,31 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, set_seed
+from transformers import AutoModelForCausalLM, Trainer, set_seed
 from trl import GRPOConfig, RLOOConfig, RLOOTrainer
 from zerokl.engine.tasks.tokenizer import character_tokenizer
 from zerokl.integrations.exact_trl import ExactGRPOTrainer, ExactRLOOTrainer
+
+from tests.model.checkpoints import FAMILIES
 
 STEPS, P, G, TOKENS = 3, 2, 4, 6
 MAX = "sampling/sampling_logp_difference/max"
 
 
-def write_model(folder: Path, **config: Any) -> Path:
-    """A tiny Qwen3 whose distributions are sharp, so that bf16 shows its rounding."""
+def write_model(folder: Path, family: str = "qwen3") -> Path:
+    """A tiny model whose distributions are sharp, so that bf16 shows its rounding. qwen3 is tied."""
     tokenizer = character_tokenizer()
     torch.manual_seed(0)
-    sizes = dict(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        vocab_size=len(tokenizer),
-        initializer_range=0.3,
-        max_position_embeddings=128,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+    config = copy.deepcopy(FAMILIES[family])
+    config.update(
+        dict(
+            vocab_size=len(tokenizer),
+            initializer_range=0.3,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
     )
-    Qwen3ForCausalLM(Qwen3Config(**(sizes | config))).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

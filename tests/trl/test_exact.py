@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,6 +20,8 @@ from zerokl.integrations.transformers import ExactModel, StaleWeightsError
 from zerokl.integrations.trl import record
 from zerokl.verify.environment import PACKAGE_ROOT
 
+from tests.helpers import torchrun
+from tests.model.checkpoints import FAMILIES
 from tests.trl.exact_runs import (
     MAX,
     STEPS,
@@ -44,6 +45,7 @@ CASES = {
     "bf16": dict(dtype="bfloat16"),
     "fp16": dict(dtype="float16"),
     "bf16 over fp32": dict(bf16=True),
+    "fp16 over fp32": dict(fp16=True),
     "checkpointing": dict(gradient_checkpointing=True, bf16=True),
     "beta": dict(beta=0.04, bf16=True),
     "accumulation": HALF | dict(gradient_accumulation_steps=2),
@@ -72,11 +74,21 @@ def check_run(trainer) -> None:
 def test_the_mismatch_of_grpo_is_zero_at_every_generation(case, model, tmp_path):
     trainer = make_trainer(SeenGRPO, model, tmp_path, **CASES[case])
     trainer.train()
-    if case == "completions masked":  # the first step has one that was not cut; the others have none
-        assert mismatches(trainer) == [0.0] * STEPS
-        assert [norm > 0.0 for norm in mismatches(trainer, "grad_norm")] == [True, False, False]
-    else:
+    if case != "completions masked":
         check_run(trainer)
+        return
+    assert mismatches(trainer) == [0.0] * STEPS
+    all_cut = [share == 1.0 for share in mismatches(trainer, "completions/clipped_ratio")]
+    assert True in all_cut  # nothing of such a step is trained on
+    assert [norm == 0.0 for norm in mismatches(trainer, "grad_norm")] == all_cut
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "qwen3"])
+def test_the_mismatch_is_zero_for_every_family(family, tmp_path):
+    options = dict(bf16=True, beta=0.04, router_aux_loss_coef=0.0)
+    trainer = make_trainer(SeenGRPO, write_model(tmp_path / "model", family), tmp_path, **options)
+    trainer.train()
+    check_run(trainer)
 
 
 @pytest.mark.parametrize("case", ["fp32", "checkpointing", "beta", "accumulation", "truncated"])
@@ -86,7 +98,7 @@ def test_the_mismatch_of_rloo_is_zero_at_every_generation(case, model, tmp_path)
     check_run(trainer)
 
 
-@pytest.mark.parametrize("case", ["fp32", "bf16", "bf16 over fp32", "truncated"])
+@pytest.mark.parametrize("case", ["fp32", "bf16 over fp32", "truncated"])
 def test_the_audit_says_equal_and_of_plain_trl_it_does_not(case, model, tmp_path):
     """Both columns of the log, and the log beside the checkpoint of its step, which a Decoder reads alone."""
     options = CASES[case]
@@ -119,13 +131,14 @@ def audit(log: Path, *words: str) -> tuple[int, float]:
         return code, json.loads((Path(out) / "audit" / "audit.json").read_text())["max_abs"]
 
 
-def test_evaluation_is_exact_and_draws_other_numbers(model, tmp_path):
+@pytest.mark.parametrize("trainer_class", [SeenGRPO, SeenRLOO])
+def test_evaluation_is_exact_and_draws_other_numbers(trainer_class, model, tmp_path):
     options = dict(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=P * G)
-    trainer = make_trainer(SeenGRPO, model, tmp_path, eval_dataset=prompts().select(range(2)), **options)
+    trainer = make_trainer(trainer_class, model, tmp_path, eval_dataset=prompts().select(range(2)), **options)
     trainer.train()
     assert mismatches(trainer) == [0.0] * STEPS
     assert mismatches(trainer, f"eval_{MAX}") == [0.0] * STEPS
-    assert len(trainer.seen) == 2 * STEPS
+    assert len({str(drawn) for _, drawn in trainer.seen}) == 2 * STEPS
 
 
 def test_a_resumed_run_goes_on_with_the_same_bits(model, tmp_path):
@@ -139,14 +152,8 @@ def test_a_resumed_run_goes_on_with_the_same_bits(model, tmp_path):
 
 
 def test_two_ranks_draw_what_one_draws(model, tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [*torchrun, "-m", "tests.trl.exact_runs", str(model), str(tmp_path)],
-        cwd=PACKAGE_ROOT,
-        env=environment,
-        check=True,
-    )
+    command = torchrun(2, "-m", "tests.trl.exact_runs", str(model), str(tmp_path))
+    subprocess.run(command, cwd=PACKAGE_ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     one = make_trainer(SeenGRPO, model, tmp_path / "one", per_device_train_batch_size=G)
     one.train()
@@ -224,6 +231,11 @@ def test_what_cannot_be_exact_is_refused_by_name(name, model, tmp_path):
 def test_settings_that_do_not_go_together_are_refused(options, message, model, tmp_path):
     with pytest.raises(ValueError, match=message):
         make_trainer(ExactGRPOTrainer, model, tmp_path, **options)
+
+
+def test_an_auxiliary_loss_of_experts_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"router_aux_loss_coef is refused: .* set it to 0\.0$"):
+        make_trainer(ExactGRPOTrainer, write_model(tmp_path / "model", "qwen3_moe"), tmp_path)
 
 
 def test_another_release_of_trl_is_refused(model, tmp_path, monkeypatch):
