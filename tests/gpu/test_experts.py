@@ -28,9 +28,10 @@ def train(dtype: torch.dtype, shards: int, setting: str = "plain") -> Device:
     return device
 
 
-def turns(dtype: torch.dtype, target: str = "sm_90") -> Device:
+def turns(dtype: torch.dtype, target: str = "sm_90", named: bool = False) -> Device:
+    """named: completions name the experts of their tokens."""
     with gpu(target) as device:
-        generate(model(dtype, experts=SPARSE))
+        generate(model(dtype, experts=SPARSE), experts=named)
     return device
 
 
@@ -46,6 +47,13 @@ def test_the_host_does_nothing_in_a_captured_turn(dtype, target):
     assert graph.replays >= 10
     assert device.in_graphs() == []
     assert all(names(device)[name] >= 4 for name in FORWARD)  # the prompts, and three turns
+
+
+def test_the_experts_of_drawn_tokens_cost_no_further_wait():
+    plain, named = turns(torch.bfloat16), turns(torch.bfloat16, named=True)
+    assert named.in_graphs() == []
+    for kind in ("wait", "upload"):
+        assert named.places(kind) == plain.places(kind), kind
 
 
 @pytest.mark.parametrize("setting", ["plain", "micro-batches", "layers computed again"])

@@ -33,9 +33,11 @@ NUMERICS = {
 PROMPTS = [[20] * 40, [30, 31]]
 
 
-def generate(decoder: Decoder, sampling_params: SamplingParams = ALL, noise: float = 0.0) -> None:
+def generate(
+    decoder: Decoder, sampling_params: SamplingParams = ALL, noise: float = 0.0, experts: bool = False
+) -> None:
     requests = GenerationParams(sampling_params, 2, 11, frozenset({1, 2})).requests(PROMPTS, RngKey(1, 2))
-    draw_params = requests[0].draw_params._replace(logit_noise=noise)
+    draw_params = requests[0].draw_params._replace(logit_noise=noise, experts=experts)
     NativeSampler(decoder).generate([replace(request, draw_params=draw_params) for request in requests])
 
 
