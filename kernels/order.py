@@ -208,33 +208,6 @@ def blocks_within(runs: Iterable[Sequence[int]]) -> list[tuple[int, int]]:
     return [(a, min(a + TOKEN_BLOCK, end)) for start, end in runs for a in range(start, end, TOKEN_BLOCK)]
 
 
-def blocks_of_counts(counts: torch.Tensor, rows: int) -> TokenBlocks:
-    """The token blocks of groups of rows that lie one after another, made where `counts` lies.
-
-    counts [S] int: the rows of each group. The group's number takes the place of the shard, and a group is
-    one sequence. rows: the most that the counts can sum to, which bounds the tables. Nothing waits for the
-    device. A group without rows has no blocks.
-    """
-    S, counts = len(counts), counts.int()
-    first = _ends((counts + TOKEN_BLOCK - 1) // TOKEN_BLOCK)
-    block = torch.arange(rows // TOKEN_BLOCK + S, dtype=torch.int32, device=counts.device)
-    group = torch.searchsorted(first[1:], block, right=True).clamp(max=S - 1)
-    group_end = _ends(counts)[1:]
-    start = (group_end - counts)[group] + (block - first[group]) * TOKEN_BLOCK
-    end = torch.minimum(start + TOKEN_BLOCK, group_end[group])
-    is_there = (block < first[-1]).unsqueeze(1)
-    groups = torch.stack([group_end - counts, group_end], dim=1)
-    first_group = torch.arange(S + 1, dtype=torch.int32, device=counts.device)
-    rows = torch.stack([start, end], dim=1).where(is_there, 0)
-    return TokenBlocks(rows, first, tuple(range(S)), groups, first_group)
-
-
-def _ends(counts: torch.Tensor) -> torch.Tensor:
-    """0, and the sum of the first s counts for each s. counts [S] int32 -> [S + 1]. Without atomics."""
-    up_to = torch.ones(len(counts) + 1, len(counts), dtype=torch.bool, device=counts.device).tril(-1)
-    return torch.where(up_to, counts, 0).sum(1, dtype=torch.int32)
-
-
 def _of_shards(by_shard: Mapping[int, list[tuple[int, int]]]) -> TokenBlocks:
     return TokenBlocks(*_tables(by_shard), tuple(by_shard))
 

@@ -23,7 +23,7 @@ from zerokl.engine.runs.loaded import load_run
 from zerokl.engine.runs.run import train
 
 from tests.presets import DRAWN_PRESETS
-from tests.random_model import ONE_LAYER, random_model
+from tests.random_model import EXPERTS, ONE_LAYER, random_model
 
 STEPS = 2
 # The first value of each is the default of a run here. What refuses others comes first: allpairspy chooses
@@ -33,6 +33,7 @@ SETTINGS: OrderedDict[str, list] = OrderedDict(
         "exact": [True, False],
         "loss.preset": DRAWN_PRESETS,
         "num_generations": [3, 1],
+        "model": ["dense", "experts"],
         "sampler": ["native", "hf"],
         "max_staleness": [0, 2],
         "precision.sampler_dtype": ["", "float32", "bfloat16"],
@@ -81,12 +82,14 @@ Pair = tuple[tuple[str, int], tuple[str, int]]  # of settings, each with the pla
 
 @pytest.fixture(scope="module")
 def make(config, tmp_path_factory) -> Callable[[Row], Config]:
-    """The configuration of a row, or of a part of one, with the smallest model."""
-    model = random_model(tmp_path_factory.mktemp("smallest"), ONE_LAYER)
+    """The configuration of a row, or of a part of one, with the smallest models."""
+    widths = {"dense": ONE_LAYER, "experts": EXPERTS | ONE_LAYER | {"mlp_only_layers": []}}
+    models = {name: random_model(tmp_path_factory.mktemp(name), w) for name, w in widths.items()}
 
     def make(row: Row) -> Config:
         chosen = {k.replace(".", "__"): v for k, v in row.items() if v is not None}
-        return config(**{"steps": STEPS, "model": model, "tracking": [], **chosen})
+        chosen["model"] = models[row.get("model", "dense")]
+        return config(**{"steps": STEPS, "tracking": [], **chosen})
 
     return make
 

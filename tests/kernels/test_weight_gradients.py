@@ -10,20 +10,19 @@ from hypothesis import strategies as st
 from zerokl.kernels import logprob, order
 from zerokl.kernels.grad import GradBuffer
 from zerokl.kernels.linear import linear
-from zerokl.kernels.order import blocks_of_counts, token_blocks
+from zerokl.kernels.order import token_blocks
 from zerokl.kernels.passes import Pass
 
 from tests.helpers import (
     DTYPES,
     property_settings,
-    randint,
     randn,
     sums_of,
     threads,
     total_unequal,
     zero_buffers,
 )
-from tests.law.gradients import OPS, VOCAB, shard_grads, summed_grads
+from tests.law.gradients import OPS, shard_grads, summed_grads
 
 CASES = [pytest.param(n, d, id=f"{n}-{d}".replace("torch.", "")) for n in OPS for d in DTYPES]
 
@@ -56,39 +55,6 @@ def test_shards_in_one_pass_have_the_gradients_of_each_alone(name, dtype, width,
     assert total_unequal(together, shard_grads(OPS[name], dtype, width, shards, together=False)) == 0
     swapped = [buffers.flip(0) for buffers in together]  # control
     assert total_unequal(together, swapped) > 0
-
-
-@property_settings(40)
-@given(counts=st.lists(st.integers(0, 300), min_size=1, max_size=6), room=st.integers(0, 300))
-def test_blocks_of_a_tensor_of_counts_are_those_of_the_lengths(counts, room):
-    made = blocks_of_counts(torch.tensor(counts), sum(counts) + room)
-    expected = token_blocks(counts, range(len(counts)))
-    assert [part for part in made.parts if part[1]] == expected.parts
-    tables, expected_tables = (blocks.on(torch.device("cpu")) for blocks in (made, expected))
-    for rows in (16, order.TOKEN_BLOCK):
-        pieces = expected_tables.pieces(rows)
-        assert torch.equal(tables.pieces(rows)[: len(pieces)], pieces)
-        assert not tables.pieces(rows)[len(pieces) :].any()
-    for group, (shard, blocks) in enumerate(made.parts):
-        _, first, runs = tables.runs
-        assert shard == group
-        # Blocks of one group follow each other, so all of them are one run.
-        walked = [tuple(run) for run in runs[first[group] : first[group + 1]].tolist()]
-        assert walked == ([(blocks[0][0], blocks[-1][1])] if blocks else [])
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_blocks_that_the_device_has_made_give_the_gradients_of_the_hosts(name):
-    counts, op = [130, 0, 20, 257], OPS[name]
-    T = sum(counts)
-    x, ids, weights = randn(0, T, 64), randint(1, VOCAB, T), op.weights(64, torch.float32)
-    dy, sums = randn(2, T, *op.out_shape(64)), []
-    for blocks in (token_blocks(counts, range(4)), blocks_of_counts(torch.tensor(counts), T)):
-        buffers = {w.requires_grad_(): GradBuffer(torch.zeros(4, *w.shape)) for w in weights}
-        op.run(x, ids, weights, Pass(blocks, buffers)).backward(dy)
-        sums.append([buffer.sums for buffer in buffers.values()])
-    assert total_unequal(*sums) == 0
-    assert all(buffer[i].any() for buffer in sums[0] for i in (0, 2, 3))
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)

@@ -4,8 +4,8 @@ A script runs with the installed Triton, and with the Triton in each folder of O
 test-triton` names one such folder. It holds the Triton that torch 2.13 for CUDA comes with, and so vLLM 0.32
 on a GPU. The float comparison runs with those of FLOAT_TRITONS too: that of torch 2.11, and that of torch
 2.14, which vLLM 0.33 has. All processes run at once, because a compiler keeps one core busy. To save time,
-only the last of OTHER_TRITONS compiles for more than Hopper: for sm_80 too, and with ALL_TARGETS (`make
-test-proofs`) for all targets, as `zerokl verify binaries` does.
+each compiles for one target: the installed Triton for sm_80, and the others for Hopper. With ALL_TARGETS
+(`make test-proofs`) the last of OTHER_TRITONS compiles for all targets, as `zerokl verify binaries` does.
 """
 
 import json
@@ -23,8 +23,10 @@ FLOAT_TRITONS = [*TRITONS, *filter(None, os.environ.get("FLOAT_TRITONS", "").spl
 
 def targets(triton: str, all_targets: Iterable[str]) -> list[str]:
     """The targets that a Triton compiles for."""
-    chosen = ("sm_80", "sm_90") if triton == TRITONS[-1] else ("sm_90",)
-    return [t for t in all_targets if t in chosen or (triton == TRITONS[-1] and "ALL_TARGETS" in os.environ)]
+    if triton == TRITONS[-1] and "ALL_TARGETS" in os.environ:
+        return list(all_targets)
+    chosen = "sm_80" if triton == INSTALLED and len(TRITONS) > 1 else "sm_90"
+    return [target for target in all_targets if target == chosen]
 
 
 def reports(script: str, all_targets: Iterable[str], tritons: Sequence[str] = TRITONS) -> dict[str, Any]:

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from zerokl.engine.rollout.vllm.installed import require_vllm
-from zerokl.kernels import columns, matmul, matmul_triton, tiles
+from zerokl.kernels import matmul, matmul_triton, tiles
 from zerokl.kernels.grad import GradBuffer
 from zerokl.kernels.launch import recorded_launches
 from zerokl.kernels.linear import linear
-from zerokl.kernels.order import blocks_of_counts, token_blocks
+from zerokl.kernels.order import token_blocks
 from zerokl.kernels.passes import Pass
 from zerokl.kernels.tile_tables import tile_table
 
@@ -90,22 +90,18 @@ def test_weight_gradient_does_not_depend_on_the_micro_batch(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_blocks_that_the_device_has_made_give_the_gradients_of_the_hosts(dtype):
-    counts, T = [130, 0, 20, 257], 407
-    dy, x, sums = randn(5, T, N, dtype=dtype), randn(6, T, 80, dtype=dtype), []
-    for blocks in (token_blocks(counts, range(4)), blocks_of_counts(torch.tensor(counts), T)):
-        dw, db = GradBuffer(torch.zeros(4, N, 80)), GradBuffer(torch.zeros(4, N))
-        with recorded_launches(and_run=True) as launches:
-            matmul.add_outer(dw, dy, x, blocks)
-        assert len(launches) == 1, "one launch adds all groups"
-        columns.add_columns(db, dy, blocks)
-        sums.append([dw.sums, db.sums])
-    assert total_unequal(*sums) == 0
-    for i, (shard, _) in enumerate(blocks.parts):
-        rows = slice(sum(counts[:i]), sum(counts[: i + 1]))
+def test_one_launch_adds_the_gradients_of_all_shards(dtype):
+    lengths, shards, dw = [130, 20, 257], [0, 2, 3], GradBuffer(torch.zeros(4, N, 80))
+    dy, x = randn(5, sum(lengths), N, dtype=dtype), randn(6, sum(lengths), 80, dtype=dtype)
+    with recorded_launches(and_run=True) as launches:
+        matmul.add_outer(dw, dy, x, token_blocks(lengths, shards))
+    assert len(launches) == 1
+    for i, shard in enumerate(shards):
+        rows = slice(sum(lengths[:i]), sum(lengths[: i + 1]))
         alone = GradBuffer(torch.zeros(1, N, 80))
-        matmul.add_outer(alone, dy[rows], x[rows], token_blocks(counts[i : i + 1]))
-        assert total_unequal([alone.sums[0]], [sums[1][0][shard]]) == 0
+        matmul.add_outer(alone, dy[rows], x[rows], token_blocks([lengths[i]]))
+        assert total_unequal([alone.sums[0]], [dw.sums[shard]]) == 0
+    assert not dw.sums[1].any()
 
 
 def test_control_another_order_or_other_blocks_give_other_bits():
