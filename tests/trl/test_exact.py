@@ -139,6 +139,21 @@ def test_evaluation_is_exact_and_draws_other_numbers(trainer_class, model, tmp_p
     assert mismatches(trainer) == [0.0] * STEPS
     assert mismatches(trainer, f"eval_{MAX}") == [0.0] * STEPS
     assert len({str(drawn) for _, drawn in trainer.seen}) == 2 * STEPS
+    alone = make_trainer(trainer_class, model, tmp_path)
+    alone.train()
+    # A generation, then an evaluation. The second update has other bits: TRL shuffles a batch with torch's
+    # generator, from which the evaluation's loader draws.
+    assert trainer.seen[:4:2] == alone.seen[:2]
+
+
+def test_no_two_completions_share_random_numbers(model, tmp_path):
+    trainer, keys = make_trainer(ExactGRPOTrainer, model, tmp_path), []
+    for step in (0, 0, 1):
+        trainer.state.global_step = step
+        for training in (True, False):
+            trainer.model.train(training)
+            keys += trainer._keys(P * G, G) + trainer._keys(P * G, G)
+    assert len(set(keys)) == len(keys) == 12 * P * G
 
 
 def test_a_resumed_run_goes_on_with_the_same_bits(model, tmp_path):
