@@ -14,7 +14,6 @@ TRL's metric sampling/sampling_logp_difference/max is 0.0 at every generation. A
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -60,15 +59,6 @@ _REFUSED_ARGUMENTS = {
 _LOGPROB_LOSSES = ("cispo", "vespo")
 
 
-@dataclass
-class _Place:
-    """Where the next prompt's random numbers begin: the counters of a step are used once."""
-
-    step: int
-    stream: Stream
-    prompts: int = 0
-
-
 class _ExactTrainer:
     """What both trainers share. It stands before TRL's trainer in the order of methods.
 
@@ -99,7 +89,8 @@ class _ExactTrainer:
             exact(self.accelerator.unwrap_model(self.ref_model), dtype, sampling_params)
         self.sampler = NativeSampler(self.policy.decoder)
         self.weights_drawn_with = ""
-        self._place = _Place(-1, Stream.SAMPLE)
+        # The step of a stream's last generation, and the prompts that it has drawn for in that step.
+        self._prompts_drawn = {Stream.SAMPLE: (0, 0), Stream.EVALUATE: (0, 0)}
         self._drawn: list[Rollout] = []  # that no forward has scored yet
 
     def _draw(self, prompt_ids: Sequence[Sequence[int]], num_generations: int) -> list[Rollout]:
@@ -127,10 +118,9 @@ class _ExactTrainer:
         """The keys of this rank's rows. They depend on the place in the whole batch, not on the ranks."""
         step, ranks = self.state.global_step, self.accelerator.num_processes
         stream = Stream.SAMPLE if self.model.training else Stream.EVALUATE
-        if (self._place.step, self._place.stream) != (step, stream):
-            self._place = _Place(step, stream)
-        first = self._place.prompts
-        self._place.prompts += -(-rows * ranks // num_generations)
+        last, prompts = self._prompts_drawn[stream]
+        first = prompts if last == step else 0
+        self._prompts_drawn[stream] = step, first + -(-rows * ranks // num_generations)
         start = self.accelerator.process_index * rows
         places = (divmod(i, num_generations) for i in range(start, start + rows))
         return [RngKey(self.args.seed, step, stream, first + prompt, sample) for prompt, sample in places]

@@ -40,8 +40,10 @@ def write_model(folder: Path, family: str = "qwen3") -> Path:
     return folder
 
 
-def make_trainer(trainer_class: type[Trainer], model: Path | torch.nn.Module, out: Path, **options: Any):
-    """A trainer of STEPS steps with P x G completions each. model: a folder, or a module."""
+def make_trainer(
+    trainer_class: type[Trainer], model: Path, out: Path, eval_dataset: Dataset | None = None, **options: Any
+):
+    """A trainer of STEPS steps with P x G completions each. options: of its config; dtype is the model's."""
     set_seed(7)
     settings = dict(
         output_dir=str(out),
@@ -58,20 +60,15 @@ def make_trainer(trainer_class: type[Trainer], model: Path | torch.nn.Module, ou
         save_strategy="no",
         disable_tqdm=True,
     )
-    if isinstance(model, Path):
-        settings["model_init_kwargs"] = {"dtype": options.pop("dtype", "float32")}
-    arguments = {
-        name: options.pop(name) for name in ("peft_config", "tools", "rollout_func") if name in options
-    }
-    arguments |= {name: options.pop(name) for name in ("eval_dataset",) if name in options}
+    settings["model_init_kwargs"] = {"dtype": options.pop("dtype", "float32")}
     config = RLOOConfig if issubclass(trainer_class, RLOOTrainer) else GRPOConfig
     return trainer_class(
-        str(model) if isinstance(model, Path) else model,
+        str(model),
         lambda completions, **_: [float(sum(c.isdigit() for c in text)) for text in completions],
         args=config(**(settings | options)),
         train_dataset=prompts(),
+        eval_dataset=eval_dataset,
         processing_class=character_tokenizer(),
-        **arguments,
     )
 
 

@@ -6,10 +6,12 @@ import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import pytest
 import torch
 import trl
+from transformers import ProcessorMixin
 from trl import GRPOTrainer
 from zerokl.cli import main
 from zerokl.engine.train.monitor import MismatchError
@@ -139,6 +141,21 @@ def test_evaluation_is_exact_and_draws_other_numbers(trainer_class, model, tmp_p
     assert mismatches(trainer) == [0.0] * STEPS
     assert mismatches(trainer, f"eval_{MAX}") == [0.0] * STEPS
     assert len({str(drawn) for _, drawn in trainer.seen}) == 2 * STEPS
+    alone = make_trainer(trainer_class, model, tmp_path)
+    alone.train()
+    # A generation, then an evaluation. The second update has other bits: TRL shuffles a batch with torch's
+    # generator, from which the evaluation's loader draws.
+    assert trainer.seen[:4:2] == alone.seen[:2]
+
+
+def test_no_two_completions_share_random_numbers(model, tmp_path):
+    trainer, keys = make_trainer(ExactGRPOTrainer, model, tmp_path), []
+    for step in (0, 0, 1):
+        trainer.state.global_step = step
+        for training in (True, False):
+            trainer.model.train(training)
+            keys += trainer._keys(P * G, G) + trainer._keys(P * G, G)
+    assert len(set(keys)) == len(keys) == 12 * P * G
 
 
 def test_a_resumed_run_goes_on_with_the_same_bits(model, tmp_path):
@@ -207,23 +224,37 @@ REFUSED = {
     "generation_kwargs": {"num_beams": 2},
     "cache_implementation": "static",
     "entropy_coef": 0.1,
+    "use_adaptive_entropy": True,
     "torch_compile": True,
-    "temperature": 0.0,
-    "peft_config": object(),
-    "tools": [print],
-    "rollout_func": print,
+    "deepspeed": "config.json",
+    "fsdp": "full_shard",
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_exact_is_refused_by_name(name, model, tmp_path):
-    with pytest.raises(ValueError, match=rf"^exact_trl: {name}\b.* is refused: [^\n]+$"):
-        make_trainer(ExactGRPOTrainer, model, tmp_path, **{name: REFUSED[name]})
+@pytest.mark.parametrize("name", exact_trl._REFUSED)
+@pytest.mark.parametrize("trainer_class", [ExactGRPOTrainer, ExactRLOOTrainer])
+def test_a_setting_that_cannot_be_exact_is_refused_by_name(trainer_class, name, model, tmp_path):
+    config = make_trainer(trainer_class, model, tmp_path).args
+    setattr(config, name, REFUSED[name])
+    with pytest.raises(ValueError, match=rf"^exact_trl: {name} \(.*\) is refused: [^\n]+$"):
+        trainer_class(str(model), [], args=config)
+
+
+@pytest.mark.parametrize("name", exact_trl._REFUSED_ARGUMENTS)
+def test_an_argument_that_cannot_be_exact_is_refused_by_name(name, model):
+    with pytest.raises(ValueError, match=rf"^exact_trl: {name} is refused: [^\n]+$"):
+        ExactGRPOTrainer(str(model), [], **{name: object()})
+
+
+def test_a_vision_model_is_refused():
+    with pytest.raises(ValueError, match="a vision model is refused"):
+        exact_trl._refuse_trainer(SimpleNamespace(processing_class=object.__new__(ProcessorMixin)))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (dict(temperature=0.0), r"temperature \(0.0\) is refused: TRL trains on draws"),
         (dict(beta=0.1, top_k=5), r"beta \(0.1\) with top_k is refused: the KL is infinite"),
         (dict(loss_type="cispo", top_p=0.9), r"loss_type \('cispo'\) with top_p is refused"),
     ],
