@@ -6,7 +6,9 @@ import pytest
 import torch
 from zerokl.engine.parallel.gradient import ShardSum
 from zerokl.model import decoder, experts
+from zerokl.model.adapters import AdapterLayout, Adapters, adapted_layout
 from zerokl.model.config import Experts
+from zerokl.model.lora import Lora
 
 from tests.gpu.device import Device, gpu, model, plant
 from tests.gpu.test_passes import LOGPROBS, SETTINGS, UPLOAD, make_shard
@@ -85,3 +87,13 @@ def test_the_tables_are_as_long_as_any_routing_needs():
             slots, tiles = launch.args[4:6]
             rows = len(slots)
             assert len(tiles) == rows // 64 + min(rows, SPARSE.number)
+
+
+def test_adapters_of_experts_are_refused():
+    lora = Lora(2, 4.0)
+    with gpu():
+        sparse = model(torch.bfloat16, experts=SPARSE)
+        layout = AdapterLayout(adapted_layout(sparse.config, lora), lora)
+        weights = torch.zeros(layout.numel), torch.zeros(layout.model.numel)
+        with pytest.raises(ValueError, match="whose adapters have no GPU kernel; choose among q_proj"):
+            Adapters(layout, *weights, sparse, torch.float32)
