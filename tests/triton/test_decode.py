@@ -22,7 +22,7 @@ from tests.triton.test_model import _decoder
 # A fifth of the vocabulary, so that completions end at different turns, before and after a look.
 STOP = frozenset(range(12))
 ALL = SamplingParams()
-PROMPTS = st.lists(st.lists(st.integers(12, 60), min_size=1, max_size=40), min_size=1, max_size=3)
+PROMPTS = st.lists(st.lists(st.integers(12, 60), min_size=1, max_size=24), min_size=1, max_size=3)
 
 
 @pytest.fixture(scope="module")
