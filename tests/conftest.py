@@ -4,6 +4,9 @@
 
 - the marker `full`, on a test or on one of its parameters;
 - of every other test, few cases: one diagonal of a matrix, and a fifth of the examples of a property.
+
+`make test-rest` is pytest --rest: all that was left out, and every property with three fifths of its examples.
+`make test-full` has all of them.
 """
 
 import os
@@ -20,6 +23,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # of examples as a share of a test's own, in percent.
 settings.register_profile("zerokl", deadline=None, derandomize=True, max_examples=100)
 settings.register_profile("quick", settings.get_profile("zerokl"), max_examples=20)
+settings.register_profile("rest", settings.get_profile("zerokl"), max_examples=60)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,7 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         # A shell's `make test &` ignores Ctrl-C, and so would the processes to which tests send it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    settings.load_profile("quick" if config.getoption("--quick") else "zerokl")
+    chosen = next((name for name in ("quick", "rest") if config.getoption(f"--{name}")), "zerokl")
+    settings.load_profile(chosen)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -51,7 +51,12 @@ def test_vllm_with_zerokl_inside_equals_the_trainer(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "sides", [("vllm", "hf"), ("vllm", "zerokl"), ("hf", "vllm"), ("vllm-zerokl", "vllm")]
+    "sides",
+    [
+        ("vllm", "zerokl"),
+        ("vllm-zerokl", "vllm"),
+        *(pytest.param(sides, marks=pytest.mark.proof) for sides in (("vllm", "hf"), ("hf", "vllm"))),
+    ],
 )
 def test_vllm_differs_and_the_first_operation_is_named(model, tmp_path, sides):
     code, report = _audit(model, tmp_path / "out", "--sampler", sides[0], "--trainer", sides[1])
@@ -61,7 +66,7 @@ def test_vllm_differs_and_the_first_operation_is_named(model, tmp_path, sides):
     assert {d["op"] for d in report["operations"]} == set(operation_names(4))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.proof), "bfloat16"])
 def test_vllms_mixture_of_experts_has_no_fault(moe, tmp_path, dtype):
     """vLLM's own routers and experts beside ours, each judged by the checkpoint."""
     words = ("--sampler", "vllm", "--trainer", "zerokl", "--dtype", dtype)
@@ -144,7 +149,7 @@ def _with_a_flipped_bit(model: Path, folder: Path, rng: random.Random) -> str:
     return f"layers.{layer}.{op}"
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.proof)])
 def test_a_difference_planted_in_vllm_is_found_where_it_is(model, tmp_path, seed):
     trace = str(tmp_path / "trace.safetensors")
     report = _report("audit_process.py", str(model), str(seed), trace)
@@ -156,7 +161,7 @@ def test_a_difference_planted_in_vllm_is_found_where_it_is(model, tmp_path, seed
     assert _report("audit_process.py", str(tmp_path / "flipped"), str(seed), trace)["first"] == expected
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.proof)])
 def test_a_stale_cache_is_named(model, seed):
     # none is the control: without the fault, after the same update, every token is equal.
     for fault in ("forgets", "none"):
