@@ -5,8 +5,8 @@
 - the marker `full`, on a test or on one of its parameters;
 - of every other test, few cases: one diagonal of a matrix, and a fifth of the examples of a property.
 
-`make test-rest` is pytest --rest: all that was left out, and every property with three fifths of its examples.
-`make test-full` has all of them.
+`make test-rest` is pytest --rest: all that was left out, and every property with three fifths of its
+examples. `make test-full` has all of them.
 """
 
 import os
