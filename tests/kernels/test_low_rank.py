@@ -7,6 +7,7 @@ from itertools import chain
 
 import pytest
 import torch
+from torch.nn.functional import linear as linear_of_torch
 from zerokl.kernels.grad import GradBuffer
 from zerokl.kernels.linear import linear
 from zerokl.kernels.low_rank import AdapterBuffers, LowRankBuffers
@@ -37,10 +38,10 @@ def gradients(
 
 
 def by_autograd(rank: int, dtype: torch.dtype, compute: torch.dtype) -> list[torch.Tensor]:
-    """db and da by plain torch and autograd in `compute`, of operands in `dtype`."""
+    """db and da by plain torch and autograd in `compute`, as PEFT has them, of operands in `dtype`."""
     x, dy, w, b, a = (t.to(compute) for t in operands(dtype, rank))
     b, a = b.requires_grad_(), a.requires_grad_()
-    torch.nn.functional.linear(x, w + 5 / 3 * (b @ a)).backward(dy)
+    (linear_of_torch(x, w) + 5 / 3 * linear_of_torch(linear_of_torch(x, a), b)).backward(dy)
     return [b.grad, a.grad]
 
 
