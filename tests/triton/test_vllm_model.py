@@ -163,7 +163,13 @@ def test_prefill_and_then_decode_have_the_bits_of_the_whole_sequence(pair):
 
 @pytest.mark.parametrize(
     "sampling_params",
-    [SamplingParams(0.7), SamplingParams(1.3, 10, 0.9), SamplingParams(1.3, 0, 1.0, 0.05)],
+    [
+        SamplingParams(1.3, 10, 0.9, 0.05),
+        *(
+            pytest.param(SamplingParams(*alone), marks=pytest.mark.proof)
+            for alone in ((0.7,), (1.3, 10, 0.9), (1.3, 0, 1.0, 0.05))
+        ),
+    ],
     ids=lambda d: f"{d.temperature}-{d.top_k}-{d.top_p}-{d.min_p}",
 )
 def test_logprobs_drawn_are_the_trainers_and_vllms(batch_invariant, pair, sampling_params):
