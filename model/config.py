@@ -48,6 +48,10 @@ class Experts:
     renormalise: bool  # whether the routing weights of a token are divided by their sum
     layers: frozenset[int]  # the sparse layers; the others have one MLP
 
+    def as_json(self) -> dict[str, Any]:
+        """The fields by name, as JSON holds them."""
+        return vars(self) | {"layers": sorted(self.layers)}
+
 
 @dataclass(frozen=True)
 class ModelConfig:

@@ -1,5 +1,6 @@
 """Helpers that several tests share: seeded inputs, threads, equal bits, and accuracy against fp64."""
 
+import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,11 @@ def torchrun(ranks: int, *words: str) -> list[str]:
         str(ranks),
         *words,
     ]
+
+
+def fingerprint(run: Path) -> str:
+    """Of a finished run, by its summary."""
+    return json.loads((run / "summary.json").read_text())["fingerprint"]
 
 
 def add_to_grad(buffer: GradBuffer, value: float) -> None:

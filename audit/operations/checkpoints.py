@@ -41,7 +41,7 @@ def have_one_shape(a: ModelConfig, b: ModelConfig) -> bool:
 def _values(config: ModelConfig) -> dict[str, Any]:
     """The fields of a config, those of its experts one by one."""
     values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in ("raw", "experts")}
-    experts = vars(config.experts) | {"layers": sorted(config.experts.layers)} if config.experts else {}
+    experts = config.experts.as_json() if config.experts else {}
     return values | {f"experts.{name}": value for name, value in experts.items()}
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...kernels.sampling_params import SamplingParams
 from ...model.decoder import Decoder
-from ..rollout.scoring import score_rollouts, score_values
+from ..rollout.scoring import score_rollouts
 from ..rollout.types import Rollout
 from .partition import virtual_shards
 from .workers import Host, ParallelSampler, Workers
@@ -32,19 +32,24 @@ class Scorer:
 
     def score(self, rollouts: Sequence[Rollout], sampling_params: SamplingParams) -> list[np.ndarray]:
         """logp [C] fp32 of each rollout's C completion tokens, by the trainer's forward; of none, none."""
-        if not len(rollouts):
-            return []
-        parts = virtual_shards(rollouts, min(self.workers.n, len(rollouts)))
-        items = [(list(part), sampling_params, self.micro_batch) for part in parts]
-        return [logp for scores in self.workers.map(_score, items) for logp in scores]
+        return self._column("logp", rollouts, sampling_params)
 
     def values(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
-        """The critic's values [C] fp32 of each rollout's C drawn tokens; of none, none."""
+        """The critic's values [C] fp32 of each rollout's C drawn tokens; of none, none.
+
+        How the tokens were drawn decides no value.
+        """
+        return self._column("values", rollouts, SamplingParams())
+
+    def _column(
+        self, column: str, rollouts: Sequence[Rollout], sampling_params: SamplingParams
+    ) -> list[np.ndarray]:
+        """See score_rollouts."""
         if not len(rollouts):
             return []
         parts = virtual_shards(rollouts, min(self.workers.n, len(rollouts)))
-        items = [(list(part), self.micro_batch) for part in parts]
-        return [v for values in self.workers.map(_values, items) for v in values]
+        items = [(list(part), sampling_params, self.micro_batch, column) for part in parts]
+        return [of_rollout for scores in self.workers.map(_score, items) for of_rollout in scores]
 
     def close(self) -> None:
         """End the workers."""
@@ -71,9 +76,5 @@ class WorkersSampler(ParallelSampler):
         return self._scorer.score(rollouts, sampling_params)
 
 
-def _score(host: Host, item: tuple[Sequence[Rollout], SamplingParams, int]) -> list[np.ndarray]:
+def _score(host: Host, item: tuple[Sequence[Rollout], SamplingParams, int, str]) -> list[np.ndarray]:
     return score_rollouts(host.decoder, *item)
-
-
-def _values(host: Host, item: tuple[Sequence[Rollout], int]) -> list[np.ndarray]:
-    return score_values(host.decoder, *item)

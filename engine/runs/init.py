@@ -64,16 +64,17 @@ _NO_ANSWERS = (
     "task like them"
 )
 
+_TINY = dict(
+    hidden_size=160,
+    intermediate_size=448,
+    num_hidden_layers=4,
+    num_attention_heads=5,
+    num_key_value_heads=1,
+    head_dim=32,
+)
 PRESETS: dict[str, dict[str, Any]] = {
     # 1.1 million parameters
-    "tiny": dict(
-        hidden_size=160,
-        intermediate_size=448,
-        num_hidden_layers=4,
-        num_attention_heads=5,
-        num_key_value_heads=1,
-        head_dim=32,
-    ),
+    "tiny": _TINY,
     # 2.7 million parameters
     "small": dict(
         hidden_size=224,
@@ -84,18 +85,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         head_dim=32,
     ),
     # A mixture of experts: 3.7 million parameters. A token uses as many as the tiny model has.
-    "moe": dict(
-        hidden_size=160,
-        intermediate_size=448,
-        num_hidden_layers=4,
-        num_attention_heads=5,
-        num_key_value_heads=1,
-        head_dim=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=224,
-        norm_topk_prob=True,
-    ),
+    "moe": _TINY | dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=224, norm_topk_prob=True),
 }
 
 

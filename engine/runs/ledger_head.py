@@ -147,7 +147,7 @@ def run_head(state: TrainState, process: Mapping[str, Any]) -> Head:
     recorded = environment(PACKAGE_ROOT, state.policy.flat.device, process)
     recorded |= {f"process.{key}": value for key, value in free.items()}
     optimizer = state.optimizer
-    names = list(optimizer.layout.trained_views(optimizer.whole_master()))
+    names = [name for entry in optimizer.layout.trained for name, _ in entry.parts]
     settings |= {REFERENCE: _ref_weights(state)} | _frozen_settings(optimizer.frozen_views())
     return Head(settings, config.seed, data, tree.root, names, tree.leaves, recorded)
 
@@ -223,7 +223,7 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
     names = [f.name for f in fields(config) if f.compare and f.name not in ("max_positions", "experts")]
     values = {name: getattr(config, name) for name in names}
     if config.experts is not None:
-        values["experts"] = vars(config.experts) | {"layers": sorted(config.experts.layers)}
+        values["experts"] = config.experts.as_json()
     return values
 
 

@@ -1,6 +1,6 @@
 """Files of JSON objects, a line each: their columns, and the split into training and held-out lines."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from ...files.inputs import read_bytes
@@ -10,6 +10,8 @@ from .base import check_split
 
 X = TypeVar("X")
 
+# Stands in a template for the prompt of a line.
+PLACE = "{prompt}"
 _LARGEST_FILE_BYTES = 1 << 30
 # Columns of a file that a message names.
 _MOST_COLUMNS = 12
@@ -88,6 +90,30 @@ def kind_of(value: Any) -> str:
     """What a value of JSON that is no string is, for messages."""
     kinds = {list: "a list", dict: "an object", bool: "true or false", type(None): "null"}
     return kinds.get(type(value), "a number")
+
+
+def prompt_template(task: str, template: str, system: str, chat: bool) -> str:
+    """The template of a task's prompts; PLACE alone where it has none. Raises ValueError."""
+    if template and PLACE not in template:
+        raise ValueError(f"task {task}: template ({shown(template)}) must hold {PLACE}")
+    if system and not chat:
+        raise ValueError(f"task {task}: system needs a chat template; leave out chat = false, or system")
+    return template or PLACE
+
+
+def read_splits(
+    task: str, read: Callable[[str], list[X]], file: str, held_out_file: str, held_out: int | float, seed: int
+) -> dict[str, list[X]]:
+    """The splits "train" and "held_out" of `file`, or of two files. read: the rows of a file.
+
+    held_out, seed: see split_lines. Raises ValueError, also where both held_out and held_out_file are given.
+    """
+    if held_out and held_out_file:
+        raise ValueError(f"task {task}: held_out and held_out_file are two ways to say the same; give one")
+    rows = read(file)
+    if held_out_file:
+        return {"train": rows, "held_out": read(held_out_file)}
+    return split_lines(rows, held_out, seed, task)
 
 
 def split_lines(rows: Sequence[X], held_out: int | float, seed: int, task: str) -> dict[str, list[X]]:

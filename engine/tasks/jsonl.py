@@ -1,13 +1,12 @@
 """Problems from a file of JSON objects, a line each: one column is the prompt, another one the answer."""
 
+from functools import partial
 from typing import Any
 
 from ...files.reading import shown
 from .answers import NAMED_REWARDS, READ_CHARS
 from .base import Problem
-from .json_lines import kind_of, read_records, split_lines, text_of
-
-PLACE = "{prompt}"
+from .json_lines import PLACE, kind_of, prompt_template, read_records, read_splits, text_of
 
 
 class Jsonl:
@@ -38,18 +37,10 @@ class Jsonl:
         held_out: int | float = 0,
         seed: int = 0,
     ):
-        if template and PLACE not in template:
-            raise ValueError(f"task jsonl: template ({shown(template)}) must hold {PLACE}")
-        if system and not chat:
-            raise ValueError("task jsonl: system needs a chat template; leave out chat = false, or system")
-        if held_out and held_out_file:
-            raise ValueError("task jsonl: held_out and held_out_file are two ways to say the same; give one")
-        self.chat, self._template, self._system = chat, template or PLACE, system
-        pairs = read_pairs(file, prompt, answer, answer_after)
-        if held_out_file:
-            splits = {"train": pairs, "held_out": read_pairs(held_out_file, prompt, answer, answer_after)}
-        else:
-            splits = split_lines(pairs, held_out, seed, "jsonl")
+        self.chat, self._system = chat, system
+        self._template = prompt_template("jsonl", template, system, chat)
+        read = partial(read_pairs, prompt=prompt, answer=answer, answer_after=answer_after)
+        splits = read_splits("jsonl", read, file, held_out_file, held_out, seed)
         self._splits = {split: self._problems(pairs) for split, pairs in splits.items()}
 
     def problems(self, split: str) -> list[Problem]:

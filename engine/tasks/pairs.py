@@ -4,12 +4,11 @@ Nobody draws these completions. The loss preset dpo trains on them (engine/loss/
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from ...files.reading import shown
 from .base import Problem
-from .json_lines import Record, read_records, split_lines, text_of
-from .jsonl import PLACE
+from .json_lines import PLACE, Record, prompt_template, read_records, read_splits, text_of
 from .limits import LONGEST_PROMPT
 
 
@@ -49,19 +48,10 @@ class Pairs:
         held_out: int | float = 0,
         seed: int = 0,
     ):
-        if template and PLACE not in template:
-            raise ValueError(f"task pairs: template ({shown(template)}) must hold {PLACE}")
-        if system and not chat:
-            raise ValueError("task pairs: system needs a chat template; leave out chat = false, or system")
-        if held_out and held_out_file:
-            raise ValueError("task pairs: held_out and held_out_file are two ways to say the same; give one")
-        self.chat, self._template, self._system = chat, template or PLACE, system
-        columns = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-        triples = _triples(file, columns)
-        if held_out_file:
-            splits = {"train": triples, "held_out": _triples(held_out_file, columns)}
-        else:
-            splits = split_lines(triples, held_out, seed, "pairs")
+        self.chat, self._system = chat, system
+        self._template = prompt_template("pairs", template, system, chat)
+        read = partial(_triples, columns={"prompt": prompt, "chosen": chosen, "rejected": rejected})
+        splits = read_splits("pairs", read, file, held_out_file, held_out, seed)
         self._splits = {split: [*map(self._pair, range(len(of)), of)] for split, of in splits.items()}
 
     def problems(self, split: str) -> list[Problem]:

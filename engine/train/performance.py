@@ -25,7 +25,7 @@ from ...model.operation import Work
 from ...model.operations import forward_flops
 from ...model.prompts import first_of_prompt
 from ..loss.config import LossConfig
-from .shard import Shard
+from .shard import Shard, has_gradient
 from .state import TrainState
 
 # Part of the device's name -> dense TFLOP/s in bf16 and fp16, and in fp32 on the units that multiply whole
@@ -60,13 +60,13 @@ def training_flops(config: ModelConfig, sequences: Iterable[tuple[int, int, int,
     is the first of its prompt, and whether it has a gradient.
     """
     flops = 0.0
-    for prompt, completion, drawn, first, has_gradient in sequences:
+    for prompt, completion, drawn, first, is_trained in sequences:
         # A sample begins with the prompt's last token (model/prompts.py), so it has `completion` rows.
         tokens, pairs = completion, completion * prompt + completion * (completion - 1) // 2
         if first:
             tokens, pairs = tokens + prompt - 1, pairs + prompt * (prompt - 1) // 2
         forward = forward_flops(config, Work(tokens, pairs, drawn))
-        flops += forward * (3.0 if has_gradient else 1.0)
+        flops += forward * (3.0 if is_trained else 1.0)
     return flops
 
 
@@ -89,10 +89,9 @@ def performance(state: TrainState, shard: Shard, times: dict[str, float]) -> dic
 def _sequences(shard: Shard, loss: LossConfig) -> Iterator[tuple[int, int, int, bool, bool]]:
     """What training_flops asks for. loss: resolved."""
     firsts = first_of_prompt([rollout.prompt_ids for rollout in shard.rollouts])
-    for rollout, first, A in zip(shard.rollouts, firsts, shard.advantages, strict=True):
-        has_gradient = bool(loss.square or loss.kl_coef or A.any())
-        drawn = len(rollout.logprobs)
-        yield len(rollout.prompt_ids), len(rollout.completion_ids), drawn, first, has_gradient
+    for i, (rollout, first) in enumerate(zip(shard.rollouts, firsts, strict=True)):
+        drawn, is_trained = len(rollout.logprobs), has_gradient(shard.part(slice(i, i + 1)), loss)
+        yield len(rollout.prompt_ids), len(rollout.completion_ids), drawn, first, is_trained
 
 
 def peak_memory_bytes(device: torch.device) -> float:

@@ -186,7 +186,7 @@ def _pass_gradient(
     ]
     underflow = PromptUnderflow(layout, counts) if counts else None
     hook = underflow.hook if underflow else no_hook
-    with torch.set_grad_enabled(_has_gradient(joined, work.loss)):
+    with torch.set_grad_enabled(has_gradient(joined, work.loss)):
         observer = _placed(work.observer, joined.rollouts)
         tables = [table for batch in batches for table in batch.inputs.tables]
         prompts = Prompts(decoder, prompt_ids, hook, shard_of, observer, buffers, tables)
@@ -272,7 +272,7 @@ def _by_shard(
         start = end
 
 
-def _has_gradient(part: Shard, loss: LossConfig) -> bool:
+def has_gradient(part: Shard, loss: LossConfig) -> bool:
     """Whether the loss of these sequences has a gradient.
 
     Tokens with advantage 0 have no policy gradient. Where all advantages are 0 and no other term of the
@@ -294,7 +294,7 @@ def _micro_batch_gradient(
     batch, packed, inputs, routing = micro_batch
     lengths = packed.drawn_lengths
     tokens = torch.tensor(lengths)
-    with torch.set_grad_enabled(_has_gradient(batch, work.loss)):
+    with torch.set_grad_enabled(has_gradient(batch, work.loss)):
         hook = counter.hook if counter else no_hook
         observer = _placed(work.observer, batch.rollouts)
         if observer is not None:

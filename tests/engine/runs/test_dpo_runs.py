@@ -10,7 +10,6 @@ import torch
 from transformers import Qwen3ForCausalLM
 from zerokl.cli import main
 from zerokl.engine.loss.dpo import margins
-from zerokl.engine.parallel.scorer import WorkersSampler
 from zerokl.engine.rollout.players import open_judge
 from zerokl.engine.runs.run import resume, train
 from zerokl.engine.runs.setup import make_state
@@ -106,15 +105,8 @@ def test_another_rejected_completion_is_other_data(dpo, tmp_path):
         resume(tmp_path / "run", {"steps": "2"})
 
 
-def test_a_score_of_other_bits_stops_the_run(dpo, tmp_path, monkeypatch):
-    score = WorkersSampler.score
-
-    def one_bit_off(self, rollouts, sampling_params):
-        scores = score(self, rollouts, sampling_params)
-        scores[3].view(np.int32)[0] ^= 1
-        return scores
-
-    monkeypatch.setattr(WorkersSampler, "score", one_bit_off)
+def test_a_score_of_other_bits_stops_the_run(dpo, tmp_path, plant_score):
+    plant_score(3)
     with pytest.raises(MismatchError, match=r"prompt 1, sample 1, position 0 .* 1 ulp apart; 1 of"):
         train(dpo(), tmp_path / "run")
 

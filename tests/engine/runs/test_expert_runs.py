@@ -29,6 +29,7 @@ from zerokl.model.routing import RecordedRouting
 from zerokl.verify.divergence import open_run
 from zerokl.verify.ledger import digest
 
+from tests.helpers import fingerprint
 from tests.random_model import EXPERTS, random_model
 
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -50,10 +51,6 @@ def run(plain, tmp_path_factory) -> Path:
     summary = train(plain, path)
     assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
     return path
-
-
-def fingerprint(run: Path) -> str:
-    return json.loads((run / "summary.json").read_text())["fingerprint"]
 
 
 def test_every_expert_and_the_router_are_trained(run, moe):

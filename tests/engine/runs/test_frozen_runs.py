@@ -64,16 +64,6 @@ def run(frozen, tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture
-def cut(run, base, tmp_path) -> Path:
-    """The run, as if it had ended after its second step. Its model lies in tmp_path / "model"."""
-    shutil.copytree(base, tmp_path / "model")
-    path = shutil.copytree(run, tmp_path / "run")
-    shutil.rmtree(path / "checkpoints" / "step-000003")
-    (path / "summary.json").unlink()
-    return path
-
-
 def test_the_first_gradient_of_a_trained_weight_has_the_bits_of_the_run_that_trains_all(plain, run, tmp_path):
     train(plain, tmp_path / "plain")
     every, some = open_run(tmp_path / "plain"), open_run(run)

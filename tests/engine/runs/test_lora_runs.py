@@ -3,7 +3,6 @@
 The ledger's quantities are those of A and B, and its head binds the base.
 """
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,8 @@ from zerokl.engine.lora import LoraConfig
 from zerokl.engine.runs.run import resume, train
 from zerokl.files.writing import MANIFEST, write_manifest
 from zerokl.verify.divergence import open_run
+
+from tests.helpers import fingerprint
 
 LORA = LoraConfig(rank=3, alpha=9.0)
 
@@ -41,20 +42,6 @@ def run(lora, tmp_path_factory) -> Path:
     summary = train(lora, path)
     assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
     return path
-
-
-@pytest.fixture
-def cut(run, base, tmp_path) -> Path:
-    """The run, as if it had ended after its second step. Its model lies in tmp_path / "model"."""
-    shutil.copytree(base, tmp_path / "model")
-    path = shutil.copytree(run, tmp_path / "run")
-    shutil.rmtree(path / "checkpoints" / "step-000003")
-    (path / "summary.json").unlink()
-    return path
-
-
-def fingerprint(path: Path) -> str:
-    return json.loads((path / "summary.json").read_text())["fingerprint"]
 
 
 def alter(file: Path, name: str) -> None:

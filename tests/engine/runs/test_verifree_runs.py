@@ -4,14 +4,12 @@ import math
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 from zerokl.cli import main
 from zerokl.engine.commands.logged_steps import read_step, rollouts_fault
 from zerokl.engine.commands.report.rollouts import RolloutLog
-from zerokl.engine.parallel.scorer import WorkersSampler
 from zerokl.engine.rollout.players import open_judge
 from zerokl.engine.runs.loaded import load_run
 from zerokl.engine.runs.run import resume, train
@@ -90,15 +88,8 @@ def test_the_log_has_the_parts_of_each_trajectory_and_the_advantages_of_their_to
     assert (log.damage, log.rows) == ("", len(rollouts)), "the report reads a list of advantages"
 
 
-def test_a_score_of_other_bits_stops_the_run(verifree, tmp_path, monkeypatch):
-    score = WorkersSampler.score
-
-    def one_bit_off(self, rollouts, sampling_params):
-        scores = score(self, rollouts, sampling_params)
-        scores[5].view(np.int32)[0] ^= 1
-        return scores
-
-    monkeypatch.setattr(WorkersSampler, "score", one_bit_off)
+def test_a_score_of_other_bits_stops_the_run(verifree, tmp_path, plant_score):
+    plant_score(5)
     with pytest.raises(MismatchError, match=r"prompt 1, sample 1, position \d .* 1 ulp apart; 1 of"):
         train(verifree(), tmp_path / "run")
 
