@@ -100,7 +100,7 @@ def _type_name(annotation: object) -> str:
         return "one of " + ", ".join(f"`{json.dumps(v)}`" for v in typing.get_args(annotation))
     if typing.get_origin(annotation) is tuple:
         of = typing.get_args(annotation)[0]
-        return f"list of {_type_name(of).removeprefix('one of ')}{'s' if of in (str, int) else ''}"
+        return f"list of {_type_name(of).removeprefix('one of ')}{'s' if of in (str, int, float) else ''}"
     if typing.get_origin(annotation) is dict or annotation is dict:
         return "table"
     names = {str: "text", int: "whole number", float: "number", bool: "`true` or `false`"}
@@ -173,19 +173,27 @@ def loss_presets() -> str:
 
 def rules() -> str:
     """The rows of engine/compatibility.py: when a combination is refused, and what is said."""
-    tree = ast.parse((ROOT / "engine/compatibility.py").read_text())
+    rows = [row for table in ("loss_rules", "compatibility") for row in _rules_of(f"engine/{table}.py")]
+    return _table(["what is said (… is a value)", "refused when"], rows)
+
+
+def _rules_of(file: str) -> list[list[str]]:
+    """What is said, and when, by the rows that stand in one file."""
+    tree = ast.parse((ROOT / file).read_text())
     named = {
         n.name: n.body[-1].value
         for n in tree.body
         if isinstance(n, ast.FunctionDef) and isinstance(n.body[-1], ast.Return)
     }
-    table = next(n.value for n in tree.body if isinstance(n, ast.AnnAssign) and n.target.id == "RULES")
+    table = next(n.value for n in tree.body if isinstance(n, ast.AnnAssign))
     rows = []
     for rule in table.elts:
+        if isinstance(rule, ast.Starred):  # the rows of another file
+            continue
         refused, message = rule.args
         condition = named[refused.id] if isinstance(refused, ast.Name) else refused.body
         rows.append([_prose(_message(message.body)), f"`{_condition(condition)}`"])
-    return _table(["what is said (… is a value)", "refused when"], rows)
+    return rows
 
 
 def _message(node: ast.AST) -> str:

@@ -2,59 +2,14 @@
 
 A row says which combination is refused, and with which message. A row that asks for the device or for vLLM's
 version refuses nothing until this is known. So one table serves when a configuration is read, when a run
-starts, and in the docs. The allowed arguments of vLLM's engine are in rollout/vllm/arguments.py.
+starts, and in the docs. loss_rules.py has the rows of losses. The allowed arguments of vLLM's engine are in
+rollout/vllm/arguments.py.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
-
-from ..kernels.sampling_params import SamplingParams
 from ..kernels.tile_tables import minor_version
 from .config import Config
-from .loss.presets import DEFAULTS
-
-
-class Setting(NamedTuple):
-    """What the rows of the table look at."""
-
-    config: Config
-    device: str | None = None  # "cpu" or "cuda"; None: not known yet
-    # The version of vLLM; it ends with "+cpu" for a build for CPUs. None: not known yet, or not installed.
-    vllm: str | None = None
-    ranks: int = 1
-
-    @property
-    def vllm_exact(self) -> bool:
-        """Whether vLLM samples with its own model in batch-invariant mode."""
-        return self.config.sampler == "vllm-exact"
-
-    @property
-    def uses_vllm(self) -> bool:
-        """Whether vLLM samples: as it comes, batch-invariant, or with our decoder."""
-        return self.config.sampler.startswith("vllm")
-
-    @property
-    def keyed_vllm(self) -> bool:
-        """Whether vLLM draws with zerokl's keys, over the trainer's own weights."""
-        return self.config.sampler in ("vllm-exact", "vllm-zerokl")
-
-    @property
-    def vllm_on_cpu(self) -> bool:
-        """Whether the installed vLLM computes on CPUs only."""
-        return self.vllm is not None and self.vllm.endswith("+cpu")
-
-    @property
-    def separate(self) -> bool:
-        """Whether the settings ask for a sampler with weights or numerics of its own."""
-        c = self.config
-        return bool(c.max_staleness or c.perturb.any or c.precision.of_sampler != c.precision)
-
-
-class Rule(NamedTuple):
-    """One row. `refused`: whether a Setting is refused. `message`: why, and what to do instead."""
-
-    refused: Callable[[Setting], bool]
-    message: Callable[[Setting], str]
+from .loss_rules import LOSS_RULES
+from .rule import Rule, Setting
 
 
 def _other_tiles(s: Setting) -> bool:
@@ -65,199 +20,8 @@ def _other_tiles(s: Setting) -> bool:
     )
 
 
-def _pass_at_k_of_shaped_rewards(s: Setting) -> bool:
-    return s.config.loss.resolve().advantage == "pass_at_k" and bool(
-        s.config.loss.resolve().length_reward
-        or s.config.loss.resolve().overlong_share
-        or (s.config.loss.kl_coef and s.config.loss.kl_in == "reward")
-    )
-
-
-def _dpo(s: Setting) -> bool:
-    return s.config.loss.resolve().advantage == "dpo"
-
-
-def _verifree(s: Setting) -> bool:
-    return s.config.loss.resolve().advantage == "verifree"
-
-
-def _given_and_other_weights(s: Setting) -> bool:
-    c = s.config
-    own_weights = c.max_staleness or c.perturb.any or c.precision.sampler_differs
-    others = c.sampler != "native" or own_weights or c.updates_per_rollout > 1
-    return bool(others) and (_dpo(s) or _verifree(s))
-
-
-def _given_and_cut(s: Setting) -> bool:
-    params = s.config.sampling.sampling_params
-    return _verifree(s) and bool(params.truncates or params.changes_logits)
-
-
-def _dpo_of_other_probabilities(s: Setting) -> bool:
-    return _dpo(s) and s.config.sampling.sampling_params != SamplingParams()
-
-
-def _given_and_more(s: Setting) -> bool:
-    loss = s.config.loss.resolve()
-    added = loss.kl_coef or loss.square or loss.length_reward or loss.overlong_share or loss.semantic_entropy
-    return (_dpo(s) or _verifree(s)) and bool(added or loss.surrogate or loss.max_resamples > 1)
-
-
-def _gae(s: Setting) -> bool:
-    return s.config.loss.has_critic
-
-
-def _critics_only(s: Setting) -> list[str]:
-    """The settings of a critic that are not the default."""
-    loss = s.config.loss.resolve()
-    names = ("gamma", "gae_lambda", "whiten", "value_coef", "value_clip")
-    return [name for name in names if getattr(loss, name) != DEFAULTS[name]]
-
-
-# The rows of losses with given tokens come first, so that their own reasons are the ones that are given.
 RULES: tuple[Rule, ...] = (
-    Rule(
-        lambda s: _dpo(s) != (s.config.task.name == "pairs"),
-        lambda s: (
-            f'loss.advantage ("{s.config.loss.resolve().advantage}") with task.name '
-            f'("{s.config.task.name}"): DPO trains on given pairs, and only DPO does; set both '
-            'loss.preset = "dpo" and task.name = "pairs", or neither'
-        ),
-    ),
-    Rule(
-        lambda s: _dpo(s) and s.config.num_generations != 2,
-        lambda s: (
-            f"num_generations ({s.config.num_generations}) must be 2 with DPO: a pair has a chosen and a "
-            "rejected completion"
-        ),
-    ),
-    Rule(
-        lambda s: _dpo(s) != (s.config.loss.resolve().loss_agg_mode == "pairs"),
-        lambda s: (
-            f'loss.loss_agg_mode ("{s.config.loss.resolve().loss_agg_mode}"): DPO is the mean over pairs, '
-            'and no other loss has pairs; set it to "pairs" with DPO, and to another mode without'
-        ),
-    ),
-    Rule(
-        lambda s: not _dpo(s) and s.config.loss.resolve().beta != DEFAULTS["beta"],
-        lambda s: (
-            f"loss.beta ({s.config.loss.beta}) is DPO's, and this loss has none; leave it out. The weight of "
-            "a KL term is loss.kl_coef"
-        ),
-    ),
-    Rule(
-        lambda s: _verifree(s) != bool(s.config.task.answer_prefix),
-        lambda s: (
-            f'loss.advantage ("{s.config.loss.resolve().advantage}") with task.answer_prefix '
-            f'("{s.config.task.answer_prefix}"): verifree scores the answer that follows this text, and no '
-            "other advantage does; set both, or neither"
-        ),
-    ),
-    Rule(
-        _given_and_other_weights,
-        lambda s: (
-            f"updates_per_rollout ({s.config.updates_per_rollout}), max_staleness, sampler "
-            f'("{s.config.sampler}"), perturb.* and precision.sampler_*: the given tokens of dpo and '
-            "verifree are scored with the weights of each update; set updates_per_rollout = 1, sampler = "
-            '"native" and leave out the others'
-        ),
-    ),
-    Rule(
-        _given_and_cut,
-        lambda s: (
-            "sampling.top_k, top_p, min_p, logit_bias and allowed_token_ids: with verifree they could leave "
-            "out a token of the given answer, whose probability would then be 0; leave them out"
-        ),
-    ),
-    Rule(
-        _dpo_of_other_probabilities,
-        lambda s: (
-            "sampling.temperature, top_k, top_p, min_p, logit_bias and allowed_token_ids: nothing is drawn "
-            "in DPO, and its log-probabilities are the model's own; leave them out"
-        ),
-    ),
-    Rule(
-        _given_and_more,
-        lambda s: (
-            "loss.kl_coef, square, length_reward, overlong_share, semantic_entropy, surrogate and "
-            "max_resamples: dpo and verifree have advantages of their own, which these would change; leave "
-            "them out"
-        ),
-    ),
-    Rule(
-        lambda s: not _gae(s) and bool(_critics_only(s)),
-        lambda s: (
-            f"loss.{_critics_only(s)[0]} is a critic's, and this loss has none; leave it out, or set "
-            'loss.preset = "ppo"'
-        ),
-    ),
-    Rule(
-        lambda s: _gae(s) and bool(s.config.lora.rank),
-        lambda s: (
-            f'loss.advantage ("gae") with lora.rank ({s.config.lora.rank}): the adapters have no critic\'s '
-            "head; leave lora out, or choose another advantage"
-        ),
-    ),
-    Rule(
-        lambda s: _gae(s) and bool(s.config.max_staleness),
-        lambda s: (
-            f'loss.advantage ("gae") with max_staleness ({s.config.max_staleness}): values are scored with '
-            "the weights that were sampled from, which must be the trainer's; set max_staleness = 0"
-        ),
-    ),
-    Rule(
-        lambda s: (
-            _gae(s)
-            and bool(s.config.loss.resolve().max_resamples > 1 or s.config.loss.resolve().semantic_entropy)
-        ),
-        lambda s: (
-            "loss.max_resamples and semantic_entropy: they compare the rewards of a group, and the advantage "
-            '"gae" does not; leave them out'
-        ),
-    ),
-    Rule(
-        lambda s: s.config.num_generations == 1 and s.config.loss.resolve().advantage not in ("batch", "gae"),
-        lambda s: (
-            "num_generations (1) must be at least 2: the advantage compares completions of one prompt "
-            '(or set loss.advantage = "batch", or "gae")'
-        ),
-    ),
-    Rule(
-        lambda s: s.config.prompts * s.config.num_generations < 2,
-        lambda s: "prompts x num_generations must be at least 2",
-    ),
-    Rule(
-        lambda s: (
-            s.config.loss.resolve().advantage == "pass_at_k"
-            and s.config.loss.resolve().k >= s.config.num_generations
-        ),
-        lambda s: (
-            f"loss.k ({s.config.loss.resolve().k}) must be less than num_generations "
-            f"({s.config.num_generations}): the advantage pass_at_k compares subsets of k completions"
-        ),
-    ),
-    Rule(
-        _pass_at_k_of_shaped_rewards,
-        lambda s: (
-            'loss.advantage ("pass_at_k") needs rewards that are 0 or 1, and this loss adds to them; '
-            'set loss.length_reward = 0, loss.overlong_share = 0, and loss.kl_in = "loss"'
-        ),
-    ),
-    Rule(
-        lambda s: s.config.loss.resolve().correction_low > s.config.loss.resolve().correction_high,
-        lambda s: (
-            f"loss.correction_low ({s.config.loss.resolve().correction_low}) must not exceed "
-            f"loss.correction_high ({s.config.loss.resolve().correction_high})"
-        ),
-    ),
-    Rule(
-        lambda s: s.config.loss.kl_coef > 0 and s.config.sampling.sampling_params.truncates,
-        lambda s: (
-            f"loss.kl_coef ({s.config.loss.kl_coef}) with sampling.top_k, top_p or min_p: the KL "
-            "divergence is infinite where the reference's cut leaves a drawn token out; "
-            "set top_k = 0, top_p = 1 and min_p = 0, or kl_coef = 0"
-        ),
-    ),
+    *LOSS_RULES,
     Rule(
         lambda s: (
             s.config.precision.scaling in ("auto", "dynamic")
@@ -322,10 +86,7 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        lambda s: (
-            s.config.perturb.routing == "replayed"
-            and (s.config.sampler != "native" or _dpo(s) or _verifree(s))
-        ),
+        lambda s: s.config.perturb.routing == "replayed" and (s.config.sampler != "native" or s.given),
         lambda s: (
             'perturb.routing ("replayed") needs sampler = "native", which names the experts of the tokens '
             'that it draws, and a loss of drawn tokens; set it to "free", or leave out the other'

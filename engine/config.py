@@ -58,9 +58,9 @@ class TaskConfig(Section):
     float; empty is the task's own.
     """
     answer_prefix: str = ""
-    """Text between a reasoning and the problem's answer, whose probability is the reward (advantage
-    verifree); empty is another reward. A reasoning ends with its first token, such as </think>, or at
-    max_tokens.
+    """Text between a reasoning and its answer. The answer is the problem's, and its probability the reward
+    (advantage verifree); or it is drawn (advantage brpo). A reasoning ends with the first token of this text,
+    such as </think>, or at max_tokens. Empty: there are no reasonings.
     """
     equivalence: str = ""
     """Your own module:function(a, b) -> bool, which says whether the texts of two completions mean the same
@@ -139,6 +139,8 @@ class SamplingConfig(Section):
     """Draw only these token ids; without it, any. A stop token that is missing here ends no completion."""
     max_tokens: int = Field(16, ge=1)
     """Tokens of a completion, or of a turn, at most, the end-of-sequence token included."""
+    answer_max_tokens: int = Field(0, ge=0)
+    """Tokens of an answer at most, the end-of-sequence token included (advantage brpo); 0 is max_tokens."""
 
     @property
     def sampling_params(self) -> SamplingParams:
@@ -237,6 +239,8 @@ class OptimizerConfig(Section):
     """Updates over which the learning rate rises linearly to lr."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """Final learning rate as a share of lr."""
+    critic_lr_ratio: float = Field(10.0, gt=0, le=1e6)
+    """Learning rate of a critic's head, in units of the rate of the other weights (advantage gae)."""
     beta1: float = Field(0.9, ge=0, lt=1)
     """Decay of the first moment."""
     beta2: float = Field(0.95, ge=0, lt=1)
@@ -362,6 +366,12 @@ class Config(Section):
     native: NativeConfig = NativeConfig()
     vllm: VllmConfig = VllmConfig()
     perturb: PerturbConfig = PerturbConfig()
+
+    @property
+    def rollouts_per_prompt(self) -> int:
+        """Completions of each prompt; with the advantage brpo reasonings and answers."""
+        cuts = self.loss.cuts(self.num_generations)
+        return cuts.rollouts if cuts else self.num_generations
 
     @property
     def samples_older_weights(self) -> bool:

@@ -23,6 +23,8 @@ PLACES = (
     "engine.config_file",
     "engine.key_hints",
     "engine.compatibility",
+    "engine.loss_rules",
+    "engine.rule",
     "engine.perturb",
     "engine.config",
     "engine.lora",

@@ -16,8 +16,11 @@ from ...files.reading import json_number, shown
 from ...verify.ledger import Line, digest
 from ...verify.mismatch import mismatch_metrics
 from ..loss.advantage import StepAdvantages
+from ..loss.cuts import Cuts
+from ..rollout.budgets import BudgetPlayer
 from ..rollout.episodes import Episodes, is_trained
 from ..rollout.types import Rollout
+from ..runs.rollout_lines import cut_fields
 from ..tasks.environment import CONTEXT, TOKENS
 from ..train.metrics import rollout_metrics
 from ..train.recorder import hash_ends, hash_rewards, hash_rollouts
@@ -28,7 +31,7 @@ from ..train.state import TrainState
 class LoggedStep:
     """The lines of one step, and what they hold."""
 
-    lines: list[dict[str, Any]]  # [P G]
+    lines: list[dict[str, Any]]  # [P G]; where reasonings are cut and answered, G counts the answers too
     episodes: Episodes  # P prompts x G generations, without their problems
     advantages: StepAdvantages
 
@@ -38,14 +41,15 @@ class LoggedStep:
         return self.episodes.rollouts
 
 
-def read_step(lines: Sequence[dict[str, Any]], G: int) -> LoggedStep:
-    """The lines of one step. Raises ValueError for a line that is no rollout."""
+def read_step(lines: Sequence[dict[str, Any]], G: int, cuts: Cuts | None = None) -> LoggedStep:
+    """The lines of one step. cuts: see Episodes. Raises ValueError for a line that is no rollout."""
     rewards = np.array([_float(line, "reward") for line in lines], np.float64).reshape(-1, G)
     rollouts = [_rollout(line, i, G) for i, line in enumerate(lines)]
     A = _advantages(lines, rollouts, G)
     texts = [[line["text"] for line in lines[p * G : (p + 1) * G]] for p in range(len(rewards))]
     turn_rewards = [_turn_rewards(line) for line in lines] if "turn_rewards" in lines[0] else None
-    return LoggedStep(list(lines), Episodes([], rollouts, texts, rewards, False, turn_rewards), A)
+    episodes = Episodes([], rollouts, texts, rewards, False, turn_rewards, cuts=cuts)
+    return LoggedStep(list(lines), episodes, A)
 
 
 def _advantages(lines: Sequence[dict[str, Any]], rollouts: Sequence[Rollout], G: int) -> StepAdvantages:
@@ -149,14 +153,18 @@ def metrics_fault(
 
 def texts_fault(step: LoggedStep, state: TrainState) -> str | None:
     """The first text, problem or end of a completion that does not follow from the tokens; None if all do."""
-    problems = {problem.id: problem for problem in state.problems}
+    problems, cuts = {problem.id: problem for problem in state.problems}, step.episodes.cuts
+    of_answers = state.tokenizer.stop_ids
+    ends = state.player.reasoning_ends if isinstance(state.player, BudgetPlayer) else frozenset()
     for line, rollout in zip(step.lines, step.rollouts, strict=True):
         place = f"prompt {rollout.prompt}, sample {rollout.sample}"
         problem = problems.get(line.get("problem"))
+        of_cut = cut_fields(cuts, rollout.sample) if cuts else {}
         expected = {
             "prompt_text": problem and problem.prompt,
             "text": state.tokenizer.decode(rollout.completion_ids),
-            "finish": _finish(rollout, "turn_rewards" in line, state.tokenizer.stop_ids),
+            "finish": _finish(rollout, "turn_rewards" in line, of_answers if of_cut else of_answers | ends),
+            **of_cut,
         }
         wrong = next((name for name, value in expected.items() if line.get(name) != value), None)
         if wrong:

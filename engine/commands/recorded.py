@@ -22,7 +22,7 @@ class RecordedEnvironments:
     players, tools, tool_calls = 1, None, ""
 
     def __init__(self, path: Path, task: EnvironmentTask, config: Config):
-        lines_per_step = config.prompts * config.num_generations
+        lines_per_step = config.prompts * config.rollouts_per_prompt
         self._log = read_log(path / ROLLOUTS, lines_per_step, may_begin_later=True)
         self._step, self._rows = -1, {}
         self._asked: list[Game] = []

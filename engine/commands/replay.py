@@ -70,8 +70,9 @@ class Replayer:
             if recorded and can_be_recorded(self.task, self.config.loss.resolve().max_resamples):
                 judge = RecordedEnvironments(path, self.task, self.config)
             else:
-                opened = open_judge(self.task, self.config.task, self.config.environment, console.print)
-                judge = on_failure.enter_context(opened)
+                given = not self.config.loss.draws_answers
+                settings = self.config.task, self.config.environment
+                judge = on_failure.enter_context(open_judge(self.task, *settings, console.print, given))
             self.model = base_model(self.config, path)
             equivalence = on_failure.enter_context(run_equivalence(self.config))
             self.state: TrainState = make_state(

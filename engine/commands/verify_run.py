@@ -157,13 +157,14 @@ def _metrics(run: _Run) -> Finding:
 def _rollouts(run: _Run) -> Finding:
     """Every step of rollouts.jsonl beside the ledger, and the metrics that follow from it."""
     cfg = run.config
-    log = read_log(run.path / ROLLOUTS, cfg.prompts * cfg.num_generations, may_begin_later=True)
+    G, cuts = cfg.rollouts_per_prompt, cfg.loss.cuts(cfg.num_generations)
+    log = read_log(run.path / ROLLOUTS, cfg.prompts * G, may_begin_later=True)
     fault = _log_fault(log, run)
     for step, lines in log.steps():
         if step >= len(run.ledger.lines):
             break
         try:
-            logged = run.rollouts[step] = read_step(lines, cfg.num_generations)
+            logged = run.rollouts[step] = read_step(lines, G, cuts)
         except ValueError as error:
             fault = fault or f"step {step}: {error}"
             continue

@@ -1,13 +1,14 @@
 """The settings of the loss: a preset, and choices that differ from it. policy_loss.py has the equation."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from ..section import Section
+from .cuts import Cuts
 from .presets import PRESETS
 
-Advantage = Literal["mean", "std", "leave_one_out", "batch", "pass_at_k", "dpo", "verifree", "gae"]
+Advantage = Literal["mean", "std", "leave_one_out", "batch", "pass_at_k", "dpo", "verifree", "gae", "brpo"]
 Level = Literal["token", "sequence", "geometric"]
 Bound = Literal["none", "clip", "truncate", "mask", "clip_weight"]
 Correction = Literal["none", "full", "truncate", "mask"]
@@ -26,7 +27,8 @@ class LossConfig(Section):
     """Advantage of a completion: mean, std, leave_one_out, batch or pass_at_k (loss/advantage.py). pass_at_k
     needs rewards that are 0 or 1. dpo is of a pair of given completions (loss/dpo.py),
     verifree of a reasoning with a given answer (loss/verifree.py). gae is of each token, from a critic
-    (loss/gae.py).
+    (loss/gae.py). brpo is of each part of a reasoning that is cut at budgets, and of the answers after the
+    cuts (loss/budget_relative.py).
     """
     k: int | None = Field(None, ge=1)
     """Completions of a subset (advantage pass_at_k), which is solved where one of them is; fewer than
@@ -82,6 +84,16 @@ class LossConfig(Section):
     """PPO's clip of values: how far a later update of a step may move a value from that of the rollout
     (loss/critic.py); 0 is off.
     """
+    budgets: tuple[Annotated[int, Field(ge=1)], ...] | None = None
+    """Tokens after which a reasoning is cut and answered, ascending; the last is sampling.max_tokens
+    (advantage brpo).
+    """
+    budget_weights: tuple[Annotated[float, Field(ge=0, le=1e6)], ...] | None = None
+    """How much each budget counts for the reasonings; only the ratios matter. Empty is all alike (advantage
+    brpo).
+    """
+    answers: int | None = Field(None, ge=1, le=10_000)
+    """Answers after each cut (advantage brpo)."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL divergence to the reference; 0 is off. It needs sampling.top_k = 0, top_p = 1 and
     min_p = 0.
@@ -106,6 +118,18 @@ class LossConfig(Section):
     def has_critic(self) -> bool:
         """Whether a critic's head is trained beside the model."""
         return self.resolve().advantage == "gae"
+
+    @property
+    def draws_answers(self) -> bool:
+        """Whether reasonings are cut, and answered after each cut."""
+        return self.resolve().advantage == "brpo"
+
+    def cuts(self, reasonings: int) -> Cuts | None:
+        """How that many reasonings of a prompt are cut and answered; None for an advantage without cuts."""
+        if not self.draws_answers:
+            return None
+        loss = self.resolve()
+        return Cuts(reasonings, loss.budgets, loss.budget_weights or (1.0,) * len(loss.budgets), loss.answers)
 
     def resolve(self) -> "LossConfig":
         """This configuration with every choice filled in."""

@@ -29,6 +29,9 @@ DEFAULTS: dict[str, object] = dict(
     whiten=False,
     value_coef=0.1,
     value_clip=0.0,
+    budgets=(),
+    budget_weights=(),
+    answers=4,
 )
 _GRPO = DEFAULTS | dict(advantage="std", bound="clip", clip_low=0.2, clip_high=0.2, loss_agg_mode="length")
 
@@ -70,6 +73,9 @@ PRESETS: dict[str, dict[str, object]] = {
     # VeriFree, arXiv:2505.21493, equation 5: the probability of the reference answer as the reward of a
     # reasoning, and as the weight of the answer's likelihood (verifree.py). The constant divisor is ours.
     "verifree": DEFAULTS | dict(advantage="verifree", loss_agg_mode="constant"),
+    # Budget-relative policy optimisation, arXiv:2505.13438 (budget_relative.py): reasonings that are cut at
+    # budgets, with PPO's clip, a constant divisor and 4 answers after each cut, as in the authors' code.
+    "brpo": _GRPO | dict(advantage="brpo", loss_agg_mode="constant"),
     # Group sequence policy optimisation, arXiv:2507.18071, equation 5 and section 5.1:
     # mean_i min(s A, clip(s, 1 - 3e-4, 1 + 4e-4) A), s = (prod_t r)^(1 / len).
     "gspo": _GRPO | dict(importance_sampling_level="geometric", clip_low=3e-4, clip_high=4e-4),

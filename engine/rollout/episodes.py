@@ -3,9 +3,11 @@
 An episode is a completion of a prompt, with a reward for its text; or a trajectory of many turns in an
 environment (turns.py), which gives the rewards itself.
 
-Shapes: P prompts, G generations of each.
+Shapes: P prompts, G generations of each. Where reasonings are cut and answered, G counts the answers too
+(loss/cuts.py).
 """
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
+from ..loss.cuts import Cuts
 from ..stopwatch import Stopwatch
 from ..tasks.base import Problem
 from ..tasks.environment import VOID
@@ -33,6 +36,8 @@ class Episodes:
     # For each rollout the reward of each turn, and why it ended in an error; None for completions.
     turn_rewards: list[list[float]] | None = None
     errors: list[str] | None = None
+    # Which rollouts are reasonings, and which are answers to them; None where all are whole episodes.
+    cuts: Cuts | None = None
 
     @property
     def trained(self) -> np.ndarray:
@@ -53,9 +58,22 @@ class Episodes:
 
     @property
     def mean_reward(self) -> float:
-        """Mean over problems and samples; without those that are not trained on, if there are others."""
-        counted = self.rewards[self.trained]
-        return float(counted.mean()) if counted.size else float(self.rewards.mean())
+        """Mean over problems and samples; without those that are not trained on, if there are others.
+
+        Reasonings count, and not each answer to them.
+        """
+        rewards, trained = (x[:, : self.cuts and self.cuts.reasonings] for x in (self.rewards, self.trained))
+        counted = rewards[trained]
+        return float(counted.mean()) if counted.size else float(rewards.mean())
+
+    @property
+    def reward_at_budgets(self) -> dict[int, float]:
+        """The mean reward of the answers after each budget of tokens; empty where no reasoning was cut."""
+        if self.cuts is None:
+            return {}
+        of_budgets = self.cuts.at_budgets(self.rewards).reshape(-1, len(self.cuts.budgets)).T.tolist()
+        means = [math.fsum(rewards) / len(rewards) for rewards in of_budgets]
+        return dict(zip(self.cuts.budgets, means, strict=True))
 
     @property
     def accuracy(self) -> float | None:
@@ -74,6 +92,7 @@ class Episodes:
             self.binary,
             self.turn_rewards and self.turn_rewards[part],
             self.errors and self.errors[part],
+            self.cuts,
         )
 
 
@@ -91,6 +110,7 @@ def joined(groups: Sequence[Episodes]) -> Episodes:
         groups[0].binary,
         lists([group.turn_rewards for group in groups]),
         lists([group.errors for group in groups]),
+        groups[0].cuts,
     )
 
 

@@ -13,6 +13,7 @@ from ..tasks.rendering import Renderer
 from ..tasks.rewards import Reward, open_reward
 from ..tasks.tokenizer import Tokenizer
 from .answers import AnswerPlayer, GivenAnswers
+from .budgets import BudgetPlayer, DrawnAnswers
 from .episodes import CompletionPlayer, EpisodePlayer
 from .pairs import PairPlayer
 from .turns import TurnLimits, TurnPlayer
@@ -27,15 +28,20 @@ def open_judge(
     config: TaskConfig,
     environment: EnvironmentConfig,
     say: Callable[[str], None] = print,
+    given_answers: bool = True,
 ) -> Iterator[Judge]:
     """The environments of a task that has one, or else its reward. Their processes end with the context.
 
-    say: shows a line that they printed. Raises ValueError where they cannot be made.
+    say: shows a line that they printed. given_answers: with task.answer_prefix, whether the problem's answer
+    follows, whose probability is the reward; otherwise the model's own does, and has a reward by its text.
+    Raises ValueError where they cannot be made.
     """
     if isinstance(task, Pairs) and config.reward:
         raise ValueError(f"task.reward ({config.reward}): pairs are ranked by their scores; leave it empty")
     if config.answer_prefix:
-        _check_answers(task, config)
+        _check_one_completion(task, config)
+    if config.answer_prefix and given_answers:
+        _check_no_reward(config)
         yield Reward(_no_reward)
         return
     if not isinstance(task, EnvironmentTask):
@@ -58,13 +64,17 @@ def open_judge(
         yield environments
 
 
-def _check_answers(task: Task | EnvironmentTask, config: TaskConfig) -> None:
-    """Raise ValueError for a task whose answers cannot be the reward."""
+def _check_no_reward(config: TaskConfig) -> None:
+    """Raise ValueError for a reward beside the probability of the answer."""
     if config.reward:
         raise ValueError(
             f"task.reward ({config.reward}) with task.answer_prefix: the probability of the answer is the "
             "reward; leave one of them out"
         )
+
+
+def _check_one_completion(task: Task | EnvironmentTask, config: TaskConfig) -> None:
+    """Raise ValueError for a task without one completion, after which an answer can stand."""
     if isinstance(task, EnvironmentTask | Pairs):
         raise ValueError(
             f"task.answer_prefix: task {config.name} has no answer that could follow one completion; leave "
@@ -94,17 +104,20 @@ def make_player(
     render: str,
     say: Callable[[str], None] = print,
     stopwatch: Stopwatch | None = None,
-    answers: GivenAnswers | None = None,
+    answers: GivenAnswers | DrawnAnswers | None = None,
 ) -> EpisodePlayer:
     """Plays the episodes of a task. judge: see open_judge; whoever opened it closes it.
 
     limits, render: of trajectories of many turns. say: shows a line for one that ended in an error.
-    stopwatch: measures rewards and environments. answers: of the problems, where they are scored.
+    stopwatch: measures rewards and environments. answers: what follows a reasoning: the problem's answer,
+    which is scored, or the model's own; None where there are no reasonings.
 
-    Raises ValueError (see Renderer, AnswerPlayer).
+    Raises ValueError (see Renderer, AnswerPlayer, BudgetPlayer).
     """
-    if answers:
+    if isinstance(answers, GivenAnswers):
         return AnswerPlayer(tokenizer, task.chat, answers)
+    if answers:
+        return BudgetPlayer(tokenizer, judge, task.chat, answers, stopwatch)
     if isinstance(task, Pairs):
         return PairPlayer(tokenizer, task.chat)
     if not isinstance(task, EnvironmentTask):

@@ -36,14 +36,16 @@ class HeldOut:
     def metrics(self) -> dict[str, float]:
         """The mean reward of the current policy, where it is due after the steps done so far; else nothing.
 
-        Of a reward that is 0 or 1, the accuracy as well.
+        Of a reward that is 0 or 1, the accuracy as well. Where reasonings are cut at budgets, also the mean
+        reward at each.
         """
         done, cfg = self._state.step, self._config
         if not self._problems or not (done == cfg.steps or done % cfg.evaluation.every == 0):
             return {}
         result = self._evaluate()
         accuracy = {} if result.accuracy is None else {ACCURACY: result.accuracy}
-        return {MEAN_REWARD: result.mean_reward} | accuracy
+        at_budgets = {f"eval/reward_at_{b}": mean for b, mean in result.reward_at_budgets.items()}
+        return {MEAN_REWARD: result.mean_reward} | accuracy | at_budgets
 
     def _evaluate(self) -> Episodes:
         """The rewards of the current policy. Their random keys are of a stream that training never uses."""

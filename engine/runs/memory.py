@@ -59,7 +59,8 @@ class RunShape:
     @property
     def max_tokens(self) -> int:
         """Of a completion, or of a trajectory."""
-        return self.trajectory_tokens or self.config.sampling.max_tokens
+        sampling = self.config.sampling
+        return self.trajectory_tokens or max(sampling.max_tokens, sampling.answer_max_tokens)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -73,12 +74,18 @@ class RunShape:
     @property
     def sequences_of_a_shard(self) -> int:
         """The most sequences of a virtual shard."""
-        return -(-self.config.prompts * self.config.num_generations // self.config.virtual_shards)
+        return -(-self.config.prompts * self.config.rollouts_per_prompt // self.config.virtual_shards)
+
+    @property
+    def group(self) -> int:
+        """Sequences of a prompt. Where reasonings are cut, each cut is the prompt of its answers."""
+        cuts = self.config.loss.cuts(self.config.num_generations)
+        return min(cuts.answers, cuts.reasonings) if cuts else self.config.num_generations
 
     @property
     def prompts_of_a_shard(self) -> int:
         """The most prompts that a virtual shard has sequences of."""
-        n, group = self.sequences_of_a_shard, self.config.num_generations
+        n, group = self.sequences_of_a_shard, self.group
         return -(-n // group) + (n % group != 0 and group % n != 0)
 
     @property
@@ -201,7 +208,7 @@ def _adapter_row_bytes(run: RunShape) -> int:
 def _cache_bytes(run: RunShape, free: int) -> int:
     """The key-value caches of all samplers. free: bytes of the GPU when the first cache is made."""
     config, evaluation = run.config, run.config.evaluation
-    training = config.prompts, config.num_generations
+    training = config.prompts * (config.rollouts_per_prompt // run.group), run.group
     held_out = [(evaluation.problems, evaluation.num_generations)] if evaluation.every else []
     if config.sampler in ("vllm-zerokl", "vllm-exact"):  # it draws the evaluation as well
         return config.vllm.cache_bytes
@@ -240,7 +247,7 @@ def _hf_bytes(run: RunShape) -> int:
     """Keys, values and logits of transformers' `generate`, which draws all samples of a rank together."""
     config, model = run.config, run.layout.config
     dtype = DTYPES[config.precision.sampler_dtype or config.dtype]
-    samples = -(-config.prompts // run.ranks) * config.num_generations
+    samples = -(-config.prompts // run.ranks) * config.rollouts_per_prompt
     keys = 2 * model.layers * model.kv_heads * model.head_dim * dtype.itemsize
     tokens = run.max_tokens
     return samples * ((run.prompt_tokens + tokens) * keys + tokens * model.vocab_size * 4)

@@ -150,7 +150,7 @@ def find_resumption(path: Path, overrides: Mapping[str, Any]) -> Resumption:
     check_shape(path, to_write=True)
     ledger = read_ledger(path / LEDGER) if (path / LEDGER).exists() else LedgerFile(path / LEDGER)
     metrics = read_log(path / METRICS, 1)
-    rollouts = read_log(path / ROLLOUTS, config.prompts * config.num_generations, may_begin_later=True)
+    rollouts = read_log(path / ROLLOUTS, config.prompts * config.rollouts_per_prompt, may_begin_later=True)
     files, logs = (ledger, metrics, rollouts), [metrics, rollouts]
     messages = [f"{file.damage}; going on from before it" for file in files if file.damage]
     checkpoint, unusable = None, []

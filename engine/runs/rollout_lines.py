@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from ...files.reading import json_number, json_ready, parse_json
+from ..loss.cuts import Cuts
 from ..rollout.types import Rollout
 from ..train.state import StepRecord
 
@@ -24,8 +25,9 @@ def rollout_line(record: StepRecord, p: int, g: int, G: int) -> dict[str, Any]:
     """The line of rollouts.jsonl for generation g of prompt p; each prompt has G generations.
 
     Of several turns, completion_ids holds what stands between them too, and `mask` says which were drawn. An
-    environment adds the reward of each turn, and why it ended a trajectory with an error. A
-    logprob of the trainer is -infinity where its top-k or top-p cuts a token that the sampler drew.
+    environment adds the reward of each turn, and why it ended a trajectory with an error. An answer to a
+    reasoning that was cut adds the sample of this reasoning, and its budget in tokens. A logprob of the
+    trainer is -infinity where its top-k or top-p cuts a token that the sampler drew.
     """
     episodes, i = record.episodes, p * G + g
     r = episodes.rollouts[i]
@@ -46,12 +48,20 @@ def rollout_line(record: StepRecord, p: int, g: int, G: int) -> dict[str, Any]:
     }
     if r.turns != 1:
         line |= {"mask": r.mask.astype(int).tolist(), "turn_starts": list(r.turn_starts)}
+    if episodes.cuts is not None:
+        line |= cut_fields(episodes.cuts, g)
     if episodes.turn_rewards is not None:
         line["turn_rewards"] = episodes.turn_rewards[i]
         line |= {"error": episodes.errors[i]} if episodes.errors[i] else {}
     if record.trainer_logprobs is not None and (own := record.trainer_logprobs[i]) is not None:
         line["trainer_logprobs"] = _by_place(r, own)
     return json_ready(line)
+
+
+def cut_fields(cuts: Cuts, sample: int) -> dict[str, int]:
+    """What the line of an answer says of its place; nothing for a reasoning."""
+    place = cuts.place(sample)
+    return dict(zip(("reasoning", "budget"), place, strict=True)) if place else {}
 
 
 def _advantage(record: StepRecord, p: int, g: int, G: int) -> float | list[float | None]:

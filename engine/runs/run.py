@@ -149,7 +149,9 @@ def _judge(config: Config, task: Task | EnvironmentTask, ranks: Ranks) -> Iterat
     with ExitStack() as stack:
 
         def opened() -> Judge:
-            return stack.enter_context(open_judge(task, config.task, config.environment, console.print))
+            given = not config.loss.draws_answers
+            opening = open_judge(task, config.task, config.environment, console.print, given)
+            return stack.enter_context(opening)
 
         ranked = RankedEnvironments if isinstance(task, EnvironmentTask) else RankedReward
         yield opened() if ranks.size == 1 else ranked(opened, ranks)

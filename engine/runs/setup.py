@@ -21,6 +21,7 @@ from ..parallel.scorer import Scorer, frozen
 from ..parallel.workers import Workers, automatic
 from ..parallel.zero import Slices
 from ..rollout.answers import AnswerPlayer, GivenAnswers
+from ..rollout.budgets import BudgetPlayer, DrawnAnswers
 from ..rollout.players import Judge, make_player, turn_limits
 from ..rollout.vllm.installed import installed_vllm, is_cpu_build
 from ..stopwatch import Stopwatch
@@ -60,9 +61,7 @@ def make_state(
     stopwatch, max_tokens = Stopwatch(run_device(config)), config.sampling.max_tokens
     limits = turn_limits(config.environment, max_tokens, sampling_context(config, model_config))
     render = config.environment.render
-    player = make_player(
-        task, judge, tokenizer, limits, render, console.print, stopwatch, _given_answers(config)
-    )
+    player = make_player(task, judge, tokenizer, limits, render, console.print, stopwatch, _answers(config))
     _check_players(config.prompts, player.players)
     _check_binary(config, player.binary)
     prompt_ids = player.check(problems, max_tokens, model_config.max_positions)
@@ -74,6 +73,8 @@ def make_state(
     trajectory_tokens = 0 if prompt_ids else limits.context
     if isinstance(player, AnswerPlayer):
         trajectory_tokens = longest + max_tokens + player.answer_tokens
+    if isinstance(player, BudgetPlayer):  # an answer's prompt holds a reasoning
+        longest += max_tokens + player.answer_tokens
     own_layout, base = adapter_layout(config, layout, model)
     shape = RunShape(config, layout, ranks.size, longest, ref_numel, trajectory_tokens, own_layout, base)
     sizes = fit(shape, device)
@@ -144,10 +145,12 @@ def run_equivalence(config: Config, ranks: Ranks = ALONE) -> Iterator[Equivalenc
         yield opened() if ranks.size == 1 else RankedEquivalence(opened, ranks)
 
 
-def _given_answers(config: Config) -> GivenAnswers | None:
-    """How the reference answers of a run are scored; None where they are not."""
-    prefix = config.task.answer_prefix
-    return GivenAnswers(prefix, config.sampling.sampling_params) if prefix else None
+def _answers(config: Config) -> GivenAnswers | DrawnAnswers | None:
+    """What follows the reasonings of a run; None where it has none."""
+    prefix, sampling = config.task.answer_prefix, config.sampling
+    if config.loss.draws_answers:
+        return DrawnAnswers(prefix, sampling.answer_max_tokens or sampling.max_tokens, config.loss.cuts)
+    return GivenAnswers(prefix, sampling.sampling_params) if prefix else None
 
 
 def _workers_of_a_rank(config: Config, policy: Decoder) -> int:

@@ -50,8 +50,10 @@ def rollout_metrics(batch: Episodes) -> dict[str, float]:
 
     Rewards and groups are of the rollouts that are trained on.
     """
-    lengths, trained = batch.lengths.reshape(-1).tolist(), batch.trained
-    rewards = batch.rewards[trained].tolist()
+    # Of reasonings and answers, the reasonings are the episodes.
+    n = batch.rewards.shape[1] if batch.cuts is None else batch.cuts.reasonings
+    lengths, trained = batch.lengths[:, :n].reshape(-1).tolist(), batch.trained
+    rewards = batch.rewards[:, :n][trained[:, :n]].tolist()
     mean = math.fsum(rewards) / len(rewards)
     return {
         "reward/mean": mean,
@@ -67,7 +69,17 @@ def rollout_metrics(batch: Episodes) -> dict[str, float]:
         # No stop token. Such a completion is scored and trained on as it is.
         "completions/cut": sum(rollout.finish in CUT for rollout in batch.rollouts),
         **_trajectory_metrics(batch),
+        **_cut_metrics(batch),
     }
+
+
+def _cut_metrics(batch: Episodes) -> dict[str, float]:
+    """The answers' rewards after each budget, and their length; nothing where no reasoning was cut."""
+    if batch.cuts is None:
+        return {}
+    lengths = batch.lengths[:, batch.cuts.reasonings :].reshape(-1).tolist()
+    at_budgets = {f"brpo/reward_at_{b}": mean for b, mean in batch.reward_at_budgets.items()}
+    return at_budgets | {"brpo/answer_len": sum(lengths) / len(lengths)}
 
 
 def _trajectory_metrics(batch: Episodes) -> dict[str, float]:

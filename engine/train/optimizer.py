@@ -15,7 +15,7 @@ import torch
 from ...kernels.adamw import AdamW, adamw
 from ...kernels.order import tree_sum
 from ...model.decoder import Decoder
-from ...model.weights import FLAT_TILE, FlatLayout
+from ...model.weights import FLAT_TILE, VALUE_HEAD, FlatLayout
 from ...verify.ledger import Tree
 from ..config import OptimizerConfig
 from ..parallel.tree_hash import hash_tree
@@ -68,6 +68,11 @@ class Optimizer:
         overlaps = ((max(e.offset, own.start), min(e.offset + e.numel, own.stop)) for e in matrices)
         # The parts of `master` that belong to matrices.
         self._decayed = [slice(a - own.start, b - own.start) for a, b in overlaps if a < b]
+        heads = [e.offset for e in self.layout.trained if e.name == VALUE_HEAD]
+        head = min(max(heads[0] - own.start, 0), len(self.master)) if heads else len(self.master)
+        # The parts of `master`, each with its share of the learning rate. A critic's head is the last weight.
+        parts = (slice(0, head), 1.0), (slice(head, len(self.master)), cfg.critic_lr_ratio)
+        self._rates = [(part, ratio) for part, ratio in parts if part.start < part.stop]
 
     @property
     def layout(self) -> FlatLayout:
@@ -190,9 +195,11 @@ class Optimizer:
         """Update moments, master weights and compute weights from the gradient `grad` times `grad_scale`."""
         c = self.cfg
         corrections = 1.0 - c.beta1**self.updates, 1.0 - c.beta2**self.updates
-        numbers = AdamW(grad_scale, lr, c.beta1, c.beta2, *corrections, c.eps)
         out = None if self.in_place else self._flat[self.slices.own]
-        adamw(self.master, *self.moments, grad, numbers, out)
+        for part, ratio in self._rates:
+            numbers = AdamW(grad_scale, lr * ratio, c.beta1, c.beta2, *corrections, c.eps)
+            moments = (moment[part] for moment in self.moments)
+            adamw(self.master[part], *moments, grad[part], numbers, None if out is None else out[part])
 
     def _norm(self, grad: torch.Tensor) -> float:
         """The global norm of all ranks' gradients.

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from ..loss.advantage import StepAdvantages, advantages, of_tokens
+from ..loss.budget_relative import cut_advantages
 from ..loss.config import LossConfig
 from ..loss.critic import Critic, critic_metrics, critic_of, token_rewards
 from ..loss.dpo import dpo_metrics, margins, pair_advantages
@@ -197,6 +198,8 @@ def _advantages(
         answers = [answer_length(rollout) for rollout in batch.rollouts]
         lengths = [len(logp) for logp in logprobs]
         return answer_advantages(shaped, lengths, answers), answer_metrics(logprobs, answers)
+    if batch.cuts is not None:
+        return cut_advantages(shaped, batch.lengths, batch.cuts), {}
     A = advantages(shaped, loss.advantage, batch.trained, loss.k)
     if batch.classes is not None:
         A = scaled_by_entropy(A, batch.classes, loss.semantic_entropy)

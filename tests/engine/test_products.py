@@ -31,7 +31,7 @@ STEPS = 2
 SETTINGS: OrderedDict[str, list] = OrderedDict(
     {
         "exact": [True, False],
-        "loss.preset": DRAWN_PRESETS,
+        "loss.preset": [*DRAWN_PRESETS, "brpo"],
         "num_generations": [3, 1],
         "model": ["dense", "experts"],
         "sampler": ["native", "hf"],
@@ -76,6 +76,8 @@ SETTINGS: OrderedDict[str, list] = OrderedDict(
         "optimizer.schedule": ["constant", "linear"],
     }
 )
+# What reasonings and answers need beside the preset.
+BRPO = {"task__answer_prefix": "=", "loss__budgets": [3, 8], "loss__answers": 2}
 Row = dict[str, object]
 Pair = tuple[tuple[str, int], tuple[str, int]]  # of settings, each with the place of its value
 
@@ -89,6 +91,8 @@ def make(config, tmp_path_factory) -> Callable[[Row], Config]:
     def make(row: Row) -> Config:
         chosen = {k.replace(".", "__"): v for k, v in row.items() if v is not None}
         chosen["model"] = models[row.get("model", "dense")]
+        if row.get("loss.preset") == "brpo":
+            chosen |= BRPO
         return config(**{"steps": STEPS, "tracking": [], **chosen})
 
     return make
@@ -170,7 +174,7 @@ def run_and_read(config: Config, folder: Path, capsys: pytest.CaptureFixture) ->
     rollouts = list(run.rollouts())
     assert run.steps == STEPS == len(run.ledger.lines)
     assert run.summary["fingerprint"] == run.ledger.lines[-1].chain
-    assert len(rollouts) == STEPS * config.prompts * config.num_generations
+    assert len(rollouts) == STEPS * config.prompts * config.rollouts_per_prompt
     code = main([str(word) for word in audit_words(config, a, rollouts, folder)])
     errors = capsys.readouterr().err
     assert code == 0 or (code == 1 and differs(config)), errors

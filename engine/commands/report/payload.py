@@ -185,12 +185,14 @@ def _figures(run: LoadedRun) -> dict[str, Any]:
 def _facts(run: LoadedRun) -> list[str]:
     """What the run was, in a few words each."""
     config = run.config
+    cuts = config.loss.cuts(config.num_generations)
+    answers = f", each with {len(cuts.budgets)} x {cuts.answers} answers" if cuts else ""
     return [
         f"task {config.task.name}",
         config.dtype,
         f"loss {config.loss.preset}",
         f"sampler {config.sampler}",
-        f"{config.prompts} prompts x {config.num_generations} completions a step",
+        f"{config.prompts} prompts x {config.num_generations} completions a step{answers}",
         f"seed {config.seed}",
     ]
 

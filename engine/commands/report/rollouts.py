@@ -81,6 +81,7 @@ class RolloutLog:
             return
         try:
             row = parse_rollout(line)
+            is_answer = "budget" in row  # to a reasoning, which is shown in its place
             kept = {name: row[name] for name in _NAMES} | {"advantage": _advantage(row["advantage"])}
             optional = {"trainer": row.get("trainer_logprobs"), "mask": row.get("mask")}
             row = kept | optional | {"turns": _turns(row), "error": str(row.get("error", ""))}
@@ -89,7 +90,8 @@ class RolloutLog:
             self.damage = f"{self.file} has a line that is no rollout ({type(error).__name__}: {error})"
             return
         self.ids.update(row["completion_ids"])
-        self.history.add(row)
+        if not is_answer:
+            self.history.add(row)
         self._rows.append(row)
         if len(self._rows) == BLOCK_ROWS:
             self.blocks.append(_block(self._rows))

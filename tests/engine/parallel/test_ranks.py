@@ -109,16 +109,19 @@ def test_ranks_share_the_classes_that_rank_0_forms(config, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("preset", ["dpo", "verifree"])
-def test_given_tokens_are_scored_over_the_ranks(config, tmp_path, preset):
+@pytest.mark.parametrize("preset", ["dpo", "verifree", "brpo"])
+def test_given_tokens_and_answers_are_spread_over_the_ranks(config, tmp_path, preset):
     if preset == "dpo":
         row = {"prompt": "1+1=", "chosen": "2", "rejected": "no"}
         (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | {"prompt": "3-1="}))
         options = {"file": str(tmp_path / "p.jsonl"), "chat": False}
         own = {"task__name": "pairs", "task__options": options, "num_generations": 2, "prompts": 5}
+    elif preset == "brpo":
+        own = {"task__answer_prefix": ">", "loss__budgets": [2, 8], "loss__answers": 2}
+        own |= {"task__options": {"max_value": 9, "train": 20, "held_out": 10}, "task__reward": "toy:letters"}
     else:
         own = {"task__answer_prefix": ">", "optimizer__lr": "1e-4"}  # no rank's reasonings get too short
-    cfg = config(**own | {"loss__preset": preset, "task__reward": "", "steps": 2, "evaluation__every": 2})
+    cfg = config(**{"task__reward": ""} | own, loss__preset=preset, steps=2, evaluation__every=2)
     train(cfg, tmp_path / "alone")
     _run(2, cfg, tmp_path / "run")
     _same(tmp_path / "run", tmp_path / "alone")

@@ -17,6 +17,9 @@ RARE = {
     "whiten": True,
     "value_coef": 0.5,
     "value_clip": 0.25,
+    "budgets": [2, 4],
+    "budget_weights": [1.0, 3.0],
+    "answers": 8,
 }
 
 
@@ -34,6 +37,16 @@ def test_a_rare_setting_is_chained_where_it_is_set(name):
     config = Config(loss=LossConfig(**{name: RARE[name]}))
     assert binding(config) == binding(Config()) | {f"loss.{name}": RARE[name]}
     assert f"loss.{name}" in CHAINED_WHERE_SET
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [("sampling", "answer_max_tokens", 8), ("optimizer", "critic_lr_ratio", 2.0)],
+)
+def test_other_rare_settings_are_chained_where_they_are_set(section, name, value):
+    key = f"{section}.{name}"
+    assert key not in binding(Config())
+    assert binding(Config(**{section: {name: value}})) == binding(Config()) | {key: value}
 
 
 @pytest.mark.parametrize(("name", "value"), [("equivalence", "mine:same"), ("answer_prefix", "so ")])

@@ -1,0 +1,165 @@
+"""Plays reasonings that are cut at budgets: the model draws one, and then short answers after each cut.
+
+    prompt | reasoning, drawn                             a rollout, trained on
+    prompt | its first b_j tokens | prefix | answer       a rollout for each answer; only the answer is drawn
+
+A reasoning ends with a stop token, with the first token of the prefix, or at the last budget. Where it ended
+with the first token of the prefix, the rest of the prefix follows, and after any other cut all of it. A
+reasoning that ended before a budget is cut at its end, and answered for this budget as for any other.
+
+Each answer is a request of its own, with the sample number of loss/cuts.py in its key. So it has its own
+random numbers, and whoever serves it, in whichever call, draws the same tokens.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import NamedTuple
+
+from ..loss.cuts import Cuts
+from ..stopwatch import Stopwatch
+from ..tasks.base import Problem
+from ..tasks.rewards import Reward
+from ..tasks.tokenizer import Tokenizer
+from .episodes import Episodes
+from .types import (
+    Completion,
+    DrawParams,
+    GenerationParams,
+    Request,
+    RngKey,
+    Rollout,
+    Sampler,
+    check_room,
+    complete,
+)
+
+
+class DrawnAnswers(NamedTuple):
+    """How reasonings are cut and answered.
+
+    prefix: stands before an answer. max_tokens: of an answer at most. cuts: Cuts of so many reasonings.
+    """
+
+    prefix: str
+    max_tokens: int
+    cuts: Callable[[int], Cuts]
+
+
+class BudgetPlayer:
+    """Draws reasonings and answers, and rewards the answers. Episodes.cuts says which is which.
+
+    chat: see Tokenizer.encode. stopwatch: measures the rewards; None where nobody asks. answer_tokens: the
+    most that the prefix and an answer have together. Raises ValueError for a prefix without tokens.
+    """
+
+    players = 1
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        reward: Reward,
+        chat: bool,
+        answers: DrawnAnswers,
+        stopwatch: Stopwatch | None = None,
+    ):
+        self.reward, self._tokenizer, self._chat, self._answers = reward, tokenizer, chat, answers
+        self._station = stopwatch.station if stopwatch else nullcontext
+        self._prefix = tokenizer.encode_completion(answers.prefix)
+        self.answer_tokens = len(self._prefix) + answers.max_tokens
+
+    @property
+    def binary(self) -> bool:
+        """Whether the reward of every answer is 0 or 1."""
+        return self.reward.binary
+
+    @property
+    def reasoning_ends(self) -> frozenset[int]:
+        """The tokens that end a reasoning beside the stop tokens."""
+        return frozenset(self._prefix[:1])
+
+    def check(self, problems: Sequence[Problem], max_tokens: int, context: int) -> list[list[int]]:
+        """See EpisodePlayer. max_tokens: of a reasoning."""
+        self.reward.check_answers(problems)
+        prompt_ids = [self._prompt(problem) for problem in problems]
+        for ids, problem in zip(prompt_ids, problems, strict=True):
+            if len(ids) + max_tokens + self.answer_tokens > context:
+                raise ValueError(
+                    f"task: the prompt of problem {problem.id} has {len(ids)} tokens; with a reasoning "
+                    f"(sampling.max_tokens, {max_tokens}) and {self.answer_tokens} tokens of answer prefix "
+                    f"and answer that is more than the model's context ({context}); shorten it or lower "
+                    "sampling.max_tokens"
+                )
+        return prompt_ids
+
+    def play(
+        self,
+        sampler: Sampler,
+        problems: Sequence[Problem],
+        generation_params: GenerationParams,
+        rng_key: RngKey,
+    ) -> Episodes:
+        """See EpisodePlayer. At temperature 0 all answers of a cut are equal, and one of them is drawn."""
+        cuts = self._answers.cuts(generation_params.num_generations)
+        if not generation_params.sampling_params.temperature:
+            cuts = cuts._replace(answers=1)
+        check_room(len(problems) * cuts.rollouts, max(generation_params.max_tokens, self._answers.max_tokens))
+        ends = generation_params.stop_ids | self.reasoning_ends
+        prompts = [self._prompt(problem) for problem in problems]
+        reasonings = complete(sampler, prompts, replace(generation_params, stop_ids=ends), rng_key)
+        requests = [
+            request for r in reasonings for request in self._requests(r, cuts, generation_params, rng_key)
+        ]
+        pairs = zip(requests, sampler.generate(requests), strict=True)
+        answers = [_answer(request, completion) for request, completion in pairs]
+        groups = [*zip(_cut(reasonings, len(problems)), _cut(answers, len(problems)), strict=True)]
+        texts = [[self._texts(part) for part in group] for group in groups]
+        with self._station("time/reward_s"):
+            of_answers = self.reward.values(problems, [of_answers for _, of_answers in texts])
+        return Episodes(
+            list(problems),
+            [rollout for group in groups for part in group for rollout in part],
+            [thoughts + of_answers for thoughts, of_answers in texts],
+            cuts.with_reasonings(of_answers),
+            self.binary,
+            cuts=cuts,
+        )
+
+    def _requests(
+        self, reasoning: Rollout, cuts: Cuts, params: GenerationParams, rng_key: RngKey
+    ) -> Iterator[Request]:
+        """Those of the answers to a reasoning, cut by cut."""
+        draw_params = DrawParams(params.sampling_params, params.stop_ids, experts=params.experts)
+        for j, budget in enumerate(cuts.budgets):
+            cut = reasoning.completion_ids[:budget]
+            rest = self._prefix[1:] if cut[-1] == self._prefix[0] else self._prefix
+            ids = (*reasoning.prompt_ids, *cut, *rest)
+            for k in range(cuts.answers):
+                sample = cuts.sample(reasoning.sample, j, k)
+                key = replace(rng_key, prompt=reasoning.prompt, sample=sample)
+                yield Request(ids, key, draw_params, self._answers.max_tokens)
+
+    def _prompt(self, problem: Problem) -> list[int]:
+        return self._tokenizer.encode(problem.prompt, self._chat, problem.system)
+
+    def _texts(self, rollouts: Sequence[Rollout]) -> list[str]:
+        return [self._tokenizer.decode(r.completion_ids) for r in rollouts]
+
+
+def _cut(rollouts: list[Rollout], prompts: int) -> list[list[Rollout]]:
+    """Those of each prompt; all prompts have as many."""
+    n = len(rollouts) // prompts
+    return [rollouts[p * n : (p + 1) * n] for p in range(prompts)]
+
+
+def _answer(request: Request, completion: Completion) -> Rollout:
+    return Rollout.of_one_turn(
+        request.rng_key.prompt,
+        request.rng_key.sample,
+        request.ids,
+        completion.ids,
+        completion.logprobs,
+        completion.finish,
+        completion.weight_version,
+        completion.experts,
+    )

@@ -1,0 +1,54 @@
+"""A row of the tables that say which settings go together, and what a row looks at."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from .config import Config
+
+
+class Setting(NamedTuple):
+    """What the rows of the table look at."""
+
+    config: Config
+    device: str | None = None  # "cpu" or "cuda"; None: not known yet
+    # The version of vLLM; it ends with "+cpu" for a build for CPUs. None: not known yet, or not installed.
+    vllm: str | None = None
+    ranks: int = 1
+
+    @property
+    def vllm_exact(self) -> bool:
+        """Whether vLLM samples with its own model in batch-invariant mode."""
+        return self.config.sampler == "vllm-exact"
+
+    @property
+    def uses_vllm(self) -> bool:
+        """Whether vLLM samples: as it comes, batch-invariant, or with our decoder."""
+        return self.config.sampler.startswith("vllm")
+
+    @property
+    def keyed_vllm(self) -> bool:
+        """Whether vLLM draws with zerokl's keys, over the trainer's own weights."""
+        return self.config.sampler in ("vllm-exact", "vllm-zerokl")
+
+    @property
+    def vllm_on_cpu(self) -> bool:
+        """Whether the installed vLLM computes on CPUs only."""
+        return self.vllm is not None and self.vllm.endswith("+cpu")
+
+    @property
+    def given(self) -> bool:
+        """Whether the loss trains on tokens that nobody drew."""
+        return self.config.loss.resolve().advantage in ("dpo", "verifree")
+
+    @property
+    def separate(self) -> bool:
+        """Whether the settings ask for a sampler with weights or numerics of its own."""
+        c = self.config
+        return bool(c.max_staleness or c.perturb.any or c.precision.of_sampler != c.precision)
+
+
+class Rule(NamedTuple):
+    """One row. `refused`: whether a Setting is refused. `message`: why, and what to do instead."""
+
+    refused: Callable[[Setting], bool]
+    message: Callable[[Setting], str]
