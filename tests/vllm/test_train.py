@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import write_letters_reward
+
 pytestmark = pytest.mark.vllm
 
 RUN = [
@@ -83,6 +85,30 @@ def test_adapters_are_merged_where_vllm_reads_the_weights(base, tmp_path, separa
     native = _fingerprint(base, tmp_path / "native", *words)
     vllm = ("--sampler", "vllm-zerokl", "--vllm.multiprocess", separate_process)
     assert _fingerprint(base, tmp_path / "vllm", *words, *vllm) == native
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", *(pytest.param(x, marks=pytest.mark.full) for x in ("float32", "float16"))]
+)
+def test_reasonings_and_answers_have_one_fingerprint(model, tmp_path, dtype):
+    """The prompts of answers hold cuts of reasonings, which the prefix cache of vLLM may have."""
+    write_letters_reward(tmp_path)
+    words = [
+        *("--task.name", "add", "--task.reward", "letters_reward:reward", "--task.directory", str(tmp_path)),
+        *("--loss.preset", "brpo", "--task.answer_prefix", "=", "--loss.answers", "2"),
+        *(word for budget in ("1", "5", "8") for word in ("--loss.budgets", budget)),
+        *("--sampling.max_tokens", "8", "--sampling.answer_max_tokens", "5"),
+        *("--steps", "3", "--prompts", "4", "--num_generations", "3", "--optimizer.lr", "1e-2"),
+        *("--evaluation.every", "3", "--dtype", dtype, "--model", str(model)),
+    ]
+    ends = []
+    for sampler in ("native", "vllm-zerokl"):
+        run = tmp_path / sampler
+        _zerokl("train", "--run_dir", str(run), "--sampler", sampler, *words)
+        summary = json.loads((run / "summary.json").read_text())
+        assert (summary["tokens_unequal"], summary["mismatch_max_abs"]) == (0, 0.0)
+        ends.append((summary["fingerprint"], summary["weights"]))
+    assert ends[0] == ends[1]
 
 
 ACTS = Path(__file__).parents[1] / "engine" / "rollout"

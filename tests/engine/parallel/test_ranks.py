@@ -117,8 +117,7 @@ def test_given_tokens_and_answers_are_spread_over_the_ranks(config, tmp_path, pr
         options = {"file": str(tmp_path / "p.jsonl"), "chat": False}
         own = {"task__name": "pairs", "task__options": options, "num_generations": 2, "prompts": 5}
     elif preset == "brpo":
-        own = {"task__answer_prefix": ">", "loss__budgets": [2, 8], "loss__answers": 2}
-        own |= {"task__options": {"max_value": 9, "train": 20, "held_out": 10}, "task__reward": "toy:letters"}
+        own = {"task__answer_prefix": ">", "loss__budgets": [2, 8], "task__reward": "toy:letters"}
     else:
         own = {"task__answer_prefix": ">", "optimizer__lr": "1e-4"}  # no rank's reasonings get too short
     cfg = config(**{"task__reward": ""} | own, loss__preset=preset, steps=2, evaluation__every=2)
