@@ -33,7 +33,7 @@ _LOG = logging.getLogger(__name__)
 _PAGES = "_source"
 _METRIC = re.compile(
     r'"((?:reward|response_len|groups|completions|turns|ends|scaling|time|perf|eval|staleness|ref|mismatch'
-    r'|dpo|verifree|critic|router)/[a-z0-9_]*)"'
+    r'|dpo|verifree|brpo|critic|router)/[a-z0-9_]*)"'
 )
 # Metrics without a group.
 _PLAIN = ("step", "tokens", "loss", "entropy", "grad_norm", "lr")
@@ -220,6 +220,8 @@ def metric_names() -> set[str]:
         # trackers.py has the names of other frameworks.
         if "commands" not in file.parts and file.name != "trackers.py":
             found |= {name for name in _METRIC.findall(file.read_text()) if not name.endswith("/")}
+    # A metric for each of a run's budgets, of N tokens.
+    found |= {"brpo/reward_at_N", "eval/reward_at_N"}
     watched = re.search(r"^WATCHED = \((.*)\)$", (ROOT / "engine/train/underflow.py").read_text(), re.M)[1]
     found |= {f"scaling/underflow_{name}" for name in re.findall(r'"(\w+)"', watched)}
     one = np.zeros(1, np.float32)
