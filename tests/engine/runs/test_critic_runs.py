@@ -72,11 +72,10 @@ def test_every_setting_of_the_critic_shows_in_the_weights(ppo, tmp_path):
         {"value_coef": 1.0},
         {"value_clip": 0},
     )
-    runs = [
-        train(ppo(steps=3, **{f"loss__{k}": v for k, v in change.items()}), tmp_path / str(i))
-        for i, change in enumerate(changes)
-    ]
-    assert len({run.weights for run in runs}) == len(changes)
+    settings = [{f"loss__{k}": v for k, v in change.items()} for change in changes]
+    settings.append({"optimizer__critic_lr_ratio": 1.0})
+    runs = [train(ppo(steps=3, **change), tmp_path / str(i)) for i, change in enumerate(settings)]
+    assert len({run.weights for run in runs}) == len(settings)
 
 
 @contextmanager

@@ -13,8 +13,9 @@ from zerokl.engine.config import OptimizerConfig
 from zerokl.engine.parallel.gradient import GradientTree, ShardSum
 from zerokl.engine.train.optimizer import Optimizer
 from zerokl.model.checkpoint import load_decoder
+from zerokl.model.config import ModelConfig
 from zerokl.model.decoder import Buffers, Decoder
-from zerokl.model.weights import FLAT_TILE
+from zerokl.model.weights import FLAT_TILE, VALUE_HEAD, Layout
 
 from tests.helpers import add_to_grad
 
@@ -229,3 +230,26 @@ def test_no_gradient_leaves_the_weights(model):
     before = decoder.flat.detach().clone()
     assert optimizer.update(None)["grad_norm"] == 0.0
     assert torch.equal(decoder.flat, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_critics_head_has_its_own_rate_and_no_other_weight_changes(model, dtype):
+    """The head's bits are those of a run at its rate; the bits of the others are those of a run at theirs."""
+    config = ModelConfig.from_file(model)
+    layout = Layout(config, (), value_head=True)
+    gradient = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0))
+
+    def updated(lr: float, ratio: float) -> torch.Tensor:
+        first = torch.linspace(-1, 1, layout.numel)
+        decoder = Decoder(config, first.to(dtype, copy=True), layout)
+        optimizer = Optimizer(decoder, first, OptimizerConfig(lr=lr, critic_lr_ratio=ratio), 2)
+        for _ in range(2):
+            assert optimizer.update(gradient)["lr"] == lr
+        assert torch.equal(decoder.flat, optimizer.whole_master().to(dtype))
+        return optimizer.whole_master().clone()
+
+    head = slice(next(e.offset for e in layout.trained if e.name == VALUE_HEAD), None)
+    both, slow, fast = updated(2.0**-10, 8.0), updated(2.0**-10, 1.0), updated(2.0**-7, 1.0)
+    assert torch.equal(both[: head.start], slow[: head.start])
+    assert torch.equal(both[head], fast[head])
+    assert not torch.equal(both[head], slow[head])
