@@ -30,6 +30,7 @@ from ..tasks.equivalence import Equivalence, open_equivalence
 from ..tasks.loading import problems_of
 from ..tasks.perfectible import perfectible_set
 from ..tasks.tokenizer import Tokenizer
+from ..train.ahead import Ahead
 from ..train.loss_scaling import LossScaler
 from ..train.state import TrainState
 from .memory import RunShape, fit
@@ -121,6 +122,8 @@ def make_state(
         prompt_ids=prompt_ids,
         max_tokens=of_rollout,
         stopwatch=stopwatch,
+        older_weights=samplers.older,
+        ahead=Ahead(samplers.training, config.steps) if config.pool.engine else None,
     )
 
 
@@ -167,7 +170,10 @@ def _spread(samplers: Samplers, ranks: Ranks) -> Samplers:
     """The samplers and scorer of one rank, each for this rank's part of the prompts."""
     old_policy = RankedScorer(samplers.old_policy, ranks) if samplers.old_policy else None
     return Samplers(
-        RankedSampler(samplers.training, ranks), RankedSampler(samplers.evaluation, ranks), old_policy
+        RankedSampler(samplers.training, ranks),
+        RankedSampler(samplers.evaluation, ranks),
+        old_policy,
+        samplers.older,
     )
 
 
