@@ -61,8 +61,10 @@ def make_state(
     stopwatch, max_tokens = Stopwatch(run_device(config)), config.sampling.max_tokens
     limits = turn_limits(config.environment, max_tokens, sampling_context(config, model_config))
     render = config.environment.render
+    # What runs beside the trainer is no station of its step.
+    of_player = None if config.pool.engine else stopwatch
     player = make_player(
-        task, judge, tokenizer, limits, render, console.print, stopwatch, _given_answers(config)
+        task, judge, tokenizer, limits, render, console.print, of_player, _given_answers(config)
     )
     _check_players(config.prompts, player.players)
     _check_binary(config, player.binary)

@@ -9,6 +9,7 @@ step depends on how many draws another step needed.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -69,7 +70,8 @@ def _classes(state: TrainState, episodes: Episodes) -> list[list[int]] | None:
         return None
     pairs = zip(episodes.texts, episodes.trained, strict=True)
     texts = [[t for t, is_kept in zip(*pair, strict=True) if is_kept] for pair in pairs]
-    with state.stopwatch.station("time/reward_s"):
+    beside = state.ahead is not None  # what runs beside the trainer is no station of its step
+    with nullcontext() if beside else state.stopwatch.station("time/reward_s"):
         return state.equivalence.classes(episodes.problems, texts)
 
 

@@ -115,7 +115,8 @@ class Dispatcher:
         self.counts = PoolCounts()
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: deque[_Batch] = deque()
-        self._failed_starts, self._error = 0, None
+        self._failed_starts = 0
+        self._error: Exception | None = None  # why no batch can be drawn any more
         self._actors = [self._start(i) for i in range(n)]
         self._thread = threading.Thread(target=self._run, name="zerokl pool", daemon=True)
         self._thread.start()
@@ -137,24 +138,27 @@ class Dispatcher:
         self.cluster.close()
 
     def _run(self) -> None:
-        while True:
+        while (event := self._next_event()) is not None:
             try:
-                event = self._events.get(timeout=_TICK_S)
-            except queue.Empty:
-                pass
-            else:
-                if event is None:
-                    break
                 event()
-            if self._error is None:
-                self._replace_late()
-            if self._error is None:
-                self._assign()
-            else:
+                if self._error is None:
+                    self._replace_late()
+                if self._error is None:
+                    self._assign()
+            except Exception as error:  # such as a cluster that is gone; whoever waits for a batch raises it
+                self._error = error
+            if self._error is not None:
                 self._fail_all(self._error)
         self._fail_all(PoolError("pool: it was closed"))
         for actor in self._actors:
             self.cluster.end(actor.handle)
+
+    def _next_event(self) -> Callable[[], None] | None:
+        """What to do next; nothing after a while without an event. None is the end."""
+        try:
+            return self._events.get(timeout=_TICK_S)
+        except queue.Empty:
+            return lambda: None
 
     def _start(self, number: int) -> _Actor:
         actor = _Actor(number, self.cluster.start(), time.monotonic())
