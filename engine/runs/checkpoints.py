@@ -274,9 +274,9 @@ def _older_tensors(before: Sequence[Snapshot]) -> dict[str, torch.Tensor]:
     """What STATE_FILE holds of the weights of earlier steps. A tensor with two names is there once."""
     tensors = {}
     for i, snapshot in enumerate(before):
-        tensors[f"{_OLDER}.{i}.sampled"] = snapshot.sampled
+        tensors[f"{_OLDER}.{i}.sampled"] = snapshot.sampled.cpu()
         if snapshot.scored is not snapshot.sampled:
-            tensors[f"{_OLDER}.{i}.scored"] = snapshot.scored
+            tensors[f"{_OLDER}.{i}.scored"] = snapshot.scored.cpu()
     return tensors
 
 

@@ -35,20 +35,22 @@ def pool(cluster) -> dict[str, object]:
 
 
 class Killer(threading.Thread):
-    """Kills `n` processes of actors with SIGKILL, each at a random moment while it has work.
+    """Kills an actor's process with SIGKILL at a random moment of step 1, and another's in step 2.
 
-    pids: of the actors, as they start.
+    log: the run's metrics. pids: of the actors, as they start.
     """
 
-    def __init__(self, n: int, seed: int, pids: list[int]):
+    def __init__(self, log: Path, seed: int, pids: list[int]):
         super().__init__(daemon=True)
-        self._n, self._pids, self._draw, self.killed = n, pids, random.Random(seed), 0
+        self._log, self._pids, self._draw, self.killed = log, pids, random.Random(seed), 0
 
     def run(self) -> None:
-        while self.killed < self._n:
-            while len(self._pids) <= self.killed:
-                time.sleep(0.01)
-            time.sleep(self._draw.uniform(0.0, 0.3))
+        while self.killed < 2:
+            lines = self._log.read_text().count("\n") if self._log.exists() else 0
+            if lines <= self.killed or len(self._pids) <= self.killed:
+                time.sleep(0.005)
+                continue
+            time.sleep(self._draw.uniform(0.0, 0.1))
             os.kill(self._pids[self.killed], signal.SIGKILL)
             self.killed += 1
 
@@ -75,14 +77,14 @@ PRODUCTS = {
     "bfloat16, workers, evaluation": {"dtype": "bfloat16", "steps": 8, "workers": 2},
     "float16, two updates": {
         "dtype": "float16",
-        "steps": 4,
+        "steps": 5,
         "max_staleness": 4,
         "updates_per_rollout": 2,
         "loss.preset": "grpo",
     },
     "float32, trajectories of turns": {
         "dtype": "float32",
-        "steps": 3,
+        "steps": 5,
         "task.name": "acts:echo",
         "task.reward": "",
         "task.options": {},
@@ -96,7 +98,7 @@ PRODUCTS = {
 def test_actors_killed_at_random_moments_change_nothing(base, pool, tmp_path, read_lines, monkeypatch, name):
     settings = base | PRODUCTS[name]
     expected = train(load_config(None, None, settings), tmp_path / "alone")
-    killer = Killer(2, 5, known(monkeypatch))
+    killer = Killer(tmp_path / "pooled" / "metrics.jsonl", 5, known(monkeypatch))
     killer.start()
     pooled = train(load_config(None, None, settings | pool), tmp_path / "pooled")
     assert (pooled.fingerprint, pooled.weights) == (expected.fingerprint, expected.weights)

@@ -6,6 +6,7 @@ has an actor, in Ray's own way, and all actors of the node read them there.
 
 import math
 import os
+import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -19,6 +20,8 @@ from .dispatch import ActorLostError
 
 # Bytes of a local object store beside the weights: requests and answers.
 _STORE_BYTES = 256 << 20
+# Seconds in which a cluster's address must answer.
+_ANSWER_S = 10.0
 
 
 def require_ray() -> Any:
@@ -58,6 +61,7 @@ class RayCluster:
 
     def _join(self, config: PoolConfig, weight_bytes: int) -> None:
         """Join the cluster at the address, or start one on this machine."""
+        _check_reachable(config.address)
         options = {"log_to_driver": False, "logging_level": "error"}
         if not config.address:
             options |= {
@@ -115,6 +119,17 @@ class RayCluster:
         """See Cluster. A cluster that ran before goes on."""
         if self._owns:
             self._ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Raise ValueError where nothing answers at HOST:PORT: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdigit()):
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_ANSWER_S).close()
+    except OSError as error:
+        raise ValueError(f"pool.address ({address!r}): no Ray cluster there; {error}") from None
 
 
 def _lost(error: BaseException) -> ActorLostError:
