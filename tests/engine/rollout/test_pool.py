@@ -6,6 +6,7 @@ The actors here are threads; tests/ray has those of a Ray cluster.
 from pathlib import Path
 
 import pytest
+from zerokl.cli import main
 from zerokl.engine.rollout.pool.actor import SamplerActor, StaleWeightsError
 from zerokl.engine.rollout.pool.dispatch import PoolError
 from zerokl.engine.runs import samplers
@@ -86,6 +87,8 @@ def test_actors_that_die_at_random_change_nothing(config, tmp_path, actors, read
     assert metrics[-1]["pool/replaced"] > 0
     assert "is replaced" in capsys.readouterr().out
     assert all(0 <= m["pool/trainer_idle"] <= 1 and 0 <= m["pool/actors_idle"] <= 1 for m in metrics)
+    if name == "lagged":  # a replay draws in its own process
+        assert main(["verify", "run", str(tmp_path / "pooled"), "--replays", "1"]) == 0
     ahead = [m["pool/steps_ahead"] for m in metrics]
     assert ahead == [min(cfg.lag, cfg.steps - 1 - step) for step in range(cfg.steps)]
 
