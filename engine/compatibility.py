@@ -107,10 +107,6 @@ def _lagged(s: Setting) -> bool:
     return s.config.staleness_schedule == "lagged"
 
 
-def _pool(s: Setting) -> bool:
-    return bool(s.config.pool.engine)
-
-
 def _gae(s: Setting) -> bool:
     return s.config.loss.has_critic
 
@@ -347,54 +343,40 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        lambda s: s.config.staleness_schedule == "lagged" and not s.config.max_staleness,
-        lambda s: (
-            'staleness_schedule ("lagged") with max_staleness (0): no weights are older; set max_staleness, '
-            'or staleness_schedule = "periodic"'
-        ),
-    ),
-    Rule(
-        lambda s: _lagged(s) and bool(s.config.max_staleness % s.config.updates_per_rollout),
+        lambda s: _lagged(s) and s.config.max_staleness % s.config.updates_per_rollout != 0,
         lambda s: (
             f"max_staleness ({s.config.max_staleness}) must be a multiple of updates_per_rollout "
             f'({s.config.updates_per_rollout}) with staleness_schedule = "lagged", which counts whole steps'
         ),
     ),
     Rule(
-        lambda s: _lagged(s) and bool(s.config.perturb.delay),
+        lambda s: _lagged(s) and (not s.config.max_staleness or bool(s.config.perturb.delay)),
         lambda s: (
-            f'perturb.delay ({s.config.perturb.delay}) with staleness_schedule = "lagged": both make weights '
-            "late, and only one of them says so; leave one of them out"
+            f'staleness_schedule ("lagged") with max_staleness ({s.config.max_staleness}) and perturb.delay '
+            f"({s.config.perturb.delay}): it needs a max_staleness, and rollouts that name their weights; "
+            'set perturb.delay = 0 and max_staleness, or staleness_schedule = "periodic"'
         ),
     ),
     Rule(
-        lambda s: _pool(s) and bool(s.config.max_staleness) and not _lagged(s),
+        lambda s: bool(s.config.pool.engine and s.config.max_staleness) and not _lagged(s),
         lambda s: (
             f'pool.engine ("{s.config.pool.engine}") with max_staleness ({s.config.max_staleness}) needs '
-            'staleness_schedule = "lagged": a periodic sampler often needs the weights of the step that is '
-            "still trained, so nothing could be drawn ahead"
+            'staleness_schedule = "lagged": a periodic sampler waits for the step that is still trained'
         ),
     ),
     Rule(
-        lambda s: _pool(s) and (s.config.sampler != "native" or bool(s.config.perturb.delay)),
         lambda s: (
-            f'pool.engine ("{s.config.pool.engine}") needs sampler = "native" and perturb.delay = 0: its '
-            "actors are native samplers, whose rollouts name their weights; leave the other out"
+            bool(s.config.pool.engine)
+            and (s.config.sampler != "native" or s.config.perturb.delay > 0 or _dpo(s) or _verifree(s))
+        ),
+        lambda s: (
+            f'pool.engine ("{s.config.pool.engine}") needs sampler = "native", perturb.delay = 0, and a loss '
+            "of drawn tokens (not dpo or verifree): actors are native samplers; leave it out, or the others"
         ),
     ),
     Rule(
-        lambda s: _pool(s) and (_dpo(s) or _verifree(s)),
-        lambda s: (
-            f'pool.engine ("{s.config.pool.engine}") with dpo or verifree: the trainer scores given tokens '
-            'with its own weights; set pool.engine = ""'
-        ),
-    ),
-    Rule(
-        lambda s: _pool(s) and s.ranks > 1,
-        lambda s: (
-            f"ranks ({s.ranks}) with pool.engine: one process drives the actors, and several ranks cannot "
-            'share its rollouts yet; use one rank with workers, or set pool.engine = ""'
-        ),
+        lambda s: bool(s.config.pool.engine) and s.ranks > 1,
+        lambda s: f"ranks ({s.ranks}) with pool.engine: one process drives the actors; set workers instead",
     ),
     Rule(
         lambda s: s.keyed_vllm and s.config.precision.sampler_dtype not in ("", s.config.dtype),
