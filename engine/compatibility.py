@@ -103,10 +103,6 @@ def _given_and_more(s: Setting) -> bool:
     return (_dpo(s) or _verifree(s)) and bool(added or loss.surrogate or loss.max_resamples > 1)
 
 
-def _lagged(s: Setting) -> bool:
-    return s.config.staleness_schedule == "lagged"
-
-
 def _gae(s: Setting) -> bool:
     return s.config.loss.has_critic
 
@@ -343,22 +339,21 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        lambda s: _lagged(s) and s.config.max_staleness % s.config.updates_per_rollout != 0,
         lambda s: (
-            f"max_staleness ({s.config.max_staleness}) must be a multiple of updates_per_rollout "
-            f'({s.config.updates_per_rollout}) with staleness_schedule = "lagged", which counts whole steps'
+            s.config.staleness_schedule == "lagged"
+            and (not s.config.max_staleness or s.config.max_staleness % s.config.updates_per_rollout > 0)
+        ),
+        lambda s: (
+            f'staleness_schedule ("lagged") counts whole steps: max_staleness ({s.config.max_staleness}) '
+            f"must be above 0, and a multiple of updates_per_rollout ({s.config.updates_per_rollout})"
         ),
     ),
     Rule(
-        lambda s: _lagged(s) and (not s.config.max_staleness or bool(s.config.perturb.delay)),
-        lambda s: (
-            f'staleness_schedule ("lagged") with max_staleness ({s.config.max_staleness}) and perturb.delay '
-            f"({s.config.perturb.delay}): it needs a max_staleness, and rollouts that name their weights; "
-            'set perturb.delay = 0 and max_staleness, or staleness_schedule = "periodic"'
-        ),
+        lambda s: s.config.staleness_schedule == "lagged" and s.config.perturb.delay > 0,
+        lambda s: 'perturb.delay with staleness_schedule = "lagged": both make weights late; leave one out',
     ),
     Rule(
-        lambda s: bool(s.config.pool.engine and s.config.max_staleness) and not _lagged(s),
+        lambda s: bool(s.config.pool.engine) and s.config.lag is None,
         lambda s: (
             f'pool.engine ("{s.config.pool.engine}") with max_staleness ({s.config.max_staleness}) needs '
             'staleness_schedule = "lagged": a periodic sampler waits for the step that is still trained'
@@ -373,10 +368,6 @@ RULES: tuple[Rule, ...] = (
             f'pool.engine ("{s.config.pool.engine}") needs sampler = "native", perturb.delay = 0, and a loss '
             "of drawn tokens (not dpo or verifree): actors are native samplers; leave it out, or the others"
         ),
-    ),
-    Rule(
-        lambda s: bool(s.config.pool.engine) and s.ranks > 1,
-        lambda s: f"ranks ({s.ranks}) with pool.engine: one process drives the actors; set workers instead",
     ),
     Rule(
         lambda s: s.keyed_vllm and s.config.precision.sampler_dtype not in ("", s.config.dtype),
@@ -436,8 +427,11 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        lambda s: s.ranks > 1 and s.config.sampler != "native",
-        lambda s: f'ranks: sampler "{s.config.sampler}" runs in one process; set sampler = "native"',
+        lambda s: s.ranks > 1 and (s.config.sampler != "native" or bool(s.config.pool.engine)),
+        lambda s: (
+            f'ranks: sampler "{s.config.sampler}", pool.engine "{s.config.pool.engine}": one process runs '
+            'this; set sampler = "native" and pool.engine = ""'
+        ),
     ),
 )
 

@@ -170,12 +170,12 @@ def test_an_actor_that_hangs_is_replaced(config, actors, tmp_path, read_jsonl):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"staleness_schedule": "lagged"}, r"staleness_schedule \(\"lagged\"\) with max_staleness \(0\)"),
+        ({"staleness_schedule": "lagged"}, r"max_staleness \(0\) must be above 0"),
         (
             LAGGED | {"updates_per_rollout": 2},
-            r"max_staleness \(1\) must be a multiple of updates_per_rollout",
+            r"a multiple of updates_per_rollout \(2\)",
         ),
-        (LAGGED | {"perturb__delay": 1, "exact": False}, r"perturb.delay \(1\): it needs"),
+        (LAGGED | {"perturb__delay": 1, "exact": False}, "both make weights late"),
         ({"max_staleness": 1} | POOL, 'needs staleness_schedule = "lagged"'),
         ({"sampler": "hf", "exact": False} | POOL, 'needs sampler = "native"'),
     ],
