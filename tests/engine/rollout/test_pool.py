@@ -73,7 +73,7 @@ def actors(monkeypatch):
 
 
 # The settings of `make test`.
-QUICK = ("on-policy", "lagged")
+QUICK = ("lagged",)
 
 
 @pytest.mark.parametrize(
@@ -159,6 +159,7 @@ def test_what_no_actor_can_draw_ends_the_run_in_one_line(config, actors, tmp_pat
             train(cfg, tmp_path / str(i))
 
 
+@pytest.mark.full
 def test_an_actor_that_hangs_is_replaced(config, actors, tmp_path, read_jsonl):
     expected = train(config(steps=2), tmp_path / "alone")
     actors(befalls=lambda n: "hang" if n == 1 else "")
