@@ -40,6 +40,7 @@ setup(
         "zerokl.engine.parallel",
         "zerokl.engine.presets",
         "zerokl.engine.rollout",
+        "zerokl.engine.rollout.pool",
         "zerokl.engine.rollout.vllm",
         "zerokl.engine.runs",
         "zerokl.engine.tasks",

@@ -100,6 +100,37 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        lambda s: (
+            s.config.staleness_schedule == "lagged"
+            and (not s.config.max_staleness or s.config.max_staleness % s.config.updates_per_rollout > 0)
+        ),
+        lambda s: (
+            f'staleness_schedule ("lagged") counts whole steps: max_staleness ({s.config.max_staleness}) '
+            f"must be above 0, and a multiple of updates_per_rollout ({s.config.updates_per_rollout})"
+        ),
+    ),
+    Rule(
+        lambda s: s.config.staleness_schedule == "lagged" and s.config.perturb.delay > 0,
+        lambda s: 'perturb.delay with staleness_schedule = "lagged": both make weights late; leave one out',
+    ),
+    Rule(
+        lambda s: bool(s.config.pool.engine) and s.config.lag is None,
+        lambda s: (
+            f'pool.engine ("{s.config.pool.engine}") with max_staleness ({s.config.max_staleness}) needs '
+            'staleness_schedule = "lagged": a periodic sampler waits for the step that is still trained'
+        ),
+    ),
+    Rule(
+        lambda s: (
+            bool(s.config.pool.engine)
+            and (s.config.sampler != "native" or s.config.perturb.delay > 0 or s.given)
+        ),
+        lambda s: (
+            f'pool.engine ("{s.config.pool.engine}") needs sampler = "native", perturb.delay = 0, and a loss '
+            "of drawn tokens (not dpo or verifree): actors are native samplers; leave it out, or the others"
+        ),
+    ),
+    Rule(
         lambda s: s.keyed_vllm and s.config.precision.sampler_dtype not in ("", s.config.dtype),
         lambda s: (
             f'precision.sampler_dtype ("{s.config.precision.sampler_dtype}"): sampler '
@@ -157,8 +188,11 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        lambda s: s.ranks > 1 and s.config.sampler != "native",
-        lambda s: f'ranks: sampler "{s.config.sampler}" runs in one process; set sampler = "native"',
+        lambda s: s.ranks > 1 and (s.config.sampler != "native" or bool(s.config.pool.engine)),
+        lambda s: (
+            f'ranks: sampler "{s.config.sampler}", pool.engine "{s.config.pool.engine}": one process runs '
+            'this; set sampler = "native" and pool.engine = ""'
+        ),
     ),
 )
 

@@ -228,6 +228,33 @@ class VllmConfig(Section):
     """Other arguments of vllm.LLM, by vLLM's names. Arguments that could break exactness are refused."""
 
 
+class PoolConfig(Section):
+    """Sampler actors on any nodes, which draw while the trainer trains. They change no bit of the result."""
+
+    engine: Literal["", "ray"] = ""
+    """ray: actors of a Ray cluster draw the training rollouts (the extra `ray` of the package). Empty: the
+    trainer's own processes draw them, before they train.
+    """
+    address: str = ""
+    """Address of the Ray cluster, such as auto or HOST:PORT. Empty starts one here, for the run."""
+    actors: int = Field(1, ge=1, le=1 << 16)
+    """Actors that draw. One that ends, or takes too long, is replaced."""
+    cpus: float = Field(1.0, gt=0, le=1 << 16)
+    """CPUs that an actor reserves; it has as many threads, rounded down, and one at least."""
+    gpus: float = Field(0.0, ge=0, le=16)
+    """GPUs that an actor reserves. No GPU has run an actor yet."""
+    batch: int = Field(0, ge=0)
+    """Requests that an actor is given at a time. 0 is an equal part of those that are ready for each actor,
+    at most native.max_concurrency.
+    """
+    in_flight: int = Field(2, ge=1, le=64)
+    """Such batches that an actor has at a time, the one that it draws included. The others wait."""
+    timeout_s: float = Field(600.0, gt=0, le=1e6)
+    """Seconds that an actor may take to start and for one batch. Then it is replaced, and the batch is drawn
+    by another actor.
+    """
+
+
 class OptimizerConfig(Section):
     """AdamW (Loshchilov & Hutter, arXiv:1711.05101) on fp32 master weights."""
 
@@ -344,8 +371,12 @@ class Config(Section):
     """
     sampler: SamplerName = Field("native", description=_SAMPLER_HELP)
     max_staleness: int = Field(0, ge=0)
-    """Updates by which the sampler's weights may be older than the trainer's. They are renewed before they
-    become older than this.
+    """Updates by which the sampler's weights may be older than the trainer's."""
+    staleness_schedule: Literal["periodic", "lagged"] = "periodic"
+    """Which older weights draw, with max_staleness above 0. periodic: the sampler keeps its weights, and
+    renews them before they become older than allowed. lagged: each step draws with the weights that the step
+    max_staleness / updates_per_rollout steps before it began with, and the first steps with the first
+    weights. So later steps can be drawn while the trainer trains (pool.engine).
     """
 
     tracking: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = ("tensorboard",)
@@ -364,6 +395,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     ledger: LedgerConfig = LedgerConfig()
     native: NativeConfig = NativeConfig()
+    pool: PoolConfig = PoolConfig()
     vllm: VllmConfig = VllmConfig()
     perturb: PerturbConfig = PerturbConfig()
 
@@ -375,11 +407,21 @@ class Config(Section):
 
     @property
     def samples_older_weights(self) -> bool:
-        """Whether the sampler keeps older weights, which no checkpoint of the trainer holds.
+        """Whether the sampler keeps older weights that no checkpoint of the trainer holds.
 
         Such a run can be resumed or replayed from its first step only.
         """
-        return bool(self.max_staleness or self.perturb.delay)
+        return self.lag is None or bool(self.perturb.delay)
+
+    @property
+    def lag(self) -> int | None:
+        """Steps by which the sampler's weights are late; None where they are renewed periodically.
+
+        A pool of actors without staleness has a lag of 0.
+        """
+        if self.max_staleness and self.staleness_schedule == "periodic":
+            return None
+        return self.max_staleness // self.updates_per_rollout
 
     @field_validator("sampler", mode="before")
     @classmethod

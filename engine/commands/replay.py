@@ -8,6 +8,7 @@ from typing import Any
 
 from ...verify.divergence import Divergence, compare_heads, compare_lines, open_run
 from ...verify.ledger import LedgerFile, Line
+from ..config import PoolConfig
 from ..display.terminal import console
 from ..parallel.workers import use_threads
 from ..rollout.players import Judge, open_judge
@@ -59,7 +60,8 @@ class Replayer:
         recorded: bool = False,
     ):
         self.path, self.ledger = path, open_run(path)
-        self.config = run_config(path, overrides or {})
+        # Whoever drew the run's rollouts, this process draws them again: actors decide no bit.
+        self.config = run_config(path, overrides or {}).model_copy(update={"pool": PoolConfig()})
         self.messages: list[str] = []  # a line for each checkpoint that cannot be used
         self.checkpoints = self._checkpoints() if checkpoints is None else checkpoints
         if self.config.threads:

@@ -34,7 +34,7 @@ from .replay import Replayer
 # The metrics whose sum is the time of a step.
 _STEP_SECONDS = ("time/sample_s", "time/train_s")
 # Metrics that are not the same when a step is done again.
-_MEASURED = ("time/", "perf/")
+_MEASURED = ("time/", "perf/", "pool/")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from threading import Lock
 from typing import Protocol
 
 import numpy as np
@@ -156,6 +157,8 @@ class CompletionPlayer:
         self.reward, self._tokenizer, self._chat = reward, tokenizer, chat
         self._station = stopwatch.station if stopwatch else nullcontext
         self._prompts: dict[tuple[str, str], list[int]] = {}
+        # Steps may be played side by side (train/ahead.py). Only the sampler works on several at a time.
+        self._one_at_a_time = Lock()
 
     @property
     def binary(self) -> bool:
@@ -181,12 +184,15 @@ class CompletionPlayer:
         generation_params: GenerationParams,
         rng_key: RngKey,
     ) -> Episodes:
-        prompts = [self._prompt(problem) for problem in problems]
+        with self._one_at_a_time:
+            prompts = [self._prompt(problem) for problem in problems]
         rollouts = complete(sampler, prompts, generation_params, rng_key)
-        flat, G = [self._tokenizer.decode(r.completion_ids) for r in rollouts], len(rollouts) // len(prompts)
-        texts = [flat[i : i + G] for i in range(0, len(flat), G)]
-        with self._station("time/reward_s"):
-            rewards = self.reward.values(problems, texts)
+        G = generation_params.num_generations
+        with self._one_at_a_time:
+            flat = [self._tokenizer.decode(r.completion_ids) for r in rollouts]
+            texts = [flat[i : i + G] for i in range(0, len(flat), G)]
+            with self._station("time/reward_s"):
+                rewards = self.reward.values(problems, texts)
         return Episodes(list(problems), rollouts, texts, rewards, self.binary)
 
     def _prompt(self, problem: Problem) -> list[int]:

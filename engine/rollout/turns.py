@@ -23,6 +23,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
@@ -142,6 +143,8 @@ class TurnPlayer:
         self.station = stopwatch.station if stopwatch else nullcontext
         self.players: int = environments.players
         self.binary: bool = environments.binary
+        # Steps may be played side by side (train/ahead.py), and the environments play one of them at a time.
+        self._one_at_a_time = Lock()
         if environments.tool_calls == "template" and not tokenizer.has_response_template:
             raise ValueError(
                 'environment: tool_calls = "template" needs a tokenizer with a response_template; it can be '
@@ -163,14 +166,15 @@ class TurnPlayer:
         G, n = generation_params.num_generations, self.players
         check_room(len(problems) * n * G, self._limits.max_tokens)
         plays = [self._begun(problems[p], p, g, rng_key) for p in range(len(problems)) for g in range(G)]
-        turns = _Turns(self, plays, generation_params)
-        if isinstance(sampler, ContinuousSampler):
-            sampler.serve(turns)
-        else:
-            serve_in_waves(sampler, turns)
-        sampler.end_turns()
-        self.environments.close_games()
-        return self._episodes(problems, plays, G, turns.version)
+        with self._one_at_a_time:
+            turns = _Turns(self, plays, generation_params)
+            if isinstance(sampler, ContinuousSampler):
+                sampler.serve(turns)
+            else:
+                serve_in_waves(sampler, turns)
+            sampler.end_turns()
+            self.environments.close_games()
+            return self._episodes(problems, plays, G, turns.version)
 
     def _begun(self, problem: Problem, p: int, g: int, rng_key: RngKey) -> _Play:
         first = rng_key.prompt + p * self.players

@@ -8,7 +8,7 @@ a checkpoint never runs code from it.
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from ...model.weights import FlatLayout
 from ...verify.ledger import Head, Ledger, LedgerFile
 from ..config import Config
 from ..parallel.tree_hash import hash_tree
+from ..rollout.older_weights import Snapshot
 from ..tasks.perfectible import TASK_FILE
 from ..train.loss_scaling import LossScaler
 from ..train.state import TrainState
@@ -38,6 +39,8 @@ SMALL_FILE = "trainer/state.json"
 DAMAGED = ".damaged"
 # The optimizer's moments in STATE_FILE: [layout.trained_numel] fp32 each, for any number of ranks.
 _MOMENTS = ("first_moment", "second_moment")
+# Before the names of the weights of earlier steps in STATE_FILE (rollout/older_weights.py).
+_OLDER = "older_weights"
 # What the ledger has a hash of, in words.
 _HASHED = {"weights": "weights", "optimizer": "optimizer's moments"}
 
@@ -47,7 +50,8 @@ class Checkpoint:
     """An intact checkpoint, made after `step` steps of its run.
 
     chain: the last chain value of the run's ledger at that time. scaler: the state of the loss scaler. logs:
-    file name -> SHA-256 of metrics and rollouts at that time.
+    file name -> SHA-256 of metrics and rollouts at that time. older_versions: of the weights of the steps
+    before, oldest first, that a lagged sampler draws with next.
     """
 
     folder: Path
@@ -57,6 +61,7 @@ class Checkpoint:
     chain: str
     scaler: dict[str, float]
     logs: dict[str, str]
+    older_versions: list[int]
 
 
 class _TrainingState(BaseModel):
@@ -70,6 +75,7 @@ class _TrainingState(BaseModel):
     chain: str
     scaler: dict[Literal["scale", "clean", "in_a_row"], int | float]
     logs: dict[str, str]
+    older_versions: list[int] = Field(default_factory=list)
 
 
 def save_checkpoint(
@@ -93,6 +99,7 @@ def save_checkpoint(
     if not state.ranks.first:
         return
     ledger.sync()
+    before = state.older_weights.before if state.older_weights else []
     small = {
         "step": state.step,
         "version": state.version,
@@ -100,9 +107,11 @@ def save_checkpoint(
         "chain": ledger.chain,
         "scaler": state.scaler.state,
         "logs": logs,
+        "older_versions": [snapshot.version for snapshot in before],
     }
     texts = extra | {SMALL_FILE: json.dumps(small, indent=1) + "\n"}
     tensors = dict(zip(_MOMENTS, moments, strict=True)) | optimizer.layout.beside_checkpoint(master)
+    tensors |= _older_tensors(before)
     if isinstance(optimizer.layout, AdapterLayout):
         made_here = state.config.model.startswith("init:")
         base = str(companions.absolute()) if made_here else state.config.model
@@ -184,7 +193,8 @@ def _wrong_state(checkpoint: Checkpoint, ledger: LedgerFile) -> str | None:
 def unchecked(checkpoint: Checkpoint, ledger: LedgerFile) -> list[str]:
     """What of an intact checkpoint the ledger has no hash of."""
     hashes = ledger.lines[checkpoint.step - 1].quantities if checkpoint.step else {}
-    return [words for name, words in _HASHED.items() if checkpoint.step and name not in hashes]
+    of_state = [words for name, words in _HASHED.items() if checkpoint.step and name not in hashes]
+    return of_state + (["weights of earlier steps"] if checkpoint.older_versions else [])
 
 
 def usable_checkpoint(folder: Path, ledger: LedgerFile, config: Config) -> tuple[Checkpoint | None, str]:
@@ -260,13 +270,50 @@ def _moments(folder: Path, layout: FlatLayout) -> Iterator[list[Any]]:
         raise ValueError(f"checkpoint: {path} is no optimizer state ({error})") from None
 
 
+def _older_tensors(before: Sequence[Snapshot]) -> dict[str, torch.Tensor]:
+    """What STATE_FILE holds of the weights of earlier steps. A tensor with two names is there once."""
+    tensors = {}
+    for i, snapshot in enumerate(before):
+        tensors[f"{_OLDER}.{i}.sampled"] = snapshot.sampled.cpu()
+        if snapshot.scored is not snapshot.sampled:
+            tensors[f"{_OLDER}.{i}.scored"] = snapshot.scored.cpu()
+    return tensors
+
+
+def _read_older(checkpoint: Checkpoint, lag: int, numel: int) -> Iterator[Snapshot]:
+    """The weights of the steps before a checkpoint, oldest first.
+
+    Raises ValueError where they are not those of `lag` steps, as far as there were so many, or not of a model
+    of `numel` weights.
+    """
+    path, versions = checkpoint.folder / STATE_FILE, checkpoint.older_versions
+    if len(versions) != min(lag, checkpoint.step):
+        raise ValueError(
+            f"checkpoint: {path} holds the weights of {len(versions)} earlier steps, and a lag of {lag} "
+            f"steps after {checkpoint.step} needs {min(lag, checkpoint.step)}"
+        )
+    try:
+        with open_tensors(path) as stored:
+            for i, version in enumerate(versions):
+                sampled = stored.get_tensor(f"{_OLDER}.{i}.sampled")
+                name = f"{_OLDER}.{i}.scored"
+                scored = stored.get_tensor(name) if name in stored.keys() else sampled  # noqa: SIM118
+                if sampled.shape != (numel,) or scored.shape != (numel,):
+                    raise ValueError(f"checkpoint: {path}: the weights of earlier steps are of another model")
+                yield Snapshot(version, sampled, scored)
+    except SafetensorError as error:
+        raise ValueError(f"checkpoint: {path} lacks weights of earlier steps ({error})") from None
+
+
 @torch.no_grad()
 def restore(state: TrainState, checkpoint: Checkpoint) -> None:
     """Put weights, optimizer, loss scale and counters back.
 
     Raises ValueError when the files do not fit the model.
     """
-    optimizer = state.optimizer
+    optimizer, older = state.optimizer, state.older_weights
+    if older is not None:
+        older.reset(_read_older(checkpoint, older.lag, state.policy.layout.numel))
     with _moments(checkpoint.folder, optimizer.layout) as moments:
         for moment, stored in zip(optimizer.moments, moments, strict=True):
             moment.copy_(stored[optimizer.slices.own])
@@ -281,6 +328,8 @@ def rewind(state: TrainState, master: torch.Tensor) -> None:
     for moment in state.optimizer.moments:
         moment.zero_()
     state.optimizer.load(master, updates=0)
+    if state.older_weights is not None:
+        state.older_weights.reset()
     state.scaler.load(LossScaler(state.config.precision, state.policy.dtype).state)
     _begin_at(state, 0, 0)
 

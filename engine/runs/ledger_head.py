@@ -35,6 +35,7 @@ FREE = {
     "threads": "how the work is spread; by the law this decides no bit",
     "workers": "how the work is spread; by the law this decides no bit",
     "native": "limits of the sampler; by the law they decide no bit",
+    "pool": "who draws the rollouts, and where; by the law this decides no bit",
     "vllm": "limits of the sampler; by the law they decide no bit",
     "sampler": "native and vllm-zerokl draw the same tokens (is_free: others do not)",
     "exact": "decides whether a run stops, not what it computes",
@@ -76,6 +77,7 @@ CHAINED_WHERE_SET = (
     "perturb.routing",
     "precision.router_dtype",
     "precision.sampler_router_dtype",
+    "staleness_schedule",
     "task.equivalence",
     "task.answer_prefix",
     "sampling.answer_max_tokens",
@@ -126,7 +128,7 @@ def _is_default(key: str, config: Config) -> bool:
     section, _, name = key.partition(".")
     if section == "loss":
         return getattr(config.loss.resolve(), name) == DEFAULTS[name]
-    values = getattr(config, section)
+    values, name = (getattr(config, section), name) if name else (config, section)
     return getattr(values, name) == type(values).model_fields[name].get_default(call_default_factory=True)
 
 

@@ -23,6 +23,7 @@ from ..parallel.data_parallel import RankedEnvironments, RankedReward
 from ..parallel.process_group import Ranks, join_ranks, world_size
 from ..parallel.workers import use_threads
 from ..rollout.players import Judge, open_judge
+from ..rollout.pool.on_ray import require_ray
 from ..rollout.vllm.arguments import check_engine_arguments
 from ..rollout.vllm.installed import require_vllm
 from ..tasks.base import Task
@@ -120,6 +121,8 @@ def _run(
         use_threads(config.threads)
     if config.sampler.startswith("vllm"):
         require_vllm()
+    if config.pool.engine:
+        require_ray()
     config = settled(config)  # the configuration in the run's folder then names device and places
     check_engine_arguments(config.vllm.engine)
     require_trackers(config.tracking)

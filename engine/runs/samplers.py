@@ -1,21 +1,22 @@
 """The sampler of a run, and the scorer of its rollouts when its weights are not the trainer's.
 
     shared      native, the default; vllm-zerokl; or, on a GPU, vllm-exact: over the trainer's own weights
-    separate    the native sampler over weights of its own: older ones (max_staleness), weights in another
-                precision, or perturbed ones (perturb.py)
+    separate    the native sampler over weights of its own: older ones (max_staleness; lagged.py), weights in
+                another precision, or perturbed ones (perturb.py)
+    pooled      native samplers of actors on any nodes (pool.engine; lagged.py)
     external    hf or vllm (rollout/hf.py, rollout/vllm/generator.py)
 
-With max_staleness = N rollouts may be up to N versions old. The sampler keeps its weights until they would be
-more than N updates behind, and its rollouts name their version. So the sampler's decoder still has the
-weights that were sampled from. Its workers score the rollouts with these weights by the trainer's forward:
-these are the old policy's logprobs. In exact mode they are compared with the sampler's, and are equal bit for
-bit. The difference between them and the trainer's current logprobs is then staleness alone. A sampler that
-differs in more than age has a second copy of the weights beside it: the trainer's weights at the sampler's
-version, in the trainer's precision.
+With max_staleness = N rollouts may be up to N versions old. A periodic sampler keeps its weights until they
+would be more than N updates behind, and its rollouts name their version. So the sampler's decoder still has
+the weights that were sampled from. Its workers score the rollouts with these weights by the trainer's
+forward: these are the old policy's logprobs. In exact mode they are compared with the sampler's, and are
+equal bit for bit. The difference between them and the trainer's current logprobs is then staleness alone. A
+sampler that differs in more than age has a second copy of the weights beside it: the trainer's weights at the
+sampler's version, in the trainer's precision.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -26,10 +27,15 @@ from ...model.checkpoint import DTYPES
 from ...model.config import ModelConfig
 from ...model.decoder import Decoder, Numerics, named_numerics
 from ..config import Config
+from ..display.terminal import console
 from ..parallel.scorer import Scorer, WorkersSampler
 from ..parallel.workers import ParallelSampler, Workers
 from ..perturb import Delayed, perturbed_weights
 from ..rollout.hf import HfGenerator
+from ..rollout.older_weights import OlderWeights
+from ..rollout.pool.actor import Blueprint, bits_environment
+from ..rollout.pool.dispatch import Dispatcher
+from ..rollout.pool.on_ray import RayCluster
 from ..rollout.types import (
     Completion,
     DrawParams,
@@ -47,6 +53,7 @@ from ..rollout.vllm.sampler import VllmZeroklSampler
 from ..sampler_names import EXTERNAL
 from ..stopwatch import Stopwatch
 from ..train.optimizer import Optimizer
+from .lagged import LaggedSampler, PooledSampler, perturbed
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,7 @@ class Samplers:
     training: Sampler  # draws the training rollouts
     evaluation: Sampler  # draws from the trainer's policy
     old_policy: Scorer | None = None  # scores rollouts of older weights; None where there are none
+    older: OlderWeights | None = None  # what a lagged sampler draws with; None where there is none
 
 
 def make_samplers(
@@ -98,6 +106,8 @@ def make_samplers(
     if config.sampler in EXTERNAL:
         engine = _engine(config, model, model_config, optimizer.decoder.device)
         return Samplers(ExternalSampler(engine, model_config, optimizer), shared)
+    if config.pool.engine:
+        return _pooled(config, model_config, optimizer, workers, micro_batch, shared)
     if not is_separate(config):
         return Samplers(shared, shared)
     stopwatch = workers.host.sampler.stopwatch  # a step has one
@@ -107,8 +117,39 @@ def make_samplers(
     scoring = sampling
     if _differs(config):
         scoring = _separate_workers(config, model_config, optimizer, workers.n, sampler=False)
-    separate = SeparateSampler(config, sampling, optimizer, scoring)
-    return Samplers(separate, shared, Scorer(scoring, micro_batch))
+    scorer = Scorer(scoring, micro_batch)
+    if config.lag is not None:
+        older = OlderWeights(config.lag)
+        lagged = LaggedSampler(config, optimizer, older, sampling, scoring)
+        return Samplers(lagged, shared, scorer, older)
+    return Samplers(SeparateSampler(config, sampling, optimizer, scoring), shared, scorer)
+
+
+def _pooled(
+    config: Config,
+    model_config: ModelConfig,
+    optimizer: Optimizer,
+    workers: Workers,
+    micro_batch: int,
+    shared: WorkersSampler,
+) -> Samplers:
+    """The samplers of a run whose training rollouts are drawn by actors. shared: evaluates."""
+    decoder, lag = optimizer.decoder, config.lag
+    assert lag is not None
+    dtype = DTYPES[config.precision.sampler_dtype or config.dtype]
+    threads = max(1, int(config.pool.cpus))
+    numerics = numerics_of(config, sampler=True)
+    blueprint = Blueprint(decoder.layout, dtype, numerics, config.native, decoder.device.type, threads)
+
+    def open_pool() -> Dispatcher:
+        pool, environment = config.pool, bits_environment(decoder.device)
+        cluster = RayCluster(pool, blueprint, lag + 2)
+        return Dispatcher(cluster, pool.actors, pool.in_flight, pool.timeout_s, environment, console.print)
+
+    scoring = _separate_workers(config, model_config, optimizer, workers.n, sampler=False) if lag else None
+    older = OlderWeights(lag)
+    sampler = PooledSampler(config, optimizer, older, scoring, _differs(config), model_config, open_pool)
+    return Samplers(sampler, shared, Scorer(scoring, micro_batch) if scoring else None, older)
 
 
 def _refuse_without_experts(config: Config, architecture: str) -> None:
@@ -153,10 +194,22 @@ def copied_weight_bytes(config: Config) -> int:
         return of_sampler
     if config.sampler == "vllm-exact" or (config.sampler == "vllm-zerokl" and config.vllm.cuda_graphs):
         return compute
-    if not is_separate(config):
+    if not (is_separate(config) or config.pool.engine):
         return 0
+    if config.pool.engine or config.staleness_schedule == "lagged":
+        return _lagged_weight_bytes(config, compute, of_sampler)
     delayed = 4 * (config.perturb.delay + 1) if config.perturb.delay else 0
     return of_sampler + delayed + (compute if config.max_staleness and _differs(config) else 0)
+
+
+def _lagged_weight_bytes(config: Config, compute: int, of_sampler: int) -> int:
+    """See copied_weight_bytes. compute, of_sampler: bytes of a weight of the trainer and of the sampler."""
+    assert config.lag is not None
+    has_scored = bool(config.lag) and _differs(config)
+    kept = (config.lag + 1) * (of_sampler + has_scored * compute)  # older_weights.py
+    if config.pool.engine:
+        return kept + bool(config.lag) * compute  # the scorer's
+    return kept + of_sampler + has_scored * compute
 
 
 def numerics_of(config: Config, sampler: bool = False) -> Numerics:
@@ -229,15 +282,7 @@ class SeparateSampler:
         self._sampler.end_turns()
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        return self._sampler.generate([self._perturbed(request) for request in requests])
-
-    def _perturbed(self, request: Request) -> Request:
-        params = request.draw_params
-        sampling_params = params.sampling_params
-        if self._perturb.temperature:
-            sampling_params = sampling_params._replace(temperature=self._perturb.temperature)
-        params = params._replace(sampling_params=sampling_params, logit_noise=self._perturb.logit_noise)
-        return replace(request, draw_params=params)
+        return self._sampler.generate([perturbed(self._perturb, request) for request in requests])
 
     def close(self) -> None:
         """End the workers of this sampler."""

@@ -31,6 +31,7 @@ from ..tasks.equivalence import Equivalence, open_equivalence
 from ..tasks.loading import problems_of
 from ..tasks.perfectible import perfectible_set
 from ..tasks.tokenizer import Tokenizer
+from ..train.ahead import Ahead
 from ..train.loss_scaling import LossScaler
 from ..train.state import TrainState
 from .memory import RunShape, fit
@@ -61,7 +62,9 @@ def make_state(
     stopwatch, max_tokens = Stopwatch(run_device(config)), config.sampling.max_tokens
     limits = turn_limits(config.environment, max_tokens, sampling_context(config, model_config))
     render = config.environment.render
-    player = make_player(task, judge, tokenizer, limits, render, console.print, stopwatch, _answers(config))
+    # What runs beside the trainer is no station of its step.
+    of_player = None if config.pool.engine else stopwatch
+    player = make_player(task, judge, tokenizer, limits, render, console.print, of_player, _answers(config))
     _check_players(config.prompts, player.players)
     _check_binary(config, player.binary)
     prompt_ids = player.check(problems, max_tokens, model_config.max_positions)
@@ -122,6 +125,8 @@ def make_state(
         prompt_ids=prompt_ids,
         max_tokens=of_rollout,
         stopwatch=stopwatch,
+        older_weights=samplers.older,
+        ahead=Ahead(samplers.training, config.steps) if config.pool.engine else None,
     )
 
 
@@ -170,7 +175,10 @@ def _spread(samplers: Samplers, ranks: Ranks) -> Samplers:
     """The samplers and scorer of one rank, each for this rank's part of the prompts."""
     old_policy = RankedScorer(samplers.old_policy, ranks) if samplers.old_policy else None
     return Samplers(
-        RankedSampler(samplers.training, ranks), RankedSampler(samplers.evaluation, ranks), old_policy
+        RankedSampler(samplers.training, ranks),
+        RankedSampler(samplers.evaluation, ranks),
+        old_policy,
+        samplers.older,
     )
 
 

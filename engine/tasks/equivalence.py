@@ -6,7 +6,8 @@ completions mean the same where their texts are equal after strip().
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 from ...files.reading import shown
@@ -22,6 +23,8 @@ class Equivalence:
     """executor: forms the classes by the user's function; None for equal text after strip()."""
 
     executor: Executor | None = None
+    # Steps may ask side by side (train/ahead.py), and the processes serve one of them at a time.
+    one_at_a_time: Lock = field(default_factory=Lock, compare=False, repr=False)
 
     def classes(self, problems: Sequence[Problem], groups: Sequence[Sequence[str]]) -> list[list[int]]:
         """The number of the class of each text. groups: the texts of each problem's completions.
@@ -32,7 +35,8 @@ class Equivalence:
             stripped = [[text.strip() for text in texts] for texts in groups]
             return [[texts.index(text) for text in texts] for texts in stripped]
         try:
-            values = self.executor.map([(list(texts),) for texts in groups])
+            with self.one_at_a_time:
+                values = self.executor.map([(list(texts),) for texts in groups])
         except CallError as error:
             problem = problems[error.index]
             raise ValueError(f"equivalence: {error.reason} for {_place(problem)}{error.line}") from None

@@ -9,12 +9,14 @@ step depends on how many draws another step needed.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 from ...kernels.philox import Stream, permutation
 from ..loss.advantage import all_equal
 from ..rollout.episodes import Episodes, joined
-from ..rollout.types import RngKey
+from ..rollout.types import RngKey, Sampler
 from .state import TrainState
 
 
@@ -32,7 +34,19 @@ class RolloutBatch(Episodes):
 
 
 def collect(state: TrainState) -> RolloutBatch:
-    """Play the episodes of the next step; rank 0 computes the rewards.
+    """The episodes of the next step; played now, or before, where a pool of actors draws (ahead.py).
+
+    Raises what collect_step raises.
+    """
+    if state.ahead is not None:
+        return state.ahead.take(state.step, partial(collect_step, state))
+    return collect_step(state, state.step, state.sampler)
+
+
+def collect_step(state: TrainState, step: int, sampler: Sampler) -> RolloutBatch:
+    """Play the episodes of step number `step`; rank 0 computes the rewards.
+
+    It reads nothing of the state that a step changes, so the trainer may take other steps meanwhile.
 
     Raises ValueError (see Reward.values and Equivalence.classes), and where every trajectory ended in an
     error.
@@ -40,14 +54,14 @@ def collect(state: TrainState) -> RolloutBatch:
     P, max_resamples = state.config.prompts, state.config.loss.resolve().max_resamples
     groups: list[Episodes] = []
     for draw in range(max_resamples):
-        episodes = _play(state, draw)
+        episodes = _play(state, step, sampler, draw)
         groups += [episodes.group(p) for p in range(P)]
         if sum(not _all_equal(group) for group in groups) >= P:
             break
     chosen = joined(groups if max_resamples == 1 else _choose(groups, P))
     if not chosen.trained.any():
         error = next(filter(None, chosen.errors or []), "nothing was drawn")
-        raise ValueError(f"environment: no trajectory of step {state.step} can be trained on; {error}")
+        raise ValueError(f"environment: no trajectory of step {step} can be trained on; {error}")
     return RolloutBatch(**vars(chosen), groups_drawn=len(groups), classes=_classes(state, chosen))
 
 
@@ -56,19 +70,20 @@ def _classes(state: TrainState, episodes: Episodes) -> list[list[int]] | None:
         return None
     pairs = zip(episodes.texts, episodes.trained, strict=True)
     texts = [[t for t, is_kept in zip(*pair, strict=True) if is_kept] for pair in pairs]
-    with state.stopwatch.station("time/reward_s"):
+    beside = state.ahead is not None  # what runs beside the trainer is no station of its step
+    with nullcontext() if beside else state.stopwatch.station("time/reward_s"):
         return state.equivalence.classes(episodes.problems, texts)
 
 
-def _play(state: TrainState, draw: int) -> Episodes:
-    """The P groups of draw number `draw` of the step."""
+def _play(state: TrainState, step: int, sampler: Sampler, draw: int) -> Episodes:
+    """The P groups of draw number `draw` of a step."""
     cfg, player = state.config, state.player
     n = cfg.prompts // player.players
-    draws_before = state.step * cfg.loss.resolve().max_resamples + draw
+    draws_before = step * cfg.loss.resolve().max_resamples + draw
     chosen = step_problems(len(state.problems), n, cfg.seed, draws_before)
     problems = [state.problems[i] for i in chosen]
-    rng_key = RngKey(cfg.seed, state.step, prompt=draw * cfg.prompts)
-    return player.play(state.sampler, problems, state.generation_params, rng_key)
+    rng_key = RngKey(cfg.seed, step, prompt=draw * cfg.prompts)
+    return player.play(sampler, problems, state.generation_params, rng_key)
 
 
 def _choose(groups: Sequence[Episodes], P: int) -> list[Episodes]:

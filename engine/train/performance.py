@@ -71,12 +71,14 @@ def training_flops(config: ModelConfig, sequences: Iterable[tuple[int, int, int,
 
 
 def performance(state: TrainState, shard: Shard, times: dict[str, float]) -> dict[str, float]:
-    """The metrics perf/* of a step. shard: the whole step. times: its metrics time/*."""
+    """The metrics perf/* and pool/* of a step. shard: the whole step. times: its metrics time/*."""
     tokens = sum(len(rollout.logprobs) for rollout in shard.rollouts)
     step_s, device = times["time/sample_s"] + times["time/train_s"], state.policy.device
     metrics = {"perf/tokens_per_s": tokens / step_s, "perf/peak_memory_bytes": peak_memory_bytes(device)}
     if (at_once := state.sampler.samples_at_once) is not None:
         metrics["perf/samples_at_once"] = float(at_once)
+    if state.ahead is not None:
+        metrics |= state.ahead.metrics(step_s)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     peak, training_s = peak_flops(name, state.policy.dtype), times.get("time/forward_backward_s")
     if peak is not None and training_s is not None:

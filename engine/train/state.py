@@ -16,11 +16,13 @@ from ..parallel.process_group import Ranks
 from ..parallel.scorer import Scorer
 from ..parallel.workers import Workers
 from ..rollout.episodes import EpisodePlayer, Episodes
+from ..rollout.older_weights import OlderWeights
 from ..rollout.types import GenerationParams, Sampler
 from ..stopwatch import Stopwatch
 from ..tasks.base import Problem
 from ..tasks.equivalence import Equivalence
 from ..tasks.tokenizer import Tokenizer
+from .ahead import Ahead
 from .loss_scaling import LossScaler
 from .optimizer import Optimizer
 
@@ -54,6 +56,9 @@ class TrainState:
     prompt_ids: Sequence[Sequence[int]]
     max_tokens: int  # drawn tokens of a rollout at most
     stopwatch: Stopwatch  # measures the stations of a step; the samplers have the same one
+    # Of the steps before, which a lagged sampler draws with. A checkpoint holds them. None without one.
+    older_weights: OlderWeights | None = None
+    ahead: Ahead | None = None  # collects coming steps; None where a step collects its own rollouts
     step: int = 0  # steps that are done
     version: int = 0  # of the weights: the number of optimizer updates so far
 

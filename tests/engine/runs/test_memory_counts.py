@@ -90,6 +90,13 @@ COPIES = [
     {"perturb__delay": 3, "exact": False},
     {"perturb__logit_noise": 0.5, "exact": False},
     {"max_staleness": 1, "loss__kl_coef": 0.1, "dtype": "float32"},
+    {"max_staleness": 2, "staleness_schedule": "lagged"},
+    {
+        "max_staleness": 1,
+        "staleness_schedule": "lagged",
+        "precision__sampler_dtype": "float32",
+        "exact": False,
+    },
 ]
 
 
@@ -102,7 +109,9 @@ def test_the_predicted_weights_are_those_that_a_run_holds(config, model, setting
     predicted, before = footprint(run, SIZES, 10**9), _weight_bytes(layout.numel)
     task = load_task(cfg.task.name, cfg.task.options)
     with closing(make_state(cfg, model, task, Reward(task.reward))) as state:
-        if cfg.perturb.delay:  # the older weights come one after another
+        if (
+            cfg.perturb.delay or cfg.staleness_schedule == "lagged"
+        ):  # the older weights come one after another
             for version in range(1, 5):
                 state.sampler.sync_weights(version)
         held = _weight_bytes(layout.numel) - before

@@ -1,0 +1,170 @@
+"""Samplers that draw step t with the weights that step t - lag began with.
+
+LaggedSampler draws in the trainer's processes before the step trains. PooledSampler has actors draw, while
+the trainer trains. Both draw the same bits: a step's weights, keys and settings are the same.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from ...model.checkpoint import DTYPES
+from ...model.config import ModelConfig
+from ..config import Config, PerturbConfig
+from ..parallel.workers import ParallelSampler, Workers
+from ..perturb import perturbed_weights
+from ..rollout.older_weights import OlderWeights, Snapshot
+from ..rollout.pool.actor import identify, weight_bytes
+from ..rollout.pool.dispatch import Dispatcher
+from ..rollout.pool.sampler import PinnedSampler, Published
+from ..rollout.types import Completion, Request
+from ..train.optimizer import Optimizer
+
+
+def perturbed(perturb: PerturbConfig, request: Request) -> Request:
+    """A request as a perturbed sampler draws it."""
+    params = request.draw_params
+    sampling_params = params.sampling_params
+    if perturb.temperature:
+        sampling_params = sampling_params._replace(temperature=perturb.temperature)
+    params = params._replace(sampling_params=sampling_params, logit_noise=perturb.logit_noise)
+    return replace(request, draw_params=params)
+
+
+class _Lagged:
+    """The snapshots of the last steps, and the weights of the scorer.
+
+    differs: whether the sampler's weights are not the trainer's. scoring: workers that need the trainer's
+    weights of `lag` steps before; None without a lag.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        optimizer: Optimizer,
+        older: OlderWeights,
+        scoring: Workers | None,
+        differs: bool,
+    ):
+        self._config, self._optimizer, self.older = config, optimizer, older
+        self._scoring, self._differs = scoring, differs
+        older.push(self._snapshot(0))
+
+    def _snapshot(self, version: int) -> Snapshot:
+        """Copies of the weights as they are now. Without a lag nobody scores."""
+        config, master = self._config, self._optimizer.whole_model()
+        dtype = DTYPES[config.precision.sampler_dtype or config.dtype]
+        sampled = perturbed_weights(config.perturb, master).to(dtype, copy=True)
+        if not self._differs or not self.older.lag:
+            return Snapshot(version, sampled, sampled)
+        return Snapshot(version, sampled, master.to(DTYPES[config.dtype], copy=True))
+
+    @torch.no_grad()
+    def _push(self, version: int) -> None:
+        self.older.push(self._snapshot(version))
+        if self._scoring is not None:
+            self._scoring.host.decoder.flat.copy_(self.older.due().scored)
+
+
+class LaggedSampler(_Lagged):
+    """The native sampler over the weights that the step `lag` steps before began with. See Sampler.
+
+    workers: of the sampler. scoring: they themselves, or others where the sampler's weights differ.
+    """
+
+    def __init__(
+        self, config: Config, optimizer: Optimizer, older: OlderWeights, workers: Workers, scoring: Workers
+    ):
+        super().__init__(config, optimizer, older, scoring, scoring is not workers)
+        self.workers, self._sampler = workers, ParallelSampler(workers)
+
+    @property
+    def samples_at_once(self) -> int:
+        return self._sampler.samples_at_once
+
+    @torch.no_grad()
+    def sync_weights(self, version: int) -> None:
+        """See Sampler. It is called once for each step."""
+        self._push(version)
+        due = self.older.due()
+        self.workers.host.decoder.flat.copy_(due.sampled)
+        self._sampler.sync_weights(due.version)
+
+    def end_turns(self) -> None:
+        """See Sampler."""
+        self._sampler.end_turns()
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        return self._sampler.generate([perturbed(self._config.perturb, request) for request in requests])
+
+    def close(self) -> None:
+        """End the workers of this sampler."""
+        self.workers.close()
+
+
+class PooledSampler(_Lagged):
+    """Actors draw with the weights that the step `lag` steps before began with. See Sampler.
+
+    open_pool: starts the actors. scoring: see _Lagged; it is not None with a lag.
+    """
+
+    samples_at_once = None  # see Sampler
+
+    def __init__(
+        self,
+        config: Config,
+        optimizer: Optimizer,
+        older: OlderWeights,
+        scoring: Workers | None,
+        differs: bool,
+        model_config: ModelConfig,
+        open_pool: Callable[[], Dispatcher],
+    ):
+        super().__init__(config, optimizer, older, scoring, differs)
+        self.lag, self._model_config = older.lag, model_config
+        self._published: dict[int, Published] = {}  # by version
+        self._pool = open_pool()
+        self._before = replace(self._pool.counts)
+
+    def sync_weights(self, version: int) -> None:
+        """See Sampler. It is called once for each step."""
+        self._push(version)
+        kept = self.older.versions
+        self._published = {v: published for v, published in self._published.items() if v in kept}
+
+    def pinned(self, ahead: int = 0) -> PinnedSampler:
+        """See PinnedSamplers."""
+        due, pool = self.older.due(ahead), self._config.pool
+        if due.version not in self._published:
+            sent = self._pool.cluster.publish(weight_bytes(due.sampled))
+            self._published[due.version] = Published(identify(due.version, due.sampled), sent)
+        return PinnedSampler(
+            self._pool,
+            self._published[due.version],
+            self._model_config,
+            partial(perturbed, self._config.perturb),
+            pool.batch,
+            self._config.native.max_concurrency,
+        )
+
+    def metrics(self, step_s: float) -> dict[str, float]:
+        """See PinnedSamplers."""
+        before, self._before = self._before, replace(self._pool.counts)
+        busy_s, tokens = self._before.busy_s - before.busy_s, self._before.tokens - before.tokens
+        return {
+            "pool/actors_idle": max(0.0, 1.0 - busy_s / (step_s * self._pool.n)),
+            "pool/tokens_per_s": tokens / step_s,
+            "pool/replaced": float(self._before.replaced),
+        }
+
+    def end_turns(self) -> None:
+        """Do nothing: the actors keep nothing between two turns."""
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        return self.pinned().generate(requests)
+
+    def close(self) -> None:
+        """End the actors."""
+        self._pool.close()
