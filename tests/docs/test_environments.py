@@ -2,18 +2,22 @@
 
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import zerokl
 from zerokl.cli import main
-from zerokl.engine.tasks.environment import ENDS, VOID, EnvironmentKey
+from zerokl.engine.tasks.environment import ENDS, VOID, EnvironmentKey, Observation
+from zerokl.engine.tasks.tool_calls import answers, parse_calls
 
 from tests.random_model import ONE_LAYER, random_model
 
 DOCS = Path(zerokl.__file__).parent / "docs"
+PAGE = (DOCS / "environments.md").read_text()
 
 
 @pytest.fixture(autouse=True)
@@ -39,21 +43,42 @@ def test_the_demonstration_solves_every_problem():
         assert not any(observation.done or observation.reward for observation in before)
 
 
-def test_a_run_of_the_example_is_exact(tmp_path):
+def test_the_pages_command_trains_in_the_example_exactly(tmp_path):
+    """As the page has it, but with a random model of one layer, and two steps."""
+    (command,) = re.findall(r"^(zerokl train .* myenvironment:Game[^`]*)```", PAGE, re.MULTILINE)
     model = random_model(tmp_path / "model", ONE_LAYER)
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, *range(20, 60)]}))
-    words = "--task.name myenvironment:Game --environment.max_turns 4 --sampling.max_tokens 4 --steps 2"
-    more = "--prompts 2 --num_generations 4 --evaluation.every 0 --workers 1 --environment.processes 1"
-    words = ["train", "--run_dir", "run", "--model", str(model), *words.split(), *more.split()]
+    more = "--steps 2 --prompts 2 --num_generations 4 --evaluation.every 0 --workers 1"
+    words = [
+        *shlex.split(command.replace("\\\n", ""))[1:],
+        "--model",
+        str(model),
+        *more.split(),
+        "--environment.processes",
+        "1",
+    ]
     assert main(words) == 0
-    assert json.loads(Path("run/summary.json").read_text())["mismatch_max_abs"] == 0.0
-    lines = [json.loads(line) for line in Path("run/rollouts.jsonl").read_text().splitlines()]
+    run = Path("runs/game")
+    assert json.loads((run / "summary.json").read_text())["mismatch_max_abs"] == 0.0
+    lines = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
     assert {line["prompt_text"] for line in lines} == {"0-14:"}
     assert max(len(line["turn_rewards"]) for line in lines) > 1
-    assert main(["verify", "run", "run"]) == 0
+    assert main(["verify", "run", str(run)]) == 0
+
+
+def test_the_pages_step_calls_its_tool():
+    """The example of `tool_calls`, in an environment that adds."""
+    (step,) = re.findall(r"```python\n(def step\(self, ids, text, calls\).*?)```", PAGE, re.DOTALL)
+    scope = {"Observation": Observation, "answers": answers, "add": lambda a, b: a + b}
+    exec(step, scope)
+    world = SimpleNamespace(answer="3")
+    call = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
+    (message,) = scope["step"](world, [], call, parse_calls(call, "json")).content
+    assert (message["role"], message["content"]) == ("tool", "3")
+    assert scope["step"](world, [], "3", parse_calls("3", "json")) == Observation(reward=1.0, done=True)
+    assert scope["step"](world, [], "4", parse_calls("4", "json")).reward == 0.0, "control"
 
 
 def test_the_page_lists_every_end_and_whether_it_is_trained_on():
-    page = (DOCS / "environments.md").read_text()
-    rows = re.findall(r"^\| `([a-z ]+)` \| [^|]+ \| (yes|no) \|", page, re.MULTILINE)
+    rows = re.findall(r"^\| `([a-z ]+)` \| [^|]+ \| (yes|no) \|", PAGE, re.MULTILINE)
     assert dict(rows) == {end: "no" if end in VOID else "yes" for end in ENDS}

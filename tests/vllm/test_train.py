@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from zerokl.engine.tasks.tokenizer import character_tokenizer
 
 pytestmark = pytest.mark.vllm
 
@@ -85,6 +86,12 @@ def test_adapters_are_merged_where_vllm_reads_the_weights(base, tmp_path, separa
     assert _fingerprint(base, tmp_path / "vllm", *words, *vllm) == native
 
 
+def _proof_but(in_ci: object, case: object) -> object:
+    """The case; one of CI's other than `in_ci` is left to `make test-proofs`."""
+    values = case if isinstance(case, tuple) else (case,)
+    return case if case == in_ci else pytest.param(*values, marks=pytest.mark.proof)
+
+
 ACTS = Path(__file__).parents[1] / "engine" / "rollout"
 ACTING = [
     *("--task.name", "acts:echo", "--task.directory", str(ACTS), "--environment.processes", "1"),
@@ -93,7 +100,10 @@ ACTING = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+DTYPES = ["float32", "bfloat16", "float16"]
+
+
+@pytest.mark.parametrize("dtype", [_proof_but("bfloat16", dtype) for dtype in DTYPES])
 def test_trajectories_of_many_turns_have_one_fingerprint(model, tmp_path, dtype):
     """In an environment; vLLM's prefix cache has the earlier turns."""
     talkative = tmp_path / "model"
@@ -114,3 +124,34 @@ def test_trajectories_of_many_turns_have_one_fingerprint(model, tmp_path, dtype)
     assert len(set(ends.values())) == 1, ends
     lines = [json.loads(line) for line in (tmp_path / "vllm" / "rollouts.jsonl").read_text().splitlines()]
     assert max(len(line["turn_rewards"]) for line in lines) == 3
+
+
+# In both the random model draws a move or an operation, and its end.
+GAMES = {
+    "nim": ("{ max_stones = 6 }", "123"),
+    "calculator": ("{ max_value = 1, train = 12, held_out = 4 }", "01*="),
+}
+PLAYING = [
+    *("--preset", "turns", "--steps", "3", "--prompts", "4", "--num_generations", "8"),
+    *("--evaluation.every", "0", "--sampling.max_tokens", "4", "--environment.processes", "1"),
+]
+PAIRS = [(task, dtype) for task in GAMES for dtype in DTYPES]
+
+
+@pytest.mark.parametrize(("task", "dtype"), [_proof_but(("nim", "float16"), pair) for pair in PAIRS])
+def test_a_game_of_two_players_and_a_tool_have_one_fingerprint(model, tmp_path, task, dtype):
+    options, characters = GAMES[task]
+    ids = character_tokenizer().convert_tokens_to_ids(["<eos>", *characters])
+    words = ["--model", str(model), "--task.name", task, "--task.options", options, "--dtype", dtype]
+    words += [word for i in ids for word in ("--sampling.allowed_token_ids", str(i))]
+    ends = {}
+    for name, more in {"native": (), "vllm": ("--sampler", "vllm-zerokl")}.items():
+        run = tmp_path / name
+        _zerokl("train", "--run_dir", str(run), *words, *PLAYING, *more)
+        summary = json.loads((run / "summary.json").read_text())
+        assert (summary["tokens_unequal"], summary["mismatch_max_abs"]) == (0, 0.0)
+        ends[name] = summary["fingerprint"], summary["weights"]
+    assert ends["native"] == ends["vllm"]
+    lines = [json.loads(line) for line in (tmp_path / "vllm" / "rollouts.jsonl").read_text().splitlines()]
+    assert max(len(line["turn_rewards"]) for line in lines) > 1
+    assert len({line["reward"] for line in lines}) > 1, "there is something to learn"
