@@ -48,15 +48,9 @@ def test_the_pages_command_trains_in_the_example_exactly(tmp_path):
     (command,) = re.findall(r"^(zerokl train .* myenvironment:Game[^`]*)```", PAGE, re.MULTILINE)
     model = random_model(tmp_path / "model", ONE_LAYER)
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, *range(20, 60)]}))
-    more = "--steps 2 --prompts 2 --num_generations 4 --evaluation.every 0 --workers 1"
-    words = [
-        *shlex.split(command.replace("\\\n", ""))[1:],
-        "--model",
-        str(model),
-        *more.split(),
-        "--environment.processes",
-        "1",
-    ]
+    few = f"--model {model} --steps 2 --prompts 2 --num_generations 4 --evaluation.every 0"
+    few += " --workers 1 --environment.processes 1"
+    words = shlex.split(command.replace("\\\n", "") + few)[1:]
     assert main(words) == 0
     run = Path("runs/game")
     assert json.loads((run / "summary.json").read_text())["mismatch_max_abs"] == 0.0
