@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from zerokl.engine.runs import init as initialise
 from zerokl.engine.tasks.tokenizer import character_tokenizer
+
+from tests.random_model import TWO_LAYERS
 
 pytestmark = pytest.mark.vllm
 
@@ -126,10 +129,11 @@ def test_trajectories_of_many_turns_have_one_fingerprint(model, tmp_path, dtype)
     assert max(len(line["turn_rewards"]) for line in lines) == 3
 
 
-# In both the random model draws a move or an operation, and its end.
+NIM = {"max_stones": 12, "train": 24}
 GAMES = {
-    "nim": ("{ max_stones = 6 }", "123"),
-    "calculator": ("{ max_value = 1, train = 12, held_out = 4 }", "01*="),
+    "nim": [word for key, value in NIM.items() for word in (f"--task.options.{key}", str(value))],
+    # The random model draws an operation or an answer, and its end.
+    "calculator": ["--task.options", "{ max_value = 1, train = 12, held_out = 4 }"],
 }
 PLAYING = [
     *("--preset", "turns", "--steps", "3", "--prompts", "4", "--num_generations", "8"),
@@ -138,16 +142,25 @@ PLAYING = [
 PAIRS = [(task, dtype) for task in GAMES for dtype in DTYPES]
 
 
+@pytest.fixture(scope="module")
+def players(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """The words that name a model for each game. That of nim has learnt the rules."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(initialise.PRESETS, "test", TWO_LAYERS | {"head_dim": 32})
+        nim = tmp_path_factory.mktemp("nim") / "model"
+        initialise.initialise(nim, "nim", NIM, "test")
+    ids = character_tokenizer().convert_tokens_to_ids(["<eos>", *"01*="])
+    allowed = [word for i in ids for word in ("--sampling.allowed_token_ids", str(i))]
+    return {"nim": ["--model", str(nim)], "calculator": ["--model", str(model), *allowed]}
+
+
 @pytest.mark.parametrize(("task", "dtype"), [_proof_but(("nim", "float16"), pair) for pair in PAIRS])
-def test_a_game_of_two_players_and_a_tool_have_one_fingerprint(model, tmp_path, task, dtype):
-    options, characters = GAMES[task]
-    ids = character_tokenizer().convert_tokens_to_ids(["<eos>", *characters])
-    words = ["--model", str(model), "--task.name", task, "--task.options", options, "--dtype", dtype]
-    words += [word for i in ids for word in ("--sampling.allowed_token_ids", str(i))]
+def test_a_game_of_two_players_and_a_tool_have_one_fingerprint(players, tmp_path, task, dtype):
+    words = ["--task.name", task, *GAMES[task], *players[task], "--dtype", dtype]
     ends = {}
     for name, more in {"native": (), "vllm": ("--sampler", "vllm-zerokl")}.items():
         run = tmp_path / name
-        _zerokl("train", "--run_dir", str(run), *words, *PLAYING, *more)
+        _zerokl("train", "--run_dir", str(run), *PLAYING, *words, *more)
         summary = json.loads((run / "summary.json").read_text())
         assert (summary["tokens_unequal"], summary["mismatch_max_abs"]) == (0, 0.0)
         ends[name] = summary["fingerprint"], summary["weights"]
