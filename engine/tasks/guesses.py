@@ -2,8 +2,8 @@
 
 The task is countdown's (countdown.py); the reward is 1 for a right guess, however many were wrong before.
 
-By default there are two numbers: of three up to 9 there are 1,345 problems only, which a small model learns by
-heart.
+By default there are two numbers. Of three up to 9 there are 1,345 problems only, and a small model learns
+them by heart.
 """
 
 from .base import Problem
