@@ -192,6 +192,41 @@ def test_tokens_take_the_colour_that_is_chosen(open_page, comparison):
     assert tints() == {"rgba(214, 69, 40, 0.106)"}, "the worst have advantage -0.5"
 
 
+# "12*3=", then the model draws 1*2 and a stop token, a tool says 2>, and the model draws =2 without an end.
+TRAJECTORY = {
+    "completion_ids": [4, 41, 5, 1, 5, 48, 43, 5],
+    "logprobs": [-0.1, -0.2, -0.3, -0.4, None, None, -0.5, -0.6],
+    "mask": [1, 1, 1, 1, 0, 0, 1, 1],
+    "prompt_ids": [4, 5, 41, 6, 43],
+    "prompt_text": "12*3=",
+    "turn_starts": [5, 11],
+    "turn_rewards": [0.25, 0.0],
+    "finish": "tokens",
+}
+
+
+@SIZES
+def test_a_trajectory_is_shown_turn_by_turn_with_what_was_drawn(open_page, tmp_path, size):
+    run = made_run(tmp_path / "run", steps=1)
+    row = json.loads((run / "rollouts.jsonl").read_text().splitlines()[0]) | TRAJECTORY
+    (run / "rollouts.jsonl").write_text(json.dumps(row) + "\n")
+    driver = open_page(write_report([run]).as_uri(), size)
+    rollouts(driver)
+    strip = driver.find_element(By.CSS_SELECTOR, "#rollouts .strip")
+    assert [e.text for e in strip.find_elements(By.CSS_SELECTOR, ".between")] == ["2", ">"]
+    assert [e.text for e in strip.find_elements(By.TAG_NAME, "mark")] == ["1", "*", "2", "<eos>", "=", "2"]
+    driver.find_element(By.CSS_SELECTOR, "#rollouts li.row button").send_keys(Keys.SPACE)
+    wait_for(driver, ".turns")
+    turns = driver.find_elements(By.CSS_SELECTOR, ".turns tbody tr")
+    cells = [[cell.text for cell in turn.find_elements(By.TAG_NAME, "td")] for turn in turns]
+    assert cells == [["1", "12*3=", "1*2<eos>", "0.250", "4"], ["2", "2>", "=2", "0", "2"]]
+    not_drawn = driver.find_elements(By.CSS_SELECTOR, ".detail tr.between")
+    assert [row.find_element(By.TAG_NAME, "td").text for row in not_drawn] == ["4", "5"]
+    assert "The end: tokens (its last turn was cut before a stop token" in text_of(driver, ".detail")
+    assert driver.execute_script("return document.documentElement.scrollWidth") <= size[0]
+    assert axe(driver) == []
+
+
 def test_two_runs_are_compared(open_page, comparison):
     driver = open_page(comparison)
     overview = text_of(driver, "#overview")

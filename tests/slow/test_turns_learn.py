@@ -16,10 +16,24 @@ NIM = {
     "evaluation.every": "100",
 }
 
+GUESSES = {
+    "task.name": "guesses",
+    "task.options": {"train": 2000},
+    "environment.max_turns": "3",
+    "sampling.max_tokens": "8",
+    "prompts": "16",
+    "optimizer.lr": "3e-4",
+    "steps": "60",
+    "evaluation.problems": "256",
+    "evaluation.every": "20",
+}
+
+LEAST = {"calculator": ({}, 0.9), "nim": (NIM, 0.8), "guesses": (GUESSES, 0.7)}
+
 
 @pytest.mark.proof
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize(("settings", "least"), [({}, 0.9), (NIM, 0.8)], ids=["calculator", "nim"])
+@pytest.mark.parametrize(("settings", "least"), LEAST.values(), ids=LEAST)
 def test_the_model_learns_and_every_drawn_token_is_exact(tmp_path, settings, least, dtype):
     summary = train(load_config(None, "turns", settings | {"dtype": dtype}), tmp_path / "run")
     assert (summary.mismatch_max_abs, summary.tokens_unequal) == (0.0, 0)

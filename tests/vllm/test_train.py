@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from zerokl.engine.runs import init as initialise
+from zerokl.engine.tasks.tokenizer import character_tokenizer
 
 from tests.helpers import write_letters_reward
+from tests.random_model import TWO_LAYERS
 
 pytestmark = pytest.mark.vllm
 
@@ -88,7 +91,7 @@ def test_adapters_are_merged_where_vllm_reads_the_weights(base, tmp_path, separa
 
 
 @pytest.mark.parametrize(
-    "dtype", ["bfloat16", *(pytest.param(x, marks=pytest.mark.full) for x in ("float32", "float16"))]
+    "dtype", ["bfloat16", *(pytest.param(x, marks=pytest.mark.proof) for x in ("float32", "float16"))]
 )
 def test_reasonings_and_answers_have_one_fingerprint(model, tmp_path, dtype):
     """The prompts of answers hold cuts of reasonings, which the prefix cache of vLLM may have."""
@@ -111,6 +114,12 @@ def test_reasonings_and_answers_have_one_fingerprint(model, tmp_path, dtype):
     assert ends[0] == ends[1]
 
 
+def _proof_but(in_ci: object, case: object) -> object:
+    """The case; one of CI's other than `in_ci` is left to `make test-proofs`."""
+    values = case if isinstance(case, tuple) else (case,)
+    return case if case == in_ci else pytest.param(*values, marks=pytest.mark.proof)
+
+
 ACTS = Path(__file__).parents[1] / "engine" / "rollout"
 ACTING = [
     *("--task.name", "acts:echo", "--task.directory", str(ACTS), "--environment.processes", "1"),
@@ -119,7 +128,10 @@ ACTING = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+DTYPES = ["float32", "bfloat16", "float16"]
+
+
+@pytest.mark.parametrize("dtype", [_proof_but("bfloat16", dtype) for dtype in DTYPES])
 def test_trajectories_of_many_turns_have_one_fingerprint(model, tmp_path, dtype):
     """In an environment; vLLM's prefix cache has the earlier turns."""
     talkative = tmp_path / "model"
@@ -140,3 +152,44 @@ def test_trajectories_of_many_turns_have_one_fingerprint(model, tmp_path, dtype)
     assert len(set(ends.values())) == 1, ends
     lines = [json.loads(line) for line in (tmp_path / "vllm" / "rollouts.jsonl").read_text().splitlines()]
     assert max(len(line["turn_rewards"]) for line in lines) == 3
+
+
+NIM = {"max_stones": 12, "train": 24}
+GAMES = {
+    "nim": [word for key, value in NIM.items() for word in (f"--task.options.{key}", str(value))],
+    # The random model draws an operation or an answer, and its end.
+    "calculator": ["--task.options", "{ max_value = 1, train = 12, held_out = 4 }"],
+}
+PLAYING = [
+    *("--preset", "turns", "--steps", "3", "--prompts", "4", "--num_generations", "8"),
+    *("--evaluation.every", "0", "--sampling.max_tokens", "4", "--environment.processes", "1"),
+]
+PAIRS = [(task, dtype) for task in GAMES for dtype in DTYPES]
+
+
+@pytest.fixture(scope="module")
+def players(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """The words that name a model for each game. That of nim has learnt the rules."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(initialise.PRESETS, "test", TWO_LAYERS | {"head_dim": 32})
+        nim = tmp_path_factory.mktemp("nim") / "model"
+        initialise.initialise(nim, "nim", NIM, "test")
+    ids = character_tokenizer().convert_tokens_to_ids(["<eos>", *"01*="])
+    allowed = [word for i in ids for word in ("--sampling.allowed_token_ids", str(i))]
+    return {"nim": ["--model", str(nim)], "calculator": ["--model", str(model), *allowed]}
+
+
+@pytest.mark.parametrize(("task", "dtype"), [_proof_but(("nim", "float16"), pair) for pair in PAIRS])
+def test_a_game_of_two_players_and_a_tool_have_one_fingerprint(players, tmp_path, task, dtype):
+    words = ["--task.name", task, *GAMES[task], *players[task], "--dtype", dtype]
+    ends = {}
+    for name, more in {"native": (), "vllm": ("--sampler", "vllm-zerokl")}.items():
+        run = tmp_path / name
+        _zerokl("train", "--run_dir", str(run), *PLAYING, *words, *more)
+        summary = json.loads((run / "summary.json").read_text())
+        assert (summary["tokens_unequal"], summary["mismatch_max_abs"]) == (0, 0.0)
+        ends[name] = summary["fingerprint"], summary["weights"]
+    assert ends["native"] == ends["vllm"]
+    lines = [json.loads(line) for line in (tmp_path / "vllm" / "rollouts.jsonl").read_text().splitlines()]
+    assert max(len(line["turn_rewards"]) for line in lines) > 1
+    assert len({line["reward"] for line in lines}) > 1, "there is something to learn"

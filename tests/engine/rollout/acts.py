@@ -2,12 +2,14 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 from zerokl.engine.tasks.environment import Observation
 from zerokl.engine.tasks.problem import Problem
 
 KILL = Path("kill")
+WRONG = {2: Observation("x", reward=float("nan")), 3: Observation(b"x"), 4: Observation([999])}
 
 
 def letters(text):
@@ -58,16 +60,47 @@ class Faulty(Echo):
         return super().step(ids, text)
 
 
+class Wrong(Echo):
+    """In the second turn of sample 0 it hangs, forks, or answers what no environment may."""
+
+    def reset(self, problem, key):
+        self.problem = problem.id if key.sample == 0 else 5
+        return super().reset(problem, key)
+
+    def step(self, ids, text):
+        if self.left == 2:
+            if self.problem == 0:
+                time.sleep(60)
+            if self.problem == 1:
+                os.fork()  # two processes answer
+            if self.problem in WRONG:
+                return WRONG[self.problem]
+        return super().step(ids, text)
+
+
+class Caller(Echo):
+    """In sample 0 of each problem a tool answers the second turn; all else is what a user says."""
+
+    def reset(self, problem, key):
+        self.calls = key.sample == 0
+        return super().reset(problem, key)
+
+    def step(self, ids, text):
+        if self.left == 2 and self.calls:
+            return Observation([{"role": "tool", "content": "7"}])
+        return super().step(ids, text)
+
+
 class Broken(Echo):
     def step(self, ids, text):
         raise RuntimeError("always")
 
 
 class Killing(Echo):
-    """Kills the run in the middle of a turn, once: where a file is."""
+    """Kills the run between the second turn of a trajectory and its third one, once: where a file is."""
 
     def step(self, ids, text):
-        if KILL.exists() and self.random.random() < 0.1:
+        if KILL.exists() and self.left == 2 and self.random.random() < 0.5:
             KILL.unlink()
             # Its parent is the process that keeps it; that one's parent is the run.
             status = Path(f"/proc/{os.getppid()}/stat").read_text()
@@ -92,9 +125,9 @@ class Pair:
         return Observation(reward=[float(a > b), float(b > a)], done=True)
 
 
-def task(kind):
+def task(kind, in_chat=False):
     class Task:
-        chat = False
+        chat = in_chat
         environment = kind
 
         def problems(self, split):
@@ -103,6 +136,7 @@ def task(kind):
     return Task
 
 
-echo, forever, long, faulty, broken, killing, pair = map(
-    task, (Echo, Forever, Long, Faulty, Broken, Killing, Pair)
+echo, forever, long, faulty, wrong, broken, killing, pair = map(
+    task, (Echo, Forever, Long, Faulty, Wrong, Broken, Killing, Pair)
 )
+caller = task(Caller, in_chat=True)

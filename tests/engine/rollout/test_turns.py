@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from zerokl.engine.loss.advantage import advantages
 from zerokl.engine.rollout import turns
 from zerokl.engine.runs.run import train
 from zerokl.engine.tasks.environment import Turn
+from zerokl.engine.train.monitor import MismatchError
 from zerokl.verify.ledger import read_ledger
 
 from tests.helpers import torchrun
@@ -176,6 +179,58 @@ def test_what_goes_wrong_in_one_trajectory_is_one_line_and_no_lost_step(acting, 
     assert fingerprint(spread, tmp_path / "spread") == weights
 
 
+@pytest.mark.full
+def test_no_answer_of_an_environment_harms_its_neighbours(acting, tmp_path, capsys):
+    """One that hangs, forks, or answers NaN, bytes or an unknown id: one line each, and no other loss."""
+    settings = {"prompts": 6, "steps": 1, "environment__processes": 2}
+    fingerprint(acting("echo", **settings), tmp_path / "calm")
+    fingerprint(acting("wrong", environment__timeout_s=4, **settings), tmp_path / "run")
+    calm, lines = rows(tmp_path / "calm"), rows(tmp_path / "run")
+    reasons = {
+        0: ("time limit", "took more than 4 s (environment.timeout_s)"),
+        2: ("error", "step: reward (nan) must be finite"),
+        3: ("error", "step: content (b'x') must be a string"),
+        4: ("error", "token id 999 is none of the model's"),
+    }
+    output = " ".join(capsys.readouterr().out.split())
+    for row, expected in zip(lines, calm, strict=True):
+        if row["sample"] or len(expected["turn_rewards"]) < 2 or row["problem"] not in reasons:
+            different = [name for name in row if row[name] != expected.get(name) and name != "advantage"]
+            assert different == []
+            continue
+        finish, reason = reasons.pop(row["problem"])
+        assert (row["finish"], row["advantage"]) == (finish, 0.0)
+        assert reason in row["error"]
+        n = row["problem"]
+        assert re.search(rf"{re.escape(reason)}.* for problem {n} \('{n}\+{n}='\), sample 0, turn 2;", output)
+    assert reasons == {}
+
+
+# It keeps the thoughts of a turn that a user answers, and drops them once a tool does.
+DROPS = (
+    "{% for m in messages %}<{{ m.role }}>{% if messages[-1].role == 'tool' %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_a_template_that_rewrites_a_later_turn_ends_one_trajectory(acting, talkative, tmp_path, capsys):
+    shutil.copytree(talkative, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(DROPS)
+    fingerprint(acting("caller", model=tmp_path / "model", steps=1), tmp_path / "run")
+    output = " ".join(capsys.readouterr().out.split())
+    ends = Counter(
+        (row["sample"] == 0, row["finish"]) for row in rows(tmp_path / "run") if len(row["turn_rewards"]) > 1
+    )
+    assert ends[True, "error"]
+    assert set(ends) & {(True, "done"), (False, "error")} == set()
+    assert re.search(
+        r"drops the thoughts of turn 1 once a message of the role tool follows, .*"
+        r" for problem \d \('(\d)\+\1='\), sample 0, turn 2; not trained on",
+        output,
+    )
+
+
 def test_a_sample_that_is_not_trained_on_counts_in_no_mean():
     import numpy as np
 
@@ -270,15 +325,33 @@ def _mask_over_observations(monkeypatch) -> None:
     monkeypatch.setattr(turns.Rollout, "check", lambda self: self)
 
 
-def _decoded_and_encoded_again(monkeypatch) -> None:
-    """A turn enters the trajectory as the ids of its text."""
-    draw = turns._Trajectory.draw
+def _encoded(tokenizer, ids) -> tuple[int, ...]:
+    """The ids of the text of ids."""
+    return tuple(tokenizer.encode_plain(tokenizer.text(ids)))
 
-    def again(self, completion):
-        draw(self, completion)
-        self.ids = [i for i in self.ids if i not in (1, 2)]
 
-    monkeypatch.setattr(turns._Trajectory, "draw", again)
+def _encoded_again_for_the_sampler(monkeypatch) -> None:
+    """A turn follows the ids of the text so far, as where a server is sent messages."""
+    request = turns.TurnPlayer.request
+
+    def again(self, play, params):
+        asked = request(self, play, params)
+        return replace(asked, ids=_encoded(self._tokenizer, asked.ids))
+
+    monkeypatch.setattr(turns.TurnPlayer, "request", again)
+
+
+def _encoded_again_for_the_trainer(monkeypatch) -> None:
+    """The trainer reads the ids of the text, as where trajectories come as messages."""
+    monkeypatch.setattr(turns.Rollout, "check", lambda self: self)
+    played = turns.TurnPlayer._episodes
+
+    def again(self, *parts):
+        episodes = played(self, *parts)
+        rollouts = [replace(r, ids=_encoded(self._tokenizer, r.ids)) for r in episodes.rollouts]
+        return replace(episodes, rollouts=rollouts)
+
+    monkeypatch.setattr(turns.TurnPlayer, "_episodes", again)
 
 
 def _another_separator(monkeypatch) -> None:
@@ -291,13 +364,34 @@ def _another_separator(monkeypatch) -> None:
     monkeypatch.setattr(turns.Rollout, "with_turn", other)
 
 
-@pytest.mark.parametrize("plant", [_mask_over_observations, _another_separator])
-def test_a_planted_fault_stops_the_run(acting, tmp_path, monkeypatch, plant):
-    from zerokl.engine.train.monitor import MismatchError
+PLANTS = [
+    _mask_over_observations,
+    _another_separator,
+    _encoded_again_for_the_sampler,
+    _encoded_again_for_the_trainer,
+]
 
+
+@pytest.fixture
+def normalising(talkative, tmp_path) -> Path:
+    """The model with a tokenizer that reads a to m as n. So many ids are not those of their text."""
+    folder = Path(shutil.copytree(talkative, tmp_path / "normalising"))
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["normalizer"] = {"type": "Replace", "pattern": {"Regex": "[a-m]"}, "content": "n"}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+def test_ids_that_are_not_those_of_their_text_are_kept(acting, normalising, tmp_path):
+    fingerprint(acting("echo", model=normalising, steps=1), tmp_path / "run")
+    assert any(set(row["text"]) & set("abcdefghijklm") for row in rows(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_planted_fault_stops_the_run(acting, normalising, tmp_path, monkeypatch, plant):
     plant(monkeypatch)
     with pytest.raises(MismatchError):
-        train(acting("echo"), tmp_path / "run")
+        train(acting("echo", model=normalising), tmp_path / "run")
 
 
 def test_control_a_fragment_that_counts_as_finished_is_found(acting, tmp_path, monkeypatch):

@@ -61,6 +61,13 @@ def test_a_trajectory_is_what_the_template_makes_of_the_conversation(tokenizer):
     assert conversation(plain, contents, answers[:2]) == rendered(plain, contents, answers[:2])
 
 
+def test_control_another_separator_is_not_what_the_template_makes(tokenizer, monkeypatch):
+    continued, plain = Renderer._continued, tokenizer(PLAIN)
+    monkeypatch.setattr(Renderer, "_continued", lambda *args: continued(*args).replace("\n", ""))
+    contents, answers = ["hello", "why?"], ["hi"]
+    assert conversation(plain, contents, answers) != rendered(plain, contents, answers)
+
+
 def test_an_end_that_the_model_did_not_draw_is_written(tokenizer):
     renderer = Renderer(tokenizer(PLAIN), True)
     tok = renderer._tokenizer

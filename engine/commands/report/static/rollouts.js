@@ -27,6 +27,16 @@ const COLORS = {
     of: (t) => (t.difference ? tint(RED, 0.2 + Math.max(0, 5 + Math.log10(Math.abs(t.difference))) / 5) : "transparent") },
 };
 
+// How a trajectory ended, in words; see docs/environments.md.
+const ENDS = {
+  done: "the environment ended it",
+  turns: "it had all the turns that it may have",
+  tokens: "its last turn was cut before a stop token, or no token was left",
+  context: "the context had no room for another turn",
+  "time limit": "the environment took too long; it is not trained on",
+  error: "it is not trained on",
+};
+
 class RolloutBrowser {
   constructor(store) {
     this.store = store;
@@ -206,15 +216,17 @@ class RolloutBrowser {
       read = end;
       return h("tr", null, cells.map((cell, n) => h(n === 1 || n === 2 ? "td" : "td.num", null, n === 1 || n === 2 ? h("span.said", null, cell) : cell)));
     });
-    return h("div.scroll", { tabindex: "0", role: "region", "aria-label": "turns" }, h("p.hint", null, `Turns; the trajectory ended with: ${visible(texts.finish[i])}${texts.error[i] ? ` (${visible(texts.error[i])})` : ""}.`), h("table", null,
-      h("thead", null, h("tr", null, h("th.num", null, "turn"), h("th", null, "the environment said"), h("th", null, "the model drew"), h("th.num", null, "reward"), h("th.num", null, "tokens"))), h("tbody", null, rows)));
+    const why = [texts.error[i], ENDS[texts.finish[i]]].filter(Boolean).map(visible).join("; ");
+    return h("div.scroll", { tabindex: "0", role: "region", "aria-label": "turns" },
+      h("p.hint", null, `What the environment said, and what the model drew. The end: ${visible(texts.finish[i])}${why ? ` (${why})` : ""}.`), h("table.turns", null,
+      h("thead", null, h("tr", null, h("th.num", null, "turn"), h("th", null, "environment"), h("th", null, "model"), h("th.num", null, "reward"), h("th.num", null, "tokens"))), h("tbody", null, rows)));
   }
 
   tokenTable(row, texts, i) {
     const run = this.store.data.runs[this.run];
     const rows = texts.ids[i].slice(0, 2000).map((id, k) => {
       const token = this.token(row, texts, i, k);
-      return h("tr", null, h("td.num", null, String(k)), h("td.num", null, String(id)), h("td", null, h("span.said", null, visible(this.piece(id)))),
+      return h(token.logprob === null ? "tr.between" : "tr", null, h("td.num", null, String(k)), h("td.num", null, String(id)), h("td", null, h("span.said", null, visible(this.piece(id)))),
         h("td.num", null, token.logprob === null ? "not drawn" : number(token.logprob)), h("td.num", null, isNumber(token.logprob) ? number(Math.exp(token.logprob)) : "–"),
         h("td.num", null, token.logprob === null ? "–" : texts.differences[i] ? exactly(token.difference) : run.exact ? "0.0" : "not recorded"));
     });
