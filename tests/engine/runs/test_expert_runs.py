@@ -3,7 +3,8 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from zerokl.engine.commands.verify_run import verify_run
 from zerokl.engine.config import Config, PerturbConfig
+from zerokl.engine.rollout.types import Completion, Request, Sampler
 from zerokl.engine.runs import samplers
 from zerokl.engine.runs.init import random_decoder
 from zerokl.engine.runs.run import resume, train
@@ -156,6 +158,44 @@ def test_the_monitor_counts_tokens_with_other_experts_and_a_replay_has_none(conf
         shares[routing] = max(metrics_of(tmp_path / routing, "mismatch/other_experts"))
     assert 0.0 < shares["free"] < 0.5
     assert shares["replayed"] == 0.0
+
+
+def planting(monkeypatch: pytest.MonkeyPatch, sampler: type, of_prompt: bool) -> None:
+    """From now on a sampler names another expert for one row of its first completion, of the first layer.
+
+    The row is the prompt's first, or the one that predicts the first drawn token.
+    """
+    generate = sampler.generate
+
+    def planted(self: Sampler, requests: Sequence[Request]) -> list[Completion]:
+        first, *others = generate(self, requests)
+        named = first.experts.copy()
+        row = named[0 if of_prompt else len(requests[0].ids) - 1, 0]
+        row[0] = next(expert for expert in range(6) if expert not in row)
+        return [replace(first, experts=named), *others]
+
+    monkeypatch.setattr(sampler, "generate", planted)
+
+
+@pytest.mark.parametrize("of_prompt", [False, True], ids=["drawn", "prompt"])
+@pytest.mark.parametrize("sampler", ["native", "hf"])
+def test_one_planted_expert_is_the_whole_share_and_a_replay_computes_with_it(
+    config, moe, tmp_path, monkeypatch, sampler, of_prompt
+):
+    settings = {"model": moe, "sampler": sampler, "exact": False, "steps": 1}
+    sound = train(config(**settings, perturb__routing="replayed"), tmp_path / "sound")
+    assert sound.mismatch_max_abs < 1e-5
+    assert metrics_of(tmp_path / "sound", "mismatch/other_experts") == [0.0]
+    class_of = {"native": samplers.WorkersSampler, "hf": samplers.ExternalSampler}
+    planting(monkeypatch, class_of[sampler], of_prompt)
+    free = train(config(**settings), tmp_path / "free")
+    (tokens,) = metrics_of(tmp_path / "free", "tokens")
+    share = 0.0 if of_prompt else 1.0 / tokens  # of drawn tokens and the one layer with experts
+    assert metrics_of(tmp_path / "free", "mismatch/other_experts") == [share]
+    assert free.mismatch_max_abs < 1e-5
+    replayed = train(config(**settings, perturb__routing="replayed"), tmp_path / "replayed")
+    assert metrics_of(tmp_path / "replayed", "mismatch/other_experts") == [0.0]
+    assert replayed.mismatch_max_abs > 1e-3
 
 
 def test_replayed_experts_change_no_bit_of_an_exact_run(plain, run, tmp_path):
