@@ -26,6 +26,7 @@ from .decode_heads_triton import heads_to_cache
 from .draw_triton import draw_tokens
 from .embedding_triton import embedding_bwd, sorted_ids
 from .expert_rows_triton import ExpertTables, rows_of_tokens, runs_of_experts, sort_slots, sum_slots
+from .given_softmax_triton import given_softmax_fwd
 from .grad import PartialSums
 from .grouped_linear_triton import add_expert_runs, grouped_matmul
 from .launch import Launch, recorded_launches
@@ -43,9 +44,11 @@ from .topk_softmax_triton import topk_softmax_bwd, topk_softmax_fwd
 from .value_head_triton import value_head_bwd, value_head_fwd
 
 BF16, FP16, FP32 = DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Head widths and groups of the supported models: Qwen3-0.6B and 1.7B, 8B, Qwen2.5-0.5B, Llama-3.2-1B,
-# SmolLM2-135M.
-ATTENTION_SHAPES = ((128, 2), (128, 4), (64, 7), (64, 4), (64, 3))
+# Head widths and groups of the supported models: Qwen3-0.6B and 1.7B, 8B, 30B-A3B, Qwen2.5-0.5B,
+# Llama-3.2-1B, SmolLM2-135M.
+ATTENTION_SHAPES = ((128, 2), (128, 4), (128, 8), (64, 7), (64, 4), (64, 3))
+# Ranks of adapters: 1, those that are no multiple of 16, and those that are one.
+_RANKS = (1, 8, 16)
 # Rows of a decode and of a prefill. Their products have different row tiles.
 _ROWS = {"decode": 64, "prefill": 128}
 # Rows whose 16-bit products go through TMA on Hopper.
@@ -108,12 +111,37 @@ def cases() -> Iterator[Case]:
     for base, dtype in product(DTYPES, DTYPES):
         name = f"merge of {_name(base)} into {_name(dtype)}"
         yield name, lambda base=base, dtype=dtype: _merge(base, dtype)
+    for rank in _RANKS:
+        yield from _adapters(rank)
     yield "uniforms", lambda: uniforms(_meta(torch.int64, 4, 64), 1, 0)
 
 
 def _merge(base: torch.dtype, dtype: torch.dtype) -> None:
     b, a = _meta(FP32, 2048, 16), _meta(FP32, 16, 1024)
     merge(_meta(dtype, 2048, 1024), _meta(base, 2048, 1024), b, a, 2.0)
+
+
+def _adapters(rank: int) -> Iterator[Case]:
+    """The gradients of LoRA adapters, in fp32: of a matrix [1024, 2048], and of matrices of experts.
+
+    Ranks that are multiples of 16 have the binaries of other weights, except in one product of experts. The
+    sums of experts' gradients have the binaries of one matrix.
+    """
+    T, N, K = 256, 1024, 2048
+    x, dy, x_a = _meta(FP32, T, K), _meta(FP32, T, N), _meta(FP32, T, rank)
+    rows = _rows(T // 8)
+    flat = _meta(FP32, 128, 2 * rank * (N + K))  # those of an expert lie between those of others
+    a_of_experts = flat[:, : rank * K].unflatten(1, (rank, K))
+    b_of_experts = flat[:, : N * rank].unflatten(1, (N, rank)).transpose(1, 2)
+    name = f"adapters of rank {rank}"
+    yield f"{name} of experts, rows by a", lambda: grouped_matmul(x, a_of_experts, rows, of_tokens=False)
+    if rank % 16 == 0:
+        return
+    yield f"{name} of experts, rows by b", lambda: grouped_matmul(dy, b_of_experts, rows, of_tokens=False)
+    yield f"{name}, rows by a", lambda: matmul(x, _meta(FP32, rank, K))
+    yield f"{name}, rows by b", lambda: matmul(dy, _meta(FP32, N, rank).t())
+    yield f"{name}, gradient of b", lambda: add_outer(_meta(FP32, 1, N, rank), dy, x_a, _BLOCKS)
+    yield f"{name}, gradient of a", lambda: add_outer(_meta(FP32, 1, rank, K), x_a, x, _BLOCKS)
 
 
 def _meta(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -285,15 +313,16 @@ def _slots(dtype: torch.dtype) -> None:
 
 def _expert_gradient(dtype: torch.dtype, N: int, K: int, empty: bool) -> None:
     """One binary for all experts, sequences and rows: two experts stand for all of them."""
-    places, first, rows = (_meta(torch.int32, *shape) for shape in ((2,), (3,), (2, 2)))
     dy, x = _meta(dtype, 256, N), _meta(dtype, 256, K)
-    add_expert_runs(_meta(FP32, 2, N, K), dy, x, Runs(places, first, rows), empty)
+    runs = Runs(*(_meta(torch.int32, *shape) for shape in ((2,), (3,), (2, 2))))
+    add_expert_runs(_meta(FP32, 2, N, K), dy, x, runs, empty)
 
 
 def _router(dtype: torch.dtype, E: int, k: int) -> None:
     renormalise = E == 128
     w, ids, p = topk_softmax_fwd(_meta(dtype, 256, E), k, renormalise)
     topk_softmax_bwd(w, w, ids, p, renormalise, dtype)
+    given_softmax_fwd(_meta(dtype, 256, E), ids, renormalise)
 
 
 def _attention(dtype: torch.dtype) -> Iterator[Case]:

@@ -57,6 +57,18 @@ RAW = {
         "hidden_size": 64,
         "head_dim": 16,
     },
+    # A dense layer, and one with experts.
+    "qwen3_moe": BASE
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "tie_word_embeddings": False,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    },
     "llama": BASE
     | {
         "architectures": ["LlamaForCausalLM"],
@@ -96,7 +108,7 @@ def model_of_vllm(
 
 
 CASES = [("qwen3", d) for d in DTYPES] + [
-    (family, d) for family in ("qwen2", "llama") for d in (torch.float32, torch.bfloat16)
+    (family, d) for family in ("qwen2", "llama", "qwen3_moe") for d in (torch.float32, torch.bfloat16)
 ]
 
 
