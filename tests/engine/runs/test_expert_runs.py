@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from zerokl.engine.commands.verify import check_law
 from zerokl.engine.commands.verify_run import verify_run
 from zerokl.engine.config import Config, PerturbConfig
 from zerokl.engine.rollout.types import Completion, Request, Sampler
@@ -82,6 +83,16 @@ def test_a_run_goes_on_and_is_verified(run, tmp_path):
     assert [f"{f.what}: {f.result}" for f in verify_run(path, 2, 0, {}) if not f.holds] == []
     resume(path)
     assert (path / "ledger.jsonl").read_bytes() == (run / "ledger.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(d, marks=pytest.mark.full) for d in DTYPES[::2]] + DTYPES[1:2]
+)
+def test_the_laws_checks_hold(moe, dtype):
+    """zerokl verify MODEL: order, padding, chunks, decode, threads, concurrency and micro-batches."""
+    checks = check_law(str(moe), [dtype], sequences=6, longest=40)
+    assert len(checks) >= 8
+    assert [check for check in checks if check.unequal or not check.comparisons] == []
 
 
 def test_the_ledger_binds_what_the_experts_are(run):
