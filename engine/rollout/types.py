@@ -187,10 +187,19 @@ class Rollout:
             turn_starts=(*self.turn_starts, start),
             finish=completion.finish,
             weight_version=completion.weight_version,
-            experts=completion.experts
-            if self.experts is None
-            # Rows that were drawn keep the experts that they were drawn with.
-            else np.concatenate([self.experts, completion.experts[len(self.experts) :]]),
+            experts=self._experts_with(completion.experts),
+        )
+
+    def _experts_with(self, experts: np.ndarray | None) -> np.ndarray | None:
+        """Those of this trajectory with one more turn, of all of whose rows `experts` are.
+
+        Rows that were drawn keep the experts that they were drawn with. Where tokens follow that nobody drew
+        with this sampler, none are named.
+        """
+        if experts is None or (self.experts is None and self.turns):
+            return None
+        return (
+            experts if self.experts is None else np.concatenate([self.experts, experts[len(self.experts) :]])
         )
 
     def check(self) -> "Rollout":

@@ -200,7 +200,7 @@ def _prepare_experts(runner: Any) -> None:
     """What vLLM does to experts after it has loaded them, and its forward without a forward context."""
     runner.routed_experts.quant_method.process_weights_after_loading(runner.routed_experts)
     runner._sequence_parallel_context = nullcontext
-    runner._forward_entry = lambda x, logits, shared, ids, _: runner._forward_impl(x, logits, shared, ids)
+    runner._forward_entry = lambda x, logits, shared, ids, *_: runner._forward_impl(x, logits, shared, ids)
 
 
 def vllm_model(decoder: Decoder, folder: Path, patch: pytest.MonkeyPatch) -> torch.nn.Module:
