@@ -27,7 +27,7 @@ help:
 	@echo "make test-browser   the pages of audit, report and watch in Chromium (apt-get install chromium chromium-driver)"
 	@echo "make test-trackers  runs tracked by Weights & Biases, Trackio and MLflow, offline"
 	@echo "make test-worlds    environments of verifiers, TextArena, GEM and Gymnasium, played and trained in"
-	@echo "make real           SmolLM2-135M-Instruct: transformers, vLLM and zerokl audited, then exact RL of all weights and of LoRA (25 minutes)"
+	@echo "make real           SmolLM2-135M-Instruct: transformers, vLLM and zerokl audited, then exact RL of all weights and of LoRA of rank 16"
 	@echo "make test-real      the same model in short: converted, audited, trained two steps"
 	@echo "make docs           the documentation, in build/docs; a broken link fails"
 	@echo "make lint           ruff"

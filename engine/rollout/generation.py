@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import compress, groupby
+from itertools import accumulate, compress, groupby, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -42,14 +42,16 @@ class Prefix:
     start: int = 0  # where the reading begins: the tokens before it are in the cache
     # [1, D], hidden state of the last token: predicts the first token of each sample
     last: torch.Tensor | None = None
-    # The experts of its tokens, where they are asked for: of kept blocks, and of each chunk that was read.
+    # The experts of its tokens, where they are asked for: of kept blocks, and of each chunk that was read. A
+    # chunk is some rows of its pass.
     kept_experts: list[np.ndarray] = field(default_factory=list)
-    read_experts: list[Look] = field(default_factory=list)
+    read_experts: list[tuple[Look, slice]] = field(default_factory=list)
 
     @cached_property
     def experts(self) -> np.ndarray:
         """The experts of its tokens, [n, L, k], once it is read."""
-        return np.concatenate([*self.kept_experts, *(look.arrays()[0] for look in self.read_experts)])
+        chunks = [look.arrays()[0][rows] for look, rows in self.read_experts]
+        return np.concatenate([*self.kept_experts, *chunks])
 
 
 @dataclass(eq=False)
@@ -275,8 +277,9 @@ class Generation:
             for (p, _, _), chunk in zip(batch, rows, strict=True):
                 p.last = chunk[-1:].clone()  # the whole pass must not stay in memory
             if routing:
-                for (p, _, _), experts in zip(batch, routing.taken().split(lengths), strict=True):
-                    p.read_experts.append(Look(experts))
+                look, ends = Look(routing.taken()), [0, *accumulate(lengths)]
+                for (p, _, _), chunk_rows in zip(batch, pairwise(ends), strict=True):
+                    p.read_experts.append((look, slice(*chunk_rows)))
 
     def _take(self, samples: Sequence[Sample], drawn: Drawn) -> bool:
         """Give each sample the tokens that it drew; returns whether any sample ended with them."""
