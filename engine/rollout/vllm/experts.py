@@ -99,11 +99,11 @@ class ExpertRecorder:
             cache = self._runner.kv_cache_config
             slots = cache.num_blocks * cache.kv_cache_groups[0].kv_cache_spec.block_size
             self._of_slot = np.full((slots, *experts.shape[1:]), -1, np.int16)
+        for _, rows, slots in self._plan:
+            self._of_slot[slots[len(slots) - (rows.stop - rows.start) :]] = experts[rows]
         for number, rows, slots in self._plan:
             first = len(slots) - (rows.stop - rows.start)
             if number is not None:
-                # What vLLM had cached when the request began. Nobody has written to these slots since.
+                # A request begins after what is cached: also what another one computes in this forward.
                 parts = self._of_request.setdefault(number, [(0, self._of_slot[slots[:first]])])
                 parts.append((first, experts[rows].copy()))
-        for _, rows, slots in self._plan:
-            self._of_slot[slots[len(slots) - (rows.stop - rows.start) :]] = experts[rows]

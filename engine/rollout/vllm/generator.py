@@ -92,7 +92,9 @@ class VllmGenerator:
             tokens = tuple(completion.token_ids)
             logprobs = [completion.logprobs[n][token].logprob for n, token in enumerate(tokens)]
             logp, finish = np.array(logprobs, np.float32), completion.finish_reason
-            rollouts.append(Rollout.of_one_turn(i, 0, prompts[i], tokens, logp, finish, 0, experts[i]))
+            # A vLLM that schedules ahead may have computed the last token too.
+            named = None if experts[i] is None else experts[i][: len(prompts[i]) + len(tokens) - 1]
+            rollouts.append(Rollout.of_one_turn(i, 0, prompts[i], tokens, logp, finish, 0, named))
         return rollouts
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
