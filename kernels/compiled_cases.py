@@ -266,6 +266,9 @@ def _decoding_of_wide_outputs(dtype: torch.dtype) -> Iterator[Case]:
     for N in (4096, 12288) if dtype == BF16 else ():  # another BLOCK_K
         x, w = _meta(dtype, 64, 2048), _meta(dtype, N, 2048)
         yield f"linear {_name(dtype)} decode, {N} x 2048", lambda x=x, w=w: matmul(x, w)
+    if dtype == BF16:  # of o in Qwen3-30B-A3B
+        w = _transposed(dtype, 4096, 2048)
+        yield f"input gradient {_name(dtype)} decode, 4096 x 2048", lambda: matmul(_meta(dtype, 64, 2048), w)
 
 
 def _experts(dtype: torch.dtype) -> Iterator[Case]:

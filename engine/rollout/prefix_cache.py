@@ -36,7 +36,7 @@ class _Entry(NamedTuple):
     number: int
     place: _Place
     block: int
-    experts: np.ndarray | None  # [KEY_TILE, L, k] of its ids, where they are known
+    experts: np.ndarray | None = None  # [KEY_TILE, L, k] of its ids, where they are known
 
 
 class PrefixCache:

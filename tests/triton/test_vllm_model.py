@@ -1,4 +1,4 @@
-"""Our decoder on Triton has the bits of vLLM's own Qwen3, Qwen2 and Llama in batch-invariant mode.
+"""Our decoder on Triton has the bits of vLLM's own Qwen3, Qwen3-MoE, Qwen2 and Llama in batch-invariant mode.
 
 Every operation, the logits and the logprobs are compared. Everything is interpreted on a CPU.
 """
@@ -242,6 +242,13 @@ def test_control_another_epsilon_is_found(vllm_trace, monkeypatch):
 def test_control_another_tile_along_k_is_found(vllm_trace, monkeypatch):
     monkeypatch.setattr(tiles, "_32_BIT", 16)
     assert first_difference(vllm_trace) == "layers.0.q_proj"
+
+
+def test_control_another_tile_of_experts_is_found(batch_invariant, tmp_path, monkeypatch):
+    decoder = make_decoder("qwen3_moe", torch.float32)
+    model = model_of_vllm(decoder, tmp_path, monkeypatch)
+    monkeypatch.setattr(tiles, "_GROUPED", 16)
+    assert differing(our_trace(decoder), trace_of_vllm(model, decoder.config))[0] == "layers.1.experts"
 
 
 def test_control_vllms_own_addition_and_norm_are_found(batch_invariant, tmp_path, monkeypatch):
