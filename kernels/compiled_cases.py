@@ -26,7 +26,7 @@ from .decode_heads_triton import heads_to_cache
 from .draw_triton import draw_tokens
 from .embedding_triton import embedding_bwd, sorted_ids
 from .expert_rows_triton import ExpertTables, rows_of_tokens, runs_of_experts, sort_slots, sum_slots
-from .given_softmax_triton import given_softmax_fwd
+from .given_softmax_triton import given_weights
 from .grad import PartialSums
 from .grouped_linear_triton import add_expert_runs, grouped_matmul
 from .launch import Launch, recorded_launches
@@ -47,8 +47,6 @@ BF16, FP16, FP32 = DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Head widths and groups of the supported models: Qwen3-0.6B and 1.7B, 8B, 30B-A3B, Qwen2.5-0.5B,
 # Llama-3.2-1B, SmolLM2-135M.
 ATTENTION_SHAPES = ((128, 2), (128, 4), (128, 8), (64, 7), (64, 4), (64, 3))
-# Ranks of adapters: 1, those that are no multiple of 16, and those that are one.
-_RANKS = (1, 8, 16)
 # Rows of a decode and of a prefill. Their products have different row tiles.
 _ROWS = {"decode": 64, "prefill": 128}
 # Rows whose 16-bit products go through TMA on Hopper.
@@ -79,6 +77,8 @@ def cases() -> Iterator[Case]:
     for phase, T in _TOKENS_OF_EXPERTS.items():
         yield f"rows of experts {phase}", lambda T=T: sort_slots(_meta(torch.int64, T, 8), 128)
     yield "rows of experts in sequences", lambda: runs_of_experts(_rows(256), _meta(torch.int32, 4, 2))
+    for E, k in ((128, 8), (8, 2)):
+        yield f"given experts, {k} of {E}", lambda E=E, k=k: _given(E, k)
     for dtype in DTYPES:
         yield from _elementwise(dtype)
         yield from _products(dtype)
@@ -111,8 +111,7 @@ def cases() -> Iterator[Case]:
     for base, dtype in product(DTYPES, DTYPES):
         name = f"merge of {_name(base)} into {_name(dtype)}"
         yield name, lambda base=base, dtype=dtype: _merge(base, dtype)
-    for rank in _RANKS:
-        yield from _adapters(rank)
+    yield from _adapters_of_experts()
     yield "uniforms", lambda: uniforms(_meta(torch.int64, 4, 64), 1, 0)
 
 
@@ -121,27 +120,14 @@ def _merge(base: torch.dtype, dtype: torch.dtype) -> None:
     merge(_meta(dtype, 2048, 1024), _meta(base, 2048, 1024), b, a, 2.0)
 
 
-def _adapters(rank: int) -> Iterator[Case]:
-    """The gradients of LoRA adapters, in fp32: of a matrix [1024, 2048], and of matrices of experts.
+def _adapters_of_experts() -> Iterator[Case]:
+    """The product of LoRA's gradients that no other weight has.
 
-    Ranks that are multiples of 16 have the binaries of other weights, except in one product of experts. The
-    sums of experts' gradients have the binaries of one matrix.
+    All others have the binaries of weights, of experts and of one matrix: a rank that is no multiple of 16 is
+    padded to one (low_rank.padded_rank).
     """
-    T, N, K = 256, 1024, 2048
-    x, dy, x_a = _meta(FP32, T, K), _meta(FP32, T, N), _meta(FP32, T, rank)
-    rows = _rows(T // 8)
-    flat = _meta(FP32, 128, 2 * rank * (N + K))  # those of an expert lie between those of others
-    a_of_experts = flat[:, : rank * K].unflatten(1, (rank, K))
-    b_of_experts = flat[:, : N * rank].unflatten(1, (N, rank)).transpose(1, 2)
-    name = f"adapters of rank {rank}"
-    yield f"{name} of experts, rows by a", lambda: grouped_matmul(x, a_of_experts, rows, of_tokens=False)
-    if rank % 16 == 0:
-        return
-    yield f"{name} of experts, rows by b", lambda: grouped_matmul(dy, b_of_experts, rows, of_tokens=False)
-    yield f"{name}, rows by a", lambda: matmul(x, _meta(FP32, rank, K))
-    yield f"{name}, rows by b", lambda: matmul(dy, _meta(FP32, N, rank).t())
-    yield f"{name}, gradient of b", lambda: add_outer(_meta(FP32, 1, N, rank), dy, x_a, _BLOCKS)
-    yield f"{name}, gradient of a", lambda: add_outer(_meta(FP32, 1, rank, K), x_a, x, _BLOCKS)
+    x, a = _meta(FP32, 256, 2048), _meta(FP32, 128, 2, 16, 2048)[:, 0]
+    yield "adapters of experts", lambda: grouped_matmul(x, a, _rows(32), of_tokens=False)
 
 
 def _meta(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -325,7 +311,12 @@ def _router(dtype: torch.dtype, E: int, k: int) -> None:
     renormalise = E == 128
     w, ids, p = topk_softmax_fwd(_meta(dtype, 256, E), k, renormalise)
     topk_softmax_bwd(w, w, ids, p, renormalise, dtype)
-    given_softmax_fwd(_meta(dtype, 256, E), ids, renormalise)
+
+
+def _given(E: int, k: int) -> None:
+    """One binary for all dtypes; the router's own is in another case."""
+    w, p = _meta(FP32, 256, k), _meta(FP32, 256, E)
+    given_weights(p, _meta(torch.int64, 256, k), w, E == 128)
 
 
 def _attention(dtype: torch.dtype) -> Iterator[Case]:

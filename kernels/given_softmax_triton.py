@@ -1,7 +1,8 @@
-"""Triton kernel of given_softmax.py: the softmax of topk_softmax_triton.py, and the weights of given experts.
+"""Triton kernel of given_softmax.py: the weights of given experts, from the probabilities of topk_softmax.
 
-Forward: one program for each token. The probabilities are those of topk_softmax, bit for bit. The given p are
-taken one slot after another, and added in this order. The backward is topk_softmax_triton.topk_softmax_bwd.
+Forward: topk_softmax_triton.topk_softmax_fwd gives all probabilities, as where the router chooses its own
+experts. Then one program for each token takes the given p, and adds them one slot after another. The backward
+is topk_softmax_triton.topk_softmax_bwd.
 
 Roundings, order and shapes: see given_softmax.py.
 """
@@ -11,39 +12,18 @@ import triton
 import triton.language as tl
 
 from .launch import dense, launch, next_power_of_2
-from .topk_softmax import LOAD_BYTES, lanes_of
-from .topk_softmax_triton import WARPS, probabilities
+from .topk_softmax_triton import WARPS, topk_softmax_fwd
 
 
 @triton.jit
-def _given_softmax_fwd(
-    # pointers
-    logits_ptr,
-    id_ptr,
-    w_ptr,
-    p_ptr,
-    # sizes
-    E,
-    K: tl.constexpr,
-    # constants
-    RENORMALISE: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    LOADS: tl.constexpr,
-    LOAD: tl.constexpr,
-    LANES: tl.constexpr,
-    LOG_LANES: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    expert, slot = tl.arange(0, EXPERTS), tl.arange(0, SLOTS)
-    p = probabilities(logits_ptr + row * E, E, EXPERTS, LOADS, LOAD, LANES, LOG_LANES)
-    tl.store(p_ptr + row * E + expert, p, mask=expert < E)
-    w, total = tl.zeros([SLOTS], tl.float32), 0.0
-    for j in range(K):
-        given = tl.load(id_ptr + row * K + j)
-        p_j = tl.sum(tl.where(expert == given, p, 0.0))  # one number and zeros
-        w, total = tl.where(slot == j, p_j, w), total + p_j
+def _given_weights(p_ptr, id_ptr, w_ptr, E, K: tl.constexpr, RENORMALISE: tl.constexpr, SLOTS: tl.constexpr):
+    row, slot = tl.program_id(0).to(tl.int64), tl.arange(0, SLOTS)
+    p, ids = p_ptr + row * E, id_ptr + row * K
+    w = tl.load(p + tl.load(ids + slot, mask=slot < K, other=0), mask=slot < K, other=0.0)
     if RENORMALISE:
+        total = 0.0
+        for j in range(K):
+            total += tl.load(p + tl.load(ids + j))
         w *= tl.where(total > 0.0, tl.div_rn(1.0, total), 1.0)
     tl.store(w_ptr + row * K + slot, w, mask=slot < K)
 
@@ -52,27 +32,25 @@ def given_softmax_fwd(
     logits: torch.Tensor, ids: torch.Tensor, renormalise: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights [T, k] of the experts ids [T, k] int64, and all probabilities [T, E], both in fp32."""
-    (T, E), k, device = logits.shape, ids.shape[1], logits.device
-    w = torch.empty(T, k, dtype=torch.float32, device=device)
-    p = torch.empty(T, E, dtype=torch.float32, device=device)
-    loads, lanes, load = lanes_of(E, LOAD_BYTES // logits.itemsize)
-    if T:
-        launch(
-            _given_softmax_fwd,
-            (T,),
-            dense(logits),
-            dense(ids),
-            w,
-            p,
-            E,
-            K=k,
-            RENORMALISE=renormalise,
-            EXPERTS=next_power_of_2(E),
-            SLOTS=next_power_of_2(k),
-            LOADS=loads,
-            LOAD=load,
-            LANES=lanes,
-            LOG_LANES=lanes.bit_length() - 1,
-            num_warps=WARPS,
-        )
+    _, _, p = topk_softmax_fwd(logits, ids.shape[1], renormalise)
+    w = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
+    if len(p):
+        given_weights(p, dense(ids), w, renormalise)
     return w, p
+
+
+def given_weights(p: torch.Tensor, ids: torch.Tensor, w: torch.Tensor, renormalise: bool) -> None:
+    """Write the weights of ids [T, k] to w [T, k], from all probabilities p [T, E] in fp32. All are dense."""
+    (T, k), E = ids.shape, p.shape[1]
+    launch(
+        _given_weights,
+        (T,),
+        p,
+        ids,
+        w,
+        E,
+        K=k,
+        RENORMALISE=renormalise,
+        SLOTS=next_power_of_2(k),
+        num_warps=WARPS,
+    )

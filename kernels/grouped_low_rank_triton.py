@@ -18,12 +18,13 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 
 from .expert_rows_triton import ExpertTables, runs_of_experts
 from .grad import GradBuffer
 from .grouped_linear_triton import add_expert_runs, grouped_matmul
 from .low_rank import AdapterBuffers, LowRankBuffers
-from .order import Runs, TokenBlocks
+from .order import ALIGN, Runs, TokenBlocks
 
 
 def add_grouped_low_rank(
@@ -37,6 +38,9 @@ def add_grouped_low_rank(
     for first, adapters in _by_matrix(buffers, width, rows.experts).items():
         a, b = stacked([adapter.a for adapter in adapters]), stacked([adapter.b for adapter in adapters])
         dy = dy_RN[:, first : first + b.shape[1]].float().contiguous()
+        padding = -a.shape[1] % ALIGN  # of the rank: see low_rank.padded_rank
+        if padding:
+            a, b = F.pad(a, (0, 0, 0, padding)), F.pad(b, (0, padding))
         x_a = grouped_matmul(x, a, rows, of_tokens=False).mul_(adapters[0].scale)
         dy_b = grouped_matmul(dy, b.transpose(1, 2), rows, of_tokens=False).mul_(adapters[0].scale)
         _add([adapter.db for adapter in adapters], dy, x_a, runs, blocks)
@@ -73,7 +77,14 @@ def _add(
     for buffer in buffers:
         buffer.zeroed(blocks.shards)
     for shard, of_experts in runs:
-        add_expert_runs(stacked([buffer.sums[shard] for buffer in buffers]), dy, x, of_experts, False)
+        sums = stacked([buffer.sums[shard] for buffer in buffers])
+        _, N, K = sums.shape
+        padded = sums
+        if (dy.shape[1], x.shape[1]) != (N, K):
+            padded = F.pad(sums, (0, x.shape[1] - K, 0, dy.shape[1] - N))
+        add_expert_runs(padded, dy, x, of_experts, False)
+        if padded is not sums:
+            sums.copy_(padded[:, :N, :K])
 
 
 def stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:

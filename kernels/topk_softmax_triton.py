@@ -40,25 +40,6 @@ def _lane_sum(
 
 
 @triton.jit
-def probabilities(
-    logits,
-    E,
-    EXPERTS: tl.constexpr,
-    LOADS: tl.constexpr,
-    LOAD: tl.constexpr,
-    LANES: tl.constexpr,
-    LOG_LANES: tl.constexpr,
-):
-    """The softmax of a row of logits, [EXPERTS] in fp32."""
-    expert = tl.arange(0, EXPERTS)
-    z = tl.load(logits + expert, mask=expert < E, other=-float("inf")).to(tl.float32)
-    largest = tl.max(z)
-    scale = tl.div_rn(1.0, _lane_sum(logits, largest, E, LOADS, LOAD, LANES, LOG_LANES))
-    p = expf(z - largest) * scale
-    return tl.where(p == p, p, 0.0)  # 0 for NaN
-
-
-@triton.jit
 def _topk_softmax_fwd(
     # pointers
     logits_ptr,
@@ -78,8 +59,12 @@ def _topk_softmax_fwd(
     LOG_LANES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    expert, slot = tl.arange(0, EXPERTS), tl.arange(0, SLOTS)
-    p = probabilities(logits_ptr + row * E, E, EXPERTS, LOADS, LOAD, LANES, LOG_LANES)
+    logits, expert, slot = logits_ptr + row * E, tl.arange(0, EXPERTS), tl.arange(0, SLOTS)
+    z = tl.load(logits + expert, mask=expert < E, other=-float("inf")).to(tl.float32)
+    largest = tl.max(z)
+    scale = tl.div_rn(1.0, _lane_sum(logits, largest, E, LOADS, LOAD, LANES, LOG_LANES))
+    p = expf(z - largest) * scale
+    p = tl.where(p == p, p, 0.0)  # 0 for NaN
     tl.store(p_ptr + row * E + expert, p, mask=expert < E)
     left = tl.where(expert < E, p, -1.0)
     w, ids, total = tl.zeros([SLOTS], tl.float32), tl.zeros([SLOTS], tl.int64), 0.0

@@ -126,4 +126,4 @@ def test_replayed_experts_of_prompts_and_samples_cost_no_further_wait():
         total.add(work, [replace(shard, rollouts=named)])
     assert device.places("wait") == {LOGPROBS}
     assert device.places("upload") == {UPLOAD}
-    assert names(device)["_given_softmax_fwd"] == names(device)["_topk_softmax_fwd"]
+    assert 2 * names(device)["_given_weights"] == names(device)["_topk_softmax_fwd"]

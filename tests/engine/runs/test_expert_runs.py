@@ -85,12 +85,10 @@ def test_a_run_goes_on_and_is_verified(run, tmp_path):
     assert (path / "ledger.jsonl").read_bytes() == (run / "ledger.jsonl").read_bytes()
 
 
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(d, marks=pytest.mark.full) for d in DTYPES[::2]] + DTYPES[1:2]
-)
-def test_the_laws_checks_hold(moe, dtype):
+@pytest.mark.full
+def test_the_laws_checks_hold(moe):
     """zerokl verify MODEL: order, padding, chunks, decode, threads, concurrency and micro-batches."""
-    checks = check_law(str(moe), [dtype], sequences=6, longest=40)
+    checks = check_law(str(moe), ["bfloat16"], sequences=4, longest=24)
     assert len(checks) >= 8
     assert [check for check in checks if check.unequal or not check.comparisons] == []
 
@@ -171,6 +169,12 @@ def test_the_monitor_counts_tokens_with_other_experts_and_a_replay_has_none(conf
     assert shares["replayed"] == 0.0
 
 
+@pytest.fixture(scope="module")
+def first_layer(tmp_path_factory) -> Path:
+    """Experts in the first of two layers: nobody reads what a prompt's rows are after the last one."""
+    return random_model(tmp_path_factory.mktemp("first"), EXPERTS | {"mlp_only_layers": [1]})
+
+
 def planting(monkeypatch: pytest.MonkeyPatch, sampler: type, of_prompt: bool) -> None:
     """From now on a sampler names another expert for one row of its first completion, of the first layer.
 
@@ -191,9 +195,9 @@ def planting(monkeypatch: pytest.MonkeyPatch, sampler: type, of_prompt: bool) ->
 @pytest.mark.parametrize("of_prompt", [False, True], ids=["drawn", "prompt"])
 @pytest.mark.parametrize("sampler", ["native", "hf"])
 def test_one_planted_expert_is_the_whole_share_and_a_replay_computes_with_it(
-    config, moe, tmp_path, monkeypatch, sampler, of_prompt
+    config, first_layer, tmp_path, monkeypatch, sampler, of_prompt
 ):
-    settings = {"model": moe, "sampler": sampler, "exact": False, "steps": 1}
+    settings = {"model": first_layer, "sampler": sampler, "exact": False, "steps": 1}
     sound = train(config(**settings, perturb__routing="replayed"), tmp_path / "sound")
     assert sound.mismatch_max_abs < 1e-5
     assert metrics_of(tmp_path / "sound", "mismatch/other_experts") == [0.0]
