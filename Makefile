@@ -28,7 +28,7 @@ help:
 	@echo "make test-trackers  runs tracked by Weights & Biases, Trackio and MLflow, offline"
 	@echo "make test-worlds    environments of verifiers, TextArena, GEM and Gymnasium, played and trained in"
 	@echo "make test-ray       runs whose rollouts are drawn by actors on several nodes of Ray; actors and driver are killed"
-	@echo "make real           SmolLM2-135M-Instruct: transformers, vLLM and zerokl audited, then exact RL (16 minutes)"
+	@echo "make real           SmolLM2-135M-Instruct: transformers, vLLM and zerokl audited, then exact RL of all weights and of LoRA of rank 16"
 	@echo "make test-real      the same model in short: converted, audited, trained two steps"
 	@echo "make docs           the documentation, in build/docs; a broken link fails"
 	@echo "make lint           ruff"
@@ -166,7 +166,7 @@ REAL ?= runs/real
 real: .venv-real/.installed
 	.venv-real/bin/python benchmarks/real/convert.py $(REAL)/model
 	.venv-real/bin/python benchmarks/real/audits.py $(REAL)/model $(REAL)/audits
-	.venv-real/bin/zerokl train benchmarks/real/train.toml --model $(REAL)/model --run_dir $(REAL)/run
+	.venv-real/bin/python benchmarks/real/train.py $(REAL)/model $(REAL)/trained
 
 test-real: .venv-real/.installed
 	.venv-real/bin/python -m pytest -m real tests/real

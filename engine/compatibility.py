@@ -86,10 +86,21 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        lambda s: s.config.perturb.routing == "replayed" and (s.config.sampler != "native" or s.given),
+        lambda s: s.config.perturb.routing == "replayed" and s.given,
         lambda s: (
-            'perturb.routing ("replayed") needs sampler = "native", which names the experts of the tokens '
-            'that it draws, and a loss of drawn tokens; set it to "free", or leave out the other'
+            'perturb.routing ("replayed") needs a loss of drawn tokens, whose experts the sampler names; '
+            'set it to "free", or choose another loss'
+        ),
+    ),
+    Rule(
+        lambda s: (
+            s.config.perturb.routing == "replayed"
+            and s.config.sampler.startswith("vllm-")
+            and s.config.vllm.cuda_graphs
+        ),
+        lambda s: (
+            'perturb.routing ("replayed") with vllm.cuda_graphs: a graph of vLLM names no experts; set '
+            'vllm.cuda_graphs = false, or routing = "free"'
         ),
     ),
     Rule(

@@ -180,8 +180,8 @@ class PerturbConfig(Section):
     """Steps by which the sampler's weights are late. Its rollouts name the current version all the same."""
     routing: Literal["free", "replayed"] = "free"
     """Of a mixture of experts: free is the trainer's own choice of experts. With replayed the trainer
-    computes each drawn token with the experts that the sampler chose, and takes their weights from its own
-    router (R3, arXiv 2510.11370). The rows of prompts stay free. It may go with exact = true, and then
+    computes each token, of prompts too, with the experts that the sampler chose, and takes their weights from
+    its own router (R3, arXiv 2510.11370). Any sampler names them. It may go with exact = true, and then
     changes no bit.
     """
 

@@ -26,6 +26,7 @@ from .decode_heads_triton import heads_to_cache
 from .draw_triton import draw_tokens
 from .embedding_triton import embedding_bwd, sorted_ids
 from .expert_rows_triton import ExpertTables, rows_of_tokens, runs_of_experts, sort_slots, sum_slots
+from .given_softmax_triton import given_weights
 from .grad import PartialSums
 from .grouped_linear_triton import add_expert_runs, grouped_matmul
 from .launch import Launch, recorded_launches
@@ -43,9 +44,9 @@ from .topk_softmax_triton import topk_softmax_bwd, topk_softmax_fwd
 from .value_head_triton import value_head_bwd, value_head_fwd
 
 BF16, FP16, FP32 = DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Head widths and groups of the supported models: Qwen3-0.6B and 1.7B, 8B, Qwen2.5-0.5B, Llama-3.2-1B,
-# SmolLM2-135M.
-ATTENTION_SHAPES = ((128, 2), (128, 4), (64, 7), (64, 4), (64, 3))
+# Head widths and groups of the supported models: Qwen3-0.6B and 1.7B, 8B, 30B-A3B, Qwen2.5-0.5B,
+# Llama-3.2-1B, SmolLM2-135M.
+ATTENTION_SHAPES = ((128, 2), (128, 4), (128, 8), (64, 7), (64, 4), (64, 3))
 # Rows of a decode and of a prefill. Their products have different row tiles.
 _ROWS = {"decode": 64, "prefill": 128}
 # Rows whose 16-bit products go through TMA on Hopper.
@@ -76,6 +77,8 @@ def cases() -> Iterator[Case]:
     for phase, T in _TOKENS_OF_EXPERTS.items():
         yield f"rows of experts {phase}", lambda T=T: sort_slots(_meta(torch.int64, T, 8), 128)
     yield "rows of experts in sequences", lambda: runs_of_experts(_rows(256), _meta(torch.int32, 4, 2))
+    for E, k in ((128, 8), (8, 2)):
+        yield f"given experts, {k} of {E}", lambda E=E, k=k: _given(E, k)
     for dtype in DTYPES:
         yield from _elementwise(dtype)
         yield from _products(dtype)
@@ -108,12 +111,23 @@ def cases() -> Iterator[Case]:
     for base, dtype in product(DTYPES, DTYPES):
         name = f"merge of {_name(base)} into {_name(dtype)}"
         yield name, lambda base=base, dtype=dtype: _merge(base, dtype)
+    yield from _adapters_of_experts()
     yield "uniforms", lambda: uniforms(_meta(torch.int64, 4, 64), 1, 0)
 
 
 def _merge(base: torch.dtype, dtype: torch.dtype) -> None:
     b, a = _meta(FP32, 2048, 16), _meta(FP32, 16, 1024)
     merge(_meta(dtype, 2048, 1024), _meta(base, 2048, 1024), b, a, 2.0)
+
+
+def _adapters_of_experts() -> Iterator[Case]:
+    """The product of LoRA's gradients that no other weight has.
+
+    All others have the binaries of weights, of experts and of one matrix: a rank that is no multiple of 16 is
+    padded to one (low_rank.padded_rank).
+    """
+    x, a = _meta(FP32, 256, 2048), _meta(FP32, 128, 2, 16, 2048)[:, 0]
+    yield "adapters of experts", lambda: grouped_matmul(x, a, _rows(32), of_tokens=False)
 
 
 def _meta(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -238,6 +252,9 @@ def _decoding_of_wide_outputs(dtype: torch.dtype) -> Iterator[Case]:
     for N in (4096, 12288) if dtype == BF16 else ():  # another BLOCK_K
         x, w = _meta(dtype, 64, 2048), _meta(dtype, N, 2048)
         yield f"linear {_name(dtype)} decode, {N} x 2048", lambda x=x, w=w: matmul(x, w)
+    if dtype == BF16:  # of o in Qwen3-30B-A3B
+        w = _transposed(dtype, 4096, 2048)
+        yield f"input gradient {_name(dtype)} decode, 4096 x 2048", lambda: matmul(_meta(dtype, 64, 2048), w)
 
 
 def _experts(dtype: torch.dtype) -> Iterator[Case]:
@@ -285,15 +302,21 @@ def _slots(dtype: torch.dtype) -> None:
 
 def _expert_gradient(dtype: torch.dtype, N: int, K: int, empty: bool) -> None:
     """One binary for all experts, sequences and rows: two experts stand for all of them."""
-    places, first, rows = (_meta(torch.int32, *shape) for shape in ((2,), (3,), (2, 2)))
     dy, x = _meta(dtype, 256, N), _meta(dtype, 256, K)
-    add_expert_runs(_meta(FP32, 2, N, K), dy, x, Runs(places, first, rows), empty)
+    runs = Runs(*(_meta(torch.int32, *shape) for shape in ((2,), (3,), (2, 2))))
+    add_expert_runs(_meta(FP32, 2, N, K), dy, x, runs, empty)
 
 
 def _router(dtype: torch.dtype, E: int, k: int) -> None:
     renormalise = E == 128
     w, ids, p = topk_softmax_fwd(_meta(dtype, 256, E), k, renormalise)
     topk_softmax_bwd(w, w, ids, p, renormalise, dtype)
+
+
+def _given(E: int, k: int) -> None:
+    """One binary for all dtypes; the router's own is in another case."""
+    w, p = _meta(FP32, 256, k), _meta(FP32, 256, E)
+    given_weights(p, _meta(torch.int64, 256, k), w, E == 128)
 
 
 def _attention(dtype: torch.dtype) -> Iterator[Case]:

@@ -11,7 +11,7 @@ import torch
 
 from .backend import on_triton
 from .grad import check_dtype
-from .topk_softmax import topk_softmax_bwd_ref, topk_softmax_ref
+from .topk_softmax import topk_softmax_backward, topk_softmax_ref
 
 
 def given_softmax_ref(
@@ -28,25 +28,33 @@ def given_softmax_ref(
     return w, p
 
 
+def _forward(logits: torch.Tensor, ids: torch.Tensor, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    if not on_triton(logits):
+        return given_softmax_ref(logits, ids, renormalise)
+    from .given_softmax_triton import given_softmax_fwd
+
+    return given_softmax_fwd(logits, ids, renormalise)
+
+
 class _GivenSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, ids, renormalise):
-        w, p = given_softmax_ref(logits, ids, renormalise)
+        w, p = _forward(logits, ids, renormalise)
         ctx.save_for_backward(w, ids, p)
         ctx.renormalise, ctx.dtype = renormalise, logits.dtype
         return w
 
     @staticmethod
     def backward(ctx, dw):
-        return topk_softmax_bwd_ref(dw, *ctx.saved_tensors, ctx.renormalise).to(ctx.dtype), None, None
+        return topk_softmax_backward(dw, *ctx.saved_tensors, ctx.renormalise, ctx.dtype), None, None
 
 
 def given_softmax(logits: torch.Tensor, ids: torch.Tensor, renormalise: bool) -> torch.Tensor:
     """The weights [T, k] of the given experts, in fp32 (fp64 for fp64), differentiable in the logits.
 
     logits [T, E]; ids [T, k] int64, a token's experts, each once. renormalise: see topk_softmax. Raises
-    ValueError on a bad shape or dtype, for an expert outside 0..E - 1, and on a GPU, for which there is no
-    kernel.
+    ValueError on a bad shape or dtype, and for an expert outside 0..E - 1, if the ids are on the CPU: nobody
+    waits for a GPU.
     """
     check_dtype("given_softmax", logits=logits)
     if logits.dim() != 2 or ids.dim() != 2 or len(ids) != len(logits) or ids.dtype != torch.int64:
@@ -54,8 +62,10 @@ def given_softmax(logits: torch.Tensor, ids: torch.Tensor, renormalise: bool) ->
             f"given_softmax: logits {tuple(logits.shape)} must be [T, E], and ids {tuple(ids.shape)} in "
             f"{ids.dtype} [T, k] in int64"
         )
-    if on_triton(logits):
-        raise ValueError('given_softmax: given experts have no GPU kernel; set perturb.routing = "free"')
-    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < logits.shape[1]:
+    if (
+        ids.numel()
+        and ids.device.type == "cpu"
+        and not 0 <= int(ids.min()) <= int(ids.max()) < logits.shape[1]
+    ):
         raise ValueError(f"given_softmax: ids must be in 0..{logits.shape[1] - 1}, the router's experts")
     return _GivenSoftmax.apply(logits, ids, renormalise)

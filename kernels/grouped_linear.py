@@ -115,14 +115,14 @@ def add_grouped(
     blocks: TokenBlocks,
 ) -> None:
     """Add the gradient of the experts' matrices, or of their adapters in its place."""
-    if isinstance(buffer, LowRankBuffers):
-        add_grouped_low_rank_ref(buffer, dy_RN, x_RK, rows, blocks)
-    elif not on_triton(x_RK):
-        add_grouped_outer_ref(buffer, dy_RN, x_RK, rows, blocks)
+    is_low_rank = isinstance(buffer, LowRankBuffers)
+    if not on_triton(x_RK):
+        add = add_grouped_low_rank_ref if is_low_rank else add_grouped_outer_ref
+    elif is_low_rank:
+        from .grouped_low_rank_triton import add_grouped_low_rank as add
     else:
-        from .grouped_linear_triton import add_grouped_outer
-
-        add_grouped_outer(buffer, dy_RN, x_RK, rows, blocks)
+        from .grouped_linear_triton import add_grouped_outer as add
+    add(buffer, dy_RN, x_RK, rows, blocks)
 
 
 def _forward(x: torch.Tensor, w_ENK: torch.Tensor, rows: Rows) -> torch.Tensor:

@@ -18,10 +18,12 @@ as each weight's gradient is: over the token blocks of the pass, in their order,
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
+from .backend import on_triton
 from .grad import GradBuffer, accumulate_dtype
 from .matmul import add_outer, matmul
-from .order import TokenBlocks
+from .order import ALIGN, TokenBlocks
 
 
 class AdapterBuffers(NamedTuple):
@@ -48,9 +50,32 @@ def add_low_rank(
     x = x_TK.to(accumulate_dtype(x_TK.dtype))
     for adapter in buffers.adapters:
         dy = dy_TN[:, adapter.rows].to(x.dtype).contiguous()
-        x_a, dy_b = low_rank_rows(adapter, dy, x)
-        add_outer(adapter.db, dy, x_a, blocks)
-        add_outer(adapter.da, dy_b, x, blocks)
+        padded = padded_rank(adapter, blocks) if on_triton(x) else adapter
+        x_a, dy_b = low_rank_rows(padded, dy, x)
+        add_outer(padded.db, dy, x_a, blocks)
+        add_outer(padded.da, dy_b, x, blocks)
+        if padded is not adapter:
+            rank = len(adapter.a)
+            adapter.db.sums.copy_(padded.db.sums[:, :, :rank])
+            adapter.da.sums.copy_(padded.da.sums[:, :rank])
+
+
+def padded_rank(adapter: AdapterBuffers, blocks: TokenBlocks) -> AdapterBuffers:
+    """The adapter with its rank padded with zeros to a multiple of 16, over copies of its buffers.
+
+    Rows of other widths are read number by number, and such kernels spill registers. The padding decides no
+    bit: each sum is as long as before. The caller copies the sums back.
+    """
+    padding = -len(adapter.a) % ALIGN
+    if not padding:
+        return adapter
+    db, da = (buffer.zeroed(blocks.shards) for buffer in (adapter.db, adapter.da))
+    return adapter._replace(
+        b=F.pad(adapter.b, (0, padding)),
+        a=F.pad(adapter.a, (0, 0, 0, padding)),
+        db=GradBuffer(F.pad(db, (0, padding))),
+        da=GradBuffer(F.pad(da, (0, 0, 0, padding))),
+    )
 
 
 def low_rank_rows(

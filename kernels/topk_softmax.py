@@ -97,6 +97,22 @@ def _forward(
     return topk_softmax_fwd(logits, k, renormalise)
 
 
+def topk_softmax_backward(
+    dw_Tk: torch.Tensor,
+    w_Tk: torch.Tensor,
+    ids_Tk: torch.Tensor,
+    p_TE: torch.Tensor,
+    renormalise: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The gradient of the logits, [T, E], rounded once to `dtype`."""
+    if not on_triton(dw_Tk):
+        return topk_softmax_bwd_ref(dw_Tk, w_Tk, ids_Tk, p_TE, renormalise).to(dtype)
+    from .topk_softmax_triton import topk_softmax_bwd
+
+    return topk_softmax_bwd(dw_Tk, w_Tk, ids_Tk, p_TE, renormalise, dtype)
+
+
 class _TopkSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, k, renormalise):
@@ -108,13 +124,7 @@ class _TopkSoftmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dw, _):
-        if not on_triton(dw):
-            dz = topk_softmax_bwd_ref(dw, *ctx.saved_tensors, ctx.renormalise).to(ctx.dtype)
-        else:
-            from .topk_softmax_triton import topk_softmax_bwd
-
-            dz = topk_softmax_bwd(dw, *ctx.saved_tensors, ctx.renormalise, ctx.dtype)
-        return dz, None, None
+        return topk_softmax_backward(dw, *ctx.saved_tensors, ctx.renormalise, ctx.dtype), None, None
 
 
 def topk_softmax(logits: torch.Tensor, k: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:

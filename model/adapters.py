@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..kernels.backend import on_triton
 from ..kernels.grad import GradBuffer
 from ..kernels.low_rank import AdapterBuffers, LowRankBuffers
 from ..kernels.merge import merge
@@ -155,14 +154,8 @@ class Adapters:
     ):
         """weights: the base, [layout.model.numel] fp32. base: a dtype that holds it exactly.
 
-        The decoder's weights are merged at once. Raises ValueError for adapters of experts on a GPU.
+        The decoder's weights are merged at once.
         """
-        of_experts = next((a.module for a in layout.adapters if ".experts." in a.weight.name), None)
-        if of_experts and on_triton(decoder.flat):
-            raise ValueError(
-                f"lora.targets: {of_experts} is a matrix of an expert, whose adapters have no GPU kernel; "
-                'choose among q_proj, k_proj, v_proj and o_proj, or set device = "cpu"'
-            )
         self.layout, self.decoder = layout, decoder
         self.flat = flat.to(decoder.device, copy=True)
         adapted, rest = weights[: layout.model.trained_numel], weights[layout.model.trained_numel :]

@@ -94,8 +94,10 @@ class Prompts(PromptLayout):
         observer: Observer | None = None,
         buffers: Buffers = NO_BUFFERS,
         tables: Sequence[Tables] = (),
+        routing: Routing = FREE,
     ):
-        """prompts and shards: see PromptLayout. `hook`: see Decoder.hidden.
+        """prompts and shards: see PromptLayout. `hook`: see Decoder.hidden. routing: of the rows, which are
+        the tokens of each prompt but the last, prompt by prompt.
 
         observer: its rows are of the n samples. buffers: where the gradients of the weights are summed, by
         the prompts and by their samples. tables: what the samples read, which goes to the device by the same
@@ -115,7 +117,7 @@ class Prompts(PromptLayout):
             shards = [shard for shard, n in firsts_and_lengths if n]
         lengths = [n for n in self.lengths.tolist() if n]
         if ids:
-            self._read = _read(decoder, ids, lengths, hook, shards, buffers, tables)
+            self._read = _read(decoder, ids, lengths, hook, shards, buffers, tables, routing)
         else:  # every prompt has one token
             self._read = []
             upload_tables(decoder.device, tables)
@@ -166,12 +168,14 @@ def _read(
     shards: list[int] | None,
     buffers: Buffers,
     tables: Sequence[Tables],
+    routing: Routing,
 ) -> list[torch.Tensor]:
-    """Keys and values of packed tokens, [B, 2 Hkv D] of each layer. tables: see Prompts."""
+    """Keys and values of packed tokens, [B, 2 Hkv D] of each layer. tables, routing: see Prompts."""
     padded_ids, padding = with_padding(torch.tensor(ids), decoder)
-    context = _PromptContext(lengths, decoder.config, padding, shards, buffers)
+    context = _PromptContext(lengths, decoder.config, padding, shards, buffers, routing)
     decoder.check_ids(padded_ids)
-    (padded_ids,) = upload_tables(decoder.device, [*context.tables, *tables], padded_ids)
+    all_tables = [*context.tables, *routing.tables, *tables]
+    (padded_ids,) = upload_tables(decoder.device, all_tables, padded_ids)
     decoder.read(padded_ids, context, hook)
     return context.kv
 

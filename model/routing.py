@@ -49,7 +49,7 @@ class RecordedRouting:
     """
 
     def __init__(self, experts: Experts, rows: torch.Tensor | None = None, keeps_logits: bool = False):
-        self._layers, self._dtype, self._rows = sorted(experts.layers), id_dtype(experts), rows
+        self._layers, self._dtype, self._rows = sorted(experts.layers), id_dtype(experts.number), rows
         self._kept: dict[int, torch.Tensor] = {}
         self._logits: dict[int, torch.Tensor] | None = {} if keeps_logits else None
 
@@ -88,30 +88,47 @@ class RecordedRouting:
 
 
 class ReplayedRouting(RecordedRouting):
-    """Some rows take the experts that they are given; the other rows take their router's choice.
+    """The first rows take the experts that they are given; rows after them take their router's choice.
 
-    rows [C] int64: of the forward. given [C, L, k]: their experts in id_dtype.
+    given [n, L, k]: the experts of the first n rows of the forward, in id_dtype. rows: see RecordedRouting.
+    Raises ValueError for an expert that the model does not have.
     """
 
-    def __init__(self, experts: Experts, rows: torch.Tensor, given: torch.Tensor, keeps_logits: bool = False):
+    def __init__(
+        self,
+        experts: Experts,
+        given: torch.Tensor,
+        rows: torch.Tensor | None = None,
+        keeps_logits: bool = False,
+    ):
         super().__init__(experts, rows, keeps_logits)
+        check_given(experts, given)
         self._given = given
 
     @property
     def host_tensors(self) -> list[torch.Tensor]:
         """See upload.Tables."""
-        return [self._rows, self._given]
+        return [self._given, *super().host_tensors]
 
     def arrived(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
-        self._rows, self._given = tensors
+        self._given, *rows = tensors
+        super().arrived(device, rows)
 
     def experts(self, layer: int, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """See Routing."""
-        given = self._given[:, self._layers.index(layer)]
-        ids = ids.index_copy(0, self._rows, given.to(ids.dtype))
-        return super().experts(layer, logits, ids)
+        given = self._given[:, self._layers.index(layer)].to(ids.dtype)
+        return super().experts(layer, logits, torch.cat([given, ids[len(given) :]]))
 
 
-def id_dtype(experts: Experts) -> torch.dtype:
-    """The dtype of kept experts: uint8, or int16 where a layer has more than 256."""
-    return torch.uint8 if experts.number <= 256 else torch.int16
+def check_given(experts: Experts, given: torch.Tensor) -> None:
+    """Raise ValueError unless given [n, L, k] are experts of the model, on the host."""
+    shape = len(experts.layers), experts.per_token
+    if given.dim() != 3 or given.shape[1:] != shape:
+        raise ValueError(f"experts: those that are given, {tuple(given.shape)}, must be [rows, *{shape}]")
+    if given.numel() and not 0 <= int(given.min()) <= int(given.max()) < experts.number:
+        raise ValueError(f"experts: those that are given must be in 0..{experts.number - 1}")
+
+
+def id_dtype(number: int) -> torch.dtype:
+    """The dtype of kept experts of a layer that has so many: uint8, or int16 above 256."""
+    return torch.uint8 if number <= 256 else torch.int16

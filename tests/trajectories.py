@@ -41,7 +41,7 @@ class _ThreeTurns:
         if before is None:
             key, c = request.rng_key, completion
             rollout = Rollout.of_one_turn(
-                key.prompt, key.sample, request.ids, c.ids, c.logprobs, c.finish, c.weight_version
+                key.prompt, key.sample, request.ids, c.ids, c.logprobs, c.finish, c.weight_version, c.experts
             )
         else:
             rollout = before.with_turn(request.ids[len(before.ids) :], completion).check()

@@ -18,14 +18,16 @@ _FINISHES = ("stop", "length")
 def pack_completions(completions: Sequence[Completion]) -> list[torch.Tensor]:
     """Completions as tensors: ids [C] int32, the logprobs (pack_scores), and of each [n, 2] int64.
 
-    These two are its finish and its version. Where completions name their experts, these follow, [C, L, k].
+    These two are its finish and its version. Where completions name their experts, these follow, [R, L, k] of
+    all together, and the rows of each, [n] int64.
     """
     ids = torch.tensor([i for c in completions for i in c.ids], dtype=torch.int32)
     ends = [(_FINISHES.index(c.finish), c.weight_version) for c in completions]
     scores = pack_scores([c.logprobs for c in completions])
     experts = [torch.from_numpy(c.experts) for c in completions if c.experts is not None]
+    rows = torch.tensor([len(x) for x in experts], dtype=torch.int64)
     packed = [ids, *scores, torch.tensor(ends, dtype=torch.int64).reshape(-1, 2)]
-    return [*packed, torch.cat(experts)] if experts else packed
+    return [*packed, torch.cat(experts), rows] if experts else packed
 
 
 def unpack_completions(tensors: Sequence[torch.Tensor]) -> list[Completion]:
@@ -33,8 +35,11 @@ def unpack_completions(tensors: Sequence[torch.Tensor]) -> list[Completion]:
     ids, together, of_each, ends, *experts = tensors
     logprobs = unpack_scores([together, of_each])
     lengths = of_each.tolist()
-    of_tokens = [x.numpy() for x in experts[0].split(lengths)] if experts else [None] * len(lengths)
-    parts = zip(ids.split(lengths), logprobs, ends.tolist(), of_tokens, strict=True)
+    of_rows = [None] * len(lengths)
+    if experts:
+        of_all, rows = experts
+        of_rows = [x.numpy() for x in of_all.split(rows.tolist())]
+    parts = zip(ids.split(lengths), logprobs, ends.tolist(), of_rows, strict=True)
     return [
         Completion(tuple(own_ids.tolist()), logp, _FINISHES[finish], version, own_experts)
         for own_ids, logp, (finish, version), own_experts in parts

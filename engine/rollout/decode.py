@@ -56,29 +56,34 @@ class Drawn(NamedTuple):
 
     ids: np.ndarray
     logprobs: np.ndarray  # fp32; NaN where the logits were not finite
-    experts: np.ndarray | None = None  # [turns, n, L, k], where they are asked for (DrawParams.experts)
+    # [turns, n, L, k] of the rows that were read, where they are asked for (DrawParams.experts)
+    experts: np.ndarray | None = None
 
 
 class Look:
-    """Copies of what rows drew, as in Drawn, on their way to the host. Later turns may be launched."""
+    """Copies of tensors on their way to the host. Later turns may be launched."""
 
-    def __init__(self, *drawn: torch.Tensor):
+    def __init__(self, *columns: torch.Tensor):
         self._event: torch.cuda.Event | None = None
-        if drawn[0].is_cuda:
+        if columns[0].is_cuda:
             self._columns = [
                 torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
-                for x in drawn
+                for x in columns
             ]
             self._event = torch.cuda.Event()
             self._event.record()
         else:
-            self._columns = [x.to("cpu", copy=True) for x in drawn]
+            self._columns = [x.to("cpu", copy=True) for x in columns]
 
-    def read(self) -> Drawn:
-        """Wait for the turns, and for no later ones."""
+    def arrays(self) -> list[np.ndarray]:
+        """Wait for what made the tensors, and for nothing later."""
         if self._event is not None:
             self._event.synchronize()
-        return Drawn(*(column.numpy() for column in self._columns))
+        return [column.numpy() for column in self._columns]
+
+    def read(self) -> Drawn:
+        """The columns as what rows drew in some turns."""
+        return Drawn(*self.arrays())
 
 
 class _Field(IntEnum):
@@ -122,7 +127,7 @@ class DecodeMemory:
         self.experts: torch.Tensor | None = None  # [LOOK_EVERY, rows, L, k] in a model with experts
         if (c := decoder.config.experts) is not None:
             shape = LOOK_EVERY, rows, len(c.layers), c.per_token
-            self.experts = torch.zeros(shape, dtype=id_dtype(c), device=device)
+            self.experts = torch.zeros(shape, dtype=id_dtype(c.number), device=device)
         self.turn = torch.zeros(1, dtype=torch.int64, device=device)
         self._graph_pool: tuple[int, int] | None = None
 
@@ -182,21 +187,24 @@ class DecodeRows:
         """Turns of one `run` at most. Where no GPU is waited for, each turn is looked at."""
         return LOOK_EVERY if self.memory.padded else 1
 
-    def routing(self, rows: torch.Tensor | None = None) -> RecordedRouting | None:
-        """The routing of a forward that keeps the experts of `rows`; None where nobody asks for experts."""
-        experts = self.decoder.config.experts if self.draw_params.experts else None
-        return experts and RecordedRouting(experts, rows)
+    @property
+    def names_experts(self) -> bool:
+        """Whether the experts of all rows are asked for."""
+        return self.draw_params.experts and self.decoder.config.experts is not None
 
-    def first(self, rows: Sequence[Row], hidden: torch.Tensor, experts: torch.Tensor | None = None) -> Drawn:
+    def routing(self) -> RecordedRouting | None:
+        """The routing of a forward that keeps the experts of its rows; None where nobody asks for them."""
+        return RecordedRouting(self.decoder.config.experts) if self.names_experts else None
+
+    def first(self, rows: Sequence[Row], hidden: torch.Tensor) -> Drawn:
         """Draw the first token of each row from the hidden states [n, D] of its last known token.
 
-        experts [n, L, k]: those of these tokens' rows, where they are asked for.
+        It names no experts: whoever read these tokens knows them.
         """
         self._write(rows, len(rows))
         self.memory.turn.zero_()
-        self._keep_experts(len(rows), experts)
         self._draw(len(rows), hidden, self._noise())
-        return self._look(1).read()
+        return Look(self.memory.ids[:1, : len(rows)], self.memory.logprobs[:1, : len(rows)]).read()
 
     def load(self, rows: Sequence[Row]) -> None:
         """The rows of the next turns."""
@@ -238,7 +246,7 @@ class DecodeRows:
     def _look(self, turns: int) -> Look:
         """What the rows drew in the last turns."""
         n, memory = len(self._rows), self.memory
-        experts = [memory.experts[:turns, :n]] if self.routing() else []
+        experts = [memory.experts[:turns, :n]] if self.names_experts else []
         return Look(memory.ids[:turns, :n], memory.logprobs[:turns, :n], *experts)
 
     @property
@@ -272,13 +280,9 @@ class DecodeRows:
             memory.cache, state[_Field.POSITION], memory.table[:n], self.packed, routing or FREE
         )
         hidden = self.decoder.hidden(state[_Field.TOKEN], context)
-        self._keep_experts(n, routing and routing.taken())
+        if routing:
+            memory.experts[:, :n].index_copy_(0, memory.turn, routing.taken().unsqueeze(0))
         self._draw(n, hidden, noise)
-
-    def _keep_experts(self, n: int, experts: torch.Tensor | None) -> None:
-        """The experts [n, L, k] of the turn's rows, where they are asked for."""
-        if experts is not None:
-            self.memory.experts[:, :n].index_copy_(0, self.memory.turn, experts.unsqueeze(0))
 
     def _draw(self, n: int, hidden: torch.Tensor, noise: torch.Tensor | None) -> None:
         """One token for each of n rows, from its hidden state [n, D]."""

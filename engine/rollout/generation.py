@@ -9,7 +9,8 @@ places. New requests may come while others run: those of the next turns of traje
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import compress, groupby
+from functools import cached_property
+from itertools import accumulate, compress, groupby, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from ...model.cache import BlockCache, CachedContext
 from ...model.routing import FREE
 from ..stopwatch import Stopwatch
 from .cache_size import completion_blocks
-from .decode import DecodeRows, Drawn, Row
+from .decode import DecodeRows, Drawn, Look, Row
 from .types import Completion, Request, RequestSource
 
 
@@ -41,7 +42,16 @@ class Prefix:
     start: int = 0  # where the reading begins: the tokens before it are in the cache
     # [1, D], hidden state of the last token: predicts the first token of each sample
     last: torch.Tensor | None = None
-    experts: torch.Tensor | None = None  # [1, L, k], those of this row, where they are asked for
+    # The experts of its tokens, where they are asked for: of kept blocks, and of each chunk that was read. A
+    # chunk is some rows of its pass.
+    kept_experts: list[np.ndarray] = field(default_factory=list)
+    read_experts: list[tuple[Look, slice]] = field(default_factory=list)
+
+    @cached_property
+    def experts(self) -> np.ndarray:
+        """The experts of its tokens, [n, L, k], once it is read."""
+        chunks = [look.arrays()[0][rows] for look, rows in self.read_experts]
+        return np.concatenate([*self.kept_experts, *chunks])
 
 
 @dataclass(eq=False)
@@ -55,7 +65,8 @@ class Sample:
     is_last: bool  # of its prefix
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    experts: list[np.ndarray] = field(default_factory=list)  # [L, k] of each token, where they are asked for
+    # [L, k] of each token that was read, which are all but the last, where they are asked for
+    experts: list[np.ndarray] = field(default_factory=list)
     finish: str = ""
 
     def append(self, token: int, logprob: float) -> None:
@@ -117,7 +128,7 @@ class Generation:
         self.cache, self.prefix_cache = decoding.memory.cache, decoding.memory.prefix_cache
         self.source, self.fits = source, fits
         # What is kept is used before others need its room.
-        self.waiting = sorted(prefixes, key=lambda p: len(self.prefix_cache.find(p.ids)), reverse=True)[::-1]
+        self.waiting = sorted(prefixes, key=lambda p: len(self._kept(p)), reverse=True)[::-1]
         self.open: Prefix | None = None  # the prefix whose samples start next
         self.running: list[Sample] = []
         self.arrived: list[tuple[int, Request]] = []  # while others were drawn
@@ -186,11 +197,8 @@ class Generation:
         self._copy_partial_blocks(samples)
         self.running += samples
         self.samples_at_once = self.samples_at_once or len(self.running)
-        prefixes = [sample.prefix for sample in samples]
-        hidden, experts = torch.cat([p.last for p in prefixes]), None
-        if self.decoding.routing():
-            experts = torch.cat([p.experts for p in prefixes])
-        self._take(samples, self.decoding.first([sample.row for sample in samples], hidden, experts))
+        hidden = torch.cat([sample.prefix.last for sample in samples])
+        self._take(samples, self.decoding.first([sample.row for sample in samples], hidden))
         return True
 
     def _open_next(self) -> bool:
@@ -201,15 +209,21 @@ class Generation:
         if not self.waiting:
             return False
         prefix = self.waiting[-1]
-        kept = self.prefix_cache.find(prefix.ids)
+        kept = self._kept(prefix)
         new_blocks = BlockCache.blocks_for(len(prefix.ids)) - len(kept)
         if self.prefix_cache.free_beside(kept) < new_blocks + _next_blocks(prefix):
             return False
         prefix.blocks = self.prefix_cache.take(kept) + self.prefix_cache.take_new(new_blocks)
         prefix.start = len(kept) * KEY_TILE
+        if self.decoding.names_experts:
+            prefix.kept_experts = self.prefix_cache.experts(kept)
         self.tokens_cached += prefix.start
         self.open = self.waiting.pop()
         return True
+
+    def _kept(self, prefix: Prefix) -> list[int]:
+        """The kept blocks that the reading of a prefix can begin after."""
+        return self.prefix_cache.find(prefix.ids, self.decoding.names_experts)
 
     def _start_sample(self, prefix: Prefix) -> Sample:
         """The next sample, with blocks for all its tokens. It shares the prefix's full blocks."""
@@ -248,7 +262,7 @@ class Generation:
                 batch.append(chunks.popleft())
                 tokens += batch[-1][2] - batch[-1][1]
             lengths = [end - start for _, start, end in batch]
-            routing = self.decoding.routing(torch.tensor(lengths).cumsum(0) - 1)  # of the last rows
+            routing = self.decoding.routing()
             context = CachedContext(
                 self.cache,
                 lengths,
@@ -260,10 +274,12 @@ class Generation:
             ids = torch.tensor([token for p, start, end in batch for token in p.ids[start:end]])
             self.tokens_read += len(ids)
             rows = self.decoding.decoder.hidden(ids, context).split(lengths)
-            experts = routing.taken().split(1) if routing else [None] * len(batch)
-            for (p, _, _), chunk, of_last in zip(batch, rows, experts, strict=True):
+            for (p, _, _), chunk in zip(batch, rows, strict=True):
                 p.last = chunk[-1:].clone()  # the whole pass must not stay in memory
-                p.experts = of_last
+            if routing:
+                look, ends = Look(routing.taken()), [0, *accumulate(lengths)]
+                for (p, _, _), chunk_rows in zip(batch, pairwise(ends), strict=True):
+                    p.read_experts.append((look, slice(*chunk_rows)))
 
     def _take(self, samples: Sequence[Sample], drawn: Drawn) -> bool:
         """Give each sample the tokens that it drew; returns whether any sample ended with them."""
@@ -295,11 +311,13 @@ class Generation:
 
     def _end(self, sample: Sample) -> None:
         self.running.remove(sample)
+        experts = None
+        if self.decoding.names_experts:
+            experts = np.concatenate([sample.prefix.experts, *(x[np.newaxis] for x in sample.experts)])
         if sample.request.trajectory_tokens:
-            self.prefix_cache.keep(sample.written, sample.blocks)
+            self.prefix_cache.keep(sample.written, sample.blocks, experts)
         self.prefix_cache.release(sample.blocks)
         logprobs = np.array(sample.logprobs, np.float32)
-        experts = np.stack(sample.experts) if sample.experts else None
         completion = Completion(tuple(sample.tokens), logprobs, sample.finish, self.version, experts)
         self.source.completed(sample.place, completion)
 

@@ -4,10 +4,14 @@ Nothing of transformers is patched. Shapes: C completion tokens.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from ...model.routing import id_dtype
 from .types import GenerationParams, Rollout
 
 # transformers has the matrices of all experts of a layer in one tensor. A checkpoint has one each.
@@ -54,17 +58,20 @@ class HfGenerator:
         torch.manual_seed(seed)  # transformers draws from the global generator
         ids = self.tensor([[0] * (longest - len(p)) + list(p) for p in prompts])
         mask = self.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+        routers = _Routers(self.model) if generation_params.experts else None
         random = dict(do_sample=True, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
-        out = self.model.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=generation_params.max_tokens,
-            eos_token_id=sorted(generation_params.stop_ids) or None,
-            pad_token_id=0,
-            output_scores=True,
-            return_dict_in_generate=True,
-            **(random if params.temperature else {"do_sample": False}),
-        )
+        with routers or nullcontext():
+            out = self.model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=generation_params.max_tokens,
+                eos_token_id=sorted(generation_params.stop_ids) or None,
+                pad_token_id=0,
+                output_scores=True,
+                return_dict_in_generate=True,
+                **(random if params.temperature else {"do_sample": False}),
+            )
+        experts = routers.chosen(len(prompts)) if routers else None
         drawn = out.sequences[:, longest:]
         logp = torch.stack([_gather(z, drawn[:, i]) for i, z in enumerate(out.scores)], dim=1).cpu()
         rollouts = []
@@ -72,9 +79,10 @@ class HfGenerator:
             tokens = drawn[i].tolist()
             end = next((n + 1 for n, t in enumerate(tokens) if t in generation_params.stop_ids), len(tokens))
             finish = "stop" if tokens[end - 1] in generation_params.stop_ids else "length"
-            rollouts.append(
-                Rollout.of_one_turn(i, 0, prompt, tuple(tokens[:end]), logp[i, :end].numpy(), finish, 0)
-            )
+            rollout = Rollout.of_one_turn(i, 0, prompt, tuple(tokens[:end]), logp[i, :end].numpy(), finish, 0)
+            if experts is not None:
+                rollout = replace(rollout, experts=experts[i, longest - len(prompt) : longest + end - 1])
+            rollouts.append(rollout)
         return rollouts
 
     @torch.no_grad()
@@ -95,6 +103,29 @@ class HfGenerator:
     def tensor(self, ids: list[list[int]]) -> torch.Tensor:
         """Token ids of one length, on the model's device."""
         return torch.tensor(ids, device=self.model.device)
+
+
+class _Routers:
+    """Inside this context the experts that the model's routers choose are kept, forward after forward."""
+
+    def __init__(self, model: torch.nn.Module):
+        self._routers = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+        self._kept: list[list[torch.Tensor]] = [[] for _ in self._routers]
+
+    def __enter__(self) -> None:
+        self._handles = [
+            router.register_forward_hook(lambda _, inputs, outputs, kept=kept: kept.append(outputs[2]))
+            for router, kept in zip(self._routers, self._kept, strict=True)
+        ]
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def chosen(self, n: int) -> np.ndarray:
+        """The experts of each row of n sequences of one length, [n, rows, L, k]."""
+        layers = [torch.cat([ids.view(n, -1, ids.shape[1]) for ids in kept], dim=1) for kept in self._kept]
+        return torch.stack(layers, dim=2).to("cpu", id_dtype(self._routers[0].num_experts)).numpy()
 
 
 def _gather(z: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

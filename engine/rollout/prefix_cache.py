@@ -13,8 +13,10 @@ Blocks that nobody but this cache has are room for others. The least recently us
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import count
+from itertools import count, takewhile
 from typing import NamedTuple
+
+import numpy as np
 
 from ...kernels.attention_plan import KEY_TILE
 from ...model.cache import BlockCache
@@ -34,6 +36,7 @@ class _Entry(NamedTuple):
     number: int
     place: _Place
     block: int
+    experts: np.ndarray | None = None  # [KEY_TILE, L, k] of its ids, where they are known
 
 
 class PrefixCache:
@@ -50,12 +53,20 @@ class PrefixCache:
         """The number of blocks that are kept."""
         return len(self._of_block)
 
-    def find(self, ids: Sequence[int]) -> list[int]:
+    def find(self, ids: Sequence[int], with_experts: bool = False) -> list[int]:
         """The kept blocks that hold the beginning of these ids, as many as there are. They may be none.
 
         The last id is never among theirs: somebody must read it, because its hidden state draws.
+        with_experts: only blocks whose experts are known, up to the first other one.
         """
-        return [entry.block for entry in self._chain(ids[:-1])]
+        chain = self._chain(ids[:-1])
+        if with_experts:
+            chain = takewhile(lambda entry: entry.experts is not None, chain)
+        return [entry.block for entry in chain]
+
+    def experts(self, blocks: Sequence[int]) -> list[np.ndarray]:
+        """The experts of the ids of each of these kept blocks, which `find` has found with their experts."""
+        return [self._of_block[b].experts for b in blocks]
 
     def free_beside(self, blocks: Sequence[int]) -> int:
         """The number of blocks that can be allocated while these kept blocks stay."""
@@ -76,20 +87,22 @@ class PrefixCache:
             self._drop(self._of_block[next(iter(self._idle))])
         return self._cache.take(n)
 
-    def keep(self, ids: Sequence[int], blocks: Sequence[int]) -> None:
+    def keep(self, ids: Sequence[int], blocks: Sequence[int], experts: np.ndarray | None = None) -> None:
         """Keep the full blocks of a sequence. Its owner still has them, and nobody writes to them any more.
 
-        ids: those whose keys and values are in the blocks, from the first one on.
+        ids: those whose keys and values are in the blocks, from the first one on. experts [len(ids), L, k]:
+        theirs, where they are known.
         """
         kept = self._chain(ids)
         before = kept[-1].number if kept else _START
         for i in range(len(kept), len(ids) // KEY_TILE):
-            block, place = blocks[i], _Place(before, tuple(ids[i * KEY_TILE : (i + 1) * KEY_TILE]))
+            part = slice(i * KEY_TILE, (i + 1) * KEY_TILE)
+            block, place = blocks[i], _Place(before, tuple(ids[part]))
             if block in self._of_block:  # nobody finds it: the entry before it was given back
                 del self._entries[self._of_block[block].place]
             else:
                 self._cache.share([block])
-            entry = _Entry(next(self._numbers), place, block)
+            entry = _Entry(next(self._numbers), place, block, None if experts is None else experts[part])
             self._entries[place] = self._of_block[block] = entry
             before = entry.number
 

@@ -70,7 +70,7 @@ class DrawParams(NamedTuple):
     stop_ids: frozenset[int]
     # Standard deviation of the noise on each logit (see logit_noise below). Only the native sampler has it.
     logit_noise: float = 0.0
-    # Whether completions name the experts of their tokens. Only the native sampler does so.
+    # Whether completions name the experts of a mixture that computed their rows.
     experts: bool = False
 
 
@@ -101,7 +101,8 @@ class Completion:
     logprobs: np.ndarray  # [C] fp32, log-probability of each token under the distribution it was drawn from
     finish: str  # "stop" or "length"
     weight_version: int
-    # [C, L, k], the experts of the row that predicts each token (model/routing.py), where they were asked for
+    # [R, L, k], the experts (model/routing.py) of each id of the request and of the completion but the last,
+    # where they were asked for: R = len(request.ids) + C - 1
     experts: np.ndarray | None = None
 
 
@@ -154,7 +155,8 @@ class Rollout:
     # "stop" or "length"; in an environment how the trajectory ended (tasks/environment.py)
     finish: str
     weight_version: int
-    experts: np.ndarray | None = None  # [C, L, k], see Completion
+    # [T - 1, L, k], the experts that the sampler computed each id but the last with; see Completion
+    experts: np.ndarray | None = None
 
     @classmethod
     def of_one_turn(
@@ -185,9 +187,19 @@ class Rollout:
             turn_starts=(*self.turn_starts, start),
             finish=completion.finish,
             weight_version=completion.weight_version,
-            experts=completion.experts
-            if self.experts is None
-            else np.concatenate([self.experts, completion.experts]),
+            experts=self._experts_with(completion.experts),
+        )
+
+    def _experts_with(self, experts: np.ndarray | None) -> np.ndarray | None:
+        """Those of this trajectory with one more turn, of all of whose rows `experts` are.
+
+        Rows that were drawn keep the experts that they were drawn with. Where tokens follow that nobody drew
+        with this sampler, none are named.
+        """
+        if experts is None or (self.experts is None and self.turns):
+            return None
+        return (
+            experts if self.experts is None else np.concatenate([self.experts, experts[len(self.experts) :]])
         )
 
     def check(self) -> "Rollout":
@@ -239,6 +251,11 @@ class Rollout:
         if len(self.logprobs) == len(self.completion_ids):
             return self.completion_ids
         return tuple(np.array(self.ids)[self.drawn].tolist())
+
+    @property
+    def drawn_experts(self) -> np.ndarray:
+        """The experts of the row before each drawn token, which predicts it: [C, L, k]."""
+        return self.experts[self.drawn[1:]]
 
     @property
     def pair(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -342,9 +342,11 @@ class ExternalSampler:
         key = requests[0].rng_key
         counter = [(key.prompt, key.step, int(key.stream), requests[0].drawn)]
         seed = int(philox(counter, (key.seed, int(key.stream)))[0, 0])
-        params = GenerationParams(draw_params.sampling_params, 1, max_tokens, draw_params.stop_ids)
+        params = GenerationParams(
+            draw_params.sampling_params, 1, max_tokens, draw_params.stop_ids, draw_params.experts
+        )
         rollouts = self._engine.generate([request.ids for request in requests], params, seed)
-        return [Completion(r.completion_ids, r.logprobs, r.finish, self.version) for r in rollouts]
+        return [Completion(r.completion_ids, r.logprobs, r.finish, self.version, r.experts) for r in rollouts]
 
     def close(self) -> None:
         """Do nothing: nothing runs outside this process."""
@@ -354,4 +356,5 @@ def _engine(config: Config, model: Path, model_config: ModelConfig, device: torc
     dtype = DTYPES[config.precision.sampler_dtype or config.dtype]
     if config.sampler == "hf":
         return HfGenerator(model, dtype, device=device)
-    return VllmGenerator(model, dtype, config.vllm.context or model_config.max_positions)
+    context = config.vllm.context or model_config.max_positions
+    return VllmGenerator(model, dtype, context, experts=model_config.experts)

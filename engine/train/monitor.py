@@ -108,7 +108,7 @@ class Monitor:
         experts [C, L, k]: the trainer's, of the tokens of `rollouts`, whose own were asked for. Two lists of
         a token's experts are equal if they hold the same experts, in any order.
         """
-        sampler = np.concatenate([r.experts for r in rollouts])
+        sampler = np.concatenate([r.drawn_experts for r in rollouts])
         differ = (np.sort(experts.numpy(), axis=2) != np.sort(sampler, axis=2)).any(axis=2)
         return {"mismatch/other_experts": float(differ.mean())}
 

@@ -6,7 +6,7 @@ Shapes: n sequences in canonical order; C drawn tokens of a micro-batch.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, zip_longest
+from itertools import chain, compress, groupby, zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from ...model.config import Experts
 from ...model.decoder import Buffers, Decoder, Hook, no_hook
 from ...model.observer import Observer, Rows, observed
 from ...model.prompts import PromptLayout, Prompts, prompt_passes
-from ...model.routing import FREE, RecordedRouting, ReplayedRouting
+from ...model.routing import FREE, RecordedRouting, ReplayedRouting, Routing
 from ...model.scoring import PackedBatch, ScoringInputs, pack
 from ..loss.critic import value_loss
 from ..loss.load_balance import load_balance
@@ -128,7 +128,7 @@ class ShardWork:
     scale: float = 1.0
     watch: bool = False
     observer: ForwardObserver | None = None
-    replayed: bool = False  # whether drawn tokens are computed with the sampler's experts
+    replayed: bool = False  # whether every row is computed with the sampler's experts
     sequences: int = 1  # of the step, over which the load-balancing loss is a mean
 
     def __call__(
@@ -189,7 +189,8 @@ def _pass_gradient(
     with torch.set_grad_enabled(has_gradient(joined, work.loss)):
         observer = _placed(work.observer, joined.rollouts)
         tables = [table for batch in batches for table in batch.inputs.tables]
-        prompts = Prompts(decoder, prompt_ids, hook, shard_of, observer, buffers, tables)
+        routing = _routing_of_prompts(decoder.config.experts, layout, joined.rollouts, work)
+        prompts = Prompts(decoder, prompt_ids, hook, shard_of, observer, buffers, tables, routing)
     for batch in batches:
         counter = Underflow(batch.packed, counts, underflow) if counts else None
         result = _micro_batch_gradient(decoder, batch, prompts, work, counter)
@@ -231,8 +232,19 @@ def _routing(
     keeps_logits = bool(work.loss.router_aux_coef)
     if experts is None or not work.replayed:
         return experts and RecordedRouting(experts, packed.rows, keeps_logits)
-    given = torch.from_numpy(np.concatenate([r.experts for r in rollouts]))
-    return ReplayedRouting(experts, packed.rows, given, keeps_logits)
+    # A sequence's rows begin with the prompt's last token.
+    given = np.concatenate([r.experts[len(r.prompt_ids) - 1 :] for r in rollouts])
+    return ReplayedRouting(experts, torch.from_numpy(given), packed.rows, keeps_logits)
+
+
+def _routing_of_prompts(
+    experts: Experts | None, layout: PromptLayout, rollouts: Sequence[Rollout], work: ShardWork
+) -> Routing:
+    """The routing of a pass's prompts. A replayed prompt has the experts of its first sample in the shard."""
+    if experts is None or not work.replayed:
+        return FREE
+    given = [r.experts[: len(r.prompt_ids) - 1] for r in compress(rollouts, layout.firsts)]
+    return ReplayedRouting(experts, torch.from_numpy(np.concatenate(given)))
 
 
 def _placed(observer: ForwardObserver | None, rollouts: Sequence[Rollout]) -> Observer | None:

@@ -84,7 +84,9 @@ class TrainState:
         """Whether the sampler names the experts of its tokens: for the monitor, or for a replay of them."""
         cfg = self.config
         asked_for = not cfg.exact or cfg.perturb.routing == "replayed"
-        return bool(self.policy.config.experts) and cfg.sampler == "native" and asked_for
+        # A CUDA graph of vLLM's calls nobody (rollout/vllm/experts.py).
+        in_graphs = cfg.sampler.startswith("vllm-") and cfg.vllm.cuda_graphs
+        return bool(self.policy.config.experts) and asked_for and not in_graphs
 
     def close(self) -> None:
         """End the other processes of this run."""

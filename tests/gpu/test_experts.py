@@ -1,13 +1,16 @@
 """A mixture of experts on a fake GPU: no host waits for what the router chooses, and every shape is fixed."""
 
 from collections import Counter
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from zerokl.engine.parallel.gradient import ShardSum
+from zerokl.engine.parallel.gradient import ShardSum, TrainedAdapters
 from zerokl.model import decoder, experts
-from zerokl.model.adapters import AdapterLayout, Adapters, adapted_layout
+from zerokl.model.adapters import AdapterLayout, adapted_layout
 from zerokl.model.config import Experts
+from zerokl.model.decoder import Decoder
 from zerokl.model.lora import Lora
 
 from tests.gpu.device import Device, gpu, model, plant
@@ -89,11 +92,38 @@ def test_the_tables_are_as_long_as_any_routing_needs():
             assert len(tiles) == rows // 64 + min(rows, SPARSE.number)
 
 
-def test_adapters_of_experts_are_refused():
+@pytest.mark.parametrize("setting", ["plain", "layers computed again"])
+def test_a_pass_with_adapters_of_experts_waits_for_log_probabilities_only(setting):
     lora = Lora(2, 4.0)
-    with gpu():
-        sparse = model(torch.bfloat16, experts=SPARSE)
-        layout = AdapterLayout(adapted_layout(sparse.config, lora), lora)
-        weights = torch.zeros(layout.numel), torch.zeros(layout.model.numel)
-        with pytest.raises(ValueError, match="whose adapters have no GPU kernel; choose among q_proj"):
-            Adapters(layout, *weights, sparse, torch.float32)
+    with gpu() as device:
+        chosen = SETTINGS[setting]
+        plain = model(torch.bfloat16, experts=SPARSE)
+        layout = AdapterLayout(adapted_layout(plain.config, lora), lora)
+        decoder = Decoder(plain.config, plain.flat, layout.model, recompute=chosen.recompute)
+        adapters = TrainedAdapters(layout, torch.zeros(layout.numel, device=decoder.device))
+        total = ShardSum(decoder, 64, 2, adapters)
+        device.cuda.events.clear()
+        total.add(chosen.work, [make_shard(i) for i in range(2)])
+    assert device.places("wait") == {LOGPROBS}
+    assert device.places("copy") == set()
+    assert device.places("upload") == {UPLOAD}
+    # Of gate, up and down: x a^T and dy b of all experts in one launch each, beside the model's own four, and
+    # the sums of a and b of two shards.
+    assert names(device)["_outer"] >= 3 * 2 * 2
+
+
+def test_replayed_experts_of_prompts_and_samples_cost_no_further_wait():
+    with gpu() as device:
+        decoder = model(torch.bfloat16, experts=SPARSE)
+        shard = make_shard(0)
+        named = [
+            replace(r, experts=np.zeros((len(r.ids) - 1, 1, 2), np.uint8) + np.arange(2, dtype=np.uint8))
+            for r in shard.rollouts
+        ]
+        work = replace(SETTINGS["plain"].work, replayed=True)
+        total = ShardSum(decoder, 64, 1)
+        device.cuda.events.clear()
+        total.add(work, [replace(shard, rollouts=named)])
+    assert device.places("wait") == {LOGPROBS}
+    assert device.places("upload") == {UPLOAD}
+    assert 2 * names(device)["_given_weights"] == names(device)["_topk_softmax_fwd"]

@@ -33,7 +33,11 @@ from tests.triton.vllm_kernels import batch_invariant_module
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # The shapes that are compared besides groups of 2 and head_dim 128.
-ATTENTIONS = {", groups of 4": {"group": 4}, ", groups of 7, head_dim 64": {"D": 64, "group": 7}}
+ATTENTIONS = {
+    ", groups of 4": {"group": 4},
+    ", groups of 8": {"group": 8},
+    ", groups of 7, head_dim 64": {"D": 64, "group": 7},
+}
 Rows = dict[str, dict[str, int]]
 
 

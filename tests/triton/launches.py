@@ -21,6 +21,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 from zerokl.benchmarks.host_cost import gpu_code_on_cpu
 from zerokl.benchmarks.machine import model_config
+from zerokl.engine.parallel.gradient import ShardSum, TrainedAdapters
 from zerokl.engine.rollout import generation, native
 from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
 from zerokl.kernels.compiled_cases import configurations
@@ -28,10 +29,13 @@ from zerokl.kernels.grad import GradBuffer, PendingSums
 from zerokl.kernels.launch import Launch, recorded_launches
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.kernels.tiles import tiles_of_target
+from zerokl.model.adapters import AdapterLayout, adapted_layout
 from zerokl.model.config import Experts
 from zerokl.model.decoder import COMPUTE, Decoder, Numerics
+from zerokl.model.lora import Lora
 from zerokl.model.prompts import Prompts
-from zerokl.model.scoring import logprobs, pack
+from zerokl.model.routing import ReplayedRouting
+from zerokl.model.scoring import ScoringInputs, logprobs, pack
 from zerokl.model.weights import Layout
 from zerokl.verify.binaries import specialised
 
@@ -45,7 +49,7 @@ MODELS = {
     "Qwen2.5-0.5B": ("Qwen2", 896, 4864, 14, 2, 64, True),
     "Llama-3.2-1B": ("Llama", 2048, 8192, 32, 8, 64, True),
     "SmolLM2-135M": ("Llama", 576, 1536, 9, 3, 64, True),
-    "sparse": ("Qwen3", 2048, 768, 16, 8, 128, False),
+    "sparse": ("Qwen3", 2048, 768, 32, 4, 128, False),
 }
 # Qwen3-30B-A3B's, in the second layer of two.
 EXPERTS = {"sparse": Experts(number=128, per_token=8, size=768, renormalise=True, layers=frozenset({1}))}
@@ -104,6 +108,36 @@ def run(model: Decoder) -> None:
         )
 
 
+def run_replayed(model: Decoder) -> None:
+    """Train with experts that are given."""
+    packed = pack([([3] * 40, [7] * 20)])
+    experts, rows = model.config.experts, len(packed.ids)
+    given = torch.zeros(rows, len(experts.layers), experts.per_token, dtype=torch.uint8)
+    inputs = ScoringInputs(model, packed, SamplingParams(), routing=ReplayedRouting(experts, given))
+    inputs.forward(model).logp.sum().backward()
+
+
+def run_adapters(name: str, dtype: torch.dtype, rank: int) -> None:
+    """Train adapters in place of the weights."""
+    lora, config = Lora(rank, 16.0), decoder(name, dtype, COMPUTE).config
+    layout = AdapterLayout(adapted_layout(config, lora), lora)
+    model = Decoder(config, torch.empty(layout.model.numel, dtype=dtype), layout.model)
+    sums = ShardSum(model, 1, adapters=TrainedAdapters(layout, torch.empty(layout.numel)))
+    pairs = [([3] * 40, [7] * 200), ([5], [7])]
+    for batch in (pairs, pairs[1:]):
+        logprobs(model, pack(batch), SamplingParams(), buffers=sums.buffers)[0].sum().backward()
+
+
+def runs() -> Iterator[tuple[str, Callable[..., None], tuple]]:
+    """All runs, each with its name and its arguments."""
+    for name, (dtype, numerics) in product(MODELS, SETTINGS):
+        yield f"{name} {dtype} {numerics}", lambda *of: run(decoder(*of)), (name, dtype, numerics)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        yield f"replayed {dtype}", lambda dtype: run_replayed(decoder("sparse", dtype, COMPUTE)), (dtype,)
+    for name, rank in product(("Qwen3-0.6B", "sparse"), (1, 8, 16)):
+        yield f"{name} with adapters of rank {rank}", run_adapters, (name, torch.bfloat16, rank)
+
+
 def launches(work: Callable[[], None]) -> Iterator[Launch]:
     """The distinct launches that `work` makes.
 
@@ -133,14 +167,13 @@ def main() -> None:
     for target in sys.argv[1:]:
         listed = {binary_key(*launch, target): name for name, launch in configurations(target)}
         with tiles_of_target(target):
-            for name, (dtype, numerics) in product(MODELS, SETTINGS):
-                for launch in launches(partial(run, decoder(name, dtype, numerics))):
+            for setting, work, of in runs():
+                for launch in launches(partial(work, *of)):
                     seen, key = seen + 1, binary_key(*launch, target)
                     broken.update(broken_rules([launch]))
                     described += len(list(descriptors(launch)))
                     if key not in listed:
-                        setting = f"{name} {dtype} {numerics} {launch.options}"
-                        missing[key] = f"{launch.kernel.__name__} on {target}: {setting}"
+                        missing[key] = f"{launch.kernel.__name__} on {target}: {setting} {launch.options}"
                     elif "attention backward" in listed[key]:
                         control.add(key)
     report = {

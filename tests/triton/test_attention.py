@@ -73,7 +73,9 @@ def _vllm(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, scale
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("group", "kv_heads", "page"), [(2, 2, 16), (1, 1, 32), (7, 1, 64), (3, 3, 32)])
+@pytest.mark.parametrize(
+    ("group", "kv_heads", "page"), [(2, 2, 16), (1, 1, 32), (7, 1, 64), (8, 1, 16), (3, 3, 32)]
+)
 def test_bits_of_vllms_kernel_for_prefill_chunks_and_decode(batch_invariant, group, kv_heads, page, dtype):
     case = make_case([5, 45, 33], group, kv_heads, 48, dtype, seed=group)
     for contexts in ([0, 0, 0], [4, 25, 32], [4, 44, 32]):

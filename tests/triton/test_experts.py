@@ -3,11 +3,12 @@
 import types
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from zerokl.kernels import matmul_triton, tiles
 from zerokl.kernels.expert_rows_triton import sort_slots, sum_slots
+from zerokl.kernels.given_softmax import given_softmax
+from zerokl.kernels.given_softmax_triton import given_softmax_fwd
 from zerokl.kernels.grad import GradBuffer
 from zerokl.kernels.grouped_linear_triton import add_grouped_outer, grouped_matmul
 from zerokl.kernels.launch import recorded_launches
@@ -16,8 +17,8 @@ from zerokl.kernels.silu_mul_triton import silu_mul_fwd
 from zerokl.kernels.topk_softmax_triton import topk_softmax_fwd
 
 from tests.helpers import DTYPES, randint, randn, total_unequal
-from tests.kernels.test_experts import butterfly
 from tests.law import accuracy, gradients
+from tests.triton.written_out import written_out_topk
 
 # Widths with several tiles along K and along N, and uneven rests.
 D, INNER, EXPERTS, CHOSEN = 80, 72, 7, 3
@@ -186,23 +187,6 @@ def test_the_row_tile_decides_no_bit(dtype, monkeypatch):
     assert total_unequal(results[:1], results[1:]) == 0
 
 
-def written_out(
-    logits: torch.Tensor, k: int, renormalise: bool, ties: int = 1
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and experts of each row. ties: -1 lets the higher of equal experts come first."""
-    weights, ids = [], []
-    for z in logits.float().numpy():
-        terms = np.exp(z - z.max())
-        p = terms * (np.float32(1.0) / butterfly(terms, 16 // logits.itemsize))
-        chosen = sorted(range(len(p)), key=lambda e, p=p: (-p[e], ties * e))[:k]
-        total = np.float32(0.0)
-        for e in chosen:
-            total += p[e]
-        weights.append(p[chosen] * (np.float32(1.0) / total) if renormalise else p[chosen])
-        ids.append(chosen)
-    return torch.tensor(np.array(weights)), torch.tensor(ids)
-
-
 @pytest.mark.parametrize("renormalise", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("E", "k"), [(1, 1), (6, 6), (64, 8), (128, 8), (512, 10)])
@@ -210,14 +194,33 @@ def test_the_router_has_the_written_out_bits(E, k, dtype, renormalise):
     logits = randn(E, 8, E, dtype=dtype, scale=2.0)
     logits[4:] = logits[4:].mul(2).round() / 2  # many are equal
     assert (
-        total_unequal(topk_softmax_fwd(logits, k, renormalise)[:2], written_out(logits, k, renormalise)) == 0
+        total_unequal(topk_softmax_fwd(logits, k, renormalise)[:2], written_out_topk(logits, k, renormalise))
+        == 0
     )
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("E", "k"), [(6, 2), (128, 8)])
+def test_given_experts_have_the_routers_bits_and_others_the_reference_gradient(E, k, dtype, renormalise):
+    """Those that the router would choose; then others, beside the reference in fp64."""
+    logits = randn(E, 5, E, dtype=dtype, scale=2.0)
+    w, ids, p = topk_softmax_fwd(logits, k, renormalise)
+    assert total_unequal(given_softmax_fwd(logits, ids, renormalise), [w, p]) == 0
+    others, dw = randn(3, 5, E).argsort(1)[:, :k].contiguous(), randn(4, 5, k)
+    assert total_unequal([given_softmax_fwd(logits, others, renormalise)[0]], [w]) > 0
+    grads = []
+    for as_fp64 in (False, True):
+        z = logits.to(torch.float64 if as_fp64 else torch.float32, copy=True).requires_grad_()
+        given_softmax(z, others, renormalise).backward(dw.double() if as_fp64 else dw)
+        grads.append(z.grad.double())
+    assert (grads[0] - grads[1]).abs().max() < 4e-7 * grads[1].abs().max()
 
 
 def test_control_another_rule_for_ties_or_another_order_is_found():
     logits = randn(0, 20, 64).mul(2).round() / 2
     ours = topk_softmax_fwd(logits, 8, True)
-    assert total_unequal([ours[1]], [written_out(logits, 8, True, ties=-1)[1]]) > 0
+    assert total_unequal([ours[1]], [written_out_topk(logits, 8, True, ties=-1)[1]]) > 0
     assert total_unequal([ours[0]], [topk_softmax_fwd(logits.bfloat16(), 8, True)[0]]) > 0  # other lanes
 
 

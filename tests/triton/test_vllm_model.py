@@ -1,4 +1,4 @@
-"""Our decoder on Triton has the bits of vLLM's own Qwen3, Qwen2 and Llama in batch-invariant mode.
+"""Our decoder on Triton has the bits of vLLM's own Qwen3, Qwen3-MoE, Qwen2 and Llama in batch-invariant mode.
 
 Every operation, the logits and the logprobs are compared. Everything is interpreted on a CPU.
 """
@@ -57,6 +57,18 @@ RAW = {
         "hidden_size": 64,
         "head_dim": 16,
     },
+    # A dense layer, and one with experts.
+    "qwen3_moe": BASE
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "tie_word_embeddings": False,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    },
     "llama": BASE
     | {
         "architectures": ["LlamaForCausalLM"],
@@ -96,7 +108,7 @@ def model_of_vllm(
 
 
 CASES = [("qwen3", d) for d in DTYPES] + [
-    (family, d) for family in ("qwen2", "llama") for d in (torch.float32, torch.bfloat16)
+    (family, d) for family in ("qwen2", "llama", "qwen3_moe") for d in (torch.float32, torch.bfloat16)
 ]
 
 
@@ -230,6 +242,13 @@ def test_control_another_epsilon_is_found(vllm_trace, monkeypatch):
 def test_control_another_tile_along_k_is_found(vllm_trace, monkeypatch):
     monkeypatch.setattr(tiles, "_32_BIT", 16)
     assert first_difference(vllm_trace) == "layers.0.q_proj"
+
+
+def test_control_another_tile_of_experts_is_found(batch_invariant, tmp_path, monkeypatch):
+    decoder = make_decoder("qwen3_moe", torch.float32)
+    model = model_of_vllm(decoder, tmp_path, monkeypatch)
+    monkeypatch.setattr(tiles, "_GROUPED", 16)
+    assert differing(our_trace(decoder), trace_of_vllm(model, decoder.config))[0] == "layers.1.experts"
 
 
 def test_control_vllms_own_addition_and_norm_are_found(batch_invariant, tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ arguments that vLLM's TritonAttentionImpl passes to it.
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from zerokl.model.decoder import Decoder
 
 from tests.triton.test_elementwise import fused_rope, written_out_silu_mul
+from tests.triton.written_out import written_out_topk
 
 PAGE = 16
 
@@ -151,6 +153,56 @@ def _patch_vllm(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_custom_ops, "fused_add_rms_norm", emulated_fused_add_rms_norm)
 
 
+def emulated_topk_softmax(w, ids, token_expert_indices, logits, renormalise, *_, is_padding) -> None:
+    assert is_padding is None
+    for out, x in zip((w, ids), written_out_topk(logits, w.shape[1], renormalise), strict=True):
+        out.copy_(x)
+
+
+def emulated_moe_align_block_size(ids, experts, block, slots, of_block, number, expert_map, scatter) -> None:
+    """Slots by expert, each expert's padded to a block with a slot that is not there."""
+    assert expert_map is scatter is None
+    flat, filled, blocks = ids.flatten(), [], []
+    for expert in range(experts):
+        own = (flat == expert).nonzero()[:, 0].tolist()
+        padded = -(-len(own) // block) * block
+        filled += own + [len(flat)] * (padded - len(own))
+        blocks += [expert] * (padded // block)
+    slots.fill_(len(flat))[: len(filled)] = torch.tensor(filled, dtype=slots.dtype)
+    of_block.zero_()[: len(blocks)] = torch.tensor(blocks, dtype=of_block.dtype)
+    number.fill_(len(filled))
+
+
+def emulated_moe_sum(x, out, *_) -> None:
+    total = torch.zeros(out.shape)
+    for slot in x.unbind(1):
+        total += slot.float()
+    out.copy_(total)
+
+
+def _patch_experts(patch: pytest.MonkeyPatch) -> None:
+    """Put vLLM's experts on their path on CUDA: its fused_moe_kernel between its compiled operations."""
+    from vllm import _custom_ops
+    from vllm.model_executor.layers.fused_moe import activation
+    from vllm.model_executor.layers.fused_moe.experts import triton_moe
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+    from vllm.model_executor.layers.fused_moe.router import router_factory
+
+    for module in (triton_moe, unquantized, router_factory):
+        patch.setattr(module, "current_platform", _Cuda(module.current_platform))
+    patch.setattr(_custom_ops, "topk_softmax", emulated_topk_softmax)
+    patch.setattr(_custom_ops, "moe_align_block_size", emulated_moe_align_block_size)
+    patch.setattr(_custom_ops, "moe_sum", emulated_moe_sum)
+    patch.setattr(activation.torch.ops._C, "silu_and_mul", emulated_silu_and_mul, raising=False)
+
+
+def _prepare_experts(runner: Any) -> None:
+    """What vLLM does to experts after it has loaded them, and its forward without a forward context."""
+    runner.routed_experts.quant_method.process_weights_after_loading(runner.routed_experts)
+    runner._sequence_parallel_context = nullcontext
+    runner._forward_entry = lambda x, logits, shared, ids, *_: runner._forward_impl(x, logits, shared, ids)
+
+
 def vllm_model(decoder: Decoder, folder: Path, patch: pytest.MonkeyPatch) -> torch.nn.Module:
     """vLLM's model of the decoder's architecture with the decoder's weights.
 
@@ -176,6 +228,8 @@ def vllm_model(decoder: Decoder, folder: Path, patch: pytest.MonkeyPatch) -> tor
         max_model_len=decoder.config.max_positions,
     ).create_engine_config()
     _patch_vllm(patch)
+    if decoder.config.experts:
+        _patch_experts(patch)
     with set_current_vllm_config(config):
         if not distributed.model_parallel_is_initialized():
             distributed.init_distributed_environment(1, 0, f"file://{folder}/meeting", 0, "gloo")
@@ -189,7 +243,10 @@ def vllm_model(decoder: Decoder, folder: Path, patch: pytest.MonkeyPatch) -> tor
             torch.set_default_dtype(before)
     model.load_weights(iter(decoder.layout.checkpoint_views(decoder.flat.detach()).items()))
     for layer in model.model.layers:
-        layer.mlp.act_fn.op = emulated_silu_and_mul
+        if hasattr(layer.mlp, "experts"):
+            _prepare_experts(layer.mlp.experts)
+        else:
+            layer.mlp.act_fn.op = emulated_silu_and_mul
         layer.self_attn.attn = PagedAttention(layer.self_attn.attn)
     return model
 

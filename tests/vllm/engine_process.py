@@ -60,7 +60,10 @@ PLANTS = {"silu": plant_silu, "ties": plant_ties}
 
 
 def answer(sampler: VllmZeroklSampler, decoder: Decoder, prompts: list[list[int]], call: dict) -> list[list]:
-    """The rollouts of a call: ids, bits of the logprobs, finish reason and version of the weights."""
+    """The rollouts of a call: ids, bits of the logprobs, finish reason and version of the weights.
+
+    Where they are asked for, the experts too.
+    """
     for _ in range(call.get("updates", 0)):
         decoder.flat.mul_(1.01)
         sampler.sync_weights(sampler.version + 1)
@@ -71,12 +74,17 @@ def answer(sampler: VllmZeroklSampler, decoder: Decoder, prompts: list[list[int]
         call["num_generations"],
         call["max_tokens"],
         frozenset(call["stop_ids"]),
+        experts=call.get("experts", False),
     )
     draw = complete
     if turns := call.get("turns"):
         draw = partial(in_three_turns, at_any_time=turns == "at any time")
     rollouts = draw(sampler, prompts, generation_params, RngKey(*call["key"]))
-    return [[r.drawn_ids, r.logprobs.view("int32").tolist(), r.finish, r.weight_version] for r in rollouts]
+    return [
+        [r.drawn_ids, r.logprobs.view("int32").tolist(), r.finish, r.weight_version]
+        + ([] if r.experts is None else [r.experts.tolist()])
+        for r in rollouts
+    ]
 
 
 def main() -> None:

@@ -94,7 +94,9 @@ def _native(
     for _ in range(updates):
         decoder.flat.mul_(1.01)
     sampling_params = SamplingParams.of(*call["sampling_params"])
-    generation_params = GenerationParams(sampling_params, 1, call["max_tokens"], frozenset({STOP}))
+    generation_params = GenerationParams(
+        sampling_params, 1, call["max_tokens"], frozenset({STOP}), experts=call.get("experts", False)
+    )
     draw = in_three_turns if call.get("turns") else complete
     rollouts = draw(NativeSampler(decoder), prompts, generation_params, RngKey(3, 4))
     with torch.no_grad():
@@ -150,14 +152,26 @@ def test_three_turns_too(model, dtype, cache):
     ("dtype", "multiprocess"), [("float32", False), ("bfloat16", True), ("float16", False)]
 )
 def test_a_mixture_of_experts_too(moe, dtype, multiprocess):
-    """Before and after updates of its weights."""
+    """Before and after updates of its weights, and the experts of every row: also of rows that were cached,
+    and of requests that vLLM stopped and computed again.
+    """
     prompts = _prompts()
-    calls = [_call(SAMPLING_PARAMS["T=1"]), _call(SAMPLING_PARAMS["top-p 0.9"], updates=2)]
-    vllm = CACHES["prefix cache, chunked"] | {"multiprocess": multiprocess}
+    calls = [
+        _call(SAMPLING_PARAMS["T=1"]),
+        _call(SAMPLING_PARAMS["top-p 0.9"], updates=2) | {"experts": True},
+        _call(SAMPLING_PARAMS["T=1"]) | {"experts": True, "turns": "at any time", "max_tokens": 20},
+    ]
+    # Layers, key-value heads, keys and values, positions, width.
+    block_bytes = 2 * 2 * 2 * 32 * 32 * getattr(torch, dtype).itemsize
+    small = {"cache_bytes": 90 * block_bytes, "context": 200} if multiprocess else {}
+    vllm = CACHES["prefix cache, chunked"] | {"multiprocess": multiprocess} | small
     report = _engine(moe, dtype, vllm, calls, prompts)
-    for version, call, drawn in zip((0, 2), calls, report["drawn"], strict=True):
-        compared, unequal = _compare(drawn, _native(moe, dtype, call, prompts, version), version)
+    for version, call, drawn in zip((0, 2, 2), calls, report["drawn"], strict=True):
+        rollouts, scores = _native(moe, dtype, call, prompts, version)
+        experts = [rest for *_, rest in drawn if call.get("experts")]
+        compared, unequal = _compare([of[:4] for of in drawn], (rollouts, scores), version)
         assert (compared > 1000, unequal) == (True, 0)
+        assert experts == [r.experts.tolist() for r in rollouts if call.get("experts")]
 
 
 def test_control_another_rule_for_ties_of_experts_is_found(moe, tmp_path):

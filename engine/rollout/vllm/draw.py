@@ -25,6 +25,7 @@ from ....kernels.sampling_params import PENALTIES, SamplingParams, refuse_penalt
 from ....kernels.truncation import logit_offset
 from ....kernels.upload import upload
 from ..types import Request, RngKey, Uniforms
+from .experts import EXPERTS
 
 EXTRA = "zerokl"  # the key of our arguments in SamplingParams.extra_args
 # What vLLM would do to the logits beside our draw.
@@ -35,13 +36,14 @@ _FILTERS = ("min_p", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens
 _host_offset = lru_cache(maxsize=8)(logit_offset)
 
 
-def request_arguments(request: Request) -> dict[str, Any]:
+def request_arguments(request: Request, number: int) -> dict[str, Any]:
     """The extra_args of vLLM's SamplingParams for one completion.
 
-    They are plain numbers, because they cross process boundaries.
+    They are plain numbers, because they cross process boundaries. number: of the request among those that
+    run, by which its experts are kept where they are asked for.
     """
     key = request.rng_key
-    return {
+    return ({EXPERTS: number} if request.draw_params.experts else {}) | {
         EXTRA: {
             "sampling_params": list(request.draw_params.sampling_params),
             "key": [key.seed, key.step, int(key.stream), key.prompt, key.sample],

@@ -7,8 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from ....model.config import Experts
+from ....model.routing import id_dtype
 from ..types import GenerationParams, Rollout
 from .exact import refuse_after_exact
+from .experts import EXPERTS, EXTENSION, experts_of
 from .installed import is_cpu_build
 from .sampler import ON_A_GPU, prepare_vllm
 from .start import starting_vllm
@@ -18,11 +21,22 @@ CONTEXT, CACHE_BYTES = 4096, 1 << 30
 
 
 class VllmGenerator:
-    """vLLM in this process, uncompiled, with no prefix cache. Its logits are in `head` where given."""
+    """vLLM in this process, uncompiled, with no prefix cache. Its logits are in `head` where given.
 
-    def __init__(self, folder: Path, dtype: torch.dtype, context: int, head: torch.dtype | None = None):
+    experts: of a mixture of experts whose completions may name them.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        context: int,
+        head: torch.dtype | None = None,
+        experts: Experts | None = None,
+    ):
         refuse_after_exact()
         prepare_vllm(multiprocess=False)
+        self._experts, self._names_experts = experts, False
         from vllm import LLM
 
         with starting_vllm():
@@ -38,6 +52,7 @@ class VllmGenerator:
                 enable_prefix_caching=False,
                 kv_cache_memory_bytes=CACHE_BYTES,
                 hf_overrides={} if head in (None, dtype) else {"head_dtype": _name(head)},
+                **({"worker_extension_cls": EXTENSION} if experts else {}),
                 **({} if is_cpu_build() else ON_A_GPU),
             )
 
@@ -45,6 +60,10 @@ class VllmGenerator:
         self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, seed: int
     ) -> list[Rollout]:
         """One completion of each prompt, with the logprobs of its tokens."""
+        names_experts = generation_params.experts and self._experts is not None
+        if names_experts and not self._names_experts:
+            self.llm.collective_rpc("zerokl_name_experts")
+            self._names_experts = True
         sampling_params = generation_params.sampling_params
         requests = [
             request_params(
@@ -59,16 +78,23 @@ class VllmGenerator:
                 logprobs=0,
                 seed=(seed << 20) + i,  # a request's seed does not depend on its company
                 stop_token_ids=sorted(generation_params.stop_ids),
+                extra_args={EXPERTS: i} if names_experts else None,
             )
             for i in range(len(prompts))
         ]
-        rollouts = []
-        for i, out in enumerate(self.run([list(p) for p in prompts], requests)):
+        rollouts, experts = [], [None] * len(prompts)
+        outputs = self.run([list(p) for p in prompts], requests)
+        if names_experts:
+            (answers,) = self.llm.collective_rpc("zerokl_take_experts", args=(range(len(prompts)),))
+            experts = [experts_of(answer, id_dtype(self._experts.number)) for answer in answers]
+        for i, out in enumerate(outputs):
             (completion,) = out.outputs
             tokens = tuple(completion.token_ids)
             logprobs = [completion.logprobs[n][token].logprob for n, token in enumerate(tokens)]
             logp, finish = np.array(logprobs, np.float32), completion.finish_reason
-            rollouts.append(Rollout.of_one_turn(i, 0, prompts[i], tokens, logp, finish, 0))
+            # A vLLM that schedules ahead may have computed the last token too.
+            named = None if experts[i] is None else experts[i][: len(prompts[i]) + len(tokens) - 1]
+            rollouts.append(Rollout.of_one_turn(i, 0, prompts[i], tokens, logp, finish, 0, named))
         return rollouts
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:

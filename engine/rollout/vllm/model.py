@@ -11,9 +11,8 @@ from ....kernels.embedding import embedding
 from ....kernels.matmul import UNPACKED, PackedWeights, matmul
 from ....kernels.passes import Pass
 from ....kernels.tile_tables import DEFAULT_TABLE, tile_table
-from ....model.config import ModelConfig
+from ....model.config import Experts, ModelConfig
 from ....model.decoder import Decoder, Numerics, no_hook
-from ....model.routing import FREE
 from ....model.weights import Layout
 from .attention import ZeroklAttentionBackend
 from .plugin import FROZEN, HAS_VALUE_HEAD, TILES_OVERRIDE
@@ -26,15 +25,46 @@ class _VllmContext:
     """
 
     tables = ()  # vLLM has its positions on the device
-    routing = FREE
 
-    def __init__(self, positions: torch.Tensor, layers: torch.nn.ModuleList, packed: PackedWeights):
+    def __init__(
+        self,
+        positions: torch.Tensor,
+        layers: torch.nn.ModuleList,
+        packed: PackedWeights,
+        routers: "_Routers",
+    ):
         self.positions, self._layers, self.in_pass = positions, layers, Pass(packed=packed)
+        self.routing = routers
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
         return self._layers[layer](q, k, v).view(q.shape)
+
+
+class _Router(torch.nn.Module):
+    """A source of experts, for whoever binds a capturer to the model (vLLM's RoutedExpertsCaptureSource)."""
+
+    def __init__(self, layer: int):
+        super().__init__()
+        self.layer_id, self.capture_fn = layer, None
+
+
+class _Routers(torch.nn.ModuleList):
+    """The router's choice of each layer with experts, which is shown to its source (see routing.Routing)."""
+
+    tables = ()
+
+    def __init__(self, experts: Experts | None):
+        layers = sorted(experts.layers) if experts else []
+        super().__init__(_Router(layer) for layer in layers)
+        self._place = {layer: i for i, layer in enumerate(layers)}
+
+    def experts(self, layer: int, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        capture = self[self._place[layer]].capture_fn
+        if capture is not None:
+            capture(ids)
+        return ids
 
 
 class ZeroklForCausalLM(torch.nn.Module):
@@ -66,6 +96,7 @@ class ZeroklForCausalLM(torch.nn.Module):
             )
             for i in range(c.layers)
         )
+        self.routers = _Routers(c.experts)
         for layer in self.attention:
             # An indirect call is an opaque operation for the compiler, and the compiler is off.
             layer.use_direct_call = True
@@ -92,7 +123,7 @@ class ZeroklForCausalLM(torch.nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """input_ids, positions [T] -> hidden states [T, D]."""
-        context = _VllmContext(positions.long(), self.attention, self.packed)
+        context = _VllmContext(positions.long(), self.attention, self.packed, self.routers)
         return self.decoder.hidden(input_ids.long(), context, self.hook)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:

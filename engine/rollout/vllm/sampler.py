@@ -12,6 +12,7 @@ also 0.0 in one step with the 28 layers of the 0.6B model (6,144 tokens).
 
 import os
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ import torch
 
 from ....model.config import ModelConfig
 from ....model.decoder import COMPUTE, Numerics
+from ....model.routing import id_dtype
 from ...config import VllmConfig
 from ...shared_tensor import SharedTensor
 from ..types import Completion, Request, RequestSource, check_requests
 from .arguments import check_engine_arguments, vllm_context
+from .experts import EXTENSION, experts_of
 from .installed import require_vllm
 from .start import starting_vllm
 
@@ -78,6 +81,7 @@ class KeyedSampler:
         check_engine_arguments(cfg.engine)
         prepare_vllm(cfg.multiprocess)
         self.vocab, self.context = config.vocab_size, vllm_context(config, cfg)
+        self._experts, self._names_experts = config.experts, False
         from vllm import LLM
 
         from .plugin import register
@@ -86,6 +90,8 @@ class KeyedSampler:
         backend, init_info = transfer
         common = self._arguments(flat, cfg, backend)
         arguments = dict(arguments)
+        if config.experts:
+            arguments["worker_extension_cls"] = EXTENSION
         if cfg.cuda_graphs:
             arguments["compilation_config"] = arguments.get("compilation_config", {}) | GRAPHS
         with starting_vllm():
@@ -128,11 +134,12 @@ class KeyedSampler:
         self.llm.start_weight_update()
         self.llm.update_weights({"update_info": {}})
         self.llm.finish_weight_update(weight_version=str(version))
-        if not self.llm.reset_prefix_cache():
-            raise RuntimeError(
-                "vllm: the prefix cache could not be reset after a weight update; a request is still running"
-            )
+        self._reset_cache()
         self.version = version
+
+    def _reset_cache(self) -> None:
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vllm: the prefix cache could not be reset; a request is still running")
 
     def end_turns(self) -> None:
         """Do nothing: vLLM's cache has a fixed size, and vLLM drops what it needs the room of."""
@@ -146,10 +153,11 @@ class KeyedSampler:
         check_requests(requests, self.context, self.vocab)
         if not requests:
             return []
-        params = [_vllm_params(request) for request in requests]
+        self._prepare_experts(requests)
+        params = [_vllm_params(request, i) for i, request in enumerate(requests)]
         ids = [{"prompt_token_ids": list(request.ids)} for request in requests]
         outputs = self.llm.generate(ids, params, use_tqdm=False)
-        return [self._completion(*pair) for pair in zip(requests, outputs, strict=True)]
+        return self._completions([*zip(range(len(requests)), requests, outputs, strict=True)])
 
     def serve(self, source: RequestSource) -> None:
         """See ContinuousSampler. Raises as `generate` does."""
@@ -157,14 +165,37 @@ class KeyedSampler:
         while True:
             for place, request in source.ready(0 if going else 1):
                 check_requests([request], self.context, self.vocab)
+                self._prepare_experts([request])
                 going[str(place)] = place, request
                 ids = {"prompt_token_ids": list(request.ids)}
-                engine.add_request(str(place), ids, _vllm_params(request))
+                engine.add_request(str(place), ids, _vllm_params(request, place))
             if not going:
                 return
-            for output in engine.step():
-                place, request = going.pop(output.request_id)
-                source.completed(place, self._completion(request, output))
+            ended = [(*going.pop(output.request_id), output) for output in engine.step()]
+            for (place, *_), completion in zip(ended, self._completions(ended), strict=True):
+                source.completed(place, completion)
+
+    def _prepare_experts(self, requests: Sequence[Request]) -> None:
+        """Let vLLM keep experts where a request asks for them. No request runs, and nothing stays cached."""
+        asked = self._experts is not None and any(request.draw_params.experts for request in requests)
+        if asked and not self._names_experts:
+            self.llm.collective_rpc("zerokl_name_experts")
+            self._reset_cache()
+            self._names_experts = True
+
+    def _completions(self, ended: Sequence[tuple[int, Request, Any]]) -> list[Completion]:
+        """The completions of requests, each with its number and vLLM's output."""
+        completions = [self._completion(request, output) for _, request, output in ended]
+        numbers = [number for number, request, _ in ended if request.draw_params.experts]
+        if not numbers or not self._names_experts:
+            return completions
+        (answers,) = self.llm.collective_rpc("zerokl_take_experts", args=(numbers,))
+        dtype = id_dtype(self._experts.number)
+        of_number = {n: experts_of(answer, dtype) for n, answer in zip(numbers, answers, strict=True)}
+        return [
+            replace(completion, experts=of_number.get(number))
+            for completion, (number, *_) in zip(completions, ended, strict=True)
+        ]
 
     def _completion(self, request: Request, output: Any) -> Completion:
         (completion,) = output.outputs
@@ -191,8 +222,8 @@ class KeyedSampler:
         self.llm.llm_engine.engine_core.shutdown()
 
 
-def _vllm_params(request: Request) -> Any:
-    """vLLM's own SamplingParams of a request. An output comes when it has ended."""
+def _vllm_params(request: Request, number: int) -> Any:
+    """vLLM's own SamplingParams of a request. An output comes when it has ended. number: see draw.py."""
     import vllm
     from vllm.sampling_params import RequestOutputKind
 
@@ -207,7 +238,7 @@ def _vllm_params(request: Request) -> Any:
         detokenize=False,
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args=request_arguments(request),
+        extra_args=request_arguments(request, number),
     )
 
 

@@ -3,14 +3,17 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from zerokl.engine.commands.verify import check_law
 from zerokl.engine.commands.verify_run import verify_run
 from zerokl.engine.config import Config, PerturbConfig
+from zerokl.engine.rollout.types import Completion, Request, Sampler
 from zerokl.engine.runs import samplers
 from zerokl.engine.runs.init import random_decoder
 from zerokl.engine.runs.run import resume, train
@@ -80,6 +83,14 @@ def test_a_run_goes_on_and_is_verified(run, tmp_path):
     assert [f"{f.what}: {f.result}" for f in verify_run(path, 2, 0, {}) if not f.holds] == []
     resume(path)
     assert (path / "ledger.jsonl").read_bytes() == (run / "ledger.jsonl").read_bytes()
+
+
+@pytest.mark.full
+def test_the_laws_checks_hold(moe):
+    """zerokl verify MODEL: order, padding, chunks, decode, threads, concurrency and micro-batches."""
+    checks = check_law(str(moe), ["bfloat16"], sequences=4, longest=24)
+    assert len(checks) >= 8
+    assert [check for check in checks if check.unequal or not check.comparisons] == []
 
 
 def test_the_ledger_binds_what_the_experts_are(run):
@@ -156,6 +167,50 @@ def test_the_monitor_counts_tokens_with_other_experts_and_a_replay_has_none(conf
         shares[routing] = max(metrics_of(tmp_path / routing, "mismatch/other_experts"))
     assert 0.0 < shares["free"] < 0.5
     assert shares["replayed"] == 0.0
+
+
+@pytest.fixture(scope="module")
+def first_layer(tmp_path_factory) -> Path:
+    """Experts in the first of two layers: nobody reads what a prompt's rows are after the last one."""
+    return random_model(tmp_path_factory.mktemp("first"), EXPERTS | {"mlp_only_layers": [1]})
+
+
+def planting(monkeypatch: pytest.MonkeyPatch, sampler: type, of_prompt: bool) -> None:
+    """From now on a sampler names another expert for one row of its first completion, of the first layer.
+
+    The row is the prompt's first, or the one that predicts the first drawn token.
+    """
+    generate = sampler.generate
+
+    def planted(self: Sampler, requests: Sequence[Request]) -> list[Completion]:
+        first, *others = generate(self, requests)
+        named = first.experts.copy()
+        row = named[0 if of_prompt else len(requests[0].ids) - 1, 0]
+        row[0] = next(expert for expert in range(6) if expert not in row)
+        return [replace(first, experts=named), *others]
+
+    monkeypatch.setattr(sampler, "generate", planted)
+
+
+@pytest.mark.parametrize("of_prompt", [False, True], ids=["drawn", "prompt"])
+@pytest.mark.parametrize("sampler", ["native", "hf"])
+def test_one_planted_expert_is_the_whole_share_and_a_replay_computes_with_it(
+    config, first_layer, tmp_path, monkeypatch, sampler, of_prompt
+):
+    settings = {"model": first_layer, "sampler": sampler, "exact": False, "steps": 1}
+    sound = train(config(**settings, perturb__routing="replayed"), tmp_path / "sound")
+    assert sound.mismatch_max_abs < 1e-5
+    assert metrics_of(tmp_path / "sound", "mismatch/other_experts") == [0.0]
+    class_of = {"native": samplers.WorkersSampler, "hf": samplers.ExternalSampler}
+    planting(monkeypatch, class_of[sampler], of_prompt)
+    free = train(config(**settings), tmp_path / "free")
+    (tokens,) = metrics_of(tmp_path / "free", "tokens")
+    share = 0.0 if of_prompt else 1.0 / tokens  # of drawn tokens and the one layer with experts
+    assert metrics_of(tmp_path / "free", "mismatch/other_experts") == [share]
+    assert free.mismatch_max_abs < 1e-5
+    replayed = train(config(**settings, perturb__routing="replayed"), tmp_path / "replayed")
+    assert metrics_of(tmp_path / "replayed", "mismatch/other_experts") == [0.0]
+    assert replayed.mismatch_max_abs > 1e-3
 
 
 def test_replayed_experts_change_no_bit_of_an_exact_run(plain, run, tmp_path):
