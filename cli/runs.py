@@ -52,6 +52,7 @@ def train(
     preset: Preset | None = None,
     run_dir: str | None = None,
     resume: str | None = None,
+    auto_resume: bool = False,
     profile: int | None = None,
     settings: Settings = NO_SETTINGS,
 ) -> int:
@@ -64,20 +65,23 @@ def train(
         preset: A configuration that comes with zerokl, instead of a file.
         run_dir: Folder of the run; it must not hold a run.
         resume: Folder of an interrupted run to go on with. Only settings that decide no bit can follow.
+        auto_resume: Where --run_dir holds this run already, go on with it. For torchrun and schedulers, which
+            start a job again with the same command.
         profile: A step of which a torch profiler's trace is written to the folder profile of the run. It
             decides no bit.
     """
     from ..engine.display.interrupt import StoppedError
     from ..engine.runs.ending import after_interrupt, after_stop, figures, next_commands
+    from ..engine.runs.run import begin_or_resume
     from ..engine.runs.run import resume as resume_run
     from ..engine.runs.run import train as start_run
     from ..engine.train.monitor import MismatchError
     from ..verify.ledger import LEDGER
 
-    if resume and (config or preset or run_dir):
+    if resume and (config or preset or run_dir or auto_resume):
         raise ValueError(
             "train: --resume takes configuration and folder from the run; "
-            "leave out the file, --preset and --run_dir"
+            "leave out the file, --preset, --run_dir and --auto_resume"
         )
     if not run_dir and not resume:
         raise ValueError("train: --run_dir is missing; name the folder of the run")
@@ -86,7 +90,8 @@ def train(
         if resume:
             summary = resume_run(resume, overrides, profile)
         else:
-            summary = start_run(load_config(config, preset, overrides), run_dir, profile)
+            start = begin_or_resume if auto_resume else start_run
+            summary = start(load_config(config, preset, overrides), folder, profile)
     except MismatchError as error:
         print(f"zerokl: {one_line(str(error))}", file=sys.stderr)
         _write_report(folder)

@@ -125,20 +125,21 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def hold_folder(folder: Path) -> Iterator[None]:
+def hold_folder(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
     """Hold the lock of `folder` inside this context, and make the folder where it does not exist.
 
     All writers to the folder must use this lock. It ends with the process, however the process ends. Folders
     that were made for it and are still empty at the end are removed.
 
-    Raises ValueError, which names the holder, when another process holds the lock.
+    Raises ValueError, which names the holder, when another process holds the lock for longer than `wait_s`
+    seconds.
     """
     made = [p for p in (folder, *folder.parents) if not p.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / LOCK
     lock = FileLock(file)
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=wait_s)
     except Timeout:
         raise ValueError(
             f"run: {folder} is being written to by {_holder(file)}; "

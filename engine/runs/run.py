@@ -49,6 +49,10 @@ from .trackers import Trackers, require_trackers
 # Metrics of mismatch and staleness that the display's lines of other metrics leave out.
 _NOT_LISTED = ("mismatch/max_abs", "mismatch/frac_equal", "staleness/versions")
 
+# How long the ranks of a job's start before may hold the run's folder. They end within parts of a second
+# after their torchrun (parallel/orphans.py); a machine under load takes longer.
+_END_OF_RANKS_S = 30.0
+
 _STOPPING = "Ctrl-C: the run ends after this step, with a checkpoint; Ctrl-C again ends it now"
 
 
@@ -66,6 +70,23 @@ def train(config: Config, run_dir: str | Path, profile: int | None = None) -> Su
         return _run(config, Path(run_dir), None, ranks, profile)
 
 
+def begin_or_resume(config: Config, run_dir: str | Path, profile: int | None = None) -> Summary:
+    """Run `config` in the folder `run_dir`, or go on with it where it has been begun there.
+
+    For jobs that a scheduler starts again with the same command. Another process may hold the folder for a
+    moment: ranks of the start before that still end.
+
+    Raises what `train` and `resume` raise: ValueError where `config` is not that of the run, in what decides
+    bits.
+    """
+    path = Path(run_dir)
+    with _ranks(config) as ranks, _held(path, ranks, _END_OF_RANKS_S):
+        if (path / "config.toml").exists():
+            return _go_on(path, settled(config).model_dump(exclude_none=True), ranks, profile)
+        refuse_taken(path)
+        return _run(config, path, None, ranks, profile)
+
+
 def resume(
     run_dir: str | Path, overrides: Mapping[str, Any] | None = None, profile: int | None = None
 ) -> Summary:
@@ -80,15 +101,19 @@ def resume(
     """
     path, overrides = Path(run_dir), overrides or {}
     with _ranks(run_config(path, overrides)) as ranks, _held(path, ranks):
-        resumption = find_resumption(path, overrides)
-        for line in resumption.messages:
-            console.print(line)
-        if resumption.summary:
-            console.print(f"all {resumption.step} steps of {path} are done; nothing was changed")
-            return resumption.summary
-        start = f"from {resumption.checkpoint.folder}" if resumption.checkpoint else "the first"
-        console.print(f"going on at step {resumption.step} of {resumption.config.steps}, {start}")
-        return _run(resumption.config, path, resumption, ranks, profile)
+        return _go_on(path, overrides, ranks, profile)
+
+
+def _go_on(path: Path, overrides: Mapping[str, Any], ranks: Ranks, profile: int | None) -> Summary:
+    resumption = find_resumption(path, overrides)
+    for line in resumption.messages:
+        console.print(line)
+    if resumption.summary:
+        console.print(f"all {resumption.step} steps of {path} are done; nothing was changed")
+        return resumption.summary
+    start = f"from {resumption.checkpoint.folder}" if resumption.checkpoint else "the first"
+    console.print(f"going on at step {resumption.step} of {resumption.config.steps}, {start}")
+    return _run(resumption.config, path, resumption, ranks, profile)
 
 
 @contextmanager
@@ -101,13 +126,13 @@ def _ranks(config: Config) -> Iterator[Ranks]:
 
 
 @contextmanager
-def _held(path: Path, ranks: Ranks) -> Iterator[None]:
+def _held(path: Path, ranks: Ranks, wait_s: float = 0.0) -> Iterator[None]:
     """The folder of a run, in which no other process may write inside this context. Rank 0 holds its lock.
 
-    Raises ValueError in every rank where another process holds it.
+    Raises ValueError in every rank where another process holds it, for longer than `wait_s` seconds.
     """
     with ExitStack() as lock:
-        ranks.from_first(lambda: lock.enter_context(hold_folder(path)))
+        ranks.from_first(lambda: lock.enter_context(hold_folder(path, wait_s)))
         yield
 
 

@@ -72,10 +72,9 @@ def kill_often(config_toml: str, path: Path, kills: int, seed: int, ranks: int =
     """Run into `path`, killed `kills` times. Returns the output of the last process."""
     draw, killed = random.Random(seed), 0
     (path.parent / "config.toml").write_text(config_toml)
-    new = ["config.toml", "--run_dir", str(path)]
+    words = ["config.toml", "--run_dir", str(path), "--auto_resume"]
     while True:
-        begun = (path / "config.toml").exists()
-        process = _start(["--resume", str(path)] if begun else new, path.parent, ranks)
+        process = _start(words, path.parent, ranks)
         if killed < kills:
             killed += _kill(process, path, draw)
             # The run ended before the kill. Without its summary, the next process does the end once more.

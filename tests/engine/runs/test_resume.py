@@ -14,7 +14,7 @@ from zerokl.engine.commands.verify_run import verify_run
 from zerokl.engine.config import Config
 from zerokl.engine.runs import run as run_module
 from zerokl.engine.runs.checkpoints import open_checkpoint
-from zerokl.engine.runs.run import Summary, resume, train
+from zerokl.engine.runs.run import Summary, begin_or_resume, resume, train
 from zerokl.files.writing import MANIFEST, hash_json, hold_folder, write_manifest
 
 from tests.helpers import property_settings
@@ -26,7 +26,7 @@ class StopError(Exception):
     """The run ends here, as if it had been killed."""
 
 
-def _interrupted(config: Config, path: Path, step: int) -> None:
+def _interrupted(config: Config, path: Path, step: int, start=train) -> None:
     """A run that ends in the middle of `step`: only the ledger's line of this step is written."""
     train_step = run_module.train_step
 
@@ -39,7 +39,7 @@ def _interrupted(config: Config, path: Path, step: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_module, "train_step", stopped)
         with pytest.raises(StopError):
-            train(config, path)
+            start(config, path)
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16", "float16"])
@@ -364,3 +364,17 @@ def test_other_data_and_other_first_weights_are_refused(config, model, tmp_path)
     (base / "model.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match=r"weights of .* are not those that the run began with"):
         resume(tmp_path / "run", {"steps": "4"})
+
+
+def test_the_same_command_begins_a_run_and_goes_on_with_it(config, tmp_path):
+    """A setting that decides no bit may be another one; one that decides bits may not."""
+    cfg, path = config(steps=4, checkpoint__every=1), tmp_path / "run"
+    whole = train(cfg, tmp_path / "whole")
+    _interrupted(cfg, path, 2, begin_or_resume)
+    with pytest.raises(ValueError, match=r"seed \(1, was 0\) decides bits"):
+        begin_or_resume(cfg.model_copy(update={"seed": 1}), path)
+    summary = begin_or_resume(cfg.model_copy(update={"micro_batch": 2}), path)
+    assert (summary.fingerprint, summary.weights) == (whole.fingerprint, whole.weights)
+    ledger = (path / "ledger.jsonl").read_bytes()
+    assert begin_or_resume(cfg, path).fingerprint == whole.fingerprint
+    assert (path / "ledger.jsonl").read_bytes() == ledger
