@@ -293,9 +293,24 @@ def write_checkpoint(
     Raises OSError when it cannot be written, and leaves nothing behind.
     """
 
+    tensors = layout.checkpoint_views(flat)
+    write_tensors(target, layout.config, tensors, companions, extra, shard_bytes, state)
+
+
+def write_tensors(
+    target: Path,
+    config: ModelConfig,
+    tensors: Mapping[str, torch.Tensor],
+    companions: Path | None = None,
+    extra: Mapping[str, str] | None = None,
+    shard_bytes: int = _SHARD_BYTES,
+    state: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """As write_checkpoint, of the weights `tensors` by their names in the checkpoint, all of one dtype."""
+
     def fill(folder: Path) -> None:
-        _write_tensors(folder, layout.checkpoint_views(flat), shard_bytes)
-        _write_config(folder, layout.config, flat.dtype)
+        _write_tensors(folder, tensors, shard_bytes)
+        _write_config(folder, config, next(iter(tensors.values())).dtype)
 
     write_folder(target, fill, companions, extra, state)
 
@@ -355,7 +370,7 @@ def _write_config(folder: Path, config: ModelConfig, dtype: torch.dtype) -> None
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
 
 
-def _write_tensors(folder: Path, views: dict[str, torch.Tensor], shard_bytes: int) -> None:
+def _write_tensors(folder: Path, views: Mapping[str, torch.Tensor], shard_bytes: int) -> None:
     """Write one model.safetensors, or shards with an index where it would exceed `shard_bytes`."""
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
