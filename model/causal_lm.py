@@ -175,6 +175,7 @@ class CausalLM(nn.Module):
             flat = torch.zeros(self._layout.numel, dtype=dtype, device=device)
         self._add_parameters(flat)
         self.decoder = ModuleForward(self, self._layout, numerics, recompute)
+        self.register_load_state_dict_post_hook(lambda module, _: module._tie())
 
     @classmethod
     def over(cls, decoder: Decoder) -> Self:
@@ -314,11 +315,17 @@ class CausalLM(nn.Module):
             module.register_parameter(attribute, nn.Parameter(view, requires_grad=name not in frozen))
         if self.config.tied:
             self.lm_head = nn.Module()
+            self._tie()
+
+    def _tie(self) -> None:
+        """Let tied embeddings be one Parameter: torch makes two of it where it replaces Parameters."""
+        if self.config.tied:
             self.lm_head.register_parameter("weight", self.model.embed_tokens.weight)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """See nn.Module: .to, .cuda, .bfloat16 and so on. The Parameters then lie in one memory again."""
         super()._apply(fn, recurse)
+        self._tie()
         if self._can_lie_flat():
             parameters = dict(self.named_parameters())
             like = next(iter(parameters.values()))
