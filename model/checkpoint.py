@@ -126,6 +126,21 @@ def read_weights(folder: Path, layout: Layout) -> torch.Tensor:
     return flat
 
 
+def read_rows(folder: Path, layout: Layout, rows: Mapping[str, slice]) -> dict[str, torch.Tensor]:
+    """Some rows of each tensor of a model without experts, in fp32, by the tensor's name.
+
+    Nothing else of the files is read. Raises ValueError (see read_weights).
+    """
+    check_weights(folder, layout)
+    parts = {}
+    for file, listed in _files(folder).items():
+        with _opened(folder / file, listed) as (stored, names):
+            for name in names:
+                if name in rows:
+                    parts[name] = stored.get_slice(name)[rows[name]].float()
+    return parts
+
+
 def check_weights(folder: Path, layout: Layout) -> None:
     """Check that a folder has every weight of `layout` and no others, from the headers of its files.
 

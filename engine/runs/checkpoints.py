@@ -89,7 +89,7 @@ def save_checkpoint(
     Raises OSError. Then no part of the new checkpoint is left.
     """
     optimizer = state.optimizer
-    master, *moments = optimizer.collect_master(), *map(optimizer.slices.collect, optimizer.moments)
+    master, moments = optimizer.collect_master(), optimizer.collect_moments()
     if not state.ranks.first:
         return
     ledger.sync()
@@ -268,8 +268,7 @@ def restore(state: TrainState, checkpoint: Checkpoint) -> None:
     """
     optimizer = state.optimizer
     with _moments(checkpoint.folder, optimizer.layout) as moments:
-        for moment, stored in zip(optimizer.moments, moments, strict=True):
-            moment.copy_(stored[optimizer.slices.own])
+        optimizer.load_moments([stored[optimizer.slices.own] for stored in moments])
     state.scaler.load(checkpoint.scaler)
     optimizer.load(read_trained(checkpoint.folder, optimizer.layout), checkpoint.updates)
     _begin_at(state, checkpoint.step, checkpoint.version)
