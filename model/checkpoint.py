@@ -35,7 +35,7 @@ _COMPANIONS = (
     "chat_template.jinja",
     "generation_config.json",
 )
-_SHARD_BYTES = 5 << 30
+SHARD_BYTES = 5 << 30
 # The file by which a folder of peft is known.
 _ADAPTER = "adapter_config.json"
 STATE_FILE = "trainer/state.safetensors"
@@ -139,6 +139,15 @@ def read_rows(folder: Path, layout: Layout, rows: Mapping[str, slice]) -> dict[s
                 if name in rows:
                     parts[name] = stored.get_slice(name)[rows[name]].float()
     return parts
+
+
+def tensor_files(folder: Path) -> dict[str, list[str]]:
+    """The names of the tensors in each safetensors file of a folder, by file name. Raises ValueError."""
+    names_of = {}
+    for file, listed in _files(folder).items():
+        with _opened(folder / file, listed) as (_, names):
+            names_of[file] = list(names)
+    return names_of
 
 
 def check_weights(folder: Path, layout: Layout) -> None:
@@ -294,7 +303,7 @@ def write_checkpoint(
     flat: torch.Tensor,
     companions: Path | None = None,
     extra: Mapping[str, str] | None = None,
-    shard_bytes: int = _SHARD_BYTES,
+    shard_bytes: int = SHARD_BYTES,
     state: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Write `flat` [layout.numel] as a checkpoint folder `target`, in flat's dtype.
@@ -318,14 +327,14 @@ def write_tensors(
     tensors: Mapping[str, torch.Tensor],
     companions: Path | None = None,
     extra: Mapping[str, str] | None = None,
-    shard_bytes: int = _SHARD_BYTES,
+    shard_bytes: int = SHARD_BYTES,
     state: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """As write_checkpoint, of the weights `tensors` by their names in the checkpoint, all of one dtype."""
 
     def fill(folder: Path) -> None:
         _write_tensors(folder, tensors, shard_bytes)
-        _write_config(folder, config, next(iter(tensors.values())).dtype)
+        write_config(folder, config, next(iter(tensors.values())).dtype)
 
     write_folder(target, fill, companions, extra, state)
 
@@ -378,7 +387,7 @@ def different_companion(a: Path, b: Path) -> str | None:
     return next((name for name in _COMPANIONS if content(a / name) != content(b / name)), None)
 
 
-def _write_config(folder: Path, config: ModelConfig, dtype: torch.dtype) -> None:
+def write_config(folder: Path, config: ModelConfig, dtype: torch.dtype) -> None:
     """Write the config.json that was read, with `dtype` in place of the old dtype."""
     fields = {name: value for name, value in config.raw.items() if name != "torch_dtype"}
     fields |= {"dtype": str(dtype).split(".")[1]}

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ...kernels.adamw import AdamW, adamw
 from ...model.decoder import Decoder
@@ -87,6 +88,29 @@ class ShardedOptimizer(Optimizer):
             return None
         rounded = self._master_slice().to(self.decoder.dtype)
         return self.slices.hash_tree(self.slices.hashing(rounded))
+
+    def master_tensors(self) -> dict[str, DTensor]:
+        """The master weights over all ranks, by their names in the checkpoint; of this rank its rows."""
+        names = (part.name for part in self._pieces.parts)
+        return {name: p.detach() for name, p in zip(names, self._model.parameters, strict=True)}
+
+    def moment_tensors(self) -> list[dict[str, DTensor]]:
+        """The same of each moment. They share its memory."""
+        return [self._placed(moment) for moment in self.moments]
+
+    def _placed(self, vector: torch.Tensor) -> dict[str, DTensor]:
+        parts = zip(self._pieces.split(vector), self.master_tensors().items(), strict=True)
+        return {
+            name: DTensor.from_local(
+                local.view(like.to_local().shape),
+                like.device_mesh,
+                like.placements,
+                run_check=False,
+                shape=like.shape,
+                stride=like.stride(),
+            )
+            for local, (name, like) in parts
+        }
 
     def whole_policy(self) -> AbstractContextManager[None]:
         """See Optimizer."""
