@@ -42,15 +42,17 @@ def sharded_engine(
 ) -> Engine:
     """Weights that FSDP shards (parallel/sharded_model.py). The policy is whole only while it draws.
 
-    Raises ValueError for a model of experts, and for more ranks than FSDP can be given here.
+    Raises ValueError for a model of experts, and for a process without a process group.
     """
     if layout.config.experts:
         raise ValueError(
-            f'parallel.engine ("fsdp"): {layout.config.architecture} has experts, which are not built with '
-            'sharded weights; set parallel.engine = "replicated"'
+            f'config: parallel.engine ("fsdp"): {layout.config.architecture} has experts, which are not '
+            'built with sharded weights; set parallel.engine = "replicated"'
         )
     if ranks.mesh is None:
-        raise ValueError('parallel.engine ("fsdp") needs a process group, which only `zerokl train` makes')
+        raise ValueError(
+            'config: parallel.engine ("fsdp") needs a process group, which only `zerokl train` makes'
+        )
     dtype, numerics = DTYPES[config.dtype], numerics_of(config)
     recompute = config.recompute == "layer"
     model = ShardedModel(folder, layout, dtype, numerics, recompute, ranks, device)
