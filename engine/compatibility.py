@@ -59,7 +59,7 @@ class Setting(NamedTuple):
             "loss.kl_coef, which needs a reference": c.loss.has_reference,
             f'sampler ("{c.sampler}")': c.sampler != "native",
             "max_staleness": bool(c.max_staleness),
-            "perturb.* and precision.sampler_*": self.separate,
+            "perturb.* and precision.sampler_*": self.separate or c.precision.sampler_differs,
             f"workers ({c.workers})": c.workers > 1,
             f"shards_in_flight ({c.shards_in_flight})": c.shards_in_flight > 1,
         }
