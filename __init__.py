@@ -5,6 +5,7 @@ The log-probabilities that the trainer computes are bit for bit those that the s
     policy = zerokl.load_policy("models/add")            # a Hugging Face folder or hub name
     rollouts = policy.sample(["12+7="], n=4)             # token ids, and the logprobs they were drawn with
     scores = policy.score([r.pair for r in rollouts])    # the trainer's logprobs: the same bits
+    model = policy.module                                # a torch module over the same weights
     summary = zerokl.train(zerokl.load_config(None, "demo", {}), "runs/demo")
     run = zerokl.load_run("runs/demo")                   # metrics, rollouts and ledger of a run's folder
     zerokl.write_report(["runs/demo"])                   # the page of `zerokl report`
@@ -15,6 +16,7 @@ from importlib import import_module
 from typing import Any
 
 _NAMES = {
+    "CausalLM": "model.causal_lm",
     "Config": "engine.config",
     "load_config": "engine.config_file",
     "Policy": "engine.policy",

@@ -199,6 +199,13 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        lambda s: bool(s.not_sharded),
+        lambda s: (
+            f'parallel.engine ("fsdp") with {s.not_sharded}: this is not built with sharded weights; leave '
+            'it out, or set parallel.engine = "replicated"'
+        ),
+    ),
+    Rule(
         lambda s: s.ranks > 1 and (s.config.sampler != "native" or bool(s.config.pool.engine)),
         lambda s: (
             f'ranks: sampler "{s.config.sampler}", pool.engine "{s.config.pool.engine}": one process runs '

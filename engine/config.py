@@ -305,6 +305,16 @@ class CheckpointConfig(Section):
     """The number of newest checkpoints to keep; 0 keeps all."""
 
 
+class ParallelConfig(Section):
+    """How training is spread over ranks. These settings change no bit of the result."""
+
+    engine: Literal["replicated", "fsdp"] = "replicated"
+    """replicated: every rank has all weights. fsdp: each rank keeps its rows of every weight, and a layer is
+    whole only while it computes (torch.distributed.fsdp.fully_shard); one pass has one virtual shard,
+    whatever micro_batch is.
+    """
+
+
 class LedgerConfig(Section):
     """The run's ledger: hashes of all that a step computes."""
 
@@ -393,6 +403,7 @@ class Config(Section):
     precision: PrecisionConfig = PrecisionConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    parallel: ParallelConfig = ParallelConfig()
     ledger: LedgerConfig = LedgerConfig()
     native: NativeConfig = NativeConfig()
     pool: PoolConfig = PoolConfig()

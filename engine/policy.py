@@ -9,6 +9,7 @@ import torch
 from ..kernels.backend import find_device
 from ..kernels.philox import Stream
 from ..kernels.sampling_params import PENALTIES, SamplingParams, refuse_penalties
+from ..model.causal_lm import CausalLM
 from ..model.checkpoint import DTYPES, load_decoder, resolve_model
 from ..model.config import ModelConfig
 from ..model.scoring import logprobs, pack
@@ -27,7 +28,8 @@ from .tasks.tokenizer import Tokenizer
 class Policy:
     """A decoder in one dtype, a native sampler with the same weights, and the tokenizer.
 
-    `load_policy` makes one.
+    `load_policy` makes one. module: the decoder as a torch module over the same memory (model/causal_lm.py).
+    Whoever changes its Parameters in place calls sampler.sync_weights(version) before the next draw.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device | None = None):
@@ -35,6 +37,8 @@ class Policy:
         self.tokenizer = Tokenizer(folder, ModelConfig.from_file(folder).vocab_size)
         self.decoder = load_decoder(folder, dtype, device)
         self.sampler = NativeSampler(self.decoder)
+        self.module = CausalLM.over(self.decoder)
+        self.module.companions = folder
 
     def sample(
         self,

@@ -46,6 +46,29 @@ class Setting(NamedTuple):
         c = self.config
         return bool(c.max_staleness or c.perturb.any or c.precision.of_sampler != c.precision)
 
+    def _not_sharded(self) -> dict[str, bool]:
+        """What FSDP does not go with here, by the name of the setting; whether it is set."""
+        c = self.config
+        return {
+            "lora.rank": bool(c.lora.rank),
+            "frozen": bool(c.frozen),
+            'loss.advantage ("gae")': c.loss.has_critic,
+            "loss.kl_coef, which needs a reference": c.loss.has_reference,
+            f'sampler ("{c.sampler}")': c.sampler != "native",
+            f'pool.engine ("{c.pool.engine}")': bool(c.pool.engine),
+            "max_staleness": bool(c.max_staleness),
+            "perturb.* and precision.sampler_*": self.separate or c.precision.sampler_differs,
+            f"workers ({c.workers})": c.workers > 1,
+            f"shards_in_flight ({c.shards_in_flight})": c.shards_in_flight > 1,
+        }
+
+    @property
+    def not_sharded(self) -> str:
+        """The first setting that FSDP does not go with; empty where it is not asked for, or goes."""
+        if self.config.parallel.engine != "fsdp":
+            return ""
+        return next((name for name, is_set in self._not_sharded().items() if is_set), "")
+
 
 class Rule(NamedTuple):
     """One row. `refused`: whether a Setting is refused. `message`: why, and what to do instead."""

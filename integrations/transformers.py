@@ -17,7 +17,7 @@ the copy is used.
 import functools
 import hashlib
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from ..kernels.grad import GradBuffer
 from ..kernels.sampling_params import SamplingParams
 from ..model.config import ModelConfig
 from ..model.decoder import NO_BUFFERS, Buffers, Decoder
+from ..model.labels import LabelledBatch, pack_labels
 from ..model.scoring import PackedBatch, logprobs
 from ..model.weights import Layout
 
@@ -143,14 +144,11 @@ class ExactModel:
         longer than the context.
         """
         self.sync()
-        batch, places = _pack(input_ids, attention_mask, labels)
+        batch, places = pack_labels(LabelledBatch.of(input_ids, attention_mask, labels))
         logp, entropy = self._score(batch)
-        shape, device = (input_ids.shape[0], input_ids.shape[1] - 1), input_ids.device
-        index = tuple(places.to(device))
-        return ExactOutput(
-            log_probs=torch.zeros(shape, device=device).index_put(index, logp),
-            entropy=torch.zeros(shape, device=device).index_put(index, entropy),
-        )
+        zeros, index = torch.zeros(input_ids.numel(), device=input_ids.device), (places.to(input_ids.device),)
+        whole = (zeros.index_put(index, x).view(input_ids.shape)[:, 1:] for x in (logp, entropy))
+        return ExactOutput(*whole)
 
     def _score(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """logp and entropy, [C] each. logp is differentiable in the Parameters if torch records gradients."""
@@ -301,38 +299,3 @@ def _blocks(numel: int, device: torch.device) -> torch.Tensor:
     """The blocks of a tensor of `numel` elements, [n, 2]."""
     starts = torch.arange(0, numel, BLOCK)
     return torch.stack([starts, (starts + BLOCK).clamp(max=numel)], dim=1).to(device)
-
-
-def _pack(
-    input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor
-) -> tuple[PackedBatch, torch.Tensor]:
-    """The sequences without padding, up to the last token that is scored.
-
-    All [B, L]. Returns also the row and the column [2, C] in [B, L - 1] of each scored token.
-    """
-    ids: list[torch.Tensor] = []
-    rows: list[torch.Tensor] = []
-    targets: list[torch.Tensor] = []
-    places: list[torch.Tensor] = []
-    start = 0  # the sequence's first row
-    for b, (row, real, label) in enumerate(
-        zip(input_ids.cpu(), attention_mask.cpu().bool(), labels.cpu(), strict=True)
-    ):
-        scored = torch.nonzero(label != -100).flatten()
-        if not len(scored):
-            continue
-        place = real.cumsum(0) - 1  # of each token among those that are no padding
-        if not real[scored].all() or place[scored[0]] == 0:
-            raise ValueError(f"exact: sequence {b} has a label on padding, or on its first token")
-        ids.append(row[real][: place[scored[-1]]])
-        rows.append(place[scored] - 1 + start)
-        start += len(ids[-1])
-        targets.append(label[scored])
-        places.append(torch.stack([torch.full_like(scored, b), scored - 1]))
-    return PackedBatch(
-        _joined(ids), _joined(rows), _joined(targets), tuple(map(len, ids)), tuple(map(len, targets))
-    ), torch.cat(places, dim=1) if places else torch.empty(2, 0, dtype=torch.int64)
-
-
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(list(parts)) if parts else torch.empty(0, dtype=torch.int64)

@@ -38,9 +38,12 @@ class Pass:
     def returned_grad(self, weight: torch.Tensor, buffer: GradBuffer | LowRankBuffers) -> torch.Tensor | None:
         """What a backward function returns for `weight`, after it has added to `buffer`.
 
-        The sum of a new buffer is rounded once to the weight's dtype.
+        The sum of a new buffer is rounded once to the weight's dtype. A leaf may ask for another one
+        (torch.Tensor.grad_dtype): a Parameter with fp32 gets the sum as it is.
         """
-        return None if self.buffers.get(weight) is buffer else buffer.zeroed([0])[0].to(weight.dtype)
+        if self.buffers.get(weight) is buffer:
+            return None
+        return buffer.zeroed([0])[0].to((weight.is_leaf and weight.grad_dtype) or weight.dtype)
 
 
 ONE_SEQUENCE = Pass()

@@ -35,7 +35,7 @@ _COMPANIONS = (
     "chat_template.jinja",
     "generation_config.json",
 )
-_SHARD_BYTES = 5 << 30
+SHARD_BYTES = 5 << 30
 # The file by which a folder of peft is known.
 _ADAPTER = "adapter_config.json"
 STATE_FILE = "trainer/state.safetensors"
@@ -124,6 +124,30 @@ def read_weights(folder: Path, layout: Layout) -> torch.Tensor:
                     target.copy_(tensor)
     _refuse_lacking(wanted, folder)
     return flat
+
+
+def read_rows(folder: Path, layout: Layout, rows: Mapping[str, slice]) -> dict[str, torch.Tensor]:
+    """Some rows of each tensor of a model without experts, in fp32, by the tensor's name.
+
+    Nothing else of the files is read. Raises ValueError (see read_weights).
+    """
+    check_weights(folder, layout)
+    parts = {}
+    for file, listed in _files(folder).items():
+        with _opened(folder / file, listed) as (stored, names):
+            for name in names:
+                if name in rows:
+                    parts[name] = stored.get_slice(name)[rows[name]].float()
+    return parts
+
+
+def tensor_files(folder: Path) -> dict[str, list[str]]:
+    """The names of the tensors in each safetensors file of a folder, by file name. Raises ValueError."""
+    names_of = {}
+    for file, listed in _files(folder).items():
+        with _opened(folder / file, listed) as (_, names):
+            names_of[file] = list(names)
+    return names_of
 
 
 def check_weights(folder: Path, layout: Layout) -> None:
@@ -279,7 +303,7 @@ def write_checkpoint(
     flat: torch.Tensor,
     companions: Path | None = None,
     extra: Mapping[str, str] | None = None,
-    shard_bytes: int = _SHARD_BYTES,
+    shard_bytes: int = SHARD_BYTES,
     state: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Write `flat` [layout.numel] as a checkpoint folder `target`, in flat's dtype.
@@ -293,9 +317,24 @@ def write_checkpoint(
     Raises OSError when it cannot be written, and leaves nothing behind.
     """
 
+    tensors = layout.checkpoint_views(flat)
+    write_tensors(target, layout.config, tensors, companions, extra, shard_bytes, state)
+
+
+def write_tensors(
+    target: Path,
+    config: ModelConfig,
+    tensors: Mapping[str, torch.Tensor],
+    companions: Path | None = None,
+    extra: Mapping[str, str] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    state: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """As write_checkpoint, of the weights `tensors` by their names in the checkpoint, all of one dtype."""
+
     def fill(folder: Path) -> None:
-        _write_tensors(folder, layout.checkpoint_views(flat), shard_bytes)
-        _write_config(folder, layout.config, flat.dtype)
+        _write_tensors(folder, tensors, shard_bytes)
+        write_config(folder, config, next(iter(tensors.values())).dtype)
 
     write_folder(target, fill, companions, extra, state)
 
@@ -348,14 +387,14 @@ def different_companion(a: Path, b: Path) -> str | None:
     return next((name for name in _COMPANIONS if content(a / name) != content(b / name)), None)
 
 
-def _write_config(folder: Path, config: ModelConfig, dtype: torch.dtype) -> None:
+def write_config(folder: Path, config: ModelConfig, dtype: torch.dtype) -> None:
     """Write the config.json that was read, with `dtype` in place of the old dtype."""
     fields = {name: value for name, value in config.raw.items() if name != "torch_dtype"}
     fields |= {"dtype": str(dtype).split(".")[1]}
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
 
 
-def _write_tensors(folder: Path, views: dict[str, torch.Tensor], shard_bytes: int) -> None:
+def _write_tensors(folder: Path, views: Mapping[str, torch.Tensor], shard_bytes: int) -> None:
     """Write one model.safetensors, or shards with an index where it would exceed `shard_bytes`."""
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0

@@ -12,9 +12,10 @@ A layer asks a source of weights for its own (weights.py), and for them only: th
 belongs to the norm of the next layer.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -36,13 +37,14 @@ from ..kernels.rms_norm import add_rms_norm, rms_norm
 from ..kernels.rope import rope, rope_table, rope_table_fp32
 from ..kernels.sampling_params import SamplingParams
 from ..kernels.silu_mul import silu_mul
-from ..kernels.tile_tables import DEFAULT_TABLE, TileTable, tile_table
 from ..kernels.upload import Tables, upload_tables
 from .cache import DecodeContext
 from .config import ModelConfig
 from .experts import run_experts
+from .numerics import COMPUTE, Numerics, RoundThrough
+from .numerics import named_numerics as named_numerics
 from .routing import FREE, Routing
-from .weights import VALUE_HEAD, FlatWeights, LayerWeights, Layout
+from .weights import VALUE_HEAD, FlatWeights, LayerWeights, Layout, WeightSource
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [T, D / 2]
 # What a layer gives to the next one, [T, D] each: the output of its MLP, and the residual to add it to.
@@ -56,44 +58,6 @@ NO_BUFFERS: Buffers = MappingProxyType({})
 
 def no_hook(name: str, x: torch.Tensor) -> None:
     """The hook that does nothing."""
-
-
-class Numerics(NamedTuple):
-    """What decides bits beside the weights: dtypes, of which None is the compute dtype, and a GPU's tiles."""
-
-    lm_head: torch.dtype | None = None  # of the logits' matrix product
-    # Keys and values are rounded to this dtype before attention reads them. Where it is narrower than the
-    # compute dtype, the cache stores them in it.
-    cache: torch.dtype | None = None
-    tiles: TileTable = DEFAULT_TABLE  # of the matrix products along K
-    router: torch.dtype | None = None  # of the logits of a mixture of experts
-
-
-COMPUTE = Numerics()
-
-
-def named_numerics(head_dtype: str, cache_dtype: str, tiles: str, router_dtype: str = "compute") -> Numerics:
-    """Numerics from the settings precision.head_dtype, cache_dtype, tiles and router_dtype.
-
-    The dtype "compute" is the compute dtype. Raises ValueError (see tile_table).
-    """
-    lm_head, cache, router = (
-        None if name == "compute" else getattr(torch, name)
-        for name in (head_dtype, cache_dtype, router_dtype)
-    )
-    return Numerics(lm_head, cache, tile_table(tiles), router)
-
-
-class _RoundThrough(torch.autograd.Function):
-    """x rounded to a dtype and back; the gradient passes unchanged."""
-
-    @staticmethod
-    def forward(ctx, x, dtype):
-        return x.to(dtype).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy, None
 
 
 class Context(Protocol):
@@ -173,91 +137,72 @@ class PackedContext:
         return attention(q, k, v, self._plan, scale)
 
 
-def with_padding(ids: torch.Tensor, decoder: "Decoder") -> tuple[torch.Tensor, int]:
+def with_padding(ids: torch.Tensor, decoder: "Forward") -> tuple[torch.Tensor, int]:
     """ids [T] and padding ids after them, and the number of padding ids.
 
     The padding fills the last row tile, so that no matrix product of the reference has a partial tile. Triton
     needs no padding.
     """
-    padding = 0 if on_triton(decoder.flat) else -len(ids) % ROW_TILE
+    padding = 0 if on_triton(decoder.weights.norm) else -len(ids) % ROW_TILE
     return F.pad(ids, (0, padding)), padding
 
 
-def _rope_table(c: ModelConfig, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, [positions, D / 2], rounded to the compute dtype.
+def _rope_table(c: ModelConfig, like: torch.Tensor) -> Rotation:
+    """cos and sin, [positions, D / 2], rounded to the dtype of `like`, on its device.
 
     On Triton they are computed as vLLM's models compute them, otherwise in fp64.
     """
-    if on_triton(flat):
-        return rope_table_fp32(
-            c.head_dim, c.rope_theta, c.rope_llama3, c.max_positions, flat.dtype, flat.device
+    if on_triton(like):
+        table = rope_table_fp32(
+            c.head_dim, c.rope_theta, c.rope_llama3, c.max_positions, like.dtype, like.device
         )
-    return rope_table(c.frequencies, c.max_positions, flat.dtype)
+    else:
+        table = rope_table(c.frequencies, c.max_positions, like.dtype)
+    return tuple(t.to(like.device, accumulate_dtype(like.dtype)) for t in table)
 
 
-class Decoder:
-    """Weights in one dtype, and the forward over them.
+class NarrowingContext(ABC):
+    """A Context of which nobody reads some rows after the attention of the last layer (one_pass.py)."""
 
-    `flat` [layout.numel] holds the weights in the compute dtype. With `recompute` a backward computes each
-    layer again instead of keeping its activations. That decides no bit.
+    narrowed: Context  # of the rows that are left
+
+    @abstractmethod
+    def narrow(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows of x [T, D] that are left."""
+
+
+class Forward:
+    """The forward over a source of weights.
+
+    Decoder has them in one flat tensor, and CausalLM (causal_lm.py) as Parameters. With `recompute` a
+    backward computes each layer again instead of keeping its activations. That decides no bit.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        flat: torch.Tensor,
-        layout: Layout | None = None,
-        numerics: Numerics = COMPUTE,
-        recompute: bool = False,
-    ):
-        self.config, self.flat, self.numerics = config, flat, numerics
-        self.layout, self.recompute = layout or Layout(config), recompute
-        self._cos, self._sin = (
-            t.to(flat.device, accumulate_dtype(flat.dtype)) for t in _rope_table(config, flat)
-        )
-        self._bind()
+    weights: WeightSource
+    _rope: Rotation  # of all positions
 
-    def _bind(self) -> None:
-        self.weights = FlatWeights(self.layout, self.flat)
-        # With tied embeddings lm_head is a second tensor over the embedding's memory. So its gradient has a
-        # buffer of its own. In one buffer, the order of the two uses would depend on the micro-batch size.
-        embed = self.w["embed"]
-        self.lm_head = (
-            embed.detach().requires_grad_(embed.requires_grad) if self.config.tied else self.w["lm_head"]
-        )
-
-    @property
-    def w(self) -> dict[str, torch.Tensor]:
-        """All weights by name."""
-        return self.weights.named
-
-    def move_to(self, flat: torch.Tensor) -> None:
-        """Copy the weights to `flat` [layout.numel] and compute with `flat` from now on.
-
-        Views that were taken before still show the old memory.
-        """
-        self.flat = flat.copy_(self.flat.detach())
-        self._bind()
+    def __init__(self, config: ModelConfig, numerics: Numerics = COMPUTE, recompute: bool = False):
+        self.config, self.numerics, self.recompute = config, numerics, recompute
 
     @property
     def dtype(self) -> torch.dtype:
         """The compute dtype."""
-        return self.flat.dtype
-
-    @property
-    def cache_dtype(self) -> torch.dtype:
-        """The dtype in which a cache stores keys and values.
-
-        It is numerics.cache where that is narrower than the compute dtype, else the compute dtype. Keys and
-        values were rounded to numerics.cache before, so storing them loses nothing.
-        """
-        cache = self.numerics.cache
-        return cache if cache is not None and cache.itemsize < self.dtype.itemsize else self.dtype
+        return self.weights.norm.dtype
 
     @property
     def device(self) -> torch.device:
         """The device of the weights and of all computation."""
-        return self.flat.device
+        return self.weights.norm.device
+
+    @property
+    def lm_head(self) -> torch.Tensor:
+        """The weight of the logits, [V, D]; see FlatWeights."""
+        return self.weights.lm_head
+
+    @property
+    def value_head(self) -> torch.Tensor | None:
+        """The critic's head, [D]; None where there is no critic."""
+        return None
 
     def logits_weight(self) -> torch.Tensor:
         """lm_head in the dtype of the logits, [V, D]; the caller converts hidden states to that dtype.
@@ -274,26 +219,10 @@ class Decoder:
         weight = weight.detach().requires_grad_()
         return weight, {weight: buffer}
 
-    @property
-    def value_head(self) -> torch.Tensor | None:
-        """The critic's head, [D]; None where there is no critic."""
-        return self.w.get(VALUE_HEAD)
-
     def logits_rows(self, sampling_params: SamplingParams) -> int:
         """The rows of logits that linear_logprob holds at once."""
         dtype = self.numerics.lm_head or self.dtype
         return logits_rows(self.config.vocab_size, self.device, dtype, sampling_params)
-
-    def matrices(self) -> list[torch.Tensor]:
-        """The weights of the matrix products, each [N, K]."""
-        return [w for name, w in self.w.items() if w.dim() == 2 and name != "embed"] + [
-            self.lm_head
-        ] * self.config.tied
-
-    def packable(self) -> list[torch.Tensor]:
-        """Those of `matrices` of which a packed copy may be read: not the ones that hold many experts."""
-        experts = {w for name, w in self.w.items() if ".experts." in name}
-        return [w for w in self.matrices() if w not in experts]
 
     def hidden(self, ids: torch.Tensor, context: Context, hook: Hook = no_hook) -> torch.Tensor:
         """The final norm's output, [T, D], for ids [T] on any device.
@@ -305,7 +234,9 @@ class Decoder:
         rotation = self._rotation(context)
         for i in range(c.layers):
             stream = self._run_layer(i, stream, rotation, context, hook)
-        x, residual = add_rms_norm(*stream, self.w["norm"], c.eps, context.in_pass)
+        if isinstance(context, NarrowingContext):
+            context = context.narrowed
+        x, residual = add_rms_norm(*stream, self.weights.norm, c.eps, context.in_pass)
         hook(f"layers.{c.layers - 1}.mlp_residual", residual)
         hook("norm", x)
         return x
@@ -333,14 +264,15 @@ class Decoder:
 
     def _rotation(self, context: Context) -> Rotation:
         """cos and sin of the positions."""
-        return self._cos[context.positions], self._sin[context.positions]
+        cos, sin = self._rope
+        return cos[context.positions], sin[context.positions]
 
     def _embed(self, ids: torch.Tensor, context: Context, hook: Hook) -> Stream:
         """The stream before the first layer, which has nothing to add."""
         self.check_ids(ids)
         if not ids.device == context.positions.device == self.device:
             (ids,) = upload_tables(self.device, context.tables, ids)
-        residual = embedding(ids, self.w["embed"], context.in_pass)
+        residual = embedding(ids, self.weights.embed, context.in_pass)
         hook("embed", residual)
         return None, residual
 
@@ -353,12 +285,22 @@ class Decoder:
     def _layer(self, i: int, stream: Stream, rotation: Rotation, context: Context, hook: Hook) -> Stream:
         """The stream after layer i, of whose weights the layer asks once."""
         with self.weights.layer(i) as w:
-            x, residual = self._input_norm(i, w, stream, context, hook)
-            x = self._attention(i, w, x, rotation, context, hook)
-            x, residual = add_rms_norm(x, residual, w["post_norm"], self.config.eps, context.in_pass)
-            hook(f"layers.{i}.attention_residual", residual)
-            hook(f"layers.{i}.post_norm", x)
-            return self._mlp(i, w, x, context, hook), residual
+            return self._compute_layer(i, w, stream, rotation, context, hook)
+
+    def _compute_layer(
+        self, i: int, w: LayerWeights, stream: Stream, rotation: Rotation, context: Context, hook: Hook
+    ) -> Stream:
+        """The stream after layer i with the weights w."""
+        x, residual = self._input_norm(i, w, stream, context, hook)
+        o = self._attention(i, w, x, rotation, context, hook)
+        if isinstance(context, NarrowingContext) and i == self.config.layers - 1:
+            context, residual = context.narrowed, context.narrow(residual)
+        x = linear(o.flatten(1), w["o"], w.get("o_bias"), context.in_pass, self.numerics.tiles)
+        hook(f"layers.{i}.o_proj", x)
+        x, residual = add_rms_norm(x, residual, w["post_norm"], self.config.eps, context.in_pass)
+        hook(f"layers.{i}.attention_residual", residual)
+        hook(f"layers.{i}.post_norm", x)
+        return self._mlp(i, w, x, context, hook), residual
 
     def _input_norm(
         self, i: int, w: LayerWeights, stream: Stream, context: Context, hook: Hook
@@ -376,7 +318,7 @@ class Decoder:
     def _attention(
         self, i: int, w: LayerWeights, x: torch.Tensor, rotation: Rotation, context: Context, hook: Hook
     ) -> torch.Tensor:
-        """Attention and its output projection. x [T, D] -> [T, D]."""
+        """Attention without its output projection. x [T, D] -> [T, Hq, D of a head]."""
         scale = self.config.head_dim**-0.5
         if isinstance(context, DecodeContext) and hook is no_hook and self._cache_rounds_once:
             q = self._heads_to_cache(i, w, x, rotation, context)
@@ -384,9 +326,7 @@ class Decoder:
         else:
             o = context.attend(i, *self._qkv(i, w, x, rotation, context, hook), scale)
         hook(f"layers.{i}.attention", o)
-        x = linear(o.reshape(x.shape[0], -1), w["o"], w.get("o_bias"), context.in_pass, self.numerics.tiles)
-        hook(f"layers.{i}.o_proj", x)
-        return x
+        return o
 
     def _mlp(self, i: int, w: LayerWeights, x: torch.Tensor, context: Context, hook: Hook) -> torch.Tensor:
         """x [T, D] -> [T, D]."""
@@ -423,7 +363,7 @@ class Decoder:
         hook(f"layers.{i}.rope", qk)
         q, k = qk.split([c.heads, c.kv_heads], dim=1)
         if self.numerics.cache not in (None, self.dtype):
-            k, v = (_RoundThrough.apply(x, self.numerics.cache) for x in (k, v))
+            k, v = (RoundThrough.apply(x, self.numerics.cache) for x in (k, v))
         return q, k, v
 
     def _projected_heads(self, w: LayerWeights, x: torch.Tensor, context: Context) -> torch.Tensor:
@@ -443,3 +383,62 @@ class Decoder:
         c, qkv = self.config, self._projected_heads(w, x, context)
         norm = QKNormWeights(w["q_norm"], w["k_norm"], c.eps) if c.qk_norm else None
         return heads_to_cache(qkv, norm, *rotation, c.heads, context.slots(i))
+
+
+class Decoder(Forward):
+    """Weights in one flat tensor, and the forward over them.
+
+    `flat` [layout.numel] holds the weights in the compute dtype.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        flat: torch.Tensor,
+        layout: Layout | None = None,
+        numerics: Numerics = COMPUTE,
+        recompute: bool = False,
+    ):
+        super().__init__(config, numerics, recompute)
+        self.flat, self.layout = flat, layout or Layout(config)
+        self.weights = FlatWeights(self.layout, flat)
+        self._rope = _rope_table(config, flat)
+
+    @property
+    def w(self) -> dict[str, torch.Tensor]:
+        """All weights by name."""
+        return self.weights.named
+
+    def move_to(self, flat: torch.Tensor) -> None:
+        """Copy the weights to `flat` [layout.numel] and compute with `flat` from now on.
+
+        Views that were taken before still show the old memory.
+        """
+        self.flat = flat.copy_(self.flat.detach())
+        self.weights = FlatWeights(self.layout, self.flat)
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """The dtype in which a cache stores keys and values.
+
+        It is numerics.cache where that is narrower than the compute dtype, else the compute dtype. Keys and
+        values were rounded to numerics.cache before, so storing them loses nothing.
+        """
+        cache = self.numerics.cache
+        return cache if cache is not None and cache.itemsize < self.dtype.itemsize else self.dtype
+
+    @property
+    def value_head(self) -> torch.Tensor | None:
+        """See Forward."""
+        return self.w.get(VALUE_HEAD)
+
+    def matrices(self) -> list[torch.Tensor]:
+        """The weights of the matrix products, each [N, K]."""
+        return [w for name, w in self.w.items() if w.dim() == 2 and name != "embed"] + [
+            self.lm_head
+        ] * self.config.tied
+
+    def packable(self) -> list[torch.Tensor]:
+        """Those of `matrices` of which a packed copy may be read: not the ones that hold many experts."""
+        experts = {w for name, w in self.w.items() if ".experts." in name}
+        return [w for w in self.matrices() if w not in experts]

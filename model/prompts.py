@@ -108,7 +108,7 @@ class Prompts(PromptLayout):
         ids = [token for prompt in compress(prompts, self.firsts) for token in prompt[:-1]]
         if observer is not None and ids:
             first_samples = np.repeat(np.flatnonzero(self.firsts), self.lengths)
-            positions = _ranges(np.zeros_like(self.lengths), self.lengths)
+            positions = ranges(np.zeros_like(self.lengths), self.lengths)
             columns = map(torch.from_numpy, (first_samples, positions))
             rows = Rows(torch.tensor(ids), *columns, torch.empty(0, dtype=torch.int64))
             hook = observed(observer, rows, hook)
@@ -227,12 +227,12 @@ class SampleTables:
                 np.append(x, n) for x, n in ((rows, padding), (prompt_rows, 0), (prompt_starts, 0))
             )
         self.blocks = token_blocks(lengths, shards)
-        self.positions = torch.from_numpy(_ranges(prompt_rows, rows))
-        self.prompt_rows = RowIds(torch.from_numpy(_ranges(prompt_starts, prompt_rows)))
+        self.positions = torch.from_numpy(ranges(prompt_rows, rows))
+        self.prompt_rows = RowIds(torch.from_numpy(ranges(prompt_starts, prompt_rows)))
         # Attention takes the keys of each sequence side by side: the rows of its prompt, copied for each
         # sample, then the sample's rows.
         starts = np.cumsum(prompt_rows + rows) - (prompt_rows + rows)
-        places = np.concatenate([_ranges(starts, prompt_rows), _ranges(starts + prompt_rows, rows)])
+        places = np.concatenate([ranges(starts, prompt_rows), ranges(starts + prompt_rows, rows)])
         inverse = torch.from_numpy(places)
         self.order = inverse.argsort(), inverse
         self.plan = varlen_plan(rows.tolist(), config.heads, config.kv_heads, prompt_rows.tolist())
@@ -269,13 +269,36 @@ class SampleContext:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        tables = self._tables
-        if not len(tables.prompt_rows):
-            return attention(q, k, v, tables.plan, scale)
-        prompt_kv = read_rows(tables.prompt_rows, self._kv[layer], self._kv_pass)
-        kv = torch.cat([prompt_kv, torch.stack([k, v], dim=1).view(len(k), -1)])
-        k, v = _Reordered.apply(kv, *tables.order).view(-1, 2, *k.shape[1:]).unbind(1)
+        kv = self._kv[layer] if self._kv else None
+        return attend_after(kv, self._kv_pass, self._tables, q, k, v, scale)
+
+
+def attend_after(
+    prompt_kv: torch.Tensor | None,
+    kv_pass: Pass,
+    tables: SampleTables,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Attention of samples to their prompts and to themselves. q [T, Hq, D], k and v [T, Hkv, D] -> as q.
+
+    prompt_kv [B, 2 Hkv D]: keys and values of the prompts; None where every prompt has one token. kv_pass: of
+    their gradient.
+    """
+    if not len(tables.prompt_rows):
         return attention(q, k, v, tables.plan, scale)
+    kv = torch.cat(
+        [read_rows(tables.prompt_rows, prompt_kv, kv_pass), torch.stack([k, v], 1).view(len(k), -1)]
+    )
+    k, v = reordered(kv, *tables.order).view(-1, 2, *k.shape[1:]).unbind(1)
+    return attention(q, k, v, tables.plan, scale)
+
+
+def reordered(x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """The rows of x in another order: the row i of the result is the row order[i] of x. inverse: of order."""
+    return _Reordered.apply(x, order, inverse)
 
 
 class _Reordered(torch.autograd.Function):
@@ -297,6 +320,6 @@ class _Reordered(torch.autograd.Function):
         return dx.index_select(0, ctx.inverse), None, None
 
 
-def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """counts[i] numbers from starts[i] on (starts[i], starts[i] + 1, ...), one i after another."""
     return np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))

@@ -23,8 +23,9 @@ from ..kernels.sampling_params import SamplingParams
 from ..kernels.upload import Tables, upload_tables
 from ..kernels.value_head import value_head
 from .cache import BlockCache, CachedContext
-from .decoder import NO_BUFFERS, Buffers, Decoder, Hook, PackedContext, no_hook, with_padding
+from .decoder import NO_BUFFERS, Buffers, Decoder, Forward, Hook, PackedContext, no_hook, with_padding
 from .observer import Rows
+from .one_pass import OnePassContext, one_pass
 from .prompts import PromptLayout, Prompts, SampleContext, SampleTables
 from .routing import FREE, Routing
 
@@ -111,27 +112,33 @@ class ScoringInputs:
 
     prompts: where the prompts lie, for a batch that `pack` was given `after` for. They need not be read yet.
     buffers: of the gradients, for a batch without prompts. routing: of the rows.
+    shared [S]: the prompt of each sequence, which the same forward reads (one_pass.py), for a batch that
+        `pack` was given `after` for.
     Raises ValueError for a sequence that is longer than the context, and for an id outside the vocabulary.
     """
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Forward,
         batch: PackedBatch,
         sampling_params: SamplingParams,
         prompts: PromptLayout | None = None,
         buffers: Buffers = NO_BUFFERS,
         routing: Routing = FREE,
+        shared: Sequence[Sequence[int]] | None = None,
     ):
-        _check_lengths(decoder, batch, prompts)
+        _check_lengths(decoder, batch, PromptLayout(shared) if shared is not None else prompts)
         self.sampling_params = sampling_params
-        self._ids, padding = with_padding(batch.ids, decoder)
+        if shared is not None:
+            self._ids, self._context = one_pass(decoder, batch.ids, batch.lengths, shared, buffers, routing)
+        else:
+            self._ids, padding = with_padding(batch.ids, decoder)
+            self._context = (
+                PackedContext(batch.lengths, decoder.config, padding, batch.shards, buffers, routing)
+                if prompts is None
+                else SampleTables(decoder.config, batch.lengths, prompts, batch.after, padding, batch.shards)
+            )
         decoder.check_ids(self._ids)
-        self._context = (
-            PackedContext(batch.lengths, decoder.config, padding, batch.shards, buffers, routing)
-            if prompts is None
-            else SampleTables(decoder.config, batch.lengths, prompts, batch.after, padding, batch.shards)
-        )
         self._rows, self._targets, self._routing = batch.rows, batch.targets, routing
         self._blocks = token_blocks(batch.drawn_lengths, batch.shards)  # of the drawn tokens
         self._chunks = [chunk for *_, chunk in self._blocks.chunks(decoder.logits_rows(sampling_params))]
@@ -150,6 +157,12 @@ class ScoringInputs:
     def arrived(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
         self._ids, self._rows, self._targets = tensors
 
+    @property
+    def one_pass(self) -> OnePassContext:
+        """The context of a forward that reads the prompts too (shared)."""
+        assert isinstance(self._context, OnePassContext)
+        return self._context
+
     def observed_rows(self) -> Rows:
         """The rows that an observer is shown."""
         batch, positions = self._of_host
@@ -157,7 +170,7 @@ class ScoringInputs:
         sequences = torch.arange(len(lengths)).repeat_interleave(lengths)
         return Rows(batch.ids, sequences, positions, batch.rows)
 
-    def forward(self, decoder: Decoder, hook: Hook = no_hook, prompts: Prompts | None = None) -> Scores:
+    def forward(self, decoder: Forward, hook: Hook = no_hook, prompts: Prompts | None = None) -> Scores:
         """See scores. prompts: those of the layout, which were read."""
         context = self._context if prompts is None else SampleContext(self._context, prompts, self._routing)
         # No row occurs twice, so the gradient of each is written once and nothing is added up.
@@ -178,7 +191,7 @@ class ScoringInputs:
         return Scores(logp, entropy, values)
 
 
-def _check_lengths(decoder: Decoder, batch: PackedBatch, prompts: PromptLayout | None) -> None:
+def _check_lengths(decoder: Forward, batch: PackedBatch, prompts: PromptLayout | None) -> None:
     """Raise ValueError for a sequence that is longer than the context."""
     read_before = [0] * len(batch.lengths)
     if prompts is not None:

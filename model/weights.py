@@ -240,7 +240,14 @@ LayerWeights = Mapping[str, torch.Tensor]
 
 
 class WeightSource(Protocol):
-    """Where a decoder's layers find their weights."""
+    """Where a forward finds its weights.
+
+    embed and lm_head [V, D], norm [D]: the weights outside of layers.
+    """
+
+    embed: torch.Tensor
+    norm: torch.Tensor
+    lm_head: torch.Tensor
 
     def layer(self, i: int) -> AbstractContextManager[LayerWeights]:
         """The weights of layer i, by their names in the layer. They may be read inside the context only."""
@@ -248,7 +255,11 @@ class WeightSource(Protocol):
 
 
 class FlatWeights(WeightSource):
-    """The weights as views of one flat tensor [layout.numel]: a source that has all of them at any time."""
+    """The weights as views of one flat tensor [layout.numel]: a source that has all of them at any time.
+
+    With tied embeddings lm_head is a second tensor over the embedding's memory. So its gradient has a buffer
+    of its own. In one buffer, the order of the two uses would depend on the micro-batch size.
+    """
 
     def __init__(self, layout: Layout, flat: torch.Tensor):
         self.named = {
@@ -260,6 +271,10 @@ class FlatWeights(WeightSource):
             if name.startswith("layers."):
                 _, i, name_in_layer = name.split(".", 2)
                 self._layers[int(i)][name_in_layer] = view
+        embed = self.embed = self.named["embed"]
+        self.norm = self.named["norm"]
+        tied = layout.config.tied
+        self.lm_head = embed.detach().requires_grad_(embed.requires_grad) if tied else self.named["lm_head"]
 
     def layer(self, i: int) -> AbstractContextManager[LayerWeights]:
         return nullcontext(self._layers[i])

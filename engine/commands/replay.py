@@ -8,7 +8,7 @@ from typing import Any
 
 from ...verify.divergence import Divergence, compare_heads, compare_lines, open_run
 from ...verify.ledger import LedgerFile, Line
-from ..config import PoolConfig
+from ..config import ParallelConfig, PoolConfig
 from ..display.terminal import console
 from ..parallel.workers import use_threads
 from ..rollout.players import Judge, open_judge
@@ -77,9 +77,9 @@ class Replayer:
                 judge = on_failure.enter_context(open_judge(self.task, *settings, console.print, given))
             self.model = base_model(self.config, path)
             equivalence = on_failure.enter_context(run_equivalence(self.config))
-            self.state: TrainState = make_state(
-                self.config, self.model, self.task, judge, equivalence=equivalence
-            )
+            # One process has all weights, whatever the run's ranks had.
+            whole = self.config.model_copy(update={"parallel": ParallelConfig()})
+            self.state: TrainState = make_state(whole, self.model, self.task, judge, equivalence=equivalence)
             self._open = on_failure.pop_all()
         self._first_weights = self.state.optimizer.whole_master().clone()
         self._head = run_head(self.state, {"workers in use": self.state.parallel.n})

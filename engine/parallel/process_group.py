@@ -11,7 +11,7 @@ files.
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -176,24 +176,40 @@ def _take_gpu() -> None:
 
 
 @contextmanager
-def join_ranks(on_gpu: bool = False) -> Iterator[Ranks]:
+def join_ranks(on_gpu: bool = False, always: bool = False) -> Iterator[Ranks]:
     """The ranks among which torchrun started this process; one rank without torchrun.
 
-    on_gpu: each rank computes on a GPU of its own. Raises ValueError where there are too few.
-    compatibility.py says which settings ranks can be used with.
+    on_gpu: each rank computes on a GPU of its own. Raises ValueError where there are too few. always: a
+    single rank too has a mesh, for FSDP. compatibility.py says which settings ranks can be used with.
     """
-    size = world_size()
+    size, backend = world_size(), "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     if size == 1:
-        yield ALONE
+        with _alone(backend, on_gpu) if always else nullcontext(ALONE) as ranks:
+            yield ranks
         return
     # A torchrun that is killed leaves its ranks behind, and they would wait for each other.
     end_with(os.getppid())
     _check_torchrun()
     if on_gpu:
         _take_gpu()
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    dist.init_process_group(backend)
+    with _mesh(size, on_gpu) as ranks:
+        yield ranks
+
+
+@contextmanager
+def _mesh(size: int, on_gpu: bool) -> Iterator[Ranks]:
+    """The ranks of the process group, which ends with this context."""
     try:
         mesh = init_device_mesh("cuda" if on_gpu else "cpu", (size,), mesh_dim_names=(DATA_PARALLEL,))
         yield Ranks(mesh[DATA_PARALLEL])
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _alone(backend: str, on_gpu: bool) -> Iterator[Ranks]:
+    """One rank with a process group of its own."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    with _mesh(1, on_gpu) as ranks:
+        yield ranks

@@ -21,7 +21,14 @@ from safetensors import SafetensorError
 from ...files.reading import read_json, shown
 from ...files.writing import manifest_damage
 from ...model.adapters import AdapterLayout
-from ...model.checkpoint import STATE_FILE, open_tensors, read_weights, write_checkpoint
+from ...model.checkpoint import (
+    STATE_FILE,
+    open_tensors,
+    read_weights,
+    write_checkpoint,
+    write_config,
+    write_folder,
+)
 from ...model.peft import checkpoint_config, read_adapter, write_adapter
 from ...model.weights import FlatLayout
 from ...verify.ledger import Head, Ledger, LedgerFile
@@ -30,15 +37,15 @@ from ..parallel.tree_hash import hash_tree
 from ..rollout.older_weights import Snapshot
 from ..tasks.perfectible import TASK_FILE
 from ..train.loss_scaling import LossScaler
+from ..train.sharded_optimizer import ShardedOptimizer
 from ..train.state import TrainState
 from .ledger_head import architecture, other_frozen_weight, run_layout
+from .sharded_checkpoints import MOMENT_NAMES, MOMENTS, NamedMoment, load_sharded, place, save_sharded
 
 SMALL_FILE = "trainer/state.json"
 # Added to the name of a checkpoint that cannot be used. A new one can then take its place, and the old one is
 # kept.
 DAMAGED = ".damaged"
-# The optimizer's moments in STATE_FILE: [layout.trained_numel] fp32 each, for any number of ranks.
-_MOMENTS = ("first_moment", "second_moment")
 # Before the names of the weights of earlier steps in STATE_FILE (rollout/older_weights.py).
 _OLDER = "older_weights"
 # What the ledger has a hash of, in words.
@@ -94,8 +101,11 @@ def save_checkpoint(
 
     Raises OSError. Then no part of the new checkpoint is left.
     """
-    optimizer = state.optimizer
-    master, *moments = optimizer.collect_master(), *map(optimizer.slices.collect, optimizer.moments)
+    optimizer, staging, master, moments = state.optimizer, None, None, []
+    if isinstance(optimizer, ShardedOptimizer):
+        staging = save_sharded(optimizer, target, state.ranks)
+    else:
+        master, moments = optimizer.collect_master(), optimizer.collect_moments()
     if not state.ranks.first:
         return
     ledger.sync()
@@ -110,7 +120,17 @@ def save_checkpoint(
         "older_versions": [snapshot.version for snapshot in before],
     }
     texts = extra | {SMALL_FILE: json.dumps(small, indent=1) + "\n"}
-    tensors = dict(zip(_MOMENTS, moments, strict=True)) | optimizer.layout.beside_checkpoint(master)
+    if staging is not None:
+        config = state.policy.config
+
+        def fill(folder: Path) -> None:
+            place(staging, folder)
+            write_config(folder, config, torch.float32)
+
+        write_folder(target, fill, companions, texts)
+        _drop_old(state, target)
+        return
+    tensors = dict(zip(MOMENT_NAMES, moments, strict=True)) | optimizer.layout.beside_checkpoint(master)
     tensors |= _older_tensors(before)
     if isinstance(optimizer.layout, AdapterLayout):
         made_here = state.config.model.startswith("init:")
@@ -118,6 +138,11 @@ def save_checkpoint(
         write_adapter(target, optimizer.layout, master, base, companions, texts, tensors)
     else:
         write_checkpoint(target, optimizer.layout, master, companions, texts, state=tensors)
+    _drop_old(state, target)
+
+
+def _drop_old(state: TrainState, target: Path) -> None:
+    """Delete the oldest checkpoints beside `target`, so that config.checkpoint.keep are left."""
     keep = state.config.checkpoint.keep  # 0 keeps all
     for folder in checkpoint_folders(target.parent.parent)[keep:] if keep else []:
         # Renamed first, so that a half-deleted folder does not look like a checkpoint.
@@ -256,13 +281,17 @@ def read_trained(folder: Path, layout: FlatLayout) -> torch.Tensor:
 def _moments(folder: Path, layout: FlatLayout) -> Iterator[list[Any]]:
     """The moments in a checkpoint, [layout.trained_numel] fp32 each, which can be read slice by slice.
 
-    Raises ValueError where they are of another model.
+    They are in STATE_FILE, or, of weights that FSDP had sharded, in MOMENTS. Raises ValueError where they are
+    of another model.
     """
     path = folder / STATE_FILE
+    if (folder / MOMENTS).is_dir():
+        yield [NamedMoment(folder, layout, moment) for moment in MOMENT_NAMES]
+        return
     try:
         with open_tensors(path) as stored:
-            parts = [stored.get_slice(name) for name in _MOMENTS]
-            for part, name in zip(parts, _MOMENTS, strict=True):
+            parts = [stored.get_slice(name) for name in MOMENT_NAMES]
+            for part, name in zip(parts, MOMENT_NAMES, strict=True):
                 if part.get_shape() != [layout.trained_numel] or part.get_dtype() != "F32":
                     raise ValueError(f"checkpoint: {path}: {name} is of another model")
             yield parts
@@ -311,14 +340,18 @@ def restore(state: TrainState, checkpoint: Checkpoint) -> None:
 
     Raises ValueError when the files do not fit the model.
     """
-    optimizer, older = state.optimizer, state.older_weights
+    optimizer, older, folder = state.optimizer, state.older_weights, checkpoint.folder
     if older is not None:
         older.reset(_read_older(checkpoint, older.lag, state.policy.layout.numel))
-    with _moments(checkpoint.folder, optimizer.layout) as moments:
-        for moment, stored in zip(optimizer.moments, moments, strict=True):
-            moment.copy_(stored[optimizer.slices.own])
+    if not isinstance(optimizer, ShardedOptimizer):
+        optimizer.load(read_trained(folder, optimizer.layout), checkpoint.updates)
+        has_moments = False
+    else:
+        has_moments = load_sharded(optimizer, folder, checkpoint.updates, state.ranks)
+    if not has_moments:
+        with _moments(folder, optimizer.layout) as moments:
+            optimizer.load_moments([stored[optimizer.slices.own] for stored in moments])
     state.scaler.load(checkpoint.scaler)
-    optimizer.load(read_trained(checkpoint.folder, optimizer.layout), checkpoint.updates)
     _begin_at(state, checkpoint.step, checkpoint.version)
 
 

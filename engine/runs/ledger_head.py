@@ -31,6 +31,7 @@ _FROZEN = "frozen."
 FREE = {
     "micro_batch": "how many sequences one pass takes; by the law this decides no bit",
     "shards_in_flight": "how many shards one pass takes; by the law this decides no bit",
+    "parallel": "how the work is spread; by the law this decides no bit",
     "recompute": "what is kept for the backward; the same operations compute it again",
     "threads": "how the work is spread; by the law this decides no bit",
     "workers": "how the work is spread; by the law this decides no bit",

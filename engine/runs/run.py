@@ -120,7 +120,7 @@ def _go_on(path: Path, overrides: Mapping[str, Any], ranks: Ranks, profile: int 
 def _ranks(config: Config) -> Iterator[Ranks]:
     """The ranks of this run. From now on only rank 0 prints."""
     check_settings(config, ranks=world_size())
-    with join_ranks(on_gpu(config)) as ranks:
+    with join_ranks(on_gpu(config), config.parallel.engine == "fsdp") as ranks:
         console.quiet = not ranks.first
         yield ranks
 
@@ -307,9 +307,10 @@ def _guarded_step(state: TrainState, recorder: Recorder, path: Path) -> StepReco
         return train_step(state, recorder)
     except MismatchError as error:
         try:
-            if state.ranks.first:
-                names = ("mismatch" if n == 1 else f"mismatch-{n}" for n in count(1))
-                _save_mismatch(state, error, first_free(path / name for name in names))
+            with state.optimizer.whole_policy():
+                if state.ranks.first:
+                    names = ("mismatch" if n == 1 else f"mismatch-{n}" for n in count(1))
+                    _save_mismatch(state, error, first_free(path / name for name in names))
         except OSError as disk_error:
             console.print(f"the rollouts and weights could not be saved: {disk_error}")
         finally:

@@ -4,10 +4,12 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from ...kernels.backend import find_device
+from ...model.adapters import AdapterLayout
 from ...model.checkpoint import DTYPES, load_decoder, read_weights, resolve_model
 from ...model.config import ModelConfig
 from ...model.decoder import Decoder
@@ -34,7 +36,8 @@ from ..tasks.tokenizer import Tokenizer
 from ..train.ahead import Ahead
 from ..train.loss_scaling import LossScaler
 from ..train.state import TrainState
-from .memory import RunShape, fit
+from .engine import Engine, sharded_engine
+from .memory import PassSizes, RunShape, fit
 from .samplers import Samplers, make_samplers, numerics_of, sampling_context
 from .trained import adapter_layout, make_optimizer, merge_first, model_layout
 
@@ -81,43 +84,23 @@ def make_state(
     own_layout, base = adapter_layout(config, layout, model)
     shape = RunShape(config, layout, ranks.size, longest, ref_numel, trajectory_tokens, own_layout, base)
     sizes = fit(shape, device)
-    weights = read_weights(model, layout)
-    flat, recompute = weights.to(device, DTYPES[config.dtype]), config.recompute == "layer"
-    policy = Decoder(model_config, flat, layout, numerics_of(config), recompute)
-    adapters = merge_first(config, own_layout, weights, policy, base)
-    # The ranks compute shards in common rounds, so all have the same number of workers, and of shards.
-    mine = _workers_of_a_rank(config, policy), sizes.shards_at_once
-    n, shards = map(min, zip(*ranks.gather(lambda: mine), strict=True))
-    share = config.sampler == "vllm-zerokl" and device.type == "cpu"
-    with ExitStack() as on_failure:  # closes what was started, unless all of it succeeds
-        workers = Workers(
-            policy, shards, n, config.native, share, sizes.shards_in_flight, stopwatch, adapters
-        )
-        on_failure.enter_context(workers)
-        slices = Slices(own_layout or layout, ranks, device)
-        optimizer = make_optimizer(config, adapters, policy, weights, slices)
-        ref_policy = _ref_policy(config, *ref_model, workers.n, sizes.micro_batch) if ref_model else None
-        if ref_policy:
-            on_failure.callback(ref_policy.close)
-        samplers = make_samplers(config, model, model_config, optimizer, workers, sizes.micro_batch)
-        on_failure.pop_all()
-    critic = Scorer(workers, sizes.micro_batch) if config.loss.has_critic else None
-    if ranks.size > 1:
-        samplers = _spread(samplers, ranks)
-        critic = RankedScorer(critic, ranks) if critic else None
-        ref_policy = RankedScorer(ref_policy, ranks) if ref_policy else None
+    if config.parallel.engine == "fsdp":
+        engine = sharded_engine(config, model, layout, ranks, device, sizes.micro_batch, stopwatch)
+    else:
+        run = _Run(config, model, layout, own_layout, base, ranks, device, ref_model)
+        engine = _replicated_engine(run, sizes, stopwatch)
     return TrainState(
         config=config,
-        policy=policy,
-        optimizer=optimizer,
-        scaler=LossScaler(config.precision, policy.dtype),
-        sampler=samplers.training,
-        evaluator=samplers.evaluation,
-        old_policy=samplers.old_policy,
-        parallel=RankedWorkers(workers, slices, config.virtual_shards) if ranks.size > 1 else workers,
+        policy=engine.policy,
+        optimizer=engine.optimizer,
+        scaler=LossScaler(config.precision, engine.policy.dtype),
+        sampler=engine.samplers.training,
+        evaluator=engine.samplers.evaluation,
+        old_policy=engine.samplers.old_policy,
+        parallel=engine.parallel,
         micro_batch=sizes.micro_batch,
-        ref_policy=ref_policy,
-        critic=critic,
+        ref_policy=engine.ref_policy,
+        critic=engine.critic,
         tokenizer=tokenizer,
         player=player,
         equivalence=equivalence,
@@ -125,8 +108,58 @@ def make_state(
         prompt_ids=prompt_ids,
         max_tokens=of_rollout,
         stopwatch=stopwatch,
-        older_weights=samplers.older,
-        ahead=Ahead(samplers.training, config.steps) if config.pool.engine else None,
+        older_weights=engine.samplers.older,
+        ahead=Ahead(engine.samplers.training, config.steps) if config.pool.engine else None,
+    )
+
+
+class _Run(NamedTuple):
+    """What an engine is made from. ref_model: see _ref_model. own_layout, base: see adapter_layout."""
+
+    config: Config
+    model: Path
+    layout: Layout
+    own_layout: AdapterLayout | None
+    base: torch.dtype
+    ranks: Ranks
+    device: torch.device
+    ref_model: tuple[Path, ModelConfig] | None
+
+
+def _replicated_engine(run: _Run, sizes: PassSizes, stopwatch: Stopwatch) -> Engine:
+    """Whole weights in every rank."""
+    config, ranks, model_config = run.config, run.ranks, run.layout.config
+    weights = read_weights(run.model, run.layout)
+    flat, recompute = weights.to(run.device, DTYPES[config.dtype]), config.recompute == "layer"
+    policy = Decoder(model_config, flat, run.layout, numerics_of(config), recompute)
+    adapters = merge_first(config, run.own_layout, weights, policy, run.base)
+    # The ranks compute shards in common rounds, so all have the same number of workers, and of shards.
+    mine = _workers_of_a_rank(config, policy), sizes.shards_at_once
+    n, shards = map(min, zip(*ranks.gather(lambda: mine), strict=True))
+    share = config.sampler == "vllm-zerokl" and run.device.type == "cpu"
+    with ExitStack() as on_failure:  # closes what was started, unless all of it succeeds
+        workers = Workers(
+            policy, shards, n, config.native, share, sizes.shards_in_flight, stopwatch, adapters
+        )
+        on_failure.enter_context(workers)
+        slices = Slices(run.own_layout or run.layout, ranks, run.device)
+        optimizer = make_optimizer(config, adapters, policy, weights, slices)
+        ref_policy = None
+        if run.ref_model:
+            ref_policy = _ref_policy(config, *run.ref_model, workers.n, sizes.micro_batch)
+            on_failure.callback(ref_policy.close)
+        samplers = make_samplers(config, run.model, model_config, optimizer, workers, sizes.micro_batch)
+        on_failure.pop_all()
+    critic = Scorer(workers, sizes.micro_batch) if config.loss.has_critic else None
+    if ranks.size == 1:
+        return Engine(policy, optimizer, workers, samplers, ref_policy, critic)
+    return Engine(
+        policy,
+        optimizer,
+        RankedWorkers(workers, slices, config.virtual_shards),
+        _spread(samplers, ranks),
+        RankedScorer(ref_policy, ranks) if ref_policy else None,
+        RankedScorer(critic, ranks) if critic else None,
     )
 
 

@@ -7,7 +7,8 @@ slices and threads decide no bit.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -148,6 +149,24 @@ class Optimizer:
             return hash_tree(self.layout.blocks, self._flat)
         return self.slices.hash_tree(self.slices.hashing(self.master))
 
+    def hash_moments(self) -> Tree:
+        """The hash tree of the moments. All ranks must call this together."""
+        return self.slices.hash_tree(self.slices.hashing(*self.moments))
+
+    def collect_moments(self) -> list[torch.Tensor | None]:
+        """The moments of all ranks, [layout.trained_numel] fp32 each, in rank 0; see collect_master."""
+        return [self.slices.collect(moment) for moment in self.moments]
+
+    @torch.no_grad()
+    def load_moments(self, moments: Sequence[torch.Tensor]) -> None:
+        """Replace the moments. moments: this rank's slice of each."""
+        for moment, loaded in zip(self.moments, moments, strict=True):
+            moment.copy_(loaded)
+
+    def whole_policy(self) -> AbstractContextManager[None]:
+        """Inside this context the decoder has all its weights. All ranks must enter it together."""
+        return nullcontext()
+
     def hash_compute_weights(self) -> Tree | None:
         """The hash tree of this rank's compute weights; None where they are the master weights."""
         return None if self.in_place else hash_tree(self.layout.blocks, self._flat)
@@ -175,7 +194,7 @@ class Optimizer:
         """
         if grad is None:
             part = self.slices.of_gradient(self.slices.own)
-            grad = self.master.new_zeros(part.stop - part.start)
+            grad = torch.zeros(part.stop - part.start, device=self.decoder.device)
         norm = self._norm(grad) / loss_scale
         if not math.isfinite(norm):
             name = self._first_not_finite(grad)
@@ -184,22 +203,31 @@ class Optimizer:
         clip = self.cfg.max_grad_norm / norm if 0 < self.cfg.max_grad_norm < norm else 1.0
         lr = self.learning_rate()
         self.updates += 1
-        for part in self._decayed if self.cfg.weight_decay else ():
-            self.master[part].mul_(1.0 - lr * self.cfg.weight_decay)
+        if self.cfg.weight_decay:
+            self._decay(1.0 - lr * self.cfg.weight_decay)
         # clip / loss_scale has the significand of clip, so the loss scale adds no rounding of the gradient.
-        self._adamw(grad, clip / loss_scale, lr)
-        self.slices.share(self._flat)
+        self._adamw(grad, self._numbers(clip / loss_scale, lr))
         return {"grad_norm": norm, "lr": lr}
 
-    def _adamw(self, grad: torch.Tensor, grad_scale: float, lr: float) -> None:
-        """Update moments, master weights and compute weights from the gradient `grad` times `grad_scale`."""
+    def _numbers(self, grad_scale: float, lr: float) -> AdamW:
+        """Of this update, for the gradient times `grad_scale`."""
         c = self.cfg
         corrections = 1.0 - c.beta1**self.updates, 1.0 - c.beta2**self.updates
+        return AdamW(grad_scale, lr, c.beta1, c.beta2, *corrections, c.eps)
+
+    def _decay(self, factor: float) -> None:
+        """Multiply the master weights of matrices."""
+        for part in self._decayed:
+            self.master[part].mul_(factor)
+
+    def _adamw(self, grad: torch.Tensor, numbers: AdamW) -> None:
+        """Update moments, master weights and compute weights, in all ranks."""
         out = None if self.in_place else self._flat[self.slices.own]
         for part, ratio in self._rates:
-            numbers = AdamW(grad_scale, lr * ratio, c.beta1, c.beta2, *corrections, c.eps)
             moments = (moment[part] for moment in self.moments)
-            adamw(self.master[part], *moments, grad[part], numbers, None if out is None else out[part])
+            own = numbers._replace(lr=numbers.lr * ratio)
+            adamw(self.master[part], *moments, grad[part], own, None if out is None else out[part])
+        self.slices.share(self._flat)
 
     def _norm(self, grad: torch.Tensor) -> float:
         """The global norm of all ranks' gradients.

@@ -151,8 +151,8 @@ class Recorder:
 
     def _hash_state(self, quantities: dict[str, str]) -> None:
         """Add the hashes of the optimizer's state and of the weights to `quantities`."""
-        optimizer, slices = self._optimizer, self._optimizer.slices
-        self._keep(quantities, "optimizer", slices.hash_tree(slices.hashing(*optimizer.moments)))
+        optimizer = self._optimizer
+        self._keep(quantities, "optimizer", optimizer.hash_moments())
         self._keep(quantities, "weights", optimizer.hash_weights())
         if (tree := optimizer.hash_compute_weights()) is not None:
             self._keep(quantities, "compute_weights", tree)

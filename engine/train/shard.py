@@ -14,18 +14,19 @@ import torch
 
 from ...kernels.sampling_params import SamplingParams
 from ...kernels.to_host import to_host
+from ...model.causal_lm import CausalLM
 from ...model.config import Experts
 from ...model.decoder import Buffers, Decoder, Hook, no_hook
 from ...model.observer import Observer, Rows, observed
 from ...model.prompts import PromptLayout, Prompts, prompt_passes
 from ...model.routing import FREE, RecordedRouting, ReplayedRouting, Routing
-from ...model.scoring import PackedBatch, ScoringInputs, pack
+from ...model.scoring import PackedBatch, Scores, ScoringInputs, pack
 from ..loss.critic import value_loss
 from ..loss.load_balance import load_balance
 from ..loss.policy_loss import LossConfig, policy_loss
 from ..parallel.partition import micro_batches, virtual_shards
 from ..rollout.types import Rollout
-from .underflow import WATCHED, PromptUnderflow, Underflow, ZeroCounts
+from .underflow import WATCHED, OnePassUnderflow, PromptUnderflow, Underflow, ZeroCounts
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,14 @@ class ShardWork:
         """See shard_gradients."""
         return shard_gradients(decoder, shards, buffers, self)
 
+    def has_gradient(self, shard: Shard) -> bool:
+        """See has_gradient."""
+        return has_gradient(shard, self.loss)
+
+    def one_pass(self, model: CausalLM, shard: Shard, backward: bool) -> list[Scored]:
+        """See shard_in_one_pass."""
+        return shard_in_one_pass(model, shard, self, backward)
+
 
 def shard_gradients(
     decoder: Decoder, shards: Sequence[Shard | None], buffers: Buffers, work: ShardWork
@@ -161,6 +170,26 @@ def shard_gradients(
         _pass_gradient(decoder, together, buffers, work, scored, counts)
     if counts is not None:  # read at the end, because the host waits for the backward
         next(filter(None, scored)).append(Scored(*[torch.empty(0)] * 3, None, counts.read()))
+    return scored
+
+
+def shard_in_one_pass(model: CausalLM, shard: Shard, work: ShardWork, backward: bool) -> list[Scored]:
+    """Forward and, if asked for, backward of a virtual shard, its prompts included, of a dense model.
+
+    The gradients are added to the .grad of the model's Parameters.
+    """
+    assert work.observer is None, "an observer sees a step in one process, with whole weights"
+    prompt_ids = [r.prompt_ids for r in shard.rollouts]
+    layout, masks = PromptLayout(prompt_ids), [r.mask for r in shard.rollouts]
+    packed = pack([r.pair for r in shard.rollouts], layout.prompt_of_sample, None, masks)
+    inputs = model.inputs(packed, work.sampling_params, prompt_ids)
+    counts = ZeroCounts() if work.watch else None
+    counter = OnePassUnderflow(packed, counts, layout, inputs.one_pass) if counts else None
+    with torch.set_grad_enabled(backward):
+        scores = model.score_inputs(inputs, counter.hook if counter else no_hook)
+    scored = [_backward(scores, _MicroBatch(shard, packed, inputs, None), work, counter)]
+    if counts is not None:
+        scored.append(Scored(*[torch.empty(0)] * 3, None, counts.read()))
     return scored
 
 
@@ -303,15 +332,22 @@ def _micro_batch_gradient(
     decoder: Decoder, micro_batch: _MicroBatch, prompts: Prompts, work: ShardWork, counter: Underflow | None
 ) -> Scored:
     """Forward and backward of the drawn tokens of a micro-batch."""
-    batch, packed, inputs, routing = micro_batch
-    lengths = packed.drawn_lengths
-    tokens = torch.tensor(lengths)
+    batch, inputs = micro_batch.shard, micro_batch.inputs
     with torch.set_grad_enabled(has_gradient(batch, work.loss)):
         hook = counter.hook if counter else no_hook
         observer = _placed(work.observer, batch.rollouts)
         if observer is not None:
             hook = observed(observer, inputs.observed_rows(), hook)
         scores = inputs.forward(decoder, hook, prompts)
+    return _backward(scores, micro_batch, work, counter)
+
+
+def _backward(scores: Scores, micro_batch: _MicroBatch, work: ShardWork, counter: Underflow | None) -> Scored:
+    """The loss of a forward, and its backward where the scores have a graph."""
+    batch, packed, _, routing = micro_batch
+    lengths = packed.drawn_lengths
+    tokens = torch.tensor(lengths)
+    with torch.set_grad_enabled(scores.logp.requires_grad):
         # What follows is small. It is computed on the CPU, where its sums have one order. So the host has to
         # wait once in a micro-batch: the backward begins with the gradient of this loss.
         given = [x for x in scores if x is not None]

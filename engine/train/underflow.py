@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from ...kernels.upload import upload
+from ...model.one_pass import OnePassContext
 from ...model.prompts import PromptLayout
 from ...model.scoring import PackedBatch
 
@@ -58,9 +59,10 @@ class PromptUnderflow:
     def hook(self, name: str, x: torch.Tensor) -> None:
         """See Decoder.hidden. x [B + padding, D]."""
         if name == "embed" and x.requires_grad:
-            x.register_hook(self._count)
+            x.register_hook(self.count)
 
-    def _count(self, dx: torch.Tensor) -> None:
+    def count(self, dx: torch.Tensor) -> None:
+        """Count in the gradient of the embedding's output, dx [B + padding, D]."""
         rows = torch.isin(self._prompt_of_row, torch.tensor(sorted(self.reached), dtype=torch.int64))
         self._counts.add("embed", dx, *upload(dx.device, rows))
 
@@ -119,3 +121,20 @@ class Underflow:
 
     def _count(self, name: str, dx: torch.Tensor) -> None:
         self._counts.add(name, dx, self._predicting if name == "norm" else self._reached)
+
+
+class OnePassUnderflow(Underflow):
+    """Counts in one forward of samples and their prompts (model/one_pass.py)."""
+
+    def __init__(self, batch: PackedBatch, counts: ZeroCounts, layout: PromptLayout, context: OnePassContext):
+        self._of_prompts = PromptUnderflow(layout, counts)
+        super().__init__(batch, counts, self._of_prompts)
+        self._context = context
+
+    def _count(self, name: str, dx: torch.Tensor) -> None:
+        if name == "norm":  # only the samples have rows there
+            super()._count(name, dx)
+            return
+        of_samples, of_prompts, _ = self._context.by_kind(dx)
+        super()._count(name, of_samples)
+        self._of_prompts.count(of_prompts)

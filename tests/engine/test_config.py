@@ -269,3 +269,28 @@ def test_another_task_leaves_the_options_of_the_first_behind(tmp_path, as_file):
 def test_the_options_of_a_file_without_a_task_are_those_of_the_task_that_is_given(tmp_path):
     (tmp_path / "c.toml").write_text("[task.options]\ntrain = 20\n")
     assert load_config(str(tmp_path / "c.toml"), None, {"task.name": "sort"}).task.options == {"train": 20}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lora.rank": 2},
+        {"frozen": ["model.norm.*"]},
+        {"loss.preset": "ppo"},
+        {"loss.kl_coef": 0.1},
+        {"sampler": "hf", "exact": False},
+        {"max_staleness": 1},
+        {"precision.sampler_dtype": "bfloat16", "exact": False},
+        {"workers": 2},
+        {"shards_in_flight": 2},
+    ],
+    ids=str,
+)
+def test_what_sharded_weights_do_not_go_with_is_refused_by_name(settings):
+    load_config(None, None, settings)
+    with pytest.raises(ValueError, match=r'config: parallel.engine \("fsdp"\) with ') as caught:
+        load_config(None, None, settings | {"parallel.engine": "fsdp"})
+    names = {"loss.preset": "gae", "precision.sampler_dtype": "sampler_"}
+    key = next(iter(settings))
+    assert names.get(key, key.split(".")[-1]) in str(caught.value)
+    assert "\n" not in str(caught.value)

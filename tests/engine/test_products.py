@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations, islice, product
 from pathlib import Path
+from random import Random
 
 import pytest
 from allpairspy import AllPairs
@@ -74,6 +75,7 @@ SETTINGS: OrderedDict[str, list] = OrderedDict(
         "frozen": [[], ["model.layers.0.*", "model.norm.*"], ["model.embed_tokens.*"]],
         "tracking": [[], ["tensorboard"]],
         "optimizer.schedule": ["constant", "linear"],
+        "parallel.engine": ["replicated", "fsdp"],
     }
 )
 # What reasonings and answers need beside the preset.
@@ -99,7 +101,9 @@ def make(config, tmp_path_factory) -> Callable[[Row], Config]:
 
 
 def allowed(make: Callable[[Row], Config], row: Row) -> bool:
-    """Whether compatibility.py takes these settings."""
+    """Whether compatibility.py takes these settings, and FSDP the model."""
+    if (row.get("model"), row.get("parallel.engine")) == ("experts", "fsdp"):
+        return False
     try:
         check_settings(make(row), "cpu")
     except ValueError:
@@ -253,3 +257,16 @@ def test_every_pair_is_in_a_row_or_is_refused_in_one_line(make, tmp_path, capsys
         refused += 1
     assert refused
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", [0, 1])
+def test_sharded_weights_are_run_and_read_with_what_they_go_with(make, tmp_path, capsys, seed):
+    """Rows of random settings, as many as go together: the first covering rows have whole weights."""
+    row = named([values[0] for values in SETTINGS.values()]) | {"parallel.engine": "fsdp"}
+    random = Random(seed)
+    for key in random.sample(list(SETTINGS), len(SETTINGS)):
+        other = row | {key: random.choice(SETTINGS[key])}
+        if key != "parallel.engine" and allowed(make, other):
+            row = other
+    run_rows([row], make, tmp_path, capsys)

@@ -234,5 +234,5 @@ def test_a_label_that_nothing_predicts_is_refused(place, tmp_path):
     exact(model)
     inputs = padded(PAIRS)
     inputs["labels"][place] = 1
-    with pytest.raises(ValueError, match="sequence 0 has a label on padding, or on its first token"):
+    with pytest.raises(ValueError, match=r"label is on padding|label on its first token"):
         model(**inputs, exact=True)

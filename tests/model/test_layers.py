@@ -21,6 +21,7 @@ class OneLayerAtATime(FlatWeights):
 
     def __init__(self, weights: FlatWeights, kept: bool):
         self.named, self._weights, self._kept = weights.named, weights, kept
+        self.embed, self.norm, self.lm_head = weights.embed, weights.norm, weights.lm_head
         self.asked: list[int] = []
         self._open = False
 

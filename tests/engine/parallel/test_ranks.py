@@ -14,14 +14,16 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
-from zerokl.engine.config import Config
+from zerokl.engine.config import Config, ParallelConfig
 from zerokl.engine.config_file import to_toml
 from zerokl.engine.lora import LoraConfig
 from zerokl.engine.parallel.data_parallel import RankedScorer
 from zerokl.engine.parallel.process_group import ALONE
 from zerokl.engine.parallel.scorer import frozen
 from zerokl.engine.runs.run import resume, train
+from zerokl.model.checkpoint import load_decoder
 from zerokl.model.weights import VALUE_HEAD_TENSOR
 
 from tests.helpers import torchrun, total_unequal
@@ -184,6 +186,46 @@ def test_ranks_with_other_numbers_of_threads_give_one_ledger(plain, alone, tmp_p
     outputs = [rank.communicate()[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
     _same(tmp_path / "run", alone)
+
+
+def test_sharded_weights_are_those_of_one_process(config, tmp_path):
+    """fp16 with a scaled loss, clipping, several updates, four rounds; and both engines read a checkpoint."""
+    settings = {"dtype": "float16", "optimizer__max_grad_norm": 0.05, "updates_per_rollout": 2}
+    plain = config(**settings, steps=4, virtual_shards=16, checkpoint__every=2, evaluation__every=2)
+    train(plain, tmp_path / "alone")
+    sharded = plain.model_copy(update={"parallel": ParallelConfig(engine="fsdp"), "recompute": "layer"})
+    _run(4, sharded, tmp_path / "run", "--micro_batch", "1")
+    _same(tmp_path / "run", tmp_path / "alone")
+    _same_metrics(tmp_path / "run", tmp_path / "alone")
+    own, whole = (decoder_of(tmp_path / run / "checkpoints" / "step-000004") for run in ("run", "alone"))
+    assert total_unequal([own], [whole]) == 0
+    _forget_the_end(tmp_path / "run")
+    resume(tmp_path / "run", {"parallel.engine": "replicated"})
+    _same(tmp_path / "run", tmp_path / "alone")
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["fsdp", "replicated"])
+def test_a_run_goes_on_with_sharded_weights_over_other_ranks(plain, alone, tmp_path, first):
+    two_steps = plain.model_copy(update={"parallel": ParallelConfig(engine=first), "steps": 2})
+    _run(4 if first == "fsdp" else 1, two_steps, tmp_path / "run")
+    process = _launch(
+        2, ["--resume", "run", "--steps", "4", "--parallel.engine", "fsdp", "--micro_batch", "2"], tmp_path
+    )
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    _same(tmp_path / "run", alone)
+
+
+def decoder_of(folder: Path) -> torch.Tensor:
+    return load_decoder(folder, torch.float32).flat.detach()
+
+
+def _forget_the_end(run: Path) -> None:
+    """Let a finished run of four steps be one that was killed after two."""
+    (run / "summary.json").unlink()
+    shutil.rmtree(run / "checkpoints" / "step-000004")
 
 
 def test_frozen_weights_are_those_of_one_process(plain, tmp_path):

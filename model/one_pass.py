@@ -1,0 +1,142 @@
+"""Prompts and their samples in one forward and one backward.
+
+prompts.py reads the prompts first, and sends their gradient back after all micro-batches of samples. So every
+weight is needed four times, and its gradient is whole after the last of them only. Here one forward holds all
+rows: of each pass of prompts (prompts.prompt_passes) the rows of the samples, then those of the prompts. The
+token blocks have the order of prompts.py, and so has every sum. All bits are equal.
+
+After the attention of the last layer nobody reads the rows of the prompts: the samples' rows go on alone.
+
+Shapes: n rows of samples, B rows of prompts (without the last token of each), T rows of all and of padding.
+"""
+
+from collections.abc import Sequence
+from itertools import compress
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..kernels.attention import attention, varlen_plan
+from ..kernels.order import token_blocks
+from ..kernels.passes import ONE_SEQUENCE, Pass
+from ..kernels.upload import Tables
+from .config import ModelConfig
+from .decoder import NO_BUFFERS, Buffers, Forward, NarrowingContext, with_padding
+from .prompts import PromptLayout, SampleTables, attend_after, prompt_passes, ranges, reordered
+from .routing import FREE, Routing
+
+
+class _Samples(NamedTuple):
+    """The rows of the samples alone; see decoder.Context."""
+
+    in_pass: Pass
+    routing: Routing
+
+
+class OnePassContext(NarrowingContext):
+    """The rows of samples and of their prompts, all of one virtual shard."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        lengths: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        padding: int = 0,
+        buffers: Buffers = NO_BUFFERS,
+        routing: Routing = FREE,
+    ):
+        """lengths [S]: rows of each sample; the first is of its prompt's last token.
+
+        prompts [S]: the prompt of each sample. Equal prompts lie side by side.
+        buffers: where the weights' gradients are summed.
+        """
+        layout = PromptLayout(prompts)
+        self.routing, self._last = routing, config.layers - 1
+        self.rows = sum(lengths), int(layout.lengths.sum()), padding
+        self._samples = SampleTables(config, lengths, layout, layout.prompt_of_sample)
+        read = [n for n in layout.lengths.tolist() if n]
+        self._prompts = varlen_plan(read, config.heads, config.kv_heads) if read else None
+        self._ordered, in_order = _order(lengths, layout, prompt_passes(prompts), padding)
+        self.order = self._ordered, self._ordered.argsort()
+        self._moves = not bool((self._ordered == torch.arange(len(self._ordered))).all())
+        of_prompts = torch.from_numpy(ranges(np.zeros_like(layout.lengths), layout.lengths))
+        zeros = torch.zeros(padding, dtype=torch.int64)
+        self.positions = torch.cat([self._samples.positions, of_prompts, zeros])[self._ordered]
+        self.in_pass = Pass(token_blocks(in_order), buffers)
+        self.narrowed = _Samples(Pass(self._samples.blocks, buffers), routing)
+
+    @property
+    def tables(self) -> list[Tables]:
+        """See decoder.Context."""
+        plans = [] if self._prompts is None else [self._prompts]
+        return [self.in_pass.blocks, *self._samples.tables, *plans, self]
+
+    @property
+    def host_tensors(self) -> list[torch.Tensor]:
+        """See upload.Tables."""
+        return [self.positions, *self.order]
+
+    def arrived(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
+        self.positions, *order = tensors
+        self.order = tuple(order)
+
+    def by_kind(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The rows of x [T, ...] by what they are of: samples [n, ...], prompts [B, ...], and padding."""
+        order, inverse = self.order
+        return (reordered(x, inverse, order) if self._moves else x).split(self.rows)
+
+    def narrow(self, x: torch.Tensor) -> torch.Tensor:
+        """See NarrowingContext."""
+        return self.by_kind(x)[0]
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """See decoder.Context. In the last layer only the rows of the samples, [n, Hq, D]."""
+        (q, q_prompts, q_padding), (k, k_prompts, _), (v, v_prompts, _) = map(self.by_kind, (q, k, v))
+        kv = torch.stack([k_prompts, v_prompts], dim=1).view(self.rows[1], -1)
+        # The gradient of a prompt's keys and values is summed over its samples in fp32, and rounded once.
+        o = attend_after(kv, ONE_SEQUENCE, self._samples, q, k, v, scale)
+        if layer == self._last:
+            return o
+        of_prompts = q_prompts
+        if self._prompts is not None:
+            of_prompts = attention(q_prompts, k_prompts, v_prompts, self._prompts, scale)
+        o = torch.cat([o, of_prompts, torch.zeros_like(q_padding)])
+        return reordered(o, *self.order) if self._moves else o
+
+
+def _order(
+    lengths: Sequence[int], layout: PromptLayout, passes: Sequence[slice], padding: int
+) -> tuple[torch.Tensor, list[int]]:
+    """Which row lies where, [T], and the rows of each sequence in this order, without padding.
+
+    The rows are counted by kind: all samples, then all prompts, then padding.
+    """
+    rows, n = np.array(lengths), sum(lengths)
+    starts, parts, in_order = np.cumsum(rows) - rows, [], []
+    for samples in passes:
+        first, last = (layout.prompt_of_sample[i] for i in (samples.start, samples.stop - 1))
+        prompts = slice(first, last + 1)
+        parts += [ranges(starts[samples], rows[samples])]
+        parts += [ranges(layout.starts[prompts] + n, layout.lengths[prompts])]
+        in_order += [*rows[samples].tolist(), *layout.lengths[prompts].tolist()]
+    total = n + int(layout.lengths.sum())
+    return torch.from_numpy(np.concatenate([*parts, np.arange(total, total + padding)])), in_order
+
+
+def one_pass(
+    forward: Forward,
+    ids: torch.Tensor,
+    lengths: Sequence[int],
+    prompts: Sequence[Sequence[int]],
+    buffers: Buffers = NO_BUFFERS,
+    routing: Routing = FREE,
+) -> tuple[torch.Tensor, OnePassContext]:
+    """The ids [T] of one forward, and its context. ids [n]: of the samples. Others: see OnePassContext."""
+    firsts = PromptLayout(prompts).firsts
+    of_prompts = [token for prompt in compress(prompts, firsts) for token in prompt[:-1]]
+    by_kind, padding = with_padding(torch.cat([ids, torch.tensor(of_prompts, dtype=torch.int64)]), forward)
+    context = OnePassContext(forward.config, lengths, prompts, padding, buffers, routing)
+    return by_kind[context.order[0]], context
