@@ -18,7 +18,7 @@ import torch
 
 from ...kernels.merge import merge
 from ...model.adapters import AdapterLayout, adapted_layout
-from ...model.checkpoint import DTYPES, read_weights, stored_dtype
+from ...model.checkpoint import DTYPES, stored_dtype
 from ...model.decoder import Hook
 from ...model.lora import Lora
 from ...model.peft import read_adapter, stored_lora
@@ -67,7 +67,7 @@ def _read(evidence: Evidence, folder: Path) -> _Adapter:
 
 def _base(evidence: Evidence) -> torch.Tensor:
     """The base's weights, flat as the model's, in fp32 on the host. It is a tensor of its own."""
-    return read_weights(evidence.scorer.adapters.base, evidence.scorer.model().layout)
+    return evidence.scorer.base_weights()
 
 
 def _merge(

@@ -131,9 +131,8 @@ def with_weights(evidence: Evidence, flat: torch.Tensor) -> Decoder:
 def another_dtype(evidence: Evidence) -> Iterator[Prediction]:
     """The whole forward, or the logits alone, in another dtype."""
     scorer = evidence.scorer
-    for name, dtype in DTYPES.items():
-        if dtype != scorer.dtype:
-            scores = decoder_scores(scorer.decoder(dtype=dtype), evidence)
+    for name, scores in evidence.by_dtype.items():
+        if DTYPES[name] != scorer.dtype:
             yield Prediction(f"the sampler computed in {name}", scores)
     if scorer.head != torch.float32:
         model = scorer.model()
