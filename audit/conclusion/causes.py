@@ -7,7 +7,7 @@ from ..finding import Finding
 from ..report import Measurements
 from ..sections import CheckpointsDifference, Jump
 from ..settings import distribution_words
-from .log_findings import fitting, none_fits
+from .log_findings import fitting, guilty_trainer, none_fits
 from .notes import LISTED
 
 # The kind of the cause where the two columns of a log are equal.
@@ -260,6 +260,7 @@ def _unknown(measured: Measurements) -> Finding:
 _FINDERS = (
     _equal,
     _rounded_log,
+    guilty_trainer,
     fitting,
     _not_drawn,
     _stale_cache,

@@ -20,7 +20,8 @@ from ..log_section import TrainerColumn
 from .column_causes import is_masked
 from .evidence import Evidence, Line
 from .fit import Tried, explain
-from .log_checks import LogFault, check_log
+from .log_checks import check_log
+from .log_fault import LogFault
 from .predictors import PREDICTORS
 from .scorer import ModelAdapters, Scorer
 
@@ -50,6 +51,7 @@ def log_causes(
             for i, ((r, params), scores, line) in enumerate(zip(rollouts, scored, lines, strict=True))
         ],
         scorer,
+        longest_prompt=max(len(r.prompt_ids) for r, _ in rollouts),
     )
     trainer_column = None
     if any(x.trainer_logprobs is not None for x in lines):
@@ -76,6 +78,7 @@ def _of_trainer(evidence: Evidence, lines: Sequence[LoggedRollout]) -> Evidence:
     """The lines with the log's trainer column in place of the sampler's."""
     return replace(
         evidence,
+        side="trainer",
         lines=[
             replace(line, logged=logged.trainer_logprobs)
             for line, logged in zip(evidence.lines, lines, strict=True)

@@ -74,7 +74,9 @@ def band(d: Sequence[np.ndarray], logp: Sequence[np.ndarray]) -> list[Noise]:
     return [Noise(dtype, max(size, FP32))] if dtype else []
 
 
-def is_rounding(noise: Noise, d: Sequence[np.ndarray], logp: Sequence[np.ndarray], signed: bool = True) -> bool:
+def is_rounding(
+    noise: Noise, d: Sequence[np.ndarray], logp: Sequence[np.ndarray], signed: bool = True
+) -> bool:
     """Whether a difference is rounding of this size. d, logp: [C] of each line; NaN is passed over.
 
     signed: whether a mean beyond chance speaks against it.

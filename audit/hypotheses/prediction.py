@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from .evidence import Evidence, Scores
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ...model.decoder import Decoder
 
 
@@ -23,6 +25,8 @@ class Prediction:
     # What a second cause is tried on: other sampling parameters than the log's, and another model.
     params: Mapping[str, Any] = field(default_factory=dict)
     decoder: "Decoder | None" = None
+    # Of a change of the numbers themselves: the numbers before it.
+    undone: "Callable[[np.ndarray], np.ndarray] | None" = None
 
 
 Predictor = Callable[[Evidence], Iterator[Prediction]]

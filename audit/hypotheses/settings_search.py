@@ -51,6 +51,7 @@ class Rows:
     evidence: Evidence
     logits: dict[int, torch.Tensor]
 
+    @torch.no_grad()
     def scores(self, transform: Transform | None, change: Change | None, x: float) -> Scores:
         """What the lines would hold with a number x."""
         result = {}
@@ -74,6 +75,7 @@ def _distance(logged: np.ndarray, scores: np.ndarray) -> float:
     return float(np.nansum(np.where(np.isneginf(scores), _CAP, d)))
 
 
+@torch.no_grad()
 def rows_of(evidence: Evidence) -> Rows:
     """The logits of the lines by the model, of as many as may be held."""
     decoder = evidence.scorer.model()
@@ -247,7 +249,9 @@ def generation_config(evidence: Evidence) -> Iterator[Prediction]:
     penalty = float(given.pop("repetition_penalty", 1.0))
     transform = repetition if penalty != 1.0 else None
     scores = rows_of(evidence).scores(transform, lambda p, _: p._replace(**given), penalty)
-    yield Prediction(f"the sampler took {said} from the checkpoint's generation_config.json", scores, params=given)
+    yield Prediction(
+        f"the sampler took {said} from the checkpoint's generation_config.json", scores, params=given
+    )
 
 
 def _shown(x: float) -> str:

@@ -39,7 +39,9 @@ def plant(group: str, *named: str):
 # --- 1: one column is at fault ---
 
 
-@plant("column", "trainer without the temperature", "trainer column, raw logits", "trainer column, another temp")
+@plant(
+    "column", "trainer without the temperature", "trainer column, raw logits", "trainer column, another temp"
+)
 def trainer_without_temperature(w: World) -> Log:
     return Log(w.both(w.drawn(), Settings()), USUAL)
 
@@ -82,13 +84,13 @@ def replaced(line: Line, places: np.ndarray, values: np.ndarray) -> Line:
     return replace(line, trainer=column)
 
 
-@plant("place", "zero")
+@plant("place", "number is 0")
 def zero_at_the_end_token(w: World) -> Log:
     lines = w.both(w.drawn())
     return Log([replaced(x, np.array(x.completion) == END_ID, 0.0) for x in lines], USUAL, with_model=False)
 
 
-@plant("place", "zero")
+@plant("place", "number is 0")
 def zero_first_in_a_chunk(w: World) -> Log:
     k = int(w.rng.integers(9, 17))
     lines = w.both(w.drawn())
@@ -268,9 +270,7 @@ def half_of_an_update(w: World) -> Log:
 
 @plant("attention", "keys and values")
 def fp8_cache(w: World) -> Log:
-    return _sampler(
-        w, cache=lambda c: AlteredCache(c, lambda x: x.to(torch.float8_e4m3fn).to(x.dtype))
-    )
+    return _sampler(w, cache=lambda c: AlteredCache(c, lambda x: x.to(torch.float8_e4m3fn).to(x.dtype)))
 
 
 @plant("attention", "keys and values")

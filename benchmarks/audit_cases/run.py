@@ -1,11 +1,11 @@
 """Plants faults that the audit was not written on, and sound logs, and shows what the audit says of each.
 
-    python benchmarks/audit_cases/run.py build --root R --seed 1      draw the logs
-    python benchmarks/audit_cases/run.py audit --root R --seed 1      audit them: the table
+python benchmarks/audit_cases/run.py build --root R --seed 1      draw the logs
+python benchmarks/audit_cases/run.py audit --root R --seed 1      audit them: the table
 
-    named    the headline is the fault         missed   the headline is that nothing, or rounding, differs
-    seen     not sound, cause not told         wrong    the headline is another fault
-    clear    a sound log, and it says so       alarm    a fault named in a sound log
+named    the headline is the fault         missed   the headline is that nothing, or rounding, differs
+seen     not sound, cause not told         wrong    the headline is another fault
+clear    a sound log, and it says so       alarm    a fault named in a sound log
 """
 
 import argparse
@@ -71,10 +71,10 @@ def judged(case: dict, report: dict) -> str:
         return "clear" if sound else "unsure" if kind in UNKNOWN_KINDS and not alarms else "alarm"
     if sound:
         return "missed"
+    if kind in UNKNOWN_KINDS:
+        return "seen"
     words = f"{kind}: {text.split(' As near')[0]}".lower()
-    if any(name.lower() in words for name in case["named"]):
-        return "named"
-    return "seen" if kind in UNKNOWN_KINDS else "wrong"
+    return "named" if any(name.lower() in words for name in case["named"]) else "wrong"
 
 
 def audit(root: Path, seed: int, only: str) -> None:
@@ -93,7 +93,9 @@ def audit(root: Path, seed: int, only: str) -> None:
         counts[case["group"], word] += 1
         text = " ".join(report["cause"]["text"].split())
         seconds = time.perf_counter() - start
-        print(f"{case['group']:10} {case['name']:38} {case['family']:6} {word:7} {seconds:5.1f} s  {text[:230]}")
+        print(
+            f"{case['group']:10} {case['name']:38} {case['family']:6} {word:7} {seconds:5.1f} s  {text[:230]}"
+        )
         if outcome := report["outcome"]["faults"]:
             print(f"{'':71}  outcome {report['outcome']['kind']}: {outcome}", flush=True)
     for group in dict.fromkeys(group for group, _ in counts):
