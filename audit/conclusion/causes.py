@@ -187,7 +187,8 @@ def _other_than_it_scores(measured: Measurements) -> Finding | None:
 
 def _other_distribution(measured: Measurements) -> Finding | None:
     """A log whose tokens the trainer cuts."""
-    if measured.trace is not None or measured.figures.outside.share <= 0.001:
+    at_the_edge = measured.log and measured.log.hypotheses.is_rounding
+    if measured.trace is not None or measured.figures.outside.share <= 0.001 or at_the_edge:
         return None
     return Finding(
         "distribution",

@@ -292,9 +292,12 @@ def _nearest(fitting: Sequence[Row]) -> list[Row]:
 
 
 def _inside(evidence: Evidence) -> Evidence:
-    """The evidence without tokens at the edge of the trainer's set."""
+    """The evidence without tokens at the edge of the trainer's set, whichever side `logged` is."""
     scored = _without_edge({i: x.scored for i, x in enumerate(evidence.lines)}, evidence)
-    return replace(evidence, lines=[replace(x, scored=scored[i]) for i, x in enumerate(evidence.lines)])
+    lines = [replace(x, scored=scored[i]) for i, x in enumerate(evidence.lines)]
+    other = [replace(x, logged=x.scored, scored=x.logged) for x in lines]
+    logged = _without_edge({i: x.logged for i, x in enumerate(lines)}, replace(evidence, lines=other))
+    return replace(evidence, lines=[replace(x, logged=logged[i]) for i, x in enumerate(lines)])
 
 
 def _by_nearest_engine(evidence: Evidence) -> Evidence:

@@ -170,12 +170,13 @@ def _separators(
     """Turns that follow each other without what the chat template writes between them."""
     if not (expected := _between(tokenizer)):
         return None
+    ends = tuple(tokenizer.text([i]) + expected for i in tokenizer.stop_ids)
     lost = known = 0
     for a, b in after:
         ids = a.prompt_ids + a.completion_ids
-        if b.prompt_ids[: len(ids)] == ids and a.completion_ids[-1] in tokenizer.stop_ids:
+        if b.prompt_ids[: len(ids)] == ids:
             known += 1
-            lost += not tokenizer.text(b.prompt_ids[len(ids) :]).startswith(expected)
+            lost += not tokenizer.text(b.prompt_ids[len(ids) :]).startswith((expected, *ends))
     if lost < max(2, known // 2):
         return None
     return LogFault(

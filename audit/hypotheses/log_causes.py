@@ -24,6 +24,11 @@ from .log_checks import check_log
 from .log_fault import LogFault
 from .predictors import PREDICTORS
 from .scorer import ModelAdapters, Scorer
+from .streams import one_stream
+
+
+# Lines whose random numbers are compared.
+_STREAMS = 64
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,15 @@ def log_causes(
         of_trainer = explain(_of_trainer(evidence, lines), PREDICTORS)
         distribution = check(_both_columns(rollouts, lines))
         trainer_column = TrainerColumn(**vars(of_trainer), distribution=distribution)
-    return LogCauses(explain(evidence, PREDICTORS), check_log(lines, scorer.tokenizer), trainer_column)
+    hypotheses, log_faults = explain(evidence, PREDICTORS), check_log(lines, scorer.tokenizer)
+    if hypotheses.is_rounding or not hypotheses.distance:
+        log_faults += [fault] if (fault := one_stream(_first(evidence))) else []
+    return LogCauses(hypotheses, log_faults, trainer_column)
+
+
+def _first(evidence: Evidence) -> Evidence:
+    """The first lines: those of one batch stand together."""
+    return replace(evidence, lines=evidence.lines[:_STREAMS])
 
 
 def _both_columns(

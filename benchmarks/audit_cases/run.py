@@ -52,13 +52,13 @@ def build(root: Path, seed: int, only: str) -> None:
 
 
 def _finite(row: dict) -> dict:
-    """A line of turns has no ids of its own; a probability of 0 is a large negative number's."""
+    """A line of turns has no ids of its own; a probability of 0 is written as zerokl's logs do."""
     if "turns" in row:
         for name in ("prompt_ids", "completion_ids", "logprobs"):
             row.pop(name)
     for name in ("logprobs", "trainer_logprobs"):
         if name in row:
-            row[name] = [x if x is None or np.isfinite(x) else -1e30 for x in row[name]]
+            row[name] = [x if x is None or np.isfinite(x) else "-Infinity" for x in row[name]]
     return row
 
 
