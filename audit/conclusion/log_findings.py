@@ -106,8 +106,8 @@ def none_fits(measured: Measurements) -> Finding | None:
         return Finding(
             "rounding",
             f"rounding alone. None of {tried.tried} hypotheses fits, and the difference of "
-            f"{tried.distance:.2g} nats a token is what a side in {tried.rounds_like} rounds, {how}: in size, in "
-            "its largest tokens, in its sign, and in each line.",
+            f"{tried.distance:.2g} nats a token is what {tried.rounds_like} rounds, {how}: in size, "
+            "in its largest tokens, in its sign, and in each line.",
             "Nothing is broken. Another dtype makes it smaller; importance sampling corrects for it.",
         )
     return _nearest(tried) if tried.rows else None

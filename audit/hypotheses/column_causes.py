@@ -12,7 +12,7 @@ from .numbers import PREDICTORS
 
 
 def try_columns(lines: Sequence[LoggedRollout]) -> tuple[Tried, Tried]:
-    """What the hypotheses that need no model say to a log with both columns: to the sampler's, the trainer's."""
+    """What the hypotheses that need no model say to the sampler's column of a log, and to the trainer's."""
     evidence = Evidence(
         [
             Line(

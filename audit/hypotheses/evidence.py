@@ -39,8 +39,8 @@ class Line:
 class Evidence:
     """The lines on which hypotheses are tried. scorer: None where the log has both columns and no model.
 
-    side: whose numbers `logged` are, "sampler" or "trainer". by_dtype: our decoder's scores of all lines in each
-    dtype, where a model is at hand. longest_prompt: of the whole log, in tokens.
+    side: whose numbers `logged` are, "sampler" or "trainer". by_dtype: our decoder's scores of all lines in
+    each dtype, where a model is at hand. longest_prompt: of the whole log, in tokens.
     """
 
     lines: list[Line]

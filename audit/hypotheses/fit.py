@@ -1,9 +1,9 @@
 """Which hypothesis fits a log: each predicts what the log would hold, and the nearest prediction is named.
 
 A prediction fits exactly if it leaves a tenth of the difference. Under the rounding of other engines no
-prediction does. There it fits if the difference follows it: with e = predicted - scored and r = logged - scored,
-the slope of r on e is 1, it is far from 0 beside its error, and what is left is rounding (noise.py). Where no
-single one fits, a second one is tried on what the best ones leave.
+prediction does. There it fits if the difference follows it: with e = predicted - scored and r = logged -
+scored, the slope of r on e is 1, it is far from 0 beside its error, and what is left is rounding
+(noise.py). Where no single one fits, a second one is tried on what the best ones leave.
 """
 
 import math
@@ -18,7 +18,7 @@ from .evidence import Evidence, Line, Scores
 from .noise import Noise, is_rounding
 from .places import Where, where
 from .prediction import Prediction, Predictor
-from .registry import HYPOTHESES, LATE, ROUNDINGS, SECOND, WHOLE_LOG, Hypothesis
+from .registry import DIMMED, HYPOTHESES, LATE, ROUNDINGS, SECOND, WHOLE_LOG, Hypothesis
 from .slope import slope
 
 # A difference of one token counts so many nats at most: an impossible token alone must not decide.
@@ -27,7 +27,7 @@ _MOST = 20.0
 _LEFT = 0.1
 # A fit under rounding: the slope, its errors away from 0, and the share that it leaves at most. Where the
 # difference alone could be rounding, more errors are asked for.
-_SLOPE, _ERRORS, _SURE, _LESS = (0.8, 1.25), 10.0, 14.0, 0.85
+_SLOPE, _DIMMED, _ERRORS, _SURE, _LESS = (0.8, 1.25), 0.5, 10.0, 14.0, 0.85
 # A first cause of two takes at least this much away.
 _FIRST, _FIRSTS, _BOTH = 0.85, 3, 0.6
 # Lines on which each hypothesis is tried first, and what it must explain of them: a share that is left, or a
@@ -356,7 +356,8 @@ def _fit(hypothesis: Hypothesis, prediction: Prediction, judge: _Judge) -> Row |
     most = prediction.searched or compared.before >= 0.5 * _total(evidence)
     angle, errors = slope(compared.effects, compared.differences, compared.scores)
     share = compared.after_base / compared.before_base if compared.before_base else 1.0
-    follows = _SLOPE[0] <= angle <= _SLOPE[1] and share <= _LESS
+    least = _DIMMED if hypothesis.name in DIMMED else _SLOPE[0]
+    follows = least <= angle <= _SLOPE[1] and share <= _LESS
     follows = follows and errors >= (_SURE if judge.alike else _ERRORS)
     follows = follows and not (judge.alike and hypothesis.name in ROUNDINGS)
     fits = exact <= _LEFT or (follows and judge.is_rounding(compared.left, compared.scores))

@@ -35,8 +35,8 @@ def doubled_start(lines: Sequence[LoggedRollout]) -> LogFault | None:
     (first, _), *_ = firsts
     return LogFault(
         name="doubled first token",
-        text=f"all {len(starts)} prompts begin with token {first} twice: the chat template writes it, and the "
-        "tokenizer adds it again.",
+        text=f"all {len(starts)} prompts begin with token {first} twice: the chat template writes it, and "
+        "the tokenizer adds it again.",
         remedy="Encode the template's text without special tokens (add_special_tokens=False).",
     )
 
@@ -55,7 +55,7 @@ def never_drawn(lines: Sequence[LoggedRollout]) -> LogFault | None:
     return LogFault(
         name="a token that was never drawn",
         text=f"all {count} completions begin with token {token}, to which the trainer gives a probability of "
-        f"{math.exp(-nats / len(trained)):.2g}: a template wrote it, and it is trained as if it had been drawn.",
+        f"{math.exp(-nats / len(trained)):.2g}: a template wrote it, and it is trained as if drawn.",
         remedy="Put it into the prompt, or mask it.",
     )
 
@@ -72,9 +72,9 @@ def template_in_completion(lines: Sequence[LoggedRollout], tokenizer: "Tokenizer
     return LogFault(
         name="a token that was never drawn",
         text=f"{len(wrong)} completions begin with the chat template's generation prompt "
-        f"({tokenizer.text(opening)!r}), which their prompts lack: the template wrote it, and it is trained as if "
-        "it had been drawn.",
-        remedy="Render prompts with add_generation_prompt=True; then the completion begins with what was drawn.",
+        f"({tokenizer.text(opening)!r}), which their prompts lack: the template wrote it, and it is trained "
+        "as if it had been drawn.",
+        remedy="Render prompts with add_generation_prompt=True; a completion begins with what was drawn.",
     )
 
 
@@ -110,7 +110,7 @@ def cut_short(lines: Sequence[LoggedRollout], tokenizer: "Tokenizer") -> LogFaul
         text=f"{len(early)} of {len(lines)} completions end without an end token, at "
         f"{len({len(x.completion_ids) for x in early})} lengths below the longest: something cut them after "
         "they were drawn.",
-        remedy="Hand on the completion as it was drawn, or mark it as truncated and leave it out of the loss. "
+        remedy="Hand on the completion as it was drawn, or mark it as truncated and leave it out. "
         "Where completions end at stop strings, nothing is wrong.",
     )
 
@@ -141,10 +141,10 @@ def turns(lines: Sequence[LoggedRollout], tokenizer: "Tokenizer | None") -> Iter
     if stripped >= max(2, len(after) // 2):
         yield LogFault(
             name="parts of a turn left out of the next",
-            text=f"in {stripped} of {len(after)} turns the prompt holds the turn before without a part that was "
-            "drawn, as a template does that strips the reasoning of earlier turns: the next turn was drawn after "
+            text=f"in {stripped} of {len(after)} turns the prompt holds the turn before without a part that "
+            "was drawn, as a template does that strips earlier reasoning: the next turn was drawn after "
             "other ids than those that are trained.",
-            remedy="Keep what was drawn in the conversation, or train each turn as a line with its own prompt.",
+            remedy="Keep what was drawn in the conversation, or train each turn with its own prompt.",
         )
     if tokenizer is not None and (fault := _separators(after, tokenizer)):
         yield fault
@@ -181,8 +181,8 @@ def _separators(
         return None
     return LogFault(
         name="separator lost between turns",
-        text=f"in {lost} of {known} turns {expected!r}, which the chat template writes after a turn's end, is "
-        "missing: the model reads another format than it was trained on.",
+        text=f"in {lost} of {known} turns {expected!r}, which the chat template writes after a turn's end, "
+        "is missing: the model reads another format than it was trained on.",
         remedy="Append the ids that the template writes between two turns, not those of the message alone.",
     )
 

@@ -26,7 +26,6 @@ from .predictors import PREDICTORS
 from .scorer import ModelAdapters, Scorer
 from .streams import one_stream
 
-
 # Lines whose random numbers are compared.
 _STREAMS = 64
 

@@ -2,13 +2,14 @@
 
     |d| ~ size w,   w = 1 - p + 0.02        d = logged - scored in nats, of a token of probability p
 
-A rounding moves the logits. log_softmax hands 1 - p of that to a token, so likely tokens move little. `size` is
-measured on the model for each dtype, beside fp32. Two sides that round independently have the root of the sum
-of squares. Without a model it is the log's own, and the dtype is the narrowest whose band holds it.
+A rounding moves the logits. log_softmax hands 1 - p of that to a token, so likely tokens move little.
+`size` is measured on the model for each dtype, beside fp32. Two sides that round independently have the
+root of the sum of squares. Without a model it is the log's own, and the dtype is the narrowest whose band
+holds it.
 
-A difference is rounding if it is no larger than `size` says, on average and in its tail, has no sign, and is no
-larger in one line than in another. Each of these bounds alone lets a fault pass: a temperature has a sign, a
-wrong number has a tail, another checkpoint in one group has lines.
+A difference is rounding if it is no larger than `size` says, on average and in its tail, has no sign, and
+is no larger in one line than in another. Each of these bounds alone lets a fault pass: a temperature has a
+sign, a wrong number has a tail, another checkpoint in one group has lines.
 """
 
 import math

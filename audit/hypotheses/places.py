@@ -1,8 +1,10 @@
-"""Where a difference sits, before any hypothesis, and the wrong numbers that may stand there. It needs no model.
+"""Where a difference sits, before any hypothesis, and which wrong numbers may stand there.
+
+It needs no model.
 
 A token is odd if it differs by far more than the others do. If most odd tokens are of one class, and most
-tokens of this class are odd, then the class is where the difference sits: the end token, every k-th token, the
-tokens from a place on, one id, some lines.
+tokens of this class are odd, then the class is where the difference sits: the end token, every k-th token,
+the tokens from a place on, one id, some lines.
 
 Shapes: C completion tokens.
 """

@@ -78,7 +78,7 @@ class Scorer:
         return decoder_scores(self.model(), evidence)
 
     def base_weights(self) -> torch.Tensor:
-        """The weights of the adapters' base [numel] fp32 on the host, read once; a tensor of the caller's own."""
+        """The weights of the adapters' base [numel] fp32 on the host, read once; a copy."""
         base = self.adapters.base
         if base not in self._bases:
             self._bases[base] = read_weights(base, self.model().layout)

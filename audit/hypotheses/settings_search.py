@@ -2,10 +2,10 @@
 
     z' = z - penalties(tokens so far) + bias,  z' = cap tanh(z' / cap);  then the temperature and the filters
 
-Each has one number, which is searched: a grid, then smaller grids about the best value. The logits of the lines
-are computed once. Penalties are vLLM's (v1/sample/ops/penalties.py): the repetition penalty divides positive
-logits of tokens that prompt or completion hold, and multiplies negative ones; presence and frequency count the
-completion alone.
+Each has one number, which is searched: a grid, then smaller grids about the best value. The logits of the
+lines are computed once. Penalties are vLLM's (v1/sample/ops/penalties.py): the repetition penalty divides
+positive logits of tokens that prompt or completion hold, and multiplies negative ones; presence and
+frequency count the completion alone.
 
 Shapes: C completion tokens, V vocabulary.
 """

@@ -1,9 +1,10 @@
 """Lines that share one stream of random numbers, seen in where each drawn token lies in its distribution.
 
-A sampler that inverts the distribution draws the token v with F(v - 1) <= u < F(v), where F sums the probabilities
-in the order of the ids, or of falling probability. So each token tells an interval of u. Of two lines with
-one stream the intervals meet at every place; of two others they meet by chance, and how often is measured
-between different places of the log. Samplers that draw by noise on the logits do not show this.
+A sampler that inverts the distribution draws the token v with F(v - 1) <= u < F(v), where F sums the
+probabilities in the order of the ids, or of falling probability. So each token tells an interval of u. Of
+two lines with one stream the intervals meet at every place; of two others they meet by chance, and how
+often is measured between different places of the log. Samplers that draw by noise on the logits do not show
+this.
 
 Shapes: C completion tokens, V vocabulary.
 """
@@ -30,7 +31,7 @@ Intervals = list[np.ndarray]  # of each line, [C, 2]
 
 
 def one_stream(evidence: Evidence) -> LogFault | None:
-    """Whether lines share a stream. The lines' tokens were drawn from the model's distribution, or nearly so."""
+    """Whether lines share a stream; their tokens were drawn from the model's distribution, or nearly so."""
     lines = [x for x in evidence.lines if (x.params or SamplingParams()).temperature > 0.0]
     if len(lines) < _FEWEST // 2:
         return None
@@ -42,8 +43,8 @@ def one_stream(evidence: Evidence) -> LogFault | None:
             shared = len({i for pair in pairs for i in pair})
             return LogFault(
                 name="one random stream",
-                text=f"{shared} of {len(intervals)} lines share their random numbers with another one: the tokens "
-                f"of {len(pairs)} pairs of different completions lie at the same place of their distributions, "
+                text=f"{shared} of {len(intervals)} lines share their random numbers with another one: the "
+                f"tokens of {len(pairs)} pairs of completions lie at the same place of their distributions, "
                 "token for token. Ranks or requests were given one seed.",
                 remedy="Give every request a seed of its own, from the rank, the prompt and the sample.",
             )

@@ -1,10 +1,11 @@
 """Two small models on which no hypothesis was written: a Llama and a Qwen3, trained by transformers.
 
-They learn turns cut from this repository's own pages, with a byte-level BPE of 512 tokens, until a token has an
-entropy of about 2.6 nats. Nothing of zerokl computes here, so a plant and what judges it share no code.
+They learn turns cut from this repository's own pages, with a byte-level BPE of 512 tokens, until a token has
+an entropy of about 2.6 nats at temperature 0.8. Nothing of zerokl computes here, so a plant and what judges it share no code.
 """
 
 import random
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from transformers.models.qwen3 import Qwen3ForCausalLM
 BOS, END, PAD, USER, ASSISTANT = "<|bos|>", "<|end|>", "<|pad|>", "<|user|>", "<|assistant|>"
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
-    "{% if m.role == 'assistant' %}<|end|>{% endif %}\n{% endfor %}"
+    "{% if m.role == 'assistant' %}<|end|>{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 VOCAB, STEPS, BATCH, LENGTH = 512, 260, 12, 128
@@ -97,7 +98,7 @@ def make(family: str, folder: Path, seed: int = 0) -> Path:
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3, weight_decay=0.01)
     rng, words = random.Random(seed), text().split(" ")
     for step in range(STEPS):
-        rows = [sum(turn(fast, words, rng), [])[:LENGTH] for _ in range(BATCH)]
+        rows = [[*chain(*turn(fast, words, rng))][:LENGTH] for _ in range(BATCH)]
         longest = max(map(len, rows))
         ids = torch.tensor([x + [2] * (longest - len(x)) for x in rows])
         labels = ids.masked_fill(ids == 2, -100)

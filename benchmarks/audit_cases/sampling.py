@@ -130,8 +130,8 @@ def draw(
     """Draw `each` completions of each prompt, token by token through the cache, in the model's dtype.
 
     Prompts of one length are one batch. reported: the settings of the logged numbers, by default those that
-    were drawn with. generators: of a prompt and a sample, where streams are shared. position_gap: added to the
-    positions of the completion.
+    were drawn with. generators: of a prompt and a sample, where streams are shared. position_gap: added to
+    the positions of the completion.
     """
     make = generators or (lambda p, s: np.random.default_rng((seed, p, s)))
     drawing = [
