@@ -1,7 +1,8 @@
 """Two small models on which no hypothesis was written: a Llama and a Qwen3, trained by transformers.
 
 They learn turns cut from this repository's own pages, with a byte-level BPE of 512 tokens, until a token has
-an entropy of about 2.6 nats at temperature 0.8. Nothing of zerokl computes here, so a plant and what judges it share no code.
+an entropy of about 2.6 nats at temperature 0.8. Nothing of zerokl computes here, so a plant and what judges
+it share no code.
 """
 
 import random
