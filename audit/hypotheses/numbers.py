@@ -106,8 +106,10 @@ def _moved(x: np.ndarray, by: int) -> np.ndarray:
 
 def zeros(evidence: Evidence) -> Iterator[Prediction]:
     """Tokens that the model did not draw, with the number 0 in place of a log-probability."""
-    if not (_logged(evidence) == 0.0).any():
+    if evidence.side == "trainer" or not (_logged(evidence) == 0.0).any():
         return
+    if not any((line.logged[:-1] == 0.0).any() for line in evidence.lines):
+        return  # the last token of a line was drawn
     what = "tokens that the model did not draw are logged with 0"
     yield Prediction(what, _mapped(evidence, lambda line: np.where(line.logged == 0.0, 0.0, line.scored)))
 

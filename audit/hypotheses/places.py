@@ -136,8 +136,9 @@ def wrong_numbers(evidence: Evidence) -> Iterator[Prediction]:
     """Other numbers where the difference sits, and there alone."""
     for words, masks in _classes(evidence, odd_tokens(evidence)):
         for number, change in _numbers(evidence.lines):
-            if words.startswith("the first") and number == "0":
-                continue  # a prompt's tokens, which another hypothesis names
+            at_end = words.startswith(("the end", "the last"))
+            if number == "0" and evidence.side == "sampler" and not at_end:
+                continue  # tokens that were not drawn, which another hypothesis names
             scores = _changed(evidence, masks, change)
             yield Prediction(f"in {words} the sampler's number is {number}", scores)
 

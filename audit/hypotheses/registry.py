@@ -189,8 +189,6 @@ WHOLE_LOG = (
 LATE = (
     "attention otherwise",
     "another rotary embedding",
-    "another epsilon",
-    "16-bit intermediates",
     "another line's prompt",
     "another line's completion",
     "a special token",
